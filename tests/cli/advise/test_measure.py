@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gpushare.base.model import ComputeMode
+from gpushare.base.model import ComputeMode, Way
 from gpushare.connect import connect
 from tests.cli.conftest import Cli
 from tests.cli.drive import Started, World, same, until, until_one_run_is_over
@@ -105,7 +105,7 @@ def test_a_mechanism_that_a_veto_refuses_is_never_measured(cli: Cli, monkeypatch
     monkeypatch.setattr(Bench, "_launches", launches)
     words = ("--processes", "2", "--memory", "1G", "--users", "different", "--saturating", "--repeat", "1")
     data = measured(cli, *words, *WINDOW, *job(40))
-    assert ways == {"queue", "timeslice"}
+    assert ways == {Way.WHOLE, Way.TIMESLICE}
     assert {cell["way"] for cell in data["measurement"]["cells"]} == {"queue", "timeslice"}
     assert data["winner"] != "mps"
 

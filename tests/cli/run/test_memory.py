@@ -737,7 +737,7 @@ def test_a_line_without_the_jobs_of_others_is_said(cli: Cli, monkeypatch: pytest
     monkeypatch.setattr("gpushare.run.queued.are_shared", lambda _: False)
     answer = cli("run", "--wait", "--memory", "4G", "--", "true").ok()
     assert any(
-        "the jobs of other users are not seen in this line: neither /run/lock" in one for one in answer.lines("note")
+        "jobs of other users are not seen in this line: neither /run/lock" in one for one in answer.lines("note")
     )
     assert "not seen" not in cli("run", "--memory", "4G", "--", "true").err
 
