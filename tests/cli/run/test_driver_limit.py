@@ -226,6 +226,8 @@ def test_in_a_real_cgroup(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with real_tree() as tree:
         monkeypatch.setattr("gpushare.sim.cgroups.SimulatedCgroups", lambda _: tree)
         monkeypatch.setattr("gpushare.memory.driver_limit._set", lambda *_: True)
+        monkeypatch.setattr("gpushare.memory.driver_limit.DriverLimit.used_bytes", lambda _: None)
+        monkeypatch.setattr("gpushare.memory.driver_limit.release", lambda *_: None)
         if (why := tree.why_not()) is not None:
             pytest.skip(f"the cgroup of the tests may not be left: {why}")
         out = tmp_path / "out"
