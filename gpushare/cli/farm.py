@@ -98,7 +98,8 @@ def farm(
         str | None, typer.Option("--stall", metavar="TIME", help="End a copy that prints nothing for this long: 60s.")
     ] = None,
     like: Annotated[
-        str | None, typer.Option("--like", metavar="FILE", help="Take the cap of each from a file of bench --to.")
+        str | None,
+        typer.Option("--like", metavar="FILE", help="Take the thread cap of each copy from a file of bench --to."),
     ] = None,
     name: Annotated[
         str | None, typer.Option("--name", metavar="NAME", help="Name the farm, for commands that take a JOB.")

@@ -50,9 +50,9 @@ def move(
 ) -> Any:
     """Move a running job to another GPU: it continues there, and does not notice.
 
-    Driver 580 or later, between whole GPUs of one model; root is not needed. Its room there is reserved first; the job
-    stands still while its memory is copied to the host and on to the GPU: 3 s for 2 GiB, 14 to 17 s for 20 GiB. If the
-    driver refuses, it stays where it was. Not under MPS, not on MIG instances, and not for jobs of several GPUs or ranks (NCCL).
+    Driver 580 or later, between whole GPUs of one model; your own jobs need no root. The job's room there is reserved
+    first; it stands still while its memory is copied to the host and on to the GPU: 3 s for 2 GiB, 14 to 17 s for 20 GiB.
+    If the driver refuses, it goes back. Not under MPS, not on MIG instances, and not for jobs of several GPUs or ranks (NCCL).
     """
     if (job is None) == (off is None):
         if job is None:

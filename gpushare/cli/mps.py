@@ -251,7 +251,7 @@ Threads = Annotated[
 Memory = Annotated[
     str | None,
     typer.Option(
-        "--memory", metavar="SIZE", help="Pinned memory limit per client process: 4G, 1500M; per GPU: 0=4G,1=8G."
+        "--memory", metavar="SIZE", help="Device memory limit per client process: 4G, 1500M; per GPU: 0=4G,1=8G."
     ),
 ]
 NewMemory = Annotated[
@@ -259,7 +259,7 @@ NewMemory = Annotated[
     typer.Option(
         "--memory",
         metavar="SIZE",
-        help="Pinned memory limit per client process: 4G, 1500M; per GPU: 0=4G,1=8G; none removes it.",
+        help="Device memory limit per client process: 4G, 1500M; per GPU: 0=4G,1=8G; none removes it.",
     ),
 ]
 Pipe = Annotated[

@@ -215,7 +215,13 @@ def change_options(*, asks: bool) -> list[TyperOption]:
     """Return the options of commands that change something; ``asks``: it may take what somebody would miss."""
     return [
         _flag("dry_run", "Print the plan and change nothing; needs no root.", "-n", "--dry-run"),
-        _flag("yes", "Remove what is named, granted or in use without asking.", "-y", "--yes", hidden=not asks),
+        _flag(
+            "yes",
+            "Act without asking on what is named, granted, in use or another user's.",
+            "-y",
+            "--yes",
+            hidden=not asks,
+        ),
     ]
 
 
@@ -586,7 +592,7 @@ GpuOption = Annotated[
         "-g",
         "--gpu",
         metavar="GPU",
-        help="GPU index, UUID or its prefix, PCI bus id, MIG UUID, a comma-separated list, or all.",
+        help="GPU index, range (0-3), UUID or its prefix, PCI bus id, MIG UUID, a comma-separated list, or all.",
     ),
 ]
 OneGpuOption = Annotated[

@@ -131,7 +131,7 @@ def run(
     ] = None,
     keep: Annotated[
         str | None,
-        typer.Option("--keep", metavar="PCT", help="Adapt the slice: production keeps 97% of its speed."),
+        typer.Option("--keep", metavar="PCT", help="Adapt the slice so that production keeps PCT of its speed: 97%."),
     ] = None,
     name: Annotated[
         str | None, typer.Option("--name", metavar="NAME", help="Name the job, for commands that take a JOB.")

@@ -31,7 +31,8 @@ def out(job: JobArgument) -> Any:
 
     The driver waits for its GPU work, copies its memory (about 2 GB per second on an H200) and frees the GPU. Its CPU side
     goes on until it next uses the GPU. All its processes go together. Not under MPS, not on MIG instances, and not for
-    jobs that use NCCL or CUDA IPC, which the driver refuses.
+    containers, jobs on several GPUs, jobs with a process of another user, or jobs that use NCCL, CUDA IPC or managed
+    memory.
     """
     work = out_of_gpu(settings.connect(), job, note, dry_run=settings.dry_run)
     return _with_job(carried_out("swap out", work.plan), work.swap)
