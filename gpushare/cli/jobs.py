@@ -7,8 +7,8 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from gpushare.cli.options import PLAIN, settings
-from gpushare.cli.status import WatchCommand, WatchOption, interval
+from gpushare.cli.options import PLAIN, refresh_seconds, settings
+from gpushare.cli.status import WatchCommand, WatchOption
 from gpushare.run.jobs import KEPT_JOBS
 from gpushare.run.listing import listed_jobs
 from gpushare.show.jobs import jobs_result
@@ -45,7 +45,7 @@ def jobs(
 
     if watch is None:
         return look()
-    seconds = interval(watch)
+    seconds = refresh_seconds(watch)
     # A missing driver ends the command instead of repeating.
     look()
     keep_watching(

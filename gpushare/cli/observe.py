@@ -17,8 +17,7 @@ from gpushare.base.errors import BadCombination, BadUsage
 from gpushare.base.model import Gpu
 from gpushare.base.selection import select
 from gpushare.base.units import counted, format_bytes, format_duration, parse_seconds
-from gpushare.cli.options import PLAIN, Command, GpuOption, note, settings
-from gpushare.cli.status import interval as checked_interval
+from gpushare.cli.options import PLAIN, Command, GpuOption, note, refresh_seconds, settings
 from gpushare.measure.dcgm import read_measured
 from gpushare.measure.observe import header_for
 from gpushare.measure.observe import observe as record
@@ -84,7 +83,7 @@ def observe(
 
 
 def _times(seconds: str, interval: str) -> tuple[float, float]:
-    length, step = parse_seconds(seconds), checked_interval(interval)
+    length, step = parse_seconds(seconds), refresh_seconds(interval)
     if length < step:
         raise BadUsage(
             f"--for {seconds} is shorter than one interval ({interval})",

@@ -837,6 +837,20 @@ def percentage(option: str, text: str, *, example: str, hint: str, code: str) ->
     return percent
 
 
+def refresh_seconds(text: str) -> float:
+    """Return the refresh interval of a screen or recording.
+
+    Raises:
+        BadUsage: it is no time, or below 0.1 s (code ``bad_interval``).
+    """
+    from gpushare.base.units import parse_seconds
+
+    seconds = parse_seconds(text)
+    if seconds < 0.1:
+        raise BadUsage(f"the interval {text} is too short", "give at least 0.1s, for example 1s", code="bad_interval")
+    return seconds
+
+
 def positive(option: str, text: str, example: str) -> float:
     """Return a time in seconds, as typed.
 

@@ -8,9 +8,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from gpushare.base.errors import BadUsage
-from gpushare.base.units import parse_seconds
-from gpushare.cli.options import PLAIN, Command, GpuOption, settings
+from gpushare.cli.options import PLAIN, Command, GpuOption, refresh_seconds, settings
 from gpushare.run.look import Look
 from gpushare.show.legend import legend_result
 from gpushare.show.live import watch as keep_watching
@@ -67,14 +65,7 @@ def status(
     if watch is None:
         return look()
     # Look once first: a wrong GPU or a missing driver ends the command instead of repeating.
-    seconds = interval(watch)
+    seconds = refresh_seconds(watch)
     look()
     keep_watching(look, seconds=seconds, stream=sys.stdout, output=settings.output, quiet=settings.quiet)
     return 0
-
-
-def interval(text: str) -> float:
-    seconds = parse_seconds(text)
-    if seconds < 0.1:
-        raise BadUsage(f"the interval {text} is too short", "give at least 0.1s, for example 1s", code="bad_interval")
-    return seconds

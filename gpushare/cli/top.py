@@ -10,9 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from gpushare.base.errors import NotSupported, OperationFailed
-from gpushare.cli.options import PLAIN, Command, settings
-from gpushare.cli.status import interval as checked_interval
-from gpushare.measure.recording import Samples
+from gpushare.cli.options import PLAIN, Command, refresh_seconds, settings
 from gpushare.run.look import with_leases, with_memory
 
 app = typer.Typer(**PLAIN)
@@ -36,7 +34,7 @@ def top(
             "for logs and pipes: gpushare status -w",
             code="no_terminal",
         )
-    seconds = checked_interval(interval)
+    seconds = refresh_seconds(interval)
     from gpushare.top.watch import Watch
 
     reader: Any
@@ -45,6 +43,7 @@ def top(
 
         reader = Reader(settings.connect(), lambda host, snapshot: with_memory(host, with_leases(host, snapshot)))
     else:
+        from gpushare.measure.recording import Samples
         from gpushare.top.replay import Replay
 
         reader = Replay(Samples(replay))
