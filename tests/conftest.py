@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -93,6 +94,10 @@ def sim_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name in ("CUDA_VISIBLE_DEVICES", "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"):
         monkeypatch.delenv(name, raising=False)
     yield directory
+    for thread in threading.enumerate():
+        # It may still read the host of this test, and its library of NVML would be that of the next one.
+        if thread.name == "gpushare-top":
+            thread.join(30)
     shutil.rmtree(directory, ignore_errors=True)
 
 
