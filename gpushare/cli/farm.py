@@ -35,13 +35,11 @@ from gpushare.plan import Plan
 from gpushare.run.farm import (
     MOST_COPIES,
     MOST_LINE_BYTES,
-    Copy,
     FarmOptions,
     FarmResult,
     file_title,
     parse_lines,
     plan_farm,
-    sets_of,
     share_of_threads,
 )
 from gpushare.run.farm import farm as run_farm
@@ -49,7 +47,7 @@ from gpushare.run.jobs import check_job_name, farm_job
 from gpushare.run.program import RunOptions
 from gpushare.run.results import BenchedCap, find_benched
 from gpushare.show.plan import plan_result
-from gpushare.show.run import CopyLines, FarmAnswer, FarmedCopy, farm_result
+from gpushare.show.run import Copy, CopyLines, FarmAnswer, farm_result
 
 app = typer.Typer(**PLAIN)
 
@@ -140,11 +138,6 @@ def farm(
     caps = None if like is None else _caps_of(like)
     host = settings.connect_to_change()
     devices = _devices(gpu, gpus_of(host), instances=count == 1)
-    # An error comes before the farm is a job.
-    sets = sets_of(host, devices, count)
-    if budget is not None:
-        for some in sets:
-            budget.on(some)
     lines = None if each is None else _lines_of(each)
     options = FarmOptions(
         copies=len(lines) if lines is not None else copies or 0,
@@ -294,15 +287,15 @@ def _finished(result: FarmResult, options: FarmOptions, devices: Sequence[Device
                 code="not_written",
             )
         )
-    unproved = [copy.number for copy in result.copies if copy.attached is False]
+    unproved = [copy.copy for copy in result.copies if copy.attached is False]
     notes = []
     if unproved:
         notes.append(f"not seen as MPS clients, so their limits are not proved: copy {ranges(unproved)}")
-    skipped = [copy.number for copy in result.copies if copy.state == "skipped"]
+    skipped = [copy.copy for copy in result.copies if copy.state == "skipped"]
     if skipped:
         notes.append(f"not started: copy {ranges(skipped)}")
     budget = options.budget
-    given = None if budget is None else max(budget.on([device]) for device in devices)
+    given = None if budget is None else budget.on(devices)
     answer = FarmAnswer(
         seconds=round(result.seconds, 2),
         memory_bytes=result.memory_bytes,
@@ -311,25 +304,7 @@ def _finished(result: FarmResult, options: FarmOptions, devices: Sequence[Device
         if budget is None or given is None or budget.action != "end" or options.gpus > 1
         else client_memory(given),
         job_memory_bytes=given,
-        copies=tuple(
-            FarmedCopy(
-                copy=copy.number,
-                line=copy.line,
-                state=copy.state,
-                exit_code=_as_of_run(copy.exit_code),
-                seconds=round(copy.seconds, 2),
-                tries=copy.tries,
-                gpu_indexes=tuple(copy.gpus),
-                threads_percent=copy.threads_percent,
-                memory_peak_bytes=copy.peak_bytes,
-                attached=copy.attached,
-                failure=copy.failure,
-                reason=copy.reason,
-                left_behind=tuple(copy.left_behind),
-                log=copy.log,
-            )
-            for copy in result.copies
-        ),
+        copies=result.copies,
     )
     code = 1 if result.failed or result.unrecorded else 0
     return farm_result(answer, errors, notes, code if result.ended_by is None else 128 + result.ended_by)
@@ -348,17 +323,12 @@ def _failures(result: FarmResult) -> list[GpushareError]:
         first, one = copies[0], len(copies) == 1
         failure = str(first.failure)
         if first.reason is not None and not one:
-            failure = f"{failure} (copy {first.number}; the others likewise)"
+            failure = f"{failure} (copy {first.copy}; the others likewise)"
         found.append(
             OperationFailed(
-                f"{'copy' if one else 'copies'} {ranges(copy.number for copy in copies)}: {failure}",
+                f"{'copy' if one else 'copies'} {ranges(copy.copy for copy in copies)}: {failure}",
                 hint or seen or "keep its output: --logs DIR; or restart it: --restart 1",
                 code=first.reason or "copy_failed",
             )
         )
     return found
-
-
-def _as_of_run(status: int | None) -> int | None:
-    """Return the exit code of a copy as shells give it: 128 + N if signal N ended it."""
-    return 128 - status if status is not None and status < 0 else status

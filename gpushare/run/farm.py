@@ -17,20 +17,20 @@ import re
 import tempfile
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
-from gpushare.base.errors import BadUsage, GpushareError, InUse, NoPermission, OperationFailed
+from gpushare.base.errors import BadUsage, GpushareError, InUse, NoPermission, OperationFailed, or_none
 from gpushare.base.selection import titles
 from gpushare.base.units import MIB, counted, format_bytes, format_copies, quoted
 from gpushare.base.values import dataclass
 from gpushare.host.written_file import open_to_append
 from gpushare.memory.admission import UserLimits
 from gpushare.memory.harm import best_together
-from gpushare.memory.ledger import Line, Patience, Place, Request, not_around, position, reservations
+from gpushare.memory.ledger import Line, Patience, Place, Request, position, reservations
 from gpushare.memory.limit import JobMemory
 from gpushare.memory.peaks import Profile, find_profile, keep_profile
 from gpushare.memory.room import check_ever, check_limit, client_limit, read_lines, usable_now, why_it_waits
@@ -40,7 +40,8 @@ from gpushare.run.end import GRACE_SECONDS
 from gpushare.run.plain import PlainShare
 from gpushare.run.program import command_line, step_of_run
 from gpushare.run.several import Log, Program, Several, directory_of_logs
-from gpushare.run.share import MpsShare
+from gpushare.run.share import MpsShare, check_program
+from gpushare.show.run import Copy
 from gpushare.signals import Wakeups
 
 if TYPE_CHECKING:
@@ -83,37 +84,6 @@ class FarmOptions:
     user_limits: UserLimits | None = None
     name: str | None = None
     gpus: int = 1
-
-
-@dataclass(kw_only=True)
-class Copy:
-    """One copy so far. ``failure`` is of its last try; ``tries`` counts the starts.
-
-    ``state``: waiting, running, done, failed, ended (by the user, or with the farm), skipped (never started), or
-    done earlier (by the farm that is resumed).
-    """
-
-    number: int
-    line: str | None = None
-    state: str = "waiting"
-    tries: int = 0
-    pid: int | None = None
-    gpus: tuple[int, ...] = ()
-    threads_percent: float | None = None
-    exit_code: int | None = None
-    failure: str | None = None
-    seconds: float = 0.0
-    log: str | None = None
-    # What to do about the failure, where its output does not say.
-    hint: str | None = None
-    # Why gpushare has ended it: ``memory_limit``, or None.
-    reason: str | None = None
-    # Processes left running by any of its tries; they were ended.
-    left_behind: tuple[int, ...] = ()
-    # Seen among the daemon's clients; None: never checked.
-    attached: bool | None = None
-    # The most memory that all its processes held together; None: unknown.
-    peak_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,19 +130,19 @@ def together(copies: int, parallel: int | None, fitting: Mapping[str, int | None
 
     ``fitting`` None: any number. Each device counts for at least one, as one may wait for its room.
     """
-    left = copies if parallel is None else min(copies, parallel)
+    rest = copies if parallel is None else min(copies, parallel)
     dealt = dict.fromkeys(fitting, 0)
-    while left > 0:
+    while rest > 0:
         open_ones = [key for key, most in fitting.items() if most is None or dealt[key] < most]
         if not open_ones:
             break
         # As many rounds at once as the smallest of them has room for.
         rooms = [most - dealt[key] for key in open_ones if (most := fitting[key]) is not None]
-        rounds = min([left // len(open_ones), *rooms]) or 1
+        rounds = min([rest // len(open_ones), *rooms]) or 1
         for key in open_ones:
-            given = min(rounds, left)
+            given = min(rounds, rest)
             dealt[key] += given
-            left -= given
+            rest -= given
     return {key: max(1, number) for key, number in dealt.items()}
 
 
@@ -188,7 +158,7 @@ def size_of_others(peak_bytes: int | None) -> int:
 
 def command_of(command: Sequence[str], copy: Copy) -> list[str]:
     """Return a command with the line of a copy, else its number, in place of every ``{}``."""
-    text = str(copy.number) if copy.line is None else copy.line
+    text = str(copy.copy) if copy.line is None else copy.line
     return [word.replace("{}", text) for word in command]
 
 
@@ -291,26 +261,25 @@ def copies_done(ends: Iterable[CopyEnd], command: str, copies: int, lines: Seque
     latest = {(end.line, end.copy): end.done for end in ends if end.command == command}
     if lines is None:
         return {number for number in range(copies) if latest.get((None, number), False)}
-    left = Counter(line for (line, _), done in latest.items() if done)
-    found = {number for number, line in enumerate(lines) if latest.get((line, number), False)}
-    left.subtract(lines[number] for number in found)
+    times = Counter(line for (line, _), done in latest.items() if done)
+    numbers = set()
     for number, line in enumerate(lines):
-        if number not in found and left[line] > 0:
-            left[line] -= 1
-            found.add(number)
-    return found
+        if times[line] > 0:
+            times[line] -= 1
+            numbers.add(number)
+    return numbers
 
 
 def text_of_end(copy: Copy, command: str, ended_at: float) -> bytes:
     """Return the line for a copy that has ended at a time (seconds since 1970)."""
     value: dict[str, Any] = {
         "command": command,
-        "copy": copy.number,
+        "copy": copy.copy,
         "line": copy.line,
         "state": copy.state,
         "exit_code": copy.exit_code,
-        "seconds": round(copy.seconds, 2),
-        "gpu_indexes": list(copy.gpus),
+        "seconds": copy.seconds,
+        "gpu_indexes": list(copy.gpu_indexes),
         "ended_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(ended_at)),
     }
     return json.dumps(value).encode() + b"\n"
@@ -502,116 +471,8 @@ def plan_farm(
     return tuple(planned.plan())
 
 
-def sets_of(host: Host, devices: Sequence[Device], count: int) -> list[tuple[Device, ...]]:
-    """Return the sets of ``count`` devices on which copies run: those that are connected best first; a rest is left out.
-
-    Raises:
-        BadUsage: a copy needs more GPUs than there are (code ``too_few_gpus``).
-        NotSupported: it needs several, and one of them is in MIG mode (code ``mig_enabled``).
-    """
-    if count == 1:
-        return [(device,) for device in devices]
-    from gpushare.run.start import check_enough, check_not_mig
-
-    check_not_mig(devices, whole=True)
-    check_enough(devices, count)
-
-    def closeness(first: int, second: int) -> int:
-        with contextlib.suppress(GpushareError):
-            return host.nvml.closeness(rest[first].gpu.index, rest[second].gpu.index)
-        return 0
-
-    sets, rest = [], list(devices)
-    while len(rest) >= count:
-        chosen = best_together([()] * len(rest), count, functools.cache(closeness))
-        sets.append(tuple(rest[number] for number in chosen))
-        rest = [device for number, device in enumerate(rest) if number not in chosen]
-    return sets
-
-
-class _FarmLine:
-    """The farm's place in the line of waiting jobs, in which it is behind all jobs that are no farms.
-
-    A place has one size: on GPUs of several sizes, of which a copy gets a part, the farm has one for each size. So it has
-    one for each set of GPUs.
-    """
-
-    def __init__(self, host: Host, name: str | None, limits: UserLimits, sets: Sequence[tuple[Device, ...]]) -> None:
-        self._count = len(sets[0])
-        self._host, self._name, self._limits = host, name, limits
-        self._sets = {some[0].uuid: tuple(device.uuid for device in some) for some in sets}
-        self._devices = {device.uuid: device for some in sets for device in some}
-        self._clients = {uuid: client_limit(host, device) for uuid, device in self._devices.items()}
-        self._places: dict[Request, Place] = {}
-        self._patience = Patience()
-        self._reasons: Sequence[str] = ()
-
-    def requests(self, sizes: Mapping[str, int]) -> list[Request]:
-        """Return what a copy asks for: a device of each size, or one of the sets.
-
-        ``sizes`` are what it reserves, by UUID of the devices that it may have; of a set, by that of the first one.
-        """
-        if self._count > 1:
-            wanted = [(size, self._sets[uuid]) for uuid, size in sizes.items()]
-        else:
-            keys: dict[int, list[str]] = defaultdict(list)
-            for uuid, size in sizes.items():
-                keys[size].append(uuid)
-            wanted = [(size, tuple(uuids)) for size, uuids in keys.items()]
-        client = self._count == 1
-        return [
-            Request(memory_bytes=size, keys=uuids, client=client, count=self._count, name=self._name)
-            for size, uuids in wanted
-        ]
-
-    def take(
-        self, sizes: Mapping[str, int], order: Callable[[Sequence[str]], Sequence[str]]
-    ) -> tuple[str, Place] | None:
-        """Return the UUID of a device, or of the first of a set, that has room for a copy, and the place that it holds.
-
-        None: it waits. ``sizes`` as `requests`; ``order`` is best first.
-
-        Raises:
-            GpushareError: the ledger cannot be written.
-        """
-        ranks = [*order([*sizes])]
-        wanted = sorted(self.requests(sizes), key=lambda request: ranks.index(request.keys[0]))
-        for request in [request for request in self._places if request not in wanted]:
-            self._places.pop(request).leave()
-        for request in wanted:
-            if request not in self._places:
-                self._places[request] = Place(self._host, request, self._patience)
-            place = self._places[request]
-            devices = [self._devices[uuid] for uuid in request.keys]
-            now, self._reasons = usable_now(self._host, devices, self._limits, client=request.client)
-            choice = order if len(devices) > request.count else None
-            if place.try_to_take(now, self._clients, self._limits, choice):
-                del self._places[request]
-                # Of the other sizes it goes to the end of the line, too.
-                self.leave()
-                # Of a set in any order.
-                return next(uuid for uuid in request.keys if uuid in place.held), place
-        return None
-
-    def waits_for(self) -> tuple[str, int]:
-        """Return what it waits for, in a sentence, and how many jobs wait before it."""
-        for place in self._places.values():
-            devices = [self._devices[uuid] for uuid in place.request.keys]
-            now, _ = usable_now(self._host, devices, self._limits, client=True)
-            lines = read_lines(self._host, now, self._limits)
-            limit = self._limits.get(os.geteuid())
-            before = position(reservations(self._host) or [], place)
-            return why_it_waits(self._host, lines, place, limit, self._reasons), before
-        return "", 0
-
-    def leave(self) -> None:
-        """Leave the line: nothing is to be started now."""
-        while self._places:
-            self._places.popitem()[1].leave()
-
-
 class _FarmGpu:
-    """One device of a farm, or a set of GPUs: the share of its copies, opened with the first one."""
+    """The GPU of some copies, or the GPUs that each of them has: their share, opened with the first one."""
 
     def __init__(self, host: Host, device: Device, *more: Device) -> None:
         self.host, self.device, self.devices = host, device, (device, *more)
@@ -669,33 +530,32 @@ class _Farm:
         self._host, self._command, self._options, self._reporter = host, command, options, reporter
         lines = options.lines
         self._copies = [
-            Copy(number=number, line=None if lines is None else lines[number]) for number in range(options.copies)
+            Copy(copy=number, line=None if lines is None else lines[number]) for number in range(options.copies)
         ]
-        sets = sets_of(host, devices, options.gpus)
-        # By UUID; a set of GPUs by that of its first one.
-        self._gpus = {some[0].uuid: _FarmGpu(host, *some) for some in sets}
-        used = {device.uuid for some in sets for device in some}
-        self._spare = [device for device in devices if device.uuid not in used]
-        # The memory of a copy by device, as given, and what happens to a copy above it.
+        # The devices that copies may have, and the shares of those that they had, by UUID.
+        self._devices = {device.uuid: device for device in devices}
+        self._gpus: dict[tuple[str, ...], _FarmGpu] = {}
+        self._clients = {device.uuid: client_limit(host, device) for device in devices} if options.gpus == 1 else {}
+        # The memory of a copy, as given, and what happens to a copy above it.
         budget = options.budget
-        self._given = None if budget is None else {some[0].uuid: budget.on(some) for some in sets}
+        self._given = None if budget is None else budget.on(devices)
         self._action: MemoryAction = "end" if budget is None else budget.action
         self._user_limits = UserLimits() if options.user_limits is None else options.user_limits
-        self._line = _FarmLine(host, options.name, self._user_limits, sets)
+        # The place of the next copy in the line, in which the farm is behind all that came before its last start.
+        self._place: Place | None = None
+        self._patience = Patience()
         # What watches the memory of each copy that runs, on each of its GPUs; the first one has its place in the ledger.
         self._memories: dict[int, tuple[JobMemory, ...]] = {}
         self._places: dict[int, Place] = {}
-        # What a copy reserves, by device (None: not known yet), and from where that is known.
-        self._sizes: Mapping[str, int] | None = None
+        # What a copy reserves on each of its GPUs (None: not known yet), and from where that is known.
+        self._size: int | None = None
         self._source: str | None = None
         # The copy that is measured alone, and when it was first on the GPU.
         self._alone: int | None = None
         self._alone_since: float | None = None
-        # What jobs that gpushare itself runs in have reserved, by device.
-        self._inside: dict[str, int | None] = {}
         self._caps: dict[str, float | None] = {}
         self._next_look, self._ran = 0.0, -1
-        self._said_at, self._said = -_SAY_SECONDS, ""
+        self._told_at, self._told = -_SAY_SECONDS, ""
         # Copies above their limit that cannot be ended.
         self._stuck: set[int] = set()
         self._giving_up = False
@@ -712,163 +572,145 @@ class _Farm:
         options = self._options
         if options.copies < 1:
             raise BadUsage("there are no copies to run", "give --copies 1 or more", code="bad_copies")
-        program = command_of(self._command, self._copies[0])[0]
+        program, devices = command_of(self._command, self._copies[0])[0], [*self._devices.values()]
+        if options.gpus == 1:
+            self._check_shares(program)
+        else:
+            from gpushare.run.start import check_enough, check_not_mig
+
+            check_not_mig(devices, whole=True)
+            check_enough(devices, options.gpus)
+            check_program(program)
+        self._find_size()
+        if self._size is not None:
+            lines, request = self._lines(), self._request(self._size)
+            if len(lines) == len(self._devices):
+                check_ever(lines, request)
+            if lines:
+                check_limit(lines, request, self._user_limit)
+
+    def _check_shares(self, program: str) -> None:
+        """Leave out the devices on which a copy cannot run; raise if that are all."""
         refused: dict[str, GpushareError] = {}
-        for uuid, gpu in self._gpus.items():
+        for uuid in self._devices:
             try:
-                gpu.share.check(program)
+                self._gpu(uuid).share.check(program)
             except GpushareError as error:
                 refused[uuid] = error
-        if len(refused) == len(self._gpus):
+        if len(refused) == len(self._devices):
             raise next(iter(refused.values()))
         for uuid, reason in refused.items():
             self._drop(uuid, reason)
-        self._find_inside()
-        self._find_sizes()
-        if self._sizes is not None:
-            self._check_sizes(self._sizes)
 
-    def _check_sizes(self, sizes: Mapping[str, int]) -> None:
-        lines = {line.device.uuid: line for line in self._lines()}
-        limit = self._user_limits.get(os.geteuid())
-        for request in self._line.requests(sizes):
-            here = [lines[uuid] for uuid in request.keys if uuid in lines]
-            try:
-                if len(here) == len(request.keys):
-                    check_ever(here, request)
-                if here:
-                    check_limit(here, request, limit)
-            except GpushareError as error:
-                # A copy of several GPUs may fit on another set.
-                if request.count == 1 or len(self._gpus) == 1:
-                    raise
-                self._drop(request.keys[0], error)
+    @property
+    def _user_limit(self) -> int | None:
+        return self._user_limits.get(os.geteuid())
+
+    def _request(self, size: int, keys: Sequence[str] | None = None) -> Request:
+        """Return what a copy asks for, on some of these devices; None: on those that it may have."""
+        count = self._options.gpus
+        wanted = tuple(self._devices) if keys is None else tuple(keys)
+        return Request(memory_bytes=size, keys=wanted, client=count == 1, count=count, name=self._options.name)
+
+    def _gpu(self, *uuids: str) -> _FarmGpu:
+        if uuids not in self._gpus:
+            self._gpus[uuids] = _FarmGpu(self._host, *(self._devices[uuid] for uuid in uuids))
+        return self._gpus[uuids]
 
     def _drop(self, uuid: str, error: GpushareError) -> None:
-        gpu = self._gpus.pop(uuid)
-        self._sizes = None if self._sizes is None else {key: size for key, size in self._sizes.items() if key != uuid}
-        self._reporter.say(f"{gpu.title} {'is' if len(gpu.devices) == 1 else 'are'} left out: {error.message}")
+        device = self._devices.pop(uuid)
+        self._gpus.pop((uuid,), None)
+        self._reporter.say(f"{device.title} is left out: {error.message}")
 
-    def _find_inside(self) -> None:
-        found = reservations(self._host) or []
-        others = {job.id for job in not_around(self._host, found)}
-        around = {key: job.memory_bytes for job in found if job.id not in others for key in job.held}
-        inside = {
-            uuid: [around[device.uuid] for device in gpu.devices if device.uuid in around]
-            for uuid, gpu in self._gpus.items()
-        }
-        self._inside = {
-            uuid: min((size for size in sizes if size is not None), default=None)
-            for uuid, sizes in inside.items()
-            if len(sizes) == len(self._gpus[uuid].devices)
-        }
-        if self._inside:
-            # The memory of that job is for the copies.
-            self._gpus = {uuid: gpu for uuid, gpu in self._gpus.items() if uuid in self._inside}
-
-    def _find_sizes(self) -> None:
+    def _find_size(self) -> None:
         """Find what each copy reserves: as given, else the most that this command has used on such a GPU."""
         if self._given is not None:
-            self._sizes = {uuid: self._given[uuid] for uuid in self._gpus}
-            self._source = "given"
+            self._size, self._source = self._given, "given"
             return
         commands = [self._command, command_of(self._command, self._copies[0])]
-        found = [
+        profiles = [
             profile
-            for gpu in self._gpus.values()
+            for device in self._devices.values()
             for words in commands
-            if (profile := find_profile(self._host, gpu.device, words)) is not None and profile.memory_bytes is not None
+            if (profile := find_profile(self._host, device, words)) is not None and profile.memory_bytes is not None
         ]
-        peaks = [(profile.memory_bytes or 0, profile.short) for profile in found]
+        peaks = [(profile.memory_bytes or 0, profile.short) for profile in profiles]
         if peaks:
             peak, short = max(peaks)
             self._set_size(size_of_others(peak) if short else peak, "known")
 
     def _set_size(self, size: int, source: str) -> None:
         """Let each further copy reserve so much, but no more than it can ever have."""
-        lines = self._lines_by_gpu()
-        limit = self._user_limits.get(os.geteuid())
-        sizes = {}
-        for uuid in self._gpus:
-            bounds = [line.room.whole_bytes for line in lines.get(uuid, ())]
-            bounds += [] if limit is None else [limit]
-            sizes[uuid] = min([size, *bounds]) // MIB * MIB
-        self._sizes, self._source = sizes, source
+        wholes = sorted((line.room.whole_bytes for line in self._lines()), reverse=True)
+        bounds = wholes[self._options.gpus - 1 :][:1]
+        bounds += [] if self._user_limit is None else [self._user_limit]
+        self._size, self._source = min([size, *bounds]) // MIB * MIB, source
 
     def _lines(self) -> list[Line]:
         """Return the ledger of the devices as they are now, without those whose memory is unknown."""
-        devices = [device for gpu in self._gpus.values() for device in gpu.devices]
+        devices = [*self._devices.values()]
         now, _ = usable_now(self._host, devices, self._user_limits, client=self._options.gpus == 1)
         return read_lines(self._host, now, self._user_limits)
-
-    def _lines_by_gpu(self) -> dict[str, list[Line]]:
-        """Return the ledger of each device, or of all GPUs of a set, by UUID as `_gpus`."""
-        lines = {line.device.uuid: line for line in self._lines()}
-        found = {
-            uuid: [lines[device.uuid] for device in gpu.devices if device.uuid in lines]
-            for uuid, gpu in self._gpus.items()
-        }
-        return {uuid: some for uuid, some in found.items() if len(some) == self._options.gpus}
 
     # -- what is said before -------------------------------------------------------------------------
 
     def say_first(self) -> None:
         """Say what each copy is given, and how many run at the same time."""
         options, copies = self._options, [copy for copy in self._copies if copy.state == "waiting"]
-        where = (", " if options.gpus == 1 else " and ").join(gpu.title for gpu in self._gpus.values())
-        if self._spare:
-            what, verb = titles(self._spare), "is" if len(self._spare) == 1 else "are"
-            self._reporter.say(f"{what} {verb} left out: each copy has {options.gpus} GPUs")
         done = len(self._copies) - len(copies)
         if done:
             self._reporter.say(f"{format_copies(done)} done earlier: not started again")
-        what = f"{format_copies(len(copies))} on {where}"
         if not copies:
             return
-        if self._sizes is None:
+        text = f"{format_copies(len(copies))} on {', '.join(device.title for device in self._devices.values())}"
+        if self._size is None:
             self._reporter.say(
-                f"{what}; the memory of a copy is not known: the first one runs alone until it is measured"
+                f"{text}; the memory of a copy is not known: the first one runs alone until it is measured"
             )
             return
-        sizes = sorted({*self._sizes.values()})
-        size = " or ".join(map(format_bytes, sizes))
+        size = format_bytes(self._size)
         how = {"known": ", the most that this command has used here", "given": ""}.get(self._source or "", "")
-        at_once = min(len(copies), sum(self._together().values()), options.parallel or len(copies))
+        at_once = min(len(copies), self._most_at_once(), options.parallel or len(copies))
         more = "" if at_once >= len(copies) else f"; {at_once} at a time"
         each = f"{size} each" if options.gpus == 1 else f"each with {size} on each GPU"
-        self._reporter.say(f"{what}, {each}{how}{more}")
+        self._reporter.say(f"{text}, {each}{how}{more}")
 
     # -- the plan ------------------------------------------------------------------------------------
 
     def plan(self) -> list[Step]:
         """Return the steps of the farm: what is reserved, the daemons, each copy, and what is watched."""
-        steps = []
-        gpus = list(self._gpus.values())
-        if self._sizes is None:
-            where = ", ".join(gpu.title for gpu in gpus)
-            steps.append(_step(f"run copy 0 alone on {where}, at most {_ALONE_SECONDS:g} s, and measure its memory"))
-            steps.append(_step("reserve a fifth more than that for each further copy while it runs"))
-        elif not self._inside:
-            for gpu in gpus:
-                size = format_bytes(self._sizes[gpu.device.uuid])
-                steps.append(_step(f"reserve {size} on {gpu.title} for each copy while it runs"))
-        steps += [step for gpu in gpus for step in gpu.share.steps()]
+        where = " or ".join(device.title for device in self._devices.values())
+        if self._size is None:
+            steps = [
+                _step(f"run copy 0 alone on {where}, at most {_ALONE_SECONDS:g} s, and measure its memory"),
+                _step("reserve a fifth more than that for each further copy while it runs"),
+            ]
+        else:
+            where = where if self._options.gpus == 1 else "each of its GPUs"
+            steps = [_step(f"reserve {format_bytes(self._size)} on {where} for each copy while it runs")]
+        steps += [step for gpu in self._gpus.values() for step in gpu.share.steps()]
         self._set_caps()
-        for place, copy in enumerate(self._copies):
-            gpu = gpus[place % len(gpus)]
+        planned: Counter[str] = Counter()
+        for copy in self._copies:
+            uuids = self._order([*self._devices], planned)[: self._options.gpus]
+            planned.update(uuids)
+            gpu = self._gpu(*uuids)
             environment = gpu.environment(self._limits(gpu.device.uuid))
             steps.append(
                 Step(
-                    what=f"run copy {copy.number} {gpu.share.where}",
+                    what=f"run copy {copy.copy} {gpu.share.where}",
                     command=command_line({**environment, **self._variables(copy)}, command_of(self._command, copy)),
                     do=lambda: None,
                 )
             )
         if self._given is not None:
             action = {"end": "end", "warn": "warn of", "pause": "stop (SIGSTOP)"}[self._action]
-            for limit in sorted({*self._given.values()}):
-                what = f"{action} each copy whose processes together hold more than {format_bytes(limit)}"
-                steps.append(_step(f"{what} (added up five times a second)"))
+            limit = format_bytes(self._given)
+            steps.append(
+                _step(
+                    f"{action} each copy whose processes together hold more than {limit} (added up five times a second)"
+                )
+            )
         return steps
 
     # -- the loop ------------------------------------------------------------------------------------
@@ -891,26 +733,30 @@ class _Farm:
                     if self._next_step() == "end":
                         break
                     self._signals.came(_STEP_SECONDS)
-            self._line.leave()
+            self._leave_line()
             if self._signals.first is not None or self._giving_up:
                 self._interrupt()
         self._keep_peaks()
-        seconds = time.monotonic() - self._started
-        size = None if not self._sizes else max(self._sizes.values())
         return FarmResult(
             copies=tuple(self._copies),
-            seconds=seconds,
+            seconds=time.monotonic() - self._started,
             ended_by=self._signals.first,
-            memory_bytes=size,
+            memory_bytes=self._size,
             source=self._source,
             unrecorded=tuple(self._unrecorded),
         )
 
     def close(self) -> None:
         """Leave the ledger with all copies."""
-        self._line.leave()
+        self._leave_line()
         for number in list(self._memories):
             self._leave(number)
+
+    def _leave_line(self) -> None:
+        """Leave the line: nothing is to be started now."""
+        place, self._place = self._place, None
+        if place is not None:
+            place.leave()
 
     def _open_logs(self) -> None:
         """Open the directory of logs, and note what an earlier farm has done."""
@@ -938,7 +784,7 @@ class _Farm:
             waiting=sum(copy.state == "waiting" for copy in self._copies),
             running=len(self._running()),
             parallel=self._options.parallel,
-            size_known=self._sizes is not None,
+            size_known=self._size is not None,
             giving_up=self._giving_up,
         )
 
@@ -950,30 +796,30 @@ class _Farm:
         if now < self._next_look and running == self._ran:
             return
         self._next_look = now + _ROOM_LOOK_SECONDS
-        if self._next_step() == "start" and self._sizes is not None:
+        if self._next_step() == "start" and self._size is not None:
             self._set_caps()
         while (step := self._next_step()) in {"start", "alone"} and not self._signals.came():
             taken = self._turn(alone=step == "alone")
             if taken is None:
                 self._say_waiting()
                 break
-            gpu, place, size = taken
+            gpu, place = taken
             copy = next(copy for copy in self._copies if copy.state == "waiting")
             if not self._opened(gpu, place):
                 continue
-            self._said_at, self._said = -_SAY_SECONDS, ""
+            self._told_at, self._told = -_SAY_SECONDS, ""
             try:
-                self._start(copy, gpu, place, size)
+                self._start(copy, gpu, place)
             except GpushareError as error:
-                self._leave(copy.number)
+                self._leave(copy.copy)
                 copy.state, copy.failure, copy.hint, copy.log = "failed", error.message, error.hint, None
                 self._after_end(copy, again=False)
                 continue
             if step == "alone":
-                self._alone, self._alone_since = copy.number, None
+                self._alone, self._alone_since = copy.copy, None
         else:
             # It waits for its own copies, and keeps nobody back.
-            self._line.leave()
+            self._leave_line()
         self._ran = len(self._running())
 
     def _opened(self, gpu: _FarmGpu, place: Place | None) -> bool:
@@ -983,105 +829,111 @@ class _Farm:
         except GpushareError as error:
             if place is not None:
                 place.leave()
-            if len(self._gpus) == 1:
+            if len(self._devices) == self._options.gpus:
                 raise
             self._drop(gpu.device.uuid, error)
             return False
         return True
 
-    def _turn(self, *, alone: bool) -> tuple[_FarmGpu, Place | None, int] | None:
-        """Return the device of the next copy, its place in the ledger, and what it reserves there; None: it waits."""
-        if self._inside:
-            return self._turn_inside(alone=alone)
-        sizes = self._sizes
+    def _turn(self, *, alone: bool) -> tuple[_FarmGpu, Place | None] | None:
+        """Return the GPU of the next copy, and its place in the ledger; None: it waits. Raises as `Place`."""
+        size, count = self._size or 0, self._options.gpus
+        known = any(device.memory_total_bytes is not None for device in self._devices.values())
         if alone:
             # Nothing is known of it. What it holds beyond this counts too, and others may still come.
-            limit = self._user_limits.get(os.geteuid())
-            free = [min(line.free_bytes for line in lines) for lines in self._lines_by_gpu().values()]
-            most = max(free, default=0) if limit is None else min(max(free, default=0), limit)
-            if most < _LEAST_BYTES and not self._any_memory_known():
-                return min(self._gpus.values(), key=lambda gpu: len(gpu.running)), None, 0
+            free = sorted((line.free_bytes for line in self._lines()), reverse=True)[count - 1 :][:1]
+            most = min([*(free or [0]), *([] if self._user_limit is None else [self._user_limit])])
             size = max(_LEAST_BYTES, most // 2 // MIB * MIB)
-            sizes = dict.fromkeys(self._gpus, size)
-        if sizes is None or not self._any_memory_known():
+        if not known:
             # Nothing bounds them but how many clients a server takes.
-            gpu = min(self._gpus.values(), key=lambda gpu: len(gpu.running))
-            clients = client_limit(self._host, gpu.device) if self._options.gpus == 1 else 1
-            return None if clients is not None and len(gpu.running) >= clients else (gpu, None, 0)
-        taken = self._line.take(sizes, self._order)
-        if taken is None:
+            gpu = self._gpu(*self._order([*self._devices])[:count])
+            most_clients = self._clients.get(gpu.device.uuid) if count == 1 else 1
+            return None if most_clients is not None and len(gpu.running) >= most_clients else (gpu, None)
+        place = self._taken(self._request(size))
+        return None if place is None else (self._gpu(*place.held), place)
+
+    def _taken(self, request: Request) -> Place | None:
+        """Return the place of the next copy, if it is the farm's turn; then the farm goes to the end of the line."""
+        if self._place is None or self._place.request != request:
+            self._leave_line()
+            self._place = Place(self._host, request, self._patience)
+        devices = [*self._devices.values()]
+        now, _ = usable_now(self._host, devices, self._user_limits, client=request.client)
+        place, order = self._place, self._order if len(devices) > request.count else None
+        if not place.try_to_take(now, self._clients, self._user_limits, order):
             return None
-        uuid, place = taken
-        return self._gpus[uuid], place, sizes[uuid]
+        self._place = None
+        return place
 
-    def _any_memory_known(self) -> bool:
-        return any(gpu.device.memory_total_bytes is not None for gpu in self._gpus.values())
+    def _order(self, uuids: Sequence[str], copies: Mapping[str, int] | None = None) -> list[str]:
+        """Return devices with those first that the next copy gets: of those with the fewest copies the ones connected best."""
+        if copies is None:
+            copies = Counter(uuid for key, gpu in self._gpus.items() for uuid in key for _ in gpu.running)
 
-    def _order(self, uuids: Sequence[str]) -> list[str]:
-        """Return devices with the fewest copies first."""
-        return sorted(uuids, key=lambda uuid: len(self._gpus[uuid].running))
+        def closeness(first: int, second: int) -> int:
+            indexes = [self._devices[uuids[number]].gpu.index for number in (first, second)]
+            return or_none(lambda: self._host.nvml.closeness(*indexes)) or 0
 
-    def _turn_inside(self, *, alone: bool) -> tuple[_FarmGpu, Place | None, int] | None:
-        """Return a device with room within what the job around has reserved: the copies reserve nothing themselves."""
-        for uuid in self._order([*self._gpus]):
-            gpu, around = self._gpus[uuid], self._inside[uuid]
-            size = 0 if self._sizes is None else self._sizes[uuid]
-            if alone or around is None or (len(gpu.running) + 1) * size <= around:
-                return gpu, None, size
-        return None
+        ranked = [(copies.get(uuid, 0),) for uuid in uuids]
+        chosen = best_together(ranked, self._options.gpus, functools.cache(closeness))
+        return [uuids[number] for number in chosen] + [
+            uuid for number, uuid in enumerate(uuids) if number not in chosen
+        ]
 
     def _say_waiting(self) -> None:
         """Say what the next copy waits for whenever that changes, if that is not only for copies of this farm."""
-        now = time.monotonic()
-        if self._inside or now - self._said_at < _SAY_SECONDS:
+        now, place = time.monotonic(), self._place
+        if place is None or now - self._told_at < _SAY_SECONDS:
             return
-        text, before = self._line.waits_for()
-        if not text or (self._running() and not before):
+        before = position(reservations(self._host) or [], place)
+        if self._running() and not before:
             return
-        self._said_at = now
+        usable, reasons = usable_now(
+            self._host, [*self._devices.values()], self._user_limits, client=place.request.client
+        )
+        lines = read_lines(self._host, usable, self._user_limits)
+        text = why_it_waits(self._host, lines, place, self._user_limit, reasons)
+        self._told_at = now
         # The number of bytes changes all the time.
         news = re.sub(r"[\d.]+ \w+ free", "", text)
-        if news != self._said:
-            self._said = news
+        if news != self._told:
+            self._told = news
             self._reporter.say(text)
 
     def _set_caps(self) -> None:
         """Find the thread cap of the copies on each device: of those that run there at the same time."""
+        given, cap = self._options.limits.threads_percent, self._options.cap or share_of_threads
         for uuid, number in self._together().items():
-            given = self._options.limits.threads_percent
-            cap = self._options.cap or share_of_threads
             # There are caps under MPS only.
             self._caps[uuid] = None if self._options.gpus > 1 else cap(number) if given is None else given
 
+    def _most_at_once(self) -> int:
+        """Return how many copies run at the same time, as far as it is known now."""
+        return max(1, sum(self._together().values()) // self._options.gpus)
+
     def _together(self) -> dict[str, int]:
         """Return how many copies run at the same time on each device, as far as it is known now."""
+        count, limit = self._options.gpus, self._user_limit
         copies = sum(copy.state != "done earlier" for copy in self._copies)
-        fitting: dict[str, int | None] = dict.fromkeys(self._gpus)
-        limit = self._user_limits.get(os.geteuid())
-        lines = self._lines_by_gpu()
-        for uuid, gpu in self._gpus.items():
-            size = 0 if self._sizes is None else self._sizes[uuid]
-            here = len(gpu.running)
-            if uuid not in lines or not size:
-                fitting[uuid] = client_limit(self._host, gpu.device) if self._options.gpus == 1 else 1
+        lines = {line.device.uuid: line for line in self._lines()}
+        fitting: dict[str, int | None] = {}
+        for uuid in self._devices:
+            here = sum(len(gpu.running) for key, gpu in self._gpus.items() if uuid in key)
+            line = lines.get(uuid)
+            if line is None or not self._size:
+                fitting[uuid] = self._clients.get(uuid) if count == 1 else 1
                 continue
-            around = self._inside.get(uuid)
-            bounds = []
-            for line in lines[uuid]:
-                bounds.append(
-                    here + line.free_bytes // size if uuid not in self._inside else (around or line.free_bytes) // size
-                )
-                if limit is not None and uuid not in self._inside:
-                    bounds.append(here + max(0, limit - line.granted.get(os.geteuid(), 0)) // size)
-                if line.free_clients is not None and self._options.gpus == 1:
-                    bounds.append(here + line.free_clients)
-            fitting[uuid] = min(bounds)
-        return together(copies, self._options.parallel, fitting)
+            bounds = [line.free_bytes // self._size]
+            bounds += [] if limit is None else [max(0, limit - line.granted.get(os.geteuid(), 0)) // self._size]
+            bounds += [line.free_clients] if line.free_clients is not None and count == 1 else []
+            fitting[uuid] = here + min(bounds)
+        parallel = self._options.parallel
+        return together(copies * count, None if parallel is None else parallel * count, fitting)
 
     def _limits(self, uuid: str) -> Limits:
         options = self._options
         # MPS would refuse what is only to be warned of.
-        memory = None if self._given is None or self._action != "end" else client_memory(self._given[uuid])
+        memory = None if self._given is None or self._action != "end" else client_memory(self._given)
         return Limits(
             threads_percent=self._caps.get(uuid, options.limits.threads_percent),
             memory_limit_bytes=memory,
@@ -1096,20 +948,20 @@ class _Farm:
             place.leave()
 
     def _variables(self, copy: Copy) -> dict[str, str]:
-        found = {"GPUSHARE_COPY": str(copy.number), "GPUSHARE_COPIES": str(self._options.copies)}
+        variables = {"GPUSHARE_COPY": str(copy.copy), "GPUSHARE_COPIES": str(self._options.copies)}
         if copy.line is not None:
-            found["GPUSHARE_LINE"] = copy.line
+            variables["GPUSHARE_LINE"] = copy.line
         if self._results is not None:
-            found[MARK] = self._results.mark
-        return found
+            variables[MARK] = self._results.mark
+        return variables
 
-    def _start(self, copy: Copy, gpu: _FarmGpu, place: Place | None, size: int) -> None:
+    def _start(self, copy: Copy, gpu: _FarmGpu, place: Place | None) -> None:
         """Start a copy on a device, where ``place`` holds its memory.
 
         Raises:
             GpushareError: its program cannot be started, or its log not be written.
         """
-        number, options = copy.number, self._options
+        number, options = copy.copy, self._options
         if place is not None:
             self._places[number] = place
         mark: str | None = None
@@ -1117,7 +969,7 @@ class _Farm:
             memory = JobMemory(
                 self._host,
                 device,
-                limit_bytes=None if self._given is None else size or self._given[gpu.device.uuid],
+                limit_bytes=self._given,
                 action=self._action,
                 place=place if device is gpu.device else None,
                 say=functools.partial(self._reporter.news, copy),
@@ -1130,10 +982,8 @@ class _Farm:
         copy.tries += 1
         copy.failure, copy.hint, copy.reason, copy.exit_code, copy.attached = None, None, None, None, None
         copy.log = None if log is None else str(log)
-        copy.gpus = tuple(device.gpu.index for device in gpu.devices)
-        limits = Limits(priority=options.limits.priority) if self._sizes is None else self._limits(gpu.device.uuid)
-        if self._sizes is None and options.limits.threads_percent is not None:
-            limits = self._limits(gpu.device.uuid)
+        copy.gpu_indexes = tuple(device.gpu.index for device in gpu.devices)
+        limits = self._limits(gpu.device.uuid)
         copy.threads_percent = limits.threads_percent
         program = gpu.open(self._held, options.grace_seconds).start(
             f"copy {number}",
@@ -1173,23 +1023,21 @@ class _Farm:
             # It tells nothing of the others: the next one is measured.
             return
         self._set_size(size_of_others(peak_bytes), "measured")
-        size = format_bytes(max((self._sizes or {}).values(), default=0))
         if any(other.state == "waiting" for other in self._copies):
             used = (
-                f"copy {copy.number} has not used the GPU"
+                f"copy {copy.copy} has not used the GPU"
                 if peak_bytes is None
-                else f"copy {copy.number} has used {format_bytes(peak_bytes)}"
+                else f"copy {copy.copy} has used {format_bytes(peak_bytes)}"
             )
-            at_once = sum(self._together().values())
+            size, at_once = format_bytes(self._size), self._most_at_once()
             self._reporter.say(f"{used}: each of the others reserves {size}, {at_once} at a time")
-        memories, gpu = self._memories.get(copy.number), self._gpu_of(copy.number)
-        if memories and gpu is not None and copy.number in self._places:
+        memories, gpu = self._memories.get(copy.copy), self._gpu_of(copy.copy)
+        if memories and gpu is not None and copy.copy in self._places:
             self._shrink(copy, memories[0], gpu)
 
     def _shrink(self, copy: Copy, memory: JobMemory, gpu: _FarmGpu) -> None:
         """Reserve for a copy that runs what it needs, in place of all that was free."""
-        uuid = gpu.device.uuid
-        (request,) = self._line.requests({uuid: (self._sizes or {})[uuid]})
+        request = self._request(self._size or 0, [device.uuid for device in gpu.devices])
         # It keeps what it has, if the ledger cannot be written.
         with contextlib.suppress(GpushareError):
             place = Place(self._host, request)
@@ -1199,7 +1047,7 @@ class _Farm:
                 place.leave()
                 raise
             memory.reserve(place)
-            self._places[copy.number] = place
+            self._places[copy.copy] = place
 
     def _gpu_of(self, number: int) -> _FarmGpu | None:
         return next((gpu for gpu in self._gpus.values() if number in gpu.running), None)
@@ -1208,23 +1056,23 @@ class _Farm:
         """Let the next copies reserve more, if one has used more than was known."""
         if peak_bytes is None:
             return
-        copy.peak_bytes = max(peak_bytes, copy.peak_bytes or 0)
-        if self._source in {"known", "measured"} and peak_bytes > max((self._sizes or {}).values(), default=0):
+        copy.memory_peak_bytes = max(peak_bytes, copy.memory_peak_bytes or 0)
+        if self._source in {"known", "measured"} and peak_bytes > (self._size or 0):
             self._set_size(size_of_others(peak_bytes), "measured")
-            size = format_bytes(max((self._sizes or {}).values(), default=0))
+            size = format_bytes(self._size)
             self._reporter.news(copy, f"it has used {format_bytes(peak_bytes)}: the next ones reserve {size}")
 
     def _keep_peaks(self) -> None:
         """Keep the most that a copy has used, for the next farm of this command."""
-        for gpu in self._gpus.values():
+        for device in self._devices.values():
             peaks = [
-                copy.peak_bytes
+                copy.memory_peak_bytes
                 for copy in self._copies
-                if copy.state == "done" and copy.gpus[0] == gpu.device.gpu.index and copy.peak_bytes
+                if copy.state == "done" and copy.gpu_indexes[0] == device.gpu.index and copy.memory_peak_bytes
             ]
             if peaks:
                 with contextlib.suppress(GpushareError):
-                    keep_profile(self._host, gpu.device, self._command, Profile(memory_bytes=max(peaks)))
+                    keep_profile(self._host, device, self._command, Profile(memory_bytes=max(peaks)))
 
     # -- memory --------------------------------------------------------------------------------------
 
@@ -1336,8 +1184,9 @@ class _Farm:
         interrupted: bool = False,
     ) -> None:
         copy, program = self._copies[number], gpu.running.pop(number)
-        copy.seconds = (program.ended or time.monotonic()) - program.started
-        copy.exit_code, copy.failure = program.status, failure
+        copy.seconds = round((program.ended or time.monotonic()) - program.started, 2)
+        status = program.status
+        copy.exit_code, copy.failure = 128 - status if status is not None and status < 0 else status, failure
         if program.no_space:
             copy.hint = hint_on_space(self._options.logs)
         self._note_limit(copy)
@@ -1352,7 +1201,7 @@ class _Farm:
         if interrupted and copy.reason is None:
             copy.state = "ended"
         if number == self._alone and not interrupted:
-            self._learn(copy, copy.peak_bytes)
+            self._learn(copy, copy.memory_peak_bytes)
         self._after_end(copy, again=again)
 
     def _after_end(self, copy: Copy, *, again: bool) -> None:
@@ -1364,7 +1213,7 @@ class _Farm:
                 # The copies are worth more than the note on them.
                 if not self._unrecorded:
                     self._reporter.say(f"{error.message}; the farm goes on")
-                self._unrecorded.append(copy.number)
+                self._unrecorded.append(copy.copy)
         if self._options.fail_fast and copy.state == "failed" and self._signals.first is None and not self._giving_up:
             self._giving_up = True
         self._reporter.ended(copy, again=again)
@@ -1372,12 +1221,12 @@ class _Farm:
     def _note_limit(self, copy: Copy) -> None:
         """Say of a copy that was ended for its memory why, whatever its exit code; and leave the ledger."""
         try:
-            for memory in self._memories.get(copy.number, ()):
+            for memory in self._memories.get(copy.copy, ()):
                 self._note_peak(copy, memory.peak_bytes)
                 memory.raise_end()
         except OperationFailed as error:
             copy.failure, copy.hint, copy.reason = error.message, error.hint, error.code
-        self._leave(copy.number)
+        self._leave(copy.copy)
 
     def _interrupt(self) -> None:
         """End all copies: the user has asked for it, or one has failed and the farm gives up."""

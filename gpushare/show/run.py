@@ -7,11 +7,12 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import IO, TYPE_CHECKING, Final, Protocol
+from dataclasses import dataclass, field, replace
+from typing import IO, TYPE_CHECKING, Any, Final
 
 from gpushare.base.errors import GpushareError
 from gpushare.base.units import format_bytes, format_duration, format_percent, ranges
+from gpushare.base.values import NOT_STORED
 from gpushare.mps.daemons import find_daemons
 from gpushare.show.result import Column, OutputFormat, Result, Table
 from gpushare.show.text import put, visible
@@ -24,15 +25,6 @@ if TYPE_CHECKING:
     from gpushare.mps.limits import Limits
 
 _LINE_SECONDS: Final = 0.5
-
-
-class Copy(Protocol):
-    """What is shown of a copy while a farm runs."""
-
-    number: int
-    state: str
-    failure: str | None
-    reason: str | None
 
 
 class RunReport:
@@ -198,20 +190,20 @@ class CopyLines:
         if copy.failure is not None and alike is not None and alike not in self._failures:
             self.clear()
             self._failures.add(alike)
-            self._note(f"copy {copy.number} failed: {copy.failure}{'; restarting it' if again else ''}")
+            self._note(f"copy {copy.copy} failed: {copy.failure}{'; restarting it' if again else ''}")
 
     def left_behind(self, copy: Copy, pids: Sequence[int]) -> None:
         """Say what a copy left running."""
         self.clear()
         named = ", ".join(map(str, pids))
         self._note(
-            f"copy {copy.number} left process {named} behind, which was ended; the program must stay in the foreground"
+            f"copy {copy.copy} left process {named} behind, which was ended; the program must stay in the foreground"
         )
 
     def news(self, copy: Copy, text: str) -> None:
         """Say something else of a copy."""
         self.clear()
-        self._note(f"copy {copy.number}: {text}")
+        self._note(f"copy {copy.copy}: {text}")
 
     def say(self, text: str) -> None:
         """Say something of the farm."""
@@ -259,27 +251,37 @@ def progress_text(copies: Sequence[Copy], seconds: float) -> str:
     return ", ".join(words)
 
 
-@dataclass(frozen=True, kw_only=True)
-class FarmedCopy:
-    """One copy of a farm; its states are those of `gpushare.run.farm.Copy`."""
+@dataclass(kw_only=True)
+class Copy:
+    """One copy of a farm so far; ``failure``, ``reason`` and ``exit_code`` are of its last try.
 
-    copy: int | str
-    line: str | None
-    state: str
+    ``state``: waiting, running, done, failed, ended (by the user, or with the farm), skipped (never started), or
+    done earlier (by the farm that is resumed).
+    """
+
+    copy: int
+    line: str | None = None
+    state: str = "waiting"
     # 128 + N if signal N ended it.
-    exit_code: int | None
-    seconds: float
+    exit_code: int | None = None
+    seconds: float = 0.0
     # How often it was started.
-    tries: int
-    gpu_indexes: tuple[int, ...]
-    threads_percent: float | None
-    memory_peak_bytes: int | None
+    tries: int = 0
+    gpu_indexes: tuple[int, ...] = ()
+    threads_percent: float | None = None
+    # The most that all its processes held together; null: unknown.
+    memory_peak_bytes: int | None = None
     # Whether it was seen among the clients of MPS; null: never checked.
-    attached: bool | None
-    failure: str | None
-    reason: str | None
-    left_behind: tuple[int, ...]
-    log: str | None
+    attached: bool | None = None
+    failure: str | None = None
+    # Why gpushare has ended it: memory_limit, or null.
+    reason: str | None = None
+    # Processes left running by any of its tries; they were ended.
+    left_behind: tuple[int, ...] = ()
+    log: str | None = None
+    pid: int | None = field(default=None, metadata=NOT_STORED)
+    # What to do about the failure, where its output does not say.
+    hint: str | None = field(default=None, metadata=NOT_STORED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,7 +295,7 @@ class FarmAnswer:
     # Of each process, in the driver; and of a copy, on each of its GPUs.
     memory_limit_bytes: int | None
     job_memory_bytes: int | None
-    copies: tuple[FarmedCopy, ...]
+    copies: tuple[Copy, ...]
 
 
 def farm_result(
@@ -330,25 +332,25 @@ _MOST_ROWS: Final = 24
 _LONGEST_RANGES: Final = 30
 
 
-def _folded(copies: Sequence[FarmedCopy]) -> tuple[FarmedCopy, ...]:
+def _folded(copies: Sequence[Copy]) -> tuple[dict[str, Any], ...]:
     """Return rows for people: of many copies, those that ended alike are one, with the mean of their seconds."""
-    if len(copies) <= _MOST_ROWS:
-        return tuple(copies)
-    alike: dict[tuple[str, int | None], list[FarmedCopy]] = {}
+    alike: dict[tuple[object, ...], list[Copy]] = {}
     for copy in copies:
-        alike.setdefault((copy.state, copy.exit_code), []).append(copy)
-    return tuple(group[0] if len(group) == 1 else _row_of(group) for group in alike.values())
+        # Few have a row each.
+        key = (copy.copy,) if len(copies) <= _MOST_ROWS else (copy.state, copy.exit_code)
+        alike.setdefault(key, []).append(copy)
+    return tuple(vars(group[0]) if len(group) == 1 else _row_of(group) for group in alike.values())
 
 
-def _row_of(group: Sequence[FarmedCopy]) -> FarmedCopy:
-    named = ranges(int(copy.copy) for copy in group)
+def _row_of(group: Sequence[Copy]) -> dict[str, Any]:
+    named = ranges(copy.copy for copy in group)
     logs = {copy.log.rpartition("/")[0] for copy in group if copy.log}
-    return replace(
-        group[0],
-        copy=named if len(named) <= _LONGEST_RANGES else f"{len(group)} copies, from {group[0].copy} on",
-        line=None,
-        gpu_indexes=tuple(sorted({index for copy in group for index in copy.gpu_indexes})),
-        seconds=sum(copy.seconds for copy in group) / len(group),
-        tries=sum(copy.tries for copy in group),
-        log=f"{logs.pop()}/" if len(logs) == 1 else None,
-    )
+    return {
+        **vars(group[0]),
+        "copy": named if len(named) <= _LONGEST_RANGES else f"{len(group)} copies, from {group[0].copy} on",
+        "line": None,
+        "gpu_indexes": tuple(sorted({index for copy in group for index in copy.gpu_indexes})),
+        "seconds": sum(copy.seconds for copy in group) / len(group),
+        "tries": sum(copy.tries for copy in group),
+        "log": f"{logs.pop()}/" if len(logs) == 1 else None,
+    }

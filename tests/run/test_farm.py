@@ -36,7 +36,7 @@ class Heard(FarmReporter):
         self.lines.append((copy, text))
 
     def ended(self, copy: Copy, *, again: bool) -> None:
-        self.endings.append((copy.number, again))
+        self.endings.append((copy.copy, again))
 
     def progress(self, copies: Sequence[Copy], seconds: float) -> None:
         self.most = max(self.most, sum(copy.state == "running" for copy in copies))
@@ -66,7 +66,7 @@ def test_each_copy_has_its_number_and_its_limits(host: Host, device: Device) -> 
 def test_a_copy_that_fails_is_named_and_the_others_go_on(host: Host, device: Device, does: str, failure: str) -> None:
     command = shell(f"if [ {{}} = 1 ]; then {does}; fi; echo good")
     result = farm(host, [device], command, sized(device, copies=3), Heard())
-    assert [copy.number for copy in result.failed] == [1]
+    assert [copy.copy for copy in result.failed] == [1]
     assert result.copies[1].failure == failure
     assert [result.copies[number].exit_code for number in (0, 2)] == [0, 0]
 
@@ -80,7 +80,7 @@ def test_a_copy_that_hangs_is_ended_and_the_others_are_kept(
     monkeypatch.setattr("gpushare.run.farm.time", told)
     command = shell("if [ {} = 0 ]; then exec sleep 600; fi; echo good")
     result = farm(host, [device], command, sized(device, copies=3, stall_seconds=500.0), heard)
-    assert [copy.number for copy in result.failed] == [0]
+    assert [copy.copy for copy in result.failed] == [0]
     assert "printed nothing for 500 s" in (result.copies[0].failure or "")
     assert [result.copies[number].exit_code for number in (1, 2)] == [0, 0]
 
@@ -166,7 +166,7 @@ def test_a_signal_ends_all_copies_and_keeps_what_was_done(host: Host, device: De
 
 def test_shares_are_what_was_measured_to_be_best() -> None:
     assert [share_of_threads(copies) for copies in (1, 2, 4, 16, 3)] == [None, None, 50.0, 12.5, 66.7]
-    copy = Copy(number=3)
+    copy = Copy(copy=3)
     assert command_of(["a", "--seed={}", "{}"], copy) == ["a", "--seed=3", "3"]
     copy.line = "b c"
     assert command_of(["a", "--seed={}", "{}"], copy) == ["a", "--seed=b c", "b c"]
@@ -188,7 +188,7 @@ def test_a_signal_ends_the_copies_of_all_gpus_at_the_same_time() -> None:
     began = time.monotonic()
     result = farm(host, devices, deaf, options, heard)
     thread.join()
-    assert [(copy.state, copy.gpus) for copy in result.copies] == [("ended", (0,)), ("ended", (1,))]
+    assert [(copy.state, copy.gpu_indexes) for copy in result.copies] == [("ended", (0,)), ("ended", (1,))]
     # One grace for both.
     assert time.monotonic() - began < 2 * 2.0 + 1.5
     assert not any(host.processes.alive(copy.pid or 0) for copy in result.copies)

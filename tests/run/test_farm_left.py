@@ -34,7 +34,7 @@ class Heard(FarmReporter):
         self.printed += 1
 
     def left_behind(self, copy: Copy, pids: Sequence[int]) -> None:
-        self.left.append((copy.number, tuple(pids)))
+        self.left.append((copy.copy, tuple(pids)))
 
     def started(self, copy: Copy) -> None:
         if copy.tries > 1:

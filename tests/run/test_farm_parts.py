@@ -114,9 +114,9 @@ class Step:
         self.several.clients = self._clients
         device = Device(gpu=Gpu(index=2, uuid="GPU-a", memory_total_bytes=80 * GIB))
         self.farm = module._Farm(host, [device], ["job"], FarmOptions(**options), Quiet())
-        self.gpu = self.farm._gpus["GPU-a"]
+        self.gpu = self.farm._gpu("GPU-a")
         self.gpu.several = self.several
-        self.farm._sizes, self.farm._source = {"GPU-a": GIB}, "given"
+        self.farm._size, self.farm._source = GIB, "given"
         monkeypatch.setattr(self.farm, "_turn", self._turn)
         monkeypatch.setattr(self.farm, "_set_caps", lambda: None)
         monkeypatch.setattr(self.farm._signals, "came", lambda *_: False)
@@ -132,7 +132,7 @@ class Step:
         if len(self.gpu.running) >= self.room:
             return None
         self.places.append(Place(Request(memory_bytes=GIB, keys=("GPU-a",), client=True)))
-        return self.gpu, self.places[-1], GIB
+        return self.gpu, self.places[-1]
 
     @property
     def reserved(self) -> list[int | None]:
@@ -263,7 +263,7 @@ class Heard(FarmReporter):
         self.endings: list[tuple[int, str, bool]] = []
 
     def ended(self, copy: Copy, *, again: bool) -> None:
-        self.endings.append((copy.number, copy.state, again))
+        self.endings.append((copy.copy, copy.state, again))
 
 
 def test_a_copy_that_cannot_be_started_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,15 +337,15 @@ def test_a_gpu_whose_daemon_does_not_start_is_left_out(monkeypatch: pytest.Monke
     step = Step(monkeypatch, copies=1)
     said: list[str] = []
     step.farm._reporter.say = said.append  # type: ignore[method-assign]
-    other = module._FarmGpu(step.farm._host, Device(gpu=Gpu(index=3, uuid="GPU-b", memory_total_bytes=80 * GIB)))
+    step.farm._devices["GPU-b"] = Device(gpu=Gpu(index=3, uuid="GPU-b", memory_total_bytes=80 * GIB))
+    other = step.farm._gpu("GPU-b")
 
     def refuse(*_: Any) -> Any:
         raise InUse("GPU 3 is busy", "wait")
 
     monkeypatch.setattr(other, "open", refuse)
-    step.farm._gpus["GPU-b"] = other
     assert not step.farm._opened(other, None)
-    assert list(step.farm._gpus) == ["GPU-a"]
+    assert list(step.farm._devices) == ["GPU-a"]
     assert said == ["GPU 3 is left out: GPU 3 is busy"]
     monkeypatch.setattr(step.gpu, "open", refuse)
     with pytest.raises(InUse):
@@ -355,7 +355,7 @@ def test_a_gpu_whose_daemon_does_not_start_is_left_out(monkeypatch: pytest.Monke
 def test_a_copy_over_its_limit_that_cannot_be_ended_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     step = Step(monkeypatch, copies=2, budget=MemoryBudget(bytes=GIB))
     said: list[tuple[int, str]] = []
-    step.farm._reporter.news = lambda copy, text: said.append((copy.number, text))  # type: ignore[method-assign]
+    step.farm._reporter.news = lambda copy, text: said.append((copy.copy, text))  # type: ignore[method-assign]
     step.several.end = lambda *_, **__: (_ for _ in ()).throw(InUse("process 100 hangs in the driver", "reboot"))
     step.start()
     (memory,) = step.farm._memories[0]

@@ -57,7 +57,7 @@ def test_a_line_is_known_again_where_it_was_moved() -> None:
     ends = [end(0, "a"), end(1, "b"), end(2, "b", done=False)]
     assert copies_done(ends, "c", 3, ["b", "new", "a"]) == {0, 2}
     # Twice in the file, and done once.
-    assert copies_done(ends, "c", 3, ["b", "b", "a"]) == {1, 2}
+    assert copies_done(ends, "c", 3, ["b", "b", "a"]) == {0, 2}
 
 
 lines = some.lists(some.sampled_from("abc"), max_size=6)
@@ -75,7 +75,7 @@ def test_nothing_is_skipped_more_often_than_it_was_done(now: list[str], ended: l
 
 @given(some.binary(max_size=60), some.integers(0, 200))
 def test_torn_and_strange_lines_say_nothing(junk: bytes, cut: int) -> None:
-    copy = Copy(number=3, line="x \u00e4", state="done", exit_code=0, seconds=1.5, gpus=(1,))
+    copy = Copy(copy=3, line="x \u00e4", state="done", exit_code=0, seconds=1.5, gpu_indexes=(1,))
     whole = text_of_end(copy, "c", 0.0)
     assert json.loads(whole)["ended_at"] == "1970-01-01T00:00:00Z"
     found = list(parse_ends([junk, whole, b"[]\n", b'{"command": 1}\n', whole[: min(cut, len(whole) - 2)]]))
@@ -88,7 +88,7 @@ def test_what_is_appended_to_a_torn_line_is_a_line_of_its_own(host: Host, tmp_pa
     directory = os.open(tmp_path, os.O_RDONLY)
     with FarmResults(host, path, directory, ["job", "{}"]) as results:
         for number in range(2):
-            results.add(Copy(number=number, state="done", exit_code=0))
+            results.add(Copy(copy=number, state="done", exit_code=0))
         assert results.done(3, None) == {0, 1}
     os.close(directory)
     assert len(path.read_bytes().splitlines()) == 3

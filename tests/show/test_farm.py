@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from gpushare.run.farm import Copy
-from gpushare.show.run import FarmAnswer, FarmedCopy, farm_result, progress_text
+from gpushare.show.run import Copy, FarmAnswer, farm_result, progress_text
 
 
 def copies(**states: int) -> list[Copy]:
     names = [state.replace("_", " ") for state, count in states.items() for _ in range(count)]
-    return [Copy(number=number, state=state) for number, state in enumerate(names)]
+    return [Copy(copy=number, state=state) for number, state in enumerate(names)]
 
 
 def test_progress_is_a_bar_a_rate_and_the_time_left() -> None:
@@ -23,19 +22,19 @@ def test_progress_is_a_bar_a_rate_and_the_time_left() -> None:
     assert all(len(progress_text(half, seconds)) < 80 for seconds in (1.0, 1e6))
 
 
-def row(number: int, **more: Any) -> FarmedCopy:
-    unknown = dict.fromkeys(field.name for field in fields(FarmedCopy))
+def row(number: int, **more: Any) -> Copy:
     plain: dict[str, Any] = {"state": "done", "exit_code": 0, "seconds": 2.0, "tries": 1, "gpu_indexes": (number % 2,)}
-    return FarmedCopy(**{**unknown, "copy": number, "log": f"logs/copy-{number}.log", **plain, **more})
+    return Copy(**{"copy": number, "log": f"logs/copy-{number}.log", **plain, **more})
 
 
-def shown(rows: list[FarmedCopy]) -> list[Any]:
+def shown(rows: list[Copy]) -> list[Any]:
     unknown = dict.fromkeys(field.name for field in fields(FarmAnswer))
     result = farm_result(FarmAnswer(**{**unknown, "copies": tuple(rows)}))
     # All of them are in the document and in CSV.
     assert result.csv is not None
     assert [len(result.data.copies), len(result.csv.rows)] == [len(rows)] * 2
-    return [(line.copy, line.state, line.gpu_indexes, line.tries, line.log) for line in result.tables[0].rows]
+    names = ("copy", "state", "gpu_indexes", "tries", "log")
+    return [tuple(line[name] for name in names) for line in result.tables[0].rows]
 
 
 def test_few_copies_have_a_row_each() -> None:

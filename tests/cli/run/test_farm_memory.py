@@ -189,19 +189,6 @@ def test_a_job_that_waits_goes_before_the_next_copy_but_one(
     assert farm.result().code == 0
 
 
-def test_copies_inside_a_job_that_has_reserved_their_memory(real: Callable[..., Started], world: World) -> None:
-    """The memory is not reserved twice, nor is it somebody else's."""
-    # With coverage and such, the program of gpushare is that of this Python.
-    inner = (sys.executable, "-m", "gpushare", "--host", world.spec, "farm", "--copies", "2", "--memory", "50G", "--")
-    outer = real(
-        "run", "--slice", "2ms", "--memory", "120G", "--", *inner, *JOB, "--footprint", "1G", "--seconds", "60"
-    )
-    until(lambda: (state := world.file.read()) is not None and len(state.processes) == 3, "they are on the GPU")
-    assert reserved(world) == [120 * GIB]
-    outer.signal(signal.SIGINT)
-    outer.result()
-
-
 @pytest.mark.parametrize(
     ("limit", "memory", "running"),
     [
