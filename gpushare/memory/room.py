@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from gpushare.base.errors import BadUsage, GpushareError, InUse, NoPermission, or_none
-from gpushare.base.model import ComputeMode, WaitingJob
+from gpushare.base.model import ComputeMode
 from gpushare.base.selection import Device, select, titles
 from gpushare.base.units import GIB, counted, format_bytes, format_duration
 from gpushare.base.values import dataclass
@@ -34,7 +34,6 @@ from gpushare.memory.ledger import (
     waiting_before,
     would_take,
 )
-from gpushare.memory.look import waiting_jobs
 from gpushare.memory.peaks import Known, digest_of, find_profile
 from gpushare.memory.swap import GPU_MARGIN_BYTES, Swap, has_room, repair
 
@@ -48,6 +47,7 @@ POLL_SECONDS: Final = 0.5
 _LOOK_SECONDS: Final = 2.0
 # Less is a context or what the driver has for itself.
 _WORTH_NAMING: Final = GIB
+_MOST_NAMED: Final = 4
 
 
 def read_lines(
@@ -282,103 +282,6 @@ def room_kept(host: Host, swap: Swap) -> Iterator[Callable[[int], bool | None]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outlook:
-    """What would happen to a job that came now: the devices that it would take, or whom it would wait for."""
-
-    # None of them: it would wait.
-    devices: tuple[Device, ...]
-    request: Request
-    # The jobs that came before it for one of its devices.
-    before: tuple[WaitingJob, ...]
-    # What its devices have, those that can be used now, and the jobs that have a place there.
-    lines: tuple[Line, ...]
-    holders: tuple[WaitingJob, ...]
-    # Why its user's limit would hold it back.
-    held_back: str = ""
-    # Why others of its devices cannot be used now.
-    unusable: tuple[str, ...] = ()
-
-
-def outlook(host: Host, devices: Sequence[Device], request: Request, limits: UserLimits) -> Outlook:
-    """Return what would happen to a job that came now; nothing is entered anywhere."""
-    now, reasons = usable_now(host, devices, limits, client=request.client)
-    found = not_around(host, reservations(host) or [])
-    clients = {one.uuid: client_limit(host, one) if request.client else None for one in now}
-    possible = (line_of(host, one, found, clients=clients[one.uuid], limits=limits) for one in now)
-    lines = tuple(line for line in possible if line is not None)
-    free = would_take(found, lines, request, os.geteuid(), limits)
-    gpus = list({one.gpu.index: one.gpu for one in devices}.values())
-    first = {one.claim.pid for one in waiting_before(found, request, os.geteuid())}
-    before = [
-        gpu
-        for gpu in waiting_jobs(host, gpus, found)
-        if gpu.pid in first and not set(gpu.device_uuids).isdisjoint(request.keys)
-    ]
-    holders = [_holder(host, line, job) for line in lines for job in line.holders]
-    return Outlook(
-        devices=tuple(device for key in free[: request.count] for device in now if device.uuid == key),
-        request=request,
-        before=tuple(before),
-        lines=lines,
-        holders=tuple(holders),
-        held_back=_held_back(lines, request, limits.get(os.geteuid())) if lines else "",
-        unusable=tuple(reasons),
-    )
-
-
-def _holder(host: Host, line: Line, one: Reservation) -> WaitingJob:
-    """Return a job that has a place on a device."""
-    info = host.processes.describe(one.pid)
-    return WaitingJob(
-        pid=one.pid,
-        user=None if info is None else info.user,
-        name=one.name,
-        place=0,
-        memory_bytes=one.memory_bytes,
-        gpu_indexes=(line.device.gpu.index,),
-        device_uuids=(line.device.uuid,),
-        production=one.production,
-        waiting_since=None,
-    )
-
-
-_MOST_NAMED: Final = 4
-
-
-def outlook_text(found: Outlook, reasons: Mapping[str, str]) -> str:
-    """Return in a sentence what would happen; ``reasons`` are why a device is good for it, by UUID."""
-    free = {line.device.uuid: line.free_bytes for line in found.lines}
-    if found.devices:
-        whys = [reasons.get(device.uuid) or f"{format_bytes(free[device.uuid])} free" for device in found.devices]
-        return f"now it would start at once, on {titles(found.devices)}: {'; '.join(dict.fromkeys(whys))}"
-    if not found.lines:
-        return f"now it would wait: {_unusable(found.unusable)}"
-    parts = []
-    for line in found.lines[:_MOST_NAMED]:
-        held = [_named(job) for job in found.holders if job.device_uuids == (line.device.uuid,)]
-        held += [f"other programs ({format_bytes(line.others_bytes)})"] if line.others_bytes >= _WORTH_NAMING else []
-        by = f", held by {_listed(held)}" if held else ""
-        parts.append(f"{_free(line, found.request)}{by}")
-    parts += [_unusable(found.unusable)] if found.unusable else []
-    text = f"now it would wait for {size_text(found.request)}: {'; '.join(parts)}"
-    if found.before:
-        text += f"; before it {'waits' if len(found.before) == 1 else 'wait'} {_listed([_named(one) for one in found.before])}"
-    return text + found.held_back
-
-
-def _named(one: WaitingJob) -> str:
-    title = f"process {one.pid}" if one.name is None else f"'{one.name}' (process {one.pid})"
-    of = "" if one.user is None else f" of {one.user}"
-    size = "a whole GPU" if one.memory_bytes is None else format_bytes(one.memory_bytes)
-    return f"{title}{of} with {size}"
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - _MOST_NAMED
-    return ", ".join(names[:_MOST_NAMED]) + (f" and {counted(more, 'more job')}" if more > 0 else "")
-
-
-@dataclass(frozen=True, kw_only=True)
 class RoomJob:
     """A job that waits for a device, or has a place on it."""
 
@@ -420,20 +323,46 @@ class RoomAnswer:
     devices: tuple[RoomOnDevice, ...]
 
 
-def room_job(job: WaitingJob) -> RoomJob:
-    """Return a job of the line as it is answered."""
-    return RoomJob(pid=job.pid, user=job.user, name=job.name, memory_bytes=job.memory_bytes)
+def room_job(host: Host, job: Reservation) -> RoomJob:
+    """Return a job of the ledger as it is answered."""
+    info = host.processes.describe(job.pid)
+    user = None if info is None else info.user
+    return RoomJob(pid=job.pid, user=user, name=job.name, memory_bytes=job.memory_bytes)
 
 
-def room_answer(found: Outlook, reasons: Mapping[str, str]) -> RoomAnswer:
-    """Return the same as an answer."""
+def outlook(
+    host: Host,
+    devices: Sequence[Device],
+    request: Request,
+    limits: UserLimits,
+    reasons: Mapping[str, str] | None = None,
+) -> RoomAnswer:
+    """Return what would happen to a job that came now; nothing is entered anywhere.
+
+    ``reasons`` are why a device is good for it, by UUID.
+    """
+    uid, good = os.geteuid(), reasons or {}
+    now, unusable = usable_now(host, devices, limits, client=request.client)
+    jobs = not_around(host, reservations(host) or [])
+    clients = {device.uuid: client_limit(host, device) if request.client else None for device in now}
+    possible = (line_of(host, device, jobs, clients=clients[device.uuid], limits=limits) for device in now)
+    lines = [line for line in possible if line is not None]
+    keys = would_take(jobs, lines, request, uid, limits)[: request.count]
+    before = [job for job in waiting_before(jobs, request, uid) if not set(job.keys).isdisjoint(request.keys)]
+    taken = [line for key in keys for line in lines if line.device.uuid == key]
+    if taken:
+        whys = [good.get(line.device.uuid) or f"{format_bytes(line.free_bytes)} free" for line in taken]
+        where = titles([line.device for line in taken])
+        text = f"now it would start at once, on {where}: {'; '.join(dict.fromkeys(whys))}"
+    else:
+        text = f"now it would wait for {_room_text(lines, request, len(before), limits.get(uid), unusable)}"
     return RoomAnswer(
-        starts_now=bool(found.devices),
-        gpus=tuple(device.gpu.index for device in found.devices),
-        device_uuids=tuple(device.uuid for device in found.devices),
-        why=outlook_text(found, reasons),
-        memory_bytes=found.request.memory_bytes,
-        behind=tuple(map(room_job, found.before)),
+        starts_now=bool(taken),
+        gpus=tuple(line.device.gpu.index for line in taken),
+        device_uuids=keys,
+        why=text,
+        memory_bytes=request.memory_bytes,
+        behind=tuple(room_job(host, job) for job in before),
         devices=tuple(
             RoomOnDevice(
                 gpu=line.device.gpu.index,
@@ -442,10 +371,10 @@ def room_answer(found: Outlook, reasons: Mapping[str, str]) -> RoomAnswer:
                 free_clients=line.free_clients,
                 reserved_bytes=line.reserved_bytes,
                 others_bytes=line.others_bytes,
-                why=reasons.get(line.device.uuid),
-                held_by=tuple(room_job(job) for job in found.holders if job.device_uuids == (line.device.uuid,)),
+                why=good.get(line.device.uuid),
+                held_by=tuple(room_job(host, job) for job in line.holders),
             )
-            for line in found.lines
+            for line in lines
         ),
     )
 
@@ -527,13 +456,12 @@ def why_it_waits(host: Host, lines: Sequence[Line], place: Place, limit: int | N
     if not lines:
         # A driver that was loaded again, or a GPU that was reset, answers after that.
         host.nvml.restart()
-        return f"waiting for {size_text(place.request)}: {_unusable(reasons)}"
-    why = why_unreadable(host, PREFIX)
-    if why is not None:
-        return why
-    before = position(reservations(host) or [], place)
-    more = f"; {_unusable(reasons)}" if reasons else ""
-    return _waiting(lines, place, before) + more + _held_back(lines, place.request, limit)
+    else:
+        why = why_unreadable(host, PREFIX)
+        if why is not None:
+            return why
+    before = position(reservations(host) or [], place) if lines else 0
+    return f"waiting for {_room_text(lines, place.request, before, limit, reasons)}"
 
 
 def _free(line: Line, request: Request) -> str:
@@ -556,12 +484,16 @@ def _held_by(line: Line, most: int) -> str:
     return f", held by {', '.join(named)}{more}" if named else ""
 
 
-def _waiting(lines: Sequence[Line], place: Place, before: int) -> str:
-    room = "; ".join(f"{_free(line, place.request)}{_held_by(line, 3 if len(lines) == 1 else 1)}" for line in lines[:4])
-    ahead = "" if not before else f", {before} job{'s' if before > 1 else ''} before it"
-    stays = [job.title for line in lines for job in line.holders if job.stays and place.request.production]
+def _room_text(lines: Sequence[Line], request: Request, before: int, limit: int | None, reasons: Sequence[str]) -> str:
+    """Return what a job waits for, and what there is: ``8.0 GiB, 1 job before it: GPU 0 has 3.5 GiB free``."""
+    if not lines:
+        return f"{size_text(request)}: {_unusable(reasons)}"
+    room = "; ".join(f"{_free(line, request)}{_held_by(line, 3 if len(lines) == 1 else 1)}" for line in lines[:4])
+    ahead = "" if not before else f", {counted(before, 'job')} before it"
+    stays = [job.title for line in lines for job in line.holders if job.stays and request.production]
     cannot = f"; {stays[0]} was to leave the GPU for it, and cannot: see its output" if stays else ""
-    return f"waiting for {size_text(place.request)}{ahead}: {room}{cannot}"
+    more = f"; {_unusable(reasons)}" if reasons else ""
+    return f"{size_text(request)}{ahead}: {room}{cannot}{more}{_held_back(lines, request, limit)}"
 
 
 def check_ever(lines: Sequence[Line], request: Request) -> None:

@@ -10,7 +10,6 @@ from gpushare.base.errors import BadUsage, GpushareError, InUse, NotFound
 from gpushare.base.model import Holder
 from gpushare.base.selection import Device, select
 from gpushare.base.units import counted, format_duration, quoted
-from gpushare.base.values import dataclass
 from gpushare.host.claims import Claim, HeldClaim, take_claim
 from gpushare.memory.room import RoomAnswer, RoomJob, RoomOnDevice, room_job
 from gpushare.mig.driver import processes_in
@@ -245,19 +244,14 @@ def wait_words(text: str, seconds: float | None) -> str:
     return f"wait until an instance ({quoted(text)}) is free, first come first served{most}; take it"
 
 
-@dataclass(frozen=True, kw_only=True)
-class OutlookOnPlaces:
-    """What would happen to a job that came now: the instance that it would take, or the first of those that it would wait for."""
+def outlook_on_places(
+    host: Host, text: str, gpu: str | None, check: Callable[[Device], None]
+) -> tuple[Place, RoomAnswer]:
+    """Return the instance that a job would take now, or the first of those that it would wait for; and what would happen.
 
-    place: Place
-    text: str
-    answer: RoomAnswer
-
-
-def outlook_on_places(host: Host, text: str, gpu: str | None, check: Callable[[Device], None]) -> OutlookOnPlaces:
-    """Return what would happen to a job that waits for an instance; nothing is entered anywhere. Raises as `take_place`."""
+    Nothing is entered anywhere. Raises as `take_place`.
+    """
     from gpushare.memory.ledger import reservations
-    from gpushare.memory.look import waiting_jobs
 
     places = find_places(host, text, gpu)
     check(places[0].device)
@@ -266,12 +260,7 @@ def outlook_on_places(host: Host, text: str, gpu: str | None, check: Callable[[D
     ahead = len(jobs_before(found, None, free))
     now = free[ahead] if len(free) > ahead else None
     keys = {place.mig.uuid for place in places}
-    gpus = list({place.gpu.index: place.gpu for place in places}.values())
-    behind = (
-        []
-        if now is not None
-        else [one for one in waiting_jobs(host, gpus, found) if not keys.isdisjoint(one.device_uuids)]
-    )
+    behind = [job for job in found if now is None and job.waits and not keys.isdisjoint(job.keys)]
     inside = {place.mig.uuid: one for place, one in held}
     if now is not None:
         why = f"now it would start at once, in {now.title}"
@@ -286,7 +275,7 @@ def outlook_on_places(host: Host, text: str, gpu: str | None, check: Callable[[D
         device_uuids=() if now is None else (now.mig.uuid,),
         why=why,
         memory_bytes=None,
-        behind=tuple(map(room_job, behind)),
+        behind=tuple(room_job(host, job) for job in behind),
         devices=tuple(
             RoomOnDevice(
                 gpu=place.gpu.index,
@@ -300,7 +289,7 @@ def outlook_on_places(host: Host, text: str, gpu: str | None, check: Callable[[D
             for place in places
         ),
     )
-    return OutlookOnPlaces(place=now or places[0], text=why, answer=answer)
+    return now or places[0], answer
 
 
 def _free_bytes(mig: MigInstance) -> int | None:

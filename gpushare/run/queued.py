@@ -9,7 +9,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,7 +24,7 @@ from gpushare.memory.ledger import Place, Request, reservations
 from gpushare.memory.limit import JobMemory
 from gpushare.memory.peaks import Profile, find_profile, keep_profile
 from gpushare.memory.room import (
-    Outlook,
+    RoomAnswer,
     best_first,
     check_ever,
     check_limit,
@@ -239,10 +239,10 @@ class Queued:
         most = own if most is None or (own is not None and own < most) else most
         return None if most is None else most // MIB * MIB
 
-    def plan(self) -> tuple[Sequence[Device], RunOptions, Outlook | None, Mapping[str, str]]:
-        """Return where it would run, the options of a dry run, and whether a job that waits would start now; and why.
+    def plan(self) -> tuple[Sequence[Device], RunOptions, RoomAnswer | None]:
+        """Return where it would run, the options of a dry run, and whether a job that waits would start now.
 
-        The options show what this adds to the program. The reasons for devices are by UUID. Nothing is changed.
+        The options show what this adds to the program. Nothing is changed.
 
         Raises:
             BadUsage, NoPermission: as `run`.
@@ -257,8 +257,10 @@ class Queued:
         lines = read_lines(self.host, devices, self.limits)
         check_ever(lines, request)
         check_limit(lines, request, limit)
-        found = outlook(self.host, devices, request, self.limits) if self.queue.wait else None
-        where = found.devices if found is not None and found.devices else tuple(devices[: self.count])
+        reasons = {device.uuid: text for device, text in ordered}
+        room = outlook(self.host, devices, request, self.limits, reasons) if self.queue.wait else None
+        taken = () if room is None else room.device_uuids
+        where = [device for key in taken for device in devices if device.uuid == key] or devices[: self.count]
         before = [step_of_run(one) for one in self._before(request, devices)]
         limit_bytes = self.job_bytes
         by_driver = limit_bytes is not None and self._may_limit(where[0])
@@ -273,7 +275,7 @@ class Queued:
             before=(*self.options.before, *before),
             meanwhile=meanwhile,
         )
-        return where, options, found, {one.uuid: what for one, what in ordered}
+        return where, options, room
 
     def _request(self, size: int | None, keys: tuple[str, ...]) -> Request:
         return Request(

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from gpushare.part import Part
     from gpushare.run.created import Creator
     from gpushare.run.jobs import JobRecord, PrintedRate, RecordedJob
-    from gpushare.run.mig import OutlookOnPlaces
     from gpushare.run.plain import PlainShare
     from gpushare.run.production import ProductionJob
     from gpushare.run.program import QueueOptions, Run, RunOptions
@@ -388,16 +387,9 @@ class JobStart:
     def _planned_or_run(self, queued: Queued) -> Any:
         if not self.dry_run:
             return queued.run()
-        devices, metered, found, reasons = queued.plan()
+        devices, metered, room = queued.plan()
         planned = queued.start(devices, metered)
-        if found is None:
-            return planned
-        from gpushare.memory.room import outlook_text, room_answer
-
-        return replace(
-            with_answer(planned, RunPlanAnswer, room=room_answer(found, reasons)),
-            notes=(*planned.notes, outlook_text(found, reasons)),
-        )
+        return planned if room is None else _with_room(planned, room)
 
     def _spared(self, devices: Sequence[Device]) -> str | None:
         """Return the production job of ``--for``, which need not run yet, for people; None: none was named.
@@ -490,9 +482,7 @@ class JobStart:
         except BaseException:
             share.close()
             raise
-        if room is None:
-            return done
-        return replace(with_answer(done, RunPlanAnswer, room=room.answer), notes=(*done.notes, room.text))
+        return done if room is None else _with_room(done, room)
 
     def _say_dropped(self, more: str = "") -> None:
         """Say which variables of the caller mean nothing outside MPS."""
@@ -509,7 +499,7 @@ class JobStart:
         check: Callable[[Device], None],
         options: RunOptions,
         creator: Creator | None,
-    ) -> tuple[Place, HeldClaim | None, OutlookOnPlaces | None]:
+    ) -> tuple[Place, HeldClaim | None, RoomAnswer | None]:
         """Return the instance of a program and its claim; in a dry run, which one it may be, and whether it would wait for it."""
         from gpushare.run.mig import free_place, outlook_on_places, take_place, wait_for_place
 
@@ -524,8 +514,8 @@ class JobStart:
         # Any GPU is all of them, as without -g.
         gpu = None if gpu is not None and gpu.strip().lower() == "any" else gpu
         if self.dry_run:
-            found = outlook_on_places(self.host, text, gpu, check)
-            return found.place, None, found
+            place, room = outlook_on_places(self.host, text, gpu, check)
+            return place, None, room
         taken = wait_for_place(
             self.host,
             text,
@@ -818,6 +808,11 @@ class JobStart:
             self.say(f"opportunistic{where}: {_limits_text(limits)}")
             self.say(NOT_PROTECTED)
         return self._carry_out(MpsShare(self.host, device, limits), replace(options, limits=limits))
+
+
+def _with_room(planned: Any, room: RoomAnswer) -> Any:
+    """Return the result of a dry run with whether the job would start now."""
+    return replace(with_answer(planned, RunPlanAnswer, room=room), notes=(*planned.notes, room.why))
 
 
 def _asks_for_mps(options: RunOptions) -> bool:

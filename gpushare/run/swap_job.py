@@ -24,7 +24,7 @@ from gpushare.base.values import dataclass
 from gpushare.host.identity import Identity
 from gpushare.hostfile.kept import kept_limits
 from gpushare.memory.ledger import Place, Request
-from gpushare.memory.room import back_bytes, outlook, outlook_text, repair_first, room_kept, wait_for_room
+from gpushare.memory.room import back_bytes, outlook, repair_first, room_kept, wait_for_room
 from gpushare.memory.swap import (
     BACK,
     LOST,
@@ -236,11 +236,10 @@ def _come_back(
 
 
 def _room_now(host: Host, device: Device, request: Request, limits: UserLimits, *, wait: bool) -> str:
-    found = outlook(host, [device], request, limits)
-    if not found.devices:
-        text = outlook_text(found, {})
-        return text if wait else text.replace("now it would wait for", "now there is no room for", 1)
-    return f"now there is room: {outlook_text(found, {}).rpartition(': ')[2]}"
+    room = outlook(host, [device], request, limits)
+    if room.starts_now:
+        return f"now there is room: {room.why.rpartition(': ')[2]}"
+    return room.why if wait else room.why.replace("now it would wait for", "now there is no room for", 1)
 
 
 def _consent(host: Host, swap: Swap) -> tuple[Loss, ...]:

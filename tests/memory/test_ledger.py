@@ -35,7 +35,7 @@ from gpushare.memory.ledger import (
 )
 from gpushare.memory.look import waiting_jobs
 from gpushare.memory.peaks import Profile, keep_profile
-from gpushare.memory.room import best_first, client_limit, outlook, outlook_text, wait_for_room
+from gpushare.memory.room import best_first, client_limit, outlook, wait_for_room
 from gpushare.memory.swap import OUT, Image, Swap
 from gpushare.mps.control import SERVER_PROGRAM
 from gpushare.show.waiting import Draw, waiting_line
@@ -459,12 +459,12 @@ def test_a_gpu_that_cannot_be_used_is_named_next_to_those_without_room(host: Hos
     running.take(devices(host)[0].uuid)
     said: list[str] = []
     place = enter(host, 10 * GIB)
-    found = outlook(host, devices(host), place.request, UserLimits())
+    room = outlook(host, devices(host), place.request, UserLimits())
     with pytest.raises(InUse):
         wait_for_room(host, place, devices(host), 5.0, UserLimits(), telling(said), **told_clock())
     why = "GPU 1 is in compute mode prohibited"
     assert said == [f"waiting for 10.0 GiB: GPU 0 has 3.5 GiB free, held by process {os.getpid()} (20.0 GiB); {why}"]
-    assert why in outlook_text(found, {})
+    assert why in room.why
     running.leave()
 
 

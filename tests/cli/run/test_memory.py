@@ -615,8 +615,8 @@ def test_a_dry_run_says_behind_whom_a_job_would_wait(cli: Cli) -> None:
     assert (before["pid"], before["user"], before["name"]) == (os.getpid(), user_name(os.geteuid()), "large")
     assert room["devices"][0]["held_by"][0]["name"] == "train"
     (note,) = [line for line in cli(*words).lines("note") if "would wait" in line]
-    assert "held by 'train' (process" in note
-    assert "before it waits 'large' (process" in note
+    assert "60.0 GiB, 1 job before it: GPU 0 has" in note
+    assert "held by 'train' (120.0 GiB)" in note
     # It fits next to the one that runs, and delays nobody.
     small = cli("-o", "json", "run", "-n", "--wait", "--memory", "10G", "--", "true").ok().data["room"]
     assert small["starts_now"]
@@ -631,7 +631,10 @@ def test_a_dry_run_says_that_a_gpu_cannot_be_used(cli: Cli) -> None:
     world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
     words = ("run", "-n", "--swap", "turns", "--memory", "4G", "--", "true")
     answer = cli(*words, host=world.spec).ok()
-    assert any("now it would wait: GPU 0 is in compute mode exclusive-process" in line for line in answer.lines("note"))
+    assert any(
+        "now it would wait for 4.0 GiB: GPU 0 is in compute mode exclusive-process" in line
+        for line in answer.lines("note")
+    )
     admin.end_process(world.spec, pid)
 
 
