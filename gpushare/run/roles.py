@@ -12,14 +12,14 @@ from gpushare.base.model import Priority, Way
 from gpushare.base.units import MIB, format_bytes, pid_of, quoted
 from gpushare.base.values import dataclass
 from gpushare.host.identity import Identity
-from gpushare.mps.control import MpsControl, is_server
+from gpushare.mps.control import MpsControl
 from gpushare.mps.daemons import own_daemon
 from gpushare.mps.limits import Limits
 from gpushare.part import Part
 from gpushare.run.end import CONVERSATION_SECONDS, client_pids
 from gpushare.run.jobs import JobRecord, check_job_name, find_record, is_running, productions, records
 from gpushare.run.pause import PROGRAMS, ChannelPauser, Pacer, Pauser, Pauses, note_pauses
-from gpushare.run.production import ProductionJob, UnseenWork
+from gpushare.run.production import ProductionJob
 from gpushare.run.results import Tuned, find_tuned
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from gpushare.base.model import Gpu
     from gpushare.base.selection import Device
-    from gpushare.host.activity import ActivityRecorder
     from gpushare.host.checkpoint import Checkpoint
     from gpushare.host.host import Host
     from gpushare.part import Watched
@@ -255,8 +254,6 @@ class PauseForProduction(Part):
     host: Host
     production: ProductionJob
     checkpoint: Checkpoint | None = None
-    # Under MPS, where the driver reports SM activity between two readings (GPM, Hopper and later).
-    recorder: ActivityRecorder | None = None
     # The production job, for people.
     title: str = "production"
     # Outside MPS: try its channels first; ``say`` is called with the reason when another way has to be taken.
@@ -265,7 +262,6 @@ class PauseForProduction(Part):
     pacer: Pacer = field(default_factory=Pacer)
     pauses: int = 0
     pauser: Pauser | None = None
-    unseen: UnseenWork | None = None
     _watch: Watched | None = None
     _noted: Pauses | None = None
     _due: float = 0.0
@@ -288,9 +284,6 @@ class PauseForProduction(Part):
             channels = ChannelPauser(self.host, pid) if self.by_channels else None
             self.pauser = Pauser(self.host, watch.gpus, pid, self.checkpoint, channels)
         self.pauser.say, self.pauser.tell = self.say, watch.tell
-        if self.recorder is not None:
-            # It detects work under MPS that the CPU does not show.
-            self.unseen = UnseenWork(self.recorder.since_last, lambda: self._alone(watch))
 
     @property
     def seconds(self) -> float:
@@ -305,20 +298,18 @@ class PauseForProduction(Part):
         if watch is None or pauser is None:
             return False
         if not self._released:
-            self._pace(watch, pauser, at)
+            self._pace(pauser, at)
         if at >= self._find_due:
             pauser.look()
             self._find_due = time.monotonic() + watch.wait()
         self._note(watch, pauser)
         return False
 
-    def _pace(self, watch: Watched, pauser: Pauser, at: float) -> None:
+    def _pace(self, pauser: Pauser, at: float) -> None:
         if at >= self._alive_due:
             # Its PID may have been reused by a busy process, or the job may have been started again.
             self._alive, self._alive_due = self.production.lives(), at + _ALIVE_SECONDS
         active = self._alive and self.production.active()
-        if self._alive and self.unseen is not None:
-            active = self.unseen.works(at, seen=active, still=pauser.paused or not watch.attached)
         if not active and pauser.paused and not self.production.lives():
             pauser.resume()
             return
@@ -328,26 +319,6 @@ class PauseForProduction(Part):
         before = pauser.paused
         pauser.pause()
         self.pauses += pauser.paused and not before
-
-    def _alone(self, watch: Watched) -> bool:
-        """Return whether only production, the program and MPS servers are on the device."""
-        processes = self.host.processes
-        if processes.namespace_is_host() is False:
-            return False
-        try:
-            listed = self.host.nvml.processes(watch.device.gpu.index)
-        except GpushareError:
-            return False
-        known = {*processes.descendants(watch.program_pid), *processes.descendants(self.production.pid)}
-        mig = watch.device.mig
-        instances = {None, None if mig is None else mig.gpu_instance_id}
-        others = [
-            process.pid
-            for process in listed or ()
-            if process.pid not in known and (mig is None or process.gpu_instance_id in instances)
-        ]
-        infos = [processes.describe(pid) for pid in others]
-        return listed is not None and all(info is None or is_server(info.name) for info in infos)
 
     def _note(self, watch: Watched, pauser: Pauser) -> None:
         """Write the pauses down, for the metrics, on each change."""

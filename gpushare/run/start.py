@@ -24,7 +24,6 @@ from gpushare.show.plan import PlanAnswer, with_answer
 
 if TYPE_CHECKING:
     from gpushare.base.model import Gpu
-    from gpushare.host.activity import ActivityRecorder
     from gpushare.host.claims import HeldClaim
     from gpushare.host.host import Host
     from gpushare.memory.limit import MemoryBudget
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
 DETACHED: Final = "GPUSHARE_DETACHED"
 # A job whose own kernels break the server would break it for its neighbors each time.
 _MOST_RESTARTS: Final = 3
+_CPU_ONLY: Final = "under MPS production counts as working only while it uses the CPU"
 Yield = Literal["slices", "caps", "pause", "swap", "requeue"]
 
 
@@ -715,11 +715,9 @@ class JobStart:
                 f"process {process.pid} runs outside MPS: a cap cannot protect it, so this job is paused while it works"
             )
         self.say(f"opportunistic next to {process.title}: paused {how} while it works; its memory stays on the GPU")
-        recorder = None
         if mps:
             from gpushare.run.roles import spare
 
-            recorder = self._recorder(device)
             spared = spare(self.host, device, limits, self.role.target)
             limits = spared.limits
             for text in (*spared.notes, f"when it runs: {_limits_text(limits)}"):
@@ -728,9 +726,8 @@ class JobStart:
             self.say("there are no limits outside MPS: --threads and --priority are ignored")
         if mps:
             self.say(NOT_PROTECTED)
-        pause = PauseForProduction(
-            self.host, process, checkpoint, recorder, process.title, by_channels=not mps, say=self.say
-        )
+            self.say(_CPU_ONLY)
+        pause = PauseForProduction(self.host, process, checkpoint, process.title, by_channels=not mps, say=self.say)
         share: Share = MpsShare(self.host, device, limits) if mps else several or PlainShare(self.host, device)
         return self._carry_out(share, replace(options, limits=limits), pause, mps=mps)
 
@@ -759,7 +756,7 @@ class JobStart:
             limits = spared.limits
             for text in (*spared.notes, f"when it runs: {_limits_text(limits)}", NOT_PROTECTED):
                 self.say(text)
-            self.say("under MPS only work of production that uses the CPU is seen")
+            self.say(_CPU_ONLY)
         elif _asks_for_mps(options):
             self.say("there are no limits outside MPS: --threads and --priority are ignored")
 
@@ -780,20 +777,6 @@ class JobStart:
             return Yielding(production=process, title=process.title, options=options, start=start, say=self.say).run()
         finally:
             job.close()
-
-    def _recorder(self, device: Device) -> ActivityRecorder | None:
-        """Return what shows production's work under MPS; None, with a note, where only its CPU does."""
-        from gpushare.host.activity import ActivityRecorder
-
-        recorder = ActivityRecorder(
-            self.host.nvml, device.gpu.index, None if device.mig is None else device.mig.gpu_instance_id
-        )
-        if recorder.gpm:
-            return recorder
-        self.say(
-            "under MPS this GPU shows only work that uses the CPU: this job is not paused for GPU work that needs no CPU"
-        )
-        return None
 
     def _capped(self, device: Device, options: RunOptions) -> Any:
         from gpushare.run.roles import NOT_PROTECTED, spare

@@ -66,30 +66,6 @@ def test_it_waits_until_production_has_been_quiet_for_a_while(watched: Watched) 
     assert watched.said == [(0, False), (1, True), (1, False), (2, True)]
 
 
-def test_work_that_the_cpu_does_not_show_is_asked_for_with_what_is_known(watched: Watched) -> None:
-    asked: list[tuple[float, bool, bool]] = []
-    answers = iter([False, True, True, False, False])
-
-    class Unseen:
-        def works(self, at: float, *, seen: bool, still: bool) -> bool:
-            asked.append((at - 100.0, seen, still))
-            return next(answers)
-
-    unseen: Any = Unseen()
-    watched.part.unseen = unseen
-    watched.watched.attached = set()
-    assert not watched.look()
-    watched.watched.attached = {PID}
-    assert watched.look(after=1, active=True)
-    assert watched.look(after=1)
-    assert not watched.look(after=1)
-    watched.alive = False
-    watched.look(after=0.5)
-    # Nobody asks what one does that has ended.
-    watched.look(after=2)
-    assert asked == [(0, False, True), (1, True, False), (2, False, True), (3, False, True), (3.5, False, False)]
-
-
 def test_what_could_not_be_paused_is_not_counted_as_a_pause(watched: Watched, told: Told) -> None:
     told.fails = {("lock", PID): TimedOut("long", "wait")}
     assert not watched.look(active=True)
