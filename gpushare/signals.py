@@ -6,6 +6,8 @@ import contextlib
 import os
 import select
 import signal
+import sys
+import time
 from collections.abc import Callable, Collection, Iterator
 from types import FrameType
 from typing import Any, Final
@@ -57,6 +59,50 @@ def ended_by_exception() -> contextlib.AbstractContextManager[None]:
         raise Ended(number)
 
     return handled([one for one in ENDING[1:] if signal.getsignal(one) is signal.SIG_DFL], end)
+
+
+# A screen that waits for a terminal that takes nothing cannot end in order.
+_GRACE_SECONDS: Final = 1.2
+
+
+@contextlib.contextmanager
+def ended_in_time(leave: Callable[[], object]) -> Iterator[None]:
+    """Call ``leave``, in a thread, at a signal or when the terminal is gone, and raise `Ended` at the end.
+
+    What has not ended after a moment ends the hard way, with the terminal's attributes as they were.
+    """
+    import termios
+    import threading
+
+    terminal = sys.stdin.fileno()
+    attributes = termios.tcgetattr(terminal)
+    first: list[int] = []
+
+    def end(number: int) -> None:
+        if first:
+            return
+        first.append(number)
+        leave()
+        time.sleep(_GRACE_SECONDS)
+        with contextlib.suppress(termios.error):
+            termios.tcsetattr(terminal, termios.TCSANOW, attributes)
+        os._exit(128 + number)
+
+    def in_thread(function: Callable[..., object], *arguments: object) -> None:
+        threading.Thread(target=function, args=arguments, daemon=True).start()
+
+    def end_with_the_terminal() -> None:
+        # No event is asked for: it answers when the terminal is gone, also to a process that ignores SIGHUP.
+        gone = select.poll()
+        gone.register(terminal, 0)
+        gone.poll()
+        end(signal.SIGHUP)
+
+    in_thread(end_with_the_terminal)
+    with handled(ENDING, lambda number, _: in_thread(end, number)):
+        yield
+    if first:
+        raise Ended(first[0])
 
 
 @contextlib.contextmanager

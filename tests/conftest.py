@@ -163,6 +163,7 @@ SLOW = (
     "sim/test_mig_changes_walk.py",
     "test_hostile_input.py",
     "top/test_cockpit.py",
+    "top/test_end.py",
     "test_tasks.py",
 )
 

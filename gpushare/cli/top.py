@@ -12,6 +12,7 @@ import typer
 from gpushare.base.errors import NotSupported, OperationFailed
 from gpushare.cli.options import PLAIN, Command, refresh_seconds, settings
 from gpushare.run.look import with_leases, with_memory
+from gpushare.signals import ended_in_time
 
 app = typer.Typer(**PLAIN)
 
@@ -68,12 +69,14 @@ def top(
     gc.freeze()
     gc.set_threshold(5_000)
     spec = settings.spec
-    Cockpit(
+    cockpit = Cockpit(
         watch,
         lambda words: answered(spec, words),
         theme=_theme(),
         follow=lambda job, add: followed(spec, job, add),
-    ).run()
+    )
+    with ended_in_time(lambda: cockpit.call_later(cockpit.exit)):
+        cockpit.run()
     return 0
 
 
