@@ -2,6 +2,7 @@
 
 ``python -m benchmarks.top [--seconds 30] [--size 120x40]``. The GPUs are simulated, whose answers cost far more than
 those of the real library: `--parts` tells how much of the time that is, and what a look and a drawing cost alone.
+`--first 20` starts it so often, in turns with the smallest program of Textual.
 
 ``python -m benchmarks.top --beside nvitop``, on a machine with a GPU, lasts less than a minute: the same of the real
 driver, then of nvitop (any command may stand there), with two programs on the first GPU; then it reads the screen of
@@ -22,6 +23,7 @@ import re
 import select
 import shlex
 import shutil
+import statistics
 import struct
 import subprocess
 import sys
@@ -151,6 +153,37 @@ def measure(name: str, command: Sequence[str], word: str, seconds: float, size: 
         f"  to the screen {drawn / passed / 1024:.1f} KiB/s",
         flush=True,
     )
+
+
+# The least that Textual draws.
+SMALLEST = """
+from textual.app import App
+from textual.widgets import Static
+class Smallest(App):
+    def compose(self):
+        yield Static("job-")
+Smallest().run()
+"""
+
+
+def first_frames(rounds: int, size: tuple[int, int]) -> None:
+    """Print the time to the first frame of `top` beside that of the smallest program of Textual, in turns."""
+    programs = {"top": top_of(SPEC), "Textual": [sys.executable, "-c", SMALLEST]}
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in programs}
+    for _ in range(rounds):
+        for name, command in programs.items():
+            began = time.monotonic()
+            with screen(command, size) as (process, terminal):
+                seconds = seconds_to(b"job-", terminal, began)
+                times[name].append((seconds or float("inf"), usage(process.pid).cpu))
+    for name, pairs in times.items():
+        wall, cpu = ([pair[part] for pair in pairs] for part in (0, 1))
+        print(
+            f"{name:<9} first frame: best {min(wall):.2f} s, median {statistics.median(wall):.2f} s;"
+            f" CPU time: best {min(cpu):.2f} s, median {statistics.median(cpu):.2f} s"
+        )
+    ratios = [ours[1] / theirs[1] for ours, theirs in zip(times["top"], times["Textual"], strict=True)]
+    print(f"CPU time of top by that of Textual: median {statistics.median(ratios):.2f}")
 
 
 class Cells:
@@ -511,6 +544,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float)
     parser.add_argument("--size", default="120x40")
     parser.add_argument("--parts", action="store_true")
+    parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--beside", metavar="COMMAND")
     parser.add_argument("--rehearse", action="store_true")
     options = parser.parse_args()
@@ -524,6 +558,8 @@ def main() -> None:
         busy_host()
         if options.parts:
             parts((width, height))
+        elif options.first:
+            first_frames(options.first, (width, height))
         else:
             measure("top", top_of(SPEC), "job-", options.seconds or 30, (width, height))
 

@@ -161,8 +161,11 @@ class HostState:
 class Observer:
     """Looks at a host again and again. ``state`` is what the last look has read."""
 
-    def __init__(self, host: Host, *, strangers: bool = False, power: bool = False) -> None:
-        """Look at a host; ``strangers``: ask the MPS daemons of other users, too; ``power``: ask the GPUs for theirs."""
+    def __init__(self, host: Host, *, strangers: bool = False, power: bool = False, hurry: bool = False) -> None:
+        """Look at a host; ``strangers``: ask the MPS daemons of other users, too; ``power``: ask the GPUs for theirs.
+
+        ``hurry``: the first look does not wait for nvidia-smi, the time-slices are unknown until the next one.
+        """
         self._host, self._strangers, self._power = host, strangers, power
         self.state = HostState(host, strangers=strangers)
         self._driver: str | None = None
@@ -170,6 +173,7 @@ class Observer:
         self._mps_asked = False
         self._levels: Mapping[int, TimeSlice | None] = {}
         self._levels_until = 0.0
+        self._hurry = hurry
         self._daemons: tuple[MpsDaemon, ...] = ()
         self._daemons_until = 0.0
         self._daemon_signs: object = None
@@ -181,7 +185,7 @@ class Observer:
         each conversation into a log that is never rotated. What has visibly changed is asked at once.
         """
         self.state = state = HostState(self._host, strangers=self._strangers)
-        fresh = time.monotonic() < self._levels_until
+        fresh, self._hurry = self._hurry or time.monotonic() < self._levels_until, False
         if not fresh:
             state.ask_levels()
         paused, slices = _paused(self._host), _slices(self._host)

@@ -90,9 +90,10 @@ class Reader:
 
     def __init__(self, host: Host, with_memory: Callable[[Host, Snapshot], Snapshot]) -> None:
         self._host, self._with_memory = host, with_memory
-        self._observer = Observer(host)
+        self._observer = Observer(host, hurry=True)
         self.watched: int | None = None
         self.trees = False
+        # The first look does not wait for what takes long: programs, and the traffic.
         self._turn = 0
         self._recorders: dict[tuple[int, int | None], ActivityRecorder] = {}
         self._traffic: dict[int, tuple[int | None, int | None]] = {}
@@ -122,7 +123,7 @@ class Reader:
         now, load = time.monotonic(), host.machine.load()
         before, self._load = self._load, load
         uses, trees = self._host_use(jobs, now)
-        if now >= self._xids_until:
+        if self._turn and now >= self._xids_until:
             self._xids, self._xids_until = host.machine.xids(), now + _XID_SECONDS
         return Frame(
             at=snapshot.taken_at or time.time(),
@@ -144,7 +145,7 @@ class Reader:
         turn = gpus[self._turn % len(gpus)].index if gpus else None
         found: dict[int, GpuSensors] = {}
         for gpu in gpus:
-            if gpu.index in {turn, self.watched}:
+            if self._turn > 1 and gpu.index in {turn, self.watched}:
                 self._traffic[gpu.index] = or_none(lambda: self._host.nvml.pcie_traffic(gpu.index)) or (None, None)  # noqa: B023 - called here
             sensors = or_none(lambda: self._host.nvml.sensors(gpu.index))  # noqa: B023
             if sensors is not None:

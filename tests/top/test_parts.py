@@ -19,14 +19,16 @@ from gpushare.base.model import (
     MpsDaemon,
     MpsServer,
     Snapshot,
+    TimeSlice,
 )
 from gpushare.base.units import GIB
 from gpushare.host.machine import Xid
 from gpushare.run.listing import listed_jobs
+from gpushare.run.look import with_memory
 from gpushare.sim import admin
 from gpushare.snapshot import Observer
 from gpushare.top.draw import THEMES, bar, chart, fitted, segments, sparkline
-from gpushare.top.frame import Frame
+from gpushare.top.frame import Frame, Reader
 from gpushare.top.gpus import below, gpu_line, layout_of, name_in, sharing_text
 from gpushare.top.history import Events, History
 from gpushare.top.jobs import COLUMNS, View, rows_of, visible_columns
@@ -219,3 +221,14 @@ def test_a_look_that_fails_unexpectedly_is_told_and_repeated() -> None:
     assert done.wait(5)
     watch.end()
     assert "unexpected ValueError: oops" in (seen[0].error or "")
+
+
+def test_the_first_look_runs_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time-slice of a GPU, its traffic and the Xids come with the second."""
+    world = World("sim:h200")
+    reader, ran = Reader(world.host, with_memory), list[str]()
+    monkeypatch.setattr(type(world.host.machine), "xids", lambda _: ran.append("journalctl"))
+    first, second = reader.read(), reader.read()
+    assert (first.snapshot.gpus[0].time_slice, second.snapshot.gpus[0].time_slice) == (None, TimeSlice.DEFAULT)
+    assert (first.sensors[0].pcie_sent, ran) == (None, ["journalctl"])
+    assert second.sensors[0].pcie_sent is not None
