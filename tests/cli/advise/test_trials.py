@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from gpushare.base.model import ComputeMode
 from gpushare.cli import main
 from gpushare.connect import connect
 
@@ -248,7 +249,7 @@ def test_numbers_that_were_not_given_are_said(cli: Any) -> None:
 
 
 def test_where_only_mps_shares_the_measurement_is_of_mps(cli: Any) -> None:
-    assert connect("sim:h200").programs.run(["nvidia-smi", "-i", "0", "-c", "EXCLUSIVE_PROCESS"]).exit_code == 0
+    connect("sim:h200").nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
     words = ("--processes", "2", "--memory", "5G", "--users", "same", "--needs", "cuda-graphs", "--no-root")
     data = advice(cli, *words, host="sim:h200")
     assert data["winner"] == "measure"
