@@ -100,22 +100,14 @@ def _set_compute_mode(library: SimulatedLibrary, target: Target, mode: Any) -> N
         gpu.compute_mode = wanted
 
 
-@abi.entry_point("nvmlDeviceGetMigMode", on=On.GPU)
-def _mig_mode(_library: SimulatedLibrary, target: Target, current: Any, pending: Any) -> None:
+def _mig_mode(_library: SimulatedLibrary, target: Target) -> tuple[int, int] | None:
     mode, next_mode = target.gpu.mig_mode, target.gpu.mig_pending
-    if mode is None:
-        raise Refused(Code.NOT_SUPPORTED)
-    abi.put(current, mode)
-    abi.put(pending, mode if next_mode is None else next_mode)
+    return None if mode is None else (mode, mode if next_mode is None else next_mode)
 
 
-@abi.entry_point("nvmlDeviceGetCudaComputeCapability", on=On.DEVICE)
-def _capability(_library: SimulatedLibrary, target: Target, major: Any, minor: Any) -> None:
+def _capability(_library: SimulatedLibrary, target: Target) -> list[int] | None:
     capability = target.model.compute_capability
-    if capability is None:
-        raise Refused(Code.NOT_SUPPORTED)
-    for argument, part in zip((major, minor), capability.split("."), strict=True):
-        abi.put(argument, int(part))
+    return None if capability is None else [int(part) for part in capability.split(".")]
 
 
 @abi.entry_point("nvmlDeviceGetFieldValues", on=On.DEVICE)
@@ -234,6 +226,15 @@ _GETTERS: Final[tuple[tuple[str, Kinds, Form, Callable[..., Any]], ...]] = (
     ("nvmlSystemGetDriverVersion", On.NOTHING, Form.TEXT, lambda library: library.state.driver),
     ("nvmlSystemGetCudaDriverVersion nvmlSystemGetCudaDriverVersion_v2", On.NOTHING, Form.NUMBER, _cuda_version),
     ("nvmlDeviceGetCount_v2", On.NOTHING, Form.NUMBER, lambda library: len(library.state.gpus)),
+    ("nvmlDeviceGetMigMode", On.GPU, Form.NUMBERS, _mig_mode),
+    ("nvmlDeviceGetCudaComputeCapability", On.DEVICE, Form.NUMBERS, _capability),
+    # Percent, and the time that they were taken over, in microseconds.
+    (
+        "nvmlDeviceGetEncoderUtilization nvmlDeviceGetDecoderUtilization",
+        On.GPU,
+        Form.NUMBERS,
+        lambda *_: (0, 167_000),
+    ),
     ("nvmlDeviceGetName", On.DEVICE, Form.TEXT, _name),
     ("nvmlDeviceGetUUID", On.DEVICE, Form.TEXT, lambda _, target: (target.instance or target.gpu).uuid),
     ("nvmlDeviceGetPciInfo_v3", On.DEVICE, Form.FIELDS, _pci_info),
@@ -273,12 +274,6 @@ _GETTERS: Final[tuple[tuple[str, Kinds, Form, Callable[..., Any]], ...]] = (
 )
 for _getter in _GETTERS:
     abi.getter(*_getter)
-
-
-@abi.entry_point("nvmlDeviceGetEncoderUtilization", "nvmlDeviceGetDecoderUtilization", on=On.GPU)
-def _video(_library: SimulatedLibrary, _target: Target, percent: Any, period_us: Any) -> None:
-    abi.put(percent, 0)
-    abi.put(period_us, 167_000)
 
 
 # MPS clients are in the compute list and in the MPS list, their server in the compute list

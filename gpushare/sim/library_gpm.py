@@ -30,19 +30,10 @@ def _supported(target: Target) -> bool:
 
 @abi.entry_point("nvmlGpmSampleAlloc")
 def _alloc(library: SimulatedLibrary, sample: Any) -> None:
-    free = next((number for number in range(1, 0xFFFF) if _pointer(number) not in library.samples), None)
-    if free is None:
-        raise Refused(Code.INSUFFICIENT_RESOURCES)
-    library.samples[_pointer(free)] = None
-    abi.put_handle(sample, _handle(free))
-
-
-def _handle(serial: int) -> Handle:
-    return Handle(HandleKind.GPM_SAMPLE, 0, serial >> 8, serial & 0xFF)
-
-
-def _pointer(serial: int) -> int:
-    return _handle(serial).pack()
+    serials = (Handle(HandleKind.GPM_SAMPLE, 0, serial >> 8, serial & 0xFF) for serial in range(1, 0xFFFF))
+    handle = next(handle for handle in serials if handle.pack() not in library.samples)
+    library.samples[handle.pack()] = None
+    abi.put_handle(sample, handle)
 
 
 @abi.entry_point("nvmlGpmSampleFree")

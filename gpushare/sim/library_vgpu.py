@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from gpushare.sim.library import SimulatedLibrary
     from gpushare.sim.state import SimulatedVgpu
 
-# NVML_GPU_VIRTUALIZATION_MODE_HOST_VGPU and NONE; NVML_VGPU_VM_ID_DOMAIN_ID.
-_HOST_VGPU, _NONE, _BY_DOMAIN = 3, 0, 0
+# NVML_GPU_VIRTUALIZATION_MODE_HOST_VGPU and NONE.
+_HOST_VGPU, _NONE = 3, 0
 _GPU_SHIFT: Final = 8
 
 
@@ -52,12 +52,8 @@ def _of_type(library: SimulatedLibrary, kind: int) -> SimulatedVgpu:
 @abi.entry_point("nvmlVgpuInstanceGetVmID")
 def _vm(library: SimulatedLibrary, instance: Any, buffer: Any, length: Any, kind: Any) -> None:
     abi.put_text(buffer, length, _of(library, abi.number(instance)).vm)
-    abi.put(kind, _BY_DOMAIN)
-
-
-@abi.entry_point("nvmlVgpuTypeGetName")
-def _name(library: SimulatedLibrary, kind: Any, buffer: Any, length: Any) -> None:
-    abi.put_text(buffer, abi.target_of(length), _of_type(library, abi.number(kind)).type)
+    # NVML_VGPU_VM_ID_DOMAIN_ID.
+    abi.put(kind, 0)
 
 
 _GETTERS: Final[tuple[tuple[str, Kinds, Form, Callable[..., Any]], ...]] = (
@@ -67,6 +63,7 @@ _GETTERS: Final[tuple[tuple[str, Kinds, Form, Callable[..., Any]], ...]] = (
         Form.NUMBER,
         lambda _, target: _HOST_VGPU if target.gpu.vgpus else _NONE,
     ),
+    ("nvmlVgpuTypeGetName", On.NOTHING, Form.TEXT, lambda library, kind: _of_type(library, kind).type),
     ("nvmlVgpuInstanceGetUUID", On.NOTHING, Form.TEXT, lambda library, instance: _of(library, instance).uuid),
     ("nvmlVgpuInstanceGetType", On.NOTHING, Form.NUMBER, lambda library, instance: _type(_of(library, instance))),
     ("nvmlVgpuInstanceGetFbUsage", On.NOTHING, Form.NUMBER, lambda library, at: _of(library, at).memory_used_bytes),

@@ -1,4 +1,4 @@
-"""nvidia-ctk of a simulated host: ``cdi generate``, with the device names and messages of the real one.
+"""nvidia-ctk of a simulated host: `host.cdi.refresh_command`, with the device names and messages of the real one.
 
 A simulated host has no NVIDIA Container Toolkit until ``gpushare sim cdi`` installs it.
 """
@@ -35,33 +35,17 @@ def install(state_file: StateFile) -> str:
 
 def main(argv: Sequence[str], state_file: StateFile) -> Completed:
     """Run the program; ``argv`` with its name."""
-    if list(argv[1:3]) != ["cdi", "generate"]:
-        return _failed(argv, f"No help topic for '{' '.join(argv[1:3])}'")
-    output, kinds = "", []
-    words = iter(argv[3:])
-    for word in words:
-        name, has_value, value = word.partition("=")
-        if name not in {"--output", "--device-name-strategy"}:
-            return _failed(argv, f"flag provided but not defined: {name.lstrip('-')}")
-        value = value if has_value else next(words, "")
-        if name == "--output":
-            output = value
-        elif value in _STRATEGIES:
-            kinds.append(value)
-        else:
-            return _failed(argv, f"invalid device name strategy: {value}")
-    return _generate(argv, state_file, output, tuple(kinds) or _STRATEGIES[:2])
-
-
-def _generate(argv: Sequence[str], state_file: StateFile, output: str, kinds: tuple[str, ...]) -> Completed:
+    options = [(name, value) for name, _, value in (word.partition("=") for word in argv[3:])]
+    output = dict(options).get("--output", "")
+    kinds = tuple(value for name, value in options if name == "--device-name-strategy") or _STRATEGIES[:2]
+    if list(argv[1:3]) != ["cdi", "generate"] or not output or set(kinds) - set(_STRATEGIES):
+        return _failed(argv, f"not simulated: {' '.join(argv[1:])}")
     state = current(state_file)
     if not state.nvml_installed or not state.driver_loaded:
         return _failed(argv, "failed to generate CDI spec: failed to initialize NVML: ERROR_LIBRARY_NOT_FOUND")
     if not list(_devices(state, kinds)):
         return _failed(argv, 'failed to write spec: failed add device "all": invalid device, empty device edits')
     text = document(state, kinds, "json" if output.endswith(".json") else "yaml")
-    if not output:
-        return Completed(tuple(argv), 0, text, "")
     if not state.root:
         directory = output.rpartition("/")[0]
         return _failed(argv, f"failed to write spec: open {directory}/.spec: permission denied")

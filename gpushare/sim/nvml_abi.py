@@ -167,6 +167,8 @@ class Form(Enum):
     """How a getter hands its value over."""
 
     NUMBER = "number"
+    # Two output arguments.
+    NUMBERS = "two numbers"
     # A buffer and its length.
     TEXT = "text"
     FIELDS = "fields of a struct"
@@ -182,7 +184,7 @@ def getter(names: str, on: Kinds, form: Form, value: Callable[..., Any]) -> None
     first = 1 if on else 0
 
     def answer(library: Any, *arguments: Any) -> None:
-        last = len(arguments) - (2 if form is Form.TEXT else 1)
+        last = len(arguments) - (2 if form in {Form.TEXT, Form.NUMBERS} else 1)
         output = arguments[last]
         if form is Form.VERSIONED_FIELDS:
             check_version(target_of(output))
@@ -190,7 +192,10 @@ def getter(names: str, on: Kinds, form: Form, value: Callable[..., Any]) -> None
         if found is None:
             raise Refused(Code.NOT_SUPPORTED)
         if form is Form.TEXT:
-            put_text(output, arguments[-1], found)
+            put_text(output, target_of(arguments[-1]), found)
+        elif form is Form.NUMBERS:
+            put(output, found[0])
+            put(arguments[-1], found[1])
         elif form is Form.NUMBER:
             put(output, found)
         else:

@@ -80,16 +80,6 @@ class SimulatedPrograms(Programs):
         deadline = clock() + timeout
         return _Deferred(lambda: self._completed(argv, name, stdin, environment, deadline, timeout))
 
-    def run(
-        self,
-        argv: Sequence[str],
-        *,
-        stdin: str = "",
-        env: Mapping[str, str | None] | None = None,
-        timeout: float = 10.0,
-    ) -> Completed:
-        return self.start(argv, stdin=stdin, env=env, timeout=timeout).result()
-
     def _completed(
         self, argv: Sequence[str], name: str, stdin: str, env: Mapping[str, str], deadline: float, timeout: float
     ) -> Completed:

@@ -432,38 +432,33 @@ def now() -> float:
 
 
 def _decode(raw: dict[str, Any]) -> SimulatedHostState:
-    gpus = [_decode_gpu(gpu) for gpu in raw["gpus"]]
-    daemons = [
-        _made(SimulatedDaemon, {**daemon, "servers": [_made(SimulatedServer, server) for server in daemon["servers"]]})
-        for daemon in raw["daemons"]
-    ]
-    processes = [_made(SimulatedProcess, process) for process in raw["processes"]]
-    MADE_UP.update({uid: name for name, uid in raw.get("users", {}).items()})
-    return _made(SimulatedHostState, {**raw, "gpus": gpus, "daemons": daemons, "processes": processes})
-
-
-def _decode_gpu(raw: dict[str, Any]) -> SimulatedGpu:
-    mig = [_made(SimulatedMigInstance, one) for one in raw["mig"]]
-    bare = [_made(SimulatedGpuInstance, one) for one in raw.get("bare", [])]
-    nodes = {place: _made(SimulatedNode, one) for place, one in raw.get("nodes", {}).items()}
-    vgpus = [_made(SimulatedVgpu, one) for one in raw.get("vgpus", [])]
-    return _made(SimulatedGpu, {**raw, "mig": mig, "bare": bare, "nodes": nodes, "vgpus": vgpus})
+    MADE_UP.update({uid: name for name, uid in raw["users"].items()})
+    return _made(SimulatedHostState, raw)
 
 
 T = TypeVar("T")
+# The lists of values in a value, and what they hold.
+_PARTS: Final[dict[type[Any], dict[str, type[Any]]]] = {
+    SimulatedHostState: {"gpus": SimulatedGpu, "processes": SimulatedProcess, "daemons": SimulatedDaemon},
+    SimulatedGpu: {"mig": SimulatedMigInstance, "bare": SimulatedGpuInstance, "vgpus": SimulatedVgpu},
+    SimulatedDaemon: {"servers": SimulatedServer},
+}
 _NAMES: Final[dict[type[Any], frozenset[str]]] = {}
 
 
 def _made(cls: type[T], raw: dict[str, Any]) -> T:
-    """Return ``cls(**raw)``, which takes three times as long: each NVML call may read the state."""
+    """Return ``cls(**raw)`` with its parts, which takes three times as long: each NVML call may read the state."""
     if cls not in _NAMES:
         # Those of its base class too.
         _NAMES[cls] = frozenset(field.name for field in fields(cls))  # type: ignore[arg-type]
     if raw.keys() != _NAMES[cls]:
-        # Written by an older version, or by hand.
-        return cls(**raw)
+        raise KeyError(*(raw.keys() ^ _NAMES[cls]))
     made = cls.__new__(cls)
     vars(made).update(raw)
+    for name, part in _PARTS.get(cls, {}).items():
+        vars(made)[name] = [_made(part, each) for each in raw[name]]
+    if isinstance(made, SimulatedGpu):
+        made.nodes = {place: _made(SimulatedNode, each) for place, each in raw["nodes"].items()}
     return made
 
 

@@ -197,7 +197,9 @@ def test_refresh_keeps_path_and_kinds_of_names(names: list[str], options: tuple[
 
 @pytest.mark.parametrize("strategy", ["uuid", "type-index"])
 def test_refresh_of_other_names_is_read_back(host: Host, strategy: str) -> None:
-    done = host.programs.run(["nvidia-ctk", "cdi", "generate", f"--output={NAME}", "--device-name-strategy", strategy])
+    done = host.programs.run(
+        ["nvidia-ctk", "cdi", "generate", f"--output={NAME}", f"--device-name-strategy={strategy}"]
+    )
     assert done.exit_code == 0
     names = {device.name for device in cdi.find_specs(host)[0].devices}
     admin.set_mig(SPEC, "0", ["2g.20gb:2", "3g.40gb:4"])

@@ -294,6 +294,6 @@ def test_a_real_control_program_is_run_when_it_is_named(
     [(SimulatedProcesses, Processes), (SimulatedPrograms, Programs), (SimulatedCapabilities, Capabilities)],
 )
 def test_a_simulated_host_asks_nothing_of_this_machine_by_inheritance(simulated: type, local: type) -> None:
-    # It asks only `parent`, which is overridden.
-    public = {name for name in vars(local) if not name.startswith("_")} - {"ancestry"}
+    # These ask only `parent` and `start`, which are overridden.
+    public = {name for name in vars(local) if not name.startswith("_")} - {"ancestry", "run"}
     assert public <= vars(simulated).keys()
