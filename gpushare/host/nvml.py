@@ -133,14 +133,7 @@ def read_processes(nvml: Any, name: str, handle: Any) -> list[tuple[int, int | N
         pynvml.NVMLError: as the driver answers.
     """
     function = nvml._nvmlGetFunctionPointer(name)
-    room = _PROCESS_ROOM
-    while True:
-        count, rows = c_uint(room), (nvml.c_nvmlProcessInfo_v2_t * room)()
-        code = function(handle, byref(count), rows)
-        if code != INSUFFICIENT_SIZE or room >= _MOST_ROOM:
-            nvml._nvmlCheckReturn(code)
-            break
-        room = max(2 * room, count.value + 16)
+    rows = _rows(nvml, nvml.c_nvmlProcessInfo_v2_t, _PROCESS_ROOM, lambda count, array: function(handle, count, array))
     return [
         (
             row.pid,
@@ -148,8 +141,19 @@ def read_processes(nvml: Any, name: str, handle: Any) -> list[tuple[int, int | N
             None if row.gpuInstanceId == _NO_INSTANCE else row.gpuInstanceId,
             None if row.computeInstanceId == _NO_INSTANCE else row.computeInstanceId,
         )
-        for row in rows[: count.value]
+        for row in rows
     ]
+
+
+def _rows(nvml: Any, kind: Any, room: int, call: Callable[[Any, Any], int]) -> list[Any]:
+    """Return the rows that a call writes to an array; it is asked again with a larger one if there are more."""
+    while True:
+        count, rows = c_uint(room), (kind * room)()
+        code = call(byref(count), rows)
+        if code != INSUFFICIENT_SIZE or room >= _MOST_ROOM:
+            nvml._nvmlCheckReturn(code)
+            return list(rows[: count.value])
+        room = max(2 * room, count.value + 16)
 
 
 def _call(nvml: Any, name: str, *arguments: Any) -> bool:
@@ -186,16 +190,14 @@ def read_utilization(nvml: Any, handle: Any, since_us: int) -> list[tuple[int, i
     """
     function = nvml._nvmlGetFunctionPointer("nvmlDeviceGetProcessUtilization")
     since = c_ulonglong(since_us)
-    room = _SAMPLE_ROOM
-    while True:
-        count, rows = c_uint(room), (nvml.c_nvmlProcessUtilizationSample_t * room)()
-        code = function(handle, rows, byref(count), since)
-        if code != INSUFFICIENT_SIZE or room >= _MOST_ROOM:
-            nvml._nvmlCheckReturn(code)
-            break
-        room = max(2 * room, count.value + 16)
+    rows = _rows(
+        nvml,
+        nvml.c_nvmlProcessUtilizationSample_t,
+        _SAMPLE_ROOM,
+        lambda count, array: function(handle, array, count, since),
+    )
     # Some drivers report values above 100 % for a process that just ended.
-    return [(row.pid, row.timeStamp, row.smUtil) for row in rows[: count.value] if row.pid and row.smUtil <= 100]
+    return [(row.pid, row.timeStamp, row.smUtil) for row in rows if row.pid and row.smUtil <= 100]
 
 
 T = TypeVar("T")
@@ -570,19 +572,9 @@ class NvmlReader:
         None if the driver does not list them. NVML has no owners and command lines: the caller adds them.
         """
         handle, gpu = self.handle(index), str(index)
-        lists = {
-            kind: self._process_list(f"nvmlDeviceGet{kind}RunningProcesses", handle, gpu)
-            for kind in ("Compute", "Graphics", "MPSCompute")
-        }
-        if all(rows is None for rows in lists.values()):
+        merged = self._listed(handle, gpu)
+        if merged is None:
             return None
-        merged: dict[tuple[int, int | None, int | None], dict[str, Any]] = {}
-        for kind, rows in lists.items():
-            for pid, used, gpu_instance, compute_instance in rows or ():
-                entry = merged.setdefault((pid, gpu_instance, compute_instance), {"memory_used_bytes": None})
-                if entry["memory_used_bytes"] is None:
-                    entry["memory_used_bytes"] = used
-                entry[{"Compute": "compute", "Graphics": "graphics", "MPSCompute": "mps"}[kind]] = True
         samples = self._sm_samples(handle, gpu) if merged else {}
         return tuple(
             GpuProcess(
@@ -595,6 +587,39 @@ class NvmlReader:
             )
             for (pid, gpu_instance, compute_instance), entry in sorted(merged.items(), key=lambda item: item[0][0])
         )
+
+    def processes_in(self, mig: MigInstance, index: int) -> tuple[GpuProcess, ...] | None:
+        """Return the processes in an instance of a GPU, by PID, as its own handle lists them.
+
+        None: the driver does not list them, or the instance is gone.
+        """
+        try:
+            handle = self.ask(lambda nvml: nvml.nvmlDeviceGetHandleByUUID(mig.uuid), str(index))
+            merged = None if handle is None else self._listed(handle, str(index))
+        except NotFound:
+            return None
+        if merged is None:
+            return None
+        place: dict[str, Any] = {"gpu_instance_id": mig.gpu_instance_id, "compute_instance_id": mig.compute_instance_id}
+        entries = {pid: entry for (pid, _, _), entry in merged.items()}
+        return tuple(GpuProcess(pid=pid, **place, **entries[pid]) for pid in sorted(entries))
+
+    def _listed(self, handle: Any, gpu: str) -> dict[tuple[int, int | None, int | None], dict[str, Any]] | None:
+        """Return the processes of a GPU or MIG device by PID and instances, from all lists; None: there are no lists."""
+        lists = {
+            kind: self._process_list(f"nvmlDeviceGet{name}RunningProcesses", handle, gpu)
+            for kind, name in (("compute", "Compute"), ("graphics", "Graphics"), ("mps", "MPSCompute"))
+        }
+        if all(rows is None for rows in lists.values()):
+            return None
+        merged: dict[tuple[int, int | None, int | None], dict[str, Any]] = {}
+        for kind, rows in lists.items():
+            for pid, used, gpu_instance, compute_instance in rows or ():
+                entry = merged.setdefault((pid, gpu_instance, compute_instance), {"memory_used_bytes": None})
+                if entry["memory_used_bytes"] is None:
+                    entry["memory_used_bytes"] = used
+                entry[kind] = True
+        return merged
 
     def _process_list(
         self, name: str, handle: Any, gpu: str

@@ -26,7 +26,7 @@ from gpushare.base.errors import (
 )
 from gpushare.base.model import GpuProcess
 from gpushare.base.units import MIB
-from gpushare.host.nvml import FUNCTION_NOT_FOUND, NOT_SUPPORTED, read_processes
+from gpushare.host.nvml import FUNCTION_NOT_FOUND, NOT_SUPPORTED
 from gpushare.mig.profile import (
     ComputeInstance,
     ComputeProfile,
@@ -41,7 +41,7 @@ from gpushare.mig.profile import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from gpushare.base.model import Gpu, MigInstance
+    from gpushare.base.model import Gpu
     from gpushare.host.host import Host
     from gpushare.host.nvml import NvmlReader
 
@@ -496,41 +496,4 @@ def _not_activated(status: int, index: int, *, enabled: bool) -> GpushareError:
         f"with no program on it: sudo nvidia-smi --gpu-reset -i {index}; or reboot",
         gpu=gpu,
         code="reset_required" if status == _RESET_REQUIRED else "mode_pending",
-    )
-
-
-def processes_in(nvml: NvmlReader, mig: MigInstance, gpu: int) -> tuple[GpuProcess, ...] | None:
-    """Return the processes in an instance (compute, graphics and MPS lists of its handle), by PID.
-
-    None: the driver does not list them, or the instance is gone.
-
-    Raises:
-        GpushareError: NVML does not answer.
-    """
-    try:
-        handle = nvml.ask(lambda api: api.nvmlDeviceGetHandleByUUID(mig.uuid), str(gpu))
-        if handle is None:
-            return None
-        lists = {
-            kind: nvml.ask(
-                partial(read_processes, name=f"nvmlDeviceGet{kind}RunningProcesses_v3", handle=handle), str(gpu)
-            )
-            for kind in ("Compute", "Graphics", "MPSCompute")
-        }
-    except NotFound:
-        return None
-    if lists["Compute"] is None:
-        return None
-    pids = {kind: {row[0]: row[1] for row in rows or ()} for kind, rows in lists.items()}
-    return tuple(
-        GpuProcess(
-            pid=pid,
-            compute=pid in pids["Compute"],
-            graphics=pid in pids["Graphics"],
-            mps=pid in pids["MPSCompute"],
-            gpu_instance_id=mig.gpu_instance_id,
-            compute_instance_id=mig.compute_instance_id,
-            memory_used_bytes=pids["Compute"].get(pid),
-        )
-        for pid in sorted({pid for known in pids.values() for pid in known})
     )

@@ -12,7 +12,6 @@ from gpushare.base.selection import Device, select
 from gpushare.base.units import counted, format_duration, quoted
 from gpushare.host.claims import Claim, HeldClaim, take_claim
 from gpushare.memory.room import RoomAnswer, RoomJob, RoomOnDevice, room_job
-from gpushare.mig.driver import processes_in
 from gpushare.mig.holders import claimed_instances, holder_of
 from gpushare.mig.places import Place, means_profile, named_places, places_on, profile_places
 from gpushare.mps.daemons import find_daemons
@@ -329,7 +328,7 @@ def _inside(host: Host, place: Place, daemons: Mapping[str, Holder]) -> Inside:
     if host.processes.namespace_is_host() is False:
         # In another PID namespace, NVML lists nothing, or unrelated processes.
         return None
-    processes = processes_in(host.nvml, place.mig, place.gpu.index)
+    processes = host.nvml.processes_in(place.mig, place.gpu.index)
     if processes is None:
         return None
     found = []

@@ -11,7 +11,6 @@ from gpushare.base.model import device_key
 from gpushare.base.selection import Device, titles
 from gpushare.base.values import dataclass
 from gpushare.host.host import make_private_directory
-from gpushare.mig.driver import processes_in
 from gpushare.run.share import INSTANCE, Watch, check_program, claimed, held
 
 if TYPE_CHECKING:
@@ -145,7 +144,7 @@ class PlainWatch(Watch):
 
     def _look(self, tree: set[int]) -> None:
         mig, index = self.device.mig, self.device.gpu.index
-        inside = set() if mig is None else {one.pid for one in processes_in(self.host.nvml, mig, index) or ()}
+        inside = set() if mig is None else {one.pid for one in self.host.nvml.processes_in(mig, index) or ()}
         now, here = set(), []
         for gpu, process in self._everywhere():
             if process.pid not in tree or not (process.compute or process.mps):
