@@ -148,8 +148,6 @@ class ChangeRecord(Kept):
     step: str | None
     # What the change has created.
     proof: Proof
-    # An undo was tried and the driver refused it: after a second failure the record is kept apart.
-    tried: bool
 
 
 CHANGES: Final = RecordStore(ChangeRecord, "mig", "the journal of MIG changes", durable=True)
@@ -297,7 +295,6 @@ class MigLedger:
             names=tuple(names),
             step=None,
             proof=NOTHING,
-            tried=False,
             path=self._path,
         )
         self._write(self._change)
@@ -360,11 +357,6 @@ class MigLedger:
         self._change = None
         with contextlib.suppress(GpushareError):
             self._rename("not-restored")
-
-    def try_again(self, change: ChangeRecord) -> None:
-        """Keep a change whose undo the driver refused: the next gpushare tries once more."""
-        with contextlib.suppress(GpushareError):
-            self._write(replace(change, tried=True))
 
     def set_aside(self) -> Path:
         """Rename a journal that cannot be read, and return its new path."""

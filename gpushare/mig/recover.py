@@ -30,10 +30,6 @@ RECOVER: Final = "gpushare mig recover"
 ACCEPT: Final = f"or accept it as it is: {RECOVER} --forget"
 
 
-class CallFailed(OperationFailed):
-    """Something could not be restored because a driver call failed, not because of other users: worth another try."""
-
-
 # -- the calls of a change, and the undo of one GPU ------------------------------------------------
 
 
@@ -106,7 +102,6 @@ def restore(host: Host, before: GpuShape, proof: Proof) -> tuple[str, ...]:
     others = left_alone(layout, before, proof)
     trouble: list[str] = list(lost)
     made: dict[int, int] = {}
-    refused = False
     changes = MigChanges(host.nvml)
     # Reading has opened handles.
     host.nvml.restart()
@@ -114,13 +109,12 @@ def restore(host: Host, before: GpuShape, proof: Proof) -> tuple[str, ...]:
         try:
             step.do()
         except (GpushareError, KeyError) as error:
-            refused = True
             trouble.append(f"{step.what}: {error}")
     # An instance is open to everybody until its grants are restored.
     trouble += regrant(host, before.uuid)
     left = differences(shape_now(host, before.index).without(others), replace(before, mig_enabled=None))
     if left:
-        raise (CallFailed if refused and not lost else OperationFailed)(
+        raise OperationFailed(
             f"could not be restored: {'; '.join(left)} ({'; '.join(dict.fromkeys(trouble)) or 'no reason given'})",
             f"see: gpushare mig status -g {before.index}; then: {as_command(before)}",
             gpu=str(before.index),
@@ -236,7 +230,6 @@ def recover(host: Host, ledger: MigLedger, *, retry: bool = False) -> tuple[str,
 
     A complete change is kept; otherwise every GPU of the change is restored. What cannot be restored is reported, also
     later (`not_restored`), and is tried again only with ``retry``, so that nothing changes behind the user's back.
-    If only a driver call failed, the next gpushare tries once more.
 
     Raises:
         OperationFailed: something could not be restored (code ``not_restored``), or the journal cannot be read.
@@ -289,16 +282,12 @@ def accept(host: Host, ledger: MigLedger, *, dry_run: bool) -> tuple[str, ...]:
         where = "" if dry_run else f" as {ledger.set_aside()}"
         done.append(f"the journal of a MIG change, which cannot be read, {would or 'was '}set aside{where}")
     else:
-        if change is not None and not change.tried:
+        if change is not None:
             raise BadUsage(
                 f"'{change.title}' was interrupted and is not undone yet",
                 f"undo it first: {RECOVER}; only what cannot be restored is forgotten",
                 code="not_recovered",
             )
-        if change is not None and not dry_run:
-            ledger.give_up()
-        elif change is not None:
-            done.append(f"'{change.title}', which was interrupted and could not be undone, would be forgotten")
     done += [f"{lost.seen}; this {would or 'is '}forgotten" for lost in not_restored(host, ledger)]
     for path, _ in () if dry_run else ledger.not_restored():
         ledger.drop(path)
@@ -315,12 +304,9 @@ def _recovered(host: Host, ledger: MigLedger, change: ChangeRecord) -> list[str]
             done = [f"'{change.title}', which was interrupted at '{change.step or 'its start'}', was undone"]
             done += map(_stays, _undo(host, change))
     except OperationFailed as error:
-        if isinstance(error, CallFailed) and not change.tried:
-            ledger.try_again(change)
-            raise error.restated(hint=f"try again: {RECOVER}; else {error.hint}; {ACCEPT}") from error
         if error.code == "not_restored":
             ledger.give_up()
-            raise error.restated(hint=f"{error.hint}; {ACCEPT}") from error
+            raise error.restated(hint=f"try again: {RECOVER}; or {error.hint}; {ACCEPT}") from error
         raise
     _forget_lost(host, change)
     if complete:
@@ -392,8 +378,7 @@ def _undo(host: Host, change: ChangeRecord) -> list[str]:
         except GpushareError as error:
             trouble.append(error)
     if trouble:
-        kind = CallFailed if all(isinstance(error, CallFailed) for error in trouble) else OperationFailed
-        raise kind(
+        raise OperationFailed(
             f"'{change.title}' was interrupted; " + "; ".join(error.message for error in trouble),
             "; ".join(dict.fromkeys(error.hint for error in trouble)),
             gpu=trouble[0].gpu,

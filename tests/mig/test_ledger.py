@@ -121,7 +121,6 @@ def whole() -> dict[str, Any]:
         "names": [],
         "step": None,
         "proof": {"made": [], "begun": None},
-        "tried": False,
         "schema": 1,
     }
 

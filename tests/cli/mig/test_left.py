@@ -265,39 +265,27 @@ def refusing(monkeypatch: pytest.MonkeyPatch, host: World) -> Answer:
         return host.run("mig", "recover")
 
 
-@pytest.mark.parametrize("then", [("recover",), ("apply", "1g.10gb*3"), ("disable", "--destroy")])
-def test_what_the_driver_refuses_for_once_is_undone_by_the_next_command(
-    monkeypatch: pytest.MonkeyPatch, then: tuple[str, ...]
-) -> None:
-    host = World.new(A100)
-    before = host.look()
-    crashed(host, "apply", "1g.10gb*3", step=4)
-    said = refusing(monkeypatch, host)
-    assert said.error["code"] == "not_restored"
-    assert said.error["hint"].startswith("try again: gpushare mig recover")
-    assert host.journal.exists()
-    assert host.run("mig", *then).code == 0
-    assert {path.name for path in host.journal.parent.glob("*.json")} <= {"made.json"}
-    assert (host.look() == before) is (then[0] != "apply")
-
-
-def test_what_the_driver_refuses_again_is_in_nobodys_way_and_can_be_accepted(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_driver_refuses_is_kept_apart_until_it_is_undone(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     host = World.new(A100)
     before = host.look()
     crashed(host, "apply", "1g.10gb*3", step=4)
     for _ in range(2):
-        assert refusing(monkeypatch, host).error["code"] == "not_restored"
-    assert not host.journal.exists()
+        said = refusing(monkeypatch, host)
+        assert said.error["code"] == "not_restored"
+        assert not host.journal.exists()
+    assert "could not be restored" in cli("mig", "status", host=A100).ok().err
     assert "is now undone" in cli("mig", "recover", host=A100).ok().out
     assert host.look() == before
 
+
+@pytest.mark.parametrize("then", [("recover", "--forget"), ("apply", "1g.10gb*3")])
+def test_what_the_driver_refuses_is_in_nobodys_way(monkeypatch: pytest.MonkeyPatch, then: tuple[str, ...]) -> None:
+    host = World.new(A100)
     crashed(host, "apply", "1g.10gb*3", step=4)
-    assert refusing(monkeypatch, host).code == 1
-    assert "would be forgotten" in cli("mig", "recover", "--forget", "-n", host=A100).ok().out
-    assert host.journal.exists()
-    assert "is forgotten" in cli("mig", "recover", "--forget", host=A100).ok().out
+    said = refusing(monkeypatch, host)
+    assert said.error["hint"].startswith("try again: gpushare mig recover")
+    assert host.run("mig", *then).code == 0
+    assert host.run("mig", "recover").code == 0
     assert {path.name for path in host.journal.parent.glob("*.json")} <= {"made.json"}
 
 
