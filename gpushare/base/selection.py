@@ -15,8 +15,6 @@ _PCI: Final = re.compile(r"^(?:([0-9a-f]{4,8}):)?([0-9a-f]{2}):([0-9a-f]{2})(?:\
 # "GPU-" and at least four digits of the UUID: shorter ones are typing errors more often than prefixes.
 _UUID: Final = re.compile(r"^(gpu|mig)-[0-9a-f-]{4,}$", re.IGNORECASE | re.ASCII)
 _RANGE: Final = re.compile(r"^(\d{1,4})-(\d{1,4})$", re.ASCII)
-# The MIG device names of drivers before R470, still used by CUDA and old scripts: GPU instance and compute instance.
-_OLD_MIG: Final = re.compile(r"^mig-(gpu-[0-9a-f-]{4,})/(\d{1,4})/(\d{1,4})$", re.IGNORECASE | re.ASCII)
 
 
 def titles(devices: Sequence[Device]) -> str:
@@ -199,8 +197,6 @@ def _one(word: str, gpus: Sequence[Gpu]) -> Device:
         matches = [Device(gpu=gpu) for gpu in gpus if str(gpu.index) == (word.lstrip("0") or "0")]
     elif _UUID.match(word):
         matches = _by_uuid(word.lower(), gpus)
-    elif _OLD_MIG.match(word):
-        matches = _by_old_name(word.lower(), gpus)
     elif _PCI.match(word):
         matches = [Device(gpu=gpu) for gpu in gpus if gpu.pci_bus_id and _pci_key(gpu.pci_bus_id) == _pci_key(word)]
     else:
@@ -225,18 +221,6 @@ def _by_uuid(prefix: str, gpus: Sequence[Gpu]) -> list[Device]:
     devices += [Device(gpu=gpu, mig=mig) for gpu in gpus for mig in gpu.mig_instances]
     exact = [device for device in devices if device.uuid.lower() == prefix]
     return exact or [device for device in devices if device.uuid.lower().startswith(prefix)]
-
-
-def _by_old_name(word: str, gpus: Sequence[Gpu]) -> list[Device]:
-    match = _OLD_MIG.match(word)
-    ids = None if match is None else (int(match.group(2)), int(match.group(3)))
-    return [
-        Device(gpu=gpu, mig=mig)
-        for gpu in gpus
-        if match is not None and (gpu.uuid or "").lower().startswith(match.group(1))
-        for mig in gpu.mig_instances
-        if (mig.gpu_instance_id, mig.compute_instance_id) == ids
-    ]
 
 
 def _pci_key(text: str) -> tuple[int, int, int, int] | None:

@@ -29,7 +29,7 @@ from gpushare.mig.parted import (
     parse_parted,
     wishes_for,
 )
-from gpushare.mig.target import Difference, MigDevice, difference
+from gpushare.mig.target import DeviceCount, Difference, difference
 from gpushare.mig.wish import Need, Request, Wish, parse_wish
 from gpushare.show.result import Result
 
@@ -98,26 +98,6 @@ def _demands(
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeviceCount:
-    """MIG devices of one kind; ``mig_device`` is false for a GPU instance without a compute instance."""
-
-    profile: str
-    start: int | None
-    count: int
-    mig_device: bool
-
-    @classmethod
-    def of(cls, device: MigDevice, count: int) -> DeviceCount:
-        """Return a kind of device with its number."""
-        return cls(profile=device.name, start=device.start, count=count, mig_device=bool(device.slices))
-
-    def __str__(self) -> str:
-        place = "" if self.start is None else f":{self.start}"
-        count = f"*{self.count}" if self.count > 1 else ""
-        return f"{self.profile}{place}{count}" + ("" if self.mig_device else " (no compute instance)")
-
-
-@dataclass(frozen=True, kw_only=True)
 class CheckedGpu:
     """One GPU next to what was asked; ``as_requested`` is null if the configuration says nothing of it."""
 
@@ -164,8 +144,8 @@ def _checked(gpu: Gpu, demand: Demand | None, host: Host, *, strict: bool) -> Ch
         mig_enabled=gpu.mig_enabled,
         mig_pending=gpu.mig_pending,
         mig_requested=None if demand is None else demand.mig_enabled,
-        missing=tuple(DeviceCount.of(*each) for each in difference.missing),
-        extra=tuple(DeviceCount.of(*each) for each in difference.extra),
+        missing=difference.missing,
+        extra=difference.extra,
     )
 
 

@@ -14,7 +14,7 @@ from gpushare.hostfile.live import Assignment, LiveGpu, LiveMps, WantedDevice, a
 from gpushare.mig.plan import NoPlan
 from gpushare.mig.planner import plan_exact
 from gpushare.mig.profile import Layout, Profile
-from gpushare.mig.target import MigDevice, difference
+from gpushare.mig.target import difference
 from gpushare.mig.wish import parse_wish, resolve
 from gpushare.mps.limits import Limits, check_memory
 
@@ -102,10 +102,10 @@ def _layout(live: LiveGpu, entry: Entry, elsewhere: Mapping[str, str]) -> Iterat
         # Some drivers list no profiles while MIG is off: the mode is difference enough.
         return
     found = difference(live.layout, entry.wish)
-    for one, number in found.missing:
-        yield Point(what="MIG devices", found=None, wanted=_counted(one, number))
-    for one, number in found.extra:
-        yield Point(what="MIG devices", found=_counted(one, number), wanted=None)
+    for devices in found.missing:
+        yield Point(what="MIG devices", found=None, wanted=str(devices))
+    for devices in found.extra:
+        yield Point(what="MIG devices", found=str(devices), wanted=None)
     assignment = assignment_of(live, entry, live.layout, devices_of_layout(live))
     yield from name_points(live, assignment, elsewhere)
     for want in assignment.devices:
@@ -158,10 +158,6 @@ def name_points(live: LiveGpu, assignment: Assignment, elsewhere: Mapping[str, s
 
 def _place(want: WantedDevice) -> str:
     return want.profile if want.start is None else f"{want.profile}:{want.start}"
-
-
-def _counted(one: MigDevice, number: int) -> str:
-    return f"{one}" + (f"*{number}" if number > 1 else "")
 
 
 def _percent(value: float | None) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import combinations
 from typing import Final, NamedTuple
 
@@ -61,13 +61,14 @@ class Board:
             )
             for p in profiles
         )
-        self._rooms: dict[tuple[int, ...], tuple[int, ...]] = {}
-        self._most: dict[tuple[int, int], int] = {}
-        self._free: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
-        self._lost: dict[tuple[int, tuple[int, ...]], int] = {}
-        self._arrangements: dict[tuple[tuple[InstanceKind, ...], tuple[int, ...]], list[Arrangement]] = {}
-        self._reachable: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}
-        self._complete: dict[tuple[tuple[InstanceKind, ...], tuple[int, ...]], list[Arrangement]] = {}
+        # What a plan asks again and again.
+        self.rooms = cache(self._rooms)
+        self.free = cache(self._free)
+        self.lost = cache(self._lost)
+        self.reachable = cache(self._reachable)
+        self.complete = cache(self._complete)
+        self._packed = cache(self._most)
+        self._every = cache(self._enumerated)
 
     def mask(self, profile: int, start: int) -> int:
         """Return the memory slices of a profile at a start, as bits."""
@@ -75,12 +76,9 @@ class Board:
 
     # -- what is free ------------------------------------------------------------------------------
 
-    def rooms(self, members: tuple[int, ...]) -> tuple[int, ...]:
+    def _rooms(self, members: tuple[int, ...]) -> tuple[int, ...]:
         """Return how many more of each profile the rules allow with these members (sorted), whatever their places."""
-        known = self._rooms.get(members)
-        if known is None:
-            known = self._rooms[members] = tuple(self._room(number, members) for number in range(len(self.profiles)))
-        return known
+        return tuple(self._room(number, members) for number in range(len(self.profiles)))
 
     def _room(self, profile: int, members: tuple[int, ...]) -> int:
         if not self.exclusive[profile].isdisjoint(members):
@@ -91,30 +89,17 @@ class Board:
         spare = self.compute_slices - sum(self.slices[other] for other in members)
         return max(0, min(limit, spare // self.slices[profile]))
 
-    def free(self, mask: int, members: tuple[int, ...]) -> tuple[int, ...]:
+    def _free(self, mask: int, members: tuple[int, ...]) -> tuple[int, ...]:
         """Return how many more of each profile fit: the Free column of ``nvidia-smi mig -lgip``."""
-        known = self._free.get((mask, members))
-        if known is None:
-            counts = (min(self._packed(n, mask), room) for n, room in enumerate(self.rooms(members)))
-            known = self._free[mask, members] = tuple(counts)
-        return known
+        return tuple(min(self._packed(n, mask), room) for n, room in enumerate(self.rooms(members)))
 
-    def lost(self, mask: int, members: tuple[int, ...]) -> int:
+    def _lost(self, mask: int, members: tuple[int, ...]) -> int:
         """Return the capacity that these instances take, as `planner.capacity_lost`."""
-        known = self._lost.get((mask, members))
-        if known is None:
-            pairs = zip(self.sizes, self.free(0, ()), self.free(mask, members), strict=True)
-            known = self._lost[mask, members] = sum(size * (empty - left) for size, empty, left in pairs)
-        return known
+        rows = zip(self.sizes, self.free(0, ()), self.free(mask, members), strict=True)
+        return sum(size * (empty - now) for size, empty, now in rows)
 
-    def reachable(self, mask: int, members: tuple[int, ...]) -> tuple[int, int]:
+    def _reachable(self, mask: int, members: tuple[int, ...]) -> tuple[int, int]:
         """Return the most compute slices, and the most memory slices, that further instances can take."""
-        known = self._reachable.get((mask, members))
-        if known is None:
-            known = self._reachable[mask, members] = self._reach(mask, members)
-        return known
-
-    def _reach(self, mask: int, members: tuple[int, ...]) -> tuple[int, int]:
         seen: set[tuple[int, tuple[int, ...]]] = set()
         used = sum(self.slices[n] for n in members)
         most = (self.compute_slices - used, self.axis - mask.bit_count())
@@ -134,16 +119,14 @@ class Board:
                     waiting += [(taken | place, grown) for _, place in self.places[number] if not taken & place]
         return compute, memory
 
-    def _packed(self, profile: int, mask: int) -> int:
-        known = self._most.get((profile, mask))
-        if known is None:
-            taken, known = mask, 0
-            for _, place in self.places[profile]:
-                if not taken & place:
-                    taken |= place
-                    known += 1
-            self._most[profile, mask] = known
-        return known
+    def _most(self, profile: int, mask: int) -> int:
+        """Return how many of a profile have a place."""
+        taken, number = mask, 0
+        for _, place in self.places[profile]:
+            if not taken & place:
+                taken |= place
+                number += 1
+        return number
 
     # -- arrangements ------------------------------------------------------------------------------
 
@@ -153,18 +136,14 @@ class Board:
             min(limit, self._packed(kind.profile, 0), self.limits[kind.profile])
             for kind, limit in zip(kinds, limits, strict=True)
         )
-        known = self._arrangements.get((kinds, limits))
-        if known is None:
-            known = self._arrangements[kinds, limits] = list(self._enumerate(kinds, limits))
-        return known
+        return self._every(kinds, limits)
 
-    def complete(self, kinds: tuple[InstanceKind, ...], counts: tuple[int, ...]) -> list[Arrangement]:
+    def _enumerated(self, kinds: tuple[InstanceKind, ...], limits: tuple[int, ...]) -> list[Arrangement]:
+        return list(self._enumerate(kinds, limits))
+
+    def _complete(self, kinds: tuple[InstanceKind, ...], counts: tuple[int, ...]) -> list[Arrangement]:
         """Return every way to place exactly ``counts`` of each kind on an empty board."""
-        known = self._complete.get((kinds, counts))
-        if known is None:
-            everything = self.arrangements(kinds, counts)
-            known = self._complete[kinds, counts] = [one for one in everything if one.counts == counts]
-        return known
+        return [way for way in self.arrangements(kinds, counts) if way.counts == counts]
 
     def _enumerate(self, kinds: tuple[InstanceKind, ...], limits: tuple[int, ...]) -> Iterator[Arrangement]:
         choices = [[place for place in self.places[kind.profile] if kind.start in {None, place[0]}] for kind in kinds]

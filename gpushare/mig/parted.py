@@ -4,7 +4,7 @@ What mig-parted refuses is refused here (its api/spec/v1/spec.go; profiles and c
 profile is checked here; whether a GPU has it, the driver says later.
 
 One extension, for exact places: `PLACEMENTS`, a second YAML document. mig-parted reads only the first document and so
-accepts the file. It is also read as a key of the first document.
+accepts the file.
 """
 
 from __future__ import annotations
@@ -242,8 +242,8 @@ def _check_configs(value: Value, fields: Mapping[str, Value]) -> None:
 
 
 _FILE: Final = mapping(
-    {"version": constant(VERSION, f"is not {VERSION}, the only version"), "mig-configs": _CONFIGS, PLACEMENTS: _PLACES},
-    lambda found, _: found,
+    {"version": constant(VERSION, f"is not {VERSION}, the only version"), "mig-configs": _CONFIGS},
+    lambda found, _: found["mig-configs"],
     need=("version", "mig-configs"),
     check=_check_configs,
 )
@@ -261,20 +261,18 @@ def parse_parted(raw: object, placements: object = None, shown: str = "the file"
     document = Value(raw, getattr(raw, "mark", Mark()), "the file", shown)
     if isinstance(raw, Mapping) and raw.get("kind") == "ConfigMap":
         raise document.wrong("is a Kubernetes ConfigMap", "give the text below its data: config.yaml as a file")
-    found = _FILE.read(document)
-    places: dict[str, dict[str, Wish]] = found.get(PLACEMENTS, {})
+    configs, places = _FILE.read(document), {}
     if placements is not None:
         places = _SECOND.read(Value(placements, getattr(placements, "mark", Mark()), "the second document", shown))
-    unknown = sorted(places.keys() - found["mig-configs"].keys())
+    unknown = sorted(places.keys() - configs.keys())
     if unknown:
         raise BadUsage(
             f"'{PLACEMENTS}' names config '{unknown[0]}'",
-            f"the file has: {', '.join(found['mig-configs'])}",
+            f"the file has: {', '.join(configs)}",
             code="unknown_config",
         )
     return {
-        name: Config(name=name, entries=entries, placements=places.get(name, {}))
-        for name, entries in found["mig-configs"].items()
+        name: Config(name=name, entries=entries, placements=places.get(name, {})) for name, entries in configs.items()
     }
 
 

@@ -55,28 +55,21 @@ def weigh(cost: Cost) -> int:
 CREATED: Final = weigh(Cost(created=1))
 
 
-def cost_of_destroying(instance: GpuInstance) -> Cost:
-    """Return the cost of destroying a GPU instance with all in it."""
-    busy = sum(part.busy for part in instance.compute)
-    if instance.busy and not busy:
-        # Held as a whole: any of its compute instances may be meant.
-        busy = instance.devices
-    rest = instance.devices - busy
-    size = instance.placement.size
-    if instance.name is not None:
-        return Cost(busy_destroyed=busy, named_destroyed=rest, slices_destroyed=size)
-    return Cost(busy_destroyed=busy, idle_destroyed=rest, slices_destroyed=size)
-
-
 def cost_of(gone: InstanceChange) -> Cost:
     """Return the cost of destroying this."""
-    if gone.whole:
-        return cost_of_destroying(gone.instance)
-    busy = sum(part.busy or gone.instance.held for part in gone.compute)
-    rest = len(gone.compute) - busy
-    if gone.instance.name is not None:
-        return Cost(busy_destroyed=busy, named_destroyed=rest)
-    return Cost(busy_destroyed=busy, idle_destroyed=rest)
+    instance = gone.instance
+    devices = instance.devices if gone.whole else len(gone.compute)
+    busy = sum(part.busy or (instance.held and not gone.whole) for part in gone.compute)
+    if gone.whole and instance.busy and not busy:
+        # Held as a whole: any of its compute instances may be meant.
+        busy = devices
+    named = instance.name is not None
+    return Cost(
+        busy_destroyed=busy,
+        named_destroyed=devices - busy if named else 0,
+        idle_destroyed=0 if named else devices - busy,
+        slices_destroyed=instance.placement.size if gone.whole else 0,
+    )
 
 
 @dataclass(frozen=True)
@@ -205,7 +198,7 @@ class Site:
             start=one.start,
             mask=one.placement.mask,
             compute=tuple((c.profile.slices, c.placement, c.busy) for c in one.compute),
-            weight=weigh(cost_of_destroying(one)),
+            weight=weigh(cost_of(whole(one))),
             pinned=not may_destroy or (one.busy and one.id not in evict),
             nameless=one.name is None,
             idle=not one.busy,

@@ -11,13 +11,11 @@ from typing import Final, NamedTuple
 from gpushare.base.errors import BadUsage, NotFound
 from gpushare.base.units import quoted
 from gpushare.mig.planner import Target
-from gpushare.mig.profile import ComputeInstance, GpuInstance, Layout
+from gpushare.mig.profile import GpuInstance, Layout
 from gpushare.mig.wish import Wish, resolve
 
 _IDS: Final = re.compile(r"(?:(\d{1,4})/)?(\d{1,4})(?:/(\d{1,4}))?", re.ASCII)
 _PLACE: Final = re.compile(r"(\d+g(?:\.\d+gb)?(?:[+-][a-z.]+)?):(\d{1,3})", re.ASCII)
-# What drivers before R470 called a MIG device, and CUDA and old scripts still do: MIG-GPU-<uuid>/<GI>/<CI>.
-_OLD: Final = re.compile(r"mig-(gpu-[0-9a-f-]{4,})/(\d{1,4})/(\d{1,4})", re.ASCII)
 _NO_NAME: Final = re.compile(r"\d.*|(mig|gpu)-.*", re.ASCII | re.IGNORECASE | re.DOTALL)
 FORMS: Final = "its name, MIG UUID, GPU/GI, GPU/GI/CI, or PROFILE:START; with one GPU also GI alone"
 
@@ -25,12 +23,12 @@ FORMS: Final = "its name, MIG UUID, GPU/GI, GPU/GI/CI, or PROFILE:START; with on
 def find_targets(text: str, layouts: Sequence[Layout]) -> tuple[Target, ...]:
     """Return the instances that a word means: a name, a MIG UUID or its prefix, ``GPU/GI[/CI]``, ``GI``, ``3g.40gb:4``, ``all``.
 
-    The UUID of the only compute instance means the GPU instance; ``MIG-GPU-<uuid>/GI/CI`` is the old form of a UUID.
+    The UUID of the only compute instance means the GPU instance.
     """
     word = text.strip()
     if word.lower() == "all":
         return tuple(Target(layout.gpu, instance.id) for layout in layouts for instance in layout.instances)
-    kinds = (_by_name, _by_uuid, _by_place, _by_old_name, _by_ids)
+    kinds = (_by_name, _by_uuid, _by_place, _by_ids)
     matches = next((found for by in kinds if (found := by(word.lower() if by is not _by_name else word, layouts))), [])
     if len(matches) > 1:
         places = ", ".join("/".join(str(part) for part in target if part is not None) for target in matches)
@@ -79,11 +77,6 @@ def _instances(layouts: Sequence[Layout]) -> Iterator[tuple[Layout, GpuInstance]
     return ((layout, instance) for layout in layouts for instance in layout.instances)
 
 
-def _device(layout: Layout, one: GpuInstance, part: ComputeInstance) -> Target:
-    """Return a MIG device; the only one of its GPU instance means the GPU instance."""
-    return Target(layout.gpu, one.id, None if len(one.compute) == 1 else part.id)
-
-
 def _by_name(word: str, layouts: Sequence[Layout]) -> list[Target]:
     return [Target(layout.gpu, one.id) for layout, one in _instances(layouts) if one.name == word]
 
@@ -92,7 +85,7 @@ def _by_uuid(word: str, layouts: Sequence[Layout]) -> list[Target]:
     if not word.startswith("mig-") or len(word) < len("mig-0000"):
         return []
     found = [
-        (part.uuid.lower(), _device(layout, one, part))
+        (part.uuid.lower(), Target(layout.gpu, one.id, None if len(one.compute) == 1 else part.id))
         for layout, one in _instances(layouts)
         for part in one.compute
         if part.uuid is not None and part.uuid.lower().startswith(word)
@@ -110,20 +103,6 @@ def _by_place(word: str, layouts: Sequence[Layout]) -> list[Target]:
         Target(layout.gpu, one.id)
         for layout, one in _instances(layouts)
         if one.start == start and (one.profile.name == profile or one.profile.name.startswith(f"{profile}."))
-    ]
-
-
-def _by_old_name(word: str, layouts: Sequence[Layout]) -> list[Target]:
-    match = _OLD.fullmatch(word)
-    if match is None:
-        return []
-    gpu, instance, compute = match.group(1), int(match.group(2)), int(match.group(3))
-    return [
-        _device(layout, one, part)
-        for layout, one in _instances(layouts)
-        if layout.uuid is not None and layout.uuid.lower().startswith(gpu) and one.id == instance
-        for part in one.compute
-        if part.id == compute
     ]
 
 
@@ -151,22 +130,33 @@ class MigDevice(NamedTuple):
     whole: bool
     start: int | None = None
 
-    @property
-    def name(self) -> str:
-        """Return the driver's name for it."""
-        return self.profile if self.whole or not self.slices else f"{self.slices}c.{self.profile}"
+    def counted(self, count: int) -> DeviceCount:
+        """Return so many of it, by the driver's name."""
+        name = self.profile if self.whole or not self.slices else f"{self.slices}c.{self.profile}"
+        return DeviceCount(profile=name, start=self.start, count=count, mig_device=bool(self.slices))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceCount:
+    """MIG devices of one kind; ``mig_device`` is false for a GPU instance without a compute instance."""
+
+    profile: str
+    start: int | None
+    count: int
+    mig_device: bool
 
     def __str__(self) -> str:
         place = "" if self.start is None else f":{self.start}"
-        return f"{self.name}{place}" + ("" if self.slices else " (no compute instance)")
+        count = f"*{self.count}" if self.count > 1 else ""
+        return f"{self.profile}{place}{count}" + ("" if self.mig_device else " (no compute instance)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """What is missing and what is extra, each kind with its count; both empty: exactly as asked."""
+    """What is missing and what is extra; both empty: exactly as asked."""
 
-    missing: tuple[tuple[MigDevice, int], ...] = ()
-    extra: tuple[tuple[MigDevice, int], ...] = ()
+    missing: tuple[DeviceCount, ...] = ()
+    extra: tuple[DeviceCount, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.missing or self.extra)
@@ -206,5 +196,6 @@ def present(layout: Layout) -> Counter[MigDevice]:
     return found
 
 
-def _ordered(found: Counter[MigDevice]) -> tuple[tuple[MigDevice, int], ...]:
-    return tuple(sorted(found.items(), key=lambda row: (row[0].start is None, row[0].start or 0, row[0].name)))
+def _ordered(devices: Counter[MigDevice]) -> tuple[DeviceCount, ...]:
+    rows = (device.counted(number) for device, number in devices.items())
+    return tuple(sorted(rows, key=lambda row: (row.start is None, row.start or 0, row.profile)))

@@ -129,14 +129,3 @@ def test_any_text_is_found_or_refused(word: str) -> None:
     else:
         known = {(one.gpu, part.id) for one in HOST for part in one.instances}
         assert {(target.gpu, target.instance) for target in found} <= known
-
-
-def test_the_old_name_of_a_mig_device_is_that_of_its_place() -> None:
-    """MIG-GPU-<uuid>/GI/CI, of drivers before R470: by the whole UUID, or a beginning of it."""
-    host = [replace(one, uuid=f"GPU-abcd000{one.gpu}-0000-AA") for one in HOST]
-    assert find_targets(f"MIG-{host[0].uuid}/{TRAIN}/0", host) == (Target(0, TRAIN),)
-    assert find_targets(f"mig-gpu-abcd0001/{SMALL}/0", host) == (Target(1, SMALL),)
-    assert find_targets(f"MIG-GPU-abcd0000/{PARTS}/1", host) == (Target(0, PARTS, 1),)
-    for word in ("MIG-GPU-abcd0000/404/7", "MIG-GPU-abcd0000/7/0", "MIG-GPU-ffff/404/0", "MIG-GPU-abcd0000/404"):
-        with pytest.raises(NotFound):
-            find_targets(word, host)
