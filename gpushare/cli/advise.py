@@ -63,6 +63,7 @@ from gpushare.hostfile.steps import daemon_step, level_step, stop_step
 from gpushare.mig.change import MigChange
 from gpushare.mig.daemons import own_daemons, refuse_used
 from gpushare.mig.driver import may_change
+from gpushare.mig.grant import Naming
 from gpushare.mig.ledger import MigLedger
 from gpushare.mig.planner import plan_add, plan_exact
 from gpushare.mps.home import own_home
@@ -752,8 +753,8 @@ def _mig_change(host: Host, ledger: MigLedger, parts: Sequence[Change], then: Se
     )
     modes = {} if adds else {one.gpu: one.verb is Verb.MIG_APPLY for one in parts}
     title = "; ".join(" ".join(one.words[1:]) for one in parts)
-    after = [_later(host, one) for one in then]
-    return change_of(host, ledger, gpus, layouts, planned_or_refused(found), title, modes=modes, after=after)
+    then_steps = Naming(after=tuple(_later(host, one) for one in then))
+    return change_of(host, ledger, gpus, layouts, planned_or_refused(found), title, modes=modes, naming=then_steps)
 
 
 def _plan(host: Host, device: Device, changes: Sequence[Change]) -> Plan:

@@ -48,7 +48,7 @@ from gpushare.memory.swap import BACK, swaps
 from gpushare.mig.cdi import cdi_notes, refresh_steps
 from gpushare.mig.change import GpuChange, MigChange, gpu_change, plan_change, transact
 from gpushare.mig.driver import MigReader, need_rights
-from gpushare.mig.grant import Naming, name_steps, name_taken, named, names_step, plan_grant, plan_names, plan_revoke
+from gpushare.mig.grant import Naming, name_steps, name_taken, names_step, plan_grant, plan_names, plan_revoke
 from gpushare.mig.holders import no_plan_error
 from gpushare.mig.layouts import layouts_of
 from gpushare.mig.ledger import ChangeRecord, MigLedger, NamedInstance, check_name, names_of
@@ -61,7 +61,7 @@ from gpushare.mig.recover import accept, as_command, is_complete, not_restored, 
 from gpushare.mig.recover import recover as recover_changes
 from gpushare.mig.target import difference, find_targets, need_name
 from gpushare.mig.wish import in_order, parse_wish
-from gpushare.plan import Loss, Plan, Step
+from gpushare.plan import Loss, Plan
 from gpushare.show.mig import plan_text
 from gpushare.show.plan import PlanAnswer, plan_result, undone, with_answer
 from gpushare.show.result import Result
@@ -393,7 +393,9 @@ def create(
         if off and isinstance(found, NoPlan):
             found = replace(found, hint=f"MIG is off on GPU {off}, so it is left out: gpushare mig enable -g {off}")
         plan = planned_or_refused(found)
-        return change_of(host, ledger, gpus, layouts, plan, f"create {' '.join(map(str, asked))}", name=name)
+        created = [(one, new.instance) for one in plan.gpus for new in one.created]
+        naming = None if name is None else plan_names(host, [name], {}, created, may_move=False)
+        return change_of(host, ledger, gpus, layouts, plan, f"create {' '.join(map(str, asked))}", naming=naming)
 
     return carried("mig create", make, refresh_cdi=refresh_cdi)
 
@@ -590,28 +592,22 @@ def change_of(
     *,
     evict: Sequence[tuple[int, int, int | None]] = (),
     modes: dict[int, bool] | None = None,
-    name: str | None = None,
-    after: Sequence[Step] = (),
     naming: Naming | None = None,
 ) -> MigChange:
-    """Return the transaction for a plan; ``modes`` are MIG modes to set, ``after`` steps that follow all others."""
+    """Return the transaction for a plan; ``modes`` are MIG modes to set, ``naming`` what becomes of names."""
     changes = [
         gpu_change(gpu, layout, one, (modes or {}).get(gpu.index))
         for gpu, layout, one in zip(gpus, layouts, plan.gpus, strict=True)
     ]
-    names = [] if name is None else named(host, name, plan.gpus)
-    index = {one.uuid or "": one.gpu for one in plan.gpus}
-    first = [names_step(host, names, (), index)] if names else []
     naming = naming or Naming()
-    names += naming.bound
-    after = [*name_steps(host, plan.gpus, naming.changed), *naming.after, *after]
+    after = [*name_steps(host, plan.gpus, naming.changed), *naming.after]
     may_go = {(target[0], target[1]) for target in evict}
-    change = plan_change(host, changes, ledger, title=title, evict=may_go, first=[*first, *naming.first], after=after)
+    change = plan_change(host, changes, ledger, title=title, evict=may_go, first=naming.first, after=after)
     consent = (*change.plan.consent, *naming.losses)
     enabled = [gpu for gpu in gpus if (modes or {}).get(gpu.index) and not gpu.mig_enabled]
     notes = (*change.plan.notes, *(_swapped_out(host, enabled) if enabled else ()))
     done = replace(change.plan, consent=consent, undo="; ".join(naming.undo) or None, notes=notes)
-    return replace(change, plan=done, names=tuple(one.name for one in names))
+    return replace(change, plan=done, names=tuple(named.name for named in naming.bound))
 
 
 def _swapped_out(host: Host, gpus: Sequence[Gpu]) -> Iterator[str]:

@@ -287,28 +287,6 @@ def _need_root(host: Host) -> None:
     need_root(host, "changing who may use a MIG instance")
 
 
-def named(host: Host, name: str, plans: Sequence[GpuPlan]) -> list[NamedInstance]:
-    """Return the names of what plans create: ``name`` for one instance, ``name-1`` ... for several.
-
-    A name whose instance no longer exists may be reused.
-    """
-    made = [(plan, new.instance) for plan in plans for new in plan.created]
-    words = [name] if len(made) == 1 else [f"{name}-{number}" for number in range(1, len(made) + 1)]
-    check_name(name)
-    there = {(plan.uuid, *one.place) for plan in plans for one in plan.kept}
-    looked_at = {plan.uuid for plan in plans}
-    for word in words:
-        one = names_of(host).get(check_name(word))
-        if one is None:
-            continue
-        if one.gpu_uuid not in looked_at or one.spot in there:
-            raise name_taken(one, {plan.uuid: plan.gpu for plan in plans})
-    return [
-        NamedInstance(name=word, gpu_uuid=plan.uuid or "", profile=new.profile.name, start=new.start)
-        for word, (plan, new) in zip(words, made, strict=True)
-    ]
-
-
 @dataclass(frozen=True)
 class Naming:
     """The names and grants of a layout: steps before and after its instances, what goes, and the undo of the rest."""
@@ -327,11 +305,15 @@ def plan_names(
     words: Sequence[str],
     grants: Mapping[str, Sequence[str]],
     wanted: Sequence[tuple[GpuPlan, GpuInstance]],
+    *,
+    may_move: bool = True,
 ) -> Naming:
     """Return how the instances of a layout get these names in order, and only these users; one name is numbered.
 
+    Without ``may_move`` only a name whose instance no longer exists may be reused.
+
     Raises:
-        BadUsage: the names are not as many as the instances, or a grant is for none of them.
+        BadUsage: the names are not as many as the instances, a grant is for none of them, or a name may not move.
         NotFound: there is no such user.
     """
     many = len(words) == 1 and len(wanted) > 1
@@ -360,23 +342,27 @@ def plan_names(
         for name, (plan, one) in zip(names, wanted, strict=True)
     }
     bound = [one for name, one in places.items() if name not in known or known[name].spot != one.spot]
+    index = {plan.uuid or "": plan.gpu for plan, _ in wanted}
+    here = {(plan.uuid, *one.place) for plan, _ in wanted for one in plan.kept}
     # The names that move here, and those of the instances that get another.
     lost = [known[named.name] for named in bound if named.name in known]
+    taken = next((name for name in lost if name.gpu_uuid not in index or name.spot in here), None)
+    if taken is not None and not may_move:
+        raise name_taken(taken, {plan.uuid: plan.gpu for plan, _ in wanted})
+    lost = lost if may_move else []
     spots = {one.spot for one in places.values()}
     old = [one for one in known.values() if one.name not in places and one.spot in spots]
     gone = {(plan.uuid, *gone.instance.place) for plan, _ in wanted for gone in plan.destroyed if gone.whole}
     # The loss of an instance that is destroyed names it already.
     stay = [one for one in (*lost, *old) if one.spot not in gone]
-    index = {plan.uuid or "": plan.gpu for plan, _ in wanted}
     steps = [revoking(host, one) for one in stay if one.users]
-    kept = {(plan.uuid, *one.place) for plan, _ in wanted for one in plan.kept}
     # Bound before their instances exist, so that a crash loses none. The others change when the layout is there: the
     # undo of a layout leaves them alone.
-    fresh = [named for named in bound if named.name not in known and named.spot not in kept]
+    fresh = [named for named in bound if not (may_move and named.name in known) and named.spot not in here]
     moved = [named for named in bound if named not in fresh]
     if moved or old:
         steps.append(names_step(host, moved, old, index))
-    same = [name for name, one in places.items() if one not in bound and one.spot in kept]
+    same = [name for name, one in places.items() if one not in bound and one.spot in here]
     # Their grants are in force already.
     have = {name for name in same if not any(plan_grant(host, name, user).steps for user in users[name])}
     return Naming(
@@ -396,7 +382,7 @@ def plan_names(
             for one in stay
         ),
         undo=(
-            *(f"gpushare mig name --forget {named.name} -y" for named in bound if named.spot in kept),
+            *(f"gpushare mig name --forget {named.name} -y" for named in bound if named.spot in here),
             *(word for one in stay if one.gpu_uuid in index for word in _naming(one, index[one.gpu_uuid])),
         ),
     )

@@ -129,37 +129,6 @@ def test_a_file_for_none_of_the_gpus_here_is_refused(refused: Refused, parted: s
 # -- what names an instance ------------------------------------------------------------------------
 
 
-def old_name(host: World, profile: str, gpu: int = 0) -> str:
-    """Return the name that drivers before R470 gave a MIG device."""
-    found = host.state.gpus[gpu]
-    one = next(one for one in found.mig if one.profile == profile)
-    return f"MIG-{found.uuid}/{one.gpu_instance_id}/{one.compute_instance_id}"
-
-
-def test_the_old_name_of_a_mig_device_is_understood(cli: Cli) -> None:
-    host = World.new(TWO)
-    assert host.run("mig", "apply", "-g", "1", "3g.40gb", "1g.10gb*2").code == 0
-    old = old_name(host, "3g.40gb", gpu=1)
-    cli("mig", "name", "train", old, host=TWO).ok()
-    assert list(host.names()) == ["train"]
-    uuid = next(one.uuid for one in host.state.gpus[1].mig if one.profile == "3g.40gb")
-    steps = [cli("-o", "json", "mps", "start", "-n", "-g", word, host=TWO).ok().data["steps"] for word in (old, uuid)]
-    assert steps[0] == steps[1] != []
-    pid = next(host.add(one.uuid) for one in host.state.gpus[1].mig if one.profile == "3g.40gb")
-    cli("mig", "destroy", old, "--evict", old.lower(), host=TWO).ok()
-    assert pid not in host.pids()
-    assert [one[0] for one in host.look()[1].instances] == ["1g.10gb", "1g.10gb"]
-    assert not host.names()
-
-
-def test_an_old_name_of_nothing_says_so(refused: Refused) -> None:
-    host = World.new(A100)
-    assert host.run("mig", "apply", "3g.40gb").code == 0
-    gone = f"MIG-{host.state.gpus[0].uuid}/99/0"
-    refused("mig", "destroy", gone, code="unknown_instance", exit_code=6, host=A100)
-    refused("mps", "start", "-g", gone, code="unknown_gpu", exit_code=6, host=A100)
-
-
 def test_every_form_names_the_same_instance(cli: Cli) -> None:
     host = World.new(A100)
     assert host.run("mig", "apply", "3g.40gb", "1g.10gb*2").code == 0
@@ -173,7 +142,6 @@ def test_every_form_names_the_same_instance(cli: Cli) -> None:
         ids,
         f"{ids}/{one.compute_instance_id}",
         "3g.40gb:4",
-        old_name(host, "3g.40gb"),
     ]
     for form in forms:
         steps = cli("-o", "json", "mig", "destroy", "-n", form, host=A100).ok().json["data"]["steps"]
@@ -202,7 +170,6 @@ def test_where_only_a_name_will_do_the_hint_gives_one(refused: Refused, cli: Cli
         ids,
         f"{ids}/{one.compute_instance_id}",
         "3g.40gb:4",
-        old_name(host, "3g.40gb"),
     ):
         said = refused("mig", *command, form, *more, code="not_a_name", exit_code=2, host=A100)
         if command == ("name", "--forget"):
@@ -217,7 +184,7 @@ def test_a_name_means_a_gpu_instance_and_not_a_part_of_it(refused: Refused, cli:
     assert host.run("mig", "apply", "1c.3g.40gb*2").code == 0
     part = host.state.gpus[0].mig[0]
     ids = f"0/{part.gpu_instance_id}"
-    for form in (f"{ids}/{part.compute_instance_id}", part.uuid, old_name(host, "3g.40gb")):
+    for form in (f"{ids}/{part.compute_instance_id}", part.uuid):
         said = refused("mig", "name", "train", form, code="part_of_instance", exit_code=2, host=A100)
         assert f"gpushare mig name train {ids}" in said
     cli("mig", "name", "train", ids, host=A100).ok()
