@@ -170,10 +170,6 @@ class Checkpoint:
         before = self._hanging.get(pid)
         return before is not None and before.is_alive()
 
-    def is_locked(self, pid: int) -> bool:
-        """Return whether a process is locked; False if the driver has no locks or does not know the process."""
-        return self.state(pid) == LOCKED
-
     def _call(self, name: str, pid: int, argument: Any, *, seconds: float) -> int:
         """Call in a thread: a hanging driver must not hang gpushare."""
         function = self._function(name)

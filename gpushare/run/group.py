@@ -352,7 +352,7 @@ class AdaptedSlice(Part):
         """Begin."""
         self._watch = watch
         if self.pauser is None:
-            self.pauser = Pauser(watch.host, watch.gpus, watch.program_pid, None)
+            self.pauser = Pauser(watch.host, watch.gpus, watch.program_pid)
         self.pauser.tell = watch.tell
 
     @property

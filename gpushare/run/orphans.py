@@ -79,7 +79,7 @@ def _end(host: Host, home: DaemonHome, uuid: str, index: int, programs: Mapping[
     from gpushare.run.pause import resume_all
 
     # It may have died while they were paused.
-    resume_all(host, list(pids), mps=mps)
+    resume_all(host, list(pids))
     if not mps:
         end_programs(host, pids, set, None)
         return

@@ -1,10 +1,8 @@
 """Pause a program's processes and let them continue.
 
 Outside MPS their channels are taken off the GPU (`gpushare.host.channels`: 1 ms, in the middle of kernels), all of any
-number of processes and contexts. Where that is not possible, the driver locks them (cuCheckpointProcessLock: 1 to 10 ms
-and the rest of the queue; new CUDA calls wait, submitted work is drained). They are stopped (SIGSTOP) where the driver has
-no lock, or the job has several CUDA processes, which might wait for each other. Inside MPS they are stopped, because the
-driver refuses the lock there, and clients share channels. Never two ways at once: a stopped process hangs the lock.
+number of processes and contexts. Where that is not possible, and under MPS, whose clients share channels, they are stopped
+(SIGSTOP): the GPU still works on what they have submitted.
 """
 
 from __future__ import annotations
@@ -15,12 +13,11 @@ import signal
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from gpushare.base.errors import GpushareError, NoPermission, NotFound, NotSupported, OperationFailed
+from gpushare.base.errors import GpushareError, NoPermission, NotFound, NotSupported
 from gpushare.base.typed import Count, Pid
 from gpushare.base.values import dataclass
-from gpushare.host.checkpoint import Checkpoint
 from gpushare.host.identity import uptime
 from gpushare.host.process import known, signal_known, start_of
 from gpushare.host.slice_lock import probed
@@ -35,7 +32,6 @@ if TYPE_CHECKING:
     from gpushare.host.host import Host
 
 
-LOCK_SECONDS: Final = 0.5
 # How often a pause checks that all of the program is paused.
 _KEEP_SECONDS: Final = 0.5
 # Rounds of listing and stopping: a program may start another process between the two.
@@ -43,63 +39,42 @@ _STOP_ROUNDS: Final = 3
 _CUDA_NODE: Final = "/dev/nvidia-uvm"
 
 
-CHANNELS, LOCK, STOP = "channels", "lock", "stop"
-
-
 class Pauser:
-    """Pauses a program's processes and lets them continue: by their channels, by the driver's lock, or by SIGSTOP."""
+    """Pauses a program's processes and lets them continue: by their channels, or by SIGSTOP."""
 
-    def __init__(
-        self,
-        host: Host,
-        gpus: Collection[int],
-        pid: int,
-        checkpoint: Checkpoint | None,
-        channels: ChannelPauser | None = None,
-    ) -> None:
+    def __init__(self, host: Host, gpus: Collection[int], pid: int, channels: ChannelPauser | None = None) -> None:
         """``gpus`` are the indexes of those that the program has; ``pid`` is its first process."""
-        self._host, self._gpus, self._pid, self._checkpoint = host, tuple(gpus), pid, checkpoint
-        self._channels = channels
-        self._on_gpu: list[int] = []
-        self._locked: list[int] = []
+        self._host, self._gpus, self._pid, self._channels = host, tuple(gpus), pid, channels
         # With their starts, because PIDs are reused.
         self._stopped: dict[int, int] = {}
         self._due = 0.0
         self._told: set[tuple[int, int | None]] = set()
         # Called with PID and start of each process before it is paused, once each.
         self.tell: Callable[[int, int | None], None] = lambda _pid, _started: None
-        # Called with the reason when another way has to be taken.
+        # Called with the reason when it is stopped from then on.
         self.say: Callable[[str], None] = lambda _text: None
 
     @property
     def paused(self) -> bool:
         """Return whether it is paused."""
-        return bool(self._locked or self._stopped or (self._channels is not None and self._channels.off))
-
-    @property
-    def by(self) -> str:
-        """Return how it is paused: ``channels``, ``lock`` or ``stop``."""
-        return CHANNELS if self._channels is not None else STOP if self._checkpoint is None else LOCK
+        return bool(self._stopped or (self._channels is not None and self._channels.off))
 
     def look(self) -> None:
         """Find the processes to pause, so that the next pause takes effect at once."""
-        if self.paused:
-            return
-        if self._channels is not None:
+        if not self.paused:
             self._find()
-        elif self._checkpoint is not None:
-            self._on_gpu = self._cuda_processes()
 
     def pause(self) -> None:
         """Pause all of it; call again for as long as it is to be paused.
 
-        A queue that does not drain in time is tried again. From time to time, new processes are looked for, and those
-        that others have continued (a SIGCONT of the shell, which gpushare passes on).
+        From time to time, new processes are looked for, and those that others have continued (a SIGCONT of the shell, which
+        gpushare passes on).
         """
         if self._channels is not None:
             self._pause_channels(self._channels)
-        if self._channels is None:
-            self._pause_otherwise()
+        if self._channels is None and time.monotonic() >= self._due:
+            self._due = time.monotonic() + _KEEP_SECONDS
+            self._stop()
 
     def _pause_channels(self, channels: ChannelPauser) -> None:
         first = not channels.off and bool(channels.known)
@@ -110,7 +85,7 @@ class Pauser:
             self._try(channels.disable)
         # Production is spared by now; find out whether that was all of the program.
         self._find()
-        if self.by == CHANNELS:
+        if self._channels is not None:
             self._try(channels.disable)
 
     def _find(self) -> None:
@@ -123,7 +98,7 @@ class Pauser:
             self._try(lambda: channels.find(pids))
 
     def _try(self, act: Callable[[], None]) -> None:
-        """Act on the channels; where that fails, let the program continue and take the next way from then on."""
+        """Act on the channels; where that fails, let the program continue and stop it from then on."""
         channels = self._channels
         try:
             act()
@@ -136,48 +111,13 @@ class Pauser:
                 return
             channels.close()
             self._channels, self._due = None, 0.0
-            how = {CHANNELS: "its GPU channels", LOCK: "the driver's lock", STOP: "SIGSTOP"}[self.by]
-            self.say(f"{error.message}: paused by {how} from now on")
-
-    def _pause_otherwise(self) -> None:
-        known = self._on_gpu
-        tried = self._checkpoint is not None and not self.paused and len(known) == 1
-        if tried:
-            self._lock(known[0])
-        elif time.monotonic() < self._due:
-            return
-        self._due = time.monotonic() + _KEEP_SECONDS
-        if self._checkpoint is None:
-            self._stop()
-            return
-        # Production is spared by now; find out whether that was all of the program.
-        self._on_gpu = self._cuda_processes()
-        # A dead process must not count as paused for those that come after it.
-        self._locked = [pid for pid in self._locked if self._host.processes.alive(pid)]
-        if self._on_gpu and self._on_gpu != (known if tried else self._locked):
-            self.resume()
-            if not self._locked:
-                self._pause_again()
-
-    def _pause_again(self) -> None:
-        if len(self._on_gpu) > 1:
-            # Locked one by one, they may wait for each other (NCCL).
-            self._checkpoint = None
-        else:
-            self._lock(self._on_gpu[0])
-        if self._checkpoint is None:
-            self._stop()
+            self.say(f"{error.message}: paused by SIGSTOP from now on")
 
     def resume(self) -> None:
         """Let it continue; what fails is tried again at the next call."""
         self._due = 0.0
         if self._channels is not None:
             self._channels.enable()
-        for pid in list(self._locked):
-            with contextlib.suppress(GpushareError):
-                if self._host.processes.alive(pid):
-                    self._unlock(pid)
-                self._locked.remove(pid)
         for pid, started in list(self._stopped.items()):
             del self._stopped[pid]
             with contextlib.suppress(NoPermission):
@@ -188,34 +128,6 @@ class Pauser:
         self.resume()
         if self._channels is not None:
             self._channels.close()
-
-    def _unlock(self, pid: int) -> None:
-        if self._checkpoint is None:
-            return
-        try:
-            self._checkpoint.unlock(pid)
-        except OperationFailed:
-            # A process that has lost its context (by exec) is always refused, and is not locked.
-            if self._checkpoint.is_locked(pid):
-                raise
-
-    def _lock(self, pid: int) -> None:
-        checkpoint = self._checkpoint
-        info = self._host.processes.describe(pid)
-        if checkpoint is None or info is None or info.stopped:
-            # A stopped process hangs the lock, and is paused already.
-            return
-        # Noted first: a failure in between must not leave it locked.
-        self._tell_once(pid, info.started)
-        self._locked.append(pid)
-        try:
-            checkpoint.lock(pid, LOCK_SECONDS)
-        except NotSupported:
-            self._locked.remove(pid)
-            self._checkpoint = None
-        except GpushareError:
-            # It may have been locked after all; unlocking one that is not does no harm.
-            self.resume()
 
     def _stop(self) -> None:
         seen: set[int] = set()
@@ -366,28 +278,12 @@ class ChannelPauser:
         self._written = job
 
 
-def checkpoint_of(host: Host) -> Checkpoint | None:
-    """Return the driver's lock; None before driver 570 and on a simulated host."""
-    driver = host.nvml.driver_version() or ""
-    major = driver.partition(".")[0]
-    return Checkpoint() if not host.is_simulated and major.isdecimal() and int(major) >= 570 else None
-
-
-def resume_all(host: Host, pids: Sequence[int], *, mps: bool, checkpoint: Any = None) -> None:
-    """Continue and unlock the programs of a gpushare that died, so that they can end."""
+def resume_all(host: Host, pids: Sequence[int]) -> None:
+    """Continue the programs of a gpushare that died, so that they can end."""
     members = [member for pid in pids for member in host.processes.descendants(pid)]
-    # SIGCONT first: a stopped process hangs the driver's calls, and the driver may be gone.
     for member, started in known(host.processes, members).items():
         with contextlib.suppress(NoPermission):
             signal_known(host.processes, member, started, signal.SIGCONT)
-    lock = None
-    with contextlib.suppress(GpushareError):
-        lock = None if mps else checkpoint or checkpoint_of(host)
-    if lock is not None:
-        for member in members:
-            with contextlib.suppress(GpushareError):
-                if lock.is_locked(member):
-                    lock.unlock(member)
 
 
 @dataclass

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from gpushare.base.model import Gpu
     from gpushare.base.selection import Device
-    from gpushare.host.checkpoint import Checkpoint
     from gpushare.host.host import Host
     from gpushare.part import Watched
 
@@ -253,7 +252,6 @@ class PauseForProduction(Part):
 
     host: Host
     production: ProductionJob
-    checkpoint: Checkpoint | None = None
     # The production job, for people.
     title: str = "production"
     # Outside MPS: try its channels first; ``say`` is called with the reason when another way has to be taken.
@@ -282,7 +280,7 @@ class PauseForProduction(Part):
         self._due = time.monotonic() + _FIRST_SECONDS
         if self.pauser is None:
             channels = ChannelPauser(self.host, pid) if self.by_channels else None
-            self.pauser = Pauser(self.host, watch.gpus, pid, self.checkpoint, channels)
+            self.pauser = Pauser(self.host, watch.gpus, pid, channels)
         self.pauser.say, self.pauser.tell = self.say, watch.tell
 
     @property

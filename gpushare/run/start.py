@@ -702,13 +702,11 @@ class JobStart:
         self, device: Device, options: RunOptions, process: ProductionJob, several: PlainShare | None = None
     ) -> Any:
         """Run a program that is paused while a production job works on the device; ``several``: on several GPUs."""
-        from gpushare.run.pause import checkpoint_of
         from gpushare.run.plain import PlainShare
         from gpushare.run.roles import NOT_PROTECTED, PauseForProduction
         from gpushare.run.share import MpsShare
 
         limits, mps = options.limits, process.under_mps and several is None
-        checkpoint = None if mps else checkpoint_of(self.host)
         how = "by SIGSTOP" if mps else "by its GPU channels"
         if self.role.yields != "pause" and several is None:
             self.say(
@@ -727,7 +725,7 @@ class JobStart:
         if mps:
             self.say(NOT_PROTECTED)
             self.say(_CPU_ONLY)
-        pause = PauseForProduction(self.host, process, checkpoint, process.title, by_channels=not mps, say=self.say)
+        pause = PauseForProduction(self.host, process, process.title, by_channels=not mps, say=self.say)
         share: Share = MpsShare(self.host, device, limits) if mps else several or PlainShare(self.host, device)
         return self._carry_out(share, replace(options, limits=limits), pause, mps=mps)
 

@@ -12,7 +12,7 @@ import pytest
 
 from gpushare.base.errors import NotSupported, OperationFailed, TimedOut
 from gpushare.host import checkpoint as module
-from gpushare.host.checkpoint import Checkpoint
+from gpushare.host.checkpoint import LOCKED, Checkpoint
 
 
 class Driver:
@@ -59,9 +59,9 @@ def test_a_process_is_locked_and_unlocked() -> None:
     lock = Checkpoint(driver)
     lock.lock(42, 0.5)
     assert driver.asked_ms == [500]
-    assert lock.is_locked(42)
+    assert lock.state(42) == LOCKED
     lock.unlock(42)
-    assert not lock.is_locked(42)
+    assert lock.state(42) != LOCKED
 
 
 def test_to_unlock_one_that_is_not_locked_does_no_harm() -> None:
@@ -96,7 +96,7 @@ def test_an_older_driver_has_no_locks() -> None:
     with pytest.raises(NotSupported) as caught:
         Checkpoint(object()).lock(42, 0.5)
     assert caught.value.code == "driver_too_old"
-    assert not Checkpoint(object()).is_locked(42)
+    assert Checkpoint(object()).state(42) is None
 
 
 def test_no_libcuda_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +169,7 @@ def test_a_driver_that_hangs_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> N
     for _ in range(5):
         with pytest.raises(TimedOut):
             lock.unlock(42)
-    assert not lock.is_locked(42)
+    assert lock.state(42) != LOCKED
     goes_on.set()
     assert asked == [42]
 
@@ -227,7 +227,7 @@ def test_the_driver_is_told_milliseconds_and_never_none(seconds: float, millisec
 )
 def test_only_a_process_that_is_locked_is_said_to_be(code: int, state: int, locked: bool) -> None:
     # cuda.h, CUprocessState: 0 running, 1 locked, 2 checkpointed, 3 failed.
-    assert Checkpoint(Answering(code, state)).is_locked(42) is locked
+    assert (Checkpoint(Answering(code, state)).state(42) == LOCKED) is locked
 
 
 def test_a_driver_that_hangs_keeps_no_process_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +241,7 @@ def test_a_driver_that_hangs_keeps_no_process_from_ending(monkeypatch: pytest.Mo
             release.wait(120)
             return 0
 
-    assert Checkpoint(Hanging()).is_locked(42) is False
+    assert Checkpoint(Hanging()).state(42) is None
     release.set()
     for thread in threads:
         assert thread.daemon

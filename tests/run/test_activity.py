@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from gpushare.host.checkpoint import Checkpoint
 from gpushare.host.process import CpuTime
 from gpushare.run import production as module
-from gpushare.run.pause import checkpoint_of
 from gpushare.run.production import Activity
 
 PID, CHILD, OTHER = 100, 101, 200
@@ -247,21 +245,3 @@ def test_a_sample_is_believed_for_a_second(job: Told) -> None:
     seen = [job.look(after=0.1) for _ in range(20)]
     assert seen == sorted(seen, reverse=True)
     assert 8 <= seen.count(True) <= 12
-
-
-@pytest.mark.parametrize(
-    ("driver", "simulated", "locks"),
-    [
-        ("570.86.10", False, True),
-        ("580.159.04", False, True),
-        ("569.99", False, False),
-        ("535.1", False, False),
-        ("", False, False),
-        (None, False, False),
-        ("unknown", False, False),
-        ("580.159.04", True, False),
-    ],
-)
-def test_locks_are_of_driver_570_and_later(driver: str | None, simulated: bool, locks: bool) -> None:
-    host: Any = SimpleNamespace(nvml=SimpleNamespace(driver_version=lambda: driver), is_simulated=simulated)
-    assert isinstance(checkpoint_of(host), Checkpoint) is locks

@@ -1,11 +1,10 @@
-"""Pausing a real process while another works, on a simulated host; the driver's lock is a stand-in."""
+"""Pausing a real process while another works, on a simulated host."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,10 +12,8 @@ from typing import Any
 
 import pytest
 
-from gpushare.base.errors import NotSupported, TimedOut
 from gpushare.base.selection import Device
 from gpushare.host.host import Host
-from gpushare.host.open_files import OpenFiles
 from gpushare.run import production as module
 from gpushare.run.pause import ChannelPauser, Pauser, Pauses, note_pauses, noted_pauses, resume_all
 from gpushare.run.plain import PlainShare
@@ -55,131 +52,21 @@ def until(condition: Callable[[], bool], seconds: float = 120.0) -> bool:
     return False
 
 
-class Lock:
-    """Stands in for the driver's lock."""
-
-    def __init__(self, error: Exception | None = None) -> None:
-        self.error = error
-        self.calls: list[tuple[str, int]] = []
-        self.held: set[int] = set()
-
-    def lock(self, pid: int, seconds: float) -> None:
-        assert seconds > 0
-        self.calls.append(("lock", pid))
-        if self.error is not None:
-            raise self.error
-        self.held.add(pid)
-
-    def unlock(self, pid: int) -> None:
-        self.calls.append(("unlock", pid))
-        self.held.discard(pid)
-
-    def is_locked(self, pid: int) -> bool:
-        return pid in self.held
-
-
 def stopped(host: Host, pid: int) -> bool:
     """Return whether a process is stopped."""
     info = host.processes.describe(pid)
     return info is not None and info.stopped
 
 
-def test_without_a_lock_a_program_is_stopped_and_goes_on(
-    host: Host, device: Device, start: Callable[[str], int]
-) -> None:
+def test_a_program_is_stopped_and_goes_on(host: Host, device: Device, start: Callable[[str], int]) -> None:
     pid = start(_IDLE)
-    pauser = Pauser(host, (device.gpu.index,), pid, None)
+    pauser = Pauser(host, (device.gpu.index,), pid)
     pauser.pause()
     assert until(lambda: stopped(host, pid))
-    assert (pauser.paused, pauser.by) == (True, "stop")
+    assert pauser.paused
     pauser.resume()
     assert until(lambda: not stopped(host, pid))
     assert not pauser.paused
-
-
-def test_outside_mps_the_driver_locks_it_and_it_is_never_stopped_too(
-    host: Host, device: Device, start: Callable[[str], int]
-) -> None:
-    pid, lock = start(_IDLE), Lock()
-    pauser = Pauser(host, (device.gpu.index,), pid, lock)  # type: ignore[arg-type]
-    pauser.pause()
-    pauser.pause()
-    assert lock.calls == [("lock", pid)]
-    assert not stopped(host, pid)
-    pauser.resume()
-    assert lock.calls == [("lock", pid), ("unlock", pid)]
-
-
-def test_a_lock_that_the_driver_does_not_know_becomes_a_stop(
-    host: Host, device: Device, start: Callable[[str], int]
-) -> None:
-    pid, lock = start(_IDLE), Lock(NotSupported("no", "no"))
-    pauser = Pauser(host, (device.gpu.index,), pid, lock)  # type: ignore[arg-type]
-    pauser.pause()
-    assert until(lambda: stopped(host, pid))
-    pauser.resume()
-    assert lock.calls == [("lock", pid)]
-
-
-def test_a_queue_that_does_not_drain_is_tried_again(host: Host, device: Device, start: Callable[[str], int]) -> None:
-    pid, lock = start(_IDLE), Lock(TimedOut("long", "wait"))
-    pauser = Pauser(host, (device.gpu.index,), pid, lock)  # type: ignore[arg-type]
-    pauser.pause()
-    assert not pauser.paused
-    lock.error = None
-    pauser.pause()
-    assert pauser.paused
-    pauser.resume()
-
-
-def test_a_program_that_is_stopped_already_is_not_locked(
-    host: Host, device: Device, start: Callable[[str], int]
-) -> None:
-    pid, lock = start(_IDLE), Lock()
-    host.processes.send(pid, signal.SIGSTOP)
-    assert until(lambda: stopped(host, pid))
-    pauser = Pauser(host, (device.gpu.index,), pid, lock)  # type: ignore[arg-type]
-    pauser.pause()
-    # The lock would hang on it for ever.
-    assert lock.calls == []
-    pauser.resume()
-    # Nor is it continued: it was not us who stopped it.
-    assert stopped(host, pid)
-
-
-def test_a_program_without_a_context_has_nothing_to_be_locked(host: Host, device: Device) -> None:
-    with subprocess.Popen([sys.executable, "-c", _IDLE]) as process:
-        lock = Lock()
-        pauser = Pauser(host, (device.gpu.index,), process.pid, lock)  # type: ignore[arg-type]
-        pauser.pause()
-        process.kill()
-    assert lock.calls == []
-    assert not pauser.paused
-
-
-def test_in_another_pid_namespace_the_process_is_found_by_its_open_node(
-    host: Host, device: Device, start: Callable[[str], int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pid, lock = start(_IDLE), Lock()
-    monkeypatch.setattr(host.processes, "namespace_is_host", lambda: False)
-    found = OpenFiles(by_pid={pid: ("/dev/nvidia-uvm",), 1: ("/dev/nvidia-uvm",)}, complete=True)
-    monkeypatch.setattr(host.processes, "open_files", lambda _prefix: found)
-    pauser = Pauser(host, (device.gpu.index,), pid, lock)  # type: ignore[arg-type]
-    pauser.pause()
-    assert lock.calls == [("lock", pid)]
-    pauser.resume()
-
-
-def test_several_cuda_processes_are_stopped_and_not_locked_one_by_one(
-    host: Host, device: Device, start: Callable[[str], int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pid, lock = start(_IDLE), Lock()
-    pauser = Pauser(host, (device.gpu.index,), pid, lock)  # type: ignore[arg-type]
-    monkeypatch.setattr(pauser, "_cuda_processes", lambda: [pid, pid + 1])
-    pauser.pause()
-    assert lock.calls == []
-    assert until(lambda: stopped(host, pid))
-    pauser.resume()
 
 
 def test_a_busy_processor_is_the_first_sign_of_work(host: Host, device: Device, start: Callable[[str], int]) -> None:
@@ -277,12 +164,11 @@ def test_a_program_that_is_to_end_is_let_go_for_good(host: Host, device: Device,
 
 
 def test_what_a_dead_gpushare_held_still_is_let_go(host: Host, device: Device, start: Callable[[str], int]) -> None:
-    pid, lock = start(_IDLE), Lock()
-    Pauser(host, (device.gpu.index,), pid, None).pause()
-    lock.held.add(pid)
-    resume_all(host, [pid], mps=False, checkpoint=lock)
+    pid = start(_IDLE)
+    Pauser(host, (device.gpu.index,), pid).pause()
+    assert until(lambda: stopped(host, pid))
+    resume_all(host, [pid])
     assert until(lambda: not stopped(host, pid))
-    assert not lock.held
 
 
 def test_where_the_processors_time_is_not_told_the_use_of_the_gpu_counts(
@@ -294,19 +180,6 @@ def test_where_the_processors_time_is_not_told_the_use_of_the_gpu_counts(
         monkeypatch.setattr(activity, "_busy_on_the_gpu", lambda _at, working=working: working)
         activity._nvml_due = 0.0
         assert activity.active() is working
-
-
-def test_in_another_pid_namespace_nvmls_numbers_are_those_of_strangers(
-    host: Host, device: Device, start: Callable[[str], int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """NVML names the PID, but of somebody else: what has no context here is not locked."""
-    pid, lock = start(_IDLE), Lock()
-    monkeypatch.setattr(host.processes, "namespace_is_host", lambda: False)
-    monkeypatch.setattr(host.processes, "open_files", lambda _prefix: OpenFiles(by_pid={}, complete=True))
-    pauser = Pauser(host, (device.gpu.index,), pid, lock)  # type: ignore[arg-type]
-    pauser.pause()
-    assert lock.calls == []
-    pauser.resume()
 
 
 def test_a_pause_is_noted_with_the_start_of_its_program(

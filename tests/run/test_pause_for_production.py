@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from gpushare.base.errors import TimedOut
-from gpushare.base.model import GpuProcess
 from gpushare.run import pause as pauser_module
 from gpushare.run import roles as module
 from gpushare.run.pause import Pacer
@@ -67,12 +65,9 @@ def test_it_waits_until_production_has_been_quiet_for_a_while(watched: Watched) 
 
 
 def test_what_could_not_be_paused_is_not_counted_as_a_pause(watched: Watched, told: Told) -> None:
-    told.fails = {("lock", PID): TimedOut("long", "wait")}
+    told.dead = {PID, CHILD}
     assert not watched.look(active=True)
     assert watched.part.pauses == 0
-    told.fails = {}
-    assert watched.look(active=True)
-    assert watched.part.pauses == 1
 
 
 def test_when_production_has_ended_nobody_waits_any_longer(watched: Watched) -> None:
@@ -104,20 +99,17 @@ def test_a_program_that_is_to_end_is_never_paused_again(watched: Watched, told: 
     assert watched.look(active=True)
     watched.part.release()
     assert not watched.look(active=True)
-    assert told.since() == [("lock", PID), ("unlock", PID)]
+    assert told.since() == [("SIGSTOP", PID), ("SIGSTOP", CHILD), ("SIGCONT", PID), ("SIGCONT", CHILD)]
 
 
-@pytest.mark.parametrize("lock", [True, False])
-def test_what_an_ended_program_leaves_behind_goes_on(told: Told, monkeypatch: pytest.MonkeyPatch, lock: bool) -> None:
+def test_what_an_ended_program_leaves_behind_goes_on(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker in a session of its own outlives the program, and gpushare, which would have let it go on."""
-    told.on_gpu = [GpuProcess(pid=CHILD, compute=True)]
     watched = Watched(told, monkeypatch)
-    watched.part.pauser = told.pauser(lock=lock)
     assert watched.look(active=True)
     told.dead = {PID}
     told.since()
     watched.part.settle()
-    assert ("unlock" if lock else "SIGCONT", CHILD) in told.since()
+    assert ("SIGCONT", CHILD) in told.since()
     assert not watched.look(active=True)
 
 
@@ -125,7 +117,7 @@ def test_one_pause_counts_once_however_long_it_is(watched: Watched, told: Told) 
     for _ in range(5):
         assert watched.look(active=True, after=0.5)
     assert watched.part.pauses == 1
-    assert told.since() == [("lock", PID)]
+    assert {what for what, _ in told.since()} == {"SIGSTOP"}
 
 
 def test_its_processes_are_looked_for_in_the_time_of_the_watch(watched: Watched) -> None:

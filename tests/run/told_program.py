@@ -1,4 +1,4 @@
-"""A program on a GPU and a driver's lock that do what a test says, and note in order what is done to whom."""
+"""A program on a GPU that does what a test says, and notes in order what is done to whom."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 from gpushare.base.errors import GpushareError, NotFound
 from gpushare.base.model import GpuProcess
 from gpushare.host.identity import Identity
-from gpushare.run.pause import LOCK_SECONDS, Pauser
+from gpushare.run.pause import Pauser
 
 PID, CHILD, GRANDCHILD, OTHER = 10, 11, 12, 99
 
 
 class Told:
-    """A host and a driver's lock that do what a test says, and note in order what is done to whom."""
+    """A host that does what a test says, and notes in order what is done to whom."""
 
     def __init__(self) -> None:
         self.done: list[tuple[str, int]] = []
@@ -23,7 +23,6 @@ class Told:
         self.on_gpu: list[GpuProcess] | GpushareError | None = [GpuProcess(pid=PID, compute=True)]
         self.stopped: set[int] = set()
         self.dead: set[int] = set()
-        self.locked: set[int] = set()
         # Of those that did not start at 5.
         self.starts: dict[int, int] = {}
         self.fails: dict[tuple[str, int], GpushareError] = {}
@@ -63,23 +62,9 @@ class Told:
         if (what, pid) in self.fails:
             raise self.fails[what, pid]
 
-    # -- the driver's lock -----------------------------------------------------------------------------
-
-    def lock(self, pid: int, seconds: float) -> None:
-        assert seconds == LOCK_SECONDS
-        self._do("lock", pid)
-        self.locked.add(pid)
-
-    def unlock(self, pid: int) -> None:
-        self._do("unlock", pid)
-        self.locked.discard(pid)
-
-    def is_locked(self, pid: int) -> bool:
-        return pid in self.locked
-
-    def pauser(self, *, lock: bool = True) -> Pauser:
+    def pauser(self) -> Pauser:
         """Return what pauses the program."""
-        return Pauser(self.host, (self.device.gpu.index,), PID, self if lock else None)  # type: ignore[arg-type]
+        return Pauser(self.host, (self.device.gpu.index,), PID)
 
     def since(self) -> list[tuple[str, int]]:
         """Return what was done since the last call."""
