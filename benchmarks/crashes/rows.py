@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -17,7 +17,8 @@ from benchmarks.crashes.inject import PROGRAM as PROGRAM_STARTS
 from benchmarks.crashes.world import World
 from gpushare.base.selection import select_one
 from gpushare.connect import connect
-from gpushare.run.jobs import record_of, write_record
+from gpushare.host.identity import Identity
+from gpushare.run.jobs import JobRecord, write_record
 from gpushare.sim import admin
 
 Words = Sequence[str]
@@ -417,8 +418,11 @@ def _job_of_a_gpushare(world: World) -> None:
     def note() -> None:
         host = connect(world.spec)
         device = select_one("0", host.nvml.sweep())
-        identity = host.processes.identity(pid)
-        write_record(host, replace(record_of(host, device, "train", pid, "plain"), supervisor=identity))
+        identity = host.processes.identity(pid) or Identity(pid, 0)
+        record = JobRecord(
+            name="train", **identity._asdict(), devices=(device.uuid,), role="plain", supervisor=identity
+        )
+        write_record(host, record)
 
     world.call(note)
 

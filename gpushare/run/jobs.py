@@ -8,8 +8,8 @@ import os
 import re
 import shlex
 import time
-from dataclasses import asdict, field, replace
-from typing import TYPE_CHECKING, Annotated, Final
+from dataclasses import field, replace
+from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 from gpushare.base.errors import (
     BadUsage,
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from gpushare.pause.change import JobPause
 
 
+J = TypeVar("J")
 # The roles of `JobRecord`.
 PRODUCTION: Final = "production"
 OPPORTUNISTIC: Final = "opportunistic"
@@ -177,21 +178,6 @@ def job_names(host: Host, pids: Iterable[int]) -> dict[int, str]:
     return found
 
 
-def record_of(
-    host: Host, device: Device, name: str, pid: int, role: str, peak: int | None = None, rate: PrintedRate | None = None
-) -> JobRecord:
-    """Return the record of a job that runs now."""
-    process = host.processes.identity(pid) or Identity(pid, 0)
-    return JobRecord(
-        name=name,
-        **process._asdict(),
-        devices=(device.uuid,),
-        memory_peak_bytes=peak,
-        role=role,
-        **({} if rate is None else asdict(rate)),
-    )
-
-
 def made_name(host: Host, program: str) -> str:
     """Return a free name for a job that was given none: its program, and the first number that no other job has."""
     word = re.sub(r"[^a-z0-9_.-]", "", os.path.basename(program).lower(), flags=re.ASCII)[:24]
@@ -223,10 +209,21 @@ class PastJob(Kept):
 PAST: Final = RecordStore(PastJob, "past", "the record of a job that has ended", lasting=True)
 
 
-def keep_past(host: Host, job: PastJob) -> None:
-    """Keep how a job ended, and forget all but the newest; a failure does not matter."""
+def keep_past(host: Host, record: JobRecord, device: str, began: float, exit_code: int | None) -> None:
+    """Keep how a job ended just now, and forget all but the newest; a failure does not matter."""
+    past = PastJob(
+        name=record.name,
+        command=record.command,
+        role=record.role,
+        device=device,
+        began=began,
+        ended=time.time(),
+        exit_code=None if exit_code is None else exit_code & 0xFF,
+        memory_peak_bytes=record.memory_peak_bytes,
+        path=PAST.path(host, record.name),
+    )
     with contextlib.suppress(GpushareError, OSError):
-        PAST.write(replace(job, path=PAST.path(host, job.name)))
+        PAST.write(past)
         kept = sorted(PAST.all(host, shared=False), key=lambda past: past.ended, reverse=True)
         for old in kept[KEPT_JOBS:]:
             PAST.forget(old.path)
@@ -243,40 +240,6 @@ def check_name_free(host: Host, name: str, *, but: int | None = None) -> None:
             f"give it another name: {option}",
             code="name_in_use",
         )
-
-
-@contextlib.contextmanager
-def farm_job(host: Host, device: Device, name: str | None, command: Sequence[str]) -> Iterator[Callable[[int], None]]:
-    """Let this gpushare, which runs many copies of a program meanwhile, be a job; without a name it is made.
-
-    Yield what is to be told its exit code.
-
-    Raises:
-        InUse: a job of this name runs (code ``name_in_use``).
-    """
-    own = identity_of(os.getpid())
-    with JOBS.locked(host):
-        name = name or made_name(host, command[0])
-        check_name_free(host, name)
-        record = record_of(host, device, name, os.getpid(), PLAIN)
-        text = cut(shlex.join(command), MOST_COMMAND)
-        record = replace(record, supervisor=own, command=text, since=uptime(), mps=True)
-        write_record(host, record)
-    began, codes = time.time(), list[int]()
-    try:
-        yield codes.append
-    finally:
-        JOBS.drop(host, name)
-        past = PastJob(
-            name=name,
-            command=text,
-            role=PLAIN,
-            device=device.title,
-            began=began,
-            ended=time.time(),
-            exit_code=codes[0] & 0xFF if codes else None,
-        )
-        keep_past(host, past)
 
 
 @dataclass
@@ -381,26 +344,90 @@ class RecordedJob(Part):
                 JOBS.drop(self.host, self.record.name)
 
 
+@contextlib.contextmanager
+def farm_job(host: Host, device: Device, name: str | None, command: Sequence[str]) -> Iterator[Callable[[int], None]]:
+    """Let this gpushare, which runs many copies of a program meanwhile, be a job; without a name it is made.
+
+    Yield what is to be told its exit code.
+
+    Raises:
+        InUse: a job of this name runs (code ``name_in_use``).
+    """
+    record = JobRecord(
+        name=name or "",
+        pid=os.getpid(),
+        started=0,
+        devices=(device.uuid,),
+        role=PLAIN,
+        supervisor=identity_of(os.getpid()),
+        command=cut(shlex.join(command), MOST_COMMAND),
+        since=uptime(),
+        mps=True,
+    )
+    job = RecordedJob(host, device, record, command[0])
+    job.open()
+    began, codes = time.time(), list[int]()
+    try:
+        yield codes.append
+    finally:
+        job.close()
+        keep_past(host, job.record, device.title, began, codes[0] if codes else None)
+
+
 # -- JOB on the command line -------------------------------------------------------------------------------------------
+
+
+def running_records(host: Host) -> list[JobRecord]:
+    """Return the records of jobs that run: this user's, root's, and for root those of all users; one of each process."""
+    kept: dict[tuple[int, int], JobRecord] = {}
+    for record in JOBS.all(host):
+        if is_running(host, record):
+            kept.setdefault((record.pid, record.started), record)
+    return list(kept.values())
+
+
+def running_record(host: Host, text: str) -> JobRecord | None:
+    """Return the running job with this name, or with this PID: that of its program or of its gpushare.
+
+    This user's own goes before root's, and to root that before those of other users.
+
+    Raises:
+        BadUsage: it is neither a PID nor a possible name (``bad_name``), or several users have one (``ambiguous_job``).
+    """
+    number = pid_of(text)
+    if number is None:
+        check_job_name(text)
+    records = [
+        record
+        for record in running_records(host)
+        if (record.name == text if number is None else number in {record.pid, *_pids_of(record.supervisor)})
+    ]
+    own = [record for record in records if record.keeper_uid is None]
+    nearest = own or [record for record in records if record.keeper_uid == 0] or records
+    return only_one(text, nearest, [record.pid for record in nearest])
+
+
+def _pids_of(process: Identity | None) -> tuple[int, ...]:
+    return () if process is None else (process.pid,)
+
+
+def only_one(text: str, jobs: Sequence[J], pids: Sequence[int]) -> J | None:
+    """Return the job that is meant; None: there is none. Raises BadUsage if there are several (``ambiguous_job``)."""
+    if len(jobs) > 1:
+        numbers = ", ".join(map(str, pids[:5]))
+        raise BadUsage(f"{len(jobs)} jobs have the name '{text}'", f"give a PID: {numbers}", code="ambiguous_job")
+    return jobs[0] if jobs else None
 
 
 def find_job(host: Host, text: str) -> Job:
     """Return the running job with this name or PID.
 
     Raises:
-        BadUsage: it is neither a PID nor a possible name (``bad_name``).
+        BadUsage: as `running_record`.
         NotFound: no such job runs (``no_job``).
     """
-    record = None
-    number = pid_of(text)
-    if number is not None:
-        pid = number
-        record = next((record for record in JOBS.all(host) if record.pid == pid and is_running(host, record)), None)
-    else:
-        record = find_record(host, check_job_name(text))
-        if record is None or not is_running(host, record):
-            record = _of_a_user(host, text)
-        pid = record.pid
+    record = running_record(host, text)
+    pid = record.pid if record is not None else pid_of(text) or 0
     identity = host.processes.identity(pid) if pid > 0 else None
     info = None if identity is None else host.processes.describe(pid)
     # The start was compared before, the identity read after it: both are of the same process.
@@ -422,22 +449,6 @@ def job_of(host: Host, process: Identity, name: str | None, record: JobRecord | 
         role=None if record is None else record.role,
         devices=() if record is None else record.devices,
     )
-
-
-def _of_a_user(host: Host, name: str) -> JobRecord:
-    """Return, to root, the running job of another user with this name.
-
-    Raises:
-        NotFound: there is none.
-        BadUsage: several users have one (code ``ambiguous_job``).
-    """
-    named = [record for record in JOBS.all(host) if record.keeper_uid and record.name == name]
-    if not named:
-        raise no_job_error(host, name)
-    if len(named) > 1:
-        pids = ", ".join(str(record.pid) for record in named[:5])
-        raise BadUsage(f"{len(named)} users have a job '{name}'", f"give a PID: {pids}", code="ambiguous_job")
-    return named[0]
 
 
 def no_job_error(host: Host, text: str) -> NotFound:

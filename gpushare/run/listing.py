@@ -15,7 +15,7 @@ from gpushare.host.identity import uptime
 from gpushare.host.users import has_records
 from gpushare.memory.ledger import reservations
 from gpushare.mps.control import is_server
-from gpushare.run.jobs import JOBS, MOST_COMMAND, OPPORTUNISTIC, PAST, PLAIN, PRODUCTION, is_job_name, is_running
+from gpushare.run.jobs import MOST_COMMAND, OPPORTUNISTIC, PAST, PLAIN, PRODUCTION, is_job_name, running_records
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -48,15 +48,6 @@ def listed_jobs(host: Host, snapshot: Snapshot, *, everything: bool = False, mos
 def present_jobs(host: Host, snapshot: Snapshot) -> list[ListedJob]:
     """Return the jobs of a host that run, are paused or swapped out; ``snapshot`` was taken just now."""
     return list(_Present(host, snapshot, reservations(host) or []).jobs(everything=False))
-
-
-def running_records(host: Host) -> list[JobRecord]:
-    """Return the records of jobs that run: this user's, root's, and for root those of all users; one of each process."""
-    kept: dict[tuple[int, int], JobRecord] = {}
-    for record in JOBS.all(host):
-        if is_running(host, record):
-            kept.setdefault((record.pid, record.started), record)
-    return list(kept.values())
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,15 @@ from gpushare.host.identity import Identity
 from gpushare.host.records import opened_own
 from gpushare.host.users import as_user
 from gpushare.memory.ledger import reservations
-from gpushare.run.jobs import PAST, check_job_name, find_record, is_running, output_path
-from gpushare.run.listing import running_records
+from gpushare.run.jobs import (
+    PAST,
+    check_job_name,
+    find_record,
+    is_running,
+    output_path,
+    running_record,
+    running_records,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -68,11 +75,11 @@ def _name_of(host: Host, text: str) -> str:
     number = pid_of(text)
     if number is None:
         return check_job_name(text)
-    for record in running_records(host):
-        if number in {record.pid, None if record.supervisor is None else record.supervisor.pid}:
-            if record.keeper_uid is not None:
-                raise _of_another(record, record.keeper_uid)
-            return record.name
+    record = running_record(host, text)
+    if record is not None:
+        if record.keeper_uid is not None:
+            raise _of_another(record, record.keeper_uid)
+        return record.name
     for job in reservations(host) or []:
         if job.claim.pid == number and job.name is not None:
             return job.name

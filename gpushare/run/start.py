@@ -181,7 +181,7 @@ class JobStart:
 
     def _kept(self, run: Run, job: RecordedJob) -> int:
         """Carry a run out, and keep how it ended."""
-        from gpushare.run.jobs import PastJob, keep_past
+        from gpushare.run.jobs import keep_past
 
         began, code = time.time(), None
         try:
@@ -197,21 +197,8 @@ class JobStart:
         else:
             return code
         finally:
-            record = job.record
-            if record.name:
-                keep_past(
-                    self.host,
-                    PastJob(
-                        name=record.name,
-                        command=record.command,
-                        role=record.role,
-                        device=titles(run.share.devices),
-                        began=began,
-                        ended=time.time(),
-                        exit_code=None if code is None else code & 0xFF,
-                        memory_peak_bytes=record.memory_peak_bytes,
-                    ),
-                )
+            if job.record.name:
+                keep_past(self.host, job.record, titles(run.share.devices), began, code)
 
     def _check_lease(self, device: Device) -> None:
         """Raise InUse if another user has reserved the GPU."""

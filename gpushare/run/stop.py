@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from gpushare.base.errors import BadUsage, NotFound, OperationFailed
+from gpushare.base.errors import NotFound, OperationFailed
 from gpushare.base.selection import Device, titles
 from gpushare.base.units import format_duration, pid_of
 from gpushare.base.values import dataclass
@@ -33,16 +33,15 @@ from gpushare.plan import Loss, Plan, Step, carry_out
 from gpushare.run.container import engine_of, stop_container
 from gpushare.run.end import GRACE_SECONDS, end_programs
 from gpushare.run.jobs import (
-    PastJob,
-    check_job_name,
     consent_to,
     forget_ended,
     job_names,
     job_of,
     keep_past,
     no_job_error,
+    only_one,
+    running_record,
 )
-from gpushare.run.listing import running_records
 
 if TYPE_CHECKING:
     from gpushare.base.model import Gpu, GpuProcess
@@ -57,7 +56,6 @@ BOUND_SECONDS: Final = 30.0
 HURRY_SECONDS: Final = 20.0
 _POLL_SECONDS: Final = 0.05
 _GONE_SECONDS: Final = 5.0
-_MOST_NAMED: Final = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,12 +95,10 @@ def find_target(host: Host, text: str) -> Target:
         BadUsage: it is neither a PID nor a possible name (``bad_name``), or several jobs have the name (``ambiguous_job``).
         NotFound: there is none (``no_job``).
     """
-    number = pid_of(text)
-    if number is None:
-        check_job_name(text)
-    record = _one_record(host, text, number)
+    record = running_record(host, text)
     if record is not None:
         return _of_record(host, record)
+    number = pid_of(text)
     want = _one_waiting(host, text, number)
     if want is not None:
         first = want.claim.processes[0]
@@ -113,35 +109,11 @@ def find_target(host: Host, text: str) -> Target:
     return Target(job=job_of(host, process, None))
 
 
-def _one_record(host: Host, text: str, number: int | None) -> JobRecord | None:
-    found = [
-        record
-        for record in running_records(host)
-        if (
-            record.name == text
-            if number is None
-            else number in {record.pid, None if record.supervisor is None else record.supervisor.pid}
-        )
-    ]
-    # This user's own, then root's; root is shown those of all users.
-    nearest = [record for record in found if record.keeper_uid is None] or [
-        record for record in found if record.keeper_uid == 0
-    ]
-    return _single(text, nearest or found, [record.pid for record in nearest or found])
-
-
 def _one_waiting(host: Host, text: str, number: int | None) -> Reservation | None:
     waiting = [job for job in reservations(host) or [] if job.waits]
     found = [job for job in waiting if (job.name == text if number is None else job.claim.pid == number)]
     mine = [one for one in found if _uid(host, one.claim.pid) == host.uid] or found
-    return _single(text, mine, [one.claim.pid for one in mine])
-
-
-def _single(text: str, found: Sequence[T], pids: Sequence[int]) -> T | None:
-    if len(found) > 1:
-        numbers = ", ".join(map(str, pids[:_MOST_NAMED]))
-        raise BadUsage(f"{len(found)} jobs have the name '{text}'", f"give a PID: {numbers}", code="ambiguous_job")
-    return found[0] if found else None
+    return only_one(text, mine, [one.claim.pid for one in mine])
 
 
 def _of_record(host: Host, record: JobRecord) -> Target:
@@ -224,20 +196,9 @@ class Stop:
         if record is None or not self.target.orphan or record.keeper_uid is not None:
             return
         here = [Device(gpu=gpu, mig=mig) for gpu in self._gpus for mig in (None, *gpu.mig_instances)]
-        now = time.time()
-        keep_past(
-            self._host,
-            PastJob(
-                name=record.name,
-                command=record.command,
-                role=record.role,
-                device=titles([device for uuid in record.devices for device in here if device.uuid == uuid]) or "-",
-                began=now if record.since is None else wall_time(record.since),
-                ended=now,
-                exit_code=None,
-                memory_peak_bytes=record.memory_peak_bytes,
-            ),
-        )
+        device = titles([device for uuid in record.devices for device in here if device.uuid == uuid]) or "-"
+        began = time.time() if record.since is None else wall_time(record.since)
+        keep_past(self._host, record, device, began, None)
 
     def _by_gpushare(self, supervisor: Identity) -> Plan:
         job = self._job

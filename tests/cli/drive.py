@@ -23,14 +23,16 @@ import jsonschema
 
 from benchmarks.crashes.hits import load
 from gpushare.base.errors import NotFound
+from gpushare.base.selection import Device
 from gpushare.cli import main
 from gpushare.connect import connect
 from gpushare.gpu_models import GpuModel, find_model
 from gpushare.host.claims import claim_directory
 from gpushare.host.host import Host
-from gpushare.host.identity import boot_id, uptime
+from gpushare.host.identity import Identity, boot_id, uptime
 from gpushare.memory.leases import PREFIX
 from gpushare.mig.ledger import names_of
+from gpushare.run.jobs import JobRecord
 from gpushare.show.schema import schema_of
 from gpushare.sim import admin
 from gpushare.sim import mig as mig_compute
@@ -483,3 +485,9 @@ def clear_up(processes: list[subprocess.Popen[str]], host: World) -> None:
             process.kill()
         with contextlib.suppress(ValueError, OSError, subprocess.TimeoutExpired):
             process.communicate(timeout=5)
+
+
+def record_of(host: Host, device: Device, name: str, pid: int, role: str) -> JobRecord:
+    """Return the record of a job that runs now."""
+    process = host.processes.identity(pid) or Identity(pid, 0)
+    return JobRecord(name=name, **process._asdict(), devices=(device.uuid,), role=role)

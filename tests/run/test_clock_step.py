@@ -11,8 +11,9 @@ from gpushare.connect import connect
 from gpushare.host.host import Host
 from gpushare.host.process import start_of
 from gpushare.run.group import Member, members, write_member
-from gpushare.run.jobs import PLAIN, find_job, find_record, forget_ended, is_running, record_of, write_record
+from gpushare.run.jobs import PLAIN, find_job, find_record, forget_ended, is_running, write_record
 from gpushare.run.pause import Pauses, note_pauses, noted_pauses
+from tests.cli.drive import record_of
 from tests.clock import step_the_clock
 
 OWN = os.getpid()

@@ -16,7 +16,7 @@ import pytest
 
 from gpushare.base.units import GIB, MIB
 from gpushare.host.capabilities import user_name
-from gpushare.run.jobs import PAST, PastJob, find_record, keep_past
+from gpushare.run.jobs import PAST, JobRecord, find_record, keep_past
 from gpushare.sim import admin
 from tests.cli.conftest import Cli
 from tests.cli.drive import Started, World, until
@@ -199,11 +199,8 @@ def test_a_job_that_waits_for_production_to_rest_is_one(
 
 def ended(world: World, number: int) -> None:
     for one in range(number):
-        past = PastJob(
-            name=f"job-{one}", command="true", role="plain", device="GPU 0", began=1e9 + one, ended=1e9 + one + 1,
-            exit_code=one % 2,
-        )  # fmt: skip
-        keep_past(world.host, past)
+        record = JobRecord(name=f"job-{one}", pid=1, started=1, devices=(), role="plain", command="true")
+        keep_past(world.host, record, "GPU 0", 1e9 + one, one % 2)
 
 
 def test_the_last_ten_that_ended_and_all_with_v(cli: Cli, world: World) -> None:

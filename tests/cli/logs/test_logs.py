@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from gpushare.base.selection import select
-from gpushare.run.jobs import PAST, PastJob, output_path, record_of, write_record
+from gpushare.run.jobs import PAST, PastJob, output_path, write_record
 from gpushare.run.output import seek_lines
 from gpushare.sim import admin
 from tests.cli.conftest import Cli
-from tests.cli.drive import Started, World, environment, until
+from tests.cli.drive import Started, World, environment, record_of, until
 
 TEXT = b"one\ntwo\n\x1b[31mthree\xff\n"
 

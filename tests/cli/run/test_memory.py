@@ -20,11 +20,11 @@ from gpushare.memory.admission import UserLimits
 from gpushare.memory.ledger import Place, Request, reservations
 from gpushare.memory.peaks import Profile, find_profile, keep_profile
 from gpushare.memory.room import wait_for_room
-from gpushare.run.jobs import PRODUCTION, output_path, record_of, write_record
+from gpushare.run.jobs import PRODUCTION, output_path, write_record
 from gpushare.run.queued import ErrorTail, _at_limit, _more, lacked_memory
 from gpushare.sim import admin
 from tests.cli.conftest import Cli
-from tests.cli.drive import H200, ROOT, Started, World, until
+from tests.cli.drive import H200, ROOT, Started, World, record_of, until
 
 JOB = (sys.executable, "-m", "gpushare.sim.job", "--every", "0.05")
 

@@ -19,10 +19,10 @@ from gpushare.base.selection import select
 from gpushare.base.units import GIB
 from gpushare.host.identity import Identity
 from gpushare.run import stop as module
-from gpushare.run.jobs import find_record, record_of, write_record
+from gpushare.run.jobs import find_record, write_record
 from gpushare.sim import admin
 from tests.cli.conftest import Cli
-from tests.cli.drive import Started, World, alive, environment, until
+from tests.cli.drive import Started, World, alive, environment, record_of, until
 
 
 def runs(

@@ -18,12 +18,12 @@ from gpushare.host.checkpoint import CHECKPOINTED, RUNNING
 from gpushare.host.process import ProcessInfo
 from gpushare.memory import swap as module
 from gpushare.memory.swap import LEAVING, RETURNING, SWAPS, Swap, find_swap, swaps
-from gpushare.run.jobs import record_of, write_record
+from gpushare.run.jobs import write_record
 from gpushare.sim import admin
 from gpushare.sim.processes import SimulatedProcesses
 from gpushare.sim.state import SimulatedHostState
 from tests.cli.conftest import Cli
-from tests.cli.drive import World
+from tests.cli.drive import World, record_of
 
 SPEC = "sim:h200"
 NOBODY = 65534
