@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from gpushare.base.errors import BadUsage, GpushareError, InUse, NoPermission, OperationFailed, or_none
 from gpushare.base.selection import titles
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from gpushare.host.host import Host
     from gpushare.memory.limit import MemoryAction, MemoryBudget
     from gpushare.run.share import Share
+    from gpushare.show.run import CopyLines
 
 
 MOST_COPIES: Final = 10_000
@@ -396,31 +397,6 @@ _LEAST_BYTES: Final = 2 * CONTEXT_BYTES
 _SAY_SECONDS: Final = 10.0
 
 
-class FarmReporter(Protocol):
-    """What a farm reports while it runs; the command line prints it."""
-
-    def line(self, copy: int, text: str) -> None:
-        """A copy has printed a line."""
-
-    def started(self, copy: Copy) -> None:
-        """A copy was started."""
-
-    def ended(self, copy: Copy, *, again: bool) -> None:
-        """A copy has ended; ``again``: it will be started once more."""
-
-    def left_behind(self, copy: Copy, pids: Sequence[int]) -> None:
-        """A copy's program has ended and left processes running, which were ended."""
-
-    def news(self, copy: Copy, text: str) -> None:
-        """Something else to report of a copy."""
-
-    def say(self, text: str) -> None:
-        """Something to report of the farm."""
-
-    def progress(self, copies: Sequence[Copy], seconds: float) -> None:
-        """How far it is; called often."""
-
-
 def log_of(directory: Path, number: int, restarts: int) -> Path:
     """Return the path of a copy's log after N restarts."""
     return directory / f"copy-{number}{f'.{restarts}' if restarts else ''}.log"
@@ -444,7 +420,7 @@ def hint_on_space(directory: Path | None) -> str:
 
 
 def farm(
-    host: Host, devices: Sequence[Device], command: Sequence[str], options: FarmOptions, reporter: FarmReporter
+    host: Host, devices: Sequence[Device], command: Sequence[str], options: FarmOptions, reporter: CopyLines
 ) -> FarmResult:
     """Run copies of a command until all have ended; a failed copy leaves the others alone.
 
@@ -463,7 +439,7 @@ def farm(
 
 
 def plan_farm(
-    host: Host, devices: Sequence[Device], command: Sequence[str], options: FarmOptions, reporter: FarmReporter
+    host: Host, devices: Sequence[Device], command: Sequence[str], options: FarmOptions, reporter: CopyLines
 ) -> tuple[Step, ...]:
     """Return the steps of a farm on the host as it is now: MPS daemons where there are none, then the copies."""
     planned = _Farm(host, devices, command, options, reporter)
@@ -525,7 +501,7 @@ class _Farm:
         devices: Sequence[Device],
         command: Sequence[str],
         options: FarmOptions,
-        reporter: FarmReporter,
+        reporter: CopyLines,
     ) -> None:
         self._host, self._command, self._options, self._reporter = host, command, options, reporter
         lines = options.lines

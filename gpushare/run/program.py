@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from gpushare.base.errors import GpushareError, NoPermission, OperationFailed
 from gpushare.base.units import format_duration
@@ -32,12 +32,12 @@ from gpushare.signals import ENDING, Wakeups, handled
 if TYPE_CHECKING:
     from gpushare.host.host import Host
     from gpushare.host.process import Spawned
-    from gpushare.mps.kill import Drain
     from gpushare.part import Watched
     from gpushare.run.container import Container
     from gpushare.run.jobs import PrintedRate
     from gpushare.run.share import Guarded, Share, Watch
     from gpushare.run.swapping import SwapWish
+    from gpushare.show.run import RunReport
 
 
 class Terminal:
@@ -234,34 +234,6 @@ class TimeLimit(Part):
             )
 
 
-class Reporter(Protocol):
-    """What a run reports while it lasts; the command line prints it on stderr."""
-
-    def attached(self, pid: int) -> None:
-        """A process of the program was seen in its share."""
-
-    def outside(self, pid: int) -> None:
-        """A process of the program runs on a GPU outside its share."""
-
-    def pending(self, pid: int) -> None:
-        """The daemon keeps a process waiting, because another user's clients hold the server."""
-
-    def unproved(self) -> None:
-        """The program ended and no CUDA context of it was seen."""
-
-    def daemon_gone(self) -> None:
-        """The MPS daemon died while the program ran."""
-
-    def ended(self, drain: Drain) -> None:
-        """The program was ended the safe way."""
-
-    def news(self, text: str) -> None:
-        """Something else to report."""
-
-    def trouble(self, text: str) -> None:
-        """Something is not as it was asked for."""
-
-
 def command_line(environment: Mapping[str, str], command: Sequence[str]) -> str:
     """Return a program with its variables, as a shell takes it."""
     return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in environment.items()), shlex.join(command)])
@@ -349,7 +321,7 @@ class Run:
     parts: Sequence[Part]
     command: Sequence[str]
     options: RunOptions
-    reporter: Reporter
+    reporter: RunReport
     # 128 + N when signal N ended the program.
     exit_code: int = 0
     # What runs it, and the command as the user gave it.
@@ -435,7 +407,7 @@ class Session:
         share: Share,
         parts: Sequence[Part],
         options: RunOptions,
-        reporter: Reporter,
+        reporter: RunReport,
         container: Container | None,
     ) -> None:
         self._host, self._share, self._parts = host, share, parts

@@ -8,6 +8,8 @@ from gpushare.base.selection import Device
 from gpushare.base.units import GIB
 from gpushare.memory.limit import MemoryBudget
 from gpushare.run.farm import FarmOptions
+from gpushare.show.result import OutputFormat
+from gpushare.show.run import CopyLines
 
 
 def shell(text: str) -> list[str]:
@@ -18,3 +20,13 @@ def shell(text: str) -> list[str]:
 def sized(device: Device, *, size: int = 4 * GIB, **options: Any) -> FarmOptions:
     """Return the options of a farm whose copies get so much memory each."""
     return FarmOptions(budget=MemoryBudget(bytes=size), **options)
+
+
+class Silent(CopyLines):
+    """Prints nothing of a farm."""
+
+    def __init__(self) -> None:
+        super().__init__(1, output=OutputFormat.JSON, quiet=True, note=lambda _: None)
+
+    def line(self, copy: int, text: str) -> None:
+        """Print nothing."""

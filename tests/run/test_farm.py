@@ -19,15 +19,16 @@ from gpushare.connect import connect
 from gpushare.host.host import Host
 from gpushare.memory.limit import MemoryBudget
 from gpushare.mps.limits import Limits
-from gpushare.run.farm import Copy, FarmOptions, FarmReporter, command_of, farm, share_of_threads
+from gpushare.run.farm import Copy, FarmOptions, command_of, farm, share_of_threads
 from tests.cli.drive import until
-from tests.run.farm_command import shell, sized
+from tests.run.farm_command import Silent, shell, sized
 
 
-class Heard(FarmReporter):
+class Heard(Silent):
     """Remembers what a farm says."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.lines: list[tuple[int, str]] = []
         self.most = 0
         self.endings: list[tuple[int, bool]] = []

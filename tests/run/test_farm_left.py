@@ -16,16 +16,17 @@ from gpushare.base.selection import Device
 from gpushare.host.guard import Guard
 from gpushare.host.host import Host
 from gpushare.run import several as left_behind
-from gpushare.run.farm import Copy, FarmReporter, farm
+from gpushare.run.farm import Copy, farm
 from gpushare.run.several import Several
 from tests.cli.drive import alive, until
-from tests.run.farm_command import shell, sized
+from tests.run.farm_command import Silent, shell, sized
 
 
-class Heard(FarmReporter):
+class Heard(Silent):
     """Remembers what a farm says of what was left behind, and of what was still alive when it went on."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.left: list[tuple[int, tuple[int, ...]]] = []
         self.printed = 0
         self.gone_at_start: list[bool] = []

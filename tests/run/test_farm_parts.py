@@ -18,8 +18,8 @@ from gpushare.connect import connect
 from gpushare.memory.ledger import Request
 from gpushare.memory.limit import MemoryBudget
 from gpushare.run import farm as module
-from gpushare.run.farm import Copy, FarmOptions, FarmReporter, farm
-from tests.run.farm_command import sized
+from gpushare.run.farm import Copy, FarmOptions, farm
+from tests.run.farm_command import Silent, sized
 
 # -- one step of a farm ----------------------------------------------------------------------------
 
@@ -39,7 +39,7 @@ class Running:
     no_space: bool = False
 
 
-class Quiet(FarmReporter):
+class Quiet(Silent):
     """Says nothing."""
 
 
@@ -240,7 +240,7 @@ def test_copies_are_looked_for_among_the_clients_while_they_run(
     mark = tmp_path / "seen"
     monkeypatch.setattr(module, "_LOOKS", (0.0,) * 100_000)
 
-    class Waits(FarmReporter):
+    class Waits(Silent):
         def progress(self, copies: Sequence[Copy], seconds: float) -> None:
             assert seconds >= 0
             if all(copy.attached for copy in copies):
@@ -256,10 +256,11 @@ def test_copies_are_looked_for_among_the_clients_while_they_run(
     assert result.seconds >= max(copy.seconds for copy in result.copies) > 0
 
 
-class Heard(FarmReporter):
+class Heard(Silent):
     """Keeps how each copy ended."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.endings: list[tuple[int, str, bool]] = []
 
     def ended(self, copy: Copy, *, again: bool) -> None:

@@ -22,7 +22,6 @@ from gpushare.run.farm import (
     MARK,
     Copy,
     CopyEnd,
-    FarmReporter,
     FarmResults,
     copies_done,
     digest_of_command,
@@ -31,13 +30,14 @@ from gpushare.run.farm import (
     text_of_end,
 )
 from tests.cli.drive import until
-from tests.run.farm_command import shell, sized
+from tests.run.farm_command import Silent, shell, sized
 
 
-class Heard(FarmReporter):
+class Heard(Silent):
     """Remembers what a farm says."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.said: list[str] = []
 
     def say(self, text: str) -> None:
