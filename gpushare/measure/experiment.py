@@ -24,7 +24,7 @@ from gpushare.run.end import CONVERSATION_SECONDS, GRACE_SECONDS, client_pids
 from gpushare.run.jobs import find_job, gpu_processes
 from gpushare.run.mig import take_place
 from gpushare.run.plain import pipe_directory, plain_environment
-from gpushare.run.several import HeldGroup, Program
+from gpushare.run.several import Group, Program
 from gpushare.run.share import INSTANCE, MpsShare, claimed, held, open_mps_share
 from gpushare.timeslice.policy import left_level, plan_level
 from gpushare.timeslice.slices import apply_slice, find_channels, restore_slice
@@ -200,7 +200,7 @@ class Running:
         return self.program.runs
 
 
-class Experiment(HeldGroup):
+class Experiment(Group):
     """Programs on one device, each under a way of its own; leaving it ends them and gives the grounds back.
 
     Time-slices that it set are restored when a program goes on without it.

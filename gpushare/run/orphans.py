@@ -33,7 +33,7 @@ def after_death(
     """End orphaned programs, give their MIG instances back, and stop an MPS daemon that was ours with its last user.
 
     ``programs`` are PIDs with their starts. After ``linger`` they have ended, and their instances were given back: these
-    may be in other hands by now. ``kind`` and ``held`` are what `Guarded.guarded` returns: the lease and the claims of the
+    may be in other hands by now. ``kind`` and ``held`` are what `Held.guarded` returns: the lease and the claims of the
     dead gpushare, which the guard still holds.
     """
     mps, (path, descriptor, *paths) = kind == MPS, held

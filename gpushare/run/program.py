@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from gpushare.part import Watched
     from gpushare.run.container import Container
     from gpushare.run.jobs import PrintedRate
-    from gpushare.run.share import Guarded, Share, Watch
+    from gpushare.run.share import Held, Share, Watch
     from gpushare.run.swapping import SwapWish
     from gpushare.show.run import RunReport
 
@@ -621,7 +621,7 @@ class Session:
 LINGER: Final = "linger"
 
 
-def guard_of(host: Host, share: Guarded) -> Guard:
+def guard_of(host: Host, share: Held) -> Guard:
     """Start what ends programs in a share the safe way if gpushare dies (`orphans.after_death`).
 
     Raises:

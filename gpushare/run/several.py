@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Final, Protocol, TypeVar
+from typing import IO, TYPE_CHECKING, Final, TypeVar
 
 from gpushare.base.errors import GpushareError, NoPermission, OperationFailed
 from gpushare.base.values import dataclass
@@ -26,7 +26,7 @@ from gpushare.mps.home import client_environment, without_own_limits
 from gpushare.mps.kill import DRAIN_BOUND_SECONDS, end_clients, kill_all, wait_for_drain
 from gpushare.run.end import GRACE_SECONDS, end_programs, still_there
 from gpushare.run.program import dismiss, guard_of
-from gpushare.run.share import Guarded, MpsShare
+from gpushare.run.share import MpsShare
 from gpushare.signals import Wakeups
 
 if TYPE_CHECKING:
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from gpushare.host.guard import Guard
     from gpushare.host.host import Host
     from gpushare.host.process import Spawned
-    from gpushare.mps.kill import Drain, Meter
+    from gpushare.mps.kill import Drain
     from gpushare.mps.limits import Limits
-    from gpushare.run.share import Share
+    from gpushare.run.share import Held, Share
 
 
 def is_full(descriptor: int) -> bool:
@@ -194,24 +194,78 @@ POLL_SECONDS: Final = 0.01
 _REAP_SECONDS: Final = 5.0
 
 
-class Group:
-    """Programs that are started, read and ended together; the guard ends them if gpushare dies.
+G = TypeVar("G", bound="Group")
 
-    ``clients`` and ``meter`` as `end_programs` takes them: how the end of these programs breaks no other.
+
+class Group:
+    """Programs that are started, read and ended together in a place on a device.
+
+    Entered, it holds the place and the guard, which ends the programs if gpushare dies. Leaving it ends what still runs,
+    safely, and gives the place back. ``clients`` as `end_programs` takes them: how the end of these programs breaks no other.
     """
 
     def __init__(
-        self,
-        host: Host,
-        guard: Guard | None,
-        *,
-        clients: Callable[[], set[int] | None] = set,
-        meter: Meter | None = None,
-        grace_seconds: float = GRACE_SECONDS,
+        self, host: Host, held: Held, clients: Callable[[], set[int] | None], *, grace_seconds: float = GRACE_SECONDS
     ) -> None:
-        self.host, self.guard, self.grace_seconds = host, guard, grace_seconds
-        self.clients, self.meter = clients, meter
+        self.host, self.clients, self.grace_seconds = host, clients, grace_seconds
+        self._held, self.meter = held, held.meter
+        self.guard: Guard | None = None
         self.programs: list[Program] = []
+        mig = held.device.mig
+        # Used by a pause, which waits for a drained queue outside MPS too.
+        self._drained = ActivityMeter(host.nvml, held.device.gpu.index, None if mig is None else mig.gpu_instance_id)
+
+    def __enter__(self: G) -> G:  # noqa: PYI019 - Self is in Python 3.11, or in a package that users may not have.
+        """Start the guard, before any program."""
+        try:
+            self.guard = guard_of(self.host, self._held)
+        except BaseException:
+            self._held.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End what still runs and give the place back; if that fails, the guard goes on with it."""
+        lingers: bool | None = None
+        try:
+            with Wakeups() as signals:
+                left = [program for program in self.programs if program.runs]
+                for program in left:
+                    # A paused program could not end by itself.
+                    self.resume(program)
+                self.end(left, hurry=signals.came)
+                lingers = self._held.close()
+        finally:
+            if lingers is None:
+                self._held.close(program_lives=True)
+            if self.guard is not None and lingers is None:
+                self.guard.leave()
+            elif self.guard is not None:
+                dismiss(self.guard, lingers=bool(lingers))
+
+    def pause(self, *programs: Program, bound_seconds: float = DRAIN_BOUND_SECONDS) -> Drain:
+        """Stop programs (SIGSTOP) and wait until the GPU has drained their queues, at most ``bound_seconds``."""
+        before = self._drained.read()
+        for program in programs:
+            self.stop(program)
+        return wait_for_drain(self._drained, before, bound_seconds)
+
+    def stop(self, program: Program) -> None:
+        """Stop a program (SIGSTOP); the GPU still works on its queue."""
+        self._signal(program, signal.SIGSTOP)
+
+    def resume(self, program: Program) -> None:
+        """Let a paused program continue (SIGCONT)."""
+        self._signal(program, signal.SIGCONT)
+
+    def _signal(self, program: Program, number: int) -> None:
+        # Once it has ended, its PID may be reused.
+        tree = self.host.processes.descendants(program.pid) if program.runs else ()
+        for pid, started in known(self.host.processes, tree).items():
+            with contextlib.suppress(NoPermission):
+                signal_known(self.host.processes, pid, started, number)
 
     def launch(
         self,
@@ -355,89 +409,7 @@ class Group:
             self.guard.started(pid, started)
 
 
-class Held(Guarded, Protocol):
-    """What a group of programs runs in, and gives back at the end."""
-
-    @property
-    def meter(self) -> Meter | None:
-        """Return what measures a drained queue; None where a program's end breaks nobody."""
-
-    def close(self, *, program_lives: bool = False) -> bool:
-        """Give it back; as `Share.close`."""
-
-
-G = TypeVar("G", bound="HeldGroup")
-
-
-class HeldGroup(Group):
-    """Programs in a place on a device; entered, it holds the place and the guard.
-
-    Leaving it ends what still runs, safely, and gives the place back.
-    """
-
-    def __init__(
-        self, host: Host, held: Held, clients: Callable[[], set[int] | None], *, grace_seconds: float = GRACE_SECONDS
-    ) -> None:
-        super().__init__(host, None, clients=clients, meter=held.meter, grace_seconds=grace_seconds)
-        self._held = held
-        mig = held.device.mig
-        # Used by a pause, which waits for a drained queue outside MPS too.
-        self._drained = ActivityMeter(host.nvml, held.device.gpu.index, None if mig is None else mig.gpu_instance_id)
-
-    def __enter__(self: G) -> G:  # noqa: PYI019 - Self is in Python 3.11, or in a package that users may not have.
-        """Start the guard, before any program."""
-        try:
-            self.guard = guard_of(self.host, self._held)
-        except BaseException:
-            self._held.close()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """End what still runs and give the place back; if that fails, the guard goes on with it."""
-        lingers: bool | None = None
-        try:
-            with Wakeups() as signals:
-                left = [program for program in self.programs if program.runs]
-                for program in left:
-                    # A paused program could not end by itself.
-                    self.resume(program)
-                self.end(left, hurry=signals.came)
-                lingers = self._held.close()
-        finally:
-            if lingers is None:
-                self._held.close(program_lives=True)
-            if self.guard is not None and lingers is None:
-                self.guard.leave()
-            elif self.guard is not None:
-                dismiss(self.guard, lingers=bool(lingers))
-
-    def pause(self, *programs: Program, bound_seconds: float = DRAIN_BOUND_SECONDS) -> Drain:
-        """Stop programs (SIGSTOP) and wait until the GPU has drained their queues, at most ``bound_seconds``."""
-        before = self._drained.read()
-        for program in programs:
-            self.stop(program)
-        return wait_for_drain(self._drained, before, bound_seconds)
-
-    def stop(self, program: Program) -> None:
-        """Stop a program (SIGSTOP); the GPU still works on its queue."""
-        self._signal(program, signal.SIGSTOP)
-
-    def resume(self, program: Program) -> None:
-        """Let a paused program continue (SIGCONT)."""
-        self._signal(program, signal.SIGCONT)
-
-    def _signal(self, program: Program, number: int) -> None:
-        # Once it has ended, its PID may be reused.
-        tree = self.host.processes.descendants(program.pid) if program.runs else ()
-        for pid, started in known(self.host.processes, tree).items():
-            with contextlib.suppress(NoPermission):
-                signal_known(self.host.processes, pid, started, number)
-
-
-class Several(HeldGroup):
+class Several(Group):
     """Programs in one share of a device."""
 
     def __init__(self, host: Host, share: Share, *, grace_seconds: float = GRACE_SECONDS) -> None:

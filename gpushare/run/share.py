@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from gpushare.base.selection import Device
     from gpushare.host.claims import HeldClaim
     from gpushare.host.host import Host
+    from gpushare.mps.kill import Meter
     from gpushare.plan import Step
 
 
@@ -280,8 +281,8 @@ MPS: Final = "mps"
 INSTANCE: Final = "instance"
 
 
-class Guarded(Protocol):
-    """What the guard must know about a share."""
+class Held(Protocol):
+    """What programs run in on a device, and what is given back at the end."""
 
     @property
     def device(self) -> Device:
@@ -291,8 +292,18 @@ class Guarded(Protocol):
     def guarded(self) -> tuple[str, ...]:
         """Return what the guard is told: the kind, path and descriptor of the daemon's lease, the claim of each instance."""
 
+    @property
+    def meter(self) -> Meter | None:
+        """Return what measures a drained queue; None where a program's end breaks nobody."""
 
-class Share(Guarded, Protocol):
+    def close(self, *, program_lives: bool = False) -> bool:
+        """Give it back; return whether others still use it, in which case the guard waits for them.
+
+        ``program_lives``: something failed and the guard will end the program, which keeps its claim until then.
+        """
+
+
+class Share(Held, Protocol):
     """A place for programs: planned first, then opened, and given back by `close`."""
 
     @property
@@ -312,21 +323,11 @@ class Share(Guarded, Protocol):
     def open(self) -> None:
         """Set it up."""
 
-    @property
-    def meter(self) -> ActivityMeter | None:
-        """Return what measures a drained queue; None where a program's end breaks nobody."""
-
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
         """Return the environment of the program."""
 
     def watch(self, pid: int) -> Watch:
         """Return the watch over a program that has just been started."""
-
-    def close(self, *, program_lives: bool = False) -> bool:
-        """Give it back; return whether others still use it, in which case the guard waits for them.
-
-        ``program_lives``: something failed and the guard will end the program, which keeps its claim until then.
-        """
 
 
 @dataclass
