@@ -21,10 +21,10 @@ _UP: Final = " ▁▂▃▄▅▆▇█"
 # Names of colours, so that a theme is a table. `back` and `row` are backgrounds.
 _DARK: Final = {
     "back": "#14161a",
-    "head": "#1d2128",
-    "row": "#2a3a52",
+    "head": "#1e2127",
+    "row": "#353c47",
     "text": "#d8dce3",
-    "dim": "#7d8694",
+    "dim": "#858e9c",
     "track": "#282d36",
     "util": "#56c596",
     "memory": "#5b9df5",
@@ -37,7 +37,7 @@ _DARK: Final = {
 }
 _LIGHT: Final = {
     "back": "#fcfcfb",
-    "head": "#eceef1",
+    "head": "#e9ebee",
     "row": "#cfe2fb",
     "text": "#24292f",
     "dim": "#68707a",
@@ -61,7 +61,10 @@ class Theme:
     colours: dict[str, str]
 
     def style(self, colour: str = "text", back: str = "back", *, bold: bool = False) -> Style:
-        """Return a style by the names of its colours; ``row`` behind it is the line under the cursor."""
+        """Return a style by the names of its colours; ``row`` behind it is the line under the cursor.
+
+        Without colours, whatever is behind it but the screen is drawn in reverse.
+        """
         return _style(self.name, colour, back, bold)
 
     @property
@@ -83,7 +86,9 @@ def _style(theme: str, colour: str, back: str, bold: bool) -> Style:  # noqa: FB
             _STYLES[key] = Style(color=colours.get(colour, colour), bgcolor=colours.get(back, back), bold=bold or None)
         else:
             strong = bold or colour in {"bad", "warn"}
-            _STYLES[key] = Style(bold=strong or None, dim=colour == "dim" or None, reverse=back == "row" or None)
+            _STYLES[key] = Style(
+                bold=strong or None, dim=colour == "dim" or None, reverse=back not in {"back", "head"} or None
+            )
     return _STYLES[key]
 
 

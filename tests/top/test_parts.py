@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from rich.color import Color, ColorSystem
 
 from gpushare.base.model import (
     Gpu,
@@ -71,6 +72,36 @@ def test_an_unknown_value_is_a_dash_in_a_bar_and_a_gap_in_the_past() -> None:
     assert sparkline([0.0, None, 1.0], 4, "util") == [(" ▁ ▇", "util")]
     lines = ["".join(piece[0] for piece in line) for line in chart([None, 0.5, 1.0], 3, 2, "util")]
     assert [len(line) for line in lines] == [3, 3]
+
+
+def test_what_a_chart_is_filled_with_shows_without_colours() -> None:
+    full = segments(chart([1.0], 1, 2, "util")[1], 1, PLAIN)
+    assert full[0].text == "█" or (full[0].style is not None and full[0].style.reverse)
+
+
+def test_colours_are_told_apart_where_there_are_256() -> None:
+    """Lines, titles and the cursor differ, and their text can be read (WCAG: a contrast of 3 for large text)."""
+    for theme in (DARK, THEMES["light"]):
+        shown = {
+            name: Color.parse(code).downgrade(ColorSystem.EIGHT_BIT).get_truecolor()
+            for name, code in theme.colours.items()
+        }
+        assert len({shown[name] for name in ("back", "head", "row")}) == 3
+        for back in ("back", "head", "row"):
+            weak = [name for name in ("text", "dim", "warn", "bad") if contrast(shown[name], shown[back]) < 3]
+            assert not weak, (theme.name, back)
+
+
+def contrast(text: tuple[int, int, int], back: tuple[int, int, int]) -> float:
+    """Return the contrast of two colours (WCAG 2, relative luminance)."""
+
+    def luminance(colour: tuple[int, int, int]) -> float:
+        parts = (channel / 255 for channel in colour)
+        linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    dark, light = sorted((luminance(text), luminance(back)))
+    return (light + 0.05) / (dark + 0.05)
 
 
 def test_a_line_is_as_wide_as_the_screen() -> None:
