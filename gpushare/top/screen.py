@@ -426,13 +426,19 @@ class Cockpit(App[None]):
     # -- the lines -----------------------------------------------------------------------------------------------------------
 
     def _title_line(self, width: int) -> list[Segment]:
-        frame, pieces = self.frame, list[Piece]([(" gpushare top", "text")])
-        if frame is None:
-            pieces.append(("   reading the host ...", "dim"))
-            return segments(pieces, width, self.colours, "head")
-        snapshot = frame.snapshot
-        driver = f"  driver {snapshot.driver_version or '-'}" if width >= 100 else ""
-        pieces.append((f"  {snapshot.host}{driver} ", "dim"))
+        title: Piece = (" gpushare top", "text")
+        if self.frame is None:
+            return segments([title, ("   reading the host ...", "dim")], width, self.colours, "head")
+        right = self._state(self.frame, width)
+        taken = sum(len(piece[0]) for piece in right)
+        snapshot = self.frame.snapshot
+        hosts = (f"  {snapshot.host}  driver {snapshot.driver_version or '-'} ", f"  {snapshot.host} ", " ")
+        host = next((text for text in hosts if len(title[0]) + len(text) <= width - taken), "")
+        left = segments([title, (host, "dim")], max(0, width - taken), self.colours, "head")
+        return [*left, *segments(right, min(width, taken), self.colours, "head")]
+
+    def _state(self, frame: Frame, width: int) -> list[Piece]:
+        """Return the right half of the title: what the screen shows, the load of the host, findings, and the time."""
         hangs = self.watch_host.hangs_for()
         right: list[Piece] = []
         if hangs is not None:
@@ -447,18 +453,13 @@ class Cockpit(App[None]):
             right.append((f"RAM {jobs.size_text(frame.memory_used)}/{jobs.size_text(frame.memory_total)}  ", "dim"))
         if frame.load is not None and width >= 100:
             right.append((f"load {frame.load:.1f}  ", "dim"))
-        found = self._findings
-        if found:
-            right.append((f"{counted(len(found), 'finding')}: D  ", "warn"))
+        if self._findings:
+            right.append((f"{counted(len(self._findings), 'finding')}: D  ", "warn"))
         reader = self.watch_host.reader
         if isinstance(reader, Reader):
-            right.append((time.strftime("%H:%M:%S ", time.localtime(frame.at)), "text"))
-        else:
-            clock = time.strftime("%Y-%m-%d %H:%M:%S ", time.localtime(frame.at))
-            right += [(f"recorded, {reader.place}  ", "warn"), (clock, "text")]
-        taken = sum(len(piece[0]) for piece in right)
-        left = segments(pieces, max(0, width - taken), self.colours, "head")
-        return [*left, *segments(right, min(width, taken), self.colours, "head")]
+            return [*right, (time.strftime("%H:%M:%S ", time.localtime(frame.at)), "text")]
+        clock = time.strftime("%Y-%m-%d %H:%M:%S ", time.localtime(frame.at))
+        return [*right, (f"recorded, {reader.place}  ", "warn"), (clock, "text")]
 
     def _event_line(self, width: int) -> list[Segment]:
         if self._note is not None:
