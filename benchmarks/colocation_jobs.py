@@ -1,10 +1,11 @@
 """The jobs of `benchmarks.colocation`: ``python -m benchmarks.colocation_jobs NAME``. They print what `gpushare tune` reads.
 
-With CuPy on a GPU, and with NumPy, in small, where there is none. Production that waits prints ``latency_ms=``, the others
-print ``rate=`` ten times a second.
+On a GPU with CuPy; servers and ``decode`` with PyTorch as one CUDA graph, as engines run them, so that a busy host does not
+decide. Where there is no GPU, with NumPy, in small. Production that waits prints ``latency_ms=``, the others print ``rate=``
+ten times a second.
 
-- ``random``: a server of 4 ms requests that arrive at random, at a load of .45; a latency counts from the arrival.
-- ``half``: a server of 6 ms requests that come by the clock, at half load.
+- ``random``: a server of 8 ms requests that arrive at random, at a load of .45; a latency counts from the arrival.
+- ``half``: a server of 20 ms requests that come by the clock, at half load.
 - ``decode``: one step of a language model after the other, batch 4; each reads 2.2 GB of weights.
 - ``diffusion``: denoising steps: attention and large products over 4096 positions.
 - ``embedding``: rows of a large table, a product, and a norm.
@@ -39,8 +40,50 @@ def _synchronize(xp: Any) -> None:
         xp.cuda.get_current_stream().synchronize()
 
 
+def _graph(count: int, hidden: tuple[int, int], weights: int, wide: int) -> Step:
+    """Return a chain of matrix products as one CUDA graph; square layers work on what the one before left."""
+    torch = importlib.import_module("torch")
+    half = {"dtype": torch.float16, "device": "cuda"}
+    state = torch.rand(hidden, **half) / 64
+    layers = [torch.rand((hidden[1], wide), **half) / 64 for _ in range(weights)]
+
+    def chain() -> None:
+        found = state
+        for number in range(count):
+            product = found @ layers[number % weights]
+            found = torch.tanh(product) if wide == hidden[1] else found
+
+    side = torch.cuda.Stream()
+    with torch.no_grad(), torch.cuda.stream(side):
+        for _ in range(3):
+            chain()
+        side.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            chain()
+
+    def step() -> None:
+        graph.replay()
+        torch.cuda.synchronize()
+
+    return step
+
+
+def _took(step: Step) -> float:
+    step()
+    took = []
+    for _ in range(20):
+        began = time.perf_counter()
+        step()
+        took.append(time.perf_counter() - began)
+    return sorted(took)[len(took) // 2]
+
+
 def _server(xp: Any, seconds: float) -> Step:
     """Return a request that takes about this time alone."""
+    if GPU:
+        few, many = (_took(_graph(count, (2048, 2048), 4, 2048)) for count in (32, 128))
+        return _graph(max(1, round(128 + (seconds - many) * 96 / (many - few))), (2048, 2048), 4, 2048)
     hidden, weights = _array(xp, 2048, 2048), [_array(xp, 2048, 2048) for _ in range(4)]
 
     def layers(count: int) -> None:
@@ -58,6 +101,8 @@ def _server(xp: Any, seconds: float) -> Step:
 
 
 def _decode(xp: Any) -> Step:
+    if GPU:
+        return _graph(24, (4, 4096), 24, 11008)
     weights = [_array(xp, 4096, 11008) for _ in range(24)]
     hidden = _array(xp, 4, 4096)
 
@@ -125,7 +170,7 @@ def _fed(xp: Any) -> Step:
     return step
 
 
-SERVERS: Final = {"random": 0.004, "half": 0.006}
+SERVERS: Final = {"random": 0.008, "half": 0.020}
 CLOSED: Final[dict[str, Callable[[Any], Step]]] = {
     "decode": _decode,
     "diffusion": _diffusion,

@@ -53,6 +53,10 @@ _CLEARLY: Final = 1.12
 _UNKNOWN_P99_ERROR: Final = 0.08
 # The answer is watched for at least this time.
 _ANSWER_SECONDS: Final = 6.0
+# A p99 whose error would still be so many times too large after the longest time is not watched that long.
+_HOPELESS: Final = 2.0
+# Slices that leave the others less than this are not searched further where caps can be.
+_STARVED: Final = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +168,13 @@ class Figures:
         tail = goal.p99_factor is None or (error is not None and error <= _P99_ERROR * (self.p99 or 1.0))
         return rate and tail and self.seconds >= _ANSWER_SECONDS
 
+    def scatters(self, goal: Goal) -> bool:
+        """Return whether the p99 scatters so much that the longest time would not make it certain: the host's own stalls."""
+        error = self.p99_error
+        if goal.p99_factor is None or error is None or self.p99 is None or self.seconds < _ANSWER_SECONDS:
+            return False
+        return error * math.sqrt(self.seconds / MOST_SECONDS) > _HOPELESS * _P99_ERROR * self.p99
+
     def _precise_rate(self, goal: Goal) -> bool:
         """Return whether the error of the rate is small beside what production may lose."""
         return self.error <= max(0.001, min(_RATE_ERROR, (1 - goal.keep) / 6))
@@ -179,10 +190,11 @@ class Figures:
 
 
 class Wanted(NamedTuple):
-    """The setting to measure next; ``again``: why, if it was measured before."""
+    """The setting to measure next; ``again``: why, if it was measured before; ``best``: it is the best so far."""
 
     setting: Setting
     again: str | None = None
+    best: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +223,10 @@ class Search:
         first = longer[0] if longer else PRODUCTION_US[-1]
         return [first, *[each for each in PRODUCTION_US[1:] if each > first][:1]]
 
+    def least_share(self, way: Way) -> float:
+        """Return the share of the others below which no setting of a way is worth measuring."""
+        return _STARVED if way is Way.SLICES and Way.CAPS in self.ways else 0.0
+
     def lines(self, way: Way) -> list[list[Setting]]:
         """Return the lines of a way in the order in which they are searched, each from the least for the others up."""
         if way is Way.SLICES:
@@ -219,14 +235,23 @@ class Search:
         return [[Setting(threads=threads, low=low) for threads in caps] for low in (True, False)]
 
 
-def next_setting(search: Search, way: Way, known: Mapping[Setting, Figures]) -> Wanted | None:
-    """Return the next setting of a way to measure; None: there is an answer."""
+def next_setting(search: Search, way: Way, known: Mapping[Setting, Figures], *, late: bool = False) -> Wanted | None:
+    """Return the next setting of a way to measure; None: there is an answer.
+
+    ``late``: little time is left, and what it is best used for is to make the best setting so far certain.
+    """
     lines = search.lines(way)
+    if late and (wanted := _unsure_best(search.goal, [each for each in known.values() if each.setting.way == way])):
+        return wanted
     for number, line in enumerate(lines):
         setting = _next_on(search, line, lines[:number], known)
         if setting is not None:
             return Wanted(setting)
-    return _unsure(search.goal, [figures for figures in known.values() if figures.setting.way == way])
+    least = search.least_share(way)
+    return _unsure(
+        search.goal,
+        [each for each in known.values() if each.setting.way == way and (each.share is None or each.share >= least)],
+    )
 
 
 def left_out(way: Way, known: Mapping[Setting, Figures], goal: Goal) -> str | None:
@@ -251,7 +276,7 @@ def _next_on(
     goal, best = search.goal, best_of(search.goal, known.values())
     here = {place: known[setting] for place, setting in enumerate(line) if setting in known}
     if not here:
-        return _first_on(line, before, known, best, goal)
+        return _first_on(search, line, before, known, best)
     meeting = max((place for place, figures in here.items() if figures.holds(goal)), default=-1)
     failing = min((place for place in here if place > meeting), default=len(line))
     if line[0].way is Way.CAPS and before:
@@ -264,7 +289,7 @@ def _next_on(
     between = range(meeting + 1, failing)
     # What fails gives the others more than all below it.
     most = here[failing].share if failing in here else _most_before(before, known)
-    if not between or not _is_more(most, best):
+    if not between or not _is_more(most, best, search.least_share(line[0].way)):
         return None
     if line[0].way is Way.SLICES and (
         _is_no_better(line, before, known, goal) or _is_out_of_reach(meeting, here, goal)
@@ -317,21 +342,21 @@ def _crossing(low: int, high: int, here: Mapping[int, Figures], goal: Goal, *, h
 
 
 def _first_on(
+    search: Search,
     line: Sequence[Setting],
     before: Sequence[Sequence[Setting]],
     known: Mapping[Setting, Figures],
     best: Figures | None,
-    goal: Goal,
 ) -> Setting | None:
     """Return the first setting of a line; None: no setting of it can be the best one."""
-    if not _is_more(_most_before(before, known), best):
+    if not _is_more(_most_before(before, known), best, search.least_share(line[0].way)):
         return None
     slices = line[0].way is Way.SLICES
     if not before:
         first = _FIRST_US if slices else _FIRST_CAP
         return min(line, key=lambda setting: abs((setting.other_slice_us if slices else setting.threads) - first))  # type: ignore[operator]
     earlier = [known[setting] for setting in before[-1] if setting in known]
-    meeting = [figures.setting for figures in earlier if figures.holds(goal)]
+    meeting = [figures.setting for figures in earlier if figures.holds(search.goal)]
     if slices:
         wanted = max((setting.other_slice_us or 0 for setting in meeting), default=_FIRST_US)
         return min(line, key=lambda setting: abs((setting.other_slice_us or 0) - wanted))
@@ -342,9 +367,11 @@ def _first_on(
     return min(line, key=lambda setting: abs(setting.threads - wanted_cap))
 
 
-def _is_more(share: float | None, best: Figures | None) -> bool:
-    """Return whether this share of the others is clearly more than that of the best setting, or may be."""
-    return share is None or best is None or best.share is None or share > FASTER * best.share
+def _is_more(share: float | None, best: Figures | None, least: float = 0.0) -> bool:
+    """Return whether this share of the others is clearly more than that of the best setting, or may be; and the least."""
+    if share is None:
+        return True
+    return share >= least and (best is None or best.share is None or share > FASTER * best.share)
 
 
 def _unsure(goal: Goal, measured: Sequence[Figures]) -> Wanted | None:
@@ -354,12 +381,21 @@ def _unsure(goal: Goal, measured: Sequence[Figures]) -> Wanted | None:
         return Wanted(best.setting, f"measured on {best.earlier}: does it still hold?")
     for figures in sorted(measured, key=lambda each: -(each.share or 0.0)):
         open_ = figures.verdict(goal) is None and figures.earlier is None and figures.seconds < MOST_SECONDS
+        if figures.scatters(goal):
+            continue
         if open_ and figures != best and _is_more(figures.share, best) and figures.margin(goal) > 0.9:
             how = "met" if figures.meets(goal) else "missed"
             return Wanted(figures.setting, f"it {how} the goal by less than the scatter")
-    if best is None or best.seconds >= MOST_SECONDS or (best.verdict(goal) and best.precise(goal)):
+    return _unsure_best(goal, measured)
+
+
+def _unsure_best(goal: Goal, measured: Sequence[Figures]) -> Wanted | None:
+    best = best_of(goal, measured)
+    if best is None or best.earlier is not None or best.seconds >= MOST_SECONDS:
         return None
-    return Wanted(best.setting, "the best so far: its figures become more certain")
+    if best.verdict(goal) and best.precise(goal):
+        return None
+    return Wanted(best.setting, "the best so far: its figures become more certain", best=True)
 
 
 def best_of(goal: Goal, measured: Iterable[Figures]) -> Figures | None:

@@ -46,7 +46,7 @@ from gpushare.measure.search import (
     next_setting,
     outcome,
 )
-from gpushare.measure.statistics import deviation, mean, mean_known, paired_ratio, percentile
+from gpushare.measure.statistics import deviation, mean, mean_known, paired_ratio, percentile, t_quantile
 from gpushare.measure.usage import UsageMeter
 from gpushare.memory.peaks import Profile
 from gpushare.mps.limits import Limits
@@ -74,6 +74,8 @@ _LONGEST_FOR_OTHERS_SECONDS: Final = 6.0
 _SILENT_SECONDS: Final = 10.0
 # Of the budget, for slices, before caps are searched.
 _SLICES_PART: Final = 0.4
+# And at its end, for the best setting so far.
+_ANSWER_PART: Final = 0.3
 # The others alone are measured again after this time.
 _OTHERS_ALONE_SECONDS: Final = 12.0
 # So long all may serve the requests that came while all started, and production those that came while it was stopped.
@@ -86,6 +88,8 @@ _REQUESTS_ALONE: Final = 600
 _SHARED: Final = 1.2
 # Windows of a second and less scatter at least so much.
 _LEAST_SCATTER: Final = 0.003
+# Windows alone before the first setting: they tell how far the rates of this job scatter.
+_FIRST_ALONE: Final = 2
 # From here on, requests come at random; and with less than this load, a server waits for them.
 _RANDOM: Final = 0.4
 _WAITING_LOAD: Final = 0.9
@@ -317,8 +321,6 @@ class Tuner:
                 if error.code != "not_attached" or len(self._search.ways) == 1:
                     raise
                 raise _LeftOut(error) from None
-            if self._began is None:
-                self._began = experiment.now()
             if stage.default_us:
                 self._search = replace(self._search, default_us=stage.default_us)
             if stage.request_us is not None:
@@ -354,7 +356,7 @@ class Tuner:
             raise _LeftOut(error) from None
 
     def _walk(self, stage: Stage, way: Way) -> None:
-        while (wanted := next_setting(self._search, way, self._known)) is not None:
+        while (wanted := next_setting(self._search, way, self._known, late=self._is_over_soon(way))) is not None:
             setting = wanted.setting
             if wanted.again is not None and self._is_late(stage, way):
                 return
@@ -364,7 +366,7 @@ class Tuner:
             self.reporter.doing(what)
             self.reporter.progress(what, self._spent(stage.experiment), self.options.budget_seconds)
             try:
-                stage.measure(setting, longer=before is not None and before.earlier is None)
+                stage.measure(setting, longer=before is not None and before.earlier is None, best=wanted.best)
             finally:
                 # What was measured counts, also if this setting was not finished.
                 for figures in stage.all_figures():
@@ -374,6 +376,11 @@ class Tuner:
             if before is not None and before.earlier is not None:
                 self._doubt(way, before, now)
         stage.finished = True
+
+    def _is_over_soon(self, way: Way) -> bool:
+        """Return whether the rest of the budget is for the answer; after slices come caps, which have their own."""
+        last = way is Way.CAPS or Way.CAPS not in self._search.ways
+        return last and self.left() < _ANSWER_PART * self.options.budget_seconds
 
     def _is_late(self, stage: Stage, way: Way) -> bool:
         """Return whether the time that is left is better spent on the other way."""
@@ -404,6 +411,11 @@ class Tuner:
         if self._began is None:
             return math.inf
         return self.options.budget_seconds - self._spent(self._stages[-1].experiment)
+
+    def count(self) -> None:
+        """Begin to count the time, as all jobs have printed."""
+        if self._began is None:
+            self._began = self._stages[-1].experiment.now()
 
     def _spent(self, experiment: Experiment) -> float:
         return 0.0 if self._began is None else experiment.now() - self._began
@@ -526,6 +538,7 @@ class Stage:
         self._start_others(first)
         self._until_warm(self._production, *self._others)
         self.start_took = self.experiment.now() - began
+        self._tuner.count()
         if outside:
             try:
                 self.default_us = self.experiment.slice_of(self._production.program) or None
@@ -537,6 +550,8 @@ class Stage:
                 raise _LeftOut(error) from None
         self._pause_others()
         self._fit()
+        for _ in range(_FIRST_ALONE):
+            self._watch_alone()
         if first == Limits() and not self._tuner.others_alone:
             # Not at once: a job that has just begun is slow (H100: .86 of its rate a few seconds later).
             self._measure_others(first=True)
@@ -713,6 +728,7 @@ class Stage:
             wanted = max(_SHORTEST_SECONDS, _LEAST_MOMENTS * (ended - started) / len(moments), _GAPS * gap)
             self._window = min(_LONGEST_SECONDS, wanted)
         self._together_seconds = 2 * self._window
+        self._log.append(_Seen(started, ended, printed.window(started, ended)))
         alone = [value for at, value in printed.latencies if started < at <= ended]
         unit = printed.latency_us
         self.request_us = None if unit is None or not alone else unit * percentile(alone, 50)
@@ -726,6 +742,9 @@ class Stage:
             self._measure_others()
         self._pause_others()
         self._catch_up()
+        self._watch_alone()
+
+    def _watch_alone(self) -> None:
         for recorder in self._recorders:
             recorder.since_last()
         start, end = self._watch(self._window)
@@ -838,8 +857,11 @@ class Stage:
         rates = tuple(self._rate(job, start, end) for job in self._others)
         self._log.append(_Seen(start, end, self._production.printed.window(start, end), setting, rates))
 
-    def measure(self, setting: Setting, *, longer: bool) -> None:
-        """Watch production under a setting, and alone in turn, until the figures decide; ``longer``: until they are certain."""
+    def measure(self, setting: Setting, *, longer: bool, best: bool = False) -> None:
+        """Watch production under a setting, and alone in turn, until the figures decide.
+
+        ``longer``: until they are certain; what scatters too much for that is watched on only if it is the best so far.
+        """
         goal, rounds = self._options.search.goal, 0
         self._apply(setting)
         while True:
@@ -857,6 +879,8 @@ class Stage:
             if figures.seconds >= (MOST_SECONDS if longer else FIRST_SECONDS):
                 return
             if verdict is False or (verdict and (not longer or figures.precise(goal))):
+                return
+            if not best and figures.scatters(goal):
                 return
             if not longer and figures.clear(goal):
                 return
@@ -919,7 +943,8 @@ class Stage:
         """Return the standard error of a share: by its own windows, or by those alone if they scatter more."""
         alone = self._rates_alone()
         spread = deviation(alone) / mean(alone) if len(alone) > 1 else 0.0
-        pooled = max(_LEAST_SCATTER, spread) * math.sqrt(1.2 / count) * (1.5 if count == 1 else 1.0)
+        # A spread of few windows is itself uncertain.
+        pooled = max(_LEAST_SCATTER, spread) * math.sqrt(1.2 / count) * t_quantile(max(1, len(alone) - 1)) / 2
         return max(pooled, _SHARED * (own or 0.0))
 
     def _rates_alone(self) -> list[float]:

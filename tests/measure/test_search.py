@@ -239,3 +239,40 @@ def test_jobs_that_need_the_same_bandwidth_are_told_so() -> None:
     assert "opportunistic job alone draws 90 %" in (memory_warning(90.0, 10.0) or "")
     assert "production job alone draws 88 %" in (memory_warning(None, 88.0) or "")
     assert memory_warning(80.0, None) is None
+
+
+def test_slices_that_starve_the_others_are_not_searched_where_caps_can_be() -> None:
+    def starving(setting: Setting) -> Figures:
+        if setting.way is Way.CAPS:
+            return knee(40)(setting)
+        return Figures(setting=setting, kept=0.8, error=0.001, share=0.06, seconds=6.0)
+
+    both = searched(Search(goal=GOAL), starving)
+    assert [setting.way for setting in both[:2]] == [Way.SLICES, Way.CAPS]
+    # Alone they are all that there is.
+    assert len(searched(Search(goal=GOAL, ways=(Way.SLICES,)), starving)) > 1
+
+
+def test_a_p99_that_stays_uncertain_is_not_watched_again_unless_it_is_the_best() -> None:
+    goal = Goal(keep=0.9, p99_factor=1.4)
+
+    def stalled(setting: Setting) -> Figures:
+        late = 1.6 if (setting.other_slice_us or 0) > 100 else 1.2
+        return Figures(
+            setting=setting, kept=0.99, error=0.001, p99=late, p99_low=0.5, p99_high=3.0, share=0.4, seconds=6.0
+        )
+
+    order = searched(Search(goal=goal, ways=(Way.SLICES,)), stalled)
+    assert {setting for setting in order if order.count(setting) > 1} <= {order[0]}
+
+
+def test_late_the_best_so_far_becomes_certain_before_more_is_tried() -> None:
+    search, found = Search(goal=GOAL), Setting(threads=60.0)
+    known = {found: replace(knee(80, error=0.03)(found), seconds=1.2)}
+    late = next_setting(search, Way.CAPS, known, late=True)
+    assert late is not None
+    assert (late.setting, late.best) == (found, True)
+    assert next_setting(search, Way.CAPS, known) != late
+    # It is certain by now, and there is time left.
+    known[found] = replace(known[found], seconds=MOST_SECONDS)
+    assert next_setting(search, Way.CAPS, known, late=True) == next_setting(search, Way.CAPS, known)

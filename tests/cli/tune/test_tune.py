@@ -174,10 +174,10 @@ def test_before_the_first_setting_there_is_nothing_to_show(cli: Cli, monkeypatch
 
 
 def test_the_end_of_the_budget_is_said(cli: Cli) -> None:
-    answer = cli("tune", *SERVER, *BOTH, "--budget", "8s", output="json").ok()
+    answer = cli("tune", *SERVER, *BOTH, "--budget", "12s", output="json").ok()
     assert (answer.data["ended"], answer.data["stable"]) == ("budget", False)
     assert answer.data["file"] is not None
-    assert "the budget of 8 s is spent; the same tune again goes on from there" in answer.err
+    assert "the budget of 12 s is spent; the same tune again goes on from there" in answer.err
 
 
 def test_a_script_that_runs_it_in_the_background_ends_it_by_sigterm(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
