@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 PREFIX: Final = "gpushare-memory-"
 # A job that holds a place and has nothing on the device for this long has no reservation there any more.
 LAPSE_SECONDS: Final = 60.0
-# A waiting job that could take a place for so long, and does not, is passed: it hangs, or only looks like a job.
+# Waiting jobs of a user that could take a place for so long, and do not, are passed: they hang, or only look like jobs.
 PATIENCE_SECONDS: Final = 10.0
 # How often a job may step back for others in one claim, which has at most 64 lines.
 _MOST_STEPS_BACK: Final = 24
@@ -42,6 +42,8 @@ _MOST_STEPS_BACK: Final = 24
 _MOST_FIXES: Final = 4
 # A program that is started more often in one place: later ones hold it only together with gpushare.
 _MOST_ADDED: Final = 6
+# How long a job that has just come waits for those that are entering the ledger: one of them may be before it.
+_CHOOSING_SECONDS: Final = 0.5
 # How long a job with a time takes besides, to start and to end.
 TIME_MARGIN_SECONDS: Final = 15.0
 # Further waiting jobs of one user are not in the line yet.
@@ -323,7 +325,8 @@ def line_of(
         if not there and at - one.claim.touched_at > LAPSE_SECONDS:
             continue
         size = room.whole_bytes if one.memory_bytes is None else one.memory_bytes
-        limit = (limits or {}).get(one.claim.uid)
+        # Limits that name no user are empty, and may still hold for all.
+        limit = None if limits is None else limits.get(one.claim.uid)
         if limit is not None and granted[one.claim.uid] + size > limit:
             size = 0
             beyond.add(one.id)
@@ -432,22 +435,26 @@ def owners_of(host: Host, found: Iterable[Reservation], processes: Iterable[GpuP
 
 
 class Patience:
-    """Which waiting jobs are passed, as one looks at them again and again."""
+    """Which waiting jobs are passed: those of a user share `PATIENCE_SECONDS`, until one of them takes its place."""
 
     def __init__(self) -> None:
-        # Since when they could take a place.
-        self._could: dict[str, float] = {}
+        # Who could take a place at the last look, with their users; and since when some job of a user could.
+        self._could: dict[str, int] = {}
+        self._since: dict[int, float] = {}
+        self._passed: set[str] = set()
 
-    def look(self, could: Collection[str]) -> None:
+    def look(self, found: Sequence[Reservation], could: Collection[str]) -> None:
         """Note who can take a place now; who was passed stays so."""
         now = time.monotonic()
-        passed = {name: since for name, since in self._could.items() if now - since >= PATIENCE_SECONDS}
-        self._could = passed | {name: self._could.get(name, now) for name in could}
+        came = {job.claim.uid for job in found if job.held and job.id in self._could}
+        self._could = {job.id: job.claim.uid for job in found if job.id in could}
+        self._since = {uid: now if uid in came else self._since.get(uid, now) for uid in self._could.values()}
+        late = {uid for uid, since in self._since.items() if now - since >= PATIENCE_SECONDS}
+        self._passed |= {job.id for job in found if job.waits and job.claim.uid in late}
 
-    def lets_go_first(self, one: Reservation) -> bool:
+    def lets_go_first(self, job: Reservation) -> bool:
         """Return whether a waiting job counts: it is not stopped, and was not passed."""
-        now = time.monotonic()
-        return not one.stopped and now - self._could.get(one.id, now) < PATIENCE_SECONDS
+        return not job.stopped and job.id not in self._passed
 
 
 class Place:
@@ -493,6 +500,7 @@ class Place:
             raise
         self._steps_back = self._added = self._fixes = 0
         self._told_limit: str | None = None
+        self._entered = time.monotonic()
         # Those that came before this job.
         self._before: frozenset[str] | None = None
 
@@ -544,12 +552,24 @@ class Place:
         limits: Mapping[int, int],
         best: Callable[[Sequence[str]], Sequence[str]] | None,
     ) -> tuple[str, ...]:
-        found, own = self._others(), self._claim.path.name
-        if found is None:
+        claims = all_claims(self._host, PREFIX)
+        # Drawing a ticket takes microseconds. A claim that shows one later than this did not draw it then.
+        while (
+            self._before is None
+            and any(claim.ticket is None for claim in claims or ())
+            and time.monotonic() - self._entered < _CHOOSING_SECONDS
+        ):
+            time.sleep(0.002)
+            claims = all_claims(self._host, PREFIX)
+        found, own = self._others(claims), self._claim.path.name
+        mine = next((claim for claim in claims or () if claim.path.name == own), None)
+        if claims is None or found is None or mine is None:
             return ()
         if self._before is None:
-            ids = [one.id for one in sorted(found, key=lambda one: one.claim.rank)]
-            self._before = frozenset(ids[: ids.index(own)] if own in ids else ids)
+            # Of all claims: `found` has only some of the jobs of a user.
+            self._before = frozenset(
+                claim.path.name for claim in claims if claim.ticket is not None and claim.rank < mine.rank
+            )
         lines = self._lines(found, devices, clients, limits)
         waiting = [
             _waiting(one.id, one.claim.uid, one, lines, limits)
@@ -563,7 +583,7 @@ class Place:
             )
         ]
         taken = _admitted(lines, waiting)
-        self._patience.look(taken.keys() - {own})
+        self._patience.look(found, taken.keys() - {own})
         free = taken.get(own, ())
         if not free:
             self._fix(lines, waiting)
@@ -592,8 +612,8 @@ class Place:
         self._fixes += 1
         self._claim.tell(f"fix {','.join(self._fixed)}")
 
-    def _others(self) -> list[Reservation] | None:
-        found = reservations(self._host)
+    def _others(self, claims: Sequence[Claim] | None = None) -> list[Reservation] | None:
+        found = reservations(self._host, claims)
         return None if found is None else not_around(self._host, found)
 
     def _still_fit(

@@ -90,7 +90,7 @@ def best_first(
     the ones that are connected best. ``productions`` returns the names of the production jobs on a device. ``but`` is the
     place of the job itself.
     """
-    lines = {line.device.uuid: line for line in read_lines(host, devices, limits or {}, but)}
+    lines = {line.device.uuid: line for line in read_lines(host, devices, {} if limits is None else limits, but)}
     known = Known(host)
     found = []
     for device in devices:

@@ -42,6 +42,8 @@ from gpushare.show.waiting import Draw, waiting_line
 from gpushare.sim.admin import add_process, set_fault, set_mig
 
 SPEC = "sim:2xa30"
+# A user who is neither root nor this one.
+OTHER = os.geteuid() + 1
 
 
 @pytest.fixture
@@ -323,6 +325,19 @@ def test_waiting_jobs_of_one_user_are_bounded(host: Host, monkeypatch: pytest.Mo
     for _ in range(5):
         enter(host, GIB)
     assert len(reservations(host) or []) == 3
+
+
+def test_the_order_of_a_user_also_counts_beyond_that_bound(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "MOST_WAITING_OF_ONE_USER", 3)
+    blockers = [enter(host, 20 * GIB), enter(host, 20 * GIB)]
+    for blocker, device in zip(blockers, devices(host), strict=True):
+        blocker.take(device.uuid)
+    *first, fourth, last = [enter(host, 20 * GIB) for _ in range(5)]
+    assert not take(host, last)
+    for job in [*first, blockers[0]]:
+        job.leave()
+    assert not take(host, last)
+    assert take(host, fourth)
 
 
 def test_the_gpu_without_a_production_job_is_best(host: Host) -> None:
@@ -690,6 +705,19 @@ def test_the_limit_for_all_is_not_for_root() -> None:
     assert UserLimits({0: GIB}, None).get(0) == GIB
 
 
+@pytest.mark.parametrize("limits", [UserLimits({}, 2 * GIB), UserLimits({OTHER: 2 * GIB})])
+def test_what_others_reserve_beyond_their_limit_keeps_nobody_out(host: Host, limits: UserLimits) -> None:
+    """Also by a limit for all users, which names none."""
+    place = enter(host, 20 * GIB)
+    place.take(devices(host)[0].uuid)
+    (job,) = reservations(host) or []
+    forged = replace(job, claim=replace(job.claim, uid=OTHER))
+    line = line_of(host, devices(host)[0], [forged], limits=limits)
+    assert line is not None
+    assert (line.reserved_bytes, line.beyond) == (0, {job.id})
+    place.leave()
+
+
 @contextlib.contextmanager
 def planted(host: Host, *lines: str, name: int = 0xF) -> Iterator[Path]:
     """Plant the claim of a process that lives, as its user may write it."""
@@ -704,7 +732,37 @@ def planted(host: Host, *lines: str, name: int = 0xF) -> Iterator[Path]:
         path.unlink()
 
 
-def test_a_claim_that_always_chooses_keeps_nobody_waiting(host: Host) -> None:
+def clocked(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Return what lets the ledger's clock go on."""
+    now = [1000.0]
+
+    def forward(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", forward)
+    return forward
+
+
+def test_a_job_waits_for_the_ticket_of_one_that_came_first(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else both look, each without the other, and both take the same memory."""
+    clocked(monkeypatch)
+    key = devices(host)[0].uuid
+    with planted(host, f"fact want {20 * GIB} 0 {key}") as path:
+        late = Place(host, Request(memory_bytes=20 * GIB, keys=(key,), client=False))
+
+        def draw(_: float) -> None:
+            if "ticket" not in path.read_text():
+                with path.open("a") as file:
+                    file.write("ticket 1\n")
+
+        monkeypatch.setattr(time, "sleep", draw)
+        assert not take(host, late)
+    assert take(host, late)
+
+
+def test_a_claim_that_always_chooses_keeps_nobody_waiting(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    clocked(monkeypatch)
     keys = ",".join(one.uuid for one in devices(host))
     with planted(host, f"fact want 0 0 {keys}") as path:
         # Its owner may set this to any time, or touch it in a loop.
@@ -724,8 +782,9 @@ def test_nobody_comes_first_by_an_earlier_ticket(host: Host) -> None:
         assert take(host, honest)
 
 
-def test_a_ticket_that_is_drawn_late_is_a_late_one(host: Host) -> None:
+def test_a_ticket_that_is_drawn_late_is_a_late_one(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     """A claim can choose for days, and then say that it was there before all others."""
+    clocked(monkeypatch)
     key = devices(host)[0].uuid
     blocker = enter(host, 20 * GIB)
     blocker.take(key)
@@ -738,18 +797,6 @@ def test_a_ticket_that_is_drawn_late_is_a_late_one(host: Host) -> None:
         assert take(host, honest)
 
 
-def clocked(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Return what lets the ledger's clock go on."""
-    now = [1000.0]
-
-    def forward(seconds: float) -> None:
-        now[0] += seconds
-
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(time, "sleep", forward)
-    return forward
-
-
 def test_one_that_could_come_and_does_not_is_passed(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     """A waiting gpushare that was stopped (Ctrl-Z), or a file that only looks like one."""
     forward = clocked(monkeypatch)
@@ -760,7 +807,42 @@ def test_one_that_could_come_and_does_not_is_passed(host: Host, monkeypatch: pyt
         forward(ledger.PATIENCE_SECONDS / 2)
         assert not take(host, honest)
         forward(ledger.PATIENCE_SECONDS / 2)
+        assert not take(host, honest)
         assert take(host, honest)
+
+
+def test_all_jobs_of_a_user_that_do_not_come_share_one_patience(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else 64 claims for the whole GPU, which are let in one after another, hold up each new job for ten minutes."""
+    forward = clocked(monkeypatch)
+    key = devices(host)[0].uuid
+    with contextlib.ExitStack() as held:
+        for number in range(1, 33):
+            held.enter_context(planted(host, f"fact want - 0 {key}", f"ticket {number}", name=number))
+        honest = Place(host, Request(memory_bytes=20 * GIB, keys=(key,), client=False))
+        for _ in range(6):
+            assert not take(host, honest)
+            forward(ledger.PATIENCE_SECONDS / 5)
+        assert take(host, honest)
+
+
+def test_a_user_whose_jobs_come_has_all_patience_again(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = clocked(monkeypatch)
+    key = devices(host)[0].uuid
+    with (
+        planted(host, f"fact want - 0 {key}", "ticket 1", name=1) as first,
+        planted(host, f"fact want - 0 {key}", "ticket 2", name=2),
+    ):
+        honest = Place(host, Request(memory_bytes=20 * GIB, keys=(key,), client=False))
+        for _ in range(4):
+            assert not take(host, honest)
+            forward(ledger.PATIENCE_SECONDS / 5)
+        with first.open("a") as file:
+            file.write(f"fact sure {key}\n")
+        assert not take(host, honest)
+        first.write_text("ended")
+        for _ in range(4):
+            assert not take(host, honest)
+            forward(ledger.PATIENCE_SECONDS / 5)
 
 
 def test_to_root_the_swap_of_a_user_moves_only_that_users_jobs(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
