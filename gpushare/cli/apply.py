@@ -12,7 +12,7 @@ import typer
 
 from gpushare.base.errors import BadUsage, GpushareError, InUse, NeedsConsent, NoPermission, NotSupported
 from gpushare.base.model import FileWay
-from gpushare.base.units import counted, parse_seconds
+from gpushare.base.units import counted, format_duration, parse_seconds
 from gpushare.base.values import dataclass
 from gpushare.cli.options import (
     PLAIN,
@@ -32,7 +32,7 @@ from gpushare.host.host import Host
 from gpushare.host.records import sweep_leftovers
 from gpushare.hostfile.apply import GpuApply, plan_gpu
 from gpushare.hostfile.file import Entry, HostFile, Matched, text_of
-from gpushare.hostfile.kept import limits_in
+from gpushare.hostfile.kept import kept_limits, limits_in
 from gpushare.hostfile.live import captured
 from gpushare.hostfile.load import (
     before_path,
@@ -47,6 +47,7 @@ from gpushare.hostfile.load import (
     placed,
 )
 from gpushare.hostfile.look import live_gpus
+from gpushare.memory.leases import leases
 from gpushare.mig.change import transact
 from gpushare.mig.driver import need_rights
 from gpushare.mig.ledger import MigLedger
@@ -282,13 +283,30 @@ def _followed(host: Host, wanted: HostFile) -> list[str]:
 
 
 def _limited(host: Host, wanted: HostFile) -> list[str]:
-    """Return a note on the limits of users, which are in force once root has kept the file."""
-    if not wanted.memory:
-        gone = host.root and changed_limits(host, wanted)
-        return ["limits of users (memory) are no longer in force: this file has none"] if gone else []
+    """Return notes on the limits of users, which are in force once root has kept the file."""
+    now, longest, notes = kept_limits(host), limits_in(wanted).longest_lease_seconds, list[str]()
     if not host.root:
-        return ["limits of users (memory) are in force only when root applies the file: sudo gpushare apply"]
-    return [f"{counted(len(wanted.memory), 'limit')} of users in force for gpushare run --wait and --memory"]
+        which = "memory" if wanted.memory else "" if wanted.longest_lease_seconds is None else "reserve"
+        how = "are in force only when root applies the file: sudo gpushare apply"
+        return [f"limits of users ({which}) {how}"] if which else []
+    if wanted.memory:
+        notes.append(f"{counted(len(wanted.memory), 'limit')} of users in force for gpushare run --wait and --memory")
+    elif now or now.others is not None:
+        notes.append("limits of users (memory) are no longer in force: this file has none")
+    if longest != now.longest_lease_seconds:
+        notes.append(f"leases of users end after {format_duration(longest)}" if longest else "users may hold no leases")
+    return notes + _ended_leases(host, wanted)
+
+
+def _ended_leases(host: Host, wanted: HostFile) -> list[str]:
+    """Return notes on the leases that are longer than a file allows, so that they end with it."""
+    kept = leases(host, limits_in(wanted))
+    indexes = {gpu.uuid: gpu.index for gpu in gpus_of(host)}
+    return [
+        f"the lease of {lease.user} on GPU {indexes.get(uuid, uuid)} ends"
+        for uuid, lease in leases(host, kept_limits(host)).items()
+        if uuid not in kept or kept[uuid].uid != lease.uid
+    ]
 
 
 def _with_limits(planned: Result, host: Host, wanted: HostFile) -> Result:
@@ -297,8 +315,9 @@ def _with_limits(planned: Result, host: Host, wanted: HostFile) -> Result:
     if not limits or planned.errors:
         return planned
     tables = tuple(replace(one, empty="only limits of users would change") for one in planned.tables)
-    data = replace(planned.data, memory=tuple(limits))
-    return replace(planned, tables=tables, notes=(*planned.notes, *limits), data=data)
+    data = replace(planned.data, limits=tuple(limits))
+    notes = (*planned.notes, *limits, *_ended_leases(host, wanted))
+    return replace(planned, tables=tables, notes=notes, data=data)
 
 
 def _kept(host: Host, text: str, result: Result) -> Result:
@@ -328,7 +347,7 @@ class ApplyAnswer(PlanAnswer):
     # The file that is applied at boot.
     kept: str | None = None
     # Limits of users that would change.
-    memory: tuple[str, ...] = ()
+    limits: tuple[str, ...] = ()
 
 
 def _in_force(row: _Row) -> str:

@@ -49,7 +49,7 @@ def diff(path: HostFileArgument = None, file: HostFileOption = None) -> Any:
     lines = [*map(_lines, rows), *map(str, processes), *limits]
     return Result(
         command="diff",
-        data=DiffAnswer(as_requested=good, gpus=tuple(rows), processes=tuple(processes), memory=tuple(limits)),
+        data=DiffAnswer(as_requested=good, gpus=tuple(rows), processes=tuple(processes), limits=tuple(limits)),
         text="\n".join(lines) or _nothing(wanted),
         notes=notes,
         exit_code=ExitCode.OK if good else ExitCode.NOT_AS_REQUESTED,
@@ -57,7 +57,7 @@ def diff(path: HostFileArgument = None, file: HostFileOption = None) -> Any:
 
 
 def _nothing(wanted: HostFile) -> str:
-    if wanted.memory and not wanted.entries and not wanted.rules:
+    if (wanted.memory or wanted.longest_lease_seconds is not None) and not wanted.entries and not wanted.rules:
         return "the limits of users are those of the file"
     if wanted.rules and not wanted.entries:
         return "every process has the time-slice that the rules give it"
@@ -87,7 +87,7 @@ class DiffAnswer:
     # Processes whose time-slice is not what the rules say.
     processes: tuple[Deviation, ...]
     # Limits of users that would change.
-    memory: tuple[str, ...]
+    limits: tuple[str, ...]
 
 
 def _row(live: LiveGpu, entries: Mapping[int, Entry]) -> GpuDiff:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from gpushare.base.errors import BadUsage, GpushareError, NoPermission, NotFound
-from gpushare.base.units import size_option
+from gpushare.base.units import format_duration, size_option
 from gpushare.form import HINT
 from gpushare.gpu_models import find_model
 from gpushare.host.capabilities import group_id, user_id, user_name
@@ -150,7 +150,11 @@ def changed_limits(host: Host, file: HostFile) -> list[str]:
     def text(size: int | None) -> str:
         return "none" if size is None else size_option(size)
 
-    return [f"memory: {who}: limit {text(new)}, now {text(old)}" for who, new, old in found if new != old]
+    changed = [f"memory: {who}: limit {text(new)}, now {text(old)}" for who, new, old in found if new != old]
+    longest, before = want.longest_lease_seconds, now.longest_lease_seconds
+    if longest != before:
+        changed.append(f"reserve: longest {format_duration(longest)}, now {format_duration(before)}")
+    return changed
 
 
 def _same_model(written: str, name: str) -> bool:

@@ -57,6 +57,8 @@ class _LeaseFile(NamedTuple):
     uid: int
     since: float
     until: float
+    # What the file itself says: root may have shortened it, and may lengthen it again.
+    written_until: float
 
 
 def leases(host: Host, limits: UserLimits) -> dict[str, GpuLease]:
@@ -167,7 +169,7 @@ def _read(host: Host, directory: Path, names: list[str], limits: UserLimits) -> 
             continue
         lease = _parsed(path, text, seen, limits, since_boot=seen.st_ctime - boot)
         # Without one it is half written, by a gpushare that was killed.
-        over = time.time() - seen.st_ctime > _UNREADABLE_SECONDS if lease is None else lease.until <= now
+        over = time.time() - seen.st_ctime > _UNREADABLE_SECONDS if lease is None else lease.written_until <= now
         if over and (seen.st_uid == host.uid or host.root):
             _remove(path)
         elif lease is not None and lease.since <= now < lease.until:
@@ -181,12 +183,9 @@ def _parsed(
     match = _TEXT.fullmatch(text)
     if match is None:
         return None
-    since, until = float(match[3]), float(match[4])
-    if match[1].decode() != boot_id():
-        until = 0.0
-    elif seen.st_uid != 0:
-        until = min(until, since + limits.longest_lease_seconds)
-    return _LeaseFile(max(since, since_boot), path, match[2].decode(), seen.st_uid, since, until)
+    since, written = float(match[3]), float(match[4]) if match[1].decode() == boot_id() else 0.0
+    until = written if seen.st_uid == 0 else min(written, since + limits.longest_lease_seconds)
+    return _LeaseFile(max(since, since_boot), path, match[2].decode(), seen.st_uid, since, until, written)
 
 
 def _remove(path: Path) -> None:

@@ -88,6 +88,28 @@ def test_root_sets_the_longest_lease_whoever_writes_the_file(cli: Cli, two: Worl
     assert leases(two.host, limits)[two.uuid(0)].seconds_left <= 90 * 60
     assert cli("status", host=TWO, output="json").ok().data["leases"][0]["seconds_left"] <= 90 * 60
     assert leases(two.host, UserLimits(longest_lease_seconds=0.0)) == {}
+    # It is over only by what its own file says: once root allows more, it counts again.
+    assert path.exists()
+
+
+@pytest.mark.needs_root
+def test_a_file_that_shortens_leases_says_so_and_names_those_that_end(cli: Cli, two: World, tmp_path: Path) -> None:
+    path = write(two, "a" * 16, since=-60, until=3600)
+    os.chown(path, 65534, 65534)
+    file = tmp_path / "gpushare.yaml"
+    file.write_text("version: 1\nreserve: {longest: 0m}\n")
+    told = "reserve: longest 0 s, now 12 h"
+    assert cli("diff", "-f", str(file), host=TWO).out.strip() == told
+    planned = cli("apply", "-n", "-f", str(file), host=TWO).ok()
+    assert "only limits of users would change" in planned.out
+    ends = "the lease of nobody on GPU 0 ends"
+    assert told in planned.err and ends in planned.err
+    applied = cli("apply", "-f", str(file), host=TWO).ok().err
+    assert "users may hold no leases" in applied and ends in applied
+    assert leases(two.host, kept_limits(two.host)) == {}
+    assert cli("diff", "-f", str(file), host=TWO).ok().out.strip() == "the limits of users are those of the file"
+    two.fault("user", 1000)
+    assert "only when root applies the file" in cli("apply", "-f", str(file), host=TWO).err
 
 
 def test_a_renewal_counts_from_the_first_lease(two: World, monkeypatch: pytest.MonkeyPatch) -> None:
