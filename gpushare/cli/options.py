@@ -841,7 +841,7 @@ def refresh_seconds(text: str) -> float:
     """Return the refresh interval of a screen or recording.
 
     Raises:
-        BadUsage: it is no time, or below 0.1 s (code ``bad_interval``).
+        BadUsage: it is not a time, or below 0.1 s (code ``bad_interval``).
     """
     from gpushare.base.units import parse_seconds
 

@@ -39,7 +39,7 @@ from gpushare.run.start import DETACHED, JobStart, Role, Yield
 from gpushare.run.swapping import SwapWish
 from gpushare.show.result import OutputFormat, Result
 from gpushare.show.text import put
-from gpushare.timeslice.rules import LEAST_WEIGHT, MOST_WEIGHT, slice_of_weight
+from gpushare.timeslice.rules import LEAST_WEIGHT, MOST_WEIGHT, slice_of_weight_text
 from gpushare.timeslice.slices import MOST_US, check_slice
 
 app = typer.Typer(**PLAIN)
@@ -172,7 +172,7 @@ def run(
     given_slice = share if yields == "slices" else slice_text
     slice_us = None if given_slice is None else slice_of(given_slice)
     if weight is not None:
-        slice_us = weight_of(weight)
+        slice_us = _slice_of_weight(weight)
     # The program is not to know.
     own = os.environ.pop(DETACHED, None)
     options = RunOptions(limits=limits, strict=strict, name=_name(name if own is None or production else own))
@@ -450,16 +450,13 @@ def slice_of(text: str) -> int:
     return slice_us
 
 
-def weight_of(text: str) -> int:
+def _slice_of_weight(text: str) -> int:
     """Return the time-slice of ``--weight`` in microseconds. Raises BadUsage."""
-    try:
-        weight = float(text)
-    except ValueError:
-        weight = 0.0
-    if not LEAST_WEIGHT <= weight <= MOST_WEIGHT:
+    microseconds = slice_of_weight_text(text)
+    if microseconds is None:
         raise BadUsage(
             f"--weight {quoted(text)} is not a number from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}",
             "give --weight 3; programs without a weight count as 1",
             code="bad_weight",
         )
-    return slice_of_weight(weight)
+    return microseconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any
 
@@ -31,6 +32,7 @@ from gpushare.show.result import Column, Result, Table
 from gpushare.show.status import gpu_errors, silent_word
 from gpushare.snapshot import BLIND
 from gpushare.timeslice.policy import level_of, plan_level, plan_reset
+from gpushare.timeslice.rules import LEAST_WEIGHT, MOST_WEIGHT, slice_of_weight_text
 from gpushare.timeslice.slices import Reading, check_slice, plan_restore, plan_slice, read_slices, slice_records
 
 app = typer.Typer(
@@ -306,12 +308,16 @@ def _set_slice(text: str, job_text: str) -> Any:
             f"{quoted(text)} is a level, which is set for a whole GPU",
             "give a job a time: gpushare timeslice set 500us JOB; or set the level: gpushare timeslice set short -g 0",
         )
-    if text.endswith("x"):
-        from gpushare.cli.run import weight_of
-
-        microseconds = weight_of(text[:-1])
-    else:
+    if re.fullmatch(r"[\d.]*\dx", text, re.ASCII) is None:
         microseconds = check_slice(parse_slice(text))
+    elif (share := slice_of_weight_text(text[:-1])) is not None:
+        microseconds = share
+    else:
+        raise BadUsage(
+            f"{quoted(text)} is not a share from {LEAST_WEIGHT:g}x to {MOST_WEIGHT:g}x",
+            "give one: 3x; or a time: 500us",
+            code="bad_weight",
+        )
     return _with_job(
         "timeslice set",
         job_text,

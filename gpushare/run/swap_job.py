@@ -246,7 +246,8 @@ def _consent(host: Host, swap: Swap) -> tuple[Loss, ...]:
     """Return what to ask before another user's job comes back, as root."""
     pids = [pid for pid, _, _ in swap.living(host)]
     job = job_of(host, Identity(pids[0] if pids else swap.pid, swap.started), swap.name)
-    return consent_to(host, job, "swaps in", pids)
+    # Its user is that of a living process; it is named as everywhere.
+    return consent_to(host, replace(job, pid=swap.pid), "swaps in", pids)
 
 
 def _already(swap: Swap) -> GpushareError:

@@ -42,6 +42,15 @@ def slice_of_weight(weight: float) -> int:
     return round(weight * SLICE_PER_WEIGHT_US)
 
 
+def slice_of_weight_text(text: str) -> int | None:
+    """Return the slice of a weight as typed; None: it is not a number from `LEAST_WEIGHT` to `MOST_WEIGHT`."""
+    try:
+        weight = float(text)
+    except ValueError:
+        return None
+    return slice_of_weight(weight) if LEAST_WEIGHT <= weight <= MOST_WEIGHT else None
+
+
 class Role(str, Enum):
     """What a process is next to others on its GPU; each role has its slice."""
 

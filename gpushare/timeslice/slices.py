@@ -187,8 +187,8 @@ def apply_slice(
 ) -> Channels:
     """Set the slice of all contexts that a process has now, and read it back; return them as they were found.
 
-    What they had is recorded before, and added to ``before`` if it may have changed. If it fails, they have the slices of
-    before, and so has the record.
+    What they had is recorded before; ``before`` then holds what they had. If it fails, they have the slices of before, and so
+    has the record.
 
     Raises:
         GpushareError: as `ChannelControl.find` and `ChannelControl.set_slice`, or the record cannot be written.

@@ -86,6 +86,21 @@ def test_root_sees_what_a_user_has_swapped_out_and_brings_it_back(
     assert checkpoint(world, pid) == RUNNING
 
 
+def test_root_is_asked_for_the_process_that_the_plan_names(refused: Callable[..., str], cli: Cli, world: World) -> None:
+    """A job without a name is its first process, which may not be the first that left."""
+    pid = job(world)
+    child = admin.add_process(SPEC, memory_bytes=GIB, name="worker", user=str(NOBODY), parent=pid)
+    become(world, NOBODY)
+    cli("swap", "out", str(pid)).ok()
+    (path,) = (world.directory / "users" / str(NOBODY) / "gpushare" / "swap").glob("*.json")
+    record = json.loads(path.read_text())
+    record["images"].sort(key=lambda image: image[0] != child)
+    path.write_text(json.dumps(record))
+    become(world, 0)
+    text = refused("swap", "in", str(pid), code="needs_consent", exit_code=19, asks=True)
+    assert f"swaps in process {pid} (of nobody)" in text
+
+
 def test_what_root_fails_to_bring_back_its_user_can(cli: Cli, world: World) -> None:
     from gpushare.sim.current import changing
 

@@ -147,6 +147,8 @@ def test_a_damaged_record_is_none(cli: Cli, world: World, pid: int, text: str) -
         (("0us", "PID"), "bad_slice", 2),
         (("-5us", "PID"), "usage", 2),
         (("500", "PID"), "bad_slice", 2),
+        (("xx", "PID"), "bad_slice", 2),
+        (("99x", "PID"), "bad_weight", 2),
         (("2s", "PID"), "bad_slice", 2),
         (("short", "PID"), "bad_combination", 2),
         (("2", "PID"), "bad_combination", 2),
@@ -164,7 +166,9 @@ def test_wrong_words_change_nothing(
     refused: Callable[..., str], world: World, pid: int, words: tuple[str, ...], code: str, exit_code: int
 ) -> None:
     words = tuple(str(pid) if one == "PID" else one for one in words)
-    refused("timeslice", "set", *words, code=code, exit_code=exit_code)
+    said = refused("timeslice", "set", *words, code=code, exit_code=exit_code)
+    # That is an option of `run`.
+    assert "--weight" not in said
     assert slice_of(world, pid) == 2048
     assert slice_records(world.host) == {}
 
