@@ -235,7 +235,7 @@ def _notes(situation: Situation) -> tuple[str, ...]:
     case, gpu = situation.case, situation.gpu
     kinds = dict.fromkeys(work.like for work in case.workloads if work.like is not None)
     notes = [f"like {kind}: {flags_like(kind)}, unless said otherwise" for kind in kinds]
-    if situation.with_others:
+    if case.processes == 1 and case.same_user is False:
         notes.append("one process belongs to one user: taken as one next to programs of others")
     if gpu.mps_daemons:
         notes.append(f"an MPS daemon already serves GPU {gpu.index}; see: gpushare mps status")

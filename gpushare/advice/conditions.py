@@ -33,7 +33,8 @@ def _wants(*kinds: Isolation) -> Condition:
 
 def _gpus_here(s: Situation) -> int:
     """Return how many GPUs like this one a job may have at the same time, idle or not."""
-    return 1 + sum(gpu.name == s.gpu.name for gpu in s.other_gpus)
+    alike = (gpu.name == s.gpu.name and bool(gpu.mig_enabled) is bool(s.gpu.mig_enabled) for gpu in s.other_gpus)
+    return 1 + sum(alike)
 
 
 def _gpus_idle(s: Situation, _: Way) -> str:
@@ -178,9 +179,7 @@ def short_now(s: Situation, way: Way) -> bool:
     """Return whether the programs that are on the GPU leave too little memory."""
     budget = s.budget_of(way)
     needed = budget.largest_bytes if way in {Way.WHOLE, *LEAVING} else budget.needed_bytes
-    # With occupied: no, they are the ones that the answer is for, or can be ended.
-    others = bool(s.gpu.processes) and not s.case.any("running") and s.case.any("occupied") is not False
-    return others and s.gpu.memory_used_bytes is not None and needed is not None and needed > _free_now(s)
+    return s.among_others and s.gpu.memory_used_bytes is not None and needed is not None and needed > _free_now(s)
 
 
 def _host_too_small(s: Situation, way: Way) -> bool | None:
@@ -273,7 +272,6 @@ CONDITIONS: Final[Mapping[str, Condition]] = {
     "mig_enabled": lambda s, _: s.gpu.mig_enabled,
     "vgpu_capable": lambda s, _: s.gpu.vgpu_capable,
     "mps_program": lambda s, _: s.host.mps_program,
-    "processes_now": lambda s, _: bool(s.gpu.processes),
     "profiles_listed": lambda s, _: s.gpu.layout is not None and bool(s.gpu.layout.profiles),
     "graphics_profiles": lambda s, _: s.gpu.layout is not None and any(p.graphics for p in s.gpu.layout.profiles),
     "mode_not_default": lambda s, _: s.shut,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from gpushare.advice.case import Case, Role, Workload
 from gpushare.advice.rules import Verdict, verdicts, winner
@@ -36,6 +37,19 @@ class Part:
         return alone or shared
 
 
+def first_gpu(situation: Situation, gpus: Sequence[GpuFacts]) -> GpuFacts:
+    """Return the GPU on which a case has an answer, best at once; idle and uncut ones before others."""
+
+    def rank(gpu: GpuFacts) -> tuple[object, ...]:
+        part = _part(replace(situation, gpu=gpu))
+        cut = gpu.layout is not None and bool(gpu.layout.instances)
+        in_use = (cut or bool(gpu.processes), bool(gpu.mig_enabled), gpu.mps_daemons > 0)
+        waits = part.way is Way.WHOLE and part.situation.among_others
+        return part.best is None, waits, in_use, 0 if part.best is None else -part.best.score
+
+    return gpus[0] if len(gpus) == 1 else min(gpus, key=rank)
+
+
 def place(situation: Situation) -> tuple[Part, ...]:
     """Return the parts of a case, the largest first: one if the case is for one GPU.
 
@@ -65,10 +79,62 @@ def _place(situation: Situation) -> tuple[Part, ...]:
         kind = max(_kinds(idle), key=lambda gpus: (min(len(gpus), count), gpus[0] is situation.gpu))
         return (_part(situation.on(kind[0], case, more=kind[1:count])),)
     choices = [parts for gpus in _choices(idle, situation) if (parts := _on(situation, gpus))]
-    return max(choices, key=lambda parts: _value(parts, situation), default=(alone,))
+    even = max(choices, key=lambda parts: _value(parts, situation), default=(alone,))
+    if len(case.workloads) == 1 or situation.consolidate or all(part.situation.own_gpu for part in even):
+        return even
+    return max([even, *_apart(situation, idle)], key=lambda parts: _value(parts, situation))
 
 
-_SEVERAL = 2
+_SEVERAL: Final = 2
+# Up to so many workloads, each way of putting some of them on GPUs of their own is judged.
+_MOST_APART: Final = 5
+
+
+def _apart(situation: Situation, idle: Sequence[GpuFacts]) -> Iterator[tuple[Part, ...]]:
+    """Yield the placements that keep some workloads on other GPUs than the others: what one needs is no veto for all then."""
+    alike: dict[object, list[Workload]] = {}
+    for work in situation.case.workloads:
+        key = work if len(situation.case.workloads) <= _MOST_APART else replace(work, name=None, processes=None)
+        alike.setdefault(key, []).append(work)
+    if len(alike) > _MOST_APART:
+        return
+    for blocks in _partitions([tuple(works) for works in alike.values()], len(idle)):
+        cases = [replace(situation.case, workloads=tuple(itertools.chain(*block))) for block in blocks]
+        cases.sort(key=lambda case: (-max(work.memory or 0 for work in case.workloads), -(case.processes or 1)))
+        gpus = sorted(idle, key=lambda gpu: -(gpu.memory_total_bytes or 0))
+        # What remains goes to those with the most processes.
+        sets = [[gpu] for gpu in gpus[: len(cases)]]
+        for gpu in gpus[len(cases) :]:
+            most = max(range(len(cases)), key=lambda number: (cases[number].processes or 1) / len(sets[number]))
+            sets[most].append(gpu)
+        parts = [_own(situation, case, own) for case, own in zip(cases, sets, strict=True)]
+        yield tuple(sorted(itertools.chain(*parts), key=lambda part: -(part.situation.case.processes or 0)))
+
+
+def _own(situation: Situation, case: Case, gpus: Sequence[GpuFacts]) -> tuple[Part, ...]:
+    """Return the parts of a case on GPUs that no other has."""
+    if case.processes == 1:
+        (work,) = case.workloads
+        # It shares with nobody: not with other users either.
+        alone = replace(case, workloads=(replace(work, same_user=True),))
+        return (_part(situation.on(gpus[0], alone, own_gpu=True)),)
+    return place(replace(situation, case=case, gpu=gpus[0], among=tuple(gpu.index for gpu in gpus)))
+
+
+def _partitions(items: Sequence[tuple[Workload, ...]], most: int) -> Iterator[list[list[tuple[Workload, ...]]]]:
+    """Yield the partitions of some items into two blocks or more, at most ``most``."""
+
+    def grown(number: int, blocks: list[list[tuple[Workload, ...]]]) -> Iterator[list[list[tuple[Workload, ...]]]]:
+        if number == len(items):
+            if len(blocks) >= _SEVERAL:
+                yield blocks
+            return
+        for at in range(len(blocks)):
+            yield from grown(number + 1, [[*b, items[number]] if n == at else b for n, b in enumerate(blocks)])
+        if len(blocks) < most:
+            yield from grown(number + 1, [*blocks, [items[number]]])
+
+    return grown(0, [])
 
 
 def _of_several_gpus(situation: Situation, idle: Sequence[GpuFacts]) -> tuple[Part, ...]:

@@ -470,8 +470,14 @@ class Situation:
 
     @cached_property
     def with_others(self) -> bool:
-        """Return whether one process is to share the GPU with programs of other users, which are not part of the case."""
-        return self.case.processes == 1 and self.case.same_user is False
+        """Return whether one process is to share the GPU with programs that are not part of the case."""
+        return self.case.processes == 1 and (self.case.same_user is False or self.among_others)
+
+    @cached_property
+    def among_others(self) -> bool:
+        """Return whether programs that are not part of the case run on the whole GPU, and stay there."""
+        here = bool(self.gpu.processes) and not self.gpu.mig_enabled
+        return here and not self.case.any("running") and self.case.any("occupied") is not False
 
     @cached_property
     def pair(self) -> bool:
@@ -557,17 +563,16 @@ class Situation:
 
     @cached_property
     def gpus_to_have(self) -> tuple[GpuFacts, ...]:
-        """Return this GPU and the other idle ones."""
-        if self.gpu.instance is not None or self.gpu.processes:
+        """Return this GPU and the other ones that are idle or have an idle MIG instance; only this one if it has neither."""
+        if self.gpu.instance is not None or not _has_room_now(self.gpu):
             return (self.gpu,)
-        return (self.gpu, *(gpu for gpu in self.other_gpus if gpu.processes == 0))
+        return (self.gpu, *filter(_has_room_now, self.other_gpus))
 
     @cached_property
     def other_gpus(self) -> tuple[GpuFacts, ...]:
-        """Return the other GPUs that may be used, idle or not, with MIG on or off as on this one."""
+        """Return the other GPUs that may be used, idle or not."""
         allowed = (gpu for gpu in self.host.gpus if gpu.index in self.among or not self.among)
-        others = (gpu for gpu in allowed if gpu.index != self.gpu.index and gpu.error is None)
-        return tuple(gpu for gpu in others if bool(gpu.mig_enabled) is bool(self.gpu.mig_enabled))
+        return tuple(gpu for gpu in allowed if gpu.index != self.gpu.index and gpu.error is None)
 
     @cached_property
     def trusted(self) -> bool:
@@ -701,11 +706,7 @@ class Situation:
 
     @cached_property
     def idle_instances(self) -> tuple[GpuInstance, ...]:
-        """Return the existing instances that anybody may use: not busy, not named, not granted."""
-        layout = self.gpu.layout
-        if layout is None or not self.gpu.mig_enabled:
-            return ()
-        return tuple(one for one in layout.instances if one.compute and not (one.busy or one.name or one.granted))
+        return _idle_instances(self.gpu)
 
     @property
     def mps_serves(self) -> bool:
@@ -820,6 +821,18 @@ class Situation:
     def free_instances(self, way: Way) -> list[GpuInstance] | None:
         """Return an existing idle instance for each share of a way, or None."""
         return _fitting(self.idle_instances, self.shares(way)) if self.idle_instances else None
+
+
+def _idle_instances(gpu: GpuFacts) -> tuple[GpuInstance, ...]:
+    """Return the existing instances of a GPU that anybody may use: not busy, not named, not granted."""
+    layout = gpu.layout
+    if layout is None or not gpu.mig_enabled:
+        return ()
+    return tuple(one for one in layout.instances if one.compute and not (one.busy or one.name or one.granted))
+
+
+def _has_room_now(gpu: GpuFacts) -> bool:
+    return gpu.processes == 0 or bool(_idle_instances(gpu))
 
 
 def _may_go(one: GpuInstance) -> bool:

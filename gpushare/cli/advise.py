@@ -21,9 +21,9 @@ from gpushare.advice.case import Case, Pattern, Role, Workload, checked, read_ca
 from gpushare.advice.facts import GpuFacts, HostFacts, host_facts, instance_facts
 from gpushare.advice.measured import BENCH_WAYS, MeasuredAdvice, bench_ways, measured, unmeasured
 from gpushare.advice.measured import measured_answer as answer_of
+from gpushare.advice.place import first_gpu
 from gpushare.advice.questions import next_question, with_answer
 from gpushare.advice.recipe import Change, Recipe, Verb
-from gpushare.advice.rules import verdicts, winner
 from gpushare.advice.situation import MPS_CONTEXT_BYTES, Situation
 from gpushare.advice.table import load_table
 from gpushare.advice.ways import way_of
@@ -253,13 +253,16 @@ def advise(
     case = case if destroy is None else replace(case, destroy=destroy)
     named = chosen is not None
     _check_sms(case, facts.gpus if chosen is None else (chosen,))
-    chosen = chosen or _idle_first(case, facts, among)
-    among = (chosen.index,) if named or measure else among
-    situation = Situation(case, facts, chosen, load_table(), among=among, consolidate=consolidate)
+    first = chosen or _first(facts, among, lambda _: True)
+    situation = Situation(case, facts, first, load_table(), among=among, consolidate=consolidate)
+    if chosen is None:
+        situation = replace(situation, gpu=_best_first(situation, among))
+    if named or measure:
+        situation = replace(situation, among=(situation.gpu.index,))
     if not no_input and _may_ask(explained=explained is not None):
         situation = asked(with_numbers(situation))
         if not named:
-            situation = replace(situation, gpu=_idle_first(situation.case, facts, among))
+            situation = replace(situation, gpu=_best_first(situation, among))
     if wanted is not None:
         return measured_answer(host, situation, wanted, live=live, apply=apply)
     return _answered(advice_for(situation), explained, live=live, apply=apply)
@@ -396,21 +399,11 @@ def _first(facts: HostFacts, among: Sequence[int], wanted: Callable[[GpuFacts], 
     return next(filter(wanted, answers), answers[0])
 
 
-def _idle_first(case: Case, facts: HostFacts, among: Sequence[int]) -> GpuFacts:
-    """Return the first GPU, idle and uncut ones before others, on which the case has an answer."""
-    if case.any("running"):
-        return _first(facts, among, lambda one: bool(one.processes))
-
-    def in_use(one: GpuFacts) -> tuple[bool, bool, bool]:
-        cut = one.layout is not None and bool(one.layout.instances)
-        return cut or bool(one.processes), bool(one.mig_enabled), one.mps_daemons > 0
-
-    def score(one: GpuFacts) -> tuple[bool, int]:
-        best = winner(verdicts(Situation(case, facts, one, load_table())))
-        return best is None, 0 if best is None else -best.score
-
-    usable = sorted(_answering(facts, among), key=in_use)
-    return usable[0] if len(usable) == 1 else min(usable, key=lambda one: (score(one)[0], in_use(one), score(one)[1]))
+def _best_first(situation: Situation, among: Sequence[int]) -> GpuFacts:
+    """Return the GPU that the answer begins with."""
+    if situation.case.any("running"):
+        return _first(situation.host, among, lambda one: bool(one.processes))
+    return first_gpu(situation, _answering(situation.host, among))
 
 
 def _may_ask(*, explained: bool) -> bool:
