@@ -97,8 +97,10 @@ def _programs_in_the_way(s: Situation, _: Way) -> bool | None:
 
 
 def _why_no_instances(s: Situation, way: Way) -> str | None:
-    slices = None if s.free_instances(way) is not None else s.slices(way)
-    return None if slices is None else slices.why_not
+    if s.free_instances(way) is not None:
+        return None
+    slices = s.slices(way)
+    return s.documented_why_not(way) if slices is None else slices.why_not
 
 
 def _sizes(s: Situation, way: Way) -> tuple[str, str] | None:
@@ -254,7 +256,9 @@ def _free_to_measure(s: Situation, _: Way) -> bool:
     hard = s.isolation & {Isolation.FAULT, Isolation.FULL}
     # NCCL ranks need one GPU each, so nothing can be measured on one GPU.
     one_gpu = not s.case.any("vms") and not s.case.any("nccl") and not s.case.any("p2p")
-    return s.several and not s.pair and not hard and s.trusted and one_gpu
+    # Copies of one program are measured, or one after the other such engines.
+    alike = len(s.case.workloads) == 1 or all(work.cuda_graphs for work in s.case.workloads)
+    return s.several and alike and not s.pair and not hard and s.trusted and one_gpu
 
 
 def _pattern(pattern: Pattern) -> Condition:
@@ -273,7 +277,9 @@ CONDITIONS: Final[Mapping[str, Condition]] = {
     "vgpu_capable": lambda s, _: s.gpu.vgpu_capable,
     "mps_program": lambda s, _: s.host.mps_program,
     "profiles_listed": lambda s, _: s.gpu.layout is not None and bool(s.gpu.layout.profiles),
-    "graphics_profiles": lambda s, _: s.gpu.layout is not None and any(p.graphics for p in s.gpu.layout.profiles),
+    "graphics_profiles": lambda s, _: any(
+        profile.graphics for profile in (s.gpu.layout.profiles if s.gpu.layout else s.gpu.documented)
+    ),
     "mode_not_default": lambda s, _: s.shut,
     "mode_prohibited": lambda s, _: s.gpu.compute_mode is ComputeMode.PROHIBITED,
     "one_process_at_a_time": lambda s, _: (

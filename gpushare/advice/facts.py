@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.advice.table import driver_branch
 from gpushare.base.errors import GpushareError, NoPermission, NotSupported, or_none
-from gpushare.gpu_models import named_model
+from gpushare.gpu_models import named_model, profiles_of
 from gpushare.mps.limits import Limits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from gpushare.base.model import ComputeMode, Gpu, MigInstance, MpsDaemon, TimeSlice
-    from gpushare.mig.profile import Layout
+    from gpushare.mig.profile import Layout, Profile
     from gpushare.snapshot import HostState
 
 # The first "Binary version" that speaks MPS v3 (R615, CUDA 13.4).
@@ -42,6 +42,8 @@ class GpuFacts:
     mig_enabled: bool | None = None
     # What the driver offers and what exists; None: no MIG, or the driver does not list it (before R580 with MIG off).
     layout: Layout | None = None
+    # The profiles that NVIDIA documents for this model, if the driver lists none.
+    documented: tuple[Profile, ...] = ()
     compute_mode: ComputeMode | None = None
     # MPS control daemons that serve this GPU.
     mps_daemons: int = 0
@@ -71,9 +73,8 @@ class GpuFacts:
     @property
     def largest_instance_count(self) -> int | None:
         """Return how many of the smallest GPU instances fit: seven on most GPUs, four on an A30; None if unknown."""
-        if self.layout is None:
-            return None
-        return max((one.instances for one in self.layout.profiles if one.instances is not None), default=None)
+        profiles = self.documented if self.layout is None else self.layout.profiles
+        return max((one.instances for one in profiles if one.instances is not None), default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +140,7 @@ def _gpu(
     }
     if gpu.error is not None:
         return GpuFacts(**known, error=gpu.error)
+    layout = _layout(state, gpu) if gpu.mig_capable else None
     # The GPU may have been lost since the sweep.
     nvml = state.host.nvml
     capability = or_none(lambda: nvml.compute_capability(gpu.index))
@@ -154,7 +156,8 @@ def _gpu(
         memory_used_bytes=gpu.memory_used_bytes,
         mig_capable=gpu.mig_capable,
         mig_enabled=gpu.mig_enabled,
-        layout=_layout(state, gpu) if gpu.mig_capable else None,
+        layout=layout,
+        documented=profiles_of(model) if layout is None and gpu.mig_capable and model is not None else (),
         compute_mode=gpu.compute_mode,
         processes=None if gpu.processes is None else len({process.pid for process in gpu.processes}),
         time_slice_settable=None if levels is None else gpu.index in levels,
@@ -183,6 +186,7 @@ def instance_facts(state: HostState, gpu: GpuFacts, mig: MigInstance) -> GpuFact
         mig_capable=False,
         mig_enabled=False,
         layout=None,
+        documented=(),
         mps_daemons=len(daemons),
         mps=next((Limits.of(one) for one in daemons if one.ours and one.error is None), None),
         processes=None,

@@ -60,7 +60,18 @@ def place(situation: Situation) -> tuple[Part, ...]:
 
 
 def _place(situation: Situation) -> tuple[Part, ...]:
-    case, idle = situation.case, situation.gpus_to_have
+    case = situation.case
+    # Instances that are there are left to others as long as all find room on GPUs like this one.
+    idle = [gpu for gpu in situation.gpus_to_have if bool(gpu.mig_enabled) is bool(situation.gpu.mig_enabled)]
+    chosen = _placed(situation, idle)
+    if len(idle) == len(situation.gpus_to_have) or all(part.at_once for part in chosen):
+        return chosen
+    return max(chosen, _placed(situation, situation.gpus_to_have), key=lambda parts: _value(parts, situation)[:2])
+
+
+def _placed(situation: Situation, idle: Sequence[GpuFacts]) -> tuple[Part, ...]:
+    """Return the parts of a case on GPUs that have room now."""
+    case = situation.case
     if situation.gpus_each > 1 and situation.gpu.instance is None and not case.any("running"):
         return _of_several_gpus(situation, idle)
     alone = _part(situation)

@@ -956,7 +956,7 @@ def _fix(s: Situation) -> Recipe:
             memory=memory,
         )
         measure = "requests per second and p99 at the load of all copies, with one engine and with the copies"
-    elif s.case.any("server") and s.short_of_memory:
+    elif s.short_of_memory and (s.in_phases or s.case.any("server")):
         steps.say("vLLM: start each with --enable-sleep-mode, and put the idle one to sleep (POST /sleep, /wake_up)")
         steps.say("or less memory for each: a shorter context, a quantized model, a smaller --gpu-memory-utilization")
         measure = "how long the first answer after a sleep takes"

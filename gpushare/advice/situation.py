@@ -562,6 +562,12 @@ class Situation:
         return one_job and any(self.case.any(need) for need in needs)
 
     @cached_property
+    def in_phases(self) -> bool:
+        """Return whether processes that work together all have to advance, and may do so one after the other."""
+        ranks = any(map(self.case.any, ("nccl", "p2p", "ipc"))) or len(self.spread) >= (self.case.processes or 2)
+        return self.together and not ranks and bool(self.case.any("cooperating") and self.case.any("progress"))
+
+    @cached_property
     def gpus_to_have(self) -> tuple[GpuFacts, ...]:
         """Return this GPU and the other ones that are idle or have an idle MIG instance; only this one if it has neither."""
         if self.gpu.instance is not None or not _has_room_now(self.gpu):
@@ -580,8 +586,14 @@ class Situation:
 
     @cached_property
     def grouped(self) -> bool | None:
-        """Return whether a party has several processes, which may share its part."""
+        """Return whether a party has several processes, which may share its part.
+
+        Not those of one user that are to be kept apart: then each process of a list is a party of its own.
+        """
         groups, processes = self.case.groups, self.case.processes
+        stated = any(work.groups is not None for work in self.case.workloads)
+        if not stated and self.case.same_user and self.isolation - {Isolation.QUOTA}:
+            return False
         return None if groups is None or processes is None else groups < processes
 
     # -- memory ------------------------------------------------------------------------------------
@@ -806,6 +818,22 @@ class Situation:
             if half.why_not is None:
                 return replace(half, profiles=half.profiles[:1])
         return slices_for(layout, shares)
+
+    def documented_why_not(self, way: Way) -> str | None:
+        """Return why not even NVIDIA's documented profiles hold all shares, where the driver lists none; None if they may."""
+        shares, total = self.shares(way), self.gpu.memory_total_bytes or 0
+        if not self.gpu.documented:
+            return None
+        largest = max(shares)
+        graphics = any(share.graphics for share in shares)
+        wanted = [one for one in self.gpu.documented if one.attributes == ({"+gfx"} if graphics else set())]
+        sizes = [(one.instances or 0, one.memory_bytes or total // max(one.instances or 1, 1)) for one in wanted]
+        most = max((count for count, size in sizes if size >= largest.memory_bytes), default=0)
+        return (
+            None
+            if most >= len(shares)
+            else f"{len(shares)} instances with {largest} are wanted, and {most or 'none'} would fit"
+        )
 
     def short_of_sms(self, way: Way) -> str | None:
         """Return which profile has fewer SMs than asked for, in words."""
