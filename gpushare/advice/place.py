@@ -60,7 +60,6 @@ def place(situation: Situation) -> tuple[Part, ...]:
 
 
 def _place(situation: Situation) -> tuple[Part, ...]:
-    case = situation.case
     # Instances that are there are left to others as long as all find room on GPUs like this one.
     idle = [gpu for gpu in situation.gpus_to_have if bool(gpu.mig_enabled) is bool(situation.gpu.mig_enabled)]
     chosen = _placed(situation, idle)
