@@ -50,7 +50,7 @@ from gpushare.measure.built_in import built_in_workload
 from gpushare.measure.metric import Metric, parse_metric
 from gpushare.measure.sizes import parse_sizes, sizes_data
 from gpushare.measure.ways import DEFAULT_WAYS, IN_ONE_OPTIONS, parse_copies, parse_ways
-from gpushare.memory.peaks import digest_of, keep_profile
+from gpushare.memory.peaks import keep_profile
 from gpushare.plan import Plan
 from gpushare.run.results import keep_benched
 from gpushare.show.bench import bench_result, check_plot, drawn, is_measured
@@ -392,7 +392,7 @@ def keep_caps(host: Host, device: Device, command: Sequence[str], data: Mapping[
 
 def _keep_profile(host: Host, device: Device, command: Sequence[str], measurement: Measurement) -> None:
     """Keep the peak and the use of the command for `gpushare run --wait`; a failure to do so does not fail the benchmark."""
-    found = profile_of(measurement, digest_of(device, command))
+    found = profile_of(measurement)
     if host.processes.namespace_is_host() is False:
         # It is the increase of the whole GPU.
         found = replace(found, memory_bytes=None)

@@ -27,7 +27,7 @@ from gpushare.measure.search import CAPS_PERCENT, Figures, Goal, Search
 from gpushare.measure.tune import TuneOptions, TuneReporter, TuneResult, profile_of
 from gpushare.measure.tune import tune as measured
 from gpushare.measure.tuned import answer, commands, find_tried, keep_tried, tuned_record
-from gpushare.memory.peaks import digest_of, keep_profile
+from gpushare.memory.peaks import keep_profile
 from gpushare.run.jobs import check_job_name
 from gpushare.run.results import Tuned, keep_tuned
 from gpushare.show.text import put
@@ -290,14 +290,6 @@ def _keep_profiles(host: Host, device: Device, options: TuneOptions, result: Tun
             for command in options.opportunistic
         ),
     ]
-    best = result.outcome.best
-    if best is not None and single:
-        kept = [best.kept, best.share]
-        digests = [digest_of(device, command) for command, _ in both]
-        both = [
-            (command, profile if part is None else profile.next_to(other, part))
-            for (command, profile), other, part in zip(both, digests[::-1], kept, strict=True)
-        ]
     for command, profile in both:
         if profile != type(profile)():
             with contextlib.suppress(GpushareError):

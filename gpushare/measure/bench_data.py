@@ -585,27 +585,11 @@ def _use_alone(measurement: Measurement) -> dict[str, float | None]:
     }
 
 
-def profile_of(measurement: Measurement, digest: str) -> Profile:
-    """Return what the runs of one copy alone, and of two at the same time, say about the command with this digest."""
+def profile_of(measurement: Measurement) -> Profile:
+    """Return what the runs of one copy alone say about the command."""
     use = _use_alone(measurement)
-    found = Profile(
-        memory_bytes=alone_verdict(measurement).memory_peak_bytes,
-        sm_percent=use["sm_percent"],
-        dram_percent=use["memory_bandwidth_percent"],
-        busy_percent=use["utilization_percent"],
-    )
-    two = [
-        one
-        for one in judge(measurement)
-        if one.copies == 2
-        and one.slowdown is not None
-        and not one.failures
-        and not one.others
-        # As `run` starts them, without more options.
-        and one.way.name in {"mps", "timeslice"}
-    ]
-    slowdown = min(two, key=lambda one: one.way.name != "mps").slowdown if two else None
-    return found if not slowdown else found.next_to(digest, 1 / slowdown)
+    percent = use["utilization_percent"] if use["sm_percent"] is None else use["sm_percent"]
+    return Profile(memory_bytes=alone_verdict(measurement).memory_peak_bytes, use_percent=percent)
 
 
 def _percentage(values: Iterable[float | None]) -> float | None:

@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from gpushare.base.errors import GpushareError, OperationFailed, no_gpu, or_none
@@ -26,7 +26,7 @@ from gpushare.measure.recording import (
     Sample,
     Tally,
 )
-from gpushare.memory.peaks import Profile, find_profile, keep_profile
+from gpushare.memory.peaks import Profile, keep_profile
 from gpushare.mps.control import SERVER_PROGRAM
 from gpushare.run.listing import listed_jobs
 from gpushare.snapshot import BLIND, HostState
@@ -333,15 +333,7 @@ def _keep_profiles(host: Host, recording: Recording, commands: Mapping[int, Sequ
         if use.sm is None or use.sm.samples < _ALONE_SHARE * use.samples:
             continue
         device = Device(gpu=Gpu(index=gpu.index, uuid=gpu.uuid, name=gpu.name))
-        before = find_profile(host, device, command)
-        profile = Profile(memory_bytes=use.memory_peak_bytes or None)
-        if before is None or before.dram_percent is None:
-            # `bench` and `tune` measure the memory bandwidth too, and know that nothing else ran.
-            profile = replace(
-                profile,
-                sm_percent=round(min(100.0, use.sm.mean), 1),
-                busy_percent=None if use.utilization is None else round(min(100.0, use.utilization.mean), 1),
-            )
+        profile = Profile(memory_bytes=use.memory_peak_bytes or None, use_percent=round(min(100.0, use.sm.mean), 1))
         with contextlib.suppress(GpushareError):
             keep_profile(host, device, command, profile)
 

@@ -479,10 +479,8 @@ def profile_of(alone: Alone, strangers: Mapping[int, str], *, peak: bool = False
     memory = (alone.peak if peak else alone.memory) or None
     if strangers or not use:
         return Profile(memory_bytes=memory)
-    sm, dram, busy = (
-        None if part is None else round(min(100.0, max(0.0, part)), 1) for part in (alone.sm, alone.dram, alone.busy)
-    )
-    return Profile(memory_bytes=memory, sm_percent=sm, dram_percent=dram, busy_percent=busy)
+    part = alone.busy if alone.sm is None else alone.sm
+    return Profile(memory_bytes=memory, use_percent=None if part is None else round(min(100.0, max(0.0, part)), 1))
 
 
 def _sum(rates: Sequence[float | None]) -> float | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 # Each command of a sweep over parameters has its own file; above this number the oldest files go.
 _MOST_FILES: Final = 1000
-_MOST_PAIRS: Final = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,34 +33,8 @@ class Profile(Kept):
     memory_bytes: Annotated[int, Within(1, 1 << 50)] | None = None
     # It was still growing when it ended for want of memory: it needs more.
     short: bool = False
-    # Alone on a whole GPU, in percent: busy SMs and memory bandwidth (GPM), and the time in which a kernel ran.
-    sm_percent: Percent | None = None
-    dram_percent: Percent | None = None
-    busy_percent: Percent | None = None
-    # The part of its speed that it kept next to another command: "DIGEST 0.93".
-    pairs: tuple[str, ...] = ()
-
-    @property
-    def use_percent(self) -> float | None:
-        """Return how much of a GPU it uses: SMs, else time."""
-        return self.busy_percent if self.sm_percent is None else self.sm_percent
-
-    @property
-    def kept(self) -> Mapping[str, float]:
-        """Return the part of its speed that it kept next to other commands, by their digests."""
-        found = {}
-        for pair in self.pairs[-_MOST_PAIRS:]:
-            digest, _, share = pair.partition(" ")
-            with contextlib.suppress(ValueError):
-                if 0 <= float(share) <= 1:
-                    found[digest] = float(share)
-        return found
-
-    def next_to(self, digest: str, kept: float) -> Profile:
-        """Return it with the part of its speed that it keeps next to another command."""
-        shares = {name: share for name, share in self.kept.items() if name != digest}
-        shares[digest] = round(min(1.0, max(0.0, kept)), 4)
-        return replace(self, pairs=tuple(f"{name} {share:g}" for name, share in list(shares.items())[-_MOST_PAIRS:]))
+    # How much of a whole GPU it uses alone: busy SMs (GPM), else the time in which a kernel ran.
+    use_percent: Percent | None = None
 
 
 PROFILES: Final = RecordStore(Profile, "peaks", "the peak of a command", lasting=True, mode=0o600)
@@ -83,15 +56,12 @@ class Known:
     def __bool__(self) -> bool:
         return bool(self._names)
 
-    def find(self, device: Device, words: Sequence[str]) -> tuple[str, Profile] | None:
-        """Return the digest and the profile of the command that a process runs; None: it is not known."""
-        for command in _commands(words):
-            digest = digest_of(device, command)
-            if f"{digest}.json" in self._names:
-                profile = PROFILES.read(PROFILES.path(self._host, digest))
-                if profile is not None:
-                    return digest, profile
-        return None
+    def use_percent(self, device: Device, words: Sequence[str]) -> float | None:
+        """Return how much of a GPU the command that a process runs uses alone; None: it is not known."""
+        digests = [digest_of(device, command) for command in _commands(words)]
+        paths = [PROFILES.path(self._host, digest) for digest in digests if f"{digest}.json" in self._names]
+        profile = next(filter(None, map(PROFILES.read, paths)), None)
+        return None if profile is None else profile.use_percent
 
 
 def _commands(words: Sequence[str]) -> Iterator[Sequence[str]]:
@@ -131,11 +101,8 @@ def _merged(before: Profile, new: Profile) -> Profile:
     elif new.memory_bytes is not None:
         # It has ended well with less.
         short = False
-    pairs = before
-    for digest, kept in new.kept.items():
-        pairs = pairs.next_to(digest, kept)
-    use = before if new.use_percent is None else new
-    return replace(use, memory_bytes=max(known, peak) or None, short=short, pairs=pairs.pairs)
+    use = before.use_percent if new.use_percent is None else new.use_percent
+    return Profile(memory_bytes=max(known, peak) or None, short=short, use_percent=use)
 
 
 def _drop_oldest(directory: Path) -> None:

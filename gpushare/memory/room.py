@@ -17,7 +17,7 @@ from gpushare.base.units import GIB, counted, format_bytes, format_duration
 from gpushare.base.values import dataclass
 from gpushare.host.claims import live_claims, why_unreadable
 from gpushare.host.records import sweep_leftovers
-from gpushare.memory.harm import Command, Residents, best_together, in_words, order
+from gpushare.memory.harm import best_together, harm_in_words, harm_percent
 from gpushare.memory.leases import leases, reserved_words
 from gpushare.memory.ledger import (
     PREFIX,
@@ -29,12 +29,13 @@ from gpushare.memory.ledger import (
     line_of,
     never_fits,
     not_around,
+    owners_of,
     position,
     reservations,
     waiting_before,
     would_take,
 )
-from gpushare.memory.peaks import Known, digest_of, find_profile
+from gpushare.memory.peaks import Known, find_profile
 from gpushare.memory.swap import GPU_MARGIN_BYTES, Swap, has_room, repair
 
 if TYPE_CHECKING:
@@ -48,6 +49,9 @@ _LOOK_SECONDS: Final = 2.0
 # Less is a context or what the driver has for itself.
 _WORTH_NAMING: Final = GIB
 _MOST_NAMED: Final = 4
+_HARM_STEP_PERCENT: Final = 10
+# Of more jobs, the rest is only seen in the utilization of the GPU.
+_MOST_LOOKED_UP: Final = 64
 
 
 def read_lines(
@@ -97,12 +101,13 @@ def best_first(
         line = lines.get(device.uuid)
         if line is None:
             continue
-        names, there = productions(device), _residents(host, line, known)
+        names, others = productions(device), _use_percent(host, line, known)
         profile = find_profile(host, device, command) if command else None
-        job = None if profile is None else Command(digest_of(device, command), profile)
+        mine = None if profile is None else profile.use_percent
         what = f"production job '{names[0]}' runs there" if names else "no production job"
-        what += f"; {in_words(job, there)}; {format_bytes(line.free_bytes)} free"
-        rank = (len(names), order(job, there), -line.free_bytes, device.gpu.index)
+        what += f"; {harm_in_words(mine, others)}; {format_bytes(line.free_bytes)} free"
+        # A smaller difference of the harm is noise: then the GPU with more room is better.
+        rank = (len(names), int(harm_percent(mine, others) // _HARM_STEP_PERCENT), -line.free_bytes, device.gpu.index)
         found.append((rank, device, what))
     found.sort(key=lambda one: one[0])
     if 1 < count < len(found):
@@ -116,48 +121,43 @@ def best_first(
     return [(device, what) for _, device, what in found]
 
 
-# Of more jobs, the rest is only seen in the utilization of the GPU.
-_MOST_LOOKED_UP: Final = 64
+def _use_percent(host: Host, line: Line, known: Known) -> float | None:
+    """Return how much of a device the jobs there use together; None: unknown, as of one that has just begun.
 
-
-def _residents(host: Host, line: Line, known: Known) -> Residents:
-    """Return the jobs on a device. Only this user's own processes are looked up: others' profiles cannot be read."""
+    Of this user's own commands that were measured, what they use alone; of others, the utilization of the GPU.
+    """
     from gpushare.mps.control import is_server
 
     device = line.device
-    processes = [one for one in device.gpu.processes or () if is_on(one, device) and (one.compute or one.mps)]
+    processes = [each for each in device.gpu.processes or () if is_on(each, device) and (each.compute or each.mps)]
     # In another PID namespace than the host's, NVML's PIDs are of other processes.
     blind = host.processes.namespace_is_host() is False
-    commands: dict[int, Command] = {}
-    others, families = 0, set[int]()
+    owners = owners_of(host, line.holders, () if blind else processes)
+    if not blind and any(job.id not in owners.values() for job in line.holders):
+        return None
+    # By the first process of each job.
+    uses: dict[int, float | None] = {}
     for process in processes:
         info = None if blind else host.processes.describe(process.pid)
         if info is not None and is_server(info.name):
             continue
-        family = [] if info is None else list(host.processes.ancestry(process.pid))
-        families.update(family)
-        mine = family if info is not None and info.uid == host.uid and len(commands) < _MOST_LOOKED_UP else []
-        found = next(((pid, one) for pid in mine if (one := _command(host, device, pid, known)) is not None), None)
-        if found is None:
-            others += 1
-        else:
-            # Once for all processes of a job.
-            commands[found[0]] = found[1]
-    coming = [job for job in line.holders if families.isdisjoint(process.pid for process in job.claim.processes)]
-    return Residents(
-        known=tuple(commands.values()),
-        others=others,
-        coming=0 if blind else len(coming),
-        busy_percent=device.gpu.utilization_percent if device.mig is None else None,
-    )
+        own = known and info is not None and info.uid == host.uid and len(uses) < _MOST_LOOKED_UP
+        family = host.processes.ancestry(process.pid) if own else ()
+        measured = ((pid, use) for pid in family if (use := _use_of(host, device, pid, known)) is not None)
+        first, percent = next(measured, (process.pid, None))
+        uses[first] = percent
+    least = sum(use or 0.0 for use in uses.values())
+    if None not in uses.values():
+        return least
+    busy = device.gpu.utilization_percent if device.mig is None else None
+    return None if busy is None else max(float(busy), least)
 
 
-def _command(host: Host, device: Device, pid: int, known: Known) -> Command | None:
-    info = host.processes.describe(pid) if known else None
+def _use_of(host: Host, device: Device, pid: int, known: Known) -> float | None:
+    info = host.processes.describe(pid)
     if info is None or info.uid != host.uid or not info.command_line:
         return None
-    found = known.find(device, info.command_line)
-    return None if found is None else Command(*found)
+    return known.use_percent(device, info.command_line)
 
 
 def wait_for_room(

@@ -350,23 +350,23 @@ def test_the_gpu_without_a_production_job_is_best(host: Host) -> None:
 @pytest.mark.parametrize(
     ("user", "name", "said"),
     [
-        (None, "python3", "by profile: it uses 50 %, what runs there 30 %"),
+        (None, "python3", "it uses 50 %, those there 30 %"),
         # Others' profiles cannot be read, whatever their processes call themselves.
-        ("nobody", "python3", "by profile: it uses 50 %, what runs there 40 % (not measured: utilization)"),
+        ("nobody", "python3", "it uses 50 %, those there 40 %"),
         # What a server of MPS does is the work of its clients.
-        (None, SERVER_PROGRAM, "nothing runs there"),
+        (None, SERVER_PROGRAM, "it is idle"),
     ],
 )
 def test_only_own_processes_are_known_by_their_command(host: Host, user: str | None, name: str, said: str) -> None:
     first, second = devices(host)
     for command, use in ((("python", "web.py"), 30.0), (("python", "mine.py"), 50.0)):
-        keep_profile(host, first, command, Profile(sm_percent=use))
+        keep_profile(host, first, command, Profile(use_percent=use))
     add_process(SPEC, user=user, name=name, command_line=("python", "web.py"), sm_percent=40)
     ordered = best_first(host, devices(host), lambda _: [], command=("python", "mine.py"))
     (why,) = [why for one, why in ordered if one.gpu.index == first.gpu.index]
     assert f"; {said}" in why
     (empty,) = [why for one, why in ordered if one.gpu.index == second.gpu.index]
-    assert "nothing runs there" in empty
+    assert "it is idle" in empty
 
 
 def test_a_job_that_has_just_got_its_place_counts_as_one_that_fills_the_gpu(host: Host) -> None:
@@ -376,9 +376,9 @@ def test_a_job_that_has_just_got_its_place_counts_as_one_that_fills_the_gpu(host
     add_process(SPEC, gpu="1", memory_bytes=4 * GIB, sm_percent=40)
     ordered = best_first(host, devices(host), lambda _: [])
     assert [one.gpu.index for one, _ in ordered] == [second.gpu.index, first.gpu.index]
-    assert "a job that has just begun" in ordered[1][1]
+    assert "how busy it is is not known" in ordered[1][1]
     # It is not its own neighbour.
-    assert "nothing runs there" in best_first(host, [first], lambda _: [], but=place)[0][1]
+    assert "it is idle" in best_first(host, [first], lambda _: [], but=place)[0][1]
     place.leave()
 
 

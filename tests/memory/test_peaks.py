@@ -73,29 +73,11 @@ def test_the_larger_peak_is_kept(
 
 
 def test_the_newest_use_is_kept_and_the_peak_with_it(host: Host, device: Device) -> None:
-    keep_profile(host, device, COMMAND, Profile(memory_bytes=2 * GIB, sm_percent=40.0, dram_percent=10.0))
-    keep_profile(host, device, COMMAND, Profile(memory_bytes=GIB))
-    found = find_profile(host, device, COMMAND)
-    assert found is not None
-    assert (found.memory_bytes, found.sm_percent, found.dram_percent) == (2 * GIB, 40.0, 10.0)
-    keep_profile(host, device, COMMAND, Profile(sm_percent=50.0))
-    found = find_profile(host, device, COMMAND)
-    assert found is not None
-    # One measurement: its parts are not mixed with those of another.
-    assert (found.memory_bytes, found.sm_percent, found.dram_percent) == (2 * GIB, 50.0, None)
-
-
-def test_pairs_are_kept_and_bounded(host: Host, device: Device) -> None:
-    digest = digest_of(device, ("other",))
-    keep_profile(host, device, COMMAND, Profile().next_to(digest, 0.9))
-    keep_profile(host, device, COMMAND, Profile(sm_percent=1.0).next_to(digest, 0.7))
-    found = find_profile(host, device, COMMAND)
-    assert found is not None
-    assert found.kept == {digest: 0.7}
-    for number in range(100):
-        found = found.next_to(str(number), 0.5)
-    assert len(found.kept) == 16
-    assert Profile(pairs=("a 0.5", "b nan", "c", "d 7", "e -1")).kept == {"a": 0.5}
+    for profile in (Profile(memory_bytes=2 * GIB, use_percent=40.0), Profile(memory_bytes=GIB)):
+        keep_profile(host, device, COMMAND, profile)
+    assert find_profile(host, device, COMMAND) == Profile(memory_bytes=2 * GIB, use_percent=40.0)
+    keep_profile(host, device, COMMAND, Profile(use_percent=50.0))
+    assert find_profile(host, device, COMMAND) == Profile(memory_bytes=2 * GIB, use_percent=50.0)
 
 
 @pytest.mark.parametrize(
@@ -107,9 +89,8 @@ def test_pairs_are_kept_and_bounded(host: Host, device: Device) -> None:
         '{"memory_bytes": -5}',
         '{"memory_bytes": "5"}',
         '{"memory_bytes": 1152921504606846976}',
-        '{"sm_percent": 101}',
-        '{"sm_percent": NaN}',
-        '{"pairs": [1]}',
+        '{"use_percent": 101}',
+        '{"use_percent": NaN}',
     ],
 )
 def test_a_broken_file_is_not_believed(host: Host, device: Device, text: str) -> None:
@@ -136,11 +117,10 @@ def test_a_command_is_known_by_the_command_line_of_its_process(
     host: Host, device: Device, typed: tuple[str, ...], seen: tuple[str, ...]
 ) -> None:
     assert not Known(host)
-    keep_profile(host, device, typed, Profile(sm_percent=40.0))
-    found = Known(host).find(device, seen)
-    assert found == (digest_of(device, typed), Profile(sm_percent=40.0))
-    assert Known(host).find(device, ("/bin/sh", "other")) is None
-    assert Known(host).find(device, ()) is None
+    keep_profile(host, device, typed, Profile(use_percent=40.0))
+    assert Known(host).use_percent(device, seen) == 40.0
+    assert Known(host).use_percent(device, ("/bin/sh", "other")) is None
+    assert Known(host).use_percent(device, ()) is None
 
 
 @pytest.mark.needs_root

@@ -363,7 +363,7 @@ def test_any_gpu_takes_the_one_where_the_profiles_say_least_harm(real: Callable[
     mine = (*JOB, "--footprint", "2G", "--seconds", "0.2")
     device = select("0", world.host.nvml.sweep())[0]
     for command, use in ((heavy, 90.0), (light, 20.0), (mine, 50.0)):
-        keep_profile(world.host, device, command, Profile(memory_bytes=2 * GIB, sm_percent=use))
+        keep_profile(world.host, device, command, Profile(memory_bytes=2 * GIB, use_percent=use))
     jobs = [
         real("run", "-g", "0", "--", *heavy, host=world.spec),
         real("run", "-g", "1", "--slice", "2ms", "--", *light, host=world.spec),
@@ -375,13 +375,13 @@ def test_any_gpu_takes_the_one_where_the_profiles_say_least_harm(real: Callable[
     assert room["gpus"] == [1]
     # Although there is less room.
     assert [one["why"].split("; ")[1] for one in room["devices"]] == [
-        "by profile: it uses 50 %, what runs there 20 %",
-        "by profile: it uses 50 %, what runs there 90 %, and 40 % has to wait",
+        "it uses 50 %, those there 20 %",
+        "it uses 50 %, those there 90 %, and 40 % has to wait",
     ]
     # Of a command that is not known, only how busy the GPUs are.
     words = ("run", "-n", "--wait", "-g", "any", "--memory", "2G", "--", "true")
     room = cli("-o", "json", *words, host=world.spec).ok().data["room"]
-    assert all("; not measured: " in one["why"] for one in room["devices"])
+    assert all("% busy; " in one["why"] for one in room["devices"])
     for job in jobs:
         job.process.send_signal(signal.SIGTERM)
         job.process.wait(20)
@@ -415,7 +415,7 @@ def test_the_reason_for_a_gpu_is_as_of_the_start(real: Callable[..., Started]) -
     job.says("waiting for 10.0 GiB")
     admin.add_process(world.spec, "1", memory_bytes=2 * GIB, sm_percent=70)
     both[1].leave()
-    assert "GPU 1: no production job; not measured: 70 % busy; 21.5 GiB free" in job.says("GPU 1: ")
+    assert "GPU 1: no production job; it is 70 % busy; 21.5 GiB free" in job.says("GPU 1: ")
     assert job.result().code == 0
     both[0].leave()
 
