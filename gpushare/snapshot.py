@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -347,16 +346,6 @@ def _slices(host: Host) -> dict[int, int]:
     from gpushare.timeslice.slices import slice_records
 
     return {pid: one.slice_us for pid, one in slice_records(host).items()}
-
-
-def has_claims(host: Host, prefix: str) -> bool:
-    """Return whether there are claims with a prefix, in one of the directories that `host/claims.py` may choose."""
-    own = os.path.join(host.run_directory, "claims")
-    for directory in (own,) if host.is_simulated else ("/run/lock", "/tmp", own):  # noqa: S108 - only listed
-        with contextlib.suppress(OSError):
-            if any(name.startswith(prefix) for name in os.listdir(directory)):
-                return True
-    return False
 
 
 def _records_in(directory: Path) -> list[tuple[str, int]]:

@@ -46,6 +46,16 @@ def _any_record(names: Sequence[str]) -> bool:
     return any(name.endswith(".json") for name in names)
 
 
+def has_claims(host: Host, prefix: str) -> bool:
+    """Return whether there are claims with a prefix, in one of the directories that `host/claims.py` may choose."""
+    own = os.path.join(host.run_directory, "claims")
+    for directory in (own,) if host.is_simulated else ("/run/lock", "/tmp", own):  # noqa: S108 - only listed
+        with contextlib.suppress(OSError):
+            if any(name.startswith(prefix) for name in os.listdir(directory)):
+                return True
+    return False
+
+
 def as_user(user: str, directory: Path, words: str) -> str:
     """Return a gpushare command line that root types to run it as a user, with that user's run directory."""
     return f"sudo -u {shlex.quote(user)} env GPUSHARE_RUN_DIR={shlex.quote(str(directory))} gpushare {words}"

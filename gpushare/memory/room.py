@@ -17,7 +17,9 @@ from gpushare.base.units import GIB, counted, format_bytes, format_duration
 from gpushare.base.values import dataclass
 from gpushare.host.claims import live_claims, why_unreadable
 from gpushare.host.records import sweep_leftovers
+from gpushare.host.users import has_claims
 from gpushare.memory.harm import best_together, harm_in_words, harm_percent
+from gpushare.memory.leases import PREFIX as LEASES
 from gpushare.memory.leases import leases, reserved_words
 from gpushare.memory.ledger import (
     PREFIX,
@@ -391,7 +393,7 @@ def usable_now(
         return [], [error.message]
     found: list[Device] = []
     reasons: list[str] = []
-    reserved = leases(host, limits)
+    reserved = leases(host, limits) if has_claims(host, LEASES) else {}
     for device in devices:
         gpu = gpus[device.gpu.index]
         try:

@@ -66,7 +66,7 @@ LEASES: Final = "gpushare-lease-"
 
 def with_leases(host: Host, snapshot: Snapshot) -> Snapshot:
     """Return the snapshot with the GPUs that users have reserved."""
-    from gpushare.snapshot import has_claims
+    from gpushare.host.users import has_claims
 
     if not has_claims(host, LEASES):
         return snapshot
@@ -80,8 +80,7 @@ def with_leases(host: Host, snapshot: Snapshot) -> Snapshot:
 
 def with_memory(host: Host, snapshot: Snapshot) -> Snapshot:
     """Return the snapshot with the ledger of memory and the jobs that are swapped out, if there are any."""
-    from gpushare.host.users import has_records
-    from gpushare.snapshot import has_claims
+    from gpushare.host.users import has_claims, has_records
 
     if not has_claims(host, LEDGER) and not has_records(host, "swap"):
         return replace(snapshot, gpus=tuple(map(_without_reservations, snapshot.gpus)))

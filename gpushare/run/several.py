@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from gpushare.host.guard import Guard
     from gpushare.host.host import Host
     from gpushare.host.process import Spawned
-    from gpushare.mps.kill import Drain
+    from gpushare.mps.kill import Drain, Meter
     from gpushare.mps.limits import Limits
     from gpushare.run.share import Held, Share
 
@@ -208,12 +208,14 @@ class Group:
         self, host: Host, held: Held, clients: Callable[[], set[int] | None], *, grace_seconds: float = GRACE_SECONDS
     ) -> None:
         self.host, self.clients, self.grace_seconds = host, clients, grace_seconds
-        self._held, self.meter = held, held.meter
+        self._held = held
         self.guard: Guard | None = None
         self.programs: list[Program] = []
-        mig = held.device.mig
-        # Used by a pause, which waits for a drained queue outside MPS too.
-        self._drained = ActivityMeter(host.nvml, held.device.gpu.index, None if mig is None else mig.gpu_instance_id)
+
+    @property
+    def meter(self) -> Meter | None:
+        """Return what measures a drained queue; None where a program's end breaks nobody."""
+        return self._held.meter
 
     def __enter__(self: G) -> G:  # noqa: PYI019 - Self is in Python 3.11, or in a package that users may not have.
         """Start the guard, before any program."""
@@ -247,10 +249,15 @@ class Group:
 
     def pause(self, *programs: Program, bound_seconds: float = DRAIN_BOUND_SECONDS) -> Drain:
         """Stop programs (SIGSTOP) and wait until the GPU has drained their queues, at most ``bound_seconds``."""
-        before = self._drained.read()
+        device = self._held.device
+        # Outside MPS, too.
+        meter = ActivityMeter(
+            self.host.nvml, device.gpu.index, None if device.mig is None else device.mig.gpu_instance_id
+        )
+        before = meter.read()
         for program in programs:
             self.stop(program)
-        return wait_for_drain(self._drained, before, bound_seconds)
+        return wait_for_drain(meter, before, bound_seconds)
 
     def stop(self, program: Program) -> None:
         """Stop a program (SIGSTOP); the GPU still works on its queue."""

@@ -202,8 +202,8 @@ class JobStart:
 
     def _check_lease(self, device: Device) -> None:
         """Raise InUse if another user has reserved the GPU."""
+        from gpushare.host.users import has_claims
         from gpushare.memory.leases import PREFIX
-        from gpushare.snapshot import has_claims
 
         # A dozen files are read only where there is a lease.
         if not has_claims(self.host, PREFIX):
