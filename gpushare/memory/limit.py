@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from gpushare.host.host import Host
     from gpushare.memory.driver_limit import DriverLimit
     from gpushare.memory.ledger import Place
-    from gpushare.part import Watched
+    from gpushare.part import Watch
 
 MemoryAction = Literal["end", "warn", "pause"]
 LOOK_SECONDS: Final = 0.2
@@ -171,7 +171,7 @@ class JobMemory(Part):
         if self._driver is not None:
             self._driver.enter(pid)
 
-    def started(self, watch: Watched) -> None:
+    def started(self, watch: Watch) -> None:
         """Begin to watch a program."""
         self.begin(watch.program_pid)
 

@@ -15,7 +15,7 @@ from gpushare.part import Part
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
-    from gpushare.part import Watched
+    from gpushare.part import Watch
 
 
 @dataclass
@@ -59,7 +59,7 @@ class CpuBinding(Part):
         with contextlib.suppress(OSError):
             os.sched_setaffinity(pid, self._cpus)
 
-    def started(self, watch: Watched) -> None:
+    def started(self, watch: Watch) -> None:
         """Read back where the program may run."""
         with contextlib.suppress(OSError):
             if not os.sched_getaffinity(watch.program_pid) <= self._cpus:

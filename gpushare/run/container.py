@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Final
 from gpushare.base.errors import BadUsage, NotSupported
 from gpushare.base.values import dataclass
 from gpushare.host.host import make_private_directory
-from gpushare.part import Part
+from gpushare.part import Part, Watch
 from gpushare.run.plain import PlainWatch
 from gpushare.run.share import check_program
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
-    from gpushare.run.share import Share, Watch
+    from gpushare.run.share import Share
 
 PODMAN: Final = "podman"
 DOCKER: Final = "docker"

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from gpushare.base.selection import Device
     from gpushare.host.host import Host
-    from gpushare.part import Watched
+    from gpushare.part import Watch
     from gpushare.run.jobs import PrintedRate
     from gpushare.run.production import ProductionJob
     from gpushare.run.share import Attachment
@@ -197,7 +197,7 @@ class GroupSlice(Part):
                     code="production_under_mps",
                 )
 
-    def started(self, watch: Watched) -> None:
+    def started(self, watch: Watch) -> None:
         """Become a member of the group."""
         # Its share is one under MPS.
         self._watch = cast("Attachment", watch)
@@ -337,7 +337,7 @@ class AdaptedSlice(Part):
     keep: float
     title: str = "production"
     pauser: Pauser | None = None
-    _watch: Watched | None = None
+    _watch: Watch | None = None
     _progress: Progress | None = None
     _controller: Controller | None = None
     _pid: int | None = None
@@ -348,7 +348,7 @@ class AdaptedSlice(Part):
     _released: bool = False
     _told: set[str] = field(default_factory=set)
 
-    def started(self, watch: Watched) -> None:
+    def started(self, watch: Watch) -> None:
         """Begin."""
         self._watch = watch
         if self.pauser is None:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from gpushare.base.selection import Device
     from gpushare.host.host import Host
-    from gpushare.part import Watched
+    from gpushare.part import Watch
     from gpushare.pause.change import JobPause
 
 
@@ -257,7 +257,7 @@ class RecordedJob(Part):
     # After the end of the program the record names this gpushare again: the program starts once more.
     stays: bool = False
     _written: bool = False
-    _watch: Watched | None = None
+    _watch: Watch | None = None
     _seen: set[int] = field(default_factory=set)
     _due: float = 0.0
 
@@ -293,7 +293,7 @@ class RecordedJob(Part):
         write_record(self.host, self.record)
         return peak
 
-    def started(self, watch: Watched) -> None:
+    def started(self, watch: Watch) -> None:
         """Name the program in the record; if that fails, the record still names gpushare."""
         self._watch = watch
         with contextlib.suppress(GpushareError):

@@ -11,7 +11,8 @@ from gpushare.base.model import device_key
 from gpushare.base.selection import Device, titles
 from gpushare.base.values import dataclass
 from gpushare.host.host import make_private_directory
-from gpushare.run.share import INSTANCE, Watch, check_program, claimed, held
+from gpushare.part import Watch
+from gpushare.run.share import INSTANCE, check_program, claimed, held
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

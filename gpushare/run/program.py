@@ -32,10 +32,10 @@ from gpushare.signals import ENDING, Wakeups, handled
 if TYPE_CHECKING:
     from gpushare.host.host import Host
     from gpushare.host.process import Spawned
-    from gpushare.part import Watched
+    from gpushare.part import Watch
     from gpushare.run.container import Container
     from gpushare.run.jobs import PrintedRate
-    from gpushare.run.share import Held, Share, Watch
+    from gpushare.run.share import Held, Share
     from gpushare.run.swapping import SwapWish
     from gpushare.show.run import RunReport
 
@@ -210,7 +210,7 @@ class TimeLimit(Part):
         self._due = math.inf
         self._over = False
 
-    def started(self, _watch: Watched) -> None:
+    def started(self, _watch: Watch) -> None:
         """Begin to count."""
         self._due = self._clock() + self._limit
 

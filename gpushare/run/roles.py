@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from gpushare.base.model import Gpu
     from gpushare.base.selection import Device
     from gpushare.host.host import Host
-    from gpushare.part import Watched
+    from gpushare.part import Watch
 
 
 # Next to four different production jobs on an H200, this cap ended the harm wherever any cap did.
@@ -260,7 +260,7 @@ class PauseForProduction(Part):
     pacer: Pacer = field(default_factory=Pacer)
     pauses: int = 0
     pauser: Pauser | None = None
-    _watch: Watched | None = None
+    _watch: Watch | None = None
     _noted: Pauses | None = None
     _due: float = 0.0
     _find_due: float = 0.0
@@ -273,7 +273,7 @@ class PauseForProduction(Part):
         """Return what it adds to the place of the program."""
         return f", paused while {self.title} works"
 
-    def started(self, watch: Watched) -> None:
+    def started(self, watch: Watch) -> None:
         """Begin: find out how the program can be paused."""
         self._watch, pid = watch, watch.program_pid
         # It needs no GPU to begin.
@@ -318,7 +318,7 @@ class PauseForProduction(Part):
         pauser.pause()
         self.pauses += pauser.paused and not before
 
-    def _note(self, watch: Watched, pauser: Pauser) -> None:
+    def _note(self, watch: Watch, pauser: Pauser) -> None:
         """Write the pauses down, for the metrics, on each change."""
         if self._noted is None:
             process = self.host.processes.identity(watch.program_pid) or Identity(watch.program_pid, 0)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import abc
 import os
 import re
 import shlex
 import shutil
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import field
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -23,13 +22,11 @@ from gpushare.mps.home import DaemonHome, Lease, client_environment, own_home, w
 from gpushare.mps.limits import Limits, check_memory
 from gpushare.mps.start import plan_start
 from gpushare.mps.stop import clients_of, end_daemon, restore_mode
+from gpushare.part import Watch
 from gpushare.plan import Plan, carry_out
 from gpushare.run.end import CONVERSATION_SECONDS, client_pids
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from gpushare.base.model import GpuProcess
     from gpushare.base.selection import Device
     from gpushare.host.claims import HeldClaim
     from gpushare.host.host import Host
@@ -37,101 +34,12 @@ if TYPE_CHECKING:
     from gpushare.plan import Step
 
 
-# The daemon logs every conversation, so ask often only while a program is likely to create its context.
-_FIRST_SECONDS: Final = 0.1
-_SPACING: Final = ((5.0, 0.25), (30.0, 1.0), (float("inf"), 5.0))
 _PENDING: Final = re.compile(
     r"NEW CLIENT (\d{1,10}) from user (\d{1,10}): Server is not ready, push client to pending list"
 )
 _ACCEPTED: Final = re.compile(r"NEW CLIENT (\d{1,10}) from user (\d{1,10}): Server (?:already exists|is not ready)")
 _PENDING_SECONDS: Final = 3.0
 _LOG_TAIL_BYTES: Final = 64 * 1024
-
-
-def spacing(age: float) -> float:
-    """Return the seconds between two looks at a program of this age that has not been seen inside."""
-    return next(seconds for until, seconds in _SPACING if age < until)
-
-
-def _nobody(_pid: int, _started: int | None) -> None:
-    """Tell nobody: there is no guard."""
-
-
-@dataclass
-class Watch(abc.ABC):
-    """Where a program's processes are, as far as known; `poll` updates it."""
-
-    host: Host
-    device: Device
-    program_pid: int
-    started: float = field(default_factory=time.monotonic)
-    # Processes that were seen inside the share, and outside it.
-    attached: Collection[int] = ()
-    outside: set[int] = field(default_factory=set)
-    # Kept waiting by the daemon, because another user's clients hold the server.
-    pending: set[int] = field(default_factory=set)
-    daemon_gone: bool = False
-    # What is to be reported, once.
-    news: list[str] = field(default_factory=list)
-    # The same, of what is not as it was asked for.
-    troubles: list[str] = field(default_factory=list)
-    # The most memory that its processes held together at a look (bytes), and how many looks saw some.
-    peak_bytes: int | None = None
-    peak_looks: int = 0
-    # Called with a process and its start before it is stopped.
-    tell: Callable[[int, int | None], None] = _nobody
-    # What is signalled instead of the program, and passes signals on: the client of a container engine.
-    client_pid: int | None = None
-    # Seen outside by the last look. Two must agree: the lists of the daemon and NVML are not of the same moment.
-    _suspects: set[int] = field(default_factory=set)
-    _due: float = field(default_factory=lambda: time.monotonic() + _FIRST_SECONDS)
-
-    @property
-    def gpus(self) -> tuple[int, ...]:
-        """Return the indexes of the GPUs that the program has."""
-        return (self.device.gpu.index,)
-
-    @property
-    def signalled_pid(self) -> int:
-        """Return the process that is ended, with its descendants."""
-        return self.client_pid or self.program_pid
-
-    @property
-    def seconds(self) -> float:
-        """Return how long until the next poll."""
-        return self._due - time.monotonic()
-
-    def poll(self) -> None:
-        """Look for the program's processes, and say when to do so again."""
-        self.look()
-        self._due = time.monotonic() + self.wait()
-
-    def wait(self) -> float:
-        """Return the seconds until the next look."""
-        return 5.0 if self.attached else spacing(time.monotonic() - self.started)
-
-    @abc.abstractmethod
-    def look(self) -> None:
-        """Look for the program's processes."""
-
-    def note_memory(self, found: Iterable[GpuProcess]) -> None:
-        """Note the memory of the program's processes on its device."""
-        sizes = [one.memory_used_bytes for one in found]
-        known = [size for size in sizes if size is not None]
-        if known and len(known) == len(sizes):
-            self.peak_bytes = max(self.peak_bytes or 0, sum(known))
-            self.peak_looks += 1
-
-    def mps_fault(self) -> bool:
-        """Return whether its MPS server or daemon has died, or had a fatal GPU error, since the program was started."""
-        return False
-
-    def settle(self) -> None:  # noqa: B027 - outside MPS there is no log
-        """Find out what can still be found out about a program that has ended."""
-
-    @abc.abstractmethod
-    def clients(self) -> set[int] | None:
-        """Return the processes whose sudden death breaks others; None when it cannot be told."""
 
 
 @dataclass

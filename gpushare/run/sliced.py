@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gpushare.base.selection import Device
     from gpushare.host.channels import ChannelControl, Channels
     from gpushare.host.host import Host
-    from gpushare.part import Watched
+    from gpushare.part import Watch
 
 
 # A look at a known process costs a millisecond; contexts that it made since are looked for more seldom.
@@ -154,7 +154,7 @@ class OwnSlice(Part):
     host: Host
     slice_us: int
     _slices: KeptSlices = field(init=False)
-    _watch: Watched | None = None
+    _watch: Watch | None = None
     _due: float = 0.0
     _told: set[str] = field(default_factory=set)
     _failed: bool = False
@@ -168,7 +168,7 @@ class OwnSlice(Part):
         """Return what it adds to the place of the program."""
         return f", outside MPS, with a time-slice of {format_slice(self.slice_us)}"
 
-    def started(self, watch: Watched) -> None:
+    def started(self, watch: Watch) -> None:
         """Begin."""
         self._watch = watch
 
@@ -185,7 +185,7 @@ class OwnSlice(Part):
             self._due = time.monotonic() + min(watch.wait(), LOOK_SECONDS)
         return False
 
-    def _give(self, watch: Watched) -> None:
+    def _give(self, watch: Watch) -> None:
         try:
             processes = gpu_processes(self.host, find_job(self.host, str(watch.program_pid)))
             changed = self._slices.apply([process.pid for process in processes if not process.under_mps], self.slice_us)

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from gpushare.base.model import Gpu
     from gpushare.host.host import Host
     from gpushare.memory.limit import JobMemory
-    from gpushare.part import Watched
+    from gpushare.part import Watch
 
 _LOOK_SECONDS: Final = 0.5
 # While it waits for its place: nobody works in this time.
@@ -438,7 +438,7 @@ class Swapping(Part):
     ) -> None:
         self._host, self._device, self._memory, self._policy, self._say = host, device, memory, policy, say
         self._movable = movable
-        self._watch: Watched | None = None
+        self._watch: Watch | None = None
         # The job that waits and has room if this one goes.
         self._makes_room_for: Reservation | None = None
         self._limits = UserLimits() if limits is None else limits
@@ -473,7 +473,7 @@ class Swapping(Part):
         """Return how long until the next look."""
         return max(0.0, self._due - self._clock())
 
-    def started(self, watch: Watched) -> None:
+    def started(self, watch: Watch) -> None:
         """Begin to watch a program."""
         self._watch = watch
         self.begin(watch.program_pid)
