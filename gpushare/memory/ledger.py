@@ -134,6 +134,11 @@ class Line:
         return max(0, self.room.memory_bytes - sum(holder.memory_bytes for holder in self.running))
 
     @property
+    def held_by(self) -> list[tuple[Reservation, int]]:
+        """Return the jobs there, each with the bytes that count for it."""
+        return [(job, size.memory_bytes) for job, size in zip(self.holders, self.running, strict=False)]
+
+    @property
     def free_clients(self) -> int | None:
         """Return how many more clients an MPS server takes; None: it is not known, or does not matter."""
         if self.room.clients is None:
@@ -357,6 +362,22 @@ def line_of(
     )
 
 
+def lines_of(
+    host: Host,
+    devices: Iterable[Device],
+    found: Sequence[Reservation],
+    *,
+    clients: Mapping[str, int | None] | None = None,
+    limits: Mapping[int, int] | None = None,
+) -> dict[str, Line]:
+    """Return the ledger of devices by UUID, as `line_of`, without those whose memory is unknown."""
+    most = clients or {}
+    lines = {
+        device.uuid: line_of(host, device, found, clients=most.get(device.uuid), limits=limits) for device in devices
+    }
+    return {uuid: line for uuid, line in lines.items() if line is not None}
+
+
 def _seconds_left(one: Reservation) -> float | None:
     """Return in how many seconds a job ends by its time; None: it has none, or has not kept it."""
     left = 0 if one.until_ns is None else one.until_ns - time.clock_gettime_ns(time.CLOCK_BOOTTIME)
@@ -570,7 +591,7 @@ class Place:
             self._before = frozenset(
                 claim.path.name for claim in claims if claim.ticket is not None and claim.rank < mine.rank
             )
-        lines = self._lines(found, devices, clients, limits)
+        lines = lines_of(self._host, devices, found, clients=clients, limits=limits)
         waiting = [
             _waiting(one.id, one.claim.uid, one, lines, limits)
             for one in found
@@ -631,26 +652,14 @@ class Place:
         kept = [one for one in found if one.sure or one.claim.rank <= own.claim.rank]
         # Who is sure of its place counts first for the limit of a user, also if it came later: production goes before.
         kept.sort(key=lambda one: not one.sure)
-        lines = self._lines(kept, [device for device in devices if device.uuid in keys], clients, limits)
+        here = [device for device in devices if device.uuid in keys]
+        lines = lines_of(self._host, here, kept, clients=clients, limits=limits)
         return lines.keys() == set(keys) and all(
             own.id not in line.beyond
             and sum(running.memory_bytes for running in line.running) <= line.room.memory_bytes
             and (line.room.clients is None or sum(running.client for running in line.running) <= line.room.clients)
             for line in lines.values()
         )
-
-    def _lines(
-        self,
-        found: Sequence[Reservation],
-        devices: Sequence[Device],
-        clients: Mapping[str, int | None],
-        limits: Mapping[int, int],
-    ) -> dict[str, Line]:
-        lines = {
-            device.uuid: line_of(self._host, device, found, clients=clients.get(device.uuid), limits=limits)
-            for device in devices
-        }
-        return {key: line for key, line in lines.items() if line is not None}
 
     def tell_limit(self, limit_bytes: int, above: str) -> None:
         """Say what the limit of the job is, and what happens above it (`ABOVE`); the last word counts."""
@@ -678,13 +687,14 @@ class Place:
         self._claim.release()
 
 
-def position(found: Sequence[Reservation], place: Place) -> int:
-    """Return how many jobs wait before this one for one of its devices."""
-    keys, before = set(place.request.keys), 0
-    for one in found:
-        if one.id == place.claim.path.name:
+def jobs_before(found: Sequence[Reservation], place: Place) -> list[Reservation]:
+    """Return the jobs that wait before this one for one of its devices; those that are stopped hold up nobody."""
+    before: list[Reservation] = []
+    for job in found:
+        if job.id == place.claim.path.name:
             break
-        before += one.waits and not keys.isdisjoint(one.keys) and not one.stopped
+        if job.waits and not set(place.request.keys).isdisjoint(job.keys) and not job.stopped:
+            before.append(job)
     return before
 
 

@@ -28,11 +28,12 @@ from gpushare.memory.ledger import (
     Request,
     Reservation,
     is_on,
+    jobs_before,
     line_of,
+    lines_of,
     never_fits,
     not_around,
     owners_of,
-    position,
     reservations,
     waiting_before,
     would_take,
@@ -62,8 +63,8 @@ def read_lines(
     """Return the ledger of devices that were read just now, without one place; those whose memory is unknown are left out."""
     found = not_around(host, reservations(host) or [])
     found = [one for one in found if but is None or one.id != but.claim.path.name]
-    lines = (line_of(host, device, found, clients=client_limit(host, device), limits=limits) for device in devices)
-    return [line for line in lines if line is not None]
+    clients = {device.uuid: client_limit(host, device) for device in devices}
+    return [*lines_of(host, devices, found, clients=clients, limits=limits).values()]
 
 
 def client_limit(host: Host, device: Device) -> int | None:
@@ -210,7 +211,7 @@ def wait_for_room(
                     check_ever(lines, place.request)
                 check_limit(lines, place.request, limits.get(os.geteuid()))
             if seconds is not None and clock() - began >= seconds:
-                before = position(reservations(host) or [], place)
+                before = len(jobs_before(reservations(host) or [], place))
                 raise _no_room_error(read_lines(host, now, limits), place.request, seconds, reasons, before)
             if due:
                 looked = clock()
@@ -346,9 +347,8 @@ def outlook(
     uid, good = os.geteuid(), reasons or {}
     now, unusable = usable_now(host, devices, limits, client=request.client)
     jobs = not_around(host, reservations(host) or [])
-    clients = {device.uuid: client_limit(host, device) if request.client else None for device in now}
-    possible = (line_of(host, device, jobs, clients=clients[device.uuid], limits=limits) for device in now)
-    lines = [line for line in possible if line is not None]
+    clients = {device.uuid: client_limit(host, device) for device in now} if request.client else {}
+    lines = [*lines_of(host, now, jobs, clients=clients, limits=limits).values()]
     keys = would_take(jobs, lines, request, uid, limits)[: request.count]
     before = [job for job in waiting_before(jobs, request, uid) if not set(job.keys).isdisjoint(request.keys)]
     taken = [line for key in keys for line in lines if line.device.uuid == key]
@@ -462,7 +462,7 @@ def why_it_waits(host: Host, lines: Sequence[Line], place: Place, limit: int | N
         why = why_unreadable(host, PREFIX)
         if why is not None:
             return why
-    before = position(reservations(host) or [], place) if lines else 0
+    before = len(jobs_before(reservations(host) or [], place)) if lines else 0
     return f"waiting for {_room_text(lines, place.request, before, limit, reasons)}"
 
 
@@ -475,10 +475,7 @@ def _free(line: Line, request: Request) -> str:
 
 def _held_by(line: Line, most: int) -> str:
     """Return who has the rest of a device, the largest first: ``, held by 'train' (40.0 GiB) and 2 more``."""
-    holders = [
-        (size.memory_bytes, f"process {holder.pid}" if holder.name is None else f"'{holder.name}'")
-        for holder, size in zip(line.holders, line.running, strict=False)
-    ]
+    holders = [(size, f"process {job.pid}" if job.name is None else f"'{job.name}'") for job, size in line.held_by]
     holders += [(line.others_bytes, "other programs")] if line.others_bytes >= _WORTH_NAMING else []
     largest = sorted(holders, reverse=True)
     named = [f"{title} ({format_bytes(size)})" for size, title in largest[:most]]

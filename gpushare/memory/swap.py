@@ -152,19 +152,26 @@ def check_here(host: Host, text: str) -> None:
 
 
 def find_swap(host: Host, pid: int, name: str | None = None) -> Swap | None:
-    """Return the record of a job; None: it was never swapped.
+    """Return the record of a job, or else of a part of it that was swapped by its own PID; None: none was.
 
-    A job that went out while it started has gpushare's PID in its record: then one of its processes, or its name, tells.
+    One that is out goes before one that is back. A job that went out while it started has gpushare's PID in its record: then
+    its name tells.
     """
     records = swaps(host)
-    by_pid = next((swap for swap in records if swap.pid == pid), None)
-    inside = next((swap for swap in records if any(image.pid == pid for image in swap.images)), None)
-    if by_pid or inside or name is None:
-        return by_pid or inside
-    # To root, jobs of several users may have this name.
-    info = host.processes.describe(pid)
-    uids = {None} if info is None else {None, info.uid}
-    return next((swap for swap in records if swap.name == name and swap.uid in uids), None)
+    if not records:
+        return None
+    family, info = set(host.processes.descendants(pid)), host.processes.describe(pid)
+    uid = None if info is None else info.uid
+    # A user's word is about a program of that user.
+    mine = [
+        swap
+        for swap in records
+        if swap.keeper_uid in {None, 0, uid} and (swap.pid == pid or family & {image.pid for image in swap.images})
+    ]
+    if not mine and name is not None:
+        # To root, jobs of several users may have this name.
+        mine = [swap for swap in records if swap.name == name and swap.uid in {None, uid}]
+    return min(mine, key=lambda swap: swap.state == BACK, default=None)
 
 
 def out_by_driver(host: Host, pid: int, name: str | None, uid: int | None) -> Swap | None:
@@ -196,21 +203,6 @@ def out_by_driver(host: Host, pid: int, name: str | None, uid: int | None) -> Sw
         images=tuple(images),
         path=SWAPS.path(host, pid),
     )
-
-
-def find_in_tree(host: Host, pid: int) -> Swap | None:
-    """Return the record of a program, or else of a part of it that was swapped by its own PID."""
-    records = swaps(host)
-    family = set(host.processes.descendants(pid)) if records else set()
-    info = host.processes.describe(pid) if any(swap.keeper_uid for swap in records) else None
-    # A user's word is about a program of that user.
-    uids = {None, 0} if info is None else {None, 0, info.uid}
-    mine = [
-        swap
-        for swap in records
-        if swap.keeper_uid in uids and (swap.pid == pid or family & {image.pid for image in swap.images})
-    ]
-    return min(mine, key=lambda swap: swap.state == BACK, default=None)
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ from gpushare.base.values import dataclass
 from gpushare.host.written_file import open_to_append
 from gpushare.memory.admission import UserLimits
 from gpushare.memory.harm import best_together
-from gpushare.memory.ledger import Line, Patience, Place, Request, position, reservations
+from gpushare.memory.ledger import Line, Patience, Place, Request, jobs_before, reservations
 from gpushare.memory.limit import JobMemory
 from gpushare.memory.peaks import Profile, find_profile, keep_profile
 from gpushare.memory.room import check_ever, check_limit, client_limit, read_lines, usable_now, why_it_waits
@@ -861,7 +861,7 @@ class _Farm:
         now, place = time.monotonic(), self._place
         if place is None or now - self._told_at < _SAY_SECONDS:
             return
-        before = position(reservations(self._host) or [], place)
+        before = jobs_before(reservations(self._host) or [], place)
         if self._running() and not before:
             return
         usable, reasons = usable_now(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
@@ -20,7 +21,6 @@ from gpushare.show.waiting import waiting_line
 if TYPE_CHECKING:
     from gpushare.base.model import MigInstance
     from gpushare.host.host import Host
-    from gpushare.memory.ledger import Place as Entry
     from gpushare.memory.ledger import Reservation
     from gpushare.run.created import Creator
 
@@ -165,7 +165,7 @@ def wait_for_place(
         InUse: the time is over (code ``no_room``).
         GpushareError: as `take_place`, before it waits.
     """
-    from gpushare.memory.ledger import PATIENCE_SECONDS, Request, position, reservations
+    from gpushare.memory.ledger import PATIENCE_SECONDS, Request, jobs_before, reservations
     from gpushare.memory.ledger import Place as Entry
     from gpushare.memory.room import POLL_SECONDS
 
@@ -182,24 +182,25 @@ def wait_for_place(
             while True:
                 free, held = free_places(host, places)
                 found = reservations(host) or []
-                ahead, now = jobs_before(found, entry, free), clock()
+                before, now = jobs_before(found, entry), clock()
+                ahead = _ahead(before, free)
                 # Those that could have taken one for long, and have not, hang.
                 could = could if free else now
-                if len(free) > len(ahead) or now - could >= PATIENCE_SECONDS:
-                    taken, _ = _take(host, free[len(ahead) :] or free)
+                if len(free) > ahead or now - could >= PATIENCE_SECONDS:
+                    taken, _ = _take(host, free[ahead:] or free)
                     if taken is not None:
                         if creator is not None:
                             _check_made(taken, check)
                         return taken
-                makes = creator is not None and not free and not _makers_before(found, entry, made_on)
+                # One that came before may make one.
+                makes = not free and all(set(made_on).isdisjoint(job.keys) for job in before)
                 if makes and creator is not None and creator.made_if_room():
                     places = find_places(host, text, gpu, creator)
                     continue
                 why = in_use(held) if held else "none is there" if not places else "others were first"
                 if seconds is not None and now - began >= seconds:
                     raise _none_in_time(text, why, seconds)
-                before = position(found, entry)
-                line = f", {counted(before, 'job')} before it" if before else ""
+                line = f", {counted(len(before), 'job')} before it" if before else ""
                 draw(f"waiting for a free instance ({quoted(text)}){line}: {why}", now - began, seconds)
                 sleep(POLL_SECONDS if seconds is None else max(0.01, min(POLL_SECONDS, began + seconds - clock())))
                 try:
@@ -211,30 +212,15 @@ def wait_for_place(
         entry.leave()
 
 
-def jobs_before(found: Sequence[Reservation], entry: Entry | None, free: Sequence[Place]) -> list[Reservation]:
-    """Return the jobs that wait before one for an instance that is free now; all that do, if it is not in the line."""
-    before: list[Reservation] = []
-    for one in found:
-        if entry is not None and one.id == entry.claim.path.name:
-            break
-        size = one.memory_bytes or 0
-        if (
-            one.waits
-            and not one.stopped
-            and any(place.mig.uuid in one.keys and size <= (place.mig.memory_total_bytes or size) for place in free)
-        ):
-            before.append(one)
-    return before
-
-
-def _makers_before(found: Sequence[Reservation], entry: Entry, made_on: Sequence[str]) -> bool:
-    """Return whether a job that waits before this one may make an instance on one of these GPUs."""
-    for one in found:
-        if one.id == entry.claim.path.name:
-            return False
-        if one.waits and not one.stopped and not set(made_on).isdisjoint(one.keys):
-            return True
-    return False
+def _ahead(jobs: Sequence[Reservation], free: Sequence[Place]) -> int:
+    """Return how many of the jobs that wait want an instance that is free now, and fit into it."""
+    return sum(
+        any(
+            place.mig.uuid in job.keys and (job.memory_bytes or 0) <= (place.mig.memory_total_bytes or math.inf)
+            for place in free
+        )
+        for job in jobs
+    )
 
 
 def wait_words(text: str, seconds: float | None) -> str:
@@ -256,7 +242,7 @@ def outlook_on_places(
     check(places[0].device)
     free, held = free_places(host, places)
     found = reservations(host) or []
-    ahead = len(jobs_before(found, None, free))
+    ahead = _ahead([job for job in found if job.waits and not job.stopped], free)
     now = free[ahead] if len(free) > ahead else None
     keys = {place.mig.uuid for place in places}
     behind = [job for job in found if now is None and job.waits and not keys.isdisjoint(job.keys)]

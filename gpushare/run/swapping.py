@@ -26,6 +26,7 @@ from gpushare.memory.ledger import (
     Request,
     Reservation,
     line_of,
+    lines_of,
     owners_of,
     reservations,
 )
@@ -40,7 +41,7 @@ from gpushare.memory.swap import (
     Swap,
     check_continues,
     come_in,
-    find_in_tree,
+    find_swap,
     forget_ended,
     go_out,
     guarded,
@@ -509,7 +510,7 @@ class Swapping(Part):
 
     def _notice(self) -> None:
         """See whether the job was moved by hand, by its user or by root."""
-        found = find_in_tree(self._host, self._pid)
+        found = find_swap(self._host, self._pid)
         if found is not None and found.state == BACK and found.gpu_uuid != self._device.uuid:
             self._goes_on(found.gpu_uuid, "moved by hand")
         elif found is None or found.state == BACK:
@@ -605,9 +606,8 @@ class Swapping(Part):
             return None
         found = reservations(self._host) or []
         usable = [gpu for gpu in targets(here, gpus) if lease_of_others(self._host, gpu.uuid, self._limits) is None]
-        there = (line_of(self._host, Device(gpu=gpu), found, limits=self._limits) for gpu in usable)
-        lines = [line for line in there if line is not None]
-        best = max(lines, key=lambda line: line.free_bytes, default=None)
+        lines = lines_of(self._host, [Device(gpu=gpu) for gpu in usable], found, limits=self._limits)
+        best = max(lines.values(), key=lambda line: line.free_bytes, default=None)
         need = max(look.held_bytes, self._asked.memory_bytes or look.held_bytes) + GPU_MARGIN_BYTES
         # A job without a size has all of its GPU.
         whole = self._asked.memory_bytes is None
@@ -713,12 +713,11 @@ class Swapping(Part):
         """Return what jobs there have that leave for production too, and came after this one."""
         ids = [job.id for job in line.holders]
         after = ids.index(own) + 1 if own in ids else len(ids)
-        return sum(
-            size.memory_bytes
-            for one, size in list(zip(line.holders, line.running, strict=False))[after:]
-            # Those of other users leave for their own production, and for root's.
-            if one.leaves and not one.stays and one.claim.uid == self._host.uid
-        )
+        return sum(size for job, size in line.held_by[after:] if self._makes_room(job))
+
+    def _makes_room(self, job: Reservation) -> bool:
+        """Return whether a job leaves for this user's production: those of other users do for their own, and for root's."""
+        return job.leaves and not job.stays and job.claim.uid == self._host.uid
 
     def _is_needed(self, production: Sequence[Reservation], line: Line | None, later: int) -> bool:
         """Return whether waiting production has room only if this job leaves, after those that came later."""
@@ -728,9 +727,7 @@ class Swapping(Part):
         own = None if self._place is None else self._place.claim.path.name
         sizes = [line.room.whole_bytes if one.memory_bytes is None else one.memory_bytes for one in production]
         most = line.free_bytes + sum(
-            size.memory_bytes
-            for one, size in zip(line.holders, line.running, strict=False)
-            if one.id == own or one.turns or (one.leaves and not one.stays and one.claim.uid == self._host.uid)
+            size for job, size in line.held_by if job.id == own or job.turns or self._makes_room(job)
         )
         # What waits for jobs that stay is nothing to leave for.
         need = sum(size for size in sizes if size <= most)
@@ -776,7 +773,7 @@ class Swapping(Part):
     def _return(self, seconds: float = 0.0) -> None:
         if self._swap is None:
             return
-        now = find_in_tree(self._host, self._swap.pid)
+        now = find_swap(self._host, self._swap.pid)
         if now is None or now.state not in {OUT, RETURNING}:
             return
         now = taken_over(self._host, now)
@@ -849,7 +846,7 @@ class Swapping(Part):
 
 def _comes_if_gone(one: Reservation, line: Line, own: str | None) -> bool:
     """Return whether a waiting job of one GPU has room on a device if one job leaves it, and only then."""
-    sizes = [size.memory_bytes for job, size in zip(line.holders, line.running, strict=False) if job.id == own and own]
+    sizes = [size for job, size in line.held_by if job.id == own and own]
     need = line.room.whole_bytes if one.memory_bytes is None else one.memory_bytes
     return one.count == 1 and line.free_bytes < need <= line.free_bytes + sum(sizes)
 
@@ -859,7 +856,7 @@ def _can_come(one: Reservation, line: Line) -> bool:
 
     Else it comes without that, or waits for jobs that stay.
     """
-    leaving = sum(size.memory_bytes for job, size in zip(line.holders, line.running, strict=False) if job.turns)
+    leaving = sum(size for job, size in line.held_by if job.turns)
     stays = sum(size.memory_bytes for size in line.running) - leaving
     need = line.room.whole_bytes if one.memory_bytes is None else one.memory_bytes
     return line.free_bytes < need <= line.room.memory_bytes - stays
