@@ -191,7 +191,6 @@ class Cockpit(App[None]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q,f10,ctrl+c,ctrl+q", "quit", priority=False, show=False),
         Binding("question_mark,f1", "help", show=False),
-        Binding("tab,shift+tab", "other", show=False),
         Binding("down,j", "move(1)", show=False),
         Binding("up,k", "move(-1)", show=False),
         Binding("pagedown,ctrl+f", "page(1)", show=False),
@@ -526,9 +525,6 @@ class Cockpit(App[None]):
 
     def action_page(self, by: int) -> None:
         self.action_move(by * max(1, self._focused().room - 1))
-
-    def action_other(self) -> None:
-        (self._jobs if self._gpus.has_focus else self._gpus).focus()
 
     def action_columns(self, by: int) -> None:
         self._first_column = min(max(1, self._first_column + by), len(jobs.COLUMNS) - 1)

@@ -6,8 +6,10 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from textual.binding import Binding, BindingType
 
 from gpushare.base.model import LinePlace, ListedJob
 from gpushare.base.units import GIB
@@ -15,9 +17,10 @@ from gpushare.connect import connect
 from gpushare.measure.observe import Clock, header_for, observe
 from gpushare.measure.recording import RecordingFile, Samples
 from gpushare.sim import admin
-from gpushare.top.dialogs import Question
+from gpushare.top.dialogs import Choice, Dialog, Question
 from gpushare.top.draw import THEMES
 from gpushare.top.replay import Replay
+from gpushare.top.screen import Cockpit
 from tests.cli.drive import World
 from tests.top.conftest import Shown
 
@@ -388,5 +391,46 @@ def test_a_job_that_has_ended_meanwhile_is_not_confused_with_another(
         assert "has ended meanwhile" in screen.text
         assert pid in world.pids()
         assert [words[-1] for words in screen.ran] == ["-n"]
+
+    show(world, script)
+
+
+def test_every_key_does_what_it_is_bound_to(show: Show, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keys of other monitors too, and those of dialogs; no key ends in an error."""
+    world = World("sim:2xh100")
+    add(world, 0, "train", 9)
+    ran: list[str] = []
+    run_action = Cockpit.run_action
+
+    async def recorded(app: Cockpit, action: Any, *more: Any) -> bool:
+        ran.append(str(action) if isinstance(action, str) else action[1])
+        return await run_action(app, action, *more)
+
+    monkeypatch.setattr(Cockpit, "run_action", recorded)
+
+    async def pressed(screen: Shown, bindings: list[BindingType], opened: str | None) -> list[str]:
+        wrong = []
+        for binding in bindings:
+            assert isinstance(binding, Binding)
+            for key in binding.key.split(","):
+                while len(screen.app.screen_stack) > 1:
+                    await screen.press("escape")
+                if opened is not None:
+                    await screen.press(opened)
+                ran.clear()
+                await screen.press(key)
+                if binding.action not in ran:
+                    wrong.append(f"{key}: {binding.action}, ran {ran}")
+        return wrong
+
+    async def script(screen: Shown) -> None:
+        bindings = [one for one in Cockpit.BINDINGS if isinstance(one, Binding) and one.action != "quit"]
+        with monkeypatch.context() as patch:
+            # What an action does is another test's.
+            patch.setattr(Cockpit, "_begin", lambda *_: None)
+            assert await pressed(screen, [*bindings], None) == []
+        assert await pressed(screen, Dialog.BINDINGS, "question_mark") == []
+        assert await pressed(screen, Question.BINDINGS, "p") == []
+        assert await pressed(screen, Choice.BINDINGS, "o") == []
 
     show(world, script)
