@@ -275,25 +275,15 @@ class MigPlanAnswer(PlanAnswer):
 def planned(found: MigPlan | NoPlan, layouts: Sequence[Layout], *, off: Sequence[int] = ()) -> Any:
     """Return a plan as a result; ``off`` are the GPUs whose MIG mode is off."""
     found = planned_or_refused(found)
-    steps = shown_steps(found)
-    notes = _plan_notes(found, off, made_ids=any("-ci CI" in (step.undo or "") for step in steps))
-    result = plan_result("mig plan", Plan(title="the layout", steps=tuple(steps), notes=tuple(notes)), dry_run=True)
+    steps = tuple(shown_steps(found, off))
+    made_ids = any("-ci CI" in (step.undo or "") for step in steps)
+    notes = ("GI and CI are the ids that the steps print when they create an instance",) if made_ids else ()
+    result = plan_result("mig plan", Plan(title="the layout", steps=steps, notes=notes), dry_run=True)
     return replace(
         with_answer(result, MigPlanAnswer, cost=found.cost),
         text=plan_text(found, {layout.gpu: layout for layout in layouts}),
         tables=result.tables if steps else (),
     )
-
-
-def _plan_notes(found: MigPlan, off: Sequence[int], *, made_ids: bool) -> tuple[str, ...]:
-    notes = [
-        f"MIG is off on GPU {gpu.gpu}; switch it on first, as root and with no program on the GPU: nvidia-smi -i {gpu.gpu} -mig 1"
-        for gpu in found.gpus
-        if gpu.changes and gpu.gpu in off
-    ]
-    if made_ids:
-        notes.append("GI and CI are the ids that the steps print when they create an instance")
-    return tuple(notes)
 
 
 def capable(

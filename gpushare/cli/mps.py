@@ -45,7 +45,7 @@ from gpushare.run.jobs import forget_ended
 from gpushare.run.look import of_gpus
 from gpushare.show.plan import PlanAnswer, plan_result, with_answer
 from gpushare.show.result import Result
-from gpushare.show.status import status_result
+from gpushare.show.status import daemon_table, status_result
 from gpushare.snapshot import Observer
 
 
@@ -62,7 +62,8 @@ def status(gpu: GpuOption = None) -> Any:
     # A daemon with unknown GPUs is shown for every GPU.
     chosen = of_gpus(snapshot, gpu)
     hidden = tuple(daemon for daemon in snapshot.daemons if not daemon.gpu_indexes and daemon not in chosen.daemons)
-    result = status_result(replace(chosen, daemons=chosen.daemons + hidden))
+    shown = replace(chosen, daemons=chosen.daemons + hidden)
+    result = status_result(shown)
     tables = tuple(table for table in result.tables if table.name.startswith("mps"))
     # On a host with several GPUs a change must name its GPU.
     name = f" -g {chosen.gpus[0].index}" if len(snapshot.gpus) > 1 else ""
@@ -70,10 +71,10 @@ def status(gpu: GpuOption = None) -> Any:
     return replace(
         result,
         command="mps status",
-        data=MpsStatusAnswer(mps_daemons=chosen.daemons + hidden),
+        data=MpsStatusAnswer(mps_daemons=shown.daemons),
         tables=tables,
         text=None if tables else f"no MPS daemon runs on {where}; start one: gpushare mps start{name}",
-        csv=None,
+        csv=daemon_table(shown),
     )
 
 

@@ -20,7 +20,7 @@ from gpushare.host.users import has_records
 from gpushare.mig.daemons import daemon_steps_after, daemon_steps_before, daemons_of_others, idle_daemon_pids
 from gpushare.mig.driver import NOT_READ_BACK, MigChanges
 from gpushare.mig.holders import CLAIM, blocking, gpu_holders, instance_holders, remedy
-from gpushare.mig.plan import Call, GpuPlan, InstanceChange, steps_of
+from gpushare.mig.plan import Call, GpuPlan, InstanceChange, mode_step, steps_of
 from gpushare.mig.recover import begun_by, made_by, perform, restore, shape_now
 from gpushare.mig.shape import GpuShape, differences, shape_of
 from gpushare.plan import Loss, NotUndone, Plan, Step, carry_out
@@ -106,7 +106,7 @@ def _who(host: Host, process: GpuProcess) -> str:
     return f"{process.name or name or 'process'} ({process.pid}, {process.user or user or 'unknown user'})"
 
 
-def mode_step(host: Host, gpu: Gpu, ledger: MigLedger, *, enable: bool) -> Step:
+def switch_step(host: Host, gpu: Gpu, ledger: MigLedger, *, enable: bool) -> Step:
     """Return the step that switches MIG mode and reads it back; undoing it cancels a pending mode, too."""
     word, changes = ("on", "off"), MigChanges(host.nvml)
     now = bool(gpu.mig_enabled)
@@ -123,13 +123,7 @@ def mode_step(host: Host, gpu: Gpu, ledger: MigLedger, *, enable: bool) -> Step:
             host.nvml.restart()
             changes.set_mode(gpu.index, enabled=now)
 
-    return Step(
-        what=f"switch MIG {word[not enable]} on GPU {gpu.index}",
-        command=f"nvidia-smi -i {gpu.index} -mig {int(enable)}",
-        undo=f"nvidia-smi -i {gpu.index} -mig {int(not enable)}",
-        do=act,
-        revert=back,
-    )
+    return mode_step(gpu.index, act, back, enable=enable)
 
 
 GRACE_SECONDS: Final = 10.0
@@ -381,11 +375,11 @@ def plan_change(
         ending_here = [Eviction(host, gpu, gone) for gone in evicted if holders_of(gone)]
         steps += [*stopping, *(one.step() for one in ending_here)]
         if change.enable:
-            steps.append(mode_step(host, gpu, ledger, enable=True))
+            steps.append(switch_step(host, gpu, ledger, enable=True))
         work = _Instances(host, change, ledger)
         steps += work.steps()
         if change.enable is False:
-            steps.append(mode_step(host, gpu, ledger, enable=False))
+            steps.append(switch_step(host, gpu, ledger, enable=False))
         daemons += starting
         last += forgetting
         evictions += ending_here

@@ -184,9 +184,23 @@ def steps_of(gpu: GpuPlan, perform: Perform) -> list[Step]:
     return steps
 
 
-def shown_steps(plan: MigPlan) -> list[Step]:
-    """Return the steps of a plan that is only shown."""
-    return [step for gpu in plan.gpus for step in steps_of(gpu, lambda *_: None)]
+def shown_steps(plan: MigPlan, off: Sequence[int] = ()) -> Iterator[Step]:
+    """Yield the steps of a plan that is only shown; MIG mode of the GPUs ``off`` is switched first."""
+    for gpu in plan.gpus:
+        if gpu.changes and gpu.gpu in off:
+            yield mode_step(gpu.gpu, lambda: None, enable=True)
+        yield from steps_of(gpu, lambda *_: None)
+
+
+def mode_step(gpu: int, act: Callable[[], None], back: Callable[[], None] | None = None, *, enable: bool) -> Step:
+    """Return the step that switches MIG mode by ``act``."""
+    return Step(
+        what=f"switch MIG {'on' if enable else 'off'} on GPU {gpu}",
+        command=f"nvidia-smi -i {gpu} -mig {int(enable)}",
+        undo=f"nvidia-smi -i {gpu} -mig {int(not enable)}",
+        do=act,
+        revert=back,
+    )
 
 
 def _step(what: str, command: str, calls: Sequence[Call], perform: Perform, undo: str | None = None) -> Step:

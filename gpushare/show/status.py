@@ -47,7 +47,7 @@ def people_tables(snapshot: Snapshot) -> tuple[Table, ...]:
     if any(gpu.mig_instances for gpu in snapshot.gpus):
         tables.append(_mig_instances(snapshot))
     if snapshot.daemons:
-        tables.append(_mps_daemons(snapshot))
+        tables.append(daemon_table(snapshot))
     if any(daemon.clients for daemon in snapshot.daemons):
         tables.append(_mps_clients(snapshot))
     if snapshot.vgpu_sessions:
@@ -246,7 +246,7 @@ def _on(process: GpuProcess, instance: MigInstance) -> bool:
     return process.compute_instance_id in {None, instance.compute_instance_id}
 
 
-def _mps_daemons(snapshot: Snapshot) -> Table:
+def daemon_table(snapshot: Snapshot) -> Table:
     silent = [gpu for gpu in snapshot.gpus if gpu.error is not None]
     columns = (
         _gpu_column(of=_of_gpu),

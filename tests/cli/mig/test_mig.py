@@ -46,12 +46,14 @@ def test_profiles_of_a_gpu_that_is_not_here_tell_their_confidence(cli: Cli) -> N
 def test_a_plan_has_explicit_placements_and_changes_nothing(cli: Cli) -> None:
     done = cli("--host", "sim:h200", "-o", "json", "mig", "plan", "3g.71gb", "1g.18gb*3")
     assert [step["command"] for step in done.json["data"]["steps"]] == [
+        "nvidia-smi -i 0 -mig 1",
         "nvidia-smi mig -i 0 -cgi 9:4 -C",
         "nvidia-smi mig -i 0 -cgi 19:1 -C",
         "nvidia-smi mig -i 0 -cgi 19:2 -C",
         "nvidia-smi mig -i 0 -cgi 19:3 -C",
     ]
-    assert "MIG is off on GPU 0" in done.err
+    applied = cli("--host", "sim:h200", "-o", "json", "mig", "apply", "-n", "3g.71gb", "1g.18gb*3")
+    assert applied.json["data"]["steps"] == done.json["data"]["steps"]
     assert admin.describe("sim:h200")["gpus"][0]["mig"] == []
 
 
