@@ -162,6 +162,7 @@ SLOW = (
     "security/",
     "sim/test_mig_changes_walk.py",
     "test_hostile_input.py",
+    "test_pages.py",
     "top/test_cockpit.py",
     "top/test_end.py",
     "test_tasks.py",

@@ -16,6 +16,13 @@ from tests.cli.drive import World
 
 PROJECT = Path(__file__).resolve().parent.parent
 PAGES = sorted((PROJECT / "docs" / "tasks").glob("*.md"))
+_LABELS = {"instance": "gpu01:9400", "gpu": "0", "UUID": "GPU-1", "modelName": "NVIDIA H200"}
+_VALUES = {"DCGM_FI_PROF_SM_ACTIVE": "0.2", "DCGM_FI_DEV_FB_USED": "8000", "DCGM_FI_DEV_FB_FREE": "132000"}
+_SERIES = [
+    {"metric": {**_LABELS, "__name__": name}, "values": [[1_795_000_000 + 60 * n, value] for n in range(60)]}
+    for name, value in _VALUES.items()
+]
+DAY = json.dumps({"status": "success", "data": {"resultType": "matrix", "result": _SERIES}})
 # What stands for the programs of the pages: a server or training runs on, a trial ends soon.
 STUBS = {
     "gpushare": f'exec {sys.executable} -m gpushare "$@"',
@@ -24,6 +31,14 @@ STUBS = {
     "jupyter-lab": "exec sleep 60",
     "python3": 'case "$1" in train.py) exec sleep 60;; *) sleep 0.2; echo 0.9;; esac',
     "podman": "exit 0",
+    "python": "sleep 0.2; echo rate=9",
+    "torchrun": "sleep 0.2",
+    "jupyter": "sleep 0.2",
+    "./serve": "while echo rate=9; do sleep 0.2; done",
+    "./infer": "sleep 0.2",
+    "./job": "sleep 0.2",
+    # What dcgm-exporter measured, as Prometheus answers.
+    "curl": f"cat <<'END'\n{DAY}\nEND",
 }
 
 
@@ -34,11 +49,12 @@ def blocks(path: Path, kind: str = "sh") -> list[str]:
 def shell(script: str, host: str, directory: Path) -> subprocess.CompletedProcess[str]:
     programs = directory / "programs"
     programs.mkdir()
-    for name, body in STUBS.items():
-        (programs / name).write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")
-        (programs / name).chmod(0o755)
     work = directory / "work"
     work.mkdir()
+    for name, body in STUBS.items():
+        file = (work if name.startswith("./") else programs) / name
+        file.write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")
+        file.chmod(0o755)
     path = f"{programs}:{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(PROJECT), "GPUSHARE_HOST": host, "USER": "root"}
     done = subprocess.run(
