@@ -55,6 +55,7 @@ _UNKNOWN_P99_ERROR: Final = 0.08
 _ANSWER_SECONDS: Final = 6.0
 # A p99 whose error would still be so many times too large after the longest time is not watched that long.
 _HOPELESS: Final = 2.0
+_SCATTERED_SECONDS: Final = 9.0
 # Slices that leave the others less than this are not searched further where caps can be.
 _STARVED: Final = 0.2
 
@@ -144,7 +145,7 @@ class Figures:
 
     def holds(self, goal: Goal) -> bool:
         """Return whether the goal is met, as far as that was measured: after the longest time it must be by more than chance."""
-        return self.meets(goal) and (self.seconds < MOST_SECONDS or self.safe(goal))
+        return self.meets(goal) and (self.seconds < self.most_seconds(goal) or self.safe(goal))
 
     def verdict(self, goal: Goal) -> bool | None:
         """Return whether the goal is met; None: more windows might still change the answer."""
@@ -168,12 +169,13 @@ class Figures:
         tail = goal.p99_factor is None or (error is not None and error <= _P99_ERROR * (self.p99 or 1.0))
         return rate and tail and self.seconds >= _ANSWER_SECONDS
 
-    def scatters(self, goal: Goal) -> bool:
-        """Return whether the p99 scatters so much that the longest time would not make it certain: the host's own stalls."""
+    def most_seconds(self, goal: Goal) -> float:
+        """Return how long it is worth watching: a p99 that scatters by the host's own stalls does not become certain."""
         error = self.p99_error
         if goal.p99_factor is None or error is None or self.p99 is None or self.seconds < _ANSWER_SECONDS:
-            return False
-        return error * math.sqrt(self.seconds / MOST_SECONDS) > _HOPELESS * _P99_ERROR * self.p99
+            return MOST_SECONDS
+        hopeless = error * math.sqrt(self.seconds / MOST_SECONDS) > _HOPELESS * _P99_ERROR * self.p99
+        return _SCATTERED_SECONDS if hopeless else MOST_SECONDS
 
     def _precise_rate(self, goal: Goal) -> bool:
         """Return whether the error of the rate is small beside what production may lose."""
@@ -190,11 +192,10 @@ class Figures:
 
 
 class Wanted(NamedTuple):
-    """The setting to measure next; ``again``: why, if it was measured before; ``best``: it is the best so far."""
+    """The setting to measure next; ``again``: why, if it was measured before."""
 
     setting: Setting
     again: str | None = None
-    best: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -380,9 +381,9 @@ def _unsure(goal: Goal, measured: Sequence[Figures]) -> Wanted | None:
     if best is not None and best.earlier is not None:
         return Wanted(best.setting, f"measured on {best.earlier}: does it still hold?")
     for figures in sorted(measured, key=lambda each: -(each.share or 0.0)):
-        open_ = figures.verdict(goal) is None and figures.earlier is None and figures.seconds < MOST_SECONDS
-        if figures.scatters(goal):
-            continue
+        open_ = (
+            figures.verdict(goal) is None and figures.earlier is None and figures.seconds < figures.most_seconds(goal)
+        )
         if open_ and figures != best and _is_more(figures.share, best) and figures.margin(goal) > 0.9:
             how = "met" if figures.meets(goal) else "missed"
             return Wanted(figures.setting, f"it {how} the goal by less than the scatter")
@@ -391,11 +392,11 @@ def _unsure(goal: Goal, measured: Sequence[Figures]) -> Wanted | None:
 
 def _unsure_best(goal: Goal, measured: Sequence[Figures]) -> Wanted | None:
     best = best_of(goal, measured)
-    if best is None or best.earlier is not None or best.seconds >= MOST_SECONDS:
+    if best is None or best.earlier is not None or best.seconds >= best.most_seconds(goal):
         return None
     if best.verdict(goal) and best.precise(goal):
         return None
-    return Wanted(best.setting, "the best so far: its figures become more certain", best=True)
+    return Wanted(best.setting, "the best so far: its figures become more certain")
 
 
 def best_of(goal: Goal, measured: Iterable[Figures]) -> Figures | None:

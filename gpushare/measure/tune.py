@@ -36,7 +36,6 @@ from gpushare.measure.search import (
 )
 from gpushare.measure.search import (
     FIRST_SECONDS,
-    MOST_SECONDS,
     Figures,
     Outcome,
     Search,
@@ -81,6 +80,7 @@ _OTHERS_ALONE_SECONDS: Final = 12.0
 # So long all may serve the requests that came while all started, and production those that came while it was stopped.
 _BACKLOG_SECONDS: Final = 15.0
 _FALLING: Final = 0.98
+_SERVED: Final = 1.05
 _CAUGHT_UP_SECONDS: Final = 5.0
 # The p99 alone is of at least so many requests, if the same way has them.
 _REQUESTS_ALONE: Final = 600
@@ -366,7 +366,7 @@ class Tuner:
             self.reporter.doing(what)
             self.reporter.progress(what, self._spent(stage.experiment), self.options.budget_seconds)
             try:
-                stage.measure(setting, longer=before is not None and before.earlier is None, best=wanted.best)
+                stage.measure(setting, longer=before is not None and before.earlier is None)
             finally:
                 # What was measured counts, also if this setting was not finished.
                 for figures in stage.all_figures():
@@ -832,7 +832,8 @@ class Stage:
         if production is None:
             return
         began = self.experiment.now()
-        bound = self._usual_latency
+        # A latency hardly differs from request to request where a CUDA graph runs; the clock of a GPU does.
+        bound = None if self._usual_latency is None else _SERVED * self._usual_latency
 
         def caught_up() -> bool:
             recent = [value for at, value in production.printed.latencies[-5:] if at > began]
@@ -855,10 +856,10 @@ class Stage:
         rates = tuple(self._rate(job, start, end) for job in self._others)
         self._log.append(_Seen(start, end, self._production.printed.window(start, end), setting, rates))
 
-    def measure(self, setting: Setting, *, longer: bool, best: bool = False) -> None:
+    def measure(self, setting: Setting, *, longer: bool) -> None:
         """Watch production under a setting, and alone in turn, until the figures decide.
 
-        ``longer``: until they are certain; what scatters too much for that is watched on only if it is the best so far.
+        ``longer``: until they are certain, or will not be.
         """
         goal, rounds = self._options.search.goal, 0
         self._apply(setting)
@@ -874,11 +875,11 @@ class Stage:
             if goal.p99_factor is not None and figures.p99 is None and figures.seconds >= FIRST_SECONDS:
                 raise _no_latencies()
             verdict = figures.verdict(goal)
-            if figures.seconds >= (MOST_SECONDS if longer else FIRST_SECONDS):
+            if not longer and figures.seconds >= FIRST_SECONDS:
                 return
             if verdict is False or (verdict and (not longer or figures.precise(goal))):
                 return
-            if not best and figures.scatters(goal):
+            if figures.seconds >= figures.most_seconds(goal):
                 return
             if not longer and figures.clear(goal):
                 return
