@@ -45,7 +45,7 @@ def start(
         if not state.driver_loaded:
             return _CUDA_ERROR_NO_DEVICE, "", []
     pipe = env.get("CUDA_MPS_PIPE_DIRECTORY") or clients.DEFAULT_PIPE_DIRECTORY
-    if multiuser and state.uid:
+    if multiuser and not state.root:
         return 1, "Only root user may enable -multiuser-server!\n", []
     daemon = _new(state, env, pipe)
     daemon.multiuser = multiuser
