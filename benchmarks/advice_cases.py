@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from gpushare.base.model import ComputeMode
 from gpushare.cli import main as gpushare
 from gpushare.connect import connect
 from gpushare.sim.state import StateFile, parse_spec
@@ -118,6 +119,12 @@ def _prepare(host: str, lines: Sequence[str]) -> None:
     connected = connect(host)
     for line in lines:
         words = _fill_in(line, host)
+        if "-c" in words:
+            # The simulated nvidia-smi has no -c; NVML sets the same.
+            for gpu in connected.nvml.sweep():
+                if "-i" not in words or str(gpu.index) in words:
+                    connected.nvml.set_compute_mode(gpu.index, ComputeMode[words[-1]])
+            continue
         if words[0] in PROGRAMS:
             done = connected.programs.run(words)
             code, said = done.exit_code, done.stdout + done.stderr

@@ -415,7 +415,8 @@ def _title_of(advice: Advice) -> str:
     if advice.best is None:
         return "nothing fits"
     answers = list(map(_place_of, advice.parts))
-    if len({each.way for each in answers}) > 1:
+    kinds = {(each.way, part.situation.gpus_each) for each, part in zip(answers, advice.parts, strict=True)}
+    if len(kinds) > 1:
         return "; ".join(
             f"GPU{'' if len(each.gpus) == 1 else 's'} {ranges(each.gpus)}: {each.way_title}" for each in answers
         )
@@ -430,15 +431,22 @@ def _title_of(advice: Advice) -> str:
         return "the whole GPU" if gpus == 1 else f"{gpus} whole GPUs"
     if processes <= places:
         return "a GPU for each" if gpus == 1 else f"{gpus} GPUs for each"
-    return f"one at a time, each with {'the whole GPU' if gpus == 1 else f'{gpus} whole GPUs'}"
+    return _at_once(gpus, places)
+
+
+def _at_once(gpus: int, places: int) -> str:
+    """Return in words how many jobs of some GPUs each run at a time, where they do not all."""
+    count = "one" if gpus == 1 or places == 1 else str(places)
+    return f"{count} at a time, each with {'the whole GPU' if gpus == 1 else f'{gpus} whole GPUs'}"
 
 
 def _place_of(part: Part) -> Place:
     case = part.situation.whole or part.situation.case
     title = "nothing fits" if part.way is None else part.way.label
     if part.way is Way.WHOLE and case.processes is not None:
-        own = "the whole GPU" if part.situation.gpus_each == 1 else f"{part.situation.gpus_each} whole GPUs"
-        title = own if case.processes <= part.situation.places else f"one at a time, each with {own}"
+        each, places = part.situation.gpus_each, part.situation.places
+        own = "the whole GPU" if each == 1 else f"{each} whole GPUs"
+        title = own if case.processes <= places else _at_once(each, places)
     gpus = sorted(gpu.index for gpu in part.situation.spread)
     return Place(gpus=gpus, way=None if part.way is None else part.way.value, way_title=title, processes=case.processes)
 

@@ -268,7 +268,7 @@ def _pattern(pattern: Pattern) -> Condition:
 CONDITIONS: Final[Mapping[str, Condition]] = {
     # the host and the GPU
     "spans_gpus": lambda s, _: s.gpus_each > 1,
-    "a_gpu_for_each": lambda s, _: s.case.processes is not None and len(s.spread) >= s.case.processes,
+    "a_gpu_for_each": lambda s, _: s.case.processes is not None and s.placed_processes <= s.places,
     "too_few_gpus": lambda s, _: s.gpus_each > _gpus_here(s),
     "gpus_in_use": lambda s, _: any(gpu.processes for gpu in s.spread) and s.gpus_each > 1,
     "in_instance": lambda s, _: s.gpu.instance is not None,

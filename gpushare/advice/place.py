@@ -162,7 +162,7 @@ def _of_several_gpus(situation: Situation, idle: Sequence[GpuFacts]) -> tuple[Pa
         if sets < 1 and len(case.workloads) > 1:
             return (_shared_by_all(situation, idle),)
         own = situation.on(situation.gpu, replace(case, workloads=(work,)))
-        parts.append(_shared_by_all(own, kind, beside=len(case.workloads) > 1))
+        parts.append(_shared_by_all(own, kind[: len(kind) - after], beside=len(case.workloads) > 1))
         free = [gpu for gpu in free if gpu not in parts[-1].situation.spread]
     if others:
         among = tuple(gpu.index for gpu in free)

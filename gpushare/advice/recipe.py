@@ -640,6 +640,8 @@ def _by_room(s: Situation) -> bool:
     apart = s.isolation - {Isolation.QUOTA} or not s.trusted or s.saturating is True
     return (
         known
+        # What fits on a GPU of such a set is no reason for two jobs on it: each has its set for itself.
+        and s.gpus_each == 1
         and s.plain.may_fit is False
         and not apart
         and not any(map(s.case.any, asked))

@@ -365,9 +365,9 @@ def _named(state: HostState, facts: HostFacts, gpu: str | None) -> tuple[GpuFact
     """Return the GPU or MIG instance that -g names, or the indexes of several; none: all."""
     if not facts.gpus:
         raise no_gpu()
-    if all(one.error is not None for one in facts.gpus) and gpu is None:
-        raise GpuLost(str(facts.gpus[0].error), "see: gpushare status", gpu=facts.gpus[0].index)
     if gpu is None or is_any(gpu):
+        if all(one.error is not None for one in facts.gpus):
+            raise GpuLost(str(facts.gpus[0].error), "see: gpushare status", gpu=facts.gpus[0].index)
         return None, ()
     devices = select_for_change(gpu, state.gpus)
     if len(devices) > 1 and all(device.mig is None for device in devices):

@@ -21,6 +21,7 @@ FILES = {
     "held_out_3.yaml": 60,
     "held_out_4.yaml": 24,
     "held_out_5.yaml": 68,
+    "held_out_6.yaml": 26,
 }
 
 

@@ -83,6 +83,28 @@ def where(advice: Advice) -> list[tuple[list[int], str | None, int | None]]:
             [([0, 1], "whole-gpu", 2)],
         ),
         ("2xt4,a30", [{"gpus": 3}], [([0, 1], None, 1)]),
+        # A GPU remains for the workload beside them.
+        (
+            "4xh100",
+            [{"processes": 2, "gpus": 2, "memory": "20G"}, {"processes": 1, "memory": "6G"}],
+            [([0, 1], "whole-gpu", 2), ([2], "whole-gpu", 1)],
+        ),
+        (
+            "6xh100",
+            [{"processes": 3, "gpus": 2, "memory": "20G"}, {"processes": 1, "memory": "6G"}],
+            [([0, 1, 2, 3], "whole-gpu", 3), ([4], "whole-gpu", 1)],
+        ),
+        (
+            "8xh100",
+            [{"processes": 3, "gpus": 2, "memory": "20G"}, {"processes": 1, "memory": "6G"}],
+            [([0, 1, 2, 3, 4, 5], "whole-gpu", 3), ([6], "whole-gpu", 1)],
+        ),
+        # Servers that have all GPUs each do not end: the second one would never start in a queue.
+        (
+            "4xh100",
+            [{"processes": 2, "gpus": 4, "like": "serving", "memory": "30G", "users": "same"}],
+            [([0, 1, 2, 3], "timeslice", 2)],
+        ),
         # One process needs one GPU.
         ("4xl4", [{"processes": 1, "memory": "4G"}], [([0], "whole-gpu", 1)]),
     ],
@@ -107,8 +129,15 @@ def test_jobs_of_several_gpus_are_said_to_have_them() -> None:
     assert [answer.answer for answer in answers] == [
         "2 whole GPUs",
         "2 GPUs for each",
-        "one at a time, each with 2 whole GPUs",
+        "2 at a time, each with 2 whole GPUs",
     ]
+    assert advice_answer(placed("2xh100", {"processes": 2, "gpus": 2, "users": "same"})).answer == (
+        "one at a time, each with 2 whole GPUs"
+    )
+    # One place, and parts whose jobs have different numbers of GPUs.
+    assert advice_answer(placed("8xh100", {"gpus": 4}, {"processes": 1, "memory": "4G"})).answer == (
+        "GPUs 0-3: 4 whole GPUs; GPU 4: the whole GPU"
+    )
     assert answers[2].commands[0].command == "gpushare run -g 0-3 --gpus 2 --wait --memory 90% -- CMD"
     facts = facts_of("4xh100")
     busy = replace(facts, gpus=(facts.gpus[0], *(replace(gpu, processes=1) for gpu in facts.gpus[1:])))
@@ -118,6 +147,12 @@ def test_jobs_of_several_gpus_are_said_to_have_them() -> None:
     assert waits.commands[0].command == "gpushare run -g 0-3 --gpus 2 --wait --memory 90% -- CMD"
     mixed = advice_answer(placed("8xh100", {"gpus": 4}, {"processes": 6, "memory": "4G", **FARM}))
     assert mixed.answer == "GPUs 0-3: 4 whole GPUs; GPUs 4-7: MPS"
+
+
+def test_jobs_of_several_gpus_are_not_packed_by_memory() -> None:
+    """Each has its set for itself, so it reserves all of it: three of them would fit into the memory of one set."""
+    line, *_ = advice_answer(placed("2xh100", {"processes": 6, "gpus": 2, "memory": "20G"})).commands
+    assert line.command == "gpushare run -g 0-1 --gpus 2 --wait --memory 90% -- CMD"
 
 
 def test_the_memory_line_is_about_the_gpus_of_the_verdict() -> None:

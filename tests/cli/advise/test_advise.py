@@ -436,8 +436,9 @@ def test_apply_that_fails_half_way_takes_all_of_it_back(
 
 def test_a_lost_gpu_is_an_error(cli: Any) -> None:
     World("sim:t4").fault("lost", gpu="0")
-    for words in ((), ("-g", "0")):
-        answer = cli("advise", "--processes", "2", *words, host="sim:t4")
+    two = ("--processes", "2")
+    for words in (two, (*two, "-g", "0"), (*two, "-g", "any"), ("-g", "any", "--live")):
+        answer = cli("advise", *words, host="sim:t4")
         assert answer.code == 6
         assert len(answer.lines("hint")) == 1
 
