@@ -17,7 +17,13 @@ from gpushare.host.claims import Claim, take_claim
 from gpushare.host.identity import ancestors, is_kernel_thread
 from gpushare.host.process import named, start_of
 from gpushare.host.users import has_records
-from gpushare.mig.daemons import daemon_steps_after, daemon_steps_before, daemons_of_others, idle_daemon_pids
+from gpushare.mig.daemons import (
+    daemon_steps_after,
+    daemon_steps_before,
+    daemons_of_others,
+    idle_daemon_pids,
+    stopped_records,
+)
 from gpushare.mig.driver import NOT_READ_BACK, MigChanges
 from gpushare.mig.holders import CLAIM, blocking, gpu_holders, instance_holders, remedy
 from gpushare.mig.plan import Call, GpuPlan, InstanceChange, mode_step, steps_of
@@ -30,6 +36,7 @@ if TYPE_CHECKING:
     from gpushare.host.host import Host
     from gpushare.mig.ledger import MigLedger
     from gpushare.mig.profile import Layout
+    from gpushare.mps.home import DaemonRecord
 
 
 # The name in full, and as the kernel cuts it.
@@ -333,6 +340,8 @@ class MigChange:
     notes: tuple[str, ...] = field(default=())
     # The names that the change gives.
     names: tuple[str, ...] = field(default=())
+    # The daemons that it stops, for the journal.
+    daemons: tuple[DaemonRecord, ...] = field(default=())
     instances: tuple[_Instances, ...] = field(default=(), repr=False, compare=False)
     evictions: tuple[Eviction, ...] = field(default=(), repr=False, compare=False)
 
@@ -353,8 +362,8 @@ def plan_change(
     for when the instances exist.
     """
     steps: list[Step] = []
-    daemons: list[Step] = []
-    last: list[Step] = []
+    starting: list[Step] = []
+    daemons: list[DaemonRecord] = []
     notes: list[str] = []
     instances: list[_Instances] = []
     evictions: list[Eviction] = []
@@ -368,11 +377,12 @@ def plan_change(
             ending = [pid for gone in evicted for pid in holders_of(gone)]
             bare = not change.plan.created
             notes += check_mode_change(host, gpu, enable=change.enable, bare=bare, ending=ending)
-        stopping, starting, forgetting, others = _daemon_steps(host, change, evicted)
-        losses += [*_losses(host, change), *others]
+        served = _served(change)
+        losses += [*_losses(host, change), *daemons_of_others(host, gpu, served)]
         for gone in evicted:
             refuse_claimed(host, gpu, gone)
         ending_here = [Eviction(host, gpu, gone) for gone in evicted if holders_of(gone)]
+        stopping, starting_here = _daemon_steps(host, change, served, evicted)
         steps += [*stopping, *(one.step() for one in ending_here)]
         if change.enable:
             steps.append(switch_step(host, gpu, ledger, enable=True))
@@ -380,43 +390,36 @@ def plan_change(
         steps += work.steps()
         if change.enable is False:
             steps.append(switch_step(host, gpu, ledger, enable=False))
-        daemons += starting
-        last += forgetting
+        starting += starting_here
+        daemons += stopped_records(host, gpu, served)
         evictions += ending_here
         instances.append(work)
     return MigChange(
         gpus=tuple(changes),
-        # The records of stopped daemons are removed last: an undo needs them.
-        plan=Plan(title=title, steps=(*first, *steps, *daemons, *after, *last), consent=tuple(losses)),
+        plan=Plan(title=title, steps=(*first, *steps, *starting, *after), consent=tuple(losses)),
         notes=tuple(notes),
+        daemons=tuple(daemons),
         instances=tuple(instances),
         evictions=tuple(evictions),
     )
 
 
-def _daemon_steps(
-    host: Host, change: GpuChange, evicted: Sequence[InstanceChange]
-) -> tuple[Sequence[Step], Sequence[Step], Sequence[Step], Sequence[Loss]]:
-    """Return the steps that stop MPS daemons, that start them when all instances exist, and that come last.
+def _served(change: GpuChange) -> set[str]:
+    """Return the devices that go, whose MPS daemons must stop; a daemon that serves the whole GPU loses it to MIG."""
+    uuids = {part.uuid for gone in change.plan.destroyed for part in gone.compute if part.uuid}
+    return uuids | ({change.gpu.uuid} if change.enable and change.gpu.uuid else set())
 
-    Then the daemons of other users among those that stop.
-    """
-    gpu = change.gpu
-    going = {part.uuid for gone in change.plan.destroyed for part in gone.compute if part.uuid}
-    if change.enable and gpu.uuid:
-        # A daemon that serves the whole GPU loses it to MIG.
-        going.add(gpu.uuid)
+
+def _daemon_steps(
+    host: Host, change: GpuChange, served: Collection[str], evicted: Sequence[InstanceChange]
+) -> tuple[Sequence[Step], Sequence[Step]]:
+    """Return the steps that stop MPS daemons, and those that start them when all instances exist."""
+    gpu, back = change.gpu, list(_coming_back(change.plan))
     forced = {part.uuid for gone in evicted for part in gone.compute if part.uuid}
-    stopping = daemon_steps_before(host, gpu, going, evicted=forced)
+    stopping = daemon_steps_before(host, gpu, served, evicted=forced, back=back)
     devices = {mig.uuid: Device(gpu=gpu, mig=mig) for mig in gpu.mig_instances}
-    back = set(_coming_back(change.plan))
-    starting, last = daemon_steps_after(
-        host,
-        {uuid: device for uuid, device in devices.items() if uuid in back},
-        gone=going - back,
-        stayed=[device for uuid, device in devices.items() if uuid not in going],
-    )
-    return stopping, starting, last, daemons_of_others(host, gpu, going)
+    stayed = [device for uuid, device in devices.items() if uuid not in served]
+    return stopping, daemon_steps_after(host, [devices[uuid] for uuid in back if uuid in devices], stayed)
 
 
 def _losses(host: Host, change: GpuChange) -> Iterator[Loss]:
@@ -542,7 +545,7 @@ def _take_claims(host: Host, change: MigChange, claims: contextlib.ExitStack) ->
 def _carry_out(ledger: MigLedger, change: MigChange, on_step: Callable[[Step], None] | None) -> None:
     touched = [gpu for gpu in change.gpus if gpu.changes]
     before, after = [one.before for one in touched], [one.after for one in touched]
-    ledger.begin(change.plan.title, before, after, names=change.names)
+    ledger.begin(change.plan.title, before, after, names=change.names, daemons=change.daemons)
     last: Step | None = None
 
     def begin(step: Step) -> None:

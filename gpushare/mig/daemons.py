@@ -6,20 +6,18 @@ with their limits if the instance is created again. Daemons of others are never 
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from gpushare.base.errors import GpushareError, InUse, NotFound, OperationFailed
+from gpushare.base.errors import GpushareError, InUse, NotFound
 from gpushare.base.model import Gpu, MigInstance
 from gpushare.base.selection import Device
 from gpushare.base.units import counted
 from gpushare.host.capabilities import user_name
-from gpushare.mps import home as mps_aside
 from gpushare.mps.control import control_command, not_your_daemon
 from gpushare.mps.daemons import FoundDaemon, find_daemons, foreign_daemon, is_running
-from gpushare.mps.home import ASIDE, DaemonHome, DaemonRecord, homes_in, own_home, start_command, unrecorded
+from gpushare.mps.home import RUNNING, DaemonHome, DaemonRecord, homes_in, own_home, start_command, unrecorded
 from gpushare.mps.start import plan_start
 from gpushare.mps.stop import stop
 from gpushare.plan import Loss, Step, carry_out
@@ -140,13 +138,13 @@ def devices_of(gpu: Gpu | None) -> list[Device]:
 
 
 def daemon_steps_before(
-    host: Host, gpu: Gpu, going: Collection[str], *, evicted: Collection[str] = ()
+    host: Host, gpu: Gpu, going: Collection[str], *, evicted: Collection[str] = (), back: Collection[str] = ()
 ) -> tuple[Step, ...]:
     """Return the steps that stop our idle MPS daemons on devices that a MIG change destroys.
 
     ``going`` are UUIDs: of MIG devices that it destroys, and of the GPU itself when MIG mode is switched on. Our daemons
-    on ``evicted`` ones are stopped by force: their clients lose their contexts. The record of a daemon is set aside for
-    `daemon_steps_after` and `recover_daemons`. The steps take the daemon's lock themselves.
+    on ``evicted`` ones are stopped by force: their clients lose their contexts. Those on ``back`` ones are started again
+    by `daemon_steps_after`. The steps take the daemon's lock themselves.
     """
     if not going:
         return ()
@@ -156,7 +154,7 @@ def daemon_steps_before(
         if own.device.uuid in going:
             force = own.device.uuid in evicted
             refuse_used(host, own, force=force)
-            steps.append(_stop_step(host, own, force=force))
+            steps.append(_stop_step(host, own, force=force, stays=own.device.uuid not in back))
     return tuple(steps)
 
 
@@ -172,82 +170,54 @@ def daemon_loss(own: OwnDaemon) -> Loss:
     return Loss(action="stops", what=what, why=(f"started by {user_name(own.record.uid)}",))
 
 
-def daemon_steps_after(
-    host: Host, restored: Mapping[str, Device], *, gone: Collection[str] = (), stayed: Collection[Device] = ()
-) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
-    """Return the steps that start our daemons again with their limits, and those that drop the records set aside.
+def daemon_steps_after(host: Host, restored: Collection[Device], stayed: Collection[Device] = ()) -> tuple[Step, ...]:
+    """Return the steps that start our daemons again with their limits. Called at planning.
 
-    Records are dropped last: as long as something may be undone, `recover_daemons` may need them.
-
-    ``restored``: devices that are created again with their profile and place, as before the change, by UUID. ``gone``:
-    UUIDs that are not; the records of their daemons are dropped. ``stayed``: devices that the change leaves alone; a
-    dead daemon there is started again. Called at planning. A daemon that `gpushare run` started for itself is not
-    started again.
+    ``restored``: devices that are created again with their profile and place, as before the change. ``stayed``: devices
+    that the change leaves alone; a dead daemon there is started again. A daemon that `gpushare run` started for itself is
+    not started again.
     """
-    steps, last = [], []
-    for device in restored.values():
-        record = _record_of(host, device.uuid, running=True)
-        if record is not None:
-            steps.append(_start_step(host, record, device))
-            last.append(_forget_step(host, record, f"record that the MPS daemon of {device.title} runs again"))
-    for device in stayed:
-        record = _record_of(host, device.uuid, running=False)
-        if record is not None:
-            steps.append(_start_step(host, record, device))
-    for uuid in gone:
-        record = _record_of(host, uuid, running=True)
-        if record is not None:
-            why = "its instance is gone" if uuid.startswith("MIG-") else "MIG has the GPU"
-            last.append(_forget_step(host, record, f"leave the MPS daemon of {uuid} stopped: {why}"))
-    return tuple(steps), tuple(last)
+    records = [(device, _record_of(host, device.uuid, running=True)) for device in restored]
+    records += [(device, _record_of(host, device.uuid, running=False)) for device in stayed]
+    return tuple(_start_step(host, record, device) for device, record in records if record is not None)
 
 
-def recover_daemons(host: Host, gpu: Gpu) -> tuple[str, ...]:
+def stopped_records(host: Host, gpu: Gpu, going: Collection[str]) -> tuple[DaemonRecord, ...]:
+    """Return the records of this user's permanent daemons that a change stops, for `recover_daemons`."""
+    stopped = [own for own in own_daemons(host, gpu) if own.device.uuid in going] if going else []
+    return tuple(
+        replace(
+            own.record, state=RUNNING, attached=(), profile=None if own.device.mig is None else own.device.mig.profile
+        )
+        for own in stopped
+        if own.record.uid == host.uid and not own.record.transient
+    )
+
+
+def recover_daemons(host: Host, gpu: Gpu, records: Sequence[DaemonRecord]) -> tuple[str, ...]:
     """Start the daemons that an interrupted change had stopped, if their device is back; return what was done, in words.
 
     ``gpu`` as it is now. A daemon that does not start is reported, not raised: recovery is about the layout.
     """
-    said = []
-    for device in devices_of(gpu):
-        home = own_home(host, device.uuid)
-        record = mps_aside.aside(home)
-        if record is None or record.device_uuid != device.uuid:
+    done = []
+    # With MIG on, no daemon serves the GPU itself.
+    devices = {device.uuid: device for device in devices_of(gpu) if device.mig is not None or not gpu.mig_enabled}
+    for record in records:
+        device = devices.get(record.device_uuid)
+        if device is None:
             continue
         mig = None if device.mig is None else MigInstance(uuid=device.uuid, profile=record.profile)
-        wanted = device if mig is None else replace(device, mig=mig)
         try:
-            start_again(host, record, wanted)
+            started = start_again(host, record, device if mig is None else replace(device, mig=mig))
         except GpushareError as error:
-            said.append(f"the MPS daemon of {device.title} was not started again: {error.message}")
+            done.append(f"the MPS daemon of {device.title} was not started again: {error.message}")
         else:
-            said.append(f"started the MPS daemon of {device.title} again")
-            mps_aside.forget_aside(home)
-    return tuple(said)
+            done += [f"started the MPS daemon of {device.title} again"] if started else []
+    return tuple(done)
 
 
-def forget_gone(host: Host) -> None:
-    """Drop the records set aside for daemons whose device no longer exists; none if some devices are hidden.
-
-    Call it after a recovery, when devices that are missing stay missing.
-    """
-    found = (host.run_directory / "mps").glob(f"*/{ASIDE}")
-    homes = [home for home in (DaemonHome(path.parent) for path in sorted(found)) if home.is_trusted()]
-    if not homes:
-        return
-    gpus = [host.nvml.gpu(gpu.index) for gpu in host.nvml.identities()]
-    hidden = [gpu.mig_hidden or (gpu.mig_enabled is None and gpu.mig_capable is not False) for gpu in gpus]
-    if any(hidden) or any(gpu.error is not None for gpu in gpus):
-        return
-    # With MIG on, no daemon serves the GPU itself.
-    there = {device.uuid for gpu in gpus for device in devices_of(gpu) if device.mig is not None or not gpu.mig_enabled}
-    for home in homes:
-        record = mps_aside.aside(home)
-        if record is not None and record.device_uuid not in there:
-            _forget(home)
-
-
-def start_again(host: Host, record: DaemonRecord, device: Device) -> None:
-    """Start a daemon with the limits of a record, unless it is running.
+def start_again(host: Host, record: DaemonRecord, device: Device) -> bool:
+    """Start a daemon with the limits of a record, unless it is running; return whether it was started.
 
     Raises:
         NotFound: its device is not there.
@@ -262,27 +232,26 @@ def start_again(host: Host, record: DaemonRecord, device: Device) -> None:
         and not running.interrupted
         and is_running(host, home, running)
     ):
-        return
+        return False
     # MIG has no exclusive compute mode.
     exclusive = record.previous_compute_mode is not None and now.mig is None
     with home.locked():
         carry_out(plan_start(host, now, record.limits, exclusive=exclusive, users=record.users))
+    return True
 
 
-def _stop_step(host: Host, own: OwnDaemon, *, force: bool) -> Step:
+def _stop_step(host: Host, own: OwnDaemon, *, force: bool, stays: bool) -> Step:
     def act() -> None:
-        if not own.record.transient:
-            mps_aside.set_aside(own.home, own.record, None if own.device.mig is None else own.device.mig.profile)
         stop(host, own.found, own.device, drain_seconds=0.0, force=force)
 
     def back() -> None:
         if not own.record.transient:
             start_again(host, own.record, own.device)
-        mps_aside.forget_aside(own.home)
 
     return Step(
         what=f"stop the {'MPS daemon' if force else 'idle MPS daemon'} {own.found.daemon.pid} of {own.device.title}"
-        + (", and end its servers" if force else ""),
+        + (", and end its servers" if force else "")
+        + ("; it stays stopped" if stays and not own.record.transient else ""),
         command=control_command(own.home.pipe, "quit -t 1" if force else "quit"),
         undo=start_command(own.record, own.device),
         do=act,
@@ -297,27 +266,6 @@ def _record_of(host: Host, uuid: str, *, running: bool) -> DaemonRecord | None:
     if record is None or record.device_uuid != uuid or record.transient:
         return None
     return record if is_running(host, home, record) is running else None
-
-
-def _forget_step(host: Host, record: DaemonRecord, what: str) -> Step:
-    home = own_home(host, record.device_uuid)
-    return Step(
-        what=what,
-        command=f"rm -f {shlex.quote(str(home.directory))}/aside.json",
-        do=lambda: _forget(home),
-    )
-
-
-def _forget(home: DaemonHome) -> None:
-    """Drop the record set aside for a daemon."""
-    mps_aside.forget_aside(home)
-    if mps_aside.aside(home) is not None:
-        path = shlex.quote(str(home.directory))
-        raise OperationFailed(
-            f"the record of a stopped MPS daemon in {home.directory} cannot be removed",
-            f"see what is in the way: ls -ld {path} {path}/aside.json",
-            code="file_unwritable",
-        )
 
 
 def _start_step(host: Host, record: DaemonRecord, device: Device) -> Step:

@@ -32,6 +32,7 @@ from gpushare.host.identity import Identity, identity_of, lives
 from gpushare.host.records import clear_leftovers, flocked, lock_within, open_lock, sync_directory, writing
 from gpushare.host.store import Elsewhere, Kept, RecordStore
 from gpushare.mig.shape import NOTHING, GpuShape, Proof
+from gpushare.mps.home import DaemonRecord
 
 if TYPE_CHECKING:
     from gpushare.host.host import Host
@@ -148,6 +149,8 @@ class ChangeRecord(Kept):
     step: str | None
     # What the change has created.
     proof: Proof
+    # This user's MPS daemons that it stops, each with the profile of its device.
+    daemons: tuple[DaemonRecord, ...]
 
 
 CHANGES: Final = RecordStore(ChangeRecord, "mig", "the journal of MIG changes", durable=True)
@@ -278,7 +281,13 @@ class MigLedger:
     # -- writing, under the lock
 
     def begin(
-        self, title: str, before: Sequence[GpuShape], after: Sequence[GpuShape], *, names: Sequence[str] = ()
+        self,
+        title: str,
+        before: Sequence[GpuShape],
+        after: Sequence[GpuShape],
+        *,
+        names: Sequence[str] = (),
+        daemons: Sequence[DaemonRecord] = (),
     ) -> None:
         """Write the layout before and after, before the first step."""
         gpus = {shape.uuid for shape in before}
@@ -295,6 +304,7 @@ class MigLedger:
             names=tuple(names),
             step=None,
             proof=NOTHING,
+            daemons=tuple(daemons),
             path=self._path,
         )
         self._write(self._change)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from gpushare.base.errors import BadUsage, GpushareError, OperationFailed
 from gpushare.base.selection import check_answers
-from gpushare.mig.daemons import forget_gone, recover_daemons
+from gpushare.mig.daemons import recover_daemons
 from gpushare.mig.driver import MigChanges, MigReader
 from gpushare.mig.grant import regrant
 from gpushare.mig.layouts import layouts_of
@@ -251,8 +251,6 @@ def recover(host: Host, ledger: MigLedger, *, retry: bool = False) -> tuple[str,
         done += _given_back(host, change)
         # Otherwise it would be reported again after a later change.
         ledger.drop(path)
-    if not ledger.not_restored():
-        forget_gone(host)
     return tuple(done)
 
 
@@ -327,7 +325,7 @@ def _given_back(host: Host, change: ChangeRecord) -> list[str]:
         done += regrant(host, shape.uuid)
         gpu = host.nvml.gpu(shape.index)
         if gpu.error is None:
-            done += recover_daemons(host, gpu)
+            done += recover_daemons(host, gpu, change.daemons)
     return done
 
 

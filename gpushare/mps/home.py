@@ -40,8 +40,6 @@ RUNNING: Final = "running"
 STARTING: Final = "starting"
 ADOPTED: Final = "adopted"
 _RECORD: Final = "daemon.json"
-# The record of a daemon that is stopped for a while.
-ASIDE: Final = "aside.json"
 _LEASE: Final = re.compile(r"^\d{1,10}(\.\d+)?\.lease$", re.ASCII)
 
 
@@ -74,7 +72,7 @@ class DaemonRecord(Kept):
     users: tuple[str, ...] | None = None
     state: Annotated[str, {RUNNING, STARTING}.__contains__] = RUNNING
     attached: tuple[AttachedClient, ...] = ()
-    # That of its MIG device, while the daemon is stopped for a while.
+    # That of its MIG device, in the journal of a change that stops the daemon for a while.
     profile: str | None = None
 
     @property
@@ -312,22 +310,6 @@ def unrecorded(run_directories: Sequence[Path]) -> bool:
 def _below(run_directories: Sequence[Path], name: str) -> Iterator[Path]:
     for one in (one / "mps" for one in run_directories if is_trusted_directory(one, "mps")):
         yield from sorted(one.glob(f"*/{name}"))
-
-
-def set_aside(home: DaemonHome, record: DaemonRecord, profile: str | None) -> None:
-    """Keep a record while its daemon is stopped, with the profile of its MIG device."""
-    DAEMONS.write(replace(record, profile=profile, path=home.directory / ASIDE))
-
-
-def aside(home: DaemonHome) -> DaemonRecord | None:
-    """Return the record that was set aside, or None if there is none that counts."""
-    return DAEMONS.read(home.directory / ASIDE)
-
-
-def forget_aside(home: DaemonHome) -> None:
-    """Remove a record that was set aside, if there is one."""
-    with contextlib.suppress(OSError):
-        (home.directory / ASIDE).unlink()
 
 
 _ENTER: Final = 0o5

@@ -10,7 +10,12 @@ from gpushare.connect import connect
 from gpushare.host.host import Host
 from gpushare.host.records import replace_file, sweep_leftovers
 
-LEFT = ("mig/.journal-abcdefgh", "mps/mig-1/.aside-abcdefgh", "mps/mig-1/.daemon-0123_xyz", "on-demand/.7-0-4-abcdefgh")
+LEFT = (
+    "mig/.journal-abcdefgh",
+    "mps/mig-1/.daemon-abcdefgh",
+    "mps/mig-1/.daemon-0123_xyz",
+    "on-demand/.7-0-4-abcdefgh",
+)
 
 
 @pytest.fixture

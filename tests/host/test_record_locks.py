@@ -14,7 +14,6 @@ from gpushare.base.errors import GpushareError, NoPermission, OperationFailed
 from gpushare.connect import connect
 from gpushare.host import records
 from gpushare.mig.ledger import MigLedger, NamedInstance, names_changed
-from gpushare.mps import home as mps_aside
 from gpushare.mps.home import DaemonHome, DaemonRecord, home_of
 
 H200 = "sim:h200"
@@ -83,7 +82,7 @@ def test_a_lock_that_cannot_be_made_is_said(
     assert ("sudo gpushare" in caught.value.hint) == (number != errno.ENOSPC)
 
 
-@pytest.mark.parametrize("what", ["daemon.json", "aside.json", "names/mig.json", "lease"])
+@pytest.mark.parametrize("what", ["daemon.json", "names/mig.json", "lease"])
 def test_a_record_for_which_there_is_no_room_is_said(
     monkeypatch: pytest.MonkeyPatch, home: DaemonHome, what: str
 ) -> None:
@@ -93,8 +92,6 @@ def test_a_record_for_which_there_is_no_room_is_said(
     def write() -> None:
         if what == "daemon.json":
             home.write(RECORD)
-        elif what == "aside.json":
-            mps_aside.set_aside(home, RECORD, None)
         elif what == "lease":
             home.take_lease()
         else:

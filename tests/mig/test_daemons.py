@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Callable
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 
 from gpushare.base.errors import (
-    DriverNotLoaded,
     GpushareError,
     InUse,
     NoPermission,
@@ -29,7 +27,6 @@ from gpushare.gpu_models import model_of
 from gpushare.host import cdi
 from gpushare.mig import daemons
 from gpushare.mig.cdi import cdi_notes, refresh_steps
-from gpushare.mps import home as mps_aside
 from gpushare.mps.control import MpsControl
 from gpushare.mps.home import DaemonHome, home_of
 from gpushare.plan import Plan, Step, carry_out, roll_back
@@ -153,7 +150,7 @@ def test_only_daemons_on_what_goes_are_stopped(world: World) -> None:
     started(world, second)
     steps = daemons.daemon_steps_before(world.host, gpu_of(world), [second, third])
     assert [step.what for step in steps] == [
-        f"stop the idle MPS daemon {world.state.daemons[1].pid} of MIG 1g.10gb of GPU 0"
+        f"stop the idle MPS daemon {world.state.daemons[1].pid} of MIG 1g.10gb of GPU 0; it stays stopped"
     ]
     assert "echo quit" in steps[0].command
     assert steps[0].undo == f"gpushare mps start -g {second} --threads 40 --memory 4G --priority low"
@@ -255,7 +252,6 @@ def test_a_client_that_comes_before_the_stop_keeps_its_daemon(world: World) -> N
         do(*steps)
     assert len(world.state.daemons) == 1
     assert home.read() is not None
-    assert mps_aside.aside(home) is None
 
 
 def test_an_evicted_daemon_is_forced_down_and_comes_back_when_the_change_fails(world: World) -> None:
@@ -263,7 +259,7 @@ def test_an_evicted_daemon_is_forced_down_and_comes_back_when_the_change_fails(w
     home = started(world, first)
     client(world, first)
     steps = daemons.daemon_steps_before(world.host, gpu_of(world), [first], evicted=[first])
-    assert [step.what.partition(",")[2] for step in steps] == [" and end its servers"]
+    assert [step.what.partition(",")[2] for step in steps] == [" and end its servers; it stays stopped"]
     do(*steps)
     assert (world.state.daemons, home.read()) == ([], None)
     assert roll_back(steps) == []
@@ -284,7 +280,6 @@ def test_a_later_failure_starts_it_again_with_its_limits(world: World) -> None:
     assert again is not None
     assert again.pid != record.pid
     assert again == replace(record, pid=again.pid, started=again.started)
-    assert mps_aside.aside(home) is None
 
 
 def test_what_cannot_be_started_again_is_said_with_the_command(world: World) -> None:
@@ -328,14 +323,10 @@ def change(world: World, going: list[str], back: list[str], *layout: str) -> lis
     def cut() -> None:
         admin.set_mig(world.spec, "0", layout)
 
-    before = daemons.daemon_steps_before(world.host, gpu_of(world), going)
-    starting, forgetting = daemons.daemon_steps_after(
-        world.host,
-        {uuid: known[uuid] for uuid in back},
-        gone=[uuid for uuid in going if uuid not in back],
-        stayed=[device for uuid, device in known.items() if uuid not in going],
-    )
-    return [*before, Step(what="cut", command="cut", do=cut), *starting, *forgetting]
+    before = daemons.daemon_steps_before(world.host, gpu_of(world), going, back=back)
+    stayed = [device for uuid, device in known.items() if uuid not in going]
+    starting = daemons.daemon_steps_after(world.host, [known[uuid] for uuid in back], stayed)
+    return [*before, Step(what="cut", command="cut", do=cut), *starting]
 
 
 def test_a_daemon_comes_back_with_its_instance(world: World) -> None:
@@ -345,11 +336,10 @@ def test_a_daemon_comes_back_with_its_instance(world: World) -> None:
     stays = started(world, second, "--threads", "10")
     before, kept = home.read(), stays.read()
     steps = change(world, [first, third], [first], "3g.40gb:0", "1g.10gb:4")
+    assert [step.what.endswith("; it stays stopped") for step in steps] == [False, True, False, False]
     assert [step.what for step in steps][2:] == [
         "cut",
         "start the MPS daemon of MIG 3g.40gb of GPU 0 again, with its limits",
-        "record that the MPS daemon of MIG 3g.40gb of GPU 0 runs again",
-        f"leave the MPS daemon of {third} stopped: its instance is gone",
     ]
     do(*steps)
     record = home.read()
@@ -363,20 +353,8 @@ def test_a_daemon_comes_back_with_its_instance(world: World) -> None:
     )
     assert stays.read() == kept
     assert gone.read() is None
-    assert [mps_aside.aside(one) for one in (home, gone, stays)] == [None, None, None]
     held = MpsControl(world.host.programs, str(home.pipe)).overview()
     assert (held.limits.threads_percent, held.limits.memory_limit_bytes) == (40.0, 4 * GIB)
-
-
-def test_what_cannot_be_forgotten_is_no_success(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the daemon would be started again by some later recovery."""
-    first, _, _ = uuids(world)
-    home = started(world, first)
-    monkeypatch.setattr(mps_aside, "forget_aside", lambda _home: None)
-    steps = change(world, [first], [], "1g.10gb:4")
-    with pytest.raises(OperationFailed, match="cannot be removed"):
-        do(*steps)
-    assert mps_aside.aside(home) is not None
 
 
 def test_a_dead_daemon_on_an_instance_that_stays_is_started_again(world: World) -> None:
@@ -406,7 +384,7 @@ def test_a_daemon_of_a_run_is_not_started_again(world: World) -> None:
     steps = change(world, [first], [first], *LAYOUT)
     assert [step.what.split()[0] for step in steps] == ["stop", "cut"]
     do(*steps)
-    assert (world.state.daemons, home.read(), mps_aside.aside(home)) == ([], None, None)
+    assert (world.state.daemons, home.read()) == ([], None)
     # Nor when the change is taken back.
     assert roll_back(steps[:1]) == []
     assert world.state.daemons == []
@@ -442,20 +420,21 @@ def test_a_start_that_a_later_failure_takes_back(world: World) -> None:
 def test_a_change_that_is_killed_leaves_enough_to_recover(world: World) -> None:
     first, second, _ = uuids(world)
     home = started(world, first)
-    other = started(world, second)
+    started(world, second)
+    records = daemons.stopped_records(world.host, gpu_of(world), [first, second])
+    records = tuple(sorted(records, key=lambda record: record.device_uuid != first))
+    assert [(record.device_uuid, record.profile) for record in records] == [(first, "3g.40gb"), (second, "1g.10gb")]
     for step in daemons.daemon_steps_before(world.host, gpu_of(world), [first, second]):
         step.do()
-    assert json.loads((home.directory / "aside.json").read_text())["profile"] == "3g.40gb"
     # The second comes back as another profile.
-    raw = json.loads((other.directory / "aside.json").read_text())
-    (other.directory / "aside.json").write_text(json.dumps({**raw, "profile": "1g.20gb"}))
-    said = daemons.recover_daemons(world.host, gpu_of(world))
+    records = (records[0], replace(records[1], profile="1g.20gb"))
+    said = daemons.recover_daemons(world.host, gpu_of(world), records)
     assert said[0] == "started the MPS daemon of MIG 3g.40gb of GPU 0 again"
     assert "was not started again" in said[1]
     record = home.read()
     assert record is not None
     assert ([daemon.pid for daemon in world.state.daemons], record.limits.threads_percent) == ([record.pid], 40.0)
-    assert daemons.recover_daemons(world.host, gpu_of(world)) == (said[1],)
+    assert daemons.recover_daemons(world.host, gpu_of(world), records) == (said[1],)
 
 
 def test_a_crash_on_the_second_gpu_still_brings_the_daemon_of_the_first_back() -> None:
@@ -470,58 +449,6 @@ def test_a_crash_on_the_second_gpu_still_brings_the_daemon_of_the_first_back() -
     assert host.state.daemons == []
     assert host.run("mig", "recover").code == 0
     assert [daemon.visible for daemon in host.state.daemons] == [[uuid]]
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"device_uuid": 3}', "\x00"])
-def test_what_is_no_record_is_not_recovered(world: World, text: str) -> None:
-    home = home_of(world.host.run_directory, uuids(world)[0])
-    home.create()
-    (home.directory / "aside.json").write_text(text)
-    assert mps_aside.aside(home) is None
-    assert daemons.recover_daemons(world.host, gpu_of(world)) == ()
-
-
-def test_a_strangers_record_is_not_believed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    home = started(world, uuids(world)[0])
-    record = home.read()
-    assert record is not None
-    mps_aside.set_aside(home, record, None)
-    assert mps_aside.aside(home) == record
-    real = os.fstat
-
-    def stranger(descriptor: int) -> Any:
-        found = list(real(descriptor))
-        found[4] = 4711
-        return os.stat_result(found)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "fstat", stranger)
-        assert mps_aside.aside(home) is None
-
-
-@pytest.mark.parametrize(
-    ("changes", "kept"),
-    [
-        ({}, False),
-        ({"mig_capable": False, "mig_enabled": None}, False),
-        ({"mig_capable": True, "mig_enabled": None}, True),
-        ({"mig_capable": None, "mig_enabled": None}, True),
-        ({"mig_hidden": True}, True),
-        ({"error": DriverNotLoaded("no", "load it", code="driver_not_loaded")}, True),
-    ],
-)
-def test_a_record_is_dropped_only_where_its_device_is_known_to_be_gone(
-    world: World, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], kept: bool
-) -> None:
-    home = started(world, uuids(world)[0])
-    record = home.read()
-    assert record is not None
-    mps_aside.set_aside(home, replace(record, device_uuid="MIG-gone"), None)
-    host = world.host
-    now = [replace(host.nvml.gpu(one.index), **changes) for one in host.nvml.identities()]
-    monkeypatch.setattr(type(host.nvml), "gpu", lambda _self, index: now[index])
-    daemons.forget_gone(host)
-    assert (mps_aside.aside(home) is not None) is kept
 
 
 # -- containers --------------------------------------------------------------------------------------

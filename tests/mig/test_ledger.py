@@ -121,6 +121,7 @@ def whole() -> dict[str, Any]:
         "names": [],
         "step": None,
         "proof": {"made": [], "begun": None},
+        "daemons": [],
         "schema": 1,
     }
 

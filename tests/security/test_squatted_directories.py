@@ -18,7 +18,7 @@ from gpushare.memory.peaks import Profile, find_profile, keep_profile
 from gpushare.mig.daemons import devices_of
 from gpushare.mig.ledger import MigLedger, NamedInstance, names_changed, names_of
 from gpushare.mps.daemons import own_daemon
-from gpushare.mps.home import DaemonRecord, aside, home_of, homes_in, set_aside, unrecorded
+from gpushare.mps.home import DaemonRecord, home_of, homes_in, unrecorded
 from gpushare.run.jobs import JobRecord, productions, write_record
 from gpushare.run.pause import Pauses, note_pauses, noted_pauses
 from gpushare.run.results import BenchedCap, Tuned, find_benched, find_tuned, keep_benched, keep_tuned
@@ -40,7 +40,6 @@ def fill(host: Host, device: Device) -> None:
     # One that has ended.
     record = DaemonRecord(device_uuid=device.uuid, pid=me.pid, started=me.started + 1, uid=0)
     home.write(record)
-    set_aside(home, record, None)
     note_pauses(host, Pauses(**me._asdict(), gpu_uuid=device.uuid))
     write_record(host, JobRecord(name="web", **me._asdict(), devices=(device.uuid,)))
     slices = SliceRecord(**me._asdict(), slice_us=500, before=("1:2=2048",), set_at=1.0)
@@ -72,7 +71,6 @@ def fill(host: Host, device: Device) -> None:
 READERS: dict[str, Reader] = {
     "record": lambda host, device: home_of(host.run_directory, device.uuid).read(),
     "homes": lambda host, device: homes_in([host.run_directory]),
-    "aside": lambda host, device: aside(home_of(host.run_directory, device.uuid)),
     "pauses": lambda host, device: noted_pauses(host),
     "production": lambda host, device: productions(host),
     "slices": lambda host, device: slice_records(host),

@@ -206,7 +206,7 @@ def test_what_a_crash_left_of_a_file_is_removed_also_where_nothing_is_to_do(cli:
         directory.mkdir(parents=True, exist_ok=True)
     left = [
         host.run_directory / "mig" / ".journal-abcdefgh",
-        homes / ".aside-abcdefgh",
+        homes / ".daemon-abcdefgh",
         host.state_directory / "names" / ".mig-abcdefgh",
     ]
     another = host.state_directory / ".another-abcdefgh"
