@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import signal as signals
-from typing import Annotated, Any
+from collections.abc import Collection, Iterator
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -19,6 +20,7 @@ from gpushare.sim import admin, nvidia_ctk, open_simulated
 from gpushare.sim.admin import add_vgpu, describe, end_process, set_mig
 from gpushare.sim.admin import list_hosts as used_hosts
 from gpushare.sim.faults import KINDS
+from gpushare.sim.state import SimulatedGpu, SimulatedHostState
 
 Gpu = Annotated[str | None, typer.Option("-g", "--gpu", metavar="GPU", help="GPU index or UUID.")]
 
@@ -125,9 +127,9 @@ def _models() -> Any:
 
 
 def show(host: Spec = None) -> Any:
-    """Show the state of a simulated host: GPUs, processes, daemons, faults."""
+    """Show a simulated host: its GPUs, and what differs from a new one. Its processes are in `status`."""
     data = describe(spec_of(host))
-    return Result(command="sim show", data=data, text=_state_text(data), tables=_state_tables(data))
+    return Result(command="sim show", data=data, text=_state_text(data))
 
 
 def _user(data: dict[str, Any]) -> str:
@@ -136,70 +138,28 @@ def _user(data: dict[str, Any]) -> str:
     return f"user {data['uid']}" if data["uid"] else "root"
 
 
+# What every host has, or is shown by another name.
+_ORDINARY: Final = frozenset({"spec", "gpus", "fault_uid", "next_pid", "created_at"})
+# What every GPU has of its own, and what `mig status` shows.
+_OF_A_GPU: Final = frozenset({"model", "uuid", "pci_bus_id", "mig_mode", "mig_pending", "mig", "bare", "nodes"})
+
+
 def _state_text(data: dict[str, Any]) -> str:
-    faults = [name for name in ("hanging_programs", "missing_programs") if data[name]]
-    facts = {
-        "driver": data["driver"] + ("" if data["driver_loaded"] else " (not loaded)"),
-        "NVML": "installed" if data["nvml_installed"] else "missing",
-        "commands run as": _user(data),
-        "permission": "denied" if data["permission_denied"] else "granted",
-        "PID namespace": "the host's" if data["pid_namespace_is_host"] else "another",
-        **{name.replace("_", " "): ", ".join(data[name]) for name in faults},
-        "state": data["directory"],
-    }
-    for name, words in (("fail_step", "fails at"), ("crash_step", "crashes at")):
-        if data[name]:
-            facts[words] = f"modifying NVML call {data[name]} from now on"
+    facts = {"driver": data["driver"], "commands run as": _user(data)}
+    for index, gpu in enumerate(data["gpus"]):
+        facts[f"GPU {index}"] = ", ".join([gpu["model"], *_differing(gpu, SimulatedGpu("", "", ""), _OF_A_GPU)])
+    facts |= {"host": ", ".join(_differing(data, SimulatedHostState(""), _ORDINARY)), "state": data["directory"]}
     width = max(map(len, facts))
-    return "\n".join([data["spec"], *(f"  {name:<{width}}  {value}" for name, value in facts.items())])
+    return "\n".join([data["spec"], *(f"  {name:<{width}}  {value}" for name, value in facts.items() if value)])
 
 
-def _state_tables(data: dict[str, Any]) -> tuple[Any, ...]:
-    gpus = tuple(
-        {
-            **gpu,
-            "index": index,
-            # A GPU instance with several compute instances once, one without any too.
-            "instances": ", ".join(
-                dict.fromkeys(f"{mig['profile']}:{mig['start']}" for mig in gpu["mig"] + gpu["bare"])
-            )
-            or None,
-            "faults": ", ".join(
-                [words for name, words in (("lost", "lost"), ("reset_required", "reset required")) if gpu[name]]
-                + [f"no {name}" for name in gpu["not_supported"]]
-                + [f"refused {name}" for name in gpu["refused"]]
-            )
-            or None,
-        }
-        for index, gpu in enumerate(data["gpus"])
-    )
-    gpu_columns = (
-        Column("index", "GPU", right=True),
-        Column("model", "model"),
-        Column("instances", "MIG instances", rank=2, optional=True),
-        Column("faults", "faults", rank=1, optional=True),
-        Column("uuid", "UUID", whole=True, rank=3),
-    )
-    process_columns = (
-        Column("pid", "PID", right=True),
-        Column("name", "name"),
-        Column("user", "user"),
-        Column("real", "real"),
-        Column("mps_daemon", "MPS daemon", right=True, rank=1),
-        Column("memory_bytes", "memory", right=True, format=format_bytes),
-        Column("sm_percent", "SM %", right=True, rank=2),
-        Column("broken", "broken", rank=3),
-    )
-    return (
-        Table(name="gpus", title="GPUs", columns=gpu_columns, rows=gpus),
-        Table(
-            name="processes",
-            title="processes",
-            columns=process_columns,
-            rows=tuple(data["processes"]),
-            empty="no processes",
-        ),
-    )
+def _differing(data: dict[str, Any], fresh: SimulatedGpu | SimulatedHostState, but: Collection[str]) -> Iterator[str]:
+    """Yield the fields that differ from those of a new one; of processes and daemons their PIDs."""
+    for name, usual in vars(fresh).items():
+        value = data[name]
+        if name not in but and value != usual:
+            shown = [entry["pid"] for entry in value] if name in {"processes", "daemons"} else value
+            yield f"{name.replace('_', ' ')} {shown}"
 
 
 def reset(
