@@ -135,18 +135,18 @@ def status(gpu: GpuOption = None) -> Any:
     hidden: dict[int, GpushareError] = {}
     gpus, layouts = capable(gpu, silent, hidden)
     texts, rows = [], []
-    for one, layout in zip(gpus, layouts, strict=True):
-        error = hidden.get(one.index)
+    for mig_gpu, layout in zip(gpus, layouts, strict=True):
+        error = hidden.get(mig_gpu.index)
         text = layout_text(layout) if error is None else f"  unknown: {error.message}"
-        title = f"{one.name}   MIG {_mode(one)}"
-        texts.append(GpuText(index=one.index, title=title, text=text, layout=layout if error is None else None))
-        rows.append(status_row(one, layout if error is None else None, None if error is None else error.message))
+        title = f"{mig_gpu.name}   MIG {_mode(mig_gpu)}"
+        texts.append(GpuText(index=mig_gpu.index, title=title, text=text, layout=layout if error is None else None))
+        rows.append(status_row(mig_gpu, layout if error is None else None, None if error is None else error.message))
     host = settings.connect()
-    notes = [str(left) for left in leftovers(host, MigLedger(host))]
+    notes = [str(leftover) for leftover in leftovers(host, MigLedger(host))]
     notes += [
-        f"GPU {one.index}: MIG is on without an instance: no CUDA program can use it"
-        for one, layout in zip(gpus, layouts, strict=True)
-        if one.mig_enabled and not layout.instances and one.index not in hidden
+        f"GPU {mig_gpu.index}: MIG is on without an instance: no CUDA program can use it"
+        for mig_gpu, layout in zip(gpus, layouts, strict=True)
+        if mig_gpu.mig_enabled and not layout.instances and mig_gpu.index not in hidden
     ]
     notes += [f"{error.message}: {error.hint}" for error in hidden.values()]
     screen = resolve(settings.output, terminal=sys.stdout.isatty()) is OutputFormat.TABLE
@@ -196,18 +196,20 @@ def fits(
     with _hints_for(model):
         asked = wished(wish, memory, sm)
         _, layouts = chosen(gpu, model)
-        found = plan_add(layouts, asked)
-        if not isinstance(found, MigPlan) and found.why is Why.NEVER:
-            raise no_plan_error(found)
-    if isinstance(found, MigPlan):
+        answer = plan_add(layouts, asked)
+        if not isinstance(answer, MigPlan) and answer.why is Why.NEVER:
+            raise no_plan_error(answer)
+    if isinstance(answer, MigPlan):
         places = [
-            f"{'' if new.whole else 'in '}{new.instance} on GPU {one.gpu}" for one in found.gpus for new in one.created
+            f"{'' if new.whole else 'in '}{new.instance} on GPU {planned.gpu}"
+            for planned in answer.gpus
+            for new in planned.created
         ]
-        text = "yes: " + ", ".join(places) + "\n\n" + plan_text(found, {one.gpu: one for one in layouts})
+        text = "yes: " + ", ".join(places) + "\n\n" + plan_text(answer, {layout.gpu: layout for layout in layouts})
         return Result(command="mig fits", data=MigFitsAnswer(fits=True, where=tuple(places)), text=text)
-    data = MigFitsAnswer(fits=False, would_go=tuple(_gone(index, gone) for index, gone in found.would_go))
-    text = f"no: {found.message}"
-    return Result(command="mig fits", data=data, text=text, notes=(found.hint,), exit_code=ExitCode.NOT_AS_REQUESTED)
+    data = MigFitsAnswer(fits=False, would_go=tuple(_gone(index, gone) for index, gone in answer.would_go))
+    text = f"no: {answer.message}"
+    return Result(command="mig fits", data=data, text=text, notes=(answer.hint,), exit_code=ExitCode.NOT_AS_REQUESTED)
 
 
 def plan(
@@ -228,12 +230,12 @@ def plan(
         asked = wished(wish, memory, sm)
         gpus, layouts = chosen(gpu, model)
         if exact:
-            found: MigPlan | NoPlan = plan_exact(layouts, {layout.gpu: asked for layout in layouts})
+            answer: MigPlan | NoPlan = plan_exact(layouts, {layout.gpu: asked for layout in layouts})
         else:
-            found = plan_add(layouts, asked, may_destroy=may_destroy)
+            answer = plan_add(layouts, asked, may_destroy=may_destroy)
         if exact or may_destroy:
-            found = _evictable(found, layouts, asked, exact=exact)
-        return planned(found, layouts, off=[one.index for one in gpus if not one.mig_enabled])
+            answer = _evictable(answer, layouts, asked, exact=exact)
+        return planned(answer, layouts, off=[mig_gpu.index for mig_gpu in gpus if not mig_gpu.mig_enabled])
 
 
 def _evictable(found: MigPlan | NoPlan, layouts: Sequence[Layout], asked: Wish, *, exact: bool) -> MigPlan | NoPlan:
@@ -244,10 +246,10 @@ def _evictable(found: MigPlan | NoPlan, layouts: Sequence[Layout], asked: Wish, 
     if exact:
         # A need is named by its profile on these GPUs.
         words = " ".join(
-            str(one) if isinstance(one.profile, str | int) else profile_of(one, layouts[0].profiles).name
-            for one in asked
+            str(request) if isinstance(request.profile, str | int) else profile_of(request, layouts[0].profiles).name
+            for request in asked
         )
-        command = f"gpushare mig apply -g {','.join(str(one.gpu) for one in layouts)} {words} {going[1]}"
+        command = f"gpushare mig apply -g {','.join(str(layout.gpu) for layout in layouts)} {words} {going[1]}"
     else:
         command = f"gpushare mig destroy {going[0]} {going[1]}"
     return replace(found, hint=f"end the programs there, or let gpushare end them: {command}")
@@ -272,16 +274,16 @@ class MigPlanAnswer(PlanAnswer):
     cost: Cost
 
 
-def planned(found: MigPlan | NoPlan, layouts: Sequence[Layout], *, off: Sequence[int] = ()) -> Any:
+def planned(layout_plan: MigPlan | NoPlan, layouts: Sequence[Layout], *, off: Sequence[int] = ()) -> Any:
     """Return a plan as a result; ``off`` are the GPUs whose MIG mode is off."""
-    found = planned_or_refused(found)
-    steps = tuple(shown_steps(found, off))
+    layout_plan = planned_or_refused(layout_plan)
+    steps = tuple(shown_steps(layout_plan, off))
     made_ids = any("-ci CI" in (step.undo or "") for step in steps)
     notes = ("GI and CI are the ids that the steps print when they create an instance",) if made_ids else ()
     result = plan_result("mig plan", Plan(title="the layout", steps=steps, notes=notes), dry_run=True)
     return replace(
-        with_answer(result, MigPlanAnswer, cost=found.cost),
-        text=plan_text(found, {layout.gpu: layout for layout in layouts}),
+        with_answer(result, MigPlanAnswer, cost=layout_plan.cost),
+        text=plan_text(layout_plan, {layout.gpu: layout for layout in layouts}),
         tables=result.tables if steps else (),
     )
 
@@ -297,9 +299,9 @@ def capable(
     host = settings.connect()
     chosen = {device.gpu.index: device.gpu for device in select(gpu, gpus_of(host))}
     if silent is not None:
-        silent += [one for one in chosen.values() if one.error is not None]
-    gpus = [one for one in chosen.values() if one.mig_capable and one.error is None]
-    lost = next((one for one in chosen.values() if one.error is not None), None)
+        silent += [each for each in chosen.values() if each.error is not None]
+    gpus = [each for each in chosen.values() if each.mig_capable and each.error is None]
+    lost = next((each for each in chosen.values() if each.error is not None), None)
     if lost is not None and lost.error is not None and (not gpus or (gpu not in {None, "all"} and silent is None)):
         raise GpuLost(lost.error, "see: gpushare status", gpu=lost.index)
     if not gpus:
@@ -320,10 +322,10 @@ def chosen(gpu: str | None, model: str | None) -> tuple[Sequence[Gpu], Sequence[
 
 def offline(model: str) -> tuple[Layout, dict[str, str]]:
     """Return an empty GPU of a model from the catalogue, with the confidence of each profile."""
-    found = find_model(model)
-    if not found.profiles:
-        raise NotSupported(f"{found.name} has no MIG", "see which have: gpushare sim list --models", code="no_mig")
-    return Layout(gpu=0, profiles=profiles_of(found)), {raw.name: raw.confidence for raw in found.profiles}
+    entry = find_model(model)
+    if not entry.profiles:
+        raise NotSupported(f"{entry.name} has no MIG", "see which have: gpushare sim list --models", code="no_mig")
+    return Layout(gpu=0, profiles=profiles_of(entry)), {raw.name: raw.confidence for raw in entry.profiles}
 
 
 def _mode(gpu: Gpu) -> str:
@@ -381,7 +383,7 @@ def _gone(gpu: int, gone: Any) -> WouldGo:
         profile=gone.instance.profile.name,
         start=gone.instance.start,
         whole=gone.whole,
-        compute_instance_ids=tuple(one.id for one in gone.compute),
+        compute_instance_ids=tuple(part.id for part in gone.compute),
         busy=gone.busy,
     )
 

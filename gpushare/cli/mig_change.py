@@ -72,12 +72,12 @@ def current(host: Host, gpu: str | None, *, named: bool = False) -> tuple[Sequen
 
     On a host with several GPUs -g is required; with ``named`` the instances tell which GPU.
     """
-    found = gpus_of(host)
+    everybody = gpus_of(host)
     if named and gpu is None:
-        devices: Sequence[Device] = [Device(gpu=one) for one in found if one.error is None and one.mig_capable]
-        devices = devices or select_for_change("all", found)
+        devices: Sequence[Device] = [Device(gpu=each) for each in everybody if each.error is None and each.mig_capable]
+        devices = devices or select_for_change("all", everybody)
     else:
-        devices = select_for_change(gpu, found)
+        devices = select_for_change(gpu, everybody)
     part = next((device for device in devices if device.mig is not None), None)
     if part is not None and part.mig is not None:
         # Otherwise "-g MIG-... apply" would destroy its neighbors.
@@ -88,10 +88,10 @@ def current(host: Host, gpu: str | None, *, named: bool = False) -> tuple[Sequen
             code="whole_gpu",
         )
     gpus = list({device.gpu.index: device.gpu for device in devices}.values())
-    able = ",".join(str(one.index) for one in gpus if one.mig_capable)
-    for one in gpus:
-        if not one.mig_capable:
-            raise no_mig([one], f"name those that have it: -g {able}") if able else no_mig([one])
+    able = ",".join(str(each.index) for each in gpus if each.mig_capable)
+    for each in gpus:
+        if not each.mig_capable:
+            raise no_mig([each], f"name those that have it: -g {able}") if able else no_mig([each])
     return gpus, layouts_of(host, gpus)
 
 
@@ -113,25 +113,25 @@ def carried(command: str, make: Callable[[Host, MigLedger], MigChange], *, refre
     ledger = MigLedger(host)
     if settings.dry_run:
         change = _with_cdi(host, make(host, ledger), refresh=refresh_cdi)
-        left = ledger.interrupted()
+        interrupted = ledger.interrupted()
         notes: tuple[str, ...] = ()
         # A complete change is not undone.
-        if left is not None and not is_complete(host, left):
-            notes = (f"first '{left.title}', which was interrupted, would be undone",)
+        if interrupted is not None and not is_complete(host, interrupted):
+            notes = (f"first '{interrupted.title}', which was interrupted, would be undone",)
         return _shown(host, command, change, notes, dry_run=True)
     # Planned before the lock, too: a change that is refused then needs neither root nor lock. But an interrupted change
     # is undone first: it may be the only obstacle.
     first = make(host, ledger).plan if ledger.interrupted() is None else None
     need_rights(host)
     agreed = () if first is None else consented(first)
-    said: list[str] = []
+    done: list[str] = []
     while True:
         with recovered(host, ledger) as notes:
-            said += notes
+            done += notes
             change = _with_cdi(host, make(host, ledger), refresh=refresh_cdi)
             if is_agreed(change.plan, agreed):
                 transact(host, ledger, change, say_step if settings.verbose else None)
-                return _shown(host, command, change, said, dry_run=False)
+                return _shown(host, command, change, done, dry_run=False)
         agreed = consented(change.plan, agreed)
 
 
@@ -153,8 +153,8 @@ def recovered(host: Host, ledger: MigLedger) -> Iterator[tuple[str, ...]]:
         try:
             yield notes
         except GpushareError:
-            for one in notes:
-                note(one)
+            for text in notes:
+                note(text)
             raise
 
 
@@ -166,17 +166,17 @@ def _with_cdi(host: Host, change: MigChange, *, refresh: bool) -> MigChange:
 
 
 def _shown(host: Host, command: str, change: MigChange, notes: Sequence[str], *, dry_run: bool) -> Result:
-    said = [*notes, *change.notes, *change.plan.notes]
+    texts = [*notes, *change.notes, *change.plan.notes]
     made: list[MadeInstance] = []
     if change.plan.steps and not dry_run:
         made = _made(host, change)
-        said += _after(host, change)
+        texts += _after(host, change)
     undo = _undo(change) if change.plan.steps else None
-    planned = replace(change.plan, undo=undo, notes=tuple(dict.fromkeys(said)))
+    planned = replace(change.plan, undo=undo, notes=tuple(dict.fromkeys(texts)))
     result = plan_result(command, planned, dry_run=dry_run)
     if dry_run:
-        plan = MigPlan(gpus=tuple(one.plan for one in change.gpus), cost=Cost())
-        picture = plan_text(plan, {one.gpu.index: one.layout for one in change.gpus}) if plan.changes else None
+        plan = MigPlan(gpus=tuple(part.plan for part in change.gpus), cost=Cost())
+        picture = plan_text(plan, {part.gpu.index: part.layout for part in change.gpus}) if plan.changes else None
         return replace(with_answer(result, MigChangeAnswer, created=()), text=picture)
     lines = list(_in_force(host, change, made))
     answer = with_answer(result, MigChangeAnswer, created=tuple(made))
@@ -205,34 +205,34 @@ class MigChangeAnswer(PlanAnswer):
 
 def _in_force(host: Host, change: MigChange, made: Sequence[MadeInstance]) -> Iterator[str]:
     """Yield what a MIG change has put in force: modes, instances that are gone, and the new ones with their UUIDs."""
-    names = {(one.gpu_uuid, one.profile, one.start): f" '{one.name}'" for one in names_of(host).values()}
-    for one in change.gpus:
-        if one.enable is not None and one.enable is not one.before.mig_enabled:
-            yield f"GPU {one.gpu.index}: MIG is {'on' if one.enable else 'off'}"
-        if one.plan.destroyed:
+    names = {(named.gpu_uuid, named.profile, named.start): f" '{named.name}'" for named in names_of(host).values()}
+    for part in change.gpus:
+        if part.enable is not None and part.enable is not part.before.mig_enabled:
+            yield f"GPU {part.gpu.index}: MIG is {'on' if part.enable else 'off'}"
+        if part.plan.destroyed:
             gone = [
                 str(each.instance)
                 if each.whole
                 else f"{counted(len(each.compute), 'compute instance')} of {each.instance}"
-                for each in one.plan.destroyed
+                for each in part.plan.destroyed
             ]
-            yield f"{', '.join(gone)} on GPU {one.gpu.index} {'is' if len(gone) == 1 else 'are'} gone"
+            yield f"{', '.join(gone)} on GPU {part.gpu.index} {'is' if len(gone) == 1 else 'are'} gone"
         for row in made:
-            if row.gpu == one.gpu.index:
-                name = names.get((one.gpu.uuid or "", row.profile, row.start), "")
+            if row.gpu == part.gpu.index:
+                name = names.get((part.gpu.uuid or "", row.profile, row.start), "")
                 yield f"{row.profile}:{row.start}{name} on GPU {row.gpu}: {', '.join(row.uuids)}"
 
 
 def _made(host: Host, change: MigChange) -> list[MadeInstance]:
     """Return the GPU instances that were created, or in which something was, each with the new UUIDs."""
     rows = []
-    for one in change.gpus:
-        places = {new.instance.place for new in one.plan.created}
-        gpu = host.nvml.gpu(one.gpu.index) if places else None
+    for touched in change.gpus:
+        places = {new.instance.place for new in touched.plan.created}
+        gpu = host.nvml.gpu(touched.gpu.index) if places else None
         if gpu is None or gpu.error is not None:
             continue
-        stayed = {part.uuid for there in one.plan.kept for part in there.compute}
-        stayed -= {part.uuid for gone in one.plan.destroyed for part in gone.compute}
+        stayed = {part.uuid for there in touched.plan.kept for part in there.compute}
+        stayed -= {part.uuid for gone in touched.plan.destroyed for part in gone.compute}
         rows += [
             MadeInstance(
                 gpu=gpu.index,
@@ -248,7 +248,7 @@ def _made(host: Host, change: MigChange) -> list[MadeInstance]:
 
 
 def _after(host: Host, change: MigChange) -> list[str]:
-    gpus = [host.nvml.gpu(one.gpu.index) for one in change.gpus]
+    gpus = [host.nvml.gpu(part.gpu.index) for part in change.gpus]
     notes = list(cdi_notes(host, gpus))
     notes += [
         f"GPU {gpu.index}: with MIG on and no instance, no CUDA program can use it"
@@ -259,7 +259,7 @@ def _after(host: Host, change: MigChange) -> list[str]:
 
 
 def _undo(change: MigChange) -> str | None:
-    undo = [_undo_of(one) for one in change.gpus if one.changes]
+    undo = [_undo_of(part) for part in change.gpus if part.changes]
     # It takes back what this change has named, so it does not ask.
     words = [f"{word} -y" if change.names and n == 0 else word for some in undo for n, word in enumerate(some)]
     return "; ".join([*words, *([change.plan.undo] if change.plan.undo else [])]) or None
@@ -269,13 +269,13 @@ def _undo_of(change: GpuChange) -> list[str]:
     before, gpu = change.before, change.gpu.index
     if before.mig_enabled and change.enable is False and not before.instances:
         return [f"gpushare mig enable -g {gpu}"]
-    here = {one.place for one in change.after.instances}
-    lost = [one for one in before.instances if one.name and one.place not in here]
-    granted = {one.name: one.granted for one in change.layout.instances}
+    here = {instance.place for instance in change.after.instances}
+    lost = [instance for instance in before.instances if instance.name and instance.place not in here]
+    granted = {instance.name: instance.granted for instance in change.layout.instances}
     words = [as_command(before)]
-    for one in lost:
-        words.append(f"gpushare mig name {one.name} {one} -g {gpu}")
-        words += [f"gpushare mig grant {one.name} {shlex.quote(user)}" for user in granted.get(one.name, ())]
+    for instance in lost:
+        words.append(f"gpushare mig name {instance.name} {instance} -g {gpu}")
+        words += [f"gpushare mig grant {instance.name} {shlex.quote(user)}" for user in granted.get(instance.name, ())]
     return words
 
 
@@ -322,23 +322,23 @@ def recover(
 
 def _recovered(host: Host, ledger: MigLedger) -> tuple[tuple[str, ...], str | None, tuple[str, ...]]:
     """Return what was done, the command that takes it back, and what of earlier changes is not restored yet."""
-    left, jobs = ledger.interrupted(), left_instances(host)
-    if ledger.running() or (left is None and not jobs and not ledger.not_restored()):
+    interrupted, jobs = ledger.interrupted(), left_instances(host)
+    if ledger.running() or (interrupted is None and not jobs and not ledger.not_restored()):
         return (), None, ()
     done: tuple[str, ...] = ()
     if settings.dry_run:
-        again = (f"{one.seen}; it would be tried again" for one in not_restored(host, ledger))
-        gone = (f"{one} was made for a job that has ended; it would be destroyed" for one in jobs)
-        done = (*(() if left is None else (_foreseen(host, left),)), *again, *gone)
+        again = (f"{leftover.seen}; it would be tried again" for leftover in not_restored(host, ledger))
+        gone = (f"{job} was made for a job that has ended; it would be destroyed" for job in jobs)
+        done = (*(() if interrupted is None else (_foreseen(host, interrupted),)), *again, *gone)
     else:
         need_rights(host)
         with ledger.locked():
             done = (*recover_changes(host, ledger, retry=True), *remove_left(host, ledger))
     lost = not_restored(host, ledger)
     if lost and not done:
-        hints = dict.fromkeys(one.remedy for one in lost)
-        raise OperationFailed("; ".join(one.seen for one in lost), "; ".join(hints), code="not_restored")
-    return done, None if left is None or lost else way_forward(host, left), tuple(map(str, lost))
+        hints = dict.fromkeys(leftover.remedy for leftover in lost)
+        raise OperationFailed("; ".join(leftover.seen for leftover in lost), "; ".join(hints), code="not_restored")
+    return done, None if interrupted is None or lost else way_forward(host, interrupted), tuple(map(str, lost))
 
 
 def _foreseen(host: Host, left: ChangeRecord) -> str:
@@ -386,14 +386,14 @@ def create(
         gpus, layouts = current(host, gpu)
         _need_mig(gpus)
         # Only a GPU with MIG on has places to add to.
-        off = ",".join(str(one.index) for one in gpus if not one.mig_enabled)
-        on = [n for n, one in enumerate(gpus) if one.mig_enabled]
+        off = ",".join(str(each.index) for each in gpus if not each.mig_enabled)
+        on = [n for n, each in enumerate(gpus) if each.mig_enabled]
         gpus, layouts = [gpus[n] for n in on], [layouts[n] for n in on]
-        found = plan_add(layouts, asked, with_others=name is None)
-        if off and isinstance(found, NoPlan):
-            found = replace(found, hint=f"MIG is off on GPU {off}, so it is left out: gpushare mig enable -g {off}")
-        plan = planned_or_refused(found)
-        created = [(one, new.instance) for one in plan.gpus for new in one.created]
+        answer = plan_add(layouts, asked, with_others=name is None)
+        if off and isinstance(answer, NoPlan):
+            answer = replace(answer, hint=f"MIG is off on GPU {off}, so it is left out: gpushare mig enable -g {off}")
+        plan = planned_or_refused(answer)
+        created = [(part, new.instance) for part in plan.gpus for new in part.created]
         naming = None if name is None else plan_names(host, [name], {}, created, may_move=False)
         return change_of(host, ledger, gpus, layouts, plan, f"create {' '.join(map(str, asked))}", naming=naming)
 
@@ -518,9 +518,9 @@ def _layout_change(
     naming = None
     if names:
         wanted = [
-            (one, instance)
-            for one, layout in zip(plan.gpus, layouts, strict=True)
-            for instance in in_order(demands[one.gpu].wish, layout.profiles, one.after)
+            (part, instance)
+            for part, layout in zip(plan.gpus, layouts, strict=True)
+            for instance in in_order(demands[part.gpu].wish, layout.profiles, part.after)
         ]
         naming = plan_names(host, names, grants, wanted)
     change = change_of(host, ledger, gpus, layouts, plan, title, evict=may_go, modes=modes, naming=naming)
@@ -528,13 +528,13 @@ def _layout_change(
 
 
 def _grants_typed(words: Sequence[str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    users_of: dict[str, list[str]] = {}
     for word in words:
         name, _, users = word.partition("=")
         if not name or not all(users.split("+")):
             raise BadUsage(f"--grant {quoted(word)} is not NAME=USER", "give --grant a=alice+carl", code="bad_grant")
-        found.setdefault(name, []).extend(users.split("+"))
-    return found
+        users_of.setdefault(name, []).extend(users.split("+"))
+    return users_of
 
 
 def enable(gpu: GpuOption = None, refresh_cdi: Refresh = False) -> Any:
@@ -565,10 +565,10 @@ def _switched(
     def make(host: Host, ledger: MigLedger) -> MigChange:
         gpus, layouts = current(host, gpu)
         may_go = evicted(evict, layouts)
-        there = [one for layout in layouts for one in layout.instances]
+        there = [instance for layout in layouts for instance in layout.instances]
         if not enable and there and not destroy:
             names = ", ".join(map(str, there[:7]))
-            which = ",".join(str(one.index) for one in gpus)
+            which = ",".join(str(each.index) for each in gpus)
             raise InUse(
                 f"MIG cannot be switched off while there are instances: {names}",
                 f"destroy them too: gpushare mig disable -g {which} --destroy; see them: gpushare mig status",
@@ -576,7 +576,7 @@ def _switched(
             )
         wishes = {} if enable else {layout.gpu: () for layout in layouts}
         plan = planned_or_refused(plan_exact(layouts, wishes, evict=may_go))
-        modes = {one.index: enable for one in gpus}
+        modes = {each.index: enable for each in gpus}
         return change_of(host, ledger, gpus, layouts, plan, command.removeprefix("mig "), evict=may_go, modes=modes)
 
     return carried(command, make, refresh_cdi=refresh_cdi)
@@ -596,8 +596,8 @@ def change_of(
 ) -> MigChange:
     """Return the transaction for a plan; ``modes`` are MIG modes to set, ``naming`` what becomes of names."""
     changes = [
-        gpu_change(gpu, layout, one, (modes or {}).get(gpu.index))
-        for gpu, layout, one in zip(gpus, layouts, plan.gpus, strict=True)
+        gpu_change(gpu, layout, part, (modes or {}).get(gpu.index))
+        for gpu, layout, part in zip(gpus, layouts, plan.gpus, strict=True)
     ]
     naming = naming or Naming()
     after = [*name_steps(host, plan.gpus, naming.changed), *naming.after]
@@ -614,10 +614,10 @@ def _swapped_out(host: Host, gpus: Sequence[Gpu]) -> Iterator[str]:
     """Yield a note for each job that is swapped out of one of these GPUs: it comes back to a whole GPU only."""
     if not has_records(host, "swap"):
         return
-    for one in swaps(host):
+    for swap in swaps(host):
         for gpu in gpus:
-            if one.state != BACK and one.gpu_uuid == gpu.uuid:
-                yield f"GPU {gpu.index}: {one.title} is swapped out of it, and can only come back when MIG is off again"
+            if swap.state != BACK and swap.gpu_uuid == gpu.uuid:
+                yield f"GPU {gpu.index}: {swap.title} is swapped out of it, and can only come back when MIG is off again"
 
 
 def _demands_of_gpus(
@@ -626,19 +626,19 @@ def _demands_of_gpus(
     if named is None:
         gpus, layouts = current(host, gpu)
         asked = parse_wish(" ".join(wish))
-        return gpus, layouts, {one.index: Demand(mig_enabled=True, wish=asked) for one in gpus}, ()
+        return gpus, layouts, {each.index: Demand(mig_enabled=True, wish=asked) for each in gpus}, ()
     elsewhere = absent_gpus(named, host)
     everybody = [device.gpu for device in select(gpu, gpus_of(host))]
     demands, notes = demands_of(named, everybody, host, named=gpu is not None, exact=exact)
-    touched = [one for one in everybody if one.index in demands]
+    touched = [each for each in everybody if each.index in demands]
     check_answers(*touched)
     return touched, layouts_of(host, touched), demands, (*elsewhere, *notes)
 
 
 def _need_mig(gpus: Sequence[Gpu]) -> None:
-    off = [one for one in gpus if not one.mig_enabled]
+    off = [each for each in gpus if not each.mig_enabled]
     if off and len(off) == len(gpus):
-        which = ",".join(str(one.index) for one in off)
+        which = ",".join(str(each.index) for each in off)
         raise NotSupported(
             f"MIG is off on GPU {which}",
             f"switch it on first: gpushare mig enable -g {which}; or do both: gpushare mig apply -g {which} WISH",
@@ -648,12 +648,12 @@ def _need_mig(gpus: Sequence[Gpu]) -> None:
 
 
 def _need_profiles(gpus: Sequence[Gpu], layouts: Sequence[Layout], demands: Mapping[int, Demand]) -> None:
-    for one, layout in zip(gpus, layouts, strict=True):
-        if demands[one.index].wish and not layout.profiles and not one.mig_enabled:
+    for each, layout in zip(gpus, layouts, strict=True):
+        if demands[each.index].wish and not layout.profiles and not each.mig_enabled:
             raise NotSupported(
-                f"GPU {one.index}: this driver lists MIG profiles only while MIG is on, and it is off",
-                f"switch it on, then run this again: gpushare mig enable -g {one.index}",
-                gpu=one.index,
+                f"GPU {each.index}: this driver lists MIG profiles only while MIG is on, and it is off",
+                f"switch it on, then run this again: gpushare mig enable -g {each.index}",
+                gpu=each.index,
                 code="mig_off",
             )
 
@@ -696,51 +696,55 @@ def _binding(name: str, instance: str, gpu: str | None) -> Plan:
         raise BadUsage(
             f"{quoted(instance)} means {len(targets)} instances; a name means one", "give GPU/GI", code="one_instance"
         )
-    layout = next(one for one in layouts if one.gpu == targets[0].gpu)
-    found = next(one for one in layout.instances if one.id == targets[0].instance)
-    if targets[0].compute is not None and len(found.compute) > 1:
+    layout = next(each for each in layouts if each.gpu == targets[0].gpu)
+    instance_there = next(each for each in layout.instances if each.id == targets[0].instance)
+    if targets[0].compute is not None and len(instance_there.compute) > 1:
         raise BadUsage(
-            f"'{instance[:60]}' is one of {len(found.compute)} compute instances of {found}; "
+            f"'{instance[:60]}' is one of {len(instance_there.compute)} compute instances of {instance_there}; "
             "a name means the GPU instance with all of them",
-            f"name that: gpushare mig name {name} {layout.gpu}/{found.id}; for one compute instance use -g MIG-<uuid>",
+            f"name that: gpushare mig name {name} {layout.gpu}/{instance_there.id}; for one compute instance use -g MIG-<uuid>",
             gpu=layout.gpu,
             code="part_of_instance",
         )
-    one = NamedInstance(name=name, gpu_uuid=layout.uuid or "", profile=found.profile.name, start=found.start)
+    named = NamedInstance(
+        name=name, gpu_uuid=layout.uuid or "", profile=instance_there.profile.name, start=instance_there.start
+    )
     given = names_of(host)
-    if name in given and (given[name].gpu_uuid, given[name].place) != (one.gpu_uuid, one.place):
+    if name in given and (given[name].gpu_uuid, given[name].place) != (named.gpu_uuid, named.place):
         raise name_taken(given[name], {layout.uuid: layout.gpu for layout in layouts})
-    steps = () if found.name == name else (names_step(host, [one], (), {one.gpu_uuid: layout.gpu}),)
-    if steps and found.name is not None:
+    steps = () if instance_there.name == name else (names_step(host, [named], (), {named.gpu_uuid: layout.gpu}),)
+    if steps and instance_there.name is not None:
         raise BadUsage(
-            f"{found} on GPU {layout.gpu} is already named '{found.name}'",
-            f"an instance has one name; forget that one first: gpushare mig name --forget {found.name}",
+            f"{instance_there} on GPU {layout.gpu} is already named '{instance_there.name}'",
+            f"an instance has one name; forget that one first: gpushare mig name --forget {instance_there.name}",
             code="name_taken",
         )
     return Plan(
-        title=f"{found} on GPU {layout.gpu} is named '{name}'", steps=steps, undo=f"gpushare mig name --forget {name}"
+        title=f"{instance_there} on GPU {layout.gpu} is named '{name}'",
+        steps=steps,
+        undo=f"gpushare mig name --forget {name}",
     )
 
 
 def _forgetting(name: str) -> Plan:
     host = settings.connect()
-    found = names_of(host).get(name)
-    if found is None:
+    named = names_of(host).get(name)
+    if named is None:
         # A word that cannot be a name has its own error.
         try:
             need_name(name, "")
         except BadUsage as error:
             raise error.restated(hint="see the names: gpushare mig status") from None
         raise NotFound(f"there is no name '{name[:60]}'", "see the names: gpushare mig status", code="no_name")
-    lost = Loss(action="forgets", what=f"the grant of '{name}'", why=(f"granted to {', '.join(found.users)}",))
-    place = f"{found.profile}:{found.start}"
-    undo = [f"gpushare mig name {name} {place} -g {found.gpu_uuid}"]
-    undo += [f"sudo gpushare mig grant {name} {shlex.quote(user)}" for user in found.users]
+    lost = Loss(action="forgets", what=f"the grant of '{name}'", why=(f"granted to {', '.join(named.users)}",))
+    place = f"{named.profile}:{named.start}"
+    undo = [f"gpushare mig name {name} {place} -g {named.gpu_uuid}"]
+    undo += [f"sudo gpushare mig grant {name} {shlex.quote(user)}" for user in named.users]
     return Plan(
         title=f"{place} has no name",
-        steps=(names_step(host, (), [found]),),
+        steps=(names_step(host, (), [named]),),
         undo="; ".join(undo),
-        consent=(lost,) if found.users else (),
+        consent=(lost,) if named.users else (),
     )
 
 

@@ -62,24 +62,24 @@ def check(
     gpus = _gpus(host, gpu)
     strict = exact or gpu is not None
     demands, notes = _demands(wish or (), named, gpus, host, all_gpus=gpu is None)
-    checked = tuple(_checked(one, demands.get(one.index), host, strict=strict) for one in gpus)
-    good = all(one.as_requested is not False for one in checked) and not (exact and notes)
+    checked = tuple(_checked(each, demands.get(each.index), host, strict=strict) for each in gpus)
+    good = all(each.as_requested is not False for each in checked) and not (exact and notes)
     if not good:
         notes = (*notes, "see the way there: gpushare mig apply --dry-run, with the same words")
     return Result(
         command="mig check",
         data=MigCheckAnswer(as_requested=good, config=None if named is None else named.name, gpus=checked),
-        text="\n".join(line for one in checked for line in one.lines),
+        text="\n".join(line for each in checked for line in each.lines),
         notes=notes,
         exit_code=ExitCode.OK if good else ExitCode.NOT_AS_REQUESTED,
     )
 
 
 def _gpus(host: Host, text: str | None) -> list[Gpu]:
-    found = {device.gpu.index: device.gpu for device in select(text, gpus_of(host))}
-    if not found:
+    chosen = {device.gpu.index: device.gpu for device in select(text, gpus_of(host))}
+    if not chosen:
         raise no_gpu()
-    return list(found.values())
+    return list(chosen.values())
 
 
 def _demands(
@@ -166,12 +166,12 @@ def _compared(gpu: Gpu, demand: Demand | None, host: Host) -> tuple[str | None, 
 
 
 def _mode_problem(gpu: Gpu, demand: Demand) -> str | None:
-    said = {True: "on", False: "off", None: "unknown"}
+    words = {True: "on", False: "off", None: "unknown"}
     if gpu.mig_enabled is not demand.mig_enabled:
-        pending = f", and {said[gpu.mig_pending]} is pending" if gpu.mig_pending != gpu.mig_enabled else ""
-        return f"MIG is {said[gpu.mig_enabled]}{pending}; asked: {said[demand.mig_enabled]}"
+        pending = f", and {words[gpu.mig_pending]} is pending" if gpu.mig_pending != gpu.mig_enabled else ""
+        return f"MIG is {words[gpu.mig_enabled]}{pending}; asked: {words[demand.mig_enabled]}"
     if gpu.mig_pending is not None and gpu.mig_pending is not demand.mig_enabled:
-        return f"MIG {said[gpu.mig_pending]} is pending; asked: {said[demand.mig_enabled]}"
+        return f"MIG {words[gpu.mig_pending]} is pending; asked: {words[demand.mig_enabled]}"
     return None
 
 
@@ -180,10 +180,12 @@ _HINT: Final = "start with the current layout: gpushare export mig-parted > mig.
 
 def read_config(path: str, name: str | None) -> Config:
     """Return a configuration of a mig-parted v1 file; ``-`` is stdin, and a file with only one needs no name."""
-    found = documents(text_of(path, "mig-parted", _HINT), shown_as(path), _HINT)
-    if len(found) > 2:
-        raise BadUsage(f"{path}: {len(found)} YAML documents", "give one mig-parted file", code="bad_file")
-    return choose(parse_parted(found[0], found[1] if found[1:] else None, shown_as(path)), name)
+    yaml_documents = documents(text_of(path, "mig-parted", _HINT), shown_as(path), _HINT)
+    if len(yaml_documents) > 2:
+        raise BadUsage(f"{path}: {len(yaml_documents)} YAML documents", "give one mig-parted file", code="bad_file")
+    return choose(
+        parse_parted(yaml_documents[0], yaml_documents[1] if yaml_documents[1:] else None, shown_as(path)), name
+    )
 
 
 def exact_without_file() -> BadCombination:
@@ -204,41 +206,43 @@ def demands_of(
     idle = idle_entries(config, gpus, ids, here)
     missing = [str(gpu.index) for gpu in gpus if gpu.index not in wishes]
     if exact and (missing or idle or absent(config, here)):
-        why = [f"config '{config.name}' has no entry for GPU {', '.join(missing)}"] if missing else []
+        reasons = [f"config '{config.name}' has no entry for GPU {', '.join(missing)}"] if missing else []
         raise NoGpu(
-            "; ".join([*why, *absent(config, here), *idle]), "change the file, or drop --exact", code="no_gpu_of_config"
+            "; ".join([*reasons, *absent(config, here), *idle]),
+            "change the file, or drop --exact",
+            code="no_gpu_of_config",
         )
     if not demands and any(wish.mig_enabled for wish in wishes.values()):
         raise no_mig(gpus)
     if not demands and named:
-        why = [*absent(config, here), *idle] or ["none of them has MIG"]
+        reasons = [*absent(config, here), *idle] or ["none of them has MIG"]
         raise NoGpu(
-            f"config '{config.name}' has no entry for the chosen GPUs: {'; '.join(why)}", "see: gpushare mig status"
+            f"config '{config.name}' has no entry for the chosen GPUs: {'; '.join(reasons)}", "see: gpushare mig status"
         )
-    said = idle if len(gpus) == len(here) else ()
-    return demands, said if demands else (*said, f"config '{config.name}' has no entry for a GPU with MIG here")
+    notes = idle if len(gpus) == len(here) else ()
+    return demands, notes if demands else (*notes, f"config '{config.name}' has no entry for a GPU with MIG here")
 
 
 def absent_gpus(config: Config, host: Host) -> tuple[str, ...]:
     """Return notes on entries that name GPUs this host does not have."""
     here = range(host.nvml.count())
-    said = absent(config, here)
-    if said and all(is_elsewhere(entry, here) for entry in config.entries):
+    notes = absent(config, here)
+    if notes and all(is_elsewhere(entry, here) for entry in config.entries):
         raise NoGpu(
-            f"config '{config.name}' matches no GPU of this host: {'; '.join(said)}",
+            f"config '{config.name}' matches no GPU of this host: {'; '.join(notes)}",
             "see which are here: gpushare status",
         )
-    return said
+    return notes
 
 
 def pci_ids(config: Config, gpus: Sequence[Gpu], host: Host) -> dict[int, PciIds]:
     """Return the PCI ids of the GPUs, if the configuration uses them; none for one that does not answer."""
-    found = {}
+    ids = {}
     if any(entry.filters for entry in config.entries):
         for gpu in gpus:
             with contextlib.suppress(GpushareError):
-                found[gpu.index] = PciIds(*host.nvml.pci_ids(gpu.index))
-    return found
+                ids[gpu.index] = PciIds(*host.nvml.pci_ids(gpu.index))
+    return ids
 
 
 def wished(words: Sequence[str] | None, memory: str | None, sm: int | None) -> Wish:

@@ -23,19 +23,19 @@ class Codes:
 
     def field_wise_max(self, codes: Sequence[int]) -> int:
         """Return the code with the largest value of each field."""
-        found = 0
+        largest = 0
         for shift, bits in self.fields:
-            found |= max((code >> shift & ((1 << bits) - 1) for code in codes), default=0) << shift
-        return found
+            largest |= max((code >> shift & ((1 << bits) - 1) for code in codes), default=0) << shift
+        return largest
 
     def capped_sum(self, first: int, second: int) -> int:
         """Return the sum field by field, each at most that of the whole wish."""
-        found = 0
+        total_code = 0
         for shift, bits in self.fields:
             mask = (1 << bits) - 1
             total = (first >> shift & mask) + (second >> shift & mask)
-            found |= min(total, self.whole >> shift & mask) << shift
-        return found
+            total_code |= min(total, self.whole >> shift & mask) << shift
+        return total_code
 
 
 def codes_for(counts: Sequence[int], sizes: Sequence[int]) -> Codes:
@@ -49,8 +49,8 @@ def codes_for(counts: Sequence[int], sizes: Sequence[int]) -> Codes:
         whole |= count << shift
         guard |= 1 << shift + bits
         shift += bits + 1
-    one = tuple((1 << fields[n][0]) + (size << fields[-1][0]) for n, size in enumerate(sizes))
-    return Codes(one, whole, guard, tuple(fields))
+    each_adds = tuple((1 << fields[n][0]) + (size << fields[-1][0]) for n, size in enumerate(sizes))
+    return Codes(each_adds, whole, guard, tuple(fields))
 
 
 @dataclass(frozen=True)
@@ -125,9 +125,9 @@ def _turn(
     best: dict[_State, int] = {}
     taken: dict[_State, tuple[int, _State]] = {}
     for state, weight in cheapest.items():
-        left, begin = state
-        guarded = left | guard
-        for code, more, kind in choices.parts(left, begin):
+        rest_of_wish, begin = state
+        guarded = rest_of_wish | guard
+        for code, more, kind in choices.parts(rest_of_wish, begin):
             rest = guarded - code
             if rest & guard != guard:
                 continue
@@ -135,8 +135,8 @@ def _turn(
             if (later - rest) & guard != guard:
                 continue
             then = (rest, kind)
-            known = best.get(then)
-            if known is None or weight + more < known:
+            cheaper = best.get(then)
+            if cheaper is None or weight + more < cheaper:
                 best[then] = weight + more
                 taken[then] = (code, state)
     return best, taken
@@ -144,17 +144,17 @@ def _turn(
 
 def _without_order(cheapest: Mapping[_State, int], steps: list[dict[_State, tuple[int, _State]]]) -> dict[_State, int]:
     """Return the states at the begin of a new group: the order within the group before says nothing of it."""
-    found: dict[_State, int] = {}
+    states: dict[_State, int] = {}
     links: dict[_State, tuple[int, _State]] = {}
     for state, weight in cheapest.items():
         fresh = (state[0], 0)
-        if fresh not in found or weight < found[fresh]:
-            found[fresh] = weight
+        if fresh not in states or weight < states[fresh]:
+            states[fresh] = weight
             if steps:
                 links[fresh] = steps[-1][state]
     if steps:
         steps[-1].update(links)
-    return found
+    return states
 
 
 def _reach(groups: Sequence[Group], turns: Sequence[int], codes: Codes) -> list[int]:

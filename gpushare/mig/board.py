@@ -194,12 +194,12 @@ def board_of(layout: Layout) -> Board:
     """Return the board of a GPU; GPUs with equal profiles share it and its cache."""
     profiles = layout.profiles
     # What is kept here keeps its profiles, so no other tuple gets their id.
-    known = _same.get(id(profiles))
-    if known is None:
+    kept = _same.get(id(profiles))
+    if kept is None:
         if len(_same) >= _MOST_SAME:
             _same.clear()
-        known = _same[id(profiles)] = (profiles, _board(profiles, layout.axis, layout.compute_slices))
-    return known[1]
+        kept = _same[id(profiles)] = (profiles, _board(profiles, layout.axis, layout.compute_slices))
+    return kept[1]
 
 
 def occupied(layout: Layout) -> int:
@@ -244,16 +244,16 @@ def new_compute(
     ]
     if any(part is None for part in parts):
         return None
-    found = [part for part in parts if part is not None]
-    if sum(one.profile.slices for one in others) + sum(part.slices for part in found) > profile.slices:
+    offered = [part for part in parts if part is not None]
+    if sum(part.profile.slices for part in others) + sum(part.slices for part in offered) > profile.slices:
         return None
-    totals = Counter(part.slices for part in found) + Counter(one.profile.slices for one in others)
-    for part in found:
+    totals = Counter(part.slices for part in offered) + Counter(part.profile.slices for part in others)
+    for part in offered:
         if part.instances is not None and totals[part.slices] > part.instances:
             return None
-    if any(part.placements is None for part in found) or any(one.placement is None for one in others):
-        return tuple(ComputeInstance(profile=part) for part in found)
-    return _placed(found, mask_of(one.placement for one in others))
+    if any(part.placements is None for part in offered) or any(part.placement is None for part in others):
+        return tuple(ComputeInstance(profile=part) for part in offered)
+    return _placed(offered, mask_of(part.placement for part in others))
 
 
 def _placed(parts: Sequence[ComputeProfile], taken: int) -> tuple[ComputeInstance, ...] | None:
@@ -288,11 +288,11 @@ def make_room(
     for size in range(len(instance.compute) + 1 if may_destroy and not held else 1):
         for gone in combinations(instance.compute, size):
             kept = [part for part in instance.compute if part not in gone]
-            busy = sum(one.busy for one in gone)
+            busy = sum(part.busy for part in gone)
             if (
                 (kept and not with_others)
                 or (busy and not may_evict)
-                or (any(one.busy for one in kept) and not with_busy)
+                or (any(part.busy for part in kept) and not with_busy)
             ):
                 continue
             if (best is None or (busy, size) < best[0]) and new_compute(instance.profile, wanted, kept) is not None:
@@ -313,11 +313,11 @@ def change_compute(
     for size in range(len(existing), -1, -1):
         for kept in combinations(existing, size):
             missing = Counter(wanted)
-            missing.subtract(one.profile.slices for one in kept)
+            missing.subtract(part.profile.slices for part in kept)
             if any(count < 0 for count in missing.values()):
                 continue
-            gone = tuple(one for one in existing if one not in kept)
-            busy = sum(one.busy or held for one in gone)
+            gone = tuple(part for part in existing if part not in kept)
+            busy = sum(part.busy or held for part in gone)
             if (gone and not may_destroy) or (busy and not may_evict):
                 continue
             created = new_compute(instance.profile, list(missing.elements()), kept)

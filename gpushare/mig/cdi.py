@@ -24,14 +24,14 @@ def cdi_notes(host: Host, gpus_after: Sequence[Gpu]) -> tuple[str, ...]:
     given = {gpu.index: gpu for gpu in gpus_after}
     gpus = [given.get(gpu.index, gpu) for gpu in host.nvml.identities()]
     specs = {spec.path: spec for spec in cdi.find_specs(host)}
-    for one in cdi.stale(host, gpus):
-        wrong = f"containers: the CDI specification {one.path} {cdi.describe(one)}"
+    for spec in cdi.stale(host, gpus):
+        wrong = f"containers: the CDI specification {spec.path} {cdi.describe(spec)}"
         if not any(gpu.mig_instances or not gpu.mig_enabled for gpu in gpus):
             notes.append(
                 f"{wrong}; there is no device to list now: rewrite it with the next mig create (--refresh-cdi)"
             )
             continue
-        command = " ".join(cdi.refresh_command(specs.get(one.path)))
+        command = " ".join(cdi.refresh_command(specs.get(spec.path)))
         notes.append(f"{wrong}; rewrite it: sudo {command} (next time: --refresh-cdi)")
     return tuple(notes)
 

@@ -89,7 +89,7 @@ def _check_nobody(host: Host, gpu: Gpu, ending: Collection[int], *, needs_reset:
     idle = idle_daemon_pids(host, gpu).union(ending)
     there = [process for process in gpu.processes if process.pid not in idle]
     if there:
-        names = ", ".join(_who(host, one) for one in there[:4])
+        names = ", ".join(_who(host, process) for process in there[:4])
         more = f" and {len(there) - 4} more" if len(there) > 4 else ""
         raise InUse(
             f"GPU {gpu.index}: {names}{more} must end before its MIG mode can change",
@@ -97,7 +97,7 @@ def _check_nobody(host: Host, gpu: Gpu, ending: Collection[int], *, needs_reset:
             gpu=gpu.index,
         )
     # nvidia-persistenced releases the GPU for a reset by itself.
-    held = [one for one in gpu_holders(host, gpu) if one.pid not in idle and one.name not in _AGREEING]
+    held = [holder for holder in gpu_holders(host, gpu) if holder.pid not in idle and holder.name not in _AGREEING]
     if held and needs_reset:
         raise InUse(
             f"GPU {gpu.index}: {blocking(held)} {'holds' if len(held) == 1 else 'hold'} it, and it must be reset",
@@ -144,13 +144,13 @@ def holders_of(gone: InstanceChange) -> list[int]:
 
     The process of a claim is not among them unless it is seen in the instance.
     """
-    proved = (one for one in _all(gone) if isinstance(one, GpuProcess) or one.what.startswith(f"{NODES}/"))
-    return sorted({one.pid for one in proved})
+    proved = (holder for holder in _all(gone) if isinstance(holder, GpuProcess) or holder.what.startswith(f"{NODES}/"))
+    return sorted({holder.pid for holder in proved})
 
 
 def refuse_claimed(host: Host, gpu: Gpu, gone: InstanceChange) -> None:
     """Raise InUse for an instance that is claimed, although no process is seen in it."""
-    claims = [one for one in _all(gone) if isinstance(one, Holder) and one.what == CLAIM]
+    claims = [holder for holder in _all(gone) if isinstance(holder, Holder) and holder.what == CLAIM]
     if claims and not holders_of(gone):
         raise _claimed(host, gpu, str(gone.instance), claims[0].pid)
 
@@ -193,12 +193,12 @@ class Eviction:
         )
 
     def _check(self) -> None:
-        held = [one for one in _all(self._gone) if isinstance(one, Holder) and one.what != CLAIM]
-        known = remedy(held)
-        if known is not None:
+        held = [holder for holder in _all(self._gone) if isinstance(holder, Holder) and holder.what != CLAIM]
+        way = remedy(held)
+        if way is not None:
             raise InUse(
                 f"GPU {self._gpu.index}: {blocking(held)} holds {self.title}, and --evict does not end it",
-                known,
+                way,
                 gpu=self._gpu.index,
                 code="held_by_service",
             )
@@ -206,15 +206,15 @@ class Eviction:
             raise self._refused(
                 self.started, "has another PID here than the driver reports", "run on the host, outside the container"
             )
-        listed = {one.pid for one in _all(self._gone) if isinstance(one, GpuProcess)}
+        listed = {holder.pid for holder in _all(self._gone) if isinstance(holder, GpuProcess)}
         for pid in sorted(self.started):
             if pid in ancestors():
                 raise self._refused([pid], "runs this gpushare", "run it from another shell")
             if is_kernel_thread(pid):
                 raise self._refused([pid], "is a thread of the kernel", "see why: gpushare doctor")
             if pid not in listed and self._host.processes.uses_driver(pid) is not True:
-                why = "only has its device node open and does not use the driver's library"
-                raise self._refused([pid], why, f"check it and end it yourself: ps -fp {pid}")
+                reason = "only has its device node open and does not use the driver's library"
+                raise self._refused([pid], reason, f"check it and end it yourself: ps -fp {pid}")
 
     def _end(self) -> None:
         self.begun = True
@@ -223,12 +223,12 @@ class Eviction:
 
             # A handler that waits for the GPU does not end a paused program.
             resume_to_end(self._host, self.started)
-        left = self._signalled(sorted(self.started), signal.SIGTERM, GRACE_SECONDS)
-        left = self._signalled(left, signal.SIGKILL, _KILL_SECONDS)
-        if left:
+        alive = self._signalled(sorted(self.started), signal.SIGTERM, GRACE_SECONDS)
+        alive = self._signalled(alive, signal.SIGKILL, _KILL_SECONDS)
+        if alive:
             raise InUse(
-                f"GPU {self._gpu.index}: {named(self._host.processes, left)} in {self.title} did not end",
-                f"see why: ps -o pid,stat,wchan,cmd -p {','.join(map(str, left))}",
+                f"GPU {self._gpu.index}: {named(self._host.processes, alive)} in {self.title} did not end",
+                f"see why: ps -o pid,stat,wchan,cmd -p {','.join(map(str, alive))}",
                 gpu=self._gpu.index,
             )
         for part in self._gone.compute:
@@ -258,10 +258,10 @@ class Eviction:
                     self._host.processes.send_to(pid, started, number)
         deadline = time.monotonic() + seconds
         while (
-            left := [pid for pid in pids if self._host.processes.alive(pid, self.started[pid])]
+            alive := [pid for pid in pids if self._host.processes.alive(pid, self.started[pid])]
         ) and time.monotonic() < deadline:
             time.sleep(0.02)
-        return left
+        return alive
 
     def _inside(self) -> set[int]:
         """Return the PIDs inside at this moment, by NVML and by the capability nodes."""
@@ -273,17 +273,17 @@ class Eviction:
             return set()
         instance = self._gone.instance.id
         parts = {part.id for part in self._gone.compute}
-        found = {
+        pids = {
             process.pid
             for process in gpu.processes or ()
             if process.gpu_instance_id == instance and process.compute_instance_id in {None, *parts}
         }
         for place, holders in nodes.items():
             if place[0] == instance and (place[1] is None or place[1] in parts):
-                found |= {holder.pid for holder in holders}
+                pids |= {holder.pid for holder in holders}
         # Reading holds handles.
         self._host.nvml.restart()
-        return found
+        return pids
 
     def _refused(self, pids: Collection[int], why: str, hint: str) -> InUse:
         return InUse(
@@ -296,7 +296,7 @@ class Eviction:
 
 def _all(gone: InstanceChange) -> list[GpuProcess | Holder]:
     parts = (gone.instance.holders or (), *(part.holders or () for part in gone.compute))
-    return [one for part in parts for one in part]
+    return [holder for part in parts for holder in part]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -383,7 +383,7 @@ def plan_change(
             refuse_claimed(host, gpu, gone)
         ending_here = [Eviction(host, gpu, gone) for gone in evicted if holders_of(gone)]
         stopping, starting_here = _daemon_steps(host, change, served, evicted)
-        steps += [*stopping, *(one.step() for one in ending_here)]
+        steps += [*stopping, *(eviction.step() for eviction in ending_here)]
         if change.enable:
             steps.append(switch_step(host, gpu, ledger, enable=True))
         work = _Instances(host, change, ledger)
@@ -425,18 +425,18 @@ def _daemon_steps(
 def _losses(host: Host, change: GpuChange) -> Iterator[Loss]:
     """Yield what a change destroys that is named, granted, busy, or not made by gpushare."""
     for gone in change.plan.destroyed:
-        one = gone.instance
-        parts = [f"{part.profile.name}.{one}" for part in gone.compute]
-        what = f"{one if gone.whole else ', '.join(parts)} on GPU {change.gpu.index}"
+        instance = gone.instance
+        parts = [f"{part.profile.name}.{instance}" for part in gone.compute]
+        lost = f"{instance if gone.whole else ', '.join(parts)} on GPU {change.gpu.index}"
         inside = sorted({holder.pid for holder in _all(gone)})
-        why = [
-            *([f"named '{one.name}'"] if one.name else []),
-            *([f"granted to {', '.join(one.granted)}"] if one.granted else []),
+        reasons = [
+            *([f"named '{instance.name}'"] if instance.name else []),
+            *([f"granted to {', '.join(instance.granted)}"] if instance.granted else []),
             *([f"in use by {named(host.processes, [pid])}" for pid in inside]),
-            *([] if one.made else ["not made by gpushare"]),
+            *([] if instance.made else ["not made by gpushare"]),
         ]
-        if why:
-            yield Loss(action="destroys", what=what, why=tuple(why))
+        if reasons:
+            yield Loss(action="destroys", what=lost, why=tuple(reasons))
 
 
 def _coming_back(plan: GpuPlan) -> Iterator[str]:
@@ -445,12 +445,12 @@ def _coming_back(plan: GpuPlan) -> Iterator[str]:
     for gone in plan.destroyed:
         for part in gone.compute:
             again = [
-                one
-                for one in made
-                if one[0] == gone.instance.place
-                and one[1].profile.slices == part.profile.slices
+                new
+                for new in made
+                if new[0] == gone.instance.place
+                and new[1].profile.slices == part.profile.slices
                 # Without a placement the driver may choose the same one.
-                and one[1].placement in {None, part.placement}
+                and new[1].placement in {None, part.placement}
             ]
             if part.uuid and again:
                 made.remove(again[0])
@@ -527,24 +527,24 @@ def transact(host: Host, ledger: MigLedger, change: MigChange, on_step: Callable
 
 def _take_claims(host: Host, change: MigChange, claims: contextlib.ExitStack) -> None:
     """Claim what is destroyed, so that no `gpushare run` starts in it; evictions claim theirs when it is empty."""
-    for one in change.gpus:
-        for gone in one.plan.destroyed:
+    for on_gpu in change.gpus:
+        for gone in on_gpu.plan.destroyed:
             for part in gone.compute:
                 if not part.uuid or part.busy or gone.instance.busy:
                     continue
                 claim = take_claim(host, part.uuid)
                 if isinstance(claim, Claim):
                     raise InUse(
-                        f"GPU {one.gpu.index}: a gpushare run has just taken {gone.instance}: process {named(host.processes, [claim.pid])}",
-                        f"see who: gpushare mig status -g {one.gpu.index}",
-                        gpu=one.gpu.index,
+                        f"GPU {on_gpu.gpu.index}: a gpushare run has just taken {gone.instance}: process {named(host.processes, [claim.pid])}",
+                        f"see who: gpushare mig status -g {on_gpu.gpu.index}",
+                        gpu=on_gpu.gpu.index,
                     )
                 claims.callback(claim.release)
 
 
 def _carry_out(ledger: MigLedger, change: MigChange, on_step: Callable[[Step], None] | None) -> None:
     touched = [gpu for gpu in change.gpus if gpu.changes]
-    before, after = [one.before for one in touched], [one.after for one in touched]
+    before, after = [part.before for part in touched], [part.after for part in touched]
     ledger.begin(change.plan.title, before, after, names=change.names, daemons=change.daemons)
     last: Step | None = None
 
@@ -578,7 +578,7 @@ def _carry_out(ledger: MigLedger, change: MigChange, on_step: Callable[[Step], N
 
 def _undone(error: GpushareError, step: Step, change: MigChange) -> GpushareError:
     but = ["the processes that --evict ended"] if any(eviction.begun for eviction in change.evictions) else []
-    others = [one for work in change.instances for one in work.left_alone]
-    but += [f"{one}, which another program created and which stays" for one in others]
+    others = [instance for work in change.instances for instance in work.left_alone]
+    but += [f"{instance}, which another program created and which stays" for instance in others]
     exceptions = f", except {' and '.join(but)}" if but else ""
     return error.restated(message=f"could not {step.what}: {error.message}; everything is as before{exceptions}")

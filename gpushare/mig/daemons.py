@@ -58,17 +58,17 @@ def own_daemons(host: Host, gpu: Gpu) -> list[OwnDaemon]:
     devices = {device.uuid: device for device in devices_of(gpu)}
     directories = host.run_directories
     records = (home.read() for home in homes_in(directories))
-    known = any(record is not None and record.device_uuid in devices for record in records)
-    if not known and not unrecorded(directories):
+    recorded = any(record is not None and record.device_uuid in devices for record in records)
+    if not recorded and not unrecorded(directories):
         # This is asked for each GPU, and the process table is long.
         return []
-    found = []
-    for one in find_daemons(host, [gpu], deep=False):
-        device = devices.get(one.daemon.device_uuid or "")
+    owned = []
+    for item in find_daemons(host, [gpu], deep=False):
+        device = devices.get(item.daemon.device_uuid or "")
         # A daemon with an error is dead and holds nothing.
-        if device is not None and one.home is not None and one.record is not None and one.daemon.error is None:
-            found.append(OwnDaemon(one, one.home, one.record, device))
-    return found
+        if device is not None and item.home is not None and item.record is not None and item.daemon.error is None:
+            owned.append(OwnDaemon(item, item.home, item.record, device))
+    return owned
 
 
 def _servers_and_clients(host: Host, own: OwnDaemon) -> tuple[list[int], list[int]]:
@@ -117,9 +117,9 @@ def refuse_used(host: Host, own: OwnDaemon, *, force: bool = False) -> None:
 
 def refuse_foreign(host: Host, gpu: Gpu, going: Collection[str]) -> None:
     """Raise InUse if a daemon that gpushare did not start may serve one of these devices."""
-    for one in find_daemons(host, [gpu], deep=False):
-        daemon = one.daemon
-        if daemon.ours or daemon.pid is None or not one.serves(host, gpu.index):
+    for item in find_daemons(host, [gpu], deep=False):
+        daemon = item.daemon
+        if daemon.ours or daemon.pid is None or not item.serves(host, gpu.index):
             continue
         # A daemon that names only other MIG devices holds none of these.
         visible = (host.processes.environment(daemon.pid) or {}).get("CUDA_VISIBLE_DEVICES", "")
@@ -129,7 +129,7 @@ def refuse_foreign(host: Host, gpu: Gpu, going: Collection[str]) -> None:
         )
         if elsewhere and gpu.uuid not in going:
             continue
-        raise foreign_daemon(one, f"GPU {gpu.index}", gpu)
+        raise foreign_daemon(item, f"GPU {gpu.index}", gpu)
 
 
 def devices_of(gpu: Gpu | None) -> list[Device]:
@@ -160,14 +160,14 @@ def daemon_steps_before(
 
 def daemons_of_others(host: Host, gpu: Gpu, going: Collection[str]) -> tuple[Loss, ...]:
     """Return the MPS daemons on devices that go which another user started with gpushare; root may stop them."""
-    found = [own for own in own_daemons(host, gpu) if own.device.uuid in going] if going else []
-    return tuple(daemon_loss(own) for own in found if own.record.uid != host.uid)
+    stopped = [own for own in own_daemons(host, gpu) if own.device.uuid in going] if going else []
+    return tuple(daemon_loss(own) for own in stopped if own.record.uid != host.uid)
 
 
 def daemon_loss(own: OwnDaemon) -> Loss:
     """Return what the stop of another user's daemon takes."""
-    what = f"the MPS daemon {own.found.daemon.pid} of {own.device.title}"
-    return Loss(action="stops", what=what, why=(f"started by {user_name(own.record.uid)}",))
+    daemon = f"the MPS daemon {own.found.daemon.pid} of {own.device.title}"
+    return Loss(action="stops", what=daemon, why=(f"started by {user_name(own.record.uid)}",))
 
 
 def daemon_steps_after(host: Host, restored: Collection[Device], stayed: Collection[Device] = ()) -> tuple[Step, ...]:

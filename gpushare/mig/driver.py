@@ -78,14 +78,14 @@ class MigReader:
         profiles = self.profiles(gpu.index)
         if gpu.mig_enabled and not profiles:
             raise _hidden(gpu, "profiles")
-        found = tuple(self._instances(gpu, profiles)) if gpu.mig_enabled else ()
-        return Layout(gpu=gpu.index, uuid=gpu.uuid, profiles=profiles, instances=found)
+        instances = tuple(self._instances(gpu, profiles)) if gpu.mig_enabled else ()
+        return Layout(gpu=gpu.index, uuid=gpu.uuid, profiles=profiles, instances=instances)
 
     def profiles(self, index: int) -> tuple[Profile, ...]:
         """Return the GPU instance profiles with their placements (``nvidia-smi mig -lgip``, ``-lgipp``)."""
-        known: tuple[Profile, ...] | None = self._nvml.kept.get(("MIG profiles", index))
-        if known is not None:
-            return known
+        kept: tuple[Profile, ...] | None = self._nvml.kept.get(("MIG profiles", index))
+        if kept is not None:
+            return kept
         handle, gpu = self._nvml.handle(index), str(index)
         infos = self._nvml.ask(
             lambda nvml: list(
@@ -93,10 +93,10 @@ class MigReader:
             ),
             gpu,
         )
-        found = tuple(self._profile(handle, gpu, number, info) for number, info in infos or ())
-        if found and all(one.placements is not None for one in found):
-            self._nvml.kept["MIG profiles", index] = found
-        return found
+        profiles = tuple(self._profile(handle, gpu, number, info) for number, info in infos or ())
+        if profiles and all(profile.placements is not None for profile in profiles):
+            self._nvml.kept["MIG profiles", index] = profiles
+        return profiles
 
     def free(self, index: int, profile: Profile) -> int | None:
         """Return how many more of a profile fit (nvmlDeviceGetGpuInstanceRemainingCapacity; the Free column of -lgip)."""
@@ -159,7 +159,7 @@ class MigReader:
 
     def _compute_profiles(self, gpu: Gpu, profile: Profile, handle: Any) -> tuple[ComputeProfile, ...]:
         infos = self._nvml.ask(lambda nvml: list(_compute_infos(nvml, handle)), str(gpu.index))
-        found = tuple(
+        profiles_inside = tuple(
             ComputeProfile(
                 slices=int(info.sliceCount),
                 id=int(info.id),
@@ -168,15 +168,17 @@ class MigReader:
             )
             for info in infos or ()
         )
-        return found or profile.compute
+        return profiles_inside or profile.compute
 
     def _compute_instances(
         self, gpu: Gpu, handle: Any, gpu_instance: int, profiles: tuple[ComputeProfile, ...]
     ) -> Iterator[ComputeInstance]:
         uuids = {(mig.gpu_instance_id, mig.compute_instance_id): mig.uuid for mig in gpu.mig_instances}
         listing = partial(_compute_instances, handle=handle)
-        for profile, one in self._listed(gpu, f"compute instances in GPU instance {gpu_instance}", profiles, listing):
-            info = self._nvml.demand(partial(_compute_info, handle=one), str(gpu.index))
+        for profile, instance in self._listed(
+            gpu, f"compute instances in GPU instance {gpu_instance}", profiles, listing
+        ):
+            info = self._nvml.demand(partial(_compute_info, handle=instance), str(gpu.index))
             yield ComputeInstance(
                 id=int(info.id),
                 profile=profile,
@@ -385,7 +387,9 @@ class MigChanges:
         """Return the ids of the GPU instances of a profile; None: the driver does not list them."""
 
         def read(nvml: Any, device: Any) -> list[int]:
-            return [int(nvml.nvmlGpuInstanceGetInfo(one).id) for one in _gpu_instances(nvml, device, profile_id)]
+            return [
+                int(nvml.nvmlGpuInstanceGetInfo(instance).id) for instance in _gpu_instances(nvml, device, profile_id)
+            ]
 
         return self._ids(index, read)
 
@@ -395,8 +399,8 @@ class MigChanges:
         def read(nvml: Any, device: Any) -> list[int]:
             instance = nvml.nvmlDeviceGetGpuInstanceById(device, gpu_instance)
             profile = _compute_profile_id(nvml, instance, slices)
-            found = [] if profile is None else _compute_instances(nvml, instance, profile)
-            return [int(_compute_info(nvml, one).id) for one in found]
+            instances = [] if profile is None else _compute_instances(nvml, instance, profile)
+            return [int(_compute_info(nvml, part).id) for part in instances]
 
         return self._ids(index, read)
 
@@ -474,25 +478,25 @@ def _word(enabled: object) -> str:
 
 
 def _not_activated(status: int, index: int, *, enabled: bool) -> GpushareError:
-    what, gpu = f"GPU {index}: MIG {_word(enabled)}", str(index)
+    task, gpu = f"GPU {index}: MIG {_word(enabled)}", str(index)
     if status == _IN_USE:
         return InUse(
-            f"{what} is only pending, because the GPU is in use",
+            f"{task} is only pending, because the GPU is in use",
             f"see who: gpushare status -g {index}; sudo fuser -v /dev/nvidia*; end these programs, then run it again",
             gpu=gpu,
         )
     if status == _NOT_SUPPORTED:
         return NotSupported(
-            f"{what} is only pending: the GPU cannot be reset here",
+            f"{task} is only pending: the GPU cannot be reset here",
             "in a virtual machine, reboot it; on the host, reboot or unload the driver",
             gpu=gpu,
             code="mode_pending",
         )
     if status == _TIMEOUT:
-        return TimedOut(f"{what} timed out", "see why: sudo dmesg | grep -i nvrm", gpu=gpu)
-    why = "the GPU must be reset first" if status == _RESET_REQUIRED else f"NVML says {status}"
+        return TimedOut(f"{task} timed out", "see why: sudo dmesg | grep -i nvrm", gpu=gpu)
+    reason = "the GPU must be reset first" if status == _RESET_REQUIRED else f"NVML says {status}"
     return OperationFailed(
-        f"{what} is only pending: {why}",
+        f"{task} is only pending: {reason}",
         f"with no program on it: sudo nvidia-smi --gpu-reset -i {index}; or reboot",
         gpu=gpu,
         code="reset_required" if status == _RESET_REQUIRED else "mode_pending",

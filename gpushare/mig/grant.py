@@ -74,7 +74,7 @@ def plan_revoke(host: Host, name: str, user: str | None = None) -> Plan:
     """Return the plan that revokes one user's grant or all of them; without grants everybody may use the instance."""
     named = _named(host, need_name(name, "sudo gpushare mig revoke NAME"))
     # Of a user removed from the machine only the name is left.
-    gone = named.users if user is None else tuple(one for one in named.users if one in {user, known_user(user)})
+    gone = named.users if user is None else tuple(whom for whom in named.users if whom in {user, known_user(user)})
     if user is not None and not gone:
         have = ", ".join(named.users) or "no user"
         raise NotFound(
@@ -96,16 +96,16 @@ def plan_revoke(host: Host, name: str, user: str | None = None) -> Plan:
     return Plan(
         title=f"{name} is granted to {', '.join(users)} alone" if users else f"{name} is granted to nobody",
         steps=tuple(steps),
-        undo="; ".join(f"sudo gpushare mig grant {shlex.quote(name)} {shlex.quote(one)}" for one in gone) or None,
+        undo="; ".join(f"sudo gpushare mig grant {shlex.quote(name)} {shlex.quote(whom)}" for whom in gone) or None,
         notes=tuple(notes),
-        consent=tuple(revoked(name, one, opens=not users) for one in gone) if steps else (),
+        consent=tuple(revoked(name, whom, opens=not users) for whom in gone) if steps else (),
     )
 
 
 def revoked(name: str, user: str, *, opens: bool) -> Loss:
     """Return what the loss of a grant means; ``opens``: it is the last one."""
-    why = (f"every local user may then use '{name}'",) if opens else ()
-    return Loss(action="revokes", what=f"the grant of '{name}' to {user}", why=why)
+    reasons = (f"every local user may then use '{name}'",) if opens else ()
+    return Loss(action="revokes", what=f"the grant of '{name}' to {user}", why=reasons)
 
 
 def plan_reapply(host: Host, names: Sequence[NamedInstance]) -> tuple[Step, ...]:
@@ -123,10 +123,10 @@ def plan_reapply(host: Host, names: Sequence[NamedInstance]) -> tuple[Step, ...]
 
 
 def _named(host: Host, name: str) -> NamedInstance:
-    known = names_of(host)
-    named = known.get(name)
+    names = names_of(host)
+    named = names.get(name)
     if named is None:
-        raise unknown_name(name, known)
+        raise unknown_name(name, names)
     return named
 
 
@@ -135,12 +135,12 @@ def _nodes(host: Host, named: NamedInstance) -> list[_Node]:
     gpu = next((gpu for gpu in host.nvml.identities() if gpu.uuid == named.gpu_uuid), None)
     if gpu is None or gpu.error is not None or not gpu.mig_enabled:
         return []
-    found = [instance for instance in MigReader(host.nvml).layout(gpu).instances if instance.place == named.place]
+    instances = [instance for instance in MigReader(host.nvml).layout(gpu).instances if instance.place == named.place]
     minor = host.nvml.minor_number(gpu.index)
-    if not found or minor is None:
+    if not instances or minor is None:
         return []
     capabilities = host.capabilities.of_gpu(minor)
-    places = [(found[0].id, None), *((found[0].id, part.id) for part in found[0].compute)]
+    places = [(instances[0].id, None), *((instances[0].id, part.id) for part in instances[0].compute)]
     missing = [place for place in places if place not in capabilities]
     if missing:
         raise NotSupported(
@@ -336,33 +336,33 @@ def plan_names(
             raise BadUsage(f"--grant {quoted(key)} names none of the instances", hint, code="no_name")
     for user in {user for some in users.values() for user in some}:
         user_id(user)
-    known = names_of(host)
+    given = names_of(host)
     places = {
-        check_name(name): NamedInstance(name=name, gpu_uuid=plan.uuid or "", profile=one.profile.name, start=one.start)
-        for name, (plan, one) in zip(names, wanted, strict=True)
+        check_name(name): NamedInstance(name=name, gpu_uuid=plan.uuid or "", profile=new.profile.name, start=new.start)
+        for name, (plan, new) in zip(names, wanted, strict=True)
     }
-    bound = [one for name, one in places.items() if name not in known or known[name].spot != one.spot]
+    bound = [named for name, named in places.items() if name not in given or given[name].spot != named.spot]
     index = {plan.uuid or "": plan.gpu for plan, _ in wanted}
-    here = {(plan.uuid, *one.place) for plan, _ in wanted for one in plan.kept}
+    here = {(plan.uuid, *instance.place) for plan, _ in wanted for instance in plan.kept}
     # The names that move here, and those of the instances that get another.
-    lost = [known[named.name] for named in bound if named.name in known]
+    lost = [given[named.name] for named in bound if named.name in given]
     taken = next((name for name in lost if name.gpu_uuid not in index or name.spot in here), None)
     if taken is not None and not may_move:
         raise name_taken(taken, {plan.uuid: plan.gpu for plan, _ in wanted})
     lost = lost if may_move else []
-    spots = {one.spot for one in places.values()}
-    old = [one for one in known.values() if one.name not in places and one.spot in spots]
+    spots = {named.spot for named in places.values()}
+    old = [named for named in given.values() if named.name not in places and named.spot in spots]
     gone = {(plan.uuid, *gone.instance.place) for plan, _ in wanted for gone in plan.destroyed if gone.whole}
     # The loss of an instance that is destroyed names it already.
-    stay = [one for one in (*lost, *old) if one.spot not in gone]
-    steps = [revoking(host, one) for one in stay if one.users]
+    stay = [named for named in (*lost, *old) if named.spot not in gone]
+    steps = [revoking(host, named) for named in stay if named.users]
     # Bound before their instances exist, so that a crash loses none. The others change when the layout is there: the
     # undo of a layout leaves them alone.
-    fresh = [named for named in bound if not (may_move and named.name in known) and named.spot not in here]
+    fresh = [named for named in bound if not (may_move and named.name in given) and named.spot not in here]
     moved = [named for named in bound if named not in fresh]
     if moved or old:
         steps.append(names_step(host, moved, old, index))
-    same = [name for name, one in places.items() if one not in bound and one.spot in here]
+    same = [name for name, named in places.items() if named not in bound and named.spot in here]
     # Their grants are in force already.
     have = {name for name in same if not any(plan_grant(host, name, user).steps for user in users[name])}
     return Naming(
@@ -372,18 +372,18 @@ def plan_names(
             *steps,
             *(grant_step(host, name, some) for name, some in users.items() if some and name not in have),
         ),
-        changed=frozenset(one.name for one in (*bound, *old)),
+        changed=frozenset(named.name for named in (*bound, *old)),
         losses=tuple(
             Loss(
-                action="forgets" if one in old else "moves",
-                what=f"the name '{one.name}' of {one}",
-                why=(f"granted to {', '.join(one.users)}",) if one.users else (),
+                action="forgets" if named in old else "moves",
+                what=f"the name '{named.name}' of {named}",
+                why=(f"granted to {', '.join(named.users)}",) if named.users else (),
             )
-            for one in stay
+            for named in stay
         ),
         undo=(
             *(f"gpushare mig name --forget {named.name} -y" for named in bound if named.spot in here),
-            *(word for one in stay if one.gpu_uuid in index for word in _naming(one, index[one.gpu_uuid])),
+            *(word for named in stay if named.gpu_uuid in index for word in _naming(named, index[named.gpu_uuid])),
         ),
     )
 
@@ -466,12 +466,12 @@ def names_step(
                     names.pop(name, None)
                     names.update({} if old is None else {name: old})
 
-    known = index or {}
-    naming = [f"gpushare mig name {one.name} {one}{_option(one, known)}" for one in (*bind, *forget)]
-    forgetting = [f"gpushare mig name --forget {one.name}" for one in (*forget, *bind)]
-    where = {uuid: f" on GPU {number}" for uuid, number in known.items()}
-    words = [f"name {one}{where.get(one.gpu_uuid, '')} '{one.name}'" for one in bind]
-    words += [f"forget the name '{one.name}' ({one})" for one in forget]
+    gpus_of = index or {}
+    naming = [f"gpushare mig name {named.name} {named}{_option(named, gpus_of)}" for named in (*bind, *forget)]
+    forgetting = [f"gpushare mig name --forget {named.name}" for named in (*forget, *bind)]
+    where = {uuid: f" on GPU {number}" for uuid, number in gpus_of.items()}
+    words = [f"name {named}{where.get(named.gpu_uuid, '')} '{named.name}'" for named in bind]
+    words += [f"forget the name '{named.name}' ({named})" for named in forget]
     return Step(
         what=", ".join(words),
         command="\n".join([*naming[: len(bind)], *forgetting[: len(forget)]]),
@@ -495,25 +495,25 @@ def name_steps(host: Host, plans: Sequence[GpuPlan], but: Collection[str] = ()) 
     for plan in plans:
         gone = {gone.instance.place for gone in plan.destroyed if gone.whole}
         made = {new.instance.place for new in plan.created}
-        for one in names_of(host).values():
-            if one.name in but or one.gpu_uuid != plan.uuid or one.place not in gone | made:
+        for named in names_of(host).values():
+            if named.name in but or named.gpu_uuid != plan.uuid or named.place not in gone | made:
                 continue
-            if one.place not in made:
-                steps.append(names_step(host, (), [one], {one.gpu_uuid: plan.gpu}))
-            elif one.users:
-                steps.append(grant_step(host, one.name, one.users, again=True))
+            if named.place not in made:
+                steps.append(names_step(host, (), [named], {named.gpu_uuid: plan.gpu}))
+            elif named.users:
+                steps.append(grant_step(host, named.name, named.users, again=True))
     return steps
 
 
 def regrant(host: Host, gpu_uuid: str) -> list[str]:
     """Apply the grants of the named instances of a GPU again; return what failed, in words."""
     failed = []
-    for one in names_of(host).values():
-        if one.gpu_uuid != gpu_uuid or not one.users:
+    for named in names_of(host).values():
+        if named.gpu_uuid != gpu_uuid or not named.users:
             continue
         try:
-            for step in plan_reapply(host, [one]):
+            for step in plan_reapply(host, [named]):
                 step.do()
         except GpushareError as error:
-            failed.append(f"the grant of '{one.name}': {error.message}")
+            failed.append(f"the grant of '{named.name}': {error.message}")
     return failed

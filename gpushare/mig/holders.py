@@ -53,13 +53,13 @@ def instance_holders(host: Host, gpu: Gpu, files: OpenFiles | None = None) -> di
     if not capabilities:
         return {}
     files = files or look(host)
-    found = {}
+    holders_at = {}
     for place, capability in capabilities.items():
         pids = set(files.holders_of(capability.node)) - _listed(gpu, place)
         holders = _described(host, pids, capability.node)
         if holders:
-            found[place] = holders
-    return found
+            holders_at[place] = holders
+    return holders_at
 
 
 def gpu_holders(host: Host, gpu: Gpu, files: OpenFiles | None = None) -> tuple[Holder, ...]:
@@ -79,7 +79,7 @@ def claimed_instances(host: Host) -> dict[str, Holder] | None:
     claims = live_claims(host)
     if claims is None:
         return None
-    return {key: holder_of(host, one) for key, one in claims.items() if key.startswith("MIG-")}
+    return {key: holder_of(host, claim) for key, claim in claims.items() if key.startswith("MIG-")}
 
 
 def holder_of(host: Host, claim: Claim) -> Holder:
@@ -94,7 +94,8 @@ def blocking(holders: Iterable[Holder]) -> str:
     """Return holders in words: ``nv-hostengine (pid 812, root)``; each process once."""
     once = {holder.pid: holder for holder in holders}
     return ", ".join(
-        f"{one.name or 'a process'} ({', '.join(filter(None, [f'pid {one.pid}', one.user]))})" for one in once.values()
+        f"{holder.name or 'a process'} ({', '.join(filter(None, [f'pid {holder.pid}', holder.user]))})"
+        for holder in once.values()
     )
 
 
@@ -110,13 +111,13 @@ def no_plan_error(found: NoPlan, gpu: int | None = None) -> GpushareError:
     if found.why is Why.NEVER:
         return NotSupported(message, found.hint, gpu=index, code="never_fits")
     held = [part for _, gone in found.would_go for part in (gone.instance.holders, *(c.holders for c in gone.compute))]
-    holders = [one for part in held for one in part or () if isinstance(one, Holder)]
+    holders = [holder for part in held for holder in part or () if isinstance(holder, Holder)]
     return InUse(message, remedy(holders) or found.hint, gpu=index, code="no_room")
 
 
 def _remedy_of(name: str) -> str | None:
     for row in package_rows("holders.yaml"):
-        if any(name == known or (len(known) > 1 and name.startswith(known)) for known in row["names"]):
+        if any(name == start or (len(start) > 1 and name.startswith(start)) for start in row["names"]):
             return str(row["remedy"])
     return None
 
@@ -149,14 +150,14 @@ def _listed(gpu: Gpu, place: Place) -> set[int]:
 
 
 def _described(host: Host, pids: Iterable[int], node: str) -> tuple[Holder, ...]:
-    found = []
+    holders = []
     for pid in sorted(set(pids) - {os.getpid()}):
         try:
             info = host.processes.describe(pid)
         except (GpushareError, OSError):
-            found.append(Holder(pid=pid, what=node))
+            holders.append(Holder(pid=pid, what=node))
         else:
             # None: it has ended.
             if info is not None:
-                found.append(Holder(pid=pid, what=node, user=info.user, name=_called(info)))
-    return tuple(found)
+                holders.append(Holder(pid=pid, what=node, user=info.user, name=_called(info)))
+    return tuple(holders)

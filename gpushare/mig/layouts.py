@@ -39,10 +39,10 @@ def layouts_of(
     reader, names = MigReader(host.nvml), names_of(host) if names is None else names
     # A change holds leases on instances that go; during a rollback its own leases are not in the way.
     claims = claimed_instances(host)
-    leases = None if claims is None else {uuid: one for uuid, one in claims.items() if one.pid != os.getpid()}
+    leases = None if claims is None else {uuid: claim for uuid, claim in claims.items() if claim.pid != os.getpid()}
     # NVML answers a foreign PID namespace with an empty list: whether anybody is there is unknown.
     blind = host.processes.namespace_is_host() is False
-    found, files, made = [], None, None
+    layouts, files, made = [], None, None
     for gpu in gpus:
         try:
             layout = reader.layout(replace(gpu, processes=None) if blind and not gpu.processes else gpu)
@@ -56,8 +56,8 @@ def layouts_of(
             made = made_by_gpushare(host) if made is None else made
             seen = _Seen(host, gpu, names, leases, files, made)
             layout = replace(layout, instances=tuple(seen.instance(instance) for instance in layout.instances))
-        found.append(layout)
-    return found
+        layouts.append(layout)
+    return layouts
 
 
 class _Seen:
@@ -73,7 +73,7 @@ class _Seen:
         made: frozenset[Spot],
     ) -> None:
         self._host, self._gpu, self._leases, self._made = host, gpu, leases, made
-        self._names = {one.place: one for one in names.values() if one.gpu_uuid == gpu.uuid}
+        self._names = {named.place: named for named in names.values() if named.gpu_uuid == gpu.uuid}
         self._held, self._idle = instance_holders(host, gpu, files), idle_daemon_pids(host, gpu)
 
     def instance(self, one: GpuInstance) -> GpuInstance:
@@ -98,7 +98,7 @@ class _Seen:
         # Then its claims are unknown, too.
         if told is None or self._leases is None:
             return None
-        return tuple(self._named(one) for one in (*told, *more) if one.pid not in self._idle)
+        return tuple(self._named(holder) for holder in (*told, *more) if holder.pid not in self._idle)
 
     def _named(self, one: GpuProcess | Holder) -> GpuProcess | Holder:
         """Add name and user; NVML has only PIDs."""

@@ -347,7 +347,7 @@ class MigLedger:
             there = {
                 Spot(gpu.uuid, instance.profile, instance.start) for gpu in change.after for instance in gpu.instances
             }
-            made = {Spot(one.gpu, one.profile, one.start) for one in change.proof.made if one.compute is None}
+            made = {Spot(new.gpu, new.profile, new.start) for new in change.proof.made if new.compute is None}
             gpus = {gpu.uuid for gpu in change.before}
             now = {spot for spot in record.instances if spot.gpu not in gpus or spot in there} | (made & there)
             if now != set(record.instances):

@@ -85,10 +85,10 @@ def make_instance(host: Host, text: str, gpus: Sequence[Gpu]) -> OnDemand:
     with ledger.locked():
         recover(host, ledger)
         gpus = [host.nvml.gpu(gpu.index) for gpu in gpus]
-        found = plan_instance(host, text, gpus)
-        if isinstance(found, NoPlan):
-            raise no_plan_error(found)
-        plan = next(gpu for gpu in found.gpus if gpu.changes)
+        planned = plan_instance(host, text, gpus)
+        if isinstance(planned, NoPlan):
+            raise no_plan_error(planned)
+        plan = next(gpu for gpu in planned.gpus if gpu.changes)
         gpu = next(gpu for gpu in gpus if gpu.index == plan.gpu)
         (layout,) = layouts_of(host, [gpu])
         new = plan.created[0].instance
@@ -131,11 +131,13 @@ def remove_left(host: Host, ledger: MigLedger) -> tuple[str, ...]:
     done = []
     for record in left_instances(host):
         try:
-            why = _removed(host, ledger, record)
+            obstacle = _removed(host, ledger, record)
         except GpushareError as error:
             done.append(f"{record} was made for a job that has ended, and could not be destroyed: {error.message}")
             continue
-        done.append(f"{record} was made for a job that has ended" + (f", and stays: {why}" if why else ": destroyed"))
+        done.append(
+            f"{record} was made for a job that has ended" + (f", and stays: {obstacle}" if obstacle else ": destroyed")
+        )
     # Those of an earlier boot, whose instances are gone.
     ON_DEMAND.sweep(host, lambda _: False)
     return tuple(done)
@@ -158,17 +160,17 @@ def _removed(host: Host, ledger: MigLedger, record: OnDemand) -> str | None:
         if instance is None or not instance.busy or _is_used(host, instance) or time.monotonic() > deadline:
             break
         time.sleep(0.1)
-    why = None
+    obstacle = None
     # One without the note is not what was made: another has been put in its place.
     if instance is not None and instance.made:
         # Whoever has started a daemon there wants it; that of the job is transient.
         served = {part.uuid for part in instance.compute}
         daemon = any(own.device.uuid in served and not own.record.transient for own in own_daemons(host, gpu))
         if instance.name:
-            why = "it has a name"
+            obstacle = "it has a name"
         elif instance.busy or daemon:
-            why = "an MPS daemon serves it" if daemon else "another program is in it"
-        if why is None:
+            obstacle = "an MPS daemon serves it" if daemon else "another program is in it"
+        if obstacle is None:
             plan = plan_destroy([layout], [Target(layout.gpu, instance.id)])
             if isinstance(plan, NoPlan):
                 raise no_plan_error(plan)
@@ -184,7 +186,7 @@ def _removed(host: Host, ledger: MigLedger, record: OnDemand) -> str | None:
                 # A job came in just now, or a guard has not let go of it: the next change of MIG looks again.
                 return error.message
     ON_DEMAND.forget(record.path)
-    return why
+    return obstacle
 
 
 def _instance(layout: Layout, record: OnDemand) -> GpuInstance | None:

@@ -131,13 +131,13 @@ def for_change(demands: Mapping[int, Demand], gpus: Sequence[Gpu]) -> dict[int, 
 
 def absent(config: Config, here: Collection[int]) -> tuple[str, ...]:
     """Return a note for each entry that names GPUs this host does not have; mig-parted ignores them silently."""
-    said = []
+    notes = []
     for number, entry in enumerate(config.entries, 1):
         gone = [index for index in entry.devices or () if index not in here]
         if gone:
             which = f"GPU {', '.join(map(str, gone))}, which {'is' if len(gone) == 1 else 'are'} not here"
-            said.append(f"config '{config.name}', entry {number} names {which}")
-    return tuple(said)
+            notes.append(f"config '{config.name}', entry {number} names {which}")
+    return tuple(notes)
 
 
 def is_elsewhere(entry: ConfigEntry, here: Collection[int]) -> bool:
@@ -152,14 +152,14 @@ def idle_entries(
 
     Entries that name only GPUs that are not ``here`` are left to `absent`.
     """
-    said = []
+    notes = []
     for number, entry in enumerate(config.entries, 1):
         if is_elsewhere(entry, here) or any(entry.takes(gpu.index, ids.get(gpu.index, PciIds())) for gpu in gpus):
             continue
         odd = [text for text in entry.filters if _numbers(text) is None]
-        why = f"; '{odd[0][:40]}' is not a PCI id like 0x20B510DE" if odd else ""
-        said.append(f"config '{config.name}', entry {number} matches no GPU here{why}")
-    return tuple(said)
+        cause = f"; '{odd[0][:40]}' is not a PCI id like 0x20B510DE" if odd else ""
+        notes.append(f"config '{config.name}', entry {number} matches no GPU here{cause}")
+    return tuple(notes)
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -243,11 +243,11 @@ def _check_configs(value: Value, fields: Mapping[str, Value]) -> None:
 
 _FILE: Final = mapping(
     {"version": constant(VERSION, f"is not {VERSION}, the only version"), "mig-configs": _CONFIGS},
-    lambda found, _: found["mig-configs"],
+    lambda fields, _: fields["mig-configs"],
     need=("version", "mig-configs"),
     check=_check_configs,
 )
-_SECOND: Final = mapping({PLACEMENTS: _PLACES}, lambda found, _: found[PLACEMENTS], need=(PLACEMENTS,))
+_SECOND: Final = mapping({PLACEMENTS: _PLACES}, lambda fields, _: fields[PLACEMENTS], need=(PLACEMENTS,))
 
 
 def parse_parted(raw: object, placements: object = None, shown: str = "the file") -> Mapping[str, Config]:
@@ -289,12 +289,12 @@ def _placed(name: str, index: int, demand: Demand | None, exact: Wish) -> Demand
 
 def _devices(wish: Wish) -> dict[tuple[str, int], int]:
     """Return how many MIG devices of each profile and size a wish asks for; size 0 fills its GPU instance."""
-    found: dict[tuple[str, int], int] = {}
+    counts: dict[tuple[str, int], int] = {}
     for request in wish:
         for slices in request.compute or (0,):
             key = (str(request.profile), slices)
-            found[key] = found.get(key, 0) + request.count
-    return found
+            counts[key] = counts.get(key, 0) + request.count
+    return counts
 
 
 def _fits(text: str, ids: PciIds) -> bool:

@@ -57,8 +57,8 @@ class Place:
 
 
 def _identity(place: Place) -> tuple[object, ...]:
-    one, part = place.instance, place.compute
-    return place.gpu.uuid, place.mig.uuid, one.id, *one.place, part.id, part.profile.slices
+    instance, part = place.instance, place.compute
+    return place.gpu.uuid, place.mig.uuid, instance.id, *instance.place, part.id, part.profile.slices
 
 
 def means_profile(text: str) -> bool:
@@ -94,10 +94,10 @@ def named_places(host: Host, name: str) -> list[Place]:
         GpuLost: its GPU does not answer.
         NoPermission: the driver does not list the GPU instances for this user.
     """
-    known = names_of(host)
-    named = known.get(name)
+    names = names_of(host)
+    named = names.get(name)
     if named is None:
-        raise unknown_name(name, known)
+        raise unknown_name(name, names)
     gpus = host.nvml.sweep()
     gpu = next((gpu for gpu in gpus if gpu.uuid == named.gpu_uuid), None)
     if gpu is None:
@@ -111,10 +111,10 @@ def named_places(host: Host, name: str) -> list[Place]:
         )
     check_answers(gpu)
     places = places_on(host, gpu)
-    found = [place for place in places if _means(named, place.instance)]
-    if not found:
+    meant = [place for place in places if _means(named, place.instance)]
+    if not meant:
         raise _not_as_named(host, named, gpu)
-    return sorted(found, key=lambda place: place.compute.id)
+    return sorted(meant, key=lambda place: place.compute.id)
 
 
 def _means(named: NamedInstance, instance: GpuInstance) -> bool:
@@ -133,8 +133,8 @@ def _not_as_named(host: Host, named: NamedInstance, gpu: Gpu) -> NotFound:
         )
     instances = MigReader(host.nvml).layout(gpu).instances
     there = [instance for instance in instances if instance.placement.mask >> named.start & 1]
-    if any(_means(named, one) for one in there):
-        ids = ", ".join(str(one.id) for one in there)
+    if any(_means(named, instance) for instance in there):
+        ids = ", ".join(str(instance.id) for instance in there)
         return NotFound(
             f"{meant}, and that GPU instance has no compute instance: no program can use it",
             f"make one: sudo nvidia-smi mig -i {gpu.index} -gi {ids} -cci",
@@ -160,20 +160,20 @@ def profile_places(host: Host, text: str, gpu: str | None) -> list[Place]:
     capable = [gpu for gpu in gpus if gpu.mig_capable]
     if not capable:
         raise no_mig(gpus, "see: gpushare status; run in a share: --threads")
-    on = [one for one in capable if one.mig_enabled]
-    found = [place for one in on for place in _of_profile(host, one, request)]
+    on = [gpu for gpu in capable if gpu.mig_enabled]
+    places = [place for gpu in on for place in _of_profile(host, gpu, request)]
     if not on:
         _check_known(host, capable, request)
         first = capable[0].index
         raise NotFound(
-            f"MIG is off on GPU {', '.join(str(one.index) for one in capable)}",
+            f"MIG is off on GPU {', '.join(str(gpu.index) for gpu in capable)}",
             f"turn it on: gpushare mig enable -g {first}; then: gpushare mig create {request.one} -g {first}",
             code="mig_off",
         )
-    free_of_name = [place for place in found if place.name is None]
+    free_of_name = [place for place in places if place.name is None]
     if not free_of_name:
         _check_known(host, on, request)
-        raise _none(request, found, [one.index for one in on])
+        raise _none(request, places, [gpu.index for gpu in on])
     return free_of_name
 
 
@@ -272,16 +272,16 @@ def places_on(host: Host, gpu: Gpu) -> list[Place]:
         return []
     instances = MigReader(host.nvml).layout(gpu).instances
     by_uuid = {mig.uuid: mig for mig in gpu.mig_instances}
-    names = {(one.gpu_uuid, *one.place): one.name for one in names_of(host).values()}
+    names = {(named.gpu_uuid, *named.place): named.name for named in names_of(host).values()}
     return [
         Place(
             gpu=gpu,
-            instance=one,
+            instance=instance,
             compute=part,
             mig=by_uuid[part.uuid],
-            name=names.get((gpu.uuid or "", *one.place)),
+            name=names.get((gpu.uuid or "", *instance.place)),
         )
-        for one in sorted(instances, key=lambda instance: instance.start)
-        for part in sorted(one.compute, key=lambda compute: compute.id)
+        for instance in sorted(instances, key=lambda instance: instance.start)
+        for part in sorted(instance.compute, key=lambda compute: compute.id)
         if part.uuid in by_uuid
     ]

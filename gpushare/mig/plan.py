@@ -95,11 +95,11 @@ class GpuPlan:
         """Return the GPU instances that it leaves, by place."""
         gone = {gone.instance.place: gone.compute for gone in self.destroyed if not gone.whole}
         new = {new.instance.place: new.compute for new in self.created if not new.whole}
-        found = [new.instance for new in self.created if new.whole]
-        for one in self.kept:
-            stay = (part for part in one.compute if part not in gone.get(one.place, ()))
-            found.append(replace(one, compute=(*stay, *new.get(one.place, ()))))
-        return tuple(sorted(found, key=lambda one: one.start))
+        instances = [new.instance for new in self.created if new.whole]
+        for instance in self.kept:
+            stay = (part for part in instance.compute if part not in gone.get(instance.place, ()))
+            instances.append(replace(instance, compute=(*stay, *new.get(instance.place, ()))))
+        return tuple(sorted(instances, key=lambda instance: instance.start))
 
     def calls(self) -> Iterator[Call]:
         """Yield the calls in an order that works: destroy before create, compute before GPU instance, big first."""
@@ -212,31 +212,35 @@ def _step(what: str, command: str, calls: Sequence[Call], perform: Perform, undo
 
 
 def _destroying(call: Call, where: str, perform: Perform) -> Step:
-    one, part = call.instance, call.compute
+    owner, part = call.instance, call.compute
     if part is not None:
-        what = f"destroy compute instance {part.id} of GPU instance {one.id} on GPU {call.gpu}"
-        undo = f"{where} -cci {part.profile.id} -gi {one.id}"
-        return _step(what, f"{where} -dci -gi {one.id} -ci {part.id}", [call], perform, undo)
-    what = f"destroy GPU instance {one.id} ({one.profile.name}) on GPU {call.gpu}"
-    return _step(what, f"{where} -dgi -gi {one.id}", [call], perform, f"{where} -cgi {one.profile.id}:{one.start}")
+        title = f"destroy compute instance {part.id} of GPU instance {owner.id} on GPU {call.gpu}"
+        undo = f"{where} -cci {part.profile.id} -gi {owner.id}"
+        return _step(title, f"{where} -dci -gi {owner.id} -ci {part.id}", [call], perform, undo)
+    title = f"destroy GPU instance {owner.id} ({owner.profile.name}) on GPU {call.gpu}"
+    return _step(
+        title, f"{where} -dgi -gi {owner.id}", [call], perform, f"{where} -cgi {owner.profile.id}:{owner.start}"
+    )
 
 
 def _creating(gpu: GpuPlan, new: InstanceChange, where: str, perform: Perform) -> Iterator[Step]:
-    one, calls = new.instance, list(gpu.creating(new))
-    command = f"{where} -cgi {one.profile.id}:{one.start}"
+    instance, calls = new.instance, list(gpu.creating(new))
+    command = f"{where} -cgi {instance.profile.id}:{instance.start}"
     # By its place: its id is known only when it exists.
-    gone = f"gpushare mig destroy {one} -g {gpu.gpu}"
-    if new.whole and [part.profile.slices for part in new.compute] == [one.profile.slices]:
-        yield _step(f"create {one} on GPU {gpu.gpu} with its compute instance", f"{command} -C", calls, perform, gone)
+    gone = f"gpushare mig destroy {instance} -g {gpu.gpu}"
+    if new.whole and [part.profile.slices for part in new.compute] == [instance.profile.slices]:
+        yield _step(
+            f"create {instance} on GPU {gpu.gpu} with its compute instance", f"{command} -C", calls, perform, gone
+        )
         return
     for call in calls:
         part = call.compute
         if part is None:
-            yield _step(f"create {one} on GPU {gpu.gpu}", command, [call], perform, gone)
+            yield _step(f"create {instance} on GPU {gpu.gpu}", command, [call], perform, gone)
             continue
         place = "" if part.placement is None else f":{part.placement.start}"
-        owner = "it" if new.whole else f"GPU instance {one.id} on GPU {gpu.gpu}"
-        what = f"create {part.profile.name}.{one.profile.name} in {owner}"
-        owner_id = "GI" if new.whole else one.id
+        owner = "it" if new.whole else f"GPU instance {instance.id} on GPU {gpu.gpu}"
+        title = f"create {part.profile.name}.{instance.profile.name} in {owner}"
+        owner_id = "GI" if new.whole else instance.id
         command = f"{where} -cci {part.profile.id}{place} -gi {owner_id}"
-        yield _step(what, command, [call], perform, f"{where} -dci -gi {owner_id} -ci CI")
+        yield _step(title, command, [call], perform, f"{where} -dci -gi {owner_id} -ci CI")

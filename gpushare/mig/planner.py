@@ -164,7 +164,7 @@ class Site:
     ) -> None:
         self.layout = layout
         self.board: Board = board_of(layout)
-        self.instances = tuple(sorted(layout.instances, key=lambda one: one.start))
+        self.instances = tuple(sorted(layout.instances, key=lambda old: old.start))
         # `requests`: for each wished kind its compute instances, and whether its place is named.
         self.existing = tuple(
             self._number(instance, may_destroy=may_destroy, evict=evict) for instance in self.instances
@@ -173,21 +173,21 @@ class Site:
         # (number of the existing one, kind): filling it serves a new instance of this kind in its place, after these
         # compute instances are destroyed.
         self.fills: dict[tuple[int, int], tuple[ComputeInstance, ...]] = {}
-        for number, one in enumerate(self.instances):
+        for number, old in enumerate(self.instances):
             for kind, (compute, placed) in enumerate(requests):
                 gone = _gone_to_fill(
-                    one,
+                    old,
                     compute,
                     placed=placed,
                     with_others=with_others,
                     may_destroy=may_destroy,
-                    may_evict=one.id in evict,
+                    may_evict=old.id in evict,
                 )
                 if gone is not None:
                     self.fills[number, kind] = gone
         # Nothing may overlap these; one that can be filled may be overlapped.
         fillable = {number for number, _ in self.fills}
-        fixed = (one.mask for number, one in enumerate(self.existing) if one.pinned and number not in fillable)
+        fixed = (old.mask for number, old in enumerate(self.existing) if old.pinned and number not in fillable)
         self._fixed: int = reduce(or_, fixed, 0)
         self._kept: dict[int, tuple[int, tuple[int, ...]]] = {}
         self._removals: dict[tuple[int, tuple[int, ...]], tuple[Removal, ...]] = {}
@@ -211,7 +211,7 @@ class Site:
         return (id(self.board), self.existing)
 
     def _members(self, without: int) -> tuple[int, ...]:
-        kept = (one.profile for n, one in enumerate(self.existing) if one.profile >= 0 and not without >> n & 1)
+        kept = (old.profile for n, old in enumerate(self.existing) if old.profile >= 0 and not without >> n & 1)
         return tuple(sorted(kept))
 
     # -- adding ------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ class Site:
                 tied[code] = [(arrangement, removal) for removal in removals]
             elif weight == best:
                 tied[code] += [(arrangement, removal) for removal in removals]
-        return {code: self._least_lost(cheapest[code], found) for code, found in tied.items()}
+        return {code: self._least_lost(cheapest[code], ways) for code, ways in tied.items()}
 
     def _least_lost(self, weight: int, ways: Sequence[tuple[Arrangement, Removal]]) -> Placing:
         """Return the way that leaves the most room; of equal ones the one with small instances at the high end."""
@@ -250,21 +250,21 @@ class Site:
     def lost_after(self, arrangement: Arrangement, removal: Removal) -> int:
         """Return `capacity_lost` of the GPU afterwards."""
         gone = removal.destroyed | removal.filled
-        known = self._kept.get(gone)
-        if known is None:
-            left = [one.mask for number, one in enumerate(self.existing) if not gone >> number & 1]
-            known = self._kept[gone] = (reduce(or_, left, 0), self._members(gone))
-        members = tuple(sorted(known[1] + arrangement.members))
-        return self.board.lost(known[0] | arrangement.mask, members)
+        kept = self._kept.get(gone)
+        if kept is None:
+            masks = [old.mask for number, old in enumerate(self.existing) if not gone >> number & 1]
+            kept = self._kept[gone] = (reduce(or_, masks, 0), self._members(gone))
+        members = tuple(sorted(kept[1] + arrangement.members))
+        return self.board.lost(kept[0] | arrangement.mask, members)
 
     def _removals_for(self, arrangement: Arrangement) -> tuple[Removal, ...]:
         if self.fills:
             return self._find_removals(arrangement)
         key = (arrangement.mask, arrangement.members)
-        known = self._removals.get(key)
-        if known is None:
-            known = self._removals[key] = self._find_removals(arrangement)
-        return known
+        cached = self._removals.get(key)
+        if cached is None:
+            cached = self._removals[key] = self._find_removals(arrangement)
+        return cached
 
     def _find_removals(self, arrangement: Arrangement) -> tuple[Removal, ...]:
         """Return the cheapest removals for an arrangement; none if one in the way may not be destroyed."""
@@ -272,11 +272,11 @@ class Site:
             return (Removal(0, 0, 0),)
         filled, weight = self._filled_by(arrangement)
         destroyed = 0
-        for number, one in enumerate(self.existing):
-            if not filled >> number & 1 and self._in_the_way(one, arrangement):
-                if one.pinned:
+        for number, old in enumerate(self.existing):
+            if not filled >> number & 1 and self._in_the_way(old, arrangement):
+                if old.pinned:
                     return ()
-                weight += one.weight
+                weight += old.weight
                 destroyed |= 1 << number
         least = Removal(weight, destroyed, filled)
         return (least,) if self._within_limits(least, arrangement) else self._with_more(least, arrangement)
@@ -286,8 +286,8 @@ class Site:
         filled = weight = 0
         if self.fills:
             laid = {(profile, start): kind for kind, profile, start in arrangement.places}
-            for number, one in enumerate(self.existing):
-                gone = self.fills.get((number, laid.get((one.profile, one.start), -1)))
+            for number, old in enumerate(self.existing):
+                gone = self.fills.get((number, laid.get((old.profile, old.start), -1)))
                 if gone is not None:
                     filled |= 1 << number
                     parts = InstanceChange(instance=self.instances[number], compute=gone, whole=False)
@@ -310,10 +310,10 @@ class Site:
         """Return the cheapest removals that also keep counts and compute slices within their limits."""
         others = [
             number
-            for number, one in enumerate(self.existing)
-            if not one.pinned and not (least.destroyed | least.filled) >> number & 1
+            for number, old in enumerate(self.existing)
+            if not old.pinned and not (least.destroyed | least.filled) >> number & 1
         ]
-        found = [
+        removals = [
             Removal(
                 least.weight + sum(self.existing[number].weight for number in more),
                 least.destroyed | sum(1 << number for number in more),
@@ -322,9 +322,9 @@ class Site:
             for size in range(1, len(others) + 1)
             for more in combinations(others, size)
         ]
-        found = [removal for removal in found if self._within_limits(removal, arrangement)]
-        best = min((removal.weight for removal in found), default=0)
-        return tuple(removal for removal in found if removal.weight == best)
+        removals = [removal for removal in removals if self._within_limits(removal, arrangement)]
+        best = min((removal.weight for removal in removals), default=0)
+        return tuple(removal for removal in removals if removal.weight == best)
 
 
 # -- the plan of one GPU ---------------------------------------------------------------------------
@@ -343,8 +343,8 @@ def gpu_plan(
         gpu=layout.gpu,
         uuid=layout.uuid,
         kept=tuple(kept),
-        destroyed=tuple(sorted(destroyed, key=lambda one: one.instance.start)),
-        created=tuple(sorted(created, key=lambda one: (-one.instance.placement.size, one.instance.start))),
+        destroyed=tuple(sorted(destroyed, key=lambda gone: gone.instance.start)),
+        created=tuple(sorted(created, key=lambda new: (-new.instance.placement.size, new.instance.start))),
     )
 
 
@@ -363,8 +363,8 @@ def inside(instance: GpuInstance, parts: Sequence[ComputeInstance]) -> InstanceC
 def addition(site: Site, option: Placing, compute: Sequence[tuple[int, ...]]) -> GpuPlan:
     """Return the plan for an option of the search; ``compute`` are the compute instances in each kind."""
     gone = {number for number in range(len(site.instances)) if option.removal.destroyed >> number & 1}
-    filled = {one.start: number for number, one in enumerate(site.instances) if option.removal.filled >> number & 1}
-    destroyed = [whole(one) for number, one in enumerate(site.instances) if number in gone]
+    filled = {old.start: number for number, old in enumerate(site.instances) if option.removal.filled >> number & 1}
+    destroyed = [whole(old) for number, old in enumerate(site.instances) if number in gone]
     created = []
     for kind, profile, start in option.arrangement.places:
         number = filled.get(start)
@@ -377,7 +377,7 @@ def addition(site: Site, option: Placing, compute: Sequence[tuple[int, ...]]) ->
         if parts:
             destroyed.append(inside(into, parts))
     return gpu_plan(
-        site.layout, [one for number, one in enumerate(site.instances) if number not in gone], destroyed, created
+        site.layout, [old for number, old in enumerate(site.instances) if number not in gone], destroyed, created
     )
 
 
@@ -403,10 +403,10 @@ def removal(
 
 def may_end(gone: InstanceChange, named: Collection[tuple[int, int | None]]) -> bool:
     """Return whether all busy parts are named (GPU instance id, compute instance id or None for all)."""
-    one = gone.instance
-    if (one.id, None) in named:
+    owner = gone.instance
+    if (owner.id, None) in named:
         return True
-    return not one.held and all((one.id, part.id) in named for part in gone.compute if part.busy)
+    return not owner.held and all((owner.id, part.id) in named for part in gone.compute if part.busy)
 
 
 def lost_after(layout: Layout, plan: GpuPlan) -> int:
@@ -450,12 +450,12 @@ def exact_change(layout: Layout, wish: Wish, *, evict: frozenset[int]) -> GpuPla
     for request in wish:
         kind = InstanceKind(board.number[resolve(request, layout.profiles).name], request.start)
         counted[kind, request.compute] += request.count
-    wanted = sorted(counted, key=lambda one: (-board.sizes[one[0].profile], one[0].profile, one[0].start or 0, one[1]))
+    wanted = sorted(counted, key=lambda row: (-board.sizes[row[0].profile], row[0].profile, row[0].start or 0, row[1]))
     kinds = tuple(kind for kind, _ in wanted)
     compute = [parts or (board.slices[kind.profile],) for kind, parts in wanted]
     best: list[tuple[Change, Arrangement]] = []
     least = 0
-    for arrangement in board.complete(kinds, tuple(counted[one] for one in wanted)):
+    for arrangement in board.complete(kinds, tuple(counted[row] for row in wanted)):
         change = _change(layout, arrangement, compute, evict)
         if change is None:
             continue
@@ -535,10 +535,12 @@ def never(layouts: Sequence[Layout], wish: Wish) -> NoPlan:
 def _reason(layout: Layout, wish: Wish) -> str:
     """Return the rule that forbids a wish on an empty GPU, as the end of a sentence, if there is a single one."""
     asked = [profile for request in wish for profile in [resolve(request, layout.profiles)] * request.count]
-    memory, compute = sum(one.size or 0 for one in asked), sum(one.slices for one in asked)
-    if sum(one.media for one in asked) > 1:
+    memory, compute = sum(profile.size or 0 for profile in asked), sum(profile.slices for profile in asked)
+    if sum(profile.media for profile in asked) > 1:
         return ": a GPU has at most one with +me"
-    if any(one.all_media for one in asked) and not all(one.all_media or one.no_media for one in asked):
+    if any(profile.all_media for profile in asked) and not all(
+        profile.all_media or profile.no_media for profile in asked
+    ):
         return ": with +me.all only -me profiles are possible"
     if memory > layout.axis:
         return f": they need {memory} memory slices, it has {layout.axis}"
@@ -563,11 +565,11 @@ def most_of(layouts: Sequence[Layout], request: Request) -> int:
 def blocked(wish: Wish, instead: MigPlan, *, only_adds: bool = False) -> NoPlan:
     """Return that something in the way may not be destroyed; ``instead`` is the cheapest plan if it could be."""
     gone = [(gpu.gpu, gone) for gpu in instead.gpus for gone in gpu.destroyed]
-    busy = [(gpu, one) for gpu, one in gone if one.busy]
-    named = [_named(gpu, one) for gpu, one in (busy or gone)]
+    busy = [(gpu, change) for gpu, change in gone if change.busy]
+    named = [_named(gpu, change) for gpu, change in (busy or gone)]
     listing = ", ".join(named[:_LISTED]) + (f" and {len(named) - _LISTED} more" if len(named) > _LISTED else "")
     words = " ".join(str(request) for request in wish)
-    what = f"{words} does not fit" if wish else "busy instances are in the way"
+    problem = f"{words} does not fit" if wish else "busy instances are in the way"
     if busy and only_adds:
         hint = f"end the programs there, then make room: gpushare mig destroy {_words(gone)}"
     elif busy:
@@ -578,28 +580,28 @@ def blocked(wish: Wish, instead: MigPlan, *, only_adds: bool = False) -> NoPlan:
     else:
         hint = "see who is where: gpushare mig status"
     return NoPlan(
-        why=Why.BLOCKED, message=f"{what}: this would have to be destroyed: {listing}", hint=hint, instead=instead
+        why=Why.BLOCKED, message=f"{problem}: this would have to be destroyed: {listing}", hint=hint, instead=instead
     )
 
 
 def eviction(found: NoPlan) -> tuple[str, str] | None:
     """Return the words for all that would be destroyed, and the ``--evict`` options for what is busy; None: nothing is."""
-    busy = [(gpu, one) for gpu, one in found.would_go if one.busy]
+    busy = [(gpu, change) for gpu, change in found.would_go if change.busy]
     return (_words(found.would_go), _words(_busy_only(busy), "--evict ")) if busy else None
 
 
 def _busy_only(gone: Sequence[tuple[int, InstanceChange]]) -> list[tuple[int, InstanceChange]]:
     """Return what must be named by ``--evict``: of a GPU instance only the busy compute instances."""
-    found = []
-    for gpu, one in gone:
-        parts = one.compute if one.instance.held else tuple(part for part in one.compute if part.busy)
-        found.append((gpu, replace(one, compute=parts)))
-    return found
+    changes = []
+    for gpu, change in gone:
+        parts = change.compute if change.instance.held else tuple(part for part in change.compute if part.busy)
+        changes.append((gpu, replace(change, compute=parts)))
+    return changes
 
 
 def _words(gone: Sequence[tuple[int, InstanceChange]], option: str = "") -> str:
     """Return the words for these on a command line; ``INSTANCE...`` if there are too many."""
-    words = [option + word for gpu, one in gone for word in _ids(gpu, one)]
+    words = [option + word for gpu, change in gone for word in _ids(gpu, change)]
     return " ".join(words) if len(words) <= _LISTED else f"{option}INSTANCE..."
 
 
@@ -609,11 +611,11 @@ def _ids(gpu: int, gone: InstanceChange) -> list[str]:
 
 
 def _named(gpu: int, gone: InstanceChange) -> str:
-    one = gone.instance
-    name = "" if one.name is None else f" '{one.name}'"
+    owner = gone.instance
+    name = "" if owner.name is None else f" '{owner.name}'"
     ids = ", ".join(str(compute.id) for compute in gone.compute)
     part = "" if gone.whole else f", compute instance{'s' if len(gone.compute) > 1 else ''} {ids}"
-    return f"{one}{name} (GPU {gpu}, GPU instance {one.id}{part}; {who_is_in(gone)})"
+    return f"{owner}{name} (GPU {gpu}, GPU instance {owner.id}{part}; {who_is_in(gone)})"
 
 
 def who_is_in(gone: InstanceChange) -> str:
@@ -621,7 +623,7 @@ def who_is_in(gone: InstanceChange) -> str:
     parts = [gone.instance.holders, *(part.holders for part in gone.compute)]
     if any(part is None for part in parts):
         return "busy, by whom is unknown"
-    there = [one for part in parts for one in part or ()]
+    there = [holder for part in parts for holder in part or ()]
     return f"busy: {who(there)}" if there else "idle"
 
 
@@ -629,13 +631,13 @@ def who(holders: Sequence[GpuProcess | Holder] | None) -> str:
     """Return holders in words: ``4194306 python3 (alice)``, and for one without CUDA what it holds."""
     if holders is None:
         return "unknown"
-    found: dict[str, list[str]] = {}
+    held_by: dict[str, list[str]] = {}
     for holder in holders:
         name = " ".join(filter(None, [str(holder.pid), holder.name, holder.user and f"({holder.user})"]))
-        held = found.setdefault(name, [])
+        held = held_by.setdefault(name, [])
         if isinstance(holder, Holder) and holder.what not in held:
             held.append(holder.what)
-    return ", ".join(f"{name} by {' and '.join(held)}" if held else name for name, held in found.items()) or "idle"
+    return ", ".join(f"{name} by {' and '.join(held)}" if held else name for name, held in held_by.items()) or "idle"
 
 
 class Target(NamedTuple):
@@ -777,7 +779,7 @@ def _add(
     alike: dict[tuple[object, ...], list[tuple[int, Site]]] = {}
     for number, layout in enumerate(layouts):
         asked = [wish[request] for request in offers[board_of(layout)].requests]
-        requests = [(one.compute, one.start is not None) for one in asked]
+        requests = [(request.compute, request.start is not None) for request in asked]
         site = Site(
             layout, may_destroy=may_destroy, evict=_on(layout, evict), requests=requests, with_others=with_others
         )
@@ -828,22 +830,22 @@ def _everybody(layouts: Sequence[Layout]) -> frozenset[Target]:
 
 
 def _check_gpus(layouts: Sequence[Layout], named: Iterable[int]) -> None:
-    known = [layout.gpu for layout in layouts]
+    gpus = [layout.gpu for layout in layouts]
     for gpu in named:
-        if gpu not in known:
-            listing = ", ".join(str(one) for one in known) or "none"
+        if gpu not in gpus:
+            listing = ", ".join(str(index) for index in gpus) or "none"
             raise NotFound(f"GPU {gpu} has no MIG here", f"GPUs with MIG: {listing}", gpu=gpu, code="gpu_not_found")
 
 
 def _check_targets(layouts: Sequence[Layout], targets: Collection[Target]) -> None:
-    known = {(layout.gpu, instance.id, None) for layout in layouts for instance in layout.instances} | {
+    there = {(layout.gpu, instance.id, None) for layout in layouts for instance in layout.instances} | {
         (layout.gpu, instance.id, part.id)
         for layout in layouts
         for instance in layout.instances
         for part in instance.compute
     }
     for target in sorted(targets, key=str):
-        if target not in known:
+        if target not in there:
             part = "" if target.compute is None else f", compute instance {target.compute}"
             raise NotFound(
                 f"GPU {target.gpu} has no GPU instance {target.instance}{part}",
@@ -913,4 +915,4 @@ def fragmentation(layout: Layout) -> int:
     kinds = tuple(InstanceKind(number) for number in sorted(set(members)))
     counts = tuple(members.count(kind.profile) for kind in kinds)
     here = capacity_lost(layout)
-    return here - min((board.lost(one.mask, members) for one in board.complete(kinds, counts)), default=here)
+    return here - min((board.lost(way.mask, members) for way in board.complete(kinds, counts)), default=here)

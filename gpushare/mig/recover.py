@@ -112,10 +112,10 @@ def restore(host: Host, before: GpuShape, proof: Proof) -> tuple[str, ...]:
             trouble.append(f"{step.what}: {error}")
     # An instance is open to everybody until its grants are restored.
     trouble += regrant(host, before.uuid)
-    left = differences(shape_now(host, before.index).without(others), replace(before, mig_enabled=None))
-    if left:
+    wrong = differences(shape_now(host, before.index).without(others), replace(before, mig_enabled=None))
+    if wrong:
         raise OperationFailed(
-            f"could not be restored: {'; '.join(left)} ({'; '.join(dict.fromkeys(trouble)) or 'no reason given'})",
+            f"could not be restored: {'; '.join(wrong)} ({'; '.join(dict.fromkeys(trouble)) or 'no reason given'})",
             f"see: gpushare mig status -g {before.index}; then: {as_command(before)}",
             gpu=str(before.index),
             code="not_restored",

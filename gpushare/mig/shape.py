@@ -204,21 +204,21 @@ def restoration(layout: Layout, wanted: GpuShape, proof: Proof) -> tuple[GpuPlan
     destroyed: list[InstanceChange] = []
     created: list[InstanceChange] = []
     lost: list[str] = []
-    for one in layout.instances:
-        there = places.pop(one.place, None)
+    for instance in layout.instances:
+        there = places.pop(instance.place, None)
         if there is not None:
-            kept.append(one)
-            ours = [part for part in one.compute if proof.owns_part(layout.uuid, one, part)]
-            _restore_inside(one, there, ours, destroyed, created, lost)
-        elif not proof.owns(layout.uuid, one):
-            kept.append(one)
-        elif one.busy:
-            kept.append(one)
-            lost.append(f"{one} is in use and stays")
+            kept.append(instance)
+            ours = [part for part in instance.compute if proof.owns_part(layout.uuid, instance, part)]
+            _restore_inside(instance, there, ours, destroyed, created, lost)
+        elif not proof.owns(layout.uuid, instance):
+            kept.append(instance)
+        elif instance.busy:
+            kept.append(instance)
+            lost.append(f"{instance} is in use and stays")
         else:
-            destroyed.append(whole(one))
+            destroyed.append(whole(instance))
     profiles = {profile.name: profile for profile in layout.profiles}
-    taken = mask_of(one.placement for one in kept)
+    taken = mask_of(instance.placement for instance in kept)
     for missing in places.values():
         profile = profiles.get(missing.profile)
         if profile is None or taken & missing.placement.mask:
@@ -226,7 +226,7 @@ def restoration(layout: Layout, wanted: GpuShape, proof: Proof) -> tuple[GpuPlan
             continue
         parts = _offered(profile, missing.compute, lost)
         created.append(whole(GpuInstance(profile=profile, placement=missing.placement, compute=parts)))
-    words = tuple(f"GPU {layout.gpu}: {one}" for one in lost)
+    words = tuple(f"GPU {layout.gpu}: {text}" for text in lost)
     return gpu_plan(layout, kept, destroyed, created), words
 
 

@@ -29,18 +29,20 @@ def find_targets(text: str, layouts: Sequence[Layout]) -> tuple[Target, ...]:
     if word.lower() == "all":
         return tuple(Target(layout.gpu, instance.id) for layout in layouts for instance in layout.instances)
     kinds = (_by_name, _by_uuid, _by_place, _by_ids)
-    matches = next((found for by in kinds if (found := by(word.lower() if by is not _by_name else word, layouts))), [])
+    matches = next(
+        (targets for by in kinds if (targets := by(word.lower() if by is not _by_name else word, layouts))), []
+    )
     if len(matches) > 1:
         places = ", ".join("/".join(str(part) for part in target if part is not None) for target in matches)
         raise BadUsage(
             f"{quoted(text)} matches several instances: {places}", f"give {FORMS}", code="ambiguous_instance"
         )
     if not matches:
-        there = [f"{layout.gpu}/{one.id} ({one.name or one})" for layout, one in _instances(layouts)]
-        known = ", ".join(there[:8]) + (f" and {len(there) - 8} more" if len(there) > 8 else "")
+        there = [f"{layout.gpu}/{owner.id} ({owner.name or owner})" for layout, owner in _instances(layouts)]
+        listing = ", ".join(there[:8]) + (f" and {len(there) - 8} more" if len(there) > 8 else "")
         raise NotFound(
             f"there is no MIG instance {quoted(text)} here",
-            f"instances: {known or 'none'}; see: gpushare mig status" if known else "see: gpushare mig status",
+            f"instances: {listing or 'none'}; see: gpushare mig status" if listing else "see: gpushare mig status",
             code="unknown_instance",
         )
     return tuple(matches)
@@ -78,20 +80,20 @@ def _instances(layouts: Sequence[Layout]) -> Iterator[tuple[Layout, GpuInstance]
 
 
 def _by_name(word: str, layouts: Sequence[Layout]) -> list[Target]:
-    return [Target(layout.gpu, one.id) for layout, one in _instances(layouts) if one.name == word]
+    return [Target(layout.gpu, owner.id) for layout, owner in _instances(layouts) if owner.name == word]
 
 
 def _by_uuid(word: str, layouts: Sequence[Layout]) -> list[Target]:
     if not word.startswith("mig-") or len(word) < len("mig-0000"):
         return []
-    found = [
-        (part.uuid.lower(), Target(layout.gpu, one.id, None if len(one.compute) == 1 else part.id))
-        for layout, one in _instances(layouts)
-        for part in one.compute
+    devices = [
+        (part.uuid.lower(), Target(layout.gpu, owner.id, None if len(owner.compute) == 1 else part.id))
+        for layout, owner in _instances(layouts)
+        for part in owner.compute
         if part.uuid is not None and part.uuid.lower().startswith(word)
     ]
-    exact = [target for uuid, target in found if uuid == word]
-    return exact or [target for _, target in found]
+    exact = [target for uuid, target in devices if uuid == word]
+    return exact or [target for _, target in devices]
 
 
 def _by_place(word: str, layouts: Sequence[Layout]) -> list[Target]:
@@ -100,9 +102,9 @@ def _by_place(word: str, layouts: Sequence[Layout]) -> list[Target]:
         return []
     profile, start = match.group(1), int(match.group(2))
     return [
-        Target(layout.gpu, one.id)
-        for layout, one in _instances(layouts)
-        if one.start == start and (one.profile.name == profile or one.profile.name.startswith(f"{profile}."))
+        Target(layout.gpu, owner.id)
+        for layout, owner in _instances(layouts)
+        if owner.start == start and (owner.profile.name == profile or owner.profile.name.startswith(f"{profile}."))
     ]
 
 
@@ -113,10 +115,14 @@ def _by_ids(word: str, layouts: Sequence[Layout]) -> list[Target]:
     gpu, instance, compute = (None if text is None else int(text) for text in match.groups())
     if gpu is None and compute is not None:
         return []
-    named = [(layout, one) for layout, one in _instances(layouts) if gpu in {None, layout.gpu} and one.id == instance]
+    named = [
+        (layout, owner) for layout, owner in _instances(layouts) if gpu in {None, layout.gpu} and owner.id == instance
+    ]
     if compute is None:
-        return [Target(layout.gpu, one.id) for layout, one in named]
-    return [Target(layout.gpu, one.id, part.id) for layout, one in named for part in one.compute if part.id == compute]
+        return [Target(layout.gpu, owner.id) for layout, owner in named]
+    return [
+        Target(layout.gpu, owner.id, part.id) for layout, owner in named for part in owner.compute if part.id == compute
+    ]
 
 
 class MigDevice(NamedTuple):
@@ -178,10 +184,10 @@ def difference(layout: Layout, wish: Wish) -> Difference:
     wanted, there = wanted - exact, there - exact
     missing: Counter[MigDevice] = Counter()
     for kind, number in wanted.items():
-        serving = [one for one in there if kind.start is None and one._replace(start=None) == kind]
-        for one in sorted(serving):
-            taken = min(number, there[one])
-            number, there[one] = number - taken, there[one] - taken
+        serving = [device for device in there if kind.start is None and device._replace(start=None) == kind]
+        for device in sorted(serving):
+            taken = min(number, there[device])
+            number, there[device] = number - taken, there[device] - taken
         if number:
             missing[kind] = number
     return Difference(missing=_ordered(missing), extra=_ordered(+there))
@@ -189,11 +195,11 @@ def difference(layout: Layout, wish: Wish) -> Difference:
 
 def present(layout: Layout) -> Counter[MigDevice]:
     """Return the MIG devices that exist, with their places."""
-    found: Counter[MigDevice] = Counter()
+    devices: Counter[MigDevice] = Counter()
     for instance in layout.instances:
         for slices in [part.profile.slices for part in instance.compute] or [0]:
-            found[MigDevice(instance.profile.name, slices, slices == instance.profile.slices, instance.start)] += 1
-    return found
+            devices[MigDevice(instance.profile.name, slices, slices == instance.profile.slices, instance.start)] += 1
+    return devices
 
 
 def _ordered(devices: Counter[MigDevice]) -> tuple[DeviceCount, ...]:

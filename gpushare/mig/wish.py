@@ -103,12 +103,12 @@ def parse_wish(text: str) -> Wish:
     requests = [Request(profile=profile, start=start, count=count) for (profile, start), count in whole.items()]
     for (profile, start), devices in parts.items():
         groups = Counter(_packed(profile, devices))
-        requests += [Request(profile=profile, start=start, compute=one, count=n) for one, n in groups.items()]
+        requests += [Request(profile=profile, start=start, compute=group, count=n) for group, n in groups.items()]
     return tuple(requests)
 
 
 def _words(text: str) -> list[tuple[str, int]]:
-    found: list[tuple[str, int]] = []
+    words: list[tuple[str, int]] = []
     for raw in re.split(r"[\s,]+", text.strip().lower()):
         word = raw.removeprefix("mig-")
         if word in {"", "mig"}:
@@ -121,17 +121,17 @@ def _words(text: str) -> list[tuple[str, int]]:
             )
         rest = word if match is None else match["rest"]
         if rest:
-            found.append((rest, count))
-        elif found and found[-1][1] == 1:
-            found[-1] = (found[-1][0], count)
+            words.append((rest, count))
+        elif words and words[-1][1] == 1:
+            words[-1] = (words[-1][0], count)
         else:
             raise BadUsage(f"{quoted(raw)} is a count without a profile", _HINT, code="bad_count")
-    if not found:
+    if not words:
         raise BadUsage("the wish is empty", _HINT, code="bad_profile")
-    total = sum(count for _, count in found)
+    total = sum(count for _, count in words)
     if total > _MAX_COUNT:
         raise BadUsage(f"the wish asks for {total} instances", f"ask for {_MAX_COUNT} at most", code="bad_count")
-    return found
+    return words
 
 
 def _packed(profile: str, devices: Sequence[int]) -> list[tuple[int, ...]]:
@@ -166,47 +166,51 @@ def resolve(request: Request, profiles: Sequence[Profile]) -> Profile:
         BadUsage: several profiles have the size, or the profile has no such placement.
         NotSupported: the GPU does not have it, or its placements are unknown.
     """
-    found = (
+    profile = (
         by_need(request.profile, profiles)
         if isinstance(request.profile, Need)
         else find_profile(request.profile, profiles)
     )
-    if found.placements is None:
+    if profile.placements is None:
         raise NotSupported(
-            f"the placements of {found.name} are not known",
+            f"the placements of {profile.name} are not known",
             "run this on a machine that has the GPU",
             code="placements_unknown",
         )
-    if request.start is not None and request.start not in {place.start for place in found.placements}:
-        starts = ", ".join(str(place.start) for place in found.placements)
-        raise BadUsage(f"{found.name} cannot start at {request.start}", f"it starts at: {starts}", code="bad_placement")
-    for slices, count in Counter(request.compute).items():
-        part = found.compute_of(slices)
-        if part is None or (part.instances is not None and count > part.instances):
-            known = ", ".join(f"{part.name}*{part.instances or '?'}" for part in found.compute)
-            what = f"{count} x {slices}c" if count > 1 else f"{slices}c"
-            raise NotSupported(f"{found.name} cannot contain {what}", f"it holds: {known}", code="mig_profile_unknown")
-    if new_compute(found, request.compute) is None:
-        raise NotSupported(
-            f"{request.one} do not fit together in one {found.name}", "ask for fewer", code="mig_profile_unknown"
+    if request.start is not None and request.start not in {place.start for place in profile.placements}:
+        starts = ", ".join(str(place.start) for place in profile.placements)
+        raise BadUsage(
+            f"{profile.name} cannot start at {request.start}", f"it starts at: {starts}", code="bad_placement"
         )
-    return found
+    for slices, count in Counter(request.compute).items():
+        part = profile.compute_of(slices)
+        if part is None or (part.instances is not None and count > part.instances):
+            offered = ", ".join(f"{part.name}*{part.instances or '?'}" for part in profile.compute)
+            parts = f"{count} x {slices}c" if count > 1 else f"{slices}c"
+            raise NotSupported(
+                f"{profile.name} cannot contain {parts}", f"it holds: {offered}", code="mig_profile_unknown"
+            )
+    if new_compute(profile, request.compute) is None:
+        raise NotSupported(
+            f"{request.one} do not fit together in one {profile.name}", "ask for fewer", code="mig_profile_unknown"
+        )
+    return profile
 
 
 def in_order(wish: Wish, profiles: Sequence[Profile], instances: Sequence[GpuInstance]) -> tuple[GpuInstance, ...]:
     """Return the GPU instances that fulfil a wish in its order; those of one word by place."""
-    left = sorted(instances, key=lambda one: one.start)
+    unused = sorted(instances, key=lambda each: each.start)
     fixed = {request.start for request in wish if request.start is not None}
-    found: list[GpuInstance] = []
+    chosen: list[GpuInstance] = []
     for request in wish:
         profile = resolve(request, profiles).name
-        alike = [one for one in left if one.profile.name == profile and _fits(one, request)]
+        alike = [each for each in unused if each.profile.name == profile and _fits(each, request)]
         places = [
-            one for one in alike if one.start == request.start or (request.start is None and one.start not in fixed)
+            each for each in alike if each.start == request.start or (request.start is None and each.start not in fixed)
         ]
-        found += places[: request.count]
-        left = [one for one in left if one not in found]
-    return (*found, *left)
+        chosen += places[: request.count]
+        unused = [each for each in unused if each not in chosen]
+    return (*chosen, *unused)
 
 
 def _fits(one: GpuInstance, request: Request) -> bool:
@@ -284,17 +288,17 @@ def _at_least(has: int | None, wanted: int | None) -> bool:
 
 def wish_of(instances: Iterable[GpuInstance], *, places: bool = True) -> Wish:
     """Return the wish with which ``apply`` creates these instances again, in their places."""
-    found: Counter[Request] = Counter()
-    for one in sorted(instances, key=lambda instance: instance.start):
-        parts = tuple(sorted((compute.profile.slices for compute in one.compute), reverse=True))
-        found[
+    counts: Counter[Request] = Counter()
+    for instance in sorted(instances, key=lambda instance: instance.start):
+        parts = tuple(sorted((compute.profile.slices for compute in instance.compute), reverse=True))
+        counts[
             Request(
-                profile=one.profile.name,
-                start=one.start if places else None,
-                compute=() if parts in {(), (one.profile.slices,)} else parts,
+                profile=instance.profile.name,
+                start=instance.start if places else None,
+                compute=() if parts in {(), (instance.profile.slices,)} else parts,
             )
         ] += 1
     return tuple(
-        Request(profile=one.profile, start=one.start, compute=one.compute, count=number)
-        for one, number in found.items()
+        Request(profile=request.profile, start=request.start, compute=request.compute, count=number)
+        for request, number in counts.items()
     )
