@@ -75,11 +75,11 @@ def select(text: str | None, gpus: Sequence[Gpu]) -> tuple[Device, ...]:
         raise BadUsage(
             f"{quoted(text)} is not a list of GPUs", "give -g 0, -g 0,1, -g GPU-<uuid> or -g all", code="bad_gpu"
         )
-    found: dict[str, Device] = {}
+    devices: dict[str, Device] = {}
     for word in [index for part in words for index in _indexes(part)]:
         device = _one(word, gpus)
-        found.setdefault(device.uuid or f"#{device.gpu.index}", device)
-    return tuple(found.values())
+        devices.setdefault(device.uuid or f"#{device.gpu.index}", device)
+    return tuple(devices.values())
 
 
 def _indexes(word: str) -> list[str]:
@@ -158,10 +158,10 @@ def _visible(text: str, gpus: Sequence[Gpu], say: Callable[[str], None]) -> tupl
             "name one: -g 0; or for any of the host: env -u CUDA_VISIBLE_DEVICES gpushare run --wait -g any -- CMD",
             code="bad_gpu",
         )
-    found = select(",".join(words), gpus)
-    if len(found) < len(gpus):
-        say(f"-g any: of the GPUs in CUDA_VISIBLE_DEVICES: {', '.join(one.title for one in found)}")
-    return found
+    visible = select(",".join(words), gpus)
+    if len(visible) < len(gpus):
+        say(f"-g any: of the GPUs in CUDA_VISIBLE_DEVICES: {', '.join(device.title for device in visible)}")
+    return visible
 
 
 def usable(devices: Sequence[Device], *, instances: bool) -> tuple[Device, ...]:
@@ -169,19 +169,19 @@ def usable(devices: Sequence[Device], *, instances: bool) -> tuple[Device, ...]:
 
     ``devices`` may be instances, of a job that a batch system has given some.
     """
-    found: list[Device] = []
+    chosen: list[Device] = []
     for device in devices:
         if not device.gpu.mig_enabled or (device.mig is not None and instances):
-            found.append(device)
+            chosen.append(device)
         elif instances:
-            found += [Device(gpu=device.gpu, mig=instance) for instance in device.gpu.mig_instances]
-    if not found:
+            chosen += [Device(gpu=device.gpu, mig=instance) for instance in device.gpu.mig_instances]
+    if not chosen:
         raise NotSupported(
             "all GPUs are in MIG mode" + (" without an instance" if instances else ", where jobs cannot be swapped"),
             "see: gpushare mig status; to run in an instance: gpushare run --mig PROFILE -- CMD",
             code="mig_enabled",
         )
-    return tuple(found)
+    return tuple(chosen)
 
 
 def check_answers(*gpus: Gpu) -> None:

@@ -103,10 +103,10 @@ def _tuple(kind: Any, raw: Sequence[Any]) -> Any:
 
 
 def _object(kind: Any, raw: Any) -> Any:
-    known, hints = _stored(kind), _hints(kind)
-    if not isinstance(raw, dict) or not raw.keys() <= known.keys():
+    stored, hints = _stored(kind), _hints(kind)
+    if not isinstance(raw, dict) or not raw.keys() <= stored.keys():
         raise ValueError("an object with other keys")
-    missing = [name for name, has_default in known.items() if not has_default and name not in raw]
+    missing = [name for name, has_default in stored.items() if not has_default and name not in raw]
     if missing:
         raise ValueError(f"{missing[0]} is missing")
     return kind(**{name: parsed(hints[name], value) for name, value in raw.items()})

@@ -82,8 +82,8 @@ def parse_memory_limit(text: str, option: str = "--memory") -> int:
         raise BadUsage(f"{size_named} is larger than any GPU", hint, code="bad_size")
     size = int(exact) // MIB * MIB
     if size == 0:
-        why = ", which MPS would take as no limit" if option == "--memory" else ""
-        raise BadUsage(f"{size_named} is below 1 MiB{why}", hint, code="bad_size")
+        reason = ", which MPS would take as no limit" if option == "--memory" else ""
+        raise BadUsage(f"{size_named} is below 1 MiB{reason}", hint, code="bad_size")
     return size
 
 

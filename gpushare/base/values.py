@@ -56,23 +56,23 @@ def _init(self: Any, /, *arguments: Any, **named: Any) -> None:
 def _compile(cls: type[Any], layout: _Layout) -> None:
     """Give a class the ``__init__`` that `dataclasses` would have compiled at once."""
     factories = dict(layout.factories)
-    known: dict[str, Any] = {"_put": object.__setattr__, "_missing": _MISSING}
+    namespace: dict[str, Any] = {"_put": object.__setattr__, "_missing": _MISSING}
     words, lines = ["self"], []
     for name in sorted(layout.names, key=lambda name: name not in layout.positional):
         if name not in layout.positional and "*" not in words:
             words.append("*")
         if name in layout.defaults:
-            known[f"_default_{name}"] = layout.defaults[name]
+            namespace[f"_default_{name}"] = layout.defaults[name]
             words.append(f"{name}=_default_{name}")
         elif name in factories:
-            known[f"_make_{name}"] = factories[name]
+            namespace[f"_make_{name}"] = factories[name]
             words.append(f"{name}=_missing")
             lines.append(f" if {name} is _missing: {name} = _make_{name}()")
         else:
             words.append(name)
     lines.append(f" _put(self, '__dict__', {{{', '.join(f'{name!r}: {name}' for name in layout.names)}}})")
-    exec(f"def __init__({', '.join(words)}):\n" + "\n".join(lines), known)  # noqa: S102 - names of fields only
-    cls.__init__ = known["__init__"]
+    exec(f"def __init__({', '.join(words)}):\n" + "\n".join(lines), namespace)  # noqa: S102 - names of fields only
+    cls.__init__ = namespace["__init__"]
 
 
 def _eq(self: Any, other: Any) -> bool:
@@ -117,16 +117,16 @@ def _dataclass(
             if name not in vars(cls):
                 setattr(cls, name, method)
         dataclasses.dataclass(init=False, repr=False, eq=False, kw_only=kw_only)(cls)
-        found, missing = dataclasses.fields(cls), dataclasses.MISSING  # type: ignore[arg-type]
+        listed, missing = dataclasses.fields(cls), dataclasses.MISSING  # type: ignore[arg-type]
         cls.__layout__ = _Layout(  # type: ignore[attr-defined]
-            names=tuple(field.name for field in found),
-            positional=tuple(field.name for field in found if not field.kw_only),
-            defaults={field.name: field.default for field in found if field.default is not missing},
+            names=tuple(field.name for field in listed),
+            positional=tuple(field.name for field in listed if not field.kw_only),
+            defaults={field.name: field.default for field in listed if field.default is not missing},
             factories=tuple(
-                (field.name, field.default_factory) for field in found if field.default_factory is not missing
+                (field.name, field.default_factory) for field in listed if field.default_factory is not missing
             ),
-            compared=tuple(field.name for field in found if field.compare),
-            shown=tuple(field.name for field in found if field.repr),
+            compared=tuple(field.name for field in listed if field.compare),
+            shown=tuple(field.name for field in listed if field.repr),
             made=[],
         )
         return cls

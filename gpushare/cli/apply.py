@@ -93,25 +93,26 @@ def apply(
     ledger = MigLedger(host)
     undone = () if settings.dry_run else _undone(host, ledger)
     try:
-        rows, found = _planned(host, ledger, wanted, seconds)
+        rows, matched = _planned(host, ledger, wanted, seconds)
     except GpushareError:
-        for one in undone:
-            note(one)
+        for text in undone:
+            note(text)
         raise
     if settings.dry_run:
-        return _with_limits(_shown(rows, found, dry_run=True, undo=_way_back(host, rows)), host, wanted)
+        return _with_limits(_shown(rows, matched, dry_run=True, undo=_way_back(host, rows)), host, wanted)
     undo = None
     if any(row.steps for row in rows):
         _need_root(host, rows)
-        rows, found, notes, undo = _carried(host, ledger, wanted, rows)
+        rows, matched, notes, undo = _carried(host, ledger, wanted, rows)
         undone += notes
-    found = replace(found, notes=(*undone, *found.notes))
-    holds = not found.missing and all(row.error is None for row in rows)
+    matched = replace(matched, notes=(*undone, *matched.notes))
+    holds = not matched.missing and all(row.error is None for row in rows)
     if holds:
-        found = replace(
-            found, notes=(*found.notes, *_forgotten(host, found), *_followed(host, wanted), *_limited(host, wanted))
+        matched = replace(
+            matched,
+            notes=(*matched.notes, *_forgotten(host, matched), *_followed(host, wanted), *_limited(host, wanted)),
         )
-    result = _shown(rows, found, dry_run=False, undo=undo)
+    result = _shown(rows, matched, dry_run=False, undo=undo)
     return _kept(host, text, result) if holds else result
 
 
@@ -145,18 +146,18 @@ def _planned(host: Host, ledger: MigLedger, wanted: HostFile, seconds: float) ->
     deadline, told = time.monotonic() + seconds, set()
     while True:
         gpus = gpus_of(host)
-        found = entries_of(wanted, gpus)
-        rows = [_row(host, ledger, index, found, wanted) for index in found.entries]
-        _refuse([*found.missing, *(row.error for row in rows if isinstance(row.error, _WRONG))])
+        matched = entries_of(wanted, gpus)
+        rows = [_row(host, ledger, index, matched, wanted) for index in matched.entries]
+        _refuse([*matched.missing, *(row.error for row in rows if isinstance(row.error, _WRONG))])
         busy = [row.error for row in rows if isinstance(row.error, InUse)]
-        left = deadline - time.monotonic()
-        if not busy or left <= 0:
-            return rows, found
+        rest = deadline - time.monotonic()
+        if not busy or rest <= 0:
+            return rows, matched
         for error in busy:
             if error.message not in told:
                 told.add(error.message)
-                note(f"waiting up to {left:.0f} s: {error.message}")
-        time.sleep(min(_POLL_SECONDS, max(0.02, left)))
+                note(f"waiting up to {rest:.0f} s: {error.message}")
+        time.sleep(min(_POLL_SECONDS, max(0.02, rest)))
 
 
 def _refuse(faults: Sequence[GpushareError]) -> None:
@@ -201,13 +202,13 @@ def _carried(
         agreed = consented(_whole(rows), agreed)
         with ledger.locked():
             notes += recover(host, ledger)
-            found = entries_of(wanted, gpus_of(host))
+            matched = entries_of(wanted, gpus_of(host))
             # Plan all before the first change: an error found now still changes nothing.
-            rows = [_row(host, ledger, index, found, wanted) for index in found.entries]
-            _refuse(found.missing)
+            rows = [_row(host, ledger, index, matched, wanted) for index in matched.entries]
+            _refuse(matched.missing)
             if is_agreed(_whole(rows), agreed):
                 undo = _way_back(host, rows)
-                return [_done(host, ledger, row, found, agreed) for row in rows], found, notes, undo
+                return [_done(host, ledger, row, matched, agreed) for row in rows], matched, notes, undo
 
 
 def _way_back(host: Host, rows: Sequence[_Row]) -> str | None:
@@ -215,7 +216,7 @@ def _way_back(host: Host, rows: Sequence[_Row]) -> str | None:
     changed = {row.gpu for row in rows if row.steps}
     state = HostState(host)
     file, _ = captured(live_gpus(state, [gpu for gpu in state.gpus if gpu.index in changed]))
-    if len(changed) != sum(len(one.match.values) for one in file.entries):
+    if len(changed) != sum(len(entry.match.values) for entry in file.entries):
         return None
     kept = kept_file(host)
     if kept is not None:
@@ -314,7 +315,7 @@ def _with_limits(planned: Result, host: Host, wanted: HostFile) -> Result:
     limits = changed_limits(host, wanted)
     if not limits or planned.errors:
         return planned
-    tables = tuple(replace(one, empty="only limits of users would change") for one in planned.tables)
+    tables = tuple(replace(table, empty="only limits of users would change") for table in planned.tables)
     data = replace(planned.data, limits=tuple(limits))
     notes = (*planned.notes, *limits, *_ended_leases(host, wanted))
     return replace(planned, tables=tables, notes=notes, data=data)
@@ -325,8 +326,8 @@ def _kept(host: Host, text: str, result: Result) -> Result:
     try:
         return replace(result, data=replace(result.data, kept=str(keep_applied(host, text))))
     except GpushareError as error:
-        said = error.restated(message=f"the file was applied, but it will not be applied at boot: {error.message}")
-        return replace(result, errors=(said,), exit_code=said.exit_code)
+        failed = error.restated(message=f"the file was applied, but it will not be applied at boot: {error.message}")
+        return replace(result, errors=(failed,), exit_code=failed.exit_code)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -358,7 +359,12 @@ def _in_force(row: _Row) -> str:
         words += [f"{', '.join(mps.limits.words)} per client"] if mps.limits.words else []
         words += ["no programs outside it"] if mps.exclusive else []
     if entry.mig:
-        words.append(" ".join(one.wish if one.name is None else f"{one.wish} '{one.name}'" for one in entry.mig))
+        words.append(
+            " ".join(
+                instance.wish if instance.name is None else f"{instance.wish} '{instance.name}'"
+                for instance in entry.mig
+            )
+        )
     return f"GPU {row.gpu}: {entry.sharing.value}{': ' if words else ''}{', '.join(words)}"
 
 
@@ -367,7 +373,7 @@ def _shown(rows: Sequence[_Row], found: Matched, *, dry_run: bool, undo: str | N
     if errors and len(errors) == len(rows) + len(found.missing) == 1:
         raise errors[0]
     steps = [step for row in rows for step in row.steps]
-    notes = [*found.notes, *(one for row in rows if row.plan for one in row.plan.change.notes)]
+    notes = [*found.notes, *(text for row in rows if row.plan for text in row.plan.change.notes)]
     whole = replace(_whole(rows), steps=tuple(steps), undo=undo, notes=tuple(dict.fromkeys(notes)))
     # With an error, no steps does not mean that everything is as requested.
     empty = {"empty": "nothing is changed"} if errors else {}

@@ -41,7 +41,7 @@ def capture(
     `gpushare apply -f gpushare.yaml` restores it, after a reboot or on another host. A note names what a file cannot
     express. Needs root for what only root sees: grants, and daemons of other users.
     """
-    keys = {one.title: one for one in (Exactness.INDEX, Exactness.UUID)}
+    keys = {way.title: way for way in (Exactness.INDEX, Exactness.UUID)}
     if by not in keys:
         raise BadUsage(f"{quoted(by)} is not a way to name GPUs", "give --by index or --by uuid", code="bad_key")
     state = HostState(settings.connect())

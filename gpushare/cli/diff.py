@@ -34,16 +34,16 @@ def diff(path: HostFileArgument = None, file: HostFileOption = None) -> Any:
     path = host_file(path, file, "diff")
     wanted, _ = load(path)
     state = HostState(settings.connect())
-    found = entries_of(wanted, state.gpus)
-    live = live_gpus(state, [gpu for gpu in state.gpus if gpu.index in found.entries])
-    rows = [_row(one, found.entries) for one in live]
-    rows += [GpuDiff(problem=error.message) for error in found.missing]
+    matched = entries_of(wanted, state.gpus)
+    live = live_gpus(state, [gpu for gpu in state.gpus if gpu.index in matched.entries])
+    rows = [_row(gpu, matched.entries) for gpu in live]
+    rows += [GpuDiff(problem=error.message) for error in matched.missing]
     processes = deviations(state.host, Policy(wanted.rules, names_in(wanted))) if wanted.rules else []
     limits = changed_limits(state.host, wanted)
     good = all(row.as_requested for row in rows) and not processes and not limits
     # A GPU with a problem would be refused by apply, too.
     fixable = limits or any(not row.as_requested and row.problem is None for row in rows)
-    notes = (*found.notes, f"make it so: gpushare apply -f {shlex.quote(path)}") if fixable else found.notes
+    notes = (*matched.notes, f"make it so: gpushare apply -f {shlex.quote(path)}") if fixable else matched.notes
     if processes:
         notes = (*notes, f"for the processes: gpushare timeslice keep -f {shlex.quote(path)}")
     lines = [*map(_lines, rows), *map(str, processes), *limits]
@@ -92,11 +92,11 @@ class DiffAnswer:
 
 def _row(live: LiveGpu, entries: Mapping[int, Entry]) -> GpuDiff:
     entry, problem = entries[live.gpu.index], live.gpu.error
-    found: tuple[Point, ...] = ()
+    differences: tuple[Point, ...] = ()
     if problem is None:
         try:
-            found = points(live, entry, entries)
-            if found:
+            differences = points(live, entry, entries)
+            if differences:
                 check_fits(live.gpu, entry, () if live.layout is None else live.layout.profiles)
         except GpushareError as error:
             problem = error.message
@@ -104,9 +104,9 @@ def _row(live: LiveGpu, entries: Mapping[int, Entry]) -> GpuDiff:
         gpu=live.gpu.index,
         uuid=live.gpu.uuid,
         sharing=entry.sharing,
-        as_requested=problem is None and not found,
+        as_requested=problem is None and not differences,
         problem=problem,
-        differences=tuple(found),
+        differences=tuple(differences),
     )
 
 
@@ -117,4 +117,4 @@ def _lines(row: GpuDiff) -> str:
     if row.as_requested:
         return f"{title}: as in the file"
     lines = [f"{title}: different", *([f"  {row.problem}"] if row.problem else [])]
-    return "\n".join([*lines, *(f"  {one}" for one in row.differences)])
+    return "\n".join([*lines, *(f"  {text}" for text in row.differences)])

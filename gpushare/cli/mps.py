@@ -67,7 +67,7 @@ def status(gpu: GpuOption = None) -> Any:
     tables = tuple(table for table in result.tables if table.name.startswith("mps"))
     # On a host with several GPUs a change must name its GPU.
     name = f" -g {chosen.gpus[0].index}" if len(snapshot.gpus) > 1 else ""
-    where = "this host" if gpu is None else " or ".join(f"GPU {one.index}" for one in chosen.gpus)
+    where = "this host" if gpu is None else " or ".join(f"GPU {gpu_there.index}" for gpu_there in chosen.gpus)
     return replace(
         result,
         command="mps status",
@@ -102,7 +102,7 @@ def logs(
     homes = [home_of(directory, device.uuid) for directory in host.run_directories]
     # Directories that others may write come last.
     written = [home for home in homes if (home.log / "control.log").exists()]
-    home = min(written, key=lambda one: not one.is_trusted(), default=None)
+    home = min(written, key=lambda each: not each.is_trusted(), default=None)
     if home is None:
         raise NotFound(
             f"no MPS daemon of gpushare has written a log for {device.title}",
@@ -113,23 +113,23 @@ def logs(
     if not home.is_trusted():
         raise NoPermission(
             f"other users may have written the logs in {home.directory}: they can write there or in a directory above",
-            f"see the permissions: ls -ld {shlex.join(str(one) for one in (home.directory, *home.directory.parents[:2]))}",
+            f"see the permissions: ls -ld {shlex.join(str(path) for path in (home.directory, *home.directory.parents[:2]))}",
             gpu=device.gpu.index,
             code="directory_open",
         )
     names = [name for name, only in (("control.log", server), ("server.log", control)) if not only or server == control]
-    found, left_out = {}, 0
+    texts, left_out = {}, 0
     for name in names:
         asked = name == "control.log" and not settings.verbose
         # Most of the log may be questions.
         whole = tail(home.log / name, _MOST_LINES if asked else lines)
         kept = without_questions(whole) if asked else whole
         left_out += len(whole) - len(kept)
-        found[name] = kept[-lines:]
+        texts[name] = kept[-lines:]
     notes = (f"{counted(left_out, 'line')} of gpushare's own questions left out; with them: -v",) if left_out else ()
-    text = "\n\n".join(f"==> {home.log / name} <==\n" + "\n".join(found[name]) for name in names)
+    text = "\n\n".join(f"==> {home.log / name} <==\n" + "\n".join(texts[name]) for name in names)
     return Result(
-        command="mps logs", data=MpsLogsAnswer(log_directory=str(home.log), lines=found), text=text, notes=notes
+        command="mps logs", data=MpsLogsAnswer(log_directory=str(home.log), lines=texts), text=text, notes=notes
     )
 
 
@@ -306,11 +306,11 @@ def start(
 
     def plan() -> Plan:
         return one_plan(
-            [plan_start(host, one, limits[one.uuid], exclusive=exclusive, users=allowed) for one in devices]
+            [plan_start(host, device, limits[device.uuid], exclusive=exclusive, users=allowed) for device in devices]
         )
 
     # Once before the locks, which need directories: a refused start must leave nothing behind.
-    homes = [own_home(host, one.uuid) for one in devices]
+    homes = [own_home(host, device.uuid) for device in devices]
     return carried_out("mps start", plan(), homes=homes, again=plan)
 
 
@@ -377,8 +377,8 @@ def stop(
     chosen = daemons_to_stop(host, gpus, gpu, pipe_directory)
     forces = force or drain is not None
     works = [
-        (Stop(host, one, device, drain_seconds=seconds, force=forces, on_wait=_waiting()), one)
-        for one, device in chosen
+        (Stop(host, item, device, drain_seconds=seconds, force=forces, on_wait=_waiting()), item)
+        for item, device in chosen
     ]
     steps = tuple(step for work, _ in works for step in work.steps)
     losses = () if settings.yes else tuple(loss for work, _ in works for loss in work.losses())
@@ -386,16 +386,16 @@ def stop(
     plan = Plan(title="MPS daemons are stopped", steps=steps, undo=undo, consent=losses)
     if settings.dry_run:
         planned = plan_result("mps stop", plan, dry_run=True)
-        return with_answer(planned, MpsStopAnswer, stopped=tuple(stop_row(work, found) for work, found in works))
+        return with_answer(planned, MpsStopAnswer, stopped=tuple(stop_row(work, item) for work, item in works))
     consented(plan)
     rows, errors = [], []
     done: list[tuple[str, str | None]] = []
     # One deadline for all daemons: their clients end at the same time.
     deadline = time.monotonic() + seconds
-    for work, found in works:
+    for work, item in works:
         work.drain_seconds = max(0.0, deadline - time.monotonic())
         try:
-            rows.append(stop_row(work, found, work.run()))
+            rows.append(stop_row(work, item, work.run()))
             done.append((sentence(rows[-1]), work.undo))
         except GpushareError as error:
             # A daemon that is in use must not keep the others from being stopped.

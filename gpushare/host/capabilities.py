@@ -69,16 +69,16 @@ class Capabilities:
 
     def of_gpu(self, minor: int) -> Mapping[Place, Capability]:
         """Return the capabilities of the instances of a GPU, given by minor number."""
-        found: dict[Place, Capability] = {}
+        capabilities: dict[Place, Capability] = {}
         for gpu_instance in _numbered(self._real(_directory(minor)), "gi"):
             own = self.read(minor, gpu_instance)
             if own is not None:
-                found[gpu_instance, None] = own
+                capabilities[gpu_instance, None] = own
             for compute_instance in _numbered(self._real(_directory(minor, gpu_instance)), "ci"):
                 inner = self.read(minor, gpu_instance, compute_instance)
                 if inner is not None:
-                    found[gpu_instance, compute_instance] = inner
-        return found
+                    capabilities[gpu_instance, compute_instance] = inner
+        return capabilities
 
     def read(self, minor: int, gpu_instance: int, compute_instance: int | None = None) -> Capability | None:
         """Return one capability, or None if it has no file."""

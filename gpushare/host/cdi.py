@@ -78,14 +78,14 @@ def find_specs(host: Host, *, root: Path | None = None) -> tuple[CdiSpec, ...]:
     Left out are files of other kinds (k8s.device-plugin.nvidia.com/gpu belongs to the device plugin), files that cannot
     be read, and files written by hand, in which no device has a name as from nvidia-ctk.
     """
-    found = []
+    specs = []
     for directory in DIRECTORIES:
         with contextlib.suppress(OSError):
             for file in sorted(local_path(host, directory, root=root).iterdir()):
                 spec = _read(file, f"{directory}/{file.name}") if file.suffix in {".yaml", ".json"} else None
                 if spec is not None and any(_is_generated(device.name) for device in spec.devices):
-                    found.append(spec)
-    return tuple(found)
+                    specs.append(spec)
+    return tuple(specs)
 
 
 def _read(file: Path, path: str) -> CdiSpec | None:
@@ -135,8 +135,8 @@ def stale(host: Host, gpus: Sequence[Gpu], *, root: Path | None = None) -> tuple
 
     ``gpus`` are all GPUs of the host with their MIG devices. If one does not answer, no device counts as gone.
     """
-    found = (_compared(spec, gpus) for spec in find_specs(host, root=root))
-    return tuple(one for one in found if one.gone or one.missing or one.moved)
+    compared = (_compared(spec, gpus) for spec in find_specs(host, root=root))
+    return tuple(spec for spec in compared if spec.gone or spec.missing or spec.moved)
 
 
 def _compared(spec: CdiSpec, gpus: Sequence[Gpu]) -> Staleness:
@@ -167,13 +167,13 @@ def _is_index(name: str, index: int) -> bool:
 def _by_index(spec: CdiSpec, gpus: Sequence[Gpu]) -> dict[str, str]:
     """Return the UUIDs of MIG devices that are named by index; the name itself when unknown."""
     same = {device.nodes: device.name for device in spec.devices if device.nodes and device.name.startswith("MIG-")}
-    found = {}
+    uuids = {}
     for device in spec.devices:
         match = _MIG.fullmatch(device.name)
         if match is not None:
             gpu = next((gpu for gpu in gpus if gpu.index == int(match[1])), None)
-            found[device.name] = same.get(device.nodes) or _by_capabilities(device, gpu) or device.name
-    return found
+            uuids[device.name] = same.get(device.nodes) or _by_capabilities(device, gpu) or device.name
+    return uuids
 
 
 def _by_capabilities(device: CdiDevice, gpu: Gpu | None) -> str | None:
@@ -237,13 +237,13 @@ def refresh(host: Host, spec: CdiSpec, *, root: Path | None = None) -> None:
     done = host.programs.run(command, timeout=REFRESH_SECONDS)
     by_hand = f"see what it says: sudo {' '.join(command)}"
     if done.exit_code != 0:
-        said = (done.text.splitlines() or [f"exit code {done.exit_code}"])[-1][:300]
+        printed = (done.text.splitlines() or [f"exit code {done.exit_code}"])[-1][:300]
         if "permission denied" in done.text.lower():
             raise NoPermission(
-                f"nvidia-ctk may not write {spec.path}: {said}", f"run as root: sudo {' '.join(command)}"
+                f"nvidia-ctk may not write {spec.path}: {printed}", f"run as root: sudo {' '.join(command)}"
             )
-        raise OperationFailed(f"nvidia-ctk did not write {spec.path}: {said}", by_hand, code="cdi_not_written")
-    wrong = next((one for one in stale(host, gpus, root=root) if one.path == spec.path), None)
+        raise OperationFailed(f"nvidia-ctk did not write {spec.path}: {printed}", by_hand, code="cdi_not_written")
+    wrong = next((each for each in stale(host, gpus, root=root) if each.path == spec.path), None)
     if wrong is not None:
         raise OperationFailed(
             f"nvidia-ctk wrote {spec.path}, but it {describe(wrong)}", by_hand, code="cdi_still_stale"

@@ -67,13 +67,13 @@ class Cgroups:
         except OSError as error:
             return f"{self.root} cannot be used: {error.strerror or error}"
         text = self.own_text()
-        found = re.search(r"^0::(/[^\n]*)$", text, re.MULTILINE)
-        if found is None or ".." in found[1].split("/"):
+        match = re.search(r"^0::(/[^\n]*)$", text, re.MULTILINE)
+        if match is None or ".." in match[1].split("/"):
             return "the cgroup of gpushare is unknown"
         container = container_of(text)
         if container is not None:
             return f"the program would leave the container or job {container}"
-        names = [name for name in found[1].split("/") if name]
+        names = [name for name in match[1].split("/") if name]
         service = next((name for name in names if name.endswith(".service") and not _MANAGER.fullmatch(name)), None)
         if service is not None:
             return f"the program would leave {service}"
@@ -101,8 +101,8 @@ class Cgroups:
         """
         descriptor = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | _SAFE)
         try:
-            found = os.fstat(descriptor)
-            if found.st_uid != self._owner or found.st_mode & _FORBIDDEN:
+            stated = os.fstat(descriptor)
+            if stated.st_uid != self._owner or stated.st_mode & _FORBIDDEN:
                 raise PermissionError(errno.EPERM, "it is not root's alone", self.root)
             yield descriptor
         finally:
@@ -186,10 +186,10 @@ class Cgroups:
         """Return whether a live process is in a cgroup, or in one below it (cgroup.events); None: unknown."""
         try:
             with self.inside(name) as directory:
-                found = re.search(r"^populated ([01])$", self.read(directory, "cgroup.events") or "", re.MULTILINE)
+                match = re.search(r"^populated ([01])$", self.read(directory, "cgroup.events") or "", re.MULTILINE)
         except OSError:
             return None
-        return None if found is None else found[1] == "1"
+        return None if match is None else match[1] == "1"
 
     def holds(self, name: str, pid: int) -> bool:
         """Return whether a process is in a cgroup, or in one below it (``/proc/PID/cgroup``)."""
@@ -275,12 +275,12 @@ class JobCgroup:
 
 def sweep(tree: Cgroups, nvml: NvmlReader) -> None:
     """Remove the cgroups of gpushares that are gone, where no process is in them any more."""
-    for one in tree.left():
-        if not one.populated():
+    for cgroup in tree.left():
+        if not cgroup.populated():
             with contextlib.suppress(GpushareError):
                 for index in range(nvml.count()):
-                    release(nvml, index, one)
-            one.remove()
+                    release(nvml, index, cgroup)
+            cgroup.remove()
 
 
 def release(nvml: NvmlReader, index: int, cgroup: JobCgroup) -> None:

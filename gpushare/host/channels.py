@@ -309,14 +309,14 @@ class KernelProcess:
     def numbers(self) -> list[int]:
         """Return the descriptors whose path is the control node. Their device is not checked yet."""
         try:
-            found = _control_numbers(self.identity.pid, self._node)
+            numbers = _control_numbers(self.identity.pid, self._node)
         except PermissionError:
             raise _forbidden(self.identity.pid) from None
         except OSError:
             raise Refused("gone") from None
-        if not found and _in_wsl():
+        if not numbers and _in_wsl():
             raise Refused("wsl")
-        return found
+        return numbers
 
     def inherited(self, number: int) -> bool:
         """Return whether an ancestor has the same open file, and so created its clients. False if unknown."""
@@ -354,21 +354,21 @@ class KernelProcess:
 
 
 def _is(file: int, device: tuple[int, int]) -> bool:
-    found = os.fstat(file)
-    return stat.S_ISCHR(found.st_mode) and (os.major(found.st_rdev), os.minor(found.st_rdev)) == device
+    stated = os.fstat(file)
+    return stat.S_ISCHR(stated.st_mode) and (os.major(stated.st_rdev), os.minor(stated.st_rdev)) == device
 
 
 def _control_numbers(pid: int, node: str) -> list[int]:
     """Return the descriptors of a process whose path is the control node, in its own mount namespace."""
-    found: list[int] = []
+    numbers: list[int] = []
     with os.scandir(f"/proc/{pid}/fd") as entries:
         for looked, entry in enumerate(entries):
-            if looked >= _MOST_DESCRIPTORS or len(found) >= _MOST_FILES:
+            if looked >= _MOST_DESCRIPTORS or len(numbers) >= _MOST_FILES:
                 break
             with contextlib.suppress(FileNotFoundError):
                 if os.readlink(entry.path) == node:
-                    found.append(int(entry.name))
-    return sorted(found)
+                    numbers.append(int(entry.name))
+    return sorted(numbers)
 
 
 def _ended(pidfd: int) -> bool:
@@ -514,8 +514,8 @@ class _File:
         return _NUMBER(argument, _STATUS_AT)[0], _NUMBER(parameters, 8)[0]
 
     def parent_of(self, client: int, thing: int) -> int | None:
-        status, found = self.info(client, thing, PARENT)
-        return found if status == OK else None
+        status, parent = self.info(client, thing, PARENT)
+        return parent if status == OK else None
 
     def slice_of(self, client: int, group: int) -> int:
         parameters = bytearray(SLICE.size)
@@ -583,15 +583,17 @@ def _find(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, Any]:
         if not opened:
             raise refused[0]
         pid = process.identity.pid if files.sees_host_pids() else None
-        known: Sequence[_Wire] = request.get("groups", ())
-        if known:
-            pairs = {(number, client) for number, client, *_ in known if number in opened}
-            found = [group for number, client in sorted(pairs) for group in _groups(opened[number], number, client)]
-            groups = _judged(found, opened, pid, complete=True, strange=None)
+        groups_before: Sequence[_Wire] = request.get("groups", ())
+        if groups_before:
+            pairs = {(number, client) for number, client, *_ in groups_before if number in opened}
+            groups_now = [
+                group for number, client in sorted(pairs) for group in _groups(opened[number], number, client)
+            ]
+            groups = _judged(groups_now, opened, pid, complete=True, strange=None)
         else:
             groups = _scan(opened, pid, newest, began + SCAN_SECONDS)
         for group in groups:
-            if group.engine == "compute" and not known and request.get("probe", True):
+            if group.engine == "compute" and not groups_before and request.get("probe", True):
                 _probe(opened[group.descriptor], group)
         started = process.identity.started
     return {"started": started, "groups": [asdict(group) for group in groups], "seconds": time.monotonic() - began}
@@ -629,9 +631,9 @@ def _scan(opened: Mapping[int, _File], pid: int | None, newest: int | None, dead
 
     RM does not list the clients of a file, so every handle is tried. A wrong one answers INVALID_CLIENT.
     """
-    found: list[Group] = []
+    groups: list[Group] = []
     seen: set[int] = set()
-    left: int | None = None
+    tries: int | None = None
     strange: int | None = None
     complete = True
     for step, client in enumerate(_order(newest)):
@@ -644,18 +646,18 @@ def _scan(opened: Mapping[int, _File], pid: int | None, newest: int | None, dead
                 continue
             if client not in seen:
                 seen.add(client)
-                found += _groups(file, number, client)
-                left = _WINDOW if any(group.engine == "compute" for group in found) else None
-        if left is not None:
-            left -= 1
-            if left < 0:
+                groups += _groups(file, number, client)
+                tries = _WINDOW if any(group.engine == "compute" for group in groups) else None
+        if tries is not None:
+            tries -= 1
+            if tries < 0:
                 break
         elif step % 1024 == 0 and time.monotonic() > deadline:
             complete = False
             break
-    if sum(len(group.channels) for group in found) > _MOST_CHANNELS:
+    if sum(len(group.channels) for group in groups) > _MOST_CHANNELS:
         raise Refused("too_many")
-    return _judged(found, opened, pid, complete=complete, strange=strange)
+    return _judged(groups, opened, pid, complete=complete, strange=strange)
 
 
 def _judged(
@@ -684,7 +686,7 @@ def _judged(
 
 def _owners(file: _File, group: Group) -> Sequence[int] | None:
     """Return the PIDs that have compute objects on the GPU of a group; None: unknown."""
-    found: list[int] = []
+    holders: list[int] = []
     for kind in group.classes:
         if kind & 0xFF != _COMPUTE:
             continue
@@ -692,8 +694,8 @@ def _owners(file: _File, group: Group) -> Sequence[int] | None:
         if file.control(group.client, group.subdevice, GPU_GET_PIDS, parameters) != OK:
             return None
         _, _, count, *pids = PIDS.unpack(parameters)
-        found += pids[: min(count, len(pids))]
-    return found
+        holders += pids[: min(count, len(pids))]
+    return holders
 
 
 def _groups(file: _File, number: int, client: int) -> list[Group]:
@@ -714,13 +716,13 @@ def _groups(file: _File, number: int, client: int) -> list[Group]:
         elif _is_channel(objects.get(parent, 0)):
             classes.setdefault(parents.get(parent) or 0, set()).add(objects[handle])
     mps = CLASS_MPS in objects.values()
-    found = []
+    groups = []
     for handle, kind in objects.items():
         subdevice = subdevices.get(parents.get(handle) or 0)
         if kind != CLASS_GROUP or subdevice is None:
             continue
         on_channels = tuple(sorted(classes.get(handle, ())))
-        found.append(
+        groups.append(
             Group(
                 descriptor=number,
                 client=client,
@@ -734,7 +736,7 @@ def _groups(file: _File, number: int, client: int) -> list[Group]:
                 under_mps=mps,
             )
         )
-    return found
+    return groups
 
 
 def _objects(file: _File, client: int) -> dict[int, int]:
@@ -743,20 +745,20 @@ def _objects(file: _File, client: int) -> dict[int, int]:
     status = file.control(client, client, CHILD_HANDLE, parameters)
     device = CHILD.unpack(parameters)[2] if status == OK else 0
     bases = {OBJECT_BASE, (device & 0xFFF00000) or OBJECT_BASE}
-    found: dict[int, int] = {}
+    classes: dict[int, int] = {}
     info = file.info
     for base in sorted(bases):
         empty = 0
         for block in range(base, base + _BLOCK * _MOST_BLOCKS, _BLOCK):
-            before = len(found)
+            before = len(classes)
             for handle in range(block, block + _BLOCK):
                 status, kind = info(client, handle)
                 if status == OK:
-                    found[handle] = kind
-            empty = 0 if len(found) > before else empty + 1
+                    classes[handle] = kind
+            empty = 0 if len(classes) > before else empty + 1
             if empty == _MOST_EMPTY or (empty and block == base):
                 break
-    return found
+    return classes
 
 
 def _is_channel(kind: int) -> bool:
@@ -804,7 +806,7 @@ def _checked(
     files: KernelFiles, request: Mapping[str, Any], *, skip_stale: bool = False
 ) -> Iterator[list[tuple[_File, _Wire]]]:
     """Duplicate the files of known groups for one request, and check that each is still a group. Raises Refused."""
-    found: list[tuple[_File, _Wire]] = []
+    opened_groups: list[tuple[_File, _Wire]] = []
     stale: Refused | None = None
     with files.process(request["pid"], request["started"]) as process, contextlib.ExitStack() as stack:
         opened: dict[int, _File] = {}
@@ -821,10 +823,10 @@ def _checked(
                     raise
                 stale = error
             else:
-                found.append((opened[number], group))
-        if not found and stale is not None:
+                opened_groups.append((opened[number], group))
+        if not opened_groups and stale is not None:
             raise stale
-        yield found
+        yield opened_groups
 
 
 def _check(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ARG001 - as the others
@@ -1073,10 +1075,10 @@ class Caller:
         channel.sendall(json.dumps(request).encode() + b"\n")
         reply = bytearray()
         while not reply.endswith(b"\n"):
-            left = deadline - time.monotonic()
-            if left <= 0:
+            seconds = deadline - time.monotonic()
+            if seconds <= 0:
                 raise TimeoutError
-            channel.settimeout(left)
+            channel.settimeout(seconds)
             chunk = channel.recv(1 << 16)
             if not chunk:
                 raise OSError(errno.EPIPE, os.strerror(errno.EPIPE))
@@ -1185,8 +1187,8 @@ class ChannelControl:
         seconds = 0.0
         for group in channels.compute:
             if group.slice_us is not None:
-                one = Channels(pid=channels.pid, started=channels.started, groups=(group,))
-                seconds += self.set_slice(one, group.slice_us)
+                alone = Channels(pid=channels.pid, started=channels.started, groups=(group,))
+                seconds += self.set_slice(alone, group.slice_us)
         return seconds
 
     def disable(self, channels: Channels) -> float:

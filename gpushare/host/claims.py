@@ -99,10 +99,10 @@ class HeldClaim:
 
     def add(self, pid: int) -> None:
         """Let another process of this user hold it too; its rank stays."""
-        one = identity_of(pid)
-        if one is None:
+        process = identity_of(pid)
+        if process is None:
             raise OperationFailed(f"process {pid} is gone", "see why: dmesg", code=_CODE)
-        _append(self.path, _process_line(one))
+        _append(self.path, _process_line(process))
 
     def tell(self, fact: str) -> None:
         """Add a fact, for readers of `Claim.facts`.
@@ -202,14 +202,14 @@ def why_unreadable(host: Host, prefix: str = EXCLUSIVE) -> str | None:
 
 def live_claims(host: Host) -> dict[str, Claim] | None:
     """Return the claims in force by key; None: unknown."""
-    found: dict[str, Claim] = {}
+    in_force: dict[str, Claim] = {}
     claims = all_claims(host)
     if claims is None:
         return None
     for claim in claims:
-        if claim.key not in found or claim.rank < found[claim.key].rank:
-            found[claim.key] = claim
-    return found
+        if claim.key not in in_force or claim.rank < in_force[claim.key].rank:
+            in_force[claim.key] = claim
+    return in_force
 
 
 def _first(directory: Path, key: str, held: HeldClaim, ticket: int) -> Claim | None:
@@ -219,7 +219,7 @@ def _first(directory: Path, key: str, held: HeldClaim, ticket: int) -> Claim | N
     while True:
         others = [claim for claim in _claims(directory, key) if claim.path != held.path]
         before = sorted(
-            (other for other in others if other.ticket is not None and other.rank < mine), key=lambda one: one.rank
+            (other for other in others if other.ticket is not None and other.rank < mine), key=lambda claim: claim.rank
         )
         if before:
             return before[0]
@@ -286,7 +286,7 @@ def _read(path: Path, boot: str, space: int, *, remove: bool) -> Claim | None:
         # Its PIDs belong to another namespace.
         return None
     told, ticket, facts = _lines(match)
-    alive = tuple(one for one in told if match[1].decode() == boot and lives(one, seen.st_uid))
+    alive = tuple(process for process in told if match[1].decode() == boot and lives(process, seen.st_uid))
     if not alive:
         if remove:
             _remove(path)

@@ -56,7 +56,7 @@ class Guard:
             )
         except OSError as error:
             raise self._failed(error) from error
-        self._started[:] = [*(one for one in self._started if one.poll() is None), self._process]
+        self._started[:] = [*(guard for guard in self._started if guard.poll() is None), self._process]
         self._words, self._answers = cast("IO[bytes]", self._process.stdin), cast("IO[bytes]", self._process.stdout)
         self.pid = self._process.pid
 

@@ -235,7 +235,7 @@ def make_private_directory(path: Path, mode: int = 0o755, *, variable: str = "GP
     """
     try:
         _make(path, mode)
-        found, itself = path.stat(), path.lstat()
+        target, itself = path.stat(), path.lstat()
     except OSError as error:
         raise NoPermission(
             f"cannot create the directory {path}: {error.strerror}",
@@ -245,7 +245,7 @@ def make_private_directory(path: Path, mode: int = 0o755, *, variable: str = "GP
             code="directory_unwritable",
         ) from None
     # Through a link another user could choose where our files go.
-    strangers = {found.st_uid, itself.st_uid} - {os.geteuid(), 0}
+    strangers = {target.st_uid, itself.st_uid} - {os.geteuid(), 0}
     if strangers:
         raise NoPermission(
             f"the directory {path} belongs to user {strangers.pop()}",
@@ -256,9 +256,9 @@ def make_private_directory(path: Path, mode: int = 0o755, *, variable: str = "GP
         raise NoPermission(
             f"the directory {path} is not writable", f"run as its owner, or set {variable}", code="directory_unwritable"
         )
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX:
+    if target.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not target.st_mode & stat.S_ISVTX:
         raise NoPermission(
-            f"the directory {path} is writable for others (mode {stat.S_IMODE(found.st_mode):o})",
+            f"the directory {path} is writable for others (mode {stat.S_IMODE(target.st_mode):o})",
             f"close it: chmod go-w {shlex.quote(str(path))}",
             code="directory_open",
         )
@@ -275,13 +275,13 @@ def is_trusted_directory(directory: Path, *below: str) -> bool:
     for name in ("", *below):
         path = os.path.join(path, name) if name else path
         try:
-            found = os.lstat(path)
-            if stat.S_ISLNK(found.st_mode) and found.st_uid in trusted:
-                found = os.stat(path)
+            stated = os.lstat(path)
+            if stat.S_ISLNK(stated.st_mode) and stated.st_uid in trusted:
+                stated = os.stat(path)
         except OSError:
             return False
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid not in trusted:
+        if not stat.S_ISDIR(stated.st_mode) or stated.st_uid not in trusted:
             return False
-        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX:
+        if stated.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not stated.st_mode & stat.S_ISVTX:
             return False
     return True

@@ -69,10 +69,10 @@ def real_uid(pid: int) -> int | None:
     """Return the real user id of a process; None: not visible, or the number is a thread's."""
     try:
         with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
-            found = _UID.search(file.read())
+            match = _UID.search(file.read())
     except OSError:
         return None
-    return int(found[2]) if found is not None and int(found[1]) == pid else None
+    return int(match[2]) if match is not None and int(match[1]) == pid else None
 
 
 def lives(one: Identity, uid: int) -> bool:

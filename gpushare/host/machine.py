@@ -82,10 +82,10 @@ class Machine:
     def shared_memory(self) -> Space | None:
         """Return the file system that MPS servers share with their clients (``/dev/shm``)."""
         try:
-            found = os.statvfs(SHARED_MEMORY)
+            stated = os.statvfs(SHARED_MEMORY)
         except OSError:
             return None
-        return Space(found.f_frsize * found.f_blocks, found.f_frsize * found.f_bavail)
+        return Space(stated.f_frsize * stated.f_blocks, stated.f_frsize * stated.f_bavail)
 
     def free_memory(self, pid: int) -> int | None:
         """Return how many bytes of host memory a process can still get: MemAvailable, or what its cgroups allow."""
@@ -145,13 +145,13 @@ class Machine:
 
     def environments(self, names: Collection[str]) -> Mapping[int, Mapping[str, str]]:
         """Return these variables by PID (``/proc/PID/environ``): as they were when the program started."""
-        found: dict[int, dict[str, str]] = {}
+        environments: dict[int, dict[str, str]] = {}
         for entry in os.listdir(self._proc):
             if entry.isdigit():
                 chosen = {name: value for name, value in self._environment(entry) if name in names}
                 if chosen:
-                    found[int(entry)] = chosen
-        return found
+                    environments[int(entry)] = chosen
+        return environments
 
     def _environment(self, pid: str) -> list[tuple[str, str]]:
         text = read_proc(f"{self._proc}/{pid}/environ", MOST_OF_ENVIRONMENT)

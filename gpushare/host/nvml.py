@@ -319,8 +319,8 @@ class NvmlReader:
         except (DriverNotLoaded, NvmlMissing):
             raise
         except GpushareError as error:
-            known = self._static.get(index, {})
-            return Gpu(index=index, error=error.message, **known)
+            facts = self._static.get(index, {})
+            return Gpu(index=index, error=error.message, **facts)
 
     # -- one GPU -----------------------------------------------------------------------------------
 
@@ -539,15 +539,15 @@ class NvmlReader:
 
     def _mig_instances(self, index: int) -> dict[str, Any]:
         handle, gpu = self.handle(index), str(index)
-        found, most = [], self.max_mig_devices(index)
+        instances, most = [], self.max_mig_devices(index)
         hidden = most is None
         for slot in range(most or 0):
             # Indexes may have gaps: NOT_FOUND is not the end.
             with contextlib.suppress(NotFound):
                 mig = self.ask(partial(_mig_handle, handle=handle, slot=slot), gpu)
                 hidden = hidden or mig is None
-                found += [] if mig is None else [self._mig_instance(mig, gpu)]
-        return {"mig_instances": tuple(found), "mig_hidden": hidden}
+                instances += [] if mig is None else [self._mig_instance(mig, gpu)]
+        return {"mig_instances": tuple(instances), "mig_hidden": hidden}
 
     def _mig_instance(self, mig: Any, gpu: str) -> MigInstance:
         name = _text(self.ask(lambda nvml: nvml.nvmlDeviceGetName(mig), gpu))
@@ -637,13 +637,13 @@ class NvmlReader:
         """
         handle, gpu = self.handle(index), str(index)
         try:
-            found = self.ask(lambda nvml: read_utilization(nvml, handle, int(since * 1e6)), gpu)
+            samples = self.ask(lambda nvml: read_utilization(nvml, handle, int(since * 1e6)), gpu)
         except NotFound:
             return {}
-        if found is None:
+        if samples is None:
             return None
         newest: dict[int, float] = {}
-        for pid, stamp, percent in found:
+        for pid, stamp, percent in samples:
             if percent > 0:
                 newest[pid] = max(stamp / 1e6, newest.get(pid, 0.0))
         return newest

@@ -46,7 +46,7 @@ def open_files(prefix: str, proc: str = "/proc") -> OpenFiles:
     only if the open file is that device. Only the first 16 Ki descriptors of a process are read.
     """
     devices = prefix.startswith("/dev/")
-    found: dict[int, tuple[str, ...]] = {}
+    paths_of: dict[int, tuple[str, ...]] = {}
     complete = True
     try:
         entries = [int(entry) for entry in os.listdir(proc) if entry.isdigit()]
@@ -70,8 +70,8 @@ def open_files(prefix: str, proc: str = "/proc") -> OpenFiles:
             continue
         else:
             if paths:
-                found[pid] = tuple(sorted(paths))
-    return OpenFiles(by_pid=found, complete=complete)
+                paths_of[pid] = tuple(sorted(paths))
+    return OpenFiles(by_pid=paths_of, complete=complete)
 
 
 def _files_of(directory: str) -> Iterator[tuple[str, str]]:
@@ -114,8 +114,8 @@ def _device(opened: str) -> tuple[int, int] | None:
     """Return the major and minor number of an open character device; None: something else."""
     statx = _statx()
     if statx is None:
-        found = os.stat(opened)
-        mode, device = found.st_mode, (os.major(found.st_rdev), os.minor(found.st_rdev))
+        stated = os.stat(opened)
+        mode, device = stated.st_mode, (os.major(stated.st_rdev), os.minor(stated.st_rdev))
     else:
         buffer = bytearray(_SIZE)
         statx(opened, buffer)
@@ -146,10 +146,10 @@ def _statx() -> Callable[[str, bytearray], None] | None:
 
 def drivers() -> Mapping[int, str]:
     """Return the names of character device drivers by major number (``/proc/devices``)."""
-    found: dict[int, str] = {}
+    drivers: dict[int, str] = {}
     with contextlib.suppress(OSError), open("/proc/devices", encoding="ascii", errors="replace") as file:
         for line in file.read(1 << 16).partition("Block devices:")[0].splitlines():
             major, _, name = line.strip().partition(" ")
             if major.isdigit():
-                found[int(major)] = name
-    return found
+                drivers[int(major)] = name
+    return drivers

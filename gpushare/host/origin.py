@@ -53,12 +53,12 @@ def origin_of(pid: int, *, command: bool = True, cgroups: str = _CGROUPS) -> Ori
     before = identity_of(pid)
     text = read_proc(f"/proc/{pid}/cgroup", _MOST_OF_CGROUPS) or b""
     status = read_proc(f"/proc/{pid}/status") or b""
-    said = _command(pid) if command else None
+    words = _command(pid) if command else None
     # The PID may have been given to another process while this was read.
     if before is None or identity_of(pid) != before:
         return None
     user, group, groups = (
-        found and found[1] for found in (_USER.search(status), _GROUP.search(status), _GROUPS.search(status))
+        match and match[1] for match in (_USER.search(status), _GROUP.search(status), _GROUPS.search(status))
     )
     lines = os.fsdecode(text)
     root, path = _cgroup(lines, cgroups)
@@ -66,7 +66,7 @@ def origin_of(pid: int, *, command: bool = True, cgroups: str = _CGROUPS) -> Ori
         uid=None if user is None else int(user),
         gids=frozenset(map(int, [*([group] if group else []), *(groups or b"").split()])),
         container=container_of(lines),
-        command=said,
+        command=words,
         cgroup=path,
         of_root=path is not None and is_of_root(root, path),
         started=before.started,
@@ -89,8 +89,8 @@ def _cgroup(text: str, cgroups: str) -> tuple[str, str | None]:
     """
     unified = os.path.exists(f"{cgroups}/cgroup.controllers")
     prefix = r"0::" if unified else r"\d+:name=systemd:"
-    found = re.search(rf"^{prefix}(/[^\n]*)$", text, re.MULTILINE)
-    return (cgroups if unified else f"{cgroups}/systemd"), None if found is None else found[1]
+    match = re.search(rf"^{prefix}(/[^\n]*)$", text, re.MULTILINE)
+    return (cgroups if unified else f"{cgroups}/systemd"), None if match is None else match[1]
 
 
 def is_of_root(root: str, path: str) -> bool:
@@ -116,7 +116,7 @@ def is_of_root(root: str, path: str) -> bool:
 
 def _only_root(path: str, is_kind: Callable[[int], bool]) -> bool:
     try:
-        found = os.lstat(path)
+        stated = os.lstat(path)
     except OSError:
         return False
-    return is_kind(found.st_mode) and found.st_uid == 0 and not found.st_mode & _FORBIDDEN
+    return is_kind(stated.st_mode) and stated.st_uid == 0 and not stated.st_mode & _FORBIDDEN

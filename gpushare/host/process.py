@@ -44,9 +44,9 @@ def container_of(cgroup: str) -> str | None:
     """
     # Split at the slashes: one regular expression for everything takes cubic time.
     for line in cgroup[:_MOST_CHARACTERS].split("\n"):
-        found = _named_in(line.split("/"))
-        if found is not None:
-            return found
+        container = _named_in(line.split("/"))
+        if container is not None:
+            return container
     return None
 
 
@@ -90,16 +90,16 @@ MOST_OF_ENVIRONMENT: Final = 1 << 20
 
 def read_proc(path: str, most: int = _MOST_BYTES) -> bytes | None:
     """Return the content of a file in ``/proc``; None: it cannot be read, or is longer than ``most``."""
-    parts, left = [], most + 1
+    parts, room = [], most + 1
     try:
         with open(path, "rb", buffering=0) as file:
             # In pieces: room for all that it might be takes longer to get than the file to read.
-            while left and (part := file.read(min(left, _PIECE))):
+            while room and (part := file.read(min(room, _PIECE))):
                 parts.append(part)
-                left -= len(part)
+                room -= len(part)
     except (OSError, MemoryError):
         return None
-    return b"".join(parts) if left else None
+    return b"".join(parts) if room else None
 
 
 class Stat(NamedTuple):
@@ -255,7 +255,7 @@ class Processes:
 
     def named(self, name: str) -> Sequence[int]:
         """Return the PIDs whose executable has this name; by the command line if ``exe`` cannot be read."""
-        found = []
+        pids = []
         for entry in os.listdir("/proc"):
             if not entry.isdigit():
                 continue
@@ -265,13 +265,13 @@ class Processes:
                 # The kernel cuts comm at 15 bytes, which is the same for the MPS daemon and its server.
                 same = os.path.basename((command_line_of(int(entry)) or ("",))[0]) == name
             if same and self.alive(int(entry)):
-                found.append(int(entry))
-        return sorted(found)
+                pids.append(int(entry))
+        return sorted(pids)
 
     def started_with(self, name: str, value: str) -> Sequence[int]:
         """Return the PIDs of the processes with this variable (``/proc/PID/environ``)."""
         entry = f"{name}={value}".encode()
-        pids = [int(one) for one in os.listdir("/proc") if one.isdigit()]
+        pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
         return [
             pid
             for pid in pids
@@ -334,7 +334,7 @@ class Processes:
         except OSError:
             return None
         whose = [f"{pid}/task/{thread}" for thread in threads]
-        return all(_in_mask("SigBlk", one, signal) is not False or _waits_for(one, signal) for one in whose)
+        return all(_in_mask("SigBlk", thread, signal) is not False or _waits_for(thread, signal) for thread in whose)
 
     def ignores(self, pid: int, signal: int) -> bool | None:
         """Return whether the process ignores a signal (SigIgn of ``/proc/PID/status``)."""
@@ -405,9 +405,9 @@ class Processes:
         """Return which processes have files open below a path (``/proc/PID/fd``); only root sees all of them."""
         from gpushare.host.open_files import OpenFiles, open_files
 
-        found = open_files(prefix)
+        opened = open_files(prefix)
         # Other processes of the host may not be in this namespace.
-        return OpenFiles(by_pid=found.by_pid, complete=found.complete and self.namespace_is_host() is not False)
+        return OpenFiles(by_pid=opened.by_pid, complete=opened.complete and self.namespace_is_host() is not False)
 
 
 def wait_gone(
@@ -416,11 +416,11 @@ def wait_gone(
     """Wait until processes are gone, and return those left after ``seconds``. A mapping has their starts."""
     started = pids if isinstance(pids, Mapping) else {}
     deadline = time.monotonic() + seconds
-    left = [pid for pid in pids if processes.alive(pid, started.get(pid))]
-    while left and time.monotonic() < deadline:
+    alive = [pid for pid in pids if processes.alive(pid, started.get(pid))]
+    while alive and time.monotonic() < deadline:
         time.sleep(interval)
-        left = [pid for pid in left if processes.alive(pid, started.get(pid))]
-    return left
+        alive = [pid for pid in alive if processes.alive(pid, started.get(pid))]
+    return alive
 
 
 def _waits_for(thread: str, signal: int) -> bool:

@@ -107,9 +107,9 @@ class _Started:
         """Wait until the program ends, its time is up, or it has printed too much."""
         given: bytes | None = self._stdin.encode()
         while True:
-            left = self._deadline - time.monotonic()
+            seconds = self._deadline - time.monotonic()
             try:
-                self._process.communicate(given, timeout=max(0.0, min(left, _LOOK_SECONDS)))
+                self._process.communicate(given, timeout=max(0.0, min(seconds, _LOOK_SECONDS)))
             except subprocess.TimeoutExpired:
                 given = None
             flooded = any(_written(file) > self._most for file in self._files)
@@ -117,7 +117,7 @@ class _Started:
                 raise _flooded(self._argv, self._most)
             if self._process.returncode is not None:
                 return
-            if left <= 0.0:
+            if seconds <= 0.0:
                 raise timed_out(self._argv, self._timeout)
 
     def _kill(self) -> None:
@@ -245,7 +245,7 @@ class Programs:
 def group_members(group: int) -> list[int]:
     """Return the PIDs of a process group without its leader and zombies."""
     return sorted(
-        pid for pid, one in every_stat() if one.group == group and pid != group and one.state not in {b"Z", b"X"}
+        pid for pid, stat in every_stat() if stat.group == group and pid != group and stat.state not in {b"Z", b"X"}
     )
 
 
@@ -273,9 +273,9 @@ def listener(pipe_directory: str) -> Listener | None:
         end.settimeout(_SECONDS)
         try:
             end.connect(os.path.join(pipe_directory, "control"))
-            said = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            credentials = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         except (OSError, ValueError):
             return None
-    pid, uid, _ = _CREDENTIALS.unpack(said)
+    pid, uid, _ = _CREDENTIALS.unpack(credentials)
     # 0: it is in another PID namespace.
     return Listener(pid, uid) if pid > 0 else None

@@ -74,11 +74,11 @@ def read_own(path: str, *, directory: int, owners: frozenset[int] | None = None,
 def _checked_bytes(descriptor: int, owners: frozenset[int] | None, most: int) -> bytes:
     with open(descriptor, "rb") as file:
         stated = os.fstat(descriptor)
-        why = _distrusted(stated, owners) or _open_to_others(stated, 0o022)
+        reason = _distrusted(stated, owners) or _open_to_others(stated, 0o022)
         if owners is not None and stated.st_nlink > 1:
-            why = why or "it has several names (hard links)"
-        if why is not None:
-            raise ValueError(why)
+            reason = reason or "it has several names (hard links)"
+        if reason is not None:
+            raise ValueError(reason)
         # Room for the largest file takes longer to get than a usual one to read.
         text = file.read(_USUAL_BYTES)
         if len(text) == _USUAL_BYTES:
@@ -120,13 +120,13 @@ def understood_tail(path: Path, most: int) -> str:
         ValueError: not a regular file, another user's, or writable for others; the message says which.
     """
     with open(_opened(path), "rb") as file:
-        found = os.fstat(file.fileno())
+        stated = os.fstat(file.fileno())
         # A daemon creates its logs with its user's umask, which may be 002 if each user has a private group.
-        forbidden = 0o002 if found.st_gid == found.st_uid else 0o022
-        why = _distrusted(found) or _open_to_others(found, forbidden)
-        if why is not None:
-            raise ValueError(why)
-        file.seek(max(0, found.st_size - most))
+        forbidden = 0o002 if stated.st_gid == stated.st_uid else 0o022
+        reason = _distrusted(stated) or _open_to_others(stated, forbidden)
+        if reason is not None:
+            raise ValueError(reason)
+        file.seek(max(0, stated.st_size - most))
         return file.read(most).decode(errors="replace")
 
 
@@ -145,10 +145,10 @@ def opened_own(path: Path) -> int:
     finally:
         os.close(above)
     stated = os.fstat(descriptor)
-    why = _distrusted(stated, owners) or _open_to_others(stated, 0o022)
-    if why is not None:
+    reason = _distrusted(stated, owners) or _open_to_others(stated, 0o022)
+    if reason is not None:
         os.close(descriptor)
-        raise ValueError(why)
+        raise ValueError(reason)
     return descriptor
 
 
@@ -266,16 +266,16 @@ def open_lock(path: Path, what: str, *, code: str = "file_unwritable") -> int:
     with writing(path, what, code=code):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _SAFE, 0o600)
         try:
-            found = os.fstat(descriptor)
-            why = _distrusted(found)
-            if why is not None:
+            stated = os.fstat(descriptor)
+            reason = _distrusted(stated)
+            if reason is not None:
                 raise OperationFailed(
-                    f"{path}, {what}, cannot be used: {why}",
+                    f"{path}, {what}, cannot be used: {reason}",
                     f"remove what is in the way: ls -l {shlex.quote(str(path))}",
                     code=code,
                 )
             mode = kept_mode(path, 0o600)
-            if stat.S_IMODE(found.st_mode) != mode and found.st_uid == os.geteuid():
+            if stat.S_IMODE(stated.st_mode) != mode and stated.st_uid == os.geteuid():
                 os.fchmod(descriptor, mode)
         except BaseException:
             os.close(descriptor)
@@ -356,8 +356,8 @@ def clear_leftovers(directory: Path, stem: str = "[^/]+") -> None:
         with contextlib.suppress(OSError):
             descriptor = os.open(directory / name, os.O_RDONLY | _SAFE)
             try:
-                found = os.fstat(descriptor)
-                if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
+                stated = os.fstat(descriptor)
+                if stat.S_ISREG(stated.st_mode) and stated.st_uid == os.geteuid():
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     os.unlink(directory / name)
             finally:
@@ -410,7 +410,7 @@ def _below(directory: Path) -> list[Path]:
 def _is_private(directory: Path) -> bool:
     """Return whether this is a directory, not a link, that only this user or root may write."""
     try:
-        found = os.lstat(directory)
+        stated = os.lstat(directory)
     except OSError:
         return False
-    return stat.S_ISDIR(found.st_mode) and found.st_uid in {0, os.geteuid()} and not found.st_mode & 0o022
+    return stat.S_ISDIR(stated.st_mode) and stated.st_uid in {0, os.geteuid()} and not stated.st_mode & 0o022

@@ -60,15 +60,15 @@ def parse_compute_policies(text: str) -> dict[int, TimeSlice | None]:
             code="smi_text",
         )
     gpu_at, name_at, value_at = (header.index(word) for word in ("gpu", "name", "value"))
-    found: dict[int, TimeSlice | None] = {}
+    levels: dict[int, TimeSlice | None] = {}
     for line in lines:
         words = line.split()
         if len(words) < len(header) or words[name_at].lower() != "timeslice":
             continue
         # Four digits: int() refuses numbers of thousands of them.
         if re.fullmatch(r"[0-9]{1,4}", words[gpu_at]):
-            found[int(words[gpu_at])] = parse_level(words[value_at])
-    return found
+            levels[int(words[gpu_at])] = parse_level(words[value_at])
+    return levels
 
 
 def parse_level(text: str) -> TimeSlice | None:
@@ -123,9 +123,9 @@ def smi_error(done: Completed) -> GpushareError:
     """Return the error of a failed nvidia-smi; its exit codes equal nvmlReturn_t (man nvidia-smi)."""
     # Skip the frames of a partly printed table.
     reasons = [line.strip() for line in done.text.splitlines() if not line.lstrip().startswith(("+", "|"))]
-    said = " ".join(" ".join(reasons).split()) or f"exit code {done.exit_code}, no text"
-    message = f"'{' '.join(done.argv)}' failed: {said}"
-    lowered = said.lower()
+    text = " ".join(" ".join(reasons).split()) or f"exit code {done.exit_code}, no text"
+    message = f"'{' '.join(done.argv)}' failed: {text}"
+    lowered = text.lower()
     if done.exit_code == 9:
         return DriverNotLoaded(
             "the NVIDIA driver is not loaded", "load it: sudo modprobe nvidia; then: gpushare doctor"

@@ -300,18 +300,18 @@ class RecordStore(Generic[T]):
     def _files(
         self, host: Host, inside: int, where: Path, uid: int, keeper_uid: int | None, owners: frozenset[int]
     ) -> Iterator[tuple[Path, int, T | Exception]]:
-        most, file_bytes, left = (
+        most, file_bytes, rest = (
             (USERS_FILES, USERS_FILE_BYTES, USERS_BYTES) if keeper_uid else (FILES, FILE_BYTES, FILES * FILE_BYTES)
         )
         word = _Word(host, uid) if keeper_uid else None
         names = sorted(name for name in os.listdir(inside) if name.endswith(".json") and not name.startswith("."))
         for number, name in enumerate(names):
-            if number == most or left <= 0:
+            if number == most or rest <= 0:
                 yield where, uid, ValueError(f"{len(names) - number} of its {len(names)} files are too many to be read")
                 return
             try:
-                text = read_own(name, directory=inside, owners=owners, most=min(file_bytes, left))
-                left -= len(text)
+                text = read_own(name, directory=inside, owners=owners, most=min(file_bytes, rest))
+                rest -= len(text)
                 yield where / name, uid, self._value(text, where / name, keeper_uid, word)
             except (OSError, ValueError) as error:
                 yield where / name, uid, error

@@ -64,7 +64,7 @@ def as_user(user: str, directory: Path, words: str) -> str:
 def user_directories(runtime: str = RUNTIME, temporary: str = TEMPORARY) -> Sequence[UserDirectory]:
     """Return the run directories of the users of this machine who run a process: the records of others name none."""
     mounts = _mounts()
-    found = []
+    directories = []
     for uid in _working_users()[:_MOST_USERS]:
         for top, path in ((f"{runtime}/{uid}", f"{runtime}/{uid}/gpushare"), (temporary, f"{temporary}/{_NAME}{uid}")):
             # A file system of the user's own, as FUSE has, could hold up whoever reads it.
@@ -74,8 +74,8 @@ def user_directories(runtime: str = RUNTIME, temporary: str = TEMPORARY) -> Sequ
                 continue
             user = UserDirectory(uid, Path(path), uid)
             with contextlib.suppress(OSError), opened_user(user, ""):
-                found.append(user)
-    return found
+                directories.append(user)
+    return directories
 
 
 def _working_users() -> list[int]:
@@ -90,13 +90,13 @@ def _working_users() -> list[int]:
 
 def _mounts() -> dict[str, str]:
     """Return what is mounted where: mount point and type, the last one of each point."""
-    found = {}
+    mounts = {}
     for line in (read_proc(_MOUNTS) or b"").decode(errors="surrogateescape").splitlines():
         before, _, after = line.partition(" - ")
         words = before.split(" ")
         if len(words) > 4 and after:
-            found[words[4]] = after.split(" ")[0]
-    return found
+            mounts[words[4]] = after.split(" ")[0]
+    return mounts
 
 
 @contextlib.contextmanager

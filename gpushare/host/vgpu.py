@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 def vgpu_sessions(nvml: NvmlReader, gpus: Sequence[Gpu]) -> tuple[VgpuSession, ...]:
     """Return the vGPUs in use, by GPU; none of a GPU that does not answer."""
-    found = []
+    sessions = []
     for gpu in gpus:
         if gpu.error is None:
-            found += [_session(nvml, gpu.index, one) for one in _active(nvml, gpu.index)]
-    return tuple(found)
+            sessions += [_session(nvml, gpu.index, instance) for instance in _active(nvml, gpu.index)]
+    return tuple(sessions)
 
 
 def _active(nvml: NvmlReader, index: int) -> Sequence[int]:

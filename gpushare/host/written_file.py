@@ -80,11 +80,11 @@ def _walked(path: Path, *, make: bool, strangers: bool) -> int:
 
 def _target(at: Path, name: str, directory: int, *, strangers: bool) -> str:
     """Return the target of a link that may be followed."""
-    found, above = os.stat(name, dir_fd=directory, follow_symlinks=False), os.fstat(directory)
-    if not stat.S_ISLNK(found.st_mode):
+    stated, above = os.stat(name, dir_fd=directory, follow_symlinks=False), os.fstat(directory)
+    if not stat.S_ISLNK(stated.st_mode):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(at))
-    if found.st_uid not in _trusted() and (strangers or above.st_mode & stat.S_IWOTH):
-        raise _in_the_way(at, f"a symbolic link of user {found.st_uid}")
+    if stated.st_uid not in _trusted() and (strangers or above.st_mode & stat.S_IWOTH):
+        raise _in_the_way(at, f"a symbolic link of user {stated.st_uid}")
     return os.readlink(name, dir_fd=directory)
 
 
@@ -102,11 +102,11 @@ def _check_directory(path: Path, descriptor: int, *, last: bool = False, strange
 
     Group write permission is fine: the owner chose the group, as for /var/log on some systems.
     """
-    found = os.fstat(descriptor)
+    stated = os.fstat(descriptor)
     where = "" if last else "below "
-    if os.geteuid() == 0 and not strangers and found.st_uid not in _trusted():
-        raise _in_the_way(path, f"{where}a directory of user {found.st_uid}")
-    if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+    if os.geteuid() == 0 and not strangers and stated.st_uid not in _trusted():
+        raise _in_the_way(path, f"{where}a directory of user {stated.st_uid}")
+    if stated.st_mode & stat.S_IWOTH and not stated.st_mode & stat.S_ISVTX:
         raise _in_the_way(path, f"{where}a directory that anyone may change")
 
 
@@ -147,12 +147,12 @@ def open_over(path: Path, *, directory: int | None = None) -> int:
             raise _in_the_way(path, "a symbolic link" if error.errno == errno.ELOOP else "not a regular file") from None
         raise
     try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
+        stated = os.fstat(descriptor)
+        if not stat.S_ISREG(stated.st_mode):
             raise _in_the_way(path, "not a regular file")
-        if found.st_uid != os.geteuid():
-            raise _in_the_way(path, f"a file of user {found.st_uid}")
-        if found.st_nlink > 1:
+        if stated.st_uid != os.geteuid():
+            raise _in_the_way(path, f"a file of user {stated.st_uid}")
+        if stated.st_nlink > 1:
             raise _in_the_way(path, "a file with several hard links")
         os.ftruncate(descriptor, 0)
     except BaseException:
@@ -190,8 +190,8 @@ def open_to_append(path: Path, *, create: bool = True, directory: int | None = N
             if error.errno == errno.ELOOP:
                 raise _in_the_way(path, "a symbolic link") from None
             raise
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_nlink > 1:
+    stated = os.fstat(descriptor)
+    if not stat.S_ISREG(stated.st_mode) or stated.st_uid != os.geteuid() or stated.st_nlink > 1:
         os.close(descriptor)
         raise _in_the_way(path, "not a regular file of this user alone")
     return descriptor
@@ -211,11 +211,11 @@ def check_links(path: Path) -> None:
     """Raise if a path leads through another user's link in a public directory."""
     for part in (path, *path.parents):
         try:
-            found = os.lstat(part)
+            stated = os.lstat(part)
         except OSError:
             continue
-        if stat.S_ISLNK(found.st_mode) and found.st_uid not in {os.geteuid(), 0} and _is_public(part):
-            raise _in_the_way(part, f"a symbolic link of user {found.st_uid}")
+        if stat.S_ISLNK(stated.st_mode) and stated.st_uid not in {os.geteuid(), 0} and _is_public(part):
+            raise _in_the_way(part, f"a symbolic link of user {stated.st_uid}")
 
 
 def _in_the_way(path: Path, what: str) -> OSError:

@@ -114,10 +114,10 @@ def _layout_plan(live: LiveGpu, entry: Entry) -> GpuChange | None:
         return None
     plan = untouched(layout)
     if (wanted and difference(layout, entry.wish)) or (not wanted and layout.instances):
-        found = plan_exact([layout], {gpu.index: entry.wish})
-        if isinstance(found, NoPlan):
-            raise no_plan_error(found, gpu.index)
-        plan = found.gpus[0]
+        planned = plan_exact([layout], {gpu.index: entry.wish})
+        if isinstance(planned, NoPlan):
+            raise no_plan_error(planned, gpu.index)
+        plan = planned.gpus[0]
     return gpu_change(gpu, layout, plan, wanted)
 
 
@@ -142,27 +142,27 @@ class _GpuWork:
         if not self.wants_mig or self.change is None:
             return _NOTHING, []
         layout: Layout = self.change.layout
-        kept = [one for one in devices_of_layout(self.live) if one.uuid not in _going(self.change.plan)]
+        kept = [device for device in devices_of_layout(self.live) if device.uuid not in _going(self.change.plan)]
         to_be = devices_to_be(self.change.after, layout.profiles, kept)
         return assignment_of(self.live, self.entry, layout, to_be), to_be
 
     def check_names(self, others: Collection[str]) -> None:
         """Raise BadUsage if a name belongs to an instance of a GPU that is not in the file."""
-        known, here = names_of(self.host), {gpu.uuid: gpu.index for gpu in self.host.nvml.identities()}
+        given, here = names_of(self.host), {gpu.uuid: gpu.index for gpu in self.host.nvml.identities()}
         for named in self.names:
-            taken = known.get(named.name)
+            taken = given.get(named.name)
             if taken is None or taken.gpu_uuid in {self.live.gpu.uuid, *others} or taken.gpu_uuid not in here:
                 continue
             raise name_taken(taken, here)
 
     def _wishes(self) -> dict[str, MpsWish]:
         """Return the daemons that are wanted on existing devices that stay, by UUID."""
-        found = {
+        wishes = {
             want.device.uuid: want.wish.mps for want in self.assignment.devices if want.device and want.device.uuid
         }
         if self.entry.mps is not None:
-            found[self.live.gpu.uuid or ""] = self.entry.mps
-        return {uuid: wish for uuid, wish in found.items() if wish is not None}
+            wishes[self.live.gpu.uuid or ""] = self.entry.mps
+        return {uuid: wish for uuid, wish in wishes.items() if wish is not None}
 
     def _unwanted(self) -> set[str]:
         """Return the devices whose daemon must stop or restart: only a start makes it exclusive."""
@@ -203,16 +203,16 @@ class _GpuWork:
         """Return what goes besides instances: names and grants of those that stay, and daemons of other users."""
         index, staying = self.live.gpu.index, {device.place for device in self.to_be}
         want = {(named.name, named.spot): named.users for named in self.names}
-        found: list[Loss] = []
-        for one in self.live.names:
-            users = want.get((one.name, one.spot))
-            if users is None and one.place in staying:
-                why = (f"granted to {', '.join(one.users)}",) if one.users else ()
-                what = f"the name '{one.name}' of {one} on GPU {index}"
-                found.append(Loss(action="forgets", what=what, why=why))
+        losses: list[Loss] = []
+        for named in self.live.names:
+            users = want.get((named.name, named.spot))
+            if users is None and named.place in staying:
+                reasons = (f"granted to {', '.join(named.users)}",) if named.users else ()
+                title = f"the name '{named.name}' of {named} on GPU {index}"
+                losses.append(Loss(action="forgets", what=title, why=reasons))
             elif users is not None:
-                found += [revoked(one.name, user, opens=not users) for user in one.users if user not in users]
-        return [*found, *daemons_of_others(self.host, self.live.gpu, self.restarted)]
+                losses += [revoked(named.name, user, opens=not users) for user in named.users if user not in users]
+        return [*losses, *daemons_of_others(self.host, self.live.gpu, self.restarted)]
 
     def before(self) -> list[Step]:
         if not self.wants_mig and self.live.gpu.mig_enabled is not True:
@@ -244,7 +244,7 @@ class _GpuWork:
             for process in gpu.processes or ()
             if process.compute and not process.mps and process.pid not in idle
         ]
-        outside = [self._called(one.pid) for one in there]
+        outside = [self._called(process.pid) for process in there]
         running = self.live.mps is not None and (gpu.uuid or "") not in self.restarted
         if mps is not None and not running:
             host_mps.check_daemon(self.host, Device(gpu=gpu), mps, outside)
@@ -305,15 +305,15 @@ class _GpuWork:
     def _instance_daemons(self) -> list[Step]:
         steps, gpu = [], self.live.gpu
         for want in self.assignment.devices:
-            one, wish = want.device, want.wish.mps
-            if one is None or wish is None or (one.uuid is not None and self._holds(one.uuid, wish)):
+            device, wish = want.device, want.wish.mps
+            if device is None or wish is None or (device.uuid is not None and self._holds(device.uuid, wish)):
                 continue
-            memory = next((p.memory_bytes for p in self.change.layout.profiles if p.name == one.profile), None)  # type: ignore[union-attr]
-            if one.uuid is None or self.live.daemon(one.uuid) is None:
-                host_mps.check_daemon(self.host, host_mps.future(gpu, one, memory), wish, self._programs_in(one))
-            title = f"MIG {one} of GPU {gpu.index}"
-            selector = one.uuid or f"MIG-UUID-OF-{one}"
-            finder = _Finder(self.host, gpu.index, one, frozenset(d.uuid for d in self.to_be if d.uuid))
+            memory = next((p.memory_bytes for p in self.change.layout.profiles if p.name == device.profile), None)  # type: ignore[union-attr]
+            if device.uuid is None or self.live.daemon(device.uuid) is None:
+                host_mps.check_daemon(self.host, host_mps.future(gpu, device, memory), wish, self._programs_in(device))
+            title = f"MIG {device} of GPU {gpu.index}"
+            selector = device.uuid or f"MIG-UUID-OF-{device}"
+            finder = _Finder(self.host, gpu.index, device, frozenset(d.uuid for d in self.to_be if d.uuid))
             steps.append(host_mps.daemon_step(self.host, title, finder, wish, selector=selector))
         return steps
 
@@ -338,14 +338,14 @@ class _Finder:
 
     def __call__(self) -> Device:
         live = _look_again(self.host, self.gpu)
-        for one in devices_of_layout(live):
-            fits = (one.place, one.slices) == (self.wanted.place, self.wanted.slices)
+        for device in devices_of_layout(live):
+            fits = (device.place, device.slices) == (self.wanted.place, self.wanted.slices)
             if (
-                one.uuid == self.wanted.uuid
+                device.uuid == self.wanted.uuid
                 if self.wanted.uuid
-                else fits and one.uuid not in self.kept and self._is(live, one)
+                else fits and device.uuid not in self.kept and self._is(live, device)
             ):
-                mig = next((mig for mig in live.gpu.mig_instances if mig.uuid == one.uuid), None)
+                mig = next((mig for mig in live.gpu.mig_instances if mig.uuid == device.uuid), None)
                 if mig is not None:
                     return Device(gpu=live.gpu, mig=mig)
         raise NotFound(
@@ -367,4 +367,4 @@ class _Finder:
 
 def _going(plan: GpuPlan | None) -> set[str]:
     gone = () if plan is None else plan.destroyed
-    return {part.uuid for one in gone for part in one.compute if part.uuid}
+    return {part.uuid for each in gone for part in each.compute if part.uuid}

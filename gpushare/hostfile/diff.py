@@ -40,8 +40,8 @@ def points(live: LiveGpu, entry: Entry, entries: Mapping[int, Entry] | None = No
 
 
 def _points(live: LiveGpu, entry: Entry, elsewhere: Mapping[str, str]) -> Iterator[Point]:
-    for one in live.foreign:
-        yield Point(what="MPS", found=one, wanted=None if entry.sharing is not Way.MPS else "a daemon of gpushare")
+    for daemon in live.foreign:
+        yield Point(what="MPS", found=daemon, wanted=None if entry.sharing is not Way.MPS else "a daemon of gpushare")
     wanted = entry.sharing is Way.MIG
     yield from _mode(live, wanted=wanted)
     if wanted:
@@ -78,14 +78,14 @@ def _mode(live: LiveGpu, *, wanted: bool) -> Iterator[Point]:
 def mps_points(what: str, live: LiveMps | None, wanted: MpsWish | None) -> Iterator[Point]:
     if live is None or wanted is None:
         if live is not None or wanted is not None:
-            found = None if live is None else _mps_text(live.wish) if live.wish else live.error or "it does not answer"
-            yield Point(what=what, found=found, wanted=None if wanted is None else _mps_text(wanted))
+            shown = None if live is None else _mps_text(live.wish) if live.wish else live.error or "it does not answer"
+            yield Point(what=what, found=shown, wanted=None if wanted is None else _mps_text(wanted))
         return
     if live.wish is None:
         yield Point(what=what, found=live.error or "it does not answer", wanted=_mps_text(wanted))
         return
     now, held, limits = live.wish, live.wish.limits.explicit, wanted.limits.explicit
-    for name, found, want in (
+    for name, held_text, want in (
         ("threads", _percent(held.threads_percent), _percent(limits.threads_percent)),
         ("memory", _size(held.memory_limit_bytes), _size(limits.memory_limit_bytes)),
         ("priority", _priority(held), _priority(limits)),
@@ -93,18 +93,18 @@ def mps_points(what: str, live: LiveMps | None, wanted: MpsWish | None) -> Itera
         ("exclusive", str(now.exclusive).lower(), str(wanted.exclusive).lower()),
         ("multiuser", str(now.multiuser).lower(), str(wanted.multiuser).lower()),
     ):
-        if found != want:
-            yield Point(what=f"{what} {name}", found=found, wanted=want)
+        if held_text != want:
+            yield Point(what=f"{what} {name}", found=held_text, wanted=want)
 
 
 def _layout(live: LiveGpu, entry: Entry, elsewhere: Mapping[str, str]) -> Iterator[Point]:
     if live.layout is None or not live.layout.profiles:
         # Some drivers list no profiles while MIG is off: the mode is difference enough.
         return
-    found = difference(live.layout, entry.wish)
-    for devices in found.missing:
+    differs = difference(live.layout, entry.wish)
+    for devices in differs.missing:
         yield Point(what="MIG devices", found=None, wanted=str(devices))
-    for devices in found.extra:
+    for devices in differs.extra:
         yield Point(what="MIG devices", found=str(devices), wanted=None)
     assignment = assignment_of(live, entry, live.layout, devices_of_layout(live))
     yield from name_points(live, assignment, elsewhere)
@@ -141,15 +141,15 @@ def name_points(live: LiveGpu, assignment: Assignment, elsewhere: Mapping[str, s
         if want is None:
             late = waiting.get(name)
             place = elsewhere.get(name) if late is None else _place(late)
-            found = None if now is None else str(now)
-            if now is not None and found == place:
-                found = f"{found} without a compute instance"
-            yield Point(what=f"name {name}", found=found, wanted=place)
+            place_now = None if now is None else str(now)
+            if now is not None and place_now == place:
+                place_now = f"{place_now} without a compute instance"
+            yield Point(what=f"name {name}", found=place_now, wanted=place)
             continue
-        places = [None if one is None else str(one) for one in (now, want)]
+        places = [None if named is None else str(named) for named in (now, want)]
         if places[0] != places[1]:
             yield Point(what=f"name {name}", found=places[0], wanted=places[1])
-        users = [() if one is None else tuple(sorted(one.users)) for one in (now, want)]
+        users = [() if named is None else tuple(sorted(named.users)) for named in (now, want)]
         if users[0] != users[1]:
             yield Point(what=f"users of {name}", found=_users(users[0]), wanted=_users(users[1]))
         elif name in live.open:
@@ -208,13 +208,13 @@ def check_fits(gpu: Gpu, entry: Entry, profiles: Sequence[Profile]) -> None:
     if entry.sharing is not Way.MIG:
         return
     empty = Layout(gpu=gpu.index, uuid=gpu.uuid, profiles=tuple(profiles), instances=())
-    found = plan_exact([empty], {gpu.index: entry.wish})
-    if isinstance(found, NoPlan):
-        raise NotSupported(found.message, found.hint, gpu=gpu.index, code="never_fits")
-    for one in entry.mig:
-        if one.mps is None:
+    planned = plan_exact([empty], {gpu.index: entry.wish})
+    if isinstance(planned, NoPlan):
+        raise NotSupported(planned.message, planned.hint, gpu=gpu.index, code="never_fits")
+    for instance in entry.mig:
+        if instance.mps is None:
             continue
-        for request in parse_wish(one.wish):
+        for request in parse_wish(instance.wish):
             profile = resolve(request, profiles)
             mig = MigInstance(uuid="", profile=profile.name, memory_total_bytes=profile.memory_bytes)
-            check_memory(Device(gpu=gpu, mig=mig), one.mps.limits.memory_limit_bytes)
+            check_memory(Device(gpu=gpu, mig=mig), instance.mps.limits.memory_limit_bytes)

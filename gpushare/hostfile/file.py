@@ -160,7 +160,7 @@ def document_of(file: HostFile) -> dict[str, object]:
         document["slices"] = [{"match": _process_match(rule.match), **_outcome(rule)} for rule in file.rules]
     if file.memory:
         document["memory"] = [
-            {"match": _only("user", one.users) or "all", "limit": size_option(one.limit_bytes)} for one in file.memory
+            {"match": _only("user", row.users) or "all", "limit": size_option(row.limit_bytes)} for row in file.memory
         ]
     if file.longest_lease_seconds is not None:
         document["reserve"] = Flow({"longest": f"{round(file.longest_lease_seconds / 60)}m"})
@@ -183,10 +183,10 @@ def _match(match: Match) -> object:
 
 
 def _process_match(match: ProcessMatch) -> object:
-    found = Flow()
+    keys = Flow()
     for key, values in match.given().items():
-        found |= _only(key, [int(one) if key == "gpu" and one.isdecimal() else one for one in values])
-    return found or "all"
+        keys |= _only(key, [int(value) if key == "gpu" and value.isdecimal() else value for value in values])
+    return keys or "all"
 
 
 def _outcome(rule: Rule) -> dict[str, object]:
@@ -210,37 +210,37 @@ def _sharing(entry: Entry) -> object:
 
 
 def _instance(one: InstanceWish) -> object:
-    found: dict[str, object] = {"wish": one.wish}
+    keys: dict[str, object] = {"wish": one.wish}
     if one.name is not None:
-        found["name"] = one.name
+        keys["name"] = one.name
     if one.users:
-        found["users"] = list(one.users)
+        keys["users"] = list(one.users)
     if one.mps is not None:
-        found["mps"] = _mps(one.mps)
+        keys["mps"] = _mps(one.mps)
     if one.replicas is not None:
-        found["timeslice"] = {"replicas": one.replicas}
-    return found if len(found) > 1 else one.wish
+        keys["timeslice"] = {"replicas": one.replicas}
+    return keys if len(keys) > 1 else one.wish
 
 
 def _mps(mps: MpsWish) -> dict[str, object]:
-    found: dict[str, object] = {}
+    keys: dict[str, object] = {}
     limits = mps.limits
     if limits.threads_percent is not None:
         whole = limits.threads_percent.is_integer()
-        found["threads"] = int(limits.threads_percent) if whole else limits.threads_percent
+        keys["threads"] = int(limits.threads_percent) if whole else limits.threads_percent
     if limits.memory_limit_bytes is not None:
-        found["memory"] = size_option(limits.memory_limit_bytes)
+        keys["memory"] = size_option(limits.memory_limit_bytes)
     if limits.priority is not None:
-        found["priority"] = limits.priority.title
+        keys["priority"] = limits.priority.title
     if mps.users:
-        found["users"] = list(mps.users)
+        keys["users"] = list(mps.users)
     if mps.exclusive:
-        found["exclusive"] = True
+        keys["exclusive"] = True
     if mps.multiuser:
-        found["multiuser"] = True
+        keys["multiuser"] = True
     if mps.replicas is not None:
-        found["replicas"] = mps.replicas
-    return found
+        keys["replicas"] = mps.replicas
+    return keys
 
 
 _MAKERS: Final = frozenset({"nvidia", "tesla", "geforce", "quadro", "rtx", "gtx", "pro", "pcie", "sxm", "nvl"})
@@ -261,7 +261,7 @@ def matched(file: HostFile, gpus: Sequence[Gpu], same_model: Callable[[str, str]
     ``same_model`` tells whether a model in the file (product name or alias) is that of a product name. A part of the
     name, ``a100``, matches every such GPU that no entry names exactly.
     """
-    found: dict[int, Entry] = {}
+    chosen: dict[int, Entry] = {}
     missing: list[GpushareError] = []
     notes = []
     models = [value for entry in file.entries if entry.match.by is Exactness.MODEL for value in entry.match.values]
@@ -271,15 +271,15 @@ def matched(file: HostFile, gpus: Sequence[Gpu], same_model: Callable[[str, str]
         name = gpu.name or ""
         return same_model(written, name) if gpu.index in exact else _is_part(written, name)
 
-    for entry in sorted(file.entries, key=lambda one: -one.match.by):
+    for entry in sorted(file.entries, key=lambda entry: -entry.match.by):
         mine = _gpus_of(entry, gpus, is_model)
         for gpu in mine:
-            _check_twice(file, found.get(gpu.index), entry, gpu)
-            found.setdefault(gpu.index, entry)
+            _check_twice(file, chosen.get(gpu.index), entry, gpu)
+            chosen.setdefault(gpu.index, entry)
         missing += _missing(file, entry, gpus)
         if not mine and entry.match.by in {Exactness.MODEL, Exactness.ALL}:
             notes.append(f"{file.shown}:{entry.mark}: no GPU of this host is {entry.match}")
-    entries = {index: found[index] for index in sorted(found)}
+    entries = {index: chosen[index] for index in sorted(chosen)}
     _check_names(file, entries)
     return Matched(entries=entries, missing=tuple(missing), notes=tuple(notes))
 

@@ -26,19 +26,19 @@ def limits_in(file: HostFile, *, known: bool = False) -> UserLimits:
     """
     named: dict[int, int] = {}
     others: int | None = None
-    for one in file.memory:
+    for row in file.memory:
         uids = []
-        for name in one.users:
+        for name in row.users:
             try:
                 uids.append(user_id(name))
             except NotFound as error:
                 if not known:
-                    raise NotFound(f"{file.shown}:{one.mark}: {error.message}", error.hint, code=error.code) from None
+                    raise NotFound(f"{file.shown}:{row.mark}: {error.message}", error.hint, code=error.code) from None
         # Behind one for all, none matches but root.
         for uid in uids if others is None else [uid for uid in uids if uid == 0]:
-            named.setdefault(uid, one.limit_bytes)
-        if not one.users and others is None:
-            others = one.limit_bytes
+            named.setdefault(uid, row.limit_bytes)
+        if not row.users and others is None:
+            others = row.limit_bytes
     longest = file.longest_lease_seconds
     return UserLimits(named, others, MOST_LEASE_SECONDS if longest is None else longest)
 

@@ -51,18 +51,18 @@ class LiveGpu:
         return self.daemon(self.gpu.uuid)
 
     def daemon(self, uuid: str | None) -> LiveMps | None:
-        found = self.daemons.get(uuid or "")
-        return None if found is None or found.transient else found
+        daemon = self.daemons.get(uuid or "")
+        return None if daemon is None or daemon.transient else daemon
 
     @property
     def units(self) -> tuple[LiveMps, ...]:
         """Return the daemons that systemd units run; only the unit may change them."""
-        return tuple(one for one in self.daemons.values() if one.unit is not None)
+        return tuple(daemon for daemon in self.daemons.values() if daemon.unit is not None)
 
     @property
     def instances(self) -> tuple[GpuInstance, ...]:
         there = () if self.layout is None else self.layout.instances
-        return tuple(sorted(there, key=lambda one: one.start))
+        return tuple(sorted(there, key=lambda instance: instance.start))
 
 
 def captured(found: list[LiveGpu], *, by: Exactness = Exactness.INDEX) -> tuple[HostFile, list[str]]:
@@ -74,7 +74,7 @@ def captured(found: list[LiveGpu], *, by: Exactness = Exactness.INDEX) -> tuple[
         if entry is None:
             continue
         value = str(live.gpu.index) if by is Exactness.INDEX else live.gpu.uuid or ""
-        alike = next((one for one in entries if one.alike == entry.alike and not _has_names(one)), None)
+        alike = next((other for other in entries if other.alike == entry.alike and not _has_names(other)), None)
         if alike is None:
             entries.append(replace(entry, match=Match(by=by, values=(value,))))
         else:
@@ -92,12 +92,16 @@ def _entry(live: LiveGpu, notes: list[str]) -> Entry | None:
     if gpu.error is not None:
         # The command reports the GPU as an error.
         return None
-    silent = [one for one in live.daemons.values() if not one.transient and one.pid is not None and one.wish is None]
+    silent = [
+        daemon
+        for daemon in live.daemons.values()
+        if not daemon.transient and daemon.pid is not None and daemon.wish is None
+    ]
     if silent:
         # Without its daemon, the file would describe another way of sharing.
         notes.append(f"{title} is left out: its MPS daemon does not answer: {silent[0].error or 'no reason known'}")
         return None
-    notes += [f"{title}: {one}: a file cannot express it" for one in live.foreign]
+    notes += [f"{title}: {daemon}: a file cannot express it" for daemon in live.foreign]
     unbound = Match(by=Exactness.ALL)
     if gpu.mig_pending is not None and gpu.mig_pending != gpu.mig_enabled:
         notes.append(f"{title}: a change of the MIG mode is pending; the file has the current mode")
@@ -131,7 +135,7 @@ def _without_daemon(live: LiveGpu, notes: list[str]) -> Entry | None:
 
 
 def _instances(live: LiveGpu, notes: list[str]) -> list[InstanceWish]:
-    found: list[InstanceWish] = []
+    wishes: list[InstanceWish] = []
     for instance in live.instances:
         name = next((named for named in live.names if named.place == instance.place), None)
         if not instance.compute:
@@ -144,7 +148,7 @@ def _instances(live: LiveGpu, notes: list[str]) -> list[InstanceWish]:
             daemon = live.daemon(part.uuid)
             if daemon is not None and daemon.wish is None:
                 notes.append(f"GPU {live.gpu.index}: the MPS daemon of {part.uuid} is left out: {daemon.error}")
-            found.append(
+            wishes.append(
                 InstanceWish(
                     wish=("" if whole else f"{part.profile.name}.") + f"{instance.profile.name}:{instance.start}",
                     name=name.name if name is not None and number == 0 else None,
@@ -152,16 +156,16 @@ def _instances(live: LiveGpu, notes: list[str]) -> list[InstanceWish]:
                     mps=None if daemon is None else daemon.wish,
                 )
             )
-    return _counted(found)
+    return _counted(wishes)
 
 
 def _counted(found: list[InstanceWish]) -> list[InstanceWish]:
     """Merge equal neighbours into one with a count; an item with a name stays alone."""
     counted: list[InstanceWish] = []
-    for one, same in groupby(found):
+    for wish, same in groupby(found):
         number = len(list(same))
-        alone = number == 1 or one.name is not None
-        counted += [one] * number if alone else [replace(one, wish=f"{one.wish}*{number}")]
+        alone = number == 1 or wish.name is not None
+        counted += [wish] * number if alone else [replace(wish, wish=f"{wish.wish}*{number}")]
     return counted
 
 
@@ -206,25 +210,25 @@ class Assignment:
     @property
     def names(self) -> tuple[NamedInstance, ...]:
         """Return the names whose instance is known."""
-        found: dict[tuple[str, int], NamedInstance] = {}
+        by_place: dict[tuple[str, int], NamedInstance] = {}
         for want in self.devices:
             if want.device is None or want.wish.name is None:
                 continue
-            other = found.get(want.device.place)
+            other = by_place.get(want.device.place)
             if other is not None:
                 raise BadUsage(
                     f"the names '{other.name}' and '{want.wish.name}' are for the same GPU instance, {want.device.profile}",
                     "keep one of them: a name is for the GPU instance with all its compute instances",
                     code="bad_file",
                 )
-            found[want.device.place] = NamedInstance(
+            by_place[want.device.place] = NamedInstance(
                 name=want.wish.name,
                 gpu_uuid=self.gpu_uuid,
                 profile=want.device.profile,
                 start=want.device.start,
                 users=want.wish.users,
             )
-        return tuple(found.values())
+        return tuple(by_place.values())
 
 
 def assignment_of(live: LiveGpu, entry: Entry, layout: Layout, devices: Iterable[PlacedDevice]) -> Assignment:
@@ -234,74 +238,74 @@ def assignment_of(live: LiveGpu, entry: Entry, layout: Layout, devices: Iterable
 
 def assign(wanted: Iterable[WantedDevice], devices: Iterable[PlacedDevice], *, gpu_uuid: str = "") -> Assignment:
     """Return the wanted devices in their order, each with the device that fits best; some may get none."""
-    free, found = list(devices), list(wanted)
+    free, assigned = list(devices), list(wanted)
     # Those with a fixed placement first. Prefer a device that is already as wanted, then by name, then an unnamed one.
     for placed in (True, False):
         for suits in (_is_it, _is_named, _is_served, _is_bare, _fits):
-            for number in _named_first(found):
-                want = found[number]
+            for number in _named_first(assigned):
+                want = assigned[number]
                 if want.device is not None or (want.start is not None) is not placed:
                     continue
-                chosen = next((one for one in free if _fits(want, one) and suits(want, one)), None)
+                chosen = next((device for device in free if _fits(want, device) and suits(want, device)), None)
                 if chosen is not None:
                     free.remove(chosen)
-                    found[number] = replace(want, device=chosen)
-    return Assignment(tuple(found), gpu_uuid)
+                    assigned[number] = replace(want, device=chosen)
+    return Assignment(tuple(assigned), gpu_uuid)
 
 
 def devices_of_layout(live: LiveGpu) -> list[PlacedDevice]:
-    found: list[PlacedDevice] = []
+    devices: list[PlacedDevice] = []
     names = {named.place: named.name for named in live.names}
-    for one in live.instances:
-        place = one.profile.name, one.start
-        for part in sorted(one.compute, key=lambda part: part.id):
+    for instance in live.instances:
+        place = instance.profile.name, instance.start
+        for part in sorted(instance.compute, key=lambda part: part.id):
             daemon = live.daemon(part.uuid)
-            found.append(
+            devices.append(
                 PlacedDevice(
                     *place,
                     slices=part.profile.slices,
-                    whole=part.profile.slices == one.profile.slices,
-                    number=_count(found, place, part.profile.slices),
+                    whole=part.profile.slices == instance.profile.slices,
+                    number=_count(devices, place, part.profile.slices),
                     uuid=part.uuid,
                     name=names.get(place),
                     mps=None if daemon is None else daemon.wish,
                 )
             )
-    return found
+    return devices
 
 
 def devices_to_be(shape: GpuShape, profiles: Sequence[Profile], kept: Sequence[PlacedDevice]) -> list[PlacedDevice]:
     """Return the MIG devices after a change; ``kept`` are the current ones that it does not touch."""
     whole = {profile.name: profile.slices for profile in profiles}
-    left, found = list(kept), []
+    rest, devices = list(kept), []
     for instance in shape.instances:
         for part in instance.compute:
             slices = part.slices
-            same = [k for k in left if k.place == instance.place and k.slices == slices]
+            same = [k for k in rest if k.place == instance.place and k.slices == slices]
             if same:
-                left.remove(same[0])
-                found.append(same[0])
+                rest.remove(same[0])
+                devices.append(same[0])
                 continue
-            number = _count(found, instance.place, slices)
-            found.append(PlacedDevice(*instance.place, slices, slices == whole.get(instance.profile), number))
-    return found
+            number = _count(devices, instance.place, slices)
+            devices.append(PlacedDevice(*instance.place, slices, slices == whole.get(instance.profile), number))
+    return devices
 
 
 def _count(found: Sequence[PlacedDevice], place: tuple[str, int], slices: int) -> int:
-    return sum((one.place, one.slices) == (place, slices) for one in found)
+    return sum((device.place, device.slices) == (place, slices) for device in found)
 
 
 def _expanded(entry: Entry, profiles: Sequence[Profile]) -> list[WantedDevice]:
-    found = []
+    devices = []
     for mig in entry.mig:
         for request in parse_wish(mig.wish):
             profile = resolve(request, profiles)
-            found += [
+            devices += [
                 WantedDevice(wish=mig, profile=profile.name, start=request.start, slices=slices)
                 for _ in range(request.count)
                 for slices in request.compute or (profile.slices,)
             ]
-    return found
+    return devices
 
 
 def _named_first(devices: list[WantedDevice]) -> list[int]:

@@ -72,15 +72,15 @@ def load_own(path: str) -> HostFile:
     except PermissionError:
         raise NoPermission(f"{path} cannot be read", "run as root: sudo gpushare ...", code="bad_file") from None
     except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or str(error)
+        reason = getattr(error, "strerror", None) or str(error)
         above = getattr(error, "filename", None)
         if isinstance(above, str) and Path(above).name != Path(path).name:
             # It is about a directory.
-            why = why.replace("it is", f"{above} is", 1)
+            reason = reason.replace("it is", f"{above} is", 1)
         named = shlex.quote(path)
         owner = "root" if os.geteuid() == 0 else "its owner"
         raise NoPermission(
-            f"the rules of {path} are not followed: {why}",
+            f"the rules of {path} are not followed: {reason}",
             f"let only {owner} write it: ls -ld {named}; sudo install -m 644 {named} /etc/gpushare.yaml",
             code="untrusted_file",
         ) from None
@@ -106,8 +106,11 @@ def names_in(file: HostFile) -> Names:
 
 def entries_of(file: HostFile, gpus: Sequence[Gpu]) -> Matched:
     """Return the entry of each GPU, with users by name."""
-    found = matched(file, gpus, _same_model)
-    return replace(found, entries={index: _with_known_users(one, file.shown) for index, one in found.entries.items()})
+    all_entries = matched(file, gpus, _same_model)
+    return replace(
+        all_entries,
+        entries={index: _with_known_users(entry, file.shown) for index, entry in all_entries.entries.items()},
+    )
 
 
 def placed(error: GpushareError, file: HostFile, index: int, entry: Entry) -> GpushareError:
@@ -124,11 +127,11 @@ def kept_entries(host: Host, gpus: Sequence[Gpu]) -> tuple[Mapping[int, Entry], 
     if not is_trusted_directory(host.state_directory):
         return {}, None
     try:
-        found = entries_of(load(str(applied_path(host)))[0], gpus)
+        all_entries = entries_of(load(str(applied_path(host)))[0], gpus)
     except GpushareError as error:
         hidden = error.code == "no_file" or isinstance(error, NoPermission)
         return {}, None if hidden else error
-    return found.entries, next(iter(found.missing), None)
+    return all_entries.entries, next(iter(all_entries.missing), None)
 
 
 def kept_file(host: Host) -> HostFile | None:
@@ -144,13 +147,13 @@ def kept_file(host: Host) -> HostFile | None:
 def changed_limits(host: Host, file: HostFile) -> list[str]:
     """Return how the limits of users in a file differ from those in force, in words."""
     want, now = limits_in(file), kept_limits(host)
-    found = [(f"user {user_name(uid)}", want.get(uid), now.get(uid)) for uid in sorted({*want, *now})]
-    found.append(("other users", want.others, now.others))
+    rows = [(f"user {user_name(uid)}", want.get(uid), now.get(uid)) for uid in sorted({*want, *now})]
+    rows.append(("other users", want.others, now.others))
 
     def text(size: int | None) -> str:
         return "none" if size is None else size_option(size)
 
-    changed = [f"memory: {who}: limit {text(new)}, now {text(old)}" for who, new, old in found if new != old]
+    changed = [f"memory: {who}: limit {text(new)}, now {text(old)}" for who, new, old in rows if new != old]
     longest, before = want.longest_lease_seconds, now.longest_lease_seconds
     if longest != before:
         changed.append(f"reserve: longest {format_duration(longest)}, now {format_duration(before)}")
@@ -210,7 +213,7 @@ def keep_before(host: Host, text: str) -> Path:
     path = _keep(host, before_path(host, text), text)
     with contextlib.suppress(OSError):
         os.utime(path)
-        for old in sorted(path.parent.glob("before-*.yaml"), key=lambda one: -one.lstat().st_mtime)[_MOST_BEFORE:]:
+        for old in sorted(path.parent.glob("before-*.yaml"), key=lambda file: -file.lstat().st_mtime)[_MOST_BEFORE:]:
             old.unlink()
     return path
 
@@ -225,8 +228,8 @@ def default_path() -> str | None:
         return None
     trusted = {0, int(os.environ.get("SUDO_UID", "0")) if os.environ.get("SUDO_UID", "0").isdecimal() else 0}
     for path in (".", DEFAULT) if os.geteuid() == 0 else ():
-        found = os.lstat(path)
-        if found.st_uid not in trusted or found.st_mode & 0o022 or stat.S_ISLNK(found.st_mode):
+        stated = os.lstat(path)
+        if stated.st_uid not in trusted or stated.st_mode & 0o022 or stat.S_ISLNK(stated.st_mode):
             raise NoPermission(
                 f"other users may have written ./{DEFAULT}, so root does not take it unasked",
                 f"see who may: ls -ld . {DEFAULT}; if it is right, name it: -f {DEFAULT}",

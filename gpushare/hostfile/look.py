@@ -34,10 +34,10 @@ def is_unit(daemon: MpsDaemon) -> bool:
 
 def with_units(host: Host, found: Sequence[FoundDaemon], gpus: Sequence[Gpu]) -> list[FoundDaemon]:
     """Return the daemons, those of systemd units completed with their device and exact memory limit."""
-    devices = [unit_device(one, gpus) for one in found]
+    devices = [unit_device(item, gpus) for item in found]
     return [
-        one if uuid is None else replace(one, daemon=_served(host, one.daemon, uuid))
-        for one, uuid in zip(found, devices, strict=True)
+        item if uuid is None else replace(item, daemon=_served(host, item.daemon, uuid))
+        for item, uuid in zip(found, devices, strict=True)
     ]
 
 
@@ -95,7 +95,7 @@ def live_unit(host: Host, gpu: Gpu, daemon: MpsDaemon) -> LiveMps:
 
 def refuse_units(live: LiveGpu) -> None:
     """Raise InUse if systemd units run daemons on a GPU that must change: systemd would restart them."""
-    units = [one.unit for one in live.units if one.unit is not None]
+    units = [daemon.unit for daemon in live.units if daemon.unit is not None]
     if units:
         raise InUse(
             f"GPU {live.gpu.index} is served by {', '.join(units)} and differs from the file",
@@ -111,9 +111,9 @@ def live_gpus(state: HostState, gpus: Sequence[Gpu]) -> list[LiveGpu]:
     A GPU that does not answer has only its error; without nvidia-smi the time-slice is unknown.
     """
     levels = or_none(lambda: state.levels) or {}
-    found = with_units(state.host, state.daemons, state.gpus)
+    daemons = with_units(state.host, state.daemons, state.gpus)
     layouts = state.held_layouts([gpu for gpu in gpus if gpu.error is None and gpu.mig_capable])
-    return [_live(state, gpu, levels, found, layouts.get(gpu.index)) for gpu in gpus]
+    return [_live(state, gpu, levels, daemons, layouts.get(gpu.index)) for gpu in gpus]
 
 
 def _live(
@@ -125,22 +125,23 @@ def _live(
 ) -> LiveGpu:
     host = state.host
     mine = {gpu.uuid, *(mig.uuid for mig in gpu.mig_instances)} - {None}
-    ours = [one for one in found if one.daemon.ours and one.daemon.device_uuid in mine]
-    units = [one.daemon for one in found if is_unit(one.daemon) and one.daemon.device_uuid in mine]
-    others = [one for one in found if not one.daemon.ours and one.daemon.device_uuid is None]
-    there = (one for one in others if one.serves(host, gpu.index))
-    foreign = [one.daemon for one in there]
-    names = [one for one in state.names.values() if one.gpu_uuid == gpu.uuid]
+    ours = [item for item in found if item.daemon.ours and item.daemon.device_uuid in mine]
+    units = [item.daemon for item in found if is_unit(item.daemon) and item.daemon.device_uuid in mine]
+    others = [item for item in found if not item.daemon.ours and item.daemon.device_uuid is None]
+    there = (item for item in others if item.serves(host, gpu.index))
+    foreign = [item.daemon for item in there]
+    names = [named for named in state.names.values() if named.gpu_uuid == gpu.uuid]
     return LiveGpu(
         gpu=gpu,
         time_slice=levels.get(gpu.index),
         has_time_slice=gpu.index in levels,
         daemons={
-            **{one.daemon.device_uuid or "": _mps(one) for one in ours},
-            **{one.device_uuid or "": live_unit(host, gpu, one) for one in units},
+            **{item.daemon.device_uuid or "": _mps(item) for item in ours},
+            **{unit.device_uuid or "": live_unit(host, gpu, unit) for unit in units},
         },
         foreign=tuple(
-            f"an MPS daemon that gpushare did not start (process {one.pid}, {one.pipe_directory})" for one in foreign
+            f"an MPS daemon that gpushare did not start (process {daemon.pid}, {daemon.pipe_directory})"
+            for daemon in foreign
         ),
         layout=layout if gpu.error is None else None,
         names=tuple(replace(named, users=tuple(sorted(map(known_user, named.users)))) for named in names),

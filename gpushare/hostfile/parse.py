@@ -113,15 +113,15 @@ _INSTANCE: Final = either(
             "wish": _WISH,
             "name": _NAME,
             "users": _USERS,
-            "mps": mapping(_DAEMON_KEYS, lambda found, _: _limits(found)),
-            "timeslice": mapping({"replicas": _REPLICAS}, lambda found, _: found.get("replicas")),
+            "mps": mapping(_DAEMON_KEYS, lambda fields, _: _limits(fields)),
+            "timeslice": mapping({"replicas": _REPLICAS}, lambda fields, _: fields.get("replicas")),
         },
-        lambda found, value: InstanceWish(
-            wish=found["wish"],
-            name=found.get("name"),
-            users=found.get("users", ()),
-            mps=found.get("mps"),
-            replicas=found.get("timeslice"),
+        lambda fields, value: InstanceWish(
+            wish=fields["wish"],
+            name=fields.get("name"),
+            users=fields.get("users", ()),
+            mps=fields.get("mps"),
+            replicas=fields.get("timeslice"),
             mark=value.mark,
         ),
         need=("wish",),
@@ -179,7 +179,7 @@ _TIME_SLICE: Final[Form[tuple[TimeSlice, int | None]]] = either(
     _LEVEL,
     mapping(
         {"level": _LEVEL, "replicas": _REPLICAS},
-        lambda found, _: (found.get("level", TimeSlice.DEFAULT), found.get("replicas")),
+        lambda fields, _: (fields.get("level", TimeSlice.DEFAULT), fields.get("replicas")),
     ),
     lambda level, _: (level, None),
 )
@@ -190,7 +190,7 @@ _ENTRY: Final = mapping(
             "One process at a time: compute mode exclusive-process, no MPS daemon."
         ),
         "timeslice": _TIME_SLICE,
-        "mps": mapping({**_DAEMON_KEYS, "exclusive": _EXCLUSIVE}, lambda found, _: _limits(found)),
+        "mps": mapping({**_DAEMON_KEYS, "exclusive": _EXCLUSIVE}, lambda fields, _: _limits(fields)),
         "mig": several(_INSTANCE).about("Exactly these MIG devices; an empty list is MIG without an instance."),
     },
     _entry,
@@ -227,7 +227,7 @@ _PROCESSES: Final = all_or(
             ),
             "gpu": one_or_several(_RULE_GPU),
         },
-        lambda found, _: ProcessMatch(**{f"{key}s": values for key, values in found.items()}),
+        lambda fields, _: ProcessMatch(**{f"{key}s": values for key, values in fields.items()}),
         check=_check_processes,
         schema={"minProperties": 1},
     ),
@@ -252,11 +252,11 @@ _RULE: Final = mapping(
         ),
         "role": choice({role.value: role for role in Role}).about("production: 16ms; opportunistic: 500us."),
     },
-    lambda found, value: Rule(
-        match=found["match"],
-        slice_us=found.get("slice"),
-        weight=found.get("weight"),
-        role=found.get("role"),
+    lambda fields, value: Rule(
+        match=fields["match"],
+        slice_us=fields.get("slice"),
+        weight=fields.get("weight"),
+        role=fields.get("role"),
         mark=value.mark,
     ),
     need=("match",),
@@ -266,11 +266,11 @@ _RULE: Final = mapping(
 _LIMIT: Final = mapping(
     {
         "match": all_or(
-            mapping({"user": one_or_several(_USER)}, lambda found, _: found["user"], need=("user",)), ()
+            mapping({"user": one_or_several(_USER)}, lambda fields, _: fields["user"], need=("user",)), ()
         ).about("all: every user but root."),
         "limit": _SIZE.about("Device memory of all jobs of one such user on one GPU: 40G."),
     },
-    lambda found, value: MemoryLimit(users=found["match"], limit_bytes=found["limit"], mark=value.mark),
+    lambda fields, value: MemoryLimit(users=fields["match"], limit_bytes=fields["limit"], mark=value.mark),
     need=("match", "limit"),
 )
 
@@ -291,15 +291,15 @@ _FILE: Final = mapping(
             "What the jobs of a user may reserve together on each GPU: gpushare run --wait and --memory. The first entry "
             "that matches a user wins."
         ),
-        "reserve": mapping({"longest": _LONGEST}, lambda found, _: found["longest"], need=("longest",)).about(
+        "reserve": mapping({"longest": _LONGEST}, lambda fields, _: fields["longest"], need=("longest",)).about(
             "The leases of users: gpushare reserve."
         ),
     },
-    lambda found, value: HostFile(
-        entries=found.get("gpus", ()),
-        rules=found.get("slices", ()),
-        memory=found.get("memory", ()),
-        longest_lease_seconds=found.get("reserve"),
+    lambda fields, value: HostFile(
+        entries=fields.get("gpus", ()),
+        rules=fields.get("slices", ()),
+        memory=fields.get("memory", ()),
+        longest_lease_seconds=fields.get("reserve"),
         shown=value.shown,
     ),
     need=("version",),
@@ -314,10 +314,10 @@ def parse(text: str, shown: str = "gpushare.yaml") -> HostFile:
     Raises:
         BadUsage: it is not valid; the message begins with ``FILE:LINE:COLUMN`` (code ``bad_file``).
     """
-    found = documents(text, shown, HINT)
-    if len(found) > 1:
-        raise BadUsage(f"{shown}: {len(found)} YAML documents", "give one", code="bad_file")
-    return read(found[0], shown)
+    yaml_documents = documents(text, shown, HINT)
+    if len(yaml_documents) > 1:
+        raise BadUsage(f"{shown}: {len(yaml_documents)} YAML documents", "give one", code="bad_file")
+    return read(yaml_documents[0], shown)
 
 
 def read(raw: object, shown: str = "gpushare.yaml") -> HostFile:

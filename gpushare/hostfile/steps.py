@@ -69,9 +69,9 @@ def revoke_steps(
     host: Host, live: LiveGpu, wanted: Sequence[NamedInstance], staying: set[tuple[str, int]]
 ) -> list[Step]:
     """Return the steps that revoke the grants of instances that stay and lose their name."""
-    kept = {(one.name, one.spot) for one in wanted}
+    kept = {(named.name, named.spot) for named in wanted}
     losing = [named for named in live.names if named.place in staying and (named.name, named.spot) not in kept]
-    return [revoking(host, one) for one in losing if one.users]
+    return [revoking(host, named) for named in losing if named.users]
 
 
 def names_steps(host: Host, live: LiveGpu, wanted: Sequence[NamedInstance]) -> list[Step]:
@@ -84,7 +84,7 @@ def names_steps(host: Host, live: LiveGpu, wanted: Sequence[NamedInstance]) -> l
         return []
     gone = [named for named in live.names if named.name not in want]
     # Their grants follow, too.
-    new = [replace(one, users=()) for one in wanted if there.get(one.name) != one.spot]
+    new = [replace(named, users=()) for named in wanted if there.get(named.name) != named.spot]
     return [names_step(host, new, gone, {live.gpu.uuid or "": live.gpu.index})]
 
 
@@ -92,18 +92,18 @@ def grant_steps(host: Host, live: LiveGpu, wanted: Sequence[NamedInstance], made
     """Return the steps that grant named instances to exactly their users; ``made`` are the new ones."""
     there = {(named.name, named.spot): named.users for named in live.names}
     steps = []
-    for one in wanted:
-        before = there.get((one.name, one.spot))
-        fresh = before is None or one.place in made or one.name in live.open
-        if set(before or ()) == set(one.users) and not (one.users and fresh):
+    for named in wanted:
+        before = there.get((named.name, named.spot))
+        fresh = before is None or named.place in made or named.name in live.open
+        if set(before or ()) == set(named.users) and not (named.users and fresh):
             continue
-        whom = ", ".join(one.users) or "everybody"
-        command = f"gpushare mig grant {one.name} USER" if one.users else f"gpushare mig revoke {one.name}"
+        whom = ", ".join(named.users) or "everybody"
+        command = f"gpushare mig grant {named.name} USER" if named.users else f"gpushare mig revoke {named.name}"
         steps.append(
             deferred(
-                f"open '{one.name}' ({one}) to {whom}",
-                "\n".join(f"gpushare mig grant {one.name} {shlex.quote(user)}" for user in one.users) or command,
-                _grants(host, one, before or ()),
+                f"open '{named.name}' ({named}) to {whom}",
+                "\n".join(f"gpushare mig grant {named.name} {shlex.quote(user)}" for user in named.users) or command,
+                _grants(host, named, before or ()),
             )
         )
     return steps
@@ -127,16 +127,16 @@ def check_step(look: Callable[[], LiveGpu], entry: Entry, index: int) -> Step:
     """Return the step that checks a GPU at the end; if it is not as in the file, all is undone."""
 
     def act() -> None:
-        left = points(look(), entry)
-        if left:
+        differences = points(look(), entry)
+        if differences:
             raise NotHeld(
-                f"GPU {index}: every step was carried out, but it differs from the file: {'; '.join(map(str, left))}",
+                f"GPU {index}: every step was carried out, but it differs from the file: {'; '.join(map(str, differences))}",
                 "see: gpushare diff -f FILE; gpushare doctor",
                 gpu=index,
             )
 
-    what = f"check that GPU {index} matches the file"
-    return Step(what=what, command="gpushare diff -f FILE", do=act, changes=False)
+    title = f"check that GPU {index} matches the file"
+    return Step(what=title, command="gpushare diff -f FILE", do=act, changes=False)
 
 
 Find = Callable[[], Device]
@@ -151,9 +151,9 @@ def stop_steps(host: Host, live: LiveGpu, unwanted: set[str]) -> list[Step]:
             steps.append(stop_step(host, own))
     running = {own.device.uuid for own in own_daemons(host, live.gpu)}
     dead = [uuid for uuid in live.daemons if uuid in unwanted - running]
-    for found in find_daemons(host, [live.gpu], deep=False) if dead else ():
-        if found.daemon.device_uuid in dead:
-            steps.append(_clear_step(host, found, live.gpu))
+    for item in find_daemons(host, [live.gpu], deep=False) if dead else ():
+        if item.daemon.device_uuid in dead:
+            steps.append(_clear_step(host, item, live.gpu))
     return steps
 
 
@@ -254,9 +254,9 @@ class _Daemon:
             return
         home = own_home(self._host, device.uuid)
         if self._started:
-            found = next((one for one in own_daemons(self._host, device.gpu) if one.device.uuid == device.uuid), None)
-            if found is not None:
-                stop(self._host, found.found, device, drain_seconds=0.0, force=False)
+            own = next((each for each in own_daemons(self._host, device.gpu) if each.device.uuid == device.uuid), None)
+            if own is not None:
+                stop(self._host, own.found, device, drain_seconds=0.0, force=False)
         elif self._before is not None:
             with home.locked():
                 carry_out(plan_limits(self._host, device, self._before.limits.explicit))

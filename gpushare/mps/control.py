@@ -214,14 +214,14 @@ def without_questions(lines: Sequence[str]) -> list[str]:
             accepted = len(kept) > 1 and kept[-2].partition("] ")[2].startswith("Accepting connection")
             begins = len(kept) - 1 - accepted
         elif text == "UI closed" and begins is not None:
-            texts = [one.partition("] ")[2] for one in kept[begins:]]
+            texts = [row.partition("] ")[2] for row in kept[begins:]]
             commands = [text.removeprefix("Cmd:") for text in texts if text.startswith("Cmd:")]
             if (
                 commands
                 and commands[-1] == _SENTINEL
                 and all(command == "ps" or command[:4] == "get_" for command in commands)
             ):
-                kept[begins:] = [one for one in kept[begins + 1 :] if re.match(_EVENT, one.partition("] ")[2])]
+                kept[begins:] = [row for row in kept[begins + 1 :] if re.match(_EVENT, row.partition("] ")[2])]
             begins = None
     return kept
 
@@ -293,8 +293,8 @@ class MpsControl:
         until = self._until or float("inf")
         deadline = min(time.monotonic() + timeout, until)
         while True:
-            left = min(timeout, max(0.05, until - time.monotonic()))
-            done = self._talk(f"{command}\n{_SENTINEL}\n", left, of=timeout)
+            seconds = min(timeout, max(0.05, until - time.monotonic()))
+            done = self._talk(f"{command}\n{_SENTINEL}\n", seconds, of=timeout)
             reply, answered = without_sentinel(done.stdout, _least_lines(command))
             if answered or not _was_dropped(done) or time.monotonic() > deadline:
                 break
@@ -336,14 +336,14 @@ class MpsControl:
             ) from None
 
     def _check(self, done: Completed, command: str) -> None:
-        said = done.text[:_MOST_SAID]
-        if "Cannot find MPS control daemon" in said:
+        words = done.text[:_MOST_SAID]
+        if "Cannot find MPS control daemon" in words:
             raise NoDaemon(f"no MPS daemon answers at {self.pipe_directory}", "start one: gpushare mps start")
-        if "Insufficient privileges" in said or "Not enough privilege" in said or "Cannot authenticate" in said:
+        if "Insufficient privileges" in words or "Not enough privilege" in words or "Cannot authenticate" in words:
             raise not_your_daemon(f"the MPS daemon at {self.pipe_directory} refuses '{command}': it", "another user")
         if done.exit_code != 0:
             raise OperationFailed(
-                f"'{command}' failed at the MPS daemon: {said or f'exit code {done.exit_code}'}",
+                f"'{command}' failed at the MPS daemon: {words or f'exit code {done.exit_code}'}",
                 "see its log: gpushare mps logs",
                 code="mps_control",
             )
@@ -375,9 +375,9 @@ class MpsControl:
 
         From 1024M up the daemon prints whole G, rounded down: the exact limit is in the server's log.
         """
-        said = self.ask(_setting("get", "device_pinned_mem_limit", server, DEVICE)).strip()
+        printed = self.ask(_setting("get", "device_pinned_mem_limit", server, DEVICE)).strip()
         # Of a server that has none, some versions print a sentence.
-        return None if not said or (server is not None and parse_memory(said) is None) else said
+        return None if not printed or (server is not None and parse_memory(printed) is None) else printed
 
     def set_memory(self, size_bytes: int | None, server: int | None = None) -> None:
         """Set the pinned memory limit, as whole M, or remove it (None), and read it back."""
@@ -391,8 +391,8 @@ class MpsControl:
 
     def priority(self) -> Priority | None:
         """Return the default client priority."""
-        said = self.ask("get_default_client_priority").strip()
-        return Priority(int(said)) if said in {"0", "1"} else None
+        printed = self.ask("get_default_client_priority").strip()
+        return Priority(int(printed)) if printed in {"0", "1"} else None
 
     def set_priority(self, priority: Priority) -> None:
         """Set the default client priority and read it back."""
@@ -415,8 +415,8 @@ class MpsControl:
 
     def server_status(self, server_pid: int) -> str | None:
         """Return INITIALIZING, ACTIVE or FAULT, or None when the server is gone or the driver (535) has no such command."""
-        said = self.ask(f"get_server_status {server_pid}").splitlines()
-        return next((line.strip() for line in said if re.fullmatch(r"[A-Z_]+", line.strip())), None)
+        rows = self.ask(f"get_server_status {server_pid}").splitlines()
+        return next((line.strip() for line in rows if re.fullmatch(r"[A-Z_]+", line.strip())), None)
 
     def overview(self) -> Overview:
         """Return the daemon's state, in few conversations: each one adds lines to a log that is never rotated."""
@@ -454,9 +454,9 @@ class MpsControl:
 
     def clients(self) -> list[ClientRow]:
         """Return all clients (``ps``, or ``get_client_list`` per server where a daemon has no ``ps``)."""
-        said = self.ask("ps")
-        if "Unknown command" not in said:
-            return parse_ps(said)
+        printed = self.ask("ps")
+        if "Unknown command" not in printed:
+            return parse_ps(printed)
         return [ClientRow(pid, server, None, None) for server in self.servers() for pid in self._client_list(server)]
 
     def _client_list(self, server_pid: int) -> list[int]:
@@ -505,8 +505,8 @@ def max_clients(version: int | None, compute_capability: tuple[int, int] | None,
 
 def share_of_slices(profile: str | None, slices: int | None) -> float | None:
     """Return the share of a GPU's compute slices that an instance of ``3g.71gb`` (or ``1c.3g.71gb``) has; None: unknown."""
-    found = re.match(r"(?:(\d)c\.)?(\d)g\.", profile or "")
-    return int(found.group(1) or found.group(2)) / slices if found and slices else None
+    match = re.match(r"(?:(\d)c\.)?(\d)g\.", profile or "")
+    return int(match.group(1) or match.group(2)) / slices if match and slices else None
 
 
 def start_environment(uuid: str, pipe_directory: str, log_directory: str) -> Mapping[str, str | None]:

@@ -61,17 +61,17 @@ def overviews(
     """Ask all daemons; return the overview of each, or its error, in the same order."""
     seconds = LOOK_SECONDS if seconds is None else seconds
     until = time.monotonic() + seconds
-    found: list[Overview | GpushareError | None] = [None] * len(pipe_directories)
-    left = iter(list(enumerate(pipe_directories)))
+    answers: list[Overview | GpushareError | None] = [None] * len(pipe_directories)
+    waiting = iter(list(enumerate(pipe_directories)))
     lock = threading.Lock()
 
     def work() -> None:
         while True:
             with lock:
-                number, pipe = next(left, (-1, ""))
+                number, pipe = next(waiting, (-1, ""))
             if number < 0:
                 return
-            found[number] = _overview(programs, pipe, until, seconds)
+            answers[number] = _overview(programs, pipe, until, seconds)
 
     # The usual case, one daemon, needs no thread.
     helpers = [threading.Thread(target=work, daemon=True) for _ in range(min(_AT_ONCE, len(pipe_directories)) - 1)]
@@ -80,7 +80,10 @@ def overviews(
     work()
     for helper in helpers:
         helper.join()
-    return [one if one is not None else _late(pipe, seconds) for one, pipe in zip(found, pipe_directories, strict=True)]
+    return [
+        answer if answer is not None else _late(pipe, seconds)
+        for answer, pipe in zip(answers, pipe_directories, strict=True)
+    ]
 
 
 def _overview(programs: Programs, pipe: str, until: float, seconds: float) -> Overview | GpushareError:
@@ -371,12 +374,12 @@ def find_daemons(host: Host, gpus: Sequence[Gpu], *, deep: bool = True, stranger
     directories = host.run_directories
     running = _running(host)
     ours = [_ours(host, home, gpus, running) for home in homes_in(directories)]
-    found = sorted((item for item in ours if item is not None), key=_by_gpu)
-    known = {item.daemon.pid for item in found}
-    for one in running:
-        if one.pid not in known:
-            found.append(_adopted(one, gpus, directories) or _foreign(one, gpus))
-    return ask(host, found, strangers=strangers) if deep else found
+    daemons = sorted((item for item in ours if item is not None), key=_by_gpu)
+    pids = {item.daemon.pid for item in daemons}
+    for process in running:
+        if process.pid not in pids:
+            daemons.append(_adopted(process, gpus, directories) or _foreign(process, gpus))
+    return ask(host, daemons, strangers=strangers) if deep else daemons
 
 
 def _by_gpu(found: FoundDaemon) -> tuple[bool, int]:
@@ -395,15 +398,15 @@ def _running(host: Host) -> list[_Process]:
     for pid in host.processes.named(control.PROGRAM):
         info = host.processes.describe(pid)
         if info is not None and _is_daemon(info.command_line):
-            one = _Process(info, host.processes.environment(pid), info.uid in trusted)
+            claimed = _Process(info, host.processes.environment(pid), info.uid in trusted)
             # By user: processes of others cannot hide ours.
-            candidates.setdefault((one.pipe, info.uid), []).append(one)
+            candidates.setdefault((claimed.pipe, info.uid), []).append(claimed)
     running = []
     for same in candidates.values():
         # Reading a parent is one file; finding descendants would read all processes, once for each that others start.
-        there = {one.pid for one in same} if len(same) > 1 else set()
-        running += [one for one in same if not there or host.processes.parent(one.pid) not in there]
-    return sorted(running, key=lambda one: one.pid)
+        there = {process.pid for process in same} if len(same) > 1 else set()
+        running += [process for process in same if not there or host.processes.parent(process.pid) not in there]
+    return sorted(running, key=lambda process: process.pid)
 
 
 def _is_daemon(command_line: Sequence[str] | None) -> bool:
@@ -426,7 +429,7 @@ def daemon_pid(host: Host, pipe_directory: str) -> int | None:
     By program, environment and user in the process table; any user can copy the first two. Any user may write the PID
     file, and driver 535 has none.
     """
-    return next((one.pid for one in _running(host) if one.trusted and one.pipe == pipe_directory), None)
+    return next((process.pid for process in _running(host) if process.trusted and process.pipe == pipe_directory), None)
 
 
 def is_running(host: Host, home: DaemonHome, record: DaemonRecord) -> bool:
@@ -444,13 +447,13 @@ def live_pid(
     if record.pid is not None and record.started is not None and host.processes.alive(record.pid, record.started):
         return record.pid
     pipe = str(home.pipe)
-    for one in _running(host) if running is None else running:
-        if not one.trusted:
+    for process in _running(host) if running is None else running:
+        if not process.trusted:
             continue
-        if one.pid == record.pid and one.pipe in {None, pipe}:
-            return one.pid
-        if one.pipe == pipe and one.device == record.device_uuid:
-            return one.pid
+        if process.pid == record.pid and process.pipe in {None, pipe}:
+            return process.pid
+        if process.pipe == pipe and process.device == record.device_uuid:
+            return process.pid
     return None
 
 
@@ -459,9 +462,9 @@ def adopted_record(host: Host, home: DaemonHome, uuid: str) -> DaemonRecord | No
     # Without its socket there is no need to read the process table.
     if not os.path.lexists(home.pipe / "control"):
         return None
-    for one in _running(host):
-        if one.trusted and one.pipe == str(home.pipe) and one.device == uuid:
-            return _record_for(one, uuid)
+    for process in _running(host):
+        if process.trusted and process.pipe == str(home.pipe) and process.device == uuid:
+            return _record_for(process, uuid)
     return None
 
 
@@ -559,16 +562,16 @@ def _visible_gpus(environment: Mapping[str, str], gpus: Sequence[Gpu]) -> tuple[
     """Return the GPUs in a daemon's CUDA_VISIBLE_DEVICES; CUDA stops at the first that it does not know."""
     if "CUDA_VISIBLE_DEVICES" not in environment:
         return tuple(gpu.index for gpu in gpus)
-    found: list[int] = []
+    indexes: list[int] = []
     for word in environment["CUDA_VISIBLE_DEVICES"].split(",", _MOST_DEVICES)[:_MOST_DEVICES]:
         # CUDA takes ordinals and UUIDs; `select` takes more.
         if not re.match(r"\d|GPU-|MIG-", word.strip()) or ":" in word:
             break
         try:
-            found += [device.gpu.index for device in select(word, gpus) if device.gpu.index not in found]
+            indexes += [device.gpu.index for device in select(word, gpus) if device.gpu.index not in indexes]
         except GpushareError:
             break
-    return tuple(found)
+    return tuple(indexes)
 
 
 def foreign_daemon(found: FoundDaemon, where: str, gpu: Gpu, instead: str = "") -> InUse:

@@ -138,7 +138,7 @@ class DaemonHome:
     def at_pipe(cls, pipe_directory: str | None, run_directories: Sequence[Path]) -> DaemonHome | None:
         """Return the home in one of these run directories whose pipe directory this is."""
         path = Path(pipe_directory or "/")
-        if path.name != "pipe" or path.parent.parent not in [one / "mps" for one in run_directories]:
+        if path.name != "pipe" or path.parent.parent not in [each / "mps" for each in run_directories]:
             return None
         return cls(path.parent)
 
@@ -308,8 +308,8 @@ def unrecorded(run_directories: Sequence[Path]) -> bool:
 
 
 def _below(run_directories: Sequence[Path], name: str) -> Iterator[Path]:
-    for one in (one / "mps" for one in run_directories if is_trusted_directory(one, "mps")):
-        yield from sorted(one.glob(f"*/{name}"))
+    for directory in (each / "mps" for each in run_directories if is_trusted_directory(each, "mps")):
+        yield from sorted(directory.glob(f"*/{name}"))
 
 
 _ENTER: Final = 0o5

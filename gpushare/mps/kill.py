@@ -163,10 +163,10 @@ def kill_all(host: Host, pids: Iterable[int] | Mapping[int, float]) -> None:
     started = known(host.processes, pids)
     for pid in started:
         signal_known(host.processes, pid, started[pid], signal.SIGKILL)
-    left = wait_gone(host.processes, started, _GONE_SECONDS)
-    if left:
+    alive = wait_gone(host.processes, started, _GONE_SECONDS)
+    if alive:
         raise OperationFailed(
-            f"process {', '.join(map(str, left))} was killed and still exists",
+            f"process {', '.join(map(str, alive))} was killed and still exists",
             "it may hang in the driver; see: sudo dmesg | tail",
             code="process_stays",
         )
@@ -252,15 +252,15 @@ def find_clients(host: Host, gpus: Sequence[Gpu], pids: Collection[int]) -> list
     clients: list[Client] = []
     # Daemons of other users are asked only if a client is not one of ours or of root's.
     for strangers in (False, True) if listed else (False,):
-        for found in find_daemons(host, gpus, strangers=strangers):
-            serving = {found.daemon.pid: "control daemon"} | {server.pid: "server" for server in found.daemon.servers}
+        for item in find_daemons(host, gpus, strangers=strangers):
+            serving = {item.daemon.pid: "control daemon"} | {server.pid: "server" for server in item.daemon.servers}
             for pid in serving.keys() & set(pids):
-                raise serves(pid or 0, serving[pid], found.stop_command)
-            for client in found.daemon.clients:
+                raise serves(pid or 0, serving[pid], item.stop_command)
+            for client in item.daemon.clients:
                 info = host.processes.describe(client.pid) if client.pid in pids else None
                 # A daemon of another user may name any PID: only that user's processes count.
-                if info is not None and (found.trusted or info.uid == found.uid):
-                    clients.append(Client(found, client))
+                if info is not None and (item.trusted or info.uid == item.uid):
+                    clients.append(Client(item, client))
         if clients:
             break
     return clients

@@ -106,14 +106,14 @@ class Limits:
         The memory limit names device 0: an entry for a device that the client does not see makes CUDA drop all limits,
         including the server's.
         """
-        found = {}
+        variables = {}
         if self.threads_percent is not None:
-            found[THREADS_VARIABLE] = mps_percentage(self.threads_percent)
+            variables[THREADS_VARIABLE] = mps_percentage(self.threads_percent)
         if self.memory_limit_bytes is not None:
-            found[MEMORY_VARIABLE] = f"0={mps_memory(self.memory_limit_bytes)}"
+            variables[MEMORY_VARIABLE] = f"0={mps_memory(self.memory_limit_bytes)}"
         if self.priority is not None:
-            found[PRIORITY_VARIABLE] = str(int(self.priority))
-        return found
+            variables[PRIORITY_VARIABLE] = str(int(self.priority))
+        return variables
 
     @property
     def explicit(self) -> Limits:

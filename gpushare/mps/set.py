@@ -36,22 +36,23 @@ def limit_steps(control: MpsControl, limits: Limits, server: int | None = None) 
     """
     whom = "each client process" if server is None else f"each future client of server {server}"
     threads, memory, priority = limits.threads_percent, limits.memory_limit_bytes, limits.priority
-    found = []
+    changes = []
     if threads is not None:
-        what = f"limit {whom} to {threads:g} % of the SM threads"
-        found.append((what, set_threads_command(threads, server), lambda: control.set_threads(threads, server)))
+        title = f"limit {whom} to {threads:g} % of the SM threads"
+        changes.append((title, set_threads_command(threads, server), lambda: control.set_threads(threads, server)))
     if memory is not None or limits.no_memory_limit:
-        what = (
+        title = (
             f"remove the pinned memory limit of {whom}"
             if memory is None
             else f"limit {whom} to {format_bytes(memory)} of pinned device memory"
         )
-        found.append((what, set_memory_command(memory, server), lambda: control.set_memory(memory, server)))
+        changes.append((title, set_memory_command(memory, server), lambda: control.set_memory(memory, server)))
     if priority is not None and server is None:
-        what = f"give {whom} {priority.title} priority"
-        found.append((what, set_priority_command(priority), lambda: control.set_priority(priority)))
+        title = f"give {whom} {priority.title} priority"
+        changes.append((title, set_priority_command(priority), lambda: control.set_priority(priority)))
     return [
-        Step(what=what, command=control_command(control.pipe_directory, command), do=do) for what, command, do in found
+        Step(what=title, command=control_command(control.pipe_directory, command), do=do)
+        for title, command, do in changes
     ]
 
 
@@ -121,12 +122,12 @@ class _Clients:
         """Look before the change. Clients that earlier changes have recorded keep what is recorded."""
         earlier = {client.pid: client for client in self._record.attached}
         for client in self._control.clients():
-            one = earlier.get(client.pid)
-            if one is None or not is_still(self._host, one):
+            before = earlier.get(client.pid)
+            if before is None or not is_still(self._host, before):
                 threads = servers.get(client.server_pid or 0)
-                known = self._recorded and threads is not None and not changed_by_hand(self._record, threads)
-                one = self._client(client.pid, self._record.limits.explicit if known else None)
-            self._found[client.pid] = one
+                certain = self._recorded and threads is not None and not changed_by_hand(self._record, threads)
+                before = self._client(client.pid, self._record.limits.explicit if certain else None)
+            self._found[client.pid] = before
         return tuple(self._found.values())
 
     def with_late_ones(self) -> tuple[AttachedClient, ...]:

@@ -104,7 +104,7 @@ class _Start:
     def steps(self, *, exclusive: bool) -> list[Step]:
         """Return the steps in order."""
         home, before = self._home, self._before
-        pipe, log, path = (shlex.quote(str(one)) for one in (home.pipe, home.log, home.directory / "daemon.json"))
+        pipe, log, path = (shlex.quote(str(path)) for path in (home.pipe, home.log, home.directory / "daemon.json"))
         modes = self._exclusive() if exclusive else []
         # The record before the first change: a start that is killed leaves what to restore, and whose daemon it is.
         steps = [
@@ -183,8 +183,8 @@ class _Start:
         if now is ComputeMode.EXCLUSIVE_PROCESS:
             return []
         self.previous = self.previous or now
-        why = ", so that no program runs outside MPS"
-        return [compute_mode_step(host, device, ComputeMode.EXCLUSIVE_PROCESS, before=now, why=why)]
+        purpose = ", so that no program runs outside MPS"
+        return [compute_mode_step(host, device, ComputeMode.EXCLUSIVE_PROCESS, before=now, why=purpose)]
 
     def _write(self, state: str, pid: int | None = None, started: int | None = None) -> None:
         self._home.write(
@@ -265,7 +265,7 @@ class _Start:
             raise _start_error(done, device, home)
         # Exit code 0 proves nothing (an unknown option exits 0 too): the daemon must answer.
         deadline = time.monotonic() + _ANSWER_SECONDS
-        looks, said = 0, done.text or "it printed nothing"
+        looks, printed = 0, done.text or "it printed nothing"
         while not self._answers(deadline):
             # One look may miss it between its fork and exec; its process is there when the program has returned.
             looks = 0 if self._pid() is not None else looks + 1
@@ -273,7 +273,7 @@ class _Start:
             if looks > 1 or late:
                 how = "ended right after its start" if looks > 1 else "was started but does not answer"
                 raise OperationFailed(
-                    f"the MPS daemon of {device.title} {how}: {said}",
+                    f"the MPS daemon of {device.title} {how}: {printed}",
                     f"see its log: {shlex.quote(f'{home.log}/control.log')}",
                     gpu=device.gpu.index,
                     code="daemon_silent",
@@ -326,32 +326,32 @@ def _check_several_users(host: Host) -> None:
 
 def _refuse_second(host: Host, device: Device) -> None:
     """Raise InUse if a daemon already serves the device."""
-    for found in find_daemons(host, [device.gpu], deep=False):
-        daemon = found.daemon
+    for item in find_daemons(host, [device.gpu], deep=False):
+        daemon = item.daemon
         if daemon.ours and daemon.device_uuid == device.uuid:
-            if daemon.error is not None or (found.record is not None and found.record.interrupted):
+            if daemon.error is not None or (item.record is not None and item.record.interrupted):
                 # A dead daemon, or the rest of an interrupted start: its record is replaced. Whether another gpushare
                 # is starting it right now shows under the lock.
                 continue
             raise _exists(device, daemon.pid)
-        if not daemon.ours and found.serves(host, device.gpu.index):
+        if not daemon.ours and item.serves(host, device.gpu.index):
             pipe = shlex.quote(daemon.pipe_directory or "")
-            use = f"use it: export CUDA_MPS_PIPE_DIRECTORY={pipe}; or " if found.trusted else ""
-            raise foreign_daemon(found, device.title, device.gpu, use)
+            use = f"use it: export CUDA_MPS_PIPE_DIRECTORY={pipe}; or " if item.trusted else ""
+            raise foreign_daemon(item, device.title, device.gpu, use)
 
 
 def _notes(host: Host, device: Device, home: DaemonHome) -> list[str]:
     notes = [
-        f"a process that claims to be an MPS daemon names {device.title} but is not on it, and is ignored: {found.title}"
-        for found in find_daemons(host, [device.gpu], deep=False)
-        if device.gpu.index in found.daemon.gpu_indexes and not found.serves(host, device.gpu.index)
+        f"a process that claims to be an MPS daemon names {device.title} but is not on it, and is ignored: {item.title}"
+        for item in find_daemons(host, [device.gpu], deep=False)
+        if device.gpu.index in item.daemon.gpu_indexes and not item.serves(host, device.gpu.index)
     ][:_MOST_NAMED]
     outside = [
         process for process in host.nvml.processes(device.gpu.index) or () if process.compute and not process.mps
     ]
     if device.mig is not None:
         place = (device.mig.gpu_instance_id, device.mig.compute_instance_id)
-        outside = [one for one in outside if (one.gpu_instance_id, one.compute_instance_id) == place]
+        outside = [process for process in outside if (process.gpu_instance_id, process.compute_instance_id) == place]
     if outside:
         pids = ", ".join(str(process.pid) for process in outside[:5])
         runs = f"{counted(len(outside), 'process')} on {device.title} {'runs' if len(outside) == 1 else 'run'}"
@@ -368,18 +368,18 @@ def _notes(host: Host, device: Device, home: DaemonHome) -> list[str]:
 
 def _start_error(done: Completed, device: Device, home: DaemonHome) -> OperationFailed:
     """Return the error for a daemon that did not start. Most of its failures print nothing."""
-    known = {
+    reasons = {
         244: ("it does not find libcuda.so.1", "install the driver's CUDA library (libcuda1); then: gpushare doctor"),
         100: ("CUDA sees no device (error 100)", "see: gpushare doctor"),
     }
-    why, hint = known.get(done.exit_code, (done.text, f"see its log: {shlex.quote(f'{home.log}/control.log')}"))
+    reason, hint = reasons.get(done.exit_code, (done.text, f"see its log: {shlex.quote(f'{home.log}/control.log')}"))
     if "already running" in done.text:
-        why, hint = (
+        reason, hint = (
             "another daemon holds this pipe directory",
             f"see: gpushare mps status; fuser -v {shlex.quote(f'{home.pipe}/control_lock')}",
         )
     return OperationFailed(
-        f"the MPS daemon of {device.title} did not start: {why or f'exit code {done.exit_code}, no text'}",
+        f"the MPS daemon of {device.title} did not start: {reason or f'exit code {done.exit_code}, no text'}",
         hint,
         gpu=device.gpu.index,
         code="daemon_not_started",

@@ -61,8 +61,8 @@ def daemons_to_stop(
     """
     if pipe_directory is not None and gpu is not None:
         raise BadUsage("both a GPU and a pipe directory name the daemon", "give one of them", code="two_names")
-    found = find_daemons(host, gpus, deep=False)
-    chosen = _on_gpu(found, gpu, gpus) if pipe_directory is None else [_at_pipe(host, found, pipe_directory)]
+    daemons = find_daemons(host, gpus, deep=False)
+    chosen = _on_gpu(daemons, gpu, gpus) if pipe_directory is None else [_at_pipe(host, daemons, pipe_directory)]
     whole = {gpu.uuid: Device(gpu=gpu) for gpu in gpus if gpu.uuid is not None}
     return [(item, whole.get(item.daemon.device_uuid or "")) for item in chosen]
 
@@ -114,7 +114,7 @@ def _none_there(found: Sequence[FoundDaemon], devices: Sequence[Device]) -> NoDa
 
 def _at_pipe(host: Host, found: Sequence[FoundDaemon], pipe_directory: str) -> FoundDaemon:
     wanted = os.path.abspath(pipe_directory)
-    item = _listening(host, [one for one in found if one.daemon.pipe_directory == wanted], wanted)
+    item = _listening(host, [each for each in found if each.daemon.pipe_directory == wanted], wanted)
     if item is None:
         raise NoDaemon(f"no MPS daemon uses the pipe directory {wanted}", "see the daemons: gpushare mps status")
     return item
@@ -189,18 +189,18 @@ class Stop:
             return ()
         user = daemon.user or "unknown user"
         owner = found.uid if found.record is None else found.record.uid
-        why = [] if daemon.ours else [f"not started by gpushare, of {user}"]
-        why += [f"started by {user}"] if daemon.ours and owner not in {None, self._host.uid} else []
+        reasons = [] if daemon.ours else [f"not started by gpushare, of {user}"]
+        reasons += [f"started by {user}"] if daemon.ours and owner not in {None, self._host.uid} else []
         if self._force:
             clients = self._clients_now()
             self._agreed = None if clients is None else frozenset(clients)
             home = found.home
             leases = [] if home is None else or_none(home.live_leases)
             used = sorted({*(clients or ()), *(leases or ())})
-            why += [] if clients is not None else ["it does not tell whether it has clients"]
-            why += [f"{counted(len(used), 'program')} on it: {named(self._host.processes, used)}"] if used else []
-        what = f"the MPS daemon {daemon.pid}{self._where()}"
-        return (Loss(action="stops", what=what, why=tuple(why)),) if why else ()
+            reasons += [] if clients is not None else ["it does not tell whether it has clients"]
+            reasons += [f"{counted(len(used), 'program')} on it: {named(self._host.processes, used)}"] if used else []
+        title = f"the MPS daemon {daemon.pid}{self._where()}"
+        return (Loss(action="stops", what=title, why=tuple(reasons)),) if reasons else ()
 
     def _clients_now(self) -> list[int] | None:
         """Return the clients at this moment; None: unknown."""
@@ -327,22 +327,22 @@ class Stop:
             except TimedOut:
                 return []
         while True:
-            left = _shown_clients(self._host, self._found) if control is None else clients_of(control)
+            clients = _shown_clients(self._host, self._found) if control is None else clients_of(control)
             waited = time.monotonic() - started
-            if not left or waited >= seconds:
+            if not clients or waited >= seconds:
                 break
             if self._on_wait is not None:
-                self._on_wait(left, seconds - waited)
+                self._on_wait(clients, seconds - waited)
             time.sleep(min(_POLL_SECONDS, max(0.02, seconds - waited)))
-        if left and not self._force:
+        if clients and not self._force:
             raise InUse(
-                f"the MPS daemon {daemon.pid} still has {counted(len(left), 'client')} after {waited:.1f} s: "
-                + ", ".join(map(str, left[:8])),
+                f"the MPS daemon {daemon.pid} still has {counted(len(clients), 'client')} after {waited:.1f} s: "
+                + ", ".join(map(str, clients[:8])),
                 f"wait longer and then force: {self._found.stop_command} --drain 60; or force now: --force",
                 gpu=None if daemon.gpu_index is None else str(daemon.gpu_index),
                 code="clients_left",
             )
-        return left
+        return clients
 
     def _end(self) -> None:
         host, found = self._host, self._found
@@ -362,8 +362,8 @@ class Stop:
             self._end_foreign(self._pid)
             return
         # Clients may have come while we waited for the lock.
-        left, control = self._without_clients(0.0), found.control(host)
-        new = [] if self._agreed is None else [pid for pid in left if pid not in self._agreed]
+        clients, control = self._without_clients(0.0), found.control(host)
+        new = [] if self._agreed is None else [pid for pid in clients if pid not in self._agreed]
         if new:
             raise InUse(
                 f"the MPS daemon {self._pid} has {counted(len(new), 'new client')}: {named(host.processes, new)}; "
@@ -373,7 +373,7 @@ class Stop:
                 code="clients_left",
             )
         ended = end_daemon(host, control, self._pid, started=started, seconds=1.0, force=self._force)
-        self._forced = bool(left) or ended
+        self._forced = bool(clients) or ended
 
     def _end_foreign(self, pid: int) -> None:
         info = self._host.processes.describe(pid)
@@ -409,7 +409,7 @@ def _shown_clients(host: Host, found: FoundDaemon) -> list[int]:
         )
     clients = {process.pid for processes in shown for process in processes or () if process.mps}
     infos = [host.processes.describe(pid) for pid in sorted(clients)]
-    return [one.pid for one in infos if one is not None and one.uid == found.uid and not is_server(one.name)]
+    return [info.pid for info in infos if info is not None and info.uid == found.uid and not is_server(info.name)]
 
 
 def _ended_by_its_last_run(host: Host, found: FoundDaemon) -> bool:
@@ -498,14 +498,14 @@ def _servers_below(host: Host, daemon: ProcessInfo) -> dict[int, int]:
 
     Only by name, and of the daemon's user unless that is root, whose daemon starts servers for others.
     """
-    found = {}
+    servers = {}
     for pid in host.processes.descendants(daemon.pid):
         info = host.processes.describe(pid) if pid != daemon.pid else None
         if info is None or not (is_server(info.name) or info.name == daemon.name):
             continue
         if daemon.uid in {0, info.uid} and info.started is not None:
-            found[pid] = info.started
-    return found
+            servers[pid] = info.started
+    return servers
 
 
 def _may_tell(host: Host, found: FoundDaemon, *, force: bool) -> bool:
