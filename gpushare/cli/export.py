@@ -80,8 +80,8 @@ def dra(
     It sets sharing per GPU, with slice length and MPS limits, which the device plugin cannot. Pods share a GPU when
     they name the same claim; a template makes a claim, and takes a GPU, for each pod.
     """
-    found = claims_export(described(gpu, file=file, mig_replicas=mig_replicas), kubernetes=kubernetes, any_gpu=any_gpu)
-    return exported("dra", found, to)
+    export = claims_export(described(gpu, file=file, mig_replicas=mig_replicas), kubernetes=kubernetes, any_gpu=any_gpu)
+    return exported("dra", export, to)
 
 
 def karpenter(
@@ -135,7 +135,7 @@ def karpenter(
 
     Karpenter does not know about time-slicing: without the overlay it starts a node for each pod.
     """
-    found = node_pool_export(
+    export = node_pool_export(
         described(gpu, file=file, replicas=replicas, mig_replicas=mig_replicas),
         name=name,
         node_class=node_class,
@@ -147,7 +147,7 @@ def karpenter(
         max_nodes=max_nodes,
         mig_strategy=mig_strategy,
     )
-    return exported("karpenter", found, to)
+    return exported("karpenter", export, to)
 
 
 def slurm(
@@ -166,10 +166,10 @@ def slurm(
     Time-slicing becomes shards, MPS becomes gres/mps, MIG devices become typed GPUs. Slurm's sample prolog sets the
     compute mode by the number of the GPU and fails from ten GPUs on; these do not.
     """
-    found = slurm_export(
+    export = slurm_export(
         described(gpu, file=file, node=node_name(node, short=True), replicas=replicas), autodetect=autodetect
     )
-    return exported("slurm", found, to)
+    return exported("slurm", export, to)
 
 
 def mig_parted(
@@ -193,8 +193,8 @@ def _share(gpu: str | None, file: str | None) -> ContainerDevice:
     """Return the one device that a container gets."""
     state = HostState(settings.connect())
     device = select_one(gpu, state.gpus)
-    found = describe_host(state, [device.gpu])
-    return container_device(found if file is None else in_place(state, file, found), device.uuid)
+    live = describe_host(state, [device.gpu])
+    return container_device(live if file is None else in_place(state, file, live), device.uuid)
 
 
 def cdi(gpu: OneGpuOption = None, file: FileOption = None, to: To = None) -> Any:
@@ -219,8 +219,8 @@ def compose(
     to: To = None,
 ) -> Any:
     """Write a compose file with one service on one GPU, MIG device or MPS share."""
-    found = compose_export(_share(gpu, file), image=image, service=service, by_cdi=by_cdi)
-    return exported("compose", found, to)
+    export = compose_export(_share(gpu, file), image=image, service=service, by_cdi=by_cdi)
+    return exported("compose", export, to)
 
 
 def ecs(
@@ -259,9 +259,9 @@ def systemd(
     The last applied file (gpushare apply keeps it) is used at boot, even if the units were made from another one.
     """
     where = program or (None if settings.spec != "local" else shutil.which("gpushare")) or "/usr/bin/gpushare"
-    found = described(gpu, file=file, for_daemons=True)
+    host = described(gpu, file=file, for_daemons=True)
     rules = _has_rules(at_boot, file)
-    return exported("systemd", units_export(found, program=where, file=at_boot or FILE, rules=rules), to)
+    return exported("systemd", units_export(host, program=where, file=at_boot or FILE, rules=rules), to)
 
 
 def _has_rules(at_boot: str | None, file: str | None) -> bool:
@@ -319,11 +319,11 @@ def exported(engine: str, found: Export, to: str | None) -> Result:
     where = "" if to is None else f"cd {shlex.quote(to)}; "
     if script is None:
         notes = [f"apply: {where if number == 0 else ''}{line}" for number, line in enumerate(found.commands)]
-        notes += [f"needs: {one}" for one in found.needs]
+        notes += [f"needs: {text}" for text in found.needs]
     else:
         node = " NODE" if "${1:" in script.text else ""
         notes = [f"apply: sh {shlex.quote(os.path.join(str(to), script.name))}{node}; it says what it needs"]
-    notes += [f"lost: {one}" for one in found.lost]
+    notes += [f"lost: {text}" for text in found.lost]
     if to is None and len(found.documents) > 1:
         notes.insert(0, f"to write files: gpushare export {engine} --to DIR, with the same options")
     data = ExportAnswer(**vars(found), engine=engine, written=tuple(written))
@@ -355,16 +355,16 @@ def described(
     devices = select(gpu, state.gpus)
     if any(device.mig is not None for device in devices):
         raise BadUsage("this engine needs whole GPUs, not a MIG instance", "name the GPU: -g 0", code="whole_gpu")
-    found = describe_host(state, [device.gpu for device in devices], node=node)
+    host = describe_host(state, [device.gpu for device in devices], node=node)
     if file is not None:
-        found = in_place(state, file, found, daemons_only=True) if for_daemons else _as_in(state, file, found)
+        host = in_place(state, file, host, daemons_only=True) if for_daemons else _as_in(state, file, host)
 
     def filled(one: GpuDescription) -> GpuDescription:
         shared = one.sharing in {Way.TIMESLICE, Way.MPS}
         inside = tuple(replace(mig, replicas=mig_replicas or mig.replicas) for mig in one.mig)
         return replace(one, replicas=(replicas or one.replicas) if shared else None, mig=inside)
 
-    return replace(found, gpus=tuple(filled(one) for one in found.gpus))
+    return replace(host, gpus=tuple(filled(each) for each in host.gpus))
 
 
 def in_place(state: HostState, path: str, live: HostDescription, *, daemons_only: bool = False) -> HostDescription:
@@ -385,10 +385,10 @@ def _as_in(state: HostState, path: str, found: HostDescription) -> HostDescripti
     matched = entries_of(wanted, state.gpus)
     if matched.missing:
         raise matched.missing[0]
-    for one in matched.notes:
-        note(one)
+    for text in matched.notes:
+        note(text)
     reader, profiles = MigReader(state.host.nvml), {}
-    exported = {one.index for one in found.gpus}
+    exported = {each.index for each in found.gpus}
     for gpu in state.gpus:
         entry = matched.entries.get(gpu.index)
         if entry is None or gpu.index not in exported:
@@ -404,8 +404,8 @@ def _as_in(state: HostState, path: str, found: HostDescription) -> HostDescripti
         for gpu in state.gpus
         if profiles.get(gpu.index) and not any(instance.replicas for instance in matched.entries[gpu.index].mig)
     ]
-    applied = {one.gpu.index for one in live_gpus(state, there) if not points(one, matched.entries[one.gpu.index])}
-    return wished(found, {index: one for index, one in matched.entries.items() if index not in applied}, profiles)
+    applied = {live.gpu.index for live in live_gpus(state, there) if not points(live, matched.entries[live.gpu.index])}
+    return wished(found, {index: entry for index, entry in matched.entries.items() if index not in applied}, profiles)
 
 
 def k8s(
@@ -442,8 +442,8 @@ def k8s(
     host = described(gpu, file=file, node=node_name(node), replicas=replicas, mig_replicas=mig_replicas)
     if helm:
         return exported("k8s", chart_export(host, rename=rename, mig_strategy=mig_strategy), to)
-    found = operator_export(host, namespace=namespace, rename=rename, mig_strategy=mig_strategy, every_node=every_node)
-    return exported("k8s", found, to)
+    export = operator_export(host, namespace=namespace, rename=rename, mig_strategy=mig_strategy, every_node=every_node)
+    return exported("k8s", export, to)
 
 
 app.command(cls=Command, short_help="ResourceClaims for NVIDIA's DRA driver.")(dra)

@@ -29,9 +29,9 @@ def spec_of(given: str | None) -> str:
     """Return the simulated host to work on."""
     spec = given or settings.spec
     if not spec.startswith("sim:"):
-        what = f"'{given[:60]}' is no simulated host" if given else "no simulated host is named"
+        problem = f"'{given[:60]}' is no simulated host" if given else "no simulated host is named"
         hint = "name one: --host sim:h200, or export GPUSHARE_HOST=sim:h200; used ones: gpushare sim list"
-        raise BadUsage(what, hint, code="no_sim_host")
+        raise BadUsage(problem, hint, code="no_sim_host")
     return spec
 
 
@@ -57,8 +57,8 @@ def fault(
     # Creates the host if no command has used it yet.
     settings.connect()
     admin.set_fault(spec, kind, gpu, value)
-    said = " ".join(filter(None, [kind, value]))
-    text = f"{spec}: {said}" if gpu is None else f"{spec}, GPU {gpu}: {said}"
+    words = " ".join(filter(None, [kind, value]))
+    text = f"{spec}: {words}" if gpu is None else f"{spec}, GPU {gpu}: {words}"
     return Result(command="sim fault", data={"fault": kind, "value": value, "gpu": gpu}, text=text)
 
 
@@ -169,8 +169,8 @@ def reset(
     """Delete a simulated host with its processes and state. Real programs on it are left alone."""
     specs = [used.spec for used in admin.list_hosts()] if everything else [spec_of(host)]
     if everything and specs:
-        what = f"{counted(len(specs), 'simulated host')}: {', '.join(specs)}"
-        consented(Plan(title="delete all hosts", steps=(), consent=(Loss(action="deletes", what=what),)))
+        hosts = f"{counted(len(specs), 'simulated host')}: {', '.join(specs)}"
+        consented(Plan(title="delete all hosts", steps=(), consent=(Loss(action="deletes", what=hosts),)))
     if settings.dry_run:
         return Result(
             command="sim reset",
@@ -178,9 +178,9 @@ def reset(
             text=f"would delete {', '.join(specs) or 'nothing'}",
         )
     done = [admin.reset(spec) for spec in specs]
-    alone = [str(pid) for one in done for pid in one.left_alone]
+    alone = [str(pid) for each in done for pid in each.left_alone]
     notes = (f"real programs were left running: {', '.join(alone)}",) if alone else ()
-    text = f"{', '.join(one.spec for one in done)}: reset" if done else "no simulated hosts to reset"
+    text = f"{', '.join(each.spec for each in done)}: reset" if done else "no simulated hosts to reset"
     return Result(command="sim reset", data={"dry_run": False, "hosts": done}, done=((text, None),), notes=notes)
 
 
@@ -214,8 +214,8 @@ def add(
     gpus = host.nvml.identities()
     if instance is not None and instance.isdigit():
         # The id of a GPU instance; the simulation reports an unknown one.
-        found = (mig for mig in select_one(gpu, gpus).gpu.mig_instances if mig.gpu_instance_id == int(instance))
-        instance = next((mig.uuid for mig in found), instance)
+        instances = (mig for mig in select_one(gpu, gpus).gpu.mig_instances if mig.gpu_instance_id == int(instance))
+        instance = next((mig.uuid for mig in instances), instance)
     device = select_one(instance if instance and instance.startswith("MIG-") else gpu, gpus)
     if instance is None and device.mig is not None:
         instance = device.mig.uuid

@@ -65,8 +65,8 @@ def finding(name: str, gpu: int | None = None, **values: Any) -> Check:
     """Return what a row of ``data/doctor-checks.yaml`` says with these values filled in."""
     row, fill = package_rows("doctor-checks.yaml")[name], _Filler()
     verdict = Verdict.FAIL if "fail" in row else Verdict.WARN
-    seen, why, remedy = (fill.format(row[key], gpu=gpu, **values) for key in (verdict.value, "why", "remedy"))
-    return Check(id=name.partition(" ")[0], verdict=verdict, seen=seen, why=why, remedy=remedy, gpu=gpu)
+    seen, cause, remedy = (fill.format(row[key], gpu=gpu, **values) for key in (verdict.value, "why", "remedy"))
+    return Check(id=name.partition(" ")[0], verdict=verdict, seen=seen, why=cause, remedy=remedy, gpu=gpu)
 
 
 def remedy_of(error: GpushareError) -> str:
@@ -105,12 +105,12 @@ class Examination:
     @property
     def serving(self) -> list[FoundDaemon]:
         """Return the MPS daemons that answer."""
-        return [found for found in self.daemons if found.daemon.pid is not None and found.daemon.error is None]
+        return [item for item in self.daemons if item.daemon.pid is not None and item.daemon.error is None]
 
     @property
     def believed(self) -> list[FoundDaemon]:
         """Return those of this user and of root. What others claim about themselves is not acted on."""
-        return [found for found in self.serving if found.trusted]
+        return [item for item in self.serving if item.trusted]
 
 
 def process_title(seen: Examination, pid: int) -> str:

@@ -82,17 +82,15 @@ def compute_mode(seen: Examination) -> Iterator[Check]:
     """Check that no compute mode is left over from an MPS daemon that is gone. One set by `apply` is not left over."""
     if seen.daemons_error is not None:
         return
-    kept = {
-        found.record.device_uuid for found in seen.daemons if found.record is not None and found.daemon.error is None
-    }
+    kept = {item.record.device_uuid for item in seen.daemons if item.record is not None and item.daemon.error is None}
     # Another user may claim any GPU: the driver must show it there.
     foreign = {
         index
-        for found in seen.daemons
-        for index in found.daemon.gpu_indexes
-        if not found.daemon.ours and found.serves(seen.host, index)
+        for item in seen.daemons
+        for index in item.daemon.gpu_indexes
+        if not item.daemon.ours and item.serves(seen.host, index)
     }
-    left = [
+    changed = [
         gpu
         for gpu in seen.gpus
         if gpu.compute_mode not in {None, ComputeMode.DEFAULT}
@@ -100,10 +98,10 @@ def compute_mode(seen: Examination) -> Iterator[Check]:
         and gpu.index not in foreign
         and not _is_wanted(seen, gpu)
     ]
-    for gpu in left:
+    for gpu in changed:
         mode = gpu.compute_mode.title if gpu.compute_mode is not None else "unknown"
         yield finding("gpu.compute_mode", gpu.index, mode=mode)
-    if seen.gpus and not left:
+    if seen.gpus and not changed:
         yield Check.passed("gpu.compute_mode", seen="no compute mode is left over")
 
 
@@ -115,16 +113,16 @@ def _is_wanted(seen: Examination, gpu: Gpu) -> bool:
 
 def xids(seen: Examination) -> Iterator[Check]:
     """Check the kernel's log for errors after which a GPU needs a reset. Errors of programs are only listed."""
-    found = seen.host.machine.xids()
-    if found is None:
+    logged = seen.host.machine.xids()
+    if logged is None:
         yield Check.skipped("gpu.xid", seen="no permission to read the kernel's log: run as root")
         return
-    bad = sorted({(xid.number, xid.pci) for xid in found if xid.number in BAD_XIDS})
+    bad = sorted({(xid.number, xid.pci) for xid in logged if xid.number in BAD_XIDS})
     for number, pci in bad:
         gpu = next((gpu for gpu in seen.gpus if _is_at(gpu, pci)), None)
         yield finding("gpu.xid", None if gpu is None else gpu.index, number=number, pci=pci)
     if not bad:
-        yield Check.passed("gpu.xid", seen=_of_programs(found))
+        yield Check.passed("gpu.xid", seen=_of_programs(logged))
 
 
 def _of_programs(found: tuple[Xid, ...]) -> str:
@@ -155,13 +153,13 @@ def environments(seen: Examination) -> Iterator[Check]:
     """Check which devices and daemons the environments of live programs name, shells included."""
     if seen.nvml_error is not None or len(seen.answering) != len(seen.gpus):
         return
-    found = {
+    variables = {
         pid: {name: value for name, value in environment.items() if len(value) <= _MOST_CHARACTERS}
         for pid, environment in seen.host.machine.environments((*_DEVICES, _PIPE)).items()
     }
-    yield from _gone(seen, found)
-    yield from _other_size(seen, found)
-    yield from _no_daemon(seen, found)
+    yield from _gone(seen, variables)
+    yield from _other_size(seen, variables)
+    yield from _no_daemon(seen, variables)
 
 
 def _gone(seen: Examination, found: Mapping[int, Mapping[str, str]]) -> Iterator[Check]:
@@ -198,12 +196,12 @@ def _shown(seen: Examination, by_value: Mapping[Key, list[int]]) -> list[Key]:
 def _other_size(seen: Examination, found: Mapping[int, Mapping[str, str]]) -> Iterator[Check]:
     """Check for MIG UUIDs that now mean another instance than the name they were made for, in programs not on it yet."""
     running = {process.pid for gpu in seen.gpus for process in gpu.processes or ()}
-    waiting = {pid: one["CUDA_VISIBLE_DEVICES"] for pid, one in sorted(found.items()) if _names_mig(one)}
+    waiting = {pid: given["CUDA_VISIBLE_DEVICES"] for pid, given in sorted(found.items()) if _names_mig(given)}
     if not waiting.keys() - running:
         return
     meant = dict(_meant_otherwise(seen))
     for uuid in dict.fromkeys(waiting.values()):
-        pids = [pid for pid, one in waiting.items() if one == uuid and pid not in running] if uuid in meant else []
+        pids = [pid for pid, value in waiting.items() if value == uuid and pid not in running] if uuid in meant else []
         if pids:
             yield finding("mig.environment other", uuid=uuid, meaning=meant[uuid], processes=_processes(seen, pids))
 
@@ -225,9 +223,12 @@ def _meant_otherwise(seen: Examination) -> Iterator[tuple[str, str]]:
         with contextlib.suppress(GpushareError):
             for place in places_on(seen.host, gpu):
                 now = (place.instance.profile.name, place.instance.start)
-                for one in mine:
-                    if place.instance.placement.mask >> one.start & 1 and (one.profile, one.start) != now:
-                        meaning = f"{now[0]}:{now[1]} now, where {one.name} meant {one.profile}:{one.start}"
+                for named_there in mine:
+                    if (
+                        place.instance.placement.mask >> named_there.start & 1
+                        and (named_there.profile, named_there.start) != now
+                    ):
+                        meaning = f"{now[0]}:{now[1]} now, where {named_there.name} meant {named_there.profile}:{named_there.start}"
                         yield place.mig.uuid, meaning
 
 
@@ -277,8 +278,8 @@ def _processes(seen: Examination, pids: list[int]) -> str:
         # gpushare inherits what the shell exports; the shell's own /proc entry shows only what it was started with.
         others = len(pids) - 1
         return "the environment of this shell" + (f" and of {others} other processes" if others else "")
-    one = f"process {process_title(seen, pids[0])}"
-    return one if len(pids) == 1 else f"{len(pids)} processes, the first {one}"
+    title = f"process {process_title(seen, pids[0])}"
+    return title if len(pids) == 1 else f"{len(pids)} processes, the first {title}"
 
 
 _AT_MOST: Final = 3
@@ -332,19 +333,19 @@ def examine(host: Host, wanted: Wanted | None = None) -> list[Check]:
             examination.wanted, examination.wanted_error = wanted(examination.gpus)
     with _kept(examination, "daemons_error"):
         examination.daemons = find_daemons(host, examination.gpus)
-    found: list[Check] = []
+    checks: list[Check] = []
     for check in CHECKS:
         name = check.__name__.strip("_")
         try:
-            found += check(examination)
+            checks += check(examination)
         except GpushareError as error:
             # A GPU was lost, or a program ended, since the first look.
-            found.append(Check.skipped("doctor.unseen", seen=f"'{name}' could not be checked: {error.message}"))
+            checks.append(Check.skipped("doctor.unseen", seen=f"'{name}' could not be checked: {error.message}"))
         except Exception as error:  # noqa: BLE001 - whatever it is, the other checks are shown
-            found.append(
+            checks.append(
                 finding("doctor.unseen", check=name, error=f"{type(error).__name__}: {cut(str(error), MOST_SHOWN)}")
             )
-    return found
+    return checks
 
 
 @contextlib.contextmanager
@@ -355,9 +356,9 @@ def _kept(examination: Examination, name: str) -> Iterator[None]:
     except GpushareError as error:
         setattr(examination, name, error)
     except Exception as error:  # noqa: BLE001 - as for the checks
-        known = system_error(error) if isinstance(error, OSError) else None
-        said = f"{type(error).__name__}: {cut(str(error), MOST_SHOWN)}"
-        setattr(examination, name, known or OperationFailed(said, "please report it: gpushare doctor -o json"))
+        system = system_error(error) if isinstance(error, OSError) else None
+        text = f"{type(error).__name__}: {cut(str(error), MOST_SHOWN)}"
+        setattr(examination, name, system or OperationFailed(text, "please report it: gpushare doctor -o json"))
 
 
 def _nvml(seen: Examination) -> Iterator[Check]:

@@ -36,12 +36,12 @@ def modes(seen: Examination) -> Iterator[Check]:
         for check in _gpu(seen, gpu):
             wrong = True
             yield check
-    for left in _left(seen, ledgers):
+    for leftover in _left(seen, ledgers):
         wrong = True
         yield finding(
-            left.id,
-            seen=left.seen + (f", at: {left.at}" if left.at else ""),
-            remedy=left.remedy.replace("gpushare mig recover", "sudo gpushare mig recover"),
+            leftover.id,
+            seen=leftover.seen + (f", at: {leftover.at}" if leftover.at else ""),
+            remedy=leftover.remedy.replace("gpushare mig recover", "sudo gpushare mig recover"),
         )
     on = [gpu for gpu in seen.answering if gpu.mig_enabled]
     if on and not wrong:
@@ -130,22 +130,27 @@ def holders(seen: Examination) -> Iterator[Check]:
         return
     files, own = look(seen.host), _own(seen)
     for gpu in capable:
-        found: list[Holder] = list(gpu_holders(seen.host, gpu, files))
+        present: list[Holder] = list(gpu_holders(seen.host, gpu, files))
         for inside in instance_holders(seen.host, gpu, files).values():
-            found += inside
-        found = [one for one in found if one.pid not in own and not (one.name or "").startswith(_NO_OBSTACLE)]
-        if found and not (gpu.mig_enabled or gpu.mig_pending):
+            present += inside
+        present = [
+            holder for holder in present if holder.pid not in own and not (holder.name or "").startswith(_NO_OBSTACLE)
+        ]
+        if present and not (gpu.mig_enabled or gpu.mig_pending):
             # DCGM runs on most machines, and matters only once MIG is wanted.
-            seen_text = f"{blocking(found)} {_has(found)} GPU {gpu.index} open, and must end before MIG is enabled"
+            seen_text = f"{blocking(present)} {_has(present)} GPU {gpu.index} open, and must end before MIG is enabled"
             yield Check.passed("mig.holders", gpu=gpu.index, seen=seen_text)
-        elif found:
+        elif present:
             yield finding(
-                "mig.holders", gpu.index, holders=f"{blocking(found)} {_has(found)}", remedy=remedy(found) or "end it"
+                "mig.holders",
+                gpu.index,
+                holders=f"{blocking(present)} {_has(present)}",
+                remedy=remedy(present) or "end it",
             )
 
 
 def _has(found: list[Holder]) -> str:
-    return "has" if len({one.pid for one in found}) == 1 else "have"
+    return "has" if len({holder.pid for holder in found}) == 1 else "have"
 
 
 def _own(seen: Examination) -> set[int]:

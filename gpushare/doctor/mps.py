@@ -53,8 +53,8 @@ def _control(seen: Examination, path: str) -> Check:
         seen.mps_version = control.probe_version(seen.host.programs)
     except GpushareError as error:
         return finding("mps.control failed", error=error, remedy=remedy_of(error))
-    known = f"binary version {seen.mps_version}" if seen.mps_version else "before driver 580"
-    return Check.passed("mps.control", seen=f"{path}, {known}")
+    version = f"binary version {seen.mps_version}" if seen.mps_version else "before driver 580"
+    return Check.passed("mps.control", seen=f"{path}, {version}")
 
 
 def mps_daemons(seen: Examination) -> Iterator[Check]:
@@ -63,10 +63,10 @@ def mps_daemons(seen: Examination) -> Iterator[Check]:
         yield Check.skipped("mps.daemons", seen=f"the MPS daemons are unknown: {seen.daemons_error.message}")
     elif not seen.daemons:
         yield Check.passed("mps.daemons", seen="no MPS daemon runs")
-    unasked = [found.daemon for found in seen.daemons if found.daemon.unasked]
-    for found in seen.daemons:
-        if not found.daemon.unasked:
-            yield _daemon(found)
+    unasked = [item.daemon for item in seen.daemons if item.daemon.unasked]
+    for item in seen.daemons:
+        if not item.daemon.unasked:
+            yield _daemon(item)
     for daemon in unasked[:MOST_CLAIMS]:
         yield Check.skipped(
             "mps.unasked",
@@ -121,10 +121,10 @@ def needs(seen: Examination) -> Iterator[Check]:
         yield finding("mps.shm", total=format_bytes(space.total), free=format_bytes(space.free))
     else:
         yield Check.passed("mps.shm", seen=f"{SHARED_MEMORY} has {format_bytes(space.free)} free")
-    for found in seen.believed:
-        yield from _descriptors(seen, found.daemon)
-        yield from _directories(seen, found)
-        yield from _log(found.daemon)
+    for item in seen.believed:
+        yield from _descriptors(seen, item.daemon)
+        yield from _directories(seen, item)
+        yield from _log(item.daemon)
 
 
 def _descriptors(seen: Examination, daemon: MpsDaemon) -> Iterator[Check]:
@@ -179,8 +179,8 @@ def _log(daemon: MpsDaemon) -> Iterator[Check]:
 def _own(path: Path) -> os.stat_result | None:
     """Return the lstat of a path that belongs to this user or root."""
     with contextlib.suppress(OSError):
-        found = path.lstat()
-        return found if found.st_uid in {os.geteuid(), 0} else None
+        stated = path.lstat()
+        return stated if stated.st_uid in {os.geteuid(), 0} else None
     return None
 
 
@@ -196,11 +196,11 @@ _USUAL_CONNECTIONS: Final = 2
 
 def client_environments(seen: Examination) -> Iterator[Check]:
     """Check for clients whose memory limits are not in force, or that use up connections."""
-    for found in seen.believed:
-        for client in found.daemon.clients:
+    for item in seen.believed:
+        for client in item.daemon.clients:
             environment = seen.host.processes.environment(client.pid) or {}
-            yield from _dropped_limits(found.daemon, client, environment)
-            yield from _many_connections(found.daemon, client, environment)
+            yield from _dropped_limits(item.daemon, client, environment)
+            yield from _many_connections(item.daemon, client, environment)
 
 
 def _dropped_limits(daemon: MpsDaemon, client: MpsClient, environment: Mapping[str, str]) -> Iterator[Check]:
@@ -227,12 +227,10 @@ def _many_connections(daemon: MpsDaemon, client: MpsClient, environment: Mapping
 
 def daemon_environment(seen: Examination) -> Iterator[Check]:
     """Check for a default thread percentage that a daemon silently ignored."""
-    for found in seen.believed:
-        text = (seen.host.processes.environment(found.daemon.pid or 0) or {}).get(THREADS_VARIABLE)
+    for item in seen.believed:
+        text = (seen.host.processes.environment(item.daemon.pid or 0) or {}).get(THREADS_VARIABLE)
         if text is not None and not _is_percentage(text):
-            yield finding(
-                "mps.threads_ignored", found.daemon.gpu_index, daemon=found.daemon, value=cut(text, MOST_SHOWN)
-            )
+            yield finding("mps.threads_ignored", item.daemon.gpu_index, daemon=item.daemon, value=cut(text, MOST_SHOWN))
 
 
 def _is_percentage(text: str) -> bool:
@@ -251,18 +249,18 @@ _PENDING: Final = re.compile(
 
 def foreign(seen: Examination) -> Iterator[Check]:
     """Check for daemons of others, at the default path, left dead there, and two on one GPU."""
-    claims = [found.daemon for found in seen.serving if not found.trusted]
+    claims = [item.daemon for item in seen.serving if not item.trusted]
     for daemon in claims[:MOST_CLAIMS]:
         yield finding("mps.foreign claim", daemon.gpu_index, daemon=daemon, user=_user(daemon))
     if len(claims) > MOST_CLAIMS:
         yield finding("mps.foreign more", number=counted(len(claims) - MOST_CLAIMS, "more process"))
-    for found in seen.serving:
-        daemon = found.daemon
-        if not found.trusted:
+    for item in seen.serving:
+        daemon = item.daemon
+        if not item.trusted:
             continue
         if daemon.pipe_directory == DEFAULT_PIPE_DIRECTORY:
             yield finding("mps.default_path", daemon.gpu_index, daemon=daemon, quit=_quit(daemon))
-        elif not daemon.ours and not _is_of_unit(seen, found):
+        elif not daemon.ours and not _is_of_unit(seen, item):
             yield finding("mps.foreign", daemon.gpu_index, daemon=daemon, user=_user(daemon), quit=_quit(daemon))
     yield from _several(seen)
     yield from _dead_default(seen)
@@ -280,9 +278,9 @@ def _quit(daemon: MpsDaemon) -> str:
 def _several(seen: Examination) -> Iterator[Check]:
     for gpu in seen.answering:
         pids = [
-            str(found.daemon.pid)
-            for found in seen.believed
-            if gpu.index in found.daemon.gpu_indexes and not (found.daemon.device_uuid or "").startswith("MIG-")
+            str(item.daemon.pid)
+            for item in seen.believed
+            if gpu.index in item.daemon.gpu_indexes and not (item.daemon.device_uuid or "").startswith("MIG-")
         ]
         if len(pids) > 1:
             yield finding("mps.several", gpu.index, number=len(pids), pids=", ".join(pids))
@@ -291,7 +289,7 @@ def _several(seen: Examination) -> Iterator[Check]:
 def _dead_default(seen: Examination) -> Iterator[Check]:
     path = local_path(seen.host, f"{DEFAULT_PIPE_DIRECTORY}/control")
     unknown = seen.daemons_error is not None or any(
-        found.daemon.pipe_directory in {None, DEFAULT_PIPE_DIRECTORY} for found in seen.daemons
+        item.daemon.pipe_directory in {None, DEFAULT_PIPE_DIRECTORY} for item in seen.daemons
     )
     # In a container, the daemon of this directory may run outside.
     if unknown or seen.host.processes.namespace_is_host() is False or not path.exists() or not _refuses(path):
@@ -316,10 +314,10 @@ def devices(seen: Examination) -> Iterator[Check]:
     complete = len(seen.answering) == len(seen.gpus)
     whole = {gpu.uuid for gpu in seen.answering if not gpu.mig_enabled}
     present = whole | {mig.uuid for gpu in seen.answering for mig in gpu.mig_instances}
-    for found in seen.believed:
-        uuid = found.daemon.device_uuid
+    for item in seen.believed:
+        uuid = item.daemon.device_uuid
         if uuid is not None and complete and uuid not in present:
-            yield finding("mps.device", found.daemon.gpu_index, daemon=found.daemon)
+            yield finding("mps.device", item.daemon.gpu_index, daemon=item.daemon)
     for gpu in seen.answering:
         level = seen.levels.get(gpu.index)
         if level not in {None, TimeSlice.DEFAULT} and any(
@@ -330,17 +328,21 @@ def devices(seen: Examination) -> Iterator[Check]:
 
 def outside(seen: Examination) -> Iterator[Check]:
     """Check for CUDA programs on the GPU of a daemon that are not its clients."""
-    known = set(seen.host.processes.named(control.SERVER_PROGRAM))
-    for found in seen.daemons:
-        known |= {server.pid for server in found.daemon.servers} | {client.pid for client in found.daemon.clients}
-        known |= {found.daemon.pid or 0}
-    for found in seen.believed:
+    pids = set(seen.host.processes.named(control.SERVER_PROGRAM))
+    for item in seen.daemons:
+        pids |= {server.pid for server in item.daemon.servers} | {client.pid for client in item.daemon.clients}
+        pids |= {item.daemon.pid or 0}
+    for item in seen.believed:
         for gpu in seen.answering:
             # The clients of a daemon that was not asked are unknown.
-            if gpu.index not in found.daemon.gpu_indexes or found.daemon.unasked:
+            if gpu.index not in item.daemon.gpu_indexes or item.daemon.unasked:
                 continue
-            strangers = [one for one in _on(gpu, found.daemon) if one.compute and not one.mps and one.pid not in known]
-            known |= {one.pid for one in strangers}
+            strangers = [
+                process
+                for process in _on(gpu, item.daemon)
+                if process.compute and not process.mps and process.pid not in pids
+            ]
+            pids |= {process.pid for process in strangers}
             if strangers:
                 yield finding("mps.outside", gpu.index, processes=_named(seen, strangers))
 
@@ -362,8 +364,8 @@ def _named(seen: Examination, processes: list[GpuProcess]) -> str:
 
 def pending(seen: Examination) -> Iterator[Check]:
     """Check for clients that wait for the clients of another user to end (``control.log``)."""
-    for found in seen.believed:
-        daemon = found.daemon
+    for item in seen.believed:
+        daemon = item.daemon
         served = sorted({server.user or "user unknown" for server in daemon.servers})
         waiting = sorted(set(_waiting(seen, daemon)))
         if waiting and served:
@@ -380,11 +382,11 @@ def pending(seen: Examination) -> Iterator[Check]:
 
 def open_limits(seen: Examination) -> Iterator[Check]:
     """Check for daemons of root whose limits every user may change (before driver 550)."""
-    for found in seen.believed:
-        pipe = Path(found.daemon.pipe_directory or "/nonexistent")
-        if found.uid != 0 or pipe_users(pipe) is None or not anybody_changes(pipe, seen.driver):
+    for item in seen.believed:
+        pipe = Path(item.daemon.pipe_directory or "/nonexistent")
+        if item.uid != 0 or pipe_users(pipe) is None or not anybody_changes(pipe, seen.driver):
             continue
-        yield finding("mps.open", found.daemon.gpu_index, daemon=found.daemon, driver=seen.driver, pipe=pipe)
+        yield finding("mps.open", item.daemon.gpu_index, daemon=item.daemon, driver=seen.driver, pipe=pipe)
 
 
 def _waiting(seen: Examination, daemon: MpsDaemon) -> Iterator[tuple[int, str]]:

@@ -66,15 +66,15 @@ class ContainerDevice:
         """Return what an MPS client needs. The limits are per process; a client can only lower them."""
         if self.mps is None:
             return {}
-        found = {"CUDA_MPS_PIPE_DIRECTORY": self.pipe_directory}
+        variables = {"CUDA_MPS_PIPE_DIRECTORY": self.pipe_directory}
         if self.mps.limits.threads_percent is not None:
-            found["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = f"{self.mps.limits.threads_percent:g}"
+            variables["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = f"{self.mps.limits.threads_percent:g}"
         if self.mps.limits.memory_limit_bytes is not None:
             # The container sees this one device. CUDA drops all limits if one names another device.
-            found["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] = f"0={self.mps.limits.memory_limit_bytes // MIB}M"
+            variables["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] = f"0={self.mps.limits.memory_limit_bytes // MIB}M"
         if self.mps.limits.priority is Priority.LOW:
-            found["CUDA_MPS_CLIENT_PRIORITY"] = "1"
-        return found
+            variables["CUDA_MPS_CLIENT_PRIORITY"] = "1"
+        return variables
 
     @property
     def pipe_directory(self) -> str:
@@ -89,7 +89,7 @@ class ContainerDevice:
                 code="pipe_unknown",
             )
         path = self.mps.pipe_directory
-        if any(one in path for one in " \t\n:,\"'\\$"):
+        if any(character in path for character in " \t\n:,\"'\\$"):
             raise NotSupported(
                 f"the pipe directory '{path}' cannot be used in a flag of Docker",
                 "set GPUSHARE_RUN_DIR to a plain path, then restart the daemon",

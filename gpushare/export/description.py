@@ -132,8 +132,8 @@ def describe_host(state: HostState, gpus: Sequence[Gpu], *, node: str | None = N
     if not gpus:
         raise no_gpu()
     check_answers(*gpus)
-    found = with_units(state.host, state.daemons, state.gpus)
-    daemons = tuple(one.daemon for one in found if _stays(one.daemon))
+    items = with_units(state.host, state.daemons, state.gpus)
+    daemons = tuple(item.daemon for item in items if _stays(item.daemon))
     for daemon in daemons:
         _check_answers(daemon)
     return HostDescription(
@@ -172,9 +172,9 @@ def _gpu(state: HostState, gpu: Gpu, daemons: tuple[MpsDaemon, ...]) -> GpuDescr
     own = tuple(daemon for daemon in daemons if daemon.device_uuid in {None, gpu.uuid})
     way = way_in_force(gpu, own)
     if way is None or way is Way.PROHIBITED:
-        what = "its compute mode is prohibited" if way is Way.PROHIBITED else "its compute mode is unknown"
+        problem = "its compute mode is prohibited" if way is Way.PROHIBITED else "its compute mode is unknown"
         raise NotSupported(
-            f"no program can use GPU {gpu.index}: {what}",
+            f"no program can use GPU {gpu.index}: {problem}",
             f"set one first: gpushare timeslice set default -g {gpu.index}",
             gpu=gpu.index,
             code="no_sharing",
@@ -223,11 +223,11 @@ def _mps(host: Host, daemon: MpsDaemon) -> MpsWish:
 def _instances(state: HostState, gpu: Gpu, daemons: Sequence[MpsDaemon]) -> tuple[MigDescription, ...]:
     host, places = state.host, {instance.id: instance for instance in state.layout(gpu).instances}
     names = {(named.gpu_uuid, named.profile, named.start): named.name for named in state.names.values()}
-    found = []
+    devices = []
     for index, mig in enumerate(gpu.mig_instances):
         instance = None if mig.gpu_instance_id is None else places.get(mig.gpu_instance_id)
         daemon = next((daemon for daemon in daemons if daemon.device_uuid == mig.uuid), None)
-        found.append(
+        devices.append(
             MigDescription(
                 profile=_profile(mig, instance),
                 uuid=mig.uuid,
@@ -241,7 +241,7 @@ def _instances(state: HostState, gpu: Gpu, daemons: Sequence[MpsDaemon]) -> tupl
                 mps=None if daemon is None else _mps(host, daemon),
             )
         )
-    return tuple(found)
+    return tuple(devices)
 
 
 def _profile(mig: MigInstance, instance: GpuInstance | None) -> str:
@@ -297,7 +297,7 @@ def _plain_mps(wish: MpsWish) -> MpsWish:
 
 
 def _devices(entry: Entry, profiles: Sequence[Profile]) -> tuple[MigDescription, ...]:
-    found: list[MigDescription] = []
+    migs: list[MigDescription] = []
     for instance in entry.mig:
         for request in parse_wish(instance.wish):
             found_profile = resolve(request, profiles)
@@ -308,15 +308,15 @@ def _devices(entry: Entry, profiles: Sequence[Profile]) -> tuple[MigDescription,
                 device = MigDescription(
                     profile=profile,
                     uuid="",
-                    index=len(found),
+                    index=len(migs),
                     start=request.start,
                     memory_total_bytes=found_profile.memory_bytes,
                     name=instance.name,
                     replicas=instance.replicas,
                     mps=None if instance.mps is None else _plain_mps(instance.mps),
                 )
-                found.append(device)
-    return tuple(found)
+                migs.append(device)
+    return tuple(migs)
 
 
 def in_place(
@@ -334,18 +334,18 @@ def in_place(
     gpus = []
     for gpu, now in zip(wanted.gpus, live.gpus, strict=True):
         devices = []
-        for one, found in zip(gpu.mig, _live(gpu.mig, now.mig), strict=True):
-            if found is None and daemons_only and one.mps is None:
+        for mig, there in zip(gpu.mig, _live(gpu.mig, now.mig), strict=True):
+            if there is None and daemons_only and mig.mps is None:
                 continue
-            if found is None:
+            if there is None:
                 raise NotFound(
-                    f"GPU {gpu.index} has no {one.profile} yet, which the file wants; only existing devices have a UUID",
+                    f"GPU {gpu.index} has no {mig.profile} yet, which the file wants; only existing devices have a UUID",
                     f"create it first: {apply}",
                     gpu=gpu.index,
                     code="not_applied",
                 )
             devices.append(
-                replace(found, name=one.name, replicas=one.replicas, mps=_with_pipe(one.mps, found, pipe_of))
+                replace(there, name=mig.name, replicas=mig.replicas, mps=_with_pipe(mig.mps, there, pipe_of))
             )
         gpus.append(replace(gpu, mps=_with_pipe(gpu.mps, now, pipe_of), mig=tuple(devices)))
     return replace(wanted, gpus=tuple(gpus))
@@ -365,18 +365,18 @@ def _live(wanted: Sequence[MigDescription], there: Sequence[MigDescription]) -> 
     )
     devices = (
         PlacedDevice(
-            one.profile,
-            -1 if one.start is None else one.start,
+            mig.profile,
+            -1 if mig.start is None else mig.start,
             slices=0,
-            whole=one.is_whole,
+            whole=mig.is_whole,
             number=number,
-            name=one.name,
-            mps=one.mps,
+            name=mig.name,
+            mps=mig.mps,
         )
-        for number, one in enumerate(there)
+        for number, mig in enumerate(there)
     )
-    found = assign(missing, devices).devices
-    return [None if one.device is None else there[one.device.number] for one in found]
+    assigned = assign(missing, devices).devices
+    return [None if wanted.device is None else there[wanted.device.number] for wanted in assigned]
 
 
 def _with_pipe(
@@ -384,5 +384,5 @@ def _with_pipe(
 ) -> MpsWish | None:
     if wish is None:
         return None
-    known = None if now.mps is None else now.mps.pipe_directory
-    return replace(wish, pipe_directory=known or pipe_of(now.uuid))
+    pipe = None if now.mps is None else now.mps.pipe_directory
+    return replace(wish, pipe_directory=pipe or pipe_of(now.uuid))

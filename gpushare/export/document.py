@@ -78,9 +78,9 @@ def printed(documents: Sequence[Document]) -> str:
     if len(documents) == 1:
         return documents[0].text
     parts = []
-    for number, one in enumerate(documents):
-        separator = "---\n" if one.kind == "yaml" and number else ""
-        parts.append(f"{separator}# file: {one.name}\n{one.text}")
+    for number, document in enumerate(documents):
+        separator = "---\n" if document.kind == "yaml" and number else ""
+        parts.append(f"{separator}# file: {document.name}\n{document.text}")
     return "".join(part if part.endswith("\n") else f"{part}\n" for part in parts)
 
 
@@ -91,7 +91,7 @@ def apply_script(engine: str, export: Export) -> Document:
     """Return the commands of an export as a script next to its files; a node that is not known is its argument."""
     lines = ["#!/bin/sh", f"# Written by gpushare export {engine}. It stops at the first command that fails."]
     lines += [f"# Needs: {' '.join(need.split())}" for need in export.needs]
-    lines += [f"# Lost: {' '.join(one.split())}" for one in export.lost]
+    lines += [f"# Lost: {' '.join(text.split())}" for text in export.lost]
     lines += ["set -eu", 'cd "$(dirname "$0")"']
     commands = [_NODE.sub(r'node\1"$node"', command) for command in export.commands]
     if commands != list(export.commands):

@@ -88,7 +88,7 @@ def _own(gpu: GpuDescription) -> str:
 
 def _distinct(gpu: GpuDescription, *, any_gpu: bool) -> list[MigDescription]:
     """Return the MIG devices that need a document of their own: one template serves all unshared ones of a profile."""
-    found: dict[object, MigDescription] = {}
+    by_selector: dict[object, MigDescription] = {}
     for mig in gpu.mig:
         if not mig.is_whole:
             raise NotSupported(
@@ -97,10 +97,10 @@ def _distinct(gpu: GpuDescription, *, any_gpu: bool) -> list[MigDescription]:
                 code="partial_compute_instance",
             )
         is_shared = mig.mps is not None or bool(mig.replicas)
-        found.setdefault(
+        by_selector.setdefault(
             (mig.profile, mig.mps, mig.replicas, (mig.uuid or mig.index) if is_shared and not any_gpu else None), mig
         )
-    return list(found.values())
+    return list(by_selector.values())
 
 
 def _whole(gpu: GpuDescription, version: str, *, any_gpu: bool) -> list[Document]:

@@ -90,9 +90,9 @@ class NodeSharing:
 
     def capacity(self, host: HostDescription) -> dict[str, int]:
         """Return the number of each resource that the node will offer (``kubectl describe node``, Capacity)."""
-        found = physical(host, self.plugin.mig_strategy)
+        numbers = physical(host, self.plugin.mig_strategy)
         replicas = dict(self.plugin.replicas)
-        return {self.published(name): number * replicas.get(name, 1) for name, number in found.items()}
+        return {self.published(name): number * replicas.get(name, 1) for name, number in numbers.items()}
 
     def published(self, name: str) -> str:
         return f"{name}.shared" if self.plugin.rename and name in dict(self.plugin.replicas) else name
@@ -167,8 +167,10 @@ def _check_alike(gpus: Sequence[GpuDescription]) -> None:
     for gpu in gpus:
         ways.setdefault(_way(gpu), []).append(gpu.index)
     if len(ways) > 1:
-        said = "; ".join(f"GPU {ranges(indexes)}: {way}" for way, indexes in ways.items())
-        raise _cannot(f"the device plugin shares all GPUs of a node alike, and these differ: {said}", _DRA, "per_gpu")
+        listing = "; ".join(f"GPU {ranges(indexes)}: {way}" for way, indexes in ways.items())
+        raise _cannot(
+            f"the device plugin shares all GPUs of a node alike, and these differ: {listing}", _DRA, "per_gpu"
+        )
 
 
 def _way(gpu: GpuDescription) -> str:
@@ -281,17 +283,17 @@ def _check_single(host: HostDescription, plain: Sequence[GpuDescription]) -> Non
 
 def _inside(host: HostDescription, strategy: str) -> tuple[tuple[str, int], ...]:
     """Return the replicas of MIG devices by resource; all devices of a profile have the same."""
-    found: dict[str, set[int]] = {}
+    numbers_of: dict[str, set[int]] = {}
     for _, mig in host.instances():
         name = _GPU if strategy == "single" else resource_of(mig.profile)
-        found.setdefault(name, set()).add(mig.replicas or 1)
-    for name, numbers in found.items():
+        numbers_of.setdefault(name, set()).add(mig.replicas or 1)
+    for name, numbers in numbers_of.items():
         if len(numbers) > 1:
-            said = " and ".join(map(str, sorted(numbers)))
+            listing = " and ".join(map(str, sorted(numbers)))
             raise _cannot(
-                f"the device plugin shares all {name} of a node alike, and these differ: {said}", _DRA, "per_gpu"
+                f"the device plugin shares all {name} of a node alike, and these differ: {listing}", _DRA, "per_gpu"
             )
-    return tuple((name, number) for name, (number,) in found.items() if number > 1)
+    return tuple((name, number) for name, (number,) in numbers_of.items() if number > 1)
 
 
 def _cannot(message: str, hint: str, code: str) -> NotSupported:
@@ -416,14 +418,14 @@ def _policy(sharing: NodeSharing, *, has_mig: bool, every_node: bool) -> Documen
 def verification(host: HostDescription, sharing: NodeSharing, *, selector: dict[str, str]) -> list[Document]:
     """Return one Deployment per resource. Shared devices get one pod more than there are devices, and all must run."""
     shared = dict(sharing.plugin.replicas)
-    found = []
+    checks = []
     for name, devices in physical(host, sharing.plugin.mig_strategy).items():
         pods = devices + (1 if name in shared else 0)
         title = "verify-" + re.sub(r"[^a-z0-9]+", "-", name.partition("/")[2])
         node = {"nodeSelector": selector} if selector else {}
         resources = {"limits": {sharing.published(name): 1}}
-        found.append(yaml_document(f"{title}.yaml", deployment(f"gpushare-{title}", pods, resources, **node)))
-    return found
+        checks.append(yaml_document(f"{title}.yaml", deployment(f"gpushare-{title}", pods, resources, **node)))
+    return checks
 
 
 def deployment(name: str, pods: int, resources: dict[str, Any], **pod: Any) -> dict[str, Any]:
@@ -473,7 +475,7 @@ def _commands(
     lines += [
         _taint(node),
         # The operator does not watch the ConfigMap's content.
-        f"kubectl rollout restart -n {namespace} {' '.join(f'daemonset/{one}' for one in sets)}",
+        f"kubectl rollout restart -n {namespace} {' '.join(f'daemonset/{name}' for name in sets)}",
         f"kubectl rollout status -n {namespace} daemonset/nvidia-device-plugin-daemonset --timeout=5m",
         # That the pods of the plugin were started again, or why not.
         f"kubectl get events -n {namespace} --sort-by=.lastTimestamp",

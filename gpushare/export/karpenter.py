@@ -146,15 +146,15 @@ def _bottlerocket(sharing: NodeSharing) -> str:
 
 def _verification(name: str, capacity: dict[str, int], max_nodes: int | None) -> list[Document]:
     """Return a Deployment per resource with as many pods as the nodes have shares: all must run."""
-    found = []
+    checks = []
     for resource, number in capacity.items():
         title = "verify-" + re.sub(r"[^a-z0-9]+", "-", resource.partition("/")[2])
         pods = number * (max_nodes or 1)
         node = {"nodeSelector": {"karpenter.sh/nodepool": name}}
-        found.append(
+        checks.append(
             yaml_document(f"{title}.yaml", k8s.deployment(f"gpushare-{title}", pods, {"limits": {resource: 1}}, **node))
         )
-    return found
+    return checks
 
 
 def _verified(checks: Sequence[Document], max_nodes: int | None) -> list[str]:

@@ -143,10 +143,10 @@ def slurm_order(host: HostDescription, *, by_nvml: bool) -> list[SlurmDevice]:
     if by_nvml:
         return sorted(
             devices,
-            key=lambda one: (one.mig is not None, (one.gpu.minor or 0) if one.mig else one.gpu.index),
+            key=lambda device: (device.mig is not None, (device.gpu.minor or 0) if device.mig else device.gpu.index),
         )
     types = _types(devices)
-    return sorted(devices, key=lambda one: list(types).index(one.type))
+    return sorted(devices, key=lambda device: list(types).index(device.type))
 
 
 def _types(devices: Iterable[SlurmDevice]) -> Counter[str]:
@@ -154,7 +154,7 @@ def _types(devices: Iterable[SlurmDevice]) -> Counter[str]:
 
     MIG devices come last, because Slurm 22.05 counts each of their files as a device of gres/mps.
     """
-    return Counter(device.type for device in sorted(devices, key=lambda one: one.mig is not None))
+    return Counter(device.type for device in sorted(devices, key=lambda device: device.mig is not None))
 
 
 def _check(host: HostDescription) -> None:
@@ -175,9 +175,9 @@ def _check(host: HostDescription) -> None:
             )
     for gpu, mig in host.instances():
         if mig.mps is not None or mig.replicas:
-            what = "MPS" if mig.mps is not None else "shards"
+            sharing = "MPS" if mig.mps is not None else "shards"
             raise NotSupported(
-                f"Slurm has no {what} on a MIG device ({mig.profile} of GPU {gpu.index}): the File of mps and shard must be a GPU",
+                f"Slurm has no {sharing} on a MIG device ({mig.profile} of GPU {gpu.index}): the File of mps and shard must be a GPU",
                 "gpushare export dra can, and gpushare export docker, compose and cdi",
                 code="sharing_on_mig",
             )
@@ -228,7 +228,7 @@ def _lines(host: HostDescription, *, by_nvml: bool) -> str:
         shards += (gpu.replicas or DEFAULT_REPLICAS) if gpu.sharing is Way.TIMESLICE else 0
         mps += MPS_COUNT if gpu.sharing is Way.MPS else 0
     shared = [f"mps:{mps}"] * bool(mps) + [f"shard:{shards}"] * bool(shards)
-    names = ["gpu", *(one.partition(":")[0] for one in shared)]
+    names = ["gpu", *(gres.partition(":")[0] for gres in shared)]
     gres = ",".join([*(f"gpu:{kind}:{number}" for kind, number in types.items()), *shared])
     lines = ["# Written by gpushare: put these lines into slurm.conf, the same on every node."]
     lines.append(f"GresTypes={','.join(names)}")

@@ -72,7 +72,7 @@ def units_export(
 
 
 def _check_path(option: str, path: str) -> None:
-    if not path.startswith("/") or any(one in path for one in " \t\n\"'\\%$;|&"):
+    if not path.startswith("/") or any(character in path for character in " \t\n\"'\\%$;|&"):
         raise BadUsage(
             f"'{path[:80]}' cannot be used in a unit",
             f"give an absolute path without spaces or special characters: {option} /opt/gpushare",
@@ -81,12 +81,12 @@ def _check_path(option: str, path: str) -> None:
 
 
 def _daemons(host: HostDescription) -> list[tuple[GpuDescription, MigDescription | None, MpsWish]]:
-    found: list[tuple[GpuDescription, MigDescription | None, MpsWish]] = []
+    served: list[tuple[GpuDescription, MigDescription | None, MpsWish]] = []
     for gpu in host.gpus:
         if gpu.mps is not None:
-            found.append((gpu, None, gpu.mps))
-        found += [(gpu, mig, mig.mps) for mig in gpu.mig if mig.mps is not None]
-    return found
+            served.append((gpu, None, gpu.mps))
+        served += [(gpu, mig, mig.mps) for mig in gpu.mig if mig.mps is not None]
+    return served
 
 
 def _mig_first(host: HostDescription) -> list[str]:

@@ -52,7 +52,7 @@ def residents(state: SimulatedHostState, target: Target) -> list[Resident]:
     an MPS server has its own here, see `samples` for what NVML attributes to whom.
     """
     at = now()
-    found = [
+    entries = [
         Resident(
             pid=process.pid,
             memory_bytes=process.memory_bytes,
@@ -65,8 +65,8 @@ def residents(state: SimulatedHostState, target: Target) -> list[Resident]:
         for process in state.processes
         if process.gpu_uuid == target.gpu.uuid and on_gpu(process)
     ]
-    found.extend(_servers(state, target.gpu))
-    return sorted((one for one in found if _belongs(one, target)), key=lambda one: one.pid)
+    entries.extend(_servers(state, target.gpu))
+    return sorted((entry for entry in entries if _belongs(entry, target)), key=lambda entry: entry.pid)
 
 
 def samples(state: SimulatedHostState, target: Target) -> dict[int, float]:
@@ -76,13 +76,13 @@ def samples(state: SimulatedHostState, target: Target) -> dict[int, float]:
     together nobody has more than the GPU.
     """
     servers = {process.pid: process.mps_server for process in state.processes if process.mps_server is not None}
-    found: dict[int, float] = {}
+    percents: dict[int, float] = {}
     for resident in residents(state, target):
         if resident.sm_percent:
             pid = servers.get(resident.pid, resident.pid)
-            found[pid] = found.get(pid, 0.0) + resident.sm_percent
-    total = sum(found.values())
-    return {pid: percent * min(1.0, 100.0 / total) for pid, percent in found.items()} if total else {}
+            percents[pid] = percents.get(pid, 0.0) + resident.sm_percent
+    total = sum(percents.values())
+    return {pid: percent * min(1.0, 100.0 / total) for pid, percent in percents.items()} if total else {}
 
 
 def utilization(state: SimulatedHostState, target: Target) -> float:

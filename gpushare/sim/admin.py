@@ -63,7 +63,7 @@ def list_hosts() -> list[UsedHost]:
     from gpushare.base.errors import GpushareError
     from gpushare.host.records import read_bounded
 
-    found = []
+    hosts = []
     for path in sorted(state_root().glob("*/state.json")):
         try:
             spec = json.loads(read_bounded(path))["spec"]
@@ -74,8 +74,8 @@ def list_hosts() -> list[UsedHost]:
         if state is not None:
             clients.settle(state)
             counts = (len(state.gpus), len(state.processes), len(state.daemons))
-            found.append(UsedHost(spec, *counts, state.created_at, str(path.parent)))
-    return sorted(found, key=lambda host: host.spec)
+            hosts.append(UsedHost(spec, *counts, state.created_at, str(path.parent)))
+    return sorted(hosts, key=lambda host: host.spec)
 
 
 def describe(spec: str) -> dict[str, Any]:
@@ -100,13 +100,13 @@ def reset(spec: str) -> ResetResult:
     with changing(state_file) as (state, _):
         ended = tuple(process.pid for process in state.processes if not process.real)
         ended += tuple(daemon.pid for daemon in state.daemons)
-        left = tuple(process.pid for process in state.processes if process.real)
+        running = tuple(process.pid for process in state.processes if process.real)
         # The lock file goes last, with the directory: a writer that waits for it then starts again.
         state_file.path.unlink()
         state.processes, state.daemons = [], []
         shutil.rmtree(state_file.directory / "run", ignore_errors=True)
     shutil.rmtree(state_file.directory, ignore_errors=True)
-    return ResetResult(state_file.spec, ended, left)
+    return ResetResult(state_file.spec, ended, running)
 
 
 def add_process(

@@ -61,11 +61,11 @@ class SimulatedCgroups(Cgroups):
 
     def populated(self, name: str) -> bool | None:
         local = Processes()
-        return any(local.alive(one) for pid in self._entered(name) for one in local.descendants(pid))
+        return any(local.alive(child) for pid in self._entered(name) for child in local.descendants(pid))
 
     def holds(self, name: str, pid: int) -> bool:
         entered, local = self._entered(name), Processes()
-        return pid in entered or any(pid in local.descendants(one) for one in entered)
+        return pid in entered or any(pid in local.descendants(entry) for entry in entered)
 
     def _entered(self, name: str) -> set[int]:
         with contextlib.suppress(OSError):
@@ -76,14 +76,14 @@ class SimulatedCgroups(Cgroups):
     def limits(self, name: str) -> dict[str, list[int]]:
         """Return the limits on a cgroup by UUID of the GPU: soft, hard."""
         with contextlib.suppress(OSError, ValueError):
-            found: dict[str, list[int]] = json.loads(Path(self.root, name, _KEPT).read_text(encoding="ascii"))
-            return found
+            limits: dict[str, list[int]] = json.loads(Path(self.root, name, _KEPT).read_text(encoding="ascii"))
+            return limits
         return {}
 
     def keep_limit(self, name: str, gpu: SimulatedGpu, soft: int, hard: int) -> None:
         """Put a limit on a cgroup."""
-        found = {**self.limits(name), gpu.uuid: [soft, hard]}
-        Path(self.root, name, _KEPT).write_text(json.dumps(found), encoding="ascii")
+        limits = {**self.limits(name), gpu.uuid: [soft, hard]}
+        Path(self.root, name, _KEPT).write_text(json.dumps(limits), encoding="ascii")
         if self.has_controller():
             shown = "max" if hard == NO_LIMIT else str(hard)
             line = f"nvidia/{gpu.pci_bus_id.lower()}/vidmem {shown}\n"
@@ -113,10 +113,10 @@ class SimulatedCgroups(Cgroups):
 def is_refused(file: StateFile, state: SimulatedHostState, process: SimulatedProcess, size: int) -> bool:
     """Return whether the driver refuses a process so much memory, for the limit of its cgroup."""
     tree = SimulatedCgroups(file)
-    for one in Path(tree.root).glob("gpushare-job-*"):
-        hard = tree.limits(one.name).get(process.gpu_uuid, [0, NO_LIMIT])[1]
-        if hard != NO_LIMIT and tree.holds(one.name, process.pid):
-            others = _used(tree, one.name, state, process.gpu_uuid) - process.memory_bytes
+    for cgroup in Path(tree.root).glob("gpushare-job-*"):
+        hard = tree.limits(cgroup.name).get(process.gpu_uuid, [0, NO_LIMIT])[1]
+        if hard != NO_LIMIT and tree.holds(cgroup.name, process.pid):
+            others = _used(tree, cgroup.name, state, process.gpu_uuid) - process.memory_bytes
             return size + others > hard
     return False
 

@@ -211,12 +211,12 @@ def _objects(owner: Owner | None) -> Mapping[int, tuple[int, int]]:
 
 def _info(client: int, objects: Mapping[int, tuple[int, int]], thing: int, parameters: bytearray) -> int:
     asked, index, _ = rm.INFO.unpack(parameters)
-    found = (rm.CLASS_ROOT_CLIENT, 0) if asked == client else objects.get(asked)
-    if thing != client or found is None:
+    entry = (rm.CLASS_ROOT_CLIENT, 0) if asked == client else objects.get(asked)
+    if thing != client or entry is None:
         return rm.OBJECT_NOT_FOUND
     if index not in {rm.PARENT, rm.CLASS}:
         return INVALID_ARGUMENT
-    rm.INFO.pack_into(parameters, 0, asked, index, found[0] if index == rm.CLASS else found[1] or client)
+    rm.INFO.pack_into(parameters, 0, asked, index, entry[0] if index == rm.CLASS else entry[1] or client)
     return rm.OK
 
 
@@ -239,7 +239,7 @@ def _child(_state: SimulatedHostState, _owner: Owner, _thing: int, parameters: b
 def _slices(state: SimulatedHostState, owner: Owner, group: int) -> tuple[dict[str, int], str, int]:
     """Return the time-slices among which a group's is, its name there, and its default: of a client of MPS its server's."""
     server = None if isinstance(owner, SimulatedServer) else owner.mps_server
-    holder: Owner = next((one for one in state.servers if one.pid == server), owner)
+    holder: Owner = next((each for each in state.servers if each.pid == server), owner)
     if group == COMPUTE_GROUP:
         return holder.slices, "compute", DEFAULT_SLICE_US
     return holder.slices, hex(group), DEFAULT_SLICE_US // 2
@@ -270,19 +270,19 @@ def _switch(state: SimulatedHostState, owner: Owner, _thing: int, parameters: by
     # Under MPS the channels of one stop the server and all its clients (measured).
     server = owner.pid if isinstance(owner, SimulatedServer) else owner.mps_server
     together: list[Owner] = [process for process in state.processes if process.mps_server == server]
-    together += [one for one in state.servers if one.pid == server]
-    for one in [owner] if server is None else together:
-        switched = set(one.channels_off)
-        one.channels_off = sorted(switched | channels if off else switched - channels)
+    together += [each for each in state.servers if each.pid == server]
+    for member in [owner] if server is None else together:
+        switched = set(member.channels_off)
+        member.channels_off = sorted(switched | channels if off else switched - channels)
     return rm.OK
 
 
 def _pids(state: SimulatedHostState, owner: Owner, _thing: int, parameters: bytearray) -> int:
     gpu = _gpu(state, owner)
-    found = [process.pid for process in state.processes if process.gpu_uuid == gpu and on_gpu(process)]
-    found = [*found, *(server.pid for server in state.servers)][:950]
+    pids = [process.pid for process in state.processes if process.gpu_uuid == gpu and on_gpu(process)]
+    pids = [*pids, *(server.pid for server in state.servers)][:950]
     kind, asked, _, *_ = rm.PIDS.unpack(parameters)
-    rm.PIDS.pack_into(parameters, 0, kind, asked, len(found), *found, *[0] * (950 - len(found)))
+    rm.PIDS.pack_into(parameters, 0, kind, asked, len(pids), *pids, *[0] * (950 - len(pids)))
     return rm.OK
 
 

@@ -40,10 +40,10 @@ class SimulatedCheckpoint:
         return SUCCESS
 
     def cuCheckpointProcessGetState(self, pid: int, answer: Any) -> int:
-        found = current(self._state_file).process(pid)
-        if found is None:
+        process = current(self._state_file).process(pid)
+        if process is None:
             return NOT_INITIALIZED
-        ctypes.cast(answer, ctypes.POINTER(ctypes.c_int)).contents.value = found.checkpoint
+        ctypes.cast(answer, ctypes.POINTER(ctypes.c_int)).contents.value = process.checkpoint
         return SUCCESS
 
     def cuCheckpointProcessLock(self, pid: int, _arguments: Any) -> int:

@@ -73,9 +73,9 @@ def end(state: SimulatedHostState, process: SimulatedProcess, signal: int | None
     for daemon in state.daemons:
         for server in daemon.servers:
             if server.pid == process.mps_server:
-                left = clients_of(state, server.pid)
+                others = clients_of(state, server.pid)
                 broken = breaks_neighbours(process, signal, now())
-                lines = (mps_servers.fault if broken else mps_servers.disconnected)(daemon, server, process, left)
+                lines = (mps_servers.fault if broken else mps_servers.disconnected)(daemon, server, process, others)
     return lines + _progress(state)
 
 

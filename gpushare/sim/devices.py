@@ -38,14 +38,14 @@ def visible(devices: Sequence[Device], names: Sequence[str]) -> list[Device]:
     enumerated = list({device.gpu.uuid: device for device in reversed(devices)}.values())[::-1]
     if not names:
         return enumerated
-    found: list[Device] = []
+    shown: list[Device] = []
     for name in names:
         chosen = _named(devices, enumerated, name)
         if chosen is None:
             break
-        if chosen not in found:
-            found.append(chosen)
-    return found
+        if chosen not in shown:
+            shown.append(chosen)
+    return shown
 
 
 def _named(devices: Sequence[Device], enumerated: Sequence[Device], name: str) -> Device | None:

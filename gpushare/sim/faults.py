@@ -81,8 +81,8 @@ def apply(state: SimulatedHostState, gpus: Sequence[SimulatedGpu], kind: str, va
     elif kind in _HOST_FLAGS:
         setattr(state, *_HOST_FLAGS[kind])
     elif kind in _COUNTED:
-        name, what = _COUNTED[kind]
-        setattr(state, name, _number(kind, value, what))
+        name, meaning = _COUNTED[kind]
+        setattr(state, name, _number(kind, value, meaning))
     elif kind in _PROGRAM_LISTS:
         if value not in {SMI, MPS_CONTROL, TOOLKIT}:
             raise _wrong(f"{kind} needs a program", f"give {SMI}, {MPS_CONTROL} or {TOOLKIT}")

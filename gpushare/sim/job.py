@@ -132,13 +132,13 @@ def pace_of(
         return Pace(0.0, math.inf)
     at, here = now(), (process.gpu_uuid, process.place)
     beside = [process for process in state.processes if (process.gpu_uuid, process.place) == here]
-    busy = [one for one in beside if on_gpu(one) and activity.is_busy(one, at)]
+    busy = [other for other in beside if on_gpu(other) and activity.is_busy(other, at)]
     want = need * streams
     mine = min(want, _capacity(state, process) * (process.threads or 100.0) / 100)
     own = mine / want * (_squeeze(state, process, busy, contention) if process.mps_server is not None else 1.0)
     contexts: dict[int, list[SimulatedProcess]] = {}
-    for one in busy:
-        contexts.setdefault(one.mps_server or one.pid, []).append(one)
+    for other in busy:
+        contexts.setdefault(other.mps_server or other.pid, []).append(other)
     others = [clients for key, clients in contexts.items() if key != (process.mps_server or process.pid)]
     return _in_turn(state, process, own, others)
 
@@ -147,15 +147,15 @@ def _squeeze(
     state: SimulatedHostState, process: SimulatedProcess, busy: Sequence[SimulatedProcess], contention: float
 ) -> float:
     """Return what clients of a server leave each other: a share of the speed of each."""
-    clients = [one for one in busy if one.mps_server == process.mps_server]
+    clients = [other for other in busy if other.mps_server == process.mps_server]
     always = [client for client in clients if client.busy_percent >= 100 or client.pid == process.pid]
 
     def left(some: Sequence[SimulatedProcess]) -> float:
-        load = sum(one.sm_percent for one in some)
+        load = sum(client.sm_percent for client in some)
         squeeze = 100 / load * (1 - contention / 100) if load > 100 else 1.0
         if process.bandwidth_percent is not None:
-            draws = [one for one in activity.drawing(state, process.gpu_uuid) if one in some]
-            squeeze = min(squeeze, 100 / max(100, sum(one.bandwidth_percent or 0 for one in draws)))
+            draws = [client for client in activity.drawing(state, process.gpu_uuid) if client in some]
+            squeeze = min(squeeze, 100 / max(100, sum(client.bandwidth_percent or 0 for client in draws)))
         return squeeze
 
     crowded = left(clients)
@@ -178,14 +178,14 @@ def _in_turn(
         takes = alone / own + math.ceil(alone / own / mine) * waits
         return Pace(min(1.0, alone / takes / (process.busy_percent / 100)), takes / alone)
     always = [slice_us for slice_us, part in zip(slices, seldom, strict=True) if part >= 1]
-    left = 1.0
+    rest = 1.0
     for beside, part, slice_us in zip(others, seldom, slices, strict=True):
         if part < 1:
             request = (beside[0].request_ms or slice_us / 1000) * 1000
-            left -= part * (1 + math.ceil(request / slice_us) * _SWITCH_US / request)
+            rest -= part * (1 + math.ceil(request / slice_us) * _SWITCH_US / request)
     round_us = [mine, *always]
     turn = sum(round_us) + (_SWITCH_US * len(round_us) if always and min(round_us) < _SHORT_US else 0.0)
-    rate = own * max(0.0, left) * mine / turn
+    rate = own * max(0.0, rest) * mine / turn
     return Pace(rate, 1 / rate if rate else math.inf)
 
 
@@ -223,24 +223,24 @@ def _appear(file: StateFile, options: argparse.Namespace, ended: list[int]) -> i
         _join(file, int(os.environ[_RANK]))
     while time.monotonic() < deadline and not ended:
         state = current(file)
-        found = state.process(os.getpid()) or next(
+        seen = state.process(os.getpid()) or next(
             (process for process in state.processes if process.pid in family), None
         )
-        if found is not None and found.checkpoint and found.refused is None:
+        if seen is not None and seen.checkpoint and seen.refused is None:
             # A call of CUDA waits for as long as its process is locked or out of the GPU.
             deadline = time.monotonic() + _FOUND_SECONDS
             time.sleep(0.01)
             continue
-        if found is None or (found.refused is None and not on_gpu(found)):
+        if seen is None or (seen.refused is None and not on_gpu(seen)):
             time.sleep(0.01)
             continue
-        if found.refused is not None:
-            _refused(found.refused)
+        if seen.refused is not None:
+            _refused(seen.refused)
             return None
         with changing(file) as (state, _):
-            process = state.process(found.pid)
+            process = state.process(seen.pid)
             if process is not None and not process.checkpoint:
-                return found.pid if _settle_in(file, state, process, options) else None
+                return seen.pid if _settle_in(file, state, process, options) else None
     _refused("CUDA_ERROR_NO_DEVICE")
     return None
 

@@ -114,13 +114,13 @@ def _capability(_library: SimulatedLibrary, target: Target) -> list[int] | None:
 def _field_values(_library: SimulatedLibrary, target: Target, count: Any, values: Any) -> None:
     array = abi.target_of(values)
     for index in range(abi.number(count)):
-        known = _field(target.gpu, array[index].fieldId, needs_reset=target.model.reset_for_mode_change)
-        array[index].nvmlReturn = Code.NOT_SUPPORTED if known is None else Code.SUCCESS
-        if known is not None:
+        value = _field(target.gpu, array[index].fieldId, needs_reset=target.model.reset_for_mode_change)
+        array[index].nvmlReturn = Code.NOT_SUPPORTED if value is None else Code.SUCCESS
+        if value is not None:
             array[index].timestamp = int(now() * 1e6)
             # NVML_VALUE_TYPE_UNSIGNED_INT
             array[index].valueType = 1
-            array[index].value.uiVal = known
+            array[index].value.uiVal = value
 
 
 def _field(gpu: SimulatedGpu, field: int, *, needs_reset: bool | None) -> int | None:
@@ -279,9 +279,9 @@ for _getter in _GETTERS:
 # MPS clients are in the compute list and in the MPS list, their server in the compute list
 # (H200, driver 580.159.04).
 _LISTS: Final[dict[str, Callable[[Resident], bool]]] = {
-    "Compute": lambda one: not one.graphics,
-    "Graphics": lambda one: one.graphics,
-    "MPSCompute": lambda one: one.mps_client,
+    "Compute": lambda entry: not entry.graphics,
+    "Graphics": lambda entry: entry.graphics,
+    "MPSCompute": lambda entry: entry.mps_client,
 }
 
 
@@ -292,7 +292,7 @@ def _register(kind: str, wanted: Callable[[Resident], bool]) -> None:
     def running(library: SimulatedLibrary, target: Target, count: Any, infos: Any) -> None:
         # NVML's PIDs are the host's: in another PID namespace the list is empty.
         seen = activity.residents(library.state, target) if library.state.pid_namespace_is_host else []
-        _fill(count, infos, [_info(one) for one in seen if wanted(one)])
+        _fill(count, infos, [_info(entry) for entry in seen if wanted(entry)])
 
 
 for _kind, _wanted in _LISTS.items():
@@ -336,12 +336,12 @@ def _samples(library: SimulatedLibrary, target: Target, seen_until: int) -> list
     if target.mig_enabled:
         raise Refused(Code.NOT_SUPPORTED)
     stamp = int(now() * 1e6)
-    found = activity.samples(library.state, target) if library.state.pid_namespace_is_host else {}
-    if not found or stamp <= seen_until:
+    percents = activity.samples(library.state, target) if library.state.pid_namespace_is_host else {}
+    if not percents or stamp <= seen_until:
         raise Refused(Code.NOT_FOUND)
     return [
         {"pid": pid, "timeStamp": stamp, "smUtil": round(busy), "memUtil": activity.memory_bandwidth(busy)}
-        for pid, busy in sorted(found.items())
+        for pid, busy in sorted(percents.items())
     ]
 
 
@@ -467,12 +467,12 @@ class SimulatedLibrary:
         gpus = self.state.gpus
         if not 0 <= index < len(gpus):
             raise Refused(Code.INVALID_ARGUMENT)
-        gpu, known = gpus[index], self._whole.get(index)
+        gpu, whole = gpus[index], self._whole.get(index)
         if gpu.lost:
             raise Refused(Code.GPU_IS_LOST)
-        if known is None or known.gpu is not gpu:
-            known = self._whole[index] = Target(Handle(HandleKind.GPU, index), gpu, model_of(gpu.model))
-        return known
+        if whole is None or whole.gpu is not gpu:
+            whole = self._whole[index] = Target(Handle(HandleKind.GPU, index), gpu, model_of(gpu.model))
+        return whole
 
     def _call(self, entry: EntryPoint, arguments: tuple[Any, ...]) -> int:
         self._in_call, self._looked = True, False
@@ -515,10 +515,10 @@ class SimulatedLibrary:
 
 def step_due(state: SimulatedHostState, counter: str) -> bool:
     """Count one call down for a fault (``fail_step``, ``crash_step``); return whether it is this one that it hits."""
-    left = getattr(state, counter)
-    if left > 0:
-        setattr(state, counter, left - 1)
-    return bool(left == 1)
+    calls = getattr(state, counter)
+    if calls > 0:
+        setattr(state, counter, calls - 1)
+    return bool(calls == 1)
 
 
 def crash() -> None:

@@ -73,11 +73,11 @@ def _metrics(library: SimulatedLibrary, argument: Any) -> None:
     struct = abi.target_of(argument)
     if struct.version != _METRICS_GET_VERSION:
         raise Refused(Code.ARGUMENT_VERSION_MISMATCH)
-    first, second = (library.samples.get(abi.pointer_value(one)) for one in (struct.sample1, struct.sample2))
+    first, second = (library.samples.get(abi.pointer_value(sample)) for sample in (struct.sample1, struct.sample2))
     if first is None or second is None or not 0 <= struct.numMetrics <= len(struct.metrics):
         raise Refused(Code.INVALID_ARGUMENT)
     # GPM integrates over the time between two samples; between these, the load is taken as linear.
-    busy, drawn = ((one + other) / 2 for one, other in zip(first, second, strict=True))
+    busy, drawn = ((before + other) / 2 for before, other in zip(first, second, strict=True))
     values = {_BANDWIDTH: drawn, **{metric: busy * share for metric, share in _METRICS.items()}}
     for index in range(struct.numMetrics):
         metric = struct.metrics[index]

@@ -194,32 +194,32 @@ def _gpu_instances(_library: SimulatedLibrary, target: Target, identity: Any, in
     if not target.mig_enabled:
         raise Refused(Code.NOT_SUPPORTED)
     name = _profile_by_id(target, abi.number(identity)).name
-    found = [instance for instance in gpu_instances(target.gpu) if instance.profile == name]
-    _put_handles(instances, count, [_handle(HandleKind.GPU_INSTANCE, target, one) for one in found])
+    alike = [instance for instance in gpu_instances(target.gpu) if instance.profile == name]
+    _put_handles(instances, count, [_handle(HandleKind.GPU_INSTANCE, target, each) for each in alike])
 
 
 @abi.entry_point("nvmlGpuInstanceGetComputeInstances", on=On.GPU_INSTANCE)
 def _compute_instances(_library: SimulatedLibrary, target: Target, identity: Any, instances: Any, count: Any) -> None:
     profile = _offering(target, abi.number(identity))
-    mine = [one for one in _mine(target) if mig.number_of(profile, one) == abi.number(identity)]
-    _put_handles(instances, count, [_handle(HandleKind.COMPUTE_INSTANCE, target, one) for one in mine])
+    mine = [part for part in _mine(target) if mig.number_of(profile, part) == abi.number(identity)]
+    _put_handles(instances, count, [_handle(HandleKind.COMPUTE_INSTANCE, target, part) for part in mine])
 
 
 @abi.entry_point("nvmlDeviceGetGpuInstanceById", on=On.GPU)
 def _gpu_instance_by_id(_library: SimulatedLibrary, target: Target, identity: Any, instance: Any) -> None:
     if not target.mig_enabled:
         raise Refused(Code.NOT_SUPPORTED)
-    for one in gpu_instances(target.gpu):
-        if one.gpu_instance_id == abi.number(identity):
-            return abi.put_handle(instance, _handle(HandleKind.GPU_INSTANCE, target, one))
+    for owner in gpu_instances(target.gpu):
+        if owner.gpu_instance_id == abi.number(identity):
+            return abi.put_handle(instance, _handle(HandleKind.GPU_INSTANCE, target, owner))
     raise Refused(Code.NOT_FOUND)
 
 
 @abi.entry_point("nvmlGpuInstanceGetComputeInstanceById", on=On.GPU_INSTANCE)
 def _compute_by_id(_library: SimulatedLibrary, target: Target, identity: Any, instance: Any) -> None:
-    for one in _mine(target):
-        if one.compute_instance_id == abi.number(identity):
-            return abi.put_handle(instance, _handle(HandleKind.COMPUTE_INSTANCE, target, one))
+    for part in _mine(target):
+        if part.compute_instance_id == abi.number(identity):
+            return abi.put_handle(instance, _handle(HandleKind.COMPUTE_INSTANCE, target, part))
     raise Refused(Code.NOT_FOUND)
 
 
@@ -295,7 +295,7 @@ def create_gpu_instance(
     start = _start(free, placement)
     identity = gpu_instance_id(model.axis, start, profile.size)
     gpu.bare.append(SimulatedGpuInstance(profile.name, start, identity))
-    gpu.bare.sort(key=lambda one: one.gpu_instance_id)
+    gpu.bare.sort(key=lambda each: each.gpu_instance_id)
     return identity
 
 
@@ -317,7 +317,7 @@ def destroy_gpu_instance(gpu: SimulatedGpu, gpu_instance: int, residents: Sequen
         *(resident.gpu_instance_id for resident in residents),
     ]:
         raise Refused(Code.IN_USE)
-    gpu.bare.remove(_found(gpu.bare, lambda one: one.gpu_instance_id == gpu_instance))
+    gpu.bare.remove(_found(gpu.bare, lambda each: each.gpu_instance_id == gpu_instance))
     forget_gone(gpu)
 
 
@@ -330,7 +330,7 @@ def create_compute_instance(
         Refused: INVALID_ARGUMENT, the GPU instance is gone, no such profile, or it cannot lie there; NOT_SUPPORTED,
             not in this GPU instance; INSUFFICIENT_RESOURCES, no room, or the place is taken.
     """
-    owner = _found(gpu_instances(gpu), lambda one: one.gpu_instance_id == gpu_instance)
+    owner = _found(gpu_instances(gpu), lambda each: each.gpu_instance_id == gpu_instance)
     profile = model.profile(owner.profile)
     if profile is None or not 0 <= number < mig.PROFILE_COUNT:
         raise Refused(Code.INVALID_ARGUMENT)
@@ -345,7 +345,7 @@ def create_compute_instance(
     start = _start(free, placement)
     taken = {instance.compute_instance_id for instance in present}
     # Ids start at 0 in every GPU instance, and are reused.
-    identity = next(one for one in range(len(taken) + 1) if one not in taken)
+    identity = next(number_free for number_free in range(len(taken) + 1) if number_free not in taken)
     created = SimulatedMigInstance(
         profile=profile.name,
         start=owner.start,
@@ -355,7 +355,7 @@ def create_compute_instance(
         compute_profile=None if number == mig.whole(profile) else number,
         compute_start=start,
     )
-    gpu.mig = sorted([*gpu.mig, created], key=lambda one: one.place)
+    gpu.mig = sorted([*gpu.mig, created], key=lambda part: part.place)
     gpu.bare = [instance for instance in gpu.bare if instance.gpu_instance_id != gpu_instance]
     return identity
 
@@ -371,11 +371,11 @@ def destroy_compute_instance(
     place = (gpu_instance, compute_instance)
     if any(resident.place == place for resident in residents):
         raise Refused(Code.IN_USE)
-    gone = _found(gpu.mig, lambda one: one.place == place)
+    gone = _found(gpu.mig, lambda part: part.place == place)
     gpu.mig.remove(gone)
     if all(instance.gpu_instance_id != gpu_instance for instance in gpu.mig):
         gpu.bare.append(SimulatedGpuInstance(gone.profile, gone.start, gpu_instance))
-        gpu.bare.sort(key=lambda one: one.gpu_instance_id)
+        gpu.bare.sort(key=lambda each: each.gpu_instance_id)
     forget_gone(gpu)
 
 

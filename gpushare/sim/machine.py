@@ -35,7 +35,10 @@ class SimulatedMachine(Machine):
     def environments(self, names: Collection[str]) -> Mapping[int, Mapping[str, str]]:
         state = current(self._state_file)
         mine = (process for process in state.processes if state.may(process.uid))
-        chosen = {one.pid: {name: one.environment[name] for name in names if name in one.environment} for one in mine}
+        chosen = {
+            process.pid: {name: process.environment[name] for name in names if name in process.environment}
+            for process in mine
+        }
         return {pid: variables for pid, variables in chosen.items() if variables}
 
     def xids(self) -> tuple[Xid, ...] | None:
@@ -80,10 +83,10 @@ class SimulatedCapabilities(Capabilities):
 
     def access(self, capability: Capability) -> NodeAccess | None:
         state = current(self._state_file)
-        found = _find(state, capability)
-        if found is None:
+        place = _find(state, capability)
+        if place is None:
             return None
-        node = found[0].nodes.get(found[1]) or SimulatedNode()
+        node = place[0].nodes.get(place[1]) or SimulatedNode()
         return NodeAccess(owner=node.owner, mode=node.mode, users=tuple(node.users))
 
     def set_modify(self, capability: Capability, *, modify: bool) -> None:
@@ -117,9 +120,9 @@ def _find(state: SimulatedHostState, capability: Capability) -> tuple[SimulatedG
 def _changed(state: SimulatedHostState, capability: Capability, path: str) -> SimulatedNode:
     if not state.root:
         raise NoPermission(f"may not change {path}: Permission denied", "run it as root: sudo gpushare ...")
-    found = _find(state, capability)
-    if found is None:
+    place = _find(state, capability)
+    if place is None:
         raise NotFound(
             f"there is no {path}", "see which instances are there: gpushare mig status", code="no_capability"
         )
-    return found[0].nodes.setdefault(found[1], SimulatedNode())
+    return place[0].nodes.setdefault(place[1], SimulatedNode())

@@ -65,8 +65,8 @@ def occupied(gpu: SimulatedGpu, model: GpuModel) -> list[Occupied]:
 
 def gpu_instances(gpu: SimulatedGpu) -> list[SimulatedGpuInstance]:
     """Return the GPU instances of a GPU, with and without compute instances, each once, by id."""
-    found: dict[int, SimulatedGpuInstance] = {instance.gpu_instance_id: instance for instance in (*gpu.mig, *gpu.bare)}
-    return [found[identity] for identity in sorted(found)]
+    by_id: dict[int, SimulatedGpuInstance] = {instance.gpu_instance_id: instance for instance in (*gpu.mig, *gpu.bare)}
+    return [by_id[identity] for identity in sorted(by_id)]
 
 
 def may_join(profile: GiProfile, present: Sequence[Occupied]) -> bool:
@@ -124,10 +124,10 @@ def place(gpu: SimulatedGpu, model: GpuModel, requests: Sequence[str]) -> Simula
             f"{names} do not fit on one {model.name}", "ask for fewer or smaller instances", code="no_room"
         )
     instances = []
-    for one in layout:
-        identity = gpu_instance_id(model.axis or 0, one.start, one.profile.size or 0)
+    for occupied in layout:
+        identity = gpu_instance_id(model.axis or 0, occupied.start, occupied.profile.size or 0)
         instances.append(
-            SimulatedMigInstance(one.profile.name, one.start, identity, 0, mig_uuid(gpu.uuid, identity, 0))
+            SimulatedMigInstance(occupied.profile.name, occupied.start, identity, 0, mig_uuid(gpu.uuid, identity, 0))
         )
     instances.sort(key=lambda instance: instance.gpu_instance_id)
     # EXCLUSIVE_PROCESS does not exist with MIG on.
@@ -138,9 +138,9 @@ def _parse_request(model: GpuModel, request: str) -> tuple[GiProfile, int | None
     match = _REQUEST.fullmatch(request)
     profile = model.profile(match.group(1)) if match else None
     if match is None or profile is None:
-        known = ", ".join(profile.name for profile in model.profiles)
+        listing = ", ".join(profile.name for profile in model.profiles)
         raise BadUsage(
-            f"{model.name} has no MIG profile '{request.strip()[:60]}'", f"profiles: {known}", code="bad_profile"
+            f"{model.name} has no MIG profile '{request.strip()[:60]}'", f"profiles: {listing}", code="bad_profile"
         )
     if profile.starts is None or profile.size is None or model.axis is None:
         raise NotSupported(
@@ -150,7 +150,7 @@ def _parse_request(model: GpuModel, request: str) -> tuple[GiProfile, int | None
         )
     start = None if match.group(2) is None else int(match.group(2))
     if start is not None and start not in profile.starts:
-        starts = ", ".join(str(one) for one in profile.starts)
+        starts = ", ".join(str(start) for start in profile.starts)
         raise BadUsage(f"{profile.name} cannot start at {start}", f"it starts at: {starts}", code="bad_placement")
     return profile, start
 
@@ -169,10 +169,10 @@ def _fit(
     lowest = after.start if start is None and after is not None and after.profile == profile else -1
     for candidate in free_starts(profile, present):
         if candidate > lowest and start in {None, candidate}:
-            one = Occupied(profile, candidate)
-            found = _fit(rest, [*present, one], one if start is None else None)
-            if found is not None:
-                return found
+            added = Occupied(profile, candidate)
+            layout = _fit(rest, [*present, added], added if start is None else None)
+            if layout is not None:
+                return layout
     return None
 
 

@@ -30,9 +30,9 @@ def main(
     multiuser = words == ["-d", "-M"] and state.branch >= 580
     if words == ["-d"] or multiuser:
         with changing(state_file) as (state, lines):
-            code, said, started = mps_daemon.start(state, env, multiuser=multiuser)
+            code, printed, started = mps_daemon.start(state, env, multiuser=multiuser)
             lines += started
-        return Completed(tuple(argv), code, said, "")
+        return Completed(tuple(argv), code, printed, "")
     # The older programs take any other argument for the UI, and read commands from stdin alone.
     if words and state.branch >= 580:
         if words == ["-v"]:
@@ -259,9 +259,11 @@ def _quit(request: MpsRequest, _server: SimulatedServer | None) -> Reply | None:
     """End the daemon when every client is gone; ``-t SECONDS`` bounds the wait, then forces."""
     if not request.owner:
         return Reply("Not enough privilege to execute quit command\n")
-    left = [client for server in request.daemon.servers for client in clients.clients_of(request.state, server.pid)]
+    connected = [
+        client for server in request.daemon.servers for client in clients.clients_of(request.state, server.pid)
+    ]
     forced = request.word(0) == "-t" and request.elapsed >= max(request.integer(1), 0)
-    if left and not forced:
+    if connected and not forced:
         return None
     request.log(*(f"Server {server.pid} exited with status 0" for server in request.daemon.servers))
     mps_daemon.ended(request.state, request.daemon, cleanly=True)

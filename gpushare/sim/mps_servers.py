@@ -93,11 +93,11 @@ def read_device(words: list[str], major: int) -> tuple[str | None, str]:
 
 def limit_of(limits: Mapping[str, int], devices: list[Device], device: Device) -> int | None:
     """Return the limit of a device in MiB: by ordinal or UUID, the entry that was set last wins."""
-    found = None
+    limit = None
     for key, mebibytes in limits.items():
         if key == device.uuid or (key.isdigit() and int(key) < len(devices) and devices[int(key)] == device):
-            found = mebibytes
-    return found
+            limit = mebibytes
+    return limit
 
 
 def parse_environment(text: str | None) -> dict[str, int]:

@@ -92,7 +92,7 @@ def _devices(state: SimulatedHostState, kinds: Sequence[str]) -> Iterator[tuple[
 
 
 def _names(kinds: Sequence[str], index: str, kind: str, device: SimulatedGpu | SimulatedMigInstance) -> list[str]:
-    return [{"index": index, "uuid": device.uuid, "type-index": f"{kind}{index}"}[one] for one in kinds]
+    return [{"index": index, "uuid": device.uuid, "type-index": f"{kind}{index}"}[strategy] for strategy in kinds]
 
 
 def _write(state_file: StateFile, path: str, text: str) -> None:

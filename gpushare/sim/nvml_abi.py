@@ -188,18 +188,18 @@ def getter(names: str, on: Kinds, form: Form, value: Callable[..., Any]) -> None
         output = arguments[last]
         if form is Form.VERSIONED_FIELDS:
             check_version(target_of(output))
-        found = value(library, *arguments[:first], *map(number, arguments[first:last]))
-        if found is None:
+        answered = value(library, *arguments[:first], *map(number, arguments[first:last]))
+        if answered is None:
             raise Refused(Code.NOT_SUPPORTED)
         if form is Form.TEXT:
-            put_text(output, target_of(arguments[-1]), found)
+            put_text(output, target_of(arguments[-1]), answered)
         elif form is Form.NUMBERS:
-            put(output, found[0])
-            put(arguments[-1], found[1])
+            put(output, answered[0])
+            put(arguments[-1], answered[1])
         elif form is Form.NUMBER:
-            put(output, found)
+            put(output, answered)
         else:
-            put_fields(target_of(output), found)
+            put_fields(target_of(output), answered)
 
     entry_point(*names.split(), on=on)(answer)
 

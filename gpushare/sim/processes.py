@@ -129,18 +129,18 @@ class SimulatedProcesses(Processes):
     def named(self, name: str) -> Sequence[int]:
         state = current(self._state_file)
         if name == MPS_CONTROL:
-            found = [daemon.pid for daemon in state.daemons]
+            pids = [daemon.pid for daemon in state.daemons]
         elif name == MPS_SERVER:
-            found = [server.pid for server in state.servers]
+            pids = [server.pid for server in state.servers]
         else:
-            found = [process.pid for process in state.processes if process.name == name]
+            pids = [process.pid for process in state.processes if process.name == name]
         if name in {MPS_CONTROL, MPS_SERVER} and os.environ.get("GPUSHARE_MPS_CONTROL"):
-            found += self._local.named(name)
-        return sorted(found)
+            pids += self._local.named(name)
+        return sorted(pids)
 
     def started_with(self, name: str, value: str) -> Sequence[int]:
         simulated = (process for process in current(self._state_file).processes if not process.real)
-        marked = (one.pid for one in simulated if one.environment.get(name) == value)
+        marked = (process.pid for process in simulated if process.environment.get(name) == value)
         return [*self._local.started_with(name, value), *marked]
 
     @_or_real
@@ -151,7 +151,7 @@ class SimulatedProcesses(Processes):
         if daemon is not None and server is None:
             return [pid, *(server.pid for server in daemon.servers)]
         below = [process.pid for process in state.processes if process.parent_pid == pid]
-        family = [pid, *(other for one in below for other in self.descendants(one))]
+        family = [pid, *(other for child in below for other in self.descendants(child))]
         return family if process is not None or server is not None else []
 
     def families(self, pids: Iterable[int]) -> Mapping[int, Sequence[int]]:
@@ -381,7 +381,7 @@ _UNIFIED_MEMORY: Final = "/dev/nvidia-uvm"
 
 def open_files(state: SimulatedHostState, prefix: str) -> OpenFiles:
     """Return the open files that start with ``prefix``, as the state's user may see them."""
-    found: dict[int, tuple[str, ...]] = {}
+    by_pid: dict[int, tuple[str, ...]] = {}
     complete = state.pid_namespace_is_host
     for pid, uid, paths in _everybody(state):
         if not state.may(uid):
@@ -390,10 +390,10 @@ def open_files(state: SimulatedHostState, prefix: str) -> OpenFiles:
         mine = tuple(sorted(path for path in paths if path.startswith(prefix)))
         # The simulated processes are the host's: another namespace does not have them.
         if mine and state.pid_namespace_is_host:
-            found[pid] = mine
+            by_pid[pid] = mine
     from gpushare.host.open_files import OpenFiles
 
-    return OpenFiles(by_pid=dict(sorted(found.items())), complete=complete)
+    return OpenFiles(by_pid=dict(sorted(by_pid.items())), complete=complete)
 
 
 def holder_files(gpu: int, place: tuple[int | None, int | None] = (None, None)) -> list[str]:
@@ -409,14 +409,14 @@ def holding(state: SimulatedHostState, gpu: int) -> list[Resident]:
 
     One entry per instance; its ids are None for the GPU's own node.
     """
-    found = []
+    entries = []
     for process in state.processes:
         if f"/dev/nvidia{gpu}" in process.open_files:
-            found.append(Resident(process.pid, process.memory_bytes, 0, holder=True))
+            entries.append(Resident(process.pid, process.memory_bytes, 0, holder=True))
         for place in places_of(state.gpus[gpu]) if process.open_files else ():
             if node_of(gpu, place) in process.open_files:
-                found.append(Resident(process.pid, process.memory_bytes, 0, False, False, *place, holder=True))
-    return found
+                entries.append(Resident(process.pid, process.memory_bytes, 0, False, False, *place, holder=True))
+    return entries
 
 
 def _everybody(state: SimulatedHostState) -> Iterator[tuple[int, int, set[str]]]:
@@ -430,7 +430,8 @@ def _everybody(state: SimulatedHostState) -> Iterator[tuple[int, int, set[str]]]
         yield process.pid, process.uid, paths
     for daemon in state.daemons:
         places = [
-            (indexes[one.gpu.uuid], one.mig.place if one.mig else (None, None)) for one in daemon_devices(state, daemon)
+            (indexes[device.gpu.uuid], device.mig.place if device.mig else (None, None))
+            for device in daemon_devices(state, daemon)
         ]
         paths = {_UNIFIED_MEMORY, *(path for gpu, place in places for path in holder_files(gpu, place))}
         for server in daemon.servers:

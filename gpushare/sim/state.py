@@ -421,9 +421,9 @@ class StateFile:
 
 def _check_owner(directory: Path) -> None:
     """Raise where another user made the directory that this user's simulated hosts have by default, in /tmp."""
-    found = os.lstat(directory)
-    if "GPUSHARE_SIM_DIR" not in os.environ and found.st_uid not in {os.geteuid(), 0}:
-        raise PermissionError(errno.EPERM, f"{directory} belongs to user {found.st_uid}")
+    stated = os.lstat(directory)
+    if "GPUSHARE_SIM_DIR" not in os.environ and stated.st_uid not in {os.geteuid(), 0}:
+        raise PermissionError(errno.EPERM, f"{directory} belongs to user {stated.st_uid}")
 
 
 def now() -> float:
