@@ -16,11 +16,53 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from gpushare.base.errors import BadUsage, InUse, NotFound, NotSupported, OperationFailed, cut
+from gpushare.base.model import ComputeMode, Way
 from gpushare.base.selection import Device, candidates, is_any, select_for_change, select_one, titles, usable
-from gpushare.base.units import counted, format_slice
+from gpushare.base.units import counted, format_bytes, format_percent, format_slice
 from gpushare.base.values import dataclass
+from gpushare.host.identity import identity_of, uptime
+from gpushare.host.users import has_claims, has_records
+from gpushare.hostfile.kept import kept_limits
+from gpushare.memory.leases import PREFIX, lease_of_others, reserved_words
 from gpushare.memory.room import RoomAnswer
-from gpushare.show.plan import PlanAnswer, with_answer
+from gpushare.memory.swap import check_host
+from gpushare.mps.daemons import check_mode
+from gpushare.mps.limits import check_memory
+from gpushare.plan import Plan
+from gpushare.run.binding import CpuBinding
+from gpushare.run.container import Container
+from gpushare.run.group import DEFAULT_US, PRODUCTION_US, AdaptedSlice, GroupSlice, members, why_not
+from gpushare.run.jobs import (
+    MOST_COMMAND,
+    MOST_GRACE_SECONDS,
+    OPPORTUNISTIC,
+    PRODUCTION,
+    JobRecord,
+    RecordedJob,
+    check_job_name,
+    find_record,
+    keep_past,
+    records,
+)
+from gpushare.run.plain import PlainShare, dropped_variables
+from gpushare.run.program import Run, TimeLimit, begin_log, step_of_run
+from gpushare.run.queued import Queued, check_not_waiting
+from gpushare.run.results import find_tuned
+from gpushare.run.roles import (
+    NOT_PROTECTED,
+    PauseForProduction,
+    daemon_cap,
+    living_productions,
+    place_of_production,
+    spare,
+    spared_process,
+    tuned_next_to,
+)
+from gpushare.run.share import MpsShare, check_program
+from gpushare.run.sliced import OwnSlice, check_outside_mps, check_settable
+from gpushare.run.yielding import Yielding
+from gpushare.show.plan import PlanAnswer, plan_result, with_answer
+from gpushare.show.run import InstanceReport, RunReport
 
 if TYPE_CHECKING:
     from gpushare.base.model import Gpu
@@ -31,11 +73,9 @@ if TYPE_CHECKING:
     from gpushare.mps.limits import Limits
     from gpushare.part import Part
     from gpushare.run.created import Creator
-    from gpushare.run.jobs import JobRecord, PrintedRate, RecordedJob
-    from gpushare.run.plain import PlainShare
+    from gpushare.run.jobs import PrintedRate
     from gpushare.run.production import ProductionJob
-    from gpushare.run.program import QueueOptions, Run, RunOptions
-    from gpushare.run.queued import Queued
+    from gpushare.run.program import QueueOptions, RunOptions
     from gpushare.run.share import Share
 
 
@@ -96,14 +136,10 @@ class JobStart:
     def run(self, gpu: str | None, mig: str | None, options: RunOptions) -> Any:
         """Run it on the devices of ``-g``, or in an instance of ``--mig``; return its exit code, or its plan."""
         if self.role.rate is not None and not self.dry_run:
-            from gpushare.run.program import begin_log
-
             begin_log(Path(self.role.rate.log))
         if mig is not None:
             return self._in_instance(mig, gpu, options)
         if gpu is None and self.role.target is not None:
-            from gpushare.run.roles import place_of_production
-
             gpu = place_of_production(self.host, self.gpus, self.role.target)
         if gpu is not None and gpu.strip().lower() == "all":
             raise BadUsage(
@@ -121,21 +157,13 @@ class JobStart:
         self, share: Share, options: RunOptions, *parts: Part, slice_us: int | None = None, mps: bool = True
     ) -> Any:
         """Run the program in a share and return its exit code; in a dry run, return the steps as a plan."""
-        from gpushare.run.jobs import RecordedJob
-        from gpushare.run.program import Run, TimeLimit
-        from gpushare.show.run import InstanceReport, RunReport
-
         typed, command, container = None, self.command, None
         record = self._record(share.devices, options, slice_us, mps=mps)
         job = RecordedJob(self.host, share.device, record, options.container or self.command[0], options.stays)
         if options.container is not None:
-            from gpushare.run.container import Container
-
             container = Container(self.host, share, options.container)
             typed, command, parts = command, container.command(command), (*parts, container)
         if self.bind:
-            from gpushare.run.binding import CpuBinding
-
             parts = (*parts, CpuBinding(self.host, share.devices))
         if self.queue.run_seconds is not None:
             parts = (*parts, TimeLimit(self.queue.run_seconds))
@@ -147,17 +175,11 @@ class JobStart:
             self.host, share, (job, *options.parts, *parts), command, options, report, container=container, typed=typed
         )
         if self.dry_run:
-            from gpushare.plan import Plan
-            from gpushare.show.plan import plan_result
-
             return plan_result("run", Plan(title="the program has ended", steps=tuple(run.steps())), dry_run=True)
         return self._kept(run, job)
 
     def _record(self, devices: Sequence[Device], options: RunOptions, slice_us: int | None, *, mps: bool) -> JobRecord:
         """Return what the record of the job says of it before it runs."""
-        from gpushare.host.identity import identity_of, uptime
-        from gpushare.run.jobs import MOST_COMMAND, MOST_GRACE_SECONDS, JobRecord
-
         limits = options.limits
         memory = limits.memory_limit_bytes if mps else None
         if self.budget is not None:
@@ -181,8 +203,6 @@ class JobStart:
 
     def _kept(self, run: Run, job: RecordedJob) -> int:
         """Carry a run out, and keep how it ended."""
-        from gpushare.run.jobs import keep_past
-
         began, code = time.time(), None
         try:
             code, restarts = run.carry_out(), 0
@@ -200,54 +220,40 @@ class JobStart:
             if job.record.name:
                 keep_past(self.host, job.record, titles(run.share.devices), began, code)
 
-    def _check_lease(self, device: Device) -> None:
-        """Raise InUse if another user has reserved the GPU."""
-        from gpushare.host.users import has_claims
-        from gpushare.memory.leases import PREFIX
-
+    def _lease_error(self, device: Device) -> InUse | None:
+        """Return the error if another user has reserved the GPU."""
         # A dozen files are read only where there is a lease.
         if not has_claims(self.host, PREFIX):
-            return
-        from gpushare.hostfile.kept import kept_limits
-        from gpushare.memory.leases import lease_of_others, reserved_words
-
+            return None
         lease = lease_of_others(self.host, device.gpu.uuid, kept_limits(self.host))
-        if lease is not None:
-            raise InUse(
-                f"{device.title} {reserved_words(lease)}",
-                "take another GPU: -g any; or wait for the end of the lease: --wait; see: gpushare reserve",
-                gpu=str(device.gpu.index),
-                code="reserved",
-            )
+        if lease is None:
+            return None
+        return InUse(
+            f"{device.title} {reserved_words(lease)}",
+            "take another GPU: -g any; or wait for the end of the lease: --wait; see: gpushare reserve",
+            gpu=str(device.gpu.index),
+            code="reserved",
+        )
 
     def _without_leased(self, devices: Sequence[Device]) -> tuple[Device, ...]:
         """Return the devices that no other user has reserved; a job that waits may have those when the lease is over."""
-        from gpushare.hostfile.kept import kept_limits
-        from gpushare.memory.leases import lease_of_others
-
-        limits = kept_limits(self.host)
-        free = tuple(device for device in devices if lease_of_others(self.host, device.gpu.uuid, limits) is None)
-        if not free:
-            self._check_lease(devices[0])
-        return free
+        errors = [self._lease_error(device) for device in devices]
+        if errors and errors[0] is not None and None not in errors:
+            raise errors[0]
+        return tuple(device for device, error in zip(devices, errors, strict=True) if error is None)
 
     def _started(self, device: Device, options: RunOptions) -> Any:
-        self._check_lease(device)
+        self._without_leased([device])
         if self.role.production is not None:
             return self._production(device, replace(options, rate=self.role.rate), self.role.production)
         if self.role.opportunistic:
             return self._opportunistic(device, options)
         if self.role.slice_us is not None:
             return self._sliced((device,), options, self.role.slice_us)
-        from gpushare.run.share import MpsShare
 
         group: Sequence[Any] = ()
         # A dozen files are read only where such a job has run.
-        from gpushare.host.users import has_records
-
         if has_records(self.host, "group"):
-            from gpushare.run.group import members
-
             group = members(self.host, device)
         if group:
             self.say(
@@ -259,19 +265,11 @@ class JobStart:
 
     def _queued(self, gpu: str | None, options: RunOptions) -> Any:
         """Run a program that is held to its memory, waits for it first, or has the choice of several devices."""
-        from gpushare.base.model import ComputeMode
-        from gpushare.hostfile.kept import kept_limits
-        from gpushare.mps.limits import check_memory
-        from gpushare.run.queued import Queued
-        from gpushare.run.share import check_program
-
         queue = self.queue
         # A job of several GPUs that names none may have any.
         gpu = "any" if gpu is None and self.count > 1 else gpu
         devices = candidates(gpu, self.gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), self.say)
         if queue.swappable:
-            from gpushare.memory.swap import check_host
-
             check_host(self.host)
         if is_any(gpu):
             devices = usable(devices, instances=not queue.swappable and self.count == 1)
@@ -290,13 +288,10 @@ class JobStart:
                 return self._on_several(chosen, metered)
             if not queue.swappable:
                 return self._started(device, metered)
-            from gpushare.run.plain import PlainShare
 
             return self._carry_out(PlainShare(self.host, device), metered, mps=False)
 
         if all(one.gpu.compute_mode is ComputeMode.PROHIBITED for one in devices):
-            from gpushare.mps.daemons import check_mode
-
             # To wait for that would take until somebody changes it.
             check_mode(devices[0])
         queued = Queued(
@@ -321,15 +316,10 @@ class JobStart:
 
     def _on_several(self, devices: Sequence[Device], options: RunOptions) -> Any:
         """Run a program on several GPUs: outside MPS, whose daemons are of one GPU each."""
-        from gpushare.run.jobs import PRODUCTION
-        from gpushare.run.plain import PlainShare
-
         slice_us = self.role.slice_us
         if self.role.opportunistic:
             return self._yielding_on_several(devices, options)
         if self.role.production is not None:
-            from gpushare.run.group import PRODUCTION_US
-
             options = replace(options, name=self.role.production, role=PRODUCTION)
             slice_us = slice_us or PRODUCTION_US
         if slice_us is not None:
@@ -340,10 +330,6 @@ class JobStart:
 
     def _yielding_on_several(self, devices: Sequence[Device], options: RunOptions) -> Any:
         """Run an opportunistic job whose ranks are paused, or ended, together while production works on one of its GPUs."""
-        from gpushare.run.jobs import OPPORTUNISTIC
-        from gpushare.run.plain import PlainShare
-        from gpushare.run.roles import spared_process
-
         options = replace(options, role=OPPORTUNISTIC)
         process = None
         for device in devices:
@@ -388,7 +374,6 @@ class JobStart:
         target = self.role.target
         if target is None:
             return None
-        from gpushare.run.roles import spared_process
 
         try:
             found = spared_process(self.host, devices[0], target)
@@ -412,7 +397,6 @@ class JobStart:
         """Run a program in a free MIG instance, in the one with a name, or in one that is made for it."""
         if not self.creates:
             return self._in_place(text, gpu, options)
-        from gpushare.mps.limits import check_memory
         from gpushare.run.created import Creator
         from gpushare.run.mig import find_places, free_places
 
@@ -427,11 +411,7 @@ class JobStart:
             return self._in_place(text, gpu, options, creator)
 
     def _in_place(self, text: str, gpu: str | None, options: RunOptions, creator: Creator | None = None) -> Any:
-        from gpushare.mps.limits import check_memory
         from gpushare.run.mig import wait_words
-        from gpushare.run.plain import PlainShare
-        from gpushare.run.program import step_of_run
-        from gpushare.run.share import MpsShare, check_program
 
         check_program(options.container or self.command[0])
         queue = self.queue
@@ -440,7 +420,7 @@ class JobStart:
             self._say_dropped("; for a cap, give --threads")
 
         def check(device: Device) -> None:
-            self._check_lease(device)
+            self._without_leased([device])
             check_memory(device, self._bytes_on(device), job=True)
             if mps:
                 MpsShare(self.host, device, options.limits).check(self.command[0])
@@ -473,8 +453,6 @@ class JobStart:
 
     def _say_dropped(self, more: str = "") -> None:
         """Say which variables of the caller mean nothing outside MPS."""
-        from gpushare.run.plain import dropped_variables
-
         dropped = dropped_variables(os.environ)
         if dropped:
             self.say(f"ignored without MPS: {', '.join(dropped)}{more}")
@@ -495,7 +473,6 @@ class JobStart:
             if self.dry_run:
                 return free_place(self.host, text, gpu), None, None
             return (*take_place(self.host, text, gpu, check, creator), None)
-        from gpushare.run.queued import check_not_waiting
 
         check_not_waiting(self.host, options.name)
         # Any GPU is all of them, as without -g.
@@ -525,9 +502,6 @@ class JobStart:
         client: bool,
     ) -> Any:
         """Run a program that is held to its memory in an instance which it has already."""
-        from gpushare.hostfile.kept import kept_limits
-        from gpushare.run.queued import Queued
-
         return self._planned_or_run(
             Queued(
                 host=self.host,
@@ -547,13 +521,6 @@ class JobStart:
         )
 
     def _production(self, device: Device, options: RunOptions, name: str) -> Any:
-        from gpushare.base.model import Way
-        from gpushare.run.group import PRODUCTION_US, members
-        from gpushare.run.jobs import PRODUCTION, check_job_name
-        from gpushare.run.results import find_tuned
-        from gpushare.run.roles import daemon_cap
-        from gpushare.run.share import MpsShare
-
         check_job_name(name)
         options = replace(options, name=name, role=PRODUCTION)
         tuned = find_tuned(self.host, name)
@@ -581,9 +548,6 @@ class JobStart:
 
     def _sliced(self, devices: Sequence[Device], options: RunOptions, slice_us: int, *, asked: bool = True) -> Any:
         """Run a program outside MPS with a time-slice; if that was only tuned, not ``asked``, even where none can be set."""
-        from gpushare.run.plain import PlainShare
-        from gpushare.run.sliced import OwnSlice, check_outside_mps, check_settable
-
         for device in devices:
             check_outside_mps(device)
         if asked:
@@ -594,9 +558,6 @@ class JobStart:
         return self._carry_out(share, options, own, slice_us=slice_us, mps=False)
 
     def _opportunistic(self, device: Device, options: RunOptions) -> Any:
-        from gpushare.run.jobs import OPPORTUNISTIC
-        from gpushare.run.roles import spared_process
-
         options = replace(options, role=OPPORTUNISTIC)
         process = spared_process(self.host, device, self.role.target)
         outside = process is not None and not process.under_mps
@@ -607,16 +568,11 @@ class JobStart:
         if process is not None and (self.role.yields == "pause" or outside):
             return self._paused(device, options, process)
         if self.role.yields == "pause":
-            _check_one_production(self.host, device)
-            raise _no_production_error([device])
+            raise _not_one_production_error(self.host, device)
         return self._capped(device, options)
 
     def _by_slices(self, device: Device, process: ProductionJob | None) -> bool:
         """Return whether the job runs with a time-slice: as asked, as tuned, or because production runs outside MPS."""
-        from gpushare.base.model import Way
-        from gpushare.run.group import why_not
-        from gpushare.run.roles import tuned_next_to
-
         outside = process is not None and not process.under_mps
         if self.role.yields == "caps":
             if outside:
@@ -628,8 +584,7 @@ class JobStart:
         if asked and process is not None and process.under_mps:
             raise _under_mps_error(process)
         if self.role.keep is not None and process is None:
-            _check_one_production(self.host, device)
-            raise _no_production_error([device])
+            raise _not_one_production_error(self.host, device)
         tuned = tuned_next_to(self.host, device, self.role.target)
         by_tune = tuned is not None and tuned.way is Way.SLICES
         if not asked and by_tune and process is not None and process.under_mps:
@@ -655,12 +610,6 @@ class JobStart:
         process: ProductionJob | None,
     ) -> Any:
         """Run an opportunistic job in the MPS daemon whose server has one time-slice."""
-        from gpushare.base.model import Way
-        from gpushare.base.units import format_slice
-        from gpushare.run.group import DEFAULT_US, AdaptedSlice, GroupSlice
-        from gpushare.run.roles import PauseForProduction, spare
-        from gpushare.run.share import MpsShare
-
         spared = spare(self.host, device, options.limits, self.role.target, way=Way.SLICES)
         tuned = spared.tuned
         slice_us = self.role.slice_us or (None if tuned is None else tuned.other_slice_us) or DEFAULT_US
@@ -689,32 +638,30 @@ class JobStart:
         self, device: Device, options: RunOptions, process: ProductionJob, several: PlainShare | None = None
     ) -> Any:
         """Run a program that is paused while a production job works on the device; ``several``: on several GPUs."""
-        from gpushare.run.plain import PlainShare
-        from gpushare.run.roles import NOT_PROTECTED, PauseForProduction
-        from gpushare.run.share import MpsShare
-
-        limits, mps = options.limits, process.under_mps and several is None
-        how = "by SIGSTOP" if mps else "by its GPU channels"
+        how = "by SIGSTOP" if process.under_mps and several is None else "by its GPU channels"
         if self.role.yields != "pause" and several is None:
             self.say(
                 f"process {process.pid} runs outside MPS: a cap cannot protect it, so this job is paused while it works"
             )
         self.say(f"opportunistic next to {process.title}: paused {how} while it works; its memory stays on the GPU")
-        if mps:
-            from gpushare.run.roles import spare
+        options, mps = self._beside(device, options, process, several)
+        pause = PauseForProduction(self.host, process, process.title, by_channels=not mps, say=self.say)
+        share: Share = MpsShare(self.host, device, options.limits) if mps else several or PlainShare(self.host, device)
+        return self._carry_out(share, options, pause, mps=mps)
 
-            spared = spare(self.host, device, limits, self.role.target)
-            limits = spared.limits
-            for text in (*spared.notes, f"when it runs: {_limits_text(limits)}"):
+    def _beside(
+        self, device: Device, options: RunOptions, process: ProductionJob, several: PlainShare | None
+    ) -> tuple[RunOptions, bool]:
+        """Return the options of a job that leaves the GPU to production, and whether it runs under MPS; say its limits."""
+        mps = process.under_mps and several is None
+        if mps:
+            spared = spare(self.host, device, options.limits, self.role.target)
+            options = replace(options, limits=spared.limits)
+            for text in (*spared.notes, f"when it runs: {_limits_text(spared.limits)}", NOT_PROTECTED, _CPU_ONLY):
                 self.say(text)
         elif _asks_for_mps(options):
             self.say("there are no limits outside MPS: --threads and --priority are ignored")
-        if mps:
-            self.say(NOT_PROTECTED)
-            self.say(_CPU_ONLY)
-        pause = PauseForProduction(self.host, process, process.title, by_channels=not mps, say=self.say)
-        share: Share = MpsShare(self.host, device, limits) if mps else several or PlainShare(self.host, device)
-        return self._carry_out(share, replace(options, limits=limits), pause, mps=mps)
+        return options, mps
 
     def _yielding(
         self,
@@ -724,32 +671,17 @@ class JobStart:
         several: PlainShare | None = None,
     ) -> Any:
         """Run a job that is ended while production works, and started again when it rests."""
-        from gpushare.run.jobs import RecordedJob
-        from gpushare.run.plain import PlainShare
-        from gpushare.run.roles import NOT_PROTECTED, spare
-        from gpushare.run.share import MpsShare, check_program
-        from gpushare.run.yielding import Yielding
-
         if process is None:
-            _check_one_production(self.host, device)
-            raise _no_production_error([device])
+            raise _not_one_production_error(self.host, device)
         check_program(options.container or self.command[0])
         self.say(f"opportunistic next to {process.title}: ended while it works, and started again when it rests")
-        limits, mps = options.limits, process.under_mps and several is None
-        if mps:
-            spared = spare(self.host, device, limits, self.role.target)
-            limits = spared.limits
-            for text in (*spared.notes, f"when it runs: {_limits_text(limits)}", NOT_PROTECTED):
-                self.say(text)
-            self.say(_CPU_ONLY)
-        elif _asks_for_mps(options):
-            self.say("there are no limits outside MPS: --threads and --priority are ignored")
+        options, mps = self._beside(device, options, process, several)
 
         def start(given: RunOptions) -> Any:
+            limits = options.limits
             share: Share = MpsShare(self.host, device, limits) if mps else several or PlainShare(self.host, device)
             return self._carry_out(share, given, mps=mps)
 
-        options = replace(options, limits=limits)
         if self.dry_run:
             return start(options)
         record = self._record((device,) if several is None else several.devices, options, None, mps=mps)
@@ -757,16 +689,13 @@ class JobStart:
         job = RecordedJob(self.host, device, record, options.container or self.command[0])
         job.check()
         job.open()
-        options = replace(options, name=job.record.name, stays=True)
+        named = replace(options, name=job.record.name, stays=True)
         try:
-            return Yielding(production=process, title=process.title, options=options, start=start, say=self.say).run()
+            return Yielding(production=process, title=process.title, options=named, start=start, say=self.say).run()
         finally:
             job.close()
 
     def _capped(self, device: Device, options: RunOptions) -> Any:
-        from gpushare.run.roles import NOT_PROTECTED, spare
-        from gpushare.run.share import MpsShare
-
         spared = spare(self.host, device, options.limits, self.role.target)
         limits = spared.limits
         for text in spared.notes:
@@ -841,7 +770,6 @@ def _source(host: Host, process: ProductionJob) -> Callable[[], PrintedRate | No
     Raises:
         NotFound: it is not known.
     """
-    from gpushare.run.jobs import find_record, records
 
     def found() -> PrintedRate | None:
         if process.name is not None:
@@ -869,23 +797,20 @@ def _no_production_error(devices: Sequence[Device]) -> NotFound:
     )
 
 
-def _check_one_production(host: Host, device: Device) -> None:
-    """Raise if several production jobs run, because the one to spare was not named."""
-    from gpushare.run.roles import living_productions
-
-    names = [one.name for one in living_productions(host, device)]
-    if len(names) > 1:
-        raise BadUsage(
-            f"{len(names)} production jobs run on {device.title}: {', '.join(names)}",
-            f"name the one to spare: --for {names[0]}",
-            code="several_production",
-        )
+def _not_one_production_error(host: Host, device: Device) -> BadUsage | NotFound:
+    """Return the error if the production job to spare was not named, and none runs there, or several do."""
+    names = [job.name for job in living_productions(host, device)]
+    if len(names) < 2:
+        return _no_production_error([device])
+    return BadUsage(
+        f"{len(names)} production jobs run on {device.title}: {', '.join(names)}",
+        f"name the one to spare: --for {names[0]}",
+        code="several_production",
+    )
 
 
 def _limits_text(limits: Limits) -> str:
     """Return limits for people: ``cap 60 %, low priority, memory limit 96.0 GiB``."""
-    from gpushare.base.units import format_bytes, format_percent
-
     words = ["no cap" if limits.threads_percent is None else f"cap {format_percent(limits.threads_percent)}"]
     words += ["low priority"] if limits.priority else []
     words += [] if limits.memory_limit_bytes is None else [f"memory limit {format_bytes(limits.memory_limit_bytes)}"]
