@@ -18,6 +18,9 @@ from gpushare.mig.on_demand import make_instance, plan_instance, remove_instance
 from gpushare.mig.places import means_profile, one_request
 from gpushare.mig.plan import NoPlan, Why, shown_steps
 from gpushare.mig.wish import find_profile
+from gpushare.plan import Plan
+from gpushare.run.program import step_of_run
+from gpushare.show.plan import plan_result
 from gpushare.signals import undisturbed
 
 if TYPE_CHECKING:
@@ -116,10 +119,6 @@ class Creator:
 
     def planned(self, command: Sequence[str]) -> Any:
         """Return what would be done, as the result of a dry run."""
-        from gpushare.plan import Plan
-        from gpushare.run.program import step_of_run
-        from gpushare.show.plan import plan_result
-
         found = self.plan()
         if isinstance(found, NoPlan):
             raise no_plan_error(found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
+from gpushare.host.users import has_claims, has_records
 from gpushare.snapshot import LastWork, Observer
 
 if TYPE_CHECKING:
@@ -28,8 +29,6 @@ class Look:
 
 def with_jobs(host: Host, snapshot: Snapshot) -> Snapshot:
     """Return the snapshot with the jobs that processes belong to, as `gpushare jobs` lists them."""
-    from gpushare.host.users import has_records
-
     if not any(gpu.processes for gpu in snapshot.gpus) or not has_records(host, "jobs"):
         return snapshot
     from gpushare.run.listing import present_jobs
@@ -66,8 +65,6 @@ LEASES: Final = "gpushare-lease-"
 
 def with_leases(host: Host, snapshot: Snapshot) -> Snapshot:
     """Return the snapshot with the GPUs that users have reserved."""
-    from gpushare.host.users import has_claims
-
     if not has_claims(host, LEASES):
         return snapshot
     from gpushare.hostfile.kept import kept_limits
@@ -80,8 +77,6 @@ def with_leases(host: Host, snapshot: Snapshot) -> Snapshot:
 
 def with_memory(host: Host, snapshot: Snapshot) -> Snapshot:
     """Return the snapshot with the ledger of memory and the jobs that are swapped out, if there are any."""
-    from gpushare.host.users import has_claims, has_records
-
     if not has_claims(host, LEDGER) and not has_records(host, "swap"):
         return replace(snapshot, gpus=tuple(map(_without_reservations, snapshot.gpus)))
     from gpushare.memory.look import with_ledger

@@ -12,7 +12,9 @@ from gpushare.base.model import Holder
 from gpushare.base.selection import Device, select
 from gpushare.base.units import counted, format_duration, quoted
 from gpushare.host.claims import Claim, HeldClaim, take_claim
-from gpushare.memory.room import RoomAnswer, RoomJob, RoomOnDevice, room_job
+from gpushare.memory.ledger import PATIENCE_SECONDS, Request, Reservation, jobs_before, reservations
+from gpushare.memory.ledger import Place as Entry
+from gpushare.memory.room import POLL_SECONDS, RoomAnswer, RoomJob, RoomOnDevice, room_job
 from gpushare.mig.holders import claimed_instances, holder_of
 from gpushare.mig.places import Place, means_profile, named_places, places_on, profile_places
 from gpushare.mps.daemons import find_daemons
@@ -21,7 +23,6 @@ from gpushare.show.waiting import waiting_line
 if TYPE_CHECKING:
     from gpushare.base.model import MigInstance
     from gpushare.host.host import Host
-    from gpushare.memory.ledger import Reservation
     from gpushare.run.created import Creator
 
 # The kernel cuts process names at 15 bytes.
@@ -165,10 +166,6 @@ def wait_for_place(
         InUse: the time is over (code ``no_room``).
         GpushareError: as `take_place`, before it waits.
     """
-    from gpushare.memory.ledger import PATIENCE_SECONDS, Request, jobs_before, reservations
-    from gpushare.memory.ledger import Place as Entry
-    from gpushare.memory.room import POLL_SECONDS
-
     places = find_places(host, text, gpu, creator)
     if places:
         check(places[0].device)
@@ -236,8 +233,6 @@ def outlook_on_places(
 
     Nothing is entered anywhere. Raises as `take_place`.
     """
-    from gpushare.memory.ledger import reservations
-
     places = find_places(host, text, gpu)
     check(places[0].device)
     free, held = free_places(host, places)

@@ -19,7 +19,7 @@ from gpushare.base.units import MIB, format_bytes, format_duration
 from gpushare.base.values import dataclass
 from gpushare.host.claims import SHARED_DIRECTORIES, are_shared
 from gpushare.memory.admission import UserLimits
-from gpushare.memory.cost import moved
+from gpushare.memory.cost import host_bytes, moved
 from gpushare.memory.ledger import Place, Request, reservations
 from gpushare.memory.limit import JobMemory
 from gpushare.memory.peaks import Profile, find_profile, keep_profile
@@ -369,8 +369,6 @@ class Queued:
         """Say what is known before the start: turns that are too short, and host memory that is too small for the copy."""
         if not self.queue.swappable or not size:
             return
-        from gpushare.memory.cost import host_bytes
-
         free = self.host.machine.free_memory(os.getpid())
         if free is not None and host_bytes(size) > free:
             self.say(
