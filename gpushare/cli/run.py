@@ -25,6 +25,7 @@ from gpushare.cli.options import (
     gpus_of,
     note,
     percentage,
+    positive,
     settings,
 )
 from gpushare.host.host import Host
@@ -199,7 +200,7 @@ def run(
         wait=wait or leaves or (swaps is not None and swaps.turns),
         seconds=None if timeout is None else parse_seconds(timeout),
         requeue=requeue,
-        run_seconds=None if run_time is None else _positive_seconds("--time", run_time),
+        run_seconds=None if run_time is None else positive("--time", run_time, "2h"),
         swap=swaps,
         for_production=leaves,
     )
@@ -267,13 +268,6 @@ def _restarts(event: str | None) -> bool:
             f"--restart-on {quoted(event or '')} is not an event", "give --restart-on mps-fault", code="bad_restart"
         )
     return event is not None
-
-
-def _positive_seconds(option: str, text: str) -> float:
-    seconds = parse_seconds(text)
-    if seconds <= 0:
-        raise BadUsage(f"invalid duration for {option}: {quoted(text)}", f"give {option} 2h", code="bad_duration")
-    return seconds
 
 
 def percentage_of_cap(text: str) -> float:

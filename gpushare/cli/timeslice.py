@@ -266,7 +266,6 @@ def set_level(
     beside_mps: Annotated[
         bool, typer.Option("--beside-mps", help="Set the level even if an MPS daemon of gpushare serves the GPU.")
     ] = False,
-    pid: Annotated[str | None, typer.Option("--pid", metavar="PID", hidden=True)] = None,
 ) -> Any:
     """Set the time-slice of a job, or the time-slice level of GPUs.
 
@@ -278,7 +277,6 @@ def set_level(
     Without a JOB: the level of whole GPUs, and compute mode default if another mode is in the way. Needs root; both are
     lost at a reboot, and running programs may keep the old level.
     """
-    job = _job_of(job, pid)
     if job is not None:
         if gpu is not None or beside_mps:
             raise BadCombination("-g and --beside-mps are for levels: a slice counts on all GPUs of a job", _EXAMPLE)
@@ -294,12 +292,6 @@ def set_level(
 
 
 _EXAMPLE = "gpushare timeslice set 500us JOB"
-
-
-def _job_of(job: str | None, pid: str | None) -> str | None:
-    if job is not None and pid is not None:
-        raise BadUsage("the job is named twice", f"name it once: {_EXAMPLE}", code="two_names")
-    return job if pid is None else pid
 
 
 def _set_slice(text: str, job_text: str) -> Any:
@@ -350,13 +342,11 @@ def _with_job(command: str, text: str, plan: Callable[..., Plan]) -> Any:
 def reset(
     job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="PID or name of a job.")] = None,
     gpu: GpuOption = None,
-    pid: Annotated[str | None, typer.Option("--pid", metavar="PID", hidden=True)] = None,
 ) -> Any:
     """Restore the time-slice that a job had before `timeslice set`; without a JOB the level.
 
     Without a JOB it restores level default, and the compute mode from before `timeslice set`, which needs root.
     """
-    job = _job_of(job, pid)
     if job is not None:
         if gpu is not None:
             raise BadCombination(

@@ -340,7 +340,7 @@ class Tuner:
         host, device = self.host, self.device
         try:
             check_outside_mps(device)
-            refused = why_not(host, device, None)
+            refused = why_not(host, device)
             if refused is not None:
                 raise refused
             GroupSlice(host, device).check()

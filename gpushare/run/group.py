@@ -15,7 +15,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
@@ -27,17 +27,15 @@ from gpushare.base.units import format_percent, format_slice
 from gpushare.host.channels import yama_scope
 from gpushare.host.identity import Identity
 from gpushare.host.store import Kept, RecordStore, any_lives
-from gpushare.mps.control import MpsControl
 from gpushare.mps.daemons import own_daemon
 from gpushare.mps.home import own_home
 from gpushare.part import Part
 from gpushare.run import roles
 from gpushare.run.adapt import LEAST_US, MOST_US, STEP_SECONDS, Controller
-from gpushare.run.end import CONVERSATION_SECONDS
 from gpushare.run.pause import Pauser
 from gpushare.run.progress import Progress
 from gpushare.run.roles import PauseForProduction
-from gpushare.run.sliced import LOOK_SECONDS, PASSING, KeptSlices, is_final
+from gpushare.run.sliced import LOOK_SECONDS, PASSING, KeptSlices, check_settable, is_final
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -94,29 +92,22 @@ def members(host: Host, device: Device) -> tuple[Member, ...]:
     return tuple(sorted(living, key=lambda member: member.pid))
 
 
-def why_not(host: Host, device: Device, production_pid: int | None) -> GpushareError | None:
-    """Return why the slices of a group cannot be set on this host; None: as far as can be told, they can.
-
-    Reads the slice of the group's server where there is one, else that of production's processes on the GPU.
-    """
+def why_not(host: Host, device: Device) -> GpushareError | None:
+    """Return why the slices of a group cannot be set on this host; None: as far as can be told before, they can."""
     try:
         home, _ = own_daemon(host, device)
+        foreign = home.directory != own_home(host, device.uuid).directory
     except NotFound:
-        servers: list[int] = []
+        foreign = False
     except GpushareError as error:
         return error
-    else:
-        if home.directory != own_home(host, device.uuid).directory:
-            return NotSupported(
-                f"the MPS daemon of {device.title} belongs to another user: only its owner and root may set the time-slice"
-                " of its server",
-                "run as root",
-                code="not_your_daemon",
-            )
-        try:
-            servers = MpsControl(host.programs, str(home.pipe), seconds=CONVERSATION_SECONDS).servers()
-        except GpushareError:
-            servers = []
+    if foreign:
+        return NotSupported(
+            f"the MPS daemon of {device.title} belongs to another user: only its owner and root may set the time-slice"
+            " of its server",
+            "run as root",
+            code="not_your_daemon",
+        )
     scope = None if host.is_simulated else yama_scope()
     if scope is not None:
         return NotSupported(
@@ -124,32 +115,11 @@ def why_not(host: Host, device: Device, production_pid: int | None) -> GpushareE
             "run as root; with 3 even root may not",
             code="ptrace_scope",
         )
-    return _tried(host, servers or _on_gpu(host, device, production_pid))
-
-
-def _tried(host: Host, pids: Sequence[int]) -> GpushareError | None:
-    with host.open_channels() as control:
-        for pid in pids:
-            try:
-                control.find(pid, probe=False)
-            except GpushareError as error:
-                # Production of another user is not touched: that says nothing about our own server.
-                if error.code not in {*PASSING, "other_user"}:
-                    return error
-            else:
-                return None
-    return None
-
-
-def _on_gpu(host: Host, device: Device, pid: int | None) -> Sequence[int]:
-    if pid is None or host.processes.namespace_is_host() is False:
-        return ()
-    family = host.processes.descendants(pid)
     try:
-        there = {process.pid for process in host.nvml.processes(device.gpu.index) or () if process.compute}
-    except GpushareError:
-        return ()
-    return [one for one in family if one in there]
+        check_settable(host)
+    except GpushareError as error:
+        return error
+    return None
 
 
 @dataclass

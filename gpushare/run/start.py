@@ -594,7 +594,7 @@ class JobStart:
             return False
         if not (asked or outside or by_tune):
             return False
-        reason = why_not(self.host, device, None if process is None else process.pid)
+        reason = why_not(self.host, device)
         if reason is None:
             return True
         if asked:

@@ -178,31 +178,19 @@ def test_a_driver_that_fails_once_is_tried_again(share: MpsShare, file: StateFil
     assert "cannot be set" in told
 
 
-def test_why_not_names_the_reason(share: MpsShare, file: StateFile, host: Host, device: Device) -> None:
-    assert why_not(host, device, None) is None
-    client(share)
-    assert why_not(host, device, None) is None
-    assert server_slices(file) == [2048]
+def test_why_not_names_the_reason(file: StateFile, host: Host, device: Device) -> None:
+    assert why_not(host, device) is None
     fault(file, "seccomp")
-    reason = why_not(host, device, None)
+    reason = why_not(host, device)
     assert reason is not None
     assert reason.code == "seccomp"
-
-
-def test_without_a_server_it_is_tried_at_production(file: StateFile, host: Host, device: Device) -> None:
-    pid = admin.add_process(SPEC)
-    assert why_not(host, device, pid) is None
-    fault(file, "no_pidfd_getfd")
-    reason = why_not(host, device, pid)
-    assert reason is not None
-    assert reason.code == "no_pidfd_getfd"
 
 
 def test_the_daemon_of_another_user_is_left_alone(share: MpsShare, host: Host, device: Device) -> None:
     elsewhere = replace(
         host, run_directory=host.run_directory.parent / "mine", shared_run_directories=(host.run_directory,)
     )
-    reason = why_not(elsewhere, device, None)
+    reason = why_not(elsewhere, device)
     assert reason is not None
     assert reason.code == "not_your_daemon"
 
@@ -249,7 +237,7 @@ def test_members_that_begin_at_once_do_not_take_each_others_trials_for_the_slice
 
     monkeypatch.setattr(channels, "_probe", probed)
     watches = [Watched(share) for _ in range(3)]
-    assert why_not(host, device, None) is None
+    assert why_not(host, device) is None
     for one in watches:
         one.poll()
     assert server_slices(file) == [200]

@@ -89,7 +89,7 @@ def test_a_job_is_named(cli: Cli, world: World, pid: int) -> None:
     assert world.run("timeslice", "set", "16ms", "web").data["undo"] == "gpushare timeslice reset web"
     assert shown(world, pid)["job"] == "web"
     assert slice_records(world.host)[pid].job == "web"
-    world.run("timeslice", "reset", "--pid", str(pid)).ok()
+    world.run("timeslice", "reset", str(pid)).ok()
     assert slice_of(world, pid) == 2048
 
 
@@ -155,7 +155,6 @@ def test_a_damaged_record_is_none(cli: Cli, world: World, pid: int, text: str) -
         (("500us",), "no_job_named", 2),
         (("500us", "PID", "-g", "0"), "bad_combination", 2),
         (("500us", "PID", "--beside-mps"), "bad_combination", 2),
-        (("500us", "PID", "--pid", "PID"), "two_names", 2),
         (("500us", "nobody"), "no_job", 6),
         (("500us", "999999"), "no_job", 6),
         (("500us", "1nobody"), "bad_name", 2),
