@@ -92,12 +92,12 @@ class Watch(abc.ABC):
     def look(self) -> None:
         """Look for the program's processes."""
 
-    def note_memory(self, found: Iterable[GpuProcess]) -> None:
+    def note_memory(self, processes: Iterable[GpuProcess]) -> None:
         """Note the memory of the program's processes on its device."""
-        sizes = [one.memory_used_bytes for one in found]
-        known = [size for size in sizes if size is not None]
-        if known and len(known) == len(sizes):
-            self.peak_bytes = max(self.peak_bytes or 0, sum(known))
+        sizes = [process.memory_used_bytes for process in processes]
+        told = [size for size in sizes if size is not None]
+        if told and len(told) == len(sizes):
+            self.peak_bytes = max(self.peak_bytes or 0, sum(told))
             self.peak_looks += 1
 
     def mps_fault(self) -> bool:

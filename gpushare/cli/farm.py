@@ -190,8 +190,8 @@ def _devices(gpu: str | None, gpus: Sequence[Gpu], *, instances: bool) -> tuple[
     if gpu is None and len(gpus) > 1:
         hint = "name them: -g 0, -g 0-3; or all that answer: -g any"
         raise gpu_not_named(len(gpus), "say on which to run", hint)
-    found = candidates(gpu, gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), note)
-    return usable(found, instances=instances) if is_any(gpu) else found
+    chosen = candidates(gpu, gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), note)
+    return usable(chosen, instances=instances) if is_any(gpu) else chosen
 
 
 def _lines_of(each: str) -> tuple[str, ...]:
@@ -233,45 +233,49 @@ def _farmed(host: Host, devices: Sequence[Device], command: Sequence[str], optio
 
 def _caps_of(like: str) -> list[BenchedCap]:
     """Return the best caps under MPS that a file of bench has, by number of copies."""
-    found = sorted(best_caps(read_bench(like)), key=lambda cap: cap.copies)
-    if not found:
+    caps = sorted(best_caps(read_bench(like)), key=lambda cap: cap.copies)
+    if not caps:
         raise NotFound(
             f"{like} has no measurement under MPS",
             "measure it: gpushare bench --copies 1,2,4,8 --ways mps,mps:200/n -- CMD",
             code="not_measured",
         )
-    return found
+    return caps
 
 
 def _cap_by(
     host: Host, device: Device, command: Sequence[str], caps: Sequence[BenchedCap] | None
 ) -> Callable[[int], float | None]:
     """Return what finds the cap of each of N copies on one GPU: of the file of bench, of what bench kept, else 200/N."""
-    said: set[str] = set()
+    told: set[str] = set()
 
     def say(text: str) -> None:
-        if text not in said:
-            said.add(text)
+        if text not in told:
+            told.add(text)
             note(text)
 
     @functools.cache
     def cap(number: int) -> float | None:
         if caps is None:
-            found: Any = find_benched(host, device, command, number)
-            if found is None:
+            benched: Any = find_benched(host, device, command, number)
+            if benched is None:
                 return share_of_threads(number)
-            by = f"gpushare bench found the cap on {found.date}"
+            by = f"gpushare bench found the cap on {benched.date}"
             driver = host.nvml.driver_version()
-            say(by if found.driver == driver else f"{by} under driver {found.driver or 'unknown'}; measure again here")
-        else:
-            found = min(caps, key=lambda cap: (abs(cap.copies - number), cap.copies))
-            if found.copies != number:
-                say(f"the cap is that of {format_copies(found.copies)}: {format_copies(number)} were not measured")
-        if not found.best:
             say(
-                f"another way than MPS was faster for {format_copies(found.copies)} (gpushare bench); this is the best cap under MPS"
+                by
+                if benched.driver == driver
+                else f"{by} under driver {benched.driver or 'unknown'}; measure again here"
             )
-        percent: float | None = found.threads_percent
+        else:
+            benched = min(caps, key=lambda cap: (abs(cap.copies - number), cap.copies))
+            if benched.copies != number:
+                say(f"the cap is that of {format_copies(benched.copies)}: {format_copies(number)} were not measured")
+        if not benched.best:
+            say(
+                f"another way than MPS was faster for {format_copies(benched.copies)} (gpushare bench); this is the best cap under MPS"
+            )
+        percent: float | None = benched.threads_percent
         return percent
 
     return cap
@@ -316,19 +320,19 @@ def _failures(result: FarmResult) -> list[GpushareError]:
     for copy in result.failed:
         # Each that was ended for its memory held another sum.
         alike.setdefault((copy.reason or str(copy.failure), copy.hint), []).append(copy)
-    found: list[GpushareError] = []
+    errors: list[GpushareError] = []
     for (_, hint), copies in alike.items():
         logs = [copy.log for copy in copies if copy.log]
         seen = f"see {'its' if len(copies) == 1 else 'their'} output: {', '.join(logs[:3])}" if logs else None
-        first, one = copies[0], len(copies) == 1
+        first, alone = copies[0], len(copies) == 1
         failure = str(first.failure)
-        if first.reason is not None and not one:
+        if first.reason is not None and not alone:
             failure = f"{failure} (copy {first.copy}; the others likewise)"
-        found.append(
+        errors.append(
             OperationFailed(
-                f"{'copy' if one else 'copies'} {ranges(copy.copy for copy in copies)}: {failure}",
+                f"{'copy' if alone else 'copies'} {ranges(copy.copy for copy in copies)}: {failure}",
                 hint or seen or "keep its output: --logs DIR; or restart it: --restart 1",
                 code=first.reason or "copy_failed",
             )
         )
-    return found
+    return errors

@@ -40,8 +40,8 @@ def jobs(
 
     def look() -> Any:
         snapshot = observer.look()
-        found = listed_jobs(host, snapshot, everything=everything, most_ended=most)
-        return jobs_result(snapshot, found, everything=everything)
+        jobs = listed_jobs(host, snapshot, everything=everything, most_ended=most)
+        return jobs_result(snapshot, jobs, everything=everything)
 
     if watch is None:
         return look()

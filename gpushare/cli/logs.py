@@ -87,8 +87,8 @@ def _document(output: Output, lines: int | None) -> Any:
     before = seek_lines(output.descriptor, _LINES_IN_A_DOCUMENT if lines is None else lines)
     with open(output.descriptor, "rb", closefd=False) as file:
         text = file.read(_DOCUMENT_BYTES).decode(errors="replace")
-    found = text.split("\n")[: None if text and not text.endswith("\n") else -1]
-    rows = tuple({"line": line} for line in found)
+    printed = text.split("\n")[: None if text and not text.endswith("\n") else -1]
+    rows = tuple({"line": line} for line in printed)
     return Result(
         command="logs",
         data=LogsAnswer(
@@ -96,7 +96,7 @@ def _document(output: Output, lines: int | None) -> Any:
             path=str(output.path),
             running=is_present(settings.connect(), output.name),
             complete=not before and len(text) < _DOCUMENT_BYTES,
-            lines=tuple(found),
+            lines=tuple(printed),
         ),
         csv=Table(name="lines", columns=(Column("line", "line"),), rows=rows),
     )

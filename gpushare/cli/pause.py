@@ -61,9 +61,9 @@ def pause(
         )
         if work.already:
             until = "" if work.job.until is None else f", until {clock(wall_time(work.job.until))}"
-            said = f"{work.job.title} is already paused, since {clock(wall_time(work.job.since))}{until}"
+            text = f"{work.job.title} is already paused, since {clock(wall_time(work.job.since))}{until}"
         else:
-            said = f"{work.job.title} is off the GPU: the call of the driver took {1000 * work.seconds:.1f} ms"
+            text = f"{work.job.title} is off the GPU: the call of the driver took {1000 * work.seconds:.1f} ms"
         result = with_answer(
             result,
             PauseAnswer,
@@ -72,8 +72,8 @@ def pause(
             job=row(work.job, host),
         )
         if settings.dry_run:
-            return replace(result, text=said, tables=()) if work.already else result
-        return replace(result, done=((said, f"gpushare resume {work.job.selector}"),))
+            return replace(result, text=text, tables=()) if work.already else result
+        return replace(result, done=((text, f"gpushare resume {work.job.selector}"),))
 
 
 def _seconds(text: str) -> float:
@@ -171,7 +171,7 @@ def clock(at: float) -> str:
 
 def listed(host: Host) -> Any:
     """Return the paused jobs: this user's and root's."""
-    jobs = [one for one in paused_jobs(host) if one.state != RUNNING or not one.kept(host)]
+    jobs = [job for job in paused_jobs(host) if job.state != RUNNING or not job.kept(host)]
     rows = tuple(row(job, host) for job in jobs)
     shown = tuple({**vars(job), "processes": " ".join(str(each.pid) for each in job.processes)} for job in rows)
     columns = (
@@ -185,9 +185,9 @@ def listed(host: Host) -> Any:
         Column("processes", "processes", rank=3),
     )
     notes = [
-        f"{one.title}: the guard of its pause is gone; to resume it: gpushare resume {one.pid}"
-        for one in jobs
-        if not one.kept(host)
+        f"{job.title}: the guard of its pause is gone; to resume it: gpushare resume {job.pid}"
+        for job in jobs
+        if not job.kept(host)
     ]
     return Result(
         command="pause list",

@@ -44,15 +44,15 @@ def resume(
             return [find_paused(host, job)]
         held = by_root(host)
         return [
-            one
-            for one in paused_jobs(host, shared=False)
-            if not (one.by_run and one.kept(host))
-            and held.isdisjoint((each.pid, each.started) for each in one.channels)
+            paused
+            for paused in paused_jobs(host, shared=False)
+            if not (paused.by_run and paused.kept(host))
+            and held.isdisjoint((each.pid, each.started) for each in paused.channels)
         ]
 
     if settings.dry_run:
         with host.open_channels() as control:
-            plan = one_plan([_resumed(one, resume_step(host, control, one)) for one in wanted()])
+            plan = one_plan([_resumed(paused, resume_step(host, control, paused)) for paused in wanted()])
             return plan_result("resume", plan, dry_run=True)
     done: list[tuple[PausedJob, Step]] = []
     errors: list[GpushareError] = []
@@ -63,11 +63,11 @@ def resume(
         if wanted():
             with changing(host):
                 # Under the lock: the guard may have resumed one.
-                for one in wanted():
-                    step = resume_step(host, control, one)
+                for paused in wanted():
+                    step = resume_step(host, control, paused)
                     try:
                         step.do()
-                        done.append((one, step))
+                        done.append((paused, step))
                     except GpushareError as error:
                         errors.append(error)
     plan = one_plan([_resumed(job, step) for job, step in done])

@@ -47,26 +47,26 @@ def stop(
         sweep_leftovers(host)
         tidy(host)
     # All are found before the first one ends.
-    targets = {(one.job.pid, one.job.started): one for one in (find_target(host, text) for text in job)}
-    gpus = () if all(one.supervisor is not None for one in targets.values()) else gpus_of(host)
+    targets = {(target.job.pid, target.job.started): target for target in (find_target(host, text) for text in job)}
+    gpus = () if all(target.supervisor is not None for target in targets.values()) else gpus_of(host)
     work = [Stop(host, target, gpus, seconds) for target in targets.values()]
-    plan = one_plan([one.plan for one in work])
+    plan = one_plan([each.plan for each in work])
     if settings.dry_run:
         return plan_result("stop", plan, dry_run=True)
     consented(plan)
     done: list[Stopped] = []
     errors: list[GpushareError] = []
-    for one in work:
-        for step in one.plan.steps if settings.verbose else ():
+    for each in work:
+        for step in each.plan.steps if settings.verbose else ():
             say_step(step)
         try:
-            done.append(one.run())
+            done.append(each.run())
         except GpushareError as error:
             errors.append(error)
     return Result(
         command="stop",
         data=StopAnswer(jobs=tuple(done)),
-        done=tuple((sentence(one), None) for one in done),
+        done=tuple((sentence(stopped), None) for stopped in done),
         errors=tuple(errors),
         exit_code=errors[0].exit_code if errors else 0,
         all_failed=bool(errors) and not done,

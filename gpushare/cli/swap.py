@@ -72,7 +72,7 @@ def listed() -> Any:
     # Without a driver, the list is there all the same.
     gpus = (or_none(host.nvml.identities) if out else None) or ()
     indexes = {gpu.uuid: gpu.index for gpu in gpus}
-    rows = tuple(_row(one, indexes.get(one.gpu_uuid)) for one in out)
+    rows = tuple(_row(swap, indexes.get(swap.gpu_uuid)) for swap in out)
     columns = (
         Column("gpu", "GPU", right=True),
         Column("pid", "pid", right=True),

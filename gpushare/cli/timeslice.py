@@ -166,19 +166,19 @@ def _slice(value: Any) -> str:
 def _process_rows(host: Host, devices: Sequence[Device]) -> list[ProcessSlices]:
     """Return the compute processes of GPUs with their slices; MPS clients have their server's."""
     gpus = {device.gpu.index: device.gpu for device in devices}
-    found = [
+    processes = [
         (gpu, process)
         for gpu in gpus.values()
-        for process in {one.pid: one for one in gpu.processes or () if one.compute or one.mps}.values()
+        for process in {each.pid: each for each in gpu.processes or () if each.compute or each.mps}.values()
     ]
-    if not found:
+    if not processes:
         return []
-    names = job_names(host, {process.pid for _, process in found})
+    names = job_names(host, {process.pid for _, process in processes})
     noted = slice_records(host)
     readings: dict[int, Reading] = {}
     rows = []
     with host.open_channels() as control:
-        for gpu, process in found:
+        for gpu, process in processes:
             pid = process.pid
             info = host.processes.describe(pid)
             if pid not in readings:
@@ -206,8 +206,8 @@ def _process_rows(host: Host, devices: Sequence[Device]) -> list[ProcessSlices]:
 
 def default_slice(rows: Iterable[ProcessSlices]) -> int | None:
     """Return the slice of processes that nobody has set, and that others had before; None: none, or they differ."""
-    known = {row.slice_us if row.set_us is None else row.before_us for row in rows if not row.under_mps} - {None}
-    return known.pop() if len(known) == 1 else None
+    slices = {row.slice_us if row.set_us is None else row.before_us for row in rows if not row.under_mps} - {None}
+    return slices.pop() if len(slices) == 1 else None
 
 
 def _process_table(rows: Sequence[ProcessSlices]) -> Table:
@@ -229,7 +229,7 @@ def _process_table(rows: Sequence[ProcessSlices]) -> Table:
 
 
 def _shown(row: ProcessSlices) -> str:
-    return ", ".join(_slice(one) for one in dict.fromkeys(row.slices_us)) or "-"
+    return ", ".join(_slice(value) for value in dict.fromkeys(row.slices_us)) or "-"
 
 
 def _how(row: ProcessSlices) -> str:
@@ -248,8 +248,8 @@ def _reasons(rows: Sequence[ProcessSlices]) -> list[str]:
         if row.reason:
             alike.setdefault(row.reason, []).append(row)
     return [
-        f"slice unknown: {found[0].message}" + (f" (and {len(found) - 1} more)" if len(found) > 1 else "")
-        for found in alike.values()
+        f"slice unknown: {group[0].message}" + (f" (and {len(group) - 1} more)" if len(group) > 1 else "")
+        for group in alike.values()
     ]
 
 
@@ -355,8 +355,8 @@ def reset(
         return _with_job(
             "timeslice reset",
             job,
-            lambda host, control, found, processes, consent: plan_restore(
-                host, control, found.title, found.selector, processes, consent=consent, probe=not settings.dry_run
+            lambda host, control, target, processes, consent: plan_restore(
+                host, control, target.title, target.selector, processes, consent=consent, probe=not settings.dry_run
             ),
         )
     host = settings.connect()

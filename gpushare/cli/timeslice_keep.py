@@ -41,19 +41,19 @@ def keep(file: RulesOption = None) -> Any:
     if settings.dry_run:
         return _planned(policy, path)
     sweep_leftovers(host)
-    said = Said(sys.stdout, settings.output, quiet=settings.quiet)
-    said.follows(path, len(wanted.rules))
+    printed = Said(sys.stdout, settings.output, quiet=settings.quiet)
+    printed.follows(path, len(wanted.rules))
 
     def again() -> Policy:
         try:
-            found = _read(path)[1]
+            policy = _read(path)[1]
         except GpushareError as error:
-            said.failed(error)
+            printed.failed(error)
             raise
-        said.follows(path, len(found.rules))
-        return found
+        printed.follows(path, len(policy.rules))
+        return policy
 
-    keep_slices(host, policy, reload=again, say=said.events)
+    keep_slices(host, policy, reload=again, say=printed.events)
     return 0
 
 

@@ -111,7 +111,7 @@ def admitted(
     A job is taken to start on the first ones, as many as it needs.
     """
     now = {key: list(running.get(key, ())) for key in rooms}
-    found: dict[str, tuple[str, ...]] = {}
+    devices: dict[str, tuple[str, ...]] = {}
     # With the seconds within which they can start.
     passed: list[tuple[Waiting, float | None]] = []
     for job in waiting:
@@ -129,11 +129,11 @@ def admitted(
         if len(free) < job.count:
             passed.append((job, _starts_within(rooms, now, job)))
             continue
-        found[job.name] = free
+        devices[job.name] = free
         for key in free[: job.count]:
             size = _size(rooms[key], job)
             now[key].append(Running(memory_bytes=size, client=job.client, uid=job.uid, ends_seconds=job.run_seconds))
-    return found
+    return devices
 
 
 def _passed_on(
@@ -199,12 +199,12 @@ def _delays(room: Room, running: Sequence[Running], ahead: Sequence[Running], jo
             return False
     # The most that may still be there when it starts, if the job does not.
     there = [*running, *ahead]
-    most = _largest_sum([one.memory_bytes for one in there if one.memory_bytes], room.memory_bytes - need)
+    most = _largest_sum([holder.memory_bytes for holder in there if holder.memory_bytes], room.memory_bytes - need)
     if most + need + _size(room, job) > room.memory_bytes:
         return True
     if not (earlier.client and job.client) or room.clients is None:
         return False
-    clients = min(sum(one.client for one in there), room.clients - 1)
+    clients = min(sum(holder.client for holder in there), room.clients - 1)
     return clients + 2 > room.clients
 
 

@@ -49,10 +49,10 @@ class DriverLimit:
     def used_bytes(self) -> int | None:
         """Return what the driver counts for the job."""
         try:
-            found = self.host.nvml.memory_limits(self.index, self.cgroup.path)
+            limits = self.host.nvml.memory_limits(self.index, self.cgroup.path)
         except GpushareError:
             return None
-        return None if found is None else found.used_bytes
+        return None if limits is None else limits.used_bytes
 
     def release(self) -> None:
         """Take the limit off and remove the cgroup. Where a process of the job is left, both stay until it has ended."""
@@ -86,16 +86,16 @@ def take_limit(host: Host, device: Device, limit_bytes: int) -> DriverLimit | No
         cgroup = host.open_cgroups().create()
     except OSError:
         return None
-    found = DriverLimit(host, device.gpu.index, cgroup, limit_bytes)
+    limit = DriverLimit(host, device.gpu.index, cgroup, limit_bytes)
     try:
-        in_force = _set(found, device)
+        in_force = _set(limit, device)
     except BaseException:
-        found.release()
+        limit.release()
         raise
     if not in_force:
-        found.release()
+        limit.release()
         return None
-    return found
+    return limit
 
 
 def _set(limit: DriverLimit, device: Device) -> bool:

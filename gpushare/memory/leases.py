@@ -63,18 +63,18 @@ class _LeaseFile(NamedTuple):
 
 def leases(host: Host, limits: UserLimits) -> dict[str, GpuLease]:
     """Return the leases in force by the UUID of their GPU."""
-    found: dict[str, GpuLease] = {}
+    first: dict[str, GpuLease] = {}
     now = uptime()
-    for one in _files(host, limits):
+    for file in _files(host, limits):
         lease = GpuLease(
-            gpu_uuid=one.gpu_uuid,
-            uid=one.uid,
-            user=user_name(one.uid),
-            seconds_left=one.until - now,
-            held_seconds=now - one.since,
+            gpu_uuid=file.gpu_uuid,
+            uid=file.uid,
+            user=user_name(file.uid),
+            seconds_left=file.until - now,
+            held_seconds=now - file.since,
         )
-        found.setdefault(one.gpu_uuid, lease)
-    return found
+        first.setdefault(file.gpu_uuid, lease)
+    return first
 
 
 def lease_of_others(host: Host, gpu_uuid: str | None, limits: UserLimits) -> GpuLease | None:
@@ -98,9 +98,9 @@ def take_lease(host: Host, gpu_uuid: str, seconds: float, limits: UserLimits) ->
     directory = claim_directory(host)
     if directory.is_relative_to(host.run_directory):
         make_private_directory(directory)
-    earlier = [one for one in _files(host, limits) if one.gpu_uuid == gpu_uuid and one.uid == host.uid]
+    earlier = [file for file in _files(host, limits) if file.gpu_uuid == gpu_uuid and file.uid == host.uid]
     now = uptime()
-    since = min((one.since for one in earlier), default=now)
+    since = min((file.since for file in earlier), default=now)
     path = directory / f"{PREFIX}{secrets.token_hex(8)}"
     text = (
         f"gpushare lease 1\nboot {boot_id() or '-'}\ngpu {gpu_uuid}\nsince {int(since)}\nuntil {int(now + seconds)}\n"
@@ -129,10 +129,10 @@ def take_lease(host: Host, gpu_uuid: str, seconds: float, limits: UserLimits) ->
 
 def end_lease(host: Host, gpu_uuid: str, limits: UserLimits) -> None:
     """End the lease of this user on a GPU; root ends that of anybody. Raises as `take_lease`."""
-    for one in _files(host, limits):
-        if one.gpu_uuid == gpu_uuid and (one.uid == host.uid or host.root):
-            with writing(one.path, "the lease", code="lease_unusable"):
-                one.path.unlink(missing_ok=True)
+    for file in _files(host, limits):
+        if file.gpu_uuid == gpu_uuid and (file.uid == host.uid or host.root):
+            with writing(file.path, "the lease", code="lease_unusable"):
+                file.path.unlink(missing_ok=True)
 
 
 def _files(host: Host, limits: UserLimits) -> list[_LeaseFile]:

@@ -154,7 +154,7 @@ def reservations(host: Host, claims: Sequence[Claim] | None = None) -> list[Rese
     claims = all_claims(host, PREFIX) if claims is None else claims
     if claims is None:
         return None
-    found = [one for claim in sorted(claims, key=lambda claim: claim.rank) if (one := _reservation(claim)) is not None]
+    jobs = [job for claim in sorted(claims, key=lambda claim: claim.rank) if (job := _reservation(claim)) is not None]
     # What is out of the GPU has left its place to others, and what is lost never comes back.
     gone: list[Swap] = []
     if has_records(host, "swap"):
@@ -162,7 +162,7 @@ def reservations(host: Host, claims: Sequence[Claim] | None = None) -> list[Rese
 
         gone = [swap for swap in swaps(host) if swap.state in {OUT, LOST}]
     # The programs of jobs; a job that comes back has a new place, which is its gpushare's alone.
-    roots = {process.pid for one in found for process in one.claim.processes[1:]} if gone else set()
+    roots = {process.pid for job in jobs for process in job.claim.processes[1:]} if gone else set()
     out: set[tuple[int, int | None]] = set()
     for swap in gone:
         # To root, the word of a user is about the claims of that user.
@@ -173,31 +173,31 @@ def reservations(host: Host, claims: Sequence[Claim] | None = None) -> list[Rese
             (next((pid for pid in host.processes.ancestry(image) if pid in roots), image), uid)
             for image, _, _ in swap.images
         }
-    found = [
-        one
-        for one in found
-        if one.waits
-        or out.isdisjoint((other.pid, uid) for other in one.claim.processes for uid in (None, one.claim.uid))
+    jobs = [
+        job
+        for job in jobs
+        if job.waits
+        or out.isdisjoint((other.pid, uid) for other in job.claim.processes for uid in (None, job.claim.uid))
     ]
     waiting: dict[int, int] = defaultdict(int)
     kept = []
-    for one in found:
-        if one.waits:
-            waiting[one.claim.uid] += 1
-            if waiting[one.claim.uid] > MOST_WAITING_OF_ONE_USER:
+    for job in jobs:
+        if job.waits:
+            waiting[job.claim.uid] += 1
+            if waiting[job.claim.uid] > MOST_WAITING_OF_ONE_USER:
                 continue
-        kept.append(one)
+        kept.append(job)
     return line_order(kept)
 
 
-def not_around(host: Host, found: Sequence[Reservation]) -> list[Reservation]:
+def not_around(host: Host, jobs: Sequence[Reservation]) -> list[Reservation]:
     """Return reservations without those of jobs that this process is a part of: what they have reserved is for it, too."""
-    above = set(host.processes.ancestry(os.getpid())) if any(one.held for one in found) else set()
+    above = set(host.processes.ancestry(os.getpid())) if any(job.held for job in jobs) else set()
     # The first process is its gpushare, the others are the program.
-    return [one for one in found if above.isdisjoint(process.pid for process in one.claim.processes[1:])]
+    return [job for job in jobs if above.isdisjoint(process.pid for process in job.claim.processes[1:])]
 
 
-def line_order(found: Sequence[Reservation]) -> list[Reservation]:
+def line_order(jobs: Sequence[Reservation]) -> list[Reservation]:
     """Return jobs in order of arrival, with opportunistic jobs further back.
 
     Each opportunistic job is behind the production jobs that wait for its devices: those of its own user and of root, as what
@@ -206,28 +206,28 @@ def line_order(found: Sequence[Reservation]) -> list[Reservation]:
     """
     # Where the last production job waits, by user and device.
     last: dict[tuple[int, str], int] = {}
-    for place, job in enumerate(found):
+    for place, job in enumerate(jobs):
         if job.waits and job.production:
             last.update({(job.claim.uid, key): place for key in job.keys})
     places: dict[str, tuple[int, int]] = {}
-    for place, job in enumerate(found):
+    for place, job in enumerate(jobs):
         behind = place
         if job.waits and job.opportunistic and last:
             behind = max(place, *(last.get((uid, key), -1) for uid in (0, job.claim.uid) for key in job.keys))
         places[job.id] = (behind, place if behind > place else -1)
-    return sorted(found, key=lambda job: places[job.id])
+    return sorted(jobs, key=lambda job: places[job.id])
 
 
-def _spares(one: Request, uid: int, other: Request, other_uid: int) -> bool:
+def _spares(job: Request, uid: int, other: Request, other_uid: int) -> bool:
     """Return whether a waiting job lets another one go first; with the users of both."""
-    if set(other.keys).isdisjoint(one.keys):
+    if set(other.keys).isdisjoint(job.keys):
         return False
-    return one.opportunistic and other.production and other_uid in {0, uid}
+    return job.opportunistic and other.production and other_uid in {0, uid}
 
 
-def waiting_before(found: Sequence[Reservation], request: Request, uid: int) -> list[Reservation]:
+def waiting_before(jobs: Sequence[Reservation], request: Request, uid: int) -> list[Reservation]:
     """Return the jobs that would be before one that came now."""
-    waiting = [one for one in found if one.waits and not one.stopped]
+    waiting = [job for job in jobs if job.waits and not job.stopped]
     return [job for job in waiting if not _spares(job, job.claim.uid, request, uid)]
 
 
@@ -292,7 +292,7 @@ def _limit(text: str) -> tuple[int | None, str | None]:
 def line_of(
     host: Host,
     device: Device,
-    found: Sequence[Reservation],
+    jobs: Sequence[Reservation],
     *,
     clients: int | None = None,
     limits: Mapping[int, int] | None = None,
@@ -310,40 +310,40 @@ def line_of(
     # A context outside MPS has such a GPU alone, however small it is.
     alone = device.gpu.compute_mode is ComputeMode.EXCLUSIVE_PROCESS
     used = device.gpu.memory_used_bytes if device.mig is None else device.mig.memory_used_bytes
-    processes = [one for one in device.gpu.processes or () if is_on(one, device)]
-    here = [one for one in found if device.uuid in one.held]
+    processes = [process for process in device.gpu.processes or () if is_on(process, device)]
+    here = [job for job in jobs if device.uuid in job.held]
     owners = owners_of(host, here, processes)
-    strangers = [(one, host.processes.describe(one.pid)) for one in processes if one.pid not in owners]
+    strangers = [(process, host.processes.describe(process.pid)) for process in processes if process.pid not in owners]
     # What NVML counts and no process has: contexts that are being made, other PID namespaces, memory of the dead.
-    rest = max(0, (used or 0) - sum(one.memory_used_bytes or 0 for one in processes))
-    own = sum(one.memory_used_bytes or 0 for one, info in strangers if not _is_job(one, info))
+    rest = max(0, (used or 0) - sum(process.memory_used_bytes or 0 for process in processes))
+    own = sum(process.memory_used_bytes or 0 for process, info in strangers if not _is_job(process, info))
     own += rest if rest <= MUCH_UNLISTED else 0
     room = Room(memory_bytes=max(0, total - reserved), clients=clients, alone=alone, own_bytes=own)
     running, holders = [], []
     beyond: set[str] = set()
     granted: dict[int, int] = defaultdict(int)
     at = time.time() if now is None else now
-    for one in here:
-        own_processes = [process for process in processes if owners.get(process.pid) == one.id]
+    for job in here:
+        own_processes = [process for process in processes if owners.get(process.pid) == job.id]
         held = sum(process.memory_used_bytes or 0 for process in own_processes)
-        there = one.id in owners.values()
-        if not there and at - one.claim.touched_at > LAPSE_SECONDS:
+        there = job.id in owners.values()
+        if not there and at - job.claim.touched_at > LAPSE_SECONDS:
             continue
-        size = room.whole_bytes if one.memory_bytes is None else one.memory_bytes
+        size = room.whole_bytes if job.memory_bytes is None else job.memory_bytes
         # Limits that name no user are empty, and may still hold for all.
-        limit = None if limits is None else limits.get(one.claim.uid)
-        if limit is not None and granted[one.claim.uid] + size > limit:
+        limit = None if limits is None else limits.get(job.claim.uid)
+        if limit is not None and granted[job.claim.uid] + size > limit:
             size = 0
-            beyond.add(one.id)
-        granted[one.claim.uid] += size
-        holders.append(one)
+            beyond.add(job.id)
+        granted[job.claim.uid] += size
+        holders.append(job)
         # Without a reservation, what it holds counts.
-        takes = room.whole_bytes if alone and not one.client else max(size, held)
-        ends = _seconds_left(one)
-        running.append(Running(memory_bytes=takes, client=one.client, uid=one.claim.uid, ends_seconds=ends))
+        takes = room.whole_bytes if alone and not job.client else max(size, held)
+        ends = _seconds_left(job)
+        running.append(Running(memory_bytes=takes, client=job.client, uid=job.claim.uid, ends_seconds=ends))
         # Each of its processes is a client of its own.
         more = sum(process.mps for process in own_processes) - 1
-        running += [Running(memory_bytes=0, client=True, uid=one.claim.uid, ends_seconds=ends)] * more
+        running += [Running(memory_bytes=0, client=True, uid=job.claim.uid, ends_seconds=ends)] * more
     for process, info in strangers:
         uid = None if info is None else info.uid
         running.append(Running(memory_bytes=process.memory_used_bytes or 0, client=process.mps, uid=uid))
@@ -365,7 +365,7 @@ def line_of(
 def lines_of(
     host: Host,
     devices: Iterable[Device],
-    found: Sequence[Reservation],
+    jobs: Sequence[Reservation],
     *,
     clients: Mapping[str, int | None] | None = None,
     limits: Mapping[int, int] | None = None,
@@ -373,15 +373,15 @@ def lines_of(
     """Return the ledger of devices by UUID, as `line_of`, without those whose memory is unknown."""
     most = clients or {}
     lines = {
-        device.uuid: line_of(host, device, found, clients=most.get(device.uuid), limits=limits) for device in devices
+        device.uuid: line_of(host, device, jobs, clients=most.get(device.uuid), limits=limits) for device in devices
     }
     return {uuid: line for uuid, line in lines.items() if line is not None}
 
 
-def _seconds_left(one: Reservation) -> float | None:
+def _seconds_left(job: Reservation) -> float | None:
     """Return in how many seconds a job ends by its time; None: it has none, or has not kept it."""
-    left = 0 if one.until_ns is None else one.until_ns - time.clock_gettime_ns(time.CLOCK_BOOTTIME)
-    return left / 1e9 if left > 0 else None
+    rest = 0 if job.until_ns is None else job.until_ns - time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+    return rest / 1e9 if rest > 0 else None
 
 
 def _is_job(process: GpuProcess, info: ProcessInfo | None) -> bool:
@@ -402,19 +402,19 @@ def _within_limit(line: Line, uid: int, memory_bytes: int | None, limits: Mappin
     return limit is None or line.granted.get(uid, 0) + size <= limit
 
 
-def _waiting(name: str, uid: int, one: Request, lines: Mapping[str, Line], limits: Mapping[int, int]) -> Waiting:
+def _waiting(name: str, uid: int, job: Request, lines: Mapping[str, Line], limits: Mapping[int, int]) -> Waiting:
     # A job that its user's limit holds back delays nobody.
     keys = tuple(
-        key for key in one.keys if key not in lines or _within_limit(lines[key], uid, one.memory_bytes, limits)
+        key for key in job.keys if key not in lines or _within_limit(lines[key], uid, job.memory_bytes, limits)
     )
     return Waiting(
         name=name,
-        memory_bytes=one.memory_bytes,
+        memory_bytes=job.memory_bytes,
         keys=keys,
-        count=one.count,
-        client=one.client,
+        count=job.count,
+        client=job.client,
         uid=uid,
-        run_seconds=None if one.run_seconds is None else one.run_seconds + TIME_MARGIN_SECONDS,
+        run_seconds=None if job.run_seconds is None else job.run_seconds + TIME_MARGIN_SECONDS,
     )
 
 
@@ -424,11 +424,11 @@ def _admitted(lines: Mapping[str, Line], waiting: Sequence[Waiting]) -> dict[str
 
 
 def would_take(
-    found: Sequence[Reservation], lines: Sequence[Line], request: Request, uid: int, limits: Mapping[int, int]
+    jobs: Sequence[Reservation], lines: Sequence[Line], request: Request, uid: int, limits: Mapping[int, int]
 ) -> tuple[str, ...]:
     """Return the devices on which a job could start if it came now, best first; none: it would wait."""
     by_key = {line.device.uuid: line for line in lines}
-    before = [_waiting(job.id, job.claim.uid, job, by_key, limits) for job in waiting_before(found, request, uid)]
+    before = [_waiting(job.id, job.claim.uid, job, by_key, limits) for job in waiting_before(jobs, request, uid)]
     return _admitted(by_key, [*before, _waiting("", uid, request, by_key, limits)]).get("", ())
 
 
@@ -440,9 +440,9 @@ def is_on(process: GpuProcess, device: Device) -> bool:
     )
 
 
-def owners_of(host: Host, found: Iterable[Reservation], processes: Iterable[GpuProcess]) -> dict[int, str]:
+def owners_of(host: Host, jobs: Iterable[Reservation], processes: Iterable[GpuProcess]) -> dict[int, str]:
     """Return which reservation each process on a device belongs to: by ancestry, and only of the claim's own user."""
-    roots = {process.pid: one for one in found for process in one.claim.processes}
+    roots = {process.pid: job for job in jobs for process in job.claim.processes}
     owners: dict[int, str] = {}
     for process in processes:
         for pid in host.processes.ancestry(process.pid):
@@ -464,14 +464,14 @@ class Patience:
         self._since: dict[int, float] = {}
         self._passed: set[str] = set()
 
-    def look(self, found: Sequence[Reservation], could: Collection[str]) -> None:
+    def look(self, jobs: Sequence[Reservation], could: Collection[str]) -> None:
         """Note who can take a place now; who was passed stays so."""
         now = time.monotonic()
-        came = {job.claim.uid for job in found if job.held and job.id in self._could}
-        self._could = {job.id: job.claim.uid for job in found if job.id in could}
+        came = {job.claim.uid for job in jobs if job.held and job.id in self._could}
+        self._could = {job.id: job.claim.uid for job in jobs if job.id in could}
         self._since = {uid: now if uid in came else self._since.get(uid, now) for uid in self._could.values()}
         late = {uid for uid, since in self._since.items() if now - since >= PATIENCE_SECONDS}
-        self._passed |= {job.id for job in found if job.waits and job.claim.uid in late}
+        self._passed |= {job.id for job in jobs if job.waits and job.claim.uid in late}
 
     def lets_go_first(self, job: Reservation) -> bool:
         """Return whether a waiting job counts: it is not stopped, and was not passed."""
@@ -582,29 +582,29 @@ class Place:
         ):
             time.sleep(0.002)
             claims = all_claims(self._host, PREFIX)
-        found, own = self._others(claims), self._claim.path.name
+        jobs, own = self._others(claims), self._claim.path.name
         mine = next((claim for claim in claims or () if claim.path.name == own), None)
-        if claims is None or found is None or mine is None:
+        if claims is None or jobs is None or mine is None:
             return ()
         if self._before is None:
             # Of all claims: `found` has only some of the jobs of a user.
             self._before = frozenset(
                 claim.path.name for claim in claims if claim.ticket is not None and claim.rank < mine.rank
             )
-        lines = lines_of(self._host, devices, found, clients=clients, limits=limits)
+        lines = lines_of(self._host, devices, jobs, clients=clients, limits=limits)
         waiting = [
-            _waiting(one.id, one.claim.uid, one, lines, limits)
-            for one in found
-            if one.id == own
+            _waiting(job.id, job.claim.uid, job, lines, limits)
+            for job in jobs
+            if job.id == own
             or (
-                one.waits
-                and self._patience.lets_go_first(one)
+                job.waits
+                and self._patience.lets_go_first(job)
                 # It came before, or this job spares it.
-                and (one.id in self._before or _spares(self.request, os.geteuid(), one, one.claim.uid))
+                and (job.id in self._before or _spares(self.request, os.geteuid(), job, job.claim.uid))
             )
         ]
         taken = _admitted(lines, waiting)
-        self._patience.look(found, taken.keys() - {own})
+        self._patience.look(jobs, taken.keys() - {own})
         free = taken.get(own, ())
         if not free:
             self._fix(lines, waiting)
@@ -634,8 +634,8 @@ class Place:
         self._claim.tell(f"fix {','.join(self._fixed)}")
 
     def _others(self, claims: Sequence[Claim] | None = None) -> list[Reservation] | None:
-        found = reservations(self._host, claims)
-        return None if found is None else not_around(self._host, found)
+        jobs = reservations(self._host, claims)
+        return None if jobs is None else not_around(self._host, jobs)
 
     def _still_fit(
         self,
@@ -645,13 +645,13 @@ class Place:
         limits: Mapping[int, int],
     ) -> bool:
         """Return whether devices have room for this job with all that hold them now, but for those who step back."""
-        found = self._others()
-        own = next((one for one in found or () if one.id == self._claim.path.name), None)
-        if found is None or own is None:
+        jobs = self._others()
+        own = next((job for job in jobs or () if job.id == self._claim.path.name), None)
+        if jobs is None or own is None:
             return False
-        kept = [one for one in found if one.sure or one.claim.rank <= own.claim.rank]
+        kept = [job for job in jobs if job.sure or job.claim.rank <= own.claim.rank]
         # Who is sure of its place counts first for the limit of a user, also if it came later: production goes before.
-        kept.sort(key=lambda one: not one.sure)
+        kept.sort(key=lambda job: not job.sure)
         here = [device for device in devices if device.uuid in keys]
         lines = lines_of(self._host, here, kept, clients=clients, limits=limits)
         return lines.keys() == set(keys) and all(
@@ -687,10 +687,10 @@ class Place:
         self._claim.release()
 
 
-def jobs_before(found: Sequence[Reservation], place: Place) -> list[Reservation]:
+def jobs_before(jobs: Sequence[Reservation], place: Place) -> list[Reservation]:
     """Return the jobs that wait before this one for one of its devices; those that are stopped hold up nobody."""
     before: list[Reservation] = []
-    for job in found:
+    for job in jobs:
         if job.id == place.claim.path.name:
             break
         if job.waits and not set(place.request.keys).isdisjoint(job.keys) and not job.stopped:

@@ -213,32 +213,32 @@ class JobMemory(Part):
         # A peak of a long job may be looked for less often.
         spacing = min(_PEAK_SECONDS, max(LOOK_SECONDS, (now - self._began) / 10))
         self._due = now + (spacing if self.limit_bytes is None else LOOK_SECONDS)
-        found = self._processes()
+        processes = self._processes()
         counted = self._counted()
-        self._tell_unknown(found, now)
-        if found is None:
+        self._tell_unknown(processes, now)
+        if processes is None:
             self.peak_bytes = self.peak_bytes if counted is None else max(counted, self.peak_bytes or 0)
             return False
-        self._tell_lapsed(used=bool(found), now=now)
+        self._tell_lapsed(used=bool(processes), now=now)
         self._looked_at = now
-        if self._place is not None and found and now >= self._touch_due:
+        if self._place is not None and processes and now >= self._touch_due:
             self._touch_due = now + _TOUCH_SECONDS
             self._place.touch()
-        held = sum(one.memory_used_bytes or 0 for one in found)
-        unknown = [one.pid for one in found if one.memory_used_bytes is None]
-        if counted or (found and not unknown):
+        held = sum(process.memory_used_bytes or 0 for process in processes)
+        unknown = [process.pid for process in processes if process.memory_used_bytes is None]
+        if counted or (processes and not unknown):
             self.peak_bytes = max(held, counted or 0, self.peak_bytes or 0)
         if self.by_driver and self.limit_bytes is not None:
-            self._check_driver(found, held, self.limit_bytes)
+            self._check_driver(processes, held, self.limit_bytes)
         if self.limit_bytes is None or self.by_driver or held <= self.limit_bytes:
             self._told = False
-            if self._stopped and found and self._unknown is None:
+            if self._stopped and processes and self._unknown is None:
                 self._continue()
                 self._say(f"the job holds {format_bytes(held)}, within its limit again: continued (SIGCONT)")
             if self.limit_bytes is not None and not self.by_driver and held > _CLOSE_SHARE * self.limit_bytes:
                 self._due = now + _CLOSE_SECONDS
             return False
-        return self._exceeded(found, held, self.limit_bytes)
+        return self._exceeded(processes, held, self.limit_bytes)
 
     def _tell_lapsed(self, *, used: bool, now: float) -> None:
         """Say once that a reservation that was not used does not count any more."""
@@ -254,15 +254,15 @@ class JobMemory(Part):
                     f"it has not used the GPU for {LAPSE_SECONDS:.0f} s: its reservation does not count until it does"
                 )
 
-    def _tell_unknown(self, found: list[GpuProcess] | None, now: float) -> None:
+    def _tell_unknown(self, processes: list[GpuProcess] | None, now: float) -> None:
         """Say once that what the job holds is not known, and when it is known again."""
         if self.limit_bytes is None or self.by_driver:
             return
         limit = format_bytes(self.limit_bytes)
-        without = [one.pid for one in found or () if one.memory_used_bytes is None]
+        without = [process.pid for process in processes or () if process.memory_used_bytes is None]
         if without:
             self._unknown = f"the driver does not tell how much memory process {without[0]} has on {self._device.title}"
-        elif found is not None:
+        elif processes is not None:
             if self._told_unknown:
                 self._say(f"its limit of {limit} is checked again")
             self._unknown, self._told_unknown = None, False
@@ -277,9 +277,9 @@ class JobMemory(Part):
         counted = None if self._driver is None else self._driver.used_bytes()
         return None if counted is None or self.limit_bytes is None or counted > self.limit_bytes else counted
 
-    def _check_driver(self, found: list[GpuProcess], held: int, limit: int) -> None:
+    def _check_driver(self, processes: list[GpuProcess], held: int, limit: int) -> None:
         """See whether the driver still limits all of the job; if not, what NVML lists counts from now on."""
-        self._check_inside([one.pid for one in found])
+        self._check_inside([process.pid for process in processes])
         if held > limit + _UNCOUNTED_BYTES:
             self._distrust(
                 f"the job holds {format_bytes(held)}, and the driver has not refused it (managed memory is not counted)"
@@ -291,31 +291,29 @@ class JobMemory(Part):
             if gone:
                 self._distrust(f"process {gone[0]} is not in the job's cgroup")
 
-    def _distrust(self, why: str) -> None:
+    def _distrust(self, reason: str) -> None:
         if self.by_driver:
             self.by_driver = False
             self._tell()
-            self._say(f"the driver does not limit all of the job: {why}; its processes are added up instead")
+            self._say(f"the driver does not limit all of the job: {reason}; its processes are added up instead")
 
-    def _exceeded(self, found: list[GpuProcess], held: int, limit: int) -> bool:
-        largest = max(found, key=lambda one: one.memory_used_bytes or 0)
+    def _exceeded(self, processes: list[GpuProcess], held: int, limit: int) -> bool:
+        largest = max(processes, key=lambda process: process.memory_used_bytes or 0)
         has, allowed = format_apart(held, limit)
-        what = f"the job holds {has}, over its limit of {allowed}"
-        if len(found) > 1:
-            what += (
-                f" ({len(found)} processes; process {largest.pid} has {format_bytes(largest.memory_used_bytes or 0)})"
-            )
+        text = f"the job holds {has}, over its limit of {allowed}"
+        if len(processes) > 1:
+            text += f" ({len(processes)} processes; process {largest.pid} has {format_bytes(largest.memory_used_bytes or 0)})"
         else:
-            what += f" (process {largest.pid})"
+            text += f" (process {largest.pid})"
         if self._action == "end":
-            self.over, self._over_bytes = what, held
+            self.over, self._over_bytes = text, held
             # It must not grow while it is ended; `release` lets those continue that handle the signal.
             self._stop()
             return True
         if not self._told:
             self._told = True
             ending = "" if self._action == "warn" else "; stopped (SIGSTOP): it cannot grow, and keeps what it has"
-            self._say(what + ending)
+            self._say(text + ending)
             if self._action == "pause":
                 self._stop()
         elif self._action == "pause" and self._was_continued():
@@ -328,7 +326,7 @@ class JobMemory(Part):
     def _was_continued(self) -> bool:
         """Return whether a process that was stopped runs: by `fg`, or by somebody's SIGCONT."""
         there = [self._host.processes.describe(pid) for pid in self._stopped]
-        return any(one is not None and not one.stopped for one in there)
+        return any(info is not None and not info.stopped for info in there)
 
     def _stop(self) -> None:
         below = known(self._host.processes, self._host.processes.descendants(self._root))
@@ -384,15 +382,17 @@ class JobMemory(Part):
             return
         # Also those that hold nothing yet.
         marked = known(self._host.processes, self._host.processes.started_with(MARK, self.mark))
-        left = set(wait_gone(self._host.processes, {**marked, **self._strays()}, _LEFT_SECONDS))
-        held = sum(process.memory_used_bytes or 0 for process in self._processes() or () if process.pid in left)
-        if left:
-            one = len(left) == 1
-            what = (
-                f"process {min(left)} of the job still runs" if one else f"{len(left)} processes of the job still run"
+        stays = set(wait_gone(self._host.processes, {**marked, **self._strays()}, _LEFT_SECONDS))
+        held = sum(process.memory_used_bytes or 0 for process in self._processes() or () if process.pid in stays)
+        if stays:
+            alone = len(stays) == 1
+            text = (
+                f"process {min(stays)} of the job still runs"
+                if alone
+                else f"{len(stays)} processes of the job still run"
             )
-            holds = f" and {'holds' if one else 'hold'} {format_bytes(held)}" if held else ""
-            self._say(f"{what}{holds}: {'its' if one else 'their'} memory is no longer limited; see: gpushare status")
+            holds = f" and {'holds' if alone else 'hold'} {format_bytes(held)}" if held else ""
+            self._say(f"{text}{holds}: {'its' if alone else 'their'} memory is no longer limited; see: gpushare status")
 
     def raise_end(self) -> None:
         """Raise if the job was ended for its memory.
@@ -411,19 +411,21 @@ class JobMemory(Part):
             self._unknown = "this PID namespace is not the host's"
             return None
         try:
-            found = self._listed()
+            processes = self._listed()
         except GpushareError as error:
             self._unknown = error.message
             return None
-        if found is None:
+        if processes is None:
             self._unknown = f"the driver does not list the processes of {self._device.title}"
             return None
         mig = self._device.mig
         # One of the job without an instance in the list is in the only one that it was given.
-        here = [one for one in found if mig is None or one.gpu_instance_id in {None, mig.gpu_instance_id}]
-        listed = {one.pid for one in here}
+        here = [
+            process for process in processes if mig is None or process.gpu_instance_id in {None, mig.gpu_instance_id}
+        ]
+        listed = {process.pid for process in here}
         self._strangers &= listed
-        return [one for one in here if self._belongs(one.pid)]
+        return [process for process in here if self._belongs(process.pid)]
 
     def _belongs(self, pid: int) -> bool:
         if pid in self._family and self._host.processes.alive(pid, self._family[pid]):

@@ -23,56 +23,56 @@ _BILLION: Final = 1_000_000_000
 
 def with_ledger(host: Host, snapshot: Snapshot, limits: Mapping[int, int] | None = None) -> Snapshot:
     """Return a snapshot with what jobs have reserved, who waits for room, and who is swapped out."""
-    found = reservations(host)
-    gpus = snapshot.gpus if found is None else tuple(_with_reserved(host, gpu, found, limits) for gpu in snapshot.gpus)
-    waiting = tuple(waiting_jobs(host, snapshot.gpus, found or ()))
+    jobs = reservations(host)
+    gpus = snapshot.gpus if jobs is None else tuple(_with_reserved(host, gpu, jobs, limits) for gpu in snapshot.gpus)
+    waiting = tuple(waiting_jobs(host, snapshot.gpus, jobs or ()))
     here = _indexes(snapshot.gpus)
     out = tuple(_swapped(here, swap) for swap in swaps(host) if swap.state != BACK and swap.gpu_uuid in here)
-    limited = tuple(_limited(here, found or ()))
+    limited = tuple(_limited(here, jobs or ()))
     return replace(snapshot, gpus=gpus, waiting_jobs=waiting, swapped_jobs=out, limited_jobs=limited)
 
 
-def _with_reserved(host: Host, gpu: Gpu, found: Sequence[Reservation], limits: Mapping[int, int] | None) -> Gpu:
+def _with_reserved(host: Host, gpu: Gpu, jobs: Sequence[Reservation], limits: Mapping[int, int] | None) -> Gpu:
     if gpu.error is not None:
         return gpu
     instances = tuple(
-        replace(mig, jobs_reserved_bytes=_reserved(host, Device(gpu=gpu, mig=mig), found, limits))
+        replace(mig, jobs_reserved_bytes=_reserved(host, Device(gpu=gpu, mig=mig), jobs, limits))
         for mig in gpu.mig_instances
     )
-    return replace(gpu, mig_instances=instances, jobs_reserved_bytes=_reserved(host, Device(gpu=gpu), found, limits))
+    return replace(gpu, mig_instances=instances, jobs_reserved_bytes=_reserved(host, Device(gpu=gpu), jobs, limits))
 
 
-def _reserved(host: Host, device: Device, found: Sequence[Reservation], limits: Mapping[int, int] | None) -> int | None:
-    if not any(device.uuid in one.held for one in found):
+def _reserved(host: Host, device: Device, jobs: Sequence[Reservation], limits: Mapping[int, int] | None) -> int | None:
+    if not any(device.uuid in job.held for job in jobs):
         return 0
-    line = line_of(host, device, found, limits=limits)
+    line = line_of(host, device, jobs, limits=limits)
     return None if line is None else line.reserved_bytes
 
 
-def waiting_jobs(host: Host, gpus: Sequence[Gpu], found: Sequence[Reservation]) -> list[WaitingJob]:
+def waiting_jobs(host: Host, gpus: Sequence[Gpu], ledger: Sequence[Reservation]) -> list[WaitingJob]:
     """Return the jobs that wait for room on some of these GPUs, in their order."""
     indexes = _indexes(gpus)
     now, clock = time.time(), time.clock_gettime_ns(time.CLOCK_BOOTTIME)
-    waiting = [one for one in found if one.waits]
+    waiting = [job for job in ledger if job.waits]
     jobs = []
-    for number, one in enumerate(waiting):
-        if indexes.keys().isdisjoint(one.keys):
+    for number, job in enumerate(waiting):
+        if indexes.keys().isdisjoint(job.keys):
             continue
-        info = host.processes.describe(one.claim.pid)
-        before = sum(not set(one.keys).isdisjoint(other.keys) for other in waiting[:number])
-        ticket = one.waiting_since_ns
+        info = host.processes.describe(job.claim.pid)
+        before = sum(not set(job.keys).isdisjoint(other.keys) for other in waiting[:number])
+        ticket = job.waiting_since_ns
         jobs.append(
             WaitingJob(
-                pid=one.claim.pid,
+                pid=job.claim.pid,
                 user=None if info is None else info.user,
-                name=one.name,
+                name=job.name,
                 place=before + 1,
-                memory_bytes=one.memory_bytes,
-                count=one.count,
-                gpu_indexes=tuple(sorted({indexes[key] for key in one.keys if key in indexes})),
-                device_uuids=one.keys,
-                production=one.production,
-                stopped=one.stopped,
+                memory_bytes=job.memory_bytes,
+                count=job.count,
+                gpu_indexes=tuple(sorted({indexes[key] for key in job.keys if key in indexes})),
+                device_uuids=job.keys,
+                production=job.production,
+                stopped=job.stopped,
                 waiting_since=None if ticket is None else now - max(0, clock - ticket) / _BILLION,
             )
         )
@@ -83,19 +83,19 @@ def _indexes(gpus: Sequence[Gpu]) -> dict[str, int]:
     return {uuid: gpu.index for gpu in gpus for uuid in (gpu.uuid, *(mig.uuid for mig in gpu.mig_instances)) if uuid}
 
 
-def _limited(indexes: Mapping[str, int], found: Sequence[Reservation]) -> Iterator[LimitedJob]:
-    for one in found:
-        if one.limit_bytes is None or one.above is None:
+def _limited(indexes: Mapping[str, int], jobs: Sequence[Reservation]) -> Iterator[LimitedJob]:
+    for job in jobs:
+        if job.limit_bytes is None or job.above is None:
             continue
-        for key in one.held:
+        for key in job.held:
             if key in indexes:
                 yield LimitedJob(
-                    pid=one.pid,
-                    name=one.name,
+                    pid=job.pid,
+                    name=job.name,
                     gpu_index=indexes[key],
                     device_uuid=key,
-                    limit_bytes=one.limit_bytes,
-                    above=one.above,
+                    limit_bytes=job.limit_bytes,
+                    above=job.above,
                 )
 
 

@@ -96,13 +96,13 @@ def spread(sizes: Mapping[int, int], free: Mapping[int, int]) -> dict[int, int]:
 
     ``sizes`` are bytes by the PID of the job, ``free`` bytes by the index of the GPU. A job without room is left out.
     """
-    left = dict(free)
+    rest = dict(free)
     chosen: dict[int, int] = {}
     for pid, size in sorted(sizes.items(), key=lambda job: (-job[1], job[0])):
-        index = max(left, key=lambda index: (left[index], -index), default=None)
-        if index is not None and left[index] >= size + GPU_MARGIN_BYTES:
+        index = max(rest, key=lambda index: (rest[index], -index), default=None)
+        if index is not None and rest[index] >= size + GPU_MARGIN_BYTES:
             chosen[pid] = index
-            left[index] -= size + GPU_MARGIN_BYTES
+            rest[index] -= size + GPU_MARGIN_BYTES
     return chosen
 
 
@@ -157,10 +157,10 @@ def turned(out: Swap, uuid: str) -> Swap:
     Raises:
         NotSupported: its processes are images of two GPUs, and this is a third (code ``several_gpus``).
     """
-    left = out.left_uuid or out.gpu_uuid
+    source = out.left_uuid or out.gpu_uuid
     if uuid == out.gpu_uuid:
         return out
-    if uuid == left:
+    if uuid == source:
         # Those that had arrived cross again, the others are at home.
         home = tuple(image.pid for image in out.images if image.pid not in out.arrived)
         return replace(out, gpu_uuid=uuid, left_uuid=out.gpu_uuid, arrived=home)
@@ -170,4 +170,4 @@ def turned(out: Swap, uuid: str) -> Swap:
             f"bring it back first: gpushare swap in {out.selector}",
             code="several_gpus",
         )
-    return replace(out, gpu_uuid=uuid, left_uuid=left, arrived=())
+    return replace(out, gpu_uuid=uuid, left_uuid=source, arrived=())

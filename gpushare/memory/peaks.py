@@ -94,15 +94,15 @@ def digest_of(device: Device, command: Sequence[str]) -> str:
 
 
 def _merged(before: Profile, new: Profile) -> Profile:
-    known, peak, short = before.memory_bytes or 0, new.memory_bytes or 0, before.short
-    if new.short or peak > known:
+    highest, peak, short = before.memory_bytes or 0, new.memory_bytes or 0, before.short
+    if new.short or peak > highest:
         # What ran out of memory below a peak that it has reached before was in the way of others.
-        short = new.short if peak >= known else before.short
+        short = new.short if peak >= highest else before.short
     elif new.memory_bytes is not None:
         # It has ended well with less.
         short = False
     use = before.use_percent if new.use_percent is None else new.use_percent
-    return Profile(memory_bytes=max(known, peak) or None, short=short, use_percent=use)
+    return Profile(memory_bytes=max(highest, peak) or None, short=short, use_percent=use)
 
 
 def _drop_oldest(directory: Path) -> None:

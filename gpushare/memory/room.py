@@ -61,10 +61,10 @@ def read_lines(
     host: Host, devices: Sequence[Device], limits: Mapping[int, int], but: Place | None = None
 ) -> list[Line]:
     """Return the ledger of devices that were read just now, without one place; those whose memory is unknown are left out."""
-    found = not_around(host, reservations(host) or [])
-    found = [one for one in found if but is None or one.id != but.claim.path.name]
+    jobs = not_around(host, reservations(host) or [])
+    jobs = [job for job in jobs if but is None or job.id != but.claim.path.name]
     clients = {device.uuid: client_limit(host, device) for device in devices}
-    return [*lines_of(host, devices, found, clients=clients, limits=limits).values()]
+    return [*lines_of(host, devices, jobs, clients=clients, limits=limits).values()]
 
 
 def client_limit(host: Host, device: Device) -> int | None:
@@ -98,33 +98,35 @@ def best_first(
     place of the job itself.
     """
     lines = {line.device.uuid: line for line in read_lines(host, devices, {} if limits is None else limits, but)}
-    known = Known(host)
-    found = []
+    profiles = Known(host)
+    ranked = []
     for device in devices:
         line = lines.get(device.uuid)
         if line is None:
             continue
-        names, others = productions(device), _use_percent(host, line, known)
+        names, others = productions(device), _use_percent(host, line, profiles)
         profile = find_profile(host, device, command) if command else None
         mine = None if profile is None else profile.use_percent
-        what = f"production job '{names[0]}' runs there" if names else "no production job"
-        what += f"; {harm_in_words(mine, others)}; {format_bytes(line.free_bytes)} free"
+        text = f"production job '{names[0]}' runs there" if names else "no production job"
+        text += f"; {harm_in_words(mine, others)}; {format_bytes(line.free_bytes)} free"
         # A smaller difference of the harm is noise: then the GPU with more room is better.
         rank = (len(names), int(harm_percent(mine, others) // _HARM_STEP_PERCENT), -line.free_bytes, device.gpu.index)
-        found.append((rank, device, what))
-    found.sort(key=lambda one: one[0])
-    if 1 < count < len(found):
-        indexes = [device.gpu.index for _, device, _ in found]
+        ranked.append((rank, device, text))
+    ranked.sort(key=lambda entry: entry[0])
+    if 1 < count < len(ranked):
+        indexes = [device.gpu.index for _, device, _ in ranked]
 
         def closeness(first: int, second: int) -> int:
             return or_none(lambda: host.nvml.closeness(indexes[first], indexes[second])) or 0
 
-        chosen = best_together([rank[:2] for rank, _, _ in found], count, functools.cache(closeness))
-        found = [found[number] for number in chosen] + [one for number, one in enumerate(found) if number not in chosen]
-    return [(device, what) for _, device, what in found]
+        chosen = best_together([rank[:2] for rank, _, _ in ranked], count, functools.cache(closeness))
+        ranked = [ranked[number] for number in chosen] + [
+            entry for number, entry in enumerate(ranked) if number not in chosen
+        ]
+    return [(device, text) for _, device, text in ranked]
 
 
-def _use_percent(host: Host, line: Line, known: Known) -> float | None:
+def _use_percent(host: Host, line: Line, profiles: Known) -> float | None:
     """Return how much of a device the jobs there use together; None: unknown, as of one that has just begun.
 
     Of this user's own commands that were measured, what they use alone; of others, the utilization of the GPU.
@@ -144,9 +146,9 @@ def _use_percent(host: Host, line: Line, known: Known) -> float | None:
         info = None if blind else host.processes.describe(process.pid)
         if info is not None and is_server(info.name):
             continue
-        own = known and info is not None and info.uid == host.uid and len(uses) < _MOST_LOOKED_UP
+        own = profiles and info is not None and info.uid == host.uid and len(uses) < _MOST_LOOKED_UP
         family = host.processes.ancestry(process.pid) if own else ()
-        measured = ((pid, use) for pid in family if (use := _use_of(host, device, pid, known)) is not None)
+        measured = ((pid, use) for pid in family if (use := _use_of(host, device, pid, profiles)) is not None)
         first, percent = next(measured, (process.pid, None))
         uses[first] = percent
     least = sum(use or 0.0 for use in uses.values())
@@ -156,11 +158,11 @@ def _use_percent(host: Host, line: Line, known: Known) -> float | None:
     return None if busy is None else max(float(busy), least)
 
 
-def _use_of(host: Host, device: Device, pid: int, known: Known) -> float | None:
+def _use_of(host: Host, device: Device, pid: int, profiles: Known) -> float | None:
     info = host.processes.describe(pid)
     if info is None or info.uid != host.uid or not info.command_line:
         return None
-    return known.use_percent(device, info.command_line)
+    return profiles.use_percent(device, info.command_line)
 
 
 def wait_for_room(
@@ -262,16 +264,16 @@ def room_kept(host: Host, swap: Swap) -> Iterator[Callable[[int], bool | None]]:
     def kept(size: int) -> bool | None:
         free = has_room(host, swap, size)
         devices = [Device(gpu=gpu) for gpu in host.nvml.sweep() if gpu.uuid == swap.gpu_uuid]
-        found = reservations(host)
-        if not free or found is None or not devices:
+        jobs = reservations(host)
+        if not free or jobs is None or not devices:
             return free
         family = {pid for image, _, _ in swap.images for pid in host.processes.ancestry(image)}
         own = (
-            one
-            for one in found
-            if swap.gpu_uuid in one.held and not family.isdisjoint(p.pid for p in one.claim.processes)
+            job
+            for job in jobs
+            if swap.gpu_uuid in job.held and not family.isdisjoint(p.pid for p in job.claim.processes)
         )
-        if any(one.memory_bytes is None or one.memory_bytes >= size for one in own):
+        if any(job.memory_bytes is None or job.memory_bytes >= size for job in own):
             return True
         need = back_bytes(host, devices[0], size)
         places.append(Place(host, Request(memory_bytes=need, keys=(swap.gpu_uuid,), client=False, name=swap.name)))
@@ -387,11 +389,11 @@ def usable_now(
     """Return the devices as they are now, and why others cannot be used: lost, reserved, or one program has it alone."""
     # Not of all GPUs: many jobs may wait, and each looks twice a second.
     try:
-        gpus = {index: host.nvml.gpu(index) for index in dict.fromkeys(one.gpu.index for one in devices)}
+        gpus = {index: host.nvml.gpu(index) for index in dict.fromkeys(device.gpu.index for device in devices)}
     except GpushareError as error:
         # The driver is being loaded again: a job may have waited for hours.
         return [], [error.message]
-    found: list[Device] = []
+    usable: list[Device] = []
     reasons: list[str] = []
     reserved = leases(host, limits) if has_claims(host, LEASES) else {}
     for device in devices:
@@ -403,18 +405,18 @@ def usable_now(
             continue
         leased = None if now.mig is None else _leased(host, now.uuid)
         if gpu.error is not None:
-            why: str | None = "does not answer"
+            reason: str | None = "does not answer"
         elif leased is not None:
-            why = f"is leased to process {leased} (run --mig)"
+            reason = f"is leased to process {leased} (run --mig)"
         else:
             lease = reserved.get(gpu.uuid or "")
             ours = lease is None or lease.uid == host.uid
-            why = _why_taken(host, gpu, client=client) if lease is None or ours else reserved_words(lease)
-        if why is None:
-            found.append(now)
+            reason = _why_taken(host, gpu, client=client) if lease is None or ours else reserved_words(lease)
+        if reason is None:
+            usable.append(now)
         else:
-            reasons.append(f"{now.title} {why}")
-    return found, reasons
+            reasons.append(f"{now.title} {reason}")
+    return usable, reasons
 
 
 def _leased(host: Host, uuid: str) -> int | None:
@@ -459,9 +461,9 @@ def why_it_waits(host: Host, lines: Sequence[Line], place: Place, limit: int | N
         # A driver that was loaded again, or a GPU that was reset, answers after that.
         host.nvml.restart()
     else:
-        why = why_unreadable(host, PREFIX)
-        if why is not None:
-            return why
+        reason = why_unreadable(host, PREFIX)
+        if reason is not None:
+            return reason
     before = len(jobs_before(reservations(host) or [], place)) if lines else 0
     return f"waiting for {_room_text(lines, place.request, before, limit, reasons)}"
 

@@ -131,9 +131,9 @@ def _is_of_root(host: Host, swap: Swap) -> bool:
     return swap.keeper_uid == 0 or (swap.keeper_uid is None and host.root)
 
 
-def _same(one: Swap, other: Swap) -> bool:
+def _same(swap: Swap, other: Swap) -> bool:
     """Return whether two records are of one job."""
-    return not {image[:2] for image in one.images}.isdisjoint(image[:2] for image in other.images)
+    return not {image[:2] for image in swap.images}.isdisjoint(image[:2] for image in other.images)
 
 
 def check_here(host: Host, text: str) -> None:
@@ -213,18 +213,18 @@ def locked(host: Host, *, say: Callable[[str], None] = lambda _: None, seconds: 
         NoPermission, OperationFailed: it cannot be created.
         InUse: another gpushare has it for longer (code ``swap_busy``).
     """
-    said = False
+    told = False
 
     def waits(so_far: float) -> None:
-        nonlocal said
+        nonlocal told
         if seconds is not None and so_far >= seconds:
             raise InUse(
                 "another gpushare of this user is swapping a job",
                 "try again when it is done: gpushare swap list",
                 code="swap_busy",
             )
-        if so_far >= _SAY_SECONDS and not said:
-            said = True
+        if so_far >= _SAY_SECONDS and not told:
+            told = True
             say("waits until another gpushare of this user has swapped its job")
 
     with SWAPS.locked(host, waits=waits):
@@ -266,8 +266,8 @@ def check_out(host: Host, title: str, processes: Sequence[JobProcess]) -> None:
     _check_stopped(host, title, processes)
     from gpushare.memory.cost import host_bytes
 
-    for one in processes:
-        free = host.machine.free_memory(one.pid)
+    for process in processes:
+        free = host.machine.free_memory(process.pid)
         most = host_bytes(sum(other.memory_bytes or 0 for other in processes))
         if free is not None and most > free:
             needed, available = format_apart(most, free)
@@ -382,10 +382,10 @@ def go_out(
                 inside.add(pid)
             # Locked, it grows no more. As it was before, the room for its way back could be too small.
             now = again()
-            sizes = {(one.pid, one.started): one.memory_bytes or 0 for one in now}
-            known = tuple(Image(*one[:2], max(one[2], sizes.get(one[:2], 0))) for one in swap.images)
-            new = [one for one in now if one.pid not in {image.pid for image in known}]
-            if not new and known == swap.images:
+            sizes = {(process.pid, process.started): process.memory_bytes or 0 for process in now}
+            images = tuple(Image(*image[:2], max(image[2], sizes.get(image[:2], 0))) for image in swap.images)
+            new = [process for process in now if process.pid not in {image.pid for image in images}]
+            if not new and images == swap.images:
                 break
             if new and number == _ROUNDS:
                 raise OperationFailed(
@@ -393,7 +393,10 @@ def go_out(
                     "wait until it has started all of them, then try again",
                     code="job_grows",
                 )
-            swap = replace(swap, images=(*known, *(Image(one.pid, one.started, one.memory_bytes or 0) for one in new)))
+            swap = replace(
+                swap,
+                images=(*images, *(Image(process.pid, process.started, process.memory_bytes or 0) for process in new)),
+            )
             SWAPS.write(swap)
             if not new:
                 break
@@ -742,10 +745,10 @@ def repair(host: Host, say: Callable[[str], None] = lambda _: None, keep: Keep =
         return []
     checkpoint = host.open_checkpoint()
     touched = []
-    begun = [one for one in there if one.state != OUT or is_back(host, one, checkpoint)]
+    begun = [swap for swap in there if swap.state != OUT or is_back(host, swap, checkpoint)]
     with locked(host, say=say) if begun else contextlib.nullcontext():
-        for one in begun:
-            now = SWAPS.read(one.path)
+        for swap in begun:
+            now = SWAPS.read(swap.path)
             if now is None or now.state not in {LEAVING, RETURNING, OUT}:
                 continue
             if now.state == OUT and not is_back(host, now, checkpoint):
@@ -788,8 +791,8 @@ def checkpoint_before_kill(host: Host, pids: Sequence[int]) -> None:
         # A swap that is on its way, or the guard that repairs it, comes first: it must not bring back what is killed.
         with contextlib.suppress(GpushareError):
             stack.enter_context(locked(host, seconds=_END_SECONDS))
-        for one in swaps(host):
-            _checkpointed(host, one, pids)
+        for swap in swaps(host):
+            _checkpointed(host, swap, pids)
 
 
 def _checkpointed(host: Host, swap: Swap, pids: Sequence[int]) -> None:

@@ -121,7 +121,7 @@ class JobPause:
                 do=self._record,
                 revert=self._forget,
             ),
-            *(self._off_step(one) for one in self.job.channels),
+            *(self._off_step(process) for process in self.job.channels),
             Step(
                 what=f"let the guard keep it paused{until}",
                 command="(none)",
@@ -152,9 +152,9 @@ class JobPause:
 
     def _find(self, pids: Iterable[int]) -> list[Channels]:
         """Scan processes that are not known yet, and return the channels of new ones."""
-        found = []
+        new = []
         refused: GpushareError | None = None
-        for pid in sorted(set(pids) - {one.pid for one in self.job.channels}):
+        for pid in sorted(set(pids) - {process.pid for process in self.job.channels}):
             try:
                 channels = probed(self._host, self.control, pid)
             except NotFound as error:
@@ -163,11 +163,11 @@ class JobPause:
                 continue
             if channels.under_mps:
                 raise _under_mps(pid)
-            found.append(channels)
-        if not found and not self.job.channels:
+            new.append(channels)
+        if not new and not self.job.channels:
             raise refused or _gone(self._pid)
-        self.job = replace(self.job, channels=(*self.job.channels, *found))
-        return found
+        self.job = replace(self.job, channels=(*self.job.channels, *new))
+        return new
 
     @property
     def control(self) -> ChannelControl:
@@ -186,8 +186,8 @@ class JobPause:
         older = PAUSES.read(self.job.path)
         if older is not None and older.lives(self._host):
             self._older = older
-            mine = {one.pid for one in self.job.channels}
-            kept = tuple(one for one in older.living(self._host) if one.pid not in mine)
+            mine = {process.pid for process in self.job.channels}
+            kept = tuple(process for process in older.living(self._host) if process.pid not in mine)
             self.job = replace(self.job, channels=(*self.job.channels, *kept))
         self.job = replace(self.job, keeper=self._host.processes.identity(guard.pid))
         write(self.job)
@@ -236,22 +236,22 @@ class JobPause:
     def _again(self, channels: Channels) -> Channels:
         """Scan a process whose channels have changed since the scan, and note what is found."""
         now = probed(self._host, self.control, channels.pid, channels.started)
-        others = tuple(one for one in self.job.channels if one.pid != channels.pid)
+        others = tuple(process for process in self.job.channels if process.pid != channels.pid)
         self.job = replace(self.job, channels=(*others, now))
         write(self.job)
         return now
 
     def _enable(self, channels: Channels) -> None:
-        for one in [one for one in self._off if one.pid == channels.pid]:
+        for process in [process for process in self._off if process.pid == channels.pid]:
             try:
-                enable(self.control, one)
+                enable(self.control, process)
             except GpushareError as error:
                 raise error.restated(
-                    message=f"process {one.pid} is still paused: {error.message}",
+                    message=f"process {process.pid} is still paused: {error.message}",
                     hint=f"gpushare resume {self.job.pid}",
                     kind=type(error),
                 ) from error
-            self._off.remove(one)
+            self._off.remove(process)
 
     def _hold(self) -> None:
         for _ in range(_ROUNDS):
@@ -324,7 +324,7 @@ def enable(control: ChannelControl, channels: Channels) -> float:
 
 def names_of(channels: Channels) -> frozenset[tuple[int, int, int]]:
     """Return what tells the channels of a process from others of it: client, group, channel."""
-    return frozenset((group.client, group.handle, one) for group in channels.compute for one in group.channels)
+    return frozenset((group.client, group.handle, channel) for group in channels.compute for channel in group.channels)
 
 
 def free(host: Host, control: ChannelControl, job: PausedJob) -> float:
@@ -338,7 +338,9 @@ def free(host: Host, control: ChannelControl, job: PausedJob) -> float:
         write(replace(job, state=RESUMING))
     held = by_root(host) if job.ours else set()
     # What root has paused too stays off until root resumes it.
-    seconds, failed = put_back(control, (one for one in job.living(host) if (one.pid, one.started) not in held))
+    seconds, failed = put_back(
+        control, (process for process in job.living(host) if (process.pid, process.started) not in held)
+    )
     if failed is not None:
         raise failed.restated(hint=f"try again: gpushare resume {job.pid}; see: sudo dmesg | tail")
     PAUSES.forget(job.path)
@@ -347,7 +349,7 @@ def free(host: Host, control: ChannelControl, job: PausedJob) -> float:
 
 def resume_step(host: Host, control: ChannelControl, job: PausedJob) -> Step:
     """Return the step that resumes a job. The caller holds the lock when it acts."""
-    count = sum(len(group.channels) for one in job.channels for group in one.compute)
+    count = sum(len(group.channels) for process in job.channels for group in process.compute)
     return Step(
         what=f"put {counted(count, 'channel')} of {job.title} back on the GPU",
         command=ON_COMMAND,
@@ -366,9 +368,9 @@ def _freed(host: Host, control: ChannelControl, job: PausedJob) -> None:
 def put_back(control: ChannelControl, channels: Iterable[Channels]) -> tuple[float, GpushareError | None]:
     """Enable the channels of several processes; return the seconds spent, and the first error. It stops for none."""
     seconds, failed = 0.0, None
-    for one in channels:
+    for process in channels:
         try:
-            seconds += enable(control, one)
+            seconds += enable(control, process)
         except GpushareError as error:
             failed = failed or error
     return seconds, failed
@@ -400,8 +402,8 @@ def resume_to_end(host: Host, pids: Iterable[int]) -> None:
                     continue
                 if job.keeper_uid is not None:
                     # What a user's record says of channels is not believed.
-                    found = [control.find(one.pid, one.started, probe=False) for one in job.living(host)]
-                    put_back(control, found)
+                    living = [control.find(process.pid, process.started, probe=False) for process in job.living(host)]
+                    put_back(control, living)
                     continue
                 with PAUSES.locked(host):
                     current = PAUSES.read(job.path)
@@ -417,8 +419,8 @@ def find_paused(host: Host, text: str) -> PausedJob:
         NoPermission: root has paused it (``paused_by_root``).
         InUse: a `gpushare run` pauses it (``paused_by_run``).
     """
-    named = [one for one in paused_jobs(host) if _is(one, text)]
-    ours = [one for one in named if one.ours]
+    named = [job for job in paused_jobs(host) if _is(job, text)]
+    ours = [job for job in named if job.ours]
     for theirs in named:
         if theirs.keeper_uid == 0:
             raise paused_by_root(theirs)

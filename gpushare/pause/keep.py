@@ -52,10 +52,10 @@ class Keeper:
     def keep(self) -> None:
         """Look at the record and the job until the pause is over."""
         while True:
-            left = self.step()
-            if left is None:
+            rest = self.step()
+            if rest is None:
                 return
-            time.sleep(left)
+            time.sleep(rest)
 
     def take_back(self) -> None:
         """Resume what a gpushare that died has paused."""
@@ -103,19 +103,19 @@ class Keeper:
 
     def _look(self, job: PausedJob) -> None:
         """Pause channels and processes that the job has created."""
-        known = {one.pid: one for one in job.living(self._host)}
-        found = [one for pid, one in self._missed.items() if pid in known]
-        found += [new for one in known.values() if (new := self._grown(one)) is not None]
+        living = {process.pid: process for process in job.living(self._host)}
+        grown = [process for pid, process in self._missed.items() if pid in living]
+        grown += [new for process in living.values() if (new := self._grown(process)) is not None]
         now = time.monotonic()
         for pid in list(self._host.processes.descendants(job.pid))[:_MOST_PROCESSES]:
-            if pid not in known and self._next.get(pid, 0.0) <= now:
+            if pid not in living and self._next.get(pid, 0.0) <= now:
                 self._next[pid] = now + _AGAIN_SECONDS
                 with contextlib.suppress(NotFound):
                     channels = probed(self._host, self._control, pid)
                     if not channels.under_mps:
-                        found.append(channels)
-        if found:
-            self._add(found)
+                        grown.append(channels)
+        if grown:
+            self._add(grown)
 
     def _grown(self, channels: Channels) -> Channels | None:
         """Return the channels of a process if it has other ones than are recorded."""
@@ -125,15 +125,15 @@ class Keeper:
             return None
         return now if names_of(now) - names_of(channels) else None
 
-    def _add(self, found: list[Channels]) -> None:
+    def _add(self, grown: list[Channels]) -> None:
         with PAUSES.locked(self._host):
             job = self._mine()
             if job is None or job.state == RESUMING:
                 return
-            pids = {one.pid for one in found}
-            kept = tuple(one for one in job.channels if one.pid not in pids)
-            write(replace(job, channels=(*kept, *found)))
-            self._missed = {one.pid: one for one in found}
-            for pid, one in list(self._missed.items()):
-                self._control.disable(one)
+            pids = {process.pid for process in grown}
+            kept = tuple(process for process in job.channels if process.pid not in pids)
+            write(replace(job, channels=(*kept, *grown)))
+            self._missed = {process.pid: process for process in grown}
+            for pid, process in list(self._missed.items()):
+                self._control.disable(process)
                 del self._missed[pid]

@@ -38,13 +38,13 @@ class CpuBinding(Part):
         near = [self.host.nvml.cpus(device.gpu.index) for device in self.devices]
         self._cpus = frozenset(cpu for cpus in near if cpus is not None for cpu in cpus) & os.sched_getaffinity(0)
         if None in near or not self._cpus:
-            why = (
+            reason = (
                 "the driver does not say which CPUs are"
                 if None in near
                 else "this process may not use the CPUs that are"
             )
             raise NotSupported(
-                f"{why} next to {titles(self.devices)}",
+                f"{reason} next to {titles(self.devices)}",
                 "run it without --bind; see: nvidia-smi topo -m",
                 code="cpus_unknown",
             )

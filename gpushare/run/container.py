@@ -64,11 +64,11 @@ def is_foreign(engine: str, uid: int) -> bool:
     return engine == DOCKER and uid != 0
 
 
-def demand_own(engine: str, uid: int, what: str) -> None:
+def demand_own(engine: str, uid: int, action: str) -> None:
     """Raise if only root may do something with a container of this engine."""
     if is_foreign(engine, uid):
         raise NotSupported(
-            f"{what} of a container of docker needs root: its daemon starts the processes, and they are not yours to touch",
+            f"{action} of a container of docker needs root: its daemon starts the processes, and they are not yours to touch",
             "run as root: sudo gpushare run --container docker ...; or use --container podman, which starts them as you",
             code="container_needs_root",
         )
@@ -105,18 +105,18 @@ _LETTERS: Final = {"d": "detach", "i": "interactive", "t": "tty", "P": "publish-
 
 def options_of(words: Sequence[str]) -> list[tuple[str, str]]:
     """Return the options in ``[OPTIONS] IMAGE [CMD]`` with their values (``true`` of one without); ``-e`` is ``env``."""
-    found, rest = [], list(words)
+    options, rest = [], list(words)
     while rest and rest[0].startswith("-") and rest[0] not in {"-", "--"}:
         word = rest.pop(0)
         name, equals, value = word[2:].partition("=") if word.startswith("--") else (word[1:], "", "")
         while not word.startswith("--") and name[:1] in _LETTERS:
-            found.append((_LETTERS[name[0]], name[2:] if name[1:2] == "=" else "true"))
+            options.append((_LETTERS[name[0]], name[2:] if name[1:2] == "=" else "true"))
             name = "" if name[1:2] == "=" else name[1:]
         if not word.startswith("--"):
             name, equals, value = ("env" if name[:1] == "e" else name[:1]), name[1:], name[1:].removeprefix("=")
         if name:
-            found.append((name, value if equals else "true" if name in _FLAGS else rest.pop(0) if rest else ""))
-    return found
+            options.append((name, value if equals else "true" if name in _FLAGS else rest.pop(0) if rest else ""))
+    return options
 
 
 def check_options(words: Sequence[str], own: Collection[str]) -> None:

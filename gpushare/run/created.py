@@ -45,9 +45,9 @@ class Creator:
         self._host, self._text, self._say = host, text, say
         swept = host.nvml.sweep()
         chosen = swept if gpu is None else [device.gpu for device in select(gpu, swept) if device.mig is None]
-        self.gpus: Sequence[Gpu] = [one for one in chosen if one.mig_enabled and one.error is None]
+        self.gpus: Sequence[Gpu] = [each for each in chosen if each.mig_enabled and each.error is None]
         if not self.gpus:
-            first = next((one.index for one in chosen if one.mig_capable), 0)
+            first = next((each.index for each in chosen if each.mig_capable), 0)
             raise NotFound(
                 "MIG is off on the GPUs that the job may have: an instance is made only where it is on",
                 f"switch it on first: sudo gpushare mig enable -g {first}",
@@ -70,15 +70,15 @@ class Creator:
         with undisturbed():
             for record in self._made:
                 try:
-                    why = remove_instance(self._host, record)
+                    reason = remove_instance(self._host, record)
                 except GpushareError as failed:
                     text = f"the job has ended, and its instance {record} was not removed: {failed.message}"
                     if error is None:
                         raise failed.restated(message=text, hint="remove it: gpushare mig recover") from failed
                     self._say(f"{text}; remove it: gpushare mig recover")
                 else:
-                    if why is not None:
-                        self._say(f"the instance {record} stays: {why}")
+                    if reason is not None:
+                        self._say(f"the instance {record} stays: {reason}")
 
     def sweep(self) -> None:
         """Remove what killed jobs have left: it may be all that is in the way."""
@@ -87,10 +87,10 @@ class Creator:
 
     def plan(self) -> Any:
         """Return the plan for an instance, or why there is none now. Raises NotSupported: it never fits."""
-        found = plan_instance(self._host, self._text, self.gpus)
-        if isinstance(found, NoPlan) and found.why is Why.NEVER:
-            raise no_plan_error(found)
-        return found
+        planned = plan_instance(self._host, self._text, self.gpus)
+        if isinstance(planned, NoPlan) and planned.why is Why.NEVER:
+            raise no_plan_error(planned)
+        return planned
 
     @property
     def device(self) -> Device:
@@ -119,13 +119,13 @@ class Creator:
 
     def planned(self, command: Sequence[str]) -> Any:
         """Return what would be done, as the result of a dry run."""
-        found = self.plan()
-        if isinstance(found, NoPlan):
-            raise no_plan_error(found)
-        plan = next(gpu for gpu in found.gpus if gpu.changes)
+        wish = self.plan()
+        if isinstance(wish, NoPlan):
+            raise no_plan_error(wish)
+        plan = next(gpu for gpu in wish.gpus if gpu.changes)
         new = plan.created[0].instance
         steps = (
-            *shown_steps(found),
+            *shown_steps(wish),
             step_of_run(f"run {command[0]} in {new} of GPU {plan.gpu}", shlex.join(command)),
             step_of_run(
                 f"destroy {new} on GPU {plan.gpu}, unless another program is in it",

@@ -41,7 +41,7 @@ def ask_to_end(host: Host, pids: Mapping[int, int], clients: set[int] | None, nu
 
 
 def _handles(host: Host, pid: int, number: int) -> bool:
-    return any(host.processes.catches(pid, one) for one in (number, signal.SIGINT, signal.SIGTERM))
+    return any(host.processes.catches(pid, each) for each in (number, signal.SIGINT, signal.SIGTERM))
 
 
 def _harmless(host: Host, pid: int, number: int, *, client: bool) -> int | None:
@@ -96,8 +96,8 @@ def end_programs(
     # A process that got a signal has the whole grace, even if its handlers go: Python removes them while it shuts
     # down, and nothing would handle a stop in the middle of that.
     while ending and time.monotonic() < deadline and not hurry():
-        left = wait_gone(host.processes, ending, 0.1)
-        ending = {pid: ending[pid] for pid in left}
+        still = wait_gone(host.processes, ending, 0.1)
+        ending = {pid: ending[pid] for pid in still}
     # Including processes started since.
     pids = _living(host, {**pids, **programs})
     if not pids:
@@ -114,20 +114,20 @@ def _living(host: Host, started: Mapping[int, int]) -> dict[int, int]:
     """Return the living ones of some processes and their descendants, with start times."""
     there = [pid for pid, began in started.items() if host.processes.alive(pid, began)]
     below = dict.fromkeys(other for pid in there for other in host.processes.descendants(pid))
-    found = known(host.processes, [pid for pid in below if pid not in started])
-    found |= {pid: began for pid, began in started.items() if pid in below}
-    return {pid: found[pid] for pid in below if pid in found and host.processes.alive(pid, found[pid])}
+    living = known(host.processes, [pid for pid in below if pid not in started])
+    living |= {pid: began for pid, began in started.items() if pid in below}
+    return {pid: living[pid] for pid in below if pid in living and host.processes.alive(pid, living[pid])}
 
 
-def client_pids(control: MpsControl, known: Collection[int] = ()) -> set[int] | None:
+def client_pids(control: MpsControl, earlier: Collection[int] = ()) -> set[int] | None:
     """Return the PIDs of the daemon's clients and those known before; None when the daemon does not answer.
 
     A dead daemon has no clients, and a process without a context breaks nobody.
     """
     try:
-        return {client.pid for client in control.clients()} | set(known)
+        return {client.pid for client in control.clients()} | set(earlier)
     except NotFound:
-        return set(known)
+        return set(earlier)
     except GpushareError:
         return None
 
@@ -136,11 +136,11 @@ def client_pids(control: MpsControl, known: Collection[int] = ()) -> set[int] | 
 HELPER_SECONDS: Final = 1.0
 
 
-def still_there(host: Host, found: Mapping[int, Iterable[int]]) -> dict[int, tuple[int, ...]]:
+def still_there(host: Host, groups: Mapping[int, Iterable[int]]) -> dict[int, tuple[int, ...]]:
     """Return which of the processes found of each program (by its PID) stay; programs without any are left out."""
-    members = {program: tuple(pids) for program, pids in found.items()}
+    members = {program: tuple(pids) for program, pids in groups.items()}
     # By start time: a PID may have been reused.
     started = known(host.processes, [pid for pids in members.values() for pid in pids])
-    left = set(wait_gone(host.processes, started, HELPER_SECONDS))
-    kept = {program: tuple(pid for pid in pids if pid in left) for program, pids in members.items()}
+    still = set(wait_gone(host.processes, started, HELPER_SECONDS))
+    kept = {program: tuple(pid for pid in pids if pid in still) for program, pids in members.items()}
     return {program: pids for program, pids in kept.items() if pids}

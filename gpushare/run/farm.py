@@ -293,8 +293,8 @@ class FarmResults:
         """``directory`` is the open directory of ``path``."""
         self._host, self._path, self._directory = host, path, directory
         self._command = digest_of_command(command)
-        found = os.fstat(directory)
-        self.mark = f"{found.st_dev:x}-{found.st_ino:x}"
+        status = os.fstat(directory)
+        self.mark = f"{status.st_dev:x}-{status.st_ino:x}"
         self._file = -1
 
     def __enter__(self) -> FarmResults:
@@ -336,19 +336,19 @@ class FarmResults:
         Raises:
             InUse: one does not end (code ``logs_in_use``).
         """
-        deadline, said = time.monotonic() + _LEFT_SECONDS, False
-        while left := self._host.processes.started_with(MARK, self.mark):
+        deadline, told = time.monotonic() + _LEFT_SECONDS, False
+        while pids := self._host.processes.started_with(MARK, self.mark):
             if asked(0.1):
                 return False
             if time.monotonic() >= deadline:
                 raise InUse(
-                    f"process {left[0]} of an earlier farm with these logs still runs",
-                    f"end it: gpushare stop {left[0]}; or give this farm a directory of its own: --logs OTHER",
+                    f"process {pids[0]} of an earlier farm with these logs still runs",
+                    f"end it: gpushare stop {pids[0]}; or give this farm a directory of its own: --logs OTHER",
                     code="logs_in_use",
                 )
-            if not said:
-                said = True
-                say(f"waiting for {counted(len(left), 'process')} of an earlier farm with these logs, being ended")
+            if not told:
+                told = True
+                say(f"waiting for {counted(len(pids), 'process')} of an earlier farm with these logs, being ended")
         return True
 
     def done(self, copies: int, lines: Sequence[str] | None) -> set[int]:
@@ -814,13 +814,13 @@ class _Farm:
     def _turn(self, *, alone: bool) -> tuple[_FarmGpu, Place | None] | None:
         """Return the GPU of the next copy, and its place in the ledger; None: it waits. Raises as `Place`."""
         size, count = self._size or 0, self._options.gpus
-        known = any(device.memory_total_bytes is not None for device in self._devices.values())
+        is_known = any(device.memory_total_bytes is not None for device in self._devices.values())
         if alone:
             # Nothing is known of it. What it holds beyond this counts too, and others may still come.
             free = sorted((line.free_bytes for line in self._lines()), reverse=True)[count - 1 :][:1]
             most = min([*(free or [0]), *([] if self._user_limit is None else [self._user_limit])])
             size = max(_LEAST_BYTES, most // 2 // MIB * MIB)
-        if not known:
+        if not is_known:
             # Nothing bounds them but how many clients a server takes.
             gpu = self._gpu(*self._order([*self._devices])[:count])
             most_clients = self._clients.get(gpu.device.uuid) if count == 1 else 1
@@ -1129,16 +1129,16 @@ class _Farm:
         """End what programs that have ended left running; return what could not be ended, by copy, and why."""
         if gpu.several is None or not numbers:
             return {}
-        left = gpu.several.left_behind([gpu.running[number] for number in numbers])
+        stays = gpu.several.left_behind([gpu.running[number] for number in numbers])
         failed: GpushareError | None = None
-        if left:
+        if stays:
             try:
-                gpu.several.end_left_behind(left, hurry=self._signals.came)
+                gpu.several.end_left_behind(stays, hurry=self._signals.came)
             except GpushareError as error:
                 failed = error
         stuck = {}
         for number in numbers:
-            copy, pids = self._copies[number], left.get(gpu.running[number].pid, ())
+            copy, pids = self._copies[number], stays.get(gpu.running[number].pid, ())
             copy.left_behind += pids
             if failed is not None and any(self._host.processes.alive(pid) for pid in pids):
                 stuck[number] = failed
@@ -1220,8 +1220,8 @@ class _Farm:
                 copy.state = "skipped" if copy.tries == 0 else "failed"
 
 
-def _step(what: str) -> Step:
-    return step_of_run(what, "# by gpushare farm itself")
+def _step(text: str) -> Step:
+    return step_of_run(text, "# by gpushare farm itself")
 
 
 def _end_at_once(ends: Sequence[Callable[..., Any]], hurry: Callable[[], bool]) -> None:
@@ -1233,13 +1233,13 @@ def _end_at_once(ends: Sequence[Callable[..., Any]], hurry: Callable[[], bool]) 
     hurried = threading.Event()
     errors: list[GpushareError] = []
 
-    def end(one: Callable[..., Any]) -> None:
+    def end(act: Callable[..., Any]) -> None:
         try:
-            one(hurry=hurried.is_set)
+            act(hurry=hurried.is_set)
         except GpushareError as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=end, args=(one,)) for one in ends]
+    threads = [threading.Thread(target=end, args=(act,)) for act in ends]
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):

@@ -263,11 +263,11 @@ class GroupSlice(Part):
         """Give a server that goes on without members the slice that it had before."""
         if self._others():
             return
-        for left in reversed(range(_RESTORE_TRIES)):
+        for tries in reversed(range(_RESTORE_TRIES)):
             try:
                 self._slices.restore()
             except GpushareError as error:
-                if left and error.code not in PASSING:
+                if tries and error.code not in PASSING:
                     time.sleep(_FIRST_SECONDS)
                     continue
                 if error.code not in PASSING:

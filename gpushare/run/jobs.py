@@ -158,8 +158,8 @@ def productions(host: Host) -> list[JobRecord]:
 
 def find_record(host: Host, name: str) -> JobRecord | None:
     """Return the record of the job with this name: the one that runs, else any, or None."""
-    found = [record for record in records(host) if record.name == name]
-    return next((one for one in found if is_running(host, one)), found[0] if found else None)
+    named = [record for record in records(host) if record.name == name]
+    return next((record for record in named if is_running(host, record)), named[0] if named else None)
 
 
 def is_running(host: Host, record: JobRecord) -> bool:
@@ -170,12 +170,12 @@ def is_running(host: Host, record: JobRecord) -> bool:
 def job_names(host: Host, pids: Iterable[int]) -> dict[int, str]:
     """Return the names of the running jobs that processes belong to: as their program, or as its descendant."""
     names = {record.pid: record.name for record in records(host) if is_running(host, record)}
-    found = {}
+    belonging = {}
     for pid in pids if names else ():
         first = next((above for above in host.processes.ancestry(pid) if above in names), None)
         if first is not None:
-            found[pid] = names[first]
-    return found
+            belonging[pid] = names[first]
+    return belonging
 
 
 def made_name(host: Host, program: str) -> str:
@@ -330,8 +330,8 @@ class RecordedJob(Part):
             return None
         listed = self.host.nvml.processes(self.device.gpu.index) or ()
         sizes = [process.memory_used_bytes for process in listed if process.pid in self._seen]
-        known = [size for size in sizes if size is not None]
-        return sum(known) if known else None
+        told = [size for size in sizes if size is not None]
+        return sum(told) if told else None
 
     def close(self, *, program_lives: bool = False) -> None:
         """Forget the job unless its peak memory is of use."""
@@ -456,8 +456,8 @@ def no_job_error(host: Host, text: str) -> NotFound:
     if pid_of(text) is not None:
         return no_process(text, "see all: gpushare jobs -a", "no_job")
     names = [record.name for record in records(host) if is_running(host, record)][:5]
-    known = f"running jobs: {', '.join(names)}; " if names else ""
-    return NotFound(f"no job '{text}' is running or waiting", f"{known}see all: gpushare jobs -a", code="no_job")
+    running = f"running jobs: {', '.join(names)}; " if names else ""
+    return NotFound(f"no job '{text}' is running or waiting", f"{running}see all: gpushare jobs -a", code="no_job")
 
 
 def consent_to(host: Host, job: Job, action: str, pids: Iterable[int] = ()) -> tuple[Loss, ...]:
@@ -507,18 +507,18 @@ def _owner(uid: int | None, user: str | None) -> str:
 
 def _foreign(host: Host, action: str, pids: Iterable[int], but: int | None = None) -> tuple[Loss, ...]:
     """Return one loss for each user but this one, and the one who was named, that processes belong to."""
-    found: dict[int | None, tuple[str, list[int]]] = {}
+    owners: dict[int | None, tuple[str, list[int]]] = {}
     for pid in sorted(pids):
         info = host.processes.describe(pid)
         if info is not None and (info.uid is None or info.uid not in {host.uid, but}):
-            found.setdefault(info.uid, (_owner(info.uid, info.user), []))[1].append(pid)
+            owners.setdefault(info.uid, (_owner(info.uid, info.user), []))[1].append(pid)
     return tuple(
         Loss(
             action=action,
             what=f"process {of[0]}" if len(of) == 1 else f"{counted(len(of), 'process')} such as {of[0]}",
             why=(f"of {owner}",),
         )
-        for owner, of in found.values()
+        for owner, of in owners.values()
     )
 
 
@@ -541,10 +541,12 @@ def gpu_processes(host: Host, job: Job) -> tuple[JobProcess, ...]:
     else:
         gpus = _on_gpus(host, set(tree))
     identities = {pid: host.processes.identity(pid) for pid in sorted(gpus)}
-    found = tuple(JobProcess(pid, one.started, *gpus[pid]) for pid, one in identities.items() if one is not None)
-    if not found:
+    processes = tuple(
+        JobProcess(pid, identity.started, *gpus[pid]) for pid, identity in identities.items() if identity is not None
+    )
+    if not processes:
         raise _not_on_gpu_error(host, job)
-    return found
+    return processes
 
 
 def _not_on_gpu_error(host: Host, job: Job) -> NotFound:
@@ -561,7 +563,7 @@ def _not_on_gpu_error(host: Host, job: Job) -> NotFound:
 
 
 def _on_gpus(host: Host, tree: set[int]) -> Mapping[int, tuple[tuple[int, ...], bool]]:
-    found: dict[int, tuple[tuple[int, ...], bool]] = {}
+    places: dict[int, tuple[tuple[int, ...], bool]] = {}
     answered, failed = False, None
     for gpu in range(host.nvml.count()):
         try:
@@ -572,12 +574,12 @@ def _on_gpus(host: Host, tree: set[int]) -> Mapping[int, tuple[tuple[int, ...], 
         answered = True
         for process in processes or ():
             if process.pid in tree and (process.compute or process.mps):
-                gpus, mps = found.get(process.pid, ((), False))
+                gpus, mps = places.get(process.pid, ((), False))
                 # Under MIG it has one entry per instance.
-                found[process.pid] = (gpus if gpu in gpus else (*gpus, gpu), mps or process.mps)
+                places[process.pid] = (gpus if gpu in gpus else (*gpus, gpu), mps or process.mps)
     if failed is not None and not answered:
         raise failed
-    return found
+    return places
 
 
 def processes_to_swap(host: Host, job: Job) -> list[JobProcess]:
@@ -589,21 +591,21 @@ def processes_to_swap(host: Host, job: Job) -> list[JobProcess]:
     from gpushare.memory.swap import check_out
 
     held: dict[int, int] = {}
-    found = gpu_processes(host, job)
-    for index in {gpu for one in found for gpu in one.gpus}:
+    on_gpu = gpu_processes(host, job)
+    for index in {gpu for each in on_gpu for gpu in each.gpus}:
         for process in host.nvml.processes(index) or ():
             if process.memory_used_bytes is not None:
                 held[process.pid] = held.get(process.pid, 0) + process.memory_used_bytes
-    processes = [one._replace(memory_bytes=held.get(one.pid, 0)) for one in found]
+    processes = [each._replace(memory_bytes=held.get(each.pid, 0)) for each in on_gpu]
     check_out(host, job.title, processes)
-    for gpu in (host.nvml.gpu(index) for one in found[:1] for index in one.gpus):
+    for gpu in (host.nvml.gpu(index) for each in on_gpu[:1] for index in each.gpus):
         if gpu.memory_total_bytes is None or gpu.memory_used_bytes is None:
             raise NotSupported(
                 f"{job.title} cannot be swapped: the driver does not say how much memory GPU {gpu.index} has and uses",
                 f"pause it instead: gpushare pause {job.selector}",
                 code="memory_unknown",
             )
-    unknown = next((one.pid for one in found if one.pid not in held), None)
+    unknown = next((each.pid for each in on_gpu if each.pid not in held), None)
     if unknown is not None:
         raise NotSupported(
             f"{job.title} cannot be swapped: the driver does not say how much memory process {unknown} holds, so no room "

@@ -40,9 +40,9 @@ def listed_jobs(host: Host, snapshot: Snapshot, *, everything: bool = False, mos
     ``snapshot`` was taken just now. ``everything``: also each process on the GPUs that gpushare did not start. Root sees the
     jobs of all users, but only those of its own that have ended.
     """
-    found = reservations(host) or []
-    present = _Present(host, snapshot, found)
-    return [*present.jobs(everything=everything), *_waiting(host, snapshot, found), *_ended(host, most_ended)]
+    ledger = reservations(host) or []
+    present = _Present(host, snapshot, ledger)
+    return [*present.jobs(everything=everything), *_waiting(host, snapshot, ledger), *_ended(host, most_ended)]
 
 
 def present_jobs(host: Host, snapshot: Snapshot) -> list[ListedJob]:
@@ -62,8 +62,8 @@ class _OnGpu:
 class _Present:
     """The jobs that have a program now: each with its record, its processes, its pause and its swap."""
 
-    def __init__(self, host: Host, snapshot: Snapshot, found: Sequence[Reservation]) -> None:
-        self._host, self._snapshot, self._found = host, snapshot, found
+    def __init__(self, host: Host, snapshot: Snapshot, ledger: Sequence[Reservation]) -> None:
+        self._host, self._snapshot, self._ledger = host, snapshot, ledger
         self._devices = {
             device.uuid: device
             for gpu in snapshot.gpus
@@ -105,12 +105,12 @@ class _Present:
     def jobs(self, *, everything: bool) -> Iterator[ListedJob]:
         """Yield the jobs by their first process; processes that gpushare neither started nor paused only if wanted."""
         mine: dict[int, list[_OnGpu]] = {}
-        for one in self._on_gpu if self._records or self._paused or everything else ():
-            mine.setdefault(self._root(one.process.pid) or one.process.pid, []).append(one)
+        for entry in self._on_gpu if self._records or self._paused or everything else ():
+            mine.setdefault(self._root(entry.process.pid) or entry.process.pid, []).append(entry)
         for root, record in self._records.items():
             yield self._job(root, record, mine.pop(root, []))
         for pid in {**self._paused, **self._swaps}.keys() - self._records.keys():
-            yield self._job(pid, None, [one for member in self._family(pid) for one in mine.pop(member, [])])
+            yield self._job(pid, None, [entry for member in self._family(pid) for entry in mine.pop(member, [])])
         for pid, processes in mine.items() if everything else ():
             yield self._job(pid, None, processes)
 
@@ -158,7 +158,7 @@ class _Present:
             user=None if info is None else info.user,
             role=None if record is None else record.role,
             device=titles(devices) if devices else None,
-            gpu_indexes=tuple(sorted({one.gpu for one in processes} | {each.gpu.index for each in devices})),
+            gpu_indexes=tuple(sorted({entry.gpu for entry in processes} | {each.gpu.index for each in devices})),
             device_uuids=record.devices if record is not None else tuple(device.uuid for device in devices),
             way=_way(mps=mps, mig=mig is not None) if devices or record is not None else None,
             mig_profile=None if mig is None else mig.profile,
@@ -172,19 +172,19 @@ class _Present:
             since_seconds=since,
             command=command,
             container=next(filter(None, containers), None),
-            processes=tuple(sorted({one.process.pid for one in processes})),
+            processes=tuple(sorted({entry.process.pid for entry in processes})),
         )
 
     def _limit(self, record: JobRecord | None, processes: Sequence[_OnGpu]) -> int | None:
         """Return the limit of a job's memory: as recorded, as reserved, or of its only client of MPS."""
         if record is None:
-            clients = [self._clients[one.process.pid] for one in processes if one.process.pid in self._clients]
+            clients = [self._clients[entry.process.pid] for entry in processes if entry.process.pid in self._clients]
             return clients[0].memory_limit_bytes if len(clients) == 1 else None
         pids = {record.pid, *(() if record.supervisor is None else (record.supervisor.pid,))}
         limits = [
-            one.limit_bytes
-            for one in self._found
-            if one.limit_bytes is not None and not pids.isdisjoint(process.pid for process in one.claim.processes)
+            job.limit_bytes
+            for job in self._ledger
+            if job.limit_bytes is not None and not pids.isdisjoint(process.pid for process in job.claim.processes)
         ]
         return record.memory_bytes if record.memory_bytes is not None or not limits else limits[0]
 
@@ -198,12 +198,12 @@ class _Present:
 
     def _threads(self, processes: Iterable[_OnGpu]) -> float | None:
         """Return the limit of its clients, if all have the same."""
-        found = {
+        limits = {
             self._clients[process.process.pid].threads_percent
             for process in processes
             if process.process.pid in self._clients
         }
-        return found.pop() if len(found) == 1 else None
+        return limits.pop() if len(limits) == 1 else None
 
 
 def _processes(snapshot: Snapshot) -> Iterator[_OnGpu]:
@@ -211,10 +211,10 @@ def _processes(snapshot: Snapshot) -> Iterator[_OnGpu]:
         for process in gpu.processes or ():
             mig = next(
                 (
-                    one
-                    for one in gpu.mig_instances
-                    if one.gpu_instance_id == process.gpu_instance_id
-                    and process.compute_instance_id in {None, one.compute_instance_id}
+                    each
+                    for each in gpu.mig_instances
+                    if each.gpu_instance_id == process.gpu_instance_id
+                    and process.compute_instance_id in {None, each.compute_instance_id}
                 ),
                 None,
             )
@@ -262,39 +262,39 @@ def _line(words: Sequence[str]) -> str | None:
     return cut(shlex.join(words), MOST_COMMAND) or None
 
 
-def _waiting(host: Host, snapshot: Snapshot, found: Sequence[Reservation]) -> Iterator[ListedJob]:
-    reserved = {one.claim.pid: one for one in found if one.waits}
+def _waiting(host: Host, snapshot: Snapshot, ledger: Sequence[Reservation]) -> Iterator[ListedJob]:
+    reserved = {job.claim.pid: job for job in ledger if job.waits}
     if not reserved:
         return
     from gpushare.memory.look import waiting_jobs
 
-    waiting = waiting_jobs(host, snapshot.gpus, found)
+    waiting = waiting_jobs(host, snapshot.gpus, ledger)
     now = time.time()
-    for number, one in enumerate(waiting):
-        want = reserved.get(one.pid)
-        info = host.processes.describe(one.pid)
+    for number, row in enumerate(waiting):
+        want = reserved.get(row.pid)
+        info = host.processes.describe(row.pid)
         yield ListedJob(
-            name=_name(one.name),
-            pid=one.pid,
+            name=_name(row.name),
+            pid=row.pid,
             state=WAITING,
-            user=one.user,
-            role=PRODUCTION if one.production else OPPORTUNISTIC if want is not None and want.opportunistic else PLAIN,
+            user=row.user,
+            role=PRODUCTION if row.production else OPPORTUNISTIC if want is not None and want.opportunistic else PLAIN,
             device=None,
-            gpu_indexes=one.gpu_indexes,
+            gpu_indexes=row.gpu_indexes,
             memory_limit_bytes=None if want is None else want.limit_bytes,
-            since_seconds=None if one.waiting_since is None else max(0.0, now - one.waiting_since),
+            since_seconds=None if row.waiting_since is None else max(0.0, now - row.waiting_since),
             command=_program_of(info),
             line=LinePlace(
-                place=one.place,
-                memory_bytes=one.memory_bytes,
-                count=one.count,
-                behind=tuple(_word(other) for other in waiting[:number] if _meet(other, one)),
+                place=row.place,
+                memory_bytes=row.memory_bytes,
+                count=row.count,
+                behind=tuple(_word(other) for other in waiting[:number] if _meet(other, row)),
                 held_by=tuple(
                     _name(other.name) or str(other.pid)
-                    for other in found
-                    if not set(other.held).isdisjoint(one.device_uuids)
+                    for other in ledger
+                    if not set(other.held).isdisjoint(row.device_uuids)
                 ),
-                stopped=one.stopped,
+                stopped=row.stopped,
             ),
         )
 
@@ -308,8 +308,8 @@ def _name(text: str | None) -> str | None:
     return text if text is not None and is_job_name(text) else None
 
 
-def _meet(one: WaitingJob, other: WaitingJob) -> bool:
-    return not set(one.device_uuids).isdisjoint(other.device_uuids)
+def _meet(job: WaitingJob, other: WaitingJob) -> bool:
+    return not set(job.device_uuids).isdisjoint(other.device_uuids)
 
 
 def _ended(host: Host, most: int) -> Iterator[ListedJob]:

@@ -90,7 +90,7 @@ def _without_reservations(gpu: Gpu) -> Gpu:
     return replace(
         gpu,
         jobs_reserved_bytes=0,
-        mig_instances=tuple(replace(one, jobs_reserved_bytes=0) for one in gpu.mig_instances),
+        mig_instances=tuple(replace(mig, jobs_reserved_bytes=0) for mig in gpu.mig_instances),
     )
 
 
@@ -103,9 +103,9 @@ def of_gpus(snapshot: Snapshot, gpu: str | None) -> Snapshot:
     devices = select(gpu, snapshot.gpus)
     indexes = list(dict.fromkeys(device.gpu.index for device in devices))
     wanted = {device.uuid for device in devices if device.mig is not None}
-    gpus = [next(found for found in snapshot.gpus if found.index == index) for index in indexes]
+    gpus = [next(each for each in snapshot.gpus if each.index == index) for index in indexes]
     if wanted:
-        gpus = [_of_instances(found, wanted) for found in gpus]
+        gpus = [_of_instances(each, wanted) for each in gpus]
     daemons = [
         daemon
         for daemon in snapshot.daemons

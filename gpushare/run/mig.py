@@ -170,7 +170,7 @@ def wait_for_place(
     if places:
         check(places[0].device)
     # Those that may make one stand in one line: for its GPUs.
-    made_on = () if creator is None else tuple(one.uuid or "" for one in creator.gpus)
+    made_on = () if creator is None else tuple(each.uuid or "" for each in creator.gpus)
     keys = (*made_on, *(place.mig.uuid for place in places))[:_MOST_KEYS]
     entry = Entry(host, Request(memory_bytes=None, keys=keys, client=False, name=name))
     began = could = clock()
@@ -178,8 +178,8 @@ def wait_for_place(
         with waiting_line(say, quiet=quiet) as draw:
             while True:
                 free, held = free_places(host, places)
-                found = reservations(host) or []
-                before, now = jobs_before(found, entry), clock()
+                ledger = reservations(host) or []
+                before, now = jobs_before(ledger, entry), clock()
                 ahead = _ahead(before, free)
                 # Those that could have taken one for long, and have not, hang.
                 could = could if free else now
@@ -194,11 +194,11 @@ def wait_for_place(
                 if makes and creator is not None and creator.made_if_room():
                     places = find_places(host, text, gpu, creator)
                     continue
-                why = in_use(held) if held else "none is there" if not places else "others were first"
+                reason = in_use(held) if held else "none is there" if not places else "others were first"
                 if seconds is not None and now - began >= seconds:
-                    raise _none_in_time(text, why, seconds)
+                    raise _none_in_time(text, reason, seconds)
                 line = f", {counted(len(before), 'job')} before it" if before else ""
-                draw(f"waiting for a free instance ({quoted(text)}){line}: {why}", now - began, seconds)
+                draw(f"waiting for a free instance ({quoted(text)}){line}: {reason}", now - began, seconds)
                 sleep(POLL_SECONDS if seconds is None else max(0.01, min(POLL_SECONDS, began + seconds - clock())))
                 try:
                     places = find_places(host, text, gpu, creator)
@@ -236,24 +236,24 @@ def outlook_on_places(
     places = find_places(host, text, gpu)
     check(places[0].device)
     free, held = free_places(host, places)
-    found = reservations(host) or []
-    ahead = _ahead([job for job in found if job.waits and not job.stopped], free)
+    ledger = reservations(host) or []
+    ahead = _ahead([job for job in ledger if job.waits and not job.stopped], free)
     now = free[ahead] if len(free) > ahead else None
     keys = {place.mig.uuid for place in places}
-    behind = [job for job in found if now is None and job.waits and not keys.isdisjoint(job.keys)]
-    inside = {place.mig.uuid: one for place, one in held}
+    behind = [job for job in ledger if now is None and job.waits and not keys.isdisjoint(job.keys)]
+    inside = {place.mig.uuid: holders for place, holders in held}
     if now is not None:
-        why = f"now it would start at once, in {now.title}"
+        words = f"now it would start at once, in {now.title}"
     else:
         line = f"; {counted(len(behind), 'job')} before it" if behind else ""
-        why = (
+        words = (
             f"now it would wait for an instance ({quoted(text)}): {in_use(held) if held else 'others are first'}{line}"
         )
     answer = RoomAnswer(
         starts_now=now is not None,
         gpus=() if now is None else (now.gpu.index,),
         device_uuids=() if now is None else (now.mig.uuid,),
-        why=why,
+        why=words,
         memory_bytes=None,
         behind=tuple(room_job(host, job) for job in behind),
         devices=tuple(
@@ -278,15 +278,15 @@ def _free_bytes(mig: MigInstance) -> int | None:
     return max(0, mig.memory_total_bytes - mig.memory_used_bytes)
 
 
-def _none_in_time(text: str, why: str, seconds: float) -> InUse:
+def _none_in_time(text: str, reason: str, seconds: float) -> InUse:
     if seconds <= 0:
         return InUse(
-            f"no instance ({quoted(text)}) is free now: {why}",
+            f"no instance ({quoted(text)}) is free now: {reason}",
             "wait for it: --wait, or --wait --timeout 10m; see who holds them: gpushare mig status",
             code="no_room",
         )
     return InUse(
-        f"no instance ({quoted(text)}) was free within {seconds:g} s: {why}",
+        f"no instance ({quoted(text)}) was free within {seconds:g} s: {reason}",
         "wait longer: --timeout TIME; see who holds them: gpushare mig status",
         code="no_room",
     )
@@ -295,7 +295,7 @@ def _none_in_time(text: str, why: str, seconds: float) -> InUse:
 def _again(host: Host, place: Place) -> tuple[Place | None, Inside]:
     """Look again under the claim: the instance may have been used or changed before it was taken."""
     gpu = host.nvml.gpu(place.gpu.index)
-    now = next((one for one in places_on(host, gpu) if one.same(place)), None) if gpu.error is None else None
+    now = next((each for each in places_on(host, gpu) if each.same(place)), None) if gpu.error is None else None
     return now, () if now is None else _inside(host, now, _daemons(host, [now]))
 
 
@@ -312,28 +312,28 @@ def _inside(host: Host, place: Place, daemons: Mapping[str, Holder]) -> Inside:
     processes = host.nvml.processes_in(place.mig, place.gpu.index)
     if processes is None:
         return None
-    found = []
+    holders = []
     for process in processes:
         info = host.processes.describe(process.pid)
         user, name = (None, None) if info is None else (info.user, info.name)
         if place.name is None or name is None or not name.startswith(_MPS_PROCESS):
-            found.append(Holder(pid=process.pid, what="context", user=user, name=name))
+            holders.append(Holder(pid=process.pid, what="context", user=user, name=name))
     daemon = daemons.get(place.mig.uuid)
     if daemon is not None and place.name is None:
-        found.append(daemon)
-    return tuple(found)
+        holders.append(daemon)
+    return tuple(holders)
 
 
 def _daemons(host: Host, places: Sequence[Place]) -> dict[str, Holder]:
     """Return the MPS daemons that serve MIG instances, by MIG UUID."""
     gpus = list({place.gpu.index: place.gpu for place in places}.values())
     try:
-        found = [item.daemon for item in find_daemons(host, gpus, deep=False)]
+        daemons = [item.daemon for item in find_daemons(host, gpus, deep=False)]
     except GpushareError:
         return {}
     return {
         daemon.device_uuid: Holder(pid=daemon.pid or 0, what="MPS daemon", user=daemon.user, name=_MPS_PROCESS)
-        for daemon in found
+        for daemon in daemons
         if daemon.device_uuid is not None and daemon.error is None
     }
 
@@ -357,10 +357,10 @@ def _busy(host: Host, held: Sequence[tuple[Place, Inside]]) -> InUse:
 def _who(inside: Inside) -> str:
     if inside is None:
         return "its processes are unknown"
-    return ", ".join(_holder(one) for one in inside[:4]) or "it has just been changed"
+    return ", ".join(_holder(holder) for holder in inside[:4]) or "it has just been changed"
 
 
-def _holder(one: Holder) -> str:
-    facts = [fact for fact in (one.name, one.user and f"user {one.user}") if fact]
-    what = {"lease": "gpushare run, process", "MPS daemon": "MPS daemon, process"}.get(one.what, "process")
-    return f"{what} {one.pid}" + (f" ({', '.join(facts)})" if facts else "")
+def _holder(holder: Holder) -> str:
+    facts = [fact for fact in (holder.name, holder.user and f"user {holder.user}") if fact]
+    kind = {"lease": "gpushare run, process", "MPS daemon": "MPS daemon, process"}.get(holder.what, "process")
+    return f"{kind} {holder.pid}" + (f" ({', '.join(facts)})" if facts else "")

@@ -150,15 +150,15 @@ class Mover:
                 gpu=str(source.index),
                 code="mig_enabled",
             )
-        others = [self._whole(one) for one in devices] if devices is not None else self._gpus
+        others = [self._whole(each) for each in devices] if devices is not None else self._gpus
         candidates = move.targets(source, others)
         moves = []
         for job in self._jobs_on(source):
             consent_to(self._host, job, "moves")
             swap, _ = self._record(job)
             moves.append(_Move(job=job, swap=swap, source=source, candidates=tuple(candidates)))
-        chosen = move.spread({one.job.pid: one.swap.memory_bytes for one in moves}, self._free(candidates))
-        without = [one for one in moves if one.job.pid not in chosen]
+        chosen = move.spread({wish.job.pid: wish.swap.memory_bytes for wish in moves}, self._free(candidates))
+        without = [wish for wish in moves if wish.job.pid not in chosen]
         if without:
             first = without[0]
             raise InUse(
@@ -168,7 +168,7 @@ class Mover:
                 code="no_room",
             )
         by_index = {gpu.index: gpu for gpu in candidates}
-        return self._planned([replace(one, candidates=(by_index[chosen[one.job.pid]],)) for one in moves])
+        return self._planned([replace(wish, candidates=(by_index[chosen[wish.job.pid]],)) for wish in moves])
 
     def _whole(self, device: Device) -> Gpu:
         if device.mig is not None:
@@ -226,24 +226,24 @@ class Mover:
         return wish if target is None else replace(wish, candidates=(target,))
 
     def _planned(self, moves: Sequence[_Move]) -> Moves:
-        undo = "; ".join(_undo(one) for one in moves)
+        undo = "; ".join(_undo(wish) for wish in moves)
         title = "; ".join(
-            f"{one.job.title} is on GPU {one.candidates[0].index} now"
-            if len(one.candidates) == 1
-            else f"{one.job.title} has moved"
-            for one in moves
+            f"{wish.job.title} is on GPU {wish.candidates[0].index} now"
+            if len(wish.candidates) == 1
+            else f"{wish.job.title} has moved"
+            for wish in moves
         )
         plan = Plan(
             title=title if moves else "no job is there",
-            steps=tuple(self._step(one) for one in moves),
+            steps=tuple(self._step(wish) for wish in moves),
             undo=undo or None,
             consent=tuple(
                 loss
-                for one in moves
-                for loss in consent_to(self._host, one.job, "moves", [image.pid for image in one.swap.images])
+                for wish in moves
+                for loss in consent_to(self._host, wish.job, "moves", [image.pid for image in wish.swap.images])
             ),
         )
-        return Moves(plan=plan, jobs=tuple(one.row for one in moves))
+        return Moves(plan=plan, jobs=tuple(wish.row for wish in moves))
 
     def _step(self, wish: _Move) -> Step:
         to = titles([Device(gpu=gpu) for gpu in wish.candidates])
@@ -251,8 +251,8 @@ class Mover:
         pids = " ".join(str(image.pid) for image in wish.swap.images)
         pairs = ",".join(f"{old}={new}" for old, new in self._map(wish.source, wish.candidates[0]))
         actions = ["lock", "checkpoint", f"restore --device-map {pairs}", "unlock"]
-        left = actions[2:] if wish.swap.state == OUT else actions
-        command = "; ".join(f"cuda-checkpoint --pid $pid --action {action}" for action in left)
+        missing = actions[2:] if wish.swap.state == OUT else actions
+        command = "; ".join(f"cuda-checkpoint --pid $pid --action {action}" for action in missing)
         return Step(
             what=f"move {wish.job.title} with {format_bytes(wish.swap.memory_bytes)} from GPU {wish.source.index} to {some}{to}",
             command=f"for pid in {pids}; do {command}; done",

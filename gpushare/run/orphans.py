@@ -53,8 +53,8 @@ def after_death(
         # A program that hangs in the driver still uses its instance.
         while any(host.processes.alive(pid, started) for pid, started in programs.items()):
             time.sleep(_POLL_SECONDS)
-    for one in claims:
-        one.release()
+    for claim in claims:
+        claim.release()
     if has_records(host, "on-demand"):
         from gpushare.mig.on_demand import sweep_left
 

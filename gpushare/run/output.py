@@ -65,9 +65,9 @@ def find_output(host: Host, text: str) -> Output:
             code="output_unreadable",
         ) from None
     except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
+        reason = error.strerror if isinstance(error, OSError) else error
         raise OperationFailed(
-            f"cannot read the output of '{name}': {why}", f"look at it: ls -l {path}", code="output_unreadable"
+            f"cannot read the output of '{name}': {reason}", f"look at it: ls -l {path}", code="output_unreadable"
         ) from None
 
 
@@ -88,7 +88,7 @@ def _name_of(host: Host, text: str) -> str:
 
 def _not_kept(host: Host, name: str) -> GpushareError:
     """Return why there is no output: the job has a terminal, is another user's, or does not exist."""
-    past = any(one.name == name for one in PAST.all(host, shared=False))
+    past = any(job.name == name for job in PAST.all(host, shared=False))
     if past or _keeper(host, name) is not None:
         return NotFound(
             f"the output of '{name}' was not kept: it was not started in the background",
@@ -133,16 +133,16 @@ def seek_lines(descriptor: int, lines: int) -> bool:
     """Put the position of a file so that its last lines follow; return whether there are lines before these."""
     at = end = os.fstat(descriptor).st_size
     # The line break at its end begins no further line.
-    left = lines + 1 if end and os.pread(descriptor, 1, end - 1) == b"\n" else lines
-    while at > 0 and left > 0:
+    missing = lines + 1 if end and os.pread(descriptor, 1, end - 1) == b"\n" else lines
+    while at > 0 and missing > 0:
         begin = max(0, at - _BLOCK)
         block = os.pread(descriptor, at - begin, begin)
-        found = len(block)
-        while left > 0 and (found := block.rfind(b"\n", 0, found)) >= 0:
-            left -= 1
+        place = len(block)
+        while missing > 0 and (place := block.rfind(b"\n", 0, place)) >= 0:
+            missing -= 1
         at = begin
-        if not left:
-            at = begin + found + 1
+        if not missing:
+            at = begin + place + 1
     os.lseek(descriptor, at if lines else end, os.SEEK_SET)
     return at > 0
 

@@ -159,13 +159,13 @@ class Pauser:
         if self._host.processes.namespace_is_host() is False:
             # NVML's PIDs are of another namespace; every CUDA context has this node open.
             return sorted(family & set(self._host.processes.open_files(_CUDA_NODE).by_pid))
-        found: set[int] = set()
+        pids: set[int] = set()
         for gpu in self._gpus:
             # Those of a GPU that does not answer are found by the next look.
             with contextlib.suppress(GpushareError):
                 listed = self._host.nvml.processes(gpu) or ()
-                found |= {each.pid for each in listed if each.pid in family and (each.compute or each.mps)}
-        return sorted(found)
+                pids |= {each.pid for each in listed if each.pid in family and (each.compute or each.mps)}
+        return sorted(pids)
 
 
 class ChannelPauser:
@@ -189,23 +189,23 @@ class ChannelPauser:
         Raises:
             GpushareError: they cannot be paused in this way.
         """
-        found: dict[int, Channels] = {}
+        channels_of: dict[int, Channels] = {}
         for pid in pids:
             before = self.known.get(pid)
             # A context that ended, or another process's, inherited.
             with contextlib.suppress(NotFound):
                 if before is None:
-                    found[pid] = probed(self._host, self._control, pid)
+                    channels_of[pid] = probed(self._host, self._control, pid)
                 else:
                     now = self._control.find_again(before) if pid in self.off else before
-                    found[pid] = before if names_of(now) == names_of(before) else now
-            if pid in found and found[pid].under_mps:
+                    channels_of[pid] = before if names_of(now) == names_of(before) else now
+            if pid in channels_of and channels_of[pid].under_mps:
                 raise NotSupported(
                     f"process {pid} is under MPS", "its channels are those of the server", code="under_mps"
                 )
-        if found != self.known:
-            self._write(found.values(), RUNNING if not self.off else PAUSED)
-            self.known = found
+        if channels_of != self.known:
+            self._write(channels_of.values(), RUNNING if not self.off else PAUSED)
+            self.known = channels_of
 
     def disable(self) -> None:
         """Take everything known off the GPU.
@@ -260,7 +260,7 @@ class ChannelPauser:
         if first is None or me is None:
             return
         # What is off stays in the record until it is on.
-        listed = {one.pid: one for one in (*self.known.values(), *self.off.values(), *channels)}
+        listed = {each.pid: each for each in (*self.known.values(), *self.off.values(), *channels)}
         job = PausedJob(
             pid=self._pid,
             started=first.started,

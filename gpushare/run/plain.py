@@ -145,7 +145,7 @@ class PlainWatch(Watch):
 
     def _look(self, tree: set[int]) -> None:
         mig, index = self.device.mig, self.device.gpu.index
-        inside = set() if mig is None else {one.pid for one in self.host.nvml.processes_in(mig, index) or ()}
+        inside = set() if mig is None else {each.pid for each in self.host.nvml.processes_in(mig, index) or ()}
         now, here = set(), []
         for gpu, process in self._everywhere():
             if process.pid not in tree or not (process.compute or process.mps):
@@ -173,10 +173,10 @@ class PlainWatch(Watch):
     def _everywhere(self) -> Iterator[tuple[int, GpuProcess]]:
         for gpu in range(self.host.nvml.count()):
             try:
-                found = self.host.nvml.processes(gpu) or ()
+                processes = self.host.nvml.processes(gpu) or ()
             except GpushareError:
                 continue
-            yield from ((gpu, process) for process in found)
+            yield from ((gpu, process) for process in processes)
 
     def clients(self) -> set[int]:
         """Return none: outside MPS the end of one breaks no other."""

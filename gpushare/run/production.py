@@ -82,18 +82,18 @@ class Activity:
         return [pid for pid in family if pid not in ours]
 
     def _busy_on_the_cpu(self, at: float) -> bool:
-        used = {pid: one for pid in self._family if (one := cpu_time(pid)) is not None}
+        used = {pid: spent for pid in self._family if (spent := cpu_time(pid)) is not None}
         if not used:
             return False
         # One by one: the CPU time of a child that ends is lost, and must not hide the work of the others.
         before_used, self._used = self._used, used
         self._used_seconds += sum(
-            max(0.0, one.seconds - before_used[pid].seconds) for pid, one in used.items() if pid in before_used
+            max(0.0, spent.seconds - before_used[pid].seconds) for pid, spent in used.items() if pid in before_used
         )
         if self._looks and at - self._looks[-1][0] >= _UNSEEN_SECONDS:
             self._looks, self._light, self._lightly = [], None, False
         self._looks.append((at, self._used_seconds))
-        exact = all(one.exact for one in used.values())
+        exact = all(spent.exact for spent in used.values())
         window, least = (_WINDOW_SECONDS, 0.0) if exact else (_TICKS_WINDOW_SECONDS, _LEAST_TICKS_SECONDS)
         # The shortest span at least as long as the window; some looks come late.
         while len(self._looks) > 2 and at - self._looks[1][0] >= window:
@@ -157,8 +157,8 @@ class ProductionJob:
         return here or (self.name is not None and self._follow(self.name))
 
     def _follow(self, name: str) -> bool:
-        found = find_record(self._host, name)
-        if found is None or self._device.uuid not in found.devices or not is_running(self._host, found):
+        record = find_record(self._host, name)
+        if record is None or self._device.uuid not in record.devices or not is_running(self._host, record):
             return False
-        self._is(found.pid, found.started)
+        self._is(record.pid, record.started)
         return True

@@ -239,9 +239,9 @@ def command_line(environment: Mapping[str, str], command: Sequence[str]) -> str:
     return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in environment.items()), shlex.join(command)])
 
 
-def step_of_run(what: str, command: str = "# by gpushare run itself") -> Step:
+def step_of_run(text: str, command: str = "# by gpushare run itself") -> Step:
     """Return a step for a plan to show: what gpushare does before a program starts, or while it runs."""
-    return Step(what=what, command=command, do=lambda: None)
+    return Step(what=text, command=command, do=lambda: None)
 
 
 # Python buffers what it prints to a file; a line must be there when it is printed.
@@ -340,11 +340,11 @@ class Run:
         log = self.options.log
         engine = self.options.container
         where = self.share.where + "".join(part.where for part in self.parts)
-        what = f"run {self.command[0] if engine is None else f'a container of {engine}'} {where}"
+        text = f"run {self.command[0] if engine is None else f'a container of {engine}'} {where}"
         line = command_line(self.share.environment({} if log is None else _UNBUFFERED), self.command)
         if log is not None:
             line += f" >> {shlex.quote(str(log))} 2>&1"
-        return Step(what=what, command=line, do=self._program)
+        return Step(what=text, command=line, do=self._program)
 
     def _check(self) -> None:
         for part in self.parts:
@@ -575,7 +575,7 @@ class Session:
             strays |= part.release()
 
         def hurry() -> bool:
-            again = any(one in ENDING for one in wakeups.wait(0.0))
+            again = any(pressed in ENDING for pressed in wakeups.wait(0.0))
             if again:
                 self._asked()
             return again or any(part.grows() for part in self._running)

@@ -50,14 +50,14 @@ class Progress:
             NotFound, NoPermission, OperationFailed: it is not there, or cannot be read (code ``log_unreadable``).
             TimedOut: the pattern takes too long.
         """
-        found: list[float] = []
+        speeds: list[float] = []
         if self._file is not None and not self._is_current():
             # It was rotated: first the end of the old one.
-            found = self._numbers(self._new_lines())
+            speeds = self._numbers(self._new_lines())
             self.close()
         if self._file is None:
             self._open()
-        return found + self._numbers(self._new_lines())
+        return speeds + self._numbers(self._new_lines())
 
     def close(self) -> None:
         """Close the file; the next look opens it again."""
@@ -76,12 +76,12 @@ class Progress:
             raise kind(
                 f"production's log {self.path} cannot be read: {error.strerror}", hint, code="log_unreadable"
             ) from None
-        found = os.fstat(file)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid not in self.owners:
+        status = os.fstat(file)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid not in self.owners:
             os.close(file)
-            why = "is not a regular file" if not stat.S_ISREG(found.st_mode) else f"belongs to user {found.st_uid}"
-            raise NoPermission(f"production's log {self.path} {why}", hint, code="log_unreadable")
-        self._file, self._at = file, found.st_size if self._first else 0
+            reason = "is not a regular file" if not stat.S_ISREG(status.st_mode) else f"belongs to user {status.st_uid}"
+            raise NoPermission(f"production's log {self.path} {reason}", hint, code="log_unreadable")
+        self._file, self._at = file, status.st_size if self._first else 0
         self._first = False
 
     def _is_current(self) -> bool:
@@ -110,9 +110,9 @@ class Progress:
         return lines
 
     def _numbers(self, lines: list[bytes]) -> list[float]:
-        found: list[float] = []
+        speeds: list[float] = []
         if not lines:
-            return found
+            return speeds
         with bounded(self.pattern, _MATCH_SECONDS):
             for line in lines:
                 for match in re.finditer(self.pattern, line[:_LONGEST_LINE].decode(errors="replace")):
@@ -121,5 +121,5 @@ class Progress:
                         continue
                     speed = value if self.higher_is_better else 1 / value if value > 0 else math.inf
                     if math.isfinite(speed):
-                        found.append(speed)
-        return found
+                        speeds.append(speed)
+        return speeds

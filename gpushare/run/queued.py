@@ -80,8 +80,8 @@ def check_not_waiting(host: Host, name: str | None, option: str = "--name") -> N
     Raises:
         InUse: one does (code ``name_in_use``).
     """
-    found = () if name is None else reservations(host) or ()
-    same = [one for one in found if one.name == name and one.waits and one.claim.uid == os.geteuid()]
+    jobs = () if name is None else reservations(host) or ()
+    same = [job for job in jobs if job.name == name and job.waits and job.claim.uid == os.geteuid()]
     if same:
         raise InUse(
             f"a job '{name}' already waits for room (process {same[0].claim.pid})",
@@ -113,7 +113,7 @@ def lacked_memory(text: bytes) -> bool:
 
     Not if it has only told of it, went on, and failed by a Python exception of its own later.
     """
-    ends = [found.end() for found in _NO_MEMORY.finditer(text)]
+    ends = [match.end() for match in _NO_MEMORY.finditer(text)]
     if not ends:
         return False
     after = text[ends[-1] :]
@@ -261,14 +261,14 @@ class Queued:
         room = outlook(self.host, devices, request, self.limits, reasons) if self.queue.wait else None
         taken = () if room is None else room.device_uuids
         where = [device for key in taken for device in devices if device.uuid == key] or devices[: self.count]
-        before = [step_of_run(one) for one in self._before(request, devices)]
+        before = [step_of_run(text) for text in self._before(request, devices)]
         limit_bytes = self.job_bytes
         by_driver = limit_bytes is not None and self._may_limit(where[0])
         if limit_bytes is not None and by_driver:
             from gpushare.memory.driver_limit import command, words
 
             before.append(step_of_run(words(limit_bytes), command(where[0], limit_bytes)))
-        meanwhile = tuple(step_of_run(one) for one in self._meanwhile(size, by_driver=by_driver))
+        meanwhile = tuple(step_of_run(text) for text in self._meanwhile(size, by_driver=by_driver))
         options = replace(
             self.options,
             limits=self._limits(limit_bytes),
@@ -348,8 +348,12 @@ class Queued:
         if given is not None or not self.queue.wait:
             # What does not wait, and has no size, reserves nothing.
             return given or 0
-        known = [find_profile(self.host, device, self.command) for device in self.devices]
-        peaks = [(one.memory_bytes, one.short) for one in known if one is not None and one.memory_bytes is not None]
+        profiles = [find_profile(self.host, device, self.command) for device in self.devices]
+        peaks = [
+            (profile.memory_bytes, profile.short)
+            for profile in profiles
+            if profile is not None and profile.memory_bytes is not None
+        ]
         if not peaks:
             self.say("its memory is not known: it waits for a GPU without other jobs; to share one, give --memory SIZE")
             return None
@@ -357,12 +361,12 @@ class Queued:
         size = _more(most) if short else most
         limit = self._most() if short else None
         size = size if limit is None else min(size, limit)
-        why = (
+        reason = (
             "a fifth more than it had when it ran out of memory"
             if short
             else "the most that this command has used here"
         )
-        self.say(f"it reserves {format_bytes(size)}, {why}")
+        self.say(f"it reserves {format_bytes(size)}, {reason}")
         return size
 
     def _warn(self, size: int | None) -> None:
@@ -450,10 +454,10 @@ class Queued:
             return None
         from gpushare.memory.driver_limit import take_limit
 
-        found = take_limit(self.host, device, limit_bytes)
-        if found is None:
+        limit = take_limit(self.host, device, limit_bytes)
+        if limit is None:
             self.say("the driver did not take the limit as asked: the memory of its processes is added up instead")
-        return found
+        return limit
 
     def _policy(self) -> Policy | None:
         swap = self.queue.swap
@@ -499,13 +503,13 @@ class Queued:
                 self.queue.seconds,
                 self.limits,
                 draw,
-                best=lambda some: [one for one, _ in best(some)],
+                best=lambda some: [device for device, _ in best(some)],
             )
         if ordered:
             # As it is now: the job may have waited for long.
             size_of = "all of it" if size is None else format_bytes(size)
-            for device, what in best(taken):
-                self.say(f"{device.title}: {what}; {size_of} reserved")
+            for device, text in best(taken):
+                self.say(f"{device.title}: {text}; {size_of} reserved")
         return taken, place
 
     def _take_now(self, place: Place, devices: Sequence[Device], size: int | None) -> None:
@@ -533,7 +537,7 @@ class Queued:
         return best_first(self.host, self.devices, self._productions, self.limits, self.command, count=self.count)
 
     def _productions(self, device: Device) -> list[str]:
-        return [one.name for one in productions(self.host) if device.uuid in one.devices and is_running(self.host, one)]
+        return [job.name for job in productions(self.host) if device.uuid in job.devices and is_running(self.host, job)]
 
     def _keep(self, device: Device, peak: int | None, *, short: bool, reached: bool) -> None:
         if peak is None or not (reached or short):

@@ -105,18 +105,18 @@ class Spared:
 
 def living_productions(host: Host, device: Device) -> list[JobRecord]:
     """Return the production jobs that run on a device now."""
-    return [one for one in productions(host) if device.uuid in one.devices and is_running(host, one)]
+    return [job for job in productions(host) if device.uuid in job.devices and is_running(host, job)]
 
 
 def place_of_production(host: Host, gpus: Sequence[Gpu], target: str) -> str | None:
     """Return the UUID of the device on which the job of this name or PID runs; None: none is known to."""
-    there = {gpu.uuid for gpu in gpus} | {one.uuid for gpu in gpus for one in gpu.mig_instances}
-    known = (
+    there = {gpu.uuid for gpu in gpus} | {each.uuid for gpu in gpus for each in gpu.mig_instances}
+    jobs = (
         record
         for record in records(host)
         if target in {record.name, str(record.pid)} and record.devices and there.issuperset(record.devices)
     )
-    return next((one.devices[0] for one in known if is_running(host, one)), None)
+    return next((record.devices[0] for record in jobs if is_running(host, record)), None)
 
 
 def find_spared(host: Host, device: Device, target: str | None) -> JobRecord | None:
@@ -128,15 +128,15 @@ def find_spared(host: Host, device: Device, target: str | None) -> JobRecord | N
     if pid is not None:
         # Any other process: there is no record of it.
         here = (record for record in records(host) if record.pid == pid and device.uuid in record.devices)
-        return next((one for one in here if is_running(host, one)), None)
-    found = find_record(host, check_job_name(target))
-    if found is None and find_tuned(host, target) is None:
+        return next((record for record in here if is_running(host, record)), None)
+    named = find_record(host, check_job_name(target))
+    if named is None and find_tuned(host, target) is None:
         raise NotFound(
             f"no job {quoted(target)} is known, running or tuned",
             f"start it: gpushare run --production {target} -- CMD; or tune it: gpushare tune --name {target} ...",
             code="no_production",
         )
-    return found
+    return named
 
 
 def tuned_next_to(host: Host, device: Device, target: str | None) -> Tuned | None:
@@ -155,17 +155,17 @@ def spare(host: Host, device: Device, given: Limits, target: str | None, *, way:
     With slices, which limit all jobs of the device together, there is neither a cap nor a priority unless it is given.
     """
     production = find_spared(host, device, target)
-    found = _tuned_for(host, production, target)
-    tuned = found if found is not None and found.way == way else None
+    for_it = _tuned_for(host, production, target)
+    tuned = for_it if for_it is not None and for_it.way == way else None
     living = living_productions(host, device)
     told = tuned is None and (given.threads_percent is not None or way is Way.SLICES)
     notes = [] if told else _where_it_was_tuned(host, device, tuned)
     if target is None and len(living) > 1:
         notes.append(
-            f"production jobs here: {', '.join(one.name for one in living)}; to use the tuning for one of them: --for NAME"
+            f"production jobs here: {', '.join(job.name for job in living)}; to use the tuning for one of them: --for NAME"
         )
     if way is Way.SLICES:
-        memory = _memory(device, given, production, living, found, notes)
+        memory = _memory(device, given, production, living, for_it, notes)
         return Spared(
             limits=replace(given, memory_limit_bytes=memory), production=production, tuned=tuned, notes=tuple(notes)
         )
@@ -174,7 +174,7 @@ def spare(host: Host, device: Device, given: Limits, target: str | None, *, way:
         threads = SAFE_THREADS_PERCENT if tuned is None else tuned.threads_percent
     if priority is None:
         priority = Priority.LOW if tuned is None or tuned.low_priority else Priority.NORMAL
-    memory = _memory(device, given, production, living, found, notes)
+    memory = _memory(device, given, production, living, for_it, notes)
     limits = Limits(threads_percent=None if threads >= 100 else threads, memory_limit_bytes=memory, priority=priority)
     return Spared(limits=limits, production=production, tuned=tuned, notes=tuple(notes))
 
@@ -191,17 +191,17 @@ def _memory(
     memory = given.memory_limit_bytes
     # Another production job on the device needs its memory too.
     try:
-        left = _memory_left(device, [production, *(one for one in living if one != production)], tuned)
+        rest = _memory_left(device, [production, *(job for job in living if job != production)], tuned)
     except InUse:
         if memory is None:
             raise
-        left = 0
+        rest = 0
     if memory is None:
-        memory = left
+        memory = rest
         if memory is None:
             notes.append("no memory limit: the memory that production needs is unknown; set one with --memory")
-    elif left is not None and memory > left:
-        notes.append(f"--memory {format_bytes(memory)} is more than production's peak leaves: {format_bytes(left)}")
+    elif rest is not None and memory > rest:
+        notes.append(f"--memory {format_bytes(memory)} is more than production's peak leaves: {format_bytes(rest)}")
     return memory
 
 
@@ -220,14 +220,14 @@ def _where_it_was_tuned(host: Host, device: Device, tuned: Tuned | None) -> list
 
 def _memory_left(device: Device, neighbours: Sequence[JobRecord | None], tuned: Tuned | None) -> int | None:
     total = device.memory_total_bytes
-    known = [one.memory_peak_bytes for one in neighbours if one is not None and one.memory_peak_bytes is not None]
-    peaks = [sum(known)] if known else []
+    peaks_of = [job.memory_peak_bytes for job in neighbours if job is not None and job.memory_peak_bytes is not None]
+    peaks = [sum(peaks_of)] if peaks_of else []
     if tuned is not None and tuned.production_memory_bytes is not None:
         peaks.append(tuned.production_memory_bytes)
     if total is None or not peaks:
         return None
-    left = total - (device.gpu.memory_reserved_bytes or 0) - max(peaks) - _MARGIN_BYTES
-    if left < MIB:
+    rest = total - (device.gpu.memory_reserved_bytes or 0) - max(peaks) - _MARGIN_BYTES
+    if rest < MIB:
         raise InUse(
             f"production takes {format_bytes(max(peaks))} of the {format_bytes(total)} of {device.title}:"
             " nothing is left for another job",
@@ -235,7 +235,7 @@ def _memory_left(device: Device, neighbours: Sequence[JobRecord | None], tuned: 
             gpu=device.gpu.index,
             code="memory_does_not_fit",
         )
-    return left // MIB * MIB
+    return rest // MIB * MIB
 
 
 NOT_PROTECTED: Final = "not protected: under MPS, a GPU fault of either job ends both; memory bandwidth is shared at any cap; a cap reserves nothing"

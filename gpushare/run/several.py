@@ -47,11 +47,11 @@ def is_full(descriptor: int) -> bool:
     Blocks reserved for root (ext4) count as free for root only.
     """
     try:
-        found = os.fstatvfs(descriptor)
+        blocks = os.fstatvfs(descriptor)
     except OSError:
         return False
-    free = found.f_bfree if os.geteuid() == 0 else found.f_bavail
-    return found.f_blocks > 0 and free == 0
+    free = blocks.f_bfree if os.geteuid() == 0 else blocks.f_bavail
+    return blocks.f_blocks > 0 and free == 0
 
 
 # A temporary file is truncated beyond this; it was read already.
@@ -233,11 +233,11 @@ class Group:
         lingers: bool | None = None
         try:
             with Wakeups() as signals:
-                left = [program for program in self.programs if program.runs]
-                for program in left:
+                running = [program for program in self.programs if program.runs]
+                for program in running:
                     # A paused program could not end by itself.
                     self.resume(program)
-                self.end(left, hurry=signals.came)
+                self.end(running, hurry=signals.came)
                 lingers = self._held.close()
         finally:
             if lingers is None:
@@ -330,10 +330,10 @@ class Group:
             self.look()
             if until():
                 return True
-            left = deadline - time.monotonic()
-            if left <= 0:
+            rest = deadline - time.monotonic()
+            if rest <= 0:
                 return False
-            time.sleep(min(POLL_SECONDS, left))
+            time.sleep(min(POLL_SECONDS, rest))
 
     def end(
         self, programs: Sequence[Program], *, hurry: Callable[[], bool] = lambda: False, strays: Iterable[int] = ()
@@ -362,14 +362,14 @@ class Group:
         return drain
 
     def end_left_behind(
-        self, left: Mapping[int, Sequence[int]], *, hurry: Callable[[], bool] = lambda: False
+        self, stays: Mapping[int, Sequence[int]], *, hurry: Callable[[], bool] = lambda: False
     ) -> Drain | None:
         """End the processes that `left_behind` has found: by SIGTERM, because a shell's background jobs ignore SIGINT.
 
         Raises:
             GpushareError: one could not be ended.
         """
-        pids = [pid for found in left.values() for pid in found]
+        pids = [pid for group in stays.values() for pid in group]
         for pid in pids:
             # If gpushare dies now, it must not stay stopped.
             self._guard_on(pid)
@@ -393,10 +393,10 @@ class Group:
         A process in a session of its own cannot be traced back. ``elsewhere`` are such processes, seen on the GPU; they
         count as the first program's.
         """
-        found = {program.pid: set(group_members(program.pid)) for program in programs}
-        if found:
-            next(iter(found.values())).update(set(elsewhere).difference(*found.values()))
-        return still_there(self.host, found)
+        groups = {program.pid: set(group_members(program.pid)) for program in programs}
+        if groups:
+            next(iter(groups.values())).update(set(elsewhere).difference(*groups.values()))
+        return still_there(self.host, groups)
 
     def _reap(self, programs: Sequence[Program]) -> None:
         """Wait until they can be reaped.
@@ -457,10 +457,10 @@ def peak_memory(host: Host, device: Device, program: Program) -> int | None:
     if host.processes.namespace_is_host() is False:
         return None
     try:
-        found = host.nvml.processes(device.gpu.index) or ()
+        listed = host.nvml.processes(device.gpu.index) or ()
     except GpushareError:
         return None
     tree = set(host.processes.descendants(program.pid))
-    sizes = [one.memory_used_bytes for one in found if one.pid in tree]
-    known = [size for size in sizes if size is not None]
-    return sum(known) if known and len(known) == len(sizes) else None
+    sizes = [process.memory_used_bytes for process in listed if process.pid in tree]
+    told = [size for size in sizes if size is not None]
+    return sum(told) if told and len(told) == len(sizes) else None

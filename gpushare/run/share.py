@@ -95,7 +95,7 @@ class Attachment(Watch):
             return
         ours = [process for process in running if process.pid in tree]
         self.note_memory(ours)
-        now = {one.pid for one in ours if one.compute and not one.mps and one.pid not in clients}
+        now = {process.pid for process in ours if process.compute and not process.mps and process.pid not in clients}
         self.outside |= now & self._suspects
         self._suspects = now
 

@@ -92,53 +92,53 @@ class KeptSlices:
         return [pid for pid in sorted(pids) if self._apply(pid, microseconds)]
 
     def _forget(self, pid: int) -> None:
-        for known in (self._known, self.proved, self._due):
-            known.pop(pid, None)
+        for table in (self._known, self.proved, self._due):
+            table.pop(pid, None)
 
     def _apply(self, pid: int, microseconds: int) -> bool:
         if self._control is None:
             self._control = self.host.open_channels().__enter__()
-        known = self._known.get(pid)
-        if known is not None and self._is_right(self._control, known, microseconds):
+        channels = self._known.get(pid)
+        if channels is not None and self._is_right(self._control, channels, microseconds):
             return False
-        if known is None:
+        if channels is None:
             # No probe: two at the same time would take each other's trial for the slice of before. The read-back is the proof.
-            known = self._known[pid] = self._control.find(pid, probe=False)
-        self._known[pid] = apply_slice(self.host, self._control, known, microseconds)
+            channels = self._known[pid] = self._control.find(pid, probe=False)
+        self._known[pid] = apply_slice(self.host, self._control, channels, microseconds)
         self.proved[pid], self._due[pid] = microseconds, time.monotonic() + _CONTEXT_SECONDS
         return True
 
-    def _is_right(self, control: ChannelControl, known: Channels, microseconds: int) -> bool:
+    def _is_right(self, control: ChannelControl, channels: Channels, microseconds: int) -> bool:
         """Return whether a known process has its slice, in all contexts that it has now."""
-        pid = known.pid
+        pid = channels.pid
         try:
             if self.fixed or self.proved.get(pid) != microseconds:
-                if set(control.read_slices(known)) != {microseconds}:
+                if set(control.read_slices(channels)) != {microseconds}:
                     return False
                 self.proved[pid] = microseconds
             if time.monotonic() < self._due.get(pid, 0.0):
                 return True
             self._due[pid] = time.monotonic() + _CONTEXT_SECONDS
-            now = control.find_again(known)
+            now = control.find_again(channels)
         except NotFound:
             self._forget(pid)
             return False
-        before = {(one.client, one.handle) for one in known.compute}
+        before = {(group.client, group.handle) for group in channels.compute}
         self._known[pid] = now
-        more = [one for one in now.compute if (one.client, one.handle) not in before]
+        more = [group for group in now.compute if (group.client, group.handle) not in before]
         if not self.fixed:
             record = slice_records(self.host).get(pid)
             # Set by `timeslice set` meanwhile: that slice is for later contexts, too.
             if more and record is not None and record.slice_us != microseconds:
                 apply_slice(self.host, control, now, record.slice_us)
                 return True
-        return all(one.slice_us == microseconds for one in more)
+        return all(group.slice_us == microseconds for group in more)
 
     def restore(self) -> None:
         """Give the processes that still run the slices of before. Raises as `restore_slice`."""
         if self._control is not None:
-            for known in self._known.values():
-                restore_slice(self.host, self._control, known)
+            for channels in self._known.values():
+                restore_slice(self.host, self._control, channels)
 
     def close(self) -> None:
         """End the calls."""

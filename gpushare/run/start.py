@@ -258,7 +258,7 @@ class JobStart:
         if group:
             self.say(
                 f"opportunistic jobs with a time-slice run in the MPS daemon of {device.title}: this job shares their slice of"
-                f" {format_slice(min(one.slice_us for one in group))}; to run outside it: --slice 2ms"
+                f" {format_slice(min(member.slice_us for member in group))}; to run outside it: --slice 2ms"
             )
 
         return self._carry_out(MpsShare(self.host, device, options.limits), options)
@@ -291,7 +291,7 @@ class JobStart:
 
             return self._carry_out(PlainShare(self.host, device), metered, mps=False)
 
-        if all(one.gpu.compute_mode is ComputeMode.PROHIBITED for one in devices):
+        if all(each.gpu.compute_mode is ComputeMode.PROHIBITED for each in devices):
             # To wait for that would take until somebody changes it.
             check_mode(devices[0])
         queued = Queued(
@@ -376,11 +376,11 @@ class JobStart:
             return None
 
         try:
-            found = spared_process(self.host, devices[0], target)
+            process = spared_process(self.host, devices[0], target)
         except BadUsage as error:
             if error.code != "other_device" or len(devices) == 1:
                 raise
-            found = None
+            process = None
         except NotFound as error:
             if error.code != "no_production":
                 raise
@@ -388,7 +388,7 @@ class JobStart:
             raise error.restated(
                 hint=f"start it: {start}; or drop --for: the job leaves for every production job"
             ) from error
-        spared = f"'{target}'" if found is None else found.title
+        spared = f"'{target}'" if process is None else process.title
         if not self.dry_run:
             self.say(f"opportunistic: it leaves the GPU when {spared} or another production job needs room")
         return spared
@@ -775,7 +775,7 @@ def _source(host: Host, process: ProductionJob) -> Callable[[], PrintedRate | No
         if process.name is not None:
             record = find_record(host, process.name)
         else:
-            record = next((one for one in records(host) if one.pid == process.pid), None)
+            record = next((each for each in records(host) if each.pid == process.pid), None)
         return None if record is None else record.rate
 
     if found() is None:

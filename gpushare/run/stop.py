@@ -111,9 +111,9 @@ def find_target(host: Host, text: str) -> Target:
 
 def _one_waiting(host: Host, text: str, number: int | None) -> Reservation | None:
     waiting = [job for job in reservations(host) or [] if job.waits]
-    found = [job for job in waiting if (job.name == text if number is None else job.claim.pid == number)]
-    mine = [one for one in found if _uid(host, one.claim.pid) == host.uid] or found
-    return only_one(text, mine, [one.claim.pid for one in mine])
+    named = [job for job in waiting if (job.name == text if number is None else job.claim.pid == number)]
+    mine = [job for job in named if _uid(host, job.claim.pid) == host.uid] or named
+    return only_one(text, mine, [job.claim.pid for job in mine])
 
 
 def _of_record(host: Host, record: JobRecord) -> Target:
@@ -254,7 +254,7 @@ class Stop:
         """Wait until its gpushare and its program are gone; return whether they are."""
         both = {supervisor, Identity(self._job.pid, self._job.started)}
         deadline = time.monotonic() + seconds
-        while any(self._host.processes.identity(one.pid) == one for one in both):
+        while any(self._host.processes.identity(process.pid) == process for process in both):
             if time.monotonic() >= deadline:
                 return False
             time.sleep(_POLL_SECONDS)
@@ -265,8 +265,8 @@ class Stop:
         host, job = self._host, self._job
         info = host.processes.describe(job.pid)
         if info is not None and (is_server(info.name) or info.name == MPS_CONTROL):
-            what = "server" if is_server(info.name) else "control daemon"
-            raise serves(job.pid, what, "gpushare mps stop -g GPU")
+            kind = "server" if is_server(info.name) else "control daemon"
+            raise serves(job.pid, kind, "gpushare mps stop -g GPU")
         tree = host.processes.descendants(job.pid)
         clients = find_clients(host, self._gpus, tree)
         on_gpu = {
@@ -275,7 +275,7 @@ class Stop:
             for process in gpu.processes or ()
             if process.pid in set(tree)
         }
-        under_mps = {*(one.client.pid for one in clients), *(pid for pid, (_, one) in on_gpu.items() if one.mps)}
+        under_mps = {*(each.client.pid for each in clients), *(pid for pid, (_, each) in on_gpu.items() if each.mps)}
         if not (self.target.orphan or on_gpu or under_mps or self._is_kept_off(tree)):
             raise NotFound(
                 f"process {job.pid} is not a job of gpushare, and not on a GPU",
@@ -311,8 +311,8 @@ class Stop:
         info = self._host.processes.describe(job.pid)
         program = () if info is None or info.name is None else (info.name,)
         inside = job_names(self._host, [job.pid]).get(job.pid)
-        why = "gpushare did not start it" if inside is None else f"a part of job '{inside}'"
-        return Loss(action="ends", what=job.title, why=(*program, why))
+        reason = "gpushare did not start it" if inside is None else f"a part of job '{inside}'"
+        return Loss(action="ends", what=job.title, why=(*program, reason))
 
     def _drained(
         self, tree: Sequence[int], clients: Sequence[Client], on_gpu: dict[int, tuple[Gpu, GpuProcess]]
@@ -323,7 +323,7 @@ class Stop:
             meter = meter_of(host, clients[0], self._gpus)
         else:
             # NVML knows it as a client, and its daemon does not answer.
-            gpu, process = next((gpu, one) for gpu, one in on_gpu.values() if one.mps)
+            gpu, process = next((gpu, each) for gpu, each in on_gpu.values() if each.mps)
             meter = ActivityMeter(host.nvml, gpu.index, process.gpu_instance_id)
         ending = self._ending = Ending(host, known(host.processes, tree), meter, bound)
         steps = ending.steps()
@@ -356,8 +356,8 @@ class Stop:
                     code="still_running",
                 )
 
-        what = f"let {engine} stop container {container}, and kill it after {format_duration(grace)}"
-        return Step(what=what, command=f"{engine} stop -t {grace:g} {container}", do=stop)
+        text = f"let {engine} stop container {container}, and kill it after {format_duration(grace)}"
+        return Step(what=text, command=f"{engine} stop -t {grace:g} {container}", do=stop)
 
     def _by_signals(self, tree: Sequence[int]) -> Step:
         grace = GRACE_SECONDS if self._grace is None else self._grace

@@ -78,11 +78,11 @@ def out_of_gpu(host: Host, text: str, say: Callable[[str], None], *, dry_run: bo
         NotSupported: this host, GPU or job cannot do it; the code says why.
         InUse: it is out already (``already_out``).
     """
-    found = find_job(host, text)
-    consent_to(host, found, "swaps out")
+    job = find_job(host, text)
+    consent_to(host, job, "swaps out")
     check_host(host)
     repair_first(host, say, dry_run=dry_run)
-    before = find_swap(host, found.pid, found.name)
+    before = find_swap(host, job.pid, job.name)
     # The record of another user, which is not corrected here; if he is swapping it now, `go_out` waits for him.
     if (
         before is not None
@@ -91,35 +91,35 @@ def out_of_gpu(host: Host, text: str, say: Callable[[str], None], *, dry_run: bo
         and not is_back(host, before, host.open_checkpoint())
     ):
         raise _already(before)
-    processes = processes_to_swap(host, found)
-    losses = consent_to(host, found, "swaps out", [process.pid for process in processes])
-    gpu = next((one for one in host.nvml.sweep() if one.index == processes[0].gpus[0]), None)
+    processes = processes_to_swap(host, job)
+    losses = consent_to(host, job, "swaps out", [process.pid for process in processes])
+    gpu = next((each for each in host.nvml.sweep() if each.index == processes[0].gpus[0]), None)
     if gpu is None or gpu.uuid is None:
         raise NotFound(f"GPU {processes[0].gpus[0]} is gone", "see: gpushare status", code="unknown_gpu")
     if gpu.mig_enabled:
         raise NotSupported(
-            f"{found.title} is on a MIG instance of GPU {gpu.index}, and such jobs cannot be swapped",
+            f"{job.title} is on a MIG instance of GPU {gpu.index}, and such jobs cannot be swapped",
             "pause it instead: gpushare pause JOB",
             gpu=gpu.index,
             code="mig_enabled",
         )
-    swap = leaving(host, found, gpu.uuid, processes)
+    swap = leaving(host, job, gpu.uuid, processes)
     done: list[Swap] = []
 
     def act() -> None:
         with guarded(host, say), locked(host, say=say):
-            again = find_swap(host, found.pid, found.name)
+            again = find_swap(host, job.pid, job.name)
             checkpoint = host.open_checkpoint()
             if again is not None and again.state in {OUT, LOST} and not is_back(host, again, checkpoint):
                 raise _already(again)
-            done.append(go_out(host, swap, checkpoint, lambda: processes_to_swap(host, found), room_kept))
+            done.append(go_out(host, swap, checkpoint, lambda: processes_to_swap(host, job), room_kept))
 
     pids = " ".join(str(process.pid) for process in processes)
-    what = f"copy {format_bytes(swap.memory_bytes)} of {found.title} from GPU {gpu.index} to host memory"
-    gone = f"{found.title} is out of GPU {gpu.index}, with {format_bytes(swap.memory_bytes)} in host memory"
-    undo = f"gpushare swap in {found.selector}"
+    words = f"copy {format_bytes(swap.memory_bytes)} of {job.title} from GPU {gpu.index} to host memory"
+    gone = f"{job.title} is out of GPU {gpu.index}, with {format_bytes(swap.memory_bytes)} in host memory"
+    undo = f"gpushare swap in {job.selector}"
     step = Step(
-        what=what,
+        what=words,
         command=f"for pid in {pids}; do cuda-checkpoint --action lock --pid $pid; cuda-checkpoint --action checkpoint --pid $pid; done",
         undo=undo,
         do=act,
@@ -149,7 +149,7 @@ def back_to_gpu(
     try:
         swap = taken_over(host, _out_now(host, text, gone))
     except NotFound:
-        back = next((one for one in repaired if one.is_named(text) and one.living(host)), None)
+        back = next((each for each in repaired if each.is_named(text) and each.living(host)), None)
         if back is None:
             raise
         # The repair has brought it back.
@@ -165,11 +165,11 @@ def back_to_gpu(
     limits = kept_limits(host).without(os.geteuid())
     done: list[Swap] = []
     pids = " ".join(str(pid) for pid, _, _ in swap.living(host))
-    what = f"copy {format_bytes(swap.memory_bytes)} of {swap.title} back to {device.title}"
+    words = f"copy {format_bytes(swap.memory_bytes)} of {swap.title} back to {device.title}"
     back_on = f"{swap.title} is back on {device.title}, with {format_bytes(swap.memory_bytes)}"
     undo = f"gpushare swap out {swap.selector}"
     step = Step(
-        what=what,
+        what=words,
         command=f"for pid in {pids}; do cuda-checkpoint --action restore --pid $pid; cuda-checkpoint --action unlock --pid $pid; done",
         undo=undo,
         do=lambda: done.append(_come_back(host, text, swap, device, request, limits, seconds, say, waiting)),
@@ -181,7 +181,7 @@ def back_to_gpu(
 def _device_of(host: Host, swap: Swap) -> Device:
     """Return the GPU that a job comes back to. Raises NotFound, NotSupported."""
     # Not by `select`: a record that a user has written may say "all".
-    gpu = next((one for one in host.nvml.sweep() if one.uuid == swap.gpu_uuid), None)
+    gpu = next((each for each in host.nvml.sweep() if each.uuid == swap.gpu_uuid), None)
     if gpu is None:
         raise NotFound(
             f"the GPU that {swap.title} came from is gone ({swap.gpu_uuid})", "see: gpushare status", code="unknown_gpu"
@@ -213,22 +213,22 @@ def _come_back(
     """
     ends = None if seconds is None else time.monotonic() + seconds
     while True:
-        left = None if ends is None else max(0.0, ends - time.monotonic())
+        rest = None if ends is None else max(0.0, ends - time.monotonic())
         place: Place | None = None
         try:
             try:
                 place = Place(host, request)
                 with waiting() as draw:
-                    wait_for_room(host, place, [device], left, limits, draw)
+                    wait_for_room(host, place, [device], rest, limits, draw)
             except (NoPermission, OperationFailed) as error:
                 if error.code != "lease_unusable":
                     raise
                 say(f"{error.message}; so it comes back without a place in the line, if there is room")
-                left = 0.0
+                rest = 0.0
             with guarded(host, say), locked(host, say=say):
                 return come_in(host, taken_over(host, _out_now(host, text, swap)), host.open_checkpoint())
         except InUse as error:
-            if error.code != "no_room" or left == 0.0:
+            if error.code != "no_room" or rest == 0.0:
                 raise
         finally:
             if place is not None:
@@ -263,12 +263,12 @@ def _already(swap: Swap) -> GpushareError:
 def _out_now(host: Host, text: str, gone: Swap | None) -> Swap:
     """Return the job with this name or PID, which is out now; ``gone`` had it before, and may have ended."""
     # By its record first: the process that it is named after may have ended before the others.
-    named = [one for one in swaps(host) if one.state != BACK and one.is_named(text)]
-    ours = [one for one in named if one.keeper_uid in {None, 0}]
+    named = [swap for swap in swaps(host) if swap.state != BACK and swap.is_named(text)]
+    ours = [swap for swap in named if swap.keeper_uid in {None, 0}]
     if len(ours or named) > 1:
         raise BadUsage(
             f"{len(named)} users have a job '{text}' that is out",
-            f"give a PID: {', '.join(str(one.pid) for one in named[:5])}",
+            f"give a PID: {', '.join(str(swap.pid) for swap in named[:5])}",
             code="ambiguous_job",
         )
     if named:

@@ -198,8 +198,10 @@ class Idle(Policy):
         most = max(_each(before.cpu, look.cpu, look), default=0.0)
         busy = look.busy_percent > 0 or self._has_worked(before.now, elapsed, used)
         # What would wake it is work here, too: it neither leaves nor comes back for nothing.
-        known = len(self._levels) >= _LEAST_LEVELS
-        active = known and elapsed <= _MOST_BETWEEN_SECONDS and most >= self._waking_seconds + self._often() * elapsed
+        is_known = len(self._levels) >= _LEAST_LEVELS
+        active = (
+            is_known and elapsed <= _MOST_BETWEEN_SECONDS and most >= self._waking_seconds + self._often() * elapsed
+        )
         if busy:
             self._window = None
             self._levels.clear()
@@ -388,7 +390,10 @@ class ForProduction(Policy):
         # What the job itself gave back or took is no growth.
         before = self._seen if is_out == self._is_out else []
         self._is_out = is_out
-        self._seen = [*(one for one in before if look.now - one[0] <= _GROWTH_SECONDS), (look.now, look.free_bytes)]
+        self._seen = [
+            *(sample for sample in before if look.now - sample[0] <= _GROWTH_SECONDS),
+            (look.now, look.free_bytes),
+        ]
 
     def _growth(self) -> float:
         """Return how fast the free memory shrinks now, in bytes per second.
@@ -403,7 +408,7 @@ class ForProduction(Policy):
         grown = [lost for _, lost in steps if lost > 0]
         if len(grown) < _GROWTH_LOOKS:
             return 0.0
-        steps.remove(max(steps, key=lambda one: one[1]))
+        steps.remove(max(steps, key=lambda step: step[1]))
         return max(0.0, sum(lost for _, lost in steps) / sum(seconds for seconds, _ in steps))
 
     def returns(self, look: Look) -> bool:
@@ -510,30 +515,30 @@ class Swapping(Part):
 
     def _notice(self) -> None:
         """See whether the job was moved by hand, by its user or by root."""
-        found = find_swap(self._host, self._pid)
-        if found is not None and found.state == BACK and found.gpu_uuid != self._device.uuid:
-            self._goes_on(found.gpu_uuid, "moved by hand")
-        elif found is None or found.state == BACK:
-            if self.out and found is None and self._host.processes.identity(self._pid) is None:
+        swap = find_swap(self._host, self._pid)
+        if swap is not None and swap.state == BACK and swap.gpu_uuid != self._device.uuid:
+            self._goes_on(swap.gpu_uuid, "moved by hand")
+        elif swap is None or swap.state == BACK:
+            if self.out and swap is None and self._host.processes.identity(self._pid) is None:
                 # The program itself has ended: that is said elsewhere.
                 self._swap = None
             elif self.out:
-                self._came_back("what was out has ended" if found is None else "back on the GPU, brought in by hand")
-        elif found.state == LOST:
+                self._came_back("what was out has ended" if swap is None else "back on the GPU, brought in by hand")
+        elif swap.state == LOST:
             if not self._by_hand:
-                self._by_hand, self._swap = True, found
-                self._say(f"{found.title} is lost: the driver could not put it back; end it: Ctrl-C")
+                self._by_hand, self._swap = True, swap
+                self._say(f"{swap.title} is lost: the driver could not put it back; end it: Ctrl-C")
         elif not self.out:
-            self._by_hand, self._swap = True, found
-            root = found.keeper_uid == 0
+            self._by_hand, self._swap = True, swap
+            root = swap.keeper_uid == 0
             self._say(
                 f"out of the GPU, swapped out by {'root' if root else 'hand'}; it comes back with: "
-                f"{'sudo ' if root else ''}gpushare swap in {found.selector}"
+                f"{'sudo ' if root else ''}gpushare swap in {swap.selector}"
             )
 
-    def _came_back(self, why: str) -> None:
+    def _came_back(self, reason: str) -> None:
         """Note that nothing of it is out any more, and hold its place again."""
-        self._say(why)
+        self._say(reason)
         if not self._by_hand:
             self._out_seconds += self._clock() - self._left_at
         self._since = self._clock()
@@ -546,7 +551,7 @@ class Swapping(Part):
             place.add(self._pid)
         self._place, self._swap, self._by_hand = place, None, False
 
-    def _goes_on(self, uuid: str, why: str, place: Place | None = None) -> None:
+    def _goes_on(self, uuid: str, reason: str, place: Place | None = None) -> None:
         """Note that the job is on another GPU: its limit, its place and its watch are there from now on."""
         gpu = next((gpu for gpu in self._host.nvml.sweep() if gpu.uuid == uuid), None)
         if gpu is None:
@@ -565,7 +570,7 @@ class Swapping(Part):
         if self._watch is not None:
             self._watch.device = self._device
         self._since = self._clock()
-        self._say(f"on {self._device.title} now, {why}")
+        self._say(f"on {self._device.title} now, {reason}")
 
     def _move(self, look: Look) -> bool:
         """Go to another GPU if that makes room for a job that waits; return whether it did."""
@@ -604,9 +609,9 @@ class Swapping(Part):
         here = next((gpu for gpu in gpus if gpu.uuid == self._device.uuid), None)
         if here is None:
             return None
-        found = reservations(self._host) or []
+        ledger = reservations(self._host) or []
         usable = [gpu for gpu in targets(here, gpus) if lease_of_others(self._host, gpu.uuid, self._limits) is None]
-        lines = lines_of(self._host, [Device(gpu=gpu) for gpu in usable], found, limits=self._limits)
+        lines = lines_of(self._host, [Device(gpu=gpu) for gpu in usable], ledger, limits=self._limits)
         best = max(lines.values(), key=lambda line: line.free_bytes, default=None)
         need = max(look.held_bytes, self._asked.memory_bytes or look.held_bytes) + GPU_MARGIN_BYTES
         # A job without a size has all of its GPU.
@@ -656,48 +661,48 @@ class Swapping(Part):
 
     def _read(self, now: float) -> Look:
         # Before the GPU: of a job that leaves between the two, the place still counts and its memory is free.
-        found = reservations(self._host) or []
+        ledger = reservations(self._host) or []
         gpu = self._host.nvml.gpu(self._device.gpu.index)
         family = set(self._host.processes.descendants(self._pid))
         mine = [process for process in gpu.processes or () if process.pid in family]
-        busy: Sequence[int | None] = [one.sm_percent for one in mine]
+        busy: Sequence[int | None] = [process.sm_percent for process in mine]
         used = (gpu.memory_used_bytes or 0) + (gpu.memory_reserved_bytes or 0)
         total = gpu.memory_total_bytes or 0
         waiting = [
-            one
-            for one in found
+            job
+            for job in ledger
             # What can never come is nothing to make room for.
-            if one.waits
-            and self._device.uuid in one.keys
-            and (one.memory_bytes or 0) <= total
-            and self._patience.lets_go_first(one)
+            if job.waits
+            and self._device.uuid in job.keys
+            and (job.memory_bytes or 0) <= total
+            and self._patience.lets_go_first(job)
         ]
         own = None if self._place is None else self._place.claim.path.name
         others = [job for job in waiting if job.id != own]
         # What others call production is not ours.
-        production = [one for one in others if one.production and one.claim.uid in {0, self._host.uid}]
-        line = line_of(self._host, Device(gpu=gpu), found, limits=self._limits)
+        production = [job for job in others if job.production and job.claim.uid in {0, self._host.uid}]
+        line = line_of(self._host, Device(gpu=gpu), ledger, limits=self._limits)
         later = 0 if line is None else self._later_bytes(line, own)
         self._makes_room_for = next(
-            (one for one in others if self._movable and line is not None and _comes_if_gone(one, line, own)), None
+            (job for job in others if self._movable and line is not None and _comes_if_gone(job, line, own)), None
         )
-        there = [one.pid for one in mine] if self._swap is None else [pid for pid, _, _ in self._swap.images]
+        there = [process.pid for process in mine] if self._swap is None else [pid for pid, _, _ in self._swap.images]
         return Look(
             now=now,
             since=self._since,
-            busy_percent=None if None in busy else sum(one or 0 for one in busy),
-            cpu={pid: one.seconds for pid in family if (one := cpu_time(pid)) is not None},
+            busy_percent=None if None in busy else sum(percent or 0 for percent in busy),
+            cpu={pid: spent.seconds for pid in family if (spent := cpu_time(pid)) is not None},
             free_bytes=max(0, total - used),
-            others_wait=any(line is None or _can_come(one, line) for one in others),
+            others_wait=any(line is None or _can_come(job, line) for job in others),
             production_waits=bool(production),
-            held_bytes=sum(one.memory_used_bytes or 0 for one in mine)
+            held_bytes=sum(process.memory_used_bytes or 0 for process in mine)
             if self._swap is None
             else self._swap.memory_bytes,
             production_needs=self._is_needed(production, line, later),
             others_stay=line is None or _others_stay(self._host, gpu, line, family),
             later_bytes=later,
             main_cpu={pid: main_thread_time(pid) for pid in there},
-            next_bytes=self._next_bytes([one for one in others if line is not None and _can_come(one, line)]),
+            next_bytes=self._next_bytes([job for job in others if line is not None and _can_come(job, line)]),
         )
 
     def _next_bytes(self, coming: Sequence[Reservation]) -> int:
@@ -725,7 +730,7 @@ class Swapping(Part):
             self._needed_since = None
             return bool(production)
         own = None if self._place is None else self._place.claim.path.name
-        sizes = [line.room.whole_bytes if one.memory_bytes is None else one.memory_bytes for one in production]
+        sizes = [line.room.whole_bytes if job.memory_bytes is None else job.memory_bytes for job in production]
         most = line.free_bytes + sum(
             size for job, size in line.held_by if job.id == own or job.turns or self._makes_room(job)
         )
@@ -814,16 +819,16 @@ class Swapping(Part):
 
     def _take(self, place: Place) -> bool:
         now = select(self._device.selector, self._host.nvml.sweep())
-        return place.try_to_take(now, {one.uuid: client_limit(self._host, one) for one in now}, self._limits)
+        return place.try_to_take(now, {device.uuid: client_limit(self._host, device) for device in now}, self._limits)
 
-    def _moved(self, began: float, what: str) -> None:
+    def _moved(self, began: float, text: str) -> None:
         self._since = self._clock()
         self._said, self._again = None, _AGAIN_SECONDS
         seconds = self._since - began
         self._policy.switched(seconds)
         if self.times_out <= _SAID_TIMES:
             last = self.times_out == _SAID_TIMES and not self.out
-            self._say(f"{what} in {seconds:.1f} s{'; this is not said again' if last else ''}")
+            self._say(f"{text} in {seconds:.1f} s{'; this is not said again' if last else ''}")
 
     def release(self) -> Mapping[int, int]:
         """Bring the job back if there is room: out of the GPU it cannot handle the signal that ends it."""
@@ -844,21 +849,21 @@ class Swapping(Part):
             )
 
 
-def _comes_if_gone(one: Reservation, line: Line, own: str | None) -> bool:
+def _comes_if_gone(job: Reservation, line: Line, own: str | None) -> bool:
     """Return whether a waiting job of one GPU has room on a device if one job leaves it, and only then."""
     sizes = [size for job, size in line.held_by if job.id == own and own]
-    need = line.room.whole_bytes if one.memory_bytes is None else one.memory_bytes
-    return one.count == 1 and line.free_bytes < need <= line.free_bytes + sum(sizes)
+    need = line.room.whole_bytes if job.memory_bytes is None else job.memory_bytes
+    return job.count == 1 and line.free_bytes < need <= line.free_bytes + sum(sizes)
 
 
-def _can_come(one: Reservation, line: Line) -> bool:
+def _can_come(job: Reservation, line: Line) -> bool:
     """Return whether a waiting job gets room if those that take turns leave, and only then.
 
     Else it comes without that, or waits for jobs that stay.
     """
     leaving = sum(size for job, size in line.held_by if job.turns)
     stays = sum(size.memory_bytes for size in line.running) - leaving
-    need = line.room.whole_bytes if one.memory_bytes is None else one.memory_bytes
+    need = line.room.whole_bytes if job.memory_bytes is None else job.memory_bytes
     return line.free_bytes < need <= line.room.memory_bytes - stays
 
 

@@ -110,10 +110,10 @@ class RunReport:
 
     def _client(self, pid: int) -> MpsClient | None:
         try:
-            found = find_daemons(self._host, [self._device.gpu])
+            daemons = find_daemons(self._host, [self._device.gpu])
         except GpushareError:
             return None
-        clients = (client for item in found for client in item.daemon.clients)
+        clients = (client for item in daemons for client in item.daemon.clients)
         return next((client for client in clients if client.pid == pid), None)
 
     def _say(self, text: str) -> None:
@@ -236,7 +236,7 @@ def progress_text(copies: Sequence[Copy], seconds: float) -> str:
     counts = Counter(copy.state for copy in copies)
     # Those that were done earlier say nothing of the rate.
     ended = counts["done"] + counts["failed"]
-    total, left = len(copies) - counts["done earlier"], counts["running"] + counts["waiting"]
+    total, rest = len(copies) - counts["done earlier"], counts["running"] + counts["waiting"]
     full = _BAR * ended // max(1, total)
     words = [f"{ended}/{total} [{'#' * full}{'-' * (_BAR - full)}] {counts['running']} running"]
     words += [f"{counts['failed']} failed"] if counts["failed"] else []
@@ -244,7 +244,7 @@ def progress_text(copies: Sequence[Copy], seconds: float) -> str:
         rate = ended / seconds
         words += [
             f"{60 * rate:.0f}/min" if rate > 1 else f"{60 * rate:.2g}/min",
-            f"{format_duration(max(1, round(left / rate)))} left",
+            f"{format_duration(max(1, round(rest / rate)))} left",
         ]
     else:
         words.append(format_duration(round(seconds)))
@@ -319,7 +319,7 @@ def farm_result(
         command="farm",
         data=data,
         # The errors say how copies failed.
-        tables=(replace(table, columns=tuple(one for one in columns if one.key != "failure"), rows=shown),),
+        tables=(replace(table, columns=tuple(column for column in columns if column.key != "failure"), rows=shown),),
         csv=table,
         errors=tuple(errors),
         notes=tuple(notes),

@@ -159,43 +159,43 @@ class Keeper:
             self._spent = {uid: spent / 2 for uid, spent in self._spent.items() if spent > 0.001}
         end = now + _WORK_SECONDS
         while self._clock() < end:
-            one = self._next()
-            if one is None:
+            process = self._next()
+            if process is None:
                 break
             began = self._clock()
-            self._work(one, events)
-            self._spent[one.owner] = self._spent.get(one.owner, 0.0) + self._clock() - began
+            self._work(process, events)
+            self._spent[process.owner] = self._spent.get(process.owner, 0.0) + self._clock() - began
         return events
 
     def _follow(self, events: list[Event]) -> None:
         """Take up new processes, and forget those that have ended."""
         listed, silent = self._listed()
         gone = [
-            one
-            for one in self._processes.values()
+            process
+            for process in self._processes.values()
             # A GPU that does not answer for a moment must not let us forget what was set.
-            if not (one.pid in listed or one.gpus & silent) or not self._lives(one)
+            if not (process.pid in listed or process.gpus & silent) or not self._lives(process)
         ]
-        for one in gone:
-            del self._processes[one.pid]
+        for process in gone:
+            del self._processes[process.pid]
         command = needs(self._policy.rules, "command")
         for pid, (gpus, mps) in listed.items():
-            known = self._processes.get(pid)
-            if known is not None:
-                if known.gpus != gpus and not known.gpus & silent:
-                    known.gpus, known.due = gpus, self._clock()
+            earlier = self._processes.get(pid)
+            if earlier is not None:
+                if earlier.gpus != gpus and not earlier.gpus & silent:
+                    earlier.gpus, earlier.due = gpus, self._clock()
                 continue
             if len(self._processes) >= _MOST_PROCESSES:
                 break
             origin = self._host.origin(pid, command=command)
             if origin is not None:
                 self._processes[pid] = _Process(pid, gpus, mps, origin, due=self._clock())
-        if any(one.slices for one in gone):
+        if any(process.slices for process in gone):
             self._write(events)
 
     def _listed(self) -> tuple[dict[int, tuple[frozenset[int], bool]], set[int]]:
         """Return the compute processes by PID, with their GPUs and whether they are under MPS; and GPUs that do not answer."""
-        found: dict[int, tuple[frozenset[int], bool]] = {}
+        listed: dict[int, tuple[frozenset[int], bool]] = {}
         silent = set()
         for index in self._gpus:
             try:
@@ -205,166 +205,168 @@ class Keeper:
                 continue
             for process in processes:
                 if process.compute or process.mps:
-                    gpus, mps = found.get(process.pid, (frozenset(), False))
-                    found[process.pid] = gpus | {index}, mps or process.mps
+                    gpus, mps = listed.get(process.pid, (frozenset(), False))
+                    listed[process.pid] = gpus | {index}, mps or process.mps
         self._silent = self._silent + 1 if len(silent) == len(self._gpus) else 0
         if self._silent and self._silent % _RESTART_LOOKS == 0:
             # The driver was loaded again, or is gone for good.
             with contextlib.suppress(GpushareError):
                 self._host.nvml.restart()
                 self._gpus = {gpu.index: gpu for gpu in self._host.nvml.identities()} or self._gpus
-        return found, silent
+        return listed, silent
 
-    def _lives(self, one: _Process) -> bool:
-        return self._host.processes.alive(one.pid, one.origin.started)
+    def _lives(self, process: _Process) -> bool:
+        return self._host.processes.alive(process.pid, process.origin.started)
 
     def _next(self) -> _Process | None:
         """Return the process to work on: of those that are due, one of the user who took the least time."""
         now = self._clock()
-        due = [one for one in self._processes.values() if one.due <= now and not one.left]
-        return min(due, key=lambda one: (self._spent.get(one.owner, 0.0), one.due), default=None)
+        due = [process for process in self._processes.values() if process.due <= now and not process.left]
+        return min(due, key=lambda process: (self._spent.get(process.owner, 0.0), process.due), default=None)
 
-    def _work(self, one: _Process, events: list[Event]) -> None:
+    def _work(self, process: _Process, events: list[Event]) -> None:
         try:
-            if one.scan or one.channels is None:
-                self._begin(one, events)
+            if process.scan or process.channels is None:
+                self._begin(process, events)
             else:
-                self._settle(one, self._control.find_again(one.channels), events)
-                one.wait = min(2 * one.wait, _MOST_CHECK_SECONDS)
-                one.due = self._clock() + one.wait
+                self._settle(process, self._control.find_again(process.channels), events)
+                process.wait = min(2 * process.wait, _MOST_CHECK_SECONDS)
+                process.due = self._clock() + process.wait
         except NotFound as error:
             # It has ended, or its contexts have changed; while NVML lists it, it may make another one.
-            one.scan = True
-            self._later(one, _NOT_YET, error, events)
+            process.scan = True
+            self._later(process, _NOT_YET, error, events)
         except TimedOut as error:
-            if one.tries == 0:
-                events.append(self._skipped(one, error))
-            self._later(one, _TRY_AGAIN, None, events)
+            if process.tries == 0:
+                events.append(self._skipped(process, error))
+            self._later(process, _TRY_AGAIN, None, events)
         except GpushareError as error:
-            self._skip(one, error, events)
+            self._skip(process, error, events)
 
-    def _later(self, one: _Process, waits: Sequence[float], error: GpushareError | None, events: list[Event]) -> None:
-        if one.tries < len(waits):
-            one.due = self._clock() + waits[one.tries]
-            one.tries += 1
+    def _later(
+        self, process: _Process, waits: Sequence[float], error: GpushareError | None, events: list[Event]
+    ) -> None:
+        if process.tries < len(waits):
+            process.due = self._clock() + waits[process.tries]
+            process.tries += 1
         elif error is not None and error.code != "process_gone":
-            self._skip(one, error, events)
+            self._skip(process, error, events)
         else:
-            one.left = True
+            process.left = True
 
-    def _skip(self, one: _Process, error: GpushareError, events: list[Event]) -> None:
-        one.left = True
-        events.append(self._skipped(one, error))
+    def _skip(self, process: _Process, error: GpushareError, events: list[Event]) -> None:
+        process.left = True
+        events.append(self._skipped(process, error))
 
-    def _skipped(self, one: _Process, error: GpushareError) -> Event:
-        why = error.message.removeprefix(f"process {one.pid}: ")
-        return Event(kind="skipped", pid=one.pid, user=self._user(one), why=why, code=error.code)
+    def _skipped(self, process: _Process, error: GpushareError) -> Event:
+        reason = error.message.removeprefix(f"process {process.pid}: ")
+        return Event(kind="skipped", pid=process.pid, user=self._user(process), why=reason, code=error.code)
 
-    def _user(self, one: _Process) -> str | None:
-        return None if one.origin.uid is None else user_name(one.origin.uid)
+    def _user(self, process: _Process) -> str | None:
+        return None if process.origin.uid is None else user_name(process.origin.uid)
 
-    def _begin(self, one: _Process, events: list[Event]) -> None:
+    def _begin(self, process: _Process, events: list[Event]) -> None:
         """Scan a process, if a rule is for it, and set its slices."""
-        if not any(self._decision(one, gpu, SLICE_PER_WEIGHT_US) for gpu in one.gpus):
+        if not any(self._decision(process, gpu, SLICE_PER_WEIGHT_US) for gpu in process.gpus):
             # A program that starts in this process later may be one that a rule names.
-            one.wait = min(2 * one.wait, _MOST_CHECK_SECONDS)
-            one.due = self._clock() + one.wait
-            fresh = self._host.origin(one.pid, command=needs(self._policy.rules, "command"))
-            if fresh is not None and fresh.started == one.origin.started:
-                one.origin = fresh
+            process.wait = min(2 * process.wait, _MOST_CHECK_SECONDS)
+            process.due = self._clock() + process.wait
+            fresh = self._host.origin(process.pid, command=needs(self._policy.rules, "command"))
+            if fresh is not None and fresh.started == process.origin.started:
+                process.origin = fresh
             return
-        self._may_touch(one)
-        limit = _SCAN_SECONDS if one.tries == 0 else _SCAN_AGAIN_SECONDS
-        channels = probed(self._host, self._control, one.pid, one.origin.started, seconds=limit)
+        self._may_touch(process)
+        limit = _SCAN_SECONDS if process.tries == 0 else _SCAN_AGAIN_SECONDS
+        channels = probed(self._host, self._control, process.pid, process.origin.started, seconds=limit)
         if channels.under_mps:
-            raise _under_mps(one.pid)
-        one.wait = _FIRST_CHECK_SECONDS
-        self._settle(one, channels, events)
-        one.tries, one.due = 0, self._clock() + one.wait
+            raise _under_mps(process.pid)
+        process.wait = _FIRST_CHECK_SECONDS
+        self._settle(process, channels, events)
+        process.tries, process.due = 0, self._clock() + process.wait
 
-    def _may_touch(self, one: _Process) -> None:
-        if one.mps or self._is_server(one.pid):
-            raise _under_mps(one.pid)
-        if not self._host.root and one.origin.uid != self._host.uid:
-            raise NoPermission(f"process {one.pid}: it belongs to another user", "run as root", code="other_user")
+    def _may_touch(self, process: _Process) -> None:
+        if process.mps or self._is_server(process.pid):
+            raise _under_mps(process.pid)
+        if not self._host.root and process.origin.uid != self._host.uid:
+            raise NoPermission(f"process {process.pid}: it belongs to another user", "run as root", code="other_user")
 
     def _is_server(self, pid: int) -> bool:
         info = self._host.processes.describe(pid)
         return info is not None and info.name == "nvidia-cuda-mps-server"
 
-    def _decision(self, one: _Process, gpu: int, before: int) -> Decision | None:
-        return decide(self._policy.rules, self._policy.names, one.origin, self._gpus[gpu], before)
+    def _decision(self, process: _Process, gpu: int, before: int) -> Decision | None:
+        return decide(self._policy.rules, self._policy.names, process.origin, self._gpus[gpu], before)
 
-    def _gpu_of(self, one: _Process, group: Group) -> int | None:
-        if len(one.gpus) == 1:
-            return next(iter(one.gpus))
+    def _gpu_of(self, process: _Process, group: Group) -> int | None:
+        if len(process.gpus) == 1:
+            return next(iter(process.gpus))
         uuid = (group.gpu or "").lower()
-        return next((index for index in one.gpus if (self._gpus[index].uuid or "").lower() == uuid), None)
+        return next((index for index in process.gpus if (self._gpus[index].uuid or "").lower() == uuid), None)
 
-    def _settle(self, one: _Process, channels: Channels, events: list[Event]) -> None:
+    def _settle(self, process: _Process, channels: Channels, events: list[Event]) -> None:
         """Set the groups of a process as the rules say. If somebody else has changed one that we set, leave all alone."""
-        wanted = [found for group in channels.compute if (found := self._wanted(one, group, events)) is not None]
-        if one.changed:
+        wanted = [wish for group in channels.compute if (wish := self._wanted(process, group, events)) is not None]
+        if process.changed:
             # The other groups stay in the record: they are put back at the end.
-            one.left = True
+            process.left = True
             self._write(events)
             return
         if not wanted:
             raise NotSupported(
-                f"process {one.pid}: the GPU or the time-slice of its channel groups is not known",
+                f"process {process.pid}: the GPU or the time-slice of its channel groups is not known",
                 "see: gpushare doctor",
                 code="no_compute_group",
             )
-        one.channels, one.scan = channels, False
-        earlier, one.slices = one.slices, {(group.client, group.handle): slices for group, slices, _ in wanted}
-        if one.slices != earlier:
+        process.channels, process.scan = channels, False
+        earlier, process.slices = process.slices, {(group.client, group.handle): slices for group, slices, _ in wanted}
+        if process.slices != earlier:
             # Before anything is set: if this gpushare is killed, the next one knows what to put back.
             try:
                 self._write(None)
             except GpushareError:
-                one.slices = earlier
+                process.slices = earlier
                 raise
         together: dict[tuple[Any, ...], list[_Wanted]] = {}
         for each in wanted:
             group, slices, decision = each
             if group.slice_us != slices.now:
                 rule = None if decision is None else decision.rule.mark
-                together.setdefault((self._gpu_of(one, group), group.slice_us, slices.now, rule), []).append(each)
+                together.setdefault((self._gpu_of(process, group), group.slice_us, slices.now, rule), []).append(each)
         for batch in together.values():
-            self._set(one, batch, events)
+            self._set(process, batch, events)
         if not any(decision for _, _, decision in wanted):
             # It is scanned again when a rule is for it.
-            one.slices, one.channels, one.scan = {}, None, True
+            process.slices, process.channels, process.scan = {}, None, True
             self._write(events)
 
-    def _wanted(self, one: _Process, group: Group, events: list[Event]) -> _Wanted | None:
+    def _wanted(self, process: _Process, group: Group, events: list[Event]) -> _Wanted | None:
         """Return what a group is to have; None: it is not known, or somebody else has changed it."""
-        key, current, gpu = (group.client, group.handle), group.slice_us, self._gpu_of(one, group)
-        known = one.slices.get(key)
+        key, current, gpu = (group.client, group.handle), group.slice_us, self._gpu_of(process, group)
+        earlier = process.slices.get(key)
         if current is None or gpu is None:
             return None
-        if known is not None and current not in {known.now, known.last}:
-            del one.slices[key]
-            one.changed = True
-            events.append(self._event("changed", one, group, slice_us=current, before_us=known.now))
+        if earlier is not None and current not in {earlier.now, earlier.last}:
+            del process.slices[key]
+            process.changed = True
+            events.append(self._event("changed", process, group, slice_us=current, before_us=earlier.now))
             return None
-        before = current if known is None else known.before
-        decision = self._decision(one, gpu, before)
+        before = current if earlier is None else earlier.before
+        decision = self._decision(process, gpu, before)
         wanted = before if decision is None else decision.microseconds
         return group, _Slice(before, wanted, last=current), decision
 
-    def _event(self, kind: str, one: _Process, group: Group, **more: Any) -> Event:
-        return Event(kind=kind, pid=one.pid, user=self._user(one), gpu=self._gpu_of(one, group), **more)
+    def _event(self, kind: str, process: _Process, group: Group, **more: Any) -> Event:
+        return Event(kind=kind, pid=process.pid, user=self._user(process), gpu=self._gpu_of(process, group), **more)
 
-    def _set(self, one: _Process, batch: Sequence[_Wanted], events: list[Event]) -> None:
+    def _set(self, process: _Process, batch: Sequence[_Wanted], events: list[Event]) -> None:
         """Set groups of one GPU that had the same slice and get the same one."""
         group, slices, decision = batch[0]
-        part = Channels(pid=one.pid, started=one.origin.started, groups=tuple(each[0] for each in batch))
+        part = Channels(pid=process.pid, started=process.origin.started, groups=tuple(each[0] for each in batch))
         with slices_locked(self._host):
             if set(self._control.read_slices(part)) != {group.slice_us}:
                 # Another gpushare has just set it: the next look finds that.
                 return
-            known = slice_record(self._host, one.pid, one.origin.started)
+            record = slice_record(self._host, process.pid, process.origin.started)
             if decision is not None:
                 # For `status`, and for `timeslice reset`.
                 note_slice(self._host, part, slices.now, tidy=False)
@@ -375,17 +377,19 @@ class Keeper:
                 raise
             except GpushareError:
                 with contextlib.suppress(GpushareError):
-                    put_record_back(self._host, one.pid, known)
+                    put_record_back(self._host, process.pid, record)
                 raise
             if decision is None:
-                note_restored(self._host, one.pid, one.origin.started, slices.now)
+                note_restored(self._host, process.pid, process.origin.started, slices.now)
         for _, each, _ in batch:
             each.last = each.now
         if decision is None:
-            event = self._event("restored", one, group, before_us=group.slice_us, slice_us=slices.now)
+            event = self._event("restored", process, group, before_us=group.slice_us, slice_us=slices.now)
         else:
-            rule, why = str(decision.rule.mark), decision.limited
-            event = self._event("set", one, group, before_us=group.slice_us, slice_us=slices.now, rule=rule, why=why)
+            rule, limited = str(decision.rule.mark), decision.limited
+            event = self._event(
+                "set", process, group, before_us=group.slice_us, slice_us=slices.now, rule=rule, why=limited
+            )
         events.append(event)
 
     def follow(self, policy: Policy) -> None:
@@ -393,11 +397,16 @@ class Keeper:
         self._policy = policy
         self._gpus = {gpu.index: gpu for gpu in self._host.nvml.identities()} or self._gpus
         command = needs(policy.rules, "command")
-        for one in self._processes.values():
-            origin = self._host.origin(one.pid, command=command)
-            if origin is not None and origin.started == one.origin.started:
-                one.origin = origin
-            one.left, one.due, one.tries, one.wait = one.changed, self._clock(), 0, _FIRST_CHECK_SECONDS
+        for process in self._processes.values():
+            origin = self._host.origin(process.pid, command=command)
+            if origin is not None and origin.started == process.origin.started:
+                process.origin = origin
+            process.left, process.due, process.tries, process.wait = (
+                process.changed,
+                self._clock(),
+                0,
+                _FIRST_CHECK_SECONDS,
+            )
 
     def undo(self) -> list[Event]:
         """Put back what was set and nobody else has changed since. What fails is tried once more.
@@ -408,35 +417,45 @@ class Keeper:
         failed: dict[int, list[Event]] = {}
         events: list[Event] = []
         for _ in range(2):
-            for one in [one for one in self._processes.values() if one.slices and one.channels is not None]:
+            for process in [
+                process for process in self._processes.values() if process.slices and process.channels is not None
+            ]:
                 if self._clock() >= end:
                     break
-                groups = {(each.client, each.handle): each for each in (one.channels.compute if one.channels else ())}
-                found = _put_back(
-                    self._host, self._control, one.pid, one.origin.started, groups, one.slices, user=self._user(one)
+                groups = {
+                    (each.client, each.handle): each for each in (process.channels.compute if process.channels else ())
+                }
+                put_back = _put_back(
+                    self._host,
+                    self._control,
+                    process.pid,
+                    process.origin.started,
+                    groups,
+                    process.slices,
+                    user=self._user(process),
                 )
-                if any(event.kind == "skipped" for event in found) and self._lives(one):
-                    failed[one.pid] = found
+                if any(event.kind == "skipped" for event in put_back) and self._lives(process):
+                    failed[process.pid] = put_back
                     continue
-                failed.pop(one.pid, None)
-                events += found
-                one.slices.clear()
-        self.left = [one.pid for one in self._processes.values() if one.slices]
+                failed.pop(process.pid, None)
+                events += put_back
+                process.slices.clear()
+        self.left = [process.pid for process in self._processes.values() if process.slices]
         self._write(events)
-        return events + [event for found in failed.values() for event in found]
+        return events + [event for put_back in failed.values() for event in put_back]
 
     def _write(self, events: list[Event] | None) -> None:
         """Write what is set. ``events``: a failure is no reason to stop; None: it raises."""
         kept = [
             KeptProcess(
-                pid=one.pid,
-                started=one.origin.started,
-                uid=one.origin.uid,
-                channels=_compute_groups(one.channels),
-                slices=tuple(KeptSlice(*key, each.before, each.now, each.last) for key, each in one.slices.items()),
+                pid=process.pid,
+                started=process.origin.started,
+                uid=process.origin.uid,
+                channels=_compute_groups(process.channels),
+                slices=tuple(KeptSlice(*key, each.before, each.now, each.last) for key, each in process.slices.items()),
             )
-            for one in self._processes.values()
-            if one.slices and one.channels is not None
+            for process in self._processes.values()
+            if process.slices and process.channels is not None
         ]
         try:
             _write(self._host, kept)
@@ -469,24 +488,24 @@ def _put_back(
     user: str | None = None,
 ) -> list[Event]:
     """Restore each group that still has the slice that was set."""
-    parts = [(groups[key], one) for key, one in slices.items() if key in groups]
+    parts = [(groups[key], slices_of) for key, slices_of in slices.items() if key in groups]
     events: list[Event] = []
     try:
         try:
-            found = _restored(host, control, pid, started, parts)
+            restored = _restored(host, control, pid, started, parts)
         except NotFound:
             # A context is gone: the others one by one.
-            found = set()
+            restored = set()
             for part in parts:
                 with contextlib.suppress(NotFound):
-                    found |= _restored(host, control, pid, started, [part])
+                    restored |= _restored(host, control, pid, started, [part])
         events += [
             Event(kind="restored", pid=pid, user=user, before_us=current, slice_us=before)
-            for current, before in sorted(found)
+            for current, before in sorted(restored)
         ]
     except GpushareError as error:
-        why = error.message.removeprefix(f"process {pid}: ")
-        events.append(Event(kind="skipped", pid=pid, user=user, why=why, code=error.code))
+        reason = error.message.removeprefix(f"process {pid}: ")
+        events.append(Event(kind="skipped", pid=pid, user=user, why=reason, code=error.code))
     return events
 
 
@@ -499,15 +518,15 @@ def _restored(
     together: dict[tuple[int, int], list[Group]] = {}
     with slices_locked(host):
         values = control.read_slices(Channels(pid=pid, started=started, groups=tuple(group for group, _ in parts)))
-        for (group, one), current in zip(parts, values, strict=True):
+        for (group, slices), current in zip(parts, values, strict=True):
             # What somebody else has set since stays.
-            if current != one.before and current in {one.now, one.last}:
-                together.setdefault((current, one.before), []).append(group)
+            if current != slices.before and current in {slices.now, slices.last}:
+                together.setdefault((current, slices.before), []).append(group)
         for (_, before), groups in together.items():
             control.set_slice(Channels(pid=pid, started=started, groups=tuple(groups)), before)
             note_restored(host, pid, started, before)
         # Of an earlier try that failed after the call.
-        for before in {one.before for (_, one), now in zip(parts, values, strict=True) if now == one.before}:
+        for before in {slices.before for (_, slices), now in zip(parts, values, strict=True) if now == slices.before}:
             note_restored(host, pid, started, before)
     return set(together)
 
@@ -671,7 +690,7 @@ class Verdict:
 
 def verdicts(host: Host, policy: Policy) -> list[Verdict]:
     """Return which rule is for each process on the GPUs. Their own slices are not read: 2048 us is assumed."""
-    found = []
+    rows = []
     for gpu in host.nvml.identities():
         seen: set[int] = set()
         for process in host.nvml.processes(gpu.index) or ():
@@ -681,19 +700,19 @@ def verdicts(host: Host, policy: Policy) -> list[Verdict]:
             origin = host.origin(process.pid)
             if origin is None:
                 continue
-            found.append(_verdict(host, policy, gpu, process.pid, origin, mps=process.mps))
-    return found
+            rows.append(_verdict(host, policy, gpu, process.pid, origin, mps=process.mps))
+    return rows
 
 
 def _verdict(host: Host, policy: Policy, gpu: Gpu, pid: int, origin: Origin, *, mps: bool) -> Verdict:
     info = host.processes.describe(pid)
     decision = decide(policy.rules, policy.names, origin, gpu, SLICE_PER_WEIGHT_US)
     name = None if info is None else info.name
-    why = None if decision is None or decision.limited is None else f"limited by {decision.limited}"
+    reason = None if decision is None or decision.limited is None else f"limited by {decision.limited}"
     if decision is not None and (mps or name == "nvidia-cuda-mps-server"):
-        why, untouched = "skipped: under MPS", True
+        reason, untouched = "skipped: under MPS", True
     elif decision is not None and not host.root and origin.uid != host.uid:
-        why, untouched = "skipped: it belongs to another user", True
+        reason, untouched = "skipped: it belongs to another user", True
     else:
         untouched = decision is None
     return Verdict(
@@ -704,7 +723,7 @@ def _verdict(host: Host, policy: Policy, gpu: Gpu, pid: int, origin: Origin, *, 
         rule=None if decision is None else str(decision.rule.mark),
         outcome=None if decision is None else decision.rule.outcome,
         slice_us=None if untouched or decision is None else decision.microseconds,
-        why=why,
+        why=reason,
     )
 
 
@@ -729,39 +748,39 @@ class Deviation:
 
 def deviations(host: Host, policy: Policy) -> list[Deviation]:
     """Return the processes with another slice than their rule says; their slices are read, and nothing is written."""
-    found = []
+    rows = []
     uuids = {gpu.index: gpu.uuid for gpu in host.nvml.identities()}
     with host.open_channels() as control:
-        for one in verdicts(host, policy):
-            identity = host.processes.identity(one.pid)
-            if one.slice_us is None or one.rule is None or identity is None:
+        for verdict in verdicts(host, policy):
+            identity = host.processes.identity(verdict.pid)
+            if verdict.slice_us is None or verdict.rule is None or identity is None:
                 continue
-            reading = read_slices(control, one.pid, identity.started)
+            reading = read_slices(control, verdict.pid, identity.started)
             if reading.under_mps or (reading.error is not None and reading.error.code == "process_gone"):
                 continue
-            slices: Sequence[int | None] = reading.on(uuids[one.gpu])
+            slices: Sequence[int | None] = reading.on(uuids[verdict.gpu])
             if not slices:
                 # This user may not read it: what gpushare has set, as far as it is noted.
-                record = slice_record(host, one.pid, identity.started)
+                record = slice_record(host, verdict.pid, identity.started)
                 slices = (None if record is None else record.slice_us,)
-            wrong = [each for each in slices if _deviates(each, one)]
+            wrong = [each for each in slices if _deviates(each, verdict)]
             if wrong:
-                found.append(
+                rows.append(
                     Deviation(
-                        pid=one.pid,
-                        user=one.user,
-                        gpu=one.gpu,
-                        rule=one.rule,
+                        pid=verdict.pid,
+                        user=verdict.user,
+                        gpu=verdict.gpu,
+                        rule=verdict.rule,
                         found_us=wrong[0],
-                        wanted_us=one.slice_us,
+                        wanted_us=verdict.slice_us,
                     )
                 )
-    return found
+    return rows
 
 
-def _deviates(found: int | None, wanted: Verdict) -> bool:
-    if found is None or wanted.slice_us is None:
+def _deviates(now: int | None, wanted: Verdict) -> bool:
+    if now is None or wanted.slice_us is None:
         # Unknown is most likely the default.
         return wanted.slice_us != SLICE_PER_WEIGHT_US
     # A rule that is limited may give less than was assumed.
-    return found > wanted.slice_us or (found < wanted.slice_us and wanted.why is None)
+    return now > wanted.slice_us or (now < wanted.slice_us and wanted.why is None)

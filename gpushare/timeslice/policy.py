@@ -238,8 +238,8 @@ def _refuse_instances(devices: Sequence[Device]) -> None:
 
 
 def _refuse_mps(host: Host, devices: Sequence[Device]) -> None:
-    for found in find_daemons(host, [device.gpu for device in devices], deep=False):
-        daemon = found.daemon
+    for entry in find_daemons(host, [device.gpu for device in devices], deep=False):
+        daemon = entry.daemon
         if daemon.ours and daemon.error is None and daemon.gpu_index is not None:
             raise InUse(
                 f"GPU {daemon.gpu_index}: an MPS daemon of gpushare serves it, and its clients are not time-sliced",

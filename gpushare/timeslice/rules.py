@@ -79,7 +79,7 @@ class ProcessMatch:
 
     def given(self) -> dict[str, tuple[str, ...]]:
         """Return the values by key of the file."""
-        found = {
+        values = {
             "user": self.users,
             "group": self.groups,
             "container": self.containers,
@@ -87,7 +87,7 @@ class ProcessMatch:
             "cgroup": self.cgroups,
             "gpu": self.gpus,
         }
-        return {key: values for key, values in found.items() if values}
+        return {key: values for key, values in values.items() if values}
 
     def __str__(self) -> str:
         return ", ".join(f"{key} {' or '.join(values)}" for key, values in self.given().items()) or "all"
@@ -153,12 +153,12 @@ def decide(rules: Sequence[Rule], names: Names, origin: Origin, gpu: Gpu, defaul
         most = default_us if below is None else min(default_us, below.microseconds)
         if wanted <= most:
             return Decision(rule=rule, microseconds=wanted)
-        why = (
+        limit = (
             "the slice that it had"
             if below is None or default_us <= below.microseconds
             else f"the rule {below.rule.mark}"
         )
-        return Decision(rule=rule, microseconds=most, limited=why)
+        return Decision(rule=rule, microseconds=most, limited=limit)
     return None
 
 
@@ -166,9 +166,9 @@ def _is_trusted(kinds: Iterable[str], origin: Origin) -> bool:
     """Return whether what a rule relies on is known from the kernel or from root, not from the user."""
     kinds = set(kinds)
     # A rule for all processes, or all of a GPU, relies on nothing that a process says.
-    said = kinds & {"command", "cgroup", "container"}
-    placed = origin.of_root and bool(said & {"cgroup", "container"})
-    return not said or placed or bool(kinds & {"user", "group"})
+    claimed = kinds & {"command", "cgroup", "container"}
+    placed = origin.of_root and bool(claimed & {"cgroup", "container"})
+    return not claimed or placed or bool(kinds & {"user", "group"})
 
 
 def _matching(match: ProcessMatch, names: Names, origin: Origin, gpu: Gpu) -> list[str] | None:
@@ -176,15 +176,15 @@ def _matching(match: ProcessMatch, names: Names, origin: Origin, gpu: Gpu) -> li
     given = match.given()
     for kind, values in given.items():
         if kind == "user":
-            fits = origin.uid is not None and any(names.users.get(one) == origin.uid for one in values)
+            fits = origin.uid is not None and any(names.users.get(value) == origin.uid for value in values)
         elif kind == "group":
-            fits = any(names.groups.get(one) in origin.gids for one in values)
+            fits = any(names.groups.get(value) in origin.gids for value in values)
         elif kind == "gpu":
             here = {str(gpu.index), (gpu.uuid or "").lower()}
-            fits = any(one.lower() in here for one in values)
+            fits = any(value.lower() in here for value in values)
         else:
             text = getattr(origin, kind)
-            fits = text is not None and any(fits_glob(one, text) for one in values)
+            fits = text is not None and any(fits_glob(value, text) for value in values)
         if not fits:
             return None
     return list(given)
@@ -206,16 +206,16 @@ def fits_glob(glob: str, text: str) -> bool:
     end = len(text) - len(last)
     at = len(first)
     for part in middle:
-        found = _part(part).search(text, at, end)
-        if found is None:
+        match = _part(part).search(text, at, end)
+        if match is None:
             return False
-        at = found.end()
+        at = match.end()
     return _part(last).match(text, end) is not None
 
 
 @lru_cache(maxsize=1024)
 def _part(part: str) -> re.Pattern[str]:
-    return re.compile(".".join(re.escape(one) for one in part.split("?")), re.DOTALL)
+    return re.compile(".".join(re.escape(text) for text in part.split("?")), re.DOTALL)
 
 
 def needs(rules: Iterable[Rule], kind: str) -> bool:

@@ -62,14 +62,14 @@ class SliceRecord(Kept):
 
     def slice_before(self, group: Group) -> int | None:
         """Return the slice that a group had; that of the first group for one that was made later."""
-        found = dict(one.split("=", 1) for one in self.before if "=" in one)
-        text = found.get(_key(group)) or next(iter(found.values()), "")
+        values = dict(entry.split("=", 1) for entry in self.before if "=" in entry)
+        text = values.get(_key(group)) or next(iter(values.values()), "")
         return int(text) if text.isdecimal() and 0 < len(text) <= 9 and int(text) > 0 else None
 
     @property
     def earlier(self) -> set[int]:
         """Return the slices that its groups had."""
-        return {int(text) for text in (one.partition("=")[2] for one in self.before) if text.isdecimal()}
+        return {int(text) for text in (entry.partition("=")[2] for entry in self.before) if text.isdecimal()}
 
 
 def _key(group: Group) -> str:
@@ -102,12 +102,12 @@ def forget_ended(host: Host) -> None:
     RECORDS.sweep(host)
 
 
-def put_record_back(host: Host, pid: int, known: SliceRecord | None) -> None:
+def put_record_back(host: Host, pid: int, record: SliceRecord | None) -> None:
     """Make the record of a process what it was; None: there was none. Raises as `note_slice`."""
-    if known is None:
+    if record is None:
         RECORDS.forget(RECORDS.path(host, pid))
     else:
-        RECORDS.write(replace(known, path=RECORDS.path(host, pid)))
+        RECORDS.write(replace(record, path=RECORDS.path(host, pid)))
 
 
 def note_slice(host: Host, channels: Channels, microseconds: int, *, job: str | None = None, tidy: bool = True) -> None:
@@ -116,17 +116,19 @@ def note_slice(host: Host, channels: Channels, microseconds: int, *, job: str | 
     Raises:
         NoPermission, OperationFailed: the record cannot be written.
     """
-    known = slice_record(host, channels.pid, channels.started)
-    before = list(known.before) if known is not None else []
-    keys = {one.partition("=")[0] for one in before}
-    before += [f"{_key(one)}={one.slice_us}" for one in channels.compute if one.slice_us and _key(one) not in keys]
+    earlier = slice_record(host, channels.pid, channels.started)
+    before = list(earlier.before) if earlier is not None else []
+    keys = {entry.partition("=")[0] for entry in before}
+    before += [
+        f"{_key(group)}={group.slice_us}" for group in channels.compute if group.slice_us and _key(group) not in keys
+    ]
     record = SliceRecord(
         pid=channels.pid,
         started=channels.started,
         slice_us=microseconds,
         before=tuple(before),
         set_at=uptime(),
-        job=job or (None if known is None else known.job),
+        job=job or (None if earlier is None else earlier.job),
         path=RECORDS.path(host, channels.pid),
     )
     if tidy:
@@ -140,11 +142,11 @@ def note_restored(host: Host, pid: int, started: int, microseconds: int) -> None
     Raises:
         NoPermission, OperationFailed: the record cannot be written.
     """
-    known = slice_record(host, pid, started)
-    if known is None:
+    record = slice_record(host, pid, started)
+    if record is None:
         return
-    restored = known.earlier == {microseconds}
-    put_record_back(host, pid, None if restored else replace(known, slice_us=microseconds, set_at=uptime()))
+    restored = record.earlier == {microseconds}
+    put_record_back(host, pid, None if restored else replace(record, slice_us=microseconds, set_at=uptime()))
 
 
 # -- one process -------------------------------------------------------------------------------------------------------
@@ -194,21 +196,21 @@ def apply_slice(
         GpushareError: as `ChannelControl.find` and `ChannelControl.set_slice`, or the record cannot be written.
     """
 
-    def once(found: Channels) -> Channels:
-        known = slice_record(host, found.pid, found.started)
-        note_slice(host, found, microseconds, job=job)
+    def once(present: Channels) -> Channels:
+        record = slice_record(host, present.pid, present.started)
+        note_slice(host, present, microseconds, job=job)
         if before is not None:
-            before[:] = [found]
+            before[:] = [present]
         try:
-            control.set_slice(found, microseconds)
+            control.set_slice(present, microseconds)
         except TimedOut:
             # It may have been set.
             raise
         except GpushareError:
             with contextlib.suppress(GpushareError):
-                put_record_back(host, found.pid, known)
+                put_record_back(host, present.pid, record)
             raise
-        return found
+        return present
 
     with slices_locked(host):
         return _with_present(control, channels, once)
@@ -231,9 +233,9 @@ def _restore(host: Host, control: ChannelControl, channels: Channels) -> None:
     if record is None:
         return
 
-    def once(found: Channels) -> None:
-        groups = tuple(replace(one, slice_us=record.slice_before(one)) for one in found.compute)
-        control.restore_slices(replace(found, groups=groups))
+    def once(present: Channels) -> None:
+        groups = tuple(replace(group, slice_us=record.slice_before(group)) for group in present.compute)
+        control.restore_slices(replace(present, groups=groups))
 
     _with_present(control, channels, once)
     put_record_back(host, channels.pid, None)
@@ -245,11 +247,11 @@ def _restore(host: Host, control: ChannelControl, channels: Channels) -> None:
 
 def _with_present(control: ChannelControl, channels: Channels, act: Callable[[Channels], T]) -> T:
     """Act on the contexts that a process has now; again if it makes or closes one meanwhile."""
-    for left in reversed(range(_TRIES)):
+    for tries in reversed(range(_TRIES)):
         try:
             return act(control.find_again(channels))
         except NotFound as error:
-            if error.code != "stale_channels" or not left:
+            if error.code != "stale_channels" or not tries:
                 raise
     raise AssertionError
 
@@ -294,7 +296,7 @@ def plan_slice(
         info = host.processes.describe(process.pid)
         if info is not None and is_server(info.name):
             notes.append(f"process {process.pid} is an MPS server: all of its clients share this slice")
-        now = {one.slice_us for one in channels.compute}
+        now = {group.slice_us for group in channels.compute}
         record = records.get(process.pid)
         earlier.add(record.slice_us if record is not None and now == {record.slice_us} else None)
         if now != {microseconds}:
@@ -311,7 +313,7 @@ def plan_slice(
 
 
 def _set_step(host: Host, control: ChannelControl, channels: Channels, microseconds: int, selector: str) -> Step:
-    known = slice_record(host, channels.pid, channels.started)
+    record = slice_record(host, channels.pid, channels.started)
     done: list[Channels] = []
 
     def act() -> None:
@@ -321,17 +323,17 @@ def _set_step(host: Host, control: ChannelControl, channels: Channels, microseco
 
     def back() -> None:
         while done:
-            found = done.pop()
+            present = done.pop()
             # If it has ended, its slice has ended with it.
             with contextlib.suppress(NotFound):
-                control.restore_slices(found)
-            put_record_back(host, found.pid, known)
+                control.restore_slices(present)
+            put_record_back(host, present.pid, record)
 
-    now = _listed({one.slice_us for one in channels.compute})
+    now = _listed({group.slice_us for group in channels.compute})
     return Step(
         what=f"set the time-slice of process {channels.pid} from {now} to {format_slice(microseconds)}",
         command=_command(channels, str(microseconds)),
-        undo=_command(channels, " or ".join(sorted({str(one.slice_us) for one in channels.compute}))),
+        undo=_command(channels, " or ".join(sorted({str(group.slice_us) for group in channels.compute}))),
         do=act,
         revert=back,
     )
@@ -357,16 +359,16 @@ def plan_restore(
         if record is None or record.started != process.started:
             continue
         channels = find_channels(host, control, process, probe=probe)
-        earlier = {record.slice_before(one) for one in channels.compute}
-        now = {one.slice_us for one in channels.compute}
+        earlier = {record.slice_before(group) for group in channels.compute}
+        now = {group.slice_us for group in channels.compute}
         slices |= now
         if now != earlier:
             steps.append(_restore_step(host, control, channels, record, earlier))
         else:
             steps.append(_forget_step(host, control, channels, record))
-        before |= {one for one in earlier if one is not None}
+        before |= {value for value in earlier if value is not None}
     (only,) = slices if len(slices) == 1 else (None,)
-    back = ", ".join(format_slice(one) for one in sorted(before))
+    back = ", ".join(format_slice(value) for value in sorted(before))
     return Plan(
         title=f"time-slice {back or 'as before'} for {title}",
         steps=tuple(steps),
@@ -391,11 +393,11 @@ def _restore_step(
                 control.restore_slices(done.pop())
             put_record_back(host, channels.pid, record)
 
-    now = _listed({one.slice_us for one in channels.compute})
+    now = _listed({group.slice_us for group in channels.compute})
     return Step(
         what=f"set the time-slice of process {channels.pid} from {now} back to {_listed(earlier)}",
-        command=_command(channels, " or ".join(sorted(str(one) for one in earlier))),
-        undo=_command(channels, " or ".join(sorted({str(one.slice_us) for one in channels.compute}))),
+        command=_command(channels, " or ".join(sorted(str(value) for value in earlier))),
+        undo=_command(channels, " or ".join(sorted({str(group.slice_us) for group in channels.compute}))),
         do=act,
         revert=back,
     )
@@ -417,8 +419,8 @@ def _command(channels: Channels, value: str) -> str:
 
 
 def _listed(slices: Iterable[int | None]) -> str:
-    known = sorted(one for one in set(slices) if one is not None)
-    return " and ".join(format_slice(one) for one in known) or "unknown"
+    values = sorted(value for value in set(slices) if value is not None)
+    return " and ".join(format_slice(value) for value in values) or "unknown"
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -435,9 +437,9 @@ class Reading:
     def on(self, uuid: str | None) -> tuple[int, ...]:
         """Return the slices on a GPU. Groups whose GPU the driver does not tell, or tells as a MIG device, count for all."""
         return tuple(
-            one
+            value
             for gpu, slices in self.slices.items()
-            for one in slices
+            for value in slices
             if gpu is None or gpu.startswith("MIG-") or gpu == uuid
         )
 
@@ -448,8 +450,8 @@ def read_slices(control: ChannelControl, pid: int, started: int | None) -> Readi
         channels = control.find(pid, started, probe=False)
     except GpushareError as error:
         return Reading(slices={}, error=error)
-    found: dict[str | None, tuple[int, ...]] = {}
+    slices: dict[str | None, tuple[int, ...]] = {}
     for group in channels.compute:
         if group.slice_us is not None:
-            found[group.gpu] = (*found.get(group.gpu, ()), group.slice_us)
-    return Reading(slices=found, under_mps=channels.under_mps)
+            slices[group.gpu] = (*slices.get(group.gpu, ()), group.slice_us)
+    return Reading(slices=slices, under_mps=channels.under_mps)
