@@ -75,6 +75,9 @@ class GpuDescription:
     time_slice: TimeSlice | None = None
     mps: MpsWish | None = None
     mig: tuple[MigDescription, ...] = ()
+    # It has a GPU instance without a compute instance; its MIG mode changes at the next reset.
+    bare: bool = False
+    pending_mode: bool = False
     # Of each GPU of the host by its index: 1 where NVLink connects the two, -1 for this one.
     links: tuple[int, ...] = ()
 
@@ -111,6 +114,8 @@ class HostDescription:
             "shared-instances": any(mig.replicas for mig in instances),
             "served-instances": any(mig.mps for mig in instances),
             "inside": any(mig.mps is not None or (mig.replicas or 1) > 1 for mig in instances),
+            "bare": any(gpu.bare for gpu in self.gpus),
+            "pending-mode": any(gpu.pending_mode for gpu in self.gpus),
             "daemons": bool(daemons),
             "low-priority": any(daemon.limits.priority is Priority.LOW for daemon in daemons),
             "restricted": any(daemon.users for daemon in daemons),
@@ -194,6 +199,8 @@ def _gpu(state: HostState, gpu: Gpu, daemons: tuple[MpsDaemon, ...]) -> GpuDescr
         time_slice=None if gpu.mig_enabled else state.levels.get(gpu.index),
         mps=_mps_of(host, own, gpu.index) if way is Way.MPS else None,
         mig=_instances(state, gpu, daemons) if gpu.mig_enabled else (),
+        bare=bool(gpu.mig_enabled) and not all(instance.compute for instance in state.layout(gpu).instances),
+        pending_mode=gpu.mig_pending not in {None, gpu.mig_enabled},
         links=tuple(_link(host, gpu, other) for other in state.gpus),
     )
 
@@ -288,6 +295,8 @@ def _wished_gpu(gpu: GpuDescription, entry: Entry, profiles: Sequence[Profile]) 
         compute_mode=ComputeMode.EXCLUSIVE_PROCESS if alone else ComputeMode.DEFAULT,
         mps=_plain_mps(entry.mps or MpsWish()) if entry.sharing is Way.MPS else None,
         mig=_devices(entry, profiles) if entry.sharing is Way.MIG else (),
+        bare=False,
+        pending_mode=False,
     )
 
 

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from gpushare.host.open_files import OpenFiles
 
 
-# A process in 16 hierarchies; users who may create cgroups can nest them as deep as they like.
 # A program that starts another through more is not followed.
 _MOST_PARENTS: Final = 64
+# A process in 16 hierarchies; users who may create cgroups can nest them as deep as they like.
 _MOST_CHARACTERS: Final = 64 << 10
 # rt_sigtimedwait, by machine (asm/unistd.h).
 _SIGTIMEDWAIT: Final = {"x86_64": 128, "aarch64": 137}
@@ -313,7 +313,7 @@ class Processes:
         return parent_of(pid)
 
     def ancestry(self, pid: int) -> Iterator[int]:
-        """Yield a process and those that it descends from, without init; a program that starts very many is not followed."""
+        """Yield a process and its ancestors, nearest first, without init; at most `_MOST_PARENTS`."""
         above: int | None = pid
         for _ in range(_MOST_PARENTS):
             if above is None or above <= 1:

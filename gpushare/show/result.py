@@ -30,13 +30,14 @@ class OutputFormat(str, Enum):
 
 
 def plain_value(value: Any) -> str:
-    """Return a value as text: ``-`` for unknown, yes and no for booleans, the title of an enum."""
+    """Return a value as text: ``-`` for unknown, yes and no for booleans, the title of an enum of numbers."""
     if value is None:
         return "-"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, Enum):
-        return str(getattr(value, "title", value.value))
+        # `title` of a text is a method of its own.
+        return str(getattr(value, "title", value.value) if isinstance(value, IntEnum) else value.value)
     if isinstance(value, float | Decimal):
         return f"{float(value):g}"
     return str(value)

@@ -8,14 +8,15 @@ import json
 import math
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import yaml
 
 from gpushare.base.errors import DriverNotLoaded, ExitCode, OperationFailed
-from gpushare.base.model import ComputeMode, Way
+from gpushare.base.model import ComputeMode, Priority, Way
 from gpushare.show.render import csv_text, document, write, write_error
-from gpushare.show.result import Column, OutputFormat, Result, Table, failure, jsonable
+from gpushare.show.result import Column, OutputFormat, Result, Table, failure, jsonable, plain_value
 from gpushare.show.status import status_result
 from tests.show.conftest import Screen
 from tests.show.hosts import mixed_host, quiet_host
@@ -123,6 +124,13 @@ def test_messages_are_one_line_each_however_they_came(shown):
     error = OperationFailed("nvidia-smi said:\n  Unable\r\n  to set \x1b[31mred", "try " + "x" * 300)
     _, err = shown(Result(command="x", errors=(error,), notes=("two\nlines",)), OutputFormat.PLAIN)
     assert err == ("note: two lines\nerror: nvidia-smi said: Unable to set \\x1b[31mred\nhint: try " + "x" * 300 + "\n")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(Way.TIMESLICE, "timeslice"), (Priority.LOW, Priority.LOW.title), (None, "-"), (True, "yes")]
+)
+def test_a_value_is_shown_as_text(value: Any, text: str) -> None:
+    assert plain_value(value) == text
 
 
 def test_quiet_drops_notes_and_keeps_errors(shown):
