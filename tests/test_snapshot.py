@@ -18,12 +18,13 @@ from gpushare.connect import connect
 from gpushare.host.host import Host
 from gpushare.host.program import Completed, Pending, Programs
 from gpushare.host.smi import ComputePolicy
+from gpushare.mig.ledger import NAMES
 from gpushare.mps.limits import Limits
 from gpushare.mps.start import plan_start
 from gpushare.plan import carry_out
 from gpushare.sim import admin
 from gpushare.sim.processes import user_name
-from gpushare.snapshot import BLIND, LastWork, Observer
+from gpushare.snapshot import BLIND, HostState, LastWork, Observer
 from tests.sim import mps
 
 
@@ -51,6 +52,16 @@ def test_processes_have_owner_command_line_and_start() -> None:
     )
     assert process.started_at is not None
     assert process.container is None
+
+
+def test_the_file_of_names_is_looked_for_where_it_is_written() -> None:
+    """The look knows its path without loading what writes it."""
+    host = connect("sim:h200")
+    assert not HostState(host)._has_names()
+    path = NAMES.path(host, "mig")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    assert HostState(host)._has_names()
 
 
 def test_a_container_is_shown() -> None:
