@@ -202,6 +202,12 @@ class MigInstance:
     # As in `Gpu`.
     jobs_reserved_bytes: int | None = None
 
+    def has(self, process: GpuProcess) -> bool:
+        """Return whether a process is on it; if the compute instance is unknown, the GPU instance decides."""
+        if process.gpu_instance_id != self.gpu_instance_id:
+            return False
+        return process.compute_instance_id in {None, self.compute_instance_id}
+
 
 @dataclass(frozen=True, kw_only=True)
 class MpsClient:
@@ -452,6 +458,11 @@ class ListedJob:
     exit_code: int | None = None
     ran_seconds: float | None = None
     memory_peak_bytes: int | None = None
+
+    @property
+    def whole_limit_bytes(self) -> int | None:
+        """What it may hold on all its devices together."""
+        return None if self.memory_limit_bytes is None else self.memory_limit_bytes * max(1, len(self.device_uuids))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,8 +53,9 @@ from gpushare.measure.ways import DEFAULT_WAYS, IN_ONE_OPTIONS, parse_copies, pa
 from gpushare.memory.peaks import keep_profile
 from gpushare.plan import Plan
 from gpushare.run.results import keep_benched
-from gpushare.show.bench import bench_result, check_plot, drawn, is_measured
+from gpushare.show.bench import bench_result, drawn, is_measured
 from gpushare.show.plan import plan_result
+from gpushare.show.plot import check_plot
 from gpushare.show.sizes import drawn_sizes, sizes_result
 from gpushare.signals import Ended
 from gpushare.snapshot import BLIND

@@ -209,15 +209,7 @@ class _Present:
 def _processes(snapshot: Snapshot) -> Iterator[_OnGpu]:
     for gpu in snapshot.gpus:
         for process in gpu.processes or ():
-            mig = next(
-                (
-                    each
-                    for each in gpu.mig_instances
-                    if each.gpu_instance_id == process.gpu_instance_id
-                    and process.compute_instance_id in {None, each.compute_instance_id}
-                ),
-                None,
-            )
+            mig = next((instance for instance in gpu.mig_instances if instance.has(process)), None)
             yield _OnGpu(gpu.index, Device(gpu=gpu, mig=mig), process)
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final
 
-from gpushare.base.errors import BadUsage, NotSupported
-from gpushare.base.units import format_bytes, format_copies, quoted
+from gpushare.base.units import format_bytes, format_copies
+from gpushare.show.plot import picture
 from gpushare.show.result import Column, Result, Table
 
 # The winner of its number of copies, and each of several ways that are not told apart.
@@ -281,57 +279,23 @@ def _csv(data: Mapping[str, Any]) -> Table:
     return Table(name="cells", columns=tuple(Column(key, key) for key in keys), rows=rows)
 
 
-def check_plot(text: str) -> None:
-    """Raise unless a picture with this name can be drawn; called before anything is measured."""
-    from importlib.util import find_spec
-
-    if Path(text).suffix.lower() not in {".png", ".svg"}:
-        raise BadUsage(f"{quoted(text)} is neither .png nor .svg", "give --plot bench.png", code="bad_plot")
-    if find_spec("matplotlib") is None:
-        raise NotSupported(
-            "drawing needs matplotlib, which is not installed",
-            "install it: pip install 'gpushare[plot]'; or drop --plot",
-            code="no_matplotlib",
-        )
-
-
 def drawn(data: Mapping[str, Any], form: str) -> bytes:
     """Return throughput against copies as a picture, ``png`` or ``svg``, with intervals as error bars."""
-    import matplotlib as mpl
 
-    # Without a window: there may be no display.
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    try:
+    def draw(axes: Any) -> None:
         ways = list(dict.fromkeys(cell["way"] for cell in data["cells"]))
         for way, marker in zip(ways, itertools.cycle("osD^vPX*"), strict=False):
             cells = [cell for cell in data["cells"] if cell["way"] == way and cell["throughput"] is not None]
             if cells:
                 means = [cell["throughput"]["mean"] for cell in cells]
                 below = [mean - (cell["throughput"]["low"] or mean) for cell, mean in zip(cells, means, strict=True)]
-                axes.errorbar(
-                    [cell["copies"] for cell in cells],
-                    means,
-                    yerr=below,
-                    label=way,
-                    marker=marker,
-                    alpha=0.7,
-                    capsize=3,
-                )
+                copies = [cell["copies"] for cell in cells]
+                axes.errorbar(copies, means, yerr=below, label=way, marker=marker, alpha=0.7, capsize=3)
         numbers = sorted({cell["copies"] for cell in data["cells"]})
         axes.set_xscale("log", base=2)
         axes.set_xticks(numbers, [str(number) for number in numbers])
         axes.set_ylim(bottom=0)
         axes.set_xlabel("copies")
-        unit = data["workload"]["unit"] if data["workload"] else "runs per second"
-        axes.set_ylabel(unit if data["metric"]["pattern"] is None or data["workload"] else "printed number")
-        axes.set_title(f"{data['gpu']['name'] or 'GPU'}, driver {data['driver'] or 'unknown'}")
-        axes.grid(alpha=0.3)
-        axes.legend()
-        picture = io.BytesIO()
-        figure.savefig(picture, dpi=150, format=form)
-        return picture.getvalue()
-    finally:
-        plt.close(figure)
+        axes.set_ylabel(_unit(data).partition(",")[0])
+
+    return picture(form, data["gpu"]["name"], data["driver"], draw)

@@ -71,11 +71,6 @@ def _memory(value: tuple[int | None, int | None]) -> str:
     return format_bytes(held) if limit is None else used_of_total((held, limit))
 
 
-def _limit(job: ListedJob) -> int | None:
-    """Return what the job may hold on all its GPUs together."""
-    return None if job.memory_limit_bytes is None else job.memory_limit_bytes * max(1, len(job.device_uuids))
-
-
 def _way(job: ListedJob) -> str | None:
     return way_text(
         job.way,
@@ -104,7 +99,7 @@ def _present(jobs: Sequence[ListedJob], *, everything: bool) -> Table:
         _ROLE,
         Column("gpu", "GPU", right=True, of=lambda job: ranges(job.gpu_indexes) if job.gpu_indexes else None),
         Column("way", "way", of=_way),
-        Column("memory", "memory", right=True, of=lambda job: (job.memory_used_bytes, _limit(job)), format=_memory),
+        Column("memory", "memory", right=True, of=lambda job: (job.memory_used_bytes, job.whole_limit_bytes), format=_memory),
         Column("swapped_bytes", "swapped", right=True, rank=4, optional=True, format=format_bytes),
         Column("sm_percent", "SM", right=True, rank=1, format=format_percent),
         _SINCE,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gpushare.base.units import format_copies
+from gpushare.show.plot import picture
 from gpushare.show.result import Column, Result, Table
 
 
@@ -100,32 +100,18 @@ def _csv(data: Mapping[str, Any]) -> Table:
 
 def drawn_sizes(data: Mapping[str, Any], form: str) -> bytes:
     """Return time against size as a picture, a line for each way and number of copies."""
-    import matplotlib as mpl
 
-    # Without a window: there may be no display.
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    try:
+    def draw(axes: Any) -> None:
         keys = list(dict.fromkeys((cell["way"], cell["copies"]) for cell in data["cells"]))
         for (way, copies), marker in zip(keys, itertools.cycle("osD^vPX*"), strict=False):
             cells = [cell for cell in data["cells"] if (cell["way"], cell["copies"]) == (way, copies)]
             cells = [cell for cell in cells if cell["seconds"] is not None]
-            sizes = [cell["size"] for cell in cells]
-            axes.plot(
-                sizes, [cell["seconds"] for cell in cells], label=f"{way}, {format_copies(copies)}", marker=marker
-            )
+            sizes, seconds = ([cell[key] for cell in cells] for key in ("size", "seconds"))
+            axes.plot(sizes, seconds, label=f"{way}, {format_copies(copies)}", marker=marker)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xticks(data["sizes"], [str(size) for size in data["sizes"]])
         axes.set_xlabel("size of the matrices")
         axes.set_ylabel("seconds until each copy has multiplied once")
-        axes.set_title(f"{data['gpu']['name'] or 'GPU'}, driver {data['driver'] or 'unknown'}")
-        axes.grid(alpha=0.3)
-        axes.legend()
-        picture = io.BytesIO()
-        figure.savefig(picture, dpi=150, format=form)
-        return picture.getvalue()
-    finally:
-        plt.close(figure)
+
+    return picture(form, data["gpu"]["name"], data["driver"], draw)

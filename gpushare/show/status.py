@@ -212,7 +212,7 @@ def _mig_instances(snapshot: Snapshot) -> Table:
             "gpu": gpu.index,
             "memory": _memory_of(instance),
             "reserved": _reserved(instance),
-            "processes": None if gpu.processes is None else sum(_on(process, instance) for process in gpu.processes),
+            "processes": None if gpu.processes is None else sum(map(instance.has, gpu.processes)),
         }
         for gpu in snapshot.gpus
         for instance in gpu.mig_instances
@@ -237,13 +237,6 @@ def _mig_instances(snapshot: Snapshot) -> Table:
         idle=lambda row: row["processes"] == 0 and not row["reserved"],
         folded=lambda idle: f"idle: {len(idle)} instances on GPU {ranges(row['gpu'] for row in idle)}",
     )
-
-
-def _on(process: GpuProcess, instance: MigInstance) -> bool:
-    """Return whether a process is on a MIG device; if its compute instance is unknown, the GPU instance decides."""
-    if process.gpu_instance_id != instance.gpu_instance_id:
-        return False
-    return process.compute_instance_id in {None, instance.compute_instance_id}
 
 
 def daemon_table(snapshot: Snapshot) -> Table:
@@ -484,7 +477,7 @@ def _processes(snapshot: Snapshot) -> Table:
 def _process_rows(snapshot: Snapshot) -> Iterable[Row]:
     for gpu in snapshot.gpus:
         for process in sorted(gpu.processes or (), key=_by_instance_then_memory):
-            instance = next((each for each in gpu.mig_instances if _on(process, each)), None)
+            instance = next((each for each in gpu.mig_instances if each.has(process)), None)
             yield {
                 **vars(process),
                 "gpu": gpu.index,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 import textwrap
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from typing import Any, Final
 from gpushare.base.errors import GpushareError
 from gpushare.base.model import TunedWay, Way
 from gpushare.base.units import format_slice
+from gpushare.show.plot import picture
 from gpushare.show.result import Column, Result, Table
 
 # Sentences are wrapped here, at any terminal width, and never cut.
@@ -236,19 +236,12 @@ def _numbers(row: Row) -> str:
 
 def drawn(data: TuneAnswer, form: str) -> bytes:
     """Return the settings as a picture, ``png`` or ``svg``: what production keeps against what the others get."""
-    import matplotlib as mpl
-
-    # Without a window: there may be no display.
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
     by_p99 = data.p99_factor is not None and any(row.p99 is not None for row in data.curve)
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
 
     def cost(row: Row) -> float:
         return (row.p99 or 0.0) if by_p99 else row.kept
 
-    try:
+    def draw(axes: Any) -> None:
         for way, marker in ((Way.SLICES, "o"), (Way.CAPS, "s")):
             rows = [row for row in data.curve if row.way == way and row.opportunistic_share is not None]
             if rows:
@@ -264,11 +257,5 @@ def drawn(data: TuneAnswer, form: str) -> bytes:
         axes.set_ylabel(
             "production's p99, relative to alone" if by_p99 else "share of its rate alone that production has"
         )
-        axes.set_title(f"{data.gpu_name or 'GPU'}, driver {data.driver or 'unknown'}")
-        axes.grid(alpha=0.3)
-        axes.legend()
-        picture = io.BytesIO()
-        figure.savefig(picture, dpi=150, format=form)
-        return picture.getvalue()
-    finally:
-        plt.close(figure)
+
+    return picture(form, data.gpu_name, data.driver, draw)

@@ -210,12 +210,7 @@ def below(frame: Frame, gpu: Gpu, layout: Layout, theme: Theme) -> list[list[Pie
 
 def _instance(frame: Frame, gpu: Gpu, one: MigInstance, layout: Layout, theme: Theme) -> list[Piece]:
     sm = frame.activity(gpu, one)
-    here = (one.gpu_instance_id, one.compute_instance_id)
-    inside = [
-        process
-        for process in gpu.processes or ()
-        if process.gpu_instance_id == here[0] and process.compute_instance_id in {None, here[1]}
-    ]
+    inside = filter(one.has, gpu.processes or ())
     names = ", ".join(dict.fromkeys(process.job or process.name or str(process.pid) for process in inside))
     return [
         ((one.profile or "-").ljust(max(6, layout.name - 2)) + " ", "text"),

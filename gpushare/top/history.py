@@ -210,7 +210,7 @@ def _changes(old: ListedJob | None, job: ListedJob, at: float) -> Iterator[Event
     elif old.state != job.state:
         yield Event(at, f"{title} {_STATE_TEXTS.get(job.state, job.state)}", "bad" if job.state == "lost" else "warn")
     if is_over(job) and not (old is not None and is_over(old)):
-        held, limit = format_bytes(job.memory_used_bytes), format_bytes(job.memory_limit_bytes)
+        held, limit = format_bytes(job.memory_used_bytes), format_bytes(job.whole_limit_bytes)
         yield Event(at, f"{title} is over its limit: {held} of {limit}", "bad")
 
 
@@ -226,6 +226,5 @@ def _key(job: ListedJob) -> tuple[str | None, int | None, bool]:
 
 def is_over(job: ListedJob) -> bool:
     """Return whether a job holds more memory than its limit allows on all its devices."""
-    if job.memory_used_bytes is None or job.memory_limit_bytes is None:
-        return False
-    return job.memory_used_bytes > job.memory_limit_bytes * max(1, len(job.device_uuids))
+    limit = job.whole_limit_bytes
+    return limit is not None and job.memory_used_bytes is not None and job.memory_used_bytes > limit

@@ -140,10 +140,6 @@ def _ram(row: Row) -> int | None:
     return None if row.use is None else row.use.memory_bytes
 
 
-def _limit(job: ListedJob) -> int | None:
-    return None if job.memory_limit_bytes is None else job.memory_limit_bytes * max(1, len(job.device_uuids))
-
-
 def _held(row: Row) -> tuple[str, str]:
     job = row.job
     if row.member is not None:
@@ -169,7 +165,7 @@ COLUMNS: Final = (
     Column("gpu", "GPU", 3, _own(lambda job: job.gpu_indexes or None), _cell(lambda job: job.gpu_indexes or None, ranges), right=True),
     Column("sm", "SM%", 4, _own(lambda job: job.sm_percent), _sm, right=True, falls=True),
     Column("memory", "MEM", 6, _own(lambda job: job.memory_used_bytes), _held, right=True, falls=True),
-    Column("limit", "LIMIT", 5, _own(_limit), _cell(_limit, size_text, "dim"), right=True, falls=True),
+    Column("limit", "LIMIT", 5, _own(lambda job: job.whole_limit_bytes), _cell(lambda job: job.whole_limit_bytes, size_text, "dim"), right=True, falls=True),
     Column("way", "WAY", 7, _own(lambda job: job.way), _cell(lambda job: None if job.way is None else _way(job), visible)),
     Column("cpu", "CPU%", 5, _cpu, lambda row: (_number(_cpu(row)), "dim" if not _cpu(row) else "text"), right=True, falls=True),
     Column("age", "AGE", 4, _own(lambda job: job.since_seconds), _cell(lambda job: job.since_seconds, age, "dim"), right=True, falls=True),

@@ -689,7 +689,7 @@ class Cockpit(App[None]):
             ("command", job.command),
             ("device", job.device or (f"GPU {', '.join(map(str, job.gpu_indexes))}" if job.gpu_indexes else None)),
             ("processes", ", ".join(map(str, job.processes)) or None),
-            ("memory", f"{format_bytes(job.memory_used_bytes)}, limit {format_bytes(job.memory_limit_bytes)}"),
+            ("memory", f"{format_bytes(job.memory_used_bytes)}, limit {format_bytes(job.whole_limit_bytes)}"),
             ("waits", jobs.waiting_reason(job) or None),
             ("since", None if job.since_seconds is None else format_duration(job.since_seconds)),
         ]
