@@ -81,6 +81,8 @@ _OTHERS_ALONE_SECONDS: Final = 12.0
 _BACKLOG_SECONDS: Final = 15.0
 _FALLING: Final = 0.98
 _SERVED: Final = 1.05
+# Windows in which the answer becomes certain are longer: a round pauses and resumes the others, which takes a second.
+_STRETCH: Final = 1.5
 _CAUGHT_UP_SECONDS: Final = 5.0
 # The p99 alone is of at least so many requests, if the same way has them.
 _REQUESTS_ALONE: Final = 600
@@ -507,6 +509,8 @@ class Stage:
         self._window = self._options.window_seconds or _SHORTEST_SECONDS
         self._together_seconds = 2 * self._window
         self._others_seconds = 2 * self._window
+        # By how much the windows are longer now.
+        self._stretch = 1.0
         self._log: list[_Seen] = []
         self.start_took = 0.0
         self.default_us: int | None = None
@@ -727,6 +731,7 @@ class Stage:
             self._window = min(_LONGEST_SECONDS, wanted)
         self._together_seconds = 2 * self._window
         self._log.append(_Seen(started, ended, printed.window(started, ended)))
+        self._tuner.note(ended - started)
         alone = [value for at, value in printed.latencies if started < at <= ended]
         unit = printed.latency_us
         self.request_us = None if unit is None or not alone else unit * percentile(alone, 50)
@@ -745,7 +750,7 @@ class Stage:
     def _watch_alone(self) -> None:
         for recorder in self._recorders:
             recorder.since_last()
-        start, end = self._watch(self._window)
+        start, end = self._watch(self._stretch * self._window)
         if self._production is None:
             return
         window = self._production.printed.window(start, end)
@@ -850,7 +855,7 @@ class Stage:
 
     def _together(self, setting: Setting) -> None:
         self._resume_others()
-        start, end = self._watch(self._together_seconds)
+        start, end = self._watch(self._stretch * self._together_seconds)
         if self._production is None:
             return
         rates = tuple(self._rate(job, start, end) for job in self._others)
@@ -862,6 +867,7 @@ class Stage:
         ``longer``: until they are certain, or will not be.
         """
         goal, rounds = self._options.search.goal, 0
+        self._stretch = _STRETCH if longer else 1.0
         self._apply(setting)
         while True:
             self._alone()

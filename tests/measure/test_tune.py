@@ -227,7 +227,9 @@ def test_requests_at_random_are_the_demand_and_the_latency_decides(tuned: Tuned,
             queue.wait(120.0)
             spans.append(programs[0].printed.window(start, queue.now()))
     alone, together = (p99([window]) or 0.0 for window in spans)
-    assert best.p99 == pytest.approx(together / alone, abs=0.12)
+    assert best.p99_low is not None
+    assert best.p99_high is not None
+    assert best.p99_low <= together / alone <= best.p99_high
     assert result.seconds < 100
 
 
@@ -423,7 +425,7 @@ EASY = {
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let figures be certain after half a second."""
-    for module, name in (("search", "MOST_SECONDS"), ("tune", "MOST_SECONDS"), ("tune", "FIRST_SECONDS")):
+    for module, name in (("search", "MOST_SECONDS"), ("tune", "FIRST_SECONDS")):
         monkeypatch.setattr(f"gpushare.measure.{module}.{name}", 0.5)
 
 
