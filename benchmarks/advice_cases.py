@@ -30,7 +30,6 @@ from gpushare.sim.state import StateFile, parse_spec
 CASES = Path(__file__).parents[1] / "tests" / "advice" / "held_out.yaml"
 # Per cent of the cases.
 GOALS = {"acceptable": (95.0, 100.0), "harmful": (0.0, 0.0), "preferred": (88.0, 100.0)}
-PROGRAMS = {"nvidia-smi", "nvidia-cuda-mps-control"}
 NEEDS_ROOT = r"mig (create|destroy|apply|enable|disable|grant|revoke)|timeslice set (default|short|medium|long)|--exclusive|sudo|nvidia-smi.* -c"
 CHANGES_MIG = r"gpushare mig (apply|create|destroy|disable|enable)\b.*"
 
@@ -119,13 +118,10 @@ def _prepare(host: str, lines: Sequence[str]) -> None:
     connected = connect(host)
     for line in lines:
         words = _fill_in(line, host)
-        if "-c" in words:
-            # The simulated nvidia-smi has no -c; NVML sets the same.
-            for gpu in connected.nvml.sweep():
-                if "-i" not in words or str(gpu.index) in words:
-                    connected.nvml.set_compute_mode(gpu.index, ComputeMode[words[-1]])
-            continue
-        if words[0] in PROGRAMS:
+        code, said = 0, ""
+        if words == ["exclusive"]:
+            connected.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
+        elif words[0] == "nvidia-cuda-mps-control":
             done = connected.programs.run(words)
             code, said = done.exit_code, done.stdout + done.stderr
         else:

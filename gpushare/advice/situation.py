@@ -824,15 +824,20 @@ class Situation:
         shares, total = self.shares(way), self.gpu.memory_total_bytes or 0
         if not self.gpu.documented:
             return None
-        largest = max(shares)
-        graphics = any(share.graphics for share in shares)
-        wanted = [one for one in self.gpu.documented if one.attributes == ({"+gfx"} if graphics else set())]
-        sizes = [(one.instances or 0, one.memory_bytes or total // max(one.instances or 1, 1)) for one in wanted]
-        most = max((count for count, size in sizes if size >= largest.memory_bytes), default=0)
+        largest, slices = max(shares), max(profile.slices for profile in self.gpu.documented)
+        attributes = {"+gfx"} if any(share.graphics for share in shares) else set()
+        fitting = [
+            profile.slices
+            for profile in self.gpu.documented
+            if profile.attributes == attributes
+            and (profile.memory_bytes or total * profile.slices // slices or largest.memory_bytes)
+            >= largest.memory_bytes
+        ]
+        most = slices // min(fitting) if fitting else 0
         return (
             None
             if most >= len(shares)
-            else f"{len(shares)} instances with {largest} are wanted, and {most or 'none'} would fit"
+            else f"{len(shares)} instances with {largest} do not fit: {most or 'none'} would"
         )
 
     def short_of_sms(self, way: Way) -> str | None:
