@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
 from rich.segment import Segment
 from rich.style import Style
@@ -35,58 +35,68 @@ if TYPE_CHECKING:
     from gpushare.top.frame import Frame
     from gpushare.top.watch import Watch
 
-# Keys in the footer, the most wanted ones first; what does not fit is in the help.
-FOOTER: Final = (
-    ("?", "help", "help"),
-    ("q", "quit", "quit"),
-    ("/", "filter", "filter"),
-    ("o", "sort", "sort"),
-    ("t", "tree", "tree"),
-    ("s", "stop", "act('s')"),
-    ("p", "pause", "act('p')"),
-    ("r", "resume", "act('r')"),
-    ("w", "swap out", "act('w')"),
-    ("b", "back in", "act('b')"),
-    ("L", "logs", "logs"),
-    ("Enter", "open", "open"),
-    ("e", "explain", "explain"),
-    ("E", "events", "events"),
-    ("D", "findings", "findings"),
-    ("u", "user", "user"),
-    ("g", "GPU", "of_gpu"),
-    ("n", "slice", "act('n')"),
-    ("v", "move", "act('v')"),
-    ("m", "limits", "act('m')"),
+
+class Key(NamedTuple):
+    """What keys do: their names in Textual, the action; as the help shows them, with a text. A key alone is a heading."""
+
+    names: str
+    action: str = ""
+    shown: str = ""
+    text: str = ""
+
+
+KEYS: Final = (
+    Key("Move"),
+    Key("down,j", "move(1)", "↑ ↓ j k", "line up, down; PgUp PgDn Home End too"),
+    Key("up,k", "move(-1)"),
+    Key("pagedown,ctrl+f", "page(1)"),
+    Key("pageup,ctrl+b", "page(-1)"),
+    Key("home", "move(-99999)"),
+    Key("end,G", "move(99999)"),
+    Key("left,h", "columns(-1)", "← → h l", "columns of the list of jobs"),
+    Key("right,l", "columns(1)"),
+    Key("", "", "Tab", "from the GPUs to the jobs and back"),
+    Key("enter", "open", "Enter", "open the GPU, or what can be done with the job"),
+    Key("escape", "back", "Esc", "back: closes the GPU, then removes filters"),
+    Key("Choose"),
+    Key("slash,f4,f3", "filter", "/ F4", "filter: part of a name, user, command, state or PID"),
+    Key("u", "user", "u g", "only jobs of a user; only jobs on a GPU"),
+    Key("g", "of_gpu"),
+    Key("o,f6", "sort", "o F6 < >", "sort by a column; by the one left or right of it"),
+    Key("less_than_sign,comma", "sort_next(-1)"),
+    Key("greater_than_sign,full_stop", "sort_next(1)"),
+    Key("I", "reverse", "I", "the other way round"),
+    Key("t,f5", "tree", "t F5", "tree: each job with its processes"),
+    Key("z", "ended", "z", "show jobs that have ended, too"),
+    Key("Act on the job", text="each shows its plan and asks"),
+    *(Key(action.key, f"act({action.key!r})", action.key, action.title) for action in ACTIONS),
+    Key("f9,delete", "act('s')", "F9", "the same as s"),
+    Key("L", "logs", "L", "its output, which follows"),
+    Key("e", "explain", "e", "explain: an error code, a log line, a word"),
+    Key("Look"),
+    Key("E", "events", "E", "what has happened"),
+    Key("D", "findings", "D", "findings of gpushare doctor, with remedies"),
+    Key("T", "theme", "T", "dark or light"),
+    Key("plus,equals_sign", "interval(0.5)", "+ -", "look more often, or less"),
+    Key("minus", "interval(2.0)"),
+    Key("space", "hold", "Space", "hold the screen, or in a replay its time"),
+    Key("left_square_bracket", "seek(-10)", "[ ] { }", "in a replay: 10 s, or 5 min, back or on"),
+    Key("right_square_bracket", "seek(10)"),
+    Key("left_curly_bracket", "seek(-300)"),
+    Key("right_curly_bracket", "seek(300)"),
+    Key("question_mark,f1", "help", "? F1", "this help"),
+    Key("q,f10,ctrl+c,ctrl+q", "quit", "q F10", "quit"),
 )
-HEADS: Final = frozenset({"Move", "Choose", "Act on the job", "Look"})
-HELP: Final = (
-    ("Move", ""),
-    ("↑ ↓ j k", "line up, down; PgUp PgDn Home End too"),
-    ("← → h l", "columns of the list of jobs"),
-    ("Tab", "from the GPUs to the jobs and back"),
-    ("Enter", "open the GPU, or what can be done with the job"),
-    ("Esc", "back: closes the GPU, then removes filters"),
-    ("Choose", ""),
-    ("/ F4", "filter: part of a name, user, command, state or PID"),
-    ("u g", "only jobs of a user; only jobs on a GPU"),
-    ("o F6 < >", "sort by a column; by the one left or right of it"),
-    ("I", "the other way round"),
-    ("t F5", "tree: each job with its processes"),
-    ("z", "show jobs that have ended, too"),
-    ("Act on the job", "each shows its plan and asks"),
-    *((action.key, action.title) for action in ACTIONS),
-    ("F9", "the same as s"),
-    ("L", "its output, which follows"),
-    ("e", "explain: an error code, a log line, a word"),
-    ("Look", ""),
-    ("E", "what has happened"),
-    ("D", "findings of gpushare doctor, with remedies"),
-    ("T", "dark or light"),
-    ("+ -", "look more often, or less"),
-    ("Space", "hold the screen, or in a replay its time"),
-    ("[ ] { }", "in a replay: 10 s, or 5 min, back or on"),
-    ("q F10", "quit"),
-)
+# Titles in the footer by action, the most wanted ones first; what does not fit is in the help.
+FOOTER: Final = {
+    "help": "help", "quit": "quit", "filter": "filter", "sort": "sort", "tree": "tree", "act('s')": "stop",
+    "act('p')": "pause", "act('r')": "resume", "act('w')": "swap out", "act('b')": "back in", "logs": "logs",
+    "open": "open", "explain": "explain", "events": "events", "findings": "findings", "user": "user", "of_gpu": "GPU",
+    "act('n')": "slice", "act('v')": "move", "act('m')": "limits",
+}  # fmt: skip
+FOOTER_KEYS: Final = {
+    key.action: key.shown.split(" ")[0] or key.names for key in reversed(KEYS) if key.action in FOOTER
+}
 
 
 class NewFrame(Message):
@@ -188,43 +198,7 @@ class Cockpit(App[None]):
     CSS = """
     Screen { layout: vertical; overflow: hidden; }
     """
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("q,f10,ctrl+c,ctrl+q", "quit", priority=False, show=False),
-        Binding("question_mark,f1", "help", show=False),
-        Binding("down,j", "move(1)", show=False),
-        Binding("up,k", "move(-1)", show=False),
-        Binding("pagedown,ctrl+f", "page(1)", show=False),
-        Binding("pageup,ctrl+b", "page(-1)", show=False),
-        Binding("home", "move(-99999)", show=False),
-        Binding("end,G", "move(99999)", show=False),
-        Binding("left,h", "columns(-1)", show=False),
-        Binding("right,l", "columns(1)", show=False),
-        Binding("enter", "open", show=False),
-        Binding("escape", "back", show=False),
-        Binding("slash,f4,f3", "filter", show=False),
-        Binding("u", "user", show=False),
-        Binding("g", "of_gpu", show=False),
-        Binding("o,f6", "sort", show=False),
-        Binding("less_than_sign,comma", "sort_next(-1)", show=False),
-        Binding("greater_than_sign,full_stop", "sort_next(1)", show=False),
-        Binding("I", "reverse", show=False),
-        Binding("t,f5", "tree", show=False),
-        Binding("z", "ended", show=False),
-        *(Binding(action.key, f"act({action.key!r})", show=False) for action in ACTIONS),
-        Binding("f9,delete", "act('s')", show=False),
-        Binding("L", "logs", show=False),
-        Binding("e", "explain", show=False),
-        Binding("E", "events", show=False),
-        Binding("D", "findings", show=False),
-        Binding("T", "theme", show=False),
-        Binding("plus,equals_sign", "interval(0.5)", show=False),
-        Binding("minus", "interval(2.0)", show=False),
-        Binding("space", "hold", show=False),
-        Binding("left_square_bracket", "seek(-10)", show=False),
-        Binding("right_square_bracket", "seek(10)", show=False),
-        Binding("left_curly_bracket", "seek(-300)", show=False),
-        Binding("right_curly_bracket", "seek(300)", show=False),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding(key.names, key.action, show=False) for key in KEYS if key.action]
 
     def __init__(
         self,
@@ -473,7 +447,8 @@ class Cockpit(App[None]):
     def _key_line(self, width: int) -> list[Segment]:
         line: list[Segment] = []
         room = width
-        for key, title, action in FOOTER:
+        for action, title in FOOTER.items():
+            key = FOOTER_KEYS[action]
             cells = len(key) + len(title) + 3
             if cells > room:
                 break
@@ -598,10 +573,12 @@ class Cockpit(App[None]):
     # -- dialogs -------------------------------------------------------------------------------------------------------------
 
     def action_help(self) -> None:
-        lines = [
-            (f"{key}{text and f': {text}'}", "util") if key in HEADS else (f"  {key:<10} {text}", "text")
-            for key, text in HELP
-        ]
+        lines: list[Line] = []
+        for key in KEYS:
+            if key.shown:
+                lines.append((f"  {key.shown:<10} {key.text}", "text"))
+            elif not key.action:
+                lines.append((f"{key.names}{key.text and f': {key.text}'}", "util"))
         self.push_screen(Dialog("gpushare top", lines, self.colours))
 
     def action_events(self) -> None:
