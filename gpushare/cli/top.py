@@ -62,7 +62,7 @@ def top(
         watch.end()
         raise OperationFailed(
             "top needs Textual, which is not installed",
-            "add it: pipx inject gpushare textual, or pip install 'gpushare[top]'",
+            "add it: pipx inject gpushare textual, or pip install textual",
             code="no_textual",
         ) from None
     from gpushare.top.verbs import answered, followed

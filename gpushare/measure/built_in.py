@@ -96,7 +96,7 @@ def _backend(host: Host, device: Device, environment: Mapping[str, str]) -> str:
 def _no_backend(why: str) -> NotSupported:
     return NotSupported(
         f"the built-in workload needs PyTorch or CuPy: {why}",
-        "install CuPy: pip install 'gpushare[bench]'; or measure a program of your own: gpushare bench -- CMD",
+        "install CuPy: pip install 'cupy-cuda12x[ctk]'; or measure a program of your own: gpushare bench -- CMD",
         code="no_backend",
     )
 

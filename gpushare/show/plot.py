@@ -20,7 +20,7 @@ def check_plot(text: str) -> None:
     if find_spec("matplotlib") is None:
         raise NotSupported(
             "drawing needs matplotlib, which is not installed",
-            "install it: pip install 'gpushare[plot]'; or drop --plot",
+            "install it: pip install matplotlib, or pipx inject gpushare matplotlib; or drop --plot",
             code="no_matplotlib",
         )
 

@@ -132,7 +132,7 @@ def test_a_real_host_without_a_back_end(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(NotSupported) as caught:
         built_in_workload(real, device, size=256, cpu=False, footprint=None)
     assert caught.value.code == "no_backend"
-    assert "pip install 'gpushare[bench]'" in caught.value.hint
+    assert "pip install 'cupy-cuda12x[ctk]'" in caught.value.hint
     monkeypatch.setattr("gpushare.measure.built_in._PROGRAM", (sys.executable, "-c", "print('backend=torch')"))
     chosen = built_in_workload(real, device, size=256, cpu=True, footprint="1G")
     assert chosen.facts["backend"] == "torch"

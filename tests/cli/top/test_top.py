@@ -29,4 +29,4 @@ def test_without_textual_the_command_that_adds_it(refused: Callable[..., str], m
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr("gpushare.cli.top._is_terminal", lambda: True)
     monkeypatch.setattr("builtins.__import__", without)
-    assert "gpushare[top]" in refused("top", code="no_textual", exit_code=1)
+    assert "pip install textual" in refused("top", code="no_textual", exit_code=1)
