@@ -94,5 +94,7 @@ def _text(shell: _Shell) -> str:
         if place.is_file():
             return place.read_text(encoding="utf-8")
     raise NotFound(
-        "this installation has no completions", "install it with pip, in a checkout: pip install .", code="no_completions"
+        "this installation has no completions",
+        "install it with pip, in a checkout: pip install .",
+        code="no_completions",
     )
