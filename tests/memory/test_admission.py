@@ -16,9 +16,9 @@ def job(name: str, size: int | None, keys: tuple[str, ...] = ("a",), *, client: 
     return Waiting(name=name, memory_bytes=size, keys=keys, client=client)
 
 
-def first(found: dict[str, tuple[str, ...]]) -> dict[str, str]:
+def first(keys_of: dict[str, tuple[str, ...]]) -> dict[str, str]:
     """Return the device of each job of one device."""
-    return {name: keys[0] for name, keys in found.items()}
+    return {name: keys[0] for name, keys in keys_of.items()}
 
 
 def of(*sizes: int) -> list[Running]:
@@ -97,19 +97,19 @@ SIZES = st.integers(1, 12)
 def test_nobody_is_delayed_whichever_jobs_end_first(held: list[int], sizes: list[int]) -> None:
     rooms = {"a": Room(memory_bytes=20)}
     waiting = [job(str(at), size) for at, size in enumerate(sizes)]
-    found = admitted(rooms, {"a": of(*held)}, waiting)
-    started = [size for at, size in enumerate(sizes) if str(at) in found]
+    places = admitted(rooms, {"a": of(*held)}, waiting)
+    started = [size for at, size in enumerate(sizes) if str(at) in places]
     assert sum(held) + sum(started) <= 20
     for at, size in enumerate(sizes):
-        if str(at) in found:
+        if str(at) in places:
             continue
-        later = sum(one for other, one in enumerate(sizes) if other > at and str(other) in found)
+        later = sum(each for other, each in enumerate(sizes) if other > at and str(other) in places)
         # Those that run now or came before it, and still run when it starts.
         there = [*held, *sizes[:at]]
         for count in range(len(there) + 1):
-            for left in itertools.combinations(there, count):
-                if sum(left) + size <= 20:
-                    assert sum(left) + later + size <= 20
+            for staying in itertools.combinations(there, count):
+                if sum(staying) + size <= 20:
+                    assert sum(staying) + later + size <= 20
 
 
 def test_a_job_between_two_that_wait_delays_neither() -> None:

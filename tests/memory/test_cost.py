@@ -21,9 +21,9 @@ from gpushare.memory.cost import (
 
 def test_what_was_measured_is_returned_as_it_was() -> None:
     assert sorted(MEASURED) == list(MEASURED)
-    for one in MEASURED:
-        assert moved(one.memory_bytes) == pytest.approx(one)
-        assert not beyond_measured(one.memory_bytes)
+    for each in MEASURED:
+        assert moved(each.memory_bytes) == pytest.approx(each)
+        assert not beyond_measured(each.memory_bytes)
 
 
 def test_a_small_job_takes_as_long_as_the_smallest_measured() -> None:
@@ -39,15 +39,15 @@ def test_beyond_the_largest_the_last_two_go_on() -> None:
 
 @given(st.integers(0, 300 * GIB), st.integers(0, 100 * GIB))
 def test_a_larger_job_never_takes_less(size: int, more: int) -> None:
-    one, larger = moved(size), moved(size + more)
-    assert 0 < one.out_seconds <= larger.out_seconds
-    assert 0 < one.in_seconds <= larger.in_seconds
+    smaller, larger = moved(size), moved(size + more)
+    assert 0 < smaller.out_seconds <= larger.out_seconds
+    assert 0 < smaller.in_seconds <= larger.in_seconds
     assert most_out_seconds(size) < most_out_seconds(size + more) or not more
 
 
-@pytest.mark.parametrize("one", MEASURED)
-def test_who_must_be_out_in_time_plans_with_more(one: tuple[float, float, float]) -> None:
-    assert most_out_seconds(one[0]) > one[1]
+@pytest.mark.parametrize("measured", MEASURED)
+def test_who_must_be_out_in_time_plans_with_more(measured: tuple[float, float, float]) -> None:
+    assert most_out_seconds(measured[0]) > measured[1]
 
 
 def test_turns_of_nine_switches_keep_nine_tenths() -> None:

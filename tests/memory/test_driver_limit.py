@@ -26,8 +26,8 @@ def host() -> Host:
 
 
 def device(host: Host) -> Device:
-    (one,) = select(None, host.nvml.sweep())
-    return one
+    (only,) = select(None, host.nvml.sweep())
+    return only
 
 
 def left(host: Host) -> list[str]:
@@ -35,9 +35,9 @@ def left(host: Host) -> list[str]:
 
 
 def tree(host: Host) -> SimulatedCgroups:
-    found = host.open_cgroups()
-    assert isinstance(found, SimulatedCgroups)
-    return found
+    cgroups = host.open_cgroups()
+    assert isinstance(cgroups, SimulatedCgroups)
+    return cgroups
 
 
 def test_a_limit_is_in_force_until_it_is_released(host: Host) -> None:
@@ -99,9 +99,9 @@ def test_a_tree_that_cannot_be_written_is_no_error(host: Host, monkeypatch: pyte
     def refuse(*_arguments: object, **_named: object) -> None:
         raise PermissionError(1, "Operation not permitted")
 
-    found = device(host)
+    gpu = device(host)
     monkeypatch.setattr("gpushare.host.cgroups.os.mkdir", refuse)
-    assert take_limit(host, found, 8 * GIB) is None
+    assert take_limit(host, gpu, 8 * GIB) is None
 
 
 def old_driver(_host: Host) -> None:
@@ -117,12 +117,12 @@ def no_tree(host: Host) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "why"), [(old_driver, "driver 610.43.02"), (a_user, "only root"), (no_tree, "no cgroup v2")]
+    ("change", "reason"), [(old_driver, "driver 610.43.02"), (a_user, "only root"), (no_tree, "no cgroup v2")]
 )
-def test_where_it_cannot_be(host: Host, change: Callable[[Host], None], why: str) -> None:
+def test_where_it_cannot_be(host: Host, change: Callable[[Host], None], reason: str) -> None:
     change(host)
     changed = connect(SPEC)
-    assert why in (why_not(changed, device(changed)) or "")
+    assert reason in (why_not(changed, device(changed)) or "")
     assert take_limit(changed, device(changed), GIB) is None
     assert left(changed) == []
 
@@ -134,8 +134,8 @@ def test_not_on_mig(host: Host) -> None:
 
     with changing(StateFile(SPEC)) as (state, _):
         state.gpus[0].mig_mode = state.gpus[0].mig_pending = 1
-    (one,) = host.nvml.sweep()
-    assert why_not(host, Device(gpu=one)) == "the driver has no such limit on MIG"
+    (gpu,) = host.nvml.sweep()
+    assert why_not(host, Device(gpu=gpu)) == "the driver has no such limit on MIG"
 
 
 def test_a_process_that_is_left_keeps_its_limit(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:

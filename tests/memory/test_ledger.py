@@ -51,9 +51,9 @@ def host() -> Host:
     return connect(SPEC)
 
 
-def telling(said: list[str]) -> Draw:
+def telling(messages: list[str]) -> Draw:
     """Return what notes what a job waits for when that changes, as off a terminal."""
-    return contextlib.ExitStack().enter_context(waiting_line(said.append))
+    return contextlib.ExitStack().enter_context(waiting_line(messages.append))
 
 
 def told_clock() -> dict[str, Any]:
@@ -71,7 +71,7 @@ def devices(host: Host) -> tuple[Device, ...]:
 
 
 def enter(host: Host, size: int | None, *, name: str | None = None) -> Place:
-    keys = tuple(one.uuid for one in devices(host))
+    keys = tuple(device.uuid for device in devices(host))
     return Place(host, Request(memory_bytes=size, keys=keys, client=False, name=name))
 
 
@@ -85,12 +85,17 @@ def files(host: Host) -> list[Path]:
 
 def test_a_place_is_taken_kept_and_left(host: Host) -> None:
     place = enter(host, 10 * GIB, name="train")
-    (one,) = reservations(host) or []
-    assert (one.name, one.memory_bytes, one.held, one.claim.uid) == ("train", 10 * GIB, (), os.geteuid())
+    (reservation,) = reservations(host) or []
+    assert (reservation.name, reservation.memory_bytes, reservation.held, reservation.claim.uid) == (
+        "train",
+        10 * GIB,
+        (),
+        os.geteuid(),
+    )
     assert take(host, place)
-    (one,) = reservations(host) or []
-    assert (one.held, one.sure) == ((devices(host)[0].uuid,), True)
-    line = line_of(host, devices(host)[0], [one])
+    (reservation,) = reservations(host) or []
+    assert (reservation.held, reservation.sure) == ((devices(host)[0].uuid,), True)
+    line = line_of(host, devices(host)[0], [reservation])
     assert line is not None
     assert line.reserved_bytes == 10 * GIB
     assert line.free_bytes == line.room.memory_bytes - 10 * GIB
@@ -102,8 +107,8 @@ def test_a_place_is_taken_kept_and_left(host: Host) -> None:
 
 def test_a_second_gpu_takes_what_does_not_fit_on_the_first(host: Host) -> None:
     first, second, third = (enter(host, 16 * GIB) for _ in range(3))
-    assert [take(host, one) for one in (first, second, third)] == [True, True, False]
-    assert [first.held, second.held] == [(one.uuid,) for one in devices(host)]
+    assert [take(host, place) for place in (first, second, third)] == [True, True, False]
+    assert [first.held, second.held] == [(device.uuid,) for device in devices(host)]
     first.leave()
     assert take(host, third)
 
@@ -145,12 +150,12 @@ def test_each_process_of_a_job_is_a_client(host: Host, monkeypatch: pytest.Monke
     )
     place = Place(host, Request(memory_bytes=8 * GIB, keys=(device.uuid,), client=True))
     place.take(device.uuid)
-    found = reservations(host) or []
-    monkeypatch.setattr(ledger, "owners_of", lambda *_: dict.fromkeys((51, 52, 53), found[0].id))
-    line = line_of(host, replace(device, gpu=gpu), found, clients=4)
+    listed = reservations(host) or []
+    monkeypatch.setattr(ledger, "owners_of", lambda *_: dict.fromkeys((51, 52, 53), listed[0].id))
+    line = line_of(host, replace(device, gpu=gpu), listed, clients=4)
     assert line is not None
-    assert sum(one.client for one in line.running) == 3
-    assert sum(one.memory_bytes for one in line.running) == 8 * GIB
+    assert sum(job.client for job in line.running) == 3
+    assert sum(job.memory_bytes for job in line.running) == 8 * GIB
     place.leave()
 
 
@@ -158,7 +163,7 @@ def test_an_instance_takes_its_share_of_the_clients(host: Host) -> None:
     assert client_limit(host, devices(host)[0]) == 48
     set_mig(SPEC, "0", ["1g.6gb", "2g.12gb"])
     gpu = devices(host)[0].gpu
-    limits = {one.profile: client_limit(host, Device(gpu=gpu, mig=one)) for one in gpu.mig_instances}
+    limits = {instance.profile: client_limit(host, Device(gpu=gpu, mig=instance)) for instance in gpu.mig_instances}
     assert limits == {"1g.6gb": 12, "2g.12gb": 24}
     assert client_limit(host, Device(gpu=gpu, mig=replace(gpu.mig_instances[0], profile=None))) is None
 
@@ -180,15 +185,15 @@ def test_what_is_there_without_a_job_keeps_no_job_out(host: Host, own: str) -> N
     assert not take(host, enter(host, GIB))
 
 
-@pytest.mark.parametrize("what", ["a job", "a large rendering", "the name of a server", "memory of the dead"])
-def test_work_of_others_keeps_a_job_out_that_wants_all(host: Host, what: str) -> None:
+@pytest.mark.parametrize("work", ["a job", "a large rendering", "the name of a server", "memory of the dead"])
+def test_work_of_others_keeps_a_job_out_that_wants_all(host: Host, work: str) -> None:
     for gpu in ("0", "1"):
-        if what == "memory of the dead":
+        if work == "memory of the dead":
             set_fault(SPEC, "unlisted-memory", gpu, str(2 * GIB))
         else:
-            size = 15 * MIB if what == "a job" else 2 * GIB
-            name = SERVER_PROGRAM if what == "the name of a server" else "python3"
-            add_process(SPEC, gpu, memory_bytes=size, graphics=what == "a large rendering", name=name)
+            size = 15 * MIB if work == "a job" else 2 * GIB
+            name = SERVER_PROGRAM if work == "the name of a server" else "python3"
+            add_process(SPEC, gpu, memory_bytes=size, graphics=work == "a large rendering", name=name)
     whole = enter(host, None)
     assert not take(host, whole)
     whole.leave()
@@ -199,7 +204,7 @@ def test_a_job_outside_mps_has_an_exclusive_gpu_alone(host: Host) -> None:
     for index in (0, 1):
         host.nvml.set_compute_mode(index, ComputeMode.EXCLUSIVE_PROCESS)
     places = [enter(host, GIB) for _ in range(3)]
-    assert [take(host, one) for one in places] == [True, True, False]
+    assert [take(host, place) for place in places] == [True, True, False]
     assert places[0].held != places[1].held
     client = Place(host, replace(places[0].request, client=True))
     assert not take(host, client)
@@ -211,7 +216,7 @@ def test_one_that_steps_back_again_and_again_stays_in_the_ledger(host: Host, mon
     monkeypatch.setattr(Place, "_still_fit", lambda *_: False)
     for _ in range(100):
         assert not take(host, place)
-    assert [one.id for one in reservations(host) or []] == [place.claim.path.name]
+    assert [reservation.id for reservation in reservations(host) or []] == [place.claim.path.name]
     monkeypatch.undo()
     assert take(host, place)
     assert len(files(host)) == 1
@@ -223,7 +228,7 @@ def test_a_program_that_is_started_again_and_again_keeps_its_place(host: Host) -
     for _ in range(100):
         place.tell_limit(GIB, "end")
         place.add(os.getpid())
-    assert [one.held for one in reservations(host) or []] == [(devices(host)[0].uuid,)]
+    assert [reservation.held for reservation in reservations(host) or []] == [(devices(host)[0].uuid,)]
     place.leave()
 
 
@@ -232,10 +237,10 @@ def test_an_instance_that_is_gone_is_said(host: Host) -> None:
     gpu = host.nvml.gpu(0)
     device = Device(gpu=gpu, mig=gpu.mig_instances[0])
     set_mig(SPEC, "0", ["2g.12gb"])
-    place, said = Place(host, Request(memory_bytes=GIB, keys=(device.uuid,), client=True)), list[str]()
+    place, messages = Place(host, Request(memory_bytes=GIB, keys=(device.uuid,), client=True)), list[str]()
     with pytest.raises(InUse):
-        wait_for_room(host, place, [device], 5.0, UserLimits(), telling(said), **told_clock())
-    assert said == ["waiting for 1.0 GiB: MIG 1g.6gb of GPU 0 is gone"]
+        wait_for_room(host, place, [device], 5.0, UserLimits(), telling(messages), **told_clock())
+    assert messages == ["waiting for 1.0 GiB: MIG 1g.6gb of GPU 0 is gone"]
 
 
 @pytest.mark.parametrize(("user", "claimant", "others"), [("nobody", 1, 12 * GIB), ("nobody", 0, 0), (None, 0, 0)])
@@ -244,11 +249,13 @@ def test_only_processes_of_a_claims_own_user_belong_to_it(
 ) -> None:
     """A claim that names the parent of somebody else's process must not hide that one's memory; but root starts them as others."""
     pid = add_process(SPEC, memory_bytes=12 * GIB, user=user)
-    monkeypatch.setattr(type(host.processes), "parent", lambda _, one: os.getpid() if one == pid else None)
+    monkeypatch.setattr(type(host.processes), "parent", lambda _, child: os.getpid() if child == pid else None)
     place = enter(host, 1 * GIB)
     place.take(devices(host)[0].uuid)
-    found = [replace(one, claim=replace(one.claim, uid=claimant)) for one in reservations(host) or []]
-    line = line_of(host, devices(host)[0], found)
+    listed = [
+        replace(reservation, claim=replace(reservation.claim, uid=claimant)) for reservation in reservations(host) or []
+    ]
+    line = line_of(host, devices(host)[0], listed)
     assert line is not None
     assert others <= line.others_bytes < others + GIB
     assert line.room.memory_bytes - line.free_bytes >= 12 * GIB
@@ -258,18 +265,18 @@ def test_only_processes_of_a_claims_own_user_belong_to_it(
 def test_a_reservation_that_is_not_used_lapses(host: Host) -> None:
     place = enter(host, 10 * GIB)
     place.take(devices(host)[0].uuid)
-    found = reservations(host) or []
+    listed = reservations(host) or []
     now = time.time()
     for age, reserved in ((0, 10 * GIB), (ledger.LAPSE_SECONDS + 5, 0)):
-        line = line_of(host, devices(host)[0], found, now=now + age)
+        line = line_of(host, devices(host)[0], listed, now=now + age)
         assert line is not None
         assert line.reserved_bytes == reserved
 
 
 def test_a_users_limit_bounds_what_its_reservations_count_for(host: Host) -> None:
     first, second = enter(host, 8 * GIB), enter(host, 8 * GIB)
-    for one in (first, second):
-        one.take(devices(host)[0].uuid)
+    for place in (first, second):
+        place.take(devices(host)[0].uuid)
     line = line_of(host, devices(host)[0], reservations(host) or [], limits={os.geteuid(): 10 * GIB})
     assert line is not None
     assert line.room.memory_bytes - line.free_bytes == 8 * GIB
@@ -293,7 +300,7 @@ def test_a_claim_that_we_would_not_write_counts_for_nothing(host: Host, facts: l
     place = enter(host, 1)
     path = files(host)[0]
     head = path.read_text().split("fact ")[0]
-    path.write_text(head + "".join(f"fact {one}\n" for one in facts) + "ticket 5\n")
+    path.write_text(head + "".join(f"fact {fact}\n" for fact in facts) + "ticket 5\n")
     assert reservations(host) == []
     place.leave()
 
@@ -301,8 +308,8 @@ def test_a_claim_that_we_would_not_write_counts_for_nothing(host: Host, facts: l
 def test_a_job_may_name_all_instances_of_a_large_host(host: Host) -> None:
     keys = tuple(f"MIG-{number:08x}-0000-0000-0000-000000000000" for number in range(16 * 7))
     place = Place(host, Request(memory_bytes=GIB, keys=keys, client=True, name="n" * 64))
-    (one,) = reservations(host) or []
-    assert one.keys == keys
+    (reservation,) = reservations(host) or []
+    assert reservation.keys == keys
     place.leave()
 
 
@@ -316,8 +323,8 @@ def test_a_fact_that_nobody_could_read_is_not_written(host: Host) -> None:
 def test_the_first_want_counts(host: Host) -> None:
     place = enter(host, 2 * GIB)
     place.claim.tell("want 5 0 GPU-1")
-    (one,) = reservations(host) or []
-    assert one.memory_bytes == 2 * GIB
+    (reservation,) = reservations(host) or []
+    assert reservation.memory_bytes == 2 * GIB
 
 
 def test_waiting_jobs_of_one_user_are_bounded(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,13 +349,13 @@ def test_the_order_of_a_user_also_counts_beyond_that_bound(host: Host, monkeypat
 
 def test_the_gpu_without_a_production_job_is_best(host: Host) -> None:
     first, second = devices(host)
-    ordered = best_first(host, [first, second], lambda one: ["web"] if one.gpu.index == 0 else [])
-    assert [one.gpu.index for one, _ in ordered] == [1, 0]
+    ordered = best_first(host, [first, second], lambda device: ["web"] if device.gpu.index == 0 else [])
+    assert [device.gpu.index for device, _ in ordered] == [1, 0]
     assert "production job 'web' runs there" in ordered[1][1]
 
 
 @pytest.mark.parametrize(
-    ("user", "name", "said"),
+    ("user", "name", "shown"),
     [
         (None, "python3", "it uses 50 %, those there 30 %"),
         # Others' profiles cannot be read, whatever their processes call themselves.
@@ -357,15 +364,15 @@ def test_the_gpu_without_a_production_job_is_best(host: Host) -> None:
         (None, SERVER_PROGRAM, "it is idle"),
     ],
 )
-def test_only_own_processes_are_known_by_their_command(host: Host, user: str | None, name: str, said: str) -> None:
+def test_only_own_processes_are_known_by_their_command(host: Host, user: str | None, name: str, shown: str) -> None:
     first, second = devices(host)
     for command, use in ((("python", "web.py"), 30.0), (("python", "mine.py"), 50.0)):
         keep_profile(host, first, command, Profile(use_percent=use))
     add_process(SPEC, user=user, name=name, command_line=("python", "web.py"), sm_percent=40)
     ordered = best_first(host, devices(host), lambda _: [], command=("python", "mine.py"))
-    (why,) = [why for one, why in ordered if one.gpu.index == first.gpu.index]
-    assert f"; {said}" in why
-    (empty,) = [why for one, why in ordered if one.gpu.index == second.gpu.index]
+    (full,) = [reason for device, reason in ordered if device.gpu.index == first.gpu.index]
+    assert f"; {shown}" in full
+    (empty,) = [reason for device, reason in ordered if device.gpu.index == second.gpu.index]
     assert "it is idle" in empty
 
 
@@ -375,7 +382,7 @@ def test_a_job_that_has_just_got_its_place_counts_as_one_that_fills_the_gpu(host
     place.take(first.uuid)
     add_process(SPEC, gpu="1", memory_bytes=4 * GIB, sm_percent=40)
     ordered = best_first(host, devices(host), lambda _: [])
-    assert [one.gpu.index for one, _ in ordered] == [second.gpu.index, first.gpu.index]
+    assert [device.gpu.index for device, _ in ordered] == [second.gpu.index, first.gpu.index]
     assert "how busy it is is not known" in ordered[1][1]
     # It is not its own neighbour.
     assert "it is idle" in best_first(host, [first], lambda _: [], but=place)[0][1]
@@ -384,8 +391,8 @@ def test_a_job_that_has_just_got_its_place_counts_as_one_that_fills_the_gpu(host
 
 def test_a_job_that_has_waited_takes_the_gpu_that_is_best_now(host: Host) -> None:
     blockers = [enter(host, 20 * GIB) for _ in devices(host)]
-    for one, place in zip(devices(host), blockers, strict=True):
-        place.take(one.uuid)
+    for gpu, place in zip(devices(host), blockers, strict=True):
+        place.take(gpu.uuid)
     asked: list[int] = []
 
     def best(some: Sequence[Device]) -> list[Device]:
@@ -397,8 +404,8 @@ def test_a_job_that_has_waited_takes_the_gpu_that_is_best_now(host: Host) -> Non
             place.leave()
 
     place = enter(host, 10 * GIB)
-    found = wait_for_room(host, place, devices(host), None, UserLimits(), telling([]), best=best, sleep=sleep)
-    assert [device.gpu.index for device in found] == [1]
+    devices_taken = wait_for_room(host, place, devices(host), None, UserLimits(), telling([]), best=best, sleep=sleep)
+    assert [device.gpu.index for device in devices_taken] == [1]
     assert asked == [2]
     place.leave()
     # One that need not wait has just been given the order.
@@ -413,13 +420,13 @@ def test_a_job_that_may_fit_where_no_program_can_come_now_is_not_refused(host: H
     add_process(SPEC, memory_bytes=GIB, name="alone")
     host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
     small = replace(second, gpu=replace(second.gpu, memory_total_bytes=4 * GIB))
-    said: list[str] = []
+    messages: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         now = (host.nvml.gpu(0), small.gpu)
         patch.setattr(type(host.nvml), "gpu", lambda _, index: now[index])
         with pytest.raises(InUse) as caught:
             wait_for_room(
-                host, enter(host, 10 * GIB), (first, second), 5.0, UserLimits(), telling(said), **told_clock()
+                host, enter(host, 10 * GIB), (first, second), 5.0, UserLimits(), telling(messages), **told_clock()
             )
     assert caught.value.code == "no_room"
 
@@ -431,24 +438,26 @@ def test_full_servers_and_jobs_before_it_are_why_there_is_no_room(host: Host, mo
     request = Request(memory_bytes=GIB, keys=(first[0].uuid,), client=True)
     running, before = Place(host, request), Place(host, request)
     running.take(first[0].uuid)
-    said: list[str] = []
+    messages: list[str] = []
     # A clock that stands still, but for the waiting.
     passed = [0.0]
     clock, sleep = (lambda: passed[0]), (lambda seconds: passed.append(passed.pop() + seconds))
     with pytest.raises(InUse) as caught:
-        wait_for_room(host, Place(host, request), first, 0.05, UserLimits(), telling(said), clock=clock, sleep=sleep)
-    why = "GPU 0 has 22.5 GiB free, but has 1 client of MPS and takes no more"
-    assert said == [f"waiting for 1.0 GiB, 1 job before it: {why}, held by process {os.getpid()} (1.0 GiB)"]
-    assert caught.value.message == f"there was no room for 1.0 GiB within 0.05 s: {why}; 1 job waited before it"
+        wait_for_room(
+            host, Place(host, request), first, 0.05, UserLimits(), telling(messages), clock=clock, sleep=sleep
+        )
+    reason = "GPU 0 has 22.5 GiB free, but has 1 client of MPS and takes no more"
+    assert messages == [f"waiting for 1.0 GiB, 1 job before it: {reason}, held by process {os.getpid()} (1.0 GiB)"]
+    assert caught.value.message == f"there was no room for 1.0 GiB within 0.05 s: {reason}; 1 job waited before it"
     before.leave()
 
 
 def test_a_job_that_waits_for_long_says_what_is_new(host: Host) -> None:
     first = devices(host)[:1]
     running = [Place(host, Request(memory_bytes=10 * GIB, keys=(first[0].uuid,), client=False)) for _ in range(2)]
-    for one in running:
-        one.take(first[0].uuid)
-    said: list[str] = []
+    for place in running:
+        place.take(first[0].uuid)
+    messages: list[str] = []
     clock = [0.0]
 
     def sleep(seconds: float) -> None:
@@ -459,10 +468,17 @@ def test_a_job_that_waits_for_long_says_what_is_new(host: Host) -> None:
 
     with pytest.raises(InUse):
         wait_for_room(
-            host, enter(host, 20 * GIB), first, 900.0, UserLimits(), telling(said), clock=lambda: clock[0], sleep=sleep
+            host,
+            enter(host, 20 * GIB),
+            first,
+            900.0,
+            UserLimits(),
+            telling(messages),
+            clock=lambda: clock[0],
+            sleep=sleep,
         )
     held = f"process {os.getpid()} (10.0 GiB)"
-    assert said == [
+    assert messages == [
         f"waiting for 20.0 GiB: GPU 0 has 3.5 GiB free, held by {held}, {held}",
         f"waiting for 20.0 GiB: GPU 0 has 13.5 GiB free, held by {held}",
     ]
@@ -472,19 +488,21 @@ def test_a_gpu_that_cannot_be_used_is_named_next_to_those_without_room(host: Hos
     host.nvml.set_compute_mode(1, ComputeMode.PROHIBITED)
     running = Place(host, Request(memory_bytes=20 * GIB, keys=(devices(host)[0].uuid,), client=False))
     running.take(devices(host)[0].uuid)
-    said: list[str] = []
+    messages: list[str] = []
     place = enter(host, 10 * GIB)
     room = outlook(host, devices(host), place.request, UserLimits())
     with pytest.raises(InUse):
-        wait_for_room(host, place, devices(host), 5.0, UserLimits(), telling(said), **told_clock())
-    why = "GPU 1 is in compute mode prohibited"
-    assert said == [f"waiting for 10.0 GiB: GPU 0 has 3.5 GiB free, held by process {os.getpid()} (20.0 GiB); {why}"]
-    assert why in room.why
+        wait_for_room(host, place, devices(host), 5.0, UserLimits(), telling(messages), **told_clock())
+    reason = "GPU 1 is in compute mode prohibited"
+    assert messages == [
+        f"waiting for 10.0 GiB: GPU 0 has 3.5 GiB free, held by process {os.getpid()} (20.0 GiB); {reason}"
+    ]
+    assert reason in room.why
     running.leave()
 
 
 def test_a_driver_that_is_loaded_again_ends_no_wait(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    place, only, said = enter(host, 10 * GIB), devices(host), list[str]()
+    place, only, messages = enter(host, 10 * GIB), devices(host), list[str]()
     clock, restarted = [0.0], list[float]()
     real = host.nvml.gpu
 
@@ -498,8 +516,8 @@ def test_a_driver_that_is_loaded_again_ends_no_wait(host: Host, monkeypatch: pyt
 
     monkeypatch.setattr(type(host.nvml), "gpu", gpu)
     monkeypatch.setattr(type(host.nvml), "restart", lambda _: restarted.append(clock[0]) if clock[0] > 60 else None)
-    wait_for_room(host, place, only, None, UserLimits(), telling(said), clock=lambda: clock[0], sleep=sleep)
-    assert said == ["waiting for 10.0 GiB: the NVIDIA driver is not loaded"]
+    wait_for_room(host, place, only, None, UserLimits(), telling(messages), clock=lambda: clock[0], sleep=sleep)
+    assert messages == ["waiting for 10.0 GiB: the NVIDIA driver is not loaded"]
     assert len(restarted) == 1
     place.leave()
 
@@ -508,18 +526,20 @@ def test_why_a_gpu_cannot_be_used_is_said(host: Host) -> None:
     pid = add_process(SPEC, memory_bytes=GIB, name="alone")
     host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
     host.nvml.set_compute_mode(1, ComputeMode.PROHIBITED)
-    said: list[str] = []
+    messages: list[str] = []
     with pytest.raises(InUse) as caught:
-        wait_for_room(host, enter(host, 10 * GIB), devices(host), 5.0, UserLimits(), telling(said), **told_clock())
-    why = f"GPU 0 is in compute mode exclusive-process, and process {pid} has it; GPU 1 is in compute mode prohibited"
-    assert said == [f"waiting for 10.0 GiB: {why}"]
-    assert caught.value.message == f"there was no room for 10.0 GiB within 5 s: {why}"
+        wait_for_room(host, enter(host, 10 * GIB), devices(host), 5.0, UserLimits(), telling(messages), **told_clock())
+    reason = (
+        f"GPU 0 is in compute mode exclusive-process, and process {pid} has it; GPU 1 is in compute mode prohibited"
+    )
+    assert messages == [f"waiting for 10.0 GiB: {reason}"]
+    assert caught.value.message == f"there was no room for 10.0 GiB within 5 s: {reason}"
 
 
 def test_waiting_ends_in_time_and_leaves_the_line(host: Host) -> None:
-    for one in devices(host):
-        Place(host, Request(memory_bytes=20 * GIB, keys=(one.uuid,), client=False)).take(one.uuid)
-    said: list[str] = []
+    for device in devices(host):
+        Place(host, Request(memory_bytes=20 * GIB, keys=(device.uuid,), client=False)).take(device.uuid)
+    messages: list[str] = []
     clock = [0.0]
 
     def sleep(seconds: float) -> None:
@@ -527,11 +547,13 @@ def test_waiting_ends_in_time_and_leaves_the_line(host: Host) -> None:
 
     place = enter(host, 10 * GIB)
     with pytest.raises(InUse) as caught:
-        wait_for_room(host, place, devices(host), 3.0, UserLimits(), telling(said), clock=lambda: clock[0], sleep=sleep)
+        wait_for_room(
+            host, place, devices(host), 3.0, UserLimits(), telling(messages), clock=lambda: clock[0], sleep=sleep
+        )
     assert caught.value.code == "no_room"
     assert clock[0] == pytest.approx(3.0, abs=0.02)
-    assert len(said) == 1
-    assert said[0].startswith("waiting for 10.0 GiB")
+    assert len(messages) == 1
+    assert messages[0].startswith("waiting for 10.0 GiB")
     assert len(reservations(host) or []) == 2
 
 
@@ -561,7 +583,7 @@ jobs = some.lists(
         some.booleans(),
     ),
     max_size=8,
-).map(lambda all_: [waiting_job(number, *one[:3], waits=one[3]) for number, one in enumerate(all_)])
+).map(lambda all_: [waiting_job(number, *each[:3], waits=each[3]) for number, each in enumerate(all_)])
 
 
 def test_two_farms_and_the_jobs_between_them_take_turns(host: Host) -> None:
@@ -584,26 +606,26 @@ def test_two_farms_and_the_jobs_between_them_take_turns(host: Host) -> None:
 
 
 @given(jobs)
-def test_production_goes_first_without_delay_for_anybody_else(found: list[Reservation]) -> None:
-    order = line_order(found)
-    assert sorted(order, key=lambda one: one.id) == sorted(found, key=lambda one: one.id)
+def test_production_goes_first_without_delay_for_anybody_else(line: list[Reservation]) -> None:
+    order = line_order(line)
+    assert sorted(order, key=lambda job: job.id) == sorted(line, key=lambda job: job.id)
     # All but opportunistic jobs keep their order, and nobody new is before them.
-    still = [one for one in order if not one.opportunistic]
-    assert still == [one for one in found if not one.opportunistic]
-    for one in still:
-        assert set(map(id, order[: order.index(one)])) <= set(map(id, found[: found.index(one)]))
-    for one in (job for job in found if job.opportunistic and job.waits):
-        after = order[order.index(one) + 1 :]
+    still = [each for each in order if not each.opportunistic]
+    assert still == [each for each in line if not each.opportunistic]
+    for each in still:
+        assert set(map(id, order[: order.index(each)])) <= set(map(id, line[: line.index(each)]))
+    for each in (job for job in line if job.opportunistic and job.waits):
+        after = order[order.index(each) + 1 :]
         # Nobody that one could spare waits behind it.
         assert not any(
             other.production
             and other.waits
-            and other.claim.uid in {0, one.claim.uid}
-            and set(other.keys) & set(one.keys)
+            and other.claim.uid in {0, each.claim.uid}
+            and set(other.keys) & set(each.keys)
             for other in after
         )
-        before, now = found[: found.index(one)], order[: order.index(one)]
-        own = [other for other in found if other.production and other.waits and other.claim.uid in {0, one.claim.uid}]
+        before, now = line[: line.index(each)], order[: order.index(each)]
+        own = [other for other in line if other.production and other.waits and other.claim.uid in {0, each.claim.uid}]
         if not own:
             # What others call production moves nothing: only opportunistic jobs that moved are not before it any more.
             assert set(map(id, now)) <= set(map(id, before))
@@ -636,10 +658,10 @@ def test_a_dry_run_of_production_goes_before_opportunistic_jobs(host: Host) -> N
     key = devices(host)[0].uuid
     asked = Request(memory_bytes=20 * GIB, keys=(key,), client=False)
     batch = Place(host, replace(asked, opportunistic=True))
-    found = reservations(host) or []
-    assert waiting_before(found, asked, os.geteuid()) == found
-    assert waiting_before(found, replace(asked, production=True), os.geteuid()) == []
-    assert waiting_before(found, replace(asked, production=True), 12345) == found
+    listed = reservations(host) or []
+    assert waiting_before(listed, asked, os.geteuid()) == listed
+    assert waiting_before(listed, replace(asked, production=True), os.geteuid()) == []
+    assert waiting_before(listed, replace(asked, production=True), 12345) == listed
     batch.leave()
 
 
@@ -693,10 +715,10 @@ def test_a_job_above_the_limit_alone_is_refused(host: Host) -> None:
 
 def test_a_waiting_job_says_that_its_limit_holds_it_back(host: Host) -> None:
     enter(host, 8 * GIB).take(devices(host)[0].uuid)
-    said: list[str] = []
+    messages: list[str] = []
     with pytest.raises(InUse):
-        wait_for_room(host, enter(host, 6 * GIB), devices(host)[:1], 0.1, limited(10 * GIB), telling(said))
-    assert any("your jobs have reserved 8.0 GiB of the 10.0 GiB" in one for one in said)
+        wait_for_room(host, enter(host, 6 * GIB), devices(host)[:1], 0.1, limited(10 * GIB), telling(messages))
+    assert any("your jobs have reserved 8.0 GiB of the 10.0 GiB" in each for each in messages)
 
 
 def test_the_limit_for_all_is_not_for_root() -> None:
@@ -763,7 +785,7 @@ def test_a_job_waits_for_the_ticket_of_one_that_came_first(host: Host, monkeypat
 
 def test_a_claim_that_always_chooses_keeps_nobody_waiting(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     clocked(monkeypatch)
-    keys = ",".join(one.uuid for one in devices(host))
+    keys = ",".join(device.uuid for device in devices(host))
     with planted(host, f"fact want 0 0 {keys}") as path:
         # Its owner may set this to any time, or touch it in a loop.
         os.utime(path, (2**33, 2**33))
@@ -771,7 +793,7 @@ def test_a_claim_that_always_chooses_keeps_nobody_waiting(host: Host, monkeypatc
 
 
 def test_nobody_comes_first_by_an_earlier_ticket(host: Host) -> None:
-    keys = ",".join(one.uuid for one in devices(host))
+    keys = ",".join(gpu.uuid for gpu in devices(host))
     blocker = [enter(host, 24 * GIB), enter(host, 23 * GIB)]
     for place, device in zip(blocker, devices(host), strict=True):
         place.take(device.uuid)
@@ -863,8 +885,8 @@ def test_to_root_the_swap_of_a_user_moves_only_that_users_jobs(host: Host, monke
         images=(Image(me.pid, me.started, GIB),),
     )
     for keeper, counts in ((os.geteuid() + 1, 1), (None, 0), (0, 0)):
-        found = replace(swap, keeper_uid=keeper)
-        monkeypatch.setattr("gpushare.memory.swap.swaps", lambda _, found=found: [found])
+        kept = replace(swap, keeper_uid=keeper)
+        monkeypatch.setattr("gpushare.memory.swap.swaps", lambda _, kept=kept: [kept])
         monkeypatch.setattr(ledger, "has_records", lambda *_: True)
         assert len(reservations(host) or []) == counts
 
@@ -878,8 +900,10 @@ def test_a_waiting_job_that_is_stopped_holds_up_nobody(host: Host, monkeypatch: 
     small = Place(host, Request(memory_bytes=4 * GIB, keys=(key,), client=False))
     assert not take(host, small)
     monkeypatch.setattr(ledger, "is_stopped", lambda pid: pid == os.getpid())
-    assert [one.memory_bytes for one in waiting_before(reservations(host) or [], small.request, 0)] == []
-    assert waiting_jobs(host, [one.gpu for one in devices(host)], reservations(host) or [])[0].stopped
+    assert [
+        reservation.memory_bytes for reservation in waiting_before(reservations(host) or [], small.request, 0)
+    ] == []
+    assert waiting_jobs(host, [device.gpu for device in devices(host)], reservations(host) or [])[0].stopped
     assert take(host, small)
     monkeypatch.undo()
     assert not take(host, large)
@@ -889,15 +913,15 @@ def test_the_time_of_a_claim_cannot_be_in_the_future(host: Host) -> None:
     key = devices(host)[0].uuid
     with planted(host, f"fact want {20 * GIB} 0 {key}", "ticket 1", f"fact sure {key}") as path:
         os.utime(path, (2**33, 2**33))
-        (one,) = reservations(host) or []
-        assert one.claim.touched_at <= time.time()
+        (reservation,) = reservations(host) or []
+        assert reservation.claim.touched_at <= time.time()
 
 
 def test_a_job_counts_with_what_it_holds_if_that_is_more_than_it_said(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pid = add_process(SPEC, memory_bytes=22 * GIB)
-    monkeypatch.setattr(type(host.processes), "parent", lambda _, one: os.getpid() if one == pid else None)
+    monkeypatch.setattr(type(host.processes), "parent", lambda _, child: os.getpid() if child == pid else None)
     place = enter(host, 0)
     place.take(devices(host)[0].uuid)
     line = line_of(host, devices(host)[0], reservations(host) or [])

@@ -39,7 +39,7 @@ class Told:
         return True
 
     def started_with(self, name: str, value: str) -> list[int]:
-        return [pid for pid, one in self.environments.items() if one.get(name) == value and pid in self.parents]
+        return [pid for pid, each in self.environments.items() if each.get(name) == value and pid in self.parents]
 
     def environment(self, pid: int) -> dict[str, str] | None:
         return self.environments.get(pid)
@@ -83,12 +83,12 @@ def job(
     limit: int | None = 8 * GIB,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[JobMemory, list[str]]:
-    said: list[str] = []
+    messages: list[str] = []
     host = cast("Any", SimpleNamespace(nvml=told, processes=told))
     device = Device(gpu=Gpu(index=0, uuid="GPU-1"))
-    found = JobMemory(host, device, limit_bytes=limit, action=action, say=said.append, clock=clock)
-    found.begin(10)
-    return found, said
+    memory = JobMemory(host, device, limit_bytes=limit, action=action, say=messages.append, clock=clock)
+    memory.begin(10)
+    return memory, messages
 
 
 def test_the_sum_over_all_processes_counts_and_others_do_not(told: Told) -> None:
@@ -114,13 +114,13 @@ def test_a_process_that_was_seen_counts_after_it_left_the_tree(told: Told) -> No
 
 
 def test_unknown_memory_is_not_a_number(told: Told) -> None:
-    memory, said = job(told)
+    memory, messages = job(told)
     told.memory = {10: None, 11: GIB}
     assert not memory.poll()
     assert not memory.poll()
     # A peak without it would be reserved the next time.
     assert memory.peak_bytes is None
-    assert said == [
+    assert messages == [
         "its limit of 8.0 GiB cannot be checked: the driver does not tell how much memory process 10 has on GPU 0"
     ]
     told.memory[11] = 9 * GIB
@@ -128,25 +128,25 @@ def test_unknown_memory_is_not_a_number(told: Told) -> None:
 
 
 def test_processes_that_the_driver_does_not_list_are_not_none(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory, said = job(told)
+    memory, messages = job(told)
     monkeypatch.setattr(memory, "_listed", lambda: None)
     assert not memory.poll()
     assert not memory.poll()
-    assert said == ["its limit of 8.0 GiB cannot be checked: the driver does not list the processes of GPU 0"]
+    assert messages == ["its limit of 8.0 GiB cannot be checked: the driver does not list the processes of GPU 0"]
 
 
 def test_in_another_pid_namespace_a_limit_cannot_be_checked(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory, said = job(told)
+    memory, messages = job(told)
     monkeypatch.setattr(told, "namespace_is_host", lambda: False)
     assert not memory.poll()
-    assert said == ["its limit of 8.0 GiB cannot be checked: this PID namespace is not the host's"]
+    assert messages == ["its limit of 8.0 GiB cannot be checked: this PID namespace is not the host's"]
 
 
 def test_without_a_limit_nothing_is_said_of_what_is_unknown(told: Told) -> None:
-    memory, said = job(told, limit=None)
+    memory, messages = job(told, limit=None)
     told.memory = {10: None}
     assert not memory.poll()
-    assert said == []
+    assert messages == []
 
 
 def test_in_an_instance_only_what_is_there_counts(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,12 +179,12 @@ def test_a_process_that_left_the_tree_before_it_was_seen_is_known_by_its_environ
 def test_what_is_left_without_memory_is_said_too(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
     """A shell that started it in the background has ended at once."""
     monkeypatch.setattr("gpushare.memory.limit._LEFT_SECONDS", 0.0)
-    memory, said = job(told)
+    memory, messages = job(told)
     told.parents = {12: 1, 13: 1, 99: 1}
     told.environments = {pid: dict(memory.variables) for pid in (12, 13)}
     memory.leave()
-    what = "2 processes of the job still run: their memory is no longer limited; see: gpushare status"
-    assert said == [what]
+    warning = "2 processes of the job still run: their memory is no longer limited; see: gpushare status"
+    assert messages == [warning]
 
 
 def test_a_job_that_its_user_ends_leaves_its_daemons_alone(told: Told) -> None:
@@ -198,34 +198,34 @@ def test_a_job_that_its_user_ends_leaves_its_daemons_alone(told: Told) -> None:
 
 def test_a_limit_that_cannot_be_enforced_is_said(told: Told) -> None:
     now = [100.0]
-    memory, said = job(told, clock=lambda: now[0])
+    memory, messages = job(told, clock=lambda: now[0])
     told.memory = {10: GIB}
     memory.poll()
     told.error = OperationFailed("GPU 0 does not answer", "see: dmesg")
     memory.poll()
-    assert said == []
+    assert messages == []
     now[0] += 3
     memory.poll()
     memory.poll()
-    assert said == ["its limit of 8.0 GiB cannot be checked: GPU 0 does not answer"]
+    assert messages == ["its limit of 8.0 GiB cannot be checked: GPU 0 does not answer"]
     told.error = None
     memory.poll()
     memory.poll()
-    assert said[1:] == ["its limit of 8.0 GiB is checked again"]
+    assert messages[1:] == ["its limit of 8.0 GiB is checked again"]
 
 
 def test_a_job_that_somebody_continues_is_stopped_again(told: Told) -> None:
-    memory, said = job(told, "pause")
+    memory, messages = job(told, "pause")
     told.memory = {10: 9 * GIB}
     memory.poll()
     memory.poll()
-    assert [one for one in told.sent if one[0] == 10] == [(10, signal.SIGSTOP)]
+    assert [each for each in told.sent if each[0] == 10] == [(10, signal.SIGSTOP)]
     for _ in range(2):
         told.stopped.clear()
         memory.poll()
         assert 10 in told.stopped
-    assert len(said) == 2
-    assert "stopped again" in said[1]
+    assert len(messages) == 2
+    assert "stopped again" in messages[1]
 
 
 def test_a_job_that_grows_while_it_ends_has_no_more_time(told: Told) -> None:
@@ -243,7 +243,7 @@ def test_a_job_that_grows_while_it_ends_has_no_more_time(told: Told) -> None:
 
 def test_a_reservation_that_is_not_used_is_said_to_lapse(told: Told) -> None:
     now = [100.0]
-    memory, said = job(told, limit=None, clock=lambda: now[0])
+    memory, messages = job(told, limit=None, clock=lambda: now[0])
     memory._place = cast("Any", SimpleNamespace(request=SimpleNamespace(memory_bytes=GIB), touch=lambda: None))
     memory.poll()
     # While nobody looked, it was out of the GPU.
@@ -252,60 +252,60 @@ def test_a_reservation_that_is_not_used_is_said_to_lapse(told: Told) -> None:
     for _ in range(12):
         now[0] += 5
         memory.poll()
-    assert said == []
+    assert messages == []
     now[0] += 1
     memory.poll()
     memory.poll()
-    assert said == ["it has not used the GPU for 60 s: its reservation does not count until it does"]
+    assert messages == ["it has not used the GPU for 60 s: its reservation does not count until it does"]
     told.memory = {10: GIB}
     memory.poll()
-    assert len(said) == 1
+    assert len(messages) == 1
 
 
 def test_a_stopped_job_goes_on_within_its_limit(told: Told) -> None:
-    memory, said = job(told, "pause")
+    memory, messages = job(told, "pause")
     told.memory = {10: 5 * GIB, 12: 4 * GIB}
     memory.poll()
     # One of its processes was killed.
     del told.memory[12]
     memory.poll()
     assert told.stopped == set()
-    assert "within its limit again" in said[1]
+    assert "within its limit again" in messages[1]
 
 
 def test_what_is_left_of_a_job_is_said(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpushare.memory.limit._LEFT_SECONDS", 0.0)
-    memory, said = job(told)
+    memory, messages = job(told)
     told.memory = {12: 5 * GIB, 99: GIB}
     memory.poll()
     told.parents = {12: 1, 99: 1}
     memory.leave()
     memory.leave()
-    assert said == [
+    assert messages == [
         "process 12 of the job still runs and holds 5.0 GiB: its memory is no longer limited; see: gpushare status"
     ]
 
 
 def test_a_warning_is_said_once_for_each_time(told: Told) -> None:
-    memory, said = job(told, "warn")
+    memory, messages = job(told, "warn")
     told.memory = {10: 9 * GIB}
     assert not memory.poll()
     assert not memory.poll()
-    assert len(said) == 1
+    assert len(messages) == 1
     told.memory = {10: 7 * GIB}
     memory.poll()
     told.memory = {10: 9 * GIB}
     memory.poll()
-    assert len(said) == 2
+    assert len(messages) == 2
     memory.raise_end()
 
 
 def test_a_stopped_job_continues_before_it_ends(told: Told) -> None:
-    memory, said = job(told, "pause")
+    memory, messages = job(told, "pause")
     told.memory = {10: 9 * GIB}
     assert not memory.poll()
     assert {number for _, number in told.sent} == {signal.SIGSTOP}
-    assert "cannot grow" in said[0]
+    assert "cannot grow" in messages[0]
     memory.release()
     assert (10, signal.SIGCONT) in told.sent
 
@@ -336,19 +336,19 @@ class Limit:
 
 
 def by_driver(told: Told) -> tuple[JobMemory, list[str], Limit]:
-    memory, said = job(told)
+    memory, messages = job(told)
     limit = Limit()
     memory._driver, memory.by_driver = cast("Any", limit), True
-    return memory, said, limit
+    return memory, messages, limit
 
 
 def test_what_the_driver_refuses_is_not_ended(told: Told) -> None:
-    memory, said, limit = by_driver(told)
+    memory, messages, limit = by_driver(told)
     limit.used = 8 * GIB
     # Contexts may be counted in another way.
     told.memory = {10: 8 * GIB + 200 * MIB}
     assert not memory.poll()
-    assert said == []
+    assert messages == []
     assert memory.peak_bytes == 8 * GIB + 200 * MIB
 
 
@@ -369,24 +369,24 @@ def test_what_the_driver_cannot_have_counted_is_no_peak(told: Told) -> None:
 
 
 def test_a_process_outside_the_cgroup_is_added_up(told: Told) -> None:
-    memory, said, limit = by_driver(told)
+    memory, messages, limit = by_driver(told)
     limit.inside = {10}
     told.memory = {10: 4 * GIB, 12: 4 * GIB}
     assert not memory.poll()
-    assert "process 12 is not in the job's cgroup" in said[0]
+    assert "process 12 is not in the job's cgroup" in messages[0]
     told.memory[12] = 5 * GIB
     assert memory.poll()
-    assert len(said) == 1
+    assert len(messages) == 1
     with pytest.raises(OperationFailed):
         memory.raise_end()
 
 
 def test_memory_that_the_driver_does_not_count_is_added_up(told: Told) -> None:
-    memory, said, limit = by_driver(told)
+    memory, messages, limit = by_driver(told)
     limit.used = GIB
     told.memory = {10: 9 * GIB}
     assert memory.poll()
-    assert "managed memory" in said[0]
+    assert "managed memory" in messages[0]
 
 
 def test_a_process_in_the_cgroup_counts_wherever_it_descends_from(told: Told) -> None:
@@ -398,19 +398,19 @@ def test_a_process_in_the_cgroup_counts_wherever_it_descends_from(told: Told) ->
 
 
 def test_a_program_that_is_not_in_the_cgroup_is_seen_at_once(told: Told) -> None:
-    memory, said, limit = by_driver(told)
+    memory, messages, limit = by_driver(told)
     limit.inside = set()
     memory.begin(10)
     assert not memory.by_driver
-    assert "process 10 is not in the job's cgroup" in said[0]
+    assert "process 10 is not in the job's cgroup" in messages[0]
 
 
 def test_a_program_that_has_ended_is_not_missed(told: Told) -> None:
-    memory, said, limit = by_driver(told)
+    memory, messages, limit = by_driver(told)
     limit.inside, told.parents = set(), {}
     memory.begin(10)
     assert memory.by_driver
-    assert said == []
+    assert messages == []
 
 
 def test_in_another_pid_namespace_the_driver_tells_the_peak(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:

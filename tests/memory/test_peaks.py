@@ -25,13 +25,13 @@ def host() -> Host:
 
 @pytest.fixture
 def device(host: Host) -> Device:
-    (found,) = select("0", host.nvml.sweep())
-    return found
+    (gpu,) = select("0", host.nvml.sweep())
+    return gpu
 
 
 def path_of(host: Host) -> Path:
-    (found,) = (host.state_directory / "peaks").glob("*.json")
-    return found
+    (path,) = (host.state_directory / "peaks").glob("*.json")
+    return path
 
 
 def test_nothing_is_known_of_a_command_that_has_not_run(host: Host, device: Device) -> None:
@@ -68,8 +68,8 @@ def test_the_larger_peak_is_kept(
 ) -> None:
     for size, ran_out in (first, then):
         keep_profile(host, device, COMMAND, Profile(memory_bytes=size * GIB, short=ran_out))
-    found = find_profile(host, device, COMMAND)
-    assert found == Profile(memory_bytes=memory * GIB, short=short)
+    profile = find_profile(host, device, COMMAND)
+    assert profile == Profile(memory_bytes=memory * GIB, short=short)
 
 
 def test_the_newest_use_is_kept_and_the_peak_with_it(host: Host, device: Device) -> None:
@@ -137,7 +137,7 @@ def test_the_oldest_files_go(host: Host, device: Device, monkeypatch: pytest.Mon
         path = host.state_directory / "peaks" / f"{digest_of(device, ('train', str(number)))}.json"
         os.utime(path, (1000 + number,) * 2)
     keep_profile(host, device, ("train", "last"), Profile(memory_bytes=GIB))
-    known = [number for number in range(11) if find_profile(host, device, ("train", str(number))) is not None]
-    assert known
-    assert 0 not in known
+    kept = [number for number in range(11) if find_profile(host, device, ("train", str(number))) is not None]
+    assert kept
+    assert 0 not in kept
     assert find_profile(host, device, ("train", "last")) is not None

@@ -99,11 +99,11 @@ class Paused:
         assert first is not None
         job = Job(**first._asdict(), uid=0, user="root", name="train")
         # One after the other, the last one from then on.
-        left = [*counts] or [2]
+        rest = [*counts] or [2]
         return JobPause(
             host or self.host,
             job,
-            lambda: dict.fromkeys(self.pids[: left.pop(0) if len(left) > 1 else left[0]], False),
+            lambda: dict.fromkeys(self.pids[: rest.pop(0) if len(rest) > 1 else rest[0]], False),
             seconds,
         )
 
@@ -113,9 +113,9 @@ class Paused:
         return work
 
     def job(self) -> PausedJob:
-        found = PAUSES.read(self.path)
-        assert found is not None
-        return found
+        record = PAUSES.read(self.path)
+        assert record is not None
+        return record
 
 
 @pytest.fixture
@@ -138,7 +138,7 @@ def test_the_record_comes_first_and_the_guard_is_there(job: Paused, monkeypatch:
     assert job.off == [True, True]
     assert work.seconds > 0
     assert (job.job().state, job.job().keeper.pid) == (PAUSED, os.getpid())
-    assert [one.pid for one in job.job().channels] == job.pids
+    assert [process.pid for process in job.job().channels] == job.pids
 
 
 @pytest.mark.parametrize("kind", [OperationFailed, NoPermission])
@@ -170,7 +170,7 @@ def test_a_process_that_joins_while_the_others_are_paused_is_paused_too(job: Pau
     with job.pause_of(1, 2) as work, changing(job.host):
         carry_out(work.plan(begin=True))
     assert job.off == [True, True]
-    assert [one.pid for one in job.job().channels] == job.pids
+    assert [process.pid for process in job.job().channels] == job.pids
 
 
 def test_one_that_ends_meanwhile_does_not_keep_the_other_from_being_paused(job: Paused) -> None:
@@ -217,7 +217,7 @@ def test_a_failure_keeps_an_older_record(job: Paused) -> None:
     job.control.fails["disable", job.pids[0]] = OperationFailed("no", "see")
     with pytest.raises(OperationFailed):
         job.pause()
-    assert [one.pid for one in job.job().channels] == job.pids
+    assert [process.pid for process in job.job().channels] == job.pids
 
 
 def test_who_may_resume(job: Paused, tmp_path: Path) -> None:
@@ -302,7 +302,7 @@ def test_it_looks_again_and_changes_nothing(job: Paused, keeper: Keeper) -> None
     before = job.path.read_text()
     assert keeper.step() == LOOK_SECONDS
     assert job.path.read_text() == before
-    assert {what for what, _ in job.control.done} == {"find_again"}
+    assert {call for call, _ in job.control.done} == {"find_again"}
 
 
 def test_it_ends_when_the_record_is_gone_or_names_another(job: Paused, keeper: Keeper) -> None:
@@ -369,7 +369,7 @@ def test_it_pauses_a_child_that_comes_to_the_gpu(job: Paused, monkeypatch: pytes
     family.append(job.pids[1])
     assert keeper.step() == LOOK_SECONDS
     assert job.off == [True, True]
-    assert [one.pid for one in job.job().channels] == job.pids
+    assert [process.pid for process in job.job().channels] == job.pids
 
 
 def test_it_records_new_channels_before_they_go_off(job: Paused, keeper: Keeper) -> None:
@@ -382,7 +382,7 @@ def test_it_records_new_channels_before_they_go_off(job: Paused, keeper: Keeper)
         state.processes[0].channels_off = OFF[:4]
     job.control.fails["disable", job.pids[0]] = OperationFailed("no", "see")
     assert keeper.step() == LOOK_SECONDS
-    by_pid = {one.pid: one for one in job.job().channels}
+    by_pid = {process.pid: process for process in job.job().channels}
     assert by_pid[job.pids[0]].compute[0].channels == CHANNELS
     assert job.off == [False, True]
     job.control.fails.clear()

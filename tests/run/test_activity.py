@@ -58,8 +58,8 @@ class Told:
         assert (nvml, index) == ("nvml", 3)
         self.asked_gpu += 1
         # That of a process which has done nothing is no sign of work.
-        found = [(pid, 1) for at, pid in self.samples if EPOCH + self.wall_ahead + at >= since]
-        return [*found, (PID, 0)] if self.tells else None
+        samples = [(pid, 1) for at, pid in self.samples if EPOCH + self.wall_ahead + at >= since]
+        return [*samples, (PID, 0)] if self.tells else None
 
     def look(self, *, cpu: float | None = 0.0, after: float = LOOK, gpu: int | None = None) -> bool:
         """Look again after a while, in which so much CPU time was used (None: it cannot be read), and the GPU by whom."""

@@ -65,7 +65,7 @@ class Outcome:
     @property
     def used(self) -> float:
         """Return the mean slice in microseconds."""
-        return sum(0 if one.held else one.slice_us for one in self.settings) / len(self.settings)
+        return sum(0 if setting.held else setting.slice_us for setting in self.settings) / len(self.settings)
 
 
 def simulate(
@@ -84,11 +84,11 @@ def simulate(
     boast, least = 0.0, 1.0
     minute = round(min(WINDOW_SECONDS, seconds) / TICK)
     prints = every
-    whole = sum(one.seconds for one in phases)
+    whole = sum(each.seconds for each in phases)
     for tick in range(round(seconds / TICK)):
         at = tick * TICK
         place = at % whole
-        phase = next(one for number, one in enumerate(phases) if place < sum(p.seconds for p in phases[: number + 1]))
+        phase = next(each for number, each in enumerate(phases) if place < sum(p.seconds for p in phases[: number + 1]))
         alone.append(phase.speed)
         real.append(phase.speed * phase.kept(setting))
         since.append(real[-1])
@@ -118,7 +118,7 @@ def test_it_holds_the_other_back_until_the_baseline_is_known() -> None:
 
 def test_a_job_that_costs_nothing_gets_the_longest_slice() -> None:
     outcome = simulate([Phase(1000, 50, 0.0)])
-    assert max(one.slice_us for one in outcome.settings) == MOST_US
+    assert max(setting.slice_us for setting in outcome.settings) == MOST_US
     assert outcome.used > 0.85 * MOST_US
     assert outcome.worst == 1.0
 
@@ -156,8 +156,8 @@ def test_a_phase_without_harm_is_used(every: float, seed: int) -> None:
     light, heavy = Phase(60, 100, 0.01), Phase(60, 60, 0.6, 300)
     outcome = simulate([light, heavy], every=every, seed=seed)
     assert outcome.worst >= 0.97
-    of_light = [one.slice_us for at, one in enumerate(outcome.settings) if at % 120 < 60]
-    of_heavy = [one.slice_us for at, one in enumerate(outcome.settings) if at % 120 >= 70]
+    of_light = [setting.slice_us for at, setting in enumerate(outcome.settings) if at % 120 < 60]
+    of_heavy = [setting.slice_us for at, setting in enumerate(outcome.settings) if at % 120 >= 70]
     assert max(of_light) > 10 * max(of_heavy)
 
 
@@ -165,8 +165,8 @@ def test_requests_with_gaps_and_then_work_without_them() -> None:
     """Next to requests with gaps the longest slice costs nothing; the work without gaps has another speed."""
     outcome = simulate([OnGpu(60, 40, busy=4), OnGpu(60, 500)], keep=0.9)
     assert outcome.worst >= 0.9
-    of_light = [one.slice_us for at, one in enumerate(outcome.settings) if at % 120 < 60]
-    of_heavy = [one.slice_us for at, one in enumerate(outcome.settings) if at % 120 >= 60]
+    of_light = [setting.slice_us for at, setting in enumerate(outcome.settings) if at % 120 < 60]
+    of_heavy = [setting.slice_us for at, setting in enumerate(outcome.settings) if at % 120 >= 60]
     assert max(of_light) >= 1500
     # 8000 / (8000 + slice + 2 switches of 250) is .9 with 389.
     assert sorted(of_heavy)[len(of_heavy) // 2] <= 400
@@ -175,7 +175,7 @@ def test_requests_with_gaps_and_then_work_without_them() -> None:
 def test_what_even_the_least_slice_costs_too_much_stays_held_back() -> None:
     outcome = simulate([Phase(1000, 100, 0.9, 20)])
     assert outcome.worst >= 0.97
-    assert sum(one.held for one in outcome.settings[60:]) > 0.8 * len(outcome.settings[60:])
+    assert sum(setting.held for setting in outcome.settings[60:]) > 0.8 * len(outcome.settings[60:])
     assert outcome.controller.out_of_reach
 
 
@@ -217,68 +217,68 @@ class Printing:
 
 
 def test_production_that_prints_only_while_the_other_is_stopped_is_starved() -> None:
-    one = Printing()
-    one.run(10, lambda _: 90.0)
-    one.run(4, lambda setting: 90.0 if setting.held else None)
-    assert one.setting.held
-    one.run(26, lambda setting: 90.0 if setting.held else None)
-    kept = one.controller.kept
+    printing = Printing()
+    printing.run(10, lambda _: 90.0)
+    printing.run(4, lambda setting: 90.0 if setting.held else None)
+    assert printing.setting.held
+    printing.run(26, lambda setting: 90.0 if setting.held else None)
+    kept = printing.controller.kept
     assert kept is not None
     assert kept < 0.97
     # Not more than two silences in a minute.
-    assert sum(not setting.held for setting in one.settings[11:]) <= 6
+    assert sum(not setting.held for setting in printing.settings[11:]) <= 6
 
 
 def test_production_that_prints_a_ninth_next_to_the_other_is_not_said_to_keep_its_speed() -> None:
-    one = Printing()
-    one.run(10, lambda _: 90.0)
-    one.run(20, lambda setting: 90.0 if setting.held else 10.0)
-    kept = one.controller.kept
-    assert one.controller.baseline == pytest.approx(90)
+    printing = Printing()
+    printing.run(10, lambda _: 90.0)
+    printing.run(20, lambda setting: 90.0 if setting.held else 10.0)
+    kept = printing.controller.kept
+    assert printing.controller.baseline == pytest.approx(90)
     assert kept is not None
     assert kept < 0.975
-    assert sum(not setting.held for setting in one.settings[10:]) <= 3
+    assert sum(not setting.held for setting in printing.settings[10:]) <= 3
 
 
 def test_a_faster_phase_that_the_other_slows_to_the_speed_before_is_charged_when_it_is_found() -> None:
-    one = Printing()
-    one.run(20, lambda _: 170.0)
+    printing = Printing()
+    printing.run(20, lambda _: 170.0)
     # A slower phase is measured again sooner than after 30 s.
-    one.run(8, lambda _: 90.0)
-    assert not one.setting.held
-    one.run(16, lambda setting: 170.0 if setting.held else 90.0)
-    kept = one.controller.kept
-    assert one.controller.baseline == pytest.approx(170)
-    assert one.setting.held
+    printing.run(8, lambda _: 90.0)
+    assert not printing.setting.held
+    printing.run(16, lambda setting: 170.0 if setting.held else 90.0)
+    kept = printing.controller.kept
+    assert printing.controller.baseline == pytest.approx(170)
+    assert printing.setting.held
     assert kept is not None
     assert kept < 0.9
 
 
 def test_production_that_rests_has_lost_nothing() -> None:
-    one = Printing()
-    one.run(20, lambda _: 90.0)
-    before = one.setting
-    one.run(9, lambda _: None)
-    assert one.setting == before
+    printing = Printing()
+    printing.run(20, lambda _: 90.0)
+    before = printing.setting
+    printing.run(9, lambda _: None)
+    assert printing.setting == before
     # The first number is about the rest, too.
-    one.seen.append((one.at + 0.1, 0.1))
-    one.run(3, lambda _: 90.0)
-    assert one.controller.kept == pytest.approx(1.0)
-    assert not one.setting.held
-    assert one.setting.slice_us == MOST_US
+    printing.seen.append((printing.at + 0.1, 0.1))
+    printing.run(3, lambda _: 90.0)
+    assert printing.controller.kept == pytest.approx(1.0)
+    assert not printing.setting.held
+    assert printing.setting.slice_us == MOST_US
 
 
 def test_a_far_lower_speed_alone_is_believed_later() -> None:
-    one = Printing()
-    one.run(10, lambda _: 90.0)
-    start = one.at
+    printing = Printing()
+    printing.run(10, lambda _: 90.0)
+    start = printing.at
     # What was submitted before still runs for two seconds.
-    one.run(4, lambda setting: 90.0 if setting.held and one.at > start + 3 else 10.0)
-    one.run(4, lambda _: 90.0)
-    assert one.controller.baseline == pytest.approx(90)
-    one.run(12, lambda _: 10.0)
-    assert one.controller.baseline == pytest.approx(10)
-    assert one.controller.best == pytest.approx(90)
+    printing.run(4, lambda setting: 90.0 if setting.held and printing.at > start + 3 else 10.0)
+    printing.run(4, lambda _: 90.0)
+    assert printing.controller.baseline == pytest.approx(90)
+    printing.run(12, lambda _: 10.0)
+    assert printing.controller.baseline == pytest.approx(10)
+    assert printing.controller.best == pytest.approx(90)
 
 
 def test_a_lower_part_gives_more() -> None:
@@ -289,7 +289,7 @@ def test_a_lower_part_gives_more() -> None:
 def test_without_numbers_the_slice_is_the_least() -> None:
     outcome = simulate([Phase(1000, 100, 0.0)], seconds=100, speaks=(0.0, 60.0))
     assert outcome.settings[58].slice_us == MOST_US
-    assert {one.slice_us for one in outcome.settings[round(62 + SILENT_SECONDS) :]} == {LEAST_US}
+    assert {setting.slice_us for setting in outcome.settings[round(62 + SILENT_SECONDS) :]} == {LEAST_US}
 
 
 def test_production_that_never_prints_leaves_the_least() -> None:
@@ -326,7 +326,7 @@ def test_whatever_production_does_the_slice_stays_within_its_bounds(
     phases: list[Phase], noise: float, every: float, keep: float, seed: int
 ) -> None:
     outcome = simulate(phases, noise=noise, every=every, keep=keep, seed=seed, seconds=120)
-    assert all(LEAST_US <= one.slice_us <= MOST_US for one in outcome.settings)
+    assert all(LEAST_US <= setting.slice_us <= MOST_US for setting in outcome.settings)
     kept = outcome.controller.kept
     assert kept is None or kept <= 1.2 + 10 * noise or len(phases) > 1
 

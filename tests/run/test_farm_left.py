@@ -56,10 +56,10 @@ def test_what_a_copy_that_ended_well_has_left_running_is_ended_and_named(
     heard = Heard()
     command = shell(f"sleep 600 & echo $! > {tmp_path}/{{}}; echo bye")
     result = farm(host, [device], command, sized(device, copies=2), heard)
-    left = [pid_in(tmp_path / str(number)) for number in range(2)]
-    assert not any(alive(pid) for pid in left)
-    assert [copy.left_behind for copy in result.copies] == [(left[0],), (left[1],)]
-    assert sorted(heard.left) == [(0, (left[0],)), (1, (left[1],))]
+    pids = [pid_in(tmp_path / str(number)) for number in range(2)]
+    assert not any(alive(pid) for pid in pids)
+    assert [copy.left_behind for copy in result.copies] == [(pids[0],), (pids[1],)]
+    assert sorted(heard.left) == [(0, (pids[0],)), (1, (pids[1],))]
     # It did what it should.
     assert [(copy.state, copy.exit_code) for copy in result.copies] == [("done", 0)] * 2
 

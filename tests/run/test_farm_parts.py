@@ -74,7 +74,7 @@ class Place:
     """Stands in for a place in the ledger."""
 
     request: Request
-    left: bool = False
+    free: bool = False
 
     @property
     def claim(self) -> Any:
@@ -90,7 +90,7 @@ class Place:
         """Others can read it."""
 
     def leave(self) -> None:
-        self.left = True
+        self.free = True
 
 
 class Step:
@@ -136,7 +136,7 @@ class Step:
 
     @property
     def reserved(self) -> list[int | None]:
-        return [one.request.memory_bytes for one in self.places if not one.left]
+        return [place.request.memory_bytes for place in self.places if not place.free]
 
     def _clients(self) -> set[int] | None:
         self.asked += 1
@@ -336,8 +336,8 @@ def test_the_first_that_fails_ends_a_farm_that_fails_fast(monkeypatch: pytest.Mo
 
 def test_a_gpu_whose_daemon_does_not_start_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     step = Step(monkeypatch, copies=1)
-    said: list[str] = []
-    step.farm._reporter.say = said.append  # type: ignore[method-assign]
+    messages: list[str] = []
+    step.farm._reporter.say = messages.append  # type: ignore[method-assign]
     step.farm._devices["GPU-b"] = Device(gpu=Gpu(index=3, uuid="GPU-b", memory_total_bytes=80 * GIB))
     other = step.farm._gpu("GPU-b")
 
@@ -347,7 +347,7 @@ def test_a_gpu_whose_daemon_does_not_start_is_left_out(monkeypatch: pytest.Monke
     monkeypatch.setattr(other, "open", refuse)
     assert not step.farm._opened(other, None)
     assert list(step.farm._devices) == ["GPU-a"]
-    assert said == ["GPU 3 is left out: GPU 3 is busy"]
+    assert messages == ["GPU 3 is left out: GPU 3 is busy"]
     monkeypatch.setattr(step.gpu, "open", refuse)
     with pytest.raises(InUse):
         step.farm._opened(step.gpu, None)
@@ -355,8 +355,8 @@ def test_a_gpu_whose_daemon_does_not_start_is_left_out(monkeypatch: pytest.Monke
 
 def test_a_copy_over_its_limit_that_cannot_be_ended_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     step = Step(monkeypatch, copies=2, budget=MemoryBudget(bytes=GIB))
-    said: list[tuple[int, str]] = []
-    step.farm._reporter.news = lambda copy, text: said.append((copy.copy, text))  # type: ignore[method-assign]
+    messages: list[tuple[int, str]] = []
+    step.farm._reporter.news = lambda copy, text: messages.append((copy.copy, text))  # type: ignore[method-assign]
     step.several.end = lambda *_, **__: (_ for _ in ()).throw(InUse("process 100 hangs in the driver", "reboot"))
     step.start()
     (memory,) = step.farm._memories[0]
@@ -365,7 +365,7 @@ def test_a_copy_over_its_limit_that_cannot_be_ended_is_told_once(monkeypatch: py
     for _ in range(2):
         step.farm._watch_memory()
         step.farm._collect()
-    assert said == [(0, "it cannot be ended: process 100 hangs in the driver; reboot")]
+    assert messages == [(0, "it cannot be ended: process 100 hangs in the driver; reboot")]
     assert step.states == ["running", "running"]
     # In the end it did end, by itself.
     step.several.started[0].runs, step.several.started[0].status = False, 0
@@ -386,9 +386,9 @@ def test_while_copies_end_the_others_are_held_to_their_limits(monkeypatch: pytes
         second.over = "too much"
         assert strays == []
         hurry()
-        ended.append([one.pid for one in programs])
-        for one in programs:
-            one.runs = False
+        ended.append([process.pid for process in programs])
+        for process in programs:
+            process.runs = False
 
     step.several.end = end
     monkeypatch.setattr(step.farm._signals, "came", lambda: False)

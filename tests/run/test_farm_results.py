@@ -78,8 +78,8 @@ def test_torn_and_strange_lines_say_nothing(junk: bytes, cut: int) -> None:
     copy = Copy(copy=3, line="x \u00e4", state="done", exit_code=0, seconds=1.5, gpu_indexes=(1,))
     whole = text_of_end(copy, "c", 0.0)
     assert json.loads(whole)["ended_at"] == "1970-01-01T00:00:00Z"
-    found = list(parse_ends([junk, whole, b"[]\n", b'{"command": 1}\n', whole[: min(cut, len(whole) - 2)]]))
-    assert found == [CopyEnd(command="c", copy=3, line="x \u00e4", done=True)]
+    ends = list(parse_ends([junk, whole, b"[]\n", b'{"command": 1}\n', whole[: min(cut, len(whole) - 2)]]))
+    assert ends == [CopyEnd(command="c", copy=3, line="x \u00e4", done=True)]
 
 
 def test_what_is_appended_to_a_torn_line_is_a_line_of_its_own(host: Host, tmp_path: Path) -> None:
@@ -105,34 +105,34 @@ def test_another_farm_with_these_logs_is_refused(host: Host, device: Device, tmp
 def test_a_farm_waits_for_what_a_killed_one_has_left(
     host: Host, device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = os.stat(tmp_path)
-    mark = {MARK: f"{found.st_dev:x}-{found.st_ino:x}"}
+    directory = os.stat(tmp_path)
+    mark = {MARK: f"{directory.st_dev:x}-{directory.st_ino:x}"}
     heard = Heard()
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1)"], env={**os.environ, **mark}) as left:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1)"], env={**os.environ, **mark}) as copy:
         until(lambda: host.processes.started_with(MARK, mark[MARK]), "it has begun")
         farm(host, [device], ["true"], sized(device, copies=1, logs=tmp_path), heard)
-        assert left.wait() == 0
+        assert copy.wait() == 0
     assert "waiting for 1 process of an earlier farm with these logs, being ended" in heard.said
     monkeypatch.setattr(farm_results, "_LEFT_SECONDS", 0.0)
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env={**os.environ, **mark}) as left:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env={**os.environ, **mark}) as copy:
         until(lambda: host.processes.started_with(MARK, mark[MARK]), "it has begun")
         with pytest.raises(InUse) as caught:
             farm(host, [device], ["true"], sized(device, copies=1, logs=tmp_path), heard)
-        left.kill()
+        copy.kill()
     assert caught.value.code == "logs_in_use"
-    assert f"gpushare stop {left.pid}" in (caught.value.hint or "")
+    assert f"gpushare stop {copy.pid}" in (caught.value.hint or "")
 
 
 def test_ctrl_c_while_it_waits_for_them_ends_it_like_any_farm(host: Host, device: Device, tmp_path: Path) -> None:
-    found = os.stat(tmp_path)
-    mark = {MARK: f"{found.st_dev:x}-{found.st_ino:x}"}
+    directory = os.stat(tmp_path)
+    mark = {MARK: f"{directory.st_dev:x}-{directory.st_ino:x}"}
     (tmp_path / "copy-0.log").write_text("of the earlier one")
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env={**os.environ, **mark}) as left:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env={**os.environ, **mark}) as copy:
         until(lambda: host.processes.started_with(MARK, mark[MARK]), "it has begun")
         with subprocess.Popen(["sh", "-c", f"sleep 0.7; kill -INT {os.getpid()}"]) as key:
             result = farm(host, [device], ["true"], sized(device, copies=1, logs=tmp_path), Heard())
             key.kill()
-        left.kill()
+        copy.kill()
     assert (result.ended_by, [copy.state for copy in result.copies]) == (signal.SIGINT, ["skipped"])
     assert (tmp_path / "copy-0.log").read_text() == "of the earlier one"
 

@@ -33,13 +33,13 @@ def test_a_farm_starts_only_what_may_start(
 
 def test_every_copy_starts_in_the_end() -> None:
     for parallel in (None, 1, 3):
-        waiting, running, known = 7, 0, False
+        waiting, running, measured = 7, 0, False
         for _ in range(100):
-            step = next_step(waiting=waiting, running=running, parallel=parallel, size_known=known, giving_up=False)
+            step = next_step(waiting=waiting, running=running, parallel=parallel, size_known=measured, giving_up=False)
             if step == "end":
                 break
             if step == "wait":
-                running, known = running - 1, True
+                running, measured = running - 1, True
             else:
                 waiting, running = waiting - 1, running + 1
         assert (waiting, running) == (0, 0)

@@ -59,7 +59,7 @@ def state_of(file: StateFile) -> SimulatedHostState:
 
 
 def server_slices(file: StateFile) -> list[int]:
-    return [server.slices.get("compute", 2048) for one in state_of(file).daemons for server in one.servers]
+    return [server.slices.get("compute", 2048) for daemon in state_of(file).daemons for server in daemon.servers]
 
 
 def fault(file: StateFile, name: str | None) -> None:
@@ -72,7 +72,7 @@ def test_the_server_gets_the_slice_with_the_first_client_and_no_client_does(shar
     watch.poll()
     pid = watch.watch.program_pid
     assert server_slices(file) == [200]
-    assert [one.slices for one in state_of(file).processes if one.pid == pid] == [{}]
+    assert [process.slices for process in state_of(file).processes if process.pid == pid] == [{}]
     server = state_of(file).daemons[0].servers[0].pid
     assert watch.watch.news == [
         f"the opportunistic jobs of GPU 0 share a time-slice of 200us (MPS server {server}, read back)"
@@ -113,7 +113,7 @@ def test_of_several_members_the_shortest_slice_counts_and_the_last_gives_it_back
     first.poll()
     assert server_slices(file) == [100]
     second.poll()
-    assert [one.slice_us for one in members(host, device)] == [200, 100]
+    assert [member.slice_us for member in members(host, device)] == [200, 100]
     second.part.settle()
     first.poll()
     assert server_slices(file) == [200]
@@ -197,8 +197,8 @@ def test_the_daemon_of_another_user_is_left_alone(share: MpsShare, host: Host, d
 
 def test_records_of_strangers_and_of_what_has_ended_do_not_count(host: Host, device: Device) -> None:
     pid = admin.add_process(SPEC)
-    one = group.Member(pid=pid, started=1, device_uuid=device.uuid, slice_us=30)
-    group.write_member(host, one)
+    member = group.Member(pid=pid, started=1, device_uuid=device.uuid, slice_us=30)
+    group.write_member(host, member)
     assert members(host, device) == ()
     (host.run_directory / "group" / "7.json").write_text('{"pid": "x"}')
     (host.run_directory / "group").chmod(0o777)
@@ -238,9 +238,9 @@ def test_members_that_begin_at_once_do_not_take_each_others_trials_for_the_slice
     monkeypatch.setattr(channels, "_probe", probed)
     watches = [Watched(share) for _ in range(3)]
     assert why_not(host, device) is None
-    for one in watches:
-        one.poll()
+    for watch in watches:
+        watch.poll()
     assert server_slices(file) == [200]
-    for one in watches:
-        one.part.settle()
+    for watch in watches:
+        watch.part.settle()
     assert server_slices(file) == [2048]

@@ -37,8 +37,8 @@ def host() -> Host:
 def record(host: Host, pid: int, name: str = "web", **more: object) -> JobRecord:
     info = host.processes.describe(pid)
     assert info is not None
-    found = JobRecord(name=name, pid=pid, started=info.started, devices=("GPU-a",))
-    return replace(found, **more)  # type: ignore[arg-type]
+    job_record = JobRecord(name=name, pid=pid, started=info.started, devices=("GPU-a",))
+    return replace(job_record, **more)  # type: ignore[arg-type]
 
 
 def test_a_job_is_found_by_its_pid_and_by_its_name(host: Host) -> None:
@@ -93,16 +93,16 @@ def test_of_two_records_with_a_name_the_one_that_runs_counts(host: Host, tmp_pat
     write_record(host, record(host, pid, started=1))
     roots = tmp_path / "root"
     write_record(replace(host, run_directory=roots), record(host, pid))
-    found = find_record(replace(host, shared_run_directories=(roots,)), "web")
-    assert found is not None
-    assert found.started != 1
+    job_record = find_record(replace(host, shared_run_directories=(roots,)), "web")
+    assert job_record is not None
+    assert job_record.started != 1
 
 
 def test_its_processes_on_gpus_are_those_of_its_tree(host: Host) -> None:
     pid = admin.add_process(SPEC, gpu="1")
     admin.add_process(SPEC)
-    (found,) = gpu_processes(host, find_job(host, str(pid)))
-    assert (found.pid, found.gpus, found.under_mps) == (pid, (1,), False)
+    (process,) = gpu_processes(host, find_job(host, str(pid)))
+    assert (process.pid, process.gpus, process.under_mps) == (pid, (1,), False)
     # This test's process has no context.
     with pytest.raises(NotFound) as refused:
         gpu_processes(host, find_job(host, str(os.getpid())))
@@ -129,7 +129,7 @@ def test_a_gpu_that_does_not_answer_hides_no_other(host: Host, monkeypatch: pyte
         return real(index)
 
     monkeypatch.setattr(host.nvml, "processes", lost)
-    assert [one.gpus for one in gpu_processes(host, job)] == [(1,)]
+    assert [process.gpus for process in gpu_processes(host, job)] == [(1,)]
     monkeypatch.setattr(host.nvml, "count", lambda: 1)
     with pytest.raises(GpushareError, match="is lost"):
         gpu_processes(host, job)
@@ -173,10 +173,10 @@ def test_root_is_asked_for_other_users_processes_of_a_service_of_its_own(host: H
     root = replace(host, uid=0)
     assert consent_to(root, service, "pauses", [service.pid]) == ()
     asked = consent_to(root, service, "pauses", [service.pid, *others, last])
-    assert [str(one) for one in asked] == [f"2 processes such as {others[0]} (of 4242)", f"process {last} (of 4243)"]
+    assert [str(loss) for loss in asked] == [f"2 processes such as {others[0]} (of 4242)", f"process {last} (of 4243)"]
     # Its own processes are not named again.
     theirs = find_job(host, str(others[0]))
-    assert [one.what for one in consent_to(root, theirs, "pauses", [*others, last])] == [
+    assert [loss.what for loss in consent_to(root, theirs, "pauses", [*others, last])] == [
         theirs.title,
         f"process {last}",
     ]
@@ -192,9 +192,9 @@ def test_a_number_that_is_no_pid_is_no_job(host: Host, text: str) -> None:
 def test_records_of_ended_jobs_go_but_those_of_production_stay(host: Host) -> None:
     for name, role in (("web", jobs.PRODUCTION), ("train", jobs.PLAIN)):
         write_record(host, record(host, os.getpid(), name, role=role, started=1))
-    assert {one.name for one in jobs.records(host)} == {"web", "train"}
+    assert {each.name for each in jobs.records(host)} == {"web", "train"}
     jobs.forget_ended(host)
-    assert {one.name for one in jobs.records(host)} == {"web"}
+    assert {each.name for each in jobs.records(host)} == {"web"}
 
 
 def test_two_at_once_do_not_get_the_same_name(host: Host) -> None:

@@ -21,8 +21,8 @@ class Watched:
     def __init__(self, told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
         self.at, self.active, self.alive = 100.0, False, True
         self.said: list[tuple[int, bool]] = []
-        for one in (module, pauser_module):
-            monkeypatch.setattr(one, "time", SimpleNamespace(monotonic=lambda: self.at))
+        for each in (module, pauser_module):
+            monkeypatch.setattr(each, "time", SimpleNamespace(monotonic=lambda: self.at))
         production: Any = SimpleNamespace(active=lambda: self.active, lives=lambda: self.alive)
         monkeypatch.setattr(module, "note_pauses", lambda _, state: self.said.append((state.pauses, state.paused)))
         monkeypatch.setattr(module.PROGRAMS, "drop", lambda *_: None)
@@ -117,7 +117,7 @@ def test_one_pause_counts_once_however_long_it_is(watched: Watched, told: Told) 
     for _ in range(5):
         assert watched.look(active=True, after=0.5)
     assert watched.part.pauses == 1
-    assert {what for what, _ in told.since()} == {"SIGSTOP"}
+    assert {signal_name for signal_name, _ in told.since()} == {"SIGSTOP"}
 
 
 def test_its_processes_are_looked_for_in_the_time_of_the_watch(watched: Watched) -> None:

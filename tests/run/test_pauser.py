@@ -56,9 +56,9 @@ def test_whoever_has_got_a_pid_since_gets_no_signal(told: Told) -> None:
 def test_whoever_gets_a_pid_after_the_look_gets_no_signal(told: Told) -> None:
     def taken(look: Any) -> Any:
         def looked(pid: int) -> Any:
-            found = look(pid)
-            told.starts[pid] = found.started + 1
-            return found
+            channels = look(pid)
+            told.starts[pid] = channels.started + 1
+            return channels
 
         return looked
 
@@ -75,7 +75,7 @@ def test_who_is_held_is_told_before_it_is_and_once(told: Told) -> None:
     for _ in range(2):
         pauser.pause()
         pauser.resume()
-    assert [what for what, pid in told.since() if pid == PID] == ["told 5", *["SIGSTOP", "SIGCONT"] * 2]
+    assert [event for event, pid in told.since() if pid == PID] == ["told 5", *["SIGSTOP", "SIGCONT"] * 2]
 
 
 # -- as long as it is paused -----------------------------------------------------------------------

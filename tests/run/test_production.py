@@ -39,7 +39,7 @@ def test_a_record_is_read_as_it_was_written_and_by_all(host: Host) -> None:
     path = record_of(host)
     assert json.loads(path.read_text())["schema"] == 1
     # Others spare the job, too; nobody but its owner writes.
-    assert [one.stat().st_mode & 0o777 for one in (path, path.parent, host.run_directory)] == [0o644, 0o755, 0o755]
+    assert [each.stat().st_mode & 0o777 for each in (path, path.parent, host.run_directory)] == [0o644, 0o755, 0o755]
 
 
 def test_each_name_has_its_own_record_and_the_last_word_counts(host: Host) -> None:
@@ -58,7 +58,7 @@ def test_roots_record_counts_beside_ones_own(host: Host, tmp_path: Path) -> None
     # One that cannot be looked into hides no other.
     host = replace(host, shared_run_directories=(tmp_path / "none", shared))
     write_record(host, WEB)
-    assert [one.name for one in productions(host)] == ["web", "db"]
+    assert [record.name for record in productions(host)] == ["web", "db"]
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_the_first_record_makes_directories_that_all_may_look_into(host: Host, t
     finally:
         os.umask(before)
     path = record_of(host)
-    assert [one.stat().st_mode & 0o777 for one in (path.parent, host.run_directory)] == [0o755, 0o755]
+    assert [each.stat().st_mode & 0o777 for each in (path.parent, host.run_directory)] == [0o755, 0o755]
 
 
 def test_where_others_may_write_no_record_is_kept(host: Host, tmp_path: Path) -> None:

@@ -31,11 +31,11 @@ def start(host: Host, device: Device) -> Iterator[Callable[[], JobRecord]]:
         children.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
         info = host.processes.describe(children[-1].pid)
         assert info is not None
-        found = JobRecord(
+        record = JobRecord(
             name="web", pid=info.pid, started=info.started, devices=(device.uuid,), memory_peak_bytes=None
         )
-        write_record(host, found)
-        return found
+        write_record(host, record)
+        return record
 
     yield spawn
     for child in children:
@@ -43,11 +43,11 @@ def start(host: Host, device: Device) -> Iterator[Callable[[], JobRecord]]:
         child.wait()
 
 
-def end(one: JobRecord) -> None:
+def end(record: JobRecord) -> None:
     """End a job, and reap it."""
-    os.kill(one.pid, 9)
+    os.kill(record.pid, 9)
     with contextlib.suppress(ChildProcessError):
-        os.waitpid(one.pid, 0)
+        os.waitpid(record.pid, 0)
 
 
 def test_who_is_started_again_under_the_name_is_followed(

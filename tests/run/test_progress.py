@@ -74,10 +74,10 @@ def test_a_flood_is_skipped(log: Path) -> None:
     progress.look()
     append(log, "rate=7\n" * 200_000 + "rate=8\n")
     began = time.process_time()
-    found = progress.look()
+    numbers = progress.look()
     assert time.process_time() - began < 2
-    assert found[-1] == 8
-    assert 1000 < len(found) < 100_000
+    assert numbers[-1] == 8
+    assert 1000 < len(numbers) < 100_000
 
 
 def test_a_line_without_an_end_is_not_kept_whole(log: Path) -> None:
@@ -101,12 +101,12 @@ def test_it_appears_later(tmp_path: Path) -> None:
     assert progress.look() == [4]
 
 
-@pytest.mark.parametrize("what", ["fifo", "link", "directory"])
-def test_nothing_else_in_its_place_is_read(tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize("kind", ["fifo", "link", "directory"])
+def test_nothing_else_in_its_place_is_read(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "web.log"
-    if what == "fifo":
+    if kind == "fifo":
         os.mkfifo(path)
-    elif what == "link":
+    elif kind == "link":
         path.symlink_to("/proc/self/stat")
     else:
         path.mkdir()

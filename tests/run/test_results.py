@@ -42,9 +42,9 @@ def written(host: Host, record: dict[str, Any]) -> Tuned | None:
 
 
 def test_a_result_without_a_way_is_of_caps(host: Host) -> None:
-    found = written(host, {"schema": 1, **OLD})
-    assert found is not None
-    assert (found.way, found.production_slice_us, found.other_slice_us) == ("caps", None, None)
+    result = written(host, {"schema": 1, **OLD})
+    assert result is not None
+    assert (result.way, result.production_slice_us, result.other_slice_us) == ("caps", None, None)
 
 
 def test_slices_are_kept(host: Host) -> None:

@@ -60,10 +60,10 @@ def test_work_on_the_gpu_or_the_cpu_is_not_idle() -> None:
 
 
 def test_a_driver_that_does_not_tell_who_works_is_named_once() -> None:
-    said: list[str] = []
-    idle = Idle(3.0, said.append)
+    messages: list[str] = []
+    idle = Idle(3.0, messages.append)
     assert not any(idle.leaves(look(float(at), busy=None)) for at in range(20))
-    assert said == ["the driver does not say whether it works, so it stays on the GPU"]
+    assert messages == ["the driver does not say whether it works, so it stays on the GPU"]
 
 
 def test_what_a_browser_asks_of_a_notebook_server_is_no_work() -> None:
@@ -72,8 +72,8 @@ def test_what_a_browser_asks_of_a_notebook_server_is_no_work() -> None:
     asked = 0.0
     for number in range(61):
         asked += 0.016 if number % 10 == 0 else 0.0
-        left = idle.leaves(look(number * 0.5, others_cpu=asked))
-    assert left
+        leaves = idle.leaves(look(number * 0.5, others_cpu=asked))
+    assert leaves
     assert not any(idle.returns(look(31.0 + number, others_cpu=asked + 0.02 * number)) for number in range(600))
 
 
@@ -127,10 +127,10 @@ def test_a_job_that_began_to_work_while_it_left_comes_back_at_once() -> None:
 def test_a_process_that_ends_while_the_job_is_out_hides_no_work() -> None:
     idle = Idle(10.0)
     at = out(idle, cpu=100.0)
-    one = look(at + 1.0, cpu=100.0)
-    assert not idle.returns(one._replace(cpu={1: 500.0, 2: 100.0}))
-    assert not idle.returns(one._replace(now=at + 4.5, cpu={2: 100.0}))
-    assert idle.returns(one._replace(now=at + 5.0, cpu={2: 100.1}))
+    moment = look(at + 1.0, cpu=100.0)
+    assert not idle.returns(moment._replace(cpu={1: 500.0, 2: 100.0}))
+    assert not idle.returns(moment._replace(now=at + 4.5, cpu={2: 100.0}))
+    assert idle.returns(moment._replace(now=at + 5.0, cpu={2: 100.1}))
 
 
 def test_the_time_in_which_a_job_was_stopped_is_no_idle_time() -> None:
@@ -184,19 +184,19 @@ def test_the_first_turn_is_as_long_as_the_size_of_the_job_asks_for() -> None:
 
 
 def test_turns_that_are_too_short_warn_once_with_the_loss() -> None:
-    said: list[str] = []
-    turns = Turns(3.0, said.append)
+    messages: list[str] = []
+    turns = Turns(3.0, messages.append)
     for _ in range(4):
         turns.switched(0.5)
-    assert said == ["turns of 3 s lose about 25 % of the time to switches of 1.0 s; give --swap turns=9s or more"]
+    assert messages == ["turns of 3 s lose about 25 % of the time to switches of 1.0 s; give --swap turns=9s or more"]
 
 
 def test_the_turn_of_the_warning_is_long_enough() -> None:
-    said: list[str] = []
-    turns = Turns(3.0, said.append)
+    messages: list[str] = []
+    turns = Turns(3.0, messages.append)
     for _ in range(2):
         turns.switched(0.18)
-    assert said[0].endswith("give --swap turns=4s or more")
+    assert messages[0].endswith("give --swap turns=4s or more")
 
 
 def test_production_that_waits_or_grows_gets_the_memory() -> None:
@@ -214,9 +214,9 @@ def test_a_large_job_leaves_in_time_for_a_production_that_grows() -> None:
     # 30 GiB take about 21 s to leave; production takes 0.25 GiB more each second.
     policy = ForProduction()
     free = [20 * GIB - at * GIB // 4 for at in range(80)]
-    left = next(at for at in range(80) if policy.leaves(look(float(at), free=free[at], held=30 * GIB)))
+    leaves = next(at for at in range(80) if policy.leaves(look(float(at), free=free[at], held=30 * GIB)))
     # It looks once a second here.
-    assert 0.75 * GIB <= free[left + 21] <= 2 * GIB
+    assert 0.75 * GIB <= free[leaves + 21] <= 2 * GIB
 
 
 def test_one_allocation_of_production_is_no_growth() -> None:
@@ -262,7 +262,7 @@ def test_what_a_job_gave_back_is_no_growth() -> None:
 def test_a_job_that_needs_nearly_all_of_the_gpu_comes_back_when_nobody_stays() -> None:
     policy = ForProduction()
     alone = [look(float(at), free=31 * GIB, held=30 * GIB)._replace(others_stay=False) for at in range(12)]
-    assert [policy.returns(one) for one in alone] == [False] * 10 + [True] * 2
+    assert [policy.returns(each) for each in alone] == [False] * 10 + [True] * 2
 
 
 def test_of_two_reasons_to_leave_the_one_that_holds_decides_when_it_is_back() -> None:

@@ -42,7 +42,7 @@ class Production:
 
 
 def yielding(
-    clock: Clock, production: Production, seconds: float, said: list[str], runs: list[tuple[float, float]]
+    clock: Clock, production: Production, seconds: float, messages: list[str], runs: list[tuple[float, float]]
 ) -> Yielding:
     """Return a job that needs so many seconds, and notes when it ran."""
 
@@ -61,7 +61,7 @@ def yielding(
         title="'web'",
         options=RunOptions(limits=Limits()),
         start=cast("Callable[[RunOptions], Any]", start),
-        say=said.append,
+        say=messages.append,
         clock=clock,
         sleep=clock.sleep,
     )
@@ -82,8 +82,8 @@ class Memory(Part):
 
 @pytest.mark.parametrize("over", [False, True])
 def test_the_memory_of_the_job_is_watched_too(over: bool) -> None:
-    clock, said, runs = Clock(), [], []
-    job, memory = yielding(clock, Production(clock, (20, 25)), 30, said, runs), Memory(over=over)
+    clock, messages, runs = Clock(), [], []
+    job, memory = yielding(clock, Production(clock, (20, 25)), 30, messages, runs), Memory(over=over)
     job.options = replace(job.options, parts=(memory,))
     assert job.run() == (143 if over else 0)
     assert len(runs) == (1 if over else 2)
@@ -91,34 +91,34 @@ def test_the_memory_of_the_job_is_watched_too(over: bool) -> None:
 
 
 def test_it_is_ended_when_production_works_and_started_again_when_it_rests() -> None:
-    clock, said, runs = Clock(), [], []
-    job = yielding(clock, Production(clock, (20, 25)), 30, said, runs)
+    clock, messages, runs = Clock(), [], []
+    job = yielding(clock, Production(clock, (20, 25)), 30, messages, runs)
     assert job.run() == 0
     assert runs == [(2.0, 20.0), (27.0, 57.0)]
-    (text,) = said
+    (text,) = messages
     assert text == "ended, because 'web' works; it starts again when 'web' has rested for 2 s"
 
 
 def test_it_does_not_start_before_production_rests() -> None:
-    clock, said, runs = Clock(), [], []
-    assert yielding(clock, Production(clock, (0, 7)), 1, said, runs).run() == 0
+    clock, messages, runs = Clock(), [], []
+    assert yielding(clock, Production(clock, (0, 7)), 1, messages, runs).run() == 0
     assert runs == [(9.0, 10.0)]
-    assert said == ["waits until 'web' rests"]
+    assert messages == ["waits until 'web' rests"]
 
 
 def test_one_that_is_ended_early_again_and_again_waits_longer() -> None:
     """A start costs time on the GPU too."""
-    clock, said, runs = Clock(), [], []
+    clock, messages, runs = Clock(), [], []
     beats = [(4.0 * number, 4.0 * number + 0.1) for number in range(1, 6)]
-    assert yielding(clock, Production(clock, *beats), 5, said, runs).run() == 0
+    assert yielding(clock, Production(clock, *beats), 5, messages, runs).run() == 0
     assert [begin for begin, _ in runs] == [2.0, 24.1]
-    assert said[0].endswith("rested for 4 s")
+    assert messages[0].endswith("rested for 4 s")
 
 
 def test_without_production_it_simply_runs() -> None:
-    clock, said, runs = Clock(), [], []
-    assert yielding(clock, Production(clock, (0, 100), ends=0), 30, said, runs).run() == 0
-    assert (runs, said) == ([(2.0, 32.0)], [])
+    clock, messages, runs = Clock(), [], []
+    assert yielding(clock, Production(clock, (0, 100), ends=0), 30, messages, runs).run() == 0
+    assert (runs, messages) == ([(2.0, 32.0)], [])
 
 
 def test_it_ends_the_program_once_and_for_all() -> None:

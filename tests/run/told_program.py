@@ -57,10 +57,10 @@ class Told:
             raise self.on_gpu
         return self.on_gpu
 
-    def _do(self, what: str, pid: int) -> None:
-        self.done.append((what, pid))
-        if (what, pid) in self.fails:
-            raise self.fails[what, pid]
+    def _do(self, action: str, pid: int) -> None:
+        self.done.append((action, pid))
+        if (action, pid) in self.fails:
+            raise self.fails[action, pid]
 
     def pauser(self) -> Pauser:
         """Return what pauses the program."""

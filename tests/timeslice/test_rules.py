@@ -42,8 +42,8 @@ def decided(*rules: Rule, origin: Origin = ALICE, default: int = DEFAULT) -> Dec
 
 
 def microseconds(*rules: Rule, origin: Origin = ALICE, default: int = DEFAULT) -> int | None:
-    found = decided(*rules, origin=origin, default=default)
-    return None if found is None else found.microseconds
+    decision = decided(*rules, origin=origin, default=default)
+    return None if decision is None else decision.microseconds
 
 
 def test_the_first_match_wins() -> None:
@@ -73,16 +73,16 @@ def test_a_rule_for_a_gpu(gpu: str) -> None:
 def test_what_a_user_says_only_lowers(kind: str) -> None:
     own = replace(ALICE, container="vllm")
     assert microseconds(rule(300, **{kind: ("*",)}), origin=own) == 300
-    found = decided(rule(16_000, **{kind: ("*",)}), origin=own)
-    assert found is not None
-    assert (found.microseconds, found.limited) == (DEFAULT, "the slice that it had")
+    decision = decided(rule(16_000, **{kind: ("*",)}), origin=own)
+    assert decision is not None
+    assert (decision.microseconds, decision.limited) == (DEFAULT, "the slice that it had")
 
 
 def test_what_a_user_says_does_not_lead_past_a_lower_rule() -> None:
     # Otherwise a command line would raise the share from 200 to 1000.
-    found = decided(rule(1000, commands=("*train*",)), rule(200, line=7, users=("alice",)))
-    assert found is not None
-    assert (found.microseconds, found.limited) == (200, "the rule 7:3")
+    decision = decided(rule(1000, commands=("*train*",)), rule(200, line=7, users=("alice",)))
+    assert decision is not None
+    assert (decision.microseconds, decision.limited) == (200, "the rule 7:3")
     assert microseconds(rule(1000, commands=("*train*",)), rule(16_000, users=("alice",))) == 1000
 
 
@@ -133,30 +133,32 @@ some_rules = st.lists(st.builds(Rule, match=matches, slice_us=st.integers(20, MO
 
 
 @given(some_rules, origins, origins, st.integers(20, MOST_US))
-def test_a_process_never_gains_by_what_it_says(rules: list[Rule], origin: Origin, said: Origin, default: int) -> None:
+def test_a_process_never_gains_by_what_it_says(
+    rules: list[Rule], origin: Origin, claimed: Origin, default: int
+) -> None:
     """With another command line, container or cgroup of its own, no process gets more than if it said nothing."""
     own = replace(origin, of_root=False)
     silent = replace(own, command=None, container=None, cgroup=None)
-    talking = replace(own, command=said.command, container=said.container, cgroup=said.cgroup)
+    talking = replace(own, command=claimed.command, container=claimed.container, cgroup=claimed.cgroup)
     # A rule that names a user as well was written for what that user says.
-    rules = [one for one in rules if not ((one.match.users or one.match.groups) and _says(one))]
-    before, after = (decide(rules, NAMES, one, GPU, default) for one in (silent, talking))
+    rules = [each for each in rules if not ((each.match.users or each.match.groups) and _says(each))]
+    before, after = (decide(rules, NAMES, each, GPU, default) for each in (silent, talking))
     most = default if before is None else max(before.microseconds, min(default, before.microseconds))
     assert after is None or after.microseconds <= most
     assert before is None or after is not None
 
 
-def _says(one: Rule) -> bool:
-    return bool(one.match.commands or one.match.cgroups or one.match.containers)
+def _says(rule: Rule) -> bool:
+    return bool(rule.match.commands or rule.match.cgroups or rule.match.containers)
 
 
 @given(some_rules, origins, st.integers(20, MOST_US))
 def test_what_is_decided_is_a_rule_and_in_its_range(rules: list[Rule], origin: Origin, default: int) -> None:
-    found = decide(rules, NAMES, origin, GPU, default)
-    if found is not None:
-        assert found.rule in rules
-        assert 20 <= found.microseconds <= found.rule.microseconds
-        assert (found.limited is None) == (found.microseconds == found.rule.microseconds)
+    decision = decide(rules, NAMES, origin, GPU, default)
+    if decision is not None:
+        assert decision.rule in rules
+        assert 20 <= decision.microseconds <= decision.rule.microseconds
+        assert (decision.limited is None) == (decision.microseconds == decision.rule.microseconds)
 
 
 @given(texts, texts)

@@ -118,7 +118,7 @@ def test_the_container_has_the_limits_and_is_proved_by_its_pid(
     started = real("run", *words, stdin=subprocess.PIPE)
     pid = container(engine)
     assert f"process {pid} is attached to MPS server" in started.says("attached")
-    assert [one.pid for one in world.attached()] == [pid]
+    assert [process.pid for process in world.attached()] == [pid]
     jobs = world.run("timeslice", "show").out
     assert str(pid) in jobs
     answer = started.result()
@@ -166,7 +166,10 @@ def test_a_container_next_to_production_is_paused(real: Callable[..., Started], 
             words = ("--opportunistic", "--yield", "pause", "--for", str(production.pid), "--", "image", "sleep", "600")
             started = real("run", "--container", "podman", "--grace", "1", *words)
             pid = container(engine)
-            until(lambda: any(one.pid == pid and one.channels_off for one in world.state.processes), "it is paused")
+            until(
+                lambda: any(process.pid == pid and process.channels_off for process in world.state.processes),
+                "it is paused",
+            )
         finally:
             production.kill()
         started.signal(signal.SIGTERM)
@@ -237,8 +240,8 @@ def test_what_only_root_may_do_with_a_container_of_docker(
     """Its daemon, which is root's, is the parent of the processes."""
     assert engine.is_dir()
     cli("sim", "fault", "user", "1000").ok()
-    said = refused("run", "--container", "docker", *words, "--", "image", code="container_needs_root", exit_code=3)
-    assert "--container podman, which starts them as you" in said
+    message = refused("run", "--container", "docker", *words, "--", "image", code="container_needs_root", exit_code=3)
+    assert "--container podman, which starts them as you" in message
 
 
 def test_the_plan_of_docker_as_a_user(cli: Cli, engine: Path) -> None:

@@ -27,7 +27,7 @@ ALIVE = ("--", "cat")
 
 
 def instances(world: World) -> list[str]:
-    return [f"{one.profile}:{one.start}" for one in world.state.gpus[0].mig]
+    return [f"{instance.profile}:{instance.start}" for instance in world.state.gpus[0].mig]
 
 
 @pytest.fixture
@@ -53,7 +53,9 @@ def test_one_that_is_free_is_taken_and_stays(real: Callable[..., Started], world
 
 def test_one_in_which_somebody_else_came_stays(real: Callable[..., Started], on: World) -> None:
     started = real(*CREATE, *ALIVE, stdin=subprocess.PIPE)
-    (uuid,) = until(lambda: [one.uuid for one in on.state.gpus[0].mig if ON_DEMAND.all(on.host)], "it is made")
+    (uuid,) = until(
+        lambda: [instance.uuid for instance in on.state.gpus[0].mig if ON_DEMAND.all(on.host)], "it is made"
+    )
     admin.add_process(on.spec, "0", mig=uuid)
     assert "stays: another program is in it" in started.result().err
     assert len(instances(on)) == 1
@@ -62,7 +64,9 @@ def test_one_in_which_somebody_else_came_stays(real: Callable[..., Started], on:
 
 def test_one_for_which_somebody_has_started_a_daemon_stays(real: Callable[..., Started], cli: Cli, on: World) -> None:
     started = real(*CREATE, *ALIVE, stdin=subprocess.PIPE)
-    (uuid,) = until(lambda: [one.uuid for one in on.state.gpus[0].mig if ON_DEMAND.all(on.host)], "it is made")
+    (uuid,) = until(
+        lambda: [instance.uuid for instance in on.state.gpus[0].mig if ON_DEMAND.all(on.host)], "it is made"
+    )
     cli("mps", "start", "-g", uuid).ok()
     assert "stays: an MPS daemon serves it" in started.result().err
     assert (len(instances(on)), len(on.state.daemons)) == (1, 1)
@@ -116,7 +120,7 @@ def test_an_instance_whose_making_failed_is_known_while_it_is_there(
 
 def test_an_instance_that_its_own_job_still_claims_is_not_left_silently(on: World) -> None:
     record = on_demand.make_instance(on.host, "1g", [on.host.nvml.gpu(0)])
-    claim = take_claim(on.host, next(one.uuid for one in on.state.gpus[0].mig))
+    claim = take_claim(on.host, next(instance.uuid for instance in on.state.gpus[0].mig))
     assert isinstance(claim, HeldClaim)
     with pytest.raises(InUse):
         on_demand.remove_instance(on.host, record)

@@ -27,7 +27,7 @@ def test_it_prints_its_name_and_goes_on_in_a_session_of_its_own(cli: Cli, world:
     cli("stop", name).ok()
     until(lambda: world.pids() == [], "it is gone")
     listed = cli("jobs", output="json").ok().data["jobs"]
-    assert {one["name"]: (one["state"], one["exit_code"]) for one in listed} == {
+    assert {job["name"]: (job["state"], job["exit_code"]) for job in listed} == {
         "sh-1": ("ended", 143),
         "sh-2": ("ended", 3),
     }

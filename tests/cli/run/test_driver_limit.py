@@ -34,7 +34,7 @@ def cgroups(world: World) -> list[Path]:
 
 def running(world: World) -> bool:
     state = world.file.read()
-    return state is not None and any(one.memory_bytes == 4 * GIB for one in state.processes)
+    return state is not None and any(process.memory_bytes == 4 * GIB for process in state.processes)
 
 
 def test_an_allocation_above_the_limit_fails(cli: Cli, world: World) -> None:
@@ -145,10 +145,10 @@ def test_a_dry_run_says_who_limits(cli: Cli, world: World) -> None:
 def test_status_says_who_limits(real: Callable[..., Started], cli: Cli, world: World) -> None:
     job = real("run", "--memory", "8G", "--name", "train", "--", *JOB, "--footprint", "4G", "--seconds", "60")
     until(lambda: running(world), "the job is on the GPU")
-    (one,) = cli("status", output="json").ok().data["limited_jobs"]
+    (row,) = cli("status", output="json").ok().data["limited_jobs"]
     # The program, as in the list of processes.
-    assert one["pid"] in {process.pid for process in world.state.processes}
-    assert (one["name"], one["limit_bytes"], one["above"], one["by_driver"]) == ("train", 8 * GIB, "refuse", True)
+    assert row["pid"] in {process.pid for process in world.state.processes}
+    assert (row["name"], row["limit_bytes"], row["above"], row["by_driver"]) == ("train", 8 * GIB, "refuse", True)
     assert "an allocation fails (limit in the driver)" in cli("status").ok().out
     job.signal(signal.SIGINT)
     job.result()
@@ -161,10 +161,10 @@ def test_status_of_a_job_that_is_added_up(real: Callable[..., Started], cli: Cli
     job = real("run", "--memory", "8G", "--", *JOB, "--footprint", "4G", "--seconds", "60")
     until(lambda: running(world), "the job is on the GPU")
     data = cli("status", output="json").ok().data
-    (one,) = data["limited_jobs"]
-    assert (one["above"], one["by_driver"]) == ("end", False)
+    (row,) = data["limited_jobs"]
+    assert (row["above"], row["by_driver"]) == ("end", False)
     # Of a job that was given no name too.
-    assert one["name"] in {process["job"] for process in data["gpus"][0]["processes"]} - {None}
+    assert row["name"] in {process["job"] for process in data["gpus"][0]["processes"]} - {None}
     assert "it is ended (added up five times a second)" in cli("status").ok().out
     job.signal(signal.SIGINT)
     job.result()
@@ -228,8 +228,8 @@ def test_in_a_real_cgroup(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr("gpushare.memory.driver_limit._set", lambda *_: True)
         monkeypatch.setattr("gpushare.memory.driver_limit.DriverLimit.used_bytes", lambda _: None)
         monkeypatch.setattr("gpushare.memory.driver_limit.release", lambda *_: None)
-        if (why := tree.why_not()) is not None:
-            pytest.skip(f"the cgroup of the tests may not be left: {why}")
+        if (reason := tree.why_not()) is not None:
+            pytest.skip(f"the cgroup of the tests may not be left: {reason}")
         out = tmp_path / "out"
         script = f"grep ^0:: /proc/self/cgroup > {out}; sh -c 'grep ^0:: /proc/self/cgroup' >> {out}; exit 7"
         answer = cli("run", "--memory", "8G", "--", "sh", "-c", script)

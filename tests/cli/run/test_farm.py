@@ -55,13 +55,13 @@ def test_json_has_every_copy_and_stdout_is_one_document(cli: Cli) -> None:
 
 
 def test_the_cap_that_bench_found_is_taken(cli: Cli, tmp_path: Path) -> None:
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "kind": KIND,
         "cells": [cell("timeslice", 4, None, 3.0), cell("mps:100/n", 4, 25.0, 2.0), cell("mps", 4, None, 1.0)],
         "picks": [{"copies": 4, "way": "timeslice", "threads_percent": None}],
     }
     file = tmp_path / "bench.json"
-    file.write_text(json.dumps(found))
+    file.write_text(json.dumps(result))
     words = ("--memory", "4G", "--like", str(file), "-n", "--", "true")
     answer = cli("farm", "--copies", "4", *words).ok()
     assert answer.out.count("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25.0") == 4
@@ -69,15 +69,15 @@ def test_the_cap_that_bench_found_is_taken(cli: Cli, tmp_path: Path) -> None:
     near = cli("farm", "--copies", "5", *words).ok()
     assert near.out.count("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25.0") == 5
     assert "the cap is that of 4 copies: 5 copies were not measured" in near.err
-    file.write_text(json.dumps({**found, "cells": found["cells"][:1]}))
+    file.write_text(json.dumps({**result, "cells": result["cells"][:1]}))
     missing = cli("-o", "json", "farm", "--copies", "4", *words)
     assert missing.json["errors"][0]["code"] == "not_measured"
 
 
 def benched(world: World, *command: str, copies: int = 4, driver: str | None = None) -> None:
     device = select_one(None, world.host.nvml.sweep())
-    known = driver or world.host.nvml.driver_version()
-    cap = BenchedCap(copies=copies, threads_percent=40.0, best=True, date="2026-11-20", driver=known)
+    version = driver or world.host.nvml.driver_version()
+    cap = BenchedCap(copies=copies, threads_percent=40.0, best=True, date="2026-11-20", driver=version)
     keep_benched(world.host, device, command, [cap])
 
 
@@ -146,7 +146,7 @@ def test_bad_farms_are_refused(refused: Callable[..., str], words: tuple[str, ..
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (b"a\n" + b"x" * 4097, "line 2 of '"),
         (b"\xff\n", "is not text"),
@@ -156,10 +156,10 @@ def test_bad_farms_are_refused(refused: Callable[..., str], words: tuple[str, ..
         (b"x" * (1 << 26), "is longer than"),
     ],
 )
-def test_bad_lines_are_refused(refused: Callable[..., str], tmp_path: Path, text: bytes, said: str) -> None:
+def test_bad_lines_are_refused(refused: Callable[..., str], tmp_path: Path, text: bytes, message: str) -> None:
     file = tmp_path / "lines"
     file.write_bytes(text)
-    assert said in refused("farm", "--each", str(file), "--", "true", code="bad_lines", exit_code=2)
+    assert message in refused("farm", "--each", str(file), "--", "true", code="bad_lines", exit_code=2)
 
 
 def test_several_gpus_are_named(refused: Callable[..., str]) -> None:

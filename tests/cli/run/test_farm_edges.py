@@ -47,9 +47,9 @@ def test_what_a_copy_has_left_behind_is_ended_and_named(
     monkeypatch.setattr("gpushare.run.end.HELPER_SECONDS", 0.2)
     command = ("sh", "-c", f"sleep 600 & echo $! > {tmp_path}/{{}}; echo bye")
     answer = cli("-o", "json", "farm", "--copies", "2", "--", *command).ok()
-    left = [int((tmp_path / str(number)).read_text()) for number in range(2)]
-    assert [copy["left_behind"] for copy in answer.data["copies"]] == [[pid] for pid in left]
-    for number, pid in enumerate(left):
+    pids = [int((tmp_path / str(number)).read_text()) for number in range(2)]
+    assert [copy["left_behind"] for copy in answer.data["copies"]] == [[pid] for pid in pids]
+    for number, pid in enumerate(pids):
         assert not alive(pid)
         assert (
             f"note: copy {number} left process {pid} behind, which was ended; the program must stay in the foreground\n"

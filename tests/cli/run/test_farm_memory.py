@@ -27,18 +27,18 @@ def on_gpu(world: World, count: int) -> None:
 
     def there() -> bool:
         state = world.file.read()
-        return state is not None and sum(one.memory_bytes % GIB == 0 for one in state.processes) == count
+        return state is not None and sum(process.memory_bytes % GIB == 0 for process in state.processes) == count
 
     until(there, "they are on the GPU")
 
 
 def reserved(world: World) -> list[int | None]:
     """Return what the copies and other jobs have reserved; the farm itself waits in line, and has nothing."""
-    return [one.memory_bytes for one in reservations(world.host) or [] if one.held]
+    return [reservation.memory_bytes for reservation in reservations(world.host) or [] if reservation.held]
 
 
 def holders(world: World) -> set[str]:
-    return {one.id for one in reservations(world.host) or [] if one.held}
+    return {reservation.id for reservation in reservations(world.host) or [] if reservation.held}
 
 
 def taken(world: World, size: int) -> Place:
@@ -57,7 +57,7 @@ def test_each_copy_reserves_its_limit_while_it_runs(real: Callable[..., Started]
     answer = cli("run", "--wait", "--timeout", "0.2", "--memory", "60G", "--", "true")
     assert answer.code == 19
     room = cli("-o", "json", "run", "-n", "--wait", "--memory", "60G", "--", "true").ok().data["room"]
-    assert [one["memory_bytes"] for one in room["devices"][0]["held_by"]] == [50 * GIB] * 2
+    assert [holder["memory_bytes"] for holder in room["devices"][0]["held_by"]] == [50 * GIB] * 2
     farm.signal(signal.SIGINT)
     farm.result()
     assert reserved(world) == []
@@ -69,7 +69,7 @@ def test_the_first_copy_is_measured_alone_and_the_next_farm_knows_it(cli: Cli, w
     assert "the memory of a copy is not known: the first one runs alone until it is measured" in first.err
     assert "note: copy 0 has used 2.0 GiB: each of the others reserves 2.4 GiB, 3 at a time" in first.err
     assert (first.data["memory_source"], first.data["memory_limit_bytes"]) == ("measured", None)
-    assert [one["memory_peak_bytes"] for one in first.data["copies"]] == [2 * GIB] * 3
+    assert [copy["memory_peak_bytes"] for copy in first.data["copies"]] == [2 * GIB] * 3
     second = cli("-o", "json", "farm", "--copies", "2", *command).ok()
     assert (second.data["memory_source"], second.data["memory_bytes"]) == ("known", 2 * GIB)
     assert "2 copies on GPU 0, 2.0 GiB each, the most that this command has used here" in second.err
@@ -87,7 +87,7 @@ def test_a_copy_that_runs_on_is_measured_for_a_while(
     assert size is not None
     assert size > 60 * GIB
     farm.signal(signal.SIGINT)
-    assert [one["state"] for one in rows(farm)] == ["ended", "skipped"]
+    assert [copy["state"] for copy in rows(farm)] == ["ended", "skipped"]
 
 
 def rows(farm: Started) -> list[dict[str, str]]:
@@ -116,9 +116,10 @@ def test_the_copies_of_a_gpushare_that_was_killed_reserve_nothing(real: Callable
     farm = real("farm", "--copies", "2", "--memory", "50G", "--", *JOB, "--footprint", "1G", "--seconds", "60")
     on_gpu(world, 2)
     until(
-        lambda: farm.pid not in {one.pid for one in reservations(world.host) or []}, "they hold their memory themselves"
+        lambda: farm.pid not in {reservation.pid for reservation in reservations(world.host) or []},
+        "they hold their memory themselves",
     )
-    pids = [one.pid for one in reservations(world.host) or []]
+    pids = [reservation.pid for reservation in reservations(world.host) or []]
     farm.process.send_signal(signal.SIGKILL)
     until(lambda: world.state.processes == [] and reserved(world) == [], "all are gone")
     assert not any(alive(pid) for pid in pids)
@@ -144,7 +145,7 @@ def test_a_farm_waits_for_others_and_says_so_once(real: Callable[..., Started], 
     on_gpu(world, 1)
     farm = real("farm", "--copies", "2", "--memory", "60G", "--", "true")
     farm.says("waiting for 60.0 GiB: GPU 0 has 39.")
-    (waiting,) = [one for one in reservations(world.host) or [] if one.waits]
+    (waiting,) = [reservation for reservation in reservations(world.host) or [] if reservation.waits]
     assert waiting.memory_bytes == 60 * GIB
     other.signal(signal.SIGINT)
     other.result()
@@ -169,7 +170,7 @@ def test_a_job_that_waits_goes_before_the_next_copy_but_one(
     hold = f"while ! [ -e {tmp_path}/{{}} ]; do sleep 0.02; done"
     farm = real("farm", "--copies", "4", "--memory", "60G", "--", "sh", "-c", hold)
     until(
-        lambda: len(reserved(world)) == 2 and any(one.waits for one in reservations(world.host) or []),
+        lambda: len(reserved(world)) == 2 and any(reservation.waits for reservation in reservations(world.host) or []),
         "two copies run, and the farm waits for the third",
     )
     job = real(
@@ -179,7 +180,11 @@ def test_a_job_that_waits_goes_before_the_next_copy_but_one(
     (tmp_path / "0").touch()
     (tmp_path / "1").touch()
     until(
-        lambda: job.process.pid in {one.claim.pid for one in reservations(world.host) or [] if one.held}, "the job runs"
+        lambda: (
+            job.process.pid
+            in {reservation.claim.pid for reservation in reservations(world.host) or [] if reservation.held}
+        ),
+        "the job runs",
     )
     until(lambda: reserved(world) == [60 * GIB] * 2, "the third copy runs beside it")
     (tmp_path / "job").touch()
@@ -241,7 +246,7 @@ def test_a_copy_over_its_limit_is_ended_and_the_others_go_on(cli: Cli, world: Wo
     answer = cli("-o", "json", "farm", "--copies", "3", "--memory", "8G", "--grace", "1", "--", *over(1))
     assert answer.code == 1
     copies = answer.json["data"]["copies"]
-    assert [(one["state"], one["reason"]) for one in copies] == [
+    assert [(copy["state"], copy["reason"]) for copy in copies] == [
         ("done", None),
         ("failed", "memory_limit"),
         ("done", None),
@@ -258,9 +263,9 @@ def test_a_copy_over_its_limit_is_ended_and_the_others_go_on(cli: Cli, world: Wo
 def test_the_sum_over_the_processes_of_a_copy_counts(real: Callable[..., Started], world: World) -> None:
     farm = real("farm", "--copies", "2", "--memory", "8G", "--", *JOB, "--footprint", "5G", "--seconds", "3")
     on_gpu(world, 2)
-    until(lambda: all(one.memory_bytes == 5 * GIB for one in world.state.processes), "both hold their memory")
-    one = min(world.pids())
-    admin.add_process(world.spec, memory_bytes=5 * GIB, parent=one)
+    until(lambda: all(process.memory_bytes == 5 * GIB for process in world.state.processes), "both hold their memory")
+    copy_pid = min(world.pids())
+    admin.add_process(world.spec, memory_bytes=5 * GIB, parent=copy_pid)
     answer = farm.result()
     assert answer.code == 1
     (error,) = answer.lines("error")
@@ -306,11 +311,11 @@ def test_a_copy_that_is_stopped_keeps_its_memory_until_the_end(real: Callable[..
     farm = real("-o", "json", "farm", *words, "--", *JOB, "--footprint", "9G", "--seconds", "60")
     for _ in range(2):
         farm.says("stopped (SIGSTOP): it cannot grow")
-    assert [one.memory_bytes for one in world.state.processes] == [9 * GIB] * 2
+    assert [process.memory_bytes for process in world.state.processes] == [9 * GIB] * 2
     farm.signal(signal.SIGINT)
     answer = farm.result()
     assert answer.code == 130, answer
-    assert [one["state"] for one in answer.json["data"]["copies"]] == ["ended"] * 2
+    assert [copy["state"] for copy in answer.json["data"]["copies"]] == ["ended"] * 2
     assert world.state.processes == []
 
 
@@ -318,10 +323,10 @@ def test_the_limit_of_each_copy_is_shown(real: Callable[..., Started], cli: Cli,
     words = ("--name", "sweep", "--copies", "2", "--memory", "8G", "--over", "warn")
     farm = real("farm", *words, "--", *JOB, "--footprint", "1G", "--seconds", "60")
     on_gpu(world, 2)
-    until(lambda: all(one.limit_bytes for one in reservations(world.host) or []), "all have said it")
+    until(lambda: all(reservation.limit_bytes for reservation in reservations(world.host) or []), "all have said it")
     limited: list[Any] = cli("status", output="json").ok().data["limited_jobs"]
-    assert sorted(one["pid"] for one in limited) == sorted(world.pids())
-    assert {(one["name"], one["limit_bytes"], one["above"]) for one in limited} == {("sweep", 8 * GIB, "warn")}
+    assert sorted(job["pid"] for job in limited) == sorted(world.pids())
+    assert {(job["name"], job["limit_bytes"], job["above"]) for job in limited} == {("sweep", 8 * GIB, "warn")}
     assert "limits of jobs" in cli("status").ok().out
     farm.signal(signal.SIGINT)
     farm.result()
@@ -336,16 +341,17 @@ def test_each_client_of_mps_gets_the_memory_but_one_context(cli: Cli, action: st
 
 
 @pytest.mark.parametrize(
-    ("action", "said"), [("end", "end each copy"), ("warn", "warn of each copy"), ("pause", "stop (SIGSTOP) each copy")]
+    ("action", "shown"),
+    [("end", "end each copy"), ("warn", "warn of each copy"), ("pause", "stop (SIGSTOP) each copy")],
 )
 def test_a_plan_says_what_copies_reserve_and_how_they_are_limited(
-    cli: Cli, world: World, action: str, said: str
+    cli: Cli, world: World, action: str, shown: str
 ) -> None:
     words = ("--copies", "2", "--memory", "8G", "--over", action)
     steps = cli("-o", "json", "farm", "-n", *words, "--", "true").ok().data["steps"]
-    texts = [one["what"] for one in steps]
+    texts = [step["what"] for step in steps]
     assert texts[0] == "reserve 8.0 GiB on GPU 0 for each copy while it runs"
-    assert texts[-1] == f"{said} whose processes together hold more than 8.0 GiB (added up five times a second)"
+    assert texts[-1] == f"{shown} whose processes together hold more than 8.0 GiB (added up five times a second)"
     assert reserved(world) == []
 
 

@@ -37,10 +37,10 @@ def test_a_client_is_ended_the_safe_way_though_the_daemon_hangs(number: int) -> 
     until_attached(run)
     admin.set_fault(H200, "hang", value="nvidia-cuda-mps-control")
     run.send_signal(number)
-    _, said = run.communicate(timeout=120)
+    _, errors = run.communicate(timeout=120)
     admin.clear_faults(H200)
     assert run.returncode == 128 + number
-    assert "was stopped, its queue drained" in said
+    assert "was stopped, its queue drained" in errors
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
@@ -79,10 +79,10 @@ def test_a_limit_that_the_daemon_lowers_is_told(cli: Cli) -> None:
     cli("mps", "start", "--threads", "20")
     run = gpushare("run", "--threads", "80", "--", "cat")
     assert run.stderr is not None
-    said = ""
-    while "(threads 20 %" not in said or "has lower limits than requested" not in said:
-        said += (line := run.stderr.readline())
-        assert line, said
+    errors = ""
+    while "(threads 20 %" not in errors or "has lower limits than requested" not in errors:
+        errors += (line := run.stderr.readline())
+        assert line, errors
     run.communicate(timeout=120)
 
 
@@ -116,7 +116,7 @@ def test_a_guard_that_does_not_start_is_said(cli: Cli, monkeypatch: pytest.Monke
     monkeypatch.setattr(subprocess, "Popen", refuse)
     answer = cli("run", "--", "false", output="json")
     assert answer.code == 1
-    (said,) = answer.lines("error")
-    assert "the guard, which ends the program if gpushare dies, does not start" in said
+    (line,) = answer.lines("error")
+    assert "the guard, which ends the program if gpushare dies, does not start" in line
     assert answer.lines("hint")
     assert World().state.daemons == []

@@ -24,7 +24,7 @@ JOB = (sys.executable, "-m", "gpushare.sim.job", "--every", "0.02", "--need", "9
 
 
 def server_slices(world: World) -> list[int]:
-    return [server.slices.get("compute", 2048) for one in world.state.daemons for server in one.servers]
+    return [server.slices.get("compute", 2048) for daemon in world.state.daemons for server in daemon.servers]
 
 
 def test_all_jobs_go_into_one_daemon_whose_server_has_the_slice(
@@ -33,13 +33,13 @@ def test_all_jobs_go_into_one_daemon_whose_server_has_the_slice(
     assert world.host.nvml.count() == 1
     words = ("run", "--opportunistic", "--for", str(running), "--grace", "1", "--", *JOB)
     jobs = [real(*words), real(*words)]
-    until(lambda: [one.sm_percent for one in world.state.processes] == [90, 90], "both run")
+    until(lambda: [process.sm_percent for process in world.state.processes] == [90, 90], "both run")
     until(lambda: server_slices(world) == [200], "the server has the slice")
     # Each looks four times a second.
     time.sleep(1.0)
-    for one in jobs:
-        one.signal(signal.SIGTERM)
-    answers = [one.result() for one in jobs]
+    for job in jobs:
+        job.signal(signal.SIGTERM)
+    answers = [job.result() for job in jobs]
     assert [answer.code for answer in answers] == [0, 0]
     for answer in answers:
         assert "share a time-slice of 200us (MPS server " in answer.err
@@ -62,8 +62,8 @@ def test_a_slice_that_cannot_be_set_is_told_and_the_job_is_paused(
         until(
             lambda: any(
                 info is not None and info.stopped
-                for one in world.state.processes
-                if (info := world.host.processes.describe(one.pid)) is not None and one.real
+                for process in world.state.processes
+                if (info := world.host.processes.describe(process.pid)) is not None and process.real
             ),
             "it is paused",
         )

@@ -55,7 +55,7 @@ def test_wrong_usage(refused: Callable[..., str], words: tuple[str, ...], code: 
 @pytest.mark.parametrize(
     ("size", "code"),
     [
-        *((one, "bad_size") for one in ("0", "0G", "-5G", "20X", "4", "1K", "", "9999T")),
+        *((each, "bad_size") for each in ("0", "0G", "-5G", "20X", "4", "1K", "", "9999T")),
         ("500G", "limit_above_gpu"),
     ],
 )
@@ -68,7 +68,7 @@ def test_a_limit_per_process_is_reserved_too(real: Callable[..., Started], cli: 
     """A job that has just begun holds little; one that waits must not take what it may allocate."""
     job = real("run", "--memory", "100G", "--", *JOB, "--footprint", "2G", "--seconds", "60")
     until(lambda: (state := world.file.read()) is not None and state.processes, "the job is on the GPU")
-    assert [one.memory_bytes for one in reservations(world.host) or []] == [100 * GIB]
+    assert [reservation.memory_bytes for reservation in reservations(world.host) or []] == [100 * GIB]
     assert cli("status", output="json").ok().data["gpus"][0]["jobs_reserved_bytes"] == 100 * GIB
     answer = cli("run", "--wait", "--timeout", "0.3", "--memory", "60G", "--", "true")
     assert answer.code == 19
@@ -157,7 +157,7 @@ def test_two_jobs_of_one_name_do_not_both_wait(
     )
     words = ("run", "--wait", "--memory", "60G", "--name", "train", "--", "true")
     waits = real(*words)
-    until(lambda: [one for one in reservations(world.host) or [] if one.waits], "it waits")
+    until(lambda: [reservation for reservation in reservations(world.host) or [] if reservation.waits], "it waits")
     assert "already waits for room" in refused(*words, code="name_in_use", exit_code=19)
     waits.signal(signal.SIGINT)
     waits.result()
@@ -223,7 +223,8 @@ def test_the_peak_of_a_server_that_is_ended_by_hand_is_kept_after_a_while(
     job = real(*shell, host=world.spec, env={"PYTHONPATH": path})
     until(
         lambda: (
-            (state := world.file.read()) is not None and any(one.memory_bytes == 9 * GIB for one in state.processes)
+            (state := world.file.read()) is not None
+            and any(process.memory_bytes == 9 * GIB for process in state.processes)
         ),
         "the job is on the GPU",
     )
@@ -231,8 +232,8 @@ def test_the_peak_of_a_server_that_is_ended_by_hand_is_kept_after_a_while(
     job.signal(signal.SIGINT)
     assert job.result().code == 130
     (device,) = select("0", world.host.nvml.sweep())
-    found = find_profile(world.host, device, shell[5:])
-    assert (found is not None) is long
+    profile = find_profile(world.host, device, shell[5:])
+    assert (profile is not None) is long
 
 
 @pytest.mark.parametrize(("looks", "script"), [(10, "exit 0"), (1, "exit 3")])
@@ -264,7 +265,7 @@ def test_the_limit_of_mps_grows_with_the_reservation(cli: Cli, tmp_path: Path) -
     )
     assert cli("run", "--wait", "--requeue", "--memory", "10G", "--", "sh", str(script)).code == 0
     limits = (tmp_path / "limits").read_text().split()
-    assert [one.split("=")[1] for one in limits] == ["9728M", "11776M", "14233M"]
+    assert [limit.split("=")[1] for limit in limits] == ["9728M", "11776M", "14233M"]
 
 
 def test_a_job_asks_for_the_whole_gpu_before_it_gives_up(cli: Cli) -> None:
@@ -369,19 +370,19 @@ def test_any_gpu_takes_the_one_where_the_profiles_say_least_harm(real: Callable[
         real("run", "-g", "1", "--slice", "2ms", "--", *light, host=world.spec),
     ]
     sizes = [2 * GIB, 9 * GIB]
-    until(lambda: sorted(one.memory_bytes for one in world.state.processes) == sizes, "both are on their GPUs")
+    until(lambda: sorted(process.memory_bytes for process in world.state.processes) == sizes, "both are on their GPUs")
     words = ("run", "-n", "--wait", "-g", "any", "--", *mine)
     room = cli("-o", "json", *words, host=world.spec).ok().data["room"]
     assert room["gpus"] == [1]
     # Although there is less room.
-    assert [one["why"].split("; ")[1] for one in room["devices"]] == [
+    assert [gpu["why"].split("; ")[1] for gpu in room["devices"]] == [
         "it uses 50 %, those there 20 %",
         "it uses 50 %, those there 90 %, and 40 % has to wait",
     ]
     # Of a command that is not known, only how busy the GPUs are.
     words = ("run", "-n", "--wait", "-g", "any", "--memory", "2G", "--", "true")
     room = cli("-o", "json", *words, host=world.spec).ok().data["room"]
-    assert all("% busy; " in one["why"] for one in room["devices"])
+    assert all("% busy; " in gpu["why"] for gpu in room["devices"])
     for job in jobs:
         job.process.send_signal(signal.SIGTERM)
         job.process.wait(20)
@@ -449,17 +450,17 @@ def test_jobs_that_do_not_fit_take_turns(real: Callable[..., Started]) -> None:
     # What they have reserved does not fit together, what they hold would.
     words = ("run", "--swap", "turns=0.5", "--memory", "16G", "--", *JOB, "--footprint", "8G", "--seconds", "60")
     both = [real(*words, host=A30) for _ in range(2)]
-    for one in both:
+    for job in both:
         for _ in range(2):
-            one.says("out of the GPU: 8.0 GiB to host memory")
-            one.says("back on the GPU: 8.0 GiB")
-    for one in both:
-        one.signal(signal.SIGINT)
-    for one in both:
-        answer = one.result()
+            job.says("out of the GPU: 8.0 GiB to host memory")
+            job.says("back on the GPU: 8.0 GiB")
+    for job in both:
+        job.signal(signal.SIGINT)
+    for job in both:
+        answer = job.result()
         # The simulated job ends by itself.
         assert answer.code == 0, answer
-        assert "OUT_OF_MEMORY" not in "".join(one.said) + answer.out + answer.err
+        assert "OUT_OF_MEMORY" not in "".join(job.said) + answer.out + answer.err
     assert reservations(World(A30).host) == []
 
 
@@ -477,8 +478,8 @@ def test_an_idle_job_gives_its_memory_back(real: Callable[..., Started], tmp_pat
     from gpushare.sim.current import changing
 
     with changing(world.file) as (state, _):
-        for one in state.processes:
-            one.sm_percent = 0
+        for process in state.processes:
+            process.sm_percent = 0
     job.says("out of the GPU")
     out.touch()
     job.says("back on the GPU")
@@ -537,7 +538,7 @@ def test_a_job_that_was_swapped_out_leaves_its_place_and_comes_back(real: Callab
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "shown"),
     [
         (
             ("--wait", "--timeout", "5m", "--memory", "10G"),
@@ -552,9 +553,9 @@ def test_a_job_that_was_swapped_out_leaves_its_place_and_comes_back(real: Callab
         (("--opportunistic", "--yield", "swap", "--memory", "10G"), "swap it out when a production job needs room"),
     ],
 )
-def test_a_dry_run_shows_what_will_happen(cli: Cli, world: World, words: tuple[str, ...], said: str) -> None:
+def test_a_dry_run_shows_what_will_happen(cli: Cli, world: World, words: tuple[str, ...], shown: str) -> None:
     text = cli("run", "-n", *words, "--", "true").ok().out
-    assert said in text
+    assert shown in text
     assert "run true" in text
     assert reservations(world.host) == []
 
@@ -569,12 +570,12 @@ def test_an_opportunistic_job_leaves_for_every_production_job_and_says_so(
     (device,) = select(None, world.host.nvml.sweep())
     pid = admin.add_process(H200, name="serve")
     write_record(world.host, record_of(world.host, device, "web", pid, PRODUCTION))
-    said = "swap it out when 'web' or another production job needs room"
-    assert said in cli(*words, "--for", "web", "--", "true").ok().out
+    step = "swap it out when 'web' or another production job needs room"
+    assert step in cli(*words, "--for", "web", "--", "true").ok().out
     assert f"swap it out when process {pid} or another" in cli(*words, "--for", str(pid), "--", "true").ok().out
     # One that does not run now may run later.
     admin.end_process(H200, pid)
-    assert said in cli(*words, "--for", "web", "--", "true").ok().out
+    assert step in cli(*words, "--for", "web", "--", "true").ok().out
 
 
 def test_the_gpu_of_the_production_job_that_was_named(cli: Cli, refused: Callable[..., str]) -> None:
@@ -620,7 +621,7 @@ def test_a_dry_run_says_behind_whom_a_job_would_wait(cli: Cli) -> None:
     # It fits next to the one that runs, and delays nobody.
     small = cli("-o", "json", "run", "-n", "--wait", "--memory", "10G", "--", "true").ok().data["room"]
     assert small["starts_now"]
-    assert [one.name for one in reservations(world.host) or []] == ["train", "large"]
+    assert [reservation.name for reservation in reservations(world.host) or []] == ["train", "large"]
     for place in (holder, first):
         place.leave()
 
@@ -672,8 +673,8 @@ def test_any_keeps_to_the_instances_that_a_batch_system_gave(cli: Cli, monkeypat
     uuid, _ = world.mig("2g.12gb", "2g.12gb")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", uuid)
     words = ("-o", "json", "run", "-n", "-g", "any", "--wait", "--memory", "4G", "--", "true")
-    (one,) = cli(*words, host=world.spec).ok().data["room"]["devices"]
-    assert one["device_uuid"] == uuid
+    (instance,) = cli(*words, host=world.spec).ok().data["room"]["devices"]
+    assert instance["device_uuid"] == uuid
 
 
 @pytest.mark.parametrize("given", ["", "7", "NoDevFiles"])
@@ -689,9 +690,9 @@ def test_any_chooses_instances_where_mig_is_on_and_never_the_whole_gpu(cli: Cli,
     world = World("sim:2xa30")
     world.mig("2g.12gb")
     words = ("run", "-g", "any", "--wait", "--timeout", "5", "--memory", "4G", "--", "true")
-    said = cli(*words, host=world.spec).ok().err
-    assert "note: GPU 1: no production job" in said or "note: MIG 2g.12gb of GPU 0" in said
-    assert "MIG mode" not in said
+    notes = cli(*words, host=world.spec).ok().err
+    assert "note: GPU 1: no production job" in notes or "note: MIG 2g.12gb of GPU 0" in notes
+    assert "MIG mode" not in notes
     # Swapping needs a GPU without MIG.
     text = cli("run", "-n", "-g", "any", "--swap", "turns", "--memory", "4G", "--", "true", host=world.spec).ok().out
     assert "until GPU 1 has room" in text
@@ -709,9 +710,9 @@ def test_any_chooses_instances_where_mig_is_on_and_never_the_whole_gpu(cli: Cli,
             exit_code=3,
             host=world.spec,
         )
-    one = World("sim:a30")
-    one.mig("2g.12gb")
-    refused("run", "-g", "any", "--swap", "turns", "--", "true", code="mig_enabled", exit_code=3, host=one.spec)
+    small = World("sim:a30")
+    small.mig("2g.12gb")
+    refused("run", "-g", "any", "--swap", "turns", "--", "true", code="mig_enabled", exit_code=3, host=small.spec)
 
 
 def test_a_gpu_that_one_program_has_alone_is_waited_for(cli: Cli) -> None:
@@ -740,7 +741,7 @@ def test_a_line_without_the_jobs_of_others_is_said(cli: Cli, monkeypatch: pytest
     monkeypatch.setattr("gpushare.run.queued.are_shared", lambda _: False)
     answer = cli("run", "--wait", "--memory", "4G", "--", "true").ok()
     assert any(
-        "jobs of other users are not seen in this line: neither /run/lock" in one for one in answer.lines("note")
+        "jobs of other users are not seen in this line: neither /run/lock" in line for line in answer.lines("note")
     )
     assert "not seen" not in cli("run", "--memory", "4G", "--", "true").err
 
@@ -758,15 +759,15 @@ def test_a_lost_gpu_is_said_while_waiting(cli: Cli) -> None:
     world = World("sim:2xa30")
     place = Place(world.host, Request(memory_bytes=20 * GIB, keys=(world.uuid(0),), client=False))
     place.take(world.uuid(0))
-    said: list[str] = []
+    messages: list[str] = []
     first = select("0", world.host.nvml.sweep())
     world.fault("lost", gpu="0")
     request = Request(memory_bytes=GIB, keys=(first[0].uuid,), client=False)
     with pytest.raises(InUse):
         wait_for_room(
-            world.host, Place(world.host, request), first, 0.2, UserLimits(), lambda text, *_: said.append(text)
+            world.host, Place(world.host, request), first, 0.2, UserLimits(), lambda text, *_: messages.append(text)
         )
-    assert said == ["waiting for 1.0 GiB: GPU 0 does not answer"]
+    assert messages == ["waiting for 1.0 GiB: GPU 0 does not answer"]
     place.leave()
 
 
@@ -785,7 +786,7 @@ def test_the_end_of_stderr_is_kept_and_all_of_it_passed_on(capfd: pytest.Capture
 
 
 @pytest.mark.parametrize(
-    ("said", "short"),
+    ("last_words", "short"),
     [
         (b"torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.", True),
         (b"CUDA_ERROR_OUT_OF_MEMORY", True),
@@ -798,9 +799,9 @@ def test_the_end_of_stderr_is_kept_and_all_of_it_passed_on(capfd: pytest.Capture
         (b"DefaultCPUAllocator: can't allocate memory: Cannot allocate memory", False),
     ],
 )
-def test_what_tells_that_there_was_no_gpu_memory(said: bytes, short: bool) -> None:
+def test_what_tells_that_there_was_no_gpu_memory(last_words: bytes, short: bool) -> None:
     tail = ErrorTail()
-    os.write(tail.descriptor, said + b"\n")
+    os.write(tail.descriptor, last_words + b"\n")
     assert tail.ran_out_of_memory() == short
 
 
@@ -866,8 +867,8 @@ def test_the_output_of_production_with_a_metric_is_kept_and_shown(real: Callable
 
 
 def test_what_a_failed_program_is_told_of_its_limit() -> None:
-    known = _at_limit(8 * GIB, 7 * GIB, short=True)
-    assert known.startswith(
+    verdict = _at_limit(8 * GIB, 7 * GIB, short=True)
+    assert verdict.startswith(
         "it ran out of GPU memory at its limit of 8.0 GiB, set in the driver (it held 7.0 GiB at most)"
     )
     assert "if it ran out" in _at_limit(8 * GIB, None, short=False)

@@ -90,11 +90,11 @@ def ended(started: Started) -> int:
 @pytest.mark.parametrize("text", ["1g.18gb", "1g", "19", "MIG 1g.18gb", "1g.18gb:4"])
 def test_a_free_instance_of_the_profile(real: Callable[..., Started], world: World, text: str) -> None:
     _, uuid = world.mig("3g.71gb:0", "1g.18gb:4")
-    found = variables(real("run", "--mig", text, "--", sys.executable, "-c", PRINT))
-    assert found.pop("CUDA_VISIBLE_DEVICES") == uuid
+    environment = variables(real("run", "--mig", text, "--", sys.executable, "-c", PRINT))
+    assert environment.pop("CUDA_VISIBLE_DEVICES") == uuid
     # No daemon listens there, and nobody else may put one there.
-    pipe = Path(found.pop("CUDA_MPS_PIPE_DIRECTORY"))
-    assert (found, list(pipe.iterdir()), pipe.stat().st_mode & 0o022) == ({}, [], 0)
+    pipe = Path(environment.pop("CUDA_MPS_PIPE_DIRECTORY"))
+    assert (environment, list(pipe.iterdir()), pipe.stat().st_mode & 0o022) == ({}, [], 0)
     assert (world.state.daemons, leases(world)) == ([], {})
 
 
@@ -106,9 +106,9 @@ def test_the_callers_mps_variables_do_not_lead_it_away(
     own = {"CUDA_MPS_PIPE_DIRECTORY": str(sim_dir / "p"), "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "10", "CUDA_CACHE": "1"}
     started = real("run", "--mig", "1g", "--", sys.executable, "-c", PRINT, env=own)
     assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE" in line(started)
-    found = variables(started)
-    assert found.pop("CUDA_MPS_PIPE_DIRECTORY") != own["CUDA_MPS_PIPE_DIRECTORY"]
-    assert found == {"CUDA_VISIBLE_DEVICES": uuid, "CUDA_CACHE": "1"}
+    environment = variables(started)
+    assert environment.pop("CUDA_MPS_PIPE_DIRECTORY") != own["CUDA_MPS_PIPE_DIRECTORY"]
+    assert environment == {"CUDA_VISIBLE_DEVICES": uuid, "CUDA_CACHE": "1"}
 
 
 @pytest.mark.parametrize("code", [0, 7, 255])
@@ -152,22 +152,22 @@ def test_two_at_the_same_time_get_different_ones_and_the_third_is_refused(
     uuids = world.mig("1g.18gb:4", "1g.18gb:5")
     first, second = waiting(real, "--mig", "1g"), waiting(real, "--mig", "1g")
     until(lambda: len(world.pids()) == 2, "both run")
-    until(lambda: {one.pid for one in records(world.host)} == set(world.pids()), "their records name them")
+    until(lambda: {record.pid for record in records(world.host)} == set(world.pids()), "their records name them")
     assert sorted(leases(world)) == sorted(uuids)
     assert sorted(leases(world).values()) == sorted([first.pid, second.pid])
     assert len({process.gpu_instance_id for process in world.state.processes}) == 2
-    said = refused("run", "--mig", "1g", "--", "true", code="instance_in_use", exit_code=19)
-    assert all(str(pid) in said for pid in world.pids())
+    message = refused("run", "--mig", "1g", "--", "true", code="instance_in_use", exit_code=19)
+    assert all(str(pid) in message for pid in world.pids())
     assert (ended(first), ended(second), leases(world)) == (0, 0, {})
 
 
 def test_of_five_at_the_same_moment_two_get_one(real: Callable[..., Started], world: World) -> None:
     world.mig("1g.18gb:4", "1g.18gb:5")
     started = [waiting(real, "--mig", "1g") for _ in range(5)]
-    until(lambda: sum(one.process.poll() == 19 for one in started) == 3, "three are refused")
+    until(lambda: sum(job.process.poll() == 19 for job in started) == 3, "three are refused")
     until(lambda: len(world.pids()) == 2, "two run")
     assert len({process.gpu_instance_id for process in world.state.processes}) == 2
-    assert sorted(ended(one) for one in started) == [0, 0, 19, 19, 19]
+    assert sorted(ended(job) for job in started) == [0, 0, 19, 19, 19]
 
 
 def test_who_holds_the_lease_is_named(refused: Callable[..., str], world: World) -> None:
@@ -175,16 +175,16 @@ def test_who_holds_the_lease_is_named(refused: Callable[..., str], world: World)
     lease = take_claim(world.host, uuid)
     assert isinstance(lease, HeldClaim)
     for words in ((), ("-n",), ("--threads", "50")):
-        said = refused("run", *words, "--mig", "1g", "--", "true", code="instance_in_use", exit_code=19)
-        assert f"gpushare run, process {os.getpid()}" in said
+        message = refused("run", *words, "--mig", "1g", "--", "true", code="instance_in_use", exit_code=19)
+        assert f"gpushare run, process {os.getpid()}" in message
     lease.release()
 
 
 def test_an_instance_with_a_process_is_not_free(refused: Callable[..., str], cli: Cli, world: World) -> None:
     busy, _ = world.mig("1g.18gb:4", "1g.18gb:5")
     pid = admin.add_process(H200, mig=busy, name="train.py")
-    said = refused("run", "--mig", "1g.18gb:4", "--", "true", code="instance_in_use", exit_code=19)
-    assert f"process {pid} (train.py, user {user_name(os.geteuid())})" in said
+    message = refused("run", "--mig", "1g.18gb:4", "--", "true", code="instance_in_use", exit_code=19)
+    assert f"process {pid} (train.py, user {user_name(os.geteuid())})" in message
     assert cli("run", "--mig", "1g", "--", "true").code == 0
 
 
@@ -333,11 +333,11 @@ def test_names_are_kept_for_who_names_them(
 ) -> None:
     uuid, _ = world.mig("3g.71gb:0", "1g.18gb:4")
     bind(world, "train", "3g.71gb", 0)
-    said = refused("run", "--mig", "3g", "--", "true", code="no_instance", exit_code=6)
-    assert "--mig train" in said
+    message = refused("run", "--mig", "3g", "--", "true", code="no_instance", exit_code=6)
+    assert "--mig train" in message
     assert variables(real("run", "--mig", "train", "--", sys.executable, "-c", PRINT))["CUDA_VISIBLE_DEVICES"] == uuid
     started = waiting(real, "--mig", "train")
-    until(lambda: {one.pid for one in records(world.host)} == set(world.pids()) != set(), "it runs")
+    until(lambda: {record.pid for record in records(world.host)} == set(world.pids()) != set(), "it runs")
     assert "train" in refused("run", "--mig", "train", "--", "true", code="instance_in_use", exit_code=19)
     assert ended(started) == 0
 
@@ -366,11 +366,11 @@ def test_a_name_whose_place_has_something_else(
 ) -> None:
     bind(world, "train", "3g.71gb", 0)
     world.mig(*there)
-    said = refused(*words, code=code, exit_code=6)
-    assert "train means 3g.71gb:0 of GPU 0" in said
-    assert instead in said
-    assert "gpushare mig create -g 0 3g.71gb:0" in said
-    assert "MIG-" not in said
+    message = refused(*words, code=code, exit_code=6)
+    assert "train means 3g.71gb:0 of GPU 0" in message
+    assert instead in message
+    assert "gpushare mig create -g 0 3g.71gb:0" in message
+    assert "MIG-" not in message
 
 
 @pytest.mark.parametrize("words", [("run", "--mig", "train", "--", "true"), ("mig", "env", "train")])
@@ -456,7 +456,7 @@ def test_dry_run_takes_nothing(cli: Cli, world: World) -> None:
     assert step["command"].startswith(f"CUDA_VISIBLE_DEVICES={uuid} CUDA_MPS_PIPE_DIRECTORY=")
     assert step["command"].endswith("sh -c 'exit 3'")
     steps = cli("-o", "json", "run", "-n", "--mig", "1g", "--threads", "25", "--", "true").ok().data["steps"]
-    assert [one["what"].split()[0] for one in steps] == ["create", "record", "start", "record", "run"]
+    assert [each["what"].split()[0] for each in steps] == ["create", "record", "start", "record", "run"]
     assert (leases(world), list(world.directory.rglob("*.lease"))) == ({}, [])
 
 
@@ -488,7 +488,9 @@ def test_the_limit_in_an_instance_is_reserved_and_shown(
     (uuid,) = world.mig("1g.18gb")
     words = ("--mig", "1g", *more, "--name", "train", "--memory", "8G", "--over", "warn")
     job = real("run", *words, "--", *JOB, "--footprint", "2G", "--seconds", "60")
-    until(lambda: any(one.limit_bytes for one in reservations(world.host) or []), "it has said its limit")
+    until(
+        lambda: any(reservation.limit_bytes for reservation in reservations(world.host) or []), "it has said its limit"
+    )
     data = cli("status", output="json").ok().data
     (limited,) = data["limited_jobs"]
     assert (limited["name"], limited["device_uuid"], limited["limit_bytes"]) == ("train", uuid, 8 * GIB)
@@ -513,7 +515,7 @@ def test_a_limit_above_the_instance_takes_nothing(
 def test_a_plan_in_an_instance_says_how_it_is_limited(cli: Cli, world: World) -> None:
     world.mig("1g.18gb")
     steps = cli("-o", "json", "run", "-n", "--mig", "1g", "--memory", "8G", "--", "true").ok().data["steps"]
-    assert [one["what"] for one in steps] == [
+    assert [step["what"] for step in steps] == [
         "reserve 8.0 GiB on MIG 1g.18gb of GPU 0",
         "run true in 1g.18gb:0 of GPU 0, if it is still free then",
         "end it if its processes together hold more than 8.0 GiB (added up five times a second)",
@@ -539,7 +541,7 @@ def test_memory_that_the_driver_does_not_tell_in_an_instance_is_said(
     real = NvmlReader.processes
 
     def untold(self: NvmlReader, index: int) -> tuple[GpuProcess, ...]:
-        return tuple(replace(one, memory_used_bytes=None) for one in real(self, index) or ())
+        return tuple(replace(each, memory_used_bytes=None) for each in real(self, index) or ())
 
     monkeypatch.setattr(NvmlReader, "processes", untold)
     answer = cli("run", "--mig", "1g", "--memory", "4G", "--", *JOB, "--footprint", "5G", "--seconds", "1")
@@ -577,21 +579,22 @@ def test_the_first_one_that_waits_gets_the_instance_first(
         later.append(real("run", "--wait", "--mig", "1g", "--", "sh", "-c", f"echo {number} >> {order}"))
         later[-1].says("waiting for a free instance")
     assert ended(first) == 0
-    assert [one.result().code for one in later] == [0, 0, 0]
+    assert [job.result().code for job in later] == [0, 0, 0]
     assert order.read_text().split() == ["0", "1", "2"]
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"), [("0", "is free now: in use: 1g.18gb:0"), ("0.3", "was free within 0.3 s: in use: 1g.18gb:0")]
+    ("seconds", "message"),
+    [("0", "is free now: in use: 1g.18gb:0"), ("0.3", "was free within 0.3 s: in use: 1g.18gb:0")],
 )
 def test_no_instance_in_time(
-    real: Callable[..., Started], refused: Callable[..., str], world: World, seconds: str, said: str
+    real: Callable[..., Started], refused: Callable[..., str], world: World, seconds: str, message: str
 ) -> None:
     world.mig("1g.18gb")
     first = waiting(real, "--mig", "1g")
-    until(lambda: {one.pid for one in records(world.host)} == set(world.pids()) != set(), "the first one runs")
+    until(lambda: {record.pid for record in records(world.host)} == set(world.pids()) != set(), "the first one runs")
     words = ("run", "--wait", "--timeout", seconds, "--mig", "1g", "--", "true")
-    assert said in refused(*words, code="no_room", exit_code=19)
+    assert message in refused(*words, code="no_room", exit_code=19)
     assert reservations(world.host) == []
     assert ended(first) == 0
 
@@ -617,7 +620,7 @@ def test_a_job_that_does_not_take_its_turn_is_passed(world: World) -> None:
     def sleep(seconds: float) -> None:
         clock[0] += seconds
 
-    said: list[str] = []
+    messages: list[str] = []
     place, claim = run_mig.wait_for_place(
         world.host,
         "1g",
@@ -625,13 +628,13 @@ def test_a_job_that_does_not_take_its_turn_is_passed(world: World) -> None:
         lambda _: None,
         seconds=None,
         name=None,
-        say=said.append,
+        say=messages.append,
         clock=lambda: clock[0],
         sleep=sleep,
     )
     assert place.mig.uuid == uuid
     assert 10 <= clock[0] <= 11
-    assert said == ["waiting for a free instance ('1g'), 1 job before it: others were first"]
+    assert messages == ["waiting for a free instance ('1g'), 1 job before it: others were first"]
     claim.release()
     before.leave()
 
@@ -712,11 +715,11 @@ def test_a_plan_says_whether_a_job_would_wait_for_an_instance(cli: Cli, world: W
     before = Entry(world.host, Request(memory_bytes=None, keys=(uuid,), client=False, name="first"))
     room = cli(*words).ok().data["room"]
     assert (room["starts_now"], room["device_uuids"]) == (False, [])
-    assert [one["name"] for one in room["behind"]] == ["first"]
-    assert [one["held_by"][0]["pid"] for one in room["devices"]] == [os.getpid()]
+    assert [each["name"] for each in room["behind"]] == ["first"]
+    assert [device["held_by"][0]["pid"] for device in room["devices"]] == [os.getpid()]
     assert "; 1 job before it" in room["why"]
     # Nothing was entered, and nothing taken.
-    assert [one.name for one in reservations(world.host) or []] == ["first"]
+    assert [reservation.name for reservation in reservations(world.host) or []] == ["first"]
     taken.release()
     # The instance is free, but the other one came first.
     assert not cli(*words).ok().data["room"]["starts_now"]

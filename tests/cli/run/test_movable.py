@@ -30,7 +30,7 @@ def start(real: Callable[..., Started], world: World) -> Callable[..., Started]:
 
     def begin(*words: str) -> Started:
         job = real("run", "-g", "0", *words, "--", *JOB, "--footprint", "8G", host=SPEC)
-        until(lambda: any(one.memory_bytes == 8 * GIB for one in world.state.processes), "it runs")
+        until(lambda: any(process.memory_bytes == 8 * GIB for process in world.state.processes), "it runs")
         return job
 
     return begin
@@ -38,11 +38,11 @@ def start(real: Callable[..., Started], world: World) -> Callable[..., Started]:
 
 def gpus(world: World) -> list[int]:
     uuids = [gpu.uuid for gpu in world.state.gpus]
-    return [uuids.index(one.gpu_uuid) for one in world.state.processes if one.memory_bytes == 8 * GIB]
+    return [uuids.index(process.gpu_uuid) for process in world.state.processes if process.memory_bytes == 8 * GIB]
 
 
 def held(world: World) -> list[tuple[str, ...]]:
-    return [one.held for one in reservations(world.host) or [] if one.name == "train"]
+    return [reservation.held for reservation in reservations(world.host) or [] if reservation.name == "train"]
 
 
 def test_a_job_that_is_moved_keeps_its_limit_its_place_and_its_record(
@@ -55,7 +55,7 @@ def test_a_job_that_is_moved_keeps_its_limit_its_place_and_its_record(
     until(lambda: held(world) == [(target,)], "its place is there")
     until(lambda: (record := find_record(world.host, "train")) and record.devices == (target,), "its record says so")
     # The limit holds on the new GPU.
-    pid = next(one.pid for one in world.state.processes if one.memory_bytes == 8 * GIB)
+    pid = next(process.pid for process in world.state.processes if process.memory_bytes == 8 * GIB)
     admin.add_process(SPEC, "1", memory_bytes=4 * GIB, parent=pid)
     result = job.result()
     assert result.code == 1

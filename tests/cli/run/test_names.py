@@ -29,7 +29,7 @@ def test_a_name_stands_for_the_program_while_it_runs(
         started = real("run", *options, "--name", "web", "--", "sh", "-c", RUNS, stdin=read)
         os.close(read)
         started.says("here")
-        job = until(lambda: (found := find_job(world.host, "web")).pid != started.pid and found, "the program is named")
+        job = until(lambda: (named := find_job(world.host, "web")).pid != started.pid and named, "the program is named")
         assert job.role == role
         again = world.run("run", *options, "--name", "web", "--", "true")
         assert (again.code, "is already running" in again.err) == (19, True), again
@@ -42,8 +42,8 @@ def test_a_name_stands_for_the_program_while_it_runs(
 def test_copies_have_one_name(real: Callable[..., Started], world: World, tmp_path: Path) -> None:
     wait = f"until test -e {tmp_path}/go; do sleep 0.05; done"
     started = real("farm", "--copies", "2", "--name", "farm", "--", "sh", "-c", f"{wait}")
-    found = until(lambda: world.begun and find_record(world.host, "farm"), "the farm is named")
-    assert found.pid == started.pid
+    job = until(lambda: world.begun and find_record(world.host, "farm"), "the farm is named")
+    assert job.pid == started.pid
     (tmp_path / "go").touch()
     assert started.result().code == 0
     assert find_record(world.host, "farm") is None

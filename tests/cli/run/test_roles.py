@@ -59,8 +59,8 @@ def recorded(world: World, pid: int, peak: int | None = 20 * GIB, index: int = 0
 
 def peak(world: World) -> int | None:
     """Return the memory that is noted of the production job, once there is a note."""
-    found = find_record(world.host, "web") if world.begun else None
-    return None if found is None else found.memory_peak_bytes
+    record = find_record(world.host, "web") if world.begun else None
+    return None if record is None else record.memory_peak_bytes
 
 
 def test_a_production_job_is_not_capped_and_is_known(real: Callable[..., Started], world: World) -> None:
@@ -69,11 +69,11 @@ def test_a_production_job_is_not_capped_and_is_known(real: Callable[..., Started
     until(lambda: peak(world) is not None, "its memory is noted")
     answer = started.result()
     assert (answer.code, answer.out) == (0, "cap=. .\n")
-    found = find_record(world.host, "web")
-    assert found is not None
-    assert found.devices == (world.uuid(),)
-    assert found.memory_peak_bytes is not None
-    assert not is_running(world.host, found)
+    record = find_record(world.host, "web")
+    assert record is not None
+    assert record.devices == (world.uuid(),)
+    assert record.memory_peak_bytes is not None
+    assert not is_running(world.host, record)
 
 
 def test_the_callers_own_limits_do_not_cap_it(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,8 +329,8 @@ def test_a_production_job_that_cannot_be_made_known_is_not_started(
     monkeypatch.setattr(store, "replace_file", full)
     answer = cli("run", "--production", "web", "--", "touch", str(done))
     assert answer.code == 1
-    (said,) = answer.lines("error")
-    assert "the record of a job, cannot be written: No space left" in said
+    (line,) = answer.lines("error")
+    assert "the record of a job, cannot be written: No space left" in line
     assert not done.exists()
     # The daemon that was started for it is gone.
     assert world.state.daemons == []

@@ -19,9 +19,9 @@ Cli = Callable[..., Answer]
 def two(world: World) -> Iterator[list[str]]:
     """Start two processes that stand for production jobs, with 40 and 60 GiB, and return their names."""
     sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
-    with subprocess.Popen(sleep) as one, subprocess.Popen(sleep) as other:
+    with subprocess.Popen(sleep) as first, subprocess.Popen(sleep) as other:
         try:
-            for name, process, peak in (("web", one, 40), ("llm", other, 60)):
+            for name, process, peak in (("web", first, 40), ("llm", other, 60)):
                 info = world.host.processes.describe(process.pid)
                 assert info is not None
                 write_record(
@@ -36,7 +36,7 @@ def two(world: World) -> Iterator[list[str]]:
                 )
             yield ["llm", "web"]
         finally:
-            one.kill()
+            first.kill()
             other.kill()
 
 

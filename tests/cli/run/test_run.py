@@ -110,10 +110,10 @@ def child_environment(started: Started) -> dict[str, str]:
 
 def test_environment_of_the_program(real: Callable[..., Started], world: World) -> None:
     words = ("--threads", "25", "--memory", "4G", "--priority", "low", "--", sys.executable, "-c", PRINT)
-    found = child_environment(real("run", *words))
-    assert found.pop("CUDA_MPS_PIPE_DIRECTORY").startswith(str(world.directory))
-    assert found.pop("CUDA_MPS_LOG_DIRECTORY").startswith(str(world.directory))
-    assert found == {
+    environment = child_environment(real("run", *words))
+    assert environment.pop("CUDA_MPS_PIPE_DIRECTORY").startswith(str(world.directory))
+    assert environment.pop("CUDA_MPS_LOG_DIRECTORY").startswith(str(world.directory))
+    assert environment == {
         "CUDA_VISIBLE_DEVICES": world.uuid(),
         "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25.0",
         "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=3584M",
@@ -129,13 +129,13 @@ def test_users_own_variables(real: Callable[..., Started], world: World) -> None
         "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=1G",
         "CUDA_LAUNCH_BLOCKING": "1",
     }
-    found = child_environment(real("run", "--threads", "25", "--", sys.executable, "-c", PRINT, env=own))
+    environment = child_environment(real("run", "--threads", "25", "--", sys.executable, "-c", PRINT, env=own))
     # What names the share is ours, a limit of theirs stays unless one is given, the rest is theirs.
-    assert found["CUDA_VISIBLE_DEVICES"] == world.uuid()
-    assert found["CUDA_MPS_PIPE_DIRECTORY"] != "/elsewhere"
-    assert found["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "25.0"
-    assert found["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=1G"
-    assert found["CUDA_LAUNCH_BLOCKING"] == "1"
+    assert environment["CUDA_VISIBLE_DEVICES"] == world.uuid()
+    assert environment["CUDA_MPS_PIPE_DIRECTORY"] != "/elsewhere"
+    assert environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "25.0"
+    assert environment["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=1G"
+    assert environment["CUDA_LAUNCH_BLOCKING"] == "1"
 
 
 def test_users_own_limit_that_would_drop_all(
@@ -279,9 +279,9 @@ def test_two_share_one_daemon_and_the_last_one_stops_it(real: Callable[..., Star
     (daemon,) = world.state.daemons
     first.signal(signal.SIGINT)
     assert first.result().code == 130
-    assert [one.pid for one in world.state.daemons] == [daemon.pid]
-    (left,) = world.state.processes
-    assert not left.broken
+    assert [each.pid for each in world.state.daemons] == [daemon.pid]
+    (process,) = world.state.processes
+    assert not process.broken
     second.signal(signal.SIGINT)
     assert second.result().code == 130
     until(lambda: world.state.daemons == [], "no daemon")
@@ -290,11 +290,11 @@ def test_two_share_one_daemon_and_the_last_one_stops_it(real: Callable[..., Star
 def test_six_at_the_same_moment(real: Callable[..., Started], world: World) -> None:
     world.host.nvml.identities()
     started = [with_input(real, "run", "--", "sh", "-c", "cat; exit 4") for _ in range(6)]
-    for one in started:
-        one.says("is attached to MPS server")
+    for job in started:
+        job.says("is attached to MPS server")
     (daemon,) = world.state.daemons
-    assert {one.mps_daemon for one in world.attached()} == {daemon.pid}
-    assert [one.result().code for one in started] == [4] * 6
+    assert {process.mps_daemon for process in world.attached()} == {daemon.pid}
+    assert [job.result().code for job in started] == [4] * 6
     until(lambda: world.state.daemons == [], "no daemon")
 
 
@@ -323,7 +323,9 @@ def test_an_instance_is_named_by_its_name(cli: Cli, refused: Callable[..., str],
     world.mig("1g.18gb", "1g.18gb")
     cli("mig", "name", "alice", "1g.18gb:0").ok()
     (named,) = [
-        one for one in cli("status", output="json").ok().data["gpus"][0]["mig_instances"] if one["name"] == "alice"
+        instance
+        for instance in cli("status", output="json").ok().data["gpus"][0]["mig_instances"]
+        if instance["name"] == "alice"
     ]
     assert f"CUDA_VISIBLE_DEVICES={named['uuid']}" in cli("run", "-g", "alice", "-n", "--", "true").ok().out
     assert "-g NAME" in refused("run", "-g", "bob", "--", "true", code="unknown_gpu", exit_code=6)

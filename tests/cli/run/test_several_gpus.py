@@ -49,7 +49,7 @@ def start(real: Callable[..., Started], four: World, *words: str) -> Started:
 def on_gpus(world: World) -> set[int]:
     """Return the GPUs on which ranks are."""
     index = {gpu.uuid: number for number, gpu in enumerate(world.state.gpus)}
-    return {index[one.gpu_uuid] for one in world.state.processes if one.memory_bytes > GIB}
+    return {index[process.gpu_uuid] for process in world.state.processes if process.memory_bytes > GIB}
 
 
 @pytest.mark.parametrize(
@@ -91,9 +91,9 @@ def test_ranks_are_one_job_in_every_list(real: Callable[..., Started], cli: Cli,
     gpus = cli("status", host=four.spec, output="json").ok().data["gpus"]
     assert [gpu["jobs_reserved_bytes"] for gpu in gpus] == [60 * GIB, 60 * GIB, 0, 0]
     cli("pause", "pair", host=four.spec).ok()
-    assert {bool(one.channels_off) for one in four.state.processes} == {True}
+    assert {bool(process.channels_off) for process in four.state.processes} == {True}
     cli("resume", "pair", host=four.spec).ok()
-    assert {bool(one.channels_off) for one in four.state.processes} == {False}
+    assert {bool(process.channels_off) for process in four.state.processes} == {False}
     cli("stop", "pair", host=four.spec).ok()
     job.process.wait(20)
     assert on_gpus(four) == set()
@@ -122,9 +122,10 @@ def test_it_waits_until_as_many_gpus_have_room(real: Callable[..., Started], cli
     assert not plan.data["room"]["starts_now"]
     job = start(real, four, "--gpus", "2", "--wait", "--memory", "60G", "--name", "pair", "--", *ranks(seconds="0.5"))
     until(
-        lambda: any(one.waits and len(one.keys) == 2 for one in reservations(four.host) or []), "it has fixed its GPUs"
+        lambda: any(reservation.waits and len(reservation.keys) == 2 for reservation in reservations(four.host) or []),
+        "it has fixed its GPUs",
     )
-    (waiting,) = [one for one in reservations(four.host) or [] if one.waits]
+    (waiting,) = [reservation for reservation in reservations(four.host) or [] if reservation.waits]
     # The free one, and one of those that are not.
     assert uuids[3] in waiting.keys
     assert "2 of" in cli("jobs", host=four.spec).ok().out
@@ -143,10 +144,15 @@ def test_a_gpu_that_is_lost_is_replaced_by_another(real: Callable[..., Started],
     blocker = Place(four.host, Request(memory_bytes=None, keys=tuple(uuids), client=False))
     blocker.take(*uuids[:3])
     job = start(real, four, "--gpus", "2", "--wait", "--memory", "60G", "--", *ranks(seconds="0.2"))
-    until(lambda: any(len(one.keys) == 2 for one in reservations(four.host) or []), "it has fixed its GPUs")
+    until(
+        lambda: any(len(reservation.keys) == 2 for reservation in reservations(four.host) or []),
+        "it has fixed its GPUs",
+    )
     admin.set_fault(four.spec, "lost", "3")
     until(
-        lambda: any(one.waits and uuids[3] not in one.keys for one in reservations(four.host) or []),
+        lambda: any(
+            reservation.waits and uuids[3] not in reservation.keys for reservation in reservations(four.host) or []
+        ),
         "it has chosen anew",
     )
     blocker.leave()
@@ -243,7 +249,7 @@ def test_ranks_yield_together_to_production_on_one_of_their_gpus(
     job = start(real, four, *words[1:], "--grace", "1", "--", *ranks())
 
     def off() -> list[bool]:
-        return [bool(one.channels_off) for one in four.state.processes if one.memory_bytes > GIB]
+        return [bool(process.channels_off) for process in four.state.processes if process.memory_bytes > GIB]
 
     until(lambda: off() == [True, True], "both ranks are paused")
     production.signal(signal.SIGTERM)

@@ -25,7 +25,7 @@ OUTSIDE = ("--production", "web", "--slice", "16ms")
 
 
 def slices(world: World) -> list[int]:
-    return [one.slices.get("compute", 2048) for one in world.state.processes]
+    return [process.slices.get("compute", 2048) for process in world.state.processes]
 
 
 def test_production_runs_outside_mps_with_its_slice(real: Callable[..., Started], world: World) -> None:
@@ -219,12 +219,12 @@ def test_the_slice_follows_production_by_its_output(real: Callable[..., Started]
 
     until(moved, "the slice moves")
     # With a trial of the first scan.
-    assert all(20 <= one <= 2049 for one in seen)
+    assert all(20 <= each <= 2049 for each in seen)
     before = log.stat().st_size
     time.sleep(4)
     with log.open() as file:
         file.seek(before)
-        rates = [float(one) for one in re.findall(r"rate=([0-9.]+)\n", file.read())]
+        rates = [float(each) for each in re.findall(r"rate=([0-9.]+)\n", file.read())]
     assert sum(rates) / len(rates) > 85
     # Production ends: nobody is there to be spared.
     web.signal(signal.SIGTERM)

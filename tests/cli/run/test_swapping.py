@@ -44,17 +44,17 @@ def start(real: Callable[..., Started], world: World) -> Callable[..., Started]:
     """Return what starts a job, and waits until it is on the GPU."""
 
     def begin(*words: str, size: str = "8G", program: tuple[str, ...] | None = None) -> Started:
-        before = {one.pid for one in world.state.processes}
+        before = {process.pid for process in world.state.processes}
         wanted = parse_memory_limit(size) if program is None else DEFAULT_MEMORY_BYTES
         job = real("run", *words, "--", *((*JOB, "--footprint", size) if program is None else program), host=world.spec)
-        until(lambda: any(_there(one, before, wanted) for one in world.state.processes), "it runs")
+        until(lambda: any(_there(process, before, wanted) for process in world.state.processes), "it runs")
         return job
 
     return begin
 
 
-def _there(one: SimulatedProcess, before: set[int], size: int) -> bool:
-    return one.pid not in before and one.memory_bytes == size
+def _there(process: SimulatedProcess, before: set[int], size: int) -> bool:
+    return process.pid not in before and process.memory_bytes == size
 
 
 def opportunistic(size: str) -> tuple[str, ...]:
@@ -62,9 +62,9 @@ def opportunistic(size: str) -> tuple[str, ...]:
 
 
 def finish(*jobs: Started) -> list[str]:
-    for one in jobs:
-        one.signal(signal.SIGINT)
-    return [one.result().err + "".join(one.said) for one in jobs]
+    for job in jobs:
+        job.signal(signal.SIGINT)
+    return [job.result().err + "".join(job.said) for job in jobs]
 
 
 def fault(world: World, **values: object) -> None:
@@ -74,7 +74,7 @@ def fault(world: World, **values: object) -> None:
 
 
 def out_of(world: World) -> list[int]:
-    return [one.pid for one in world.state.processes if one.checkpoint == CHECKPOINTED]
+    return [process.pid for process in world.state.processes if process.checkpoint == CHECKPOINTED]
 
 
 # -- who leaves for production -----------------------------------------------------------------------------------------
@@ -89,23 +89,23 @@ def test_the_one_that_came_last_leaves_if_that_is_enough(start: Callable[..., St
     second.says("out of the GPU: 8.0 GiB")
     time.sleep(1.5)
     assert len(out_of(world)) == 1
-    said, _, _ = finish(first, second, web)
-    assert "out of the GPU" not in said
+    output, _, _ = finish(first, second, web)
+    assert "out of the GPU" not in output
 
 
 def test_both_leave_if_one_is_not_enough(start: Callable[..., Started], world: World) -> None:
     jobs = [start(*opportunistic("8G")) for _ in range(2)]
     web = start("--production", "web", "--wait", "--memory", "20G", size="20G")
-    for one in jobs:
-        one.says("out of the GPU: 8.0 GiB")
+    for job in jobs:
+        job.says("out of the GPU: 8.0 GiB")
     finish(*jobs, web)
 
 
 def test_production_that_has_room_sends_nobody_away(start: Callable[..., Started], world: World) -> None:
     job = start(*opportunistic("8G"))
     web = start("--production", "web", "--wait", "--memory", "12G", size="12G")
-    said, _ = finish(job, web)
-    assert "out of the GPU" not in said
+    output, _ = finish(job, web)
+    assert "out of the GPU" not in output
 
 
 def test_production_that_waits_for_a_job_that_stays_sends_nobody_away(
@@ -153,10 +153,10 @@ def test_many_turns_are_not_said_one_by_one(start: Callable[..., Started], world
     both = [start("--swap", "turns=0.2s", "--memory", "16G"), start("--swap", "turns=0.2s", "--memory", "16G")]
     both[0].says("this is not said again")
     time.sleep(3)
-    for said in finish(*both):
+    for output in finish(*both):
         # The first time it may have less than its 8 GiB yet.
-        assert said.count("out of the GPU: ") == 3
-        assert "the job was out of the GPU" in said
+        assert output.count("out of the GPU: ") == 3
+        assert "the job was out of the GPU" in output
 
 
 # -- moved by hand -----------------------------------------------------------------------------------------------------
@@ -178,8 +178,8 @@ def test_a_job_that_is_swapped_by_hand_stays_out_until_it_is_brought_in(
     job.says("back on the GPU, brought in by hand")
     (held,) = reservations(world.host) or []
     assert held.held
-    (said,) = finish(job)
-    assert "tried again" not in said
+    (output,) = finish(job)
+    assert "tried again" not in output
     assert reservations(world.host) == []
 
 
@@ -192,13 +192,13 @@ def test_a_part_of_a_program_that_is_swapped_by_its_pid_is_noticed(
     (shell,) = world.state.processes
     child = admin.add_process(A30, memory_bytes=8 * GIB)
     with changing(world.file) as (state, _):
-        for one in state.processes:
-            if one.pid == child:
-                (one.pid, one.started), one.real = _child_of(shell.pid), True
+        for process in state.processes:
+            if process.pid == child:
+                (process.pid, process.started), process.real = _child_of(shell.pid), True
     child = _child_of(shell.pid).pid
     cli("swap", "out", str(child), host=A30).ok()
     job.says("swapped out by hand")
-    assert not [one for one in reservations(world.host) or [] if one.held]
+    assert not [reservation for reservation in reservations(world.host) or [] if reservation.held]
     cli("swap", "in", str(child), host=A30).ok()
     job.says("back on the GPU, brought in by hand")
     finish(job)
@@ -237,7 +237,10 @@ def test_a_job_that_came_back_by_hand_from_its_own_swap_holds_its_place_again(
     finish(web)
     cli("swap", "in", "batch", "--wait", host=A30).ok()
     job.says("back on the GPU")
-    until(lambda: [one for one in reservations(world.host) or [] if one.held], "it holds its place")
+    until(
+        lambda: [reservation for reservation in reservations(world.host) or [] if reservation.held],
+        "it holds its place",
+    )
     finish(job)
 
 
@@ -256,9 +259,9 @@ def test_a_process_that_ends_while_it_is_out_is_not_said_to_be_back(
 
 def test_a_program_that_has_ended_while_it_was_out_gets_no_word(world: World) -> None:
     (device,) = select("0", world.host.nvml.sweep())
-    said: list[str] = []
+    messages: list[str] = []
     place = Place(world.host, Request(memory_bytes=GIB, keys=(device.uuid,), client=False))
-    watch = Swapping(world.host, device, JobMemory(world.host, device), place, Idle(1.0), said.append)
+    watch = Swapping(world.host, device, JobMemory(world.host, device), place, Idle(1.0), messages.append)
     process = subprocess.Popen(["sleep", "60"])
     watch.begin(process.pid)
     watch._swap = Swap(
@@ -267,7 +270,7 @@ def test_a_program_that_has_ended_while_it_was_out_gets_no_word(world: World) ->
     process.kill()
     process.wait()
     assert not watch.poll()
-    assert said == []
+    assert messages == []
     assert not watch.out
     place.leave()
 
@@ -301,22 +304,22 @@ def sleeper() -> Iterator[int]:
 def test_a_program_that_is_not_on_the_gpu_yet_is_asked_again_at_once(world: World, sleeper: int) -> None:
     """It reads its data first: a notebook without a GPU says nothing, and a turn ends once there is something to copy."""
     (device,) = select("0", world.host.nvml.sweep())
-    said: list[str] = []
+    messages: list[str] = []
     at = [0.0]
     place = Place(world.host, Request(memory_bytes=GIB, keys=(device.uuid,), client=False))
     watch = Swapping(
-        world.host, device, JobMemory(world.host, device), place, Idle(1.0), said.append, clock=lambda: at[0]
+        world.host, device, JobMemory(world.host, device), place, Idle(1.0), messages.append, clock=lambda: at[0]
     )
     watch.begin(sleeper)
     for _ in range(40):
         at[0] += 0.5
         assert not watch.poll()
-    assert said == []
+    assert messages == []
     on_gpu(world, sleeper, 4 * GIB)
     at[0] += 0.5
     watch.poll()
     assert watch.out
-    assert said == ["out of the GPU: 4.0 GiB to host memory in 0.0 s"]
+    assert messages == ["out of the GPU: 4.0 GiB to host memory in 0.0 s"]
     watch.leave()
 
 
@@ -357,10 +360,10 @@ def test_a_job_that_waits_for_another_swap_is_not_said_to_stay(world: World, sle
     place = Place(world.host, request)
     place.take(device.uuid)
     place.add(sleeper)
-    said: list[str] = []
+    messages: list[str] = []
     at = [0.0]
     watch = Swapping(
-        world.host, device, JobMemory(world.host, device), place, ForProduction(), said.append, clock=lambda: at[0]
+        world.host, device, JobMemory(world.host, device), place, ForProduction(), messages.append, clock=lambda: at[0]
     )
     watch.begin(sleeper)
 
@@ -371,11 +374,11 @@ def test_a_job_that_waits_for_another_swap_is_not_said_to_stay(world: World, sle
 
     with locked(world.host):
         looks()
-        assert [one.stays for one in reservations(world.host) or ()] == [False, False]
+        assert [reservation.stays for reservation in reservations(world.host) or ()] == [False, False]
     # Too little host memory is another thing.
     fault(world, host_memory_bytes=GIB)
     looks()
-    assert [one.stays for one in reservations(world.host) or ()] == [False, True]
+    assert [reservation.stays for reservation in reservations(world.host) or ()] == [False, True]
     fault(world, host_memory_bytes=64 * GIB)
     at[0] += 60.0
     looks()
@@ -398,8 +401,8 @@ def test_a_job_that_is_ended_while_it_is_out_comes_back_for_it(
         cli("swap", "out", "train", host=A30).ok()
     else:
         with changing(world.file) as (state, _):
-            for one in state.processes:
-                one.sm_percent = 0
+            for process in state.processes:
+                process.sm_percent = 0
         cli("swap", "out", "train", host=A30)
     job.says("out of the GPU")
     job.signal(number)
@@ -418,7 +421,7 @@ def test_a_job_without_room_ends_out_of_the_gpu(start: Callable[..., Started], c
     job.signal(signal.SIGINT)
     answer = job.result()
     assert answer.code == 0, answer
-    assert [one.pid for one in world.state.processes] == [other]
+    assert [process.pid for process in world.state.processes] == [other]
     assert not list((world.directory / "run" / "swap").glob("*.json"))
 
 
@@ -433,16 +436,16 @@ def test_an_idle_job_that_works_again_says_that_it_waits_for_room(
     )
     job = start("--swap", "idle=1s", program=(sys.executable, "-c", script))
     with changing(world.file) as (state, _):
-        for one in state.processes:
-            one.sm_percent, one.memory_bytes = 0, 8 * GIB
+        for process in state.processes:
+            process.sm_percent, process.memory_bytes = 0, 8 * GIB
     job.says("out of the GPU")
     other = admin.add_process(A30, memory_bytes=20 * GIB)
     wakes.touch()
     job.says("it works again, and waits for room on the GPU; its next CUDA call waits until it is back")
-    assert [one.state for one in swaps(world.host)] == [OUT]
+    assert [swap.state for swap in swaps(world.host)] == [OUT]
     admin.end_process(A30, other)
     job.says("back on the GPU")
-    assert {one.checkpoint for one in world.state.processes} == {RUNNING}
+    assert {process.checkpoint for process in world.state.processes} == {RUNNING}
     os.unlink(wakes)
     assert job.result().code == 0
 
@@ -458,7 +461,7 @@ def test_a_turn_goes_on_while_those_who_wait_could_not_come(start: Callable[...,
     time.sleep(2.0)
     assert swaps(world.host) == []
     admin.end_process(world.spec, other)
-    until(lambda: any(one.state == OUT for one in swaps(world.host)), "it has left")
+    until(lambda: any(swap.state == OUT for swap in swaps(world.host)), "it has left")
     large.leave()
     finish(job)
 
@@ -489,7 +492,7 @@ def test_a_job_that_is_stopped_while_it_waits_ends_no_turn(start: Callable[..., 
         time.sleep(3.0)
         assert swaps(world.host) == []
         stopped.send_signal(signal.SIGCONT)
-        until(lambda: any(one.state == OUT for one in swaps(world.host)), "it has left")
+        until(lambda: any(swap.state == OUT for swap in swaps(world.host)), "it has left")
         place.leave()
         finish(job)
     finally:
@@ -506,10 +509,10 @@ def test_a_job_that_never_takes_its_place_ends_one_turn_only(
     job.says("out of the GPU")
     job.says("back on the GPU")
     time.sleep(3.0)
-    assert {one.state for one in swaps(world.host)} == {BACK}
+    assert {swap.state for swap in swaps(world.host)} == {BACK}
     never.leave()
-    (said,) = finish(job)
-    assert said.count("out of the GPU") == 1
+    (output,) = finish(job)
+    assert output.count("out of the GPU") == 1
 
 
 def test_all_that_take_turns_leave_for_one_that_needs_the_room_of_all(
@@ -517,7 +520,7 @@ def test_all_that_take_turns_leave_for_one_that_needs_the_room_of_all(
 ) -> None:
     jobs = [start("--swap", "turns=0.5", "--memory", "9G", size=size) for size in ("7G", "8G")]
     large = Place(world.host, Request(memory_bytes=20 * GIB, keys=(world.uuid(),), client=False))
-    until(lambda: len([one for one in swaps(world.host) if one.state == OUT]) == 2, "both have left")
+    until(lambda: len([swap for swap in swaps(world.host) if swap.state == OUT]) == 2, "both have left")
     large.leave()
     finish(*jobs)
 
@@ -550,7 +553,7 @@ def test_two_jobs_that_each_fill_the_gpu_take_turns(start: Callable[..., Started
     size = f"{((gpu.memory_total_bytes or 0) - (gpu.memory_reserved_bytes or 0)) >> 20}M"
     first = start("--swap", "turns=0.5", "--memory", size, size=size)
     second = start("--swap", "turns=0.5", "--memory", size, size=size)
-    for one in (first, second):
-        one.says("out of the GPU")
-        one.says("back on the GPU")
+    for job in (first, second):
+        job.says("out of the GPU")
+        job.says("back on the GPU")
     finish(first, second)
