@@ -62,7 +62,7 @@ class Watch(abc.ABC):
     client_pid: int | None = None
     # Seen outside by the last look. Two must agree: the lists of the daemon and NVML are not of the same moment.
     _suspects: set[int] = field(default_factory=set)
-    _due: float = field(default_factory=lambda: time.monotonic() + _FIRST_SECONDS)
+    _due: float = 0.0
 
     @property
     def gpus(self) -> tuple[int, ...]:
@@ -77,7 +77,7 @@ class Watch(abc.ABC):
     @property
     def seconds(self) -> float:
         """Return how long until the next poll."""
-        return self._due - time.monotonic()
+        return max(self._due, self.started + _FIRST_SECONDS) - time.monotonic()
 
     def poll(self) -> None:
         """Look for the program's processes, and say when to do so again."""
