@@ -179,22 +179,22 @@ class Stop:
 
     def losses(self) -> tuple[Loss, ...]:
         """Return what the stop takes that is not ours or in use; a client that comes later makes it fail."""
-        found, daemon = self._found, self._found.daemon
+        item, daemon = self._found, self._found.daemon
         # What may not be stopped is refused without a question.
         try:
-            _may_stop(self._host, found)
+            _may_stop(self._host, item)
         except NoPermission:
             return ()
         if daemon.pid is None:
             return ()
         user = daemon.user or "unknown user"
-        owner = found.uid if found.record is None else found.record.uid
+        owner = item.uid if item.record is None else item.record.uid
         reasons = [] if daemon.ours else [f"not started by gpushare, of {user}"]
         reasons += [f"started by {user}"] if daemon.ours and owner not in {None, self._host.uid} else []
         if self._force:
             clients = self._clients_now()
             self._agreed = None if clients is None else frozenset(clients)
-            home = found.home
+            home = item.home
             leases = [] if home is None else or_none(home.live_leases)
             used = sorted({*(clients or ()), *(leases or ())})
             reasons += [] if clients is not None else ["it does not tell whether it has clients"]
@@ -294,16 +294,16 @@ class Stop:
             NoPermission: it belongs to another user.
             OperationFailed: its process does not end.
         """
-        host, found = self._host, self._found
+        host, item = self._host, self._found
         title = f"stop the MPS daemon{self._where()}"
         # Before the lock: another user's home cannot be locked.
-        _may_stop(host, found)
-        self._by_signals = not _may_tell(host, found, force=self._force)
+        _may_stop(host, item)
+        self._by_signals = not _may_tell(host, item, force=self._force)
         # Also before the lock: a `gpushare run` that ends, a client that we wait for, needs it.
         carry_out(Plan(title=title, steps=tuple(self._waiting())))
-        with found.home.locked() if found.home is not None else contextlib.nullcontext():
-            if not _ended_by_its_last_run(host, found):
-                _still_there(found)
+        with item.home.locked() if item.home is not None else contextlib.nullcontext():
+            if not _ended_by_its_last_run(host, item):
+                _still_there(item)
                 carry_out(Plan(title=title, steps=tuple(self._changes())))
         return Stopped(pid=self._pid, waited_seconds=self._waited, forced=self._forced, compute_mode=self._restored)
 
@@ -345,15 +345,15 @@ class Stop:
         return clients
 
     def _end(self) -> None:
-        host, found = self._host, self._found
-        started = found.started
-        if self._pid is None and found.home is not None and found.record is not None:
+        host, item = self._host, self._found
+        started = item.started
+        if self._pid is None and item.home is not None and item.record is not None:
             # A start that was killed meanwhile may have left one.
-            self._pid, started = live_pid(host, found.home, found.record), None
+            self._pid, started = live_pid(host, item.home, item.record), None
         if self._pid is None:
             return
         # Another process may listen there by now.
-        if not _may_tell(host, found, force=self._force) and not self._by_signals:
+        if not _may_tell(host, item, force=self._force) and not self._by_signals:
             self._by_signals = True
             if not self._force:
                 self._without_clients(0.0)
@@ -362,14 +362,14 @@ class Stop:
             self._end_foreign(self._pid)
             return
         # Clients may have come while we waited for the lock.
-        clients, control = self._without_clients(0.0), found.control(host)
+        clients, control = self._without_clients(0.0), item.control(host)
         new = [] if self._agreed is None else [pid for pid in clients if pid not in self._agreed]
         if new:
             raise InUse(
                 f"the MPS daemon {self._pid} has {counted(len(new), 'new client')}: {named(host.processes, new)}; "
                 "it was not stopped",
-                f"run it again, and it asks for these too: {found.stop_command} --force",
-                gpu=None if found.daemon.gpu_index is None else str(found.daemon.gpu_index),
+                f"run it again, and it asks for these too: {item.stop_command} --force",
+                gpu=None if item.daemon.gpu_index is None else str(item.daemon.gpu_index),
                 code="clients_left",
             )
         ended = end_daemon(host, control, self._pid, started=started, seconds=1.0, force=self._force)
