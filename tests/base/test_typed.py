@@ -30,19 +30,19 @@ def stores() -> list[RecordStore[Any]]:
         for path in sorted(PACKAGE.rglob("*.py"))
         if " RecordStore(" in path.read_text()
     ]
-    found = [value for name in modules for value in vars(importlib.import_module(name)).values()]
-    return list({id(one): one for one in found if isinstance(one, RecordStore)}.values())
+    rows = [value for name in modules for value in vars(importlib.import_module(name)).values()]
+    return list({id(one): one for one in rows if isinstance(one, RecordStore)}.values())
 
 
 STORES = stores()
-KINDS = pytest.mark.parametrize("kind", [one.kind for one in STORES], ids=[one.directory for one in STORES])
+KINDS = pytest.mark.parametrize("kind", [store.kind for store in STORES], ids=[store.directory for store in STORES])
 
 
 def test_all_kinds_are_there() -> None:
     assert {
         "swap", "pause", "slices", "keep", "lent", "mode", "jobs", "group", "opportunistic", "tuned", "tried", "on-demand", "benched",
         "peaks", "names", "made", "mig", "mps/*", "past",
-    } == {one.directory for one in STORES}  # fmt: skip
+    } == {store.directory for store in STORES}  # fmt: skip
 
 
 _WORDS = ("train", "GPU-0d54321e-a080-c56a-9a57-14e2f8d3a1d0", "1g.10gb", "3g.71gb", "DEFAULT", "0" * 64)
@@ -66,7 +66,11 @@ def values(hint: Any) -> some.SearchStrategy[Any]:
         return some.sampled_from(list(hint))
     if is_dataclass(hint) or hasattr(hint, "_fields"):
         hints = get_type_hints(hint, include_extras=True)
-        stored = [one.name for one in fields(hint) if one.metadata != NOT_STORED] if is_dataclass(hint) else list(hints)
+        stored = (
+            [field.name for field in fields(hint) if field.metadata != NOT_STORED]
+            if is_dataclass(hint)
+            else list(hints)
+        )
         return some.builds(hint, **{name: values(hints[name]) for name in stored})
     simple: dict[Any, some.SearchStrategy[Any]] = {
         int: some.integers(),

@@ -72,7 +72,7 @@ def mps(percent: float | None = 25.0, **changes: Any) -> MpsWish:
 
 def text(found: Export, name: str) -> str:
     """Return the text of a document."""
-    return next(one.text for one in found.documents if one.name == name)
+    return next(document.text for document in found.documents if document.name == name)
 
 
 def loaded(found: Export, name: str) -> Any:
@@ -82,7 +82,9 @@ def loaded(found: Export, name: str) -> Any:
 
 def all_loaded(found: Export) -> list[Any]:
     """Return all YAML documents."""
-    return [_taken(yaml.safe_load(io.StringIO(one.text))) for one in found.documents if one.kind == "yaml"]
+    return [
+        _taken(yaml.safe_load(io.StringIO(document.text))) for document in found.documents if document.kind == "yaml"
+    ]
 
 
 def _taken(document: Any) -> Any:
@@ -93,8 +95,8 @@ def _taken(document: Any) -> Any:
             from_config(yaml.safe_load(config))
     elif kind in {"ResourceClaim", "ResourceClaimTemplate"}:
         spec = document["spec"] if kind == "ResourceClaim" else document["spec"]["spec"]
-        for one in spec["devices"].get("config", ()):
-            check_parameters(one["opaque"]["parameters"])
+        for device in spec["devices"].get("config", ()):
+            check_parameters(device["opaque"]["parameters"])
     return document
 
 

@@ -93,14 +93,14 @@ def check(document: Any, schema: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("share", [ContainerDevice(gpu=gpu(0)), MPS, MIG, MIG_MPS])
 def test_docker_takes_the_flags(share: ContainerDevice) -> None:
-    found = docker_export(share)
-    line = text(found, "docker-flags").strip()
+    export = docker_export(share)
+    line = text(export, "docker-flags").strip()
     # A shell that expands $(gpushare export docker) cuts at blanks and knows no quotes.
     flags = line.split(" ")
     assert flags == shlex.split(line)
     assert flags[:2] == ["--gpus", f"device={share.uuid}"]
     assert ("--ipc=host" in flags) is (share.mps is not None)
-    assert found.commands[0].startswith(f"docker run --rm {line} ")
+    assert export.commands[0].startswith(f"docker run --rm {line} ")
 
 
 def test_the_share_of_an_mps_client() -> None:
@@ -115,21 +115,21 @@ def test_the_share_of_an_mps_client() -> None:
         "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": "0=4096M",
         "CUDA_MPS_CLIENT_PRIORITY": "1",
     }
-    assert any("per process" in one for one in docker_export(MPS).lost)
-    assert any("one user at a time" in one for one in docker_export(MPS).needs)
+    assert any("per process" in text for text in docker_export(MPS).lost)
+    assert any("one user at a time" in text for text in docker_export(MPS).needs)
 
 
 def test_cdi_names_and_file() -> None:
-    found = cdi_export(MIG_MPS)
-    (file,) = [one.name for one in found.documents if one.name.endswith(".yaml")]
-    spec = loaded(found, file)
+    export = cdi_export(MIG_MPS)
+    (file,) = [document.name for document in export.documents if document.name.endswith(".yaml")]
+    spec = loaded(export, file)
     check(spec, CDI)
     (device,) = spec["devices"]
     # Each device has a file of its own: the next export must not remove this one.
     assert file == f"gpushare-mps-{device['name']}.yaml"
-    assert f"/etc/cdi/{file}" in found.commands[1]
+    assert f"/etc/cdi/{file}" in export.commands[1]
     assert loaded(cdi_export(MPS), f"gpushare-mps-{device_key(MPS.uuid)}.yaml")["devices"][0]["name"] != device["name"]
-    flags = text(found, "cdi-flags").split()
+    flags = text(export, "cdi-flags").split()
     assert flags == [
         *("--device", f"nvidia.com/gpu={MIG_MPS.uuid}"),
         *("--device", f"{spec['kind']}={device['name']}"),
@@ -138,16 +138,16 @@ def test_cdi_names_and_file() -> None:
     assert device["containerEdits"]["mounts"][0]["hostPath"] == PIPE
     assert f"CUDA_MPS_PIPE_DIRECTORY={PIPE}" in device["containerEdits"]["env"]
     alone = cdi_export(MIG)
-    assert [one.name for one in alone.documents] == ["cdi-flags"]
+    assert [document.name for document in alone.documents] == ["cdi-flags"]
     assert text(alone, "cdi-flags") == f"--device nvidia.com/gpu={MIG.uuid}\n"
-    assert any("nvidia-ctk cdi generate" in one for one in alone.commands)
+    assert any("nvidia-ctk cdi generate" in text for text in alone.commands)
 
 
 @pytest.mark.parametrize("share", [ContainerDevice(gpu=gpu(0)), MPS, MIG, MIG_MPS])
 @pytest.mark.parametrize("by_cdi", [True, False])
 def test_compose(share: ContainerDevice, by_cdi: bool) -> None:
-    found = compose_export(share, by_cdi=by_cdi, service="train", image="registry:5000/train:1")
-    document = loaded(found, COMPOSE_FILE)
+    export = compose_export(share, by_cdi=by_cdi, service="train", image="registry:5000/train:1")
+    document = loaded(export, COMPOSE_FILE)
     check(document, COMPOSE)
     service = document["services"]["train"]
     assert service["image"] == "registry:5000/train:1"
@@ -171,11 +171,11 @@ def test_a_typing_error_in_compose_is_found() -> None:
 
 
 def test_what_is_lost() -> None:
-    assert any("whole GPU" in one for one in docker_export(ContainerDevice(gpu=gpu(0))).lost)
+    assert any("whole GPU" in text for text in docker_export(ContainerDevice(gpu=gpu(0))).lost)
     assert any(
-        "slice length" in one for one in docker_export(ContainerDevice(gpu=gpu(0, time_slice=TimeSlice.LONG))).lost
+        "slice length" in text for text in docker_export(ContainerDevice(gpu=gpu(0, time_slice=TimeSlice.LONG))).lost
     )
-    assert any("another size" in one for one in docker_export(MIG).lost)
+    assert any("another size" in text for text in docker_export(MIG).lost)
 
 
 def test_which_device() -> None:

@@ -33,32 +33,32 @@ def parameters(claim: Any) -> Any:
 
 
 def test_each_gpu_is_said_by_itself() -> None:
-    found = claims_export(UNEVEN)
+    export = claims_export(UNEVEN)
     # Two of the MIG devices are alike and not shared: one template makes a claim per pod of either.
-    assert check_kubernetes(found) == 10
-    sliced = loaded(found, "gpu-0-00000000-timeslice.yaml")
+    assert check_kubernetes(export) == 10
+    sliced = loaded(export, "gpu-0-00000000-timeslice.yaml")
     assert sliced["kind"] == "ResourceClaim"
     assert parameters(sliced)["sharing"] == {"strategy": "TimeSlicing", "timeSlicingConfig": {"interval": "Long"}}
-    assert loaded(found, "gpu-1-00000001-exclusive.yaml")["kind"] == "ResourceClaimTemplate"
-    assert parameters(loaded(found, "gpu-2-00000002-mps.yaml"))["sharing"] == {
+    assert loaded(export, "gpu-1-00000001-exclusive.yaml")["kind"] == "ResourceClaimTemplate"
+    assert parameters(loaded(export, "gpu-2-00000002-mps.yaml"))["sharing"] == {
         "strategy": "MPS",
         "mpsConfig": {"defaultActiveThreadPercentage": 30, "defaultPinnedDeviceMemoryLimit": "4096Mi"},
     }
-    whole = loaded(found, "gpu-3-00000003-mig-1g-10gb.yaml")
+    whole = loaded(export, "gpu-3-00000003-mig-1g-10gb.yaml")
     assert whole["kind"] == "ResourceClaimTemplate"
     assert "profile == '1g.10gb'" in str(whole)
-    shared = loaded(found, "gpu-3-00000003-mig-1g-10gb-2-mps.yaml")
+    shared = loaded(export, "gpu-3-00000003-mig-1g-10gb-2-mps.yaml")
     assert parameters(shared)["kind"] == "MigDeviceConfig"
     # Time-slicing has no setting on MIG: the claim alone is shared.
-    assert "config" not in loaded(found, "gpu-3-00000003-mig-3g-40gb-3-timeslice.yaml")["spec"]["devices"]
+    assert "config" not in loaded(export, "gpu-3-00000003-mig-3g-40gb-3-timeslice.yaml")["spec"]["devices"]
     for claim, check in (("gpu-0-00000000-timeslice", 2), ("gpu-2-00000002-mps", 2)):
-        pod = loaded(found, f"verify-{claim}.yaml")["spec"]
+        pod = loaded(export, f"verify-{claim}.yaml")["spec"]
         assert pod["replicas"] == check
         assert pod["template"]["spec"]["resourceClaims"] == [{"name": "gpu", "resourceClaimName": claim}]
-    said = " ".join(found.needs)
-    assert "TimeSlicingSettings=true, MPSSupport=true" in said
-    assert "gpuResourcesEnabledOverride=true" in said
-    assert [line.split(":")[0] for line in found.lost] == [
+    text = " ".join(export.needs)
+    assert "TimeSlicingSettings=true, MPSSupport=true" in text
+    assert "gpuResourcesEnabledOverride=true" in text
+    assert [line.split(":")[0] for line in export.lost] == [
         "low MPS priority",
         "the number of programs",
         "the number of programs per MIG device",
@@ -82,16 +82,16 @@ def test_what_is_lost(described: HostDescription, lost: list[str]) -> None:
 
 def test_claims_of_two_nodes_have_names_of_their_own() -> None:
     other = replace(gpu(0), uuid="GPU-abcdef01-0000-0000-0000-000000000000")
-    mine = {one.name for one in claims_export(host(gpu(0))).documents}
-    assert not mine & {one.name for one in claims_export(host(other)).documents}
+    mine = {document.name for document in claims_export(host(gpu(0))).documents}
+    assert not mine & {document.name for document in claims_export(host(other)).documents}
 
 
 def test_what_excludes_mps() -> None:
-    (said,) = [one for one in claims_export(UNEVEN).needs if "exclude MPS" in one]
+    (said,) = [text for text in claims_export(UNEVEN).needs if "exclude MPS" in text]
     # NVMLDeviceHealthCheck excludes DynamicMIG, not MPSSupport (pkg/featuregates).
     assert "DynamicMIG" in said
     assert "NVMLDeviceHealthCheck" not in said
-    assert any("gpuCluster.deployCR=true" in one for one in claims_export(t4s()).needs)
+    assert any("gpuCluster.deployCR=true" in text for text in claims_export(t4s()).needs)
 
 
 def test_names_are_names_of_kubernetes() -> None:
@@ -102,10 +102,10 @@ def test_names_are_names_of_kubernetes() -> None:
 
 
 def test_any_gpu_of_the_model() -> None:
-    found = claims_export(t4s(4), any_gpu=True)
-    assert check_kubernetes(found) == 2
-    assert "productName == 'Tesla T4'" in str(loaded(found, "tesla-t4-timeslice.yaml"))
-    assert "GPU-" not in str(all_loaded(found))
+    export = claims_export(t4s(4), any_gpu=True)
+    assert check_kubernetes(export) == 2
+    assert "productName == 'Tesla T4'" in str(loaded(export, "tesla-t4-timeslice.yaml"))
+    assert "GPU-" not in str(all_loaded(export))
 
 
 @pytest.mark.parametrize(
@@ -120,9 +120,9 @@ def test_any_gpu_of_the_model() -> None:
     ],
 )
 def test_each_version_of_the_api(kubernetes: str, api: str) -> None:
-    found = claims_export(UNEVEN, kubernetes=kubernetes)
-    assert check_kubernetes(found, ".".join(kubernetes.removeprefix("v").split(".")[:2])) == 10
-    assert loaded(found, "gpu-2-00000002-mps.yaml")["apiVersion"] == f"resource.k8s.io/{api}"
+    export = claims_export(UNEVEN, kubernetes=kubernetes)
+    assert check_kubernetes(export, ".".join(kubernetes.removeprefix("v").split(".")[:2])) == 10
+    assert loaded(export, "gpu-2-00000002-mps.yaml")["apiVersion"] == f"resource.k8s.io/{api}"
 
 
 @pytest.mark.parametrize(
@@ -195,14 +195,14 @@ def test_parameters_that_it_takes() -> None:
 )
 def test_what_is_written_means_the_same(percent: int | None, mebibytes: int | None, level: TimeSlice) -> None:
     limits = mps(None if percent is None else float(percent), memory_limit_bytes=mebibytes and mebibytes * 2**20)
-    found = claims_export(host(gpu(0, time_slice=level), gpu(1, Way.MPS, mps=limits)))
-    devices = loaded(found, "gpu-0-00000000-timeslice.yaml")["spec"]["devices"]
+    export = claims_export(host(gpu(0, time_slice=level), gpu(1, Way.MPS, mps=limits)))
+    devices = loaded(export, "gpu-0-00000000-timeslice.yaml")["spec"]["devices"]
     # The default level needs no parameters, and so no alpha gate.
     assert ("config" in devices) is (level is not TimeSlice.DEFAULT)
-    assert any("TimeSlicingSettings" in one for one in found.needs) is (level is not TimeSlice.DEFAULT)
+    assert any("TimeSlicingSettings" in text for text in export.needs) is (level is not TimeSlice.DEFAULT)
     if "config" in devices:
         sharing = devices["config"][0]["opaque"]["parameters"]["sharing"]
         assert TimeSlice[sharing["timeSlicingConfig"]["interval"].upper()] is level
-    sharing = parameters(loaded(found, "gpu-1-00000001-mps.yaml"))["sharing"].get("mpsConfig", {})
+    sharing = parameters(loaded(export, "gpu-1-00000001-mps.yaml"))["sharing"].get("mpsConfig", {})
     assert sharing.get("defaultActiveThreadPercentage") == percent
     assert sharing.get("defaultPinnedDeviceMemoryLimit") == (None if mebibytes is None else f"{mebibytes}Mi")

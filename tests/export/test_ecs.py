@@ -50,8 +50,8 @@ def test_a_share() -> None:
 
 def test_what_is_lost() -> None:
     low = ContainerDevice(gpu=gpu(0, Way.MPS, mps=mps(25.0, memory_limit_bytes=GIB, priority=Priority.LOW)))
-    assert any("low MPS priority" in one for one in ecs_export(low).lost)
-    assert any("per process" in one for one in ecs_export(low).needs)
+    assert any("low MPS priority" in text for text in ecs_export(low).lost)
+    assert any("per process" in text for text in ecs_export(low).needs)
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def check_crds(found: Any) -> None:
         ("node-pool", "NodePool", "karpenter.sh/v1"),
         ("node-overlay", "NodeOverlay", "karpenter.sh/v1alpha1"),
     ):
-        if f"{name}.yaml" not in {one.name for one in found.documents}:
+        if f"{name}.yaml" not in {document.name for document in found.documents}:
             continue
         document = loaded(found, f"{name}.yaml")
         assert (document["kind"], document["apiVersion"]) == (kind, version)
@@ -88,13 +88,13 @@ def check_crds(found: Any) -> None:
 
 
 def test_the_pool_and_what_karpenter_cannot_know() -> None:
-    found = node_pool_export(t4s(4, replicas=5), max_nodes=3)
-    check_crds(found)
-    assert check_kubernetes(found) == 1
-    pool = loaded(found, "node-pool.yaml")["spec"]
+    export = node_pool_export(t4s(4, replicas=5), max_nodes=3)
+    check_crds(export)
+    assert check_kubernetes(export) == 1
+    pool = loaded(export, "node-pool.yaml")["spec"]
     assert pool["template"]["spec"]["taints"] == [{"key": "nvidia.com/gpu", "value": "true", "effect": "NoSchedule"}]
     assert pool["limits"] == {"nvidia.com/gpu": "60"}
-    overlay = loaded(found, "node-overlay.yaml")["spec"]
+    overlay = loaded(export, "node-overlay.yaml")["spec"]
     assert overlay["capacity"] == {"nvidia.com/gpu": "20"}
     # It must not speak of nodes of other pools.
     keys = {one["key"]: one["values"] for one in overlay["requirements"]}
@@ -107,28 +107,28 @@ def test_the_pool_and_what_karpenter_cannot_know() -> None:
     label = pool["template"]["metadata"]["labels"]["nvidia.com/device-plugin.config"]
     plugin = k8s.operator_export(t4s(4, replicas=5))
     assert label in loaded(plugin, "device-plugin-config.yaml")["data"]
-    assert any("NodeOverlay=true" in one for one in found.needs)
+    assert any("NodeOverlay=true" in text for text in export.needs)
 
 
 def test_whole_gpus_need_no_overlay() -> None:
-    found = node_pool_export(t4s(2, sharing=Way.EXCLUSIVE), max_nodes=3)
-    assert [one.name for one in found.documents] == ["node-class.yaml", "node-pool.yaml", "verify-gpu.yaml"]
-    assert found.commands[0] == "kubectl apply -f node-class.yaml -f node-pool.yaml"
+    export = node_pool_export(t4s(2, sharing=Way.EXCLUSIVE), max_nodes=3)
+    assert [document.name for document in export.documents] == ["node-class.yaml", "node-pool.yaml", "verify-gpu.yaml"]
+    assert export.commands[0] == "kubectl apply -f node-class.yaml -f node-pool.yaml"
     # An alpha feature for nothing.
-    assert not any("NodeOverlay" in one or "node-overlay" in one for one in found.needs)
-    assert loaded(found, "node-pool.yaml")["spec"]["limits"] == {"nvidia.com/gpu": "6"}
+    assert not any("NodeOverlay" in text or "node-overlay" in text for text in export.needs)
+    assert loaded(export, "node-pool.yaml")["spec"]["limits"] == {"nvidia.com/gpu": "6"}
 
 
 def test_one_instance_type_and_no_limit() -> None:
-    found = node_pool_export(t4s(1, replicas=4), instance_type="g4dn.2xlarge", name="t4", node_class="al2023")
-    check_crds(found)
-    pool = loaded(found, "node-pool.yaml")["spec"]
+    export = node_pool_export(t4s(1, replicas=4), instance_type="g4dn.2xlarge", name="t4", node_class="al2023")
+    check_crds(export)
+    pool = loaded(export, "node-pool.yaml")["spec"]
     assert "limits" not in pool
-    assert any("--max-nodes" in one for one in found.needs)
+    assert any("--max-nodes" in text for text in export.needs)
     assert pool["template"]["spec"]["nodeClassRef"]["name"] == "al2023"
     # It exists already: ours must not replace it.
-    assert "node-class.yaml" not in {one.name for one in found.documents}
-    assert loaded(found, "node-overlay.yaml")["spec"]["requirements"][0] == {
+    assert "node-class.yaml" not in {document.name for document in export.documents}
+    assert loaded(export, "node-overlay.yaml")["spec"]["requirements"][0] == {
         "key": "node.kubernetes.io/instance-type",
         "operator": "In",
         "values": ["g4dn.2xlarge"],
@@ -136,14 +136,14 @@ def test_one_instance_type_and_no_limit() -> None:
 
 
 def test_mig_leaves_no_whole_gpu() -> None:
-    found = node_pool_export(host(gpu(0, Way.MIG, mig=(mig(0), mig(1)))))
-    check_crds(found)
-    assert loaded(found, "node-overlay.yaml")["spec"]["capacity"] == {
+    export = node_pool_export(host(gpu(0, Way.MIG, mig=(mig(0), mig(1)))))
+    check_crds(export)
+    assert loaded(export, "node-overlay.yaml")["spec"]["capacity"] == {
         "nvidia.com/mig-1g.10gb": "2",
         "nvidia.com/gpu": "0",
     }
     assert (
-        loaded(found, "node-pool.yaml")["spec"]["template"]["metadata"]["labels"]["nvidia.com/mig.config"]
+        loaded(export, "node-pool.yaml")["spec"]["template"]["metadata"]["labels"]["nvidia.com/mig.config"]
         == "gpushare-2x1g.10gb"
     )
 
@@ -175,11 +175,11 @@ def test_refused(described: HostDescription, options: dict[str, Any], kind: type
 
 
 def test_the_node_class() -> None:
-    found = node_pool_export(t4s(4, replicas=4), cluster="prod")
-    spec = loaded(found, "node-class.yaml")["spec"]
+    export = node_pool_export(t4s(4, replicas=4), cluster="prod")
+    spec = loaded(export, "node-class.yaml")["spec"]
     assert spec["role"] == "KarpenterNodeRole-prod"
     assert spec["subnetSelectorTerms"] == [{"tags": {"karpenter.sh/discovery": "prod"}}]
-    assert loaded(found, "node-class.yaml")["metadata"]["name"] == "gpu-shared"
+    assert loaded(export, "node-class.yaml")["metadata"]["name"] == "gpu-shared"
     # Two pools of a cluster have a node class each.
     other = node_pool_export(t4s(4, replicas=4), name="gpu-8")
     assert loaded(other, "node-class.yaml")["metadata"]["name"] == "gpu-8"
@@ -189,9 +189,9 @@ def test_the_node_class() -> None:
     spec = loaded(own, "node-class.yaml")["spec"]
     assert (spec["role"], spec["amiSelectorTerms"]) == ("nodes", [{"alias": "al2023@v20260801"}])
     assert spec["securityGroupSelectorTerms"] == [{"tags": {"team": "ml", "env": "a=b"}}]
-    assert not any("CLUSTER" in one for one in own.needs)
-    assert any("--cluster NAME" in one for one in node_pool_export(t4s(4, replicas=4)).needs)
-    assert any("new nodes: only those" in one for one in own.needs)
+    assert not any("CLUSTER" in text for text in own.needs)
+    assert any("--cluster NAME" in text for text in node_pool_export(t4s(4, replicas=4)).needs)
+    assert any("new nodes: only those" in text for text in own.needs)
 
 
 @pytest.mark.parametrize(
@@ -199,23 +199,23 @@ def test_the_node_class() -> None:
     [(t4s(4, replicas=4), "time-slicing", 4), (t4s(2, sharing=Way.MPS, mps=mps(50.0)), "mps", 2)],
 )
 def test_bottlerocket_shares_by_its_own_plugin(described: HostDescription, way: str, number: int) -> None:
-    found = node_pool_export(described, ami="bottlerocket@1.54.0", cluster="prod")
-    check_crds(found)
+    export = node_pool_export(described, ami="bottlerocket@1.54.0", cluster="prod")
+    check_crds(export)
     tomllib = pytest.importorskip("tomllib")
-    settings = tomllib.loads(loaded(found, "node-class.yaml")["spec"]["userData"])["settings"]
+    settings = tomllib.loads(loaded(export, "node-class.yaml")["spec"]["userData"])["settings"]
     nvidia = settings["kubelet-device-plugins"]["nvidia"]
     assert nvidia["device-sharing-strategy"] == way
     # Overlay and pods use the name of the GPU.
     assert (nvidia[way]["replicas"], nvidia[way]["rename-by-default"]) == (number, False)
-    assert not any("gpushare export k8s" in one for one in found.needs)
+    assert not any("gpushare export k8s" in text for text in export.needs)
 
 
 def test_as_many_pods_as_shares_and_one_more_that_stays_pending() -> None:
-    found = node_pool_export(t4s(4, replicas=4), max_nodes=2)
-    assert loaded(found, "verify-gpu.yaml")["spec"]["replicas"] == 32
-    said = list(found.commands)
+    export = node_pool_export(t4s(4, replicas=4), max_nodes=2)
+    assert loaded(export, "verify-gpu.yaml")["spec"]["replicas"] == 32
+    said = list(export.commands)
     scale = said.index("kubectl scale deployment/gpushare-verify-gpu --replicas=33")
     assert "status.phase=Pending" in said[scale + 1]
     assert said[scale + 2].startswith("kubectl get events")
     # Without a limit one more pod would start a node.
-    assert not any("--replicas=" in one for one in node_pool_export(t4s(4, replicas=4)).commands)
+    assert not any("--replicas=" in text for text in node_pool_export(t4s(4, replicas=4)).commands)

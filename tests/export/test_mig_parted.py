@@ -20,10 +20,10 @@ from tests.export.hosts import gpu, host, mig, mps, t4s, text
 
 def test_equal_gpus_share_an_entry() -> None:
     cut = (mig(0), mig(1), mig(4, "3g.40gb"))
-    found = parted_export(host(*(gpu(index, Way.MIG, mig=cut) for index in range(3))), name="day")
-    (entry,) = yaml.safe_load(text(found, FILE))["mig-configs"]["day"]
+    export = parted_export(host(*(gpu(index, Way.MIG, mig=cut) for index in range(3))), name="day")
+    (entry,) = yaml.safe_load(text(export, FILE))["mig-configs"]["day"]
     assert entry == {"devices": "all", "mig-enabled": True, "mig-devices": {"1g.10gb": 2, "3g.40gb": 1}}
-    assert any("-c day" in one for one in found.commands)
+    assert any("-c day" in text for text in export.commands)
 
 
 @given(st.lists(st.lists(st.sampled_from(["1g.10gb", "1g.10gb+me", "3g.40gb"]), max_size=7), min_size=1, max_size=3))
@@ -86,15 +86,17 @@ def test_what_is_written_is_read_back(cuts: list[list[str] | None], whole: bool)
         assert demands[index].mig_enabled is (cut is not None)
         counts = (
             sorted(
-                (str(one.profile), one.count, one.compute)
-                for one in parse_wish(
+                (str(request.profile), request.count, request.compute)
+                for request in parse_wish(
                     " ".join(f"{name}*{(cut or []).count(name)}" for name in dict.fromkeys(cut or ()))
                 )
             )
             if cut
             else []
         )
-        assert sorted((str(one.profile), one.count, one.compute) for one in demands[index].wish) == counts
+        assert (
+            sorted((str(request.profile), request.count, request.compute) for request in demands[index].wish) == counts
+        )
 
 
 def test_models_are_told_apart_by_a_filter() -> None:

@@ -60,21 +60,21 @@ def lines(found: Export) -> dict[str, str]:
 def node_gres(found: Export) -> Counter[str]:
     """Return how many of each resource the node line promises."""
     numbers: Counter[str] = Counter()
-    for one in lines(found)["NodeName"].partition("Gres=")[2].split(","):
-        name, _, number = one.rpartition(":")
+    for item in lines(found)["NodeName"].partition("Gres=")[2].split(","):
+        name, _, number = item.rpartition(":")
         numbers[name] += int(number)
     return numbers
 
 
 def test_time_slicing_becomes_shards() -> None:
-    found = slurm_export(t4s(4))
-    assert [one["Name"] for one in records(found)] == ["gpu"] * 4 + ["shard"] * 4
-    assert node_gres(found) == {"gpu:t4": 4, "shard": 16}
-    assert lines(found)["GresTypes"] == "gpu,shard"
-    assert lines(found)["SelectType"] == "select/cons_tres"
-    assert lines(found)["NodeName"].startswith("gpu01 Gres=")
-    assert any("--replicas" in one for one in found.lost)
-    assert any("limits neither memory nor threads" in one for one in found.lost)
+    export = slurm_export(t4s(4))
+    assert [record["Name"] for record in records(export)] == ["gpu"] * 4 + ["shard"] * 4
+    assert node_gres(export) == {"gpu:t4": 4, "shard": 16}
+    assert lines(export)["GresTypes"] == "gpu,shard"
+    assert lines(export)["SelectType"] == "select/cons_tres"
+    assert lines(export)["NodeName"].startswith("gpu01 Gres=")
+    assert any("--replicas" in text for text in export.lost)
+    assert any("limits neither memory nor threads" in text for text in export.lost)
 
 
 # Two pairs with NVLink, one behind the other: devices are counted by PCI bus id, files by their minor.
@@ -87,32 +87,32 @@ PAIRS = host(
 
 
 def test_jobs_of_several_gpus_get_connected_ones() -> None:
-    links = {one["File"]: one["Links"] for one in records(slurm_export(PAIRS)) if one["Name"] == "gpu"}
+    links = {record["File"]: record["Links"] for record in records(slurm_export(PAIRS)) if record["Name"] == "gpu"}
     assert links == {
         "/dev/nvidia3": "-1,1,0,0", "/dev/nvidia2": "1,-1,0,0", "/dev/nvidia1": "0,0,-1,1", "/dev/nvidia0": "0,0,1,-1",
     }  # fmt: skip
     assert "Links" not in records(slurm_export(t4s(4)))[0]
-    assert any("--gres=gpu:N gives it whole GPUs" in one for one in slurm_export(PAIRS).lost)
+    assert any("--gres=gpu:N gives it whole GPUs" in text for text in slurm_export(PAIRS).lost)
 
 
 def test_gpus_of_their_own_need_no_shared_resource() -> None:
-    found = slurm_export(t4s(2, sharing=Way.EXCLUSIVE))
-    assert len(records(found)) == 2
-    assert lines(found) == {
+    export = slurm_export(t4s(2, sharing=Way.EXCLUSIVE))
+    assert len(records(export)) == 2
+    assert lines(export) == {
         "GresTypes": "gpu",
         "ProctrackType": "proctrack/cgroup",
         "TaskPlugin": "task/cgroup,task/affinity",
         "NodeName": "gpu01 Gres=gpu:t4:2",
     }
-    assert [one.name for one in found.documents] == ["gres.conf", "slurm.conf.lines", "cgroup.conf.lines"]
-    assert "\nConstrainDevices=yes\n" in text(found, "cgroup.conf.lines")
+    assert [document.name for document in export.documents] == ["gres.conf", "slurm.conf.lines", "cgroup.conf.lines"]
+    assert "\nConstrainDevices=yes\n" in text(export, "cgroup.conf.lines")
     # slurmctld does not start with it where there is no slurmdbd.
-    assert "\n#AccountingStorageTRES=gres/gpu\n" in text(found, "slurm.conf.lines")
+    assert "\n#AccountingStorageTRES=gres/gpu\n" in text(export, "slurm.conf.lines")
 
 
 def test_every_gpu_in_its_own_way() -> None:
-    found = slurm_export(MIXED, autodetect="off")
-    gres = records(found)
+    export = slurm_export(MIXED, autodetect="off")
+    gres = records(export)
     assert [one for one in gres if one["Name"] == "mps"] == [{"Name": "mps", "Count": "100", "File": "/dev/nvidia2"}]
     assert [one for one in gres if one["Name"] == "shard"] == [{"Name": "shard", "Count": "3", "File": "/dev/nvidia1"}]
     assert [one["MultipleFiles"] for one in gres if "MultipleFiles" in one] == [
@@ -120,7 +120,7 @@ def test_every_gpu_in_its_own_way() -> None:
         "/dev/nvidia3,/dev/nvidia-caps/nvidia-cap102,/dev/nvidia-caps/nvidia-cap103",
         "/dev/nvidia3,/dev/nvidia-caps/nvidia-cap108,/dev/nvidia-caps/nvidia-cap109",
     ]
-    assert node_gres(found) == {
+    assert node_gres(export) == {
         "gpu:t4": 3,
         "gpu:nvidia_h100_80gb_hbm3_1g.10gb": 2,
         "gpu:nvidia_h100_80gb_hbm3_3g.40gb": 1,
@@ -128,14 +128,14 @@ def test_every_gpu_in_its_own_way() -> None:
         "shard": 3,
     }
     types = Counter(f"gpu:{one['Type']}" for one in gres if one["Name"] == "gpu")
-    assert types == Counter({key: value for key, value in node_gres(found).items() if key.startswith("gpu:")})
+    assert types == Counter({key: value for key, value in node_gres(export).items() if key.startswith("gpu:")})
 
 
 def test_with_mig_slurmd_looks_itself() -> None:
-    found = slurm_export(MIXED)
-    assert text(found, "gres.conf").splitlines()[1] == "AutoDetect=nvml"
-    assert {one["Name"] for one in records(found)} == {"mps", "shard"}
-    assert lines(found)["JobAcctGatherParams"] == "DisableGPUAcct"
+    export = slurm_export(MIXED)
+    assert text(export, "gres.conf").splitlines()[1] == "AutoDetect=nvml"
+    assert {record["Name"] for record in records(export)} == {"mps", "shard"}
+    assert lines(export)["JobAcctGatherParams"] == "DisableGPUAcct"
 
 
 @pytest.mark.parametrize(
@@ -155,21 +155,21 @@ def test_slurmd_names_mig_devices_by_their_memory(model: str, profile: str, mib:
     described = host(gpu(0, Way.MIG, name=model, mig=(device,)))
     assert node_gres(slurm_export(described)) == {f"gpu:{named}": 1}
     own = f"{model.lower().replace(' ', '_')}_{profile}"
-    assert any("by their memory" in one for one in slurm_export(described).needs) is (named != own)
+    assert any("by their memory" in text for text in slurm_export(described).needs) is (named != own)
     # Where it is told each device, it takes our name.
     assert node_gres(slurm_export(described, autodetect="off")) == {f"gpu:{own}": 1}
 
 
 def test_mps_comes_with_its_scripts() -> None:
-    found = slurm_export(MIXED)
-    assert {one.name for one in found.documents if one.kind == "sh"} == {
+    export = slurm_export(MIXED)
+    assert {document.name for document in export.documents if document.kind == "sh"} == {
         "gpushare-prolog.sh",
         "gpushare-epilog.sh",
         "gpushare-task-prolog.sh",
     }
-    said = lines(found)
+    said = lines(export)
     for key in ("Prolog", "Epilog", "TaskProlog"):
-        assert Path(said[key]).name in {one.name for one in found.documents}
+        assert Path(said[key]).name in {document.name for document in export.documents}
 
 
 def test_what_is_lost() -> None:
@@ -210,12 +210,12 @@ def numbers(found: Export) -> dict[str, str]:
     ],
 )
 def test_the_prolog_knows_slurms_numbers(described: HostDescription, autodetect: str, order: dict[str, int]) -> None:
-    found = slurm_export(described, autodetect=autodetect)
-    assert numbers(found) == {number: described.gpus[index].uuid for number, index in order.items()}
+    export = slurm_export(described, autodetect=autodetect)
+    assert numbers(export) == {number: described.gpus[index].uuid for number, index in order.items()}
     if described is UNEQUAL:
-        assert "Gres=gpu:t4:2,gpu:a30:1," in lines(found)["NodeName"]
+        assert "Gres=gpu:t4:2,gpu:a30:1," in lines(export)["NodeName"]
     if autodetect == "off":
-        assert any("slurmd -G" in one for one in found.needs)
+        assert any("slurmd -G" in text for text in export.needs)
 
 
 @pytest.mark.parametrize(
@@ -253,15 +253,15 @@ KINDS = st.sampled_from(
 
 @given(st.lists(KINDS, min_size=1, max_size=6), st.sampled_from(["nvml", "off"]))
 def test_what_is_written_means_the_same(kinds: list[dict[str, Any]], autodetect: str) -> None:
-    found = slurm_export(host(*(gpu(index, **kind) for index, kind in enumerate(kinds))), autodetect=autodetect)
-    gres = records(found)
+    export = slurm_export(host(*(gpu(index, **kind) for index, kind in enumerate(kinds))), autodetect=autodetect)
+    gres = records(export)
     for index, kind in enumerate(kinds):
         names = {one["Name"] for one in gres if one.get("File") == f"/dev/nvidia{index}"} - {"gpu"}
         wanted = {Way.TIMESLICE: {"shard"}, Way.MPS: {"mps"}}.get(kind["sharing"], set())
         assert names == wanted
     number = sum(len(kind.get("mig", ())) or 1 for kind in kinds)
-    assert sum(value for key, value in node_gres(found).items() if key.startswith("gpu:")) == number
-    assert {key.partition(":")[0] for key in node_gres(found)} == set(lines(found)["GresTypes"].split(","))
+    assert sum(value for key, value in node_gres(export).items() if key.startswith("gpu:")) == number
+    assert {key.partition(":")[0] for key in node_gres(export)} == set(lines(export)["GresTypes"].split(","))
 
 
 def slurmd() -> str | None:
@@ -292,7 +292,7 @@ DETECTED = host(
 @pytest.mark.skipif(slurmd() is None, reason="slurmd is not installed (GPUSHARE_TEST_SLURMD is its path)")
 @pytest.mark.parametrize("described", [UNEQUAL, CUT, DETECTED], ids=["unequal", "cut", "detected"])
 def test_slurmd_orders_what_it_detects(tmp_path: Path, described: HostDescription) -> None:
-    found = slurm_export(described, autodetect="nvml")
+    export = slurm_export(described, autodetect="nvml")
     detect(tmp_path, described)
     order = slurm_order(described, by_nvml=True)
     whole = [f"nvidia{one.gpu.minor}" for one in order if one.mig is None]
@@ -300,22 +300,22 @@ def test_slurmd_orders_what_it_detects(tmp_path: Path, described: HostDescriptio
         (tmp_path / "dev").mkdir(exist_ok=True)
         if not (tmp_path / "dev" / end).is_symlink():
             (tmp_path / "dev" / end).symlink_to("/dev/null")
-    said = listed(tmp_path, found, detected=True)
+    said = listed(tmp_path, export, detected=True)
     assert said[: len(whole)] == whole
-    assert len(described.gpus) == len(whole) + len([one for one in described.gpus if one.mig])
+    assert len(described.gpus) == len(whole) + len([gpu for gpu in described.gpus if gpu.mig])
 
 
 def detect(tmp_path: Path, described: HostDescription) -> None:
     """Write Slurm's own stand-in for a driver, a file of GPUs: type, CPUs, links, device file, UUID."""
     detected = []
-    for one in described.gpus:
-        name = (one.name or "").lower().replace(" ", "_")
-        links = ",".join("-1" if other is one else "0" for other in described.gpus)
-        if not one.mig:
-            detected.append(f"{name}|2|0|{links}|{tmp_path}/dev/nvidia{one.minor}")
-        for mig_device in one.mig:
+    for each in described.gpus:
+        name = (each.name or "").lower().replace(" ", "_")
+        links = ",".join("-1" if other is each else "0" for other in described.gpus)
+        if not each.mig:
+            detected.append(f"{name}|2|0|{links}|{tmp_path}/dev/nvidia{each.minor}")
+        for mig_device in each.mig:
             # Without its second capability: slurmd reads lines of 256 bytes.
-            files = f"{tmp_path}/dev/nvidia{one.minor},{tmp_path}/dev/nvidia-cap{(mig_device.capabilities or (0,))[0]}"
+            files = f"{tmp_path}/dev/nvidia{each.minor},{tmp_path}/dev/nvidia-cap{(mig_device.capabilities or (0,))[0]}"
             detected.append(f"{name}_{mig_device.profile}|2|0|(null)|{files}")
     # In an order that slurmd has to sort.
     (tmp_path / "fake_gpus.conf").write_text("\n".join(reversed(detected)) + "\n")

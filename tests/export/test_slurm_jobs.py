@@ -47,9 +47,9 @@ class Cluster:
         (tmp / "bin" / "scontrol").symlink_to(self.program("scontrol"))
         if autodetect == "nvml":
             detect(tmp, described)
-            for one in described.gpus:
-                (tmp / "dev" / f"nvidia{one.minor}").symlink_to("/dev/null")
-        names = {one.name for one in self.found.documents}
+            for gpu in described.gpus:
+                (tmp / "dev" / f"nvidia{gpu.minor}").symlink_to("/dev/null")
+        names = {document.name for document in self.found.documents}
         self.scripts = [one for one in SCRIPTS if f"gpushare-{one}.sh" in names]
         for script in self.scripts:
             body = text(self.found, f"gpushare-{script}.sh").replace(STATE, str(tmp / "state"))
@@ -145,20 +145,20 @@ class Cluster:
         out = self.tmp / f"job-{gres.replace(':', '-').replace(',', '-')}.out"
         script = f"env; cat {self.tmp}/state/*/pipe/alive 2>/dev/null | sed s/^/DAEMON=/"
         said = self.ask("sbatch", f"--gres={gres}", "-o", str(out), "--wrap", script)
-        found = re.search(r"Submitted batch job (\d+)", said)
-        assert found is not None, said + self.logs()
+        match = re.search(r"Submitted batch job (\d+)", said)
+        assert match is not None, said + self.logs()
         until(
-            lambda: _state(self.ask("scontrol", "show", "job", found[1])) not in {"PENDING", "RUNNING", "COMPLETING"},
+            lambda: _state(self.ask("scontrol", "show", "job", match[1])) not in {"PENDING", "RUNNING", "COMPLETING"},
             self.logs,
         )
-        assert _state(self.ask("scontrol", "show", "job", found[1])) == "COMPLETED", self.logs()
+        assert _state(self.ask("scontrol", "show", "job", match[1])) == "COMPLETED", self.logs()
         told = [line.partition("=") for line in out.read_text().splitlines()]
         return {key: value for key, _, value in told}
 
 
 def _state(text: str) -> str:
-    found = re.search(r"JobState=(\w+)", text)
-    return found[1] if found else ""
+    match = re.search(r"JobState=(\w+)", text)
+    return match[1] if match else ""
 
 
 def until(condition: Callable[[], bool], said: Callable[[], str]) -> None:

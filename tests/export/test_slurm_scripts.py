@@ -59,9 +59,9 @@ def test_shellcheck_finds_nothing(share: HostDescription, tmp_path: Path) -> Non
         pytest.skip("shellcheck is not installed")
     units = units_export(share)
     scripts = [
-        one
-        for one in (*slurm_export(share).documents, *units.documents, apply_script("systemd", units))
-        if one.kind == "sh"
+        document
+        for document in (*slurm_export(share).documents, *units.documents, apply_script("systemd", units))
+        if document.kind == "sh"
     ]
     assert len(scripts) == 5
     for one in scripts:

@@ -37,9 +37,9 @@ def settings(unit: str) -> dict[str, list[str]]:
 
 
 def test_the_host_at_boot() -> None:
-    found = units_export(t4s())
-    assert [one.name for one in found.documents] == ["gpushare.service"]
-    unit = settings(text(found, "gpushare.service"))
+    export = units_export(t4s())
+    assert [document.name for document in export.documents] == ["gpushare.service"]
+    unit = settings(text(export, "gpushare.service"))
     assert unit["Type"] == ["oneshot"]
     assert unit["ExecStart"] == ["/usr/bin/gpushare apply -f /var/lib/gpushare/applied.yaml --yes"]
     assert unit["ConditionPathExists"] == ["/var/lib/gpushare/applied.yaml"]
@@ -52,9 +52,9 @@ def test_the_host_at_boot() -> None:
 
 
 def test_a_daemon_in_the_foreground() -> None:
-    found = units_export(HOST, program="/opt/gpushare/bin/gpushare")
-    assert {one.name for one in found.documents} == {"gpushare.service", GPU_UNIT, MIG_UNIT, READY}
-    unit = settings(text(found, GPU_UNIT))
+    export = units_export(HOST, program="/opt/gpushare/bin/gpushare")
+    assert {document.name for document in export.documents} == {"gpushare.service", GPU_UNIT, MIG_UNIT, READY}
+    unit = settings(text(export, GPU_UNIT))
     assert unit["ExecStart"] == ["/usr/bin/nvidia-cuda-mps-control -f"]
     (pipe,) = (one.partition("=")[2] for one in unit["Environment"] if one.startswith("CUDA_MPS_PIPE_DIRECTORY"))
     # A daemon that has gone already is as good as a stopped one.
@@ -71,7 +71,7 @@ def test_a_daemon_in_the_foreground() -> None:
     )
     assert unit["ExecStartPre"][1].endswith("-c EXCLUSIVE_PROCESS")
     assert unit["ExecStopPost"][0].endswith("-c DEFAULT")
-    other = settings(text(found, MIG_UNIT))
+    other = settings(text(export, MIG_UNIT))
     assert len(other["ExecStartPre"]) == 1
     # A user's name may end in a $, which systemd would take for a variable.
     samba = units_export(host(gpu(0, Way.MPS, mps=mps(None, users=("pc$", "bob")))))
@@ -81,8 +81,8 @@ def test_a_daemon_in_the_foreground() -> None:
     assert f"/usr/bin/setfacl -m u:alice:rx,m::rx {pipe}" in unit["ExecStartPre"]
     assert unit["RuntimeDirectoryMode"] == ["0750"]
     assert other["RuntimeDirectoryMode"] == ["0755"]
-    assert any("setfacl" in one for one in found.needs)
-    assert any("MIG UUID" in one for one in found.lost)
+    assert any("setfacl" in text for text in export.needs)
+    assert any("MIG UUID" in text for text in export.lost)
 
 
 @pytest.mark.parametrize(("driver", "first"), [("550.163.01", True), ("580.159.04", False), (None, False)])
@@ -107,12 +107,12 @@ def test_systemd_takes_them(tmp_path: Path) -> None:
     """Its exit code is 0 for a misspelt key too: nothing may be said."""
     true = shutil.which("true") or "/bin/true"
     names = []
-    for one in units_export(HOST).documents:
-        if one.kind == "unit":
+    for document in units_export(HOST).documents:
+        if document.kind == "unit":
             # NVIDIA's programs are not on every machine that runs the tests.
-            body = re.sub(r"^(Exec\w+=)\S+", rf"\1{true}", one.text, flags=re.MULTILINE)
-            (tmp_path / one.name).write_text(body)
-            names.append(str(tmp_path / one.name))
+            body = re.sub(r"^(Exec\w+=)\S+", rf"\1{true}", document.text, flags=re.MULTILINE)
+            (tmp_path / document.name).write_text(body)
+            names.append(str(tmp_path / document.name))
     command = ["systemd-analyze", "verify", "--man=no", *names]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     if "Failed to" in done.stderr and "unit" not in done.stderr:

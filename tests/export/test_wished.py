@@ -23,18 +23,18 @@ H100S = host(*(gpu(index, name="NVIDIA H100 80GB HBM3", mig_capable=True) for in
 def read(*entries: str, described: HostDescription = H100S) -> HostDescription:
     """Return the host with these ways of sharing, one per GPU."""
     lines = [f"- {{match: {{index: {index}}}, {entry}}}" for index, entry in enumerate(entries)]
-    found = parse("version: 1\ngpus:\n" + "\n".join(lines) + "\n", "x")
-    by_index = {int(one.match.values[0]): one for one in found.entries}
+    parsed = parse("version: 1\ngpus:\n" + "\n".join(lines) + "\n", "x")
+    by_index = {int(entry.match.values[0]): entry for entry in parsed.entries}
     return wished(described, by_index, dict.fromkeys(by_index, PROFILES))
 
 
 def test_each_way_of_sharing() -> None:
-    found = read(
+    parsed = read(
         "timeslice: {level: long, replicas: 3}",
         "mps: {threads: 25, memory: 4G, priority: low, exclusive: true, replicas: 4}",
         "exclusive: true",
     )
-    sliced, clients, alone, untouched = found.gpus
+    sliced, clients, alone, untouched = parsed.gpus
     assert (sliced.sharing, sliced.time_slice, sliced.replicas) == (Way.TIMESLICE, TimeSlice.LONG, 3)
     assert clients.mps is not None
     assert (clients.mps.limits.threads_percent, clients.mps.limits.memory_limit_bytes) == (25.0, 4 * GIB)
@@ -50,10 +50,10 @@ def test_each_way_of_sharing() -> None:
 
 
 def test_mig_by_size_with_parts_and_sharing_inside() -> None:
-    found = read(
+    parsed = read(
         'mig: ["3g:4", {wish: "1g*2", mps: {threads: 50}}, "1c.2g.20gb*2", {wish: "1g.10gb", name: dev}]'
     ).gpus[0]
-    assert [(one.profile, one.start, one.name) for one in found.mig] == [
+    assert [(instance.profile, instance.start, instance.name) for instance in parsed.mig] == [
         ("3g.40gb", 4, None),
         ("1g.10gb", None, None),
         ("1g.10gb", None, None),
@@ -61,8 +61,8 @@ def test_mig_by_size_with_parts_and_sharing_inside() -> None:
         ("1c.2g.20gb", None, None),
         ("1g.10gb", None, "dev"),
     ]
-    assert [one.mps is not None for one in found.mig] == [False, True, True, False, False, False]
-    assert [one.index for one in found.mig] == list(range(6))
+    assert [instance.mps is not None for instance in parsed.mig] == [False, True, True, False, False, False]
+    assert [instance.index for instance in parsed.mig] == list(range(6))
 
 
 def test_a_profile_that_the_gpu_never_has() -> None:
@@ -76,7 +76,9 @@ def test_engines_take_it() -> None:
     assert of_node(alike).capacity(alike) == {"nvidia.com/mig-1g.10gb": 56}
     assert check_kubernetes(k8s.operator_export(alike)) == 3
     # Each device is shared by its own pods, so each has its own claim.
-    claims = [one.name for one in dra.claims_export(alike).documents if not one.name.startswith("verify-")]
+    claims = [
+        document.name for document in dra.claims_export(alike).documents if not document.name.startswith("verify-")
+    ]
     assert len(claims) == len(set(claims)) == 28
     assert check_kubernetes(dra.claims_export(alike)) == 56
     plain = read(*['mig: ["1g.10gb*7"]'] * 4)
@@ -105,7 +107,7 @@ def divided(*there: MigDescription) -> HostDescription:
 
 def numbers(found: HostDescription) -> list[int]:
     """Return the numbers of the devices that `mig` made, in the order of the file."""
-    return [int(one.uuid[4:12], 16) for one in found.gpus[0].mig]
+    return [int(instance.uuid[4:12], 16) for instance in found.gpus[0].mig]
 
 
 HALVES = (mig(0, "3g.40gb"), mig(4, "3g.40gb"))
@@ -127,7 +129,7 @@ def test_a_daemon_is_looked_for_where_it_runs() -> None:
     ):
         found = found_in(there, entry)
         assert numbers(found) == order
-        (daemon,) = [one.mps for one in found.gpus[0].mig if one.mps is not None]
+        (daemon,) = [instance.mps for instance in found.gpus[0].mig if instance.mps is not None]
         assert daemon.pipe_directory == pipe
 
 
@@ -147,7 +149,7 @@ def test_what_is_named_goes_to_its_name() -> None:
     both = "mig: [{wish: 3g.40gb, name: a, timeslice: {replicas: 3}}, {wish: 3g.40gb, name: b}]"
     found = found_in(there, both)
     assert numbers(found) == [4, 0]
-    assert [(one.name, one.replicas) for one in found.gpus[0].mig] == [("a", 3), ("b", None)]
+    assert [(instance.name, instance.replicas) for instance in found.gpus[0].mig] == [("a", 3), ("b", None)]
     # A name that is to be given goes to one that has none.
     fresh = divided(replace(HALVES[0], name="b"), HALVES[1])
     assert numbers(found_in(fresh, "mig: [{wish: 3g.40gb, name: c}]")) == [4]

@@ -39,10 +39,10 @@ def test_one_mig_instance_is_measured_for_itself() -> None:
     host = connect("sim:h200")
     busy, idle = host.nvml.sweep()[0].mig_instances
     admin.add_process(host.spec, mig=busy.uuid, sm_percent=80)
-    found = [ActivityMeter(host.nvml, 0, mig.gpu_instance_id).read() for mig in (busy, idle)]
-    assert found[0] is not None
-    assert found[0].percent > 50
-    assert found[1] == Activity(0.0, "gpm")
+    rows = [ActivityMeter(host.nvml, 0, mig.gpu_instance_id).read() for mig in (busy, idle)]
+    assert rows[0] is not None
+    assert rows[0].percent > 50
+    assert rows[1] == Activity(0.0, "gpm")
 
 
 def test_without_gpm_a_mig_instance_is_unknown() -> None:

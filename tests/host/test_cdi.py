@@ -22,10 +22,10 @@ NAME = "/var/run/cdi/nvidia.yaml"
 @pytest.fixture
 def host() -> Host:
     """Return a simulated host whose GPU 0 has two MIG devices, with the toolkit and a right specification."""
-    found = connect(SPEC)
+    host = connect(SPEC)
     admin.set_mig(SPEC, "0", ["3g.40gb:0", "3g.40gb:4"])
     nvidia_ctk.install(open_simulated(SPEC).state_file)
-    return found
+    return host
 
 
 def gpus(host: Host) -> tuple[Gpu, ...]:

@@ -61,7 +61,7 @@ def fault(state_file: StateFile, name: str | None = None, **statuses: int) -> It
 def process_of(state_file: StateFile, pid: int) -> SimulatedProcess:
     state = state_file.read()
     assert state is not None
-    return next(one for one in state.processes if one.pid == pid)
+    return next(process for process in state.processes if process.pid == pid)
 
 
 # -- a scan ------------------------------------------------------------------------------------------------------------

@@ -185,7 +185,7 @@ def test_another_process_that_was_added_holds_it_on(host: Host, taker: Start) ->
         (path,) = files(host)
         HeldClaim(path).add(other.pid)
         before = live_claims(host)[ONE]
-        assert [one.pid for one in before.processes] == [process.pid, other.pid]
+        assert [process.pid for process in before.processes] == [process.pid, other.pid]
         process.kill()
         process.wait()
         after = refused(host)

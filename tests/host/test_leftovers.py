@@ -20,13 +20,13 @@ LEFT = (
 
 @pytest.fixture
 def host() -> Host:
-    found = connect("sim:a100-80gb")
+    host = connect("sim:a100-80gb")
     for path in (
-        *(found.run_directory / name for name in ("mig", "mps/mig-1", "on-demand")),
-        found.state_directory / "names",
+        *(host.run_directory / name for name in ("mig", "mps/mig-1", "on-demand")),
+        host.state_directory / "names",
     ):
         path.mkdir(parents=True, exist_ok=True)
-    return found
+    return host
 
 
 def put(directory: Path, *names: str) -> list[Path]:

@@ -17,9 +17,9 @@ from tests.sim import mps, nvml_host
 
 
 def on_gpu(spec: str, index: int = 0) -> dict[int, GpuProcess]:
-    found = connect(spec).nvml.processes(index)
-    assert found is not None
-    return {process.pid: process for process in found}
+    host = connect(spec).nvml.processes(index)
+    assert host is not None
+    return {process.pid: process for process in host}
 
 
 def test_compute_and_graphics_processes_are_told_apart() -> None:

@@ -73,8 +73,8 @@ def proc_of(root: Path, files: dict[int, list[str]]) -> str:
 def test_the_whole_of_proc_is_read(tmp_path: Path) -> None:
     proc = proc_of(tmp_path, {7: ["/dev/zero", "/etc/passwd"], 9: ["/etc/passwd"], 12: ["/dev/null"]})
     (tmp_path / "20").mkdir()
-    found = open_files("/dev/", proc)
-    assert found == OpenFiles(by_pid={7: ("/dev/zero",), 12: ("/dev/null",)}, complete=True)
+    opened = open_files("/dev/", proc)
+    assert opened == OpenFiles(by_pid={7: ("/dev/zero",), 12: ("/dev/null",)}, complete=True)
 
 
 def test_what_may_not_be_read_is_skipped_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ def test_what_was_written_is_read_and_everybody_may(tmp_path: Path) -> None:
         os.umask(before)
     assert read_trusted(path) == {"a": 1}
     assert path.stat().st_mode & 0o777 == 0o644
-    assert [one.name for one in tmp_path.iterdir()] == ["one.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["one.json"]
 
 
 @pytest.mark.parametrize(("owner", "trusted"), [(0, True), (1000, True), (1001, False)])
@@ -96,7 +96,7 @@ def test_a_full_disk_leaves_the_old_file_and_no_other(tmp_path: Path, monkeypatc
     with pytest.raises(OSError, match="No space"):
         replace_file(path, "2", durable=True)
     assert path.read_text() == "1"
-    assert [one.name for one in tmp_path.iterdir()] == ["one.json"]
+    assert [path.name for path in tmp_path.iterdir()] == ["one.json"]
 
 
 @pytest.mark.parametrize("durable", [True, False])
@@ -199,7 +199,7 @@ def test_systemd_tmpfiles_leaves_what_is_ours_in_tmp(tmp_path: Path) -> None:
         rule = tmp_path / "rule.conf"
         rule.write_text(f"d {directory} - - - 1us\n")
         subprocess.run(["systemd-tmpfiles", "--clean", str(rule)], check=True, timeout=20)
-        assert {one.name for one in directory.iterdir()} == {"one.json", "lock"}
+        assert {path.name for path in directory.iterdir()} == {"one.json", "lock"}
 
 
 def test_what_a_crash_left_is_removed_but_nothing_that_is_being_written(tmp_path: Path) -> None:

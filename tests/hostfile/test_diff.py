@@ -40,7 +40,7 @@ def with_mig(*there: tuple[str, int], mig_enabled: bool = True, **changes: Any) 
 
 
 def mig(*wishes: str | InstanceWish) -> Entry:
-    found = tuple(InstanceWish(wish=one) if isinstance(one, str) else one for one in wishes)
+    found = tuple(InstanceWish(wish=request) if isinstance(request, str) else request for request in wishes)
     return Entry(match=ALL, sharing=Way.MIG, mig=found)
 
 
@@ -53,7 +53,7 @@ def daemon(**wish: Any) -> LiveMps:
 
 
 def said(now: LiveGpu, entry: Entry) -> list[str]:
-    return [str(one) for one in points(now, entry)]
+    return [str(point) for point in points(now, entry)]
 
 
 def test_what_is_as_the_file_has_it_is_not_said() -> None:
@@ -79,7 +79,7 @@ def test_what_is_as_the_file_has_it_is_not_said() -> None:
     ],
 )
 def test_each_limit_of_a_daemon(found: dict[str, Any], wanted: dict[str, Any], point: str) -> None:
-    assert [str(one) for one in mps_points("MPS", daemon(**found), mps_wish(**wanted))] == [point]
+    assert [str(request) for request in mps_points("MPS", daemon(**found), mps_wish(**wanted))] == [point]
     assert list(mps_points("MPS", daemon(**wanted), mps_wish(**wanted))) == []
 
 
@@ -251,10 +251,10 @@ def test_a_name_that_the_file_has_on_another_gpu_is_said_to_be_there() -> None:
     here = with_mig(("3g.40gb", 0), names=(NamedInstance(gpu_uuid=UUID, name="train", profile="3g.40gb", start=0),))
     bare = mig("3g.40gb:0")
     index = here.gpu.index
-    assert [str(one) for one in points(here, bare, {index: bare, 7: named})] == [
+    assert [str(point) for point in points(here, bare, {index: bare, 7: named})] == [
         "name train: 3g.40gb:0; the file: on GPU 7"
     ]
-    assert [str(one) for one in points(here, named, {index: named, 7: bare})] == []
+    assert [str(point) for point in points(here, named, {index: named, 7: bare})] == []
 
 
 @pytest.mark.parametrize(

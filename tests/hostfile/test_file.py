@@ -171,7 +171,7 @@ def test_a_whole_file() -> None:
         exclusive=True,
         replicas=4,
     )
-    assert [one.wish for one in third.mig] == ["1g.10gb*2", "3g.40gb:4", "1c.2g.20gb"]
+    assert [instance.wish for instance in third.mig] == ["1g.10gb*2", "3g.40gb:4", "1c.2g.20gb"]
     assert str(third.mig[1].mark) == "10:5"
     assert str(third.mark) == "7:3"
     assert [rule.microseconds for rule in file.rules] == [16_000, 5120, 500]
@@ -365,8 +365,8 @@ def test_a_merged_mapping_counts_where_it_stands() -> None:
     text = "version: 1\ngpus:\n- match: {index: 0}\n  mps: &limits {threads: 25}\n- match: {index: 1}\n  mps:\n    <<: *limits\n    memory: 4\n"
     with pytest.raises(BadUsage, match=r"gpushare\.yaml:8:13: 'memory'"):
         parse(text)
-    found = parse(text.replace("memory: 4", "memory: 4G"))
-    assert found.entries[1].mps == MpsWish(limits=Limits(threads_percent=25.0, memory_limit_bytes=4 * GIB))
+    parsed = parse(text.replace("memory: 4", "memory: 4G"))
+    assert parsed.entries[1].mps == MpsWish(limits=Limits(threads_percent=25.0, memory_limit_bytes=4 * GIB))
 
 
 # -- the JSON Schema ---------------------------------------------------------------------------------

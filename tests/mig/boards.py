@@ -35,7 +35,7 @@ def instance(
     identity: int | None = None,
 ) -> GpuInstance:
     """Return a GPU instance that exists, filled by one compute instance unless others are given."""
-    placement = next(one for one in profile.placements or () if one.start == start)
+    placement = next(place for place in profile.placements or () if place.start == start)
     slices = (profile.slices,) if compute is None else compute
     parts = tuple(
         ComputeInstance(
@@ -64,7 +64,7 @@ def layout(model: str, *instances: str, gpu: int = 0) -> Layout:
         rest, _, name = rest.partition("=")
         busy = rest.endswith("!")
         profile_name, _, start = rest.rstrip("!").partition(":")
-        profile = next(one for one in profiles if one.name == profile_name)
+        profile = next(profile for profile in profiles if profile.name == profile_name)
         compute = tuple(int(one) for one in parts.split(",") if one) if "/" in text else None
         found.append(instance(profile, int(start), busy=busy, name=name or None, compute=compute))
     return Layout(gpu=gpu, uuid=f"GPU-{gpu}", profiles=profiles, instances=tuple(found))

@@ -43,8 +43,8 @@ def test_what_a_gpu_instance_holds(name: str, wanted: tuple[int, ...], fits: boo
 
 def test_placements_are_explicit_where_the_driver_tells_them() -> None:
     placed = tuple(
-        replace(one, placements=tuple(Placement(start, one.slices) for start in range(4 - one.slices)))
-        for one in PROFILES["3g.40gb"].compute
+        replace(part, placements=tuple(Placement(start, part.slices) for start in range(4 - part.slices)))
+        for part in PROFILES["3g.40gb"].compute
     )
     profile = replace(PROFILES["3g.40gb"], compute=placed)
     found = new_compute(profile, (1, 2))
@@ -52,7 +52,10 @@ def test_placements_are_explicit_where_the_driver_tells_them() -> None:
     assert [one.placement for one in found] == [Placement(0, 2), Placement(2, 1)]
     middle = ComputeInstance(id=0, profile=placed[0], placement=Placement(1, 1))
     assert new_compute(profile, (2,), [middle]) is None
-    assert [one.placement for one in new_compute(profile, (1, 1), [middle]) or ()] == [Placement(0, 1), Placement(2, 1)]
+    assert [part.placement for part in new_compute(profile, (1, 1), [middle]) or ()] == [
+        Placement(0, 1),
+        Placement(2, 1),
+    ]
 
 
 def test_the_double_memory_profile_has_its_own_compute_instance() -> None:
@@ -102,8 +105,8 @@ def test_one_busy_weighs_more_than_two_idle() -> None:
     starts = {1: (0, 1, 2, 3), 2: (0, 2), 4: (0,)}
     four = PROFILES["4g.40gb"]
     placed = tuple(
-        replace(one, placements=tuple(Placement(start, one.slices) for start in starts[one.slices]))
-        for one in four.compute
+        replace(part, placements=tuple(Placement(start, part.slices) for start in starts[part.slices]))
+        for part in four.compute
     )
     compute = tuple(
         ComputeInstance(id=n, profile=placed[0], placement=Placement(start, 1), holders=SOMEBODY if start == 0 else ())

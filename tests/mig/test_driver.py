@@ -37,10 +37,10 @@ G1, G3, G7 = 19, 9, 0
 
 @pytest.fixture
 def host() -> Iterator[Host]:
-    found = connect(H100)
-    MigChanges(found.nvml).set_mode(0, enabled=True)
-    yield found
-    found.nvml.restart()
+    host = connect(H100)
+    MigChanges(host.nvml).set_mode(0, enabled=True)
+    yield host
+    host.nvml.restart()
 
 
 def changes(host: Host) -> MigChanges:
@@ -115,10 +115,10 @@ def test_a_mode_that_was_accepted_and_is_only_pending_is_an_error(monkeypatch: p
 
 
 def test_a_busy_ampere_gpu_is_named() -> None:
-    found = connect(A100)
-    found.nvml.count()
+    host = connect(A100)
+    host.nvml.count()
     admin.add_process(A100)
-    assert isinstance(raised(changes(found).set_mode, 0, enabled=True), InUse)
+    assert isinstance(raised(changes(host).set_mode, 0, enabled=True), InUse)
 
 
 def test_who_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +146,8 @@ def test_each_change_is_made_and_told(host: Host) -> None:
     found.create_compute_instance(0, whole, 1)
     layout = MigReader(host.nvml).layout(host.nvml.gpu(0))
     assert {
-        (one.id, one.profile.name, one.start, tuple(c.profile.slices for c in one.compute)) for one in layout.instances
+        (instance.id, instance.profile.name, instance.start, tuple(c.profile.slices for c in instance.compute))
+        for instance in layout.instances
     } == {
         (instance, "3g.40gb", 4, (1, 2)),
         (whole, "1g.10gb", 2, (1,)),
@@ -208,11 +209,11 @@ def test_what_the_driver_refuses(host: Host) -> None:
 
 def test_the_first_instance_beside_a_program_is_in_use() -> None:
     """Hopper switches beside a running program; the check comes here."""
-    found = connect(H100)
-    found.nvml.count()
+    host = connect(H100)
+    host.nvml.count()
     admin.add_process(H100)
-    changes(found).set_mode(0, enabled=True)
-    assert isinstance(raised(changes(found).create_gpu_instance, 0, G1, Placement(0, 1)), InUse)
+    changes(host).set_mode(0, enabled=True)
+    assert isinstance(raised(changes(host).create_gpu_instance, 0, G1, Placement(0, 1)), InUse)
 
 
 def test_with_mig_off_no_instance_is_made() -> None:
@@ -343,14 +344,14 @@ def test_who_may_change_a_real_host(
 
 def test_after_a_change_of_the_mode_no_handle_of_before_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """nvml.h, nvmlDeviceSetMigMode: the device may be unbound or reset."""
-    found = connect(H100)
-    before = found.nvml.handle(0)
+    host = connect(H100)
+    before = host.nvml.handle(0)
     calls: list[str] = []
-    restart = found.nvml.restart
-    monkeypatch.setattr(found.nvml, "restart", lambda: (calls.append("restart"), restart()))
-    MigChanges(found.nvml).set_mode(0, enabled=True)
+    restart = host.nvml.restart
+    monkeypatch.setattr(host.nvml, "restart", lambda: (calls.append("restart"), restart()))
+    MigChanges(host.nvml).set_mode(0, enabled=True)
     assert calls == ["restart"]
-    assert found.nvml.handle(0) is not before
+    assert host.nvml.handle(0) is not before
 
 
 @pytest.mark.parametrize(

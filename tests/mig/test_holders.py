@@ -64,13 +64,13 @@ def test_dcgm_holds_an_instance_by_its_capability_nodes(host: Host) -> None:
     )
     # 3 + 9 * 11, and one more and the id of the compute instance.
     assert held[11, 0][0].what == "/dev/nvidia-caps/nvidia-cap103"
-    assert [(one.pid, one.what) for one in gpu_holders(host, gpu_of(host))] == [(pid, "/dev/nvidia0")]
+    assert [(holder.pid, holder.what) for holder in gpu_holders(host, gpu_of(host))] == [(pid, "/dev/nvidia0")]
 
 
 def test_a_holder_of_the_gpu_holds_no_instance(host: Host) -> None:
     pid = admin.add_process(A100, name="nvidia-persistenced", holder=True, memory_bytes=0)
     assert instance_holders(host, gpu_of(host)) == {}
-    assert [one.pid for one in gpu_holders(host, gpu_of(host))] == [pid]
+    assert [holder.pid for holder in gpu_holders(host, gpu_of(host))] == [pid]
 
 
 def test_a_process_in_one_instance_holds_another_one_too(host: Host) -> None:
@@ -86,7 +86,7 @@ def test_when_nvml_lists_nobody_all_are_here(host: Host) -> None:
     pid = admin.add_process(A100, mig="1")
     unknown = replace(gpu_of(host), processes=None)
     assert pids(instance_holders(host, unknown)) == {(1, None): [pid], (1, 0): [pid]}
-    assert [one.pid for one in gpu_holders(host, unknown)] == [pid]
+    assert [holder.pid for holder in gpu_holders(host, unknown)] == [pid]
 
 
 def test_every_gpu_has_nodes_of_its_own() -> None:
@@ -103,7 +103,7 @@ def test_every_gpu_has_nodes_of_its_own() -> None:
         "/dev/nvidia-caps/nvidia-cap138",
         "/dev/nvidia-caps/nvidia-cap139",
     )
-    assert [one.pid for one in gpu_holders(host, second, files)] == [pid]
+    assert [holder.pid for holder in gpu_holders(host, second, files)] == [pid]
 
 
 def test_gpushare_itself_is_no_holder(host: Host) -> None:
@@ -117,7 +117,7 @@ def test_others_see_only_their_own_and_know_it(host: Host) -> None:
     mine = admin.add_process(A100, name="nvtop", user="nobody", holder=True)
     admin.set_fault(A100, "user", value="nobody")
     host = connect(A100)
-    assert [one.pid for one in gpu_holders(host, gpu_of(host))] == [mine]
+    assert [holder.pid for holder in gpu_holders(host, gpu_of(host))] == [mine]
     assert not look(host).complete
 
 

@@ -248,9 +248,9 @@ def test_a_change_is_rolled_back_when_its_journal_cannot_be_written(monkeypatch:
         real(path, text, durable=durable, mode=mode)
 
     monkeypatch.setattr(store, "replace_file", full_at_the_fourth)
-    said = host.run("mig", "apply", "3g.71gb*2")
-    assert (said.code, said.error["code"]) == (1, "journal_unwritable")
-    assert said.error["message"].endswith("everything is as before")
+    answer = host.run("mig", "apply", "3g.71gb*2")
+    assert (answer.code, answer.error["code"]) == (1, "journal_unwritable")
+    assert answer.error["message"].endswith("everything is as before")
     assert host.look() == before
     assert not host.journal.exists()
 

@@ -287,7 +287,7 @@ def layouts(draw: st.DrawFn, *, plain: bool = False) -> Layout:
     profiles = profiles_of(draw(st.sampled_from(MODELS)))
     taken, slices, found = 0, 0, []
     for number in range(draw(st.integers(0, 7))):
-        profile = draw(st.sampled_from([one for one in profiles if one.plain or not plain]))
+        profile = draw(st.sampled_from([profile for profile in profiles if profile.plain or not plain]))
         place = draw(st.sampled_from(list(profile.placements or ())))
         if place.mask & taken or slices + profile.slices > 7:
             continue
@@ -320,13 +320,13 @@ def test_how_many_gpu_instances_hold_the_devices_does_not_matter() -> None:
 @given(layouts(plain=True), st.data())
 @settings(max_examples=60, deadline=None)
 def test_no_difference_is_nothing_to_do(gpu: Layout, data: st.DataObject) -> None:
-    names = [one.profile.name for one in gpu.instances]
+    names = [instance.profile.name for instance in gpu.instances]
     if data.draw(st.booleans(), "another wish"):
         names = names[1:]
     wish = parse_wish(" ".join(names)) if names else ()
     plan = plan_exact([gpu], {0: wish})
     assert isinstance(plan, MigPlan)
-    assert any(one.changes for one in plan.gpus) == bool(difference(gpu, wish))
+    assert any(gpu.changes for gpu in plan.gpus) == bool(difference(gpu, wish))
 
 
 @given(

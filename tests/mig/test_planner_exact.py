@@ -41,7 +41,7 @@ def wish_for(names: list[str]) -> Wish:
 def check_consistent(plan: MigPlan, before: Layout, model: GpuModel) -> None:
     """What is kept and created is a layout that the driver allows, and the steps lead there in an order that works."""
     brute = brute_of(model.key)
-    present = {(one.profile.name, one.start) for one in before.instances}
+    present = {(instance.profile.name, instance.start) for instance in before.instances}
     for call in plan.calls:
         place = call.instance.place
         if call.action is Action.DESTROY_GPU_INSTANCE:
@@ -50,8 +50,8 @@ def check_consistent(plan: MigPlan, before: Layout, model: GpuModel) -> None:
             assert place not in present
             present.add(place)
             assert brute.allowed(present)
-    after = {one.place for one in plan.gpus[0].kept} | {new.instance.place for new in plan.gpus[0].created}
-    assert present == after == {one.place for one in plan.gpus[0].after}
+    after = {gpu.place for gpu in plan.gpus[0].kept} | {new.instance.place for new in plan.gpus[0].created}
+    assert present == after == {gpu.place for gpu in plan.gpus[0].after}
     assert brute.lost(frozenset(after)) == plan.cost.capacity_lost
 
 

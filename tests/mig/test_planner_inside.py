@@ -14,7 +14,7 @@ from gpushare.mig.wish import parse_wish
 from tests.mig.boards import SOMEBODY, instance, layout
 
 PARTS = [(), (1,), (1, 1), (2, 1), (3,), (1, 1, 1)]
-THREE = next(one for one in layout("h100").profiles if one.name == "3g.40gb")
+THREE = next(profile for profile in layout("h100").profiles if profile.name == "3g.40gb")
 
 
 def test_compute_instances_take_the_place_of_idle_ones_and_the_gpu_instance_stays() -> None:
@@ -22,13 +22,13 @@ def test_compute_instances_take_the_place_of_idle_ones_and_the_gpu_instance_stay
     assert isinstance(plan, MigPlan)
     assert [step.action for step in plan.calls] == [Action.DESTROY_COMPUTE, *[Action.CREATE_COMPUTE] * 2]
     assert (plan.cost.idle_destroyed, plan.cost.created, plan.cost.slices_destroyed) == (1, 2, 0)
-    assert [one.start for one in plan.gpus[0].kept] == [0, 4]
+    assert [gpu.start for gpu in plan.gpus[0].kept] == [0, 4]
 
 
 def test_only_as_many_compute_instances_go_as_must() -> None:
     plan = plan_add([layout("h100", "3g.40gb:0!", "3g.40gb:4/1,1,1")], parse_wish("2c.3g.40gb"), may_destroy=True)
     assert isinstance(plan, MigPlan)
-    assert [len(one.compute) for one in plan.gpus[0].destroyed] == [2]
+    assert [len(gpu.compute) for gpu in plan.gpus[0].destroyed] == [2]
     assert plan.cost.created == 1
 
 

@@ -26,13 +26,13 @@ RTX = "rtx-pro-6000-blackwell-96gb"
 def made(plan: MigPlan | NoPlan) -> list[str]:
     """Return what a plan creates, ``GPU/profile:start``."""
     assert isinstance(plan, MigPlan)
-    return [f"{gpu.gpu}/{one.instance}" for gpu in plan.gpus for one in gpu.created]
+    return [f"{gpu.gpu}/{change.instance}" for gpu in plan.gpus for change in gpu.created]
 
 
 def gone(plan: MigPlan | NoPlan) -> list[str]:
     """Return what a plan destroys."""
     assert isinstance(plan, MigPlan)
-    return [f"{gpu.gpu}/{one.instance}" for gpu in plan.gpus for one in gpu.destroyed]
+    return [f"{gpu.gpu}/{change.instance}" for gpu in plan.gpus for change in gpu.destroyed]
 
 
 def with_instance(gpu: Layout, number: int, **changes: object) -> Layout:

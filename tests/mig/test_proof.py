@@ -62,12 +62,12 @@ def test_what_another_made_where_the_step_failed_stays_and_is_said(
     host: World, monkeypatch: pytest.MonkeyPatch, bare: bool
 ) -> None:
     before_creation(monkeypatch, 2, lambda step: another_makes(step.instance.start, bare=bare))
-    said = host.run("mig", "create", "1g.10gb:5 1g.10gb:6")
-    assert said.code == 1
+    answer = host.run("mig", "create", "1g.10gb:5 1g.10gb:6")
+    assert answer.code == 1
     ((profile, start),) = host.look()[0].places
     assert (profile, start) in {("1g.10gb", 5), ("1g.10gb", 6)}
-    assert f"1g.10gb:{start} on GPU 0, which another program created and which stays" in said.error["message"]
-    assert "everything is as before, except" in said.error["message"]
+    assert f"1g.10gb:{start} on GPU 0, which another program created and which stays" in answer.error["message"]
+    assert "everything is as before, except" in answer.error["message"]
     assert not host.journal.exists()
     # The undo was complete as far as it was ours.
     assert host.run("mig", "recover").json["data"]["done"] == []
@@ -79,24 +79,24 @@ def test_what_another_made_beside_it_stays(host: World, monkeypatch: pytest.Monk
         host.fault("fail-step", 1)
 
     before_creation(monkeypatch, 2, work)
-    said = host.run("mig", "create", "1g.10gb:5 1g.10gb:6")
-    assert said.code == 1
+    answer = host.run("mig", "create", "1g.10gb:5 1g.10gb:6")
+    assert answer.code == 1
     assert host.look()[0].places == {("1g.10gb", 2)}
-    assert "1g.10gb:2 on GPU 0, which another program created" in said.error["message"]
+    assert "1g.10gb:2 on GPU 0, which another program created" in answer.error["message"]
 
 
 def test_a_compute_instance_that_another_made_in_ours_keeps_it(host: World, monkeypatch: pytest.MonkeyPatch) -> None:
     def work(step: Any) -> None:
         # The first is complete by then; he makes another in the second.
         changes = MigChanges(connect(A100).nvml)
-        instance = max(one.gpu_instance_id for one in (*host.state.gpus[0].bare, *host.state.gpus[0].mig))
+        instance = max(instance.gpu_instance_id for instance in (*host.state.gpus[0].bare, *host.state.gpus[0].mig))
         changes.create_compute_instance(0, instance, 1)
 
     before_creation(monkeypatch, 2, work, Action.CREATE_COMPUTE)
-    said = host.run("mig", "create", "1g.10gb:6 1g.10gb:5")
-    assert said.code == 1
+    answer = host.run("mig", "create", "1g.10gb:6 1g.10gb:5")
+    assert answer.code == 1
     assert len(host.look()[0].places) == 1
-    assert "which another program created" in said.error["message"]
+    assert "which another program created" in answer.error["message"]
 
 
 @pytest.mark.parametrize("bare", [False, True])
@@ -116,28 +116,28 @@ def test_after_a_crash_before_the_creation_what_another_made_there_is_left_where
     entry = json.loads(host.journal.read_text())
     assert entry["proof"]["begun"]["start"] == 5
     another_makes(5, bare=bare)
-    said = host.run("mig", "recover")
-    if "was complete" in " ".join(said.json["data"]["done"]):
+    answer = host.run("mig", "recover")
+    if "was complete" in " ".join(answer.json["data"]["done"]):
         # It is just what was to be made: nothing is undone.
         assert not bare
         assert host.look()[0].places == {("1g.10gb", 5)}
         return
     # An empty one, new, where ours was about to be made: what a crash of ours leaves.
-    assert (said.code, bare, host.look()[0].places) == (0, True, set())
+    assert (answer.code, bare, host.look()[0].places) == (0, True, set())
 
 
 def test_after_a_crash_what_is_not_known_to_be_ours_is_left_and_said(host: World) -> None:
     host.fault("crash-step", 1)
     assert host.run_apart("mig", "create", "1g.10gb:5 1g.10gb:6") == CRASHED
     host.clear()
-    left = {start for _, start in host.look()[0].places}
-    other = ({5, 6} - left).pop()
+    instance = {start for _, start in host.look()[0].places}
+    other = ({5, 6} - instance).pop()
     another_makes(other)
     # Complete but for one compute instance: the rest is undone.
-    said = host.run("mig", "recover")
-    assert said.code == 0, said
+    answer = host.run("mig", "recover")
+    assert answer.code == 0, answer
     assert host.look()[0].places == {("1g.10gb", other)}
-    assert f"1g.10gb:{other} on GPU 0 is there and stays" in " ".join(said.json["data"]["done"])
+    assert f"1g.10gb:{other} on GPU 0 is there and stays" in " ".join(answer.json["data"]["done"])
     assert not host.journal.exists()
 
 
@@ -175,9 +175,9 @@ def test_an_instance_that_was_made_and_cannot_be_read_is_undone(host: World, mon
         return real(self, made, call, index)
 
     monkeypatch.setattr(MigChanges, "_read_back", unread)
-    said = host.run("mig", "create", "1g.10gb:5 1g.10gb:6")
-    assert said.error["code"] == "not_read_back"
-    assert said.error["message"].endswith("everything is as before")
+    answer = host.run("mig", "create", "1g.10gb:5 1g.10gb:6")
+    assert answer.error["code"] == "not_read_back"
+    assert answer.error["message"].endswith("everything is as before")
     assert host.look()[0].places == set()
 
 
@@ -238,8 +238,8 @@ def test_a_journal_that_contradicts_itself_cannot_be_read_and_crashes_nothing(ho
     what, entry = broken(json.loads(host.journal.read_text()))[number]
     host.journal.write_text(json.dumps(entry))
     for words in (("recover",), ("recover", "-n"), ("create", "1g.10gb")):
-        said = host.run("mig", *words)
-        assert (said.code, said.error["code"]) == (1, "journal_unreadable"), what
+        answer = host.run("mig", *words)
+        assert (answer.code, answer.error["code"]) == (1, "journal_unreadable"), what
     assert host.run("mig", "status").code == 0
     assert host.run("mig", "recover", "--forget").code == 0
     assert not host.journal.exists()

@@ -30,16 +30,16 @@ def test_what_could_not_come_back_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     host = World.new(A100)
     assert host.run("mig", "apply", "3g.40gb:0 2g.20gb:4").code == 0
     refusing_from(monkeypatch, "create_gpu_instance", 1)
-    said = host.run("mig", "apply", "3g.40gb:4 1g.10gb:0")
-    assert said.code == 1
-    message = said.error["message"]
+    answer = host.run("mig", "apply", "3g.40gb:4 1g.10gb:0")
+    assert answer.code == 1
+    message = answer.error["message"]
     assert "could not be undone" in message
     assert "everything is as before" not in message
     gone = {("3g.40gb", 0), ("2g.20gb", 4)} - host.look()[0].places
     assert gone
     for profile, start in gone:
         assert f"{profile}:{start} is missing" in message
-    assert said.error["hint"]
+    assert answer.error["hint"]
     assert not host.journal.exists()
 
 
@@ -48,10 +48,10 @@ def test_an_instance_that_could_not_go_again_is_named(monkeypatch: pytest.Monkey
     assert host.run("mig", "enable").code == 0
     refusing_from(monkeypatch, "create_compute_instance", 2)
     refusing_from(monkeypatch, "destroy_gpu_instance", 1)
-    said = host.run("mig", "create", "3g.40gb:4 2g.20gb:0")
-    assert said.code == 1
+    answer = host.run("mig", "create", "3g.40gb:4 2g.20gb:0")
+    assert answer.code == 1
     for profile, start in host.look()[0].places:
-        assert f"{profile}:{start} is there" in said.error["message"]
+        assert f"{profile}:{start} is there" in answer.error["message"]
     assert host.look()[0].places == {("3g.40gb", 4), ("2g.20gb", 0)}
 
 
@@ -59,10 +59,10 @@ def test_a_mode_that_could_not_go_back_is_named(monkeypatch: pytest.MonkeyPatch)
     host = World.new(A100)
     refusing_from(monkeypatch, "set_mode", 2)
     refusing_from(monkeypatch, "create_gpu_instance", 1)
-    said = host.run("mig", "apply", "3g.40gb")
-    assert said.code == 1
-    assert "could not be undone: switch MIG on on GPU 0" in said.error["message"]
-    assert "nvidia-smi -i 0 -mig 0" in said.error["hint"]
+    answer = host.run("mig", "apply", "3g.40gb")
+    assert answer.code == 1
+    assert "could not be undone: switch MIG on on GPU 0" in answer.error["message"]
+    assert "nvidia-smi -i 0 -mig 0" in answer.error["hint"]
     assert host.look()[0][:2] == (1, 1)
 
 
@@ -76,9 +76,9 @@ def test_a_driver_that_accepts_another_layout_is_caught_and_undone(monkeypatch: 
         return real(gpu, model, instance, 0 if number == 2 else number, placement)
 
     monkeypatch.setattr(library_mig, "create_compute_instance", smaller)
-    said = host.run("mig", "apply", "3g.40gb:0 1g.10gb:6")
-    assert said.error["code"] == "not_held"
-    assert "3g.40gb:0 has 1c instead of 3c" in said.error["message"]
+    answer = host.run("mig", "apply", "3g.40gb:0 1g.10gb:6")
+    assert answer.error["code"] == "not_held"
+    assert "3g.40gb:0 has 1c instead of 3c" in answer.error["message"]
     assert host.look() == before
 
 
@@ -88,8 +88,8 @@ def granted() -> World:
     host = World.new(H100)
     assert host.run("mig", "enable").code == 0
     assert host.run("mig", "create", "3g.40gb:4", "--name", "train").code == 0
-    said = host.run("mig", "grant", "train", "nobody")
-    assert said.code == 0, said
+    answer = host.run("mig", "grant", "train", "nobody")
+    assert answer.code == 0, answer
     return host
 
 
@@ -130,8 +130,8 @@ def test_evicting_ends_a_daemon_of_ours_with_its_clients_and_no_other() -> None:
         for uuid in (first, second)
     }
     assert host.run("mig", "destroy", first).error["code"] == "no_room"
-    said = host.run("mig", "destroy", first, "--evict", first)
-    assert said.code == 0, said
+    answer = host.run("mig", "destroy", first, "--evict", first)
+    assert answer.code == 0, answer
     # Cut off from the GPU with its daemon, the client is in nobody's way, and gets no signal.
     assert set(host.busy()) == {pids[second]}
     assert [daemon.visible for daemon in host.state.daemons] == [[second]]

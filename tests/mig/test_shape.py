@@ -77,10 +77,10 @@ def shape(layout: Layout) -> GpuShape:
 
 def model_of(instances: Iterable[GpuInstance]) -> Model:
     return {
-        one.place: sorted(
-            (part.profile.slices, part.placement.start if part.placement else None) for part in one.compute
+        instance.place: sorted(
+            (part.profile.slices, part.placement.start if part.placement else None) for part in instance.compute
         )
-        for one in instances
+        for instance in instances
     }
 
 
@@ -89,17 +89,19 @@ def shaped(profile: str, start: int, size: int, parts: list[tuple[int, int | Non
 
 
 def model_of_shape(instances: Iterable[InstanceShape]) -> Model:
-    return {one.place: sorted(map(tuple, one.compute)) for one in instances}  # type: ignore[misc]
+    return {instance.place: sorted(map(tuple, instance.compute)) for instance in instances}  # type: ignore[misc]
 
 
 def all_of(*layouts: Layout) -> Proof:
     """Return the proof that a change made all instances of these, whatever number the driver gave them."""
     return Proof(
         made=tuple(
-            Creation(gpu="GPU-2", profile=one.profile.name, start=one.start, instance=one.id, compute=part)
+            Creation(
+                gpu="GPU-2", profile=instance.profile.name, start=instance.start, instance=instance.id, compute=part
+            )
             for layout in layouts
-            for one in layout.instances
-            for part in (None, *(part.id for part in one.compute))
+            for instance in layout.instances
+            for part in (None, *(part.id for part in instance.compute))
         ),
         begun=None,
     )
@@ -108,7 +110,7 @@ def all_of(*layouts: Layout) -> Proof:
 def carried_out(layout: Layout, plan: GpuPlan) -> Model:
     """Return what the calls of a plan leave, refusing what a driver refuses."""
     there = model_of(layout.instances)
-    sizes = {one.place: one.placement.mask for one in layout.instances}
+    sizes = {instance.place: instance.placement.mask for instance in layout.instances}
     for call in plan.calls():
         one, part = call.instance, call.compute
         slot = None if part is None else (part.profile.slices, part.placement.start if part.placement else None)
@@ -192,10 +194,10 @@ def test_two_shapes_differ_in_words_only_when_they_differ(found: tuple[Layout, .
     assert not differences(first, first)
     models = model_of_shape(first.instances), model_of_shape(second.instances)
     assert bool(differences(first, second)) is (models[0] != models[1])
-    for one in first.instances:
-        if one.place not in models[1]:
-            assert any(f"{one} is there" in word for word in differences(first, second))
-            assert any(f"{one} is missing" in word for word in differences(second, first))
+    for instance in first.instances:
+        if instance.place not in models[1]:
+            assert any(f"{instance} is there" in word for word in differences(first, second))
+            assert any(f"{instance} is missing" in word for word in differences(second, first))
 
 
 @pytest.mark.parametrize(
@@ -257,8 +259,8 @@ def test_half_a_change_is_undone_exactly(found: tuple[Layout, ...], data: st.Dat
 @given(gpus(3))
 def test_what_somebody_else_made_stays(found: tuple[Layout, ...]) -> None:
     before, after, other = found
-    ours = {(one.profile.name, one.start) for one in (*before.instances, *after.instances)}
-    foreign = tuple(one for one in other.instances if (one.profile.name, one.start) not in ours)
+    ours = {(instance.profile.name, instance.start) for instance in (*before.instances, *after.instances)}
+    foreign = tuple(instance for instance in other.instances if (instance.profile.name, instance.start) not in ours)
     assume(foreign)
     now = replace(before, instances=mixed(foreign, before.instances, after.instances))
     plan, lost = restoration(now, shape(before), all_of(after))
@@ -269,9 +271,9 @@ def test_what_somebody_else_made_stays(found: tuple[Layout, ...]) -> None:
             (part.profile.slices, part.placement.start) for part in one.compute if part.placement
         )
     # What is not as before is named.
-    for one in before.instances:
-        if (one.profile.name, one.start) not in left:
-            assert f"GPU 2: {one.profile.name}:{one.start} has no room" in lost
+    for instance in before.instances:
+        if (instance.profile.name, instance.start) not in left:
+            assert f"GPU 2: {instance.profile.name}:{instance.start} has no room" in lost
 
 
 @given(gpus(2), st.data())
@@ -299,8 +301,8 @@ def test_what_is_in_use_stays_and_is_named(found: tuple[Layout, ...], data: st.D
 @given(gpus(1))
 def test_a_compute_instance_that_somebody_else_made_stays(found: tuple[Layout, ...]) -> None:
     (now,) = found
-    assume(any(one.compute for one in now.instances))
-    one = next(one for one in now.instances if one.compute)
+    assume(any(instance.compute for instance in now.instances))
+    one = next(instance for instance in now.instances if instance.compute)
     less = replace(
         now, instances=tuple(replace(one, compute=one.compute[1:]) if one is each else each for each in now.instances)
     )

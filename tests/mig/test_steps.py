@@ -53,12 +53,12 @@ def test_a_fault_at_each_step_rolls_back_exactly(key: str) -> None:
     before, names = host.look(), host.names()
     for step in range(1, 100):
         with host.fault_at(step):
-            said = host.run(*change)
-        if said.code == 0:
+            answer = host.run(*change)
+        if answer.code == 0:
             break
         assert (host.look(), host.names(), host.journal.exists()) == (before, names, False), step
-        assert said.error["code"] == "nvml"
-        assert said.error["message"].endswith("everything is as before"), said.error
+        assert answer.error["code"] == "nvml"
+        assert answer.error["message"].endswith("everything is as before"), answer.error
         assert pid is None or pid in host.pids()
     # So many steps were there, and the last run met none.
     assert step >= 4
@@ -76,10 +76,10 @@ def test_a_crash_after_each_step_is_undone_exactly_or_was_complete(key: str) -> 
         host.clear()
         assert code == CRASHED, code
         assert host.journal.exists()
-        said = host.run("mig", "recover")
-        assert said.code == 0, said
+        answer = host.run("mig", "recover")
+        assert answer.code == 0, answer
         assert not host.journal.exists()
-        if "was complete" in said.json["data"]["done"][0]:
+        if "was complete" in answer.json["data"]["done"][0]:
             # Only the last step leaves nothing to undo.
             wanted = host.look()
             break

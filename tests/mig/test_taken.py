@@ -57,7 +57,7 @@ def signals(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 def instance_of(host: World, uuid: str) -> str:
     """Return a GPU instance as it is named on the command line."""
-    found = next(one for one in host.state.gpus[0].mig if one.uuid == uuid)
+    found = next(instance for instance in host.state.gpus[0].mig if instance.uuid == uuid)
     return f"0/{found.gpu_instance_id}"
 
 
@@ -68,10 +68,10 @@ def test_a_service_is_not_ended_but_told_how_to_be_stopped(host: World) -> None:
     (_, uuid), _ = host.devices()
     pid = admin.add_process(A100, mig=uuid, name="nv-hostengine", holder=True, memory_bytes=0)
     name, before = instance_of(host, uuid), host.look()
-    said = host.run("mig", "destroy", name, "--evict", name)
-    assert (said.code, said.error["code"]) == (19, "held_by_service")
-    assert f"nv-hostengine (pid {pid}" in said.error["message"]
-    assert said.error["hint"] == "sudo systemctl stop nvidia-dcgm"
+    answer = host.run("mig", "destroy", name, "--evict", name)
+    assert (answer.code, answer.error["code"]) == (19, "held_by_service")
+    assert f"nv-hostengine (pid {pid}" in answer.error["message"]
+    assert answer.error["hint"] == "sudo systemctl stop nvidia-dcgm"
     assert host.look() == before
     assert pid in host.pids()
 
@@ -119,10 +119,10 @@ def test_who_cannot_be_killed_keeps_the_instance(host: World, monkeypatch: pytes
     monkeypatch.setattr(SimulatedProcesses, "send_to", lambda *_: None)
     monkeypatch.setattr(change, "GRACE_SECONDS", 0.0)
     monkeypatch.setattr(change, "_KILL_SECONDS", 0.0)
-    said = host.run("mig", "destroy", name, "--evict", name)
-    assert (said.code, said.error["code"]) == (19, "in_use")
-    assert f"{pid} (python3, user {user_name(os.geteuid())}: python3) in 3g.40gb:" in said.error["message"]
-    assert "did not end" in said.error["message"]
+    answer = host.run("mig", "destroy", name, "--evict", name)
+    assert (answer.code, answer.error["code"]) == (19, "in_use")
+    assert f"{pid} (python3, user {user_name(os.geteuid())}: python3) in 3g.40gb:" in answer.error["message"]
+    assert "did not end" in answer.error["message"]
     assert host.look() == before
 
 
@@ -140,9 +140,9 @@ def test_a_run_that_comes_after_the_plan_keeps_its_instance(host: World, monkeyp
         return real(told, uuid)
 
     monkeypatch.setattr(change, "take_claim", somebody_was_faster)
-    said = host.run("mig", "apply", "7g.80gb")
-    assert (said.code, said.error["code"]) == (19, "in_use")
-    assert "a gpushare run has just taken 3g.40gb:" in said.error["message"]
+    answer = host.run("mig", "apply", "7g.80gb")
+    assert (answer.code, answer.error["code"]) == (19, "in_use")
+    assert "a gpushare run has just taken 3g.40gb:" in answer.error["message"]
     assert host.look() == before
     assert not host.journal.exists()
     # What the change had taken itself is free again.
@@ -188,10 +188,10 @@ def test_the_journal_is_cleared_at_every_end(host: World, monkeypatch: pytest.Mo
 
 
 def test_each_step_is_told_where_it_is_asked_for(host: World) -> None:
-    said = host.run("-v", "mig", "apply", "7g.80gb")
-    assert said.code == 0
-    assert "7g.80gb:0" in said.err
-    assert "destroy GPU instance " in said.err
+    answer = host.run("-v", "mig", "apply", "7g.80gb")
+    assert answer.code == 0
+    assert "7g.80gb:0" in answer.err
+    assert "destroy GPU instance " in answer.err
 
 
 # Takes an instance, as `gpushare run` does, and gives it back when a process has ended.
@@ -228,8 +228,8 @@ def test_a_run_whose_program_is_evicted_gives_its_instance_back_and_is_not_signa
     with runs(evicted, pid) as run:
         refused = host.run("mig", "destroy", name)
         assert (refused.code, run.poll()) == (19, None)
-        said = host.run("mig", "destroy", name, "--evict", name)
-        assert said.code == 0, said
+        answer = host.run("mig", "destroy", name, "--evict", name)
+        assert answer.code == 0, answer
         assert run.wait(20) == 0
     assert [uuid for _, uuid in host.devices()] == [staying]
     assert live_claims(connect(A100)) == {}
@@ -241,11 +241,11 @@ def test_a_claim_alone_blocks_and_gets_no_signal(host: World) -> None:
     name, before = instance_of(host, uuid), host.look()
     with runs(uuid, os.getpid()) as run:
         for words in ((name,), ("all",)):
-            said = host.run("mig", "destroy", *words, "--evict", words[0], "-y")
-            assert (said.code, said.error["code"]) == (19, "claimed")
-            assert f"process {run.pid} (" in said.error["message"]
-            assert "-c" in said.error["message"], "with its command"
-            assert said.error["hint"].endswith(f"ps -fp {run.pid}")
+            answer = host.run("mig", "destroy", *words, "--evict", words[0], "-y")
+            assert (answer.code, answer.error["code"]) == (19, "claimed")
+            assert f"process {run.pid} (" in answer.error["message"]
+            assert "-c" in answer.error["message"], "with its command"
+            assert answer.error["hint"].endswith(f"ps -fp {run.pid}")
         assert (run.poll(), host.look()) == (None, before)
         run.kill()
     assert host.run("mig", "destroy", name).code == 0
@@ -258,9 +258,9 @@ def test_a_claim_that_outlives_all_who_were_inside_keeps_the_instance(
     name, before, pid = instance_of(host, uuid), host.look(), host.add(uuid)
     monkeypatch.setattr(change, "CLAIM_SECONDS", 0.1)
     with runs(uuid, os.getpid()) as run:
-        said = host.run("mig", "destroy", name, "--evict", name)
-        assert (said.code, said.error["code"]) == (19, "claimed")
-        assert "although the processes in it have ended" in said.error["message"]
+        answer = host.run("mig", "destroy", name, "--evict", name)
+        assert (answer.code, answer.error["code"]) == (19, "claimed")
+        assert "although the processes in it have ended" in answer.error["message"]
         assert (run.poll(), host.look(), pid in host.pids()) == (None, before, False)
         run.kill()
 
@@ -285,8 +285,8 @@ def test_the_plan_names_whom_it_ends(host: World) -> None:
     (_, uuid), _ = host.devices()
     pid = admin.add_process(A100, mig=uuid, name="train.py", user="4321")
     name = instance_of(host, uuid)
-    said = host.run("mig", "destroy", name, "--evict", name, "-n")
-    (what,) = [step["what"] for step in said.json["data"]["steps"] if step["what"].startswith("end ")]
+    answer = host.run("mig", "destroy", name, "--evict", name, "-n")
+    (what,) = [step["what"] for step in answer.json["data"]["steps"] if step["what"].startswith("end ")]
     assert (
         what
         == f"end 1 process in 3g.40gb:{host.look()[0].instances[0][1]} on GPU 0: {pid} (train.py, user 4321: train.py)"
@@ -302,7 +302,11 @@ def step_for(host: World, *pids: int) -> Any:
     seen = connect(A100)
     gpu = seen.nvml.gpu(0)
     (layout,) = layouts_of(seen, [gpu])
-    one = next(one for one in layout.instances if {part.pid for part in one.compute[0].holders or ()} >= set(pids))
+    one = next(
+        instance
+        for instance in layout.instances
+        if {part.pid for part in instance.compute[0].holders or ()} >= set(pids)
+    )
     eviction = change.Eviction(seen, gpu, whole(one))
     return eviction, eviction.step()
 
@@ -312,7 +316,7 @@ def test_who_got_the_pid_since_the_plan_gets_no_signal(host: World, signals: lis
     pid = host.add(uuid)
     eviction, step = step_for(host, pid)
     with host.file.changed() as state:
-        next(one for one in state.processes if one.pid == pid).started += 6000
+        next(process for process in state.processes if process.pid == pid).started += 6000
     step.do()
     eviction.held.close()
     assert (signals, pid in host.pids()) == ([], True)
@@ -322,9 +326,9 @@ def test_who_has_left_the_instance_since_the_plan_gets_no_signal(host: World, si
     (_, uuid), (_, other) = host.devices()
     pid = host.add(uuid)
     eviction, step = step_for(host, pid)
-    elsewhere = next(one for one in host.state.gpus[0].mig if one.uuid == other)
+    elsewhere = next(instance for instance in host.state.gpus[0].mig if instance.uuid == other)
     with host.file.changed() as state:
-        moved = next(one for one in state.processes if one.pid == pid)
+        moved = next(process for process in state.processes if process.pid == pid)
         moved.gpu_instance_id, moved.compute_instance_id = elsewhere.gpu_instance_id, elsewhere.compute_instance_id
     step.do()
     eviction.held.close()
@@ -445,11 +449,13 @@ def test_where_claims_cannot_be_told_every_instance_counts_as_held(
     from gpushare.host import claims
 
     take_claim(connect(A100), "MIG-x")
-    assert all(one.holders == () for one in layouts_of(connect(A100), [connect(A100).nvml.gpu(0)])[0].instances)
+    assert all(
+        instance.holders == () for instance in layouts_of(connect(A100), [connect(A100).nvml.gpu(0)])[0].instances
+    )
     monkeypatch.setattr(claims, "_MOST_FILES", 0)
     (layout,) = layouts_of(connect(A100), [connect(A100).nvml.gpu(0)])
-    assert [one.holders for one in layout.instances] == [None, None]
-    assert all(part.busy for one in layout.instances for part in one.compute)
-    said = host.run("mig", "destroy", "0/1", "-y")
-    assert said.code != 0
+    assert [instance.holders for instance in layout.instances] == [None, None]
+    assert all(part.busy for instance in layout.instances for part in instance.compute)
+    answer = host.run("mig", "destroy", "0/1", "-y")
+    assert answer.code != 0
     assert len(host.state.gpus[0].mig) == 2

@@ -48,18 +48,19 @@ class Piece(NamedTuple):
 def pieces(profiles: tuple[GiProfile, ...]) -> list[Piece]:
     """Return what a wish on a GPU with these profiles may consist of."""
     found = []
-    for one in profiles:
-        found.append(Piece(one.name, Counter({(one.name, one.slices): 1})))
-        if one.instances > 1:
-            found.append(Piece(f"{one.name}*2", Counter({(one.name, one.slices): 2})))
+    for profile in profiles:
+        found.append(Piece(profile.name, Counter({(profile.name, profile.slices): 1})))
+        if profile.instances > 1:
+            found.append(Piece(f"{profile.name}*2", Counter({(profile.name, profile.slices): 2})))
         found += [
-            Piece(f"{one.name}:{start}", Counter({(one.name, one.slices): 1})) for start in (one.starts or ())[:2]
+            Piece(f"{profile.name}:{start}", Counter({(profile.name, profile.slices): 1}))
+            for start in (profile.starts or ())[:2]
         ]
-        for part in standard_compute_profiles(one.slices, one.nvml_profile):
-            if part.slices < one.slices:
-                found.append(Piece(f"{part.slices}c.{one.name}", Counter({(one.name, part.slices): 1})))
-                if 2 * part.slices <= one.slices:
-                    found.append(Piece(f"{part.slices}c.{one.name}*2", Counter({(one.name, part.slices): 2})))
+        for part in standard_compute_profiles(profile.slices, profile.nvml_profile):
+            if part.slices < profile.slices:
+                found.append(Piece(f"{part.slices}c.{profile.name}", Counter({(profile.name, part.slices): 1})))
+                if 2 * part.slices <= profile.slices:
+                    found.append(Piece(f"{part.slices}c.{profile.name}*2", Counter({(profile.name, part.slices): 2})))
     return found
 
 
@@ -79,7 +80,7 @@ class Transactions(RuleBasedStateMachine):
         self.host = World.new(spec)
         assert self.host.run("mig", "enable", "-g", "all").code == 0
         for gpu in range(len(self.host.state.gpus)):
-            words = " ".join(one.words for one in self.wish(data, gpu))
+            words = " ".join(request.words for request in self.wish(data, gpu))
             self.host.run("mig", "apply", "-g", str(gpu), words)
 
     # -- programs ------------------------------------------------------------------------------
@@ -122,14 +123,14 @@ class Transactions(RuleBasedStateMachine):
         self.names += 1
         name = ("--name", f"name{self.names}") if named else ()
         before = self.host.look()
-        said = self.change(fault, "mig", "create", "-g", str(gpu), " ".join(one.words for one in wish), *name)
-        if said is None:
+        text = self.change(fault, "mig", "create", "-g", str(gpu), " ".join(request.words for request in wish), *name)
+        if text is None:
             return
         now = self.host.look()
         assert [one for n, one in enumerate(now) if n != gpu] == [one for n, one in enumerate(before) if n != gpu]
         assert before[gpu].places <= now[gpu].places
         made = now[gpu].devices - before[gpu].devices
-        assert made == sum((one.devices for one in wish), Counter()), (before[gpu], now[gpu])
+        assert made == sum((request.devices for request in wish), Counter()), (before[gpu], now[gpu])
         gone = before[gpu].devices - now[gpu].devices
         # Only an empty GPU instance may have been filled.
         assert all(not slices for _, slices in gone)
@@ -140,14 +141,14 @@ class Transactions(RuleBasedStateMachine):
         wish = self.wish(data, gpu)
         before = self.host.look()
         evict = data.draw(st.sampled_from(self.evictable(gpu)))
-        words = ("mig", "apply", "-g", str(gpu), " ".join(one.words for one in wish), *evict)
+        words = ("mig", "apply", "-g", str(gpu), " ".join(request.words for request in wish), *evict)
         said = self.change(fault, *words, evict=evict)
         if said is None:
             return
         now = self.host.look()
         assert [one for n, one in enumerate(now) if n != gpu] == [one for n, one in enumerate(before) if n != gpu]
         assert (now[gpu].mode, now[gpu].pending) == (1, 1)
-        assert now[gpu].devices == sum((one.devices for one in wish), Counter()), now[gpu]
+        assert now[gpu].devices == sum((request.devices for request in wish), Counter()), now[gpu]
 
     @precondition(lambda self: self.host.devices())
     @rule(data=st.data(), fault=FAULTS)
@@ -207,7 +208,13 @@ class Transactions(RuleBasedStateMachine):
 
     def evictable(self, gpu: int) -> list[tuple[str, ...]]:
         state = self.host.state.gpus[gpu]
-        return [(), *(("--evict", f"{gpu}/{one.gpu_instance_id}/{one.compute_instance_id}") for one in state.mig)]
+        return [
+            (),
+            *(
+                ("--evict", f"{gpu}/{instance.gpu_instance_id}/{instance.compute_instance_id}")
+                for instance in state.mig
+            ),
+        ]
 
     # -- what holds of every change ----------------------------------------------------------------
 
@@ -247,9 +254,9 @@ class Transactions(RuleBasedStateMachine):
         gpu, instance, *part = map(int, evict[1].split("/"))
         uuid = self.host.state.gpus[gpu].uuid
         ids = [
-            (one.pid, one.gpu_instance_id, one.compute_instance_id)
-            for one in self.host.state.processes
-            if one.gpu_uuid == uuid
+            (process.pid, process.gpu_instance_id, process.compute_instance_id)
+            for process in self.host.state.processes
+            if process.gpu_uuid == uuid
         ]
         return {pid for pid, gi, ci in ids if gi == instance and (not part or ci == part[0])}
 

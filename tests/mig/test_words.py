@@ -23,9 +23,9 @@ def planned(found: MigPlan | NoPlan) -> MigPlan:
 def test_a_change_in_words() -> None:
     board = layout("a100-80gb", "3g.40gb:4/2,1", "1g.10gb:0", gpu=3)
     plan = planned(plan_exact([board], {3: parse_wish("3g.40gb:0 1c.2g.20gb:4 1g.10gb:6")}))
-    found = [(row.what, row.command, row.undo) for row in shown_steps(plan)]
+    rows = [(row.what, row.command, row.undo) for row in shown_steps(plan)]
     where = "nvidia-smi mig -i 3"
-    assert found == [
+    assert rows == [
         (
             "destroy compute instance 0 of GPU instance 100 on GPU 3",
             f"{where} -dci -gi 100 -ci 0",
@@ -103,6 +103,6 @@ def test_any_exact_change(data: st.DataObject) -> None:
     board = layout("h100-80gb", "3g.40gb:0/1,1", "1g.10gb:4", "1g.10gb:6")
     sizes = ["3g.40gb", "1g.10gb", "1c.3g.40gb", "2c.3g.40gb", "2g.20gb", "1g.20gb", "1c.2g.20gb"]
     wish = data.draw(st.lists(st.sampled_from(sizes), max_size=3))
-    found = plan_exact([board], {0: parse_wish(" ".join(wish)) if wish else ()})
-    if isinstance(found, MigPlan):
-        check(found, board)
+    plan = plan_exact([board], {0: parse_wish(" ".join(wish)) if wish else ()})
+    if isinstance(plan, MigPlan):
+        check(plan, board)

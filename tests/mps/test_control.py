@@ -267,14 +267,16 @@ def test_the_simulated_daemon_of_every_driver_is_understood(driver: str, sim_dir
     assert client.mps_server is not None
     talk.set_threads(20.0, client.mps_server)
     talk.set_memory(700 * MIB, client.mps_server)
-    found = talk.overview()
+    overview = talk.overview()
     status = None if driver < "55" else "ACTIVE"
-    assert found.servers == (
+    assert overview.servers == (
         ServerRow(client.mps_server, status, Limits(threads_percent=20.0, memory_limit_bytes=700 * MIB)),
     )
     limits = Limits(threads_percent=30.0, memory_limit_bytes=2 * GIB, priority=Priority.LOW)
-    assert found.limits == limits
-    assert [(row.pid, row.server_pid, row.command) for row in found.clients] == [(client.pid, client.mps_server, "a b")]
+    assert overview.limits == limits
+    assert [(row.pid, row.server_pid, row.command) for row in overview.clients] == [
+        (client.pid, client.mps_server, "a b")
+    ]
     talk.set_memory(None)
     assert talk.memory() is None
     assert mps_control.PROGRAM == "nvidia-cuda-mps-control"

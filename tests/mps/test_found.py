@@ -87,7 +87,7 @@ def test_a_daemon_of_ours_with_what_it_holds(host: Host) -> None:
     )
     # The daemon prints 1G: the record knows better.
     assert (daemon.memory_limit_bytes, daemon.servers[0].status) == (1500 * MIB, "ACTIVE")
-    assert [(one.pid, one.threads_percent, one.memory_limit_bytes) for one in daemon.clients] == [
+    assert [(client.pid, client.threads_percent, client.memory_limit_bytes) for client in daemon.clients] == [
         (pid, 30.0, 1500 * MIB)
     ]
     assert (item.home, item.record) == (home, record)
@@ -130,7 +130,7 @@ def test_a_daemon_lives_on_when_the_clock_is_set(host: Host, monkeypatch: pytest
     assert (item.daemon.ours, item.daemon.pid, item.daemon.error) == (True, record.pid, None)
     # Another user's environment may not be read: its program and PID must do.
     admin.set_fault(SPEC, "user", value="61000")
-    assert [found.daemon.pid for found in find_daemons(host, (), deep=False)] == [record.pid]
+    assert [daemon.daemon.pid for daemon in find_daemons(host, (), deep=False)] == [record.pid]
 
 
 def test_a_daemon_in_our_home_is_ours_also_with_a_broken_record(host: Host) -> None:

@@ -19,9 +19,9 @@ SPEC = "sim:2xh200"
 
 
 def state(spec: str = SPEC) -> SimulatedHostState:
-    found = open_simulated(spec).state_file.read()
-    assert found is not None
-    return found
+    state = open_simulated(spec).state_file.read()
+    assert state is not None
+    return state
 
 
 def test_opening_a_host_creates_it_once(sim_dir: Path) -> None:
@@ -74,7 +74,7 @@ def test_processes_come_and_go() -> None:
     second = admin.add_process(SPEC, "0", name="x")
     assert second != first
     admin.end_process(SPEC, first)
-    assert [one.pid for one in state().processes] == [second]
+    assert [process.pid for process in state().processes] == [second]
     with pytest.raises(NotFound):
         admin.end_process(SPEC, first)
     for gpu in ("7", "GPU-", "x"):
@@ -85,7 +85,7 @@ def test_processes_come_and_go() -> None:
 def test_mig_is_laid_out_and_taken_away() -> None:
     admin.set_mig(SPEC, "0", ["3g.71gb", "1g.18gb"])
     gpu = state().gpus[0]
-    assert (gpu.mig_mode, sorted(one.profile for one in gpu.mig)) == (1, ["1g.18gb", "3g.71gb"])
+    assert (gpu.mig_mode, sorted(instance.profile for instance in gpu.mig)) == (1, ["1g.18gb", "3g.71gb"])
     pid = admin.add_process(SPEC, "0", mig=gpu.mig[1].uuid)
     assert state().processes[0].gpu_instance_id == gpu.mig[1].gpu_instance_id
     with pytest.raises(OperationFailed):

@@ -84,7 +84,7 @@ def test_every_model_lists_its_published_profiles(model: GpuModel) -> None:
             assert info.memorySizeMB > 0
             assert info.multiprocessorCount > 0
             assert 0 < nvml.nvmlDeviceGetGpuInstanceRemainingCapacity(handle, info.id) <= info.instanceCount
-        assert sorted(names) == sorted(f"MIG {one.name}" for one in model.profiles if one.id is not None)
+        assert sorted(names) == sorted(f"MIG {profile.name}" for profile in model.profiles if profile.id is not None)
 
 
 def test_a_gpu_without_mig_says_so() -> None:
@@ -116,11 +116,11 @@ def test_mig_devices_lead_to_their_ids_and_back() -> None:
         devices = [nvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, index) for index in range(2)]
         with pytest.raises(nvml.NVMLError_NotFound):
             nvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, 2)
-        assert [nvml.nvmlDeviceGetUUID(one) for one in devices] == [mig.uuid for mig in state.gpus[0].mig]
-        assert [nvml.nvmlDeviceGetGpuInstanceId(one) for one in devices] == [1, 13]
-        assert [nvml.nvmlDeviceGetComputeInstanceId(one) for one in devices] == [0, 0]
+        assert [nvml.nvmlDeviceGetUUID(device) for device in devices] == [mig.uuid for mig in state.gpus[0].mig]
+        assert [nvml.nvmlDeviceGetGpuInstanceId(device) for device in devices] == [1, 13]
+        assert [nvml.nvmlDeviceGetComputeInstanceId(device) for device in devices] == [0, 0]
         # The MIG device has the name of its compute instance, without +me.
-        assert [nvml.nvmlDeviceGetName(one) for one in devices] == [
+        assert [nvml.nvmlDeviceGetName(device) for device in devices] == [
             "NVIDIA H200 MIG 3g.71gb",
             "NVIDIA H200 MIG 1g.18gb",
         ]
@@ -193,7 +193,7 @@ def test_gpu_instances_and_their_compute_instances_can_be_read() -> None:
         with pytest.raises(nvml.NVMLError_NotFound):
             nvml.nvmlDeviceGetGpuInstanceById(gpu, 0)
         profiles = [nvml.nvmlGpuInstanceGetComputeInstanceProfileInfo(two, number, 0) for number in (0, 1)]
-        assert [(one.name, one.instanceCount, one.multiprocessorCount) for one in profiles] == [
+        assert [(profile.name, profile.instanceCount, profile.multiprocessorCount) for profile in profiles] == [
             ("MIG 1c.2g.35gb", 2, 16),
             ("MIG 2g.35gb", 1, 32),
         ]

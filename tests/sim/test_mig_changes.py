@@ -35,7 +35,10 @@ def gpu_of(file: StateFile) -> SimulatedGpu:
 
 
 def layout_of(file: StateFile) -> list[tuple[str, int, int]]:
-    return [(one.profile, one.start, one.gpu_instance_id) for one in mig_layout.gpu_instances(gpu_of(file))]
+    return [
+        (instance.profile, instance.start, instance.gpu_instance_id)
+        for instance in mig_layout.gpu_instances(gpu_of(file))
+    ]
 
 
 @contextmanager
@@ -284,7 +287,7 @@ def test_a_process_in_one_compute_instance_holds_only_that() -> None:
         assert nvml.nvmlDeviceGetComputeRunningProcesses(device) == []
         refused(nvml, nvml.NVML_ERROR_IN_USE, nvml.nvmlComputeInstanceDestroy, second)
         nvml.nvmlComputeInstanceDestroy(first)
-        assert [one.compute_instance_id for one in gpu_of(file).mig] == [1]
+        assert [instance.compute_instance_id for instance in gpu_of(file).mig] == [1]
 
 
 def test_a_gpu_instance_leaves_nothing_behind() -> None:
@@ -302,7 +305,7 @@ def test_compute_instances_that_the_driver_places() -> None:
     with host(A100) as (nvml, gpu, file):
         instance = nvml.nvmlDeviceCreateGpuInstance(gpu, G3)
         created = [nvml.nvmlGpuInstanceCreateComputeInstance(instance, C1) for _ in range(3)]
-        infos = [nvml.nvmlComputeInstanceGetInfo(one) for one in created]
+        infos = [nvml.nvmlComputeInstanceGetInfo(change) for change in created]
         assert [info.placement.start for info in infos] == [0, 1, 2]
         assert [info.id for info in infos] == [0, 1, 2]
         assert {info.placement.size for info in infos} == {1}
@@ -317,7 +320,7 @@ def test_compute_instances_that_the_driver_places() -> None:
         # The lowest free id comes back.
         again = nvml.nvmlComputeInstanceGetInfo(nvml.nvmlGpuInstanceCreateComputeInstance(instance, C1))
         assert (again.id, again.placement.start) == (1, 1)
-        assert len({one.uuid for one in gpu_of(file).mig}) == 3
+        assert len({instance.uuid for instance in gpu_of(file).mig}) == 3
 
 
 def test_partial_compute_instances_show_their_part() -> None:
@@ -326,9 +329,9 @@ def test_partial_compute_instances_show_their_part() -> None:
         nvml.nvmlGpuInstanceCreateComputeInstance(instance, C2)
         create_compute(nvml, instance, C1, 2, 1)
         devices = [nvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, index) for index in range(2)]
-        names = [nvml.nvmlDeviceGetName(one) for one in devices]
+        names = [nvml.nvmlDeviceGetName(device) for device in devices]
         assert names == ["NVIDIA H200 MIG 2c.3g.71gb", "NVIDIA H200 MIG 1c.3g.71gb"]
-        attributes = [nvml.nvmlDeviceGetAttributes(one) for one in devices]
+        attributes = [nvml.nvmlDeviceGetAttributes(device) for device in devices]
         shown = [
             (one.multiprocessorCount, one.gpuInstanceSliceCount, one.computeInstanceSliceCount, one.memorySizeMB)
             for one in attributes
@@ -352,7 +355,10 @@ def test_refused_compute_instances() -> None:
         # One slice with double memory has a profile of its own.
         info = nvml.nvmlComputeInstanceGetInfo(make(double, 7))
         assert (info.id, info.profileId, info.placement.size) == (0, 7, 1)
-        assert [(one.profile, one.compute_profile) for one in gpu_of(file).mig] == [("2g.35gb", 0), ("1g.35gb", None)]
+        assert [(instance.profile, instance.compute_profile) for instance in gpu_of(file).mig] == [
+            ("2g.35gb", 0),
+            ("1g.35gb", None),
+        ]
 
 
 def test_the_same_place_gets_the_same_uuid_with_another_profile() -> None:

@@ -27,7 +27,9 @@ OK, IN_USE, NO_ROOM = 0, 19, 23
 
 def shape(model: GpuModel) -> tuple[object, ...]:
     """Return what decides how instances lie: models with equal shapes walk alike."""
-    profiles = sorted((one.slices, one.name.partition("gb")[2], one.starts, one.size) for one in model.profiles)
+    profiles = sorted(
+        (profile.slices, profile.name.partition("gb")[2], profile.starts, profile.size) for profile in model.profiles
+    )
     return model.axis, model.arch, tuple(profiles)
 
 
@@ -36,7 +38,7 @@ MODELS = list(
     {
         shape(model): model.short
         for model in load_models().values()
-        if model.mig and all(one.id is not None and one.starts is not None for one in model.profiles)
+        if model.mig and all(profile.id is not None and profile.starts is not None for profile in model.profiles)
     }.values()
 )
 STEPS = st.lists(
@@ -213,7 +215,9 @@ class Walk:
             if parts[chosen].busy:
                 place = (identity, chosen)
                 state.processes = [
-                    one for one in state.processes if (one.gpu_instance_id, one.compute_instance_id) != place
+                    process
+                    for process in state.processes
+                    if (process.gpu_instance_id, process.compute_instance_id) != place
                 ]
             else:
                 add_process(state, state.gpus[0], gpu_instance_id=identity, compute_instance_id=chosen)
@@ -230,16 +234,16 @@ class Walk:
         gpu = self.reader.gpu(0)
         layout = MigReader(self.reader).layout(gpu)
         read = {
-            one.id: (
-                one.profile.name,
-                set(range(one.start, one.start + one.placement.size)),
+            instance.id: (
+                instance.profile.name,
+                set(range(instance.start, instance.start + instance.placement.size)),
                 {
                     part.id: (set(range(part.placement.start, part.placement.start + part.placement.size)), part.busy)
-                    for part in one.compute
+                    for part in instance.compute
                     if part.placement is not None
                 },
             )
-            for one in layout.instances
+            for instance in layout.instances
         }
         assert read == {
             identity: (
@@ -250,9 +254,9 @@ class Walk:
             for identity, box in self.boxes.items()
         }
         # Every compute instance is a MIG device of its own, and nothing else is.
-        uuids = [part.uuid for one in layout.instances for part in one.compute]
+        uuids = [part.uuid for instance in layout.instances for part in instance.compute]
         assert None not in uuids
-        assert sorted(uuids, key=str) == sorted(one.uuid for one in gpu.mig_instances)
+        assert sorted(uuids, key=str) == sorted(instance.uuid for instance in gpu.mig_instances)
         assert len(set(uuids)) == len(uuids)
 
 

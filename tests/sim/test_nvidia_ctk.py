@@ -28,9 +28,9 @@ def install() -> None:
 
 
 def state() -> SimulatedHostState:
-    found = open_simulated(SPEC).state_file.read()
-    assert found is not None
-    return found
+    state = open_simulated(SPEC).state_file.read()
+    assert state is not None
+    return state
 
 
 def names(text: str) -> list[str]:
@@ -81,7 +81,7 @@ def test_the_format_follows_the_file() -> None:
     install()
     assert run(*GENERATE, "--output=/etc/cdi/nvidia.json").exit_code == 0
     written = json.loads((open_simulated(SPEC).state_file.directory / "etc/cdi/nvidia.json").read_text())
-    assert (written["kind"], [one["name"] for one in written["devices"]][-1]) == ("nvidia.com/gpu", "all")
+    assert (written["kind"], [device["name"] for device in written["devices"]][-1]) == ("nvidia.com/gpu", "all")
     assert {"path": "/dev/nvidiactl"} in written["containerEdits"]["deviceNodes"]
 
 
@@ -115,8 +115,8 @@ def test_refusals(fault: str, value: str | None, said: str) -> None:
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--host", SPEC, "sim", "cdi"]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("/var/run/cdi/nvidia.yaml is ")
-    assert "all" in names(Path(said.split(" is ")[1].strip()).read_text())
+    text = capsys.readouterr().out
+    assert text.startswith("/var/run/cdi/nvidia.yaml is ")
+    assert "all" in names(Path(text.split(" is ")[1].strip()).read_text())
     assert main(["--host", SPEC, "sim", "reset"]) == 0
     assert open_simulated(SPEC).programs.find("nvidia-ctk") is None

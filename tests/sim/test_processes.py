@@ -224,7 +224,9 @@ def test_a_spawned_program_may_miss_mps_or_attach_late(h200: Mps) -> None:
         )
         assert not clients.on_gpu(h200.process(late.pid))
         until(
-            lambda: any(one.pid == late.pid and one.mps_server for one in current(h200.host.state_file).processes),
+            lambda: any(
+                process.pid == late.pid and process.mps_server for process in current(h200.host.state_file).processes
+            ),
             "it attaches late",
         )
     finally:

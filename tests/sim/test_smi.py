@@ -25,9 +25,9 @@ def captured(name: str) -> str:
 
 
 def state(spec: str = SPEC) -> SimulatedHostState:
-    found = open_simulated(spec).state_file.read()
-    assert found is not None
-    return found
+    state = open_simulated(spec).state_file.read()
+    assert state is not None
+    return state
 
 
 def test_what_is_printed_is_what_was_captured() -> None:

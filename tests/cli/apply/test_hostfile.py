@@ -116,7 +116,11 @@ def test_what_is_applied_is_there(cli: Cli, write: Write) -> None:
     assert [gpu.compute_mode for gpu in gpus[:4]] == [3, 0, 0, 3]
     assert [gpu.time_slice for gpu in gpus] == [0, 3, 0, 0, 0, 0, 0, 0]
     assert [gpu.mig_mode for gpu in gpus[4:]] == [1, 1, 1, 0]
-    assert {(one.profile, one.start) for one in gpus[6].mig} == {("3g.40gb", 4), ("2g.20gb", 2), ("1g.10gb", 1)}
+    assert {(instance.profile, instance.start) for instance in gpus[6].mig} == {
+        ("3g.40gb", 4),
+        ("2g.20gb", 2),
+        ("1g.10gb", 1),
+    }
     rows = {row["gpu_index"]: row for row in cli("mps", "status", host=EIGHT, output="json").ok().data["mps_daemons"]}
     assert {gpu: (row["threads_percent"], row["memory_limit_bytes"]) for gpu, row in rows.items()} == {
         2: (25.0, 4 << 30),
@@ -191,7 +195,11 @@ def _accesses(world: World, gpu: int) -> list[Any]:
     capabilities = world.host.capabilities
     minor = world.host.nvml.minor_number(gpu)
     assert minor is not None
-    return [access for one in capabilities.of_gpu(minor).values() if (access := capabilities.access(one)) is not None]
+    return [
+        access
+        for capability in capabilities.of_gpu(minor).values()
+        if (access := capabilities.access(capability)) is not None
+    ]
 
 
 # -- diff --------------------------------------------------------------------------------------------
@@ -274,7 +282,7 @@ def test_several_gpus_by_model(cli: Cli, write: Write) -> None:
     assert states(answer) == {0: "done", 1: "done", 2: "done"}
     state = World(host).state
     assert [gpu.compute_mode for gpu in state.gpus[:2]] == [ComputeMode.EXCLUSIVE_PROCESS] * 2
-    assert [one.profile for one in state.gpus[2].mig] == ["7g.80gb"]
+    assert [instance.profile for instance in state.gpus[2].mig] == ["7g.80gb"]
     assert "is model a30" in cli("diff", "-f", write(text.replace("h100", "a30")), host=host).err
 
 
@@ -612,7 +620,7 @@ def test_wait_goes_on_when_the_program_has_ended(cli: Cli, write: Write, monkeyp
     )
     done = cli("apply", "-f", write(one("mig: [3g.40gb]")), "--wait", "1h", host=TWO).ok()
     assert "waiting up to 3600 s: GPU 0" in done.err
-    assert [one.profile for one in world.state.gpus[0].mig] == ["3g.40gb"]
+    assert [instance.profile for instance in world.state.gpus[0].mig] == ["3g.40gb"]
 
 
 def test_what_may_change_under_programs_does(cli: Cli, write: Write) -> None:
@@ -676,7 +684,7 @@ def test_daemons_of_units_are_in_force(cli: Cli, write: Write) -> None:
     admin.set_fault(TWO, "user", value="root")
     cli("apply", "-f", path, "-y", host=TWO).ok()
     before = cli("capture", host=TWO).ok().out
-    uuids = [one.visible[0] for one in world.state.daemons]
+    uuids = [daemon.visible[0] for daemon in world.state.daemons]
     for uuid in uuids:
         cli("mps", "stop", "-g", uuid, host=TWO).ok()
     unit_daemon(world, uuids[0], threads="25", memory="3840M", users=("nobody",))
@@ -883,8 +891,8 @@ def test_limits_outlive_a_user_who_is_gone(cli: Cli, world: World) -> None:
 
 def test_a_limit_of_an_unknown_user_changes_nothing(refused: Callable[..., str], write: Write) -> None:
     path = write("version: 1\ngpus: [{match: all, exclusive: true}]\nmemory: [{match: {user: nosuch}, limit: 8G}]\n")
-    said = refused("apply", "-f", path, code="no_user", exit_code=6, host=TWO)
-    assert "gpushare.yaml:3:10" in said
+    text = refused("apply", "-f", path, code="no_user", exit_code=6, host=TWO)
+    assert "gpushare.yaml:3:10" in text
 
 
 def test_a_file_that_names_what_is_not_here_changes_nothing(cli: Cli, write: Write) -> None:

@@ -31,8 +31,8 @@ def checks(cli: Cli, host: str = "sim:h200") -> dict[str, dict[str, Any]]:
     """Return the checks by id (the last of several)."""
     answer = cli("doctor", host=host, output="json")
     assert answer.lines("error") == []
-    found = {check["id"]: check for check in answer.data["checks"]}
-    for check in found.values():
+    by_key = {check["id"]: check for check in answer.data["checks"]}
+    for check in by_key.values():
         if check["verdict"] in {"warn", "fail"}:
             assert check["why"]
             assert check["remedy"]
@@ -40,7 +40,7 @@ def checks(cli: Cli, host: str = "sim:h200") -> dict[str, dict[str, Any]]:
     assert answer.json["status"] == "ok"
     assert answer.data["worst"] == next((one for one in ("fail", "warn") if one in verdicts), "pass")
     assert answer.code == int("fail" in verdicts)
-    return found
+    return by_key
 
 
 def verdict(cli: Cli, identifier: str) -> str:
@@ -308,8 +308,8 @@ def test_run_path_fails_where_a_start_does(world: World, length: int) -> None:
         expected = True
     else:
         expected = False
-    found = [check.id for check in examine._run_directory(Examination(host))]
-    assert ("run.path" in found) is expected
+    rows = [check.id for check in examine._run_directory(Examination(host))]
+    assert ("run.path" in rows) is expected
 
 
 def test_user(cli: Cli, world: World) -> None:

@@ -37,13 +37,13 @@ def findings(cli: Cli, host: str = "sim:h200") -> dict[str, dict[str, Any]]:
     """Return what warns or fails, by id; each says why it matters and its remedy."""
     answer = cli("doctor", host=host, output="json")
     assert answer.lines("error") == []
-    found = {one["id"]: one for one in answer.data["checks"] if one["verdict"] in {"warn", "fail"}}
-    assert all(one["why"] and one["remedy"] for one in found.values())
-    return found
+    by_key = {check["id"]: check for check in answer.data["checks"] if check["verdict"] in {"warn", "fail"}}
+    assert all(one["why"] and one["remedy"] for one in by_key.values())
+    return by_key
 
 
 def finding(cli: Cli, identifier: str) -> dict[str, Any]:
-    (found,) = (one for one in cli("doctor", output="json").data["checks"] if one["id"] == identifier)
+    (found,) = (check for check in cli("doctor", output="json").data["checks"] if check["id"] == identifier)
     return dict(found)
 
 
@@ -407,9 +407,9 @@ def test_a_grant_is_closed_by_its_remedy(cli: Cli, world: World, sim_dir: Path) 
 
 def test_the_name_says_what_is_there_instead(cli: Cli, world: World, sim_dir: Path) -> None:
     another_size(cli, world, sim_dir)
-    found = findings(cli)["mig.name"]
-    assert found["seen"] == "train means 3g.71gb:0 of GPU 0, and 1g.18gb:0 is there now"
-    assert found["gpu"] == 0
+    checks = findings(cli)["mig.name"]
+    assert checks["seen"] == "train means 3g.71gb:0 of GPU 0, and 1g.18gb:0 is there now"
+    assert checks["gpu"] == 0
 
 
 def test_a_shell_whose_instance_became_smaller(cli: Cli, world: World) -> None:
@@ -417,9 +417,9 @@ def test_a_shell_whose_instance_became_smaller(cli: Cli, world: World) -> None:
     named(world, "3g.71gb")
     admin.add_process(world.spec, holder=True, memory_bytes=0, environment={"CUDA_VISIBLE_DEVICES": uuid})
     no_files(world)
-    found = findings(cli)
-    assert set(found) == {"mig.name", "mig.environment"}
-    assert "means 1g.18gb:0 now, where train meant 3g.71gb:0" in found["mig.environment"]["seen"]
+    checks = findings(cli)
+    assert set(checks) == {"mig.name", "mig.environment"}
+    assert "means 1g.18gb:0 now, where train meant 3g.71gb:0" in checks["mig.environment"]["seen"]
 
 
 def test_the_shell_that_asks_is_called_so(world: World) -> None:
@@ -479,8 +479,8 @@ def test_the_remedy_of_an_xid_explains_it(cli: Cli, world: World, number: int) -
 def test_the_gpu_of_an_xid_is_named(cli: Cli) -> None:
     world = World("sim:2xh200")
     world.fault("xid", "79", gpu="1")
-    found = findings(cli, world.spec)["gpu.xid"]
-    assert (found["gpu"], found["remedy"]) == (1, "gpushare explain 'Xid 79'")
+    checks = findings(cli, world.spec)["gpu.xid"]
+    assert (checks["gpu"], checks["remedy"]) == (1, "gpushare explain 'Xid 79'")
 
 
 def test_what_cannot_be_looked_at_hides_nothing_else(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -492,7 +492,7 @@ def test_what_cannot_be_looked_at_hides_nothing_else(cli: Cli, world: World, mon
 
     world.fault("xid", "79")
     monkeypatch.setattr(NvmlReader, "persistence", lost)
-    checks = {one["id"]: one for one in cli("doctor", output="json").data["checks"]}
+    checks = {check["id"]: check for check in cli("doctor", output="json").data["checks"]}
     assert (checks["doctor.unseen"]["verdict"], checks["gpu.xid"]["verdict"]) == ("skip", "warn")
     assert "'persistence' could not be checked" in checks["doctor.unseen"]["seen"]
 
@@ -505,10 +505,10 @@ def test_an_error_in_one_check_hides_nothing_else(cli: Cli, world: World, monkey
 
     world.fault("xid", "79")
     monkeypatch.setattr(NvmlReader, "persistence", broken)
-    found = findings(cli)
-    assert found.keys() == {"doctor.unseen", "gpu.xid"}
-    assert "'persistence'" in found["doctor.unseen"]["seen"]
-    assert len(found["doctor.unseen"]["seen"]) < 200
+    checks = findings(cli)
+    assert checks.keys() == {"doctor.unseen", "gpu.xid"}
+    assert "'persistence'" in checks["doctor.unseen"]["seen"]
+    assert len(checks["doctor.unseen"]["seen"]) < 200
 
 
 @pytest.mark.parametrize("digits", ["9" * 5000, "0" * 5000 + "8"])
@@ -516,9 +516,9 @@ def test_the_variables_of_a_client_end_no_look(cli: Cli, world: World, digits: s
     started(cli)
     limits = ",".join(["1=1G"] * 1000)
     world.client(environment={"CUDA_DEVICE_MAX_CONNECTIONS": digits, "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": limits})
-    found = findings(cli)
-    assert found.keys() == {"mps.connections", "mps.limits_dropped"}
-    assert all(len(one["seen"]) < 250 for one in found.values())
+    checks = findings(cli)
+    assert checks.keys() == {"mps.connections", "mps.limits_dropped"}
+    assert all(len(one["seen"]) < 250 for one in checks.values())
 
 
 def told(world: World, environments_of: dict[int, dict[str, str]]) -> list[Any]:
@@ -565,8 +565,8 @@ def test_many_values_are_counted_and_the_first_shown(world: World) -> None:
     }
     checks = told(world, values)
     assert len(checks) == 22
-    assert all(one.why and one.remedy and len(one.seen) < 300 for one in checks)
-    assert [one.seen for one in checks if "more" in one.seen] == [
+    assert all(check.why and check.remedy and len(check.seen) < 300 for check in checks)
+    assert [check.seen for check in checks if "more" in check.seen] == [
         "CUDA_VISIBLE_DEVICES or NVIDIA_VISIBLE_DEVICES names 990 more that do not exist",
         "CUDA_MPS_PIPE_DIRECTORY has 990 more values where no daemon listens",
     ]
@@ -602,7 +602,7 @@ def test_a_change_of_root_that_was_interrupted_is_seen_by_all(cli: Cli, world: W
 def test_the_kernel_log_may_not_be_readable(cli: Cli, world: World) -> None:
     world.fault("user", "1000")
     answer = cli("doctor", output="json")
-    assert {one["id"]: one["verdict"] for one in answer.data["checks"]}["gpu.xid"] == "skip"
+    assert {check["id"]: check["verdict"] for check in answer.data["checks"]}["gpu.xid"] == "skip"
 
 
 def test_xids_of_real_lines() -> None:
@@ -645,9 +645,9 @@ def test_a_kept_file_that_is_damaged_hides_nothing(cli: Cli, world: World) -> No
 
     exclusive_left(cli, world, world.directory)
     keep_applied(world.host, "version: 9\n")
-    found = findings(cli)
-    assert set(found) == {"gpu.compute_mode", "host.file"}
-    assert "applied.yaml:1:1: the file lacks the key 'gpus'" in found["host.file"]["seen"]
+    checks = findings(cli)
+    assert set(checks) == {"gpu.compute_mode", "host.file"}
+    assert "applied.yaml:1:1: the file lacks the key 'gpus'" in checks["host.file"]["seen"]
     keep_applied(world.host, "version: 1\ngpus:\n- {match: {index: 7}, timeslice: default}\n")
     assert "this host has no GPU 7" in findings(cli)["host.file"]["seen"]
 
@@ -670,9 +670,9 @@ def test_what_was_applied_and_is_gone_is_told(
     cli("apply", "-f", str(path)).ok()
     assert findings(cli) == {}
     cli(*undone).ok()
-    found = findings(cli)["host.drift"]
-    assert (found["gpu"], "is not as it was applied" in found["seen"]) == (0, True)
-    command, _, _ = found["remedy"].partition(";")
+    checks = findings(cli)["host.drift"]
+    assert (checks["gpu"], "is not as it was applied" in checks["seen"]) == (0, True)
+    command, _, _ = checks["remedy"].partition(";")
     cli(*command.split()[2:]).ok()
     assert findings(cli) == {}
 
@@ -688,7 +688,7 @@ def test_what_a_user_applied_is_not_the_hosts(cli: Cli, world: World, tmp_path: 
 
 def test_who_would_hold_up_mig_is_told(cli: Cli, world: World) -> None:
     watched(cli, world)
-    (check,) = [one for one in cli("doctor", output="json").data["checks"] if one["id"] == "mig.holders"]
+    (check,) = [check for check in cli("doctor", output="json").data["checks"] if check["id"] == "mig.holders"]
     assert (check["verdict"], "nv-hostengine" in check["seen"]) == ("pass", True)
 
 
@@ -714,10 +714,10 @@ def test_memory_of_no_process(cli: Cli, world: World) -> None:
     world.fault("unlisted-memory", str(900 << 20))
     assert finding(cli, "gpu.unlisted_memory")["verdict"] == "pass"
     world.fault("unlisted-memory", str(3 << 30))
-    found = finding(cli, "gpu.unlisted_memory")
-    assert found["verdict"] == "warn"
-    assert "3.0 GiB of GPU 0" in found["seen"]
-    assert "gpu-reset" in found["remedy"]
+    check = finding(cli, "gpu.unlisted_memory")
+    assert check["verdict"] == "warn"
+    assert "3.0 GiB of GPU 0" in check["seen"]
+    assert "gpu-reset" in check["remedy"]
     answer = cli("status", output="json").ok()
     assert answer.data["gpus"][0]["memory_unlisted_bytes"] == 3 << 30
     assert any("held by no process" in line for line in cli("status").ok().err.splitlines())
@@ -726,9 +726,9 @@ def test_memory_of_no_process(cli: Cli, world: World) -> None:
 def test_daemons_that_have_every_gpu_open_are_not_to_be_killed(cli: Cli, world: World) -> None:
     world.fault("unlisted-memory", str(3 << 30))
     daemon = admin.add_process(world.spec, holder=True, name="nvidia-persistenced")
-    found = finding(cli, "gpu.unlisted_memory")
-    assert f"open in {daemon} (nvidia-persistenced" in found["seen"]
-    assert found["remedy"].startswith("when it is idle: sudo nvidia-smi --gpu-reset")
+    check = finding(cli, "gpu.unlisted_memory")
+    assert f"open in {daemon} (nvidia-persistenced" in check["seen"]
+    assert check["remedy"].startswith("when it is idle: sudo nvidia-smi --gpu-reset")
     other = admin.add_process(world.spec, holder=True, name="python3")
     assert finding(cli, "gpu.unlisted_memory")["remedy"] == f"end what has it open: kill {other}"
 
@@ -739,8 +739,8 @@ def _idle_for_long(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("gpushare.doctor.examine._IDLE_SECONDS", 1.0)
     with changing(world.file) as (state, _):
-        for one in state.processes:
-            one.started -= 200
+        for process in state.processes:
+            process.started -= 200
 
 
 def test_what_does_nothing_and_cannot_be_swapped_is_to_be_ended(
@@ -749,7 +749,7 @@ def test_what_does_nothing_and_cannot_be_swapped_is_to_be_ended(
     pid = admin.add_process(world.spec, memory_bytes=20 << 30, sm_percent=0, name="notebook")
     display = admin.add_process(world.spec, memory_bytes=2 << 30, sm_percent=0, name="Xorg", graphics=True)
     _idle_for_long(world, monkeypatch)
-    (found,) = [one for one in cli("doctor", output="json").data["checks"] if one["id"] == "gpu.idle_memory"]
+    (found,) = [check for check in cli("doctor", output="json").data["checks"] if check["id"] == "gpu.idle_memory"]
     assert found["remedy"].startswith(f"gpushare swap out {pid}; ")
     assert str(display) not in found["seen"]
     cli("pause", str(pid)).ok()
@@ -763,23 +763,23 @@ def test_memory_of_a_process_that_does_nothing(cli: Cli, world: World, monkeypat
     pid = admin.add_process(world.spec, memory_bytes=20 << 30, sm_percent=0, name="notebook", user="nobody")
     small = admin.add_process(world.spec, memory_bytes=1 << 29, sm_percent=0)
     busy = admin.add_process(world.spec, memory_bytes=20 << 30, sm_percent=50)
-    assert not [one for one in cli("doctor", output="json").data["checks"] if one["id"] == "gpu.idle_memory"]
+    assert not [check for check in cli("doctor", output="json").data["checks"] if check["id"] == "gpu.idle_memory"]
     _idle_for_long(world, monkeypatch)
-    found = finding(cli, "gpu.idle_memory")
-    assert found["verdict"] == "warn"
-    assert f"{pid} (notebook, nobody) holds 20.0 GiB of GPU 0" in found["seen"]
-    assert found["remedy"].startswith(f"sudo gpushare swap out {pid}; ")
-    assert not {str(small), str(busy)} & set(found["seen"].split())
+    check = finding(cli, "gpu.idle_memory")
+    assert check["verdict"] == "warn"
+    assert f"{pid} (notebook, nobody) holds 20.0 GiB of GPU 0" in check["seen"]
+    assert check["remedy"].startswith(f"sudo gpushare swap out {pid}; ")
+    assert not {str(small), str(busy)} & set(check["seen"].split())
 
 
 def test_a_cgroup_of_a_gpushare_that_was_killed(cli: Cli, world: World) -> None:
     tree = world.host.open_cgroups()
     mine = tree.create()
-    assert not [one for one in cli("doctor", output="json").data["checks"] if one["id"] == "memory.cgroup"]
+    assert not [check for check in cli("doctor", output="json").data["checks"] if check["id"] == "memory.cgroup"]
     left = f"{tree.root}/gpushare-job-{os.getpid()}-1-0"
     os.rename(mine.path, left)
-    found = finding(cli, "memory.cgroup")
-    assert (found["verdict"], found["remedy"]) == ("warn", f"sudo rmdir {left}")
+    check = finding(cli, "memory.cgroup")
+    assert (check["verdict"], check["remedy"]) == ("warn", f"sudo rmdir {left}")
     Path(left, "cgroup.procs").write_text(f"{os.getppid()}\n")
     assert "cgroup.procs" in finding(cli, "memory.cgroup")["remedy"]
 
@@ -793,12 +793,12 @@ def test_swaps_that_were_lost_interrupted_or_forgotten(cli: Cli, world: World, m
         patched.setattr(examine, "uptime", lambda: swap.since + 3 * 86400 + 60)
         assert "3 days" in finding(cli, "swap.long")["seen"]
     SWAPS.write(replace(swap, state="returning"))
-    assert not [one for one in cli("doctor", output="json").data["checks"] if one["id"] == "swap.interrupted"]
+    assert not [check for check in cli("doctor", output="json").data["checks"] if check["id"] == "swap.interrupted"]
     os.utime(swap.path, (time.time() - 1200,) * 2)
     assert "20 minutes" in finding(cli, "swap.interrupted")["seen"]
     SWAPS.write(replace(swap, state="lost"))
-    found = finding(cli, "swap.lost")
-    assert (found["verdict"], found["remedy"]) == ("fail", f"end it: kill -9 {pid}")
+    check = finding(cli, "swap.lost")
+    assert (check["verdict"], check["remedy"]) == ("fail", f"end it: kill -9 {pid}")
 
 
 def test_a_power_cap_is_named(cli: Cli, world: World) -> None:

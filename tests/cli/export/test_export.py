@@ -50,7 +50,7 @@ def plugin_of(text: str) -> Any:
 
 def test_time_slicing_in_kubernetes(cli: Cli) -> None:
     done = cli("export", "k8s", "--node", "gpu01", host=T4S).ok()
-    kinds = [one["kind"] for one in documents(done.out)]
+    kinds = [document["kind"] for document in documents(done.out)]
     assert kinds == ["ConfigMap", "ClusterPolicy", "Deployment"]
     key, plugin = plugin_of(done.out)
     assert (key, plugin.strategy, plugin.replicas) == ("timeslice-4", "timeSlicing", (("nvidia.com/gpu", 4),))
@@ -105,17 +105,17 @@ def uneven(cli: Cli) -> list[str]:
 
 
 def test_dra_says_what_the_plugin_cannot(cli: Cli, refused: Callable[..., str], uneven: list[str]) -> None:
-    said = refused("export", "k8s", code="no_slice_length", exit_code=3, host=H100S)
-    assert "gpushare export dra" in said
+    text = refused("export", "k8s", code="no_slice_length", exit_code=3, host=H100S)
+    assert "gpushare export dra" in text
     done = cli("export", "dra", host=H100S).ok()
-    found = {one["metadata"]["name"]: one for one in documents(done.out)}
-    (sliced,) = [name for name in found if name.startswith("gpu-3-") and name.endswith("-timeslice")]
-    by_interval = found[sliced]["spec"]["devices"]["config"][0]["opaque"]["parameters"]["sharing"]
+    by_key = {document["metadata"]["name"]: document for document in documents(done.out)}
+    (sliced,) = [name for name in by_key if name.startswith("gpu-3-") and name.endswith("-timeslice")]
+    by_interval = by_key[sliced]["spec"]["devices"]["config"][0]["opaque"]["parameters"]["sharing"]
     assert by_interval["timeSlicingConfig"] == {"interval": "Long"}
-    (capped,) = [name for name in found if name.startswith("gpu-2-") and name.endswith("-mps")]
-    by_mps = found[capped]["spec"]["devices"]["config"][0]["opaque"]["parameters"]["sharing"]
+    (capped,) = [name for name in by_key if name.startswith("gpu-2-") and name.endswith("-mps")]
+    by_mps = by_key[capped]["spec"]["devices"]["config"][0]["opaque"]["parameters"]["sharing"]
     assert by_mps["mpsConfig"] == {"defaultActiveThreadPercentage": 30, "defaultPinnedDeviceMemoryLimit": "8192Mi"}
-    assert [name for name in found if name.startswith("gpu-0") and name.endswith("-mps")]
+    assert [name for name in by_key if name.startswith("gpu-0") and name.endswith("-mps")]
     assert "MPSSupport=true" in done.err
     only = cli("export", "dra", "-g", "3", "--any-gpu", "--kubernetes", "1.32", host=H100S).ok()
     assert documents(only.out)[0]["apiVersion"] == "resource.k8s.io/v1beta1"
@@ -193,9 +193,9 @@ def test_json_is_one_document(cli: Cli, engine: str) -> None:
     assert set(data) == {"engine", "documents", "commands", "needs", "lost", "written"}
     assert data["engine"] == engine
     assert data["documents"]
-    for one in data["documents"]:
-        assert list(one) == ["name", "text", "kind"]
-        assert one["text"].endswith("\n")
+    for document in data["documents"]:
+        assert list(document) == ["name", "text", "kind"]
+        assert document["text"].endswith("\n")
     assert data["commands"]
     assert data["needs"]
     assert data["written"] == []
@@ -217,7 +217,7 @@ def test_files(cli: Cli, refused: Callable[..., str], tmp_path: Path, engine: st
     data = cli("export", engine, host=T4S, output="json").ok().data
     script = there / "apply.sh"
     assert {path.name: path.read_text() for path in there.iterdir() if path != script} == {
-        one["name"]: one["text"] for one in data["documents"]
+        document["name"]: document["text"] for document in data["documents"]
     }
     assert sorted(done.out.splitlines()) == sorted(str(path) for path in there.iterdir())
     if script.exists():
@@ -230,8 +230,8 @@ def test_files(cli: Cli, refused: Callable[..., str], tmp_path: Path, engine: st
         assert script.stat().st_mode & 0o100
     else:
         assert f"note: apply: cd '{there}'" in done.err
-    for one in data["documents"]:
-        assert bool((there / one["name"]).stat().st_mode & 0o100) is (one["kind"] == "sh")
+    for document in data["documents"]:
+        assert bool((there / document["name"]).stat().st_mode & 0o100) is (document["kind"] == "sh")
     # Nothing that is there is written over.
     (there / data["documents"][0]["name"]).write_text("mine")
     refused("export", engine, "--to", str(there), code="file_exists", exit_code=19, host=T4S)
@@ -276,8 +276,8 @@ def test_refused(refused: Callable[..., str], words: list[str], code: str, exit_
 @pytest.mark.parametrize("engine", ["k8s", "karpenter", "slurm"])
 def test_what_an_engine_cannot_say(refused: Callable[..., str], uneven: list[str], engine: str) -> None:
     codes = {"slurm": "sharing_on_mig"}
-    said = refused("export", engine, code=codes.get(engine, "no_slice_length"), exit_code=3, host=H100S)
-    assert "gpushare export dra" in said
+    text = refused("export", engine, code=codes.get(engine, "no_slice_length"), exit_code=3, host=H100S)
+    assert "gpushare export dra" in text
 
 
 def test_a_mig_instance_is_not_a_gpu(refused: Callable[..., str], uneven: list[str]) -> None:
@@ -352,11 +352,13 @@ def test_mig_of_a_file(cli: Cli, file: Callable[[str], str]) -> None:
     path = file('version: 1\ngpus:\n- match: {index: 0}\n  mig: [3g, "1g*2"]\n')
     host = "sim:2xh100"
     entries = choose(parse_parted(yaml.safe_load(cli("export", "mig-parted", "-f", path, host=host).ok().out)), None)
-    assert [(one.devices, one.mig_enabled, dict(one.counts)) for one in entries.entries] == [
+    assert [(entry.devices, entry.mig_enabled, dict(entry.counts)) for entry in entries.entries] == [
         ((0,), True, {"1g.10gb": 2, "3g.40gb": 1}),
         ((1,), False, {}),
     ]
-    claims = {one["metadata"]["name"] for one in documents(cli("export", "dra", "-f", path, host=host).ok().out)}
+    claims = {
+        document["metadata"]["name"] for document in documents(cli("export", "dra", "-f", path, host=host).ok().out)
+    }
     assert len([name for name in claims if re.match("gpu-0-[0-9a-f]{8}-mig-", name)]) == 2
 
 

@@ -44,9 +44,9 @@ def test_a_daemon_that_is_not_up_yet_has_its_pipe_already(cli: Cli, file: str) -
 
 @pytest.mark.parametrize("engine", ["docker", "compose", "cdi", "systemd"])
 def test_a_mig_device_that_is_not_there_yet_has_no_uuid(refused: Callable[..., str], file: str, engine: str) -> None:
-    said = refused("export", engine, "-g", "1", "-f", file, code="not_applied", exit_code=6, host=SPEC)
-    assert f"gpushare apply -f {file}" in said
-    assert "GPU 1 has no 1g.10gb yet" in said
+    text = refused("export", engine, "-g", "1", "-f", file, code="not_applied", exit_code=6, host=SPEC)
+    assert f"gpushare apply -f {file}" in text
+    assert "GPU 1 has no 1g.10gb yet" in text
 
 
 @pytest.mark.parametrize("engine", ["compose", "cdi", "systemd"])

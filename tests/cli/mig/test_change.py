@@ -21,7 +21,9 @@ Refused = Callable[..., str]
 
 def instances(world: World, gpu: int = 0) -> list[tuple[str, int]]:
     found = world.state.gpus[gpu]
-    return sorted({(one.profile, one.start) for one in [*found.mig, *found.bare]}, key=lambda one: one[1])
+    return sorted(
+        {(instance.profile, instance.start) for instance in [*found.mig, *found.bare]}, key=lambda one: one[1]
+    )
 
 
 # -- what they do ----------------------------------------------------------------------------------
@@ -31,9 +33,11 @@ def test_create_adds_and_says_what_it_made(cli: Cli) -> None:
     world = World(A100)
     cli("mig", "enable", host=A100).ok()
     answer = cli("-o", "json", "mig", "create", "3g.40gb", "1g.10gb*2", "--name", "train", host=A100).ok()
-    made = {(one["profile"], one["start"]): one["uuids"] for one in answer.data["created"]}
+    made = {(change["profile"], change["start"]): change["uuids"] for change in answer.data["created"]}
     assert sorted(made) == sorted(instances(world))
-    assert {uuid for uuids in made.values() for uuid in uuids} == {one.uuid for one in world.state.gpus[0].mig}
+    assert {uuid for uuids in made.values() for uuid in uuids} == {
+        instance.uuid for instance in world.state.gpus[0].mig
+    }
     text = cli("mig", "status", host=A100).out
     assert all(f"'train-{number}'" in text for number in (1, 2, 3))
     shown = cli("mig", "create", "1g.10gb", "--name", "more", host=A100).ok()
@@ -49,7 +53,7 @@ def test_create_adds_and_says_what_it_made(cli: Cli) -> None:
 def test_create_by_need(cli: Cli) -> None:
     cli("mig", "enable", host=A100).ok()
     cli("mig", "create", "--memory", "15G", host=A100).ok()
-    assert [one[0] for one in instances(World(A100))] == ["1g.20gb"]
+    assert [instance[0] for instance in instances(World(A100))] == ["1g.20gb"]
 
 
 @pytest.mark.parametrize(
@@ -59,8 +63,8 @@ def test_an_instance_is_no_gpu(cli: Cli, refused: Refused, words: tuple[str, ...
     """Its neighbours would go with it."""
     cli("mig", "apply", "3g.40gb", "1g.10gb", host=A100).ok()
     uuid = World(A100).state.gpus[0].mig[0].uuid
-    said = refused("mig", *words, "-g", uuid, code="whole_gpu", exit_code=2, host=A100)
-    assert "-g 0" in said
+    text = refused("mig", *words, "-g", uuid, code="whole_gpu", exit_code=2, host=A100)
+    assert "-g 0" in text
 
 
 def test_create_adds_only_where_mig_is_on(cli: Cli, refused: Refused) -> None:
@@ -73,10 +77,10 @@ def test_create_adds_only_where_mig_is_on(cli: Cli, refused: Refused) -> None:
 def test_create_beside_others_tells_only_what_is_new(cli: Cli) -> None:
     world = World(H100)
     cli("mig", "apply", "1c.3g.40gb*2", host=H100).ok()
-    before = {one.uuid for one in world.state.gpus[0].mig}
+    before = {instance.uuid for instance in world.state.gpus[0].mig}
     answer = cli("-o", "json", "mig", "create", "1c.3g.40gb", host=H100).ok()
-    (new,) = {one.uuid for one in world.state.gpus[0].mig} - before
-    assert [one["uuids"] for one in answer.data["created"]] == [[new]]
+    (new,) = {instance.uuid for instance in world.state.gpus[0].mig} - before
+    assert [change["uuids"] for change in answer.data["created"]] == [[new]]
     assert answer.data["undo"] == "gpushare mig apply -g 0 1c.3g.40gb:4*2"
     # A name is one of a GPU instance: what gets one is not put among others.
     cli("mig", "destroy", new, host=H100).ok()
@@ -101,13 +105,13 @@ def test_destroy_takes_each_way_to_say_which(cli: Cli, how: str) -> None:
     cli("mig", "enable", host=A100).ok()
     cli("mig", "create", "3g.40gb", "--name", "train", host=A100).ok()
     cli("mig", "create", "1g.10gb", host=A100).ok()
-    one = next(one for one in world.state.gpus[0].mig if one.profile == "3g.40gb")
+    instance = next(instance for instance in world.state.gpus[0].mig if instance.profile == "3g.40gb")
     words = {
         "name": "train",
-        "uuid": one.uuid[:16],
+        "uuid": instance.uuid[:16],
         "place": "3g:4",
-        "ids": f"0/{one.gpu_instance_id}",
-        "gi": str(one.gpu_instance_id),
+        "ids": f"0/{instance.gpu_instance_id}",
+        "gi": str(instance.gpu_instance_id),
     }
     cli("mig", "destroy", words[how], host=A100).ok()
     assert [profile for profile, _ in instances(world)] == ["1g.10gb"]
@@ -117,7 +121,9 @@ def test_destroy_takes_each_way_to_say_which(cli: Cli, how: str) -> None:
 def test_apply_keeps_every_busy_instance_of_a_full_host(cli: Cli) -> None:
     host = World.new(EIGHT)
     assert host.run("mig", "apply", "-g", "all", "3g.40gb 1g.10gb*4").code == 0
-    free = next(one.uuid for one in host.state.gpus[0].mig if (one.profile, one.start) == ("1g.10gb", 2))
+    free = next(
+        instance.uuid for instance in host.state.gpus[0].mig if (instance.profile, instance.start) == ("1g.10gb", 2)
+    )
     pids = [host.add(uuid) for gpu, uuid in host.devices() if gpu in {0, 3} and uuid != free]
     before, busy = host.look(), host.busy()
     assert sorted(busy) == sorted(pids)
@@ -171,7 +177,7 @@ CHANGES: list[tuple[str, ...]] = [
 @pytest.mark.parametrize("words", CHANGES, ids=" ".join)
 def test_a_dry_run_changes_nothing_and_needs_no_root(cli: Cli, words: tuple[str, ...]) -> None:
     cli("mig", "apply", "-g", "0", "3g.40gb:0 2g.20gb:4", host=EIGHT).ok()
-    instance = next(one for one in World(EIGHT).state.gpus[0].mig if one.profile == "2g.20gb")
+    instance = next(instance for instance in World(EIGHT).state.gpus[0].mig if instance.profile == "2g.20gb")
     words = tuple(f"0/{instance.gpu_instance_id}" if word == "0/3" else word for word in words)
     World(EIGHT).fault("user", "1000")
     before = same(EIGHT)
@@ -209,15 +215,15 @@ def test_the_printed_undo_brings_the_old_layout_back(words: tuple[str, ...]) -> 
     ):
         assert host.run("mig", *prepare).code == 0
     before, names = host.look(), host.names()
-    said = host.run("mig", *words)
-    assert said.code == 0, said
+    answer = host.run("mig", *words)
+    assert answer.code == 0, answer
     assert host.look() != before
-    for command in said.json["data"]["undo"].split("; "):
+    for command in answer.json["data"]["undo"].split("; "):
         program, *rest = shlex.split(command)
         assert program == "gpushare"
         again = host.run(*rest)
         assert again.code == 0, (command, again)
-    assert [(one.mode, one.pending, one.places, one.devices) for one in host.look()] == [
+    assert [(gpu.mode, gpu.pending, gpu.places, gpu.devices) for gpu in host.look()] == [
         (one.mode, one.pending, one.places, one.devices) for one in before
     ]
     assert host.names() == names
@@ -286,14 +292,16 @@ def test_refused_beside_instances(
     cli("mig", "enable", host=A100).ok()
     cli("mig", "create", "3g.40gb:4", "--name", "train", host=A100).ok()
     cli("mig", "create", "1g.10gb:1", host=A100).ok()
-    admin.add_process(A100, mig=next(one.uuid for one in World(A100).state.gpus[0].mig if one.profile == "1g.10gb"))
+    admin.add_process(
+        A100, mig=next(instance.uuid for instance in World(A100).state.gpus[0].mig if instance.profile == "1g.10gb")
+    )
     refused("mig", *words, code=code, exit_code=exit_code, host=A100)
 
 
 def test_an_id_that_several_gpus_have_is_ambiguous(cli: Cli, refused: Refused) -> None:
     cli("mig", "apply", "-g", "0,1", "3g.40gb:4", host=EIGHT).ok()
-    said = refused("mig", "destroy", "-g", "0,1", "2", code="ambiguous_instance", exit_code=2, host=EIGHT)
-    assert "0/2, 1/2" in said
+    text = refused("mig", "destroy", "-g", "0,1", "2", code="ambiguous_instance", exit_code=2, host=EIGHT)
+    assert "0/2, 1/2" in text
 
 
 @pytest.mark.parametrize("words", [("enable",), ("apply", "1g.10gb"), ("destroy", "all")], ids=" ".join)
@@ -310,8 +318,8 @@ def test_mig_is_not_switched_on_beside_a_program(refused: Refused, host: str) ->
     world = World(host)
     assert world.host.nvml.count() == 1
     pid = admin.add_process(host)
-    said = refused("mig", "enable", code="in_use", exit_code=19, host=host)
-    assert f"python3 ({pid}, {user_name(os.geteuid())})" in said
+    text = refused("mig", "enable", code="in_use", exit_code=19, host=host)
+    assert f"python3 ({pid}, {user_name(os.geteuid())})" in text
     assert str(pid) in refused("mig", "apply", "1g.10gb", code="in_use", exit_code=19, host=host)
 
 
@@ -331,9 +339,9 @@ def test_dcgm_is_in_the_way_where_the_gpu_must_be_reset(cli: Cli, refused: Refus
     for host in (A100, H100):
         World(host).host.nvml.count()
         cli("sim", "add", "--holder", "--name", "nv-hostengine", host=host).ok()
-    said = refused("mig", "enable", code="in_use", exit_code=19, host=A100)
-    assert "nv-hostengine" in said
-    assert "systemctl" in said
+    text = refused("mig", "enable", code="in_use", exit_code=19, host=A100)
+    assert "nv-hostengine" in text
+    assert "systemctl" in text
     cli("mig", "enable", host=H100).ok()
 
 
@@ -350,8 +358,8 @@ def test_disabling_that_needs_a_reset_makes_the_instances_again() -> None:
     assert host.run("mig", "apply", "1c.3g.40gb*2 1g.10gb").code == 0
     before = host.look()
     host.fault("reset-required")
-    said = host.run("mig", "disable", "--destroy")
-    assert (said.code, said.error["code"]) == (1, "reset_required")
+    answer = host.run("mig", "disable", "--destroy")
+    assert (answer.code, answer.error["code"]) == (1, "reset_required")
     assert host.look() == before
 
 
@@ -359,8 +367,8 @@ def test_a_driver_that_hides_the_profiles_until_mig_is_on(cli: Cli, refused: Ref
     """Driver 535 and older."""
     world = World(A100)
     world.fault("not-supported", "nvmlDeviceGetGpuInstanceProfileInfo")
-    said = refused("mig", "apply", "1g.10gb", code="mig_off", exit_code=3, host=A100)
-    assert "gpushare mig enable -g 0" in said
+    text = refused("mig", "apply", "1g.10gb", code="mig_off", exit_code=3, host=A100)
+    assert "gpushare mig enable -g 0" in text
     assert "only while MIG is on" in refused("mig", "plan", "1g.10gb", code="no_profiles", exit_code=3, host=A100)
     assert "only while MIG is on" in cli("mig", "profiles", host=A100).ok().out
     cli("mig", "enable", host=A100).ok()

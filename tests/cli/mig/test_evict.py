@@ -18,10 +18,10 @@ def two_parts() -> tuple[World, list[int], list[str]]:
     """Return a host with a program in each of two compute instances, and one beside; their PIDs and ids."""
     host = World.new(A100)
     assert host.run("mig", "apply", "1c.3g.40gb*2 1g.10gb").code == 0
-    found = [one for one in host.state.gpus[0].mig if one.profile == "3g.40gb"]
-    found += [one for one in host.state.gpus[0].mig if one.profile != "3g.40gb"]
-    ids = [f"0/{one.gpu_instance_id}/{one.compute_instance_id}" for one in found]
-    return host, [host.add(one.uuid) for one in found], ids
+    rows = [instance for instance in host.state.gpus[0].mig if instance.profile == "3g.40gb"]
+    rows += [instance for instance in host.state.gpus[0].mig if instance.profile != "3g.40gb"]
+    ids = [f"0/{one.gpu_instance_id}/{one.compute_instance_id}" for one in rows]
+    return host, [host.add(one.uuid) for one in rows], ids
 
 
 def test_evicting_a_compute_instance_ends_only_its_programs(two_parts: tuple[World, list[int], list[str]]) -> None:
@@ -37,8 +37,8 @@ def test_a_named_part_is_no_leave_to_end_its_neighbours(two_parts: tuple[World, 
     instance = ids[0].rpartition("/")[0]
     before = host.look()
     for words in (("destroy", instance), ("apply", "7g.80gb"), ("disable", "--destroy")):
-        said = host.run("mig", *words, "--evict", ids[0])
-        assert (said.code, said.error["code"]) == (19, "no_room"), words
+        answer = host.run("mig", *words, "--evict", ids[0])
+        assert (answer.code, answer.error["code"]) == (19, "no_room"), words
         assert set(host.pids()) == set(pids)
     assert host.look() == before
     assert host.run("mig", "destroy", instance, "--evict", ids[0], "--evict", ids[1]).code == 0
@@ -47,8 +47,8 @@ def test_a_named_part_is_no_leave_to_end_its_neighbours(two_parts: tuple[World, 
 
 def test_evicting_all_makes_way_for_another_mode(two_parts: tuple[World, list[int], list[str]]) -> None:
     host, _, _ = two_parts
-    said = host.run("mig", "disable", "--destroy", "--evict", "all")
-    assert said.code == 0, said
+    answer = host.run("mig", "disable", "--destroy", "--evict", "all")
+    assert answer.code == 0, answer
     assert set(host.pids()) == set()
     assert host.look()[0][:2] == (0, 0)
 
@@ -57,9 +57,9 @@ def test_programs_that_were_ended_are_not_said_to_be_back(two_parts: tuple[World
     host, _, _ = two_parts
     before = host.look()
     host.fault("fail-step", 3)
-    said = host.run("mig", "apply", "7g.80gb", "--evict", "all")
-    assert said.code == 1
-    assert said.error["message"].endswith("everything is as before, except the processes that --evict ended")
+    answer = host.run("mig", "apply", "7g.80gb", "--evict", "all")
+    assert answer.code == 1
+    assert answer.error["message"].endswith("everything is as before, except the processes that --evict ended")
     assert host.look() == before
 
 
@@ -81,7 +81,7 @@ def test_the_next_change_undoes_what_was_interrupted_first(cli: Cli) -> None:
     assert len(host.look()[2].instances) > 0
     done = cli("mig", "enable", "-g", "5", host=EIGHT).ok()
     assert "was undone" in done.err
-    assert [one.mode for one in host.look()] == [0, 0, 0, 0, 0, 1, 0, 0]
+    assert [gpu.mode for gpu in host.look()] == [0, 0, 0, 0, 0, 1, 0, 0]
     assert not host.journal.exists()
 
 
@@ -131,7 +131,7 @@ def test_recovering_finds_its_gpu_again_by_uuid() -> None:
     with host.file.changed() as state:
         state.gpus.append(state.gpus.pop(0))
     assert host.run("mig", "recover").code == 0
-    assert [one.mode for one in host.look()] == [0, 0, 0]
+    assert [gpu.mode for gpu in host.look()] == [0, 0, 0]
 
 
 def test_recovering_without_its_gpu_says_so_and_touches_no_other() -> None:
@@ -141,9 +141,9 @@ def test_recovering_without_its_gpu_says_so_and_touches_no_other() -> None:
     with host.file.changed() as state:
         del state.gpus[0]
     before = host.look()
-    said = host.run("mig", "recover")
-    assert (said.code, said.error["code"]) == (1, "not_restored")
-    assert "is missing" in said.error["message"]
+    answer = host.run("mig", "recover")
+    assert (answer.code, answer.error["code"]) == (1, "not_restored")
+    assert "is missing" in answer.error["message"]
     assert host.look() == before
     assert not host.journal.exists()
 
@@ -152,8 +152,8 @@ def test_what_somebody_uses_meanwhile_stays_and_is_named() -> None:
     host = World.new(A100)
     crashed(host, "apply", "1g.10gb*3", step=5)
     pid = host.add(host.devices()[0][1])
-    said = host.run("mig", "recover")
-    assert said.error["code"] == "not_restored"
+    answer = host.run("mig", "recover")
+    assert answer.error["code"] == "not_restored"
     (left,) = host.look()[0].instances
-    assert f"{left[0]}:{left[1]}" in said.error["message"]
+    assert f"{left[0]}:{left[1]}" in answer.error["message"]
     assert set(host.pids()) == {pid}

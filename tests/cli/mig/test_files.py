@@ -134,8 +134,8 @@ def test_a_gpu_without_an_entry_is_left_alone_by_apply_and_check(cli: Cli, file:
 def test_exact_wants_an_entry_for_each_gpu(cli: Cli, refused: Callable[..., str], file: Callable[[str], str]) -> None:
     """As nvidia-mig-parted assert: "not all GPUs match the specified config"."""
     path = file(FIRST)
-    said = refused("mig", "apply", "-f", path, "--exact", code="no_gpu_of_config", exit_code=6, host=HOST)
-    assert "config 'x' has no entry for GPU 1" in said
+    text = refused("mig", "apply", "-f", path, "--exact", code="no_gpu_of_config", exit_code=6, host=HOST)
+    assert "config 'x' has no entry for GPU 1" in text
     cli("mig", "apply", "-f", path, host=HOST).ok()
     done = cli("mig", "check", "-f", path, "--exact", host=HOST)
     assert done.code == 7
@@ -331,7 +331,9 @@ def _destroy_compute_instances(world: World) -> None:
 
     nvml = world.host.nvml
     (gpu,) = nvml.sweep()
-    instance = next(one for one in MigReader(nvml).layout(gpu).instances if one.profile.name == "3g.71gb")
+    instance = next(
+        instance for instance in MigReader(nvml).layout(gpu).instances if instance.profile.name == "3g.71gb"
+    )
     handle = nvml.handle(0)
 
     def destroy(api: object) -> None:

@@ -180,7 +180,7 @@ def test_a_grant_undoes_what_was_interrupted_first(cli: Cli) -> None:
     assert "'destroy train', which was interrupted" in answer.err
     assert host.look() == before
     # Its instance was created again, with another id.
-    (found,) = {one.gpu_instance_id for one in host.state.gpus[0].mig if one.profile == "3g.40gb"}
+    (found,) = {instance.gpu_instance_id for instance in host.state.gpus[0].mig if instance.profile == "3g.40gb"}
     assert nodes(found) == [(False, NodeAccess(owner=NOBODY, mode=0o400))] * 2
     assert not host.journal.exists()
 

@@ -23,24 +23,24 @@ def host(request: pytest.FixtureRequest) -> World:
 
 
 def test_mig_status_says_unknown_and_why(host: World) -> None:
-    said = host.run("mig", "status")
-    assert said.code == 0
-    first, second = said.json["data"]["gpus"]
+    answer = host.run("mig", "status")
+    assert answer.code == 0
+    first, second = answer.json["data"]["gpus"]
     assert first["instances"] is None
     assert first["lost_compute_slices"] is first["lost_memory_slices"] is first["fragmentation"] is None
     assert "does not list the GPU instances of GPU 0" in first["unknown"]
     assert (second["instances"], second["unknown"]) == ([], None)
-    assert "mig/monitor" in said.err
-    assert "GPU 0: MIG is on without an instance" not in said.err
-    assert "GPU 1: MIG is on without an instance" in said.err
+    assert "mig/monitor" in answer.err
+    assert "GPU 0: MIG is on without an instance" not in answer.err
+    assert "GPU 1: MIG is on without an instance" in answer.err
 
 
 def test_status_does_not_show_an_empty_gpu(host: World) -> None:
-    said = host.run("status")
-    first, second = said.json["data"]["gpus"]
+    answer = host.run("status")
+    first, second = answer.json["data"]["gpus"]
     assert (first["mig_instances"], second["mig_instances"]) == (None, [])
-    assert "hides the MIG devices" in said.err
-    assert "GPU 0 is in MIG mode without instances" not in said.err
+    assert "hides the MIG devices" in answer.err
+    assert "GPU 0 is in MIG mode without instances" not in answer.err
 
 
 @pytest.mark.parametrize(
@@ -64,26 +64,26 @@ def test_status_does_not_show_an_empty_gpu(host: World) -> None:
 )
 def test_nothing_is_planned_on_what_is_unknown(host: World, words: tuple[str, ...]) -> None:
     before = host.look()
-    said = host.run(*words)
-    assert said.code != 0, said
+    answer = host.run(*words)
+    assert answer.code != 0, answer
     assert host.look() == before
-    if words[0] == "mig" and said.code != 2:
-        assert said.error["code"] == "instances_hidden", said
-        assert "mig/monitor" in said.error["hint"]
+    if words[0] == "mig" and answer.code != 2:
+        assert answer.error["code"] == "instances_hidden", answer
+        assert "mig/monitor" in answer.error["hint"]
 
 
 def test_what_was_captured_blindly_destroys_nothing(host: World, tmp_path: Path) -> None:
     """As before: a file with an empty list of instances, which root then applies."""
     before = host.look()
-    said = host.run("capture")
-    assert said.code == 4, said
-    assert said.json["data"] is None
+    answer = host.run("capture")
+    assert answer.code == 4, answer
+    assert answer.json["data"] is None
     path = tmp_path / "gpushare.yaml"
     path.write_text("version: 1\ngpus:\n  - match: {index: 0}\n    mig: []\n")
     for verb in ("diff", "apply"):
-        said = host.run(verb, "-f", str(path), *(["-y"] if verb == "apply" else []))
-        assert said.code == 4, said
-        assert said.error["code"] == "instances_hidden"
+        answer = host.run(verb, "-f", str(path), *(["-y"] if verb == "apply" else []))
+        assert answer.code == 4, answer
+        assert answer.error["code"] == "instances_hidden"
     assert host.look() == before
 
 
@@ -111,13 +111,13 @@ def test_placements_that_are_refused_are_unknown(kind: str) -> None:
     host = World.new(TWO)
     assert host.run("mig", "apply", "-g", "0", "3g.40gb:4 1g.10gb:0").code == 0
     admin.set_fault(host.spec, kind, "0", "mig-placements")
-    said = host.run("mig", "status")
-    assert said.code == 0
-    row = said.json["data"]["gpus"][0]
+    answer = host.run("mig", "status")
+    assert answer.code == 0
+    row = answer.json["data"]["gpus"][0]
     assert len(row["instances"]) == 2
     assert row["lost_compute_slices"] is row["lost_memory_slices"] is row["fragmentation"] is None
-    said = host.run("mig", "fits", "1g.10gb", "-g", "0")
-    assert (said.code, said.error["code"]) == (3, "placements_unknown")
+    answer = host.run("mig", "fits", "1g.10gb", "-g", "0")
+    assert (answer.code, answer.error["code"]) == (3, "placements_unknown")
     # What is there can go all the same.
     assert host.run("mig", "destroy", "1g.10gb:0", "-g", "0").code == 0
 

@@ -60,11 +60,11 @@ def test_every_change_is_refused_while_the_journal_cannot_be_read(
     broken(host.journal)
     kept, before = host.journal.read_bytes(), host.look()
     for words in (["mig", "recover"], ["mig", "recover", "-n"], ["mig", "enable"], ["mig", "enable", "-n"]):
-        said = refused(*words, code="journal_unreadable", exit_code=1, host=A100)
-        assert str(host.journal) in said
-        assert why in said
-        assert "gpushare mig status" in said
-        assert "gpushare mig recover --forget" in said
+        text = refused(*words, code="journal_unreadable", exit_code=1, host=A100)
+        assert str(host.journal) in text
+        assert why in text
+        assert "gpushare mig status" in text
+        assert "gpushare mig recover --forget" in text
     assert host.journal.read_bytes() == kept
     assert host.look() == before
 
@@ -74,9 +74,9 @@ def test_a_journal_that_cannot_be_read_is_seen_by_who_only_looks(cli: Cli) -> No
     crashed(host, "apply", "1g.10gb*3", step=4)
     torn(host.journal)
     assert str(host.journal) in cli("mig", "status", host=A100).ok().err
-    found = {check["id"]: check for check in cli("-o", "json", "doctor", host=A100).json["data"]["checks"]}
-    assert found["mig.interrupted"]["verdict"] == "fail"
-    assert "--forget" in found["mig.interrupted"]["remedy"]
+    by_key = {check["id"]: check for check in cli("-o", "json", "doctor", host=A100).json["data"]["checks"]}
+    assert by_key["mig.interrupted"]["verdict"] == "fail"
+    assert "--forget" in by_key["mig.interrupted"]["remedy"]
     assert "gpushare_mig_change_interrupted 1" in cli("export", "prometheus", host=A100).out
 
 
@@ -87,9 +87,9 @@ def test_a_journal_that_cannot_be_read_is_set_aside_and_not_thrown_away(cli: Cli
     would = cli("mig", "recover", "--forget", "-n", host=A100).ok()
     assert "would be" in would.out
     assert host.journal.exists()
-    said = cli("mig", "recover", "--forget", host=A100).ok()
+    answer = cli("mig", "recover", "--forget", host=A100).ok()
     (aside,) = host.journal.parent.glob("set-aside-*.json")
-    assert str(aside) in said.out
+    assert str(aside) in answer.out
     assert aside.read_bytes() == b"{"
     assert not host.journal.exists()
     assert "nothing to do" in cli("mig", "recover", host=A100).ok().out
@@ -102,7 +102,7 @@ def test_one_that_was_set_aside_before_stays(cli: Cli) -> None:
     for number in (1, 2):
         host.journal.write_text("{" * number)
         cli("mig", "recover", "--forget", host=A100).ok()
-    assert sorted(one.read_text() for one in host.journal.parent.glob("set-aside-*.json")) == ["{", "{{"]
+    assert sorted(path.read_text() for path in host.journal.parent.glob("set-aside-*.json")) == ["{", "{{"]
 
 
 # -- what could not be restored ----------------------------------------------------------------------
@@ -122,13 +122,13 @@ def test_what_could_not_come_back_is_named_until_it_is_back(cli: Cli, refused: R
     before = host.look()
     pid, place = lost(host)
     for words in (["mig", "recover"], ["mig", "recover"]):
-        said = refused(*words, code="not_restored", exit_code=1, host=A100)
-        assert place in said
-        assert "gpushare mig disable -g 0 --destroy" in said
-        assert "gpushare mig recover --forget" in said
+        text = refused(*words, code="not_restored", exit_code=1, host=A100)
+        assert place in text
+        assert "gpushare mig disable -g 0 --destroy" in text
+        assert "gpushare mig recover --forget" in text
     assert place in cli("mig", "status", host=A100).ok().err
-    found = {check["id"]: check for check in cli("-o", "json", "doctor", host=A100).json["data"]["checks"]}
-    assert place in found["mig.not_restored"]["seen"]
+    by_key = {check["id"]: check for check in cli("-o", "json", "doctor", host=A100).json["data"]["checks"]}
+    assert place in by_key["mig.not_restored"]["seen"]
     admin.end_process(host.spec, pid)
     cli("mig", "disable", "-g", "0", "--destroy", host=A100).ok()
     assert host.look() == before
@@ -215,7 +215,7 @@ def test_a_gpu_that_is_not_there_stays_named_until_it_is_back(cli: Cli, refused:
     with host.file.changed() as state:
         state.gpus.insert(0, gone)
     assert "is now undone" in cli("mig", "recover", host=TWO).ok().out
-    assert [one.mode for one in host.look()] == [0, 0]
+    assert [gpu.mode for gpu in host.look()] == [0, 0]
     assert "nothing to do" in cli("mig", "recover", host=TWO).ok().out
 
 
@@ -237,10 +237,10 @@ def test_a_rollback_that_failed_is_not_lost_either(cli: Cli, monkeypatch: pytest
 
     with monkeypatch.context() as patched:
         patched.setattr(change, "perform", in_use)
-        said = host.run("mig", "apply", "1g.10gb*3")
-    assert "could not be undone" in said.error["message"]
-    assert said.error["hint"].startswith("restore it: gpushare mig recover; or by hand: ")
-    assert "then: gpushare mig disable -g 0 --destroy" in said.error["hint"]
+        answer = host.run("mig", "apply", "1g.10gb*3")
+    assert "could not be undone" in answer.error["message"]
+    assert answer.error["hint"].startswith("restore it: gpushare mig recover; or by hand: ")
+    assert "then: gpushare mig disable -g 0 --destroy" in answer.error["hint"]
     assert "could not be restored" in cli("mig", "status", host=A100).ok().err
     for pid in host.pids():
         admin.end_process(host.spec, pid)
@@ -270,8 +270,8 @@ def test_what_the_driver_refuses_is_kept_apart_until_it_is_undone(cli: Cli, monk
     before = host.look()
     crashed(host, "apply", "1g.10gb*3", step=4)
     for _ in range(2):
-        said = refusing(monkeypatch, host)
-        assert said.error["code"] == "not_restored"
+        answer = refusing(monkeypatch, host)
+        assert answer.error["code"] == "not_restored"
         assert not host.journal.exists()
     assert "could not be restored" in cli("mig", "status", host=A100).ok().err
     assert "is now undone" in cli("mig", "recover", host=A100).ok().out
@@ -282,8 +282,8 @@ def test_what_the_driver_refuses_is_kept_apart_until_it_is_undone(cli: Cli, monk
 def test_what_the_driver_refuses_is_in_nobodys_way(monkeypatch: pytest.MonkeyPatch, then: tuple[str, ...]) -> None:
     host = World.new(A100)
     crashed(host, "apply", "1g.10gb*3", step=4)
-    said = refusing(monkeypatch, host)
-    assert said.error["hint"].startswith("try again: gpushare mig recover")
+    answer = refusing(monkeypatch, host)
+    assert answer.error["hint"].startswith("try again: gpushare mig recover")
     assert host.run("mig", *then).code == 0
     assert host.run("mig", "recover").code == 0
     assert {path.name for path in host.journal.parent.glob("*.json")} <= {"made.json"}
@@ -316,9 +316,9 @@ def test_the_same_command_again_comes_to_its_end_wherever_it_was_killed(cli: Cli
             host.fault("crash-step", step)
             host.run_apart("mig", *words)
             host.clear()
-            said = host.run("mig", *words)
+            answer = host.run("mig", *words)
             # One that had come to its end is told so: the name is given, or nobody has it any more.
-            assert said.code in {0, 2, 6}, (verb, step, said)
+            assert answer.code in {0, 2, 6}, (verb, step, answer)
             assert len(host.look()[0].instances) == (verb == "create"), (verb, step)
             assert list(host.names()) == (["new"] if verb == "create" else [])
             assert not host.journal.exists()
@@ -372,7 +372,7 @@ def test_a_daemon_that_a_full_disk_kept_from_its_return_is_started_by_recover(
     assert host.look() == before
     assert not host.state.daemons
     assert "started the MPS daemon" in cli("mig", "recover", host=A100).ok().out
-    assert [one.threads for one in host.state.daemons] == [40]
+    assert [daemon.threads for daemon in host.state.daemons] == [40]
     assert {path.name for path in host.journal.parent.glob("*.json")} <= {"made.json"}
 
 
@@ -449,8 +449,8 @@ def test_a_gpu_that_cannot_be_looked_at_leaves_the_journal_and_is_no_success(mon
 
     with monkeypatch.context() as patched:
         patched.setattr(recover, "shape_now", silent)
-        said = host.run("mig", "recover")
-    assert (said.code, said.error["code"]) == (1, "nvml_failed")
+        answer = host.run("mig", "recover")
+    assert (answer.code, answer.error["code"]) == (1, "nvml_failed")
     assert len(asked) == 1
     assert host.journal.exists()
     assert not list(host.journal.parent.glob("not-restored-*.json"))
@@ -477,6 +477,6 @@ def test_who_recovers_in_vain_is_told_at_once_how_to_accept_it() -> None:
     host = World.new(A100)
     crashed(host, "apply", "1g.10gb*3", step=5)
     host.add(host.devices()[0][1])
-    said = host.run("mig", "recover")
-    assert said.error["code"] == "not_restored"
-    assert "gpushare mig recover --forget" in said.error["hint"]
+    answer = host.run("mig", "recover")
+    assert answer.error["code"] == "not_restored"
+    assert "gpushare mig recover --forget" in answer.error["hint"]

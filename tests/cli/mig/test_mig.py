@@ -93,7 +93,7 @@ def test_the_printed_commands_lead_to_the_wish_and_those_of_the_undo_back(cli: C
         assert words[:4] == ("nvidia-smi", "mig", "-i", "0"), command
         with changing(StateFile("sim:h100")) as (state, _):
             (gpu,) = state.gpus
-            here = {one.gpu_instance_id: f"{one.profile}:{one.start}" for one in gpu.mig}
+            here = {instance.gpu_instance_id: f"{instance.profile}:{instance.start}" for instance in gpu.mig}
             if words[4] in {"-dci", "-cci"}:
                 # Each instance comes with its compute instance here.
                 assert int(words[words.index("-gi") + 1]) in here
@@ -102,12 +102,12 @@ def test_the_printed_commands_lead_to_the_wish_and_those_of_the_undo_back(cli: C
             else:
                 assert (words[4], words[6:]) in {("-cgi", ("-C",)), ("-cgi", ())}
                 number, _, start = words[5].partition(":")
-                name = next(one.name for one in model_of(gpu.model).profiles if one.id == int(number))
+                name = next(profile.name for profile in model_of(gpu.model).profiles if profile.id == int(number))
                 here[-1] = f"{name}:{start}"
             state.gpus = [place(gpu, model_of(gpu.model), list(here.values()))]
 
     def places() -> list[tuple[str, int]]:
-        return sorted((one["profile"], one["start"]) for one in admin.describe("sim:h100")["gpus"][0]["mig"])
+        return sorted((gpu["profile"], gpu["start"]) for gpu in admin.describe("sim:h100")["gpus"][0]["mig"])
 
     plan = ("--host", "sim:h100", "-o", "json", "mig", "plan", "--exact", "1g.10gb", "2g.20gb")
     before, steps = places(), cli(*plan).json["data"]["steps"]

@@ -96,8 +96,8 @@ def test_a_failure_half_way_leaves_all_as_it_was(host: World) -> None:
 
 
 def test_a_name_given_twice_is_named(refused: Callable[..., str]) -> None:
-    said = refused("mig", "apply", "2g*3", "--name", "a,b,a", code="bad_count", exit_code=2, host="sim:a100-40gb")
-    assert "the name 'a' is given twice" in said
+    text = refused("mig", "apply", "2g*3", "--name", "a,b,a", code="bad_count", exit_code=2, host="sim:a100-40gb")
+    assert "the name 'a' is given twice" in text
 
 
 def test_each_step_of_a_dry_run_has_its_undo(cli: Cli) -> None:

@@ -32,7 +32,7 @@ def test_a_plan_names_the_command_that_may_evict(cli: Cli) -> None:
     # What it says can be run as it stands.
     cli(*shlex.split(command[1]), "--dry-run", host=TWO).ok()
     cli(*shlex.split(command[1]), host=TWO).ok()
-    assert [one[0] for one in host.look()[1].instances] == ["7g.80gb"]
+    assert [instance[0] for instance in host.look()[1].instances] == ["7g.80gb"]
 
 
 def test_without_a_gpu_named_the_plan_names_those_that_it_looked_at(cli: Cli) -> None:
@@ -122,8 +122,8 @@ def test_a_file_whose_gpus_are_all_here_says_nothing(cli: Cli, parted: str) -> N
 
 def test_a_file_for_none_of_the_gpus_here_is_refused(refused: Refused, parted: str) -> None:
     for words in (("mig", "apply"), ("mig", "apply", "-n"), ("mig", "check")):
-        said = refused(*words, "-f", parted, "-c", "none", code="no_gpu", exit_code=6, host=TWO)
-        assert "entry 1 names GPU 7, 9, which are not here" in said
+        text = refused(*words, "-f", parted, "-c", "none", code="no_gpu", exit_code=6, host=TWO)
+        assert "entry 1 names GPU 7, 9, which are not here" in text
 
 
 # -- what names an instance ------------------------------------------------------------------------
@@ -133,14 +133,14 @@ def test_every_form_names_the_same_instance(cli: Cli) -> None:
     host = World.new(A100)
     assert host.run("mig", "apply", "3g.40gb", "1g.10gb*2").code == 0
     assert host.run("mig", "name", "train", "3g.40gb:4").code == 0
-    one = next(one for one in host.state.gpus[0].mig if one.profile == "3g.40gb")
-    ids = f"0/{one.gpu_instance_id}"
+    instance = next(instance for instance in host.state.gpus[0].mig if instance.profile == "3g.40gb")
+    ids = f"0/{instance.gpu_instance_id}"
     forms = [
         "train",
-        one.uuid,
-        one.uuid[:14],
+        instance.uuid,
+        instance.uuid[:14],
         ids,
-        f"{ids}/{one.compute_instance_id}",
+        f"{ids}/{instance.compute_instance_id}",
         "3g.40gb:4",
     ]
     for form in forms:
@@ -161,22 +161,22 @@ ONLY_NAMES = [("env",), ("grant",), ("revoke",), ("name", "--forget")]
 def test_where_only_a_name_will_do_the_hint_gives_one(refused: Refused, cli: Cli, command: tuple[str, ...]) -> None:
     host = World.new(A100)
     assert host.run("mig", "apply", "3g.40gb", "1g.10gb*2").code == 0
-    one = next(one for one in host.state.gpus[0].mig if one.profile == "3g.40gb")
-    ids = f"0/{one.gpu_instance_id}"
+    instance = next(instance for instance in host.state.gpus[0].mig if instance.profile == "3g.40gb")
+    ids = f"0/{instance.gpu_instance_id}"
     more = ("root",) if command == ("grant",) else ()
     for form in (
-        one.uuid,
-        one.uuid[:14],
+        instance.uuid,
+        instance.uuid[:14],
         ids,
-        f"{ids}/{one.compute_instance_id}",
+        f"{ids}/{instance.compute_instance_id}",
         "3g.40gb:4",
     ):
-        said = refused("mig", *command, form, *more, code="not_a_name", exit_code=2, host=A100)
+        text = refused("mig", *command, form, *more, code="not_a_name", exit_code=2, host=A100)
         if command == ("name", "--forget"):
-            assert "gpushare mig status" in said
+            assert "gpushare mig status" in text
         else:
-            assert f"gpushare mig name NAME {form}" in said
-        assert "--mig" not in said
+            assert f"gpushare mig name NAME {form}" in text
+        assert "--mig" not in text
 
 
 def test_a_name_means_a_gpu_instance_and_not_a_part_of_it(refused: Refused, cli: Cli) -> None:
@@ -185,8 +185,8 @@ def test_a_name_means_a_gpu_instance_and_not_a_part_of_it(refused: Refused, cli:
     part = host.state.gpus[0].mig[0]
     ids = f"0/{part.gpu_instance_id}"
     for form in (f"{ids}/{part.compute_instance_id}", part.uuid):
-        said = refused("mig", "name", "train", form, code="part_of_instance", exit_code=2, host=A100)
-        assert f"gpushare mig name train {ids}" in said
+        text = refused("mig", "name", "train", form, code="part_of_instance", exit_code=2, host=A100)
+        assert f"gpushare mig name train {ids}" in text
     cli("mig", "name", "train", ids, host=A100).ok()
 
 
@@ -195,6 +195,6 @@ def test_g_says_which_form_of_an_instance_it_takes(refused: Refused, form: str) 
     host = World.new(A100)
     assert host.run("mig", "apply", "3g.40gb").code == 0
     assert host.run("mig", "name", "train", "3g.40gb:4").code == 0
-    said = refused("mps", "start", "-g", form, code="unknown_gpu", exit_code=6, host=A100)
-    assert "-g MIG-<uuid>" in said
-    assert "gpushare mig status" in said
+    text = refused("mps", "start", "-g", form, code="unknown_gpu", exit_code=6, host=A100)
+    assert "-g MIG-<uuid>" in text
+    assert "gpushare mig status" in text

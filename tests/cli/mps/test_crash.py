@@ -126,7 +126,7 @@ def test_a_start_that_was_killed_is_seen(cli: Cli, world: World) -> None:
     seen = 0
     for point in points(cli, *START):
         if world.state.daemons or mode(world) is not ComputeMode.DEFAULT:
-            checks = {one["id"]: one for one in cli("doctor", output="json").data["checks"]}
+            checks = {check["id"]: check for check in cli("doctor", output="json").data["checks"]}
             complete = home_of(world.host.run_directory, world.uuid()).read()
             assert complete is not None, point
             if complete.interrupted:

@@ -49,7 +49,7 @@ def test_the_unit_of_a_device_is_known_by_its_pipe_directory(world: World) -> No
 def _found(world: World, pipe: str, visible: str) -> Any:
     environment = {"CUDA_MPS_PIPE_DIRECTORY": pipe, "CUDA_VISIBLE_DEVICES": visible}
     assert world.host.programs.run(["nvidia-cuda-mps-control", "-d"], env=environment).exit_code == 0
-    return next(one for one in find_daemons(world.host, (), deep=False) if one.daemon.pipe_directory == pipe)
+    return next(daemon for daemon in find_daemons(world.host, (), deep=False) if daemon.daemon.pipe_directory == pipe)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_another_users_daemon_is_asked_with_v_only(cli: Cli, world: World, sim_d
     assert (quiet["threads_percent"], asked["threads_percent"]) == (None, 100.0)
     assert ("status -v" in quiet["note"], asked["note"], quiet["error"]) == (True, None, None)
     assert "not asked" in cli("mps", "status").ok().out
-    checks = {one["id"]: one["verdict"] for one in cli("doctor", output="json").data["checks"]}
+    checks = {check["id"]: check["verdict"] for check in cli("doctor", output="json").data["checks"]}
     assert checks["mps.unasked"] == "skip"
     text = cli("export", "prometheus").ok().out
     assert "gpushare_mps_daemon_up{" not in text
@@ -177,7 +177,7 @@ def test_whose_limits_every_user_may_change_is_said(cli: Cli, world: World, driv
     assert ("every user may change this daemon's limits" in started.out + started.err) == anybody
 
     def warned() -> list[str]:
-        return [one["id"] for one in cli("doctor", output="json").data["checks"] if one["id"] == "mps.open"]
+        return [check["id"] for check in cli("doctor", output="json").data["checks"] if check["id"] == "mps.open"]
 
     assert warned() == ["mps.open"] * anybody
     Path(world.state.daemons[0].pipe_directory).chmod(0o700)

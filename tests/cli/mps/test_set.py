@@ -52,7 +52,9 @@ def shown_clients(cli: Cli) -> dict[int, tuple[object, ...]]:
     for words in (("status",), ("mps", "status")):
         (daemon,) = cli(*words, output="json").ok().data["mps_daemons"]
         clients = [client for server in daemon["servers"] for client in server["clients"]]
-        found.append({one["pid"]: tuple(one[f"{w}{key}"] for w in ("", "next_") for key in keys) for one in clients})
+        found.append(
+            {client["pid"]: tuple(client[f"{w}{key}"] for w in ("", "next_") for key in keys) for client in clients}
+        )
     assert found[0] == found[1]
     return found[0]
 
@@ -168,15 +170,15 @@ def test_hanging_daemon(refused: Callable[..., str], world: World, monkeypatch: 
     monkeypatch.setitem(MpsControl.ask.__kwdefaults__, "timeout", 0.1)
     world.send(world.state.daemons[0].pid, signal.SIGSTOP)
     pipe = world.state.daemons[0].pipe_directory
-    said = refused("mps", "set", "--threads", "5", code="daemon_hangs", exit_code=1)
-    assert f"gpushare mps stop --pipe-directory {pipe} --force --yes" in said
+    text = refused("mps", "set", "--threads", "5", code="daemon_hangs", exit_code=1)
+    assert f"gpushare mps stop --pipe-directory {pipe} --force --yes" in text
 
 
 @pytest.mark.usefixtures("daemon")
 def test_another_users_daemon(refused: Callable[..., str], world: World) -> None:
     world.fault("user", "61000")
-    said = refused("mps", "set", "--threads", "5", code="not_your_daemon", exit_code=4)
-    assert "could not be undone" not in said
+    text = refused("mps", "set", "--threads", "5", code="not_your_daemon", exit_code=4)
+    assert "could not be undone" not in text
 
 
 def simulated(world: World) -> tuple[object, ...]:
@@ -201,8 +203,8 @@ def test_a_limit_that_does_not_hold_restores_all_of_them(
 
     monkeypatch.setattr(MpsControl, getter, lying)
     words = ("--threads", "25", "--memory", "2G", "--priority", "low")
-    said = refused("mps", "set", *words, code="limit_not_held", exit_code=1)
-    assert "could not be undone" not in said
+    text = refused("mps", "set", *words, code="limit_not_held", exit_code=1)
+    assert "could not be undone" not in text
     assert simulated(world) == before
 
 

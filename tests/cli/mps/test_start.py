@@ -59,13 +59,15 @@ def test_limits_of_the_callers_environment_are_not_taken(
 
 def test_limits_per_gpu(cli: Cli) -> None:
     cli("mps", "start", "-g", "0,1", "--memory", "0=4G,1=8G", "--threads", "1=50", host=TWO).ok()
-    found = {one["gpu_index"]: (one["memory_limit_bytes"], one["threads_percent"]) for one in daemons(cli, TWO)}
-    assert found == {0: (4 * GIB, 100.0), 1: (8 * GIB, 50.0)}
+    by_key = {
+        daemon["gpu_index"]: (daemon["memory_limit_bytes"], daemon["threads_percent"]) for daemon in daemons(cli, TWO)
+    }
+    assert by_key == {0: (4 * GIB, 100.0), 1: (8 * GIB, 50.0)}
 
 
 def test_all_gpus(cli: Cli) -> None:
     cli("mps", "start", "-g", "all", "--threads", "30", host=TWO).ok()
-    assert sorted(str(one["gpu_index"]) for one in daemons(cli, TWO)) == ["0", "1", "2"]
+    assert sorted(str(daemon["gpu_index"]) for daemon in daemons(cli, TWO)) == ["0", "1", "2"]
     assert cli("mps", "stop", "-g", "all", host=TWO, output="json").ok().data["stopped"][2]["gpu"] == 2
     assert daemons(cli, TWO) == []
 
@@ -109,14 +111,14 @@ def test_wrong_limits(refused: Callable[..., str], words: tuple[str, ...], code:
 
 
 def test_limit_above_one_of_the_gpus(refused: Callable[..., str]) -> None:
-    said = refused("mps", "start", "-g", "all", "--memory", "20G", code="limit_above_gpu", exit_code=2, host=TWO)
-    assert "GPU 0" in said
-    assert "--memory" in said
+    text = refused("mps", "start", "-g", "all", "--memory", "20G", code="limit_above_gpu", exit_code=2, host=TWO)
+    assert "GPU 0" in text
+    assert "--memory" in text
 
 
 def test_limit_of_a_gpu_that_is_not_chosen(refused: Callable[..., str]) -> None:
-    said = refused("mps", "start", "-g", "0", "--memory", "0=4G,1=8G", code="bad_limit", exit_code=2, host=TWO)
-    assert "-g 0,1" in said
+    text = refused("mps", "start", "-g", "0", "--memory", "0=4G,1=8G", code="bad_limit", exit_code=2, host=TWO)
+    assert "-g 0,1" in text
 
 
 @pytest.mark.parametrize(("gpu", "code", "exit_code"), [("7", "unknown_gpu", 6), (None, "gpu_not_named", 2)])
@@ -157,14 +159,14 @@ def test_not_root_starts_a_daemon_of_its_own(cli: Cli, world: World) -> None:
 
 def test_prohibited_mode(refused: Callable[..., str], world: World) -> None:
     world.host.nvml.set_compute_mode(0, ComputeMode.PROHIBITED)
-    said = refused("mps", "start", code="compute_prohibited", exit_code=19)
-    assert f"sudo nvidia-smi -i {world.uuid()} -c DEFAULT" in said
+    text = refused("mps", "start", code="compute_prohibited", exit_code=19)
+    assert f"sudo nvidia-smi -i {world.uuid()} -c DEFAULT" in text
 
 
 def test_mig_enabled_gpu_needs_an_instance(refused: Callable[..., str], world: World) -> None:
     uuids = world.mig("3g.71gb", "1g.18gb")
-    said = refused("mps", "start", code="mig_enabled", exit_code=3)
-    assert f"-g {uuids[0]}" in said
+    text = refused("mps", "start", code="mig_enabled", exit_code=3)
+    assert f"-g {uuids[0]}" in text
 
 
 def test_mig_instance(cli: Cli, refused: Callable[..., str], world: World) -> None:
@@ -221,9 +223,9 @@ def test_path_too_long(
     refused: Callable[..., str], sim_dir: Path, monkeypatch: pytest.MonkeyPatch, dry: tuple[str, ...]
 ) -> None:
     monkeypatch.setenv("GPUSHARE_SIM_DIR", str(sim_dir / ("x" * 60)))
-    said = refused("mps", "start", *dry, code="path_too_long", exit_code=2)
-    assert "87 is the limit" in said
-    assert "GPUSHARE_RUN_DIR" in said
+    text = refused("mps", "start", *dry, code="path_too_long", exit_code=2)
+    assert "87 is the limit" in text
+    assert "GPUSHARE_RUN_DIR" in text
     assert not (World().directory / "run").exists()
 
 
@@ -261,8 +263,8 @@ def test_a_limit_that_does_not_hold_rolls_everything_back(
 ) -> None:
     world.host.nvml.identities()
     monkeypatch.setattr(MpsControl, getter, lambda *_: None)
-    said = refused("mps", "start", "--exclusive", *words, code="limit_not_held", exit_code=1)
-    assert "holds none" in said
+    text = refused("mps", "start", "--exclusive", *words, code="limit_not_held", exit_code=1)
+    assert "holds none" in text
     assert (world.state.daemons, world.state.gpus[0].compute_mode) == ([], ComputeMode.DEFAULT)
 
 

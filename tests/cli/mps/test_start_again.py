@@ -19,8 +19,8 @@ from tests.cli.mps.test_start import TWO, daemons
 
 def test_twice(refused: Callable[..., str], cli: Cli) -> None:
     cli("mps", "start", "--threads", "25").ok()
-    said = refused("mps", "start", code="daemon_exists", exit_code=19)
-    assert "gpushare mps set -g 0" in said
+    text = refused("mps", "start", code="daemon_exists", exit_code=19)
+    assert "gpushare mps set -g 0" in text
 
 
 def test_a_daemon_that_nobody_noted_is_not_taken_down(
@@ -78,9 +78,9 @@ def test_compute_mode_of_a_dead_daemon_is_restored_by_the_next(cli: Cli, world: 
 
 def test_foreign_daemon(refused: Callable[..., str], world: World, sim_dir: Path) -> None:
     pid = world.foreign_daemon(sim_dir)
-    said = refused("mps", "start", code="foreign_daemon", exit_code=19)
-    assert f"process {pid}" in said
-    assert f"gpushare mps stop --pipe-directory {sim_dir}/p --yes" in said
+    text = refused("mps", "start", code="foreign_daemon", exit_code=19)
+    assert f"process {pid}" in text
+    assert f"gpushare mps stop --pipe-directory {sim_dir}/p --yes" in text
 
 
 def test_foreign_daemon_of_another_gpu(cli: Cli, sim_dir: Path) -> None:
@@ -132,7 +132,7 @@ def test_a_plan_reverts_only_the_mode_that_it_set(world: World) -> None:
 
     device = Device(gpu=world.host.nvml.sweep()[0])
     (step,) = [
-        one for one in plan_start(world.host, device, Limits(), exclusive=True).steps if "nvidia-smi" in one.command
+        step for step in plan_start(world.host, device, Limits(), exclusive=True).steps if "nvidia-smi" in step.command
     ]
     world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
     step.do()

@@ -108,9 +108,9 @@ def test_clients_that_stay_are_not_forced_unasked(
 
     # Only waiting takes time: the message says how long it waited.
     monkeypatch.setattr(stop, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
-    said = refused("mps", "stop", code="clients_left", exit_code=19)
-    assert str(pid) in said
-    assert "--drain 60" in said
+    text = refused("mps", "stop", code="clients_left", exit_code=19)
+    assert str(pid) in text
+    assert "--drain 60" in text
     assert world.process(pid).mps_server is not None
 
 
@@ -122,7 +122,7 @@ def test_drain_forces_in_the_end(cli: Cli, world: World, daemon: int) -> None:
     assert row["waited_seconds"] >= 0.3
     assert time.monotonic() - begun >= 0.3
     assert world.process(pid).broken
-    assert daemon not in [one.pid for one in world.state.daemons]
+    assert daemon not in [daemon.pid for daemon in world.state.daemons]
 
 
 @pytest.mark.usefixtures("daemon")
@@ -187,10 +187,10 @@ def test_foreign_daemon_only_by_its_directory_and_yes(
 ) -> None:
     pid = world.foreign_daemon(sim_dir)
     for words in ((), ("-g", "0"), ("-g", "all"), ("--force",), ("-y",)):
-        said = refused("mps", "stop", *words, code="no_daemon", exit_code=6)
-        assert f"--pipe-directory {sim_dir}/p --yes" in said
-    said = refused("mps", "stop", "--pipe-directory", f"{sim_dir}/p", asks=True, code="needs_consent", exit_code=19)
-    assert f"to do it: gpushare --host {world.spec} mps stop -y --pipe-directory {sim_dir}/p" in said
+        text = refused("mps", "stop", *words, code="no_daemon", exit_code=6)
+        assert f"--pipe-directory {sim_dir}/p --yes" in text
+    text = refused("mps", "stop", "--pipe-directory", f"{sim_dir}/p", asks=True, code="needs_consent", exit_code=19)
+    assert f"to do it: gpushare --host {world.spec} mps stop -y --pipe-directory {sim_dir}/p" in text
     assert cli("mps", "stop", "--pipe-directory", f"{sim_dir}/p", "-n", output="json").ok().data["dry_run"]
     (row,) = cli("mps", "stop", "--pipe-directory", f"{sim_dir}/p/", "--yes", output="json").ok().data["stopped"]
     assert row["pid"] == pid
@@ -254,8 +254,8 @@ def test_all_in_use_is_an_error_after_one_wait(cli: Cli, monkeypatch: pytest.Mon
     answer = cli("mps", "stop", "-g", "all", host=TWO, output="json")
     assert (answer.code, answer.json["status"]) == (19, "error")
     assert answer.data["stopped"] == []
-    assert [one["gpu"] for one in answer.json["errors"]] == ["0", "1"]
-    assert all("still has 1 client after" in one["message"] for one in answer.json["errors"])
+    assert [error["gpu"] for error in answer.json["errors"]] == ["0", "1"]
+    assert all("still has 1 client after" in error["message"] for error in answer.json["errors"])
     # Ten seconds for all of them, not for each.
     assert 10.0 <= now[0] < 11.0
     assert len(world.state.daemons) == 2
@@ -281,8 +281,8 @@ def test_all_with_one_in_use_is_partial(cli: Cli, monkeypatch: pytest.MonkeyPatc
 def test_mig(refused: Callable[..., str], cli: Cli, world: World) -> None:
     uuids = world.mig("3g.71gb", "1g.18gb")
     cli("mps", "start", "-g", ",".join(uuids)).ok()
-    said = refused("mps", "stop", code="no_daemon", exit_code=6)
-    assert "-g all" in said
+    text = refused("mps", "stop", code="no_daemon", exit_code=6)
+    assert "-g all" in text
     cli("mps", "stop", "-g", uuids[0]).ok()
     assert [daemon.visible for daemon in world.state.daemons] == [[uuids[1]]]
     # The only one that is left needs no name.
@@ -361,8 +361,8 @@ def test_the_lock_is_free_while_clients_are_waited_for(cli: Cli, world: World, m
 def test_the_hint_on_a_lost_gpu_works(cli: Cli, refused: Callable[..., str], world: World) -> None:
     pipe = world.state.daemons[0].pipe_directory
     world.fault("lost")
-    said = refused("mps", "stop", "-g", "0", code="gpu_lost", exit_code=6)
-    assert f"gpushare mps stop --pipe-directory {pipe}" in said
+    text = refused("mps", "stop", "-g", "0", code="gpu_lost", exit_code=6)
+    assert f"gpushare mps stop --pipe-directory {pipe}" in text
     cli("mps", "stop", "--pipe-directory", pipe).ok()
     assert world.state.daemons == []
 

@@ -26,8 +26,8 @@ def test_status_of_nothing(cli: Cli) -> None:
 def test_status_of_nothing_on_the_named_gpus(cli: Cli) -> None:
     host = "sim:4xh200"
     cli("mps", "start", "-g", "0", host=host).ok()
-    said = cli("mps", "status", "-g", "1,3", host=host).ok().out
-    assert said == "no MPS daemon runs on GPU 1 or GPU 3; start one: gpushare mps start -g 1\n"
+    text = cli("mps", "status", "-g", "1,3", host=host).ok().out
+    assert text == "no MPS daemon runs on GPU 1 or GPU 3; start one: gpushare mps start -g 1\n"
 
 
 def test_status_of_ours_and_others(cli: Cli, sim_dir: Path) -> None:

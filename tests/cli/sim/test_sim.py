@@ -182,7 +182,10 @@ def test_wrong_end(refused: Callable[..., str], world: World) -> None:
 
 def test_mig(cli: Cli, world: World) -> None:
     assert cli("sim", "mig", "3g.71gb", "1g.18gb:4").ok().out == "GPU 0: 3g.71gb, 1g.18gb:4\n"
-    assert [(one.profile, one.start) for one in world.state.gpus[0].mig] == [("3g.71gb", 0), ("1g.18gb", 4)]
+    assert [(instance.profile, instance.start) for instance in world.state.gpus[0].mig] == [
+        ("3g.71gb", 0),
+        ("1g.18gb", 4),
+    ]
     assert cli("sim", "mig").ok().out == "GPU 0: MIG off\n"
     assert (world.state.gpus[0].mig, world.state.gpus[0].mig_mode) == ([], 0)
 
@@ -288,7 +291,7 @@ def test_fault_of_an_unknown_gpu(refused: Callable[..., str], world: World) -> N
 def test_a_user_whom_this_machine_lacks(cli: Cli, world: World) -> None:
     for name in ("dr.who", "dr.no", "dr.who"):
         cli("sim", "add", "--user", name, "--name", "tardis").ok()
-    first, second, third = (one.uid for one in world.state.processes)
+    first, second, third = (process.uid for process in world.state.processes)
     assert first == third != second
     text = cli("status").ok().out
     assert (text.count("dr.who"), text.count("dr.no")) == (2, 1)
