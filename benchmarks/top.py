@@ -320,7 +320,7 @@ def agreements(shown: Answer, near: Sequence[Answer]) -> dict[str, bool | None]:
     """
 
     def between(value: float | None, answers: Sequence[float | None], rounding: float) -> bool | None:
-        numbers = [one for one in answers if one is not None]
+        numbers = [answer for answer in answers if answer is not None]
         if not numbers:
             return None
         return value is not None and min(numbers) - rounding <= value <= max(numbers) + rounding
@@ -329,19 +329,18 @@ def agreements(shown: Answer, near: Sequence[Answer]) -> dict[str, bool | None]:
         return 2**20 if value is None or value < 2**30 else 0.051 * 2**30 if value < 100 * 2**30 else 0.51 * 2**30
 
     verdicts = {
-        "utilization": between(shown.util, [one.util for one in near], 0),
-        "memory": between(shown.memory, [one.memory for one in near], rounding(shown.memory)),
-        "power": between(shown.power, [one.power for one in near], 0.51),
-        "temperature": between(shown.temperature, [one.temperature for one in near], 0),
-        "SM clock": between(shown.clock, [one.clock for one in near], 0),
-        "processes": any(shown.processes.keys() == one.processes.keys() for one in near),
+        "utilization": between(shown.util, [answer.util for answer in near], 0),
+        "memory": between(shown.memory, [answer.memory for answer in near], rounding(shown.memory)),
+        "power": between(shown.power, [answer.power for answer in near], 0.51),
+        "temperature": between(shown.temperature, [answer.temperature for answer in near], 0),
+        "SM clock": between(shown.clock, [answer.clock for answer in near], 0),
+        "processes": any(shown.processes.keys() == answer.processes.keys() for answer in near),
     }
     held = [
-        between(size, [one.processes.get(pid) for one in near], rounding(size)) for pid, size in shown.processes.items()
+        between(size, [answer.processes.get(pid) for answer in near], rounding(size))
+        for pid, size in shown.processes.items()
     ]
-    verdicts["memory of processes"] = (
-        None if all(one is None for one in held) else all(one is not False for one in held)
-    )
+    verdicts["memory of processes"] = None if all(verdict is None for verdict in held) else False not in held
     return verdicts
 
 
@@ -371,7 +370,7 @@ class Witness:
 
     def near(self, shown: Answer) -> list[Answer]:
         """Return the answers of the second before a frame was drawn."""
-        return [one for one in self.answers if shown.at - 1.0 <= one.at <= shown.at]
+        return [answer for answer in self.answers if shown.at - 1.0 <= answer.at <= shown.at]
 
 
 def frames_of_top(spec: str, seconds: float, change: Callable[[], None]) -> list[Answer]:
@@ -424,8 +423,8 @@ def workloads() -> list[subprocess.Popen[bytes]]:
             stderr=subprocess.DEVNULL,
         )
 
-    found = [shutil.which("python3", path=folder) for folder in os.environ["PATH"].split(":")]
-    for python in dict.fromkeys([sys.executable, *filter(None, found)]):
+    others = [shutil.which("python3", path=folder) for folder in os.environ["PATH"].split(":")]
+    for python in dict.fromkeys([sys.executable, *filter(None, others)]):
         if started(python, "--probe").wait() == 0:
             return [started(python, "--size", size) for size in ("4096", "512")]
     return []

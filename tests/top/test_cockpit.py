@@ -424,7 +424,7 @@ def test_every_key_does_what_it_is_bound_to(show: Show, monkeypatch: pytest.Monk
         return wrong
 
     async def script(screen: Shown) -> None:
-        bindings = [one for one in Cockpit.BINDINGS if isinstance(one, Binding) and one.action != "quit"]
+        bindings = [key for key in Cockpit.BINDINGS if isinstance(key, Binding) and key.action != "quit"]
         with monkeypatch.context() as patch:
             # What an action does is another test's.
             patch.setattr(Cockpit, "_begin", lambda *_: None)
