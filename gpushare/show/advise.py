@@ -32,7 +32,7 @@ def answer_table(data: Any, *, whole: bool = False) -> Table:
 
 def verdicts_table(data: Any) -> Table:
     """Return every way with its verdict and most important reason."""
-    rows = tuple({"way": one.way, "verdict": one.outcome, "why": _why(one)} for one in data.verdicts)
+    rows = tuple({"way": verdict.way, "verdict": verdict.outcome, "why": _why(verdict)} for verdict in data.verdicts)
     columns = (
         Column("way", "way"),
         Column("verdict", "verdict"),
@@ -110,8 +110,8 @@ def _change(change: Any) -> str:
 
 def _changes(changes: Sequence[Any], *, whole: bool) -> list[str]:
     """Return what would change the answer, the open questions first."""
-    ordered = [*(one for one in changes if one.open), *(one for one in changes if not one.open)]
-    texts = [_change(one) for one in ordered]
+    ordered = [*(change for change in changes if change.open), *(change for change in changes if not change.open)]
+    texts = [_change(change) for change in ordered]
     if whole or len(texts) <= _MOST_CHANGES + 1:
         return texts
     return [*texts[:_MOST_CHANGES], f"and {len(texts) - _MOST_CHANGES} more with -v"]

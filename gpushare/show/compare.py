@@ -194,7 +194,7 @@ def csv_table(records: Sequence[dict[str, Any]]) -> Table:
     """Return one record per cell with all of its views; sources by their keys."""
     keys = ("row", "mechanism", "published", "today", "host", "level", "limit", "since", "contradiction", "note")
     columns = (*(Column(key, key) for key in keys), Column("sources", "sources"))
-    rows = [{**record, "sources": " ".join(one["key"] for one in record["sources"])} for record in records]
+    rows = [{**record, "sources": " ".join(source["key"] for source in record["sources"])} for record in records]
     return Table(name="mechanisms", columns=columns, rows=tuple(rows))
 
 

@@ -67,7 +67,7 @@ class Said:
         if not events and (not begins or self._form in _TEXT):
             return
         if self._form in _TEXT:
-            put(self._stream, "".join(f"{one_line(str(one))}\n" for one in events))
+            put(self._stream, "".join(f"{one_line(str(event))}\n" for event in events))
         else:
             answer = KeepAnswer(at=time.time(), file=self._file, rules=self._rules, events=tuple(events))
             table = Table(name="events", columns=_EVENTS, rows=answer.events)

@@ -28,7 +28,7 @@ def placements_text(placements: Sequence[Placement] | None) -> str:
     """Return placements as ``-lgipp`` prints them: ``{0,4}:4``; ``-`` if unknown."""
     if not placements:
         return "-"
-    return "{" + ",".join(str(one.start) for one in placements) + f"}}:{placements[0].size}"
+    return "{" + ",".join(str(placement.start) for placement in placements) + f"}}:{placements[0].size}"
 
 
 def picture(layout: Layout, instances: Iterable[tuple[Placement, str]]) -> str:
@@ -59,20 +59,22 @@ def _cell(layout: Layout) -> int:
 
 def _slices(layout: Layout) -> int:
     """Return how many memory slices are drawn: without placements of the driver, as far as instances reach."""
-    return max(layout.axis, *(one.placement.start + one.placement.size for one in layout.instances), 0)
+    return max(layout.axis, *(instance.placement.start + instance.placement.size for instance in layout.instances), 0)
 
 
 def now(layout: Layout) -> str:
     """Return the picture of what exists; ``*`` marks what is busy."""
-    return picture(layout, [(one.placement, _label(one)) for one in layout.instances])
+    return picture(layout, [(instance.placement, _label(instance)) for instance in layout.instances])
 
 
 def after(layout: Layout, plan: GpuPlan) -> str:
     """Return the picture of what a plan leaves; ``+`` marks what is new, ``~`` what changes inside."""
-    inside = {one.instance.place for one in (*plan.destroyed, *plan.created) if not one.whole}
-    kept = [(one.placement, _label(one) + ("~" if one.place in inside else "")) for one in plan.kept]
+    inside = {change.instance.place for change in (*plan.destroyed, *plan.created) if not change.whole}
+    kept = [
+        (instance.placement, _label(instance) + ("~" if instance.place in inside else "")) for instance in plan.kept
+    ]
     created = [new.instance for new in plan.created if new.whole]
-    return picture(layout, [*kept, *((one.placement, f"+{one.profile.name}") for one in created)])
+    return picture(layout, [*kept, *((instance.placement, f"+{instance.profile.name}") for instance in created)])
 
 
 def _label(instance: GpuInstance) -> str:
@@ -105,7 +107,7 @@ def profile_rows(layout: Layout, confidence: Mapping[str, str] | None = None) ->
     """Return a row per profile: the driver's columns, free count and free placements."""
     known = [profile for profile in layout.profiles if profile.placements is not None]
     partial = Layout(gpu=layout.gpu, uuid=layout.uuid, profiles=tuple(known), instances=layout.instances)
-    free = {one.profile.name: one for one in free_profiles(partial)} if known else {}
+    free = {row.profile.name: row for row in free_profiles(partial)} if known else {}
     return [_profile_row(layout.gpu, profile, free, confidence) for profile in layout.profiles]
 
 

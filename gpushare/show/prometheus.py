@@ -173,12 +173,12 @@ def _waiting(snapshot: Snapshot) -> Iterator[Value]:
     for gpu in snapshot.gpus:
         if gpu.error is None:
             yield "gpushare_gpu_memory_jobs_reserved_bytes", _labels(gpu), gpu.jobs_reserved_bytes
-            waiting = sum(gpu.index in one.gpu_indexes for one in snapshot.waiting_jobs)
+            waiting = sum(gpu.index in job.gpu_indexes for job in snapshot.waiting_jobs)
             yield "gpushare_gpu_jobs_waiting", _labels(gpu), waiting
-    states = [one.state for one in snapshot.swapped_jobs]
+    states = [job.state for job in snapshot.swapped_jobs]
     for state in sorted(set(states)):
         yield "gpushare_swapped_jobs", {"state": state}, states.count(state)
-        since = min(one.since for one in snapshot.swapped_jobs if one.state == state)
+        since = min(job.since for job in snapshot.swapped_jobs if job.state == state)
         yield "gpushare_swapped_out_timestamp_seconds", {"state": state}, since
 
 
@@ -276,8 +276,8 @@ def _mig(gpu: Gpu, layout: Layout, reading: Reading) -> Iterator[Value]:
     for free in free_profiles(layout):
         yield "gpushare_mig_free_instances", {**labels, "profile": free.profile.name}, free.count
     lost = lost_slices(layout)
-    taken = sum(one.placement.size for one in layout.instances)
-    used = sum(one.profile.slices for one in layout.instances)
+    taken = sum(instance.placement.size for instance in layout.instances)
+    used = sum(instance.profile.slices for instance in layout.instances)
     yield "gpushare_mig_free_compute_slices", labels, max(0, layout.compute_slices - used)
     yield "gpushare_mig_free_memory_slices", labels, layout.axis - taken
     yield "gpushare_mig_lost_compute_slices", labels, lost.compute

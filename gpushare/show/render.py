@@ -371,7 +371,7 @@ def table_lines(
         return title + table.draw(width), ()
     if table.lines is not None:
         return title + [
-            Text(one, style=style or "") for text, style in table.lines for one in _words(text, style, width)
+            Text(line, style=style or "") for text, style in table.lines for line in _words(text, style, width)
         ], ()
     if not table.rows:
         return ([Text(table.empty, style="dim")] if table.empty else []), ()

@@ -640,7 +640,7 @@ def _gpu_notes(snapshot: Snapshot) -> Iterable[str]:
             continue
         if gpu.processes is None:
             yield f"GPU {gpu.index}: its processes are unknown"
-        virtual = any(one.gpu_index == gpu.index for one in snapshot.vgpu_sessions)
+        virtual = any(session.gpu_index == gpu.index for session in snapshot.vgpu_sessions)
         if (gpu.unlisted_bytes or 0) > MUCH_UNLISTED and not virtual:
             yield (
                 f"GPU {gpu.index}: {format_bytes(gpu.unlisted_bytes)} are held by no process that the driver lists; "
@@ -656,7 +656,9 @@ def _gpu_notes(snapshot: Snapshot) -> Iterable[str]:
 
 
 def _paused(snapshot: Snapshot) -> Iterable[str]:
-    paused = sorted({one.pid for gpu in snapshot.gpus for one in gpu.processes or () if one.paused_since is not None})
+    paused = sorted(
+        {process.pid for gpu in snapshot.gpus for process in gpu.processes or () if process.paused_since is not None}
+    )
     if paused:
         yield (
             f"paused: process {', '.join(map(str, paused))}; see: gpushare pause list; "

@@ -197,7 +197,7 @@ def _plain_bar(width: int, parts: Sequence[tuple[float | None, str]]) -> str:
 def sparkline(values: Sequence[float | None], width: int, colour: str) -> list[Piece]:
     """Return the newest values (0 to 1) as one line, the newest at the right; an unknown one is a blank."""
     shown = [*([None] * max(0, width - len(values))), *values[-width:]] if width > 0 else []
-    return [("".join(" " if one is None else _UP[min(7, _eighths(one, 1))] for one in shown), colour)]
+    return [("".join(" " if value is None else _UP[min(7, _eighths(value, 1))] for value in shown), colour)]
 
 
 def chart(values: Sequence[float | None], width: int, height: int, colour: str) -> list[list[Piece]]:
@@ -206,7 +206,7 @@ def chart(values: Sequence[float | None], width: int, height: int, colour: str) 
     A whole cell is a blank on a background: blocks above each other show a seam in some fonts.
     """
     shown = [*([None] * max(0, width - len(values))), *values[-width:]] if width > 0 else []
-    columns = [-1 if one is None else _eighths(one, height) for one in shown]
+    columns = [-1 if value is None else _eighths(value, height) for value in shown]
     lines: list[list[Piece]] = []
     for below in range(height - 1, -1, -1):
         line: list[Piece] = []

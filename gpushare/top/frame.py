@@ -67,11 +67,16 @@ class Frame:
 
     def processes(self, job: ListedJob) -> list[tuple[Gpu, GpuProcess]]:
         """Return the processes of a job on GPUs."""
-        return [(gpu, one) for gpu in self.snapshot.gpus for one in gpu.processes or () if one.pid in job.processes]
+        return [
+            (gpu, process)
+            for gpu in self.snapshot.gpus
+            for process in gpu.processes or ()
+            if process.pid in job.processes
+        ]
 
     def daemons_of(self, gpu: Gpu) -> list[MpsDaemon]:
         """Return the MPS daemons that serve a GPU or its instances."""
-        return [one for one in self.snapshot.daemons if gpu.index in (one.gpu_index, *one.gpu_indexes)]
+        return [daemon for daemon in self.snapshot.daemons if gpu.index in (daemon.gpu_index, *daemon.gpu_indexes)]
 
     def activity(self, gpu: Gpu, instance: MigInstance | None = None) -> float | None:
         """Return the SM activity of a GPU or of an instance in percent; None: no GPM (before Hopper)."""
@@ -157,7 +162,7 @@ class Reader:
         places = [
             (gpu.index, instance)
             for gpu in gpus
-            for instance in dict.fromkeys([None, *(one.gpu_instance_id for one in gpu.mig_instances)])
+            for instance in dict.fromkeys([None, *(mig.gpu_instance_id for mig in gpu.mig_instances)])
         ]
         for gone in self._recorders.keys() - set(places):
             self._recorders.pop(gone).close()
@@ -196,11 +201,12 @@ class Reader:
                 continue
             members = dict.fromkeys(families.get(job.pid) or [job.pid, *job.processes])
             single = {pid: use(pid) for pid in members}
-            present = [one for one in single.values() if one is not None]
-            known = [one.cpu_percent for one in present if one.cpu_percent is not None]
-            if present:
+            readable = [reading for reading in single.values() if reading is not None]
+            percents = [reading.cpu_percent for reading in readable if reading.cpu_percent is not None]
+            if readable:
                 uses[job.pid] = HostUse(
-                    cpu_percent=sum(known) if known else None, memory_bytes=sum(one.memory_bytes for one in present)
+                    cpu_percent=sum(percents) if percents else None,
+                    memory_bytes=sum(reading.memory_bytes for reading in readable),
                 )
             if job.pid in families:
                 trees[job.pid] = self._tree(families[job.pid], single)

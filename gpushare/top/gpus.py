@@ -197,7 +197,7 @@ def sharing_text(frame: Frame, gpu: Gpu) -> str:
 
 def below(frame: Frame, gpu: Gpu, layout: Layout, theme: Theme) -> list[list[Piece]]:
     """Return the lines below a GPU: its MIG instances with their load, and its MPS daemons with limits."""
-    rows = [_instance(frame, gpu, one, layout, theme) for one in gpu.mig_instances]
+    rows = [_instance(frame, gpu, instance, layout, theme) for instance in gpu.mig_instances]
     rows += [_daemon(gpu, daemon) for daemon in frame.daemons_of(gpu)]
     rows += [
         [(f"reserved for {visible(lease.user)} for {format_duration(lease.seconds_left)}", "warn")]
@@ -225,7 +225,7 @@ def _instance(frame: Frame, gpu: Gpu, one: MigInstance, layout: Layout, theme: T
 
 def _daemon(gpu: Gpu, daemon: MpsDaemon) -> list[Piece]:
     status = ", ".join(sorted({server.status or "-" for server in daemon.servers})) or "no server yet"
-    instance = next((one for one in gpu.mig_instances if one.uuid == daemon.device_uuid), None)
+    instance = next((mig for mig in gpu.mig_instances if mig.uuid == daemon.device_uuid), None)
     limits = [
         f"threads {daemon.threads_percent:g} %" if daemon.threads_percent is not None else "threads -",
         f"memory {format_bytes(daemon.memory_limit_bytes)}" if daemon.memory_limit_bytes else "no memory limit",

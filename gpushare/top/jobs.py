@@ -235,7 +235,7 @@ def _members(row: Row, frame: Frame) -> list[Row]:
     members = frame.trees.get(row.job.pid or 0, ())
     lines = []
     for number, member in enumerate(members):
-        following = next((one.depth for one in members[number + 1 :] if one.depth <= member.depth), 0)
+        following = next((later.depth for later in members[number + 1 :] if later.depth <= member.depth), 0)
         branch = "  " * (member.depth - 1) + ("├ " if following == member.depth else "└ ")
         lines.append(Row(row.job, member.use, member, branch))
     return lines

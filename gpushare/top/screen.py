@@ -339,7 +339,7 @@ class Cockpit(App[None]):
         listed = len([job for job in frame.jobs if job.pid is not None])
         # Charts take what the jobs leave.
         left = height - 6 - lines - max(6, min(listed + 1, (height - 5 - lines) * 2 // 3))
-        charted = next((one for one in shown if self.opened is not None or one.index == chosen), None)
+        charted = next((gpu for gpu in shown if self.opened is not None or gpu.index == chosen), None)
         most = 16 if self.opened is not None else max(7, height // 4)
         heads, *areas = (
             [[]]
@@ -600,7 +600,7 @@ class Cockpit(App[None]):
         document = await self._answer(["doctor"])
         checks = (document.get("data") or {}).get("checks")
         if checks is not None:
-            self._findings = [one for one in checks if one["verdict"] in {"warn", "fail"}]
+            self._findings = [check for check in checks if check["verdict"] in {"warn", "fail"}]
             self._title.refresh()
 
     def action_filter(self) -> None:
@@ -629,13 +629,13 @@ class Cockpit(App[None]):
         self._choose("Jobs of", ["all users", *users], chosen)
 
     def action_of_gpu(self) -> None:
-        there = [gpu.index for gpu in self.frame.snapshot.gpus] if self.frame else []
+        indexes = [gpu.index for gpu in self.frame.snapshot.gpus] if self.frame else []
 
         def chosen(number: int) -> None:
-            self.view.gpu = None if number == 0 else there[number - 1]
+            self.view.gpu = None if number == 0 else indexes[number - 1]
             self.redraw()
 
-        self._choose("Jobs on", ["all GPUs", *(f"GPU {index}" for index in there)], chosen)
+        self._choose("Jobs on", ["all GPUs", *(f"GPU {index}" for index in indexes)], chosen)
 
     def action_sort(self) -> None:
         keys = [column.key for column in jobs.COLUMNS]
@@ -675,7 +675,7 @@ class Cockpit(App[None]):
     # -- actions -------------------------------------------------------------------------------------------------------------
 
     def action_act(self, key: str) -> None:
-        action = next(one for one in ACTIONS if one.key == key)
+        action = next(action for action in ACTIONS if action.key == key)
         row = self.chosen
         if row is None:
             self.say("no job is selected", "warn")

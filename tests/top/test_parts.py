@@ -29,7 +29,7 @@ from gpushare.run.look import with_memory
 from gpushare.sim import admin
 from gpushare.snapshot import Observer
 from gpushare.top.draw import THEMES, bar, chart, fitted, segments, sparkline
-from gpushare.top.frame import Frame, Reader
+from gpushare.top.frame import Frame, Member, Reader
 from gpushare.top.gpus import below, gpu_line, layout_of, name_in, sharing_text
 from gpushare.top.history import Events, History
 from gpushare.top.jobs import COLUMNS, View, rows_of, visible_columns
@@ -263,3 +263,10 @@ def test_the_first_look_runs_no_program(monkeypatch: pytest.MonkeyPatch) -> None
     assert (first.snapshot.gpus[0].time_slice, second.snapshot.gpus[0].time_slice) == (None, TimeSlice.DEFAULT)
     assert (first.sensors[0].pcie_sent, ran) == (None, ["journalctl"])
     assert second.sensors[0].pcie_sent is not None
+
+
+def test_the_tree_of_a_job_has_branches() -> None:
+    """A process with a later one of its depth below the same parent is no last one."""
+    tree = tuple(Member(pid=pid, depth=depth, name="w", use=None) for pid, depth in ((8, 1), (9, 2), (10, 1)))
+    rows = rows_of(frame(jobs=(job(7),), trees={7: tree}), View(tree=True))
+    assert [row.branch for row in rows] == ["", "├ ", "  └ ", "└ "]
