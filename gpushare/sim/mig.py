@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -117,11 +117,13 @@ def place(gpu: SimulatedGpu, model: GpuModel, requests: Sequence[str]) -> Simula
     if not model.mig:
         raise NotSupported(f"{model.name} has no MIG", "see: gpushare sim list --models", code="mig_unsupported")
     wanted = [_parse_request(model, request) for request in requests]
-    layout = _fit(wanted, []) if sum(profile.size or 0 for profile, _ in wanted) <= (model.axis or 0) else None
-    if layout is None:
+    layout = _fit(wanted, min) or _fit(wanted, max)
+    if len(layout) < len(wanted):
         names = ", ".join(request.strip() for request in requests)
         raise OperationFailed(
-            f"{names} do not fit on one {model.name}", "ask for fewer or smaller instances", code="no_room"
+            f"{names} do not fit on one {model.name}",
+            "ask for fewer or smaller instances, or say where each starts: 3g.71gb:4",
+            code="no_room",
         )
     instances = []
     for occupied in layout:
@@ -155,25 +157,17 @@ def _parse_request(model: GpuModel, request: str) -> tuple[GiProfile, int | None
     return profile, start
 
 
-def _fit(
-    wanted: Sequence[tuple[GiProfile, int | None]], present: list[Occupied], after: Occupied | None = None
-) -> list[Occupied] | None:
-    if not wanted:
-        return present
+def _fit(wanted: Sequence[tuple[GiProfile, int | None]], choose: Callable[[list[int]], int]) -> list[Occupied]:
+    """Return the instances at the places that ``choose`` takes of the free ones; none, if one has no place."""
+    present: list[Occupied] = []
     # Fixed places first, then the largest: they have the fewest choices left.
-    order = sorted(wanted, key=lambda item: (item[1] is None, -(item[0].size or 0), item[0].name))
-    (profile, start), rest = order[0], order[1:]
-    if not may_join(profile, present):
-        return None
-    # Equal instances are interchangeable: trying them in one order only keeps the search short.
-    lowest = after.start if start is None and after is not None and after.profile == profile else -1
-    for candidate in free_starts(profile, present):
-        if candidate > lowest and start in {None, candidate}:
-            added = Occupied(profile, candidate)
-            layout = _fit(rest, [*present, added], added if start is None else None)
-            if layout is not None:
-                return layout
-    return None
+    for profile, start in sorted(wanted, key=lambda item: (item[1] is None, -(item[0].size or 0), item[0].name)):
+        free = free_starts(profile, present) if may_join(profile, present) else []
+        places = [place for place in free if start in {None, place}]
+        if not places:
+            return []
+        present.append(Occupied(profile, choose(places)))
+    return present
 
 
 # NVML_COMPUTE_INSTANCE_PROFILE_COUNT.
