@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from gpushare.host.host import Host
     from gpushare.mig.profile import ComputeInstance, GpuInstance
 
-_UUID: Final = re.compile(r"mig-(gpu-.*|[0-9a-f]+(-[0-9a-f-]*)?)", re.ASCII | re.IGNORECASE)
-_IDS: Final = re.compile(r"\d+/\d+(/\d+)?", re.ASCII)
+_UUID_OR_IDS: Final = re.compile(r"mig-(gpu-.*|[0-9a-f]+(-[0-9a-f-]*)?)|\d+/\d+(/\d+)?", re.ASCII | re.IGNORECASE)
 # A name begins with a letter, a profile or its id with a digit; the driver prints "MIG 1g.10gb".
 _PROFILE: Final = re.compile(r"(mig[\s-]+)?\d", re.ASCII | re.IGNORECASE)
 
@@ -53,27 +52,21 @@ class Place:
 
     def same(self, other: Place) -> bool:
         """Return whether the other is still the same instance: by place and size, not only by UUID."""
-        return _identity(self) == _identity(other)
+        return self._identity == other._identity
 
-
-def _identity(place: Place) -> tuple[object, ...]:
-    instance, part = place.instance, place.compute
-    return place.gpu.uuid, place.mig.uuid, instance.id, *instance.place, part.id, part.profile.slices
+    @property
+    def _identity(self) -> tuple[object, ...]:
+        instance, part = self.instance, self.compute
+        return self.gpu.uuid, self.mig.uuid, instance.id, *instance.place, part.id, part.profile.slices
 
 
 def means_profile(text: str) -> bool:
     """Return whether the value of ``--mig`` is a profile and not a name."""
     word = text.strip()
-    if _UUID.fullmatch(word):
+    if _UUID_OR_IDS.fullmatch(word):
         raise BadUsage(
-            f"'{word[:60]}' is a MIG UUID, and another instance may have it by now",
-            "give a profile or a name: --mig 1g.10gb, --mig train; for an instance by its UUID use -g",
-            code="bad_mig",
-        )
-    if _IDS.fullmatch(word):
-        raise BadUsage(
-            f"'{word[:60]}' is an id, and another instance may get it",
-            f"give a profile or a name: --mig 1g.10gb, --mig train; to give a name: gpushare mig name train {word[:60]}",
+            f"'{word[:60]}' is no profile and no name, and another instance may have it by now",
+            f"give --mig 1g.10gb, or a name: gpushare mig name train {word[:60]}; an instance by its UUID: -g MIG-<uuid>",
             code="bad_mig",
         )
     return _PROFILE.match(word) is not None
@@ -111,14 +104,10 @@ def named_places(host: Host, name: str) -> list[Place]:
         )
     check_answers(gpu)
     places = places_on(host, gpu)
-    meant = [place for place in places if _means(named, place.instance)]
+    meant = [place for place in places if place.instance.place == named.place]
     if not meant:
         raise _not_as_named(host, named, gpu)
     return sorted(meant, key=lambda place: place.compute.id)
-
-
-def _means(named: NamedInstance, instance: GpuInstance) -> bool:
-    return instance.place == named.place
 
 
 def _not_as_named(host: Host, named: NamedInstance, gpu: Gpu) -> NotFound:
@@ -133,7 +122,7 @@ def _not_as_named(host: Host, named: NamedInstance, gpu: Gpu) -> NotFound:
         )
     instances = MigReader(host.nvml).layout(gpu).instances
     there = [instance for instance in instances if instance.placement.mask >> named.start & 1]
-    if any(_means(named, instance) for instance in there):
+    if any(instance.place == named.place for instance in there):
         ids = ", ".join(str(instance.id) for instance in there)
         return NotFound(
             f"{meant}, and that GPU instance has no compute instance: no program can use it",
