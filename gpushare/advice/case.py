@@ -400,7 +400,7 @@ _SHARE: Final = r"\d{1,3}(\.\d{1,3})?"
 
 
 def _shares(texts: list[Any]) -> dict[str, Any]:
-    """Return unequal shares in percent; one for each process."""
+    """Return what ``weights=30:70`` sets of a workload: that it needs weights, and a share in percent for each process."""
     words = [str(text).strip().removesuffix("%").strip() for text in texts]
     hint = "give a number for each process: weights=30:70, or weights=2:1"
     if not all(re.fullmatch(_SHARE, word, re.ASCII) for word in words):

@@ -329,6 +329,7 @@ def _with_job(command: str, text: str, plan: Callable[..., Plan]) -> Any:
         def planned() -> Plan:
             job = find_job(host, text)
             action = "changes the time-slice of"
+            # Another user's job is refused before its processes are looked for; what to ask is known only with them.
             consent_to(host, job, action)
             processes = gpu_processes(host, job)
             return plan(

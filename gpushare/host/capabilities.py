@@ -118,7 +118,7 @@ class Capabilities:
             raise _refused(capability.path, error) from None
 
     def set_access(self, capability: Capability, access: NodeAccess) -> None:
-        """Set owner (and group root), mode and list of the node.
+        """Set owner (and group root), mode and access control list of the node.
 
         Raises:
             NoPermission: not root.
@@ -127,6 +127,7 @@ class Capabilities:
         """
         node = self._real(capability.node)
         try:
+            # The old list goes first: nobody on it keeps access while the node changes, or if a later step fails.
             list_users(node, access.mode, (), _READ)
             # Mode before owner: a new owner could widen the mode in between.
             os.chmod(node, access.mode)

@@ -243,7 +243,7 @@ class Programs:
 
 
 def group_members(group: int) -> list[int]:
-    """Return the PIDs of a process group without its leader and zombies."""
+    """Return the PIDs of a process group without zombies and without its leader, which the caller started and knows."""
     return sorted(
         pid for pid, stat in every_stat() if stat.group == group and pid != group and stat.state not in {b"Z", b"X"}
     )

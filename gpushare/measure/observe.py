@@ -339,10 +339,13 @@ def _keep_profiles(host: Host, recording: Recording, commands: Mapping[int, Sequ
 
 
 class _Run:
+    """One recording: a sample at each interval for ``seconds``, into the file and the tally."""
+
     def __init__(self, host: Host, header: Header, file: RecordingFile, clock: Clock, seconds: float) -> None:
         self.tally = Tally(header)
         indexes = frozenset(gpu.index for gpu in header.gpus)
         self.sampler = Sampler(host, indexes, header.interval_seconds, clock)
+        # Samples that could not be taken in time, and why it ended unless the caller says otherwise.
         self.missed, self.reason = 0, "finished"
         self._file, self._clock, self._seconds = file, clock, seconds
         self._interval = header.interval_seconds

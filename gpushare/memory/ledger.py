@@ -232,20 +232,32 @@ def waiting_before(jobs: Sequence[Reservation], request: Request, uid: int) -> l
 
 
 def _reservation(claim: Claim) -> Reservation | None:
-    """Return what a claim says; None: it is just coming, or says nothing that we would have written."""
+    """Return what a claim says; None: it is just coming, or says nothing that we would have written.
+
+    Its facts are lines of a word and a text. Of a word that comes again the last counts, of ``want`` the first::
+
+        want BYTES|- CLIENT DEVICES  the memory (-: unknown), 1 for a client of MPS, and the devices, the best first
+        gpus N, fix DEVICES          how many of them, and which it waits for by now
+        hold DEVICES, sure DEVICES   it takes a place, has it for certain; back: it has stepped back
+        time S, until NS             how long it runs at most, and until when (since boot)
+        limit BYTES ABOVE            the limit of its memory, and what happens above it
+        name, role, leaves, stays, turns
+    """
     facts: dict[str, str] = {}
     if claim.ticket is None:
         return None
-    for fact in claim.facts:
-        word, _, rest = fact.partition(" ")
+    for line in claim.facts:
+        word, _, text = line.partition(" ")
         if word in {"hold", "sure", "back"}:
-            facts["place"], facts["state"] = rest, word
+            facts["place"], facts["state"] = text, word
+        # What it asks for never changes: a later want is not ours.
         elif word != "want" or word not in facts:
-            facts[word] = rest
+            facts[word] = text
     want = facts.get("want", "").split(" ")
     count = facts.get("gpus", "1")
     if len(want) != 3 or want[1] not in {"0", "1"} or not count.isdecimal() or len(count) > 3:
         return None
+    # -1: no number, refused below.
     size = None if want[0] == "-" else int(want[0]) if want[0].isdecimal() and len(want[0]) < 20 else -1
     keys = tuple(want[2].split(","))
     held = tuple(facts["place"].split(",")) if facts.get("state", "back") != "back" else ()

@@ -109,12 +109,11 @@ def _by_place(word: str, layouts: Sequence[Layout]) -> list[Target]:
 
 
 def _by_ids(word: str, layouts: Sequence[Layout]) -> list[Target]:
+    """Return the instances with these ids: ``GI`` on any GPU, ``GPU/GI``, ``GPU/GI/CI``."""
     match = _IDS.fullmatch(word)
     if match is None:
         return []
     gpu, instance, compute = (None if text is None else int(text) for text in match.groups())
-    if gpu is None and compute is not None:
-        return []
     named = [
         (layout, owner) for layout, owner in _instances(layouts) if gpu in {None, layout.gpu} and owner.id == instance
     ]

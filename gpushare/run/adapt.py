@@ -244,7 +244,7 @@ class Controller:
         start = self._changed_at + _SETTLE_SECONDS
         clean, covered = [value for _, value in self._spoken.since(start)], self._spoken.seconds_since(start)
         if not clean:
-            self._silence(at)
+            self._judge_silence(at)
             return
         if self.baseline is None:
             # It prints by now.
@@ -315,14 +315,20 @@ class Controller:
         if wanted > self._slice * 1.05:
             self._go(at, wanted)
 
-    def _silence(self, at: float) -> None:
+    def _judge_silence(self, at: float) -> None:
+        """No number came since the slice changed: hold the other back to see whether one comes, or run the least slice.
+
+        It is held back after some intervals without a number, and again each time when the silence has doubled.
+        """
         if self._heard_at is None:
             return
         silent = at - self._heard_at
         if self._doubt_at is None:
             self._doubt_at = self._heard_at + max(_DOUBT_SECONDS, 4 * self._interval)
         if self.baseline is not None and at >= self._doubt_at:
-            self._doubt_at, self._silent_since = at + max(silent, SILENT_SECONDS), max(self._heard_at, self._changed_at)
+            # The next time, if production turns out to rest.
+            self._doubt_at = at + max(silent, SILENT_SECONDS)
+            self._silent_since = max(self._heard_at, self._changed_at)
             self._hold(at, self._slice if silent < SILENT_SECONDS else self._least)
         elif silent >= SILENT_SECONDS and self._slice > self._least:
             self._go(at, self._least)

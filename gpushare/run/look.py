@@ -105,7 +105,7 @@ def of_gpus(snapshot: Snapshot, gpu: str | None) -> Snapshot:
     wanted = {device.uuid for device in devices if device.mig is not None}
     gpus = [next(each for each in snapshot.gpus if each.index == index) for index in indexes]
     if wanted:
-        gpus = [_of_instances(each, wanted) for each in gpus]
+        gpus = [_only_instances(each, wanted) for each in gpus]
     daemons = [
         daemon
         for daemon in snapshot.daemons
@@ -115,14 +115,17 @@ def of_gpus(snapshot: Snapshot, gpu: str | None) -> Snapshot:
     return replace(snapshot, gpus=tuple(gpus), daemons=tuple(daemons))
 
 
-def _of_instances(gpu: Any, uuids: set[str]) -> Any:
+def _only_instances(gpu: Any, uuids: set[str]) -> Any:
+    """Return a GPU with only these MIG instances and their processes; whole if none is its: it was named itself."""
     instances = tuple(mig for mig in gpu.mig_instances if mig.uuid in uuids)
     if not instances:
         return gpu
-    on = {(mig.gpu_instance_id, mig.compute_instance_id) for mig in instances}
+    places = {(mig.gpu_instance_id, mig.compute_instance_id) for mig in instances}
     processes = (
         None
         if gpu.processes is None
-        else tuple(process for process in gpu.processes if (process.gpu_instance_id, process.compute_instance_id) in on)
+        else tuple(
+            process for process in gpu.processes if (process.gpu_instance_id, process.compute_instance_id) in places
+        )
     )
     return replace(gpu, mig_instances=instances, processes=processes)

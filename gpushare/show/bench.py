@@ -169,6 +169,7 @@ def _figure(cell: Mapping[str, Any] | None, pick: Mapping[str, Any] | None) -> s
 
 
 def _details(data: Mapping[str, Any]) -> Table:
+    """Return the table of what was measured: one copy alone, then each way and number of copies with runs of its own."""
     columns = (
         Column("copies", "copies", right=True),
         Column("way", "way"),
@@ -187,10 +188,11 @@ def _details(data: Mapping[str, Any]) -> Table:
         Column("remark", "remark", optional=True, rank=1),
     )
     alone = {**data["alone"], "way": "alone"}
-    lone = (data["alone"]["way"], 1)
-    own = [cell for cell in data["cells"] if cell["same_as"] is None and (cell["way"], cell["copies"]) != lone]
-    alone_too = [alone] if is_measured(alone) else []
-    rows = [_flat(cell) for cell in (*alone_too, *sorted(own, key=lambda one: one["copies"]))]
+    # One copy in the way in which it was measured alone is among the cells, too.
+    alone_key = (data["alone"]["way"], 1)
+    cells = [cell for cell in data["cells"] if cell["same_as"] is None and (cell["way"], cell["copies"]) != alone_key]
+    first = [alone] if is_measured(alone) else []
+    rows = [_flat(cell) for cell in (*first, *sorted(cells, key=lambda cell: cell["copies"]))]
     return Table(name="cells", title="each way", columns=columns, rows=tuple(rows), empty="nothing was measured")
 
 
