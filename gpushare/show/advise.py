@@ -48,9 +48,9 @@ def verdicts_table(data: Any) -> Table:
 
 def reasons_table(verdicts: Sequence[Any], title: str) -> Table:
     rows = tuple(
-        {"way": one.way, **{key: getattr(reason, key) for key in ("kind", "rule", "text", "source")}}
-        for one in verdicts
-        for reason in one.reasons
+        {"way": verdict.way, **{key: getattr(reason, key) for key in ("kind", "rule", "text", "source")}}
+        for verdict in verdicts
+        for reason in verdict.reasons
     )
     columns = (
         Column("way", "way", group=True),
@@ -197,17 +197,17 @@ def _reason_lines(verdicts: Sequence[Any], width: int) -> list[Text]:
     from rich.text import Text
 
     lines: list[Text] = []
-    for one in verdicts:
+    for verdict in verdicts:
         lines += [
             Text(""),
-            Text.assemble((one.title, "bold"), f"  {one.way}: ", (one.outcome, _STYLES[one.outcome])),
+            Text.assemble((verdict.title, "bold"), f"  {verdict.way}: ", (verdict.outcome, _STYLES[verdict.outcome])),
         ]
-        for reason in one.reasons:
+        for reason in verdict.reasons:
             lines += _wrapped(f"{reason.kind}: {reason.text}", width, "  ", "    ")
             lines += _wrapped(f"[{reason.rule}] {reason.source}", width, "      ", style="dim")
             if reason.contradiction:
                 lines += _wrapped(f"sources disagree: {reason.contradiction}", width, "      ", style="yellow")
-        if not one.reasons:
+        if not verdict.reasons:
             lines.append(Text("  no rule applies", style="dim"))
     return lines
 
@@ -215,7 +215,7 @@ def _reason_lines(verdicts: Sequence[Any], width: int) -> list[Text]:
 def _wrapped(text: str, width: int, first: str, rest: str | None = None, *, style: str = "") -> list[Text]:
     from rich.text import Text
 
-    found = textwrap.wrap(
+    lines = textwrap.wrap(
         visible(text),
         max(width, 30),
         initial_indent=first,
@@ -223,4 +223,4 @@ def _wrapped(text: str, width: int, first: str, rest: str | None = None, *, styl
         break_long_words=False,
         break_on_hyphens=False,
     )
-    return [Text(line, style=style) for line in found]
+    return [Text(line, style=style) for line in lines]

@@ -38,19 +38,19 @@ def explained_text(matches: Sequence[Explained], verdict: str | None = None) -> 
 
 
 def _one(match: Explained) -> Iterator[str]:
-    one = match.explanation
-    names = ", ".join(one.names)
-    yield from _wrapped(f"{one.title}  {names}" if names else one.title, "")
-    if one.pattern is not None or match.lines > 1:
+    explanation = match.explanation
+    names = ", ".join(explanation.names)
+    yield from _wrapped(f"{explanation.title}  {names}" if names else explanation.title, "")
+    if explanation.pattern is not None or match.lines > 1:
         more = f" (and {match.lines - 1} more like it)" if match.lines > 1 else ""
         yield from _labelled("line", visible(match.line) + more)
-    if one.text is not None:
-        yield from _labelled("says", one.text)
-    yield from _labelled("means", one.meaning)
-    yield from _labelled("sharing" if one.kind == "concept" else "cause", one.cause)
-    for number, command in enumerate(one.next):
+    if explanation.text is not None:
+        yield from _labelled("says", explanation.text)
+    yield from _labelled("means", explanation.meaning)
+    yield from _labelled("sharing" if explanation.kind == "concept" else "cause", explanation.cause)
+    for number, command in enumerate(explanation.next):
         yield from _labelled("" if number else "next", command)
-    yield from _labelled("source", one.source)
+    yield from _labelled("source", explanation.source)
 
 
 def _labelled(label: str, text: str) -> list[str]:

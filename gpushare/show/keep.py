@@ -76,10 +76,10 @@ class Said:
 
     def failed(self, error: GpushareError) -> None:
         """Tell that the file was not read again; the earlier rules stay."""
-        said = error.restated(message=f"{error.message}; the earlier rules stay")
+        restated = error.restated(message=f"{error.message}; the earlier rules stay")
         if self._form in {OutputFormat.JSON, OutputFormat.YAML}:
-            self._put(failure(_COMMAND, said))
-        write_error(said, sys.stderr)
+            self._put(failure(_COMMAND, restated))
+        write_error(restated, sys.stderr)
 
     def _put(self, result: Result) -> None:
         text = one_document(result, self._form, self._stream, header=self._header)
@@ -99,9 +99,9 @@ _EVENTS = (
 )
 
 
-def planned_result(found: Sequence[Verdict], path: str) -> Result:
+def planned_result(verdicts: Sequence[Verdict], path: str) -> Result:
     """Return which rule is for which process, for ``--dry-run``."""
-    answer = KeepPlanAnswer(dry_run=True, file=path, processes=tuple(found))
+    answer = KeepPlanAnswer(dry_run=True, file=path, processes=tuple(verdicts))
     columns = (
         Column("pid", "PID", right=True),
         Column("user", "user", rank=1),

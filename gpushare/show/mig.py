@@ -105,9 +105,9 @@ class ProfileRow:
 
 def profile_rows(layout: Layout, confidence: Mapping[str, str] | None = None) -> list[ProfileRow]:
     """Return a row per profile: the driver's columns, free count and free placements."""
-    known = [profile for profile in layout.profiles if profile.placements is not None]
-    partial = Layout(gpu=layout.gpu, uuid=layout.uuid, profiles=tuple(known), instances=layout.instances)
-    free = {row.profile.name: row for row in free_profiles(partial)} if known else {}
+    placed = [profile for profile in layout.profiles if profile.placements is not None]
+    partial = Layout(gpu=layout.gpu, uuid=layout.uuid, profiles=tuple(placed), instances=layout.instances)
+    free = {row.profile.name: row for row in free_profiles(partial)} if placed else {}
     return [_profile_row(layout.gpu, profile, free, confidence) for profile in layout.profiles]
 
 
@@ -147,14 +147,14 @@ PROFILE_COLUMNS: Final = (
 )
 
 
-def _named(one: GpuInstance) -> str:
-    name = "" if one.name is None else f"  '{one.name}'"
-    return name + (f" for {', '.join(one.granted)} only" if one.granted else "")
+def _named(instance: GpuInstance) -> str:
+    name = "" if instance.name is None else f"  '{instance.name}'"
+    return name + (f" for {', '.join(instance.granted)} only" if instance.granted else "")
 
 
-def _uuid_and_holders(one: ComputeInstance) -> str:
+def _uuid_and_holders(compute: ComputeInstance) -> str:
     # An empty UUID: shown for several GPUs.
-    return "" if one.uuid == "" else f"{one.uuid or '-'}  {who(one.holders)}"
+    return "" if compute.uuid == "" else f"{compute.uuid or '-'}  {who(compute.holders)}"
 
 
 def layout_text(layout: Layout) -> str:
@@ -164,17 +164,17 @@ def layout_text(layout: Layout) -> str:
     lines = []
     if layout.placed:
         lines += [f"  {ruler(layout)}", f"  {now(layout)}"]
-    for one in sorted(layout.instances, key=lambda found: found.start):
+    for instance in sorted(layout.instances, key=lambda each: each.start):
         lines.append(
-            f"  GI {one.id:<3} {one.profile.name:<13} at {one.placement}   "
-            f"{format_bytes(one.profile.memory_bytes)}, {_sms(one.profile)} SMs{_named(one)}"
+            f"  GI {instance.id:<3} {instance.profile.name:<13} at {instance.placement}   "
+            f"{format_bytes(instance.profile.memory_bytes)}, {_sms(instance.profile)} SMs{_named(instance)}"
         )
-        for compute in one.compute:
+        for compute in instance.compute:
             lines.append(f"    CI {compute.id:<3} {compute.profile.name:<4} {_uuid_and_holders(compute)}".rstrip())
-        if not one.compute:
+        if not instance.compute:
             lines.append("    no compute instance: CUDA cannot use it")
-        if one.holders is None or one.holders:
-            lines.append(f"    held by {who(one.holders)}")
+        if instance.holders is None or instance.holders:
+            lines.append(f"    held by {who(instance.holders)}")
     if not layout.placed:
         return "\n".join(
             [*lines, "  what still fits is unknown: the driver does not list the placements of the profiles"]
@@ -183,9 +183,9 @@ def layout_text(layout: Layout) -> str:
     if lost.compute or lost.memory:
         lines.append(f"  lost: {lost.compute} compute and {lost.memory} memory slices that nothing can use")
     free = [
-        f"{one.profile.name} x{one.count} at {','.join(map(str, one.starts))}"
-        for one in free_profiles(layout)
-        if one.count
+        f"{row.profile.name} x{row.count} at {','.join(map(str, row.starts))}"
+        for row in free_profiles(layout)
+        if row.count
     ]
     return "\n".join([*lines, *_listed("  still fits: ", free or ["nothing"])])
 
@@ -206,17 +206,17 @@ def grouped(gpus: Sequence[GpuText], *, uuids: bool) -> str:
     Without ``uuids``, GPUs with the same instances are equal too: one line per GPU has names, users and programs.
     """
     alike: dict[tuple[str, str], list[GpuText]] = {}
-    for one in gpus:
-        common = one.text if uuids or one.layout is None else layout_text(_bare(one.layout))
-        alike.setdefault((one.title, common), []).append(one)
+    for gpu in gpus:
+        common = gpu.text if uuids or gpu.layout is None else layout_text(_bare(gpu.layout))
+        alike.setdefault((gpu.title, common), []).append(gpu)
     blocks = []
-    for (title, common), found in alike.items():
-        lines = [f"GPU {ranges(one.index for one in found)}  {title}"]
-        if len({one.text for one in found}) == 1:
-            lines.append(found[0].text)
+    for (title, common), equal in alike.items():
+        lines = [f"GPU {ranges(gpu.index for gpu in equal)}  {title}"]
+        if len({gpu.text for gpu in equal}) == 1:
+            lines.append(equal[0].text)
         else:
-            said = [line for one in found for line in _particulars(one)]
-            lines += [common, *said, f"  {'the others are' if said else 'all are'} idle; UUIDs: gpushare mig status -v"]
+            own = [line for gpu in equal for line in _particulars(gpu)]
+            lines += [common, *own, f"  {'the others are' if own else 'all are'} idle; UUIDs: gpushare mig status -v"]
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 
@@ -225,9 +225,13 @@ def _bare(layout: Layout) -> Layout:
     """Return a layout as if nobody used it and no instance had a name or a UUID."""
     bare = tuple(
         replace(
-            one, name=None, granted=(), holders=(), compute=tuple(replace(c, uuid="", holders=()) for c in one.compute)
+            instance,
+            name=None,
+            granted=(),
+            holders=(),
+            compute=tuple(replace(c, uuid="", holders=()) for c in instance.compute),
         )
-        for one in layout.instances
+        for instance in layout.instances
     )
     return replace(layout, instances=bare)
 

@@ -148,15 +148,15 @@ class Reader:
     def _sensors(self, gpus: Sequence[Gpu]) -> dict[int, GpuSensors]:
         self._turn += 1
         turn = gpus[self._turn % len(gpus)].index if gpus else None
-        found: dict[int, GpuSensors] = {}
+        by_gpu: dict[int, GpuSensors] = {}
         for gpu in gpus:
             if self._turn > 1 and gpu.index in {turn, self.watched}:
                 self._traffic[gpu.index] = or_none(lambda: self._host.nvml.pcie_traffic(gpu.index)) or (None, None)  # noqa: B023 - called here
             sensors = or_none(lambda: self._host.nvml.sensors(gpu.index))  # noqa: B023
             if sensors is not None:
                 received, sent = self._traffic.get(gpu.index, (None, None))
-                found[gpu.index] = replace(sensors, pcie_received=received, pcie_sent=sent)
-        return found
+                by_gpu[gpu.index] = replace(sensors, pcie_received=received, pcie_sent=sent)
+        return by_gpu
 
     def _activity(self, gpus: Sequence[Gpu]) -> dict[tuple[int, int | None], float]:
         places = [
@@ -166,14 +166,14 @@ class Reader:
         ]
         for gone in self._recorders.keys() - set(places):
             self._recorders.pop(gone).close()
-        found = {}
+        percents = {}
         for place in places:
             if place not in self._recorders:
                 self._recorders[place] = ActivityRecorder(self._host.nvml, *place)
             percent = self._recorders[place].since_last()
             if percent is not None:
-                found[place] = percent
-        return found
+                percents[place] = percent
+        return percents
 
     def _host_use(
         self, jobs: Sequence[ListedJob], now: float

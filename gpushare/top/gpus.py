@@ -208,17 +208,17 @@ def below(frame: Frame, gpu: Gpu, layout: Layout, theme: Theme) -> list[list[Pie
     return [[("    ", "dim"), (branch, "dim"), *row] for branch, row in zip(branches, rows, strict=True)]
 
 
-def _instance(frame: Frame, gpu: Gpu, one: MigInstance, layout: Layout, theme: Theme) -> list[Piece]:
-    sm = frame.activity(gpu, one)
-    inside = filter(one.has, gpu.processes or ())
+def _instance(frame: Frame, gpu: Gpu, instance: MigInstance, layout: Layout, theme: Theme) -> list[Piece]:
+    sm = frame.activity(gpu, instance)
+    inside = filter(instance.has, gpu.processes or ())
     names = ", ".join(dict.fromkeys(process.job or process.name or str(process.pid) for process in inside))
     return [
-        ((one.profile or "-").ljust(max(6, layout.name - 2)) + " ", "text"),
+        ((instance.profile or "-").ljust(max(6, layout.name - 2)) + " ", "text"),
         *bar(layout.util, [(None if sm is None else sm / 100, "sm")], theme),
         _percent(sm),
-        *memory_bar(one, layout.memory, theme),
-        (fitted(used_text(one), 11, right=True) + "  ", "text"),
-        (f"{visible(one.name)}  " if one.name else "", "good"),
+        *memory_bar(instance, layout.memory, theme),
+        (fitted(used_text(instance), 11, right=True) + "  ", "text"),
+        (f"{visible(instance.name)}  " if instance.name else "", "good"),
         (visible(names) or "free", "text" if names else "dim"),
     ]
 
@@ -308,9 +308,9 @@ def chart_lines(frame: Frame, gpu: Gpu, history: History, width: int, height: in
     """Return charts of a GPU side by side, with a line of titles: utilization, memory, SM activity and power."""
     sensors, titles = frame.sensors.get(gpu.index, GpuSensors()), ("utilization", "memory", "SM activity", "power")
     series = [
-        one
-        for one in zip(SERIES, titles, gpu_values(frame, gpu), strict=True)
-        if one[2] is not None or one[0] in {"util", "memory"}
+        row
+        for row in zip(SERIES, titles, gpu_values(frame, gpu), strict=True)
+        if row[2] is not None or row[0] in {"util", "memory"}
     ]
     count = max(1, min(len(series), width // 24))
     each, wider = divmod(width - 1 - count, count)

@@ -188,9 +188,9 @@ class Events:
                         f"the MPS server of {where} is {now.status}",
                         "bad" if now.status == "FAULT" else "text",
                     )
-        known = {daemon.pid for daemon in before.snapshot.daemons}
+        pids = {daemon.pid for daemon in before.snapshot.daemons}
         for daemon in frame.snapshot.daemons:
-            if daemon.pid not in known:
+            if daemon.pid not in pids:
                 yield Event(
                     frame.at, f"an MPS daemon serves GPU {'-' if daemon.gpu_index is None else daemon.gpu_index}"
                 )

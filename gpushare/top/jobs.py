@@ -226,9 +226,9 @@ def sorted_rows(rows: Sequence[Row], view: View) -> list[Row]:
     """Return rows by the chosen column; unknown values are last either way, and equal ones stay by GPU and PID."""
     column = BY_KEY[view.sort]
     steady = sorted(rows, key=lambda row: (row.job.gpu_indexes, row.job.pid or 0))
-    known = [row for row in steady if column.value(row) is not None]
+    valued = [row for row in steady if column.value(row) is not None]
     unknown = [row for row in steady if column.value(row) is None]
-    return [*sorted(known, key=column.value, reverse=column.falls != view.reverse), *unknown]
+    return [*sorted(valued, key=column.value, reverse=column.falls != view.reverse), *unknown]
 
 
 def _members(row: Row, frame: Frame) -> list[Row]:

@@ -43,10 +43,10 @@ class Replay:
     def read(self) -> Frame:
         """Return the next sample; at the end the last one again."""
         if self._next < len(self._samples):
-            found = self._samples.read(self._next, self._next + 1)
+            samples = self._samples.read(self._next, self._next + 1)
             self._next += 1
-            if found:
-                self._last = self._frame(found[0])
+            if samples:
+                self._last = self._frame(samples[0])
         return self._last or Frame(
             at=self._samples.header.started_at, snapshot=Snapshot(host=self._samples.header.host)
         )
@@ -72,7 +72,7 @@ class Replay:
     def _frame(self, sample: Sample) -> Frame:
         header = self._samples.header
         facts = {gpu.index: gpu for gpu in header.gpus}
-        here = [(self._samples.processes[one.id], one) for one in sample.processes if one.id in self._samples.processes]
+        here = [(self._samples.processes[use.id], use) for use in sample.processes if use.id in self._samples.processes]
         gpus = tuple(
             _gpu(facts[gpu.index], gpu, [pair for pair in here if pair[0].gpu == gpu.index])
             for gpu in sample.gpus
@@ -86,7 +86,7 @@ class Replay:
         return Frame(
             at=at,
             snapshot=snapshot,
-            jobs=tuple(_job(process, one) for process, one in here),
+            jobs=tuple(_job(process, use) for process, use in here),
             sensors={
                 gpu.index: GpuSensors(
                     power_watts=gpu.power_watts,
@@ -127,9 +127,9 @@ def _gpu(facts: RecordedGpu, sample: GpuSample, here: list[tuple[RecordedProcess
                 mps=process.mps,
                 user=process.user,
                 name=process.name,
-                memory_used_bytes=one.memory_used_bytes,
+                memory_used_bytes=use.memory_used_bytes,
             )
-            for process, one in here
+            for process, use in here
         ),
         error=sample.error,
     )

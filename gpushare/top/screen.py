@@ -390,9 +390,9 @@ class Cockpit(App[None]):
         if row is None:
             return self._jobs.cursor
         pid = None if row.member is None else row.member.pid
-        for at, one in enumerate(self._rows):
-            same = (one.job.name, one.job.pid) == (row.job.name, row.job.pid)
-            if same and (None if one.member is None else one.member.pid) == pid:
+        for at, other in enumerate(self._rows):
+            same = (other.job.name, other.job.pid) == (row.job.name, row.job.pid)
+            if same and (None if other.member is None else other.member.pid) == pid:
                 return at
         return self._jobs.cursor
 
@@ -587,9 +587,11 @@ class Cockpit(App[None]):
 
     def action_findings(self) -> None:
         lines: list[Line] = []
-        for one in self._findings or ():
-            lines += [(str(one["seen"]), "bad" if one["verdict"] == "fail" else "warn")]
-            lines += [(f"  {one[key]}", "dim" if key == "why" else "text") for key in ("why", "remedy") if one[key]]
+        for finding in self._findings or ():
+            lines += [(str(finding["seen"]), "bad" if finding["verdict"] == "fail" else "warn")]
+            lines += [
+                (f"  {finding[key]}", "dim" if key == "why" else "text") for key in ("why", "remedy") if finding[key]
+            ]
         nothing = "gpushare doctor is still at work" if self._findings is None else "gpushare doctor has found nothing"
         self.push_screen(Dialog("Findings of gpushare doctor", lines or [(nothing, "dim")], self.colours))
 
@@ -773,10 +775,10 @@ class Cockpit(App[None]):
             await self._told("Explain", error_lines(document, ["explain", str(text)]))
             return
         lines: list[Line] = []
-        for one in document["data"]["explanations"]:
+        for explanation in document["data"]["explanations"]:
             lines += [
-                (str(one["title"]), "text"),
-                *((f"  {one[key]}", "dim") for key in ("meaning", "cause") if one.get(key)),
+                (str(explanation["title"]), "text"),
+                *((f"  {explanation[key]}", "dim") for key in ("meaning", "cause") if explanation.get(key)),
                 ("", "text"),
             ]
         await self.push_screen_wait(Dialog("Explain", lines, self.colours))
