@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from gpushare.base.errors import BadUsage, GpushareError, NoPermission, NotFound, NotSupported, TimedOut
@@ -183,7 +184,6 @@ def apply_slice(
     control: ChannelControl,
     channels: Channels,
     microseconds: int,
-    *,
     job: str | None = None,
     before: list[Channels] | None = None,
 ) -> Channels:
@@ -216,8 +216,12 @@ def apply_slice(
         return _with_present(control, channels, once)
 
 
-def restore_slice(host: Host, control: ChannelControl, channels: Channels) -> None:
+def restore_slice(
+    host: Host, control: ChannelControl, channels: Channels, before: list[Channels] | None = None
+) -> None:
     """Give a process the slices from before the first `apply_slice`, and forget the record; nothing without a record.
+
+    ``before`` then holds what it had.
 
     Raises:
         GpushareError: as `apply_slice`.
@@ -225,15 +229,16 @@ def restore_slice(host: Host, control: ChannelControl, channels: Channels) -> No
     if slice_record(host, channels.pid, channels.started) is None:
         return
     with slices_locked(host):
-        _restore(host, control, channels)
+        _restore(host, control, channels, [] if before is None else before)
 
 
-def _restore(host: Host, control: ChannelControl, channels: Channels) -> None:
+def _restore(host: Host, control: ChannelControl, channels: Channels, before: list[Channels]) -> None:
     record = slice_record(host, channels.pid, channels.started)
     if record is None:
         return
 
     def once(present: Channels) -> None:
+        before[:] = [present]
         groups = tuple(replace(group, slice_us=record.slice_before(group)) for group in present.compute)
         control.restore_slices(replace(present, groups=groups))
 
@@ -289,6 +294,7 @@ def plan_slice(
             )
         asked.append(Loss(action="may stall", what=f"the other programs on its GPU for {wanted} at a time"))
     records = slice_records(host)
+    job = None if selector.isdecimal() else selector
     notes = []
     steps, earlier = [], set()
     for process in processes:
@@ -300,7 +306,8 @@ def plan_slice(
         record = records.get(process.pid)
         earlier.add(record.slice_us if record is not None and now == {record.slice_us} else None)
         if now != {microseconds}:
-            steps.append(_set_step(host, control, channels, microseconds, selector))
+            act = partial(apply_slice, host, control, channels, microseconds, job)
+            steps.append(_step(host, control, channels, f"to {wanted}", (microseconds,), act))
     before = next(iter(earlier)) if len(earlier) == 1 else None
     undo = f"gpushare timeslice reset {selector}" if before is None else f"gpushare timeslice set {before}us {selector}"
     return Plan(
@@ -312,16 +319,23 @@ def plan_slice(
     )
 
 
-def _set_step(host: Host, control: ChannelControl, channels: Channels, microseconds: int, selector: str) -> Step:
+def _step(
+    host: Host,
+    control: ChannelControl,
+    channels: Channels,
+    to: str,
+    slices: Iterable[int | None],
+    act: Callable[[list[Channels]], object],
+) -> Step:
+    """Return the step that sets the slices of a process; ``act`` is given a list that holds what it had from then on."""
     record = slice_record(host, channels.pid, channels.started)
     done: list[Channels] = []
 
-    def act() -> None:
-        # What is found now comes back, and not the value of a record, which another program may have changed since.
-        job = None if selector.isdecimal() else selector
-        apply_slice(host, control, channels, microseconds, job=job, before=done)
+    def there() -> None:
+        act(done)
 
     def back() -> None:
+        # What was found comes back, and not the value of a record, which another program may have changed since.
         while done:
             present = done.pop()
             # If it has ended, its slice has ended with it.
@@ -329,12 +343,12 @@ def _set_step(host: Host, control: ChannelControl, channels: Channels, microseco
                 control.restore_slices(present)
             put_record_back(host, present.pid, record)
 
-    now = _listed({group.slice_us for group in channels.compute})
+    now = {group.slice_us for group in channels.compute}
     return Step(
-        what=f"set the time-slice of process {channels.pid} from {now} to {format_slice(microseconds)}",
-        command=_command(channels, str(microseconds)),
-        undo=_command(channels, " or ".join(sorted({str(group.slice_us) for group in channels.compute}))),
-        do=act,
+        what=f"set the time-slice of process {channels.pid} from {_listed(now)} {to}",
+        command=_command(channels, slices),
+        undo=_command(channels, now),
+        do=there,
         revert=back,
     )
 
@@ -363,7 +377,8 @@ def plan_restore(
         now = {group.slice_us for group in channels.compute}
         slices |= now
         if now != earlier:
-            steps.append(_restore_step(host, control, channels, record, earlier))
+            act = partial(restore_slice, host, control, channels)
+            steps.append(_step(host, control, channels, f"back to {_listed(earlier)}", earlier, act))
         else:
             steps.append(_forget_step(host, control, channels, record))
         before |= {value for value in earlier if value is not None}
@@ -378,31 +393,6 @@ def plan_restore(
     )
 
 
-def _restore_step(
-    host: Host, control: ChannelControl, channels: Channels, record: SliceRecord, earlier: Iterable[int | None]
-) -> Step:
-    done: list[Channels] = []
-
-    def act() -> None:
-        done.append(channels)
-        restore_slice(host, control, channels)
-
-    def back() -> None:
-        while done:
-            with contextlib.suppress(NotFound):
-                control.restore_slices(done.pop())
-            put_record_back(host, channels.pid, record)
-
-    now = _listed({group.slice_us for group in channels.compute})
-    return Step(
-        what=f"set the time-slice of process {channels.pid} from {now} back to {_listed(earlier)}",
-        command=_command(channels, " or ".join(sorted(str(value) for value in earlier))),
-        undo=_command(channels, " or ".join(sorted({str(group.slice_us) for group in channels.compute}))),
-        do=act,
-        revert=back,
-    )
-
-
 def _forget_step(host: Host, control: ChannelControl, channels: Channels, record: SliceRecord) -> Step:
     """Its slices are the old ones already: only the record is there, unless another gpushare sets one meanwhile."""
     return Step(
@@ -413,7 +403,8 @@ def _forget_step(host: Host, control: ChannelControl, channels: Channels, record
     )
 
 
-def _command(channels: Channels, value: str) -> str:
+def _command(channels: Channels, slices: Iterable[int | None]) -> str:
+    value = " or ".join(sorted(str(each) for each in slices))
     # NVIDIA has no program for it.
     return f"ioctl NVA06C_CTRL_CMD_SET_TIMESLICE {value}, on the channel groups of process {channels.pid}"
 
