@@ -28,7 +28,7 @@ from gpushare.host.slice_lock import probed, slices_locked
 from gpushare.host.store import Kept, RecordStore
 from gpushare.signals import held_back
 from gpushare.timeslice.rules import KEEP_UNIT, SLICE_PER_WEIGHT_US, Decision, Names, Rule, decide, needs
-from gpushare.timeslice.slices import note_restored, note_slice, put_record_back, read_slices, slice_record
+from gpushare.timeslice.slices import note_restored, note_slice, read_slices, record_kept, slice_record
 
 if TYPE_CHECKING:
     from gpushare.base.model import Gpu
@@ -366,19 +366,11 @@ class Keeper:
             if set(self._control.read_slices(part)) != {group.slice_us}:
                 # Another gpushare has just set it: the next look finds that.
                 return
-            record = slice_record(self._host, process.pid, process.origin.started)
-            if decision is not None:
-                # For `status`, and for `timeslice reset`.
-                note_slice(self._host, part, slices.now, tidy=False)
-            try:
+            with record_kept(self._host, part):
+                if decision is not None:
+                    # For `status`, and for `timeslice reset`.
+                    note_slice(self._host, part, slices.now, tidy=False)
                 self._control.set_slice(part, slices.now)
-            except TimedOut:
-                # It may have been set.
-                raise
-            except GpushareError:
-                with contextlib.suppress(GpushareError):
-                    put_record_back(self._host, process.pid, record)
-                raise
             if decision is None:
                 note_restored(self._host, process.pid, process.origin.started, slices.now)
         for _, each, _ in batch:

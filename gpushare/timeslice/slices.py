@@ -7,7 +7,7 @@ the driver offers, and who may call it, is in `gpushare.host.channels`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -197,23 +197,29 @@ def apply_slice(
     """
 
     def once(present: Channels) -> Channels:
-        record = slice_record(host, present.pid, present.started)
-        note_slice(host, present, microseconds, job=job)
-        if before is not None:
-            before[:] = [present]
-        try:
+        with record_kept(host, present):
+            note_slice(host, present, microseconds, job=job)
+            if before is not None:
+                before[:] = [present]
             control.set_slice(present, microseconds)
-        except TimedOut:
-            # It may have been set.
-            raise
-        except GpushareError:
-            with contextlib.suppress(GpushareError):
-                put_record_back(host, present.pid, record)
-            raise
         return present
 
     with slices_locked(host):
         return _with_present(control, channels, once)
+
+
+@contextlib.contextmanager
+def record_kept(host: Host, channels: Channels) -> Iterator[None]:
+    """Put the record of a process back if its slice cannot be set; after a timeout it may have been set."""
+    record = slice_record(host, channels.pid, channels.started)
+    try:
+        yield
+    except TimedOut:
+        raise
+    except GpushareError:
+        with contextlib.suppress(GpushareError):
+            put_record_back(host, channels.pid, record)
+        raise
 
 
 def restore_slice(
