@@ -77,7 +77,7 @@ def test_a_job_that_runs(
     (job,) = listed(cli)
     assert {key: job[key] for key in expected} == expected
     # The status says the same of its process.
-    rows = {one["pid"]: one for one in cli("status", output="json").ok().data["gpus"][0]["processes"]}
+    rows = {process["pid"]: process for process in cli("status", output="json").ok().data["gpus"][0]["processes"]}
     same = ("role", "way", "threads_percent", "slice_us")
     assert (rows[job["pid"]]["job"], *(rows[job["pid"]][key] for key in same)) == ("train", *(job[key] for key in same))
     assert (job["name"], job["state"], job["command"], job["user"]) == (
@@ -112,7 +112,7 @@ def test_production_outside_mps_beside_a_client_of_mps(real: Callable[..., Start
     (row,) = [line for line in shown.splitlines() if " web " in line]
     assert "production  time-slice 16ms" in row
     # What gpushare did not start has no job, and no way of one.
-    assert all(one["way"] is None for one in gpu["processes"] if one["pid"] == client)
+    assert all(process["way"] is None for process in gpu["processes"] if process["pid"] == client)
     started.signal(signal.SIGTERM)
     started.result()
     (gpu,) = cli("status", output="json").ok().data["gpus"]
@@ -188,8 +188,8 @@ def test_a_job_that_waits_for_production_to_rest_is_one(
         lambda: world.begun and any(job["name"] == "web" and job["pid"] != web.pid for job in listed(cli)), "web runs"
     )
     job = real("run", "--opportunistic", "--yield", "requeue", "--name", "train", "--", "sleep", "300")
-    found = until(lambda: next((job for job in listed(cli) if job["name"] == "train"), None), "it is listed")
-    assert (found["state"], found["pid"], found["role"]) == ("waiting", job.pid, "opportunistic")
+    row = until(lambda: next((job for job in listed(cli) if job["name"] == "train"), None), "it is listed")
+    assert (row["state"], row["pid"], row["role"]) == ("waiting", job.pid, "opportunistic")
     cli("stop", "train").ok()
     job.result()
     assert not any(job["name"] == "train" and job["state"] != "ended" for job in listed(cli))
@@ -198,14 +198,14 @@ def test_a_job_that_waits_for_production_to_rest_is_one(
 
 
 def ended(world: World, number: int) -> None:
-    for one in range(number):
-        record = JobRecord(name=f"job-{one}", pid=1, started=1, devices=(), role="plain", command="true")
-        keep_past(world.host, record, "GPU 0", 1e9 + one, one % 2)
+    for each in range(number):
+        record = JobRecord(name=f"job-{each}", pid=1, started=1, devices=(), role="plain", command="true")
+        keep_past(world.host, record, "GPU 0", 1e9 + each, each % 2)
 
 
 def test_the_last_ten_that_ended_and_all_with_v(cli: Cli, world: World) -> None:
     ended(world, 15)
-    assert [job["name"] for job in listed(cli)] == [f"job-{one}" for one in range(14, 4, -1)]
+    assert [job["name"] for job in listed(cli)] == [f"job-{each}" for each in range(14, 4, -1)]
     assert len(listed(cli, "-v")) == 15
     assert len(PAST.all(world.host)) == 15
 

@@ -220,8 +220,8 @@ def test_root_is_told_to_ask_as_the_user(refused: Callable[..., str], world: Wor
     write_record(host, replace(record, supervisor=host.processes.identity(pid)))
     world.fault("user", 0)
     for job in ("train", str(pid)):
-        said = refused("logs", job, code="other_user", exit_code=3)
-        assert "sudo -u nobody env GPUSHARE_RUN_DIR=" in said
+        message = refused("logs", job, code="other_user", exit_code=3)
+        assert "sudo -u nobody env GPUSHARE_RUN_DIR=" in message
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_a_job_goes_off_the_gpu_and_back(cli: Cli, world: World, pid: int) -> No
     (job,) = cli("pause", "list", output="json").ok().data["jobs"]
     assert (job["pid"], job["state"], job["until"], job["guarded"]) == (pid, "paused", None, True)
     data = cli("resume", str(pid), output="json").ok().data
-    assert [one["pid"] for one in data["jobs"]] == [pid]
+    assert [each["pid"] for each in data["jobs"]] == [pid]
     assert off(world, pid) == []
     assert not record(world, pid).exists()
     assert "no job is paused" in cli("pause", "list", output="table").ok().out
@@ -94,8 +94,8 @@ def test_a_resume_needs_no_guard(cli: Cli, world: World, pid: int) -> None:
     cli("pause", str(pid)).ok()
     kill_guard(world, pid)
     assert f"process {pid}: the guard of its pause is gone" in cli("pause", "list").ok().err
-    found = cli("doctor", output="json").data["checks"]
-    assert [(one["verdict"], one["remedy"]) for one in found if one["id"] == "pause.guard"] == [
+    checks = cli("doctor", output="json").data["checks"]
+    assert [(check["verdict"], check["remedy"]) for check in checks if check["id"] == "pause.guard"] == [
         ("warn", f"gpushare resume {pid}")
     ]
     cli("resume", str(pid)).ok()
@@ -134,10 +134,10 @@ def test_the_guard_pauses_what_the_job_creates(cli: Cli, world: World, pid: int)
 def test_status_marks_it(cli: Cli, pid: int) -> None:
     other = admin.add_process(H200)
     (gpu,) = cli("status", output="json").ok().data["gpus"]
-    assert [one["paused_since"] for one in gpu["processes"]] == [None, None]
+    assert [process["paused_since"] for process in gpu["processes"]] == [None, None]
     cli("pause", str(pid)).ok()
     (gpu,) = cli("status", output="json").ok().data["gpus"]
-    since = {one["pid"]: one["paused_since"] for one in gpu["processes"]}
+    since = {process["pid"]: process["paused_since"] for process in gpu["processes"]}
     assert abs(since[pid] - time.time()) < 60
     assert since[other] is None
     assert (
@@ -148,10 +148,10 @@ def test_status_marks_it(cli: Cli, pid: int) -> None:
 
 def test_all_jobs(cli: Cli, world: World, pid: int) -> None:
     other = admin.add_process(H200)
-    for one in (pid, other):
-        cli("pause", str(one)).ok()
+    for each in (pid, other):
+        cli("pause", str(each)).ok()
     data = cli("resume", "--all", output="json").ok().data
-    assert [one["pid"] for one in data["jobs"]] == [pid, other]
+    assert [job["pid"] for job in data["jobs"]] == [pid, other]
     assert (off(world, pid), off(world, other)) == ([], [])
     assert "no job is paused" in cli("resume", "--all").ok().out
 
@@ -183,8 +183,8 @@ def test_wrong_timeout(refused: Callable[..., str], pid: int, timeout: str) -> N
 def test_nothing_under_mps_is_paused(refused: Callable[..., str], cli: Cli, world: World) -> None:
     cli("mps", "start").ok()
     client = world.client()
-    said = refused("pause", str(client), code="under_mps", exit_code=3)
-    assert "a pause would stop all of them" in said
+    message = refused("pause", str(client), code="under_mps", exit_code=3)
+    assert "a pause would stop all of them" in message
     daemon = world.state.daemons[0]
     for pid in (daemon.pid, daemon.servers[0].pid):
         refused("pause", str(pid), code="under_mps" if world.state.daemons else "not_on_gpu", exit_code=3)
@@ -253,7 +253,7 @@ def test_ctrl_c_of_run_resumes_the_job_first(world: World, real: Callable[..., S
     state = world.directory / "state.json"
     started: Any = real("run", "--mig", "1g.18gb", "--", sys.executable, "-c", program, str(state))
     pid = int(started.process.stdout.readline())
-    eventually(lambda: any(one.pid == pid and one.gpu_uuid for one in world.state.processes))
+    eventually(lambda: any(process.pid == pid and process.gpu_uuid for process in world.state.processes))
     world.run("pause", str(pid)).ok()
     assert off(world, pid) == OFF
     started.process.send_signal(signal.SIGTERM)

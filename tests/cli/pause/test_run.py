@@ -38,16 +38,18 @@ def test_one_whose_run_and_guard_were_killed_is_freed_by_its_record(
     real: Callable[..., Started], world: World, busy: int
 ) -> None:
     started, pid = paused(real, world, busy)
-    guards = [one for one in psutil.Process(started.pid).children() if one.cmdline()[1:2][0].endswith("guard.py")]
+    guards = [
+        process for process in psutil.Process(started.pid).children() if process.cmdline()[1:2][0].endswith("guard.py")
+    ]
     assert guards
-    for one in (*guards, psutil.Process(started.pid)):
-        one.kill()
+    for process in (*guards, psutil.Process(started.pid)):
+        process.kill()
     until(lambda: not alive(started.pid) or started.process.poll() is not None, "it is gone")
     assert alive(pid)
     answer = world.run("pause", "list").ok()
-    assert [(one["pid"], one["guarded"]) for one in answer.data["jobs"]] == [(pid, False)]
+    assert [(job["pid"], job["guarded"]) for job in answer.data["jobs"]] == [(pid, False)]
     checks = world.run("doctor").data["checks"]
-    assert [one["verdict"] for one in checks if one["id"] == "pause.guard"] == ["warn"]
+    assert [check["verdict"] for check in checks if check["id"] == "pause.guard"] == ["warn"]
     world.run("resume", str(pid)).ok()
     assert world.process(pid).channels_off == []
     os.kill(pid, signal.SIGKILL)
@@ -58,15 +60,15 @@ def test_a_job_with_a_name_is_paused_by_it(real: Callable[..., Started], world: 
     assert world.mig("1g.18gb")
     words = ("run", "--name", "train", "--grace", "1", "--mig", "1g.18gb", "--")
     started = real(*words, sys.executable, "-c", LOOP)
-    until(lambda: any(one.real and one.gpu_uuid for one in world.state.processes), "it is on the GPU")
-    (process,) = (one for one in world.state.processes if one.real)
+    until(lambda: any(program.real and program.gpu_uuid for program in world.state.processes), "it is on the GPU")
+    (process,) = (program for program in world.state.processes if program.real)
     assert world.run("pause", "train").ok().data["job"]["name"] == "train"
     assert world.process(process.pid).channels_off
     assert world.run("pause", "list").data["jobs"][0]["name"] == "train"
     # By its name in the record, even where no job has it any more.
     (job,) = world.run("resume", "train").ok().data["jobs"]
     # Until gpushare has seen its program, the job is gpushare with its children.
-    assert [one["pid"] for one in job["processes"]] == [process.pid]
+    assert [program["pid"] for program in job["processes"]] == [process.pid]
     assert world.process(process.pid).channels_off == []
     world.run("pause", "train").ok()
     # Its end resumes it first.

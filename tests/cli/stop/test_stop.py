@@ -123,8 +123,8 @@ def test_a_waiting_job_leaves_the_line(real: Callable[..., Started], cli: Cli, w
     assert listed[1]["line"]["behind"] == ["one"]
     assert cli("stop", "one", asks=True).ok().out == f"'one' (process {waiting[0].pid}) has left the line\n"
     assert waiting[0].result().code == 143
-    (left,) = cli("jobs", output="json").data["jobs"]
-    assert (left["name"], left["line"]["place"]) == ("two", 1)
+    (job,) = cli("jobs", output="json").data["jobs"]
+    assert (job["name"], job["line"]["place"]) == ("two", 1)
     cli("stop", str(waiting[1].pid), asks=True).ok()
     assert waiting[1].result().code == 143
 
@@ -159,8 +159,8 @@ def pid(world: World) -> int:
 
 
 def test_a_process_of_one_self_is_asked_for(refused: Callable[..., str], cli: Cli, world: World, pid: int) -> None:
-    said = refused("stop", str(pid), asks=True, code="needs_consent", exit_code=19)
-    assert f"this ends process {pid} (python3, gpushare did not start it)" in said
+    message = refused("stop", str(pid), asks=True, code="needs_consent", exit_code=19)
+    assert f"this ends process {pid} (python3, gpushare did not start it)" in message
     (job,) = cli("stop", str(pid), "-y", output="json", asks=True).ok().data["jobs"]
     assert (job["name"], job["way"]) == (None, "signal")
     assert world.pids() == []
@@ -197,8 +197,8 @@ def test_a_job_whose_gpushare_is_gone_is_asked_for(
     record = record_of(host, device, "train", pid, "plain")
     write_record(host, replace(record, supervisor=Identity(dead.pid, 1)))
     dead.wait()
-    said = refused("stop", "train", asks=True, code="needs_consent", exit_code=19)
-    assert f"this ends 'train' (process {pid}) (its gpushare is gone)" in said
+    message = refused("stop", "train", asks=True, code="needs_consent", exit_code=19)
+    assert f"this ends 'train' (process {pid}) (its gpushare is gone)" in message
     cli("stop", "train").ok()
     assert (world.pids(), find_record(world.host, "train")) == ([], None)
     # Nobody else notes its end.
@@ -349,8 +349,8 @@ def test_what_serves_the_clients_is_left_alone(
     refused: Callable[..., str], world: World, daemon: int, idle: int
 ) -> None:
     server = world.state.daemons[0].servers[0].pid
-    for one in (daemon, server):
-        assert "gpushare mps stop" in refused("stop", str(one), code="serves_clients", exit_code=2)
+    for each in (daemon, server):
+        assert "gpushare mps stop" in refused("stop", str(each), code="serves_clients", exit_code=2)
 
 
 def test_dry_run_of_a_client(cli: Cli, world: World, idle: int) -> None:
@@ -407,8 +407,8 @@ def test_client_on_a_mig_instance(cli: Cli, world: World) -> None:
 @pytest.mark.usefixtures("daemon")
 def test_another_users_client_is_asked_for(refused: Callable[..., str], cli: Cli, world: World) -> None:
     pid = world.client(sm_percent=0, user="nobody")
-    said = refused("stop", str(pid), asks=True, code="needs_consent", exit_code=19)
-    assert f"this ends process {pid} (of nobody)" in said
+    message = refused("stop", str(pid), asks=True, code="needs_consent", exit_code=19)
+    assert f"this ends process {pid} (of nobody)" in message
     cli("stop", str(pid), "--yes").ok()
     assert world.pids() == []
 
@@ -433,9 +433,9 @@ def test_the_question_on_a_terminal(world: World, typed: str, gone: bool) -> Non
         start_new_session=True,
     )
     os.close(theirs)
-    said = b""
-    while b"[y/N]" not in said:
-        said += os.read(ours, 1000)
+    output = b""
+    while b"[y/N]" not in output:
+        output += os.read(ours, 1000)
     os.write(ours, typed.encode())
     assert process.wait(timeout=120) == (0 if gone else 19)
     os.close(ours)

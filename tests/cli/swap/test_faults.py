@@ -42,7 +42,7 @@ def job(size: int = 20 * GIB, **options: Any) -> int:
 
 
 def process(world: World, pid: int) -> SimulatedProcess:
-    return next(one for one in world.state.processes if one.pid == pid)
+    return next(program for program in world.state.processes if program.pid == pid)
 
 
 def family(number: int = 3) -> list[int]:
@@ -181,7 +181,7 @@ def test_a_process_that_starts_on_the_way_goes_out_too(cli: Cli, world: World, m
     started: list[int] = []
     before(monkeypatch, "lock", once(lambda: started.append(job(2 * GIB, parent=first))))
     data = cli("swap", "out", str(first), output="json").ok().data["job"]
-    assert [one["pid"] for one in data["processes"]] == [first, *started]
+    assert [program["pid"] for program in data["processes"]] == [first, *started]
     assert process(world, started[0]).checkpoint == CHECKPOINTED
     cli("swap", "in", str(first)).ok()
     assert process(world, started[0]).checkpoint == RUNNING
@@ -189,7 +189,7 @@ def test_a_process_that_starts_on_the_way_goes_out_too(cli: Cli, world: World, m
 
 def _grow(world: World, pid: int, size: int) -> None:
     with changing(world.file) as (state, _):
-        next(one for one in state.processes if one.pid == pid).memory_bytes = size
+        next(program for program in state.processes if program.pid == pid).memory_bytes = size
 
 
 def test_a_job_that_grows_before_it_is_locked_gets_room_for_all_of_it(
@@ -226,7 +226,7 @@ def test_a_job_that_never_stops_starting_processes_stays(
     before(monkeypatch, "lock", lambda _pid: (job(GIB, parent=first), None)[1])
     answer = cli("swap", "out", str(first), output="json")
     assert (answer.code, answer.error["code"]) == (1, "job_grows")
-    assert {one.checkpoint for one in world.state.processes} == {RUNNING}
+    assert {program.checkpoint for program in world.state.processes} == {RUNNING}
     assert swaps(world.host) == []
 
 
@@ -249,17 +249,19 @@ def test_a_driver_that_does_not_answer_leaves_the_record(
     pid = job()
     hangs = [True]
 
-    def lock(self: Checkpoint, one: int, _seconds: float) -> None:
-        raise TimedOut(f"the driver does not answer for process {one}", "see: sudo dmesg | tail", code="driver_hangs")
+    def lock(self: Checkpoint, pid_asked: int, _seconds: float) -> None:
+        raise TimedOut(
+            f"the driver does not answer for process {pid_asked}", "see: sudo dmesg | tail", code="driver_hangs"
+        )
 
     with monkeypatch.context() as patched:
         patched.setattr(Checkpoint, "lock", lock)
-        patched.setattr(Checkpoint, "hangs", lambda self, one: hangs[0])
+        patched.setattr(Checkpoint, "hangs", lambda self, pid_asked: hangs[0])
         patched.setattr("gpushare.run.swap_job.guarded", lambda *_: contextlib.nullcontext())
         answer = cli("swap", "out", str(pid), output="json")
         assert answer.error["code"] == "driver_hangs"
         assert f"kill -CONT {pid}" in answer.error["hint"]
-        assert [one.state for one in swaps(world.host)] == [LEAVING]
+        assert [swap.state for swap in swaps(world.host)] == [LEAVING]
         # It continues, and the lock takes effect.
         hangs[0] = False
     Checkpoint.lock(world.host.open_checkpoint(), pid, 1.0)
@@ -295,7 +297,7 @@ def test_ctrl_c_on_the_way_leaves_the_job_running(
         answer = cli("swap", verb, str(first), output="json")
     assert (answer.code, answer.error["code"]) == (130, "interrupted")
     assert [process(world, pid).checkpoint for pid in (first, second)] == [RUNNING] * 2
-    assert not [one for one in swaps(world.host) if one.state != BACK]
+    assert not [swap for swap in swaps(world.host) if swap.state != BACK]
 
 
 def test_a_job_that_was_stopped_while_it_was_out_is_refused(
@@ -312,7 +314,7 @@ def test_a_job_that_was_stopped_while_it_was_out_is_refused(
     SWAPS.write(replace(swap, state=RETURNING))
     with pytest.raises(InUse):
         repair(world.host)
-    assert [one.state for one in swaps(world.host)] == [RETURNING]
+    assert [each.state for each in swaps(world.host)] == [RETURNING]
     world.send(pid, signal.SIGCONT)
     cli("swap", "in", str(pid)).ok()
     assert process(world, pid).checkpoint == RUNNING
@@ -328,11 +330,11 @@ def test_ctrl_c_waits_for_a_guard_that_takes_long(
     )
     monkeypatch.setattr(guard, "__file__", str(slow))
     monkeypatch.setattr(module, "_SAY_SECONDS", 0.3)
-    said: list[str] = []
-    with pytest.raises(KeyboardInterrupt), module.guarded(world.host, said.append):
+    messages: list[str] = []
+    with pytest.raises(KeyboardInterrupt), module.guarded(world.host, messages.append):
         raise KeyboardInterrupt
     assert (tmp_path / "guard.py.done").exists()
-    assert said == ["waits until the guard has brought the job to one state"]
+    assert messages == ["waits until the guard has brought the job to one state"]
 
 
 # -- the end of a job that was restored --------------------------------------------------------------------------------
@@ -347,7 +349,7 @@ def test_a_second_swap_that_fails_does_not_forget_that_it_was_restored(
     with monkeypatch.context() as patched:
         before(patched, "checkpoint", lambda _pid: _refuse())
         assert cli("swap", "out", str(pid)).code == 1
-    assert [one.state for one in swaps(world.host)] == [BACK]
+    assert [swap.state for swap in swaps(world.host)] == [BACK]
     module.checkpoint_before_kill(world.host, [pid])
     assert process(world, pid).checkpoint == CHECKPOINTED
 
@@ -365,7 +367,7 @@ def test_a_job_on_its_way_back_is_laid_down_too(cli: Cli, world: World) -> None:
     SWAPS.write(replace(swap, state=RETURNING))
     module.checkpoint_before_kill(world.host, [pid])
     assert process(world, pid).checkpoint == CHECKPOINTED
-    assert [one.state for one in swaps(world.host)] == [OUT]
+    assert [each.state for each in swaps(world.host)] == [OUT]
 
 
 def test_what_is_lost_is_taken_off_the_gpu_as_a_whole(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -408,7 +410,7 @@ def test_a_full_disk_loses_nothing_on_the_way_out(
         assert (answer.code, answer.error["code"]) == (1, "file_unwritable")
     repair(world.host)
     assert process(world, pid).checkpoint == RUNNING
-    assert not [one for one in swaps(world.host) if one.state != BACK]
+    assert not [swap for swap in swaps(world.host) if swap.state != BACK]
 
 
 def test_a_full_disk_keeps_no_job_out(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,7 +422,7 @@ def test_a_full_disk_keeps_no_job_out(cli: Cli, world: World, monkeypatch: pytes
     assert process(world, pid).checkpoint == RUNNING
     # It may say that the job is out; the next command corrects that.
     cli("swap", "in", str(pid))
-    assert [one.state for one in swaps(world.host)] == [BACK]
+    assert [swap.state for swap in swaps(world.host)] == [BACK]
 
 
 @pytest.mark.parametrize("size", [20 * GIB, 100 * GIB], ids=["room", "no room"])
@@ -452,14 +454,17 @@ def test_a_full_directory_of_claims_keeps_no_job_out(
 def test_a_lock_that_another_gpushare_has_is_waited_for_and_named(
     cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     monkeypatch.setattr(module, "_SAY_SECONDS", 0.0)
     with module.locked(world.host):
-        with pytest.raises(InUse, match="another gpushare"), module.locked(world.host, seconds=0.1, say=said.append):
+        with (
+            pytest.raises(InUse, match="another gpushare"),
+            module.locked(world.host, seconds=0.1, say=messages.append),
+        ):
             pass
         # Those who only read do not wait.
         cli("swap", "list").ok()
-    assert said == ["waits until another gpushare of this user has swapped its job"]
+    assert messages == ["waits until another gpushare of this user has swapped its job"]
 
 
 # -- records -----------------------------------------------------------------------------------------------------------
@@ -533,9 +538,9 @@ def test_a_job_of_two_records_is_where_the_record_that_is_not_back_says(cli: Cli
     swap = find_swap(world.host, pid)
     assert isinstance(swap, Swap)
     SWAPS.write(replace(swap, pid=4242, state=BACK, path=SWAPS.path(world.host, 4242)))
-    found = find_swap(world.host, pid)
-    assert found is not None
-    assert found.state == OUT
+    swap = find_swap(world.host, pid)
+    assert swap is not None
+    assert swap.state == OUT
 
 
 def test_a_process_of_unknown_size_is_refused(
@@ -546,8 +551,8 @@ def test_a_process_of_unknown_size_is_refused(
     real = NvmlReader.processes
 
     def processes(self: NvmlReader, index: int) -> Any:
-        found = real(self, index)
-        return found and tuple(replace(one, memory_used_bytes=None) for one in found)
+        listed = real(self, index)
+        return listed and tuple(replace(process, memory_used_bytes=None) for process in listed)
 
     monkeypatch.setattr(NvmlReader, "processes", processes)
     text = refused("swap", "out", str(pid), code="memory_unknown", exit_code=3)
@@ -584,7 +589,7 @@ def test_without_the_calls_of_the_driver_nothing_begins(
         for words in (("swap", "out", str(pid)), ("swap", "out", str(pid), "-n"), ("swap", "in", str(other))):
             refused(*words, code="driver_too_old", exit_code=3)
         refused("run", "--swap", "request", "--", "true", code="driver_too_old", exit_code=3)
-    assert [(one.pid, one.state) for one in swaps(world.host)] == [(other, OUT)]
+    assert [(swap.pid, swap.state) for swap in swaps(world.host)] == [(other, OUT)]
     cli("swap", "in", str(other)).ok()
 
 
@@ -601,7 +606,7 @@ def test_a_record_stays_while_the_driver_is_missing(
         _without_library(without)
         with pytest.raises(NotSupported):
             repair(world.host)
-    assert [one.state for one in swaps(world.host)] == [state]
+    assert [each.state for each in swaps(world.host)] == [state]
     repair(world.host)
     assert process(world, pid).checkpoint == RUNNING
 
@@ -617,7 +622,7 @@ def test_a_driver_that_does_not_tell_the_state_leaves_the_record(
         silent.setattr("gpushare.run.swap_job.guarded", lambda *_: contextlib.nullcontext())
         answer = cli("swap", "in", str(pid), output="json")
     assert (answer.code, answer.error["code"]) == (1, "state_unknown")
-    assert [one.pid for one in swaps(world.host)] == [pid]
+    assert [swap.pid for swap in swaps(world.host)] == [pid]
     # The repair brings it back, and nothing is left to do.
     answer = cli("swap", "in", str(pid), output="json").ok()
     assert answer.data["job"]["state"] == "back"
@@ -651,9 +656,9 @@ def test_room_that_another_program_took_after_the_reservation_loses_nothing(
     answer = cli("swap", "in", str(pid), output="json")
     assert (answer.code, answer.error["code"]) == (19, "no_room")
     assert process(world, pid).checkpoint == CHECKPOINTED
-    assert [one.state for one in swaps(world.host)] == [OUT]
+    assert [swap.state for swap in swaps(world.host)] == [OUT]
     came.clear()
-    admin.end_process(SPEC, next(one.pid for one in world.state.processes if one.pid != pid))
+    admin.end_process(SPEC, next(program.pid for program in world.state.processes if program.pid != pid))
     answer = cli("swap", "in", str(pid), "--wait", "--timeout", "1s", output="json")
     assert (answer.code, answer.error["code"]) == (19, "no_room")
     admin.end_process(SPEC, came[0])
@@ -674,7 +679,7 @@ def test_a_repair_takes_no_room_that_others_have_reserved(cli: Cli, world: World
     place.take(uuid)
     repair(world.host, keep=room_kept)
     assert process(world, pid).checkpoint == CHECKPOINTED
-    assert [one.state for one in swaps(world.host)] == [OUT]
+    assert [each.state for each in swaps(world.host)] == [OUT]
     place.leave()
     (swap,) = swaps(world.host)
     SWAPS.write(replace(swap, state=RETURNING))

@@ -34,7 +34,7 @@ def job(size: int = 20 * GIB, **options: object) -> int:
 
 
 def process(world: World, pid: int) -> SimulatedProcess:
-    return next(one for one in world.state.processes if one.pid == pid)
+    return next(program for program in world.state.processes if program.pid == pid)
 
 
 def fault(world: World, **values: object) -> None:
@@ -104,30 +104,30 @@ def test_a_job_on_a_mig_instance_or_on_two_gpus_is_refused(refused: Callable[...
     admin.add_process(two.spec, "1", memory_bytes=GIB, parent=first)
     text = refused("swap", "out", str(first), code="several_gpus", exit_code=3, host=two.spec)
     assert "GPUs 0, 1" in text
-    one = World.new("sim:h200")
-    pid = one.add(one.mig("1g.18gb:0")[0])
-    refused("swap", "out", str(pid), code="mig_enabled", exit_code=3, host=one.spec)
+    host = World.new("sim:h200")
+    pid = host.add(host.mig("1g.18gb:0")[0])
+    refused("swap", "out", str(pid), code="mig_enabled", exit_code=3, host=host.spec)
 
 
 def test_a_gpu_that_is_cut_into_instances_meanwhile_is_refused(refused: Callable[..., str], cli: Cli) -> None:
-    one = World.new("sim:h200")
-    pid = admin.add_process(one.spec, memory_bytes=GIB)
+    host = World.new("sim:h200")
+    pid = admin.add_process(host.spec, memory_bytes=GIB)
     cli("swap", "out", str(pid)).ok()
     from gpushare.sim.current import changing
 
-    with changing(one.file) as (state, _):
+    with changing(host.file) as (state, _):
         state.gpus[0].mig_mode = state.gpus[0].mig_pending = 1
     refused("swap", "in", str(pid), code="mig_enabled", exit_code=3)
-    assert process(one, pid).checkpoint == CHECKPOINTED
+    assert process(host, pid).checkpoint == CHECKPOINTED
 
 
 def test_switching_mig_on_names_the_jobs_that_are_swapped_out(cli: Cli, world: World) -> None:
     assert "swapped out" not in cli("mig", "enable", "-g", "0", "-n").ok().err
     pid = job()
     cli("swap", "out", str(pid)).ok()
-    said = f"GPU 0: process {pid} is swapped out of it, and can only come back when MIG is off again"
-    assert said in cli("mig", "enable", "-g", "0", "-n").ok().err
-    assert said in cli("mig", "apply", "-g", "0", "1g.18gb", "-n").ok().err
+    message = f"GPU 0: process {pid} is swapped out of it, and can only come back when MIG is off again"
+    assert message in cli("mig", "enable", "-g", "0", "-n").ok().err
+    assert message in cli("mig", "apply", "-g", "0", "1g.18gb", "-n").ok().err
 
 
 def test_another_users_job_needs_consent(cli: Cli, refused: Callable[..., str], world: World) -> None:
@@ -235,9 +235,9 @@ def test_a_lost_job_is_named(cli: Cli, world: World, monkeypatch: pytest.MonkeyP
     cli("swap", "out", pid).ok()
     real = Checkpoint.restore
 
-    def restore(self: Checkpoint, one: int, size: int, pairs: object) -> None:
+    def restore(self: Checkpoint, pid_asked: int, size: int, pairs: object) -> None:
         job(130 * GIB)
-        real(self, one, size)
+        real(self, pid_asked, size)
 
     monkeypatch.setattr(Checkpoint, "restore", restore)
     answer = cli("swap", "in", pid, output="json")
@@ -298,10 +298,10 @@ def test_a_death_at_any_call_loses_nothing(
     there = process(world, pid)
     assert there.checkpoint in {RUNNING, CHECKPOINTED}
     assert there.memory_bytes + there.image_bytes == 20 * GIB
-    found = find_swap(world.host, pid)
+    swap = find_swap(world.host, pid)
     if there.checkpoint == CHECKPOINTED:
-        assert found is not None
-        assert found.state == OUT
+        assert swap is not None
+        assert swap.state == OUT
         if room:
             cli("swap", "in", str(pid)).ok()
     assert process(world, pid).checkpoint != LOCKED
@@ -326,21 +326,21 @@ def test_a_signal_that_kills_a_restored_process_comes_after_it_was_laid_down(
 
     pid = job()
     with changing(world.file) as (state, _):
-        next(one for one in state.processes if one.pid == pid).catches = [signal.SIGTERM] if handles else []
+        next(program for program in state.processes if program.pid == pid).catches = [signal.SIGTERM] if handles else []
     cli("swap", "out", str(pid)).ok()
     cli("swap", "in", str(pid)).ok()
     seen: list[tuple[int, int]] = []
     real = type(world.host.processes).send_to
 
-    def send_to(self: object, one: int, started: float, number: int) -> None:
-        seen.append((number, process(world, one).checkpoint))
-        real(self, one, started, number)  # type: ignore[arg-type]
+    def send_to(self: object, pid_asked: int, started: float, number: int) -> None:
+        seen.append((number, process(world, pid_asked).checkpoint))
+        real(self, pid_asked, started, number)  # type: ignore[arg-type]
 
     monkeypatch.setattr(type(world.host.processes), "send_to", send_to)
     end_programs(world.host, [pid], set, None, number=signal.SIGTERM, grace_seconds=0.5)
     first = next(state for number, state in seen if number == signal.SIGTERM)
     assert first == (RUNNING if handles else CHECKPOINTED)
-    assert not [one for one in world.state.processes if one.pid == pid]
+    assert not [program for program in world.state.processes if program.pid == pid]
 
 
 def test_the_structure_has_the_size_of_the_drivers() -> None:
@@ -371,7 +371,7 @@ def test_a_restore_that_the_driver_refuses_loses_nothing(cli: Cli, world: World)
     assert (answer.code, answer.error["code"]) == (1, "restore_refused")
     assert process(world, int(pid)).checkpoint == CHECKPOINTED
     # It is out, and the guard has nothing left to do.
-    assert [one.state for one in swaps(world.host)] == [OUT]
+    assert [swap.state for swap in swaps(world.host)] == [OUT]
     fault(world, checkpoint_faults={})
     cli("swap", "in", pid).ok()
     assert process(world, int(pid)).checkpoint == RUNNING

@@ -159,9 +159,9 @@ def test_root_takes_out_what_its_user_had_out_before(cli: Cli, world: World) -> 
     cli("swap", "in", "train").ok()
     become(world, 0)
     cli("swap", "out", "train").ok()
-    found = find_swap(world.host, pid)
-    assert found is not None
-    assert found.restored
+    swap = find_swap(world.host, pid)
+    assert swap is not None
+    assert swap.restored
     become(world, NOBODY)
     assert listed(cli) == [(pid, "out", "nobody", "root")]
 
@@ -226,8 +226,8 @@ def test_doctor_has_root_do_nothing_in_the_name_of_a_users_file(cli: Cli, world:
     path.write_text("x")
     become(world, 0)
     checks = cli("doctor", output="json").data["checks"]
-    (found,) = [check for check in checks if check["id"] == "records.unread"]
-    assert found["remedy"] == f"sudo -u nobody rm {path}"
+    (unread,) = [check for check in checks if check["id"] == "records.unread"]
+    assert unread["remedy"] == f"sudo -u nobody rm {path}"
 
 
 def record(world: World, uid: int, pid: int) -> Path:
@@ -241,7 +241,7 @@ def test_a_record_of_a_user_speaks_of_nobody_else(cli: Cli, world: World) -> Non
     cli("swap", "out", str(mine)).ok()
     path = record(world, NOBODY, mine)
     document = json.loads(path.read_text())
-    (other,) = [one for one in world.state.processes if one.pid == others]
+    (other,) = [process for process in world.state.processes if process.pid == others]
     theirs = [others, other.started, GIB]
     become(world, 0)
     for wrong in (
@@ -322,5 +322,5 @@ def test_doctor_tells_root_what_to_type_for_a_user(cli: Cli, world: World) -> No
     os.utime(path, (1e9, 1e9))
     become(world, 0)
     checks = cli("doctor", output="json").data["checks"]
-    (found,) = [one for one in checks if one["id"] == "swap.interrupted"]
-    assert "sudo -u nobody env GPUSHARE_RUN_DIR=" in found["remedy"]
+    (interrupted,) = [check for check in checks if check["id"] == "swap.interrupted"]
+    assert "sudo -u nobody env GPUSHARE_RUN_DIR=" in interrupted["remedy"]

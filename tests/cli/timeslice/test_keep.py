@@ -41,12 +41,12 @@ def keep(world: World, rules: Path) -> Iterator[Callable[..., Started]]:
     begun: list[Started] = []
 
     def start(*words: str) -> Started:
-        one = start_real("timeslice", "keep", "-f", str(rules), *words)
-        begun.append(one)
-        return one
+        keeper = start_real("timeslice", "keep", "-f", str(rules), *words)
+        begun.append(keeper)
+        return keeper
 
     yield start
-    clear_up([one.process for one in begun], world)
+    clear_up([job.process for job in begun], world)
 
 
 def train(command: str = "python train.py") -> int:
@@ -62,13 +62,13 @@ def test_it_puts_everything_back_when_it_ends(
     number: int, world: World, keep: Callable[..., Started], rules: Path
 ) -> None:
     pid = train()
-    one = keep()
-    assert f"following 1 rule of {rules}" in one.says("following")
+    keeper = keep()
+    assert f"following 1 rule of {rules}" in keeper.says("following")
     until(lambda: slice_of(world, pid) == 500, "the slice is set")
     late = train("python -m train")
     until(lambda: slice_of(world, late) == 500, "the slice of a later process is set")
-    one.signal(number)
-    answer = one.result().ok()
+    keeper.signal(number)
+    answer = keeper.result().ok()
     assert [slice_of(world, each) for each in (pid, late)] == [DEFAULT, DEFAULT]
     assert answer.out.splitlines() == [
         f"process {pid} ({ME}) on GPU 0: 2.048ms -> 500us (rule 3:3)",
@@ -82,17 +82,17 @@ def test_it_puts_everything_back_when_it_ends(
 
 def test_a_hangup_reads_the_file_again(world: World, keep: Callable[..., Started], rules: Path) -> None:
     pid = train()
-    one = keep("-o", "json")
+    keeper = keep("-o", "json")
     until(lambda: slice_of(world, pid) == 500, "the slice is set")
     rules.write_text("version: 1\nslices: [{match: all}]\n")
-    one.signal(signal.SIGHUP)
-    one.says("the earlier rules stay")
+    keeper.signal(signal.SIGHUP)
+    keeper.says("the earlier rules stay")
     assert slice_of(world, pid) == 500
     rules.write_text(RULES.replace("500us", "300us"))
-    one.signal(signal.SIGHUP)
+    keeper.signal(signal.SIGHUP)
     until(lambda: slice_of(world, pid) == 300, "the other rule is followed")
-    one.signal(signal.SIGTERM)
-    answer = one.result()
+    keeper.signal(signal.SIGTERM)
+    answer = keeper.result()
     assert answer.code == 0
     documents = [json.loads(line) for line in answer.out.splitlines()]
     assert {document["command"] for document in documents} == {"timeslice keep"}
@@ -107,10 +107,10 @@ def test_a_hangup_reads_the_file_again(world: World, keep: Callable[..., Started
 
 def test_a_killed_one_is_undone_by_the_next(world: World, keep: Callable[..., Started]) -> None:
     pid = train()
-    one = keep()
+    keeper = keep()
     until(lambda: slice_of(world, pid) == 500, "the slice is set")
-    one.signal(signal.SIGKILL)
-    one.result()
+    keeper.signal(signal.SIGKILL)
+    keeper.result()
     record = keep_record(world.host)
     assert record is not None
     assert not record.runs
@@ -125,30 +125,30 @@ def test_a_killed_one_is_undone_by_the_next(world: World, keep: Callable[..., St
 
 
 def test_a_second_one_is_refused(world: World, keep: Callable[..., Started], cli: Cli, rules: Path) -> None:
-    one = keep()
-    one.says("following")
+    keeper = keep()
+    keeper.says("following")
     answer = cli("timeslice", "keep", "-f", str(rules), output="json")
     assert (answer.code, answer.error["code"]) == (19, "keep_running")
-    assert f"(process {one.pid})" in answer.error["message"]
+    assert f"(process {keeper.pid})" in answer.error["message"]
 
 
 def test_a_reader_that_leaves_ends_it_in_order(world: World, keep: Callable[..., Started]) -> None:
     pid = train()
-    one = keep()
+    keeper = keep()
     until(lambda: slice_of(world, pid) == 500, "the slice is set")
-    assert one.process.stdout is not None
-    one.process.stdout.close()
+    assert keeper.process.stdout is not None
+    keeper.process.stdout.close()
     train()
-    assert one.process.wait(60) != 0
+    assert keeper.process.wait(60) != 0
     assert slice_of(world, pid) == DEFAULT
 
 
 def test_a_dry_run_changes_nothing(cli: Cli, world: World, rules: Path) -> None:
     world.run("status")
     pid, other = train(), train("evil\n\x1b[2Jname")
-    (one, two) = cli("timeslice", "keep", "-f", str(rules), "--dry-run", output="json").ok().data["processes"]
-    assert (one["pid"], one["rule"], one["outcome"], one["slice_us"]) == (pid, "3:3", "500us", 500)
-    assert (two["pid"], two["rule"]) == (other, None)
+    (first, second) = cli("timeslice", "keep", "-f", str(rules), "--dry-run", output="json").ok().data["processes"]
+    assert (first["pid"], first["rule"], first["outcome"], first["slice_us"]) == (pid, "3:3", "500us", 500)
+    assert (second["pid"], second["rule"]) == (other, None)
     text = cli("timeslice", "keep", "-f", str(rules), "--dry-run", output="plain").ok().out
     assert "\x1b" not in text
     assert slice_of(world, pid) == DEFAULT
@@ -156,7 +156,7 @@ def test_a_dry_run_changes_nothing(cli: Cli, world: World, rules: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "code", "said"),
+    ("text", "code", "message"),
     [
         ("version: 1\ngpus: []\n", "no_rules", "has no rules for time-slices"),
         ("version: 1\nslices: [{match: all, slize: 1ms}]\n", "bad_file", "2:23: item 1 of 'slices' has an unknown key"),
@@ -166,11 +166,11 @@ def test_a_dry_run_changes_nothing(cli: Cli, world: World, rules: Path) -> None:
         ("#" * (257 << 10), "bad_file", "larger than 256 KiB"),
     ],
 )
-def test_a_file_that_is_wrong(text: str, code: str, said: str, cli: Cli, rules: Path) -> None:
+def test_a_file_that_is_wrong(text: str, code: str, message: str, cli: Cli, rules: Path) -> None:
     rules.write_text(text)
     answer = cli("timeslice", "keep", "-f", str(rules), output="json")
     assert answer.error["code"] == code
-    assert said in answer.error["message"]
+    assert message in answer.error["message"]
     assert answer.code
 
 
@@ -209,9 +209,9 @@ def test_apply_keeps_the_rules_and_says_who_follows_them(
     answer = cli("apply", str(rules)).ok()
     assert "the rules for time-slices are followed by another command: run gpushare timeslice keep" in answer.err
     assert "match: {command: '*train*'}\n    slice: 500us" in cli("capture").ok().out
-    one = keep()
-    one.says("following")
-    assert f"kill -HUP {one.pid}" in cli("apply", str(rules)).ok().err
+    keeper = keep()
+    keeper.says("following")
+    assert f"kill -HUP {keeper.pid}" in cli("apply", str(rules)).ok().err
 
 
 def test_apply_refuses_rules_for_nobody(cli: Cli, rules: Path) -> None:
@@ -225,9 +225,9 @@ def test_diff_names_the_processes_that_deviate(
 ) -> None:
     pid, _ = train(), train("python eval.py")
     answer = cli("diff", str(rules), output="json")
-    (one,) = answer.data["processes"]
+    (process,) = answer.data["processes"]
     assert (answer.code, answer.data["as_requested"]) == (7, False)
-    assert one == {"pid": pid, "user": ME, "gpu": 0, "rule": "3:3", "found_us": DEFAULT, "wanted_us": 500}
+    assert process == {"pid": pid, "user": ME, "gpu": 0, "rule": "3:3", "found_us": DEFAULT, "wanted_us": 500}
     keeper = keep()
     until(lambda: slice_of(world, pid) == 500, "the slice is set")
     assert cli("diff", str(rules), output="json").ok().data["processes"] == []
@@ -242,27 +242,27 @@ def test_diff_names_the_processes_that_deviate(
 
 def test_reset_takes_what_keep_has_set_and_keep_leaves_it(cli: Cli, world: World, keep: Callable[..., Started]) -> None:
     pid = train()
-    one = keep()
+    keeper = keep()
     until(lambda: slice_of(world, pid) == 500, "the slice is set")
     (process,) = cli("timeslice", "show", output="json").ok().data["processes"]
     assert process["slice_us"] == 500
     assert slice_records(world.host)[pid].slice_us == 500
     cli("timeslice", "reset", str(pid)).ok()
     assert (slice_of(world, pid), slice_records(world.host)) == (DEFAULT, {})
-    assert one.process.stdout is not None
-    one.process.stdout.readline()
-    assert "set to 2.048ms by someone else; left alone" in one.process.stdout.readline()
-    one.signal(signal.SIGTERM)
-    assert one.result().code == 0
+    assert keeper.process.stdout is not None
+    keeper.process.stdout.readline()
+    assert "set to 2.048ms by someone else; left alone" in keeper.process.stdout.readline()
+    keeper.signal(signal.SIGTERM)
+    assert keeper.result().code == 0
 
 
 def test_a_slice_that_was_set_before_comes_back(cli: Cli, world: World, keep: Callable[..., Started]) -> None:
     pid = train()
     cli("timeslice", "set", "4ms", str(pid)).ok()
-    one = keep()
+    keeper = keep()
     until(lambda: slice_of(world, pid) == 500, "the slice is set")
-    one.signal(signal.SIGTERM)
-    one.result().ok()
+    keeper.signal(signal.SIGTERM)
+    keeper.result().ok()
     assert (slice_of(world, pid), slice_records(world.host)[pid].slice_us) == (4000, 4000)
     cli("timeslice", "reset", str(pid)).ok()
     assert (slice_of(world, pid), slice_records(world.host)) == (DEFAULT, {})
@@ -270,10 +270,10 @@ def test_a_slice_that_was_set_before_comes_back(cli: Cli, world: World, keep: Ca
 
 def test_reset_undoes_a_killed_keep(cli: Cli, world: World, keep: Callable[..., Started]) -> None:
     pid = train()
-    one = keep()
+    keeper = keep()
     until(lambda: slice_of(world, pid) == 500, "the slice is set")
-    one.signal(signal.SIGKILL)
-    one.result()
+    keeper.signal(signal.SIGKILL)
+    keeper.result()
     cli("timeslice", "reset", str(pid)).ok()
     assert (slice_of(world, pid), slice_records(world.host)) == (DEFAULT, {})
 
@@ -282,25 +282,27 @@ def test_doctor_says_whether_the_rules_are_followed(
     cli: Cli, world: World, keep: Callable[..., Started], rules: Path
 ) -> None:
     def check() -> tuple[str, str]:
-        found = cli("doctor", output="json").data["checks"]
-        return next(((one["verdict"], one["seen"]) for one in found if one["id"] == "timeslice.rules"), ("", ""))
+        checks = cli("doctor", output="json").data["checks"]
+        return next(
+            ((check["verdict"], check["seen"]) for check in checks if check["id"] == "timeslice.rules"), ("", "")
+        )
 
     assert check() == ("", "")
     cli("apply", str(rules)).ok()
     assert check()[0] == "warn"
     pid = train()
-    one = keep()
+    keeper = keep()
     until(lambda: slice_of(world, pid) == 500, "the slice is set")
-    assert check() == ("pass", f"gpushare timeslice keep runs (process {one.pid}), for 1 process")
-    one.signal(signal.SIGKILL)
-    one.result()
+    assert check() == ("pass", f"gpushare timeslice keep runs (process {keeper.pid}), for 1 process")
+    keeper.signal(signal.SIGKILL)
+    keeper.result()
     assert check() == ("warn", "gpushare timeslice keep was killed, and 1 process may still have its slices")
 
 
 def test_the_unit_is_written_if_the_file_has_rules(cli: Cli, world: World, rules: Path) -> None:
     def units(*words: str) -> dict[str, str]:
-        found = cli("export", "systemd", *words, output="json").ok().data["documents"]
-        return {one["name"]: one["text"] for one in found}
+        documents = cli("export", "systemd", *words, output="json").ok().data["documents"]
+        return {document["name"]: document["text"] for document in documents}
 
     assert list(units()) == ["gpushare.service"]
     unit = units("-f", str(rules))["gpushare-timeslice.service"]

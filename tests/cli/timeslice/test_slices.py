@@ -36,7 +36,7 @@ def slice_of(world: World, pid: int) -> int:
 
 
 def shown(world: World, pid: int) -> dict[str, Any]:
-    (row,) = (one for one in world.run("timeslice", "show").data["processes"] if one["pid"] == pid)
+    (row,) = (process for process in world.run("timeslice", "show").data["processes"] if process["pid"] == pid)
     return dict(row)
 
 
@@ -63,7 +63,7 @@ def test_default_is_what_processes_read_that_nobody_has_set(cli: Cli, world: Wor
     assert world.run("timeslice", "show").data["gpus"][0]["default_slice_us"] == 2048
     other = admin.add_process(H200)
     with world.file.changed() as state:
-        next(one for one in state.processes if one.pid == other).slices["compute"] = 700
+        next(process for process in state.processes if process.pid == other).slices["compute"] = 700
     # Somebody else has set it, or the level has changed: they differ, so nothing is claimed.
     assert world.run("timeslice", "show").data["gpus"][0]["default_slice_us"] is None
 
@@ -111,7 +111,7 @@ def test_a_dry_run_writes_nothing(cli: Cli, world: World, pid: int, monkeypatch:
 def test_what_another_program_has_changed_is_told(cli: Cli, world: World, pid: int) -> None:
     world.run("timeslice", "set", "500us", str(pid)).ok()
     with world.file.changed() as state:
-        next(one for one in state.processes if one.pid == pid).slices["compute"] = 700
+        next(process for process in state.processes if process.pid == pid).slices["compute"] = 700
     assert "another program (gpushare set 500 us)" in cli("timeslice", "show").out
     assert world.run("timeslice", "set", "1ms", str(pid)).data["undo"] == f"gpushare timeslice reset {pid}"
 
@@ -164,10 +164,10 @@ def test_a_damaged_record_is_none(cli: Cli, world: World, pid: int, text: str) -
 def test_wrong_words_change_nothing(
     refused: Callable[..., str], world: World, pid: int, words: tuple[str, ...], code: str, exit_code: int
 ) -> None:
-    words = tuple(str(pid) if one == "PID" else one for one in words)
-    said = refused("timeslice", "set", *words, code=code, exit_code=exit_code)
+    words = tuple(str(pid) if each == "PID" else each for each in words)
+    message = refused("timeslice", "set", *words, code=code, exit_code=exit_code)
     # That is an option of `run`.
-    assert "--weight" not in said
+    assert "--weight" not in message
     assert slice_of(world, pid) == 2048
     assert slice_records(world.host) == {}
 
@@ -175,16 +175,16 @@ def test_wrong_words_change_nothing(
 def test_a_client_of_mps_is_refused(cli: Cli, refused: Callable[..., str], world: World, pid: int) -> None:
     cli("mps", "start").ok()
     client = world.client()
-    said = refused("timeslice", "set", "500us", str(client), code="under_mps", exit_code=3)
-    assert "share one time-slice" in said
-    rows = {one["pid"]: one for one in world.run("timeslice", "show").data["processes"]}
+    message = refused("timeslice", "set", "500us", str(client), code="under_mps", exit_code=3)
+    assert "share one time-slice" in message
+    rows = {process["pid"]: process for process in world.run("timeslice", "show").data["processes"]}
     assert (rows[client]["under_mps"], rows[pid]["under_mps"]) == (True, False)
-    assert not any(one.slices for one in world.state.processes)
+    assert not any(process.slices for process in world.state.processes)
     # The server's own group may have one, which counts for all.
     ((server,),) = (daemon.servers for daemon in world.state.daemons)
     answer = world.run("timeslice", "set", "500us", str(server.pid)).ok()
     assert "all of its clients share this slice" in answer.err
-    rows = {one["pid"]: one["slice_us"] for one in world.run("timeslice", "show").data["processes"]}
+    rows = {process["pid"]: process["slice_us"] for process in world.run("timeslice", "show").data["processes"]}
     assert (rows[client], rows[server.pid], rows[pid]) == (500, 500, 2048)
 
 
@@ -200,7 +200,7 @@ def test_another_users_job_is_for_root_who_is_asked(world: World) -> None:
     for words in (("set", "500us", str(other)), ("reset", str(other))):
         answer = world.run("timeslice", *words, "-y")
         assert (answer.code, answer.error["code"]) == (4, "other_user"), answer
-    row = next(one for one in world.run("timeslice", "show").data["processes"] if one["pid"] == other)
+    row = next(process for process in world.run("timeslice", "show").data["processes"] if process["pid"] == other)
     assert (row["slice_us"], row["reason"]) == (None, "other_user")
 
 
@@ -209,7 +209,7 @@ def test_a_long_slice_is_for_root_who_is_asked(world: World, pid: int) -> None:
     world.run("timeslice", "set", "40ms", str(pid), "-y").ok()
     assert slice_of(world, pid) == 40_000
     with world.file.changed() as state:
-        next(one for one in state.processes if one.pid == pid).uid = 4242
+        next(process for process in state.processes if process.pid == pid).uid = 4242
     world.fault("user", "4242")
     answer = world.run("timeslice", "set", "50ms", str(pid), "-y")
     assert (answer.code, answer.error["code"]) == (4, "slice_too_long")
@@ -249,8 +249,8 @@ def test_after_a_time_out_the_record_stays_until_it_is_restored(
 ) -> None:
     real = ChannelControl.set_slice
 
-    def late(self: ChannelControl, found: channels.Channels, microseconds: int) -> float:
-        real(self, found, microseconds)
+    def late(self: ChannelControl, scanned: channels.Channels, microseconds: int) -> float:
+        real(self, scanned, microseconds)
         raise TimedOut("the driver does not answer", "see: sudo dmesg | tail", code="driver_hangs")
 
     with monkeypatch.context() as patch:
@@ -270,8 +270,8 @@ def test_ctrl_c_in_the_middle_restores_the_slice(
     real = ChannelControl.set_slice
     calls: list[int] = []
 
-    def interrupted(self: ChannelControl, found: channels.Channels, microseconds: int) -> float:
-        took = real(self, found, microseconds)
+    def interrupted(self: ChannelControl, scanned: channels.Channels, microseconds: int) -> float:
+        took = real(self, scanned, microseconds)
         calls.append(microseconds)
         if len(calls) == 1:
             raise KeyboardInterrupt
@@ -287,7 +287,7 @@ def test_ctrl_c_in_the_middle_restores_the_slice(
 def test_what_was_restored_elsewhere_needs_only_its_record_removed(cli: Cli, world: World, pid: int) -> None:
     world.run("timeslice", "set", "500us", str(pid)).ok()
     with world.file.changed() as state:
-        next(one for one in state.processes if one.pid == pid).slices.clear()
+        next(process for process in state.processes if process.pid == pid).slices.clear()
     assert "forget the record" in world.run("timeslice", "reset", str(pid)).ok().out
     assert slice_records(world.host) == {}
 
@@ -319,14 +319,14 @@ def test_a_user_takes_back_what_root_has_set_for_its_process(world: World, pid: 
 def test_contexts_that_are_made_later_get_the_slice_and_give_it_back(world: World, pid: int) -> None:
     host = world.host
     with host.open_channels() as control:
-        found = apply_slice(host, control, control.find(pid), 500)
-        assert apply_slice(host, control, found, 600, job="web").compute[0].slice_us == 500
+        scanned = apply_slice(host, control, control.find(pid), 500)
+        assert apply_slice(host, control, scanned, 600, job="web").compute[0].slice_us == 500
         record = slice_records(host)[pid]
         assert (record.slice_us, record.earlier, record.job) == (600, {2048}, "web")
-        later = replace(found.compute[0], handle=0x5C000099)
+        later = replace(scanned.compute[0], handle=0x5C000099)
         # A group that was not there: it gets what the first one had.
         assert record.slice_before(later) == 2048
-        restore_slice(host, control, found)
+        restore_slice(host, control, scanned)
     assert (slice_of(world, pid), slice_records(host)) == (2048, {})
 
 
@@ -334,14 +334,14 @@ def test_all_processes_of_a_job_get_the_slice_or_none(world: World, pid: int, mo
     other = admin.add_process(H200)
     real_tree = SimulatedProcesses.descendants
     monkeypatch.setattr(
-        SimulatedProcesses, "descendants", lambda self, one: [pid, other] if one == pid else real_tree(self, one)
+        SimulatedProcesses, "descendants", lambda self, asked: [pid, other] if asked == pid else real_tree(self, asked)
     )
     real_set = ChannelControl.set_slice
 
-    def fails(self: ChannelControl, found: channels.Channels, microseconds: int) -> float:
-        if found.pid == other and microseconds == 500:
+    def fails(self: ChannelControl, scanned: channels.Channels, microseconds: int) -> float:
+        if scanned.pid == other and microseconds == 500:
             raise OperationFailed("the driver did not take it", "see: sudo dmesg | tail", code="not_taken")
-        return real_set(self, found, microseconds)
+        return real_set(self, scanned, microseconds)
 
     with monkeypatch.context() as patch:
         patch.setattr(ChannelControl, "set_slice", fails)
@@ -372,7 +372,7 @@ def test_a_slice_that_is_set_while_a_reset_is_planned_is_restored(
 ) -> None:
     world.run("timeslice", "set", "500us", str(pid)).ok()
     with world.file.changed() as state:
-        next(one for one in state.processes if one.pid == pid).slices.clear()
+        next(process for process in state.processes if process.pid == pid).slices.clear()
     real, again = slices.plan_restore, []
 
     def planned(*words: Any, **more: Any) -> Any:

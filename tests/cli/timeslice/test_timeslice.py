@@ -87,10 +87,10 @@ def test_not_root_changes_nothing(refused: Callable[..., str], cli: Cli, world: 
     if words == ("reset",):
         cli("timeslice", "set", "long").ok()
     world.fault("user", "1000")
-    said = refused("timeslice", *words, code="no_permission", exit_code=4)
-    assert "needs root" in said
+    message = refused("timeslice", *words, code="no_permission", exit_code=4)
+    assert "needs root" in message
     # It was not done, so there is nothing that could not be undone.
-    assert "could not be undone" not in said
+    assert "could not be undone" not in message
     assert cli("timeslice", *words, "--dry-run").ok().out
 
 
@@ -114,8 +114,8 @@ def test_dry_run_changes_nothing(cli: Cli, world: World) -> None:
 
 def test_gpu_without_time_slice(refused: Callable[..., str]) -> None:
     for words in (("set", "short"), ("reset",)):
-        said = refused("timeslice", *words, code="not_supported", exit_code=3, host="sim:p100")
-        assert "gpushare timeslice show" in said
+        message = refused("timeslice", *words, code="not_supported", exit_code=3, host="sim:p100")
+        assert "gpushare timeslice show" in message
 
 
 def test_gpu_without_time_slice_beside_one_that_has_it(refused: Callable[..., str], cli: Cli) -> None:
@@ -142,9 +142,9 @@ def test_lost_gpu(refused: Callable[..., str], world: World) -> None:
 
 def test_beside_mps(refused: Callable[..., str], cli: Cli, world: World) -> None:
     cli("mps", "start").ok()
-    said = refused("timeslice", "set", "short", code="mps_in_force", exit_code=19)
-    assert "gpushare mps stop -g 0" in said
-    assert "--beside-mps" in said
+    message = refused("timeslice", "set", "short", code="mps_in_force", exit_code=19)
+    assert "gpushare mps stop -g 0" in message
+    assert "--beside-mps" in message
     cli("timeslice", "set", "short", "--beside-mps").ok()
     assert world.state.gpus[0].time_slice == 1
     cli("mps", "stop").ok()
@@ -168,8 +168,8 @@ def test_a_lying_smi_is_caught(refused: Callable[..., str], world: World, monkey
     from gpushare.host.program import Completed
 
     monkeypatch.setattr(ComputePolicy, "set", lambda *_: Completed(("nvidia-smi",), 0, "Successfully set", ""))
-    said = refused("timeslice", "set", "short", code="not_held", exit_code=1)
-    assert "set to short but reads back as default" in said
+    message = refused("timeslice", "set", "short", code="not_held", exit_code=1)
+    assert "set to short but reads back as default" in message
 
 
 def test_failure_on_the_second_gpu_rolls_the_first_back(
@@ -263,9 +263,9 @@ def test_the_way_back_leaves_a_mode_that_another_set(world: World) -> None:
 def test_a_mode_that_gives_way_is_told_with_its_way_back(cli: Cli, world: World) -> None:
     world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
     (step,) = [
-        one
-        for one in cli("timeslice", "set", "short", output="json").ok().data["steps"]
-        if "compute mode" in one["what"]
+        each
+        for each in cli("timeslice", "set", "short", output="json").ok().data["steps"]
+        if "compute mode" in each["what"]
     ]
     assert step["command"] == f"nvidia-smi -i {world.uuid()} -c DEFAULT"
     assert step["undo"] == f"nvidia-smi -i {world.uuid()} -c EXCLUSIVE_PROCESS"
