@@ -299,8 +299,7 @@ class _GpuWork:
 
     def _holds(self, uuid: str | None, wish: MpsWish) -> bool:
         daemon = self.live.daemon(uuid)
-        there = daemon is not None and daemon.wish is not None and uuid not in self.restarted
-        return there and daemon is not None and daemon.wish is not None and limits_key(daemon.wish) == limits_key(wish)
+        return uuid not in self.restarted and daemon is not None and limits_key(daemon.wish) == limits_key(wish)
 
     def _instance_daemons(self) -> list[Step]:
         steps, gpu = [], self.live.gpu

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from gpushare.base.errors import BadUsage
 from gpushare.base.model import ComputeMode, Gpu, TimeSlice, Way
@@ -239,14 +239,15 @@ def assignment_of(live: LiveGpu, entry: Entry, layout: Layout, devices: Iterable
 def assign(wanted: Iterable[WantedDevice], devices: Iterable[PlacedDevice], *, gpu_uuid: str = "") -> Assignment:
     """Return the wanted devices in their order, each with the device that fits best; some may get none."""
     free, assigned = list(devices), list(wanted)
-    # Those with a fixed placement first. Prefer a device that is already as wanted, then by name, then an unnamed one.
+    # Those with a fixed placement first.
     for placed in (True, False):
-        for suits in (_is_it, _is_named, _is_served, _is_bare, _fits):
+        for most in range(_UNLIKE + 1):
             for number in _named_first(assigned):
                 want = assigned[number]
                 if want.device is not None or (want.start is not None) is not placed:
                     continue
-                chosen = next((device for device in free if _fits(want, device) and suits(want, device)), None)
+                fitting = (device for device in free if _fits(want, device))
+                chosen = next((device for device in fitting if _unlikeness(want, device) <= most), None)
                 if chosen is not None:
                     free.remove(chosen)
                     assigned[number] = replace(want, device=chosen)
@@ -316,33 +317,20 @@ def _fits(want: WantedDevice, one: PlacedDevice) -> bool:
     return (want.profile, want.slices) == (one.profile, one.slices) and want.start in {None, one.start}
 
 
-def _is_it(want: WantedDevice, one: PlacedDevice) -> bool:
-    return want.wish.name == one.name and _same_mps(want.wish.mps, one.mps)
+_UNLIKE: Final = 4
 
 
-def _is_named(want: WantedDevice, one: PlacedDevice) -> bool:
-    return want.wish.name is not None and want.wish.name == one.name
+def _unlikeness(want: WantedDevice, one: PlacedDevice) -> int:
+    """Return how little a device that fits is like the wanted one: 0 already as wanted, 1 by name, 2 and 3 without one."""
+    if want.wish.name == one.name and limits_key(want.wish.mps) == limits_key(one.mps):
+        return 0
+    if want.wish.name is not None and want.wish.name == one.name:
+        return 1
+    if one.name is not None:
+        return _UNLIKE
+    return 2 if (want.wish.mps is None) == (one.mps is None) else 3
 
 
-def _is_served(want: WantedDevice, one: PlacedDevice) -> bool:
-    return one.name is None and (want.wish.mps is None) == (one.mps is None)
-
-
-def _is_bare(_want: WantedDevice, one: PlacedDevice) -> bool:
-    return one.name is None
-
-
-def _same_mps(wanted: MpsWish | None, there: MpsWish | None) -> bool:
-    if wanted is None or there is None:
-        return wanted is there
-    return same_limits(wanted, there)
-
-
-def same_limits(one: MpsWish, other: MpsWish) -> bool:
-    """Return whether two daemons have the same limits; ``replicas`` are for other engines."""
-    return limits_key(one) == limits_key(other)
-
-
-def limits_key(wish: MpsWish) -> tuple[object, ...]:
-    """Return the limits of a daemon, with explicit defaults."""
-    return wish.limits.explicit, tuple(sorted(wish.users)), wish.exclusive, wish.multiuser
+def limits_key(wish: MpsWish | None) -> tuple[object, ...]:
+    """Return the limits of a daemon, with explicit defaults, or nothing without one; ``replicas`` are for other engines."""
+    return () if wish is None else (wish.limits.explicit, tuple(sorted(wish.users)), wish.exclusive, wish.multiuser)
