@@ -33,11 +33,11 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from gpushare.base.units import parse_memory_limit
 from gpushare.gpu_models import model_of
-from gpushare.host.capabilities import user_name
 from gpushare.host.identity import ancestors, identity_of
 from gpushare.sim import activity, clients
 from gpushare.sim.current import changing, current
 from gpushare.sim.nvml_abi import Handle, HandleKind, Target
+from gpushare.sim.processes import real_process
 from gpushare.sim.state import DEFAULT_SLICE_US, SIM_HOST, SimulatedHostState, SimulatedProcess, StateFile, now, on_gpu
 
 if TYPE_CHECKING:
@@ -252,19 +252,8 @@ def _join(file: StateFile, rank: int) -> None:
     if own is None or rank >= len(devices):
         return
     with changing(file) as (state, lines):
-        process = SimulatedProcess(
-            pid=own.pid,
-            real=True,
-            gpu_uuid="",
-            name="python3",
-            user=user_name(state.uid),
-            uid=state.uid,
-            started=own.started,
-            command_line=sys.argv,
-            environment={**os.environ, "CUDA_VISIBLE_DEVICES": devices[rank]},
-            sm_percent=0,
-        )
-        state.processes.append(process)
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": devices[rank]}
+        process = real_process(state, own, [sys.executable, *sys.argv], environment)
         lines += clients.attach(state, process, process.environment)
 
 

@@ -261,20 +261,9 @@ class SimulatedProcesses(Processes):
         if identity is None:
             return child
         with changing(self._state_file) as (state, lines):
-            process = SimulatedProcess(
-                pid=child.pid,
-                real=True,
-                gpu_uuid="",
-                name=os.path.basename(argv[0]),
-                user=user_name(state.uid),
-                uid=state.uid,
-                started=identity.started,
-                command_line=list(argv),
-                environment={key: value for key, value in env.items() if key.startswith(_KEPT)},
-                memory_bytes=DEFAULT_MEMORY_BYTES,
-                sm_percent=round(_seconds(env.get(SM_PERCENT) or str(DEFAULT_SM_PERCENT))),
-            )
-            state.processes.append(process)
+            process = real_process(state, identity, argv, env)
+            process.memory_bytes = DEFAULT_MEMORY_BYTES
+            process.sm_percent = round(_seconds(env.get(SM_PERCENT) or str(DEFAULT_SM_PERCENT)))
             delay = _seconds(env.get(ATTACH_DELAY))
             if delay > 0:
                 process.attach_at = now() + delay
@@ -298,6 +287,25 @@ class SimulatedProcesses(Processes):
     def open_files(self, prefix: str) -> OpenFiles:
         """Return the processes with open device nodes: to a user its own, to root all."""
         return open_files(current(self._state_file), prefix)
+
+
+def real_process(
+    state: SimulatedHostState, identity: Identity, argv: Sequence[str], env: Mapping[str, str]
+) -> SimulatedProcess:
+    """Add a process of this machine to a simulated host, and return it: without a CUDA context yet."""
+    process = SimulatedProcess(
+        pid=identity.pid,
+        real=True,
+        gpu_uuid="",
+        name=os.path.basename(argv[0]),
+        user=user_name(state.uid),
+        uid=state.uid,
+        started=identity.started,
+        command_line=list(argv),
+        environment={key: value for key, value in env.items() if key.startswith(_KEPT)},
+    )
+    state.processes.append(process)
+    return process
 
 
 def signal_process(state: SimulatedHostState, process: SimulatedProcess, signal: int) -> list[LogLine]:
