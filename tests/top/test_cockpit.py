@@ -433,4 +433,4 @@ def test_every_key_does_what_it_is_bound_to(show: Show, monkeypatch: pytest.Monk
         assert await pressed(screen, Question.BINDINGS, "p") == []
         assert await pressed(screen, Choice.BINDINGS, "o") == []
 
-    show(world, script)
+    show(world, script, size=(80, 24))
