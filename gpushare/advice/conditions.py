@@ -32,9 +32,10 @@ def _wants(*kinds: Isolation) -> Condition:
 
 
 def _gpus_here(s: Situation) -> int:
-    """Return how many GPUs like this one a job may have at the same time, idle or not."""
-    alike = (gpu.name == s.gpu.name and bool(gpu.mig_enabled) is bool(s.gpu.mig_enabled) for gpu in s.other_gpus)
-    return 1 + sum(alike)
+    """Return how many GPUs that hold it a job may have at the same time, idle or not."""
+    whole = [gpu for gpu in s.other_gpus if bool(gpu.mig_enabled) is bool(s.gpu.mig_enabled)]
+    able = (s.plain.largest_bytes or 0) <= (s.gpu.memory_total_bytes or 0)
+    return 1 + sum((gpu.memory_total_bytes or 0) >= (s.plain.largest_bytes or 0) for gpu in whole) if able else 0
 
 
 def _gpus_idle(s: Situation, _: Way) -> str:
@@ -269,7 +270,8 @@ CONDITIONS: Final[Mapping[str, Condition]] = {
     # the host and the GPU
     "spans_gpus": lambda s, _: s.gpus_each > 1,
     "a_gpu_for_each": lambda s, _: s.case.processes is not None and s.placed_processes <= s.places,
-    "too_few_gpus": lambda s, _: s.gpus_each > _gpus_here(s),
+    "too_few_gpus": lambda s, _: s.gpus_each > max(1, _gpus_here(s)),
+    "gpus_differ": lambda s, _: s.gpus_each > 1 and len({gpu.name for gpu in s.spread}) > 1,
     "gpus_in_use": lambda s, _: any(gpu.processes for gpu in s.spread) and s.gpus_each > 1,
     "in_instance": lambda s, _: s.gpu.instance is not None,
     "mig_capable": lambda s, _: s.gpu.mig_capable,

@@ -60,6 +60,10 @@ def place(situation: Situation) -> tuple[Part, ...]:
 
 
 def _place(situation: Situation) -> tuple[Part, ...]:
+    if len(situation.case.workloads) > 1:
+        # Of a list, each is one process unless said otherwise, also where it is placed without the others.
+        works = tuple(replace(work, processes=work.processes or 1) for work in situation.case.workloads)
+        situation = situation.variant(case=replace(situation.case, workloads=works))
     # Instances that are there are left to others as long as all find room on GPUs like this one.
     idle = [gpu for gpu in situation.gpus_to_have if bool(gpu.mig_enabled) is bool(situation.gpu.mig_enabled)]
     chosen = _placed(situation, idle)
@@ -88,7 +92,9 @@ def _placed(situation: Situation, idle: Sequence[GpuFacts]) -> tuple[Part, ...]:
     if situation.together and (case.any("nccl") or case.any("p2p") or count <= len(idle)):
         kind = max(_kinds(idle), key=lambda gpus: (min(len(gpus), count), gpus[0] is situation.gpu))
         return (_part(situation.on(kind[0], case, more=kind[1:count])),)
-    choices = [parts for gpus in _choices(idle, situation) if (parts := _on(situation, gpus))]
+    choices = [
+        parts for gpus in _choices(idle, situation) for sizes in _sizes(gpus) if (parts := _on(situation, gpus, sizes))
+    ]
     even = max(choices, key=lambda parts: _value(parts, situation), default=(alone,))
     if len(case.workloads) == 1 or situation.consolidate or all(part.situation.own_gpu for part in even):
         return even
@@ -123,12 +129,14 @@ def _apart(situation: Situation, idle: Sequence[GpuFacts]) -> Iterator[tuple[Par
 
 def _own(situation: Situation, case: Case, gpus: Sequence[GpuFacts]) -> tuple[Part, ...]:
     """Return the parts of a case on GPUs that no other has."""
-    if case.processes == 1:
+    within = replace(situation, case=case, among=tuple(gpu.index for gpu in gpus))
+    first = first_gpu(within, gpus)
+    if case.processes == within.gpus_each == 1:
         (work,) = case.workloads
         # It shares with nobody: not with other users either.
         alone = replace(case, workloads=(replace(work, same_user=True),))
-        return (_part(situation.on(gpus[0], alone, own_gpu=True)),)
-    return place(replace(situation, case=case, gpu=gpus[0], among=tuple(gpu.index for gpu in gpus)))
+        return (_part(situation.on(first, alone, own_gpu=True)),)
+    return place(replace(within, gpu=first))
 
 
 def _partitions(items: Sequence[tuple[Workload, ...]], most: int) -> Iterator[list[list[tuple[Workload, ...]]]]:
@@ -148,32 +156,35 @@ def _partitions(items: Sequence[tuple[Workload, ...]], most: int) -> Iterator[li
 
 
 def _of_several_gpus(situation: Situation, idle: Sequence[GpuFacts]) -> tuple[Part, ...]:
-    """Return the parts of a case whose jobs have several GPUs each: those first, the others on the GPUs that remain.
+    """Return the parts of a case whose jobs have several GPUs each: the one with the most first, the others on the rest.
 
     Where there are too few for each workload, all of them share what there is; where too few are idle, they wait.
     """
-    case, free, parts = situation.case, list(idle), list[Part]()
-    several = sorted((work for work in case.workloads if (work.gpus or 1) > 1), key=lambda work: -(work.gpus or 1))
-    others = tuple(work for work in case.workloads if work not in several)
-    for number, work in enumerate(several):
-        each, after = work.gpus or 1, sum(other.gpus or 1 for other in several[number + 1 :]) + bool(others)
-        kind = max(_kinds(free), key=len, default=[])
-        sets = min(work.processes or 1, (len(kind) - after) // each)
-        if sets < 1 and len(case.workloads) > 1:
-            return (_shared_by_all(situation, idle),)
-        own = situation.on(situation.gpu, replace(case, workloads=(work,)))
-        parts.append(_shared_by_all(own, kind[: len(kind) - after], beside=len(case.workloads) > 1))
-        free = [gpu for gpu in free if gpu not in parts[-1].situation.spread]
-    if others:
-        among = tuple(gpu.index for gpu in free)
-        parts += place(replace(situation, case=replace(case, workloads=others), gpu=free[0], among=among))
-    return tuple(parts)
+    case = situation.case
+    first = max(case.workloads, key=lambda work: work.gpus or 1)
+    rest = tuple(work for work in case.workloads if work is not first)
+    if not rest:
+        return (_shared_by_all(situation, idle),)
+    each, choices = first.gpus or 1, []
+    own = situation.on(situation.gpu, replace(case, workloads=(first,)))
+    for kind in [*_kinds(idle), idle]:
+        for sets in range(1, min(first.processes or 1, len(kind) // each) + 1):
+            free = [gpu for gpu in idle if gpu not in kind[: sets * each]]
+            if free:
+                part = _shared_by_all(own, kind[: sets * each], beside=True)
+                choices.append((part, *_own(situation, replace(case, workloads=rest), free)))
+    return max(choices, key=lambda parts: _value(parts, situation), default=(_shared_by_all(situation, idle),))
 
 
 def _shared_by_all(situation: Situation, idle: Sequence[GpuFacts], *, beside: bool = False) -> Part:
     """Return the part of jobs that have several GPUs each, on sets of GPUs of one kind; ``beside``: others have GPUs, too."""
     case, each = situation.case, situation.gpus_each
-    kind = max(_kinds(idle), key=len, default=[])
+    largest = max(work.memory or 0 for work in case.workloads)
+    kind: Sequence[GpuFacts] = max(_kinds(idle), key=len, default=[])
+    if len(kind) < each:
+        # Of several kinds, the one with the least memory first, on which all is judged.
+        able = [gpu for gpu in idle if (gpu.memory_total_bytes or largest) >= largest]
+        kind = sorted(able, key=lambda gpu: gpu.memory_total_bytes or 0) if len(able) >= each else kind
     # Those in use count too if there are too few others.
     gpus = kind if len(kind) >= each else max(_kinds([situation.gpu, *situation.other_gpus]), key=len)
     jobs = case.processes or 1
@@ -229,9 +240,19 @@ def _value(parts: Sequence[Part], situation: Situation) -> tuple[object, ...]:
     )
 
 
-def _on(situation: Situation, gpus: Sequence[GpuFacts]) -> tuple[Part, ...]:
+def _sizes(gpus: Sequence[GpuFacts]) -> list[list[int]]:
+    """Return what unequal GPUs may be loaded by: their memory, evenly, the number of their MIG instances."""
+    by_memory = [gpu.memory_total_bytes or 1 for gpu in gpus]
+    if len(set(by_memory)) == 1:
+        return [by_memory]
+    return [by_memory, [1] * len(gpus), [gpu.largest_instance_count or 1 for gpu in gpus]]
+
+
+def _on(situation: Situation, gpus: Sequence[GpuFacts], sizes: Sequence[int]) -> tuple[Part, ...]:
     """Return the parts of a case on these GPUs, alike ones joined; GPUs for which nothing is left have none."""
-    shares = [(gpu, case) for gpu, case in zip(gpus, _split(situation.case, gpus), strict=True) if case is not None]
+    shares = [
+        (gpu, case) for gpu, case in zip(gpus, _split(situation.case, gpus, sizes), strict=True) if case is not None
+    ]
     whole = situation.case if len(shares) > 1 else None
     parts: list[Part] = []
     for kind in _kinds([gpu for gpu, _ in shares]):
@@ -267,11 +288,11 @@ def _with_processes(case: Case, processes: int) -> Case:
     return replace(case, workloads=(replace(work, processes=processes),))
 
 
-def _split(case: Case, gpus: Sequence[GpuFacts]) -> list[Case | None]:
-    """Split a case over GPUs, by their memory. Groups stay together; production has GPUs of its own if there are enough."""
+def _split(case: Case, gpus: Sequence[GpuFacts], sizes: Sequence[int]) -> list[Case | None]:
+    """Split a case over GPUs, by their sizes. Groups stay together; production has GPUs of its own if there are enough."""
     if len(case.workloads) == 1:
         (work,) = case.workloads
-        counts = _counts(work.groups or work.processes or 1, gpus)
+        counts = _counts(work.groups or work.processes or 1, sizes)
         cases: list[Case | None] = []
         for count in counts:
             processes = -(-(work.processes or 1) * count // (work.groups or work.processes or 1))
@@ -287,17 +308,17 @@ def _split(case: Case, gpus: Sequence[GpuFacts]) -> list[Case | None]:
     each = [replace(work, processes=1) for work in case.workloads for _ in range(work.processes or 1)]
     each.sort(key=lambda work: (work.role is not Role.PRODUCTION, -(work.memory or 1)))
     production = sum(work.role is Role.PRODUCTION for work in each)
-    sizes = [gpu.memory_total_bytes or 1 for gpu in gpus]
+    room = [gpu.memory_total_bytes or 1 for gpu in gpus]
     for work in each:
         apart = 0 < production < len(gpus) and work.role is not Role.PRODUCTION
         free = [
             n for n, held in enumerate(bins) if not apart or all(other.role is not Role.PRODUCTION for other in held)
         ]
-        large = [n for n in free if sizes[n] >= (work.memory or 1)]
+        large = [n for n in free if room[n] >= (work.memory or 1)]
 
         def load(n: int) -> tuple[float, int, int]:
             # The smallest empty one: the larger ones may be needed for others.
-            return sum(other.memory or 1 for other in bins[n]) / sizes[n], len(bins[n]), sizes[n]
+            return sum(other.memory or 1 for other in bins[n]) / sizes[n], len(bins[n]), room[n]
 
         bins[min(large or free, key=load)].append(work)
     return [replace(case, workloads=_merged(held)) if held else None for held in bins]
@@ -309,11 +330,10 @@ def _merged(works: Sequence[Workload]) -> tuple[Workload, ...]:
     return tuple(replace(work, processes=works.count(work)) for work in kinds)
 
 
-def _counts(units: int, gpus: Sequence[GpuFacts]) -> list[int]:
-    """Return how many of N units each GPU gets: one each first, then by memory."""
-    counts = [0] * len(gpus)
+def _counts(units: int, sizes: Sequence[int]) -> list[int]:
+    """Return how many of N units each GPU gets: one each first, then by size."""
+    counts = [0] * len(sizes)
     for _ in range(units):
-        sizes = [gpu.memory_total_bytes or 1 for gpu in gpus]
-        number = min(range(len(gpus)), key=lambda n: (counts[n] > 0, (counts[n] + 1) / sizes[n], n))
+        number = min(range(len(sizes)), key=lambda n: (counts[n] > 0, (counts[n] + 1) / sizes[n], n))
         counts[number] += 1
     return counts

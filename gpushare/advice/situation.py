@@ -558,7 +558,9 @@ class Situation:
     @cached_property
     def together(self) -> bool:
         needs = ("cooperating", "nccl", "ipc", "one_application")
-        one_job = self.several and not self.pair and self.gpus_each == 1
+        # Where the order of their ends is all the same, none waits for another.
+        any_order = self.case.any("progress") is False and not self.case.any("nccl") and not self.case.any("p2p")
+        one_job = self.several and not self.pair and self.gpus_each == 1 and not any_order
         return one_job and any(self.case.any(need) for need in needs)
 
     @cached_property

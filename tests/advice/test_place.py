@@ -82,7 +82,27 @@ def where(advice: Advice) -> list[tuple[list[int], str | None, int | None]]:
             [{"gpus": 2, "role": "production"}, {"gpus": 2, "role": "opportunistic"}],
             [([0, 1], "whole-gpu", 2)],
         ),
-        ("2xt4,a30", [{"gpus": 3}], [([0, 1], None, 1)]),
+        ("2xt4,a30", [{"gpus": 3}], [([0, 1, 2], "whole-gpu", 1)]),
+        ("2xt4,a30", [{"gpus": 3, "memory": "20G"}], [([0, 1], None, 1)]),
+        # The job of two GPUs leaves the one that can to the other.
+        ("h100,2xt4", [{"gpus": 2}, {"memory": "60G"}], [([1, 2], "whole-gpu", 1), ([0], "whole-gpu", 1)]),
+        # As many on each as it has instances.
+        ("a100-40gb,a100-80gb", [{"processes": 14, **APART, "memory": "3G"}], [([0], "mig", 7), ([1], "mig", 7)]),
+        # A program that is profiled takes nothing from the services on another GPU.
+        (
+            "2xh100",
+            [
+                {"user": "ann", "profiler": True, "memory": "9G"},
+                {"user": "bob", "processes": 3, "memory": "7G", "isolation": "fault", "latency": "40ms", "server": True},
+            ],
+            [([1], "mig", 3), ([0], "whole-gpu", 1)],
+        ),
+        # Each user's small programs are on one GPU, under MPS.
+        (
+            "2xl40s",
+            [{"user": user, "processes": 4, "memory": "2G", "saturating": False} for user in ("ann", "bob")],
+            [([0], "mps", 4), ([1], "mps", 4)],
+        ),
         # A GPU remains for the workload beside them.
         (
             "4xh100",

@@ -291,7 +291,9 @@ EXAMPLES: dict[str, tuple[str, Example, Example]] = {
 }
 RULES = rules()
 # Of several GPUs: tests/advice/test_place.py.
-IDS = sorted({rule.id for rule in RULES} - {"own-gpu", "own-gpus", "several-gpus-in-use"} | {"nothing-to-compare"})
+IDS = sorted(
+    {rule.id for rule in RULES} - {"own-gpu", "own-gpus", "several-gpus-in-use", "unlike-gpus"} | {"nothing-to-compare"}
+)
 
 
 def verdict(example: Example, way: str) -> Verdict:
