@@ -47,7 +47,12 @@ def first_gpu(situation: Situation, gpus: Sequence[GpuFacts]) -> GpuFacts:
         waits = part.way is Way.WHOLE and part.situation.among_others
         return part.best is None, waits, in_use, 0 if part.best is None else -part.best.score
 
-    return gpus[0] if len(gpus) == 1 else min(gpus, key=rank)
+    # Of those that are alike and alike in use, one is judged.
+    unlike = {
+        (gpu.processes, gpu.memory_used_bytes, *key): gpu
+        for key, gpu in zip(map(_kind, reversed(gpus)), reversed(gpus), strict=True)
+    }
+    return gpus[0] if len(unlike) == 1 else min(sorted(unlike.values(), key=gpus.index), key=rank)
 
 
 def place(situation: Situation) -> tuple[Part, ...]:
@@ -211,10 +216,13 @@ def _kinds(gpus: Sequence[GpuFacts]) -> list[list[GpuFacts]]:
     """Return the GPUs by what matters to the rules: model, memory, MIG and compute mode."""
     kinds: dict[object, list[GpuFacts]] = {}
     for gpu in gpus:
-        instances = () if gpu.layout is None or not gpu.mig_enabled else gpu.layout.instances
-        key = (gpu.name, gpu.memory_total_bytes, gpu.mig_enabled, gpu.compute_mode, gpu.mps_daemons > 0, instances)
-        kinds.setdefault(key, []).append(gpu)
+        kinds.setdefault(_kind(gpu), []).append(gpu)
     return list(kinds.values())
+
+
+def _kind(gpu: GpuFacts) -> tuple[object, ...]:
+    instances = () if gpu.layout is None or not gpu.mig_enabled else gpu.layout.instances
+    return gpu.name, gpu.memory_total_bytes, gpu.mig_enabled, gpu.compute_mode, gpu.mps_daemons > 0, instances
 
 
 def _choices(idle: Sequence[GpuFacts], situation: Situation) -> Iterator[Sequence[GpuFacts]]:

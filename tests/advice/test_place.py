@@ -93,7 +93,14 @@ def where(advice: Advice) -> list[tuple[list[int], str | None, int | None]]:
             "2xh100",
             [
                 {"user": "ann", "profiler": True, "memory": "9G"},
-                {"user": "bob", "processes": 3, "memory": "7G", "isolation": "fault", "latency": "40ms", "server": True},
+                {
+                    "user": "bob",
+                    "processes": 3,
+                    "memory": "7G",
+                    "isolation": "fault",
+                    "latency": "40ms",
+                    "server": True,
+                },
             ],
             [([1], "mig", 3), ([0], "whole-gpu", 1)],
         ),
