@@ -207,11 +207,7 @@ def wait_for_room(
             waited = True
             due = clock() - looked >= _LOOK_SECONDS
             lines = read_lines(host, now, limits) if due else []
-            if lines:
-                if len(lines) == len(uuids):
-                    # On one that cannot be used now it may fit.
-                    check_ever(lines, place.request)
-                check_limit(lines, place.request, limits.get(os.geteuid()))
+            check_ever(lines, place.request, limits.get(os.geteuid()), when_empty=len(lines) == len(uuids))
             if seconds is not None and clock() - began >= seconds:
                 before = len(jobs_before(reservations(host) or [], place))
                 raise _no_room_error(read_lines(host, now, limits), place.request, seconds, reasons, before)
@@ -497,22 +493,15 @@ def _room_text(lines: Sequence[Line], request: Request, before: int, limit: int 
     return f"{size_text(request)}{ahead}: {room}{cannot}{more}{_held_back(lines, request, limit)}"
 
 
-def check_ever(lines: Sequence[Line], request: Request) -> None:
-    """Raise if a job fits on none of its devices, even if they are empty.
+def check_ever(lines: Sequence[Line], request: Request, limit: int | None, *, when_empty: bool = True) -> None:
+    """Raise if a job can never come. Without ``when_empty`` only the limit is checked: it may fit on a device not among these.
 
     Raises:
-        BadUsage: it does not (code ``never_fits``).
+        BadUsage: it fits on none of its devices, even if they are empty (code ``never_fits``).
+        NoPermission: on each of its devices it is more than its user may reserve (code ``over_user_limit``).
     """
-    if lines and never_fits(lines, request):
+    if when_empty and lines and never_fits(lines, request):
         raise _never_fits_error(lines, request)
-
-
-def check_limit(lines: Sequence[Line], request: Request, limit: int | None) -> None:
-    """Raise if a job alone is more than its user may reserve.
-
-    Raises:
-        NoPermission: it is, on each of its devices (code ``over_user_limit``).
-    """
     if limit is None or sum(_need(line, request) <= limit for line in lines) >= min(request.count, len(lines)):
         return
     raise NoPermission(

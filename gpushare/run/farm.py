@@ -33,7 +33,7 @@ from gpushare.memory.harm import best_together
 from gpushare.memory.ledger import Line, Patience, Place, Request, jobs_before, reservations
 from gpushare.memory.limit import JobMemory
 from gpushare.memory.peaks import Profile, find_profile, keep_profile
-from gpushare.memory.room import check_ever, check_limit, client_limit, read_lines, usable_now, why_it_waits
+from gpushare.memory.room import check_ever, client_limit, read_lines, usable_now, why_it_waits
 from gpushare.mps.limits import CONTEXT_BYTES, Limits, client_memory
 from gpushare.plan import Step
 from gpushare.run.end import GRACE_SECONDS
@@ -560,10 +560,7 @@ class _Farm:
         self._find_size()
         if self._size is not None:
             lines, request = self._lines(), self._request(self._size)
-            if len(lines) == len(self._devices):
-                check_ever(lines, request)
-            if lines:
-                check_limit(lines, request, self._user_limit)
+            check_ever(lines, request, self._user_limit, when_empty=len(lines) == len(self._devices))
 
     def _check_shares(self, program: str) -> None:
         """Leave out the devices on which a copy cannot run; raise if that are all."""

@@ -27,7 +27,6 @@ from gpushare.memory.room import (
     RoomAnswer,
     best_first,
     check_ever,
-    check_limit,
     outlook,
     read_lines,
     wait_for_room,
@@ -255,8 +254,7 @@ class Queued:
         keys = tuple(device.uuid for device in devices)
         request = self._request(size, keys)
         lines = read_lines(self.host, devices, self.limits)
-        check_ever(lines, request)
-        check_limit(lines, request, limit)
+        check_ever(lines, request, limit)
         reasons = {device.uuid: text for device, text in ordered}
         room = outlook(self.host, devices, request, self.limits, reasons) if self.queue.wait else None
         taken = () if room is None else room.device_uuids
@@ -516,9 +514,7 @@ class Queued:
         """Take devices whether or not they have room; say where they have not."""
         try:
             lines = read_lines(self.host, devices, self.limits)
-            if self.count > 1:
-                check_ever(lines, place.request)
-            check_limit(lines, place.request, self.limits.get(os.geteuid()))
+            check_ever(lines, place.request, self.limits.get(os.geteuid()), when_empty=self.count > 1)
         except BaseException:
             place.leave()
             raise
