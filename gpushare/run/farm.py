@@ -425,7 +425,8 @@ def farm(
     """Run copies of a command until all have ended; a failed copy leaves the others alone.
 
     Raises:
-        BadUsage: there are none (code ``bad_copies``), or one fits on no device (``never_fits``).
+        BadUsage: there are none (code ``bad_copies``), one fits on no device (``never_fits``), or the logs are of an
+            earlier farm that is not resumed (``logs_used``).
         NoPermission: a copy is more than this user may reserve (``over_user_limit``).
         InUse: another farm has the logs (``logs_in_use``).
         GpushareError: no device can be used; the ledger cannot be written.
@@ -548,6 +549,7 @@ class _Farm:
         options = self._options
         if options.copies < 1:
             raise BadUsage("there are no copies to run", "give --copies 1 or more", code="bad_copies")
+        self._check_logs()
         program, devices = command_of(self._command, self._copies[0])[0], [*self._devices.values()]
         if options.gpus == 1:
             self._check_shares(program)
@@ -561,6 +563,20 @@ class _Farm:
         if self._size is not None:
             lines, request = self._lines(), self._request(self._size)
             check_ever(lines, request, self._user_limit, when_empty=len(lines) == len(self._devices))
+
+    def _check_logs(self) -> None:
+        """Raise if the logs of copies that an earlier farm has ended would be overwritten."""
+        directory = self._options.logs
+        if directory is None or self._options.resume:
+            return
+        # What cannot be looked at is refused when it is opened.
+        with contextlib.suppress(OSError):
+            if os.stat(directory / NAME).st_size:
+                raise BadUsage(
+                    f"{directory} has the results of an earlier farm",
+                    "go on with it: add --resume; or give this farm a directory of its own: --logs OTHER",
+                    code="logs_used",
+                )
 
     def _check_shares(self, program: str) -> None:
         """Leave out the devices on which a copy cannot run; raise if that are all."""

@@ -195,7 +195,8 @@ def test_logs_of_an_earlier_farms_restarts_do_not_stay_beside_new_ones(
     for name in others:
         (tmp_path / name).write_text("mine")
     (tmp_path / "copy-0.1.log").mkdir()
-    farm(host, [device], shell("exit 0"), options, Heard())
+    again = sized(device, copies=2, restarts=2, logs=tmp_path, resume=True)
+    farm(host, [device], shell("exit 0"), again, Heard())
     kept = sorted(path.name for path in tmp_path.iterdir())
     assert kept == sorted(["copy-0.log", "copy-0.1.log", "copy-1.log", "farm.jsonl", *others])
 

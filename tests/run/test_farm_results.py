@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from gpushare.base.errors import InUse
+from gpushare.base.errors import BadUsage, InUse
 from gpushare.base.selection import Device
 from gpushare.host.host import Host
 from gpushare.run import farm as farm_results
@@ -27,6 +27,7 @@ from gpushare.run.farm import (
     digest_of_command,
     farm,
     parse_ends,
+    plan_farm,
     text_of_end,
 )
 from tests.cli.drive import until
@@ -117,7 +118,7 @@ def test_a_farm_waits_for_what_a_killed_one_has_left(
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], env={**os.environ, **mark}) as copy:
         until(lambda: host.processes.started_with(MARK, mark[MARK]), "it has begun")
         with pytest.raises(InUse) as caught:
-            farm(host, [device], ["true"], sized(device, copies=1, logs=tmp_path), heard)
+            farm(host, [device], ["true"], sized(device, copies=1, logs=tmp_path, resume=True), heard)
         copy.kill()
     assert caught.value.code == "logs_in_use"
     assert f"gpushare stop {copy.pid}" in (caught.value.hint or "")
@@ -135,6 +136,18 @@ def test_ctrl_c_while_it_waits_for_them_ends_it_like_any_farm(host: Host, device
         copy.kill()
     assert (result.ended_by, [copy.state for copy in result.copies]) == (signal.SIGINT, ["skipped"])
     assert (tmp_path / "copy-0.log").read_text() == "of the earlier one"
+
+
+def test_results_of_an_earlier_farm_are_not_overwritten(host: Host, device: Device, tmp_path: Path) -> None:
+    first = sized(device, copies=1, logs=tmp_path)
+    farm(host, [device], ["echo", "first"], first, Heard())
+    for act in (farm, plan_farm):
+        with pytest.raises(BadUsage, match="has the results of an earlier farm") as caught:
+            act(host, [device], ["echo", "second"], first, Heard())
+        assert (caught.value.code, "--resume" in (caught.value.hint or "")) == ("logs_used", True)
+    assert (tmp_path / "copy-0.log").read_text() == "first\n"
+    farm(host, [device], ["echo", "second"], sized(device, copies=1, logs=tmp_path, resume=True), Heard())
+    assert (tmp_path / "copy-0.log").read_text() == "second\n"
 
 
 def ran(directory: Path) -> Sequence[str]:
