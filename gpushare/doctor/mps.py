@@ -26,6 +26,7 @@ from gpushare.mps import control
 from gpushare.mps.daemons import DEFAULT_PIPE_DIRECTORY
 from gpushare.mps.home import UNIT_PIPES, anybody_changes, pipe_users
 from gpushare.mps.limits import MEMORY_VARIABLE, THREADS_VARIABLE
+from gpushare.run.jobs import OPPORTUNISTIC, PRODUCTION, jobs_of_processes
 
 if TYPE_CHECKING:
     from gpushare.base.model import Gpu, GpuProcess, MpsClient, MpsDaemon
@@ -327,7 +328,10 @@ def devices(seen: Examination) -> Iterator[Check]:
 
 
 def outside(seen: Examination) -> Iterator[Check]:
-    """Check for CUDA programs on the GPU of a daemon that are not its clients."""
+    """Check for CUDA programs on the GPU of a daemon that are not its clients, but should be.
+
+    A production job stays outside on purpose, and so does all that runs beside a daemon of opportunistic jobs only.
+    """
     pids = set(seen.host.processes.named(control.SERVER_PROGRAM))
     for item in seen.daemons:
         pids |= {server.pid for server in item.daemon.servers} | {client.pid for client in item.daemon.clients}
@@ -343,8 +347,18 @@ def outside(seen: Examination) -> Iterator[Check]:
                 if process.compute and not process.mps and process.pid not in pids
             ]
             pids |= {process.pid for process in strangers}
-            if strangers:
-                yield finding("mps.outside", gpu.index, processes=_named(seen, strangers))
+            unintended = _unintended(seen, item.daemon, strangers) if strangers else []
+            if unintended:
+                yield finding("mps.outside", gpu.index, processes=_named(seen, unintended))
+
+
+def _unintended(seen: Examination, daemon: MpsDaemon, strangers: list[GpuProcess]) -> list[GpuProcess]:
+    clients = [client.pid for client in daemon.clients]
+    jobs = jobs_of_processes(seen.host, [*clients, *(process.pid for process in strangers)])
+    roles = {pid: record.role for pid, record in jobs.items()}
+    if clients and all(roles.get(pid) == OPPORTUNISTIC for pid in clients):
+        return []
+    return [process for process in strangers if roles.get(process.pid) != PRODUCTION]
 
 
 def _on(gpu: Gpu, daemon: MpsDaemon) -> list[GpuProcess]:

@@ -167,15 +167,20 @@ def is_running(host: Host, record: JobRecord) -> bool:
     return any_lives(host, record)
 
 
-def job_names(host: Host, pids: Iterable[int]) -> dict[int, str]:
-    """Return the names of the running jobs that processes belong to: as their program, or as its descendant."""
-    names = {record.pid: record.name for record in records(host) if is_running(host, record)}
+def jobs_of_processes(host: Host, pids: Iterable[int]) -> dict[int, JobRecord]:
+    """Return the records of the running jobs that processes belong to: as their program, or as its descendant."""
+    jobs = {record.pid: record for record in records(host) if is_running(host, record)}
     belonging = {}
-    for pid in pids if names else ():
-        first = next((above for above in host.processes.ancestry(pid) if above in names), None)
+    for pid in pids if jobs else ():
+        first = next((above for above in host.processes.ancestry(pid) if above in jobs), None)
         if first is not None:
-            belonging[pid] = names[first]
+            belonging[pid] = jobs[first]
     return belonging
+
+
+def job_names(host: Host, pids: Iterable[int]) -> dict[int, str]:
+    """Return the names of the running jobs that processes belong to."""
+    return {pid: record.name for pid, record in jobs_of_processes(host, pids).items()}
 
 
 def made_name(host: Host, program: str) -> str:

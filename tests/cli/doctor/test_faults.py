@@ -23,10 +23,11 @@ from gpushare.host.smi import ComputePolicy
 from gpushare.memory.swap import SWAPS, swaps
 from gpushare.mig.ledger import NamedInstance, names_changed
 from gpushare.mps.home import DaemonHome
+from gpushare.run.jobs import OPPORTUNISTIC, PRODUCTION, write_record
 from gpushare.run.plain import plain_environment
 from gpushare.sim import admin
 from tests.cli.conftest import Cli
-from tests.cli.drive import World
+from tests.cli.drive import World, record_of
 
 # A user of every machine that is not root.
 NOBODY = "nobody"
@@ -312,6 +313,20 @@ FAULTS: dict[str, tuple[Arrange, set[str]]] = {
     "environment of a gone GPU": (shell_of_another_gpu, {"gpu.environment"}),
     "blind": (fault("blind"), {"pid.namespace"}),
 }
+
+
+@pytest.mark.parametrize(
+    ("inside", "beside", "warned"),
+    [("plain", PRODUCTION, False), (OPPORTUNISTIC, "plain", False), ("plain", "plain", True)],
+)
+def test_a_job_that_is_meant_to_run_outside_mps_is_no_fault(
+    cli: Cli, world: World, inside: str, beside: str, warned: bool
+) -> None:
+    started(cli)
+    client, other, device = world.client(), admin.add_process(world.spec), Device(gpu=world.host.nvml.sweep()[0])
+    for name, pid, role in (("in", client, inside), ("out", other, beside)):
+        write_record(world.host, record_of(world.host, device, name, pid, role))
+    assert ("mps.outside" in findings(cli)) is warned
 
 
 @pytest.mark.parametrize("case", FAULTS)
