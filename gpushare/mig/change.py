@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 # The name in full, and as the kernel cuts it.
 _AGREEING = {"nvidia-persistenced", "nvidia-persiste"}
+# Processes that an error names.
+_NAMED: Final = 4
 
 
 def check_mode_change(host: Host, gpu: Gpu, *, enable: bool, bare: bool, ending: Collection[int] = ()) -> list[str]:
@@ -89,11 +91,14 @@ def _check_nobody(host: Host, gpu: Gpu, ending: Collection[int], *, needs_reset:
     idle = idle_daemon_pids(host, gpu).union(ending)
     there = [process for process in gpu.processes if process.pid not in idle]
     if there:
-        names = ", ".join(_who(host, process) for process in there[:4])
-        more = f" and {len(there) - 4} more" if len(there) > 4 else ""
+        first = there[:_NAMED]
+        names = ", ".join(_who(host, process) for process in first)
+        more = f" and {len(there) - _NAMED} more" if len(there) > _NAMED else ""
+        # It ends a job by the PID of its program, too, and a client of MPS in the way that is safe for the others.
+        pids = " ".join(str(process.pid) for process in first)
         raise InUse(
             f"GPU {gpu.index}: {names}{more} must end before its MIG mode can change",
-            f"see all: gpushare status -g {gpu.index}; a program of yours: kill {there[0].pid}",
+            f"see all: gpushare status -g {gpu.index}; end them: gpushare stop {pids}",
             gpu=gpu.index,
         )
     # nvidia-persistenced releases the GPU for a reset by itself.

@@ -320,6 +320,7 @@ def test_mig_is_not_switched_on_beside_a_program(refused: Refused, host: str) ->
     pid = admin.add_process(host)
     text = refused("mig", "enable", code="in_use", exit_code=19, host=host)
     assert f"python3 ({pid}, {user_name(os.geteuid())})" in text
+    assert f"end them: gpushare stop {pid}" in text
     assert str(pid) in refused("mig", "apply", "1g.10gb", code="in_use", exit_code=19, host=host)
 
 
