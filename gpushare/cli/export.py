@@ -28,7 +28,7 @@ from gpushare.export.containers import (
     docker_export,
     parted_export,
 )
-from gpushare.export.description import GpuDescription, HostDescription, describe_host, wished
+from gpushare.export.description import GpuDescription, HostDescription, MigDescription, describe_host, wished
 from gpushare.export.document import Export, apply_script, printed, write
 from gpushare.export.dra import claims_export
 from gpushare.export.ecs import ecs_export
@@ -53,7 +53,12 @@ FileOption = Annotated[
 To = Annotated[str | None, typer.Option("--to", metavar="DIR", help="Write the files there instead of printing them.")]
 Node = Annotated[str | None, typer.Option("--node", metavar="NAME", help="The node's name in the cluster.")]
 Replicas = Annotated[
-    int | None, typer.Option("--replicas", metavar="N", help="How many programs share a GPU. [default: 4]")
+    int | None,
+    typer.Option(
+        "--replicas",
+        metavar="N",
+        help="How many programs share a GPU; 1: a time-sliced one is not shared. [default: 4]",
+    ),
 ]
 MigReplicas = Annotated[
     int | None, typer.Option("--mig-replicas", metavar="N", help="How many programs share a MIG device. [default: 1]")
@@ -345,10 +350,10 @@ def described(
     ``for_daemons``: the engine starts daemons by the UUID of their device, so the devices of the file must exist.
     """
     for name, number in (("--replicas", replicas), ("--mig-replicas", mig_replicas)):
-        if number is not None and number < 2:
+        if number is not None and number < 1:
             raise BadUsage(
-                f"{name} {number}: the number of replicas must be at least 2",
-                f"for one, drop {name}",
+                f"{name} {number}: the number of replicas must be at least 1",
+                "1 is a device for one program at a time",
                 code="bad_replicas",
             )
     state = HostState(settings.connect())
@@ -360,11 +365,18 @@ def described(
         host = in_place(state, file, host, daemons_only=True) if for_daemons else _as_in(state, file, host)
 
     def filled(one: GpuDescription) -> GpuDescription:
+        if replicas == 1 and one.sharing is Way.TIMESLICE:
+            return replace(one, sharing=Way.EXCLUSIVE, time_slice=None, replicas=None)
         shared = one.sharing in {Way.TIMESLICE, Way.MPS}
-        inside = tuple(replace(mig, replicas=mig_replicas or mig.replicas) for mig in one.mig)
+        inside = tuple(replace(mig, replicas=_number_in(mig, mig_replicas)) for mig in one.mig)
         return replace(one, replicas=(replicas or one.replicas) if shared else None, mig=inside)
 
     return replace(host, gpus=tuple(filled(each) for each in host.gpus))
+
+
+def _number_in(mig: MigDescription, asked: int | None) -> int | None:
+    """Return how many programs share a MIG device, or None for one."""
+    return None if asked == 1 else asked or mig.replicas
 
 
 def in_place(state: HostState, path: str, live: HostDescription, *, daemons_only: bool = False) -> HostDescription:

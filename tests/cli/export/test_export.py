@@ -249,7 +249,7 @@ def test_a_directory_that_cannot_be_made(refused: Callable[..., str], tmp_path: 
     [
         (["k8s", "-g", "0"], "per_node", 3),
         (["k8s", "-g", "9"], "unknown_gpu", 6),
-        (["k8s", "--replicas", "1"], "bad_replicas", 2),
+        (["k8s", "--replicas", "0"], "bad_replicas", 2),
         (["k8s", "--mig-replicas", "0"], "bad_replicas", 2),
         (["k8s", "--namespace", "default"], "bad_namespace", 2),
         (["k8s", "--mig-strategy", "both"], "bad_strategy", 2),
@@ -314,6 +314,13 @@ def test_exclusive_gpus_are_whole(cli: Cli) -> None:
     key, plugin = plugin_of(cli("export", "k8s", host=T4S).ok().out)
     assert (key, plugin.strategy) == ("whole", None)
     assert "shard" not in cli("export", "slurm", host=T4S).ok().out
+
+
+def test_one_replica_is_a_gpu_that_is_not_shared(cli: Cli) -> None:
+    assert "Name=shard Count=4" in cli("export", "slurm", host=T4S).ok().out
+    done = cli("export", "slurm", "--replicas", "1", host=T4S).ok()
+    assert "shard" not in done.out + done.err
+    assert "Gres=gpu:t4:" in done.out
 
 
 def test_notes_can_be_silenced(cli: Cli) -> None:
