@@ -63,10 +63,17 @@ def units_export(
         )
     if units:
         documents.append(Document(name=READY, text=rendered("mps-ready.sh", LIMIT=LIMIT_FILE), kind="sh"))
+    traits, first = host.traits, "sudo gpushare apply -f gpushare.yaml"
+    if file != FILE:
+        traits, first = traits | {"own-file"}, f"sudo install -m 644 gpushare.yaml {file}"
     return Export(
         documents=tuple(documents),
-        commands=tuple(_commands([document.name for document in documents])),
-        needs=notes("systemd", "needs", host.traits, file=file, unit=HOST_UNIT, runtime=UNIT_RUNTIME),
+        commands=(
+            # The unit would be skipped without a word.
+            f"sudo test -e {file} || {{ echo '{file} is missing; first: {first}' >&2; false; }}",
+            *_commands([document.name for document in documents]),
+        ),
+        needs=notes("systemd", "needs", traits, file=file, unit=HOST_UNIT, runtime=UNIT_RUNTIME),
         lost=notes("systemd", "lost", host.traits),
     )
 

@@ -13,7 +13,7 @@ import pytest
 from gpushare.base.errors import BadUsage, ExitCode
 from gpushare.base.model import ComputeMode, Priority, Way
 from gpushare.base.units import MIB
-from gpushare.export.systemd import READY, units_export
+from gpushare.export.systemd import FILE, READY, units_export
 from gpushare.mps.home import LIMIT_FILE
 from tests.export.hosts import gpu, host, mig, mps, t4s, text
 
@@ -49,6 +49,27 @@ def test_the_host_at_boot() -> None:
     assert (unit["RemainAfterExit"], unit["KillMode"]) == (["yes"], ["process"])
     other = settings(text(units_export(t4s(), file="/etc/gpushare/gpushare.yaml"), "gpushare.service"))
     assert other["ExecStart"] == ["/usr/bin/gpushare apply -f /etc/gpushare/gpushare.yaml --yes"]
+
+
+def test_the_script_stops_without_the_file_of_the_unit(tmp_path: Path) -> None:
+    kept = units_export(t4s())
+    assert any(need.startswith(FILE) and "apply -f" in need for need in kept.needs)
+    assert f"{FILE} is missing; first: sudo gpushare apply -f" in kept.commands[0]
+    file = tmp_path / "gpushare.yaml"
+    export = units_export(t4s(), file=str(file))
+    put = f"sudo install -m 644 gpushare.yaml {file}"
+    assert any(put in need for need in export.needs)
+    (tmp_path / "sudo").write_text('#!/bin/sh\nexec "$@"\n')
+    (tmp_path / "sudo").chmod(0o755)
+    script = f"PATH={tmp_path}:$PATH\nset -eu\n{export.commands[0]}\necho further\n"
+
+    def first() -> tuple[str, str]:
+        done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=False)
+        return done.stdout, done.stderr
+
+    assert first() == ("", f"{file} is missing; first: {put}\n")
+    file.touch()
+    assert first() == ("further\n", "")
 
 
 def test_a_daemon_in_the_foreground() -> None:
