@@ -41,10 +41,11 @@ def explain(
     Prints its meaning, its usual cause on a shared GPU, what to do next, and the source. Of a log it prints a verdict
     and what is wrong; with -v also the normal lines. Concepts: kernel, SM, warp, register file, shared memory, occupancy,
     streams, stream priority, CUDA graphs, copy engine, threads, thread percentage, context, context switch, time-slice, slice,
-    preemption, Hyper-Q, MPS, MPS daemon, CUDA_VISIBLE_DEVICES, MIG, GI, placement, M+C, compute mode, vGPU, SR-IOV,
-    isolation, QoS, latency, production, farm, turns, swap, requeue, lease, oversubscription, unified memory, IPC, NVLink,
-    NCCL, MPI, notebooks, container, cgroup, Kubernetes, Karpenter, DCGM, Prometheus, nvidia-smi, persistence, Xid, reboot,
-    architecture, static partitions, utilization, MPS utilization; and each column of `status` and `jobs`.
+    time-slice level, weight, preemption, channel, Hyper-Q, MPS, MPS daemon, attached, drain, CUDA_VISIBLE_DEVICES, MIG, GI,
+    placement, M+C, compute mode, vGPU, SR-IOV, isolation, QoS, latency, production, farm, turns, swap, requeue, line, lease,
+    oversubscription, host memory, unified memory, IPC, NVLink, NCCL, MPI, notebooks, container, cgroup, Yama, shard, Slurm,
+    Kubernetes, Karpenter, DCGM, NVML, GPM, Prometheus, nvidia-smi, persistence, Xid, reboot, architecture, static
+    partitions, utilization, MPS utilization; and each column of `status` and `jobs`.
     """
     path = _log(words, file)
     if path is None:
