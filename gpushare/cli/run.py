@@ -32,7 +32,7 @@ from gpushare.host.host import Host
 from gpushare.memory.limit import parse_budget
 from gpushare.mps.limits import Limits
 from gpushare.run.container import check_engine, demand_own, is_foreign
-from gpushare.run.detach import detach, said, was_started
+from gpushare.run.detach import detach, document_of, was_started
 from gpushare.run.jobs import PrintedRate, check_job_name, output_path
 from gpushare.run.numbers import check_pattern
 from gpushare.run.program import QueueOptions, RunOptions
@@ -242,14 +242,14 @@ def _detached(host: Host, program: str, name: str | None) -> Any:
     job = detach(host, settings.words, program, name)
     if job.state == "ended" and job.exit_code and not was_started(host, job):
         document = settings.output in {OutputFormat.JSON, OutputFormat.YAML, OutputFormat.CSV}
-        put(sys.stdout if document else sys.stderr, said(job, document=document))
+        put(sys.stdout if document else sys.stderr, document_of(job) if document else job.printed)
         return job.exit_code
     how = {"runs": "it runs", "waits": "it waits in line", "ended": f"it has ended, exit code {job.exit_code}"}
     state = how.get(job.state or "", "it has not started yet")
     return Result(
         command="run",
         data=DetachedAnswer(
-            job=job.name, pid=job.pid, state=job.state, exit_code=job.exit_code, output=str(job.output)
+            job=job.name, pid=job.supervisor.pid, state=job.state, exit_code=job.exit_code, output=str(job.output)
         ),
         text=f"{job.name}\n",
         notes=(f"{state}; its output: gpushare logs {job.name}; to end it: gpushare stop {job.name}",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -21,8 +22,10 @@ from gpushare.base.errors import (
     NvmlMissing,
     OperationFailed,
 )
+from gpushare.host.identity import Identity, identity_of_child
+from gpushare.host.records import flocked
 from gpushare.memory.ledger import reservations
-from gpushare.run.jobs import JOBS, PAST, check_name_free, made_name, output_path
+from gpushare.run.jobs import JOBS, PAST, check_name_free, is_written, made_name, output_path
 from gpushare.run.program import begin_log, open_log
 from gpushare.run.queued import check_not_waiting
 from gpushare.run.share import NO_PROGRAM
@@ -30,7 +33,7 @@ from gpushare.run.start import DETACHED
 
 if TYPE_CHECKING:
     import subprocess
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from gpushare.host.host import Host
 
@@ -38,7 +41,7 @@ if TYPE_CHECKING:
 _SECONDS: Final = 30.0
 _POLL_SECONDS: Final = 0.02
 _WAITS_SECONDS: Final = 1.0
-_MOST_SAID: Final = 64 << 10
+_MOST_PRINTED: Final = 64 << 10
 _MAIN: Final = "import sys; sys.path[0] = {!r}; from gpushare.cli import main; sys.exit(main())"
 
 
@@ -46,51 +49,73 @@ class Detached(NamedTuple):
     """A job in the background: its name, its supervisor, its output, and how it is: runs, waits, ended, or unknown (None)."""
 
     name: str
-    pid: int
+    supervisor: Identity
     output: Path
     state: str | None
-    # Of one that has ended already.
+    # Of one that has ended already; and what it has printed by then.
     exit_code: int | None = None
+    printed: str = ""
 
 
 def detach(host: Host, words: Sequence[str], program: str, name: str | None) -> Detached:
     """Start the command line ``words`` in the background, and wait until its job runs, waits in line or has ended.
 
     Raises:
-        InUse: a job of this name runs or waits (``name_in_use``).
+        InUse: a job of this name runs, waits or starts (``name_in_use``).
         NoPermission: its output cannot be kept (``not_written``).
         OperationFailed: it does not start (``detach_failed``).
     """
     import subprocess
 
-    if name is not None:
-        check_name_free(host, name)
-        check_not_waiting(host, name)
-    name = name or made_name(host, program)
-    path = output_path(host, name)
-    begin_log(path)
-    descriptor = open_log(path)
-    # Of an earlier job of this name.
-    PAST.forget(PAST.path(host, name))
+    with _named(host, program, name) as (taken, descriptor):
+        try:
+            # Not by -m: that would look for gpushare in the working directory first.
+            process = subprocess.Popen(
+                [sys.executable, "-c", _MAIN.format(str(Path(__file__).resolve().parents[2])), *words],
+                env={**os.environ, DETACHED: taken},
+                stdin=subprocess.DEVNULL,
+                stdout=descriptor,
+                stderr=descriptor,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise OperationFailed(
+                f"the job cannot be put into the background: {error.strerror or error}",
+                "run it here: without -d",
+                code="detach_failed",
+            ) from error
+        supervisor = identity_of_child(process.pid) or Identity(process.pid, 0)
+        job = _followed(host, Detached(taken, supervisor, output_path(host, taken), None), process)
+        if job.state == "ended" and job.exit_code:
+            job = job._replace(printed=os.pread(descriptor, _MOST_PRINTED, 0).decode(errors="replace"))
+        return job
+
+
+@contextlib.contextmanager
+def _named(host: Host, program: str, name: str | None) -> Iterator[tuple[str, int]]:
+    """Take a name, made of ``program`` if none is given, and yield it with the open output of its job.
+
+    The lock of the output holds the name: also before there is a record of the job, and until its last process has ended.
+    """
+    with JOBS.locked(host):
+        if name is not None:
+            check_name_free(host, name)
+            check_not_waiting(host, name)
+            past = PAST.path(host, name)
+            # What a job that has ended left behind may still write there.
+            if is_written(output_path(host, name)) and PAST.read(past) is None:
+                raise InUse(f"a job '{name}' is starting", "give it another name: --name OTHER", code="name_in_use")
+            PAST.forget(past)
+        name = name or made_name(host, program)
+        begin_log(output_path(host, name))
+        descriptor = open_log(output_path(host, name))
+        # Some file systems have no locks.
+        with contextlib.suppress(OSError):
+            flocked(descriptor)
     try:
-        # Not by -m: that would look for gpushare in the working directory first.
-        process = subprocess.Popen(
-            [sys.executable, "-c", _MAIN.format(str(Path(__file__).resolve().parents[2])), *words],
-            env={**os.environ, DETACHED: name},
-            stdin=subprocess.DEVNULL,
-            stdout=descriptor,
-            stderr=descriptor,
-            start_new_session=True,
-        )
-    except OSError as error:
-        raise OperationFailed(
-            f"the job cannot be put into the background: {error.strerror or error}",
-            "run it here: without -d",
-            code="detach_failed",
-        ) from error
+        yield name, descriptor
     finally:
         os.close(descriptor)
-    return _followed(host, Detached(name, process.pid, path, None), process)
 
 
 def _followed(host: Host, job: Detached, process: subprocess.Popen[bytes]) -> Detached:
@@ -108,13 +133,11 @@ def _look(host: Host, job: Detached, process: subprocess.Popen[bytes]) -> Detach
         if code is not None:
             return job._replace(state="ended", exit_code=code if code >= 0 else 128 - code)
         record = JOBS.read(JOBS.path(host, job.name))
-        of_ours = record is not None and record.supervisor is not None and record.supervisor.pid == job.pid
-        if record is not None and of_ours and record.pid != job.pid:
+        of_ours = record is not None and record.supervisor == job.supervisor
+        if record is not None and of_ours and record.pid != job.supervisor.pid:
             return job._replace(state="runs")
         # A program that is about to start passes through both states; one that waits stays there.
-        if of_ours or any(
-            row.name == job.name and row.waits and row.claim.uid == host.uid for row in reservations(host) or ()
-        ):
+        if of_ours or any(row.waits and job.supervisor in row.claim.processes for row in reservations(host) or ()):
             waiting_since = waiting_since or time.monotonic()
             if time.monotonic() - waiting_since > _WAITS_SECONDS:
                 return job._replace(state="waits")
@@ -126,7 +149,7 @@ def _look(host: Host, job: Detached, process: subprocess.Popen[bytes]) -> Detach
 def was_started(host: Host, job: Detached) -> bool:
     """Return whether the program of a job that has ended was started."""
     past = PAST.read(PAST.path(host, job.name))
-    return past is not None and past.exit_code is not None
+    return past is not None and past.supervisor == job.supervisor and past.exit_code is not None
 
 
 def why_not_started(job: Detached) -> GpushareError:
@@ -134,9 +157,8 @@ def why_not_started(job: Detached) -> GpushareError:
     kinds = (BadUsage, NotSupported, NoPermission, NotFound, DriverNotLoaded, NvmlMissing, InUse)
     code = ExitCode.NOT_FOUND if job.exit_code == NO_PROGRAM else job.exit_code
     kind = next((kind for kind in kinds if kind.exit_code == code), OperationFailed)
-    text = said(job, document=True)
     try:
-        error = json.loads(text)["errors"][0]
+        error = json.loads(document_of(job))["errors"][0]
         return kind(error["message"], error["hint"], gpu=error["gpu"], code=error["code"])
     except (ValueError, LookupError, TypeError):
         return kind(
@@ -146,12 +168,7 @@ def why_not_started(job: Detached) -> GpushareError:
         )
 
 
-def said(job: Detached, *, document: bool) -> str:
-    """Return what a job has printed that did not start; with ``document`` its JSON document alone, where it has one."""
-    try:
-        with job.output.open("rb") as file:
-            text = file.read(_MOST_SAID).decode(errors="replace")
-    except OSError:
-        return ""
-    begins, ends = text.find("{\n"), text.rfind("\n}\n")
-    return text[begins : ends + 3] if document and 0 <= begins < ends else text
+def document_of(job: Detached) -> str:
+    """Return the JSON document that a job has printed which did not start; all that it has printed if there is none."""
+    begins, ends = job.printed.find("{\n"), job.printed.rfind("\n}\n")
+    return job.printed[begins : ends + 3] if 0 <= begins < ends else job.printed

@@ -9,6 +9,7 @@ import re
 import shlex
 import time
 from dataclasses import field, replace
+from itertools import count
 from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 from gpushare.base.errors import (
@@ -26,6 +27,7 @@ from gpushare.base.typed import JOB_NAME, Count, JobName, Most, Percent, Pid, Wi
 from gpushare.base.units import counted, pid_of, quoted
 from gpushare.base.values import dataclass
 from gpushare.host.identity import Identity, identity_of, uptime
+from gpushare.host.records import flocked
 from gpushare.host.store import Job, JobProcess, Kept, Past, RecordStore, any_lives
 from gpushare.part import Part
 from gpushare.plan import Loss
@@ -188,7 +190,23 @@ def made_name(host: Host, program: str) -> str:
     word = re.sub(r"[^a-z0-9_.-]", "", os.path.basename(program).lower(), flags=re.ASCII)[:24]
     stem = word if JOB_NAME.fullmatch(word) else "job"
     taken = {record.name for record in records(host)} | {past.name for past in PAST.all(host, shared=False)}
-    return next(name for number in range(1, len(taken) + 2) if (name := f"{stem}-{number}") not in taken)
+    names = (f"{stem}-{number}" for number in count(1))
+    # One that runs in the background has no record while it waits.
+    return next(name for name in names if name not in taken and not is_written(output_path(host, name)))
+
+
+def is_written(output: Path) -> bool:
+    """Return whether a job in the background holds the lock of its output: it starts, waits or runs."""
+    try:
+        descriptor = os.open(output, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        return not flocked(descriptor)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
 
 
 # -- jobs that have ended ----------------------------------------------------------------------------------------------
@@ -209,6 +227,8 @@ class PastJob(Kept):
     # As of `gpushare run`; None: it was not started.
     exit_code: Annotated[int, Within(0, 255)] | None
     memory_peak_bytes: Count | None = None
+    # Which gpushare ran it: the name may be another job's by now.
+    supervisor: Identity | None = None
 
 
 PAST: Final = RecordStore(PastJob, "past", "the record of a job that has ended", lasting=True)
@@ -225,6 +245,7 @@ def keep_past(host: Host, record: JobRecord, device: str, began: float, exit_cod
         ended=time.time(),
         exit_code=None if exit_code is None else exit_code & 0xFF,
         memory_peak_bytes=record.memory_peak_bytes,
+        supervisor=record.supervisor,
         path=PAST.path(host, record.name),
     )
     with contextlib.suppress(GpushareError, OSError):

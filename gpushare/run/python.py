@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from gpushare.base.model import Snapshot
     from gpushare.host.host import Host
+    from gpushare.host.identity import Identity
     from gpushare.plan import Plan
 
 _POLL_SECONDS: Final = 0.1
@@ -88,15 +89,18 @@ def start(
     started = detach(host, ["-o", "json", "run", *words], command[0] if command else "", production or name)
     if started.state == "ended" and started.exit_code and not was_started(host, started):
         raise why_not_started(started)
-    return Job(started.name)
+    return Job(started.name, supervisor=started.supervisor)
 
 
 class Job:
-    """A job, by its name or PID. As a context manager it is stopped at the end of the block."""
+    """A job, by its name or PID. As a context manager it is stopped at the end of the block.
 
-    def __init__(self, name: str, *, yes: bool = False) -> None:
+    One that `start` returned is never a later job of the same name: after its end the verbs raise NotFound.
+    """
+
+    def __init__(self, name: str, *, yes: bool = False, supervisor: Identity | None = None) -> None:
         self.name: Final = name
-        self._host, self._yes = _host(), yes
+        self._host, self._yes, self._supervisor = _host(), yes, supervisor
 
     def __repr__(self) -> str:
         return f"gpushare.job({self.name!r})"
@@ -123,7 +127,7 @@ class Job:
         from gpushare.pause.change import changing
         from gpushare.run.jobs import pause_of
 
-        with pause_of(self._host, self.name, seconds) as work, changing(self._host):
+        with pause_of(self._host, self._present_name, seconds) as work, changing(self._host):
             self._carry_out(work.plan(begin=True))
 
     def resume(self) -> None:
@@ -131,14 +135,14 @@ class Job:
         from gpushare.pause.change import changing, find_paused, resume_step
 
         with changing(self._host), self._host.open_channels() as control:
-            resume_step(self._host, control, find_paused(self._host, self.name)).do()
+            resume_step(self._host, control, find_paused(self._host, self._present_name)).do()
 
     def stop(self, grace: float | None = None) -> None:
         """End it in the way that is safe for its neighbours; ``grace`` is in seconds. Raises GpushareError."""
         from gpushare.mig.places import with_names
         from gpushare.run.stop import Stop, find_target
 
-        target = find_target(self._host, self.name)
+        target = find_target(self._host, self._present_name)
         gpus = () if target.supervisor is not None else with_names(self._host, self._host.nvml.sweep())
         work = Stop(self._host, target, gpus, grace)
         self._agree(work.plan)
@@ -148,7 +152,7 @@ class Job:
         """Move it out of the GPU into host memory. Raises GpushareError."""
         from gpushare.run.swap_job import out_of_gpu
 
-        self._carry_out(out_of_gpu(self._host, self.name, _quiet).plan)
+        self._carry_out(out_of_gpu(self._host, self._present_name, _quiet).plan)
 
     def swap_in(self, *, wait: bool = False) -> None:
         """Bring it back to its GPU, or with ``wait`` as soon as there is room. Raises GpushareError."""
@@ -156,7 +160,7 @@ class Job:
         from gpushare.show.waiting import waiting_line
 
         seconds = None if wait else 0.0
-        work = back_to_gpu(self._host, self.name, seconds, _quiet, lambda: waiting_line(_quiet, quiet=True))
+        work = back_to_gpu(self._host, self._present_name, seconds, _quiet, lambda: waiting_line(_quiet, quiet=True))
         self._carry_out(work.plan)
 
     def move(self, gpu: str | None = None, *, wait: bool = False) -> None:
@@ -171,7 +175,7 @@ class Job:
         repair_first(host, _quiet, dry_run=False)
         limits, seconds = kept_limits(host).without(os.geteuid()), None if wait else 0.0
         mover = Mover(host, limits, seconds, _quiet, lambda: waiting_line(_quiet, quiet=True))
-        self._carry_out(mover.one(self.name, None if gpu is None else select(gpu, host.nvml.sweep())).plan)
+        self._carry_out(mover.one(self._present_name, None if gpu is None else select(gpu, host.nvml.sweep())).plan)
 
     def wait(self, seconds: float | None = None) -> int | None:
         """Wait until it has ended, and return its exit code; None: it was never started, or nobody saw its end.
@@ -189,7 +193,7 @@ class Job:
                 seen = now
             else:
                 past = PAST.read(PAST.path(self._host, self.name))
-                if past is not None:
+                if past is not None and self._supervisor in {None, past.supervisor}:
                     return past.exit_code
                 if now - seen > _NOWHERE_SECONDS:
                     raise NotFound(f"no job '{self.name}' is known", "see all: gpushare jobs -a", code="no_job")
@@ -202,11 +206,31 @@ class Job:
     def _is_there(self) -> bool:
         from gpushare.run.stop import find_target
 
+        if self._supervisor is not None:
+            return self._lives(self._supervisor)
         try:
             find_target(self._host, self.name)
         except NotFound:
             return False
         return True
+
+    @property
+    def _present_name(self) -> str:
+        """Return its name, as long as that is not another job's. Raises NotFound (``no_job``)."""
+        from gpushare.run.jobs import no_job_error
+
+        if self._supervisor is not None and not self._lives(self._supervisor):
+            raise no_job_error(self._host, self.name)
+        return self.name
+
+    def _lives(self, supervisor: Identity) -> bool:
+        """Return whether the job that `start` returned is there: its gpushare, or, if that was killed, its program."""
+        from gpushare.run.jobs import JOBS, is_running
+
+        if self._host.processes.identity(supervisor.pid) == supervisor:
+            return True
+        record = JOBS.read(JOBS.path(self._host, self.name))
+        return record is not None and record.supervisor == supervisor and is_running(self._host, record)
 
     def _agree(self, plan: Plan) -> None:
         if plan.consent and not self._yes:

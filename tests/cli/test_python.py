@@ -6,6 +6,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,31 @@ def test_a_block_stops_its_job_and_leaves_the_signals_of_the_caller(world: World
         assert serve.name == "serve"
     with gpushare.start(["true"]) as ended:
         assert ended.wait() == 0
+
+
+def test_threads_get_their_own_jobs(world: World) -> None:
+    def output(number: int) -> tuple[str, int | None, str]:
+        command = ["sh", "-c", f"sleep 0.2; echo result={number}"]
+        with gpushare.start(command, memory="40G", wait=True) as job:
+            return job.name, job.wait(), re.findall("^result=(.*)$", job.output.read_text(), re.MULTILINE)[-1]
+
+    with ThreadPoolExecutor(4) as pool:
+        jobs = list(pool.map(output, range(4)))
+    assert sorted(name for name, _, _ in jobs) == ["sh-1", "sh-2", "sh-3", "sh-4"]
+    assert [(code, text) for _, code, text in jobs] == [(0, str(number)) for number in range(4)]
+    assert world.pids() == []
+
+
+def test_a_later_job_of_the_same_name_is_another_one(world: World) -> None:
+    with gpushare.start(["false"], name="train") as first:
+        assert first.wait() == 1
+        second = gpushare.start(["sleep", "60"], name="train")
+        with pytest.raises(gpushare.NotFound):
+            first.pause()
+    assert find_record(world.host, "train") is not None
+    second.stop()
+    assert second.wait() == 143
+    assert world.pids() == []
 
 
 @pytest.mark.parametrize(

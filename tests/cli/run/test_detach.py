@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from gpushare.run.jobs import find_record, output_path
 from tests.cli.conftest import Cli
-from tests.cli.drive import World, until
+from tests.cli.drive import Started, World, until
 
 
 def name_of(cli: Cli, *words: str) -> str:
@@ -37,6 +37,26 @@ def test_the_name_that_is_given_is_taken_once(cli: Cli, refused: Callable[..., s
     assert name_of(cli, "--name", "train", "--", "sleep", "60") == "train"
     refused("run", "-d", "--name", "train", "--", "true", code="name_in_use", exit_code=19)
     cli("stop", "train").ok()
+
+
+def test_commands_at_the_same_time_start_a_job_each(real: Callable[..., Started], world: World) -> None:
+    words = ("-q", "run", "-d", "--wait", "--memory", "30G")
+    started = [real(*words, "--", "sleep", str(60 + number)) for number in range(4)]
+    jobs = {one.result().out.strip(): 60 + number for number, one in enumerate(started)}
+    until(lambda: all(find_record(world.host, name) for name in jobs), "all run")
+    records = [find_record(world.host, f"sleep-{number}") for number in (1, 2, 3, 4)]
+    assert {record.name: record.command for record in records if record} == {
+        name: f"sleep {seconds}" for name, seconds in jobs.items()
+    }
+
+
+def test_commands_of_one_name_at_the_same_time_start_one_job(real: Callable[..., Started], world: World) -> None:
+    started = [real("-q", "run", "-d", "--name", "train", "--", "sleep", str(60 + number)) for number in range(3)]
+    results = [one.result() for one in started]
+    assert sorted(result.code for result in results) == [0, 19, 19]
+    record = find_record(world.host, "train")
+    assert record is not None
+    assert record.command == f"sleep {60 + [result.code for result in results].index(0)}"
 
 
 def test_what_keeps_it_from_starting_is_said_as_without_d(cli: Cli, world: World) -> None:
