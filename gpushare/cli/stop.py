@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
 
-from gpushare.base.errors import BadUsage, GpushareError
+from gpushare.base.errors import BadUsage, GpushareError, NotFound
 from gpushare.base.units import parse_seconds
 from gpushare.base.values import dataclass
 from gpushare.cli.options import PLAIN, AskingCommand, consented, gpus_of, say_step, settings
 from gpushare.host.records import sweep_leftovers
 from gpushare.host.store import MOST_SECONDS
 from gpushare.plan import one_plan
-from gpushare.run.stop import Stop, Stopped, find_target, tidy
+from gpushare.run.stop import Stop, Stopped, Target, find_target, tidy
 from gpushare.show.plan import plan_result
 from gpushare.show.result import Result
 
@@ -46,16 +47,26 @@ def stop(
         # What an earlier one that was killed has left; its jobs may be gone.
         sweep_leftovers(host)
         tidy(host)
-    # All are found before the first one ends.
-    targets = {(target.job.pid, target.job.started): target for target in (find_target(host, text) for text in job)}
+    # All are looked up before the first one ends; one that has ended by itself keeps no other.
+    targets: dict[tuple[int, int], Target] = {}
+    errors: list[GpushareError] = []
+    for text in job:
+        try:
+            target = find_target(host, text)
+        except NotFound as error:
+            errors.append(error)
+        else:
+            targets[target.job.pid, target.job.started] = target
+    if not targets:
+        raise errors[0]
     gpus = () if all(target.supervisor is not None for target in targets.values()) else gpus_of(host)
     work = [Stop(host, target, gpus, seconds) for target in targets.values()]
     plan = one_plan([each.plan for each in work])
     if settings.dry_run:
-        return plan_result("stop", plan, dry_run=True)
+        code = errors[0].exit_code if errors else 0
+        return replace(plan_result("stop", plan, dry_run=True), errors=tuple(errors), exit_code=code)
     consented(plan)
     done: list[Stopped] = []
-    errors: list[GpushareError] = []
     for each in work:
         for step in each.plan.steps if settings.verbose else ():
             say_step(step)

@@ -74,11 +74,18 @@ def test_several_jobs_each_once(real: Callable[..., Started], cli: Cli, world: W
     assert world.pids() == []
 
 
-def test_nothing_ends_if_one_of_several_is_unknown(real: Callable[..., Started], cli: Cli, world: World) -> None:
+def test_those_that_are_there_end_beside_one_that_has_ended(
+    real: Callable[..., Started], cli: Cli, world: World
+) -> None:
     started = runs(real, world)
-    assert cli("stop", "train", "nosuch", output="json").error["code"] == "no_job"
+    assert cli("stop", "train", "bad name", output="json").error["code"] == "bad_name"
     assert started.process.poll() is None
-    cli("stop", "train").ok()
+    planned = cli("stop", "nosuch", "train", "-n")
+    assert (planned.code, "no job 'nosuch'" in planned.err, "train" in planned.out) == (6, True, True)
+    answer = cli("stop", "nosuch", "train", output="json")
+    assert (answer.code, answer.error["code"]) == (6, "no_job")
+    assert [job["name"] for job in answer.data["jobs"]] == ["train"]
+    assert started.result().code == 143
 
 
 STUBBORN = ("sh", "-c", "trap '' TERM INT; echo here >&2; while :; do sleep 0.1; done")
