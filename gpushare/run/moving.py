@@ -33,7 +33,7 @@ from gpushare.memory.swap import (
     lost,
     taken_over,
 )
-from gpushare.plan import Plan, Step
+from gpushare.plan import Loss, Plan, Step
 from gpushare.run.jobs import consent_to, find_job, job_names, processes_to_swap
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ class Mover:
         return wish if target is None else replace(wish, candidates=(target,))
 
     def _planned(self, moves: Sequence[_Move]) -> Moves:
-        undo = "; ".join(_undo(wish) for wish in moves)
+        undo = "; ".join(self._undo(wish) for wish in moves)
         title = "; ".join(
             f"{wish.job.title} is on GPU {wish.candidates[0].index} now"
             if len(wish.candidates) == 1
@@ -237,13 +237,18 @@ class Mover:
             title=title if moves else "no job is there",
             steps=tuple(self._step(wish) for wish in moves),
             undo=undo or None,
-            consent=tuple(
-                loss
-                for wish in moves
-                for loss in consent_to(self._host, wish.job, "moves", [image.pid for image in wish.swap.images])
-            ),
+            consent=tuple(loss for wish in moves for loss in self._losses(wish)),
         )
         return Moves(plan=plan, jobs=tuple(wish.row for wish in moves))
+
+    def _losses(self, wish: _Move) -> tuple[Loss, ...]:
+        return consent_to(self._host, wish.job, "moves", [image.pid for image in wish.swap.images])
+
+    def _undo(self, wish: _Move) -> str:
+        agreed = " -y" if self._losses(wish) else ""
+        if wish.swap.state == OUT:
+            return f"gpushare swap out {wish.job.selector}{agreed}"
+        return f"gpushare move {wish.job.selector} -g {wish.source.index}{agreed}"
 
     def _step(self, wish: _Move) -> Step:
         to = titles([Device(gpu=gpu) for gpu in wish.candidates])
@@ -256,7 +261,7 @@ class Mover:
         return Step(
             what=f"move {wish.job.title} with {format_bytes(wish.swap.memory_bytes)} from GPU {wish.source.index} to {some}{to}",
             command=f"for pid in {pids}; do {command}; done",
-            undo=_undo(wish),
+            undo=self._undo(wish),
             do=lambda: self._carry(wish),
             revert=lambda: self._carry_back(wish),
         )
@@ -303,9 +308,3 @@ class Mover:
             yield device.gpu
         finally:
             place.leave()
-
-
-def _undo(wish: _Move) -> str:
-    if wish.swap.state == OUT:
-        return f"gpushare swap out {wish.job.selector}"
-    return f"gpushare move {wish.job.selector} -g {wish.source.index}"

@@ -117,7 +117,7 @@ def out_of_gpu(host: Host, text: str, say: Callable[[str], None], *, dry_run: bo
     pids = " ".join(str(process.pid) for process in processes)
     words = f"copy {format_bytes(swap.memory_bytes)} of {job.title} from GPU {gpu.index} to host memory"
     gone = f"{job.title} is out of GPU {gpu.index}, with {format_bytes(swap.memory_bytes)} in host memory"
-    undo = f"gpushare swap in {job.selector}"
+    undo = f"gpushare swap in {job.selector}{' -y' if losses else ''}"
     step = Step(
         what=words,
         command=f"for pid in {pids}; do cuda-checkpoint --action lock --pid $pid; cuda-checkpoint --action checkpoint --pid $pid; done",
@@ -167,7 +167,7 @@ def back_to_gpu(
     pids = " ".join(str(pid) for pid, _, _ in swap.living(host))
     words = f"copy {format_bytes(swap.memory_bytes)} of {swap.title} back to {device.title}"
     back_on = f"{swap.title} is back on {device.title}, with {format_bytes(swap.memory_bytes)}"
-    undo = f"gpushare swap out {swap.selector}"
+    undo = f"gpushare swap out {swap.selector}{' -y' if losses else ''}"
     step = Step(
         what=words,
         command=f"for pid in {pids}; do cuda-checkpoint --action restore --pid $pid; cuda-checkpoint --action unlock --pid $pid; done",
