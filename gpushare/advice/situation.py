@@ -655,7 +655,7 @@ class Situation:
         """
         case, processes = self.case, self.case.processes
         waits = len(case.workloads) == 1 and self.saturating is False and case.same_user is not False
-        needed = self.together or self.apart or self.idle_often or any(map(case.any, ("latency", "running", "weights")))
+        needed = self.together or self.apart or self.idle_often or any(map(case.any, ("latency", "running", "weights", "progress")))
         if processes is None or not waits or needed or way in {*ALL_MIG, Way.VGPU, Way.STREAMS}:
             return None
         limits = [processes]
@@ -777,10 +777,13 @@ class Situation:
         return (_share(ones[0], -(-processes // parties), context),) * parties
 
     def _parties_for(self, processes: int) -> int:
-        """Return the number of instances for processes without groups: at least two in each, evenly if possible."""
-        most = max(1, min((self.instances or 7), processes // 2))
+        """Return the number of instances for processes without groups: at least two in each, evenly if possible.
+
+        Without root, or without room for others, it is those that are there.
+        """
         if self.idle_instances and (self.may_be_root is False or not self._has_room):
-            most = min(most, len(self.idle_instances))
+            return max(1, min(len(self.idle_instances), processes - 1))
+        most = max(1, min((self.instances or 7), processes // 2))
         return next((n for n in range(most, 1, -1) if processes % n == 0), most)
 
     @cached_property
