@@ -655,7 +655,12 @@ class Situation:
         """
         case, processes = self.case, self.case.processes
         waits = len(case.workloads) == 1 and self.saturating is False and case.same_user is not False
-        needed = self.together or self.apart or self.idle_often or any(map(case.any, ("latency", "running", "weights", "progress")))
+        needed = (
+            self.together
+            or self.apart
+            or self.idle_often
+            or any(map(case.any, ("latency", "running", "weights", "progress")))
+        )
         if processes is None or not waits or needed or way in {*ALL_MIG, Way.VGPU, Way.STREAMS}:
             return None
         limits = [processes]
