@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import re
 import shlex
@@ -109,6 +108,8 @@ class JobRecord(Kept):
     threads_percent: Percent | None = None
     memory_bytes: Count | None = None
     slice_us: Count | None = None
+    # Its program runs, and waits until the MPS server serves no other user.
+    waits: bool = False
     # What its program has to end after its signal (seconds).
     grace_seconds: Annotated[float, Within(0, MOST_GRACE_SECONDS)] | None = None
     # Of a `PrintedRate`.
@@ -305,7 +306,7 @@ class RecordedJob(Part):
             self._write(os.getpid())
         self._written = True
 
-    def _write(self, pid: int) -> int | None:
+    def _write(self, pid: int) -> None:
         before = find_record(self.host, self.record.name)
         # The peak memory of this job on this device.
         same = (
@@ -313,11 +314,10 @@ class RecordedJob(Part):
             and before.devices == self.record.devices
             and before.role == self.record.role == PRODUCTION
         )
-        peak = before.memory_peak_bytes if before is not None and same else None
+        peak = before.memory_peak_bytes if before is not None and same else self.record.memory_peak_bytes
         process = self.host.processes.identity(pid) or Identity(pid, 0)
         self.record = replace(self.record, **process._asdict(), memory_peak_bytes=peak)
         write_record(self.host, self.record)
-        return peak
 
     def started(self, watch: Watch) -> None:
         """Name the program in the record; if that fails, the record still names gpushare."""
@@ -327,21 +327,27 @@ class RecordedJob(Part):
 
     @property
     def seconds(self) -> float:
-        """Return how long until the next poll: of production's memory only."""
-        return self._due - time.monotonic() if self.record.role == PRODUCTION else math.inf
+        """Return how long until the next poll."""
+        return self._due - time.monotonic()
 
     def poll(self) -> bool:
-        """Write the record if the job holds more than before; a failure must not end the program."""
+        """Note its most memory, and whether its MPS server serves another user; a failure must not end the program.
+
+        Of production the record has the peak, for the jobs that spare it.
+        """
         watch = self._watch
         if watch is None:
             return False
         self._due = time.monotonic() + min(watch.wait(), 1.0)
         self._seen |= set(self.host.processes.descendants(watch.program_pid))
-        # A full disk must not end a production job.
+        # A full disk must not end the job.
         with contextlib.suppress(GpushareError):
-            held, peak = self._held(), self.record.memory_peak_bytes
+            before, held = self.record, self._held()
+            peak = before.memory_peak_bytes
             if held is not None and (peak is None or held > peak):
-                self.record = replace(self.record, memory_peak_bytes=held)
+                self.record = replace(before, memory_peak_bytes=held)
+            self.record = replace(self.record, waits=bool(watch.pending) and not watch.attached)
+            if self.record.waits != before.waits or (before.role == PRODUCTION and self.record != before):
                 write_record(self.host, self.record)
         return False
 

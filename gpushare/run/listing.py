@@ -134,9 +134,10 @@ class _Present:
         mig = devices[0].mig if devices else None
         began = None if record is None else record.since
         state, since = self._state(pid, _age(info) if began is None else uptime() - began)
-        if record is not None and state == RUNNING and record.role == OPPORTUNISTIC and _runs_itself(record):
-            # Ended for production, and not started again yet.
-            state = WAITING
+        if record is not None and state == RUNNING:
+            # Ended for production, and not started again yet; or another user's clients hold the MPS server.
+            ended = record.role == OPPORTUNISTIC and _runs_itself(record)
+            state = WAITING if ended or record.waits else RUNNING
         mps = any(process.process.mps for process in processes)
         mps = mps or (record.mps if record is not None else info is not None and is_server(info.name))
         slices = {process.process.slice_us for process in processes if process.process.slice_us is not None}

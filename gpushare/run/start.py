@@ -24,6 +24,7 @@ from gpushare.host.identity import identity_of, uptime
 from gpushare.host.users import has_claims, has_records
 from gpushare.hostfile.kept import kept_limits
 from gpushare.memory.leases import PREFIX, lease_of_others, reserved_words
+from gpushare.memory.limit import JobMemory
 from gpushare.memory.room import RoomAnswer
 from gpushare.memory.swap import check_host
 from gpushare.mps.daemons import check_mode
@@ -218,7 +219,11 @@ class JobStart:
             return code
         finally:
             if job.record.name:
-                keep_past(self.host, job.record, titles(run.share.devices), began, code)
+                # A job with a limit of its memory is looked at more often.
+                limits = [part.peak_bytes for part in run.parts if isinstance(part, JobMemory)][:1]
+                peaks = [peak for peak in (job.record.memory_peak_bytes, *limits) if peak is not None]
+                record = replace(job.record, memory_peak_bytes=max(peaks, default=None))
+                keep_past(self.host, record, titles(run.share.devices), began, code)
 
     def _lease_error(self, device: Device) -> InUse | None:
         """Return the error if another user has reserved the GPU."""

@@ -47,6 +47,14 @@ def listed(cli: Cli, *words: str) -> list[dict[str, Any]]:
     return list(jobs)
 
 
+@pytest.mark.parametrize("options", [(), ("--slice", "2ms"), ("--memory", "4G"), ("--swap", "request")])
+def test_the_peak_memory_of_a_job_that_has_ended(cli: Cli, options: tuple[str, ...]) -> None:
+    cli("run", *options, "--", sys.executable, "-m", "gpushare.sim.job", "--footprint", "3G", "--seconds", "2").ok()
+    (job,) = listed(cli)
+    assert job["memory_peak_bytes"] >= 3 * GIB
+    assert "peak memory" in cli("jobs").ok().out
+
+
 def runs(real: Callable[..., Started], world: World, *options: str) -> Started:
     started = real("run", *options, "--name", "train", "--", "sleep", "300")
 

@@ -216,6 +216,7 @@ def test_another_users_clients_make_it_wait(real: Callable[..., Started], cli: C
     started = real("run", "--", "sleep", "600")
     assert started.process.stderr is not None
     assert "waits: another user's clients hold the MPS server" in started.process.stderr.readline()
+    until(lambda: [job["state"] for job in cli("jobs", output="json").ok().data["jobs"]] == ["waiting"], "it is said")
     started.signal(signal.SIGTERM)
     assert started.result().code == 128 + signal.SIGTERM
 
