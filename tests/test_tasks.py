@@ -26,7 +26,9 @@ DAY = json.dumps({"status": "success", "data": {"resultType": "matrix", "result"
 # What stands for the programs of the pages: a server or training runs on, a trial ends soon.
 STUBS = {
     "gpushare": f'exec {sys.executable} -m gpushare "$@"',
-    "sudo": 'exec "$@"',
+    # What the pages change in /etc of a real host is left out.
+    "sudo": 'case "$1" in install|rm|systemctl|test) exit 0;; esac; exec "$@"',
+    "systemctl": "exit 0",
     "vllm": '[ "$1" = bench ] || exec sleep 60',
     "jupyter-lab": "exec sleep 60",
     "python3": 'case "$1" in train.py) exec sleep 60;; *) sleep 0.2; echo 0.9;; esac',
