@@ -72,7 +72,11 @@ def claims_export(host: HostDescription, *, kubernetes: str = NEWEST, any_gpu: b
         gates.append("TimeSlicingSettings=true")
     gates += ["MPSSupport=true"] if "daemons" in traits else []
     traits |= {"gates"} if gates else set()
-    which = kubernetes if kubernetes == NEWEST else f"{kubernetes} ({version} of the API)"
+    which = (
+        f"{kubernetes} or later (1.32 or 1.33: name it with --kubernetes)"
+        if kubernetes == NEWEST
+        else f"{kubernetes} ({version} of the API)"
+    )
     return Export(
         documents=tuple(unique),
         commands=tuple(_commands(unique)),
