@@ -269,7 +269,9 @@ def _pattern(pattern: Pattern) -> Condition:
 CONDITIONS: Final[Mapping[str, Condition]] = {
     # the host and the GPU
     "spans_gpus": lambda s, _: s.gpus_each > 1,
-    "a_gpu_for_each": lambda s, _: s.case.processes is not None and s.placed_processes <= s.places,
+    "a_gpu_for_each": lambda s, _: (
+        s.case.processes is not None and s.placed_processes <= s.places and not s.among_others
+    ),
     "too_few_gpus": lambda s, _: s.gpus_each > max(1, _gpus_here(s)),
     "gpus_differ": lambda s, _: s.gpus_each > 1 and len({gpu.name for gpu in s.spread}) > 1,
     "gpus_in_use": lambda s, _: any(gpu.processes for gpu in s.spread) and s.gpus_each > 1,
