@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from gpushare.host.host import Host
     from gpushare.host.identity import Identity
     from gpushare.plan import Plan
+    from gpushare.run.stop import Target
 
 _POLL_SECONDS: Final = 0.1
 # Between leaving the line and the record of its program, or its end and the record of that, a job is nowhere.
@@ -140,13 +141,27 @@ class Job:
     def stop(self, grace: float | None = None) -> None:
         """End it in the way that is safe for its neighbours; ``grace`` is in seconds. Raises GpushareError."""
         from gpushare.mig.places import with_names
-        from gpushare.run.stop import Stop, find_target
+        from gpushare.run.stop import Stop
 
-        target = find_target(self._host, self._present_name)
+        target = self._target()
         gpus = () if target.supervisor is not None else with_names(self._host, self._host.nvml.sweep())
         work = Stop(self._host, target, gpus, grace)
         self._agree(work.plan)
         work.run()
+
+    def _target(self) -> Target:
+        """Return what `stop` ends; a job that `start` returned is waited for between the line and its record."""
+        from gpushare.run.stop import find_target
+
+        began = time.monotonic()
+        while True:
+            name = self._present_name
+            try:
+                return find_target(self._host, name)
+            except NotFound:
+                if self._supervisor is None or time.monotonic() - began > _NOWHERE_SECONDS:
+                    raise
+            time.sleep(_POLL_SECONDS)
 
     def swap_out(self) -> None:
         """Move it out of the GPU into host memory. Raises GpushareError."""

@@ -13,7 +13,9 @@ import pytest
 
 import gpushare
 from gpushare.host.checkpoint import CHECKPOINTED, RUNNING
+from gpushare.host.host import Host
 from gpushare.run.jobs import find_record
+from gpushare.run.stop import Target, find_target
 from gpushare.sim import admin
 from gpushare.sim.channels import CHANNELS
 from tests.cli.drive import H200, ROOT, World, until
@@ -106,6 +108,22 @@ def test_a_later_job_of_the_same_name_is_another_one(world: World) -> None:
     assert find_record(world.host, "train") is not None
     second.stop()
     assert second.wait() == 143
+    assert world.pids() == []
+
+
+def test_a_job_that_has_no_record_yet_is_stopped(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[str] = []
+
+    def find(host: Host, text: str) -> Target:
+        looks.append(text)
+        if len(looks) == 1:
+            raise gpushare.NotFound("it is between the line and its record", "", code="no_job")
+        return find_target(host, text)
+
+    with gpushare.start(["sleep", "60"], name="train") as job:
+        monkeypatch.setattr("gpushare.run.stop.find_target", find)
+    assert looks == ["train", "train"]
+    assert job.wait() == 143
     assert world.pids() == []
 
 
