@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from gpushare.base.errors import GpushareError, InUse, NotFound, NotHeld, needs_root
-from gpushare.base.model import ComputeMode, GpuProcess, Holder
+from gpushare.base.model import MPS_SERVER, ComputeMode, GpuProcess, Holder
 from gpushare.base.selection import Device, no_mig
 from gpushare.host.capabilities import NODES
 from gpushare.host.claims import Claim, take_claim
@@ -94,11 +94,13 @@ def _check_nobody(host: Host, gpu: Gpu, ending: Collection[int], *, needs_reset:
         first = there[:_NAMED]
         names = ", ".join(_who(host, process) for process in first)
         more = f" and {len(there) - _NAMED} more" if len(there) > _NAMED else ""
-        # It ends a job by the PID of its program, too, and a client of MPS in the way that is safe for the others.
-        pids = " ".join(str(process.pid) for process in first)
+        # It ends a job by the PID of its program, too, and a client of MPS in the way that is safe for the others. An MPS
+        # server ends after its clients.
+        pids = " ".join(str(process.pid) for process in first if _name(host, process) != MPS_SERVER)
+        ending_them = f"gpushare stop {pids}" if pids else f"gpushare mps stop -g {gpu.index}"
         raise InUse(
             f"GPU {gpu.index}: {names}{more} must end before its MIG mode can change",
-            f"see all: gpushare status -g {gpu.index}; end them: gpushare stop {pids}",
+            f"see all: gpushare status -g {gpu.index}; end them: {ending_them}",
             gpu=gpu.index,
         )
     # nvidia-persistenced releases the GPU for a reset by itself.
@@ -111,11 +113,16 @@ def _check_nobody(host: Host, gpu: Gpu, ending: Collection[int], *, needs_reset:
         )
 
 
-def _who(host: Host, process: GpuProcess) -> str:
+def _name(host: Host, process: GpuProcess) -> str:
     # NVML tells only the PID.
-    info = host.processes.describe(process.pid)
-    name, user = (None, None) if info is None else (info.name, info.user)
-    return f"{process.name or name or 'process'} ({process.pid}, {process.user or user or 'unknown user'})"
+    info = None if process.name else host.processes.describe(process.pid)
+    return process.name or (info.name if info else None) or "process"
+
+
+def _who(host: Host, process: GpuProcess) -> str:
+    info = None if process.user else host.processes.describe(process.pid)
+    user = process.user or (info.user if info else None) or "unknown user"
+    return f"{_name(host, process)} ({process.pid}, {user})"
 
 
 def switch_step(host: Host, gpu: Gpu, ledger: MigLedger, *, enable: bool) -> Step:

@@ -324,6 +324,14 @@ def test_mig_is_not_switched_on_beside_a_program(refused: Refused, host: str) ->
     assert str(pid) in refused("mig", "apply", "1g.10gb", code="in_use", exit_code=19, host=host)
 
 
+def test_an_mps_server_ends_after_its_clients_not_by_a_signal(cli: Cli, refused: Refused) -> None:
+    cli("mps", "start", host=H100).ok()
+    pid = World(H100).client()
+    text = refused("mig", "enable", code="in_use", exit_code=19, host=H100)
+    assert "nvidia-cuda-mps-server (" in text
+    assert f"end them: gpushare stop {pid}\n" in f"{text}\n"
+
+
 def test_a_pending_mode_is_taken_back_also_beside_a_program(cli: Cli) -> None:
     """Somebody else asked for it with nvidia-smi while the GPU was in use."""
     host = World.new(A100)
