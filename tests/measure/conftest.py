@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,13 @@ from gpushare.run.several import Group
 
 # Prints a rate many times a second for ever; Python's own SIGINT ends it.
 ENDLESS = "import time\nwhile True:\n    print('rate=10', flush=True)\n    time.sleep(0.02)"
+
+
+def group_with(host: Host, guard: object, *, grace_seconds: float) -> Group:
+    """Return a group that has no place, and this guard."""
+    group = Group(host, SimpleNamespace(meter=None), set, grace_seconds=grace_seconds)  # type: ignore[arg-type]
+    group.guard = guard  # type: ignore[assignment]
+    return group
 
 
 class Told:
@@ -90,7 +98,7 @@ def together(host: Host) -> Callable[..., CopiesResult]:
     ) -> CopiesResult:
         launches = [Launch(argv=words(script, python=python), environment=dict(os.environ)) for script in scripts]
         told = Told(over)
-        group = Group(host, told, grace_seconds=durations.pop("grace", 2.0))  # type: ignore[arg-type]
+        group = group_with(host, told, grace_seconds=durations.pop("grace", 2.0))
         given = Durations(**{"limit": 600.0, **durations})
         copies = Watched(group, metric or Metric(), given, signals=told, clock=told.clock)  # type: ignore[arg-type]
         return copies.in_turn(launches, usage) if in_turn else copies.together(launches, usage)

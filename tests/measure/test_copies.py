@@ -15,9 +15,8 @@ from gpushare.host.host import Host
 from gpushare.measure.copies import Copies, CopiesResult, Durations, Launch, failures
 from gpushare.measure.metric import Metric, parse_metric
 from gpushare.measure.usage import UsageMeter
-from gpushare.run.several import Group
 from tests.cli.drive import alive
-from tests.measure.conftest import ENDLESS, Told, words
+from tests.measure.conftest import ENDLESS, Told, group_with, words
 
 Together = Callable[..., CopiesResult]
 RATE = parse_metric(r"rate=(\S+)")
@@ -208,7 +207,7 @@ def test_a_program_that_is_not_there_ends_those_that_run(host: Host, tmp_path: P
         Launch(argv=["gs-no-such-program"], environment=dict(os.environ)),
     ]
     with pytest.raises(NotFound):
-        Copies(Group(host, Noting(bool), grace_seconds=1.0), Metric(), Durations()).together(launches)
+        Copies(group_with(host, Noting(bool), grace_seconds=1.0), Metric(), Durations()).together(launches)
     started = [int(pid) for pid in announced.read_text().split()]
     assert len(started) == 2
     assert not any(map(alive, started))
@@ -228,7 +227,7 @@ def test_interrupted_copies_are_ended_and_said_so(host: Host) -> None:
             return True
 
     launches = [Launch(argv=words("exec sleep 600"), environment=dict(os.environ))] * 2
-    found = Copies(Group(host, None, grace_seconds=1.0), Metric(), Durations(), signals=Impatient(bool)).together(
+    found = Copies(group_with(host, None, grace_seconds=1.0), Metric(), Durations(), signals=Impatient(bool)).together(
         launches
     )
     assert found.interrupted
@@ -253,6 +252,8 @@ def test_the_guard_hears_of_every_start_and_end(host: Host, tmp_path: Path) -> N
         Launch(argv=words("exit 0"), environment=dict(os.environ)),
         Launch(argv=words("exec sleep 600"), environment=dict(os.environ)),
     ]
-    found = Copies(Group(host, Listening(bool), grace_seconds=1.0), Metric(), Durations(limit=0.3)).together(launches)
+    found = Copies(group_with(host, Listening(bool), grace_seconds=1.0), Metric(), Durations(limit=0.3)).together(
+        launches
+    )
     pids = [one.pid for one in found.copies]
     assert sorted(ended) == sorted(int(pid) for pid in announced.read_text().split()) == sorted(pids)
