@@ -560,7 +560,7 @@ def _risks(situation: Situation, way: Way, made: Recipe | None) -> list[str]:
         held = bool(commands) and all("--memory" in command for command in commands if " run " in command)
         if held:
             return [
-                "memory use is shared: a program that gpushare did not start has no limit, and a job may pass its for 0.2 s"
+                "memory use is shared: a program that gpushare did not start has no limit, and a job may pass its limit for 0.2 s"
             ]
         return ["nothing limits memory: one program can use up what the others need, and they run out of memory"]
     return []

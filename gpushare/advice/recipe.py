@@ -521,7 +521,7 @@ def _mps(s: Situation) -> Recipe:
             what = f"one of its {counted(total, 'process')}; of MPI ranks: mpirun -np {total} gpushare run ..."
             steps.run(what, works[0], memory=memory)
         else:
-            _copies(steps, works[0], total, memory=memory, wait=len(s.spread) > 1)
+            _copies(steps, works[0], total, memory=memory, wait=len(s.spread) > 1 or turns is not None)
     else:
         _daemons(steps, "start MPS", Limits())
         if unequal and processes is not None:
@@ -959,7 +959,10 @@ def _fix(s: Situation) -> Recipe:
         )
         measure = "requests per second and p99 at the load of all copies, with one engine and with the copies"
     elif s.short_of_memory and (s.in_phases or s.case.any("server")):
-        steps.say("vLLM: start each with --enable-sleep-mode, and put the idle one to sleep (POST /sleep, /wake_up)")
+        steps.say(
+            "vLLM: start each with --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1, on a trusted network, and put the idle one to"
+            " sleep (POST /sleep, /wake_up)"
+        )
         steps.say("or less memory for each: a shorter context, a quantized model, a smaller --gpu-memory-utilization")
         measure = "how long the first answer after a sleep takes"
     else:

@@ -107,12 +107,13 @@ def apply(
         undone += notes
     matched = replace(matched, notes=(*undone, *matched.notes))
     holds = not matched.missing and all(row.error is None for row in rows)
+    limits = holds and host.root and bool(changed_limits(host, wanted))
     if holds:
         matched = replace(
             matched,
             notes=(*matched.notes, *_forgotten(host, matched), *_followed(host, wanted), *_limited(host, wanted)),
         )
-    result = _shown(rows, matched, dry_run=False, undo=undo)
+    result = _shown(rows, matched, dry_run=False, undo=undo, limits=limits)
     return _kept(host, text, result) if holds else result
 
 
@@ -368,7 +369,7 @@ def _in_force(row: _Row) -> str:
     return f"GPU {row.gpu}: {entry.sharing.value}{': ' if words else ''}{', '.join(words)}"
 
 
-def _shown(rows: Sequence[_Row], found: Matched, *, dry_run: bool, undo: str | None) -> Result:
+def _shown(rows: Sequence[_Row], found: Matched, *, dry_run: bool, undo: str | None, limits: bool = False) -> Result:
     errors = [row.error for row in rows if row.error is not None] + list(found.missing)
     if errors and len(errors) == len(rows) + len(found.missing) == 1:
         raise errors[0]
@@ -376,7 +377,7 @@ def _shown(rows: Sequence[_Row], found: Matched, *, dry_run: bool, undo: str | N
     notes = [*found.notes, *(text for row in rows if row.plan for text in row.plan.change.notes)]
     whole = replace(_whole(rows), steps=tuple(steps), undo=undo, notes=tuple(dict.fromkeys(notes)))
     # With an error, no steps does not mean that everything is as requested.
-    empty = {"empty": "nothing is changed"} if errors else {}
+    empty = {"empty": "nothing is changed"} if errors else {"empty": "only limits of users changed"} if limits else {}
     result = plan_result("apply", whole, dry_run=dry_run, **empty)
     if any(row.done for row in rows):
         result = replace(result, done=undone([_in_force(row) for row in rows if row.done], undo))

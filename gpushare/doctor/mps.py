@@ -330,7 +330,8 @@ def devices(seen: Examination) -> Iterator[Check]:
 def outside(seen: Examination) -> Iterator[Check]:
     """Check for CUDA programs on the GPU of a daemon that are not its clients, but should be.
 
-    A production job stays outside on purpose, and so does all that runs beside a daemon of opportunistic jobs only.
+    A production job stays outside on purpose, a job with a time-slice of its own does, and so does all that runs beside a
+    daemon of opportunistic jobs only.
     """
     pids = set(seen.host.processes.named(control.SERVER_PROGRAM))
     for item in seen.daemons:
@@ -358,7 +359,8 @@ def _unintended(seen: Examination, daemon: MpsDaemon, strangers: list[GpuProcess
     roles = {pid: record.role for pid, record in jobs.items()}
     if clients and all(roles.get(pid) == OPPORTUNISTIC for pid in clients):
         return []
-    return [process for process in strangers if roles.get(process.pid) != PRODUCTION]
+    sliced = {pid for pid, record in jobs.items() if record.slice_us is not None and not record.mps}
+    return [process for process in strangers if roles.get(process.pid) != PRODUCTION and process.pid not in sliced]
 
 
 def _on(gpu: Gpu, daemon: MpsDaemon) -> list[GpuProcess]:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from gpushare.host.host import Host
+    from gpushare.run.jobs import PastJob
 
 # By then it runs or waits; else it is said that neither was seen.
 _SECONDS: Final = 30.0
@@ -67,7 +68,7 @@ def detach(host: Host, words: Sequence[str], program: str, name: str | None) -> 
     """
     import subprocess
 
-    with _named(host, program, name) as (taken, descriptor):
+    with _named(host, program, name) as (taken, descriptor, earlier):
         try:
             # Not by -m: that would look for gpushare in the working directory first.
             process = subprocess.Popen(
@@ -88,24 +89,44 @@ def detach(host: Host, words: Sequence[str], program: str, name: str | None) -> 
         job = _followed(host, Detached(taken, supervisor, output_path(host, taken), None), process)
         if job.state == "ended" and job.exit_code:
             job = job._replace(printed=os.pread(descriptor, _MOST_PRINTED, 0).decode(errors="replace"))
+        if earlier is not None:
+            _after(host, job, earlier)
         return job
 
 
+def _aside(output: Path) -> Path:
+    return output.with_suffix(".earlier")
+
+
+def _after(host: Host, job: Detached, earlier: PastJob) -> None:
+    """Drop what an earlier job of this name left, or put it back if this one was not started."""
+    with contextlib.suppress(OSError):
+        if job.state == "ended" and job.exit_code and not was_started(host, job):
+            os.replace(_aside(job.output), job.output)
+            PAST.write(earlier)
+        else:
+            _aside(job.output).unlink(missing_ok=True)
+
+
 @contextlib.contextmanager
-def _named(host: Host, program: str, name: str | None) -> Iterator[tuple[str, int]]:
-    """Take a name, made of ``program`` if none is given, and yield it with the open output of its job.
+def _named(host: Host, program: str, name: str | None) -> Iterator[tuple[str, int, PastJob | None]]:
+    """Take a name, made of ``program`` if none is given, and yield it with the open output of its job, and the earlier job.
 
     The lock of the output holds the name: also before there is a record of the job, and until its last process has ended.
     """
+    earlier = None
     with JOBS.locked(host):
         if name is not None:
             check_name_free(host, name)
             check_not_waiting(host, name)
-            past = PAST.path(host, name)
+            earlier = PAST.read(PAST.path(host, name))
             # What a job that has ended left behind may still write there.
-            if is_written(output_path(host, name)) and PAST.read(past) is None:
+            if is_written(output_path(host, name)) and earlier is None:
                 raise InUse(f"a job '{name}' is starting", "give it another name: --name OTHER", code="name_in_use")
-            PAST.forget(past)
+            if earlier is not None:
+                PAST.forget(earlier.path)
+                with contextlib.suppress(OSError):
+                    os.replace(output_path(host, name), _aside(output_path(host, name)))
         name = name or made_name(host, program)
         begin_log(output_path(host, name))
         descriptor = open_log(output_path(host, name))
@@ -113,7 +134,7 @@ def _named(host: Host, program: str, name: str | None) -> Iterator[tuple[str, in
         with contextlib.suppress(OSError):
             flocked(descriptor)
     try:
-        yield name, descriptor
+        yield name, descriptor, earlier
     finally:
         os.close(descriptor)
 

@@ -226,6 +226,8 @@ class Cockpit(App[None]):
         self._gpu_of_row: list[int] = []
         self._first_column = 1
         self._note: tuple[float, str, str] | None = None
+        # The command that is being carried out.
+        self._doing: str | None = None
         self._title = Bar(self, self._title_line)
         self._gpus, self._jobs = Panel(self), Panel(self)
         self._charts = Panel(self)
@@ -592,7 +594,13 @@ class Cockpit(App[None]):
             lines += [
                 (f"  {finding[key]}", "dim" if key == "why" else "text") for key in ("why", "remedy") if finding[key]
             ]
-        nothing = "gpushare doctor is still at work" if self._findings is None else "gpushare doctor has found nothing"
+        recorded = self.watch_host.reader.recorded
+        nothing = "gpushare doctor has found nothing"
+        if recorded or self._findings is None:
+            nothing = "a recording has no findings" if recorded else "gpushare doctor is still at work"
+        elif self._examines:
+            # For the next time: these may be some minutes old.
+            self._examine()
         self.push_screen(Dialog("Findings of gpushare doctor", lines or [(nothing, "dim")], self.colours))
 
     def _examine(self) -> None:
@@ -685,6 +693,10 @@ class Cockpit(App[None]):
             self._begin(action, row.job)
 
     def _begin(self, action: Action, job: ListedJob) -> None:
+        if self._doing is not None:
+            # A second action would end it in the middle.
+            self.say(f"still at work: {self._doing}", "warn")
+            return
         self.run_worker(self._acted(action, job), group="act", exclusive=True)
 
     async def _acted(self, action: Action, job: ListedJob) -> None:
@@ -716,8 +728,12 @@ class Cockpit(App[None]):
                 )
                 return
             consent = bool((document.get("data") or {}).get("consent"))
-            self.say(f"{command_of(words)} ...", seconds=3600)
-            document = await self._answer([*words, "-y"] if consent else words)
+            self._doing = command_of(words)
+            try:
+                self.say(f"{self._doing} ...", seconds=3600)
+                document = await self._answer([*words, "-y"] if consent else words)
+            finally:
+                self._doing = None
             # Something else would go by now than was agreed to.
             if not needs_consent(document):
                 break
@@ -751,7 +767,7 @@ class Cockpit(App[None]):
         await self.push_screen_wait(Dialog(title, lines, self.colours))
 
     def action_explain(self) -> None:
-        self.run_worker(self._explained(), group="act", exclusive=True)
+        self.run_worker(self._explained(), group="explain", exclusive=True)
 
     async def _explained(self) -> None:
         row = self.chosen

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -434,3 +435,32 @@ def test_every_key_does_what_it_is_bound_to(show: Show, monkeypatch: pytest.Monk
         assert await pressed(screen, Choice.BINDINGS, "o") == []
 
     show(world, script, size=(80, 24))
+
+
+def test_a_confirmed_action_is_not_ended_by_another_key(show: Show) -> None:
+    """A move or a swap may take minutes: what is pressed meanwhile must not end it."""
+    world = World("sim:h200")
+    pid = add(world, 0, "train", 9)
+
+    async def script(screen: Shown) -> None:
+        inner, go_on, ended = screen.app._answer, asyncio.Event(), []
+
+        async def slow(words: Sequence[str]) -> dict[str, Any]:
+            if "-n" not in words and words[0] == "stop":
+                try:
+                    await go_on.wait()
+                finally:
+                    ended.append(go_on.is_set())
+            return await inner(words)
+
+        screen.app._answer = slow  # type: ignore[method-assign]
+        await screen.press("s", "y")
+        await screen.press("p")
+        assert f"still at work: gpushare stop {pid}" in screen.text
+        await screen.press("e", "escape", "r")
+        assert (pid in world.pids(), ended) == (True, [])
+        go_on.set()
+        await screen.pilot.pause(0.1)  # type: ignore[union-attr]
+        assert (pid in world.pids(), ended) == (False, [True])
+
+    show(world, script)

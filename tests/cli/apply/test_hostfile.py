@@ -861,7 +861,10 @@ def test_limits_of_users_are_kept_compared_captured_and_honored(cli: Cli, write:
     planned = cli("apply", "-n", "-f", path, host=TWO).ok()
     assert "only limits of users would change" in planned.out
     assert "note: memory: other users: limit 20G, now none" in planned.err
-    assert "2 limits of users in force" in cli("apply", "-f", path, host=TWO).ok().err
+    applied = cli("apply", "-f", path, host=TWO).ok()
+    assert "2 limits of users in force" in applied.err
+    assert "only limits of users changed" in applied.out
+    assert "nothing to do" in cli("apply", "-f", path, host=TWO).ok().out
     assert cli("diff", "-f", path, host=TWO).ok().out.strip() == "the limits of users are those of the file"
     assert "limit: 8G" in cli("capture", host=TWO).ok().out
     for wait in ((), ("--wait",)):

@@ -327,6 +327,9 @@ def test_a_job_that_is_meant_to_run_outside_mps_is_no_fault(
     for name, pid, role in (("in", client, inside), ("out", other, beside)):
         write_record(world.host, record_of(world.host, device, name, pid, role))
     assert ("mps.outside" in findings(cli)) is warned
+    # One with a time-slice of its own, as `run --slice` starts it.
+    write_record(world.host, replace(record_of(world.host, device, "out", other, beside), slice_us=2000))
+    assert "mps.outside" not in findings(cli)
 
 
 @pytest.mark.parametrize("case", FAULTS)

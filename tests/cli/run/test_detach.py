@@ -68,6 +68,25 @@ def test_what_keeps_it_from_starting_is_said_as_without_d(cli: Cli, world: World
     assert world.pids() == []
 
 
+def test_a_start_that_is_refused_leaves_the_earlier_job_of_its_name(cli: Cli, world: World) -> None:
+    name_of(cli, "--name", "train", "--", "sh", "-c", "echo ready; exit 3")
+
+    def listed() -> list[tuple[object, ...]]:
+        jobs = cli("jobs", output="json").ok().data["jobs"]
+        return [(job["name"], job["state"], job["exit_code"], job["command"]) for job in jobs]
+
+    until(lambda: [job[1] for job in listed()] == ["ended"], "it has ended")
+    before = listed()
+    assert cli("run", "-d", "--opportunistic", "--for", "nosuch", "--name", "train", "--", "true").code == 6
+    assert listed() == before
+    assert "ready" in cli("logs", "train").ok().out
+    # One that starts takes its place.
+    name_of(cli, "--name", "train", "--", "sh", "-c", "echo again")
+    until(lambda: "again" in cli("logs", "train").ok().out, "the new one has ended")
+    assert "ready" not in cli("logs", "train").ok().out
+    assert not list(output_path(world.host, "train").parent.glob("*.earlier"))
+
+
 def test_it_waits_in_line(cli: Cli, world: World) -> None:
     first = name_of(cli, "--memory", "100G", "--name", "first", "--", "sleep", "60")
     words = ("run", "-d", "--wait", "--memory", "100G", "--name", "second", "--", "sleep", "60")
