@@ -140,7 +140,8 @@ def test_the_jobs_alone_are_measured_again_and_again(tuned: Tuned) -> None:
 
     result = tuned(job(*SHORT), kind=WarmsUp, goal=Goal(keep=0.97, p99_factor=1.5), ways=("slices",))
     assert result.outcome.best is not None
-    assert (result.outcome.best.share or 9) <= 1.01
+    # Measured once, at the start, it would be 1.25.
+    assert (result.outcome.best.share or 9) <= 1.1
 
 
 class Uneven(ToldExperiment):

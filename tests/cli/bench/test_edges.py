@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from gpushare.base.errors import OperationFailed
+from gpushare.base.model import ComputeMode
 from gpushare.connect import connect
 from tests.cli.conftest import H200, Cli
 
@@ -64,7 +65,7 @@ def test_a_file_that_cannot_be_written_after_all_costs_no_figures(
 
 def test_in_exclusive_process_mode_every_run_is_an_mps_client(cli: Cli, tmp_path: Path) -> None:
     """The MPS server is the one process that the mode admits, so a run outside it would be refused."""
-    assert connect(H200).programs.run(["nvidia-smi", "-i", "0", "-c", "EXCLUSIVE_PROCESS"]).exit_code == 0
+    connect(H200).nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
     pipes = tmp_path / "pipes"
     job = f'test -S "$CUDA_MPS_PIPE_DIRECTORY/control" && echo "$CUDA_MPS_PIPE_DIRECTORY" >> {pipes}; echo rate=2'
     words = ("--copies", "2", "--ways", "queue,timeslice,mps", "--repeat", "1", "--metric", "rate=(.+)")
