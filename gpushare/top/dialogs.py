@@ -58,6 +58,11 @@ class Lines(Widget):
         back = "row" if at == self.cursor else "head"
         return Strip([Segment(fitted(text, self.size.width), self._colours.style(colour, back))])
 
+    def on_resize(self) -> None:
+        """Show the last lines where there is room for more of them."""
+        self.offset_y = min(self.offset_y, max(0, len(self.lines) - self.size.height))
+        self.refresh()
+
     def move(self, by: int) -> None:
         """Move the cursor, or without one the view."""
         last = len(self.lines) - 1

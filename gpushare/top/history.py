@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from gpushare.base.model import ListedJob
@@ -118,6 +118,8 @@ class Events:
         self.all: deque[Event] = deque(maxlen=_MOST_EVENTS)
         self._before: Frame | None = None
         self._slowed_until: dict[tuple[int, str], float] = {}
+        # Processes of named jobs: the end of such a job is told once.
+        self._of_jobs: set[int | None] = set()
 
     def add(self, frame: Frame) -> None:
         """Note what has changed since the last frame. The first one, and one without an answer, tell nothing."""
@@ -129,8 +131,18 @@ class Events:
         self.all.extend(self._daemons(before, frame))
 
     def _jobs(self, before: Frame, frame: Frame) -> Iterator[Event]:
-        earlier = {_key(job): job for job in before.jobs if job.state != ENDED}
-        present = {_key(job): job for job in frame.jobs if job.state != ENDED}
+        both = (*before.jobs, *frame.jobs)
+        self._of_jobs &= {job.pid for job in both}
+        self._of_jobs |= {pid for job in both if job.name is not None for pid in (job.pid, *job.processes)}
+        silent = {gpu.index for gpu in frame.snapshot.gpus if gpu.error is not None}
+
+        def told(jobs: Sequence[ListedJob]) -> dict[tuple[str | None, int | None, bool], ListedJob]:
+            own = [job for job in jobs if job.name is not None or job.pid not in self._of_jobs]
+            return {_key(job): job for job in own if job.state != ENDED}
+
+        # What runs on a GPU that does not answer is unknown.
+        earlier = {key: job for key, job in told(before.jobs).items() if job.name or not silent & {*job.gpu_indexes}}
+        present = told(frame.jobs)
         past = {(job.name, job.ran_seconds) for job in before.jobs if job.state == ENDED}
         codes = {
             job.name: job.exit_code

@@ -338,9 +338,12 @@ class Cockpit(App[None]):
         self._gpu_of_row = owners
         chosen = chosen if chosen in owners else owners[0] if owners else None
         lines = min(len(rows), room)
-        listed = len([job for job in frame.jobs if job.pid is not None])
+        opened = self.opened
+        listed = len(
+            [job for job in frame.jobs if job.pid is not None and (opened is None or opened in job.gpu_indexes)]
+        )
         # Charts take what the jobs leave.
-        left = height - 6 - lines - max(6, min(listed + 1, (height - 5 - lines) * 2 // 3))
+        left = height - 6 - lines - max(6 if opened is None else 3, min(listed + 1, (height - 5 - lines) * 2 // 3))
         charted = next((gpu for gpu in shown if self.opened is not None or gpu.index == chosen), None)
         most = 16 if self.opened is not None else max(7, height // 4)
         heads, *areas = (

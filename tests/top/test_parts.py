@@ -145,6 +145,12 @@ def test_events_of_jobs() -> None:
         "train (9) ended",
     ]
     assert told(frame(jobs=(waits,)), frame()) == ["llm left the line"]
+    # Its process is there for a moment longer than its record.
+    rest = job(8, name=None)
+    assert told(frame(jobs=(runs,)), frame(jobs=(rest, ended)), frame(jobs=(ended,))) == ["llm ended with exit code 3"]
+    # A GPU that does not answer tells nothing of what it runs.
+    lost = frame(gpu=Gpu(index=0, error="GPU 0 is lost"))
+    assert told(frame(jobs=(job(9),)), lost) == ["GPU 0 is lost"]
     # Nothing can be read: nothing has ended.
     assert told(frame(jobs=(runs,)), frame(error="the driver is gone"), frame(jobs=(runs,))) == []
 
