@@ -125,6 +125,8 @@ GOLDENS = Path(__file__).parent / "goldens"
 SLOW = (
     "advice/test_held_out.py",
     "advice/test_measured.py",
+    "advice/test_place.py",
+    "advice/test_promises.py",
     "advice/test_properties.py",
     "cli/advise/test_beside.py",
     "cli/advise/test_leaving.py",
