@@ -65,6 +65,20 @@ def test_the_short_page_and_the_readme_have_the_figures_of_all_pairs() -> None:
         assert line.endswith(
             f"| {figures[0]} | {'-' if p99 is None else f'{p99:.2f}x'.removeprefix('0')} | {figures[1]} |"
         )
+    rows = json.loads(KEPT.joinpath("colocation-h100.json").read_text())["rows"]
+    steady = [row for row in rows if not row["pair"].startswith("random")]
+    rate = max(abs(row["tune"]["best"]["kept"] - row["judged"]["kept"]) for row in steady)
+    late = [abs(row["tune"]["best"]["p99"] - row["judged"]["p99"]) for row in steady if row["judged"]["p99"]]
+    words = " ".join(page.split())
+    assert f"was within {rate:.3f} in the four pairs".replace("0.", ".") in words
+    assert f"that of a p99 within {max(late):.3f}".replace("0.", ".") in words
+    seconds = {
+        ways: sorted(round(row["tune"]["seconds"]) for row in rows if row["ways"] == ways)
+        for ways in ("slices", "slices,caps")
+    }
+    assert seconds["slices"][-1] == 126
+    assert f"took {seconds['slices'][0]} to {seconds['slices'][-2]} s for slices (once 126 s" in words
+    assert f"{seconds['slices,caps'][0]} and {seconds['slices,caps'][1]} s for both ways" in words
     ways = json.loads(KEPT.joinpath("sharing-nvidia-h200-20261122.json").read_text())["ways"]
     for way, row in (("time-slicing", "plain time-slicing"), ("MPS", "plain MPS"), ("MPS, low priority", "MPS, low")):
         found = ways[f"infer + big: {way}"]

@@ -92,6 +92,8 @@ _SHARED: Final = 1.2
 _LEAST_SCATTER: Final = 0.003
 # Windows alone before the first setting: they tell how far the rates of this job scatter.
 _FIRST_ALONE: Final = 2
+# Longer windows scatter less, and would use up the budget.
+_BRIEF_SECONDS: Final = 3.0
 # From here on, requests come at random; and with less than this load, a server waits for them.
 _RANDOM: Final = 0.4
 _WAITING_LOAD: Final = 0.9
@@ -552,7 +554,7 @@ class Stage:
                 raise _LeftOut(error) from None
         self._pause_others()
         self._fit()
-        for _ in range(_FIRST_ALONE):
+        for _ in range(_FIRST_ALONE if self._window <= _BRIEF_SECONDS else 0):
             self._watch_alone()
         if first == Limits() and not self._tuner.others_alone:
             # Not at once: a job that has just begun is slow (H100: .86 of its rate a few seconds later).
@@ -837,7 +839,7 @@ class Stage:
         if production is None:
             return
         began = self.experiment.now()
-        # A latency hardly differs from request to request where a CUDA graph runs; the clock of a GPU does.
+        # Where a CUDA graph runs, latencies differ less from each other than the clock of the GPU changes them.
         bound = None if self._usual_latency is None else _SERVED * self._usual_latency
 
         def caught_up() -> bool:

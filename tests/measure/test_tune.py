@@ -144,6 +144,24 @@ def test_the_jobs_alone_are_measured_again_and_again(tuned: Tuned) -> None:
     assert (result.outcome.best.share or 9) <= 1.1
 
 
+class Seldom(ToldExperiment):
+    """Both print every eight seconds."""
+
+    printed = 0.0
+
+    def _print(self) -> None:
+        if ToldExperiment.clock - Seldom.printed >= 8.0:
+            Seldom.printed = ToldExperiment.clock
+            super()._print()
+
+
+def test_jobs_that_print_seldom_have_an_answer_within_the_budget(tuned: Tuned) -> None:
+    Seldom.printed = 0.0
+    result = tuned(job(30), kind=Seldom)
+    assert result.outcome.best is not None
+    assert result.outcome.best.setting == Setting(threads=60.0)
+
+
 class Uneven(ToldExperiment):
     """Production's rate drifts by 3 percent from second to second, as on a busy host."""
 
