@@ -100,9 +100,13 @@ def apply(
         raise
     if settings.dry_run:
         return _with_limits(_shown(rows, matched, dry_run=True, undo=_way_back(host, rows)), host, wanted)
-    undo = None
+    undo, ended = None, _ended_leases(host, wanted)
     if any(row.steps for row in rows):
         _need_root(host, rows)
+    if host.root:
+        others = tuple(loss for uid, loss in ended if uid != host.uid)
+        consented(Plan(title="limits of users", steps=(), consent=others))
+    if any(row.steps for row in rows):
         rows, matched, notes, undo = _carried(host, ledger, wanted, rows)
         undone += notes
     matched = replace(matched, notes=(*undone, *matched.notes))
@@ -297,15 +301,19 @@ def _limited(host: Host, wanted: HostFile) -> list[str]:
         notes.append("limits of users (memory) are no longer in force: this file has none")
     if longest != now.longest_lease_seconds:
         notes.append(f"leases of users end after {format_duration(longest)}" if longest else "users may hold no leases")
-    return notes + _ended_leases(host, wanted)
+    return notes + _told(_ended_leases(host, wanted))
 
 
-def _ended_leases(host: Host, wanted: HostFile) -> list[str]:
-    """Return notes on the leases that are longer than a file allows, so that they end with it."""
+def _told(ended: Sequence[tuple[int, Loss]]) -> list[str]:
+    return [f"{loss.what} ends" for _, loss in ended]
+
+
+def _ended_leases(host: Host, wanted: HostFile) -> list[tuple[int, Loss]]:
+    """Return the leases that are longer than a file allows, so that they end with it, by the user's id."""
     kept = leases(host, limits_in(wanted))
     indexes = {gpu.uuid: gpu.index for gpu in gpus_of(host)}
     return [
-        f"the lease of {lease.user} on GPU {indexes.get(uuid, uuid)} ends"
+        (lease.uid, Loss(action="ends", what=f"the lease of {lease.user} on GPU {indexes.get(uuid, uuid)}"))
         for uuid, lease in leases(host, kept_limits(host)).items()
         if uuid not in kept or kept[uuid].uid != lease.uid
     ]
@@ -318,8 +326,12 @@ def _with_limits(planned: Result, host: Host, wanted: HostFile) -> Result:
         return planned
     tables = tuple(replace(table, empty="only limits of users would change") for table in planned.tables)
     data = replace(planned.data, limits=tuple(limits))
-    notes = (*planned.notes, *limits, *_ended_leases(host, wanted))
-    return replace(planned, tables=tables, notes=notes, data=data)
+    ended = _ended_leases(host, wanted)
+    asks = tuple(loss for uid, loss in ended if uid != host.uid)
+    notes = [*planned.notes, *limits, *_told(ended)]
+    if asks:
+        notes.append(f"without -y it asks first, because it {taken(asks)}")
+    return replace(planned, tables=tables, notes=tuple(notes), data=data)
 
 
 def _kept(host: Host, text: str, result: Result) -> Result:

@@ -106,6 +106,11 @@ def test_a_file_that_shortens_leases_says_so_and_names_those_that_end(cli: Cli, 
     ends = "the lease of nobody on GPU 0 ends"
     assert told in planned.err
     assert ends in planned.err
+    assert "without -y it asks first, because it ends the lease of nobody on GPU 0" in planned.err
+    refused = cli("apply", "-f", str(file), host=TWO, asks=True)
+    assert "ends the lease of nobody on GPU 0, and there is no terminal to ask on" in refused.err
+    assert refused.code == 19
+    assert leases(two.host, kept_limits(two.host)) != {}
     applied = cli("apply", "-f", str(file), host=TWO).ok().err
     assert "users may hold no leases" in applied
     assert ends in applied
