@@ -292,7 +292,8 @@ def _limited(host: Host, wanted: HostFile) -> list[str]:
     """Return notes on the limits of users, which are in force once root has kept the file."""
     now, longest, notes = kept_limits(host), limits_in(wanted).longest_lease_seconds, list[str]()
     if not host.root:
-        which = "memory" if wanted.memory else "" if wanted.longest_lease_seconds is None else "reserve"
+        given = {"memory": bool(wanted.memory), "reserve": wanted.longest_lease_seconds is not None}
+        which = ", ".join(key for key, is_given in given.items() if is_given)
         how = "are in force only when root applies the file: sudo gpushare apply"
         return [f"limits of users ({which}) {how}"] if which else []
     if wanted.memory:

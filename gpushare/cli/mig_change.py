@@ -394,7 +394,7 @@ def create(
             answer = replace(answer, hint=f"MIG is off on GPU {off}, so it is left out: gpushare mig enable -g {off}")
         plan = planned_or_refused(answer)
         created = [(part, new.instance) for part in plan.gpus for new in part.created]
-        naming = None if name is None else plan_names(host, [name], {}, created, may_move=False)
+        naming = None if name is None else plan_names(host, [name], {}, created, may_move=False, plans=plan.gpus)
         return change_of(host, ledger, gpus, layouts, plan, f"create {' '.join(map(str, asked))}", naming=naming)
 
     return carried("mig create", make, refresh_cdi=refresh_cdi)

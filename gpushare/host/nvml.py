@@ -595,7 +595,7 @@ class NvmlReader:
         """
         try:
             handle = self.ask(lambda nvml: nvml.nvmlDeviceGetHandleByUUID(mig.uuid), str(index))
-            merged = None if handle is None else self._listed(handle, str(index))
+            merged = None if handle is None else self._listed(handle, str(index), mig)
         except NotFound:
             return None
         if merged is None:
@@ -604,17 +604,24 @@ class NvmlReader:
         entries = {pid: entry for (pid, _, _), entry in merged.items()}
         return tuple(GpuProcess(pid=pid, **place, **entries[pid]) for pid in sorted(entries))
 
-    def _listed(self, handle: Any, gpu: str) -> dict[tuple[int, int | None, int | None], dict[str, Any]] | None:
-        """Return the processes of a GPU or MIG device by PID and instances, from all lists; None: there are no lists."""
+    def _listed(
+        self, handle: Any, gpu: str, mig: MigInstance | None = None
+    ) -> dict[tuple[int, int | None, int | None], dict[str, Any]] | None:
+        """Return the processes of a GPU, or of a MIG device, by PID and instances, from all lists.
+
+        None: there are no lists; of a MIG device, no list of compute processes.
+        """
         lists = {
             kind: self._process_list(f"nvmlDeviceGet{name}RunningProcesses", handle, gpu)
             for kind, name in (("compute", "Compute"), ("graphics", "Graphics"), ("mps", "MPSCompute"))
         }
-        if all(rows is None for rows in lists.values()):
+        if lists["compute"] is None if mig is not None else all(rows is None for rows in lists.values()):
             return None
         merged: dict[tuple[int, int | None, int | None], dict[str, Any]] = {}
         for kind, rows in lists.items():
             for pid, used, gpu_instance, compute_instance in rows or ():
+                if mig is not None:
+                    gpu_instance, compute_instance = mig.gpu_instance_id, mig.compute_instance_id
                 entry = merged.setdefault((pid, gpu_instance, compute_instance), {"memory_used_bytes": None})
                 if entry["memory_used_bytes"] is None:
                     entry["memory_used_bytes"] = used

@@ -154,7 +154,9 @@ def daemon_steps_before(
         if own.device.uuid in going:
             force = own.device.uuid in evicted
             refuse_used(host, own, force=force)
-            steps.append(_stop_step(host, own, force=force, stays=own.device.uuid not in back))
+            # Nobody but its user starts another user's daemon again.
+            stays = own.device.uuid not in back or own.record.uid != host.uid
+            steps.append(_stop_step(host, own, force=force, stays=stays))
     return tuple(steps)
 
 

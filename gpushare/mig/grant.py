@@ -307,10 +307,12 @@ def plan_names(
     wanted: Sequence[tuple[GpuPlan, GpuInstance]],
     *,
     may_move: bool = True,
+    plans: Sequence[GpuPlan] = (),
 ) -> Naming:
     """Return how the instances of a layout get these names in order, and only these users; one name is numbered.
 
-    Without ``may_move`` only a name whose instance no longer exists may be reused.
+    Without ``may_move`` only a name whose instance no longer exists may be reused, as far as ``plans`` (those of the
+    instances, unless given) tell.
 
     Raises:
         BadUsage: the names are not as many as the instances, a grant is for none of them, or a name may not move.
@@ -342,13 +344,14 @@ def plan_names(
         for name, (plan, new) in zip(names, wanted, strict=True)
     }
     bound = [named for name, named in places.items() if name not in given or given[name].spot != named.spot]
-    index = {plan.uuid or "": plan.gpu for plan, _ in wanted}
-    here = {(plan.uuid, *instance.place) for plan, _ in wanted for instance in plan.kept}
+    plans = plans or [plan for plan, _ in wanted]
+    index: dict[str | None, int] = {plan.uuid: plan.gpu for plan in plans}
+    here = {(plan.uuid, *instance.place) for plan in plans for instance in plan.kept}
     # The names that move here, and those of the instances that get another.
     lost = [given[named.name] for named in bound if named.name in given]
     taken = next((name for name in lost if name.gpu_uuid not in index or name.spot in here), None)
     if taken is not None and not may_move:
-        raise name_taken(taken, {plan.uuid: plan.gpu for plan, _ in wanted})
+        raise name_taken(taken, index)
     lost = lost if may_move else []
     spots = {named.spot for named in places.values()}
     old = [named for named in given.values() if named.name not in places and named.spot in spots]
@@ -379,11 +382,14 @@ def plan_names(
                 what=f"the name '{named.name}' of {named}",
                 why=(f"granted to {', '.join(named.users)}",) if named.users else (),
             )
+            # Of an instance that has gone before, a name that nobody was granted is no loss.
             for named in stay
+            if named.spot in here or named.users
         ),
         undo=(
             *(f"gpushare mig name --forget {named.name} -y" for named in bound if named.spot in here),
-            *(word for named in stay if named.gpu_uuid in index for word in _naming(named, index[named.gpu_uuid])),
+            # Of one whose instance has gone before, the name cannot be given back.
+            *(word for named in stay if named.spot in here for word in _naming(named, index[named.gpu_uuid])),
         ),
     )
 

@@ -42,7 +42,7 @@ def find_targets(text: str, layouts: Sequence[Layout]) -> tuple[Target, ...]:
         listing = ", ".join(there[:8]) + (f" and {len(there) - 8} more" if len(there) > 8 else "")
         raise NotFound(
             f"there is no MIG instance {quoted(text)} here",
-            f"instances: {listing or 'none'}; see: gpushare mig status" if listing else "see: gpushare mig status",
+            f"instances: {listing}; see: gpushare mig status" if listing else "see: gpushare mig status",
             code="unknown_instance",
         )
     return tuple(matches)
