@@ -37,6 +37,7 @@ from gpushare.run.farm import (
     MOST_LINE_BYTES,
     FarmOptions,
     FarmResult,
+    check_farm,
     file_title,
     parse_lines,
     plan_farm,
@@ -222,6 +223,8 @@ def _farmed(host: Host, devices: Sequence[Device], command: Sequence[str], optio
     if settings.dry_run:
         steps = tuple(plan_farm(host, devices, command, options, report))
         return plan_result("farm", Plan(title="the farm has ended", steps=steps), dry_run=True)
+    # An error comes before the farm is a job.
+    check_farm(host, devices, command, options, report)
     try:
         with farm_job(host, devices[0], options.name, command) as ended:
             shown = _finished(run_farm(host, devices, command, options, report), options, devices)

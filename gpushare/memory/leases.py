@@ -66,6 +66,8 @@ def leases(host: Host, limits: UserLimits) -> dict[str, GpuLease]:
     first: dict[str, GpuLease] = {}
     now = uptime()
     for file in _files(host, limits):
+        if not file.since <= now < file.until:
+            continue
         lease = GpuLease(
             gpu_uuid=file.gpu_uuid,
             uid=file.uid,
@@ -100,7 +102,7 @@ def take_lease(host: Host, gpu_uuid: str, seconds: float, limits: UserLimits) ->
         make_private_directory(directory)
     earlier = [file for file in _files(host, limits) if file.gpu_uuid == gpu_uuid and file.uid == host.uid]
     now = uptime()
-    since = min((file.since for file in earlier), default=now)
+    since = min((file.since for file in earlier if file.since <= now < file.until), default=now)
     path = directory / f"{PREFIX}{secrets.token_hex(8)}"
     text = (
         f"gpushare lease 1\nboot {boot_id() or '-'}\ngpu {gpu_uuid}\nsince {int(since)}\nuntil {int(now + seconds)}\n"
@@ -136,6 +138,7 @@ def end_lease(host: Host, gpu_uuid: str, limits: UserLimits) -> None:
 
 
 def _files(host: Host, limits: UserLimits) -> list[_LeaseFile]:
+    """Return the leases that are written, also those that a shorter limit has cut short: a longer one brings them back."""
     directory = claim_directory(host)
     try:
         names = [name for name in sorted(os.listdir(directory)) if _NAME.fullmatch(name)]
@@ -172,7 +175,7 @@ def _read(host: Host, directory: Path, names: list[str], limits: UserLimits) -> 
         over = time.time() - seen.st_ctime > _UNREADABLE_SECONDS if lease is None else lease.written_until <= now
         if over and (seen.st_uid == host.uid or host.root):
             _remove(path)
-        elif lease is not None and lease.since <= now < lease.until:
+        elif lease is not None and not over:
             yield lease
 
 

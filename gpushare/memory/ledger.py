@@ -118,6 +118,7 @@ class Line:
 
     device: Device
     room: Room
+    # Those of the holders first, in their order.
     running: tuple[Running, ...]
     holders: tuple[Reservation, ...]
     # Bytes that no reservation accounts for: other programs, and what jobs hold beyond their reservations.
@@ -331,7 +332,7 @@ def line_of(
     own = sum(process.memory_used_bytes or 0 for process, info in strangers if not _is_job(process, info))
     own += rest if rest <= MUCH_UNLISTED else 0
     room = Room(memory_bytes=max(0, total - reserved), clients=clients, alone=alone, own_bytes=own)
-    running, holders = [], []
+    running, holders, more_clients = list[Running](), list[Reservation](), list[Running]()
     beyond: set[str] = set()
     granted: dict[int, int] = defaultdict(int)
     at = time.time() if now is None else now
@@ -355,7 +356,8 @@ def line_of(
         running.append(Running(memory_bytes=takes, client=job.client, uid=job.claim.uid, ends_seconds=ends))
         # Each of its processes is a client of its own.
         more = sum(process.mps for process in own_processes) - 1
-        running += [Running(memory_bytes=0, client=True, uid=job.claim.uid, ends_seconds=ends)] * more
+        more_clients += [Running(memory_bytes=0, client=True, uid=job.claim.uid, ends_seconds=ends)] * more
+    running += more_clients
     for process, info in strangers:
         uid = None if info is None else info.uid
         running.append(Running(memory_bytes=process.memory_used_bytes or 0, client=process.mps, uid=uid))
@@ -599,7 +601,7 @@ class Place:
         if claims is None or jobs is None or mine is None:
             return ()
         if self._before is None:
-            # Of all claims: `found` has only some of the jobs of a user.
+            # Of all claims: `jobs` has only some of the waiting jobs of a user.
             self._before = frozenset(
                 claim.path.name for claim in claims if claim.ticket is not None and claim.rank < mine.rank
             )

@@ -345,13 +345,13 @@ def plan_names(
     }
     bound = [named for name, named in places.items() if name not in given or given[name].spot != named.spot]
     plans = plans or [plan for plan, _ in wanted]
-    index: dict[str | None, int] = {plan.uuid: plan.gpu for plan in plans}
+    index = {plan.uuid or "": plan.gpu for plan in plans}
     here = {(plan.uuid, *instance.place) for plan in plans for instance in plan.kept}
     # The names that move here, and those of the instances that get another.
     lost = [given[named.name] for named in bound if named.name in given]
     taken = next((name for name in lost if name.gpu_uuid not in index or name.spot in here), None)
     if taken is not None and not may_move:
-        raise name_taken(taken, index)
+        raise name_taken(taken, {plan.uuid: plan.gpu for plan in plans})
     lost = lost if may_move else []
     spots = {named.spot for named in places.values()}
     old = [named for named in given.values() if named.name not in places and named.spot in spots]

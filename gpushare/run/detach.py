@@ -25,7 +25,7 @@ from gpushare.base.errors import (
 from gpushare.host.identity import Identity, identity_of_child
 from gpushare.host.records import flocked
 from gpushare.memory.ledger import reservations
-from gpushare.run.jobs import JOBS, PAST, check_name_free, is_written, made_name, output_path
+from gpushare.run.jobs import JOBS, PAST, aside, check_name_free, is_written, made_name, output_path
 from gpushare.run.program import begin_log, open_log
 from gpushare.run.queued import check_not_waiting
 from gpushare.run.share import NO_PROGRAM
@@ -80,6 +80,7 @@ def detach(host: Host, words: Sequence[str], program: str, name: str | None) -> 
                 start_new_session=True,
             )
         except OSError as error:
+            _put_back(host, taken, earlier)
             raise OperationFailed(
                 f"the job cannot be put into the background: {error.strerror or error}",
                 "run it here: without -d",
@@ -89,23 +90,18 @@ def detach(host: Host, words: Sequence[str], program: str, name: str | None) -> 
         job = _followed(host, Detached(taken, supervisor, output_path(host, taken), None), process)
         if job.state == "ended" and job.exit_code:
             job = job._replace(printed=os.pread(descriptor, _MOST_PRINTED, 0).decode(errors="replace"))
-        if earlier is not None:
-            _after(host, job, earlier)
+            if not was_started(host, job):
+                _put_back(host, taken, earlier)
         return job
 
 
-def _aside(output: Path) -> Path:
-    return output.with_suffix(".earlier")
-
-
-def _after(host: Host, job: Detached, earlier: PastJob) -> None:
-    """Drop what an earlier job of this name left, or put it back if this one was not started."""
-    with contextlib.suppress(OSError):
-        if job.state == "ended" and job.exit_code and not was_started(host, job):
-            os.replace(_aside(job.output), job.output)
+def _put_back(host: Host, name: str, earlier: PastJob | None) -> None:
+    """Put back what an earlier job of this name left, as this one was not started."""
+    if earlier is not None:
+        with contextlib.suppress(OSError):
+            os.replace(aside(output_path(host, name)), output_path(host, name))
+        with contextlib.suppress(GpushareError, OSError):
             PAST.write(earlier)
-        else:
-            _aside(job.output).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -126,10 +122,14 @@ def _named(host: Host, program: str, name: str | None) -> Iterator[tuple[str, in
             if earlier is not None:
                 PAST.forget(earlier.path)
                 with contextlib.suppress(OSError):
-                    os.replace(output_path(host, name), _aside(output_path(host, name)))
+                    os.replace(output_path(host, name), aside(output_path(host, name)))
         name = name or made_name(host, program)
-        begin_log(output_path(host, name))
-        descriptor = open_log(output_path(host, name))
+        try:
+            begin_log(output_path(host, name))
+            descriptor = open_log(output_path(host, name))
+        except BaseException:
+            _put_back(host, name, earlier)
+            raise
         # Some file systems have no locks.
         with contextlib.suppress(OSError):
             flocked(descriptor)
@@ -137,6 +137,8 @@ def _named(host: Host, program: str, name: str | None) -> Iterator[tuple[str, in
         yield name, descriptor, earlier
     finally:
         os.close(descriptor)
+        with contextlib.suppress(OSError):
+            aside(output_path(host, name)).unlink(missing_ok=True)
 
 
 def _followed(host: Host, job: Detached, process: subprocess.Popen[bytes]) -> Detached:

@@ -263,9 +263,11 @@ def copies_done(ends: Iterable[CopyEnd], command: str, copies: int, lines: Seque
     if lines is None:
         return {number for number in range(copies) if latest.get((None, number), False)}
     times = Counter(line for (line, _), done in latest.items() if done)
-    numbers = set()
+    # One that is where it was is known first: copies of one line differ by their number.
+    numbers = {number for number, line in enumerate(lines) if latest.get((line, number), False)}
+    times.subtract(lines[number] for number in numbers)
     for number, line in enumerate(lines):
-        if times[line] > 0:
+        if number not in numbers and times[line] > 0:
             times[line] -= 1
             numbers.add(number)
     return numbers
@@ -448,6 +450,13 @@ def plan_farm(
     return tuple(planned.plan())
 
 
+def check_farm(
+    host: Host, devices: Sequence[Device], command: Sequence[str], options: FarmOptions, reporter: CopyLines
+) -> None:
+    """Raise what `farm` raises before it begins; nothing is changed."""
+    _Farm(host, devices, command, options, reporter).check()
+
+
 class _FarmGpu:
     """The GPU of some copies, or the GPUs that each of them has: their share, opened with the first one."""
 
@@ -579,7 +588,7 @@ class _Farm:
                 )
 
     def _check_shares(self, program: str) -> None:
-        """Leave out the devices on which a copy cannot run; raise if that are all."""
+        """Leave out the devices on which a copy cannot run; raise if none is left."""
         refused: dict[str, GpushareError] = {}
         for uuid in self._devices:
             try:
@@ -837,7 +846,9 @@ class _Farm:
             # Nothing bounds them but how many clients a server takes.
             gpu = self._gpu(*self._order([*self._devices])[:count])
             most_clients = self._clients.get(gpu.device.uuid) if count == 1 else 1
-            return None if most_clients is not None and len(gpu.running) >= most_clients else (gpu, None)
+            on_each = Counter(uuid for key, each in self._gpus.items() for uuid in key for _ in each.running)
+            here = max(on_each[device.uuid] for device in gpu.devices)
+            return None if most_clients is not None and here >= most_clients else (gpu, None)
         place = self._taken(self._request(size))
         return None if place is None else (self._gpu(*place.held), place)
 

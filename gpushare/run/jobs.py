@@ -130,6 +130,11 @@ def output_path(host: Host, name: str) -> Path:
     return host.state_directory / "output" / f"{name}.log"
 
 
+def aside(output: Path) -> Path:
+    """Return where the output of an earlier job is until the one that replaces it has begun."""
+    return output.with_suffix(".earlier")
+
+
 # Other users read them too, to spare a production job.
 JOBS: Final = RecordStore(JobRecord, "jobs", "the record of a job")
 
@@ -254,7 +259,8 @@ def keep_past(host: Host, record: JobRecord, device: str, began: float, exit_cod
         kept = sorted(PAST.all(host, shared=False), key=lambda past: past.ended, reverse=True)
         for old in kept[KEPT_JOBS:]:
             PAST.forget(old.path)
-            output_path(host, old.name).unlink(missing_ok=True)
+            for output in (output_path(host, old.name), aside(output_path(host, old.name))):
+                output.unlink(missing_ok=True)
 
 
 def check_name_free(host: Host, name: str, *, but: int | None = None) -> None:
@@ -429,18 +435,20 @@ def running_record(host: Host, text: str) -> JobRecord | None:
     number = pid_of(text)
     if number is None:
         check_job_name(text)
-    records = [
-        record
-        for record in running_records(host)
-        if (record.name == text if number is None else number in {record.pid, *_pids_of(record.supervisor)})
-    ]
+    process = None if number is None else host.processes.identity(number)
+
+    def is_meant(record: JobRecord) -> bool:
+        if number is None:
+            return record.name == text
+        # A PID may be another process's by now, or what somebody else has written.
+        if process is None:
+            return record.pid == number
+        return process in {Identity(record.pid, record.started), record.supervisor}
+
+    records = [record for record in running_records(host) if is_meant(record)]
     own = [record for record in records if record.keeper_uid is None]
     nearest = own or [record for record in records if record.keeper_uid == 0] or records
     return only_one(text, nearest, [record.pid for record in nearest])
-
-
-def _pids_of(process: Identity | None) -> tuple[int, ...]:
-    return () if process is None else (process.pid,)
 
 
 def only_one(text: str, jobs: Sequence[J], pids: Sequence[int]) -> J | None:

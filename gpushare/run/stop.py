@@ -10,7 +10,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
 from gpushare.base.errors import NotFound, OperationFailed
 from gpushare.base.selection import Device, titles
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from gpushare.memory.ledger import Reservation
     from gpushare.run.jobs import JobRecord
 
-T = TypeVar("T")
 # What gpushare may take to end a program: its grace, the drain, the kill, and what it gives back.
 BOUND_SECONDS: Final = 30.0
 # The same after a second signal, which cuts the grace short.

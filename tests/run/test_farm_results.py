@@ -58,7 +58,9 @@ def test_a_line_is_known_again_where_it_was_moved() -> None:
     ends = [end(0, "a"), end(1, "b"), end(2, "b", done=False)]
     assert copies_done(ends, "c", 3, ["b", "new", "a"]) == {0, 2}
     # Twice in the file, and done once.
-    assert copies_done(ends, "c", 3, ["b", "b", "a"]) == {0, 2}
+    assert copies_done(ends, "c", 3, ["b", "b", "a"]) == {1, 2}
+    # One that failed is not done because another one of its line is.
+    assert copies_done([end(0, "a", done=False), end(2, "a")], "c", 3, ["a", "b", "a"]) == {2}
 
 
 lines = some.lists(some.sampled_from("abc"), max_size=6)

@@ -12,6 +12,7 @@ from gpushare.base.errors import BadUsage, GpushareError, InUse, NoPermission, N
 from gpushare.base.selection import select_one
 from gpushare.connect import connect
 from gpushare.host.host import Host
+from gpushare.host.identity import Identity
 from gpushare.run import jobs
 from gpushare.run.jobs import (
     JobRecord,
@@ -55,6 +56,17 @@ def test_a_job_is_found_by_its_pid_and_by_its_name(host: Host) -> None:
         assert control.find(pid, by_name.started).pid == pid
         with pytest.raises(NotFound):
             control.find(pid, by_name.started + 1)
+
+
+def test_a_pid_is_no_other_process_of_that_number(host: Host) -> None:
+    """A gpushare that was killed leaves its PID in a record; and a record may say whatever its writer wants."""
+    job, innocent = admin.add_process(SPEC), admin.add_process(SPEC, user="4241")
+    process = host.processes.identity(innocent)
+    assert process is not None
+    write_record(host, record(host, job, supervisor=Identity(innocent, process.started + 1)))
+    assert find_job(host, str(innocent)).pid == innocent
+    write_record(host, record(host, job, supervisor=process))
+    assert find_job(host, str(innocent)).pid == job
 
 
 @pytest.mark.parametrize("text", ["nobody", "999999", "0", "00", "9" * 30])

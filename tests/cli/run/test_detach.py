@@ -6,6 +6,8 @@ import os
 import signal
 from collections.abc import Callable
 
+import pytest
+
 from gpushare.run.jobs import find_record, output_path
 from tests.cli.conftest import Cli
 from tests.cli.drive import Started, World, until
@@ -84,6 +86,22 @@ def test_a_start_that_is_refused_leaves_the_earlier_job_of_its_name(cli: Cli, wo
     name_of(cli, "--name", "train", "--", "sh", "-c", "echo again")
     until(lambda: "again" in cli("logs", "train").ok().out, "the new one has ended")
     assert "ready" not in cli("logs", "train").ok().out
+    assert not list(output_path(world.host, "train").parent.glob("*.earlier"))
+
+
+def test_a_start_that_fails_at_the_system_leaves_it_too(
+    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name_of(cli, "--name", "train", "--", "sh", "-c", "echo ready")
+    until(lambda: cli("jobs", output="json").ok().data["jobs"][0]["state"] == "ended", "it has ended")
+
+    def fails(*_: object, **__: object) -> None:
+        raise OSError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("subprocess.Popen", fails)
+    assert cli("run", "-d", "--name", "train", "--", "true").code == 1
+    assert "ready" in cli("logs", "train").ok().out
+    assert len(cli("jobs", output="json").ok().data["jobs"]) == 1
     assert not list(output_path(world.host, "train").parent.glob("*.earlier"))
 
 

@@ -210,3 +210,13 @@ def test_fail_fast_ends_the_others_and_skips_the_rest(cli: Cli) -> None:
     assert answer.code == 1
     assert [copy["state"] for copy in answer.json["data"]["copies"]] == ["failed", "ended", "skipped", "skipped"]
     assert "note: not started: copy 2-3" in answer.err
+
+
+def test_a_farm_that_is_refused_is_no_job_and_leaves_the_earlier_one(cli: Cli, tmp_path: Path) -> None:
+    words = ("farm", "--copies", "2", "--name", "web", "--logs", str(tmp_path / "logs"), "--memory", "1G")
+    cli(*words, "--", "true").ok()
+    before = [(job["name"], job["exit_code"]) for job in cli("jobs", output="json").ok().data["jobs"]]
+    assert before == [("web", 0)]
+    assert cli(*words, "--", "true").code == 2
+    assert cli("farm", "--copies", "2", "--name", "web", "--gpus", "2", "--", "true").code != 0
+    assert [(job["name"], job["exit_code"]) for job in cli("jobs", output="json").ok().data["jobs"]] == before
