@@ -81,10 +81,12 @@ def advise(situation: Situation) -> Advice:
     if best is not None and any(part.best is None for part in parts):
         best = None
     way = None if best is None else best.way
+    # Other answers are not tried in all ways of keeping workloads apart: neither is what they are compared with.
+    ways = {way, place(situation, apart=False)[0].way}
     changes = tuple(
         Change(field=question.field, text=answer.text, way=part.way, open=is_open)
         for question, answer, is_open, part in other_answers(situation)
-        if part.way is not way
+        if part.way not in ways
     )
     confidence, why = _confidence(parts, best, judged, changes)
     return Advice(
@@ -446,7 +448,8 @@ def _place_of(part: Part) -> Place:
     if part.way is Way.WHOLE and case.processes is not None:
         each, places = part.situation.gpus_each, part.situation.places
         own = "the whole GPU" if each == 1 else f"{each} whole GPUs"
-        title = own if case.processes <= places else _at_once(each, places)
+        alike = len({work.gpus or 1 for work in case.workloads}) == 1
+        title = own if case.processes <= places else _at_once(each, places) if alike else "one at a time"
     gpus = sorted(gpu.index for gpu in part.situation.spread)
     return Place(gpus=gpus, way=None if part.way is None else part.way.value, way_title=title, processes=case.processes)
 

@@ -55,29 +55,32 @@ def first_gpu(situation: Situation, gpus: Sequence[GpuFacts]) -> GpuFacts:
     return gpus[0] if len(unlike) == 1 else min(sorted(unlike.values(), key=gpus.index), key=rank)
 
 
-def place(situation: Situation) -> tuple[Part, ...]:
+def place(situation: Situation, *, apart: bool = True) -> tuple[Part, ...]:
     """Return the parts of a case, the largest first: one if the case is for one GPU.
 
     A process has a GPU of its own as long as there are idle ones, unless the situation is to ``consolidate``. If there
     are more processes than GPUs, they are spread evenly over those GPUs on which most of what was asked is kept.
+    Without ``apart`` it is not tried to keep some workloads on other GPUs than the others, which takes seconds.
     """
-    return situation.once(("place", situation.case, situation.gpu.index), lambda: _place(situation))
+    return situation.once(("place", situation.case, situation.gpu.index, apart), lambda: _place(situation, apart=apart))
 
 
-def _place(situation: Situation) -> tuple[Part, ...]:
+def _place(situation: Situation, *, apart: bool) -> tuple[Part, ...]:
     if len(situation.case.workloads) > 1:
         # Of a list, each is one process unless said otherwise, also where it is placed without the others.
         works = tuple(replace(work, processes=work.processes or 1) for work in situation.case.workloads)
         situation = situation.variant(case=replace(situation.case, workloads=works))
     # Instances that are there are left to others as long as all find room on GPUs like this one.
     idle = [gpu for gpu in situation.gpus_to_have if bool(gpu.mig_enabled) is bool(situation.gpu.mig_enabled)]
-    chosen = _placed(situation, idle)
+    chosen = _placed(situation, idle, apart=apart)
     if len(idle) == len(situation.gpus_to_have) or all(part.at_once for part in chosen):
         return chosen
-    return max(chosen, _placed(situation, situation.gpus_to_have), key=lambda parts: _value(parts, situation)[:2])
+    return max(
+        chosen, _placed(situation, situation.gpus_to_have, apart=apart), key=lambda parts: _value(parts, situation)[:2]
+    )
 
 
-def _placed(situation: Situation, idle: Sequence[GpuFacts]) -> tuple[Part, ...]:
+def _placed(situation: Situation, idle: Sequence[GpuFacts], *, apart: bool) -> tuple[Part, ...]:
     """Return the parts of a case on GPUs that have room now."""
     case = situation.case
     if situation.gpus_each > 1 and situation.gpu.instance is None and not case.any("running"):
@@ -101,7 +104,7 @@ def _placed(situation: Situation, idle: Sequence[GpuFacts]) -> tuple[Part, ...]:
         parts for gpus in _choices(idle, situation) for sizes in _sizes(gpus) if (parts := _on(situation, gpus, sizes))
     ]
     even = max(choices, key=lambda parts: _value(parts, situation), default=(alone,))
-    if len(case.workloads) == 1 or situation.consolidate or all(part.situation.own_gpu for part in even):
+    if not apart or len(case.workloads) == 1 or situation.consolidate or all(part.situation.own_gpu for part in even):
         return even
     return max([even, *_apart(situation, idle)], key=lambda parts: _value(parts, situation))
 
@@ -128,11 +131,12 @@ def _apart(situation: Situation, idle: Sequence[GpuFacts]) -> Iterator[tuple[Par
         for gpu in gpus[len(cases) :]:
             most = max(range(len(cases)), key=lambda number: (cases[number].processes or 1) / len(sets[number]))
             sets[most].append(gpu)
-        parts = [_own(situation, case, own) for case, own in zip(cases, sets, strict=True)]
+        # The partitions of a block are partitions themselves.
+        parts = [_own(situation, case, own, apart=False) for case, own in zip(cases, sets, strict=True)]
         yield tuple(sorted(itertools.chain(*parts), key=lambda part: -(part.situation.case.processes or 0)))
 
 
-def _own(situation: Situation, case: Case, gpus: Sequence[GpuFacts]) -> tuple[Part, ...]:
+def _own(situation: Situation, case: Case, gpus: Sequence[GpuFacts], *, apart: bool = True) -> tuple[Part, ...]:
     """Return the parts of a case on GPUs that no other has."""
     within = replace(situation, case=case, among=tuple(gpu.index for gpu in gpus))
     first = first_gpu(within, gpus)
@@ -141,7 +145,7 @@ def _own(situation: Situation, case: Case, gpus: Sequence[GpuFacts]) -> tuple[Pa
         # It shares with nobody: not with other users either.
         alone = replace(case, workloads=(replace(work, same_user=True),))
         return (_part(situation.on(first, alone, own_gpu=True)),)
-    return place(replace(within, gpu=first))
+    return place(replace(within, gpu=first), apart=apart)
 
 
 def _partitions(items: Sequence[tuple[Workload, ...]], most: int) -> Iterator[list[list[tuple[Workload, ...]]]]:

@@ -223,7 +223,12 @@ def other_answers(situation: Situation) -> Iterator[tuple[Question, Answer, bool
             trivial = now is None and answer.value is False and question.field == "running"
             if now == answer.value or not answer.text or trivial or not _applies(situation, question):
                 continue
-            yield question, answer, now is None, place(with_answer(situation, question.field, answer.value))[0]
+            yield (
+                question,
+                answer,
+                now is None,
+                place(with_answer(situation, question.field, answer.value), apart=False)[0],
+            )
 
 
 def next_question(situation: Situation, skip: frozenset[str] = frozenset()) -> Question | None:
@@ -253,4 +258,6 @@ def next_question(situation: Situation, skip: frozenset[str] = frozenset()) -> Q
 
 def ways_of(situation: Situation, question: Question) -> set[Way | None]:
     """Return the ways that the answers to a question lead to."""
-    return {place(with_answer(situation, question.field, answer.value))[0].way for answer in question.answers}
+    return {
+        place(with_answer(situation, question.field, answer.value), apart=False)[0].way for answer in question.answers
+    }

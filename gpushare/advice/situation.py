@@ -834,21 +834,25 @@ class Situation:
         shares, total = self.shares(way), self.gpu.memory_total_bytes or 0
         if not self.gpu.documented:
             return None
-        largest, slices = max(shares), max(profile.slices for profile in self.gpu.documented)
-        attributes = {"+gfx"} if any(share.graphics for share in shares) else set()
-        fitting = [
-            profile.slices
-            for profile in self.gpu.documented
-            if profile.attributes == attributes
-            and (profile.memory_bytes or total * profile.slices // slices or largest.memory_bytes)
-            >= largest.memory_bytes
-        ]
-        most = slices // min(fitting) if fitting else 0
-        return (
-            None
-            if most >= len(shares)
-            else f"{len(shares)} instances with {largest} do not fit: {most or 'none'} would"
-        )
+        slices = max(profile.slices for profile in self.gpu.documented)
+
+        def least(share: Share) -> int | None:
+            attributes = {"+gfx"} if share.graphics else set()
+            sizes = (
+                (profile.slices, profile.memory_bytes or total * profile.slices // slices or share.memory_bytes)
+                for profile in self.gpu.documented
+                if profile.attributes == attributes
+            )
+            return min((number for number, size in sizes if size >= share.memory_bytes), default=None)
+
+        needed = [least(share) for share in shares]
+        if None not in needed and sum(filter(None, needed)) <= slices:
+            return None
+        largest = max(shares)
+        if len(set(shares)) > 1:
+            return f"{len(shares)} instances, the largest with {largest}, do not fit together"
+        most = slices // (least(largest) or slices + 1)
+        return f"{len(shares)} instances with {largest} do not fit: {most or 'none'} would"
 
     def short_of_sms(self, way: Way) -> str | None:
         """Return which profile has fewer SMs than asked for, in words."""

@@ -262,7 +262,7 @@ def advise(
     if not no_input and _may_ask(explained=explained is not None):
         situation = asked(with_numbers(situation))
         if not named:
-            situation = replace(situation, gpu=_best_first(situation, among))
+            situation = replace(situation, gpu=_best_first(situation, situation.among))
     if wanted is not None:
         return measured_answer(host, situation, wanted, live=live, apply=apply)
     return _answered(advice_for(situation), explained, live=live, apply=apply)

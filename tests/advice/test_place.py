@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from gpushare.advice import place as place_module
 from gpushare.advice.advise import Advice, advice_answer, advise
 from gpushare.advice.case import Case, workload_of
 from gpushare.advice.situation import Situation
@@ -195,3 +196,31 @@ def test_each_has_its_own_gpu_for_certain() -> None:
     assert (answer.answer, answer.confidence) == ("a GPU for each", "high")
     assert "own-gpu" in {reason.rule for reason in advice.of(Way.WHOLE).reasons}
     assert [line.command for line in answer.commands] == ["gpushare run -g 0-3 --slice 2ms --wait --memory 90% -- CMD"]
+
+
+def test_many_unlike_jobs_are_placed_without_trying_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    judged, part_of = [], place_module._part
+
+    def counted(situation: Situation) -> Any:
+        judged.append(situation)
+        return part_of(situation)
+
+    monkeypatch.setattr(place_module, "_part", counted)
+    works = [
+        {"memory": "20G", "saturating": True, "users": "same"},
+        {"processes": 2, "memory": "6G", "users": "different", "latency": "40ms"},
+        {"processes": 3, "memory": "10G", **FARM},
+        {**APART, "memory": "30G"},
+    ]
+    assert placed("8xh100", *works).best is not None
+    assert len(judged) < 1000
+
+
+def test_unequal_instances_are_judged_by_the_documented_profiles_one_by_one() -> None:
+    facts = facts_of("a100-80gb")
+    gpu = replace(facts.gpus[0], layout=None, documented=facts.gpus[0].layout.profiles)  # type: ignore[union-attr]
+    facts = replace(facts, gpus=(gpu,))
+    for sizes, fits in (((30, 6, 6), True), ((30, 30, 6, 6), False), ((30, 30, 30), False)):
+        works = [workload_of({"users": "different", "isolation": "full", "memory": f"{size}G"}) for size in sizes]
+        situation = Situation(Case(workloads=tuple(works), root=True), facts, gpu, table())
+        assert (situation.documented_why_not(Way.MIG) is None) is fits, sizes
