@@ -287,9 +287,8 @@ class RecordedJob(Part):
     record: JobRecord
     # What a name is made of.
     program: str
-    # After the end of the program the record names this gpushare again: the program starts once more.
-    stays: bool = False
     _written: bool = False
+    _ended: bool = False
     _watch: Watch | None = None
     _seen: set[int] = field(default_factory=set)
     _due: float = 0.0
@@ -372,14 +371,16 @@ class RecordedJob(Part):
         return sum(told) if told else None
 
     def close(self, *, program_lives: bool = False) -> None:
-        """Forget the job unless its peak memory is of use."""
+        """Name this gpushare in the record again: the program may start once more, and until `forget` it is a job."""
         if self._written and self.record.role != PRODUCTION and not program_lives:
-            self._written = False
-            if self.stays:
-                with contextlib.suppress(GpushareError):
-                    self._write(os.getpid())
-            else:
-                JOBS.drop(self.host, self.record.name)
+            self._written, self._ended = False, True
+            with contextlib.suppress(GpushareError):
+                self._write(os.getpid())
+
+    def forget(self) -> None:
+        """Remove the record of a job that has ended, once it is kept how: at each moment it is listed as one of both."""
+        if self._ended:
+            JOBS.drop(self.host, self.record.name)
 
 
 @contextlib.contextmanager
@@ -410,6 +411,7 @@ def farm_job(host: Host, device: Device, name: str | None, command: Sequence[str
     finally:
         job.close()
         keep_past(host, job.record, device.title, began, codes[0] if codes else None)
+        job.forget()
 
 
 # -- JOB on the command line -------------------------------------------------------------------------------------------

@@ -18,10 +18,11 @@ from gpushare.mps.control import is_server
 from gpushare.run.jobs import MOST_COMMAND, OPPORTUNISTIC, PAST, PLAIN, PRODUCTION, is_job_name, running_records
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from gpushare.base.model import GpuProcess, MpsClient, Snapshot, WaitingJob
     from gpushare.host.host import Host
+    from gpushare.host.identity import Identity
     from gpushare.host.process import ProcessInfo
     from gpushare.memory.ledger import Reservation
     from gpushare.memory.swap import Swap
@@ -42,7 +43,8 @@ def listed_jobs(host: Host, snapshot: Snapshot, *, everything: bool = False, mos
     """
     ledger = reservations(host) or []
     present = _Present(host, snapshot, ledger)
-    return [*present.jobs(everything=everything), *_waiting(host, snapshot, ledger), *_ended(host, most_ended)]
+    ended = _ended(host, most_ended, {record.supervisor for record in present.records.values()})
+    return [*present.jobs(everything=everything), *_waiting(host, snapshot, ledger), *ended]
 
 
 def present_jobs(host: Host, snapshot: Snapshot) -> list[ListedJob]:
@@ -70,7 +72,7 @@ class _Present:
             if gpu.uuid is not None
             for device in (Device(gpu=gpu), *(Device(gpu=gpu, mig=mig) for mig in gpu.mig_instances))
         }
-        self._records = {record.pid: record for record in running_records(host)}
+        self.records = {record.pid: record for record in running_records(host)}
         self._on_gpu = list(_processes(snapshot))
         self._clients: dict[int, MpsClient] = {
             client.pid: client for daemon in snapshot.daemons for client in daemon.clients
@@ -99,17 +101,17 @@ class _Present:
 
     def _root(self, pid: int) -> int | None:
         """Return the first process of the job that a process belongs to; None: to none of gpushare's."""
-        above = self._host.processes.ancestry(pid) if self._records else ()
-        return next((each for each in above if each in self._records), None)
+        above = self._host.processes.ancestry(pid) if self.records else ()
+        return next((each for each in above if each in self.records), None)
 
     def jobs(self, *, everything: bool) -> Iterator[ListedJob]:
         """Yield the jobs by their first process; processes that gpushare neither started nor paused only if wanted."""
         mine: dict[int, list[_OnGpu]] = {}
-        for entry in self._on_gpu if self._records or self._paused or everything else ():
+        for entry in self._on_gpu if self.records or self._paused or everything else ():
             mine.setdefault(self._root(entry.process.pid) or entry.process.pid, []).append(entry)
-        for root, record in self._records.items():
+        for root, record in self.records.items():
             yield self._job(root, record, mine.pop(root, []))
-        for pid in {**self._paused, **self._swaps}.keys() - self._records.keys():
+        for pid in {**self._paused, **self._swaps}.keys() - self.records.keys():
             yield self._job(pid, None, [entry for member in self._family(pid) for entry in mine.pop(member, [])])
         for pid, processes in mine.items() if everything else ():
             yield self._job(pid, None, processes)
@@ -305,9 +307,11 @@ def _meet(job: WaitingJob, other: WaitingJob) -> bool:
     return not set(job.device_uuids).isdisjoint(other.device_uuids)
 
 
-def _ended(host: Host, most: int) -> Iterator[ListedJob]:
+def _ended(host: Host, most: int, present: Collection[Identity | None]) -> Iterator[ListedJob]:
+    """Yield the newest jobs that have ended, but those whose gpushare is ``present``: its record goes in a moment."""
     now = time.time()
-    kept = sorted(PAST.all(host, shared=False), key=lambda past: past.ended, reverse=True)
+    past_jobs = [past for past in PAST.all(host, shared=False) if past.supervisor not in present]
+    kept = sorted(past_jobs, key=lambda past: past.ended, reverse=True)
     for past in kept[:most]:
         yield ListedJob(
             name=past.name,

@@ -160,7 +160,7 @@ class JobStart:
         """Run the program in a share and return its exit code; in a dry run, return the steps as a plan."""
         typed, command, container = None, self.command, None
         record = self._record(share.devices, options, slice_us, mps=mps)
-        job = RecordedJob(self.host, share.device, record, options.container or self.command[0], options.stays)
+        job = RecordedJob(self.host, share.device, record, options.container or self.command[0])
         if options.container is not None:
             container = Container(self.host, share, options.container)
             typed, command, parts = command, container.command(command), (*parts, container)
@@ -224,6 +224,8 @@ class JobStart:
                 peaks = [peak for peak in (job.record.memory_peak_bytes, *limits) if peak is not None]
                 record = replace(job.record, memory_peak_bytes=max(peaks, default=None))
                 keep_past(self.host, record, titles(run.share.devices), began, code)
+            if not run.options.stays:
+                job.forget()
 
     def _lease_error(self, device: Device) -> InUse | None:
         """Return the error if another user has reserved the GPU."""
@@ -699,6 +701,7 @@ class JobStart:
             return Yielding(production=process, title=process.title, options=named, start=start, say=self.say).run()
         finally:
             job.close()
+            job.forget()
 
     def _capped(self, device: Device, options: RunOptions) -> Any:
         spared = spare(self.host, device, options.limits, self.role.target)

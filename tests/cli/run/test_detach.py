@@ -8,7 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from gpushare.run.jobs import find_record, output_path
+from gpushare.run.jobs import JOBS, PAST, find_record, output_path
+from gpushare.run.listing import listed_jobs
+from gpushare.snapshot import Observer
 from tests.cli.conftest import Cli
 from tests.cli.drive import Started, World, until
 
@@ -114,6 +116,23 @@ def test_it_waits_in_line(cli: Cli, world: World) -> None:
     until(lambda: find_record(world.host, "second") is not None, "it runs")
     os.kill(data["pid"], signal.SIGTERM)
     until(lambda: world.pids() == [], "it is gone")
+
+
+def test_at_each_moment_it_runs_or_has_ended(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    states: list[list[str]] = []
+
+    def watched(change: Callable[..., object]) -> Callable[..., None]:
+        def changed(*args: object) -> None:
+            for step in (lambda: None, lambda: change(*args)):
+                step()
+                states.append([job.state for job in listed_jobs(world.host, Observer(world.host).look())])
+
+        return changed
+
+    monkeypatch.setattr(PAST, "write", watched(PAST.write))
+    monkeypatch.setattr(JOBS, "drop", watched(JOBS.drop))
+    cli("run", "--name", "train", "--", "true").ok()
+    assert states == [["running"], ["running"], ["running"], ["ended"]]
 
 
 def test_a_dry_run_starts_nothing(cli: Cli, world: World) -> None:
