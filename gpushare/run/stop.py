@@ -227,9 +227,7 @@ class Stop:
         return BOUND_SECONDS if own is None else max(BOUND_SECONDS, own + HURRY_SECONDS)
 
     def _ask(self, supervisor: Identity) -> None:
-        if signal_known(self._host.processes, *supervisor, signal.SIGTERM) and is_stopped(supervisor.pid):
-            # Ctrl-Z: it would not see the signal.
-            signal_known(self._host.processes, *supervisor, signal.SIGCONT)
+        signal_known(self._host.processes, *supervisor, signal.SIGTERM)
 
     def _wait(self, supervisor: Identity) -> None:
         if self._is_gone(supervisor, self._bound if self._grace is None else self._grace):
@@ -256,6 +254,9 @@ class Stop:
         while any(self._host.processes.identity(process.pid) == process for process in both):
             if time.monotonic() >= deadline:
                 return False
+            if is_stopped(supervisor.pid):
+                # Ctrl-Z, which may take effect only after it was asked: it would not see the signal.
+                signal_known(self._host.processes, *supervisor, signal.SIGCONT)
             time.sleep(_POLL_SECONDS)
         return True
 

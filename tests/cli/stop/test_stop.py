@@ -17,7 +17,7 @@ import pytest
 
 from gpushare.base.selection import select
 from gpushare.base.units import GIB
-from gpushare.host.identity import Identity
+from gpushare.host.identity import Identity, is_stopped
 from gpushare.run import stop as module
 from gpushare.run.jobs import find_record, write_record
 from gpushare.sim import admin
@@ -109,6 +109,22 @@ def test_a_second_try_cuts_its_grace_period_short(
 def test_a_stopped_gpushare_continues_to_end_its_job(real: Callable[..., Started], cli: Cli, world: World) -> None:
     started = runs(real, world)
     started.signal(signal.SIGSTOP)
+    cli("stop", "train", asks=True).ok()
+    assert started.result().code == 143
+
+
+def test_so_does_one_whose_stop_takes_effect_only_after_it_was_asked(
+    real: Callable[..., Started], cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = runs(real, world)
+    started.signal(signal.SIGSTOP)
+    polls: list[int] = []
+
+    def stopped_later(pid: int) -> bool:
+        polls.append(pid)
+        return len(polls) > 1 and is_stopped(pid)
+
+    monkeypatch.setattr(module, "is_stopped", stopped_later)
     cli("stop", "train", asks=True).ok()
     assert started.result().code == 143
 
