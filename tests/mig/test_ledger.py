@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import psutil
 import pytest
 
 from gpushare.base.errors import OperationFailed
@@ -306,14 +307,9 @@ def test_a_change_that_waits_is_ended_by_ctrl_c(held: subprocess.Popen[str]) -> 
 
     host = connect(H200)
     started = start_real("mig", "enable")
-    lock = host.run_directory / "mig" / "lock"
-    until(
-        lambda: any(
-            os.path.realpath(f"/proc/{started.pid}/fd/{one}") == str(lock)
-            for one in os.listdir(f"/proc/{started.pid}/fd")
-        ),
-        "it waits for the lock",
-    )
+    lock = str(host.run_directory / "mig" / "lock")
+    # Those that are closed meanwhile are left out.
+    until(lambda: lock in {file.path for file in psutil.Process(started.pid).open_files()}, "it waits for the lock")
     started.signal(signal.SIGINT)
     answer = started.result()
     assert answer.code == 130, answer
