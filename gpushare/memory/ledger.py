@@ -3,7 +3,7 @@
 One claim per job (`host/claims.py`): a file that only its owner writes, in a directory that all users share. There is no
 daemon and no lock: every waiting job reads all claims and NVML, and works out by itself who is next (`admission.py`).
 To take a place a job writes that it holds it, reads all claims again, and confirms; of two that did so at the same time,
-the one that came later steps back.
+the one that came later steps back, unless it has read before the other one wrote: then that one waits for its word.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ _MOST_STEPS_BACK: Final = 24
 _MOST_FIXES: Final = 4
 # A program that is started more often in one place: later ones hold it only together with gpushare.
 _MOST_ADDED: Final = 6
-# How long a job that has just come waits for those that are entering the ledger: one of them may be before it.
+# How long a job that has just come waits for those that are entering the ledger, as one of them may be before it; and one
+# that takes a place for another one that takes it.
 _CHOOSING_SECONDS: Final = 0.5
 # How long a job with a time takes besides, to start and to end.
 TIME_MARGIN_SECONDS: Final = 15.0
@@ -658,16 +659,39 @@ class Place:
         clients: Mapping[str, int | None],
         limits: Mapping[int, int],
     ) -> bool:
-        """Return whether devices have room for this job with all that hold them now, but for those who step back."""
-        jobs = self._others()
-        own = next((job for job in jobs or () if job.id == self._claim.path.name), None)
-        if jobs is None or own is None:
-            return False
-        kept = [job for job in jobs if job.sure or job.claim.rank <= own.claim.rank]
+        """Return whether devices have room for this job with all that hold them now, but for those who step back.
+
+        One that came later steps back if it sees this job. It may have read before this job said that it holds them, and be
+        about to say that it is sure: where there is no room for both, its word is waited for.
+        """
+        until = time.monotonic() + _CHOOSING_SECONDS
+        while True:
+            jobs = self._others()
+            own = next((job for job in jobs or () if job.id == self._claim.path.name), None)
+            if jobs is None or own is None:
+                return False
+            before = [job for job in jobs if job.sure or job.claim.rank <= own.claim.rank]
+            if not self._have_room(own, before, keys, devices, clients, limits):
+                return False
+            if self._have_room(own, jobs, keys, devices, clients, limits):
+                return True
+            if time.monotonic() >= until:
+                return False
+            time.sleep(0.002)
+
+    def _have_room(
+        self,
+        own: Reservation,
+        jobs: Sequence[Reservation],
+        keys: Sequence[str],
+        devices: Sequence[Device],
+        clients: Mapping[str, int | None],
+        limits: Mapping[int, int],
+    ) -> bool:
         # Who is sure of its place counts first for the limit of a user, also if it came later: production goes before.
-        kept.sort(key=lambda job: not job.sure)
+        jobs = sorted(jobs, key=lambda job: not job.sure)
         here = [device for device in devices if device.uuid in keys]
-        lines = lines_of(self._host, here, kept, clients=clients, limits=limits)
+        lines = lines_of(self._host, here, jobs, clients=clients, limits=limits)
         return lines.keys() == set(keys) and all(
             own.id not in line.beyond
             and sum(running.memory_bytes for running in line.running) <= line.room.memory_bytes

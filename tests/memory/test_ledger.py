@@ -132,6 +132,41 @@ def test_two_that_take_at_the_same_time_do_not_both_stay(host: Host, monkeypatch
     assert not late.held
 
 
+def test_one_that_came_later_and_has_read_already_is_waited_for(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else both are sure: it has not seen the hold of the earlier one, which does not count that of the later one."""
+    early, late = enter(host, 20 * GIB), enter(host, 20 * GIB)
+    key = devices(host)[0].uuid
+    monkeypatch.setattr(Place, "_turn", lambda *_: (key,))
+    still_fit, answers = Place._still_fit, []
+
+    def meanwhile(place: Place, *words: Any) -> bool:
+        fits = still_fit(place, *words)
+        if place is late:
+            # Between its read and its word the earlier one begins.
+            monkeypatch.setattr(Place, "_still_fit", still_fit)
+            answers.append(take(host, early))
+        return fits
+
+    monkeypatch.setattr(Place, "_still_fit", meanwhile)
+    monkeypatch.setattr(ledger, "_CHOOSING_SECONDS", 0.0)
+    answers.append(take(host, late))
+    assert sorted(answers) == [False, True]
+
+
+def test_one_that_came_later_and_steps_back_holds_up_nobody(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    early, late = enter(host, 20 * GIB), enter(host, 20 * GIB)
+    key = devices(host)[0].uuid
+    monkeypatch.setattr(Place, "_turn", lambda *_: (key,))
+    late.claim.tell(f"hold {key}")
+    monkeypatch.setattr(ledger.time, "sleep", lambda _: late.claim.tell("back"))
+    assert take(host, early)
+    # With room for both there is nothing to wait for.
+    small, other = enter(host, GIB), enter(host, GIB)
+    other.claim.tell(f"hold {key}")
+    monkeypatch.setattr(ledger.time, "sleep", lambda _: pytest.fail("it waits"))
+    assert take(host, small)
+
+
 def test_two_that_take_the_last_client_at_the_same_time_do_not_both_stay(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
