@@ -454,8 +454,9 @@ class ListedJob:
     # The PIDs of its processes on GPUs.
     processes: tuple[int, ...] = ()
     line: LinePlace | None = None
-    # Of a job that has ended; the exit code None: it was not started.
+    # Of a job that has ended; the exit code None: it was not started, or its gpushare was killed.
     exit_code: int | None = None
+    started: bool | None = None
     ran_seconds: float | None = None
     memory_peak_bytes: int | None = None
 

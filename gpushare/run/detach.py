@@ -172,7 +172,7 @@ def _look(host: Host, job: Detached, process: subprocess.Popen[bytes]) -> Detach
 def was_started(host: Host, job: Detached) -> bool:
     """Return whether the program of a job that has ended was started."""
     past = PAST.read(PAST.path(host, job.name))
-    return past is not None and past.supervisor == job.supervisor and past.exit_code is not None
+    return past is not None and past.supervisor == job.supervisor and past.started
 
 
 def why_not_started(job: Detached) -> GpushareError:

@@ -22,20 +22,20 @@ from gpushare.base.errors import (
     no_process,
     or_none,
 )
+from gpushare.base.selection import Device, titles
 from gpushare.base.typed import JOB_NAME, Count, JobName, Most, Percent, Pid, Within
 from gpushare.base.units import counted, pid_of, quoted
 from gpushare.base.values import dataclass
 from gpushare.host.identity import Identity, identity_of, uptime
 from gpushare.host.records import flocked
-from gpushare.host.store import Job, JobProcess, Kept, Past, RecordStore, any_lives
+from gpushare.host.store import Job, JobProcess, Kept, Past, RecordStore, any_lives, wall_time
 from gpushare.part import Part
 from gpushare.plan import Loss
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from gpushare.base.selection import Device
     from gpushare.host.host import Host
     from gpushare.part import Watch
     from gpushare.pause.change import JobPause
@@ -97,7 +97,7 @@ class JobRecord(Kept):
     devices: Annotated[tuple[str, ...], Most(64)]
     memory_peak_bytes: Count | None = None
     role: Annotated[str, {PRODUCTION, OPPORTUNISTIC, PLAIN}.__contains__] = PRODUCTION
-    # The gpushare that runs it and ends it the safe way.
+    # The gpushare that runs it and ends it the safe way; None: it has ended, and how is kept.
     supervisor: Identity | None = None
     # Of its program, as typed; cut if it is long.
     command: Annotated[str, _is_short] = ""
@@ -149,9 +149,24 @@ def write_record(host: Host, record: JobRecord) -> None:
     JOBS.write(replace(record, path=JOBS.path(host, record.name)))
 
 
-def forget_ended(host: Host) -> None:
-    """Remove this user's records of jobs that have ended, but those of production jobs, whose peak memory is of use."""
-    JOBS.sweep(host, lambda record: record.role != PRODUCTION and not is_running(host, record))
+def forget_ended(host: Host, just_ended: Container[int] = ()) -> None:
+    """Remove this user's records of jobs that have ended, but those of production jobs, whose peak memory is of use.
+
+    If their gpushare was killed, how they ended is kept: at an unknown time, or now for the programs ``just_ended``.
+    """
+
+    def is_over(record: JobRecord) -> bool:
+        if is_running(host, record):
+            return False
+        past = _unseen_end(host, record)
+        if past is not None:
+            _keep(host, replace(past, ended=time.time() if record.pid in just_ended else None))
+        if record.role == PRODUCTION and record.supervisor is not None:
+            with contextlib.suppress(GpushareError):
+                JOBS.write(replace(record, supervisor=None))
+        return record.role != PRODUCTION
+
+    JOBS.sweep(host, is_over)
 
 
 def records(host: Host) -> list[JobRecord]:
@@ -222,16 +237,20 @@ KEPT_JOBS: Final = 100
 
 @dataclass(frozen=True, kw_only=True)
 class PastJob(Kept):
-    """A job that has ended. Times are seconds since 1970, to be shown; ``device`` is for people: ``GPU 0``."""
+    """A job that has ended. Times are seconds since 1970, to be shown; ``device`` is for people: ``GPU 0``.
+
+    If its gpushare was killed, nobody saw its end: exit code and time are unknown.
+    """
 
     name: JobName
     command: Annotated[str, _is_short]
     role: Annotated[str, {PRODUCTION, OPPORTUNISTIC, PLAIN}.__contains__]
     device: Annotated[str, _is_short]
-    began: float
-    ended: float
-    # As of `gpushare run`; None: it was not started.
+    began: float | None
+    ended: float | None
+    # As of `gpushare run`.
     exit_code: Annotated[int, Within(0, 255)] | None
+    started: bool = True
     memory_peak_bytes: Count | None = None
     # Which gpushare ran it: the name may be another job's by now.
     supervisor: Identity | None = None
@@ -241,23 +260,57 @@ PAST: Final = RecordStore(PastJob, "past", "the record of a job that has ended",
 
 
 def keep_past(host: Host, record: JobRecord, device: str, began: float, exit_code: int | None) -> None:
-    """Keep how a job ended just now, and forget all but the newest; a failure does not matter."""
-    past = PastJob(
+    """Keep how a job ended just now, and forget all but the newest; a failure does not matter.
+
+    ``exit_code`` None: its program was not started.
+    """
+    past = _past(host, record, device, began)
+    code = None if exit_code is None else exit_code & 0xFF
+    _keep(host, replace(past, ended=time.time(), exit_code=code, started=code is not None))
+
+
+def past_jobs(host: Host) -> list[PastJob]:
+    """Return this user's jobs that have ended, the newest first: also those whose gpushare was killed."""
+    kept = PAST.all(host, shared=False)
+    unseen = (_unseen_end(host, record) for record in JOBS.all(host, shared=False) if not is_running(host, record))
+    return sorted([*kept, *filter(None, unseen)], key=lambda past: past.ended or past.began or 0.0, reverse=True)
+
+
+def _unseen_end(host: Host, record: JobRecord) -> PastJob | None:
+    """Return the end of a job that does not run, as far as it is known; None: it is kept already."""
+    if record.supervisor is None:
+        return None
+    kept = PAST.read(PAST.path(host, record.name))
+    if kept is not None and kept.supervisor == record.supervisor:
+        return None
+    gpus = or_none(host.nvml.identities) or ()
+    devices = [Device(gpu=gpu, mig=mig) for gpu in gpus for mig in (None, *gpu.mig_instances)]
+    named = [device for uuid in record.devices for device in devices if device.uuid == uuid]
+    began = None if record.since is None else wall_time(record.since)
+    return replace(
+        _past(host, record, titles(named) if named else "-", began), started=record.pid != record.supervisor.pid
+    )
+
+
+def _past(host: Host, record: JobRecord, device: str, began: float | None) -> PastJob:
+    return PastJob(
         name=record.name,
         command=record.command,
         role=record.role,
         device=device,
         began=began,
-        ended=time.time(),
-        exit_code=None if exit_code is None else exit_code & 0xFF,
+        ended=None,
+        exit_code=None,
         memory_peak_bytes=record.memory_peak_bytes,
         supervisor=record.supervisor,
         path=PAST.path(host, record.name),
     )
+
+
+def _keep(host: Host, past: PastJob) -> None:
     with contextlib.suppress(GpushareError, OSError):
         PAST.write(past)
-        kept = sorted(PAST.all(host, shared=False), key=lambda past: past.ended, reverse=True)
-        for old in kept[KEPT_JOBS:]:
+        for old in past_jobs(host)[KEPT_JOBS:]:
             PAST.forget(old.path)
             for output in (output_path(host, old.name), aside(output_path(host, old.name))):
                 output.unlink(missing_ok=True)
@@ -372,14 +425,18 @@ class RecordedJob(Part):
 
     def close(self, *, program_lives: bool = False) -> None:
         """Name this gpushare in the record again: the program may start once more, and until `forget` it is a job."""
-        if self._written and self.record.role != PRODUCTION and not program_lives:
+        if self._written and not program_lives:
             self._written, self._ended = False, True
-            with contextlib.suppress(GpushareError):
-                self._write(os.getpid())
+            if self.record.role != PRODUCTION:
+                with contextlib.suppress(GpushareError):
+                    self._write(os.getpid())
 
     def forget(self) -> None:
         """Remove the record of a job that has ended, once it is kept how: at each moment it is listed as one of both."""
-        if self._ended:
+        if self._ended and self.record.role == PRODUCTION:
+            with contextlib.suppress(GpushareError):
+                write_record(self.host, replace(self.record, supervisor=None))
+        elif self._ended:
             JOBS.drop(self.host, self.record.name)
 
 

@@ -15,7 +15,7 @@ from gpushare.host.identity import uptime
 from gpushare.host.users import has_records
 from gpushare.memory.ledger import reservations
 from gpushare.mps.control import is_server
-from gpushare.run.jobs import MOST_COMMAND, OPPORTUNISTIC, PAST, PLAIN, PRODUCTION, is_job_name, running_records
+from gpushare.run.jobs import MOST_COMMAND, OPPORTUNISTIC, PLAIN, PRODUCTION, is_job_name, past_jobs, running_records
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -310,8 +310,7 @@ def _meet(job: WaitingJob, other: WaitingJob) -> bool:
 def _ended(host: Host, most: int, present: Collection[Identity | None]) -> Iterator[ListedJob]:
     """Yield the newest jobs that have ended, but those whose gpushare is ``present``: its record goes in a moment."""
     now = time.time()
-    past_jobs = [past for past in PAST.all(host, shared=False) if past.supervisor not in present]
-    kept = sorted(past_jobs, key=lambda past: past.ended, reverse=True)
+    kept = [past for past in past_jobs(host) if past.supervisor not in present]
     for past in kept[:most]:
         yield ListedJob(
             name=past.name,
@@ -320,9 +319,10 @@ def _ended(host: Host, most: int, present: Collection[Identity | None]) -> Itera
             user=user_name(host.uid),
             role=past.role,
             device=past.device,
-            since_seconds=max(0.0, now - past.ended),
+            since_seconds=None if past.ended is None else max(0.0, now - past.ended),
             command=past.command or None,
             exit_code=past.exit_code,
-            ran_seconds=max(0.0, past.ended - past.began),
+            started=past.started,
+            ran_seconds=None if past.ended is None or past.began is None else max(0.0, past.ended - past.began),
             memory_peak_bytes=past.memory_peak_bytes,
         )

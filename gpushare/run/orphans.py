@@ -60,7 +60,7 @@ def after_death(
 
         with contextlib.suppress(GpushareError):
             sweep_left(host)
-    forget_ended(host)
+    forget_ended(host, programs)
     sweep_cgroups(host)
     if has_records(host, "swap"):
         from gpushare.memory import swap

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Final
 
 from gpushare.base.errors import NotFound, OperationFailed
-from gpushare.base.selection import Device, titles
 from gpushare.base.units import format_duration, pid_of
 from gpushare.base.values import dataclass
 from gpushare.host.activity import ActivityMeter
 from gpushare.host.identity import Identity, is_stopped
 from gpushare.host.process import known, signal_known, wait_gone
 from gpushare.host.program import MPS_CONTROL
-from gpushare.host.store import Job, wall_time
+from gpushare.host.store import Job
 from gpushare.host.users import has_records
 from gpushare.memory.ledger import reservations
 from gpushare.memory.swap import forget_ended as forget_ended_swaps
@@ -37,7 +36,6 @@ from gpushare.run.jobs import (
     forget_ended,
     job_names,
     job_of,
-    keep_past,
     no_job_error,
     only_one,
     running_record,
@@ -132,13 +130,13 @@ def _uid(host: Host, pid: int) -> int | None:
     return None if info is None else info.uid
 
 
-def tidy(host: Host) -> None:
-    """Remove this user's records of what has ended; a failure does not matter."""
+def tidy(host: Host, just_ended: Container[int] = ()) -> None:
+    """Remove this user's records of what has ended, also of the jobs ``just_ended``; a failure does not matter."""
     if has_records(host, "pause"):
         PAUSES.sweep(host, lambda job: not job.lives(host))
     if has_records(host, "swap"):
         forget_ended_swaps(host)
-    forget_ended(host)
+    forget_ended(host, just_ended)
 
 
 # -- how it ends -------------------------------------------------------------------------------------------------------
@@ -176,9 +174,8 @@ class Stop:
         began = time.monotonic()
         try:
             carry_out(self.plan)
-            self._keep_past()
         finally:
-            tidy(self._host)
+            tidy(self._host, {self._job.pid})
         return Stopped(
             name=self._job.name,
             pid=self._job.pid,
@@ -188,16 +185,6 @@ class Stop:
             server_status=self._status,
             container=self._container,
         )
-
-    def _keep_past(self) -> None:
-        """Note the end of a job of this user whose gpushare is not there to do so."""
-        record = self.target.record
-        if record is None or not self.target.orphan or record.keeper_uid is not None:
-            return
-        here = [Device(gpu=gpu, mig=mig) for gpu in self._gpus for mig in (None, *gpu.mig_instances)]
-        device = titles([device for uuid in record.devices for device in here if device.uuid == uuid]) or "-"
-        began = time.time() if record.since is None else wall_time(record.since)
-        keep_past(self._host, record, device, began, None)
 
     def _by_gpushare(self, supervisor: Identity) -> Plan:
         job = self._job

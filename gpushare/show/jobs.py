@@ -140,7 +140,7 @@ def _ended(jobs: Sequence[ListedJob]) -> Table:
             "exit_code",
             "exit code",
             right=True,
-            format=lambda code: "not started" if code is None else str(code),
+            of=lambda job: job.exit_code if job.started else "not started",
             style=lambda code: "red" if code else None,
         ),
         _ROLE,

@@ -39,9 +39,9 @@ JOBS = (
         None, 7001, "waiting", way=None, since_seconds=600.0,
         line=LinePlace(place=2, memory_bytes=None, behind=("next",), held_by=("web",), stopped=True),
     ),
-    job("done-1", None, "ended", exit_code=0, ran_seconds=4000.0, since_seconds=30.0, memory_peak_bytes=2 * GIB),
-    job("bad-1", None, "ended", exit_code=143, ran_seconds=3.0, since_seconds=7200.0),
-    job("never-1", None, "ended", exit_code=None, ran_seconds=0.0, since_seconds=90000.0),
+    job("done-1", None, "ended", exit_code=0, started=True, ran_seconds=4000.0, since_seconds=30.0, memory_peak_bytes=2 * GIB),
+    job("bad-1", None, "ended", exit_code=143, started=True, ran_seconds=3.0, since_seconds=7200.0),
+    job("never-1", None, "ended", exit_code=None, started=False, ran_seconds=0.0, since_seconds=90000.0),
 )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from gpushare.base.units import GIB, MIB
@@ -36,7 +37,8 @@ KEYS = {
         "mig_name",
     ),
     *("threads_percent", "slice_us", "memory_used_bytes", "memory_limit_bytes", "swapped_bytes", "sm_percent"),
-    *("since_seconds", "command", "container", "processes", "line", "exit_code", "ran_seconds", "memory_peak_bytes"),
+    *("since_seconds", "command", "container", "processes", "line", "exit_code", "started", "ran_seconds"),
+    "memory_peak_bytes",
 }
 
 
@@ -203,6 +205,55 @@ def test_a_job_that_waits_for_production_to_rest_is_one(
     assert not any(job["name"] == "train" and job["state"] != "ended" for job in listed(cli))
     (tmp_path / "rest").touch()
     web.result()
+
+
+@pytest.mark.parametrize("options", [(), ("--production", "train")])
+def test_a_job_whose_gpushare_and_guard_were_killed(
+    real: Callable[..., Started], cli: Cli, world: World, options: tuple[str, ...]
+) -> None:
+    words = options or ("--name", "train")
+    started = real("run", "--slice", "2ms", *words, "--", "sleep", "300")
+
+    def program() -> int | None:
+        record = find_record(world.host, "train") if world.begun else None
+        return record.pid if record is not None and record.pid != started.pid else None
+
+    pid = until(program, "the job runs")
+    # The guard ends the program if only gpushare is killed.
+    for process in psutil.Process(started.pid).children():
+        if process.pid != pid:
+            process.kill()
+    started.signal(signal.SIGKILL)
+    started.process.wait()
+    assert [(job["pid"], job["state"]) for job in listed(cli)] == [(pid, "running")]
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: not psutil.pid_exists(pid), "it has ended")
+    # At once, and when another job has removed its record; nobody saw when it ended.
+    for _ in range(2):
+        job = next(job for job in listed(cli) if job["name"] == "train")
+        assert (job["state"], job["exit_code"], job["started"], job["pid"]) == ("ended", None, True, None)
+        assert (job["since_seconds"], job["ran_seconds"], job["device"]) == (None, None, "GPU 0")
+        cli("run", "--", "true").ok()
+    record = find_record(world.host, "train")
+    assert record is None if not options else record is not None and record.supervisor is None
+    # In the table an unknown exit code is no job that was not started.
+    (row,) = [line for line in cli("jobs", output="plain").ok().out.splitlines() if line.startswith("train ")]
+    assert row.split()[1] == "-"
+
+
+def test_how_production_ended_is_kept_once(cli: Cli, world: World) -> None:
+    cli("run", "--production", "web", "--", "true").ok()
+    (job,) = listed(cli)
+    assert (job["name"], job["exit_code"], job["started"]) == ("web", 0, True)
+    # Its record stays for its peak memory; without what was kept, nothing is told of its end.
+    PAST.drop(world.host, "web")
+    assert find_record(world.host, "web") is not None
+    assert listed(cli) == []
+
+
+def test_a_job_that_was_not_started(cli: Cli) -> None:
+    assert cli("run", "--name", "train", "--", "/nowhere/program").code != 0
+    assert listed(cli) == [] or "not started" in cli("jobs").ok().out
 
 
 def ended(world: World, number: int) -> None:
