@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +11,8 @@ import pytest
 
 from gpushare.cli import main
 from gpushare.measure.observe import Clock
-from tests.cli.drive import H200, Answer, Started, World, as_script, clear_up, same, start_real
+from tests.cli.drive import H200, Answer, Cli, Real, Refused, Started, World, as_script, clear_up, same, start_real
 from tests.measure.windows import wait_for_numbers
-
-Cli = Callable[..., Answer]
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +78,7 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
 
 
 @pytest.fixture
-def refused(cli: Cli) -> Callable[..., str]:
+def refused(cli: Cli) -> Refused:
     """Return a check that a command is refused properly.
 
     One ``error:`` line, one ``hint:`` line, the exit code, the same in the JSON document, no traceback,
@@ -114,7 +112,7 @@ def refused(cli: Cli) -> Callable[..., str]:
 
 
 @pytest.fixture
-def real(world: World) -> Iterator[Callable[..., Started]]:
+def real(world: World) -> Iterator[Real]:
     """Return a function that starts gpushare as a process; leftovers are ended after the test."""
     processes: list[Any] = []
 

@@ -400,6 +400,12 @@ class Started:
         return Answer(self.process.returncode, out, err)
 
 
+# What the fixtures of these names are: a command in this process, the same as a process, and a check that it is refused.
+Cli = Callable[..., Answer]
+Real = Callable[..., Started]
+Refused = Callable[..., str]
+
+
 # Once for all processes that are forked from this one.
 loaded = functools.cache(load)
 

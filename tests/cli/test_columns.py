@@ -6,8 +6,7 @@ import csv
 import io
 import re
 
-from tests.cli.conftest import Cli
-from tests.cli.drive import World
+from tests.cli.drive import Cli, World
 from tools.terminal import terminal
 
 # Columns are only added at the end (docs/json.md).

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,8 +16,7 @@ from gpushare.base.units import GIB
 from gpushare.cli import root
 from gpushare.cli.help import COMMON, EXAMPLES, GROUPS
 from gpushare.sim import admin
-from tests.cli.conftest import Cli
-from tests.cli.drive import ASKING, H200, Started, World, environment
+from tests.cli.drive import ASKING, H200, Cli, Real, Refused, World, environment
 
 
 def paths(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -207,7 +206,7 @@ def test_unknown_host(cli: Cli, spec: str) -> None:
         (("sim", "add", "--sm", "101"), "sim add"),
     ],
 )
-def test_wrong_usage(refused: Callable[..., str], cli: Cli, words: tuple[str, ...], command: str) -> None:
+def test_wrong_usage(refused: Refused, cli: Cli, words: tuple[str, ...], command: str) -> None:
     said = refused(*words, code="usage", exit_code=2)
     assert f"hint: see: gpushare {command} --help" in said
     assert cli(*words, output="json").json["command"] == command
@@ -237,7 +236,7 @@ def test_wrong_usage(refused: Callable[..., str], cli: Cli, words: tuple[str, ..
         (("advise", "--sm", "50"), "--sms"),
     ],
 )
-def test_an_unknown_word_says_what_was_meant(refused: Callable[..., str], words: tuple[str, ...], meant: str) -> None:
+def test_an_unknown_word_says_what_was_meant(refused: Refused, words: tuple[str, ...], meant: str) -> None:
     said = refused(*words, code="usage", exit_code=2)
     assert f"did you mean '{meant}'?" in said.lower()
 
@@ -252,7 +251,7 @@ def test_an_unknown_word_says_what_was_meant(refused: Callable[..., str], words:
         ("status", "--debut"),
     ],
 )
-def test_a_word_that_nothing_is_like_gets_no_suggestion(refused: Callable[..., str], words: tuple[str, ...]) -> None:
+def test_a_word_that_nothing_is_like_gets_no_suggestion(refused: Refused, words: tuple[str, ...]) -> None:
     assert "did you mean" not in refused(*words, code="usage", exit_code=2).lower()
 
 
@@ -379,7 +378,7 @@ def test_what_stands_behind_dashes_is_no_option_of_ours(cli: Cli) -> None:
     assert "Traceback" not in answer.err
 
 
-def test_broken_pipe(real: Callable[..., Started]) -> None:
+def test_broken_pipe(real: Real) -> None:
     started = real("sim", "list", "--models", "-o", "json", stdout=subprocess.PIPE)
     assert started.process.stdout is not None
     started.process.stdout.close()
@@ -399,7 +398,7 @@ def test_broken_pipe(real: Callable[..., Started]) -> None:
     ],
 )
 def test_a_result_that_cannot_be_written(
-    real: Callable[..., Started], world: World, words: tuple[str, ...], hint: str, unbuffered: str
+    real: Real, world: World, words: tuple[str, ...], hint: str, unbuffered: str
 ) -> None:
     with open("/dev/full", "w") as full:
         answer = real(*words, stdout=full, env={"PYTHONUNBUFFERED": unbuffered}).result()

@@ -18,8 +18,7 @@ import pytest
 from benchmarks.crashes.world import copy_tree
 from gpushare.host.records import replace_file
 from gpushare.run import jobs
-from tests.cli.conftest import Cli
-from tests.cli.drive import H200, World, until
+from tests.cli.drive import H200, Cli, World, until
 
 ERRORS = [errno.ENOSPC, errno.EACCES, errno.EIO, errno.EMFILE, errno.ENOTDIR, errno.EROFS]
 JOB = ("sleep", "0.02")

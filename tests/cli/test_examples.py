@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpushare.sim import admin
-from tests.cli.conftest import Cli
-from tests.cli.drive import ROOT, World
+from tests.cli.drive import ROOT, Cli, World
 
 EXAMPLES = ROOT / "examples"
 

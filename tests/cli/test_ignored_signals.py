@@ -8,12 +8,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.cli.drive import H200, Started, World, alive, environment, until
+from tests.cli.drive import H200, Real, World, alive, environment, until
 from tests.cli.run.test_terminal import Screen, gpushare_run, on_terminal, screens  # noqa: F401
 
 GPUSHARE = f"{sys.executable} -m gpushare --host {H200}"
@@ -151,9 +150,7 @@ def test_a_background_job_of_a_script_ignores_ctrl_c(world: World, marks: Marks)
     gone(world)
 
 
-def test_what_is_ignored_is_ignored_in_each_copy_and_an_end_is_quick(
-    real: Callable[..., Started], world: World, marks: Marks
-) -> None:
+def test_what_is_ignored_is_ignored_in_each_copy_and_an_end_is_quick(real: Real, world: World, marks: Marks) -> None:
     started = real("farm", "--copies", "2", "--", *marks.command.split(), preexec_fn=ignore_interrupts)
     assert marks.ignored() == "SIGINT SIGUSR1"
     until(lambda: len(world.attached()) == 2, "both are clients")
@@ -170,16 +167,14 @@ def ignore_interrupts() -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
-def test_an_exit_code_is_told_where_ended_children_were_ignored(real: Callable[..., Started]) -> None:
+def test_an_exit_code_is_told_where_ended_children_were_ignored(real: Real) -> None:
     def ignore() -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 
     assert real("run", "--", "sh", "-c", "exit 7", preexec_fn=ignore).result().code == 7
 
 
-def test_a_script_that_ignores_ctrl_c_ends_tune_and_bench_by_sigterm(
-    real: Callable[..., Started], world: World
-) -> None:
+def test_a_script_that_ignores_ctrl_c_ends_tune_and_bench_by_sigterm(real: Real, world: World) -> None:
     job = f"{sys.executable} -m gpushare.sim.job --need 30"
     for words in (
         ("tune", "--production", job, "--opportunistic", job, "--metric", r"rate=([0-9.]+)"),

@@ -11,8 +11,7 @@ import pytest
 from gpushare.host.host import Host, make_private_directory
 from gpushare.host.records import sweep_leftovers
 from gpushare.mps.home import home_of
-from tests.cli.conftest import Cli
-from tests.cli.drive import World
+from tests.cli.drive import Cli, World
 
 LEVEL = "lent", "gpu.json"
 MODE = "mode", "gpu.json"

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Cli
-from tests.cli.drive import World
+from tests.cli.drive import Cli, Refused, World
 
 TWO = "sim:2xa30"
 SAID = "error: GPU 1 does not answer: the GPU is lost: it fell off the bus"
@@ -54,6 +52,6 @@ def test_a_recording_of_a_lost_gpu(cli: Cli, tmp_path: Path) -> None:
     cli("observe", "--from", file, host=TWO).ok()
 
 
-def test_an_export_never_drops_a_gpu_in_silence(refused: Callable[..., str]) -> None:
+def test_an_export_never_drops_a_gpu_in_silence(refused: Refused) -> None:
     World(TWO).fault("lost", gpu="1")
     assert "see: gpushare status" in refused("export", "k8s", code="gpu_lost", exit_code=6, host=TWO)

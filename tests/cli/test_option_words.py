@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
-from tests.cli.conftest import Cli
+from tests.cli.drive import Cli, Refused
 
 TWO = "sim:2xa30"
 
@@ -29,7 +27,7 @@ def test_a_repeated_gpu_option_adds_to_the_list(cli: Cli) -> None:
     ],
     ids=" ".join,
 )
-def test_any_other_repeated_option_is_refused(refused: Callable[..., str], words: tuple[str, ...]) -> None:
+def test_any_other_repeated_option_is_refused(refused: Refused, words: tuple[str, ...]) -> None:
     said = refused(*words, code="repeated_option", exit_code=2, host=TWO)
     assert "is given " in said
 
@@ -43,7 +41,7 @@ def test_before_the_command_an_alias_is_overridden(cli: Cli) -> None:
     assert answer.data["host"] == "sim:a30"
 
 
-def test_a_flag_may_be_repeated_but_not_contradicted(cli: Cli, refused: Callable[..., str]) -> None:
+def test_a_flag_may_be_repeated_but_not_contradicted(cli: Cli, refused: Refused) -> None:
     cli("status", "-v", "-v").ok()
     said = refused("bench", "--lower-is-better", "--higher-is-better", "true", code="bad_combination", exit_code=2)
     assert "--lower-is-better cannot be combined with --higher-is-better" in said

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -16,13 +15,11 @@ from gpushare.host.smi import ComputePolicy
 from gpushare.mps.control import MpsControl
 from gpushare.mps.limits import check_memory
 from gpushare.timeslice.policy import plan_level
-from tests.cli.drive import Answer, World
-
-Cli = Callable[..., Answer]
+from tests.cli.drive import Cli, Refused, World
 
 
 def test_a_compute_mode_that_does_not_hold_is_an_error(
-    refused: Callable[..., str], world: World, monkeypatch: pytest.MonkeyPatch
+    refused: Refused, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
     monkeypatch.setattr(NvmlReader, "set_compute_mode", lambda *_: None)
@@ -31,7 +28,7 @@ def test_a_compute_mode_that_does_not_hold_is_an_error(
 
 
 def test_a_time_slice_that_cannot_be_read_back_is_an_error_and_taken_back(
-    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put, read, told = ComputePolicy.set, ComputePolicy.read, []
 
@@ -54,7 +51,7 @@ def simulated(world: World) -> tuple[object, ...]:
 
 @pytest.mark.parametrize("at_first", [(), ("--memory", "8G"), ("--priority", "low", "--threads", "70")])
 def test_when_the_last_limit_fails_all_are_as_they_were(
-    refused: Callable[..., str],
+    refused: Refused,
     cli: Cli,
     world: World,
     monkeypatch: pytest.MonkeyPatch,

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import NoReturn
 
 import pytest
 
 from gpushare.cli import options
-from tests.cli.conftest import Cli
-from tests.cli.drive import World
+from tests.cli.drive import Cli, Refused, World
 
 TWO = "sim:2xh200"
 
@@ -31,13 +29,13 @@ def test_ctrl_c_at_a_question_leaves_the_error_a_line_of_its_own(
     assert capsys.readouterr().err == "Sure? \n"
 
 
-def test_a_wrong_option_says_what_was_meant_as_a_wrong_command_does(refused: Callable[..., str]) -> None:
+def test_a_wrong_option_says_what_was_meant_as_a_wrong_command_does(refused: Refused) -> None:
     assert "no such option: --wach. Did you mean '--watch'?" in refused(
         "status", "--wach", "1", code="usage", exit_code=2
     )
 
 
-def test_a_word_for_a_number_is_said_in_words(refused: Callable[..., str]) -> None:
+def test_a_word_for_a_number_is_said_in_words(refused: Refused) -> None:
     said = refused("mps", "logs", "--lines", "sleep", code="usage", exit_code=2)
     assert "'sleep' is not a whole number" in said
 
@@ -59,7 +57,7 @@ def test_the_start_that_is_named_can_be_typed(cli: Cli, host: str, command: str)
 @pytest.mark.parametrize(
     "words", [("mig", "env", "alice"), ("mig", "grant", "alice", "root"), ("run", "--mig", "alice", "--", "true")]
 )
-def test_a_name_that_nobody_gave_is_told_the_same_by_all(refused: Callable[..., str], words: tuple[str, ...]) -> None:
+def test_a_name_that_nobody_gave_is_told_the_same_by_all(refused: Refused, words: tuple[str, ...]) -> None:
     said = refused(*words, code="no_name", exit_code=6)
     assert "no MIG instance is named 'alice'" in said
     assert "gpushare mig create WISH --name alice" in said
@@ -83,7 +81,7 @@ def test_several_instances_that_would_have_to_go_are_they(cli: Cli, world: World
     assert "note: they are idle: " in cli("mig", "fits", "7g").err
 
 
-def test_without_a_driver_the_time_slice_says_so_too(cli: Cli, refused: Callable[..., str], world: World) -> None:
+def test_without_a_driver_the_time_slice_says_so_too(cli: Cli, refused: Refused, world: World) -> None:
     world.fault("missing", "nvidia-smi")
     refused("timeslice", "show", code="program_missing", exit_code=3)
     cli("sim", "fault", "no-nvml").ok()

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from gpushare.host.written_file import check_links, create_file, directory_of, open_over
-from tests.cli.conftest import Cli
-from tests.cli.drive import World
+from tests.cli.drive import Cli, World
 
 STRANGER = 12345
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,7 @@ import pytest
 from gpushare.advice.ways import way_of
 from gpushare.base.model import Way
 from tests.cli.advise.test_advise import on_a_terminal
-from tests.cli.conftest import Cli
-from tests.cli.drive import Started, World, until
+from tests.cli.drive import Cli, Real, Refused, World, until
 from tests.cli.run.test_memory import JOB
 
 A30 = "sim:a30"
@@ -100,7 +98,7 @@ def test_a_way_is_explained(cli: Cli, way: str) -> None:
     assert "host memory" in cli("explain", way, host=None).ok().out
 
 
-def test_the_table_of_mechanisms_has_no_column_for_them(refused: Callable[..., str]) -> None:
+def test_the_table_of_mechanisms_has_no_column_for_them(refused: Refused) -> None:
     assert "gpushare explain turns" in refused("compare", "turns", code="no_mechanism", exit_code=2)
 
 
@@ -145,7 +143,7 @@ def test_apply_has_nothing_to_set_up(cli: Cli) -> None:
 # -- what is printed, run ------------------------------------------------------------------------------
 
 
-def test_turns_as_printed(cli: Cli, real: Callable[..., Started]) -> None:
+def test_turns_as_printed(cli: Cli, real: Real) -> None:
     data = asked(cli, *TWO, "--memory", "14G", "--needs", "progress", "--command", job("14G", 60))
     assert data["winner"] == "turns"
     first, *rest = words_of(commands(data)[0])
@@ -159,7 +157,7 @@ def test_turns_as_printed(cli: Cli, real: Callable[..., Started]) -> None:
     assert [one.result().code for one in both] == [0, 0]
 
 
-def test_idle_as_printed(cli: Cli, real: Callable[..., Started]) -> None:
+def test_idle_as_printed(cli: Cli, real: Real) -> None:
     from gpushare.sim.current import changing
 
     program = shlex.join((sys.executable, "-c", "import time; time.sleep(60)"))
@@ -180,9 +178,7 @@ def test_idle_as_printed(cli: Cli, real: Callable[..., Started]) -> None:
 
 
 @pytest.mark.parametrize("users", [None, ("web", "ann")])
-def test_production_first_as_printed(
-    cli: Cli, real: Callable[..., Started], tmp_path: Path, users: tuple[str, str] | None
-) -> None:
+def test_production_first_as_printed(cli: Cli, real: Real, tmp_path: Path, users: tuple[str, str] | None) -> None:
     data = asked(cli, "-f", str(pair(tmp_path, users=users)))
     assert data["winner"] == "swap"
     serve, batch = commands(data)

@@ -6,7 +6,6 @@ import json
 import shlex
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,7 @@ import pytest
 
 from gpushare.base.model import ComputeMode, Way
 from gpushare.connect import connect
-from tests.cli.conftest import Cli
-from tests.cli.drive import Started, World, same, until, until_one_run_is_over
+from tests.cli.drive import Cli, Real, Refused, World, same, until, until_one_run_is_over
 
 pytestmark = pytest.mark.usefixtures("printed_windows")
 RATE = "^rate=(.+)$"
@@ -180,7 +178,7 @@ def test_the_screen_fits_80_columns(cli: Cli, monkeypatch: pytest.MonkeyPatch) -
     assert max(len(line) for line in lines if "gpushare.sim.job" not in line) <= 80
 
 
-def test_ctrl_c_answers_from_what_was_measured(real: Callable[..., Started], world: World) -> None:
+def test_ctrl_c_answers_from_what_was_measured(real: Real, world: World) -> None:
     first = ("-o", "json", "advise", "--measure", *FARM, "--repeat", "50")
     started = real(*first, *job(40, "--work", "30"))
     until_one_run_is_over(world)
@@ -195,9 +193,7 @@ def test_ctrl_c_answers_from_what_was_measured(real: Callable[..., Started], wor
     assert (world.state.daemons, world.pids()) == ([], [])
 
 
-def test_ctrl_c_before_anything_was_measured_leaves_the_rules_answer(
-    real: Callable[..., Started], world: World
-) -> None:
+def test_ctrl_c_before_anything_was_measured_leaves_the_rules_answer(real: Real, world: World) -> None:
     started = real("-o", "json", "advise", "--measure", *FARM, "--", "sleep", "600")
     until(lambda: world.begun and world.pids(), "the first copy runs")
     started.signal(signal.SIGINT)
@@ -227,7 +223,7 @@ def test_ctrl_c_before_anything_was_measured_leaves_the_rules_answer(
         (("--measure", "--", "gs-no-such-program"), "command_not_found", 127),
     ],
 )
-def test_wrong_usage(refused: Callable[..., str], words: tuple[str, ...], code: str, exit_code: int) -> None:
+def test_wrong_usage(refused: Refused, words: tuple[str, ...], code: str, exit_code: int) -> None:
     refused("advise", *words, code=code, exit_code=exit_code)
 
 

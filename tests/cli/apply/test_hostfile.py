@@ -23,8 +23,7 @@ from gpushare.hostfile.kept import KEPT, kept_limits
 from gpushare.mig.ledger import names_of
 from gpushare.mps.control import MpsControl
 from gpushare.sim import admin
-from tests.cli.conftest import Cli
-from tests.cli.drive import World, same
+from tests.cli.drive import Cli, Refused, World, same
 
 EIGHT = "sim:8xh100-80gb"
 TWO = "sim:2xh100"
@@ -306,7 +305,7 @@ def test_the_file_may_come_from_stdin(cli: Cli, monkeypatch: pytest.MonkeyPatch)
     assert World(TWO).state.gpus[0].time_slice == 3
 
 
-def test_the_file_is_an_argument_or_an_option(cli: Cli, refused: Callable[..., str], write: Write) -> None:
+def test_the_file_is_an_argument_or_an_option(cli: Cli, refused: Refused, write: Write) -> None:
     path = write("version: 1\ngpus:\n  - match: {index: 0}\n    timeslice: short\n")
     assert cli("diff", path).code == 7
     cli("apply", path).ok()
@@ -340,7 +339,7 @@ def test_gpus_that_are_not_there_are_refused_before_the_first_step(cli: Cli, wri
 
 
 def test_the_file_of_the_directory_is_the_default(
-    cli: Cli, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    cli: Cli, refused: Refused, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     tmp_path.chmod(0o755)
@@ -411,7 +410,7 @@ def test_what_hides_the_time_slice_is_named(cli: Cli, write: Write) -> None:
     assert "nvidia-smi is not" in answer.err
 
 
-def test_capture_takes_only_ways_it_knows(refused: Callable[..., str]) -> None:
+def test_capture_takes_only_ways_it_knows(refused: Refused) -> None:
     refused("capture", "--by", "name", code="bad_key", exit_code=2)
 
 
@@ -448,14 +447,14 @@ def test_a_daemon_stays_stopped_where_another_size_takes_its_place(cli: Cli, wri
     ],
 )
 def test_a_file_that_can_never_hold_changes_nothing(
-    refused: Callable[..., str], write: Write, text: str, code: str, exit_code: int
+    refused: Refused, write: Write, text: str, code: str, exit_code: int
 ) -> None:
     World().host.nvml.sweep()
     refused("apply", "-f", write(text), code=code, exit_code=exit_code)
 
 
 @pytest.mark.parametrize("command", ["apply", "diff"])
-def test_no_file(refused: Callable[..., str], command: str, tmp_path: Path) -> None:
+def test_no_file(refused: Refused, command: str, tmp_path: Path) -> None:
     refused(command, "-f", str(tmp_path / "none.yaml"), code="no_file", exit_code=6)
 
 
@@ -493,7 +492,7 @@ def test_a_name_of_a_gpu_that_the_file_is_not_about_is_taken(cli: Cli, write: Wr
     assert same(TWO) == before
 
 
-def test_a_file_without_a_name(refused: Callable[..., str]) -> None:
+def test_a_file_without_a_name(refused: Refused) -> None:
     assert "empty" in refused("apply", "-f", "", code="bad_file", exit_code=2)
 
 
@@ -892,7 +891,7 @@ def test_limits_outlive_a_user_who_is_gone(cli: Cli, world: World) -> None:
     assert kept_limits(world.host).others == 20 * GIB
 
 
-def test_a_limit_of_an_unknown_user_changes_nothing(refused: Callable[..., str], write: Write) -> None:
+def test_a_limit_of_an_unknown_user_changes_nothing(refused: Refused, write: Write) -> None:
     path = write("version: 1\ngpus: [{match: all, exclusive: true}]\nmemory: [{match: {user: nosuch}, limit: 8G}]\n")
     text = refused("apply", "-f", path, code="no_user", exit_code=6, host=TWO)
     assert "gpushare.yaml:3:10" in text

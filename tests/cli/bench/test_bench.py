@@ -6,7 +6,6 @@ import json
 import re
 import signal
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,7 @@ from gpushare.memory.peaks import Profile, find_profile
 from gpushare.run.results import BenchedCap, keep_benched
 from gpushare.show.bench import bench_result
 from gpushare.sim import admin
-from tests.cli.conftest import Cli
-from tests.cli.drive import Started, World, alive, same, until, until_one_run_is_over
+from tests.cli.drive import Cli, Real, Refused, World, alive, same, until, until_one_run_is_over
 
 pytestmark = pytest.mark.usefixtures("printed_windows")
 RATE = "^rate=(.+)$"
@@ -347,11 +345,11 @@ def test_a_command_that_fails_already_alone(
         (("--ways", "streams,mig", "--", "true"), "no_way", 3),
     ],
 )
-def test_wrong_usage(refused: Callable[..., str], words: tuple[str, ...], code: str, exit_code: int) -> None:
+def test_wrong_usage(refused: Refused, words: tuple[str, ...], code: str, exit_code: int) -> None:
     refused("bench", *words, code=code, exit_code=exit_code)
 
 
-def test_a_plot_without_matplotlib(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plot_without_matplotlib(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     text = refused("bench", "--plot", "x.png", "--", "true", code="no_matplotlib", exit_code=3)
     assert "pip install matplotlib" in text
@@ -448,7 +446,7 @@ def guarded(told: Path) -> list[int]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_ends_the_copies_and_keeps_what_was_measured(
-    real: Callable[..., Started], world: World, number: int, tmp_path: Path
+    real: Real, world: World, number: int, tmp_path: Path
 ) -> None:
     path = tmp_path / "x.json"
     first = ("-o", "json", "bench", "--ways", "mps,timeslice", "--copies", "2,4", "--repeat", "50", "--to", str(path))
@@ -477,9 +475,7 @@ def test_ctrl_c_ends_the_copies_and_keeps_what_was_measured(
     assert all(f"{way} (" in note for way in missing)
 
 
-def test_killed_it_leaves_neither_copies_nor_a_daemon(
-    real: Callable[..., Started], world: World, tmp_path: Path
-) -> None:
+def test_killed_it_leaves_neither_copies_nor_a_daemon(real: Real, world: World, tmp_path: Path) -> None:
     told, first = tmp_path / "told", ("bench", "--ways", "mps", "--copies", "2")
     # Alone it ends, under MPS it never does.
     script = 'case "$CUDA_MPS_PIPE_DIRECTORY" in */pipe) exec sleep 600;; esac'
@@ -492,9 +488,7 @@ def test_killed_it_leaves_neither_copies_nor_a_daemon(
     until(lambda: not world.state.daemons, "the daemon is gone")
 
 
-def test_killed_it_holds_its_instances_until_the_copies_have_ended(
-    real: Callable[..., Started], world: World, tmp_path: Path
-) -> None:
+def test_killed_it_holds_its_instances_until_the_copies_have_ended(real: Real, world: World, tmp_path: Path) -> None:
     """A copy that takes its time to end is still in its instance: nobody else may get it meanwhile."""
     world.mig("1g.18gb", "1g.18gb")
     first, ending = ("-o", "json", "bench", "--ways", "mig", "--copies", "2"), tmp_path / "end"

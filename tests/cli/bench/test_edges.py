@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from gpushare.base.errors import OperationFailed
 from gpushare.base.model import ComputeMode
 from gpushare.connect import connect
-from tests.cli.conftest import H200, Cli
+from tests.cli.drive import H200, Cli, Refused
 
 WAYS = ("--copies", "2", "--ways", "timeslice,mps", "--repeat", "2", "--metric", "rate=(.+)")
 
@@ -25,7 +24,7 @@ def earlier(cli: Cli, tmp_path: Path) -> Path:
 
 
 def test_what_counts_something_else_is_refused_before_anything_runs(
-    refused: Callable[..., str], earlier: Path, tmp_path: Path
+    refused: Refused, earlier: Path, tmp_path: Path
 ) -> None:
     ran = tmp_path / "ran"
     words = ("--compare", str(earlier), "--copies", "2", "--ways", "timeslice,mps", "--", "touch", str(ran))
@@ -98,7 +97,7 @@ def test_threads_of_one_process_take_turns_and_streams_do_not(cli: Cli) -> None:
     assert "with copies to and from the GPU next to each" in data["workload"]["title"]
 
 
-def test_only_the_built_in_workload_has_threads_and_copies(cli: Cli, refused: Callable[..., str]) -> None:
+def test_only_the_built_in_workload_has_threads_and_copies(cli: Cli, refused: Refused) -> None:
     assert "--copy" in cli("bench", "--copy", "to", "--", "true").err
     assert cli("bench", "--copy", "up").lines("hint") == ["hint: give --copy both"]
     data = cli("-o", "json", "bench", *WAYS[:2], "--ways", "timeslice,threads", *WAYS[4:], "--", "echo", "rate=2").ok()
@@ -124,7 +123,7 @@ def test_several_sizes_give_times_and_where_concurrency_ends(cli: Cli, tmp_path:
     assert len(rows) == 9
 
 
-def test_several_sizes_have_a_plan_and_no_comparison(cli: Cli, refused: Callable[..., str], earlier: Path) -> None:
+def test_several_sizes_have_a_plan_and_no_comparison(cli: Cli, refused: Refused, earlier: Path) -> None:
     plan = cli(*SIZES, "--dry-run").ok()
     assert plan.out.count("run 4 copies under mps") == 2
     refused(*SIZES, "--compare", str(earlier), code="bad_combination", exit_code=2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,8 +16,7 @@ from gpushare.sim.current import changing
 from gpushare.sim.state import StateFile
 from gpushare.timeslice.policy import LENT, LentLevel, left_level, lent_level
 from gpushare.timeslice.slices import slice_records
-from tests.cli.conftest import Cli
-from tests.cli.drive import World
+from tests.cli.drive import Cli, Refused, World
 
 WINDOW = ("--metric", "^rate=(.+)$", "--for", "0.3", "--repeat", "1", "--copies", "2")
 # -S: it starts in half the time.
@@ -198,7 +197,7 @@ def test_a_broken_note_of_a_level_is_no_note(world: World, text: str, wrong: dic
     assert left_level(world.host, gpu) is None
 
 
-def test_a_level_needs_root(cli: Cli, world: World, refused: Callable[..., str]) -> None:
+def test_a_level_needs_root(cli: Cli, world: World, refused: Refused) -> None:
     with changing(StateFile(world.spec)) as (state, _):
         state.fault_uid = 1000
     data = bench(cli, "--ways", "timeslice,timeslice:short")
@@ -228,5 +227,5 @@ def test_the_plan_names_the_change_of_the_level(cli: Cli, world: World) -> None:
         ("timeslice:fast", "bad_way"),
     ],
 )
-def test_wrong_slices_and_levels_are_refused(refused: Callable[..., str], ways: str, code: str) -> None:
+def test_wrong_slices_and_levels_are_refused(refused: Refused, ways: str, code: str) -> None:
     refused("bench", "--ways", ways, "--", "true", code=code, exit_code=2)

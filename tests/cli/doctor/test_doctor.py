@@ -23,8 +23,7 @@ from gpushare.host.nvml import NvmlReader
 from gpushare.mps.control import MpsControl
 from gpushare.mps.daemons import NOT_ASKED, FoundDaemon
 from gpushare.mps.home import home_of
-from tests.cli.conftest import Cli
-from tests.cli.drive import World
+from tests.cli.drive import Cli, World
 
 
 def checks(cli: Cli, host: str = "sim:h200") -> dict[str, dict[str, Any]]:

@@ -26,8 +26,7 @@ from gpushare.mps.home import DaemonHome
 from gpushare.run.jobs import OPPORTUNISTIC, PRODUCTION, write_record
 from gpushare.run.plain import plain_environment
 from gpushare.sim import admin
-from tests.cli.conftest import Cli
-from tests.cli.drive import World, record_of
+from tests.cli.drive import Cli, World, record_of
 
 # A user of every machine that is not root.
 NOBODY = "nobody"

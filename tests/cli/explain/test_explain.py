@@ -7,7 +7,6 @@ import io
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,7 @@ from gpushare.plan import NOT_RESTORED
 from gpushare.show.legend import HEADS
 from gpushare.sim.mps_servers import LogLine, render
 from gpushare.sim.nvml_abi import ERROR_TEXTS
-from tests.cli.conftest import Cli
-from tests.cli.drive import ROOT, World
+from tests.cli.drive import ROOT, Cli, Refused, World
 
 # server.log of an H200 with driver 580.159.04, after a client was killed with a deep queue.
 FAULT_LOG = """\
@@ -276,7 +274,7 @@ def test_a_log_comes_through_a_pipe() -> None:
     assert done.stdout.startswith("verdict: ")
 
 
-def test_wrong_files(refused: Callable[..., str], tmp_path: Path) -> None:
+def test_wrong_files(refused: Refused, tmp_path: Path) -> None:
     refused("explain", "-f", str(tmp_path / "none"), code="no_file", exit_code=6)
     refused("explain", "-f", str(tmp_path / "none"), "805", code="two_sources", exit_code=2)
     (tmp_path / "log").write_text("all is well\n")

@@ -20,8 +20,7 @@ from gpushare.mps.home import homes_in
 from gpushare.sim import admin
 from gpushare.sim.current import changing
 from gpushare.sim.state import SimulatedGpuInstance
-from tests.cli.conftest import Cli
-from tests.cli.drive import World
+from tests.cli.drive import Cli, Refused, World
 from tests.export.plugin_config import from_config
 
 T4S = "sim:4xt4"
@@ -104,7 +103,7 @@ def uneven(cli: Cli) -> list[str]:
     return uuids
 
 
-def test_dra_says_what_the_plugin_cannot(cli: Cli, refused: Callable[..., str], uneven: list[str]) -> None:
+def test_dra_says_what_the_plugin_cannot(cli: Cli, refused: Refused, uneven: list[str]) -> None:
     text = refused("export", "k8s", code="no_slice_length", exit_code=3, host=H100S)
     assert "gpushare export dra" in text
     done = cli("export", "dra", host=H100S).ok()
@@ -210,7 +209,7 @@ def test_the_script_names_its_node_in_every_command(cli: Cli, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_files(cli: Cli, refused: Callable[..., str], tmp_path: Path, engine: str) -> None:
+def test_files(cli: Cli, refused: Refused, tmp_path: Path, engine: str) -> None:
     there = tmp_path / "my files"
     cli("mps", "start", "-g", "all", host=T4S).ok()
     done = cli("export", engine, "--to", str(there), host=T4S).ok()
@@ -238,7 +237,7 @@ def test_files(cli: Cli, refused: Callable[..., str], tmp_path: Path, engine: st
     assert (there / data["documents"][0]["name"]).read_text() == "mine"
 
 
-def test_a_directory_that_cannot_be_made(refused: Callable[..., str], tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_made(refused: Refused, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     to = str(tmp_path / "file" / "below")
     refused("export", "k8s", "--to", to, code="not_written", exit_code=4, host=T4S)
@@ -269,23 +268,23 @@ def test_a_directory_that_cannot_be_made(refused: Callable[..., str], tmp_path: 
         (["cdi", "-g", "9"], "unknown_gpu", 6),
     ],
 )
-def test_refused(refused: Callable[..., str], words: list[str], code: str, exit_code: int) -> None:
+def test_refused(refused: Refused, words: list[str], code: str, exit_code: int) -> None:
     refused("export", *words, code=code, exit_code=exit_code, host=T4S)
 
 
 @pytest.mark.parametrize("engine", ["k8s", "karpenter", "slurm"])
-def test_what_an_engine_cannot_say(refused: Callable[..., str], uneven: list[str], engine: str) -> None:
+def test_what_an_engine_cannot_say(refused: Refused, uneven: list[str], engine: str) -> None:
     codes = {"slurm": "sharing_on_mig"}
     text = refused("export", engine, code=codes.get(engine, "no_slice_length"), exit_code=3, host=H100S)
     assert "gpushare export dra" in text
 
 
-def test_a_mig_instance_is_not_a_gpu(refused: Callable[..., str], uneven: list[str]) -> None:
+def test_a_mig_instance_is_not_a_gpu(refused: Refused, uneven: list[str]) -> None:
     refused("export", "dra", "-g", uneven[0], code="whole_gpu", exit_code=2, host=H100S)
     refused("export", "docker", "-g", "0", code="one_device", exit_code=2, host=H100S)
 
 
-def test_a_gpu_in_mig_mode_without_devices(refused: Callable[..., str]) -> None:
+def test_a_gpu_in_mig_mode_without_devices(refused: Refused) -> None:
     nvml = connect("sim:h100").nvml
     handle = nvml.handle(0)
     nvml.demand(lambda api: api.nvmlDeviceSetMigMode(handle, 1))
@@ -296,7 +295,7 @@ def test_a_gpu_in_mig_mode_without_devices(refused: Callable[..., str]) -> None:
     refused("export", "dra", code="no_device", exit_code=3, host="sim:h100")
 
 
-def test_a_lost_gpu_and_a_prohibited_one(refused: Callable[..., str]) -> None:
+def test_a_lost_gpu_and_a_prohibited_one(refused: Refused) -> None:
     world = World(T4S)
     from gpushare.base.model import ComputeMode
 
@@ -379,7 +378,7 @@ def test_mig_of_a_file(cli: Cli, file: Callable[[str], str]) -> None:
     ],
 )
 def test_a_file_that_is_refused(
-    refused: Callable[..., str], file: Callable[[str], str], text: str, code: str, exit_code: int
+    refused: Refused, file: Callable[[str], str], text: str, code: str, exit_code: int
 ) -> None:
     refused("export", "k8s", "-f", file(text), code=code, exit_code=exit_code, host=T4S)
 
@@ -396,7 +395,7 @@ def test_a_file_that_is_refused(
 )
 @pytest.mark.parametrize("engine", ["mig-parted", "dra", "slurm", "k8s"])
 def test_what_a_gpu_can_never_hold_is_not_exported(
-    refused: Callable[..., str],
+    refused: Refused,
     file: Callable[[str], str],
     engine: str,
     way: str,
@@ -425,13 +424,13 @@ def test_only_the_gpus_that_are_exported_must_hold(cli: Cli, file: Callable[[str
 
 
 @pytest.mark.usefixtures("patience_is_over")
-def test_a_daemon_that_hangs_is_not_left_out(cli: Cli, refused: Callable[..., str]) -> None:
+def test_a_daemon_that_hangs_is_not_left_out(cli: Cli, refused: Refused) -> None:
     cli("mps", "start", "-g", "0", host=T4S).ok()
     World(T4S).fault("hang", "nvidia-cuda-mps-control")
     refused("export", "dra", code="daemon_silent", exit_code=1, host=T4S)
 
 
-def test_a_daemon_that_another_user_cannot_see_into(refused: Callable[..., str], tmp_path: Path) -> None:
+def test_a_daemon_that_another_user_cannot_see_into(refused: Refused, tmp_path: Path) -> None:
     world = World(T4S)
     world.foreign_daemon(tmp_path)
     world.fault("user", "61000")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from gpushare.sim import admin
-from tests.cli.conftest import Cli
+from tests.cli.drive import Cli, Refused
 
 SPEC = "sim:2xa100-80gb"
 FILE = """\
@@ -43,7 +42,7 @@ def test_a_daemon_that_is_not_up_yet_has_its_pipe_already(cli: Cli, file: str) -
 
 
 @pytest.mark.parametrize("engine", ["docker", "compose", "cdi", "systemd"])
-def test_a_mig_device_that_is_not_there_yet_has_no_uuid(refused: Callable[..., str], file: str, engine: str) -> None:
+def test_a_mig_device_that_is_not_there_yet_has_no_uuid(refused: Refused, file: str, engine: str) -> None:
     text = refused("export", engine, "-g", "1", "-f", file, code="not_applied", exit_code=6, host=SPEC)
     assert f"gpushare apply -f {file}" in text
     assert "GPU 1 has no 1g.10gb yet" in text
@@ -77,7 +76,7 @@ def test_units_need_only_the_devices_in_which_a_daemon_runs(cli: Cli, tmp_path: 
     assert units.count("# file: gpushare-mps-gpu-") == 1
 
 
-def test_a_file_that_can_never_hold_is_no_unit(refused: Callable[..., str], tmp_path: Path) -> None:
+def test_a_file_that_can_never_hold_is_no_unit(refused: Refused, tmp_path: Path) -> None:
     path = tmp_path / "wrong.yaml"
     path.write_text("version: 1\ngpus: [{match: {index: 0}, mig: [{wish: 3g.40gb*3}]}]\n")
     refused("export", "systemd", "-f", str(path), code="never_fits", exit_code=3, host=SPEC)

@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,7 @@ from gpushare.base.units import GIB, MIB
 from gpushare.host.capabilities import user_name
 from gpushare.run.jobs import PAST, JobRecord, find_record, keep_past
 from gpushare.sim import admin
-from tests.cli.conftest import Cli
-from tests.cli.drive import Started, World, until
+from tests.cli.drive import Cli, Real, Refused, Started, World, until
 
 KEYS = {
     *(
@@ -57,7 +55,7 @@ def test_the_peak_memory_of_a_job_that_has_ended(cli: Cli, options: tuple[str, .
     assert "peak memory" in cli("jobs").ok().out
 
 
-def runs(real: Callable[..., Started], world: World, *options: str) -> Started:
+def runs(real: Real, world: World, *options: str) -> Started:
     started = real("run", *options, "--name", "train", "--", "sleep", "300")
 
     def named() -> bool:
@@ -78,7 +76,7 @@ def runs(real: Callable[..., Started], world: World, *options: str) -> Started:
     ],
 )
 def test_a_job_that_runs(
-    real: Callable[..., Started], cli: Cli, world: World, options: tuple[str, ...], expected: dict[str, Any]
+    real: Real, cli: Cli, world: World, options: tuple[str, ...], expected: dict[str, Any]
 ) -> None:
     if "--mig" in options:
         world.run("mig", "enable", "-g", "0").ok()
@@ -104,7 +102,7 @@ def test_a_job_that_runs(
     assert (job["name"], job["state"], job["exit_code"], job["pid"]) == ("train", "ended", 143, None)
 
 
-def test_production_outside_mps_beside_a_client_of_mps(real: Callable[..., Started], cli: Cli, world: World) -> None:
+def test_production_outside_mps_beside_a_client_of_mps(real: Real, cli: Cli, world: World) -> None:
     started = real("run", "--production", "web", "--slice", "16ms", "--", "sleep", "300")
 
     def runs_now() -> bool:
@@ -129,7 +127,7 @@ def test_production_outside_mps_beside_a_client_of_mps(real: Callable[..., Start
     assert gpu["mechanism"] == "mps"
 
 
-def test_a_job_without_a_name_gets_one(real: Callable[..., Started], cli: Cli, world: World) -> None:
+def test_a_job_without_a_name_gets_one(real: Real, cli: Cli, world: World) -> None:
     started = real("run", "--", "sleep", "300")
     until(lambda: world.begun and [job["name"] for job in listed(cli)] == ["sleep-1"], "it is listed")
     cli("stop", "sleep-1").ok()
@@ -164,7 +162,7 @@ def test_a_client_of_mps_that_gpushare_did_not_start(cli: Cli, world: World) -> 
     assert job["sm_percent"] is None
 
 
-def test_copies_of_a_farm_are_one_job(real: Callable[..., Started], cli: Cli, world: World) -> None:
+def test_copies_of_a_farm_are_one_job(real: Real, cli: Cli, world: World) -> None:
     started = real("farm", "--copies", "2", "--memory", "1G", "--name", "many", "--", "sleep", "300")
     job = until(
         lambda: world.begun and next((job for job in listed(cli) if len(job["processes"]) == 2), None), "both run"
@@ -177,7 +175,7 @@ def test_copies_of_a_farm_are_one_job(real: Callable[..., Started], cli: Cli, wo
     assert world.pids() == []
 
 
-def test_a_farm_without_a_name_is_a_job_too(real: Callable[..., Started], cli: Cli, world: World) -> None:
+def test_a_farm_without_a_name_is_a_job_too(real: Real, cli: Cli, world: World) -> None:
     started = real("farm", "--copies", "2", "--memory", "1G", "--", "sleep", "300")
     job = until(
         lambda: world.begun and next((job for job in listed(cli) if len(job["processes"]) == 2), None), "both run"
@@ -189,9 +187,7 @@ def test_a_farm_without_a_name_is_a_job_too(real: Callable[..., Started], cli: C
     assert (past["name"], past["exit_code"]) == ("sleep-1", 128 + signal.SIGTERM)
 
 
-def test_a_job_that_waits_for_production_to_rest_is_one(
-    real: Callable[..., Started], cli: Cli, world: World, tmp_path: Path
-) -> None:
+def test_a_job_that_waits_for_production_to_rest_is_one(real: Real, cli: Cli, world: World, tmp_path: Path) -> None:
     busy = f"while not __import__('os').path.exists('{tmp_path}/rest'): pass"
     web = real("run", "--production", "web", "--threads", "100", "--", sys.executable, "-c", busy)
     until(
@@ -285,7 +281,7 @@ def test_nothing(cli: Cli) -> None:
     assert listed(cli, "-a") == []
 
 
-def test_watched_in_another_format_each_look_is_a_document(real: Callable[..., Started], world: World) -> None:
+def test_watched_in_another_format_each_look_is_a_document(real: Real, world: World) -> None:
     ended(world, 1)
     started = real("jobs", "-w", "0.1", "-o", "json")
     assert started.process.stdout is not None
@@ -296,7 +292,7 @@ def test_watched_in_another_format_each_look_is_a_document(real: Callable[..., S
     assert started.result().code == 0
 
 
-def test_watched_in_one_word_with_all(real: Callable[..., Started], world: World) -> None:
+def test_watched_in_one_word_with_all(real: Real, world: World) -> None:
     assert world.host
     started = real("jobs", "-aw", "-o", "json")
     assert started.process.stdout is not None
@@ -309,7 +305,7 @@ def test_watched_in_one_word_with_all(real: Callable[..., Started], world: World
     ("words", "code"),
     [(("-w", "0.01"), "bad_interval"), (("-w", "1x"), "bad_duration"), (("train",), "usage"), (("-g", "0"), "usage")],
 )
-def test_wrong_words(refused: Callable[..., str], words: tuple[str, ...], code: str) -> None:
+def test_wrong_words(refused: Refused, words: tuple[str, ...], code: str) -> None:
     refused("jobs", *words, code=code, exit_code=2)
 
 

@@ -17,8 +17,7 @@ from gpushare.base.selection import select
 from gpushare.run.jobs import PAST, PastJob, output_path, write_record
 from gpushare.run.output import seek_lines
 from gpushare.sim import admin
-from tests.cli.conftest import Cli
-from tests.cli.drive import Started, World, environment, record_of, until
+from tests.cli.drive import Cli, Real, Refused, World, environment, record_of, until
 
 TEXT = b"one\ntwo\n\x1b[31mthree\xff\n"
 
@@ -103,7 +102,7 @@ def running(world: World, written: Path) -> int:
 
 
 def test_it_is_followed_until_the_job_has_ended(
-    real: Callable[..., Started], cli: Cli, world: World, written: Path, running: int
+    real: Real, cli: Cli, world: World, written: Path, running: int
 ) -> None:
     # By its PID, too.
     written.write_text("one\ntwo\n")
@@ -123,7 +122,7 @@ def test_it_is_followed_until_the_job_has_ended(
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_ctrl_c_is_no_error(real: Callable[..., Started], written: Path, running: int, number: int, code: int) -> None:
+def test_ctrl_c_is_no_error(real: Real, written: Path, running: int, number: int, code: int) -> None:
     written.write_text("one\n")
     started = real("logs", "-f", "train")
     assert started.process.stdout is not None
@@ -140,9 +139,7 @@ def test_a_reader_that_goes(world: World, written: Path, running: int) -> None:
     assert (done.stdout, done.stderr) == (b"x\n", b"")
 
 
-def test_a_job_whose_output_was_not_kept(
-    refused: Callable[..., str], real: Callable[..., Started], cli: Cli, world: World, written: Path
-) -> None:
+def test_a_job_whose_output_was_not_kept(refused: Refused, real: Real, cli: Cli, world: World, written: Path) -> None:
     written.unlink()
     assert "gpushare run -d" in refused("logs", "train", code="no_output", exit_code=6)
     started = real("run", "--name", "web", "--", "sleep", "300")
@@ -162,9 +159,7 @@ def test_a_job_whose_output_was_not_kept(
         (("train", "--lines", "x"), "usage", 2),
     ],
 )
-def test_wrong_words(
-    refused: Callable[..., str], written: Path, words: tuple[str, ...], code: str, exit_code: int
-) -> None:
+def test_wrong_words(refused: Refused, written: Path, words: tuple[str, ...], code: str, exit_code: int) -> None:
     refused("logs", *words, code=code, exit_code=exit_code)
 
 
@@ -210,7 +205,7 @@ def test_what_others_may_have_written_is_not_read(cli: Cli, written: Path, plant
     assert str(written) in answer.error["hint"]
 
 
-def test_root_is_told_to_ask_as_the_user(refused: Callable[..., str], world: World) -> None:
+def test_root_is_told_to_ask_as_the_user(refused: Refused, world: World) -> None:
     (world.directory / "users" / "65534").mkdir(parents=True)
     pid = admin.add_process(world.spec, user="65534")
     world.fault("user", 65534)

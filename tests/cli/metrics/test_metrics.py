@@ -10,7 +10,6 @@ import signal
 import stat
 import subprocess
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,7 @@ from gpushare.run.jobs import find_record
 from gpushare.run.pause import Pauses, note_pauses
 from gpushare.show.prometheus import _HELP, MOST_JOBS, Reading, exposition, families
 from gpushare.sim import admin
-from tests.cli.conftest import Cli
-from tests.cli.drive import Started, World, until
+from tests.cli.drive import Cli, Real, Refused, Started, World, until
 
 DATA = Path(__file__).resolve().parents[3] / "gpushare" / "data"
 LABEL = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), min_size=1)
@@ -84,7 +82,7 @@ def test_pauses_of_an_opportunistic_program(cli: Cli, world: World) -> None:
     assert value(found, "opportunistic_paused", gpu="0", pid=str(pid)) == 1
 
 
-def runs(real: Callable[..., Started], world: World, *share: str) -> tuple[Started, dict[str, str]]:
+def runs(real: Real, world: World, *share: str) -> tuple[Started, dict[str, str]]:
     """Start the job web; return it with the labels that its metrics have."""
     started = real("run", *share, "--", "sleep", "300")
 
@@ -98,9 +96,7 @@ def runs(real: Callable[..., Started], world: World, *share: str) -> tuple[Start
     return started, {"name": "web", "pid": str(record.pid)}
 
 
-def test_a_job_has_its_role_its_way_its_slice_and_its_limit(
-    real: Callable[..., Started], cli: Cli, world: World
-) -> None:
+def test_a_job_has_its_role_its_way_its_slice_and_its_limit(real: Real, cli: Cli, world: World) -> None:
     started, job = runs(real, world, "--production", "web", "--slice", "500us", "--memory", "4G")
     found = samples(cli)
     user = user_name(os.geteuid())
@@ -117,7 +113,7 @@ def test_a_job_has_its_role_its_way_its_slice_and_its_limit(
     assert not [name for name, _ in samples(cli) if name.startswith("gpushare_job")]
 
 
-def test_a_job_on_a_named_instance(real: Callable[..., Started], cli: Cli, world: World) -> None:
+def test_a_job_on_a_named_instance(real: Real, cli: Cli, world: World) -> None:
     world.run("mig", "enable", "-g", "0").ok()
     world.run("mig", "create", "3g.71gb", "-g", "0", "--name", "left").ok()
     started, job = runs(real, world, "--name", "web", "--mig", "left")
@@ -290,16 +286,16 @@ def test_textfile_is_whole_or_the_old_one(cli: Cli, tmp_path: Path, monkeypatch:
         (("--rules", "--dashboard"), "bad_export", 2),
     ],
 )
-def test_refused(refused: Callable[..., str], words: tuple[str, ...], code: str, exit_code: int) -> None:
+def test_refused(refused: Refused, words: tuple[str, ...], code: str, exit_code: int) -> None:
     refused("export", "prometheus", *words, code=code, exit_code=exit_code)
 
 
 @pytest.mark.parametrize("listen", ["9836", "localhost", "127.0.0.1:port", "127.0.0.1:99999", ":-1"])
-def test_no_address(refused: Callable[..., str], listen: str) -> None:
+def test_no_address(refused: Refused, listen: str) -> None:
     refused("metrics", "--listen", listen, code="bad_address", exit_code=2)
 
 
-def test_address_in_use(refused: Callable[..., str]) -> None:
+def test_address_in_use(refused: Refused) -> None:
     import socket
 
     with socket.socket() as taken:
@@ -309,7 +305,7 @@ def test_address_in_use(refused: Callable[..., str]) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_server(real: Callable[..., Started], world: World, number: int) -> None:
+def test_the_server(real: Real, world: World, number: int) -> None:
     world.mig("1g.18gb:0")
     started = real("metrics", "--listen", "127.0.0.1:0")
     assert started.process.stderr is not None
@@ -485,7 +481,7 @@ def test_a_panel_that_counts_faults_shows_0_where_there_are_none(promtool: str, 
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_jobs_are_told_by_their_name_role_and_way(real: Callable[..., Started], cli: Cli, world: World) -> None:
+def test_jobs_are_told_by_their_name_role_and_way(real: Real, cli: Cli, world: World) -> None:
     real("run", "--production", "web", "--slice", "16ms", "--", "sleep", "300")
     real("run", "--threads", "25", "--name", "train", "--", "sleep", "300")
 

@@ -9,16 +9,16 @@ import socket
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 
 import pytest
 
-from tests.cli.drive import Started
+from tests.cli.drive import Real
 
 
 @pytest.fixture
-def server(real: Callable[..., Started]) -> Iterator[tuple[str, int, int]]:
+def server(real: Real) -> Iterator[tuple[str, int, int]]:
     """Yield address, port and PID of a server that may have only few files open."""
     # A tenth of the time for a request.
     program = "from gpushare.cli import main, metrics; metrics._REQUEST_SECONDS = 0.5; raise SystemExit(main())"

@@ -13,7 +13,7 @@ from gpushare.base.selection import select, select_one
 from gpushare.base.units import quoted
 from gpushare.mig.target import find_targets
 from gpushare.mig.wish import find_profile, parse_wish
-from tests.cli.conftest import Cli
+from tests.cli.drive import Cli
 
 NINES = "9" * 5000
 LONG = "x" * 15_000

@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from gpushare.host.capabilities import user_name
 from gpushare.sim import admin
-from tests.cli.conftest import Cli
-from tests.cli.drive import World, same
+from tests.cli.drive import Cli, Refused, World, same
 
 A100, H100, EIGHT, MIXED = "sim:a100-80gb", "sim:h100-80gb", "sim:8xa100-80gb", "sim:2xh100-80gb,a30,t4"
-Refused = Callable[..., str]
 
 
 def instances(world: World, gpu: int = 0) -> list[tuple[str, int]]:

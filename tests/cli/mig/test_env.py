@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
 
 import pytest
 
-from tests.cli.conftest import Cli
-from tests.cli.drive import World
+from tests.cli.drive import Cli, Refused, World
 from tests.cli.run.test_mig import bind, divided
 
 
@@ -45,6 +43,6 @@ def test_of_a_divided_instance_the_first(cli: Cli, world: World) -> None:
 @pytest.mark.parametrize(
     ("word", "code"), [("1g.18gb", "not_a_name"), ("19", "not_a_name"), ("MIG-0123abcd-0000", "not_a_name")]
 )
-def test_only_a_name_says_which(refused: Callable[..., str], world: World, word: str, code: str) -> None:
+def test_only_a_name_says_which(refused: Refused, world: World, word: str, code: str) -> None:
     world.mig("1g.18gb")
     refused("mig", "env", word, code=code, exit_code=2)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.cli.conftest import Cli
-from tests.cli.drive import World
+from tests.cli.drive import Cli, World
 
 A100, EIGHT = "sim:a100-80gb", "sim:8xa100-80gb"
 

@@ -17,8 +17,7 @@ from gpushare.connect import connect
 from gpushare.mig.parted import Demand
 from gpushare.mig.wish import parse_wish
 from gpushare.sim import admin
-from tests.cli.conftest import Cli
-from tests.cli.drive import World
+from tests.cli.drive import Cli, Refused, World
 
 HOST = "sim:2xh100"
 MIXED = "sim:h100,t4"
@@ -131,7 +130,7 @@ def test_a_gpu_without_an_entry_is_left_alone_by_apply_and_check(cli: Cli, file:
     assert cli("mig", "check", "-f", path, "-g", "1", host=HOST).code == 7
 
 
-def test_exact_wants_an_entry_for_each_gpu(cli: Cli, refused: Callable[..., str], file: Callable[[str], str]) -> None:
+def test_exact_wants_an_entry_for_each_gpu(cli: Cli, refused: Refused, file: Callable[[str], str]) -> None:
     """As nvidia-mig-parted assert: "not all GPUs match the specified config"."""
     path = file(FIRST)
     text = refused("mig", "apply", "-f", path, "--exact", code="no_gpu_of_config", exit_code=6, host=HOST)
@@ -144,9 +143,7 @@ def test_exact_wants_an_entry_for_each_gpu(cli: Cli, refused: Callable[..., str]
     refused("mig", "check", "1g.10gb", "--exact", code="bad_combination", exit_code=2, host=HOST)
 
 
-def test_a_filter_that_matches_nothing_is_a_note(
-    cli: Cli, refused: Callable[..., str], file: Callable[[str], str]
-) -> None:
+def test_a_filter_that_matches_nothing_is_a_note(cli: Cli, refused: Refused, file: Callable[[str], str]) -> None:
     path = file(NO_MATCH)
     for words in (("apply",), ("apply", "-n"), ("check",)):
         assert "config 'x', entry 1 matches no GPU here" in cli("mig", *words, "-f", path, host=HOST).ok().err
@@ -196,7 +193,7 @@ def test_a_lost_gpu_is_not_as_asked(cli: Cli) -> None:
         (["-f", "/"], "bad_file", 2),
     ],
 )
-def test_check_refuses(refused: Callable[..., str], words: list[str], code: str, exit_code: int) -> None:
+def test_check_refuses(refused: Refused, words: list[str], code: str, exit_code: int) -> None:
     refused("mig", "check", *words, code=code, exit_code=exit_code, host=HOST)
 
 
@@ -241,11 +238,11 @@ LAUGHS = "a: &a [x]\n" + "".join(
         ("version: v1\nmig-configs:\n  x:\n  - devices: 7\n    mig-enabled: true\n", ":4:14: 'devices' is 7, neither"),
     ],
 )
-def test_a_bad_file(refused: Callable[..., str], file: Callable[..., str], content: str | bytes, said: str) -> None:
+def test_a_bad_file(refused: Refused, file: Callable[..., str], content: str | bytes, said: str) -> None:
     assert said in refused("mig", "check", "-f", file(content), code="bad_file", exit_code=2, host=HOST)
 
 
-def test_the_config_must_be_named_and_known(refused: Callable[..., str], file: Callable[[str], str]) -> None:
+def test_the_config_must_be_named_and_known(refused: Refused, file: Callable[[str], str]) -> None:
     path = file(TWO)
     lines = refused("mig", "check", "-f", path, code="config_not_named", exit_code=2, host=HOST)
     assert "day, night" in lines
@@ -254,7 +251,7 @@ def test_the_config_must_be_named_and_known(refused: Callable[..., str], file: C
 
 
 def test_a_file_that_may_not_be_read(
-    refused: Callable[..., str], file: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+    refused: Refused, file: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = file(TWO)
     opened = Path.open
@@ -358,11 +355,11 @@ def test_a_gpu_without_mig_needs_no_filter(cli: Cli) -> None:
         (HOST, ["-g", "7"], "unknown_gpu", 6),
     ],
 )
-def test_export_refuses(refused: Callable[..., str], host: str, words: list[str], code: str, exit_code: int) -> None:
+def test_export_refuses(refused: Refused, host: str, words: list[str], code: str, exit_code: int) -> None:
     refused("export", "mig-parted", *words, code=code, exit_code=exit_code, host=host)
 
 
-def test_a_lost_gpu_cannot_be_exported(refused: Callable[..., str]) -> None:
+def test_a_lost_gpu_cannot_be_exported(refused: Refused) -> None:
     connect(HOST)
     admin.set_fault(HOST, "lost", "1", None)
     refused("export", "mig-parted", code="gpu_lost", exit_code=6, host=HOST)

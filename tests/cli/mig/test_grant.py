@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,7 @@ from gpushare.mig.ledger import MigLedger, NamedInstance, names_changed, names_o
 from gpushare.plan import Plan, carry_out
 from gpushare.sim import admin
 from gpushare.sim.machine import SimulatedCapabilities
-from tests.cli.conftest import Cli
-from tests.cli.drive import World, same
+from tests.cli.drive import Cli, Refused, World, same
 
 A100 = "sim:a100-80gb"
 # Every machine has these users.
@@ -127,7 +126,7 @@ def test_the_commands_of_a_list(cli: Cli) -> None:
     assert data["steps"][1]["undo"].startswith(f"sudo setfacl -b {node}\n")
 
 
-def test_without_root_nothing_changes(refused: Callable[..., str]) -> None:
+def test_without_root_nothing_changes(refused: Refused) -> None:
     admin.set_fault(A100, "user", value="nobody")
     for words in (("grant", "train", "daemon"), ("grant", "train", "nobody")):
         refused("mig", *words, code="no_permission", exit_code=4, host=A100)
@@ -220,7 +219,7 @@ def test_what_a_crash_left_of_a_file_is_removed_also_where_nothing_is_to_do(cli:
     assert another.exists()
 
 
-def test_what_is_not_there(refused: Callable[..., str]) -> None:
+def test_what_is_not_there(refused: Refused) -> None:
     assert "getent passwd nosuchuser" in refused(
         "mig", "grant", "train", "nosuchuser", code="no_user", exit_code=6, host=A100
     )
@@ -240,7 +239,7 @@ def test_a_grant_of_an_instance_that_is_gone_can_be_revoked(cli: Cli) -> None:
     assert granted() == ()
 
 
-def test_another_instance_at_the_same_place_is_not_meant(refused: Callable[..., str]) -> None:
+def test_another_instance_at_the_same_place_is_not_meant(refused: Refused) -> None:
     admin.set_mig(A100, "0", ["4g.40gb:0"])
     refused("mig", "grant", "train", "nobody", code="no_instance", exit_code=6, host=A100)
 
@@ -375,7 +374,7 @@ def test_a_node_that_nobody_used_yet_is_made_first(monkeypatch: pytest.MonkeyPat
     assert nodes() == [(False, NodeAccess(owner=NOBODY, mode=0o400))] * 2
 
 
-def test_a_holder_can_be_put_on_a_simulated_host(cli: Cli, refused: Callable[..., str]) -> None:
+def test_a_holder_can_be_put_on_a_simulated_host(cli: Cli, refused: Refused) -> None:
     pid = cli("sim", "add", "--holder", "--name", "nv-hostengine", "--mig", "11", host=A100, output="json").data["pid"]
     (process,) = cli("sim", "show", host=A100, output="json").data["processes"]
     assert (process["pid"], process["memory_bytes"], process["gpu_uuid"]) == (pid, 0, "")

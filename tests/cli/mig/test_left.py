@@ -20,11 +20,9 @@ from gpushare.mig.ledger import MigLedger
 from gpushare.mig.recover import leftovers, missing
 from gpushare.mig.shape import NOTHING, GpuShape
 from gpushare.sim import admin
-from tests.cli.conftest import Cli
-from tests.cli.drive import Answer, World
+from tests.cli.drive import Answer, Cli, Refused, World
 
 A100, TWO = "sim:a100-80gb", "sim:2xa100-80gb"
-Refused = Callable[..., str]
 
 
 def crashed(host: World, *words: str, step: int) -> None:

@@ -14,8 +14,7 @@ from gpushare.sim import admin
 from gpushare.sim.current import changing
 from gpushare.sim.mig import place
 from gpushare.sim.state import StateFile
-from tests.cli.conftest import Cli
-from tests.cli.drive import World
+from tests.cli.drive import Cli, World
 
 DATA = Path(__file__).resolve().parents[2] / "data" / "h200-r580"
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
-from tests.cli.conftest import Cli
-from tests.cli.drive import World
+from tests.cli.drive import Cli, Refused, World
 
 A100 = "sim:a100-80gb"
 
@@ -95,7 +92,7 @@ def test_a_failure_half_way_leaves_all_as_it_was(host: World) -> None:
     assert (host.look(), host.names(), users(host)) == before
 
 
-def test_a_name_given_twice_is_named(refused: Callable[..., str]) -> None:
+def test_a_name_given_twice_is_named(refused: Refused) -> None:
     text = refused("mig", "apply", "2g*3", "--name", "a,b,a", code="bad_count", exit_code=2, host="sim:a100-40gb")
     assert "the name 'a' is given twice" in text
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Cli
-from tests.cli.drive import World
+from tests.cli.drive import Cli, Refused, World
 
 A100, TWO, H100 = "sim:a100-80gb", "sim:2xh100", "sim:h100-80gb"
-Refused = Callable[..., str]
 
 
 # -- hints that hold -------------------------------------------------------------------------------

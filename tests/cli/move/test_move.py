@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -18,8 +18,7 @@ from gpushare.memory.swap import BACK, OUT, RETURNING, SWAPS, find_swap, repair,
 from gpushare.sim import admin
 from gpushare.sim.current import changing
 from gpushare.sim.state import SimulatedProcess
-from tests.cli.conftest import Cli
-from tests.cli.drive import World
+from tests.cli.drive import Cli, Refused, World
 
 SPEC = "sim:3xh200"
 
@@ -104,7 +103,7 @@ def test_a_job_that_is_out_comes_in_on_another_gpu(cli: Cli, world: World) -> No
 
 @pytest.mark.parametrize("uuid", ["nonsense", "GPU-00000000-0000-0000-0000-000000000000"])
 def test_a_record_that_names_a_gpu_of_no_host_changes_nothing(
-    refused: Callable[..., str], cli: Cli, world: World, uuid: str
+    refused: Refused, cli: Cli, world: World, uuid: str
 ) -> None:
     pid = job()
     cli("swap", "out", str(pid), host=SPEC).ok()
@@ -118,9 +117,7 @@ def test_a_record_that_names_a_gpu_of_no_host_changes_nothing(
 
 
 @pytest.mark.needs_root
-def test_no_job_moves_to_a_gpu_that_another_user_has_reserved(
-    refused: Callable[..., str], cli: Cli, world: World
-) -> None:
+def test_no_job_moves_to_a_gpu_that_another_user_has_reserved(refused: Refused, cli: Cli, world: World) -> None:
     pid = job()
     job(2, 100 * GIB)
     world.lease(1, 1000)
@@ -143,7 +140,7 @@ def test_off_empties_a_gpu_the_largest_job_first(cli: Cli, world: World) -> None
     assert cli("move", "--off", "0", host=SPEC).ok().out.startswith("nothing to do")
 
 
-def test_what_cannot_move_is_refused_and_nothing_changes(refused: Callable[..., str], cli: Cli, world: World) -> None:
+def test_what_cannot_move_is_refused_and_nothing_changes(refused: Refused, cli: Cli, world: World) -> None:
     pid, ranked = str(job()), str(job(environment={"WORLD_SIZE": "2"}))
     both = job()
     job(1, parent=both)
@@ -167,7 +164,7 @@ def test_what_cannot_move_is_refused_and_nothing_changes(refused: Callable[..., 
         refused("move", *words, code=code, exit_code=exit_code, host=SPEC)
 
 
-def test_gpus_of_two_models_in_mig_mode_and_old_drivers_are_refused(refused: Callable[..., str], cli: Cli) -> None:
+def test_gpus_of_two_models_in_mig_mode_and_old_drivers_are_refused(refused: Refused, cli: Cli) -> None:
     mixed = World.new("sim:h200,h100,h200")
     pid = str(admin.add_process(mixed.spec, "0", memory_bytes=GIB))
     refused("move", pid, "-g", "1", code="other_model", exit_code=3, host=mixed.spec)

@@ -17,8 +17,7 @@ from gpushare.host.nvml import NvmlReader
 from gpushare.mps.control import MpsControl
 from gpushare.mps.home import home_of
 from gpushare.sim.programs import SimulatedPrograms
-from tests.cli.conftest import Cli
-from tests.cli.drive import World
+from tests.cli.drive import Cli, World
 
 START = ("mps", "start", "--threads", "25", "--exclusive")
 

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from gpushare.base.errors import GpushareError, TimedOut
 from gpushare.host.process import Processes
 from gpushare.mps.control import MpsControl
-from tests.cli.conftest import Cli
-from tests.cli.drive import World
+from tests.cli.drive import Cli, World
 from tests.mps.fake_daemon import Daemon
 
 EVIL = [

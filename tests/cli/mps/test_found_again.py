@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,7 @@ from gpushare.hostfile.look import unit_device
 from gpushare.mps.daemons import find_daemons
 from gpushare.mps.home import home_of, pipe_directory
 from gpushare.sim.programs import SimulatedPrograms
-from tests.cli.conftest import Cli
-from tests.cli.drive import Started, World
+from tests.cli.drive import Cli, Real, World
 
 
 def shown(cli: Cli) -> dict[str, Any]:
@@ -152,7 +151,7 @@ def test_a_daemon_that_dies_right_after_its_start_is_noticed_at_once(
     assert world.state.gpus[0].compute_mode == 0
 
 
-def test_several_starts_at_once(real: Callable[..., Started], cli: Cli, world: World) -> None:
+def test_several_starts_at_once(real: Real, cli: Cli, world: World) -> None:
     """One wins; the others say so, and none of them calls the winner's daemon somebody else's."""
     cli("status").ok()
     for _ in range(3):

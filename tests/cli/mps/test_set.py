@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 
 import pytest
 
 from gpushare.base.units import GIB, MIB
 from gpushare.mps.control import MpsControl
-from tests.cli.conftest import Cli
-from tests.cli.drive import World
+from tests.cli.drive import Cli, Refused, World
 
 TWO = "sim:2xh200"
 
@@ -151,22 +149,22 @@ def test_per_gpu_leaves_the_other_alone(cli: Cli) -> None:
     ],
 )
 @pytest.mark.usefixtures("daemon")
-def test_wrong_limits(refused: Callable[..., str], words: tuple[str, ...], code: str) -> None:
+def test_wrong_limits(refused: Refused, words: tuple[str, ...], code: str) -> None:
     refused("mps", "set", *words, code=code, exit_code=2)
 
 
-def test_without_a_daemon(refused: Callable[..., str]) -> None:
+def test_without_a_daemon(refused: Refused) -> None:
     assert "gpushare mps start -g 0" in refused("mps", "set", "--threads", "5", code="no_daemon", exit_code=6)
 
 
 @pytest.mark.usefixtures("daemon")
-def test_dead_daemon(refused: Callable[..., str], world: World) -> None:
+def test_dead_daemon(refused: Refused, world: World) -> None:
     world.send(world.state.daemons[0].pid, signal.SIGKILL)
     assert "gpushare mps stop -g 0" in refused("mps", "set", "--threads", "5", code="dead_daemon", exit_code=6)
 
 
 @pytest.mark.usefixtures("daemon")
-def test_hanging_daemon(refused: Callable[..., str], world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_daemon(refused: Refused, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MpsControl.ask.__kwdefaults__, "timeout", 0.1)
     world.send(world.state.daemons[0].pid, signal.SIGSTOP)
     pipe = world.state.daemons[0].pipe_directory
@@ -175,7 +173,7 @@ def test_hanging_daemon(refused: Callable[..., str], world: World, monkeypatch: 
 
 
 @pytest.mark.usefixtures("daemon")
-def test_another_users_daemon(refused: Callable[..., str], world: World) -> None:
+def test_another_users_daemon(refused: Refused, world: World) -> None:
     world.fault("user", "61000")
     text = refused("mps", "set", "--threads", "5", code="not_your_daemon", exit_code=4)
     assert "could not be undone" not in text
@@ -190,7 +188,7 @@ def simulated(world: World) -> tuple[object, ...]:
 @pytest.mark.parametrize(("getter", "of_server"), [("memory", False), ("priority", False), ("memory", True)])
 @pytest.mark.usefixtures("daemon")
 def test_a_limit_that_does_not_hold_restores_all_of_them(
-    refused: Callable[..., str], cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch, getter: str, of_server: bool
+    refused: Refused, cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch, getter: str, of_server: bool
 ) -> None:
     world.client()
     before = simulated(world)
@@ -210,7 +208,7 @@ def test_a_limit_that_does_not_hold_restores_all_of_them(
 
 @pytest.mark.usefixtures("daemon")
 def test_a_server_keeps_its_own_percentage_on_the_way_back(
-    refused: Callable[..., str], cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
+    refused: Refused, cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.client()
     (server,) = world.state.daemons[0].servers
@@ -246,7 +244,7 @@ def test_memory_none_removes_the_limit_and_the_undo_brings_back_what_was(
         assert simulated(world) == held
 
 
-def test_start_takes_no_none(refused: Callable[..., str]) -> None:
+def test_start_takes_no_none(refused: Refused) -> None:
     refused("mps", "start", "--memory", "none", code="bad_size", exit_code=2)
 
 

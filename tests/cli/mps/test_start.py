@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,7 @@ from gpushare.base.units import GIB, MIB
 from gpushare.mps import start
 from gpushare.mps.control import MpsControl
 from gpushare.mps.home import pipe_users
-from tests.cli.conftest import Cli
-from tests.cli.drive import World, same
+from tests.cli.drive import Cli, Refused, World, same
 
 TWO = "sim:2xt4,a30"
 
@@ -106,23 +104,23 @@ def test_dry_run_needs_no_root_and_changes_nothing(cli: Cli, world: World) -> No
         (("--pipe-directory", "/x"), "usage"),
     ],
 )
-def test_wrong_limits(refused: Callable[..., str], words: tuple[str, ...], code: str) -> None:
+def test_wrong_limits(refused: Refused, words: tuple[str, ...], code: str) -> None:
     refused("mps", "start", *words, code=code, exit_code=2)
 
 
-def test_limit_above_one_of_the_gpus(refused: Callable[..., str]) -> None:
+def test_limit_above_one_of_the_gpus(refused: Refused) -> None:
     text = refused("mps", "start", "-g", "all", "--memory", "20G", code="limit_above_gpu", exit_code=2, host=TWO)
     assert "GPU 0" in text
     assert "--memory" in text
 
 
-def test_limit_of_a_gpu_that_is_not_chosen(refused: Callable[..., str]) -> None:
+def test_limit_of_a_gpu_that_is_not_chosen(refused: Refused) -> None:
     text = refused("mps", "start", "-g", "0", "--memory", "0=4G,1=8G", code="bad_limit", exit_code=2, host=TWO)
     assert "-g 0,1" in text
 
 
 @pytest.mark.parametrize(("gpu", "code", "exit_code"), [("7", "unknown_gpu", 6), (None, "gpu_not_named", 2)])
-def test_wrong_gpu(refused: Callable[..., str], gpu: str | None, code: str, exit_code: int) -> None:
+def test_wrong_gpu(refused: Refused, gpu: str | None, code: str, exit_code: int) -> None:
     refused("mps", "start", *([] if gpu is None else ["-g", gpu]), code=code, exit_code=exit_code, host=TWO)
 
 
@@ -145,7 +143,7 @@ def test_exclusive_that_was_there_stays(cli: Cli, world: World) -> None:
     assert world.state.gpus[0].compute_mode == ComputeMode.EXCLUSIVE_PROCESS
 
 
-def test_exclusive_needs_root(refused: Callable[..., str], world: World) -> None:
+def test_exclusive_needs_root(refused: Refused, world: World) -> None:
     world.fault("user", "1000")
     assert "could not be undone" not in refused("mps", "start", "--exclusive", code="no_permission", exit_code=4)
 
@@ -157,19 +155,19 @@ def test_not_root_starts_a_daemon_of_its_own(cli: Cli, world: World) -> None:
     cli("mps", "stop").ok()
 
 
-def test_prohibited_mode(refused: Callable[..., str], world: World) -> None:
+def test_prohibited_mode(refused: Refused, world: World) -> None:
     world.host.nvml.set_compute_mode(0, ComputeMode.PROHIBITED)
     text = refused("mps", "start", code="compute_prohibited", exit_code=19)
     assert f"sudo nvidia-smi -i {world.uuid()} -c DEFAULT" in text
 
 
-def test_mig_enabled_gpu_needs_an_instance(refused: Callable[..., str], world: World) -> None:
+def test_mig_enabled_gpu_needs_an_instance(refused: Refused, world: World) -> None:
     uuids = world.mig("3g.71gb", "1g.18gb")
     text = refused("mps", "start", code="mig_enabled", exit_code=3)
     assert f"-g {uuids[0]}" in text
 
 
-def test_mig_instance(cli: Cli, refused: Callable[..., str], world: World) -> None:
+def test_mig_instance(cli: Cli, refused: Refused, world: World) -> None:
     uuids = world.mig("3g.71gb", "1g.18gb")
     cli("mps", "start", "-g", uuids[1], "--memory", "4G").ok()
     (daemon,) = daemons(cli)
@@ -182,24 +180,24 @@ def test_mig_instance(cli: Cli, refused: Callable[..., str], world: World) -> No
     assert len(daemons(cli)) == 2
 
 
-def test_memory_above_a_mig_instance(refused: Callable[..., str], world: World) -> None:
+def test_memory_above_a_mig_instance(refused: Refused, world: World) -> None:
     uuids = world.mig("3g.71gb", "1g.18gb")
     refused("mps", "start", "-g", uuids[1], "--memory", "20G", code="limit_above_gpu", exit_code=2)
 
 
-def test_exclusive_on_mig(refused: Callable[..., str], world: World) -> None:
+def test_exclusive_on_mig(refused: Refused, world: World) -> None:
     (uuid,) = world.mig("3g.71gb")
     refused("mps", "start", "-g", uuid, "--exclusive", code="exclusive_on_mig", exit_code=3)
 
 
-def test_missing_program(refused: Callable[..., str], world: World) -> None:
+def test_missing_program(refused: Refused, world: World) -> None:
     world.fault("missing", "nvidia-cuda-mps-control")
     refused("mps", "start", code="program_missing", exit_code=3)
     # A plan that could not be carried out is no plan.
     refused("mps", "start", "-n", code="program_missing", exit_code=3)
 
 
-def test_a_program_that_hangs(refused: Callable[..., str], world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_hangs(refused: Refused, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "_ANSWER_SECONDS", 0.1)
     monkeypatch.setitem(MpsControl.ask.__kwdefaults__, "timeout", 0.1)
     monkeypatch.setattr(MpsControl.answers, "__defaults__", (0.1,))
@@ -211,17 +209,13 @@ def test_a_program_that_hangs(refused: Callable[..., str], world: World, monkeyp
     ("fault", "code", "exit_code"),
     [("no-driver", "driver_not_loaded", 9), ("no-nvml", "nvml_missing", 12), ("lost", "gpu_lost", 6)],
 )
-def test_a_host_that_does_not_answer(
-    refused: Callable[..., str], world: World, fault: str, code: str, exit_code: int
-) -> None:
+def test_a_host_that_does_not_answer(refused: Refused, world: World, fault: str, code: str, exit_code: int) -> None:
     world.fault(fault)
     refused("mps", "start", code=code, exit_code=exit_code)
 
 
 @pytest.mark.parametrize("dry", [(), ("-n",)])
-def test_path_too_long(
-    refused: Callable[..., str], sim_dir: Path, monkeypatch: pytest.MonkeyPatch, dry: tuple[str, ...]
-) -> None:
+def test_path_too_long(refused: Refused, sim_dir: Path, monkeypatch: pytest.MonkeyPatch, dry: tuple[str, ...]) -> None:
     monkeypatch.setenv("GPUSHARE_SIM_DIR", str(sim_dir / ("x" * 60)))
     text = refused("mps", "start", *dry, code="path_too_long", exit_code=2)
     assert "87 is the limit" in text
@@ -229,21 +223,21 @@ def test_path_too_long(
     assert not (World().directory / "run").exists()
 
 
-def test_unwritable_directory(refused: Callable[..., str], world: World) -> None:
+def test_unwritable_directory(refused: Refused, world: World) -> None:
     world.host.nvml.identities()
     world.directory.joinpath("run").write_text("in the way")
     refused("mps", "start", code="directory_unwritable", exit_code=4)
 
 
 @pytest.mark.needs_root
-def test_wrong_owner(refused: Callable[..., str], world: World) -> None:
+def test_wrong_owner(refused: Refused, world: World) -> None:
     run = world.host.run_directory
     run.mkdir()
     os.chown(run, 12345, 12345)
     assert "belongs to user 12345" in refused("mps", "start", code="wrong_owner", exit_code=4)
 
 
-def test_directory_open_to_others(refused: Callable[..., str], world: World) -> None:
+def test_directory_open_to_others(refused: Refused, world: World) -> None:
     run = world.host.run_directory
     run.mkdir()
     run.chmod(0o777)
@@ -259,7 +253,7 @@ def test_directory_open_to_others(refused: Callable[..., str], world: World) -> 
     ],
 )
 def test_a_limit_that_does_not_hold_rolls_everything_back(
-    refused: Callable[..., str], world: World, monkeypatch: pytest.MonkeyPatch, getter: str, words: tuple[str, ...]
+    refused: Refused, world: World, monkeypatch: pytest.MonkeyPatch, getter: str, words: tuple[str, ...]
 ) -> None:
     world.host.nvml.identities()
     monkeypatch.setattr(MpsControl, getter, lambda *_: None)
@@ -268,9 +262,7 @@ def test_a_limit_that_does_not_hold_rolls_everything_back(
     assert (world.state.daemons, world.state.gpus[0].compute_mode) == ([], ComputeMode.DEFAULT)
 
 
-def test_failure_on_the_second_gpu_rolls_the_first_back(
-    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failure_on_the_second_gpu_rolls_the_first_back(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(TWO)
     world.host.nvml.identities()
     second, proper = world.uuid(1), MpsControl.threads
@@ -343,7 +335,7 @@ def test_only_these_users_may_enter(cli: Cli, world: World) -> None:
     ],
 )
 def test_users_that_are_refused(
-    refused: Callable[..., str],
+    refused: Refused,
     world: World,
     words: str,
     fault: tuple[str, str] | None,

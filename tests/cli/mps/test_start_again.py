@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,19 +11,18 @@ from gpushare.base.errors import NotFound
 from gpushare.base.model import ComputeMode
 from gpushare.base.units import MIB
 from gpushare.mps.control import MpsControl
-from tests.cli.conftest import Cli
-from tests.cli.drive import World
+from tests.cli.drive import Cli, Refused, World
 from tests.cli.mps.test_start import TWO, daemons
 
 
-def test_twice(refused: Callable[..., str], cli: Cli) -> None:
+def test_twice(refused: Refused, cli: Cli) -> None:
     cli("mps", "start", "--threads", "25").ok()
     text = refused("mps", "start", code="daemon_exists", exit_code=19)
     assert "gpushare mps set -g 0" in text
 
 
 def test_a_daemon_that_nobody_noted_is_not_taken_down(
-    refused: Callable[..., str], world: World, monkeypatch: pytest.MonkeyPatch
+    refused: Refused, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Somebody's daemon listens in our directory: a second start fails there, and its way back must not end it."""
     from gpushare.mps.home import home_of
@@ -52,7 +50,7 @@ def test_dead_daemon_then_start(cli: Cli, world: World) -> None:
 
 
 def test_dead_daemon_is_remembered_by_a_start_that_fails(
-    refused: Callable[..., str], cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
+    refused: Refused, cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cli("mps", "start", "--exclusive").ok()
     world.send(world.state.daemons[0].pid, signal.SIGKILL)
@@ -76,7 +74,7 @@ def test_compute_mode_of_a_dead_daemon_is_restored_by_the_next(cli: Cli, world: 
     assert world.state.gpus[0].compute_mode == ComputeMode.DEFAULT
 
 
-def test_foreign_daemon(refused: Callable[..., str], world: World, sim_dir: Path) -> None:
+def test_foreign_daemon(refused: Refused, world: World, sim_dir: Path) -> None:
     pid = world.foreign_daemon(sim_dir)
     text = refused("mps", "start", code="foreign_daemon", exit_code=19)
     assert f"process {pid}" in text

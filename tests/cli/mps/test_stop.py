@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,8 +16,7 @@ from gpushare.mps.control import MpsControl
 from gpushare.mps.daemons import FoundDaemon, find_daemons
 from gpushare.plan import Plan, carry_out
 from gpushare.sim.state import StateFile, parse_spec
-from tests.cli.conftest import Cli
-from tests.cli.drive import Started, World, until
+from tests.cli.drive import Cli, Real, Refused, World, until
 
 TWO = "sim:2xh200"
 
@@ -84,7 +82,7 @@ def test_a_dry_run_shows_the_steps_that_are_carried_out(
 
 
 @pytest.mark.usefixtures("daemon")
-def test_clients_are_waited_for(real: Callable[..., Started], world: World) -> None:
+def test_clients_are_waited_for(real: Real, world: World) -> None:
     pid = world.client()
     started = real("mps", "stop", stdout=None)
     assert started.process.stderr is not None
@@ -97,7 +95,7 @@ def test_clients_are_waited_for(real: Callable[..., Started], world: World) -> N
 
 @pytest.mark.usefixtures("daemon")
 def test_clients_that_stay_are_not_forced_unasked(
-    refused: Callable[..., str], world: World, monkeypatch: pytest.MonkeyPatch
+    refused: Refused, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pid = world.client()
     monkeypatch.setattr("gpushare.cli.mps.note", lambda _: None)
@@ -137,12 +135,12 @@ def test_force_does_not_wait(cli: Cli, world: World, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("words", [("--drain", "x"), ("--drain", "-1")])
 @pytest.mark.usefixtures("daemon")
-def test_wrong_duration(refused: Callable[..., str], words: tuple[str, ...]) -> None:
+def test_wrong_duration(refused: Refused, words: tuple[str, ...]) -> None:
     refused("mps", "stop", *words, code="bad_duration", exit_code=2)
 
 
 @pytest.mark.usefixtures("impatient")
-def test_hanging_daemon_is_not_forced_unasked(refused: Callable[..., str], world: World, daemon: int) -> None:
+def test_hanging_daemon_is_not_forced_unasked(refused: Refused, world: World, daemon: int) -> None:
     world.send(daemon, signal.SIGSTOP)
     assert "--force" in refused("mps", "stop", code="daemon_hangs", exit_code=1)
 
@@ -175,16 +173,14 @@ def test_dead_daemon_is_cleared_away(cli: Cli, world: World) -> None:
     assert not list((world.directory / "run").rglob("daemon.json"))
 
 
-def test_nothing_there(refused: Callable[..., str]) -> None:
+def test_nothing_there(refused: Refused) -> None:
     refused("mps", "stop", code="no_daemon", exit_code=6)
     refused("mps", "stop", "-g", "0", code="no_daemon", exit_code=6)
     refused("mps", "stop", "-g", "1", code="unknown_gpu", exit_code=6)
     refused("mps", "stop", "--pipe-directory", "/nowhere", code="no_daemon", exit_code=6)
 
 
-def test_foreign_daemon_only_by_its_directory_and_yes(
-    refused: Callable[..., str], cli: Cli, world: World, sim_dir: Path
-) -> None:
+def test_foreign_daemon_only_by_its_directory_and_yes(refused: Refused, cli: Cli, world: World, sim_dir: Path) -> None:
     pid = world.foreign_daemon(sim_dir)
     for words in ((), ("-g", "0"), ("-g", "all"), ("--force",), ("-y",)):
         text = refused("mps", "stop", *words, code="no_daemon", exit_code=6)
@@ -198,7 +194,7 @@ def test_foreign_daemon_only_by_its_directory_and_yes(
 
 
 @pytest.mark.usefixtures("daemon")
-def test_two_ways_of_naming(refused: Callable[..., str]) -> None:
+def test_two_ways_of_naming(refused: Refused) -> None:
     refused("mps", "stop", "-g", "0", "--pipe-directory", "/x", code="two_names", exit_code=2)
 
 
@@ -213,7 +209,7 @@ def test_own_daemon_by_its_directory_restores_the_mode(cli: Cli, world: World) -
     assert world.state.gpus[0].compute_mode == ComputeMode.DEFAULT
 
 
-def test_several_gpus(refused: Callable[..., str], cli: Cli) -> None:
+def test_several_gpus(refused: Refused, cli: Cli) -> None:
     world = World(TWO)
     cli("mps", "start", "-g", "all", host=TWO).ok()
     refused("mps", "stop", code="gpu_not_named", exit_code=2, host=TWO)
@@ -278,7 +274,7 @@ def test_all_with_one_in_use_is_partial(cli: Cli, monkeypatch: pytest.MonkeyPatc
     assert [(error["code"], error["gpu"]) for error in answer.json["errors"]] == [("clients_left", "0")]
 
 
-def test_mig(refused: Callable[..., str], cli: Cli, world: World) -> None:
+def test_mig(refused: Refused, cli: Cli, world: World) -> None:
     uuids = world.mig("3g.71gb", "1g.18gb")
     cli("mps", "start", "-g", ",".join(uuids)).ok()
     text = refused("mps", "stop", code="no_daemon", exit_code=6)
@@ -292,7 +288,7 @@ def test_mig(refused: Callable[..., str], cli: Cli, world: World) -> None:
     assert world.state.daemons == []
 
 
-def test_mode_that_cannot_be_restored(refused: Callable[..., str], cli: Cli, world: World) -> None:
+def test_mode_that_cannot_be_restored(refused: Refused, cli: Cli, world: World) -> None:
     cli("mps", "start", "--exclusive").ok()
     pipe = world.state.daemons[0].pipe_directory
     uuid = world.uuid()
@@ -310,7 +306,7 @@ def test_mode_that_cannot_be_restored(refused: Callable[..., str], cli: Cli, wor
 
 
 @pytest.mark.usefixtures("daemon")
-def test_another_users_daemon(refused: Callable[..., str], world: World) -> None:
+def test_another_users_daemon(refused: Refused, world: World) -> None:
     world.fault("user", "61000")
     assert "belongs to user" in refused("mps", "stop", code="not_your_daemon", exit_code=4)
 
@@ -328,7 +324,7 @@ def test_stopped_by_somebody_else_meanwhile(cli: Cli, world: World, daemon: int)
 
 
 @pytest.mark.usefixtures("daemon")
-def test_two_stops_at_once(real: Callable[..., Started], world: World) -> None:
+def test_two_stops_at_once(real: Real, world: World) -> None:
     pid = world.client()
     both = [real("mps", "stop"), real("mps", "stop")]
     until(lambda: world.state.daemons[0].environment is not None, "the daemon")
@@ -358,7 +354,7 @@ def test_the_lock_is_free_while_clients_are_waited_for(cli: Cli, world: World, m
 
 
 @pytest.mark.usefixtures("daemon")
-def test_the_hint_on_a_lost_gpu_works(cli: Cli, refused: Callable[..., str], world: World) -> None:
+def test_the_hint_on_a_lost_gpu_works(cli: Cli, refused: Refused, world: World) -> None:
     pipe = world.state.daemons[0].pipe_directory
     world.fault("lost")
     text = refused("mps", "stop", "-g", "0", code="gpu_lost", exit_code=6)

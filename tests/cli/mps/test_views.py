@@ -6,14 +6,12 @@ import os
 import shlex
 import signal
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from gpushare.mps.control import MpsControl, without_questions
-from tests.cli.conftest import Cli
-from tests.cli.drive import World
+from tests.cli.drive import Cli, Refused, World
 
 TWO = "sim:2xh200"
 
@@ -68,7 +66,7 @@ def test_status_shows_clients_with_their_limits(cli: Cli, world: World) -> None:
 
 
 @pytest.mark.parametrize("words", [("status",), ("logs",), ("env",)])
-def test_wrong_gpu(refused: Callable[..., str], words: tuple[str, ...]) -> None:
+def test_wrong_gpu(refused: Refused, words: tuple[str, ...]) -> None:
     refused("mps", *words, "-g", "9", code="unknown_gpu", exit_code=6)
 
 
@@ -142,11 +140,11 @@ def test_only_closed_questions_of_gpushare_are_left_out(lines: list[str], kept: 
     assert without_questions(lines) == kept
 
 
-def test_logs_of_nothing(refused: Callable[..., str]) -> None:
+def test_logs_of_nothing(refused: Refused) -> None:
     refused("mps", "logs", code="no_log", exit_code=6)
 
 
-def test_logs_of_several_gpus(refused: Callable[..., str]) -> None:
+def test_logs_of_several_gpus(refused: Refused) -> None:
     refused("mps", "logs", code="gpu_not_named", exit_code=2, host=TWO)
     refused("mps", "logs", "-g", "0,1", code="one_gpu", exit_code=2, host=TWO)
 
@@ -227,11 +225,11 @@ def test_env_makes_a_client_with_these_limits(cli: Cli, world: World) -> None:
         (("--priority", "x"), "bad_priority", 2),
     ],
 )
-def test_wrong_env(refused: Callable[..., str], words: tuple[str, ...], code: str, exit_code: int) -> None:
+def test_wrong_env(refused: Refused, words: tuple[str, ...], code: str, exit_code: int) -> None:
     refused("mps", "env", *words, code=code, exit_code=exit_code)
 
 
-def test_env_of_a_dead_daemon(refused: Callable[..., str], cli: Cli, world: World) -> None:
+def test_env_of_a_dead_daemon(refused: Refused, cli: Cli, world: World) -> None:
     cli("mps", "start").ok()
     world.send(world.state.daemons[0].pid, signal.SIGKILL)
     refused("mps", "env", code="dead_daemon", exit_code=6)

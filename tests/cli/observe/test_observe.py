@@ -17,8 +17,7 @@ import pytest
 from gpushare.base.units import GIB
 from gpushare.measure.recording import read_recording
 from gpushare.sim import admin
-from tests.cli.conftest import Cli
-from tests.cli.drive import World, environment, until
+from tests.cli.drive import Cli, Refused, World, environment, until
 
 pytestmark = pytest.mark.usefixtures("even_samples")
 QUICK = ("observe", "--for", "0.2s", "--interval", "100ms")
@@ -112,7 +111,7 @@ def test_a_mig_instance_stands_for_its_gpu(cli: Cli, world: World, tmp_path: Pat
     ],
 )
 def test_what_is_wrong_is_refused(
-    refused: Callable[..., str],
+    refused: Refused,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     words: list[str],
@@ -124,26 +123,26 @@ def test_what_is_wrong_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_existing_file_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
+def test_an_existing_file_is_refused(refused: Refused, tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     path.write_text("mine")
     assert "already exists" in refused(*QUICK, "--to", str(path), code="file_exists", exit_code=2)
     assert path.read_text() == "mine"
 
 
-def test_a_file_that_is_no_recording_is_refused(refused: Callable[..., str], tmp_path: Path) -> None:
+def test_a_file_that_is_no_recording_is_refused(refused: Refused, tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     path.write_text("mine")
     refused("observe", "--from", str(path), code="not_a_recording", exit_code=1)
 
 
-def test_a_host_whose_gpu_is_lost_is_refused(refused: Callable[..., str], world: World, tmp_path: Path) -> None:
+def test_a_host_whose_gpu_is_lost_is_refused(refused: Refused, world: World, tmp_path: Path) -> None:
     world.fault("lost")
     refused(*QUICK, "--to", str(tmp_path / "r.jsonl"), code="no_gpu_answers", exit_code=1)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_host_without_driver_is_refused(refused: Callable[..., str], world: World, tmp_path: Path) -> None:
+def test_a_host_without_driver_is_refused(refused: Refused, world: World, tmp_path: Path) -> None:
     world.fault("no-driver")
     refused(*QUICK, "--to", str(tmp_path / "r.jsonl"), code="driver_not_loaded", exit_code=9)
     assert list(tmp_path.iterdir()) == []
@@ -207,7 +206,7 @@ def test_the_bar_is_on_stderr_and_only_on_a_terminal(tmp_path: Path, world: Worl
     assert "━".encode() in said
 
 
-def test_what_dcgm_exporter_measured_is_shown(cli: Cli, refused: Callable[..., str], tmp_path: Path) -> None:
+def test_what_dcgm_exporter_measured_is_shown(cli: Cli, refused: Refused, tmp_path: Path) -> None:
     labels = {"instance": "n1:9400", "gpu": "0", "UUID": "GPU-1", "modelName": "NVIDIA H200"}
     values = {"DCGM_FI_PROF_SM_ACTIVE": "0.2", "DCGM_FI_DEV_FB_USED": "8000", "DCGM_FI_DEV_FB_FREE": "132000"}
     result = [

@@ -15,8 +15,7 @@ import pytest
 from gpushare.host.records import replace_file
 from gpushare.sim import admin
 from gpushare.sim.channels import CHANNELS
-from tests.cli.conftest import Cli
-from tests.cli.drive import H200, Started, World
+from tests.cli.drive import H200, Cli, Real, Refused, World
 
 OFF = sorted(CHANNELS)
 
@@ -171,16 +170,16 @@ def test_all_jobs(cli: Cli, world: World, pid: int) -> None:
         (("resume", "1", "--all"), "bad_combination", 2),
     ],
 )
-def test_wrong_words(refused: Callable[..., str], words: tuple[str, ...], code: str, exit_code: int) -> None:
+def test_wrong_words(refused: Refused, words: tuple[str, ...], code: str, exit_code: int) -> None:
     refused(*words, code=code, exit_code=exit_code)
 
 
 @pytest.mark.parametrize("timeout", ["0", "-1", "31d", "soon"])
-def test_wrong_timeout(refused: Callable[..., str], pid: int, timeout: str) -> None:
+def test_wrong_timeout(refused: Refused, pid: int, timeout: str) -> None:
     refused("pause", str(pid), f"--timeout={timeout}", code="bad_duration", exit_code=2)
 
 
-def test_nothing_under_mps_is_paused(refused: Callable[..., str], cli: Cli, world: World) -> None:
+def test_nothing_under_mps_is_paused(refused: Refused, cli: Cli, world: World) -> None:
     cli("mps", "start").ok()
     client = world.client()
     message = refused("pause", str(client), code="under_mps", exit_code=3)
@@ -191,13 +190,13 @@ def test_nothing_under_mps_is_paused(refused: Callable[..., str], cli: Cli, worl
 
 
 @pytest.mark.parametrize("fault", ["seccomp", "ptrace_scope", "no_pidfd_getfd", "gvisor", "wsl", "forged"])
-def test_a_probe_that_fails_is_named(refused: Callable[..., str], world: World, pid: int, fault: str) -> None:
+def test_a_probe_that_fails_is_named(refused: Refused, world: World, pid: int, fault: str) -> None:
     with world.file.changed() as state:
         state.channel_fault = fault
     refused("pause", str(pid), code="forged_descriptor" if fault == "forged" else fault, exit_code=3)
 
 
-def test_a_driver_that_refuses_leaves_all_on(refused: Callable[..., str], world: World, pid: int) -> None:
+def test_a_driver_that_refuses_leaves_all_on(refused: Refused, world: World, pid: int) -> None:
     with world.file.changed() as state:
         state.channel_statuses = {hex(0x2080110B): 0x1B}
     refused("pause", str(pid), code="driver_refuses", exit_code=3)
@@ -219,7 +218,7 @@ def test_a_failed_resume_keeps_the_record(cli: Cli, world: World, pid: int) -> N
     eventually(lambda: off(world, pid) == [] and not record(world, pid).exists())
 
 
-def test_other_users_need_root_and_consent(cli: Cli, refused: Callable[..., str], world: World) -> None:
+def test_other_users_need_root_and_consent(cli: Cli, refused: Refused, world: World) -> None:
     world.run("status")
     pid = admin.add_process(H200, user="daemon")
     assert f"pauses process {pid} (of daemon)" in refused(
@@ -230,13 +229,13 @@ def test_other_users_need_root_and_consent(cli: Cli, refused: Callable[..., str]
     cli("resume", str(pid)).ok()
 
 
-def test_a_plain_user_cannot_pause_others(refused: Callable[..., str], world: World, pid: int) -> None:
+def test_a_plain_user_cannot_pause_others(refused: Refused, world: World, pid: int) -> None:
     with world.file.changed() as state:
         state.fault_uid = 1234
     refused("pause", str(pid), code="other_user", exit_code=4)
 
 
-def test_ctrl_c_of_run_resumes_the_job_first(world: World, real: Callable[..., Started]) -> None:
+def test_ctrl_c_of_run_resumes_the_job_first(world: World, real: Real) -> None:
     # Its handler waits for the GPU, as the end of a training step does.
     program = (
         "import json, os, pathlib, signal, sys, time\n"
@@ -270,9 +269,7 @@ def test_ctrl_c_of_run_resumes_the_job_first(world: World, real: Callable[..., S
         (("run", "--opportunistic", "--for", "9" * 5000, "--", "true"), "no_process"),
     ],
 )
-def test_a_number_too_long_for_a_pid(
-    cli: Cli, refused: Callable[..., str], pid: int, words: tuple[str, ...], code: str
-) -> None:
+def test_a_number_too_long_for_a_pid(cli: Cli, refused: Refused, pid: int, words: tuple[str, ...], code: str) -> None:
     cli("pause", str(pid)).ok()
     assert len(refused(*words, code=code, exit_code=6)) < 400
     cli("resume", str(pid)).ok()

@@ -5,18 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
 
 import psutil
 
 from gpushare.pause.record import paused_jobs
-from tests.cli.drive import Started, World
+from tests.cli.drive import Real, World
 from tests.cli.run.test_roles import LOOP, alive, busy, paused, until
 
 __all__ = ["busy"]
 
 
-def test_only_its_run_resumes_it(real: Callable[..., Started], world: World, busy: int) -> None:
+def test_only_its_run_resumes_it(real: Real, world: World, busy: int) -> None:
     started, pid = paused(real, world, busy)
     # The state in the record follows the pause.
     (job,) = until(lambda: world.run("pause", "list").data["jobs"], "it is listed")
@@ -34,9 +33,7 @@ def test_only_its_run_resumes_it(real: Callable[..., Started], world: World, bus
     assert not list((world.directory / "run" / "pause").glob("*.json"))
 
 
-def test_one_whose_run_and_guard_were_killed_is_freed_by_its_record(
-    real: Callable[..., Started], world: World, busy: int
-) -> None:
+def test_one_whose_run_and_guard_were_killed_is_freed_by_its_record(real: Real, world: World, busy: int) -> None:
     started, pid = paused(real, world, busy)
     guards = [
         process for process in psutil.Process(started.pid).children() if process.cmdline()[1:2][0].endswith("guard.py")
@@ -55,7 +52,7 @@ def test_one_whose_run_and_guard_were_killed_is_freed_by_its_record(
     os.kill(pid, signal.SIGKILL)
 
 
-def test_a_job_with_a_name_is_paused_by_it(real: Callable[..., Started], world: World) -> None:
+def test_a_job_with_a_name_is_paused_by_it(real: Real, world: World) -> None:
     assert world.host.nvml.count() == 1
     assert world.mig("1g.18gb")
     words = ("run", "--name", "train", "--grace", "1", "--mig", "1g.18gb", "--")

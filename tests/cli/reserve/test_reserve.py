@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,8 +18,7 @@ from gpushare.memory import leases as leases_module
 from gpushare.memory.admission import MOST_LEASE_SECONDS, UserLimits
 from gpushare.memory.leases import PREFIX, leases, take_lease
 from gpushare.memory.room import usable_now
-from tests.cli.conftest import Cli
-from tests.cli.drive import World
+from tests.cli.drive import Cli, Refused, World
 
 TWO = "sim:2xh100"
 
@@ -59,9 +57,7 @@ def test_a_gpu_is_reserved_listed_and_given_back(cli: Cli, two: World) -> None:
     assert leases(two.host, UserLimits()) == {}
 
 
-def test_run_does_not_start_where_another_user_has_a_lease(
-    cli: Cli, refused: Callable[..., str], of_alice: World
-) -> None:
+def test_run_does_not_start_where_another_user_has_a_lease(cli: Cli, refused: Refused, of_alice: World) -> None:
     said = refused("run", "-g", "0", "--", "true", code="reserved", exit_code=19, host=TWO)
     assert "GPU 0 is reserved by alice for 2 h" in said
     gpus = of_alice.host.nvml.sweep()
@@ -130,7 +126,7 @@ def test_a_renewal_counts_from_the_first_lease(two: World, monkeypatch: pytest.M
 
 
 def test_what_is_longer_than_root_allows_is_refused(
-    refused: Callable[..., str], two: World, monkeypatch: pytest.MonkeyPatch
+    refused: Refused, two: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     two.fault("user", 1000)
     refused("reserve", "-g", "0", "--for", "13h", code="lease_too_long", exit_code=4, host=TWO)
@@ -222,7 +218,5 @@ def test_files_of_a_user_hide_no_lease_of_another(two: World) -> None:
         (("--for", "2h"), "gpu_not_named", 2),
     ],
 )
-def test_what_is_refused(
-    refused: Callable[..., str], two: World, words: tuple[str, ...], code: str, exit_code: int
-) -> None:
+def test_what_is_refused(refused: Refused, two: World, words: tuple[str, ...], code: str, exit_code: int) -> None:
     refused("reserve", *words, code=code, exit_code=exit_code, host=TWO)

@@ -10,15 +10,12 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from gpushare.run.container import ENGINES, check_options
-from tests.cli.drive import Answer, Started, World, alive, until
-
-Cli = Callable[..., Answer]
+from tests.cli.drive import Cli, Real, Refused, World, alive, until
 
 ENGINE = f"""#!{sys.executable}
 import os, pathlib, signal, subprocess, sys, time
@@ -110,9 +107,7 @@ def container(engine: Path) -> int:
     return int((engine / "pid").read_text())
 
 
-def test_the_container_has_the_limits_and_is_proved_by_its_pid(
-    real: Callable[..., Started], world: World, engine: Path
-) -> None:
+def test_the_container_has_the_limits_and_is_proved_by_its_pid(real: Real, world: World, engine: Path) -> None:
     text = "echo $CUDA_MPS_ACTIVE_THREAD_PERCENTAGE; cat; exit 7"
     words = ("--container", "podman", "--threads", "25", "--name", "box", "--", "image", "sh", "-c", text)
     started = real("run", *words, stdin=subprocess.PIPE)
@@ -131,7 +126,7 @@ def test_the_container_has_the_limits_and_is_proved_by_its_pid(
     assert list((world.host.run_directory / "containers").iterdir()) == []
 
 
-def test_outside_mps_with_a_slice(real: Callable[..., Started], world: World, engine: Path) -> None:
+def test_outside_mps_with_a_slice(real: Real, world: World, engine: Path) -> None:
     started = real("run", "--container", "podman", "--slice", "500us", "--", "image", "sleep", "600")
     pid = container(engine)
     assert f"process {pid} has a time-slice of 500us (read back)" in started.says("time-slice")
@@ -141,7 +136,7 @@ def test_outside_mps_with_a_slice(real: Callable[..., Started], world: World, en
     assert not alive(pid)
 
 
-def test_a_signal_ends_the_container_the_safe_way(real: Callable[..., Started], engine: Path) -> None:
+def test_a_signal_ends_the_container_the_safe_way(real: Real, engine: Path) -> None:
     """A client of MPS with no handler is stopped, drained and killed, and its engine's client ends with it."""
     started = real("run", "--container", "podman", "--grace", "1", "--", "image", "sleep", "600")
     pid = container(engine)
@@ -151,7 +146,7 @@ def test_a_signal_ends_the_container_the_safe_way(real: Callable[..., Started], 
     assert not alive(pid)
 
 
-def test_if_gpushare_dies_the_guard_ends_the_container(real: Callable[..., Started], engine: Path) -> None:
+def test_if_gpushare_dies_the_guard_ends_the_container(real: Real, engine: Path) -> None:
     started = real("run", "--container", "podman", "--", "image", sys.executable, "-c", "import time; time.sleep(600)")
     pid = container(engine)
     started.says("attached")
@@ -160,7 +155,7 @@ def test_if_gpushare_dies_the_guard_ends_the_container(real: Callable[..., Start
     assert started.result().code == -signal.SIGKILL
 
 
-def test_a_container_next_to_production_is_paused(real: Callable[..., Started], world: World, engine: Path) -> None:
+def test_a_container_next_to_production_is_paused(real: Real, world: World, engine: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as production:
         try:
             words = ("--opportunistic", "--yield", "pause", "--for", str(production.pid), "--", "image", "sleep", "600")
@@ -177,7 +172,7 @@ def test_a_container_next_to_production_is_paused(real: Callable[..., Started], 
         assert not alive(pid)
 
 
-def test_an_engine_that_fails_has_its_own_exit_code(real: Callable[..., Started], engine: Path) -> None:
+def test_an_engine_that_fails_has_its_own_exit_code(real: Real, engine: Path) -> None:
     answer = real("run", "--container", "podman", "--", "missing").result()
     assert answer.code == 125
     assert "no such image" in answer.err
@@ -209,9 +204,7 @@ def test_an_engine_that_fails_has_its_own_exit_code(real: Callable[..., Started]
         ),
     ],
 )
-def test_wrong_usage(
-    refused: Callable[..., str], engine: Path, words: tuple[str, ...], code: str, exit_code: int
-) -> None:
+def test_wrong_usage(refused: Refused, engine: Path, words: tuple[str, ...], code: str, exit_code: int) -> None:
     assert engine.is_dir()
     assert refused("run", *words, code=code, exit_code=exit_code)
 
@@ -228,14 +221,14 @@ def test_options_of_a_container_that_stay(words: list[str]) -> None:
     check_options(words, {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"})
 
 
-def test_without_the_engine(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_engine(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda *_args, **_named: None)
     refused("run", "--container", "podman", "--", "image", code="command_not_found", exit_code=127)
 
 
 @pytest.mark.parametrize("words", [("--slice", "1ms"), ("--opportunistic", "--yield", "pause")])
 def test_what_only_root_may_do_with_a_container_of_docker(
-    refused: Callable[..., str], cli: Cli, engine: Path, words: tuple[str, ...]
+    refused: Refused, cli: Cli, engine: Path, words: tuple[str, ...]
 ) -> None:
     """Its daemon, which is root's, is the parent of the processes."""
     assert engine.is_dir()
@@ -261,7 +254,7 @@ def podman_works() -> bool:
 
 
 @pytest.mark.skipif(not podman_works(), reason="set GPUSHARE_TEST_PODMAN to an image with sh")
-def test_with_podman_itself(real: Callable[..., Started], world: World) -> None:
+def test_with_podman_itself(real: Real, world: World) -> None:
     image = os.environ["GPUSHARE_TEST_PODMAN"]
     text = "echo $CUDA_MPS_ACTIVE_THREAD_PERCENTAGE; test -S $CUDA_MPS_PIPE_DIRECTORY/control && sleep 3; exit 7"
     started = real("run", "--container", "podman", "--threads", "25", "--", image, "/bin/sh", "-c", text)

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 
 import pytest
 
@@ -18,8 +17,7 @@ from gpushare.mig.change import MigChange
 from gpushare.mig.ledger import MigLedger
 from gpushare.mig.on_demand import ON_DEMAND, OnDemand
 from gpushare.sim import admin
-from tests.cli.conftest import Cli
-from tests.cli.drive import Started, World, until
+from tests.cli.drive import Cli, Real, Refused, World, until
 
 PRINT = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
 CREATE = ("run", "--mig", "1g", "--create")
@@ -37,7 +35,7 @@ def on(world: World) -> World:
     return world
 
 
-def test_an_instance_is_made_and_is_gone_afterwards(real: Callable[..., Started], cli: Cli, on: World) -> None:
+def test_an_instance_is_made_and_is_gone_afterwards(real: Real, cli: Cli, on: World) -> None:
     planned = cli("-o", "json", *CREATE, "-n", "--", "true").ok().data["steps"]
     assert [step["what"].split(" ")[0] for step in planned] == ["create", "run", "destroy"]
     done = real(*CREATE, "--", sys.executable, "-c", PRINT).result()
@@ -45,13 +43,13 @@ def test_an_instance_is_made_and_is_gone_afterwards(real: Callable[..., Started]
     assert (done.code, instances(on), ON_DEMAND.all(on.host)) == (0, [], [])
 
 
-def test_one_that_is_free_is_taken_and_stays(real: Callable[..., Started], world: World) -> None:
+def test_one_that_is_free_is_taken_and_stays(real: Real, world: World) -> None:
     (uuid,) = world.mig("1g.18gb:4")
     assert real(*CREATE, "--", sys.executable, "-c", PRINT).result().out.strip() == uuid
     assert instances(world) == ["1g.18gb:4"]
 
 
-def test_one_in_which_somebody_else_came_stays(real: Callable[..., Started], on: World) -> None:
+def test_one_in_which_somebody_else_came_stays(real: Real, on: World) -> None:
     started = real(*CREATE, *ALIVE, stdin=subprocess.PIPE)
     (uuid,) = until(
         lambda: [instance.uuid for instance in on.state.gpus[0].mig if ON_DEMAND.all(on.host)], "it is made"
@@ -62,7 +60,7 @@ def test_one_in_which_somebody_else_came_stays(real: Callable[..., Started], on:
     assert ON_DEMAND.all(on.host) == []
 
 
-def test_one_for_which_somebody_has_started_a_daemon_stays(real: Callable[..., Started], cli: Cli, on: World) -> None:
+def test_one_for_which_somebody_has_started_a_daemon_stays(real: Real, cli: Cli, on: World) -> None:
     started = real(*CREATE, *ALIVE, stdin=subprocess.PIPE)
     (uuid,) = until(
         lambda: [instance.uuid for instance in on.state.gpus[0].mig if ON_DEMAND.all(on.host)], "it is made"
@@ -72,7 +70,7 @@ def test_one_for_which_somebody_has_started_a_daemon_stays(real: Callable[..., S
     assert (len(instances(on)), len(on.state.daemons)) == (1, 1)
 
 
-def test_the_guard_removes_what_a_killed_gpushare_has_made(real: Callable[..., Started], on: World) -> None:
+def test_the_guard_removes_what_a_killed_gpushare_has_made(real: Real, on: World) -> None:
     started = real(*CREATE, "--", "sleep", "300")
     started.says("runs in MIG 1g.18gb")
     os.kill(started.pid, signal.SIGKILL)
@@ -128,7 +126,7 @@ def test_an_instance_that_its_own_job_still_claims_is_not_left_silently(on: Worl
     assert (on_demand.remove_instance(on.host, record), instances(on)) == (None, [])
 
 
-def test_a_job_waits_for_room_and_then_makes_its_own(real: Callable[..., Started], cli: Cli, on: World) -> None:
+def test_a_job_waits_for_room_and_then_makes_its_own(real: Real, cli: Cli, on: World) -> None:
     first = real("run", "--mig", "7g", "--create", *ALIVE, stdin=subprocess.PIPE)
     until(lambda: instances(on), "it is made")
     assert ((answer := cli("-o", "json", *CREATE, "--", "true")).code, answer.error["code"]) == (19, "no_room")
@@ -150,11 +148,11 @@ def test_a_job_waits_for_room_and_then_makes_its_own(real: Callable[..., Started
     ],
 )
 def test_what_is_refused_leaves_nothing(
-    refused: Callable[..., str], on: World, words: tuple[str, ...], code: str, exit_code: int
+    refused: Refused, on: World, words: tuple[str, ...], code: str, exit_code: int
 ) -> None:
     refused("run", *words, "--", "true", code=code, exit_code=exit_code)
     assert instances(on) == []
 
 
-def test_mig_that_is_off_is_not_switched_on(refused: Callable[..., str]) -> None:
+def test_mig_that_is_off_is_not_switched_on(refused: Refused) -> None:
     assert "gpushare mig enable -g 0" in refused(*CREATE, "--", "true", code="mig_off", exit_code=6)

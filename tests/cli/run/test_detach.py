@@ -11,8 +11,7 @@ import pytest
 from gpushare.run.jobs import JOBS, PAST, find_record, output_path
 from gpushare.run.listing import listed_jobs
 from gpushare.snapshot import Observer
-from tests.cli.conftest import Cli
-from tests.cli.drive import Started, World, until
+from tests.cli.drive import Cli, Real, Refused, World, until
 
 
 def name_of(cli: Cli, *words: str) -> str:
@@ -37,13 +36,13 @@ def test_it_prints_its_name_and_goes_on_in_a_session_of_its_own(cli: Cli, world:
     }
 
 
-def test_the_name_that_is_given_is_taken_once(cli: Cli, refused: Callable[..., str]) -> None:
+def test_the_name_that_is_given_is_taken_once(cli: Cli, refused: Refused) -> None:
     assert name_of(cli, "--name", "train", "--", "sleep", "60") == "train"
     refused("run", "-d", "--name", "train", "--", "true", code="name_in_use", exit_code=19)
     cli("stop", "train").ok()
 
 
-def test_commands_at_the_same_time_start_a_job_each(real: Callable[..., Started], world: World) -> None:
+def test_commands_at_the_same_time_start_a_job_each(real: Real, world: World) -> None:
     words = ("-q", "run", "-d", "--wait", "--memory", "30G")
     started = [real(*words, "--", "sleep", str(60 + number)) for number in range(4)]
     jobs = {one.result().out.strip(): 60 + number for number, one in enumerate(started)}
@@ -54,7 +53,7 @@ def test_commands_at_the_same_time_start_a_job_each(real: Callable[..., Started]
     }
 
 
-def test_commands_of_one_name_at_the_same_time_start_one_job(real: Callable[..., Started], world: World) -> None:
+def test_commands_of_one_name_at_the_same_time_start_one_job(real: Real, world: World) -> None:
     started = [real("-q", "run", "-d", "--name", "train", "--", "sleep", str(60 + number)) for number in range(3)]
     results = [one.result() for one in started]
     assert sorted(result.code for result in results) == [0, 19, 19]

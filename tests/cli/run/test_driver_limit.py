@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,7 @@ import pytest
 from gpushare.base.units import GIB
 from gpushare.sim import admin
 from gpushare.sim.cgroups import FAULTS
-from tests.cli.conftest import Cli
-from tests.cli.drive import CRASHED, H200, Started, World, until
+from tests.cli.drive import CRASHED, H200, Cli, Real, Refused, World, until
 from tests.host.test_cgroups import real_tree
 
 JOB = (sys.executable, "-m", "gpushare.sim.job", "--every", "0.05")
@@ -142,7 +140,7 @@ def test_a_dry_run_says_who_limits(cli: Cli, world: World) -> None:
     assert cgroups(world) == []
 
 
-def test_status_says_who_limits(real: Callable[..., Started], cli: Cli, world: World) -> None:
+def test_status_says_who_limits(real: Real, cli: Cli, world: World) -> None:
     job = real("run", "--memory", "8G", "--name", "train", "--", *JOB, "--footprint", "4G", "--seconds", "60")
     until(lambda: running(world), "the job is on the GPU")
     (row,) = cli("status", output="json").ok().data["limited_jobs"]
@@ -156,7 +154,7 @@ def test_status_says_who_limits(real: Callable[..., Started], cli: Cli, world: W
     assert cgroups(world) == []
 
 
-def test_status_of_a_job_that_is_added_up(real: Callable[..., Started], cli: Cli, world: World) -> None:
+def test_status_of_a_job_that_is_added_up(real: Real, cli: Cli, world: World) -> None:
     admin.set_fault(H200, "driver", None, "580.159.04")
     job = real("run", "--memory", "8G", "--", *JOB, "--footprint", "4G", "--seconds", "60")
     until(lambda: running(world), "the job is on the GPU")
@@ -170,9 +168,7 @@ def test_status_of_a_job_that_is_added_up(real: Callable[..., Started], cli: Cli
     job.result()
 
 
-def test_a_job_that_the_driver_limits_is_not_swapped(
-    real: Callable[..., Started], refused: Callable[..., str], world: World
-) -> None:
+def test_a_job_that_the_driver_limits_is_not_swapped(real: Real, refused: Refused, world: World) -> None:
     words = ("--memory", "8G", "--name", "train", "--slice", "1ms")
     job = real("run", *words, "--", *JOB, "--footprint", "4G", "--seconds", "60")
     until(lambda: running(world), "the job is on the GPU")
@@ -184,7 +180,7 @@ def test_a_job_that_the_driver_limits_is_not_swapped(
     job.result()
 
 
-def test_ctrl_c_takes_the_limit_off_and_blames_nothing(real: Callable[..., Started], world: World) -> None:
+def test_ctrl_c_takes_the_limit_off_and_blames_nothing(real: Real, world: World) -> None:
     job = real("run", "--memory", "8G", "--", "sleep", "60")
     until(lambda: (state := world.file.read()) is not None and state.processes, "the job is on the GPU")
     job.signal(signal.SIGINT)
@@ -194,7 +190,7 @@ def test_ctrl_c_takes_the_limit_off_and_blames_nothing(real: Callable[..., Start
     assert cgroups(world) == []
 
 
-def test_the_guard_takes_the_limit_off_when_gpushare_is_killed(real: Callable[..., Started], world: World) -> None:
+def test_the_guard_takes_the_limit_off_when_gpushare_is_killed(real: Real, world: World) -> None:
     job = real("run", "--memory", "8G", "--", *JOB, "--footprint", "4G", "--seconds", "60")
     until(lambda: running(world), "the job is on the GPU")
     job.process.send_signal(signal.SIGKILL)
@@ -203,7 +199,7 @@ def test_the_guard_takes_the_limit_off_when_gpushare_is_killed(real: Callable[..
 
 @pytest.mark.parametrize("step", ["1", "2"])
 def test_a_crash_at_each_call_leaves_what_the_next_command_removes(
-    real: Callable[..., Started], cli: Cli, world: World, step: str
+    real: Real, cli: Cli, world: World, step: str
 ) -> None:
     admin.set_fault(H200, "crash-step", None, step)
     assert real("run", "--memory", "8G", "--", "true").result().code == CRASHED

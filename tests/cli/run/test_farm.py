@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,7 @@ import pytest
 from gpushare.base.selection import select_one
 from gpushare.measure.bench_data import KIND
 from gpushare.run.results import BenchedCap, keep_benched
-from tests.cli.drive import Answer, World
-
-Cli = Callable[..., Answer]
+from tests.cli.drive import Cli, Refused, World
 
 
 def test_output_is_prefixed_and_a_failed_copy_is_named(cli: Cli, world: World, tmp_path: Path) -> None:
@@ -141,7 +138,7 @@ def test_a_plan_shows_every_copy_and_starts_none(cli: Cli, world: World) -> None
         (("--each", "/dev/null", "--", "true"), "bad_lines", 2),
     ],
 )
-def test_bad_farms_are_refused(refused: Callable[..., str], words: tuple[str, ...], code: str, exit_code: int) -> None:
+def test_bad_farms_are_refused(refused: Refused, words: tuple[str, ...], code: str, exit_code: int) -> None:
     refused("farm", *words, code=code, exit_code=exit_code)
 
 
@@ -156,13 +153,13 @@ def test_bad_farms_are_refused(refused: Callable[..., str], words: tuple[str, ..
         (b"x" * (1 << 26), "is longer than"),
     ],
 )
-def test_bad_lines_are_refused(refused: Callable[..., str], tmp_path: Path, text: bytes, message: str) -> None:
+def test_bad_lines_are_refused(refused: Refused, tmp_path: Path, text: bytes, message: str) -> None:
     file = tmp_path / "lines"
     file.write_bytes(text)
     assert message in refused("farm", "--each", str(file), "--", "true", code="bad_lines", exit_code=2)
 
 
-def test_several_gpus_are_named(refused: Callable[..., str]) -> None:
+def test_several_gpus_are_named(refused: Refused) -> None:
     text = refused("farm", "--copies", "2", "--", "true", host="sim:2xh200", code="gpu_not_named", exit_code=2)
     assert "-g any" in text
 

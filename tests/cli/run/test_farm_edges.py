@@ -6,14 +6,12 @@ import errno
 import os
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.cli.drive import Answer, World, alive
+from tests.cli.drive import Cli, Refused, World, alive
 
-Cli = Callable[..., Answer]
 BAR = "import sys, time\nfor n in range(30):\n    sys.stdout.write(f'\\r{n}%')\n    sys.stdout.flush()\n    time.sleep(0.01)"
 
 
@@ -85,7 +83,7 @@ def test_a_progress_bar_is_no_silence(cli: Cli, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("text", ["0", "0s", "0ms"])
-def test_a_stall_of_no_time_is_refused(refused: Callable[..., str], text: str) -> None:
+def test_a_stall_of_no_time_is_refused(refused: Refused, text: str) -> None:
     assert "--stall 60s" in refused(
         "farm", "--copies", "2", "--stall", text, "--", "true", code="bad_duration", exit_code=2
     )

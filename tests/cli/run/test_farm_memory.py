@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,7 @@ from gpushare.base.errors import OperationFailed
 from gpushare.base.units import GIB
 from gpushare.memory.ledger import Place, Request, reservations
 from gpushare.sim import admin
-from tests.cli.conftest import Cli
-from tests.cli.drive import Started, World, alive, until
+from tests.cli.drive import Cli, Real, Started, World, alive, until
 from tests.cli.run.test_memory import STRAY
 
 JOB = (sys.executable, "-m", "gpushare.sim.job", "--every", "0.05")
@@ -48,7 +46,7 @@ def taken(world: World, size: int) -> Place:
     return place
 
 
-def test_each_copy_reserves_its_limit_while_it_runs(real: Callable[..., Started], cli: Cli, world: World) -> None:
+def test_each_copy_reserves_its_limit_while_it_runs(real: Real, cli: Cli, world: World) -> None:
     farm = real("farm", "--copies", "2", "--memory", "50G", "--", *JOB, "--footprint", "1G", "--seconds", "60")
     on_gpu(world, 2)
     assert reserved(world) == [50 * GIB] * 2
@@ -76,9 +74,7 @@ def test_the_first_copy_is_measured_alone_and_the_next_farm_knows_it(cli: Cli, w
     assert reserved(world) == []
 
 
-def test_a_copy_that_runs_on_is_measured_for_a_while(
-    real: Callable[..., Started], world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_that_runs_on_is_measured_for_a_while(real: Real, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPUSHARE_SIM_ATTACH_DELAY", "0")
     farm = real("farm", "--copies", "2", "--", *JOB, "--footprint", "1G", "--seconds", "60")
     on_gpu(world, 1)
@@ -96,7 +92,7 @@ def rows(farm: Started) -> list[dict[str, str]]:
     return [dict(zip(names, line, strict=True)) for line in lines]
 
 
-def test_a_copy_that_waits_reserves_nothing_yet(real: Callable[..., Started], world: World, tmp_path: Path) -> None:
+def test_a_copy_that_waits_reserves_nothing_yet(real: Real, world: World, tmp_path: Path) -> None:
     # Two fit; each that ends makes room for one.
     script = f"{' '.join(JOB)} --footprint 1G & while ! [ -e {tmp_path}/{{}} ]; do sleep 0.02; done; kill %1; wait"
     farm = real("farm", "--copies", "3", "--memory", "60G", "--", "bash", "-mc", script)
@@ -112,7 +108,7 @@ def test_a_copy_that_waits_reserves_nothing_yet(real: Callable[..., Started], wo
     assert reserved(world) == []
 
 
-def test_the_copies_of_a_gpushare_that_was_killed_reserve_nothing(real: Callable[..., Started], world: World) -> None:
+def test_the_copies_of_a_gpushare_that_was_killed_reserve_nothing(real: Real, world: World) -> None:
     farm = real("farm", "--copies", "2", "--memory", "50G", "--", *JOB, "--footprint", "1G", "--seconds", "60")
     on_gpu(world, 2)
     until(
@@ -125,7 +121,7 @@ def test_the_copies_of_a_gpushare_that_was_killed_reserve_nothing(real: Callable
     assert not any(alive(pid) for pid in pids)
 
 
-def test_copies_wait_for_memory_that_others_have_reserved(real: Callable[..., Started], world: World) -> None:
+def test_copies_wait_for_memory_that_others_have_reserved(real: Real, world: World) -> None:
     """The other job holds next to nothing: both copies would fit into what is free."""
     other = real("run", "--memory", "60G", "--", *JOB, "--footprint", "1G", "--seconds", "60")
     on_gpu(world, 1)
@@ -140,7 +136,7 @@ def test_copies_wait_for_memory_that_others_have_reserved(real: Callable[..., St
     farm.result()
 
 
-def test_a_farm_waits_for_others_and_says_so_once(real: Callable[..., Started], world: World) -> None:
+def test_a_farm_waits_for_others_and_says_so_once(real: Real, world: World) -> None:
     other = real("run", "--memory", "100G", "--", *JOB, "--footprint", "1G", "--seconds", "60")
     on_gpu(world, 1)
     farm = real("farm", "--copies", "2", "--memory", "60G", "--", "true")
@@ -155,7 +151,7 @@ def test_a_farm_waits_for_others_and_says_so_once(real: Callable[..., Started], 
     assert reservations(world.host) == []
 
 
-def test_a_farm_waits_for_memory_of_programs_that_are_no_jobs(real: Callable[..., Started], world: World) -> None:
+def test_a_farm_waits_for_memory_of_programs_that_are_no_jobs(real: Real, world: World) -> None:
     pid = admin.add_process(world.spec, memory_bytes=100 * GIB)
     farm = real("farm", "--copies", "2", "--memory", "60G", "--", "true")
     farm.says("waiting for 60.0 GiB")
@@ -163,9 +159,7 @@ def test_a_farm_waits_for_memory_of_programs_that_are_no_jobs(real: Callable[...
     assert farm.result().code == 0
 
 
-def test_a_job_that_waits_goes_before_the_next_copy_but_one(
-    real: Callable[..., Started], world: World, tmp_path: Path
-) -> None:
+def test_a_job_that_waits_goes_before_the_next_copy_but_one(real: Real, world: World, tmp_path: Path) -> None:
     """The farm came first for one copy, and goes behind the job for the next one. Two copies fit, or one and the job."""
     hold = f"while ! [ -e {tmp_path}/{{}} ]; do sleep 0.02; done"
     farm = real("farm", "--copies", "4", "--memory", "60G", "--", "sh", "-c", hold)
@@ -203,7 +197,7 @@ def test_a_job_that_waits_goes_before_the_next_copy_but_one(
     ],
 )
 def test_copies_keep_to_the_limit_of_their_user(
-    real: Callable[..., Started], cli: Cli, world: World, tmp_path: Path, limit: int, memory: str | None, running: int
+    real: Real, cli: Cli, world: World, tmp_path: Path, limit: int, memory: str | None, running: int
 ) -> None:
     file = tmp_path / "gpushare.yaml"
     file.write_text(f"version: 1\nmemory:\n- match: {{user: '{os.geteuid()}'}}\n  limit: {limit}G\n")
@@ -260,7 +254,7 @@ def test_a_copy_over_its_limit_is_ended_and_the_others_go_on(cli: Cli, world: Wo
     assert reserved(world) == []
 
 
-def test_the_sum_over_the_processes_of_a_copy_counts(real: Callable[..., Started], world: World) -> None:
+def test_the_sum_over_the_processes_of_a_copy_counts(real: Real, world: World) -> None:
     farm = real("farm", "--copies", "2", "--memory", "8G", "--", *JOB, "--footprint", "5G", "--seconds", "3")
     on_gpu(world, 2)
     until(lambda: all(process.memory_bytes == 5 * GIB for process in world.state.processes), "both hold their memory")
@@ -306,7 +300,7 @@ def test_a_warning_names_the_copy_and_leaves_it_alone(cli: Cli) -> None:
     assert line.startswith("note: copy 0: the job holds 9.0 GiB")
 
 
-def test_a_copy_that_is_stopped_keeps_its_memory_until_the_end(real: Callable[..., Started], world: World) -> None:
+def test_a_copy_that_is_stopped_keeps_its_memory_until_the_end(real: Real, world: World) -> None:
     words = ("--copies", "2", "--memory", "8G", "--over", "pause")
     farm = real("-o", "json", "farm", *words, "--", *JOB, "--footprint", "9G", "--seconds", "60")
     for _ in range(2):
@@ -319,7 +313,7 @@ def test_a_copy_that_is_stopped_keeps_its_memory_until_the_end(real: Callable[..
     assert world.state.processes == []
 
 
-def test_the_limit_of_each_copy_is_shown(real: Callable[..., Started], cli: Cli, world: World) -> None:
+def test_the_limit_of_each_copy_is_shown(real: Real, cli: Cli, world: World) -> None:
     words = ("--name", "sweep", "--copies", "2", "--memory", "8G", "--over", "warn")
     farm = real("farm", *words, "--", *JOB, "--footprint", "1G", "--seconds", "60")
     on_gpu(world, 2)
@@ -356,7 +350,7 @@ def test_a_plan_says_what_copies_reserve_and_how_they_are_limited(
 
 
 def test_jobs_that_wait_and_a_farm_starve_each_other_not_and_never_have_more_than_there_is(
-    real: Callable[..., Started], world: World
+    real: Real, world: World
 ) -> None:
     total = world.host.nvml.gpu(0).memory_total_bytes or 0
     farm = real("farm", "--copies", "40", "--memory", "20G", "--", "sleep", "0.3")

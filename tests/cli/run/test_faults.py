@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from gpushare.sim import admin
-from tests.cli.conftest import Cli
-from tests.cli.drive import H200, World, until
+from tests.cli.drive import H200, Cli, World, until
 
 
 def gpushare(*words: str, stderr: int | object = subprocess.PIPE) -> subprocess.Popen[str]:

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -15,11 +14,10 @@ from gpushare.base.model import Way
 from gpushare.run.jobs import find_record, write_record
 from gpushare.run.results import keep_tuned
 from gpushare.sim.state import StateFile
-from tests.cli.drive import Answer, Started, World, until
+from tests.cli.drive import Cli, Real, Refused, World, until
 from tests.cli.run.test_roles import LOOP, TUNED, recorded, running
 
 __all__ = ["running"]
-Cli = Callable[..., Answer]
 JOB = (sys.executable, "-m", "gpushare.sim.job", "--every", "0.02", "--need", "90")
 
 
@@ -27,9 +25,7 @@ def server_slices(world: World) -> list[int]:
     return [server.slices.get("compute", 2048) for daemon in world.state.daemons for server in daemon.servers]
 
 
-def test_all_jobs_go_into_one_daemon_whose_server_has_the_slice(
-    real: Callable[..., Started], world: World, running: int
-) -> None:
+def test_all_jobs_go_into_one_daemon_whose_server_has_the_slice(real: Real, world: World, running: int) -> None:
     assert world.host.nvml.count() == 1
     words = ("run", "--opportunistic", "--for", str(running), "--grace", "1", "--", *JOB)
     jobs = [real(*words), real(*words)]
@@ -49,9 +45,7 @@ def test_all_jobs_go_into_one_daemon_whose_server_has_the_slice(
     assert list((world.host.run_directory / "group").iterdir()) == []
 
 
-def test_a_slice_that_cannot_be_set_is_told_and_the_job_is_paused(
-    real: Callable[..., Started], world: World, running: int
-) -> None:
+def test_a_slice_that_cannot_be_set_is_told_and_the_job_is_paused(real: Real, world: World, running: int) -> None:
     assert world.host.nvml.count() == 1
     busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
@@ -103,7 +97,7 @@ def test_production_under_mps_that_was_tuned_for_slices_is_told(
     assert "tuned for time-slices, with 'web' outside MPS; it runs under MPS" in planned.err
 
 
-def test_caps_next_to_production_outside_mps_are_refused(refused: Callable[..., str], running: int) -> None:
+def test_caps_next_to_production_outside_mps_are_refused(refused: Refused, running: int) -> None:
     words = ("run", "--opportunistic", "--for", str(running), "--yield", "caps", "--", "true")
     text = refused(*words, code="production_outside_mps", exit_code=19)
     assert "--yield slices" in text
@@ -111,7 +105,7 @@ def test_caps_next_to_production_outside_mps_are_refused(refused: Callable[..., 
 
 @pytest.mark.parametrize("more", [("--yield", "slices"), ("--keep", "97%")])
 def test_slices_next_to_production_under_mps_are_refused(
-    refused: Callable[..., str], world: World, running: int, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
+    refused: Refused, world: World, running: int, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
 ) -> None:
     recorded(world, running)
     monkeypatch.setattr("gpushare.run.roles.is_under_mps", lambda *_: True)
@@ -143,12 +137,12 @@ def test_slices_next_to_production_under_mps_are_refused(
     ],
 )
 def test_what_does_not_go_together_is_refused(
-    refused: Callable[..., str], words: tuple[str, ...], code: str, exit_code: int, hint: str
+    refused: Refused, words: tuple[str, ...], code: str, exit_code: int, hint: str
 ) -> None:
     assert hint in refused("run", *words, "--", "true", code=code, exit_code=exit_code)
 
 
-def test_adapt_needs_productions_progress(refused: Callable[..., str], world: World, running: int) -> None:
+def test_adapt_needs_productions_progress(refused: Refused, world: World, running: int) -> None:
     recorded(world, running)
     for target in ("web", str(running)):
         words = ("run", "--opportunistic", "--for", target, "--keep", "97%", "--", "true")

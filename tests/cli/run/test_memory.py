@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,8 +22,7 @@ from gpushare.memory.room import wait_for_room
 from gpushare.run.jobs import PRODUCTION, output_path, write_record
 from gpushare.run.queued import ErrorTail, _at_limit, _more, lacked_memory
 from gpushare.sim import admin
-from tests.cli.conftest import Cli
-from tests.cli.drive import H200, ROOT, Started, World, record_of, until
+from tests.cli.drive import H200, ROOT, Cli, Real, Refused, World, record_of, until
 
 JOB = (sys.executable, "-m", "gpushare.sim.job", "--every", "0.05")
 
@@ -48,7 +46,7 @@ JOB = (sys.executable, "-m", "gpushare.sim.job", "--every", "0.05")
         (("--wait", "--memory", "4G", "--", "no-such-program"), "command_not_found", 127),
     ],
 )
-def test_wrong_usage(refused: Callable[..., str], words: tuple[str, ...], code: str, exit_code: int) -> None:
+def test_wrong_usage(refused: Refused, words: tuple[str, ...], code: str, exit_code: int) -> None:
     refused("run", *words, code=code, exit_code=exit_code)
 
 
@@ -59,12 +57,12 @@ def test_wrong_usage(refused: Callable[..., str], words: tuple[str, ...], code: 
         ("500G", "limit_above_gpu"),
     ],
 )
-def test_a_wrong_size_names_the_option(refused: Callable[..., str], size: str, code: str) -> None:
+def test_a_wrong_size_names_the_option(refused: Refused, size: str, code: str) -> None:
     text = refused("run", "--memory", size, "--", "true", code=code, exit_code=2)
     assert "--memory" in text.split("hint: ")[1]
 
 
-def test_a_limit_per_process_is_reserved_too(real: Callable[..., Started], cli: Cli, world: World) -> None:
+def test_a_limit_per_process_is_reserved_too(real: Real, cli: Cli, world: World) -> None:
     """A job that has just begun holds little; one that waits must not take what it may allocate."""
     job = real("run", "--memory", "100G", "--", *JOB, "--footprint", "2G", "--seconds", "60")
     until(lambda: (state := world.file.read()) is not None and state.processes, "the job is on the GPU")
@@ -120,7 +118,7 @@ def test_a_warning_leaves_the_job_alone(cli: Cli) -> None:
     assert any("over its limit" in line for line in answer.lines("note"))
 
 
-def test_a_job_waits_for_room_and_then_runs(real: Callable[..., Started], cli: Cli, world: World) -> None:
+def test_a_job_waits_for_room_and_then_runs(real: Real, cli: Cli, world: World) -> None:
     first = real("run", "--memory", "100G", "--", *JOB, "--footprint", "90G", "--seconds", "3")
     until(lambda: (state := world.file.read()) is not None and state.processes, "the job is on the GPU")
     began = time.monotonic()
@@ -131,7 +129,7 @@ def test_a_job_waits_for_room_and_then_runs(real: Callable[..., Started], cli: C
     assert first.process.wait(20) == 0
 
 
-def test_no_room_in_time(refused: Callable[..., str], world: World) -> None:
+def test_no_room_in_time(refused: Refused, world: World) -> None:
     Place(world.host, Request(memory_bytes=120 * GIB, keys=(world.state.gpus[0].uuid,), client=False)).take(
         world.state.gpus[0].uuid
     )
@@ -140,7 +138,7 @@ def test_no_room_in_time(refused: Callable[..., str], world: World) -> None:
     assert "60.0 GiB within 0.3 s" in text
 
 
-def test_no_time_at_all_is_no_room_now(refused: Callable[..., str], world: World) -> None:
+def test_no_time_at_all_is_no_room_now(refused: Refused, world: World) -> None:
     key = world.uuid(0)
     Place(world.host, Request(memory_bytes=120 * GIB, keys=(key,), client=False)).take(key)
     words = ("--wait", "--timeout", "0", "--memory", "60G", "--", "true")
@@ -149,9 +147,7 @@ def test_no_time_at_all_is_no_room_now(refused: Callable[..., str], world: World
     assert "--timeout 10m" in text
 
 
-def test_two_jobs_of_one_name_do_not_both_wait(
-    real: Callable[..., Started], refused: Callable[..., str], world: World
-) -> None:
+def test_two_jobs_of_one_name_do_not_both_wait(real: Real, refused: Refused, world: World) -> None:
     Place(world.host, Request(memory_bytes=120 * GIB, keys=(world.state.gpus[0].uuid,), client=False)).take(
         world.state.gpus[0].uuid
     )
@@ -163,7 +159,7 @@ def test_two_jobs_of_one_name_do_not_both_wait(
     waits.result()
 
 
-def test_ctrl_c_leaves_the_line(real: Callable[..., Started], world: World) -> None:
+def test_ctrl_c_leaves_the_line(real: Real, world: World) -> None:
     Place(world.host, Request(memory_bytes=120 * GIB, keys=(world.state.gpus[0].uuid,), client=False)).take(
         world.state.gpus[0].uuid
     )
@@ -175,7 +171,7 @@ def test_ctrl_c_leaves_the_line(real: Callable[..., Started], world: World) -> N
     assert len(reservations(world.host) or []) == 1
 
 
-def test_a_killed_job_frees_its_place(real: Callable[..., Started], world: World) -> None:
+def test_a_killed_job_frees_its_place(real: Real, world: World) -> None:
     waiting = real("run", "--wait", "--memory", "60G", "--", *JOB, "--seconds", "60")
     until(lambda: (state := world.file.read()) is not None and state.processes, "the job is on the GPU")
     waiting.process.send_signal(signal.SIGKILL)
@@ -210,7 +206,7 @@ def test_a_plain_run_keeps_its_peak(cli: Cli, monkeypatch: pytest.MonkeyPatch, m
 
 @pytest.mark.parametrize("long", [True, False])
 def test_the_peak_of_a_server_that_is_ended_by_hand_is_kept_after_a_while(
-    real: Callable[..., Started], long: bool, tmp_path: Path
+    real: Real, long: bool, tmp_path: Path
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         f"import gpushare.run.program, gpushare.run.queued\ngpushare.run.queued._LONG_SECONDS = {0.1 if long else 60}\n"
@@ -284,7 +280,7 @@ def test_a_failure_for_another_reason_is_not_repeated(cli: Cli) -> None:
     assert not any("waits again" in line for line in answer.lines("note"))
 
 
-def test_a_job_that_its_user_ends_is_not_started_again(real: Callable[..., Started], world: World) -> None:
+def test_a_job_that_its_user_ends_is_not_started_again(real: Real, world: World) -> None:
     """It may have survived an allocation that failed."""
     words = ("run", "--wait", "--requeue", "--grace", "1", "--memory", "10G", "--", "sh", "-c")
     job = real(*words, "echo CUDA out of memory >&2; exec sleep 60")
@@ -343,7 +339,7 @@ def test_a_process_that_leaves_the_tree_counts_and_ends_with_the_job(
     assert world.state.processes == []
 
 
-def test_any_gpu_takes_the_one_without_a_production_job(real: Callable[..., Started], cli: Cli) -> None:
+def test_any_gpu_takes_the_one_without_a_production_job(real: Real, cli: Cli) -> None:
     world = World("sim:2xa30")
     job = real(
         "run", "-g", "0", "--production", "web", "--", *JOB, "--footprint", "2G", "--seconds", "20", host=world.spec
@@ -356,7 +352,7 @@ def test_any_gpu_takes_the_one_without_a_production_job(real: Callable[..., Star
     job.process.wait(20)
 
 
-def test_any_gpu_takes_the_one_where_the_profiles_say_least_harm(real: Callable[..., Started], cli: Cli) -> None:
+def test_any_gpu_takes_the_one_where_the_profiles_say_least_harm(real: Real, cli: Cli) -> None:
     world = World("sim:2xa30")
     # The commands that run there are found by their command lines.
     heavy = (*JOB, "--footprint", "2G", "--seconds", "60", "--need", "90")
@@ -391,7 +387,7 @@ def test_any_gpu_takes_the_one_where_the_profiles_say_least_harm(real: Callable[
 A30 = "sim:a30"
 
 
-def test_any_gpu_is_one_that_answers(cli: Cli, refused: Callable[..., str]) -> None:
+def test_any_gpu_is_one_that_answers(cli: Cli, refused: Refused) -> None:
     world = World("sim:2xa30")
     cli("status", host=world.spec).ok()
     world.fault("lost", gpu="0")
@@ -401,12 +397,12 @@ def test_any_gpu_is_one_that_answers(cli: Cli, refused: Callable[..., str]) -> N
     refused(*words, code="gpu_lost", exit_code=6, host=world.spec)
 
 
-def test_several_gpus_and_none_named_hints_at_any(refused: Callable[..., str]) -> None:
+def test_several_gpus_and_none_named_hints_at_any(refused: Refused) -> None:
     text = refused("run", "--wait", "--", "true", code="gpu_not_named", exit_code=2, host="sim:2xa30")
     assert "-g any" in text.split("hint: ")[1]
 
 
-def test_the_reason_for_a_gpu_is_as_of_the_start(real: Callable[..., Started]) -> None:
+def test_the_reason_for_a_gpu_is_as_of_the_start(real: Real) -> None:
     world = World("sim:2xa30")
     both = [Place(world.host, Request(memory_bytes=20 * GIB, keys=(world.uuid(gpu),), client=False)) for gpu in (0, 1)]
     for gpu, place in enumerate(both):
@@ -437,16 +433,16 @@ def test_the_reason_for_a_gpu_is_as_of_the_start(real: Callable[..., Started]) -
         ("--opportunistic", "--yield", "swap", "--memory", "4G", "--over", "pause"),
     ],
 )
-def test_swapping_goes_together_with_what_it_can(refused: Callable[..., str], words: tuple[str, ...]) -> None:
+def test_swapping_goes_together_with_what_it_can(refused: Refused, words: tuple[str, ...]) -> None:
     refused("run", *words, "--", "true", code="bad_combination", exit_code=2)
 
 
-def test_a_job_with_a_limit_names_one_gpu(refused: Callable[..., str]) -> None:
+def test_a_job_with_a_limit_names_one_gpu(refused: Refused) -> None:
     text = refused("run", "--memory", "4G", "--", "true", code="gpu_not_named", exit_code=2, host="sim:2xa30")
     assert "hint: name one: -g 0; or take the one where it harms least: -g any\n" in text
 
 
-def test_jobs_that_do_not_fit_take_turns(real: Callable[..., Started]) -> None:
+def test_jobs_that_do_not_fit_take_turns(real: Real) -> None:
     # What they have reserved does not fit together, what they hold would.
     words = ("run", "--swap", "turns=0.5", "--memory", "16G", "--", *JOB, "--footprint", "8G", "--seconds", "60")
     both = [real(*words, host=A30) for _ in range(2)]
@@ -464,7 +460,7 @@ def test_jobs_that_do_not_fit_take_turns(real: Callable[..., Started]) -> None:
     assert reservations(World(A30).host) == []
 
 
-def test_an_idle_job_gives_its_memory_back(real: Callable[..., Started], tmp_path: Path) -> None:
+def test_an_idle_job_gives_its_memory_back(real: Real, tmp_path: Path) -> None:
     world = World(A30)
     # No work on the simulated GPU, and none on the CPU but while the file is there.
     out = tmp_path / "out"
@@ -488,9 +484,7 @@ def test_an_idle_job_gives_its_memory_back(real: Callable[..., Started], tmp_pat
 
 
 @pytest.mark.parametrize("named", [(), ("--for", "llm")], ids=["", "for another production job"])
-def test_production_takes_the_memory_of_an_opportunistic_job(
-    cli: Cli, real: Callable[..., Started], named: tuple[str, ...]
-) -> None:
+def test_production_takes_the_memory_of_an_opportunistic_job(cli: Cli, real: Real, named: tuple[str, ...]) -> None:
     world = World(A30)
     if named:
         # It has run here before, and is not the one that needs room now.
@@ -523,7 +517,7 @@ def test_production_takes_the_memory_of_an_opportunistic_job(
     assert reservations(world.host) == []
 
 
-def test_a_job_that_was_swapped_out_leaves_its_place_and_comes_back(real: Callable[..., Started], cli: Cli) -> None:
+def test_a_job_that_was_swapped_out_leaves_its_place_and_comes_back(real: Real, cli: Cli) -> None:
     world = World(A30)
     words = ("run", "--swap", "request", "--name", "train", "--memory", "16G", "--", *JOB, "--footprint", "16G")
     job = real(*words, "--seconds", "30", host=world.spec)
@@ -561,7 +555,7 @@ def test_a_dry_run_shows_what_will_happen(cli: Cli, world: World, words: tuple[s
 
 
 def test_an_opportunistic_job_leaves_for_every_production_job_and_says_so(
-    cli: Cli, refused: Callable[..., str], world: World
+    cli: Cli, refused: Refused, world: World
 ) -> None:
     words = ("run", "-n", "--opportunistic", "--yield", "swap", "--memory", "10G")
     text = refused(*words, "--for", "web", "--", "true", code="no_production", exit_code=6)
@@ -578,7 +572,7 @@ def test_an_opportunistic_job_leaves_for_every_production_job_and_says_so(
     assert step in cli(*words, "--for", "web", "--", "true").ok().out
 
 
-def test_the_gpu_of_the_production_job_that_was_named(cli: Cli, refused: Callable[..., str]) -> None:
+def test_the_gpu_of_the_production_job_that_was_named(cli: Cli, refused: Refused) -> None:
     world = World("sim:2xh200")
     (device,) = select("1", world.host.nvml.sweep())
     pid = admin.add_process(world.spec, "1", name="serve")
@@ -639,7 +633,7 @@ def test_a_dry_run_says_that_a_gpu_cannot_be_used(cli: Cli) -> None:
     admin.end_process(world.spec, pid)
 
 
-def test_a_dry_run_refuses_what_never_fits(refused: Callable[..., str]) -> None:
+def test_a_dry_run_refuses_what_never_fits(refused: Refused) -> None:
     refused(
         "run",
         "-n",
@@ -679,14 +673,14 @@ def test_any_keeps_to_the_instances_that_a_batch_system_gave(cli: Cli, monkeypat
 
 @pytest.mark.parametrize("given", ["", "7", "NoDevFiles"])
 def test_any_without_a_gpu_that_was_given_is_refused(
-    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch, given: str
+    refused: Refused, monkeypatch: pytest.MonkeyPatch, given: str
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
     words = ("-g", "any", "--wait", "--memory", "4G", "--", "true")
     refused("run", *words, code="bad_gpu", exit_code=2, host="sim:2xa30")
 
 
-def test_any_chooses_instances_where_mig_is_on_and_never_the_whole_gpu(cli: Cli, refused: Callable[..., str]) -> None:
+def test_any_chooses_instances_where_mig_is_on_and_never_the_whole_gpu(cli: Cli, refused: Refused) -> None:
     world = World("sim:2xa30")
     world.mig("2g.12gb")
     words = ("run", "-g", "any", "--wait", "--timeout", "5", "--memory", "4G", "--", "true")
@@ -727,7 +721,7 @@ def test_a_gpu_that_one_program_has_alone_is_waited_for(cli: Cli) -> None:
     cli(*words, host=world.spec).ok()
 
 
-def test_a_job_inside_another_one_does_not_wait_for_that(real: Callable[..., Started], world: World) -> None:
+def test_a_job_inside_another_one_does_not_wait_for_that(real: Real, world: World) -> None:
     """A script or a notebook that runs with --wait starts a program with --wait: it would wait for itself."""
     inner = ("run", "--wait", "--timeout", "20", "--memory", "100G", "--", "echo", "inner")
     outer = ("run", "--wait", "--memory", "120G", "--", sys.executable, "-m", "gpushare", "--host", world.spec)
@@ -746,7 +740,7 @@ def test_a_line_without_the_jobs_of_others_is_said(cli: Cli, monkeypatch: pytest
     assert "not seen" not in cli("run", "--memory", "4G", "--", "true").err
 
 
-def test_a_prohibited_gpu_is_not_waited_for(refused: Callable[..., str]) -> None:
+def test_a_prohibited_gpu_is_not_waited_for(refused: Refused) -> None:
     world = World("sim:2xa30")
     world.host.nvml.set_compute_mode(1, ComputeMode.PROHIBITED)
     words = ("run", "--wait", "--memory", "4G")
@@ -856,7 +850,7 @@ def test_what_is_left_without_a_job_is_not_asked_for(cli: Cli, world: World) -> 
     assert any("now it would start at once" in line for line in answer.ok().lines("note"))
 
 
-def test_the_output_of_production_with_a_metric_is_kept_and_shown(real: Callable[..., Started], world: World) -> None:
+def test_the_output_of_production_with_a_metric_is_kept_and_shown(real: Real, world: World) -> None:
     words = ("--production", "web", "--slice", "2ms", "--metric", "rate=([0-9.]+)")
     program = ("sh", "-c", "echo rate=1; echo broken >&2")
     for _ in range(2):

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,8 +30,7 @@ from gpushare.sim import admin
 from gpushare.sim.current import changing
 from gpushare.sim.library_mig import create_compute_instance, destroy_compute_instance
 from gpushare.sim.state import StateFile, parse_spec
-from tests.cli.conftest import Cli
-from tests.cli.drive import H200, Started, World, alive, until
+from tests.cli.drive import H200, Cli, Real, Refused, Started, World, alive, until
 
 PRINT = "import os, json; print(json.dumps({k: v for k, v in os.environ.items() if k.startswith('CUDA')}))"
 WAITS = ("--", "cat")
@@ -72,7 +70,7 @@ def variables(started: Started) -> dict[str, str]:
     return json.loads(answer.out)
 
 
-def waiting(real: Callable[..., Started], *words: str) -> Started:
+def waiting(real: Real, *words: str) -> Started:
     """Start a run that ends with its input."""
     return real("run", *words, *WAITS, stdin=subprocess.PIPE)
 
@@ -88,7 +86,7 @@ def ended(started: Started) -> int:
 
 
 @pytest.mark.parametrize("text", ["1g.18gb", "1g", "19", "MIG 1g.18gb", "1g.18gb:4"])
-def test_a_free_instance_of_the_profile(real: Callable[..., Started], world: World, text: str) -> None:
+def test_a_free_instance_of_the_profile(real: Real, world: World, text: str) -> None:
     _, uuid = world.mig("3g.71gb:0", "1g.18gb:4")
     environment = variables(real("run", "--mig", text, "--", sys.executable, "-c", PRINT))
     assert environment.pop("CUDA_VISIBLE_DEVICES") == uuid
@@ -98,9 +96,7 @@ def test_a_free_instance_of_the_profile(real: Callable[..., Started], world: Wor
     assert (world.state.daemons, leases(world)) == ([], {})
 
 
-def test_the_callers_mps_variables_do_not_lead_it_away(
-    real: Callable[..., Started], world: World, sim_dir: Path
-) -> None:
+def test_the_callers_mps_variables_do_not_lead_it_away(real: Real, world: World, sim_dir: Path) -> None:
     (uuid,) = world.mig("1g.18gb")
     world.foreign_daemon(sim_dir)
     own = {"CUDA_MPS_PIPE_DIRECTORY": str(sim_dir / "p"), "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "10", "CUDA_CACHE": "1"}
@@ -118,7 +114,7 @@ def test_own_exit_code(cli: Cli, world: World, code: int) -> None:
     assert leases(world) == {}
 
 
-def test_it_is_proved_where_the_program_ran(real: Callable[..., Started], world: World) -> None:
+def test_it_is_proved_where_the_program_ran(real: Real, world: World) -> None:
     world.mig("1g.18gb")
     started = waiting(real, "--mig", "1g")
     identity = world.state.gpus[0].mig[0].gpu_instance_id
@@ -147,7 +143,7 @@ def test_a_process_elsewhere_is_outside(world: World) -> None:
 
 
 def test_two_at_the_same_time_get_different_ones_and_the_third_is_refused(
-    real: Callable[..., Started], refused: Callable[..., str], world: World
+    real: Real, refused: Refused, world: World
 ) -> None:
     uuids = world.mig("1g.18gb:4", "1g.18gb:5")
     first, second = waiting(real, "--mig", "1g"), waiting(real, "--mig", "1g")
@@ -161,7 +157,7 @@ def test_two_at_the_same_time_get_different_ones_and_the_third_is_refused(
     assert (ended(first), ended(second), leases(world)) == (0, 0, {})
 
 
-def test_of_five_at_the_same_moment_two_get_one(real: Callable[..., Started], world: World) -> None:
+def test_of_five_at_the_same_moment_two_get_one(real: Real, world: World) -> None:
     world.mig("1g.18gb:4", "1g.18gb:5")
     started = [waiting(real, "--mig", "1g") for _ in range(5)]
     until(lambda: sum(job.process.poll() == 19 for job in started) == 3, "three are refused")
@@ -170,7 +166,7 @@ def test_of_five_at_the_same_moment_two_get_one(real: Callable[..., Started], wo
     assert sorted(ended(job) for job in started) == [0, 0, 19, 19, 19]
 
 
-def test_who_holds_the_lease_is_named(refused: Callable[..., str], world: World) -> None:
+def test_who_holds_the_lease_is_named(refused: Refused, world: World) -> None:
     (uuid,) = world.mig("1g.18gb")
     lease = take_claim(world.host, uuid)
     assert isinstance(lease, HeldClaim)
@@ -180,7 +176,7 @@ def test_who_holds_the_lease_is_named(refused: Callable[..., str], world: World)
     lease.release()
 
 
-def test_an_instance_with_a_process_is_not_free(refused: Callable[..., str], cli: Cli, world: World) -> None:
+def test_an_instance_with_a_process_is_not_free(refused: Refused, cli: Cli, world: World) -> None:
     busy, _ = world.mig("1g.18gb:4", "1g.18gb:5")
     pid = admin.add_process(H200, mig=busy, name="train.py")
     message = refused("run", "--mig", "1g.18gb:4", "--", "true", code="instance_in_use", exit_code=19)
@@ -188,7 +184,7 @@ def test_an_instance_with_a_process_is_not_free(refused: Callable[..., str], cli
     assert cli("run", "--mig", "1g", "--", "true").code == 0
 
 
-def test_what_cannot_be_told_is_not_free(refused: Callable[..., str], cli: Cli, world: World) -> None:
+def test_what_cannot_be_told_is_not_free(refused: Refused, cli: Cli, world: World) -> None:
     world.mig("1g.18gb")
     world.fault("not-supported", "processes")
     assert "its processes are unknown" in refused(
@@ -202,9 +198,7 @@ def test_what_cannot_be_told_is_not_free(refused: Callable[..., str], cli: Cli, 
     assert cli("run", "--mig", "train", "--", "true").code == 0
 
 
-def test_an_instance_with_an_idle_daemon_is_kept_for_its_owner(
-    refused: Callable[..., str], cli: Cli, world: World
-) -> None:
+def test_an_instance_with_an_idle_daemon_is_kept_for_its_owner(refused: Refused, cli: Cli, world: World) -> None:
     (uuid,) = world.mig("1g.18gb:4")
     cli("mps", "start", "-g", uuid).ok()
     assert "MPS daemon" in refused("run", "--mig", "1g", "--", "true", code="instance_in_use", exit_code=19)
@@ -247,7 +241,7 @@ def test_an_instance_that_was_changed_meanwhile_is_not_taken(world: World, monke
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("limits", [(), ("--threads", "50")])
 def test_a_signal_ends_the_program_and_gives_it_back(
-    real: Callable[..., Started], world: World, number: int, limits: tuple[str, ...]
+    real: Real, world: World, number: int, limits: tuple[str, ...]
 ) -> None:
     world.mig("1g.18gb")
     started = real("run", "--mig", "1g", *limits, "--", "sleep", "600")
@@ -257,9 +251,7 @@ def test_a_signal_ends_the_program_and_gives_it_back(
     assert (world.host.nvml.processes(0), world.state.daemons, leases(world)) == ((), [], {})
 
 
-def test_a_program_that_ignores_its_signal_is_killed_after_the_grace(
-    real: Callable[..., Started], world: World
-) -> None:
+def test_a_program_that_ignores_its_signal_is_killed_after_the_grace(real: Real, world: World) -> None:
     world.mig("1g.18gb")
     started = real("run", "--mig", "1g", "--grace", "0.2", "--", sys.executable, "-c", SLOW, "/nonexistent")
     assert started.process.stdout is not None
@@ -274,8 +266,8 @@ def test_a_program_that_ignores_its_signal_is_killed_after_the_grace(
 
 @pytest.mark.parametrize("limits", [(), ("--threads", "50")])
 def test_death_of_gpushare_gives_it_back_when_the_program_has_ended(
-    real: Callable[..., Started],
-    refused: Callable[..., str],
+    real: Real,
+    refused: Refused,
     cli: Cli,
     world: World,
     tmp_path: Path,
@@ -301,7 +293,7 @@ def test_death_of_gpushare_gives_it_back_when_the_program_has_ended(
     assert cli("run", "--mig", "1g", *limits, "--", "sh", "-c", "exit 3").code == 3
 
 
-def test_limits_run_under_mps_inside_the_instance(real: Callable[..., Started], world: World) -> None:
+def test_limits_run_under_mps_inside_the_instance(real: Real, world: World) -> None:
     (uuid,) = world.mig("3g.71gb")
     started = waiting(real, "--mig", "3g", "--threads", "50", "--memory", "4G")
     (client,) = until(world.attached, "attached")
@@ -314,7 +306,7 @@ def test_limits_run_under_mps_inside_the_instance(real: Callable[..., Started], 
 
 
 def test_what_the_program_leaves_behind_keeps_the_instance_but_not_the_lease(
-    real: Callable[..., Started], refused: Callable[..., str], world: World
+    real: Real, refused: Refused, world: World
 ) -> None:
     (uuid,) = world.mig("1g.18gb")
     started = real("run", "--mig", "1g", "--threads", "50", "--", "sleep", "600")
@@ -328,9 +320,7 @@ def test_what_the_program_leaves_behind_keeps_the_instance_but_not_the_lease(
     until(lambda: world.state.daemons == [], "no daemon")
 
 
-def test_names_are_kept_for_who_names_them(
-    real: Callable[..., Started], refused: Callable[..., str], world: World
-) -> None:
+def test_names_are_kept_for_who_names_them(real: Real, refused: Refused, world: World) -> None:
     uuid, _ = world.mig("3g.71gb:0", "1g.18gb:4")
     bind(world, "train", "3g.71gb", 0)
     message = refused("run", "--mig", "3g", "--", "true", code="no_instance", exit_code=6)
@@ -342,7 +332,7 @@ def test_names_are_kept_for_who_names_them(
     assert ended(started) == 0
 
 
-def test_a_divided_instance(refused: Callable[..., str], cli: Cli, world: World) -> None:
+def test_a_divided_instance(refused: Refused, cli: Cli, world: World) -> None:
     world.mig("3g.71gb:0")
     divided(world, 0, 0)
     refused("run", "--mig", "3g", "--", "true", code="no_instance", exit_code=6)
@@ -362,7 +352,7 @@ def test_a_divided_instance(refused: Callable[..., str], cli: Cli, world: World)
 )
 @pytest.mark.parametrize("words", [("run", "--mig", "train", "--", "true"), ("mig", "env", "train")])
 def test_a_name_whose_place_has_something_else(
-    refused: Callable[..., str], world: World, there: tuple[str, ...], code: str, instead: str, words: tuple[str, ...]
+    refused: Refused, world: World, there: tuple[str, ...], code: str, instead: str, words: tuple[str, ...]
 ) -> None:
     bind(world, "train", "3g.71gb", 0)
     world.mig(*there)
@@ -374,7 +364,7 @@ def test_a_name_whose_place_has_something_else(
 
 
 @pytest.mark.parametrize("words", [("run", "--mig", "train", "--", "true"), ("mig", "env", "train")])
-def test_a_name_that_leads_nowhere(refused: Callable[..., str], world: World, words: tuple[str, ...]) -> None:
+def test_a_name_that_leads_nowhere(refused: Refused, world: World, words: tuple[str, ...]) -> None:
     refused(*words, code="no_name", exit_code=6)
     world.mig("3g.71gb:0")
     bind(world, "train", "3g.71gb", 0)
@@ -406,21 +396,19 @@ def test_a_name_that_leads_nowhere(refused: Callable[..., str], world: World, wo
         (("--mig", "1g", "--memory", "20G", "-n"), "limit_above_gpu", 2),
     ],
 )
-def test_wrong_usage(
-    refused: Callable[..., str], world: World, words: tuple[str, ...], code: str, exit_code: int
-) -> None:
+def test_wrong_usage(refused: Refused, world: World, words: tuple[str, ...], code: str, exit_code: int) -> None:
     world.mig("1g.18gb")
     refused("run", *words, "--", "true", code=code, exit_code=exit_code)
     assert leases(world) == {}
 
 
-def test_a_program_that_is_not_there(refused: Callable[..., str], world: World) -> None:
+def test_a_program_that_is_not_there(refused: Refused, world: World) -> None:
     world.mig("1g.18gb")
     refused("run", "--mig", "1g", "--", "no-such-program", code="command_not_found", exit_code=127)
     refused("run", "--mig", "1g", "--threads", "5", "--", "/etc/passwd", code="command_not_executable", exit_code=126)
 
 
-def test_an_instance_and_a_kind_of_instance(refused: Callable[..., str], world: World) -> None:
+def test_an_instance_and_a_kind_of_instance(refused: Refused, world: World) -> None:
     (uuid,) = world.mig("1g.18gb:4")
     bind(world, "train", "1g.18gb", 4)
     for mig in ("1g", "train"):
@@ -428,7 +416,7 @@ def test_an_instance_and_a_kind_of_instance(refused: Callable[..., str], world: 
 
 
 @pytest.mark.parametrize(("host", "code", "exit_code"), [(H200, "mig_off", 6), ("sim:t4", "no_mig", 3)])
-def test_no_mig(refused: Callable[..., str], host: str, code: str, exit_code: int) -> None:
+def test_no_mig(refused: Refused, host: str, code: str, exit_code: int) -> None:
     refused("run", "--mig", "1g", "--", "true", code=code, exit_code=exit_code, host=host)
 
 
@@ -483,7 +471,7 @@ def test_only_its_own_processes_in_the_instance_count(cli: Cli, world: World) ->
 
 @pytest.mark.parametrize("more", [(), ("--threads", "50")], ids=["alone", "under MPS"])
 def test_the_limit_in_an_instance_is_reserved_and_shown(
-    real: Callable[..., Started], cli: Cli, world: World, more: tuple[str, ...]
+    real: Real, cli: Cli, world: World, more: tuple[str, ...]
 ) -> None:
     (uuid,) = world.mig("1g.18gb")
     words = ("--mig", "1g", *more, "--name", "train", "--memory", "8G", "--over", "warn")
@@ -501,9 +489,7 @@ def test_the_limit_in_an_instance_is_reserved_and_shown(
 
 
 @pytest.mark.parametrize("more", [(), ("-n",)])
-def test_a_limit_above_the_instance_takes_nothing(
-    refused: Callable[..., str], world: World, more: tuple[str, ...]
-) -> None:
+def test_a_limit_above_the_instance_takes_nothing(refused: Refused, world: World, more: tuple[str, ...]) -> None:
     world.mig("1g.18gb")
     words = ("run", *more, "--mig", "1g", "--memory", "20G", "--", "true")
     text = refused(*words, code="limit_above_gpu", exit_code=2)
@@ -554,7 +540,7 @@ def test_memory_that_the_driver_does_not_tell_in_an_instance_is_said(
 # -- waiting for an instance -------------------------------------------------------------------------
 
 
-def test_a_job_waits_for_an_instance_and_then_runs_in_it(real: Callable[..., Started], cli: Cli, world: World) -> None:
+def test_a_job_waits_for_an_instance_and_then_runs_in_it(real: Real, cli: Cli, world: World) -> None:
     (uuid,) = world.mig("1g.18gb")
     first = waiting(real, "--mig", "1g")
     until(lambda: len(world.pids()) == 1, "the first one runs")
@@ -567,9 +553,7 @@ def test_a_job_waits_for_an_instance_and_then_runs_in_it(real: Callable[..., Sta
     assert (leases(world), reservations(world.host)) == ({}, [])
 
 
-def test_the_first_one_that_waits_gets_the_instance_first(
-    real: Callable[..., Started], world: World, tmp_path: Path
-) -> None:
+def test_the_first_one_that_waits_gets_the_instance_first(real: Real, world: World, tmp_path: Path) -> None:
     world.mig("1g.18gb")
     first = waiting(real, "--mig", "1g")
     until(lambda: len(world.pids()) == 1, "the first one runs")
@@ -587,9 +571,7 @@ def test_the_first_one_that_waits_gets_the_instance_first(
     ("seconds", "message"),
     [("0", "is free now: in use: 1g.18gb:0"), ("0.3", "was free within 0.3 s: in use: 1g.18gb:0")],
 )
-def test_no_instance_in_time(
-    real: Callable[..., Started], refused: Callable[..., str], world: World, seconds: str, message: str
-) -> None:
+def test_no_instance_in_time(real: Real, refused: Refused, world: World, seconds: str, message: str) -> None:
     world.mig("1g.18gb")
     first = waiting(real, "--mig", "1g")
     until(lambda: {record.pid for record in records(world.host)} == set(world.pids()) != set(), "the first one runs")
@@ -599,7 +581,7 @@ def test_no_instance_in_time(
     assert ended(first) == 0
 
 
-def test_ctrl_c_leaves_the_line_of_instances(real: Callable[..., Started], world: World) -> None:
+def test_ctrl_c_leaves_the_line_of_instances(real: Real, world: World) -> None:
     world.mig("1g.18gb")
     first = waiting(real, "--mig", "1g")
     until(lambda: len(world.pids()) == 1, "the first one runs")
@@ -679,7 +661,7 @@ def test_an_instance_that_is_made_again_meanwhile_is_taken(world: World) -> None
     ],
 )
 def test_waiting_for_what_is_wrong(
-    refused: Callable[..., str], world: World, words: tuple[str, ...], code: str, exit_code: int
+    refused: Refused, world: World, words: tuple[str, ...], code: str, exit_code: int
 ) -> None:
     world.mig("1g.18gb")
     refused("run", *words, "--", "true", code=code, exit_code=exit_code)
@@ -726,9 +708,7 @@ def test_a_plan_says_whether_a_job_would_wait_for_an_instance(cli: Cli, world: W
     before.leave()
 
 
-def test_two_jobs_of_one_name_do_not_both_wait_for_an_instance(
-    real: Callable[..., Started], refused: Callable[..., str], world: World
-) -> None:
+def test_two_jobs_of_one_name_do_not_both_wait_for_an_instance(real: Real, refused: Refused, world: World) -> None:
     world.mig("1g.18gb")
     first = waiting(real, "--mig", "1g")
     until(lambda: len(world.pids()) == 1, "the first one runs")
@@ -740,9 +720,7 @@ def test_two_jobs_of_one_name_do_not_both_wait_for_an_instance(
     assert second.result().code == 0
 
 
-def test_room_in_an_instance_that_one_program_has_is_for_nobody_else(
-    real: Callable[..., Started], cli: Cli, world: World
-) -> None:
+def test_room_in_an_instance_that_one_program_has_is_for_nobody_else(real: Real, cli: Cli, world: World) -> None:
     (uuid,) = world.mig("1g.18gb")
     first = waiting(real, "--mig", "1g")
     until(lambda: len(world.pids()) == 1, "the first one runs")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable
 
 import pytest
 
@@ -12,8 +11,7 @@ from gpushare.base.units import GIB
 from gpushare.memory.ledger import reservations
 from gpushare.run.jobs import find_record
 from gpushare.sim import admin
-from tests.cli.conftest import Cli
-from tests.cli.drive import Started, World, until
+from tests.cli.drive import Cli, Real, Refused, Started, World, until
 
 SPEC = "sim:2xa30"
 JOB = (sys.executable, "-m", "gpushare.sim.job", "--every", "0.05", "--seconds", "90")
@@ -25,7 +23,7 @@ def world() -> World:
 
 
 @pytest.fixture
-def start(real: Callable[..., Started], world: World) -> Callable[..., Started]:
+def start(real: Real, world: World) -> Real:
     """Return what starts a job of 8 GiB on GPU 0, and waits until it is there."""
 
     def begin(*words: str) -> Started:
@@ -45,9 +43,7 @@ def held(world: World) -> list[tuple[str, ...]]:
     return [reservation.held for reservation in reservations(world.host) or [] if reservation.name == "train"]
 
 
-def test_a_job_that_is_moved_keeps_its_limit_its_place_and_its_record(
-    cli: Cli, start: Callable[..., Started], world: World
-) -> None:
+def test_a_job_that_is_moved_keeps_its_limit_its_place_and_its_record(cli: Cli, start: Real, world: World) -> None:
     job = start("--movable", "--memory", "9G", "--name", "train")
     target = world.state.gpus[1].uuid
     cli("move", "train", "-g", "1", host=SPEC).ok()
@@ -62,9 +58,7 @@ def test_a_job_that_is_moved_keeps_its_limit_its_place_and_its_record(
     assert "over its limit of 9.0 GiB" in result.err
 
 
-def test_it_moves_for_a_job_that_waits_and_for_nobody_else(
-    real: Callable[..., Started], start: Callable[..., Started], world: World
-) -> None:
+def test_it_moves_for_a_job_that_waits_and_for_nobody_else(real: Real, start: Real, world: World) -> None:
     other = admin.add_process(SPEC, "1", memory_bytes=10 * GIB)
     job = start("--movable", "--memory", "9G", "--name", "train")
     large = real("run", "--wait", "-g", "0", "--memory", "20G", "--", "true", host=SPEC)
@@ -82,9 +76,7 @@ def test_it_moves_for_a_job_that_waits_and_for_nobody_else(
 
 
 @pytest.mark.needs_root
-def test_it_does_not_move_to_a_gpu_that_another_user_has_reserved(
-    real: Callable[..., Started], start: Callable[..., Started], world: World
-) -> None:
+def test_it_does_not_move_to_a_gpu_that_another_user_has_reserved(real: Real, start: Real, world: World) -> None:
     world.lease(1, 1000)
     job = start("--movable", "--memory", "9G", "--name", "train")
     large = real("run", "--wait", "--timeout", "2s", "-g", "0", "--memory", "20G", "--", "true", host=SPEC)
@@ -94,7 +86,7 @@ def test_it_does_not_move_to_a_gpu_that_another_user_has_reserved(
     job.result()
 
 
-def test_without_the_option_it_stays(real: Callable[..., Started], start: Callable[..., Started], world: World) -> None:
+def test_without_the_option_it_stays(real: Real, start: Real, world: World) -> None:
     job = start("--swap", "request", "--memory", "9G")
     assert (
         real("run", "--wait", "--timeout", "2s", "-g", "0", "--memory", "20G", "--", "true", host=SPEC).result().code
@@ -105,6 +97,6 @@ def test_without_the_option_it_stays(real: Callable[..., Started], start: Callab
     job.result()
 
 
-def test_combinations_are_refused(refused: Callable[..., str]) -> None:
+def test_combinations_are_refused(refused: Refused) -> None:
     for words in (("--threads", "30"), ("--production", "web"), ("--slice", "1ms"), ("--mig", "1g"), ("--gpus", "2")):
         refused("run", "--movable", *words, "--", "true", code="bad_combination", exit_code=2, host=SPEC)

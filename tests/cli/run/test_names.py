@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from gpushare.run.jobs import OPPORTUNISTIC, PLAIN, find_job, find_record
-from tests.cli.drive import Answer, Started, World, until
+from tests.cli.drive import Cli, Real, Refused, World, until
 
-Cli = Callable[..., Answer]
 RUNS = "echo here >&2; read _; true"
 
 
@@ -20,7 +18,7 @@ RUNS = "echo here >&2; read _; true"
     [((), PLAIN), (("--mig", "1g.18gb"), PLAIN), (("--opportunistic",), OPPORTUNISTIC), (("--threads", "20"), PLAIN)],
 )
 def test_a_name_stands_for_the_program_while_it_runs(
-    real: Callable[..., Started], world: World, options: tuple[str, ...], role: str
+    real: Real, world: World, options: tuple[str, ...], role: str
 ) -> None:
     if "--mig" in options:
         world.run("mig", "apply", "1g.18gb,1g.18gb", "-g", "0").ok()
@@ -39,7 +37,7 @@ def test_a_name_stands_for_the_program_while_it_runs(
     assert find_record(world.host, "web") is None
 
 
-def test_copies_have_one_name(real: Callable[..., Started], world: World, tmp_path: Path) -> None:
+def test_copies_have_one_name(real: Real, world: World, tmp_path: Path) -> None:
     wait = f"until test -e {tmp_path}/go; do sleep 0.05; done"
     started = real("farm", "--copies", "2", "--name", "farm", "--", "sh", "-c", f"{wait}")
     job = until(lambda: world.begun and find_record(world.host, "farm"), "the farm is named")
@@ -49,7 +47,7 @@ def test_copies_have_one_name(real: Callable[..., Started], world: World, tmp_pa
     assert find_record(world.host, "farm") is None
 
 
-def test_a_named_job_can_be_spared(real: Callable[..., Started], cli: Cli, world: World) -> None:
+def test_a_named_job_can_be_spared(real: Real, cli: Cli, world: World) -> None:
     read, write = os.pipe()
     with os.fdopen(write, "w"):
         started = real("run", "--name", "web", "--", "sh", "-c", RUNS, stdin=read)
@@ -70,5 +68,5 @@ def test_a_named_job_can_be_spared(real: Callable[..., Started], cli: Cli, world
         (("--name", "a", "--name", "b", "--", "true"), "repeated_option"),
     ],
 )
-def test_bad_names_are_refused(refused: Callable[..., str], words: tuple[str, ...], code: str) -> None:
+def test_bad_names_are_refused(refused: Refused, words: tuple[str, ...], code: str) -> None:
     refused("run", *words, code=code, exit_code=2)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
-from tests.cli.conftest import Cli
+from tests.cli.drive import Cli, Refused
 
 # A client that fails; for the first tries as the servers' log shows it after a fatal error of a kernel.
 CLIENT = """
@@ -25,7 +24,7 @@ def client(path: Path, faults: int, code: int = 7) -> tuple[str, ...]:
 
 
 def test_a_client_is_started_again_after_a_fault_and_not_after_other_failures(
-    cli: Cli, refused: Callable[..., str], tmp_path: Path
+    cli: Cli, refused: Refused, tmp_path: Path
 ) -> None:
     refused("run", "--restart-on", "rain", "--", "true", code="bad_restart", exit_code=2)
     refused("run", "--restart-on", "mps-fault", "--slice", "2ms", "--", "true", code="bad_combination", exit_code=2)

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,8 @@ from gpushare.base.units import GIB
 from gpushare.host import store
 from gpushare.run.jobs import JobRecord, find_record, is_running, write_record
 from gpushare.run.results import Tuned, keep_tuned
-from tests.cli.drive import Answer, Started, World, alive, until
+from tests.cli.drive import Cli, Real, Refused, Started, World, alive, until
 
-Cli = Callable[..., Answer]
 TUNED = Tuned(
     name="web",
     date="2026-11-21 12:00",
@@ -63,7 +62,7 @@ def peak(world: World) -> int | None:
     return None if record is None else record.memory_peak_bytes
 
 
-def test_a_production_job_is_not_capped_and_is_known(real: Callable[..., Started], world: World) -> None:
+def test_a_production_job_is_not_capped_and_is_known(real: Real, world: World) -> None:
     text = "echo cap=$CUDA_MPS_ACTIVE_THREAD_PERCENTAGE. $CUDA_MPS_CLIENT_PRIORITY.; cat"
     started = real("run", "--production", "web", "--", "sh", "-c", text, stdin=subprocess.PIPE)
     until(lambda: peak(world) is not None, "its memory is noted")
@@ -184,16 +183,16 @@ def test_a_damaged_or_foreign_record_is_no_record(world: World, running: int) ->
         (("--production", "web", "--mig", "1g", "--", "true"), "bad_combination", 2),
     ],
 )
-def test_bad_roles_are_refused(refused: Callable[..., str], words: tuple[str, ...], code: str, exit_code: int) -> None:
+def test_bad_roles_are_refused(refused: Refused, words: tuple[str, ...], code: str, exit_code: int) -> None:
     refused("run", *words, code=code, exit_code=exit_code)
 
 
-def test_a_name_is_taken_while_its_job_lives(refused: Callable[..., str], world: World, running: int) -> None:
+def test_a_name_is_taken_while_its_job_lives(refused: Refused, world: World, running: int) -> None:
     recorded(world, running)
     refused("run", "--production", "web", "--", "true", code="name_in_use", exit_code=19)
 
 
-def test_a_production_job_that_takes_it_all_leaves_no_room(refused: Callable[..., str], world: World) -> None:
+def test_a_production_job_that_takes_it_all_leaves_no_room(refused: Refused, world: World) -> None:
     keep_tuned(world.host, replace(TUNED, production_memory_bytes=140 * GIB))
     refused("run", "--opportunistic", "--for", "web", "--", "true", code="memory_does_not_fit", exit_code=19)
     assert os.path.exists(world.host.state_directory / "tuned" / "web.json")
@@ -233,7 +232,7 @@ def forbid_channels(world: World) -> None:
         state.channel_fault = "seccomp"
 
 
-def paused(real: Callable[..., Started], world: World, production: int, program: str = LOOP) -> tuple[Started, int]:
+def paused(real: Real, world: World, production: int, program: str = LOOP) -> tuple[Started, int]:
     """Start an opportunistic program beside a process that works; return both once it stands still."""
     assert world.host.nvml.count() == 1
     words = ("run", "--opportunistic", "--yield", "pause", "--for", str(production), "--grace", "1")
@@ -241,9 +240,7 @@ def paused(real: Callable[..., Started], world: World, production: int, program:
     return started, until(lambda: program_of(world), "the opportunistic program stands still")
 
 
-def test_a_paused_program_goes_on_when_production_has_ended(
-    real: Callable[..., Started], world: World, busy: int, way: str
-) -> None:
+def test_a_paused_program_goes_on_when_production_has_ended(real: Real, world: World, busy: int, way: str) -> None:
     started, pid = paused(real, world, busy)
     until(lambda: bool(world.process(pid).channels_off) == (way == "channels"), "it is paused in this way")
     os.kill(busy, signal.SIGKILL)
@@ -259,7 +256,7 @@ def test_a_paused_program_goes_on_when_production_has_ended(
     assert world.run("pause", "list").data["jobs"] == []
 
 
-def test_under_mps_work_that_uses_no_cpu_pauses_too(real: Callable[..., Started], world: World) -> None:
+def test_under_mps_work_that_uses_no_cpu_pauses_too(real: Real, world: World) -> None:
     """A production job that waits for its kernels without spinning: only the GPU shows that it works."""
     assert world.host.nvml.count() == 1
     waiting = (sys.executable, "-c", LOOP)
@@ -286,24 +283,20 @@ def test_under_mps_it_is_said_what_is_not_seen(
     assert "under MPS production counts as working only while it uses the CPU" in cli(*words).err
 
 
-def test_a_paused_program_can_be_ended(real: Callable[..., Started], world: World, busy: int, way: str) -> None:
+def test_a_paused_program_can_be_ended(real: Real, world: World, busy: int, way: str) -> None:
     started, pid = paused(real, world, busy)
     started.signal(signal.SIGINT)
     assert started.result().code == 128 + signal.SIGINT
     assert not alive(pid)
 
 
-def test_no_program_stays_paused_when_gpushare_dies(
-    real: Callable[..., Started], world: World, busy: int, way: str
-) -> None:
+def test_no_program_stays_paused_when_gpushare_dies(real: Real, world: World, busy: int, way: str) -> None:
     started, pid = paused(real, world, busy)
     started.signal(signal.SIGKILL)
     until(lambda: not alive(pid), "the guard ends it")
 
 
-def test_nor_does_a_worker_in_a_session_of_its_own(
-    real: Callable[..., Started], world: World, busy: int, tmp_path: Path
-) -> None:
+def test_nor_does_a_worker_in_a_session_of_its_own(real: Real, world: World, busy: int, tmp_path: Path) -> None:
     """The kernel ends the program (SIGHUP to an orphaned group that is stopped) before the guard can look for workers."""
     forbid_channels(world)
     written = tmp_path / "worker"
@@ -336,9 +329,7 @@ def test_a_production_job_that_cannot_be_made_known_is_not_started(
     assert world.state.daemons == []
 
 
-def test_a_requeued_program_is_ended_while_production_works_and_started_again(
-    real: Callable[..., Started], tmp_path: Path
-) -> None:
+def test_a_requeued_program_is_ended_while_production_works_and_started_again(real: Real, tmp_path: Path) -> None:
     runs, go = tmp_path / "runs", tmp_path / "go"
     work = (
         f"import os, time\nwhile True:\n"
@@ -374,5 +365,5 @@ def test_a_requeued_program_is_ended_while_production_works_and_started_again(
         (("--opportunistic", "--yield", "requeue", "--", "true"), "no_production", 6),
     ],
 )
-def test_wrong_usage_of_requeue(refused: Callable[..., str], words: tuple[str, ...], code: str, exit_code: int) -> None:
+def test_wrong_usage_of_requeue(refused: Refused, words: tuple[str, ...], code: str, exit_code: int) -> None:
     assert refused("run", *words, code=code, exit_code=exit_code)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from gpushare.base.units import GIB
 from gpushare.run.jobs import JobRecord, write_record
-from tests.cli.drive import Answer, World
-
-Cli = Callable[..., Answer]
+from tests.cli.drive import Cli, Refused, World
 
 
 @pytest.fixture
@@ -41,7 +39,7 @@ def two(world: World) -> Iterator[list[str]]:
 
 
 @pytest.mark.usefixtures("two")
-def test_a_pause_asks_which_of_several_is_spared(refused: Callable[..., str]) -> None:
+def test_a_pause_asks_which_of_several_is_spared(refused: Refused) -> None:
     text = refused("run", "--opportunistic", "--yield", "pause", "--", "true", code="several_production", exit_code=2)
     assert "2 production jobs run on GPU 0: llm, web" in text
     assert "--for llm" in text
@@ -70,7 +68,7 @@ def test_the_default_cap_is_told_where_it_is_taken(cli: Cli, words: tuple[str, .
     assert ("using the default: cap 60 %" in planned.err) is told
 
 
-def test_nobody_to_spare_is_said(refused: Callable[..., str]) -> None:
+def test_nobody_to_spare_is_said(refused: Refused) -> None:
     assert "--for PID" in refused(
         "run", "--opportunistic", "--yield", "pause", "--", "true", code="no_production", exit_code=6
     )

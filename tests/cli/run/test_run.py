@@ -7,15 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gpushare.base.units import MIB
-from tests.cli.conftest import Cli
-from tests.cli.drive import Started, World, until
+from tests.cli.drive import Cli, Real, Refused, Started, World, until
 
 TWO = "sim:2xh200"
 
@@ -52,11 +50,11 @@ def test_own_options_without_dashes(cli: Cli) -> None:
         (("--nonsense", "--", "true"), "usage", 2),
     ],
 )
-def test_wrong_usage(refused: Callable[..., str], words: tuple[str, ...], code: str, exit_code: int) -> None:
+def test_wrong_usage(refused: Refused, words: tuple[str, ...], code: str, exit_code: int) -> None:
     refused("run", *words, code=code, exit_code=exit_code)
 
 
-def test_several_gpus(refused: Callable[..., str], cli: Cli) -> None:
+def test_several_gpus(refused: Refused, cli: Cli) -> None:
     refused("run", "--", "true", code="gpu_not_named", exit_code=2, host=TWO)
     refused("run", "-g", "all", "--", "true", code="one_gpu", exit_code=2, host=TWO)
     assert cli("run", "-g", "1", "--", "true", host=TWO).code == 0
@@ -72,13 +70,13 @@ def test_several_gpus(refused: Callable[..., str], cli: Cli) -> None:
     ],
 )
 def test_a_host_that_cannot(
-    refused: Callable[..., str], world: World, fault: str, value: str | None, code: str, exit_code: int
+    refused: Refused, world: World, fault: str, value: str | None, code: str, exit_code: int
 ) -> None:
     world.fault(fault, value)
     refused("run", "--", "true", code=code, exit_code=exit_code)
 
 
-def test_foreign_daemon(refused: Callable[..., str], world: World, sim_dir: Path) -> None:
+def test_foreign_daemon(refused: Refused, world: World, sim_dir: Path) -> None:
     world.foreign_daemon(sim_dir)
     refused("run", "--", "true", code="foreign_daemon", exit_code=19)
 
@@ -94,7 +92,7 @@ def test_dry_run(cli: Cli, world: World) -> None:
     assert len(cli("-o", "json", "run", "-n", "--", "true").ok().data["steps"]) == 1
 
 
-def with_input(real: Callable[..., Started], *words: str, **named: Any) -> Started:
+def with_input(real: Real, *words: str, **named: Any) -> Started:
     """Start a gpushare whose program may run until its input ends, which `Started.result` does."""
     return real(*words, stdin=subprocess.PIPE, **named)
 
@@ -108,7 +106,7 @@ def child_environment(started: Started) -> dict[str, str]:
     return json.loads(answer.out)
 
 
-def test_environment_of_the_program(real: Callable[..., Started], world: World) -> None:
+def test_environment_of_the_program(real: Real, world: World) -> None:
     words = ("--threads", "25", "--memory", "4G", "--priority", "low", "--", sys.executable, "-c", PRINT)
     environment = child_environment(real("run", *words))
     assert environment.pop("CUDA_MPS_PIPE_DIRECTORY").startswith(str(world.directory))
@@ -121,7 +119,7 @@ def test_environment_of_the_program(real: Callable[..., Started], world: World) 
     }
 
 
-def test_users_own_variables(real: Callable[..., Started], world: World) -> None:
+def test_users_own_variables(real: Real, world: World) -> None:
     own = {
         "CUDA_VISIBLE_DEVICES": "7",
         "CUDA_MPS_PIPE_DIRECTORY": "/elsewhere",
@@ -138,16 +136,14 @@ def test_users_own_variables(real: Callable[..., Started], world: World) -> None
     assert environment["CUDA_LAUNCH_BLOCKING"] == "1"
 
 
-def test_users_own_limit_that_would_drop_all(
-    refused: Callable[..., str], cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_users_own_limit_that_would_drop_all(refused: Refused, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT", "0=1G,1=2G")
     refused("run", "--", "true", code="bad_environment", exit_code=2)
     refused("run", "-n", "--", "true", code="bad_environment", exit_code=2)
     assert cli("run", "--memory", "1G", "--", "true").code == 0
 
 
-def test_attached_line_and_limits_in_status(real: Callable[..., Started], cli: Cli, world: World) -> None:
+def test_attached_line_and_limits_in_status(real: Real, cli: Cli, world: World) -> None:
     started = real("run", "--threads", "25", "--memory", "4G", "--priority", "low", "--", "sleep", "600")
     assert started.process.stderr is not None
     line = started.process.stderr.readline()
@@ -163,7 +159,7 @@ def test_attached_line_and_limits_in_status(real: Callable[..., Started], cli: C
     assert (world.state.daemons, world.pids()) == ([], [])
 
 
-def test_quiet_says_nothing(real: Callable[..., Started], world: World) -> None:
+def test_quiet_says_nothing(real: Real, world: World) -> None:
     started = with_input(real, "-q", "run", "--", "sh", "-c", "cat; echo out")
     until(lambda: world.begun and world.attached(), "attached")
     (log,) = world.directory.rglob("control.log")
@@ -188,7 +184,7 @@ def test_a_program_that_makes_no_context_is_not_proved(cli: Cli, world: World, m
     assert world.state.daemons == []
 
 
-def test_outside_is_said_loudly(real: Callable[..., Started]) -> None:
+def test_outside_is_said_loudly(real: Real) -> None:
     # Also when nobody wants notes.
     for words in ((), ("-q",)):
         started = with_input(real, *words, "run", "--", "cat", env={"GPUSHARE_SIM_OUTSIDE": "1"})
@@ -197,20 +193,20 @@ def test_outside_is_said_loudly(real: Callable[..., Started]) -> None:
         assert started.result().code == 0
 
 
-def test_strict_ends_what_runs_outside(real: Callable[..., Started], world: World) -> None:
+def test_strict_ends_what_runs_outside(real: Real, world: World) -> None:
     answer = real("run", "--strict", "--", "sleep", "600", env={"GPUSHARE_SIM_OUTSIDE": "1"}).result()
     assert answer.code == 1
     assert "outside MPS" in answer.err
     assert (world.state.daemons, world.pids()) == ([], [])
 
 
-def test_strict_leaves_what_is_attached(real: Callable[..., Started]) -> None:
+def test_strict_leaves_what_is_attached(real: Real) -> None:
     started = with_input(real, "run", "--strict", "--", "sh", "-c", "cat; exit 4")
     started.says("is attached to MPS server")
     assert started.result().code == 4
 
 
-def test_another_users_clients_make_it_wait(real: Callable[..., Started], cli: Cli, world: World) -> None:
+def test_another_users_clients_make_it_wait(real: Real, cli: Cli, world: World) -> None:
     cli("mps", "start").ok()
     world.client(user="nobody")
     started = real("run", "--", "sleep", "600")
@@ -221,7 +217,7 @@ def test_another_users_clients_make_it_wait(real: Callable[..., Started], cli: C
     assert started.result().code == 128 + signal.SIGTERM
 
 
-def test_on_a_mig_instance(real: Callable[..., Started], world: World) -> None:
+def test_on_a_mig_instance(real: Real, world: World) -> None:
     (uuid,) = world.mig("3g.71gb")
     started = real("run", "-g", uuid, "--", "sleep", "600")
     process = until(world.attached, "attached")[0]
@@ -231,7 +227,7 @@ def test_on_a_mig_instance(real: Callable[..., Started], world: World) -> None:
     assert world.state.daemons == []
 
 
-def test_streams_are_untouched(real: Callable[..., Started]) -> None:
+def test_streams_are_untouched(real: Real) -> None:
     started = real("run", "--", "cat", stdin=subprocess.PIPE)
     data = os.urandom(200_000).hex()
     out, err = started.process.communicate(data, timeout=120)
@@ -272,7 +268,7 @@ def test_not_root(cli: Cli, world: World) -> None:
     assert cli("run", "--threads", "25", "--", "sh", "-c", "exit 5").code == 5
 
 
-def test_two_share_one_daemon_and_the_last_one_stops_it(real: Callable[..., Started], world: World) -> None:
+def test_two_share_one_daemon_and_the_last_one_stops_it(real: Real, world: World) -> None:
     first = real("run", "--", "sleep", "600")
     until(world.attached, "the first")
     second = real("run", "--", "sleep", "600")
@@ -288,7 +284,7 @@ def test_two_share_one_daemon_and_the_last_one_stops_it(real: Callable[..., Star
     until(lambda: world.state.daemons == [], "no daemon")
 
 
-def test_six_at_the_same_moment(real: Callable[..., Started], world: World) -> None:
+def test_six_at_the_same_moment(real: Real, world: World) -> None:
     world.host.nvml.identities()
     started = [with_input(real, "run", "--", "sh", "-c", "cat; exit 4") for _ in range(6)]
     for job in started:
@@ -299,7 +295,7 @@ def test_six_at_the_same_moment(real: Callable[..., Started], world: World) -> N
     until(lambda: world.state.daemons == [], "no daemon")
 
 
-def test_client_kept_after_the_program_keeps_the_daemon(real: Callable[..., Started], world: World) -> None:
+def test_client_kept_after_the_program_keeps_the_daemon(real: Real, world: World) -> None:
     """What the program leaves behind still uses the daemon: a guard waits for it."""
     started = real("run", "--", "sleep", "600")
     until(world.attached, "attached")
@@ -320,7 +316,7 @@ def test_its_help_leaves_rare_options_to_all_of_it(cli: Cli, monkeypatch: pytest
         assert option in long
 
 
-def test_an_instance_is_named_by_its_name(cli: Cli, refused: Callable[..., str], world: World) -> None:
+def test_an_instance_is_named_by_its_name(cli: Cli, refused: Refused, world: World) -> None:
     world.mig("1g.18gb", "1g.18gb")
     cli("mig", "name", "alice", "1g.18gb:0").ok()
     (named,) = [

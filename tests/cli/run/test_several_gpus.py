@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,8 +17,7 @@ from gpushare.memory.ledger import Place, Request, reservations
 from gpushare.run.binding import CpuBinding
 from gpushare.run.jobs import records
 from gpushare.sim import admin
-from tests.cli.conftest import Cli
-from tests.cli.drive import Started, World, until
+from tests.cli.drive import Cli, Real, Refused, Started, World, until
 
 SPEC = "sim:4xh200"
 # What torchrun does: one process for each GPU, which finds its own by LOCAL_RANK.
@@ -42,7 +41,7 @@ def four() -> Iterator[World]:
     admin.reset(SPEC)
 
 
-def start(real: Callable[..., Started], four: World, *words: str) -> Started:
+def start(real: Real, four: World, *words: str) -> Started:
     return real("run", *words, host=four.spec)
 
 
@@ -67,7 +66,7 @@ def on_gpus(world: World) -> set[int]:
         (("--gpus", "2", "--memory", "500G", "--", "true"), "never_fits"),
     ],
 )
-def test_wrong_usage(refused: Callable[..., str], four: World, words: tuple[str, ...], code: str) -> None:
+def test_wrong_usage(refused: Refused, four: World, words: tuple[str, ...], code: str) -> None:
     refused("run", *words, code=code, exit_code=2, host=four.spec)
 
 
@@ -81,7 +80,7 @@ def test_a_program_sees_its_gpus_in_one_variable(cli: Cli, four: World) -> None:
     assert step["what"] == "run true on GPUs 1, 3"
 
 
-def test_ranks_are_one_job_in_every_list(real: Callable[..., Started], cli: Cli, four: World) -> None:
+def test_ranks_are_one_job_in_every_list(real: Real, cli: Cli, four: World) -> None:
     job = start(real, four, "--gpus", "2", "--wait", "--memory", "60G", "--name", "pair", "--", *ranks())
     until(lambda: on_gpus(four) == {0, 1}, "both ranks are on their GPUs")
     (listed,) = cli("jobs", host=four.spec, output="json").ok().data["jobs"]
@@ -100,7 +99,7 @@ def test_ranks_are_one_job_in_every_list(real: Callable[..., Started], cli: Cli,
     assert reservations(four.host) == []
 
 
-def test_a_limit_holds_on_each_gpu(real: Callable[..., Started], cli: Cli, four: World) -> None:
+def test_a_limit_holds_on_each_gpu(real: Real, cli: Cli, four: World) -> None:
     answer = cli(
         "run", "--gpus", "2", "-g", "2,3", "--memory", "30G", "--name", "over", "--", *ranks("31G"), host=four.spec
     )
@@ -111,7 +110,7 @@ def test_a_limit_holds_on_each_gpu(real: Callable[..., Started], cli: Cli, four:
     assert (past["device"], past["exit_code"]) == ("GPUs 2, 3", 1)
 
 
-def test_it_waits_until_as_many_gpus_have_room(real: Callable[..., Started], cli: Cli, four: World) -> None:
+def test_it_waits_until_as_many_gpus_have_room(real: Real, cli: Cli, four: World) -> None:
     uuids = [gpu.uuid for gpu in four.state.gpus]
     held = []
     for index in (0, 1, 2):
@@ -139,7 +138,7 @@ def test_it_waits_until_as_many_gpus_have_room(real: Callable[..., Started], cli
         place.leave()
 
 
-def test_a_gpu_that_is_lost_is_replaced_by_another(real: Callable[..., Started], four: World) -> None:
+def test_a_gpu_that_is_lost_is_replaced_by_another(real: Real, four: World) -> None:
     uuids = [gpu.uuid for gpu in four.state.gpus]
     blocker = Place(four.host, Request(memory_bytes=None, keys=tuple(uuids), client=False))
     blocker.take(*uuids[:3])
@@ -159,7 +158,7 @@ def test_a_gpu_that_is_lost_is_replaced_by_another(real: Callable[..., Started],
     job.result()
 
 
-def test_in_mig_mode_a_gpu_is_none_for_several(refused: Callable[..., str], cli: Cli, four: World) -> None:
+def test_in_mig_mode_a_gpu_is_none_for_several(refused: Refused, cli: Cli, four: World) -> None:
     four.run("mig", "enable", "-g", "0")
     words = ("run", "--gpus", "2", "-g", "0,1", "--", "true")
     assert "in MIG mode" in refused(*words, code="mig_enabled", exit_code=3, host=four.spec)
@@ -167,9 +166,7 @@ def test_in_mig_mode_a_gpu_is_none_for_several(refused: Callable[..., str], cli:
     assert "GPUs 1, 2, 3" in plan.out
 
 
-def test_opportunistic_jobs_find_production_on_each_of_its_gpus(
-    real: Callable[..., Started], cli: Cli, four: World
-) -> None:
+def test_opportunistic_jobs_find_production_on_each_of_its_gpus(real: Real, cli: Cli, four: World) -> None:
     job = start(real, four, "--gpus", "2", "-g", "0,1", "--production", "web", "--", *ranks())
     until(lambda: on_gpus(four) == {0, 1}, "both ranks are on their GPUs")
     for gpu in ("0", "1"):
@@ -209,7 +206,7 @@ def test_gpus_that_are_connected_go_together() -> None:
 
 
 def test_a_job_ends_at_its_time_and_tells_it_to_those_that_wait(
-    real: Callable[..., Started], cli: Cli, refused: Callable[..., str], four: World
+    real: Real, cli: Cli, refused: Refused, four: World
 ) -> None:
     uuids = [gpu.uuid for gpu in four.state.gpus]
     for text in ("0", "-1"):
@@ -237,7 +234,7 @@ def test_a_job_ends_at_its_time_and_tells_it_to_those_that_wait(
 
 
 def test_ranks_yield_together_to_production_on_one_of_their_gpus(
-    real: Callable[..., Started], refused: Callable[..., str], cli: Cli, four: World
+    real: Real, refused: Refused, cli: Cli, four: World
 ) -> None:
     words = ("run", "--gpus", "2", "-g", "1,2", "--opportunistic")
     refused(*words, "--", "true", code="no_production", exit_code=6, host=four.spec)
@@ -269,13 +266,11 @@ def test_ranks_yield_together_to_production_on_one_of_their_gpus(
         (("--gpus", "2", "-g", "any", "--memory", "500G"), "never_fits"),
     ],
 )
-def test_a_farm_of_several_gpus_is_refused(
-    refused: Callable[..., str], four: World, words: tuple[str, ...], code: str
-) -> None:
+def test_a_farm_of_several_gpus_is_refused(refused: Refused, four: World, words: tuple[str, ...], code: str) -> None:
     refused("farm", "--copies", "2", *words, "--", "true", code=code, exit_code=2, host=four.spec)
 
 
-def test_copies_of_a_farm_get_gpus_that_are_connected(cli: Cli, refused: Callable[..., str]) -> None:
+def test_copies_of_a_farm_get_gpus_that_are_connected(cli: Cli, refused: Refused) -> None:
     world = World.new("sim:4xh200-nvl")
     words = ("farm", "--copies", "3", "--gpus", "2", "-g", "0,2,1,3", "--memory", "80G", "--", *ranks("70G", "0.5"))
     answer = cli("-o", "json", *words, host=world.spec).ok()

@@ -6,12 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.cli.drive import ROOT, Started, World, alive, until
+from tests.cli.drive import ROOT, Real, Started, World, alive, until
 
 HANDLER = """
 import os, signal, sys, time
@@ -59,9 +58,7 @@ def gone(world: World) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("handled", [signal.SIGINT, signal.SIGTERM])
-def test_a_program_with_a_handler_ends_itself(
-    real: Callable[..., Started], world: World, number: int, handled: int
-) -> None:
+def test_a_program_with_a_handler_ends_itself(real: Real, world: World, number: int, handled: int) -> None:
     started = real("run", "--", *program(handled))
     ready(started)
     started.signal(number)
@@ -72,7 +69,7 @@ def test_a_program_with_a_handler_ends_itself(
     gone(world)
 
 
-def test_a_program_gets_time_to_end(real: Callable[..., Started], world: World) -> None:
+def test_a_program_gets_time_to_end(real: Real, world: World) -> None:
     started = real(
         "run", "--", *program(signal.SIGINT, then="time.sleep(0.7); print('saved', flush=True); sys.exit(0)")
     )
@@ -84,9 +81,7 @@ def test_a_program_gets_time_to_end(real: Callable[..., Started], world: World) 
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_program_without_a_handler_is_ended_the_safe_way_at_once(
-    real: Callable[..., Started], world: World, number: int
-) -> None:
+def test_a_program_without_a_handler_is_ended_the_safe_way_at_once(real: Real, world: World, number: int) -> None:
     # So long a grace that only who has no use for it is ended within this test's life.
     started = real("run", "--grace", "600", "--", "sleep", "600")
     child_of(world)
@@ -97,7 +92,7 @@ def test_a_program_without_a_handler_is_ended_the_safe_way_at_once(
     gone(world)
 
 
-def test_the_end_breaks_no_neighbour(real: Callable[..., Started], world: World) -> None:
+def test_the_end_breaks_no_neighbour(real: Real, world: World) -> None:
     started = real("run", "--", "sleep", "600")
     child_of(world)
     neighbour = world.client(sm_percent=20, queue_seconds=0.2)
@@ -106,7 +101,7 @@ def test_the_end_breaks_no_neighbour(real: Callable[..., Started], world: World)
     assert not world.process(neighbour).broken
 
 
-def test_a_program_that_ignores_its_signal_is_ended_after_the_grace(real: Callable[..., Started], world: World) -> None:
+def test_a_program_that_ignores_its_signal_is_ended_after_the_grace(real: Real, world: World) -> None:
     started = real("run", "--grace", "0.3", "--", *program(signal.SIGINT, then="pass"))
     ready(started)
     started.signal(signal.SIGINT)
@@ -116,7 +111,7 @@ def test_a_program_that_ignores_its_signal_is_ended_after_the_grace(real: Callab
     gone(world)
 
 
-def test_a_second_ctrl_c_hurries(real: Callable[..., Started], world: World) -> None:
+def test_a_second_ctrl_c_hurries(real: Real, world: World) -> None:
     started = real("run", "--grace", "600", "--", *program(signal.SIGINT, then="pass"))
     ready(started)
     assert started.process.stdout is not None
@@ -127,7 +122,7 @@ def test_a_second_ctrl_c_hurries(real: Callable[..., Started], world: World) -> 
     gone(world)
 
 
-def test_all_processes_of_the_program_end(real: Callable[..., Started], world: World) -> None:
+def test_all_processes_of_the_program_end(real: Real, world: World) -> None:
     started = real("run", "--", "sh", "-c", "sleep 601 & echo $!; sleep 602")
     assert started.process.stdout is not None
     below = int(started.process.stdout.readline())
@@ -139,7 +134,7 @@ def test_all_processes_of_the_program_end(real: Callable[..., Started], world: W
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT])
-def test_other_signals_are_passed_on(real: Callable[..., Started], world: World, number: int) -> None:
+def test_other_signals_are_passed_on(real: Real, world: World, number: int) -> None:
     started = real("run", "--", *program(number, signal.SIGINT, then="sys.exit(5) if number == 2 else None"))
     ready(started)
     assert started.process.stdout is not None
@@ -150,7 +145,7 @@ def test_other_signals_are_passed_on(real: Callable[..., Started], world: World,
     gone(world)
 
 
-def test_a_signal_that_would_kill_a_client_ends_it_the_safe_way(real: Callable[..., Started], world: World) -> None:
+def test_a_signal_that_would_kill_a_client_ends_it_the_safe_way(real: Real, world: World) -> None:
     started = real("run", "--", "sleep", "600")
     child_of(world)
     started.signal(signal.SIGQUIT)
@@ -160,7 +155,7 @@ def test_a_signal_that_would_kill_a_client_ends_it_the_safe_way(real: Callable[.
     gone(world)
 
 
-def test_death_of_gpushare_ends_the_program_and_the_daemon(real: Callable[..., Started], world: World) -> None:
+def test_death_of_gpushare_ends_the_program_and_the_daemon(real: Real, world: World) -> None:
     started = real("run", "--", "sleep", "600")
     attached(started)
     child = child_of(world)
@@ -171,9 +166,7 @@ def test_death_of_gpushare_ends_the_program_and_the_daemon(real: Callable[..., S
     until(lambda: not list(world.directory.rglob("daemon.json")), "its record is cleared away")
 
 
-def test_death_of_gpushare_lets_the_program_end_itself(
-    real: Callable[..., Started], world: World, tmp_path: Path
-) -> None:
+def test_death_of_gpushare_lets_the_program_end_itself(real: Real, world: World, tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     then = f"open({str(mark)!r}, 'w').write('saved'); sys.exit(0)"
     started = real("run", "--", *program(signal.SIGINT, then=then))
@@ -185,7 +178,7 @@ def test_death_of_gpushare_lets_the_program_end_itself(
     gone(world)
 
 
-def test_death_of_one_leaves_the_daemon_to_the_other(real: Callable[..., Started], world: World) -> None:
+def test_death_of_one_leaves_the_daemon_to_the_other(real: Real, world: World) -> None:
     first = real("run", "--", "sleep", "600")
     child = child_of(world)
     second = real("run", "--", "sleep", "600")
@@ -215,7 +208,7 @@ def guard_of(pid: int) -> int:
     return 0
 
 
-def test_death_of_the_guard_does_not_end_the_program(real: Callable[..., Started], world: World) -> None:
+def test_death_of_the_guard_does_not_end_the_program(real: Real, world: World) -> None:
     started = real("run", "--", *program(signal.SIGINT))
     ready(started)
     os.kill(until(lambda: guard_of(started.pid), "the guard"), signal.SIGKILL)
@@ -227,7 +220,7 @@ def test_death_of_the_guard_does_not_end_the_program(real: Callable[..., Started
     gone(world)
 
 
-def test_the_guard_hears_no_signal_of_ours(real: Callable[..., Started], world: World) -> None:
+def test_the_guard_hears_no_signal_of_ours(real: Real, world: World) -> None:
     started = real("run", "--", *program(signal.SIGINT), start_new_session=True)
     ready(started)
     guard = until(lambda: guard_of(started.pid), "the guard")
@@ -238,7 +231,7 @@ def test_the_guard_hears_no_signal_of_ours(real: Callable[..., Started], world: 
     gone(world)
 
 
-def test_a_daemon_that_dies_meanwhile_does_not_end_the_program(real: Callable[..., Started], world: World) -> None:
+def test_a_daemon_that_dies_meanwhile_does_not_end_the_program(real: Real, world: World) -> None:
     started = real("run", "--", *program(signal.SIGINT))
     ready(started)
     child_of(world)
@@ -248,7 +241,7 @@ def test_a_daemon_that_dies_meanwhile_does_not_end_the_program(real: Callable[..
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_a_start_that_is_ended_rolls_back(real: Callable[..., Started], world: World, number: int) -> None:
+def test_a_start_that_is_ended_rolls_back(real: Real, world: World, number: int) -> None:
     world.fault("hang", "nvidia-cuda-mps-control")
     started = real("mps", "start", "--exclusive")
     until(lambda: world.state.gpus[0].compute_mode == 3, "half way")

@@ -6,7 +6,6 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,10 +15,9 @@ from gpushare.base.model import Way
 from gpushare.run.jobs import find_record, output_path
 from gpushare.run.results import keep_tuned
 from gpushare.sim.state import StateFile
-from tests.cli.drive import Answer, Started, World, until
+from tests.cli.drive import Cli, Real, Refused, World, until
 from tests.cli.run.test_roles import TUNED
 
-Cli = Callable[..., Answer]
 JOB = (sys.executable, "-m", "gpushare.sim.job", "--every", "0.02", "--noise", "0.2", "--need")
 OUTSIDE = ("--production", "web", "--slice", "16ms")
 
@@ -28,7 +26,7 @@ def slices(world: World) -> list[int]:
     return [process.slices.get("compute", 2048) for process in world.state.processes]
 
 
-def test_production_runs_outside_mps_with_its_slice(real: Callable[..., Started], world: World) -> None:
+def test_production_runs_outside_mps_with_its_slice(real: Real, world: World) -> None:
     assert world.host.nvml.count() == 1
     job = real("run", *OUTSIDE, "--grace", "1", "--", *JOB, "50")
     until(lambda: slices(world) == [16000], "it has its slice")
@@ -43,7 +41,7 @@ def test_production_runs_outside_mps_with_its_slice(real: Callable[..., Started]
     assert re.search(r"process \d+ runs on GPU 0", answer.err)
 
 
-def test_any_program_may_have_one(real: Callable[..., Started], world: World) -> None:
+def test_any_program_may_have_one(real: Real, world: World) -> None:
     assert world.host.nvml.count() == 1
     job = real("run", "--slice", "300us", "--name", "batch", "--", *JOB, "50")
     until(lambda: slices(world) == [300], "it has its slice")
@@ -60,7 +58,7 @@ def test_a_weight_is_a_slice(cli: Cli, weight: str, text: str) -> None:
     assert f"outside MPS, with a time-slice of {text}" in planned.out
 
 
-def test_two_programs_share_by_their_weights(real: Callable[..., Started], world: World) -> None:
+def test_two_programs_share_by_their_weights(real: Real, world: World) -> None:
     assert world.host.nvml.count() == 1
     jobs = [real("run", "--weight", text, "--", *JOB, "100") for text in ("3", "1")]
     until(lambda: sorted(slices(world)) == [2048, 6144], "both have their slices")
@@ -70,9 +68,7 @@ def test_two_programs_share_by_their_weights(real: Callable[..., Started], world
     jobs[1].result()
 
 
-def test_a_plain_user_of_a_simulated_host_owns_the_programs_that_it_starts(
-    real: Callable[..., Started], world: World
-) -> None:
+def test_a_plain_user_of_a_simulated_host_owns_the_programs_that_it_starts(real: Real, world: World) -> None:
     assert world.host.nvml.count() == 1
     world.fault("user", "4242")
     job = real("run", "--slice", "300us", "--name", "batch", "--", *JOB, "50")
@@ -84,7 +80,7 @@ def test_a_plain_user_of_a_simulated_host_owns_the_programs_that_it_starts(
     job.result()
 
 
-def test_a_slice_that_was_set_meanwhile_is_left(real: Callable[..., Started], world: World) -> None:
+def test_a_slice_that_was_set_meanwhile_is_left(real: Real, world: World) -> None:
     assert world.host.nvml.count() == 1
     job = real("run", "--slice", "300us", "--name", "batch", "--", *JOB, "50")
     until(lambda: slices(world) == [300], "it has its slice")
@@ -95,7 +91,7 @@ def test_a_slice_that_was_set_meanwhile_is_left(real: Callable[..., Started], wo
     assert job.result().err.count("read back") == 1
 
 
-def test_a_slice_that_cannot_be_set_is_told(real: Callable[..., Started], world: World) -> None:
+def test_a_slice_that_cannot_be_set_is_told(real: Real, world: World) -> None:
     assert world.host.nvml.count() == 1
     with StateFile(world.spec).changed() as state:
         state.channel_fault = "no_ptrace"
@@ -117,7 +113,7 @@ def test_a_slice_that_cannot_be_set_is_told(real: Callable[..., Started], world:
     ],
 )
 def test_where_no_slice_can_be_set_no_program_starts(
-    refused: Callable[..., str], world: World, tmp_path: Path, code: str, words: tuple[str, ...]
+    refused: Refused, world: World, tmp_path: Path, code: str, words: tuple[str, ...]
 ) -> None:
     world.run("status")
     with StateFile(world.spec).changed() as state:
@@ -128,7 +124,7 @@ def test_where_no_slice_can_be_set_no_program_starts(
     assert not (tmp_path / "ran").exists()
 
 
-def test_production_whose_slice_was_only_tuned_starts_without_it(real: Callable[..., Started], world: World) -> None:
+def test_production_whose_slice_was_only_tuned_starts_without_it(real: Real, world: World) -> None:
     assert world.host.nvml.count() == 1
     keep_tuned(world.host, replace(TUNED, threads_percent=100.0, way=Way.SLICES, production_slice_us=8000))
     with StateFile(world.spec).changed() as state:
@@ -173,13 +169,11 @@ def test_it_is_planned(cli: Cli, world: World) -> None:
         (("--weight", "three"), "bad_weight", "--weight 3"),
     ],
 )
-def test_what_does_not_go_together_is_refused(
-    refused: Callable[..., str], words: tuple[str, ...], code: str, hint: str
-) -> None:
+def test_what_does_not_go_together_is_refused(refused: Refused, words: tuple[str, ...], code: str, hint: str) -> None:
     assert hint in refused("run", *words, "--", "true", code=code, exit_code=2)
 
 
-def test_in_an_exclusive_mode_it_is_refused(refused: Callable[..., str], world: World) -> None:
+def test_in_an_exclusive_mode_it_is_refused(refused: Refused, world: World) -> None:
     assert world.host.nvml.count() == 1
     with StateFile(world.spec).changed() as state:
         state.gpus[0].compute_mode = 3
@@ -187,9 +181,7 @@ def test_in_an_exclusive_mode_it_is_refused(refused: Callable[..., str], world: 
     assert "DEFAULT" in text
 
 
-def test_production_under_mps_next_to_the_group_is_refused(
-    real: Callable[..., Started], refused: Callable[..., str], world: World
-) -> None:
+def test_production_under_mps_next_to_the_group_is_refused(real: Real, refused: Refused, world: World) -> None:
     assert world.host.nvml.count() == 1
     job = real("run", "--opportunistic", "--yield", "slices=400us", "--", *JOB, "50")
     until(
@@ -203,7 +195,7 @@ def test_production_under_mps_next_to_the_group_is_refused(
     job.result()
 
 
-def test_the_slice_follows_production_by_its_output(real: Callable[..., Started], world: World) -> None:
+def test_the_slice_follows_production_by_its_output(real: Real, world: World) -> None:
     assert world.host.nvml.count() == 1
     log = output_path(world.host, "web")
     web = real("run", *OUTSIDE, "--metric", "rate=([0-9.]+)", "--", *JOB, "90")
@@ -239,7 +231,7 @@ def test_the_slice_follows_production_by_its_output(real: Callable[..., Started]
     assert "'web' keeps 90 % of its speed" in answer.err
 
 
-def test_with_quiet_only_what_is_wrong_is_told(real: Callable[..., Started], world: World) -> None:
+def test_with_quiet_only_what_is_wrong_is_told(real: Real, world: World) -> None:
     assert world.host.nvml.count() == 1
     words = ("-q", "run", *OUTSIDE, "--", *JOB, "50", "--seconds", "1")
     assert real(*words).result().err == ""
@@ -248,7 +240,7 @@ def test_with_quiet_only_what_is_wrong_is_told(real: Callable[..., Started], wor
     assert "the time-slice cannot be set" in real(*words).result().err
 
 
-def test_a_driver_that_hangs_is_not_asked_for_ever(real: Callable[..., Started], world: World) -> None:
+def test_a_driver_that_hangs_is_not_asked_for_ever(real: Real, world: World) -> None:
     assert world.host.nvml.count() == 1
     with StateFile(world.spec).changed() as state:
         state.channel_fault = "hang"

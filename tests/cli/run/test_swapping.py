@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,8 +27,7 @@ from gpushare.sim import admin
 from gpushare.sim.current import changing
 from gpushare.sim.processes import DEFAULT_MEMORY_BYTES
 from gpushare.sim.state import SimulatedProcess
-from tests.cli.conftest import Cli
-from tests.cli.drive import Started, World, until
+from tests.cli.drive import Cli, Real, Started, World, until
 
 A30 = "sim:a30"
 JOB = (sys.executable, "-m", "gpushare.sim.job", "--every", "0.05", "--seconds", "90")
@@ -40,7 +39,7 @@ def world() -> World:
 
 
 @pytest.fixture
-def start(real: Callable[..., Started], world: World) -> Callable[..., Started]:
+def start(real: Real, world: World) -> Real:
     """Return what starts a job, and waits until it is on the GPU."""
 
     def begin(*words: str, size: str = "8G", program: tuple[str, ...] | None = None) -> Started:
@@ -80,7 +79,7 @@ def out_of(world: World) -> list[int]:
 # -- who leaves for production -----------------------------------------------------------------------------------------
 
 
-def test_the_one_that_came_last_leaves_if_that_is_enough(start: Callable[..., Started], world: World) -> None:
+def test_the_one_that_came_last_leaves_if_that_is_enough(start: Real, world: World) -> None:
     first = start(*opportunistic("8G"))
     second = start(*opportunistic("8G"))
     # Programs that start one after the other look like one that grows.
@@ -93,7 +92,7 @@ def test_the_one_that_came_last_leaves_if_that_is_enough(start: Callable[..., St
     assert "out of the GPU" not in output
 
 
-def test_both_leave_if_one_is_not_enough(start: Callable[..., Started], world: World) -> None:
+def test_both_leave_if_one_is_not_enough(start: Real, world: World) -> None:
     jobs = [start(*opportunistic("8G")) for _ in range(2)]
     web = start("--production", "web", "--wait", "--memory", "20G", size="20G")
     for job in jobs:
@@ -101,16 +100,14 @@ def test_both_leave_if_one_is_not_enough(start: Callable[..., Started], world: W
     finish(*jobs, web)
 
 
-def test_production_that_has_room_sends_nobody_away(start: Callable[..., Started], world: World) -> None:
+def test_production_that_has_room_sends_nobody_away(start: Real, world: World) -> None:
     job = start(*opportunistic("8G"))
     web = start("--production", "web", "--wait", "--memory", "12G", size="12G")
     output, _ = finish(job, web)
     assert "out of the GPU" not in output
 
 
-def test_production_that_waits_for_a_job_that_stays_sends_nobody_away(
-    start: Callable[..., Started], real: Callable[..., Started], world: World
-) -> None:
+def test_production_that_waits_for_a_job_that_stays_sends_nobody_away(start: Real, real: Real, world: World) -> None:
     """It would not come, and the one that left could not return while it waits."""
     stays = admin.add_process(world.spec, memory_bytes=8 * GIB, name="stays")
     job = start(*opportunistic("8G"))
@@ -124,7 +121,7 @@ def test_production_that_waits_for_a_job_that_stays_sends_nobody_away(
     finish(job, web)
 
 
-def test_without_production_a_full_gpu_is_left_alone(start: Callable[..., Started], world: World) -> None:
+def test_without_production_a_full_gpu_is_left_alone(start: Real, world: World) -> None:
     job = start(*opportunistic("23.4G"), size="23.4G")
     time.sleep(1.5)
     assert out_of(world) == []
@@ -134,9 +131,7 @@ def test_without_production_a_full_gpu_is_left_alone(start: Callable[..., Starte
     finish(job)
 
 
-def test_who_cannot_leave_says_why_and_production_is_told(
-    start: Callable[..., Started], real: Callable[..., Started], world: World
-) -> None:
+def test_who_cannot_leave_says_why_and_production_is_told(start: Real, real: Real, world: World) -> None:
     first, second = start(*opportunistic("8G")), start(*opportunistic("8G"))
     fault(world, host_memory_bytes=GIB)
     web = real("run", "--production", "web", "--wait", "--memory", "12G", "--", *JOB, host=A30)
@@ -149,7 +144,7 @@ def test_who_cannot_leave_says_why_and_production_is_told(
     finish(waiting, web, first, second)
 
 
-def test_many_turns_are_not_said_one_by_one(start: Callable[..., Started], world: World) -> None:
+def test_many_turns_are_not_said_one_by_one(start: Real, world: World) -> None:
     both = [start("--swap", "turns=0.2s", "--memory", "16G"), start("--swap", "turns=0.2s", "--memory", "16G")]
     both[0].says("this is not said again")
     time.sleep(3)
@@ -166,7 +161,7 @@ def test_many_turns_are_not_said_one_by_one(start: Callable[..., Started], world
     "words", [("--swap", "idle=60s"), ("--swap", "turns=60s"), opportunistic("8G"), ("--swap", "request")]
 )
 def test_a_job_that_is_swapped_by_hand_stays_out_until_it_is_brought_in(
-    start: Callable[..., Started], cli: Cli, world: World, words: tuple[str, ...]
+    start: Real, cli: Cli, world: World, words: tuple[str, ...]
 ) -> None:
     more = () if "--memory" in words else ("--memory", "8G")
     job = start(*words, *more, "--name", "train")
@@ -183,9 +178,7 @@ def test_a_job_that_is_swapped_by_hand_stays_out_until_it_is_brought_in(
     assert reservations(world.host) == []
 
 
-def test_a_part_of_a_program_that_is_swapped_by_its_pid_is_noticed(
-    start: Callable[..., Started], cli: Cli, world: World
-) -> None:
+def test_a_part_of_a_program_that_is_swapped_by_its_pid_is_noticed(start: Real, cli: Cli, world: World) -> None:
     """`status` shows the PID of the process on the GPU, which a script may have started."""
     script = shlex.join([*JOB, "--footprint", "8G"])
     job = start("--swap", "idle=60s", "--memory", "16G", program=("sh", "-c", f"{script} & wait"))
@@ -215,7 +208,7 @@ def _child_of(pid: int) -> Identity:
     return identified(int(child))
 
 
-def test_a_job_that_root_has_swapped_out_is_left_to_root(start: Callable[..., Started], cli: Cli, world: World) -> None:
+def test_a_job_that_root_has_swapped_out_is_left_to_root(start: Real, cli: Cli, world: World) -> None:
     (world.directory / "users" / "65534").mkdir(parents=True)
     world.fault("user", 65534)
     job = start("--swap", "idle=60s", "--name", "train")
@@ -229,7 +222,7 @@ def test_a_job_that_root_has_swapped_out_is_left_to_root(start: Callable[..., St
 
 
 def test_a_job_that_came_back_by_hand_from_its_own_swap_holds_its_place_again(
-    start: Callable[..., Started], cli: Cli, world: World
+    start: Real, cli: Cli, world: World
 ) -> None:
     job = start(*opportunistic("16G"), "--name", "batch", size="16G")
     web = start("--production", "web", "--wait", "--memory", "12G", size="12G")
@@ -244,9 +237,7 @@ def test_a_job_that_came_back_by_hand_from_its_own_swap_holds_its_place_again(
     finish(job)
 
 
-def test_a_process_that_ends_while_it_is_out_is_not_said_to_be_back(
-    start: Callable[..., Started], cli: Cli, world: World
-) -> None:
+def test_a_process_that_ends_while_it_is_out_is_not_said_to_be_back(start: Real, cli: Cli, world: World) -> None:
     """As a kernel of a notebook that is restarted."""
     job = start("--swap", "idle=60s", "--memory", "8G", "--name", "lab")
     cli("swap", "out", "lab", host=A30).ok()
@@ -394,7 +385,7 @@ def test_a_job_that_waits_for_another_swap_is_not_said_to_stay(world: World, sle
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("words", [("--swap", "request"), ("--swap", "idle=0.5s")])
 def test_a_job_that_is_ended_while_it_is_out_comes_back_for_it(
-    start: Callable[..., Started], cli: Cli, world: World, words: tuple[str, ...], number: int
+    start: Real, cli: Cli, world: World, words: tuple[str, ...], number: int
 ) -> None:
     job = start(*words, "--name", "train")
     if words == ("--swap", "request"):
@@ -414,7 +405,7 @@ def test_a_job_that_is_ended_while_it_is_out_comes_back_for_it(
     assert reservations(world.host) == []
 
 
-def test_a_job_without_room_ends_out_of_the_gpu(start: Callable[..., Started], cli: Cli, world: World) -> None:
+def test_a_job_without_room_ends_out_of_the_gpu(start: Real, cli: Cli, world: World) -> None:
     job = start("--swap", "request", "--name", "train", size="16G")
     cli("swap", "out", "train", host=A30).ok()
     other = admin.add_process(A30, memory_bytes=16 * GIB)
@@ -425,9 +416,7 @@ def test_a_job_without_room_ends_out_of_the_gpu(start: Callable[..., Started], c
     assert not list((world.directory / "run" / "swap").glob("*.json"))
 
 
-def test_an_idle_job_that_works_again_says_that_it_waits_for_room(
-    start: Callable[..., Started], world: World, tmp_path: Path
-) -> None:
+def test_an_idle_job_that_works_again_says_that_it_waits_for_room(start: Real, world: World, tmp_path: Path) -> None:
     wakes = tmp_path / "wakes"
     script = (
         "import os, time\n"
@@ -453,7 +442,7 @@ def test_an_idle_job_that_works_again_says_that_it_waits_for_room(
 # -- turns ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_turn_goes_on_while_those_who_wait_could_not_come(start: Callable[..., Started], world: World) -> None:
+def test_a_turn_goes_on_while_those_who_wait_could_not_come(start: Real, world: World) -> None:
     """Else it would be out until the job that is in the way of both has ended, and nobody would use its room."""
     other = admin.add_process(world.spec, memory_bytes=9 * GIB, name="stays")
     job = start("--swap", "turns=0.5", "--memory", "8G", size="7G")
@@ -466,7 +455,7 @@ def test_a_turn_goes_on_while_those_who_wait_could_not_come(start: Callable[...,
     finish(job)
 
 
-def test_a_turn_goes_on_while_the_next_has_room_without_that(start: Callable[..., Started], world: World) -> None:
+def test_a_turn_goes_on_while_the_next_has_room_without_that(start: Real, world: World) -> None:
     """It is about to start."""
     job = start("--swap", "turns=0.5", "--memory", "8G", size="7G")
     small = Place(world.host, Request(memory_bytes=8 * GIB, keys=(world.uuid(),), client=False))
@@ -476,7 +465,7 @@ def test_a_turn_goes_on_while_the_next_has_room_without_that(start: Callable[...
     finish(job)
 
 
-def test_a_job_that_is_stopped_while_it_waits_ends_no_turn(start: Callable[..., Started], world: World) -> None:
+def test_a_job_that_is_stopped_while_it_waits_ends_no_turn(start: Real, world: World) -> None:
     """Ctrl-Z: it takes no place, so the copies would be for nothing, again and again."""
     stopped = subprocess.Popen(["sleep", "600"])
     try:
@@ -501,7 +490,7 @@ def test_a_job_that_is_stopped_while_it_waits_ends_no_turn(start: Callable[..., 
 
 
 def test_a_job_that_never_takes_its_place_ends_one_turn_only(
-    start: Callable[..., Started], world: World, monkeypatch: pytest.MonkeyPatch
+    start: Real, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ledger, "PATIENCE_SECONDS", 1.0)
     job = start("--swap", "turns=0.5", "--memory", "8G", size="7G")
@@ -515,9 +504,7 @@ def test_a_job_that_never_takes_its_place_ends_one_turn_only(
     assert output.count("out of the GPU") == 1
 
 
-def test_all_that_take_turns_leave_for_one_that_needs_the_room_of_all(
-    start: Callable[..., Started], world: World
-) -> None:
+def test_all_that_take_turns_leave_for_one_that_needs_the_room_of_all(start: Real, world: World) -> None:
     jobs = [start("--swap", "turns=0.5", "--memory", "9G", size=size) for size in ("7G", "8G")]
     large = Place(world.host, Request(memory_bytes=20 * GIB, keys=(world.uuid(),), client=False))
     until(lambda: len([swap for swap in swaps(world.host) if swap.state == OUT]) == 2, "both have left")
@@ -525,9 +512,7 @@ def test_all_that_take_turns_leave_for_one_that_needs_the_room_of_all(
     finish(*jobs)
 
 
-def test_a_turn_goes_on_while_host_memory_has_room_for_one_copy_only(
-    start: Callable[..., Started], world: World
-) -> None:
+def test_a_turn_goes_on_while_host_memory_has_room_for_one_copy_only(start: Real, world: World) -> None:
     """The next job could not leave again, and the first would never come back."""
     fault(world, host_memory_bytes=18 * GIB)
     job = start("--swap", "turns=0.5", "--memory", "14G", size="13G")
@@ -548,7 +533,7 @@ def test_turns_that_are_short_and_host_memory_that_is_short_are_said_before(cli:
         assert "it needs 9.0 GiB of host memory to leave the GPU, and 8.0 GiB are available" in err
 
 
-def test_two_jobs_that_each_fill_the_gpu_take_turns(start: Callable[..., Started], world: World) -> None:
+def test_two_jobs_that_each_fill_the_gpu_take_turns(start: Real, world: World) -> None:
     gpu = world.host.nvml.gpu(0)
     size = f"{((gpu.memory_total_bytes or 0) - (gpu.memory_reserved_bytes or 0)) >> 20}M"
     first = start("--swap", "turns=0.5", "--memory", size, size=size)

@@ -9,7 +9,7 @@ import pytest
 
 from gpushare.base.units import GIB
 from gpushare.measure.recording import GpuSample, Header, RecordedGpu, RecordingFile, Sample
-from tests.cli.conftest import Cli
+from tests.cli.drive import Cli, Refused
 
 EXAMPLE = (
     *("savings", "--gpus", "4", "--load", "25", "--price", "0.752", "--hours", "720"),
@@ -94,7 +94,7 @@ def test_memory_leaves_fewer_ways(cli: Cli) -> None:
         (["--from", "x.jsonl", "--memory", "4G"], "bad_combination"),
     ],
 )
-def test_what_is_wrong_is_refused(refused: Callable[..., str], words: list[str], code: str) -> None:
+def test_what_is_wrong_is_refused(refused: Refused, words: list[str], code: str) -> None:
     refused("savings", *words, code=code, exit_code=2)
 
 
@@ -151,20 +151,20 @@ def test_gpus_of_a_recording_are_chosen(cli: Cli, recorded: Recorded) -> None:
     assert data["loads_percent"] == [10.0, 30.0]
 
 
-def test_different_gpus_do_not_add_up(refused: Callable[..., str], recorded: Recorded) -> None:
+def test_different_gpus_do_not_add_up(refused: Refused, recorded: Recorded) -> None:
     path = recorded(10.0, 20.0, names=("NVIDIA H200", "Tesla T4"))
     refused("savings", "--from", path, code="different_gpus", exit_code=2)
 
 
-def test_an_unknown_load_is_no_zero(refused: Callable[..., str], recorded: Recorded) -> None:
+def test_an_unknown_load_is_no_zero(refused: Refused, recorded: Recorded) -> None:
     assert "GPU 1" in refused("savings", "--from", recorded(10.0, None), code="load_unknown", exit_code=3)
 
 
-def test_a_gpu_that_was_not_recorded(refused: Callable[..., str], recorded: Recorded) -> None:
+def test_a_gpu_that_was_not_recorded(refused: Refused, recorded: Recorded) -> None:
     refused("savings", "--from", recorded(10.0), "-g", "7", code="unknown_gpu", exit_code=6)
 
 
-def test_files_that_are_no_recording(refused: Callable[..., str], tmp_path: Path) -> None:
+def test_files_that_are_no_recording(refused: Refused, tmp_path: Path) -> None:
     refused("savings", "--from", str(tmp_path / "none"), code="no_recording", exit_code=6)
     path = tmp_path / "x"
     path.write_text("")

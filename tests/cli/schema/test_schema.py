@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 
-from tests.cli.conftest import Cli
+from tests.cli.drive import Cli, Refused
 
 
 def test_the_schema_of_a_command(cli: Cli) -> None:
@@ -22,5 +21,5 @@ def test_without_a_command_all_are_listed(cli: Cli) -> None:
     assert cli("schema", host=None, output="json").ok().data == names[:-1]
 
 
-def test_an_unknown_command_is_refused(refused: Callable[..., str]) -> None:
+def test_an_unknown_command_is_refused(refused: Refused) -> None:
     refused("schema", "fly", code="no_schema", exit_code=6)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,7 @@ import pytest
 from gpushare.base.units import GIB
 from gpushare.host import capabilities
 from gpushare.sim.faults import KINDS
-from tests.cli.conftest import Cli
-from tests.cli.drive import H200, Started, World, until
+from tests.cli.drive import H200, Cli, Real, Refused, World, until
 
 TWO = "sim:2xt4,a30"
 
@@ -74,7 +72,7 @@ def test_reset(cli: Cli, world: World) -> None:
     assert cli("sim", "reset", TWO, host=None).ok().out == f"{TWO}: reset\n"
 
 
-def test_reset_of_all_is_asked_for(refused: Callable[..., str], cli: Cli) -> None:
+def test_reset_of_all_is_asked_for(refused: Refused, cli: Cli) -> None:
     cli("status").ok()
     cli("status", host=TWO).ok()
     refused("sim", "reset", "--all", asks=True, code="needs_consent", exit_code=19)
@@ -84,7 +82,7 @@ def test_reset_of_all_is_asked_for(refused: Callable[..., str], cli: Cli) -> Non
     assert "no simulated hosts to reset" in cli("sim", "reset", "--all", host=None).ok().out
 
 
-def test_reset_leaves_real_programs_alone(cli: Cli, real: Callable[..., Started], world: World) -> None:
+def test_reset_leaves_real_programs_alone(cli: Cli, real: Real, world: World) -> None:
     started = real("run", "--", "sleep", "600", stderr=None, stdout=None)
     until(world.attached, "attached")
     (pid,) = world.pids()
@@ -107,7 +105,7 @@ def test_add_and_end(cli: Cli, world: World) -> None:
     assert world.pids() == []
 
 
-def test_add_a_client(refused: Callable[..., str], cli: Cli, world: World) -> None:
+def test_add_a_client(refused: Refused, cli: Cli, world: World) -> None:
     refused("sim", "add", "--mps", code="no_daemon", exit_code=6)
     cli("mps", "start", "--threads", "25").ok()
     pid = cli("sim", "add", "--mps", output="json").ok().data["pid"]
@@ -141,14 +139,12 @@ def test_add_graphics(cli: Cli) -> None:
         (("-g", "9"), "unknown_gpu", 6),
     ],
 )
-def test_wrong_add(
-    refused: Callable[..., str], world: World, words: tuple[str, ...], code: str, exit_code: int
-) -> None:
+def test_wrong_add(refused: Refused, world: World, words: tuple[str, ...], code: str, exit_code: int) -> None:
     world.host.nvml.identities()
     refused("sim", "add", *words, code=code, exit_code=exit_code)
 
 
-def test_add_that_cuda_refuses(refused: Callable[..., str], world: World) -> None:
+def test_add_that_cuda_refuses(refused: Refused, world: World) -> None:
     from gpushare.base.model import ComputeMode
 
     world.host.nvml.set_compute_mode(0, ComputeMode.PROHIBITED)
@@ -174,7 +170,7 @@ def test_stop_and_continue(cli: Cli, world: World) -> None:
     assert world.process(pid).stopped_at is None
 
 
-def test_wrong_end(refused: Callable[..., str], world: World) -> None:
+def test_wrong_end(refused: Refused, world: World) -> None:
     world.fault("busy")
     refused("sim", "end", "1", code="not_found", exit_code=6)
     refused("sim", "end", str(world.pids()[0]), "--signal", "NOPE", code="bad_signal", exit_code=2)
@@ -206,7 +202,7 @@ def test_wrong_mig(cli: Cli, host: str, words: tuple[str, ...], exit_code: int) 
     assert (len(answer.lines("error")), len(answer.lines("hint"))) == (1, 1)
 
 
-def test_mig_in_use(refused: Callable[..., str], world: World) -> None:
+def test_mig_in_use(refused: Refused, world: World) -> None:
     world.fault("busy")
     refused("sim", "mig", "1g.18gb", code="in_use", exit_code=1)
 
@@ -278,12 +274,12 @@ def test_fault_of_one_gpu(cli: Cli) -> None:
         ("not-supported", "x"),
     ],
 )
-def test_wrong_fault(refused: Callable[..., str], world: World, words: tuple[str, ...]) -> None:
+def test_wrong_fault(refused: Refused, world: World, words: tuple[str, ...]) -> None:
     world.host.nvml.identities()
     refused("sim", "fault", *words, code="bad_fault", exit_code=2)
 
 
-def test_fault_of_an_unknown_gpu(refused: Callable[..., str], world: World) -> None:
+def test_fault_of_an_unknown_gpu(refused: Refused, world: World) -> None:
     world.host.nvml.identities()
     refused("sim", "fault", "lost", "-g", "7", code="not_found", exit_code=6)
 

@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,8 +16,7 @@ from gpushare.memory import ledger
 from gpushare.memory.ledger import Place, Request
 from gpushare.run import look
 from gpushare.sim import admin
-from tests.cli.conftest import Cli
-from tests.cli.drive import Started, World, until
+from tests.cli.drive import Cli, Real, Refused, World, until
 
 MIXED = "sim:2xt4,a30"
 
@@ -78,7 +76,7 @@ def test_gpu_by_uuid_and_prefix(cli: Cli) -> None:
         ("09:00.0", "unknown_gpu", 6),
     ],
 )
-def test_wrong_gpu(refused: Callable[..., str], gpu: str, code: str, exit_code: int) -> None:
+def test_wrong_gpu(refused: Refused, gpu: str, code: str, exit_code: int) -> None:
     refused("status", "-g", gpu, code=code, exit_code=exit_code, host=MIXED)
 
 
@@ -121,9 +119,7 @@ def test_a_lost_gpu_is_reported_in_one_way(cli: Cli, words: tuple[str, ...]) -> 
     ("fault", "code", "exit_code"),
     [("no-driver", "driver_not_loaded", 9), ("no-nvml", "nvml_missing", 12), ("no-permission", "no_permission", 4)],
 )
-def test_a_host_that_does_not_answer(
-    refused: Callable[..., str], world: World, fault: str, code: str, exit_code: int
-) -> None:
+def test_a_host_that_does_not_answer(refused: Refused, world: World, fault: str, code: str, exit_code: int) -> None:
     world.fault(fault)
     refused("status", code=code, exit_code=exit_code)
 
@@ -178,7 +174,7 @@ def test_daemons_and_clients(cli: Cli, world: World) -> None:
 @pytest.mark.parametrize(
     ("text", "code"), [("0", "bad_interval"), ("50ms", "bad_interval"), ("1x", "bad_duration"), ("x", "usage")]
 )
-def test_wrong_interval(refused: Callable[..., str], text: str, code: str) -> None:
+def test_wrong_interval(refused: Refused, text: str, code: str) -> None:
     refused("status", "-w", text, code=code, exit_code=2)
 
 
@@ -193,11 +189,11 @@ def test_watch_without_a_number_is_two_seconds(
     assert seen == [2.0, 0.5]
 
 
-def test_watch_of_a_wrong_gpu_ends(refused: Callable[..., str]) -> None:
+def test_watch_of_a_wrong_gpu_ends(refused: Refused) -> None:
     refused("status", "-w", "1", "-g", "7", code="unknown_gpu", exit_code=6)
 
 
-def test_watch_writes_json_lines_and_ends_clean(real: Callable[..., Started], tmp_path: Path) -> None:
+def test_watch_writes_json_lines_and_ends_clean(real: Real, tmp_path: Path) -> None:
     path = tmp_path / "out"
     with path.open("w") as file:
         started = real("status", "-w", "0.1", "-o", "json", stdout=file)
@@ -210,7 +206,7 @@ def test_watch_writes_json_lines_and_ends_clean(real: Callable[..., Started], tm
     assert all(document["command"] == "status" for document in documents)
 
 
-def test_watch_sees_a_fault_come_and_go(real: Callable[..., Started], world: World, tmp_path: Path) -> None:
+def test_watch_sees_a_fault_come_and_go(real: Real, world: World, tmp_path: Path) -> None:
     from gpushare.sim import admin
 
     path = tmp_path / "out"
@@ -231,7 +227,7 @@ def test_watch_sees_a_fault_come_and_go(real: Callable[..., Started], world: Wor
         assert started.result().code == 0
 
 
-def test_watch_ends_when_its_reader_is_gone(real: Callable[..., Started]) -> None:
+def test_watch_ends_when_its_reader_is_gone(real: Real) -> None:
     started = real("status", "-w", "0.1", "-o", "json")
     assert started.process.stdout is not None
     started.process.stdout.readline()

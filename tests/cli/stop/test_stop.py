@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,10 @@ from gpushare.host.identity import Identity, is_stopped
 from gpushare.run import stop as module
 from gpushare.run.jobs import find_record, write_record
 from gpushare.sim import admin
-from tests.cli.conftest import Cli
-from tests.cli.drive import Started, World, alive, environment, record_of, until
+from tests.cli.drive import Cli, Real, Refused, Started, World, alive, environment, record_of, until
 
 
-def runs(
-    real: Callable[..., Started], world: World, *options: str, program: tuple[str, ...] = ("sleep", "300")
-) -> Started:
+def runs(real: Real, world: World, *options: str, program: tuple[str, ...] = ("sleep", "300")) -> Started:
     """Start a job and wait until its record names its program."""
     started = real("run", *options, "--name", "train", "--", *program)
 
@@ -43,9 +39,7 @@ def runs(
 
 
 @pytest.mark.parametrize("options", [(), ("--slice", "2ms"), ("--memory", "4G")])
-def test_its_gpushare_ends_it_unasked(
-    real: Callable[..., Started], cli: Cli, world: World, options: tuple[str, ...]
-) -> None:
+def test_its_gpushare_ends_it_unasked(real: Real, cli: Cli, world: World, options: tuple[str, ...]) -> None:
     started = runs(real, world, *options)
     answer = cli("stop", "train", output="json", asks=True).ok()
     (job,) = answer.data["jobs"]
@@ -57,7 +51,7 @@ def test_its_gpushare_ends_it_unasked(
 
 
 @pytest.mark.parametrize("which", ["program", "gpushare"])
-def test_a_job_by_pid(real: Callable[..., Started], cli: Cli, world: World, which: str) -> None:
+def test_a_job_by_pid(real: Real, cli: Cli, world: World, which: str) -> None:
     started = runs(real, world)
     record = find_record(world.host, "train")
     assert record is not None
@@ -66,7 +60,7 @@ def test_a_job_by_pid(real: Callable[..., Started], cli: Cli, world: World, whic
     assert started.result().code == 143
 
 
-def test_several_jobs_each_once(real: Callable[..., Started], cli: Cli, world: World) -> None:
+def test_several_jobs_each_once(real: Real, cli: Cli, world: World) -> None:
     started = runs(real, world)
     pid = admin.add_process(world.spec, name="python3")
     jobs = cli("stop", "train", str(pid), str(started.pid), output="json").ok().data["jobs"]
@@ -74,9 +68,7 @@ def test_several_jobs_each_once(real: Callable[..., Started], cli: Cli, world: W
     assert world.pids() == []
 
 
-def test_those_that_are_there_end_beside_one_that_has_ended(
-    real: Callable[..., Started], cli: Cli, world: World
-) -> None:
+def test_those_that_are_there_end_beside_one_that_has_ended(real: Real, cli: Cli, world: World) -> None:
     started = runs(real, world)
     assert cli("stop", "train", "bad name", output="json").error["code"] == "bad_name"
     assert started.process.poll() is None
@@ -92,7 +84,7 @@ STUBBORN = ("sh", "-c", "trap '' TERM INT; echo here >&2; while :; do sleep 0.1;
 
 
 def test_a_second_try_cuts_its_grace_period_short(
-    real: Callable[..., Started], cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
+    real: Real, cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = runs(real, world, "--slice", "2ms", "--grace", "600s", program=STUBBORN)
     with monkeypatch.context() as patched:
@@ -106,7 +98,7 @@ def test_a_second_try_cuts_its_grace_period_short(
     assert started.result().code == 143
 
 
-def test_a_stopped_gpushare_continues_to_end_its_job(real: Callable[..., Started], cli: Cli, world: World) -> None:
+def test_a_stopped_gpushare_continues_to_end_its_job(real: Real, cli: Cli, world: World) -> None:
     started = runs(real, world)
     started.signal(signal.SIGSTOP)
     cli("stop", "train", asks=True).ok()
@@ -114,7 +106,7 @@ def test_a_stopped_gpushare_continues_to_end_its_job(real: Callable[..., Started
 
 
 def test_so_does_one_whose_stop_takes_effect_only_after_it_was_asked(
-    real: Callable[..., Started], cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
+    real: Real, cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = runs(real, world)
     started.signal(signal.SIGSTOP)
@@ -129,7 +121,7 @@ def test_so_does_one_whose_stop_takes_effect_only_after_it_was_asked(
     assert started.result().code == 143
 
 
-def test_a_waiting_job_leaves_the_line(real: Callable[..., Started], cli: Cli, world: World) -> None:
+def test_a_waiting_job_leaves_the_line(real: Real, cli: Cli, world: World) -> None:
     assert world.host
     admin.add_process(world.spec, memory_bytes=100 * GIB)
     waiting: list[Started] = []
@@ -152,7 +144,7 @@ def test_a_waiting_job_leaves_the_line(real: Callable[..., Started], cli: Cli, w
     assert waiting[1].result().code == 143
 
 
-def test_a_paused_job_ends(real: Callable[..., Started], cli: Cli, world: World) -> None:
+def test_a_paused_job_ends(real: Real, cli: Cli, world: World) -> None:
     started = runs(real, world, "--slice", "2ms")
     cli("pause", "train").ok()
     assert [job["state"] for job in cli("jobs", output="json").data["jobs"]] == ["paused"]
@@ -161,7 +153,7 @@ def test_a_paused_job_ends(real: Callable[..., Started], cli: Cli, world: World)
     assert "no job is paused" in cli("pause", "list").out
 
 
-def test_a_job_that_is_out_ends_where_it_is(real: Callable[..., Started], cli: Cli, world: World) -> None:
+def test_a_job_that_is_out_ends_where_it_is(real: Real, cli: Cli, world: World) -> None:
     started = runs(real, world, "--slice", "2ms")
     cli("swap", "out", "train").ok()
     (job,) = cli("jobs", output="json").data["jobs"]
@@ -181,7 +173,7 @@ def pid(world: World) -> int:
     return admin.add_process(world.spec, name="python3")
 
 
-def test_a_process_of_one_self_is_asked_for(refused: Callable[..., str], cli: Cli, world: World, pid: int) -> None:
+def test_a_process_of_one_self_is_asked_for(refused: Refused, cli: Cli, world: World, pid: int) -> None:
     message = refused("stop", str(pid), asks=True, code="needs_consent", exit_code=19)
     assert f"this ends process {pid} (python3, gpushare did not start it)" in message
     (job,) = cli("stop", str(pid), "-y", output="json", asks=True).ok().data["jobs"]
@@ -211,9 +203,7 @@ def test_a_process_that_is_out_ends(cli: Cli, world: World, pid: int) -> None:
     assert cli("swap", "list", output="json").data["jobs"] == []
 
 
-def test_a_job_whose_gpushare_is_gone_is_asked_for(
-    refused: Callable[..., str], cli: Cli, world: World, pid: int
-) -> None:
+def test_a_job_whose_gpushare_is_gone_is_asked_for(refused: Refused, cli: Cli, world: World, pid: int) -> None:
     host = world.host
     (device,) = select(None, host.nvml.sweep())
     dead = subprocess.Popen(["true"])
@@ -295,15 +285,15 @@ def test_a_name_of_a_container_is_no_id(cli: Cli, world: World, monkeypatch: pyt
         (("train", "--grace", "31d"), "bad_duration", 2),
     ],
 )
-def test_wrong_words(refused: Callable[..., str], words: tuple[str, ...], code: str, exit_code: int) -> None:
+def test_wrong_words(refused: Refused, words: tuple[str, ...], code: str, exit_code: int) -> None:
     refused("stop", *words, code=code, exit_code=exit_code)
 
 
-def test_a_process_that_is_on_no_gpu_is_left_alone(refused: Callable[..., str], world: World, pid: int) -> None:
+def test_a_process_that_is_on_no_gpu_is_left_alone(refused: Refused, world: World, pid: int) -> None:
     assert f"kill {os.getpid()}" in refused("stop", str(os.getpid()), code="not_on_gpu", exit_code=6)
 
 
-def test_names_of_running_jobs_are_offered(real: Callable[..., Started], cli: Cli, world: World) -> None:
+def test_names_of_running_jobs_are_offered(real: Real, cli: Cli, world: World) -> None:
     runs(real, world)
     assert cli("stop", "nosuch", output="json").error["hint"] == "running jobs: train; see all: gpushare jobs -a"
     cli("stop", "train").ok()
@@ -368,9 +358,7 @@ def test_fault_of_an_earlier_plain_kill_is_explained(cli: Cli, world: World) -> 
     assert world.state.daemons[0].servers[0].status == "ACTIVE"
 
 
-def test_what_serves_the_clients_is_left_alone(
-    refused: Callable[..., str], world: World, daemon: int, idle: int
-) -> None:
+def test_what_serves_the_clients_is_left_alone(refused: Refused, world: World, daemon: int, idle: int) -> None:
     server = world.state.daemons[0].servers[0].pid
     for each in (daemon, server):
         assert "gpushare mps stop" in refused("stop", str(each), code="serves_clients", exit_code=2)
@@ -403,7 +391,7 @@ def test_client_of_a_foreign_daemon(cli: Cli, world: World, sim_dir: Path) -> No
 
 
 @pytest.mark.usefixtures("daemon")
-def test_interrupted_while_it_drains_lets_the_client_go_on(real: Callable[..., Started], world: World) -> None:
+def test_interrupted_while_it_drains_lets_the_client_go_on(real: Real, world: World) -> None:
     pid = world.client(sm_percent=10, queue_seconds=60)
     world.client(sm_percent=90, queue_seconds=60)
     started = real("stop", str(pid), "-y", "--grace", "600")
@@ -428,7 +416,7 @@ def test_client_on_a_mig_instance(cli: Cli, world: World) -> None:
 
 
 @pytest.mark.usefixtures("daemon")
-def test_another_users_client_is_asked_for(refused: Callable[..., str], cli: Cli, world: World) -> None:
+def test_another_users_client_is_asked_for(refused: Refused, cli: Cli, world: World) -> None:
     pid = world.client(sm_percent=0, user="nobody")
     message = refused("stop", str(pid), asks=True, code="needs_consent", exit_code=19)
     assert f"this ends process {pid} (of nobody)" in message
@@ -436,7 +424,7 @@ def test_another_users_client_is_asked_for(refused: Callable[..., str], cli: Cli
     assert world.pids() == []
 
 
-def test_another_users_process_may_not_be_ended(refused: Callable[..., str], world: World, idle: int) -> None:
+def test_another_users_process_may_not_be_ended(refused: Refused, world: World, idle: int) -> None:
     world.fault("user", "nobody")
     refused("stop", str(idle), "--yes", code="other_user", exit_code=4)
     assert world.process(idle).stopped_at is None
@@ -465,7 +453,7 @@ def test_the_question_on_a_terminal(world: World, typed: str, gone: bool) -> Non
     assert (pid not in world.pids()) == gone
 
 
-def test_root_ends_the_job_of_a_user_after_a_question(refused: Callable[..., str], cli: Cli, world: World) -> None:
+def test_root_ends_the_job_of_a_user_after_a_question(refused: Refused, cli: Cli, world: World) -> None:
     uids = (65534, 1)
     for uid in uids:
         (world.directory / "users" / str(uid)).mkdir(parents=True)

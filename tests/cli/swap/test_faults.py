@@ -26,8 +26,7 @@ from gpushare.memory.swap import BACK, LEAVING, OUT, RETURNING, SWAPS, Image, Sw
 from gpushare.sim import admin
 from gpushare.sim.current import changing
 from gpushare.sim.state import SimulatedProcess
-from tests.cli.conftest import Cli
-from tests.cli.drive import World
+from tests.cli.drive import Cli, Refused, World
 
 SPEC = "sim:h200"
 
@@ -230,7 +229,7 @@ def test_a_job_that_never_stops_starting_processes_stays(
     assert swaps(world.host) == []
 
 
-def test_a_process_of_somebody_else_in_the_job_is_refused_before(refused: Callable[..., str], world: World) -> None:
+def test_a_process_of_somebody_else_in_the_job_is_refused_before(refused: Refused, world: World) -> None:
     """As where the program has run a part of itself with sudo."""
     world.fault("user", "65534")
     first = job()
@@ -271,7 +270,7 @@ def test_a_driver_that_does_not_answer_leaves_the_record(
     assert swaps(world.host) == []
 
 
-def test_a_stopped_job_is_refused(refused: Callable[..., str], world: World) -> None:
+def test_a_stopped_job_is_refused(refused: Refused, world: World) -> None:
     pid = job()
     world.send(pid, signal.SIGSTOP)
     assert f"kill -CONT {pid}" in refused("swap", "out", str(pid), code="stopped", exit_code=19)
@@ -300,9 +299,7 @@ def test_ctrl_c_on_the_way_leaves_the_job_running(
     assert not [swap for swap in swaps(world.host) if swap.state != BACK]
 
 
-def test_a_job_that_was_stopped_while_it_was_out_is_refused(
-    refused: Callable[..., str], cli: Cli, world: World
-) -> None:
+def test_a_job_that_was_stopped_while_it_was_out_is_refused(refused: Refused, cli: Cli, world: World) -> None:
     """A restore of it would not return, and take effect when it continues, with room or without."""
     pid = job()
     cli("swap", "out", str(pid)).ok()
@@ -524,7 +521,7 @@ def test_a_record_that_nobody_writes_counts_for_nothing(cli: Cli, world: World, 
     assert process(world, pid).checkpoint == RUNNING
 
 
-def test_in_a_container_with_pids_of_its_own_it_is_refused(refused: Callable[..., str], world: World) -> None:
+def test_in_a_container_with_pids_of_its_own_it_is_refused(refused: Refused, world: World) -> None:
     pid = job()
     world.fault("blind")
     refused("swap", "out", str(pid), code="pid_namespace", exit_code=3)
@@ -543,9 +540,7 @@ def test_a_job_of_two_records_is_where_the_record_that_is_not_back_says(cli: Cli
     assert swap.state == OUT
 
 
-def test_a_process_of_unknown_size_is_refused(
-    refused: Callable[..., str], world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_of_unknown_size_is_refused(refused: Refused, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without its size no room could be reserved for its way back, and the driver would lose it."""
     pid = job()
     real = NvmlReader.processes
@@ -560,7 +555,7 @@ def test_a_process_of_unknown_size_is_refused(
     assert process(world, pid).checkpoint == RUNNING
 
 
-def test_a_gpu_that_does_not_tell_its_memory_is_refused(refused: Callable[..., str], world: World) -> None:
+def test_a_gpu_that_does_not_tell_its_memory_is_refused(refused: Refused, world: World) -> None:
     pid = job()
     world.fault("not-supported", "memory")
     assert "does not say how much memory GPU 0 has" in refused(
@@ -580,7 +575,7 @@ def _without_library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_the_calls_of_the_driver_nothing_begins(
-    cli: Cli, refused: Callable[..., str], world: World, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, refused: Refused, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pid, other = job(), job(4 * GIB)
     cli("swap", "out", str(other)).ok()

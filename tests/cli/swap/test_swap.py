@@ -18,8 +18,7 @@ from gpushare.memory.swap import OUT, SWAPS, find_swap, repair, swaps
 from gpushare.sim import admin
 from gpushare.sim.current import changing
 from gpushare.sim.state import SimulatedProcess
-from tests.cli.conftest import Cli
-from tests.cli.drive import World
+from tests.cli.drive import Cli, Refused, World
 
 SPEC = "sim:h200"
 
@@ -85,20 +84,18 @@ def test_a_dry_run_changes_nothing(cli: Cli, world: World) -> None:
         (("swap", "out"), "usage", 2),
     ],
 )
-def test_wrong_usage(
-    refused: Callable[..., str], world: World, words: tuple[str, ...], code: str, exit_code: int
-) -> None:
+def test_wrong_usage(refused: Refused, world: World, words: tuple[str, ...], code: str, exit_code: int) -> None:
     refused(*words, code=code, exit_code=exit_code)
 
 
-def test_what_is_refused_by_name(refused: Callable[..., str], cli: Cli, world: World) -> None:
+def test_what_is_refused_by_name(refused: Refused, cli: Cli, world: World) -> None:
     cli("mps", "start").ok()
     home = next(iter(world.state.daemons)).pipe_directory
     pid = str(job(mps=True, environment={"CUDA_MPS_PIPE_DIRECTORY": home}))
     refused("swap", "out", pid, code="under_mps", exit_code=3)
 
 
-def test_a_job_on_a_mig_instance_or_on_two_gpus_is_refused(refused: Callable[..., str], cli: Cli) -> None:
+def test_a_job_on_a_mig_instance_or_on_two_gpus_is_refused(refused: Refused, cli: Cli) -> None:
     two = World.new("sim:2xh200")
     first = admin.add_process(two.spec, "0", memory_bytes=GIB)
     admin.add_process(two.spec, "1", memory_bytes=GIB, parent=first)
@@ -109,7 +106,7 @@ def test_a_job_on_a_mig_instance_or_on_two_gpus_is_refused(refused: Callable[...
     refused("swap", "out", str(pid), code="mig_enabled", exit_code=3, host=host.spec)
 
 
-def test_a_gpu_that_is_cut_into_instances_meanwhile_is_refused(refused: Callable[..., str], cli: Cli) -> None:
+def test_a_gpu_that_is_cut_into_instances_meanwhile_is_refused(refused: Refused, cli: Cli) -> None:
     host = World.new("sim:h200")
     pid = admin.add_process(host.spec, memory_bytes=GIB)
     cli("swap", "out", str(pid)).ok()
@@ -130,14 +127,14 @@ def test_switching_mig_on_names_the_jobs_that_are_swapped_out(cli: Cli, world: W
     assert message in cli("mig", "apply", "-g", "0", "1g.18gb", "-n").ok().err
 
 
-def test_another_users_job_needs_consent(cli: Cli, refused: Callable[..., str], world: World) -> None:
+def test_another_users_job_needs_consent(cli: Cli, refused: Refused, world: World) -> None:
     pid = str(job(user="nobody"))
     refused("swap", "out", pid, code="needs_consent", exit_code=19, asks=True)
     cli("swap", "out", pid).ok()
     assert process(world, int(pid)).checkpoint == CHECKPOINTED
 
 
-def test_a_paused_job_is_resumed_first(refused: Callable[..., str], cli: Cli, world: World) -> None:
+def test_a_paused_job_is_resumed_first(refused: Refused, cli: Cli, world: World) -> None:
     pid = str(job())
     cli("pause", pid).ok()
     assert f"gpushare resume {pid}" in refused("swap", "out", pid, code="paused", exit_code=19)
@@ -145,14 +142,14 @@ def test_a_paused_job_is_resumed_first(refused: Callable[..., str], cli: Cli, wo
     cli("swap", "out", pid).ok()
 
 
-def test_short_host_memory_is_noticed_before(refused: Callable[..., str], world: World) -> None:
+def test_short_host_memory_is_noticed_before(refused: Refused, world: World) -> None:
     pid = str(job())
     fault(world, host_memory_bytes=20 * GIB)
     refused("swap", "out", pid, code="host_memory", exit_code=19)
     assert process(world, int(pid)).checkpoint == RUNNING
 
 
-def test_an_old_driver(refused: Callable[..., str], world: World) -> None:
+def test_an_old_driver(refused: Refused, world: World) -> None:
     pid = str(job())
     fault(world, driver="550.54.14")
     refused("swap", "out", pid, code="driver_too_old", exit_code=3)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,8 +21,7 @@ from gpushare.run.jobs import write_record
 from gpushare.sim import admin
 from gpushare.sim.processes import SimulatedProcesses
 from gpushare.sim.state import SimulatedHostState
-from tests.cli.conftest import Cli
-from tests.cli.drive import World, record_of
+from tests.cli.drive import Cli, Refused, World, record_of
 
 SPEC = "sim:h200"
 NOBODY = 65534
@@ -60,9 +58,7 @@ def listed(cli: Cli) -> list[tuple[int, str, str | None, str | None]]:
     return [(row["pid"], row["state"], row["user"], row["by"]) for row in rows]
 
 
-def test_root_sees_what_a_user_has_swapped_out_and_brings_it_back(
-    cli: Cli, refused: Callable[..., str], world: World
-) -> None:
+def test_root_sees_what_a_user_has_swapped_out_and_brings_it_back(cli: Cli, refused: Refused, world: World) -> None:
     pid = job(world, name="train")
     cli("swap", "out", "train").ok()
     assert listed(cli) == [(pid, "out", "nobody", None)]
@@ -86,7 +82,7 @@ def test_root_sees_what_a_user_has_swapped_out_and_brings_it_back(
     assert checkpoint(world, pid) == RUNNING
 
 
-def test_root_is_asked_for_the_process_that_the_plan_names(refused: Callable[..., str], cli: Cli, world: World) -> None:
+def test_root_is_asked_for_the_process_that_the_plan_names(refused: Refused, cli: Cli, world: World) -> None:
     """A job without a name is its first process, which may not be the first that left."""
     pid = job(world)
     child = admin.add_process(SPEC, memory_bytes=GIB, name="worker", user=str(NOBODY), parent=pid)
@@ -118,7 +114,7 @@ def test_what_root_fails_to_bring_back_its_user_can(cli: Cli, world: World) -> N
     assert checkpoint(world, pid) == RUNNING
 
 
-def test_what_root_has_swapped_out_root_brings_back(cli: Cli, refused: Callable[..., str], world: World) -> None:
+def test_what_root_has_swapped_out_root_brings_back(cli: Cli, refused: Refused, world: World) -> None:
     pid = job(world, name="train")
     become(world, 0)
     refused("swap", "out", "train", code="needs_consent", exit_code=19, asks=True)
@@ -264,7 +260,7 @@ def test_a_record_of_a_user_speaks_of_nobody_else(cli: Cli, world: World) -> Non
     assert "Traceback" not in cli("status").err
 
 
-def test_a_name_of_two_users_is_refused(cli: Cli, refused: Callable[..., str], world: World) -> None:
+def test_a_name_of_two_users_is_refused(cli: Cli, refused: Refused, world: World) -> None:
     pids = [job(world, uid, name="train") for uid in (NOBODY, 1)]
     become(world, 0)
     text = refused("swap", "out", "train", code="ambiguous_job", exit_code=2)
@@ -280,7 +276,7 @@ def test_a_name_of_two_users_is_refused(cli: Cli, refused: Callable[..., str], w
 
 
 def test_root_sees_pauses_of_users_and_says_who_resumes_them(
-    cli: Cli, refused: Callable[..., str], world: World, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, refused: Refused, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pid = job(world, name="train")
     cli("pause", "train").ok()
@@ -303,7 +299,7 @@ def test_root_sees_pauses_of_users_and_says_who_resumes_them(
     cli("resume", "train").ok()
 
 
-def test_root_pauses_a_job_of_a_user_by_name(cli: Cli, refused: Callable[..., str], world: World) -> None:
+def test_root_pauses_a_job_of_a_user_by_name(cli: Cli, refused: Refused, world: World) -> None:
     pid = job(world, name="train")
     become(world, 0)
     cli("pause", "train").ok()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,8 +14,7 @@ from gpushare.host.capabilities import user_name
 from gpushare.sim import admin
 from gpushare.timeslice.keep import keep_record
 from gpushare.timeslice.slices import slice_records
-from tests.cli.conftest import Cli
-from tests.cli.drive import H200, Started, World, clear_up, start_real, until
+from tests.cli.drive import H200, Cli, Real, Started, World, clear_up, start_real, until
 
 ME = user_name(os.geteuid())
 DEFAULT = 2048
@@ -36,7 +35,7 @@ def rules(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def keep(world: World, rules: Path) -> Iterator[Callable[..., Started]]:
+def keep(world: World, rules: Path) -> Iterator[Real]:
     world.run("status")
     begun: list[Started] = []
 
@@ -58,9 +57,7 @@ def slice_of(world: World, pid: int) -> int:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_it_puts_everything_back_when_it_ends(
-    number: int, world: World, keep: Callable[..., Started], rules: Path
-) -> None:
+def test_it_puts_everything_back_when_it_ends(number: int, world: World, keep: Real, rules: Path) -> None:
     pid = train()
     keeper = keep()
     assert f"following 1 rule of {rules}" in keeper.says("following")
@@ -80,7 +77,7 @@ def test_it_puts_everything_back_when_it_ends(
     assert slice_records(world.host) == {}
 
 
-def test_a_hangup_reads_the_file_again(world: World, keep: Callable[..., Started], rules: Path) -> None:
+def test_a_hangup_reads_the_file_again(world: World, keep: Real, rules: Path) -> None:
     pid = train()
     keeper = keep("-o", "json")
     until(lambda: slice_of(world, pid) == 500, "the slice is set")
@@ -105,7 +102,7 @@ def test_a_hangup_reads_the_file_again(world: World, keep: Callable[..., Started
     ]
 
 
-def test_a_killed_one_is_undone_by_the_next(world: World, keep: Callable[..., Started]) -> None:
+def test_a_killed_one_is_undone_by_the_next(world: World, keep: Real) -> None:
     pid = train()
     keeper = keep()
     until(lambda: slice_of(world, pid) == 500, "the slice is set")
@@ -124,7 +121,7 @@ def test_a_killed_one_is_undone_by_the_next(world: World, keep: Callable[..., St
     assert slice_of(world, pid) == DEFAULT
 
 
-def test_a_second_one_is_refused(world: World, keep: Callable[..., Started], cli: Cli, rules: Path) -> None:
+def test_a_second_one_is_refused(world: World, keep: Real, cli: Cli, rules: Path) -> None:
     keeper = keep()
     keeper.says("following")
     answer = cli("timeslice", "keep", "-f", str(rules), output="json")
@@ -132,7 +129,7 @@ def test_a_second_one_is_refused(world: World, keep: Callable[..., Started], cli
     assert f"(process {keeper.pid})" in answer.error["message"]
 
 
-def test_a_reader_that_leaves_ends_it_in_order(world: World, keep: Callable[..., Started]) -> None:
+def test_a_reader_that_leaves_ends_it_in_order(world: World, keep: Real) -> None:
     pid = train()
     keeper = keep()
     until(lambda: slice_of(world, pid) == 500, "the slice is set")
@@ -203,9 +200,7 @@ def test_without_a_file_it_takes_the_applied_one(cli: Cli, world: World, rules: 
     assert cli("timeslice", "keep", "-n", output="json").ok().data["file"].endswith("/applied.yaml")
 
 
-def test_apply_keeps_the_rules_and_says_who_follows_them(
-    cli: Cli, world: World, keep: Callable[..., Started], rules: Path
-) -> None:
+def test_apply_keeps_the_rules_and_says_who_follows_them(cli: Cli, world: World, keep: Real, rules: Path) -> None:
     answer = cli("apply", str(rules)).ok()
     assert "the rules for time-slices are followed by another command: run gpushare timeslice keep" in answer.err
     assert "match: {command: '*train*'}\n    slice: 500us" in cli("capture").ok().out
@@ -220,9 +215,7 @@ def test_apply_refuses_rules_for_nobody(cli: Cli, rules: Path) -> None:
     assert (answer.code, answer.error["code"]) == (6, "no_user")
 
 
-def test_diff_names_the_processes_that_deviate(
-    cli: Cli, world: World, keep: Callable[..., Started], rules: Path
-) -> None:
+def test_diff_names_the_processes_that_deviate(cli: Cli, world: World, keep: Real, rules: Path) -> None:
     pid, _ = train(), train("python eval.py")
     answer = cli("diff", str(rules), output="json")
     (process,) = answer.data["processes"]
@@ -240,7 +233,7 @@ def test_diff_names_the_processes_that_deviate(
     keeper.result()
 
 
-def test_reset_takes_what_keep_has_set_and_keep_leaves_it(cli: Cli, world: World, keep: Callable[..., Started]) -> None:
+def test_reset_takes_what_keep_has_set_and_keep_leaves_it(cli: Cli, world: World, keep: Real) -> None:
     pid = train()
     keeper = keep()
     until(lambda: slice_of(world, pid) == 500, "the slice is set")
@@ -256,7 +249,7 @@ def test_reset_takes_what_keep_has_set_and_keep_leaves_it(cli: Cli, world: World
     assert keeper.result().code == 0
 
 
-def test_a_slice_that_was_set_before_comes_back(cli: Cli, world: World, keep: Callable[..., Started]) -> None:
+def test_a_slice_that_was_set_before_comes_back(cli: Cli, world: World, keep: Real) -> None:
     pid = train()
     cli("timeslice", "set", "4ms", str(pid)).ok()
     keeper = keep()
@@ -268,7 +261,7 @@ def test_a_slice_that_was_set_before_comes_back(cli: Cli, world: World, keep: Ca
     assert (slice_of(world, pid), slice_records(world.host)) == (DEFAULT, {})
 
 
-def test_reset_undoes_a_killed_keep(cli: Cli, world: World, keep: Callable[..., Started]) -> None:
+def test_reset_undoes_a_killed_keep(cli: Cli, world: World, keep: Real) -> None:
     pid = train()
     keeper = keep()
     until(lambda: slice_of(world, pid) == 500, "the slice is set")
@@ -278,9 +271,7 @@ def test_reset_undoes_a_killed_keep(cli: Cli, world: World, keep: Callable[..., 
     assert (slice_of(world, pid), slice_records(world.host)) == (DEFAULT, {})
 
 
-def test_doctor_says_whether_the_rules_are_followed(
-    cli: Cli, world: World, keep: Callable[..., Started], rules: Path
-) -> None:
+def test_doctor_says_whether_the_rules_are_followed(cli: Cli, world: World, keep: Real, rules: Path) -> None:
     def check() -> tuple[str, str]:
         checks = cli("doctor", output="json").data["checks"]
         return next(

@@ -6,7 +6,6 @@ import fcntl
 import json
 import os
 import signal
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,7 @@ from gpushare.sim import admin
 from gpushare.sim.processes import SimulatedProcesses
 from gpushare.timeslice import slices
 from gpushare.timeslice.slices import apply_slice, restore_slice, slice_records
-from tests.cli.drive import H200, Answer, World
-
-Cli = Callable[..., Answer]
+from tests.cli.drive import H200, Cli, Refused, World
 
 
 @pytest.fixture
@@ -162,7 +159,7 @@ def test_a_damaged_record_is_none(cli: Cli, world: World, pid: int, text: str) -
     ],
 )
 def test_wrong_words_change_nothing(
-    refused: Callable[..., str], world: World, pid: int, words: tuple[str, ...], code: str, exit_code: int
+    refused: Refused, world: World, pid: int, words: tuple[str, ...], code: str, exit_code: int
 ) -> None:
     words = tuple(str(pid) if each == "PID" else each for each in words)
     message = refused("timeslice", "set", *words, code=code, exit_code=exit_code)
@@ -172,7 +169,7 @@ def test_wrong_words_change_nothing(
     assert slice_records(world.host) == {}
 
 
-def test_a_client_of_mps_is_refused(cli: Cli, refused: Callable[..., str], world: World, pid: int) -> None:
+def test_a_client_of_mps_is_refused(cli: Cli, refused: Refused, world: World, pid: int) -> None:
     cli("mps", "start").ok()
     client = world.client()
     message = refused("timeslice", "set", "500us", str(client), code="under_mps", exit_code=3)
@@ -221,7 +218,7 @@ def test_a_long_slice_is_for_root_who_is_asked(world: World, pid: int) -> None:
     [("seccomp", "seccomp"), ("ptrace_scope", "ptrace_scope"), ("gvisor", "gvisor"), ("wsl", "wsl"), ("forged", None)],
 )
 def test_where_it_is_not_supported_the_reason_is_named(
-    cli: Cli, refused: Callable[..., str], world: World, pid: int, fault: str, code: str | None
+    cli: Cli, refused: Refused, world: World, pid: int, fault: str, code: str | None
 ) -> None:
     with world.file.changed() as state:
         state.channel_fault = fault
@@ -234,7 +231,7 @@ def test_where_it_is_not_supported_the_reason_is_named(
 
 
 def test_a_value_that_the_driver_does_not_keep_is_an_error_and_undone(
-    refused: Callable[..., str], world: World, pid: int, monkeypatch: pytest.MonkeyPatch
+    refused: Refused, world: World, pid: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> float:
         raise OperationFailed("the driver did not take it", "see: sudo dmesg | tail", code="not_taken")

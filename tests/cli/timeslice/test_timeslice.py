@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from gpushare.base.model import ComputeMode
 from gpushare.host.smi import ComputePolicy
-from tests.cli.conftest import Cli
-from tests.cli.drive import World
+from tests.cli.drive import Cli, Refused, World
 
 TWO = "sim:2xh200"
 
@@ -51,7 +48,7 @@ def test_set_again_does_nothing(cli: Cli) -> None:
 
 
 @pytest.mark.parametrize("level", ["4", "-1", "tiny", "", "1.0", "short,long"])
-def test_unknown_level(refused: Callable[..., str], level: str) -> None:
+def test_unknown_level(refused: Refused, level: str) -> None:
     words = ("--", level) if level.startswith("-") else (level,)
     refused("timeslice", "set", *words, code="bad_level", exit_code=2)
 
@@ -76,14 +73,14 @@ def test_reset_of_one_gpu_leaves_the_other(cli: Cli) -> None:
     assert [gpu.time_slice for gpu in world.state.gpus] == [3, 0]
 
 
-def test_several_gpus_must_be_named(refused: Callable[..., str]) -> None:
+def test_several_gpus_must_be_named(refused: Refused) -> None:
     refused("timeslice", "set", "short", code="gpu_not_named", exit_code=2, host=TWO)
     refused("timeslice", "reset", code="gpu_not_named", exit_code=2, host=TWO)
     refused("timeslice", "set", "short", "-g", "5", code="unknown_gpu", exit_code=6, host=TWO)
 
 
 @pytest.mark.parametrize("words", [("set", "short"), ("reset",)])
-def test_not_root_changes_nothing(refused: Callable[..., str], cli: Cli, world: World, words: tuple[str, ...]) -> None:
+def test_not_root_changes_nothing(refused: Refused, cli: Cli, world: World, words: tuple[str, ...]) -> None:
     if words == ("reset",):
         cli("timeslice", "set", "long").ok()
     world.fault("user", "1000")
@@ -94,7 +91,7 @@ def test_not_root_changes_nothing(refused: Callable[..., str], cli: Cli, world: 
     assert cli("timeslice", *words, "--dry-run").ok().out
 
 
-def test_not_root_with_a_mode_in_the_way(refused: Callable[..., str], world: World) -> None:
+def test_not_root_with_a_mode_in_the_way(refused: Refused, world: World) -> None:
     world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
     world.fault("user", "1000")
     assert "could not be undone" not in refused("timeslice", "set", "short", code="no_permission", exit_code=4)
@@ -112,13 +109,13 @@ def test_dry_run_changes_nothing(cli: Cli, world: World) -> None:
     assert list(world.host.run_directory.glob("mode/*.json"))
 
 
-def test_gpu_without_time_slice(refused: Callable[..., str]) -> None:
+def test_gpu_without_time_slice(refused: Refused) -> None:
     for words in (("set", "short"), ("reset",)):
         message = refused("timeslice", *words, code="not_supported", exit_code=3, host="sim:p100")
         assert "gpushare timeslice show" in message
 
 
-def test_gpu_without_time_slice_beside_one_that_has_it(refused: Callable[..., str], cli: Cli) -> None:
+def test_gpu_without_time_slice_beside_one_that_has_it(refused: Refused, cli: Cli) -> None:
     host = "sim:p100,h200"
     refused("timeslice", "set", "short", "-g", "0", code="no_time_slice", exit_code=3, host=host)
     refused("timeslice", "set", "short", "-g", "all", code="no_time_slice", exit_code=3, host=host)
@@ -129,18 +126,18 @@ def test_gpu_without_time_slice_beside_one_that_has_it(refused: Callable[..., st
     assert "lists no time-slice for GPU 0" in shown.err
 
 
-def test_mig_instance(refused: Callable[..., str], world: World) -> None:
+def test_mig_instance(refused: Refused, world: World) -> None:
     (uuid,) = world.mig("3g.71gb")
     for words in (("set", "short"), ("reset",)):
         assert "name the GPU: -g 0" in refused("timeslice", *words, "-g", uuid, code="not_supported", exit_code=3)
 
 
-def test_lost_gpu(refused: Callable[..., str], world: World) -> None:
+def test_lost_gpu(refused: Refused, world: World) -> None:
     world.fault("lost")
     refused("timeslice", "set", "short", code="gpu_lost", exit_code=6)
 
 
-def test_beside_mps(refused: Callable[..., str], cli: Cli, world: World) -> None:
+def test_beside_mps(refused: Refused, cli: Cli, world: World) -> None:
     cli("mps", "start").ok()
     message = refused("timeslice", "set", "short", code="mps_in_force", exit_code=19)
     assert "gpushare mps stop -g 0" in message
@@ -164,7 +161,7 @@ def test_a_dead_daemon_is_no_hindrance(cli: Cli, world: World) -> None:
     assert world.state.gpus[0].time_slice == 1
 
 
-def test_a_lying_smi_is_caught(refused: Callable[..., str], world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lying_smi_is_caught(refused: Refused, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     from gpushare.host.program import Completed
 
     monkeypatch.setattr(ComputePolicy, "set", lambda *_: Completed(("nvidia-smi",), 0, "Successfully set", ""))
@@ -172,9 +169,7 @@ def test_a_lying_smi_is_caught(refused: Callable[..., str], world: World, monkey
     assert "set to short but reads back as default" in message
 
 
-def test_failure_on_the_second_gpu_rolls_the_first_back(
-    refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failure_on_the_second_gpu_rolls_the_first_back(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(TWO)
     world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
     second, proper = world.uuid(1), ComputePolicy.set
@@ -186,9 +181,7 @@ def test_failure_on_the_second_gpu_rolls_the_first_back(
     refused("timeslice", "set", "short", "-g", "all", code="not_held", exit_code=1, host=TWO)
 
 
-def test_failed_reset_of_two_keeps_what_to_restore(
-    refused: Callable[..., str], cli: Cli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_reset_of_two_keeps_what_to_restore(refused: Refused, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(TWO)
     world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
     cli("timeslice", "set", "short", "-g", "all", host=TWO).ok()
@@ -205,7 +198,7 @@ def test_failed_reset_of_two_keeps_what_to_restore(
 
 
 def test_a_second_set_that_fails_keeps_what_the_first_found(
-    refused: Callable[..., str], cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
+    refused: Refused, cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
     cli("timeslice", "set", "short").ok()
@@ -233,13 +226,13 @@ def test_show_warns_of_an_exclusive_gpu(cli: Cli, world: World) -> None:
 )
 @pytest.mark.parametrize("words", [("show",), ("set", "short")])
 def test_a_host_that_does_not_answer(
-    refused: Callable[..., str], world: World, fault: str, code: str, exit_code: int, words: tuple[str, ...]
+    refused: Refused, world: World, fault: str, code: str, exit_code: int, words: tuple[str, ...]
 ) -> None:
     world.fault(fault)
     refused("timeslice", *words, code=code, exit_code=exit_code)
 
 
-def test_missing_smi(refused: Callable[..., str], world: World) -> None:
+def test_missing_smi(refused: Refused, world: World) -> None:
     world.fault("missing", "nvidia-smi")
     refused("timeslice", "set", "short", code="program_missing", exit_code=3)
     refused("timeslice", "show", code="program_missing", exit_code=3)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,9 @@ from gpushare.memory.peaks import find_profile
 from gpushare.run.results import find_tuned
 from gpushare.signals import Ended
 from gpushare.sim import admin
-from tests.cli.drive import H200, Answer, World
+from tests.cli.drive import H200, Cli, Refused, World
 from tests.measure.told_jobs import ToldExperiment, tell
 
-Cli = Callable[..., Answer]
 JOB = f"{sys.executable} -m gpushare.sim.job --every 0.02"
 PAIR = ("--production", f"{JOB} --need 30", "--opportunistic", f"{JOB} --need 95")
 # Requests of 5.6 ms at half load, next to a job that always works.
@@ -110,7 +108,7 @@ def test_no_setting_that_meets_the_goal_is_an_answer_of_its_own(cli: Cli, world:
     assert find_tuned(world.host, "production") is None
 
 
-def test_the_frontier_is_drawn(cli: Cli, refused: Callable[..., str], tmp_path: Path) -> None:
+def test_the_frontier_is_drawn(cli: Cli, refused: Refused, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     file = tmp_path / "frontier.svg"
     cli("tune", *PAIR, *CAPS, "--plot", str(file)).ok()
@@ -237,26 +235,24 @@ def test_what_cannot_be_kept_is_shown_all_the_same(cli: Cli, world: World) -> No
         (("--production", " "), "no_command"),
     ],
 )
-def test_bad_words_are_refused(refused: Callable[..., str], words: tuple[str, ...], code: str) -> None:
+def test_bad_words_are_refused(refused: Refused, words: tuple[str, ...], code: str) -> None:
     production = () if "--production" in words else ("--production", "true")
     refused("tune", *production, "--opportunistic", "true", *words, code=code, exit_code=2)
 
 
-def test_programs_that_are_not_there_are_refused(refused: Callable[..., str]) -> None:
+def test_programs_that_are_not_there_are_refused(refused: Refused) -> None:
     for words in (("no-such", "true"), ("true", "no-such")):
         pair = ("--production", words[0], "--opportunistic", words[1])
         refused("tune", *pair, code="command_not_found", exit_code=127)
 
 
-def test_in_mig_mode_the_hint_leads_on(refused: Callable[..., str], world: World) -> None:
+def test_in_mig_mode_the_hint_leads_on(refused: Refused, world: World) -> None:
     admin.set_mig(world.spec, "0", ["1g.18gb"])
     lines = refused("tune", *PAIR, code="mig_mode", exit_code=3, host=H200)
     assert "gpushare run --mig" in lines
 
 
-def test_slices_that_cannot_be_set_are_told(
-    cli: Cli, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slices_that_cannot_be_set_are_told(cli: Cli, refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     refusal = NotSupported("process 7: a sandbox forbids pidfd_getfd", "run it on the host", code="seccomp")
     monkeypatch.setattr(ToldExperiment, "refusal", refusal)
     answer = cli("tune", *SERVER, *BOTH, "--caps", "20").ok()
