@@ -79,7 +79,15 @@ ANSWERS: Final[Mapping[str, Sequence[str]]] = {
         for engine in ("k8s", "dra", "karpenter", "slurm", "mig-parted", "cdi", "docker", "compose", "ecs", "systemd")
     },
     "export prometheus": ("gpushare.cli.metrics:PrometheusAnswer",),
-    **{f"sim {verb}": ("Any",) for verb in ("list", "show", "reset", "add", "end", "mig", "vgpu", "fault", "cdi")},
+    "sim list": ("gpushare.cli.sim:SimHostsAnswer", "gpushare.cli.sim:SimModelsAnswer"),
+    "sim show": ("gpushare.sim.admin:ShownHost",),
+    "sim reset": ("gpushare.cli.sim:SimResetAnswer",),
+    "sim add": ("gpushare.cli.sim:SimProcessAnswer",),
+    "sim end": ("gpushare.cli.sim:SimProcessAnswer",),
+    "sim mig": ("gpushare.cli.sim:SimMigAnswer",),
+    "sim vgpu": ("gpushare.cli.sim:SimVgpuAnswer",),
+    "sim fault": ("gpushare.cli.sim:SimFaultAnswer",),
+    "sim cdi": ("gpushare.cli.sim:SimCdiAnswer",),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal as signals
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
 import typer
@@ -17,12 +18,87 @@ from gpushare.mps.daemons import own_daemon
 from gpushare.plan import Loss, Plan
 from gpushare.show.result import Column, Result, Table
 from gpushare.sim import admin, nvidia_ctk, open_simulated
-from gpushare.sim.admin import add_vgpu, describe, end_process, set_mig
+from gpushare.sim.admin import ResetResult, ShownHost, UsedHost, add_vgpu, describe, end_process, set_mig
 from gpushare.sim.admin import list_hosts as used_hosts
 from gpushare.sim.faults import KINDS
 from gpushare.sim.state import SimulatedGpu, SimulatedHostState
 
 Gpu = Annotated[str | None, typer.Option("-g", "--gpu", metavar="GPU", help="GPU index or UUID.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimFaultAnswer:
+    """What ``sim fault`` answers: what fails from now on, or that nothing does."""
+
+    fault: str | None = None
+    value: str | None = None
+    gpu: str | None = None
+    cleared: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimCdiAnswer:
+    """What ``sim cdi`` answers: the specification as programs of the host see it, and where it is."""
+
+    path: str
+    file: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimHostsAnswer:
+    """What ``sim list`` answers."""
+
+    hosts: tuple[UsedHost, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimModel:
+    """A GPU model that a simulated host can have, and the host with one of it."""
+
+    host: str
+    key: str
+    name: str
+    memory_bytes: int | None
+    multiprocessors: int | None
+    mig: bool
+    time_slice: bool | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimModelsAnswer:
+    """What ``sim list --models`` answers."""
+
+    models: tuple[SimModel, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimResetAnswer:
+    """What ``sim reset`` answers: the hosts that it removed, or in a dry run the names of those that it would."""
+
+    dry_run: bool
+    hosts: tuple[ResetResult | str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimProcessAnswer:
+    """What ``sim add`` and ``sim end`` answer."""
+
+    pid: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimMigAnswer:
+    """What ``sim mig`` answers: the instances as they were given."""
+
+    gpu: str
+    instances: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimVgpuAnswer:
+    """What ``sim vgpu`` answers."""
+
+    uuid: str
 
 
 def spec_of(given: str | None) -> str:
@@ -53,13 +129,13 @@ def fault(
         raise BadUsage("give one fault, or --clear", f"faults: {', '.join(KINDS)}", code="bad_fault")
     if kind is None:
         admin.clear_faults(spec)
-        return Result(command="sim fault", data={"cleared": True}, text=f"{spec}: no faults")
+        return Result(command="sim fault", data=SimFaultAnswer(cleared=True), text=f"{spec}: no faults")
     # Creates the host if no command has used it yet.
     settings.connect()
     admin.set_fault(spec, kind, gpu, value)
     words = " ".join(filter(None, [kind, value]))
     text = f"{spec}: {words}" if gpu is None else f"{spec}, GPU {gpu}: {words}"
-    return Result(command="sim fault", data={"fault": kind, "value": value, "gpu": gpu}, text=text)
+    return Result(command="sim fault", data=SimFaultAnswer(fault=kind, value=value, gpu=gpu), text=text)
 
 
 def cdi() -> Any:
@@ -67,7 +143,7 @@ def cdi() -> Any:
     host = open_simulated(spec_of(None))
     path = nvidia_ctk.install(host.state_file)
     file = str(host.state_file.directory / path.lstrip("/"))
-    return Result(command="sim cdi", data={"path": path, "file": file}, text=f"{path} is {file}")
+    return Result(command="sim cdi", data=SimCdiAnswer(path=path, file=file), text=f"{path} is {file}")
 
 
 app = typer.Typer(
@@ -97,22 +173,22 @@ def list_hosts(
     empty = "no simulated hosts yet; any command creates one: gpushare --host sim:h200 status"
     return Result(
         command="sim list",
-        data={"hosts": hosts},
+        data=SimHostsAnswer(hosts=tuple(hosts)),
         tables=(Table(name="hosts", columns=columns, rows=tuple(hosts), empty=empty),),
     )
 
 
 def _models() -> Any:
     rows = tuple(
-        {
-            "host": f"sim:{model.short}",
-            "key": key,
-            "name": model.name,
-            "memory_bytes": model.memory_bytes,
-            "multiprocessors": model.multiprocessors,
-            "mig": model.mig,
-            "time_slice": model.time_slice,
-        }
+        SimModel(
+            host=f"sim:{model.short}",
+            key=key,
+            name=model.name,
+            memory_bytes=model.memory_bytes,
+            multiprocessors=model.multiprocessors,
+            mig=model.mig,
+            time_slice=model.time_slice,
+        )
         for key, model in load_models().items()
     )
     columns = (
@@ -123,19 +199,20 @@ def _models() -> Any:
         Column("mig", "MIG", rank=1),
         Column("time_slice", "time-slice", rank=3),
     )
-    return Result(command="sim list", data={"models": rows}, tables=(Table(name="models", columns=columns, rows=rows),))
+    table = Table(name="models", columns=columns, rows=rows)
+    return Result(command="sim list", data=SimModelsAnswer(models=rows), tables=(table,))
 
 
 def show(host: Spec = None) -> Any:
     """Show a simulated host: its GPUs, and what differs from a new one. Its processes are in `status`."""
-    data = describe(spec_of(host))
-    return Result(command="sim show", data=data, text=_state_text(data))
+    shown = describe(spec_of(host))
+    return Result(command="sim show", data=shown, text=_state_text(shown))
 
 
-def _user(data: dict[str, Any]) -> str:
-    if data["fault_uid"] is None and data["uid"]:
-        return f"user {data['uid']}, who may do here what root may"
-    return f"user {data['uid']}" if data["uid"] else "root"
+def _user(host: ShownHost) -> str:
+    if host.fault_uid is None and host.uid:
+        return f"user {host.uid}, who may do here what root may"
+    return f"user {host.uid}" if host.uid else "root"
 
 
 # What every host has, or is shown by another name.
@@ -144,22 +221,24 @@ _ORDINARY: Final = frozenset({"spec", "gpus", "fault_uid", "next_pid", "created_
 _OF_A_GPU: Final = frozenset({"model", "uuid", "pci_bus_id", "mig_mode", "mig_pending", "mig", "bare", "nodes"})
 
 
-def _state_text(data: dict[str, Any]) -> str:
-    facts = {"driver": data["driver"], "commands run as": _user(data)}
-    for index, gpu in enumerate(data["gpus"]):
-        facts[f"GPU {index}"] = ", ".join([gpu["model"], *_differing(gpu, SimulatedGpu("", "", ""), _OF_A_GPU)])
-    facts |= {"host": ", ".join(_differing(data, SimulatedHostState(""), _ORDINARY)), "state": data["directory"]}
+def _state_text(host: ShownHost) -> str:
+    facts = {"driver": host.driver, "commands run as": _user(host)}
+    for index, gpu in enumerate(host.gpus):
+        facts[f"GPU {index}"] = ", ".join([gpu.model, *_differing(gpu, SimulatedGpu("", "", ""), _OF_A_GPU)])
+    facts |= {"host": ", ".join(_differing(host, SimulatedHostState(""), _ORDINARY)), "state": host.directory}
     width = max(map(len, facts))
-    return "\n".join([data["spec"], *(f"  {name:<{width}}  {value}" for name, value in facts.items() if value)])
+    return "\n".join([host.spec, *(f"  {name:<{width}}  {value}" for name, value in facts.items() if value)])
 
 
-def _differing(data: dict[str, Any], fresh: SimulatedGpu | SimulatedHostState, but: Collection[str]) -> Iterator[str]:
+def _differing(
+    shown: SimulatedGpu | SimulatedHostState, fresh: SimulatedGpu | SimulatedHostState, but: Collection[str]
+) -> Iterator[str]:
     """Yield the fields that differ from those of a new one; of processes and daemons their PIDs."""
     for name, usual in vars(fresh).items():
-        value = data[name]
+        value = getattr(shown, name)
         if name not in but and value != usual:
-            shown = [entry["pid"] for entry in value] if name in {"processes", "daemons"} else value
-            yield f"{name.replace('_', ' ')} {shown}"
+            pids = [entry.pid for entry in value] if name in {"processes", "daemons"} else value
+            yield f"{name.replace('_', ' ')} {pids}"
 
 
 def reset(
@@ -174,14 +253,15 @@ def reset(
     if settings.dry_run:
         return Result(
             command="sim reset",
-            data={"dry_run": True, "hosts": specs},
+            data=SimResetAnswer(dry_run=True, hosts=tuple(specs)),
             text=f"would delete {', '.join(specs) or 'nothing'}",
         )
-    done = [admin.reset(spec) for spec in specs]
+    done = tuple(admin.reset(spec) for spec in specs)
     alone = [str(pid) for each in done for pid in each.left_alone]
     notes = (f"real programs were left running: {', '.join(alone)}",) if alone else ()
     text = f"{', '.join(each.spec for each in done)}: reset" if done else "no simulated hosts to reset"
-    return Result(command="sim reset", data={"dry_run": False, "hosts": done}, done=((text, None),), notes=notes)
+    answer = SimResetAnswer(dry_run=False, hosts=done)
+    return Result(command="sim reset", data=answer, done=((text, None),), notes=notes)
 
 
 def add(
@@ -239,7 +319,7 @@ def add(
         command_line=() if command is None else command.split(),
         container=container,
     )
-    return Result(command="sim add", data={"pid": pid}, text=str(pid))
+    return Result(command="sim add", data=SimProcessAnswer(pid=pid), text=str(pid))
 
 
 def end(
@@ -258,7 +338,9 @@ def end(
         number = signals.Signals[f"SIG{name}"]
     end_process(spec_of(None), pid, number)
     return Result(
-        command="sim end", data={"pid": pid}, text=f"process {pid}: {'ended' if number is None else number.name}"
+        command="sim end",
+        data=SimProcessAnswer(pid=pid),
+        text=f"process {pid}: {'ended' if number is None else number.name}",
     )
 
 
@@ -270,7 +352,8 @@ def mig(
     names = instances or []
     set_mig(spec_of(None), gpu or "0", names)
     text = f"GPU {gpu}: {', '.join(names)}" if names else f"GPU {gpu}: MIG off"
-    return Result(command="sim mig", data={"gpu": gpu, "instances": names}, text=text)
+    answer = SimMigAnswer(gpu=gpu or "0", instances=tuple(names))
+    return Result(command="sim mig", data=answer, text=text)
 
 
 def vgpu(
@@ -281,7 +364,7 @@ def vgpu(
 ) -> Any:
     """Let a virtual machine use a vGPU of a type ('NVIDIA H200-35C'), and print its UUID."""
     name = add_vgpu(spec_of(None), gpu or "0", kind, vm, parse_memory_limit(memory))
-    return Result(command="sim vgpu", data={"uuid": name}, text=name)
+    return Result(command="sim vgpu", data=SimVgpuAnswer(uuid=name), text=name)
 
 
 app.command(cls=Command, short_help="Make something fail.")(fault)

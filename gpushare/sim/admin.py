@@ -7,8 +7,7 @@ import shutil
 import signal as signals
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from typing import Any, Final
+from typing import ClassVar, Final
 
 from gpushare.base.errors import BadUsage, NotFound, OperationFailed
 from gpushare.base.units import GIB
@@ -58,6 +57,23 @@ class ResetResult:
     left_alone: tuple[int, ...]
 
 
+@dataclass(eq=False, kw_only=True)
+class ShownProcess(SimulatedProcess):
+    """A process of a simulated host, and whether NVML lists it."""
+
+    on_gpu: bool
+
+
+@dataclass(eq=False, kw_only=True)
+class ShownHost(SimulatedHostState):
+    """Everything about a simulated host, whether a command has used it, and where its state is kept."""
+
+    json_properties: ClassVar = ("uid",)
+
+    used: bool
+    directory: str
+
+
 def list_hosts() -> list[UsedHost]:
     """Return the simulated hosts of this user, by name."""
     from gpushare.base.errors import GpushareError
@@ -78,15 +94,14 @@ def list_hosts() -> list[UsedHost]:
     return sorted(hosts, key=lambda host: host.spec)
 
 
-def describe(spec: str) -> dict[str, Any]:
-    """Return everything about a simulated host, ready for JSON; one that was never used is not created."""
+def describe(spec: str) -> ShownHost:
+    """Return a simulated host as it is shown; one that was never used is not created."""
     state_file = _file(spec)
     used = state_file.exists()
     state = current(state_file) if used else initial_state(state_file.spec)
-    raw = asdict(state)
-    for process, shown in zip(state.processes, raw["processes"], strict=True):
-        shown["on_gpu"] = liveness.on_gpu(process)
-    return {**raw, "uid": state.uid, "used": used, "directory": str(state_file.directory)}
+    processes = [ShownProcess(**vars(process), on_gpu=liveness.on_gpu(process)) for process in state.processes]
+    shown = {**vars(state), "processes": processes}
+    return ShownHost(**shown, used=used, directory=str(state_file.directory))
 
 
 def reset(spec: str) -> ResetResult:

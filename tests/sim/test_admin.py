@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -40,7 +39,7 @@ def test_opening_a_host_creates_it_once(sim_dir: Path) -> None:
 def test_listing_and_describing() -> None:
     assert admin.list_hosts() == []
     unused = admin.describe("sim:t4")
-    assert (unused["used"], len(unused["gpus"])) == (False, 1)
+    assert (unused.used, len(unused.gpus)) == (False, 1)
     assert admin.list_hosts() == []
     pid = admin.add_process(SPEC, "1", name="train")
     open_simulated("sim:t4")
@@ -48,9 +47,9 @@ def test_listing_and_describing() -> None:
         (SPEC, 2, 1, 0),
         ("sim:t4", 1, 0, 0),
     ]
-    shown = json.loads(json.dumps(admin.describe(SPEC)))
-    assert [(process["pid"], process["on_gpu"]) for process in shown["processes"]] == [(pid, True)]
-    assert shown["driver"] == state().driver
+    shown = admin.describe(SPEC)
+    assert [(process.pid, process.on_gpu) for process in shown.processes] == [(pid, True)]
+    assert shown.driver == state().driver
 
 
 def test_a_broken_state_file_does_not_hide_the_other_hosts(sim_dir: Path) -> None:

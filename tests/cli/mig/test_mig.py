@@ -53,7 +53,7 @@ def test_a_plan_has_explicit_placements_and_changes_nothing(cli: Cli) -> None:
     ]
     applied = cli("--host", "sim:h200", "-o", "json", "mig", "apply", "-n", "3g.71gb", "1g.18gb*3")
     assert applied.json["data"]["steps"] == done.json["data"]["steps"]
-    assert admin.describe("sim:h200")["gpus"][0]["mig"] == []
+    assert admin.describe("sim:h200").gpus[0].mig == []
 
 
 def test_what_is_there_stays_where_it_is(cli: Cli) -> None:
@@ -106,7 +106,7 @@ def test_the_printed_commands_lead_to_the_wish_and_those_of_the_undo_back(cli: C
             state.gpus = [place(gpu, model_of(gpu.model), list(here.values()))]
 
     def places() -> list[tuple[str, int]]:
-        return sorted((gpu["profile"], gpu["start"]) for gpu in admin.describe("sim:h100")["gpus"][0]["mig"])
+        return sorted((gpu.profile, gpu.start) for gpu in admin.describe("sim:h100").gpus[0].mig)
 
     plan = ("--host", "sim:h100", "-o", "json", "mig", "plan", "--exact", "1g.10gb", "2g.20gb")
     before, steps = places(), cli(*plan).json["data"]["steps"]

@@ -60,7 +60,7 @@ def test_a_full_disk_behind_stderr_does_not_end_the_program(tmp_path: Path) -> N
 def test_the_death_of_the_daemon_is_told_and_cleared_away(cli: Cli) -> None:
     run = gpushare("run", "--", "cat")
     until_attached(run)
-    daemon = admin.describe(H200)["daemons"][0]["pid"]
+    daemon = admin.describe(H200).daemons[0].pid
     from gpushare.connect import connect
 
     connect(H200).processes.send(daemon, signal.SIGKILL)
