@@ -67,7 +67,7 @@ ANSWERS: Final[Mapping[str, Sequence[str]]] = {
     "move": ("gpushare.cli.move:MoveAnswer",),
     "reserve": ("gpushare.cli.reserve:LeasesAnswer", PLAN),
     "advise": ("Any",),
-    "compare": ("Any",),
+    "compare": ("gpushare.cli.compare:CompareAnswer",),
     "bench": ("Any",),
     "tune": ("gpushare.show.tune:TuneAnswer",),
     "savings": ("gpushare.cli.savings:SavingsAnswer",),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from gpushare.advice.table import Table, driver_branch
+from gpushare.advice.table import Cell, Table, driver_branch
 from gpushare.base.model import ComputeMode, Way
 from gpushare.base.units import format_bytes
 from gpushare.gpu_models import named_model
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gpushare.advice.facts import GpuFacts, HostFacts
-    from gpushare.advice.table import Cell
     from gpushare.mig.profile import Profile
 
 
@@ -262,24 +261,22 @@ _COMPUTED: Final[dict[tuple[Way, str], Callable[[_Place], str | None]]] = {
 NOT_HERE: Final = "not here"
 
 
-def record(table: Table, mechanism: Way, row_key: str, driver: str | None, here: HostFacts | None) -> dict[str, Any]:
-    """Return one cell with its views; ``host`` is None without a host, or if the mechanism is not available."""
-    cell = table.cell(mechanism, row_key, driver)
-    return {
-        "row": row_key,
-        "title": table.row(row_key).title,
-        "mechanism": mechanism.value,
-        "published": cell.published,
-        "today": cell.today,
-        "host": None if here is None else text_here(table, mechanism, row_key, here, answering(here)),
-        "level": cell.level,
-        "limit": cell.limit,
-        "since": cell.since,
-        "options": cell.options,
-        "contradiction": cell.contradiction,
-        "note": cell.note,
-        "sources": [{"key": one.key, "title": one.title, "where": one.where, "date": one.date} for one in cell.sources],
-    }
+@dataclass(frozen=True, kw_only=True)
+class HostCell(Cell):
+    """One cell with the title of its row, and its text on this host."""
+
+    title: str
+    # Without a host, or if the mechanism is not available there.
+    host: str | None
+
+
+def host_cell(table: Table, mechanism: Way, row_key: str, driver: str | None, here: HostFacts | None) -> HostCell:
+    """Return one cell with all of its views."""
+    return HostCell(
+        **vars(table.cell(mechanism, row_key, driver)),
+        title=table.row(row_key).title,
+        host=None if here is None else text_here(table, mechanism, row_key, here, answering(here)),
+    )
 
 
 def answering(host: HostFacts) -> tuple[GpuFacts, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import product
 from typing import Annotated, Any, Final
@@ -12,11 +12,13 @@ from typing import Annotated, Any, Final
 import typer
 
 from gpushare.advice.compare import (
+    Availability,
+    HostCell,
     answering,
     availability,
     availability_text,
     explanation,
-    record,
+    host_cell,
     text_here,
     today_text,
 )
@@ -41,6 +43,27 @@ class View(str, Enum):
     PUBLISHED = "published"
     TODAY = "today"
     HOST = "host"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MechanismHere(Availability):
+    """Whether a mechanism is available on one GPU of this host."""
+
+    mechanism: Way
+    gpu: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareAnswer:
+    """What ``compare`` answers: cells of the table, and what this host has."""
+
+    # With --why: all of them.
+    view: View | None = None
+    host: str | None
+    driver: str | None
+    root: bool | None = None
+    availability: tuple[MechanismHere, ...] = ()
+    cells: tuple[HostCell, ...]
 
 
 @app.command(cls=Command)
@@ -84,12 +107,12 @@ def compare(
 def _view_of(text: str | None) -> View | None:
     if text is None:
         return None
-    found = [view for view in View if view.value.startswith(text.lower())] if text else []
-    if len(found) != 1:
+    views = [view for view in View if view.value.startswith(text.lower())] if text else []
+    if len(views) != 1:
         raise BadUsage(
             f"{quoted(text)} is not a view of the table", "give --view published, today or host", code="bad_view"
         )
-    return found[0]
+    return views[0]
 
 
 def _check_driver(driver: str | None, view: View | None, gpu: str | None) -> None:
@@ -113,7 +136,7 @@ def _facts(gpu: str | None) -> HostFacts:
     facts = host_facts(state)
     if gpu is not None:
         chosen = {device.gpu.index for device in select(gpu, state.gpus)}
-        facts = replace(facts, gpus=tuple(one for one in facts.gpus if one.index in chosen))
+        facts = replace(facts, gpus=tuple(each for each in facts.gpus if each.index in chosen))
     if not facts.gpus:
         raise no_gpu("see the general table: gpushare compare --view today")
     if not answering(facts):
@@ -139,22 +162,29 @@ def _compared(table: Table, chosen: Sequence[Way], view: View | None, driver: st
         facts, why_not = _facts_or_why(gpu)
     view = view or (View.TODAY if facts is None else View.HOST)
     driver = driver if facts is None else facts.driver
-    records = [record(table, one, row.key, driver, facts) for row in table.rows for one in chosen]
+    cells = tuple(host_cell(table, way, row.key, driver, facts) for row in table.rows for way in chosen)
     errors = _errors(facts)
     notes = (f"showing the view today, because this host does not answer: {why_not}",) if why_not else ()
     return Result(
         command="compare",
-        data=_data(view, chosen, records, driver, facts),
+        data=CompareAnswer(
+            view=view,
+            host=None if facts is None else facts.host,
+            driver=driver,
+            root=None if facts is None else facts.root,
+            availability=() if facts is None else _availability(chosen, facts),
+            cells=cells,
+        ),
         tables=(
             compare_table(
                 _title(view, driver, facts),
-                [table.titles[one] for one in chosen],
+                [table.titles[way] for way in chosen],
                 _rows(table, chosen, view, driver, facts),
                 whole=settings.verbose or len(chosen) == 1,
                 absent=_absent(table, chosen, facts),
             ),
         ),
-        csv=csv_table(records),
+        csv=csv_table(cells),
         notes=notes,
         errors=errors,
         exit_code=1 if errors else 0,
@@ -164,25 +194,25 @@ def _compared(table: Table, chosen: Sequence[Way], view: View | None, driver: st
 def _rows(
     table: Table, chosen: Sequence[Way], view: View, driver: str | None, facts: HostFacts | None
 ) -> list[ComparedRow]:
-    def said(one: Way, key: str) -> ComparedCell:
-        cell = table.cell(one, key, driver)
+    def shown(way: Way, key: str) -> ComparedCell:
+        cell = table.cell(way, key, driver)
         text: str | None = cell.published if view is View.PUBLISHED else today_text(cell, driver)
         if facts is not None:
-            text = text_here(table, one, key, facts, answering(facts))
+            text = text_here(table, way, key, facts, answering(facts))
         return ComparedCell(text=text, disputed=cell.contradiction is not None)
 
     rows = [
         ComparedRow(
             title=row.title,
             question=row.question,
-            cells=tuple(said(one, row.key) for one in chosen),
+            cells=tuple(shown(way, row.key) for way in chosen),
             decides=row.key not in _BACKGROUND,
         )
         for row in table.rows
     ]
     if facts is None:
         return rows
-    here = tuple(ComparedCell(text=availability_text(one, facts, answering(facts))) for one in chosen)
+    here = tuple(ComparedCell(text=availability_text(way, facts, answering(facts))) for way in chosen)
     return [ComparedRow(title="on this host", question="Is it available?", cells=here), *rows]
 
 
@@ -196,30 +226,15 @@ def _absent(table: Table, chosen: Sequence[Way], facts: HostFacts | None) -> fro
         return frozenset()
     gpus = answering(facts)
     return frozenset(
-        table.titles[one] for one in chosen if not any(availability(one, facts, gpu).usable for gpu in gpus)
+        table.titles[way] for way in chosen if not any(availability(way, facts, gpu).usable for gpu in gpus)
     )
 
 
-def _data(
-    view: View,
-    chosen: Sequence[Way],
-    records: Sequence[dict[str, Any]],
-    driver: str | None,
-    facts: HostFacts | None,
-) -> dict[str, Any]:
-    found: list[dict[str, Any]] = []
-    if facts is not None:
-        for one, gpu in product(chosen, answering(facts)):
-            here = availability(one, facts, gpu)
-            found.append({"mechanism": one.value, "gpu": gpu.index, "usable": here.usable, "why": here.why})
-    return {
-        "view": view.value,
-        "host": None if facts is None else facts.host,
-        "driver": driver,
-        "root": None if facts is None else facts.root,
-        "availability": found,
-        "cells": list(records),
-    }
+def _availability(chosen: Sequence[Way], facts: HostFacts) -> tuple[MechanismHere, ...]:
+    return tuple(
+        MechanismHere(mechanism=way, gpu=gpu.index, **vars(availability(way, facts, gpu)))
+        for way, gpu in product(chosen, answering(facts))
+    )
 
 
 def _title(view: View, driver: str | None, facts: HostFacts | None) -> str:
@@ -238,7 +253,7 @@ def _names(facts: HostFacts) -> str:
 
 
 def _errors(facts: HostFacts | None) -> tuple[GpushareError, ...]:
-    return gpu_errors(Gpu(index=one.index, error=one.error) for one in (() if facts is None else facts.gpus))
+    return gpu_errors(Gpu(index=each.index, error=each.error) for each in (() if facts is None else facts.gpus))
 
 
 def _why(
@@ -255,13 +270,13 @@ def _why(
     facts, why_not = (None, None) if driver is not None else _facts_or_why(gpu)
     driver = driver if facts is None else facts.driver
     entries = explanation(table, mechanism, row.key, driver, facts, why_not)
-    one = record(table, mechanism, row.key, driver, facts)
+    cell = host_cell(table, mechanism, row.key, driver, facts)
     errors = _errors(facts)
     return Result(
         command="compare",
-        data={"host": None if facts is None else facts.host, "driver": driver, "cells": [one]},
+        data=CompareAnswer(host=None if facts is None else facts.host, driver=driver, cells=(cell,)),
         tables=(why_table(f"{row.title}, {table.titles[mechanism]}", entries),),
-        csv=csv_table([one]),
+        csv=csv_table([cell]),
         errors=errors,
         exit_code=1 if errors else 0,
     )

@@ -190,12 +190,11 @@ def _drawn(
     return [Text(""), *lines]
 
 
-def csv_table(records: Sequence[dict[str, Any]]) -> Table:
-    """Return one record per cell with all of its views; sources by their keys."""
+def csv_table(cells: Sequence[Any]) -> Table:
+    """Return one row per cell with all of its views; sources by their keys."""
     keys = ("row", "mechanism", "published", "today", "host", "level", "limit", "since", "contradiction", "note")
-    columns = (*(Column(key, key) for key in keys), Column("sources", "sources"))
-    rows = [{**record, "sources": " ".join(source["key"] for source in record["sources"])} for record in records]
-    return Table(name="mechanisms", columns=columns, rows=tuple(rows))
+    sources = Column("sources", "sources", of=lambda cell: " ".join(source.key for source in cell.sources))
+    return Table(name="mechanisms", columns=(*(Column(key, key) for key in keys), sources), rows=tuple(cells))
 
 
 def why_table(title: str, entries: Sequence[tuple[str, str]]) -> Table:
