@@ -15,20 +15,23 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
+from gpushare.hostfile.parse import schema
 from gpushare.show.result import json_names, jsonable
+from gpushare.show.schema import HOST_FILE
 
 # Only the fields of classes of this package are part of an answer.
 OURS = "gpushare"
 PLAN: Final = "gpushare.show.plan:PlanAnswer"
 _CHANGE: Final = ("gpushare.cli.mig_change:MigChangeAnswer", PLAN)
-# The classes of the answers, by command. "Any" marks one that is no value class yet: the list only shrinks.
+# The classes of the answers, by command. `HOST_FILE`: gpushare.yaml, as a document.
 ANSWERS: Final[Mapping[str, Sequence[str]]] = {
     "status": ("gpushare.show.status:StatusAnswer", "gpushare.show.legend:LegendAnswer"),
     "jobs": ("gpushare.show.jobs:JobsAnswer",),
     "doctor": ("gpushare.cli.doctor:DoctorAnswer",),
     "explain": ("gpushare.cli.explain:ExplainAnswer",),
     "observe": ("gpushare.cli.observe:ObserveAnswer",),
-    "schema": ("Any",),
+    # A JSON Schema itself, or the names of all.
+    "schema": ("typing:Any",),
     "run": ("gpushare.run.start:RunPlanAnswer", PLAN, "gpushare.cli.run:DetachedAnswer"),
     "farm": ("gpushare.show.run:FarmAnswer", PLAN),
     "stop": ("gpushare.cli.stop:StopAnswer", PLAN),
@@ -66,14 +69,14 @@ ANSWERS: Final[Mapping[str, Sequence[str]]] = {
     "swap list": ("gpushare.cli.swap:SwapListAnswer",),
     "move": ("gpushare.cli.move:MoveAnswer",),
     "reserve": ("gpushare.cli.reserve:LeasesAnswer", PLAN),
-    "advise": ("Any",),
+    "advise": ("typing:Any",),
     "compare": ("gpushare.cli.compare:CompareAnswer",),
-    "bench": ("Any",),
+    "bench": ("typing:Any",),
     "tune": ("gpushare.show.tune:TuneAnswer",),
     "savings": ("gpushare.cli.savings:SavingsAnswer",),
     "apply": ("gpushare.cli.apply:ApplyAnswer", PLAN),
     "diff": ("gpushare.cli.diff:DiffAnswer",),
-    "capture": ("Any",),
+    "capture": (HOST_FILE,),
     **{
         f"export {engine}": ("gpushare.cli.export:ExportAnswer",)
         for engine in ("k8s", "dra", "karpenter", "slurm", "mig-parted", "cdi", "docker", "compose", "ecs", "systemd")
@@ -96,7 +99,7 @@ def schemas() -> str:
     definitions: dict[str, Any] = {}
     answers = {}
     for command, names in ANSWERS.items():
-        kinds = [{} if name == "Any" else _schema(_loaded(name), definitions) for name in names]
+        kinds = [schema() if name == HOST_FILE else _schema(_loaded(name), definitions) for name in names]
         answers[command] = kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
     return json.dumps({"answers": answers, "$defs": dict(sorted(definitions.items()))}, indent=1) + "\n"
 

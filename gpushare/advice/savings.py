@@ -63,7 +63,7 @@ class Price:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Option:
+class Consolidation:
     """The work on fewer GPUs. ``verdict`` is fits, above_target or no_headroom; cost is None without a price.
 
     ``places`` lists which GPUs' work is placed together. ``max_load_percent`` is that of the fullest GPU, ``max_p95_percent`` the largest
@@ -91,11 +91,11 @@ class Savings:
     target_load_percent: Decimal
     price: Price | None
     cost: Decimal | None
-    options: tuple[Option, ...]
+    options: tuple[Consolidation, ...]
     warnings: tuple[str, ...]
 
     @property
-    def recommended(self) -> Option | None:
+    def recommended(self) -> Consolidation | None:
         """Return the option with the fewest GPUs that keeps the target load; None if that needs all of them."""
         return next((option for option in self.options if option.recommended), None)
 
@@ -118,7 +118,7 @@ def savings(
     _check(work, target_load, gpu_memory_bytes)
     now = len(work)
     cost = None if price is None else price.cost(now)
-    options: list[Option] = []
+    options: list[Consolidation] = []
     refused: str | None = None
     for gpus in range(1, now):
         bins = _pack(work, gpus, gpu_memory_bytes)
@@ -203,13 +203,13 @@ def _spread(work: Sequence[Work], gpus: int, capacity: int | None, *, even: bool
 
 def _option(
     bins: list[list[Work]], now: int, price: Price | None, cost: Decimal | None, target_load: Decimal
-) -> Option:
+) -> Consolidation:
     gpus = len(bins)
     max_load = max(sum((one.load for one in place), Decimal(0)) for place in bins)
     p95 = [_sum_p95(place) for place in bins]
     memory = [_sum_memory(place) for place in bins]
     then = None if price is None else price.cost(gpus)
-    return Option(
+    return Consolidation(
         gpus=gpus,
         places=tuple(tuple(one.name for one in place) for place in bins),
         max_load_percent=max_load,
@@ -222,7 +222,7 @@ def _option(
     )
 
 
-def _recommended(option: Option) -> Option:
+def _recommended(option: Consolidation) -> Consolidation:
     from dataclasses import replace
 
     return replace(option, recommended=True)
@@ -257,7 +257,7 @@ def plain(number: Decimal) -> str:
 
 
 def _warnings(
-    work: Sequence[Work], options: Sequence[Option], total: Decimal, target: Decimal, capacity: int | None
+    work: Sequence[Work], options: Sequence[Consolidation], total: Decimal, target: Decimal, capacity: int | None
 ) -> list[str]:
     said = []
     loads = {one.load for one in work}

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from gpushare.advice.savings import MOST_GPUS, Option, Price, Savings, Work, known_price
+from gpushare.advice.savings import MOST_GPUS, Consolidation, Price, Savings, Work, known_price
 from gpushare.advice.savings import savings as save
 from gpushare.base.errors import BadCombination, BadUsage, NotSupported
 from gpushare.base.model import Gpu
@@ -244,7 +244,7 @@ def _now(data: SavingsAnswer) -> str:
     return f"{head}: {data.gpus} x ${plain_value(price.per_hour)}/h x {plain_value(price.hours)} h = {money(cost)}"
 
 
-def _line(option: Option, data: SavingsAnswer) -> str:
+def _line(option: Consolidation, data: SavingsAnswer) -> str:
     if data.cost is None:
         change = f"{data.gpus} to {option.gpus}: {plain_value(option.saving_percent)} % fewer"
     else:
