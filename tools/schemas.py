@@ -84,7 +84,7 @@ ANSWERS: Final[Mapping[str, Sequence[str]]] = {
     "export prometheus": ("gpushare.cli.metrics:PrometheusAnswer",),
     "sim list": ("gpushare.cli.sim:SimHostsAnswer", "gpushare.cli.sim:SimModelsAnswer"),
     "sim show": ("gpushare.sim.admin:ShownHost",),
-    "sim reset": ("gpushare.cli.sim:SimResetAnswer",),
+    "sim reset": ("gpushare.cli.sim:SimResetAnswer", PLAN),
     "sim add": ("gpushare.cli.sim:SimProcessAnswer",),
     "sim end": ("gpushare.cli.sim:SimProcessAnswer",),
     "sim mig": ("gpushare.cli.sim:SimMigAnswer",),
