@@ -205,7 +205,7 @@ def test_a_job_that_waits_for_production_to_rest_is_one(real: Real, cli: Cli, wo
 
 @pytest.mark.parametrize("options", [(), ("--production", "train")])
 def test_a_job_whose_gpushare_and_guard_were_killed(
-    real: Callable[..., Started], cli: Cli, world: World, options: tuple[str, ...]
+    real: Real, cli: Cli, world: World, options: tuple[str, ...]
 ) -> None:
     words = options or ("--name", "train")
     started = real("run", "--slice", "2ms", *words, "--", "sleep", "300")
