@@ -492,13 +492,6 @@ def _somebody_waits(world: World) -> None:
     )
 
 
-def _limiting_driver(world: World) -> None:
-    """Have a driver that limits a job in a cgroup by itself."""
-    _foreign_mps(world)
-    world.call(lambda: admin.set_fault(world.spec, "driver", None, "615.71.09"))
-    world.call(lambda: connect(world.spec).open_cgroups())
-
-
 def _ledger_rows() -> list[Row]:
     row = partial(Row, host=MPS_HOST, prepare=_foreign_mps, runs=True)
     wait = _run("--wait", "--memory", "4G", "-g", "0")
@@ -512,14 +505,6 @@ def _ledger_rows() -> list[Row]:
         row(name="run --wait", command=wait, then=[wait, stop]),
         row(name="run --wait, its guard too", command=wait, then=[wait, stop], guard_after=3),
         row(name="run --memory", command=held, then=[held, stop]),
-        row(name="run --memory, by the driver", prepare=_limiting_driver, command=held, then=[held, stop]),
-        row(
-            name="run --memory, by the driver, its guard too",
-            prepare=_limiting_driver,
-            command=held,
-            then=[held, stop],
-            guard_after=3,
-        ),
         row(name="run --swap turns", prepare=_somebody_waits, command=turns, then=[turns]),
         row(
             name="run --swap turns, its guard too", prepare=_somebody_waits, command=turns, then=[turns], guard_after=40

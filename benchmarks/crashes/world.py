@@ -275,15 +275,7 @@ class World:
                 continue
             key = "a real daemon" if what.startswith(MPS_CONTROL) else f"a process of ours, {what},"
             found[f"{key} lives" + ("" if key == "a real daemon" else f" ({pid})")] = _limits(self, pid)
-        return found | self._cgroups() | self._files(state)
-
-    def _cgroups(self) -> dict[str, str]:
-        """Return the cgroups of jobs, by whether the gpushare that made them lives."""
-        found = {}
-        for path in self.directory.glob("cgroup/gpushare-job-*"):
-            alive = "alive" if _lives(int(path.name.split("-")[2])) else "dead"
-            found[f"cgroup of the {alive}"] = json.dumps({"pid": alive, "limits": _text(path / "driver.limits")})
-        return found
+        return found | self._files(state)
 
     def _files(self, state: SimulatedHostState) -> dict[str, str]:
         found: dict[str, str] = {}

@@ -369,8 +369,7 @@ class GpuLease:
 class LimitedJob:
     """A job whose processes together have a limit of memory (`gpushare run --memory`).
 
-    ``above`` is what happens above it: the driver refuses it (``refuse``), or gpushare adds up what the processes hold and
-    will ``end`` it, ``warn``, or ``pause`` it.
+    gpushare adds up what the processes hold; ``above`` is what it does above the limit: ``end``, ``warn`` or ``pause``.
     """
 
     pid: int
@@ -379,11 +378,6 @@ class LimitedJob:
     device_uuid: str
     limit_bytes: int
     above: str
-    json_properties: ClassVar = ("by_driver",)
-
-    @property
-    def by_driver(self) -> bool:
-        return self.above == "refuse"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -121,7 +121,7 @@ def fault(
 
     Of a GPU: lost, busy, persistence-off, not-supported FIELD, refused FIELD, reset-required (a MIG mode change stays pending), xid N, slowed N (nvmlClocksEventReasons), power-cap WATTS, unlisted-memory BYTES. Of
     the host: no-driver, no-nvml, no-permission, blind (another PID namespace), hang PROGRAM, missing PROGRAM, user UID,
-    driver VERSION, mps-version N, mismatch (library and kernel module differ), shm BYTES, descriptors N, collide N (the next N connections to an MPS daemon are dropped), memory-limits ignored|mib|told-in-mib (driver 615), fail-step N (the Nth modifying
+    driver VERSION, mps-version N, mismatch (library and kernel module differ), shm BYTES, descriptors N, collide N (the next N connections to an MPS daemon are dropped), fail-step N (the Nth modifying
     NVML call from now on fails), crash-step N (the program dies right after the Nth modifying NVML call).
     """
     spec = spec_of(None)

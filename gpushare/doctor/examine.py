@@ -575,12 +575,6 @@ def _swap(job: Swap) -> Check | None:
     return None
 
 
-def _cgroups(seen: Examination) -> Iterator[Check]:
-    """Check that no cgroup is left of a job whose gpushare was killed."""
-    for cgroup in seen.host.open_cgroups().left():
-        yield finding("memory.cgroup" if cgroup.populated() else "memory.cgroup empty", path=cgroup.path)
-
-
 # They have every GPU open on many hosts, and no memory there. The kernel keeps 15 characters of a name.
 _DAEMONS: Final = tuple(
     name[:15] for name in ("nvidia-persistenced", "nv-hostengine", "nv-fabricmanager", "dcgm-exporter", "nvidia-smi")
@@ -727,7 +721,6 @@ CHECKS: Final[tuple[Callable[[Examination], Iterator[Check]], ...]] = (
     _records,
     _pauses,
     _swaps,
-    _cgroups,
     _unlisted,
     _idle,
     _levels,

@@ -22,7 +22,6 @@ from gpushare.host.smi import ComputePolicy
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from gpushare.host.cgroups import Cgroups
     from gpushare.host.channels import ChannelControl
     from gpushare.host.checkpoint import Checkpoint
     from gpushare.host.machine import Machine
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 
 SYSTEM_RUN_DIRECTORY = Path("/run/gpushare")
 SYSTEM_STATE_DIRECTORY = Path("/var/lib/gpushare")
-CGROUPS = Path("/sys/fs/cgroup")
 # Where the run directories of users are: see `local_run_directory`.
 TEMPORARY = "/tmp"  # noqa: S108 - opened as a stranger's directory
 RUNTIME = "/run/user"
@@ -90,9 +88,6 @@ class Host:
     open_channels: Callable[[], ChannelControl] = field(default=late("host.channels:ChannelControl"))
     # What copies the GPU memory of processes to host memory and back.
     open_checkpoint: Callable[[], Checkpoint] = field(default=late("host.checkpoint:Checkpoint"))
-    # The cgroups of jobs, and where they are.
-    open_cgroups: Callable[[], Cgroups] = field(default=late("host.cgroups:Cgroups", str(CGROUPS)))
-    cgroup_root: Path = CGROUPS
     # Returns whether this is a hypervisor that may give vGPUs to virtual machines.
     makes_vgpus: Callable[[], bool] = field(default=_local_vgpus)
     # Returns the user, the groups, the cgroup and, unless ``command=False``, the command line of a PID.

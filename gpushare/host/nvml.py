@@ -10,10 +10,10 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
-from ctypes import Structure, byref, c_char_p, c_uint, c_ulonglong
+from ctypes import byref, c_uint, c_ulonglong
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 from gpushare.base.errors import (
     DriverNotLoaded,
@@ -82,33 +82,6 @@ def nvml_error(code: int, text: str, gpu: str | None = None) -> GpushareError:
     return OperationFailed(f"{where}NVML answers {code}: {text}", doctor, gpu=gpu, code="nvml")
 
 
-class MemoryLimits(NamedTuple):
-    """What the driver limits the processes of a cgroup to on a GPU, in bytes, and what they hold there.
-
-    ``soft_bytes`` 0 and ``hard_bytes`` `NO_LIMIT`: nothing.
-    """
-
-    soft_bytes: int
-    hard_bytes: int
-    used_bytes: int
-
-
-# NVML_DEVICE_MEMORY_LIMIT_MAX.
-NO_LIMIT: Final = 0xFFFFFFFFFFFFFFFF
-
-
-class _SetMemoryLimits(Structure):
-    """nvmlSetMemoryLimits_v1_t of NVML 615; older bindings have neither it nor the calls."""
-
-    _fields_ = (("nameSpace", c_char_p), ("softLimit", c_ulonglong), ("hardLimit", c_ulonglong))
-
-
-class _GetMemoryLimits(Structure):
-    """nvmlGetMemoryLimits_v1_t."""
-
-    _fields_ = (*_SetMemoryLimits._fields_, ("currentUsed", c_ulonglong))
-
-
 # How well two GPUs are connected at best, see `NvmlReader.closeness`.
 NVLINK: Final = 6
 # The nvmlClocksEventReasons that cost speed against the user's will; the others are settings, or an idle GPU.
@@ -154,16 +127,6 @@ def _rows(nvml: Any, kind: Any, room: int, call: Callable[[Any, Any], int]) -> l
             nvml._nvmlCheckReturn(code)
             return list(rows[: count.value])
         room = max(2 * room, count.value + 16)
-
-
-def _call(nvml: Any, name: str, *arguments: Any) -> bool:
-    """Call an entry point that the bindings may not have yet, and return True.
-
-    Raises:
-        pynvml.NVMLError: as the driver answers; FunctionNotFound where it has no such entry point.
-    """
-    nvml._nvmlCheckReturn(nvml._nvmlGetFunctionPointer(name)(*arguments))
-    return True
 
 
 def read_samples(nvml: Any, handle: Any) -> dict[int, int]:
@@ -654,33 +617,6 @@ class NvmlReader:
             if percent > 0:
                 newest[pid] = max(stamp / 1e6, newest.get(pid, 0.0))
         return newest
-
-    # -- limits of memory by cgroup --------------------------------------------------------------------
-
-    def memory_limits(self, index: int, cgroup: str) -> MemoryLimits | None:
-        """Return what the driver limits a cgroup to on a GPU (nvmlDeviceGetMemoryLimits_v1, driver 615); None: unknown.
-
-        In bytes (nvml.h 615). Where the kernel has no dmem controller, NOT_SUPPORTED also means that nothing limits it.
-
-        Raises:
-            NotFound: no such cgroup, or one without the dmem controller where the kernel has it.
-        """
-        handle, limits = self.handle(index), _GetMemoryLimits(nameSpace=os.fsencode(cgroup))
-        if not self.ask(lambda nvml: _call(nvml, "nvmlDeviceGetMemoryLimits_v1", handle, byref(limits)), str(index)):
-            return None
-        return MemoryLimits(int(limits.softLimit), int(limits.hardLimit), int(limits.currentUsed))
-
-    def set_memory_limit(self, index: int, cgroup: str, hard_bytes: int) -> bool:
-        """Let the driver refuse a cgroup what is above a limit (nvmlDeviceSetMemoryLimits_v1); return False if it cannot.
-
-        The soft limit is always 0, none: MPS may end a client that is above its soft limit, to make room for another.
-
-        Raises as `memory_limits`.
-        """
-        handle = self.handle(index)
-        limits = _SetMemoryLimits(nameSpace=os.fsencode(cgroup), softLimit=0, hardLimit=hard_bytes)
-        call = self.ask(lambda nvml: _call(nvml, "nvmlDeviceSetMemoryLimits_v1", handle, byref(limits)), str(index))
-        return call is True
 
     def _sm_samples(self, handle: Any, gpu: str) -> dict[int, int] | None:
         """Return SM % by PID (nvmlDeviceGetProcessUtilization; ``nvidia-smi pmon``).

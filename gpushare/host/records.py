@@ -26,8 +26,6 @@ DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NONBLOCK
 # The largest of them, a journal of 16 GPUs, has some hundred thousand bytes.
 _MOST_BYTES: Final = 4 << 20
 _USUAL_BYTES: Final = 16 << 10
-# `cgroups.PREFIX`; that file is loaded only where there is one.
-_JOB_CGROUP: Final = "gpushare-job-"
 _LOCK_POLL_SECONDS: Final = 0.05
 # The directories of records (`store.RecordStore`), but for those in "mps".
 _RUN: Final = (
@@ -375,10 +373,8 @@ def sync_directory(directory: Path) -> None:
 def sweep_leftovers(host: Host) -> None:
     """Remove leftovers of journals, names and records; every changing command does, even if it has nothing to change.
 
-    Needs no lock: files being written are locked. Only in directories that nobody else can plant or redirect. As root, it
-    removes the empty cgroups of gpushares that were killed, too.
+    Needs no lock: files being written are locked. Only in directories that nobody else can plant or redirect.
     """
-    sweep_cgroups(host)
     # Only our own: the user may have named these directories, and they may have files of others.
     if _is_private(host.state_directory):
         clear_leftovers(host.state_directory, "applied")
@@ -386,18 +382,6 @@ def sweep_leftovers(host: Host) -> None:
         for directory in (*(root / name for name in names), *_below(root / "mps")) if _is_private(root) else ():
             if _is_private(directory):
                 clear_leftovers(directory)
-
-
-def sweep_cgroups(host: Host) -> None:
-    """Remove the empty cgroups of jobs whose gpushare is gone; the names tell whether there are any of ours."""
-    try:
-        names = os.listdir(host.cgroup_root) if host.root else []
-    except OSError:
-        return
-    if any(name.startswith(_JOB_CGROUP) for name in names):
-        from gpushare.host.cgroups import sweep
-
-        sweep(host.open_cgroups(), host.nvml)
 
 
 def _below(directory: Path) -> list[Path]:

@@ -51,7 +51,7 @@ TIME_MARGIN_SECONDS: Final = 15.0
 MOST_WAITING_OF_ONE_USER: Final = 64
 _MOST_BYTES: Final = 1 << 50
 # What happens to a job above its limit.
-ABOVE: Final = ("refuse", "end", "warn", "pause")
+ABOVE: Final = ("end", "warn", "pause")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,11 +1,8 @@
 """The memory of a job: the sum over all processes of a program, held against a limit, and its peak.
 
-Before driver 615 nothing limits a job, and the pinned memory limit of MPS is per process. So the sum is taken from NVML
+The driver limits no job, and the pinned memory limit of MPS is per process. So the sum is taken from NVML
 (nvmlDeviceGetComputeRunningProcesses: context included) every 0.2 s. A process that has left the program's tree, by a
 double fork, counts too: it was seen in the tree before, or has the job's mark in its environment.
-
-Where the driver limits the job (`driver_limit`), it refuses what is above. The sum is taken all the same: it shows a process
-that has left the cgroup, and memory that the driver does not count.
 """
 
 from __future__ import annotations
@@ -28,7 +25,6 @@ if TYPE_CHECKING:
     from gpushare.base.model import GpuProcess
     from gpushare.base.selection import Device
     from gpushare.host.host import Host
-    from gpushare.memory.driver_limit import DriverLimit
     from gpushare.memory.ledger import Place
     from gpushare.part import Watch
 
@@ -50,8 +46,6 @@ _PAUSE_SECONDS: Final = 10.0
 _ENDING_BYTES: Final = 256 * MIB
 # In the environment of the program and of all that it starts.
 MARK: Final = "GPUSHARE_JOB"
-# The driver and NVML may count contexts differently. What is further above the driver's limit, the driver does not count.
-_UNCOUNTED_BYTES: Final = 512 * MIB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +102,8 @@ def parse_budget(memory: str, over: str | None) -> MemoryBudget:
 class JobMemory(Part):
     """The memory of one job while it runs. ``say`` prints a sentence; ``place`` is its entry in the ledger.
 
-    ``driver`` is the driver's limit, if it has one: given back by `leave`. ``listed`` reads the processes on the GPU, if one
-    look is for several jobs. ``mark`` is that of the same job on another GPU.
+    ``listed`` reads the processes on the GPU, if one look is for several jobs. ``mark`` is that of the same job on another
+    GPU.
     """
 
     def __init__(
@@ -120,7 +114,6 @@ class JobMemory(Part):
         limit_bytes: int | None = None,
         action: MemoryAction = "end",
         place: Place | None = None,
-        driver: DriverLimit | None = None,
         say: Callable[[str], None] = lambda _: None,
         listed: Callable[[], Sequence[GpuProcess] | None] | None = None,
         mark: str | None = None,
@@ -128,10 +121,7 @@ class JobMemory(Part):
     ) -> None:
         self._host, self._device, self._clock = host, device, clock
         self.limit_bytes, self._action, self._place, self._say = limit_bytes, action, place, say
-        self._driver = driver
         self._listed = listed or (lambda: host.nvml.processes(self._device.gpu.index))
-        # Whether the driver limits all of the job.
-        self.by_driver = driver is not None
         self._limited = limit_bytes is not None
         self.peak_bytes: int | None = None
         # Why the job was ended, for the error after its end.
@@ -166,11 +156,6 @@ class JobMemory(Part):
         """Return how long until the next look."""
         return max(0.0, self._due - self._clock())
 
-    def enter(self, pid: int) -> None:
-        """Put a new process under the driver's limit. Called in that process, before it runs the program."""
-        if self._driver is not None:
-            self._driver.enter(pid)
-
     def started(self, watch: Watch) -> None:
         """Begin to watch a program."""
         self.begin(watch.program_pid)
@@ -180,7 +165,6 @@ class JobMemory(Part):
         self._root, self._began = pid, self._clock()
         self._used_at = self._looked_at = self._began
         self._tell()
-        self._check_inside([pid])
         if self._place is not None:
             # The reservation lasts until the program has ended, even if gpushare dies first.
             with contextlib.suppress(GpushareError):
@@ -202,7 +186,7 @@ class JobMemory(Part):
         """Say in the ledger what the job's limit is, and what happens above it."""
         if self._place is not None and self.limit_bytes is not None:
             with contextlib.suppress(GpushareError):
-                self._place.tell_limit(self.limit_bytes, "refuse" if self.by_driver else self._action)
+                self._place.tell_limit(self.limit_bytes, self._action)
 
     def poll(self) -> bool:
         """Add up the job's memory; return whether the program is to be ended now."""
@@ -214,10 +198,8 @@ class JobMemory(Part):
         spacing = min(_PEAK_SECONDS, max(LOOK_SECONDS, (now - self._began) / 10))
         self._due = now + (spacing if self.limit_bytes is None else LOOK_SECONDS)
         processes = self._processes()
-        counted = self._counted()
         self._tell_unknown(processes, now)
         if processes is None:
-            self.peak_bytes = self.peak_bytes if counted is None else max(counted, self.peak_bytes or 0)
             return False
         self._tell_lapsed(used=bool(processes), now=now)
         self._looked_at = now
@@ -226,16 +208,14 @@ class JobMemory(Part):
             self._place.touch()
         held = sum(process.memory_used_bytes or 0 for process in processes)
         unknown = [process.pid for process in processes if process.memory_used_bytes is None]
-        if counted or (processes and not unknown):
-            self.peak_bytes = max(held, counted or 0, self.peak_bytes or 0)
-        if self.by_driver and self.limit_bytes is not None:
-            self._check_driver(processes, held, self.limit_bytes)
-        if self.limit_bytes is None or self.by_driver or held <= self.limit_bytes:
+        if processes and not unknown:
+            self.peak_bytes = max(held, self.peak_bytes or 0)
+        if self.limit_bytes is None or held <= self.limit_bytes:
             self._told = False
             if self._stopped and processes and self._unknown is None:
                 self._continue()
                 self._say(f"the job holds {format_bytes(held)}, within its limit again: continued (SIGCONT)")
-            if self.limit_bytes is not None and not self.by_driver and held > _CLOSE_SHARE * self.limit_bytes:
+            if self.limit_bytes is not None and held > _CLOSE_SHARE * self.limit_bytes:
                 self._due = now + _CLOSE_SECONDS
             return False
         return self._exceeded(processes, held, self.limit_bytes)
@@ -256,7 +236,7 @@ class JobMemory(Part):
 
     def _tell_unknown(self, processes: list[GpuProcess] | None, now: float) -> None:
         """Say once that what the job holds is not known, and when it is known again."""
-        if self.limit_bytes is None or self.by_driver:
+        if self.limit_bytes is None:
             return
         limit = format_bytes(self.limit_bytes)
         without = [process.pid for process in processes or () if process.memory_used_bytes is None]
@@ -271,31 +251,6 @@ class JobMemory(Part):
         elif not self._told_unknown and now - self._unknown_since >= _UNKNOWN_SECONDS:
             self._told_unknown = True
             self._say(f"its limit of {limit} cannot be checked: {self._unknown}")
-
-    def _counted(self) -> int | None:
-        """Return what the driver counts for the job; a number that it would have refused is in another unit."""
-        counted = None if self._driver is None else self._driver.used_bytes()
-        return None if counted is None or self.limit_bytes is None or counted > self.limit_bytes else counted
-
-    def _check_driver(self, processes: list[GpuProcess], held: int, limit: int) -> None:
-        """See whether the driver still limits all of the job; if not, what NVML lists counts from now on."""
-        self._check_inside([process.pid for process in processes])
-        if held > limit + _UNCOUNTED_BYTES:
-            self._distrust(
-                f"the job holds {format_bytes(held)}, and the driver has not refused it (managed memory is not counted)"
-            )
-
-    def _check_inside(self, pids: list[int]) -> None:
-        if self._driver is not None:
-            gone = [pid for pid in pids if not self._driver.holds(pid) and self._host.processes.alive(pid)]
-            if gone:
-                self._distrust(f"process {gone[0]} is not in the job's cgroup")
-
-    def _distrust(self, reason: str) -> None:
-        if self.by_driver:
-            self.by_driver = False
-            self._tell()
-            self._say(f"the driver does not limit all of the job: {reason}; its processes are added up instead")
 
     def _exceeded(self, processes: list[GpuProcess], held: int, limit: int) -> bool:
         largest = max(processes, key=lambda process: process.memory_used_bytes or 0)
@@ -367,18 +322,15 @@ class JobMemory(Part):
                 signal_known(self._host.processes, pid, started, signal.SIGCONT)
 
     def leave(self) -> None:
-        """Leave the ledger, and take the driver's limit off."""
+        """Leave the ledger."""
         self._tell_left()
-        driver, self._driver = self._driver, None
-        if driver is not None:
-            driver.release()
         if self._place is not None:
             self._place.leave()
 
     def _tell_left(self) -> None:
         """Say what is left of a job that has ended: nothing limits it any more."""
         limited, self._limited = self._limited, False
-        if not limited or self.by_driver or self._root == 0:
+        if not limited or self._root == 0:
             return
         # Also those that hold nothing yet.
         marked = known(self._host.processes, self._host.processes.started_with(MARK, self.mark))
@@ -432,9 +384,6 @@ class JobMemory(Part):
             return True
         if pid in self._strangers:
             return False
-        if self._driver is not None and self._driver.holds(pid):
-            self._family.update(known(self._host.processes, [pid]))
-            return True
         if any(above == self._root or above in self._family for above in self._host.processes.ancestry(pid)):
             self._family.update(known(self._host.processes, [pid]))
             return True

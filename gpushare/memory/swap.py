@@ -238,7 +238,7 @@ def check_out(host: Host, title: str, processes: Sequence[JobProcess]) -> None:
     """Raise unless a job can go out.
 
     Raises:
-        NotSupported: a client of MPS, on several GPUs, with a limit of the driver, a driver before 570, another PID
+        NotSupported: a client of MPS, on several GPUs, a driver before 570, another PID
             namespace than the host's.
         InUse: it is stopped or paused (which hangs the lock), or host memory is short.
     """
@@ -256,12 +256,6 @@ def check_out(host: Host, title: str, processes: Sequence[JobProcess]) -> None:
             f"{title} is on GPUs {', '.join(map(str, gpus))}, and only jobs on one GPU can be swapped",
             "pause it instead: gpushare pause JOB",
             code="several_gpus",
-        )
-    if any(job.holds(process.pid) for job in host.open_cgroups().jobs() for process in processes):
-        raise NotSupported(
-            f"{title} cannot be swapped: the driver limits its memory, and would lose it where it refuses a restore",
-            "start it so that gpushare limits it: gpushare run --swap request --memory SIZE -- CMD",
-            code="limited_by_driver",
         )
     _check_stopped(host, title, processes)
     from gpushare.memory.cost import host_bytes

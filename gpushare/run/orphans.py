@@ -12,7 +12,6 @@ from gpushare.base.errors import GpushareError
 from gpushare.host.activity import ActivityMeter
 from gpushare.host.claims import HeldClaim
 from gpushare.host.process import known
-from gpushare.host.records import sweep_cgroups
 from gpushare.host.users import has_records
 from gpushare.mps.control import MpsControl
 from gpushare.mps.home import DaemonHome, Lease, own_home
@@ -61,7 +60,6 @@ def after_death(
         with contextlib.suppress(GpushareError):
             sweep_left(host)
     forget_ended(host, programs)
-    sweep_cgroups(host)
     if has_records(host, "swap"):
         from gpushare.memory import swap
 

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
     from gpushare.base.selection import Device
     from gpushare.host.host import Host
-    from gpushare.memory.driver_limit import DriverLimit
     from gpushare.memory.limit import MemoryAction, MemoryBudget
     from gpushare.mps.limits import Limits
     from gpushare.run.program import QueueOptions, RunOptions
@@ -87,15 +86,6 @@ def check_not_waiting(host: Host, name: str | None, option: str = "--name") -> N
             f"give it another name: {option} OTHER",
             code="name_in_use",
         )
-
-
-def _at_limit(limit_bytes: int, peak_bytes: int | None, *, short: bool) -> str:
-    """Return why a program may have failed whose memory the driver limits: the exit code is its own, and does not say."""
-    held = "" if peak_bytes is None else f" (it held {format_bytes(peak_bytes)} at most)"
-    size = format_bytes(limit_bytes)
-    if short:
-        return f"it ran out of GPU memory at its limit of {size}, set in the driver{held}; give it more: --memory SIZE"
-    return f"if it ran out of GPU memory: its limit is {size}, set in the driver{held}; to raise it: --memory SIZE"
 
 
 def _write_all(descriptor: int, text: bytes) -> None:
@@ -261,12 +251,7 @@ class Queued:
         where = [device for key in taken for device in devices if device.uuid == key] or devices[: self.count]
         before = [step_of_run(text) for text in self._before(request, devices)]
         limit_bytes = self.job_bytes
-        by_driver = limit_bytes is not None and self._may_limit(where[0])
-        if limit_bytes is not None and by_driver:
-            from gpushare.memory.driver_limit import command, words
-
-            before.append(step_of_run(words(limit_bytes), command(where[0], limit_bytes)))
-        meanwhile = tuple(step_of_run(text) for text in self._meanwhile(size, by_driver=by_driver))
+        meanwhile = tuple(step_of_run(text) for text in self._meanwhile(size))
         options = replace(
             self.options,
             limits=self._limits(limit_bytes),
@@ -289,18 +274,6 @@ class Queued:
             run_seconds=self.queue.run_seconds,
         )
 
-    def _may_limit(self, device: Device) -> bool:
-        """Return whether the driver may limit the job: it can only refuse, and only what runs in a cgroup of ours.
-
-        A container has its own cgroup. A job that is swapped is lost if the driver refuses a part of its restore. A process
-        is in one cgroup only, and a limit is of one GPU.
-        """
-        if self.action != "end" or self.queue.swappable or self.options.container is not None or self.count > 1:
-            return False
-        from gpushare.memory.driver_limit import why_not
-
-        return why_not(self.host, device) is None
-
     def _before(self, request: Request, devices: Sequence[Device]) -> Iterator[str]:
         size = format_bytes(request.memory_bytes) + ("" if self.count == 1 else " each")
         if self.queue.wait:
@@ -313,16 +286,13 @@ class Queued:
         elif request.memory_bytes:
             yield f"reserve {format_bytes(request.memory_bytes)} on {titles(devices[: self.count])}"
 
-    def _meanwhile(self, size: int | None, *, by_driver: bool) -> Iterator[str]:
+    def _meanwhile(self, size: int | None) -> Iterator[str]:
         job_bytes, queue = self.job_bytes, self.queue
         if job_bytes is not None:
             action = {"end": "end it", "warn": "warn", "pause": "stop it (SIGSTOP)"}[self.action]
             limit = format_bytes(job_bytes)
-            if by_driver:
-                yield f"end it if it holds more than {limit} all the same (the driver does not count managed memory)"
-            else:
-                where = "" if self.count == 1 else " on one of its GPUs"
-                yield f"{action} if its processes together hold more than {limit}{where} (added up five times a second)"
+            where = "" if self.count == 1 else " on one of its GPUs"
+            yield f"{action} if its processes together hold more than {limit}{where} (added up five times a second)"
         swap = queue.swap
         if swap is not None and swap.idle_seconds is not None:
             yield f"swap it out after {format_duration(swap.idle_seconds)} without work, and back in at its first work"
@@ -391,17 +361,7 @@ class Queued:
         device = devices[0]
         # Given again with a larger size, the limit grows with it.
         limit = None if self.job_bytes is None else max(self.job_bytes, size or 0)
-        driver = None
-        if limit is not None:
-            try:
-                driver = self._limited(device, limit)
-            except BaseException:
-                if place is not None:
-                    place.leave()
-                raise
-        memory = JobMemory(
-            self.host, device, limit_bytes=limit, action=self.action, place=place, driver=driver, say=self.say
-        )
+        memory = JobMemory(self.host, device, limit_bytes=limit, action=self.action, place=place, say=self.say)
         policy = self._policy()
         swapping: Swapping | None = None
         others = [
@@ -438,24 +398,11 @@ class Queued:
         over = any(each.over is not None for each in (memory, *others))
         short = over or (failed and short and code != _KILLED and not memory.asked_to_end)
         again = short and self.queue.requeue and not memory.asked_to_end
-        if failed and limit is not None and memory.by_driver and not again and code not in ENDED_BY_USER:
-            self.say(_at_limit(limit, memory.peak_bytes, short=short))
         reached = not failed or (code in ENDED_BY_USER and time.monotonic() - began >= _LONG_SECONDS)
         # With all of the GPU it was not short of what it reserved: more is not to be had.
         peaks = [each.peak_bytes for each in (memory, *others) if each.peak_bytes is not None]
         self._keep(device, max(peaks, default=None), short=short and size is not None, reached=reached)
         return code, again
-
-    def _limited(self, device: Device, limit_bytes: int) -> DriverLimit | None:
-        """Return the driver's limit in force; None: what the job holds is added up."""
-        if not self._may_limit(device):
-            return None
-        from gpushare.memory.driver_limit import take_limit
-
-        limit = take_limit(self.host, device, limit_bytes)
-        if limit is None:
-            self.say("the driver did not take the limit as asked: the memory of its processes is added up instead")
-        return limit
 
     def _policy(self) -> Policy | None:
         swap = self.queue.swap

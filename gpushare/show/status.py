@@ -361,7 +361,6 @@ def _wanted(value: int | None) -> str:
 
 
 _ABOVE: Final = {
-    "refuse": "an allocation fails (limit in the driver)",
     "end": "it is ended (added up five times a second)",
     "warn": "a warning (added up five times a second)",
     "pause": "it is stopped (added up five times a second)",

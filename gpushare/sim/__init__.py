@@ -75,8 +75,6 @@ def open_simulated(spec: str) -> SimulatedHost:
         origin=processes.origin,
         open_channels=late("sim.channels:SimulatedChannels", state_file),
         open_checkpoint=late("sim.checkpoint:open_checkpoint", state_file),
-        open_cgroups=late("sim.cgroups:SimulatedCgroups", state_file),
-        cgroup_root=directory / "cgroup",
         makes_vgpus=partial(_makes_vgpus, state_file),
         user_directories=partial(_user_directories, state_file) if state.root else tuple,
         run_directory=own / "gpushare" if is_user else shared,

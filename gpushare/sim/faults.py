@@ -30,7 +30,6 @@ ENTRY_POINTS: Final[Mapping[str, tuple[str, ...]]] = {
         "nvmlDeviceGetMigDeviceHandleByIndex",
     ),
     "mig-placements": ("nvmlDeviceGetGpuInstancePossiblePlacements",),
-    "memory-limits": ("nvmlDeviceGetMemoryLimits_v1", "nvmlDeviceSetMemoryLimits_v1"),
     "compute-mode": ("nvmlDeviceGetComputeMode", "nvmlDeviceSetComputeMode"),
     # nvidia-smi compute-policy: NVML has no entry point for it.
     "time-slice": ("compute-policy",),
@@ -62,7 +61,7 @@ _COUNTED: Final = {
 _ENTRY_LISTS: Final = {"not-supported": "not_supported", "refused": "refused"}
 _PROGRAM_LISTS: Final = {"hang": "hanging_programs", "missing": "missing_programs"}
 _GPU_KINDS: Final = (*_GPU_FLAGS, *_ENTRY_LISTS, "xid", "slowed", "power-cap", "unlisted-memory")
-KINDS: Final = (*_GPU_KINDS, *_HOST_FLAGS, *_PROGRAM_LISTS, "user", "driver", "memory-limits", *_COUNTED, "busy")
+KINDS: Final = (*_GPU_KINDS, *_HOST_FLAGS, *_PROGRAM_LISTS, "user", "driver", *_COUNTED, "busy")
 # What `clear` leaves as it is: GPUs with all that runs on them, users, time, the driver and what is installed.
 _KEPT: Final = frozenset(
     {"spec", "gpus", "processes", "daemons", "users", "next_pid", "created_at", "driver", "toolkit_installed"}
@@ -92,13 +91,7 @@ def apply(state: SimulatedHostState, gpus: Sequence[SimulatedGpu], kind: str, va
 
 
 def _set_host_fault(state: SimulatedHostState, kind: str, value: str | None) -> None:
-    if kind == "memory-limits":
-        from gpushare.sim.cgroups import FAULTS
-
-        if value not in FAULTS:
-            raise _wrong("memory-limits needs to know what goes wrong", f"give {', '.join(FAULTS)}")
-        state.memory_limits_fault = value
-    elif kind == "user":
+    if kind == "user":
         if value is None:
             raise _wrong("user needs a user", "give a user id or name")
         state.fault_uid = uid_of(state, value)

@@ -240,7 +240,7 @@ def _appear(file: StateFile, options: argparse.Namespace, ended: list[int]) -> i
         with changing(file) as (state, _):
             process = state.process(seen.pid)
             if process is not None and not process.checkpoint:
-                return seen.pid if _settle_in(file, state, process, options) else None
+                return seen.pid if _settle_in(state, process, options) else None
     _refused("CUDA_ERROR_NO_DEVICE")
     return None
 
@@ -257,9 +257,7 @@ def _join(file: StateFile, rank: int) -> None:
         lines += clients.attach(state, process, process.environment)
 
 
-def _settle_in(
-    file: StateFile, state: SimulatedHostState, process: SimulatedProcess, options: argparse.Namespace
-) -> bool:
+def _settle_in(state: SimulatedHostState, process: SimulatedProcess, options: argparse.Namespace) -> bool:
     capacity = _capacity(state, process)
     allowed = capacity * (process.threads or 100.0) / 100
     process.sm_percent = max(1, round(100 * min(options.need * options.streams, allowed) / capacity))
@@ -269,13 +267,11 @@ def _settle_in(
     process.busy_percent, process.request_ms = options.busy, options.latency
     if options.footprint is None:
         return True
-    from gpushare.sim.cgroups import is_refused
-
     size = parse_memory_limit(options.footprint) * options.streams
     limit = process.memory_limit_bytes
     process.memory_bytes = 0
     total, reserved, used = activity.memory_of(state, target_of(state, process))
-    over = (limit is not None and size > limit) or is_refused(file, state, process, size)
+    over = limit is not None and size > limit
     if over or size > total - reserved - used:
         _refused("CUDA_ERROR_OUT_OF_MEMORY")
         return False

@@ -253,8 +253,6 @@ class SimulatedHostState:
     # MemAvailable, and what a checkpoint answers instead of working: "checkpoint=801", "restore=2".
     host_memory_bytes: int = 512 << 30
     checkpoint_faults: dict[str, int] = field(default_factory=dict)
-    # How the driver's limits of memory by cgroup are wrong (`cgroups.FAULTS`).
-    memory_limits_fault: str | None = None
     descriptor_limit: int = 1024
     pid_namespace_is_host: bool = True
     # Programs that never answer ("nvidia-smi"), and programs that are not installed.

@@ -22,7 +22,7 @@ from gpushare.base.model import ComputeMode, Gpu
 from gpushare.base.units import GIB
 from gpushare.connect import connect
 from gpushare.gpu_models import load_models
-from gpushare.host.nvml import NO_LIMIT, NvmlReader, nvml_error
+from gpushare.host.nvml import NvmlReader, nvml_error
 from gpushare.sim import admin
 from tests.sim import nvml_host
 
@@ -268,50 +268,3 @@ def test_nvml_starts_at_the_first_question() -> None:
     file = nvml_host.new_host("sim:t4", driver_loaded=False)
     host = connect(file.spec)
     assert host.nvml._bindings is None
-
-
-def limited(**faults: Any) -> tuple[NvmlReader, str]:
-    """Return a reader of a host with driver 615, and a cgroup there."""
-    nvml_host.new_host("sim:h200", driver="615.71.09", **faults)
-    host = connect("sim:h200")
-    return host.nvml, host.open_cgroups().create().path
-
-
-def test_a_limit_of_memory_is_set_in_bytes_and_read_back() -> None:
-    nvml, path = limited()
-    before = nvml.memory_limits(0, path)
-    assert before is not None
-    assert (before.soft_bytes, before.hard_bytes, before.used_bytes) == (0, NO_LIMIT, 0)
-    assert nvml.set_memory_limit(0, path, 8 * GIB)
-    now = nvml.memory_limits(0, path)
-    assert now is not None
-    assert (now.soft_bytes, now.hard_bytes) == (0, 8 * GIB)
-    assert nvml.set_memory_limit(0, path, NO_LIMIT)
-
-
-def test_a_driver_without_limits_of_memory_has_none() -> None:
-    nvml_host.new_host("sim:h200")
-    host = connect("sim:h200")
-    path = host.open_cgroups().create().path
-    assert host.nvml.memory_limits(0, path) is None
-    assert not host.nvml.set_memory_limit(0, path, GIB)
-
-
-def test_older_bindings_need_not_know_limits_of_memory(bindings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    nvml, path = limited()
-    for name in [one for one in vars(bindings) if "MemoryLimit" in one or "MEMORY_LIMIT" in one]:
-        monkeypatch.delattr(bindings, name)
-    assert nvml.set_memory_limit(0, path, GIB)
-
-
-def test_a_user_sets_no_limit_of_memory() -> None:
-    nvml, path = limited(fault_uid=1000)
-    assert nvml.memory_limits(0, path) is not None
-    assert not nvml.set_memory_limit(0, path, GIB)
-
-
-def test_no_limit_of_memory_without_a_cgroup() -> None:
-    nvml, path = limited()
-    for call in (lambda: nvml.memory_limits(0, path + "x"), lambda: nvml.set_memory_limit(0, path + "x", GIB)):
-        with pytest.raises(NotFound):
-            call()

@@ -789,18 +789,6 @@ def test_memory_of_a_process_that_does_nothing(cli: Cli, world: World, monkeypat
     assert not {str(small), str(busy)} & set(check["seen"].split())
 
 
-def test_a_cgroup_of_a_gpushare_that_was_killed(cli: Cli, world: World) -> None:
-    tree = world.host.open_cgroups()
-    mine = tree.create()
-    assert not [check for check in cli("doctor", output="json").data["checks"] if check["id"] == "memory.cgroup"]
-    left = f"{tree.root}/gpushare-job-{os.getpid()}-1-0"
-    os.rename(mine.path, left)
-    check = finding(cli, "memory.cgroup")
-    assert (check["verdict"], check["remedy"]) == ("warn", f"sudo rmdir {left}")
-    Path(left, "cgroup.procs").write_text(f"{os.getppid()}\n")
-    assert "cgroup.procs" in finding(cli, "memory.cgroup")["remedy"]
-
-
 def test_swaps_that_were_lost_interrupted_or_forgotten(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     pid = admin.add_process(world.spec, memory_bytes=4 << 30, name="train")
     cli("swap", "out", str(pid)).ok()

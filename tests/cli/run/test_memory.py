@@ -20,7 +20,7 @@ from gpushare.memory.ledger import Place, Request, reservations
 from gpushare.memory.peaks import Profile, find_profile, keep_profile
 from gpushare.memory.room import wait_for_room
 from gpushare.run.jobs import PRODUCTION, output_path, write_record
-from gpushare.run.queued import ErrorTail, _at_limit, _more, lacked_memory
+from gpushare.run.queued import ErrorTail, _more, lacked_memory
 from gpushare.sim import admin
 from tests.cli.drive import H200, ROOT, Cli, Real, Refused, World, record_of, until
 
@@ -858,11 +858,3 @@ def test_the_output_of_production_with_a_metric_is_kept_and_shown(real: Real, wo
         assert answer.out.splitlines() == ["rate=1", "broken"]
         # That of the job before is not kept.
         assert output_path(world.host, "web").read_text().splitlines() == ["rate=1", "broken"]
-
-
-def test_what_a_failed_program_is_told_of_its_limit() -> None:
-    verdict = _at_limit(8 * GIB, 7 * GIB, short=True)
-    assert verdict.startswith(
-        "it ran out of GPU memory at its limit of 8.0 GiB, set in the driver (it held 7.0 GiB at most)"
-    )
-    assert "if it ran out" in _at_limit(8 * GIB, None, short=False)

@@ -230,7 +230,6 @@ FAULTS = {
     "descriptors": ("256", lambda world: world.state.descriptor_limit == 256),
     "host-memory": ("1073741824", lambda world: world.state.host_memory_bytes == 1 << 30),
     "mps-version": ("13020", lambda world: world.state.mps_binary == 13020),
-    "memory-limits": ("mib", lambda world: world.state.memory_limits_fault == "mib"),
     "unlisted-memory": ("2147483648", lambda world: world.state.gpus[0].unlisted_bytes == 2 << 30),
     "slowed": ("8", lambda world: world.state.gpus[0].slowed == 8),
     "power-cap": ("300", lambda world: world.state.gpus[0].power_cap_watts == 300),
