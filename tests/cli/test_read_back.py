@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from gpushare.base.errors import BadUsage
-from gpushare.base.model import ComputeMode, Priority, TimeSlice
+from gpushare.base.model import ComputeMode, TimeSlice
 from gpushare.base.selection import Device, select_one
-from gpushare.base.units import GIB
 from gpushare.host.nvml import NvmlReader
 from gpushare.host.smi import ComputePolicy
 from gpushare.mps.control import MpsControl
@@ -41,35 +40,6 @@ def test_a_time_slice_that_cannot_be_read_back_is_an_error_and_taken_back(
     said = refused("timeslice", "set", "short", code="not_held", exit_code=1)
     assert "the time-slice of GPU 0 was set to short but reads back as unknown" in said
     assert told[:2] == [TimeSlice.SHORT, TimeSlice.DEFAULT]
-
-
-def simulated(world: World) -> tuple[object, ...]:
-    (daemon,) = world.state.daemons
-    (server,) = daemon.servers
-    return daemon.threads, daemon.memory, daemon.priority, server.threads, server.memory
-
-
-@pytest.mark.parametrize("at_first", [(), ("--memory", "8G"), ("--priority", "low", "--threads", "70")])
-def test_when_the_last_limit_fails_all_are_as_they_were(
-    refused: Refused,
-    cli: Cli,
-    world: World,
-    monkeypatch: pytest.MonkeyPatch,
-    at_first: tuple[str, ...],
-) -> None:
-    cli("mps", "start", *at_first).ok()
-    world.client()
-    before = simulated(world)
-    proper, lies = MpsControl.memory, iter([True, False, True, False])
-
-    def lying(self: MpsControl, server: int | None = None) -> str | None:
-        return "7M" if server is not None and next(lies, False) else proper(self, server)
-
-    monkeypatch.setattr(MpsControl, "memory", lying)
-    words = ("--threads", "25", "--memory", "2G", "--priority", "low")
-    said = refused("mps", "set", *words, code="limit_not_held", exit_code=1)
-    assert "could not be undone" not in said
-    assert simulated(world) == before
 
 
 def test_what_could_not_go_back_is_named_with_its_command(
@@ -105,20 +75,6 @@ def test_a_server_that_came_after_the_plan_is_left_alone(
     assert answer.code == 1
     (server,) = world.state.daemons[0].servers
     assert touched == [server.pid, server.pid]
-
-
-def test_all_three_limits_reach_daemon_server_and_record(cli: Cli, world: World) -> None:
-    cli("mps", "start").ok()
-    world.client()
-    cli("mps", "set", "--threads", "25", "--memory", "2G", "--priority", "low").ok()
-    (daemon,) = world.state.daemons
-    control = MpsControl(world.host.programs, daemon.pipe_directory)
-    assert (control.threads(), control.memory()) == (25.0, "2G")
-    assert control.priority() is Priority.LOW
-    (server,) = daemon.servers
-    assert (control.threads(server.pid), control.memory(server.pid)) == (25.0, "2G")
-    client = world.process(world.client())
-    assert client.memory_limit_bytes == 2 * GIB
 
 
 def test_a_memory_limit_may_be_all_of_the_gpu_and_not_more(world: World) -> None:

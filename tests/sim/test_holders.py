@@ -113,13 +113,6 @@ def test_an_instance_that_is_held_open_stays() -> None:
         assert not gpu_of(file).bare
 
 
-def test_sim_mig_leaves_what_is_held_alone() -> None:
-    admin.set_mig(A100, "0", ["1g.10gb:4"])
-    admin.add_process(A100, mig="11", holder=True)
-    with pytest.raises(OperationFailed):
-        admin.set_mig(A100, "0", [])
-
-
 # -- capability nodes -----------------------------------------------------------------------------
 
 

@@ -201,25 +201,6 @@ def test_refused_gpu_instances() -> None:
         assert layout_of(file) == [("3g.40gb", 0, 1), ("1g.10gb+me", 6, 13)]
 
 
-def test_all_media_leaves_room_for_no_media_only() -> None:
-    with host("sim:rtx-pro-6000") as (nvml, gpu, _):
-        ids = {}
-        for number in range(17):
-            try:
-                info = nvml.nvmlDeviceGetGpuInstanceProfileInfo(gpu, number)
-            except nvml.NVMLError_NotSupported:
-                continue
-            ids[info.name.removeprefix("MIG ")] = info.id
-        everything = create(nvml, gpu, ids["1g.24gb+me.all"], 0, 3)
-        no_room = nvml.NVML_ERROR_INSUFFICIENT_RESOURCES
-        refused(nvml, no_room, nvml.nvmlDeviceCreateGpuInstance, gpu, ids["1g.24gb"])
-        refused(nvml, no_room, nvml.nvmlDeviceCreateGpuInstance, gpu, ids["1g.24gb+me"])
-        nvml.nvmlDeviceCreateGpuInstance(gpu, ids["1g.24gb-me"])
-        nvml.nvmlGpuInstanceDestroy(everything)
-        nvml.nvmlDeviceCreateGpuInstance(gpu, ids["1g.24gb"])
-        refused(nvml, no_room, nvml.nvmlDeviceCreateGpuInstance, gpu, ids["1g.24gb+me.all"])
-
-
 def test_later_gpu_instances_are_created_beside_running_jobs() -> None:
     with host("sim:h200") as (nvml, gpu, file):
         instance = create(nvml, gpu, G3, 0, 4)
@@ -290,17 +271,6 @@ def test_a_process_in_one_compute_instance_holds_only_that() -> None:
         assert [instance.compute_instance_id for instance in gpu_of(file).mig] == [1]
 
 
-def test_a_gpu_instance_leaves_nothing_behind() -> None:
-    with host(H100) as (nvml, gpu, file):
-        for _ in range(2):
-            instance = create(nvml, gpu, G2, 0, 2)
-            for compute in [nvml.nvmlGpuInstanceCreateComputeInstance(instance, C1) for _ in range(2)]:
-                nvml.nvmlComputeInstanceDestroy(compute)
-            nvml.nvmlGpuInstanceDestroy(instance)
-            assert layout_of(file) == []
-            assert nvml.nvmlDeviceGetGpuInstanceRemainingCapacity(gpu, G7) == 1
-
-
 def test_compute_instances_that_the_driver_places() -> None:
     with host(A100) as (nvml, gpu, file):
         instance = nvml.nvmlDeviceCreateGpuInstance(gpu, G3)
@@ -361,21 +331,6 @@ def test_refused_compute_instances() -> None:
         ]
 
 
-def test_the_same_place_gets_the_same_uuid_with_another_profile() -> None:
-    with host("sim:h200") as (nvml, gpu, _):
-        uuids = []
-        for profile in (G1, G1_ME):
-            instance = create(nvml, gpu, profile, 4, 1)
-            compute = nvml.nvmlGpuInstanceCreateComputeInstance(instance, C1)
-            uuids.append(nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, 0)))
-            nvml.nvmlComputeInstanceDestroy(compute)
-            nvml.nvmlGpuInstanceDestroy(instance)
-        assert uuids[0] == uuids[1]
-        # Version 5.
-        assert uuids[0].startswith("MIG-")
-        assert uuids[0].split("-")[3][0] == "5"
-
-
 def test_an_mps_server_holds_its_instance() -> None:
     """The server has a context of its own, though no client is left."""
     from gpushare.sim.state import SimulatedDaemon, SimulatedServer
@@ -408,15 +363,6 @@ def test_the_nth_changing_call_fails_once() -> None:
         assert state_of(file).fail_step == 0
 
 
-def test_the_faults_of_steps_are_cleared() -> None:
-    with host("sim:h200") as (nvml, gpu, file):
-        admin.set_fault("sim:h200", "fail-step", value="1")
-        admin.set_fault("sim:h200", "crash-step", value="1")
-        admin.clear_faults("sim:h200")
-        assert (state_of(file).fail_step, state_of(file).crash_step) == (0, 0)
-        create(nvml, gpu, G1, 0, 1)
-
-
 CRASHING = """
 from ctypes import byref
 from gpushare.sim.library import SimulatedLibrary
@@ -444,12 +390,3 @@ def test_the_process_dies_right_after_the_nth_change_took_effect() -> None:
     assert state_of(file).crash_step == 0
     assert subprocess.run([sys.executable, "-c", CRASHING], cwd=PROJECT, check=False, timeout=120).returncode == 0
     assert len(layout_of(file)) == 7
-
-
-def test_changing_calls_are_counted_by_name() -> None:
-    file = new_host("sim:h200")
-    with initialised(file) as (nvml, library):
-        gpu = nvml.nvmlDeviceGetHandleByIndex(0)
-        nvml.nvmlDeviceSetMigMode(gpu, 1)
-        nvml.nvmlGpuInstanceDestroy(nvml.nvmlDeviceCreateGpuInstance(gpu, G1))
-        assert library.calls["nvmlDeviceSetMigMode"] == library.calls["nvmlGpuInstanceDestroy"] == 1

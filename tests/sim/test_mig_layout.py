@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gpushare.base.errors import BadUsage, NotSupported, OperationFailed
 from gpushare.gpu_models import find_model
-from gpushare.sim.mig import gpu_instance_id, occupied, place, remaining_capacity
+from gpushare.sim.mig import gpu_instance_id, occupied, place
 from gpushare.sim.state import SimulatedGpu, initial_state
 
 
@@ -85,22 +85,6 @@ def test_what_cannot_be_placed_is_refused(name: str, requests: list[str], error:
 
 def test_all_media_leaves_room_for_instances_without_media() -> None:
     assert len(layout("rtx-pro-6000", ["1g.24gb+me.all", "1g.24gb-me", "1g.24gb-me"])) == 3
-
-
-def test_free_counts_beside_instances() -> None:
-    # Published h100 captures agree with this rule; here it is written for the H200's names.
-    model = find_model("h200")
-    present = occupied(place(new_gpu("h200"), model, ["3g.71gb:0", "1g.18gb+me:4"]), model)
-    free = {profile.name: remaining_capacity(profile, present) for profile in model.profiles}
-    assert free == {
-        "1g.18gb": 2,
-        "1g.18gb+me": 0,
-        "1g.35gb": 1,
-        "2g.35gb": 0,
-        "3g.71gb": 0,
-        "4g.71gb": 0,
-        "7g.141gb": 0,
-    }
 
 
 @given(st.sampled_from(["h200", "a30", "rtx-pro-6000", "h100-pcie"]), st.data())

@@ -110,24 +110,6 @@ def test_a_failed_change_leaves_the_record_as_it_was(cli: Cli, world: World, mon
     assert shown_clients(cli)[pid][0] == 50.0
 
 
-@pytest.mark.usefixtures("daemon")
-def test_the_undo_that_is_said_undoes_it(cli: Cli) -> None:
-    before = limits(cli)
-    answer = cli("mps", "set", "--threads", "25", "--memory", "2G").ok()
-    assert answer.out.startswith("MPS on GPU 0: threads 25 %, memory 2.0 GiB")
-    undo = answer.out.partition("; undo: gpushare ")[2]
-    cli(*undo.split()).ok()
-    assert limits(cli) == before
-
-
-@pytest.mark.usefixtures("daemon")
-def test_dry_run(cli: Cli) -> None:
-    before = limits(cli)
-    data = cli("mps", "set", "--threads", "25", "-n", output="json").ok().data
-    assert "set_default_active_thread_percentage 25.0" in data["steps"][0]["command"]
-    assert limits(cli) == before
-
-
 def test_per_gpu_leaves_the_other_alone(cli: Cli) -> None:
     cli("mps", "start", "-g", "all", "--threads", "50", host=TWO).ok()
     data = cli("mps", "set", "-g", "all", "--threads", "1=25", host=TWO, output="json").ok().data
@@ -244,10 +226,6 @@ def test_memory_none_removes_the_limit_and_the_undo_brings_back_what_was(
         assert simulated(world) == held
 
 
-def test_start_takes_no_none(refused: Refused) -> None:
-    refused("mps", "start", "--memory", "none", code="bad_size", exit_code=2)
-
-
 def test_two_at_once_keep_each_others_record(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other one sets its limit after this one has made its first plan, and before it has the lock."""
     from contextlib import AbstractContextManager
@@ -268,17 +246,6 @@ def test_two_at_once_keep_each_others_record(cli: Cli, monkeypatch: pytest.Monke
     record = next(DaemonHome(path.parent).read() for path in World().host.run_directory.rglob("daemon.json"))
     assert record is not None
     assert (record.limits.threads_percent, record.limits.memory_limit_bytes) == (25.0, 2 * GIB)
-
-
-@pytest.mark.usefixtures("daemon")
-def test_a_limit_that_somebody_set_at_the_daemon_is_shown(cli: Cli, world: World) -> None:
-    world.client()
-    control = MpsControl(world.host.programs, world.state.daemons[0].pipe_directory)
-    control.set_memory(3 * GIB)
-    control.set_memory(2 * GIB, world.state.daemons[0].servers[0].pid)
-    (shown,) = cli("mps", "status", output="json").ok().data["mps_daemons"]
-    assert shown["memory_limit_bytes"] == 3 * GIB
-    assert limits(cli) == [(50.0, 3 * GIB, "normal")]
 
 
 def test_limits_of_two_instances_of_one_gpu(cli: Cli, world: World) -> None:

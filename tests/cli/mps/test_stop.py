@@ -42,25 +42,6 @@ def test_stop(cli: Cli, world: World, daemon: int) -> None:
     assert not list((world.directory / "run").rglob("pipe/*"))
 
 
-def test_stop_says_what_is_gone(cli: Cli, daemon: int) -> None:
-    assert cli("mps", "stop").ok().out == (
-        f"MPS daemon of GPU 0 is gone (process {daemon}); undo: gpushare mps start -g 0\n"
-    )
-
-
-@pytest.mark.usefixtures("daemon")
-def test_logs_stay(cli: Cli, world: World) -> None:
-    cli("mps", "stop").ok()
-    assert list(world.directory.rglob("control.log"))
-
-
-def test_dry_run(cli: Cli, world: World, daemon: int) -> None:
-    world.client()
-    answer = cli("mps", "stop", "-n").ok()
-    assert f"end the MPS daemon of GPU 0 (process {daemon})" in answer.out
-    assert len(world.state.daemons) == 1
-
-
 def test_a_dry_run_shows_the_steps_that_are_carried_out(
     cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,14 +126,6 @@ def test_hanging_daemon_is_not_forced_unasked(refused: Refused, world: World, da
     assert "--force" in refused("mps", "stop", code="daemon_hangs", exit_code=1)
 
 
-@pytest.mark.usefixtures("impatient")
-def test_force_on_a_stopped_daemon(cli: Cli, world: World, daemon: int) -> None:
-    world.send(daemon, signal.SIGSTOP)
-    (row,) = cli("mps", "stop", "--force", output="json").ok().data["stopped"]
-    assert row["forced"]
-    assert world.state.daemons == []
-
-
 @pytest.mark.usefixtures("impatient", "daemon")
 def test_force_on_a_daemon_that_never_answers(cli: Cli, world: World) -> None:
     world.fault("hang", "nvidia-cuda-mps-control")
@@ -196,17 +169,6 @@ def test_foreign_daemon_only_by_its_directory_and_yes(refused: Refused, cli: Cli
 @pytest.mark.usefixtures("daemon")
 def test_two_ways_of_naming(refused: Refused) -> None:
     refused("mps", "stop", "-g", "0", "--pipe-directory", "/x", code="two_names", exit_code=2)
-
-
-def test_own_daemon_by_its_directory_restores_the_mode(cli: Cli, world: World) -> None:
-    cli("mps", "start", "--exclusive").ok()
-    (row,) = (
-        cli("mps", "stop", "--pipe-directory", world.state.daemons[0].pipe_directory, output="json")
-        .ok()
-        .data["stopped"]
-    )
-    assert row["compute_mode"] == "default"
-    assert world.state.gpus[0].compute_mode == ComputeMode.DEFAULT
 
 
 def test_several_gpus(refused: Refused, cli: Cli) -> None:
