@@ -56,6 +56,7 @@ class ContainerDevice:
             "timeslice": mps is None and self.gpu.sharing is Way.TIMESLICE,
             "sliced": whole and self.gpu.time_slice not in {None, TimeSlice.DEFAULT},
             "mig": not whole,
+            "granted": self.mig is not None and self.mig.granted,
             "low-priority": mps is not None and mps.limits.priority is Priority.LOW,
             "restricted": mps is not None and bool(mps.users),
         }

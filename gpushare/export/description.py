@@ -44,6 +44,8 @@ class MigDescription:
     # Minor numbers of /dev/nvidia-caps/nvidia-capN: of the GPU instance and of the compute instance.
     capabilities: tuple[int, int] | None = None
     name: str | None = None
+    # Only some users may use it.
+    granted: bool = False
     replicas: int | None = None
     mps: MpsWish | None = None
 
@@ -111,6 +113,7 @@ class HostDescription:
             "claimed-by-many": bool(sliced) or any(gpu.replicas for gpu in self.gpus),
             "devices": bool(instances),
             "names": any(mig.name for mig in instances),
+            "granted": any(mig.granted for mig in instances),
             "shared-instances": any(mig.replicas for mig in instances),
             "served-instances": any(mig.mps for mig in instances),
             "inside": any(mig.mps is not None or (mig.replicas or 1) > 1 for mig in instances),
@@ -229,10 +232,12 @@ def _mps(host: Host, daemon: MpsDaemon) -> MpsWish:
 
 def _instances(state: HostState, gpu: Gpu, daemons: Sequence[MpsDaemon]) -> tuple[MigDescription, ...]:
     host, places = state.host, {instance.id: instance for instance in state.layout(gpu).instances}
-    names = {(named.gpu_uuid, named.profile, named.start): named.name for named in state.names.values()}
+    names = {(named.gpu_uuid, named.profile, named.start): named for named in state.names.values()}
     devices = []
     for index, mig in enumerate(gpu.mig_instances):
         instance = None if mig.gpu_instance_id is None else places.get(mig.gpu_instance_id)
+        place = None if instance is None else (gpu.uuid or "", instance.profile.name, instance.start)
+        named = None if place is None else names.get(place)
         daemon = next((daemon for daemon in daemons if daemon.device_uuid == mig.uuid), None)
         devices.append(
             MigDescription(
@@ -244,7 +249,8 @@ def _instances(state: HostState, gpu: Gpu, daemons: Sequence[MpsDaemon]) -> tupl
                 compute_instance_id=mig.compute_instance_id,
                 memory_total_bytes=mig.memory_total_bytes,
                 capabilities=_capabilities(host, gpu.index, mig),
-                name=None if instance is None else names.get((gpu.uuid or "", instance.profile.name, instance.start)),
+                name=None if named is None else named.name,
+                granted=named is not None and bool(named.users),
                 mps=None if daemon is None else _mps(host, daemon),
             )
         )
@@ -321,6 +327,7 @@ def _devices(entry: Entry, profiles: Sequence[Profile]) -> tuple[MigDescription,
                     start=request.start,
                     memory_total_bytes=found_profile.memory_bytes,
                     name=instance.name,
+                    granted=bool(instance.users),
                     replicas=instance.replicas,
                     mps=None if instance.mps is None else _plain_mps(instance.mps),
                 )
@@ -354,7 +361,13 @@ def in_place(
                     code="not_applied",
                 )
             devices.append(
-                replace(there, name=mig.name, replicas=mig.replicas, mps=_with_pipe(mig.mps, there, pipe_of))
+                replace(
+                    there,
+                    name=mig.name,
+                    granted=mig.granted,
+                    replicas=mig.replicas,
+                    mps=_with_pipe(mig.mps, there, pipe_of),
+                )
             )
         gpus.append(replace(gpu, mps=_with_pipe(gpu.mps, now, pipe_of), mig=tuple(devices)))
     return replace(wanted, gpus=tuple(gpus))

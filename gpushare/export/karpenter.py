@@ -104,7 +104,7 @@ def node_pool_export(
         documents=documents,
         commands=tuple(commands),
         needs=notes("karpenter", "needs", traits, cluster=_CLUSTER, node_class=node_class),
-        lost=(*sharing.lost, *notes("karpenter", "lost", traits)),
+        lost=(*sharing.lost, *notes("karpenter", "lost", traits | host.traits)),
     )
 
 

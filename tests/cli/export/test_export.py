@@ -473,3 +473,25 @@ def test_a_task_definition_of_ecs(cli: Cli) -> None:
     done = cli("export", "ecs", "--name", "train").ok()
     assert json.loads(done.out)["family"] == "train"
     assert "note: apply: aws ecs register-task-definition --cli-input-json file://task-definition.json" in done.err
+
+
+@pytest.mark.parametrize("engine", ["k8s", "dra", "karpenter", "slurm", "mig-parted", "docker", "compose", "cdi"])
+@pytest.mark.parametrize("source", ["host", "file"])
+def test_a_grant_is_told_to_be_lost(cli: Cli, tmp_path: Path, engine: str, source: str) -> None:
+    host = "sim:h100-80gb"
+    (uuid,) = cut("7g.80gb", host=host)
+    words = ["-g", uuid] if engine in CONTAINERS else []
+    if source == "file":
+        path = tmp_path / "gpushare.yaml"
+        path.write_text(
+            "version: 1\ngpus: [{match: all, mig: [{wish: 7g.80gb, name: whole, users: [nobody]}]}]\n"
+        )
+        words = ["-f", str(path)]
+    if engine in CONTAINERS and source == "file":
+        words += ["-g", uuid]
+    assert "grant" not in cli("export", engine, *(words if source == "host" else ()), host=host).err
+    if source == "host":
+        cli("mig", "name", "whole", "7g.80gb:0", host=host).ok()
+        cli("mig", "grant", "whole", "nobody", host=host).ok()
+    assert "note: lost: " in (err := cli("export", engine, *words, host=host).ok().err)
+    assert "grant" in err
