@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import socket
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -263,10 +264,18 @@ def systemd(
     Such a daemon runs in the foreground, so systemd notices its end; stopping the unit waits for its clients.
     The last applied file (gpushare apply keeps it) is used at boot, even if the units were made from another one.
     """
-    where = program or (None if settings.spec != "local" else shutil.which("gpushare")) or "/usr/bin/gpushare"
+    where = program or _own_program()
     host = described(gpu, file=file, for_daemons=True)
     rules = _has_rules(at_boot, file)
     return exported("systemd", units_export(host, program=where, file=at_boot or FILE, rules=rules), to)
+
+
+def _own_program() -> str:
+    """Return the path of this gpushare: with sudo, PATH may not have it, or another one."""
+    if settings.spec != "local":
+        return "/usr/bin/gpushare"
+    own = os.path.abspath(sys.argv[0])
+    return own if os.path.basename(own) == "gpushare" else shutil.which("gpushare") or "/usr/bin/gpushare"
 
 
 def _has_rules(at_boot: str | None, file: str | None) -> bool:

@@ -69,7 +69,8 @@ def units_export(
     return Export(
         documents=tuple(documents),
         commands=(
-            # The unit would be skipped without a word.
+            # The units would fail at the next boot, or be skipped without a word.
+            f"sudo test -x {program} || {{ echo '{program} is missing; name the path: gpushare export systemd --program PATH' >&2; false; }}",
             f"sudo test -e {file} || {{ echo '{file} is missing; first: {first}' >&2; false; }}",
             *_commands([document.name for document in documents]),
         ),

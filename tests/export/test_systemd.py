@@ -51,22 +51,24 @@ def test_the_host_at_boot() -> None:
     assert other["ExecStart"] == ["/usr/bin/gpushare apply -f /etc/gpushare/gpushare.yaml --yes"]
 
 
-def test_the_script_stops_without_the_file_of_the_unit(tmp_path: Path) -> None:
+def test_the_script_stops_without_the_program_or_the_file_of_the_unit(tmp_path: Path) -> None:
     kept = units_export(t4s())
     assert any(need.startswith(FILE) and "apply -f" in need for need in kept.needs)
-    assert f"{FILE} is missing; first: sudo gpushare apply -f" in kept.commands[0]
-    file = tmp_path / "gpushare.yaml"
-    export = units_export(t4s(), file=str(file))
+    assert f"{FILE} is missing; first: sudo gpushare apply -f" in kept.commands[1]
+    file, program = tmp_path / "gpushare.yaml", tmp_path / "gpushare"
+    export = units_export(t4s(), file=str(file), program=str(program))
     put = f"sudo install -m 644 gpushare.yaml {file}"
     assert any(put in need for need in export.needs)
     (tmp_path / "sudo").write_text('#!/bin/sh\nexec "$@"\n')
     (tmp_path / "sudo").chmod(0o755)
-    script = f"PATH={tmp_path}:$PATH\nset -eu\n{export.commands[0]}\necho further\n"
+    script = f"PATH={tmp_path}:$PATH\nset -eu\n{export.commands[0]}\n{export.commands[1]}\necho further\n"
 
     def first() -> tuple[str, str]:
         done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=False)
         return done.stdout, done.stderr
 
+    assert first() == ("", f"{program} is missing; name the path: gpushare export systemd --program PATH\n")
+    program.touch(0o755)
     assert first() == ("", f"{file} is missing; first: {put}\n")
     file.touch()
     assert first() == ("further\n", "")

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
+from gpushare.cli.export import _own_program
+from gpushare.cli.options import settings
 from gpushare.connect import connect
 from gpushare.mig.parted import choose, parse_parted
 from gpushare.mps.home import homes_in
@@ -483,9 +486,7 @@ def test_a_grant_is_told_to_be_lost(cli: Cli, tmp_path: Path, engine: str, sourc
     words = ["-g", uuid] if engine in CONTAINERS else []
     if source == "file":
         path = tmp_path / "gpushare.yaml"
-        path.write_text(
-            "version: 1\ngpus: [{match: all, mig: [{wish: 7g.80gb, name: whole, users: [nobody]}]}]\n"
-        )
+        path.write_text("version: 1\ngpus: [{match: all, mig: [{wish: 7g.80gb, name: whole, users: [nobody]}]}]\n")
         words = ["-f", str(path)]
     if engine in CONTAINERS and source == "file":
         words += ["-g", uuid]
@@ -495,3 +496,16 @@ def test_a_grant_is_told_to_be_lost(cli: Cli, tmp_path: Path, engine: str, sourc
         cli("mig", "grant", "whole", "nobody", host=host).ok()
     assert "note: lost: " in (err := cli("export", engine, *words, host=host).ok().err)
     assert "grant" in err
+
+
+def test_a_unit_has_the_path_of_this_gpushare(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "host", "local")
+    # As with sudo, whose PATH does not have it.
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(sys, "argv", ["/home/ada/.local/bin/gpushare", "export", "systemd"])
+    assert _own_program() == "/home/ada/.local/bin/gpushare"
+    monkeypatch.setattr(sys, "argv", ["-c"])
+    assert _own_program() == "/usr/bin/gpushare"
+    monkeypatch.setattr(settings, "host", "sim:h100")
+    monkeypatch.setattr(sys, "argv", ["/opt/gpushare"])
+    assert _own_program() == "/usr/bin/gpushare"
