@@ -452,6 +452,7 @@ class ListedJob:
     exit_code: int | None = None
     started: bool | None = None
     ran_seconds: float | None = None
+    # Of all its processes together; of a farm, of the copy that held the most.
     memory_peak_bytes: int | None = None
 
     @property

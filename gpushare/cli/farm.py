@@ -228,7 +228,8 @@ def _farmed(host: Host, devices: Sequence[Device], command: Sequence[str], optio
     try:
         with farm_job(host, devices[0], options.name, command) as ended:
             shown = _finished(run_farm(host, devices, command, options, report), options, devices)
-            ended(shown.exit_code)
+            peaks = [copy.memory_peak_bytes for copy in shown.data.copies if copy.memory_peak_bytes is not None]
+            ended(shown.exit_code, max(peaks, default=None))
     finally:
         report.clear()
     return shown

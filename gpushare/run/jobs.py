@@ -441,10 +441,12 @@ class RecordedJob(Part):
 
 
 @contextlib.contextmanager
-def farm_job(host: Host, device: Device, name: str | None, command: Sequence[str]) -> Iterator[Callable[[int], None]]:
+def farm_job(
+    host: Host, device: Device, name: str | None, command: Sequence[str]
+) -> Iterator[Callable[[int, int | None], None]]:
     """Let this gpushare, which runs many copies of a program meanwhile, be a job; without a name it is made.
 
-    Yield what is to be told its exit code.
+    Yield what is to be told its exit code, and the peak memory of a copy (bytes; None: unknown).
 
     Raises:
         InUse: a job of this name runs (code ``name_in_use``).
@@ -462,12 +464,17 @@ def farm_job(host: Host, device: Device, name: str | None, command: Sequence[str
     )
     job = RecordedJob(host, device, record, command[0])
     job.open()
-    began, codes = time.time(), list[int]()
+    began, code = time.time(), None
+
+    def ended(exit_code: int, peak_bytes: int | None) -> None:
+        nonlocal code
+        code, job.record = exit_code, replace(job.record, memory_peak_bytes=peak_bytes)
+
     try:
-        yield codes.append
+        yield ended
     finally:
         job.close()
-        keep_past(host, job.record, device.title, began, codes[0] if codes else None)
+        keep_past(host, job.record, device.title, began, code)
         job.forget()
 
 

@@ -179,17 +179,22 @@ class _Present:
         )
 
     def _limit(self, record: JobRecord | None, processes: Sequence[_OnGpu]) -> int | None:
-        """Return the limit of a job's memory: as recorded, as reserved, or of its only client of MPS."""
+        """Return the limit of a job's memory: as recorded, as reserved by its copies, or of its only client of MPS."""
         if record is None:
             clients = [self._clients[entry.process.pid] for entry in processes if entry.process.pid in self._clients]
             return clients[0].memory_limit_bytes if len(clients) == 1 else None
         pids = {record.pid, *(() if record.supervisor is None else (record.supervisor.pid,))}
-        limits = [
-            job.limit_bytes
+        places = [
+            (job.limit_bytes, len(job.held))
             for job in self._ledger
             if job.limit_bytes is not None and not pids.isdisjoint(process.pid for process in job.claim.processes)
         ]
-        return record.memory_bytes if record.memory_bytes is not None or not limits else limits[0]
+        if record.memory_bytes is not None or not places:
+            return record.memory_bytes
+        # Each copy of a farm has a place, on GPUs that its record does not name.
+        if len(places) > 1:
+            return sum(limit * held for limit, held in places) // max(1, len(record.devices))
+        return places[0][0]
 
     def _state(self, pid: int, running: float | None) -> tuple[str, float | None]:
         swap, pause = self._swaps.get(pid), self._paused.get(pid)

@@ -310,6 +310,7 @@ def farm_result(
         Column("seconds", "seconds", right=True, format=lambda value: f"{value:.1f}"),
         Column("tries", "starts", right=True, rank=3),
         Column("gpu_indexes", "GPU", right=True, rank=2, format=lambda value: ranges(value) or "-"),
+        Column("memory_peak_bytes", "peak memory", right=True, rank=2, optional=True, format=format_bytes),
         Column("failure", "failure", least=10, optional=True),
         Column("log", "log", rank=4, least=10, optional=True),
     )
@@ -352,5 +353,6 @@ def _row_of(group: Sequence[Copy]) -> dict[str, Any]:
         "gpu_indexes": tuple(sorted({index for copy in group for index in copy.gpu_indexes})),
         "seconds": sum(copy.seconds for copy in group) / len(group),
         "tries": sum(copy.tries for copy in group),
+        "memory_peak_bytes": max(copy.memory_peak_bytes or 0 for copy in group) or None,
         "log": f"{logs.pop()}/" if len(logs) == 1 else None,
     }
