@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from gpushare.base.model import Priority
 from gpushare.base.units import MIB, size_option
 from gpushare.base.values import dataclass
-
-if TYPE_CHECKING:
-    from gpushare.base.model import Priority
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,15 +11,12 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import field
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from gpushare.base.model import GpuProcess
+from gpushare.base.selection import Device
 from gpushare.base.values import dataclass
-
-if TYPE_CHECKING:
-    from gpushare.base.model import GpuProcess
-    from gpushare.base.selection import Device
-    from gpushare.host.host import Host
-
+from gpushare.host.host import Host
 
 # The daemon logs every conversation, so ask often only while a program is likely to create its context.
 _FIRST_SECONDS: Final = 0.1

@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from gpushare.base.errors import GpushareError, or_none
-from gpushare.base.model import Gpu, GpuProcess, MpsDaemon, Snapshot, TimeSlice, VgpuSession
-from gpushare.host.host import is_trusted_directory
+from gpushare.base.model import Gpu, GpuProcess, Holder, MpsDaemon, Snapshot, TimeSlice, VgpuSession
+from gpushare.host.host import Host, is_trusted_directory
 from gpushare.host.program import MPS_CONTROL
 from gpushare.host.smi import policies_of
 from gpushare.host.users import has_records
@@ -18,8 +18,6 @@ from gpushare.host.users import has_records
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from gpushare.base.model import Holder
-    from gpushare.host.host import Host
     from gpushare.mig.ledger import NamedInstance
     from gpushare.mig.profile import Layout
     from gpushare.mps.daemons import FoundDaemon

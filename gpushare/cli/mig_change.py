@@ -11,15 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gpushare.base.errors import (
-    BadCombination,
-    BadUsage,
-    GpushareError,
-    InUse,
-    NotFound,
-    NotSupported,
-    OperationFailed,
-)
+from gpushare.base.errors import BadCombination, BadUsage, GpushareError, InUse, NotFound, NotSupported, OperationFailed
 from gpushare.base.model import Gpu
 from gpushare.base.selection import Device, check_answers, no_mig, select, select_for_change
 from gpushare.base.units import counted, quoted

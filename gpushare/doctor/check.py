@@ -7,17 +7,14 @@ import string
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from gpushare.base.errors import GpushareError, TimedOut, cut
 from gpushare.base.model import Gpu, TimeSlice
 from gpushare.base.package import package_rows
-
-if TYPE_CHECKING:
-    from gpushare.host.host import Host
-    from gpushare.hostfile.file import Entry
-    from gpushare.mps.daemons import FoundDaemon
-
+from gpushare.host.host import Host
+from gpushare.hostfile.file import Entry
+from gpushare.mps.daemons import FoundDaemon
 
 # Characters shown of a text that other users choose, such as a variable of their program.
 MOST_SHOWN: Final = 100

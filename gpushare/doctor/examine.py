@@ -10,8 +10,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
-from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from pathlib import Path, PurePath
+from typing import Any, Final, TypeVar
 
 from gpushare.base.errors import (
     BadUsage,
@@ -23,35 +23,29 @@ from gpushare.base.errors import (
     or_none,
     system_error,
 )
-from gpushare.base.model import MUCH_UNLISTED, ComputeMode, Gpu, TimeSlice, Way, device_key
+from gpushare.base.model import MUCH_UNLISTED, ComputeMode, Gpu, GpuProcess, TimeSlice, Way, device_key
 from gpushare.base.units import counted, format_bytes, format_duration
 from gpushare.doctor.check import MOST_SHOWN, Check, Examination, Verdict, finding, process_title, remedy_of
 from gpushare.doctor.mig import MIG_CHECKS
 from gpushare.doctor.mps import USE_CHECKS, mps_daemons, mps_programs
 from gpushare.host.capabilities import user_name
+from gpushare.host.host import Host
 from gpushare.host.identity import uptime
 from gpushare.host.machine import Xid
+from gpushare.host.process import ProcessInfo
 from gpushare.host.smi import PROGRAM as NVIDIA_SMI
+from gpushare.host.store import RecordStore
 from gpushare.hostfile.diff import points
+from gpushare.hostfile.file import Entry
+from gpushare.hostfile.live import LiveGpu
 from gpushare.hostfile.load import applied_path, kept_file
 from gpushare.hostfile.look import live_gpus
+from gpushare.memory.swap import Swap
 from gpushare.mps.daemons import find_daemons
 from gpushare.mps.home import home_of, homes_in
 from gpushare.snapshot import BLIND, HostState
 from gpushare.timeslice.policy import left_level
 from gpushare.timeslice.rules import KEEP_UNIT
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from gpushare.base.model import GpuProcess
-    from gpushare.host.host import Host
-    from gpushare.host.process import ProcessInfo
-    from gpushare.host.store import RecordStore
-    from gpushare.hostfile.file import Entry
-    from gpushare.hostfile.live import LiveGpu
-    from gpushare.memory.swap import Swap
-
 
 # NVIDIA's Xid catalogue: these need a reset of the GPU (RESET_GPU, RESTART_BM), or a replacement.
 BAD_XIDS: Final = frozenset({46, 48, 62, 64, 74, 79, 95, 109, 110, 119, 120, 136, 140, 143, 156, 158})

@@ -5,20 +5,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from gpushare.base.errors import GpuLost, GpushareError, NotFound, NotSupported
+from gpushare.base.model import Gpu, Holder
 from gpushare.base.units import counted
 from gpushare.doctor.check import Check, Examination, finding
 from gpushare.host import cdi
 from gpushare.mig.driver import MigReader
 from gpushare.mig.holders import blocking, claimed_instances, gpu_holders, instance_holders, look, remedy
-from gpushare.mig.ledger import MigLedger, names_of
+from gpushare.mig.ledger import MigLedger, NamedInstance, names_of
 from gpushare.mig.recover import Leftover, leftovers
-
-if TYPE_CHECKING:
-    from gpushare.base.model import Gpu, Holder
-    from gpushare.mig.ledger import NamedInstance
 
 # The persistence daemon belongs on every host; the MPS programs have checks of their own.
 _NO_OBSTACLE: Final = ("nvidia-persiste", "nvidia-cuda-mps")

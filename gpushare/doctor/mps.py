@@ -11,10 +11,10 @@ import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from gpushare.base.errors import GpushareError, cut
-from gpushare.base.model import TimeSlice
+from gpushare.base.model import Gpu, GpuProcess, MpsClient, MpsDaemon, TimeSlice
 from gpushare.base.units import MIB, counted, format_bytes
 from gpushare.doctor.check import MOST_SHOWN, Check, Examination, finding, process_title, remedy_of
 from gpushare.host.capabilities import user_name
@@ -23,15 +23,10 @@ from gpushare.host.machine import SHARED_MEMORY
 from gpushare.host.records import read_tail
 from gpushare.hostfile.look import unit_device
 from gpushare.mps import control
-from gpushare.mps.daemons import DEFAULT_PIPE_DIRECTORY
+from gpushare.mps.daemons import DEFAULT_PIPE_DIRECTORY, FoundDaemon
 from gpushare.mps.home import UNIT_PIPES, anybody_changes, pipe_users
 from gpushare.mps.limits import MEMORY_VARIABLE, THREADS_VARIABLE
 from gpushare.run.jobs import OPPORTUNISTIC, PRODUCTION, jobs_of_processes
-
-if TYPE_CHECKING:
-    from gpushare.base.model import Gpu, GpuProcess, MpsClient, MpsDaemon
-    from gpushare.mps.daemons import FoundDaemon
-
 
 # Processes of other users that claim to be MPS daemons: any user can start hundreds.
 MOST_CLAIMS: Final = 10

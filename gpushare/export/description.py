@@ -5,25 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from gpushare.base.errors import NoPermission, NotFound, NotSupported, OperationFailed, no_gpu
-from gpushare.base.model import ComputeMode, MpsDaemon, Priority, TimeSlice, Way, way_in_force
+from gpushare.base.model import ComputeMode, Gpu, MigInstance, MpsDaemon, Priority, TimeSlice, Way, way_in_force
 from gpushare.base.selection import check_answers
+from gpushare.host.host import Host
 from gpushare.host.nvml import NVLINK
 from gpushare.hostfile.file import Entry, InstanceWish, MpsWish
 from gpushare.hostfile.live import PlacedDevice, WantedDevice, assign
 from gpushare.hostfile.look import users_of, with_units
-from gpushare.mig.profile import Profile
+from gpushare.mig.profile import GpuInstance, Profile
 from gpushare.mig.wish import parse_wish, resolve
 from gpushare.mps.limits import Limits
-
-if TYPE_CHECKING:
-    from gpushare.base.model import Gpu, MigInstance
-    from gpushare.host.host import Host
-    from gpushare.mig.profile import GpuInstance
-    from gpushare.snapshot import HostState
-
+from gpushare.snapshot import HostState
 
 _PARTIAL: Final = re.compile(r"(\d+)c\.", re.ASCII)
 

@@ -17,12 +17,7 @@ from gpushare.export.document import Document, Export, notes, rendered
 from gpushare.host.host import SYSTEM_STATE_DIRECTORY
 from gpushare.hostfile.file import MpsWish
 from gpushare.hostfile.kept import KEPT
-from gpushare.mps.home import (  # moved
-    LIMIT_FILE,
-    UNIT_RUNTIME,
-    pipe_directory,
-    unit_name,
-)
+from gpushare.mps.home import LIMIT_FILE, UNIT_RUNTIME, pipe_directory, unit_name  # moved
 from gpushare.timeslice.rules import KEEP_UNIT
 
 # The last file that held, as `gpushare apply` keeps it.

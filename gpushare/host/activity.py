@@ -5,14 +5,11 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from gpushare.base.errors import GpuLost, GpushareError, NotFound
 from gpushare.base.values import dataclass
-from gpushare.host.nvml import read_utilization
-
-if TYPE_CHECKING:
-    from gpushare.host.nvml import NvmlReader
+from gpushare.host.nvml import NvmlReader, read_utilization
 
 # GPM averages between two samples: shorter windows are noise.
 _WINDOW_SECONDS: Final = 0.1

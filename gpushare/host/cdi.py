@@ -11,15 +11,13 @@ import contextlib
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from gpushare.base.errors import NoPermission, NotSupported, OperationFailed
+from gpushare.base.model import Gpu
 from gpushare.base.units import check_depth
 from gpushare.base.values import dataclass
-
-if TYPE_CHECKING:
-    from gpushare.base.model import Gpu
-    from gpushare.host.host import Host
+from gpushare.host.host import Host
 
 PROGRAM: Final = "nvidia-ctk"
 KIND: Final = "nvidia.com/gpu"

@@ -21,16 +21,13 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from gpushare.base.errors import OperationFailed
 from gpushare.base.values import dataclass
-from gpushare.host.host import make_private_directory
+from gpushare.host.host import Host, make_private_directory
 from gpushare.host.identity import Identity, boot_id, identity_of, lives, pid_space, real_uid
 from gpushare.host.records import kept_mode, unwritable
-
-if TYPE_CHECKING:
-    from gpushare.host.host import Host
 
 SHARED_DIRECTORIES: Final = (Path("/run/lock"), Path("/tmp"))  # noqa: S108 - opened as a stranger's directory
 # Claims of one device by one job at a time.

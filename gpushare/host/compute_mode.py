@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from gpushare.base.errors import needs_root
 from gpushare.base.model import ComputeMode
+from gpushare.base.selection import Device
+from gpushare.host.host import Host
 from gpushare.host.smi import compute_mode_command
 from gpushare.plan import Step, setting_step
-
-if TYPE_CHECKING:
-    from gpushare.base.selection import Device
-    from gpushare.host.host import Host
 
 
 def compute_mode_step(

@@ -12,12 +12,10 @@ import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from gpushare.base.errors import GpushareError, NoPermission, OperationFailed
-
-if TYPE_CHECKING:
-    from gpushare.host.host import Host
+from gpushare.host.host import Host
 
 _FORBIDDEN: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 # No link is followed, no FIFO waited for.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from gpushare.base.errors import (
     DriverNotLoaded,
@@ -16,9 +16,7 @@ from gpushare.base.errors import (
     OperationFailed,
 )
 from gpushare.base.model import TimeSlice
-
-if TYPE_CHECKING:
-    from gpushare.host.program import Completed, Pending, Programs
+from gpushare.host.program import Completed, Pending, Programs
 
 PROGRAM: Final = "nvidia-smi"
 # 14 (infoROM corrupt) comes with good output.

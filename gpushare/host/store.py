@@ -19,18 +19,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import field, is_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Generic, NamedTuple, TypeVar
+from typing import Annotated, Any, Final, Generic, NamedTuple, TypeVar
 
 from gpushare.base.errors import GpushareError
 from gpushare.base.typed import parsed, plain
 from gpushare.base.values import NOT_STORED, dataclass
-from gpushare.host.host import is_trusted_directory, make_private_directory
+from gpushare.host.host import Host, is_trusted_directory, make_private_directory
 from gpushare.host.identity import Identity, boot_id, namespace_owner, pid_space, uptime
 from gpushare.host.records import DIRECTORY, directory_locked, opened_below, read_own, replace_file, writing
 from gpushare.host.users import opened_user
-
-if TYPE_CHECKING:
-    from gpushare.host.host import Host
 
 SCHEMA: Final = 1
 # What root reads of another user, of one kind; and what everybody reads of himself and of root.

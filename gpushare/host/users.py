@@ -12,14 +12,11 @@ import os
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from gpushare.host.host import RUNTIME, TEMPORARY, UserDirectory
+from gpushare.host.host import RUNTIME, TEMPORARY, Host, UserDirectory
 from gpushare.host.process import read_proc
 from gpushare.host.records import DIRECTORY, opened_below
-
-if TYPE_CHECKING:
-    from gpushare.host.host import Host
 
 _NAME: Final = "gpushare-"
 _MOST_USERS: Final = 1000

@@ -7,17 +7,20 @@ use is refused.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from gpushare.base.errors import NotFound, NotSupported
 from gpushare.base.model import ComputeMode, TimeSlice, Way
 from gpushare.base.selection import Device, check_answers
 from gpushare.host.compute_mode import compute_mode_step
+from gpushare.host.host import Host
 from gpushare.hostfile import steps as host_mps
 from gpushare.hostfile.diff import check_has_mig, points
+from gpushare.hostfile.file import Entry, MpsWish
 from gpushare.hostfile.live import (
     Assignment,
+    LiveGpu,
     PlacedDevice,
     assignment_of,
     devices_of_layout,
@@ -25,33 +28,18 @@ from gpushare.hostfile.live import (
     limits_key,
 )
 from gpushare.hostfile.look import live_gpus, refuse_units
-from gpushare.hostfile.steps import (
-    ask_levels,
-    check_step,
-    grant_steps,
-    level_step,
-    names_steps,
-    revoke_steps,
-)
+from gpushare.hostfile.steps import ask_levels, check_step, grant_steps, level_step, names_steps, revoke_steps
 from gpushare.mig.change import GpuChange, MigChange, gpu_change, plan_change
 from gpushare.mig.daemons import daemons_of_others, idle_daemon_pids, refuse_foreign
 from gpushare.mig.grant import name_taken, revoked
 from gpushare.mig.holders import no_plan_error
-from gpushare.mig.ledger import names_of
+from gpushare.mig.ledger import MigLedger, names_of
 from gpushare.mig.plan import GpuPlan, NoPlan
 from gpushare.mig.planner import plan_exact, untouched
+from gpushare.mig.profile import Layout
 from gpushare.mig.target import difference
 from gpushare.plan import Loss, Plan, Step
 from gpushare.snapshot import HostState
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from gpushare.host.host import Host
-    from gpushare.hostfile.file import Entry, MpsWish
-    from gpushare.hostfile.live import LiveGpu
-    from gpushare.mig.ledger import MigLedger
-    from gpushare.mig.profile import Layout
 
 _NOTHING = Assignment(())
 

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Final
 
 from gpushare.base.errors import GpushareError, NotFound
 from gpushare.host.capabilities import user_id
-from gpushare.host.host import is_trusted_directory
+from gpushare.host.host import Host, is_trusted_directory
 from gpushare.host.records import read_bounded
 from gpushare.memory.admission import MOST_LEASE_SECONDS, UserLimits
 
 if TYPE_CHECKING:
-    from gpushare.host.host import Host
     from gpushare.hostfile.file import HostFile
 
 KEPT: Final = "applied.yaml"

@@ -10,14 +10,15 @@ import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from gpushare.base.errors import BadUsage, GpushareError, NoPermission, NotFound
+from gpushare.base.model import Gpu
 from gpushare.base.units import format_duration, size_option
 from gpushare.form import HINT
 from gpushare.gpu_models import find_model
 from gpushare.host.capabilities import group_id, user_id, user_name
-from gpushare.host.host import is_trusted_directory, make_private_directory
+from gpushare.host.host import Host, is_trusted_directory, make_private_directory
 from gpushare.host.records import read_bounded, read_own, replace_file, writing
 from gpushare.host.written_file import directory_of
 from gpushare.hostfile.file import Entry, HostFile, InstanceWish, Matched, MpsWish, matched
@@ -25,11 +26,6 @@ from gpushare.hostfile.kept import KEPT, kept_limits, limits_in
 from gpushare.hostfile.parse import parse
 from gpushare.inputs import decoded, shown_as, text_of
 from gpushare.timeslice.rules import Names
-
-if TYPE_CHECKING:
-    from gpushare.base.model import Gpu
-    from gpushare.host.host import Host
-
 
 DEFAULT: Final = "gpushare.yaml"
 _MOST_BEFORE: Final = 8

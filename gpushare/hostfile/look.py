@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpushare.base.errors import GpushareError, InUse, or_none
-from gpushare.base.model import ComputeMode
+from gpushare.base.model import ComputeMode, Gpu, MpsDaemon, TimeSlice
 from gpushare.base.units import mps_memory_readback, parse_memory_limit
 from gpushare.host.cdi import local_path
 from gpushare.hostfile.file import MpsWish
@@ -20,7 +20,6 @@ from gpushare.mps.home import LIMIT_FILE, UNIT_PIPES, pipe_directory, pipe_users
 from gpushare.mps.limits import Limits
 
 if TYPE_CHECKING:
-    from gpushare.base.model import Gpu, MpsDaemon, TimeSlice
     from gpushare.host.host import Host
     from gpushare.mig.ledger import NamedInstance
     from gpushare.mps.daemons import FoundDaemon

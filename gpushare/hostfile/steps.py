@@ -8,15 +8,16 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from gpushare.base.errors import GpushareError, InUse, NotFound, NotHeld, TimedOut
-from gpushare.base.model import MigInstance
+from gpushare.base.model import Gpu, MigInstance, TimeSlice
 from gpushare.base.selection import Device
+from gpushare.host.host import Host
 from gpushare.host.program import missing_program
 from gpushare.host.smi import set_argv
 from gpushare.hostfile.diff import points
-from gpushare.hostfile.file import MpsWish
+from gpushare.hostfile.file import Entry, MpsWish
+from gpushare.hostfile.live import LiveGpu, PlacedDevice
 from gpushare.mig.daemons import OwnDaemon, own_daemons, refuse_used, start_again
 from gpushare.mig.grant import names_step, plan_grant, plan_reapply, plan_revoke, revoking
 from gpushare.mig.ledger import NamedInstance, names_of
@@ -29,12 +30,6 @@ from gpushare.mps.start import plan_start
 from gpushare.mps.stop import stop
 from gpushare.plan import Step, carry_out, deferred
 from gpushare.timeslice.policy import plan_level
-
-if TYPE_CHECKING:
-    from gpushare.base.model import Gpu, TimeSlice
-    from gpushare.host.host import Host
-    from gpushare.hostfile.file import Entry
-    from gpushare.hostfile.live import LiveGpu, PlacedDevice
 
 
 def ask_levels(host: Host) -> None:

@@ -9,25 +9,18 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from gpushare.base.errors import GpushareError, NotSupported, OperationFailed
 from gpushare.base.model import Way
+from gpushare.base.selection import Device
 from gpushare.base.units import counted, format_bytes, format_copies
+from gpushare.host.host import Host
 from gpushare.measure.copies import Copies, CopiesResult, Durations, Launch, Slices, failures
 from gpushare.measure.experiment import Experiment, Grounds
 from gpushare.measure.metric import Metric
 from gpushare.measure.usage import Usage, UsageMeter
-from gpushare.measure.ways import (
-    ALONE,
-    IN_ONE,
-    BenchWay,
-    LeftOut,
-    Reasons,
-    one_at_a_time,
-    reasons,
-    sort_out,
-)
+from gpushare.measure.ways import ALONE, IN_ONE, BenchWay, LeftOut, Reasons, one_at_a_time, reasons, sort_out
 from gpushare.mps.control import MpsControl
 from gpushare.mps.daemons import own_daemon
 from gpushare.mps.limits import Limits
@@ -36,11 +29,6 @@ from gpushare.run.end import CONVERSATION_SECONDS
 from gpushare.run.share import MpsShare, check_program
 from gpushare.signals import Wakeups
 from gpushare.timeslice.policy import lent_level, plan_level
-
-if TYPE_CHECKING:
-    from gpushare.base.selection import Device
-    from gpushare.host.host import Host
-
 
 # A cell that failed this often is not tried again.
 _TRIES: Final = 2

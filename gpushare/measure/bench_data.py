@@ -9,9 +9,10 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from gpushare.base.errors import BadUsage, NoPermission, NotFound, OperationFailed
+from gpushare.base.selection import Device
 from gpushare.host.written_file import create_file
 from gpushare.measure.bench import Cell, Measurement, RunResult, cells_of, measured_as
 from gpushare.measure.metric import LATENCY, Metric
@@ -19,10 +20,6 @@ from gpushare.measure.statistics import Ratio, Summary, differ, mean_known, perc
 from gpushare.measure.ways import IN_ONE_OPTIONS, BenchWay
 from gpushare.memory.peaks import Profile
 from gpushare.run.results import BenchedCap
-
-if TYPE_CHECKING:
-    from gpushare.base.selection import Device
-
 
 # Within this of the best, and with overlapping intervals, the simpler way is as good.
 _NEAR: Final = 0.03

@@ -8,16 +8,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import gpushare
 from gpushare.base.errors import BadUsage, GpushareError, NotSupported
+from gpushare.base.selection import Device
 from gpushare.base.units import parse_memory_limit
+from gpushare.host.host import Host
 from gpushare.measure.metric import Metric, parse_metric
-
-if TYPE_CHECKING:
-    from gpushare.base.selection import Device
-    from gpushare.host.host import Host
 
 DEFAULT_SIZE: Final = 1024
 _MOST_SIZE: Final = 32768

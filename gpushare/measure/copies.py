@@ -6,17 +6,15 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from gpushare.base.errors import GpushareError
 from gpushare.base.units import quoted
 from gpushare.measure.experiment import PASSING, Experiment
 from gpushare.measure.metric import Metric, Printed, hopeless, within
+from gpushare.measure.usage import UsageMeter
 from gpushare.run.several import Group, Program
-
-if TYPE_CHECKING:
-    from gpushare.measure.usage import UsageMeter
-    from gpushare.signals import Wakeups
+from gpushare.signals import Wakeups
 
 _POLL_SECONDS: Final = 0.05
 # Shorter intervals at first: start-up and short programs are timed more exactly.

@@ -10,14 +10,19 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from types import TracebackType
+from typing import Final
 
 from gpushare.base.errors import GpushareError, OperationFailed
-from gpushare.host.host import make_private_directory
+from gpushare.base.selection import Device
+from gpushare.host.channels import ChannelControl, Channels
+from gpushare.host.claims import HeldClaim
+from gpushare.host.host import Host, make_private_directory
 from gpushare.measure.metric import Metric, Printed
-from gpushare.mig.places import places_on
+from gpushare.mig.places import Place, places_on
 from gpushare.mps.control import MpsControl
 from gpushare.mps.home import client_environment
+from gpushare.mps.kill import Meter
 from gpushare.mps.limits import Limits
 from gpushare.plan import Plan, Step, carry_out
 from gpushare.run.end import CONVERSATION_SECONDS, GRACE_SECONDS, client_pids
@@ -28,16 +33,6 @@ from gpushare.run.several import Group, Program
 from gpushare.run.share import INSTANCE, MpsShare, claimed, held, open_mps_share
 from gpushare.timeslice.policy import left_level, plan_level
 from gpushare.timeslice.slices import apply_slice, find_channels, restore_slice
-
-if TYPE_CHECKING:
-    from types import TracebackType
-
-    from gpushare.base.selection import Device
-    from gpushare.host.channels import ChannelControl, Channels
-    from gpushare.host.claims import HeldClaim
-    from gpushare.host.host import Host
-    from gpushare.mig.places import Place
-    from gpushare.mps.kill import Meter
 
 
 class Grounds:

@@ -15,25 +15,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from gpushare.base.errors import GpushareError, InUse, NotSupported, OperationFailed, TimedOut
 from gpushare.base.model import Priority, Way
+from gpushare.base.selection import Device
 from gpushare.base.units import counted, quoted
 from gpushare.host.activity import ActivityRecorder, BandwidthRecorder, utilization
+from gpushare.host.host import Host
 from gpushare.measure.experiment import Experiment, Grounds, Running
-from gpushare.measure.metric import (
-    Metric,
-    Window,
-    dispersion,
-    hopeless,
-    latencies_of,
-    p99,
-    p99_factor_interval,
-)
-from gpushare.measure.search import (
-    DEFAULT_US as DEFAULT_SERVER_US,
-)
+from gpushare.measure.metric import Metric, Window, dispersion, hopeless, latencies_of, p99, p99_factor_interval
+from gpushare.measure.search import DEFAULT_US as DEFAULT_SERVER_US
 from gpushare.measure.search import (
     FIRST_SECONDS,
     Figures,
@@ -53,10 +45,6 @@ from gpushare.run.group import DEFAULT_US, GroupSlice, members, why_not
 from gpushare.run.several import peak_memory
 from gpushare.run.share import check_program
 from gpushare.run.sliced import check_outside_mps
-
-if TYPE_CHECKING:
-    from gpushare.base.selection import Device
-    from gpushare.host.host import Host
 
 BUDGET_SECONDS: Final = 150.0
 _GRACE_SECONDS: Final = 5.0

@@ -8,21 +8,19 @@ import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import field, replace
-from typing import TYPE_CHECKING, Final, cast
+from typing import Final, cast
 
 from gpushare.base.errors import GpushareError
+from gpushare.base.model import TunedWay
+from gpushare.base.selection import Device
 from gpushare.base.values import dataclass
+from gpushare.host.host import Host
 from gpushare.host.store import Kept, RecordStore
 from gpushare.job_command import JobCommand
 from gpushare.measure.search import Figures, Goal
+from gpushare.measure.tune import TuneOptions, TuneResult
 from gpushare.run.results import Tuned
 from gpushare.show.tune import Row, TuneAnswer, WayAnswer
-
-if TYPE_CHECKING:
-    from gpushare.base.model import TunedWay
-    from gpushare.base.selection import Device
-    from gpushare.host.host import Host
-    from gpushare.measure.tune import TuneOptions, TuneResult
 
 # Figures of another month say little about the programs of today.
 _MOST_DAYS: Final = 30

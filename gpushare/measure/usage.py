@@ -5,17 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from gpushare.base.errors import GpushareError
+from gpushare.base.model import GpuProcess
+from gpushare.base.selection import Device
 from gpushare.host.activity import ActivityRecorder, BandwidthRecorder, utilization
+from gpushare.host.host import Host
 from gpushare.measure.statistics import mean_known
 from gpushare.mps.control import is_server
-
-if TYPE_CHECKING:
-    from gpushare.base.model import GpuProcess
-    from gpushare.base.selection import Device
-    from gpushare.host.host import Host
 
 # Each look is a few NVML calls: frequent enough to see a peak, too rare to disturb. Short runs need early looks.
 _INTERVAL_SECONDS: Final = 0.5

@@ -5,23 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from gpushare.base.errors import BadUsage, GpushareError
 from gpushare.base.model import ComputeMode, TimeSlice, Way
+from gpushare.base.selection import Device
 from gpushare.base.units import format_slice, parse_slice, quoted
 from gpushare.host.compute_mode import need_root
+from gpushare.host.host import Host
 from gpushare.mps.control import max_clients
 from gpushare.mps.daemons import find_daemons
 from gpushare.mps.limits import Limits
 from gpushare.run.share import MpsShare
 from gpushare.timeslice.policy import plan_level
 from gpushare.timeslice.slices import LEAST_US, MOST_US
-
-if TYPE_CHECKING:
-    from gpushare.base.selection import Device
-    from gpushare.host.host import Host
-
 
 # One process does the work of all copies, which only the built-in workload can.
 IN_ONE: Final = frozenset({Way.STREAMS, Way.THREADS})

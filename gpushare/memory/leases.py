@@ -18,20 +18,17 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from gpushare.base.errors import InUse, OperationFailed
 from gpushare.base.model import GpuLease
 from gpushare.base.units import format_duration
 from gpushare.host.capabilities import user_name
 from gpushare.host.claims import claim_directory
-from gpushare.host.host import make_private_directory
+from gpushare.host.host import Host, make_private_directory
 from gpushare.host.identity import boot_id, uptime
 from gpushare.host.records import writing
-
-if TYPE_CHECKING:
-    from gpushare.host.host import Host
-    from gpushare.memory.admission import UserLimits
+from gpushare.memory.admission import UserLimits
 
 PREFIX: Final = "gpushare-lease-"
 _NAME: Final = re.compile(rf"{PREFIX}[0-9a-f]{{16}}", re.ASCII)

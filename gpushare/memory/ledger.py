@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import field, replace
 from typing import TYPE_CHECKING, Final
 
-from gpushare.base.model import MUCH_UNLISTED, ComputeMode
+from gpushare.base.model import MUCH_UNLISTED, ComputeMode, GpuProcess
 from gpushare.base.values import dataclass
 from gpushare.host.claims import Claim, HeldClaim, all_claims, make_claim
 from gpushare.host.identity import is_stopped
@@ -25,7 +25,6 @@ from gpushare.host.users import has_records
 from gpushare.memory.admission import Room, Running, Waiting, admitted, could_ever_fit
 
 if TYPE_CHECKING:
-    from gpushare.base.model import GpuProcess
     from gpushare.base.selection import Device
     from gpushare.host.host import Host
     from gpushare.host.process import ProcessInfo

@@ -11,22 +11,18 @@ import contextlib
 import secrets
 import signal
 import time
-from typing import TYPE_CHECKING, Final, Literal, cast, get_args
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, Literal, cast, get_args
 
 from gpushare.base.errors import BadUsage, GpushareError, NoPermission, OperationFailed
+from gpushare.base.model import GpuProcess
+from gpushare.base.selection import Device
 from gpushare.base.units import MIB, format_apart, format_bytes, parse_memory_limit, parse_thread_percentage, quoted
 from gpushare.base.values import dataclass
+from gpushare.host.host import Host
 from gpushare.host.process import known, signal_known, wait_gone
-from gpushare.part import Part
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from gpushare.base.model import GpuProcess
-    from gpushare.base.selection import Device
-    from gpushare.host.host import Host
-    from gpushare.memory.ledger import Place
-    from gpushare.part import Watch
+from gpushare.memory.ledger import Place
+from gpushare.part import Part, Watch
 
 MemoryAction = Literal["end", "warn", "pause"]
 LOOK_SECONDS: Final = 0.2

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from gpushare.base.model import Gpu, LimitedJob, Snapshot, SwappedJob, WaitingJob
 from gpushare.base.selection import Device
 from gpushare.host.capabilities import user_name
+from gpushare.host.host import Host
 from gpushare.host.store import wall_time
 from gpushare.memory.ledger import Reservation, line_of, reservations
 from gpushare.memory.swap import BACK, Swap, swaps
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from gpushare.host.host import Host
 
 _BILLION: Final = 1_000_000_000
 

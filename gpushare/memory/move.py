@@ -9,18 +9,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from gpushare.base.errors import InUse, NotFound, NotSupported, OperationFailed
+from gpushare.base.model import Gpu
 from gpushare.base.units import format_bytes
-from gpushare.memory.swap import GPU_MARGIN_BYTES, SWAPS, come_in, go_out
-
-if TYPE_CHECKING:
-    from gpushare.base.model import Gpu
-    from gpushare.host.checkpoint import Checkpoint
-    from gpushare.host.host import Host
-    from gpushare.host.store import JobProcess
-    from gpushare.memory.swap import Keep, Swap
+from gpushare.host.checkpoint import Checkpoint
+from gpushare.host.host import Host
+from gpushare.host.store import JobProcess
+from gpushare.memory.swap import GPU_MARGIN_BYTES, SWAPS, Keep, Swap, come_in, go_out
 
 FIRST_DRIVER: Final = 580
 # How the launchers of several processes tell each how many they are; such a job talks by NCCL or MPI.

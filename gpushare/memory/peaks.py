@@ -11,15 +11,13 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
+from gpushare.base.selection import Device
 from gpushare.base.typed import Percent, Within
 from gpushare.base.values import dataclass
+from gpushare.host.host import Host
 from gpushare.host.store import Kept, RecordStore
-
-if TYPE_CHECKING:
-    from gpushare.base.selection import Device
-    from gpushare.host.host import Host
 
 # Each command of a sweep over parameters has its own file; above this number the oldest files go.
 _MOST_FILES: Final = 1000

@@ -8,16 +8,18 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from gpushare.base.errors import BadUsage, GpushareError, InUse, NoPermission, or_none
-from gpushare.base.model import ComputeMode
+from gpushare.base.model import ComputeMode, Gpu
 from gpushare.base.selection import Device, select, titles
 from gpushare.base.units import GIB, counted, format_bytes, format_duration
 from gpushare.base.values import dataclass
 from gpushare.host.claims import live_claims, why_unreadable
+from gpushare.host.host import Host
 from gpushare.host.records import sweep_leftovers
 from gpushare.host.users import has_claims
+from gpushare.memory.admission import UserLimits
 from gpushare.memory.harm import best_together, harm_in_words, harm_percent
 from gpushare.memory.leases import PREFIX as LEASES
 from gpushare.memory.leases import leases, reserved_words
@@ -40,11 +42,6 @@ from gpushare.memory.ledger import (
 )
 from gpushare.memory.peaks import Known, find_profile
 from gpushare.memory.swap import GPU_MARGIN_BYTES, Swap, has_room, repair
-
-if TYPE_CHECKING:
-    from gpushare.base.model import Gpu
-    from gpushare.host.host import Host
-    from gpushare.memory.admission import UserLimits
 
 POLL_SECONDS: Final = 0.5
 # How often a waiting job looks for what it waits for.

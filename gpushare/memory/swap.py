@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Final, NamedTuple
+from typing import Annotated, Final, NamedTuple
 
 from gpushare.base.errors import (
     GpushareError,
@@ -30,14 +30,11 @@ from gpushare.base.values import dataclass
 from gpushare.host.capabilities import user_name
 from gpushare.host.checkpoint import CHECKPOINTED, FAILED, LOCKED, RUNNING, Checkpoint
 from gpushare.host.guard import DONE, Guard
+from gpushare.host.host import Host
 from gpushare.host.identity import uptime
 from gpushare.host.process import known, signal_known
-from gpushare.host.store import Kept, Named, Past, RecordStore, named_after_living
+from gpushare.host.store import Job, JobProcess, Kept, Named, Past, RecordStore, named_after_living
 from gpushare.pause.record import paused_since
-
-if TYPE_CHECKING:
-    from gpushare.host.host import Host
-    from gpushare.host.store import Job, JobProcess
 
 # States of a record. `back`: it is on the GPU again.
 LEAVING, OUT, RETURNING, BACK, LOST = "leaving", "out", "returning", "back", "lost"

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from gpushare.base.errors import NotFound, OperationFailed
+from gpushare.base.model import Gpu
 from gpushare.host import cdi
+from gpushare.host.host import Host
 from gpushare.host.written_file import create_file
 from gpushare.plan import Step
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from gpushare.base.model import Gpu
-    from gpushare.host.host import Host
 
 
 def cdi_notes(host: Host, gpus_after: Sequence[Gpu]) -> tuple[str, ...]:

@@ -7,13 +7,14 @@ import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from gpushare.base.errors import GpushareError, InUse, NotFound, NotHeld, needs_root
-from gpushare.base.model import MPS_SERVER, ComputeMode, GpuProcess, Holder
+from gpushare.base.model import MPS_SERVER, ComputeMode, Gpu, GpuProcess, Holder
 from gpushare.base.selection import Device, no_mig
 from gpushare.host.capabilities import NODES
 from gpushare.host.claims import Claim, take_claim
+from gpushare.host.host import Host
 from gpushare.host.identity import ancestors, is_kernel_thread
 from gpushare.host.process import named, start_of
 from gpushare.host.users import has_records
@@ -26,18 +27,13 @@ from gpushare.mig.daemons import (
 )
 from gpushare.mig.driver import NOT_READ_BACK, MigChanges
 from gpushare.mig.holders import CLAIM, blocking, gpu_holders, instance_holders, remedy
+from gpushare.mig.ledger import MigLedger
 from gpushare.mig.plan import Call, GpuPlan, InstanceChange, mode_step, steps_of
+from gpushare.mig.profile import Layout
 from gpushare.mig.recover import begun_by, made_by, perform, restore, shape_now
 from gpushare.mig.shape import GpuShape, differences, shape_of
+from gpushare.mps.home import DaemonRecord
 from gpushare.plan import Loss, NotUndone, Plan, Step, carry_out
-
-if TYPE_CHECKING:
-    from gpushare.base.model import Gpu
-    from gpushare.host.host import Host
-    from gpushare.mig.ledger import MigLedger
-    from gpushare.mig.profile import Layout
-    from gpushare.mps.home import DaemonRecord
-
 
 # The name in full, and as the kernel cuts it.
 _AGREEING = {"nvidia-persistenced", "nvidia-persiste"}

@@ -8,22 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from gpushare.base.errors import GpushareError, InUse, NotFound
 from gpushare.base.model import Gpu, MigInstance
 from gpushare.base.selection import Device
 from gpushare.base.units import counted
 from gpushare.host.capabilities import user_name
+from gpushare.host.host import Host
 from gpushare.mps.control import control_command, not_your_daemon
 from gpushare.mps.daemons import FoundDaemon, find_daemons, foreign_daemon, is_running
 from gpushare.mps.home import RUNNING, DaemonHome, DaemonRecord, homes_in, own_home, start_command, unrecorded
 from gpushare.mps.start import plan_start
 from gpushare.mps.stop import stop
 from gpushare.plan import Loss, Step, carry_out
-
-if TYPE_CHECKING:
-    from gpushare.host.host import Host
 
 
 @dataclass(frozen=True)

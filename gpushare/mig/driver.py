@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from ctypes import byref, c_uint
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from gpushare.base.errors import (
     GpushareError,
@@ -24,9 +24,10 @@ from gpushare.base.errors import (
     OperationFailed,
     TimedOut,
 )
-from gpushare.base.model import GpuProcess
+from gpushare.base.model import Gpu, GpuProcess
 from gpushare.base.units import MIB
-from gpushare.host.nvml import FUNCTION_NOT_FOUND, NOT_SUPPORTED
+from gpushare.host.host import Host
+from gpushare.host.nvml import FUNCTION_NOT_FOUND, NOT_SUPPORTED, NvmlReader
 from gpushare.mig.profile import (
     ComputeInstance,
     ComputeProfile,
@@ -37,14 +38,6 @@ from gpushare.mig.profile import (
     Profile,
     standard_compute_profiles,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from gpushare.base.model import Gpu
-    from gpushare.host.host import Host
-    from gpushare.host.nvml import NvmlReader
-
 
 # The code of an error for instances that the driver does not list.
 HIDDEN: Final = "instances_hidden"

@@ -12,23 +12,20 @@ import shlex
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from gpushare.base.errors import BadUsage, GpushareError, NoPermission, NotFound, NotSupported
 from gpushare.base.units import quoted
 from gpushare.host.capabilities import Capability, NodeAccess, modify_line, user_id, user_name
 from gpushare.host.compute_mode import need_root
+from gpushare.host.host import Host
 from gpushare.mig.driver import MigReader
 from gpushare.mig.ledger import NAMES, NamedInstance, check_name, names_changed, names_of
 from gpushare.mig.places import unknown_name
+from gpushare.mig.plan import GpuPlan
+from gpushare.mig.profile import GpuInstance
 from gpushare.mig.target import need_name
 from gpushare.plan import Loss, Plan, Step, deferred, setting_step
-
-if TYPE_CHECKING:
-    from gpushare.host.host import Host
-    from gpushare.mig.plan import GpuPlan
-    from gpushare.mig.profile import GpuInstance
-
 
 _CLOSED: Final = 0o400
 _STILL_OPEN: Final = (

@@ -11,12 +11,11 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
 from gpushare.base.errors import GpushareError, InUse, NotSupported
-from gpushare.base.model import Holder
+from gpushare.base.model import Gpu, Holder
 from gpushare.base.package import package_rows
 from gpushare.mig.plan import NoPlan, Why
 
 if TYPE_CHECKING:
-    from gpushare.base.model import Gpu
     from gpushare.host.capabilities import Place
     from gpushare.host.claims import Claim
     from gpushare.host.host import Host

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -12,15 +12,12 @@ from gpushare.mig.daemons import idle_daemon_pids
 from gpushare.mig.driver import HIDDEN, MigReader
 from gpushare.mig.holders import claimed_instances, instance_holders, look
 from gpushare.mig.ledger import NamedInstance, Spot, made_by_gpushare, names_of
-from gpushare.mig.profile import Layout
+from gpushare.mig.profile import ComputeInstance, GpuInstance, Layout
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from gpushare.base.model import Gpu, GpuProcess, Holder
     from gpushare.host.host import Host
     from gpushare.host.open_files import OpenFiles
-    from gpushare.mig.profile import ComputeInstance, GpuInstance
 
 
 def layouts_of(

@@ -22,21 +22,17 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from gpushare.base.errors import BadUsage, GpushareError, OperationFailed
 from gpushare.base.typed import Count, Pid
 from gpushare.base.values import dataclass
-from gpushare.host.host import is_trusted_directory, make_private_directory
+from gpushare.host.host import Host, is_trusted_directory, make_private_directory
 from gpushare.host.identity import Identity, identity_of, lives
 from gpushare.host.records import clear_leftovers, flocked, lock_within, open_lock, sync_directory, writing
 from gpushare.host.store import Elsewhere, Kept, RecordStore
-from gpushare.mig.shape import NOTHING, GpuShape, Proof
+from gpushare.mig.shape import NOTHING, Creation, GpuShape, Proof
 from gpushare.mps.home import DaemonRecord
-
-if TYPE_CHECKING:
-    from gpushare.host.host import Host
-    from gpushare.mig.shape import Creation
 
 
 class Spot(NamedTuple):

@@ -10,12 +10,14 @@ import contextlib
 import os
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from gpushare.base.errors import BadUsage, GpushareError, InUse, OperationFailed
+from gpushare.base.model import Gpu
 from gpushare.base.typed import Count, Pid
 from gpushare.base.values import dataclass
 from gpushare.host.claims import live_claims
+from gpushare.host.host import Host
 from gpushare.host.identity import Identity, identity_of
 from gpushare.host.store import Kept, RecordStore, any_lives
 from gpushare.mig.change import gpu_change, plan_change, transact
@@ -27,12 +29,8 @@ from gpushare.mig.ledger import MigLedger
 from gpushare.mig.places import one_request
 from gpushare.mig.plan import MigPlan, NoPlan
 from gpushare.mig.planner import Target, plan_add, plan_destroy
+from gpushare.mig.profile import GpuInstance, Layout
 from gpushare.mig.recover import recover
-
-if TYPE_CHECKING:
-    from gpushare.base.model import Gpu
-    from gpushare.host.host import Host
-    from gpushare.mig.profile import GpuInstance, Layout
 
 # The driver takes a moment to notice that a program has ended.
 _LEAVE_SECONDS: Final = 5.0

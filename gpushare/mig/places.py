@@ -10,18 +10,16 @@ import re
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from gpushare.base.errors import BadUsage, GpushareError, NotFound, NotSupported, or_none
+from gpushare.base.model import Gpu, MigInstance
 from gpushare.base.selection import Device, check_answers, no_mig, select_for_change
+from gpushare.host.host import Host
 from gpushare.mig.driver import MigReader
 from gpushare.mig.ledger import NamedInstance, names_of
+from gpushare.mig.profile import ComputeInstance, GpuInstance
 from gpushare.mig.wish import Request, find_profile, parse_wish
-
-if TYPE_CHECKING:
-    from gpushare.base.model import Gpu, MigInstance
-    from gpushare.host.host import Host
-    from gpushare.mig.profile import ComputeInstance, GpuInstance
 
 _UUID_OR_IDS: Final = re.compile(r"mig-(gpu-.*|[0-9a-f]+(-[0-9a-f-]*)?)|\d+/\d+(/\d+)?", re.ASCII | re.IGNORECASE)
 # A name begins with a letter, a profile or its id with a digit; the driver prints "MIG 1g.10gb".

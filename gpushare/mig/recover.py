@@ -8,23 +8,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from gpushare.base.errors import BadUsage, GpushareError, OperationFailed
 from gpushare.base.selection import check_answers
+from gpushare.host.host import Host
 from gpushare.mig.daemons import recover_daemons
 from gpushare.mig.driver import MigChanges, MigReader
 from gpushare.mig.grant import regrant
 from gpushare.mig.layouts import layouts_of
-from gpushare.mig.ledger import names_changed, names_of
+from gpushare.mig.ledger import ChangeRecord, MigLedger, names_changed, names_of
 from gpushare.mig.plan import Action, Call, steps_of
 from gpushare.mig.profile import NOT_THERE
-from gpushare.mig.shape import Creation, GpuShape, differences, left_alone, restoration, shape_of
-
-if TYPE_CHECKING:
-    from gpushare.host.host import Host
-    from gpushare.mig.ledger import ChangeRecord, MigLedger
-    from gpushare.mig.shape import Proof
+from gpushare.mig.shape import Creation, GpuShape, Proof, differences, left_alone, restoration, shape_of
 
 RECOVER: Final = "gpushare mig recover"
 ACCEPT: Final = f"or accept it as it is: {RECOVER} --forget"

@@ -10,15 +10,16 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, TypeVar
+from typing import Final, Literal, TypeVar
 
 from gpushare.base.errors import GpushareError, InUse, NotFound, NotSupported, OperationFailed, TimedOut
 from gpushare.base.model import ComputeMode, Gpu, MpsClient, MpsDaemon, MpsServer
-from gpushare.base.selection import select
+from gpushare.base.selection import Device, select
 from gpushare.base.units import mps_memory, mps_memory_readback
 from gpushare.base.values import dataclass
-from gpushare.host.process import start_of
-from gpushare.host.program import missing_program
+from gpushare.host.host import Host
+from gpushare.host.process import ProcessInfo, start_of
+from gpushare.host.program import Programs, missing_program
 from gpushare.host.records import read_tail
 from gpushare.host.smi import compute_mode_command
 from gpushare.mps import control
@@ -34,13 +35,6 @@ from gpushare.mps.control import (
 )
 from gpushare.mps.home import ADOPTED, RUNNING, AttachedClient, DaemonHome, DaemonRecord, home_of, homes_in
 from gpushare.mps.limits import Limits
-
-if TYPE_CHECKING:
-    from gpushare.base.selection import Device
-    from gpushare.host.host import Host
-    from gpushare.host.process import ProcessInfo
-    from gpushare.host.program import Programs
-
 
 # For all daemons together; one answers within 2 ms on an H200.
 LOOK_SECONDS: Final = 3.0

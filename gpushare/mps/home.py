@@ -17,22 +17,19 @@ import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 from gpushare.base.errors import BadUsage, NoPermission, NotHeld
 from gpushare.base.model import ComputeMode, device_key
+from gpushare.base.selection import Device
 from gpushare.base.typed import Count, Pid
 from gpushare.base.values import dataclass
 from gpushare.host.capabilities import list_users, listed_users, refused_change, user_id, user_name
-from gpushare.host.host import is_trusted_directory, make_private_directory
+from gpushare.host.host import Host, is_trusted_directory, make_private_directory
 from gpushare.host.records import clear_leftovers, flocked, lock_within, open_lock, writing
 from gpushare.host.store import Kept, RecordStore
 from gpushare.mps.control import MAX_PIPE_DIRECTORY_BYTES, NoDaemon
 from gpushare.mps.limits import VARIABLES, Limits
-
-if TYPE_CHECKING:
-    from gpushare.base.selection import Device
-    from gpushare.host.host import Host
 
 # States of a record. A start writes STARTING before its first change and RUNNING at its end; STARTING found under the
 # lock is an interrupted start. ADOPTED is never written: it means a daemon in a home of ours that has no record.

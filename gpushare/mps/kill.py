@@ -6,20 +6,16 @@ import contextlib
 import signal
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol
 
 from gpushare.base.errors import BadUsage, GpushareError, NoPermission, OperationFailed
+from gpushare.base.model import Gpu, MpsClient, MpsDaemon
 from gpushare.base.values import dataclass
-from gpushare.host.activity import ActivityMeter
+from gpushare.host.activity import Activity, ActivityMeter
+from gpushare.host.host import Host
 from gpushare.host.process import known, signal_known, wait_gone
 from gpushare.mps.daemons import FoundDaemon, find_daemons
 from gpushare.plan import Plan, Step, carry_out
-
-if TYPE_CHECKING:
-    from gpushare.base.model import Gpu, MpsClient, MpsDaemon
-    from gpushare.host.activity import Activity
-    from gpushare.host.host import Host
-
 
 DRAIN_BOUND_SECONDS: Final = 5.0
 # The shortest wait that proved safe.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 
 from gpushare.base.errors import BadUsage, NotFound
 from gpushare.base.model import Priority
+from gpushare.base.selection import Device
 from gpushare.base.units import (
     MIB,
     format_bytes,
@@ -20,10 +21,6 @@ from gpushare.base.units import (
     size_option,
 )
 from gpushare.base.values import dataclass
-
-if TYPE_CHECKING:
-    from gpushare.base.selection import Device
-
 
 # The environment variables of a client, or of a daemon for its clients (NVIDIA's MPS guide).
 THREADS_VARIABLE: Final = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"

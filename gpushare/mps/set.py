@@ -6,11 +6,12 @@ import contextlib
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from gpushare.base.errors import GpushareError, NoPermission
 from gpushare.base.model import Priority
+from gpushare.base.selection import Device
 from gpushare.base.units import format_bytes
+from gpushare.host.host import Host
 from gpushare.host.process import start_of
 from gpushare.mps.control import (
     MpsControl,
@@ -23,10 +24,6 @@ from gpushare.mps.daemons import changed_by_hand, is_still, own_daemon
 from gpushare.mps.home import AttachedClient, DaemonHome, DaemonRecord
 from gpushare.mps.limits import Limits, check_memory, in_force
 from gpushare.plan import Plan, Step
-
-if TYPE_CHECKING:
-    from gpushare.base.selection import Device
-    from gpushare.host.host import Host
 
 
 def limit_steps(control: MpsControl, limits: Limits, server: int | None = None) -> list[Step]:

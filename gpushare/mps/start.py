@@ -5,27 +5,23 @@ from __future__ import annotations
 import contextlib
 import shlex
 import time
-from typing import TYPE_CHECKING, Final
+from collections.abc import Sequence
+from typing import Final
 
 from gpushare.base.errors import InUse, NotSupported, OperationFailed, TimedOut
 from gpushare.base.model import ComputeMode
+from gpushare.base.selection import Device
 from gpushare.base.units import counted
 from gpushare.host.compute_mode import compute_mode_step, need_root
+from gpushare.host.host import Host
 from gpushare.host.process import start_of
+from gpushare.host.program import Completed
 from gpushare.mps.control import PROGRAM, MpsControl, control_command, probe_version, start_environment
 from gpushare.mps.daemons import check_device, daemon_pid, find_daemons, foreign_daemon, live_pid
 from gpushare.mps.home import RUNNING, STARTING, DaemonHome, DaemonRecord, anybody_changes, let_in, own_home, pipe_users
 from gpushare.mps.limits import Limits, check_memory, in_force
 from gpushare.mps.set import limit_steps
 from gpushare.plan import Plan, Step
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from gpushare.base.selection import Device
-    from gpushare.host.host import Host
-    from gpushare.host.program import Completed
-
 
 # Processes of other users that claim to be daemons: any user can start thousands.
 _MOST_NAMED: Final = 3

@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from gpushare.base.errors import (
     BadUsage,
@@ -23,24 +23,20 @@ from gpushare.base.errors import (
     TimedOut,
     or_none,
 )
-from gpushare.base.model import ComputeMode
+from gpushare.base.model import ComputeMode, Gpu
 from gpushare.base.selection import Device, select_for_change
 from gpushare.base.units import counted
 from gpushare.base.values import dataclass
 from gpushare.host.capabilities import user_name
 from gpushare.host.compute_mode import set_compute_mode
-from gpushare.host.process import named, signal_known, start_of, wait_gone
+from gpushare.host.host import Host
+from gpushare.host.process import ProcessInfo, named, signal_known, start_of, wait_gone
 from gpushare.host.smi import compute_mode_command
 from gpushare.mps.control import MpsControl, NoDaemon, control_command, is_server, not_your_daemon
 from gpushare.mps.daemons import FoundDaemon, ask, find_daemons, live_pid
 from gpushare.mps.home import ADOPTED, DaemonRecord, start_command
 from gpushare.mps.limits import Limits
 from gpushare.plan import Loss, Plan, Step, carry_out
-
-if TYPE_CHECKING:
-    from gpushare.base.model import Gpu
-    from gpushare.host.host import Host
-    from gpushare.host.process import ProcessInfo
 
 # How long a daemon and its servers may take to end (measured on an H200: 59 to 82 ms).
 _GONE_SECONDS: Final = 10.0

@@ -10,35 +10,23 @@ import contextlib
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from gpushare.base.errors import GpushareError, InUse, NoPermission, NotFound, NotSupported, TimedOut
 from gpushare.base.units import counted, pid_of, quoted
 from gpushare.host.capabilities import user_name
+from gpushare.host.channels import ChannelControl, Channels
 from gpushare.host.guard import Guard
+from gpushare.host.host import Host
 from gpushare.host.identity import uptime
 from gpushare.host.program import MPS_CONTROL
 from gpushare.host.slice_lock import probed
+from gpushare.host.store import Job
 from gpushare.host.users import as_user
 from gpushare.mps.control import is_server
-from gpushare.pause.record import (
-    PAUSED,
-    PAUSES,
-    PAUSING,
-    RESUMING,
-    PausedJob,
-    by_root,
-    paused_jobs,
-    write,
-)
+from gpushare.pause.record import PAUSED, PAUSES, PAUSING, RESUMING, PausedJob, by_root, paused_jobs, write
 from gpushare.plan import Loss, Plan, Step
 from gpushare.signals import held_back
-
-if TYPE_CHECKING:
-    from gpushare.host.channels import ChannelControl, Channels
-    from gpushare.host.host import Host
-    from gpushare.host.store import Job
-
 
 # What the guard is told once everything is off, and what it answers when it is ready.
 HELD: Final = "held"

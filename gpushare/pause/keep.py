@@ -7,18 +7,15 @@ import os
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from gpushare.base.errors import GpushareError, NotFound
+from gpushare.host.channels import ChannelControl, Channels
+from gpushare.host.host import Host
 from gpushare.host.identity import uptime
 from gpushare.host.slice_lock import probed
 from gpushare.pause.change import HELD, free, names_of
 from gpushare.pause.record import PAUSES, RESUMING, PausedJob, write
-
-if TYPE_CHECKING:
-    from gpushare.host.channels import ChannelControl, Channels
-    from gpushare.host.host import Host
-
 
 LOOK_SECONDS: Final = 1.0
 # A process without a context of its own is scanned again after this time: a scan may take seconds.

@@ -7,18 +7,15 @@ is removed after the last one is on again.
 from __future__ import annotations
 
 from dataclasses import field
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 from gpushare.base.errors import NotSupported
 from gpushare.base.typed import Count, JobName, Most, Pid
 from gpushare.base.values import dataclass
 from gpushare.host.channels import Channels
+from gpushare.host.host import Host
 from gpushare.host.identity import Identity
 from gpushare.host.store import Ahead, Kept, Named, Past, RecordStore, named_after_living, wall_time
-
-if TYPE_CHECKING:
-    from gpushare.host.host import Host
-
 
 # A record of so many can be read again.
 _MOST_GROUPS: Final = 8192

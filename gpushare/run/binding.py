@@ -6,16 +6,12 @@ import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from gpushare.base.errors import NotSupported
 from gpushare.base.selection import Device, titles
 from gpushare.base.units import ranges
-from gpushare.part import Part
-
-if TYPE_CHECKING:
-    from gpushare.host.host import Host
-    from gpushare.part import Watch
+from gpushare.host.host import Host
+from gpushare.part import Part, Watch
 
 
 @dataclass

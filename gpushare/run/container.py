@@ -18,18 +18,14 @@ import re
 import subprocess
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from gpushare.base.errors import BadUsage, NotSupported
 from gpushare.base.values import dataclass
-from gpushare.host.host import make_private_directory
+from gpushare.host.host import Host, make_private_directory
 from gpushare.part import Part, Watch
 from gpushare.run.plain import PlainWatch
-from gpushare.run.share import check_program
-
-if TYPE_CHECKING:
-    from gpushare.host.host import Host
-    from gpushare.run.share import Share
+from gpushare.run.share import Share, check_program
 
 PODMAN: Final = "podman"
 DOCKER: Final = "docker"

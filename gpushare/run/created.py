@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gpushare.base.errors import BadUsage, GpushareError, InUse, NotFound
-from gpushare.base.model import MigInstance
+from gpushare.base.model import Gpu, MigInstance
 from gpushare.base.selection import Device, select
 from gpushare.base.units import quoted
+from gpushare.host.host import Host
 from gpushare.mig.driver import MigReader, need_rights
 from gpushare.mig.holders import no_plan_error
-from gpushare.mig.on_demand import make_instance, plan_instance, remove_instance, sweep_left
+from gpushare.mig.on_demand import OnDemand, make_instance, plan_instance, remove_instance, sweep_left
 from gpushare.mig.places import means_profile, one_request
 from gpushare.mig.plan import NoPlan, Why, shown_steps
 from gpushare.mig.wish import find_profile
@@ -22,13 +23,6 @@ from gpushare.plan import Plan
 from gpushare.run.program import step_of_run
 from gpushare.show.plan import plan_result
 from gpushare.signals import undisturbed
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from gpushare.base.model import Gpu
-    from gpushare.host.host import Host
-    from gpushare.mig.on_demand import OnDemand
 
 
 class Creator:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from gpushare.base.errors import (
     BadUsage,
@@ -22,21 +24,15 @@ from gpushare.base.errors import (
     NvmlMissing,
     OperationFailed,
 )
+from gpushare.host.host import Host
 from gpushare.host.identity import Identity, identity_of_child
 from gpushare.host.records import flocked
 from gpushare.memory.ledger import reservations
-from gpushare.run.jobs import JOBS, PAST, aside, check_name_free, is_written, made_name, output_path
+from gpushare.run.jobs import JOBS, PAST, PastJob, aside, check_name_free, is_written, made_name, output_path
 from gpushare.run.program import begin_log, open_log
 from gpushare.run.queued import check_not_waiting
 from gpushare.run.share import NO_PROGRAM
 from gpushare.run.start import DETACHED
-
-if TYPE_CHECKING:
-    import subprocess
-    from collections.abc import Iterator, Sequence
-
-    from gpushare.host.host import Host
-    from gpushare.run.jobs import PastJob
 
 # By then it runs or waits; else it is said that neither was seen.
 _SECONDS: Final = 30.0

@@ -6,17 +6,14 @@ import contextlib
 import signal
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from gpushare.base.errors import GpushareError, NoPermission, NotFound
+from gpushare.host.host import Host
 from gpushare.host.process import known, signal_known, wait_gone
 from gpushare.host.users import has_records
 from gpushare.mps.control import MpsControl
 from gpushare.mps.kill import DRAIN_BOUND_SECONDS, Drain, Meter, end_clients, kill_all
-
-if TYPE_CHECKING:
-    from gpushare.host.host import Host
-
 
 GRACE_SECONDS: Final = 10.0
 # A hanging daemon must not hold up a signal for longer.

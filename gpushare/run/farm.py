@@ -21,17 +21,19 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 from gpushare.base.errors import BadUsage, GpushareError, InUse, NoPermission, OperationFailed, or_none
-from gpushare.base.selection import titles
+from gpushare.base.model import GpuProcess
+from gpushare.base.selection import Device, titles
 from gpushare.base.units import MIB, counted, format_bytes, format_copies, quoted
 from gpushare.base.values import dataclass
+from gpushare.host.host import Host
 from gpushare.host.written_file import open_to_append
 from gpushare.memory.admission import UserLimits
 from gpushare.memory.harm import best_together
 from gpushare.memory.ledger import Line, Patience, Place, Request, jobs_before, reservations
-from gpushare.memory.limit import JobMemory
+from gpushare.memory.limit import JobMemory, MemoryAction, MemoryBudget
 from gpushare.memory.peaks import Profile, find_profile, keep_profile
 from gpushare.memory.room import check_ever, client_limit, read_lines, usable_now, why_it_waits
 from gpushare.mps.limits import CONTEXT_BYTES, Limits, client_memory
@@ -40,18 +42,9 @@ from gpushare.run.end import GRACE_SECONDS
 from gpushare.run.plain import PlainShare
 from gpushare.run.program import command_line, step_of_run
 from gpushare.run.several import Log, Program, Several, directory_of_logs
-from gpushare.run.share import MpsShare, check_program
-from gpushare.show.run import Copy
+from gpushare.run.share import MpsShare, Share, check_program
+from gpushare.show.run import Copy, CopyLines
 from gpushare.signals import Wakeups
-
-if TYPE_CHECKING:
-    from gpushare.base.model import GpuProcess
-    from gpushare.base.selection import Device
-    from gpushare.host.host import Host
-    from gpushare.memory.limit import MemoryAction, MemoryBudget
-    from gpushare.run.share import Share
-    from gpushare.show.run import CopyLines
-
 
 MOST_COPIES: Final = 10_000
 # Of a line of ``--each``.

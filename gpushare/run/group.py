@@ -15,7 +15,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, cast
@@ -29,7 +29,7 @@ from gpushare.host.identity import Identity
 from gpushare.host.store import Kept, RecordStore, any_lives
 from gpushare.mps.daemons import own_daemon
 from gpushare.mps.home import own_home
-from gpushare.part import Part
+from gpushare.part import Part, Watch
 from gpushare.run import roles
 from gpushare.run.adapt import LEAST_US, MOST_US, STEP_SECONDS, Controller
 from gpushare.run.pause import Pauser
@@ -38,11 +38,8 @@ from gpushare.run.roles import PauseForProduction
 from gpushare.run.sliced import LOOK_SECONDS, PASSING, KeptSlices, check_settable, is_final
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from gpushare.base.selection import Device
     from gpushare.host.host import Host
-    from gpushare.part import Watch
     from gpushare.run.jobs import PrintedRate
     from gpushare.run.production import ProductionJob
     from gpushare.run.share import Attachment

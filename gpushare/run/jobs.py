@@ -29,7 +29,7 @@ from gpushare.base.values import dataclass
 from gpushare.host.identity import Identity, identity_of, uptime
 from gpushare.host.records import flocked
 from gpushare.host.store import Job, JobProcess, Kept, Past, RecordStore, any_lives, wall_time
-from gpushare.part import Part
+from gpushare.part import Part, Watch
 from gpushare.plan import Loss
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from gpushare.host.host import Host
-    from gpushare.part import Watch
     from gpushare.pause.change import JobPause
 
 

@@ -7,27 +7,32 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from gpushare.base.errors import cut
-from gpushare.base.model import JobWay, LinePlace, ListedJob, Way
+from gpushare.base.model import GpuProcess, JobWay, LinePlace, ListedJob, MpsClient, Snapshot, WaitingJob, Way
 from gpushare.base.selection import Device, titles
 from gpushare.base.values import dataclass
 from gpushare.host.capabilities import user_name
-from gpushare.host.identity import uptime
+from gpushare.host.identity import Identity, uptime
 from gpushare.host.users import has_records
-from gpushare.memory.ledger import reservations
+from gpushare.memory.ledger import Reservation, reservations
 from gpushare.mps.control import is_server
-from gpushare.run.jobs import MOST_COMMAND, OPPORTUNISTIC, PLAIN, PRODUCTION, is_job_name, past_jobs, running_records
+from gpushare.run.jobs import (
+    MOST_COMMAND,
+    OPPORTUNISTIC,
+    PLAIN,
+    PRODUCTION,
+    JobRecord,
+    is_job_name,
+    past_jobs,
+    running_records,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
-    from gpushare.base.model import GpuProcess, MpsClient, Snapshot, WaitingJob
     from gpushare.host.host import Host
-    from gpushare.host.identity import Identity
     from gpushare.host.process import ProcessInfo
-    from gpushare.memory.ledger import Reservation
     from gpushare.memory.swap import Swap
     from gpushare.pause.record import PausedJob
-    from gpushare.run.jobs import JobRecord
 
 RUNNING: Final = "running"
 WAITING: Final = "waiting"

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from gpushare.base.model import Gpu, GpuProcess, Snapshot
+from gpushare.host.host import Host
 from gpushare.host.users import has_claims, has_records
 from gpushare.snapshot import LastWork, Observer
-
-if TYPE_CHECKING:
-    from gpushare.base.model import Gpu, GpuProcess, Snapshot
-    from gpushare.host.host import Host
 
 
 class Look:

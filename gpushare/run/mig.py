@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from gpushare.base.errors import BadUsage, GpushareError, InUse, NotFound
-from gpushare.base.model import Holder
+from gpushare.base.model import Holder, MigInstance
 from gpushare.base.selection import Device, select
 from gpushare.base.units import counted, format_duration, quoted
 from gpushare.host.claims import Claim, HeldClaim, take_claim
@@ -21,7 +21,6 @@ from gpushare.mps.daemons import find_daemons
 from gpushare.show.waiting import waiting_line
 
 if TYPE_CHECKING:
-    from gpushare.base.model import MigInstance
     from gpushare.host.host import Host
     from gpushare.run.created import Creator
 

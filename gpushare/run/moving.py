@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from gpushare.base.errors import GpuLost, InUse, NotFound, NotSupported
+from gpushare.base.model import Gpu
 from gpushare.base.selection import Device, titles
 from gpushare.base.units import format_bytes
 from gpushare.base.values import dataclass
+from gpushare.host.host import Host
 from gpushare.host.store import Job
 from gpushare.memory import move
+from gpushare.memory.admission import UserLimits
 from gpushare.memory.leases import lease_of_others
 from gpushare.memory.ledger import Place, Request
 from gpushare.memory.room import back_bytes, read_lines, room_kept, wait_for_room
@@ -35,13 +37,6 @@ from gpushare.memory.swap import (
 )
 from gpushare.plan import Loss, Plan, Step
 from gpushare.run.jobs import consent_to, find_job, job_names, processes_to_swap
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from gpushare.base.model import Gpu
-    from gpushare.host.host import Host
-    from gpushare.memory.admission import UserLimits
 
 Draw = Callable[[str, float, "float | None"], None]
 

@@ -6,11 +6,12 @@ import contextlib
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from gpushare.base.errors import GpushareError
 from gpushare.host.activity import ActivityMeter
 from gpushare.host.claims import HeldClaim
+from gpushare.host.host import Host
 from gpushare.host.process import known
 from gpushare.host.users import has_records
 from gpushare.mps.control import MpsControl
@@ -19,9 +20,6 @@ from gpushare.run.end import CONVERSATION_SECONDS, client_pids, end_programs
 from gpushare.run.jobs import forget_ended
 from gpushare.run.program import LINGER
 from gpushare.run.share import MPS, stop_if_last
-
-if TYPE_CHECKING:
-    from gpushare.host.host import Host
 
 _POLL_SECONDS: Final = 2.0
 

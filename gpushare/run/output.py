@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from gpushare.base.errors import GpushareError, NoPermission, NotFound, NotSupported, OperationFailed
 from gpushare.base.units import pid_of
 from gpushare.host.capabilities import user_name
+from gpushare.host.host import Host
 from gpushare.host.identity import Identity
 from gpushare.host.records import opened_own
 from gpushare.host.users import as_user
 from gpushare.memory.ledger import reservations
 from gpushare.run.jobs import (
     PAST,
+    JobRecord,
     check_job_name,
     find_record,
     is_running,
@@ -23,12 +26,6 @@ from gpushare.run.jobs import (
     running_record,
     running_records,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from gpushare.host.host import Host
-    from gpushare.run.jobs import JobRecord
 
 _BLOCK: Final = 64 << 10
 _POLL_SECONDS: Final = 0.2

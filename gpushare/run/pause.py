@@ -11,26 +11,21 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from gpushare.base.errors import GpushareError, NoPermission, NotFound, NotSupported
 from gpushare.base.typed import Count, Pid
 from gpushare.base.values import dataclass
+from gpushare.host.channels import Channels
+from gpushare.host.host import Host
 from gpushare.host.identity import uptime
 from gpushare.host.process import known, signal_known, start_of
 from gpushare.host.slice_lock import probed
 from gpushare.host.store import Kept, RecordStore, any_lives
 from gpushare.pause.change import enable, names_of
 from gpushare.pause.record import PAUSED, PAUSES, RUNNING, PausedJob, by_root, write
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from gpushare.host.channels import Channels
-    from gpushare.host.host import Host
-
 
 # How often a pause checks that all of the program is paused.
 _KEEP_SECONDS: Final = 0.5

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import field
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 from gpushare.base.errors import GpushareError
-from gpushare.base.model import device_key
+from gpushare.base.model import GpuProcess, device_key
 from gpushare.base.selection import Device, titles
 from gpushare.base.values import dataclass
-from gpushare.host.host import make_private_directory
+from gpushare.host.claims import HeldClaim
+from gpushare.host.host import Host, make_private_directory
 from gpushare.part import Watch
+from gpushare.plan import Step
 from gpushare.run.share import INSTANCE, check_program, claimed, held
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from gpushare.base.model import GpuProcess
-    from gpushare.host.claims import HeldClaim
-    from gpushare.host.host import Host
-    from gpushare.plan import Step
-
 
 _MPS: Final = "CUDA_MPS_"
 

@@ -5,18 +5,14 @@ from __future__ import annotations
 import math
 import os
 import time
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable
+from typing import Final
 
+from gpushare.base.selection import Device
 from gpushare.host.activity import samples_since
+from gpushare.host.host import Host
 from gpushare.host.process import CpuTime, cpu_time
 from gpushare.run.jobs import find_record, is_running
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from gpushare.base.selection import Device
-    from gpushare.host.host import Host
-
 
 _FAMILY_SECONDS: Final = 1.0
 _NVML_SECONDS: Final = 0.2

@@ -19,20 +19,17 @@ from gpushare.base.errors import GpushareError, NoPermission, OperationFailed
 from gpushare.base.units import format_duration
 from gpushare.base.values import dataclass
 from gpushare.host.guard import DONE, Guard
-from gpushare.host.host import make_private_directory
-from gpushare.host.process import Streams, known, start_of
+from gpushare.host.host import Host, make_private_directory
+from gpushare.host.process import Spawned, Streams, known, start_of
 from gpushare.host.written_file import open_to_append
 from gpushare.mps.kill import DRAIN_BOUND_SECONDS
 from gpushare.mps.limits import Limits
-from gpushare.part import Part
+from gpushare.part import Part, Watch
 from gpushare.plan import Step
 from gpushare.run.end import GRACE_SECONDS, end_programs
 from gpushare.signals import ENDING, Wakeups, handled
 
 if TYPE_CHECKING:
-    from gpushare.host.host import Host
-    from gpushare.host.process import Spawned
-    from gpushare.part import Watch
     from gpushare.run.container import Container
     from gpushare.run.jobs import PrintedRate
     from gpushare.run.share import Held, Share

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from gpushare.base.errors import BadUsage, NeedsConsent, NotFound, TimedOut
 from gpushare.connect import connect
-from gpushare.plan import carry_out, taken
+from gpushare.plan import Plan, carry_out, taken
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from gpushare.base.model import Snapshot
     from gpushare.host.host import Host
     from gpushare.host.identity import Identity
-    from gpushare.plan import Plan
     from gpushare.run.stop import Target
 
 _POLL_SECONDS: Final = 0.1

@@ -11,40 +11,26 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import field, replace
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 from gpushare.base.errors import GpushareError, InUse, OperationFailed
-from gpushare.base.selection import titles
+from gpushare.base.selection import Device, titles
 from gpushare.base.units import MIB, format_bytes, format_duration
 from gpushare.base.values import dataclass
 from gpushare.host.claims import SHARED_DIRECTORIES, are_shared
+from gpushare.host.host import Host
 from gpushare.memory.admission import UserLimits
 from gpushare.memory.cost import host_bytes, moved
 from gpushare.memory.ledger import Place, Request, reservations
-from gpushare.memory.limit import JobMemory
+from gpushare.memory.limit import JobMemory, MemoryAction, MemoryBudget
 from gpushare.memory.peaks import Profile, find_profile, keep_profile
-from gpushare.memory.room import (
-    RoomAnswer,
-    best_first,
-    check_ever,
-    outlook,
-    read_lines,
-    wait_for_room,
-)
-from gpushare.mps.limits import client_memory
+from gpushare.memory.room import RoomAnswer, best_first, check_ever, outlook, read_lines, wait_for_room
+from gpushare.mps.limits import Limits, client_memory
 from gpushare.run.jobs import is_running, productions
-from gpushare.run.program import ENDED_BY_USER, open_log, step_of_run
+from gpushare.run.program import ENDED_BY_USER, QueueOptions, RunOptions, open_log, step_of_run
 from gpushare.run.swapping import ForProduction, Idle, IdleInTurns, Policy, Swapping, Turns, short_turns
 from gpushare.show.waiting import waiting_line
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from gpushare.base.selection import Device
-    from gpushare.host.host import Host
-    from gpushare.memory.limit import MemoryAction, MemoryBudget
-    from gpushare.mps.limits import Limits
-    from gpushare.run.program import QueueOptions, RunOptions
 
 # A program that ran out of memory gets a fifth more.
 MORE: Final = 1.2

@@ -6,17 +6,14 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 from gpushare.base.model import Way
+from gpushare.base.selection import Device
 from gpushare.base.typed import Count, JobName, Within
 from gpushare.base.values import dataclass
+from gpushare.host.host import Host
 from gpushare.host.store import Kept, RecordStore
-
-if TYPE_CHECKING:
-    from gpushare.base.selection import Device
-    from gpushare.host.host import Host
-
 
 # Above 0 %.
 _Part = Annotated[float, Within(1e-9, 100)]

@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from gpushare.base.errors import BadUsage, GpushareError, InUse, NotFound, no_process
-from gpushare.base.model import Priority, Way
+from gpushare.base.model import Gpu, Priority, Way
+from gpushare.base.selection import Device
 from gpushare.base.units import MIB, format_bytes, pid_of, quoted
 from gpushare.base.values import dataclass
+from gpushare.host.host import Host
 from gpushare.host.identity import Identity
 from gpushare.mps.control import MpsControl
 from gpushare.mps.daemons import own_daemon
 from gpushare.mps.limits import Limits
-from gpushare.part import Part
+from gpushare.part import Part, Watch
 from gpushare.run.end import CONVERSATION_SECONDS, client_pids
 from gpushare.run.jobs import JobRecord, check_job_name, find_record, is_running, productions, records
 from gpushare.run.pause import PROGRAMS, ChannelPauser, Pacer, Pauser, Pauses, note_pauses
 from gpushare.run.production import ProductionJob
 from gpushare.run.results import Tuned, find_tuned
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from gpushare.base.model import Gpu
-    from gpushare.base.selection import Device
-    from gpushare.host.host import Host
-    from gpushare.part import Watch
-
 
 # Next to four different production jobs on an H200, this cap ended the harm wherever any cap did.
 SAFE_THREADS_PERCENT: Final = 60.0

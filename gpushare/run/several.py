@@ -13,32 +13,26 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
+from pathlib import Path
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Final, TypeVar
+from typing import IO, Final, TypeVar
 
 from gpushare.base.errors import GpushareError, NoPermission, OperationFailed
+from gpushare.base.selection import Device
 from gpushare.base.values import dataclass
 from gpushare.host.activity import ActivityMeter
-from gpushare.host.process import Streams, known, signal_known, start_of
+from gpushare.host.guard import Guard
+from gpushare.host.host import Host
+from gpushare.host.process import Spawned, Streams, known, signal_known, start_of
 from gpushare.host.program import group_members
 from gpushare.host.written_file import directory_of, open_over
 from gpushare.mps.home import client_environment, without_own_limits
-from gpushare.mps.kill import DRAIN_BOUND_SECONDS, end_clients, kill_all, wait_for_drain
+from gpushare.mps.kill import DRAIN_BOUND_SECONDS, Drain, Meter, end_clients, kill_all, wait_for_drain
+from gpushare.mps.limits import Limits
 from gpushare.run.end import GRACE_SECONDS, end_programs, still_there
 from gpushare.run.program import dismiss, guard_of
-from gpushare.run.share import MpsShare
+from gpushare.run.share import Held, MpsShare, Share
 from gpushare.signals import Wakeups
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from gpushare.base.selection import Device
-    from gpushare.host.guard import Guard
-    from gpushare.host.host import Host
-    from gpushare.host.process import Spawned
-    from gpushare.mps.kill import Drain, Meter
-    from gpushare.mps.limits import Limits
-    from gpushare.run.share import Held, Share
 
 
 def is_full(descriptor: int) -> bool:

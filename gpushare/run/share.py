@@ -9,30 +9,26 @@ import shutil
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import field
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import Final, Protocol
 
 from gpushare.base.errors import BadUsage, GpushareError, NoPermission, NotFound
+from gpushare.base.selection import Device
 from gpushare.base.units import parse_pinned_limits, parse_thread_percentage, quoted
 from gpushare.base.values import dataclass
 from gpushare.host.activity import ActivityMeter
+from gpushare.host.claims import HeldClaim
+from gpushare.host.host import Host
 from gpushare.host.records import read_tail
 from gpushare.mps.control import MpsControl, is_server
 from gpushare.mps.daemons import check_device, live_pid, own_daemon
 from gpushare.mps.home import DaemonHome, Lease, client_environment, own_home, without_own_limits
+from gpushare.mps.kill import Meter
 from gpushare.mps.limits import Limits, check_memory
 from gpushare.mps.start import plan_start
 from gpushare.mps.stop import clients_of, end_daemon, restore_mode
 from gpushare.part import Watch
-from gpushare.plan import Plan, carry_out
+from gpushare.plan import Plan, Step, carry_out
 from gpushare.run.end import CONVERSATION_SECONDS, client_pids
-
-if TYPE_CHECKING:
-    from gpushare.base.selection import Device
-    from gpushare.host.claims import HeldClaim
-    from gpushare.host.host import Host
-    from gpushare.mps.kill import Meter
-    from gpushare.plan import Step
-
 
 _PENDING: Final = re.compile(
     r"NEW CLIENT (\d{1,10}) from user (\d{1,10}): Server is not ready, push client to pending list"

@@ -6,22 +6,18 @@ import math
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from gpushare.base.errors import GpushareError, InUse, NoPermission, NotFound, NotSupported, TimedOut
 from gpushare.base.model import ComputeMode
+from gpushare.base.selection import Device
 from gpushare.base.units import format_slice
+from gpushare.host.channels import ChannelControl, Channels
+from gpushare.host.host import Host
 from gpushare.host.smi import compute_mode_command
-from gpushare.part import Part
+from gpushare.part import Part, Watch
 from gpushare.run.jobs import find_job, gpu_processes
 from gpushare.timeslice.slices import apply_slice, forget_ended, restore_slice, slice_records
-
-if TYPE_CHECKING:
-    from gpushare.base.selection import Device
-    from gpushare.host.channels import ChannelControl, Channels
-    from gpushare.host.host import Host
-    from gpushare.part import Watch
-
 
 # A look at a known process costs a millisecond; contexts that it made since are looked for more seldom.
 LOOK_SECONDS: Final = 1.0

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from gpushare.base.errors import BadUsage, InUse, NotFound, NotSupported, OperationFailed, cut
-from gpushare.base.model import ComputeMode, Way
+from gpushare.base.model import ComputeMode, Gpu, Way
 from gpushare.base.selection import Device, candidates, is_any, select_for_change, select_one, titles, usable
 from gpushare.base.units import counted, format_bytes, format_percent, format_slice
 from gpushare.base.values import dataclass
@@ -24,11 +24,11 @@ from gpushare.host.identity import identity_of, uptime
 from gpushare.host.users import has_claims, has_records
 from gpushare.hostfile.kept import kept_limits
 from gpushare.memory.leases import PREFIX, lease_of_others, reserved_words
-from gpushare.memory.limit import JobMemory
+from gpushare.memory.limit import JobMemory, MemoryBudget
 from gpushare.memory.room import RoomAnswer
 from gpushare.memory.swap import check_host
 from gpushare.mps.daemons import check_mode
-from gpushare.mps.limits import check_memory
+from gpushare.mps.limits import Limits, check_memory
 from gpushare.plan import Plan
 from gpushare.run.binding import CpuBinding
 from gpushare.run.container import Container
@@ -39,6 +39,7 @@ from gpushare.run.jobs import (
     OPPORTUNISTIC,
     PRODUCTION,
     JobRecord,
+    PrintedRate,
     RecordedJob,
     check_job_name,
     find_record,
@@ -46,7 +47,7 @@ from gpushare.run.jobs import (
     records,
 )
 from gpushare.run.plain import PlainShare, dropped_variables
-from gpushare.run.program import Run, TimeLimit, begin_log, step_of_run
+from gpushare.run.program import QueueOptions, Run, RunOptions, TimeLimit, begin_log, step_of_run
 from gpushare.run.queued import Queued, check_not_waiting
 from gpushare.run.results import find_tuned
 from gpushare.run.roles import (
@@ -59,25 +60,19 @@ from gpushare.run.roles import (
     spared_process,
     tuned_next_to,
 )
-from gpushare.run.share import MpsShare, check_program
+from gpushare.run.share import MpsShare, Share, check_program
 from gpushare.run.sliced import OwnSlice, check_outside_mps, check_settable
 from gpushare.run.yielding import Yielding
 from gpushare.show.plan import PlanAnswer, plan_result, with_answer
 from gpushare.show.run import InstanceReport, RunReport
 
 if TYPE_CHECKING:
-    from gpushare.base.model import Gpu
     from gpushare.host.claims import HeldClaim
     from gpushare.host.host import Host
-    from gpushare.memory.limit import MemoryBudget
     from gpushare.mig.places import Place
-    from gpushare.mps.limits import Limits
     from gpushare.part import Part
     from gpushare.run.created import Creator
-    from gpushare.run.jobs import PrintedRate
     from gpushare.run.production import ProductionJob
-    from gpushare.run.program import QueueOptions, RunOptions
-    from gpushare.run.share import Share
 
 
 # In the environment of the gpushare that runs a job in the background: the name of that job.

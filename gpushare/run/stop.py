@@ -10,18 +10,20 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Container, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from gpushare.base.errors import NotFound, OperationFailed
+from gpushare.base.model import Gpu, GpuProcess
 from gpushare.base.units import format_duration, pid_of
 from gpushare.base.values import dataclass
 from gpushare.host.activity import ActivityMeter
+from gpushare.host.host import Host
 from gpushare.host.identity import Identity, is_stopped
 from gpushare.host.process import known, signal_known, wait_gone
 from gpushare.host.program import MPS_CONTROL
 from gpushare.host.store import Job
 from gpushare.host.users import has_records
-from gpushare.memory.ledger import reservations
+from gpushare.memory.ledger import Reservation, reservations
 from gpushare.memory.swap import forget_ended as forget_ended_swaps
 from gpushare.memory.swap import swaps
 from gpushare.mps.control import control_command, is_server
@@ -32,6 +34,7 @@ from gpushare.plan import Loss, Plan, Step, carry_out
 from gpushare.run.container import engine_of, stop_container
 from gpushare.run.end import GRACE_SECONDS, end_programs
 from gpushare.run.jobs import (
+    JobRecord,
     consent_to,
     forget_ended,
     job_names,
@@ -40,12 +43,6 @@ from gpushare.run.jobs import (
     only_one,
     running_record,
 )
-
-if TYPE_CHECKING:
-    from gpushare.base.model import Gpu, GpuProcess
-    from gpushare.host.host import Host
-    from gpushare.memory.ledger import Reservation
-    from gpushare.run.jobs import JobRecord
 
 # What gpushare may take to end a program: its grace, the drain, the kill, and what it gives back.
 BOUND_SECONDS: Final = 30.0

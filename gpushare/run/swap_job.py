@@ -7,22 +7,15 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import field, replace
-from typing import TYPE_CHECKING
 
-from gpushare.base.errors import (
-    BadUsage,
-    GpushareError,
-    InUse,
-    NoPermission,
-    NotFound,
-    NotSupported,
-    OperationFailed,
-)
+from gpushare.base.errors import BadUsage, GpushareError, InUse, NoPermission, NotFound, NotSupported, OperationFailed
 from gpushare.base.selection import Device
 from gpushare.base.units import format_bytes
 from gpushare.base.values import dataclass
+from gpushare.host.host import Host
 from gpushare.host.identity import Identity
 from gpushare.hostfile.kept import kept_limits
+from gpushare.memory.admission import UserLimits
 from gpushare.memory.ledger import Place, Request
 from gpushare.memory.room import back_bytes, outlook, repair_first, room_kept, wait_for_room
 from gpushare.memory.swap import (
@@ -49,11 +42,7 @@ from gpushare.memory.swap import (
 )
 from gpushare.plan import Loss, Plan, Step
 from gpushare.run.jobs import consent_to, find_job, job_of, processes_to_swap
-
-if TYPE_CHECKING:
-    from gpushare.host.host import Host
-    from gpushare.memory.admission import UserLimits
-    from gpushare.show.waiting import Draw
+from gpushare.show.waiting import Draw
 
 
 @dataclass

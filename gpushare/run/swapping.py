@@ -9,12 +9,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from gpushare.base.errors import GpushareError, InUse
+from gpushare.base.model import Gpu
 from gpushare.base.selection import Device, select
 from gpushare.base.units import GIB, format_bytes, format_duration
 from gpushare.base.values import dataclass
+from gpushare.host.host import Host
 from gpushare.host.process import cpu_time, main_thread_time
 from gpushare.memory.admission import UserLimits
 from gpushare.memory.cost import TURN_FACTOR, host_bytes, kept_share, most_out_seconds, moved
@@ -30,6 +32,7 @@ from gpushare.memory.ledger import (
     owners_of,
     reservations,
 )
+from gpushare.memory.limit import JobMemory
 from gpushare.memory.move import check_alone, move, targets
 from gpushare.memory.room import back_bytes, client_limit, room_kept
 from gpushare.memory.swap import (
@@ -51,14 +54,8 @@ from gpushare.memory.swap import (
     swaps,
     taken_over,
 )
-from gpushare.part import Part
+from gpushare.part import Part, Watch
 from gpushare.run.jobs import find_job, processes_to_swap
-
-if TYPE_CHECKING:
-    from gpushare.base.model import Gpu
-    from gpushare.host.host import Host
-    from gpushare.memory.limit import JobMemory
-    from gpushare.part import Watch
 
 _LOOK_SECONDS: Final = 0.5
 # While it waits for its place: nobody works in this time.

@@ -9,15 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import field, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from gpushare.base.units import format_duration
 from gpushare.base.values import dataclass
 from gpushare.part import Part
-
-if TYPE_CHECKING:
-    from gpushare.run.production import ProductionJob
-    from gpushare.run.program import RunOptions
+from gpushare.run.production import ProductionJob
+from gpushare.run.program import RunOptions
 
 _TICK_SECONDS: Final = 0.01
 _ALIVE_SECONDS: Final = 1.0

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, Protocol
 
 from gpushare.show.text import visible
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _LABEL: Final = 10
 _WIDTH: Final = 80

@@ -12,14 +12,13 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Final, cast
 
-from gpushare.base.model import Gpu, MpsDaemon, Snapshot, Way, outside_mps, way_in_force
+from gpushare.base.model import Gpu, ListedJob, MpsDaemon, Snapshot, Way, outside_mps, way_in_force
 from gpushare.mig.planner import fragmentation, free_profiles, lost_slices
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
     from prometheus_client.registry import Collector
 
-    from gpushare.base.model import ListedJob
     from gpushare.mig.profile import GpuInstance, Layout
 
 Labels = Mapping[str, str]

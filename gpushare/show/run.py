@@ -8,21 +8,19 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import IO, TYPE_CHECKING, Any, Final
+from typing import IO, Any, Final
 
 from gpushare.base.errors import GpushareError
+from gpushare.base.model import MpsClient
+from gpushare.base.selection import Device
 from gpushare.base.units import format_bytes, format_duration, format_percent, ranges
 from gpushare.base.values import NOT_STORED
+from gpushare.host.host import Host
 from gpushare.mps.daemons import find_daemons
+from gpushare.mps.kill import Drain
+from gpushare.mps.limits import Limits
 from gpushare.show.result import Column, OutputFormat, Result, Table
 from gpushare.show.text import put, visible
-
-if TYPE_CHECKING:
-    from gpushare.base.model import MpsClient
-    from gpushare.base.selection import Device
-    from gpushare.host.host import Host
-    from gpushare.mps.kill import Drain
-    from gpushare.mps.limits import Limits
 
 _LINE_SECONDS: Final = 0.5
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from gpushare.host.checkpoint import (
     CHECKPOINTED,
@@ -18,9 +18,7 @@ from gpushare.host.checkpoint import (
 from gpushare.sim import activity
 from gpushare.sim.current import changing, current
 from gpushare.sim.job import target_of
-
-if TYPE_CHECKING:
-    from gpushare.sim.state import SimulatedHostState, SimulatedProcess, StateFile
+from gpushare.sim.state import SimulatedHostState, SimulatedProcess, StateFile
 
 INVALID_VALUE: Final = 1
 OUT_OF_MEMORY: Final = 2

@@ -29,7 +29,8 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from types import FrameType
+from typing import Final, NamedTuple
 
 from gpushare.base.units import parse_memory_limit
 from gpushare.gpu_models import model_of
@@ -39,9 +40,6 @@ from gpushare.sim.current import changing, current
 from gpushare.sim.nvml_abi import Handle, HandleKind, Target
 from gpushare.sim.processes import real_process
 from gpushare.sim.state import DEFAULT_SLICE_US, SIM_HOST, SimulatedHostState, SimulatedProcess, StateFile, now, on_gpu
-
-if TYPE_CHECKING:
-    from types import FrameType
 
 _FOUND_SECONDS: Final = 10.0
 # As torchrun sets it: the number of a process on this host, and of its GPU.

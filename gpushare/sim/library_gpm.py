@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from gpushare.sim import activity
 from gpushare.sim import nvml_abi as abi
+from gpushare.sim.library import SimulatedLibrary
 from gpushare.sim.nvml_abi import Code, Handle, HandleKind, On, Refused, Target
-
-if TYPE_CHECKING:
-    from gpushare.sim.library import SimulatedLibrary
 
 _SUPPORTED_ARCHITECTURES: Final = frozenset({"hopper", "blackwell"})
 _METRICS_GET_VERSION: Final = 1

@@ -5,21 +5,18 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from gpushare.gpu_models import GiProfile, GpuModel
 from gpushare.sim import activity, mig
 from gpushare.sim import nvml_abi as abi
 from gpushare.sim.activity import Resident
 from gpushare.sim.devices import forget_gone
+from gpushare.sim.library import SimulatedLibrary
 from gpushare.sim.mig import gpu_instance_id, gpu_instances, mig_uuid, occupied
 from gpushare.sim.nvml_abi import Code, Form, Handle, HandleKind, Kinds, On, Refused, Target
 from gpushare.sim.processes import holding
 from gpushare.sim.state import SimulatedGpu, SimulatedGpuInstance, SimulatedHostState, SimulatedMigInstance
-
-if TYPE_CHECKING:
-    from gpushare.sim.library import SimulatedLibrary
-
 
 # Driver 580 answers INVALID_ARGUMENT from here on (H200).
 _PROFILE_COUNT: Final = 17

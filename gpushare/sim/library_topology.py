@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import os
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from gpushare.gpu_models import model_of
 from gpushare.sim import nvml_abi as abi
+from gpushare.sim.library import SimulatedLibrary
 from gpushare.sim.nvml_abi import Code, On, Refused, Target
-
-if TYPE_CHECKING:
-    from gpushare.sim.library import SimulatedLibrary
 
 # Boards with NVLink to all others of the host (HGX, DGX), and those with a bridge between two.
 _ALL: Final = ("a100-40gb", "a100-80gb", "h100-sxm", "h20-", "h200-141gb", "b200", "b300", "gb200", "gb300", "v100")

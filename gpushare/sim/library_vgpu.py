@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from gpushare.sim import nvml_abi as abi
+from gpushare.sim.library import SimulatedLibrary
 from gpushare.sim.nvml_abi import Code, Form, Kinds, On, Refused, Target
-
-if TYPE_CHECKING:
-    from gpushare.sim.library import SimulatedLibrary
-    from gpushare.sim.state import SimulatedVgpu
+from gpushare.sim.state import SimulatedVgpu
 
 # NVML_GPU_VIRTUALIZATION_MODE_HOST_VGPU and NONE.
 _HOST_VGPU, _NONE = 3, 0

@@ -6,15 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from gpushare.host.program import (
-    Completed,
-    Listener,
-    Pending,
-    Programs,
-    merged_environment,
-    missing_program,
-    timed_out,
-)
+from gpushare.host.program import Completed, Listener, Pending, Programs, merged_environment, missing_program, timed_out
 from gpushare.sim.current import clock
 from gpushare.sim.state import MPS_CONTROL, StateFile
 

@@ -15,26 +15,23 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 from gpushare.base.errors import GpushareError, InUse, NoPermission, NotFound, NotSupported, OperationFailed, TimedOut
+from gpushare.base.model import Gpu
 from gpushare.base.typed import Count, Pid
 from gpushare.base.units import format_slice
 from gpushare.base.values import dataclass
 from gpushare.host.capabilities import user_name
-from gpushare.host.channels import Channels, Group
+from gpushare.host.channels import ChannelControl, Channels, Group
+from gpushare.host.host import Host
 from gpushare.host.identity import Identity, identity_of
+from gpushare.host.origin import Origin
 from gpushare.host.slice_lock import probed, slices_locked
 from gpushare.host.store import Kept, RecordStore
 from gpushare.signals import held_back
 from gpushare.timeslice.rules import KEEP_UNIT, SLICE_PER_WEIGHT_US, Decision, Names, Rule, decide, needs
 from gpushare.timeslice.slices import note_restored, note_slice, read_slices, record_kept, slice_record
-
-if TYPE_CHECKING:
-    from gpushare.base.model import Gpu
-    from gpushare.host.channels import ChannelControl
-    from gpushare.host.host import Host
-    from gpushare.host.origin import Origin
 
 LOOK_SECONDS: Final = 1.0
 # Time for calls to the driver in one look; one call may take longer, up to the limit of a scan.

@@ -6,23 +6,20 @@ import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from gpushare.base.errors import BadUsage, InUse, NotSupported
-from gpushare.base.model import ComputeMode, TimeSlice
+from gpushare.base.model import ComputeMode, Gpu, TimeSlice
+from gpushare.base.selection import Device
 from gpushare.base.typed import Count, Pid
 from gpushare.base.units import quoted
 from gpushare.base.values import dataclass
 from gpushare.host.compute_mode import compute_mode_step, need_root
+from gpushare.host.host import Host
 from gpushare.host.smi import parse_level, set_argv
 from gpushare.host.store import Kept, RecordStore, any_lives
 from gpushare.mps.daemons import find_daemons
 from gpushare.plan import Plan, Step, carry_out, one_plan, roll_back, setting_step
-
-if TYPE_CHECKING:
-    from gpushare.base.model import Gpu
-    from gpushare.base.selection import Device
-    from gpushare.host.host import Host
 
 NO_MILLISECONDS: Final = (
     "NVIDIA publishes no millisecond value for any level (others measured waits of 1 to 2.3 ms at level default on GeForce cards); "

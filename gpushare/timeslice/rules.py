@@ -12,15 +12,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
 from enum import Enum
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from gpushare.base.model import Gpu
 from gpushare.base.units import format_slice
 from gpushare.base.values import dataclass
 from gpushare.host.origin import Origin
 from gpushare.inputs import Mark
-
-if TYPE_CHECKING:
-    from gpushare.base.model import Gpu
 
 # The unit of `gpushare export systemd` that follows the rules.
 KEEP_UNIT: Final = "gpushare-timeslice.service"

@@ -18,14 +18,13 @@ from gpushare.base.units import format_slice
 from gpushare.base.values import dataclass
 from gpushare.host.identity import uptime
 from gpushare.host.slice_lock import SLICES, probed, slices_locked
-from gpushare.host.store import Kept, Past, RecordStore
+from gpushare.host.store import JobProcess, Kept, Past, RecordStore
 from gpushare.mps.control import is_server
 from gpushare.plan import Loss, Plan, Step
 
 if TYPE_CHECKING:
     from gpushare.host.channels import ChannelControl, Channels, Group
     from gpushare.host.host import Host
-    from gpushare.host.store import JobProcess
 
 T = TypeVar("T")
 # The slices that a user may set.
