@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import stat
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import typer
 from gpushare.advice import explain as facts
 from gpushare.advice.explain import Explanation, Match
 from gpushare.base.errors import BadUsage, NotFound, OperationFailed
+from gpushare.base.package import package_rows
 from gpushare.base.units import counted
 from gpushare.base.values import dataclass
 from gpushare.cli.options import PLAIN, Command, settings
@@ -36,27 +38,27 @@ def explain(
     ] = None,
     file: Annotated[str | None, typer.Option("-f", "--file", metavar="FILE", help="A log; - is stdin.")] = None,
 ) -> Any:
-    """Explain a CUDA or NVML error, an Xid, lines of MPS logs, an error code of gpushare (in_use), or a concept.
+    """Explain a CUDA or NVML error, an Xid, MPS logs, an error code of gpushare (in_use), a check of doctor, or a concept.
 
     Prints its meaning, its usual cause on a shared GPU, what to do next, and the source. Of a log it prints a verdict
     and what is wrong; with -v also the normal lines. Concepts: kernel, SM, warp, register file, shared memory, occupancy,
     streams, stream priority, CUDA graphs, copy engine, threads, thread percentage, context, context switch, time-slice, slice,
     time-slice level, weight, preemption, channel, Hyper-Q, MPS, MPS daemon, attached, drain, CUDA_VISIBLE_DEVICES, MIG, GI,
-    placement, M+C, compute mode, vGPU, SR-IOV, isolation, QoS, latency, production, farm, turns, swap, requeue, line, lease,
-    oversubscription, host memory, unified memory, IPC, NVLink, NCCL, MPI, notebooks, container, cgroup, Yama, shard, Slurm,
+    placement, M+C, compute mode, vGPU, SR-IOV, isolation, QoS, latency, production, farm, turns, pause, swap, requeue, line, lease,
+    grant, held, drift, consolidation, oversubscription, host memory, unified memory, IPC, NVLink, NCCL, MPI, notebooks, container, cgroup, Yama, shard, Slurm,
     Kubernetes, Karpenter, DCGM, NVML, GPM, Prometheus, nvidia-smi, persistence, Xid, reboot, architecture, static
     partitions, utilization, MPS utilization; and each column of `status` and `jobs`.
     """
     path = _log(words, file)
     if path is None:
         text = " ".join(words or ())
-        column = _column(text)
+        own = (*_column(text), *_check(text))
         try:
-            matches = (*facts.explain(text), *column)
+            matches = (*facts.explain(text), *own)
         except NotFound:
-            if not column:
+            if not own:
                 raise
-            matches = column
+            matches = own
         log = facts.Log(matches=matches, lines=len(text.splitlines()))
     else:
         with _opened(path) as stream:
@@ -125,6 +127,36 @@ def _column(text: str) -> tuple[Match, ...]:
             line=text,
         )
         for head in heads
+    )
+
+
+# A value in a text of a check.
+_VALUE: Final = re.compile(r"\{[^{}]*\}")
+
+
+def _check(text: str) -> tuple[Match, ...]:
+    """Return what a check of doctor finds, if the text is its id; ... stands for what differs from case to case."""
+    name = text.strip().lower()
+    rows = [row for key, row in package_rows("doctor-checks.yaml").items() if key.partition(" ")[0] == name]
+    if not rows:
+        return ()
+
+    def texts(*keys: str) -> list[str]:
+        said = (_VALUE.sub("...", row[key]) for row in rows for key in keys if key in row)
+        return [words for words in dict.fromkeys(said) if words.strip(". ")]
+
+    return (
+        Match(
+            explanation=Explanation(
+                kind="check",
+                names=(name,),
+                meaning="; ".join(texts("warn", "fail")) or "The error says what is wrong.",
+                cause="; ".join(texts("why")) or "It differs from case to case.",
+                next=("gpushare doctor", *texts("remedy")),
+                source="gpushare",
+            ),
+            line=text,
+        ),
     )
 
 

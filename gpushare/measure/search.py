@@ -38,7 +38,7 @@ FASTER: Final = 1.03
 _CALM: Final = 1.04
 # A sure setting that gives less than this part of what a likely one gives is not worth the certainty.
 _WORTH: Final = 0.2
-# From here on the jobs compete for memory bandwidth, all of which half of the SMs can draw (H200).
+# From here on the jobs compete for memory bandwidth, nearly all of which half of the SMs can draw (H200).
 DRAM_FULL_PERCENT: Final = 85.0
 # How long a setting is watched next to production while the figures do not decide: at first, and at most (seconds).
 FIRST_SECONDS: Final = 5.0
@@ -508,7 +508,7 @@ def memory_warning(dram_others: float | None, dram_production: float | None) -> 
     """Return the warning if the jobs compete for memory bandwidth (percent, by GPM), each alone."""
     if dram_others is not None and dram_others >= DRAM_FULL_PERCENT:
         what = f"the opportunistic job alone draws {dram_others:.0f} % of the memory bandwidth"
-        why = "no thread cap protects another job that needs it"
+        why = "a thread cap hardly protects another job that needs it"
     elif dram_production is not None and dram_production >= DRAM_FULL_PERCENT:
         what = f"the production job alone draws {dram_production:.0f} % of the memory bandwidth"
         why = "all that the other job reads is taken from it"

@@ -14,6 +14,7 @@ import pytest
 
 from gpushare.advice.explain import explain, explanations, own_codes
 from gpushare.base.errors import NotFound
+from gpushare.base.package import package_rows
 from gpushare.mig.driver import HIDDEN, NOT_READ_BACK
 from gpushare.mig.ledger import UNREADABLE
 from gpushare.plan import NOT_RESTORED
@@ -359,7 +360,7 @@ live migration|VDI|IPC|telemetry|thread block|grid|shared memory|L1 cache|defaul
 production|best-effort|memory oversubscription|adaptive rate control|proxy kernel|register file|warp|device plugin|GPU operator|
 replicas|Karpenter|taint|NodePool|EC2NodeClass|ConfigMap|DCGM|dcgm-exporter|Spark|Jupyter|HPC|CUDA graphs|NCCL|peer-to-peer|
 unified memory|placement|memory slice|nvidia-cuda-mps-control|MPS server|EXCLUSIVE_PROCESS|persistence mode|Xid|ECC|NVLink|PCIe|
-memory bandwidth|cgroup|container toolkit|CDI|farm|GPU farming|p99|lease|requeue"""
+memory bandwidth|cgroup|container toolkit|CDI|farm|GPU farming|p99|lease|requeue|SHORT|MEDIUM|LONG|multi-tenancy|EKS|consolidation|drift|pause"""
 
 
 def test_what_the_documents_of_sharing_name_is_explained() -> None:
@@ -372,3 +373,18 @@ def test_every_column_is_explained_by_its_head(cli: Cli) -> None:
     for head, meaning in HEADS.items():
         explained = cli("explain", head.lower(), output="json").ok().data["explanations"]
         assert explained[-1]["meaning"] == meaning
+
+
+def test_every_check_of_doctor_is_explained_by_its_id(cli: Cli) -> None:
+    rows = package_rows("doctor-checks.yaml")
+    for name in {key.partition(" ")[0] for key in rows}:
+        explained = cli("explain", name, output="json").ok().data["explanations"][-1]
+        assert (explained["kind"], explained["names"]) == ("check", [name])
+        # No field of a value is left.
+        assert "{" not in str([explained[key] for key in ("meaning", "cause", "next")])
+        assert explained["meaning"]
+        assert explained["cause"]
+    shown = cli("explain", "GPU.compute_mode").ok().out
+    assert "check of gpushare doctor  gpu.compute_mode" in shown
+    assert "sudo nvidia-smi -i ... -c DEFAULT" in shown
+    assert cli("explain", "gpu.nowhere").code == 6
