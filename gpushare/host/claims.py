@@ -28,8 +28,8 @@ from gpushare.base.values import dataclass
 from gpushare.host.host import Host, make_private_directory
 from gpushare.host.identity import Identity, boot_id, identity_of, lives, pid_space, real_uid
 from gpushare.host.records import kept_mode, unwritable
+from gpushare.host.users import SHARED_DIRECTORIES
 
-SHARED_DIRECTORIES: Final = (Path("/run/lock"), Path("/tmp"))  # noqa: S108 - opened as a stranger's directory
 # Claims of one device by one job at a time.
 EXCLUSIVE: Final = "gpushare-claim-"
 _AFTER: Final = rb"(?:ticket \d{1,20}|process \d{1,10} \d{1,20}|fact [\w.:/, -]{1,8000})\n"

@@ -18,6 +18,8 @@ from gpushare.host.host import RUNTIME, TEMPORARY, Host, UserDirectory
 from gpushare.host.process import read_proc
 from gpushare.host.records import DIRECTORY, opened_below
 
+# Where claims are, if root made it for all: the first that is so. Opened as a stranger's directory.
+SHARED_DIRECTORIES: Final = (Path("/run/lock"), Path("/tmp"))  # noqa: S108
 _NAME: Final = "gpushare-"
 _MOST_USERS: Final = 1000
 _MOUNTS: Final = "/proc/self/mountinfo"
@@ -45,8 +47,8 @@ def _any_record(names: Sequence[str]) -> bool:
 
 def has_claims(host: Host, prefix: str) -> bool:
     """Return whether there are claims with a prefix, in one of the directories that `host/claims.py` may choose."""
-    own = os.path.join(host.run_directory, "claims")
-    for directory in (own,) if host.is_simulated else ("/run/lock", "/tmp", own):  # noqa: S108 - only listed
+    own = host.run_directory / "claims"
+    for directory in (own,) if host.is_simulated else (*SHARED_DIRECTORIES, own):
         with contextlib.suppress(OSError):
             if any(name.startswith(prefix) for name in os.listdir(directory)):
                 return True

@@ -18,8 +18,9 @@ from gpushare.base.errors import GpushareError, InUse, OperationFailed
 from gpushare.base.selection import Device, titles
 from gpushare.base.units import MIB, format_bytes, format_duration
 from gpushare.base.values import dataclass
-from gpushare.host.claims import SHARED_DIRECTORIES, are_shared
+from gpushare.host.claims import are_shared
 from gpushare.host.host import Host
+from gpushare.host.users import SHARED_DIRECTORIES
 from gpushare.memory.admission import UserLimits
 from gpushare.memory.cost import host_bytes, moved
 from gpushare.memory.ledger import Place, Request, reservations
