@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from gpushare.base.errors import GpuLost, InUse, NotFound, NotSupported
+from gpushare.base.errors import GpuLost, InUse, NotFound, NotSupported, or_none
 from gpushare.base.model import Gpu
 from gpushare.base.selection import Device, titles
 from gpushare.base.units import format_bytes
@@ -36,7 +36,7 @@ from gpushare.memory.swap import (
     taken_over,
 )
 from gpushare.plan import Loss, Plan, Step
-from gpushare.run.jobs import consent_to, find_job, job_names, processes_to_swap
+from gpushare.run.jobs import consent_to, find_job, gpu_processes, job_names, processes_to_swap
 
 Draw = Callable[[str, float, "float | None"], None]
 
@@ -195,12 +195,24 @@ class Mover:
             raise lost(swap)
         if swap is not None and swap.state != BACK and not is_back(self._host, swap, self._host.open_checkpoint()):
             check_continues(self._host, swap)
+            self._check_whole(job, swap)
             return taken_over(self._host, swap), self._of(swap.gpu_uuid, job)
         processes = processes_to_swap(self._host, job)
         move.check_alone(self._host, job.title, processes)
         source = next((gpu for gpu in self._gpus if gpu.index == processes[0].gpus[0]), None)
         source = self._of(None if source is None else source.uuid, job)
         return leaving(self._host, job, source.uuid or "", processes), source
+
+    def _check_whole(self, job: Job, swap: Swap) -> None:
+        """Raise InUse if only a part of a job is out, swapped by its own PID: the rest would stay (``already_out``)."""
+        out = {image.pid for image in swap.images}
+        rest = [each for each in or_none(lambda: gpu_processes(self._host, job)) or () if each.pid not in out]
+        if rest:
+            raise InUse(
+                f"{swap.title}, a part of {job.title}, is out (state {swap.state}), and process {rest[0].pid} of it is on the GPU",
+                f"bring it back first: gpushare swap in {swap.selector}; or move it alone: gpushare move {swap.selector}",
+                code="already_out",
+            )
 
     def _of(self, uuid: str | None, job: Job) -> Gpu:
         gpu = next((gpu for gpu in self._gpus if uuid is not None and gpu.uuid == uuid), None)

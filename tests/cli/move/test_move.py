@@ -101,6 +101,30 @@ def test_a_job_that_is_out_comes_in_on_another_gpu(cli: Cli, world: World) -> No
     assert (gpu_of(world, pid), process(world, pid).checkpoint) == (1, RUNNING)
 
 
+def test_a_part_that_is_out_does_not_move_for_all_of_its_job(refused: Refused, cli: Cli, world: World) -> None:
+    """Else the rest stays where it is, and the answer says that the job has moved."""
+    first = job()
+    child = job(0, 4 * GIB, parent=first)
+    cli("swap", "out", str(child), host=SPEC).ok()
+    words = refused("move", str(first), "-g", "1", host=SPEC, code="already_out", exit_code=19)
+    assert f"process {child}, a part of process {first}, is out" in words
+    assert f"gpushare swap in {child}" in words
+    assert [gpu_of(world, pid) for pid in (first, child)] == [0, 0]
+    # By its own PID it does.
+    cli("move", str(child), "-g", "1", host=SPEC).ok()
+    assert [gpu_of(world, pid) for pid in (first, child)] == [0, 1]
+
+
+def test_the_only_part_on_a_gpu_moves_for_its_job(cli: Cli, world: World) -> None:
+    first = job(0, 0)
+    with changing(world.file) as (state, _):
+        state.processes[0].gpu_uuid = ""
+    child = job(0, 4 * GIB, parent=first)
+    cli("swap", "out", str(child), host=SPEC).ok()
+    cli("move", str(first), "-g", "1", host=SPEC).ok()
+    assert gpu_of(world, child) == 1
+
+
 @pytest.mark.parametrize("uuid", ["nonsense", "GPU-00000000-0000-0000-0000-000000000000"])
 def test_a_record_that_names_a_gpu_of_no_host_changes_nothing(
     refused: Refused, cli: Cli, world: World, uuid: str
