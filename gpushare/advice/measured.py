@@ -213,7 +213,7 @@ def measured(advice: Advice, bench: Mapping[str, Any], copies: int) -> MeasuredA
         return _settled(advice, cells, copies)
     mine = [cell for cell in cells if cell.way is way]
     if mine:
-        return _compared(advice, cells, _of_rules(advice.situation, mine), copies)
+        return _compared(advice, cells, _rules_cell(advice.situation, mine), copies)
     failure = _failure_of(bench, way, copies)
     if failure is not None:
         choice = _first(advice, cells)
@@ -281,18 +281,21 @@ def _first(advice: Advice, cells: Sequence[Cell]) -> Cell:
     fastest = max(cells, key=lambda cell: cell.speed)
     near = [cell for cell in cells if alike(cell, fastest) and cell.speed >= (1 - NEAR) * fastest.speed]
     order = [verdict.way for verdict in advice.verdicts]
-    name = _name(advice.situation)
+    name = _rules_name(advice.situation)
     return min(near, key=lambda cell: (order.index(cell.way), cell.name != name, cell.cap is not None, -cell.speed))
 
 
-def _of_rules(situation: Situation, mine: Sequence[Cell]) -> Cell:
-    """Return the cell of the rules' way; for MPS, the one with the rules' cap if it was measured."""
-    name = _name(situation)
-    same = [cell for cell in mine if cell.name == name]
-    return max(same or mine, key=lambda cell: cell.speed)
+def _rules_cell(situation: Situation, mine: Sequence[Cell]) -> Cell:
+    """Return the cell of the way that the rules recommend; ``mine`` has all cells of that way, MPS with several caps.
+
+    The cell with the rules' cap counts, or the fastest if that cap was not measured.
+    """
+    with_cap = [cell for cell in mine if cell.name == _rules_name(situation)]
+    return max(with_cap or mine, key=lambda cell: cell.speed)
 
 
-def _name(situation: Situation) -> str:
+def _rules_name(situation: Situation) -> str:
+    """Return the name that a cell of MPS with the rules' cap has: ``mps:50/n``."""
     return "mps" if situation.before_volta else f"mps:{threads_together(situation)}/n"
 
 

@@ -132,12 +132,12 @@ def _apart(situation: Situation, idle: Sequence[GpuFacts]) -> Iterator[tuple[Par
             most = max(range(len(cases)), key=lambda number: (cases[number].processes or 1) / len(sets[number]))
             sets[most].append(gpu)
         # The partitions of a block are partitions themselves.
-        parts = [_own(situation, case, own, apart=False) for case, own in zip(cases, sets, strict=True)]
+        parts = [_on_own_gpus(situation, case, own, apart=False) for case, own in zip(cases, sets, strict=True)]
         yield tuple(sorted(itertools.chain(*parts), key=lambda part: -(part.situation.case.processes or 0)))
 
 
-def _own(situation: Situation, case: Case, gpus: Sequence[GpuFacts], *, apart: bool = True) -> tuple[Part, ...]:
-    """Return the parts of a case on GPUs that no other has."""
+def _on_own_gpus(situation: Situation, case: Case, gpus: Sequence[GpuFacts], *, apart: bool = True) -> tuple[Part, ...]:
+    """Return the parts of a case that has these GPUs for itself; ``apart`` is as for `place`."""
     within = replace(situation, case=case, among=tuple(gpu.index for gpu in gpus))
     first = first_gpu(within, gpus)
     if case.processes == within.gpus_each == 1:
@@ -181,7 +181,7 @@ def _of_several_gpus(situation: Situation, idle: Sequence[GpuFacts]) -> tuple[Pa
             free = [gpu for gpu in idle if gpu not in kind[: sets * each]]
             if free:
                 part = _shared_by_all(own, kind[: sets * each], beside=True)
-                choices.append((part, *_own(situation, replace(case, workloads=rest), free)))
+                choices.append((part, *_on_own_gpus(situation, replace(case, workloads=rest), free)))
     return max(choices, key=lambda parts: _value(parts, situation), default=(_shared_by_all(situation, idle),))
 
 
@@ -301,39 +301,41 @@ def _with_processes(case: Case, processes: int) -> Case:
 
 
 def _split(case: Case, gpus: Sequence[GpuFacts], sizes: Sequence[int]) -> list[Case | None]:
-    """Split a case over GPUs, by their sizes. Groups stay together; production has GPUs of its own if there are enough."""
+    """Split a case over GPUs by their sizes; None for a GPU that gets no part.
+
+    Groups stay together. Production has GPUs of its own if there are enough.
+    """
     if len(case.workloads) == 1:
         (work,) = case.workloads
         counts = _counts(work.groups or work.processes or 1, sizes)
         cases: list[Case | None] = []
         for count in counts:
             processes = -(-(work.processes or 1) * count // (work.groups or work.processes or 1))
-            own = replace(work, processes=processes, groups=count if work.groups else None, shares=None)
+            portion = replace(work, processes=processes, groups=count if work.groups else None, shares=None)
             if processes == 1 and (work.processes or 1) > 1:
-                # It shares with nobody: not with other users either.
-                own = replace(own, same_user=True)
+                # A process alone on its GPU does not share it with other users either.
+                portion = replace(portion, same_user=True)
             if work.shares is not None and count == len(work.shares):
-                own = replace(own, shares=work.shares)
-            cases.append(replace(case, workloads=(own,)) if count else None)
+                portion = replace(portion, shares=work.shares)
+            cases.append(replace(case, workloads=(portion,)) if count else None)
         return cases
     bins: list[list[Workload]] = [[] for _ in gpus]
     each = [replace(work, processes=1) for work in case.workloads for _ in range(work.processes or 1)]
     each.sort(key=lambda work: (work.role is not Role.PRODUCTION, -(work.memory or 1)))
     production = sum(work.role is Role.PRODUCTION for work in each)
     room = [gpu.memory_total_bytes or 1 for gpu in gpus]
+
+    def load(n: int) -> tuple[float, int, int]:
+        # Of empty GPUs the smallest is first: the larger ones may be needed for other workloads.
+        return sum(work.memory or 1 for work in bins[n]) / sizes[n], len(bins[n]), room[n]
+
     for work in each:
-        apart = 0 < production < len(gpus) and work.role is not Role.PRODUCTION
-        free = [
-            n for n, held in enumerate(bins) if not apart or all(other.role is not Role.PRODUCTION for other in held)
-        ]
-        large = [n for n in free if room[n] >= (work.memory or 1)]
-
-        def load(n: int) -> tuple[float, int, int]:
-            # The smallest empty one: the larger ones may be needed for others.
-            return sum(other.memory or 1 for other in bins[n]) / sizes[n], len(bins[n]), room[n]
-
-        bins[min(large or free, key=load)].append(work)
-    return [replace(case, workloads=_merged(held)) if held else None for held in bins]
+        allowed = list(range(len(gpus)))
+        if work.role is not Role.PRODUCTION and 0 < production < len(gpus):
+            allowed = [n for n in allowed if not any(other.role is Role.PRODUCTION for other in bins[n])]
+        large = [n for n in allowed if room[n] >= (work.memory or 1)]
+        bins[min(large or allowed, key=load)].append(work)
+    return [replace(case, workloads=_merged(works)) if works else None for works in bins]
 
 
 def _merged(works: Sequence[Workload]) -> tuple[Workload, ...]:

@@ -175,11 +175,13 @@ def with_answer(situation: Situation, field: str, value: Any) -> Situation:
     """Return the situation with another answer to one question."""
     case = situation.case
     if field in {"root", "destroy"}:
+        # About the host, not about its workloads.
         return situation.variant(case=replace(case, **{field: value}))
     changes: dict[str, Any] = {"saturating" if field == "production_saturating" else field: value}
     if field == "same_user":
-        # User names that were given would contradict it.
+        # Given user names would contradict it.
         changes["user"] = None
+    # The role that the question is about; None: all workloads.
     role = _ROLES.get(field) if situation.pair else None
     works = tuple(replace(work, **changes) if role in {None, work.role} else work for work in case.workloads)
     return situation.variant(case=replace(case, workloads=works))

@@ -169,16 +169,17 @@ _WHOLE_PERCENT: Final = 90
 
 
 def _whole_memory(s: Situation, work: Workload) -> int | str | None:
-    """Return what a job reserves that is to have the whole GPU: nearly all of it, or what it needs if that is more.
+    """Return the memory that a job on a GPU of its own reserves: nearly all of it, or its need if that is more.
 
-    None: all of it, for managed memory that is larger.
+    None: the whole GPU. Managed memory larger than the GPU takes all of it.
     """
     total = s.gpu.memory_total_bytes
     if s.case.any("managed_memory") and s.plain.one_fits is False:
         return None
     needed = None if work.memory is None else -(-(work.memory + CONTEXT_BYTES) // MIB) * MIB
-    large = needed is not None and total is not None and needed * 100 > total * _WHOLE_PERCENT
-    return needed if large and needed is not None else f"{_WHOLE_PERCENT}%"
+    if needed is not None and total is not None and needed * 100 > total * _WHOLE_PERCENT:
+        return needed
+    return f"{_WHOLE_PERCENT}%"
 
 
 def _job_memory(s: Situation, way: Way, work: Workload) -> int | None:
@@ -565,12 +566,12 @@ def _mps_streams(s: Situation) -> Recipe:
 
 def _mps_priority(s: Situation) -> Recipe:
     steps, works = _Steps(s), s.case.workloads
-    giving = [work for work in works if work.role is Role.OPPORTUNISTIC] or [works[-1]]
-    count = sum(work.processes or 1 for work in giving)
+    yielding = [work for work in works if work.role is Role.OPPORTUNISTIC] or [works[-1]]
+    count = sum(work.processes or 1 for work in yielding)
     _daemons(steps, "start MPS without a cap for production", Limits())
     for number, work in enumerate(works, 1):
         what, memory = _which(work.processes or 1, _label(work)), _job_memory(s, Way.MPS_PRIORITY, work)
-        if work not in giving:
+        if work not in yielding:
             # Production has no cap: the other job gets what production does not need.
             steps.run(what, work, memory=memory, name=_service(work, number))
         else:

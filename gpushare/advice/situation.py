@@ -342,10 +342,10 @@ def _weighted(room: Layout, kinds: Sequence[Sequence[Profile]], shares: Sequence
 
 
 def _enlarged(room: Layout, kinds: Sequence[Sequence[Profile]], chosen: list[Profile]) -> list[Profile]:
-    """Return the choice with its profiles enlarged, the smallest first, as long as all fit."""
-    moved = True
-    while moved:
-        moved = False
+    """Return the chosen profiles enlarged, the smallest first, as long as all fit; ``kinds`` has the profiles of each."""
+    enlarged = True
+    while enlarged:
+        enlarged = False
         for number in sorted(range(len(chosen)), key=lambda n: (chosen[n].slices, chosen[n].memory_bytes or 0)):
             for larger in kinds[number]:
                 grows = larger.slices > chosen[number].slices
@@ -355,9 +355,9 @@ def _enlarged(room: Layout, kinds: Sequence[Sequence[Profile]], chosen: list[Pro
                     and (larger.memory_bytes or 0) >= (chosen[number].memory_bytes or 0)
                     and _together(room, tried)
                 ):
-                    chosen, moved = tried, True
+                    chosen, enlarged = tried, True
                     break
-            if moved:
+            if enlarged:
                 break
     return chosen
 

@@ -7,7 +7,6 @@ import shlex
 import shutil
 import sys
 import textwrap
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -556,7 +555,7 @@ def case_from_now(host: Host, index: int, *, root: bool | None) -> Case:
         )
         for one in seen
     )
-    return Case(workloads=_together(workloads), root=root)
+    return Case(workloads=_merged(workloads), root=root)
 
 
 def case_from_recording(path: str, index: int, *, root: bool | None) -> Case:
@@ -588,22 +587,23 @@ def case_from_recording(path: str, index: int, *, root: bool | None) -> Case:
         )
         for one in found
     )
-    return Case(workloads=_together(workloads), root=root)
+    return Case(workloads=_merged(workloads), root=root)
 
 
-def _together(workloads: tuple[Workload, ...]) -> tuple[Workload, ...]:
+def _merged(workloads: tuple[Workload, ...]) -> tuple[Workload, ...]:
     """Merge the processes of one user and program into one workload, with the largest memory."""
-    counts = Counter((one.user, one.name) for one in workloads)
+    groups: dict[tuple[str | None, str | None], list[Workload]] = {}
+    for workload in workloads:
+        groups.setdefault((workload.user, workload.name), []).append(workload)
     merged = []
-    for (user, name), count in counts.items():
-        same = [one for one in workloads if (one.user, one.name) == (user, name)]
-        sizes = [one.memory for one in same if one.memory is not None]
-        patterns = {one.pattern for one in same}
+    for group in groups.values():
+        sizes = [workload.memory for workload in group if workload.memory is not None]
+        patterns = {workload.pattern for workload in group}
         merged.append(
             replace(
-                same[0],
-                processes=count,
-                memory=max(sizes) if len(sizes) == len(same) else None,
+                group[0],
+                processes=len(group),
+                memory=max(sizes) if len(sizes) == len(group) else None,
                 pattern=patterns.pop() if len(patterns) == 1 else None,
             )
         )

@@ -135,7 +135,7 @@ class PauseListAnswer:
 
 
 def row(job: PausedJob, host: Host) -> PausedRow:
-    """Return a paused job as it is answered."""
+    """Return the row of a paused job in answers."""
     return PausedRow(
         pid=job.pid,
         name=job.name,

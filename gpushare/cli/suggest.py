@@ -85,27 +85,26 @@ _ALIKE: Final = 0.78
 
 def meant_option(word: str, options: Iterable[str]) -> str | None:
     """Return the option that a word was meant to be, of those a command has; None if none is near."""
-    known = [name for name in options if name.startswith("--") and name not in _NEVER]
+    options_of_command = [name for name in options if name.startswith("--") and name not in _NEVER]
     if word in _ANYWHERE:
         return _ANYWHERE[word]
     for name in _OPTIONS.get(word, ()):
-        if set(name.split(" or ")) <= set(known):
+        if set(name.split(" or ")) <= set(options_of_command):
             return name
-    begun = [name for name in known if len(word) > 4 and name.startswith(word)]
-    return begun[0] if len(begun) == 1 else _nearest(word, known)
+    completions = [name for name in options_of_command if len(word) > 4 and name.startswith(word)]
+    return completions[0] if len(completions) == 1 else _nearest(word, options_of_command)
 
 
 def meant_command(word: str, group: str, commands: Sequence[str]) -> str | None:
     """Return the command of a group ("" is the program) that a word was meant to be."""
-    found = _COMMANDS.get(group, {}).get(word.lower())
-    return found or _nearest(word.lower(), commands)
+    return _COMMANDS.get(group, {}).get(word.lower()) or _nearest(word.lower(), commands)
 
 
-def _nearest(word: str, known: Sequence[str]) -> str | None:
+def _nearest(word: str, candidates: Sequence[str]) -> str | None:
     from difflib import get_close_matches
 
-    found = get_close_matches(word[:60], known, n=1, cutoff=_ALIKE)
-    return found[0] if found else None
+    matches = get_close_matches(word[:60], candidates, n=1, cutoff=_ALIKE)
+    return matches[0] if matches else None
 
 
 def meant(error: Any) -> str | None:

@@ -295,21 +295,22 @@ _EXAMPLE = "gpushare timeslice set 500us JOB"
 
 
 def _set_slice(text: str, job_text: str) -> Any:
+    """Set the slice of a job's processes to a time (``500us``) or to a multiple of the default slice (``3x``)."""
     if parse_level(text) is not None:
         raise BadCombination(
             f"{quoted(text)} is a level, which is set for a whole GPU",
             "give a job a time: gpushare timeslice set 500us JOB; or set the level: gpushare timeslice set short -g 0",
         )
-    if re.fullmatch(r"[\d.]*\dx", text, re.ASCII) is None:
-        microseconds = check_slice(parse_slice(text))
-    elif (share := slice_of_weight_text(text[:-1])) is not None:
-        microseconds = share
+    if re.fullmatch(r"[\d.]*\dx", text, re.ASCII):
+        microseconds = slice_of_weight_text(text[:-1])
+        if microseconds is None:
+            raise BadUsage(
+                f"{quoted(text)} is not a share from {LEAST_WEIGHT:g}x to {MOST_WEIGHT:g}x",
+                "give one: 3x; or a time: 500us",
+                code="bad_weight",
+            )
     else:
-        raise BadUsage(
-            f"{quoted(text)} is not a share from {LEAST_WEIGHT:g}x to {MOST_WEIGHT:g}x",
-            "give one: 3x; or a time: 500us",
-            code="bad_weight",
-        )
+        microseconds = check_slice(parse_slice(text))
     return _with_job(
         "timeslice set",
         job_text,
@@ -320,7 +321,7 @@ def _set_slice(text: str, job_text: str) -> Any:
 
 
 def _with_job(command: str, text: str, plan: Callable[..., Plan]) -> Any:
-    """Plan for the processes of a job, and carry it out; again if others than agreed to would be touched."""
+    """Plan a change of a job's processes and carry it out; plan again if it would touch more than the user agreed to."""
     host = settings.connect()
     with host.open_channels() as control:
         # It loads while the job is looked up.

@@ -162,10 +162,10 @@ def _is_sliced(gpu: GpuDescription) -> bool:
 
 
 def _check_alike(gpus: Sequence[GpuDescription]) -> None:
-    """The plugin has one setting for all GPUs of a node: timeSlicing and mps name resources, not GPUs."""
+    """Refuse GPUs that are shared differently: the plugin's timeSlicing and mps settings hold for all GPUs of a node."""
     ways: dict[str, list[int]] = {}
     for gpu in gpus:
-        ways.setdefault(_way(gpu), []).append(gpu.index)
+        ways.setdefault(_sharing_text(gpu), []).append(gpu.index)
     if len(ways) > 1:
         listing = "; ".join(f"GPU {ranges(indexes)}: {way}" for way, indexes in ways.items())
         raise _cannot(
@@ -173,18 +173,15 @@ def _check_alike(gpus: Sequence[GpuDescription]) -> None:
         )
 
 
-def _way(gpu: GpuDescription) -> str:
-    number = f", {gpu.replicas} replicas" if gpu.replicas and gpu.sharing is not Way.EXCLUSIVE else ""
-    limits = ""
-    if gpu.mps is not None:
-        parts = (
-            [f"{format_percent(gpu.mps.limits.threads_percent)} of the threads"]
-            if gpu.mps.limits.threads_percent
-            else []
-        )
-        parts += [format_bytes(gpu.mps.limits.memory_limit_bytes)] if gpu.mps.limits.memory_limit_bytes else []
-        limits = f" ({', '.join(parts)})" if parts else ""
-    return f"{gpu.sharing.value}{number}{limits}"
+def _sharing_text(gpu: GpuDescription) -> str:
+    """Return how a GPU is shared: ``mps, 4 replicas (25 % of the threads, 10.0 GiB)``."""
+    replicas = f", {gpu.replicas} replicas" if gpu.replicas and gpu.sharing is not Way.EXCLUSIVE else ""
+    limits = []
+    if gpu.mps is not None and gpu.mps.limits.threads_percent:
+        limits.append(f"{format_percent(gpu.mps.limits.threads_percent)} of the threads")
+    if gpu.mps is not None and gpu.mps.limits.memory_limit_bytes:
+        limits.append(format_bytes(gpu.mps.limits.memory_limit_bytes))
+    return f"{gpu.sharing.value}{replicas}" + (f" ({', '.join(limits)})" if limits else "")
 
 
 def _strategy(gpus: Sequence[GpuDescription], lost: list[str]) -> tuple[str | None, int]:

@@ -28,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import itertools
 import json
 import os
 import re
@@ -309,7 +310,7 @@ class KernelProcess:
     def numbers(self) -> list[int]:
         """Return the descriptors whose path is the control node. Their device is not checked yet."""
         try:
-            numbers = _control_numbers(self.identity.pid, self._node)
+            numbers = _control_descriptors(self.identity.pid, self._node)
         except PermissionError:
             raise _forbidden(self.identity.pid) from None
         except OSError:
@@ -327,7 +328,7 @@ class KernelProcess:
             if ancestor <= 1:
                 break
             with contextlib.suppress(OSError):
-                for other in _control_numbers(ancestor, self._node):
+                for other in _control_descriptors(ancestor, self._node):
                     # 0: the same open file. Without a right to both, -1.
                     if _syscall(kcmp or 0, self.identity.pid, ancestor, _KCMP_FILE, number, other)[0] == 0:
                         return True
@@ -358,12 +359,12 @@ def _is(file: int, device: tuple[int, int]) -> bool:
     return stat.S_ISCHR(stated.st_mode) and (os.major(stated.st_rdev), os.minor(stated.st_rdev)) == device
 
 
-def _control_numbers(pid: int, node: str) -> list[int]:
-    """Return the descriptors of a process whose path is the control node, in its own mount namespace."""
+def _control_descriptors(pid: int, node: str) -> list[int]:
+    """Return the numbers of a process's descriptors whose path is ``node`` in the mount namespace of that process."""
     numbers: list[int] = []
     with os.scandir(f"/proc/{pid}/fd") as entries:
-        for looked, entry in enumerate(entries):
-            if looked >= _MOST_DESCRIPTORS or len(numbers) >= _MOST_FILES:
+        for entry in itertools.islice(entries, _MOST_DESCRIPTORS):
+            if len(numbers) >= _MOST_FILES:
                 break
             with contextlib.suppress(FileNotFoundError):
                 if os.readlink(entry.path) == node:
@@ -560,19 +561,22 @@ def _duplicated(files: KernelFiles, process: KernelProcess, number: int) -> Iter
 
 
 def _find(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Scan a process and probe its compute groups; or, given groups, look at their clients only."""
+    """Return the channel groups of a process as the answer to a request, compute groups probed.
+
+    All clients of the process are scanned; if the request has groups, only their clients are read again, without a probe.
+    """
     began = time.monotonic()
     newest = None if request.get("groups") else _newest(files)
     with files.process(request["pid"], request["started"]) as process, contextlib.ExitStack() as stack:
         numbers = process.numbers()
         if not numbers:
             raise Refused("no_context")
-        own = [number for number in numbers if not process.inherited(number)]
-        if not own:
+        own_numbers = [number for number in numbers if not process.inherited(number)]
+        if not own_numbers:
             raise Refused("inherited")
         opened: dict[int, _File] = {}
         refused: list[Refused] = []
-        for number in own:
+        for number in own_numbers:
             try:
                 opened[number] = stack.enter_context(_duplicated(files, process, number))
             except Refused as error:

@@ -101,7 +101,7 @@ class HeldClaim:
             raise OperationFailed(f"process {pid} is gone", "see why: dmesg", code=_CODE)
         _append(self.path, _process_line(process))
 
-    def tell(self, fact: str) -> None:
+    def add_fact(self, fact: str) -> None:
         """Add a fact, for readers of `Claim.facts`.
 
         Raises:
@@ -114,7 +114,7 @@ class HeldClaim:
         _append(self.path, line)
 
     def draw_ticket(self) -> int:
-        """Draw its ticket, now that everybody can see that it is choosing. Raises as `tell`."""
+        """Draw its ticket, now that everybody can see that it is choosing. Raises as `add_fact`."""
         ticket = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
         _append(self.path, f"ticket {ticket}\n")
         return ticket

@@ -75,22 +75,22 @@ def real_uid(pid: int) -> int | None:
     return int(match[2]) if match is not None and int(match[1]) == pid else None
 
 
-def lives(one: Identity, uid: int) -> bool:
+def lives(process: Identity, uid: int) -> bool:
     """Return whether exactly this process is alive and belongs to this user.
 
-    If /proc hides the processes of others (hidepid), one that this user may not signal counts as alive.
+    If /proc hides other users' processes (hidepid), a process that this user may not signal counts as alive.
     """
-    if one.pid <= 0:
+    if process.pid <= 0:
         return False
-    if _stat(one.pid) is not None:
-        return identity_of(one.pid) == one and real_uid(one.pid) == uid
+    if _stat(process.pid) is not None:
+        return identity_of(process.pid) == process and real_uid(process.pid) == uid
     try:
-        os.kill(one.pid, 0)
+        os.kill(process.pid, 0)
     except PermissionError:
         return True
     except (OSError, OverflowError):
         return False
-    # Our own process, gone since the check.
+    # A process of this user, which ended after the check above.
     return False
 
 

@@ -220,18 +220,21 @@ class NvmlReader:
         if self._bindings is None:
             import pynvml
 
-            self._attach(pynvml)
+            self._use_own_library(pynvml)
             try:
                 pynvml.nvmlInit()
             except pynvml.NVMLError as error:
                 raise nvml_error(error.value, str(error)) from None
             self._bindings, self._library = pynvml, pynvml.nvmlLib
         elif self._bindings.nvmlLib is not self._library:
-            self._attach(self._bindings)
+            self._use_own_library(self._bindings)
         return self._bindings
 
-    def _attach(self, bindings: Any) -> None:
-        """Load our library into the bindings; another reader in this process may have loaded its own."""
+    def _use_own_library(self, bindings: Any) -> None:
+        """Make the bindings call this reader's library: pynvml has one for the process, and another reader may have set it.
+
+        A reader that has none yet keeps the real library that pynvml has loaded, but not a simulated one.
+        """
         if self._library is None and not hasattr(bindings.nvmlLib, "is_simulated"):
             return
         bindings.nvmlLib = self._library

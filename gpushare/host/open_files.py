@@ -75,7 +75,7 @@ def open_files(prefix: str, proc: str = "/proc") -> OpenFiles:
 
 
 def _files_of(directory: str) -> Iterator[tuple[str, str]]:
-    """Yield the descriptors of a process as the kernel lists them, with the open path."""
+    """Yield the path of each descriptor of a process (``/proc/PID/fd/7``) and the path that it has open."""
     with os.scandir(directory) as entries:
         for entry in entries:
             try:
@@ -99,15 +99,18 @@ def is_device(opened: str, path: str) -> bool:
     device = _device(opened)
     if device is None:
         return False
+    major, minor = device
     try:
-        here = os.stat(path)
+        node = os.stat(path)
     except OSError:
+        # There is no such node in this mount namespace: compare with the number in its name.
         number = re.search(r"\d+$", path, re.ASCII)
-        own = number is None or number[0] == str(device[1])
+        if number is not None and number[0] != str(minor):
+            return False
         # Minor 5 of nvidia-caps is another device than minor 5 of nvidia.
         driver = "nvidia-caps" if path.startswith("/dev/nvidia-caps/") else "nvidia"
-        return own and drivers().get(device[0], "").startswith(driver)
-    return stat.S_ISCHR(here.st_mode) and device == (os.major(here.st_rdev), os.minor(here.st_rdev))
+        return drivers().get(major, "").startswith(driver)
+    return stat.S_ISCHR(node.st_mode) and device == (os.major(node.st_rdev), os.minor(node.st_rdev))
 
 
 def _device(opened: str) -> tuple[int, int] | None:

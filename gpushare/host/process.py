@@ -541,7 +541,7 @@ class Child:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG | os.WUNTRACED)
             except ChildProcessError:
-                # Somebody else reaped it: its status is lost.
+                # Another thread reaped it: its exit status is lost.
                 self._process.returncode = 0
                 break
             if pid == 0:

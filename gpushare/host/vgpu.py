@@ -14,15 +14,16 @@ if TYPE_CHECKING:
 
 
 def vgpu_sessions(nvml: NvmlReader, gpus: Sequence[Gpu]) -> tuple[VgpuSession, ...]:
-    """Return the vGPUs in use, by GPU; none of a GPU that does not answer."""
+    """Return the vGPUs in use on these GPUs, in their order; a GPU that does not answer has none."""
     sessions = []
     for gpu in gpus:
         if gpu.error is None:
-            sessions += [_session(nvml, gpu.index, instance) for instance in _active(nvml, gpu.index)]
+            sessions += [_session(nvml, gpu.index, instance) for instance in _instances(nvml, gpu.index)]
     return tuple(sessions)
 
 
-def _active(nvml: NvmlReader, index: int) -> Sequence[int]:
+def _instances(nvml: NvmlReader, index: int) -> Sequence[int]:
+    """Return the ids of the active vGPU instances of a GPU; none if the GPU does not answer."""
     try:
         handle = nvml.handle(index)
         return nvml.ask(lambda api: api.nvmlDeviceGetActiveVgpus(handle), str(index)) or ()
@@ -31,18 +32,18 @@ def _active(nvml: NvmlReader, index: int) -> Sequence[int]:
 
 
 def _session(nvml: NvmlReader, index: int, instance: int) -> VgpuSession:
-    def told(name: str, argument: int) -> Any:
-        # It may have been destroyed since; then its facts are unknown.
-        return or_none(lambda: nvml.ask(lambda api: getattr(api, name)(argument), str(index)))
+    def ask(getter: str, argument: int) -> Any:
+        # None if the vGPU was destroyed meanwhile.
+        return or_none(lambda: nvml.ask(lambda api: getattr(api, getter)(argument), str(index)))
 
-    kind, vm = told("nvmlVgpuInstanceGetType", instance), told("nvmlVgpuInstanceGetVmID", instance)
+    kind, vm = ask("nvmlVgpuInstanceGetType", instance), ask("nvmlVgpuInstanceGetVmID", instance)
     used = or_none(lambda: nvml.ask(lambda api: _used(api, instance), str(index)))
-    name = None if kind is None else told("nvmlVgpuTypeGetName", kind)
-    size = None if kind is None else told("nvmlVgpuTypeGetFramebufferSize", kind)
+    name = None if kind is None else ask("nvmlVgpuTypeGetName", kind)
+    size = None if kind is None else ask("nvmlVgpuTypeGetFramebufferSize", kind)
     return VgpuSession(
         gpu_index=index,
         id=int(instance),
-        uuid=_text(told("nvmlVgpuInstanceGetUUID", instance)),
+        uuid=_text(ask("nvmlVgpuInstanceGetUUID", instance)),
         type=_text(name),
         vm=None if vm is None else _text(vm[0]),
         memory_total_bytes=None if size is None else int(size),
@@ -51,7 +52,7 @@ def _session(nvml: NvmlReader, index: int, instance: int) -> VgpuSession:
 
 
 def _used(api: Any, instance: int) -> int:
-    """Return the used frame buffer; the bindings have room for 32 bits only, and the driver writes 64."""
+    """Return the used frame buffer in bytes. The driver writes 64 bits, for which the bindings' own call is too small."""
     value = ctypes.c_ulonglong(0)
     api._nvmlCheckReturn(api._nvmlGetFunctionPointer("nvmlVgpuInstanceGetFbUsage")(instance, ctypes.byref(value)))
     return value.value

@@ -520,18 +520,18 @@ class Stage:
     def begin(self) -> None:
         """Start all jobs, wait until they print, and find out how long a window must be. Errors as `tune`."""
         self._tuner.reporter.doing("starting the jobs" + ("" if self._way is Way.SLICES else ", all under MPS"))
-        first = self._first_limits()
+        first_limits = self._first_limits()
         began = self.experiment.now()
-        outside = self._way is Way.SLICES
-        environment = self.experiment.grounds.environment(None if outside else Limits())
+        outside_mps = self._way is Way.SLICES
+        environment = self.experiment.grounds.environment(None if outside_mps else Limits())
         self._production = self.experiment.run(
-            "production", self._options.production, environment, self._options.metric, outside=outside
+            "production", self._options.production, environment, self._options.metric, outside=outside_mps
         )
-        self._start_others(first)
+        self._start_others(first_limits)
         self._until_warm(self._production, *self._others)
         self.start_took = self.experiment.now() - began
         self._tuner.count()
-        if outside:
+        if outside_mps:
             try:
                 self.default_us = self.experiment.slice_of(self._production.program) or None
                 self._set_server(DEFAULT_US)
@@ -544,7 +544,7 @@ class Stage:
         self._fit()
         for _ in range(_FIRST_ALONE if self._window <= _BRIEF_SECONDS else 0):
             self._watch_alone()
-        if first == Limits() and not self._tuner.others_alone:
+        if first_limits == Limits() and not self._tuner.others_alone:
             # Not at once: a job that has just begun is slow (H100: .86 of its rate a few seconds later).
             self._measure_others(first=True)
 

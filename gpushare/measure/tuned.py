@@ -135,7 +135,7 @@ def tuned_record(host: Host, device: Device, options: TuneOptions, result: TuneR
 
 
 def commands(tuned: Tuned, device: Device, options: TuneOptions) -> list[str]:
-    """Return the commands that start all jobs as measured; they need no more options."""
+    """Return the commands that start all jobs with the tuned setting, which ``gpushare run`` reads from its record."""
     production = JobCommand(gpu=device.selector, production=tuned.name, program=options.production)
     others = [
         JobCommand(gpu=device.selector, opportunistic=True, target=tuned.name, program=command)

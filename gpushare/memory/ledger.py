@@ -516,19 +516,19 @@ class Place:
         self._claim: HeldClaim = make_claim(self._host, "memory", PREFIX)
         try:
             size = "-" if request.memory_bytes is None else str(request.memory_bytes)
-            self._claim.tell(f"want {size} {int(request.client)} {','.join(request.keys)}")
+            self._claim.add_fact(f"want {size} {int(request.client)} {','.join(request.keys)}")
             if request.count > 1:
-                self._claim.tell(f"gpus {request.count}")
+                self._claim.add_fact(f"gpus {request.count}")
             if request.run_seconds is not None:
-                self._claim.tell(f"time {math.ceil(request.run_seconds)}")
+                self._claim.add_fact(f"time {math.ceil(request.run_seconds)}")
             if request.name is not None:
-                self._claim.tell(f"name {request.name}")
+                self._claim.add_fact(f"name {request.name}")
             if request.production or request.opportunistic:
-                self._claim.tell(f"role {'production' if request.production else 'opportunistic'}")
+                self._claim.add_fact(f"role {'production' if request.production else 'opportunistic'}")
             if request.leaves:
-                self._claim.tell("leaves for production")
+                self._claim.add_fact("leaves for production")
             if request.turns:
-                self._claim.tell("turns with others")
+                self._claim.add_fact("turns with others")
             self._claim.draw_ticket()
         except BaseException:
             self._claim.release()
@@ -548,11 +548,11 @@ class Place:
         self._hold(keys)
 
     def _hold(self, keys: tuple[str, ...]) -> None:
-        self._claim.tell(f"sure {','.join(keys)}")
+        self._claim.add_fact(f"sure {','.join(keys)}")
         self.held = keys
         if self.request.run_seconds is not None:
             seconds = self.request.run_seconds + TIME_MARGIN_SECONDS
-            self._claim.tell(f"until {time.clock_gettime_ns(time.CLOCK_BOOTTIME) + int(seconds * 1e9)}")
+            self._claim.add_fact(f"until {time.clock_gettime_ns(time.CLOCK_BOOTTIME) + int(seconds * 1e9)}")
 
     def try_to_take(
         self,
@@ -568,11 +568,11 @@ class Place:
         keys = self._turn(devices, clients, limits, best)
         if not keys:
             return False
-        self._claim.tell(f"hold {','.join(keys)}")
+        self._claim.add_fact(f"hold {','.join(keys)}")
         if self._still_fit(keys, devices, clients, limits):
             self._hold(keys)
             return True
-        self._claim.tell("back")
+        self._claim.add_fact("back")
         self._steps_back += 1
         if self._steps_back >= _MOST_STEPS_BACK:
             # A claim only grows, and a longer one would not be read any more.
@@ -645,7 +645,7 @@ class Place:
             return
         self._fixed = tuple(sorted(room, key=lambda key: (-room[key].free_bytes, wanted.index(key)))[:count])
         self._fixes += 1
-        self._claim.tell(f"fix {','.join(self._fixed)}")
+        self._claim.add_fact(f"fix {','.join(self._fixed)}")
 
     def _others(self, claims: Sequence[Claim] | None = None) -> list[Reservation] | None:
         jobs = reservations(self._host, claims)
@@ -702,7 +702,7 @@ class Place:
         """Say what the limit of the job is, and what happens above it (`ABOVE`); the last word counts."""
         fact = f"limit {limit_bytes} {above}"
         if fact != self._told_limit:
-            self._claim.tell(fact)
+            self._claim.add_fact(fact)
             self._told_limit = fact
 
     def add(self, pid: int) -> None:
@@ -713,7 +713,7 @@ class Place:
 
     def tell_that_it_stays(self) -> None:
         """Say that this job cannot leave the GPU for production."""
-        self._claim.tell("stays there")
+        self._claim.add_fact("stays there")
 
     def touch(self) -> None:
         """Say that the job uses its device; to be called every 20 s or so."""

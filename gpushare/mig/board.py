@@ -235,25 +235,24 @@ def new_compute(
 ) -> tuple[ComputeInstance, ...] | None:
     """Return the compute instances to create next to the others, largest first; None: they do not fit.
 
-    Placements are explicit if the driver lists them (-lcipp). Otherwise slices are counted and the driver places:
-    largest first it finds room.
+    Placements are explicit if the driver lists them (-lcipp). Otherwise only slices are counted and the driver chooses
+    the placements; it finds room if the largest are created first.
     """
-    parts = [
-        profile.compute_of(slices) or (profile.whole if slices == profile.slices else None)
-        for slices in sorted(wanted, reverse=True)
-    ]
-    if any(part is None for part in parts):
+    parts = []
+    for slices in sorted(wanted, reverse=True):
+        part = profile.compute_of(slices) or (profile.whole if slices == profile.slices else None)
+        if part is None:
+            return None
+        parts.append(part)
+    if sum(other.profile.slices for other in others) + sum(part.slices for part in parts) > profile.slices:
         return None
-    offered = [part for part in parts if part is not None]
-    if sum(part.profile.slices for part in others) + sum(part.slices for part in offered) > profile.slices:
-        return None
-    totals = Counter(part.slices for part in offered) + Counter(part.profile.slices for part in others)
-    for part in offered:
+    totals = Counter(part.slices for part in parts) + Counter(other.profile.slices for other in others)
+    for part in parts:
         if part.instances is not None and totals[part.slices] > part.instances:
             return None
-    if any(part.placements is None for part in offered) or any(part.placement is None for part in others):
-        return tuple(ComputeInstance(profile=part) for part in offered)
-    return _placed(offered, mask_of(part.placement for part in others))
+    if any(part.placements is None for part in parts) or any(other.placement is None for other in others):
+        return tuple(ComputeInstance(profile=part) for part in parts)
+    return _placed(parts, mask_of(other.placement for other in others))
 
 
 def _placed(parts: Sequence[ComputeProfile], taken: int) -> tuple[ComputeInstance, ...] | None:

@@ -86,7 +86,9 @@ def holder_of(host: Host, claim: Claim) -> Holder:
     from gpushare.host.capabilities import user_name
 
     info = host.processes.describe(claim.pid)
-    return Holder(pid=claim.pid, what=CLAIM, user=user_name(claim.uid), name=None if info is None else _called(info))
+    return Holder(
+        pid=claim.pid, what=CLAIM, user=user_name(claim.uid), name=None if info is None else _name_in_words(info)
+    )
 
 
 def blocking(holders: Iterable[Holder]) -> str:
@@ -104,14 +106,16 @@ def remedy(holders: Iterable[Holder]) -> str | None:
     return "; ".join(dict.fromkeys(filter(None, remedies))) or None
 
 
-def no_plan_error(found: NoPlan, gpu: int | None = None) -> GpushareError:
+def no_plan_error(no_plan: NoPlan, gpu: int | None = None) -> GpushareError:
     """Return the error of a wish without a plan; its hint says how to stop known holders."""
-    message, index = (found.message, None) if gpu is None else (f"GPU {gpu}: {found.message}", str(gpu))
-    if found.why is Why.NEVER:
-        return NotSupported(message, found.hint, gpu=index, code="never_fits")
-    held = [part for _, gone in found.would_go for part in (gone.instance.holders, *(c.holders for c in gone.compute))]
-    holders = [holder for part in held for holder in part or () if isinstance(holder, Holder)]
-    return InUse(message, remedy(holders) or found.hint, gpu=index, code="no_room")
+    message, index = (no_plan.message, None) if gpu is None else (f"GPU {gpu}: {no_plan.message}", str(gpu))
+    if no_plan.why is Why.NEVER:
+        return NotSupported(message, no_plan.hint, gpu=index, code="never_fits")
+    holders_of_parts = [
+        part for _, gone in no_plan.would_go for part in (gone.instance.holders, *(c.holders for c in gone.compute))
+    ]
+    holders = [holder for part in holders_of_parts for holder in part or () if isinstance(holder, Holder)]
+    return InUse(message, remedy(holders) or no_plan.hint, gpu=index, code="no_room")
 
 
 def _remedy_of(name: str) -> str | None:
@@ -121,13 +125,13 @@ def _remedy_of(name: str) -> str | None:
     return None
 
 
-def _called(info: ProcessInfo) -> str | None:
-    """Return the name of a process, of gpushare with its command: ``gpushare run``."""
-    words = info.command_line or () if info.name == "gpushare" else ()
-    return (
-        " ".join(filter(None, [info.name, next((word for word in words if word in {"run", "timeslice"}), None)]))
-        or None
-    )
+def _name_in_words(info: ProcessInfo) -> str | None:
+    """Return the name of a process; of a gpushare with its verb: ``gpushare run``."""
+    if info.name == "gpushare":
+        for word in info.command_line or ():
+            if word in {"run", "timeslice"}:
+                return f"gpushare {word}"
+    return info.name or None
 
 
 def _minor(host: Host, gpu: Gpu) -> int | None:
@@ -158,5 +162,5 @@ def _described(host: Host, pids: Iterable[int], node: str) -> tuple[Holder, ...]
         else:
             # None: it has ended.
             if info is not None:
-                holders.append(Holder(pid=pid, what=node, user=info.user, name=_called(info)))
+                holders.append(Holder(pid=pid, what=node, user=info.user, name=_name_in_words(info)))
     return tuple(holders)

@@ -34,10 +34,10 @@ def layouts_of(
     ``hidden`` gets the GPUs whose instances the driver hides, with the error; their layouts are empty.
     """
     reader, names = MigReader(host.nvml), names_of(host) if names is None else names
-    # A change holds leases on instances that go; during a rollback its own leases are not in the way.
+    # A change leases the instances that it destroys: its own leases must not block its rollback.
     claims = claimed_instances(host)
     leases = None if claims is None else {uuid: claim for uuid, claim in claims.items() if claim.pid != os.getpid()}
-    # NVML answers a foreign PID namespace with an empty list: whether anybody is there is unknown.
+    # In another PID namespace NVML lists no processes, so an empty list means unknown.
     blind = host.processes.namespace_is_host() is False
     layouts, files, made = [], None, None
     for gpu in gpus:
@@ -51,14 +51,14 @@ def layouts_of(
         if layout.instances:
             files = files or look(host)
             made = made_by_gpushare(host) if made is None else made
-            seen = _Seen(host, gpu, names, leases, files, made)
-            layout = replace(layout, instances=tuple(seen.instance(instance) for instance in layout.instances))
+            facts = _HostFacts(host, gpu, names, leases, files, made)
+            layout = replace(layout, instances=tuple(facts.added_to(instance) for instance in layout.instances))
         layouts.append(layout)
     return layouts
 
 
-class _Seen:
-    """What is known about one GPU from other sources than NVML."""
+class _HostFacts:
+    """What other sources than NVML know of a GPU's instances: names, grants, leases, open files."""
 
     def __init__(
         self,
@@ -73,33 +73,34 @@ class _Seen:
         self._names = {named.place: named for named in names.values() if named.gpu_uuid == gpu.uuid}
         self._held, self._idle = instance_holders(host, gpu, files), idle_daemon_pids(host, gpu)
 
-    def instance(self, one: GpuInstance) -> GpuInstance:
-        named = self._names.get(one.place)
+    def added_to(self, instance: GpuInstance) -> GpuInstance:
+        """Return an instance, as NVML reports it, with these facts."""
+        named = self._names.get(instance.place)
         return replace(
-            one,
+            instance,
             name=None if named is None else named.name,
             granted=() if named is None else named.users,
-            made=(self._gpu.uuid, *one.place) in self._made,
-            holders=self._joined(one.holders, self._held.get((one.id, None), ())),
-            compute=tuple(self._compute(one.id, part) for part in one.compute),
+            made=(self._gpu.uuid, *instance.place) in self._made,
+            holders=self._all_holders(instance.holders, self._held.get((instance.id, None), ())),
+            compute=tuple(self._added_to_compute(instance.id, compute) for compute in instance.compute),
         )
 
-    def _compute(self, instance: int, one: ComputeInstance) -> ComputeInstance:
-        lease = None if self._leases is None else self._leases.get(one.uuid or "")
-        more = (*self._held.get((instance, one.id), ()), *([] if lease is None else [lease]))
-        return replace(one, holders=self._joined(one.holders, more))
+    def _added_to_compute(self, instance_id: int, compute: ComputeInstance) -> ComputeInstance:
+        lease = None if self._leases is None else self._leases.get(compute.uuid or "")
+        more = (*self._held.get((instance_id, compute.id), ()), *([] if lease is None else [lease]))
+        return replace(compute, holders=self._all_holders(compute.holders, more))
 
-    def _joined(
-        self, told: tuple[GpuProcess | Holder, ...] | None, more: Sequence[Holder]
+    def _all_holders(
+        self, listed: tuple[GpuProcess | Holder, ...] | None, more: Sequence[Holder]
     ) -> tuple[GpuProcess | Holder, ...] | None:
-        # Then its claims are unknown, too.
-        if told is None or self._leases is None:
+        """Return the processes that NVML lists and other holders; None (unknown) if either is unknown."""
+        if listed is None or self._leases is None:
             return None
-        return tuple(self._named(holder) for holder in (*told, *more) if holder.pid not in self._idle)
+        return tuple(self._with_name(holder) for holder in (*listed, *more) if holder.pid not in self._idle)
 
-    def _named(self, one: GpuProcess | Holder) -> GpuProcess | Holder:
+    def _with_name(self, holder: GpuProcess | Holder) -> GpuProcess | Holder:
         """Add name and user; NVML has only PIDs."""
-        if one.name is not None:
-            return one
-        info = self._host.processes.describe(one.pid)
-        return one if info is None else replace(one, name=info.name, user=info.user)
+        if holder.name is not None:
+            return holder
+        info = self._host.processes.describe(holder.pid)
+        return holder if info is None else replace(holder, name=info.name, user=info.user)

@@ -150,8 +150,8 @@ class Why(str, Enum):
 class NoPlan:
     """Why there is no plan, and what would help.
 
-    ``instead`` is the cheapest plan if everything might be destroyed. ``most`` is, for a wish of one kind, how many of
-    it fit on these GPUs if they are empty.
+    ``instead`` is the cheapest plan if all existing instances may be destroyed (None: there is none). ``most``, for a
+    wish of one kind, is how many of them fit on these GPUs if they are empty.
     """
 
     why: Why
@@ -162,9 +162,9 @@ class NoPlan:
 
     @property
     def would_go(self) -> tuple[tuple[int, InstanceChange], ...]:
-        """Return what would have to be destroyed, each with its GPU's index."""
+        """Return the instances that the plan ``instead`` destroys, each with its GPU's index."""
         gpus = () if self.instead is None else self.instead.gpus
-        return tuple((gpu.gpu, gone) for gpu in gpus for gone in gpu.destroyed)
+        return tuple((gpu.gpu, change) for gpu in gpus for change in gpu.destroyed)
 
 
 # Does one call; the text is the step that the call is part of.

@@ -80,20 +80,25 @@ def _instances(layouts: Sequence[Layout]) -> Iterator[tuple[Layout, GpuInstance]
 
 
 def _by_name(word: str, layouts: Sequence[Layout]) -> list[Target]:
-    return [Target(layout.gpu, owner.id) for layout, owner in _instances(layouts) if owner.name == word]
+    return [Target(layout.gpu, instance.id) for layout, instance in _instances(layouts) if instance.name == word]
 
 
 def _by_uuid(word: str, layouts: Sequence[Layout]) -> list[Target]:
+    """Return the instances whose MIG UUID is this word; if there is none, those whose UUID begins with it.
+
+    A GPU instance with a single compute instance is meant as a whole.
+    """
     if not word.startswith("mig-") or len(word) < len("mig-0000"):
         return []
-    devices = [
-        (part.uuid.lower(), Target(layout.gpu, owner.id, None if len(owner.compute) == 1 else part.id))
-        for layout, owner in _instances(layouts)
-        for part in owner.compute
-        if part.uuid is not None and part.uuid.lower().startswith(word)
-    ]
-    exact = [target for uuid, target in devices if uuid == word]
-    return exact or [target for _, target in devices]
+    targets = {
+        compute.uuid.lower(): Target(layout.gpu, instance.id, None if len(instance.compute) == 1 else compute.id)
+        for layout, instance in _instances(layouts)
+        for compute in instance.compute
+        if compute.uuid is not None
+    }
+    if word in targets:
+        return [targets[word]]
+    return [target for uuid, target in targets.items() if uuid.startswith(word)]
 
 
 def _by_place(word: str, layouts: Sequence[Layout]) -> list[Target]:
@@ -102,9 +107,10 @@ def _by_place(word: str, layouts: Sequence[Layout]) -> list[Target]:
         return []
     profile, start = match.group(1), int(match.group(2))
     return [
-        Target(layout.gpu, owner.id)
-        for layout, owner in _instances(layouts)
-        if owner.start == start and (owner.profile.name == profile or owner.profile.name.startswith(f"{profile}."))
+        Target(layout.gpu, instance.id)
+        for layout, instance in _instances(layouts)
+        if instance.start == start
+        and (instance.profile.name == profile or instance.profile.name.startswith(f"{profile}."))
     ]
 
 
@@ -113,14 +119,19 @@ def _by_ids(word: str, layouts: Sequence[Layout]) -> list[Target]:
     match = _IDS.fullmatch(word)
     if match is None:
         return []
-    gpu, instance, compute = (None if text is None else int(text) for text in match.groups())
-    named = [
-        (layout, owner) for layout, owner in _instances(layouts) if gpu in {None, layout.gpu} and owner.id == instance
+    gpu, instance_id, compute_id = (None if text is None else int(text) for text in match.groups())
+    instances = [
+        (layout.gpu, instance)
+        for layout, instance in _instances(layouts)
+        if gpu in {None, layout.gpu} and instance.id == instance_id
     ]
-    if compute is None:
-        return [Target(layout.gpu, owner.id) for layout, owner in named]
+    if compute_id is None:
+        return [Target(index, instance.id) for index, instance in instances]
     return [
-        Target(layout.gpu, owner.id, part.id) for layout, owner in named for part in owner.compute if part.id == compute
+        Target(index, instance.id, compute.id)
+        for index, instance in instances
+        for compute in instance.compute
+        if compute.id == compute_id
     ]
 
 

@@ -353,7 +353,7 @@ class _Process:
 
     @property
     def device(self) -> str | None:
-        # A daemon of ours serves one device.
+        # Daemons that gpushare starts serve one device each.
         visible = (self.environment or {}).get("CUDA_VISIBLE_DEVICES", "")
         return visible if _UUID.match(visible) else None
 

@@ -29,23 +29,23 @@ from gpushare.plan import Plan, Step
 def limit_steps(control: MpsControl, limits: Limits, server: int | None = None) -> list[Step]:
     """Return the steps that set the daemon's defaults, or the limits of one server for its future clients.
 
-    None has an undo of its own: undoing a start ends the daemon, and `plan_limits` undoes all of them together.
+    The steps have no undo of their own: undoing a start ends the daemon, and `plan_limits` undoes all of them together.
     """
-    whom = "each client process" if server is None else f"each future client of server {server}"
+    clients = "each client process" if server is None else f"each future client of server {server}"
     threads, memory, priority = limits.threads_percent, limits.memory_limit_bytes, limits.priority
     changes = []
     if threads is not None:
-        title = f"limit {whom} to {threads:g} % of the SM threads"
+        title = f"limit {clients} to {threads:g} % of the SM threads"
         changes.append((title, set_threads_command(threads, server), lambda: control.set_threads(threads, server)))
     if memory is not None or limits.no_memory_limit:
         title = (
-            f"remove the pinned memory limit of {whom}"
+            f"remove the pinned memory limit of {clients}"
             if memory is None
-            else f"limit {whom} to {format_bytes(memory)} of pinned device memory"
+            else f"limit {clients} to {format_bytes(memory)} of pinned device memory"
         )
         changes.append((title, set_memory_command(memory, server), lambda: control.set_memory(memory, server)))
     if priority is not None and server is None:
-        title = f"give {whom} {priority.title} priority"
+        title = f"give {clients} {priority.title} priority"
         changes.append((title, set_priority_command(priority), lambda: control.set_priority(priority)))
     return [
         Step(what=title, command=control_command(control.pipe_directory, command), do=do)

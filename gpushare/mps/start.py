@@ -261,15 +261,14 @@ class _Start:
             raise _start_error(done, device, home)
         # Exit code 0 proves nothing (an unknown option exits 0 too): the daemon must answer.
         deadline = time.monotonic() + _ANSWER_SECONDS
-        looks, printed = 0, done.text or "it printed nothing"
+        misses, printed = 0, done.text or "it printed nothing"
         while not self._answers(deadline):
-            # One look may miss it between its fork and exec; its process is there when the program has returned.
-            looks = 0 if self._pid() is not None else looks + 1
-            late = time.monotonic() > deadline
-            if looks > 1 or late:
-                how = "ended right after its start" if looks > 1 else "was started but does not answer"
+            # A single miss may fall between the daemon's fork and exec; two mean that its process has ended.
+            misses = 0 if self._pid() is not None else misses + 1
+            if misses > 1 or time.monotonic() > deadline:
+                failure = "ended right after its start" if misses > 1 else "was started but does not answer"
                 raise OperationFailed(
-                    f"the MPS daemon of {device.title} {how}: {printed}",
+                    f"the MPS daemon of {device.title} {failure}: {printed}",
                     f"see its log: {shlex.quote(f'{home.log}/control.log')}",
                     gpu=device.gpu.index,
                     code="daemon_silent",
@@ -277,7 +276,10 @@ class _Start:
             time.sleep(0.05)
 
     def _answers(self, deadline: float) -> bool:
-        """Return whether the new daemon answers. On a busy machine its first answer may take longer than others."""
+        """Return whether the new daemon answers. A timeout counts as no answer until the deadline, then it is raised.
+
+        On a busy machine the first answer may take longer than later ones.
+        """
         try:
             return self._control.answers()
         except TimedOut:

@@ -64,30 +64,30 @@ def detach(host: Host, words: Sequence[str], program: str, name: str | None) -> 
     """
     import subprocess
 
-    with _named(host, program, name) as (taken, descriptor, earlier):
+    with _reserved_name(host, program, name) as (job_name, descriptor, earlier_job):
         try:
             # Not by -m: that would look for gpushare in the working directory first.
             process = subprocess.Popen(
                 [sys.executable, "-c", _MAIN.format(str(Path(__file__).resolve().parents[2])), *words],
-                env={**os.environ, DETACHED: taken},
+                env={**os.environ, DETACHED: job_name},
                 stdin=subprocess.DEVNULL,
                 stdout=descriptor,
                 stderr=descriptor,
                 start_new_session=True,
             )
         except OSError as error:
-            _put_back(host, taken, earlier)
+            _put_back(host, job_name, earlier_job)
             raise OperationFailed(
                 f"the job cannot be put into the background: {error.strerror or error}",
                 "run it here: without -d",
                 code="detach_failed",
             ) from error
         supervisor = identity_of_child(process.pid) or Identity(process.pid, 0)
-        job = _followed(host, Detached(taken, supervisor, output_path(host, taken), None), process)
+        job = _followed(host, Detached(job_name, supervisor, output_path(host, job_name), None), process)
         if job.state == "ended" and job.exit_code:
             job = job._replace(printed=os.pread(descriptor, _MOST_PRINTED, 0).decode(errors="replace"))
             if not was_started(host, job):
-                _put_back(host, taken, earlier)
+                _put_back(host, job_name, earlier_job)
         return job
 
 
@@ -101,10 +101,11 @@ def _put_back(host: Host, name: str, earlier: PastJob | None) -> None:
 
 
 @contextlib.contextmanager
-def _named(host: Host, program: str, name: str | None) -> Iterator[tuple[str, int, PastJob | None]]:
-    """Take a name, made of ``program`` if none is given, and yield it with the open output of its job, and the earlier job.
+def _reserved_name(host: Host, program: str, name: str | None) -> Iterator[tuple[str, int, PastJob | None]]:
+    """Reserve a name, made of ``program`` if none is given.
 
-    The lock of the output holds the name: also before there is a record of the job, and until its last process has ended.
+    Yields the name, the descriptor of the job's output, and the record of the earlier job of this name. The lock of the
+    output reserves the name, also while there is no record of the job yet, and until its last process has ended.
     """
     earlier = None
     with JOBS.locked(host):

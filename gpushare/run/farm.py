@@ -515,36 +515,38 @@ class _Farm:
         self._devices = {device.uuid: device for device in devices}
         self._gpus: dict[tuple[str, ...], _FarmGpu] = {}
         self._clients = {device.uuid: client_limit(host, device) for device in devices} if options.gpus == 1 else {}
-        # The memory of a copy, as given, and what happens to a copy above it.
+        # The memory limit of a copy in bytes (None: none was given), and what happens to a copy above it.
         budget = options.budget
-        self._given = None if budget is None else budget.on(devices)
+        self._copy_limit = None if budget is None else budget.on(devices)
         self._action: MemoryAction = "end" if budget is None else budget.action
         self._user_limits = UserLimits() if options.user_limits is None else options.user_limits
-        # The place of the next copy in the line, in which the farm is behind all that came before its last start.
+        # The place of the next copy in the line. After each start the farm goes to the end of the line.
         self._place: Place | None = None
         self._patience = Patience()
-        # What watches the memory of each copy that runs, on each of its GPUs; the first one has its place in the ledger.
+        # By running copy: its memory on each of its GPUs, and its reservation.
         self._memories: dict[int, tuple[JobMemory, ...]] = {}
         self._places: dict[int, Place] = {}
-        # What a copy reserves on each of its GPUs (None: not known yet), and from where that is known.
+        # What a copy reserves on each of its GPUs (None: unknown yet); the source: "given", "known" or "measured".
         self._size: int | None = None
-        self._source: str | None = None
-        # The copy that is measured alone, and when it was first on the GPU.
-        self._alone: int | None = None
-        self._alone_since: float | None = None
+        self._size_from: str | None = None
+        # The copy that is measured while no other runs, and when it was first seen on the GPU.
+        self._measured_copy: int | None = None
+        self._measured_since: float | None = None
         self._caps: dict[str, float | None] = {}
-        self._next_look, self._ran = 0.0, -1
-        self._told_at, self._told = -_SAY_SECONDS, ""
+        # When to look for room again, and how many copies ran at the last look.
+        self._next_look, self._running_then = 0.0, -1
+        # What the user was last told of the line, and when.
+        self._said_at, self._said_line = -_SAY_SECONDS, ""
         # Copies above their limit that cannot be ended.
         self._stuck: set[int] = set()
         self._giving_up = False
-        # Copies whose end could not be written down.
+        # Copies whose end could not be written to the results file.
         self._unrecorded: list[int] = []
         self._started = time.monotonic()
         self._signals = Wakeups()
         self._logs: int | None = None
         self._results: FarmResults | None = None
-        self._held = contextlib.ExitStack()
+        self._open_parts = contextlib.ExitStack()
 
     def check(self) -> None:
         """Raise if no copy could ever start; nothing is changed."""
@@ -615,8 +617,8 @@ class _Farm:
 
     def _find_size(self) -> None:
         """Find what each copy reserves: as given, else the most that this command has used on such a GPU."""
-        if self._given is not None:
-            self._size, self._source = self._given, "given"
+        if self._copy_limit is not None:
+            self._size, self._size_from = self._copy_limit, "given"
             return
         commands = [self._command, command_of(self._command, self._copies[0])]
         profiles = [
@@ -635,7 +637,7 @@ class _Farm:
         wholes = sorted((line.room.whole_bytes for line in self._lines()), reverse=True)
         bounds = wholes[self._options.gpus - 1 :][:1]
         bounds += [] if self._user_limit is None else [self._user_limit]
-        self._size, self._source = min([size, *bounds]) // MIB * MIB, source
+        self._size, self._size_from = min([size, *bounds]) // MIB * MIB, source
 
     def _lines(self) -> list[Line]:
         """Return the ledger of the devices as they are now, without those whose memory is unknown."""
@@ -660,7 +662,7 @@ class _Farm:
             )
             return
         size = format_bytes(self._size)
-        how = {"known": ", the most that this command has used here", "given": ""}.get(self._source or "", "")
+        how = {"known": ", the most that this command has used here", "given": ""}.get(self._size_from or "", "")
         at_once = min(len(copies), self._most_at_once(), options.parallel or len(copies))
         more = "" if at_once >= len(copies) else f"; {at_once} at a time"
         each = f"{size} each" if options.gpus == 1 else f"each with {size} on each GPU"
@@ -694,9 +696,9 @@ class _Farm:
                     do=lambda: None,
                 )
             )
-        if self._given is not None:
+        if self._copy_limit is not None:
             action = {"end": "end", "warn": "warn of", "pause": "stop (SIGSTOP)"}[self._action]
-            limit = format_bytes(self._given)
+            limit = format_bytes(self._copy_limit)
             steps.append(
                 _step(
                     f"{action} each copy whose processes together hold more than {limit} (added up five times a second)"
@@ -708,7 +710,7 @@ class _Farm:
 
     def run(self, held: contextlib.ExitStack) -> FarmResult:
         """Run all copies; ``held`` closes the shares."""
-        self._held = held
+        self._open_parts = held
         with self._signals:
             self._open_logs()
             self.say_first()
@@ -733,7 +735,7 @@ class _Farm:
             seconds=time.monotonic() - self._started,
             ended_by=self._signals.first,
             memory_bytes=self._size,
-            source=self._source,
+            source=self._size_from,
             unrecorded=tuple(self._unrecorded),
         )
 
@@ -754,9 +756,9 @@ class _Farm:
         options = self._options
         if options.logs is None:
             return
-        self._logs = self._held.enter_context(directory_of_logs(options.logs))
+        self._logs = self._open_parts.enter_context(directory_of_logs(options.logs))
         results = FarmResults(self._host, options.logs / NAME, self._logs, self._command)
-        self._results = self._held.enter_context(results)
+        self._results = self._open_parts.enter_context(results)
         if not results.wait_for_left(self._reporter.say, self._signals.asked):
             # Nothing is started; what the earlier farm has left stays.
             return
@@ -784,7 +786,7 @@ class _Farm:
     def _start_what_may(self) -> None:
         """Start copies, one after another, as long as one may start: look now and then, and whenever one has ended."""
         now, running = time.monotonic(), len(self._running())
-        if now < self._next_look and running == self._ran:
+        if now < self._next_look and running == self._running_then:
             return
         self._next_look = now + _ROOM_LOOK_SECONDS
         if self._next_step() == "start" and self._size is not None:
@@ -798,7 +800,7 @@ class _Farm:
             copy = next(copy for copy in self._copies if copy.state == "waiting")
             if not self._opened(gpu, place):
                 continue
-            self._told_at, self._told = -_SAY_SECONDS, ""
+            self._said_at, self._said_line = -_SAY_SECONDS, ""
             try:
                 self._start(copy, gpu, place)
             except GpushareError as error:
@@ -807,16 +809,16 @@ class _Farm:
                 self._after_end(copy, again=False)
                 continue
             if step == "alone":
-                self._alone, self._alone_since = copy.copy, None
+                self._measured_copy, self._measured_since = copy.copy, None
         else:
             # It waits for its own copies, and keeps nobody back.
             self._leave_line()
-        self._ran = len(self._running())
+        self._running_then = len(self._running())
 
     def _opened(self, gpu: _FarmGpu, place: Place | None) -> bool:
         """Open the share of a device; without it the farm goes on, if there is another one."""
         try:
-            gpu.open(self._held, self._options.grace_seconds)
+            gpu.open(self._open_parts, self._options.grace_seconds)
         except GpushareError as error:
             if place is not None:
                 place.leave()
@@ -876,7 +878,7 @@ class _Farm:
     def _say_waiting(self) -> None:
         """Say what the next copy waits for whenever that changes, if that is not only for copies of this farm."""
         now, place = time.monotonic(), self._place
-        if place is None or now - self._told_at < _SAY_SECONDS:
+        if place is None or now - self._said_at < _SAY_SECONDS:
             return
         before = jobs_before(reservations(self._host) or [], place)
         if self._running() and not before:
@@ -886,11 +888,11 @@ class _Farm:
         )
         lines = read_lines(self._host, usable, self._user_limits)
         text = why_it_waits(self._host, lines, place, self._user_limit, reasons)
-        self._told_at = now
+        self._said_at = now
         # The number of bytes changes all the time.
         news = re.sub(r"[\d.]+ \w+ free", "", text)
-        if news != self._told:
-            self._told = news
+        if news != self._said_line:
+            self._said_line = news
             self._reporter.say(text)
 
     def _set_caps(self) -> None:
@@ -926,7 +928,7 @@ class _Farm:
     def _limits(self, uuid: str) -> Limits:
         options = self._options
         # MPS would refuse what is only to be warned of.
-        memory = None if self._given is None or self._action != "end" else client_memory(self._given)
+        memory = None if self._copy_limit is None or self._action != "end" else client_memory(self._copy_limit)
         return Limits(
             threads_percent=self._caps.get(uuid, options.limits.threads_percent),
             memory_limit_bytes=memory,
@@ -962,7 +964,7 @@ class _Farm:
             memory = JobMemory(
                 self._host,
                 device,
-                limit_bytes=self._given,
+                limit_bytes=self._copy_limit,
                 action=self._action,
                 place=place if device is gpu.device else None,
                 say=functools.partial(self._reporter.news, copy),
@@ -978,7 +980,7 @@ class _Farm:
         copy.gpu_indexes = tuple(device.gpu.index for device in gpu.devices)
         limits = self._limits(gpu.device.uuid)
         copy.threads_percent = limits.threads_percent
-        program = gpu.open(self._held, options.grace_seconds).start(
+        program = gpu.open(self._open_parts, options.grace_seconds).start(
             f"copy {number}",
             command_of(self._command, copy),
             limits,
@@ -999,19 +1001,19 @@ class _Farm:
 
     def _measure(self) -> None:
         """Learn what a copy needs from the one that runs alone, once it has been on the GPU for a while."""
-        number = self._alone
+        number = self._measured_copy
         if number is None:
             return
         now = time.monotonic()
         peak = max((memory.peak_bytes or 0 for memory in self._memories.get(number, ())), default=0)
         if peak:
-            self._alone_since = self._alone_since or now
-            if now - self._alone_since >= _ALONE_SECONDS:
+            self._measured_since = self._measured_since or now
+            if now - self._measured_since >= _ALONE_SECONDS:
                 self._learn(self._copies[number], peak)
 
     def _learn(self, copy: Copy, peak_bytes: int | None) -> None:
         """Let the others reserve what a copy has used, and a fifth more; the copy too, if it still runs."""
-        self._alone = None
+        self._measured_copy = None
         if peak_bytes is None and (copy.failure is not None or self._host.processes.namespace_is_host() is False):
             # It tells nothing of the others: the next one is measured.
             return
@@ -1050,7 +1052,7 @@ class _Farm:
         if peak_bytes is None:
             return
         copy.memory_peak_bytes = max(peak_bytes, copy.memory_peak_bytes or 0)
-        if self._source in {"known", "measured"} and peak_bytes > (self._size or 0):
+        if self._size_from in {"known", "measured"} and peak_bytes > (self._size or 0):
             self._set_size(size_of_others(peak_bytes), "measured")
             size = format_bytes(self._size)
             self._reporter.news(copy, f"it has used {format_bytes(peak_bytes)}: the next ones reserve {size}")
@@ -1071,7 +1073,7 @@ class _Farm:
 
     def _watch_memory(self) -> None:
         """Hold each copy to its limit: end those that are above it together, the safe way."""
-        over = self._over_limit()
+        over = self._poll_memory()
         if not over:
             return
         strays = {number: [pid for memory in self._memories[number] for pid in memory.release()] for number in over}
@@ -1086,22 +1088,25 @@ class _Farm:
 
     def _hurried(self) -> bool:
         """Look at the memory of the other copies while some end; return whether the user is in a hurry."""
-        self._over_limit()
+        self._poll_memory()
         running = self._running()
         grow = any(memory.grows() for number in running for memory in self._memories[number])
         return self._signals.came() or grow
 
-    def _over_limit(self) -> list[int]:
-        """Add up the memory of all copies that run, in one look; return those that are to be ended."""
-        here = {number: self._memories[number] for number, program in self._running().items() if program.runs}
-        watched = [(number, memory) for number, memories in here.items() for memory in memories if memory.over is None]
-        limited = self._given is not None
-        if any(memory.seconds <= 0 for _, memory in watched):
-            for number, memory in watched:
-                if limited or memory.seconds <= 0:
-                    memory.poll()
-                    self._note_peak(self._copies[number], memory.peak_bytes)
-        over = [number for number, memories in here.items() if any(memory.over is not None for memory in memories)]
+    def _poll_memory(self) -> list[int]:
+        """Read the memory of all running copies at once, note their peaks, and return the copies above their limit."""
+        memories = {number: self._memories[number] for number, program in self._running().items() if program.runs}
+        watched = [
+            (number, memory) for number, of_copy in memories.items() for memory in of_copy if memory.over is None
+        ]
+        due = [(number, memory) for number, memory in watched if memory.seconds <= 0]
+        if due and self._copy_limit is not None:
+            # Copies with limits are all read at the same moment.
+            due = watched
+        for number, memory in due:
+            memory.poll()
+            self._note_peak(self._copies[number], memory.peak_bytes)
+        over = [number for number, of_copy in memories.items() if any(memory.over is not None for memory in of_copy)]
         return [number for number in over if number not in self._stuck]
 
     # -- ending --------------------------------------------------------------------------------------
@@ -1193,7 +1198,7 @@ class _Farm:
         copy.state = "waiting" if again else "failed" if copy.failure is not None else "done"
         if interrupted and copy.reason is None:
             copy.state = "ended"
-        if number == self._alone and not interrupted:
+        if number == self._measured_copy and not interrupted:
             self._learn(copy, copy.memory_peak_bytes)
         self._after_end(copy, again=again)
 

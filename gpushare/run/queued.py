@@ -76,7 +76,7 @@ def check_not_waiting(host: Host, name: str | None, option: str = "--name") -> N
 
 
 def _write_all(descriptor: int, text: bytes) -> None:
-    """Write all of a text, also to a pipe or terminal that somebody has made non-blocking."""
+    """Write all of a text, also to a pipe or terminal that another program made non-blocking."""
     while text:
         try:
             text = text[os.write(descriptor, text) :]
@@ -236,9 +236,9 @@ class Queued:
         room = outlook(self.host, devices, request, self.limits, reasons) if self.queue.wait else None
         taken = () if room is None else room.device_uuids
         where = [device for key in taken for device in devices if device.uuid == key] or devices[: self.count]
-        before = [step_of_run(text) for text in self._before(request, devices)]
+        before = [step_of_run(text) for text in self._lines_before(request, devices)]
         limit_bytes = self.job_bytes
-        meanwhile = tuple(step_of_run(text) for text in self._meanwhile(size))
+        meanwhile = tuple(step_of_run(text) for text in self._lines_meanwhile(size))
         options = replace(
             self.options,
             limits=self._limits(limit_bytes),
@@ -261,7 +261,8 @@ class Queued:
             run_seconds=self.queue.run_seconds,
         )
 
-    def _before(self, request: Request, devices: Sequence[Device]) -> Iterator[str]:
+    def _lines_before(self, request: Request, devices: Sequence[Device]) -> Iterator[str]:
+        """Yield what a dry run says happens before the program starts."""
         size = format_bytes(request.memory_bytes) + ("" if self.count == 1 else " each")
         if self.queue.wait:
             several = "one of " if self.count == 1 else "" if len(devices) == self.count else f"{self.count} of "
@@ -273,7 +274,8 @@ class Queued:
         elif request.memory_bytes:
             yield f"reserve {format_bytes(request.memory_bytes)} on {titles(devices[: self.count])}"
 
-    def _meanwhile(self, size: int | None) -> Iterator[str]:
+    def _lines_meanwhile(self, size: int | None) -> Iterator[str]:
+        """Yield what a dry run says may happen while the program runs."""
         job_bytes, queue = self.job_bytes, self.queue
         if job_bytes is not None:
             action = {"end": "end it", "warn": "warn", "pause": "stop it (SIGSTOP)"}[self.action]

@@ -93,7 +93,7 @@ def find_target(host: Host, text: str) -> Target:
     if record is not None:
         return _of_record(host, record)
     number = pid_of(text)
-    want = _one_waiting(host, text, number)
+    want = _waiting_job(host, text, number)
     if want is not None:
         first = want.claim.processes[0]
         return Target(job=job_of(host, first, want.name), supervisor=first, waits=True)
@@ -103,11 +103,13 @@ def find_target(host: Host, text: str) -> Target:
     return Target(job=job_of(host, process, None))
 
 
-def _one_waiting(host: Host, text: str, number: int | None) -> Reservation | None:
+def _waiting_job(host: Host, text: str, number: int | None) -> Reservation | None:
+    """Return the job in the line with this name or PID; of several, the user's own. Raises BadUsage if there are two."""
     waiting = [job for job in reservations(host) or [] if job.waits]
-    named = [job for job in waiting if (job.name == text if number is None else job.claim.pid == number)]
-    mine = [job for job in named if _uid(host, job.claim.pid) == host.uid] or named
-    return only_one(text, mine, [job.claim.pid for job in mine])
+    matching = [job for job in waiting if (job.name == text if number is None else job.claim.pid == number)]
+    own = [job for job in matching if _uid(host, job.claim.pid) == host.uid]
+    jobs = own or matching
+    return only_one(text, jobs, [job.claim.pid for job in jobs])
 
 
 def _of_record(host: Host, record: JobRecord) -> Target:

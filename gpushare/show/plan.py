@@ -36,10 +36,10 @@ def plan_result(
     notes: Sequence[str] = (),
     empty: str = "nothing to do: the host is as requested",
 ) -> Result:
-    """Return the result of planning, with a `PlanAnswer`.
+    """Return a plan, or with ``dry_run=False`` a plan that was carried out, as a result with a `PlanAnswer`.
 
-    In a dry run people read the steps with their commands; of a change, what is in force now. A dry run says what it would
-    ask for. Some steps have no undo of their own, as that of another one includes theirs.
+    A dry run prints the steps with their commands, and what the user would be asked. A change prints what is in force
+    now, with its undo. A step has no undo of its own if the undo of another step includes it.
     """
     steps, notes = plan.steps, [*notes, *plan.notes]
     if dry_run and plan.consent:
@@ -80,8 +80,10 @@ def with_answer(result: Result, kind: type[PlanAnswer], **fields: Any) -> Result
 
 def undone(lines: Sequence[str], undo: str | None) -> tuple[tuple[str, str | None], ...]:
     """Return what is in force, with one undo for all of it: on the line itself, or on a line of its own."""
-    only = tuple(line for line in lines if line)
-    return ((only[0], undo),) if len(only) == 1 else (*((line, None) for line in only), *([("", undo)] if undo else []))
+    lines = [line for line in lines if line]
+    if len(lines) == 1:
+        return ((lines[0], undo),)
+    return (*((line, None) for line in lines), *([("", undo)] if undo else []))
 
 
 def _lines(steps: Sequence[Step]) -> list[tuple[str, str | None]]:

@@ -113,7 +113,7 @@ _HELP = {
 
 
 def families(reading: Reading) -> list[Metric]:
-    """Return the metrics without those that are unknown; of several with the same labels the first counts."""
+    """Return the metrics that are known; of several values with the same labels the first counts."""
     from prometheus_client.metrics_core import Metric
 
     metrics = {name: Metric(name, text, "gauge") for name, text in _HELP.items()}
@@ -140,6 +140,7 @@ Value = tuple[str, Labels, "float | None"]
 
 
 def _values(reading: Reading) -> Iterator[Value]:
+    """Yield the value of each metric: name, labels, and the number or None if it is unknown."""
     snapshot = reading.snapshot
     yield "gpushare_build_info", {"version": reading.version}, 1
     yield "gpushare_host_up", {}, snapshot is not None
@@ -157,11 +158,12 @@ def _values(reading: Reading) -> Iterator[Value]:
             yield "gpushare_gpu_exclusive_wanted", _labels(gpu), 1
         if gpu.index in reading.layouts:
             yield from _mig(gpu, reading.layouts[gpu.index], reading)
+    gpus = {gpu.uuid: gpu for gpu in snapshot.gpus}
     for uuid, pid, pauses, paused in reading.pauses:
-        of = next((gpu for gpu in snapshot.gpus if gpu.uuid == uuid), None)
-        if of is not None:
-            yield "gpushare_opportunistic_pauses", {**_labels(of), "pid": str(pid)}, pauses
-            yield "gpushare_opportunistic_paused", {**_labels(of), "pid": str(pid)}, paused
+        if uuid in gpus:
+            labels = {**_labels(gpus[uuid]), "pid": str(pid)}
+            yield "gpushare_opportunistic_pauses", labels, pauses
+            yield "gpushare_opportunistic_paused", labels, paused
     yield from _waiting(snapshot)
     yield from _jobs(snapshot, reading.jobs)
     for daemon in snapshot.daemons:

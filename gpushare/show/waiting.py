@@ -12,33 +12,36 @@ from typing import Final
 from gpushare.base.units import format_duration
 from gpushare.show.text import one_line
 
-# What a job waits for, how long it has (seconds), and how long it may: None: without end.
+# Arguments: what a job waits for, the seconds it has waited, and the most it may wait (None: no limit).
 Draw = Callable[[str, float, "float | None"], None]
 
 
-# What jobs hold and what is free changes all the time, and is nothing new.
+# Sizes in the line change all the time: a line that differs only in them is not printed again.
 _SIZE: Final = r"[\d.]+ (?:[KMGT]i)?B"
 
 
 @contextlib.contextmanager
 def waiting_line(say: Callable[[str], None], *, quiet: bool = False) -> Iterator[Draw]:
-    """Yield what shows the line, over the one before, to be called often. It is removed in the end, also after Ctrl-C.
+    """Yield a function that shows a line in place of the previous one. The line is removed at the end, also by Ctrl-C.
 
-    Where there is no terminal for it, ``say`` prints it when something has changed; with ``quiet`` nothing is shown.
+    Where stderr is no terminal, the function calls ``say`` when more than a size has changed; with ``quiet`` it does
+    nothing.
     """
-    stream, told = sys.stderr, ""
+    stream, last_shown = sys.stderr, ""
     if quiet or not stream.isatty() or os.environ.get("TERM") == "dumb":
 
-        def tell(text: str, _seconds: float, _most: float | None) -> None:
-            nonlocal told
-            if told != (told := re.sub(_SIZE, "", text)) and not quiet:
+        def print_change(text: str, _seconds: float, _most: float | None) -> None:
+            nonlocal last_shown
+            without_sizes = re.sub(_SIZE, "", text)
+            if without_sizes != last_shown and not quiet:
                 say(text)
+            last_shown = without_sizes
 
-        yield tell
+        yield print_change
         return
 
     def draw(text: str, seconds: float, most: float | None) -> None:
-        # As wide as it is now. In the last column a terminal may wrap.
+        # The terminal may have been resized. A terminal may wrap after the last column, so that stays empty.
         with contextlib.suppress(OSError, ValueError):
             width = os.get_terminal_size(stream.fileno()).columns or 80
             limit = "" if most is None else f" of {format_duration(most)}"

@@ -104,18 +104,18 @@ def utilization(state: SimulatedHostState, target: Target) -> float:
 def bandwidth(state: SimulatedHostState, target: Target) -> float:
     """Return the share of the memory's bandwidth that is drawn, in percent (GPM): what jobs say, and what SMs imply."""
     busy = utilization(state, target)
-    stated = [] if target.mig_enabled else drawing(state, target.gpu.uuid)
+    stated = [] if target.mig_enabled else with_stated_bandwidth(state, target.gpu.uuid)
     rest = max(0.0, busy - sum(process.sm_percent for process in stated))
     return min(100.0, sum(process.bandwidth_percent or 0 for process in stated) + rest * _DRAWN_BY_SMS)
 
 
-def drawing(state: SimulatedHostState, uuid: str) -> list[SimulatedProcess]:
-    """Return the busy processes of a GPU of which it is known what they draw of the memory's bandwidth."""
-    at = now()
-    here = [
+def with_stated_bandwidth(state: SimulatedHostState, uuid: str) -> list[SimulatedProcess]:
+    """Return the busy processes of a GPU that state how much of the memory bandwidth they use."""
+    processes = [
         process for process in state.processes if process.gpu_uuid == uuid and process.bandwidth_percent is not None
     ]
-    return [process for process in here if on_gpu(process) and is_busy(process, at)]
+    time_now = now()
+    return [process for process in processes if on_gpu(process) and is_busy(process, time_now)]
 
 
 def memory_bandwidth(busy: float) -> int:

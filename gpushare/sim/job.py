@@ -152,7 +152,7 @@ def _squeeze(
         load = sum(client.sm_percent for client in some)
         squeeze = 100 / load * (1 - contention / 100) if load > 100 else 1.0
         if process.bandwidth_percent is not None:
-            draws = [client for client in activity.drawing(state, process.gpu_uuid) if client in some]
+            draws = [client for client in activity.with_stated_bandwidth(state, process.gpu_uuid) if client in some]
             squeeze = min(squeeze, 100 / max(100, sum(client.bandwidth_percent or 0 for client in draws)))
         return squeeze
 

@@ -76,7 +76,7 @@ def _edits(nodes: Sequence[str]) -> dict[str, Any]:
 
 
 def _devices(state: SimulatedHostState, kinds: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each device under each of its names, with its nodes. A GPU in MIG mode is there by its MIG devices only."""
+    """Yield each device under each of its names, with its nodes. Of a GPU in MIG mode only its MIG devices are listed."""
     for index, gpu in enumerate(state.gpus):
         if gpu.lost:
             continue

@@ -67,8 +67,8 @@ class Policy:
 class Event:
     """Something that happened to a process.
 
-    ``kind``: ``set`` (by a rule), ``restored`` (no rule or keep any more), ``changed`` (by somebody else, and left),
-    ``skipped`` (why says the reason). ``rule`` is the place of the rule in the file.
+    ``kind``: ``set`` (by a rule), ``restored`` (its rule or keep has ended), ``changed`` (by someone else, and left
+    alone), ``skipped`` (``why`` is the reason). ``rule`` is the place of the rule in the file.
     """
 
     kind: str
@@ -82,16 +82,20 @@ class Event:
     code: str | None = None
 
     def __str__(self) -> str:
-        who = f"process {self.pid}" + (f" ({self.user})" if self.user else "")
-        where = "" if self.gpu is None else f" on GPU {self.gpu}"
+        process = f"process {self.pid}" + (f" ({self.user})" if self.user else "")
         if self.kind == "skipped":
-            return f"{who}: skipped: {self.why}"
-        now = "unknown" if self.slice_us is None else format_slice(self.slice_us)
+            return f"{process}: skipped: {self.why}"
+        if self.gpu is not None:
+            process += f" on GPU {self.gpu}"
+        new_slice = "unknown" if self.slice_us is None else format_slice(self.slice_us)
         if self.kind == "changed":
-            return f"{who}{where}: set to {now} by someone else; left alone"
-        before = "" if self.before_us is None else f"{format_slice(self.before_us)} -> "
-        why = f" (rule {self.rule}" + (f", limited by {self.why})" if self.why else ")") if self.rule else ""
-        return f"{who}{where}: {'restored ' if self.kind == 'restored' else ''}{before}{now}{why}"
+            return f"{process}: set to {new_slice} by someone else; left alone"
+        change = new_slice if self.before_us is None else f"{format_slice(self.before_us)} -> {new_slice}"
+        if self.kind == "restored":
+            change = f"restored {change}"
+        if self.rule:
+            change += f" (rule {self.rule}" + (f", limited by {self.why})" if self.why else ")")
+        return f"{process}: {change}"
 
 
 @dataclass

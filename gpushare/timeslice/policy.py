@@ -132,9 +132,9 @@ def lent_level(host: Host, device: Device, level: TimeSlice) -> Iterator[None]:
 
 
 def left_level(host: Host, gpu: Gpu, now: TimeSlice | None = None) -> TimeSlice | None:
-    """Return the level that a GPU had before a process that was killed set the one that it has ``now``; None: none did.
+    """Return the level that a GPU had before a gpushare, killed since, set its present level; None: it was not set so.
 
-    ``now`` is read, only where there is a record, if it is not given.
+    ``now`` is the present level. If it is not given, it is read, and only if there is a record.
     """
     for record in LENT.find(host, gpu.uuid or ""):
         if not any_lives(host, record) and record.level is (host.policy.read().get(gpu.index) if now is None else now):
@@ -165,7 +165,7 @@ def _policy_step(host: Host, device: Device, level: TimeSlice, before: TimeSlice
 
     def write(value: TimeSlice) -> None:
         host.policy.set(device.uuid, value)
-        # What a killed one had set is over.
+        # The level was left by a killed gpushare: its record has no use after this change.
         if left_level(host, device.gpu, before) is not None:
             LENT.drop(host, device.uuid)
 

@@ -135,9 +135,9 @@ def segments(pieces: Sequence[Piece], width: int, theme: Theme, back: str = "bac
 
 
 def bar(width: int, parts: Sequence[tuple[float | None, str]], theme: Theme) -> list[Piece]:
-    """Return a bar of ``width`` cells: shares of the whole (0 to 1), each with its colour, the rest free.
+    """Return a bar of ``width`` cells, filled from the left by ``parts``: shares of the bar (0 to 1) with their colours.
 
-    A cell with the border between two parts has the mixture of their colours. A first share of None is unknown.
+    A cell that two parts share has a mixture of their colours. If the first share is None, the bar is a dash: unknown.
     """
     if width <= 0:
         return []
@@ -145,11 +145,11 @@ def bar(width: int, parts: Sequence[tuple[float | None, str]], theme: Theme) -> 
         return [("-".ljust(width), "dim")]
     if theme.plain:
         return [(_plain_bar(width, parts), "text")]
-    edges, at = list[tuple[float, str]](), 0.0
+    edges, filled = list[tuple[float, str]](), 0.0
     for share, colour in parts:
-        at = min(1.0, at + max(0.0, share or 0.0))
-        # A little must not look like nothing.
-        edges.append((max(width * at, 0.3) if at > 0 else 0.0, colour))
+        filled = min(1.0, filled + max(0.0, share or 0.0))
+        # Any share above 0 is visible.
+        edges.append((max(width * filled, 0.3) if filled > 0 else 0.0, colour))
     edges.append((float(width), "track"))
     pieces: list[Piece] = []
     for cell in range(width):

@@ -123,6 +123,8 @@ def _own(get: Callable[[ListedJob], Any]) -> Callable[[Row], Any]:
 def _cell(
     get: Callable[[ListedJob], Any], show: Callable[[Any], str], colour: str = "text"
 ) -> Callable[[Row], tuple[str, str]]:
+    """Return a column's function: the text and colour of a row. Processes of a job below it have an empty cell."""
+
     def cell(row: Row) -> tuple[str, str]:
         if row.member is not None:
             return "", "dim"

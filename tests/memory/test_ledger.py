@@ -126,7 +126,7 @@ def test_two_that_take_at_the_same_time_do_not_both_stay(host: Host, monkeypatch
     early, late = enter(host, 20 * GIB), enter(host, 20 * GIB)
     key = devices(host)[0].uuid
     monkeypatch.setattr(Place, "_turn", lambda *_: (key,))
-    early.claim.tell(f"hold {key}")
+    early.claim.add_fact(f"hold {key}")
     assert not take(host, late)
     assert take(host, early)
     assert not late.held
@@ -173,7 +173,7 @@ def test_two_that_take_the_last_client_at_the_same_time_do_not_both_stay(
     key = devices(host)[0].uuid
     early, late = (Place(host, Request(memory_bytes=GIB, keys=(key,), client=True)) for _ in range(2))
     monkeypatch.setattr(Place, "_turn", lambda *_: (key,))
-    early.claim.tell(f"hold {key}")
+    early.claim.add_fact(f"hold {key}")
     assert not late.try_to_take(devices(host), {key: 1}, {})
     assert early.try_to_take(devices(host), {key: 1}, {})
 
@@ -357,7 +357,7 @@ def test_a_fact_that_nobody_could_read_is_not_written(host: Host) -> None:
 
 def test_the_first_want_counts(host: Host) -> None:
     place = enter(host, 2 * GIB)
-    place.claim.tell("want 5 0 GPU-1")
+    place.claim.add_fact("want 5 0 GPU-1")
     (reservation,) = reservations(host) or []
     assert reservation.memory_bytes == 2 * GIB
 
@@ -723,15 +723,15 @@ def test_two_of_one_user_do_not_exceed_the_limit_at_the_same_time(host: Host, mo
     only, limits = devices(host)[:1], limited(10 * GIB)
     asked = Request(memory_bytes=6 * GIB, keys=(only[0].uuid,), client=False)
     batch = Place(host, replace(asked, opportunistic=True))
-    tell, came = HeldClaim.tell, []
+    tell, came = HeldClaim.add_fact, []
 
-    def tell_late(claim: HeldClaim, text: str) -> None:
+    def add_late(claim: HeldClaim, text: str) -> None:
         if not came and claim is batch._claim:
             came.append(Place(host, replace(asked, production=True)))
             assert came[0].try_to_take(only, {}, limits)
         tell(claim, text)
 
-    monkeypatch.setattr(HeldClaim, "tell", tell_late)
+    monkeypatch.setattr(HeldClaim, "add_fact", add_late)
     # Production came between its look and its claim.
     assert not batch.try_to_take(only, {}, limits)
     came[0].leave()

@@ -116,7 +116,7 @@ class Step:
         self.farm = module._Farm(host, [device], ["job"], FarmOptions(**options), Quiet())
         self.gpu = self.farm._gpu("GPU-a")
         self.gpu.several = self.several
-        self.farm._size, self.farm._source = GIB, "given"
+        self.farm._size, self.farm._size_from = GIB, "given"
         monkeypatch.setattr(self.farm, "_turn", self._turn)
         monkeypatch.setattr(self.farm, "_set_caps", lambda: None)
         monkeypatch.setattr(self.farm._signals, "came", lambda *_: False)
@@ -124,7 +124,7 @@ class Step:
     def start(self) -> None:
         """Look for room again."""
         self.farm._next_look = 0.0
-        self.farm._ran = -1
+        self.farm._running_then = -1
         self.farm._start_what_may()
 
     def _turn(self, *, alone: bool) -> Any:
