@@ -257,15 +257,15 @@ def check_toolkit(host: Host) -> None:
         )
 
 
-def describe(one: Staleness) -> str:
+def describe(staleness: Staleness) -> str:
     """Describe what is wrong: ``names devices that are gone (MIG-...) and lacks MIG-...``."""
     parts = []
-    if one.gone:
-        parts.append(f"names devices that are gone ({_some(one.gone)})")
-    if one.missing:
-        parts.append(f"lacks {_some(one.missing)}")
-    if one.moved:
-        parts.append(f"has wrong MIG devices for {_some(one.moved)}")
+    if staleness.gone:
+        parts.append(f"names devices that are gone ({_some(staleness.gone)})")
+    if staleness.missing:
+        parts.append(f"lacks {_some(staleness.missing)}")
+    if staleness.moved:
+        parts.append(f"has wrong MIG devices for {_some(staleness.moved)}")
     return " and ".join(parts)
 
 

@@ -593,7 +593,7 @@ def _find(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, Any]:
             groups_now = [
                 group for number, client in sorted(pairs) for group in _groups(opened[number], number, client)
             ]
-            groups = _judged(groups_now, opened, pid, complete=True, strange=None)
+            groups = _own_groups(groups_now, opened, pid, complete=True, unusual_status=None)
         else:
             groups = _scan(opened, pid, newest, began + SCAN_SECONDS)
         for group in groups:
@@ -638,7 +638,7 @@ def _scan(opened: Mapping[int, _File], pid: int | None, newest: int | None, dead
     groups: list[Group] = []
     seen: set[int] = set()
     tries: int | None = None
-    strange: int | None = None
+    unusual_status: int | None = None
     complete = True
     for step, client in enumerate(_order(newest)):
         for number, file in opened.items():
@@ -646,7 +646,7 @@ def _scan(opened: Mapping[int, _File], pid: int | None, newest: int | None, dead
             if status == INVALID_CLIENT:
                 continue
             if status not in {OK, OBJECT_NOT_FOUND}:
-                strange = status
+                unusual_status = status
                 continue
             if client not in seen:
                 seen.add(client)
@@ -661,18 +661,21 @@ def _scan(opened: Mapping[int, _File], pid: int | None, newest: int | None, dead
             break
     if sum(len(group.channels) for group in groups) > _MOST_CHANNELS:
         raise Refused("too_many")
-    return _judged(groups, opened, pid, complete=complete, strange=strange)
+    return _own_groups(groups, opened, pid, complete=complete, strange=unusual_status)
 
 
-def _judged(
-    found: list[Group], opened: Mapping[int, _File], pid: int | None, *, complete: bool, strange: int | None
+def _own_groups(
+    groups: list[Group], opened: Mapping[int, _File], pid: int | None, *, complete: bool, unusual_status: int | None
 ) -> list[Group]:
-    """Return the groups that belong to this process. Raises Refused if no compute group does."""
-    compute = [group for group in found if group.engine == "compute"]
+    """Return the groups that belong to this process. Raises Refused if no compute group does.
+
+    ``complete``: all clients were read. ``unusual_status``: an answer that was neither a client's nor INVALID_CLIENT.
+    """
+    compute = [group for group in groups if group.engine == "compute"]
     if not compute:
-        if strange not in {None, OK}:
-            raise _failed("CLIENT_GET_HANDLE_INFO", strange or 0)
-        if found:
+        if unusual_status not in {None, OK}:
+            raise _failed("CLIENT_GET_HANDLE_INFO", unusual_status or 0)
+        if groups:
             raise Refused("no_compute_group")
         raise Refused("no_context" if complete else "scan_incomplete")
     # The same call that NVML lists compute processes with. A forked worker inherits the file of its parent and is not
@@ -682,7 +685,7 @@ def _judged(
         owners = _owners(opened[group.descriptor], group)
         if owners and pid is not None and pid not in owners:
             strangers.add((group.client, group.subdevice))
-    kept = [group for group in found if (group.client, group.subdevice) not in strangers]
+    kept = [group for group in groups if (group.client, group.subdevice) not in strangers]
     if not any(group.engine == "compute" for group in kept):
         raise Refused("inherited")
     return kept

@@ -264,9 +264,9 @@ def _read(path: Path, boot: str, space: int, *, remove: bool) -> Claim | None:
     except OSError:
         return None
     try:
-        seen = os.fstat(descriptor)
+        status = os.fstat(descriptor)
         # A second hard link would survive the release.
-        if not stat.S_ISREG(seen.st_mode) or seen.st_nlink != 1:
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
             return None
         # One byte more than allowed: a longer file does not match.
         match = _TEXT.fullmatch(os.read(descriptor, _MOST_BYTES + 1))
@@ -276,14 +276,14 @@ def _read(path: Path, boot: str, space: int, *, remove: bool) -> Claim | None:
         os.close(descriptor)
     # Each process costs a look at /proc.
     if match is None or match[6].count(b"process ") > _MOST_PROCESSES:
-        if remove and time.time() - seen.st_ctime > _UNREADABLE_SECONDS:
+        if remove and time.time() - status.st_ctime > _UNREADABLE_SECONDS:
             _remove(path)
         return None
     if match[1].decode() == boot and int(match[2]) != space:
         # Its PIDs belong to another namespace.
         return None
-    told, ticket, facts = _lines(match)
-    alive = tuple(process for process in told if match[1].decode() == boot and lives(process, seen.st_uid))
+    processes, ticket, facts = _lines(match)
+    alive = tuple(process for process in processes if match[1].decode() == boot and lives(process, status.st_uid))
     if not alive:
         if remove:
             _remove(path)
@@ -291,27 +291,27 @@ def _read(path: Path, boot: str, space: int, *, remove: bool) -> Claim | None:
     return Claim(
         path=path,
         key=match[3].decode(),
-        uid=seen.st_uid,
+        uid=status.st_uid,
         processes=alive,
         ticket=ticket,
         facts=facts,
         # Its owner can set mtime to any time, but not ctime.
-        touched_at=min(seen.st_mtime, seen.st_ctime),
+        touched_at=min(status.st_mtime, status.st_ctime),
     )
 
 
 def _lines(match: re.Match[bytes]) -> tuple[list[Identity], int | None, tuple[str, ...]]:
     """Return the processes, the ticket and the facts of a claim."""
-    told, ticket, facts = [Identity(int(match[4]), int(match[5]))], None, []
+    processes, ticket, facts = [Identity(int(match[4]), int(match[5]))], None, []
     for kind, text in _LINE.findall(match[6]):
         if kind == b"process":
-            told.append(Identity(*map(int, text.split())))
+            processes.append(Identity(*map(int, text.split())))
         elif kind == b"ticket":
             # The first one counts: a claim cannot draw again.
             ticket = int(text) if ticket is None else ticket
         else:
             facts.append(text.decode())
-    return told, ticket, tuple(facts)
+    return processes, ticket, tuple(facts)
 
 
 def _remove(path: Path) -> None:
@@ -369,8 +369,8 @@ def _written(descriptor: int, text: str) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _process_line(one: Identity) -> str:
-    return f"process {one.pid} {one.started}\n"
+def _process_line(process: Identity) -> str:
+    return f"process {process.pid} {process.started}\n"
 
 
 def _flooded(directory: Path, prefix: str, met: Counter[int]) -> OperationFailed:

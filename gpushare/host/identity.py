@@ -170,17 +170,17 @@ def send_same(pid: int, same: Callable[[], bool], signal: int) -> bool:
             return False
         descriptor = -1
     try:
-        there = same()
-        if there and descriptor >= 0:
+        is_same = same()
+        if is_same and descriptor >= 0:
             signals.pidfd_send_signal(descriptor, signal)
-        elif there:
+        elif is_same:
             os.kill(pid, signal)
     except ProcessLookupError:
         return False
     except PermissionError:
         raise signal_refused(signals.Signals(signal).name, pid) from None
     else:
-        return there
+        return is_same
     finally:
         if descriptor >= 0:
             os.close(descriptor)

@@ -157,8 +157,8 @@ def _opened(path: Path | str, directory: int | None = None) -> int:
         raise
 
 
-def _open_to_others(found: os.stat_result, forbidden: int) -> str | None:
-    return f"others may write it (mode {stat.S_IMODE(found.st_mode):o})" if found.st_mode & forbidden else None
+def _open_to_others(status: os.stat_result, forbidden: int) -> str | None:
+    return f"others may write it (mode {stat.S_IMODE(status.st_mode):o})" if status.st_mode & forbidden else None
 
 
 def _distrusted(stated: os.stat_result, owners: frozenset[int] | None = None) -> str | None:

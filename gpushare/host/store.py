@@ -138,11 +138,11 @@ def any_lives(host: Host, value: Any) -> bool:
 
 
 def named_after_living(host: Host, value: T, living: Sequence[Any]) -> T:
-    """Return a record with PID and start of its first part that runs, if its own PID is another process's by now."""
-    told: Any = value
-    if host.processes.identity(told.pid) in {None, (told.pid, told.started)}:
+    """Return a record with the PID and start of its first living process if its own PID was reused."""
+    record: Any = value
+    if host.processes.identity(record.pid) in {None, (record.pid, record.started)}:
         return value
-    return replace(told, pid=living[0].pid, started=living[0].started)  # type: ignore[no-any-return]
+    return replace(record, pid=living[0].pid, started=living[0].started)  # type: ignore[no-any-return]
 
 
 class _Word:

@@ -48,34 +48,34 @@ def _walked(path: Path, *, make: bool, strangers: bool) -> int:
     """Return the descriptor of a directory; each component from the root is checked, then opened or created."""
     parts = list(reversed(Path(os.path.join(os.getcwd(), path)).parts[1:]))
     links = 0
-    here = os.open("/", _STEP)
-    at = Path("/")
+    directory = os.open("/", _STEP)
+    reached = Path("/")
     try:
         while parts:
             part = parts.pop()
-            _check_directory(path, here, strangers=strangers)
+            _check_directory(path, directory, strangers=strangers)
             try:
-                below = os.open(part, _STEP, dir_fd=here)
+                below = os.open(part, _STEP, dir_fd=directory)
             except FileNotFoundError:
                 if not make:
                     raise
                 with contextlib.suppress(FileExistsError):
-                    os.mkdir(part, 0o755, dir_fd=here)
-                below = os.open(part, _STEP, dir_fd=here)
+                    os.mkdir(part, 0o755, dir_fd=directory)
+                below = os.open(part, _STEP, dir_fd=directory)
             except NotADirectoryError:
-                target = _target(at / part, part, here, strangers=strangers)
+                target = _target(reached / part, part, directory, strangers=strangers)
                 links += 1
                 if links > _MOST_LINKS:
                     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from None
                 parts += reversed(Path(target).parts)
                 continue
-            os.close(here)
-            here = below
-            at = Path("/") if part == "/" else at / part
+            os.close(directory)
+            directory = below
+            reached = Path("/") if part == "/" else reached / part
     except BaseException:
-        os.close(here)
+        os.close(directory)
         raise
-    return here
+    return directory
 
 
 def _target(at: Path, name: str, directory: int, *, strangers: bool) -> str:

@@ -195,16 +195,16 @@ def _delays(room: Room, running: Sequence[Running], ahead: Sequence[Running], jo
     if earlier.uid is not None and earlier.uid != job.uid:
         own = sum(holder.memory_bytes for holder in running if holder.uid == earlier.uid)
         if own + need > room.memory_bytes:
-            # Jobs of the same user are in its way: nobody can make others wait with a small job and a large one.
+            # It waits for jobs of its own user: a user must not block others with a small job and a large one.
             return False
-    # The most that may still be there when it starts, if the job does not.
-    there = [*running, *ahead]
-    most = _largest_sum([holder.memory_bytes for holder in there if holder.memory_bytes], room.memory_bytes - need)
+    # The most that may still be held when it starts, if the job does not start now.
+    holders = [*running, *ahead]
+    most = _largest_sum([holder.memory_bytes for holder in holders if holder.memory_bytes], room.memory_bytes - need)
     if most + need + _size(room, job) > room.memory_bytes:
         return True
     if not (earlier.client and job.client) or room.clients is None:
         return False
-    clients = min(sum(holder.client for holder in there), room.clients - 1)
+    clients = min(sum(holder.client for holder in holders), room.clients - 1)
     return clients + 2 > room.clients
 
 

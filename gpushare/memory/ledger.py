@@ -313,21 +313,21 @@ def line_of(
 ) -> Line | None:
     """Return the ledger of one device as of now; None: its memory is unknown.
 
-    ``device`` has been read a moment ago, with its processes. ``clients`` is how many clients its MPS server takes.
-    ``limits`` are the bytes that users may reserve there together, by uid: what they reserve beyond counts for nothing.
+    ``device`` was read just before, with its processes. ``clients`` is how many clients its MPS server takes. ``limits``
+    are the bytes that each user's jobs may reserve there together, by uid: a reservation beyond that counts as 0 bytes.
     """
     total = device.memory_total_bytes
     if total is None:
         return None
     reserved = (device.gpu.memory_reserved_bytes or 0) if device.mig is None else 0
-    # A context outside MPS has such a GPU alone, however small it is.
+    # In this mode a context outside MPS takes the whole GPU, however small it is.
     alone = device.gpu.compute_mode is ComputeMode.EXCLUSIVE_PROCESS
     used = device.gpu.memory_used_bytes if device.mig is None else device.mig.memory_used_bytes
     processes = [process for process in device.gpu.processes or () if is_on(process, device)]
-    here = [job for job in jobs if device.uuid in job.held]
-    owners = owners_of(host, here, processes)
+    jobs_on_device = [job for job in jobs if device.uuid in job.held]
+    owners = owners_of(host, jobs_on_device, processes)
     strangers = [(process, host.processes.describe(process.pid)) for process in processes if process.pid not in owners]
-    # What NVML counts and no process has: contexts that are being made, other PID namespaces, memory of the dead.
+    # Memory that NVML counts for no process: contexts being created, other PID namespaces, processes that have just died.
     rest = max(0, (used or 0) - sum(process.memory_used_bytes or 0 for process in processes))
     own = sum(process.memory_used_bytes or 0 for process, info in strangers if not _is_job(process, info))
     own += rest if rest <= MUCH_UNLISTED else 0
@@ -336,14 +336,14 @@ def line_of(
     beyond: set[str] = set()
     granted: dict[int, int] = defaultdict(int)
     at = time.time() if now is None else now
-    for job in here:
+    for job in jobs_on_device:
         own_processes = [process for process in processes if owners.get(process.pid) == job.id]
         held = sum(process.memory_used_bytes or 0 for process in own_processes)
-        there = job.id in owners.values()
-        if not there and at - job.claim.touched_at > LAPSE_SECONDS:
+        has_processes = job.id in owners.values()
+        if not has_processes and at - job.claim.touched_at > LAPSE_SECONDS:
             continue
         size = room.whole_bytes if job.memory_bytes is None else job.memory_bytes
-        # Limits that name no user are empty, and may still hold for all.
+        # An empty mapping may still have a default for all users, so its truth value does not count.
         limit = None if limits is None else limits.get(job.claim.uid)
         if limit is not None and granted[job.claim.uid] + size > limit:
             size = 0
@@ -687,10 +687,11 @@ class Place:
         clients: Mapping[str, int | None],
         limits: Mapping[int, int],
     ) -> bool:
-        # Who is sure of its place counts first for the limit of a user, also if it came later: production goes before.
+        # Jobs that are sure of their room count first towards their user's limit, even if they came later: production
+        # passes others in the line.
         jobs = sorted(jobs, key=lambda job: not job.sure)
-        here = [device for device in devices if device.uuid in keys]
-        lines = lines_of(self._host, here, jobs, clients=clients, limits=limits)
+        taken_devices = [device for device in devices if device.uuid in keys]
+        lines = lines_of(self._host, taken_devices, jobs, clients=clients, limits=limits)
         return lines.keys() == set(keys) and all(
             own.id not in line.beyond
             and sum(running.memory_bytes for running in line.running) <= line.room.memory_bytes

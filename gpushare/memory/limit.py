@@ -275,9 +275,9 @@ class JobMemory(Part):
         return False
 
     def _was_continued(self) -> bool:
-        """Return whether a process that was stopped runs: by `fg`, or by somebody's SIGCONT."""
-        there = [self._host.processes.describe(pid) for pid in self._stopped]
-        return any(info is not None and not info.stopped for info in there)
+        """Return whether a process that was stopped runs again, because of `fg` or another SIGCONT."""
+        infos = [self._host.processes.describe(pid) for pid in self._stopped]
+        return any(info is not None and not info.stopped for info in infos)
 
     def _stop(self) -> None:
         below = known(self._host.processes, self._host.processes.descendants(self._root))
@@ -288,9 +288,9 @@ class JobMemory(Part):
 
     def _strays(self) -> dict[int, int]:
         """Return the processes that were on the device and have left the job's tree, with their starts."""
-        there = {pid: at for pid, at in self._family.items() if self._host.processes.alive(pid, at)}
-        below = set(self._host.processes.descendants(self._root)) if there else set()
-        return {pid: at for pid, at in there.items() if pid not in below}
+        alive = {pid: at for pid, at in self._family.items() if self._host.processes.alive(pid, at)}
+        below = set(self._host.processes.descendants(self._root)) if alive else set()
+        return {pid: at for pid, at in alive.items() if pid not in below}
 
     def asked(self) -> None:
         """Note that the user has asked for the end of the program."""
@@ -367,13 +367,13 @@ class JobMemory(Part):
             self._unknown = f"the driver does not list the processes of {self._device.title}"
             return None
         mig = self._device.mig
-        # One of the job without an instance in the list is in the only one that it was given.
-        here = [
+        # A process listed without an instance may be the job's: the job can only be in the instance that it was given.
+        on_device = [
             process for process in processes if mig is None or process.gpu_instance_id in {None, mig.gpu_instance_id}
         ]
-        listed = {process.pid for process in here}
+        listed = {process.pid for process in on_device}
         self._strangers &= listed
-        return [process for process in here if self._belongs(process.pid)]
+        return [process for process in on_device if self._belongs(process.pid)]
 
     def _belongs(self, pid: int) -> bool:
         if pid in self._family and self._host.processes.alive(pid, self._family[pid]):

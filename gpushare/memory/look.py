@@ -23,9 +23,9 @@ def with_ledger(host: Host, snapshot: Snapshot, limits: Mapping[int, int] | None
     jobs = reservations(host)
     gpus = snapshot.gpus if jobs is None else tuple(_with_reserved(host, gpu, jobs, limits) for gpu in snapshot.gpus)
     waiting = tuple(waiting_jobs(host, snapshot.gpus, jobs or ()))
-    here = _indexes(snapshot.gpus)
-    out = tuple(_swapped(here, swap) for swap in swaps(host) if swap.state != BACK and swap.gpu_uuid in here)
-    limited = tuple(_limited(here, jobs or ()))
+    indexes = _indexes(snapshot.gpus)
+    out = tuple(_swapped(indexes, swap) for swap in swaps(host) if swap.state != BACK and swap.gpu_uuid in indexes)
+    limited = tuple(_limited(indexes, jobs or ()))
     return replace(snapshot, gpus=gpus, waiting_jobs=waiting, swapped_jobs=out, limited_jobs=limited)
 
 

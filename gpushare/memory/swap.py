@@ -100,15 +100,15 @@ SWAPS: Final = RecordStore(Swap, "swap", "the record of a swapped job", durable=
 
 
 def swaps(host: Host, *, shared: bool = True) -> list[Swap]:
-    """Return the jobs with a record, each with its processes that still run: this user's, and with ``shared`` root's.
+    """Return the records of swapped jobs, each with its processes that still run: this user's, with ``shared`` root's too.
 
-    Root sees those of all users. Of two records of one job, which its user and root have swapped, root's counts while the
-    job is out by it, else the later. This user's records of jobs that have ended are removed.
+    Root sees those of all users. If both root and its user have swapped a job, root's record counts while root has it
+    swapped out, otherwise the later record. This user's records of ended jobs are removed.
     """
     records = SWAPS.all(host, shared=shared)
     if not all(swap.living(host) for swap in records if swap.keeper_uid is None):
         forget_ended(host)
-    here = [
+    living_swaps = [
         named_after_living(host, replace(swap, images=living), living)
         for swap in records
         if (living := swap.living(host))
@@ -116,12 +116,12 @@ def swaps(host: Host, *, shared: bool = True) -> list[Swap]:
     counted: list[Swap] = []
     # Where the times are the same, root has put back what its user had taken out.
     for swap in sorted(
-        here,
+        living_swaps,
         key=lambda swap: (not _is_of_root(host, swap) or swap.state == BACK, -swap.since, not _is_of_root(host, swap)),
     ):
         if not any(_same(swap, other) for other in counted):
             counted.append(swap)
-    return [swap for swap in here if swap in counted]
+    return [swap for swap in living_swaps if swap in counted]
 
 
 def _is_of_root(host: Host, swap: Swap) -> bool:
@@ -210,18 +210,18 @@ def locked(host: Host, *, say: Callable[[str], None] = lambda _: None, seconds: 
         NoPermission, OperationFailed: it cannot be created.
         InUse: another gpushare has it for longer (code ``swap_busy``).
     """
-    told = False
+    said = False
 
     def waits(so_far: float) -> None:
-        nonlocal told
+        nonlocal said
         if seconds is not None and so_far >= seconds:
             raise InUse(
                 "another gpushare of this user is swapping a job",
                 "try again when it is done: gpushare swap list",
                 code="swap_busy",
             )
-        if so_far >= _SAY_SECONDS and not told:
-            told = True
+        if so_far >= _SAY_SECONDS and not said:
+            said = True
             say("waits until another gpushare of this user has swapped its job")
 
     with SWAPS.locked(host, waits=waits):
@@ -685,11 +685,13 @@ def take_back(host: Host, swap: Swap, checkpoint: Checkpoint, room: Callable[[in
 
 
 def _with_arrived(host: Host, swap: Swap) -> Swap:
-    """Return the record of a job that moves with the processes that NVML lists on its new GPU by now."""
+    """Return the record of a moving job with the processes that NVML now lists on the new GPU as arrived."""
     if swap.left_uuid is None:
         return swap
-    there = {process.pid for gpu in host.nvml.sweep() if gpu.uuid == swap.gpu_uuid for process in gpu.processes or ()}
-    arrived = there.intersection(image.pid for image in swap.images) | set(swap.arrived)
+    on_new_gpu = {
+        process.pid for gpu in host.nvml.sweep() if gpu.uuid == swap.gpu_uuid for process in gpu.processes or ()
+    }
+    arrived = on_new_gpu.intersection(image.pid for image in swap.images) | set(swap.arrived)
     return replace(swap, arrived=tuple(sorted(arrived)))
 
 
@@ -726,17 +728,17 @@ def _free_now(host: Host, swap: Swap) -> Iterator[Callable[[int], bool | None]]:
 
 
 def repair(host: Host, say: Callable[[str], None] = lambda _: None, keep: Keep = _free_now) -> list[Swap]:
-    """Complete or take back what a gpushare that died has begun; return those that were touched. Holds the lock itself.
+    """Complete or undo the swaps that a killed gpushare has begun; return those that were changed. Takes the lock itself.
 
-    ``keep`` reserves room for a job that is half out (`room.room_kept`). Records of jobs that have ended are removed, and
-    those of jobs that are back, which a full disk has kept, corrected.
+    ``keep`` reserves room for a job that is half out (`room.room_kept`). Records of ended jobs are removed. If a full disk
+    kept the record of a job that is back from being updated, it is corrected.
     """
-    there = [swap for swap in swaps(host, shared=False) if swap.state in {LEAVING, RETURNING, OUT}]
-    if not there:
+    unfinished = [swap for swap in swaps(host, shared=False) if swap.state in {LEAVING, RETURNING, OUT}]
+    if not unfinished:
         return []
     checkpoint = host.open_checkpoint()
     touched = []
-    begun = [swap for swap in there if swap.state != OUT or is_back(host, swap, checkpoint)]
+    begun = [swap for swap in unfinished if swap.state != OUT or is_back(host, swap, checkpoint)]
     with locked(host, say=say) if begun else contextlib.nullcontext():
         for swap in begun:
             now = SWAPS.read(swap.path)

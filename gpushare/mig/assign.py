@@ -113,9 +113,9 @@ class _Choices:
     def _first_of(self, code: int) -> int:
         return next((kind for kind, mask in enumerate(self._masks) if code & mask), len(self._masks))
 
-    def parts(self, left: int, begin: int) -> Sequence[tuple[int, int, int]]:
-        """Return the parts that may be taken of what is left: code, weight, and where the next one may begin."""
-        return self._first[self._first_of(left)] if self._onward is None else self._onward[begin]
+    def parts(self, remaining: int, begin: int) -> Sequence[tuple[int, int, int]]:
+        """Return the parts that fit into the remaining counts: code, weight, and where the next part may begin."""
+        return self._first[self._first_of(remaining)] if self._onward is None else self._onward[begin]
 
 
 def _turn(

@@ -173,11 +173,11 @@ class Board:
         yield from grown(Arrangement((), 0, (), (0,) * len(kinds)), 0, 0)
 
 
-def _exclude(one: Profile, other: Profile) -> bool:
+def _exclude(profile: Profile, other: Profile) -> bool:
     """Return whether the media engines of two profiles exclude each other on one GPU."""
-    if one.media and other.media:
+    if profile.media and other.media:
         return True
-    return (one.all_media and not other.no_media) or (other.all_media and not one.no_media)
+    return (profile.all_media and not other.no_media) or (other.all_media and not profile.no_media)
 
 
 @lru_cache(maxsize=64)

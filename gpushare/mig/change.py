@@ -53,7 +53,7 @@ def check_mode_change(host: Host, gpu: Gpu, *, enable: bool, bare: bool, ending:
         # Only a pending mode is canceled, which needs no reset.
         return []
     resetless = MigChanges(host.nvml).resetless(gpu.index)
-    _check_nobody(host, gpu, ending, needs_reset=not resetless)
+    _check_unused(host, gpu, ending, needs_reset=not resetless)
     notes = []
     if enable and gpu.compute_mode not in {None, ComputeMode.DEFAULT}:
         notes.append(f"GPU {gpu.index}: its compute mode becomes default, the only one with MIG")
@@ -75,7 +75,7 @@ def check_mode_change(host: Host, gpu: Gpu, *, enable: bool, bare: bool, ending:
     return notes
 
 
-def _check_nobody(host: Host, gpu: Gpu, ending: Collection[int], *, needs_reset: bool) -> None:
+def _check_unused(host: Host, gpu: Gpu, ending: Collection[int], *, needs_reset: bool) -> None:
     blind = host.processes.namespace_is_host() is False and not gpu.processes
     if gpu.processes is None or blind:
         raise InUse(
@@ -85,11 +85,11 @@ def _check_nobody(host: Host, gpu: Gpu, ending: Collection[int], *, needs_reset:
             code="unknown_holders",
         )
     idle = idle_daemon_pids(host, gpu).union(ending)
-    there = [process for process in gpu.processes if process.pid not in idle]
-    if there:
-        first = there[:_NAMED]
+    blocking_processes = [process for process in gpu.processes if process.pid not in idle]
+    if blocking_processes:
+        first = blocking_processes[:_NAMED]
         names = ", ".join(_who(host, process) for process in first)
-        more = f" and {len(there) - _NAMED} more" if len(there) > _NAMED else ""
+        more = f" and {len(blocking_processes) - _NAMED} more" if len(blocking_processes) > _NAMED else ""
         # It ends a job by the PID of its program, too, and a client of MPS in the way that is safe for the others. An MPS
         # server ends after its clients.
         pids = " ".join(str(process.pid) for process in first if _name(host, process) != MPS_SERVER)
@@ -293,9 +293,9 @@ class Eviction:
         self._host.nvml.restart()
         return pids
 
-    def _refused(self, pids: Collection[int], why: str, hint: str) -> InUse:
+    def _refused(self, pids: Collection[int], reason: str, hint: str) -> InUse:
         return InUse(
-            f"GPU {self._gpu.index}: {named(self._host.processes, pids)} in {self.title} {why}; --evict does not end it",
+            f"GPU {self._gpu.index}: {named(self._host.processes, pids)} in {self.title} {reason}; --evict does not end it",
             hint,
             gpu=self._gpu.index,
             code="not_evictable",

@@ -306,17 +306,17 @@ def plan_names(
     may_move: bool = True,
     plans: Sequence[GpuPlan] = (),
 ) -> Naming:
-    """Return how the instances of a layout get these names in order, and only these users; one name is numbered.
+    """Return how these instances get these names, in order, and are granted to these users only.
 
-    Without ``may_move`` only a name whose instance no longer exists may be reused, as far as ``plans`` (those of the
-    instances, unless given) tell.
+    A single name for several instances is numbered. Without ``may_move`` a name may be reused only if its instance no
+    longer exists; ``plans`` (default: those of the instances) tell which exist.
 
     Raises:
         BadUsage: the names are not as many as the instances, a grant is for none of them, or a name may not move.
         NotFound: there is no such user.
     """
-    many = len(words) == 1 and len(wanted) > 1
-    names = [f"{words[0]}-{number}" for number in range(1, len(wanted) + 1)] if many else [*words]
+    numbered = len(words) == 1 and len(wanted) > 1
+    names = [f"{words[0]}-{number}" for number in range(1, len(wanted) + 1)] if numbered else [*words]
     twin = next((name for place, name in enumerate(names) if name in names[:place]), None)
     if twin is not None:
         raise BadUsage(
@@ -328,41 +328,43 @@ def plan_names(
             "give as many names as instances, or one name, which becomes NAME-1, NAME-2 ...",
             code="bad_count",
         )
-    users = {name: [user for key in (name, *words[:many]) for user in grants.get(key, ())] for name in names}
+    users = {name: [user for key in (name, *words[:numbered]) for user in grants.get(key, ())] for name in names}
     for key in grants:
         if key not in {*names, *words}:
             hint = f"names: {', '.join(names[:16])}"
             raise BadUsage(f"--grant {quoted(key)} names none of the instances", hint, code="no_name")
-    for user in {user for some in users.values() for user in some}:
+    for user in {user for user_names in users.values() for user in user_names}:
         user_id(user)
-    given = names_of(host)
+    names_now = names_of(host)
     places = {
         check_name(name): NamedInstance(name=name, gpu_uuid=plan.uuid or "", profile=new.profile.name, start=new.start)
         for name, (plan, new) in zip(names, wanted, strict=True)
     }
-    bound = [named for name, named in places.items() if name not in given or given[name].spot != named.spot]
+    bound = [named for name, named in places.items() if name not in names_now or names_now[name].spot != named.spot]
     plans = plans or [plan for plan, _ in wanted]
     index = {plan.uuid or "": plan.gpu for plan in plans}
-    here = {(plan.uuid, *instance.place) for plan in plans for instance in plan.kept}
-    # The names that move here, and those of the instances that get another.
-    lost = [given[named.name] for named in bound if named.name in given]
-    taken = next((name for name in lost if name.gpu_uuid not in index or name.spot in here), None)
+    occupied_spots = {(plan.uuid, *instance.place) for plan in plans for instance in plan.kept}
+    # Names that move to these instances.
+    lost = [names_now[named.name] for named in bound if named.name in names_now]
+    taken = next((name for name in lost if name.gpu_uuid not in index or name.spot in occupied_spots), None)
     if taken is not None and not may_move:
         raise name_taken(taken, {plan.uuid: plan.gpu for plan in plans})
     lost = lost if may_move else []
     spots = {named.spot for named in places.values()}
-    old = [named for named in given.values() if named.name not in places and named.spot in spots]
+    old = [named for named in names_now.values() if named.name not in places and named.spot in spots]
     gone = {(plan.uuid, *gone.instance.place) for plan, _ in wanted for gone in plan.destroyed if gone.whole}
-    # The loss of an instance that is destroyed names it already.
+    # A destroyed instance has a loss of its own, which tells its name.
     stay = [named for named in (*lost, *old) if named.spot not in gone]
     steps = [revoking(host, named) for named in stay if named.users]
-    # Bound before their instances exist, so that a crash loses none. The others change when the layout is there: the
-    # undo of a layout leaves them alone.
-    fresh = [named for named in bound if not (may_move and named.name in given) and named.spot not in here]
+    # New names are bound before their instances exist, so that a crash loses none. The others change after the layout:
+    # the undo of a layout leaves them alone.
+    fresh = [
+        named for named in bound if not (may_move and named.name in names_now) and named.spot not in occupied_spots
+    ]
     moved = [named for named in bound if named not in fresh]
     if moved or old:
         steps.append(names_step(host, moved, old, index))
-    same = [name for name, named in places.items() if named not in bound and named.spot in here]
+    same = [name for name, named in places.items() if named not in bound and named.spot in occupied_spots]
     # Their grants are in force already.
     have = {name for name in same if not any(plan_grant(host, name, user).steps for user in users[name])}
     return Naming(
@@ -370,7 +372,11 @@ def plan_names(
         first=(names_step(host, fresh, (), index),) if fresh else (),
         after=(
             *steps,
-            *(grant_step(host, name, some) for name, some in users.items() if some and name not in have),
+            *(
+                grant_step(host, name, user_names)
+                for name, user_names in users.items()
+                if user_names and name not in have
+            ),
         ),
         changed=frozenset(named.name for named in (*bound, *old)),
         losses=tuple(
@@ -379,22 +385,27 @@ def plan_names(
                 what=f"the name '{named.name}' of {named}",
                 why=(f"granted to {', '.join(named.users)}",) if named.users else (),
             )
-            # Of an instance that has gone before, a name that nobody was granted is no loss.
+            # If its instance was destroyed earlier, a name without a grant is no loss.
             for named in stay
-            if named.spot in here or named.users
+            if named.spot in occupied_spots or named.users
         ),
         undo=(
-            *(f"gpushare mig name --forget {named.name} -y" for named in bound if named.spot in here),
-            # Of one whose instance has gone before, the name cannot be given back.
-            *(word for named in stay if named.spot in here for word in _naming(named, index[named.gpu_uuid])),
+            *(f"gpushare mig name --forget {named.name} -y" for named in bound if named.spot in occupied_spots),
+            # A name whose instance was destroyed earlier cannot be restored.
+            *(
+                word
+                for named in stay
+                if named.spot in occupied_spots
+                for word in _restoring_commands(named, index[named.gpu_uuid])
+            ),
         ),
     )
 
 
-def _naming(one: NamedInstance, gpu: int) -> list[str]:
+def _restoring_commands(named: NamedInstance, gpu: int) -> list[str]:
     """Return the commands that give a name and its grants back."""
-    grants = [f"gpushare mig grant {one.name} {shlex.quote(user)}" for user in one.users]
-    return [f"gpushare mig name {one.name} {one} -g {gpu}", *grants]
+    grants = [f"gpushare mig grant {named.name} {shlex.quote(user)}" for user in named.users]
+    return [f"gpushare mig name {named.name} {named} -g {gpu}", *grants]
 
 
 def revoking(host: Host, named: NamedInstance) -> Step:
@@ -424,13 +435,13 @@ def _steps_of_grant(host: Host, name: str, user: str) -> Sequence[Step]:
     return plan_grant(host, name, user).steps
 
 
-def name_taken(one: NamedInstance, indices: Mapping[str | None, int]) -> BadUsage:
+def name_taken(named: NamedInstance, indices: Mapping[str | None, int]) -> BadUsage:
     """Return the error for a name in use; ``indices`` are those of the known GPUs, by UUID."""
-    index = indices.get(one.gpu_uuid)
-    where = one.gpu_uuid if index is None else f"GPU {index}"
+    index = indices.get(named.gpu_uuid)
+    where = named.gpu_uuid if index is None else f"GPU {index}"
     return BadUsage(
-        f"the name '{one.name}' belongs to {one} of {where}",
-        f"choose another, or forget it: gpushare mig name --forget {one.name}",
+        f"the name '{named.name}' belongs to {named} of {where}",
+        f"choose another, or forget it: gpushare mig name --forget {named.name}",
         code="name_taken",
     )
 
@@ -453,13 +464,13 @@ def names_step(
     def act() -> None:
         with names_changed(host) as names:
             for name, instance in wanted.items():
-                there = names.get(name)
+                present = names.get(name)
                 if instance is not None:
-                    before[name] = there
+                    before[name] = present
                     names[name] = instance
-                elif there is None and name in names_of(host):
+                elif present is None and name in names_of(host):
                     raise NoPermission(f"the name '{name}' was given by root", "run it as root: sudo gpushare ...")
-                elif there is not None and there.gpu_uuid == gpus[name]:
+                elif present is not None and present.gpu_uuid == gpus[name]:
                     before[name] = names.pop(name)
 
     def back() -> None:

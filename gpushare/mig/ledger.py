@@ -332,22 +332,24 @@ class MigLedger:
                 self._write(self._change)
 
     def complete(self, change: ChangeRecord | None = None) -> None:
-        """Note what the change has made and destroyed, and end it; ``change`` is one that another process did.
+        """Note what a change has made and destroyed, and end it; ``change`` (default: ours) may be another process's.
 
-        Where the note fails, the next gpushare finds the change complete and notes it.
+        If the note cannot be written, the next gpushare finds the change complete and notes it.
         """
         change = change or self._change
         if change is not None:
             path = MADE.path(self._host, "mig")
             record = MADE.read(path) or _Made(path=path)
-            there = {
+            existing = {
                 Spot(gpu.uuid, instance.profile, instance.start) for gpu in change.after for instance in gpu.instances
             }
             made = {Spot(new.gpu, new.profile, new.start) for new in change.proof.made if new.compute is None}
             gpus = {gpu.uuid for gpu in change.before}
-            now = {spot for spot in record.instances if spot.gpu not in gpus or spot in there} | (made & there)
-            if now != set(record.instances):
-                MADE.write(replace(record, instances=tuple(sorted(now))))
+            instances = {spot for spot in record.instances if spot.gpu not in gpus or spot in existing} | (
+                made & existing
+            )
+            if instances != set(record.instances):
+                MADE.write(replace(record, instances=tuple(sorted(instances))))
         self.end()
 
     def end(self) -> None:

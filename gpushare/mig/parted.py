@@ -129,32 +129,34 @@ def for_change(demands: Mapping[int, Demand], gpus: Sequence[Gpu]) -> dict[int, 
     return {index: demand for index, demand in demands.items() if index not in without}
 
 
-def absent(config: Config, here: Collection[int]) -> tuple[str, ...]:
+def absent(config: Config, host_indexes: Collection[int]) -> tuple[str, ...]:
     """Return a note for each entry that names GPUs this host does not have; mig-parted ignores them silently."""
     notes = []
     for number, entry in enumerate(config.entries, 1):
-        gone = [index for index in entry.devices or () if index not in here]
-        if gone:
-            which = f"GPU {', '.join(map(str, gone))}, which {'is' if len(gone) == 1 else 'are'} not here"
+        absent_indexes = [index for index in entry.devices or () if index not in host_indexes]
+        if absent_indexes:
+            which = f"GPU {', '.join(map(str, absent_indexes))}, which {'is' if len(absent_indexes) == 1 else 'are'} not here"
             notes.append(f"config '{config.name}', entry {number} names {which}")
     return tuple(notes)
 
 
-def is_elsewhere(entry: ConfigEntry, here: Collection[int]) -> bool:
+def is_elsewhere(entry: ConfigEntry, host_indexes: Collection[int]) -> bool:
     """Return whether an entry names only GPUs that this host does not have."""
-    return entry.devices is not None and not any(index in here for index in entry.devices)
+    return entry.devices is not None and not any(index in host_indexes for index in entry.devices)
 
 
 def idle_entries(
-    config: Config, gpus: Sequence[Gpu], ids: Mapping[int, PciIds], here: Collection[int]
+    config: Config, gpus: Sequence[Gpu], ids: Mapping[int, PciIds], host_indexes: Collection[int]
 ) -> tuple[str, ...]:
     """Return a note for each entry that matches none of these GPUs; mig-parted ignores it silently.
 
-    Entries that name only GPUs that are not ``here`` are left to `absent`.
+    `absent` has the notes about entries that name only GPUs not in ``host_indexes``.
     """
     notes = []
     for number, entry in enumerate(config.entries, 1):
-        if is_elsewhere(entry, here) or any(entry.takes(gpu.index, ids.get(gpu.index, PciIds())) for gpu in gpus):
+        if is_elsewhere(entry, host_indexes) or any(
+            entry.takes(gpu.index, ids.get(gpu.index, PciIds())) for gpu in gpus
+        ):
             continue
         odd = [text for text in entry.filters if _numbers(text) is None]
         cause = f"; '{odd[0][:40]}' is not a PCI id like 0x20B510DE" if odd else ""
@@ -201,14 +203,14 @@ def _filters_of(value: Value) -> tuple[str, ...]:
     return () if value.raw in (None, "", []) else some.read(value)
 
 
-def _entry(found: Mapping[str, Any], value: Value) -> ConfigEntry:
-    enabled, counts = found["mig-enabled"], found.get("mig-devices")
+def _entry(fields: Mapping[str, Any], value: Value) -> ConfigEntry:
+    enabled, counts = fields["mig-enabled"], fields.get("mig-devices")
     if enabled and counts is None:
         raise value.wrong("lacks 'mig-devices' although MIG is on", "for none write: mig-devices: {}")
     if counts and not enabled:
         raise value.wrong("has 'mig-devices' although MIG is off", "remove them, or write mig-enabled: true")
     return ConfigEntry(
-        devices=found["devices"], mig_enabled=enabled, counts=counts or (), filters=found.get("device-filter", ())
+        devices=fields["devices"], mig_enabled=enabled, counts=counts or (), filters=fields.get("device-filter", ())
     )
 
 

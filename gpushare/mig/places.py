@@ -70,9 +70,9 @@ def means_profile(text: str) -> bool:
     return _PROFILE.match(word) is not None
 
 
-def unknown_name(name: str, known: Iterable[str]) -> NotFound:
+def unknown_name(name: str, names_now: Iterable[str]) -> NotFound:
     """Return the error for an unknown name; its hint lists the known names, or says how to give this one."""
-    names = ", ".join(sorted(known)[:16])
+    names = ", ".join(sorted(names_now)[:16])
     hint = f"names: {names}" if names else f"to give it: gpushare mig create WISH --name {shlex.quote(name[:60])}"
     return NotFound(f"no MIG instance is named '{name[:60]}'", f"{hint}; see: gpushare mig status", code="no_name")
 
@@ -119,16 +119,16 @@ def _not_as_named(host: Host, named: NamedInstance, gpu: Gpu) -> NotFound:
             code="mig_off",
         )
     instances = MigReader(host.nvml).layout(gpu).instances
-    there = [instance for instance in instances if instance.placement.mask >> named.start & 1]
-    if any(instance.place == named.place for instance in there):
-        ids = ", ".join(str(instance.id) for instance in there)
+    present = [instance for instance in instances if instance.placement.mask >> named.start & 1]
+    if any(instance.place == named.place for instance in present):
+        ids = ", ".join(str(instance.id) for instance in present)
         return NotFound(
             f"{meant}, and that GPU instance has no compute instance: no program can use it",
             f"make one: sudo nvidia-smi mig -i {gpu.index} -gi {ids} -cci",
             gpu=gpu.index,
             code="no_compute_instance",
         )
-    instead = ", ".join(map(str, there)) or "nothing"
+    instead = ", ".join(map(str, present)) or "nothing"
     return NotFound(
         f"{meant}, and {instead} is there now",
         f"see what is where: gpushare mig status; create it again: {again}",

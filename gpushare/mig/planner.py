@@ -130,19 +130,25 @@ def candidates(arrangements: Iterable[Arrangement], parts: Sequence[int], codes:
     ]
 
 
-def _gone_to_fill(
-    one: GpuInstance, compute: tuple[int, ...], *, placed: bool, with_others: bool, may_destroy: bool, may_evict: bool
+def _destroyed_to_fill(
+    instance: GpuInstance,
+    compute: tuple[int, ...],
+    *,
+    placed: bool,
+    with_others: bool,
+    may_destroy: bool,
+    may_evict: bool,
 ) -> tuple[ComputeInstance, ...] | None:
     """Return what is destroyed in a GPU instance to add these compute instances; None: they cannot be added.
 
     Only in an instance without a name; next to busy ones only if the wish names the place. A wish for a whole GPU
     instance (``compute`` is empty) fills one that has room, and destroys nothing inside.
     """
-    if one.name is not None:
+    if instance.name is not None:
         return None
     return make_room(
-        one,
-        compute or (one.profile.slices,),
+        instance,
+        compute or (instance.profile.slices,),
         may_destroy=may_destroy and bool(compute),
         may_evict=may_evict,
         with_others=with_others,
@@ -175,7 +181,7 @@ class Site:
         self.fills: dict[tuple[int, int], tuple[ComputeInstance, ...]] = {}
         for number, old in enumerate(self.instances):
             for kind, (compute, placed) in enumerate(requests):
-                gone = _gone_to_fill(
+                gone = _destroyed_to_fill(
                     old,
                     compute,
                     placed=placed,
@@ -192,17 +198,17 @@ class Site:
         self._kept: dict[int, tuple[int, tuple[int, ...]]] = {}
         self._removals: dict[tuple[int, tuple[int, ...]], tuple[Removal, ...]] = {}
 
-    def _number(self, one: GpuInstance, *, may_destroy: bool, evict: frozenset[int]) -> Existing:
+    def _number(self, instance: GpuInstance, *, may_destroy: bool, evict: frozenset[int]) -> Existing:
         return Existing(
-            profile=self.board.number.get(one.profile.name, -1),
-            start=one.start,
-            mask=one.placement.mask,
-            compute=tuple((c.profile.slices, c.placement, c.busy) for c in one.compute),
-            weight=weigh(cost_of(whole(one))),
-            pinned=not may_destroy or (one.busy and one.id not in evict),
-            nameless=one.name is None,
-            idle=not one.busy,
-            held=one.held,
+            profile=self.board.number.get(instance.profile.name, -1),
+            start=instance.start,
+            mask=instance.placement.mask,
+            compute=tuple((c.profile.slices, c.placement, c.busy) for c in instance.compute),
+            weight=weigh(cost_of(whole(instance))),
+            pinned=not may_destroy or (instance.busy and instance.id not in evict),
+            nameless=instance.name is None,
+            idle=not instance.busy,
+            held=instance.held,
         )
 
     @property
@@ -294,10 +300,10 @@ class Site:
                     weight += weigh(cost_of(parts)) - CREATED
         return filled, weight
 
-    def _in_the_way(self, one: Existing, arrangement: Arrangement) -> bool:
-        if one.mask & arrangement.mask:
+    def _in_the_way(self, existing: Existing, arrangement: Arrangement) -> bool:
+        if existing.mask & arrangement.mask:
             return True
-        return one.profile >= 0 and not self.board.exclusive[one.profile].isdisjoint(arrangement.members)
+        return existing.profile >= 0 and not self.board.exclusive[existing.profile].isdisjoint(arrangement.members)
 
     def _within_limits(self, removal: Removal, arrangement: Arrangement) -> bool:
         board = self.board
@@ -493,16 +499,16 @@ def _change(
     return change
 
 
-def _keep(change: Change, one: GpuInstance, wanted: tuple[int, ...], *, may_evict: bool) -> bool:
+def _keep(change: Change, instance: GpuInstance, wanted: tuple[int, ...], *, may_evict: bool) -> bool:
     """Keep a GPU instance with exactly these compute instances inside; False: that is not allowed."""
-    parts = change_compute(one, wanted, may_destroy=True, may_evict=may_evict)
+    parts = change_compute(instance, wanted, may_destroy=True, may_evict=may_evict)
     if parts is None:
         return False
-    change.kept.append(one)
+    change.kept.append(instance)
     if parts.destroyed:
-        change.destroyed.append(inside(one, parts.destroyed))
+        change.destroyed.append(inside(instance, parts.destroyed))
     if parts.created:
-        change.created.append(inside(one, parts.created))
+        change.created.append(inside(instance, parts.created))
     return True
 
 
@@ -584,10 +590,10 @@ def blocked(wish: Wish, instead: MigPlan, *, only_adds: bool = False) -> NoPlan:
     )
 
 
-def eviction(found: NoPlan) -> tuple[str, str] | None:
+def eviction(no_plan: NoPlan) -> tuple[str, str] | None:
     """Return the words for all that would be destroyed, and the ``--evict`` options for what is busy; None: nothing is."""
-    busy = [(gpu, change) for gpu, change in found.would_go if change.busy]
-    return (_words(found.would_go), _words(_busy_only(busy), "--evict ")) if busy else None
+    busy = [(gpu, change) for gpu, change in no_plan.would_go if change.busy]
+    return (_words(no_plan.would_go), _words(_busy_only(busy), "--evict ")) if busy else None
 
 
 def _busy_only(gone: Sequence[tuple[int, InstanceChange]]) -> list[tuple[int, InstanceChange]]:
@@ -618,13 +624,13 @@ def _named(gpu: int, gone: InstanceChange) -> str:
     return f"{owner}{name} (GPU {gpu}, GPU instance {owner.id}{part}; {who_is_in(gone)})"
 
 
-def who_is_in(gone: InstanceChange) -> str:
+def who_is_in(change: InstanceChange) -> str:
     """Return in words who is in what would be destroyed."""
-    parts = [gone.instance.holders, *(part.holders for part in gone.compute)]
+    parts = [change.instance.holders, *(part.holders for part in change.compute)]
     if any(part is None for part in parts):
         return "busy, by whom is unknown"
-    there = [holder for part in parts for holder in part or ()]
-    return f"busy: {who(there)}" if there else "idle"
+    holders = [holder for part in parts for holder in part or ()]
+    return f"busy: {who(holders)}" if holders else "idle"
 
 
 def who(holders: Sequence[GpuProcess | Holder] | None) -> str:
@@ -788,17 +794,17 @@ def _add(
     choices = {board: _ways(board, wish, offer, codes) for board, offer in offers.items()}
     options = [group[0][1].options(choices[group[0][1].board]) for group in sites]
     groups = [
-        Group(len(group), {code: option.weight for code, option in here.items()})
-        for group, here in zip(sites, options, strict=True)
+        Group(len(group), {code: option.weight for code, option in options_of_group.items()})
+        for group, options_of_group in zip(sites, options, strict=True)
     ]
     parts = assign(groups, codes, sum(request.count for request in wish))
     if parts is None:
         return None
     plans = [untouched(layout) for layout in layouts]
-    for group, here, taken in zip(sites, options, parts, strict=True):
+    for group, options_of_group, taken in zip(sites, options, parts, strict=True):
         for (number, site), code in zip(group, sorted(taken, reverse=True), strict=False):
             contents = [wish[request].compute for request in offers[site.board].requests]
-            plans[number] = addition(site, here[code], contents)
+            plans[number] = addition(site, options_of_group[code], contents)
     return plan_of(layouts, plans)
 
 
@@ -838,14 +844,14 @@ def _check_gpus(layouts: Sequence[Layout], named: Iterable[int]) -> None:
 
 
 def _check_targets(layouts: Sequence[Layout], targets: Collection[Target]) -> None:
-    there = {(layout.gpu, instance.id, None) for layout in layouts for instance in layout.instances} | {
+    existing = {(layout.gpu, instance.id, None) for layout in layouts for instance in layout.instances} | {
         (layout.gpu, instance.id, part.id)
         for layout in layouts
         for instance in layout.instances
         for part in instance.compute
     }
     for target in sorted(targets, key=str):
-        if target not in there:
+        if target not in existing:
             part = "" if target.compute is None else f", compute instance {target.compute}"
             raise NotFound(
                 f"GPU {target.gpu} has no GPU instance {target.instance}{part}",
@@ -914,5 +920,5 @@ def fragmentation(layout: Layout) -> int:
     board, members = board_of(layout), members_of(layout)
     kinds = tuple(InstanceKind(number) for number in sorted(set(members)))
     counts = tuple(members.count(kind.profile) for kind in kinds)
-    here = capacity_lost(layout)
-    return here - min((board.lost(way.mask, members) for way in board.complete(kinds, counts)), default=here)
+    lost_now = capacity_lost(layout)
+    return lost_now - min((board.lost(way.mask, members) for way in board.complete(kinds, counts)), default=lost_now)

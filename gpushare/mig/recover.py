@@ -55,8 +55,8 @@ def begun_by(changes: MigChanges, gpu: str, call: Call, made: dict[int, int]) ->
     if call.action is not Action.CREATE_COMPUTE or part is None:
         return None
     owner, slices = made[instance.start] if instance.id == NOT_THERE else instance.id, part.profile.slices
-    there = changes.compute_instance_ids(call.gpu, owner, slices)
-    return replace(begun, instance=owner, slices=slices, there=there)
+    existing_ids = changes.compute_instance_ids(call.gpu, owner, slices)
+    return replace(begun, instance=owner, slices=slices, there=existing_ids)
 
 
 def made_by(host: Host, begun: Creation, index: int, number: int) -> Creation:
@@ -345,13 +345,13 @@ def _with_indexes_now(host: Host, change: ChangeRecord) -> ChangeRecord:
 def _forget_lost(host: Host, change: ChangeRecord) -> None:
     """Forget names that the change gave to instances it did not create, or whose instance it destroyed."""
     now = {shape.uuid: shape_now(host, shape.index) for shape in change.before}
-    there = {(uuid, *instance.place) for uuid, shape in now.items() for instance in shape.instances}
-    gone = {(shape.uuid, *instance.place) for shape in change.before for instance in shape.instances} - there
+    existing = {(uuid, *instance.place) for uuid, shape in now.items() for instance in shape.instances}
+    gone = {(shape.uuid, *instance.place) for shape in change.before for instance in shape.instances} - existing
     spots = {named.name: named.spot for named in names_of(host).values()}
     lost = [
         name
         for name, spot in spots.items()
-        if spot in gone or (name in change.names and spot.gpu in now and spot not in there)
+        if spot in gone or (name in change.names and spot.gpu in now and spot not in existing)
     ]
     if lost:
         with names_changed(host) as names:

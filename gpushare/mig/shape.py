@@ -103,14 +103,14 @@ def differences(now: GpuShape, wanted: GpuShape) -> tuple[str, ...]:
     words = []
     if wanted.mig_enabled is not None and now.mig_enabled is not wanted.mig_enabled:
         words.append(f"MIG is {'on' if now.mig_enabled else 'off'}")
-    here = {instance.place: instance for instance in now.instances}
-    there = {instance.place: instance for instance in wanted.instances}
-    words += [f"{instance.title} is missing" for place, instance in there.items() if place not in here]
-    words += [f"{instance.title} is there" for place, instance in here.items() if place not in there]
+    present = {instance.place: instance for instance in now.instances}
+    expected = {instance.place: instance for instance in wanted.instances}
+    words += [f"{instance.title} is missing" for place, instance in expected.items() if place not in present]
+    words += [f"{instance.title} is there" for place, instance in present.items() if place not in expected]
     words += [
-        f"{instance.title} has {_parts(here[place])} instead of {_parts(instance)}"
-        for place, instance in there.items()
-        if place in here and not _same(here[place], instance)
+        f"{instance.title} has {_parts(present[place])} instead of {_parts(instance)}"
+        for place, instance in expected.items()
+        if place in present and not _same(present[place], instance)
     ]
     return tuple(f"GPU {wanted.index}: {text}" for text in words)
 
@@ -156,33 +156,33 @@ class Creation:
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
-    """All that a change knows to have made; ``begun`` is a creation whose end is not known."""
+    """All that a change has noted to have made; ``begun`` is a creation that may or may not have succeeded."""
 
     made: tuple[Creation, ...]
     begun: Creation | None
 
-    def owns(self, gpu: str | None, one: GpuInstance) -> bool:
+    def owns(self, gpu: str | None, instance: GpuInstance) -> bool:
         """Return whether a GPU instance is proved to be the change's own, with all that is in it."""
-        place = (gpu, *one.place)
+        place = (gpu, *instance.place)
         noted = any(
-            made.compute is None and (made.gpu, made.profile, made.start) == place and made.instance == one.id
+            made.compute is None and (made.gpu, made.profile, made.start) == place and made.instance == instance.id
             for made in self.made
         )
         if noted:
-            return all(self.owns_part(gpu, one, part) for part in one.compute)
+            return all(self.owns_part(gpu, instance, part) for part in instance.compute)
         begun = self.begun
         if begun is None or begun.slices is not None or (begun.gpu, begun.profile, begun.start) != place:
             return False
-        # As it is in the moment between its creation and the note: without anything in it.
-        return begun.there is not None and one.id not in begun.there and not one.compute and not one.busy
+        # It was created and not yet noted: then it is empty.
+        return begun.there is not None and instance.id not in begun.there and not instance.compute and not instance.busy
 
-    def owns_part(self, gpu: str | None, one: GpuInstance, part: ComputeInstance) -> bool:
+    def owns_part(self, gpu: str | None, instance: GpuInstance, part: ComputeInstance) -> bool:
         """Return whether a compute instance is proved to be the change's own."""
         for made in self.made:
-            if (made.gpu, made.instance, made.compute) == (gpu, one.id, part.id):
+            if (made.gpu, made.instance, made.compute) == (gpu, instance.id, part.id):
                 return None in {made.uuid, part.uuid} or made.uuid == part.uuid
         begun = self.begun
-        if begun is None or (begun.gpu, begun.instance, begun.slices) != (gpu, one.id, part.profile.slices):
+        if begun is None or (begun.gpu, begun.instance, begun.slices) != (gpu, instance.id, part.profile.slices):
             return False
         return begun.there is not None and part.id not in begun.there
 
@@ -194,10 +194,10 @@ NOTHING: Final = Proof(made=(), begun=None)
 
 
 def restoration(layout: Layout, wanted: GpuShape, proof: Proof) -> tuple[GpuPlan, tuple[str, ...]]:
-    """Return the plan from what exists to a shape, and in words what cannot be had.
+    """Return the plan that restores a shape, and in words what cannot be restored.
 
-    Only what ``proof`` proves to be made by the change that is undone is destroyed. What others made meanwhile
-    stays, and so does what is busy.
+    Only instances that ``proof`` shows were made by the change being undone are destroyed. What others made since stays,
+    and so does what is busy.
     """
     places = {instance.place: instance for instance in wanted.instances}
     kept: list[GpuInstance] = []
@@ -205,11 +205,11 @@ def restoration(layout: Layout, wanted: GpuShape, proof: Proof) -> tuple[GpuPlan
     created: list[InstanceChange] = []
     lost: list[str] = []
     for instance in layout.instances:
-        there = places.pop(instance.place, None)
-        if there is not None:
+        shape = places.pop(instance.place, None)
+        if shape is not None:
             kept.append(instance)
             ours = [part for part in instance.compute if proof.owns_part(layout.uuid, instance, part)]
-            _restore_inside(instance, there, ours, destroyed, created, lost)
+            _restore_inside(instance, shape, ours, destroyed, created, lost)
         elif not proof.owns(layout.uuid, instance):
             kept.append(instance)
         elif instance.busy:
@@ -241,31 +241,31 @@ def left_alone(layout: Layout, wanted: GpuShape, proof: Proof) -> tuple[GpuInsta
 
 
 def _restore_inside(
-    one: GpuInstance,
+    instance: GpuInstance,
     wanted: InstanceShape,
     ours: Sequence[ComputeInstance],
     destroyed: list[InstanceChange],
     created: list[InstanceChange],
     lost: list[str],
 ) -> None:
-    missing, gone = list(wanted.compute), []
-    for compute in one.compute:
+    missing, removed = list(wanted.compute), []
+    for compute in instance.compute:
         # Each counts once: an instance that matches this one matches no other.
         if _taken(missing, compute) or compute not in ours:
             continue
         if compute.busy:
             lost.append(f"compute instance {compute.id} of {wanted.title} is in use and stays")
         else:
-            gone.append(compute)
-    if gone:
-        destroyed.append(inside(one, gone))
-    taken = mask_of(part.placement for part in one.compute if part not in gone)
+            removed.append(compute)
+    if removed:
+        destroyed.append(inside(instance, removed))
+    taken = mask_of(part.placement for part in instance.compute if part not in removed)
     for part in [part for part in missing if taken & mask_of([_place_of(part)])]:
         missing.remove(part)
         lost.append(f"{part.slices}c of {wanted.title} has no room")
-    parts = _offered(one.profile, missing, lost)
+    parts = _offered(instance.profile, missing, lost)
     if parts:
-        created.append(inside(one, parts))
+        created.append(inside(instance, parts))
 
 
 def _taken(parts: list[ComputeShape], compute: ComputeInstance) -> bool:

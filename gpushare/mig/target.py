@@ -38,8 +38,8 @@ def find_targets(text: str, layouts: Sequence[Layout]) -> tuple[Target, ...]:
             f"{quoted(text)} matches several instances: {places}", f"give {FORMS}", code="ambiguous_instance"
         )
     if not matches:
-        there = [f"{layout.gpu}/{owner.id} ({owner.name or owner})" for layout, owner in _instances(layouts)]
-        listing = ", ".join(there[:8]) + (f" and {len(there) - 8} more" if len(there) > 8 else "")
+        texts = [f"{layout.gpu}/{owner.id} ({owner.name or owner})" for layout, owner in _instances(layouts)]
+        listing = ", ".join(texts[:8]) + (f" and {len(texts) - 8} more" if len(texts) > 8 else "")
         raise NotFound(
             f"there is no MIG instance {quoted(text)} here",
             f"instances: {listing}; see: gpushare mig status" if listing else "see: gpushare mig status",
@@ -188,19 +188,19 @@ def difference(layout: Layout, wish: Wish) -> Difference:
         profile = resolve(request, layout.profiles)
         for slices in request.compute or (profile.slices,):
             wanted[MigDevice(profile.name, slices, slices == profile.slices, request.start)] += request.count
-    there = present(layout)
+    present_devices = present(layout)
     # Wishes with a place first; the rest may serve those without.
-    exact = wanted & there
-    wanted, there = wanted - exact, there - exact
+    exact = wanted & present_devices
+    wanted, present_devices = wanted - exact, present_devices - exact
     missing: Counter[MigDevice] = Counter()
     for kind, number in wanted.items():
-        serving = [device for device in there if kind.start is None and device._replace(start=None) == kind]
+        serving = [device for device in present_devices if kind.start is None and device._replace(start=None) == kind]
         for device in sorted(serving):
-            taken = min(number, there[device])
-            number, there[device] = number - taken, there[device] - taken
+            taken = min(number, present_devices[device])
+            number, present_devices[device] = number - taken, present_devices[device] - taken
         if number:
             missing[kind] = number
-    return Difference(missing=_ordered(missing), extra=_ordered(+there))
+    return Difference(missing=_ordered(missing), extra=_ordered(+present_devices))
 
 
 def present(layout: Layout) -> Counter[MigDevice]:

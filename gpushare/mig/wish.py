@@ -213,9 +213,9 @@ def in_order(wish: Wish, profiles: Sequence[Profile], instances: Sequence[GpuIns
     return (*chosen, *unused)
 
 
-def _fits(one: GpuInstance, request: Request) -> bool:
-    slices = sorted((part.profile.slices for part in one.compute), reverse=True)
-    return tuple(slices) == (request.compute or (one.profile.slices,))
+def _fits(instance: GpuInstance, request: Request) -> bool:
+    slices = sorted((part.profile.slices for part in instance.compute), reverse=True)
+    return tuple(slices) == (request.compute or (instance.profile.slices,))
 
 
 def find_profile(text: str, profiles: Sequence[Profile]) -> Profile:

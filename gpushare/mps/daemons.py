@@ -121,29 +121,31 @@ NOT_ASKED: Final = (
 )
 
 
-def ask(host: Host, found: Sequence[FoundDaemon], *, strangers: bool) -> list[FoundDaemon]:
-    """Ask daemons, all at once, and return them with their answers. Those of other users only with ``strangers``."""
+def ask(host: Host, daemons: Sequence[FoundDaemon], *, strangers: bool) -> list[FoundDaemon]:
+    """Ask daemons, all at once, and return them with their answers; daemons of other users only with ``strangers``."""
     pipes = {
         number: item.daemon.pipe_directory
-        for number, item in enumerate(found)
+        for number, item in enumerate(daemons)
         if (item.trusted or strangers) and item.daemon.error is None and item.daemon.pipe_directory is not None
     }
     answers = dict(zip(pipes, overviews(host.programs, [*pipes.values()]), strict=True))
-    return [_told(host, item, answers.get(number), asked=strangers) for number, item in enumerate(found)]
+    return [_with_answer(host, item, answers.get(number), asked=strangers) for number, item in enumerate(daemons)]
 
 
-def _told(host: Host, item: FoundDaemon, said: Overview | GpushareError | None, *, asked: bool) -> FoundDaemon:
-    if said is None:
-        if item.trusted or asked or item.daemon.error is not None:
-            return item
-        return replace(item, daemon=replace(item.daemon, note=NOT_ASKED))
-    if isinstance(said, GpushareError):
-        return replace(item, daemon=replace(item.daemon, error=said.message))
-    return replace(item, daemon=_Answer(host, item, said).daemon())
+def _with_answer(
+    host: Host, found: FoundDaemon, answer: Overview | GpushareError | None, *, asked: bool
+) -> FoundDaemon:
+    if answer is None:
+        if found.trusted or asked or found.daemon.error is not None:
+            return found
+        return replace(found, daemon=replace(found.daemon, note=NOT_ASKED))
+    if isinstance(answer, GpushareError):
+        return replace(found, daemon=replace(found.daemon, error=answer.message))
+    return replace(found, daemon=_Answer(host, found, answer).daemon())
 
 
 class _Answer:
-    """What a daemon said of itself, completed by its record, its log and the process table."""
+    """What a daemon reports, completed by its record, its log and the process table."""
 
     def __init__(self, host: Host, item: FoundDaemon, overview: Overview) -> None:
         self._host, self._item, self._overview = host, item, overview
@@ -382,10 +384,10 @@ def _by_gpu(found: FoundDaemon) -> tuple[bool, int]:
 
 
 def _running(host: Host) -> list[_Process]:
-    """Return the processes that are MPS control daemons, by PID.
+    """Return the processes that are MPS control daemons, sorted by PID.
 
-    Two others run the same program for a moment: a conversation, which has no option that makes it a daemon (seen with
-    535), and a daemon's child before it becomes a server, which has the daemon's command line and environment.
+    Two kinds of processes run the same program for a moment: a conversation, which has no option that makes it a daemon
+    (seen with 535), and a daemon's child before it becomes a server, with the daemon's command line and environment.
     """
     candidates: dict[tuple[str | None, int | None], list[_Process]] = {}
     trusted = {0, host.uid, os.geteuid()}
@@ -393,13 +395,13 @@ def _running(host: Host) -> list[_Process]:
         info = host.processes.describe(pid)
         if info is not None and _is_daemon(info.command_line):
             claimed = _Process(info, host.processes.environment(pid), info.uid in trusted)
-            # By user: processes of others cannot hide ours.
+            # Grouped by user, so that other users' processes cannot hide ours.
             candidates.setdefault((claimed.pipe, info.uid), []).append(claimed)
     running = []
     for same in candidates.values():
-        # Reading a parent is one file; finding descendants would read all processes, once for each that others start.
-        there = {process.pid for process in same} if len(same) > 1 else set()
-        running += [process for process in same if not there or host.processes.parent(process.pid) not in there]
+        # Reading a parent is one file; finding descendants would read all processes for each candidate.
+        pids = {process.pid for process in same} if len(same) > 1 else set()
+        running += [process for process in same if not pids or host.processes.parent(process.pid) not in pids]
     return sorted(running, key=lambda process: process.pid)
 
 
@@ -420,8 +422,8 @@ def _pipe_directory(environment: Mapping[str, str] | None) -> str | None:
 def daemon_pid(host: Host, pipe_directory: str) -> int | None:
     """Return the PID of the daemon of this user or root that listens at a pipe directory, or None.
 
-    By program, environment and user in the process table; any user can copy the first two. Any user may write the PID
-    file, and driver 535 has none.
+    It is found by program, environment and user in the process table, because any user can fake the first two. The PID
+    file does not count: any user may write it, and driver 535 has none.
     """
     return next((process.pid for process in _running(host) if process.trusted and process.pipe == pipe_directory), None)
 
@@ -436,7 +438,8 @@ def live_pid(
 ) -> int | None:
     """Return the PID of the daemon of a record, or None when it is dead.
 
-    The start guards against a reused PID, but the record of a killed start has none. So a daemon of ours that serves this device from this home counts too.
+    The start time guards against a reused PID, but the record of a killed start has none: then a trusted daemon that
+    serves this device from this home counts.
     """
     if record.pid is not None and record.started is not None and host.processes.alive(record.pid, record.started):
         return record.pid
@@ -462,9 +465,9 @@ def adopted_record(host: Host, home: DaemonHome, uuid: str) -> DaemonRecord | No
     return None
 
 
-def _record_for(one: _Process, uuid: str) -> DaemonRecord:
-    uid = os.geteuid() if one.info.uid is None else one.info.uid
-    return DaemonRecord(device_uuid=uuid, pid=one.pid, started=one.info.started, uid=uid, state=ADOPTED)
+def _record_for(process: _Process, uuid: str) -> DaemonRecord:
+    uid = os.geteuid() if process.info.uid is None else process.info.uid
+    return DaemonRecord(device_uuid=uuid, pid=process.pid, started=process.info.started, uid=uid, state=ADOPTED)
 
 
 def _ours(host: Host, home: DaemonHome, gpus: Sequence[Gpu], running: Sequence[_Process]) -> FoundDaemon | None:
@@ -512,37 +515,37 @@ def _daemon_of(home: DaemonHome, record: DaemonRecord, pid: int | None, gpus: Se
     )
 
 
-def _adopted(one: _Process, gpus: Sequence[Gpu], directories: Sequence[Path]) -> FoundDaemon | None:
+def _adopted(process: _Process, gpus: Sequence[Gpu], directories: Sequence[Path]) -> FoundDaemon | None:
     """Return a daemon in a home of ours without a record: its start was killed before writing one."""
-    home = DaemonHome.at_pipe(one.pipe, directories) if one.trusted else None
-    if home is None or one.device is None or home.read() is not None:
+    home = DaemonHome.at_pipe(process.pipe, directories) if process.trusted else None
+    if home is None or process.device is None or home.read() is not None:
         return None
-    record = _record_for(one, one.device)
-    daemon = replace(_daemon_of(home, record, one.pid, gpus), user=one.info.user)
-    return FoundDaemon(daemon, home, record, uid=one.info.uid, started=one.info.started)
+    record = _record_for(process, process.device)
+    daemon = replace(_daemon_of(home, record, process.pid, gpus), user=process.info.user)
+    return FoundDaemon(daemon, home, record, uid=process.info.uid, started=process.info.started)
 
 
-def _foreign(one: _Process, gpus: Sequence[Gpu]) -> FoundDaemon:
-    if one.environment is None:
+def _foreign(process: _Process, gpus: Sequence[Gpu]) -> FoundDaemon:
+    if process.environment is None:
         daemon = MpsDaemon(
-            pid=one.pid,
+            pid=process.pid,
             ours=False,
             pipe_directory=None,
-            user=one.info.user,
+            user=process.info.user,
             error="no permission to read its environment: run as root",
         )
-        return FoundDaemon(daemon, None, None, one.trusted, one.info.uid, one.info.started)
-    indexes = _visible_gpus(one.environment, gpus)
+        return FoundDaemon(daemon, None, None, process.trusted, process.info.uid, process.info.started)
+    indexes = _visible_gpus(process.environment, gpus)
     daemon = MpsDaemon(
-        pid=one.pid,
+        pid=process.pid,
         ours=False,
-        pipe_directory=one.pipe,
-        log_directory=one.environment.get("CUDA_MPS_LOG_DIRECTORY", DEFAULT_LOG_DIRECTORY) or "/",
+        pipe_directory=process.pipe,
+        log_directory=process.environment.get("CUDA_MPS_LOG_DIRECTORY", DEFAULT_LOG_DIRECTORY) or "/",
         gpu_index=indexes[0] if len(indexes) == 1 else None,
         gpu_indexes=indexes,
-        user=one.info.user,
+        user=process.info.user,
     )
-    return FoundDaemon(daemon, None, None, one.trusted, one.info.uid, one.info.started)
+    return FoundDaemon(daemon, None, None, process.trusted, process.info.uid, process.info.started)
 
 
 def _gpu_index(uuid: str, gpus: Sequence[Gpu]) -> int | None:
@@ -553,7 +556,7 @@ def _gpu_index(uuid: str, gpus: Sequence[Gpu]) -> int | None:
 
 
 def _visible_gpus(environment: Mapping[str, str], gpus: Sequence[Gpu]) -> tuple[int, ...]:
-    """Return the GPUs in a daemon's CUDA_VISIBLE_DEVICES; CUDA stops at the first that it does not know."""
+    """Return the GPUs in a daemon's CUDA_VISIBLE_DEVICES; CUDA stops at the first word that it does not know."""
     if "CUDA_VISIBLE_DEVICES" not in environment:
         return tuple(gpu.index for gpu in gpus)
     indexes: list[int] = []

@@ -63,10 +63,10 @@ def daemons_to_stop(
     return [(item, whole.get(item.daemon.device_uuid or "")) for item in chosen]
 
 
-def _on_gpu(found: Sequence[FoundDaemon], gpu: str | None, gpus: Sequence[Gpu]) -> list[FoundDaemon]:
-    ours = [item for item in found if item.daemon.ours]
+def _on_gpu(daemons: Sequence[FoundDaemon], gpu: str | None, gpus: Sequence[Gpu]) -> list[FoundDaemon]:
+    ours = [item for item in daemons if item.daemon.ours]
     if gpu is None and not ours:
-        raise _none_there(found, [])
+        raise _no_daemon_error(daemons, [])
     if gpu is None and len(ours) == 1 and len(gpus) == 1:
         # The only one, even if it serves a MIG instance.
         return ours
@@ -90,16 +90,16 @@ def _on_gpu(found: Sequence[FoundDaemon], gpu: str | None, gpus: Sequence[Gpu]) 
         or (gpu == "all" and device.mig is None and item.daemon.gpu_index == device.gpu.index)
     ]
     if not chosen:
-        raise _none_there(found, devices)
+        raise _no_daemon_error(daemons, devices)
     return chosen
 
 
-def _none_there(found: Sequence[FoundDaemon], devices: Sequence[Device]) -> NoDaemon:
+def _no_daemon_error(daemons: Sequence[FoundDaemon], devices: Sequence[Device]) -> NoDaemon:
     names = ", ".join(device.title for device in devices) or "this host"
-    foreign = next((item for item in found if not item.daemon.ours), None)
+    foreign = next((item for item in daemons if not item.daemon.ours), None)
     hint = "see the daemons: gpushare mps status"
     indexes = {device.gpu.index for device in devices if device.mig is None}
-    instances = [item.daemon.device_uuid for item in found if item.daemon.ours and item.daemon.gpu_index in indexes]
+    instances = [item.daemon.device_uuid for item in daemons if item.daemon.ours and item.daemon.gpu_index in indexes]
     if instances:
         hint = f"its MIG instances have daemons: -g all, or -g {instances[0]}"
     elif foreign is not None and foreign.daemon.pipe_directory is not None:
@@ -108,9 +108,9 @@ def _none_there(found: Sequence[FoundDaemon], devices: Sequence[Device]) -> NoDa
     return NoDaemon(f"no MPS daemon of gpushare serves {names}", hint)
 
 
-def _at_pipe(host: Host, found: Sequence[FoundDaemon], pipe_directory: str) -> FoundDaemon:
+def _at_pipe(host: Host, daemons: Sequence[FoundDaemon], pipe_directory: str) -> FoundDaemon:
     wanted = os.path.abspath(pipe_directory)
-    item = _listening(host, [each for each in found if each.daemon.pipe_directory == wanted], wanted)
+    item = _listening(host, [each for each in daemons if each.daemon.pipe_directory == wanted], wanted)
     if item is None:
         raise NoDaemon(f"no MPS daemon uses the pipe directory {wanted}", "see the daemons: gpushare mps status")
     return item
@@ -178,7 +178,7 @@ class Stop:
         item, daemon = self._found, self._found.daemon
         # What may not be stopped is refused without a question.
         try:
-            _may_stop(self._host, item)
+            _check_permission(self._host, item)
         except NoPermission:
             return ()
         if daemon.pid is None:
@@ -293,13 +293,13 @@ class Stop:
         host, item = self._host, self._found
         title = f"stop the MPS daemon{self._where()}"
         # Before the lock: another user's home cannot be locked.
-        _may_stop(host, item)
+        _check_permission(host, item)
         self._by_signals = not _may_tell(host, item, force=self._force)
         # Also before the lock: a `gpushare run` that ends, a client that we wait for, needs it.
         carry_out(Plan(title=title, steps=tuple(self._waiting())))
         with item.home.locked() if item.home is not None else contextlib.nullcontext():
             if not _ended_by_its_last_run(host, item):
-                _still_there(item)
+                _check_not_replaced(item)
                 carry_out(Plan(title=title, steps=tuple(self._changes())))
         return Stopped(pid=self._pid, waited_seconds=self._waited, forced=self._forced, compute_mode=self._restored)
 
@@ -394,7 +394,7 @@ def stop(host: Host, found: FoundDaemon, device: Device | None, *, drain_seconds
 
 
 def _shown_clients(host: Host, found: FoundDaemon) -> list[int]:
-    """Return the MPS clients that the driver shows for a daemon's user on its GPUs; raise InUse where it shows none."""
+    """Return the MPS clients that the driver lists for a daemon's user on its GPUs; raise InUse if it lists no processes."""
     indexes = found.daemon.gpu_indexes or range(host.nvml.count())
     shown = [host.nvml.processes(index) for index in indexes]
     if host.processes.namespace_is_host() is False or None in shown:
@@ -478,7 +478,7 @@ def _end_by_signals(host: Host, pid: int, started: int) -> bool:
     for number in (signal.SIGTERM, signal.SIGKILL):
         now = host.processes.describe(pid)
         if now is not None and now.uid != daemon.uid:
-            # It became a program of another user.
+            # The PID is now a program of another user.
             return False
         signal_known(host.processes, pid, started, number)
         if not wait_gone(host.processes, {pid: started}, 3.0):
@@ -490,9 +490,10 @@ def _end_by_signals(host: Host, pid: int, started: int) -> bool:
 
 
 def _servers_below(host: Host, daemon: ProcessInfo) -> dict[int, int]:
-    """Return the MPS servers that a daemon has started, with their starts.
+    """Return the MPS servers that a daemon has started, with their start times.
 
-    Only by name, and of the daemon's user unless that is root, whose daemon starts servers for others.
+    They are descendants with the name of a server, and of the daemon's user unless that is root: root's daemon starts
+    servers for other users.
     """
     servers = {}
     for pid in host.processes.descendants(daemon.pid):
@@ -505,9 +506,9 @@ def _servers_below(host: Host, daemon: ProcessInfo) -> dict[int, int]:
 
 
 def _may_tell(host: Host, found: FoundDaemon, *, force: bool) -> bool:
-    """Return whether a daemon may get commands through its directory, and not only signals.
+    """Return whether a daemon may be sent commands through its pipe directory; if not, only signals.
 
-    Another user can redirect the path of a directory to that of a third user at any time.
+    Another user can redirect the path of a directory to a third user's directory at any time.
 
     Raises:
         InUse: another process listens at the pipe directory, or, without ``force``, the listener is unknown.
@@ -535,7 +536,7 @@ def _may_tell(host: Host, found: FoundDaemon, *, force: bool) -> bool:
     )
 
 
-def _still_there(found: FoundDaemon) -> None:
+def _check_not_replaced(found: FoundDaemon) -> None:
     """Raise NoDaemon if another gpushare stopped or replaced the daemon while we waited for the lock."""
     noted = None if found.record is None or found.record.state == ADOPTED else found.record
     if found.home is not None and found.home.read() != noted:
@@ -545,7 +546,7 @@ def _still_there(found: FoundDaemon) -> None:
         )
 
 
-def _may_stop(host: Host, found: FoundDaemon) -> None:
+def _check_permission(host: Host, found: FoundDaemon) -> None:
     record = found.record
     if not found.trusted and not host.root:
         owner = f"user {found.daemon.user or 'unknown'}"

@@ -109,8 +109,8 @@ def end_programs(
 
 def _living(host: Host, started: Mapping[int, int]) -> dict[int, int]:
     """Return the living ones of some processes and their descendants, with start times."""
-    there = [pid for pid, began in started.items() if host.processes.alive(pid, began)]
-    below = dict.fromkeys(other for pid in there for other in host.processes.descendants(pid))
+    alive = [pid for pid, began in started.items() if host.processes.alive(pid, began)]
+    below = dict.fromkeys(other for pid in alive for other in host.processes.descendants(pid))
     living = known(host.processes, [pid for pid in below if pid not in started])
     living |= {pid: began for pid, began in started.items() if pid in below}
     return {pid: living[pid] for pid in below if pid in living and host.processes.alive(pid, living[pid])}

@@ -47,9 +47,9 @@ from gpushare.show.run import Copy, CopyLines
 from gpushare.signals import Wakeups
 
 MOST_COPIES: Final = 10_000
-# Of a line of ``--each``.
+# The longest line of ``--each``.
 MOST_LINE_BYTES: Final = 4096
-# Of a measured peak, the others get a fifth more.
+# The other copies reserve the measured peak and a fifth more.
 _MORE: Final = 1.2
 
 
@@ -57,10 +57,11 @@ _MORE: Final = 1.2
 class FarmOptions:
     """What a farm runs, and how. ``lines`` are those of ``--each`` (None: the copies have numbers only).
 
-    ``parallel`` bounds how many run at the same time on all GPUs together (None: as many as fit). ``budget`` is the
-    memory of a copy on each of its ``gpus``, as given (None: not given); on several GPUs it runs outside MPS. ``cap`` returns the thread percentage of each of N copies on one GPU (None:
-    no cap). ``restarts`` is how often a failed copy is started again, ``stall_seconds`` how long a copy may print nothing (None: no limit). ``user_limits`` are what users may
-    reserve on a GPU, by uid. ``gpus`` is how many GPUs each copy has; of several it runs outside MPS. ``done`` are the copies that an earlier farm has completed.
+    ``parallel`` is how many copies may run at the same time on all GPUs together (None: as many as fit). ``budget`` is
+    the memory of a copy on each of its GPUs (None: not given). ``cap`` returns the thread percentage of each of N copies
+    on one GPU (None: no cap). ``restarts`` is how often a failed copy is started again, ``stall_seconds`` how long a copy
+    may print nothing (None: no limit). ``user_limits`` are what users may reserve on a GPU, by uid. ``gpus`` is how many
+    GPUs each copy has; a copy on several GPUs runs outside MPS.
     """
 
     copies: int
@@ -82,10 +83,10 @@ class FarmOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class FarmResult:
-    """How all copies did, and the signal by which the user ended them.
+    """How all copies ended, and the signal by which the user ended them (None: it did not).
 
-    ``memory_bytes`` is what each copy reserved at last (None: nothing), ``source`` where that is from: given, known (an
-    earlier run), measured (the first copy). ``unrecorded`` are copies whose end could not be written to the file of the farm.
+    ``memory_bytes`` is what each copy reserved at last (None: nothing), ``source`` how that was known: given, known (from
+    an earlier run), measured (from the first copy). ``unrecorded`` are copies whose end is missing in ``farm.jsonl``.
     """
 
     copies: tuple[Copy, ...]
@@ -120,23 +121,23 @@ def next_step(*, waiting: int, running: int, parallel: int | None, size_known: b
 
 
 def together(copies: int, parallel: int | None, fitting: Mapping[str, int | None]) -> dict[str, int]:
-    """Return how many copies run at the same time on each device: dealt out in turn, to each at most what fits there.
+    """Return how many copies run at the same time on each device: dealt out in turn, at most ``fitting`` to each.
 
-    ``fitting`` None: any number. Each device counts for at least one, as one may wait for its room.
+    ``fitting`` is None where any number fits. Each device gets at least 1, because a copy may wait for room there.
     """
     rest = copies if parallel is None else min(copies, parallel)
     dealt = dict.fromkeys(fitting, 0)
     while rest > 0:
-        open_ones = [key for key, most in fitting.items() if most is None or dealt[key] < most]
-        if not open_ones:
+        not_full = [key for key, most in fitting.items() if most is None or dealt[key] < most]
+        if not not_full:
             break
-        # As many rounds at once as the smallest of them has room for.
-        rooms = [most - dealt[key] for key in open_ones if (most := fitting[key]) is not None]
-        rounds = min([rest // len(open_ones), *rooms]) or 1
-        for key in open_ones:
-            given = min(rounds, rest)
-            dealt[key] += given
-            rest -= given
+        # Deal as many rounds at once as the smallest room allows.
+        rooms = [most - dealt[key] for key in not_full if (most := fitting[key]) is not None]
+        rounds = min([rest // len(not_full), *rooms]) or 1
+        for key in not_full:
+            share = min(rounds, rest)
+            dealt[key] += share
+            rest -= share
     return {key: max(1, number) for key, number in dealt.items()}
 
 
@@ -146,7 +147,7 @@ def share_of_threads(copies: int) -> float | None:
 
 
 def size_of_others(peak_bytes: int | None) -> int:
-    """Return what each further copy reserves after one that was measured: a fifth more; at least one CUDA context."""
+    """Return what each further copy reserves after the measured one: its peak and a fifth, at least one CUDA context."""
     return max(CONTEXT_BYTES, int((peak_bytes or 0) * _MORE)) // MIB * MIB
 
 
@@ -200,10 +201,10 @@ def file_title(path: str) -> str:
 
 # -- DIR/farm.jsonl ----------------------------------------------------------------------------------------------------
 #
-# One line for each copy that has ended, from which ``farm --resume`` knows what is done. The file only grows. A line is one
-# write, so that a kill leaves whole lines; after a crash of the machine the last one may be torn, and counts for nothing.
-# Of several lines for one copy the last counts. A farm holds a lock on the file, and its copies have the directory in their
-# environment: a second farm never starts a copy while another one, or what is left of it after a kill, still runs.
+# One line for each copy that has ended: ``farm --resume`` skips the copies that are done. The file only grows. A line is one
+# write, so that a kill leaves whole lines; after a crash of the machine the last line may be torn and is ignored. Of several
+# lines for one copy the last counts. A farm locks the file, and its copies have the directory in their environment: a second
+# farm starts no copy while another farm, or a copy left by a killed farm, still runs.
 
 NAME: Final = "farm.jsonl"
 # In the environment of each copy: the directory of logs.
@@ -211,13 +212,13 @@ MARK: Final = "GPUSHARE_FARM"
 # A line holds at most one of ``--each`` (4 KiB, escaped six times as long) and a few numbers.
 _MOST_RECORD_BYTES: Final = 32 << 10
 _MOST_BYTES: Final = 256 << 20
-# What a killed farm leaves is ended by its guard, after their time to end.
+# The guard of a killed farm ends its copies, after their grace time.
 _LEFT_SECONDS: Final = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class CopyEnd:
-    """A copy that has ended, as the file has it. ``command`` is a digest: the words may hold a secret."""
+    """A line of the file: a copy that has ended. ``command`` is a digest, because the words may hold a secret."""
 
     command: str
     copy: int
@@ -231,7 +232,7 @@ def digest_of_command(command: Sequence[str]) -> str:
 
 
 def parse_ends(lines: Iterable[bytes]) -> Iterator[CopyEnd]:
-    """Yield what the lines of the file say, without those that are torn or not ours."""
+    """Yield the valid lines of the file, parsed; torn and foreign lines are skipped."""
     for line in lines:
         try:
             value = json.loads(line)
@@ -249,14 +250,14 @@ def parse_ends(lines: Iterable[bytes]) -> Iterator[CopyEnd]:
 def copies_done(ends: Iterable[CopyEnd], command: str, copies: int, lines: Sequence[str] | None) -> set[int]:
     """Return the numbers of the copies that are done: with exit code 0, for the same command and the same line.
 
-    ``command`` is its digest. A line that was moved within the file of ``--each`` is known again; one that is there twice
-    is done twice only if two copies have done it.
+    ``command`` is its digest. A line of the ``--each`` file may have moved since. A line that occurs twice is done twice
+    only if two copies have completed it.
     """
     latest = {(end.line, end.copy): end.done for end in ends if end.command == command}
     if lines is None:
         return {number for number in range(copies) if latest.get((None, number), False)}
     times = Counter(line for (line, _), done in latest.items() if done)
-    # One that is where it was is known first: copies of one line differ by their number.
+    # Lines that have not moved are matched first: copies of the same line differ by their number.
     numbers = {number for number, line in enumerate(lines) if latest.get((line, number), False)}
     times.subtract(lines[number] for number in numbers)
     for number, line in enumerate(lines):
@@ -326,12 +327,12 @@ class FarmResults:
         )
 
     def wait_for_left(self, say: Callable[[str], None], asked: Callable[[float], bool]) -> bool:
-        """Wait until no copy of a killed farm with these logs runs any more; return False if the user ends this one first.
+        """Wait until all copies of a killed farm with these logs have ended; return False if the user interrupts the wait.
 
         Raises:
-            InUse: one does not end (code ``logs_in_use``).
+            InUse: a copy does not end (code ``logs_in_use``).
         """
-        deadline, told = time.monotonic() + _LEFT_SECONDS, False
+        deadline, said = time.monotonic() + _LEFT_SECONDS, False
         while pids := self._host.processes.started_with(MARK, self.mark):
             if asked(0.1):
                 return False
@@ -341,8 +342,8 @@ class FarmResults:
                     f"end it: gpushare stop {pids[0]}; or give this farm a directory of its own: --logs OTHER",
                     code="logs_in_use",
                 )
-            if not told:
-                told = True
+            if not said:
+                said = True
                 say(f"waiting for {counted(len(pids), 'process')} of an earlier farm with these logs, being ended")
         return True
 
@@ -833,17 +834,17 @@ class _Farm:
         size, count = self._size or 0, self._options.gpus
         is_known = any(device.memory_total_bytes is not None for device in self._devices.values())
         if alone:
-            # Nothing is known of it. What it holds beyond this counts too, and others may still come.
+            # Its need is unknown: half of what is free. If it holds more, that counts too, and other jobs may still come.
             free = sorted((line.free_bytes for line in self._lines()), reverse=True)[count - 1 :][:1]
             most = min([*(free or [0]), *([] if self._user_limit is None else [self._user_limit])])
             size = max(_LEAST_BYTES, most // 2 // MIB * MIB)
         if not is_known:
-            # Nothing bounds them but how many clients a server takes.
+            # The GPUs do not report their memory: only the number of clients that a server takes is a bound.
             gpu = self._gpu(*self._order([*self._devices])[:count])
             most_clients = self._clients.get(gpu.device.uuid) if count == 1 else 1
             on_each = Counter(uuid for key, each in self._gpus.items() for uuid in key for _ in each.running)
-            here = max(on_each[device.uuid] for device in gpu.devices)
-            return None if most_clients is not None and here >= most_clients else (gpu, None)
+            running = max(on_each[device.uuid] for device in gpu.devices)
+            return None if most_clients is not None and running >= most_clients else (gpu, None)
         place = self._taken(self._request(size))
         return None if place is None else (self._gpu(*place.held), place)
 
@@ -913,7 +914,7 @@ class _Farm:
         lines = {line.device.uuid: line for line in self._lines()}
         fitting: dict[str, int | None] = {}
         for uuid in self._devices:
-            here = sum(len(gpu.running) for key, gpu in self._gpus.items() if uuid in key)
+            running = sum(len(gpu.running) for key, gpu in self._gpus.items() if uuid in key)
             line = lines.get(uuid)
             if line is None or not self._size:
                 fitting[uuid] = self._clients.get(uuid) if count == 1 else 1
@@ -921,7 +922,7 @@ class _Farm:
             bounds = [line.free_bytes // self._size]
             bounds += [] if limit is None else [max(0, limit - line.granted.get(os.geteuid(), 0)) // self._size]
             bounds += [line.free_clients] if line.free_clients is not None and count == 1 else []
-            fitting[uuid] = here + min(bounds)
+            fitting[uuid] = running + min(bounds)
         parallel = self._options.parallel
         return together(copies * count, None if parallel is None else parallel * count, fitting)
 
@@ -1048,7 +1049,7 @@ class _Farm:
         return next((gpu for gpu in self._gpus.values() if number in gpu.running), None)
 
     def _note_peak(self, copy: Copy, peak_bytes: int | None) -> None:
-        """Let the next copies reserve more, if one has used more than was known."""
+        """Note the peak of a copy; if it exceeds what copies reserve, the next copies reserve more."""
         if peak_bytes is None:
             return
         copy.memory_peak_bytes = max(peak_bytes, copy.memory_peak_bytes or 0)
@@ -1072,7 +1073,7 @@ class _Farm:
     # -- memory --------------------------------------------------------------------------------------
 
     def _watch_memory(self) -> None:
-        """Hold each copy to its limit: end those that are above it together, the safe way."""
+        """End all copies above their memory limit together, the safe way."""
         over = self._poll_memory()
         if not over:
             return
@@ -1087,7 +1088,7 @@ class _Farm:
                     self._reporter.news(self._copies[number], f"it cannot be ended: {error.message}; {error.hint}")
 
     def _hurried(self) -> bool:
-        """Look at the memory of the other copies while some end; return whether the user is in a hurry."""
+        """Read the memory of the other copies while some end; return whether to hurry: on a signal, or if memory grows."""
         self._poll_memory()
         running = self._running()
         grow = any(memory.grows() for number in running for memory in self._memories[number])
@@ -1121,10 +1122,10 @@ class _Farm:
         """
         ends: list[Callable[..., Any]] = []
         for gpu in self._gpus.values():
-            here = [number for number in numbers if number in gpu.running]
-            if here and gpu.several is not None:
-                pids = [pid for number in here for pid in (strays or {}).get(number, ())]
-                programs = [gpu.running[number] for number in here]
+            ending = [number for number in numbers if number in gpu.running]
+            if ending and gpu.several is not None:
+                pids = [pid for number in ending for pid in (strays or {}).get(number, ())]
+                programs = [gpu.running[number] for number in ending]
                 ends.append(functools.partial(gpu.several.end, programs, strays=pids))
         if len(ends) == 1:
             ends[0](hurry=hurry)
@@ -1208,7 +1209,7 @@ class _Farm:
             try:
                 self._results.add(copy)
             except OperationFailed as error:
-                # The copies are worth more than the note on them.
+                # A failed write must not end the copies.
                 if not self._unrecorded:
                     self._reporter.say(f"{error.message}; the farm goes on")
                 self._unrecorded.append(copy.copy)
@@ -1217,7 +1218,7 @@ class _Farm:
         self._reporter.ended(copy, again=again)
 
     def _note_limit(self, copy: Copy) -> None:
-        """Say of a copy that was ended for its memory why, whatever its exit code; and leave the ledger."""
+        """Give a copy that was ended for its memory that reason, whatever its exit code, and release its reservation."""
         try:
             for memory in self._memories.get(copy.copy, ()):
                 self._note_peak(copy, memory.peak_bytes)
@@ -1227,8 +1228,8 @@ class _Farm:
         self._leave(copy.copy)
 
     def _interrupt(self) -> None:
-        """End all copies: the user has asked for it, or one has failed and the farm gives up."""
-        # A copy that ended by itself in the meantime keeps its result.
+        """End all copies, because the user asked for it or a copy failed and the farm gives up."""
+        # A copy that has ended by itself keeps its result.
         self._collect()
         for memories in self._memories.values():
             for memory in memories:
@@ -1247,7 +1248,7 @@ def _step(text: str) -> Step:
 
 
 def _end_at_once(ends: Sequence[Callable[..., Any]], hurry: Callable[[], bool]) -> None:
-    """Call all of them at the same time: each waits for its programs. Signals come to this thread only.
+    """Call all ``ends`` in threads, because each waits for its programs. Signals reach this thread only.
 
     Raises:
         GpushareError: the first that failed.

@@ -82,7 +82,7 @@ class PrintedRate:
     higher_is_better: bool = True
 
 
-# Of a longer one `stop` waits so long.
+# The longest grace time for which `stop` waits.
 MOST_GRACE_SECONDS: Final = 3600.0
 
 
@@ -100,7 +100,7 @@ class JobRecord(Kept):
     supervisor: Identity | None = None
     # Of its program, as typed; cut if it is long.
     command: Annotated[str, _is_short] = ""
-    # When it came (seconds since boot).
+    # When the job began to wait or run (seconds since boot).
     since: Past | None = None
     # How it shares its device: as a client of MPS, or outside; with these limits, or this time-slice.
     mps: bool = False
@@ -109,7 +109,7 @@ class JobRecord(Kept):
     slice_us: Count | None = None
     # Its program runs, and waits until the MPS server serves no other user.
     waits: bool = False
-    # What its program has to end after its signal (seconds).
+    # How long its program may take to end after the signal (seconds).
     grace_seconds: Annotated[float, Within(0, MOST_GRACE_SECONDS)] | None = None
     # Of a `PrintedRate`.
     log: str | None = None
@@ -130,7 +130,7 @@ def output_path(host: Host, name: str) -> Path:
 
 
 def aside(output: Path) -> Path:
-    """Return where the output of an earlier job is until the one that replaces it has begun."""
+    """Return where the output of an earlier job is kept until the job that replaces it has begun."""
     return output.with_suffix(".earlier")
 
 
@@ -149,9 +149,9 @@ def write_record(host: Host, record: JobRecord) -> None:
 
 
 def forget_ended(host: Host, just_ended: Container[int] = ()) -> None:
-    """Remove this user's records of jobs that have ended, but those of production jobs, whose peak memory is of use.
+    """Remove this user's records of ended jobs, except production jobs, whose peak memory is still used.
 
-    If their gpushare was killed, how they ended is kept: at an unknown time, or now for the programs ``just_ended``.
+    If the gpushare of a job was killed, its end is recorded here: at an unknown time, or now for programs ``just_ended``.
     """
 
     def is_over(record: JobRecord) -> bool:
@@ -179,7 +179,7 @@ def productions(host: Host) -> list[JobRecord]:
 
 
 def find_record(host: Host, name: str) -> JobRecord | None:
-    """Return the record of the job with this name: the one that runs, else any, or None."""
+    """Return the record of the job with this name, a running one first; None: there is none."""
     named = [record for record in records(host) if record.name == name]
     return next((record for record in named if is_running(host, record)), named[0] if named else None)
 
@@ -419,8 +419,8 @@ class RecordedJob(Part):
             return None
         listed = self.host.nvml.processes(self.device.gpu.index) or ()
         sizes = [process.memory_used_bytes for process in listed if process.pid in self._seen]
-        told = [size for size in sizes if size is not None]
-        return sum(told) if told else None
+        known_sizes = [size for size in sizes if size is not None]
+        return sum(known_sizes) if known_sizes else None
 
     def close(self, *, program_lives: bool = False) -> None:
         """Name this gpushare in the record again: the program may start once more, and until `forget` it is a job."""
@@ -443,9 +443,9 @@ class RecordedJob(Part):
 def farm_job(
     host: Host, device: Device, name: str | None, command: Sequence[str]
 ) -> Iterator[Callable[[int, int | None], None]]:
-    """Let this gpushare, which runs many copies of a program meanwhile, be a job; without a name it is made.
+    """List this gpushare as a job while it runs many copies of a program; without a name one is made.
 
-    Yield what is to be told its exit code, and the peak memory of a copy (bytes; None: unknown).
+    Yields a function that takes the exit code, and the peak memory of a copy (bytes; None: unknown).
 
     Raises:
         InUse: a job of this name runs (code ``name_in_use``).
@@ -505,7 +505,7 @@ def running_record(host: Host, text: str) -> JobRecord | None:
     def is_meant(record: JobRecord) -> bool:
         if number is None:
             return record.name == text
-        # A PID may be another process's by now, or what somebody else has written.
+        # The PID of a record may have been reused, or be forged by its writer: compare the start times.
         if process is None:
             return record.pid == number
         return process in {Identity(record.pid, record.started), record.supervisor}
@@ -542,7 +542,7 @@ def find_job(host: Host, text: str) -> Job:
 
 
 def job_of(host: Host, process: Identity, name: str | None, record: JobRecord | None = None) -> Job:
-    """Return a process as a job; its gpushare tells whose it is if it has just ended, or is about to begin."""
+    """Return a process as a job. If it has just ended or not yet begun, its user is that of its gpushare."""
     info = host.processes.describe(process.pid)
     if info is None and record is not None and record.supervisor is not None:
         info = host.processes.describe(record.supervisor.pid)
@@ -566,10 +566,10 @@ def no_job_error(host: Host, text: str) -> NotFound:
 
 
 def consent_to(host: Host, job: Job, action: str, pids: Iterable[int] = ()) -> tuple[Loss, ...]:
-    """Return what to ask before a job is touched: nothing for this user's own; root is asked for other users'.
+    """Return what to ask before a job is touched: nothing for the user's own jobs; root is asked for other users' jobs.
 
-    ``action`` is a verb with s: ``pauses``. ``pids`` are the processes that will be touched: those of a service of root
-    may belong to others.
+    ``action`` is a verb with s: ``pauses``. ``pids`` are the processes that will be touched: the processes of a root
+    service may belong to other users.
 
     Raises:
         NoPermission: it, or one of the processes, belongs to another user, and this is not root.
@@ -611,7 +611,7 @@ def _owner(uid: int | None, user: str | None) -> str:
 
 
 def _foreign(host: Host, action: str, pids: Iterable[int], but: int | None = None) -> tuple[Loss, ...]:
-    """Return one loss for each user but this one, and the one who was named, that processes belong to."""
+    """Return one loss for each owner of these processes, except this user and ``but``."""
     owners: dict[int | None, tuple[str, list[int]]] = {}
     for pid in sorted(pids):
         info = host.processes.describe(pid)

@@ -85,7 +85,7 @@ class _Present:
         self._paused: dict[int, PausedJob] = {}
         self._swaps: dict[int, Swap] = {}
         self._slices: dict[int, int] = {}
-        # What reads a kind of record is loaded where there is one: most hosts have none.
+        # Import the reader of a kind of record only if there are such records: most hosts have none.
         if has_records(host, "pause"):
             from gpushare.pause import record as pauses
 
@@ -130,14 +130,15 @@ class _Present:
     def _job(self, pid: int, record: JobRecord | None, processes: Sequence[_OnGpu]) -> ListedJob:
         """Return a job by its first process; without a record, what gpushare did not start, or whose record is gone."""
         swap, pause = self._swaps.get(pid), self._paused.get(pid)
-        # The snapshot has most of it; one that has ended since is still told by its name.
+        # The snapshot may still name a process that has ended since.
         seen = next((each.process for each in processes if each.process.pid == pid and each.process.name), None)
         info = seen or self._host.processes.describe(pid)
         if record is not None:
             devices = [self._devices[uuid] for uuid in record.devices if uuid in self._devices]
         else:
-            there = self._devices.get(swap.gpu_uuid) if swap is not None else None
-            devices = [device for device in [processes[0].device if processes else there] if device is not None]
+            swapped_from = self._devices.get(swap.gpu_uuid) if swap is not None else None
+            device = processes[0].device if processes else swapped_from
+            devices = [] if device is None else [device]
         mig = devices[0].mig if devices else None
         began = None if record is None else record.since
         state, since = self._state(pid, _age(info) if began is None else uptime() - began)
@@ -148,7 +149,7 @@ class _Present:
         mps = any(process.process.mps for process in processes)
         mps = mps or (record.mps if record is not None else info is not None and is_server(info.name))
         slices = {process.process.slice_us for process in processes if process.process.slice_us is not None}
-        # Without a process on the GPU a job holds nothing there.
+        # A job without a process on the GPU holds no memory there; blind: it is not known.
         blind = (not devices or devices[0].gpu.processes is None) if record is not None else swap is None
         given = None if record is None else self._slices.get(pid, record.slice_us)
         if record is not None:

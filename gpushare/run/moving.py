@@ -298,9 +298,9 @@ class Mover:
         swap = find_swap(self._host, wish.job.pid, wish.job.name)
         if swap is None or swap.state != BACK or swap.gpu_uuid == wish.source.uuid:
             return
-        there = self._of(swap.gpu_uuid, wish.job)
+        present_gpu = self._of(swap.gpu_uuid, wish.job)
         back, _ = self._record(wish.job)
-        self._carry(_Move(job=wish.job, swap=back, source=there, candidates=(wish.source,)))
+        self._carry(_Move(job=wish.job, swap=back, source=present_gpu, candidates=(wish.source,)))
 
     @contextlib.contextmanager
     def _reserved(self, wish: _Move) -> Iterator[Gpu]:

@@ -113,8 +113,8 @@ class Activity:
 
     def _busy_on_the_gpu(self, at: float) -> bool:
         # A sample taken right after work seen on the CPU still covers that work.
-        told = min(_SAMPLE_SECONDS, at - self._cpu_active_at - _SAMPLE_SECONDS)
-        samples = samples_since(self._host.nvml, self._device.gpu.index, self._wall() - told) if told > 0 else None
+        window = min(_SAMPLE_SECONDS, at - self._cpu_active_at - _SAMPLE_SECONDS)
+        samples = samples_since(self._host.nvml, self._device.gpu.index, self._wall() - window) if window > 0 else None
         return any(percent > 0 and pid in self._family for pid, percent in samples or ())
 
 
@@ -149,8 +149,9 @@ class ProductionJob:
 
     def lives(self) -> bool:
         """Return whether it runs. If it was started again under its name, follow the new process."""
-        here = self._host.processes.identity(self.pid) == (self.pid, self.started)
-        return here or (self.name is not None and self._follow(self.name))
+        if self._host.processes.identity(self.pid) == (self.pid, self.started):
+            return True
+        return self.name is not None and self._follow(self.name)
 
     def _follow(self, name: str) -> bool:
         record = find_record(self._host, name)

@@ -86,9 +86,9 @@ class Progress:
 
     def _is_current(self) -> bool:
         with contextlib.suppress(OSError):
-            there, ours = os.lstat(self.path), os.fstat(self._file or 0)
-            return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
-        # Moved away, and not made again yet: production still writes to the one that we have.
+            present, opened = os.lstat(self.path), os.fstat(self._file or 0)
+            return (present.st_dev, present.st_ino) == (opened.st_dev, opened.st_ino)
+        # Moved away and not created again yet: production still writes to the open file.
         return True
 
     def _new_lines(self) -> list[bytes]:

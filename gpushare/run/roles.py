@@ -53,10 +53,10 @@ def spared_process(host: Host, device: Device, target: str | None) -> Production
         if production is None or not is_running(host, production):
             return None
         if device.uuid not in production.devices:
-            there = next(iter(production.devices), "-")
+            other_device = next(iter(production.devices), "-")
             raise BadUsage(
-                f"'{production.name}' runs on another device, {there}, not on {device.title}",
-                f"run this job there: -g {there}; or drop --for",
+                f"'{production.name}' runs on another device, {other_device}, not on {device.title}",
+                f"run this job there: -g {other_device}; or drop --for",
                 code="other_device",
             )
         name = production.name
@@ -103,11 +103,11 @@ def living_productions(host: Host, device: Device) -> list[JobRecord]:
 
 def place_of_production(host: Host, gpus: Sequence[Gpu], target: str) -> str | None:
     """Return the UUID of the device on which the job of this name or PID runs; None: none is known to."""
-    there = {gpu.uuid for gpu in gpus} | {each.uuid for gpu in gpus for each in gpu.mig_instances}
+    uuids = {gpu.uuid for gpu in gpus} | {each.uuid for gpu in gpus for each in gpu.mig_instances}
     jobs = (
         record
         for record in records(host)
-        if target in {record.name, str(record.pid)} and record.devices and there.issuperset(record.devices)
+        if target in {record.name, str(record.pid)} and record.devices and uuids.issuperset(record.devices)
     )
     return next((record.devices[0] for record in jobs if is_running(host, record)), None)
 
@@ -119,9 +119,9 @@ def find_spared(host: Host, device: Device, target: str | None) -> JobRecord | N
         return living[0] if len(living) == 1 else None
     pid = pid_of(target)
     if pid is not None:
-        # Any other process: there is no record of it.
-        here = (record for record in records(host) if record.pid == pid and device.uuid in record.devices)
-        return next((record for record in here if is_running(host, record)), None)
+        # A PID may also be a process that gpushare has not started: then there is no record.
+        matching = (record for record in records(host) if record.pid == pid and device.uuid in record.devices)
+        return next((record for record in matching if is_running(host, record)), None)
     named = find_record(host, check_job_name(target))
     if named is None and find_tuned(host, target) is None:
         raise NotFound(
@@ -151,8 +151,9 @@ def spare(host: Host, device: Device, given: Limits, target: str | None, *, way:
     for_it = _tuned_for(host, production, target)
     tuned = for_it if for_it is not None and for_it.way == way else None
     living = living_productions(host, device)
-    told = tuned is None and (given.threads_percent is not None or way is Way.SLICES)
-    notes = [] if told else _where_it_was_tuned(host, device, tuned)
+    # Limits that the user gave, and slices, need no tuning.
+    needs_tuning = tuned is not None or (given.threads_percent is None and way is not Way.SLICES)
+    notes = _where_it_was_tuned(host, device, tuned) if needs_tuning else []
     if target is None and len(living) > 1:
         notes.append(
             f"production jobs here: {', '.join(job.name for job in living)}; to use the tuning for one of them: --for NAME"

@@ -456,5 +456,5 @@ def peak_memory(host: Host, device: Device, program: Program) -> int | None:
         return None
     tree = set(host.processes.descendants(program.pid))
     sizes = [process.memory_used_bytes for process in listed if process.pid in tree]
-    told = [size for size in sizes if size is not None]
-    return sum(told) if told and len(told) == len(sizes) else None
+    known_sizes = [size for size in sizes if size is not None]
+    return sum(known_sizes) if known_sizes and len(known_sizes) == len(sizes) else None

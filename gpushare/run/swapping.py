@@ -414,8 +414,10 @@ class ForProduction(Policy):
         # Where nobody stays, a job may need all of the GPU.
         margin = 0.0
         if look.others_stay:
-            there = moved(look.held_bytes).in_seconds + self.quiet_seconds + most_out_seconds(look.held_bytes)
-            margin = 2 * self.margin_bytes + self._growth() * there
+            round_trip_seconds = (
+                moved(look.held_bytes).in_seconds + self.quiet_seconds + most_out_seconds(look.held_bytes)
+            )
+            margin = 2 * self.margin_bytes + self._growth() * round_trip_seconds
         if look.production_waits or look.free_bytes < look.held_bytes + margin:
             self._free_since = None
             return False
@@ -603,11 +605,13 @@ class Swapping(Part):
     def _target(self, look: Look) -> Device | None:
         """Return the GPU with the most room for all that this job has reserved; None: none has it."""
         gpus = self._host.nvml.sweep()
-        here = next((gpu for gpu in gpus if gpu.uuid == self._device.uuid), None)
-        if here is None:
+        present_gpu = next((gpu for gpu in gpus if gpu.uuid == self._device.uuid), None)
+        if present_gpu is None:
             return None
         ledger = reservations(self._host) or []
-        usable = [gpu for gpu in targets(here, gpus) if lease_of_others(self._host, gpu.uuid, self._limits) is None]
+        usable = [
+            gpu for gpu in targets(present_gpu, gpus) if lease_of_others(self._host, gpu.uuid, self._limits) is None
+        ]
         lines = lines_of(self._host, [Device(gpu=gpu) for gpu in usable], ledger, limits=self._limits)
         best = max(lines.values(), key=lambda line: line.free_bytes, default=None)
         need = max(look.held_bytes, self._asked.memory_bytes or look.held_bytes) + GPU_MARGIN_BYTES
@@ -657,7 +661,7 @@ class Swapping(Part):
             self._place.tell_that_it_stays()
 
     def _read(self, now: float) -> Look:
-        # Before the GPU: of a job that leaves between the two, the place still counts and its memory is free.
+        # Read the ledger before the GPU: if a job leaves in between, its reservation still counts and its memory is free.
         ledger = reservations(self._host) or []
         gpu = self._host.nvml.gpu(self._device.gpu.index)
         family = set(self._host.processes.descendants(self._pid))
@@ -668,7 +672,7 @@ class Swapping(Part):
         waiting = [
             job
             for job in ledger
-            # What can never come is nothing to make room for.
+            # No room is made for a job that can never fit.
             if job.waits
             and self._device.uuid in job.keys
             and (job.memory_bytes or 0) <= total
@@ -676,14 +680,14 @@ class Swapping(Part):
         ]
         own = None if self._place is None else self._place.claim.path.name
         others = [job for job in waiting if job.id != own]
-        # What others call production is not ours.
+        # Other users' production jobs do not count, except root's.
         production = [job for job in others if job.production and job.claim.uid in {0, self._host.uid}]
         line = line_of(self._host, Device(gpu=gpu), ledger, limits=self._limits)
         later = 0 if line is None else self._later_bytes(line, own)
         self._makes_room_for = next(
             (job for job in others if self._movable and line is not None and _comes_if_gone(job, line, own)), None
         )
-        there = [process.pid for process in mine] if self._swap is None else [pid for pid, _, _ in self._swap.images]
+        pids = [process.pid for process in mine] if self._swap is None else [pid for pid, _, _ in self._swap.images]
         return Look(
             now=now,
             since=self._since,
@@ -698,7 +702,7 @@ class Swapping(Part):
             production_needs=self._is_needed(production, line, later),
             others_stay=line is None or _others_stay(self._host, gpu, line, family),
             later_bytes=later,
-            main_cpu={pid: main_thread_time(pid) for pid in there},
+            main_cpu={pid: main_thread_time(pid) for pid in pids},
             next_bytes=self._next_bytes([job for job in others if line is not None and _can_come(job, line)]),
         )
 

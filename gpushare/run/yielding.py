@@ -89,11 +89,11 @@ class Yielding:
     def _wait(self, *, first: bool) -> None:
         """Wait until production has been quiet for long enough; at first, only until it is known to rest."""
         part, since = YieldToProduction(self.production, self.clock), self.clock()
-        quiet, told = (_FIRST_QUIET_SECONDS if first else self._quiet), not first
+        quiet, said = (_FIRST_QUIET_SECONDS if first else self._quiet), not first
         while self.clock() - since < quiet:
             if part.works():
                 since = self.clock()
-                if not told:
-                    told = True
+                if not said:
+                    said = True
                     self.say(f"waits until {self.title} rests")
             self.sleep(_TICK_SECONDS)
