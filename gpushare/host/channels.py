@@ -661,7 +661,7 @@ def _scan(opened: Mapping[int, _File], pid: int | None, newest: int | None, dead
             break
     if sum(len(group.channels) for group in groups) > _MOST_CHANNELS:
         raise Refused("too_many")
-    return _own_groups(groups, opened, pid, complete=complete, strange=unusual_status)
+    return _own_groups(groups, opened, pid, complete=complete, unusual_status=unusual_status)
 
 
 def _own_groups(

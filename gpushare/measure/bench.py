@@ -221,8 +221,8 @@ class Bench:
                     tries[cell] = _TRIES if run.result.hung else tries.get(cell, 0) + 1
             measurement.rounds_done = number
 
-    def _say(self, done: int, total: int, doing: str, left: float | None) -> None:
-        self._progress(doing, done, total, left)
+    def _say(self, done: int, total: int, doing: str, seconds_left: float | None) -> None:
+        self._progress(doing, done, total, seconds_left)
 
     def _left(self, rest: Sequence[Cell], number: int) -> float:
         later = schedule(self._settings) * (self._settings.repeat - number)
@@ -250,19 +250,23 @@ class Bench:
             reason = (
                 f"{copies} copies need {format_bytes(peak * copies)}, {self._device.title} has {format_bytes(total)}"
             )
-            names = [one for one in self._settings.cells if measured_as(one, self._settings) == cell]
-            self.measurement.left_out += [LeftOut(way=one.name, copies=number, reason=reason) for one, number in names]
+            requested = [each for each in self._settings.cells if measured_as(each, self._settings) == cell]
+            self.measurement.left_out += [
+                LeftOut(way=way.name, copies=copies, reason=reason) for way, copies in requested
+            ]
         return kept
 
     def _sliceable(self, cells: list[Cell]) -> list[Cell]:
         """Leave out the time-slices if that of the first copy could not be read and set."""
         if self._unsliced is None:
             return cells
-        left = [cell for cell in self._settings.cells if cell[0].kind is Way.SLICES]
-        if len(left) == len(self._settings.cells):
+        unsliced_cells = [cell for cell in self._settings.cells if cell[0].kind is Way.SLICES]
+        if len(unsliced_cells) == len(self._settings.cells):
             raise self._unsliced
         reason = f"{self._unsliced.message}; {self._unsliced.hint}"
-        self.measurement.left_out += [LeftOut(way=way.name, copies=copies, reason=reason) for way, copies in left]
+        self.measurement.left_out += [
+            LeftOut(way=way.name, copies=copies, reason=reason) for way, copies in unsliced_cells
+        ]
         return [cell for cell in cells if cell[0].kind is not Way.SLICES]
 
     def _run(self, number: int, cell: Cell) -> RunResult:
@@ -356,7 +360,7 @@ def throughput(way: BenchWay, result: CopiesResult, metric: Metric) -> float | N
         return None
     if not metric.printed:
         return len(result.copies) / result.seconds
-    values = [(one.value, one.seconds) for one in result.copies if one.value is not None]
+    values = [(copy.value, copy.seconds) for copy in result.copies if copy.value is not None]
     if way.kind is not Way.WHOLE:
         return metric.together([value for value, _ in values])
     total = sum(seconds for _, seconds in values)
@@ -372,8 +376,8 @@ def _title(cell: Cell) -> str:
 
 
 def _broken(run: RunResult, settings: Settings) -> OperationFailed:
-    silent = settings.metric.printed and all(one.value is None and not one.exit_code for one in run.result.copies)
-    last = next((one.last_line for one in run.result.copies if one.last_line), None)
+    silent = settings.metric.printed and all(copy.value is None and not copy.exit_code for copy in run.result.copies)
+    last = next((copy.last_line for copy in run.result.copies if copy.last_line), None)
     if silent and last is not None:
         hint = f"let --metric match what it prints; its last line: {last}"
     elif silent and run.result.hung:
@@ -395,9 +399,10 @@ def _nothing_done() -> OperationFailed:
 
 def cells_of(measurement: Measurement) -> Iterator[tuple[Cell, list[RunResult]]]:
     """Yield every requested cell that is not left out, with its runs."""
-    left = {(one.way, one.copies) for one in measurement.left_out}
+    left_out = {(cell.way, cell.copies) for cell in measurement.left_out}
     for cell in measurement.settings.cells:
-        if (cell[0].name, cell[1]) not in left:
+        way, copies = cell
+        if (way.name, copies) not in left_out:
             yield cell, measurement.of(cell)
 
 
@@ -436,9 +441,9 @@ def prepare(host: Host, device: Device, request: BenchRequest) -> Prepared:
     check_program(request.argv[0])
     why = reasons(host, device, request.argv[0])
     alone = _alone(why, {way.kind for way in request.ways})
-    profiles = Counter(one.profile for one in device.gpu.mig_instances)
+    profiles = Counter(instance.profile for instance in device.gpu.mig_instances)
     instances = max(profiles.values(), default=0)
-    cells, left = sort_out(
+    cells, left_out = sort_out(
         request.ways,
         request.copies,
         why,
@@ -446,7 +451,7 @@ def prepare(host: Host, device: Device, request: BenchRequest) -> Prepared:
         more=lambda way, copies: _too_few(copies, instances) if way.kind is Way.MIG and copies > instances else None,
     )
     if alone is None or not cells:
-        reason = "; ".join(dict.fromkeys(f"{one.way}: {one.reason}" for one in left)) or "none was given"
+        reason = "; ".join(dict.fromkeys(f"{cell.way}: {cell.reason}" for cell in left_out)) or "none was given"
         raise NotSupported(
             f"none of these ways can run on {device.title}: {reason}", "see: gpushare doctor", code="no_way"
         )
@@ -463,7 +468,7 @@ def prepare(host: Host, device: Device, request: BenchRequest) -> Prepared:
     )
     uncapped = any(way.kind is Way.MPS and way.cap(copies) is None for way, copies in schedule(settings))
     notes = default_limit(host, device) if uncapped else ()
-    return Prepared(settings=settings, left_out=left, why=why, notes=(*notes, *_clients_all(device, settings)))
+    return Prepared(settings=settings, left_out=left_out, why=why, notes=(*notes, *_clients_all(device, settings)))
 
 
 def _clients_all(device: Device, settings: Settings) -> tuple[str, ...]:
@@ -502,8 +507,8 @@ def _alone(why: Reasons, wanted: set[str]) -> BenchWay | None:
 
 
 def _too_few(copies: int, instances: int) -> str:
-    there = f"there {'is' if instances == 1 else 'are'} {instances}"
-    return f"{format_copies(copies)} need {counted(copies, 'free MIG instance')} of one profile, and {there}"
+    have = f"there {'is' if instances == 1 else 'are'} {instances}"
+    return f"{format_copies(copies)} need {counted(copies, 'free MIG instance')} of one profile, and {have}"
 
 
 def plan_bench(host: Host, device: Device, prepared: Prepared) -> tuple[Step, ...]:
@@ -519,7 +524,7 @@ def measure(
     progress: Callable[[str, int, int, float | None], None] = lambda *_: None,
 ) -> tuple[Measurement, int | None]:
     """Measure, and return what was measured and the signal that ended it early, if one did."""
-    settings, left = prepared.settings, list(prepared.left_out)
+    settings, left_out = prepared.settings, list(prepared.left_out)
     wanted = max((copies for way, copies in settings.cells if way.kind is Way.MIG), default=0)
     if settings.alone.kind is Way.MIG:
         wanted = max(wanted, 1)
@@ -531,7 +536,7 @@ def measure(
         with Experiment(host, grounds) as experiment:
             settings, more = _with_instances(settings, len(grounds.instances))
             bench = Bench(host, device, settings, experiment, signals, progress)
-            bench.measurement.left_out += [*left, *unset, *more]
+            bench.measurement.left_out += [*left_out, *unset, *more]
             measurement = bench.go()
     measurement.seconds = time.monotonic() - started
     return measurement, signals.first if measurement.interrupted else None
@@ -561,5 +566,5 @@ def _with_instances(settings: Settings, free: int) -> tuple[Settings, list[LeftO
         raise NotSupported(
             "no MIG instance is free", "see what uses them: gpushare mig status", code="no_free_instance"
         )
-    left = [LeftOut(way=way.name, copies=copies, reason=_too_few(copies, free)) for way, copies in short]
-    return replace(settings, cells=kept), left
+    left_out = [LeftOut(way=way.name, copies=copies, reason=_too_few(copies, free)) for way, copies in short]
+    return replace(settings, cells=kept), left_out

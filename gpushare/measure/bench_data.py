@@ -128,38 +128,38 @@ def speeds(runs: Iterable[RunResult], metric: Metric) -> list[float]:
 
 
 def _slowdowns(runs: Sequence[RunResult], alone: Sequence[RunResult], metric: Metric, *, finite: bool) -> list[float]:
-    """Return by what factor each copy was slower than one alone, over all runs; empty if one made no progress.
+    """Return by what factor each copy was slower than one alone, over all runs.
 
-    No factor expresses that; the fairness is then 0.
+    Empty if a copy made no progress: no factor expresses that, and the fairness is 0.
     """
 
     def speed(run: RunResult) -> list[float]:
         if metric.printed:
             # One process prints the sum of its streams.
             parts = run.copies if run.way in IN_ONE_OPTIONS else 1
-            speeds = [metric.speed(one.value) if one.value else one.value for one in run.result.copies]
+            speeds = [metric.speed(copy.value) if copy.value else copy.value for copy in run.result.copies]
             return [speed / parts for speed in speeds if speed is not None]
-        return [1 / one.seconds for one in run.result.copies if one.seconds > 0] if finite else []
+        return [1 / copy.seconds for copy in run.result.copies if copy.seconds > 0] if finite else []
 
-    # In time per unit of work, so that the mean of one copy alone is 1.
+    # In time per unit of work, so that the slowdown of one copy alone has a mean of 1.
     base = mean_known([1 / value for run in alone if run.throughput is not None for value in speed(run) if value > 0])
-    found = [value for run in runs for value in speed(run)]
-    if base is None or (metric.higher_is_better and not all(found)):
+    speeds_of_copies = [value for run in runs for value in speed(run)]
+    if base is None or (metric.higher_is_better and not all(speeds_of_copies)):
         return []
-    return [1 / value / base for value in found if value > 0]
+    return [1 / value / base for value in speeds_of_copies if value > 0]
 
 
 def _fairness(runs: Sequence[RunResult], metric: Metric) -> float | None:
     """Return the speed of the slowest copy over that of the fastest, as the mean over the runs; None for one copy."""
-    found = []
+    fairness = []
+    # A copy that printed a rate of 0 was starved; a time of 0 is invalid.
+    zero_counts = metric.printed and metric.higher_is_better
     for run in runs:
-        own = [one.value if metric.printed else one.seconds for one in run.result.copies]
-        # A copy that printed a rate of 0 was starved; a time of 0 is invalid.
-        starved = metric.printed and metric.higher_is_better
-        numbers = [value for value in own if value or (starved and value == 0)]
+        values = [copy.value if metric.printed else copy.seconds for copy in run.result.copies]
+        numbers = [value for value in values if value or (zero_counts and value == 0)]
         if len(numbers) > 1 and any(numbers):
-            found.append(min(numbers) / max(numbers))
-    return mean_known(found)
+            fairness.append(min(numbers) / max(numbers))
+    return mean_known(fairness)
 
 
 def _joules(run: RunResult, metric: Metric) -> float | None:
@@ -177,25 +177,25 @@ def _joules(run: RunResult, metric: Metric) -> float | None:
 
 
 def _latency(runs: Sequence[RunResult], percent: int) -> float | None:
-    pooled = [value for run in runs for one in run.result.copies for value in one.latencies]
+    copies = [copy for run in runs for copy in run.result.copies]
+    pooled = [value for copy in copies for value in copy.latencies]
     if pooled:
         return percentile(pooled, percent)
-    own = [one.p50 if percent == 50 else one.p99 for run in runs for one in run.result.copies]
-    # Each copy summed up its own: take the median, and the worst of the tails.
-    known = [value for value in own if value is not None]
-    return (percentile(known, 50) if percent == 50 else max(known)) if known else None
+    # The copies printed percentiles only: take the median of the p50, the worst p99.
+    printed = [copy.p50 if percent == 50 else copy.p99 for copy in copies]
+    values = [value for value in printed if value is not None]
+    return (percentile(values, 50) if percent == 50 else max(values)) if values else None
 
 
 def picks(measurement: Measurement, verdicts: Sequence[CellVerdict]) -> list[Pick]:
     """Return the answer for every number of copies measured under at least two different ways."""
-    found = []
+    chosen = []
     for copies in sorted({verdict.copies for verdict in verdicts}):
-        all_of_it = [one for one in verdicts if one.copies == copies]
-        here = [one for one in all_of_it if one.throughput is not None and not one.failures]
-        left = sum(one.throughput is None and not one.failures for one in all_of_it)
-        if len({_measured(measurement, one) for one in here}) > 1:
-            found.append(_chosen(measurement, here, left))
-    return found
+        candidates = [verdict for verdict in verdicts if verdict.copies == copies and not verdict.failures]
+        measured = [verdict for verdict in candidates if verdict.throughput is not None]
+        if len({_measured(measurement, verdict) for verdict in measured}) > 1:
+            chosen.append(_chosen(measurement, measured, len(candidates) - len(measured)))
+    return chosen
 
 
 def _measured(measurement: Measurement, verdict: CellVerdict) -> tuple[str, int]:
@@ -203,9 +203,9 @@ def _measured(measurement: Measurement, verdict: CellVerdict) -> tuple[str, int]
     return way.name, copies
 
 
-def _chosen(measurement: Measurement, verdicts: Sequence[CellVerdict], left: int) -> Pick:
+def _chosen(measurement: Measurement, verdicts: Sequence[CellVerdict], open_ways: int) -> Pick:
     metric = measurement.settings.metric
-    by_speed = sorted(verdicts, key=lambda one: (-_speed(one, metric), one.way.order))
+    by_speed = sorted(verdicts, key=lambda verdict: (-_speed(verdict, metric), verdict.way.order))
     best = by_speed[0]
     same, certain = [], True
     for other in by_speed[1:]:
@@ -213,9 +213,10 @@ def _chosen(measurement: Measurement, verdicts: Sequence[CellVerdict], left: int
         certain = certain and different is not None
         if different is False:
             same.append(other)
-    near = [one for one in same if _speed(one, metric) >= (1 - _NEAR) * _speed(best, metric)]
-    chosen = min([best, *near], key=lambda one: one.way.order)
-    base = next((one for name in ("timeslice", "queue") for one in verdicts if one.way.name == name), None)
+    near = [verdict for verdict in same if _speed(verdict, metric) >= (1 - _NEAR) * _speed(best, metric)]
+    chosen = min([best, *near], key=lambda verdict: verdict.way.order)
+    bases = [verdict for name in ("timeslice", "queue") for verdict in verdicts if verdict.way.name == name]
+    base = bases[0] if bases else None
     gain = None
     if base is not None:
         gain = ratio(_speeds(measurement, chosen), _speeds(measurement, base))
@@ -223,10 +224,10 @@ def _chosen(measurement: Measurement, verdicts: Sequence[CellVerdict], left: int
         copies=best.copies,
         best=best.way,
         chosen=chosen.way,
-        same=tuple(one.way for one in sorted(same, key=lambda one: one.way.order)),
-        certain=certain and not left,
+        same=tuple(sorted((verdict.way for verdict in same), key=lambda way: way.order)),
+        certain=certain and not open_ways,
         ways=len(verdicts),
-        open_ways=left,
+        open_ways=open_ways,
         gain=gain,
         over=None if base is None else base.way.name,
     )
@@ -236,30 +237,30 @@ def _speed(verdict: CellVerdict, metric: Metric) -> float:
     return 0.0 if verdict.throughput is None else metric.speed(verdict.throughput.mean)
 
 
-def _differ(measurement: Measurement, one: CellVerdict, other: CellVerdict) -> bool | None:
-    if _measured(measurement, one) == _measured(measurement, other):
+def _differ(measurement: Measurement, verdict: CellVerdict, other: CellVerdict) -> bool | None:
+    if _measured(measurement, verdict) == _measured(measurement, other):
         return False
-    if one.throughput is None or other.throughput is None:
+    if verdict.throughput is None or other.throughput is None:
         return None
     metric = measurement.settings.metric
     # A way that made no progress has a speed of 0.
-    if abs(_speed(one, metric) - _speed(other, metric)) < _NOTHING * _speed(other, metric):
+    if abs(_speed(verdict, metric) - _speed(other, metric)) < _NOTHING * _speed(other, metric):
         return False
-    return differ(one.throughput, other.throughput)
+    return differ(verdict.throughput, other.throughput)
 
 
 def _speeds(measurement: Measurement, verdict: CellVerdict) -> list[float]:
     return speeds(measurement.of((verdict.way, verdict.copies)), measurement.settings.metric)
 
 
-def overall(measurement: Measurement, found: Sequence[Pick]) -> Pick | None:
+def overall(measurement: Measurement, picks_of_all: Sequence[Pick]) -> Pick | None:
     """Return the pick with the highest throughput of all."""
     metric = measurement.settings.metric
 
     def speed(pick: Pick) -> float:
         return mean_known(speeds(measurement.of((pick.chosen, pick.copies)), metric)) or 0.0
 
-    return max(found, key=speed, default=None)
+    return max(picks_of_all, key=speed, default=None)
 
 
 KIND = "gpushare bench"
@@ -284,7 +285,7 @@ def bench_data(header: Header, measurement: Measurement) -> dict[str, Any]:
     """Return all of a benchmark as JSON types: figures per cell, the answer, and every single run."""
     settings, device = measurement.settings, header.device
     verdicts = judge(measurement)
-    found = picks(measurement, verdicts)
+    picks_of_all = picks(measurement, verdicts)
     return {
         "kind": KIND,
         "host": header.host,
@@ -305,14 +306,14 @@ def bench_data(header: Header, measurement: Measurement) -> dict[str, Any]:
         "repeat": settings.repeat,
         "rounds": measurement.rounds_done,
         "alone": {**_cell(alone_verdict(measurement), None), **_use_alone(measurement)},
-        "cells": [_cell(one, _pick_of(found, one)) for one in verdicts],
-        "picks": [_pick(one) for one in found],
-        "best": _pick(overall(measurement, found)),
-        "left_out": [{"way": one.way, "copies": one.copies, "reason": one.reason} for one in measurement.left_out],
+        "cells": [_cell(verdict, _pick_of(picks_of_all, verdict)) for verdict in verdicts],
+        "picks": [_pick(pick) for pick in picks_of_all],
+        "best": _pick(overall(measurement, picks_of_all)),
+        "left_out": [{"way": cell.way, "copies": cell.copies, "reason": cell.reason} for cell in measurement.left_out],
         "others": sorted({pid for run in measurement.runs for pid in run.usage.others}),
         "other_names": {str(pid): name for run in measurement.runs for pid, name in run.usage.other_names.items()},
         "notes": list(header.notes),
-        "runs": [_run(one) for one in measurement.runs],
+        "runs": [_run(run) for run in measurement.runs],
     }
 
 
@@ -332,8 +333,8 @@ def _reason(measurement: Measurement) -> str:
     return "interrupted" if measurement.interrupted else "finished"
 
 
-def _pick_of(found: Sequence[Pick], verdict: CellVerdict) -> Pick | None:
-    return next((one for one in found if one.copies == verdict.copies), None)
+def _pick_of(picks_of_all: Sequence[Pick], verdict: CellVerdict) -> Pick | None:
+    return next((pick for pick in picks_of_all if pick.copies == verdict.copies), None)
 
 
 def _cell(verdict: CellVerdict, pick: Pick | None) -> dict[str, Any]:
@@ -373,7 +374,7 @@ def _pick(pick: Pick | None) -> dict[str, Any] | None:
         "way": pick.chosen.name,
         "threads_percent": pick.chosen.cap(pick.copies),
         "fastest": pick.best.name,
-        "no_difference": [one.name for one in pick.same],
+        "no_difference": [way.name for way in pick.same],
         "certain": pick.certain,
         "ways": pick.ways,
         "open_ways": pick.open_ways,
@@ -418,16 +419,16 @@ def _run(run: RunResult) -> dict[str, Any]:
         "invalid": run.invalid,
         "results": [
             {
-                "copy": one.copy,
-                "pid": one.pid,
-                "seconds": _rounded(one.seconds),
-                "exit_code": one.exit_code,
-                "value": _rounded(one.value),
-                "latency_p50": _rounded(one.p50),
-                "latency_p99": _rounded(one.p99),
-                "failure": one.failure,
+                "copy": copy.copy,
+                "pid": copy.pid,
+                "seconds": _rounded(copy.seconds),
+                "exit_code": copy.exit_code,
+                "value": _rounded(copy.value),
+                "latency_p50": _rounded(copy.p50),
+                "latency_p99": _rounded(copy.p99),
+                "failure": copy.failure,
             }
-            for one in run.result.copies
+            for copy in run.result.copies
         ],
     }
 
@@ -474,10 +475,10 @@ def read_bench(text: str) -> dict[str, Any]:
     )
     try:
         with open(text, "rb") as file:
-            said = file.read(_MOST_BYTES + 1)
-        if len(said) > _MOST_BYTES:
+            content = file.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
             raise wrong
-        raw = json.loads(said.decode())
+        raw = json.loads(content.decode())
     except FileNotFoundError:
         raise NotFound(f"file {text} does not exist", "check the spelling", code="no_file") from None
     except OSError as error:
@@ -574,11 +575,11 @@ def _change(now: Mapping[str, Any], then: Mapping[str, Any], *, higher: bool) ->
 
 def _use_alone(measurement: Measurement) -> dict[str, float | None]:
     """Return how much of the GPU one copy alone used, in percent; None: unknown, or other programs were there."""
-    used = [run.usage for run in _alone(measurement) if run.throughput is not None and not run.usage.others]
+    usages = [run.usage for run in _alone(measurement) if run.throughput is not None and not run.usage.others]
     return {
-        "sm_percent": _percentage(one.sm_percent for one in used),
-        "memory_bandwidth_percent": _percentage(one.dram_percent for one in used),
-        "utilization_percent": _percentage(one.busy_percent for one in used),
+        "sm_percent": _percentage(usage.sm_percent for usage in usages),
+        "memory_bandwidth_percent": _percentage(usage.dram_percent for usage in usages),
+        "utilization_percent": _percentage(usage.busy_percent for usage in usages),
     }
 
 
@@ -600,20 +601,20 @@ def best_caps(data: Mapping[str, Any]) -> list[BenchedCap]:
     If the pick of the benchmark is under MPS, it is used: the simplest of the ways that do not differ.
     """
     date = time.strftime("%Y-%m-%d", time.localtime(data.get("started_at") or 0))
-    picks = {one["copies"]: str(one.get("way")) for one in data.get("picks") or () if one}
-    found: dict[int, Mapping[str, Any]] = {}
+    picks = {pick["copies"]: str(pick.get("way")) for pick in data.get("picks") or () if pick}
+    best: dict[int, Mapping[str, Any]] = {}
     for cell in data["cells"]:
         if not str(cell["way"]).startswith("mps") or cell.get("failures") or _mean_throughput(cell) <= 0:
             continue
         copies = cell["copies"]
-        before = found.get(copies)
+        present = best.get(copies)
         picked = picks.get(copies) == cell["way"]
         if (
-            before is None
+            present is None
             or picked
-            or (_mean_throughput(cell) > _mean_throughput(before) and picks.get(copies) != before["way"])
+            or (_mean_throughput(cell) > _mean_throughput(present) and picks.get(copies) != present["way"])
         ):
-            found[copies] = cell
+            best[copies] = cell
     return [
         BenchedCap(
             copies=copies,
@@ -622,7 +623,7 @@ def best_caps(data: Mapping[str, Any]) -> list[BenchedCap]:
             date=date,
             driver=data.get("driver"),
         )
-        for copies, cell in found.items()
+        for copies, cell in best.items()
     ]
 
 

@@ -146,17 +146,17 @@ class Copies:
 
     def in_turn(self, launches: Sequence[Launch], usage: UsageMeter | None = None) -> CopiesResult:
         """Run copies in turn; stop after one that hung or was interrupted."""
-        found: list[CopyResult] = []
+        results: list[CopyResult] = []
         # From the start to the end of each: our work between two copies is not part of the queue.
         seconds = 0.0
         last = CopiesResult(copies=(), seconds=0.0)
         for number, launch in enumerate(launches):
             last = self.together([launch], usage)
             seconds += last.seconds
-            found += [replace(one, copy=number) for one in last.copies]
+            results += [replace(result, copy=number) for result in last.copies]
             if last.hung or last.interrupted:
                 break
-        return CopiesResult(copies=tuple(found), seconds=seconds, hung=last.hung, interrupted=last.interrupted)
+        return CopiesResult(copies=tuple(results), seconds=seconds, hung=last.hung, interrupted=last.interrupted)
 
     def _start(self, number: int, launch: Launch) -> _Copy:
         printed = Printed(self.metric)
@@ -236,12 +236,12 @@ class Copies:
         """
         programs = {copy.program.pid for copy in copies}
         elsewhere = [pid for pid in seen - programs if self.group.host.processes.alive(pid)]
-        over = [copy for copy in copies if not copy.by_us]
-        left = self.group.left_behind([copy.program for copy in over], elsewhere)
-        for copy in over:
-            copy.left_behind = left.get(copy.program.pid, ())
-        if left:
-            self.group.end_left_behind(left, hurry=self._hurried)
+        ended = [copy for copy in copies if not copy.by_us]
+        left_behind = self.group.left_behind([copy.program for copy in ended], elsewhere)
+        for copy in ended:
+            copy.left_behind = left_behind.get(copy.program.pid, ())
+        if left_behind:
+            self.group.end_left_behind(left_behind, hurry=self._hurried)
 
     def _judged(self, copy: _Copy, opened: float | None, closed: float, *, hung: bool, interrupted: bool) -> CopyResult:
         value = copy.printed.last if opened is None else copy.printed.between(opened, closed)

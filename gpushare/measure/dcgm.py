@@ -94,10 +94,10 @@ def _of_prometheus(path: Path, text: str) -> Iterator[_Point]:
                 f"{path} is an error of Prometheus: {str(raw.get('error'))[:200]}", _QUERY, code="not_a_recording"
             )
         series = raw if isinstance(raw, list) else raw["data"]["result"]
-        for one in series:
-            labels = {str(key): str(value) for key, value in one["metric"].items()}
+        for entry in series:
+            labels = {str(key): str(value) for key, value in entry["metric"].items()}
             metric = labels.get("__name__", "")
-            pairs = one["values"] if "values" in one else [one["value"]]
+            pairs = entry["values"] if "values" in entry else [entry["value"]]
             for at, value in pairs if metric in _METRICS else ():
                 yield _Point(metric=metric, labels=labels, at=float(at), value=float(value))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -107,18 +107,18 @@ def _of_prometheus(path: Path, text: str) -> Iterator[_Point]:
 def _of_exporter(text: str) -> tuple[list[_Point], bool]:
     """Return the values of one scrape, or of several one after the other, and whether their times are known.
 
-    Without times a scrape begins where a series comes again, and the scrapes count as one second apart.
+    Without times a new scrape begins where a series occurs again, and scrapes count as one second apart.
     """
     points: list[_Point] = []
-    here: set[tuple[str, str]] = set()
+    seen_in_scrape: set[tuple[str, str]] = set()
     scrape, timed = 0, True
     for line in text.splitlines():
         match = _LINE.fullmatch(line)
         if match is None or match[1] not in _METRICS:
             continue
-        if (match[1], match[2]) in here:
-            scrape, here = scrape + 1, set()
-        here.add((match[1], match[2]))
+        if (match[1], match[2]) in seen_in_scrape:
+            scrape, seen_in_scrape = scrape + 1, set()
+        seen_in_scrape.add((match[1], match[2]))
         timed = timed and match[4] is not None
         try:
             value = float(match[3])
@@ -153,10 +153,8 @@ def _recording(path: Path, points: Iterable[_Point], *, timed: bool) -> Recordin
             code="several_hosts",
         )
     if not gpus:
-        why = "has only MIG instances" if parts else "has no counters of dcgm-exporter"
-        raise OperationFailed(
-            f"{path} {why} of a whole GPU" if parts else f"{path} {why}", _QUERY, code="empty_recording"
-        )
+        content = "only counters of MIG instances, none of a whole GPU" if parts else "no counters of dcgm-exporter"
+        raise OperationFailed(f"{path} has {content}", _QUERY, code="empty_recording")
     indexes = _indexes(gpus)
     times = sorted({at for seen in gpus.values() for at in seen.values})
     header = Header(
@@ -174,10 +172,11 @@ def _recording(path: Path, points: Iterable[_Point], *, timed: bool) -> Recordin
 
 
 def _indexes(gpus: Mapping[str, _Seen]) -> dict[str, int]:
-    """Return the index of each GPU: its label, or its place where labels are missing or not unique."""
-    said = [seen.labels.get("gpu", "") for seen in gpus.values()]
-    known = all(one.isdecimal() for one in said) and len(set(said)) == len(said)
-    return {key: int(said[place]) if known else place for place, key in enumerate(gpus)}
+    """Return the index of each GPU: its label ``gpu``, or its place where labels are missing or not unique."""
+    labels = [seen.labels.get("gpu", "") for seen in gpus.values()]
+    if all(label.isdecimal() for label in labels) and len(set(labels)) == len(labels):
+        return {key: int(label) for key, label in zip(gpus, labels, strict=True)}
+    return {key: place for place, key in enumerate(gpus)}
 
 
 def _gpu(index: int, seen: _Seen) -> RecordedGpu:

@@ -137,14 +137,15 @@ class Sampler:
         return Sample(at=round(at, 3), gpus=tuple(gpu_samples), processes=tuple(process_samples)), tuple(came)
 
     def _ask_daemons(self) -> None:
-        """Read the MPS daemons again: now and then, and when a client came that is not known."""
+        """Read the MPS daemons again: from time to time, and when there is a new client."""
         clients = {client.pid for daemon in self._daemons for client in daemon.clients}
-        came = any(one.mps and one.pid not in clients for gpu in self._gpus for one in gpu.processes or ())
+        processes = [process for gpu in self._gpus for process in gpu.processes or ()]
+        new_client = any(process.mps and process.pid not in clients for process in processes)
         now = self.clock.monotonic()
-        if now - self._asked_at >= (_CLIENT_SECONDS if came else _DAEMON_SECONDS):
+        if now - self._asked_at >= (_CLIENT_SECONDS if new_client else _DAEMON_SECONDS):
             self._asked_at = now
             state = HostState(self.host, self._gpus)
-            self._daemons = tuple(one.daemon for one in or_none(lambda: state.daemons) or ())
+            self._daemons = tuple(found.daemon for found in or_none(lambda: state.daemons) or ())
 
     def _job_of(self, pid: int) -> ListedJob | None:
         """Return the job of a process, or what is known of a client of MPS without one."""
@@ -278,8 +279,10 @@ def _alone(processes: Sequence[GpuProcess], recorded: Sequence[RecordedProcess])
 
 
 def _instance_uuid(gpu: Gpu, process: GpuProcess) -> str | None:
-    here = (process.gpu_instance_id, process.compute_instance_id)
-    return next((mig.uuid for mig in gpu.mig_instances if (mig.gpu_instance_id, mig.compute_instance_id) == here), None)
+    place = (process.gpu_instance_id, process.compute_instance_id)
+    return next(
+        (mig.uuid for mig in gpu.mig_instances if (mig.gpu_instance_id, mig.compute_instance_id) == place), None
+    )
 
 
 def _rounded(value: float | None) -> float | None:

@@ -159,8 +159,8 @@ def mean(values: Sequence[float]) -> float:
 
 def mean_known(values: Iterable[float | None]) -> float | None:
     """Return the mean of the values that are known; None when none is."""
-    known = [value for value in values if value is not None]
-    return mean(known) if known else None
+    numbers = [value for value in values if value is not None]
+    return mean(numbers) if numbers else None
 
 
 def deviation(values: Sequence[float]) -> float:

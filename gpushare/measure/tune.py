@@ -321,8 +321,8 @@ class Tuner:
         finally:
             if stage.measured:
                 mine = [figures for figures in self._known.values() if figures.setting.way == way]
-                found = outcome(self._search.goal, mine, stable=stage.finished)
-                self._ways[way] = WayResult(way=way, outcome=found)
+                result = outcome(self._search.goal, mine, stable=stage.finished)
+                self._ways[way] = WayResult(way=way, outcome=result)
         stage.end()
 
     def _check(self, way: Way) -> None:
@@ -353,10 +353,10 @@ class Tuner:
             if wanted.again is not None and self._is_late(stage, way):
                 return
             before = self._known.get(setting)
-            what = setting.title if wanted.again is None else f"{setting.title} again: {wanted.again}"
+            text = setting.title if wanted.again is None else f"{setting.title} again: {wanted.again}"
             self.demand(stage.least_seconds(setting))
-            self.reporter.doing(what)
-            self.reporter.progress(what, self._spent(stage.experiment), self.options.budget_seconds)
+            self.reporter.doing(text)
+            self.reporter.progress(text, self._spent(stage.experiment), self.options.budget_seconds)
             try:
                 stage.measure(setting, longer=before is not None and before.earlier is None)
             finally:
@@ -452,12 +452,12 @@ class Tuner:
 
     def _others_alone(self) -> Alone:
         rates = [_sum(seen.rates) for seen in self.others_alone]
-        known = [rate for rate in rates if rate is not None]
+        known_rates = [rate for rate in rates if rate is not None]
         stages = [stage.others_use for stage in self._stages]
         memory = [stage.others_memory for stage in self._stages]
         return Alone(
-            rate=mean(known) if known else None,
-            spread=deviation(known) / mean(known) if len(known) > 1 and mean(known) else None,
+            rate=mean(known_rates) if known_rates else None,
+            spread=deviation(known_rates) / mean(known_rates) if len(known_rates) > 1 and mean(known_rates) else None,
             memory=max((sum(sizes) for sizes in memory if sizes), default=None),
             peak=max((size for sizes in memory for size in sizes), default=None),
             sm=mean_known(use[0] for each in stages for use in each),
@@ -476,8 +476,8 @@ def profile_of(alone: Alone, strangers: Mapping[int, str], *, peak: bool = False
 
 
 def _sum(rates: Sequence[float | None]) -> float | None:
-    known = [rate for rate in rates if rate is not None]
-    return math.fsum(known) if known and len(known) == len(rates) else None
+    known_rates = [rate for rate in rates if rate is not None]
+    return math.fsum(known_rates) if known_rates and len(known_rates) == len(rates) else None
 
 
 class Stage:
@@ -582,10 +582,10 @@ class Stage:
 
         if not self.experiment.wait(options.start_seconds, ready):
             job = next(job for job in jobs if not (job.printed.values or job.printed.lines))
-            what = "a line" if not job.printed.metric.printed else "a number that --metric matches"
+            output = "a line" if not job.printed.metric.printed else "a number that --metric matches"
             last = f"; its last line: {job.program.last_line}" if job.program.last_line else ""
             raise TimedOut(
-                f"the {job.program.title} job did not print {what} in {options.start_seconds:g} s{last}",
+                f"the {job.program.title} job did not print {output} in {options.start_seconds:g} s{last}",
                 "let it print its rate repeatedly, and give --metric 'rate=([0-9.]+)'; or more time: --timeout 20m",
                 code="no_numbers",
             )

@@ -124,12 +124,12 @@ class UsageMeter:
         except GpushareError:
             return
         self._mine |= set(programs)
-        here = [process for process in processes if process.compute or process.mps]
-        self._sort_out(here, programs)
-        self._look_outside(here)
-        known = [one.memory_used_bytes for one in here if one.pid in self._mine]
-        if known and None not in known:
-            self._peak = max(self._peak or 0, sum(size for size in known if size is not None))
+        on_gpu = [process for process in processes if process.compute or process.mps]
+        self._sort_out(on_gpu, programs)
+        self._look_outside(on_gpu)
+        sizes = [process.memory_used_bytes for process in on_gpu if process.pid in self._mine]
+        if sizes and None not in sizes:
+            self._peak = max(self._peak or 0, sum(size for size in sizes if size is not None))
 
     @property
     def members(self) -> frozenset[int]:
@@ -154,7 +154,7 @@ class UsageMeter:
         )
 
     def _look_outside(self, processes: Collection[GpuProcess]) -> None:
-        """CUDA silently runs outside MPS when no daemon answers: what is measured is then not MPS.
+        """Note copies that run outside MPS: CUDA does that silently when no daemon answers, and MPS is not measured then.
 
         Two looks must agree, and the daemon must not know the process: NVML lists a client a moment before the daemon.
         """
@@ -163,9 +163,9 @@ class UsageMeter:
         now = {process.pid for process in processes if process.pid in self._mine and not process.mps}
         again = (now & self._suspects) - self._outside
         self._suspects = now
-        known = self._clients() if again else None
-        if known is not None:
-            self._outside |= again - known
+        clients = self._clients() if again else None
+        if clients is not None:
+            self._outside |= again - clients
 
     def _sort_out(self, processes: Collection[GpuProcess], programs: Collection[int]) -> None:
         """Sort processes into the run's and others; descendants are looked up only when a new PID is seen."""

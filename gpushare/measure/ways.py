@@ -79,13 +79,13 @@ class LeftOut:
 
 def parse_ways(text: str) -> tuple[BenchWay, ...]:
     """Return the ways in a list, in its order, each once. Times after ``slices:`` are more slices: ``slices:500us,2ms``."""
-    found: dict[str, BenchWay] = {}
+    ways: dict[str, BenchWay] = {}
     slices = False
     for word in (word.strip().lower() for word in text.split(",")):
         slices = word.startswith(f"{Way.SLICES.value}:") or (slices and word[:1].isdecimal())
         way = _slice(word) if slices else _way(word)
-        found.setdefault(way.name, way)
-    return tuple(found.values())
+        ways.setdefault(way.name, way)
+    return tuple(ways.values())
 
 
 def _slice(word: str) -> BenchWay:
@@ -273,7 +273,7 @@ def _version(host: Host) -> int | None:
 def sort_out(
     ways: Sequence[BenchWay],
     copies: Sequence[int],
-    why: Reasons,
+    obstacles: Reasons,
     *,
     streams: bool,
     more: Callable[[BenchWay, int], str | None],
@@ -283,20 +283,20 @@ def sort_out(
     ``streams``: the command can run as streams or threads of one process. ``more`` returns why a number of copies is impossible.
     """
     cells: list[tuple[BenchWay, int]] = []
-    left: list[LeftOut] = []
+    left_out: list[LeftOut] = []
     for way in ways:
-        reason = why.of(way)
+        reason = obstacles.of(way)
         if way.kind in IN_ONE and not streams:
             reason = f"only the built-in workload runs as {way.kind.value} of one process"
         if reason is not None:
-            left.append(LeftOut(way=way.name, copies=None, reason=reason))
+            left_out.append(LeftOut(way=way.name, copies=None, reason=reason))
             continue
         for number in copies:
             reason = more(way, number)
-            if way.kind is Way.MPS and why.clients is not None and number > why.clients:
-                reason = f"an MPS server takes {why.clients} clients"
+            if way.kind is Way.MPS and obstacles.clients is not None and number > obstacles.clients:
+                reason = f"an MPS server takes {obstacles.clients} clients"
             if reason is None:
                 cells.append((way, number))
             else:
-                left.append(LeftOut(way=way.name, copies=number, reason=reason))
-    return cells, left
+                left_out.append(LeftOut(way=way.name, copies=number, reason=reason))
+    return cells, left_out

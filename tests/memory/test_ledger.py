@@ -157,12 +157,12 @@ def test_one_that_came_later_and_steps_back_holds_up_nobody(host: Host, monkeypa
     early, late = enter(host, 20 * GIB), enter(host, 20 * GIB)
     key = devices(host)[0].uuid
     monkeypatch.setattr(Place, "_turn", lambda *_: (key,))
-    late.claim.tell(f"hold {key}")
-    monkeypatch.setattr(ledger.time, "sleep", lambda _: late.claim.tell("back"))
+    late.claim.add_fact(f"hold {key}")
+    monkeypatch.setattr(ledger.time, "sleep", lambda _: late.claim.add_fact("back"))
     assert take(host, early)
     # With room for both there is nothing to wait for.
     small, other = enter(host, GIB), enter(host, GIB)
-    other.claim.tell(f"hold {key}")
+    other.claim.add_fact(f"hold {key}")
     monkeypatch.setattr(ledger.time, "sleep", lambda _: pytest.fail("it waits"))
     assert take(host, small)
 

@@ -169,7 +169,7 @@ def test_copies_have_a_name_while_gpushare_runs_them(host: Host) -> None:
         write_record(host, record(host, admin.add_process(SPEC), "other", role=jobs.PLAIN))
         with pytest.raises(InUse), farm_job(host, device, "other", ["train"]):
             pass
-        ended(256 + 3)
+        ended(256 + 3, None)
         assert find_job(host, "farm").pid == os.getpid()
     assert find_record(host, "farm") is None
     (past,) = jobs.PAST.all(host)
