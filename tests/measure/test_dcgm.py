@@ -127,7 +127,7 @@ def test_mig_instances_are_left_out(file: Callable[[object], Path]) -> None:
     found = read_measured(file(answer(part, series("DCGM_FI_PROF_GR_ENGINE_ACTIVE", [0.4], gpu="1", UUID="GPU-2"))))
     assert [use.gpu.index for use in found.gpus] == [1]
     assert any("MIG" in one for one in found.header.warnings)
-    with pytest.raises(OperationFailed, match="only MIG instances"):
+    with pytest.raises(OperationFailed, match="only counters of MIG instances"):
         read_measured(file(answer(part)))
 
 
