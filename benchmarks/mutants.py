@@ -60,13 +60,16 @@ VERBS: Final = {
     "hostfile": ("apply",),
     "measure": ("bench", "tune", "observe", "savings"),
     "memory": ("swap", "run"),
+    "mig": ("mig", "run", "apply"),
     "advice": ("advise", "compare"),
     "run": ("run", "stop", "jobs"),
     "show": ("status", "doctor", "mig"),
-    "sim": ("sim", "mig", "mps"),
+    "sim": ("sim", "mig", "mps", "status", "doctor"),
     "snapshot.py": ("status", "metrics"),
     "pause": ("pause", "run"),
 }
+# The rooms whose tests say as much of a room as its own: what a simulated GPU answers is read by host.
+READERS: Final = {"sim": ("host",)}
 
 
 @dataclass(frozen=True)
@@ -182,7 +185,8 @@ def tests_of(path: str) -> list[str]:
         verb = path.split("/")[2].removesuffix(".py").split("_")[0]
         far = [f"tests/cli/{verb}", "tests/cli/test_common.py", "tests/cli/test_consent.py"]
     else:
-        far = [f"tests/{room}", *(f"tests/cli/{verb}" for verb in VERBS.get(room, (room,)))]
+        rooms = (room, *READERS.get(room, ()))
+        far = [*(f"tests/{each}" for each in rooms), *(f"tests/cli/{verb}" for verb in VERBS.get(room, (room,)))]
     return list(dict.fromkeys([*near, *(item for item in far if PROJECT.joinpath(item).exists())]))
 
 

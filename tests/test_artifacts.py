@@ -295,7 +295,7 @@ def completed_by_zsh(line: str, folder: Path) -> list[str]:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         os.close(terminal)
-    return [one for one in offered.read_text().splitlines() if one and one != "THE-END"]
+    return [line for line in offered.read_text().splitlines() if line and line != "THE-END"]
 
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")

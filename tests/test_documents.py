@@ -127,7 +127,7 @@ def test_a_picture_is_small_and_complete_in_itself(path: Path) -> None:
 def test_the_readme_has_the_measured_gains() -> None:
     (path,) = (PROJECT / "benchmarks" / "results").glob("sharing-*.json")
     farm = json.loads(path.read_text())["farm"]
-    gains = sorted(one["gain"] for one in farm.values())
+    gains = sorted(value["gain"] for value in farm.values())
     assert f"did {gains[0]:.1f} and {gains[1]:.1f} times the work of time-slicing" in " ".join(
         README.read_text().split()
     )

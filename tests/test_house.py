@@ -245,6 +245,6 @@ def test_json_is_imported_whole() -> None:
         for module, tree in trees().items()
         for node in ast.walk(tree)
         if (isinstance(node, ast.ImportFrom) and node.module == "json")
-        or (isinstance(node, ast.Import) and any(one.name == "json" and one.asname for one in node.names))
+        or (isinstance(node, ast.Import) and any(name.name == "json" and name.asname for name in node.names))
     ]
     assert hidden == []

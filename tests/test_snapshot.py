@@ -165,7 +165,7 @@ def test_daemons_have_version_and_room(sim_dir: Path) -> None:
     for _ in range(2):
         (daemon,) = observer.look().daemons
         assert (daemon.version, daemon.max_clients, daemon.gpu_index) == ("13000", 48, 0)
-        assert [one.pid for one in daemon.clients] == [client.pid]
+        assert [client.pid for client in daemon.clients] == [client.pid]
 
 
 def test_a_daemon_that_starts_during_a_watch_is_seen(sim_dir: Path) -> None:

@@ -49,5 +49,5 @@ def situation_of(
         given["compute_capability"] = tuple(given["compute_capability"])
     gpu: GpuFacts = replace(found.gpus[0], **given)
     found = replace(found, gpus=(gpu, *found.gpus[1:]), **of_host)
-    case = Case(workloads=tuple(workload_of(one) for one in workloads), root=root)
+    case = Case(workloads=tuple(workload_of(workload) for workload in workloads), root=root)
     return Situation(case, found, gpu, mechanisms or table())

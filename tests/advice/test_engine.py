@@ -36,7 +36,7 @@ def say(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def tell(way: Way, *reasons: Reason) -> Verdict:
         said[way] = reasons
-        return next(one for one in verdicts(situation_of({"processes": 2})) if one.way is way)
+        return next(verdict for verdict in verdicts(situation_of({"processes": 2})) if verdict.way is way)
 
     return tell
 
@@ -60,7 +60,7 @@ def test_one_veto_refuses_whatever_speaks_for_it(say: Any) -> None:
 def test_reasons_come_by_their_weight_for_the_answer(say: Any) -> None:
     kinds = (Kind.AGAINST, Kind.FOR, Kind.CONDITION, Kind.VETO)
     found = say(Way.MPS, *(reason(kind) for kind in kinds))
-    assert [one.kind for one in found.reasons] == [Kind.VETO, Kind.CONDITION, Kind.FOR, Kind.AGAINST]
+    assert [reason.kind for reason in found.reasons] == [Kind.VETO, Kind.CONDITION, Kind.FOR, Kind.AGAINST]
     assert [one.kind for one in found.of(Kind.FOR, Kind.VETO)] == [Kind.VETO, Kind.FOR]
     assert found.of() == ()
 
@@ -85,7 +85,7 @@ def test_with_less_than_two_ways_there_is_nothing_to_measure(say: Any) -> None:
     say(Way.MPS, reason(Kind.VETO))
     refused = say(Way.MEASURE)
     assert refused.outcome is Outcome.REFUSED
-    assert [one.rule for one in refused.reasons] == ["nothing-to-compare"]
+    assert [reason.rule for reason in refused.reasons] == ["nothing-to-compare"]
 
 
 def test_what_only_measures_or_mends_is_no_answer() -> None:

@@ -13,8 +13,8 @@ from gpushare.advice.compare import (
     availability_text,
     cell_here,
     explanation,
+    host_cell,
     mps_clients,
-    record,
     text_here,
 )
 from gpushare.advice.facts import GpuFacts, HostFacts
@@ -219,10 +219,10 @@ def test_gpus_that_agree_are_said_once_and_others_apart():
     assert availability_text(Way.STREAMS, HOST, ()) == "not here"
 
 
-def test_a_record_has_every_view():
-    one = record(TABLE, Way.MPS, "max_partitions", "580.1", HOST)
-    assert (one["published"], one["host"], one["limit"]) == ("48", "48 clients (MPS 13000)", 48)
-    assert record(TABLE, Way.MPS, "max_partitions", None, None)["host"] is None
+def test_a_cell_of_a_host_has_every_view():
+    cell = host_cell(TABLE, Way.MPS, "max_partitions", "580.1", HOST)
+    assert (cell.published, cell.host, cell.limit) == ("48", "48 clients (MPS 13000)", 48)
+    assert host_cell(TABLE, Way.MPS, "max_partitions", None, None).host is None
 
 
 def test_an_explanation_has_views_disagreement_and_sources():

@@ -148,7 +148,7 @@ def test_what_was_left_to_a_measurement_is_settled() -> None:
 def test_where_nothing_differs_the_rules_choose_among_the_measured() -> None:
     words = {**SURE, "saturating": None, "cuda_graphs": True}
     found = after(words, {"queue": 100, "timeslice": 100, "mps": 100, "mps:200/n": 100})
-    order = [one.way for one in found.rules.verdicts if one.way in BENCH_WAYS and not one.refused]
+    order = [verdict.way for verdict in found.rules.verdicts if verdict.way in BENCH_WAYS and not verdict.refused]
     assert way_of(found.final) is next(way for way in order if way is not Way.MIG)
     assert "no difference" in found.sentence
 

@@ -88,7 +88,7 @@ def test_the_limits_of_a_list_add_up_or_are_the_bare_needs(parts: list[tuple[int
     situation = situation_of(*words)
     limits, usable = memory_limits(situation), situation.under_mps.usable_bytes or 0
     total = sum((limit or 0) * count for limit, (count, _) in zip(limits, parts, strict=True))
-    bare = sum((one.memory or 0) * (one.processes or 1) for one in situation.case.workloads)
+    bare = sum((workload.memory or 0) * (workload.processes or 1) for workload in situation.case.workloads)
     assert total <= max(usable, bare)
 
 

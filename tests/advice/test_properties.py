@@ -80,9 +80,9 @@ def test_the_order_of_words_does_not_matter(words: dict[str, Any], host: str, ch
 @given(base, st.sampled_from(HOSTS))
 def test_the_winner_is_never_refused_and_always_has_lines(words: dict[str, Any], host: str) -> None:
     advice = advise(situation_of(words, host=host))
-    assert {one.way for one in advice.verdicts} == set(ADVISED)
+    assert {verdict.way for verdict in advice.verdicts} == set(ADVISED)
     if advice.best is None:
-        assert all(one.refused for one in advice.verdicts if one.way not in {Way.MEASURE, Way.FIX})
+        assert all(verdict.refused for verdict in advice.verdicts if verdict.way not in {Way.MEASURE, Way.FIX})
         return
     assert not advice.best.refused
     assert advice.recipe is not None
@@ -94,7 +94,7 @@ def test_the_winner_is_never_refused_and_always_has_lines(words: dict[str, Any],
 @given(base, st.booleans() | st.none(), st.sampled_from(HOSTS))
 def test_leaving_is_never_preferred_to_what_fits(words: dict[str, Any], progress: bool | None, host: str) -> None:
     made = situation_of({**words, **({} if progress is None else {"progress": progress})}, host=host)
-    found = {one.way: one for one in verdicts(made)}
+    found = {verdict.way: verdict for verdict in verdicts(made)}
     best = winner(found.values())
     if best is None or best.way not in LEAVING:
         return
@@ -141,7 +141,11 @@ def test_more_memory_never_makes_a_way_fit(words: dict[str, Any], host: str) -> 
 @given(base, st.sampled_from(HOSTS))
 def test_without_root_nothing_more_fits(words: dict[str, Any], host: str) -> None:
     both = [
-        {one.way for one in verdicts(situation_of(words, host=host, facts={"root": False}, root=root)) if one.refused}
+        {
+            verdict.way
+            for verdict in verdicts(situation_of(words, host=host, facts={"root": False}, root=root))
+            if verdict.refused
+        }
         for root in (True, False)
     ]
     assert both[0] <= both[1] | {Way.MEASURE}
@@ -199,8 +203,8 @@ def test_editing_a_cell_changes_the_advice(
 ) -> None:
     case = {"processes": 4, "users": "same", "code": True, **words}
     table = edited(*cell)
-    before = next(one for one in verdicts(situation_of(case)) if one.way is Way(way))
-    after = next(one for one in verdicts(situation_of(case, mechanisms=table)) if one.way is Way(way))
+    before = next(verdict for verdict in verdicts(situation_of(case)) if verdict.way is Way(way))
+    after = next(verdict for verdict in verdicts(situation_of(case, mechanisms=table)) if verdict.way is Way(way))
     rules = [{reason.rule for reason in one.reasons if not reason.open} for one in (before, after)]
     if was is None:
         # The other way round: the cell took something away.

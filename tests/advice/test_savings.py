@@ -78,13 +78,13 @@ def test_memory_must_fit_and_the_gap_is_said() -> None:
     found = savings(alike(4, "10", 6 * GIB), price=G4DN, gpu_memory_bytes=15 * GIB)
     (option,) = found.options
     assert (option.gpus, option.max_memory_bytes) == (2, 12 * GIB)
-    assert any("24.0 GiB is needed, 15.0 GiB is available: 9.0 GiB too little" in one for one in found.warnings)
+    assert any("24.0 GiB is needed, 15.0 GiB is available: 9.0 GiB too little" in warning for warning in found.warnings)
 
 
 def test_memory_that_is_enough_in_sum_but_not_in_pieces() -> None:
     found = savings(alike(3, "5", 6 * GIB), gpu_memory_bytes=11 * GIB)
     assert found.options == ()
-    assert any("cannot be split that way" in one for one in found.warnings)
+    assert any("cannot be split that way" in warning for warning in found.warnings)
 
 
 def test_memory_that_the_even_spread_cannot_place_is_placed_by_size() -> None:
@@ -100,7 +100,9 @@ def test_memory_that_nobody_told_is_not_checked_and_that_is_said() -> None:
     for work, capacity in ((alike(2, "10"), 15 * GIB), (alike(2, "10", GIB), None), (alike(2, "10"), None)):
         found = savings(work, gpu_memory_bytes=capacity)
         assert any("memory was not checked" in warning for warning in found.warnings)
-    assert not any("not checked" in one for one in savings(alike(2, "10", GIB), gpu_memory_bytes=15 * GIB).warnings)
+    assert not any(
+        "not checked" in warning for warning in savings(alike(2, "10", GIB), gpu_memory_bytes=15 * GIB).warnings
+    )
 
 
 def test_peaks_that_meet_are_warned_of() -> None:

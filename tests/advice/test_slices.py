@@ -42,7 +42,7 @@ def test_equal_shares_get_the_largest_equal_instances(host: str, count: int, mem
 
 def test_different_shares_get_what_they_need_and_more() -> None:
     found = slices_for(layout("a100-80gb"), (Share(30 * GIB), Share(5 * GIB), Share(5 * GIB)))
-    assert [one.name for one in found.profiles] == ["3g.40gb", "2g.20gb", "2g.20gb"]
+    assert [profile.name for profile in found.profiles] == ["3g.40gb", "2g.20gb", "2g.20gb"]
 
 
 def test_sms_are_a_need_too() -> None:
@@ -56,7 +56,7 @@ def test_what_draws_gets_instances_that_can() -> None:
     drawing = Share(5 * GIB, graphics=True)
     assert slices_for(board, (drawing,) * 2).words == ["2g.48gb+gfx*2"]
     mixed = slices_for(board, (drawing, Share(5 * GIB)))
-    assert [one.graphics for one in mixed.profiles] == [True, False]
+    assert [profile.graphics for profile in mixed.profiles] == [True, False]
     assert isinstance(plan_exact([board], {0: mixed.wish}), MigPlan)
 
 

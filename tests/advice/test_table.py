@@ -70,7 +70,7 @@ LEVELS = {
     "telemetry": ("none", "limited", "limited", "partition", "partition"),
     "target_use": ("application", "cooperative", "tolerant", "qos", "tenants"),
 }
-CELLS = [(one, row) for row in PUBLISHED for one in MECHANISMS]
+CELLS = [(mechanism, row) for row in PUBLISHED for mechanism in MECHANISMS]
 # Where the sources of the references contradict each other.
 DISPUTED = {
     (Way.TIMESLICE, "error_isolation"): ("they all do", "Yes"),
@@ -210,10 +210,10 @@ def test_mps_has_memory_limits_from_cuda_11_5_on(table, driver, level):
 
 def test_only_mig_has_bandwidth_of_its_own(table):
     having = [
-        (one, option)
-        for one in MECHANISMS
+        (mechanism, option)
+        for mechanism in MECHANISMS
         for option in (None, "mig-backed")
-        if table.level(one, "memory_bandwidth_qos", option=option) != "none"
+        if table.level(mechanism, "memory_bandwidth_qos", option=option) != "none"
     ]
     assert having == [(Way.MIG, None), (Way.MIG, "mig-backed"), (Way.VGPU, "mig-backed")]
 
@@ -285,7 +285,7 @@ SCHEMA = mapping(
             "additionalProperties": mapping({"title": WORD, "where": WORD, "date": WORD}),
         },
         "rows": {"type": "array", "items": ROW},
-        "mechanisms": mapping({one.value: COLUMN for one in MECHANISMS}),
+        "mechanisms": mapping({mechanism.value: COLUMN for mechanism in MECHANISMS}),
     }
 )
 
@@ -306,7 +306,7 @@ def faults(text: str) -> list[str]:
     for name, column in raw["mechanisms"].items():
         for key, cell in column["cells"].items():
             said = [cell["level"]] if isinstance(cell["level"], str) else [one["level"] for one in cell["level"]]
-            said += [one["level"] for one in cell.get("options", {}).values()]
+            said += [value["level"] for value in cell.get("options", {}).values()]
             found += [f"{name}.{key}: no level {one}" for one in said if one not in levels.get(key, ())]
             found += [f"{name}.{key}: no source {one}" for one in cell["source"] if one not in raw["sources"]]
             for several in (cell["today"], cell["level"], cell.get("limit")):
@@ -357,4 +357,4 @@ def test_an_edited_copy_is_another_table(table):
     ],
 )  # fmt: skip
 def test_a_fault_in_the_file_is_found(old, new, said):
-    assert any(said in one for one in faults(edited(old, new)))
+    assert any(said in fault for fault in faults(edited(old, new)))

@@ -31,7 +31,7 @@ def stores() -> list[RecordStore[Any]]:
         if " RecordStore(" in path.read_text()
     ]
     rows = [value for name in modules for value in vars(importlib.import_module(name)).values()]
-    return list({id(one): one for one in rows if isinstance(one, RecordStore)}.values())
+    return list({id(row): row for row in rows if isinstance(row, RecordStore)}.values())
 
 
 STORES = stores()

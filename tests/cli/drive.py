@@ -262,7 +262,7 @@ class World:
     def attached(self) -> list[SimulatedProcess]:
         """Return the clients of all daemons; none before the first use of the host."""
         state = self.file.read()
-        return [one for one in state.processes if one.mps_server] if state else []
+        return [process for process in state.processes if process.mps_server] if state else []
 
     def pids(self) -> list[int]:
         """Return the PIDs of all processes."""
@@ -327,7 +327,9 @@ class World:
 
 def _seen(gpu: SimulatedGpu) -> Seen:
     model = find_model(gpu.model)
-    found: dict[tuple[str, int], list[tuple[int, int]]] = {(one.profile, one.start): [] for one in gpu.bare}
+    found: dict[tuple[str, int], list[tuple[int, int]]] = {
+        (instance.profile, instance.start): [] for instance in gpu.bare
+    }
     for one in gpu.mig:
         profile = model.profile(one.profile)
         assert profile is not None

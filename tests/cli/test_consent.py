@@ -225,7 +225,7 @@ def world_help(world: World, verb: str) -> str:
 def test_units_that_gpushare_writes_never_ask(host: World) -> None:
     host.asked("mps", "start", "-g", host.devices()[0][1]).ok()
     documents = host.asked("export", "systemd").ok().data["documents"]
-    texts = [one["text"] for one in documents if one["kind"] == "unit"]
+    texts = [document["text"] for document in documents if document["kind"] == "unit"]
     assert len(texts) == 2
     for line in "\n".join(texts).splitlines():
         assert not any(f"gpushare {verb} " in line for verb in ("apply", "mig enable", "mps stop")) or "--yes" in line

@@ -181,7 +181,10 @@ def test_a_script_that_ignores_ctrl_c_ends_tune_and_bench_by_sigterm(real: Real,
         ("bench", "--metric", r"rate=([0-9.]+)", "--for", "60s", "--", *job.split()),
     ):
         started = real(*words, preexec_fn=ignore_interrupts)
-        until(lambda: world.begun and [one for one in world.state.processes if one.real], "something is measured")
+        until(
+            lambda: world.begun and [process for process in world.state.processes if process.real],
+            "something is measured",
+        )
         started.signal(signal.SIGINT)
         time.sleep(0.3)
         assert started.process.poll() is None

@@ -36,7 +36,7 @@ def test_the_page_runs(world: World, capsys: pytest.CaptureFixture[str]) -> None
     Path("train.py").write_text("print('trained')\n", encoding="utf-8")
     job = gpushare.start(LOOP, name="train-2", options=["--swap", "request"])
     until(lambda: find_record(world.host, job.name), "it runs")
-    until(lambda: any(one.memory_bytes for one in world.state.processes), "it is on the GPU")
+    until(lambda: any(process.memory_bytes for process in world.state.processes), "it is on the GPU")
     names: dict[str, object] = {}
     for block in blocks:
         exec(block, names)  # noqa: S102 - our own page

@@ -54,7 +54,7 @@ def test_an_export_writes_new_files_only(
     cli: Cli, tmp_path: Path, target: Path, plant: Callable[[Path, Path], None]
 ) -> None:
     directory = tmp_path / "to"
-    names = [one["name"] for one in cli("export", "slurm", "--node", "n1", output="json").data["documents"]]
+    names = [document["name"] for document in cli("export", "slurm", "--node", "n1", output="json").data["documents"]]
     directory.mkdir()
     plant(directory / names[-1], target)
     answer = cli("export", "slurm", "--node", "n1", "--to", str(directory))

@@ -55,7 +55,7 @@ def test_time_slicing_is_ready_to_use() -> None:
     ):
         assert part in said
     # Every file that a command names is there.
-    names = {one.name for one in found.documents}
+    names = {document.name for document in found.documents}
     assert {word for word in said.split() if word.endswith(".yaml")} == names
 
 
@@ -73,7 +73,7 @@ def test_every_node_and_renamed() -> None:
     assert "nodeSelector" not in pod
     assert pod["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu.shared": 1}
     assert loaded(found, "device-plugin-config.yaml")["metadata"]["namespace"] == "nvidia"
-    assert not any("label node" in one for one in found.commands)
+    assert not any("label node" in command for command in found.commands)
 
 
 def test_gpus_that_are_not_shared() -> None:
@@ -89,7 +89,7 @@ def test_mps_with_the_equal_part(limit: int | None) -> None:
     assert check_kubernetes(found) == 2
     assert plugin(found, "mps-4").strategy == "mps"
     assert plugin(found, "mps-4").replicas == (("nvidia.com/gpu", 4),)
-    assert any("mps.capable" in one for one in found.needs)
+    assert any("mps.capable" in need for need in found.needs)
     assert any("no memory limit" in one for one in found.lost) is (limit is None)
 
 
@@ -142,8 +142,8 @@ def test_other_nodes_keep_what_they_have() -> None:
         "gpushare-2x1g.10gb --overwrite",
         "gpushare-3x1g.10gb --overwrite",
     ]
-    assert any("gpushare-mig-parted" in one for one in operator_export(cut[0]).needs)
-    assert any("values.yaml" in one for one in chart_export(t4s(1, replicas=4)).needs)
+    assert any("gpushare-mig-parted" in need for need in operator_export(cut[0]).needs)
+    assert any("values.yaml" in need for need in chart_export(t4s(1, replicas=4)).needs)
 
 
 def test_mig_shared_beside_shared_gpus() -> None:
@@ -170,8 +170,10 @@ def test_without_the_operator(described: HostDescription) -> None:
     assert list(values["config"]["map"]) == ["none", key]
     assert values["config"]["default"] == "none"
     assert from_config(yaml.safe_load(values["config"]["map"][key])) == of_node(described).plugin
-    assert any(f"device-plugin.config={key}" in one for one in found.commands)
-    assert any(one.startswith("helm upgrade -i") and "-n nvidia-device-plugin" in one for one in found.commands)
+    assert any(f"device-plugin.config={key}" in command for command in found.commands)
+    assert any(
+        command.startswith("helm upgrade -i") and "-n nvidia-device-plugin" in command for command in found.commands
+    )
     assert not any("clusterpolic" in one or "cluster-policy" in one for one in (*found.commands, *found.needs))
 
 
@@ -283,6 +285,6 @@ def test_a_host_is_said_as_it_is_or_refused(kinds: list[dict[str, Any]]) -> None
 
 def test_mps_restarts_its_control_daemon_too() -> None:
     shared = operator_export(t4s(sharing=Way.MPS, mps=mps(25.0)))
-    restarts = [one for one in shared.commands if "rollout restart" in one]
+    restarts = [command for command in shared.commands if "rollout restart" in command]
     assert restarts[0].endswith("daemonset/gpu-feature-discovery daemonset/nvidia-device-plugin-mps-control-daemon")
     assert "mps-control-daemon" not in "\n".join(operator_export(t4s()).commands)

@@ -81,7 +81,7 @@ def test_what_is_written_is_read_back(cuts: list[list[str] | None], whole: bool)
     ]
     document = yaml.safe_load(text(parted_export(host(*gpus, whole=whole), name="current"), FILE))
     config = choose(parse_parted(document), None)
-    demands = wishes_for(config, [Gpu(index=one.index, mig_capable=True) for one in gpus])
+    demands = wishes_for(config, [Gpu(index=gpu.index, mig_capable=True) for gpu in gpus])
     for index, cut in enumerate(cuts):
         assert demands[index].mig_enabled is (cut is not None)
         counts = (

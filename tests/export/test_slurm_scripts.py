@@ -67,7 +67,7 @@ def test_shellcheck_finds_nothing(share: HostDescription, tmp_path: Path) -> Non
     for one in scripts:
         (tmp_path / one.name).write_text(one.text)
     # 2317: functions that are called by their name in a variable.
-    command = [shellcheck, "--exclude", "SC2317", *(one.name for one in scripts)]
+    command = [shellcheck, "--exclude", "SC2317", *(script.name for script in scripts)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 

@@ -107,19 +107,3 @@ def test_a_record_for_which_there_is_no_room_is_said(
         write()
     assert what in caught.value.message
     assert "df -h" in caught.value.hint
-
-
-def test_a_name_that_holds_is_not_lost_when_there_is_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    host = connect(H200)
-    with names_changed(host) as names:
-        names["train"] = TRAIN
-
-    def full(*_: Any, **__: Any) -> Any:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patched:
-        patched.setattr("tempfile.mkstemp", full)
-        with pytest.raises(OperationFailed), names_changed(host) as names:
-            names.clear()
-    with names_changed(host) as names:
-        assert list(names) == ["train"]

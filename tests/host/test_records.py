@@ -64,15 +64,6 @@ def test_only_our_own_and_roots_word_counts(
     assert read_trusted(path) == ({} if trusted else None)
 
 
-@pytest.mark.parametrize("text", ["", '{"a": ', "\x00", "[" * 100_000])
-def test_what_cannot_be_understood_is_nothing(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "one.json"
-    path.write_text(text)
-    assert read_trusted(path) is None
-    assert read_trusted(tmp_path / "none.json") is None
-    assert read_trusted(tmp_path) is None
-
-
 def test_a_lock_that_the_system_refuses_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(_descriptor: int, _operation: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))

@@ -251,10 +251,10 @@ def plant(users: Any, number: int = 0, name: str = "1", **more: Any) -> None:
 def test_a_users_record_speaks_of_that_user_only(users: Any, more: dict[str, Any], why: str) -> None:
     plant(users)
     host = users(ended=frozenset({101}))
-    assert [(one.pid, one.keeper_uid) for one in NOTES.all(host)] == [(100, ALICE)]
+    assert [(record.pid, record.keeper_uid) for record in NOTES.all(host)] == [(100, ALICE)]
     plant(users, **more)
     assert NOTES.all(host) == []
-    assert [(one.uid, one.why) for one in NOTES.unread(host)] == [(ALICE, why)]
+    assert [(record.uid, record.why) for record in NOTES.unread(host)] == [(ALICE, why)]
 
 
 def test_users_records_are_not_looked_up_by_key_nor_without_being_asked_for(users: Any) -> None:
@@ -281,11 +281,11 @@ def test_what_root_reads_of_a_user_is_bounded(users: Any) -> None:
 def test_a_process_counts_in_one_record_and_is_looked_up_once(users: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(users, name="1")
     plant(users, name="2", pid=101, others=[[100, 1]])
-    assert [one.pid for one in NOTES.all(users())] == [100]
-    assert [one.why for one in NOTES.unread(users())] == ["it names process 100, which another record names, too"]
+    assert [record.pid for record in NOTES.all(users())] == [100]
+    assert [record.why for record in NOTES.unread(users())] == ["it names process 100, which another record names, too"]
     monkeypatch.setattr(module, "_MOST_NAMED", 3)
     plant(users, name="2", pid=101, others=[[102, 1], [103, 1]])
-    assert [one.why for one in NOTES.unread(users())] == ["with those before it names more than 3 processes"]
+    assert [record.why for record in NOTES.unread(users())] == ["with those before it names more than 3 processes"]
 
 
 def test_a_directory_that_cannot_be_read_is_said(host: Host) -> None:
@@ -293,7 +293,7 @@ def test_a_directory_that_cannot_be_read_is_said(host: Host) -> None:
     directory = NOTES.path(host, 1).parent
     directory.chmod(0o775)
     assert NOTES.all(host) == []
-    assert [one.path for one in NOTES.unread(host)] == [directory]
+    assert [record.path for record in NOTES.unread(host)] == [directory]
 
 
 def test_a_large_file_and_many_large_files_are_not_read(users: Any, monkeypatch: pytest.MonkeyPatch) -> None:

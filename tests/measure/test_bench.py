@@ -175,7 +175,7 @@ def test_the_choice_is_never_three_percent_below_the_best(rounds: list[list[floa
     found = measured("queue,timeslice,mps", (2,), figures)
     verdicts = judge(found)
     (pick,) = picks(found, verdicts)
-    means = {one.way.name: one.throughput.mean for one in verdicts if one.throughput is not None}
+    means = {verdict.way.name: verdict.throughput.mean for verdict in verdicts if verdict.throughput is not None}
     assert means[pick.chosen.name] >= 0.97 * max(means.values()) * (1 - 1e-9)
     assert means[pick.best.name] == max(means.values())
 
@@ -225,7 +225,7 @@ def test_a_cell_that_failed_is_not_chosen_and_its_copies_are_kept() -> None:
     # A document of before has no names.
     assert any("(77)" in note for note in bench_notes({**data, "other_names": {}}))
     assert data["picks"] == []
-    assert [one["value"] for one in data["runs"][-1]["results"]] == [98.0, None]
+    assert [result["value"] for result in data["runs"][-1]["results"]] == [98.0, None]
 
 
 def test_the_document_is_pinned(tmp_path: Path) -> None:

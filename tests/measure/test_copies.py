@@ -43,15 +43,15 @@ while not os.path.exists({read!r}):
 def test_copies_that_finish(together: Together) -> None:
     found = together("exit 0", "sleep 0.2")
     assert failures(found) == []
-    assert [one.exit_code for one in found.copies] == [0, 0]
-    assert [one.copy for one in found.copies] == [0, 1]
-    assert all(one.seconds > 0 for one in found.copies)
+    assert [copy.exit_code for copy in found.copies] == [0, 0]
+    assert [copy.copy for copy in found.copies] == [0, 1]
+    assert all(copy.seconds > 0 for copy in found.copies)
     assert found.seconds > 0
 
 
 def test_the_last_number_counts_without_a_window(together: Together) -> None:
     found = together("echo rate=1; echo rate=5", "echo rate=7 >&2", metric=RATE)
-    assert [one.value for one in found.copies] == [5.0, 7.0]
+    assert [copy.value for copy in found.copies] == [5.0, 7.0]
     assert failures(found) == []
 
 
@@ -106,8 +106,8 @@ def test_a_window_measures_programs_that_never_end(together: Together) -> None:
 
     found = together(ENDLESS, ENDLESS, metric=RATE, window=500.0, over=over)
     assert failures(found) == []
-    assert [one.value for one in found.copies] == [10.0, 10.0]
-    assert not any(alive(one.pid) for one in found.copies)
+    assert [copy.value for copy in found.copies] == [10.0, 10.0]
+    assert not any(alive(copy.pid) for copy in found.copies)
     assert not found.hung
 
 
@@ -143,7 +143,7 @@ def test_the_window_opens_when_all_have_printed(together: Together, tmp_path: Pa
 
     scripts = FIRST.format(**files), SECOND.format(**files) + ENDLESS
     found = together(*scripts, metric=RATE, window=500.0, limit=1e9, python=True, over=over)
-    assert [one.value for one in found.copies] == [2.0, 10.0]
+    assert [copy.value for copy in found.copies] == [2.0, 10.0]
 
 
 def test_one_that_ends_before_the_window_closes(together: Together) -> None:
@@ -183,13 +183,13 @@ def test_in_turn_one_runs_at_a_time(together: Together, tmp_path: Path) -> None:
     script = f"mkdir {tmp_path}/lock || exit 9; sleep 0.1; rmdir {tmp_path}/lock"
     found = together(script, script, script, in_turn=True)
     assert failures(found) == []
-    assert [one.copy for one in found.copies] == [0, 1, 2]
+    assert [copy.copy for copy in found.copies] == [0, 1, 2]
     assert found.seconds >= 0.3
 
 
 def test_in_turn_none_starts_after_one_that_hung(together: Together) -> None:
     found = together("exec sleep 600", "exit 0", in_turn=True, limit=0.3)
-    assert [one.copy for one in found.copies] == [0]
+    assert [copy.copy for copy in found.copies] == [0]
     assert found.hung
 
 
@@ -231,8 +231,8 @@ def test_interrupted_copies_are_ended_and_said_so(host: Host) -> None:
         launches
     )
     assert found.interrupted
-    assert [one.failure for one in found.copies] == ["interrupted", "interrupted"]
-    assert not any(alive(one.pid) for one in found.copies)
+    assert [copy.failure for copy in found.copies] == ["interrupted", "interrupted"]
+    assert not any(alive(copy.pid) for copy in found.copies)
 
 
 def test_the_guard_hears_of_every_start_and_end(host: Host, tmp_path: Path) -> None:
@@ -255,5 +255,5 @@ def test_the_guard_hears_of_every_start_and_end(host: Host, tmp_path: Path) -> N
     found = Copies(group_with(host, Listening(bool), grace_seconds=1.0), Metric(), Durations(limit=0.3)).together(
         launches
     )
-    pids = [one.pid for one in found.copies]
+    pids = [copy.pid for copy in found.copies]
     assert sorted(ended) == sorted(int(pid) for pid in announced.read_text().split()) == sorted(pids)

@@ -89,14 +89,14 @@ def test_the_list_of_promtool_and_an_instant_answer(file: Callable[[object], Pat
 def test_the_text_of_the_exporter(file: Callable[[object], Path]) -> None:
     found = read_measured(file(TEXT + TEXT))
     assert (found.header.host, found.samples, found.header.interval_seconds) == ("n1", 2, 1)
-    assert any("no times" in one for one in found.header.warnings)
+    assert any("no times" in warning for warning in found.header.warnings)
     first, second = found.gpus
     assert first.activity is not None
     assert first.activity.mean == pytest.approx(12, abs=0.5)
     assert (second.source, second.memory_peak_bytes) == ("utilization", 20000 * MIB)
     timed = read_measured(file("".join(f"{line} {START}000\n" for line in TEXT.splitlines() if line[0] != "#")))
     assert timed.header.started_at == START
-    assert not any("no times" in one for one in timed.header.warnings)
+    assert not any("no times" in warning for warning in timed.header.warnings)
 
 
 def test_memory_held_without_work_and_nothing_at_all(file: Callable[[object], Path]) -> None:
@@ -111,7 +111,7 @@ def test_memory_held_without_work_and_nothing_at_all(file: Callable[[object], Pa
         )
     )
     # Processes are unknown, so none is claimed to be missing.
-    assert [(one.gpu, one.kind, one.why) for one in underused(found)] == [
+    assert [(device.gpu, device.kind, device.why) for device in underused(found)] == [
         (0, "held_idle", "memory is held with no work: 19.5 GiB"),
         (1, "empty", "idle: no kernel ran"),
     ]
@@ -126,7 +126,7 @@ def test_mig_instances_are_left_out(file: Callable[[object], Path]) -> None:
     part = series("DCGM_FI_PROF_GR_ENGINE_ACTIVE", [0.5], GPU_I_ID="1", GPU_I_PROFILE="1g.10gb")
     found = read_measured(file(answer(part, series("DCGM_FI_PROF_GR_ENGINE_ACTIVE", [0.4], gpu="1", UUID="GPU-2"))))
     assert [use.gpu.index for use in found.gpus] == [1]
-    assert any("MIG" in one for one in found.header.warnings)
+    assert any("MIG" in warning for warning in found.header.warnings)
     with pytest.raises(OperationFailed, match="only counters of MIG instances"):
         read_measured(file(answer(part)))
 

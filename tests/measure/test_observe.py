@@ -125,7 +125,10 @@ def test_processes_come_and_go(tmp_path: Path) -> None:
     assert first.sm is not None
     assert late.sm is not None
     assert (first.sm.samples, late.sm.samples) == (3, 4)
-    assert [(one.process.pid, one.seen_from_seconds, one.seen_to_seconds) for one in workloads_of(recording)] == [
+    assert [
+        (workload.process.pid, workload.seen_from_seconds, workload.seen_to_seconds)
+        for workload in workloads_of(recording)
+    ] == [
         (pids["first"], 1.0, 6.0),
         (pids["second"], 4.0, 10.0),
     ]
@@ -217,8 +220,8 @@ def test_under_mps_the_only_client_has_the_activity(cli_start: Callable[[], dict
     assert use.process.mps
     assert use.sm is not None
     assert use.sm.mean == 40.0
-    assert [one.process.name for one in workloads_of(recording)] == ["python3"]
-    assert SERVER_PROGRAM in {one.process.name for one in recording.processes}
+    assert [workload.process.name for workload in workloads_of(recording)] == ["python3"]
+    assert SERVER_PROGRAM in {process.process.name for process in recording.processes}
 
 
 def test_under_mps_the_share_of_one_of_several_is_unknown(

@@ -355,7 +355,7 @@ def test_utilization_that_hides_low_activity_is_told(tmp_path: Path) -> None:
     tally = Tally(HEADER)
     for second in range(20):
         tally.add(Sample(at=float(second), gpus=(GpuSample(index=0, utilization_percent=68, sm_percent=5.0),)))
-    found = next(one for one in underused(tally.recording()) if one.gpu == 0)
+    found = next(device for device in underused(tally.recording()) if device.gpu == 0)
     assert found.kind == "low"
     assert "68 %" in found.why
     assert "a kernel ran" in found.why

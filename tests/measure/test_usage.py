@@ -132,7 +132,9 @@ def test_neighbours_in_other_instances_are_none(clock: Clock) -> None:
         ((first.gpu_instance_id,), ()),
         ((first.gpu_instance_id, second.gpu_instance_id), (beside,)),
     ):
-        meter = UsageMeter(host, device(host), gpu_instances=[one for one in instances if one is not None], clock=clock)
+        meter = UsageMeter(
+            host, device(host), gpu_instances=[instance for instance in instances if instance is not None], clock=clock
+        )
         meter.look([mine])
         clock.now += 1
         meter.look([mine])

@@ -46,7 +46,7 @@ def test_a_way_in_which_nothing_was_done_is_compared_too() -> None:
     assert (pick.chosen.name, pick.same) == ("mps", ())
     # Over nothing there is no factor.
     assert (pick.gain, pick.over) == (None, "timeslice")
-    by_name = {one.way.name: one for one in verdicts}
+    by_name = {verdict.way.name: verdict for verdict in verdicts}
     assert by_name["timeslice"].gain is None
     assert by_name["timeslice"].slowdown is None
     nothing = measured("timeslice,mps", (2,), {**figures, ("mps", 2): [0.0, 0.0]})
@@ -174,7 +174,7 @@ def test_the_overall_answer_is_the_fastest_number_of_copies() -> None:
     }
     found = measured("timeslice,mps", (2, 3, 4), figures)
     answers = picks(found, judge(found))
-    assert [one.copies for one in answers] == [2, 3, 4]
+    assert [answer.copies for answer in answers] == [2, 3, 4]
     best = overall(found, answers)
     assert best is not None
     assert (best.copies, best.chosen.name) == (3, "mps")

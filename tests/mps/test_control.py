@@ -74,7 +74,7 @@ SETTERS: list[tuple[str, Callable[[MpsControl], None], str, str, str]] = [
     ),
 ]
 BY_NAME = pytest.mark.parametrize(
-    ("call", "sent", "asked", "good"), [one[1:] for one in SETTERS], ids=[one[0] for one in SETTERS]
+    ("call", "sent", "asked", "good"), [setter[1:] for setter in SETTERS], ids=[setter[0] for setter in SETTERS]
 )
 
 

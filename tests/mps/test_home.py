@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import json
 import os
@@ -19,13 +18,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpushare.base.errors import BadUsage, NoPermission, OperationFailed
-from gpushare.base.model import Priority, device_key
+from gpushare.base.model import device_key
 from gpushare.base.typed import parsed
-from gpushare.host import records
 from gpushare.host.identity import boot_id, pid_space
 from gpushare.mps import home as mps_home
 from gpushare.mps.home import (
-    AttachedClient,
     DaemonHome,
     DaemonRecord,
     home_of,
@@ -145,40 +142,6 @@ def test_a_record_is_written_and_read(home: DaemonHome) -> None:
     home.clear()
 
 
-def test_a_write_that_fails_leaves_the_old_record_and_no_rubbish(
-    home: DaemonHome, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    home.write(RECORD)
-
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(records.os, "replace", full)
-    with pytest.raises(OperationFailed, match="No space"):
-        home.write(DaemonRecord(device_uuid=UUID, pid=8, started=None, uid=0))
-    assert home.read() == RECORD
-    assert [path.name for path in home.directory.iterdir() if path.is_file()] == ["daemon.json"]
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "", "{", "[]", "null", "7", "{}", '{"pid": 7}', "\xff", json.dumps(GOOD),
-        document(pid="self"), document(pid=0), document(pid=-1), document(pid=2**40), document(pid=True),
-        document(device_uuid=5), document(started="yesterday"), document(state=3), document(state="x"),
-        document(limits={"priority": 7}), document(limits={"memory_limit_bytes": "4G"}),
-        document(limits={"threads_percent": "25"}), document(previous_compute_mode="BANANA"), document(transient="no"),
-        document(new=1), document(attached="none"), document(attached=[7]),
-        document(attached=[{"pid": "8", "started": 1, "limits": None}]),
-        document(attached=[{"pid": 8, "started": 1, "limits": None}] * 2),
-        document().replace("7", "9" * 5000),
-    ],
-)  # fmt: skip
-def test_a_corrupt_record_is_none(home: DaemonHome, text: str) -> None:
-    put(home, text)
-    assert home.read() is None
-
-
 @given(
     st.dictionaries(
         st.sampled_from([*GOOD, "limits", "transient", "attached"]),
@@ -192,14 +155,6 @@ def test_any_record_is_read_or_refused(fields: dict[str, object]) -> None:
         return
     assert found.pid is None or found.pid > 0
     assert found.limits == Limits()
-
-
-def test_the_record_of_another_user_is_not_believed(home: DaemonHome, monkeypatch: pytest.MonkeyPatch) -> None:
-    home.write(RECORD)
-    if os.geteuid() == 0:
-        os.chown(home.directory / "daemon.json", 4242, -1)
-    monkeypatch.setattr(os, "geteuid", lambda: 4343)
-    assert home.read() is None
 
 
 def test_clearing_leaves_the_logs(home: DaemonHome) -> None:
@@ -253,15 +208,6 @@ def test_a_lease_lives_until_it_is_released(home: DaemonHome) -> None:
     assert home.live_leases() == []
     lease.release()
     assert list(home.leases.iterdir()) == []
-
-
-def test_two_leases_of_one_process_are_two(home: DaemonHome) -> None:
-    first, second = home.take_lease(), home.take_lease()
-    assert home.live_leases() == [os.getpid(), os.getpid()]
-    first.release()
-    assert home.live_leases() == [os.getpid()]
-    second.release()
-    assert home.live_leases() == []
 
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
@@ -354,14 +300,3 @@ def test_a_lock_that_the_system_refuses_is_said(
     with pytest.raises(OperationFailed, match=os.strerror(number)) as caught:
         home.locked().__enter__() if act == "locked" else getattr(home, act)()
     assert str(home.directory) in caught.value.message
-
-
-def test_the_limits_of_attached_clients_come_back(home: DaemonHome) -> None:
-    limits = Limits(threads_percent=50.0, memory_limit_bytes=2**33, priority=Priority.LOW)
-    clients = (
-        AttachedClient(pid=8, started=25, limits=limits),
-        AttachedClient(pid=9, started=None, limits=None),
-    )
-    record = dataclasses.replace(RECORD, attached=clients)
-    home.write(record)
-    assert home.read() == record

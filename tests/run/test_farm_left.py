@@ -231,9 +231,3 @@ def test_a_full_disk_is_named_as_the_reason(
     assert result.copies[1].hint == f"free space in {where}, or keep what copies print elsewhere: --logs DIR"
     assert len(looked) == 1
     assert looked[0].startswith(str(where))
-
-
-def test_with_space_left_a_failure_is_the_programs_own(host: Host, device: Device, tmp_path: Path) -> None:
-    options = sized(device, copies=1, logs=tmp_path)
-    result = farm(host, [device], shell("echo bad luck; exit 1"), options, Heard())
-    assert (result.copies[0].failure, result.copies[0].hint) == ("exit code 1: bad luck", None)

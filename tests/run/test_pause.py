@@ -15,7 +15,7 @@ import pytest
 from gpushare.base.selection import Device
 from gpushare.host.host import Host
 from gpushare.run import production as module
-from gpushare.run.pause import ChannelPauser, Pauser, Pauses, note_pauses, noted_pauses, resume_all
+from gpushare.run.pause import ChannelPauser, Pauser, Pauses, note_pauses, noted_pauses
 from gpushare.run.plain import PlainShare
 from gpushare.run.production import Activity
 from gpushare.run.roles import PauseForProduction
@@ -67,11 +67,6 @@ def test_a_program_is_stopped_and_goes_on(host: Host, device: Device, start: Cal
     pauser.resume()
     assert until(lambda: not stopped(host, pid))
     assert not pauser.paused
-
-
-def test_a_busy_processor_is_the_first_sign_of_work(host: Host, device: Device, start: Callable[[str], int]) -> None:
-    busy = Activity(host, device, start("while True: pass"))
-    assert until(busy.active)
 
 
 def test_one_that_waits_without_the_processor_is_seen_by_its_gpu_use(
@@ -133,7 +128,8 @@ def test_its_pauses_are_noted_for_the_metrics(host: Host, device: Device, start:
         watch.production.now = now
         watch.poll()
         (noted,) = noted_pauses(host)
-        assert (noted.pid, noted.gpu_uuid) == (pid, device.gpu.uuid)
+        # With its start: a PID that another program has got would count as paused.
+        assert (noted.pid, noted.started, noted.gpu_uuid) == (*host.processes.identity(pid), device.gpu.uuid)
         assert (noted.pauses, noted.paused) == expected
     watch.release()
     watch.poll()
@@ -148,53 +144,6 @@ def test_notes_of_the_dead_and_damaged_ones_count_for_nothing(host: Host) -> Non
     for number, text in enumerate(("", "[]", '{"pid": "x"}', '{"pid": 1, "more": 2}')):
         (directory / f"{number}.json").write_text(text, encoding="utf-8")
     assert noted_pauses(host) == ()
-
-
-def test_a_program_that_is_to_end_is_let_go_for_good(host: Host, device: Device, start: Callable[[str], int]) -> None:
-    pid, activity = start(_IDLE), Scripted()
-    watch = PauseForProduction(host, activity)  # type: ignore[arg-type]
-    watch.started(PlainShare(host, device).watch(pid))
-    assert watch.pauser is not None
-    activity.now = True
-    watch.poll()
-    watch.release()
-    watch.poll()
-    assert not watch.pauser.paused
-    assert until(lambda: not stopped(host, pid))
-
-
-def test_what_a_dead_gpushare_held_still_is_let_go(host: Host, device: Device, start: Callable[[str], int]) -> None:
-    pid = start(_IDLE)
-    Pauser(host, (device.gpu.index,), pid).pause()
-    assert until(lambda: stopped(host, pid))
-    resume_all(host, [pid])
-    assert until(lambda: not stopped(host, pid))
-
-
-def test_where_the_processors_time_is_not_told_the_use_of_the_gpu_counts(
-    host: Host, device: Device, start: Callable[[str], int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    activity = Activity(host, device, start(_IDLE))
-    monkeypatch.setattr(module, "cpu_time", lambda _pid: None)
-    for working in (True, False):
-        monkeypatch.setattr(activity, "_busy_on_the_gpu", lambda _at, working=working: working)
-        activity._nvml_due = 0.0
-        assert activity.active() is working
-
-
-def test_a_pause_is_noted_with_the_start_of_its_program(
-    host: Host, device: Device, start: Callable[[str], int]
-) -> None:
-    """Else a PID that another program has got would count as paused."""
-    pid = start(_IDLE)
-    watch: Any = PauseForProduction(host, Scripted())  # type: ignore[arg-type]
-    watch.started(PlainShare(host, device).watch(pid))
-    watch.poll()
-    (noted,) = noted_pauses(host)
-    info = host.processes.describe(pid)
-    assert info is not None
-    assert noted.started == info.started is not None
-    watch.settle()
 
 
 def test_one_that_others_continue_is_stopped_again_and_its_worker_goes_on_when_it_has_ended(

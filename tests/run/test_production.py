@@ -6,11 +6,9 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from gpushare.base.errors import NoPermission
 from gpushare.connect import connect
 from gpushare.host.host import Host
 from gpushare.run.jobs import JobRecord, find_record, is_running, productions, write_record
@@ -61,30 +59,6 @@ def test_roots_record_counts_beside_ones_own(host: Host, tmp_path: Path) -> None
     assert [record.name for record in productions(host)] == ["web", "db"]
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"pid": 0},
-        {"pid": -1},
-        {"pid": "17"},
-        {"pid": None},
-        {"pid": 1.5},
-        {"name": 3},
-        {"name": None},
-        {"device_uuid": None},
-        {"started": "noon"},
-        {"started": None},
-        {"colour": "red"},
-        {"memory_peak_bytes": "much"},
-        {"memory_peak_bytes": 1.5},
-    ],
-)
-def test_a_record_that_tells_nonsense_tells_nothing(host: Host, wrong: dict[str, Any]) -> None:
-    write_record(host, WEB)
-    record_of(host).write_text(json.dumps({**json.loads(record_of(host).read_text()), **wrong}))
-    assert productions(host) == []
-
-
 def test_it_lives_as_the_process_that_it_was(host: Host) -> None:
     info = host.processes.describe(os.getpid())
     assert info is not None
@@ -92,26 +66,3 @@ def test_it_lives_as_the_process_that_it_was(host: Host) -> None:
     assert is_running(host, replace(WEB, pid=os.getpid(), started=info.started))
     # The PID is another's now.
     assert not is_running(host, replace(WEB, pid=os.getpid(), started=info.started - 1000))
-
-
-def test_the_first_record_makes_directories_that_all_may_look_into(host: Host, tmp_path: Path) -> None:
-    host = replace(host, run_directory=tmp_path / "run" / "gpushare")
-    before = os.umask(0o077)
-    try:
-        write_record(host, WEB)
-    finally:
-        os.umask(before)
-    path = record_of(host)
-    assert [each.stat().st_mode & 0o777 for each in (path.parent, host.run_directory)] == [0o755, 0o755]
-
-
-def test_where_others_may_write_no_record_is_kept(host: Host, tmp_path: Path) -> None:
-    """Who may write the directory above may put another record in its place."""
-    directory = tmp_path / "run"
-    directory.mkdir()
-    directory.chmod(0o777)
-    host = replace(host, run_directory=directory)
-    with pytest.raises(NoPermission) as refused:
-        write_record(host, WEB)
-    assert refused.value.code == "directory_open"
-    assert productions(host) == []

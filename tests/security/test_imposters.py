@@ -188,11 +188,13 @@ def test_the_doctor_looks_into_no_directory_that_a_stranger_names(
         answer = gpushare("doctor", seconds=30, output="json")
     checks = answer.json["data"]["checks"]
     assert "bug in gpushare" not in answer.out
-    about = [one for one in checks if str(pid) in one["seen"] or str(mallory.home) in one["seen"]]
+    about = [check for check in checks if str(pid) in check["seen"] or str(mallory.home) in check["seen"]]
     # It is told, and as another's; what it says of itself is no reason for a remedy.
     assert {one["id"] for one in about} == {"mps.unasked", "mps.foreign"}
     assert not [
-        one for one in checks if str(mallory.home) in (one["remedy"] or "") or "truncate" in (one["remedy"] or "")
+        check
+        for check in checks
+        if str(mallory.home) in (check["remedy"] or "") or "truncate" in (check["remedy"] or "")
     ]
     assert mallory.name in next(one["remedy"] for one in about if one["id"] == "mps.foreign")
 

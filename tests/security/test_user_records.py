@@ -105,7 +105,7 @@ def test_the_directories_of_users_are_found_where_gpushare_puts_them(
     (note,) = NOTES.all(seen(first))
     assert (note.path, note.keeper_uid) == (home / "gpushare" / "swap" / "1.json", alice.uid)
     # What names a process of another user says nothing.
-    assert [one.keeper_uid for one in NOTES.all(seen(first, second))] == [alice.uid]
+    assert [record.keeper_uid for record in NOTES.all(seen(first, second))] == [alice.uid]
     (unread,) = NOTES.unread(seen(first, second))
     assert (unread.uid, unread.why) == (mallory.uid, "it names process 1, which belongs to another user")
 

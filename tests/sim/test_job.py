@@ -51,7 +51,7 @@ def test_alone_it_runs_at_its_full_rate(state: SimulatedHostState) -> None:
 @pytest.mark.parametrize("copies", [2, 4, 8])
 def test_time_sliced_each_gets_its_part_however_little_it_needs(state: SimulatedHostState, copies: int) -> None:
     jobs = [job(state, 5) for _ in range(copies)]
-    assert [pace_of(state, one, 5).rate for one in jobs] == [1 / copies] * copies
+    assert [pace_of(state, job, 5).rate for job in jobs] == [1 / copies] * copies
 
 
 @pytest.mark.parametrize(("copies", "speed"), [(2, 1.0), (4, 100 / 160), (8, 100 / 320)])

@@ -150,7 +150,7 @@ def test_a_mig_device_sees_only_its_own_processes() -> None:
         ]
         for index, process in enumerate(mine):
             device = nvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, index)
-            assert [one.pid for one in nvml.nvmlDeviceGetComputeRunningProcesses(device)] == [process.pid]
+            assert [process.pid for process in nvml.nvmlDeviceGetComputeRunningProcesses(device)] == [process.pid]
             assert nvml.nvmlDeviceGetMemoryInfo(device).used == 2**30
             for call in (nvml.nvmlDeviceGetUtilizationRates, nvml.nvmlDeviceGetTotalEnergyConsumption):
                 with pytest.raises(nvml.NVMLError_NotSupported):
@@ -171,7 +171,7 @@ def test_mig_allows_no_other_compute_mode() -> None:
 def test_free_counts_fall_as_instances_are_there() -> None:
     with initialised(mig_host("sim:h200", ["3g.71gb:0", "1g.18gb+me:4"])) as (nvml, _):
         gpu = nvml.nvmlDeviceGetHandleByIndex(0)
-        free = {one[1]: nvml.nvmlDeviceGetGpuInstanceRemainingCapacity(gpu, one[1]) for one in H200.values()}
+        free = {value[1]: nvml.nvmlDeviceGetGpuInstanceRemainingCapacity(gpu, value[1]) for value in H200.values()}
         assert free == {19: 2, 20: 0, 15: 1, 14: 0, 9: 0, 5: 0, 0: 0}
         # Possible placements are all there are, not only the free ones.
         assert placements(nvml, gpu, 9) == [(0, 4), (4, 4)]

@@ -152,7 +152,7 @@ def gpm(nvml: Any, take: Any) -> dict[int, float | None]:
             request.metrics[index].metricId = metric
         nvml.nvmlGpmMetricsGet(request)
         answers = request.metrics[: len(wanted)]
-        return {one.metricId: one.value if one.nvmlReturn == 0 else None for one in answers}
+        return {answer.metricId: answer.value if answer.nvmlReturn == 0 else None for answer in answers}
     finally:
         nvml.nvmlGpmSampleFree(first)
         nvml.nvmlGpmSampleFree(second)

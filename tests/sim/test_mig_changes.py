@@ -78,7 +78,7 @@ def test_hopper_switches_at_once_also_beside_a_process() -> None:
             busy = add_process(state, state.gpus[0], memory_bytes=2**30)
         assert nvml.nvmlDeviceSetMigMode(gpu, 1) == nvml.NVML_SUCCESS
         assert nvml.nvmlDeviceGetMigMode(gpu) == [1, 1]
-        assert [one.pid for one in nvml.nvmlDeviceGetComputeRunningProcesses(gpu)] == [busy.pid]
+        assert [process.pid for process in nvml.nvmlDeviceGetComputeRunningProcesses(gpu)] == [busy.pid]
         # The check moved to the first GPU instance.
         refused(nvml, nvml.NVML_ERROR_IN_USE, nvml.nvmlDeviceCreateGpuInstance, gpu, G1)
         refused(nvml, nvml.NVML_ERROR_IN_USE, create, nvml, gpu, G1, 0, 1)

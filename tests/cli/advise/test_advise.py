@@ -72,8 +72,8 @@ def test_json_has_all_of_it(cli: Any) -> None:
     data = cli("advise", *FARM, host="sim:a100-80gb", output="json").ok().data
     assert data["winner"] == "mps"
     assert len(data["verdicts"]) == 16
-    assert {one["outcome"] for one in data["verdicts"]} == {"fits", "fits with a condition", "refused"}
-    assert all(reason["source"] for one in data["verdicts"] for reason in one["reasons"])
+    assert {verdict["outcome"] for verdict in data["verdicts"]} == {"fits", "fits with a condition", "refused"}
+    assert all(reason["source"] for verdict in data["verdicts"] for reason in verdict["reasons"])
     assert data["memory"]["fits"] is True
     assert data["case"]["workloads"][0]["same_user"] is True
     assert data["confidence"] in {"high", "medium", "low"}
@@ -308,7 +308,7 @@ def test_apply_shows_its_plan_in_a_dry_run(cli: Any, words: tuple[str, ...], spe
     before = shown(cli, spec)
     answer = cli("advise", *words, "--apply", "--dry-run", host=spec, output="json").ok()
     assert answer.data["dry_run"] is True
-    assert step in [one["what"] for one in answer.data["steps"]]
+    assert step in [step["what"] for step in answer.data["steps"]]
     assert shown(cli, spec) == before
 
 
@@ -400,7 +400,7 @@ def test_apply_of_several_lines_is_one_plan(cli: Any, there: str, words: Any, sp
     assert positions == sorted(positions)
     undo = commands(cli("advise", *words, host=spec, output="json").ok().data, "undo")
     done = cli("advise", *words, "--apply", host=spec, output="json").ok()
-    assert [one["what"] for one in done.data["steps"]] == texts
+    assert [step["what"] for step in done.data["steps"]] == texts
     assert cli("capture", host=spec).ok().out != before
     for command in undo:
         cli(*shlex.split(command)[1:], host=spec).ok()
@@ -683,7 +683,7 @@ def test_a_recording_is_read(cli: Any, tmp_path: Path) -> None:
     file = tmp_path / "r.jsonl"
     cli("observe", "--for", "0.3s", "--interval", "0.1s", "--to", str(file)).ok()
     data = cli("advise", "--from", str(file), output="json").ok().data
-    assert sum(one["processes"] for one in data["case"]["workloads"]) == 2
+    assert sum(workload["processes"] for workload in data["case"]["workloads"]) == 2
     assert json.dumps(data)
     assert os.path.exists(file)
 

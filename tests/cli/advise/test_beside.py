@@ -84,7 +84,7 @@ def test_a_compute_mode_in_the_way_comes_back_and_so_does_the_level(cli: Any, le
 def test_a_daemon_in_the_way_is_a_condition(cli: Any) -> None:
     cli("mps", "start", "-g", "0", host="sim:a100-80gb").ok()
     data = advised(cli, "sim:a100-80gb", *USERS)
-    found = {one["way"]: {reason["rule"] for reason in one["reasons"]} for one in data["verdicts"]}
+    found = {verdict["way"]: {reason["rule"] for reason in verdict["reasons"]} for verdict in data["verdicts"]}
     for way in ("timeslice", "mig", "mig+mps", "mig+timeslice"):
         assert "mps-serves" in found[way]
     assert "mps-serves" not in found["whole-gpu"]
@@ -110,7 +110,7 @@ def test_instances_that_somebody_is_in_stay(cli: Any) -> None:
     assert uuid is not None
     add_process(spec, "0", mig=uuid[1])
     data = advised(cli, spec, "--processes", "3", "--memory", "15G", "--users", "different", "--pattern", "steady")
-    (mig,) = (one for one in data["verdicts"] if one["way"] == "mig")
+    (mig,) = (verdict for verdict in data["verdicts"] if verdict["way"] == "mig")
     assert "mig-too-small" in {reason["rule"] for reason in mig["reasons"]}
     assert "next to 4g.40gb:0 (in use)" in mig["reasons"][0]["text"]
     assert data["winner"] is None

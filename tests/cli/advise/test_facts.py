@@ -44,7 +44,7 @@ def test_the_facts_are_the_models(key):
     (gpu,) = gather(connect(f"sim:{model.short}")).gpus
     assert (gpu.name, gpu.multiprocessors, gpu.mig_capable) == (model.name, model.multiprocessors, bool(model.mig))
     assert ".".join(map(str, gpu.compute_capability)) == model.compute_capability
-    assert gpu.largest_instance_count == max((one.instances for one in model.profiles), default=None)
+    assert gpu.largest_instance_count == max((profile.instances for profile in model.profiles), default=None)
     assert gpu.time_slice_settable is bool(model.time_slice)
 
 
@@ -72,7 +72,7 @@ def test_instances_are_in_the_layout(world):
     world.mig("3g.71gb", "1g.18gb")
     (gpu,) = gather(world.host).gpus
     assert gpu.mig_enabled is True
-    assert sorted(one.profile.name for one in gpu.layout.instances) == ["1g.18gb", "3g.71gb"]
+    assert sorted(instance.profile.name for instance in gpu.layout.instances) == ["1g.18gb", "3g.71gb"]
 
 
 def test_a_lost_gpu_costs_itself_only():

@@ -30,7 +30,7 @@ def asked(cli: Cli, *words: str, host: str = A30) -> dict[str, Any]:
 
 
 def commands(data: dict[str, Any]) -> list[str]:
-    return [one["command"] for one in data["commands"] if one["command"]]
+    return [command["command"] for command in data["commands"] if command["command"]]
 
 
 def words_of(command: str, old: str = "", new: str = "") -> list[str]:
@@ -121,9 +121,9 @@ def test_what_excludes_them(cli: Cli, prepare: tuple[str, ...], more: tuple[str,
         cli("sim", *prepare, host=A30).ok()
     data = asked(cli, *TWO, "--memory", "16G", "--needs", "progress", *more)
     assert data["winner"] not in {"turns", "swap"}
-    verdict = next(one for one in data["verdicts"] if one["way"] == "turns")
+    verdict = next(verdict for verdict in data["verdicts"] if verdict["way"] == "turns")
     assert verdict["outcome"] == "refused"
-    assert rule in {one["rule"] for one in verdict["reasons"] if one["kind"] == "veto"}
+    assert rule in {reason["rule"] for reason in verdict["reasons"] if reason["kind"] == "veto"}
     if rule not in {"leaving-host-memory", "leaving-latency"}:
         assert not any("--swap request" in command for command in commands(data))
 
@@ -171,7 +171,7 @@ def test_idle_as_printed(cli: Cli, real: Real) -> None:
         state.processes[0].sm_percent = 0
     first.says("out of the GPU")
     listed = cli("swap", "list", host=A30, output="json").ok().data
-    assert [one["state"] for one in listed["jobs"]] == ["out"]
+    assert [job["state"] for job in listed["jobs"]] == ["out"]
     # Its place is free for the next.
     second = real(*words_of(other), host=A30)
     second.says("runs on GPU 0")
@@ -210,7 +210,7 @@ def test_production_that_runs_already_stays_as_it_is(cli: Cli, tmp_path: Path) -
     assert data["winner"] == "swap"
     (batch,) = commands(data)
     assert "--opportunistic --yield swap" in batch
-    assert any("steady growth" in one["what"] for one in data["commands"])
+    assert any("steady growth" in command["what"] for command in data["commands"])
     file.write_text(file.read_text().replace("role: opportunistic", "role: opportunistic, running: yes"))
     assert asked(cli, "-f", str(file))["winner"] != "swap"
 

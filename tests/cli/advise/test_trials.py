@@ -116,7 +116,7 @@ def test_clients_are_counted_as_compare_counts_them(cli: Any) -> None:
 
 def test_what_is_too_old_for_static_partitions_is_named(cli: Any) -> None:
     data = advice(cli, "--processes", "2", "--needs", "containment", host="sim:t4")
-    (verdict,) = (one for one in data["verdicts"] if one["way"] == "mps-static")
+    (verdict,) = (verdict for verdict in data["verdicts"] if verdict["way"] == "mps-static")
     assert "this host has an older GPU (Tesla T4) with driver 580" in verdict["reasons"][0]["text"]
 
 
@@ -207,7 +207,7 @@ def test_each_job_of_a_pair_is_asked_and_said_for_itself(cli: Any, fills: bool) 
     from tests.advice.conftest import situation_of
 
     pair = ({"role": "production", "users": "same"}, {"role": "opportunistic", "users": "same"})
-    fields = [one.field for one in QUESTIONS if one.pair]
+    fields = [question.field for question in QUESTIONS if question.pair]
     assert fields[:3] == ["production_saturating", "gaps", "saturating"]
     fields = [fields[0], fields[2]]
     for field in fields:
@@ -232,15 +232,15 @@ def test_unequal_shares_are_instances_of_unequal_size(cli: Any) -> None:
     """4g and 2g are 67 and 33 of 100; an instance of each size has its own line."""
     words = ("--processes", "2", "--memory", "12G", "--users", "different", "--isolation", "full", "--root")
     data = advice(cli, *words, "--needs", "weights=33:67", host="sim:h100")
-    commands = [one["command"] for one in data["commands"] if one["command"]]
+    commands = [command["command"] for command in data["commands"] if command["command"]]
     assert commands == [
         "gpushare mig apply -g 0 4g.40gb 2g.20gb",
         "gpushare run --mig 2g.20gb -- CMD",
         "gpushare run --mig 4g.40gb -- CMD",
     ]
-    assert not any("fixed sizes" in one for one in data["conditions"])
+    assert not any("fixed sizes" in condition for condition in data["conditions"])
     data = advice(cli, *words, "--needs", "weights=30:70", host="sim:h100")
-    assert any("2g.20gb, 4g.40gb are 33:67, asked for are 30:70" in one for one in data["conditions"])
+    assert any("2g.20gb, 4g.40gb are 33:67, asked for are 30:70" in condition for condition in data["conditions"])
 
 
 def test_numbers_that_were_not_given_are_said(cli: Any) -> None:
@@ -276,8 +276,8 @@ def test_apply_starts_mps_in_each_instance_that_exists(cli: Any) -> None:
     words = ("--processes", "6", "--memory", "1G", "--groups", "2", "--users", "same", "--isolation", "fault")
     answer = cli("advise", *words, "--no-saturating", "--no-root", "--apply", host="sim:h100").ok()
     daemons = cli("mps", "status", host="sim:h100", output="json").ok().data["mps_daemons"]
-    assert len({one["device_uuid"] for one in daemons}) == 2
-    assert {one["threads_percent"] for one in daemons} == {66.6}
+    assert len({daemon["device_uuid"] for daemon in daemons}) == 2
+    assert {daemon["threads_percent"] for daemon in daemons} == {66.6}
     *lines, undo = answer.out.splitlines()
     assert len(lines) == 2
     assert undo.startswith("undo: ")
@@ -325,7 +325,7 @@ def test_a_slice_per_process_for_production_with_gaps(cli: Any) -> None:
         "gpushare run -g 0 --production serve -- CMD",
         "gpushare run -g 0 --slice 500us -- CMD",
     ]
-    assert any("does not document these calls" in one for one in data["conditions"])
+    assert any("does not document these calls" in condition for condition in data["conditions"])
     assert (
         "H200 and an H100"
         in advice(cli, *words, "--isolation", "none", "--no-production-saturating", host="sim:t4")["confidence_why"]

@@ -105,7 +105,7 @@ def test_finished_runs_are_counted(cli: Cli) -> None:
     # Which is faster depends on how long the copies take to start: that is the machine's affair.
     for way in ("queue", "mps"):
         (run,) = (run for run in data["runs"] if run["way"] == way and run["copies"] == 2)
-        assert [one["exit_code"] for one in run["results"]] == [0, 0]
+        assert [result["exit_code"] for result in run["results"]] == [0, 0]
         assert cells[way]["throughput"]["mean"] == pytest.approx(2 / run["seconds"], rel=0.01)
     assert not data["best"]["certain"], "each ran once"
 
@@ -188,7 +188,7 @@ def test_copies_that_miss_mps_do_not_count(cli: Cli, monkeypatch: pytest.MonkeyP
     assert "ran outside MPS" in cell["failures"][0]
     # Nothing was measured: that is no success, not even in part.
     assert (answer.code, answer.json["status"]) == (1, "error")
-    assert [one["code"] for one in answer.json["errors"]] == ["all_failed"]
+    assert [error["code"] for error in answer.json["errors"]] == ["all_failed"]
     assert "ran outside MPS" in answer.json["errors"][0]["message"]
 
 
@@ -465,10 +465,10 @@ def test_ctrl_c_ends_the_copies_and_keeps_what_was_measured(
     assert (world.state.daemons, world.pids()) == ([], [])
     # People see what was measured, and which ways are missing: no row has no figure.
     cells = document["data"]["cells"]
-    missing = {one["way"] for one in cells if one["throughput"] is None}
+    missing = {cell["way"] for cell in cells if cell["throughput"] is None}
     assert missing
     throughput, details, *_ = bench_result(document["data"]).tables
-    measured = [one for one in cells if one["throughput"] is not None]
+    measured = [cell for cell in cells if cell["throughput"] is not None]
     assert {row["way"] for row in throughput.rows} == {one["way"] for one in measured}
     assert all(row["mean"] is not None for row in details.rows)
     (note,) = (line for line in answer.lines("note") if "not measured: " in line)
@@ -481,10 +481,10 @@ def test_killed_it_leaves_neither_copies_nor_a_daemon(real: Real, world: World, 
     script = 'case "$CUDA_MPS_PIPE_DIRECTORY" in */pipe) exec sleep 600;; esac'
     started = real(*first, "--", "sh", "-c", script, program=("-c", TELLING, str(told)))
     clients = until(lambda: world.begun and world.attached()[1:] and world.attached(), "copies under MPS run")
-    until(lambda: {one.pid for one in clients} <= set(guarded(told)), "the guard knows of both")
+    until(lambda: {client.pid for client in clients} <= set(guarded(told)), "the guard knows of both")
     started.process.kill()
     started.process.wait()
-    until(lambda: not any(alive(one.pid) for one in clients), "the copies are gone")
+    until(lambda: not any(alive(client.pid) for client in clients), "the copies are gone")
     until(lambda: not world.state.daemons, "the daemon is gone")
 
 
@@ -501,7 +501,9 @@ def test_killed_it_holds_its_instances_until_the_copies_have_ended(real: Real, w
     until(lambda: guarded(told) == [copy], "the guard knows of it")
     started.process.kill()
     started.process.wait()
-    until(lambda: {one.pid for one in live_claims(host).values()}.isdisjoint({started.pid, 0}), "the guard has both")
+    until(
+        lambda: {value.pid for value in live_claims(host).values()}.isdisjoint({started.pid, 0}), "the guard has both"
+    )
     assert alive(copy)
     assert len(live_claims(host)) == 2
     ending.touch()

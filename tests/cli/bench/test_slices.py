@@ -131,7 +131,7 @@ def left(world: World) -> list[Any]:
 
 @pytest.mark.usefixtures("killed")
 def test_a_level_that_a_killed_one_left_is_found_and_reset(cli: Cli, world: World) -> None:
-    (check,) = (one for one in cli("-o", "json", "doctor").data["checks"] if one["id"] == "timeslice.level")
+    (check,) = (check for check in cli("-o", "json", "doctor").data["checks"] if check["id"] == "timeslice.level")
     assert "GPU 0 still has the time-slice level short of a bench that was killed" in check["seen"]
     assert check["remedy"] == "sudo gpushare timeslice reset -g 0"
     cli("timeslice", "reset", "-g", "0").ok()

@@ -32,7 +32,7 @@ def test_all_of_it_on_a_host(cli):
     data = answer.data
     assert (data["view"], data["host"], data["driver"], data["root"]) == ("host", "sim:h200", "580.159.04", True)
     assert [(cell["row"], cell["mechanism"]) for cell in data["cells"]][:5] == [
-        ("partition_type", one) for one in MECHANISMS
+        ("partition_type", mechanism) for mechanism in MECHANISMS
     ]
     assert len(data["cells"]) == ROWS * len(MECHANISMS)
     for cell in data["cells"]:

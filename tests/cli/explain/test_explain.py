@@ -39,14 +39,16 @@ def titles(text: str) -> list[str]:
 
 def test_every_explanation_is_whole() -> None:
     faults = {
-        one.names[0] if one.names else one.pattern: fault
-        for one in explanations()
+        explanation.names[0] if explanation.names else explanation.pattern: fault
+        for explanation in explanations()
         for fault, holds in {
-            "sentences": one.meaning.endswith(".") and one.cause.endswith("."),
-            "source": bool(one.source),
-            "code": one.code is not None or one.kind == "concept" or one.pattern is not None,
-            "names": one.kind == "mps" or bool(one.names),
-            "next": bool(one.next) or one.cause in {"Normal.", "Hardware."} or one.kind == "mps",
+            "sentences": explanation.meaning.endswith(".") and explanation.cause.endswith("."),
+            "source": bool(explanation.source),
+            "code": explanation.code is not None or explanation.kind == "concept" or explanation.pattern is not None,
+            "names": explanation.kind == "mps" or bool(explanation.names),
+            "next": bool(explanation.next)
+            or explanation.cause in {"Normal.", "Hardware."}
+            or explanation.kind == "mps",
         }.items()
         if not holds
     }
@@ -55,17 +57,17 @@ def test_every_explanation_is_whole() -> None:
 
 
 def test_what_must_be_known_is() -> None:
-    known = {(one.kind, one.code) for one in explanations()}
+    known = {(explanation.kind, explanation.code) for explanation in explanations()}
     assert {("cuda", code) for code in (*range(805, 812), 915, 2, 46, 100, 101, 201, 700, 719, 802, 803, 804)} <= known
     assert {("nvml", code) for code in (*range(31), 999)} <= known
     assert {("xid", code) for code in (13, 31, 43, 45, 63, 79, 94, 95, 109)} <= known
     codes = known - {("mps", None), ("concept", None)}
-    assert len(codes) == sum(one.kind not in {"mps", "concept"} for one in explanations())
+    assert len(codes) == sum(explanation.kind not in {"mps", "concept"} for explanation in explanations())
 
 
 def test_nvml_says_what_the_library_says() -> None:
-    texts = {one.code: one.text for one in explanations() if one.kind == "nvml"}
-    names = {one.code: one.names[0] for one in explanations() if one.kind == "nvml"}
+    texts = {explanation.code: explanation.text for explanation in explanations() if explanation.kind == "nvml"}
+    names = {explanation.code: explanation.names[0] for explanation in explanations() if explanation.kind == "nvml"}
     import pynvml
 
     for code, text in ERROR_TEXTS.items():
@@ -148,7 +150,7 @@ def test_codes_names_and_pasted_lines(asked: str, found: list[str]) -> None:
 
 def test_a_real_log() -> None:
     matches = explain(FAULT_LOG)
-    assert [one.lines for one in matches] == [1, 2, 1, 1]
+    assert [match.lines for match in matches] == [1, 2, 1, 1]
     assert "{PID: 507" in matches[1].line
     assert "807" in matches[3].explanation.meaning
 
@@ -347,7 +349,9 @@ def test_the_help_names_every_concept() -> None:
 
     text = " ".join((command.__doc__ or "").split())
     missing = [
-        one.names[0] for one in explanations() if one.kind == "concept" and not any(name in text for name in one.names)
+        explanation.names[0]
+        for explanation in explanations()
+        if explanation.kind == "concept" and not any(name in text for name in explanation.names)
     ]
     assert missing == []
 
@@ -364,7 +368,9 @@ memory bandwidth|cgroup|container toolkit|CDI|farm|GPU farming|p99|lease|requeue
 
 
 def test_what_the_documents_of_sharing_name_is_explained() -> None:
-    names = {name.lower() for one in explanations() if one.kind == "concept" for name in one.names}
+    names = {
+        name.lower() for explanation in explanations() if explanation.kind == "concept" for name in explanation.names
+    }
     unknown = [name for name in NAMED.replace("\n", "").split("|") if name.lower() not in names]
     assert unknown == []
 

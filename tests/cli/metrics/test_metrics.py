@@ -199,8 +199,8 @@ def test_mig(cli: Cli, world: World) -> None:
     found = samples(cli)
     assert value(found, "mig_enabled") == 1
     instances = [dict(labels) for name, labels in found if name == "gpushare_mig_instance_info"]
-    assert {one["start"]: one.get("name") for one in instances} == {"0": None, "4": "train"}
-    assert [(one["GPU_I_PROFILE"], one["UUID"]) for one in instances] == [("3g.71gb", world.uuid())] * 2
+    assert {instance["start"]: instance.get("name") for instance in instances} == {"0": None, "4": "train"}
+    assert [(instance["GPU_I_PROFILE"], instance["UUID"]) for instance in instances] == [("3g.71gb", world.uuid())] * 2
     busy = [number for (name, _), number in found.items() if name == "gpushare_mig_instance_busy"]
     assert sorted(busy) == [0, 1]
     # Two 3g use six of seven compute slices, and the seventh is lost to everybody.
@@ -261,7 +261,7 @@ def test_textfile(cli: Cli, tmp_path: Path) -> None:
     assert text.endswith("\n")
     assert value(parsed(text), "host_up") == 1
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
-    assert [one.name for one in tmp_path.iterdir()] == ["gpushare.prom"]
+    assert [path.name for path in tmp_path.iterdir()] == ["gpushare.prom"]
 
 
 def test_textfile_is_whole_or_the_old_one(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,7 +275,7 @@ def test_textfile_is_whole_or_the_old_one(cli: Cli, tmp_path: Path, monkeypatch:
     answer = cli("export", "prometheus", "--textfile", str(path))
     assert (answer.code, "No space left" in answer.err) == (4, True)
     assert path.read_text() == "old"
-    assert [one.name for one in tmp_path.iterdir()] == ["gpushare.prom"]
+    assert [path.name for path in tmp_path.iterdir()] == ["gpushare.prom"]
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ def two_parts() -> tuple[World, list[int], list[str]]:
     rows = [instance for instance in host.state.gpus[0].mig if instance.profile == "3g.40gb"]
     rows += [instance for instance in host.state.gpus[0].mig if instance.profile != "3g.40gb"]
     ids = [f"0/{one.gpu_instance_id}/{one.compute_instance_id}" for one in rows]
-    return host, [host.add(one.uuid) for one in rows], ids
+    return host, [host.add(row.uuid) for row in rows], ids
 
 
 def test_evicting_a_compute_instance_ends_only_its_programs(two_parts: tuple[World, list[int], list[str]]) -> None:

@@ -11,11 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gpushare.base.errors import NotFound, NotSupported
-from gpushare.cli.mig_files import demands_of, read_config
 from gpushare.connect import connect
-from gpushare.mig.parted import Demand
-from gpushare.mig.wish import parse_wish
 from gpushare.sim import admin
 from tests.cli.drive import Cli, Refused, World
 
@@ -77,7 +73,7 @@ def test_what_is_missing_and_too_much_is_said(cli: Cli) -> None:
     assert answer.json["status"] == "ok"
     row = answer.data["gpus"][0]
     assert row["missing"] == [{"profile": "3g.40gb", "start": 0, "count": 1, "mig_device": True}]
-    assert [one["start"] for one in row["extra"]] == [0, 1, 4]
+    assert [instance["start"] for instance in row["extra"]] == [0, 1, 4]
 
 
 def test_every_gpu_is_looked_at_without_g(cli: Cli) -> None:
@@ -242,14 +238,6 @@ def test_a_bad_file(refused: Refused, file: Callable[..., str], content: str | b
     assert said in refused("mig", "check", "-f", file(content), code="bad_file", exit_code=2, host=HOST)
 
 
-def test_the_config_must_be_named_and_known(refused: Refused, file: Callable[[str], str]) -> None:
-    path = file(TWO)
-    lines = refused("mig", "check", "-f", path, code="config_not_named", exit_code=2, host=HOST)
-    assert "day, night" in lines
-    lines = refused("mig", "check", "-f", path, "-c", "nigth", code="unknown_config", exit_code=6, host=HOST)
-    assert "did you mean night?" in lines
-
-
 def test_a_file_that_may_not_be_read(
     refused: Refused, file: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,14 +290,6 @@ def test_what_is_exported_is_as_asked(cli: Cli, file: Callable[[str], str], plac
     assert cli("mig", "check", "-f", file(text), host=HOST).code == (7 if placement else 0)
 
 
-def test_the_first_document_is_plain_v1(cli: Cli) -> None:
-    cut("3g.40gb:4")
-    text = cli("export", "mig-parted", "--placement", host=HOST).ok().out
-    first, second = yaml.safe_load_all(text)
-    assert list(first) == ["version", "mig-configs"]
-    assert second == {"gpushare-placements": {"current": {"0": ["3g.40gb:4"]}}}
-
-
 def test_a_gpu_instance_that_no_mig_parted_file_can_say(cli: Cli, world: World) -> None:
     world.mig("3g.71gb:4", "1g.18gb:0")
     _destroy_compute_instances(world)
@@ -341,12 +321,6 @@ def _destroy_compute_instances(world: World) -> None:
     nvml.demand(destroy)
 
 
-def test_a_gpu_without_mig_needs_no_filter(cli: Cli) -> None:
-    cut("1g.10gb", host=MIXED)
-    (entry,) = yaml.safe_load(cli("export", "mig-parted", host=MIXED).ok().out)["mig-configs"]["current"]
-    assert entry == {"devices": "all", "mig-enabled": True, "mig-devices": {"1g.10gb": 1}}
-
-
 @pytest.mark.parametrize(
     ("host", "words", "code", "exit_code"),
     [
@@ -359,36 +333,7 @@ def test_export_refuses(refused: Refused, host: str, words: list[str], code: str
     refused("export", "mig-parted", *words, code=code, exit_code=exit_code, host=host)
 
 
-def test_a_lost_gpu_cannot_be_exported(refused: Refused) -> None:
-    connect(HOST)
-    admin.set_fault(HOST, "lost", "1", None)
-    refused("export", "mig-parted", code="gpu_lost", exit_code=6, host=HOST)
-
-
 # -- what apply takes from a file --------------------------------------------------------------------
-
-
-def test_demands_of_a_file(file: Callable[[str], str]) -> None:
-    host = connect(HOST)
-    gpus = host.nvml.sweep()
-    found, notes = demands_of(read_config(file(TWO), "day"), gpus, host, named=False, exact=True)
-    assert found == {
-        0: Demand(mig_enabled=True, wish=parse_wish("3g.40gb 1g.10gb*2")),
-        1: Demand(mig_enabled=False),
-    }
-    assert notes == ()
-    assert list(demands_of(read_config(file(TWO), "day"), gpus[1:], host, named=True, exact=False)[0]) == [1]
-
-
-def test_demands_skip_a_gpu_without_mig(file: Callable[[str], str]) -> None:
-    host = connect(MIXED)
-    gpus = host.nvml.sweep()
-    assert list(demands_of(read_config(file(TWO), "night"), gpus, host, named=False, exact=True)[0]) == [0]
-    on = 'version: v1\nmig-configs: {x: [{devices: [1], mig-enabled: true, mig-devices: {"1g.10gb": 1}}]}\n'
-    with pytest.raises(NotSupported):
-        demands_of(read_config(file(on), None), gpus, host, named=False, exact=False)
-    with pytest.raises(NotFound):
-        demands_of(read_config(file(TWO), "night"), gpus[1:], host, named=True, exact=False)
 
 
 def test_pci_ids_are_those_of_the_model() -> None:

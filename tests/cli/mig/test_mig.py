@@ -74,15 +74,6 @@ def test_no_says_what_would_have_to_go(cli: Cli) -> None:
     ]
 
 
-def test_an_exact_layout_keeps_what_is_busy(cli: Cli) -> None:
-    cli("--host", "sim:h100", "sim", "mig", "1g.10gb:0", "3g.40gb:4")
-    admin.add_process("sim:h100", "0", mig="7")
-    done = cli("--host", "sim:h100", "-o", "json", "mig", "plan", "--exact", "1g.10gb", "2g.20gb")
-    commands = [step["command"] for step in done.json["data"]["steps"]]
-    assert commands[:2] == ["nvidia-smi mig -i 0 -dci -gi 2 -ci 0", "nvidia-smi mig -i 0 -dgi -gi 2"]
-    assert not any("-gi 7" in command for command in commands)
-
-
 def test_the_printed_commands_lead_to_the_wish_and_those_of_the_undo_back(cli: Cli) -> None:
     cli("--host", "sim:h100", "sim", "mig", "1g.10gb:0", "3g.40gb:4")
 
@@ -145,13 +136,6 @@ def test_bad_input(cli: Cli, words: list[str], code: int, said: str) -> None:
     assert lines[1].startswith("hint: ")
 
 
-def test_a_lost_gpu_is_told_once(cli: Cli) -> None:
-    cli("--host", "sim:2xh100", "sim", "fault", "lost", "-g", "1")
-    done = cli("--host", "sim:2xh100", "mig", "status")
-    assert done.code == 1
-    assert done.err.startswith("error: GPU 1 does not answer: the GPU is lost")
-
-
 def test_fits_says_into_what_a_compute_instance_comes(cli: Cli) -> None:
     cli("--host", "sim:h100", "mig", "apply", "1c.3g.40gb*2")
     fits = cli("--host", "sim:h100", "-o", "json", "mig", "fits", "1c.3g.40gb")
@@ -162,11 +146,6 @@ def test_a_gpu_without_mig_says_so(cli: Cli) -> None:
     done = cli("--host", "sim:t4", "mig", "status")
     assert done.code == 3
     assert "Tesla T4" in done.err
-
-
-def test_the_smallest_profile_that_serves(cli: Cli) -> None:
-    done = cli("-o", "json", "mig", "fits", "--model", "h100", "--memory", "20G", "--sm", "30")
-    assert done.json["data"]["where"] == ["3g.40gb:4 on GPU 0"]
 
 
 def test_status_draws_the_slices(capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,11 +190,6 @@ def test_an_instance_that_is_not_there_is_answered_with_those_that_are(cli: Cli)
     assert done.err.splitlines()[1].startswith("hint: instances: 0/7 (1g.10gb:0), 0/2 (train);")
     taken = cli("--host", "sim:h100", "mig", "name", "train", "0/7")
     assert taken.err.splitlines()[0] == "error: the name 'train' belongs to 3g.40gb:4 of GPU 0"
-
-
-def test_a_wish_and_a_need_are_too_much(cli: Cli) -> None:
-    done = cli("--host", "sim:h100", "mig", "fits", "1g", "--memory", "10G")
-    assert (done.code, done.err.splitlines()[0]) == (2, "error: give a wish or a need, not both")
 
 
 def test_who_holds_in_several_ways_is_named_once(cli: Cli) -> None:

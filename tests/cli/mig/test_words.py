@@ -137,6 +137,7 @@ def test_every_form_names_the_same_instance(cli: Cli) -> None:
         instance.uuid,
         instance.uuid[:14],
         ids,
+        str(instance.gpu_instance_id),
         f"{ids}/{instance.compute_instance_id}",
         "3g.40gb:4",
     ]

@@ -33,7 +33,7 @@ def job(gpu: int = 0, size: int = 20 * GIB, **options: object) -> int:
 
 
 def process(world: World, pid: int) -> SimulatedProcess:
-    return next(one for one in world.state.processes if one.pid == pid)
+    return next(process for process in world.state.processes if process.pid == pid)
 
 
 def gpu_of(world: World, pid: int) -> int:
@@ -229,7 +229,7 @@ def test_a_refused_job_without_room_at_home_stays_out_and_comes_back_there(
         patch.setattr(Checkpoint, "restore", restore)
         error = cli("move", str(pid), "-g", "1", output="json", host=SPEC).error
     assert (error["code"], process(world, pid).checkpoint) == ("no_room", CHECKPOINTED)
-    (swap,) = [one for one in swaps(world.host) if one.state == OUT]
+    (swap,) = [swap for swap in swaps(world.host) if swap.state == OUT]
     assert swap.memory_bytes == 20 * GIB
     # The other GPU has room, and takes it now.
     cli("move", str(pid), "-g", "2", host=SPEC).ok()

@@ -252,4 +252,4 @@ def test_limits_of_two_instances_of_one_gpu(cli: Cli, world: World) -> None:
     first, second = world.mig("3g.71gb", "1g.18gb")
     words = ("-g", f"{first},{second}", "--memory", f"{first}=4G,{second}=2G")
     cli("mps", "start", *words).ok()
-    assert sorted(str(one[1]) for one in limits(cli)) == [str(2 * GIB), str(4 * GIB)]
+    assert sorted(str(limit[1]) for limit in limits(cli)) == [str(2 * GIB), str(4 * GIB)]

@@ -38,7 +38,7 @@ def test_a_recording_is_made_and_shown(cli: Cli, world: World, tmp_path: Path) -
     (gpu,), (process,) = data["gpus"], data["processes"]
     assert (gpu["source"], gpu["activity"]["mean"], gpu["memory_peak_bytes"]) == ("gpm", 20.0, 2 * GIB)
     assert (process["process"]["pid"], process["pattern"], process["memory_peak_bytes"]) == (pid, "steady", 2 * GIB)
-    assert [(one["gpu"], one["kind"], one["pids"]) for one in data["underused"]] == [(0, "low", [pid])]
+    assert [(device["gpu"], device["kind"], device["pids"]) for device in data["underused"]] == [(0, "low", [pid])]
     assert read_recording(path).samples == 2
 
 

@@ -183,7 +183,7 @@ def test_of_two_leases_the_earlier_counts_and_no_user_has_one_for_longer(two: Wo
     time.sleep(0.02)
     with pytest.raises(InUse):
         take_lease(two.host, two.uuid(0), 60.0, UserLimits())
-    assert [one.name for one in claim_directory(two.host).glob(f"{PREFIX}*")] == [path.name]
+    assert [path.name for path in claim_directory(two.host).glob(f"{PREFIX}*")] == [path.name]
 
 
 @pytest.mark.needs_root

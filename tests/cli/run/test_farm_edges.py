@@ -10,25 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.drive import Cli, Refused, World, alive
+from tests.cli.drive import Cli, Refused
 
 BAR = "import sys, time\nfor n in range(30):\n    sys.stdout.write(f'\\r{n}%')\n    sys.stdout.flush()\n    time.sleep(0.01)"
-
-
-def test_a_copy_whose_program_is_missing_leaves_the_others_alone(cli: Cli, world: World, tmp_path: Path) -> None:
-    program = tmp_path / "run-0.sh"
-    program.write_text("#!/bin/sh\necho zero\n")
-    program.chmod(0o755)
-    answer = cli("-o", "json", "farm", "--copies", "3", "--", f"{tmp_path}/run-{{}}.sh")
-    assert answer.code == 1
-    copies = answer.json["data"]["copies"]
-    assert [(copy["state"], copy["tries"]) for copy in copies] == [("done", 1), ("failed", 1), ("failed", 1)]
-    errors = answer.json["errors"]
-    assert [error["message"] for error in errors] == [
-        f"copy {number}: there is no program '{tmp_path}/run-{number}.sh'" for number in (1, 2)
-    ]
-    assert "command -v" in errors[0]["hint"]
-    assert world.state.daemons == []
 
 
 def test_a_copy_whose_log_cannot_be_written_leaves_the_others_alone(cli: Cli, tmp_path: Path) -> None:
@@ -37,33 +21,6 @@ def test_a_copy_whose_log_cannot_be_written_leaves_the_others_alone(cli: Cli, tm
     assert answer.code == 1
     assert "[0] 0" in answer.out
     assert list(answer.lines("error")) == [f"error: copy 1: cannot write {tmp_path}/copy-1.log: Is a directory"]
-
-
-def test_what_a_copy_has_left_behind_is_ended_and_named(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gpushare.run.end.HELPER_SECONDS", 0.2)
-    command = ("sh", "-c", f"sleep 600 & echo $! > {tmp_path}/{{}}; echo bye")
-    answer = cli("-o", "json", "farm", "--copies", "2", "--", *command).ok()
-    pids = [int((tmp_path / str(number)).read_text()) for number in range(2)]
-    assert [copy["left_behind"] for copy in answer.data["copies"]] == [[pid] for pid in pids]
-    for number, pid in enumerate(pids):
-        assert not alive(pid)
-        assert (
-            f"note: copy {number} left process {pid} behind, which was ended; the program must stay in the foreground\n"
-            in answer.err
-        )
-
-
-def test_a_full_disk_of_logs_is_the_reason_and_says_where(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr("gpushare.run.several.is_full", lambda _descriptor: True)
-    answer = cli("-o", "json", "farm", "--copies", "2", "--logs", str(tmp_path), "--", "sh", "-c", "echo xx; exit {}")
-    assert answer.code == 1
-    (error,) = answer.json["errors"]
-    assert error["message"] == "copy 1: exit code 1, with no space left for what it prints"
-    assert error["hint"] == f"free space in {tmp_path}, or keep what copies print elsewhere: --logs DIR"
 
 
 def test_a_progress_bar_is_no_silence(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,24 +56,11 @@ def test_shares_are_of_those_that_run_at_the_same_time(cli: Cli) -> None:
         assert len(many) == 1
 
 
-def test_one_copy_is_one(cli: Cli) -> None:
-    assert "note: 1 copy on GPU 0" in cli("farm", "--copies", "1", "--", "true").ok().err
-
-
 def test_lower_is_short_for_lower_is_better(cli: Cli) -> None:
     words = ("--copies", "1,2", "--ways", "timeslice,mps", "--repeat", "1", "--metric", "time=(.+)")
     data = cli("-o", "json", "bench", *words, "--lower", "--", "echo", "time=2").ok().data
     assert data["metric"]["higher_is_better"] is False
     assert {cell["throughput"]["mean"] for cell in data["cells"] if cell["copies"] == 2} == {1.0}
-
-
-def test_copies_that_fail_alike_are_named_once(cli: Cli) -> None:
-    done = cli("farm", "--copies", "3", "--restart", "2", "--", "sh", "-c", "exit 3")
-    assert done.code == 1
-    assert [line for line in done.lines("note") if "failed" in line] == [
-        "note: copy 0 failed: exit code 3; restarting it"
-    ]
-    assert done.lines("error") == ["error: copies 0-2: exit code 3"]
 
 
 def test_a_farm_goes_on_when_its_results_cannot_be_written(

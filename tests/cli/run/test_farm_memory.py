@@ -12,7 +12,7 @@ import pytest
 
 from gpushare.base.errors import OperationFailed
 from gpushare.base.units import GIB
-from gpushare.memory.ledger import Place, Request, reservations
+from gpushare.memory.ledger import reservations
 from gpushare.sim import admin
 from tests.cli.drive import Cli, Real, Started, World, alive, until
 from tests.cli.run.test_memory import STRAY
@@ -37,13 +37,6 @@ def reserved(world: World) -> list[int | None]:
 
 def holders(world: World) -> set[str]:
     return {reservation.id for reservation in reservations(world.host) or [] if reservation.held}
-
-
-def taken(world: World, size: int) -> Place:
-    """Return the place of another job."""
-    place = Place(world.host, Request(memory_bytes=size, keys=(world.uuid(0),), client=False))
-    place.take(world.uuid(0))
-    return place
 
 
 def test_each_copy_reserves_its_limit_while_it_runs(real: Real, cli: Cli, world: World) -> None:
@@ -264,13 +257,6 @@ def test_the_sum_over_the_processes_of_a_copy_counts(real: Real, world: World) -
     assert answer.code == 1
     (error,) = answer.lines("error")
     assert "the job holds 10.0 GiB, over its limit of 8.0 GiB (2 processes; process" in error
-
-
-def test_a_process_that_leaves_the_tree_of_a_copy_counts_and_ends_with_it(cli: Cli, world: World) -> None:
-    answer = cli("farm", "--copies", "1", "--memory", "8G", "--grace", "1", "--", sys.executable, "-c", STRAY)
-    assert answer.code == 1
-    assert "over its limit of 8.0 GiB" in answer.err
-    assert world.state.processes == []
 
 
 def test_a_process_over_the_limit_is_refused_its_memory_by_mps(cli: Cli) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -13,9 +12,8 @@ import pytest
 from gpushare.base.model import Way
 from gpushare.run.jobs import find_record, write_record
 from gpushare.run.results import keep_tuned
-from gpushare.sim.state import StateFile
 from tests.cli.drive import Cli, Real, Refused, World, until
-from tests.cli.run.test_roles import LOOP, TUNED, recorded, running
+from tests.cli.run.test_roles import TUNED, recorded, running
 
 __all__ = ["running"]
 JOB = (sys.executable, "-m", "gpushare.sim.job", "--every", "0.02", "--need", "90")
@@ -43,32 +41,6 @@ def test_all_jobs_go_into_one_daemon_whose_server_has_the_slice(real: Real, worl
         assert f"next to process {running}: all opportunistic jobs of GPU 0 share a time-slice of 200us" in answer.err
     assert world.state.daemons == []
     assert list((world.host.run_directory / "group").iterdir()) == []
-
-
-def test_a_slice_that_cannot_be_set_is_told_and_the_job_is_paused(real: Real, world: World, running: int) -> None:
-    assert world.host.nvml.count() == 1
-    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-    try:
-        words = ("run", "--opportunistic", "--for", str(busy.pid), "--grace", "1", "--", sys.executable, "-c", LOOP)
-        with StateFile(world.spec).changed() as state:
-            state.channel_fault = "ptrace_scope"
-        job = real(*words)
-        until(
-            lambda: any(
-                info is not None and info.stopped
-                for process in world.state.processes
-                if (info := world.host.processes.describe(process.pid)) is not None and process.real
-            ),
-            "it is paused",
-        )
-        job.signal(signal.SIGTERM)
-        answer = job.result()
-    finally:
-        busy.kill()
-        busy.wait()
-    assert answer.code == 143
-    assert "the time-slice of the MPS server cannot be set: process " in answer.err
-    assert "; this job is paused while production works" in answer.err
 
 
 def test_what_was_tuned_is_taken(cli: Cli, world: World, running: int) -> None:

@@ -50,18 +50,6 @@ def test_wrong_usage(refused: Refused, words: tuple[str, ...], code: str, exit_c
     refused("run", *words, code=code, exit_code=exit_code)
 
 
-@pytest.mark.parametrize(
-    ("size", "code"),
-    [
-        *((each, "bad_size") for each in ("0", "0G", "-5G", "20X", "4", "1K", "", "9999T")),
-        ("500G", "limit_above_gpu"),
-    ],
-)
-def test_a_wrong_size_names_the_option(refused: Refused, size: str, code: str) -> None:
-    text = refused("run", "--memory", size, "--", "true", code=code, exit_code=2)
-    assert "--memory" in text.split("hint: ")[1]
-
-
 def test_a_limit_per_process_is_reserved_too(real: Real, cli: Cli, world: World) -> None:
     """A job that has just begun holds little; one that waits must not take what it may allocate."""
     job = real("run", "--memory", "100G", "--", *JOB, "--footprint", "2G", "--seconds", "60")
@@ -73,12 +61,6 @@ def test_a_limit_per_process_is_reserved_too(real: Real, cli: Cli, world: World)
     job.signal(signal.SIGINT)
     job.result()
     assert reservations(world.host) == []
-
-
-def test_a_limit_that_is_too_large_says_nothing_else(cli: Cli) -> None:
-    answer = cli("run", "--memory", "200G", "--", "true")
-    assert answer.lines("note") == []
-    assert answer.lines("hint") == ["hint: give at most --memory 143155M"]
 
 
 def test_only_a_choice_of_gpus_needs_no_ledger(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -460,29 +442,6 @@ def test_jobs_that_do_not_fit_take_turns(real: Real) -> None:
     assert reservations(World(A30).host) == []
 
 
-def test_an_idle_job_gives_its_memory_back(real: Real, tmp_path: Path) -> None:
-    world = World(A30)
-    # No work on the simulated GPU, and none on the CPU but while the file is there.
-    out = tmp_path / "out"
-    script = (
-        "import os, time\n"
-        f"while not os.path.exists({str(out)!r}): time.sleep(0.2)\n"
-        f"while os.path.exists({str(out)!r}): pass\n"
-    )
-    job = real("run", "--swap", "idle=1s", "--", sys.executable, "-c", script, host=world.spec)
-    until(lambda: (state := world.file.read()) is not None and state.processes, "the job is on the GPU")
-    from gpushare.sim.current import changing
-
-    with changing(world.file) as (state, _):
-        for process in state.processes:
-            process.sm_percent = 0
-    job.says("out of the GPU")
-    out.touch()
-    job.says("back on the GPU")
-    out.unlink()
-    assert job.result().code == 0
-
-
 @pytest.mark.parametrize("named", [(), ("--for", "llm")], ids=["", "for another production job"])
 def test_production_takes_the_memory_of_an_opportunistic_job(cli: Cli, real: Real, named: tuple[str, ...]) -> None:
     world = World(A30)
@@ -514,20 +473,6 @@ def test_production_takes_the_memory_of_an_opportunistic_job(cli: Cli, real: Rea
     _, err = other.process.communicate(timeout=60)
     assert "out of the GPU" in err
     assert ("it leaves the GPU when 'llm' or another production job needs room" in err) is bool(named)
-    assert reservations(world.host) == []
-
-
-def test_a_job_that_was_swapped_out_leaves_its_place_and_comes_back(real: Real, cli: Cli) -> None:
-    world = World(A30)
-    words = ("run", "--swap", "request", "--name", "train", "--memory", "16G", "--", *JOB, "--footprint", "16G")
-    job = real(*words, "--seconds", "30", host=world.spec)
-    until(lambda: (state := world.file.read()) is not None and state.processes, "the job is on the GPU")
-    cli("swap", "out", "train", "-y", host=world.spec).ok()
-    other = cli("run", "--wait", "--timeout", "5", "--memory", "20G", "--", "true", host=world.spec)
-    assert other.code == 0, other
-    cli("swap", "in", "train", host=world.spec).ok()
-    job.process.send_signal(signal.SIGINT)
-    job.process.wait(30)
     assert reservations(world.host) == []
 
 

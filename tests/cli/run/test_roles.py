@@ -178,6 +178,9 @@ def test_a_damaged_or_foreign_record_is_no_record(world: World, running: int) ->
         (("--opportunistic", "--yield", "pause", "--", "true"), "no_production", 6),
         (("--for", "web", "--", "true"), "bad_combination", 2),
         (("--yield", "pause", "--", "true"), "bad_combination", 2),
+        (("--yield", "requeue", "--", "true"), "bad_combination", 2),
+        (("--opportunistic", "--requeue", "--", "true"), "bad_combination", 2),
+        (("--opportunistic", "--yield", "requeue", "--", "true"), "no_production", 6),
         (("--production", "web", "--opportunistic", "--", "true"), "bad_combination", 2),
         (("--production", "1web", "--", "true"), "bad_name", 2),
         (("--production", "web", "--mig", "1g", "--", "true"), "bad_combination", 2),
@@ -354,16 +357,3 @@ def test_a_requeued_program_is_ended_while_production_works_and_started_again(re
     answer = started.result()
     assert answer.code == 130
     assert f"ended, because process {production.pid} works" in answer.err
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "exit_code"),
-    [
-        (("--requeue", "--", "true"), "bad_combination", 2),
-        (("--opportunistic", "--requeue", "--", "true"), "bad_combination", 2),
-        (("--yield", "requeue", "--", "true"), "bad_combination", 2),
-        (("--opportunistic", "--yield", "requeue", "--", "true"), "no_production", 6),
-    ],
-)
-def test_wrong_usage_of_requeue(refused: Refused, words: tuple[str, ...], code: str, exit_code: int) -> None:
-    assert refused("run", *words, code=code, exit_code=exit_code)

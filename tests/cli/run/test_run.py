@@ -217,16 +217,6 @@ def test_another_users_clients_make_it_wait(real: Real, cli: Cli, world: World) 
     assert started.result().code == 128 + signal.SIGTERM
 
 
-def test_on_a_mig_instance(real: Real, world: World) -> None:
-    (uuid,) = world.mig("3g.71gb")
-    started = real("run", "-g", uuid, "--", "sleep", "600")
-    process = until(world.attached, "attached")[0]
-    assert process.gpu_instance_id == world.state.gpus[0].mig[0].gpu_instance_id
-    started.signal(signal.SIGINT)
-    assert started.result().code == 130
-    assert world.state.daemons == []
-
-
 def test_streams_are_untouched(real: Real) -> None:
     started = real("run", "--", "cat", stdin=subprocess.PIPE)
     data = os.urandom(200_000).hex()

@@ -41,16 +41,6 @@ def test_production_runs_outside_mps_with_its_slice(real: Real, world: World) ->
     assert re.search(r"process \d+ runs on GPU 0", answer.err)
 
 
-def test_any_program_may_have_one(real: Real, world: World) -> None:
-    assert world.host.nvml.count() == 1
-    job = real("run", "--slice", "300us", "--name", "batch", "--", *JOB, "50")
-    until(lambda: slices(world) == [300], "it has its slice")
-    (row,) = world.run("timeslice", "show").data["processes"]
-    assert (row["job"], row["slices_us"]) == ("batch", [300])
-    job.signal(signal.SIGTERM)
-    job.result()
-
-
 @pytest.mark.parametrize(("weight", "text"), [("3", "6.144ms"), ("1", "2.048ms"), ("0.5", "1.024ms")])
 def test_a_weight_is_a_slice(cli: Cli, weight: str, text: str) -> None:
     planned = cli("run", "--weight", weight, "-n", "--", "true").ok()
@@ -89,18 +79,6 @@ def test_a_slice_that_was_set_meanwhile_is_left(real: Real, world: World) -> Non
     assert slices(world) == [700]
     job.signal(signal.SIGTERM)
     assert job.result().err.count("read back") == 1
-
-
-def test_a_slice_that_cannot_be_set_is_told(real: Real, world: World) -> None:
-    assert world.host.nvml.count() == 1
-    with StateFile(world.spec).changed() as state:
-        state.channel_fault = "no_ptrace"
-    job = real("run", *OUTSIDE, "--", *JOB, "50", "--seconds", "2")
-    answer = job.result()
-    assert answer.code == 0
-    told = [line for line in answer.err.splitlines() if "the time-slice cannot be set" in line]
-    assert len(told) == 1
-    assert told[0].endswith("; the program goes on with the driver's default")
 
 
 @pytest.mark.parametrize("code", ["no_pidfd_getfd", "gvisor", "seccomp", "wsl"])

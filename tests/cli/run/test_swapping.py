@@ -531,14 +531,3 @@ def test_turns_that_are_short_and_host_memory_that_is_short_are_said_before(cli:
     for option in (("--swap", "turns"), ("--swap", "idle=10m"), ("--swap", "request")):
         err = cli(*words, *option, "--", "true", host=A30).ok().err
         assert "it needs 9.0 GiB of host memory to leave the GPU, and 8.0 GiB are available" in err
-
-
-def test_two_jobs_that_each_fill_the_gpu_take_turns(start: Real, world: World) -> None:
-    gpu = world.host.nvml.gpu(0)
-    size = f"{((gpu.memory_total_bytes or 0) - (gpu.memory_reserved_bytes or 0)) >> 20}M"
-    first = start("--swap", "turns=0.5", "--memory", size, size=size)
-    second = start("--swap", "turns=0.5", "--memory", size, size=size)
-    for job in (first, second):
-        job.says("out of the GPU")
-        job.says("back on the GPU")
-    finish(first, second)

@@ -61,7 +61,7 @@ def test_gpu_by_uuid_and_prefix(cli: Cli) -> None:
     world = World(MIXED)
     uuid = world.uuid(1)
     for text in (uuid, uuid[:12], uuid.upper()):
-        assert [one["index"] for one in cli("status", "-g", text, host=MIXED, output="json").ok().data["gpus"]] == [1]
+        assert [gpu["index"] for gpu in cli("status", "-g", text, host=MIXED, output="json").ok().data["gpus"]] == [1]
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_what_jobs_have_reserved_and_who_waits(cli: Cli) -> None:
     places[0].take(first)
     try:
         answer = cli("status", host="sim:2xt4", output="json").ok()
-        assert [one["jobs_reserved_bytes"] for one in answer.data["gpus"]] == [6 * GIB, 0]
+        assert [gpu["jobs_reserved_bytes"] for gpu in answer.data["gpus"]] == [6 * GIB, 0]
         waiting = answer.data["waiting_jobs"]
         assert [(one["name"], one["place"], one["memory_bytes"], one["gpu_indexes"]) for one in waiting] == [
             (None, 1, 12 * GIB, [0]),
@@ -258,7 +258,7 @@ def test_what_jobs_have_reserved_and_who_waits(cli: Cli) -> None:
         assert "6.0 GiB" in text
         # Of one GPU, only its own.
         only = cli("status", "-g", "1", host="sim:2xt4", output="json").ok().data
-        assert [one["name"] for one in only["waiting_jobs"]] == ["big"]
+        assert [job["name"] for job in only["waiting_jobs"]] == ["big"]
     finally:
         for place in places:
             place.leave()

@@ -128,15 +128,6 @@ def test_a_process_in_the_place_of_an_ended_one_has_no_record(cli: Cli, world: W
     assert not stale.exists()
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"pid": 1}', "[" * 5000])
-def test_a_damaged_record_is_none(cli: Cli, world: World, pid: int, text: str) -> None:
-    world.run("timeslice", "set", "500us", str(pid)).ok()
-    (path,) = (world.host.run_directory / "slices").glob("*.json")
-    path.write_text(text)
-    assert slice_records(world.host) == {}
-    assert shown(world, pid)["slice_us"] == 500
-
-
 @pytest.mark.parametrize(
     ("words", "code", "exit_code"),
     [

@@ -243,14 +243,3 @@ def test_the_way_back_leaves_a_mode_that_another_set(world: World) -> None:
     assert step.revert is not None
     step.revert()
     assert world.state.gpus[0].compute_mode == ComputeMode.DEFAULT
-
-
-def test_a_mode_that_gives_way_is_told_with_its_way_back(cli: Cli, world: World) -> None:
-    world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
-    (step,) = [
-        each
-        for each in cli("timeslice", "set", "short", output="json").ok().data["steps"]
-        if "compute mode" in each["what"]
-    ]
-    assert step["command"] == f"nvidia-smi -i {world.uuid()} -c DEFAULT"
-    assert step["undo"] == f"nvidia-smi -i {world.uuid()} -c EXCLUSIVE_PROCESS"
