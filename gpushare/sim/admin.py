@@ -70,6 +70,7 @@ class ShownHost(SimulatedHostState):
 
     json_properties: ClassVar = ("uid",)
 
+    processes: list[ShownProcess]  # type: ignore[assignment]
     used: bool
     directory: str
 
