@@ -365,7 +365,7 @@ def stop(
     """Stop the MPS daemon: wait for its clients, force it if asked (--drain, --force), and check that it is gone.
 
     When forced, clients lose their GPU contexts and fail. A daemon that gpushare did not start is named by
-    --pipe-directory. It asks before it takes the GPU from clients, or stops a daemon that is not yours.
+    --pipe-directory. It asks before it takes the GPU from clients, or stops a daemon that it did not start.
     """
     seconds = 0.0 if force and drain is None else parse_seconds(drain) if drain is not None else 10.0
     host = settings.connect()

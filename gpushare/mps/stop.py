@@ -53,6 +53,7 @@ def daemons_to_stop(
     Raises:
         NotFound: there is none.
         InUse: several processes name the directory.
+        NoPermission: the daemon is another user's.
         BadUsage: both a GPU and a directory are given.
     """
     if pipe_directory is not None and gpu is not None:
@@ -113,6 +114,12 @@ def _at_pipe(host: Host, daemons: Sequence[FoundDaemon], pipe_directory: str) ->
     item = _listening(host, [each for each in daemons if each.daemon.pipe_directory == wanted], wanted)
     if item is None:
         raise NoDaemon(f"no MPS daemon uses the pipe directory {wanted}", "see the daemons: gpushare mps status")
+    if not item.trusted:
+        raise NoPermission(
+            f"the MPS daemon {item.daemon.pid} belongs to user {item.daemon.user or 'unknown'}",
+            f"gpushare stops only daemons of yours and of root; ask its owner, or end it: {item.stop_command}",
+            code="not_your_daemon",
+        )
     return item
 
 
@@ -151,7 +158,7 @@ class Stop:
     """The stop of one daemon: ``steps`` are what ``--dry-run`` prints and `run` carries out.
 
     It waits up to ``drain_seconds`` for the clients. If some are left, ``force`` shuts the servers down and the clients
-    lose their contexts; without it nothing is changed. A daemon of another user gets signals, and no command.
+    lose their contexts; without it nothing is changed.
     """
 
     def __init__(
@@ -166,8 +173,6 @@ class Stop:
     ) -> None:
         self._host, self._found, self._device = host, found, device
         self.drain_seconds, self._force, self._on_wait = drain_seconds, force, on_wait
-        # Signals to its process, no commands: another process may listen at its directory by the time of the next one.
-        self._by_signals = False
         self._pid, self._waited, self._forced = found.daemon.pid, 0.0, False
         self._restored: ComputeMode | None = None
         # The clients that the user agreed to lose; None: all.
@@ -201,8 +206,7 @@ class Stop:
     def _clients_now(self) -> list[int] | None:
         """Return the clients at this moment; None: unknown."""
         try:
-            if not _may_tell(self._host, self._found, force=True):
-                return _shown_clients(self._host, self._found)
+            _check_listener(self._host, self._found)
             control = self._found.control(self._host)
             control.answers(timeout=_PROBE_SECONDS)
             return clients_of(control)
@@ -215,7 +219,7 @@ class Stop:
         daemon = self._found.daemon
         if daemon.pid is None:
             return None
-        return control_command(daemon.pipe_directory or "", "quit") if self._found.trusted else f"kill {daemon.pid}"
+        return control_command(daemon.pipe_directory or "", "quit")
 
     @functools.cached_property
     def undo(self) -> str | None:
@@ -241,11 +245,10 @@ class Stop:
         daemon = self._found.daemon
         if daemon.pid is None:
             return []
-        ask = control_command(daemon.pipe_directory or "", "ps") if self._found.trusted else "nvidia-smi"
         return [
             Step(
                 what=f"wait up to {self.drain_seconds:g} s for the clients of the MPS daemon{self._where()}",
-                command=ask,
+                command=control_command(daemon.pipe_directory or "", "ps"),
                 do=self._wait,
             )
         ]
@@ -294,7 +297,7 @@ class Stop:
         title = f"stop the MPS daemon{self._where()}"
         # Before the lock: another user's home cannot be locked.
         _check_permission(host, item)
-        self._by_signals = not _may_tell(host, item, force=self._force)
+        _check_listener(host, item)
         # Also before the lock: a `gpushare run` that ends, a client that we wait for, needs it.
         carry_out(Plan(title=title, steps=tuple(self._waiting())))
         with item.home.locked() if item.home is not None else contextlib.nullcontext():
@@ -304,10 +307,9 @@ class Stop:
         return Stopped(pid=self._pid, waited_seconds=self._waited, forced=self._forced, compute_mode=self._restored)
 
     def _wait(self) -> None:
-        if not (self._by_signals and self._force):
-            started = time.monotonic()
-            self._without_clients(self.drain_seconds)
-            self._waited = time.monotonic() - started
+        started = time.monotonic()
+        self._without_clients(self.drain_seconds)
+        self._waited = time.monotonic() - started
 
     def _without_clients(self, seconds: float) -> list[int]:
         """Wait for the clients to end; return those left.
@@ -316,14 +318,14 @@ class Stop:
             InUse: some are left and ``force`` is False.
         """
         started, daemon = time.monotonic(), self._found.daemon
-        control = None if self._by_signals else self._found.control(self._host)
-        if control is not None and self._force:
+        control = self._found.control(self._host)
+        if self._force:
             try:
                 control.answers(timeout=_PROBE_SECONDS)
             except TimedOut:
                 return []
         while True:
-            clients = _shown_clients(self._host, self._found) if control is None else clients_of(control)
+            clients = clients_of(control)
             waited = time.monotonic() - started
             if not clients or waited >= seconds:
                 break
@@ -349,14 +351,7 @@ class Stop:
         if self._pid is None:
             return
         # Another process may listen there by now.
-        if not _may_tell(host, item, force=self._force) and not self._by_signals:
-            self._by_signals = True
-            if not self._force:
-                self._without_clients(0.0)
-        if self._by_signals:
-            self._forced = self._force
-            self._end_foreign(self._pid)
-            return
+        _check_listener(host, item)
         # Clients may have come while we waited for the lock.
         clients, control = self._without_clients(0.0), item.control(host)
         new = [] if self._agreed is None else [pid for pid in clients if pid not in self._agreed]
@@ -371,18 +366,6 @@ class Stop:
         ended = end_daemon(host, control, self._pid, started=started, seconds=1.0, force=self._force)
         self._forced = bool(clients) or ended
 
-    def _end_foreign(self, pid: int) -> None:
-        info = self._host.processes.describe(pid)
-        if info is None or info.started is None or self._found.started not in {None, info.started}:
-            return
-        # A process keeps its PID and start time when it becomes another program, even another user's.
-        if info.uid != self._found.uid or not _end_by_signals(self._host, pid, info.started):
-            raise OperationFailed(
-                f"the MPS daemon {pid} (user {self._found.daemon.user or 'unknown'}) survived SIGTERM and SIGKILL",
-                f"look at it: ps -fp {pid}",
-                code="daemon_stays",
-            )
-
     def _restore(self) -> None:
         if self._found.record is not None:
             self._restored = restore_mode(self._host, self._found.record, self._device)
@@ -391,21 +374,6 @@ class Stop:
 def stop(host: Host, found: FoundDaemon, device: Device | None, *, drain_seconds: float, force: bool) -> Stopped:
     """Stop a daemon, see `Stop`."""
     return Stop(host, found, device, drain_seconds=drain_seconds, force=force).run()
-
-
-def _shown_clients(host: Host, found: FoundDaemon) -> list[int]:
-    """Return the MPS clients that the driver lists for a daemon's user on its GPUs; raise InUse if it lists no processes."""
-    indexes = found.daemon.gpu_indexes or range(host.nvml.count())
-    shown = [host.nvml.processes(index) for index in indexes]
-    if host.processes.namespace_is_host() is False or None in shown:
-        raise InUse(
-            f"the clients of the MPS daemon {found.daemon.pid} (user {found.daemon.user or 'unknown'}) are unknown",
-            f"end it with its clients: {found.stop_command} --force",
-            code="clients_unknown",
-        )
-    clients = {process.pid for processes in shown for process in processes or () if process.mps}
-    infos = [host.processes.describe(pid) for pid in sorted(clients)]
-    return [info.pid for info in infos if info is not None and info.uid == found.uid and not is_server(info.name)]
 
 
 def _ended_by_its_last_run(host: Host, found: FoundDaemon) -> bool:
@@ -505,27 +473,19 @@ def _servers_below(host: Host, daemon: ProcessInfo) -> dict[int, int]:
     return servers
 
 
-def _may_tell(host: Host, found: FoundDaemon, *, force: bool) -> bool:
-    """Return whether a daemon may be sent commands through its pipe directory; if not, only signals.
-
-    Another user can redirect the path of a directory to a third user's directory at any time.
-
-    Raises:
-        InUse: another process listens at the pipe directory, or, without ``force``, the listener is unknown.
-    """
+def _check_listener(host: Host, found: FoundDaemon) -> None:
+    """Raise InUse unless a daemon gets what is told to its directory, which any user's process can name."""
     if found.daemon.ours or found.daemon.pid is None:
-        return True
+        return
     directory = found.daemon.pipe_directory or ""
     listener = host.programs.listener(directory)
     if listener == (found.daemon.pid, found.uid):
-        return found.trusted
+        return
     if listener is None:
-        if force:
-            return False
         raise InUse(
             f"process {found.daemon.pid} (user {found.daemon.user or 'unknown'}) claims the pipe directory {directory}, "
             "but its listener could not be identified",
-            f"look at it: ps -fp {found.daemon.pid}; end that process: {found.stop_command} --force",
+            f"look at it: ps -fp {found.daemon.pid}; end that process: kill {found.daemon.pid}",
             code="other_daemon",
         )
     raise InUse(
@@ -548,9 +508,6 @@ def _check_not_replaced(found: FoundDaemon) -> None:
 
 def _check_permission(host: Host, found: FoundDaemon) -> None:
     record = found.record
-    if not found.trusted and not host.root:
-        owner = f"user {found.daemon.user or 'unknown'}"
-        raise not_your_daemon(f"the MPS daemon {found.daemon.pid}", owner, command=found.stop_command)
     if record is not None and not host.root and record.uid != host.uid:
         raise not_your_daemon(f"the MPS daemon {found.daemon.pid}", f"user {record.uid}", command=found.stop_command)
 

@@ -355,16 +355,11 @@ def test_a_process_that_claims_the_directory_of_a_daemon_is_not_stopped_for_it(
     assert [daemon.pid for daemon in world.state.daemons] == [forged]
 
 
-def test_the_plain_command_tells_nothing_to_another_users_daemon() -> None:
-    def command(pipe: str, *, trusted: bool) -> str | None:
-        daemon = MpsDaemon(pid=7, ours=False, pipe_directory=pipe)
-        found = FoundDaemon(daemon, None, None, trusted)
-        work = stop.Stop(None, found, None, drain_seconds=1.0, force=False)  # type: ignore[arg-type]
-        assert [step.command for step in work.steps][1:] == [work.command]
-        return work.command
-
-    assert command("/run/a b", trusted=True) == "echo quit | CUDA_MPS_PIPE_DIRECTORY='/run/a b' nvidia-cuda-mps-control"
-    assert command("/tmp/x", trusted=False) == "kill 7"
+def test_the_plain_command_of_a_stop() -> None:
+    daemon = MpsDaemon(pid=7, ours=False, pipe_directory="/run/a b")
+    work = stop.Stop(None, FoundDaemon(daemon, None, None), None, drain_seconds=1.0, force=False)  # type: ignore[arg-type]
+    assert [step.command for step in work.steps][1:] == [work.command]
+    assert work.command == "echo quit | CUDA_MPS_PIPE_DIRECTORY='/run/a b' nvidia-cuda-mps-control"
 
 
 def test_the_undo_of_a_stop_starts_the_same_daemon(cli: Cli) -> None:
