@@ -8,11 +8,13 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.advice.case import flags_like
+from gpushare.advice.limits import limits_sum
 from gpushare.advice.place import place
 from gpushare.advice.questions import QUESTIONS, other_answers
-from gpushare.advice.recipe import Recipe, limits_sum, recipe
+from gpushare.advice.recipe import recipe
 from gpushare.advice.rules import Kind, Outcome, Reason, Verdict, verdicts
 from gpushare.advice.situation import Situation, instances_sentence
+from gpushare.advice.steps import Recipe, joined
 from gpushare.advice.ways import ALL_MIG, CONCURRENT, LEAVING
 from gpushare.base.model import Way
 from gpushare.base.units import GIB, format_bytes, ranges
@@ -93,7 +95,9 @@ def advise(situation: Situation) -> Advice:
         situation=first,
         best=best,
         verdicts=judged,
-        recipe=None if best is None else _joined(parts),
+        recipe=None
+        if best is None
+        else joined([recipe(part.situation, part.way) for part in parts if part.way is not None]),
         budget=first.plain if way is None else first.budget_of(way),
         limits_bytes=None if way is None else limits_sum(first, way),
         confidence=confidence,
@@ -103,19 +107,6 @@ def advise(situation: Situation) -> Advice:
         notes=_notes(situation),
         parts=parts,
         asked=situation.case,
-    )
-
-
-def _joined(parts: Sequence[Part]) -> Recipe:
-    """Return the recipe of all parts: the lines of one after those of the other."""
-    recipes = [recipe(part.situation, part.way) for part in parts if part.way is not None]
-    if len(recipes) == 1:
-        return recipes[0]
-    return Recipe(
-        lines=tuple(dict.fromkeys(line for made in recipes for line in made.lines)),
-        undo=tuple(dict.fromkeys(line for made in recipes for line in made.undo)),
-        measure=tuple(dict.fromkeys(text for made in recipes for text in made.measure)),
-        several_shells=any(made.several_shells for made in recipes),
     )
 
 
@@ -560,7 +551,9 @@ def _risks(situation: Situation, way: Way, made: Recipe | None) -> list[str]:
         return ["a job that is out exists only in host memory: a restart of the machine ends it"]
     if situation.several and Way.TIMESLICE in {way.outer, way.inner}:
         commands = [line.command for line in made.lines if line.command] if made is not None else []
-        held = bool(commands) and all("--memory" in command for command in commands if " run " in command)
+        held = bool(commands) and all(
+            "--memory" in command or "--wait" in command for command in commands if " run " in command
+        )
         if held:
             return [
                 "memory use is shared: a program that gpushare did not start has no limit, and a job may pass its limit for 0.2 s"

@@ -19,8 +19,8 @@ from gpushare.advice.advise import (
     open_titles,
     with_way,
 )
+from gpushare.advice.limits import threads_together
 from gpushare.advice.questions import other_answers
-from gpushare.advice.recipe import threads_together
 from gpushare.advice.rules import Kind, Reason, Verdict, verdicts
 from gpushare.base.model import Way
 

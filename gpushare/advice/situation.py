@@ -139,6 +139,11 @@ def budget(case: Case, gpu: GpuFacts, *, mps: bool) -> Budget:
     )
 
 
+def whole_mib(size: int) -> int:
+    """Return a size rounded up to whole MiB."""
+    return -(-size // MIB) * MIB
+
+
 def limit_for(memory: int) -> int:
     """Return the pinned memory limit for a process of this size, including CUDA's own memory, rounded up."""
     return -(-(memory + MPS_LIMIT_EXTRA_BYTES) // _STEP) * _STEP
@@ -676,6 +681,16 @@ class Situation:
         turns = self.in_turns(way)
         return self.case.counts if turns is None else (turns,)
 
+    @cached_property
+    def by_room(self) -> bool:
+        """Return whether only memory keeps the programs from running together: then as many run at a time as fit."""
+        asked = ("latency", "profiler", "bandwidth_qos", "bandwidth_bound", "containment", "vms", "nccl", "weights")
+        known = all(work.memory is not None for work in self.case.workloads)
+        apart = self.isolation - {Isolation.QUOTA} or not self.trusted or self.saturating is True
+        # What fits on a GPU of a set is no reason for two jobs on it: each has its set for itself.
+        short = self.several and self.gpus_each == 1 and self.plain.may_fit is False and self.plain.one_fits is True
+        return bool(known and short and not apart and not any(map(self.case.any, asked)))
+
     # -- MPS and MIG -------------------------------------------------------------------------------
 
     @property
@@ -721,7 +736,7 @@ class Situation:
         layout = self.gpu.layout
         if layout is None or not self.gpu.mig_enabled:
             return ()
-        return tuple(one for one in layout.instances if one.busy or not (self.case.destroy or _may_go(one)))
+        return tuple(one for one in layout.instances if one.busy or not (self.case.destroy or may_go(one)))
 
     @cached_property
     def idle_instances(self) -> tuple[GpuInstance, ...]:
@@ -882,7 +897,7 @@ def _has_room_now(gpu: GpuFacts) -> bool:
     return gpu.processes == 0 or bool(_idle_instances(gpu))
 
 
-def _may_go(one: GpuInstance) -> bool:
+def may_go(one: GpuInstance) -> bool:
     return one.made and not one.name and not one.granted
 
 

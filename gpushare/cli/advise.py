@@ -22,8 +22,8 @@ from gpushare.advice.measured import BENCH_WAYS, MeasuredAdvice, bench_ways, mea
 from gpushare.advice.measured import measured_answer as answer_of
 from gpushare.advice.place import first_gpu
 from gpushare.advice.questions import next_question, with_answer
-from gpushare.advice.recipe import Change, Recipe, Verb
 from gpushare.advice.situation import MPS_CONTEXT_BYTES, Situation
+from gpushare.advice.steps import Change, Recipe, Verb
 from gpushare.advice.table import load_table
 from gpushare.advice.ways import way_of
 from gpushare.base.errors import (
@@ -679,7 +679,7 @@ def applied(advice: Advice, notes: Sequence[str]) -> Any:
         GpushareError: of planning, or of the step that failed; the steps before it are undone.
     """
     recipe = _set_up(advice)
-    changes = [line.change for line in recipe.lines if line.change is not None]
+    changes = [change for line in recipe.lines if line.change is not None for change in line.change.each]
     if not changes:
         said = [f"{line.what}: {line.command}" if line.command else line.what for line in recipe.lines]
         plan = Plan(title="nothing", steps=(), notes=tuple(said))
@@ -716,7 +716,7 @@ def _carried(changes: Sequence[Change]) -> Result:
     if mig is not None:
         parts = [one for one in changes if one.verb.value.startswith("mig ")]
         if len({one.verb for one in parts}) > 1 or (len(parts) > 1 and mig.verb is Verb.MIG_CREATE):
-            needs = ", ".join(f"GPU {one.gpu} needs `{one.verb.value}`" for one in parts)
+            needs = ", ".join(f"GPU {one.selector} needs `{one.verb.value}`" for one in parts)
             raise NotSupported(
                 f"{needs}: --apply carries out one kind of change of MIG as a transaction, not several",
                 f"run them one after the other: {'; '.join(shlex.join(['gpushare', *one.words]) for one in parts)}",
@@ -737,14 +737,14 @@ def _mig_change(host: Host, ledger: MigLedger, parts: Sequence[Change], then: Se
     from gpushare.cli.mig_change import change_of, current, planned_or_refused
 
     mig = parts[0]
-    gpus, layouts = current(host, ",".join(str(one.gpu) for one in parts))
+    gpus, layouts = current(host, ",".join(one.selector for one in parts))
     adds = mig.verb is Verb.MIG_CREATE
     found = (
         plan_add(layouts, mig.wish, with_others=True)
         if adds
-        else plan_exact(layouts, {one.gpu: one.wish for one in parts})
+        else plan_exact(layouts, {gpu: one.wish for one in parts for gpu in one.gpus})
     )
-    modes = {} if adds else {one.gpu: one.verb is Verb.MIG_APPLY for one in parts}
+    modes = {} if adds else {gpu: one.verb is Verb.MIG_APPLY for one in parts for gpu in one.gpus}
     title = "; ".join(" ".join(one.words[1:]) for one in parts)
     then_steps = Naming(after=tuple(_later(host, one) for one in then))
     return change_of(host, ledger, gpus, layouts, planned_or_refused(found), title, modes=modes, naming=then_steps)
@@ -781,7 +781,7 @@ def _plan_stop(host: Host, device: Device) -> Plan:
 
 def _later(host: Host, change: Change) -> Step:
     """Return the step of a change that follows another one; it is planned when it acts."""
-    gpu = host.nvml.gpu(change.gpu)
+    gpu = host.nvml.gpu(change.gpus[0])
     if change.level is not None:
         return level_step(host, gpu, change.level, gpu.time_slice)
     wish = MpsWish(limits=change.limits or Limits())

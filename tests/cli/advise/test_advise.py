@@ -323,8 +323,8 @@ def test_apply_sets_up_and_names_what_comes_then(cli: Any) -> None:
 
 def test_apply_of_several_shells_is_refused(refused: Any) -> None:
     hint = refused("advise", *GROUPS, "--apply", code="several_shells", exit_code=3, host="sim:a100-80gb")
-    assert "gpushare mig enable -g 0; " in hint
-    assert "gpushare mig create -g 0 " in hint
+    assert "gpushare mig apply -g 0 " in hint
+    assert "; gpushare mps start -g group-1 " in hint
 
 
 def test_apply_of_nothing_is_refused(refused: Any) -> None:

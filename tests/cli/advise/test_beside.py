@@ -165,10 +165,9 @@ def test_with_consent_the_undo_restores_names_and_grants(cli: Any) -> None:
     cut(cli, spec)
     before = cli("capture", host=spec).ok().out
     data = advised(cli, spec, "-g", "0", *FARM, "--destroy")
-    assert commands(data)[0] == "gpushare mig disable -g 0 --destroy"
-    # Pasted on a terminal, it asks; here nobody can answer.
-    assert pasted(commands(data), spec).returncode == 19
-    assert pasted([f"{commands(data)[0]} -y", *commands(data)[1:]], spec).returncode == 0
+    # The user has given them away: without -y, the line would ask once more.
+    assert commands(data)[0] == "gpushare mig disable -g 0 --destroy -y"
+    assert pasted(commands(data), spec).returncode == 0
     assert "prod" not in cli("capture", host=spec).ok().out
     assert pasted(commands(data, "undo"), spec).returncode == 0
     assert cli("capture", host=spec).ok().out == before
@@ -214,15 +213,15 @@ def test_mps_inside_instances_that_go_is_named_in_the_undo(cli: Any) -> None:
 @pytest.mark.parametrize(
     ("spec", "words", "way", "first"),
     [
-        ("sim:2xa30", ("--processes", "4", "--memory", "10G", *APART), "mig", "gpushare mig apply -g 0 '2g.12gb*2'"),
-        ("sim:4xt4", ("--processes", "10", "--memory", "4G", *OURS), "mps", "gpushare mps start -g 0 --threads 66.6"),
-        ("sim:2xa30", ("--processes", "60", "--memory", "300M", *OURS), "mps", "gpushare mps start -g 0 --threads 6.6"),
-        ("sim:2xt4", ("--processes", "4", "--memory", "6G", *OURS), "mps", "gpushare mps start -g 0 --memory 6912M"),
+        ("sim:2xa30", ("--processes", "4", "--memory", "10G", *APART), "mig", "gpushare mig apply -g 0-1 '2g.12gb*2'"),
+        ("sim:4xt4", ("--processes", "10", "--memory", "4G", *OURS), "mps", "gpushare mps start -g 0-3 --threads 66.6"),
+        ("sim:2xa30", ("--processes", "60", "--memory", "300M", *OURS), "mps", "gpushare mps start -g 0-1 --threads 6.6"),
+        ("sim:2xt4", ("--processes", "4", "--memory", "6G", *OURS), "mps", "gpushare mps start -g 0-1 --memory 6912M"),
         (
             "sim:2xa30",
             ("--processes", "6", "--groups", "6", "--memory", "2G", *APART),
             "mig",
-            "gpushare mig apply -g 0",
+            "gpushare mig apply -g 0-1",
         ),
     ],
 )

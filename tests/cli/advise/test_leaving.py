@@ -148,7 +148,9 @@ def test_turns_as_printed(cli: Cli, real: Real) -> None:
     assert data["winner"] == "turns"
     first, *rest = words_of(commands(data)[0])
     assert "nine times the measured switch" in cli(first, "-n", *rest, host=A30).ok().out
-    both = [real(*words_of(command, "turns", "turns=0.5"), host=A30) for command in commands(data)]
+    (command,) = commands(data)
+    pair = [command, command.replace("job-1", "job-2")]
+    both = [real(*words_of(command, "turns", "turns=0.5"), host=A30) for command in pair]
     for one in both:
         one.says("out of the GPU: 14.0 GiB to host memory")
         one.says("back on the GPU: 14.0 GiB")
@@ -163,7 +165,7 @@ def test_idle_as_printed(cli: Cli, real: Real) -> None:
     program = shlex.join((sys.executable, "-c", "import time; time.sleep(60)"))
     data = asked(cli, *TWO[:4], "--memory", "14G", "--pattern", "interactive", "--command", program)
     assert data["winner"] == "swap"
-    command, other = commands(data)
+    (command,) = commands(data)
     world = World(A30)
     first = real(*words_of(command, "idle=10m", "idle=1s"), host=A30)
     on_gpu(world)
@@ -173,7 +175,7 @@ def test_idle_as_printed(cli: Cli, real: Real) -> None:
     listed = cli("swap", "list", host=A30, output="json").ok().data
     assert [job["state"] for job in listed["jobs"]] == ["out"]
     # Its place is free for the next.
-    second = real(*words_of(other), host=A30)
+    second = real(*words_of(command.replace("job-1", "job-2")), host=A30)
     second.says("runs on GPU 0")
 
 
@@ -239,7 +241,7 @@ def test_on_several_gpus_the_line_is_for_all_of_them(cli: Cli) -> None:
     words = ("--processes", "5", "--users", "same", "--saturating", "--memory", "16G", "--command", "true")
     queue = asked(cli, *words, host="sim:2xa30")
     assert queue["winner"] == "whole-gpu"
-    assert commands(queue) == ["gpushare run -g 0-1 --slice 2ms --wait --memory 90% -- true"]
+    assert commands(queue) == ["gpushare run -g 0-1 --slice 2ms --wait -- true"]
     turns = asked(cli, *words, "--needs", "progress", host="sim:2xa30")
     assert commands(turns)[0] == "gpushare run -g 0-1 --swap turns --memory 16884M --name job-1 -- true"
     # Two have a GPU each.

@@ -32,7 +32,7 @@ def lines(data: Any) -> list[str]:
 def test_ranks_that_wait_for_each_other_get_a_gpu_each_and_no_queue(cli: Any) -> None:
     data = advice(cli, "--processes", "3", "--needs", "nccl", "--users", "same", host="sim:4xa100-80gb")
     (line,) = lines(data)
-    assert line == "gpushare run -g 0-2 --gpus 3 --wait --memory 90% -- CMD"
+    assert line == "gpushare run -g 0-2 --gpus 3 --wait -- CMD"
     assert data["commands"][0]["what"] == "start it once: each of its 3 processes gets a GPU"
 
 
@@ -268,7 +268,7 @@ def test_apply_of_what_needs_no_setup(cli: Any) -> None:
     words = ("--processes", "2", "--users", "same", "--saturating")
     answer = cli("advise", *words, "--apply", host="sim:h200").ok()
     assert "nothing to set up for whole GPU, or a queue: the host can stay as it is" in answer.out
-    assert "gpushare run -g 0 --slice 2ms --wait --memory 90% -- CMD" in answer.err
+    assert "gpushare run -g 0 --slice 2ms --wait -- CMD" in answer.err
 
 
 def test_apply_starts_mps_in_each_instance_that_exists(cli: Any) -> None:

@@ -1,0 +1,119 @@
+"""How much memory and how many SM threads each job of an answer may have. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from gpushare.advice.case import Isolation, Pattern, Role
+from gpushare.advice.situation import CONTEXT_BYTES, equal_limit, limit_for, whole_mib
+from gpushare.advice.ways import ALL_MPS
+from gpushare.base.model import Way
+from gpushare.base.units import MIB
+from gpushare.mps.limits import CONTEXT_BYTES as CLIENT_BYTES
+from gpushare.mps.limits import Limits
+
+if TYPE_CHECKING:
+    from gpushare.advice.case import Workload
+    from gpushare.advice.situation import Situation
+    from gpushare.mig.profile import Profile
+
+
+def job_memory(s: Situation, way: Way, work: Workload) -> int | None:
+    """Return the limit of one process with its CUDA context, in bytes; None is no limit.
+
+    Where the size is unknown, people who share a GPU get equal parts, and others no limit.
+    """
+    usable, count = s.budget_of(way).usable_bytes, s.case.processes
+    if work.memory is None:
+        equal = s.case.pattern is Pattern.INTERACTIVE or Isolation.QUOTA in s.isolation
+        return equal_limit(usable, count) if equal and usable and count else None
+    if way not in ALL_MPS:
+        return whole_mib(work.memory + CONTEXT_BYTES)
+    if s.before_volta:
+        return None
+    # A client of MPS may allocate what its job has, less one context. Where that does not fit, the limit is left out.
+    for limit in (limit_for, whole_mib):
+        sizes = [0 if each.memory is None else limit(each.memory) + CLIENT_BYTES for each in s.case.workloads]
+        total = sum(size * (number or 1) for size, number in zip(sizes, s.counts_at_once(way), strict=True))
+        if usable is not None and total <= usable:
+            return limit(work.memory) + CLIENT_BYTES
+    return None
+
+
+def memory_limits(s: Situation) -> list[int | None]:
+    """Return a limit of MPS per workload; None is no limit. All together fit the GPU, except that a quota is always a limit."""
+    works, usable = s.case.workloads, s.under_mps.usable_bytes
+    if s.before_volta:
+        return [None] * len(works)
+    limits = [None if work.memory is None else limit_for(work.memory) for work in works]
+    counts = [count for count in s.counts_at_once(Way.MPS) if count is not None]
+    if usable is None or len(counts) < len(works):
+        return limits
+    taken = sum((limit or 0) * count for limit, count in zip(limits, counts, strict=True))
+    if taken > usable:
+        quota = Isolation.QUOTA in s.isolation
+        return [work.memory // MIB * MIB if quota and work.memory is not None else None for work in works]
+    open_count = sum(count for limit, count in zip(limits, counts, strict=True) if limit is None)
+    rest = equal_limit(usable - taken, open_count) if open_count else None
+    return [rest if limit is None else limit for limit in limits]
+
+
+def limits_sum(s: Situation, way: Way) -> int | None:
+    """Return the sum of the memory limits of the MPS clients; None if one has no limit."""
+    if way not in ALL_MPS or way is Way.MPS_STATIC:
+        return None
+    limits = zip(s.case.workloads, memory_limits(s), s.counts_at_once(way), strict=True)
+    limited = [
+        (limit or 0) * (count or 0)
+        for work, limit, count in limits
+        if not (way is Way.MPS_PRIORITY and work.role is Role.PRODUCTION)
+    ]
+    return sum(limited) if limited and all(limited) else None
+
+
+# So much of an instance can be given to jobs; the driver has the rest.
+_USABLE_PERCENT: Final = 98
+
+
+def inside_limit(way: Way, work: Workload, profile: Profile, inside: int) -> int | None:
+    """Return the limit of each of some processes in one instance; None is no limit. It is of a client of MPS, or of a job."""
+    total = profile.memory_bytes
+    room = None if total is None else equal_limit(total * _USABLE_PERCENT // 100, inside)
+    if work.memory is None:
+        return room
+    if way is Way.MIG_TIMESLICE:
+        return whole_mib(work.memory + CONTEXT_BYTES)
+    wanted = limit_for(work.memory)
+    return wanted if room is None or wanted <= room else room
+
+
+def client_job_memory(limit: int | None, profile: Profile) -> int | None:
+    """Return the limit of the job around a client of MPS in an instance."""
+    most = (profile.memory_bytes or 0) * _USABLE_PERCENT // 100 // MIB * MIB
+    return None if limit is None else min(limit + CLIENT_BYTES, most or limit + CLIENT_BYTES)
+
+
+def client_limits(share: float | None, memory: int | None) -> Limits:
+    # MPS keeps one decimal; 28.6 is a little less in binary.
+    threads = None if share is None or share >= 100 else int(share * 10 + 1e-6) / 10
+    return Limits(threads_percent=threads, memory_limit_bytes=memory)
+
+
+def threads_for(s: Situation, processes: int) -> float:
+    """Return the cap of each of N clients: the measured one, else 100/n to keep each within its share, or 200/n.
+
+    NVIDIA calls 100/(0.5n) "more optimal" than 100/n; on an H200 it was as good or better for every n tested.
+    """
+    if s.cap is not None:
+        return s.cap
+    (work, *more), total = s.case.workloads, s.gpu.multiprocessors
+    if work.sms is not None and not more and total and work.sms * processes <= total:
+        # As much as the others leave, which is at least what it needs.
+        return 100.0 * (total - work.sms * (processes - 1)) / total
+    return min(100.0, threads_together(s) / processes)
+
+
+def threads_together(s: Situation) -> int:
+    case = s.case
+    apart = case.any("containment") or case.any("latency") or Isolation.QUOTA in s.isolation
+    return 100 if apart else 200

@@ -1,0 +1,278 @@
+"""What a recipe is made of: changes of the host, each with its undo, and jobs; as lines to type. Pure."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Final
+
+from gpushare.base.model import TimeSlice
+from gpushare.base.units import ranges
+from gpushare.job_command import JobCommand
+from gpushare.mig.wish import wish_of
+
+if TYPE_CHECKING:
+    from gpushare.advice.case import Workload
+    from gpushare.advice.situation import Situation
+    from gpushare.mig.wish import Wish
+    from gpushare.mps.limits import Limits
+
+
+class Verb(str, Enum):
+    """The commands that change a GPU."""
+
+    TIMESLICE_SET = "timeslice set"
+    TIMESLICE_RESET = "timeslice reset"
+    MPS_START = "mps start"
+    MPS_SET = "mps set"
+    MPS_STOP = "mps stop"
+    MIG_ENABLE = "mig enable"
+    MIG_APPLY = "mig apply"
+    MIG_CREATE = "mig create"
+    MIG_DESTROY = "mig destroy"
+    MIG_DISABLE = "mig disable"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One change of one GPU or several: `advise` prints it as a command, `advise --apply` plans and carries it out."""
+
+    verb: Verb
+    gpus: tuple[int, ...]
+    # The UUID of a MIG instance of the GPU, if the change is in that instance.
+    instance: str | None = None
+    limits: Limits | None = None
+    level: TimeSlice | None = None
+    wish: Wish = ()
+    # Of the instances of the wish, in its order; one name is numbered.
+    names: tuple[str, ...] = ()
+    # For `mig disable`: idle instances go first.
+    destroy: bool = False
+    # Without a question: the lines before it made what is named, or the user has given it away.
+    yes: bool = False
+    sudo: bool = False
+
+    @property
+    def selector(self) -> str:
+        return self.instance or _selector(self.gpus)
+
+    @property
+    def each(self) -> tuple[Change, ...]:
+        """Return the change of each GPU."""
+        return tuple(replace(self, gpus=(gpu,)) for gpu in self.gpus)
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        return (
+            *self.verb.value.split(),
+            *(() if self.level is None else (self.level.title,)),
+            *("-g", self.selector),
+            *(() if self.limits is None else self.limits.options()),
+            *map(str, self.wish),
+            *(("--name", ",".join(self.names)) if self.names else ()),
+            *(("all",) if self.verb is Verb.MIG_DESTROY else ()),
+            *(("--destroy",) if self.destroy else ()),
+            *(("-y",) if self.yes else ()),
+        )
+
+
+@dataclass(frozen=True)
+class Line:
+    """One step: what to do, and what to type: a change of the host, or other text; None if there is no command for it."""
+
+    what: str
+    text: str | None = None
+    change: Change | None = None
+
+    @property
+    def command(self) -> str | None:
+        if self.change is None:
+            return self.text
+        return f"{'sudo ' if self.change.sudo else ''}gpushare {shlex.join(self.change.words)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Lines in order, those that undo them, and what to measure afterwards."""
+
+    lines: tuple[Line, ...]
+    undo: tuple[Line, ...] = ()
+    measure: tuple[str, ...] = ()
+    # The lines name what earlier ones made: one change cannot carry them out.
+    several_shells: bool = False
+
+
+def joined(recipes: Sequence[Recipe]) -> Recipe:
+    """Return one recipe for all: the lines of one after those of the other, equal changes of several GPUs as one."""
+    return Recipe(
+        lines=_merged(line for made in recipes for line in made.lines),
+        undo=_merged(line for made in recipes for line in made.undo),
+        measure=tuple(dict.fromkeys(text for made in recipes for text in made.measure)),
+        several_shells=any(made.several_shells for made in recipes),
+    )
+
+
+def _merged(lines: Iterable[Line]) -> tuple[Line, ...]:
+    kinds: dict[Line, tuple[int, ...]] = {}
+    for line in lines:
+        gpus = () if line.change is None else line.change.gpus
+        key = line if line.change is None else replace(line, change=replace(line.change, gpus=()))
+        kinds[key] = (*kinds.get(key, ()), *gpus)
+    return tuple(
+        line if line.change is None else replace(line, change=replace(line.change, gpus=tuple(sorted(set(gpus)))))
+        for line, gpus in kinds.items()
+    )
+
+
+def _selector(gpus: Iterable[int]) -> str:
+    return ranges(gpus).replace(" ", "")
+
+
+_NEEDS_NO_ROOT: Final = frozenset({Verb.MPS_START, Verb.MPS_SET, Verb.MPS_STOP})
+
+
+_TWO: Final = 2
+# The driver's own slice: given to a job, it says that the job runs outside MPS.
+OWN_SLICE: Final = "2ms"
+# The first driver whose calls for slices are known.
+_FIRST_SLICES: Final = 515
+
+
+@dataclass
+class Steps:
+    """What a recipe is made of while it is written, for the GPUs that a situation is spread over."""
+
+    s: Situation
+    lines: list[Line] = field(default_factory=list)
+    undo: list[Line] = field(default_factory=list)
+    measure: list[str] = field(default_factory=list)
+    several_shells: bool = False
+
+    def __post_init__(self) -> None:
+        self.root = "" if self.s.host.root else "sudo "
+
+    @property
+    def own_slice(self) -> str | None:
+        """Return the driver's own slice, which takes a job out of MPS; None where no job can have one."""
+        return OWN_SLICE if (self.s.host.driver_major or _FIRST_SLICES) >= _FIRST_SLICES else None
+
+    @property
+    def gpu(self) -> str:
+        """Return the ``-g`` value for all GPUs of the situation."""
+        return self.s.gpu.instance or _selector(gpu.index for gpu in self.s.spread)
+
+    def each_gpu(self) -> list[Situation]:
+        """Return the situation on each of its GPUs."""
+        return [self.s.on(gpu) for gpu in self.s.spread]
+
+    def say(self, what: str, command: str | None = None) -> None:
+        self.lines.append(Line(what, command))
+
+    def typed(self, what: str, *words: str, root: bool = False) -> Line:
+        return Line(what, f"{self.root if root else ''}gpushare {shlex.join(words)}")
+
+    def changed(self, what: str, s: Situation, verb: Verb, **how: Any) -> Line:
+        sudo = bool(self.root) and verb not in _NEEDS_NO_ROOT
+        own = {"gpus": (s.gpu.index,), "instance": s.gpu.instance, "sudo": sudo}
+        return Line(what, change=Change(**{"verb": verb, **own, **how}))
+
+    def change(self, what: str, s: Situation, verb: Verb, **how: Any) -> None:
+        """Add a change of a GPU and what undoes it; what was done last is undone first."""
+        line = self.changed(what, s, verb, **how)
+        self.lines.append(line)
+        if line.change is not None:
+            self.undo[:0] = undo_of(self, s, line.change)
+
+    def run(self, what: str, work: Workload, **options: Any) -> None:
+        """Add the line of a job, by default on one of the GPUs of the situation."""
+        gpus = None if self.s.gpus_each == 1 else work.gpus
+        job = JobCommand(**{"gpu": self.gpu, "gpus": gpus, "program": work.command or "CMD", **options})
+        self.say(what, str(job))
+
+    def copies(self, work: Workload, count: int | None, how: str | None = None, **options: Any) -> None:
+        """Add the line of equal jobs with names of their own."""
+        name = clean_name(work.name, 1, "job")
+        others = f"the other is {name}-2" if count == _TWO else f"the others are {name}-2 to {name}-{count}"
+        more = "" if count in {None, 1} else f"; {others}"
+        self.run(which(count, label_of(work), how) + more, work, name=f"{name}-1" if more else name, **options)
+
+    def made(self) -> Recipe:
+        return Recipe(
+            lines=tuple(self.lines),
+            undo=tuple(self.undo),
+            measure=tuple(self.measure),
+            several_shells=self.several_shells,
+        )
+
+
+def undo_of(steps: Steps, s: Situation, change: Change) -> list[Line]:
+    """Return the lines that undo a change of a GPU, from what is there before it."""
+    verb, now = change.verb, s.gpu
+    if verb is Verb.MPS_START:
+        return [steps.changed("stop MPS; waits for its programs", s, Verb.MPS_STOP, instance=change.instance)]
+    if verb is Verb.MPS_SET and now.mps is None:
+        return [Line("restore the limits with the line that `gpushare mps set` printed")]
+    if verb is Verb.MPS_SET and now.mps is not None:
+        return [steps.changed("restore the limits", s, verb, limits=exactly(now.mps))]
+    if verb is Verb.MPS_STOP:
+        return [steps.changed("start MPS again with its current limits", s, Verb.MPS_START, limits=now.mps)]
+    if verb is Verb.TIMESLICE_SET:
+        lines = [steps.changed("restore the default", s, Verb.TIMESLICE_RESET)]
+        if now.time_slice not in {None, TimeSlice.DEFAULT}:
+            what = "then the level, which gpushare sets only in a compute mode that admits several programs"
+            level = f"compute-policy -i {now.index} --set-timeslice {int(now.time_slice or 0)}"
+            lines.append(Line(what, f"{steps.root}nvidia-smi {level}"))
+        return lines
+    if verb is Verb.MIG_CREATE and change.names:
+        what = "destroy the instance and stop its MPS daemon"
+        return [steps.typed(what, "mig", "destroy", *change.names, "-y", root=True)]
+    # What has got a name would be asked for.
+    yes = bool(change.names)
+    if not now.mig_enabled:
+        return [steps.changed("turn MIG off again", s, Verb.MIG_DISABLE, destroy=True, yes=yes)]
+    if verb is not Verb.MIG_DISABLE and (now.layout is None or not now.layout.instances):
+        return [steps.changed("destroy the instances again", s, Verb.MIG_DESTROY, yes=yes)]
+    return mig_as_it_was(steps, s)
+
+
+def exactly(limits: Limits) -> Limits:
+    """Return limits with all that `mps set` can say, except the priority."""
+    return replace(limits.explicit, priority=None)
+
+
+def mig_as_it_was(steps: Steps, s: Situation) -> list[Line]:
+    """Return the lines that restore the current state of MIG: on, its instances at their placements, names and grants."""
+    layout = s.gpu.layout
+    if layout is None or not layout.instances:
+        return [steps.changed("turn MIG on again", s, Verb.MIG_ENABLE)]
+    wish = wish_of(layout.instances)
+    lines = [steps.changed("restore the current instances", s, Verb.MIG_APPLY, wish=wish)]
+    for instance in layout.instances:
+        if instance.name:
+            words = ("mig", "name", instance.name, str(instance), "-g", str(s.gpu.index))
+            lines.append(steps.typed("restore the name", *words, root=True))
+            lines += [
+                steps.typed("restore the grant", "mig", "grant", instance.name, user, root=True)
+                for user in instance.granted
+            ]
+    return lines
+
+
+def label_of(work: Workload) -> str | None:
+    """Return the name of a workload, else its role; None if it has neither."""
+    return work.name or (None if work.role is None else work.role.value)
+
+
+def which(processes: int | None, name: str | None = None, how: str | None = None) -> str:
+    """Return which program a line starts, and how often."""
+    label = "each program" if name is None and processes is None else name or "the program"
+    times = "" if processes in {None, 1} else f", {processes} times"
+    return f"{label}{times}" + (f", {how}" if how else "")
+
+
+def clean_name(text: str | None, number: int, default: str = "group") -> str:
+    """Return a name that needs no quoting."""
+    clean = "".join(letter for letter in text or "" if letter.isascii() and (letter.isalnum() or letter in "-_"))
+    return clean if clean[:1].isalpha() else f"{default}{number if number > 1 else ''}"
