@@ -430,8 +430,7 @@ def _alone(steps: Steps, work: Workload, count: int | None) -> None:
         how = f"{s.places} at a time"
     else:
         how = "one at a time" if s.places == 1 else "one at a time on each GPU"
-    # What can be swapped is not limited by the driver itself.
-    swap = s.by_room and not cannot_leave(s) and Isolation.QUOTA not in s.isolation
+    swap = s.by_room and not cannot_leave(s)
     options: dict[str, Any] = {"swap": "request"} if swap else {"slice": steps.own_slice}
     if s.gpus_each > 1:
         # Jobs on several GPUs run outside MPS by themselves.

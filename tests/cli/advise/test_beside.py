@@ -215,7 +215,12 @@ def test_mps_inside_instances_that_go_is_named_in_the_undo(cli: Any) -> None:
     [
         ("sim:2xa30", ("--processes", "4", "--memory", "10G", *APART), "mig", "gpushare mig apply -g 0-1 '2g.12gb*2'"),
         ("sim:4xt4", ("--processes", "10", "--memory", "4G", *OURS), "mps", "gpushare mps start -g 0-3 --threads 66.6"),
-        ("sim:2xa30", ("--processes", "60", "--memory", "300M", *OURS), "mps", "gpushare mps start -g 0-1 --threads 6.6"),
+        (
+            "sim:2xa30",
+            ("--processes", "60", "--memory", "300M", *OURS),
+            "mps",
+            "gpushare mps start -g 0-1 --threads 6.6",
+        ),
         ("sim:2xt4", ("--processes", "4", "--memory", "6G", *OURS), "mps", "gpushare mps start -g 0-1 --memory 6912M"),
         (
             "sim:2xa30",
