@@ -248,7 +248,11 @@ def _done(host: Host, ledger: MigLedger, row: _Row, found: Matched, agreed: Sequ
         # Earlier GPUs may have given up a name, or a program may have started.
         plan = _plan(host, ledger, row.gpu, found)
         if not is_agreed(plan.change.plan, agreed):
-            raise _not_agreed(row.gpu, plan.change.plan.consent, agreed)
+            raise NeedsConsent(
+                f"GPU {row.gpu} has changed since the question: applying the file {taken(not_agreed(plan.change.plan.consent, agreed))}",
+                "run it again: it asks for this too; or agree to everything: -y",
+                gpu=row.gpu,
+            )
         on_step = say_step if settings.verbose else None
         if plan.change.gpus:
             transact(host, ledger, plan.change, on_step)
@@ -258,14 +262,6 @@ def _done(host: Host, ledger: MigLedger, row: _Row, found: Matched, agreed: Sequ
     except GpushareError as error:
         return replace(row, plan=None, error=error)
     return replace(row, plan=plan, done=True)
-
-
-def _not_agreed(gpu: int, losses: Sequence[Loss], agreed: Sequence[Loss]) -> NeedsConsent:
-    return NeedsConsent(
-        f"GPU {gpu} has changed since the question: applying the file {taken(not_agreed(losses, agreed))}",
-        "run it again: it asks for this too; or agree to everything: -y",
-        gpu=gpu,
-    )
 
 
 def _forgotten(host: Host, found: Matched) -> list[str]:

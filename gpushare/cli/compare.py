@@ -172,7 +172,12 @@ def _compared(table: Table, chosen: Sequence[Way], view: View | None, driver: st
             host=None if facts is None else facts.host,
             driver=driver,
             root=None if facts is None else facts.root,
-            availability=() if facts is None else _availability(chosen, facts),
+            availability=()
+            if facts is None
+            else tuple(
+                MechanismHere(mechanism=way, gpu=gpu.index, **vars(availability(way, facts, gpu)))
+                for way, gpu in product(chosen, answering(facts))
+            ),
             cells=cells,
         ),
         tables=(
@@ -227,13 +232,6 @@ def _absent(table: Table, chosen: Sequence[Way], facts: HostFacts | None) -> fro
     gpus = answering(facts)
     return frozenset(
         table.titles[way] for way in chosen if not any(availability(way, facts, gpu).usable for gpu in gpus)
-    )
-
-
-def _availability(chosen: Sequence[Way], facts: HostFacts) -> tuple[MechanismHere, ...]:
-    return tuple(
-        MechanismHere(mechanism=way, gpu=gpu.index, **vars(availability(way, facts, gpu)))
-        for way, gpu in product(chosen, answering(facts))
     )
 
 

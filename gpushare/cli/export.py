@@ -29,7 +29,7 @@ from gpushare.export.containers import (
     docker_export,
     parted_export,
 )
-from gpushare.export.description import GpuDescription, HostDescription, MigDescription, describe_host, wished
+from gpushare.export.description import GpuDescription, HostDescription, describe_host, wished
 from gpushare.export.document import Export, apply_script, printed, write
 from gpushare.export.dra import claims_export
 from gpushare.export.ecs import ecs_export
@@ -377,15 +377,12 @@ def described(
         if replicas == 1 and one.sharing is Way.TIMESLICE:
             return replace(one, sharing=Way.EXCLUSIVE, time_slice=None, replicas=None)
         shared = one.sharing in {Way.TIMESLICE, Way.MPS}
-        inside = tuple(replace(mig, replicas=_number_in(mig, mig_replicas)) for mig in one.mig)
+        inside = tuple(
+            replace(mig, replicas=None if mig_replicas == 1 else mig_replicas or mig.replicas) for mig in one.mig
+        )
         return replace(one, replicas=(replicas or one.replicas) if shared else None, mig=inside)
 
     return replace(host, gpus=tuple(filled(each) for each in host.gpus))
-
-
-def _number_in(mig: MigDescription, asked: int | None) -> int | None:
-    """Return how many programs share a MIG device, or None for one."""
-    return None if asked == 1 else asked or mig.replicas
 
 
 def in_place(state: HostState, path: str, live: HostDescription, *, daemons_only: bool = False) -> HostDescription:

@@ -170,7 +170,24 @@ class ObserveAnswer(Recording):
 
 def observe_result(data: ObserveAnswer, notes: Sequence[str] = ()) -> Result:
     """Return the result of ``gpushare observe``."""
-    return Result(command="observe", data=data, text=_header(data), tables=_tables(data), notes=tuple(notes))
+    nobody = "no process was seen" if data.processes_known else "processes were not recorded"
+    return Result(
+        command="observe",
+        data=data,
+        text=_header(data),
+        tables=(
+            Table(name="gpus", title="GPUs", columns=_GPU_COLUMNS, rows=data.gpus),
+            Table(name="processes", title="processes", columns=_PROCESS_COLUMNS, rows=data.processes, empty=nobody),
+            Table(
+                name="underused",
+                title="underused",
+                columns=_UNDERUSED_COLUMNS,
+                rows=data.underused,
+                empty="no GPU is underused",
+            ),
+        ),
+        notes=tuple(notes),
+    )
 
 
 def _header(data: ObserveAnswer) -> str:
@@ -245,18 +262,3 @@ _UNDERUSED_COLUMNS: Final = (
     Column("kind", "finding", rank=1),
     Column("why", "why"),
 )
-
-
-def _tables(data: ObserveAnswer) -> tuple[Table, ...]:
-    nobody = "no process was seen" if data.processes_known else "processes were not recorded"
-    return (
-        Table(name="gpus", title="GPUs", columns=_GPU_COLUMNS, rows=data.gpus),
-        Table(name="processes", title="processes", columns=_PROCESS_COLUMNS, rows=data.processes, empty=nobody),
-        Table(
-            name="underused",
-            title="underused",
-            columns=_UNDERUSED_COLUMNS,
-            rows=data.underused,
-            empty="no GPU is underused",
-        ),
-    )

@@ -95,11 +95,6 @@ def meant_option(word: str, options: Iterable[str]) -> str | None:
     return completions[0] if len(completions) == 1 else _nearest(word, options_of_command)
 
 
-def meant_command(word: str, group: str, commands: Sequence[str]) -> str | None:
-    """Return the command of a group ("" is the program) that a word was meant to be."""
-    return _COMMANDS.get(group, {}).get(word.lower()) or _nearest(word.lower(), commands)
-
-
 def _nearest(word: str, candidates: Sequence[str]) -> str | None:
     from difflib import get_close_matches
 
@@ -117,4 +112,6 @@ def meant(error: Any) -> str | None:
     word = getattr(error, "unknown_command", None)
     if word is None:
         return None
-    return meant_command(word, path_of(context), context.command.list_commands(context))
+    return _COMMANDS.get(path_of(context), {}).get(word.lower()) or _nearest(
+        word.lower(), context.command.list_commands(context)
+    )

@@ -140,7 +140,11 @@ def tune(
         production=words_of("--production", production),
         opportunistic=[words_of("--opportunistic", each) for each in opportunistic],
         search=Search(
-            goal=Goal(keep=_share_kept(keep), p99_factor=None if p99 is None else _factor(p99)),
+            goal=Goal(
+                keep=percentage("--keep", keep, example="--keep 97%", hint="give one: --keep 97%", code="bad_keep")
+                / 100,
+                p99_factor=None if p99 is None else _factor(p99),
+            ),
             ways=_ways(ways, caps),
             caps=_percentages("--caps", caps, "80,60,40") or CAPS_PERCENT,
         ),
@@ -197,10 +201,6 @@ def words_of(option: str, command: str) -> list[str]:
     if not words:
         raise BadUsage(f"{option} names no program", f"give one: {option} 'python train.py'", code="no_command")
     return words
-
-
-def _share_kept(text: str) -> float:
-    return percentage("--keep", text, example="--keep 97%", hint="give one: --keep 97%", code="bad_keep") / 100
 
 
 def _factor(text: str) -> float:

@@ -31,7 +31,6 @@ from gpushare.doctor.mps import USE_CHECKS, mps_daemons, mps_programs
 from gpushare.host.capabilities import user_name
 from gpushare.host.host import Host
 from gpushare.host.identity import uptime
-from gpushare.host.machine import Xid
 from gpushare.host.process import ProcessInfo
 from gpushare.host.smi import PROGRAM as NVIDIA_SMI
 from gpushare.host.store import RecordStore
@@ -116,12 +115,8 @@ def xids(seen: Examination) -> Iterator[Check]:
         gpu = next((gpu for gpu in seen.gpus if _is_at(gpu, pci)), None)
         yield finding("gpu.xid", None if gpu is None else gpu.index, number=number, pci=pci)
     if not bad:
-        yield Check.passed("gpu.xid", seen=_of_programs(logged))
-
-
-def _of_programs(found: tuple[Xid, ...]) -> str:
-    numbers = ", ".join(str(number) for number in sorted({xid.number for xid in found}))
-    return f"Xids of programs since boot: {numbers}" if found else "no Xid since boot"
+        numbers = ", ".join(str(number) for number in sorted({xid.number for xid in logged}))
+        yield Check.passed("gpu.xid", seen=f"Xids of programs since boot: {numbers}" if logged else "no Xid since boot")
 
 
 def _is_at(gpu: Gpu, pci: str) -> bool:
@@ -190,7 +185,11 @@ def _shown(seen: Examination, by_value: Mapping[Key, list[int]]) -> list[Key]:
 def _other_size(seen: Examination, found: Mapping[int, Mapping[str, str]]) -> Iterator[Check]:
     """Check for MIG UUIDs that now mean another instance than the name they were made for, in programs not on it yet."""
     running = {process.pid for gpu in seen.gpus for process in gpu.processes or ()}
-    waiting = {pid: given["CUDA_VISIBLE_DEVICES"] for pid, given in sorted(found.items()) if _names_mig(given)}
+    waiting = {
+        pid: given["CUDA_VISIBLE_DEVICES"]
+        for pid, given in sorted(found.items())
+        if given.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-")
+    }
     if not waiting.keys() - running:
         return
     meant = dict(_meant_otherwise(seen))
@@ -198,10 +197,6 @@ def _other_size(seen: Examination, found: Mapping[int, Mapping[str, str]]) -> It
         pids = [pid for pid, value in waiting.items() if value == uuid and pid not in running] if uuid in meant else []
         if pids:
             yield finding("mig.environment other", uuid=uuid, meaning=meant[uuid], processes=_processes(seen, pids))
-
-
-def _names_mig(environment: Mapping[str, str]) -> bool:
-    return environment.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-")
 
 
 def _meant_otherwise(seen: Examination) -> Iterator[tuple[str, str]]:

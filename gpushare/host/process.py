@@ -18,8 +18,6 @@ from gpushare.base.values import dataclass
 from gpushare.host.identity import Identity, has_driver, identity_of, identity_of_child, parent_of, send_same
 
 if TYPE_CHECKING:
-    import psutil
-
     from gpushare.host.open_files import OpenFiles
 
 
@@ -225,10 +223,11 @@ class Processes:
             with process.oneshot():
                 # Not psutil's, which reads it without a limit, also for a long name.
                 command_line = command_line_of(pid)
+                uids = _allowed(process.uids)
                 return ProcessInfo(
                     pid=pid,
                     user=_allowed(process.username),
-                    uid=_effective_uid(process),
+                    uid=None if uids is None else int(uids.effective),
                     name=_name_of(pid, command_line),
                     # A program that renames itself leaves empty words after its name.
                     command_line=tuple(shortened(command_line or ())) or None,
@@ -475,11 +474,6 @@ def _started(pid: int) -> int | None:
     """Return the start of a process (field 22 of ``/proc/PID/stat``), also of a zombie."""
     identity = identity_of_child(pid)
     return None if identity is None else identity.started
-
-
-def _effective_uid(process: psutil.Process) -> int | None:
-    uids = _allowed(process.uids)
-    return None if uids is None else int(uids.effective)
 
 
 def _allowed(read: Callable[[], T]) -> T | None:

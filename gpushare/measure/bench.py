@@ -184,7 +184,11 @@ class Bench:
         elif warm.failures:
             raise _broken(warm, self._settings)
         elif not warm.throughput:
-            raise _nothing_done()
+            raise OperationFailed(
+                "one copy alone printed a rate of 0, so nothing can be compared with it",
+                "let --metric match the rate while it works; or measure longer: --for 10s",
+                code="command_failed",
+            )
         else:
             self._go_round(self._sliceable(self._fitting(cells, warm)))
         measurement.seconds = self._clock() - started
@@ -387,14 +391,6 @@ def _broken(run: RunResult, settings: Settings) -> OperationFailed:
     else:
         hint = "run the command alone on the GPU by hand first"
     return OperationFailed(f"one copy alone failed: {run.failures[0]}", hint, code="command_failed")
-
-
-def _nothing_done() -> OperationFailed:
-    return OperationFailed(
-        "one copy alone printed a rate of 0, so nothing can be compared with it",
-        "let --metric match the rate while it works; or measure longer: --for 10s",
-        code="command_failed",
-    )
 
 
 def cells_of(measurement: Measurement) -> Iterator[tuple[Cell, list[RunResult]]]:

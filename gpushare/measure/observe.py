@@ -190,7 +190,8 @@ class Sampler:
         alone = _alone(processes, [recorded for recorded, _ in met])
         rows = []
         for process, (recorded, _) in zip(processes, met, strict=True):
-            utilization = _own_utilization(process, used)
+            # Without a sample it was idle; the work of an MPS client is booked on its server.
+            utilization = None if used is None or process.mps else used.get(process.pid, 0.0)
             sm: float | None = None
             if (process.gpu_instance_id, process.pid) in alone:
                 sm = sample.sm_percent if process.gpu_instance_id is None else instances.get(process.gpu_instance_id)
@@ -262,11 +263,6 @@ class Sampler:
         gone = [place for place, known in self._known.items() if not known.present]
         for place in gone[: max(0, len(gone) - _REMEMBERED)]:
             del self._known[place]
-
-
-def _own_utilization(process: GpuProcess, used: Mapping[int, float] | None) -> float | None:
-    # Without a sample it was idle; the work of an MPS client is booked on its server.
-    return None if used is None or process.mps else used.get(process.pid, 0.0)
 
 
 def _alone(processes: Sequence[GpuProcess], recorded: Sequence[RecordedProcess]) -> set[tuple[int | None, int]]:

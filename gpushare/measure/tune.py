@@ -744,9 +744,14 @@ class Stage:
         if self._production is None:
             return
         window = self._production.printed.window(start, end)
-        gap = self._silence(end)
+        moments = self._production.printed.moments(end - 3 * _LONGEST_SECONDS, end)
+        gap = end - (moments[-1] if moments else end - 3 * _LONGEST_SECONDS)
         if gap > max(_SILENT_SECONDS, 2 * self._window):
-            raise _stands_still()
+            raise OperationFailed(
+                "the production job no longer prints anything, even without the other job",
+                "find out why it makes no progress; give a command that runs until it is ended",
+                code="job_silent",
+            )
         if self._options.window_seconds is None and gap > self._window:
             self._window = min(_SILENT_SECONDS, _GAPS * gap)
             self._together_seconds = max(2 * self._window, self._together_seconds)
@@ -756,11 +761,6 @@ class Stage:
         self._production_use.append((sm, dram, utilization(host.nvml, device.gpu.index)))
         memory = peak_memory(host, device, self._production.program)
         self._memory = memory if self._memory is None else max(self._memory, memory or 0)
-
-    def _silence(self, until: float) -> float:
-        printed = None if self._production is None else self._production.printed
-        moments = [] if printed is None else printed.moments(until - 3 * _LONGEST_SECONDS, until)
-        return until - (moments[-1] if moments else until - 3 * _LONGEST_SECONDS)
 
     def _measure_others(self, *, first: bool = False) -> None:
         """Watch the others while production is paused, which then catches up with what has come meanwhile."""
@@ -866,10 +866,18 @@ class Stage:
             figures = self.figures(setting)
             if figures is None:
                 if rounds > 3:
-                    raise _nothing_printed()
+                    raise OperationFailed(
+                        "the production job printed nothing that can be measured",
+                        "give --metric a number that it prints at least once a second",
+                        code="no_numbers",
+                    )
                 continue
             if goal.p99_factor is not None and figures.p99 is None and figures.seconds >= FIRST_SECONDS:
-                raise _no_latencies()
+                raise OperationFailed(
+                    "the production job prints too few latencies for a p99",
+                    "let it print latency_ms=NUMBER of each request, or p99=NUMBER; or give --latency, or longer windows: --window 5s",
+                    code="no_latencies",
+                )
             verdict = figures.verdict(goal)
             if not longer and figures.seconds >= FIRST_SECONDS:
                 return
@@ -1015,28 +1023,4 @@ def _limits(setting: Setting) -> Limits:
     return Limits(
         threads_percent=None if setting.threads >= 100 else setting.threads,
         priority=Priority.LOW if setting.low else Priority.NORMAL,
-    )
-
-
-def _nothing_printed() -> OperationFailed:
-    return OperationFailed(
-        "the production job printed nothing that can be measured",
-        "give --metric a number that it prints at least once a second",
-        code="no_numbers",
-    )
-
-
-def _no_latencies() -> OperationFailed:
-    return OperationFailed(
-        "the production job prints too few latencies for a p99",
-        "let it print latency_ms=NUMBER of each request, or p99=NUMBER; or give --latency, or longer windows: --window 5s",
-        code="no_latencies",
-    )
-
-
-def _stands_still() -> OperationFailed:
-    return OperationFailed(
-        "the production job no longer prints anything, even without the other job",
-        "find out why it makes no progress; give a command that runs until it is ended",
-        code="job_silent",
     )

@@ -447,7 +447,23 @@ class JobStart:
             else:
                 # Another one of its places may be larger.
                 check_memory(place.device, self._bytes_on(place.device), job=True)
-                done = self._limited_in(place.device, options, start, client=mps)
+                done = self._planned_or_run(
+                    Queued(
+                        host=self.host,
+                        devices=(place.device,),
+                        command=self.command,
+                        options=options,
+                        queue=replace(self.queue, wait=False),
+                        budget=self.budget,
+                        client=mps,
+                        name=options.name,
+                        production=False,
+                        opportunistic=False,
+                        start=lambda _, metered: start(metered),
+                        say=self.say,
+                        limits=kept_limits(self.host),
+                    )
+                )
         except BaseException:
             share.close()
             raise
@@ -494,33 +510,6 @@ class JobStart:
             creator=creator,
         )
         return (*taken, None)
-
-    def _limited_in(
-        self,
-        device: Device,
-        options: RunOptions,
-        start: Callable[[RunOptions], Any],
-        *,
-        client: bool,
-    ) -> Any:
-        """Run a program that is held to its memory in an instance which it has already."""
-        return self._planned_or_run(
-            Queued(
-                host=self.host,
-                devices=(device,),
-                command=self.command,
-                options=options,
-                queue=replace(self.queue, wait=False),
-                budget=self.budget,
-                client=client,
-                name=options.name,
-                production=False,
-                opportunistic=False,
-                start=lambda _, metered: start(metered),
-                say=self.say,
-                limits=kept_limits(self.host),
-            )
-        )
 
     def _production(self, device: Device, options: RunOptions, name: str) -> Any:
         check_job_name(name)
@@ -584,7 +573,11 @@ class JobStart:
             return False
         asked = self.role.yields == "slices" or self.role.keep is not None
         if asked and process is not None and process.under_mps:
-            raise _under_mps_error(process)
+            raise InUse(
+                f"{process.title} runs under MPS, where all clients share one time-slice",
+                f"use caps: --yield caps; or start it outside MPS: gpushare run --production {process.name or 'NAME'} -- CMD",
+                code="production_under_mps",
+            )
         if self.role.keep is not None and process is None:
             raise _not_one_production_error(self.host, device)
         tuned = tuned_next_to(self.host, device, self.role.target)
@@ -756,14 +749,6 @@ def _outside_mps_error(process: ProductionJob | None) -> InUse:
         f"{title} runs outside MPS, where a cap does not protect it",
         "use a time-slice: --yield slices; or start production under MPS: --threads 100",
         code="production_outside_mps",
-    )
-
-
-def _under_mps_error(process: ProductionJob) -> InUse:
-    return InUse(
-        f"{process.title} runs under MPS, where all clients share one time-slice",
-        f"use caps: --yield caps; or start it outside MPS: gpushare run --production {process.name or 'NAME'} -- CMD",
-        code="production_under_mps",
     )
 
 
