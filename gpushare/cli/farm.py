@@ -298,7 +298,7 @@ def _finished(result: FarmResult, options: FarmOptions, devices: Sequence[Device
     unproved = [copy.copy for copy in result.copies if copy.attached is False]
     notes = []
     if unproved:
-        notes.append(f"not seen as MPS clients, so their limits are not proved: copy {ranges(unproved)}")
+        notes.append(f"never seen attached to MPS, so their limits are not proved: copy {ranges(unproved)}")
     skipped = [copy.copy for copy in result.copies if copy.state == "skipped"]
     if skipped:
         notes.append(f"not started: copy {ranges(skipped)}")

@@ -26,7 +26,7 @@ from gpushare.mps import control
 from gpushare.mps.daemons import DEFAULT_PIPE_DIRECTORY, FoundDaemon
 from gpushare.mps.home import UNIT_PIPES, anybody_changes, pipe_users
 from gpushare.mps.limits import MEMORY_VARIABLE, THREADS_VARIABLE
-from gpushare.run.jobs import OPPORTUNISTIC, PRODUCTION, jobs_of_processes
+from gpushare.run.jobs import OPPORTUNISTIC, jobs_of_processes
 
 # Processes of other users that claim to be MPS daemons: any user can start hundreds.
 MOST_CLAIMS: Final = 10
@@ -325,8 +325,8 @@ def devices(seen: Examination) -> Iterator[Check]:
 def outside(seen: Examination) -> Iterator[Check]:
     """Check for CUDA programs on the GPU of a daemon that are not its clients, but should be.
 
-    A production job stays outside on purpose, a job with a time-slice of its own does, and so does all that runs beside a
-    daemon of opportunistic jobs only.
+    A job that gpushare has started outside stays there on purpose: production, with a time-slice of its own, one that can
+    be swapped. So does all that runs beside a daemon of opportunistic jobs only.
     """
     pids = set(seen.host.processes.named(control.SERVER_PROGRAM))
     for item in seen.daemons:
@@ -351,11 +351,9 @@ def outside(seen: Examination) -> Iterator[Check]:
 def _unintended(seen: Examination, daemon: MpsDaemon, strangers: list[GpuProcess]) -> list[GpuProcess]:
     clients = [client.pid for client in daemon.clients]
     jobs = jobs_of_processes(seen.host, [*clients, *(process.pid for process in strangers)])
-    roles = {pid: record.role for pid, record in jobs.items()}
-    if clients and all(roles.get(pid) == OPPORTUNISTIC for pid in clients):
+    if clients and all(pid in jobs and jobs[pid].role == OPPORTUNISTIC for pid in clients):
         return []
-    sliced = {pid for pid, record in jobs.items() if record.slice_us is not None and not record.mps}
-    return [process for process in strangers if roles.get(process.pid) != PRODUCTION and process.pid not in sliced]
+    return [process for process in strangers if process.pid not in jobs or jobs[process.pid].mps]
 
 
 def _on(gpu: Gpu, daemon: MpsDaemon) -> list[GpuProcess]:

@@ -323,11 +323,12 @@ def test_a_job_that_is_meant_to_run_outside_mps_is_no_fault(
 ) -> None:
     started(cli)
     client, other, device = world.client(), admin.add_process(world.spec), Device(gpu=world.host.nvml.sweep()[0])
-    for name, pid, role in (("in", client, inside), ("out", other, beside)):
-        write_record(world.host, record_of(world.host, device, name, pid, role))
+    write_record(world.host, replace(record_of(world.host, device, "in", client, inside), mps=True))
+    out = record_of(world.host, device, "out", other, beside)
+    write_record(world.host, replace(out, mps=beside != PRODUCTION))
     assert ("mps.outside" in findings(cli)) is warned
-    # One with a time-slice of its own, as `run --slice` starts it.
-    write_record(world.host, replace(record_of(world.host, device, "out", other, beside), slice_us=2000))
+    # As `run --slice` and `run --swap` start it.
+    write_record(world.host, replace(out, mps=False))
     assert "mps.outside" not in findings(cli)
 
 
