@@ -186,6 +186,42 @@ def test_the_document_has_what_adapt_kept() -> None:
         assert f"{found['train_steps_per_second']:.1f}" in line
 
 
+def words_of(*page: str) -> str:
+    return " ".join(PROJECT.joinpath(*page).read_text().split())
+
+
+def test_the_pages_have_the_figures_of_copies_and_farms() -> None:
+    page, readme = PROJECT.joinpath("docs", "measurements.md").read_text(), words_of("README.md")
+    copies = json.loads(KEPT.joinpath("sharing-nvidia-h200-20261122.json").read_text())["farm"]
+    for name, row in copies.items():
+        (line,) = (line for line in page.splitlines() if line.startswith(f"| {name.replace('x ', 'x `')}`"))
+        for way in ("timeslice", "mps", "mps:200/n"):
+            assert f"| {row['means'][way]:.0f} " in line
+        assert line.endswith(f"| {row['gain']:.1f} times |")
+    gains = sorted(row["gain"] for row in copies.values())
+    assert f"{gains[0]:.1f} and {gains[1]:.1f} times the work" in readme
+    farm, document = json.loads(KEPT.joinpath("h100-farm.json").read_text()), words_of("docs", "farms.md")
+    first, second = farm["small"]["farm"]["seconds"]
+    assert f"took {second:.0f} s" in document
+    assert f"limits {farm['small_before']['xargs:16'][0]:.0f} s" in document
+    assert f"{first:.0f} to {farm['small_before']['farm'][0]:.0f} s" in document
+    assert f"{farm['large']['xargs -P 24']['failed']} of them ran out of memory" in document
+    assert farm["large"]["farm --memory 7G"]["exit_code"] == 0
+
+
+def test_the_pages_have_the_figures_of_the_line_and_of_slices() -> None:
+    page = words_of("docs", "measurements.md")
+    ways = json.loads(KEPT.joinpath("memory-h200-7.json").read_text())["queue"]
+    assert f"took {ways['wait']['of_serial']:.2f} of the time" in page
+    slots, at_once = ways["2 slots, time-slicing"], ways["all at once, time-slicing"]
+    assert f"Two at a time took {slots['of_serial']:.2f}" in page
+    assert f"all at once, {at_once['out_of_memory']} of 24" in page
+    split = json.loads(KEPT.joinpath("h200-slices.json").read_text())["nobody"]["weight"]["split_percent"]
+    assert f"gave two trainings {split[0]:.0f} and {split[1]:.0f} %" in words_of("docs", "slices.md")
+    kept = [json.loads(KEPT.joinpath(f"h200-adapt-{number}.json").read_text())["adapt"]["kept"] for number in (1, 2)]
+    assert f"kept {100 * kept[0]:.1f} and {100 * kept[1]:.1f} % in two runs" in words_of("docs", "tune.md")
+
+
 @pytest.mark.parametrize("seconds", [0.0059, 0.02])
 def test_production_with_phases_rests_no_longer_after_work_without_gaps(seconds: float) -> None:
     """A request that is due comes within one interval, in whichever phase it is, and however long a step takes."""
