@@ -14,7 +14,7 @@ from textual.strip import Strip
 from textual.widget import Widget
 from textual.widgets import Input, Static
 
-from gpushare.show.text import visible
+from gpushare.show.text import one_line, visible
 from gpushare.top.draw import fitted
 
 if TYPE_CHECKING:
@@ -28,23 +28,29 @@ Line = tuple[str, str]
 
 
 def wrapped(lines: Sequence[Line], width: int) -> list[Line]:
-    """Return lines broken at words, so that none is longer than ``width``; what goes on is indented as its line."""
+    """Return lines broken at words, so that none is wider than ``width`` cells; what goes on is indented as its line."""
     import textwrap
+
+    from rich.cells import chop_cells
 
     rows: list[Line] = []
     for text, colour in lines:
-        indent = " " * (len(text) - len(text.lstrip()) + 2)
-        parts = textwrap.wrap(visible(text), max(20, width), subsequent_indent=indent, drop_whitespace=True)
-        rows += [(part, colour) for part in parts] or [("", colour)]
+        indent = " " * min(len(text) - len(text.lstrip()) + 2, width // 2)
+        parts = textwrap.wrap(visible(text), width, subsequent_indent=indent, drop_whitespace=True)
+        # A character may take two cells.
+        rows += [(piece, colour) for part in parts for piece in chop_cells(part, width)] or [("", colour)]
     return rows
 
 
 class Lines(Widget):
-    """Lines that can be scrolled, with a cursor if one can be chosen."""
+    """Lines that can be scrolled, with a cursor if one can be chosen, from ``first`` on."""
 
-    def __init__(self, lines: Sequence[Line], theme: Theme, *, cursor: int | None = None) -> None:
+    def __init__(self, theme: Theme) -> None:
         super().__init__()
-        self.lines, self._colours, self.cursor, self.offset_y = list(lines), theme, cursor, 0
+        self.lines: list[Line] = []
+        self._colours, self.offset_y = theme, 0
+        self.first = 0
+        self.cursor: int | None = None
         self.styles.height = "auto"
 
     def get_content_height(self, container: object, viewport: object, width: int) -> int:  # noqa: ARG002 - Textual's
@@ -59,9 +65,8 @@ class Lines(Widget):
         return Strip([Segment(fitted(text, self.size.width), self._colours.style(colour, back))])
 
     def on_resize(self) -> None:
-        """Show the last lines where there is room for more of them."""
-        self.offset_y = min(self.offset_y, max(0, len(self.lines) - self.size.height))
-        self.refresh()
+        """Keep the cursor in view, and show the last lines where there is room for more of them."""
+        self.move(0)
 
     def move(self, by: int) -> None:
         """Move the cursor, or without one the view."""
@@ -69,7 +74,7 @@ class Lines(Widget):
         if self.cursor is None:
             self.offset_y = min(max(0, self.offset_y + by), max(0, len(self.lines) - self.size.height))
         else:
-            self.cursor = min(max(0, self.cursor + by), last)
+            self.cursor = min(max(self.first, self.cursor + by), last)
             self.offset_y = min(max(self.offset_y, self.cursor - self.size.height + 1), self.cursor)
         self.refresh()
 
@@ -104,11 +109,22 @@ class Dialog(ModalScreen[object]):
     def __init__(self, title: str, lines: Sequence[Line], theme: Theme, keys: str = "↑ ↓ scroll    Esc closes") -> None:
         super().__init__()
         self._title, self._given, self._colours, self._keys = title, list(lines), theme, keys
-        self.lines = Lines([], theme)
+        self.lines = Lines(theme)
+
+    @property
+    def _width(self) -> int:
+        return min(100, self.app.size.width - 4)
+
+    def add(self, lines: Sequence[Line]) -> None:
+        """Add lines at the end, broken as the others."""
+        self.lines.add(wrapped(lines, self._width - 6))
+
+    def _laid_out(self, width: int) -> list[Line]:
+        return wrapped(self._given, width)
 
     def compose(self) -> ComposeResult:
-        width = min(100, self.app.size.width - 4)
-        self.lines.lines = wrapped(self._given, width - 6)
+        width = self._width
+        self.lines.lines = self._laid_out(width - 6)
         # Title, keys, and the blanks around them.
         self.lines.styles.max_height = max(3, self.app.size.height - 7 - self.more_height)
         with Vertical() as box:
@@ -162,29 +178,45 @@ class Question(Dialog):
 
 
 class Choice(Dialog):
-    """Lines of which one is chosen, by Enter, a click, or its key: the character that it begins with, of ``keys``.
+    """A list of which one line is chosen, by Enter, a click, or its key: the character that it begins with, of ``keys``.
 
-    The answer is its number.
+    The answer is its number. ``above`` are lines that tell more, above the list.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "choose", show=False)]
 
-    def __init__(self, title: str, lines: Sequence[Line], theme: Theme, cursor: int = 0, keys: str = "") -> None:
-        super().__init__(title, lines, theme, "↑ ↓ move    Enter chooses    Esc closes")
-        self.lines.cursor = cursor
-        self._of_key = {key: cursor + number for number, key in enumerate(keys)}
+    def __init__(
+        self,
+        title: str,
+        texts: Sequence[str],
+        theme: Theme,
+        *,
+        cursor: int = 0,
+        keys: str = "",
+        above: Sequence[Line] = (),
+    ) -> None:
+        super().__init__(title, above, theme, "↑ ↓ move    Enter chooses    Esc closes")
+        self._texts, self._cursor, self._of_key = texts, cursor, keys
+
+    def _laid_out(self, width: int) -> list[Line]:
+        above = super()._laid_out(width)
+        self.lines.first = len(above)
+        self.lines.cursor = len(above) + self._cursor
+        # Never broken: the line of a choice is its number.
+        return [*above, *((one_line(text), "text") for text in self._texts)]
 
     def on_key(self, event: events.Key) -> None:
-        if event.character in self._of_key:
+        if event.character and event.character in self._of_key:
             event.stop()
-            self.dismiss(self._of_key[event.character])
+            self.dismiss(self._of_key.index(event.character))
 
     def action_choose(self) -> None:
-        self.dismiss(self.lines.cursor)
+        self.dismiss((self.lines.cursor or 0) - self.lines.first)
 
     def on_click(self, event: events.Click) -> None:
-        if event.widget is self.lines and 0 <= self.lines.offset_y + event.y < len(self.lines.lines):
-            self.dismiss(self.lines.offset_y + event.y)
+        number = self.lines.offset_y + event.screen_y - self.lines.region.y - self.lines.first
+        if self.lines.region.contains(event.screen_x, event.screen_y) and 0 <= number < len(self._texts):
+            self.dismiss(number)
 
 
 class Prompt(Dialog):

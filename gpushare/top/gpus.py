@@ -226,19 +226,24 @@ def _instance(frame: Frame, gpu: Gpu, instance: MigInstance, layout: Layout, the
 def _daemon(gpu: Gpu, daemon: MpsDaemon) -> list[Piece]:
     status = ", ".join(sorted({server.status or "-" for server in daemon.servers})) or "no server yet"
     instance = next((mig for mig in gpu.mig_instances if mig.uuid == daemon.device_uuid), None)
-    limits = [
-        f"threads {daemon.threads_percent:g} %" if daemon.threads_percent is not None else "threads -",
-        f"memory {format_bytes(daemon.memory_limit_bytes)}" if daemon.memory_limit_bytes else "no memory limit",
-    ]
     where = "" if instance is None else f" in {instance.name or instance.profile}"
     clients = f"{len(daemon.clients)}/{daemon.max_clients or '-'} clients"
     wrong = daemon.error is not None or "FAULT" in status
-    words = [clients, *limits] if daemon.error is None else [daemon.error]
+    limits = _limits(daemon.threads_percent, daemon.memory_limit_bytes)
+    words = [clients, limits] if daemon.error is None else [daemon.error]
     return [
         (f"MPS{where} {daemon.pid or '-'} {daemon.user or '-'}  ", "text"),
         (f"{'no answer' if daemon.error else status}  ", "bad" if wrong else "good"),
         (visible("  ".join(words)), "dim"),
     ]
+
+
+def _limits(threads_percent: float | None, memory_bytes: int | None) -> str:
+    """Return limits of MPS; whoever tells any has a thread percentage, so without one that of memory is unknown too."""
+    if threads_percent is None:
+        return f"threads -  memory {format_bytes(memory_bytes)}"
+    memory = f"memory {format_bytes(memory_bytes)}" if memory_bytes else "no memory limit"
+    return f"threads {threads_percent:g} %  {memory}"
 
 
 def client_lines(frame: Frame, gpu: Gpu) -> list[list[Piece]]:
@@ -247,7 +252,7 @@ def client_lines(frame: Frame, gpu: Gpu) -> list[list[Piece]]:
         [
             ("        ", "dim"),
             (f"{client.pid:>8} {fitted(client.user or '-', 9)}{fitted(visible(client.name or '-'), 16)}", "text"),
-            (f" threads {client.threads_percent or 100:g} %  memory {format_bytes(client.memory_limit_bytes)}", "dim"),
+            (f" {_limits(client.threads_percent, client.memory_limit_bytes)}", "dim"),
         ]
         for daemon in frame.daemons_of(gpu)
         for client in daemon.clients

@@ -111,6 +111,10 @@ _STATE_TEXTS: Final = {
 }
 
 
+# The name of a job, or its PID, and whether it waits.
+_Key = tuple[str | None, int | None, bool]
+
+
 class Events:
     """What happened, newest last."""
 
@@ -120,15 +124,25 @@ class Events:
         self._slowed_until: dict[tuple[int, str], float] = {}
         # Processes of named jobs: the end of such a job is told once.
         self._of_jobs: set[int | None] = set()
+        # Waiting jobs that were told of, or waited at the first look.
+        self._waiting: set[_Key] = set()
 
     def add(self, frame: Frame) -> None:
         """Note what has changed since the last frame. The first one, and one without an answer, tell nothing."""
         before, self._before = self._before, frame if frame.error is None else self._before
+        if before is None:
+            self._waiting = {_key(job) for job in frame.jobs if job.line is not None}
         if frame.error is not None or before is None or frame.at <= before.at:
             return
         self.all.extend(self._jobs(before, frame))
         self.all.extend(self._gpus(before, frame))
         self.all.extend(self._daemons(before, frame))
+
+    def restart(self, at: float) -> None:
+        """Forget what is later than ``at``; the next frame is a first one: a replay has moved its time."""
+        while self.all and self.all[-1].at > at:
+            self.all.pop()
+        self._before = None
 
     def _jobs(self, before: Frame, frame: Frame) -> Iterator[Event]:
         both = (*before.jobs, *frame.jobs)
@@ -136,7 +150,7 @@ class Events:
         self._of_jobs |= {pid for job in both if job.name is not None for pid in (job.pid, *job.processes)}
         silent = {gpu.index for gpu in frame.snapshot.gpus if gpu.error is not None}
 
-        def told(jobs: Sequence[ListedJob]) -> dict[tuple[str | None, int | None, bool], ListedJob]:
+        def told(jobs: Sequence[ListedJob]) -> dict[_Key, ListedJob]:
             own = [job for job in jobs if job.name is not None or job.pid not in self._of_jobs]
             return {_key(job): job for job in own if job.state != ENDED}
 
@@ -150,7 +164,13 @@ class Events:
             if job.state == ENDED and (job.name, job.ran_seconds) not in past
         }
         for key, job in present.items():
-            yield from _changes(earlier.get(key), job, frame.at)
+            if job.line is None:
+                yield from _changes(earlier.get(key), job, frame.at)
+            # Seen twice: a job that has room is in the line for a moment, too.
+            elif key in earlier and key not in self._waiting:
+                self._waiting.add(key)
+                yield Event(frame.at, f"{job_title(job)} waits for room, place {job.line.place}", "warn")
+        self._waiting &= present.keys()
         running = {job.name for job in present.values()} - {None}
         for key, job in earlier.items():
             # What has left the line to start tells that itself.
@@ -182,10 +202,11 @@ class Events:
             yield Event(frame.at, f"Xid {xid.number} of the GPU at {xid.pci}", "bad")
 
     def _daemons(self, before: Frame, frame: Frame) -> Iterator[Event]:
-        present = {daemon.pid: daemon for daemon in frame.snapshot.daemons}
+        # That of a recording has no PID.
+        present = {(daemon.pid, daemon.gpu_index): daemon for daemon in frame.snapshot.daemons}
         for old in before.snapshot.daemons:
             where = f"GPU {old.gpu_index}" if old.gpu_index is not None else f"{old.pipe_directory}"
-            daemon = present.get(old.pid)
+            daemon = present.get((old.pid, old.gpu_index))
             if daemon is None:
                 yield Event(frame.at, f"the MPS daemon of {where} ended", "warn")
                 continue
@@ -200,9 +221,9 @@ class Events:
                         f"the MPS server of {where} is {now.status}",
                         "bad" if now.status == "FAULT" else "text",
                     )
-        pids = {daemon.pid for daemon in before.snapshot.daemons}
-        for daemon in frame.snapshot.daemons:
-            if daemon.pid not in pids:
+        earlier = {(daemon.pid, daemon.gpu_index) for daemon in before.snapshot.daemons}
+        for key, daemon in present.items():
+            if key not in earlier:
                 yield Event(
                     frame.at, f"an MPS daemon serves GPU {'-' if daemon.gpu_index is None else daemon.gpu_index}"
                 )
@@ -211,10 +232,6 @@ class Events:
 def _changes(old: ListedJob | None, job: ListedJob, at: float) -> Iterator[Event]:
     """Yield what is new about a job; ``old`` None: it is new itself."""
     title = job_title(job)
-    if job.line is not None:
-        if old is None:
-            yield Event(at, f"{title} waits for room, place {job.line.place}", "warn")
-        return
     if old is None:
         yield Event(at, f"{title} started{f' on {job.device}' if job.device else ''}")
     elif old.state != job.state and job.state == RUNNING:
@@ -231,7 +248,7 @@ def _end(title: str, code: int | None, at: float) -> Event:
     return Event(at, f"{title} {text}", "bad" if code else "good")
 
 
-def _key(job: ListedJob) -> tuple[str | None, int | None, bool]:
+def _key(job: ListedJob) -> _Key:
     # A requeued job has a new program and the same name.
     return (job.name, None, job.line is not None) if job.name is not None else (None, job.pid, job.line is not None)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 
 from rich.segment import Segment
@@ -45,6 +46,8 @@ class Key(NamedTuple):
     text: str = ""
 
 
+LOGS: Final = Key("L", "logs", "L", "its output, which follows")
+EXPLAIN: Final = Key("e", "explain", "e", "explain: an error code, a log line, a word")
 KEYS: Final = (
     Key("Move"),
     Key("down,j", "move(1)", "↑ ↓ j k", "line up, down; PgUp PgDn Home End too"),
@@ -71,13 +74,13 @@ KEYS: Final = (
     Key("Act on the job", text="each shows its plan and asks"),
     *(Key(action.key, f"act({action.key!r})", action.key, action.title) for action in ACTIONS),
     Key("f9,delete", "act('s')", "F9", "the same as s"),
-    Key("L", "logs", "L", "its output, which follows"),
-    Key("e", "explain", "e", "explain: an error code, a log line, a word"),
+    LOGS,
+    EXPLAIN,
     Key("Look"),
     Key("E", "events", "E", "what has happened"),
     Key("D", "findings", "D", "findings of gpushare doctor, with remedies"),
     Key("T", "theme", "T", "dark or light"),
-    Key("plus,equals_sign", "interval(0.5)", "+ -", "look more often, or less"),
+    Key("plus,equals_sign", "interval(0.5)", "+ -", "refresh more often, or less; a replay: faster, slower"),
     Key("minus", "interval(2.0)"),
     Key("space", "hold", "Space", "hold the screen, or in a replay its time"),
     Key("left_square_bracket", "seek(-10)", "[ ] { }", "in a replay: 10 s, or 5 min, back or on"),
@@ -318,6 +321,7 @@ class Cockpit(App[None]):
         below = {gpu.index: gpus.below(frame, gpu, layout, self.colours) for gpu in shown}
         # Title, heads, events and keys, and some jobs.
         room = max(1, (height - 5) * (3 if self.opened is not None else 2) // 4)
+        # Whatever the jobs leave: lines that come and go with them would make the screen jump.
         whole = len(shown) + sum(map(len, below.values())) <= max(room - 3, height // 3)
         for gpu in shown:
             rows.append(gpus.gpu_line(frame, gpu, self.past, layout, self.colours))
@@ -337,13 +341,11 @@ class Cockpit(App[None]):
             rows, owners = [[(" no GPU is visible; find the cause: gpushare doctor", "bad")]], []
         self._gpu_of_row = owners
         chosen = chosen if chosen in owners else owners[0] if owners else None
-        lines = min(len(rows), room)
-        opened = self.opened
-        listed = len(
-            [job for job in frame.jobs if job.pid is not None and (opened is None or opened in job.gpu_indexes)]
-        )
+        listed = len(jobs.rows_of(frame, self.view))
+        lines = min(len(rows), max(room, height - 5 - max(3, listed)))
         # Charts take what the jobs leave.
-        left = height - 6 - lines - max(6 if opened is None else 3, min(listed + 1, (height - 5 - lines) * 2 // 3))
+        few = 6 if self.opened is None else 3
+        left = height - 6 - lines - max(few, min(listed + 1, (height - 5 - lines) * 2 // 3))
         charted = next((gpu for gpu in shown if self.opened is not None or gpu.index == chosen), None)
         most = 16 if self.opened is not None else max(7, height // 4)
         heads, *areas = (
@@ -514,7 +516,7 @@ class Cockpit(App[None]):
         if self.opened is not None:
             self._open_gpu(None)
         else:
-            self.view = jobs.View(sort=self.view.sort, reverse=self.view.reverse, tree=self.view.tree)
+            self.view.text, self.view.user, self.view.gpu = "", None, None
             self.redraw()
 
     def action_reverse(self) -> None:
@@ -532,13 +534,23 @@ class Cockpit(App[None]):
         self.view.reverse = False
         self.redraw()
 
+    def _lacks(self, thing: str) -> bool:
+        """Return whether a recording is shown, which does not have some thing; then say so."""
+        if self.watch_host.reader.recorded:
+            self.say(f"a recording has no {thing}", "warn")
+        return self.watch_host.reader.recorded
+
     def action_tree(self) -> None:
+        if self._lacks("trees of processes"):
+            return
         self.view.tree = not self.view.tree
         self.watch_host.reader.trees = self.view.tree
         self.watch_host.look_now()
         self.redraw()
 
     def action_ended(self) -> None:
+        if self._lacks("jobs that have ended"):
+            return
         self.view.ended = not self.view.ended
         self.redraw()
 
@@ -548,9 +560,13 @@ class Cockpit(App[None]):
             self._recolour()
 
     def action_interval(self, factor: float) -> None:
-        self.watch_host.seconds = min(60.0, max(0.25, self.watch_host.seconds * factor))
+        self.watch_host.seconds = seconds = min(60.0, max(0.25, self.watch_host.seconds * factor))
         self.watch_host.look_now()
-        self.say(f"a look every {self.watch_host.seconds:g} s")
+        reader = self.watch_host.reader
+        if isinstance(reader, Reader):
+            self.say(f"refreshes every {seconds:g} s")
+        else:
+            self.say(f"plays {reader.seconds_per_sample / seconds:.3g} times as fast as it was recorded")
 
     def action_hold(self) -> None:
         self.watch_host.held = not self.watch_host.held
@@ -563,8 +579,11 @@ class Cockpit(App[None]):
             self.say("only a recording has another time: gpushare top --replay FILE", "warn")
             return
         frames = reader.seek(seconds)
+        if frames:
+            self.happened.restart(frames[0].at)
         for frame in frames[:-1]:
             self.past.add(frame)
+            self.happened.add(frame)
         for frame in frames[-1:]:
             self.take(frame)
 
@@ -630,7 +649,7 @@ class Cockpit(App[None]):
             if isinstance(number, int):
                 chosen(number)
 
-        self.push_screen(Choice(title, [(text, "text") for text in texts], self.colours, cursor), done)
+        self.push_screen(Choice(title, texts, self.colours, cursor=cursor), done)
 
     def action_user(self) -> None:
         users = sorted({job.user for job in self.frame.jobs if job.user} if self.frame else ())
@@ -663,16 +682,20 @@ class Cockpit(App[None]):
         row = self.chosen
         if row is None or self.frame is None:
             return
-        facts = self._facts(row.job)
-        texts = [f"{action.key}  {action.title}" for action in ACTIONS]
+        job = row.job
+        choices: dict[tuple[str, str], Callable[[], None]] = {
+            (action.key, action.title): partial(self._begin, action, job) for action in ACTIONS
+        }
+        choices |= {
+            (key.shown, key.text): partial(do, job) for key, do in ((LOGS, self._show_logs), (EXPLAIN, self._explain))
+        }
 
         def done(number: object) -> None:
-            if isinstance(number, int) and number >= len(facts):
-                self._begin(ACTIONS[number - len(facts)], row.job)
+            if isinstance(number, int):
+                [*choices.values()][number]()
 
-        lines: list[Line] = [*facts, *((text, "text") for text in texts)]
-        keys = "".join(action.key for action in ACTIONS)
-        self.push_screen(Choice(job_title(row.job), lines, self.colours, len(facts), keys), done)
+        texts, keys = [f"{key}  {title}" for key, title in choices], "".join(key for key, _ in choices)
+        self.push_screen(Choice(job_title(job), texts, self.colours, keys=keys, above=self._facts(job)), done)
 
     def _facts(self, job: ListedJob) -> list[Line]:
         facts = [
@@ -683,7 +706,7 @@ class Cockpit(App[None]):
             ("waits", jobs.waiting_reason(job) or None),
             ("since", None if job.since_seconds is None else format_duration(job.since_seconds)),
         ]
-        return [(f"{title:<10} {one_line(text)[:70]}", "dim") for title, text in facts if text]
+        return [(f"{title:<10} {one_line(text)[:120]}", "dim") for title, text in facts if text]
 
     # -- actions -------------------------------------------------------------------------------------------------------------
 
@@ -770,20 +793,16 @@ class Cockpit(App[None]):
         await self.push_screen_wait(Dialog(title, lines, self.colours))
 
     def action_explain(self) -> None:
-        self.run_worker(self._explained(), group="explain", exclusive=True)
-
-    async def _explained(self) -> None:
         row = self.chosen
-        way = None if row is None else row.job.way
-        value = (
-            ""
-            if way is None
-            else "swap"
-            if row is not None and row.job.swapped_bytes
-            else "time-slicing"
-            if way is Way.TIMESLICE
-            else ""
-        )
+        self._explain(None if row is None else row.job)
+
+    def _explain(self, job: ListedJob | None) -> None:
+        self.run_worker(self._explained(job), group="explain", exclusive=True)
+
+    async def _explained(self, job: ListedJob | None) -> None:
+        value = ""
+        if job is not None and job.way is not None:
+            value = "swap" if job.swapped_bytes else "time-slicing" if job.way is Way.TIMESLICE else ""
         text = await self.push_screen_wait(
             Prompt("Explain", "an error code, a line of a log, or a word", self.colours, example="Xid 79", value=value)
         )
@@ -804,15 +823,21 @@ class Cockpit(App[None]):
 
     def action_logs(self) -> None:
         row = self.chosen
-        if row is None or self._follow is None or self.watch_host.reader.recorded:
+        if row is None:
+            self.say("no job is selected", "warn")
+        else:
+            self._show_logs(row.job)
+
+    def _show_logs(self, job: ListedJob) -> None:
+        if self._lacks("output of jobs") or self._follow is None:
             return
-        pages = Dialog(f"{job_title(row.job)}: output", [], self.colours)
-        follow, target = self._follow, row.job.name or str(row.job.pid)
+        pages = Dialog(f"{job_title(job)}: output", [], self.colours)
+        follow, target = self._follow, job.name or str(job.pid)
 
         async def followed() -> None:
             # Its lines are added to what is on the screen.
             await shown
-            await follow(target, lambda lines: pages.lines.add([(visible(line), "text") for line in lines]))
+            await follow(target, lambda lines: pages.add([(line, "text") for line in lines]))
 
         shown: Awaitable[None] = self.push_screen(pages, lambda _: worker.cancel())
         worker: Worker[None] = self.run_worker(followed(), group="logs", exclusive=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shlex
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 # As `python -m gpushare`, which would look for gpushare in the working directory first.
 _MAIN: Final = "import sys; sys.path.insert(0, {!r}); from gpushare.cli import main; sys.exit(main())"
 _MOST_BYTES: Final = 16 << 20
+_LONGEST_LINE: Final = 1 << 16
 # A document of a verb (`Result.envelope`).
 Document = Mapping[str, Any]
 Answering = Callable[[Sequence[str]], Awaitable[Document]]
@@ -158,7 +160,10 @@ async def followed(spec: str, job: str, add: Callable[[Sequence[str]], None]) ->
     rest = b""
     try:
         while block := await process.stdout.read(1 << 16):
-            *lines, rest = (rest + block).split(b"\n")
+            # A progress bar ends its lines with a carriage return, and what is no text may have no ends at all.
+            *lines, rest = re.split(rb"\r?\n|\r", rest + block)
+            if len(rest) > _LONGEST_LINE:
+                lines, rest = [*lines, rest], b""
             add([line.decode(errors="replace") for line in lines])
         add([line.decode(errors="replace") for line in [rest] if line])
     finally:

@@ -62,8 +62,10 @@ def test_jobs_are_sorted_filtered_and_acted_on(show: Show) -> None:
         await screen.press("greater_than_sign", "less_than_sign", "slash", *"bob", "enter")
         assert names() == [train]
         assert "/bob: Esc" in screen.text
-        await screen.press("escape", "u", "down", "enter")
-        assert names() == [serve]
+        # Those that have ended are shown, or not, whatever is filtered.
+        await screen.press("z", "escape", "u", "down", "enter")
+        assert (names(), screen.app.view.ended) == ([serve], True)
+        await screen.press("z")
         await screen.press("escape", "g", "down", "enter")
         assert len(names()) == 2
         await screen.press("escape", "right", "right")
@@ -136,14 +138,54 @@ def test_a_job_is_paused_sliced_swapped_and_explained(show: Show) -> None:
         await screen.press("p")
         assert f"gpushare pause {pid}" in screen.text
         await screen.press("n")
-        screen.output = ["step 1", "step 2"]
+        # A line of the output that is wider than the box goes on in the next one.
+        screen.output = ["step 1", f"step 2 {'x' * 50} {'日本' * 40} its end"]
         await screen.press("L")
         assert "step 2" in screen.text
+        assert "its end" in screen.text
+        await screen.press("escape", "enter", "L")
+        assert "step 2" in screen.text
+        await screen.press("escape", "enter", "e")
+        assert "an error code, a line of a log, or a word" in screen.text
         await screen.press("escape", "v", *"1", "enter")
         assert screen.ran[-1] == ["move", str(pid), "-g", "1", "-n"]
         assert "GPU" in screen.text
 
     show(world, script)
+
+
+def test_the_menu_of_a_job_with_a_long_command_does_what_is_chosen(show: Show) -> None:
+    """What is told of the job may take several lines; it is never under the cursor."""
+    world = World("sim:h200")
+    pid = add(world, 0, "train", 9, command_line=["train", *("--option" for _ in range(60))])
+
+    async def script(screen: Shown) -> None:
+        await screen.press("enter", "home", "down", "enter")
+        assert screen.ran[-1] == ["pause", str(pid), "-n"]
+        await screen.press("n", "enter")
+        await screen.pilot.click(offset=(12, screen.text.splitlines().index(screen.line("r  resume it"))))  # type: ignore[union-attr]
+        await screen.pilot.pause(0.1)  # type: ignore[union-attr]
+        assert screen.ran[-1] == ["resume", str(pid), "-n"]
+
+    show(world, script, size=(80, 24))
+
+
+@pytest.mark.parametrize("count", [1, 3, 30])
+def test_gpus_and_jobs_share_the_height(show: Show, count: int) -> None:
+    """All of 16 GPUs are on a small screen with few jobs; many jobs take half of it."""
+    world = World("sim:16xh100")
+    for number in range(count):
+        add(world, number % 16, f"job-{number}", 1)
+
+    async def script(screen: Shown) -> None:
+        lines = screen.text.splitlines()
+        shown = sum(any(line.startswith(f"{gpu:>3} ") for line in lines) for gpu in range(16))
+        assert (shown, "job-0" in screen.text) == (16 if count <= 3 else 9, True)
+        # The others come into view with the cursor.
+        await screen.press("tab", "end")
+        assert any(line.startswith(" 15 ") for line in screen.text.splitlines())
+
+    show(world, script, size=(80, 24))
 
 
 def test_eight_gpus_of_which_one_is_lost_fit_a_small_terminal(show: Show) -> None:
@@ -312,7 +354,8 @@ def test_processes_of_a_job_and_the_line_of_waiting_ones(show: Show) -> None:
         assert frame is not None
         assert f"└ {'worker':<10}" in screen.text
         assert [row.member.pid for row in screen.app._rows if row.member is not None] == [child]
-        screen.app.take(replace(frame, at=frame.at + 1, jobs=(*frame.jobs, waiting)))
+        for second in (1, 2):
+            screen.app.take(replace(frame, at=frame.at + second, jobs=(*frame.jobs, waiting)))
         await screen.press("t")
         assert "waits #1" in screen.line("big")
         assert "for 48.0G; behind eval; held by train" in screen.line("big ")

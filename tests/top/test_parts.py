@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
 import threading
 import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from rich.cells import cell_len
 from rich.color import Color, ColorSystem
 
 from gpushare.base.model import (
@@ -28,11 +31,13 @@ from gpushare.run.listing import listed_jobs
 from gpushare.run.look import with_memory
 from gpushare.sim import admin
 from gpushare.snapshot import Observer
+from gpushare.top.dialogs import wrapped
 from gpushare.top.draw import THEMES, bar, chart, fitted, segments, sparkline
 from gpushare.top.frame import Frame, Member, Reader
-from gpushare.top.gpus import below, gpu_line, layout_of, name_in, sharing_text
+from gpushare.top.gpus import below, client_lines, gpu_line, layout_of, name_in, sharing_text
 from gpushare.top.history import Events, History
 from gpushare.top.jobs import COLUMNS, View, rows_of, visible_columns
+from gpushare.top.verbs import followed
 from gpushare.top.watch import DEADLINE_SECONDS, Watch
 from tests.cli.drive import World
 
@@ -130,11 +135,15 @@ def test_events_of_jobs() -> None:
     runs = job(8, name="llm")
     ended = job(name="llm", pid=None, state="ended", exit_code=3, ran_seconds=4.0)
     over = job(9, memory_used_bytes=9 * GIB, memory_limit_bytes=8 * GIB)
-    assert told(frame(), frame(jobs=(waits,)), frame(jobs=(runs,)), frame(jobs=(ended,))) == [
+    queued = frame(jobs=(waits,))
+    assert told(frame(), queued, queued, queued, frame(jobs=(runs,)), frame(jobs=(ended,))) == [
         "llm waits for room, place 2",
         "llm started on GPU 0",
         "llm ended with exit code 3",
     ]
+    # There is room at once; the line is left within a moment. Who waits since before the start is no news.
+    assert told(frame(), queued, frame(jobs=(runs,))) == ["llm started on GPU 0"]
+    assert told(queued, queued) == []
     assert told(frame(jobs=(runs,)), frame(jobs=(replace(runs, state="paused"),)), frame(jobs=(runs,))) == [
         "llm was paused",
         "llm goes on",
@@ -198,6 +207,50 @@ def test_lines_of_a_gpu_fit_their_columns() -> None:
         line = gpu_line(shown, gpu, History(), layout, DARK)
         assert sum(len(piece[0]) for piece in line[:-1]) + 13 <= width
     assert any("reserved for bob for 2 h" in piece[0] for line in below(shown, gpu, layout, DARK) for piece in line)
+
+
+def test_limits_that_are_unknown_are_no_limits_of_100_percent() -> None:
+    clients = (MpsClient(pid=6), MpsClient(pid=7, threads_percent=100.0), MpsClient(pid=8, threads_percent=25.0, memory_limit_bytes=GIB))  # fmt: skip
+    daemon = MpsDaemon(pid=4, ours=True, pipe_directory="/p", gpu_index=0, servers=(MpsServer(pid=5, clients=clients),))
+    gpu = Gpu(index=0)
+    shown = frame(snapshot=Snapshot(host="local", gpus=(gpu,), daemons=(daemon,)))
+    assert [line[-1][0].strip() for line in client_lines(shown, gpu)] == [
+        "threads -  memory -",
+        "threads 100 %  no memory limit",
+        "threads 25 %  memory 1.0 GiB",
+    ]
+    assert "threads -  memory -" in below(shown, gpu, layout_of(80, 9), DARK)[0][-1][0]
+
+
+def test_lines_to_read_are_broken_where_they_are_wider_than_the_box() -> None:
+    """Also such that have no blanks, and characters that take two cells."""
+    for text in ("word " * 30, "x" * 70, "日本" * 30, " " * 40 + "far in"):
+        rows = [row for row, _ in wrapped([(text, "text")], 30)]
+        assert all(cell_len(row) <= 30 for row in rows)
+        assert "".join("".join(rows).split()) == "".join(text.split())
+    assert wrapped([("", "text")], 30) == [("", "text")]
+
+
+def test_output_without_ends_of_lines_is_shown_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A progress bar has carriage returns; what is no text may have neither, and takes no memory without end."""
+    program = "import sys; sys.stdout.write('1 %\\r2 %\\r\\n' + 'x' * 200_000)"
+    monkeypatch.setattr("gpushare.top.verbs.argv_of", lambda *_: [sys.executable, "-c", program])
+    lines: list[str] = []
+    asyncio.run(followed("sim:h200", "train", lines.extend))
+    assert lines[:2] == ["1 %", "2 %"]
+    assert "".join(lines[2:]) == "x" * 200_000
+    assert 1 < len(lines[2:]) < 8
+
+
+def test_a_replay_that_moves_its_time_forgets_what_is_later() -> None:
+    events = Events()
+    for second in range(5):
+        events.add(replace(frame(jobs=(job(),) if second % 2 else ()), at=float(second)))
+    assert len(events.all) == 4
+    events.restart(2.0)
+    assert [event.at for event in events.all] == [1.0, 2.0]
+    events.add(replace(frame(jobs=(job(),)), at=2.0))
+    assert len(events.all) == 2
 
 
 def test_unknown_values_are_last_in_every_order() -> None:
