@@ -6,11 +6,11 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from gpushare.base.errors import GpushareError, OperationFailed, no_gpu, or_none
-from gpushare.base.model import Gpu, GpuProcess, GpuSensors, ListedJob, MpsDaemon, Snapshot, sharing_now
+from gpushare.base.model import Gpu, GpuProcess, GpuSensors, ListedJob, MigInstance, MpsDaemon, Snapshot, sharing_now
 from gpushare.base.selection import Device
 from gpushare.host.activity import ActivityRecorder, samples_since
 from gpushare.host.host import Host
@@ -18,8 +18,10 @@ from gpushare.measure.recording import (
     IDLE_SAMPLES,
     GpuSample,
     Header,
+    InstanceSample,
     ProcessSample,
     RecordedGpu,
+    RecordedInstance,
     RecordedProcess,
     Recording,
     RecordingFile,
@@ -65,18 +67,20 @@ def header_for(
         driver=host.nvml.driver_version(),
         started_at=(clock or Clock()).wall(),
         interval_seconds=interval_seconds,
-        gpus=tuple(_recorded(gpu) for gpu in gpus),
+        gpus=tuple(_recorded(host, gpu) for gpu in gpus),
         warnings=(BLIND,) if host.processes.namespace_is_host() is False else (),
     )
 
 
-def _recorded(gpu: Gpu) -> RecordedGpu:
+def _recorded(host: Host, gpu: Gpu) -> RecordedGpu:
+    sensors = or_none(lambda: host.nvml.sensors(gpu.index)) or GpuSensors()
     return RecordedGpu(
         index=gpu.index,
         uuid=gpu.uuid,
         name=gpu.name,
         memory_total_bytes=gpu.memory_total_bytes,
         mig_enabled=gpu.mig_enabled,
+        power_limit_watts=sensors.power_limit_watts,
     )
 
 
@@ -103,6 +107,8 @@ class Sampler:
     commands: dict[int, tuple[str, ...]] = field(default_factory=dict)
     _meters: dict[tuple[int, int | None], ActivityRecorder] = field(default_factory=dict)
     _known: dict[_Place, _Known] = field(default_factory=dict)
+    # MIG devices without their use, by which one that has another name is another one.
+    _instances: dict[MigInstance, RecordedInstance] = field(default_factory=dict)
     _next_id: int = 0
     _looked_at: float | None = None
     # The MPS daemons, which write each question into their log, and when they were last asked.
@@ -112,20 +118,21 @@ class Sampler:
     _jobs: dict[int, ListedJob] | None = None
     _gpus: tuple[Gpu, ...] = ()
 
-    def take(self, at: float) -> tuple[Sample, tuple[RecordedProcess, ...]]:
-        """Return one sample, and the processes that are seen for the first time."""
+    def take(self, at: float) -> tuple[Sample, tuple[RecordedProcess | RecordedInstance, ...]]:
+        """Return one sample, and the processes and MIG devices that are seen for the first time."""
         wall = self.clock.wall()
         since = self._looked_at if self._looked_at is not None else wall - self.interval_seconds
         # If the clock was set back, do not ask for samples of the future.
         since, self._looked_at = min(since, wall), wall
         try:
-            gpus: Iterable[Gpu] = [gpu for gpu in self.host.nvml.sweep() if gpu.index in self.indexes]
+            gpus: Iterable[Gpu] = [gpu for gpu in HostState(self.host).gpus if gpu.index in self.indexes]
         except GpushareError as error:
             # For example, the driver was unloaded; it may answer again later.
             gpus = [Gpu(index=index, error=error.message) for index in sorted(self.indexes)]
         self._gpus, self._jobs = tuple(gpus), None
         self._ask_daemons()
-        gpu_samples, process_samples, came = [], [], []
+        gpu_samples, process_samples = [], []
+        came: list[RecordedProcess | RecordedInstance] = []
         for known in self._known.values():
             known.present = False
         for gpu in gpus:
@@ -161,7 +168,9 @@ class Sampler:
             meter.close()
         self._meters.clear()
 
-    def _look(self, gpu: Gpu, since: float) -> tuple[GpuSample, list[ProcessSample], list[RecordedProcess]]:
+    def _look(
+        self, gpu: Gpu, since: float
+    ) -> tuple[GpuSample, list[ProcessSample], list[RecordedProcess | RecordedInstance]]:
         if gpu.error is not None:
             return GpuSample(index=gpu.index, error=gpu.error), [], []
         used = self._utilization(gpu.index, since)
@@ -171,6 +180,12 @@ class Sampler:
         processes += [GpuProcess(pid=pid, compute=True) for pid in sorted((used or {}).keys() - listed)]
         sensors = or_none(lambda: self.host.nvml.sensors(gpu.index)) or GpuSensors()
         way = sharing_now(gpu, self._daemons)
+        instances: dict[int | None, float | None] = {
+            number: _rounded(self._meter(gpu.index, number).since_last())
+            for number in {mig.gpu_instance_id for mig in gpu.mig_instances}
+            if number is not None
+        }
+        devices = [self._meet_instance(mig) for mig in gpu.mig_instances]
         sample = GpuSample(
             index=gpu.index,
             utilization_percent=gpu.utilization_percent,
@@ -180,12 +195,15 @@ class Sampler:
             temperature_celsius=sensors.temperature_celsius,
             sm_clock_mhz=sensors.sm_clock_mhz,
             way=None if way is None else way.value,
+            instances=tuple(
+                InstanceSample(
+                    id=device.id,
+                    sm_percent=instances.get(mig.gpu_instance_id),
+                    memory_used_bytes=mig.memory_used_bytes,
+                )
+                for mig, (device, _) in zip(gpu.mig_instances, devices, strict=True)
+            ),
         )
-        instances = {
-            number: _rounded(self._meter(gpu.index, number).since_last())
-            for number in {mig.gpu_instance_id for mig in gpu.mig_instances}
-            if number is not None
-        }
         met = [self._meet(gpu, process) for process in processes]
         alone = _alone(processes, [recorded for recorded, _ in met])
         rows = []
@@ -206,7 +224,17 @@ class Sampler:
                     memory_used_bytes=process.memory_used_bytes,
                 )
             )
-        return sample, rows, [recorded for recorded, new in met if new]
+        came: list[RecordedProcess | RecordedInstance] = [device for device, new in devices if new]
+        return sample, rows, [*came, *(recorded for recorded, new in met if new)]
+
+    def _meet_instance(self, mig: MigInstance) -> tuple[RecordedInstance, bool]:
+        """Return the record of a MIG device, and whether it is new."""
+        device = replace(mig, memory_used_bytes=None, jobs_reserved_bytes=None)
+        new = device not in self._instances
+        if new:
+            self._instances[device] = RecordedInstance(id=self._next_id, **vars(device))
+            self._next_id += 1
+        return self._instances[device], new
 
     def _meter(self, index: int, instance: int | None) -> ActivityRecorder:
         if (index, instance) not in self._meters:
@@ -370,7 +398,8 @@ class _Run:
         self._file.sample(sample)
         self.tally.add(sample)
 
-    def _meet(self, came: Iterable[RecordedProcess]) -> None:
-        for process in came:
-            self._file.process(process)
-            self.tally.meet(process)
+    def _meet(self, came: Iterable[RecordedProcess | RecordedInstance]) -> None:
+        for record in came:
+            self._file.meet(record)
+            if isinstance(record, RecordedProcess):
+                self.tally.meet(record)

@@ -11,11 +11,13 @@ import os
 import shlex
 from array import array
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
+from gpushare.base import values
 from gpushare.base.errors import BadUsage, GpushareError, NoPermission, NotFound, NotSupported, OperationFailed
+from gpushare.base.model import MigInstance
 from gpushare.base.units import MIB, counted, format_bytes
 from gpushare.host.written_file import open_new
 from gpushare.measure.statistics import Distribution, Histogram
@@ -35,6 +37,13 @@ class Figures:
 
 
 @dataclass(frozen=True, kw_only=True)
+class InstanceSample(Figures):
+    """One MIG device at one moment; ``id`` is that of its `RecordedInstance`."""
+
+    id: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class GpuSample(Figures):
     """One GPU at one moment; ``way`` is how it is shared, as a `Way`."""
 
@@ -43,6 +52,7 @@ class GpuSample(Figures):
     temperature_celsius: int | None = None
     sm_clock_mhz: int | None = None
     way: str | None = None
+    instances: tuple[InstanceSample, ...] = ()
     error: str | None = None
 
 
@@ -71,6 +81,14 @@ class RecordedGpu:
     name: str | None = None
     memory_total_bytes: int | None = None
     mig_enabled: bool | None = None
+    power_limit_watts: float | None = None
+
+
+@values.dataclass(frozen=True, kw_only=True)
+class RecordedInstance(MigInstance):
+    """One MIG device as it was when it was first seen, and again when it got another name; its use is in the samples."""
+
+    id: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,12 +133,16 @@ def sample_line(sample: Sample) -> str:
         else [gpu.index, gpu.utilization_percent, gpu.sm_percent, gpu.memory_used_bytes, *_sensed(gpu)]
         for gpu in sample.gpus
     ]
-    processes = [[one.id, one.utilization_percent, one.sm_percent, one.memory_used_bytes] for one in sample.processes]
-    return _line({"t": sample.at, "gpus": gpus, "processes": processes})
+    return _line({"t": sample.at, "gpus": gpus, "processes": [_row(process) for process in sample.processes]})
+
+
+def _row(sample: InstanceSample | ProcessSample) -> list[Any]:
+    return [sample.id, sample.utilization_percent, sample.sm_percent, sample.memory_used_bytes]
 
 
 def _sensed(gpu: GpuSample) -> tuple[Any, ...]:
-    return gpu.power_watts, gpu.temperature_celsius, gpu.sm_clock_mhz, gpu.way
+    instances = [_row(instance) for instance in gpu.instances]
+    return gpu.power_watts, gpu.temperature_celsius, gpu.sm_clock_mhz, gpu.way, instances
 
 
 def _line(value: Mapping[str, Any]) -> str:
@@ -134,20 +156,28 @@ def _header_of(raw: Mapping[str, Any]) -> Header:
         driver=None if raw.get("driver") is None else str(raw["driver"]),
         started_at=float(raw["started_at"]),
         interval_seconds=float(raw["interval_seconds"]),
-        gpus=tuple(RecordedGpu(**{**_known(RecordedGpu, gpu), "index": int(gpu["index"])}) for gpu in raw["gpus"]),
+        gpus=tuple(RecordedGpu(**_known(RecordedGpu, gpu)) for gpu in raw["gpus"]),
         warnings=tuple(map(str, raw.get("warnings") or ())),
     )
 
 
 def _process_of(raw: Mapping[str, Any]) -> RecordedProcess:
-    return RecordedProcess(
-        **{**_known(RecordedProcess, raw), **{name: int(raw[name]) for name in ("id", "gpu", "pid")}}
-    )
+    return RecordedProcess(**_known(RecordedProcess, raw))
+
+
+_TYPES: Final = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,), "None": (type(None),)}
 
 
 def _known(kind: Any, raw: Mapping[str, Any]) -> dict[str, Any]:
-    # A later gpushare may add fields within the schema.
-    return {name: raw[name] for name in kind.__dataclass_fields__ if name in raw}
+    """Return the fields of a value class; TypeError: one has another type. A later gpushare may add some to the file."""
+    present = {}
+    for entry in fields(kind):
+        if entry.name in raw:
+            types = tuple(kind for word in str(entry.type).split(" | ") for kind in _TYPES[word])
+            if not isinstance(raw[entry.name], types):
+                raise TypeError(entry.name)
+            present[entry.name] = raw[entry.name]
+    return present
 
 
 def sample_of(raw: Mapping[str, Any]) -> Sample:
@@ -155,14 +185,14 @@ def sample_of(raw: Mapping[str, Any]) -> Sample:
     return Sample(
         at=float(raw["t"]),
         gpus=tuple(_gpu_sample(*row) for row in raw["gpus"]),
-        processes=tuple(ProcessSample(id=int(row[0]), **_values(*row[1:])) for row in raw["processes"]),
+        processes=tuple(ProcessSample(id=int(number), **_values(*row)) for number, *row in raw["processes"]),
     )
 
 
 def _gpu_sample(index: Any, first: Any, *rest: Any) -> GpuSample:
     if isinstance(first, str):
         return GpuSample(index=int(index), error=first)
-    sm, memory, power, temperature, clock, way = rest
+    sm, memory, power, temperature, clock, way, instances = rest
     return GpuSample(
         index=int(index),
         **_values(first, sm, memory),
@@ -170,6 +200,7 @@ def _gpu_sample(index: Any, first: Any, *rest: Any) -> GpuSample:
         temperature_celsius=None if temperature is None else int(temperature),
         sm_clock_mhz=None if clock is None else int(clock),
         way=None if way is None else str(way),
+        instances=tuple(InstanceSample(id=int(number), **_values(*row)) for number, *row in instances),
     )
 
 
@@ -454,9 +485,9 @@ class RecordingFile:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def process(self, process: RecordedProcess) -> None:
-        """Write a process; OperationFailed where it cannot be written."""
-        self._write(_line({"process": asdict(process)}))
+    def meet(self, came: RecordedProcess | RecordedInstance) -> None:
+        """Write a process or an instance, before its first sample; OperationFailed where it cannot be written."""
+        self._write(_line({"process" if isinstance(came, RecordedProcess) else "instance": asdict(came)}))
 
     def sample(self, sample: Sample) -> None:
         """Write a sample; OperationFailed where it cannot be written."""
@@ -505,12 +536,13 @@ def read_recording(path: str | Path) -> Recording:
 class Samples:
     """The samples of a recording, one at a time: of days of them only the times and places are kept.
 
-    ``processes`` has the processes by their id. Raises as `read_recording`.
+    ``processes`` has the processes by their id, ``instances`` the MIG devices. Raises as `read_recording`.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.processes: dict[int, RecordedProcess] = {}
+        self.instances: dict[int, RecordedInstance] = {}
         self._times, self._places = array("d"), array("Q")
         with _opened(self.path) as file:
             self.header = _header(self.path, file.readline(_LONGEST_LINE))
@@ -529,6 +561,9 @@ class Samples:
             elif line.startswith('{"process":'):
                 process = _process_of(json.loads(line)["process"])
                 self.processes[process.id] = process
+            elif line.startswith('{"instance":'):
+                instance = RecordedInstance(**_known(RecordedInstance, json.loads(line)["instance"]))
+                self.instances[instance.id] = instance
 
     def __len__(self) -> int:
         return len(self._times)

@@ -139,6 +139,14 @@ class Dialog(ModalScreen[object]):
             yield Static("")
             yield Static(self._titled(self._keys))
 
+    def on_mount(self) -> None:
+        self._widgets = [self, *self.query("*")]
+
+    def on_unmount(self) -> None:
+        """Forget what was drawn: a cache of Textual 8.2 keeps the lines of 1024 widgets that are gone, 100 MiB of them."""
+        for widget in self._widgets:
+            widget.refresh()
+
     def _titled(self, text: str, *, bold: bool = False) -> Text:
         return Text(visible(text), self._colours.style("text" if bold else "dim", "head", bold=bold))
 

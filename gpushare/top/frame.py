@@ -8,13 +8,14 @@ from dataclasses import field, replace
 from typing import TYPE_CHECKING, Final
 
 from gpushare.base.errors import GpushareError, or_none
-from gpushare.base.model import Gpu, GpuProcess, GpuSensors, ListedJob, MigInstance, MpsDaemon, Snapshot
+from gpushare.base.model import Gpu, GpuSensors, ListedJob, MigInstance, MpsDaemon, Snapshot, sharing_now
 from gpushare.base.values import dataclass
 from gpushare.host.activity import ActivityRecorder
 from gpushare.run.listing import listed_jobs
 from gpushare.snapshot import Observer
 
 if TYPE_CHECKING:
+    from gpushare.base.model import WayInForce
     from gpushare.host.host import Host
     from gpushare.host.identity import Identity
     from gpushare.host.machine import Load, Xid
@@ -63,16 +64,13 @@ class Frame:
     load: float | None = None
     # As (number, PCI address), all since the boot; None: this user may not read them.
     xids: tuple[Xid, ...] | None = None
+    # By GPU index, as it was recorded; None: it follows from the snapshot.
+    ways: Mapping[int, WayInForce | None] | None = None
     error: str | None = None
 
-    def processes(self, job: ListedJob) -> list[tuple[Gpu, GpuProcess]]:
-        """Return the processes of a job on GPUs."""
-        return [
-            (gpu, process)
-            for gpu in self.snapshot.gpus
-            for process in gpu.processes or ()
-            if process.pid in job.processes
-        ]
+    def way(self, gpu: Gpu) -> WayInForce | None:
+        """Return how a GPU is shared; None: unknown."""
+        return sharing_now(gpu, self.snapshot.daemons) if self.ways is None else self.ways.get(gpu.index)
 
     def daemons_of(self, gpu: Gpu) -> list[MpsDaemon]:
         """Return the MPS daemons that serve a GPU or its instances."""

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from gpushare.base.model import Gpu, GpuSensors, MigInstance, MpsDaemon, Way, sharing_now
+from gpushare.base.model import Gpu, GpuSensors, MigInstance, MpsDaemon, Way
 from gpushare.base.units import format_bytes, format_duration
 from gpushare.show.status import silent_word
 from gpushare.show.text import visible
@@ -180,7 +180,7 @@ def used_text(gpu: Gpu | MigInstance) -> str:
 
 def sharing_text(frame: Frame, gpu: Gpu) -> str:
     """Return how a GPU is shared, in few words: ``MPS 50% 3/48``, ``MIG 3``, ``time-slicing``."""
-    way = sharing_now(gpu, frame.snapshot.daemons)
+    way = frame.way(gpu)
     if way is Way.MIG:
         return f"MIG {len(gpu.mig_instances)}"
     if way is Way.MPS:
@@ -287,7 +287,7 @@ def fact_lines(frame: Frame, gpu: Gpu, width: int) -> list[list[Piece]]:
         [
             ("time-slice", shown(None if gpu.time_slice is None else gpu.time_slice.title)),
             ("compute mode", shown(None if gpu.compute_mode is None else gpu.compute_mode.title)),
-            ("MIG", "no" if gpu.mig_capable is False else "on" if gpu.mig_enabled else "off"),
+            ("MIG", "no" if gpu.mig_capable is False else {True: "on", False: "off", None: "-"}[gpu.mig_enabled]),
             ("PCI", shown(gpu.pci_bus_id)),
             ("UUID", shown(gpu.uuid)),
         ],

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, cast
 
 from gpushare.base.model import (
-    ComputeMode,
+    MPS_SERVER,
     Gpu,
     GpuProcess,
     GpuSensors,
     ListedJob,
-    MigInstance,
     MpsClient,
     MpsDaemon,
     MpsServer,
@@ -22,7 +22,14 @@ from gpushare.top.frame import Frame
 from gpushare.top.history import SECONDS
 
 if TYPE_CHECKING:
-    from gpushare.measure.recording import GpuSample, ProcessSample, RecordedGpu, RecordedProcess, Sample, Samples
+    from gpushare.base.model import WayInForce
+    from gpushare.measure.recording import (
+        ProcessSample,
+        RecordedInstance,
+        RecordedProcess,
+        Sample,
+        Samples,
+    )
 
 # Frames of the past that are drawn at once, after the time was moved.
 _MOST_PAST: Final = 600
@@ -51,6 +58,10 @@ class Replay:
             at=self._samples.header.started_at, snapshot=Snapshot(host=self._samples.header.host)
         )
 
+    @property
+    def seconds_per_sample(self) -> float:
+        return self._samples.header.interval_seconds
+
     def seek(self, seconds: float) -> list[Frame]:
         """Move the time, and return the frames of the five minutes up to it."""
         samples = self._samples
@@ -70,72 +81,90 @@ class Replay:
         return f"{100 * samples.time(max(0, self._next - 1)) / whole:.0f} %" if whole else "100 %"
 
     def _frame(self, sample: Sample) -> Frame:
-        header = self._samples.header
-        facts = {gpu.index: gpu for gpu in header.gpus}
-        here = [(self._samples.processes[use.id], use) for use in sample.processes if use.id in self._samples.processes]
-        gpus = tuple(
-            _gpu(facts[gpu.index], gpu, [pair for pair in here if pair[0].gpu == gpu.index])
+        header, recorded = self._samples.header, self._samples
+        measured = {gpu.index: gpu for gpu in sample.gpus}
+        here = [(recorded.processes[use.id], use) for use in sample.processes if use.id in recorded.processes]
+        devices = [
+            (recorded.instances[use.id], use)
             for gpu in sample.gpus
-            if gpu.index in facts
-        )
+            for use in gpu.instances
+            if use.id in recorded.instances
+        ]
+        places = {device.uuid: device for device, _ in devices}
+        ways = {index: _WAYS.get(gpu.way or "") for index, gpu in measured.items()}
+        gpus, sm = [], dict[tuple[int, int | None], float | None]()
+        for facts in header.gpus:
+            if facts.index not in measured:
+                continue
+            gpu, way = measured[facts.index], ways[facts.index]
+            inside = {use.id for use in gpu.instances}
+            instances = [(device, use) for device, use in devices if device.id in inside]
+            sm |= {(facts.index, device.gpu_instance_id): use.sm_percent for device, use in instances}
+            sm[facts.index, None] = gpu.sm_percent
+            percent = gpu.utilization_percent
+            gpus.append(
+                Gpu(
+                    index=facts.index,
+                    uuid=facts.uuid,
+                    name=facts.name,
+                    memory_total_bytes=facts.memory_total_bytes,
+                    memory_used_bytes=gpu.memory_used_bytes,
+                    utilization_percent=None if percent is None else round(percent),
+                    mig_enabled=None if way is None else way is Way.MIG,
+                    mig_instances=tuple(
+                        replace(device, memory_used_bytes=use.memory_used_bytes) for device, use in instances
+                    ),
+                    processes=tuple(
+                        _process(process, use, places) for process, use in here if process.gpu == facts.index
+                    ),
+                    error=gpu.error,
+                )
+            )
         at = header.started_at + sample.at
-        daemons = tuple(
-            _daemon(gpu.index, here) for gpu in sample.gpus if gpu.way in {Way.MPS.value, Way.MPS_TIMESLICE.value}
-        )
-        snapshot = Snapshot(host=header.host, driver_version=header.driver, gpus=gpus, daemons=daemons, taken_at=at)
+        daemons = tuple(_daemon(index, here) for index, way in ways.items() if way in {Way.MPS, Way.MPS_TIMESLICE})
+        limits = {gpu.index: gpu.power_limit_watts for gpu in header.gpus}
         return Frame(
             at=at,
-            snapshot=snapshot,
-            jobs=tuple(_job(process, use) for process, use in here),
+            snapshot=Snapshot(
+                host=header.host, driver_version=header.driver, gpus=tuple(gpus), daemons=daemons, taken_at=at
+            ),
+            ways=ways,
+            jobs=tuple(_job(process, use, places) for process, use in here),
             sensors={
                 gpu.index: GpuSensors(
                     power_watts=gpu.power_watts,
+                    power_limit_watts=limits.get(gpu.index),
                     temperature_celsius=gpu.temperature_celsius,
                     sm_clock_mhz=gpu.sm_clock_mhz,
                 )
                 for gpu in sample.gpus
                 if gpu.error is None
             },
-            sm={(gpu.index, None): gpu.sm_percent for gpu in sample.gpus if gpu.sm_percent is not None},
+            sm={place: percent for place, percent in sm.items() if percent is not None},
         )
 
 
-_MODES: Final = {
-    Way.EXCLUSIVE.value: ComputeMode.EXCLUSIVE_PROCESS,
-    Way.PROHIBITED.value: ComputeMode.PROHIBITED,
-}
+_WAYS: Final = {way.value: cast("WayInForce", way) for way in Way}
 
 
-def _gpu(facts: RecordedGpu, sample: GpuSample, here: list[tuple[RecordedProcess, ProcessSample]]) -> Gpu:
-    instances = dict.fromkeys(process.mig for process, _ in here if process.mig is not None)
-    percent = sample.utilization_percent
-    return Gpu(
-        index=facts.index,
-        uuid=facts.uuid,
-        name=facts.name,
-        memory_total_bytes=facts.memory_total_bytes,
-        memory_used_bytes=sample.memory_used_bytes,
-        utilization_percent=None if percent is None else round(percent),
-        compute_mode=None if sample.way is None else _MODES.get(sample.way, ComputeMode.DEFAULT),
-        mig_enabled=sample.way == Way.MIG.value,
-        mig_instances=tuple(MigInstance(uuid=uuid) for uuid in instances),
-        processes=tuple(
-            GpuProcess(
-                pid=process.pid,
-                compute=not process.graphics,
-                graphics=process.graphics,
-                mps=process.mps,
-                user=process.user,
-                name=process.name,
-                memory_used_bytes=use.memory_used_bytes,
-            )
-            for process, use in here
-        ),
-        error=sample.error,
+def _process(process: RecordedProcess, use: ProcessSample, places: dict[str, RecordedInstance]) -> GpuProcess:
+    place = places.get(process.mig or "")
+    return GpuProcess(
+        pid=process.pid,
+        compute=not process.graphics,
+        graphics=process.graphics,
+        mps=process.mps,
+        user=process.user,
+        name=process.name,
+        job=process.job,
+        gpu_instance_id=None if place is None else place.gpu_instance_id,
+        compute_instance_id=None if place is None else place.compute_instance_id,
+        memory_used_bytes=use.memory_used_bytes,
     )
 
 
 def _daemon(gpu: int, here: list[tuple[RecordedProcess, ProcessSample]]) -> MpsDaemon:
+    """Return the MPS daemon of a GPU: of itself and its servers, only the clients were recorded."""
     clients = tuple(
         MpsClient(
             pid=process.pid,
@@ -147,19 +176,21 @@ def _daemon(gpu: int, here: list[tuple[RecordedProcess, ProcessSample]]) -> MpsD
         for process, _ in here
         if process.mps and process.gpu == gpu
     )
-    # Of the daemon itself only its clients were recorded; some number stands for its PID.
     return MpsDaemon(
-        pid=-1 - gpu,
+        pid=None,
         ours=False,
-        pipe_directory="-",
+        pipe_directory=None,
         gpu_index=gpu,
         gpu_indexes=(gpu,),
-        servers=(MpsServer(pid=-1 - gpu, clients=clients),),
+        servers=(MpsServer(pid=0, clients=clients),),
     )
 
 
-def _job(process: RecordedProcess, sample: ProcessSample) -> ListedJob:
-    percent = sample.sm_percent if sample.utilization_percent is None else sample.utilization_percent
+def _job(process: RecordedProcess, sample: ProcessSample, places: dict[str, RecordedInstance]) -> ListedJob:
+    place = places.get(process.mig or "")
+    mps = process.mps or process.name == MPS_SERVER
+    # What the driver tells of the work of a process: of a client of MPS nothing, its server has it.
+    percent = None if process.mps else sample.utilization_percent
     return ListedJob(
         name=process.job,
         pid=process.pid,
@@ -168,9 +199,9 @@ def _job(process: RecordedProcess, sample: ProcessSample) -> ListedJob:
         role=process.role,
         device=f"GPU {process.gpu}",
         gpu_indexes=(process.gpu,),
-        way=(Way.MPS if process.mps else Way.TIMESLICE)
-        if process.mig is None
-        else (Way.MIG_MPS if process.mps else Way.MIG),
+        way=(Way.MPS if mps else Way.TIMESLICE) if process.mig is None else (Way.MIG_MPS if mps else Way.MIG),
+        mig_profile=None if place is None else place.profile,
+        mig_name=None if place is None else place.name,
         threads_percent=process.threads_percent,
         slice_us=process.slice_us,
         memory_used_bytes=sample.memory_used_bytes,

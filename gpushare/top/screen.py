@@ -97,8 +97,16 @@ FOOTER: Final = {
     "open": "open", "explain": "explain", "events": "events", "findings": "findings", "user": "user", "of_gpu": "GPU",
     "act('n')": "slice", "act('v')": "move", "act('m')": "limits",
 }  # fmt: skip
+# Of a replay, where nothing can be acted on.
+REPLAY_FOOTER: Final = {
+    "help": "help", "quit": "quit", "hold": "hold", "seek(-10)": "10 s, 5 min", "interval(0.5)": "faster",
+    "filter": "filter", "sort": "sort", "open": "open", "explain": "explain", "events": "events", "user": "user",
+    "of_gpu": "GPU",
+}  # fmt: skip
 FOOTER_KEYS: Final = {
-    key.action: key.shown.split(" ")[0] or key.names for key in reversed(KEYS) if key.action in FOOTER
+    key.action: key.shown.split(" ")[0] or key.names
+    for key in reversed(KEYS)
+    if key.action in {**FOOTER, **REPLAY_FOOTER}
 }
 
 
@@ -454,7 +462,7 @@ class Cockpit(App[None]):
     def _key_line(self, width: int) -> list[Segment]:
         line: list[Segment] = []
         room = width
-        for action, title in FOOTER.items():
+        for action, title in (REPLAY_FOOTER if self.watch_host.reader.recorded else FOOTER).items():
             key = FOOTER_KEYS[action]
             cells = len(key) + len(title) + 3
             if cells > room:

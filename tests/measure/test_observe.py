@@ -20,11 +20,12 @@ from gpushare.host.activity import ActivityRecorder
 from gpushare.host.host import Host
 from gpushare.host.nvml import NvmlReader
 from gpushare.measure.observe import Clock, Sampler, header_for, observe
-from gpushare.measure.recording import ProcessUse, Recording, RecordingFile, read_recording, workloads_of
+from gpushare.measure.recording import ProcessUse, Recording, RecordingFile, Samples, read_recording, workloads_of
 from gpushare.memory.peaks import find_profile
 from gpushare.mps.control import SERVER_PROGRAM
 from gpushare.sim import admin
 from gpushare.sim.state import SimulatedHostState, StateFile, parse_spec
+from tests.cli.drive import World
 from tests.host.test_nvml import Altered
 
 Events = Mapping[int, Callable[[], Any]]
@@ -263,6 +264,23 @@ def test_each_mig_instance_tells_for_its_only_process(tmp_path: Path) -> None:
     assert use.sm is not None
     assert use.sm.mean == 80.0
     assert [use_of(recording, pid).activity for pid in pair] == [None, None]
+
+
+def test_mig_devices_are_recorded_with_their_use_and_again_with_a_new_name(tmp_path: Path) -> None:
+    world = World("sim:h200")
+    world.mig("3g.71gb", "1g.18gb")
+    busy = world.devices()[0][1]
+    admin.add_process(world.spec, mig=busy, memory_bytes=GIB, sm_percent=80)
+    recorded(world.host, tmp_path, events={3: lambda: world.run("mig", "name", "alice", busy)})
+    samples = Samples(tmp_path / "r.jsonl")
+    devices = [samples.instances[number] for number in sorted(samples.instances)]
+    assert [(device.profile, device.name) for device in devices] == [
+        ("3g.71gb", None), ("1g.18gb", None), ("3g.71gb", "alice"),
+    ]  # fmt: skip
+    uses = samples.read(len(samples) - 1, len(samples))[0].gpus[0].instances
+    assert [(use.id, use.sm_percent, use.memory_used_bytes) for use in uses] == [
+        (devices[2].id, 80.0, GIB), (devices[1].id, 0.0, 0),
+    ]  # fmt: skip
 
 
 def test_nothing_of_gpm_is_left_behind(tmp_path: Path) -> None:

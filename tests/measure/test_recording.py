@@ -27,6 +27,7 @@ from gpushare.measure.recording import (
     Recording,
     RecordingFile,
     Sample,
+    Samples,
     Tally,
     read_recording,
     sample_line,
@@ -58,7 +59,7 @@ def process(number: int = 0, gpu: int = 0, **named: Any) -> RecordedProcess:
 def written(path: Path, loads: list[float], *, end: str | None = "finished") -> Recording:
     """Write a recording of one process on GPU 0 with these loads; return it as summed up meanwhile."""
     file, tally = RecordingFile(path, HEADER), Tally(HEADER)
-    file.process(process())
+    file.meet(process())
     tally.meet(process())
     for second, load in enumerate(loads, 1):
         sample = Sample(
@@ -169,6 +170,19 @@ def test_a_later_gpushare_may_say_more_in_the_same_schema(tmp_path: Path) -> Non
     lines[0]["gpus"][0]["color"] = lines[1]["process"]["color"] = lines[0]["color"] = "green"
     path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"weather": "fine"}]))
     assert read_recording(path).samples == 1
+
+
+def test_values_of_another_type_are_damage(tmp_path: Path) -> None:
+    """Whoever shows them would fail later: a thread percentage that is a word."""
+    path = tmp_path / "r.jsonl"
+    written(path, [10.0])
+    whole = path.read_text().splitlines()
+    for changed in ({"threads_percent": "half"}, {"name": 5}, {"pid": None}, {"mps": "yes"}):
+        lines = [json.loads(line) for line in whole]
+        lines[1]["process"] |= changed
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        assert read_recording(path).damaged_lines == 1, changed
+        assert lines[1]["process"]["id"] not in Samples(path).processes, changed
 
 
 def test_an_existing_file_is_never_overwritten(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,8 +12,9 @@ from typing import Any
 
 import pytest
 from textual.binding import Binding, BindingType
+from textual.strip import Strip
 
-from gpushare.base.model import LinePlace, ListedJob
+from gpushare.base.model import MPS_SERVER, LinePlace, ListedJob
 from gpushare.base.units import GIB
 from gpushare.connect import connect
 from gpushare.measure.observe import Clock, header_for, observe
@@ -306,12 +308,15 @@ def test_help_findings_themes_and_the_mouse(show: Show) -> None:
         await screen.press("space")
         head = screen.text.splitlines().index(screen.line("JOB"))
         await pilot.click(offset=(3, head + 2))
+        await pilot.pause()
         assert screen.app.chosen is not None
         assert screen.app.chosen.job.pid == first
         await pilot.click(offset=(screen.line("JOB").index("PID"), head))
+        await pilot.pause()
         assert screen.app.view.sort == "pid"
         assert [row.job.pid for row in screen.app._rows] == [first, second]
         await pilot.click(offset=(2, 39))
+        await pilot.pause()
         assert "Act on the job" in screen.text
         await screen.press("escape", "q")
         assert screen.app._exit
@@ -390,15 +395,102 @@ def test_without_colours(show: Show, monkeypatch: pytest.MonkeyPatch) -> None:
     show(world, script, theme="plain")
 
 
+def test_dialogs_that_are_closed_take_no_memory(show: Show) -> None:
+    """Textual keeps the cache of a widget that is gone."""
+    world = World("sim:h200")
+    add(world, 0, "train", 9)
+
+    def drawn() -> int:
+        gc.collect()
+        return sum(type(thing) is Strip for thing in gc.get_objects())
+
+    async def script(screen: Shown) -> None:
+        async def opened(times: int) -> None:
+            for _ in range(times):
+                await screen.press("question_mark", "escape", "enter", "escape", "slash", "escape")
+
+        await opened(2)
+        before = drawn()
+        await opened(4)
+        assert drawn() - before < 200
+
+    show(world, script)
+
+
+def recording_of(world: World, file: Path, interval: float = 60.0) -> Samples:
+    """Return 20 samples of a host."""
+    clock = Ticks()
+    header = header_for(world.host, None, interval, clock)
+    with RecordingFile(file, header) as recording:
+        observe(world.host, header, recording, seconds=20 * interval, clock=clock)
+    return Samples(file)
+
+
+def test_a_recording_shows_what_it_has_and_no_more(show: Show, tmp_path: Path) -> None:
+    """MIG devices with their names and load, the power beside its limit; of a daemon of MPS only its clients are known."""
+    world = World("sim:3xh100")
+    world.run("mps", "start", "-g", "0", "--threads", "50", "--memory", "20G")
+    client = world.client(0, name="serve", memory_bytes=11 * GIB)
+    world.mig("3g.40gb", "1g.10gb", gpu="1")
+    instance = world.devices()[0][1]
+    world.run("mig", "name", "alice", instance)
+    tenant = add(world, 1, "tenant", 4, mig=instance)
+    add(world, 2, "train", 3)
+    replay = Replay(recording_of(world, tmp_path / "day.jsonl"))
+
+    async def script(screen: Shown) -> None:
+        assert "MPS 1" in screen.line("  0 ")
+        assert "MIG 2" in screen.line("  1 ")
+        assert "time-slicing" in screen.line("  2 ")
+        assert "MPS - -  -  1/- clients  threads -  memory -" in screen.text
+        # The load of the instance and not of the GPU; the other one is free.
+        assert "50%" in screen.line("3g.40gb")
+        assert "4.0/39.5G" in screen.line("3g.40gb")
+        assert "alice  tenant" in screen.line("3g.40gb")
+        assert "0%" in screen.line("1g.10gb")
+        assert "free" in screen.line("1g.10gb")
+        rows = {row.job.pid: row.job for row in screen.app._rows}
+        assert rows[client].sm_percent is None
+        assert rows[client].way == "mps"
+        server = next(job for job in rows.values() if job.command == MPS_SERVER)
+        assert (server.way, server.sm_percent) == ("mps", 25)
+        assert (rows[tenant].mig_name, rows[tenant].mig_profile) == ("alice", "3g.40gb")
+        await screen.press("tab", "enter")
+        assert "serve            threads 50 %  memory 20.0 GiB" in screen.text
+        assert "of 700 W" in screen.text
+        assert "compute mode -" in screen.text
+        assert "GPU 0 power" in screen.text
+
+    show(world, script, size=(160, 50), reader=replay)
+
+
+def test_keys_that_a_recording_has_no_answer_to_say_so(show: Show, tmp_path: Path) -> None:
+    world = World("sim:h200")
+    add(world, 0, "train", 9)
+    replay = Replay(recording_of(world, tmp_path / "day.jsonl", interval=10.0))
+
+    async def script(screen: Shown) -> None:
+        for key, word in (("L", "output of jobs"), ("t", "trees of processes"), ("z", "jobs that have ended")):
+            await screen.press(key)
+            assert f"a recording has no {word}" in screen.text
+        await screen.press("D")
+        assert "a recording has no findings" in screen.text
+        # One sample every second of what was taken every ten.
+        await screen.press("escape", "minus")
+        assert "plays 5 times as fast as it was recorded" in screen.text
+        await screen.press("plus", "plus")
+        assert "plays 20 times as fast as it was recorded" in screen.text
+        footer = screen.text.splitlines()[-1]
+        assert ("Space hold" in footer, "stop" in footer) == (True, False)
+
+    show(world, script, reader=replay)
+
+
 def test_a_recording_is_shown_and_its_time_moved(show: Show, tmp_path: Path) -> None:
     """Yesterday can be scrolled, and not acted on."""
     world = World("sim:2xh100")
     pid = add(world, 0, "train", 9, user="bob")
-    file = str(tmp_path / "day.jsonl")
-    clock = Ticks()
-    header = header_for(world.host, None, 60.0, clock)
-    with RecordingFile(Path(file), header) as recording:
-        observe(world.host, header, recording, seconds=1200.0, clock=clock)
+    replay = Replay(recording_of(world, tmp_path / "day.jsonl"))
 
     async def script(screen: Shown) -> None:
         assert "recorded, 5 %" in screen.text
@@ -418,7 +510,7 @@ def test_a_recording_is_shown_and_its_time_moved(show: Show, tmp_path: Path) -> 
         await screen.press("L", "space")
         assert "held" in screen.text
 
-    show(world, script, reader=Replay(Samples(file)))
+    show(world, script, reader=replay)
 
 
 def test_a_job_that_has_ended_meanwhile_is_not_confused_with_another(
