@@ -46,9 +46,8 @@ from gpushare.measure.bench_data import (
     what_else_differs,
     write_bench,
 )
-from gpushare.measure.built_in import built_in_workload
+from gpushare.measure.built_in import built_in_workload, parse_sizes, sizes_data
 from gpushare.measure.metric import Metric, parse_metric
-from gpushare.measure.sizes import parse_sizes, sizes_data
 from gpushare.measure.ways import DEFAULT_WAYS, IN_ONE_OPTIONS, parse_copies, parse_ways
 from gpushare.memory.peaks import keep_profile
 from gpushare.plan import Plan

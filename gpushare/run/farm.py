@@ -31,11 +31,10 @@ from gpushare.base.values import dataclass
 from gpushare.host.host import Host
 from gpushare.host.written_file import open_to_append
 from gpushare.memory.admission import UserLimits
-from gpushare.memory.harm import best_together
 from gpushare.memory.ledger import Line, Patience, Place, Request, jobs_before, reservations
 from gpushare.memory.limit import JobMemory, MemoryAction, MemoryBudget
 from gpushare.memory.peaks import Profile, find_profile, keep_profile
-from gpushare.memory.room import check_ever, client_limit, read_lines, usable_now, why_it_waits
+from gpushare.memory.room import best_together, check_ever, client_limit, read_lines, usable_now, why_it_waits
 from gpushare.mps.limits import CONTEXT_BYTES, Limits, client_memory
 from gpushare.plan import Step
 from gpushare.run.end import GRACE_SECONDS

@@ -32,8 +32,8 @@ from gpushare.mps.home import own_home
 from gpushare.part import Part, Watch
 from gpushare.run import roles
 from gpushare.run.adapt import LEAST_US, MOST_US, STEP_SECONDS, Controller
+from gpushare.run.numbers import Progress
 from gpushare.run.pause import Pauser
-from gpushare.run.progress import Progress
 from gpushare.run.roles import PauseForProduction
 from gpushare.run.sliced import LOOK_SECONDS, PASSING, KeptSlices, check_settable, is_final
 

@@ -6,20 +6,22 @@ memory, its role, and then the share that its program runs in.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from gpushare.base.errors import BadUsage, InUse, NotFound, NotSupported, OperationFailed, cut
 from gpushare.base.model import ComputeMode, Gpu, Way
 from gpushare.base.selection import Device, candidates, is_any, select_for_change, select_one, titles, usable
-from gpushare.base.units import counted, format_bytes, format_percent, format_slice
+from gpushare.base.units import counted, format_bytes, format_duration, format_percent, format_slice, ranges
 from gpushare.base.values import dataclass
+from gpushare.host.host import Host
 from gpushare.host.identity import identity_of, uptime
 from gpushare.host.users import has_claims, has_records
 from gpushare.hostfile.kept import kept_limits
@@ -29,8 +31,8 @@ from gpushare.memory.room import RoomAnswer
 from gpushare.memory.swap import check_host
 from gpushare.mps.daemons import check_mode
 from gpushare.mps.limits import Limits, check_memory
+from gpushare.part import Part, Watch
 from gpushare.plan import Plan
-from gpushare.run.binding import CpuBinding
 from gpushare.run.container import Container
 from gpushare.run.group import DEFAULT_US, PRODUCTION_US, AdaptedSlice, GroupSlice, members, why_not
 from gpushare.run.jobs import (
@@ -47,6 +49,7 @@ from gpushare.run.jobs import (
     records,
 )
 from gpushare.run.plain import PlainShare, dropped_variables
+from gpushare.run.production import ProductionJob
 from gpushare.run.program import QueueOptions, Run, RunOptions, TimeLimit, begin_log, step_of_run
 from gpushare.run.queued import Queued, check_not_waiting
 from gpushare.run.results import find_tuned
@@ -62,7 +65,6 @@ from gpushare.run.roles import (
 )
 from gpushare.run.share import MpsShare, Share, check_program
 from gpushare.run.sliced import OwnSlice, check_outside_mps, check_settable
-from gpushare.run.yielding import Yielding
 from gpushare.show.plan import PlanAnswer, plan_result, with_answer
 from gpushare.show.run import InstanceReport, RunReport
 
@@ -70,7 +72,6 @@ if TYPE_CHECKING:
     from gpushare.host.claims import HeldClaim
     from gpushare.host.host import Host
     from gpushare.mig.places import Place
-    from gpushare.part import Part
     from gpushare.run.created import Creator
     from gpushare.run.production import ProductionJob
 
@@ -803,3 +804,134 @@ def _limits_text(limits: Limits) -> str:
     words += ["low priority"] if limits.priority else []
     words += [] if limits.memory_limit_bytes is None else [f"memory limit {format_bytes(limits.memory_limit_bytes)}"]
     return ", ".join(words)
+
+
+@dataclass
+class CpuBinding(Part):
+    """The CPUs of a job (sched_setaffinity): those next to any of its GPUs, as far as this process may use them.
+
+    Its memory follows: Linux gives a process memory of the NUMA node on which it first uses it.
+    """
+
+    host: Host
+    devices: Sequence[Device]
+    _cpus: frozenset[int] = field(default=frozenset())
+
+    def check(self) -> None:
+        """Find the CPUs.
+
+        Raises:
+            NotSupported: the driver does not name them, or this process may use none of them (code ``cpus_unknown``).
+        """
+        near = [self.host.nvml.cpus(device.gpu.index) for device in self.devices]
+        self._cpus = frozenset(cpu for cpus in near if cpus is not None for cpu in cpus) & os.sched_getaffinity(0)
+        if None in near or not self._cpus:
+            reason = (
+                "the driver does not say which CPUs are"
+                if None in near
+                else "this process may not use the CPUs that are"
+            )
+            raise NotSupported(
+                f"{reason} next to {titles(self.devices)}",
+                "run it without --bind; see: nvidia-smi topo -m",
+                code="cpus_unknown",
+            )
+
+    @property
+    def where(self) -> str:
+        """Return what it adds to the place of the program."""
+        return f", on CPUs {ranges(self._cpus)}" if self._cpus else ""
+
+    def enter(self, pid: int) -> None:
+        """Bind the new process before it runs the program: all that it starts inherits it."""
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(pid, self._cpus)
+
+    def started(self, watch: Watch) -> None:
+        """Read back where the program may run."""
+        with contextlib.suppress(OSError):
+            if not os.sched_getaffinity(watch.program_pid) <= self._cpus:
+                watch.troubles.append(f"the program does not run on CPUs {ranges(self._cpus)}")
+
+
+_TICK_SECONDS: Final = 0.01
+_ALIVE_SECONDS: Final = 1.0
+# So long production must be quiet; twice as long after each run that was ended early, because a start costs time too.
+_FIRST_QUIET_SECONDS: Final = 2.0
+_MOST_QUIET_SECONDS: Final = 60.0
+_EARLY_SECONDS: Final = 10.0
+
+
+class YieldToProduction(Part):
+    """Ends the program once production works; ``yielded`` from then on."""
+
+    def __init__(self, production: ProductionJob, clock: Callable[[], float] = time.monotonic) -> None:
+        self._production, self._clock = production, clock
+        self._due = self._alive_due = 0.0
+        self._alive = True
+        self.yielded = False
+
+    @property
+    def seconds(self) -> float:
+        """Return how long until the next poll."""
+        return self._due - self._clock()
+
+    def works(self) -> bool:
+        """Return whether production works now."""
+        at = self._clock()
+        self._due = at + _TICK_SECONDS
+        if at >= self._alive_due:
+            # Its PID may have been reused, or the job may have been started again under its name.
+            self._alive, self._alive_due = self._production.lives(), at + _ALIVE_SECONDS
+        return self._alive and self._production.active()
+
+    def poll(self) -> bool:
+        """Return whether the program is to be ended now."""
+        self.yielded = self.yielded or self.works()
+        return self.yielded
+
+
+@dataclass
+class Yielding:
+    """Runs a program whenever production rests, and ends it when production works, until the program ends by itself.
+
+    REEF does the same with kernels. The program must be able to start again, for instance from a checkpoint; unlike a pause,
+    this leaves no memory on the GPU. ``start`` runs it once with the given options and returns its exit code.
+    """
+
+    production: ProductionJob
+    title: str
+    options: RunOptions
+    start: Callable[[RunOptions], Any]
+    say: Callable[[str], None]
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    _quiet: float = field(default=_FIRST_QUIET_SECONDS)
+
+    def run(self) -> Any:
+        """Run it, and return its exit code."""
+        self._wait(first=True)
+        while True:
+            part, began = YieldToProduction(self.production, self.clock), self.clock()
+            code = self.start(replace(self.options, parts=(*self.options.parts, part)))
+            if not part.yielded:
+                return code
+            early = self.clock() - began < _EARLY_SECONDS
+            self._quiet = min(2 * self._quiet, _MOST_QUIET_SECONDS) if early else _FIRST_QUIET_SECONDS
+            self.say(
+                f"ended, because {self.title} works; it starts again when {self.title} has rested for "
+                f"{format_duration(self._quiet)}"
+            )
+            self._wait(first=False)
+
+    def _wait(self, *, first: bool) -> None:
+        """Wait until production has been quiet for long enough; at first, only until it is known to rest."""
+        part, since = YieldToProduction(self.production, self.clock), self.clock()
+        quiet, said = (_FIRST_QUIET_SECONDS if first else self._quiet), not first
+        while self.clock() - since < quiet:
+            if part.works():
+                since = self.clock()
+                if not said:
+                    said = True
+                    self.say(f"waits until {self.title} rests")
+            self.sleep(_TICK_SECONDS)

@@ -346,7 +346,7 @@ def _samples(library: SimulatedLibrary, target: Target, seen_until: int) -> list
 
 
 # Entry points that few hosts need: loaded at the first name that the others do not have.
-RARE_ROOMS: Final = ("library_gpm", "library_mig", "library_topology", "library_vgpu")
+RARE_ROOMS: Final = ("library_mig", "library_rare")
 # How long a look at real processes holds, in seconds: they end without anybody writing the state.
 _SETTLED_FOR: Final = 0.05
 _SUCCESS: Final = int(Code.SUCCESS)

@@ -14,7 +14,7 @@ import pytest
 
 from gpushare.connect import connect
 from gpushare.host.host import Host
-from gpushare.measure.copies import Copies, CopiesResult, Durations, Launch
+from gpushare.measure.bench import Copies, CopiesResult, Durations, Launch
 from gpushare.measure.metric import Metric
 from gpushare.measure.usage import UsageMeter
 from gpushare.run.several import Group

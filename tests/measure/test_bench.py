@@ -13,7 +13,16 @@ from gpushare.base.errors import BadUsage, GpushareError, NotFound
 from gpushare.base.model import Gpu, Way
 from gpushare.base.selection import Device
 from gpushare.cli.bench import bench_notes
-from gpushare.measure.bench import Measurement, RunResult, Settings, measured_as, schedule, throughput
+from gpushare.measure.bench import (
+    CopiesResult,
+    CopyResult,
+    Measurement,
+    RunResult,
+    Settings,
+    measured_as,
+    schedule,
+    throughput,
+)
 from gpushare.measure.bench_data import (
     Header,
     bench_data,
@@ -26,7 +35,6 @@ from gpushare.measure.bench_data import (
     read_bench,
     write_bench,
 )
-from gpushare.measure.copies import CopiesResult, CopyResult
 from gpushare.measure.metric import Metric
 from gpushare.measure.usage import Usage
 from gpushare.measure.ways import ALONE, BenchWay, parse_ways

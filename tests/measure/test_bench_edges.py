@@ -13,8 +13,7 @@ from gpushare.base.errors import OperationFailed, TimedOut
 from gpushare.base.selection import select_one
 from gpushare.connect import connect
 from gpushare.host.host import Host
-from gpushare.measure.bench import BenchRequest, measure, prepare
-from gpushare.measure.copies import CopiesResult
+from gpushare.measure.bench import BenchRequest, CopiesResult, measure, prepare
 from gpushare.measure.metric import Metric, Printed, amount, bounded, number
 from gpushare.measure.ways import parse_ways
 from gpushare.show.bench import _figure

@@ -12,7 +12,7 @@ import pytest
 from gpushare.base.errors import NotFound
 from gpushare.base.selection import Device
 from gpushare.host.host import Host
-from gpushare.measure.copies import Copies, CopiesResult, Durations, Launch, failures
+from gpushare.measure.bench import Copies, CopiesResult, Durations, Launch, failures
 from gpushare.measure.metric import Metric, parse_metric
 from gpushare.measure.usage import UsageMeter
 from tests.cli.drive import alive

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gpushare.base.errors import BadUsage
-from gpushare.measure.sizes import parse_sizes, sizes_data
+from gpushare.measure.built_in import parse_sizes, sizes_data
 from gpushare.show.sizes import format_time, sizes_result
 
 

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from gpushare.measure.bench import Measurement, RunResult
+from gpushare.measure.bench import CopiesResult, CopyResult, Measurement, RunResult
 from gpushare.measure.bench_data import CellVerdict, alone_verdict, judge, overall, picks, speeds
-from gpushare.measure.copies import CopiesResult, CopyResult
 from gpushare.measure.metric import Metric
 from gpushare.measure.usage import Usage
 from tests.measure.test_bench import LOWER, RATE, copy, measured, run, settings

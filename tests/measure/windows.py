@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gpushare.measure.copies import Copies
+from gpushare.measure.bench import Copies
 
 # What was worked out before the last copy came may still be printed after it; the one after that is of both.
 _BEFORE = 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpushare.memory.harm import best_together
+from gpushare.memory.room import best_together
 
 QUIET = (0, 0)
 BUSY = (0, 3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpushare.memory.harm import harm_in_words, harm_percent
+from gpushare.memory.room import harm_in_words, harm_percent
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gpushare.mig import assign as module
-from gpushare.mig.assign import Codes, Group, assign, codes_for
+from gpushare.mig import planner as module
 from gpushare.mig.plan import MigPlan
-from gpushare.mig.planner import plan_add
+from gpushare.mig.planner import Codes, Group, assign, codes_for, plan_add
 from gpushare.mig.wish import parse_wish
 from tests.mig.boards import layout
 

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from gpushare.base.errors import BadUsage, NotFound, NotSupported
 from gpushare.base.units import GIB
 from gpushare.gpu_models import GpuModel, profiles_of
-from gpushare.mig.assign import Group, assign, codes_for
 from gpushare.mig.board import InstanceKind, board_of
 from gpushare.mig.plan import Action, MigPlan, NoPlan, Why
-from gpushare.mig.planner import Target, plan_add, plan_destroy, plan_exact
+from gpushare.mig.planner import Group, Target, assign, codes_for, plan_add, plan_destroy, plan_exact
 from gpushare.mig.profile import GpuInstance, Layout
 from gpushare.mig.wish import Need, Request, parse_wish
 from tests.mig.boards import SHAPES, SOMEBODY, layout

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpushare.base.errors import GpushareError, TimedOut
-from gpushare.run.progress import Progress
+from gpushare.run.numbers import Progress
 
 RATE = r"rate=([0-9.eE+-]+)"
 

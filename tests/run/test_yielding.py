@@ -12,7 +12,7 @@ from gpushare.mps.limits import Limits
 from gpushare.part import Part
 from gpushare.run.production import ProductionJob
 from gpushare.run.program import RunOptions
-from gpushare.run.yielding import Yielding, YieldToProduction
+from gpushare.run.start import Yielding, YieldToProduction
 
 
 class Clock:

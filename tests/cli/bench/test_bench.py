@@ -18,8 +18,8 @@ from gpushare.base.units import GIB
 from gpushare.cli import options
 from gpushare.connect import connect
 from gpushare.host.claims import HeldClaim, live_claims, take_claim
+from gpushare.measure.bench import Copies
 from gpushare.measure.bench_data import read_bench
-from gpushare.measure.copies import Copies
 from gpushare.memory.peaks import Profile, find_profile
 from gpushare.run.results import BenchedCap, keep_benched
 from gpushare.show.bench import bench_result

@@ -74,7 +74,7 @@ def test_a_level_is_set_for_its_runs_and_set_back(cli: Cli, world: World, monkey
         levels[-1] = (levels[-1][0], level(world))
         return run(self, *words)
 
-    from gpushare.measure.copies import Copies
+    from gpushare.measure.bench import Copies
 
     run = Copies.together
     monkeypatch.setattr(Bench, "_launches", seen)
@@ -95,7 +95,7 @@ def test_a_level_is_set_for_its_runs_and_set_back(cli: Cli, world: World, monkey
 def test_a_level_is_set_back_whatever_ends_the_run(
     cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch, error: BaseException, exit_code: int
 ) -> None:
-    from gpushare.measure.copies import Copies
+    from gpushare.measure.bench import Copies
 
     together = Copies.together
 

@@ -14,8 +14,8 @@ from gpushare.base.errors import NotSupported
 from gpushare.base.selection import select
 from gpushare.base.units import GIB
 from gpushare.memory.ledger import Place, Request, reservations
-from gpushare.run.binding import CpuBinding
 from gpushare.run.jobs import records
+from gpushare.run.start import CpuBinding
 from gpushare.sim import admin
 from tests.cli.drive import Cli, Real, Refused, Started, World, until
 

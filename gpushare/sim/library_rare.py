@@ -1,0 +1,206 @@
+"""Entry points of the simulated NVML that few commands call: GPM (Hopper and later), vGPU sessions, and topology.
+
+The GPUs are connected by NVLink as their model says; PCIe and NUMA go by halves of the host.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import zlib
+from collections.abc import Callable
+from typing import Any, Final
+
+from gpushare.gpu_models import model_of
+from gpushare.sim import activity
+from gpushare.sim import nvml_abi as abi
+from gpushare.sim.library import SimulatedLibrary
+from gpushare.sim.nvml_abi import Code, Form, Handle, HandleKind, Kinds, On, Refused, Target
+from gpushare.sim.state import SimulatedVgpu
+
+_SUPPORTED_ARCHITECTURES: Final = frozenset({"hopper", "blackwell"})
+_METRICS_GET_VERSION: Final = 1
+# Metric by id as a share of the utilization, from a large matmul on our H200: SM 96, occupancy 17.
+# 1 GRAPHICS_UTIL, 2 SM_UTIL, 3 SM_OCCUPANCY; and 10 DRAM_BW_UTIL.
+_METRICS: Final = {1: 1.0, 2: 1.0, 3: 17 / 96}
+_BANDWIDTH: Final = 10
+
+
+@abi.entry_point("nvmlGpmQueryDeviceSupport", on=On.DEVICE)
+def _support(_library: SimulatedLibrary, target: Target, support: Any) -> None:
+    abi.put_fields(abi.target_of(support), {"isSupportedDevice": int(_supported(target))})
+
+
+def _supported(target: Target) -> bool:
+    return target.model.arch in _SUPPORTED_ARCHITECTURES
+
+
+@abi.entry_point("nvmlGpmSampleAlloc")
+def _alloc(library: SimulatedLibrary, sample: Any) -> None:
+    serials = (Handle(HandleKind.GPM_SAMPLE, 0, serial >> 8, serial & 0xFF) for serial in range(1, 0xFFFF))
+    handle = next(handle for handle in serials if handle.pack() not in library.samples)
+    library.samples[handle.pack()] = None
+    abi.put_handle(sample, handle)
+
+
+@abi.entry_point("nvmlGpmSampleFree")
+def _free(library: SimulatedLibrary, sample: Any) -> None:
+    if library.samples.pop(abi.pointer_value(sample), False) is False:
+        raise Refused(Code.INVALID_ARGUMENT)
+
+
+@abi.entry_point("nvmlGpmSampleGet", on=On.GPU)
+def _sample(library: SimulatedLibrary, target: Target, sample: Any) -> None:
+    _take(library, target, sample)
+
+
+@abi.entry_point("nvmlGpmMigSampleGet", on=On.GPU)
+def _mig_sample(library: SimulatedLibrary, target: Target, gpu_instance_id: Any, sample: Any) -> None:
+    wanted = abi.number(gpu_instance_id)
+    devices = target.gpu.mig if target.mig_enabled else []
+    instance = next((device for device in devices if device.gpu_instance_id == wanted), None)
+    if instance is None:
+        raise Refused(Code.INVALID_ARGUMENT)
+    handle = Handle(HandleKind.MIG_DEVICE, target.handle.index, wanted, instance.compute_instance_id)
+    _take(library, Target(handle, target.gpu, target.model, instance), sample)
+
+
+def _take(library: SimulatedLibrary, target: Target, sample: Any) -> None:
+    if not _supported(target):
+        raise Refused(Code.NOT_SUPPORTED)
+    pointer = abi.pointer_value(sample)
+    if pointer not in library.samples:
+        raise Refused(Code.INVALID_ARGUMENT)
+    state = library.state
+    library.samples[pointer] = (activity.utilization(state, target), activity.bandwidth(state, target))
+
+
+@abi.entry_point("nvmlGpmMetricsGet")
+def _metrics(library: SimulatedLibrary, argument: Any) -> None:
+    struct = abi.target_of(argument)
+    if struct.version != _METRICS_GET_VERSION:
+        raise Refused(Code.ARGUMENT_VERSION_MISMATCH)
+    first, second = (library.samples.get(abi.pointer_value(sample)) for sample in (struct.sample1, struct.sample2))
+    if first is None or second is None or not 0 <= struct.numMetrics <= len(struct.metrics):
+        raise Refused(Code.INVALID_ARGUMENT)
+    # GPM integrates over the time between two samples; between these, the load is taken as linear.
+    busy, drawn = ((before + other) / 2 for before, other in zip(first, second, strict=True))
+    values = {_BANDWIDTH: drawn, **{metric: busy * share for metric, share in _METRICS.items()}}
+    for index in range(struct.numMetrics):
+        metric = struct.metrics[index]
+        metric.nvmlReturn = Code.SUCCESS if metric.metricId in values else Code.NOT_SUPPORTED
+        metric.value = values.get(metric.metricId, 0.0)
+
+
+# NVML_GPU_VIRTUALIZATION_MODE_HOST_VGPU and NONE.
+_HOST_VGPU, _NONE = 3, 0
+_GPU_SHIFT: Final = 8
+
+
+@abi.entry_point("nvmlDeviceGetActiveVgpus", on=On.GPU)
+def _active(_library: SimulatedLibrary, target: Target, count: Any, instances: Any) -> None:
+    there = target.gpu.vgpus
+    room = abi.number(abi.target_of(count)) if instances is not None else 0
+    abi.put(count, len(there))
+    if room < len(there):
+        raise Refused(Code.INSUFFICIENT_SIZE)
+    for place in range(len(there)):
+        instances[place] = target.handle.index << _GPU_SHIFT | place + 1
+
+
+def _of(library: SimulatedLibrary, instance: int) -> SimulatedVgpu:
+    index, place = instance >> _GPU_SHIFT, (instance & 0xFF) - 1
+    gpus = library.state.gpus
+    if index >= len(gpus) or not 0 <= place < len(gpus[index].vgpus):
+        raise Refused(Code.NOT_FOUND)
+    return gpus[index].vgpus[place]
+
+
+def _type(vgpu: SimulatedVgpu) -> int:
+    return zlib.crc32(vgpu.type.encode()) & 0xFFFF
+
+
+def _of_type(library: SimulatedLibrary, kind: int) -> SimulatedVgpu:
+    for gpu in library.state.gpus:
+        for vgpu in gpu.vgpus:
+            if _type(vgpu) == kind:
+                return vgpu
+    raise Refused(Code.INVALID_ARGUMENT)
+
+
+@abi.entry_point("nvmlVgpuInstanceGetVmID")
+def _vm(library: SimulatedLibrary, instance: Any, buffer: Any, length: Any, kind: Any) -> None:
+    abi.put_text(buffer, length, _of(library, abi.number(instance)).vm)
+    # NVML_VGPU_VM_ID_DOMAIN_ID.
+    abi.put(kind, 0)
+
+
+_GETTERS: Final[tuple[tuple[str, Kinds, Form, Callable[..., Any]], ...]] = (
+    (
+        "nvmlDeviceGetVirtualizationMode",
+        On.GPU,
+        Form.NUMBER,
+        lambda _, target: _HOST_VGPU if target.gpu.vgpus else _NONE,
+    ),
+    ("nvmlVgpuTypeGetName", On.NOTHING, Form.TEXT, lambda library, kind: _of_type(library, kind).type),
+    ("nvmlVgpuInstanceGetUUID", On.NOTHING, Form.TEXT, lambda library, instance: _of(library, instance).uuid),
+    ("nvmlVgpuInstanceGetType", On.NOTHING, Form.NUMBER, lambda library, instance: _type(_of(library, instance))),
+    ("nvmlVgpuInstanceGetFbUsage", On.NOTHING, Form.NUMBER, lambda library, at: _of(library, at).memory_used_bytes),
+    (
+        "nvmlVgpuTypeGetFramebufferSize",
+        On.NOTHING,
+        Form.NUMBER,
+        lambda library, kind: _of_type(library, kind).memory_bytes,
+    ),
+)
+for _getter in _GETTERS:
+    abi.getter(*_getter)
+
+
+# Boards with NVLink to all others of the host (HGX, DGX), and those with a bridge between two.
+_ALL: Final = ("a100-40gb", "a100-80gb", "h100-sxm", "h20-", "h200-141gb", "b200", "b300", "gb200", "gb300", "v100")
+_PAIRS: Final = ("h100-nvl", "h200-nvl")
+# NVML_TOPOLOGY_NODE, NVML_TOPOLOGY_SYSTEM, NVML_P2P_CAPS_INDEX_NVLINK.
+_NODE, _SYSTEM, _NVLINK = 40, 50, 2
+# NVML_P2P_STATUS_OK, NVML_P2P_STATUS_NOT_SUPPORTED.
+_OK, _NOT_SUPPORTED = 0, 5
+
+
+def _numa_node(library: SimulatedLibrary, index: int) -> int:
+    return int(2 * index >= len(library.state.gpus) > 1)
+
+
+def _other(argument: Any) -> int:
+    return abi.Handle.unpack(abi.pointer_value(argument)).index
+
+
+@abi.entry_point("nvmlDeviceGetTopologyCommonAncestor", on=On.GPU)
+def _ancestor(library: SimulatedLibrary, target: Target, other: Any, level: Any) -> None:
+    same = _numa_node(library, target.handle.index) == _numa_node(library, _other(other))
+    abi.put(level, _NODE if same else _SYSTEM)
+
+
+@abi.entry_point("nvmlDeviceGetP2PStatus", on=On.GPU)
+def _p2p(library: SimulatedLibrary, target: Target, other: Any, what: Any, status: Any) -> None:
+    if abi.number(what) != _NVLINK:
+        raise Refused(Code.NOT_SUPPORTED)
+    gpus = library.state.gpus
+    first, second = target.handle.index, _other(other)
+    keys = [model_of(gpus[index].model).key for index in (first, second)]
+    linked = all(key.startswith(_ALL) for key in keys) or (
+        all(key.startswith(_PAIRS) for key in keys) and first // 2 == second // 2
+    )
+    abi.put(status, _OK if linked else _NOT_SUPPORTED)
+
+
+@abi.entry_point("nvmlDeviceGetCpuAffinity", on=On.GPU)
+def _cpus(library: SimulatedLibrary, target: Target, words: Any, cpus: Any) -> None:
+    # The processes of a simulated host run on the CPUs that there are.
+    here = sorted(os.sched_getaffinity(0))
+    middle = (len(here) + 1) // 2
+    node = _numa_node(library, target.handle.index)
+    mine = (here[middle:] or here) if node else here[:middle]
+    bits = 8 * ctypes.sizeof(ctypes.c_ulong)
+    array = abi.target_of(cpus)
+    for word in range(abi.number(words)):
+        array[word] = sum(1 << cpu % bits for cpu in mine if cpu // bits == word)
