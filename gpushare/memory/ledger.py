@@ -81,7 +81,7 @@ class Reservation(Request, Named):
     sure: bool
     # It has said that it cannot leave the GPU for production.
     stays: bool = False
-    # The limit of all its processes together, and what happens above it: refuse (by the driver), end, warn or pause.
+    # The limit of all its processes together, and what happens above it: end, warn or pause.
     limit_bytes: int | None = None
     above: str | None = None
     # Until when it runs, from when it has its place (CLOCK_BOOTTIME): its user's word.
