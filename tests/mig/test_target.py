@@ -113,6 +113,17 @@ def test_what_is_not_there(word: str) -> None:
     assert "0/404" in caught.value.hint
 
 
+@pytest.mark.parametrize(("there", "more"), [(8, None), (9, " and 1 more;")])
+def test_of_many_instances_eight_are_listed(there: int, more: str | None) -> None:
+    host = [layout("a100-80gb", *(f"1g.10gb:{start}" for start in range(there - 4)), gpu=0)]
+    host += [layout("a100-80gb", *(f"1g.10gb:{start}" for start in range(4)), gpu=1)]
+    with pytest.raises(NotFound) as caught:
+        find_targets("nobody", host)
+    assert caught.value.hint.count("1g.10gb:") == 8
+    assert (" more;" in caught.value.hint) == (more is not None)
+    assert more is None or more in caught.value.hint
+
+
 def test_a_uuid_in_full_is_meant_also_when_another_begins_with_it() -> None:
     first, second = HOST[0].instances[:2]
     longer = replace(second, compute=(replace(second.compute[0], uuid=f"{first.compute[0].uuid}-b"),))

@@ -9,7 +9,15 @@ from hypothesis import strategies as some
 from gpushare.base.errors import BadUsage
 from gpushare.base.units import GIB, MIB
 from gpushare.mps.limits import CONTEXT_BYTES
-from gpushare.run.farm import next_step, parse_lines, share_of_threads, size_of_others, together
+from gpushare.run.farm import (
+    MOST_COPIES,
+    MOST_LINE_BYTES,
+    next_step,
+    parse_lines,
+    share_of_threads,
+    size_of_others,
+    together,
+)
 
 counts = some.integers(0, 20)
 
@@ -82,5 +90,14 @@ def test_the_others_reserve_a_fifth_more_than_was_measured() -> None:
 def test_lines_are_read_without_the_empty_ones() -> None:
     assert parse_lines(b"a b\r\n\n  \n{}\n\xc3\xa4", "x") == ("a b", "{}", "\u00e4")
     for text in (b"", b"\n \n"):
+        with pytest.raises(BadUsage):
+            parse_lines(text, "x")
+
+
+def test_a_line_and_a_file_of_lines_have_a_bound() -> None:
+    longest, most = b"x" * MOST_LINE_BYTES, b"a\n" * MOST_COPIES
+    assert parse_lines(longest, "x") == (longest.decode(),)
+    assert len(parse_lines(most, "x")) == MOST_COPIES
+    for text in (longest + b"x", most + b"a"):
         with pytest.raises(BadUsage):
             parse_lines(text, "x")

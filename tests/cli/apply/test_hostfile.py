@@ -272,19 +272,6 @@ def test_diff_names_the_command_for_the_file_as_it_was_given(
     assert f"make it so: gpushare apply -f '{path}'\n" in cli("diff", "-f", str(path), host=TWO).err
 
 
-def test_several_gpus_by_model(cli: Cli, write: Write) -> None:
-    host = "sim:2xt4,h100"
-    text = (
-        "version: 1\ngpus:\n- {match: {model: Tesla T4}, exclusive: true}\n- {match: {model: h100}, mig: [7g.80gb]}\n"
-    )
-    answer = cli("apply", "-f", write(text), host=host, output="json").ok()
-    assert states(answer) == {0: "done", 1: "done", 2: "done"}
-    state = World(host).state
-    assert [gpu.compute_mode for gpu in state.gpus[:2]] == [ComputeMode.EXCLUSIVE_PROCESS] * 2
-    assert [instance.profile for instance in state.gpus[2].mig] == ["7g.80gb"]
-    assert "is model a30" in cli("diff", "-f", write(text.replace("h100", "a30")), host=host).err
-
-
 def test_a_part_of_the_model_is_enough(cli: Cli, write: Write) -> None:
     host = "sim:a100-40gb,a100-80gb,h100,h100-pcie,l4"
     text = "version: 1\ngpus:\n- {match: {model: A100}, timeslice: long}\n- {match: {model: h100}, timeslice: short}\n"
@@ -297,12 +284,6 @@ def test_a_part_of_the_model_is_enough(cli: Cli, write: Write) -> None:
     for nothing in ("nvidia", "80GB", "a10", "Tesla"):
         text = f"version: 1\ngpus:\n- {{match: {{model: {nothing}}}, timeslice: long}}\n"
         assert f"no GPU of this host is model {nothing}" in cli("diff", "-f", write(text), host=host).ok().err
-
-
-def test_the_file_may_come_from_stdin(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(one("timeslice: long").encode())))
-    cli("apply", "-f", "-", host=TWO).ok()
-    assert World(TWO).state.gpus[0].time_slice == 3
 
 
 def test_the_file_is_an_argument_or_an_option(cli: Cli, refused: Refused, write: Write) -> None:
@@ -328,14 +309,6 @@ def test_an_apply_is_taken_back_by_its_undo(cli: Cli, write: Write) -> None:
     # The first undo is still right, and the undo of the undo is another file.
     assert again.data["undo"].split()[3] != undo[3]
     assert "-y" in again.data["undo"].split()
-
-
-def test_gpus_that_are_not_there_are_refused_before_the_first_step(cli: Cli, write: Write) -> None:
-    path = write("version: 1\ngpus:\n- {match: {index: 0}, timeslice: long}\n- {match: {index: 9}, timeslice: long}\n")
-    answer = cli("apply", "-f", path, host=TWO)
-    assert answer.code == 6
-    assert "this host has no GPU 9" in answer.err
-    assert World(TWO).state.gpus[0].time_slice == 0
 
 
 def test_the_file_of_the_directory_is_the_default(
@@ -494,15 +467,6 @@ def test_a_name_of_a_gpu_that_the_file_is_not_about_is_taken(cli: Cli, write: Wr
 
 def test_a_file_without_a_name(refused: Refused) -> None:
     assert "empty" in refused("apply", "-f", "", code="bad_file", exit_code=2)
-
-
-def test_one_wrong_gpu_keeps_all_as_they_are(cli: Cli, write: Write) -> None:
-    before = same(TWO) if cli("status", host=TWO).ok() else None
-    text = one("timeslice: long") + "- {match: {index: 1}, mig: [7g.80gb*2]}\n"
-    answer = cli("apply", "-f", write(text), host=TWO, output="json")
-    assert answer.code == 3
-    assert answer.json["errors"][0]["code"] == "never_fits"
-    assert same(TWO) == before
 
 
 def test_a_gpu_without_mig_is_refused(cli: Cli, write: Write) -> None:

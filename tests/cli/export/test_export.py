@@ -71,19 +71,6 @@ def test_options_of_k8s(cli: Cli) -> None:
     assert "NODE" in cli("export", "k8s", host=T4S).ok().err
 
 
-def test_the_chart_of_the_plugin_alone(cli: Cli) -> None:
-    done = cli("export", "k8s", "--helm", "--replicas", "6", host=T4S).ok()
-    assert list(documents(done.out)[0]["config"]["map"]) == ["none", "timeslice-6"]
-    assert "helm upgrade" in done.err
-
-
-def test_mps_in_kubernetes(cli: Cli) -> None:
-    memory = (connect(T4S).nvml.sweep()[0].memory_total_bytes or 0) // 5 // 2**20
-    cli("mps", "start", "-g", "all", "--threads", "20", "--memory", f"{memory}M", host=T4S).ok()
-    key, plugin = plugin_of(cli("export", "k8s", host=T4S).ok().out)
-    assert (key, plugin.strategy, plugin.replicas) == ("mps-5", "mps", (("nvidia.com/gpu", 5),))
-
-
 def test_mig_in_kubernetes(cli: Cli) -> None:
     host = "sim:2xh100"
     for gpu in "01":
@@ -308,27 +295,11 @@ def test_a_lost_gpu_and_a_prohibited_one(refused: Refused) -> None:
     refused("export", "k8s", code="gpu_lost", exit_code=6, host=T4S)
 
 
-def test_exclusive_gpus_are_whole(cli: Cli) -> None:
-    from gpushare.base.model import ComputeMode
-
-    for index in range(4):
-        World(T4S).host.nvml.set_compute_mode(index, ComputeMode.EXCLUSIVE_PROCESS)
-    key, plugin = plugin_of(cli("export", "k8s", host=T4S).ok().out)
-    assert (key, plugin.strategy) == ("whole", None)
-    assert "shard" not in cli("export", "slurm", host=T4S).ok().out
-
-
 def test_one_replica_is_a_gpu_that_is_not_shared(cli: Cli) -> None:
     assert "Name=shard Count=4" in cli("export", "slurm", host=T4S).ok().out
     done = cli("export", "slurm", "--replicas", "1", host=T4S).ok()
     assert "shard" not in done.out + done.err
     assert "Gres=gpu:t4:" in done.out
-
-
-def test_notes_can_be_silenced(cli: Cli) -> None:
-    done = cli("export", "k8s", "-q", host=T4S).ok()
-    assert done.err == ""
-    assert json.dumps(documents(done.out))
 
 
 # -- from gpushare.yaml ------------------------------------------------------------------------------

@@ -76,12 +76,6 @@ def test_units_need_only_the_devices_in_which_a_daemon_runs(cli: Cli, tmp_path: 
     assert units.count("# file: gpushare-mps-gpu-") == 1
 
 
-def test_a_file_that_can_never_hold_is_no_unit(refused: Refused, tmp_path: Path) -> None:
-    path = tmp_path / "wrong.yaml"
-    path.write_text("version: 1\ngpus: [{match: {index: 0}, mig: [{wish: 3g.40gb*3}]}]\n")
-    refused("export", "systemd", "-f", str(path), code="never_fits", exit_code=3, host=SPEC)
-
-
 @pytest.mark.parametrize("first", [0, 1])
 def test_the_order_of_the_file_moves_no_daemon(cli: Cli, tmp_path: Path, first: int) -> None:
     """What `gpushare apply` finds as it should be, an export finds in the same devices."""

@@ -257,19 +257,3 @@ def test_ctrl_c_of_run_resumes_the_job_first(world: World, real: Real) -> None:
     assert off(world, pid) == OFF
     started.process.send_signal(signal.SIGTERM)
     assert started.process.wait(60) == 5
-
-
-@pytest.mark.parametrize(
-    ("words", "code"),
-    [
-        (("pause", "9" * 5000), "no_job"),
-        (("resume", "9" * 5000), "not_paused"),
-        (("timeslice", "set", "500us", "9" * 5000), "no_job"),
-        (("swap", "out", "9" * 5000), "no_job"),
-        (("run", "--opportunistic", "--for", "9" * 5000, "--", "true"), "no_process"),
-    ],
-)
-def test_a_number_too_long_for_a_pid(cli: Cli, refused: Refused, pid: int, words: tuple[str, ...], code: str) -> None:
-    cli("pause", str(pid)).ok()
-    assert len(refused(*words, code=code, exit_code=6)) < 400
-    cli("resume", str(pid)).ok()

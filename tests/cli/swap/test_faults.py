@@ -489,38 +489,6 @@ def test_a_record_of_another_pid_namespace_is_left_alone(cli: Cli, world: World)
     assert path.exists()
 
 
-def test_a_record_of_an_earlier_boot_is_of_a_job_that_has_ended(cli: Cli, world: World) -> None:
-    pid = job()
-    cli("swap", "out", str(pid)).ok()
-    path, document = record(world, pid)
-    path.write_text(json.dumps({**document, "boot": "0-1"}))
-    assert cli("swap", "list", output="json").ok().data["jobs"] == []
-    cli("swap", "out", str(job())).ok()
-    assert not path.exists()
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"since": float("nan")}, {"since": -1.0}, {"since": 1e300}, {"state": "\x1b[2J"}, {"name": "a\nb"},
-        {"gpu_uuid": "x" * 5000}, {"images": [[1, 2]]}, {"pid": 0}, {"images": [[1, 2, 1 << 64]]},
-    ],
-)  # fmt: skip
-def test_a_record_that_nobody_writes_counts_for_nothing(cli: Cli, world: World, wrong: dict[str, Any]) -> None:
-    pid = job()
-    cli("swap", "out", str(pid)).ok()
-    path, document = record(world, pid)
-    path.write_text(json.dumps({**document, **wrong}))
-    for words in (("swap", "list"), ("status",), ("doctor",), ("swap", "in", str(pid))):
-        answer = cli(*words)
-        assert "Traceback" not in answer.err
-        assert "\x1b" not in answer.out + answer.err
-        if words[:2] != ("swap", "in"):
-            assert swaps(world.host) == []
-    # The driver says that it is out.
-    assert process(world, pid).checkpoint == RUNNING
-
-
 def test_in_a_container_with_pids_of_its_own_it_is_refused(refused: Refused, world: World) -> None:
     pid = job()
     world.fault("blind")

@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 
 from gpushare.base.units import GIB
-from gpushare.host import checkpoint as driver
 from gpushare.host.checkpoint import CHECKPOINTED, FAILED, LOCKED, RUNNING, Checkpoint
 from gpushare.memory import swap as module
 from gpushare.memory.ledger import Place, Request, reservations
@@ -340,12 +339,6 @@ def test_a_signal_that_kills_a_restored_process_comes_after_it_was_laid_down(
     assert not [program for program in world.state.processes if program.pid == pid]
 
 
-def test_the_structure_has_the_size_of_the_drivers() -> None:
-    import ctypes
-
-    assert ctypes.sizeof(driver.RestoreArguments) == 64
-
-
 def test_a_job_that_went_out_while_it_started_is_found_by_its_name_and_its_processes(cli: Cli, world: World) -> None:
     """Until its program runs, the record of a named job has gpushare's own PID."""
     pid = job()
@@ -372,18 +365,3 @@ def test_a_restore_that_the_driver_refuses_loses_nothing(cli: Cli, world: World)
     fault(world, checkpoint_faults={})
     cli("swap", "in", pid).ok()
     assert process(world, int(pid)).checkpoint == RUNNING
-
-
-def test_records_of_jobs_that_have_ended_are_removed(cli: Cli, world: World) -> None:
-    pid, other = job(), str(job())
-    cli("swap", "out", str(pid)).ok()
-    path = SWAPS.path(world.host, pid)
-    leftover = path.parent / ".1-abcd_123"
-    leftover.write_text("half of")
-    admin.end_process(SPEC, pid)
-    cli("swap", "out", other, "--dry-run").ok()
-    # Whatever reads the records, as with claims.
-    assert not path.exists()
-    assert leftover.exists()
-    cli("swap", "out", other).ok()
-    assert not leftover.exists()
