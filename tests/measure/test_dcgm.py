@@ -122,6 +122,23 @@ def test_what_dcgm_does_not_know_is_unknown(file: Callable[[object], Path]) -> N
     assert read_measured(file(answer(blank))).samples == 1
 
 
+@pytest.mark.parametrize(
+    ("names", "percent"),
+    [
+        (("DCGM_FI_PROF_GR_ENGINE_ACTIVE",), 25),
+        (("DCGM_FI_PROF_GR_ENGINE_ACTIVE", "DCGM_FI_DEV_GPU_UTIL"), 0.25),
+        (("DCGM_FI_DEV_GPU_UTIL",), 0.25),
+    ],
+)
+def test_the_engine_is_a_share_and_stands_in_for_utilization(
+    file: Callable[[object], Path], names: tuple[str, ...], percent: float
+) -> None:
+    (use,) = read_measured(file(answer(*(series(name, [0.25] * 3) for name in names)))).gpus
+    assert use.utilization is not None
+    assert use.utilization.mean == pytest.approx(percent, abs=0.5)
+    assert (use.source, use.sm) == ("utilization", None)
+
+
 def test_mig_instances_are_left_out(file: Callable[[object], Path]) -> None:
     part = series("DCGM_FI_PROF_GR_ENGINE_ACTIVE", [0.5], GPU_I_ID="1", GPU_I_PROFILE="1g.10gb")
     found = read_measured(file(answer(part, series("DCGM_FI_PROF_GR_ENGINE_ACTIVE", [0.4], gpu="1", UUID="GPU-2"))))

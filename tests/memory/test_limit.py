@@ -16,7 +16,7 @@ from gpushare.base.selection import Device
 from gpushare.base.units import GIB, MIB
 from gpushare.host.identity import Identity
 from gpushare.host.process import Processes, ProcessInfo
-from gpushare.memory.limit import MARK, JobMemory, MemoryAction
+from gpushare.memory.limit import _TOUCH_SECONDS, MARK, JobMemory, MemoryAction
 
 
 class Told:
@@ -102,6 +102,14 @@ def test_the_sum_over_all_processes_counts_and_others_do_not(told: Told) -> None
         memory.raise_end()
     assert caught.value.code == "memory_limit"
     assert "9.0 GiB, over its limit of 8.0 GiB (3 processes; process 12 has 5.0 GiB)" in caught.value.message
+
+
+def test_of_one_process_no_sum_is_told(told: Told) -> None:
+    memory, _ = job(told)
+    told.memory = {10: 9 * GIB}
+    assert memory.poll()
+    with pytest.raises(OperationFailed, match=r"over its limit of 8\.0 GiB \(process 10\)"):
+        memory.raise_end()
 
 
 def test_a_process_that_was_seen_counts_after_it_left_the_tree(told: Told) -> None:
@@ -260,6 +268,20 @@ def test_a_reservation_that_is_not_used_is_said_to_lapse(told: Told) -> None:
     told.memory = {10: GIB}
     memory.poll()
     assert len(messages) == 1
+
+
+def test_a_reservation_is_touched_now_and_then_while_it_is_used(told: Told) -> None:
+    now, touched = [100.0], list[float]()
+    memory, _ = job(told, limit=None, clock=lambda: now[0])
+    place = SimpleNamespace(request=SimpleNamespace(memory_bytes=GIB), touch=lambda: touched.append(now[0]))
+    memory._place = cast("Any", place)
+    memory.poll()
+    assert touched == []
+    told.memory = {10: GIB}
+    for at in (101.0, 101.0 + _TOUCH_SECONDS - 0.5, 101.0 + _TOUCH_SECONDS):
+        now[0] = at
+        memory.poll()
+    assert touched == [101.0, 101.0 + _TOUCH_SECONDS]
 
 
 def test_a_stopped_job_goes_on_within_its_limit(told: Told) -> None:
