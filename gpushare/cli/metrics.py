@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import queue
-import resource
-import selectors
 import shlex
 import socket
 import threading
@@ -16,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Annotated, Any, Final
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
@@ -79,7 +75,7 @@ def metrics(
     host = f"[{address}]" if ":" in address else address
     note(f"http://{host}:{server.server_port}/metrics")
     try:
-        server.serve()
+        server.serve_forever()
     except KeyboardInterrupt:
         # Ctrl-C and SIGTERM are the normal end.
         return int(ExitCode.OK)
@@ -232,34 +228,35 @@ def _guarded(path: Path, write: Callable[[], None]) -> None:
 
 _REQUEST_SECONDS: Final = 5.0
 _ANSWER_SECONDS: Final = 10.0
-_MOST_REQUEST_BYTES: Final = 16 << 10
-_MOST_CONNECTIONS: Final = 256
-_WORKERS: Final = 4
-_MOST_WAITING: Final = 32
-_BUSY: Final = b"HTTP/1.0 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n"
-_TOO_LARGE: Final = b"HTTP/1.0 431 Request Header Fields Too Large\r\nContent-Length: 0\r\n\r\n"
+# Connections whose request is not complete, and threads: one answers each connection.
+_MOST_READING: Final = 8
+_MOST_THREADS: Final = 40
 
 
 class _Handler(WSGIRequestHandler):
-    """Answers a request that was read already: ``request`` is the connection and the bytes read."""
+    """Answers one request. Its lines and headers are bounded by the library, its time by the server."""
 
-    def setup(self) -> None:
-        self.connection, said = self.request
-        self.rfile, self.wfile = io.BytesIO(said), io.BytesIO()
+    server: MetricsServer
+    # Also for a slow reader of the answer.
+    timeout = _ANSWER_SECONDS
 
-    def finish(self) -> None:
-        # The limit is for the whole answer: a slow reader must not hold a thread.
-        self.connection.settimeout(_ANSWER_SECONDS)
-        with contextlib.suppress(OSError):
-            self.connection.sendall(self.wfile.getvalue())  # type: ignore[attr-defined]
+    def parse_request(self) -> bool:
+        """Return whether there is a request to answer; now that it is complete, no other connection takes its place."""
+        is_valid = super().parse_request()
+        self.server.reading.pop(self.connection, None)
+        if is_valid and threading.active_count() > _MOST_THREADS:
+            self.send_error(503)
+            return False
+        return is_valid
 
     def log_message(self, format: str, *arguments: Any) -> None:  # noqa: A002 - the name is the library's
         """Do not log."""
 
 
-class MetricsServer(WSGIServer):
+class MetricsServer(ThreadingMixIn, WSGIServer):
     """Serves a WSGI application until it is interrupted."""
 
+    daemon_threads = True
     request_queue_size = 128
     allow_reuse_address = True
 
@@ -273,95 +270,32 @@ class MetricsServer(WSGIServer):
         super().__init__((address, port), _Handler)
         self.set_app(application)
         self.socket.setblocking(False)
-        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        unlimited = soft == resource.RLIM_INFINITY
-        self._most = _MOST_CONNECTIONS if unlimited else max(8, min(_MOST_CONNECTIONS, soft // 4))
-        # In order of arrival: the bytes read so far, and the deadline.
-        self._open: dict[socket.socket, tuple[bytearray, float]] = {}
-        self._complete: queue.Queue[tuple[socket.socket, bytes, Any]] = queue.Queue(_MOST_WAITING)
-        self._selector = selectors.DefaultSelector()
+        # In order of arrival: connections whose request is not complete, and until when it has to be.
+        self.reading: dict[Any, float] = {}
 
-    def serve(self) -> None:
-        for _ in range(_WORKERS):
-            threading.Thread(target=self._answer, daemon=True).start()
-        self._selector.register(self.socket, selectors.EVENT_READ)
-        while True:
-            for key, _ in self._selector.select(self._next_deadline()):
-                if key.fileobj is self.socket:
-                    self._accept()
-                elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._open:
-                    self._read(key.fileobj)
-            now = time.monotonic()
-            for connection in [one for one, (_, until) in self._open.items() if until <= now]:
-                self._drop(connection)
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer a connection in a thread; where too many have not said what they want, the oldest gives way."""
+        if len(self.reading) >= _MOST_READING:
+            self._drop(next(iter(self.reading)))
+        self.reading[request] = time.monotonic() + _REQUEST_SECONDS
+        super().process_request(request, client_address)
 
-    def _next_deadline(self) -> float | None:
-        first = next(iter(self._open.values()), None)
-        return None if first is None else max(0.0, first[1] - time.monotonic())
-
-    def _accept(self) -> None:
-        try:
-            connection, _ = self.socket.accept()
-        except BlockingIOError:
-            return
-        except OSError:
-            # Out of descriptors or memory: drop the oldest connection, or wait a little.
-            if self._open:
-                self._drop(next(iter(self._open)))
-            else:
-                time.sleep(0.1)
-            return
-        connection.setblocking(False)
-        if len(self._open) >= self._most:
-            self._drop(next(iter(self._open)))
-        self._open[connection] = (bytearray(), time.monotonic() + _REQUEST_SECONDS)
-        self._selector.register(connection, selectors.EVENT_READ)
-        # Usually the request has arrived already.
-        self._read(connection)
-
-    def _read(self, connection: socket.socket) -> None:
-        said, _ = self._open[connection]
-        try:
-            more = connection.recv(_MOST_REQUEST_BYTES + 1)
-        except BlockingIOError:
-            return
-        except OSError:
-            more = b""
-        said += more
-        if not more:
+    def service_actions(self) -> None:
+        """End connections whose request did not come in time. Called twice a second, and after each connection."""
+        now = time.monotonic()
+        for connection in [connection for connection, until in list(self.reading.items()) if until <= now]:
             self._drop(connection)
-        elif b"\r\n\r\n" in said or b"\n\n" in said:
-            self._forget(connection)
-            try:
-                self._complete.put_nowait((connection, bytes(said), connection.getpeername()))
-            except queue.Full:
-                _close(connection, _BUSY)
-            except OSError:
-                connection.close()
-        elif len(said) > _MOST_REQUEST_BYTES:
-            self._forget(connection)
-            _close(connection, _TOO_LARGE)
 
-    def _answer(self) -> None:
-        while True:
-            connection, said, address = self._complete.get()
-            # A failure of one request must not affect the next.
-            with contextlib.suppress(Exception):
-                self.RequestHandlerClass((connection, said), address, self)  # type: ignore[arg-type]
-            _close(connection)
+    def _drop(self, connection: Any) -> None:
+        """Let the thread of a connection read its end."""
+        self.reading.pop(connection, None)
+        with suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
 
-    def _forget(self, connection: socket.socket) -> None:
-        del self._open[connection]
-        self._selector.unregister(connection)
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection; called at the end of its thread."""
+        self.reading.pop(request, None)
+        super().shutdown_request(request)
 
-    def _drop(self, connection: socket.socket) -> None:
-        self._forget(connection)
-        connection.close()
-
-
-def _close(connection: socket.socket, last: bytes = b"") -> None:
-    with contextlib.suppress(OSError):
-        if last:
-            connection.send(last)
-        connection.shutdown(socket.SHUT_WR)
-    connection.close()
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignore a request that failed: its client has gone, or does not read."""
