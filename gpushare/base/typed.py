@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -54,30 +54,30 @@ JobName = Annotated[str, JOB_NAME.fullmatch]
 
 _SCALARS: Final[Mapping[Any, Callable[[Any], bool]]] = {
     # JSON may have a float without a decimal point.
-    float: lambda raw: type(raw) in {int, float} and math.isfinite(raw),
+    float: lambda raw: type(raw) in {int, float} and abs(raw) <= sys.float_info.max,
     **{kind: lambda raw, kind=kind: type(raw) is kind for kind in (int, str, bool, NoneType)},  # type: ignore[misc]
 }
 
 
-def parsed(kind: Any, raw: Any) -> Any:
-    """Return a value of a type from JSON.
+def parsed(kind: Any, raw: Any, *, more_keys: bool = False) -> Any:
+    """Return a value of a type from JSON; with ``more_keys`` an object may have keys that its class does not have.
 
     Raises:
         ValueError: it is none; the message says why.
     """
-    origin = get_origin(kind)
+    origin, parse = get_origin(kind), functools.partial(parsed, more_keys=more_keys)
     if origin is Annotated:
-        limits, value = kind.__metadata__, parsed(kind.__origin__, raw)
+        limits, value = kind.__metadata__, parse(kind.__origin__, raw)
         if all(is_valid(value) for is_valid in limits):
             return value
     elif origin in {Union, UnionType}:
         for each in get_args(kind):
             with contextlib.suppress(ValueError):
-                return parsed(each, raw)
+                return parse(each, raw)
     elif is_dataclass(kind):
-        return _object(kind, raw)
+        return _object(kind, raw, parse, more_keys=more_keys)
     elif isinstance(raw, (list, tuple)):
-        return _tuple(kind, raw)
+        return _tuple(kind, raw, parse)
     elif (origin is Literal and type(raw) is str and raw in get_args(kind)) or (
         kind in _SCALARS and _SCALARS[kind](raw)
     ):
@@ -87,10 +87,10 @@ def parsed(kind: Any, raw: Any) -> Any:
     raise ValueError(f"{raw!r:.40} is not a valid value")
 
 
-def _tuple(kind: Any, raw: Sequence[Any]) -> Any:
+def _tuple(kind: Any, raw: Sequence[Any], parse: Callable[[Any, Any], Any]) -> Any:
     if get_origin(kind) is tuple and get_args(kind)[1:] == (...,):
         item = get_args(kind)[0]
-        values = tuple(parsed(item, each) for each in raw)
+        values = tuple(parse(item, each) for each in raw)
         pids = [value.pid for value in values if hasattr(value, "pid")]
         if len(set(pids)) < len(pids):
             raise ValueError("a process is named twice")
@@ -98,18 +98,18 @@ def _tuple(kind: Any, raw: Sequence[Any]) -> Any:
     hints = list(_hints(kind).values()) if hasattr(kind, "_fields") else get_args(kind)
     if not hints or len(hints) != len(raw):
         raise ValueError("a list of another length")
-    values = tuple(map(parsed, hints, raw))
+    values = tuple(map(parse, hints, raw))
     return kind(*values) if hasattr(kind, "_fields") else values
 
 
-def _object(kind: Any, raw: Any) -> Any:
+def _object(kind: Any, raw: Any, parse: Callable[[Any, Any], Any], *, more_keys: bool) -> Any:
     stored, hints = _stored(kind), _hints(kind)
-    if not isinstance(raw, dict) or not raw.keys() <= stored.keys():
+    if not isinstance(raw, dict) or not (more_keys or raw.keys() <= stored.keys()):
         raise ValueError("an object with other keys")
     missing = [name for name, has_default in stored.items() if not has_default and name not in raw]
     if missing:
         raise ValueError(f"{missing[0]} is missing")
-    return kind(**{name: parsed(hints[name], value) for name, value in raw.items()})
+    return kind(**{name: parse(hints[name], value) for name, value in raw.items() if name in stored})
 
 
 @functools.cache

@@ -188,6 +188,7 @@ def test_each_type_is_parsed() -> None:
         ({"share": math.nan}, "nan is not a valid value"),
         ({"share": math.inf}, "inf is not a valid value"),
         ({"share": 101}, "101 is not a valid value"),
+        ({"share": 10**400}, "is not a valid value"),
         ({"share": False}, "False is not a valid value"),
         ({"name": "\x1b[2J"}, "is not a valid value"),
         ({"name": "a" * 65}, "is not a valid value"),
@@ -206,6 +207,12 @@ def test_what_is_not_valid_is_refused(change: dict[str, Any], why: str) -> None:
     # Of a union, only that no member of it fits is said.
     assert why in str(refused.value) or "is not a valid value" in str(refused.value)
     assert len(str(refused.value)) < 100
+
+
+def test_more_keys_are_passed_over_where_they_may_be() -> None:
+    assert parsed(Thing, {**WHOLE, "other": 1}, more_keys=True) == parsed(Thing, WHOLE)
+    with pytest.raises(ValueError, match="pid is missing"):
+        parsed(Thing, {"other": 1}, more_keys=True)
 
 
 @pytest.mark.parametrize("raw", [None, [], 7, "x", [["pid", 7]]])
