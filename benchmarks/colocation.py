@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.gpu_script import xids
+from gpushare.base.benchmark import Metric
 from gpushare.base.model import Priority
 from gpushare.base.selection import select_one
 from gpushare.connect import connect
 from gpushare.measure.experiment import Experiment, Grounds, Running
-from gpushare.measure.metric import Metric
 from gpushare.mps.limits import Limits
 
 RATE: Final = "rate=([0-9.]+)"

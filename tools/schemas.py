@@ -71,7 +71,7 @@ ANSWERS: Final[Mapping[str, Sequence[str]]] = {
     "reserve": ("gpushare.cli.reserve:LeasesAnswer", PLAN),
     "advise": ("typing:Any",),
     "compare": ("gpushare.cli.compare:CompareAnswer",),
-    "bench": ("typing:Any",),
+    "bench": ("gpushare.base.benchmark:BenchAnswer", "gpushare.base.benchmark:BenchSizesAnswer", PLAN),
     "tune": ("gpushare.show.tune:TuneAnswer",),
     "savings": ("gpushare.cli.savings:SavingsAnswer",),
     "apply": ("gpushare.cli.apply:ApplyAnswer", PLAN),

@@ -1,4 +1,4 @@
-"""How a measurement changes the rules' answer. Pure; the measurement is a document of ``gpushare bench -o json``."""
+"""How a measurement changes the rules' answer. Pure."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from gpushare.advice.advise import (
 from gpushare.advice.limits import threads_together
 from gpushare.advice.questions import other_answers
 from gpushare.advice.rules import Kind, Reason, Verdict, verdicts
+from gpushare.base.benchmark import BenchAnswer
 from gpushare.base.model import Way
 
 if TYPE_CHECKING:
@@ -61,19 +62,18 @@ class Cell:
         return _title_of(self.way) + ("" if self.cap is None else f" with {self.cap:g} % each")
 
 
-def _measured_cells(bench: Mapping[str, Any], copies: int) -> list[Cell]:
-    higher = bench["metric"]["higher_is_better"]
+def _measured_cells(bench: BenchAnswer, copies: int) -> list[Cell]:
     found = []
-    for cell in bench["cells"]:
-        figures = cell["throughput"]
-        if cell["copies"] != copies or figures is None or cell["failures"] or cell["way"] not in _WAY_OF:
+    for cell in bench.cells:
+        figures = cell.throughput
+        if cell.copies != copies or figures is None or cell.failures or cell.way not in _WAY_OF:
             continue
-        mean, low, high = figures["mean"], figures["low"], figures["high"]
-        if not higher:
+        mean, low, high = figures.mean, figures.low, figures.high
+        if not bench.metric.higher_is_better:
             # A time per unit: its upper bound is the lower bound of the speed.
             mean, low, high = _speed(mean), _speed(high), _speed(low)
         if mean > 0 and math.isfinite(mean):
-            found.append(Cell(cell["way"], _WAY_OF[cell["way"]], cell["threads_percent"], mean, low, high))
+            found.append(Cell(cell.way, _WAY_OF[cell.way], cell.threads_percent, mean, low, high))
     return found
 
 
@@ -105,19 +105,19 @@ def _certain_of(cells: Sequence[Cell]) -> bool:
     return all(differ(cell, fastest) is not None for cell in cells)
 
 
-def _failure_of(bench: Mapping[str, Any], way: Way, copies: int) -> str | None:
-    cells = [cell for cell in bench["cells"] if cell["copies"] == copies and _WAY_OF.get(cell["way"]) is way]
-    return next((str(text) for cell in cells for text in cell["failures"]), None)
+def _failure_of(bench: BenchAnswer, way: Way, copies: int) -> str | None:
+    cells = [cell for cell in bench.cells if cell.copies == copies and _WAY_OF.get(cell.way) is way]
+    return next((text for cell in cells for text in cell.failures), None)
 
 
-def because(bench: Mapping[str, Any], copies: int, way: Way | None = None) -> str:
+def because(bench: BenchAnswer, copies: int, way: Way | None = None) -> str:
     """Return why a way, or any way, was not measured, as the end of a sentence; empty if unknown."""
-    for one in bench["left_out"]:
-        if (way is None or _WAY_OF.get(one["way"]) is way) and one["copies"] in {None, copies}:
-            return f" ({one['reason']})"
+    for one in bench.left_out:
+        if (way is None or _WAY_OF.get(one.way) is way) and one.copies in {None, copies}:
+            return f" ({one.reason})"
     if way is not None and way not in BENCH_WAYS:
         return " (gpushare bench does not measure it)"
-    return " (it ended too early)" if bench["reason"] != "finished" else ""
+    return " (it ended too early)" if bench.reason != "finished" else ""
 
 
 def _title_of(way: Way) -> str:
@@ -197,7 +197,7 @@ def unmeasured(advice: Advice, why: str, copies: int) -> MeasuredAdvice:
     )
 
 
-def measured(advice: Advice, bench: Mapping[str, Any], copies: int) -> MeasuredAdvice:
+def measured(advice: Advice, bench: BenchAnswer, copies: int) -> MeasuredAdvice:
     """Return the answer after a measurement with a number of copies: the fastest of what fits, or the rules' answer.
 
     The rules' answer stays if nothing differs from it, if it could not be measured, or if it was chosen for a reason
@@ -406,8 +406,8 @@ class MeasuredAnswer:
     certain: bool
 
 
-def measured_answer(result: MeasuredAdvice, bench: Mapping[str, Any] | None) -> AdviceAnswer:
-    """Return the answer after the measurement, with the rules' answer, the effect and the document of the measurement."""
+def measured_answer(result: MeasuredAdvice, bench: BenchAnswer | None) -> AdviceAnswer:
+    """Return the answer after the measurement, with the rules' answer, the effect and the measurement."""
     answer, rules, best = advice_answer(result.final), advice_answer(result.rules), result.final.best
     why = answer.why
     if best is not None and best.way.value != rules.winner:
@@ -428,5 +428,5 @@ def measured_answer(result: MeasuredAdvice, bench: Mapping[str, Any] | None) -> 
             ratio=None if result.ratio is None else float(f"{result.ratio:.6g}"),
             certain=result.certain,
         ),
-        measurement=None if bench is None else dict(bench),
+        measurement=bench,
     )

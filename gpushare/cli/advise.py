@@ -77,8 +77,8 @@ from gpushare.snapshot import HostState, Observer
 from gpushare.timeslice.policy import plan_level
 
 if TYPE_CHECKING:
+    from gpushare.base.benchmark import BenchAnswer, Metric
     from gpushare.measure.bench import Measurement, Prepared
-    from gpushare.measure.metric import Metric
 
 app = typer.Typer(**PLAIN)
 
@@ -929,19 +929,18 @@ def _why_not(advice: Advice) -> str | None:
 
 
 def _prepared(host: Host, device: Device, advice: Advice, wanted: Wanted, copies: int) -> Prepared:
-    from gpushare.measure.bench import BenchRequest, prepare
+    from gpushare.measure.bench import Settings, prepare
     from gpushare.measure.ways import parse_ways
 
-    request = BenchRequest(
+    wished = Settings(
         argv=wanted.argv,
         metric=wanted.metric,
-        ways=parse_ways(",".join(bench_ways(advice))),
-        copies=(copies,),
+        cells=[(way, copies) for way in parse_ways(",".join(bench_ways(advice)))],
         repeat=wanted.repeat,
         window=wanted.window,
         limit=wanted.limit,
     )
-    return prepare(host, device, request)
+    return prepare(host, device, wished)
 
 
 def _planned(host: Host, device: Device, prepared: Prepared, advice: Advice) -> Any:
@@ -963,7 +962,7 @@ def _ended_early(measurement: Measurement) -> GpushareError | None:
 
 def _measured_answer(
     found: MeasuredAdvice,
-    bench: dict[str, Any] | None,
+    bench: BenchAnswer | None,
     notes: Sequence[str],
     *,
     apply: bool,
@@ -978,14 +977,14 @@ def _measured_answer(
     if apply:
         return applied(found.final, [f"measured: {found.sentence}", *said])
     tables = [answer_table(data, whole=settings.verbose)]
-    if bench is not None and bench["cells"]:
+    if bench is not None and bench.cells:
         # The table marks the final answer.
         chosen = None if found.chosen is None else found.chosen.name
         # With two copies, a cap of 200/n is no cap: it was measured, and is shown, as plain MPS.
-        same = [cell["same_as"] for cell in bench["cells"] if cell["way"] == chosen and cell["copies"] == found.copies]
-        chosen = next((one["way"] for one in same if one is not None and one["copies"] == found.copies), chosen)
-        cells = [{**cell, "chosen": cell["way"] == chosen} for cell in bench["cells"]]
-        tables += bench_result({**bench, "cells": cells}).tables
+        same = [cell.measured_as for cell in bench.cells if cell.way == chosen and cell.copies == found.copies]
+        chosen = next((cell.way for cell in same if cell.copies == found.copies), chosen)
+        cells = tuple(replace(cell, chosen=cell.way == chosen) for cell in bench.cells)
+        tables += bench_result(replace(bench, cells=cells)).tables
     tables.append(verdicts := verdicts_table(data))
     if settings.verbose:
         tables.append(reasons_table(data.verdicts, "every rule"))

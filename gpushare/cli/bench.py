@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
+from gpushare.base.benchmark import BenchAnswer, Benchmark, BenchSizesAnswer, Metric
 from gpushare.base.errors import BadCombination, BadUsage, GpushareError, Interrupted, OperationFailed
 from gpushare.base.selection import Device, select_one
 from gpushare.base.units import counted, format_copies
@@ -33,10 +34,9 @@ from gpushare.cli.options import (
 from gpushare.cli.progress import progress_line
 from gpushare.host.host import Host
 from gpushare.host.written_file import create_file
-from gpushare.measure.bench import BenchRequest, Measurement, Prepared, measure, plan_bench, prepare
+from gpushare.measure.bench import Bench, Measurement, Prepared, Settings, measure, prepare
 from gpushare.measure.bench_data import (
-    Header,
-    bench_data,
+    bench_answer,
     best_caps,
     check_comparable,
     check_new,
@@ -46,13 +46,13 @@ from gpushare.measure.bench_data import (
     what_else_differs,
     write_bench,
 )
-from gpushare.measure.built_in import built_in_workload, parse_sizes, sizes_data
-from gpushare.measure.metric import Metric, parse_metric
-from gpushare.measure.ways import DEFAULT_WAYS, IN_ONE_OPTIONS, parse_copies, parse_ways
+from gpushare.measure.built_in import built_in_workload, parse_sizes, sizes_answer
+from gpushare.measure.metric import parse_metric
+from gpushare.measure.ways import DEFAULT_WAYS, parse_copies, parse_ways
 from gpushare.memory.peaks import keep_profile
 from gpushare.plan import Plan
 from gpushare.run.results import keep_benched
-from gpushare.show.bench import bench_result, drawn, is_measured
+from gpushare.show.bench import bench_result, drawn
 from gpushare.show.plan import plan_result
 from gpushare.show.plot import check_plot
 from gpushare.show.sizes import drawn_sizes, sizes_result
@@ -60,6 +60,8 @@ from gpushare.signals import Ended
 from gpushare.snapshot import BLIND
 
 app = typer.Typer(**PLAIN)
+
+T = TypeVar("T", BenchAnswer, BenchSizesAnswer)
 
 _MOST_REPEATS = 100
 
@@ -133,7 +135,7 @@ def bench(
     of the GPU are kept for run --wait.
     Example: gpushare bench --copies 1,4 --metric 'steps/s: ([0-9.]+)' --for 5s -- python train.py
     """
-    built_in: dict[str, Any] = {"size": size, "cpu": cpu or None, "copy": copy, "footprint": footprint}
+    built_in: dict[str, Any] = {"size": size, "cpu": cpu, "copy": copy, "footprint": footprint}
     _check(command, built_in, metric, window, repeat, latency)
     kept = None if to is None else check_new("--to", to)
     picture = None if plot is None else picture_path(plot)
@@ -148,28 +150,18 @@ def bench(
     host = settings.connect()
     device = select_one(gpu, gpus_of(host))
     if len(sizes) > 1:
-        requests = [
-            _request(
-                host,
-                device,
-                None,
-                {**built_in, "size": one},
-                asked,
-                (copies, ways or _OF_SIZES, repeat, window, timeout),
-            )
-            for one in sizes
-        ]
-        return _over_sizes(host, device, requests, kept, picture)
-    built_in = {**built_in, "size": sizes[0]}
-    request, workload = _request(host, device, command, built_in, asked, (copies, ways, repeat, window, timeout))
+        ways = ways or _OF_SIZES
+    words = (copies, ways, repeat, window, timeout)
+    wishes = [_wished(host, device, command, {**built_in, "size": each}, asked, words) for each in sizes]
+    if len(sizes) > 1:
+        return _over_sizes(host, device, wishes, kept, picture)
     if before is not None:
-        check_comparable(request.metric, before)
-    prepared = prepare(host, device, request)
-
+        check_comparable(wishes[0].metric, before)
+    prepared = prepare(host, device, wishes[0])
     if settings.dry_run:
         return planned(host, device, prepared)
-    data, measurement, number = measured(host, device, prepared, workload)
-    if command and data["reason"] == "finished":
+    data, measurement, number = measured(host, device, prepared)
+    if command and data.reason == "finished":
         keep_caps(host, device, command, data)
     return _result(data, measurement, number, before, kept, picture)
 
@@ -182,7 +174,7 @@ def _check(
     repeat: int,
     latency: str | None,
 ) -> None:
-    given = [f"--{name}" for name, value in built_in.items() if value is not None]
+    given = [f"--{name}" for name, value in built_in.items() if value not in {None, False}]
     if command and given:
         raise BadCombination(
             f"{', '.join(given)} cannot be combined with a command: only the built-in workload has it",
@@ -207,44 +199,25 @@ def picture_path(text: str) -> Path:
     return check_new("--plot", text)
 
 
-def _request(
+def _wished(
     host: Host,
     device: Device,
     command: list[str] | None,
     built_in: Mapping[str, Any],
     metric: Metric,
     words: tuple[Any, ...],
-) -> tuple[BenchRequest, Mapping[str, Any] | None]:
-    """Return what to measure, and the facts of the built-in workload if that is measured."""
+) -> Settings:
+    """Return what to measure."""
     copies, ways, repeat, window, timeout = words
-    in_one = {} if command else IN_ONE_OPTIONS
-    default = DEFAULT_WAYS if in_one else DEFAULT_WAYS.replace(",streams", "")
-    environment: Mapping[str, str] = {}
-    workload = None
-    argv = list(command or ())
-    if not command:
-        chosen = built_in_workload(
-            host,
-            device,
-            size=built_in["size"],
-            cpu=bool(built_in["cpu"]),
-            footprint=built_in["footprint"],
-            copy=built_in["copy"],
-        )
-        argv, metric, environment, workload = list(chosen.argv), chosen.metric, chosen.environment, chosen.facts
-        window = window or "2s"
-    request = BenchRequest(
-        argv=argv,
-        metric=metric,
-        ways=parse_ways(ways or default),
-        copies=parse_copies(copies),
+    wished = Settings(argv=command, metric=metric) if command else built_in_workload(host, device, **built_in)
+    default = DEFAULT_WAYS if wished.in_one else DEFAULT_WAYS.replace(",streams", "")
+    return replace(
+        wished,
+        cells=[(way, number) for way in parse_ways(ways or default) for number in parse_copies(copies)],
         repeat=repeat,
-        window=None if window is None else positive("--for", window, "3s"),
+        window=wished.window if window is None else positive("--for", window, "3s"),
         limit=None if timeout is None else positive("--timeout", timeout, "10m"),
-        in_one=in_one,
-        environment=environment,
     )
-    return request, workload
 
 
 # The ways that differ where matrices are small; --ways gives others.
@@ -254,44 +227,44 @@ _OF_SIZES = "timeslice,mps"
 def _over_sizes(
     host: Host,
     device: Device,
-    requests: Sequence[tuple[BenchRequest, Mapping[str, Any] | None]],
+    wishes: Sequence[Settings],
     kept: Path | None,
     picture: Path | None,
 ) -> Any:
     """Measure one size after the other, and show the times of all."""
-    prepared = [(prepare(host, device, request), workload) for request, workload in requests]
+    prepared = [prepare(host, device, wished) for wished in wishes]
     if settings.dry_run:
-        steps = tuple(step for one, _ in prepared for step in plan_bench(host, device, one))
+        steps = tuple(step for each in prepared for step in Bench(host, device, each.settings).steps())
         return plan_result("bench", Plan(title="the sizes are measured", steps=steps), dry_run=True)
-    found: list[dict[str, Any]] = []
+    benchmarks: list[BenchAnswer] = []
     more: dict[str, Any] = {}
-    for one, workload in prepared:
-        data, measurement, number = measured(host, device, one, workload)
+    for each in prepared:
+        data, measurement, number = measured(host, device, each)
         if measurement.runs:
-            found.append(data)
+            benchmarks.append(data)
         if measurement.error is not None:
             more = {"errors": (measurement.error,), "exit_code": measurement.error.exit_code}
         if measurement.interrupted:
-            if not found:
+            if not benchmarks:
                 raise Ended(number or signal.SIGINT)
-            runs = sum(len(one["runs"]) for one in found)
+            runs = sum(len(done.runs) for done in benchmarks)
             more = {"errors": (_interrupted(runs, kept),), "exit_code": 128 + (number or signal.SIGINT)}
         if more:
             break
-    whole = sizes_data(found)
-    notes = list(dict.fromkeys(note for data in found for note in bench_notes(data)))
-    result = sizes_result(whole, notes, **more)
-    failed = _files(result.data, whole, kept, picture, drawn_sizes)
+    answer = sizes_answer(benchmarks)
+    notes = list(dict.fromkeys(note for data in benchmarks for note in bench_notes(data)))
+    result = sizes_result(answer, notes, **more)
+    failed = _files(answer, kept, picture, drawn_sizes)
     if not failed:
         return result
     return replace(result, errors=(*result.errors, *failed), exit_code=result.exit_code or failed[0].exit_code)
 
 
 def _result(
-    data: dict[str, Any],
+    data: BenchAnswer,
     measurement: Measurement,
     number: int | None,
-    before: Mapping[str, Any] | None,
+    before: Benchmark | None,
     kept: Path | None,
     picture: Path | None,
 ) -> Any:
@@ -302,16 +275,18 @@ def _result(
         more = {"exit_code": 128 + (number or signal.SIGINT)}
     if measurement.error is not None:
         more = {"errors": (measurement.error,), "exit_code": measurement.error.exit_code}
-    if not more and data["cells"] and all(cell["throughput"] is None for cell in data["cells"]):
-        failure = next(text for cell in data["cells"] for text in cell["failures"])
+    if not more and data.cells and all(cell.throughput is None for cell in data.cells):
+        failure = next(text for cell in data.cells for text in cell.failures)
         failed_all = OperationFailed(
             f"every run failed: {failure}", "run the command alone by hand, then two copies of it", code="all_failed"
         )
         more = {"errors": (failed_all,), "exit_code": failed_all.exit_code, "all_failed": True}
-    comparison = None if before is None else compared(data, before)
-    notes = [*bench_notes(data), *([] if before is None else what_else_differs(data, before))]
-    result = bench_result(data, notes, comparison=comparison, **more)
-    failed = _files(result.data, data, kept, picture, drawn)
+    notes = bench_notes(data)
+    if before is not None:
+        data = replace(data, comparison=compared(data, before))
+        notes += what_else_differs(data, before)
+    result = bench_result(data, notes, **more)
+    failed = _files(data, kept, picture, drawn)
     if measurement.interrupted and measurement.error is None:
         result = replace(result, errors=(_interrupted(len(measurement.runs), None if failed else kept),))
     if not failed:
@@ -334,23 +309,17 @@ def _interrupted(runs: int, kept: Path | None) -> Interrupted:
     )
 
 
-def _files(
-    whole: Mapping[str, Any],
-    data: dict[str, Any],
-    kept: Path | None,
-    picture: Path | None,
-    drawn: Callable[[Mapping[str, Any], str], bytes],
-) -> list[GpushareError]:
+def _files(answer: T, kept: Path | None, picture: Path | None, drawn: Callable[[T, str], bytes]) -> list[GpushareError]:
     """Write the files that were asked for, and return what went wrong."""
     failed = []
     try:
         if kept is not None:
-            write_bench(kept, whole)
+            write_bench(kept, answer)
     except GpushareError as error:
         failed.append(error)
     try:
         if picture is not None:
-            create_file(picture, drawn(data, picture.suffix.lower().removeprefix(".")))
+            create_file(picture, drawn(answer, picture.suffix.lower().removeprefix(".")))
     except OSError as error:
         failed.append(
             OperationFailed(f"cannot write {picture}: {error.strerror}", "give another --plot FILE", code="not_written")
@@ -358,28 +327,26 @@ def _files(
     return failed
 
 
-def measured(
-    host: Host, device: Device, prepared: Prepared, workload: Mapping[str, Any] | None = None
-) -> tuple[dict[str, Any], Measurement, int | None]:
-    """Measure with progress on stderr; return the document, what was measured, and the signal that ended it early."""
+def measured(host: Host, device: Device, prepared: Prepared) -> tuple[BenchAnswer, Measurement, int | None]:
+    """Measure with progress on stderr; return the answer, what was measured, and the signal that ended it early."""
     started = time.time()
     with progress_line(quiet=settings.quiet) as progress:
         measurement, number = measure(host, device, prepared, progress)
-    if workload is None:
+    if prepared.settings.workload is None:
         _keep_profile(host, device, prepared.settings.argv, measurement)
     blind = (BLIND,) if host.processes.namespace_is_host() is False else ()
-    header = Header(
+    answer = bench_answer(
+        measurement,
+        device,
         host=host.spec,
         driver=host.nvml.driver_version(),
-        device=device,
         started_at=started,
-        workload=workload,
         notes=(*blind, *prepared.notes),
     )
-    return bench_data(header, measurement), measurement, number
+    return answer, measurement, number
 
 
-def keep_caps(host: Host, device: Device, command: Sequence[str], data: Mapping[str, Any]) -> None:
+def keep_caps(host: Host, device: Device, command: Sequence[str], data: Benchmark) -> None:
     """Keep the caps for `gpushare farm`; a failure to do so does not fail the benchmark."""
     caps = best_caps(data)
     if not caps:
@@ -392,13 +359,13 @@ def keep_caps(host: Host, device: Device, command: Sequence[str], data: Mapping[
 
 def _keep_profile(host: Host, device: Device, command: Sequence[str], measurement: Measurement) -> None:
     """Keep the peak and the use of the command for `gpushare run --wait`; a failure to do so does not fail the benchmark."""
-    found = profile_of(measurement)
+    profile = profile_of(measurement)
     if host.processes.namespace_is_host() is False:
         # It is the increase of the whole GPU.
-        found = replace(found, memory_bytes=None)
-    if found != type(found)():
+        profile = replace(profile, memory_bytes=None)
+    if profile != type(profile)():
         with contextlib.suppress(GpushareError):
-            keep_profile(host, device, command, found)
+            keep_profile(host, device, command, profile)
 
 
 def planned(host: Host, device: Device, prepared: Prepared, command: str = "bench") -> Any:
@@ -407,17 +374,17 @@ def planned(host: Host, device: Device, prepared: Prepared, command: str = "benc
         f"left out: {one.way}{'' if one.copies is None else f' {one.copies}'}: {one.reason}"
         for one in prepared.left_out
     ]
-    steps = tuple(plan_bench(host, device, prepared))
+    steps = Bench(host, device, prepared.settings).steps()
     return plan_result(command, Plan(title="the ways are measured", steps=steps), dry_run=True, notes=notes)
 
 
-def bench_notes(data: Mapping[str, Any]) -> list[str]:
-    """Return the notes on a benchmark, from its document."""
+def bench_notes(data: BenchAnswer) -> list[str]:
+    """Return the notes on a benchmark."""
     missing: dict[str, list[int]] = {}
-    for cell in data["cells"]:
-        if not is_measured(cell):
-            missing.setdefault(cell["way"], []).append(cell["copies"])
-    notes = [*data["notes"]]
+    for cell in data.cells:
+        if not cell.is_shown:
+            missing.setdefault(cell.way, []).append(cell.copies)
+    notes = [*data.notes]
     if missing:
         ways = (
             f"{way} ({', '.join(map(str, copies))} {'copy' if copies == [1] else 'copies'})"
@@ -425,15 +392,12 @@ def bench_notes(data: Mapping[str, Any]) -> list[str]:
         )
         notes.append(f"not measured: {', '.join(ways)}")
     notes += [
-        f"{cell['way']}, {format_copies(cell['copies'])}: {failure}"
-        for cell in data["cells"]
-        for failure in cell["failures"]
+        f"{cell.way}, {format_copies(cell.copies)}: {failure}" for cell in data.cells for failure in cell.failures
     ]
-    if data["others"]:
-        names = data.get("other_names", {})
-        notes.append(others_note({pid: names.get(str(pid), "") for pid in data["others"]}))
-    if data["repeat"] == 1:
+    if data.others:
+        notes.append(others_note({pid: data.other_names.get(pid, "") for pid in data.others}))
+    if data.repeat == 1:
         notes.append("single runs cannot tell a difference from noise; give --repeat 3 or more")
-    if data["metric"]["pattern"] is None:
+    if not data.metric.printed:
         notes.append("start-up counts too; for a long-running program give --metric and --for")
     return notes

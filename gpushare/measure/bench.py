@@ -12,15 +12,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from gpushare.base.benchmark import CopiesResult, CopyResult, LeftOut, Metric, RunResult, Workload
 from gpushare.base.errors import GpushareError, NotSupported, OperationFailed
 from gpushare.base.model import Way
 from gpushare.base.selection import Device
 from gpushare.base.units import counted, format_bytes, format_copies, quoted
 from gpushare.host.host import Host
 from gpushare.measure.experiment import PASSING, Experiment, Grounds
-from gpushare.measure.metric import Metric, Printed, hopeless, within
-from gpushare.measure.usage import Usage, UsageMeter
-from gpushare.measure.ways import ALONE, IN_ONE, BenchWay, LeftOut, Reasons, one_at_a_time, reasons, sort_out
+from gpushare.measure.metric import Printed, hopeless, within
+from gpushare.measure.usage import UsageMeter
+from gpushare.measure.ways import ALONE, IN_ONE, BenchWay, Reasons, one_at_a_time, reasons, sort_out
 from gpushare.mps.control import MpsControl
 from gpushare.mps.daemons import own_daemon
 from gpushare.mps.limits import Limits
@@ -56,32 +57,6 @@ class Durations:
 
     window: float | None = None
     limit: float = 600.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class CopyResult:
-    """How one copy did. ``failure`` says what went wrong; ``exit_code`` is negative for a signal."""
-
-    copy: int
-    pid: int
-    seconds: float
-    exit_code: int | None
-    value: float | None
-    latencies: tuple[float, ...]
-    p50: float | None
-    p99: float | None
-    failure: str | None
-    last_line: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class CopiesResult:
-    """How all copies did; ``seconds`` is from the first start to the last end, or the window. ``hung``: a limit was reached."""
-
-    copies: tuple[CopyResult, ...]
-    seconds: float
-    hung: bool = False
-    interrupted: bool = False
 
 
 @dataclass
@@ -269,8 +244,8 @@ class Copies:
             exit_code=None if copy.by_us else program.status,
             value=value if self.metric.printed else None,
             latencies=tuple(within(copy.printed.latencies, since, math.inf)),
-            p50=copy.printed.latency(50, since),
-            p99=copy.printed.latency(99, since),
+            latency_p50=copy.printed.latency(50, since),
+            latency_p99=copy.printed.latency(99, since),
             failure="interrupted" if interrupted and copy.by_us else self._failure(copy, value, opened, hung=hung),
             last_line=program.last_line or None,
         )
@@ -302,11 +277,6 @@ def _no_number(printed: Printed) -> str:
     return "printed no number that --metric matches"
 
 
-def failures(result: CopiesResult) -> list[str]:
-    """Return what went wrong, one line per copy."""
-    return [f"copy {one.copy} (process {one.pid}): {one.failure}" for one in result.copies if one.failure is not None]
-
-
 # A cell that failed this often is not tried again.
 _TRIES: Final = 2
 # A copy hangs when it takes this much longer than all of them in turn would.
@@ -318,6 +288,7 @@ _FIRST_PRINT_SECONDS: Final = 600.0
 
 # One way with one number of copies.
 Cell = tuple[BenchWay, int]
+_OUTSIDE: Final = BenchWay(name=ALONE, kind=Way.WHOLE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,34 +297,17 @@ class Settings:
 
     argv: Sequence[str]
     metric: Metric
-    cells: Sequence[Cell]
+    cells: Sequence[Cell] = ()
     # The way under which one copy alone is measured.
-    alone: BenchWay
+    alone: BenchWay = _OUTSIDE
     repeat: int = 3
     window: float | None = None
     # None: derived from how long one copy takes.
     limit: float | None = None
     in_one: Mapping[str, Sequence[str]] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunResult:
-    """One run of one cell. ``throughput`` is None when a copy failed, because the others then had more of the GPU."""
-
-    round: int
-    way: str
-    copies: int
-    result: CopiesResult
-    throughput: float | None
-    usage: Usage
-    # Why the whole run does not count.
-    invalid: str | None = None
-
-    @property
-    def failures(self) -> list[str]:
-        """Return what went wrong, one line each."""
-        return [*failures(self.result), *([] if self.invalid is None else [self.invalid])]
+    # The built-in one; None: a command.
+    workload: Workload | None = None
 
 
 @dataclass
@@ -368,11 +322,6 @@ class Measurement:
     # What ended it early.
     error: GpushareError | None = None
     seconds: float = 0.0
-
-    def of(self, cell: Cell) -> list[RunResult]:
-        """Return the runs that measured a cell: its own, or those of an equivalent one."""
-        way, copies = measured_as(cell, self.settings)
-        return [run for run in self.runs if (run.way, run.copies) == (way.name, copies)]
 
 
 def measured_as(cell: Cell, settings: Settings) -> Cell:
@@ -454,7 +403,7 @@ class Bench:
         started = self._clock()
         measurement, cells = self.measurement, schedule(self._settings)
         total = 1 + len(cells) * self._settings.repeat
-        self._say(0, total, "warm-up: one copy alone", None)
+        self._progress("warm-up: one copy alone", 0, total, None)
         warm = self._run(0, (self._settings.alone, 1))
         if warm.result.interrupted:
             measurement.interrupted = True
@@ -491,7 +440,8 @@ class Bench:
                     done += 1
                     continue
                 order = cells if number % 2 else cells[::-1]
-                self._say(done, total, f"{_title(cell)}, round {number} of {repeat}", self._left(order[place:], number))
+                title = f"{_title(cell)}, round {number} of {repeat}"
+                self._progress(title, done, total, self._left(order[place:], number))
                 self._keep(number, cell)
                 if measurement.interrupted:
                     return
@@ -501,9 +451,6 @@ class Bench:
                     # A hanging run costs too much to be tried again.
                     tries[cell] = _TRIES if run.result.hung else tries.get(cell, 0) + 1
             measurement.rounds_done = number
-
-    def _say(self, done: int, total: int, doing: str, seconds_left: float | None) -> None:
-        self._progress(doing, done, total, seconds_left)
 
     def _left(self, rest: Sequence[Cell], number: int) -> float:
         later = schedule(self._settings) * (self._settings.repeat - number)
@@ -637,7 +584,7 @@ def throughput(way: BenchWay, result: CopiesResult, metric: Metric) -> float | N
     Without a printed number it is runs per second, from the first start to the last end. Printed rates add up; in
     turn, they are weighted by the time that each copy ran.
     """
-    if failures(result) or result.interrupted or not result.copies or result.seconds <= 0:
+    if result.failures or result.interrupted or not result.copies or result.seconds <= 0:
         return None
     if not metric.printed:
         return len(result.copies) / result.seconds
@@ -671,27 +618,13 @@ def _broken(run: RunResult, settings: Settings) -> OperationFailed:
 
 
 def cells_of(measurement: Measurement) -> Iterator[tuple[Cell, list[RunResult]]]:
-    """Yield every requested cell that is not left out, with its runs."""
+    """Yield every requested cell that is not left out, with its runs: its own, or those of an equivalent one."""
     left_out = {(cell.way, cell.copies) for cell in measurement.left_out}
-    for cell in measurement.settings.cells:
-        way, copies = cell
+    for way, copies in measurement.settings.cells:
         if (way.name, copies) not in left_out:
-            yield cell, measurement.of(cell)
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchRequest:
-    """What a user wants measured; see `bench.Settings`."""
-
-    argv: Sequence[str]
-    metric: Metric
-    ways: Sequence[BenchWay]
-    copies: Sequence[int]
-    repeat: int = 3
-    window: float | None = None
-    limit: float | None = None
-    in_one: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    environment: Mapping[str, str] = field(default_factory=dict)
+            alike, number = measured_as((way, copies), measurement.settings)
+            runs = [run for run in measurement.runs if (run.way, run.copies) == (alike.name, number)]
+            yield (way, copies), runs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -700,27 +633,25 @@ class Prepared:
 
     settings: Settings
     left_out: Sequence[LeftOut]
-    why: Reasons
     notes: Sequence[str] = ()
 
 
-def prepare(host: Host, device: Device, request: BenchRequest) -> Prepared:
-    """Find out what can be measured, without changing anything.
+def prepare(host: Host, device: Device, wished: Settings) -> Prepared:
+    """Find out what of the wished can be measured, without changing anything.
 
     Raises:
         NotSupported: none of the ways can run here.
         NotFound, NoPermission: the program does not exist, or cannot be executed.
     """
-    check_program(request.argv[0])
-    why = reasons(host, device, request.argv[0])
-    alone = _alone(why, {way.kind for way in request.ways})
+    check_program(wished.argv[0])
+    why = reasons(host, device, wished.argv[0])
+    alone = _alone(why, {way.kind for way, _ in wished.cells})
     profiles = Counter(instance.profile for instance in device.gpu.mig_instances)
     instances = max(profiles.values(), default=0)
     cells, left_out = sort_out(
-        request.ways,
-        request.copies,
+        wished.cells,
         why,
-        streams=bool(request.in_one),
+        streams=bool(wished.in_one),
         more=lambda way, copies: _too_few(copies, instances) if way.kind is Way.MIG and copies > instances else None,
     )
     if alone is None or not cells:
@@ -728,20 +659,10 @@ def prepare(host: Host, device: Device, request: BenchRequest) -> Prepared:
         raise NotSupported(
             f"none of these ways can run on {device.title}: {reason}", "see: gpushare doctor", code="no_way"
         )
-    settings = Settings(
-        argv=request.argv,
-        metric=request.metric,
-        cells=cells,
-        alone=alone,
-        repeat=request.repeat,
-        window=request.window,
-        limit=request.limit,
-        in_one=request.in_one,
-        environment=request.environment,
-    )
+    settings = replace(wished, cells=cells, alone=alone)
     uncapped = any(way.kind is Way.MPS and way.cap(copies) is None for way, copies in schedule(settings))
     notes = default_limit(host, device) if uncapped else ()
-    return Prepared(settings=settings, left_out=left_out, why=why, notes=(*notes, *_clients_all(device, settings)))
+    return Prepared(settings=settings, left_out=left_out, notes=(*notes, *_clients_all(device, settings)))
 
 
 def _clients_all(device: Device, settings: Settings) -> tuple[str, ...]:
@@ -773,7 +694,7 @@ def default_limit(host: Host, device: Device) -> tuple[str, ...]:
 def _alone(why: Reasons, wanted: set[str]) -> BenchWay | None:
     """Return the way of one copy alone: outside MPS if possible, else under a requested way."""
     if why.outside is None:
-        return BenchWay(name=ALONE, kind=Way.WHOLE)
+        return _OUTSIDE
     if why.mps is None and Way.MPS in wanted:
         return BenchWay(name=Way.MPS.value, kind=Way.MPS)
     return BenchWay(name=Way.MIG.value, kind=Way.MIG) if why.mig is None and Way.MIG in wanted else None
@@ -782,12 +703,6 @@ def _alone(why: Reasons, wanted: set[str]) -> BenchWay | None:
 def _too_few(copies: int, instances: int) -> str:
     have = f"there {'is' if instances == 1 else 'are'} {instances}"
     return f"{format_copies(copies)} need {counted(copies, 'free MIG instance')} of one profile, and {have}"
-
-
-def plan_bench(host: Host, device: Device, prepared: Prepared) -> tuple[Step, ...]:
-    """Return the steps of a benchmark; nothing is set up."""
-    settings = prepared.settings
-    return Bench(host, device, settings).steps()
 
 
 def measure(

@@ -9,19 +9,23 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import gpushare
+from gpushare.base.benchmark import BenchAnswer, BenchSizesAnswer, Concurrency, Metric, SizeCell, Workload
 from gpushare.base.errors import BadUsage, GpushareError, NotSupported
 from gpushare.base.selection import Device
 from gpushare.base.units import parse_memory_limit, quoted
 from gpushare.host.host import Host
-from gpushare.measure.metric import Metric, parse_metric
+from gpushare.measure.bench import Settings
+from gpushare.measure.statistics import rounded
+from gpushare.measure.ways import IN_ONE_OPTIONS
 
 DEFAULT_SIZE: Final = 1024
 _MOST_SIZE: Final = 32768
+_WINDOW_SECONDS: Final = 2.0
 _PROGRAM: Final = (sys.executable, "-m", "gpushare.measure.workload")
 # PyTorch takes long to load from a cold disk.
 _PROBE_SECONDS: Final = 120.0
@@ -33,19 +37,9 @@ _FASTEST: Final = 100_000.0
 _COPIES: Final = {"to": "a copy to the GPU", "from": "a copy from the GPU", "both": "copies to and from the GPU"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class BuiltIn:
-    """The command of the built-in workload, its metric, its variables, and facts about it."""
-
-    argv: Sequence[str]
-    metric: Metric
-    environment: Mapping[str, str]
-    facts: Mapping[str, Any]
-
-
 def built_in_workload(
     host: Host, device: Device, *, size: int | None, cpu: bool, footprint: str | None, copy: str | None = None
-) -> BuiltIn:
+) -> Settings:
     """Return the built-in workload; on a simulated host, a simulated job with about the same needs."""
     size = DEFAULT_SIZE if size is None else size
     if copy is not None and copy not in _COPIES:
@@ -61,19 +55,26 @@ def built_in_workload(
     # One thread per copy: more would compete for the cores, and the GPU is what is measured.
     environment = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     backend = "simulated" if host.is_simulated else _backend(host, device, environment)
-    facts = {
-        "title": f"{title} ({backend})",
-        "unit": "multiplications per second",
-        "size": size,
-        "cpu": cpu,
-        "copy": copy,
-        "footprint": footprint,
-        "backend": backend,
-    }
+    workload = Workload(
+        title=f"{title} ({backend})",
+        unit="multiplications per second",
+        size=size,
+        cpu=cpu,
+        copy=copy,
+        footprint=footprint,
+        backend=backend,
+    )
     held = [] if footprint is None else ["--footprint", footprint]
     argv = _simulated(size, cpu=cpu) if host.is_simulated else _real(size, backend, cpu=cpu)
     beside = [] if copy is None or host.is_simulated else ["--copy", copy]
-    return BuiltIn(argv=[*argv, *beside, *held], metric=parse_metric(_RATE), environment=environment, facts=facts)
+    return Settings(
+        argv=[*argv, *beside, *held],
+        metric=Metric(pattern=_RATE),
+        window=_WINDOW_SECONDS,
+        in_one=IN_ONE_OPTIONS,
+        environment=environment,
+        workload=workload,
+    )
 
 
 def _backend(host: Host, device: Device, environment: Mapping[str, str]) -> str:
@@ -123,7 +124,6 @@ def _simulated(size: int, *, cpu: bool) -> list[str]:
     ]
 
 
-KIND: Final = "gpushare bench sizes"
 # Copies that together do less than this more than one copy take turns.
 _CONCURRENT: Final = 1.1
 _MOST_SIZES: Final = 32
@@ -131,88 +131,92 @@ _MOST_SIZES: Final = 32
 
 def parse_sizes(text: str) -> tuple[int, ...]:
     """Return the sizes in a list, smallest first, each once; whether they can be run is judged elsewhere."""
-    found = set()
+    sizes = set()
     for word in (word.strip() for word in text.split(",")):
         if not (word.isascii() and word.isdigit() and len(word) < 7):
             raise BadUsage(
                 f"--size {quoted(word)} is not a size", "give --size 1024, or --size 256,1024", code="bad_size"
             )
-        found.add(int(word))
-    if len(found) > _MOST_SIZES:
-        raise BadUsage(f"{len(found)} sizes are too many", f"give at most {_MOST_SIZES}", code="bad_size")
-    return tuple(sorted(found))
+        sizes.add(int(word))
+    if len(sizes) > _MOST_SIZES:
+        raise BadUsage(f"{len(sizes)} sizes are too many", f"give at most {_MOST_SIZES}", code="bad_size")
+    return tuple(sorted(sizes))
 
 
-def sizes_data(benchmarks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the times of all sizes, from the document of each one's benchmark, as JSON types."""
-    first, last = benchmarks[0], benchmarks[-1]
-    cells = [cell for one in benchmarks for cell in _cells(one)]
-    return {
-        "kind": KIND,
-        **{key: first[key] for key in ("host", "driver", "gpu", "started_at", "window_seconds", "repeat")},
-        "workload": {key: value for key, value in first["workload"].items() if key != "size"},
-        "seconds": round(sum(one["seconds"] for one in benchmarks), 3),
-        "reason": last["reason"],
-        "sizes": [one["workload"]["size"] for one in benchmarks],
-        "cells": cells,
-        "concurrency": _ends(cells),
-        "left_out": [dict(one) for one in first["left_out"]],
-        "benchmarks": [dict(one) for one in benchmarks],
-    }
+def sizes_answer(benchmarks: Sequence[BenchAnswer]) -> BenchSizesAnswer:
+    """Return the times of all sizes, from the benchmark of each one, which has the built-in workload."""
+    first = benchmarks[0]
+    workloads = [each.workload for each in benchmarks if each.workload is not None]
+    sizes = tuple(workload.size for workload in workloads if workload.size is not None)
+    cells = tuple(cell for size, each in zip(sizes, benchmarks, strict=True) for cell in _cells(size, each))
+    return BenchSizesAnswer(
+        host=first.host,
+        driver=first.driver,
+        gpu=first.gpu,
+        started_at=first.started_at,
+        window_seconds=first.window_seconds,
+        repeat=first.repeat,
+        workload=replace(workloads[0], size=None, title=f"matrix multiplications ({workloads[0].backend})"),
+        seconds=round(sum(each.seconds for each in benchmarks), 3),
+        reason=benchmarks[-1].reason,
+        sizes=sizes,
+        cells=cells,
+        concurrency=tuple(_ends(cells)),
+        left_out=first.left_out,
+        benchmarks=tuple(benchmarks),
+    )
 
 
-def _cells(benchmark: Mapping[str, Any]) -> list[dict[str, Any]]:
-    size, alone = benchmark["workload"]["size"], benchmark["alone"]["throughput"]
-    found = []
-    for cell in benchmark["cells"]:
-        rate, gain = cell["throughput"], cell["gain"]
-        known = rate is not None and rate["mean"]
-        copies = cell["copies"]
-        found.append(
-            {
-                "size": size,
-                "way": cell["way"],
-                "copies": copies,
-                # Until each copy has multiplied once; the interval is that of the rate, turned round.
-                "seconds": _time(copies, rate["mean"]) if known else None,
-                "low": _time(copies, rate["high"]) if known else None,
-                "high": _time(copies, rate["low"]) if known else None,
-                "alone_seconds": _time(1, alone["mean"]) if alone is not None else None,
-                "gain": None if gain is None else gain["value"],
-                "failures": list(cell["failures"]),
-            }
+def _cells(size: int, benchmark: BenchAnswer) -> list[SizeCell]:
+    alone = None if benchmark.alone.throughput is None else _time(1, benchmark.alone.throughput.mean)
+    cells = []
+    for cell in benchmark.cells:
+        rate = cell.throughput if cell.throughput is not None and cell.throughput.mean else None
+        cells.append(
+            SizeCell(
+                size=size,
+                way=cell.way,
+                copies=cell.copies,
+                # The interval is that of the rate, turned round.
+                seconds=None if rate is None else _time(cell.copies, rate.mean),
+                low=None if rate is None else _time(cell.copies, rate.high),
+                high=None if rate is None else _time(cell.copies, rate.low),
+                alone_seconds=alone,
+                gain=None if cell.gain is None else cell.gain.value,
+                failures=cell.failures,
+            )
         )
-    return found
+    return cells
 
 
 def _time(copies: int, rate: float | None) -> float | None:
-    return float(f"{copies / rate:.6g}") if rate else None
+    return rounded(copies / rate) if rate else None
 
 
-def _ends(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return up to which size copies run at the same time under each way, by the most copies that were measured."""
-    found = []
-    for way in dict.fromkeys(cell["way"] for cell in cells):
-        mine = [cell for cell in cells if cell["way"] == way and cell["gain"] is not None and cell["copies"] > 1]
-        if not mine:
+def _ends(cells: Sequence[SizeCell]) -> list[Concurrency]:
+    """Return up to which size copies run at the same time under each way."""
+    ends = []
+    for way in dict.fromkeys(cell.way for cell in cells):
+        gains = {
+            (cell.copies, cell.size): cell.gain
+            for cell in cells
+            if cell.way == way and cell.gain is not None and cell.copies > 1
+        }
+        if not gains:
             continue
-        copies = max(cell["copies"] for cell in mine)
-        gains = {cell["size"]: cell["gain"] for cell in mine if cell["copies"] == copies}
+        copies = max(number for number, _ in gains)
+        by_size = {size: gain for (number, size), gain in sorted(gains.items()) if number == copies}
         # A larger matrix fills the GPU more, so that the first size without a gain is the end.
-        until = None
-        for size in sorted(gains):
-            if gains[size] < _CONCURRENT:
-                break
-            until = size
-        ends = next((size for size in sorted(gains) if size > (until or 0)), None)
-        found.append(
-            {
-                "way": way,
-                "copies": copies,
-                "concurrent_until": until,
-                "ends_at": ends,
-                "gain_until": None if until is None else gains[until],
-                "gain_at_end": None if ends is None else gains[ends],
-            }
+        end = next((size for size, gain in by_size.items() if gain < _CONCURRENT), None)
+        until = max((size for size in by_size if end is None or size < end), default=None)
+        ends.append(
+            Concurrency(
+                way=way,
+                copies=copies,
+                concurrent_until=until,
+                ends_at=end,
+                gain_until=None if until is None else by_size[until],
+                gain_at_end=None if end is None else by_size[end],
+            )
         )
-    return found
+    return ends

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Final
 
+from gpushare.base.benchmark import Metric
 from gpushare.base.errors import GpushareError, OperationFailed
 from gpushare.base.selection import Device
 from gpushare.host.channels import ChannelControl, Channels
 from gpushare.host.claims import HeldClaim
 from gpushare.host.host import Host, make_private_directory
-from gpushare.measure.metric import Metric, Printed
+from gpushare.measure.metric import Printed
 from gpushare.mig.places import Place, places_on
 from gpushare.mps.control import MpsControl
 from gpushare.mps.home import client_environment

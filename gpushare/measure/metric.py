@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from gpushare.base.benchmark import Metric
 from gpushare.measure.statistics import percentile, ratio
 from gpushare.run.numbers import amount, bounded, check_pattern, number
 
 # "latency_ms=0.41" and "latency: 3.2 ms" are one request each; "p50=0.4 p99 = 1.2" summarizes many.
-LATENCY: Final = r"(?i)\blatency(?:[_ ]?(?:ms|s|us))?\s*[=:]?\s*([\d.]+(?:[eE][-+]?\d+)?)"
+_LATENCY: Final = r"(?i)\blatency(?:[_ ]?(?:ms|s|us))?\s*[=:]?\s*([\d.]+(?:[eE][-+]?\d+)?)"
 _PERCENTILE: Final = re.compile(
     r"\bp(50|99)(?:[_ ]?(?:ms|s|us|latency))*\s*[=:]?\s*([\d.]+(?:[eE][-+]?\d+)?)", re.IGNORECASE
 )
@@ -25,44 +26,12 @@ _REFUSALS: Final = 3
 _REFUSED_SECONDS: Final = 30.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Metric:
-    """How the speed of a program is measured. Without a pattern it is finished runs per second.
-
-    ``higher_is_better`` False: the number is a time (or another cost) per unit of work.
-    """
-
-    pattern: str | None = None
-    higher_is_better: bool = True
-    latency: str = LATENCY
-
-    @property
-    def printed(self) -> bool:
-        """Return whether the program prints a number."""
-        return self.pattern is not None
-
-    def together(self, values: Sequence[float]) -> float | None:
-        """Return the metric of several concurrent copies, as if they were one program.
-
-        Rates add up; times per unit are added as rates. None when there is nothing to add.
-        """
-        if not values:
-            return None
-        if self.higher_is_better:
-            return math.fsum(values)
-        return None if min(values) <= 0 else 1 / math.fsum(1 / value for value in values)
-
-    def speed(self, value: float) -> float:
-        """Return a number that is larger when the program is faster."""
-        return value if self.higher_is_better else 1 / value
-
-
 def parse_metric(pattern: str | None, *, higher_is_better: bool = True, latency: str | None = None) -> Metric:
     """Return the metric that a user asks for."""
     for option, text in (("--metric", pattern), ("--latency", latency)):
         if text is not None:
             check_pattern(option, text)
-    return Metric(pattern=pattern, higher_is_better=higher_is_better, latency=latency or LATENCY)
+    return Metric(pattern=pattern, higher_is_better=higher_is_better, latency=latency)
 
 
 def hopeless(refusals: int, seconds: float) -> bool:
@@ -102,7 +71,7 @@ class Printed:
                     self.refused, self.refusals = (match.group(1) or "")[:40], self.refusals + 1
                 else:
                     self.values.append((at, value))
-        for match in re.finditer(self.metric.latency, line):
+        for match in re.finditer(self.metric.latency or _LATENCY, line):
             value = number(match.group(1))
             if value is not None:
                 self.latencies.append((at, value))

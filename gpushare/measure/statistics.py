@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Final, TypeVar
+
+from gpushare.base.benchmark import Ratio, Summary
+
+T = TypeVar("T")
 
 # Two-sided 95 % quantiles of Student's t by degrees of freedom; between two entries the smaller one is used.
 _T: Final = {
@@ -28,34 +32,6 @@ _T: Final = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Summary:
-    """Several measurements of one thing; ``low`` to ``high`` is the 95 % interval of the mean, None for a single one."""
-
-    count: int
-    mean: float
-    median: float
-    least: float
-    most: float
-    low: float | None
-    high: float | None
-
-    @property
-    def spread(self) -> float | None:
-        """Return the range of the measurements relative to their mean; None for a single one."""
-        return (self.most - self.least) / abs(self.mean) if self.count > 1 and self.mean else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ratio:
-    """The ratio of two means, its 95 % interval and standard error (None if one of them was measured only once)."""
-
-    value: float
-    low: float | None
-    high: float | None
-    error: float | None = None
-
-
 def summarize(values: Sequence[float]) -> Summary | None:
     """Summarize measurements, with Student's t interval at 95 %; None when there are none."""
     if not values:
@@ -65,14 +41,27 @@ def summarize(values: Sequence[float]) -> Summary | None:
     if len(values) > 1:
         half = t_quantile(len(values) - 1) * deviation(values) / math.sqrt(len(values))
     return Summary(
-        count=len(values),
         mean=middle,
         median=percentile(values, 50),
-        least=min(values),
-        most=max(values),
+        min=min(values),
+        max=max(values),
         low=None if half is None else middle - half,
         high=None if half is None else middle + half,
+        spread=(max(values) - min(values)) / abs(middle) if half is not None and middle else None,
+        runs=len(values),
     )
+
+
+def rounded(value: T) -> T:
+    """Return a figure, or the figures in value classes, with six digits: no measurement here is more precise."""
+    plain: Any = value
+    if isinstance(value, float):
+        plain = float(f"{value:.6g}")
+    elif isinstance(value, tuple):
+        plain = tuple(map(rounded, value))
+    elif is_dataclass(value) and not isinstance(value, type):
+        plain = replace(value, **{field.name: rounded(getattr(value, field.name)) for field in fields(value)})
+    return plain  # type: ignore[no-any-return]
 
 
 def differ(one: Summary, other: Summary) -> bool | None:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from gpushare.base.benchmark import Metric
 from gpushare.base.errors import GpushareError, InUse, NotSupported, OperationFailed, TimedOut
 from gpushare.base.model import Priority, Way
 from gpushare.base.selection import Device
@@ -24,7 +25,7 @@ from gpushare.base.units import counted, quoted
 from gpushare.host.activity import ActivityRecorder, BandwidthRecorder, utilization
 from gpushare.host.host import Host
 from gpushare.measure.experiment import Experiment, Grounds, Running
-from gpushare.measure.metric import Metric, Window, dispersion, hopeless, latencies_of, p99, p99_factor_interval
+from gpushare.measure.metric import Window, dispersion, hopeless, latencies_of, p99, p99_factor_interval
 from gpushare.measure.search import DEFAULT_US as DEFAULT_SERVER_US
 from gpushare.measure.search import (
     FIRST_SECONDS,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
 from typing import Final
 
+from gpushare.base.benchmark import Usage
 from gpushare.base.errors import GpushareError
 from gpushare.base.model import GpuProcess
 from gpushare.base.selection import Device
@@ -21,29 +21,6 @@ _FIRST_INTERVAL_SECONDS: Final = 0.1
 _FIRST_LOOKS: Final = 10
 # A CUDA program that starts on another GPU is listed here for a moment (seen on two H200).
 _STAYS_SECONDS: Final = 0.4
-
-
-@dataclass(frozen=True, kw_only=True)
-class Usage:
-    """What was used. ``energy_joules`` is of the whole GPU; ``others`` are processes that do not belong to the run."""
-
-    seconds: float
-    energy_joules: float | None
-    memory_peak_bytes: int | None
-    others: tuple[int, ...]
-    other_names: Mapping[int, str] = field(default_factory=dict)
-    # Processes of the run that were outside MPS, where they do not belong.
-    outside: tuple[int, ...] = ()
-    # Of the whole GPU, in percent: busy SMs and memory bandwidth (GPM), and the time in which a kernel ran. None: unknown,
-    # or not asked for.
-    sm_percent: float | None = None
-    dram_percent: float | None = None
-    busy_percent: float | None = None
-
-    @property
-    def power_watts(self) -> float | None:
-        """Return the mean power of the GPU."""
-        return None if self.energy_joules is None or self.seconds <= 0 else self.energy_joules / self.seconds
 
 
 class UsageMeter:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from gpushare.base.benchmark import LeftOut
 from gpushare.base.errors import BadUsage, GpushareError
 from gpushare.base.model import ComputeMode, TimeSlice, Way
 from gpushare.base.selection import Device
@@ -66,15 +67,6 @@ class BenchWay:
     def order(self) -> tuple[int, bool]:
         """Return the sort key: the simplest set-up first."""
         return _SIMPLEST.index(self.kind), self.percent is not None or self.level is not None
-
-
-@dataclass(frozen=True, kw_only=True)
-class LeftOut:
-    """A way that is not measured, for all numbers of copies (None) or for one, and why."""
-
-    way: str
-    copies: int | None
-    reason: str
 
 
 def parse_ways(text: str) -> tuple[BenchWay, ...]:
@@ -271,8 +263,7 @@ def _version(host: Host) -> int | None:
 
 
 def sort_out(
-    ways: Sequence[BenchWay],
-    copies: Sequence[int],
+    wished: Sequence[tuple[BenchWay, int]],
     obstacles: Reasons,
     *,
     streams: bool,
@@ -284,19 +275,18 @@ def sort_out(
     """
     cells: list[tuple[BenchWay, int]] = []
     left_out: list[LeftOut] = []
-    for way in ways:
+    for way, copies in wished:
         reason = obstacles.of(way)
         if way.kind in IN_ONE and not streams:
             reason = f"only the built-in workload runs as {way.kind.value} of one process"
         if reason is not None:
             left_out.append(LeftOut(way=way.name, copies=None, reason=reason))
             continue
-        for number in copies:
-            reason = more(way, number)
-            if way.kind is Way.MPS and obstacles.clients is not None and number > obstacles.clients:
-                reason = f"an MPS server takes {obstacles.clients} clients"
-            if reason is None:
-                cells.append((way, number))
-            else:
-                left_out.append(LeftOut(way=way.name, copies=number, reason=reason))
-    return cells, left_out
+        reason = more(way, copies)
+        if way.kind is Way.MPS and obstacles.clients is not None and copies > obstacles.clients:
+            reason = f"an MPS server takes {obstacles.clients} clients"
+        if reason is None:
+            cells.append((way, copies))
+        else:
+            left_out.append(LeftOut(way=way.name, copies=copies, reason=reason))
+    return cells, list(dict.fromkeys(left_out))

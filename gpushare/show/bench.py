@@ -1,12 +1,14 @@
-"""``gpushare bench``: what each way of sharing gives, as data and as tables."""
+"""``gpushare bench``: what each way of sharing gives, as text, tables and a picture."""
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
+from gpushare.base.benchmark import BenchAnswer, BenchCell, Compared, LeftOut, Pick
 from gpushare.base.units import format_bytes, format_copies
 from gpushare.show.plot import picture
 from gpushare.show.result import Column, Result, Table
@@ -18,21 +20,13 @@ _MOST_COMMAND: Final = 60
 _WIDTH: Final = 80
 
 
-def bench_result(
-    data: Mapping[str, Any],
-    notes: Sequence[str] = (),
-    *,
-    comparison: Sequence[Mapping[str, Any]] | None = None,
-    **more: Any,
-) -> Result:
-    """Return the result of ``gpushare bench`` from its data: keys as the JSON document has them."""
-    shown = {**data, "cells": [cell for cell in data["cells"] if is_measured(cell)]}
-    tables = [_throughput(shown), _details(shown)]
-    if comparison is not None:
-        data = {**data, "comparison": [dict(row) for row in comparison]}
-        tables.append(_comparison(comparison))
-    if data["left_out"]:
-        tables.append(_left_out(data["left_out"]))
+def bench_result(data: BenchAnswer, notes: Sequence[str] = (), **more: Any) -> Result:
+    """Return the result of ``gpushare bench``."""
+    tables = [_throughput(data), _details(data)]
+    if data.comparison is not None:
+        tables.append(_comparison(data.comparison))
+    if data.left_out:
+        tables.append(_left_out(data.left_out))
     return Result(
         command="bench",
         data=data,
@@ -44,11 +38,6 @@ def bench_result(
     )
 
 
-def is_measured(cell: Mapping[str, Any]) -> bool:
-    """Return whether a cell was measured, or failed; an interrupted benchmark has others, too."""
-    return cell["throughput"] is not None or bool(cell["failures"])
-
-
 def shown(value: float | None) -> str:
     """Return a figure with three or four digits: ``1214``, ``82.4``, ``0.037``."""
     if value is None:
@@ -56,72 +45,61 @@ def shown(value: float | None) -> str:
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def _text(data: Mapping[str, Any]) -> str:
-    import shlex
-
-    gpu = data["gpu"]
-    began = time.strftime("%Y-%m-%d %H:%M", time.localtime(data["started_at"]))
-    device = f"GPU {gpu['index']} {gpu['name'] or ''}".strip() + (f", MIG {gpu['mig']}" if gpu["mig"] else "")
-    command = shlex.join(data["command"])
-    if data["workload"] is not None:
-        command = str(data["workload"]["title"])
-    elif len(command) > _MOST_COMMAND:
-        command = command[: _MOST_COMMAND - 1] + "…"
-    first = f"{data['host']}   {device}   driver {data['driver'] or '-'}   {began}"
+def _text(data: BenchAnswer) -> str:
+    gpu, program = data.gpu, data.program
+    began = time.strftime("%Y-%m-%d %H:%M", time.localtime(data.started_at))
+    device = f"GPU {gpu.index} {gpu.name or ''}".strip() + (f", MIG {gpu.mig}" if gpu.mig else "")
+    if data.workload is None and len(program) > _MOST_COMMAND:
+        program = program[: _MOST_COMMAND - 1] + "…"
+    first = f"{data.host}   {device}   driver {data.driver or '-'}   {began}"
     answer = [line for text in _answer(data) for line in _wrapped(text, _WIDTH)]
-    return "\n".join([first, command, "", *answer])
+    return "\n".join([first, program, "", *answer])
 
 
-def _answer(data: Mapping[str, Any]) -> list[str]:
-    best = data["best"]
+def _answer(data: BenchAnswer) -> list[str]:
+    best = data.best
     if best is None:
         return ["No choice: fewer than two ways were measured with the same number of copies."]
     # One copy shares with nothing; the table shows it under each way.
-    lines = [_sentence(pick) for pick in data["picks"] if pick["copies"] > 1 or len(data["picks"]) == 1]
+    lines = [_sentence(pick) for pick in data.picks if pick.copies > 1 or len(data.picks) == 1]
     if len(lines) > 1:
-        tied = "" if _winner(best) else " (not told apart from another way)"
-        lines.append(f"Highest throughput: {format_copies(best['copies'])}, {best['way']}{tied}.")
+        tied = " (not told apart from another way)" if best.winner is None else ""
+        lines.append(f"Highest throughput: {format_copies(best.copies)}, {best.way}{tied}.")
     return lines
 
 
-def _tied(pick: Mapping[str, Any]) -> list[str]:
+def _tied(pick: Pick) -> list[str]:
     """Return the ways whose intervals overlap with that of the fastest, and the fastest; the one to use comes first."""
-    names = dict.fromkeys((pick["way"], pick["fastest"], *pick["no_difference"]))
+    names = dict.fromkeys((pick.way, pick.fastest, *pick.no_difference))
     return list(names) if len(names) > 1 else []
 
 
-def _winner(pick: Mapping[str, Any]) -> bool:
-    return bool(pick["certain"]) and not _tied(pick)
-
-
-def _sentence(pick: Mapping[str, Any]) -> str:
-    cap, gain = pick["threads_percent"], pick["gain"]
-    way = pick["way"] + (f" ({cap:g} % each)" if cap is not None else "")
-    tied = _tied(pick)
-    if gain is not None and pick["over"] not in {None, *(tied or [pick["way"]])}:
-        way += f", {gain['value']:.2f} x {pick['over']}"
-    if not pick["certain"]:
-        left = pick.get("open_ways")
-        way += f" (not certain: {left} more not measured)" if left else " (not certain: single runs)"
-    elif tied:
-        near = "had the highest mean" if pick["way"] == pick["fastest"] else "is the simplest"
+def _sentence(pick: Pick) -> str:
+    copies, tied = format_copies(pick.copies), _tied(pick)
+    about = "" if pick.threads_percent is None else f" ({pick.threads_percent:g} % each)"
+    if pick.gain is not None and pick.over not in {None, *(tied or [pick.way])}:
+        about += f", {pick.gain.value:.2f} x {pick.over}"
+    if not pick.certain:
+        reason = f"{pick.open_ways} more not measured" if pick.open_ways else "single runs"
+        return f"{copies}: {pick.way}{about} (not certain: {reason})."
+    if tied:
+        near = "had the highest mean" if pick.way == pick.fastest else "is the simplest"
         names = f"{', '.join(tied[:-1])} and {tied[-1]}"
-        return f"{format_copies(pick['copies'])}: no winner: {names} are not told apart; {pick['way']} {near}{way[len(pick['way']) :]}."
-    return f"{format_copies(pick['copies'])}: {way}."
+        return f"{copies}: no winner: {names} are not told apart; {pick.way} {near}{about}."
+    return f"{copies}: {pick.way}{about}."
 
 
-def _throughput(data: Mapping[str, Any]) -> Table:
+def _throughput(data: BenchAnswer) -> Table:
     """Return the table of ways and numbers of copies, with a mark at the chosen way of each number."""
-    numbers = sorted({cell["copies"] for cell in data["cells"]})
-    ways = list(dict.fromkeys(cell["way"] for cell in data["cells"]))
-    cells = {(cell["way"], cell["copies"]): cell for cell in data["cells"]}
-    picks = {pick["copies"]: pick for pick in data["picks"]}
+    cells = {(cell.way, cell.copies): cell for cell in data.cells if cell.is_shown}
+    numbers = sorted({copies for _, copies in cells})
+    picks = {pick.copies: pick for pick in data.picks}
     rows = [
         {"way": way, **{f"n{number}": _figure(cells.get((way, number)), picks.get(number)) for number in numbers}}
-        for way in ways
+        for way in dict.fromkeys(way for way, _ in cells)
     ]
-    legend = [f"{_MARK} use this"] if any(_winner(pick) for pick in picks.values()) else []
-    legend += [f"{_TIED} not told apart"] if any(pick["certain"] and _tied(pick) for pick in picks.values()) else []
+    legend = [f"{_MARK} use this"] if any(pick.winner is not None for pick in data.picks) else []
+    legend += [f"{_TIED} not told apart"] if any(pick.certain and _tied(pick) for pick in data.picks) else []
     columns = (
         Column("way", "way"),
         *(
@@ -143,40 +121,52 @@ def _throughput(data: Mapping[str, Any]) -> Table:
     )
 
 
-def _unit(data: Mapping[str, Any]) -> str:
-    metric, workload = data["metric"], data["workload"]
-    if workload is not None:
-        return str(workload["unit"])
-    if metric["pattern"] is None:
+def _unit(data: BenchAnswer) -> str:
+    if data.workload is not None:
+        return data.workload.unit
+    if not data.metric.printed:
         return "runs per second"
-    return "printed number" + ("" if metric["higher_is_better"] else ", lower is better")
+    return "printed number" + ("" if data.metric.higher_is_better else ", lower is better")
 
 
-def _figure(cell: Mapping[str, Any] | None, pick: Mapping[str, Any] | None) -> str | None:
+def _figure(cell: BenchCell | None, pick: Pick | None) -> str | None:
     if cell is None:
         return None
-    if cell["throughput"] is None:
-        return "failed" if cell["failures"] else None
-    figures = cell["throughput"]
-    mean, low, high = figures["mean"], figures["low"], figures["high"]
+    if cell.throughput is None:
+        return "failed" if cell.failures else None
+    mean, low, high = cell.throughput.mean, cell.throughput.low, cell.throughput.high
     # No percentage of zero.
-    spread = f" ±{100 * (high - low) / 2 / mean:.0f}%" if low is not None and mean else ""
+    spread = f" ±{100 * (high - low) / 2 / mean:.0f}%" if low is not None and high is not None and mean else ""
     mark = ""
-    if pick is not None and pick["certain"]:
+    if pick is not None and pick.certain:
         tied = _tied(pick)
-        mark = f"{_TIED} " if cell["way"] in tied else f"{_MARK} " if cell["chosen"] and not tied else ""
+        mark = f"{_TIED} " if cell.way in tied else f"{_MARK} " if cell.chosen and not tied else ""
     return f"{mark}{shown(mean)}{spread}"
 
 
-def _details(data: Mapping[str, Any]) -> Table:
+def _of_throughput(key: str) -> Callable[[BenchCell], float | None]:
+    return lambda cell: getattr(cell.throughput, key, None)
+
+
+def _gain(cell: BenchCell) -> float | None:
+    return None if cell.gain is None else cell.gain.value
+
+
+def _remark(cell: BenchCell) -> str | None:
+    remarks = [f"failed {len(cell.failures)}"] if cell.failures else []
+    remarks += ["others there"] if cell.others else []
+    return ", ".join(remarks) or None
+
+
+def _details(data: BenchAnswer) -> Table:
     """Return the table of what was measured: one copy alone, then each way and number of copies with runs of its own."""
     columns = (
         Column("copies", "copies", right=True),
         Column("way", "way"),
         Column("threads_percent", "cap %", right=True, rank=4, optional=True),
-        Column("mean", "rate", right=True, format=shown),
-        Column("spread", "spread", right=True, rank=2, format=_percent),
-        Column("gain", "x alone", right=True, format=_times),
+        Column("mean", "rate", right=True, of=_of_throughput("mean"), format=shown),
+        Column("spread", "spread", right=True, rank=2, of=_of_throughput("spread"), format=_percent),
+        Column("gain", "x alone", right=True, of=_gain, format=_times),
         Column("slowdown", "slowdown", right=True, format=_times),
         Column("slowdown_worst", "worst", right=True, rank=3, format=_times),
         Column("latency_p50", "p50", right=True, rank=1, optional=True, format=shown),
@@ -185,31 +175,17 @@ def _details(data: Mapping[str, Any]) -> Table:
         Column("power_watts", "W", right=True, rank=3, optional=True, format=shown),
         Column("joules", "J each", right=True, rank=3, optional=True, format=shown),
         Column("runs", "runs", right=True, rank=3),
-        Column("remark", "remark", optional=True, rank=1),
+        Column("remark", "remark", optional=True, rank=1, of=_remark),
     )
-    alone = {**data["alone"], "way": "alone"}
     # One copy in the way in which it was measured alone is among the cells, too.
-    alone_key = (data["alone"]["way"], 1)
-    cells = [cell for cell in data["cells"] if cell["same_as"] is None and (cell["way"], cell["copies"]) != alone_key]
-    first = [alone] if is_measured(alone) else []
-    rows = [_flat(cell) for cell in (*first, *sorted(cells, key=lambda cell: cell["copies"]))]
-    return Table(name="cells", title="each way", columns=columns, rows=tuple(rows), empty="nothing was measured")
-
-
-def _flat(cell: Mapping[str, Any]) -> dict[str, Any]:
-    figures = cell["throughput"] or {}
-    remarks = []
-    if cell["failures"]:
-        remarks.append(f"failed {len(cell['failures'])}")
-    if cell["others"]:
-        remarks.append("others there")
-    return {
-        **cell,
-        "mean": figures.get("mean"),
-        "spread": figures.get("spread"),
-        "gain": (cell["gain"] or {}).get("value"),
-        "remark": ", ".join(remarks) or None,
-    }
+    cells = [
+        cell
+        for cell in data.cells
+        if cell.is_shown and cell.same_as is None and (cell.way, cell.copies) != (data.alone.way, 1)
+    ]
+    first = [replace(data.alone, way="alone")] if data.alone.is_shown else []
+    rows = (*first, *sorted(cells, key=lambda cell: cell.copies))
+    return Table(name="cells", title="each way", columns=columns, rows=rows, empty="nothing was measured")
 
 
 def _percent(value: float | None) -> str:
@@ -220,7 +196,7 @@ def _times(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def _comparison(rows: Sequence[Mapping[str, Any]]) -> Table:
+def _comparison(rows: tuple[Compared, ...]) -> Table:
     columns = (
         Column("copies", "copies", right=True),
         Column("way", "way"),
@@ -233,12 +209,12 @@ def _comparison(rows: Sequence[Mapping[str, Any]]) -> Table:
         name="comparison",
         title="compared with the earlier benchmark",
         columns=columns,
-        rows=tuple(rows),
+        rows=rows,
         empty="nothing in common",
     )
 
 
-def _left_out(rows: Sequence[Mapping[str, Any]]) -> Table:
+def _left_out(rows: tuple[LeftOut, ...]) -> Table:
     columns = (
         Column("way", "way", group=True),
         Column(
@@ -247,18 +223,18 @@ def _left_out(rows: Sequence[Mapping[str, Any]]) -> Table:
         Column("reason", "why", least=20),
     )
     return Table(
-        name="left_out", title="left out", columns=columns, rows=tuple(rows), draw=lambda width: _reasons(rows, width)
+        name="left_out", title="left out", columns=columns, rows=rows, draw=lambda width: _reasons(rows, width)
     )
 
 
-def _reasons(rows: Sequence[Mapping[str, Any]], width: int) -> list[Any]:
+def _reasons(rows: Sequence[LeftOut], width: int) -> list[Any]:
     """Return the reasons as wrapped lines, which are never cut: they end with what to do."""
     from rich.text import Text
 
     lines = []
     for row in rows:
-        name = row["way"] if row["copies"] is None else f"{row['way']}, {format_copies(row['copies'])}"
-        lines += _wrapped(f"{name}: {row['reason']}", width)
+        name = row.way if row.copies is None else f"{row.way}, {format_copies(row.copies)}"
+        lines += _wrapped(f"{name}: {row.reason}", width)
     return [Text(line) for line in lines]
 
 
@@ -268,36 +244,32 @@ def _wrapped(text: str, width: int) -> list[str]:
     return textwrap.wrap(text, max(width, 20), subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
-def _csv(data: Mapping[str, Any]) -> Table:
+def _csv(data: BenchAnswer) -> Table:
     """Return one row a cell, with whole numbers and the bounds."""
     keys = (
         "copies", "way", "threads_percent", "mean", "low", "high", "spread", "gain", "slowdown", "slowdown_worst",
         "fairness", "latency_p50", "latency_p99", "memory_peak_bytes", "power_watts", "joules", "runs", "chosen",
     )  # fmt: skip
-    rows = tuple(
-        {**_flat(cell), "low": (cell["throughput"] or {}).get("low"), "high": (cell["throughput"] or {}).get("high")}
-        for cell in data["cells"]
-    )
-    return Table(name="cells", columns=tuple(Column(key, key) for key in keys), rows=rows)
+    of = {"gain": _gain, **{key: _of_throughput(key) for key in ("mean", "low", "high", "spread")}}
+    return Table(name="cells", columns=tuple(Column(key, key, of=of.get(key)) for key in keys), rows=data.cells)
 
 
-def drawn(data: Mapping[str, Any], form: str) -> bytes:
+def drawn(data: BenchAnswer, form: str) -> bytes:
     """Return throughput against copies as a picture, ``png`` or ``svg``, with intervals as error bars."""
 
     def draw(axes: Any) -> None:
-        ways = list(dict.fromkeys(cell["way"] for cell in data["cells"]))
+        ways = dict.fromkeys(cell.way for cell in data.cells)
         for way, marker in zip(ways, itertools.cycle("osD^vPX*"), strict=False):
-            cells = [cell for cell in data["cells"] if cell["way"] == way and cell["throughput"] is not None]
-            if cells:
-                means = [cell["throughput"]["mean"] for cell in cells]
-                below = [mean - (cell["throughput"]["low"] or mean) for cell, mean in zip(cells, means, strict=True)]
-                copies = [cell["copies"] for cell in cells]
+            points = [(cell.copies, cell.throughput) for cell in data.cells if cell.way == way and cell.throughput]
+            if points:
+                copies, means = [copies for copies, _ in points], [rate.mean for _, rate in points]
+                below = [rate.mean - (rate.low or rate.mean) for _, rate in points]
                 axes.errorbar(copies, means, yerr=below, label=way, marker=marker, alpha=0.7, capsize=3)
-        numbers = sorted({cell["copies"] for cell in data["cells"]})
+        numbers = sorted({cell.copies for cell in data.cells})
         axes.set_xscale("log", base=2)
         axes.set_xticks(numbers, [str(number) for number in numbers])
         axes.set_ylim(bottom=0)
         axes.set_xlabel("copies")
         axes.set_ylabel(_unit(data).partition(",")[0])
 
-    return picture(form, data["gpu"]["name"], data["driver"], draw)
+    return picture(form, data.gpu.name, data.driver, draw)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +13,12 @@ from hypothesis import strategies as st
 from gpushare.advice.advise import Advice, Confidence, advise
 from gpushare.advice.measured import ANSWERED, BENCH_WAYS, Effect, MeasuredAdvice, bench_ways, measured
 from gpushare.advice.rules import Kind, rules
+from gpushare.base.benchmark import BenchAnswer, BenchCell, LeftOut, Metric
 from gpushare.base.model import Way
+from gpushare.measure.bench import Measurement, Settings
+from gpushare.measure.statistics import summarize
 from tests.advice.conftest import situation_of
+from tests.measure.test_bench import answer
 
 FARM = {"processes": 4, "memory": "2G", "users": "same", "saturating": False}
 # Nothing that decides is left open.
@@ -27,8 +32,8 @@ def advice_of(host: str = "h200", **words: Any) -> Advice:
 
 def bench(
     rates: Mapping[str, Rate], copies: int = 4, *, higher: bool = True, reason: str = "finished", **left: str
-) -> dict[str, Any]:
-    """Return the parts of a benchmark's document that advice reads.
+) -> BenchAnswer:
+    """Return a benchmark.
 
     A rate is mean, low and high, or a mean (give or take 0.5 %), or the failure of a copy; ``left`` says why a way was
     left out.
@@ -36,25 +41,22 @@ def bench(
     cells = []
     for way, rate in rates.items():
         cap = {"mps:200/n": 200 / copies, "mps:100/n": 100 / copies}.get(way, 100.0)
-        figures = None
-        if not isinstance(rate, str):
+        cell = BenchCell(way=way, copies=copies, threads_percent=None if cap >= 100 else round(cap, 1))
+        if isinstance(rate, str):
+            cell = replace(cell, failures=(rate,))
+        else:
             mean, low, high = rate if isinstance(rate, tuple) else (rate, 0.995 * rate, 1.005 * rate)
-            figures = {"mean": mean, "low": low, "high": high}
-        cells.append(
-            {
-                "way": way,
-                "copies": copies,
-                "threads_percent": None if cap >= 100 else round(cap, 1),
-                "throughput": figures,
-                "failures": [rate] if isinstance(rate, str) else [],
-            }
-        )
-    return {
-        "metric": {"higher_is_better": higher},
-        "cells": cells,
-        "left_out": [{"way": way, "copies": None, "reason": why} for way, why in left.items()],
-        "reason": reason,
-    }
+            figures = summarize([mean])
+            assert figures is not None
+            cell = replace(cell, throughput=replace(figures, low=low, high=high))
+        cells.append(cell)
+    metric = Metric(pattern="(.+)", higher_is_better=higher)
+    return replace(
+        answer(Measurement(settings=Settings(argv=["job"], metric=metric, cells=()))),
+        cells=tuple(cells),
+        left_out=tuple(LeftOut(way=way, copies=None, reason=why) for way, why in left.items()),
+        reason=reason,
+    )
 
 
 def once(mean: float) -> Rate:

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from gpushare.base.benchmark import CopiesResult, Metric
 from gpushare.connect import connect
 from gpushare.host.host import Host
-from gpushare.measure.bench import Copies, CopiesResult, Durations, Launch
-from gpushare.measure.metric import Metric
+from gpushare.measure.bench import Copies, Durations, Launch
 from gpushare.measure.usage import UsageMeter
 from gpushare.run.several import Group
 

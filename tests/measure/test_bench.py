@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpushare.base.benchmark import BenchAnswer, CopiesResult, CopyResult, Metric, Ratio, RunResult, Usage
 from gpushare.base.errors import BadUsage, GpushareError, NotFound
 from gpushare.base.model import Gpu, Way
 from gpushare.base.selection import Device
 from gpushare.cli.bench import bench_notes
-from gpushare.measure.bench import (
-    CopiesResult,
-    CopyResult,
-    Measurement,
-    RunResult,
-    Settings,
-    measured_as,
-    schedule,
-    throughput,
-)
+from gpushare.measure.bench import Measurement, Settings, measured_as, schedule, throughput
 from gpushare.measure.bench_data import (
-    Header,
-    bench_data,
+    bench_answer,
     check_comparable,
     check_new,
     compared,
@@ -35,9 +28,8 @@ from gpushare.measure.bench_data import (
     read_bench,
     write_bench,
 )
-from gpushare.measure.metric import Metric
-from gpushare.measure.usage import Usage
 from gpushare.measure.ways import ALONE, BenchWay, parse_ways
+from gpushare.show.result import jsonable
 
 OUTSIDE = BenchWay(name=ALONE, kind=Way.WHOLE)
 RATE = Metric(pattern="rate=(.+)")
@@ -57,8 +49,8 @@ def copy(number: int, value: float | None, seconds: float = 1.0, failure: str | 
         exit_code=0,
         value=value,
         latencies=(),
-        p50=None,
-        p99=None,
+        latency_p50=None,
+        latency_p99=None,
         failure=failure,
     )
 
@@ -92,9 +84,9 @@ def measured(
     return Measurement(settings=settings(ways, copies, metric), runs=runs, rounds_done=3)
 
 
-HEADER = Header(
-    host="sim:h200", driver="580", device=Device(gpu=Gpu(index=0, uuid="GPU-1", name="NVIDIA H200")), started_at=0.0
-)
+def answer(measurement: Measurement) -> BenchAnswer:
+    device = Device(gpu=Gpu(index=0, uuid="GPU-1", name="NVIDIA H200"))
+    return bench_answer(measurement, device, host="sim:h200", driver="580", started_at=0.0)
 
 
 def test_each_round_runs_alone_first_and_nothing_twice() -> None:
@@ -151,28 +143,28 @@ def test_mps_wins_for_a_job_that_needs_less_than_half() -> None:
     }
     found = measured("queue,timeslice,mps,mps:100/n", (2,), figures)
     (pick,) = picks(found, judge(found))
-    assert pick.chosen.name == "mps", "the simpler of two that do not differ"
-    assert pick.best.name in {"mps", "mps:100/n"}
+    assert pick.way == "mps", "the simpler of two that do not differ"
+    assert pick.fastest in {"mps", "mps:100/n"}
     assert pick.gain is not None
     assert pick.gain.value == pytest.approx(2, rel=0.02)
     assert pick.over == "timeslice"
-    assert overall(found, [pick]) == pick
+    assert overall(RATE, judge(found), [pick]) == pick
 
 
 def test_nothing_differs_for_a_job_that_fills_the_gpu() -> None:
     figures = {("alone", 1): [100, 101, 99.0], ("timeslice", 2): [50, 50.5, 49.5], ("mps", 2): [50.2, 49.8, 50.0]}
     found = measured("queue,timeslice,mps", (2,), figures)
     (pick,) = picks(found, judge(found))
-    assert pick.chosen.name == "queue"
-    assert {pick.best.name, *(way.name for way in pick.same)} == {"queue", "timeslice", "mps"}
+    assert pick.way == "queue"
+    assert {pick.fastest, *pick.no_difference} == {"queue", "timeslice", "mps"}
 
 
 def test_a_simpler_way_that_is_more_than_three_percent_slower_is_not_chosen() -> None:
     figures = {("alone", 1): [100.0] * 3, ("timeslice", 2): [40.0, 60.0, 44.0], ("mps", 2): [55.0, 70.0, 60.0]}
     found = measured("timeslice,mps", (2,), figures)
     (pick,) = picks(found, judge(found))
-    assert [way.name for way in pick.same] == ["timeslice"]
-    assert pick.chosen.name == "mps"
+    assert pick.no_difference == ("timeslice",)
+    assert pick.way == "mps"
 
 
 @given(
@@ -183,17 +175,17 @@ def test_the_choice_is_never_three_percent_below_the_best(rounds: list[list[floa
     found = measured("queue,timeslice,mps", (2,), figures)
     verdicts = judge(found)
     (pick,) = picks(found, verdicts)
-    means = {verdict.way.name: verdict.throughput.mean for verdict in verdicts if verdict.throughput is not None}
-    assert means[pick.chosen.name] >= 0.97 * max(means.values()) * (1 - 1e-9)
-    assert means[pick.best.name] == max(means.values())
+    means = {cell.way: cell.throughput.mean for cell in verdicts if cell.throughput is not None}
+    assert means[pick.way] >= 0.97 * max(means.values()) * (1 - 1e-9)
+    assert means[pick.fastest] == max(means.values())
 
 
 def test_lower_is_better_turns_it_round() -> None:
     figures = {("alone", 1): [10.0, 10.1, 9.9], ("timeslice", 2): [20.0, 20.2, 19.8], ("mps", 2): [10.0, 10.1, 9.9]}
     found = measured("timeslice,mps", (2,), figures, LOWER)
-    by_name = {one.way.name: one for one in judge(found)}
+    by_name = {one.way: one for one in judge(found)}
     (pick,) = picks(found, list(by_name.values()))
-    assert pick.chosen.name == "mps"
+    assert pick.way == "mps"
     assert by_name["mps"].slowdown == pytest.approx(1, rel=0.01)
     assert by_name["timeslice"].slowdown == pytest.approx(2, rel=0.01)
     assert by_name["mps"].throughput is not None
@@ -215,7 +207,7 @@ def test_streams_share_what_their_process_prints() -> None:
 def test_single_runs_are_not_called_certain() -> None:
     found = measured("timeslice,mps", (2,), {("alone", 1): [100.0], ("timeslice", 2): [50.0], ("mps", 2): [99.0]})
     (pick,) = picks(found, judge(found))
-    assert (pick.chosen.name, pick.certain) == ("mps", False)
+    assert (pick.way, pick.certain) == ("mps", False)
 
 
 def test_a_cell_that_failed_is_not_chosen_and_its_copies_are_kept() -> None:
@@ -223,38 +215,26 @@ def test_a_cell_that_failed_is_not_chosen_and_its_copies_are_kept() -> None:
     failed = CopiesResult(copies=(copy(0, 98.0), copy(1, None, failure="exit code 3")), seconds=1.0)
     usage = Usage(seconds=1.0, energy_joules=None, memory_peak_bytes=None, others=(77,), other_names={77: "python3"})
     found.runs.append(RunResult(round=1, way="mps", copies=2, result=failed, throughput=None, usage=usage))
-    data = bench_data(HEADER, found)
-    cell = next(cell for cell in data["cells"] if cell["way"] == "mps")
-    assert cell["throughput"] is None
-    assert cell["failures"] == ["round 1: copy 1 (process 101): exit code 3"]
-    assert cell["others"] == [77]
-    assert (data["others"], data["other_names"]) == ([77], {"77": "python3"})
+    data = answer(found)
+    cell = next(cell for cell in data.cells if cell.way == "mps")
+    assert cell.throughput is None
+    assert cell.failures == ("round 1: copy 1 (process 101): exit code 3",)
+    assert cell.others == (77,)
+    assert (data.others, data.other_names) == ((77,), {77: "python3"})
     assert any("(77 python3)" in note for note in bench_notes(data))
-    # A document of before has no names.
-    assert any("(77)" in note for note in bench_notes({**data, "other_names": {}}))
-    assert data["picks"] == []
-    assert [result["value"] for result in data["runs"][-1]["results"]] == [98.0, None]
+    assert any("(77)" in note for note in bench_notes(replace(data, other_names={})))
+    assert data.picks == ()
+    assert [copy.value for copy in data.runs[-1].results] == [98.0, None]
 
 
 def test_the_document_is_pinned(tmp_path: Path) -> None:
     figures = {("alone", 1): [100.0, 101.0], ("timeslice", 2): [50.0, 51.0], ("mps", 2): [99.0, 98.0]}
-    data = bench_data(HEADER, measured("timeslice,mps", (2,), figures))
+    benchmark = answer(measured("timeslice,mps", (2,), figures))
+    data = jsonable(benchmark)
     assert list(data) == [
-        *("kind", "host", "driver", "gpu", "command", "workload", "started_at", "seconds", "reason", "metric"),
-        *(
-            "window_seconds",
-            "repeat",
-            "rounds",
-            "alone",
-            "cells",
-            "picks",
-            "best",
-            "left_out",
-            "others",
-            "other_names",
-            "notes",
-            "runs",
-        ),
+        *("kind", "driver", "gpu", "command", "workload", "started_at", "metric", "window_seconds", "cells", "picks"),
+        *("host", "seconds", "reason", "repeat", "rounds", "alone", "best", "left_out", "others", "other_names"),
+        *("notes", "runs", "comparison"),
     ]
     assert list(data["cells"][0]) == [
         *("way", "copies", "threads_percent", "same_as", "runs", "throughput", "gain", "slowdown", "slowdown_worst"),
@@ -268,26 +248,46 @@ def test_the_document_is_pinned(tmp_path: Path) -> None:
     ]
     assert data["cells"][1]["joules"] == pytest.approx(100 / 197, rel=1e-3), "100 W over the mean rate"
     path = tmp_path / "a.json"
-    write_bench(path, data)
-    assert read_bench(str(path)) == json.loads(json.dumps(data))
+    assert list(data["runs"][0]) == [
+        *("round", "way", "copies", "throughput", "invalid", "seconds", "energy_joules", "memory_peak_bytes"),
+        *("others", "results"),
+    ]
+    assert list(data["runs"][0]["results"][0]) == [
+        *("copy", "pid", "seconds", "exit_code", "value", "latency_p50", "latency_p99", "failure"),
+    ]
+    write_bench(path, benchmark)
+    assert json.loads(path.read_text()) == json.loads(json.dumps(data))
+    earlier = read_bench(str(path))
+    assert jsonable(earlier) == {key: data[key] for key in jsonable(earlier)}
+    # It may be of a later gpushare, which says more.
+    later = {**data, "colour": "red", "cells": [{**cell, "colour": "red"} for cell in data["cells"]]}
+    path.write_text(json.dumps({"schema": 1, "data": later}))
+    assert read_bench(str(path)) == earlier
+
+
+def test_figures_have_six_digits() -> None:
+    (cell,) = answer(measured("mps", (2,), {("alone", 1): [100.0], ("mps", 2): [100 / 3, 200 / 3]})).cells
+    assert cell.throughput is not None
+    assert (cell.throughput.min, cell.throughput.max) == (66.6667, 133.333)
+    assert (cell.gain, cell.slowdown) == (Ratio(value=1.0, low=None, high=None), 2.25)
 
 
 def test_compared_with_an_earlier_one() -> None:
     before = {("alone", 1): [100.0, 101.0], ("timeslice", 2): [50.0, 50.1], ("mps", 2): [50.0, 50.1]}
     after = {("alone", 1): [100.0, 101.0], ("timeslice", 2): [50.0, 50.2], ("mps", 2): [99.0, 99.1]}
-    old, new = (bench_data(HEADER, measured("timeslice,mps", (2,), figures)) for figures in (before, after))
-    rows = {row["way"]: row for row in compared(new, old)}
-    assert rows["mps"]["verdict"] == "faster"
-    assert rows["mps"]["ratio"] == pytest.approx(1.98, rel=0.01)
-    assert rows["timeslice"]["verdict"] == "no difference"
-    assert {row["verdict"] for row in compared(old, new)} == {"slower", "no difference"}
+    old, new = (answer(measured("timeslice,mps", (2,), figures)) for figures in (before, after))
+    rows = {row.way: row for row in compared(new, old)}
+    assert rows["mps"].verdict == "faster"
+    assert rows["mps"].ratio == pytest.approx(1.98, rel=0.01)
+    assert rows["timeslice"].verdict == "no difference"
+    assert {row.verdict for row in compared(old, new)} == {"slower", "no difference"}
 
 
 def test_compared_with_one_that_counts_something_else() -> None:
     figures = {("alone", 1): [100.0, 101.0], ("mps", 2): [50.0, 50.1]}
     one = measured("mps", (2,), figures)
-    check_comparable(one.settings.metric, bench_data(HEADER, one))
-    other = bench_data(HEADER, measured("mps", (2,), figures, LOWER))
+    check_comparable(one.settings.metric, answer(one))
+    other = answer(measured("mps", (2,), figures, LOWER))
     with pytest.raises(BadUsage) as caught:
         check_comparable(one.settings.metric, other)
     assert caught.value.code == "other_metric"
@@ -303,6 +303,43 @@ def test_a_file_that_is_no_benchmark(text: str, tmp_path: Path) -> None:
     with pytest.raises(BadUsage) as caught:
         read_bench(str(path))
     assert caught.value.code == "not_a_bench"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"kind": "gpushare bench sizes"},
+        {"started_at": 1e300},
+        {"started_at": "today"},
+        {"driver": 7},
+        {"gpu": {}},
+        {"metric": None},
+        {"picks": [None]},
+        *({"cells": [{"way": "mps", "copies": copies}]} for copies in (0, 1.5, True, "2", 10**400)),
+    ],
+    ids=str,
+)
+def test_a_benchmark_with_a_field_that_cannot_be(change: dict[str, Any], tmp_path: Path) -> None:
+    data = jsonable(answer(measured("mps", (2,), {("mps", 2): [1.0, 2.0]})))
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps({**data, **change}))
+    with pytest.raises(BadUsage) as caught:
+        read_bench(str(path))
+    assert caught.value.code == "not_a_bench"
+
+
+@pytest.mark.parametrize("mean", [1e300, -1e300, 5e-324, 10**400, "1", None])
+def test_a_figure_over_which_there_is_no_ratio(mean: Any, tmp_path: Path) -> None:
+    data = jsonable(answer(measured("mps", (2,), {("mps", 2): [1.0, 2.0]})))
+    path = tmp_path / "x.json"
+    for usual in (0, 1.5):
+        data["cells"][0]["throughput"]["mean"] = usual
+        path.write_text(json.dumps(data))
+        assert read_bench(str(path)).cells[0].throughput is not None
+    data["cells"][0]["throughput"]["mean"] = mean
+    path.write_text(json.dumps(data))
+    with pytest.raises(BadUsage):
+        read_bench(str(path))
 
 
 def test_files_that_cannot_be(tmp_path: Path) -> None:

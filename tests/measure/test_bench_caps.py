@@ -11,35 +11,55 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpushare.base.benchmark import BenchCell, BenchGpu, Benchmark, Metric, Pick
+from gpushare.base.errors import BadUsage
 from gpushare.base.model import MigInstance
 from gpushare.base.selection import select_one
 from gpushare.connect import connect
 from gpushare.measure import bench_data
+from gpushare.measure.statistics import summarize
 from gpushare.run.results import BenchedCap, find_benched, keep_benched
+from gpushare.show.result import jsonable
 
+PICK = Pick(
+    copies=4,
+    way="mps",
+    threads_percent=None,
+    fastest="mps",
+    no_difference=(),
+    certain=True,
+    ways=2,
+    open_ways=0,
+    gain=None,
+    over=None,
+)
+BENCHMARK = Benchmark(
+    driver="580.1",
+    gpu=BenchGpu(index=0, uuid="GPU-1", name="NVIDIA H200", mig=None),
+    command=("a",),
+    workload=None,
+    started_at=1_700_000_000.0,
+    metric=Metric(),
+    window_seconds=None,
+    cells=(),
+    picks=(),
+)
 # The best cap for four copies, which these tests speak of.
 FOUR = BenchedCap(copies=4, threads_percent=50.0, best=True, date="2026-11-21", driver=None)
 
 
-def cell(way: str, threads: float | None, mean: float | None, *, copies: int = 4, failures: Any = ()) -> dict[str, Any]:
-    throughput = None if mean is None else {"mean": mean}
-    return {
-        "way": way,
-        "copies": copies,
-        "threads_percent": threads,
-        "throughput": throughput,
-        "failures": list(failures),
-    }
+def cell(way: str, threads: float | None, mean: float | None, *failures: str) -> BenchCell:
+    throughput = None if mean is None else summarize([mean])
+    return BenchCell(way=way, copies=4, threads_percent=threads, throughput=throughput, failures=failures)
 
 
-def document(*cells: dict[str, Any], way: str | None = None, copies: int = 4) -> dict[str, Any]:
-    picks = [] if way is None else [{"copies": copies, "way": way}]
-    return {"cells": cells, "picks": picks, "driver": "580.1", "started_at": 1_700_000_000.0}
+def document(*cells: BenchCell, way: str | None = None) -> Benchmark:
+    return replace(BENCHMARK, cells=cells, picks=() if way is None else (replace(PICK, way=way),))
 
 
-def best_caps(data: dict[str, Any]) -> dict[int, BenchedCap]:
+def best_caps(benchmark: Benchmark) -> dict[int, BenchedCap]:
     """Return the best caps by the number of copies: one for each."""
-    caps = bench_data.best_caps(data)
+    caps = bench_data.best_caps(benchmark)
     found = {cap.copies: cap for cap in caps}
     assert len(found) == len(caps)
     return found
@@ -59,7 +79,7 @@ def test_where_another_way_is_better_the_fastest_under_mps_counts() -> None:
 
 
 def test_a_way_that_failed_or_was_not_measured_is_no_answer() -> None:
-    failed = cell("mps", None, 200, failures=["copy 1: exit code 1"])
+    failed = cell("mps", None, 200, "copy 1: exit code 1")
     assert best_caps(document(failed, cell("mps:100/n", 25.0, None))) == {}
     assert best_caps(document(failed, cell("mps:100/n", 25.0, 1.0)))[4].threads_percent == 25.0
 
@@ -139,16 +159,21 @@ def test_a_file_of_a_newer_gpushare_is_not_believed() -> None:
 
 
 def test_a_benchmark_that_picked_nothing_for_some_copies_still_tells_the_fastest() -> None:
-    data = document(cell("mps", None, 90), cell("mps:100/n", 25.0, 100)) | {"picks": [None]}
-    assert best_caps(data)[4].threads_percent == 25.0
-    assert best_caps({**data, "picks": None})[4].best
+    caps = best_caps(document(cell("mps", None, 90), cell("mps:100/n", 25.0, 100)))
+    assert (caps[4].threads_percent, caps[4].best) == (25.0, True)
 
 
-@pytest.mark.parametrize(
-    ("threads", "cap"), [(0, None), (1, 1.0), (99.5, 99.5), (100, None), (200, None), ("50", None)]
-)
-def test_all_of_the_threads_is_no_cap(threads: Any, cap: float | None) -> None:
-    assert best_caps(document(cell("mps:x", threads, 100)))[4].threads_percent == cap
+@pytest.mark.parametrize("threads", [0, 100, 200, "50", True])
+def test_a_file_with_a_cap_that_is_none_is_not_believed(threads: Any, tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    data = jsonable(document(cell("mps:50", 50.0, 100)))
+    path.write_text(json.dumps(data))
+    assert best_caps(bench_data.read_bench(str(path)))[4].threads_percent == 50
+    data["cells"][0]["threads_percent"] = threads
+    path.write_text(json.dumps(data))
+    with pytest.raises(BadUsage) as caught:
+        bench_data.read_bench(str(path))
+    assert caught.value.code == "not_a_bench"
 
 
 def test_a_cap_of_one_size_of_instance_is_not_that_of_another_or_of_the_whole_gpu() -> None:

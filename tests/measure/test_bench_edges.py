@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from gpushare.base.benchmark import BenchCell, CopiesResult, Metric
 from gpushare.base.errors import OperationFailed, TimedOut
 from gpushare.base.selection import select_one
 from gpushare.connect import connect
 from gpushare.host.host import Host
-from gpushare.measure.bench import BenchRequest, CopiesResult, measure, prepare
-from gpushare.measure.metric import Metric, Printed, amount, bounded, number
+from gpushare.measure.bench import Settings, measure, prepare
+from gpushare.measure.metric import Printed, amount, bounded, number
+from gpushare.measure.statistics import summarize
 from gpushare.measure.ways import parse_ways
 from gpushare.show.bench import _figure
 from tests.cli.drive import alive
@@ -91,12 +93,12 @@ def test_a_helper_that_ends_a_moment_later_is_none(together: Together, tmp_path:
 
 
 def test_a_mean_of_nothing_has_no_percentage() -> None:
-    cell = {"throughput": {"mean": 0.0, "low": 0.0, "high": 0.0}, "failures": [], "chosen": False}
-    assert _figure(cell, None) == "0"
+    assert _figure(BenchCell(way="mps", copies=2, throughput=summarize([0.0, 0.0])), None) == "0"
 
 
-def request(script: str, ways: str, metric: Metric = RATE) -> BenchRequest:
-    return BenchRequest(argv=["sh", "-c", script], metric=metric, ways=parse_ways(ways), copies=(2,), repeat=1)
+def request(script: str, ways: str, metric: Metric = RATE) -> Settings:
+    cells = [(way, 2) for way in parse_ways(ways)]
+    return Settings(argv=["sh", "-c", script], metric=metric, cells=cells, repeat=1)
 
 
 @pytest.fixture

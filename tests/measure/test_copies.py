@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from gpushare.base.benchmark import CopiesResult, Metric
 from gpushare.base.errors import NotFound
 from gpushare.base.selection import Device
 from gpushare.host.host import Host
-from gpushare.measure.bench import Copies, CopiesResult, Durations, Launch, failures
-from gpushare.measure.metric import Metric, parse_metric
+from gpushare.measure.bench import Copies, Durations, Launch
+from gpushare.measure.metric import parse_metric
 from gpushare.measure.usage import UsageMeter
 from tests.cli.drive import alive
 from tests.measure.conftest import ENDLESS, Told, group_with, words
@@ -42,7 +43,7 @@ while not os.path.exists({read!r}):
 
 def test_copies_that_finish(together: Together) -> None:
     found = together("exit 0", "sleep 0.2")
-    assert failures(found) == []
+    assert found.failures == []
     assert [copy.exit_code for copy in found.copies] == [0, 0]
     assert [copy.copy for copy in found.copies] == [0, 1]
     assert all(copy.seconds > 0 for copy in found.copies)
@@ -52,14 +53,14 @@ def test_copies_that_finish(together: Together) -> None:
 def test_the_last_number_counts_without_a_window(together: Together) -> None:
     found = together("echo rate=1; echo rate=5", "echo rate=7 >&2", metric=RATE)
     assert [copy.value for copy in found.copies] == [5.0, 7.0]
-    assert failures(found) == []
+    assert found.failures == []
 
 
 def test_one_that_exits_with_a_code_is_named_and_the_rest_kept(together: Together) -> None:
     found = together("echo rate=3", "echo out of memory >&2; exit 3", metric=RATE)
     assert found.copies[0].value == 3.0
     assert found.copies[0].failure is None
-    (text,) = failures(found)
+    (text,) = found.failures
     assert text.startswith("copy 1 (process ")
     assert text.endswith("exit code 3: out of memory")
 
@@ -105,7 +106,7 @@ def test_a_window_measures_programs_that_never_end(together: Together) -> None:
         return told.printed(0) > 0 and told.printed(1) > 0
 
     found = together(ENDLESS, ENDLESS, metric=RATE, window=500.0, over=over)
-    assert failures(found) == []
+    assert found.failures == []
     assert [copy.value for copy in found.copies] == [10.0, 10.0]
     assert not any(alive(copy.pid) for copy in found.copies)
     assert not found.hung
@@ -176,13 +177,13 @@ def test_a_window_and_one_that_stops_printing(together: Together) -> None:
 def test_latencies_of_the_window_only(together: Together) -> None:
     script = "import time\nn = 0\nwhile True:\n    n += 1\n    print('rate=1 latency_ms=%d' % (99 if n == 1 else 5), flush=True)\n    time.sleep(0.02)"
     found = together(script, metric=RATE, window=500.0, python=True, over=lambda told: told.printed(0) > 2)
-    assert (found.copies[0].p50, found.copies[0].p99) == (5.0, 5.0)
+    assert (found.copies[0].latency_p50, found.copies[0].latency_p99) == (5.0, 5.0)
 
 
 def test_in_turn_one_runs_at_a_time(together: Together, tmp_path: Path) -> None:
     script = f"mkdir {tmp_path}/lock || exit 9; sleep 0.1; rmdir {tmp_path}/lock"
     found = together(script, script, script, in_turn=True)
-    assert failures(found) == []
+    assert found.failures == []
     assert [copy.copy for copy in found.copies] == [0, 1, 2]
     assert found.seconds >= 0.3
 

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpushare.base.benchmark import Metric
 from gpushare.base.errors import BadUsage
-from gpushare.measure.metric import Metric, Printed, amount, hopeless, number, parse_metric
+from gpushare.measure.metric import Printed, amount, hopeless, number, parse_metric
 
 RATE = parse_metric(r"rate=(\S+)")
 

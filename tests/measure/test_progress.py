@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare.measure.metric import Metric, Printed, Window, dispersion, p99, p99_factor_interval, p99_interval
+from gpushare.base.benchmark import Metric
+from gpushare.measure.metric import Printed, Window, dispersion, p99, p99_factor_interval, p99_interval
 
 
 def test_a_printed_rate_is_the_mean_of_the_window() -> None:

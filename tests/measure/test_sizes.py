@@ -2,50 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import pytest
 
+from gpushare.base.benchmark import BenchAnswer, Workload
 from gpushare.base.errors import BadUsage
-from gpushare.measure.built_in import parse_sizes, sizes_data
+from gpushare.measure.built_in import parse_sizes, sizes_answer
 from gpushare.show.sizes import format_time, sizes_result
+from tests.measure.test_bench import answer, measured
 
 
-def benchmark(size: int, alone: float, gains: dict[int, float], way: str = "mps") -> dict[str, Any]:
-    """Return the document of a benchmark in which N copies reach these multiples of one copy."""
-    figures = {"mean": alone, "low": 0.9 * alone, "high": 1.1 * alone}
-    cells = [
-        {
-            "way": way,
-            "copies": copies,
-            "throughput": {key: gain * value for key, value in figures.items()},
-            "gain": {"value": gain},
-            "failures": [],
-        }
-        for copies, gain in gains.items()
-    ]
-    return {
-        "host": "sim:h200",
-        "driver": "580",
-        "gpu": {"index": 0, "name": "NVIDIA H200"},
-        "started_at": 0.0,
-        "window_seconds": 1.0,
-        "repeat": 3,
-        "seconds": 1.0,
-        "reason": "finished",
-        "workload": {"size": size, "backend": "torch", "cpu": False, "copy": True},
-        "alone": {"throughput": figures},
-        "cells": cells,
-        "left_out": [],
-    }
+def benchmark(size: int, alone: float, gains: dict[int, float]) -> BenchAnswer:
+    """Return a benchmark in which N copies under MPS reach these multiples of one copy."""
+    figures = {("alone", 1): 1.0, **{("mps", copies): gain / copies for copies, gain in gains.items()}}
+    rates = {cell: [0.9 * alone * rate, alone * rate, 1.1 * alone * rate] for cell, rate in figures.items()}
+    workload = Workload(title="", unit="", size=size, cpu=False, copy="both", footprint=None, backend="torch")
+    return replace(answer(measured("mps", tuple(gains), rates)), workload=workload)
 
 
 def test_the_time_of_copies_that_run_at_once_is_that_of_one() -> None:
-    data = sizes_data([benchmark(256, 100.0, {1: 1.0, 4: 4.0}), benchmark(4096, 10.0, {1: 1.0, 4: 1.0})])
-    seconds = {(cell["size"], cell["copies"]): cell["seconds"] for cell in data["cells"]}
+    data = sizes_answer([benchmark(256, 100.0, {1: 1.0, 4: 4.0}), benchmark(4096, 10.0, {1: 1.0, 4: 1.0})])
+    seconds = {(cell.size, cell.copies): cell.seconds for cell in data.cells}
     assert seconds == {(256, 1): 0.01, (256, 4): 0.01, (4096, 1): 0.1, (4096, 4): 0.4}
-    (small, *_), *_ = [[cell for cell in data["cells"] if cell["copies"] == 4]]
-    assert small["low"] < small["seconds"] < small["high"]
+    small = next(cell for cell in data.cells if cell.copies == 4)
+    assert (small.low or 1) < (small.seconds or 0) < (small.high or 0)
+    assert (data.sizes, data.workload.size, data.workload.backend) == ((256, 4096), None, "torch")
 
 
 @pytest.mark.parametrize(
@@ -59,18 +41,18 @@ def test_the_time_of_copies_that_run_at_once_is_that_of_one() -> None:
     ],
 )
 def test_where_concurrency_ends(gains: dict[int, float], until: int | None, ends: int | None, said: str) -> None:
-    data = sizes_data([benchmark(size, 10.0, {1: 1.0, 8: gain}) for size, gain in gains.items()])
-    (found,) = data["concurrency"]
-    assert (found["concurrent_until"], found["ends_at"], found["copies"]) == (until, ends, 8)
+    data = sizes_answer([benchmark(size, 10.0, {1: 1.0, 8: gain}) for size, gain in gains.items()])
+    (row,) = data.concurrency
+    assert (row.concurrent_until, row.ends_at, row.copies) == (until, ends, 8)
     assert said in (sizes_result(data).text or "")
 
 
 def test_what_failed_has_no_time() -> None:
-    failed = benchmark(256, 10.0, {1: 1.0, 2: 1.0})
-    failed["cells"][1] |= {"throughput": None, "gain": None, "failures": ["round 1: copy 0: exit code 1"]}
-    data = sizes_data([failed])
-    assert data["cells"][1]["seconds"] is None
-    assert data["concurrency"] == []
+    whole = benchmark(256, 10.0, {1: 1.0, 2: 1.0})
+    failed = replace(whole.cells[1], throughput=None, gain=None, failures=("round 1: copy 0: exit code 1",))
+    data = sizes_answer([replace(whole, cells=(whole.cells[0], failed))])
+    assert data.cells[1].seconds is None
+    assert data.concurrency == ()
     (table,) = sizes_result(data).tables
     assert table.rows[0]["n2"] == "failed"
 

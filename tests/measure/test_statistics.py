@@ -10,9 +10,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from gpushare.base.benchmark import Ratio, Summary
 from gpushare.measure.statistics import (
-    Ratio,
-    Summary,
     differ,
     paired_ratio,
     percentile,
@@ -35,11 +34,11 @@ def summary(values: list[float]) -> Summary:
 @given(VALUES)
 def test_mean_and_median_lie_between_least_and_most(values: list[float]) -> None:
     found = summary(values)
-    slack = 1e-9 * found.most
-    assert found.least - slack <= found.mean <= found.most + slack
-    assert found.least <= found.median <= found.most
+    slack = 1e-9 * found.max
+    assert found.min - slack <= found.mean <= found.max + slack
+    assert found.min <= found.median <= found.max
     assert found.median == pytest.approx(statistics.median(values))
-    assert found.count == len(values)
+    assert found.runs == len(values)
 
 
 @given(SEVERAL)

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
+from gpushare.base.benchmark import Metric
 from gpushare.base.errors import InUse, NotFound, NotSupported, OperationFailed, TimedOut
 from gpushare.base.selection import Device, select_one
 from gpushare.connect import connect
 from gpushare.host.host import Host
 from gpushare.measure.experiment import Grounds
-from gpushare.measure.metric import Metric, p99
+from gpushare.measure.metric import p99
 from gpushare.measure.search import Goal, Search, Setting, sliced
 from gpushare.measure.tune import Stage, TuneOptions, TuneReporter, TuneResult, tune
 from gpushare.sim import admin

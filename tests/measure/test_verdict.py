@@ -6,16 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from gpushare.measure.bench import CopiesResult, CopyResult, Measurement, RunResult
-from gpushare.measure.bench_data import CellVerdict, alone_verdict, judge, overall, picks, speeds
-from gpushare.measure.metric import Metric
-from gpushare.measure.usage import Usage
+from gpushare.base.benchmark import BenchCell, CopiesResult, CopyResult, Metric, RunResult, Usage
+from gpushare.measure.bench import Measurement
+from gpushare.measure.bench_data import alone_cell, judge, overall, picks, speeds
 from tests.measure.test_bench import LOWER, RATE, copy, measured, run, settings
 
 RUNS = Metric()
 
 
-def verdict_of(*runs: RunResult, metric: Metric = RATE, window: float | None = 1.0) -> CellVerdict:
+def verdict_of(*runs: RunResult, metric: Metric = RATE, window: float | None = 1.0) -> BenchCell:
     """Return what is known of two copies under MPS, from these runs."""
     found = Measurement(settings=settings("mps", (2,), metric, window), runs=list(runs))
     (verdict,) = judge(found)
@@ -42,15 +41,15 @@ def test_a_way_in_which_nothing_was_done_is_compared_too() -> None:
     found = measured("timeslice,mps", (2,), figures)
     verdicts = judge(found)
     (pick,) = picks(found, verdicts)
-    assert (pick.chosen.name, pick.same) == ("mps", ())
+    assert (pick.way, pick.no_difference) == ("mps", ())
     # Over nothing there is no factor.
     assert (pick.gain, pick.over) == (None, "timeslice")
-    by_name = {verdict.way.name: verdict for verdict in verdicts}
+    by_name = {cell.way: cell for cell in verdicts}
     assert by_name["timeslice"].gain is None
     assert by_name["timeslice"].slowdown is None
     nothing = measured("timeslice,mps", (2,), {**figures, ("mps", 2): [0.0, 0.0]})
     (pick,) = picks(nothing, judge(nothing))
-    assert pick.chosen.name == "timeslice"
+    assert pick.way == "timeslice"
 
 
 def test_a_run_in_which_nothing_was_done_is_not_left_out_of_the_speeds() -> None:
@@ -65,8 +64,8 @@ def test_less_than_a_hundredth_is_no_difference_however_narrow_the_intervals(mps
     figures = {("alone", 1): [100.0] * 3, ("timeslice", 2): [100.0] * 3, ("mps", 2): [mps] * 3}
     found = measured("timeslice,mps", (2,), figures)
     (pick,) = picks(found, judge(found))
-    assert [way.name for way in pick.same] == (["timeslice"] if same else [])
-    assert pick.chosen.name == ("timeslice" if same else "mps")
+    assert list(pick.no_difference) == (["timeslice"] if same else [])
+    assert pick.way == ("timeslice" if same else "mps")
     assert pick.certain
 
 
@@ -83,7 +82,7 @@ def test_a_slowdown_is_of_each_copy_against_the_mean_time_alone() -> None:
 @pytest.mark.parametrize("rates", [[100.0, 100.0], [10.0, 500.0, 90.0]])
 def test_one_copy_alone_is_no_slower_than_one_copy_alone(rates: list[float]) -> None:
     found = measured("mps", (1,), {("alone", 1): rates, ("mps", 1): rates})
-    assert alone_verdict(found).slowdown == pytest.approx(1.0)
+    assert alone_cell(found).slowdown == pytest.approx(1.0)
 
 
 def test_of_a_printed_time_no_joules_are_known() -> None:
@@ -131,7 +130,7 @@ def test_power_is_energy_over_time_and_joules_are_of_one_run_or_of_one_unit() ->
 def with_latencies(number: int, *copies: tuple[tuple[float, ...], float | None, float | None]) -> RunResult:
     """Return a run in which the copies told these latencies, and these 50th and 99th percentiles."""
     results: list[CopyResult] = [
-        replace(copy(place, 1.0), latencies=latencies, p50=p50, p99=p99)
+        replace(copy(place, 1.0), latencies=latencies, latency_p50=p50, latency_p99=p99)
         for place, (latencies, p50, p99) in enumerate(copies)
     ]
     base = run("mps", [1.0] * len(copies), number)
@@ -141,22 +140,22 @@ def with_latencies(number: int, *copies: tuple[tuple[float, ...], float | None, 
 def test_percentiles_are_of_all_latencies_together() -> None:
     low, high = tuple(float(one) for one in range(1, 51)), tuple(float(one) for one in range(51, 102))
     verdict = verdict_of(with_latencies(1, (low, 9.0, 9.0), (high, 9.0, 9.0)))
-    assert (verdict.p50, verdict.p99) == (51.0, 100.0)
+    assert (verdict.latency_p50, verdict.latency_p99) == (51.0, 100.0)
 
 
 def test_of_percentiles_that_were_summed_up_the_middle_and_the_worst_tail_count() -> None:
     verdict = verdict_of(
         with_latencies(1, ((), 1.0, 5.0), ((), 2.0, 30.0)), with_latencies(2, ((), 6.0, 7.0), ((), None, None))
     )
-    assert (verdict.p50, verdict.p99) == (2.0, 30.0)
+    assert (verdict.latency_p50, verdict.latency_p99) == (2.0, 30.0)
     none = verdict_of(with_latencies(1, ((), None, None)))
-    assert (none.p50, none.p99) == (None, None)
+    assert (none.latency_p50, none.latency_p99) == (None, None)
 
 
 def test_one_copy_alone_has_a_verdict_of_its_own() -> None:
     found = measured("mps", (2,), {("alone", 1): [100.0, 102.0], ("mps", 2): [50.0, 51.0]})
-    alone = alone_verdict(found)
-    assert (alone.way.name, alone.copies, alone.runs) == ("alone", 1, 2)
+    alone = alone_cell(found)
+    assert (alone.way, alone.copies, alone.runs) == ("alone", 1, 2)
     assert alone.gain is not None
     assert (alone.gain.value, alone.fairness) == (1.0, None)
     assert alone.throughput is not None
@@ -172,12 +171,13 @@ def test_the_overall_answer_is_the_fastest_number_of_copies() -> None:
         ("mps", 4): [50.0] * 2,
     }
     found = measured("timeslice,mps", (2, 3, 4), figures)
-    answers = picks(found, judge(found))
-    assert [answer.copies for answer in answers] == [2, 3, 4]
-    best = overall(found, answers)
+    cells = judge(found)
+    answers = picks(found, cells)
+    assert [pick.copies for pick in answers] == [2, 3, 4]
+    best = overall(RATE, cells, answers)
     assert best is not None
-    assert (best.copies, best.chosen.name) == (3, "mps")
-    assert overall(found, []) is None
+    assert (best.copies, best.way) == (3, "mps")
+    assert overall(RATE, cells, []) is None
 
 
 def test_a_way_that_was_not_measured_or_failed_gives_no_answer() -> None:
@@ -220,13 +220,13 @@ def test_a_way_whose_every_run_failed_is_not_picked_and_hinders_no_pick() -> Non
         runs = [replace(one, throughput=None) if one.way == failed else one for one in found.runs]
         other = replace(found, runs=runs)
         (pick,) = picks(other, judge(other))
-        assert (pick.chosen.name, pick.over, pick.ways) == (chosen, over, 2)
-        assert failed not in [way.name for way in pick.same]
+        assert (pick.way, pick.over, pick.ways) == (chosen, over, 2)
+        assert failed not in pick.no_difference
 
 
 def test_an_answer_is_not_certain_while_a_way_was_not_measured() -> None:
     figures = {("alone", 1): [100.0, 101.0], ("queue", 2): [50.0, 51.0], ("timeslice", 2): [70.0, 71.0]}
     (pick,) = picks(found := measured("queue,timeslice,mps", (2,), figures), judge(found))
-    assert (pick.chosen.name, pick.certain, pick.ways, pick.open_ways) == ("timeslice", False, 2, 1)
+    assert (pick.way, pick.certain, pick.ways, pick.open_ways) == ("timeslice", False, 2, 1)
     (pick,) = picks(found := measured("queue,timeslice", (2,), figures), judge(found))
     assert (pick.certain, pick.open_ways) == (True, 0)

@@ -135,8 +135,8 @@ def test_a_real_host_without_a_back_end(monkeypatch: pytest.MonkeyPatch) -> None
     assert "pip install 'cupy-cuda12x[ctk]'" in caught.value.hint
     monkeypatch.setattr("gpushare.measure.built_in._PROGRAM", (sys.executable, "-c", "print('backend=torch')"))
     chosen = built_in_workload(real, device, size=256, cpu=True, footprint="1G")
-    assert chosen.facts["backend"] == "torch"
-    assert "(torch)" in chosen.facts["title"]
+    assert chosen.workload.backend == "torch"
+    assert "(torch)" in chosen.workload.title
     assert list(chosen.argv)[-7:] == ["--backend", "torch", "--size", "256", "--cpu", "--footprint", "1G"]
 
 

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
+from gpushare.base.benchmark import Metric
 from gpushare.base.errors import GpushareError
 from gpushare.base.units import GIB
 from gpushare.host.host import Host
 from gpushare.measure.experiment import Grounds, Running
-from gpushare.measure.metric import Metric, Printed
+from gpushare.measure.metric import Printed
 from gpushare.sim.job import Pace, _in_turn, _parser, _squeeze
 from gpushare.sim.state import SimulatedProcess
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gpushare.base.benchmark import BenchAnswer, BenchCell, Metric, Pick, Ratio, Summary
 from gpushare.cli.bench import _interrupted as interrupted
-from gpushare.show.bench import _sentence, _throughput
+from gpushare.show.bench import _sentence, _throughput, bench_result
 from gpushare.show.tune import error_of
+from tests.measure.test_bench import answer, measured
 
 
-def pick(way: str, fastest: str, *same: str, **more: Any) -> dict[str, Any]:
+def pick(way: str, fastest: str, *same: str, **more: Any) -> Pick:
     """Return an answer of a benchmark of two ways."""
-    known = {"copies": 2, "threads_percent": None, "gain": None, "over": None, "certain": True, "ways": 2}
-    return {**known, "way": way, "fastest": fastest, "no_difference": list(same), **more}
+    usual = {"copies": 2, "threads_percent": None, "gain": None, "over": None, "certain": True, "ways": 2}
+    return Pick(**{**usual, "way": way, "fastest": fastest, "no_difference": same, "open_ways": 0, **more})
 
 
 def test_the_simplest_way_is_called_so_only_where_it_was_chosen_for_it() -> None:
@@ -30,28 +33,29 @@ def test_the_simplest_way_is_called_so_only_where_it_was_chosen_for_it() -> None
 
 
 def test_a_gain_is_told_only_over_a_way_that_is_told_apart() -> None:
-    gain = {"gain": {"value": 1.31}, "over": "timeslice", "ways": 3}
+    gain = {"gain": Ratio(value=1.31, low=None, high=None), "over": "timeslice", "ways": 3}
     assert _sentence(pick("mps", "streams", "mps", **gain)) == (
         "2 copies: no winner: mps and streams are not told apart; mps is the simplest, 1.31 x timeslice."
     )
     assert "1.31" not in _sentence(pick("mps", "mps", "timeslice", **gain))
 
 
-def cell(way: str, mean: float, spread: float, *, chosen: bool = False) -> dict[str, Any]:
+def cell(way: str, mean: float, spread: float, *, chosen: bool = False) -> BenchCell:
     """Return a cell of the table of throughputs."""
-    figures = {"mean": mean, "low": mean * (1 - spread), "high": mean * (1 + spread)}
-    return {"way": way, "copies": 2, "throughput": figures, "failures": [], "chosen": chosen}
+    low, high = mean * (1 - spread), mean * (1 + spread)
+    figures = Summary(mean=mean, median=mean, min=low, max=high, low=low, high=high, spread=2 * spread, runs=3)
+    return BenchCell(way=way, copies=2, throughput=figures, chosen=chosen)
 
 
-def table(answer: dict[str, Any]) -> tuple[str, list[str]]:
+def benchmark(cells: tuple[BenchCell, ...], *picks: Pick) -> BenchAnswer:
+    """Return a benchmark of a command that counts its runs."""
+    return replace(answer(measured("mps", (2,), {}, Metric())), cells=cells, picks=picks)
+
+
+def table(answer: Pick) -> tuple[str, list[str]]:
     """Return the title of the table of throughputs, and its figures."""
-    data = {
-        "cells": [cell("mps", 0.946, 0.01, chosen=True), cell("streams", 0.913, 0.16), cell("queue", 0.3, 0.01)],
-        "picks": [answer],
-        "metric": {"pattern": None},
-        "workload": None,
-    }
-    made = _throughput(data)
+    cells = (cell("mps", 0.946, 0.01, chosen=True), cell("streams", 0.913, 0.16), cell("queue", 0.3, 0.01))
+    made = _throughput(benchmark(cells, answer))
     return made.title or "", [row["n2"] for row in made.rows]
 
 
@@ -80,3 +84,10 @@ def test_an_interrupted_benchmark_says_which_file_has_its_runs() -> None:
     assert "--to FILE" in interrupted(3, None).hint
     assert interrupted(3, Path("b.json")).message == "interrupted after 3 runs; b.json has them"
     assert "--to" not in interrupted(3, Path("b.json")).hint
+
+
+def test_what_was_not_measured_before_an_interruption_is_no_row() -> None:
+    cells = (cell("mps", 2.0, 0.01), BenchCell(way="timeslice", copies=2), BenchCell(way="mps", copies=4))
+    throughput, details = bench_result(benchmark((*cells, BenchCell(way="mig", copies=2, failures=("x",))))).tables
+    assert [(row["way"], row["n2"]) for row in throughput.rows] == [("mps", "2 ±1%"), ("mig", "failed")]
+    assert [row.way for row in details.rows] == ["mps", "mig"]

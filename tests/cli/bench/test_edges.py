@@ -43,10 +43,11 @@ def test_another_gpu_and_command_are_told_of(cli: Cli, earlier: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [{"gpu": None}, {"command": 5}, {"driver": 7}, {"workload": {}}])
-def test_a_damaged_header_is_told_of(cli: Cli, earlier: Path, change: dict[str, Any]) -> None:
+def test_a_damaged_file_is_refused_before_anything_runs(
+    refused: Refused, earlier: Path, change: dict[str, Any]
+) -> None:
     earlier.write_text(json.dumps({**json.loads(earlier.read_text()), **change}))
-    answer = cli("bench", *WAYS, "--compare", str(earlier), "--", "echo", "rate=2").ok()
-    assert "the earlier benchmark ran" in answer.err
+    refused("bench", *WAYS, "--compare", str(earlier), "--", "echo", "rate=2", code="not_a_bench", exit_code=2)
 
 
 def test_a_file_that_cannot_be_written_after_all_costs_no_figures(

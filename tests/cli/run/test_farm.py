@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from gpushare.base.selection import select_one
-from gpushare.measure.bench_data import KIND
 from gpushare.run.results import BenchedCap, keep_benched
+from gpushare.show.result import jsonable
 from tests.cli.drive import Cli, Refused, World
+from tests.measure.test_bench_caps import cell, document
 
 
 def test_output_is_prefixed_and_a_failed_copy_is_named(cli: Cli, world: World, tmp_path: Path) -> None:
@@ -52,13 +52,9 @@ def test_json_has_every_copy_and_stdout_is_one_document(cli: Cli) -> None:
 
 
 def test_the_cap_that_bench_found_is_taken(cli: Cli, tmp_path: Path) -> None:
-    result: dict[str, Any] = {
-        "kind": KIND,
-        "cells": [cell("timeslice", 4, None, 3.0), cell("mps:100/n", 4, 25.0, 2.0), cell("mps", 4, None, 1.0)],
-        "picks": [{"copies": 4, "way": "timeslice", "threads_percent": None}],
-    }
+    cells = (cell("timeslice", None, 3.0), cell("mps:100/n", 25.0, 2.0), cell("mps", None, 1.0))
     file = tmp_path / "bench.json"
-    file.write_text(json.dumps(result))
+    file.write_text(json.dumps(jsonable(document(*cells, way="timeslice"))))
     words = ("--memory", "4G", "--like", str(file), "-n", "--", "true")
     answer = cli("farm", "--copies", "4", *words).ok()
     assert answer.out.count("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25.0") == 4
@@ -66,7 +62,7 @@ def test_the_cap_that_bench_found_is_taken(cli: Cli, tmp_path: Path) -> None:
     near = cli("farm", "--copies", "5", *words).ok()
     assert near.out.count("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25.0") == 5
     assert "the cap is that of 4 copies: 5 copies were not measured" in near.err
-    file.write_text(json.dumps({**result, "cells": result["cells"][:1]}))
+    file.write_text(json.dumps(jsonable(document(cells[0], way="timeslice"))))
     missing = cli("-o", "json", "farm", "--copies", "4", *words)
     assert missing.json["errors"][0]["code"] == "not_measured"
 
@@ -101,13 +97,6 @@ def test_a_cap_that_was_found_under_another_driver_says_so(cli: Cli, world: Worl
     answer = cli("farm", "--copies", "4", "--memory", "4G", "-n", "--", "true").ok()
     assert "under driver 535.1; measure again here" in answer.err
     assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=40.0" in answer.out
-
-
-def cell(way: str, copies: int, threads: float | None, mean: float) -> dict[str, Any]:
-    """Return a cell of a benchmark."""
-    summary = dict.fromkeys(("median", "least", "most", "low", "high", "spread"), mean)
-    throughput = {"count": 3, "mean": mean, **summary}
-    return {"way": way, "copies": copies, "threads_percent": threads, "throughput": throughput}
 
 
 def test_a_plan_shows_every_copy_and_starts_none(cli: Cli, world: World) -> None:

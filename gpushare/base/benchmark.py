@@ -1,0 +1,419 @@
+"""A benchmark as it is printed, kept in a file and compared: the fields of its value classes are the keys of its JSON. Pure."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, Literal
+
+from gpushare.base.typed import Within
+from gpushare.base.values import NOT_STORED
+
+# The ratio of two of them is a number, too.
+_Mean = Annotated[float, lambda mean: mean == 0 or 1e-100 <= abs(mean) <= 1e100]
+# All of the threads is no cap, which is None.
+_Cap = Annotated[float, lambda percent: 0 < percent < 100]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """How the speed of a program is measured. Without a pattern it is finished runs per second.
+
+    ``higher_is_better`` False: the number is a time (or another cost) per unit of work.
+    """
+
+    pattern: str | None = None
+    higher_is_better: bool = True
+    # The pattern of a latency; None: the usual one.
+    latency: str | None = None
+    json_properties: ClassVar = ("unit",)
+
+    @property
+    def printed(self) -> bool:
+        """Return whether the program prints a number."""
+        return self.pattern is not None
+
+    @property
+    def unit(self) -> Literal["printed", "runs_per_second"]:
+        """Return what a throughput counts."""
+        return "printed" if self.printed else "runs_per_second"
+
+    def together(self, values: Sequence[float]) -> float | None:
+        """Return the metric of several concurrent copies, as if they were one program.
+
+        Rates add up; times per unit are added as rates. None when there is nothing to add.
+        """
+        if not values:
+            return None
+        if self.higher_is_better:
+            return math.fsum(values)
+        return None if min(values) <= 0 else 1 / math.fsum(1 / value for value in values)
+
+    def speed(self, value: float) -> float:
+        """Return a number that is larger when the program is faster."""
+        return value if self.higher_is_better else 1 / value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """Several measurements of one thing; ``low`` to ``high`` is the 95 % interval of the mean, None for a single one.
+
+    ``spread`` is the range of the measurements relative to their mean; None for a single one.
+    """
+
+    mean: _Mean
+    median: float
+    min: float
+    max: float
+    low: float | None
+    high: float | None
+    spread: float | None
+    runs: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ratio:
+    """The ratio of two means, its 95 % interval and standard error (None if one of them was measured only once)."""
+
+    value: float
+    low: float | None
+    high: float | None
+    error: float | None = field(default=None, metadata=NOT_STORED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyResult:
+    """How one copy did. ``failure`` says what went wrong; ``exit_code`` is negative for a signal."""
+
+    copy: int
+    pid: int
+    seconds: float
+    exit_code: int | None
+    value: float | None
+    latencies: tuple[float, ...] = field(metadata=NOT_STORED)
+    # In the unit in which the program prints them.
+    latency_p50: float | None
+    latency_p99: float | None
+    failure: str | None
+    last_line: str | None = field(default=None, metadata=NOT_STORED)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopiesResult:
+    """How all copies did; ``seconds`` is from the first start to the last end, or the window. ``hung``: a limit was reached."""
+
+    copies: tuple[CopyResult, ...]
+    seconds: float
+    hung: bool = False
+    interrupted: bool = False
+
+    @property
+    def failures(self) -> list[str]:
+        """Return what went wrong, one line for each copy."""
+        return [
+            f"copy {copy.copy} (process {copy.pid}): {copy.failure}" for copy in self.copies if copy.failure is not None
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """What was used. ``energy_joules`` is of the whole GPU; ``others`` are processes that do not belong to the run."""
+
+    seconds: float
+    energy_joules: float | None
+    memory_peak_bytes: int | None
+    others: tuple[int, ...]
+    other_names: Mapping[int, str] = field(default_factory=dict)
+    # Processes of the run that were outside MPS, where they do not belong.
+    outside: tuple[int, ...] = ()
+    # Of the whole GPU, in percent: busy SMs and memory bandwidth (GPM), and the time in which a kernel ran. None: unknown,
+    # or not asked for.
+    sm_percent: float | None = None
+    dram_percent: float | None = None
+    busy_percent: float | None = None
+
+    @property
+    def power_watts(self) -> float | None:
+        """Return the mean power of the GPU."""
+        return None if self.energy_joules is None or self.seconds <= 0 else self.energy_joules / self.seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """One run of one cell. ``throughput`` is None when a copy failed, because the others then had more of the GPU."""
+
+    round: int
+    way: str
+    copies: int
+    result: CopiesResult = field(metadata=NOT_STORED)
+    throughput: float | None
+    usage: Usage = field(metadata=NOT_STORED)
+    # Why the whole run does not count.
+    invalid: str | None = None
+    json_properties: ClassVar = ("seconds", "energy_joules", "memory_peak_bytes", "others", "results")
+
+    @property
+    def failures(self) -> list[str]:
+        """Return what went wrong, one line each."""
+        return [*self.result.failures, *([] if self.invalid is None else [self.invalid])]
+
+    @property
+    def seconds(self) -> float:
+        return self.result.seconds
+
+    @property
+    def energy_joules(self) -> float | None:
+        return self.usage.energy_joules
+
+    @property
+    def memory_peak_bytes(self) -> int | None:
+        return self.usage.memory_peak_bytes
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        return self.usage.others
+
+    @property
+    def results(self) -> tuple[CopyResult, ...]:
+        return self.result.copies
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftOut:
+    """A way that is not measured, for all numbers of copies (None) or for one, and why."""
+
+    way: str
+    copies: int | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class CellName:
+    """A way, and a number of copies."""
+
+    way: str
+    copies: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchCell:
+    """One way with one number of copies. ``slowdown`` is of one copy relative to alone; below 1 it is faster.
+
+    ``gain`` is the throughput over that of one copy alone. ``joules`` is per run, or per unit of a printed rate.
+    """
+
+    way: str
+    copies: Annotated[int, Within(1, 1_000_000)]
+    # Of each copy, under MPS.
+    threads_percent: _Cap | None = None
+    # The cell whose runs measure this one too.
+    same_as: CellName | None = None
+    runs: int = 0
+    throughput: Summary | None = None
+    gain: Ratio | None = None
+    slowdown: float | None = None
+    slowdown_worst: float | None = None
+    # The speed of the slowest copy over that of the fastest, of several copies.
+    fairness: float | None = None
+    memory_peak_bytes: int | None = None
+    power_watts: float | None = None
+    joules: float | None = None
+    latency_p50: float | None = None
+    latency_p99: float | None = None
+    # It has the highest mean of its number of copies.
+    best: bool = False
+    # It is the one to use.
+    chosen: bool = False
+    differs_from_best: bool | None = None
+    failures: tuple[str, ...] = ()
+    # Processes on the GPU that do not belong to the runs.
+    others: tuple[int, ...] = ()
+    slice_us: int | None = None
+    # The time-slice level of the GPU, which was set for the runs.
+    time_slice: str | None = None
+
+    @property
+    def measured_as(self) -> CellName:
+        """Return the cell whose runs measure this one."""
+        return self.same_as or CellName(self.way, self.copies)
+
+    @property
+    def is_shown(self) -> bool:
+        """Return whether it was measured, or failed; an interrupted benchmark has others, too."""
+        return self.throughput is not None or bool(self.failures)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AloneCell(BenchCell):
+    """One copy alone, and how much of the GPU it used; unknown next to programs of others."""
+
+    sm_percent: float | None
+    memory_bandwidth_percent: float | None
+    utilization_percent: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pick:
+    """The answer for one number of copies: the way to use, the simplest that does not differ and is within 3 percent.
+
+    ``certain`` is False where single runs cannot tell, or some ways were not measured because of an interruption
+    (``open_ways``). ``gain`` is over the way ``over``, time-slicing or the queue; None when neither was measured.
+    """
+
+    copies: int
+    way: str
+    threads_percent: _Cap | None
+    # The way with the highest mean, and those that do not differ from it.
+    fastest: str
+    no_difference: tuple[str, ...]
+    certain: bool
+    # The number of ways compared.
+    ways: int
+    open_ways: int
+    gain: Ratio | None
+    over: str | None
+    json_properties: ClassVar = ("winner",)
+
+    @property
+    def winner(self) -> str | None:
+        """Return the way that differs from all others; None: its interval overlaps with that of another, or is not known."""
+        return self.way if self.certain and not self.no_difference else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchGpu:
+    """The GPU of a benchmark; ``mig`` is the profile of the instance that was measured."""
+
+    index: int
+    uuid: str | None
+    name: str | None
+    mig: str | None
+
+    @property
+    def model(self) -> str | None:
+        """Return its model, and the profile of the instance."""
+        return " ".join(filter(None, (self.name, self.mig))) or None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """The built-in workload. ``size`` is the side of its matrices, None for several; ``backend`` the library that multiplies."""
+
+    title: str
+    unit: str
+    size: int | None
+    cpu: bool
+    copy: str | None
+    footprint: str | None
+    backend: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """The mean of a cell in two benchmarks; unknown: one of them has no interval."""
+
+    way: str
+    copies: int
+    before: float
+    now: float
+    ratio: float | None
+    verdict: Literal["faster", "slower", "no difference", "unknown"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Benchmark:
+    """What a later benchmark is compared with: the conditions, and the figures of each way."""
+
+    kind: Literal["gpushare bench"] = "gpushare bench"
+    driver: str | None
+    gpu: BenchGpu
+    command: tuple[str, ...]
+    # The built-in one; None: a command.
+    workload: Workload | None
+    started_at: Annotated[float, Within(0, 1e11)]
+    metric: Metric
+    window_seconds: float | None
+    cells: tuple[BenchCell, ...]
+    # One for each number of copies that was measured under at least two ways.
+    picks: tuple[Pick, ...]
+
+    @property
+    def program(self) -> str:
+        """Return what was measured: a command line, or the title of the built-in workload."""
+        return shlex.join(self.command) if self.workload is None else self.workload.title
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchAnswer(Benchmark):
+    """The answer of ``gpushare bench``: figures of each way and number of copies, the answer, and every single run."""
+
+    host: str
+    seconds: float
+    # Why it ended.
+    reason: Literal["finished", "interrupted", "failed"]
+    repeat: int
+    # Finished ones.
+    rounds: int
+    alone: AloneCell
+    # The pick with the highest throughput of all.
+    best: Pick | None
+    left_out: tuple[LeftOut, ...]
+    # Processes on the GPU that do not belong to the runs.
+    others: tuple[int, ...]
+    other_names: Mapping[int, str]
+    notes: tuple[str, ...]
+    runs: tuple[RunResult, ...]
+    # With an earlier benchmark (``--compare``).
+    comparison: tuple[Compared, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeCell:
+    """N copies at one size: the time until each has multiplied once, and its 95 % interval."""
+
+    size: int
+    way: str
+    copies: int
+    seconds: float | None
+    low: float | None
+    high: float | None
+    # Of one copy alone.
+    alone_seconds: float | None
+    gain: float | None
+    failures: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Concurrency:
+    """Up to which size copies run at the same time under a way, by the most copies that were measured."""
+
+    way: str
+    copies: int
+    concurrent_until: int | None
+    ends_at: int | None
+    gain_until: float | None
+    gain_at_end: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchSizesAnswer:
+    """The answer of ``gpushare bench`` for several sizes of the built-in workload."""
+
+    kind: Literal["gpushare bench sizes"] = "gpushare bench sizes"
+    host: str
+    driver: str | None
+    gpu: BenchGpu
+    started_at: float
+    window_seconds: float | None
+    repeat: int
+    workload: Workload
+    seconds: float
+    reason: Literal["finished", "interrupted", "failed"]
+    sizes: tuple[int, ...]
+    cells: tuple[SizeCell, ...]
+    concurrency: tuple[Concurrency, ...]
+    left_out: tuple[LeftOut, ...]
+    # One for each size.
+    benchmarks: tuple[BenchAnswer, ...]
