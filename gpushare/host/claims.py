@@ -15,7 +15,6 @@ import contextlib
 import errno
 import os
 import re
-import secrets
 import stat
 import time
 from collections import Counter
@@ -331,7 +330,7 @@ def _made(directory: Path, key: str, prefix: str) -> HeldClaim:
     if not _TEXT.fullmatch(text.encode()):
         raise OperationFailed(f"{key[:60]!r} cannot be claimed", "see: gpushare doctor", code=_CODE)
     # Random: nobody can create it in advance.
-    path = directory / f"{prefix}{secrets.token_hex(8)}"
+    path = directory / f"{prefix}{os.urandom(8).hex()}"
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFE, 0o644)
     except OSError as error:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import secrets
 import stat
 import time
 from collections import Counter
@@ -100,7 +99,7 @@ def take_lease(host: Host, gpu_uuid: str, seconds: float, limits: UserLimits) ->
     earlier = [file for file in _files(host, limits) if file.gpu_uuid == gpu_uuid and file.uid == host.uid]
     now = uptime()
     since = min((file.since for file in earlier if file.since <= now < file.until), default=now)
-    path = directory / f"{PREFIX}{secrets.token_hex(8)}"
+    path = directory / f"{PREFIX}{os.urandom(8).hex()}"
     text = (
         f"gpushare lease 1\nboot {boot_id() or '-'}\ngpu {gpu_uuid}\nsince {int(since)}\nuntil {int(now + seconds)}\n"
     )

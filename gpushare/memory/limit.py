@@ -8,7 +8,7 @@ double fork, counts too: it was seen in the tree before, or has the job's mark i
 from __future__ import annotations
 
 import contextlib
-import secrets
+import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -126,7 +126,7 @@ class JobMemory(Part):
         # Whether the user has asked for the end.
         self.asked_to_end = False
         self._root, self._began = 0, self._clock()
-        self.mark = mark or secrets.token_hex(8)
+        self.mark = mark or os.urandom(8).hex()
         # Of the family, with start times; and strangers, which are not asked about again.
         self._family: dict[int, int] = {}
         self._strangers: set[int] = set()
