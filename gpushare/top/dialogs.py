@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from rich.segment import Segment
 from rich.text import Text
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 # A line and the name of its colour.
 Line = tuple[str, str]
+# Of a log that is followed.
+_MOST_LINES: Final = 5000
 
 
 def wrapped(lines: Sequence[Line], width: int) -> list[Line]:
@@ -78,10 +80,10 @@ class Lines(Widget):
             self.offset_y = min(max(self.offset_y, self.cursor - self.size.height + 1), self.cursor)
         self.refresh()
 
-    def add(self, lines: Sequence[Line], most: int = 5000) -> None:
+    def add(self, lines: Sequence[Line]) -> None:
         """Add lines at the end, and follow them if the end is in view."""
         follows = self.offset_y >= len(self.lines) - self.size.height
-        self.lines = [*self.lines, *lines][-most:]
+        self.lines = [*self.lines, *lines][-_MOST_LINES:]
         if follows:
             self.offset_y = max(0, len(self.lines) - self.size.height)
         self.refresh(layout=True)
@@ -117,18 +119,14 @@ class Dialog(ModalScreen[object]):
 
     def add(self, lines: Sequence[Line]) -> None:
         """Add lines at the end, broken as the others."""
-        self.lines.add(wrapped(lines, self._width - 6))
+        self._given = [*self._given, *lines][-_MOST_LINES:]
+        self.lines.add(wrapped(lines[-_MOST_LINES:], self._width - 6))
 
     def _laid_out(self, width: int) -> list[Line]:
         return wrapped(self._given, width)
 
     def compose(self) -> ComposeResult:
-        width = self._width
-        self.lines.lines = self._laid_out(width - 6)
-        # Title, keys, and the blanks around them.
-        self.lines.styles.max_height = max(3, self.app.size.height - 7 - self.more_height)
         with Vertical() as box:
-            box.styles.width = width
             box.styles.background = self._colours.colours.get("head")
             if self._colours.plain:
                 box.styles.outline = ("solid", "ansi_white")
@@ -141,6 +139,16 @@ class Dialog(ModalScreen[object]):
 
     def on_mount(self) -> None:
         self._widgets = [self, *self.query("*")]
+        self.on_resize()
+
+    def on_resize(self) -> None:
+        """Fit the box into the terminal, and break the lines again."""
+        for box in self.query(Vertical):
+            box.styles.width = self._width
+        # Title, keys, and the blanks around them.
+        self.lines.styles.max_height = max(3, self.app.size.height - 7 - self.more_height)
+        self.lines.lines = self._laid_out(self._width - 6)
+        self.lines.refresh(layout=True)
 
     def on_unmount(self) -> None:
         """Forget what was drawn: a cache of Textual 8.2 keeps the lines of 1024 widgets that are gone, 100 MiB of them."""
@@ -208,6 +216,8 @@ class Choice(Dialog):
 
     def _laid_out(self, width: int) -> list[Line]:
         above = super()._laid_out(width)
+        if self.lines.cursor is not None:
+            self._cursor = self.lines.cursor - self.lines.first
         self.lines.first = len(above)
         self.lines.cursor = len(above) + self._cursor
         # Never broken: the line of a choice is its number.

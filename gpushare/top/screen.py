@@ -825,9 +825,10 @@ class Cockpit(App[None]):
             lines += [
                 (str(explanation["title"]), "text"),
                 *((f"  {explanation[key]}", "dim") for key in ("meaning", "cause") if explanation.get(key)),
+                *((f"  $ {command}", "text") for command in explanation.get("next") or ()),
                 ("", "text"),
             ]
-        await self.push_screen_wait(Dialog("Explain", lines, self.colours))
+        await self.push_screen_wait(Dialog(f"Explain: {text}", lines, self.colours))
 
     def action_logs(self) -> None:
         row = self.chosen

@@ -132,7 +132,8 @@ def test_a_job_is_paused_sliced_swapped_and_explained(show: Show) -> None:
         await screen.press("escape", "m", "enter")
         assert "give threads, memory or both" in screen.text
         await screen.press("escape", "e", "enter")
-        assert "time-slic" in screen.text.lower()
+        assert "Explain: time-slicing" in screen.text
+        assert "$ gpushare" in screen.text
         await screen.press("escape", "E")
         assert "was paused" in screen.text
         await screen.press("escape", "enter")
@@ -378,6 +379,30 @@ def test_a_plan_that_is_longer_than_the_screen_is_scrolled(show: Show) -> None:
         assert "line 1 " not in screen.text
 
     show(World("sim:h200"), script, size=(80, 24))
+
+
+def test_a_dialog_fits_a_terminal_that_was_made_smaller(show: Show) -> None:
+    """Its last line can be reached, and what was chosen in it stays chosen."""
+    world = World("sim:h200")
+    pid = add(world, 0, "train", 9, command_line=["train", *("--option" for _ in range(60))])
+
+    async def script(screen: Shown) -> None:
+        assert screen.pilot is not None
+        await screen.press("question_mark")
+        await screen.pilot.resize_terminal(60, 20)
+        await screen.press("end")
+        assert "quit" in screen.text.splitlines()[-5]
+        assert "Esc closes" in screen.text
+        await screen.press("escape")
+        await screen.pilot.resize_terminal(120, 40)
+        await screen.press("enter", "down", "down")
+        await screen.pilot.resize_terminal(60, 20)
+        await screen.pilot.pause()
+        assert "r  resume it" in screen.text
+        await screen.press("enter")
+        assert screen.ran[-1] == ["resume", str(pid), "-n"]
+
+    show(world, script)
 
 
 def test_without_colours(show: Show, monkeypatch: pytest.MonkeyPatch) -> None:
