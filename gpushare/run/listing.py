@@ -320,6 +320,8 @@ def _meet(job: WaitingJob, other: WaitingJob) -> bool:
 
 def _ended(host: Host, most: int, present: Collection[Identity | None]) -> Iterator[ListedJob]:
     """Yield the newest jobs that have ended, but those whose gpushare is ``present``: its record goes in a moment."""
+    if not most:
+        return
     now = time.time()
     kept = [past for past in past_jobs(host) if past.supervisor not in present]
     for past in kept[:most]:
