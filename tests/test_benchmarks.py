@@ -42,6 +42,10 @@ def test_the_document_has_the_figures_of_roles_and_pauses() -> None:
     assert f"{min(verbs['resume_seconds']):.2f} to {max(verbs['resume_seconds']):.2f} s" in line
 
 
+def words_of(*page: str) -> str:
+    return " ".join(PROJECT.joinpath(*page).read_text().split())
+
+
 def pairs_measured() -> dict[str, tuple[float, float | None, float]]:
     """Return rate of production, its p99 and rate of the other job, relative to alone, by pair."""
     sharing, roles, new = (
@@ -84,6 +88,10 @@ def test_the_short_page_and_the_readme_have_the_figures_of_all_pairs() -> None:
         found = ways[f"infer + big: {way}"]
         (line,) = (line for line in page.splitlines() if line.startswith(f"| {row}"))
         assert f"| {found['p99']:.1f}x | {found['opportunistic']:.2f} |".replace("0.", ".") in line
+    rate, _, share = pairs["membw + big"]
+    drawn = f"kept {rate:.2f} of its rate beside one that was cut to {share:.2f}".replace("0.", ".")
+    assert drawn in words_of("docs", "mps.md")
+    assert f"In all {len(pairs)} pairs" in words_of("README.md")
     readme = " ".join(PROJECT.joinpath("README.md").read_text().split())
     p99s = [p99 for _, p99, _ in pairs.values() if p99 is not None]
     rates, shares = ([figures[at] for figures in pairs.values()] for at in (0, 2))
@@ -104,6 +112,17 @@ def test_the_short_page_has_the_times_of_swaps_and_pauses() -> None:
         ranges = " s, and ".join(f"{min(seconds):.1f} to {max(seconds):.1f}" for seconds in times)
         assert f"`swap out` and `in`, {size} of data" in page
         assert f"| {ranges} s |" in page
+    turns, large = (
+        [
+            (min(times), max(times))
+            for key in ("out_seconds", "back_seconds")
+            if (times := [second for run in runs for second in run.get(part, {}).get(key, ())])
+        ]
+        for part in ("turns", "large")
+    )
+    swapped = f"2 GiB of data took {turns[0][0]:.1f} to {turns[0][1]:.1f} s out and {turns[1][0]:.1f} to {turns[1][1]:.1f} s back"
+    swapped += f", 40 GiB about {large[0][0]:.0f} s and {large[1][0]:.0f} to {large[1][1]:.0f} s"
+    assert swapped in words_of("docs", "swap.md")
     paused = json.loads(KEPT.joinpath("h100-pause.json").read_text())["root"]
     times = paused["many"]["off_ms"]
     assert f"{times['median']:.1f} ms (median of 10,000; 99.9 %: {times['p99_9']:.1f} ms)" in page
@@ -184,10 +203,6 @@ def test_the_document_has_what_adapt_kept() -> None:
         found = json.loads(KEPT.joinpath(f"h200-adapt-{number}.json").read_text())["adapt"]
         assert f"{found['kept']:.3f}".lstrip("0") in line
         assert f"{found['train_steps_per_second']:.1f}" in line
-
-
-def words_of(*page: str) -> str:
-    return " ".join(PROJECT.joinpath(*page).read_text().split())
 
 
 def test_the_pages_have_the_figures_of_copies_and_farms() -> None:
