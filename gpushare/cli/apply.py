@@ -29,7 +29,6 @@ from gpushare.cli.options import (
 )
 from gpushare.host.compute_mode import need_root
 from gpushare.host.host import Host
-from gpushare.host.records import sweep_leftovers
 from gpushare.hostfile.apply import GpuApply, plan_gpu
 from gpushare.hostfile.file import Entry, HostFile, Matched, text_of
 from gpushare.hostfile.kept import kept_limits, limits_in
@@ -123,7 +122,6 @@ def apply(
 
 def _undone(host: Host, ledger: MigLedger) -> tuple[str, ...]:
     """Undo an interrupted MIG change before planning: it may be all that is in the way."""
-    sweep_leftovers(host)
     if ledger.interrupted() is None:
         return ()
     need_rights(host)

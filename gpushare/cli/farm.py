@@ -137,7 +137,7 @@ def farm(
     if stall_seconds == 0:
         raise BadUsage("--stall 0 would end every copy at once", "give --stall 60s", code="bad_duration")
     caps = None if like is None else _caps_of(like)
-    host = settings.connect_to_change()
+    host = settings.connect()
     devices = _devices(gpu, gpus_of(host), instances=count == 1)
     lines = None if each is None else _lines_of(each)
     options = FarmOptions(

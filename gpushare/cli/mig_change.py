@@ -34,7 +34,6 @@ from gpushare.cli.options import (
     settings,
 )
 from gpushare.host.host import Host
-from gpushare.host.records import sweep_leftovers
 from gpushare.host.users import has_records
 from gpushare.memory.swap import BACK, swaps
 from gpushare.mig.cdi import cdi_notes, refresh_steps
@@ -137,7 +136,6 @@ def recovered(host: Host, ledger: MigLedger) -> Iterator[tuple[str, ...]]:
         OperationFailed: as `recover`, and `MigLedger.locked`.
     """
     with ledger.locked():
-        sweep_leftovers(host)
         notes = recover_changes(host, ledger)
         # Where no job has had an instance of its own, nothing of it is loaded.
         if (host.run_directory / "on-demand").is_dir():
@@ -293,8 +291,6 @@ def recover(
     """
     host = settings.connect()
     ledger = MigLedger(host)
-    if not settings.dry_run:
-        sweep_leftovers(host)
     undo: str | None = None
     notes: tuple[str, ...] = ()
     if forget:

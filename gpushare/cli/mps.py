@@ -32,7 +32,7 @@ from gpushare.cli.options import (
     settings,
 )
 from gpushare.host.capabilities import user_id, user_name
-from gpushare.host.records import sweep_leftovers, understood_tail
+from gpushare.host.records import understood_tail
 from gpushare.mps.control import without_questions
 from gpushare.mps.daemons import FoundDaemon, own_daemon
 from gpushare.mps.home import client_environment, home_of, own_home
@@ -370,8 +370,6 @@ def stop(
     seconds = 0.0 if force and drain is None else parse_seconds(drain) if drain is not None else 10.0
     host = settings.connect()
     if not settings.dry_run:
-        # First: a stop that finds nothing to do clears leftovers too.
-        sweep_leftovers(host)
         forget_ended(host)
     gpus = gpus_of(host)
     chosen = daemons_to_stop(host, gpus, gpu, pipe_directory)

@@ -58,21 +58,19 @@ class Settings:
     connected: Host | None = None
 
     def connect(self) -> Host:
-        """Return the host, connected once: ``--host``, then ``GPUSHARE_HOST``, then this machine."""
+        """Return the host, connected once: ``--host``, then ``GPUSHARE_HOST``, then this machine.
+
+        A command that changes something first removes what a gpushare that was killed while it wrote has left.
+        """
         if self.connected is None:
             from gpushare.connect import connect
 
             self.connected = connect(self.spec)
+            if self.changes and not self.dry_run:
+                from gpushare.host.records import sweep_leftovers
+
+                sweep_leftovers(self.connected)
         return self.connected
-
-    def connect_to_change(self) -> Host:
-        """Return the host, without what a gpushare that was killed while it wrote has left."""
-        from gpushare.host.records import sweep_leftovers
-
-        host = self.connect()
-        if not self.dry_run:
-            sweep_leftovers(host)
-        return host
 
     @property
     def output(self) -> OutputFormat:
@@ -782,10 +780,8 @@ def carried_out(
 
     more: list[str] = []
     if not settings.dry_run:
-        from gpushare.host.records import sweep_leftovers
         from gpushare.plan import carry_out
 
-        sweep_leftovers(settings.connect())
         agreed, done = consented(plan), False
         while not done:
             with contextlib.ExitStack() as locks:

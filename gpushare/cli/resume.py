@@ -11,7 +11,6 @@ from gpushare.base.errors import BadCombination, BadUsage, GpushareError
 from gpushare.base.values import dataclass
 from gpushare.cli.options import PLAIN, ChangingCommand, settings
 from gpushare.cli.pause import PausedRow, row
-from gpushare.host.records import sweep_leftovers
 from gpushare.pause.change import changing, find_paused, resume_step
 from gpushare.pause.record import PausedJob, by_root, paused_jobs
 from gpushare.plan import Plan, Step, one_plan
@@ -59,7 +58,6 @@ def resume(
     with host.open_channels() as control:
         # It loads while the records are read.
         control.start()
-        sweep_leftovers(host)
         if wanted():
             with changing(host):
                 # Under the lock: the guard may have resumed one.

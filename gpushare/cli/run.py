@@ -179,7 +179,7 @@ def run(
     options = RunOptions(limits=limits, strict=strict, name=_name(name if own is None or production else own))
     if grace is not None:
         options = replace(options, grace_seconds=parse_seconds(grace))
-    host = settings.connect_to_change()
+    host = settings.connect()
     role = Role(
         production=_name(production),
         opportunistic=opportunistic,

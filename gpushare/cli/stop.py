@@ -11,7 +11,6 @@ from gpushare.base.errors import BadUsage, GpushareError, NotFound
 from gpushare.base.units import parse_seconds
 from gpushare.base.values import dataclass
 from gpushare.cli.options import PLAIN, AskingCommand, consented, gpus_of, say_step, settings
-from gpushare.host.records import sweep_leftovers
 from gpushare.host.store import MOST_SECONDS
 from gpushare.plan import one_plan
 from gpushare.run.stop import Stop, Stopped, Target, find_target, tidy
@@ -44,8 +43,7 @@ def stop(
     seconds = None if grace is None else _seconds(grace)
     host = settings.connect()
     if not settings.dry_run:
-        # What an earlier one that was killed has left; its jobs may be gone.
-        sweep_leftovers(host)
+        # The jobs of an earlier one that was killed may be gone.
         tidy(host)
     # All are looked up before the first one ends; one that has ended by itself keeps no other.
     targets: dict[tuple[int, int], Target] = {}

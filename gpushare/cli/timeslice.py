@@ -25,7 +25,6 @@ from gpushare.cli.options import (
     settings,
 )
 from gpushare.host.host import Host
-from gpushare.host.records import sweep_leftovers
 from gpushare.host.smi import parse_level, policies_of
 from gpushare.plan import Plan
 from gpushare.run.jobs import consent_to, find_job, gpu_processes, job_names
@@ -395,7 +394,6 @@ def keep(file: RulesOption = None) -> Any:
     wanted, policy = _read(path)
     if settings.dry_run:
         return _planned(policy, path)
-    sweep_leftovers(host)
     printed = Said(sys.stdout, settings.output, quiet=settings.quiet)
     printed.follows(path, len(wanted.rules))
 

@@ -18,7 +18,6 @@ from gpushare.base.units import GIB, counted, format_bytes, format_duration
 from gpushare.base.values import dataclass
 from gpushare.host.claims import live_claims, why_unreadable
 from gpushare.host.host import Host
-from gpushare.host.records import sweep_leftovers
 from gpushare.host.users import has_claims
 from gpushare.memory.admission import UserLimits
 from gpushare.memory.leases import PREFIX as LEASES
@@ -239,7 +238,6 @@ def repair_first(host: Host, say: Callable[[str], None], *, dry_run: bool) -> li
     """Complete or take back what a gpushare that died has left, even if there is nothing else to do; return those jobs."""
     if dry_run:
         return []
-    sweep_leftovers(host)
     repaired = repair(host, say, room_kept)
     for job in repaired:
         say(f"{job.title}: a swap that was interrupted has been completed or taken back; see: gpushare swap list")
