@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -55,29 +54,13 @@ def overviews(
     """Ask all daemons; return the overview of each, or its error, in the same order."""
     seconds = LOOK_SECONDS if seconds is None else seconds
     until = time.monotonic() + seconds
-    answers: list[Overview | GpushareError | None] = [None] * len(pipe_directories)
-    waiting = iter(list(enumerate(pipe_directories)))
-    lock = threading.Lock()
+    if len(pipe_directories) < 2:
+        # The usual case needs no thread.
+        return [_overview(programs, pipe, until, seconds) for pipe in pipe_directories]
+    from concurrent.futures import ThreadPoolExecutor
 
-    def work() -> None:
-        while True:
-            with lock:
-                number, pipe = next(waiting, (-1, ""))
-            if number < 0:
-                return
-            answers[number] = _overview(programs, pipe, until, seconds)
-
-    # The usual case, one daemon, needs no thread.
-    helpers = [threading.Thread(target=work, daemon=True) for _ in range(min(_AT_ONCE, len(pipe_directories)) - 1)]
-    for helper in helpers:
-        helper.start()
-    work()
-    for helper in helpers:
-        helper.join()
-    return [
-        answer if answer is not None else _late(pipe, seconds)
-        for answer, pipe in zip(answers, pipe_directories, strict=True)
-    ]
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        return list(pool.map(lambda pipe: _overview(programs, pipe, until, seconds), pipe_directories))
 
 
 def _overview(programs: Programs, pipe: str, until: float, seconds: float) -> Overview | GpushareError:

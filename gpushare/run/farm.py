@@ -1252,23 +1252,14 @@ def _end_at_once(ends: Sequence[Callable[..., Any]], hurry: Callable[[], bool]) 
     Raises:
         GpushareError: the first that failed.
     """
+    from concurrent.futures import ThreadPoolExecutor
+
     hurried = threading.Event()
-    errors: list[GpushareError] = []
-
-    def end(act: Callable[..., Any]) -> None:
-        try:
-            act(hurry=hurried.is_set)
-        except GpushareError as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=end, args=(act,)) for act in ends]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
-        if hurry():
-            hurried.set()
-        time.sleep(_STEP_SECONDS)
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(len(ends)) as pool:
+        running = [pool.submit(act, hurry=hurried.is_set) for act in ends]
+        while not all(end.done() for end in running):
+            if hurry():
+                hurried.set()
+            time.sleep(_STEP_SECONDS)
+    for end in running:
+        end.result()
