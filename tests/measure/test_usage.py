@@ -156,6 +156,8 @@ def test_in_a_container_memory_is_what_the_device_gained(clock: Clock) -> None:
 def test_outside_mps_needs_two_looks_and_the_daemons_word(clock: Clock) -> None:
     host = connect(SPEC)
     mine = admin.add_process(SPEC, "0")
+    # One that is not of the run is no copy that missed MPS.
+    admin.add_process(SPEC, "0")
     for known, outside in ((set(), (mine,)), ({mine}, ()), (None, ())):
         meter = UsageMeter(host, device(host), clients=lambda known=known: known, clock=clock)
         meter.look([mine])

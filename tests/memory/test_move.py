@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from gpushare.base.errors import NotSupported, OperationFailed
 from gpushare.memory import move, swap
-from gpushare.memory.swap import RETURNING, Image, Swap
+from gpushare.memory.swap import OUT, RETURNING, SWAPS, Image, Swap
 
 
 @pytest.mark.parametrize(("version", "moves"), [("579.99", False), ("580.1", True), ("", True), ("unknown", True)])
@@ -67,3 +68,22 @@ def test_a_job_that_moves_is_between_two_gpus_of_this_host(
             swap._check_gpus(host, moving)
     else:
         swap._check_gpus(host, moving)
+
+
+@pytest.mark.parametrize(
+    ("pid", "state", "kept"), [(7, OUT, False), (7, RETURNING, True), (9, OUT, True), (9, RETURNING, True)]
+)
+def test_root_notes_a_job_that_is_out_unless_its_user_has(
+    monkeypatch: pytest.MonkeyPatch, pid: int, state: str, kept: bool
+) -> None:
+    """Only the user's own record lets the user bring the job in."""
+    job = Swap(
+        pid=7, started=1, name=None, uid=0, gpu_uuid="GPU-b", state=RETURNING, since=0.0, images=(Image(7, 1, 5),)
+    )
+    users = replace(job, pid=pid, state=state, images=(Image(pid, 1, 5),), keeper_uid=4242)
+    done: list[str] = []
+    monkeypatch.setattr(type(SWAPS), "all", lambda *_: [users])
+    monkeypatch.setattr(swap, "_forget", lambda _: done.append("forgotten"))
+    monkeypatch.setattr(swap, "write_if_living", lambda _, record: done.append(record.state))
+    swap._leave_out(SimpleNamespace(), job)  # type: ignore[arg-type]
+    assert done == ([OUT] if kept else ["forgotten"])

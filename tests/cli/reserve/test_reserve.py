@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -220,3 +221,12 @@ def test_files_of_a_user_hide_no_lease_of_another(two: World) -> None:
 )
 def test_what_is_refused(refused: Refused, two: World, words: tuple[str, ...], code: str, exit_code: int) -> None:
     refused("reserve", *words, code=code, exit_code=exit_code, host=TWO)
+
+
+@pytest.mark.needs_root
+@pytest.mark.parametrize(("uid", "root", "stays"), [(4242, False, False), (4343, False, True), (0, True, False)])
+def test_a_lease_that_is_over_is_removed_by_its_user_or_root(two: World, uid: int, root: bool, stays: bool) -> None:
+    path = two.lease(0, 4242)
+    path.write_text(re.sub(r"until \d+", f"until {int(uptime()) - 1}", path.read_text()))
+    assert leases(replace(two.host, uid=uid, root=root), UserLimits()) == {}
+    assert path.exists() is stays
