@@ -35,7 +35,7 @@ from gpushare.memory.ledger import (
 )
 from gpushare.memory.look import waiting_jobs
 from gpushare.memory.peaks import Profile, keep_profile
-from gpushare.memory.room import best_first, client_limit, outlook, wait_for_room
+from gpushare.memory.room import _use_percent, best_first, client_limit, outlook, wait_for_room
 from gpushare.memory.swap import OUT, Image, Swap
 from gpushare.mps.control import SERVER_PROGRAM
 from gpushare.show.waiting import Draw, waiting_line
@@ -963,3 +963,14 @@ def test_a_job_counts_with_what_it_holds_if_that_is_more_than_it_said(
     assert line is not None
     assert line.room.memory_bytes - line.free_bytes >= 22 * GIB
     place.leave()
+
+
+def test_the_use_of_a_gpu_is_that_of_its_compute_processes(host: Host) -> None:
+    add_process(SPEC, "0", graphics=True, sm_percent=50, name="Xorg")
+    add_process(SPEC, "1", sm_percent=70)
+    used = []
+    for device in devices(host):
+        line = line_of(host, device, [])
+        assert line is not None
+        used.append(_use_percent(host, line, {}))
+    assert used == [0.0, 70.0]

@@ -313,6 +313,21 @@ def test_mig_switched_on_stops_the_daemon_of_the_whole_gpu() -> None:
     assert world.host.nvml.compute_mode(0) is ComputeMode.EXCLUSIVE_PROCESS
 
 
+@pytest.mark.parametrize("mig", [False, True])
+def test_the_daemon_of_a_whole_gpu_is_recovered_only_while_mig_is_off(mig: bool) -> None:
+    world = World(A100)
+    started(world, "0", "--threads", "50")
+    records = daemons.stopped_records(world.host, gpu_of(world), [world.uuid()])
+    assert [record.limits.threads_percent for record in records] == [50.0]
+    for step in daemons.daemon_steps_before(world.host, gpu_of(world), [world.uuid()]):
+        step.do()
+    if mig:
+        world.mig("3g.40gb")
+    told = daemons.recover_daemons(world.host, gpu_of(world), records)
+    assert told == (() if mig else ("started the MPS daemon of GPU 0 again",))
+    assert [daemon.threads for daemon in world.state.daemons] == ([] if mig else [50.0])
+
+
 # -- after -------------------------------------------------------------------------------------------
 
 

@@ -22,6 +22,7 @@ from gpushare.host.host import make_private_directory
 from gpushare.hostfile.kept import KEPT, kept_limits
 from gpushare.mig.ledger import names_of
 from gpushare.mps.control import MpsControl
+from gpushare.mps.home import pipe_users
 from gpushare.sim import admin
 from tests.cli.drive import Cli, Refused, World, same
 
@@ -131,6 +132,14 @@ def test_what_is_applied_is_there(cli: Cli, write: Write) -> None:
         "train": ("3g.40gb", 4, ("daemon", "nobody")),
         "test": ("1g.10gb", 1, ()),
     }
+
+
+def test_a_daemon_that_goes_leaves_its_directory_to_everybody(cli: Cli, write: Write) -> None:
+    cli("apply", "-f", write(one("mps: {users: [nobody]}")), host=TWO).ok()
+    pipe = Path(World(TWO).state.daemons[0].pipe_directory)
+    assert pipe_users(pipe) == ("nobody",)
+    cli("apply", "-f", write(one("timeslice: default")), host=TWO).ok()
+    assert pipe_users(pipe) == ()
 
 
 def test_a_second_apply_does_nothing(cli: Cli, write: Write) -> None:
