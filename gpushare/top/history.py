@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
-from gpushare.base.model import ListedJob
+from gpushare.base.model import MPS_SERVER, ListedJob
 from gpushare.base.units import format_bytes
 from gpushare.base.values import dataclass
 from gpushare.run.listing import ENDED, PAUSED, RUNNING, WAITING
@@ -152,7 +152,8 @@ class Events:
 
         def told(jobs: Sequence[ListedJob]) -> dict[_Key, ListedJob]:
             own = [job for job in jobs if job.name is not None or job.pid not in self._of_jobs]
-            return {_key(job): job for job in own if job.state != ENDED}
+            # Of MPS servers the daemons tell.
+            return {_key(job): job for job in own if job.state != ENDED and program_of(job) != MPS_SERVER}
 
         # What runs on a GPU that does not answer is unknown.
         earlier = {key: job for key, job in told(before.jobs).items() if job.name or not silent & {*job.gpu_indexes}}
@@ -204,11 +205,14 @@ class Events:
     def _daemons(self, before: Frame, frame: Frame) -> Iterator[Event]:
         # That of a recording has no PID.
         present = {(daemon.pid, daemon.gpu_index): daemon for daemon in frame.snapshot.daemons}
-        for old in before.snapshot.daemons:
+        earlier = {(daemon.pid, daemon.gpu_index): daemon for daemon in before.snapshot.daemons}
+        for key, old in earlier.items():
             where = f"GPU {old.gpu_index}" if old.gpu_index is not None else f"{old.pipe_directory}"
-            daemon = present.get((old.pid, old.gpu_index))
+            daemon = present.get(key)
             if daemon is None:
-                yield Event(frame.at, f"the MPS daemon of {where} ended", "warn")
+                # A transient one comes and goes with its jobs, which are told.
+                if not old.transient:
+                    yield Event(frame.at, f"the MPS daemon of {where} ended", "warn")
                 continue
             servers = {server.pid: server for server in daemon.servers}
             for server in old.servers:
@@ -221,9 +225,8 @@ class Events:
                         f"the MPS server of {where} is {now.status}",
                         "bad" if now.status == "FAULT" else "text",
                     )
-        earlier = {(daemon.pid, daemon.gpu_index) for daemon in before.snapshot.daemons}
         for key, daemon in present.items():
-            if key not in earlier:
+            if key not in earlier and not daemon.transient:
                 yield Event(
                     frame.at, f"an MPS daemon serves GPU {'-' if daemon.gpu_index is None else daemon.gpu_index}"
                 )

@@ -185,6 +185,14 @@ def test_events_of_gpus_and_daemons() -> None:
     ]
 
 
+def test_a_job_under_a_daemon_of_its_own_is_told_once() -> None:
+    """Neither that daemon nor its server is news."""
+    daemon = MpsDaemon(pid=4, ours=True, pipe_directory="/p", gpu_index=0, transient=True, servers=(MpsServer(pid=5),))
+    server = job(5, command="nvidia-cuda-mps-server")
+    served = frame(snapshot=Snapshot(host="local", daemons=(daemon,)), jobs=(job(8, name="llm"), server))
+    assert told(frame(), served, frame()) == ["llm started on GPU 0", "llm ended"]
+
+
 def test_who_has_just_ended_is_told_by_name() -> None:
     """It ended between the look at the GPUs and that at the processes."""
     world = World("sim:h200")
