@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer.main
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
+from gpushare import __version__
 from gpushare.base.errors import BadCombination, BadUsage, Interrupted, NeedsConsent, cut
-from gpushare.base.units import quoted
+from gpushare.base.units import parse_seconds, parse_thread_percentage, quoted
 from gpushare.base.values import dataclass
 from gpushare.show.text import NotWritten, one_line, put
 from gpushare.signals import Ended
@@ -159,8 +160,6 @@ def _set(name: str, convert: Callable[[Any], Any] = lambda value: value) -> Call
 
 def _version(ctx: Any, _parameter: Any, value: bool) -> None:
     if value and not ctx.resilient_parsing:
-        from gpushare import __version__
-
         put(sys.stdout, f"gpushare {__version__}\n")
         ctx.exit()
 
@@ -432,8 +431,6 @@ class Interruptible(_StrictOptions, Helped, TyperCommand):
             if not getattr(option, "is_flag", True) and "=" not in word and unread:
                 ours.append(unread.pop(0))
         if named:
-            import shlex
-
             verb = settings.command
             line = cut(shlex.join(["gpushare", *verb.split(), *before, *ours, "--", *rest]), 400)
             name = quoted(os.path.basename(program[0]))
@@ -821,8 +818,6 @@ def percentage(option: str, text: str, *, example: str, hint: str, code: str) ->
     Raises:
         BadUsage: it is not from 0.1 to 100, or may as well be a share: ``0.97``.
     """
-    from gpushare.base.units import parse_thread_percentage
-
     try:
         percent = parse_thread_percentage(text)
     except BadUsage:
@@ -838,8 +833,6 @@ def refresh_seconds(text: str) -> float:
     Raises:
         BadUsage: it is not a time, or below 0.1 s (code ``bad_interval``).
     """
-    from gpushare.base.units import parse_seconds
-
     seconds = parse_seconds(text)
     if seconds < 0.1:
         raise BadUsage(f"the interval {text} is too short", "give at least 0.1s, for example 1s", code="bad_interval")
@@ -852,8 +845,6 @@ def positive(option: str, text: str, example: str) -> float:
     Raises:
         BadUsage: it is none, or zero.
     """
-    from gpushare.base.units import parse_seconds
-
     seconds = parse_seconds(text)
     if seconds <= 0:
         raise BadUsage(f"invalid duration for {option}: {text}", f"give {option} {example}", code="bad_duration")

@@ -6,6 +6,8 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 
+from gpushare.base.units import format_duration
+
 # What is being done, how much of how much is done, and the seconds left: an estimate, None at first.
 Told = Callable[[str, int, int, "float | None"], None]
 
@@ -41,6 +43,4 @@ def progress_line(*, quiet: bool, about: str = "about") -> Iterator[Told]:
 
 
 def _guess(seconds: float) -> str:
-    from gpushare.base.units import format_duration
-
     return format_duration(max(1, round(seconds)) if seconds < 100 else 60 * round(seconds / 60))

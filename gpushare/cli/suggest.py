@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any, Final
 
 from gpushare.cli.help import path_of
@@ -96,8 +97,6 @@ def meant_option(word: str, options: Iterable[str]) -> str | None:
 
 
 def _nearest(word: str, candidates: Sequence[str]) -> str | None:
-    from difflib import get_close_matches
-
     matches = get_close_matches(word[:60], candidates, n=1, cutoff=_ALIKE)
     return matches[0] if matches else None
 

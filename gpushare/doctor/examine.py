@@ -29,22 +29,33 @@ from gpushare.doctor.check import MOST_SHOWN, Check, Examination, Verdict, findi
 from gpushare.doctor.mig import MIG_CHECKS
 from gpushare.doctor.mps import USE_CHECKS, mps_daemons, mps_programs
 from gpushare.host.capabilities import user_name
-from gpushare.host.host import Host
+from gpushare.host.host import Host, make_private_directory
 from gpushare.host.identity import uptime
 from gpushare.host.process import ProcessInfo
 from gpushare.host.smi import PROGRAM as NVIDIA_SMI
 from gpushare.host.store import RecordStore
+from gpushare.host.users import as_user
 from gpushare.hostfile.diff import points
 from gpushare.hostfile.file import Entry
 from gpushare.hostfile.live import LiveGpu
 from gpushare.hostfile.load import applied_path, kept_file
 from gpushare.hostfile.look import live_gpus
-from gpushare.memory.swap import Swap
+from gpushare.memory.peaks import PROFILES
+from gpushare.memory.swap import BACK, LEAVING, LOST, OUT, RETURNING, SWAPS, Swap, check_host, swaps
+from gpushare.mig.ledger import MADE, NAMES, names_of
+from gpushare.mig.places import places_on
 from gpushare.mps.daemons import find_daemons
-from gpushare.mps.home import home_of, homes_in
+from gpushare.mps.home import DAEMONS, home_of, homes_in
+from gpushare.pause.record import PAUSES, paused_jobs, paused_since
+from gpushare.run.group import MEMBERS
+from gpushare.run.jobs import JOBS
+from gpushare.run.pause import PROGRAMS
+from gpushare.run.results import BENCHED, TUNED
 from gpushare.snapshot import BLIND, HostState
-from gpushare.timeslice.policy import left_level
+from gpushare.timeslice.keep import KEEPS, keep_record
+from gpushare.timeslice.policy import LENT, MODES, left_level
 from gpushare.timeslice.rules import KEEP_UNIT
+from gpushare.timeslice.slices import RECORDS
 
 # NVIDIA's Xid catalogue: these need a reset of the GPU (RESET_GPU, RESTART_BM), or a replacement.
 BAD_XIDS: Final = frozenset({46, 48, 62, 64, 74, 79, 95, 109, 110, 119, 120, 136, 140, 143, 156, 158})
@@ -201,9 +212,6 @@ def _other_size(seen: Examination, found: Mapping[int, Mapping[str, str]]) -> It
 
 def _meant_otherwise(seen: Examination) -> Iterator[tuple[str, str]]:
     """Yield UUIDs of instances where a name means another instance, each with a text about both."""
-    from gpushare.mig.ledger import names_of
-    from gpushare.mig.places import places_on
-
     named = list(names_of(seen.host).values())
     for gpu in seen.gpus:
         mine = [name for name in named if name.gpu_uuid == gpu.uuid]
@@ -388,8 +396,6 @@ def _smi(seen: Examination) -> Iterator[Check]:
 
 
 def _run_directory(seen: Examination) -> Iterator[Check]:
-    from gpushare.host.host import make_private_directory
-
     path = seen.host.run_directory
     nearest = path
     while not nearest.exists() and nearest != nearest.parent:
@@ -439,19 +445,6 @@ def _pid_namespace(seen: Examination) -> Iterator[Check]:
 
 def _records(seen: Examination) -> Iterator[Check]:
     """Name the records that say nothing: what they were about is not seen by any command."""
-    from gpushare.memory.peaks import PROFILES
-    from gpushare.memory.swap import SWAPS
-    from gpushare.mig.ledger import MADE, NAMES
-    from gpushare.mps.home import DAEMONS
-    from gpushare.pause.record import PAUSES
-    from gpushare.run.group import MEMBERS
-    from gpushare.run.jobs import JOBS
-    from gpushare.run.pause import PROGRAMS
-    from gpushare.run.results import BENCHED, TUNED
-    from gpushare.timeslice.keep import KEEPS
-    from gpushare.timeslice.policy import LENT, MODES
-    from gpushare.timeslice.slices import RECORDS
-
     number = 0
     # Not the journal of MIG changes: `_mig` tells what became of it.
     for kind in (
@@ -500,8 +493,6 @@ def _as_keeper(uid: int | None, record: Path, words: str) -> str:
     """Return what to type about a record of this user (None), of root, or for root of another user."""
     if uid is None or uid == 0:
         return f"{'' if uid is None else 'sudo '}gpushare {words}"
-    from gpushare.host.users import as_user
-
     return as_user(user_name(uid), record.parent.parent, words)
 
 
@@ -511,8 +502,6 @@ _LONG_PAUSE_SECONDS: Final = 86400.0
 
 def _pauses(seen: Examination) -> Iterator[Check]:
     """Check that each paused job has a guard, or a `gpushare run`, that ends its pause, and is not forgotten."""
-    from gpushare.pause.record import paused_jobs
-
     jobs, wrong = paused_jobs(seen.host), False
     for job in jobs:
         remedy = _as_keeper(job.keeper_uid, job.path, f"resume {job.pid}")
@@ -537,8 +526,6 @@ _ON_ITS_WAY_SECONDS: Final = 600.0
 
 def _swaps(seen: Examination) -> Iterator[Check]:
     """Check that no swapped job is lost, half out, or forgotten."""
-    from gpushare.memory.swap import BACK, swaps
-
     jobs = [job for job in swaps(seen.host) if job.state != BACK]
     wrong = [check for job in jobs if (check := _swap(job)) is not None]
     yield from wrong
@@ -547,8 +534,6 @@ def _swaps(seen: Examination) -> Iterator[Check]:
 
 
 def _swap(job: Swap) -> Check | None:
-    from gpushare.memory.swap import LEAVING, LOST, OUT, RETURNING
-
     age = uptime() - job.since
     # `since` is when it left; the record was written again when it began to come back.
     with contextlib.suppress(OSError):
@@ -575,8 +560,6 @@ def _keeps_no_memory(seen: Examination, pid: int) -> bool:
     info = seen.host.processes.describe(pid)
     if info is None or (info.name or "").startswith(_DAEMONS):
         return True
-    from gpushare.memory.swap import BACK, swaps
-
     return any(pid == image.pid for swap in swaps(seen.host) if swap.state != BACK for image in swap.images)
 
 
@@ -651,9 +634,6 @@ def _idle(seen: Examination) -> Iterator[Check]:
 
 def _out_of_the_way(seen: Examination, process: GpuProcess, info: ProcessInfo) -> str:
     """Return how a process that does nothing gives its memory back."""
-    from gpushare.memory.swap import check_host
-    from gpushare.pause.record import paused_since
-
     root = "" if info.uid == seen.host.uid else "sudo "
     end = f"{root}kill {process.pid}"
     try:
@@ -667,8 +647,6 @@ def _out_of_the_way(seen: Examination, process: GpuProcess, info: ProcessInfo) -
 
 def _rules(seen: Examination) -> Iterator[Check]:
     """Check that something follows the rules for time-slices of the file that was applied last."""
-    from gpushare.timeslice.keep import keep_record
-
     kept, record = kept_file(seen.host), keep_record(seen.host)
     rules = 0 if kept is None else len(kept.rules)
     if record is not None and not record.runs and record.processes:

@@ -13,8 +13,10 @@ from gpushare.base.units import counted
 from gpushare.doctor.check import Check, Examination, finding
 from gpushare.host import cdi
 from gpushare.mig.driver import MigReader
+from gpushare.mig.grant import plan_reapply
 from gpushare.mig.holders import blocking, claimed_instances, gpu_holders, instance_holders, look, remedy
 from gpushare.mig.ledger import MigLedger, NamedInstance, names_of
+from gpushare.mig.places import named_places
 from gpushare.mig.recover import Leftover, leftovers
 
 # The persistence daemon belongs on every host; the MPS programs have checks of their own.
@@ -86,8 +88,6 @@ def names(seen: Examination) -> Iterator[Check]:
 
 
 def _renamed(seen: Examination, name: str) -> Check | None:
-    from gpushare.mig.places import named_places
-
     try:
         named_places(seen.host, name)
     except GpuLost:
@@ -104,8 +104,6 @@ def _renamed(seen: Examination, name: str) -> Check | None:
 
 
 def _opened(seen: Examination, named: NamedInstance) -> Iterator[Check]:
-    from gpushare.mig.grant import plan_reapply
-
     gpu = next((gpu for gpu in seen.gpus if gpu.uuid == named.gpu_uuid), None)
     index = None if gpu is None else gpu.index
     users = ", ".join(named.users)

@@ -13,6 +13,7 @@ from typing import Any, Final
 from gpushare.base.errors import InUse, NoPermission
 from gpushare.base.package import package_rows, package_text
 from gpushare.base.values import dataclass
+from gpushare.host.written_file import create_file, directory_of
 from gpushare.inputs import yaml_text
 
 
@@ -102,8 +103,6 @@ def apply_script(engine: str, export: Export) -> Document:
 
 def write(documents: Sequence[Document], directory: Path) -> tuple[str, ...]:
     """Write documents as new files, and return their paths."""
-    from gpushare.host.written_file import create_file, directory_of
-
     written: list[str] = []
     try:
         with directory_of(directory) as descriptor:

@@ -14,7 +14,7 @@ from gpushare.base.selection import Device
 from gpushare.base.units import format_slice, parse_slice, quoted
 from gpushare.host.compute_mode import need_root
 from gpushare.host.host import Host
-from gpushare.mps.control import max_clients
+from gpushare.mps.control import max_clients, probe_version
 from gpushare.mps.daemons import find_daemons
 from gpushare.mps.limits import Limits
 from gpushare.run.share import MpsShare
@@ -254,8 +254,6 @@ def _mig(device: Device) -> str | None:
 
 
 def _version(host: Host) -> int | None:
-    from gpushare.mps.control import probe_version
-
     try:
         return probe_version(host.programs)
     except GpushareError:

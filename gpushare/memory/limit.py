@@ -21,7 +21,7 @@ from gpushare.base.units import MIB, format_apart, format_bytes, parse_memory_li
 from gpushare.base.values import dataclass
 from gpushare.host.host import Host
 from gpushare.host.process import known, signal_known, wait_gone
-from gpushare.memory.ledger import Place
+from gpushare.memory.ledger import LAPSE_SECONDS, Place
 from gpushare.part import Part, Watch
 
 MemoryAction = Literal["end", "warn", "pause"]
@@ -221,14 +221,16 @@ class JobMemory(Part):
         if used or now - self._looked_at > _PAUSE_SECONDS:
             # It uses its reservation, or nobody has looked: it was out of the GPU, or all was stopped.
             self._used_at, self._told_lapsed = now, False
-        elif self._place is not None and self._place.request.memory_bytes != 0 and not self._told_lapsed:
-            from gpushare.memory.ledger import LAPSE_SECONDS
-
-            if now - self._used_at > LAPSE_SECONDS:
-                self._told_lapsed = True
-                self._say(
-                    f"it has not used the GPU for {LAPSE_SECONDS:.0f} s: its reservation does not count until it does"
-                )
+        elif (
+            self._place is not None
+            and self._place.request.memory_bytes != 0
+            and not self._told_lapsed
+            and now - self._used_at > LAPSE_SECONDS
+        ):
+            self._told_lapsed = True
+            self._say(
+                f"it has not used the GPU for {LAPSE_SECONDS:.0f} s: its reservation does not count until it does"
+            )
 
     def _tell_unknown(self, processes: list[GpuProcess] | None, now: float) -> None:
         """Say once that what the job holds is not known, and when it is known again."""

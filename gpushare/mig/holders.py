@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Final
 from gpushare.base.errors import GpushareError, InUse, NotSupported
 from gpushare.base.model import Gpu, Holder
 from gpushare.base.package import package_rows
+from gpushare.host.capabilities import user_name
+from gpushare.host.claims import live_claims
 from gpushare.mig.plan import NoPlan, Why
 
 if TYPE_CHECKING:
@@ -73,8 +75,6 @@ def gpu_holders(host: Host, gpu: Gpu, files: OpenFiles | None = None) -> tuple[H
 
 def claimed_instances(host: Host) -> dict[str, Holder] | None:
     """Return the claims on MIG instances (`gpushare run --mig`), by MIG UUID; None: they cannot be read."""
-    from gpushare.host.claims import live_claims
-
     claims = live_claims(host)
     if claims is None:
         return None
@@ -83,8 +83,6 @@ def claimed_instances(host: Host) -> dict[str, Holder] | None:
 
 def holder_of(host: Host, claim: Claim) -> Holder:
     """Return the first living process of a claim; its user is the owner of the file."""
-    from gpushare.host.capabilities import user_name
-
     info = host.processes.describe(claim.pid)
     return Holder(
         pid=claim.pid, what=CLAIM, user=user_name(claim.uid), name=None if info is None else _name_in_words(info)

@@ -7,7 +7,7 @@ from typing import Any, Final, Protocol
 
 from gpushare.base.errors import BadUsage, NotFound
 from gpushare.base.model import Priority
-from gpushare.base.selection import Device
+from gpushare.base.selection import Device, select
 from gpushare.base.units import (
     MIB,
     format_bytes,
@@ -255,8 +255,6 @@ def _by_gpu(option: str, text: str | None, parse: Callable[[str], object]) -> di
 
 
 def _resolve(values: Mapping[str | None, Any], devices: Sequence[Device]) -> dict[str, Any]:
-    from gpushare.base.selection import select
-
     if None in values:
         return {device.uuid: values[None] for device in devices}
     uuids = {device.uuid for device in devices}

@@ -21,6 +21,7 @@ from gpushare.mps.daemons import check_device, daemon_pid, find_daemons, foreign
 from gpushare.mps.home import RUNNING, STARTING, DaemonHome, DaemonRecord, anybody_changes, let_in, own_home, pipe_users
 from gpushare.mps.limits import Limits, check_memory, in_force
 from gpushare.mps.set import limit_steps
+from gpushare.mps.stop import clients_of, end_daemon
 from gpushare.plan import Plan, Step
 
 # Processes of other users that claim to be daemons: any user can start thousands.
@@ -225,8 +226,6 @@ class _Start:
         return daemon_pid(self._host, str(self._home.pipe))
 
     def _end_interrupted(self, record: DaemonRecord) -> None:
-        from gpushare.mps.stop import clients_of, end_daemon
-
         pid = live_pid(self._host, self._home, record)
         if pid is None:
             return
@@ -288,8 +287,6 @@ class _Start:
             return False
 
     def _end_started(self) -> None:
-        from gpushare.mps.stop import end_daemon
-
         pid = self._pid() if self._started else None
         if pid is not None:
             end_daemon(self._host, self._control, pid, seconds=1.0, force=True)

@@ -62,8 +62,6 @@ def detach(host: Host, words: Sequence[str], program: str, name: str | None) -> 
         NoPermission: its output cannot be kept (``not_written``).
         OperationFailed: it does not start (``detach_failed``).
     """
-    import subprocess
-
     with _reserved_name(host, program, name) as (job_name, descriptor, earlier_job):
         try:
             # Not by -m: that would look for gpushare in the working directory first.

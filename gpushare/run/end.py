@@ -12,6 +12,7 @@ from gpushare.base.errors import GpushareError, NoPermission, NotFound
 from gpushare.host.host import Host
 from gpushare.host.process import known, signal_known, wait_gone
 from gpushare.host.users import has_records
+from gpushare.memory.swap import checkpoint_before_kill
 from gpushare.mps.control import MpsControl
 from gpushare.mps.kill import DRAIN_BOUND_SECONDS, Drain, Meter, end_clients, kill_all
 
@@ -84,8 +85,6 @@ def end_programs(
         resume_to_end(host, pids)
     swapped = has_records(host, "swap")
     if swapped:
-        from gpushare.memory.swap import checkpoint_before_kill
-
         # The signal itself kills those that do not handle it.
         checkpoint_before_kill(host, [pid for pid in pids if not _handles(host, pid, number)])
     ending = ask_to_end(host, pids, clients(), number)

@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Final
 from gpushare.base.errors import GpushareError, NoPermission, OperationFailed
 from gpushare.base.units import format_duration
 from gpushare.base.values import dataclass
+from gpushare.host.claims import HeldClaim
 from gpushare.host.guard import DONE, Guard
 from gpushare.host.host import Host, make_private_directory
 from gpushare.host.process import Spawned, Streams, known, start_of
 from gpushare.host.written_file import open_to_append
+from gpushare.memory.peaks import Profile, keep_profile
 from gpushare.mps.kill import DRAIN_BOUND_SECONDS
 from gpushare.mps.limits import Limits
 from gpushare.part import Part, Watch
@@ -366,8 +368,6 @@ class Run:
         for part in self.parts:
             part.raise_end()
         if self._peak is not None and not self.options.parts and self.exit_code in {0, *ENDED_BY_USER}:
-            from gpushare.memory.peaks import Profile, keep_profile
-
             # What a later `run --wait` of this command reserves.
             with contextlib.suppress(GpushareError):
                 command = self.command if self.typed is None else self.typed
@@ -634,8 +634,6 @@ def guard_of(host: Host, share: Held) -> Guard:
     )
     try:
         for path in held[3:]:
-            from gpushare.host.claims import HeldClaim
-
             # From here on, the guard holds the instance if gpushare is killed.
             HeldClaim(Path(path)).add(guard.pid)
     except BaseException:

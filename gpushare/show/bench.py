@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -239,8 +240,6 @@ def _reasons(rows: Sequence[LeftOut], width: int) -> list[Any]:
 
 
 def _wrapped(text: str, width: int) -> list[str]:
-    import textwrap
-
     return textwrap.wrap(text, max(width, 20), subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 

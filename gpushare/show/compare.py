@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -131,8 +132,6 @@ def _cell(cell: ComparedCell, width: int, *, short: bool = False) -> list[Text]:
 
 def _wrapped(text: str, width: int, style: str, *, whole: bool = False) -> list[Text]:
     """Return text wrapped to a width; with ``whole``, a longer word (an address) is not broken."""
-    import textwrap
-
     from rich.text import Text
 
     lines = textwrap.wrap(visible(text), width, break_on_hyphens=False, break_long_words=not whole)

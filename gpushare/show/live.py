@@ -10,7 +10,20 @@ from dataclasses import replace
 from typing import IO, TYPE_CHECKING
 
 from gpushare.base.errors import GpushareError
-from gpushare.show.render import document_text, resolve, width_of, write_error, write_notes
+from gpushare.show.render import (
+    FOLDED,
+    TIGHT,
+    WHOLE,
+    document_text,
+    json_text,
+    resolve,
+    result_lines,
+    speaks_unicode,
+    table_text,
+    width_of,
+    write_error,
+    write_notes,
+)
 from gpushare.show.result import OutputFormat, Result, failure
 from gpushare.show.text import one_line, put
 
@@ -87,14 +100,10 @@ def _as_documents(
 
 def one_document(result: Result, form: OutputFormat, stream: IO[str], *, header: bool) -> str:
     if form is OutputFormat.JSON:
-        from gpushare.show.render import json_text, speaks_unicode
-
         return json_text(result, compact=True, ascii_only=not speaks_unicode(stream))
     if form is OutputFormat.YAML:
         return "---\n" + document_text(result, form, stream)
     if form is OutputFormat.TABLE:
-        from gpushare.show.render import table_text
-
         terminal = stream.isatty()
         return table_text(result, width=width_of(stream, terminal=terminal), is_terminal=terminal)
     return document_text(result, form, stream, header=header)
@@ -121,8 +130,6 @@ def screen_lines(result: Result, head: str, console: Console) -> list[Text]:
     Errors and notes come before the tables, because what does not fit is cut at the bottom.
     """
     from rich.text import Text
-
-    from gpushare.show.render import FOLDED, TIGHT, WHOLE, result_lines
 
     width, height = console.size
     messages = [Text.assemble(("note:", "dim"), f" {one_line(note)}") for note in result.notes]

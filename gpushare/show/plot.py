@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,6 @@ from gpushare.base.units import quoted
 
 def check_plot(text: str) -> None:
     """Raise unless a picture with this name can be drawn; called before anything is measured."""
-    from importlib.util import find_spec
-
     if Path(text).suffix.lower() not in {".png", ".svg"}:
         raise BadUsage(f"{quoted(text)} is neither .png nor .svg", "give --plot bench.png", code="bad_plot")
     if find_spec("matplotlib") is None:

@@ -7,7 +7,10 @@ import json
 import math
 import os
 import re
+import shlex
+import shutil
 import sys
+import textwrap
 from dataclasses import replace
 from typing import IO, TYPE_CHECKING, Any, Final
 
@@ -134,9 +137,6 @@ def _for_sudo(text: str) -> str:
     """Return a hint with the full path of gpushare behind sudo, if sudo would not find it: pipx puts it in ~/.local/bin."""
     if "sudo gpushare" not in text or os.path.basename(sys.argv[0]) != "gpushare":
         return text
-    import shlex
-    import shutil
-
     if shutil.which("gpushare", path=_SUDO_PATH):
         return text
     return text.replace("sudo gpushare", f"sudo {shlex.quote(os.path.abspath(sys.argv[0]))}")
@@ -154,8 +154,6 @@ def message_text(word: str, text: str, stream: IO[str]) -> str:
     width = width_of(stream, terminal=True)
     if len(word) + 1 + len(line) <= width:
         return line
-    import textwrap
-
     command = re.match(_COMMAND, line) is not None
     indent = len(word) + 1
     lines = textwrap.wrap(line, max(width - indent - 2 * command, 20), break_long_words=False, break_on_hyphens=False)
@@ -239,7 +237,6 @@ def csv_text(table: Table, *, header: bool = True) -> str:
     No text can drive the terminal or be a formula: users choose the names of their processes.
     """
     import csv
-    import io
 
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\r\n")
@@ -434,8 +431,6 @@ def _words(text: str, style: str | None, width: int) -> list[str]:
     line = visible(text)
     if style is not None or len(line) <= width:
         return [line]
-    import textwrap
-
     numbered = re.match(r" *\d+\. ", line)
     indent = " " * (0 if numbered is None else numbered.end())
     room = max(width, 20)
@@ -443,8 +438,6 @@ def _words(text: str, style: str | None, width: int) -> list[str]:
 
 
 def _wrapped(text: str, width: int) -> list[Text]:
-    import textwrap
-
     from rich.text import Text
 
     return [Text(line, style="dim") for line in textwrap.wrap(text, max(width, 20))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
@@ -101,8 +102,6 @@ def command_of(process: GpuProcess) -> str | None:
     """Return the command line, quoted for a shell, or the program's name."""
     if not process.command_line:
         return process.name
-    import shlex
-
     return shlex.join(process.command_line)
 
 
