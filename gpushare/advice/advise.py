@@ -11,7 +11,7 @@ from gpushare.advice.case import flags_like
 from gpushare.advice.limits import limits_sum
 from gpushare.advice.place import place
 from gpushare.advice.questions import QUESTIONS, other_answers
-from gpushare.advice.recipe import recipe
+from gpushare.advice.recipe import may_pause, recipe
 from gpushare.advice.rules import Kind, Outcome, Reason, Verdict, verdicts
 from gpushare.advice.situation import Situation, instances_sentence
 from gpushare.advice.steps import Recipe, joined
@@ -144,7 +144,7 @@ def _confidence(
             return Confidence.MEDIUM, f"it would be possible if {may[0]}"
         return Confidence.HIGH, "arithmetic and hard limits"
     if all(part.situation.own_gpu and part.way is Way.WHOLE for part in parts):
-        return Confidence.HIGH, "none of them shares a GPU"
+        return Confidence.HIGH, "each has a GPU to itself"
     if best.way is Way.MEASURE:
         return Confidence.LOW, "published results contradict each other here: measure your own program"
     titles = open_titles(changes)
@@ -424,11 +424,19 @@ def _title_of(advice: Advice) -> str:
         return "the whole GPU" if gpus == 1 else f"{gpus} whole GPUs"
     if processes <= places:
         return "a GPU for each" if gpus == 1 else f"{gpus} GPUs for each"
-    return _at_once(gpus, places)
+    return _at_once(advice.situation, places)
 
 
-def _at_once(gpus: int, places: int) -> str:
+def _at_once(situation: Situation, places: int) -> str:
     """Return in words how many jobs of some GPUs each run at a time, where they do not all."""
+    gpus = situation.gpus_each
+    most = situation.plain.most
+    if situation.by_room and most != 1:
+        if len(situation.case.workloads) > 1 or places != len(situation.spread):
+            return "as many at a time as fit"
+        return f"as many at a time as fit: {most}" + (" on each GPU" if places > 1 else "")
+    if may_pause(situation):
+        return "the whole GPU for production, the other job paused meanwhile"
     count = "one" if gpus == 1 or places == 1 else str(places)
     return f"{count} at a time, each with {'the whole GPU' if gpus == 1 else f'{gpus} whole GPUs'}"
 
@@ -440,7 +448,7 @@ def _place_of(part: Part) -> Place:
         each, places = part.situation.gpus_each, part.situation.places
         own = "the whole GPU" if each == 1 else f"{each} whole GPUs"
         alike = len({work.gpus or 1 for work in case.workloads}) == 1
-        title = own if case.processes <= places else _at_once(each, places) if alike else "one at a time"
+        title = own if case.processes <= places else _at_once(part.situation, places) if alike else "one at a time"
     gpus = sorted(gpu.index for gpu in part.situation.spread)
     return Place(gpus=gpus, way=None if part.way is None else part.way.value, way_title=title, processes=case.processes)
 
@@ -575,7 +583,8 @@ def _memory_answer(advice: Advice) -> MemoryAnswer:
     situation = advice.situation
     each = situation.together and len(situation.spread) >= (situation.case.processes or 2)
     alone = best is not None and best.way is Way.WHOLE and (budget.fits or each or not situation.short_of_memory)
-    sentence = None if alone and (situation.several or situation.own_gpu) else budget.sentence()
+    turns = None if best is None else situation.in_turns(best.way)
+    sentence = None if alone and (situation.several or situation.own_gpu) else budget.sentence(turns)
     if best is not None and best.way in ALL_MIG:
         sentence = instances_sentence(situation, best.way) or sentence
     elif limits is not None:

@@ -305,6 +305,36 @@ def workload_of(words: Mapping[str, Any]) -> Workload:
     return found
 
 
+def sizes_of(memory: Any) -> list[str]:
+    """Return the sizes of memory of processes that need different ones: ``34G,17G``, or a list; empty: none is given."""
+    return [] if memory is None else list(map(str, memory)) if isinstance(memory, list) else str(memory).split(",")
+
+
+def workloads_of(words: Mapping[str, Any]) -> tuple[Workload, ...]:
+    """Return the workload of plain values, or one for each process if they need different sizes of memory.
+
+    Raises:
+        BadUsage: as `workload_of`; or there are not as many sizes as processes and shares.
+    """
+    memory = words.get("memory")
+    sizes = sizes_of(memory)
+    if len(sizes) <= 1:
+        return (workload_of({**words, "memory": sizes[0] if isinstance(memory, list) and sizes else memory}),)
+    base = workload_of({**words, "memory": None, "processes": None})
+    shares = (None,) * len(sizes) if base.shares is None else base.shares
+    if str(words.get("processes") or len(sizes)) != str(len(sizes)) or len(shares) != len(sizes):
+        raise BadUsage(
+            f"{len(sizes)} sizes of memory, and another number of processes or shares",
+            "give one size for each process: --memory 34G,17G --needs weights=2:1",
+            code="bad_count",
+        )
+    works = []
+    for number, (size, share) in enumerate(zip(sizes, shares, strict=True), 1):
+        needed, own = workload_of({"memory": size}).memory, None if share is None else (share,)
+        works.append(replace(base, processes=1, name=f"{base.name or 'job'}{number}", memory=needed, shares=own))
+    return tuple(works)
+
+
 def _close(word: str, known: Iterable[str]) -> str:
     import difflib
 
@@ -498,22 +528,23 @@ def read_case(text: str, path: str) -> Case:
             raise BadUsage(f"{path} has no workloads", _HINT, code="bad_file")
         found = found["workloads"]
     if isinstance(found, LocatedList):
-        workloads = [_workload(one, path, at) for one, at in zip(found, found.items_at, strict=True)]
+        items = zip(found, found.items_at, strict=True)
+        workloads = [workload for words, at in items for workload in _workloads(words, path, at)]
     else:
-        workloads = [_workload(found, path, Mark())]
+        workloads = list(_workloads(found, path, Mark()))
     if not workloads:
         raise BadUsage(f"{path}: the list of workloads is empty", _HINT, code="bad_file")
     return Case(workloads=tuple(workloads), root=root)
 
 
-def _workload(words: Any, path: str, at: Mark) -> Workload:
+def _workloads(words: Any, path: str, at: Mark) -> tuple[Workload, ...]:
     if not isinstance(words, Located):
         raise BadUsage(f"{path}:{at}: a workload is a mapping", _HINT, code="bad_file")
     for name, value in words.items():
         # One by one, so that an error can name its place.
-        _placed(path, words.keys_at[name], functools.partial(workload_of, {str(name): _flat(value)}))
+        _placed(path, words.keys_at[name], functools.partial(workloads_of, {str(name): _flat(value)}))
     flat = {str(name): _flat(value) for name, value in words.items()}
-    return _placed(path, at, lambda: workload_of(flat))
+    return _placed(path, at, lambda: workloads_of(flat))
 
 
 def _flat(value: Any) -> Any:

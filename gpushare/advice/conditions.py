@@ -182,7 +182,7 @@ def short_now(s: Situation, way: Way) -> bool:
     """Return whether the programs that are on the GPU leave too little memory."""
     budget = s.budget_of(way)
     needed = budget.largest_bytes if way in {Way.WHOLE, *LEAVING} else budget.needed_bytes
-    return s.among_others and s.gpu.memory_used_bytes is not None and needed is not None and needed > _free_now(s)
+    return s.in_use and s.gpu.memory_used_bytes is not None and needed is not None and needed > _free_now(s)
 
 
 def _host_too_small(s: Situation, way: Way) -> bool | None:
@@ -209,6 +209,13 @@ def _leavers_answer(s: Situation, way: Way) -> bool | None:
     return any_of(
         work.latency if work.latency_seconds is None else work.latency_seconds < seconds for work, _ in s.leavers(way)
     )
+
+
+def wakes_late(s: Situation, _: Way) -> bool:
+    """Return whether a server is to answer sooner than an engine that sleeps can copy its memory back."""
+    cost = s.leaving_cost(Way.TURNS)
+    late = 0.0 if cost is None else cost.in_seconds
+    return any(work.latency_seconds is not None and work.latency_seconds < late for work in s.case.workloads)
 
 
 def _own_time(s: Situation, _: Way) -> bool:
@@ -331,6 +338,7 @@ CONDITIONS: Final[Mapping[str, Condition]] = {
     "leavers_run": lambda s, way: any_of(work.running for work, _ in s.leavers(way)),
     "leavers_answer": _leavers_answer,
     "production_too_large": _production_too_large,
+    "wakes_late": wakes_late,
     "movable_unknown": lambda s, _: None in map(s.case.any, ("nccl", "ipc", "managed_memory")),
     "untried_uses": lambda s, way: bool(_untried(s, way)),
     "cost_known": lambda s, way: s.leaving_cost(way) is not None,

@@ -52,8 +52,9 @@ class GpuFacts:
     # Set if this is one MIG instance: its UUID, and its part of the GPU's SMs. Nothing of the GPU can be changed then.
     instance: str | None = None
     sm_share: float = 1.0
-    # The number of processes on it.
+    # The number of processes on it, and how many of them only draw (a desktop).
     processes: int | None = None
+    displays: int = 0
     # Whether the GPU has time-slice levels (nvidia-smi compute-policy); setting one needs root as well.
     time_slice_settable: bool | None = None
     # The current level, which the undo restores.
@@ -160,6 +161,7 @@ def _gpu(
         documented=profiles_of(model) if layout is None and gpu.mig_capable and model is not None else (),
         compute_mode=gpu.compute_mode,
         processes=None if gpu.processes is None else len({process.pid for process in gpu.processes}),
+        displays=len({process.pid for process in gpu.processes or () if process.graphics and not process.compute}),
         time_slice_settable=None if levels is None else gpu.index in levels,
         time_slice=None if levels is None else levels.get(gpu.index),
     )

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.advice.case import Isolation, Pattern, Role
+from gpushare.advice.conditions import wakes_late
 from gpushare.advice.limits import (
     client_job_memory,
     client_limits,
@@ -92,6 +93,8 @@ def _mig(steps: Steps, way: Way) -> None:
             for party in _parties(here, way, named=steps.several_shells):
                 _run_inside(steps, here, way, party)
         return
+    if s.one_process and s.case.any("code"):
+        steps.say("in the program: independent work on separate streams overlaps inside its instance, too")
     # Any instance of the profile will do.
     only = steps.gpu if len(s.host.gpus) > len(s.spread) else None
     kinds = Counter((party.profile.name, party.work) for party in _parties(s, way, named=False))
@@ -395,7 +398,7 @@ def _whole(steps: Steps, way: Way) -> None:
         steps.say("for pods: request nvidia.com/gpu: 1; without sharing, the device plugin gives each pod a whole GPU")
     elif s.together and s.case.any("nccl") is not False and s.placed_processes > 1:
         _one_job(steps)
-    elif _may_pause(s):
+    elif may_pause(s):
         # In a queue, a service that stays would keep the other job out.
         _production(steps, way)
     else:
@@ -456,7 +459,7 @@ def _one_job(steps: Steps) -> None:
         steps.measure.append("the rate with one process, and with one process per GPU")
 
 
-def _may_pause(s: Situation) -> bool:
+def may_pause(s: Situation) -> bool:
     """Return whether `gpushare run` can keep both on the GPU, one of them paused."""
     if not s.pair or s.case.same_user is False or s.before_volta or s.short_of_memory or s.places > 1:
         return False
@@ -568,12 +571,14 @@ def _fix(steps: Steps, _: Way) -> None:
         steps.run("one engine, with the memory of all copies", s.case.workloads[0], slice=steps.own_slice, wait=True)
         measure = "requests per second and p99 at the load of all copies, with one engine and with the copies"
     elif s.short_of_memory and (s.in_phases or s.case.any("server")):
-        steps.say(
-            "vLLM: start each with --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1, on a trusted network, and put the idle one to"
-            " sleep (POST /sleep, /wake_up)"
-        )
-        steps.say("or less memory for each: a shorter context, a quantized model, a smaller --gpu-memory-utilization")
-        measure = "how long the first answer after a sleep takes"
+        measure = "requests per second and p99 of each server with less memory, next to the other"
+        if not wakes_late(s, Way.FIX):
+            steps.say(
+                "vLLM: start each with --enable-sleep-mode and VLLM_SERVER_DEV_MODE=1, on a trusted network, and put the idle"
+                " one to sleep (POST /sleep, /wake_up)"
+            )
+            measure = "how long the first answer after a sleep takes"
+        steps.say("less memory for each: a shorter context, a quantized model, a smaller --gpu-memory-utilization")
     else:
         steps.say("use more loader workers, pinned memory, prefetching, larger batches, and a local disk for the data")
         steps.lines.append(steps.typed("see whether the GPU waits", "status", "-g", s.gpu.selector))
@@ -584,7 +589,8 @@ def _fix(steps: Steps, _: Way) -> None:
 def _kubernetes(steps: Steps, way: Way) -> None:
     """Add the lines that write the share as configuration of the cluster: nothing is changed on the host."""
     s = steps.s
-    count = max(2, min(s.case.processes or 4, 48))
+    # More pods than fit wait in the cluster; those that are mostly idle may be more.
+    count = max(2, min(s.in_turns(way) or s.case.processes or 4, 48))
     words, layout, what = ["--replicas", str(count)], "", f"{count} pods share each GPU"
     if way.outer is Way.MPS:
         layout, what = "mps: {}", "MPS, equal shares"

@@ -19,6 +19,7 @@ from gpushare.mig.plan import MigPlan
 from gpushare.mig.planner import plan_add
 from gpushare.mig.profile import GpuInstance, Layout, Profile
 from gpushare.mig.wish import Request, Wish
+from gpushare.mps.limits import CONTEXT_BYTES as CLIENT_BYTES
 
 if TYPE_CHECKING:
     from gpushare.advice.case import Case, Workload
@@ -98,17 +99,16 @@ class Budget:
         usable = self.usable_bytes
         return None if usable is None or not self.largest_bytes else max(usable, 0) // self.largest_bytes
 
-    def sentence(self) -> str | None:
-        """Return the calculation as text; None if too little is known."""
+    def sentence(self, at_a_time: int | None = None) -> str | None:
+        """Return the calculation as text; None if too little is known. ``at_a_time``: so many run, if not all do."""
         left, needed = self.left_bytes, self.needed_bytes
         if left is None or needed is None:
             return None
         contexts = f"{self.processes} x {format_bytes(self.context_bytes)} CUDA context"
         rest = f"{HEADROOM_PERCENT} % kept free"
         server = f", {format_bytes(self.server_bytes)} MPS server" if self.server_bytes else ""
-        verdict = (
-            f"{format_bytes(left)} left" if left >= 0 else f"{format_bytes(-left)} too much, {self.most} would fit"
-        )
+        fit = f"{self.most} would fit" if at_a_time is None else f"{at_a_time} at a time"
+        verdict = f"{format_bytes(left)} left" if left >= 0 else f"{format_bytes(-left)} too much, {fit}"
         return (
             f"{format_bytes(self.wanted_bytes)} + {contexts} = {format_bytes(needed)} of "
             f"{format_bytes(self.total_bytes)} ({rest}{server}): {verdict}"
@@ -480,7 +480,12 @@ class Situation:
 
     @cached_property
     def among_others(self) -> bool:
-        """Return whether programs that are not part of the case run on the whole GPU, and stay there."""
+        """Return whether programs that are not part of the case compute on the whole GPU, and stay there."""
+        return self.in_use and (self.gpu.processes or 0) > self.gpu.displays
+
+    @cached_property
+    def in_use(self) -> bool:
+        """Return whether programs that are not part of the case are on the whole GPU, also to draw, and stay there."""
         here = bool(self.gpu.processes) and not self.gpu.mig_enabled
         return here and not self.case.any("running") and self.case.any("occupied") is not False
 
@@ -659,7 +664,7 @@ class Situation:
         Only for equal, independent processes that are known to leave room for each other.
         """
         case, processes = self.case, self.case.processes
-        waits = len(case.workloads) == 1 and self.saturating is False and case.same_user is not False
+        waits = len(case.workloads) == 1 and self.saturating is not True and case.same_user is not False
         needed = (
             self.together
             or self.apart
@@ -668,13 +673,23 @@ class Situation:
         )
         if processes is None or not waits or needed or way in {*ALL_MIG, Way.VGPU, Way.STREAMS}:
             return None
+        under_mps = Way.MPS in {way.outer, way.inner}
         limits = [processes]
-        if Way.MPS in {way.outer, way.inner} and self.mps_clients is not None:
+        if under_mps and self.mps_clients is not None:
             limits.append(self.mps_clients)
         found = self.budget_of(way)
         if found.may_fit is False:
-            limits.append(found.most or 0)
-        return min(limits) if 1 < min(limits) < processes else None
+            # Where it is unknown whether one of them fills the GPU, they are queued by their memory alone.
+            limits.append(0 if self.saturating is None else found.most or 0)
+        turns = min(limits)
+        if not 1 < turns < processes:
+            return None
+        # With one less at a time each has a limit: not if that costs more than a tenth.
+        memory, usable = case.workloads[0].memory, found.usable_bytes
+        limited = turns
+        if under_mps and not self.before_volta and memory is not None and usable is not None:
+            limited = min(turns, usable // (whole_mib(memory) + CLIENT_BYTES))
+        return limited if limited >= turns * 0.9 else turns
 
     def counts_at_once(self, way: Way) -> tuple[int | None, ...]:
         """Return the number of processes of each workload that run at the same time."""
@@ -684,7 +699,17 @@ class Situation:
     @cached_property
     def by_room(self) -> bool:
         """Return whether only memory keeps the programs from running together: then as many run at a time as fit."""
-        asked = ("latency", "profiler", "bandwidth_qos", "bandwidth_bound", "containment", "vms", "nccl", "weights")
+        asked = (
+            "latency",
+            "profiler",
+            "bandwidth_qos",
+            "bandwidth_bound",
+            "containment",
+            "vms",
+            "nccl",
+            "weights",
+            "kubernetes",
+        )
         known = all(work.memory is not None for work in self.case.workloads)
         apart = self.isolation - {Isolation.QUOTA} or not self.trusted or self.saturating is True
         # What fits on a GPU of a set is no reason for two jobs on it: each has its set for itself.

@@ -16,7 +16,17 @@ from typer.core import TyperOption
 
 from gpushare.advice.advise import Advice, advice_answer, verdict_answer
 from gpushare.advice.advise import advise as advice_for
-from gpushare.advice.case import Case, Pattern, Role, Workload, checked, read_case, workload_of
+from gpushare.advice.case import (
+    Case,
+    Pattern,
+    Role,
+    Workload,
+    checked,
+    read_case,
+    sizes_of,
+    workload_of,
+    workloads_of,
+)
 from gpushare.advice.facts import GpuFacts, HostFacts, host_facts, instance_facts
 from gpushare.advice.measured import BENCH_WAYS, MeasuredAdvice, bench_ways, measured, unmeasured
 from gpushare.advice.measured import measured_answer as answer_of
@@ -344,6 +354,11 @@ def _case(
         case_of(words, root=root, pair=pair)
         return None
     if file is not None:
+        if words.get("processes") is not None:
+            raise BadCombination(
+                "--processes cannot be combined with --file",
+                "give the number of each workload in the file: processes: 4",
+            )
         return overlaid(case_from_file(file, root=root), words)
     # Checked before the host is asked, so that a typo costs nothing.
     return case_of(words, root=root, pair=pair)
@@ -437,11 +452,9 @@ _MOST_CHARACTERS: Final = 256 << 10
 def case_of(words: Mapping[str, Any], *, root: bool | None, pair: tuple[int | None, int | None]) -> Case:
     """Return the case of the options. ``pair`` is the number of production and of opportunistic processes."""
     production, opportunistic = pair
-    sizes = str(words["memory"]).split(",") if words.get("memory") is not None else []
     if production is None and opportunistic is None:
-        if len(sizes) <= 1:
-            return Case(workloads=(workload_of(words),), root=root)
-        return _of_sizes(words, sizes, root)
+        return Case(workloads=workloads_of(words), root=root)
+    sizes = sizes_of(words.get("memory"))
     if words.get("processes") is not None or words.get("role") is not None:
         raise BadUsage(
             "--production and --opportunistic already give the number of processes",
@@ -470,29 +483,6 @@ def case_of(words: Mapping[str, Any], *, root: bool | None, pair: tuple[int | No
         ),
         root=root,
     )
-
-
-def _of_sizes(words: Mapping[str, Any], sizes: Sequence[str], root: bool | None) -> Case:
-    """Return the case of processes that need different sizes of memory: ``--memory 34G,17G``."""
-    base = workload_of({**words, "memory": None, "processes": None})
-    shares = (None,) * len(sizes) if base.shares is None else base.shares
-    if words.get("processes") not in {None, str(len(sizes))} or len(shares) != len(sizes):
-        raise BadUsage(
-            f"{len(sizes)} sizes of memory, and another number of processes or shares",
-            "give one size for each process: --memory 34G,17G --needs weights=2:1",
-            code="bad_count",
-        )
-    works = (
-        replace(
-            base,
-            processes=1,
-            name=f"job{number}",
-            memory=workload_of({"memory": size}).memory,
-            shares=None if share is None else (share,),
-        )
-        for number, (size, share) in enumerate(zip(sizes, shares, strict=True), 1)
-    )
-    return Case(workloads=tuple(works), root=root)
 
 
 def case_from_file(path: str, *, root: bool | None) -> Case:

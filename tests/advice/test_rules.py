@@ -126,7 +126,7 @@ EXAMPLES: dict[str, tuple[str, Example, Example]] = {
     "no-room-now": ("timeslice", Example(({"processes": 1, "memory": "40G"},), facts=FULL), one(memory="40G")),
     "mps-beside-others": ("mps", one(facts={"processes": 1}), one()),
     "mig-of-virtual-machines": ("mig", of({"vms": True}, facts={"vgpu_capable": False}), of({"vms": True})),
-    "sessions-with-a-target": ("whole-gpu", four(pattern="interactive", latency="1s"), four(pattern="interactive")),
+    "sessions-in-a-queue": ("whole-gpu", four(pattern="interactive", isolation="fault"), four(pattern="interactive")),
     "phases": ("fix-app", short(cooperating=True, progress=True), short(cooperating=True)),
     "in-use-now": ("whole-gpu", Example(({"processes": 1, "memory": "40G"},), facts=FULL), one(memory="40G")),
     "in-turns": ("timeslice", four(memory="20G"), four(memory="19G")),
@@ -201,6 +201,7 @@ EXAMPLES: dict[str, tuple[str, Example, Example]] = {
     "slices-no-vms": ("slices", of(*PAIR, {"vms": True}), of(*PAIR)),
     "slices-latency": ("slices", of({**PAIR[0], "latency": "10ms"}, PAIR[1]), of(*PAIR)),
     "weights-slices": ("slices", four(weights=True, users="different"), four(weights=True)),
+    "weights-bandwidth": ("slices", four(weights=True, bandwidth_bound=True), four(weights=True)),
     "slices-need-pair": ("slices", four(), of(*PAIR)),
     "slices-whose": ("slices", of({**PAIR[0], "users": "different"}, PAIR[1], root=False), of(*PAIR)),
     "slices-unofficial": ("slices", of(*PAIR), four()),
@@ -286,6 +287,7 @@ EXAMPLES: dict[str, tuple[str, Example, Example]] = {
     "not-trusted-alone": ("whole-gpu", four(trusted=False), four()),
     "waits-for-input-shared": ("mps", four(io_bound=True, code=False), four(io_bound=True)),
     "servers-do-not-fit": ("fix-app", short(server=True), SHORT),
+    "servers-do-not-fit-awake": ("fix-app", short(server=True, latency="20ms"), short(server=True)),
     # of the engine itself
     "nothing-to-compare": ("measure", four(memory="30G", cooperating=True), four()),
 }

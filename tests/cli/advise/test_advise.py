@@ -114,8 +114,22 @@ def test_unequal_memory_and_shares_together(cli: Any) -> None:
 
 def test_a_file_of_several_workloads_has_their_numbers(refused: Any, tmp_path: Path) -> None:
     file = tmp_path / "w.yaml"
-    file.write_text("[{processes: 1}, {processes: 2}]\n")
-    refused("advise", "-f", str(file), "--processes", "3", code="bad_combination", exit_code=2)
+    for text in ("[{processes: 1}, {processes: 2}]", "{memory: 2G}"):
+        file.write_text(text)
+        refused("advise", "-f", str(file), "--processes", "3", code="bad_combination", exit_code=2)
+
+
+def test_a_file_may_list_sizes_of_memory(cli: Any, refused: Any, tmp_path: Path) -> None:
+    file = tmp_path / "w.yaml"
+    words = ("--memory", "20G,10G", "--users", "same", "--no-saturating")
+    by_flags = cli("advise", *words, host="sim:l40s", output="json").ok().data
+    for sizes in ("[20G, 10G]", "'20G,10G'"):
+        file.write_text(f"{{memory: {sizes}, users: same, saturating: no}}")
+        assert cli("advise", "-f", str(file), host="sim:l40s", output="json").ok().data == by_flags
+    file.write_text("{memory: [20G, 10G], processes: 3}")
+    refused("advise", "-f", str(file), code="bad_count", exit_code=2)
+    file.write_text("{memory: [20G, [10G]]}")
+    refused("advise", "-f", str(file), code="bad_size", exit_code=2)
 
 
 def test_a_file_says_the_same_as_flags(cli: Any, tmp_path: Path) -> None:

@@ -1,0 +1,105 @@
+"""What the parts of an answer say of each other: its headline, its numbers and its commands agree."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from tests.cli.advise.test_advise import commands
+
+
+def answer(cli: Any, spec: str, words: str) -> Any:
+    return cli("advise", *words.split(), host=spec, output="json").ok().data
+
+
+def test_the_headline_says_how_many_run_where_the_queue_is_by_room(cli: Any) -> None:
+    data = answer(cli, "sim:t4", "--processes 4 --memory 4G --users same")
+    assert data["answer"] == "as many at a time as fit: 3"
+    assert commands(data) == ["gpushare run -g 0 --wait --swap request --memory 4596M -- CMD"]
+    alone = answer(cli, "sim:t4", "--processes 4 --memory 4G --users same --saturating")
+    assert alone["answer"] == "one at a time, each with the whole GPU"
+    # In line and without a limit, a job claims the whole GPU.
+    assert commands(alone) == ["gpushare run -g 0 --slice 2ms --wait -- CMD"]
+    each = answer(cli, "sim:2xt4", "--processes 8 --memory 4G --users same")
+    assert each["answer"] == "as many at a time as fit: 3 on each GPU"
+
+
+def test_a_paused_job_is_not_called_a_queue(cli: Any) -> None:
+    words = "--production 1 --opportunistic 1 --memory 5G --users same --bandwidth-bound --no-root"
+    data = answer(cli, "sim:l4", words)
+    assert data["answer"] == "the whole GPU for production, the other job paused meanwhile"
+    assert "--yield pause" in commands(data)[1]
+
+
+@pytest.mark.parametrize("memory", ["381M", "1G", "3G", "6G", "2900M"])
+@pytest.mark.parametrize("spec", ["sim:a30", "sim:a100-40gb"])
+def test_one_number_runs_at_a_time(cli: Any, spec: str, memory: str) -> None:
+    data = answer(cli, spec, f"--processes 60 --memory {memory} --users same --no-saturating")
+    (parallel,) = re.findall(r"--parallel (\d+)", " ".join(commands(data)))
+    assert f"not all of them fit at the same time: {parallel} at a time, the others wait" in data["conditions"]
+    sentence = data["memory"]["sentence"]
+    assert "too much" not in sentence or f"too much, {parallel} at a time" in sentence
+
+
+def test_more_programs_than_clients_run_some_at_a_time(cli: Any) -> None:
+    """Also where it is unknown whether one of them fills the GPU: that is a condition, and no reason for a veto."""
+    data = answer(cli, "sim:a100-80gb", "--processes 100 --memory 500M --users same")
+    assert data["winner"] == "mps"
+    assert "--copies 100 --parallel 48 " in commands(data)[1]
+    assert any("only if one process does not fill the GPU" in text for text in data["conditions"])
+
+
+def test_no_more_pods_share_a_gpu_than_fit(cli: Any) -> None:
+    data = answer(cli, "sim:a100-40gb", "--processes 20 --memory 3G --users same --no-saturating --needs kubernetes")
+    assert "--replicas 11 " in commands(data)[0]
+
+
+def test_sessions_that_are_kept_apart_are_not_queued(cli: Any) -> None:
+    """People's sessions do not end: each needs an instance or a GPU."""
+    words = "--processes 2 --memory 3G --users different --pattern interactive --isolation full"
+    assert answer(cli, "sim:l40s", words)["winner"] is None
+    assert answer(cli, "sim:2xl40s", words)["answer"] == "a GPU for each"
+    assert answer(cli, "sim:a100-40gb", words)["winner"] == "mig"
+
+
+def test_an_engine_that_wakes_up_too_late_is_not_put_to_sleep(cli: Any) -> None:
+    words = "--like serving --processes 2 --memory 14G --users same"
+    asleep = answer(cli, "sim:rtx-4090", words)
+    late = answer(cli, "sim:rtx-4090", f"{words} --latency 20ms")
+    assert asleep["winner"] == late["winner"] == "fix-app"
+    texts = [" ".join(line["what"] for line in data["commands"]) for data in (asleep, late)]
+    assert ["sleep" in text for text in texts] == [True, False]
+    assert all("less memory for each" in text for text in texts)
+
+
+def test_equal_changes_of_several_gpus_are_one_command(cli: Any) -> None:
+    data = answer(cli, "sim:8xh100", "--processes 16 --memory 4G --users same --no-saturating")
+    assert commands(data)[0].startswith("gpushare mps start -g 0-7 ")
+    assert commands(data, "undo") == ["gpushare mps stop -g 0-7"]
+
+
+def test_a_desktop_is_no_program_to_share_with(cli: Any) -> None:
+    spec = "sim:rtx-4090"
+    cli("sim", "add", "--graphics", "--name", "Xorg", "--memory", "600M", "--user", "root", host=spec).ok()
+    assert answer(cli, spec, "--processes 1 --code")["winner"] == "streams"
+    assert answer(cli, spec, "--processes 1 --no-code")["answer"] == "the whole GPU"
+    large = answer(cli, spec, "--processes 1 --no-code --memory 23G")
+    assert any("programs that run now use 600 MiB" in text for text in large["conditions"])
+    cli("sim", "add", "--memory", "2G", "--user", "1001", host=spec).ok()
+    assert answer(cli, spec, "--processes 1 --code")["winner"] == "timeslice"
+
+
+def test_one_program_in_an_instance_is_told_of_streams(cli: Any) -> None:
+    spec = "sim:a100-80gb"
+    cli("sim", "mig", "3g.40gb", "2g.20gb", host=spec).ok()
+    data = answer(cli, spec, "--processes 1 --memory 9G --code")
+    assert commands(data) == ["gpushare run --mig 2g.20gb -- CMD"]
+    assert any("separate streams" in line["what"] for line in data["commands"])
+
+
+def test_shares_of_bandwidth_are_slices_of_time(cli: Any) -> None:
+    words = "--processes 2 --memory 5G --users same --saturating --bandwidth-bound --needs weights=2:1"
+    assert answer(cli, "sim:l40s", words)["winner"] == "slices"
+    assert answer(cli, "sim:l40s", words.replace(" --bandwidth-bound", ""))["winner"] != "mig"
