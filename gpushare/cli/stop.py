@@ -13,6 +13,7 @@ from gpushare.base.values import dataclass
 from gpushare.cli.options import PLAIN, AskingCommand, consented, gpus_of, say_step, settings
 from gpushare.host.store import MOST_SECONDS
 from gpushare.plan import one_plan
+from gpushare.run.jobs import no_job_error
 from gpushare.run.stop import Stop, Stopped, Target, find_target, tidy
 from gpushare.show.plan import plan_result
 from gpushare.show.result import Result
@@ -47,36 +48,40 @@ def stop(
         tidy(host)
     # All are looked up before the first one ends; one that has ended by itself keeps no other.
     targets: dict[tuple[int, int], Target] = {}
-    errors: list[GpushareError] = []
+    missing: list[str] = []
     for text in job:
         try:
             target = find_target(host, text)
-        except NotFound as error:
-            errors.append(error)
+        except NotFound:
+            missing.append(text)
         else:
             targets[target.job.pid, target.job.started] = target
     if not targets:
-        raise errors[0]
+        raise no_job_error(host, missing[0])
     gpus = () if all(target.supervisor is not None for target in targets.values()) else gpus_of(host)
     work = [Stop(host, target, gpus, seconds) for target in targets.values()]
     plan = one_plan([each.plan for each in work])
     if settings.dry_run:
-        code = errors[0].exit_code if errors else 0
-        return replace(plan_result("stop", plan, dry_run=True), errors=tuple(errors), exit_code=code)
+        absent = tuple(no_job_error(host, text) for text in missing)
+        code = absent[0].exit_code if absent else 0
+        return replace(plan_result("stop", plan, dry_run=True), errors=absent, exit_code=code)
     consented(plan)
     done: list[Stopped] = []
+    failures: list[GpushareError] = []
     for each in work:
         for step in each.plan.steps if settings.verbose else ():
             say_step(step)
         try:
             done.append(each.run())
         except GpushareError as error:
-            errors.append(error)
+            failures.append(error)
+    # Only now: the hint names the jobs that still run.
+    errors = (*(no_job_error(host, text) for text in missing), *failures)
     return Result(
         command="stop",
         data=StopAnswer(jobs=tuple(done)),
         done=tuple((sentence(stopped), None) for stopped in done),
-        errors=tuple(errors),
+        errors=errors,
         exit_code=errors[0].exit_code if errors else 0,
         all_failed=bool(errors) and not done,
     )

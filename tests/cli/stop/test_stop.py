@@ -76,6 +76,8 @@ def test_those_that_are_there_end_beside_one_that_has_ended(real: Real, cli: Cli
     assert (planned.code, "no job 'nosuch'" in planned.err, "train" in planned.out) == (6, True, True)
     answer = cli("stop", "nosuch", "train", output="json")
     assert (answer.code, answer.error["code"]) == (6, "no_job")
+    # It has ended by then, so the hint does not name it.
+    assert "train" not in answer.error["hint"]
     assert [job["name"] for job in answer.data["jobs"]] == ["train"]
     assert started.result().code == 143
 
