@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Final
@@ -21,7 +21,7 @@ from gpushare.host.claims import HeldClaim
 from gpushare.host.host import Host, make_private_directory
 from gpushare.measure.metric import Printed
 from gpushare.mig.places import Place, places_on
-from gpushare.mps.control import MpsControl
+from gpushare.mps.control import MpsControl, is_server
 from gpushare.mps.home import client_environment
 from gpushare.mps.kill import Meter
 from gpushare.mps.limits import Limits
@@ -133,13 +133,17 @@ class Grounds:
         control = self._control
         return set() if control is None else client_pids(control)
 
-    def servers(self, pid: int) -> set[int]:
-        """Return the PIDs of the MPS servers that serve a program and its children; none without MPS."""
-        if self._share is None:
-            return set()
-        watch = self._share.watch(pid)
-        watch.look()
-        return watch.servers()
+    def servers(self, pids: Collection[int]) -> set[int]:
+        """Return the PIDs of the MPS servers that serve some of these processes; none without MPS.
+
+        Raises:
+            GpushareError: the daemon does not answer.
+        """
+        control = self._control
+        rows = [] if control is None else control.clients()
+        serving = {row.server_pid for row in rows if row.pid in pids and row.server_pid is not None}
+        infos = {pid: self.host.processes.describe(pid) for pid in serving}
+        return {pid for pid, info in infos.items() if info is not None and is_server(info.name)}
 
     def left_steps(self) -> tuple[Step, ...]:
         """Return what sets back a time-slice level that a killed bench has left; nothing for others than root."""
@@ -271,8 +275,9 @@ class Experiment(Group):
             self._sliced[channels.pid] = apply_slice(self.host, self._channels, channels, microseconds)
 
     def set_server_slice(self, programs: Sequence[Program], microseconds: int) -> None:
-        """Set the slice of the MPS server of these clients, which all clients share. Raises as `ChannelControl.find`."""
-        servers = {pid for program in programs for pid in self.grounds.servers(program.pid)}
+        """Set the slice of the MPS server of these clients, which all clients share. Raises as `servers` and `ChannelControl.find`."""
+        pids = {pid for program in programs for pid in self.host.processes.descendants(program.pid)}
+        servers = self.grounds.servers(pids)
         if not servers:
             raise OperationFailed(
                 "the MPS daemon names no server of the opportunistic job, which would have its time-slice",
