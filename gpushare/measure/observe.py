@@ -133,8 +133,8 @@ class Sampler:
         self._ask_daemons()
         gpu_samples, process_samples = [], []
         came: list[RecordedProcess | RecordedInstance] = []
-        for known in self._known.values():
-            known.present = False
+        for remembered in self._known.values():
+            remembered.present = False
         for gpu in gpus:
             sample, processes, new = self._look(gpu, since)
             gpu_samples.append(sample)
@@ -255,11 +255,11 @@ class Sampler:
         """Return the record of a process, and whether it is new."""
         place = (gpu.index, process.pid, process.gpu_instance_id, process.compute_instance_id)
         info = self.host.processes.describe(process.pid)
-        known = self._known.get(place)
+        remembered = self._known.get(place)
         # Nothing can be read of a process that has just ended.
-        if known is not None and (info is None or known.process.started in {None, info.started}):
-            known.present = True
-            return known.process, False
+        if remembered is not None and (info is None or remembered.process.started in {None, info.started}):
+            remembered.present = True
+            return remembered.process, False
         job = self._job_of(process.pid)
         recorded = RecordedProcess(
             id=self._next_id,
@@ -288,7 +288,7 @@ class Sampler:
         return recorded, True
 
     def _forget(self) -> None:
-        gone = [place for place, known in self._known.items() if not known.present]
+        gone = [place for place, process in self._known.items() if not process.present]
         for place in gone[: max(0, len(gone) - _REMEMBERED)]:
             del self._known[place]
 

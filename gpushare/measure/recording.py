@@ -405,14 +405,14 @@ class Tally:
                 use.unanswered, use.error = use.unanswered + 1, gpu.error
             else:
                 use.add(sample.at, gpu)
-        rows = [(one, *self._processes[one.id]) for one in sample.processes if one.id in self._processes]
+        rows = [(seen, *self._processes[seen.id]) for seen in sample.processes if seen.id in self._processes]
         worked: dict[int, float] = {}
-        for one, process, _ in rows:
-            worked[process.gpu] = worked.get(process.gpu, 0.0) + (one.utilization_percent or 0.0)
-        for one, process, used in rows:
-            used.add(sample.at, one, worked[process.gpu] - (one.utilization_percent or 0.0))
+        for seen, process, _ in rows:
+            worked[process.gpu] = worked.get(process.gpu, 0.0) + (seen.utilization_percent or 0.0)
+        for seen, process, used in rows:
+            used.add(sample.at, seen, worked[process.gpu] - (seen.utilization_percent or 0.0))
         if len(self._processes) > MOST_PROCESSES + MOST_PROCESSES // 10:
-            self._drop({one.id for one in sample.processes})
+            self._drop({seen.id for seen in sample.processes})
 
     def _drop(self, present: set[int]) -> None:
         ended = [(use.samples, key) for key, (_, use) in self._processes.items() if key not in present]
@@ -676,42 +676,42 @@ def underused(recording: Recording) -> tuple[Underuse, ...]:
     below 30 % and the 95th percentile below 50 %. peaks: the mean is below 30 %, the 95th percentile is not.
     idle_process: a process that holds memory without work next to others that work.
     """
-    found: list[Underuse] = []
+    underuses: list[Underuse] = []
     for use in recording.gpus:
-        mine = [one for one in recording.processes if one.process.gpu == use.gpu.index]
-        whole = _of_gpu(use, mine, known=recording.processes_known)
-        found += [whole] if whole else []
+        processes = [each for each in recording.processes if each.process.gpu == use.gpu.index]
+        whole = _of_gpu(use, processes, known=recording.processes_known)
+        underuses += [whole] if whole else []
         if whole is None or whole.kind in {"low", "peaks"}:
-            found += _idle_processes(use.gpu.index, mine)
-    return tuple(found)
+            underuses += _idle_processes(use.gpu.index, processes)
+    return tuple(underuses)
 
 
 def _of_gpu(use: GpuUse, processes: list[ProcessUse], *, known: bool) -> Underuse | None:
     activity, index = use.activity, use.gpu.index
     if activity is None or use.busy_share is None:
         return None
-    holders = [one for one in processes if (one.memory_peak_bytes or 0) >= HELD_BYTES and _is_program(one)]
+    holders = [each for each in processes if (each.memory_peak_bytes or 0) >= HELD_BYTES and _is_program(each)]
     if use.busy_share < NO_WORK_SHARE:
         if holders:
             # They may have held their memory at different times: the GPU's own peak bounds the sum.
-            memory = sum(one.memory_peak_bytes or 0 for one in holders)
+            memory = sum(holder.memory_peak_bytes or 0 for holder in holders)
             most = format_bytes(min(memory, use.memory_peak_bytes or memory))
             return Underuse(
                 gpu=index,
                 kind="held_idle",
                 why=f"memory is held with no work: {_processes(len(holders))}, {most}",
-                pids=tuple(one.process.pid for one in holders),
+                pids=tuple(holder.process.pid for holder in holders),
             )
         held = use.memory_peak_bytes or 0
         if not known and held >= HELD_BYTES:
             return Underuse(gpu=index, kind="held_idle", why=f"memory is held with no work: {format_bytes(held)}")
         why = "idle: no process was on it" if known and not processes else "idle: no kernel ran"
-        return Underuse(gpu=index, kind="empty", why=why, pids=tuple(one.process.pid for one in processes))
+        return Underuse(gpu=index, kind="empty", why=why, pids=tuple(each.process.pid for each in processes))
     if activity.mean >= LOW_MEAN_PERCENT:
         return None
-    pids = tuple(one.process.pid for one in processes if _is_program(one))
-    what = "SM activity" if use.sm else "utilization"
-    figures = f"{what} mean {activity.mean:g} %, 95th percentile {activity.p95:g} %"
+    pids = tuple(each.process.pid for each in processes if _is_program(each))
+    measure = "SM activity" if use.sm else "utilization"
+    figures = f"{measure} mean {activity.mean:g} %, 95th percentile {activity.p95:g} %"
     if activity.p95 >= LOW_P95_PERCENT:
         return Underuse(
             gpu=index,
@@ -732,14 +732,14 @@ def _idle_processes(index: int, processes: list[ProcessUse]) -> list[Underuse]:
         Underuse(
             gpu=index,
             kind="idle_process",
-            why=f"PID {one.process.pid} ({one.process.name or 'unknown'}) held {format_bytes(one.memory_peak_bytes)} with no work",
-            pids=(one.process.pid,),
+            why=f"PID {use.process.pid} ({use.process.name or 'unknown'}) held {format_bytes(use.memory_peak_bytes)} with no work",
+            pids=(use.process.pid,),
         )
-        for one in processes
-        if (one.memory_peak_bytes or 0) >= HELD_BYTES
-        and _is_program(one)
-        and one.busy_share is not None
-        and one.busy_share < NO_WORK_SHARE
+        for use in processes
+        if (use.memory_peak_bytes or 0) >= HELD_BYTES
+        and _is_program(use)
+        and use.busy_share is not None
+        and use.busy_share < NO_WORK_SHARE
     ]
 
 

@@ -275,11 +275,11 @@ def _next_on(
     ``before`` are the lines of the same way that were searched before.
     """
     goal, best = search.goal, best_of(search.goal, known.values())
-    here = {place: known[setting] for place, setting in enumerate(line) if setting in known}
-    if not here:
+    on_line = {place: known[setting] for place, setting in enumerate(line) if setting in known}
+    if not on_line:
         return _first_on(search, line, before, known, best)
-    meeting = max((place for place, figures in here.items() if figures.holds(goal)), default=-1)
-    failing = min((place for place in here if place > meeting), default=len(line))
+    meeting = max((place for place, figures in on_line.items() if figures.holds(goal)), default=-1)
+    failing = min((place for place in on_line if place > meeting), default=len(line))
     if line[0].way is Way.CAPS and before:
         # Normal priority spares production less: what clearly fails with low priority fails.
         low = (known.get(replace(setting, low=True)) for setting in line)
@@ -289,20 +289,20 @@ def _next_on(
         failing = min(failing, min((place for place in clear if place > meeting), default=len(line)))
     between = range(meeting + 1, failing)
     # What fails gives the others more than all below it.
-    most = here[failing].share if failing in here else _most_before(before, known)
+    most = on_line[failing].share if failing in on_line else _most_before(before, known)
     if not between or not _is_more(most, best, search.least_share(line[0].way)):
         return None
     if line[0].way is Way.SLICES and (
-        _is_no_better(line, before, known, goal) or _is_out_of_reach(meeting, here, goal)
+        _is_no_better(line, before, known, goal) or _is_out_of_reach(meeting, on_line, goal)
     ):
         return None
-    if failing not in here:
+    if failing not in on_line:
         return line[between[len(between) // 2]]
-    return line[_crossing(meeting, failing, here, goal, halve=meeting >= 0 and len(here) % 2 == 1)]
+    return line[_crossing(meeting, failing, on_line, goal, halve=meeting >= 0 and len(on_line) % 2 == 1)]
 
 
-def _is_out_of_reach(meeting: int, here: Mapping[int, Figures], goal: Goal) -> bool:
-    return meeting < 0 and here[min(here)].margin(goal) < _WITHIN_REACH
+def _is_out_of_reach(meeting: int, on_line: Mapping[int, Figures], goal: Goal) -> bool:
+    return meeting < 0 and on_line[min(on_line)].margin(goal) < _WITHIN_REACH
 
 
 def _is_no_better(
@@ -507,11 +507,11 @@ def _low_helps(measured: Sequence[Figures]) -> bool | None:
 def memory_warning(dram_others: float | None, dram_production: float | None) -> str | None:
     """Return the warning if the jobs compete for memory bandwidth (percent, by GPM), each alone."""
     if dram_others is not None and dram_others >= DRAM_FULL_PERCENT:
-        what = f"the opportunistic job alone draws {dram_others:.0f} % of the memory bandwidth"
-        why = "a thread cap hardly protects another job that needs it"
+        draw = f"the opportunistic job alone draws {dram_others:.0f} % of the memory bandwidth"
+        effect = "a thread cap hardly protects another job that needs it"
     elif dram_production is not None and dram_production >= DRAM_FULL_PERCENT:
-        what = f"the production job alone draws {dram_production:.0f} % of the memory bandwidth"
-        why = "all that the other job reads is taken from it"
+        draw = f"the production job alone draws {dram_production:.0f} % of the memory bandwidth"
+        effect = "all that the other job reads is taken from it"
     else:
         return None
-    return f"{what}: {why}; pause the other while production works (run --opportunistic --yield pause), or use MIG"
+    return f"{draw}: {effect}; pause the other while production works (run --opportunistic --yield pause), or use MIG"

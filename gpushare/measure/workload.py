@@ -218,13 +218,13 @@ def first_usable(names: list[str]) -> str:
             multiplier = BACKENDS[name](32, 1, 0)
             multiplier.launch(0)
             multiplier.synchronize()
-            found = multiplier.element()
+            element = multiplier.element()
         except (Unusable, RuntimeError, MemoryError, ImportError, AttributeError, TypeError) as error:
             reasons.append(f"{name}: {error}")
             continue
-        if found == 32.0:
+        if element == 32.0:
             return name
-        reasons.append(f"{name}: computes {found:g} instead of 32")
+        reasons.append(f"{name}: computes {element:g} instead of 32")
     raise Unusable("; ".join(reasons))
 
 
