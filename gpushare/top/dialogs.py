@@ -129,7 +129,7 @@ class Dialog(ModalScreen[object]):
         with Vertical() as box:
             box.styles.background = self._colours.colours.get("head")
             if self._colours.plain:
-                box.styles.outline = ("solid", "ansi_white")
+                box.styles.border, box.styles.padding = ("solid", "ansi_white"), (0, 1)
             yield Static(self._titled(self._title, bold=True))
             yield Static("")
             yield self.lines

@@ -416,6 +416,9 @@ def test_without_colours(show: Show, monkeypatch: pytest.MonkeyPatch) -> None:
         assert "·" in screen.line("H200")
         styles = [segment.style for line in screen.app.screen._compositor.render_strips() for segment in line]
         assert any(style is not None and style.reverse for style in styles)
+        # A dialog has a frame.
+        await screen.press("enter")
+        assert [screen.text.count(corner) for corner in "┌┐└┘"] == [1, 1, 1, 1]
 
     show(world, script, theme="plain")
 
