@@ -13,13 +13,11 @@ from typing import TYPE_CHECKING, Final
 from gpushare.base.errors import GpushareError, InUse, NotSupported
 from gpushare.base.model import Gpu, Holder
 from gpushare.base.package import package_rows
-from gpushare.host.capabilities import user_name
-from gpushare.host.claims import live_claims
+from gpushare.host.capabilities import Place, user_name
+from gpushare.host.claims import Claim, live_claims
 from gpushare.mig.plan import NoPlan, Why
 
 if TYPE_CHECKING:
-    from gpushare.host.capabilities import Place
-    from gpushare.host.claims import Claim
     from gpushare.host.host import Host
     from gpushare.host.open_files import OpenFiles
     from gpushare.host.process import ProcessInfo

@@ -70,10 +70,8 @@ from gpushare.show.run import InstanceReport, RunReport
 
 if TYPE_CHECKING:
     from gpushare.host.claims import HeldClaim
-    from gpushare.host.host import Host
     from gpushare.mig.places import Place
     from gpushare.run.created import Creator
-    from gpushare.run.production import ProductionJob
 
 
 # In the environment of the gpushare that runs a job in the background: the name of that job.
