@@ -10,7 +10,7 @@ import signal as signals
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from gpushare.base.errors import NoPermission, NotFound, OperationFailed, no_process, signal_refused
 from gpushare.base.units import quoted
@@ -189,18 +189,6 @@ class Streams(NamedTuple):
     stderr: int
 
 
-class Spawned(Protocol):
-    """A program that `Processes.spawn` started."""
-
-    pid: int
-
-    def poll(self) -> int | None:
-        """Return the exit status (negative: killed by that signal), or None while it runs."""
-
-    def stopped_by(self) -> int | None:
-        """Return the signal that stopped it since the last call, or None."""
-
-
 def shortened(words: Sequence[str]) -> Sequence[str]:
     """Return a command line without trailing empty words."""
     end = len(words)
@@ -377,7 +365,7 @@ class Processes:
         env: Mapping[str, str],
         streams: Streams | None = None,
         announce: Announce | None = None,
-    ) -> Spawned:
+    ) -> Child:
         """Start a program in its own process group; signals that gpushare ignores stay ignored in it.
 
         Raises:
@@ -523,7 +511,7 @@ def _ticks(pid: int) -> CpuTime | None:
 
 
 class Child:
-    """Waits for a child with waitpid(2), which unlike subprocess also reports that it was stopped."""
+    """A program that `Processes.spawn` started. waitpid(2), unlike subprocess, also reports that it was stopped."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
@@ -531,6 +519,7 @@ class Child:
         self._stopped: int | None = None
 
     def poll(self) -> int | None:
+        """Return the exit status (negative: killed by that signal), or None while it runs."""
         while self._process.returncode is None:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG | os.WUNTRACED)
@@ -547,6 +536,7 @@ class Child:
         return self._process.returncode
 
     def stopped_by(self) -> int | None:
+        """Return the signal that stopped it since the last call, or None."""
         self.poll()
         stopped, self._stopped = self._stopped, None
         return stopped

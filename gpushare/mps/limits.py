@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from gpushare.base.errors import BadUsage, NotFound
-from gpushare.base.model import Priority
+from gpushare.base.model import MpsDaemon, Priority
 from gpushare.base.selection import Device, select
 from gpushare.base.units import (
     MIB,
@@ -27,15 +27,6 @@ THREADS_VARIABLE: Final = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 MEMORY_VARIABLE: Final = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
 PRIORITY_VARIABLE: Final = "CUDA_MPS_CLIENT_PRIORITY"
 VARIABLES: Final = (THREADS_VARIABLE, MEMORY_VARIABLE, PRIORITY_VARIABLE)
-
-
-class _Limited(Protocol):
-    @property
-    def threads_percent(self) -> float | None: ...
-    @property
-    def memory_limit_bytes(self) -> int | None: ...
-    @property
-    def priority(self) -> Priority | None: ...
 
 
 # What a CUDA context takes in addition to a program's allocations; the pinned memory limit does not count it.
@@ -62,7 +53,7 @@ class Limits:
     no_memory_limit: bool = False
 
     @classmethod
-    def of(cls, daemon: _Limited) -> Limits:
+    def of(cls, daemon: MpsDaemon | Limits) -> Limits:
         """Return the limits that a running daemon reports, with its defaults (100 %, normal priority) as None."""
         return cls(
             threads_percent=None if daemon.threads_percent == 100.0 else daemon.threads_percent,

@@ -21,7 +21,7 @@ from gpushare.base.values import dataclass
 from gpushare.host.claims import HeldClaim
 from gpushare.host.guard import DONE, Guard
 from gpushare.host.host import Host, make_private_directory
-from gpushare.host.process import Spawned, Streams, known, start_of
+from gpushare.host.process import Child, Streams, known, start_of
 from gpushare.host.written_file import open_to_append
 from gpushare.memory.peaks import Profile, keep_profile
 from gpushare.mps.kill import DRAIN_BOUND_SECONDS
@@ -59,7 +59,7 @@ class Terminal:
         if self._descriptor is not None:
             os.close(self._descriptor)
 
-    def serve(self, child: Spawned) -> None:
+    def serve(self, child: Child) -> None:
         """See whether the program was stopped by the terminal, and act on it."""
         number = child.stopped_by()
         if number in {signal.SIGTTIN, signal.SIGTTOU}:
@@ -412,7 +412,7 @@ class Session:
         self._container = container
         # Of the parts, those that have begun: none before a container runs.
         self._running: Sequence[Part] = ()
-        self._child: Spawned | None = None
+        self._child: Child | None = None
         self._told: set[int] = set()
         self._told_gone = False
         self._ended_by: int | None = None
@@ -496,7 +496,7 @@ class Session:
             os.close(descriptor)
         self._relay = relay
 
-    def _follow(self, child: Spawned, wakeups: Wakeups, terminal: Terminal) -> int:
+    def _follow(self, child: Child, wakeups: Wakeups, terminal: Terminal) -> int:
         while (status := child.poll()) is None:
             # Each look talks to the daemon through a child, whose end is a SIGCHLD: only the clock says when to look again.
             seconds = min(self._watch.seconds, *(part.seconds for part in self._running), _LONGEST_SECONDS)
@@ -513,7 +513,7 @@ class Session:
                 self._poll(child, wakeups)
         return status
 
-    def _poll(self, child: Spawned, wakeups: Wakeups) -> None:
+    def _poll(self, child: Child, wakeups: Wakeups) -> None:
         if self._watch.seconds <= 0:
             if self._container is not None and not self._running:
                 self._begin_in_container(self._container, child.pid)

@@ -23,7 +23,7 @@ from gpushare.base.values import dataclass
 from gpushare.host.activity import ActivityMeter
 from gpushare.host.guard import Guard
 from gpushare.host.host import Host
-from gpushare.host.process import Spawned, Streams, known, signal_known, start_of
+from gpushare.host.process import Child, Streams, known, signal_known, start_of
 from gpushare.host.program import group_members
 from gpushare.host.written_file import directory_of, open_over
 from gpushare.mps.home import client_environment, without_own_limits
@@ -63,7 +63,7 @@ class Program:
     """
 
     title: str
-    child: Spawned
+    child: Child
     file: IO[bytes]
     kept: bool
     listen: Callable[[str, float], None]

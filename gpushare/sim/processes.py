@@ -13,7 +13,7 @@ from gpushare.base.errors import no_process, signal_refused
 from gpushare.base.units import MIB
 from gpushare.host.capabilities import user_name
 from gpushare.host.identity import Identity, identity_of, identity_of_child
-from gpushare.host.process import Announce, Processes, ProcessInfo, ProcessUsage, Spawned, Streams, wall_time
+from gpushare.host.process import Announce, Child, Processes, ProcessInfo, ProcessUsage, Streams, wall_time
 from gpushare.sim.activity import Resident, is_busy
 from gpushare.sim.current import changing, current
 from gpushare.sim.devices import daemon_devices, node_of, places_of
@@ -247,7 +247,7 @@ class SimulatedProcesses(Processes):
         env: Mapping[str, str],
         streams: Streams | None = None,
         announce: Announce | None = None,
-    ) -> Spawned:
+    ) -> Child:
         """Start the user's real program; it counts as a process on the GPU that CUDA would give it.
 
         ``GPUSHARE_SIM_ATTACH_DELAY`` (seconds) and ``GPUSHARE_SIM_OUTSIDE=1`` in ``env`` delay its first
