@@ -32,6 +32,7 @@ from gpushare.mps.home import own_home
 from gpushare.part import Part, Watch
 from gpushare.run import roles
 from gpushare.run.adapt import LEAST_US, MOST_US, STEP_SECONDS, Controller
+from gpushare.run.jobs import PrintedRate, living_productions
 from gpushare.run.numbers import Progress
 from gpushare.run.pause import Pauser
 from gpushare.run.roles import PauseForProduction
@@ -40,7 +41,6 @@ from gpushare.run.sliced import LOOK_SECONDS, PASSING, KeptSlices, check_settabl
 if TYPE_CHECKING:
     from gpushare.base.selection import Device
     from gpushare.host.host import Host
-    from gpushare.run.jobs import PrintedRate
     from gpushare.run.production import ProductionJob
     from gpushare.run.share import Attachment
 
@@ -155,7 +155,7 @@ class GroupSlice(Part):
 
     def check(self) -> None:
         """Raise InUse while a production job is in the daemon."""
-        for job in roles.living_productions(self.host, self.device):
+        for job in living_productions(self.host, self.device):
             if roles.is_under_mps(self.host, self.device, job.pid):
                 raise InUse(
                     f"production job '{job.name}' runs in the MPS daemon of {self.device.title}, and would share its time-slice",

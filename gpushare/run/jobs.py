@@ -173,9 +173,13 @@ def records(host: Host) -> list[JobRecord]:
     return JOBS.all(host, users=False)
 
 
-def productions(host: Host) -> list[JobRecord]:
-    """Return the records of all production jobs, running or not."""
-    return [record for record in records(host) if record.role == PRODUCTION]
+def living_productions(host: Host, device: Device) -> list[JobRecord]:
+    """Return the production jobs that run on a device now."""
+    return [
+        record
+        for record in records(host)
+        if record.role == PRODUCTION and device.uuid in record.devices and is_running(host, record)
+    ]
 
 
 def find_record(host: Host, name: str) -> JobRecord | None:

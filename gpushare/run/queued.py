@@ -28,7 +28,7 @@ from gpushare.memory.limit import JobMemory, MemoryAction, MemoryBudget
 from gpushare.memory.peaks import Profile, find_profile, keep_profile
 from gpushare.memory.room import RoomAnswer, best_first, check_ever, outlook, read_lines, wait_for_room
 from gpushare.mps.limits import Limits, client_memory
-from gpushare.run.jobs import is_running, productions
+from gpushare.run.jobs import living_productions
 from gpushare.run.program import ENDED_BY_USER, QueueOptions, RunOptions, open_log, step_of_run
 from gpushare.run.swapping import ForProduction, Idle, IdleInTurns, Policy, Swapping, Turns, short_turns
 from gpushare.show.waiting import waiting_line
@@ -469,7 +469,7 @@ class Queued:
         return best_first(self.host, self.devices, self._productions, self.limits, self.command, count=self.count)
 
     def _productions(self, device: Device) -> list[str]:
-        return [job.name for job in productions(self.host) if device.uuid in job.devices and is_running(self.host, job)]
+        return [job.name for job in living_productions(self.host, device)]
 
     def _keep(self, device: Device, peak: int | None, *, short: bool, reached: bool) -> None:
         if peak is None or not (reached or short):

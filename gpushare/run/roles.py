@@ -19,7 +19,7 @@ from gpushare.mps.daemons import own_daemon
 from gpushare.mps.limits import Limits
 from gpushare.part import Part, Watch
 from gpushare.run.end import CONVERSATION_SECONDS, client_pids
-from gpushare.run.jobs import JobRecord, check_job_name, find_record, is_running, productions, records
+from gpushare.run.jobs import JobRecord, check_job_name, find_record, is_running, living_productions, records
 from gpushare.run.pause import PROGRAMS, ChannelPauser, Pacer, Pauser, Pauses, note_pauses
 from gpushare.run.production import ProductionJob
 from gpushare.run.results import Tuned, find_tuned
@@ -94,11 +94,6 @@ class Spared:
     production: JobRecord | None
     tuned: Tuned | None
     notes: Sequence[str] = field(default=())
-
-
-def living_productions(host: Host, device: Device) -> list[JobRecord]:
-    """Return the production jobs that run on a device now."""
-    return [job for job in productions(host) if device.uuid in job.devices and is_running(host, job)]
 
 
 def place_of_production(host: Host, gpus: Sequence[Gpu], target: str) -> str | None:

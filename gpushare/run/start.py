@@ -46,6 +46,7 @@ from gpushare.run.jobs import (
     check_job_name,
     find_record,
     keep_past,
+    living_productions,
     records,
 )
 from gpushare.run.plain import PlainShare, dropped_variables
@@ -57,7 +58,6 @@ from gpushare.run.roles import (
     NOT_PROTECTED,
     PauseForProduction,
     daemon_cap,
-    living_productions,
     place_of_production,
     spare,
     spared_process,

@@ -218,7 +218,7 @@ def test_production_in_the_daemon_is_refused_by_name(
     class Web:
         name, pid = "web", 1
 
-    monkeypatch.setattr(group.roles, "living_productions", lambda *_: [Web])
+    monkeypatch.setattr(group, "living_productions", lambda *_: [Web])
     monkeypatch.setattr(group.roles, "is_under_mps", lambda *_: True)
     with pytest.raises(GpushareError) as raised:
         GroupSlice(host, device).check()

@@ -11,7 +11,7 @@ import pytest
 
 from gpushare.connect import connect
 from gpushare.host.host import Host
-from gpushare.run.jobs import JobRecord, find_record, is_running, productions, write_record
+from gpushare.run.jobs import JobRecord, find_record, is_running, records, write_record
 
 WEB = JobRecord(name="web", pid=17, started=35, devices=("GPU-a",), memory_peak_bytes=7)
 
@@ -45,7 +45,7 @@ def test_each_name_has_its_own_record_and_the_last_word_counts(host: Host) -> No
     write_record(host, other)
     write_record(host, WEB)
     write_record(host, replace(WEB, memory_peak_bytes=9))
-    assert productions(host) == [other, replace(WEB, memory_peak_bytes=9)]
+    assert records(host) == [other, replace(WEB, memory_peak_bytes=9)]
     assert find_record(host, "db") == other
     assert find_record(host, "we") is None
 
@@ -56,7 +56,7 @@ def test_roots_record_counts_beside_ones_own(host: Host, tmp_path: Path) -> None
     # One that cannot be looked into hides no other.
     host = replace(host, shared_run_directories=(tmp_path / "none", shared))
     write_record(host, WEB)
-    assert [record.name for record in productions(host)] == ["web", "db"]
+    assert [record.name for record in records(host)] == ["web", "db"]
 
 
 def test_it_lives_as_the_process_that_it_was(host: Host) -> None:

@@ -1,0 +1,35 @@
+"""What the grounds of an experiment say of the MPS daemon that they have set up."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from gpushare.base.errors import GpushareError
+from gpushare.base.selection import select_one
+from gpushare.host.host import Host
+from gpushare.measure.experiment import Grounds
+from gpushare.sim import admin
+from gpushare.sim.state import StateFile
+
+
+def test_the_servers_of_programs_are_those_that_the_daemon_names(host: Host) -> None:
+    device = select_one(None, host.nvml.sweep())
+    grounds = Grounds(host, device, sys.executable)
+    grounds.open(mps=False, instances=0)
+    assert grounds.servers([1]) == set(), "none without MPS"
+    grounds.open(mps=True, instances=0)
+    try:
+        file = StateFile(host.spec)
+        pipe = {"CUDA_MPS_PIPE_DIRECTORY": file.read().daemons[0].pipe_directory}
+        client = admin.add_process(host.spec, "0", mps=True, environment=pipe)
+        (server,) = (process.mps_server for process in file.read().processes if process.pid == client)
+        assert grounds.servers([client, 999_999]) == {server}
+        assert grounds.servers([999_999]) == set()
+        with file.changed() as state:
+            state.daemons.clear()
+        with pytest.raises(GpushareError):
+            grounds.servers([client])
+    finally:
+        grounds.close()
