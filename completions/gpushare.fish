@@ -782,7 +782,7 @@ complete -c gpushare -n '__gpushare_at resume' -s h -l help -d 'Show the help an
 complete -c gpushare -n '__gpushare_at resume' -a '(__gpushare_asked @jobs)'
 complete -c gpushare -n '__gpushare_at swap' -a out -d 'Move a job out of the GPU into host memory: it holds no device memory until it comes back'
 complete -c gpushare -n '__gpushare_at swap' -a in -d 'Bring a job back to its GPU and let it continue'
-complete -c gpushare -n '__gpushare_at swap' -a list -d 'List the jobs that are out: this user\'s, and those that root has swapped out'
+complete -c gpushare -n '__gpushare_at swap' -a list -d 'List the swapped-out jobs: this user\'s, and those that root has swapped out'
 complete -c gpushare -n '__gpushare_at swap' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at swap' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'
 complete -c gpushare -n '__gpushare_at swap' -s q -l quiet -d 'Print no notes, and nothing about a change that succeeded.'

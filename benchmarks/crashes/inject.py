@@ -480,7 +480,7 @@ def _count_access(injector: Injector, name: str) -> None:
 
     def stood_in(self: Any, capability: Any, *rest: Any, **named: Any) -> Any:
         def fail(code: int) -> Any:
-            raise capabilities._refused(capability.node, OSError(code, os.strerror(code)))
+            raise capabilities._refused_error(capability.node, OSError(code, os.strerror(code)))
 
         return injector.perform(
             "access", f"{name} {capability.node}", lambda: real(self, capability, *rest, **named), fail

@@ -114,10 +114,15 @@ def apply(
     if holds:
         matched = replace(
             matched,
-            notes=(*matched.notes, *_forgotten(host, matched), *_followed(host, wanted), *_limited(host, wanted)),
+            notes=(
+                *matched.notes,
+                *_dropped_gpus_notes(host, matched),
+                *_rules_notes(host, wanted),
+                *_limited(host, wanted),
+            ),
         )
     result = _shown(rows, matched, dry_run=False, undo=undo, limits=limits)
-    return _kept(host, text, result) if holds else result
+    return _kept_for_boot(host, text, result) if holds else result
 
 
 def _undone(host: Host, ledger: MigLedger) -> tuple[str, ...]:
@@ -146,7 +151,7 @@ class _Row:
 
 def _planned(host: Host, ledger: MigLedger, wanted: HostFile, seconds: float) -> tuple[list[_Row], Matched]:
     """Return the plan of each GPU; while one is in use, plan again until the time is up."""
-    deadline, told = time.monotonic() + seconds, set()
+    deadline, said = time.monotonic() + seconds, set()
     while True:
         gpus = gpus_of(host)
         matched = entries_of(wanted, gpus)
@@ -157,8 +162,8 @@ def _planned(host: Host, ledger: MigLedger, wanted: HostFile, seconds: float) ->
         if not busy or rest <= 0:
             return rows, matched
         for error in busy:
-            if error.message not in told:
-                told.add(error.message)
+            if error.message not in said:
+                said.add(error.message)
                 note(f"waiting up to {rest:.0f} s: {error.message}")
         time.sleep(min(_POLL_SECONDS, max(0.02, rest)))
 
@@ -170,10 +175,10 @@ def _refuse(faults: Sequence[GpushareError]) -> None:
         raise faults[0].restated(message=text, hint="; ".join(dict.fromkeys(error.hint for error in faults)))
 
 
-def _row(host: Host, ledger: MigLedger, index: int, found: Matched, file: HostFile) -> _Row:
-    entry = found.entries[index]
+def _row(host: Host, ledger: MigLedger, index: int, matched: Matched, file: HostFile) -> _Row:
+    entry = matched.entries[index]
     try:
-        return _Row(index, entry, plan=_plan(host, ledger, index, found))
+        return _Row(index, entry, plan=_plan(host, ledger, index, matched))
     except NoPermission:
         raise
     except _WRONG as error:
@@ -182,9 +187,9 @@ def _row(host: Host, ledger: MigLedger, index: int, found: Matched, file: HostFi
         return _Row(index, entry, error=error)
 
 
-def _plan(host: Host, ledger: MigLedger, index: int, found: Matched) -> GpuApply:
-    others = {gpu.uuid for gpu in host.nvml.identities() if gpu.index in found.entries and gpu.uuid}
-    return plan_gpu(host, ledger, index, found.entries[index], others=others)
+def _plan(host: Host, ledger: MigLedger, index: int, matched: Matched) -> GpuApply:
+    others = {gpu.uuid for gpu in host.nvml.identities() if gpu.index in matched.entries and gpu.uuid}
+    return plan_gpu(host, ledger, index, matched.entries[index], others=others)
 
 
 def _need_root(host: Host, rows: Sequence[_Row]) -> None:
@@ -211,7 +216,7 @@ def _carried(
             _refuse(matched.missing)
             if is_agreed(_whole(rows), agreed):
                 undo = _way_back(host, rows)
-                return [_done(host, ledger, row, matched, agreed) for row in rows], matched, notes, undo
+                return [_applied(host, ledger, row, matched, agreed) for row in rows], matched, notes, undo
 
 
 def _way_back(host: Host, rows: Sequence[_Row]) -> str | None:
@@ -239,12 +244,12 @@ def _whole(rows: Sequence[_Row]) -> Plan:
     return one_plan(plans) if plans else Plan(title="apply", steps=())
 
 
-def _done(host: Host, ledger: MigLedger, row: _Row, found: Matched, agreed: Sequence[Loss]) -> _Row:
+def _applied(host: Host, ledger: MigLedger, row: _Row, matched: Matched, agreed: Sequence[Loss]) -> _Row:
     if row.error is not None or not row.steps:
         return row
     try:
         # Earlier GPUs may have given up a name, or a program may have started.
-        plan = _plan(host, ledger, row.gpu, found)
+        plan = _plan(host, ledger, row.gpu, matched)
         if not is_agreed(plan.change.plan, agreed):
             raise NeedsConsent(
                 f"GPU {row.gpu} has changed since the question: applying the file {taken(not_agreed(plan.change.plan.consent, agreed))}",
@@ -262,15 +267,15 @@ def _done(host: Host, ledger: MigLedger, row: _Row, found: Matched, agreed: Sequ
     return replace(row, plan=plan, done=True)
 
 
-def _forgotten(host: Host, found: Matched) -> list[str]:
+def _dropped_gpus_notes(host: Host, matched: Matched) -> list[str]:
     """Return a note on GPUs that the file kept so far covers and this one does not."""
-    gone = [str(index) for index in kept_entries(host, gpus_of(host))[0] if index not in found.entries]
-    which = f"it has no entry for GPU {', '.join(gone)}, which the previous file had"
+    dropped = [str(index) for index in kept_entries(host, gpus_of(host))[0] if index not in matched.entries]
+    which = f"it has no entry for GPU {', '.join(dropped)}, which the previous file had"
     fix = "for one file with all: gpushare capture > gpushare.yaml; gpushare apply -f gpushare.yaml"
-    return [f"only this file is applied at boot, and {which}; {fix}"] if gone else []
+    return [f"only this file is applied at boot, and {which}; {fix}"] if dropped else []
 
 
-def _followed(host: Host, wanted: HostFile) -> list[str]:
+def _rules_notes(host: Host, wanted: HostFile) -> list[str]:
     """Return a note on what follows the rules for time-slices: `apply` itself sets no process's slice."""
     if not wanted.rules:
         return []
@@ -296,10 +301,10 @@ def _limited(host: Host, wanted: HostFile) -> list[str]:
         notes.append("limits of users (memory) are no longer in force: this file has none")
     if longest != now.longest_lease_seconds:
         notes.append(f"leases of users end after {format_duration(longest)}" if longest else "users may hold no leases")
-    return notes + _told(_ended_leases(host, wanted))
+    return notes + _ended_lease_notes(_ended_leases(host, wanted))
 
 
-def _told(ended: Sequence[tuple[int, Loss]]) -> list[str]:
+def _ended_lease_notes(ended: Sequence[tuple[int, Loss]]) -> list[str]:
     return [f"{loss.what} ends" for _, loss in ended]
 
 
@@ -323,13 +328,13 @@ def _with_limits(planned: Result, host: Host, wanted: HostFile) -> Result:
     data = replace(planned.data, limits=tuple(limits))
     ended = _ended_leases(host, wanted)
     asks = tuple(loss for uid, loss in ended if uid != host.uid)
-    notes = [*planned.notes, *limits, *_told(ended)]
+    notes = [*planned.notes, *limits, *_ended_lease_notes(ended)]
     if asks:
         notes.append(f"without -y it asks first, because it {taken(asks)}")
     return replace(planned, tables=tables, notes=tuple(notes), data=data)
 
 
-def _kept(host: Host, text: str, result: Result) -> Result:
+def _kept_for_boot(host: Host, text: str, result: Result) -> Result:
     """Keep an applied file for the next boot, and return the result with its path, or with the error."""
     try:
         return replace(result, data=replace(result.data, kept=str(keep_applied(host, text))))
@@ -376,12 +381,12 @@ def _in_force(row: _Row) -> str:
     return f"GPU {row.gpu}: {entry.sharing.value}{': ' if words else ''}{', '.join(words)}"
 
 
-def _shown(rows: Sequence[_Row], found: Matched, *, dry_run: bool, undo: str | None, limits: bool = False) -> Result:
-    errors = [row.error for row in rows if row.error is not None] + list(found.missing)
-    if errors and len(errors) == len(rows) + len(found.missing) == 1:
+def _shown(rows: Sequence[_Row], matched: Matched, *, dry_run: bool, undo: str | None, limits: bool = False) -> Result:
+    errors = [row.error for row in rows if row.error is not None] + list(matched.missing)
+    if errors and len(errors) == len(rows) + len(matched.missing) == 1:
         raise errors[0]
     steps = [step for row in rows for step in row.steps]
-    notes = [*found.notes, *(text for row in rows if row.plan for text in row.plan.change.notes)]
+    notes = [*matched.notes, *(text for row in rows if row.plan for text in row.plan.change.notes)]
     whole = replace(_whole(rows), steps=tuple(steps), undo=undo, notes=tuple(dict.fromkeys(notes)))
     # With an error, no steps does not mean that everything is as requested.
     empty = {"empty": "nothing is changed"} if errors else {"empty": "only limits of users changed"} if limits else {}

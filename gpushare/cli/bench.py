@@ -361,7 +361,7 @@ def _keep_profile(host: Host, device: Device, command: Sequence[str], measuremen
     """Keep the peak and the use of the command for `gpushare run --wait`; a failure to do so does not fail the benchmark."""
     profile = profile_of(measurement)
     if host.processes.namespace_is_host() is False:
-        # It is the increase of the whole GPU.
+        # The measured memory is the increase of the whole GPU, not the program's.
         profile = replace(profile, memory_bytes=None)
     if profile != type(profile)():
         with contextlib.suppress(GpushareError):
@@ -371,8 +371,8 @@ def _keep_profile(host: Host, device: Device, command: Sequence[str], measuremen
 def planned(host: Host, device: Device, prepared: Prepared, command: str = "bench") -> Any:
     """Return what would be run, as a plan of a command."""
     notes = [
-        f"left out: {one.way}{'' if one.copies is None else f' {one.copies}'}: {one.reason}"
-        for one in prepared.left_out
+        f"left out: {cell.way}{'' if cell.copies is None else f' {cell.copies}'}: {cell.reason}"
+        for cell in prepared.left_out
     ]
     steps = Bench(host, device, prepared.settings).steps()
     return plan_result(command, Plan(title="the ways are measured", steps=steps), dry_run=True, notes=notes)

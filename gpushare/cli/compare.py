@@ -217,8 +217,8 @@ def _rows(
     ]
     if facts is None:
         return rows
-    here = tuple(ComparedCell(text=availability_text(way, facts, answering(facts))) for way in chosen)
-    return [ComparedRow(title="on this host", question="Is it available?", cells=here), *rows]
+    available = tuple(ComparedCell(text=availability_text(way, facts, answering(facts))) for way in chosen)
+    return [ComparedRow(title="on this host", question="Is it available?", cells=available), *rows]
 
 
 # Rows that a narrow screen omits.

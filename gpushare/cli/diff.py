@@ -50,13 +50,13 @@ def diff(path: HostFileArgument = None, file: HostFileOption = None) -> Any:
     return Result(
         command="diff",
         data=DiffAnswer(as_requested=good, gpus=tuple(rows), processes=tuple(processes), limits=tuple(limits)),
-        text="\n".join(lines) or _nothing(wanted),
+        text="\n".join(lines) or _no_difference_text(wanted),
         notes=notes,
         exit_code=ExitCode.OK if good else ExitCode.NOT_AS_REQUESTED,
     )
 
 
-def _nothing(wanted: HostFile) -> str:
+def _no_difference_text(wanted: HostFile) -> str:
     if (wanted.memory or wanted.longest_lease_seconds is not None) and not wanted.entries and not wanted.rules:
         return "the limits of users are those of the file"
     if wanted.rules and not wanted.entries:

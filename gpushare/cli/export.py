@@ -326,22 +326,22 @@ class ExportAnswer(Export):
     written: tuple[str, ...]
 
 
-def exported(engine: str, found: Export, to: str | None) -> Result:
+def exported(engine: str, export: Export, to: str | None) -> Result:
     """Return the result of an export; ``to`` is where its files are written."""
-    script = None if to is None or engine not in _WITH_SCRIPT else apply_script(engine, found)
-    written = () if to is None else write([*found.documents, *([] if script is None else [script])], Path(to))
+    script = None if to is None or engine not in _WITH_SCRIPT else apply_script(engine, export)
+    written = () if to is None else write([*export.documents, *([] if script is None else [script])], Path(to))
     where = "" if to is None else f"cd {shlex.quote(to)}; "
     if script is None:
-        notes = [f"apply: {where if number == 0 else ''}{line}" for number, line in enumerate(found.commands)]
-        notes += [f"needs: {text}" for text in found.needs]
+        notes = [f"apply: {where if number == 0 else ''}{line}" for number, line in enumerate(export.commands)]
+        notes += [f"needs: {text}" for text in export.needs]
     else:
         node = " NODE" if "${1:" in script.text else ""
         notes = [f"apply: sh {shlex.quote(os.path.join(str(to), script.name))}{node}; it says what it needs"]
-    notes += [f"lost: {text}" for text in found.lost]
-    if to is None and len(found.documents) > 1:
+    notes += [f"lost: {text}" for text in export.lost]
+    if to is None and len(export.documents) > 1:
         notes.insert(0, f"to write files: gpushare export {engine} --to DIR, with the same options")
-    data = ExportAnswer(**vars(found), engine=engine, written=tuple(written))
-    text = "\n".join(written) if written else printed(found.documents)
+    data = ExportAnswer(**vars(export), engine=engine, written=tuple(written))
+    text = "\n".join(written) if written else printed(export.documents)
     return Result(command=f"export {engine}", data=data, text=text, notes=tuple(notes))
 
 
@@ -373,16 +373,16 @@ def described(
     if file is not None:
         host = in_place(state, file, host, daemons_only=True) if for_daemons else _as_in(state, file, host)
 
-    def filled(one: GpuDescription) -> GpuDescription:
-        if replicas == 1 and one.sharing is Way.TIMESLICE:
-            return replace(one, sharing=Way.EXCLUSIVE, time_slice=None, replicas=None)
-        shared = one.sharing in {Way.TIMESLICE, Way.MPS}
-        inside = tuple(
-            replace(mig, replicas=None if mig_replicas == 1 else mig_replicas or mig.replicas) for mig in one.mig
+    def with_replicas(gpu: GpuDescription) -> GpuDescription:
+        if replicas == 1 and gpu.sharing is Way.TIMESLICE:
+            return replace(gpu, sharing=Way.EXCLUSIVE, time_slice=None, replicas=None)
+        shared = gpu.sharing in {Way.TIMESLICE, Way.MPS}
+        instances = tuple(
+            replace(mig, replicas=None if mig_replicas == 1 else mig_replicas or mig.replicas) for mig in gpu.mig
         )
-        return replace(one, replicas=(replicas or one.replicas) if shared else None, mig=inside)
+        return replace(gpu, replicas=(replicas or gpu.replicas) if shared else None, mig=instances)
 
-    return replace(host, gpus=tuple(filled(each) for each in host.gpus))
+    return replace(host, gpus=tuple(map(with_replicas, host.gpus)))
 
 
 def in_place(state: HostState, path: str, live: HostDescription, *, daemons_only: bool = False) -> HostDescription:
@@ -398,7 +398,7 @@ def in_place(state: HostState, path: str, live: HostDescription, *, daemons_only
     )
 
 
-def _as_in(state: HostState, path: str, found: HostDescription) -> HostDescription:
+def _as_in(state: HostState, path: str, host: HostDescription) -> HostDescription:
     wanted, _ = load(path)
     matched = entries_of(wanted, state.gpus)
     if matched.missing:
@@ -406,7 +406,7 @@ def _as_in(state: HostState, path: str, found: HostDescription) -> HostDescripti
     for text in matched.notes:
         note(text)
     reader, profiles = MigReader(state.host.nvml), {}
-    exported = {each.index for each in found.gpus}
+    exported = {each.index for each in host.gpus}
     for gpu in state.gpus:
         entry = matched.entries.get(gpu.index)
         if entry is None or gpu.index not in exported:
@@ -416,14 +416,16 @@ def _as_in(state: HostState, path: str, found: HostDescription) -> HostDescripti
             check_fits(gpu, entry, profiles[gpu.index])
         except GpushareError as error:
             raise placed(error, wanted, gpu.index, entry) from None
-    # MIG devices that are there already have UUIDs and capability nodes. How many programs share one is in the file alone.
-    there = [
+    # Existing MIG devices have UUIDs and capability nodes. How many programs share a device is only in the file.
+    with_devices = [
         gpu
         for gpu in state.gpus
         if profiles.get(gpu.index) and not any(instance.replicas for instance in matched.entries[gpu.index].mig)
     ]
-    applied = {live.gpu.index for live in live_gpus(state, there) if not points(live, matched.entries[live.gpu.index])}
-    return wished(found, {index: entry for index, entry in matched.entries.items() if index not in applied}, profiles)
+    applied = {
+        live.gpu.index for live in live_gpus(state, with_devices) if not points(live, matched.entries[live.gpu.index])
+    }
+    return wished(host, {index: entry for index, entry in matched.entries.items() if index not in applied}, profiles)
 
 
 def k8s(

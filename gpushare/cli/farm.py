@@ -250,12 +250,12 @@ def _caps_of(like: str) -> list[BenchedCap]:
 def _cap_by(
     host: Host, device: Device, command: Sequence[str], caps: Sequence[BenchedCap] | None
 ) -> Callable[[int], float | None]:
-    """Return what finds the cap of each of N copies on one GPU: of the file of bench, of what bench kept, else 200/N."""
-    told: set[str] = set()
+    """Return a function of N that returns the cap of each of N copies: from the bench file, from kept results, or 200/N."""
+    said: set[str] = set()
 
     def say(text: str) -> None:
-        if text not in told:
-            told.add(text)
+        if text not in said:
+            said.add(text)
             note(text)
 
     @functools.cache

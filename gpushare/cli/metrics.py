@@ -117,15 +117,17 @@ def families_now(host: Host, work: LastWork | None = None) -> tuple[list[Metric]
 
 
 def _idle_bytes(snapshot: Snapshot, work: LastWork) -> dict[int, int]:
-    """Return by GPU what processes hold that have done nothing for a while; a GPU of which that is unknown is left out."""
-    found = {}
+    """Return by GPU the memory of processes that have been idle for a while; GPUs where that is unknown are left out."""
+    idle_bytes = {}
     for gpu in snapshot.gpus:
         idle = [(process, work.idle_seconds(process, snapshot.taken_at or 0.0)) for process in gpu.processes or ()]
         if gpu.processes is not None and all(seconds is not None for _, seconds in idle):
-            found[gpu.index] = sum(
-                one.memory_used_bytes or 0 for one, seconds in idle if seconds is not None and seconds >= IDLE_SECONDS
+            idle_bytes[gpu.index] = sum(
+                process.memory_used_bytes or 0
+                for process, seconds in idle
+                if seconds is not None and seconds >= IDLE_SECONDS
             )
-    return found
+    return idle_bytes
 
 
 def _reading(host: Host, work: LastWork | None) -> Reading:
@@ -186,8 +188,8 @@ def prometheus(
         name = "prometheus-rules.yaml" if rules else "grafana-dashboard.json"
         text = files("gpushare").joinpath(f"data/{name}").read_text(encoding="utf-8")
         return Result(command="export prometheus", data=PrometheusAnswer(text=text), text=text.rstrip("\n"))
-    found, error = families_now(settings.connect())
-    text = exposition(found)
+    families, error = families_now(settings.connect())
+    text = exposition(families)
     if textfile is not None:
         _write(Path(textfile), text)
     return Result(
@@ -209,7 +211,7 @@ def _write(path: Path, text: str) -> None:
     def write() -> None:
         # The directory often belongs to node_exporter's user. Metrics are harmless there, and he may read them anyway.
         with directory_of(path.parent, make=False, strangers=True) as descriptor:
-            # In the directory that was checked, even if its name is another's by now.
+            # Write into the directory that was checked, even if its path names another one now.
             replace_file(Path(f"/proc/self/fd/{descriptor}") / path.name, text, durable=True)
 
     _guarded(path, write)

@@ -207,7 +207,7 @@ def fits(
         ]
         text = "yes: " + ", ".join(places) + "\n\n" + plan_text(answer, {layout.gpu: layout for layout in layouts})
         return Result(command="mig fits", data=MigFitsAnswer(fits=True, where=tuple(places)), text=text)
-    data = MigFitsAnswer(fits=False, would_go=tuple(_gone(index, gone) for index, gone in answer.would_go))
+    data = MigFitsAnswer(fits=False, would_go=tuple(_would_go(index, gone) for index, gone in answer.would_go))
     text = f"no: {answer.message}"
     return Result(command="mig fits", data=data, text=text, notes=(answer.hint,), exit_code=ExitCode.NOT_AS_REQUESTED)
 
@@ -238,21 +238,21 @@ def plan(
         return planned(answer, layouts, off=[mig_gpu.index for mig_gpu in gpus if not mig_gpu.mig_enabled])
 
 
-def _evictable(found: MigPlan | NoPlan, layouts: Sequence[Layout], asked: Wish, *, exact: bool) -> MigPlan | NoPlan:
-    """Return the result; if programs are in the way, with a hint that names the command to end them."""
-    going = eviction(found) if isinstance(found, NoPlan) else None
-    if not isinstance(found, NoPlan) or going is None:
-        return found
+def _evictable(plan: MigPlan | NoPlan, layouts: Sequence[Layout], asked: Wish, *, exact: bool) -> MigPlan | NoPlan:
+    """Return the plan; if programs are in its way, the refusal with a hint that names the command to end them."""
+    eviction_words = eviction(plan) if isinstance(plan, NoPlan) else None
+    if not isinstance(plan, NoPlan) or eviction_words is None:
+        return plan
     if exact:
-        # A need is named by its profile on these GPUs.
+        # A request by size is given as the profile that serves it on these GPUs.
         words = " ".join(
             str(request) if isinstance(request.profile, str | int) else profile_of(request, layouts[0].profiles).name
             for request in asked
         )
-        command = f"gpushare mig apply -g {','.join(str(layout.gpu) for layout in layouts)} {words} {going[1]}"
+        command = f"gpushare mig apply -g {','.join(str(layout.gpu) for layout in layouts)} {words} {eviction_words[1]}"
     else:
-        command = f"gpushare mig destroy {going[0]} {going[1]}"
-    return replace(found, hint=f"end the programs there, or let gpushare end them: {command}")
+        command = f"gpushare mig destroy {eviction_words[0]} {eviction_words[1]}"
+    return replace(plan, hint=f"end the programs there, or let gpushare end them: {command}")
 
 
 @contextmanager
@@ -376,7 +376,7 @@ class MigProfilesAnswer:
     profiles: tuple[ProfileRow, ...]
 
 
-def _gone(gpu: int, gone: Any) -> WouldGo:
+def _would_go(gpu: int, gone: Any) -> WouldGo:
     return WouldGo(
         gpu=gpu,
         gpu_instance_id=gone.instance.id,

@@ -63,12 +63,12 @@ def current(host: Host, gpu: str | None, *, named: bool = False) -> tuple[Sequen
 
     On a host with several GPUs -g is required; with ``named`` the instances tell which GPU.
     """
-    everybody = gpus_of(host)
+    all_gpus = gpus_of(host)
     if named and gpu is None:
-        devices: Sequence[Device] = [Device(gpu=each) for each in everybody if each.error is None and each.mig_capable]
-        devices = devices or select_for_change("all", everybody)
+        devices: Sequence[Device] = [Device(gpu=each) for each in all_gpus if each.error is None and each.mig_capable]
+        devices = devices or select_for_change("all", all_gpus)
     else:
-        devices = select_for_change(gpu, everybody)
+        devices = select_for_change(gpu, all_gpus)
     part = next((device for device in devices if device.mig is not None), None)
     if part is not None and part.mig is not None:
         # Otherwise "-g MIG-... apply" would destroy its neighbors.
@@ -91,11 +91,11 @@ def evicted(words: Iterable[str] | None, layouts: Sequence[Layout]) -> list[Targ
     return [target for word in words or () for target in find_targets(word, layouts)]
 
 
-def planned_or_refused(found: MigPlan | NoPlan) -> MigPlan:
+def planned_or_refused(plan: MigPlan | NoPlan) -> MigPlan:
     """Return the plan; raises if there is none."""
-    if isinstance(found, MigPlan):
-        return found
-    raise no_plan_error(found)
+    if isinstance(plan, MigPlan):
+        return plan
+    raise no_plan_error(plan)
 
 
 def carried(command: str, make: Callable[[Host, MigLedger], MigChange], *, refresh_cdi: bool = False) -> Result:
@@ -214,25 +214,25 @@ def _in_force(host: Host, change: MigChange, made: Sequence[MadeInstance]) -> It
 
 
 def _made(host: Host, change: MigChange) -> list[MadeInstance]:
-    """Return the GPU instances that were created, or in which something was, each with the new UUIDs."""
+    """Return the GPU instances that were created or got new compute instances, each with the new UUIDs."""
     rows = []
     for touched in change.gpus:
         places = {new.instance.place for new in touched.plan.created}
         gpu = host.nvml.gpu(touched.gpu.index) if places else None
         if gpu is None or gpu.error is not None:
             continue
-        stayed = {part.uuid for there in touched.plan.kept for part in there.compute}
-        stayed -= {part.uuid for gone in touched.plan.destroyed for part in gone.compute}
+        stayed = {part.uuid for instance in touched.plan.kept for part in instance.compute}
+        stayed -= {part.uuid for removal in touched.plan.destroyed for part in removal.compute}
         rows += [
             MadeInstance(
                 gpu=gpu.index,
-                gpu_instance_id=there.id,
-                profile=there.profile.name,
-                start=there.start,
-                uuids=tuple(part.uuid for part in there.compute if part.uuid and part.uuid not in stayed),
+                gpu_instance_id=instance.id,
+                profile=instance.profile.name,
+                start=instance.start,
+                uuids=tuple(part.uuid for part in instance.compute if part.uuid and part.uuid not in stayed),
             )
-            for there in MigReader(host.nvml).layout(gpu).instances
-            if there.place in places
+            for instance in MigReader(host.nvml).layout(gpu).instances
+            if instance.place in places
         ]
     return rows
 
@@ -259,8 +259,8 @@ def _undo_of(change: GpuChange) -> list[str]:
     before, gpu = change.before, change.gpu.index
     if before.mig_enabled and change.enable is False and not before.instances:
         return [f"gpushare mig enable -g {gpu}"]
-    here = {instance.place for instance in change.after.instances}
-    lost = [instance for instance in before.instances if instance.name and instance.place not in here]
+    places = {instance.place for instance in change.after.instances}
+    lost = [instance for instance in before.instances if instance.name and instance.place not in places]
     granted = {instance.name: instance.granted for instance in change.layout.instances}
     words = [as_command(before)]
     for instance in lost:
@@ -329,10 +329,10 @@ def _recovered(host: Host, ledger: MigLedger) -> tuple[tuple[str, ...], str | No
     return done, None if interrupted is None or lost else way_forward(host, interrupted), tuple(map(str, lost))
 
 
-def _foreseen(host: Host, left: ChangeRecord) -> str:
-    if is_complete(host, left):
-        return f"'{left.title}' was interrupted but is complete; nothing would be undone"
-    return f"'{left.title}' was interrupted at '{left.step or 'its start'}'; it would be undone"
+def _foreseen(host: Host, change: ChangeRecord) -> str:
+    if is_complete(host, change):
+        return f"'{change.title}' was interrupted but is complete; nothing would be undone"
+    return f"'{change.title}' was interrupted at '{change.step or 'its start'}'; it would be undone"
 
 
 def _forgotten(host: Host, ledger: MigLedger) -> tuple[str, ...]:
@@ -553,9 +553,9 @@ def _switched(
     def make(host: Host, ledger: MigLedger) -> MigChange:
         gpus, layouts = current(host, gpu)
         may_go = evicted(evict, layouts)
-        there = [instance for layout in layouts for instance in layout.instances]
-        if not enable and there and not destroy:
-            names = ", ".join(map(str, there[:7]))
+        instances = [instance for layout in layouts for instance in layout.instances]
+        if not enable and instances and not destroy:
+            names = ", ".join(map(str, instances[:7]))
             which = ",".join(str(each.index) for each in gpus)
             raise InUse(
                 f"MIG cannot be switched off while there are instances: {names}",
@@ -616,9 +616,9 @@ def _demands_of_gpus(
         asked = parse_wish(" ".join(wish))
         return gpus, layouts, {each.index: Demand(mig_enabled=True, wish=asked) for each in gpus}, ()
     elsewhere = absent_gpus(named, host)
-    everybody = [device.gpu for device in select(gpu, gpus_of(host))]
-    demands, notes = demands_of(named, everybody, host, named=gpu is not None, exact=exact)
-    touched = [each for each in everybody if each.index in demands]
+    all_gpus = [device.gpu for device in select(gpu, gpus_of(host))]
+    demands, notes = demands_of(named, all_gpus, host, named=gpu is not None, exact=exact)
+    touched = [each for each in all_gpus if each.index in demands]
     check_answers(*touched)
     return touched, layouts_of(host, touched), demands, (*elsewhere, *notes)
 

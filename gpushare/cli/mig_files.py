@@ -195,39 +195,39 @@ def exact_without_file() -> BadCombination:
 def demands_of(
     config: Config, gpus: Sequence[Gpu], host: Host, *, named: bool, exact: bool
 ) -> tuple[dict[int, Demand], tuple[str, ...]]:
-    """Return what these GPUs should have, by index, for a change, and notes: GPUs without MIG are skipped.
+    """Return what these GPUs should have, by index, for a change, and notes. GPUs without MIG are skipped.
 
-    GPUs that no entry is for are left out, as by mig-parted. It is an error if nothing is left of the GPUs that the
-    user has ``named``, and with ``exact`` if a GPU has no entry or an entry no GPU.
+    GPUs without an entry are left out, as by mig-parted. It is an error if none of the GPUs that the user has ``named``
+    remains, and with ``exact`` if a GPU has no entry or an entry no GPU.
     """
-    ids, here = pci_ids(config, gpus, host), range(host.nvml.count())
+    ids, host_indexes = pci_ids(config, gpus, host), range(host.nvml.count())
     wishes = wishes_for(config, gpus, ids)
     demands = for_change(wishes, gpus)
-    idle = idle_entries(config, gpus, ids, here)
+    idle = idle_entries(config, gpus, ids, host_indexes)
     missing = [str(gpu.index) for gpu in gpus if gpu.index not in wishes]
-    if exact and (missing or idle or absent(config, here)):
+    if exact and (missing or idle or absent(config, host_indexes)):
         reasons = [f"config '{config.name}' has no entry for GPU {', '.join(missing)}"] if missing else []
         raise NoGpu(
-            "; ".join([*reasons, *absent(config, here), *idle]),
+            "; ".join([*reasons, *absent(config, host_indexes), *idle]),
             "change the file, or drop --exact",
             code="no_gpu_of_config",
         )
     if not demands and any(wish.mig_enabled for wish in wishes.values()):
         raise no_mig(gpus)
     if not demands and named:
-        reasons = [*absent(config, here), *idle] or ["none of them has MIG"]
+        reasons = [*absent(config, host_indexes), *idle] or ["none of them has MIG"]
         raise NoGpu(
             f"config '{config.name}' has no entry for the chosen GPUs: {'; '.join(reasons)}", "see: gpushare mig status"
         )
-    notes = idle if len(gpus) == len(here) else ()
+    notes = idle if len(gpus) == len(host_indexes) else ()
     return demands, notes if demands else (*notes, f"config '{config.name}' has no entry for a GPU with MIG here")
 
 
 def absent_gpus(config: Config, host: Host) -> tuple[str, ...]:
     """Return notes on entries that name GPUs this host does not have."""
-    here = range(host.nvml.count())
-    notes = absent(config, here)
-    if notes and all(is_elsewhere(entry, here) for entry in config.entries):
+    host_indexes = range(host.nvml.count())
+    notes = absent(config, host_indexes)
+    if notes and all(is_elsewhere(entry, host_indexes) for entry in config.entries):
         raise NoGpu(
             f"config '{config.name}' matches no GPU of this host: {'; '.join(notes)}",
             "see which are here: gpushare status",

@@ -218,12 +218,12 @@ def stop_row(work: Stop, found: FoundDaemon, done: Stopped | None = None) -> Sto
 
 def _waiting() -> Callable[[list[int], float], None]:
     """Return a function that reports the clients a stop waits for, each set of them once."""
-    told: set[tuple[int, ...]] = set()
+    said: set[tuple[int, ...]] = set()
 
-    def say(left: list[int], more: float) -> None:
-        if tuple(left) not in told:
-            told.add(tuple(left))
-            note(f"waiting up to {more:.0f} s for {counted(len(left), 'client')}: {', '.join(map(str, left[:8]))}")
+    def say(pids: list[int], seconds: float) -> None:
+        if tuple(pids) not in said:
+            said.add(tuple(pids))
+            note(f"waiting up to {seconds:.0f} s for {counted(len(pids), 'client')}: {', '.join(map(str, pids[:8]))}")
 
     return say
 

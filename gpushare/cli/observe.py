@@ -116,7 +116,7 @@ def _progress(length: float, path: Path) -> Iterator[Callable[[float], None]]:
 
 
 def _shown(read: str, given: tuple[str | None, ...]) -> Any:
-    if any(one is not None for one in given):
+    if any(option is not None for option in given):
         raise BadCombination(
             "--from cannot be combined with --to or -g", f"show all of the recording: gpushare observe --from {read}"
         )

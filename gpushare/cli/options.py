@@ -208,7 +208,7 @@ def common_options() -> list[TyperOption]:
 
 
 def change_options(*, asks: bool) -> list[TyperOption]:
-    """Return the options of commands that change something; ``asks``: it may take what somebody would miss."""
+    """Return the options of commands that change something; ``asks``: the change may need consent."""
     return [
         _flag("dry_run", "Print the plan and change nothing; needs no root.", "-n", "--dry-run"),
         _flag(
@@ -721,10 +721,10 @@ def answered(prompt: str) -> str:
 
 
 def consented(plan: Plan, agreed: Sequence[Loss] = ()) -> tuple[Loss, ...]:
-    """Ask for what a plan takes and nobody agreed to yet, and return all that is agreed to by now.
+    """Ask for the losses of a plan that the user has not agreed to yet, and return all that are agreed to.
 
-    Call it after planning and before the first change. Then plan again under the locks; if `is_agreed` is false of the
-    new plan, something else would go by now: ask again.
+    Call it after planning and before the first change. Then plan again under the locks; if `is_agreed` is false for the
+    new plan, it would take something else: ask again.
 
     Raises:
         NeedsConsent: the answer is no (code ``not_confirmed``), or there is no terminal to ask on.

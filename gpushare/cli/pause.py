@@ -165,8 +165,8 @@ def _user(uid: int | None) -> str | None:
 
 def clock(at: float) -> str:
     """Return a time for people: today's without the date."""
-    there, now = time.localtime(at), time.localtime()
-    return time.strftime("%H:%M:%S" if there[:3] == now[:3] else "%Y-%m-%d %H:%M:%S", there)
+    time_at, now = time.localtime(at), time.localtime()
+    return time.strftime("%H:%M:%S" if time_at[:3] == now[:3] else "%Y-%m-%d %H:%M:%S", time_at)
 
 
 def listed(host: Host) -> Any:

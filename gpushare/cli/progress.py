@@ -33,8 +33,8 @@ def progress_line(*, quiet: bool, about: str = "about") -> Iterator[Told]:
     )
 
     def tell(doing: str, done: int, total: int, seconds_left: float | None) -> None:
-        left = "" if seconds_left is None else f"{about} {_guess(seconds_left)} left"
-        bar.update(task, completed=done, total=total, description=doing, left=left)
+        remaining = "" if seconds_left is None else f"{about} {_guess(seconds_left)} left"
+        bar.update(task, completed=done, total=total, description=doing, left=remaining)
         bar.refresh()
 
     with bar:

@@ -53,11 +53,11 @@ def reserve(
     if time is not None and end:
         raise BadCombination("--for cannot be combined with --end", "for example: gpushare reserve -g 0 --for 4h")
     devices = select_for_change(gpu, gpus_of(host))
-    for one in devices:
-        if one.mig is not None:
+    for device in devices:
+        if device.mig is not None:
             raise BadUsage(
-                f"{one.title} is an instance, and a whole GPU is reserved",
-                f"name the GPU: -g {one.gpu.index}; an instance is granted: gpushare mig grant NAME USER",
+                f"{device.title} is an instance, and a whole GPU is reserved",
+                f"name the GPU: -g {device.gpu.index}; an instance is granted: gpushare mig grant NAME USER",
                 code="whole_gpu",
             )
     if time is None:
@@ -83,32 +83,32 @@ def _check_length(device: Device, seconds: float, held: float, most: float) -> N
 def _taking(host: Host, devices: Sequence[Device], seconds: float) -> Plan:
     limits = kept_limits(host)
     held, steps, notes = leases(host, limits), [], []
-    for one in devices:
-        lease = held.get(one.uuid)
+    for device in devices:
+        lease = held.get(device.uuid)
         if lease is not None and lease.uid != host.uid:
             raise InUse(
-                f"{one.title} {reserved_words(lease)}",
+                f"{device.title} {reserved_words(lease)}",
                 "see all leases: gpushare reserve",
-                gpu=str(one.gpu.index),
+                gpu=str(device.gpu.index),
                 code="reserved",
             )
         if not host.root:
-            _check_length(one, seconds, lease.held_seconds if lease else 0.0, limits.longest_lease_seconds)
-        programs = [process for process in one.gpu.processes or () if process.compute]
+            _check_length(device, seconds, lease.held_seconds if lease else 0.0, limits.longest_lease_seconds)
+        programs = [process for process in device.gpu.processes or () if process.compute]
         if programs:
-            notes.append(f"{counted(len(programs), 'program')} on {one.title}; see whose: gpushare status")
+            notes.append(f"{counted(len(programs), 'program')} on {device.title}; see whose: gpushare status")
         steps.append(
             Step(
-                what=f"reserve {one.title} for {format_duration(seconds)}",
-                command=f"gpushare reserve -g {one.selector} --for {round(seconds)}s",
-                undo=_way_back([one], held),
-                do=partial(take_lease, host, one.uuid, seconds, limits),
-                revert=partial(end_lease, host, one.uuid, limits)
+                what=f"reserve {device.title} for {format_duration(seconds)}",
+                command=f"gpushare reserve -g {device.selector} --for {round(seconds)}s",
+                undo=_way_back([device], held),
+                do=partial(take_lease, host, device.uuid, seconds, limits),
+                revert=partial(end_lease, host, device.uuid, limits)
                 if lease is None
-                else partial(take_lease, host, one.uuid, lease.seconds_left, limits),
+                else partial(take_lease, host, device.uuid, lease.seconds_left, limits),
             )
         )
-    names = ", ".join(one.title for one in devices)
+    names = ", ".join(device.title for device in devices)
     return Plan(
         title=f"{names} {'is' if len(devices) == 1 else 'are'} reserved for {format_duration(seconds)}",
         steps=tuple(steps),
@@ -119,37 +119,37 @@ def _taking(host: Host, devices: Sequence[Device], seconds: float) -> Plan:
 
 def _way_back(devices: Sequence[Device], held: Mapping[str, GpuLease]) -> str:
     """Return the commands that give these GPUs the leases that they have now."""
-    free = [one.selector for one in devices if one.uuid not in held]
+    free = [device.selector for device in devices if device.uuid not in held]
     commands = [f"gpushare reserve -g {','.join(free)} --end"] if free else []
-    for one in devices:
-        if one.uuid in held:
-            commands.append(f"gpushare reserve -g {one.selector} --for {round(held[one.uuid].seconds_left)}s")
+    for device in devices:
+        if device.uuid in held:
+            commands.append(f"gpushare reserve -g {device.selector} --for {round(held[device.uuid].seconds_left)}s")
     return "; ".join(commands)
 
 
 def _ending(host: Host, devices: Sequence[Device]) -> Plan:
     limits = kept_limits(host)
     held, steps, losses, undo = leases(host, limits), [], [], []
-    for one in devices:
-        lease = held.get(one.uuid)
+    for device in devices:
+        lease = held.get(device.uuid)
         if lease is None:
-            raise NotFound(f"{one.title} is not reserved", "see all leases: gpushare reserve", code="no_lease")
+            raise NotFound(f"{device.title} is not reserved", "see all leases: gpushare reserve", code="no_lease")
         if lease.uid != host.uid:
             if not host.root:
-                raise NoPermission(f"{one.title} {reserved_words(lease)}", "ask its user, or root", code="reserved")
-            why = f"{format_duration(lease.seconds_left)} left"
-            losses.append(Loss(action="ends", what=f"the lease of {lease.user} on {one.title}", why=(why,)))
+                raise NoPermission(f"{device.title} {reserved_words(lease)}", "ask its user, or root", code="reserved")
+            remaining = f"{format_duration(lease.seconds_left)} left"
+            losses.append(Loss(action="ends", what=f"the lease of {lease.user} on {device.title}", why=(remaining,)))
         else:
-            undo.append(_way_back([one], held))
+            undo.append(_way_back([device], held))
         steps.append(
             Step(
-                what=f"end the lease of {lease.user} on {one.title}",
-                command=f"gpushare reserve -g {one.selector} --end",
-                do=partial(end_lease, host, one.uuid, limits),
+                what=f"end the lease of {lease.user} on {device.title}",
+                command=f"gpushare reserve -g {device.selector} --end",
+                do=partial(end_lease, host, device.uuid, limits),
             )
         )
     return Plan(
-        title=f"{', '.join(one.title for one in devices)}: not reserved",
+        title=f"{', '.join(device.title for device in devices)}: not reserved",
         steps=tuple(steps),
         undo="; ".join(undo) or None,
         consent=tuple(losses),

@@ -78,10 +78,10 @@ def savings(
         notes = _recording_notes(recording, uses)
     else:
         work, notes = _given(gpus, load, memory, gpu), []
-    found = save(work, price=cost, target_load=target, gpu_memory_bytes=capacity)
+    saved = save(work, price=cost, target_load=target, gpu_memory_bytes=capacity)
     notes.append("the overhead of sharing is not included: measure before you give machines back")
     answer = SavingsAnswer(
-        **vars(found),
+        **vars(saved),
         instance=instance,
         loads_percent=tuple(each.load for each in work),
         memory_bytes=tuple(each.memory_bytes for each in work),
@@ -98,11 +98,11 @@ def _number(option: str, text: str, most: Decimal, *, zero: bool = False) -> Dec
     value = Decimal(match.group(1)) if match else None
     if value is None or value > most or (value == 0 and not zero):
         low = "0" if zero else "above 0"
-        said = {"--gpus": "4", "--load": "25", "--price": "0.752"}
-        said |= {option: _EXAMPLES[option]} if option in _EXAMPLES else {}
+        example = {"--gpus": "4", "--load": "25", "--price": "0.752"}
+        example |= {option: _EXAMPLES[option]} if option in _EXAMPLES else {}
         raise BadUsage(
             f"{option} {text} is not a number {low} to {most}",
-            f"for example: gpushare savings {' '.join(f'{name} {one}' for name, one in said.items())}",
+            f"for example: gpushare savings {' '.join(f'{name} {value}' for name, value in example.items())}",
             code="bad_number",
         )
     return value
@@ -111,11 +111,13 @@ def _number(option: str, text: str, most: Decimal, *, zero: bool = False) -> Dec
 def _price(price: str | None, instance: str | None, hours: Decimal) -> Price | None:
     if price is not None:
         return Price(per_hour=_number("--price", price, _MOST_PRICE), hours=hours, source="given with --price")
-    known = None if instance is None else known_price(instance)
-    if known is None:
+    published = None if instance is None else known_price(instance)
+    if published is None:
         return None
     return Price(
-        per_hour=known.per_hour, hours=hours, source=f"{known.source}; check your own price and give it with --price"
+        per_hour=published.per_hour,
+        hours=hours,
+        source=f"{published.source}; check your own price and give it with --price",
     )
 
 
@@ -137,8 +139,8 @@ def _given(gpus: int | None, load: str | None, memory: str | None, gpu: str | No
 
 def _recorded(read: str, gpu: str | None) -> tuple[Recording, list[GpuUse]]:
     recording = read_measured(read)
-    there = [Gpu(index=use.gpu.index, uuid=use.gpu.uuid) for use in recording.gpus]
-    chosen = {device.gpu.index for device in select(gpu, there)}
+    gpus = [Gpu(index=use.gpu.index, uuid=use.gpu.uuid) for use in recording.gpus]
+    chosen = {device.gpu.index for device in select(gpu, gpus)}
     uses = [use for use in recording.gpus if use.gpu.index in chosen]
     names = sorted({use.gpu.name or "unknown" for use in uses})
     if len(names) > 1:

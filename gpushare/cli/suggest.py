@@ -107,7 +107,9 @@ def meant(error: Any) -> str | None:
     if context is None:
         return None
     if type(error).__name__ == "NoSuchOption":
-        return meant_option(error.option_name, (name for one in context.command.params for name in one.opts))
+        return meant_option(
+            error.option_name, (name for parameter in context.command.params for name in parameter.opts)
+        )
     word = getattr(error, "unknown_command", None)
     if word is None:
         return None

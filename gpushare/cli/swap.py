@@ -66,10 +66,10 @@ def back_in(
 
 
 def listed() -> Any:
-    """List the jobs that are out: this user's, and those that root has swapped out. Root sees those of all users."""
+    """List the swapped-out jobs: this user's, and those that root has swapped out. Root sees those of all users."""
     host = settings.connect()
     out = [swap for swap in swaps(host) if swap.state != BACK]
-    # Without a driver, the list is there all the same.
+    # The list does not need the driver.
     gpus = (or_none(host.nvml.identities) if out else None) or ()
     indexes = {gpu.uuid: gpu.index for gpu in gpus}
     rows = tuple(_row(swap, indexes.get(swap.gpu_uuid)) for swap in out)
@@ -92,7 +92,7 @@ def listed() -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class SwappedProcess:
-    """A process that is out of the GPU."""
+    """A process that is swapped out of the GPU."""
 
     pid: int
     memory_bytes: int
@@ -100,7 +100,7 @@ class SwappedProcess:
 
 @dataclass(frozen=True, kw_only=True)
 class SwapRow:
-    """A job that is out of the GPU, or on its way."""
+    """A job that is swapped out of the GPU, or being swapped."""
 
     # Null: its GPU is unknown, or the answer is about this job alone.
     gpu: int | None

@@ -209,7 +209,7 @@ def _process_rows(host: Host, devices: Sequence[Device]) -> list[ProcessSlices]:
 
 
 def default_slice(rows: Iterable[ProcessSlices]) -> int | None:
-    """Return the slice of processes that nobody has set, and that others had before; None: none, or they differ."""
+    """Return the slice that processes have by default (before it was set, if it was); None: no process, or they differ."""
     slices = {row.slice_us if row.set_us is None else row.before_us for row in rows if not row.under_mps} - {None}
     return slices.pop() if len(slices) == 1 else None
 
@@ -228,7 +228,7 @@ def _process_table(rows: Sequence[ProcessSlices]) -> Table:
         name="processes",
         title="processes",
         columns=columns,
-        rows=tuple({**vars(row), "slice": _shown(row), "how": _how(row)} for row in rows),
+        rows=tuple({**vars(row), "slice": _shown(row), "how": _way_text(row)} for row in rows),
     )
 
 
@@ -236,7 +236,7 @@ def _shown(row: ProcessSlices) -> str:
     return ", ".join(_slice(value) for value in dict.fromkeys(row.slices_us)) or "-"
 
 
-def _how(row: ProcessSlices) -> str:
+def _way_text(row: ProcessSlices) -> str:
     if row.under_mps:
         return "MPS server"
     if row.set_us is None:

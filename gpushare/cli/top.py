@@ -33,7 +33,7 @@ def top(
     """
     if not _is_terminal():
         raise NotSupported(
-            "top draws a screen, and this is not a terminal",
+            "top needs a terminal",
             "for logs and pipes: gpushare status -w",
             code="no_terminal",
         )
@@ -67,8 +67,8 @@ def top(
         ) from None
     from gpushare.top.verbs import answered, followed
 
-    # Each drawing of Textual leaves a thousand objects in circles, which `cli` would keep until there are 50,000. What is
-    # loaded by now stays, and is not gone through again.
+    # Each drawing of Textual leaves a thousand objects in reference cycles, which `cli` would collect only at 50,000. What
+    # is loaded now stays, so the collector skips it.
     gc.freeze()
     gc.set_threshold(5_000)
     spec = settings.spec

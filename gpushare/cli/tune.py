@@ -244,7 +244,7 @@ def finished(
     """Keep what was found, and return it as the command's result."""
     tuned = tuned_record(host, device, options, result, name)
     data = answer(host, device, options, result, None if tuned is None else name)
-    errors = [] if result.stopped is None else [_early(result.stopped)]
+    errors = [] if result.stopped is None else [_early_end_error(result.stopped)]
     keep_tried(host, device, options, result.measured)
     _keep_profiles(host, device, options, result)
     if tuned is not None:
@@ -326,7 +326,7 @@ def _uncertain(options: TuneOptions, result: TuneResult) -> list[str]:
     return notes
 
 
-def _early(stopped: KeyboardInterrupt | GpushareError) -> GpushareError:
+def _early_end_error(stopped: KeyboardInterrupt | GpushareError) -> GpushareError:
     if isinstance(stopped, GpushareError):
         return stopped
     return interrupted(stopped).restated(

@@ -113,5 +113,5 @@ class Examination:
 def process_title(seen: Examination, pid: int) -> str:
     """Return a process for people: ``123 (python, alice)``."""
     info = seen.host.processes.describe(pid)
-    told = ", ".join(filter(None, (cut(info.name or "", MOST_SHOWN), info.user))) if info else ""
-    return f"{pid} ({told})" if told else str(pid)
+    description = ", ".join(filter(None, (cut(info.name or "", MOST_SHOWN), info.user))) if info else ""
+    return f"{pid} ({description})" if description else str(pid)

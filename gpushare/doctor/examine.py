@@ -157,15 +157,15 @@ def environments(seen: Examination) -> Iterator[Check]:
         pid: {name: value for name, value in environment.items() if len(value) <= _MOST_CHARACTERS}
         for pid, environment in seen.host.machine.environments((*_DEVICES, _PIPE)).items()
     }
-    yield from _gone(seen, variables)
-    yield from _other_size(seen, variables)
+    yield from _absent_devices(seen, variables)
+    yield from _renamed_instances(seen, variables)
     yield from _no_daemon(seen, variables)
 
 
-def _gone(seen: Examination, found: Mapping[int, Mapping[str, str]]) -> Iterator[Check]:
+def _absent_devices(seen: Examination, environments: Mapping[int, Mapping[str, str]]) -> Iterator[Check]:
     present = {gpu.uuid for gpu in seen.gpus} | {mig.uuid for gpu in seen.gpus for mig in gpu.mig_instances}
     by_value: dict[tuple[str, str], list[int]] = {}
-    for pid, environment in sorted(found.items()):
+    for pid, environment in sorted(environments.items()):
         for variable in _DEVICES:
             for uuid in _UUID.findall(environment.get(variable, "")):
                 if uuid not in present:
@@ -193,12 +193,12 @@ def _shown(seen: Examination, by_value: Mapping[Key, list[int]]) -> list[Key]:
     return [*own, *sorted(others, key=of_others)][:_MOST_VALUES]
 
 
-def _other_size(seen: Examination, found: Mapping[int, Mapping[str, str]]) -> Iterator[Check]:
-    """Check for MIG UUIDs that now mean another instance than the name they were made for, in programs not on it yet."""
+def _renamed_instances(seen: Examination, environments: Mapping[int, Mapping[str, str]]) -> Iterator[Check]:
+    """Check programs not yet on the GPU for MIG UUIDs that now mean another instance than the one they were chosen for."""
     running = {process.pid for gpu in seen.gpus for process in gpu.processes or ()}
     waiting = {
         pid: given["CUDA_VISIBLE_DEVICES"]
-        for pid, given in sorted(found.items())
+        for pid, given in sorted(environments.items())
         if given.get("CUDA_VISIBLE_DEVICES", "").startswith("MIG-")
     }
     if not waiting.keys() - running:
@@ -229,24 +229,24 @@ def _meant_otherwise(seen: Examination) -> Iterator[tuple[str, str]]:
                         yield place.mig.uuid, meaning
 
 
-def _no_daemon(seen: Examination, found: Mapping[int, Mapping[str, str]]) -> Iterator[Check]:
+def _no_daemon(seen: Examination, environments: Mapping[int, Mapping[str, str]]) -> Iterator[Check]:
     # A daemon whose directory is unknown may listen anywhere.
     if seen.daemons_error is not None or any(entry.daemon.pipe_directory is None for entry in seen.daemons):
         return
     if seen.host.processes.namespace_is_host() is False:
         return
-    there = {
+    served = {
         place
         for entry in seen.daemons
         for ours in {entry.trusted, False}
         for place in _places(entry.daemon.pipe_directory or "", ours=ours)
     }
     by_value: dict[str, list[int]] = {}
-    for pid, environment in sorted(found.items()):
+    for pid, environment in sorted(environments.items()):
         pipe = environment.get(_PIPE)
         # Only root sees values of others, also in programs that became root with a variable of theirs.
         ours = not seen.host.root or pid == os.getpid()
-        if pipe and not _means_none(seen, pipe) and there.isdisjoint(_places(pipe, ours=ours)):
+        if pipe and not _is_kept_empty(seen, pipe) and served.isdisjoint(_places(pipe, ours=ours)):
             by_value.setdefault(pipe, []).append(pid)
     shown = _shown(seen, by_value)
     for pipe in shown:
@@ -255,7 +255,7 @@ def _no_daemon(seen: Examination, found: Mapping[int, Mapping[str, str]]) -> Ite
         yield finding("mps.environment more", number=counted(len(by_value) - len(shown), "more value"))
 
 
-def _means_none(seen: Examination, pipe: str) -> bool:
+def _is_kept_empty(seen: Examination, pipe: str) -> bool:
     """Return whether `gpushare run` of any user set a pipe directory to keep a program outside MPS: .../mig/KEY."""
     uuids = [uuid for gpu in seen.gpus for uuid in (gpu.uuid, *(mig.uuid for mig in gpu.mig_instances))]
     path = PurePath(pipe)
@@ -322,13 +322,13 @@ def examine(host: Host, wanted: Wanted | None = None) -> list[Check]:
     ``wanted`` returns the entries of the last applied gpushare.yaml for these GPUs, and what is wrong with that file.
     """
     examination = Examination(host)
-    with _kept(examination, "nvml_error"):
+    with _error_kept(examination, "nvml_error"):
         examination.gpus = host.nvml.sweep()
         examination.driver = host.nvml.driver_version()
     if wanted is not None and examination.nvml_error is None:
-        with _kept(examination, "wanted_error"):
+        with _error_kept(examination, "wanted_error"):
             examination.wanted, examination.wanted_error = wanted(examination.gpus)
-    with _kept(examination, "daemons_error"):
+    with _error_kept(examination, "daemons_error"):
         examination.daemons = find_daemons(host, examination.gpus)
     checks: list[Check] = []
     for check in CHECKS:
@@ -346,7 +346,7 @@ def examine(host: Host, wanted: Wanted | None = None) -> list[Check]:
 
 
 @contextlib.contextmanager
-def _kept(examination: Examination, name: str) -> Iterator[None]:
+def _error_kept(examination: Examination, name: str) -> Iterator[None]:
     """Keep the error of a first look in a field of the examination: checks without it still run."""
     try:
         yield
@@ -453,7 +453,7 @@ def _records(seen: Examination) -> Iterator[Check]:
     ):
         records: RecordStore[Any] = kind
         unread = records.unread(seen.host)
-        # Nobody's bad records hide those of others.
+        # The bad records of one user must not hide those of others.
         counts: Counter[int] = Counter()
         for path, uid, reason in unread:
             number += 1
@@ -519,7 +519,7 @@ def _pauses(seen: Examination) -> Iterator[Check]:
         )
 
 
-# A job that is out is mentioned after this time; a swap on its way is taken for interrupted after this.
+# A swapped-out job is mentioned after this time; an unfinished swap counts as interrupted after this.
 _LONG_OUT_SECONDS: Final = 86400.0
 _ON_ITS_WAY_SECONDS: Final = 600.0
 

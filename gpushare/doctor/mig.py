@@ -35,7 +35,7 @@ def modes(seen: Examination) -> Iterator[Check]:
         for check in _gpu(seen, gpu):
             wrong = True
             yield check
-    for leftover in _left(seen, ledgers):
+    for leftover in _leftovers(seen, ledgers):
         wrong = True
         yield finding(
             leftover.id,
@@ -49,7 +49,7 @@ def modes(seen: Examination) -> Iterator[Check]:
         yield Check.passed("mig.state", seen=seen_text)
 
 
-def _left(seen: Examination, ledgers: Sequence[MigLedger]) -> Iterator[Leftover]:
+def _leftovers(seen: Examination, ledgers: Sequence[MigLedger]) -> Iterator[Leftover]:
     for ledger in ledgers:
         with contextlib.suppress(GpushareError):
             yield from leftovers(seen.host, ledger)
@@ -123,7 +123,7 @@ def holders(seen: Examination) -> Iterator[Check]:
     capable = [gpu for gpu in seen.answering if gpu.mig_capable]
     if not capable:
         return
-    files, own = look(seen.host), _own(seen)
+    files, own = look(seen.host), _ends_by_itself(seen)
     for gpu in capable:
         present: list[Holder] = list(gpu_holders(seen.host, gpu, files))
         for inside in instance_holders(seen.host, gpu, files).values():
@@ -144,11 +144,11 @@ def holders(seen: Examination) -> Iterator[Check]:
             )
 
 
-def _has(found: list[Holder]) -> str:
-    return "has" if len({holder.pid for holder in found}) == 1 else "have"
+def _has(holders: list[Holder]) -> str:
+    return "has" if len({holder.pid for holder in holders}) == 1 else "have"
 
 
-def _own(seen: Examination) -> set[int]:
+def _ends_by_itself(seen: Examination) -> set[int]:
     """Return the processes of MPS and of every `gpushare run`: they end with the program."""
     daemons = {entry.daemon.pid or 0 for entry in seen.daemons}
     servers = {server.pid for entry in seen.daemons for server in entry.daemon.servers}

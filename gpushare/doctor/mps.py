@@ -139,7 +139,7 @@ def _descriptors(seen: Examination, daemon: MpsDaemon) -> Iterator[Check]:
 def _directories(seen: Examination, found: FoundDaemon) -> Iterator[Check]:
     daemon = found.daemon
     pipe = Path(daemon.pipe_directory or "/nonexistent")
-    seen_pipe = _own(pipe)
+    seen_pipe = _trusted_lstat(pipe)
     if seen_pipe is None or not stat.S_ISDIR(seen_pipe.st_mode):
         return
     mode = seen_pipe.st_mode
@@ -167,12 +167,12 @@ def _closed(directory: Path, root: Path) -> Path | None:
 
 def _log(daemon: MpsDaemon) -> Iterator[Check]:
     path = Path(daemon.log_directory or "/nonexistent") / "control.log"
-    status = _own(path)
+    status = _trusted_lstat(path)
     if status is not None and stat.S_ISREG(status.st_mode) and status.st_size > _LARGE_LOG:
         yield finding("mps.log", daemon.gpu_index, path=path, size=format_bytes(status.st_size))
 
 
-def _own(path: Path) -> os.stat_result | None:
+def _trusted_lstat(path: Path) -> os.stat_result | None:
     """Return the lstat of a path that belongs to this user or root."""
     with contextlib.suppress(OSError):
         stated = path.lstat()
@@ -339,13 +339,13 @@ def outside(seen: Examination) -> Iterator[Check]:
                 continue
             strangers = [
                 process
-                for process in _on(gpu, item.daemon)
+                for process in _processes_on(gpu, item.daemon)
                 if process.compute and not process.mps and process.pid not in pids
             ]
             pids |= {process.pid for process in strangers}
             unintended = _unintended(seen, item.daemon, strangers) if strangers else []
             if unintended:
-                yield finding("mps.outside", gpu.index, processes=_named(seen, unintended))
+                yield finding("mps.outside", gpu.index, processes=_titles_of(seen, unintended))
 
 
 def _unintended(seen: Examination, daemon: MpsDaemon, strangers: list[GpuProcess]) -> list[GpuProcess]:
@@ -356,7 +356,7 @@ def _unintended(seen: Examination, daemon: MpsDaemon, strangers: list[GpuProcess
     return [process for process in strangers if process.pid not in jobs or jobs[process.pid].mps]
 
 
-def _on(gpu: Gpu, daemon: MpsDaemon) -> list[GpuProcess]:
+def _processes_on(gpu: Gpu, daemon: MpsDaemon) -> list[GpuProcess]:
     mig = next((instance for instance in gpu.mig_instances if instance.uuid == daemon.device_uuid), None)
     if mig is None:
         return [] if gpu.mig_enabled else list(gpu.processes or ())
@@ -366,7 +366,7 @@ def _on(gpu: Gpu, daemon: MpsDaemon) -> list[GpuProcess]:
     ]
 
 
-def _named(seen: Examination, processes: list[GpuProcess]) -> str:
+def _titles_of(seen: Examination, processes: list[GpuProcess]) -> str:
     more = f" and {len(processes) - 3} more" if len(processes) > 3 else ""
     return ", ".join(process_title(seen, process.pid) for process in processes[:3]) + more
 

@@ -49,9 +49,9 @@ class ContainerDevice:
 
     @property
     def traits(self) -> set[str]:
-        """Return what is true of it, in words, for `document.notes`."""
+        """Return the traits of this device that select notes (`document.notes`)."""
         mps, whole = self.mps, self.mig is None
-        told = {
+        conditions = {
             "mps": mps is not None,
             "timeslice": mps is None and self.gpu.sharing is Way.TIMESLICE,
             "sliced": whole and self.gpu.time_slice not in {None, TimeSlice.DEFAULT},
@@ -60,7 +60,7 @@ class ContainerDevice:
             "low-priority": mps is not None and mps.limits.priority is Priority.LOW,
             "restricted": mps is not None and bool(mps.users),
         }
-        return {trait for trait, is_true in told.items() if is_true}
+        return {trait for trait, is_true in conditions.items() if is_true}
 
     @property
     def environment(self) -> dict[str, str]:

@@ -95,12 +95,12 @@ class HostDescription:
 
     @property
     def traits(self) -> set[str]:
-        """Return what is true of it, in words, for `document.notes`."""
+        """Return the traits of this host that select notes (`document.notes`)."""
         instances = [mig for _, mig in self.instances()]
         served = [*(gpu.mps for gpu in self.gpus), *(mig.mps for mig in instances)]
         daemons = [mps for mps in served if mps is not None]
         sliced = [gpu for gpu in self.gpus if gpu.sharing is Way.TIMESLICE]
-        told = {
+        conditions = {
             "shared": any(gpu.sharing in {Way.TIMESLICE, Way.MPS} for gpu in self.gpus),
             "several": len(self.gpus) > 1,
             "sliced": any(gpu.time_slice not in {None, TimeSlice.DEFAULT} for gpu in self.gpus),
@@ -118,7 +118,7 @@ class HostDescription:
             "low-priority": any(daemon.limits.priority is Priority.LOW for daemon in daemons),
             "restricted": any(daemon.users for daemon in daemons),
         }
-        return {gpu.sharing.value for gpu in self.gpus} | {trait for trait, is_true in told.items() if is_true}
+        return {gpu.sharing.value for gpu in self.gpus} | {trait for trait, is_true in conditions.items() if is_true}
 
 
 def short_model(name: str | None) -> str | None:
@@ -333,11 +333,11 @@ def _devices(entry: Entry, profiles: Sequence[Profile]) -> tuple[MigDescription,
 def in_place(
     wanted: HostDescription, live: HostDescription, pipe_of: Callable[[str], str], *, apply: str, daemons_only: bool
 ) -> HostDescription:
-    """Return a wished host for engines that name devices by UUID and daemons by their pipes.
+    """Return a wanted host for engines that name devices by UUID and daemons by their pipes.
 
-    Both have the same GPUs. Each MIG device that is wanted is looked up among the live ones, because only those have
-    UUIDs. ``pipe_of`` returns the pipe directory of a daemon that does not run yet; ``apply`` is the command that makes
-    the host so. ``daemons_only``: the engine names only devices that have a daemon.
+    Both hosts have the same GPUs. Each wanted MIG device is matched to a live one, because only those have UUIDs.
+    ``pipe_of`` returns the pipe directory of a daemon that does not run yet; ``apply`` is the command that applies the
+    wanted host. ``daemons_only``: the engine names only devices that have a daemon.
 
     Raises:
         NotFound: a MIG device does not exist yet (code ``not_applied``).
@@ -345,10 +345,10 @@ def in_place(
     gpus = []
     for gpu, now in zip(wanted.gpus, live.gpus, strict=True):
         devices = []
-        for mig, there in zip(gpu.mig, _live(gpu.mig, now.mig), strict=True):
-            if there is None and daemons_only and mig.mps is None:
+        for mig, device in zip(gpu.mig, _live(gpu.mig, now.mig), strict=True):
+            if device is None and daemons_only and mig.mps is None:
                 continue
-            if there is None:
+            if device is None:
                 raise NotFound(
                     f"GPU {gpu.index} has no {mig.profile} yet, which the file wants; only existing devices have a UUID",
                     f"create it first: {apply}",
@@ -357,18 +357,18 @@ def in_place(
                 )
             devices.append(
                 replace(
-                    there,
+                    device,
                     name=mig.name,
                     granted=mig.granted,
                     replicas=mig.replicas,
-                    mps=_with_pipe(mig.mps, there, pipe_of),
+                    mps=_with_pipe(mig.mps, device, pipe_of),
                 )
             )
         gpus.append(replace(gpu, mps=_with_pipe(gpu.mps, now, pipe_of), mig=tuple(devices)))
     return replace(wanted, gpus=tuple(gpus))
 
 
-def _live(wanted: Sequence[MigDescription], there: Sequence[MigDescription]) -> list[MigDescription | None]:
+def _live(wanted: Sequence[MigDescription], present: Sequence[MigDescription]) -> list[MigDescription | None]:
     """Return the live device for each wish, chosen as by `gpushare apply`; None: it does not exist yet."""
     # A profile is named with its compute slices here (1c.3g.40gb), so slices need not be compared.
     missing = (
@@ -390,10 +390,10 @@ def _live(wanted: Sequence[MigDescription], there: Sequence[MigDescription]) -> 
             name=mig.name,
             mps=mig.mps,
         )
-        for number, mig in enumerate(there)
+        for number, mig in enumerate(present)
     )
     assigned = assign(missing, devices).devices
-    return [None if wanted.device is None else there[wanted.device.number] for wanted in assigned]
+    return [None if wanted.device is None else present[wanted.device.number] for wanted in assigned]
 
 
 def _with_pipe(

@@ -106,23 +106,23 @@ def write(documents: Sequence[Document], directory: Path) -> tuple[str, ...]:
     written: list[str] = []
     try:
         with directory_of(directory) as descriptor:
-            there = [document.name for document in documents if os.path.lexists(directory / document.name)]
-            if there:
-                raise _there(directory / there[0])
+            present = [document.name for document in documents if os.path.lexists(directory / document.name)]
+            if present:
+                raise _exists_error(directory / present[0])
             for document in documents:
-                # Never write through a link or file of another user that appeared since.
+                # Never write through a link or file that another user has created since.
                 mode = 0o755 if document.kind == "sh" else 0o644
                 try:
                     create_file(document.name, document.text.encode(), directory=descriptor, mode=mode)
                 except FileExistsError:
-                    raise _there(directory / document.name) from None
+                    raise _exists_error(directory / document.name) from None
                 written.append(str(directory / document.name))
     except OSError as error:
         raise unwritten(directory, error, "give a directory of your own: --to DIR") from None
     return tuple(written)
 
 
-def _there(path: Path) -> InUse:
+def _exists_error(path: Path) -> InUse:
     return InUse(f"{path} exists already", "give another directory, or remove it", code="file_exists")
 
 

@@ -85,7 +85,7 @@ def claims_export(host: HostDescription, *, kubernetes: str = NEWEST, any_gpu: b
     )
 
 
-def _own(gpu: GpuDescription) -> str:
+def _name_of_gpu(gpu: GpuDescription) -> str:
     """Return the name of one GPU in objects of a cluster, in which each node has a GPU 0."""
     return "-".join(filter(None, ["gpu", str(gpu.index), gpu.uuid.removeprefix("GPU-")[:8].lower()]))
 
@@ -109,7 +109,7 @@ def _distinct(gpu: GpuDescription, *, any_gpu: bool) -> list[MigDescription]:
 
 def _whole(gpu: GpuDescription, version: str, *, any_gpu: bool) -> list[Document]:
     model = re.sub(r"[^a-z0-9]+", "-", (gpu.name or "gpu").lower()).strip("-")
-    name = f"{model if any_gpu else _own(gpu)}-{gpu.sharing.value}"
+    name = f"{model if any_gpu else _name_of_gpu(gpu)}-{gpu.sharing.value}"
     attribute = f"productName == '{_quoted(gpu.name or '')}'" if any_gpu else f"uuid == '{gpu.uuid}'"
     request = _request("gpu", "gpu.nvidia.com", f"{_ATTRIBUTES}.{attribute}", version)
     if gpu.sharing is Way.EXCLUSIVE:
@@ -129,7 +129,7 @@ def _mig(gpu: GpuDescription, mig: MigDescription, version: str, *, any_gpu: boo
     slug = re.sub(r"[^a-z0-9]+", "-", mig.profile)
     parent = "" if any_gpu else f" && {_ATTRIBUTES}.parentUUID == '{gpu.uuid}'"
     expression = f"{_ATTRIBUTES}.profile == '{mig.profile}'{parent}"
-    prefix = f"mig-{slug}" if any_gpu else f"{_own(gpu)}-mig-{slug}"
+    prefix = f"mig-{slug}" if any_gpu else f"{_name_of_gpu(gpu)}-mig-{slug}"
     if mig.mps is None and not mig.replicas:
         return [_template(prefix, _request("mig", "mig.nvidia.com", expression, version), None, version)]
     if not any_gpu and mig.uuid:

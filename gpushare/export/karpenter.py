@@ -89,7 +89,7 @@ def node_pool_export(
     )
     files = ["node-class.yaml"] * bool(written) + ["node-overlay.yaml"] * overlaid + ["node-pool.yaml"]
     commands = [f"kubectl apply {' '.join(f'-f {file}' for file in files)}", *_verified(verify, max_nodes)]
-    told = {
+    conditions = {
         "new-class": node_class is None,
         "unnamed": cluster is None and not (role and tags),
         "own-plugin": node_class is None and ami.startswith("bottlerocket@"),
@@ -99,7 +99,7 @@ def node_pool_export(
         "any-type": instance_type is None,
         "unbounded": max_nodes is None,
     }
-    traits = {trait for trait, is_true in told.items() if is_true}
+    traits = {trait for trait, is_true in conditions.items() if is_true}
     return Export(
         documents=documents,
         commands=tuple(commands),
@@ -183,19 +183,19 @@ def _requirements(host: HostDescription, instance_type: str | None) -> list[dict
             code="several_models",
         )
     if instance_type is not None:
-        return [_is("node.kubernetes.io/instance-type", instance_type)]
+        return [_requirement("node.kubernetes.io/instance-type", instance_type)]
     model = short_model(models[0])
     if model is None:
         raise NotSupported(
             "the model of the GPUs is unknown", "name the instance type: --instance-type", code="no_model"
         )
     return [
-        _is("karpenter.k8s.aws/instance-gpu-name", model),
-        _is("karpenter.k8s.aws/instance-gpu-count", str(len(host.gpus))),
+        _requirement("karpenter.k8s.aws/instance-gpu-name", model),
+        _requirement("karpenter.k8s.aws/instance-gpu-count", str(len(host.gpus))),
     ]
 
 
-def _is(key: str, value: str) -> dict[str, Any]:
+def _requirement(key: str, value: str) -> dict[str, Any]:
     return {"key": key, "operator": "In", "values": [value]}
 
 
@@ -227,5 +227,5 @@ def _overlay(name: str, requirements: list[dict[str, Any]], capacity: dict[str, 
         "apiVersion": "karpenter.sh/v1alpha1",
         "kind": "NodeOverlay",
         "metadata": {"name": name},
-        "spec": {"requirements": [*requirements, _is("karpenter.sh/nodepool", name)], "capacity": numbers},
+        "spec": {"requirements": [*requirements, _requirement("karpenter.sh/nodepool", name)], "capacity": numbers},
     }

@@ -115,7 +115,7 @@ class Capabilities:
             finally:
                 os.close(descriptor)
         except OSError as error:
-            raise _refused(capability.path, error) from None
+            raise _refused_error(capability.path, error) from None
 
     def set_access(self, capability: Capability, access: NodeAccess) -> None:
         """Set owner (and group root), mode and access control list of the node.
@@ -127,14 +127,14 @@ class Capabilities:
         """
         node = self._real(capability.node)
         try:
-            # The old list goes first: nobody on it keeps access while the node changes, or if a later step fails.
+            # Remove the old list first: its users must not keep access while the node changes, or if a later step fails.
             list_users(node, access.mode, (), _READ)
             # Mode before owner: a new owner could widen the mode in between.
             os.chmod(node, access.mode)
             os.chown(node, access.owner, 0)
             list_users(node, access.mode, access.users, _READ)
         except OSError as error:
-            raise _refused(capability.node, error) from None
+            raise _refused_error(capability.node, error) from None
 
     def _real(self, path: str) -> Path:
         return self._root / path.lstrip("/")
@@ -225,7 +225,7 @@ def _numbered(directory: Path, prefix: str) -> list[int]:
     return sorted(int(number) for number in numbers if number.isascii() and number.isdigit())
 
 
-def _refused(path: str, error: OSError) -> GpushareError:
+def _refused_error(path: str, error: OSError) -> GpushareError:
     gone = NotFound(f"there is no {path}", "see which instances are there: gpushare mig status", code="no_capability")
     return refused_change(path, error, gone, "grant the instance to one user")
 

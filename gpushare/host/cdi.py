@@ -261,14 +261,14 @@ def describe(staleness: Staleness) -> str:
     """Describe what is wrong: ``names devices that are gone (MIG-...) and lacks MIG-...``."""
     parts = []
     if staleness.gone:
-        parts.append(f"names devices that are gone ({_some(staleness.gone)})")
+        parts.append(f"names devices that are gone ({_first_names(staleness.gone)})")
     if staleness.missing:
-        parts.append(f"lacks {_some(staleness.missing)}")
+        parts.append(f"lacks {_first_names(staleness.missing)}")
     if staleness.moved:
-        parts.append(f"has wrong MIG devices for {_some(staleness.moved)}")
+        parts.append(f"has wrong MIG devices for {_first_names(staleness.moved)}")
     return " and ".join(parts)
 
 
-def _some(names: Sequence[str]) -> str:
+def _first_names(names: Sequence[str]) -> str:
     more = f" and {len(names) - 2} more" if len(names) > 3 else ""
     return ", ".join(names[: 2 if more else 3]) + more

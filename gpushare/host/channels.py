@@ -149,7 +149,7 @@ _MOST_CHANNELS: Final = 4096
 _BLOCK: Final = 0x400
 _MOST_EMPTY: Final = 4
 _MOST_BLOCKS: Final = 256
-# How many more clients are tried after a compute group was found: a process may have several.
+# How many further clients are tried after a compute group was found: a process may have several.
 _WINDOW: Final = 0x1000
 SCAN_SECONDS: Final = 4.0
 FIND_SECONDS: Final = 10.0
@@ -274,7 +274,7 @@ class KernelFiles:
             file = os.open(CONTROL_NODE, os.O_RDWR | os.O_CLOEXEC)
         except OSError:
             return None
-        if not _is(file, CONTROL_DEVICE):
+        if not _is_device(file, CONTROL_DEVICE):
             os.close(file)
             return None
         return file
@@ -344,7 +344,7 @@ class KernelProcess:
                 raise _forbidden(self.identity.pid)
             raise Refused("gone" if error == errno.ESRCH else "stale", os.strerror(error))
         try:
-            genuine = _is(file, self._device)
+            genuine = _is_device(file, self._device)
         except OSError:
             genuine = False
         if not genuine:
@@ -354,7 +354,7 @@ class KernelProcess:
         return file
 
 
-def _is(file: int, device: tuple[int, int]) -> bool:
+def _is_device(file: int, device: tuple[int, int]) -> bool:
     stated = os.fstat(file)
     return stat.S_ISCHR(stated.st_mode) and (os.major(stated.st_rdev), os.minor(stated.st_rdev)) == device
 
@@ -870,7 +870,7 @@ def _off(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, Any]:
     """Take all channels off the GPU, or none."""
     with _checked(files, request) as groups:
         # What the driver does with a channel that has gone is not known: it is never asked.
-        if any(len(_left(file, group)) < len(group[4]) for file, group in groups):
+        if any(len(_existing_channels(file, group)) < len(group[4]) for file, group in groups):
             raise Refused("stale", "CLIENT_GET_HANDLE_INFO", OBJECT_NOT_FOUND)
         batches = _batches(groups)
         began, done = time.monotonic(), 0
@@ -889,7 +889,7 @@ def _off(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, Any]:
 def _on(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, Any]:
     """Enable the channels that are left; one failure does not stop the others."""
     with _checked(files, request, skip_stale=True) as groups:
-        batches = _batches([(file, (*group[:4], _left(file, group))) for file, group in groups])
+        batches = _batches([(file, (*group[:4], _existing_channels(file, group))) for file, group in groups])
         began = time.monotonic()
         failed: list[Refused] = []
         for batch in batches:
@@ -911,7 +911,7 @@ class _Batch(NamedTuple):
     channels: list[int]
 
 
-def _left(file: _File, group: _Wire) -> list[int]:
+def _existing_channels(file: _File, group: _Wire) -> list[int]:
     """Return the channels of a group that still exist."""
     _, client, handle, _, channels = group
     return [channel for channel in channels if file.parent_of(client, channel) == handle]
@@ -1018,7 +1018,7 @@ class Caller:
                 code="helper_ended",
             ) from None
         except BaseException:
-            # Ctrl-C: let it finish this request, so that nothing stays half done. Without its socket it ends by itself.
+            # Ctrl-C: the child finishes this request, so that nothing stays half done, and ends because its socket is closed.
             self._forget()
             raise
 

@@ -121,13 +121,13 @@ class Checkpoint:
         ``pairs`` are (old, new) UUIDs of all GPUs of the host, for a process that continues on another GPU.
 
         Raises:
-            OperationFailed: it failed, and the process cannot be restored any more (code ``job_lost``); or the driver
+            OperationFailed: it failed, and the process can no longer be restored (code ``job_lost``); or the driver
                 refused, and the process is as before (code ``restore_refused``).
             NotSupported, TimedOut: as `lock`.
         """
         # Without persistence mode the driver restores only for a caller that has initialized CUDA.
         self._function("cuInit")(0)
-        # The array lives as long as the call, which may outlive its time limit: the structure keeps it.
+        # The structure keeps the array alive as long as the call, which may exceed its time limit.
         array = (GpuPair * len(pairs))(*(GpuPair(_uuid_bytes(old), _uuid_bytes(new)) for old, new in pairs))
         arguments = RestoreArguments(gpuPairs=array if pairs else None, gpuPairsCount=len(pairs))
         seconds = CALL_SECONDS + size / _LEAST_BYTES_PER_SECOND

@@ -1,12 +1,12 @@
 """Claims: which job has which device, recorded in one file per job that only its owner can write.
 
-All users share one sticky directory made by root. Nobody opens another user's file to write or lock it, so nobody can
-block others by holding one. A claim counts only while it names a live process (PID and start time) whose real user owns
-the file: a claim for another user's process, or for one that has ended, is void.
+All users share one sticky directory made by root. No user opens another user's file to write or lock it, so no user can
+block others by holding a lock. A claim counts only while it names a live process (PID and start time) whose real user
+owns the file: a claim for another user's process, or for a process that has ended, is void.
 
 Taking is an attempt, as in Lamport's bakery algorithm. A claim is first *choosing*, then draws a ticket
-(CLOCK_BOOTTIME). The lowest live ticket gets the device, and everybody else withdraws. A file only grows, by lines, under
-one name: replacing it would hide it from a directory listing at that moment (tmpfs), and two claims would be first.
+(CLOCK_BOOTTIME). The lowest live ticket gets the device, and all others withdraw. A file only grows, by lines, under one
+name: replacing it would hide it from a directory listing at that moment (tmpfs), and two claims would be first.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class HeldClaim:
         _append(self.path, _process_line(process))
 
     def add_fact(self, fact: str) -> None:
-        """Add a fact, for readers of `Claim.facts`.
+        """Add a line to the claim that others read as one of `Claim.facts`.
 
         Raises:
             NoPermission, OperationFailed: it cannot be written (code ``lease_unusable``).
@@ -113,13 +113,13 @@ class HeldClaim:
         _append(self.path, line)
 
     def draw_ticket(self) -> int:
-        """Draw its ticket, now that everybody can see that it is choosing. Raises as `add_fact`."""
+        """Draw its ticket; all others can already see that it is choosing. Raises as `add_fact`."""
         ticket = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
         _append(self.path, f"ticket {ticket}\n")
         return ticket
 
     def touch(self) -> None:
-        """Say that it is still in use (`Claim.touched_at`)."""
+        """Mark it as still in use (`Claim.touched_at`)."""
         with contextlib.suppress(OSError):
             os.utime(self.path, follow_symlinks=False)
 
@@ -128,7 +128,7 @@ def claim_directory(host: Host) -> Path:
     """Return the directory of a host's claims: the same for all users.
 
     ``/run/lock``, or ``/tmp`` where only root may write the former (Fedora, RHEL). Only owner and mode decide, so that
-    everybody chooses the same. A service with PrivateTmp=, or a container with its own /tmp or PIDs, does not see the
+    all users choose the same. A service with PrivateTmp=, or a container with its own /tmp or PIDs, does not see the
     others' claims; there only NVML's process lists help.
     """
     own = host.run_directory / "claims"
@@ -150,7 +150,7 @@ def take_claim(host: Host, key: str) -> HeldClaim | Claim:
     """
     held = make_claim(host, key)
     try:
-        first = _first(held.path.parent, key, held, held.draw_ticket())
+        first = _earlier_claim(held.path.parent, key, held, held.draw_ticket())
     except BaseException:
         held.release()
         raise
@@ -208,7 +208,7 @@ def live_claims(host: Host) -> dict[str, Claim] | None:
     return in_force
 
 
-def _first(directory: Path, key: str, held: HeldClaim, ticket: int) -> Claim | None:
+def _earlier_claim(directory: Path, key: str, held: HeldClaim, ticket: int) -> Claim | None:
     """Return the live claim before this one, or None."""
     deadline = time.monotonic() + _CHOOSING_SECONDS
     mine = ticket, os.geteuid(), held.path.name
@@ -329,7 +329,7 @@ def _made(directory: Path, key: str, prefix: str) -> HeldClaim:
     text = f"gpushare claim 1\nboot {boot_id() or '-'}\nspace {pid_space()}\nkey {key}\n{_process_line(me)}"
     if not _TEXT.fullmatch(text.encode()):
         raise OperationFailed(f"{key[:60]!r} cannot be claimed", "see: gpushare doctor", code=_CODE)
-    # Random: nobody can create it in advance.
+    # Random, so that no other user can create it in advance.
     path = directory / f"{prefix}{os.urandom(8).hex()}"
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFE, 0o644)
@@ -382,7 +382,7 @@ def _flooded(directory: Path, prefix: str, met: Counter[int]) -> OperationFailed
 
 
 def _is_shared(path: Path) -> bool:
-    """Return whether everybody may create files there, and only root and their owners may remove them."""
+    """Return whether all users may create files there, and only root and their owners may remove them."""
     try:
         seen = os.lstat(path)
     except OSError:

@@ -93,11 +93,11 @@ class Guard:
         os.write(self._words.fileno(), f"{pid} {'-' if started is None else started}\n".encode())
 
     def started(self, pid: int, started: int | None) -> None:
-        """Name a process that it must see to if gpushare dies. If somebody has killed the guard, the programs go on."""
+        """Name a process that the guard looks after if gpushare dies. If the guard was killed, the programs go on."""
         self._tell(f"{pid} {'-' if started is None else started}")
 
     def ended(self, pid: int) -> None:
-        """Let it forget a process."""
+        """Tell the guard that a process no longer needs it."""
         self._tell(f"{pid} ended")
 
     def hand_over(self, word: str) -> None:
@@ -156,7 +156,7 @@ def main() -> None:
         if started != "ended":
             processes[int(pid)] = None if started == "-" else int(started)
     if word != DONE:
-        # Nobody reads it any more.
+        # gpushare has died and no longer reads the output.
         os.dup2(os.open(os.devnull, os.O_RDWR), 1)
         host, act = loaded or _load()
         act(host, processes, word, *sys.argv[4:])

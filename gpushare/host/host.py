@@ -52,7 +52,7 @@ class UserDirectory(NamedTuple):
     owner: int
 
 
-def _nobody_else() -> Sequence[UserDirectory]:
+def _no_directories() -> Sequence[UserDirectory]:
     return ()
 
 
@@ -81,7 +81,7 @@ class Host:
     run_directory: Path
     state_directory: Path
     uid: int
-    # Whether this user may do what only root may; on a simulated host everybody may, to try it.
+    # Whether this user may do what only root may; on a simulated host every user may, to try it.
     root: bool
     machine: Machine = field(default_factory=late("host.machine:Machine"))
     # Opens what reads and sets the time-slices of processes, and pauses them; used as a context.
@@ -93,7 +93,7 @@ class Host:
     # Returns the user, the groups, the cgroup and, unless ``command=False``, the command line of a PID.
     origin: Callable[..., Origin | None] = field(default=late("host.origin:origin_of"))
     # Returns the run directories of the other users: root reads what they have paused and swapped, and writes nothing there.
-    user_directories: Callable[[], Sequence[UserDirectory]] = field(default=_nobody_else)
+    user_directories: Callable[[], Sequence[UserDirectory]] = field(default=_no_directories)
     shared_run_directories: Sequence[Path] = field(default=())
     shared_state_directories: Sequence[Path] = field(default=())
 
@@ -111,7 +111,7 @@ class Host:
         return self.spec.startswith("sim:")
 
 
-def local_host(user_directories: Callable[[], Sequence[UserDirectory]] = _nobody_else) -> Host:
+def local_host(user_directories: Callable[[], Sequence[UserDirectory]] = _no_directories) -> Host:
     """Return this machine. ``user_directories`` is `users.user_directories`, which only root asks."""
     uid = os.geteuid()
     run_directory = local_run_directory(uid)
@@ -128,7 +128,7 @@ def local_host(user_directories: Callable[[], Sequence[UserDirectory]] = _nobody
         state_directory=state_directory,
         uid=uid,
         root=uid == 0,
-        user_directories=user_directories if uid == 0 else _nobody_else,
+        user_directories=user_directories if uid == 0 else _no_directories,
         shared_run_directories=shared,
         shared_state_directories=shared_state,
     )
@@ -150,7 +150,7 @@ def local_run_directory(uid: int) -> Path:
         return SYSTEM_RUN_DIRECTORY
     places = _places(uid)
     # Where a directory is, records are: another place that has become free since is not taken.
-    return Path(next((place for can in (_has, _can_have) for place in places if can(place, uid)), places[0]))
+    return Path(next((place for can in (_belongs_to, _can_have) for place in places if can(place, uid)), places[0]))
 
 
 def _places(uid: int) -> list[str]:
@@ -158,7 +158,7 @@ def _places(uid: int) -> list[str]:
     return [f"{TEMPORARY}/gpushare-{uid}", f"{RUNTIME}/{uid}/gpushare", str(local_state_directory(uid) / "run")]
 
 
-def _has(place: str, uid: int) -> bool:
+def _belongs_to(place: str, uid: int) -> bool:
     try:
         return os.lstat(place).st_uid == uid
     except OSError:
@@ -168,7 +168,7 @@ def _has(place: str, uid: int) -> bool:
 def _can_have(place: str, uid: int) -> bool:
     """Return whether a user may make a directory there."""
     if os.path.lexists(place):
-        return _has(place, uid)
+        return _belongs_to(place, uid)
     parent = os.path.dirname(place)
     # In the home directory the way there may not be made yet.
     while not os.path.lexists(parent):
@@ -192,7 +192,7 @@ def local_state_directory(uid: int) -> Path:
 
 
 def home_directory() -> Path:
-    """Return the user's home; of a user without HOME whom nobody has named, where Debian says that there is none."""
+    """Return the user's home; without HOME and an entry in passwd, Debian's path for "no home directory"."""
     try:
         return Path.home()
     except RuntimeError:
@@ -202,7 +202,7 @@ def home_directory() -> Path:
 def _make(path: Path, mode: int) -> None:
     """Create a directory and its parents with this mode, whatever the umask; existing ones stay as they are.
 
-    A user's run directory is closed, as what systemd makes in ``/run/user`` is: nobody else reaches that user's daemons.
+    A user's run directory is closed to others, like systemd's in ``/run/user``, so that only that user reaches its daemons.
     """
     # The parents, too, are created by a call of this function.
     mine = os.geteuid() != 0 and str(path) in _places(os.geteuid())
@@ -226,7 +226,7 @@ def make_private_directory(path: Path, mode: int = 0o755, *, variable: str = "GP
     not writable for others: its pipe decides who reaches which GPU. ``variable`` is the one that moves it.
 
     Raises:
-        NoPermission: it cannot be created, belongs to somebody else, or others may write into it.
+        NoPermission: it cannot be created, belongs to another user, or others may write into it.
     """
     try:
         _make(path, mode)

@@ -262,7 +262,7 @@ class Listener(NamedTuple):
 
 
 def listener(pipe_directory: str) -> Listener | None:
-    """Return the process that listens at the control socket of an MPS daemon; None: nobody, or unknown.
+    """Return the process that listens at the control socket of an MPS daemon; None: no process, or unknown.
 
     The daemon need not answer: this also works if it is stopped or hangs.
     """

@@ -1,4 +1,4 @@
-"""Small files of ours: opened without following links, replaced atomically, locked, and what a crash left of them."""
+"""gpushare's own small files: opened without following links, replaced atomically, locked, and cleared after a crash."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def writing(path: Path, what: str, *, code: str = "file_unwritable") -> Iterator
 
 
 def unwritable(path: Path, what: str, error: OSError, *, code: str = "file_unwritable") -> GpushareError:
-    """Return the error for a file of ours that cannot be written."""
+    """Return the error for a file of gpushare that cannot be written."""
     message = f"{path}, {what}, cannot be written: {error.strerror or error}"
     words = ["ls", "-ld", str(path.parent), str(path)]
     if error.errno in _FORBIDDEN:
@@ -280,19 +280,19 @@ def open_lock(path: Path, what: str, *, code: str = "file_unwritable") -> int:
 
 
 def kept_mode(path: Path, mode: int) -> int:
-    """Return the mode of a file of ours; in /tmp with the sticky bit, so that systemd-tmpfiles never takes it for old.
+    """Return the mode for a file of gpushare; in /tmp with the sticky bit, so that systemd-tmpfiles does not remove it.
 
-    It removes what nobody has touched for 10 or 30 days, and leaves files with that bit alone (XDG Base Directory
+    systemd-tmpfiles removes files that were not touched for 10 or 30 days, except files with that bit (XDG Base Directory
     Specification, XDG_RUNTIME_DIR). On Linux the bit has no other meaning for a file.
     """
     return mode | stat.S_ISVTX if str(path).startswith(_AGED) else mode
 
 
 def replace_file(path: Path, text: str, *, durable: bool = False, mode: int = 0o644) -> None:
-    """Replace a file atomically: a reader sees the old or the new one. Everybody may read it, unless ``mode`` differs.
+    """Replace a file atomically: a reader sees the old or the new one. All users may read it, unless ``mode`` differs.
 
-    ``durable``: it is on the disk when this returns and survives a crash of the machine. Also removes what an earlier
-    crash left of such a step.
+    ``durable``: it is on the disk when this returns and survives a crash of the machine. Also removes the temporary files
+    that an earlier crash left.
 
     Raises:
         OSError: it cannot be written; the old one stays.
@@ -317,7 +317,7 @@ def replace_file(path: Path, text: str, *, durable: bool = False, mode: int = 0o
 
 
 def _temporary(path: Path) -> tuple[int, str]:
-    """Return a new file next to ``path``, locked so that nobody takes it for a leftover."""
+    """Return a new file next to ``path``, locked so that it is not removed as a leftover."""
     # Imported here: commands that only read do not need it.
     import tempfile
 
@@ -371,7 +371,7 @@ def sync_directory(directory: Path) -> None:
 def sweep_leftovers(host: Host) -> None:
     """Remove leftovers of journals, names and records; every changing command does, even if it has nothing to change.
 
-    Needs no lock: files being written are locked. Only in directories that nobody else can plant or redirect.
+    Needs no lock: files being written are locked. Only directories that no other user can create or redirect are swept.
     """
     # Only our own: the user may have named these directories, and they may have files of others.
     if _is_private(host.state_directory):

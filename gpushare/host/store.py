@@ -1,12 +1,12 @@
-"""Records: small JSON files by which one gpushare knows what another one does. Here is whose word they are.
+"""Records: small JSON files by which one gpushare knows what another one does, and whose records count.
 
 A kind of record is a `RecordStore`: a value class and a directory below the run directory, or for what outlives a reboot
-the state directory. The types of the fields say what is valid. Every user sees his own records and root's; root sees those
-of all users.
+the state directory. The types of the fields define what is valid. Every user sees his own records and root's; root sees
+those of all users.
 
-Nobody's record speaks of others: the processes that a user's record names must belong to that user, and be alive with the
-same start, or the whole record says nothing. Root's may name any process. What cannot be read says nothing either, and
-`unread` tells `gpushare doctor` why.
+A user's record counts only for that user: the processes that it names must belong to the user and be alive with the same
+start time, otherwise the whole record is ignored. Root's records may name any process. A record that cannot be read is
+ignored, too, and `unread` tells `gpushare doctor` why.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from gpushare.host.records import DIRECTORY, directory_locked, opened_below, rea
 from gpushare.host.users import opened_user
 
 SCHEMA: Final = 1
-# What root reads of another user, of one kind; and what everybody reads of himself and of root.
+# Bounds: what root reads of another user, of one kind; and what each user reads of his own and root's records.
 USERS_FILES, USERS_FILE_BYTES, USERS_BYTES = 256, 64 << 10, 1 << 20
 FILES, FILE_BYTES = 1000, 4 << 20
 _MOST_NAMED: Final = 1024
-# What says of the future, as the end of a pause does, lies at most so far ahead.
+# Times in the future, like the end of a pause, are at most this far ahead.
 MOST_SECONDS: Final = 30 * 86400.0
 
 # Seconds since boot (CLOCK_BOOTTIME), which no setting of the clock moves.
@@ -203,15 +203,15 @@ class RecordStore(Generic[T]):
 
     def path(self, host: Host, key: int | str) -> Path:
         """Return the file of this user's record of a key: a PID, or a name."""
-        return self._own(host) / self.directory / f"{key}.json"
+        return self._own_root(host) / self.directory / f"{key}.json"
 
-    def _own(self, host: Host) -> Path:
+    def _own_root(self, host: Host) -> Path:
         return host.state_directory if self._lasting else host.run_directory
 
     def _roots(self, host: Host, *, shared: bool = True) -> list[tuple[Path, int | None]]:
         """Return the run or state directories that this user believes, with their keeper: this user's, then root's."""
         roots = host.shared_state_directories if self._lasting else host.shared_run_directories
-        return [(self._own(host), None), *((root, 0) for root in roots if shared)]
+        return [(self._own_root(host), None), *((root, 0) for root in roots if shared)]
 
     # -- reading
 
@@ -386,7 +386,7 @@ class RecordStore(Generic[T]):
         self, host: Host, *, waits: Callable[[float], None] | None = None
     ) -> contextlib.AbstractContextManager[None]:
         """Hold the lock of this user's records of this kind; raises as `directory_locked`."""
-        return directory_locked(self._own(host) / self.directory, f"the lock of {self.what}", waits=waits)
+        return directory_locked(self._own_root(host) / self.directory, f"the lock of {self.what}", waits=waits)
 
 
 def _closed(path: Path, uid: int, keeper_uid: int | None, error: OSError) -> Iterator[tuple[Path, int, OSError]]:

@@ -100,10 +100,10 @@ def _mounts() -> dict[str, str]:
 
 @contextlib.contextmanager
 def opened_user(user: UserDirectory, below: str) -> Iterator[int]:
-    """Open a directory below the run directory of a user. What is above that belongs to the same user or root.
+    """Open a directory below the run directory of a user; its parents must belong to the same user or root.
 
     Raises:
-        OSError: it is not there, a link, somebody else's, or open to others.
+        OSError: it does not exist, is a link, belongs to another user, or is open to others.
     """
     above = os.open(user.path.parent, DIRECTORY | os.O_NOFOLLOW)
     try:

@@ -162,10 +162,10 @@ def open_over(path: Path, *, directory: int | None = None) -> int:
 
 
 def open_new(path: Path) -> int:
-    """Return the descriptor of a new file, to be written, in a directory that is there.
+    """Return the descriptor of a new file, to be written, in an existing directory.
 
     Raises:
-        FileExistsError: it is there, or something is in the way, which the message says.
+        FileExistsError: the file exists, or something else is in the way, which the message names.
         OSError: it cannot be created.
     """
     with directory_of(path.parent, make=False) as directory:

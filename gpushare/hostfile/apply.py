@@ -124,7 +124,7 @@ class _GpuWork:
         self.names = self.assignment.names
         self.plan: GpuPlan | None = None if self.change is None else self.change.plan
         self.going = _going(self.plan)
-        self.restarted = self._unwanted()
+        self.restarted = self._daemons_to_stop()
 
     def _assigned(self) -> tuple[Assignment, list[PlacedDevice]]:
         if not self.wants_mig or self.change is None:
@@ -136,12 +136,12 @@ class _GpuWork:
 
     def check_names(self, others: Collection[str]) -> None:
         """Raise BadUsage if a name belongs to an instance of a GPU that is not in the file."""
-        given, here = names_of(self.host), {gpu.uuid: gpu.index for gpu in self.host.nvml.identities()}
+        names, indexes = names_of(self.host), {gpu.uuid: gpu.index for gpu in self.host.nvml.identities()}
         for named in self.names:
-            taken = given.get(named.name)
-            if taken is None or taken.gpu_uuid in {self.live.gpu.uuid, *others} or taken.gpu_uuid not in here:
+            holder = names.get(named.name)
+            if holder is None or holder.gpu_uuid in {self.live.gpu.uuid, *others} or holder.gpu_uuid not in indexes:
                 continue
-            raise name_taken(taken, here)
+            raise name_taken(holder, indexes)
 
     def _wishes(self) -> dict[str, MpsWish]:
         """Return the daemons that are wanted on existing devices that stay, by UUID."""
@@ -152,9 +152,9 @@ class _GpuWork:
             wishes[self.live.gpu.uuid or ""] = self.entry.mps
         return {uuid: wish for uuid, wish in wishes.items() if wish is not None}
 
-    def _unwanted(self) -> set[str]:
-        """Return the devices whose daemon must stop or restart: only a start makes it exclusive."""
-        wishes, gone = self._wishes(), set()
+    def _daemons_to_stop(self) -> set[str]:
+        """Return the UUIDs of devices whose daemon must stop or restart; exclusive mode is set only by a start."""
+        wishes, stopping = self._wishes(), set()
         for uuid, daemon in self.live.daemons.items():
             wish = wishes.get(uuid)
             restarts = (
@@ -167,8 +167,8 @@ class _GpuWork:
                 or restarts
                 or (daemon.transient and (wish is not None or self._changes_gpu))
             ):
-                gone.add(uuid)
-        return gone
+                stopping.add(uuid)
+        return stopping
 
     @property
     def _changes_gpu(self) -> bool:
@@ -176,8 +176,8 @@ class _GpuWork:
 
     @property
     def new_names(self) -> tuple[str, ...]:
-        there = {(named.name, named.spot) for named in self.live.names}
-        return tuple(named.name for named in self.names if (named.name, named.spot) not in there)
+        present = {(named.name, named.spot) for named in self.live.names}
+        return tuple(named.name for named in self.names if (named.name, named.spot) not in present)
 
     def stops(self) -> list[Step]:
         """Return the steps that stop daemons; the MIG change itself stops those on its instances."""
@@ -188,7 +188,7 @@ class _GpuWork:
         return host_mps.stop_steps(self.host, self.live, self.restarted - handled)
 
     def losses(self) -> list[Loss]:
-        """Return what goes besides instances: names and grants of those that stay, and daemons of other users."""
+        """Return what is lost besides instances: names and grants of instances that stay, and other users' daemons."""
         index, staying = self.live.gpu.index, {device.place for device in self.to_be}
         want = {(named.name, named.spot): named.users for named in self.names}
         losses: list[Loss] = []
@@ -227,12 +227,12 @@ class _GpuWork:
         gpu, mps = self.live.gpu, self.entry.mps
         # The server of an unused daemon does not count: it ends with its daemon.
         idle = idle_daemon_pids(self.host, gpu)
-        there = [
+        programs = [
             process
             for process in gpu.processes or ()
             if process.compute and not process.mps and process.pid not in idle
         ]
-        outside = [self._called(process.pid) for process in there]
+        outside = [self._process_title(process.pid) for process in programs]
         running = self.live.mps is not None and (gpu.uuid or "") not in self.restarted
         if mps is not None and not running:
             host_mps.check_daemon(self.host, Device(gpu=gpu), mps, outside)
@@ -277,7 +277,7 @@ class _GpuWork:
 
     def _gpu_daemon(self) -> list[Step]:
         mps, gpu = self.entry.mps, self.live.gpu
-        if mps is None or self._holds(gpu.uuid, mps):
+        if mps is None or self._has_daemon(gpu.uuid, mps):
             return []
 
         def find() -> Device:
@@ -285,7 +285,7 @@ class _GpuWork:
 
         return [host_mps.daemon_step(self.host, f"GPU {gpu.index}", find, mps, selector=str(gpu.index))]
 
-    def _holds(self, uuid: str | None, wish: MpsWish) -> bool:
+    def _has_daemon(self, uuid: str | None, wish: MpsWish) -> bool:
         daemon = self.live.daemon(uuid)
         return uuid not in self.restarted and daemon is not None and limits_key(daemon.wish) == limits_key(wish)
 
@@ -293,7 +293,7 @@ class _GpuWork:
         steps, gpu = [], self.live.gpu
         for want in self.assignment.devices:
             device, wish = want.device, want.wish.mps
-            if device is None or wish is None or (device.uuid is not None and self._holds(device.uuid, wish)):
+            if device is None or wish is None or (device.uuid is not None and self._has_daemon(device.uuid, wish)):
                 continue
             memory = next((p.memory_bytes for p in self.change.layout.profiles if p.name == device.profile), None)  # type: ignore[union-attr]
             if device.uuid is None or self.live.daemon(device.uuid) is None:
@@ -304,12 +304,13 @@ class _GpuWork:
             steps.append(host_mps.daemon_step(self.host, title, finder, wish, selector=selector))
         return steps
 
-    def _programs_in(self, one: PlacedDevice) -> list[str]:
+    def _programs_in(self, device: PlacedDevice) -> list[str]:
         """Return the programs in an existing device, by name and PID."""
-        parts = [part for there in self.live.instances for part in there.compute if part.uuid and part.uuid == one.uuid]
-        return [self._called(holder.pid) for part in parts for holder in part.holders or ()]
+        parts = [part for instance in self.live.instances for part in instance.compute]
+        own_parts = [part for part in parts if part.uuid and part.uuid == device.uuid]
+        return [self._process_title(holder.pid) for part in own_parts for holder in part.holders or ()]
 
-    def _called(self, pid: int) -> str:
+    def _process_title(self, pid: int) -> str:
         info = self.host.processes.describe(pid)
         return f"process {pid}" if info is None else f"{info.name} ({pid}, {info.user or 'unknown user'})"
 
@@ -330,7 +331,7 @@ class _Finder:
             if (
                 device.uuid == self.wanted.uuid
                 if self.wanted.uuid
-                else fits and device.uuid not in self.kept and self._is(live, device)
+                else fits and device.uuid not in self.kept and self._has_wanted_number(live, device)
             ):
                 mig = next((mig for mig in live.gpu.mig_instances if mig.uuid == device.uuid), None)
                 if mig is not None:
@@ -342,14 +343,14 @@ class _Finder:
             code="device_gone",
         )
 
-    def _is(self, live: LiveGpu, one: PlacedDevice) -> bool:
+    def _has_wanted_number(self, live: LiveGpu, device: PlacedDevice) -> bool:
         """Tell devices of one size in one GPU instance apart by their number."""
         new = [
             other
             for other in devices_of_layout(live)
-            if (other.place, other.slices) == (one.place, one.slices) and other.uuid not in self.kept
+            if (other.place, other.slices) == (device.place, device.slices) and other.uuid not in self.kept
         ]
-        return new.index(one) == min(self.wanted.number, len(new) - 1)
+        return new.index(device) == min(self.wanted.number, len(new) - 1)
 
 
 def _going(plan: GpuPlan | None) -> set[str]:

@@ -34,7 +34,7 @@ class Point:
 def points(live: LiveGpu, entry: Entry, entries: Mapping[int, Entry] | None = None) -> tuple[Point, ...]:
     """Return how a GPU differs from its entry; empty: it does not.
 
-    ``entries`` are those of all GPUs by index, to tell where a name is wanted instead.
+    ``entries`` are those of all GPUs by index: they show on which GPU the file wants a name instead.
     """
     return tuple(_points(live, entry, _names_elsewhere(live, entries or {})))
 
@@ -62,7 +62,7 @@ def _points(live: LiveGpu, entry: Entry, elsewhere: Mapping[str, str]) -> Iterat
 
 
 def _another_mode(now: ComputeMode | None, wanted: ComputeMode) -> bool:
-    """A GPU without a compute mode (some virtual ones) counts as default."""
+    """Return whether the compute mode differs; a GPU without one (some virtual GPUs) counts as default."""
     return (now or ComputeMode.DEFAULT) is not wanted
 
 
@@ -135,12 +135,12 @@ def name_points(live: LiveGpu, assignment: Assignment, elsewhere: Mapping[str, s
     waiting = {
         device.wish.name: device for device in assignment.devices if device.wish.name and device.wish.name not in wanted
     }
-    there = {named.name: named for named in live.names}
-    for name in sorted(wanted.keys() | there.keys() | waiting.keys()):
-        now, want = there.get(name), wanted.get(name)
+    present = {named.name: named for named in live.names}
+    for name in sorted(wanted.keys() | present.keys() | waiting.keys()):
+        now, want = present.get(name), wanted.get(name)
         if want is None:
-            late = waiting.get(name)
-            place = elsewhere.get(name) if late is None else _place(late)
+            waiting_device = waiting.get(name)
+            place = elsewhere.get(name) if waiting_device is None else _place(waiting_device)
             place_now = None if now is None else str(now)
             if now is not None and place_now == place:
                 place_now = f"{place_now} without a compute instance"
@@ -173,7 +173,7 @@ def _priority(limits: Limits) -> str:
 
 
 def _users(users: tuple[str, ...]) -> str:
-    return ", ".join(sorted(users)) or "everybody"
+    return ", ".join(sorted(users)) or "all users"
 
 
 def _mps_text(wish: MpsWish) -> str:

@@ -209,17 +209,17 @@ def _sharing(entry: Entry) -> object:
     return True
 
 
-def _instance(one: InstanceWish) -> object:
-    keys: dict[str, object] = {"wish": one.wish}
-    if one.name is not None:
-        keys["name"] = one.name
-    if one.users:
-        keys["users"] = list(one.users)
-    if one.mps is not None:
-        keys["mps"] = _mps(one.mps)
-    if one.replicas is not None:
-        keys["timeslice"] = {"replicas": one.replicas}
-    return keys if len(keys) > 1 else one.wish
+def _instance(wish: InstanceWish) -> object:
+    keys: dict[str, object] = {"wish": wish.wish}
+    if wish.name is not None:
+        keys["name"] = wish.name
+    if wish.users:
+        keys["users"] = list(wish.users)
+    if wish.mps is not None:
+        keys["mps"] = _mps(wish.mps)
+    if wish.replicas is not None:
+        keys["timeslice"] = {"replicas": wish.replicas}
+    return keys if len(keys) > 1 else wish.wish
 
 
 def _mps(mps: MpsWish) -> dict[str, object]:
@@ -258,8 +258,8 @@ class Matched:
 def matched(file: HostFile, gpus: Sequence[Gpu], same_model: Callable[[str, str], bool]) -> Matched:
     """Return the entry of each GPU; a GPU without one is left out.
 
-    ``same_model`` tells whether a model in the file (product name or alias) is that of a product name. A part of the
-    name, ``a100``, matches every such GPU that no entry names exactly.
+    ``same_model`` returns whether a model in the file (product name or alias) means a product name. A part of the name,
+    ``a100``, matches every such GPU that no entry names exactly.
     """
     chosen: dict[int, Entry] = {}
     missing: list[GpushareError] = []
@@ -285,9 +285,9 @@ def matched(file: HostFile, gpus: Sequence[Gpu], same_model: Callable[[str, str]
 
 
 def _is_part(written: str, name: str) -> bool:
-    """Return whether a product name has all the words of a model in the file, and not only a brand or a size."""
-    words, there = (set(re.findall(r"[a-z0-9]+", text.lower())) for text in (written, name))
-    return words <= there and any(word not in _MAKERS and not re.fullmatch(r"\d+gb?", word) for word in words)
+    """Return whether a product name has all words of a model in the file; a brand or size alone does not count."""
+    words, name_words = (set(re.findall(r"[a-z0-9]+", text.lower())) for text in (written, name))
+    return words <= name_words and any(word not in _MAKERS and not re.fullmatch(r"\d+gb?", word) for word in words)
 
 
 def _gpus_of(entry: Entry, gpus: Sequence[Gpu], is_model: Callable[[str, Gpu], bool]) -> list[Gpu]:
@@ -303,9 +303,9 @@ def _gpus_of(entry: Entry, gpus: Sequence[Gpu], is_model: Callable[[str, Gpu], b
 
 
 def _missing(file: HostFile, entry: Entry, gpus: Sequence[Gpu]) -> list[GpushareError]:
-    there = {str(gpu.index) for gpu in gpus} | {(gpu.uuid or "").lower() for gpu in gpus}
     if entry.match.by not in {Exactness.INDEX, Exactness.UUID}:
         return []
+    names = {str(gpu.index) for gpu in gpus} | {(gpu.uuid or "").lower() for gpu in gpus}
     return [
         NotFound(
             f"{file.shown}:{entry.mark}: this host has no GPU {value}",
@@ -314,7 +314,7 @@ def _missing(file: HostFile, entry: Entry, gpus: Sequence[Gpu]) -> list[Gpushare
             code="unknown_gpu",
         )
         for value in entry.match.values
-        if value.lower() not in there
+        if value.lower() not in names
     ]
 
 

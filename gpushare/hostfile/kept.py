@@ -1,4 +1,4 @@
-"""The limits of users in the gpushare.yaml that root applied last: all that a job asks of it at its start."""
+"""The limits of users in the gpushare.yaml that root applied last. A job reads nothing else of it at its start."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KEPT: Final = "applied.yaml"
 
 
 def limits_in(file: HostFile, *, known: bool = False) -> UserLimits:
-    """Return the limits of a file; the first that matches a user counts. With ``known``, users who are gone are left out.
+    """Return the limits of a file; the first row that matches a user counts. With ``known``, unknown users are skipped.
 
     Raises:
         NotFound: there is no such user; the message has line and column.
@@ -33,7 +33,7 @@ def limits_in(file: HostFile, *, known: bool = False) -> UserLimits:
             except NotFound as error:
                 if not known:
                     raise NotFound(f"{file.shown}:{row.mark}: {error.message}", error.hint, code=error.code) from None
-        # Behind one for all, none matches but root.
+        # After a row for all users, a further row can only match root.
         for uid in uids if others is None else [uid for uid in uids if uid == 0]:
             named.setdefault(uid, row.limit_bytes)
         if not row.users and others is None:
@@ -45,7 +45,7 @@ def limits_in(file: HostFile, *, known: bool = False) -> UserLimits:
 def kept_limits(host: Host) -> UserLimits:
     """Return the limits of the file that root applied last; none if there is no such file, or it is no longer valid."""
     file = roots_file(host)
-    # A user who was removed since must not free all others of their limits.
+    # If one user was removed since, the limits of all others must stay in force.
     return UserLimits() if file is None else limits_in(file, known=True)
 
 

@@ -18,7 +18,7 @@ from gpushare.mig.wish import parse_wish, resolve
 
 @dataclass(frozen=True, kw_only=True)
 class LiveMps:
-    """A daemon of ours on a GPU or MIG device. ``wish`` is what is in force; None: it does not answer, or is dead."""
+    """A daemon of gpushare on a GPU or MIG device. ``wish`` has its limits; None: it does not answer, or is dead."""
 
     pid: int | None
     wish: MpsWish | None
@@ -61,15 +61,15 @@ class LiveGpu:
 
     @property
     def instances(self) -> tuple[GpuInstance, ...]:
-        there = () if self.layout is None else self.layout.instances
-        return tuple(sorted(there, key=lambda instance: instance.start))
+        instances = () if self.layout is None else self.layout.instances
+        return tuple(sorted(instances, key=lambda instance: instance.start))
 
 
-def captured(found: list[LiveGpu], *, by: Exactness = Exactness.INDEX) -> tuple[HostFile, list[str]]:
+def captured(gpus: list[LiveGpu], *, by: Exactness = Exactness.INDEX) -> tuple[HostFile, list[str]]:
     """Return the file for these GPUs as they are, and notes on what it cannot express. Equal GPUs share an entry."""
     entries: list[Entry] = []
     notes: list[str] = []
-    for live in found:
+    for live in gpus:
         entry = _entry(live, notes)
         if entry is None:
             continue
@@ -159,10 +159,10 @@ def _instances(live: LiveGpu, notes: list[str]) -> list[InstanceWish]:
     return _counted(wishes)
 
 
-def _counted(found: list[InstanceWish]) -> list[InstanceWish]:
+def _counted(wishes: list[InstanceWish]) -> list[InstanceWish]:
     """Merge equal neighbours into one with a count; an item with a name stays alone."""
     counted: list[InstanceWish] = []
-    for wish, same in groupby(found):
+    for wish, same in groupby(wishes):
         number = len(list(same))
         alone = number == 1 or wish.name is not None
         counted += [wish] * number if alone else [replace(wish, wish=f"{wish.wish}*{number}")]
@@ -292,8 +292,8 @@ def devices_to_be(shape: GpuShape, profiles: Sequence[Profile], kept: Sequence[P
     return devices
 
 
-def _count(found: Sequence[PlacedDevice], place: tuple[str, int], slices: int) -> int:
-    return sum((device.place, device.slices) == (place, slices) for device in found)
+def _count(devices: Sequence[PlacedDevice], place: tuple[str, int], slices: int) -> int:
+    return sum((device.place, device.slices) == (place, slices) for device in devices)
 
 
 def _expanded(entry: Entry, profiles: Sequence[Profile]) -> list[WantedDevice]:
@@ -313,22 +313,22 @@ def _named_first(devices: list[WantedDevice]) -> list[int]:
     return sorted(range(len(devices)), key=lambda number: (devices[number].wish.name is None, number))
 
 
-def _fits(want: WantedDevice, one: PlacedDevice) -> bool:
-    return (want.profile, want.slices) == (one.profile, one.slices) and want.start in {None, one.start}
+def _fits(want: WantedDevice, device: PlacedDevice) -> bool:
+    return (want.profile, want.slices) == (device.profile, device.slices) and want.start in {None, device.start}
 
 
 _UNLIKE: Final = 4
 
 
-def _unlikeness(want: WantedDevice, one: PlacedDevice) -> int:
-    """Return how little a device that fits is like the wanted one: 0 already as wanted, 1 by name, 2 and 3 without one."""
-    if want.wish.name == one.name and limits_key(want.wish.mps) == limits_key(one.mps):
+def _unlikeness(want: WantedDevice, device: PlacedDevice) -> int:
+    """Return how much a fitting device differs from the wanted one: 0 not at all, 1 same name, 2 and 3 without a name."""
+    if want.wish.name == device.name and limits_key(want.wish.mps) == limits_key(device.mps):
         return 0
-    if want.wish.name is not None and want.wish.name == one.name:
+    if want.wish.name is not None and want.wish.name == device.name:
         return 1
-    if one.name is not None:
+    if device.name is not None:
         return _UNLIKE
-    return 2 if (want.wish.mps is None) == (one.mps is None) else 3
+    return 2 if (want.wish.mps is None) == (device.mps is None) else 3
 
 
 def limits_key(wish: MpsWish | None) -> tuple[object, ...]:

@@ -43,10 +43,9 @@ def load(path: str) -> tuple[HostFile, str]:
 
 
 def load_own(path: str) -> HostFile:
-    """Return a file whose rules this process may follow: nobody else can have written it, nor put another one in its place.
+    """Return a file whose rules this process may follow: no other user can have written or replaced it.
 
-    It is root's, or, unless this is root, this user's; others may not write it, or a directory above it. No link in its place
-    is followed.
+    It belongs to root or to this user; others may write neither it nor a directory above it. A link is not followed.
 
     Raises:
         BadUsage: it is not valid, or it is stdin.
@@ -77,7 +76,7 @@ def load_own(path: str) -> HostFile:
         owner = "root" if os.geteuid() == 0 else "its owner"
         raise NoPermission(
             f"the rules of {path} are not followed: {reason}",
-            f"let only {owner} write it: ls -ld {named}; sudo install -m 644 {named} /etc/gpushare.yaml",
+            f"make it writable for {owner} only: ls -ld {named}; sudo install -m 644 {named} /etc/gpushare.yaml",
             code="untrusted_file",
         ) from None
     return parse(text, path)
@@ -180,8 +179,8 @@ def _with_known_users(entry: Entry, shown: str) -> Entry:
     def mps(wish: MpsWish | None, at: object) -> MpsWish | None:
         return None if wish is None else replace(wish, users=known(wish.users, at))
 
-    def instance(one: InstanceWish) -> InstanceWish:
-        return replace(one, users=known(one.users, one.mark), mps=mps(one.mps, one.mark))
+    def instance(wish: InstanceWish) -> InstanceWish:
+        return replace(wish, users=known(wish.users, wish.mark), mps=mps(wish.mps, wish.mark))
 
     return replace(entry, mps=mps(entry.mps, entry.mark), mig=tuple(map(instance, entry.mig)))
 

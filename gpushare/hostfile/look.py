@@ -31,19 +31,19 @@ def is_unit(daemon: MpsDaemon) -> bool:
     return not daemon.ours and daemon.device_uuid is not None
 
 
-def with_units(host: Host, found: Sequence[FoundDaemon], gpus: Sequence[Gpu]) -> list[FoundDaemon]:
+def with_units(host: Host, daemons: Sequence[FoundDaemon], gpus: Sequence[Gpu]) -> list[FoundDaemon]:
     """Return the daemons, those of systemd units completed with their device and exact memory limit."""
-    devices = [unit_device(item, gpus) for item in found]
+    devices = [unit_device(item, gpus) for item in daemons]
     return [
         item if uuid is None else replace(item, daemon=_served(host, item.daemon, uuid))
-        for item, uuid in zip(found, devices, strict=True)
+        for item, uuid in zip(daemons, devices, strict=True)
     ]
 
 
 def unit_device(found: FoundDaemon, gpus: Sequence[Gpu]) -> str | None:
     """Return the UUID of the device that a unit's daemon serves, or None when no unit runs it.
 
-    Any user can start a program that claims to listen there: only root's and our own processes count.
+    Any user can start a program that claims to listen there, so only processes of root and of this user count.
     """
     where = found.daemon.pipe_directory
     if found.daemon.ours or not found.trusted or where is None or not where.startswith(f"{UNIT_PIPES}/"):
@@ -119,16 +119,15 @@ def _live(
     state: HostState,
     gpu: Gpu,
     levels: Mapping[int, TimeSlice | None],
-    found: Sequence[FoundDaemon],
+    daemons: Sequence[FoundDaemon],
     layout: Layout | None,
 ) -> LiveGpu:
     host = state.host
     mine = {gpu.uuid, *(mig.uuid for mig in gpu.mig_instances)} - {None}
-    ours = [item for item in found if item.daemon.ours and item.daemon.device_uuid in mine]
-    units = [item.daemon for item in found if is_unit(item.daemon) and item.daemon.device_uuid in mine]
-    others = [item for item in found if not item.daemon.ours and item.daemon.device_uuid is None]
-    there = (item for item in others if item.serves(host, gpu.index))
-    foreign = [item.daemon for item in there]
+    ours = [item for item in daemons if item.daemon.ours and item.daemon.device_uuid in mine]
+    units = [item.daemon for item in daemons if is_unit(item.daemon) and item.daemon.device_uuid in mine]
+    others = [item for item in daemons if not item.daemon.ours and item.daemon.device_uuid is None]
+    foreign = [item.daemon for item in others if item.serves(host, gpu.index)]
     names = [named for named in state.names.values() if named.gpu_uuid == gpu.uuid]
     return LiveGpu(
         gpu=gpu,

@@ -68,18 +68,18 @@ _LEVEL: Final = choice({level.title: level for level in TimeSlice})
 _MOST_RULES: Final = 256
 
 
-def _limits(found: Mapping[str, Any]) -> MpsWish:
+def _limits(fields: Mapping[str, Any]) -> MpsWish:
     return MpsWish(
         limits=Limits(
-            threads_percent=found.get("threads"),
-            memory_limit_bytes=found.get("memory"),
+            threads_percent=fields.get("threads"),
+            memory_limit_bytes=fields.get("memory"),
             # Normal is the default; defaults are None.
-            priority=found.get("priority") or None,
+            priority=fields.get("priority") or None,
         ),
-        users=found.get("users", ()),
-        exclusive=found.get("exclusive", False),
-        multiuser=found.get("multiuser", False),
-        replicas=found.get("replicas"),
+        users=fields.get("users", ()),
+        exclusive=fields.get("exclusive", False),
+        multiuser=fields.get("multiuser", False),
+        replicas=fields.get("replicas"),
     )
 
 
@@ -141,8 +141,8 @@ def _check_match(value: Value, fields: Mapping[str, Value]) -> None:
         raise value.wrong("needs exactly one of index, uuid, model; or the word all")
 
 
-def _matched(found: Mapping[str, Any], _: Value) -> Match:
-    ((key, values),) = found.items()
+def _matched(fields: Mapping[str, Any], _: Value) -> Match:
+    ((key, values),) = fields.items()
     return Match(by=Exactness[key.upper()], values=tuple(map(str, values)))
 
 
@@ -161,16 +161,16 @@ _MATCH: Final = all_or(
 ).about("The GPUs of an entry. Of several entries for one GPU uuid wins over index, index over model, model over all.")
 
 
-def _entry(found: Mapping[str, Any], value: Value) -> Entry:
-    way = next(key for key in found if key != "match")
-    level, replicas = found.get("timeslice", (None, None))
+def _entry(fields: Mapping[str, Any], value: Value) -> Entry:
+    way = next(key for key in fields if key != "match")
+    level, replicas = fields.get("timeslice", (None, None))
     return Entry(
-        match=found["match"],
+        match=fields["match"],
         sharing=cast("FileWay", Way(way)),
         time_slice=level,
         replicas=replicas,
-        mps=found.get("mps"),
-        mig=found.get("mig", ()),
+        mps=fields.get("mps"),
+        mig=fields.get("mig", ()),
         mark=value.mark,
     )
 

@@ -72,31 +72,31 @@ def revoke_steps(
 def names_steps(host: Host, live: LiveGpu, wanted: Sequence[NamedInstance]) -> list[Step]:
     """Return the step that gives a GPU exactly these names, or none.
 
-    Names are bound before the instances exist, so that a crash loses none. Grants follow when they exist.
+    Names are bound before their instances exist, so that a crash loses none.
     """
-    there, want = ({named.name: named.spot for named in names} for names in (live.names, wanted))
-    if there == want:
+    present, wanted_spots = ({named.name: named.spot for named in names} for names in (live.names, wanted))
+    if present == wanted_spots:
         return []
-    gone = [named for named in live.names if named.name not in want]
-    # Their grants follow, too.
-    new = [replace(named, users=()) for named in wanted if there.get(named.name) != named.spot]
-    return [names_step(host, new, gone, {live.gpu.uuid or "": live.gpu.index})]
+    forgotten = [named for named in live.names if named.name not in wanted_spots]
+    # Without users: grants follow when the instances exist.
+    new = [replace(named, users=()) for named in wanted if present.get(named.name) != named.spot]
+    return [names_step(host, new, forgotten, {live.gpu.uuid or "": live.gpu.index})]
 
 
 def grant_steps(host: Host, live: LiveGpu, wanted: Sequence[NamedInstance], made: set[tuple[str, int]]) -> list[Step]:
     """Return the steps that grant named instances to exactly their users; ``made`` are the new ones."""
-    there = {(named.name, named.spot): named.users for named in live.names}
+    present = {(named.name, named.spot): named.users for named in live.names}
     steps = []
     for named in wanted:
-        before = there.get((named.name, named.spot))
+        before = present.get((named.name, named.spot))
         fresh = before is None or named.place in made or named.name in live.open
         if set(before or ()) == set(named.users) and not (named.users and fresh):
             continue
-        whom = ", ".join(named.users) or "everybody"
+        users = ", ".join(named.users) or "all users"
         command = f"gpushare mig grant {named.name} USER" if named.users else f"gpushare mig revoke {named.name}"
         steps.append(
             deferred(
-                f"open '{named.name}' ({named}) to {whom}",
+                f"open '{named.name}' ({named}) to {users}",
                 "\n".join(f"gpushare mig grant {named.name} {shlex.quote(user)}" for user in named.users) or command,
                 _grants(host, named, before or ()),
             )
@@ -104,17 +104,17 @@ def grant_steps(host: Host, live: LiveGpu, wanted: Sequence[NamedInstance], made
     return steps
 
 
-def _grants(host: Host, one: NamedInstance, before: Sequence[str]) -> list[Callable[[], Sequence[Step]]]:
-    """Grant first and revoke then: in between the instance is never open to others."""
-    new = [user for user in one.users if user not in before]
-    old = [user for user in before if user not in one.users]
+def _grants(host: Host, named: NamedInstance, before: Sequence[str]) -> list[Callable[[], Sequence[Step]]]:
+    """Return what grants and revokes, grants first: with no user left an instance would be open to all in between."""
+    new = [user for user in named.users if user not in before]
+    old = [user for user in before if user not in named.users]
     makes: list[Callable[[], Sequence[Step]]] = [
-        lambda user=user: plan_grant(host, one.name, user).steps  # type: ignore[misc]
+        lambda user=user: plan_grant(host, named.name, user).steps  # type: ignore[misc]
         for user in new
     ]
-    makes += [lambda user=user: plan_revoke(host, one.name, user).steps for user in old]  # type: ignore[misc]
-    if one.users:
-        makes.append(lambda: plan_reapply(host, [names_of(host)[one.name]]))
+    makes += [lambda user=user: plan_revoke(host, named.name, user).steps for user in old]  # type: ignore[misc]
+    if named.users:
+        makes.append(lambda: plan_reapply(host, [names_of(host)[named.name]]))
     return makes
 
 
@@ -153,12 +153,12 @@ def stop_steps(host: Host, live: LiveGpu, unwanted: set[str]) -> list[Step]:
 
 
 def stop_step(host: Host, own: OwnDaemon) -> Step:
-    """Return the step that stops a daemon which nobody uses."""
+    """Return the step that stops an unused daemon."""
     users = pipe_users(own.home.pipe) or ()
 
     def act() -> None:
         stop(host, own.found, own.device, drain_seconds=0.0, force=False)
-        # The next daemon here is open to everybody, unless the file says otherwise.
+        # The next daemon at this pipe is open to all users, unless the file says otherwise.
         if users:
             let_in(own.home.pipe, ())
 

@@ -184,7 +184,7 @@ class Copies:
             copy.by_us = copy.program.runs
         self._end([copy for copy in copies if copy.by_us])
         self._end_left_behind(copies, frozenset() if usage is None else usage.members)
-        results = tuple(self._judged(copy, opened, closed, hung=hung, interrupted=interrupted) for copy in copies)
+        results = tuple(self._result_of(copy, opened, closed, hung=hung, interrupted=interrupted) for copy in copies)
         seconds = closed - (first if opened is None else opened)
         return CopiesResult(copies=results, seconds=seconds, hung=hung, interrupted=interrupted)
 
@@ -233,7 +233,9 @@ class Copies:
         if left_behind:
             self.group.end_left_behind(left_behind, hurry=self._hurried)
 
-    def _judged(self, copy: _Copy, opened: float | None, closed: float, *, hung: bool, interrupted: bool) -> CopyResult:
+    def _result_of(
+        self, copy: _Copy, opened: float | None, closed: float, *, hung: bool, interrupted: bool
+    ) -> CopyResult:
         value = copy.printed.last if opened is None else copy.printed.between(opened, closed)
         program, since = copy.program, -math.inf if opened is None else opened
         ended = closed if copy.by_us or program.ended is None else program.ended
@@ -408,7 +410,7 @@ class Bench:
         if warm.result.interrupted:
             measurement.interrupted = True
         elif warm.failures:
-            raise _broken(warm, self._settings)
+            raise _command_failed_error(warm, self._settings)
         elif not warm.throughput:
             raise OperationFailed(
                 "one copy alone printed a rate of 0, so nothing can be compared with it",
@@ -441,7 +443,7 @@ class Bench:
                     continue
                 order = cells if number % 2 else cells[::-1]
                 title = f"{_title(cell)}, round {number} of {repeat}"
-                self._progress(title, done, total, self._left(order[place:], number))
+                self._progress(title, done, total, self._seconds_left(order[place:], number))
                 self._keep(number, cell)
                 if measurement.interrupted:
                     return
@@ -452,7 +454,7 @@ class Bench:
                     tries[cell] = _TRIES if run.result.hung else tries.get(cell, 0) + 1
             measurement.rounds_done = number
 
-    def _left(self, rest: Sequence[Cell], number: int) -> float:
+    def _seconds_left(self, rest: Sequence[Cell], number: int) -> float:
         later = schedule(self._settings) * (self._settings.repeat - number)
         return sum(self._expected(cell) for cell in (*rest, *later))
 
@@ -603,7 +605,7 @@ def _title(cell: Cell) -> str:
     return ALONE if way.name == ALONE else f"{way.name}, {format_copies(copies)}"
 
 
-def _broken(run: RunResult, settings: Settings) -> OperationFailed:
+def _command_failed_error(run: RunResult, settings: Settings) -> OperationFailed:
     silent = settings.metric.printed and all(copy.value is None and not copy.exit_code for copy in run.result.copies)
     last = next((copy.last_line for copy in run.result.copies if copy.last_line), None)
     if silent and last is not None:

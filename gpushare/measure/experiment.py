@@ -101,7 +101,7 @@ class Grounds:
         base = {**own, **(extra or {})}
         if self._share is not None and limits is not None:
             return client_environment(base, self.device, self._share.home, limits)
-        # No daemon of ours listens there.
+        # Without an MPS daemon.
         return plain_environment(base, self.host, self.device)
 
     def environments_of_instances(self, number: int, extra: Mapping[str, str]) -> list[dict[str, str]]:
@@ -118,7 +118,7 @@ class Grounds:
         return MpsControl(self.host.programs, str(self._share.home.pipe), seconds=CONVERSATION_SECONDS)
 
     def lost(self) -> str | None:
-        """Return why MPS cannot be used any more, or None."""
+        """Return why MPS can no longer be used, or None."""
         control = self._control
         if control is None:
             return None
@@ -256,7 +256,7 @@ class Experiment(Group):
         """Restore the slices of all processes that still run."""
         for pid in list(self._sliced):
             channels = self._sliced.pop(pid)
-            # Most have ended by now.
+            # Most processes have ended.
             with contextlib.suppress(GpushareError):
                 restore_slice(self.host, self._channels, channels)
 

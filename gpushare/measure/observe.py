@@ -330,7 +330,7 @@ def observe(
 
     Raises:
         KeyboardInterrupt: before the first sample.
-        NoPermission, OperationFailed: the file cannot be written any more; what is in it stays.
+        NoPermission, OperationFailed: the file can no longer be written; what is in it stays.
     """
     clock = clock or Clock()
     run = _Run(host, header, file, clock, seconds)

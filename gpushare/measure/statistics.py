@@ -104,36 +104,36 @@ def paired_ratio(above: Sequence[float], below: Sequence[float]) -> Ratio | None
     value = mean(above) / mean(below)
     if count < 2:
         return Ratio(value=value, low=None, high=None)
-    apart = math.fsum((one - value * other) ** 2 for one, other in zip(above, below, strict=True))
-    error = math.sqrt(apart / (count - 1) / count) / mean(below)
+    residuals = math.fsum((upper - value * lower) ** 2 for upper, lower in zip(above, below, strict=True))
+    error = math.sqrt(residuals / (count - 1) / count) / mean(below)
     half = t_quantile(count - 1) * error
     return Ratio(value=value, low=max(0.0, value - half), high=value + half, error=error)
 
 
-def product(one: Ratio, other: Ratio) -> Ratio:
+def product(ratio: Ratio, other: Ratio) -> Ratio:
     """Return the product of two independent ratios: their relative errors add up as squares."""
-    value = one.value * other.value
+    value = ratio.value * other.value
 
     def both(error: float | None, more: float | None) -> float | None:
-        return None if error is None or more is None else math.hypot(error * other.value, one.value * more)
+        return None if error is None or more is None else math.hypot(error * other.value, ratio.value * more)
 
-    below = both(_apart(one.value, one.low), _apart(other.value, other.low))
-    above = both(_apart(one.value, one.high), _apart(other.value, other.high))
+    below = both(_apart(ratio.value, ratio.low), _apart(other.value, other.low))
+    above = both(_apart(ratio.value, ratio.high), _apart(other.value, other.high))
     return Ratio(
         value=value,
         low=None if below is None else max(0.0, value - below),
         high=None if above is None else value + above,
-        error=both(one.error, other.error),
+        error=both(ratio.error, other.error),
     )
 
 
-def widened(one: Ratio, factor: float) -> Ratio:
+def widened(ratio: Ratio, factor: float) -> Ratio:
     """Return a ratio whose interval and error are wider by a factor, around the same value."""
     return Ratio(
-        value=one.value,
-        low=None if one.low is None else max(0.0, one.value - factor * (one.value - one.low)),
-        high=None if one.high is None else one.value + factor * (one.high - one.value),
-        error=None if one.error is None else factor * one.error,
+        value=ratio.value,
+        low=None if ratio.low is None else max(0.0, ratio.value - factor * (ratio.value - ratio.low)),
+        high=None if ratio.high is None else ratio.value + factor * (ratio.high - ratio.value),
+        error=None if ratio.error is None else factor * ratio.error,
     )
 
 

@@ -53,7 +53,7 @@ _GRACE_SECONDS: Final = 5.0
 _DRAINED_SECONDS: Final = 0.25
 _SHORTEST_SECONDS: Final = 0.6
 _LONGEST_SECONDS: Final = 30.0
-# A window alone has at least so many outputs of production, and is so many times as long as its longest gap.
+# A window of production alone has at least this many outputs, and is this many times as long as their longest gap.
 _LEAST_MOMENTS: Final = 5
 _GAPS: Final = 2
 _LEAST_OF_OTHERS: Final = 3
@@ -266,10 +266,10 @@ class Tuner:
                 stopped = error
             began, ended = self._began or started, experiment.now()
         if not self._fresh():
-            raise self._nothing(over=over)
+            raise self._nothing_measured_error(over=over)
         return self._result(ended - began, began - started, stopped, over=over)
 
-    def _nothing(self, *, over: bool) -> GpushareError:
+    def _nothing_measured_error(self, *, over: bool) -> GpushareError:
         """Return why nothing was measured."""
         if not over and self._refused:
             return self._refused[0]
@@ -382,7 +382,7 @@ class Tuner:
         return self._spent(stage.experiment) > _SLICES_PART * self.options.budget_seconds
 
     def _doubt(self, way: Way, before: Figures, now: Figures) -> None:
-        """Forget earlier figures of a way if one of them does not hold any more."""
+        """Forget earlier figures of a way if one of them no longer holds."""
         goal = self._search.goal
         if before.meets(goal) != now.meets(goal):
             self.reporter.doing(
@@ -587,7 +587,7 @@ class Stage:
             last = f"; its last line: {job.program.last_line}" if job.program.last_line else ""
             raise TimedOut(
                 f"the {job.program.title} job did not print {output} in {options.start_seconds:g} s{last}",
-                "let it print its rate repeatedly, and give --metric 'rate=([0-9.]+)'; or more time: --timeout 20m",
+                "make it print its rate repeatedly, and give --metric 'rate=([0-9.]+)'; or more time: --timeout 20m",
                 code="no_numbers",
             )
         self.experiment.wait(options.warm_seconds)
@@ -713,7 +713,7 @@ class Stage:
             if ended - started > 3 * _LONGEST_SECONDS:
                 raise TimedOut(
                     f"the production job printed only {counted(len(moments), 'number')} in {ended - started:.0f} s",
-                    "let it print its rate at least once a second",
+                    "make it print its rate at least once a second",
                     code="no_numbers",
                 )
         if self._options.window_seconds is None:
@@ -789,7 +789,7 @@ class Stage:
         if first and rates and all(rate == 0 for rate in rates):
             raise OperationFailed(
                 "the opportunistic job alone printed only rates of 0: it does no measurable work",
-                "let it print its rate of work: rate=12.5; or match another number: --opportunistic-metric REGEX",
+                "make it print its rate of work: rate=12.5; or match another number: --opportunistic-metric REGEX",
                 code="no_numbers",
             )
         if first:
@@ -876,7 +876,7 @@ class Stage:
             if goal.p99_factor is not None and figures.p99 is None and figures.seconds >= FIRST_SECONDS:
                 raise OperationFailed(
                     "the production job prints too few latencies for a p99",
-                    "let it print latency_ms=NUMBER of each request, or p99=NUMBER; or give --latency, or longer windows: --window 5s",
+                    "make it print latency_ms=NUMBER of each request, or p99=NUMBER; or give --latency, or longer windows: --window 5s",
                     code="no_latencies",
                 )
             verdict = figures.verdict(goal)
@@ -918,7 +918,7 @@ class Stage:
         kept = paired_ratio([rate for rate, _ in pairs], [base for _, base in pairs])
         if kept is None:
             return None
-        alone = self._quiet(together)
+        alone = self._windows_to_compare(together)
         windows = [seen.window for seen in together if seen.window is not None]
         before, now = p99(alone), p99(windows)
         between = p99_factor_interval(alone, windows)
@@ -954,7 +954,7 @@ class Stage:
     def _rates_alone(self) -> list[float]:
         return [rate for seen in self._log if seen.setting is None and (rate := _rate_of(seen)) > 0]
 
-    def _quiet(self, together: Sequence[_Seen]) -> list[Window]:
+    def _windows_to_compare(self, together: Sequence[_Seen]) -> list[Window]:
         """Return the windows alone to compare a p99 with: those nearest in time, until they have enough requests.
 
         Hosts drift from minute to minute: the same setting had 0.67 and 1.27 times the p99 of all earlier windows.

@@ -280,7 +280,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def run(multiplier: Multiplier, options: argparse.Namespace, ended: Sequence[int]) -> None:
     """Multiply until it is ended, and print the rate, and of several streams the latency of the first."""
-    on_cpu = cpu_multiplication(options.size) if options.cpu else _nothing
+    on_cpu = cpu_multiplication(options.size) if options.cpu else _no_extra_work
     parts = options.threads or options.streams
     batch = 1 if options.cpu else _batch(multiplier, parts)
     started = since = time.perf_counter()
@@ -302,7 +302,7 @@ def run(multiplier: Multiplier, options: argparse.Namespace, ended: Sequence[int
                 break
 
 
-def _nothing() -> None:
+def _no_extra_work() -> None:
     pass
 
 

@@ -3,7 +3,7 @@
 First come, first served. A job passes an earlier one only if it does not delay it. Either the earlier job fits at least as
 soon as without it, whichever of the running jobs end first (their run times need not be known). Or it ends before the
 earlier job can start, by the times that it and the running jobs were given (backfill, as EASY does for the first job of the
-line; here for every earlier job). A job that jobs of its own user keep out holds up that user's jobs only. A job of several
+line; here for every earlier job). A job that waits for jobs of its own user holds up that user's jobs only. A job of several
 devices gets all of them at once, or none.
 """
 

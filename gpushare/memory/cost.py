@@ -56,7 +56,7 @@ def moved(memory_bytes: float) -> Moved:
 
 
 def most_out_seconds(memory_bytes: float) -> float:
-    """Return how long a job takes to leave, rather more than measured, so that it is out in time."""
+    """Return how long a job takes to leave at most: more than measured, so that it has left in time."""
     return _LEAVING_SECONDS + memory_bytes / _OUT_BYTES_PER_SECOND
 
 
@@ -66,7 +66,7 @@ def beyond_measured(memory_bytes: float) -> bool:
 
 
 def kept_share(turn_seconds: float, switch_seconds: float) -> float:
-    """Return what is left of one after another: 1 - S / (T + S) for turns of T with switches of S."""
+    """Return the share of the time that turns keep: 1 - S / (T + S) for turns of T seconds with switches of S."""
     return 1 - switch_seconds / (turn_seconds + switch_seconds)
 
 

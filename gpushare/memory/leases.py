@@ -1,10 +1,10 @@
 """Leases: a GPU for one user for some hours (`gpushare reserve`).
 
-A lease is a file in the directory of the claims (`host/claims.py`), which all users share; its owner, by the kernel, is whose
-the lease is. It outlives the command that made it, so it names no process, but an end: it counts until then, and of a user
-other than root for at most as long as root allows (`UserLimits.longest_lease_seconds`) after its begin. A renewal keeps the
-begin, so others come in at the latest then. Both times are of the clock since boot, which nobody sets. Of two leases on a
-GPU the earlier one counts.
+A lease is a file in the directory of the claims (`host/claims.py`), which all users share; it belongs to the owner of the
+file. It outlives the command that made it, so it names an end instead of a process. It counts until then; a lease of a user
+other than root counts at most for the time that root allows (`UserLimits.longest_lease_seconds`) after its begin. A renewal
+keeps the begin, so that others get the GPU after that time. Both times are of the clock since boot, which cannot be set. Of
+two leases on a GPU the earlier one counts.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def take_lease(host: Host, gpu_uuid: str, seconds: float, limits: UserLimits) ->
         _remove(path)
         if lease is None:
             raise OperationFailed(
-                "the lease was written, and does not count", "see: gpushare doctor", code="lease_unusable"
+                "the lease was written but does not count", "see: gpushare doctor", code="lease_unusable"
             )
         raise InUse(f"the GPU {reserved_words(lease)}", "see all leases: gpushare reserve", code="reserved")
 

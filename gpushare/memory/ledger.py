@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from gpushare.memory.swap import Swap
 
 PREFIX: Final = "gpushare-memory-"
-# A job that holds a place and has nothing on the device for this long has no reservation there any more.
+# The reservation of a job that has nothing on the device for this long lapses.
 LAPSE_SECONDS: Final = 60.0
-# Waiting jobs of a user that could take a place for so long, and do not, are passed: they hang, or only look like jobs.
+# A waiting job that could take its place for this long and does not is passed: it hangs, or only looks like a job.
 PATIENCE_SECONDS: Final = 10.0
 # How often a job may step back for others in one claim, which has at most 64 lines.
 _MOST_STEPS_BACK: Final = 24
@@ -103,7 +103,7 @@ class Reservation(Request, Named):
 
     @property
     def stopped(self) -> bool:
-        """Return whether it waits and is stopped: it takes no place until it continues, so it holds up nobody."""
+        """Return whether it waits and is stopped: it takes no place until it continues, so it holds up no other job."""
         return self.waits and is_stopped(self.claim.pid)
 
     @property
@@ -156,7 +156,7 @@ def reservations(host: Host, claims: Sequence[Claim] | None = None) -> list[Rese
     if claims is None:
         return None
     jobs = [job for claim in sorted(claims, key=lambda claim: claim.rank) if (job := _reservation(claim)) is not None]
-    # What is out of the GPU has left its place to others, and what is lost never comes back.
+    # A swapped-out job has released its reservation, and a lost job never comes back.
     gone: list[Swap] = []
     if has_records(host, "swap"):
         from gpushare.memory.swap import LOST, OUT, swaps
@@ -417,7 +417,7 @@ def _within_limit(line: Line, uid: int, memory_bytes: int | None, limits: Mappin
 
 
 def _waiting(name: str, uid: int, job: Request, lines: Mapping[str, Line], limits: Mapping[int, int]) -> Waiting:
-    # A job that its user's limit holds back delays nobody.
+    # A job that waits because of its user's limit delays no other job.
     keys = tuple(
         key for key in job.keys if key not in lines or _within_limit(lines[key], uid, job.memory_bytes, limits)
     )
@@ -462,7 +462,7 @@ def owners_of(host: Host, jobs: Iterable[Reservation], processes: Iterable[GpuPr
         for pid in host.processes.ancestry(process.pid):
             if pid in roots:
                 info = host.processes.describe(process.pid)
-                # A claim that names somebody else's process must not hide that one's memory; root may start it as anybody.
+                # A claim that names another user's process must not hide its memory; root may start jobs as any user.
                 if info is not None and roots[pid].claim.uid in {0, info.uid}:
                     owners[process.pid] = roots[pid].id
                 break
@@ -575,7 +575,7 @@ class Place:
         self._claim.add_fact("back")
         self._steps_back += 1
         if self._steps_back >= _MOST_STEPS_BACK:
-            # A claim only grows, and a longer one would not be read any more.
+            # A claim only grows, and a longer one would no longer be read.
             self._claim.release()
             self._enter()
         return False
@@ -596,7 +596,7 @@ class Place:
         ):
             time.sleep(0.002)
             claims = all_claims(self._host, PREFIX)
-        jobs, own = self._others(claims), self._claim.path.name
+        jobs, own = self._other_jobs(claims), self._claim.path.name
         mine = next((claim for claim in claims or () if claim.path.name == own), None)
         if claims is None or jobs is None or mine is None:
             return ()
@@ -628,9 +628,9 @@ class Place:
         return free[: self.request.count]
 
     def _fix(self, lines: Mapping[str, Line], waiting: Sequence[Waiting]) -> None:
-        """Choose the devices that a job of several waits for, once nobody is before it: the others are free for later jobs.
+        """Choose the devices that a job of several waits for, once it is first: the others are free for later jobs.
 
-        Those with the most free memory: what runs there has the least to give back.
+        It waits for the devices with the most free memory, because the least must be released there.
         """
         count, wanted = self.request.count, self.request.keys
         if count == 1 or self._fixes >= _MOST_FIXES or set(self._fixed) & lines.keys() == {*self._fixed} != set():
@@ -647,7 +647,7 @@ class Place:
         self._fixes += 1
         self._claim.add_fact(f"fix {','.join(self._fixed)}")
 
-    def _others(self, claims: Sequence[Claim] | None = None) -> list[Reservation] | None:
+    def _other_jobs(self, claims: Sequence[Claim] | None = None) -> list[Reservation] | None:
         jobs = reservations(self._host, claims)
         return None if jobs is None else not_around(self._host, jobs)
 
@@ -665,7 +665,7 @@ class Place:
         """
         until = time.monotonic() + _CHOOSING_SECONDS
         while True:
-            jobs = self._others()
+            jobs = self._other_jobs()
             own = next((job for job in jobs or () if job.id == self._claim.path.name), None)
             if jobs is None or own is None:
                 return False
@@ -726,7 +726,7 @@ class Place:
 
 
 def jobs_before(jobs: Sequence[Reservation], place: Place) -> list[Reservation]:
-    """Return the jobs that wait before this one for one of its devices; those that are stopped hold up nobody."""
+    """Return the jobs that wait before this one for one of its devices, without those that are stopped."""
     before: list[Reservation] = []
     for job in jobs:
         if job.id == place.claim.path.name:

@@ -139,7 +139,7 @@ class JobMemory(Part):
         self._used_at, self._told_lapsed = self._began, False
         self._looked_at = self._began
         self._due = self._touch_due = 0.0
-        # Whether the job is out of the GPU: what it starts meanwhile counts.
+        # Whether the job is swapped out: processes that it starts meanwhile count.
         self.away: Callable[[], bool] = lambda: False
 
     @property
@@ -217,9 +217,9 @@ class JobMemory(Part):
         return self._exceeded(processes, held, self.limit_bytes)
 
     def _tell_lapsed(self, *, used: bool, now: float) -> None:
-        """Say once that a reservation that was not used does not count any more."""
+        """Say once that an unused reservation has lapsed."""
         if used or now - self._looked_at > _PAUSE_SECONDS:
-            # It uses its reservation, or nobody has looked: it was out of the GPU, or all was stopped.
+            # It uses its reservation, or this was not polled: the job was swapped out, or gpushare was stopped.
             self._used_at, self._told_lapsed = now, False
         elif (
             self._place is not None
@@ -326,11 +326,11 @@ class JobMemory(Part):
             self._place.leave()
 
     def _tell_left(self) -> None:
-        """Say what is left of a job that has ended: nothing limits it any more."""
+        """Report the processes that an ended job has left: their memory is no longer limited."""
         limited, self._limited = self._limited, False
         if not limited or self._root == 0:
             return
-        # Also those that hold nothing yet.
+        # Processes that hold nothing yet count, too.
         marked = known(self._host.processes, self._host.processes.started_with(MARK, self.mark))
         stays = set(wait_gone(self._host.processes, {**marked, **self._strays()}, _LEFT_SECONDS))
         held = sum(process.memory_used_bytes or 0 for process in self._processes() or () if process.pid in stays)
@@ -352,7 +352,7 @@ class JobMemory(Part):
         """
         if self.over is not None:
             raise OperationFailed(
-                f"{self.over}: ended", "give it more: --memory SIZE; or let it go on: --over warn", code="memory_limit"
+                f"{self.over}: ended", "give it more: --memory SIZE; or only warn: --over warn", code="memory_limit"
             )
 
     def _processes(self) -> list[GpuProcess] | None:

@@ -115,8 +115,8 @@ def move(
 
     Raises:
         GpushareError: as `go_out`: nothing has changed.
-        OperationFailed: the driver refused (code ``move_refused``), and the job is back where it was, or out if there is no
-            room any more; or it is lost (``job_lost``).
+        OperationFailed: the driver refused (code ``move_refused``), and the job is back where it was, or swapped out if
+            there is no longer room; or it is lost (``job_lost``).
         NotFound: it has ended.
     """
     source_uuid = swap.gpu_uuid
@@ -136,12 +136,12 @@ def move(
 
 
 def come_back(host: Host, out: Swap, source_uuid: str, checkpoint: Checkpoint, keep: Keep) -> None:
-    """Bring a job that was refused on its new GPU back to the one it left. Raises InUse if that has no room any more."""
+    """Bring a job that was refused on its new GPU back to the GPU it left. Raises InUse if that no longer has room."""
     behind = turned(out, source_uuid)
     with keep(host, behind) as room:
         if room(behind.memory_bytes) is False:
             raise InUse(
-                f"{out.title} is out: its new GPU refused it, and another program took its {format_bytes(out.memory_bytes)}",
+                f"{out.title} is swapped out: its new GPU refused it, and another program took its {format_bytes(out.memory_bytes)}",
                 f"bring it back when there is room: gpushare swap in {out.selector} --wait",
                 code="no_room",
             )
@@ -149,7 +149,7 @@ def come_back(host: Host, out: Swap, source_uuid: str, checkpoint: Checkpoint, k
 
 
 def turned(out: Swap, uuid: str) -> Swap:
-    """Return the record of a job that is out with another GPU to come in to; its images stay those of the GPU they left.
+    """Return the record of a swapped-out job with another GPU to come in to; its images stay those of the GPU they left.
 
     Raises:
         NotSupported: its processes are images of two GPUs, and this is a third (code ``several_gpus``).
@@ -163,7 +163,7 @@ def turned(out: Swap, uuid: str) -> Swap:
         return replace(out, gpu_uuid=uuid, left_uuid=out.gpu_uuid, arrived=home)
     if out.arrived:
         raise NotSupported(
-            f"{out.title} was moved half way, and comes back only to one of its two GPUs",
+            f"{out.title} was moved only halfway: it can come back only to one of its two GPUs",
             f"bring it back first: gpushare swap in {out.selector}",
             code="several_gpus",
         )

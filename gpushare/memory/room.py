@@ -294,7 +294,7 @@ class RoomOnDevice:
     gpu: int
     device_uuid: str
     free_bytes: int | None
-    # How many more clients its MPS daemon takes; null: no limit is known.
+    # How many further clients its MPS daemon takes; null: no limit is known.
     free_clients: int | None = None
     # By jobs of gpushare, and by other programs.
     reserved_bytes: int | None = None
@@ -320,7 +320,7 @@ class RoomAnswer:
 
 
 def room_job(host: Host, job: Reservation) -> RoomJob:
-    """Return a job of the ledger as it is answered."""
+    """Return a job of the ledger as a row of the answer."""
     info = host.processes.describe(job.pid)
     user = None if info is None else info.user
     return RoomJob(pid=job.pid, user=user, name=job.name, memory_bytes=job.memory_bytes)
@@ -411,7 +411,7 @@ def usable_now(
 
 
 def _leased(host: Host, uuid: str) -> int | None:
-    """Return the gpushare whose program has an instance alone (`run --mig`); None: nobody, or one that this job is a part of."""
+    """Return the PID of the gpushare that holds an instance for its program (`run --mig`); None: none, or one above us."""
     claim = (live_claims(host) or {}).get(uuid)
     above = set() if claim is None else set(host.processes.ancestry(os.getpid()))
     return None if claim is None or any(process.pid in above for process in claim.processes) else claim.pid

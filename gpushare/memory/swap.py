@@ -53,7 +53,7 @@ GPU_MARGIN_BYTES: Final = 256 * MIB
 
 
 class Image(NamedTuple):
-    """A process of a job that is out, or on its way: its identity, and the bytes that it holds in host memory or on the GPU."""
+    """A process of a job that is swapped out or being swapped: identity, and bytes held in host memory or on the GPU."""
 
     pid: Pid
     started: Count
@@ -62,7 +62,7 @@ class Image(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Swap(Kept, Named):
-    """A job that is out, or on its way. ``images`` are its processes, in the order of leaving.
+    """A job that is swapped out or being swapped. ``images`` are its processes, in the order of leaving.
 
     ``gpu_uuid`` is where it comes back. ``since`` is in seconds since boot, ``out_seconds`` how long leaving took.
     ``restored``: it was swapped before, so its end needs care (`checkpoint_before_kill`). ``left_uuid``: the GPU that it
@@ -119,7 +119,7 @@ def swaps(host: Host, *, shared: bool = True) -> list[Swap]:
         living_swaps,
         key=lambda swap: (not _is_of_root(host, swap) or swap.state == BACK, -swap.since, not _is_of_root(host, swap)),
     ):
-        if not any(_same(swap, other) for other in counted):
+        if not any(_same_job(swap, other) for other in counted):
             counted.append(swap)
     return [swap for swap in living_swaps if swap in counted]
 
@@ -128,7 +128,7 @@ def _is_of_root(host: Host, swap: Swap) -> bool:
     return swap.keeper_uid == 0 or (swap.keeper_uid is None and host.root)
 
 
-def _same(swap: Swap, other: Swap) -> bool:
+def _same_job(swap: Swap, other: Swap) -> bool:
     """Return whether two records are of one job."""
     return not {image[:2] for image in swap.images}.isdisjoint(image[:2] for image in other.images)
 
@@ -142,7 +142,7 @@ def check_here(host: Host, text: str) -> None:
     for swap in SWAPS.elsewhere(host):
         if swap.is_named(text):
             raise NotSupported(
-                f"{swap.title} was swapped out in another PID namespace, a container or its host, where PIDs are others",
+                f"{swap.title} was swapped out in another PID namespace, a container or its host, where PIDs differ",
                 f"run it there: gpushare swap in {swap.selector}",
                 code="pid_namespace",
             )
@@ -151,15 +151,15 @@ def check_here(host: Host, text: str) -> None:
 def find_swap(host: Host, pid: int, name: str | None = None) -> Swap | None:
     """Return the record of a job, or else of a part of it that was swapped by its own PID; None: none was.
 
-    One that is out goes before one that is back. A job that went out while it started has gpushare's PID in its record: then
-    its name tells.
+    A record of a swapped-out job comes before one of a job that is back. A job that was swapped out while it started has
+    gpushare's PID in its record and is found by its name.
     """
     records = swaps(host)
     if not records:
         return None
     family, info = set(host.processes.descendants(pid)), host.processes.describe(pid)
     uid = None if info is None else info.uid
-    # A user's word is about a program of that user.
+    # A user's record counts only for that user's programs.
     mine = [
         swap
         for swap in records
@@ -172,10 +172,10 @@ def find_swap(host: Host, pid: int, name: str | None = None) -> Swap | None:
 
 
 def out_by_driver(host: Host, pid: int, name: str | None, uid: int | None) -> Swap | None:
-    """Return a job that is out by the driver's word, for one whose record is lost or cannot be read; None: it is not.
+    """Return a job without a readable record that the driver reports as swapped out; None: it is not.
 
-    Its memory is at most what it has in host memory. Where it came from is unknown: the fullest GPU stands for it, because
-    where that has room, each has.
+    Its memory is at most what it has in host memory. Its GPU is unknown: the fullest one is assumed, because if that has
+    room, every GPU has.
     """
     checkpoint = host.open_checkpoint()
     members = [member for member in host.processes.descendants(pid) if checkpoint.state(member) == CHECKPOINTED]
@@ -399,7 +399,7 @@ def go_out(
             take_back(host, swap, checkpoint, room)
         raise
     if not swap.living(host):
-        raise _ended(swap)
+        raise _forgotten_as_ended(swap)
     done = replace(swap, state=OUT, out_seconds=round(time.monotonic() - began, 3))
     if target_uuid is not None:
         done = replace(done, state=RETURNING, gpu_uuid=target_uuid, left_uuid=swap.gpu_uuid)
@@ -438,17 +438,17 @@ def _swapping_too(host: Host, swap: Swap) -> Swap | None:
     """Return the record of another user who says to be swapping the same job now."""
     records = SWAPS.all(host)
     return next(
-        (other for other in records if is_on_its_way(other) and _same(swap, other) and other.living(host)), None
+        (other for other in records if is_on_its_way(other) and _same_job(swap, other) and other.living(host)), None
     )
 
 
 def is_on_its_way(swap: Swap) -> bool:
-    """Return whether another user says to be swapping a job now."""
+    """Return whether another user's record says that a job is being swapped now."""
     return swap.keeper_uid is not None and swap.state in {LEAVING, RETURNING}
 
 
 def taken_over(host: Host, swap: Swap) -> Swap:
-    """Return a job that is out as this user may bring it in: root notes in its own record what a user has taken out.
+    """Return a swapped-out job as this user may bring it in: root brings in a user's job by a record of its own.
 
     Raises:
         NoPermission: root has taken it out (code ``swapped_by_root``).
@@ -483,10 +483,10 @@ def lost(swap: Swap) -> OperationFailed:
     )
 
 
-def _ended(swap: Swap) -> NotFound:
+def _forgotten_as_ended(swap: Swap) -> NotFound:
     """Remove the record of a job that has ended, and return the error."""
     _forget(swap)
-    return NotFound(f"{swap.title} has ended", "see what is out: gpushare swap list", code="no_job")
+    return NotFound(f"{swap.title} has ended", "see swapped jobs: gpushare swap list", code="no_job")
 
 
 def _forget(swap: Swap) -> None:
@@ -509,14 +509,13 @@ def come_in(host: Host, swap: Swap, checkpoint: Checkpoint) -> Swap:
 
     Raises:
         OperationFailed: a process is lost (code ``job_lost``), or the driver refused (``restore_refused``): then all of
-            the job is out again; or it does not tell whether it has put all of it back (``state_unknown``).
-        InUse: a process is stopped, or somebody has taken the room since it was reserved (code ``no_room``); nothing was
-            changed.
+            the job is swapped out again; or the driver does not report whether all of it is back (``state_unknown``).
+        InUse: a process is stopped, or another program took the reserved room (code ``no_room``); nothing was changed.
         NotFound: the job has ended.
     """
     living = swap.living(host)
     if not living:
-        raise _ended(swap)
+        raise _forgotten_as_ended(swap)
     if swap.state == LOST:
         raise lost(swap)
     checkpoint.demand()
@@ -540,11 +539,11 @@ def come_in(host: Host, swap: Swap, checkpoint: Checkpoint) -> Swap:
                 with _unless_ended(host, pid):
                     _restore(host, swap, checkpoint, pid, size)
     except OperationFailed as error:
-        _not_back(host, swap, checkpoint, error.code)
+        _settle_failed_restore(host, swap, checkpoint, error.code)
         raise
     _unlock(host, swap, checkpoint)
     if not swap.living(host):
-        raise _ended(swap)
+        raise _forgotten_as_ended(swap)
     _demand_running(host, swap, checkpoint)
     back = replace(swap, state=BACK, restored=True, since=uptime(), left_uuid=None, arrived=())
     try:
@@ -576,7 +575,7 @@ def _restore(host: Host, swap: Swap, checkpoint: Checkpoint, pid: int, size: int
     checkpoint.restore(pid, size, pairs)
 
 
-def _not_back(host: Host, swap: Swap, checkpoint: Checkpoint, code: str | None) -> None:
+def _settle_failed_restore(host: Host, swap: Swap, checkpoint: Checkpoint, code: str | None) -> None:
     """Bring a job whose restore failed to one state: lost, or out again."""
     if code == "job_lost":
         # The others do not continue either; off the GPU they can be killed safely.
@@ -627,7 +626,7 @@ def guarded(host: Host, say: Callable[[str], None] = lambda _: None) -> Iterator
     finally:
         guard.leave(word)
         if not guard.wait(_SAY_SECONDS):
-            say("waits until the guard has brought the job to one state")
+            say("waits until the guard has finished the interrupted swap")
             guard.wait()
 
 
@@ -654,7 +653,7 @@ def take_back(host: Host, swap: Swap, checkpoint: Checkpoint, room: Callable[[in
     if hanging is not None:
         # What was asked of it may still take effect, so the record stays for whoever looks next.
         raise TimedOut(
-            f"the driver does not answer for process {hanging}, so {swap.title} may be half out",
+            f"the driver does not answer for process {hanging}, so {swap.title} may be only partly swapped out",
             f"if it is stopped: kill -CONT {hanging}; then: gpushare swap in {swap.selector}",
             code="driver_hangs",
         )
@@ -696,9 +695,9 @@ def _with_arrived(host: Host, swap: Swap) -> Swap:
 
 
 def _leave_out(host: Host, swap: Swap) -> None:
-    """Note that a job is out: by root in the record of its user, if that says so, because then the user may bring it in."""
+    """Note that a job is swapped out. If its user's record says so too, root drops its own: the user may bring it in."""
     users = [record for record in SWAPS.all(host) if record.keeper_uid]
-    if any(record.state == OUT and _same(record, swap) for record in users):
+    if any(record.state == OUT and _same_job(record, swap) for record in users):
         _forget(swap)
     else:
         write_if_living(host, replace(swap, state=OUT))
@@ -707,7 +706,7 @@ def _leave_out(host: Host, swap: Swap) -> None:
 def has_room(host: Host, swap: Swap, size: int) -> bool | None:
     """Return whether this number of bytes and a margin are free on the GPU of a job; None: unknown.
 
-    Where nobody else is, it needs no margin: it had all of that before.
+    If no other process is on that GPU, no margin is needed: the job had fitted there.
     """
     images = {image.pid for image in swap.images}
     for gpu in host.nvml.sweep():

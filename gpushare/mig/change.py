@@ -88,7 +88,7 @@ def _check_unused(host: Host, gpu: Gpu, ending: Collection[int], *, needs_reset:
     blocking_processes = [process for process in gpu.processes if process.pid not in idle]
     if blocking_processes:
         first = blocking_processes[:_NAMED]
-        names = ", ".join(_who(host, process) for process in first)
+        names = ", ".join(_process_title(host, process) for process in first)
         more = f" and {len(blocking_processes) - _NAMED} more" if len(blocking_processes) > _NAMED else ""
         # It ends a job by the PID of its program, too, and a client of MPS in the way that is safe for the others. An MPS
         # server ends after its clients.
@@ -115,7 +115,7 @@ def _name(host: Host, process: GpuProcess) -> str:
     return process.name or (info.name if info else None) or "process"
 
 
-def _who(host: Host, process: GpuProcess) -> str:
+def _process_title(host: Host, process: GpuProcess) -> str:
     info = None if process.user else host.processes.describe(process.pid)
     user = process.user or (info.user if info else None) or "unknown user"
     return f"{_name(host, process)} ({process.pid}, {user})"
@@ -152,13 +152,15 @@ def holders_of(gone: InstanceChange) -> list[int]:
 
     The process of a claim is not among them unless it is seen in the instance.
     """
-    proved = (holder for holder in _all(gone) if isinstance(holder, GpuProcess) or holder.what.startswith(f"{NODES}/"))
+    proved = (
+        holder for holder in _all_holders(gone) if isinstance(holder, GpuProcess) or holder.what.startswith(f"{NODES}/")
+    )
     return sorted({holder.pid for holder in proved})
 
 
 def refuse_claimed(host: Host, gpu: Gpu, gone: InstanceChange) -> None:
     """Raise InUse for an instance that is claimed, although no process is seen in it."""
-    claims = [holder for holder in _all(gone) if isinstance(holder, Holder) and holder.what == CLAIM]
+    claims = [holder for holder in _all_holders(gone) if isinstance(holder, Holder) and holder.what == CLAIM]
     if claims and not holders_of(gone):
         raise _claimed(host, gpu, str(gone.instance), claims[0].pid)
 
@@ -201,7 +203,7 @@ class Eviction:
         )
 
     def _check(self) -> None:
-        held = [holder for holder in _all(self._gone) if isinstance(holder, Holder) and holder.what != CLAIM]
+        held = [holder for holder in _all_holders(self._gone) if isinstance(holder, Holder) and holder.what != CLAIM]
         way = remedy(held)
         if way is not None:
             raise InUse(
@@ -211,18 +213,18 @@ class Eviction:
                 code="held_by_service",
             )
         if self._host.processes.namespace_is_host() is False:
-            raise self._refused(
+            raise self._refusal(
                 self.started, "has another PID here than the driver reports", "run on the host, outside the container"
             )
-        listed = {holder.pid for holder in _all(self._gone) if isinstance(holder, GpuProcess)}
+        listed = {holder.pid for holder in _all_holders(self._gone) if isinstance(holder, GpuProcess)}
         for pid in sorted(self.started):
             if pid in ancestors():
-                raise self._refused([pid], "runs this gpushare", "run it from another shell")
+                raise self._refusal([pid], "runs this gpushare", "run it from another shell")
             if is_kernel_thread(pid):
-                raise self._refused([pid], "is a thread of the kernel", "see why: gpushare doctor")
+                raise self._refusal([pid], "is a thread of the kernel", "see why: gpushare doctor")
             if pid not in listed and self._host.processes.uses_driver(pid) is not True:
                 reason = "only has its device node open and does not use the driver's library"
-                raise self._refused([pid], reason, f"check it and end it yourself: ps -fp {pid}")
+                raise self._refusal([pid], reason, f"check it and end it yourself: ps -fp {pid}")
 
     def _end(self) -> None:
         self.begun = True
@@ -293,7 +295,7 @@ class Eviction:
         self._host.nvml.restart()
         return pids
 
-    def _refused(self, pids: Collection[int], reason: str, hint: str) -> InUse:
+    def _refusal(self, pids: Collection[int], reason: str, hint: str) -> InUse:
         return InUse(
             f"GPU {self._gpu.index}: {named(self._host.processes, pids)} in {self.title} {reason}; --evict does not end it",
             hint,
@@ -302,7 +304,7 @@ class Eviction:
         )
 
 
-def _all(gone: InstanceChange) -> list[GpuProcess | Holder]:
+def _all_holders(gone: InstanceChange) -> list[GpuProcess | Holder]:
     parts = (gone.instance.holders or (), *(part.holders or () for part in gone.compute))
     return [holder for part in parts for holder in part]
 
@@ -436,7 +438,7 @@ def _losses(host: Host, change: GpuChange) -> Iterator[Loss]:
         instance = gone.instance
         parts = [f"{part.profile.name}.{instance}" for part in gone.compute]
         lost = f"{instance if gone.whole else ', '.join(parts)} on GPU {change.gpu.index}"
-        inside = sorted({holder.pid for holder in _all(gone)})
+        inside = sorted({holder.pid for holder in _all_holders(gone)})
         reasons = [
             *([f"named '{instance.name}'"] if instance.name else []),
             *([f"granted to {', '.join(instance.granted)}"] if instance.granted else []),

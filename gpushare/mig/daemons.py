@@ -25,7 +25,7 @@ from gpushare.plan import Loss, Step, carry_out
 
 @dataclass(frozen=True)
 class OwnDaemon:
-    """A live daemon of ours and its device."""
+    """A live daemon of gpushare and its device."""
 
     found: FoundDaemon
     home: DaemonHome
@@ -78,7 +78,7 @@ def _is_mine(host: Host, own: OwnDaemon) -> bool:
 
 
 def refuse_used(host: Host, own: OwnDaemon, *, force: bool = False) -> None:
-    """Raise unless a daemon of ours may be stopped; with ``force`` even if it is in use."""
+    """Raise unless a daemon of gpushare may be stopped; with ``force`` even if it is in use."""
     pid, title, gpu = own.found.daemon.pid, own.device.title, str(own.device.gpu.index)
     ending = f"gpushare mps stop -g {own.device.selector}"
     if not _is_mine(host, own):
@@ -151,7 +151,7 @@ def daemon_steps_before(
         if own.device.uuid in going:
             force = own.device.uuid in evicted
             refuse_used(host, own, force=force)
-            # Nobody but its user starts another user's daemon again.
+            # Another user's daemon is started again only by that user.
             stays = own.device.uuid not in back or own.record.uid != host.uid
             steps.append(_stop_step(host, own, force=force, stays=stays))
     return tuple(steps)

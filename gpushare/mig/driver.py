@@ -316,12 +316,12 @@ class MigChanges:
 
         def create(nvml: Any) -> Any:
             place = nvml.c_nvmlGpuInstancePlacement_t(start=placement.start, size=placement.size)
-            # The bindings pass it through: without byref the process crashes.
+            # The bindings pass the argument on unchanged: without byref the process crashes.
             return nvml.nvmlDeviceCreateGpuInstanceWithPlacement(handle, profile_id, byref(place))
 
         info = self._read_back(self._demand(create, gpu), "nvmlGpuInstanceGetInfo", index)
         if (int(info.profileId), int(info.placement.start)) != (profile_id, placement.start):
-            # It is ours, and at a place where nobody would look for it.
+            # The driver put our new instance somewhere else: destroy it, because nothing refers to that place.
             with contextlib.suppress(GpushareError):
                 self.destroy_gpu_instance(index, int(info.id))
             raise NotHeld(
@@ -423,7 +423,7 @@ class MigChanges:
             return nvml.nvmlGpuInstanceGetComputeInstanceById(instance, compute_instance)
 
         self._demand(lambda nvml: nvml.nvmlComputeInstanceDestroy(find(nvml)), str(index))
-        self._gone(index, f"compute instance {compute_instance} of GPU instance {gpu_instance}", find)
+        self._check_gone(index, f"compute instance {compute_instance} of GPU instance {gpu_instance}", find)
 
     def destroy_gpu_instance(self, index: int, gpu_instance: int) -> None:
         """Destroy a GPU instance without compute instances and check that it is gone (``-dgi``)."""
@@ -433,9 +433,9 @@ class MigChanges:
             return nvml.nvmlDeviceGetGpuInstanceById(handle, gpu_instance)
 
         self._demand(lambda nvml: nvml.nvmlGpuInstanceDestroy(find(nvml)), str(index))
-        self._gone(index, f"GPU instance {gpu_instance}", find)
+        self._check_gone(index, f"GPU instance {gpu_instance}", find)
 
-    def _gone(self, index: int, what: str, find: Any) -> None:
+    def _check_gone(self, index: int, what: str, find: Any) -> None:
         try:
             self._nvml.demand(partial(find), str(index))
         except NotFound:

@@ -29,7 +29,7 @@ from gpushare.plan import Loss, Plan, Step, deferred, setting_step
 
 _CLOSED: Final = 0o400
 _STILL_OPEN: Final = (
-    "/dev/nvidiaN, nvidiactl and nvidia-uvm stay open to everybody: CUDA needs them, and they open no instance"
+    "/dev/nvidiaN, nvidiactl and nvidia-uvm stay open to all users: CUDA needs them, and they open no instance"
 )
 _RUNNING: Final = "programs already in the instance stay in it"
 
@@ -45,8 +45,8 @@ class _Node:
 
 
 def plan_grant(host: Host, name: str, user: str) -> Plan:
-    """Return the plan that adds a user to those who alone may use a named instance."""
-    named = _named(host, need_name(name, f"sudo gpushare mig grant NAME {shlex.quote(user)}"))
+    """Return the plan that grants a named instance to one more user; only users with a grant may use it."""
+    named = _named_instance(host, need_name(name, f"sudo gpushare mig grant NAME {shlex.quote(user)}"))
     granted = user_name(user_id(user))
     users = tuple(dict.fromkeys((*named.users, granted)))
     nodes = _nodes(host, named)
@@ -59,43 +59,48 @@ def plan_grant(host: Host, name: str, user: str) -> Plan:
     # The record is first: after a crash it says whose the nodes should be, and the same command completes the grant.
     steps = [*_record_steps(host, named, users, root=True), *_node_steps(host, nodes, users)]
     return Plan(
-        title=f"{name} is granted to {', '.join(users)} alone",
+        title=f"{name} is granted to {', '.join(users)} only",
         steps=tuple(steps),
-        # It takes back what this gives, so it does not ask.
+        # With -y: it only revokes what this command granted.
         undo=f"sudo gpushare mig revoke {shlex.quote(name)} {shlex.quote(granted)} -y",
         notes=(_RUNNING, _STILL_OPEN) if steps else (f"{name} is granted to {granted} already",),
     )
 
 
 def plan_revoke(host: Host, name: str, user: str | None = None) -> Plan:
-    """Return the plan that revokes one user's grant or all of them; without grants everybody may use the instance."""
-    named = _named(host, need_name(name, "sudo gpushare mig revoke NAME"))
-    # Of a user removed from the machine only the name is left.
-    gone = named.users if user is None else tuple(whom for whom in named.users if whom in {user, known_user(user)})
-    if user is not None and not gone:
+    """Return the plan that revokes one user's grant or all of them; without grants all users may use the instance."""
+    named = _named_instance(host, need_name(name, "sudo gpushare mig revoke NAME"))
+    # A user removed from the machine is only known by name.
+    revoked_users = (
+        named.users
+        if user is None
+        else tuple(granted for granted in named.users if granted in {user, known_user(user)})
+    )
+    if user is not None and not revoked_users:
         have = ", ".join(named.users) or "no user"
         raise NotFound(
             f"'{user[:60]}' has no grant on '{name}': it is granted to {have}",
             "see the grants: gpushare mig status",
             code="not_granted",
         )
-    users = tuple(user for user in named.users if user not in gone)
+    users = tuple(user for user in named.users if user not in revoked_users)
     nodes: list[_Node] = []
     # If the driver shows no capabilities, only the record can be changed.
     with contextlib.suppress(NotSupported):
         nodes = _nodes(host, named)
-    # The record is last: after a crash it still says that there is something to revoke. Nodes are opened even without a
-    # grant: an older gpushare may have been killed before it wrote the record.
+    # The record is changed last: after a crash it still says that there is something to revoke. Nodes are opened even
+    # without a grant: an earlier gpushare may have been killed before it wrote the record.
     steps = [*_node_steps(host, nodes, users), *_record_steps(host, named, users)]
-    notes = [_RUNNING] if steps else [f"{name} is not granted to anybody; nothing to do"]
+    notes = [_RUNNING] if steps else [f"{name} has no grants; nothing to do"]
     if steps and not users:
         notes.append(f"every local user may then use {name}")
     return Plan(
-        title=f"{name} is granted to {', '.join(users)} alone" if users else f"{name} is granted to nobody",
+        title=f"{name} is granted to {', '.join(users)} only" if users else f"{name} has no grants",
         steps=tuple(steps),
-        undo="; ".join(f"sudo gpushare mig grant {shlex.quote(name)} {shlex.quote(whom)}" for whom in gone) or None,
+        undo="; ".join(f"sudo gpushare mig grant {shlex.quote(name)} {shlex.quote(each)}" for each in revoked_users)
+        or None,
         notes=tuple(notes),
-        consent=tuple(revoked(name, whom, opens=not users) for whom in gone) if steps else (),
+        consent=tuple(revoked(name, each, opens=not users) for each in revoked_users) if steps else (),
     )
 
 
@@ -108,7 +113,7 @@ def revoked(name: str, user: str, *, opens: bool) -> Loss:
 def plan_reapply(host: Host, names: Sequence[NamedInstance]) -> tuple[Step, ...]:
     """Return the steps that apply the grants of these names to their instances again.
 
-    A new instance is open to everybody: call this when it exists. Names without a grant or an instance need no step.
+    A new instance is open to all users: call this when it exists. Names without a grant or an instance need no step.
     If a user no longer exists, the instance stays closed to all others.
 
     Raises:
@@ -119,7 +124,7 @@ def plan_reapply(host: Host, names: Sequence[NamedInstance]) -> tuple[Step, ...]
     return tuple(step for named in granted for step in _node_steps(host, _nodes(host, named), named.users))
 
 
-def _named(host: Host, name: str) -> NamedInstance:
+def _named_instance(host: Host, name: str) -> NamedInstance:
     names = names_of(host)
     named = names.get(name)
     if named is None:
@@ -161,7 +166,7 @@ def _node_steps(host: Host, nodes: Sequence[_Node], users: Sequence[str]) -> lis
         now = host.capabilities.access(node.capability)
         closing = [] if node.capability.modify == free else [_modify_step(host, node, modify=free)]
         changing = [] if now == wanted else [_access_step(host, node, now, wanted, users)]
-        # Told to leave a node alone before it is changed; to manage it only after it is as nvidia-modprobe makes it.
+        # nvidia-modprobe leaves a node alone before it is changed, and manages it again only after it is as nvidia-modprobe makes it.
         steps += [*changing, *closing] if free else [*closing, *changing]
     return steps
 
@@ -196,7 +201,7 @@ def _modify_step(host: Host, node: _Node, *, modify: bool) -> Step:
 
     def write(wanted: bool) -> None:  # noqa: FBT001
         if not wanted and host.capabilities.access(node.capability) is None:
-            # Nobody has used it yet, and nvidia-modprobe makes no node that it must leave alone.
+            # The node does not exist yet, and with the setting off nvidia-modprobe would not create it.
             host.programs.run(["nvidia-modprobe", "-f", path])
         host.capabilities.set_modify(node.capability, modify=wanted)
 
@@ -216,7 +221,7 @@ def _modify_step(host: Host, node: _Node, *, modify: bool) -> Step:
 
 def _access_step(host: Host, node: _Node, now: NodeAccess | None, wanted: NodeAccess, users: Sequence[str]) -> Step:
     before = now or NodeAccess(mode=node.capability.mode)
-    whom = "everybody" if not users else f"{' and '.join(users) if len(users) < 3 else ', '.join(users)} only"
+    whom = "all users" if not users else f"{' and '.join(users) if len(users) < 3 else ', '.join(users)} only"
     return setting_step(
         what=f"open {node.title} to {whom}",
         command=_commands(node.capability, before, wanted),

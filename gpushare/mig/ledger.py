@@ -1,11 +1,12 @@
 """What gpushare did with MIG on a host: the names and grants of instances, the instances it made, the change it is at.
 
-- Names are bound to (GPU UUID, profile, first memory slice) and outlive a reboot. A MIG UUID only tells a place: another
-  instance there, even of another size, may get the same one. Everybody reads his own names and root's.
-- What gpushare has made does not outlive a reboot, as the instances do not. What others made goes only with consent.
+- Names are bound to (GPU UUID, profile, first memory slice) and survive a reboot. A MIG UUID only means a place: another
+  instance there, even of another size, may get the same UUID. Each user reads his own names and root's.
+- The list of instances that gpushare made does not survive a reboot, like the instances. Others are destroyed only with
+  consent.
 - A change writes ``<run>/mig/journal.json`` before its first step: the layout before and after, and each step that is
-  begun. It is next to the lock that every change holds from its plan to its end: a journal whose lock nobody holds
-  belongs to an interrupted change. What could not be undone is kept as ``not-restored-N.json`` until it is restored or
+  begun. Every change holds the lock next to it from its plan to its end: a journal whose lock is free belongs to an
+  interrupted change. What could not be undone is kept as ``not-restored-N.json`` until it is restored or
   accepted. A journal that cannot be read blocks every change until it is set aside as ``set-aside-N.json``.
 
 Root and a user with access to mig/config have different run directories. So the device node of that capability, which
@@ -52,7 +53,7 @@ _PROFILE_LIKE: Final = re.compile(r"(\d+c\.)?\d+g.*|(mig|gpu)-.*|mig|all", re.AS
 
 @dataclass(frozen=True, kw_only=True)
 class NamedInstance:
-    """One name: the GPU instance that it means, and the users that it is granted to (empty: open to everybody)."""
+    """One name: the GPU instance that it means, and the users that it is granted to (empty: open to all users)."""
 
     name: str
     gpu_uuid: str
@@ -80,7 +81,7 @@ def check_name(name: str) -> str:
     if not _NAME.fullmatch(name) or _PROFILE_LIKE.fullmatch(name):
         raise BadUsage(
             f"'{name[:60]}' cannot be the name of an instance",
-            "a letter first, then letters, digits, - _ or ., 32 at most, and not like a profile: train, alice-1",
+            "use a letter, then letters, digits, - _ or ., at most 32 characters, not like a profile: train, alice-1",
             code="bad_name",
         )
     return name
@@ -197,7 +198,7 @@ class MigLedger:
         with contextlib.ExitStack() as held:
             descriptors = {lock: open_lock(lock, _WHAT, code=_UNWRITABLE)}
             held.callback(os.close, descriptors[lock])
-            # No such node: before R450, or MIG was never used. Then nobody else can change MIG either.
+            # Without such a node (before R450, or MIG was never used) no other user can change MIG either.
             with contextlib.suppress(OSError):
                 if not self._host.is_simulated:
                     descriptors[CONFIG_NODE] = os.open(CONFIG_NODE, os.O_RDONLY | os.O_CLOEXEC)

@@ -50,7 +50,7 @@ class ConfigEntry:
 
     def takes(self, index: int, ids: PciIds) -> bool:
         """Return whether it is for a GPU: both filter and index must match."""
-        if self.filters and not any(_fits(text, ids) for text in self.filters):
+        if self.filters and not any(_matches(text, ids) for text in self.filters):
             return False
         return self.devices is None or index in self.devices
 
@@ -299,7 +299,7 @@ def _devices(wish: Wish) -> dict[tuple[str, int], int]:
     return counts
 
 
-def _fits(text: str, ids: PciIds) -> bool:
+def _matches(text: str, ids: PciIds) -> bool:
     numbers = _numbers(text)
     if numbers is None or ids.device is None or numbers[0] != ids.device:
         return False

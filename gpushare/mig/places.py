@@ -63,7 +63,7 @@ def means_profile(text: str) -> bool:
     word = text.strip()
     if _UUID_OR_IDS.fullmatch(word):
         raise BadUsage(
-            f"'{word[:60]}' is no profile and no name, and another instance may have it by now",
+            f"'{word[:60]}' is neither a profile nor a name, and may mean another instance now",
             f"give --mig 1g.10gb, or a name: gpushare mig name train {word[:60]}; an instance by its UUID: -g MIG-<uuid>",
             code="bad_mig",
         )
@@ -160,7 +160,7 @@ def profile_places(host: Host, text: str, gpu: str | None) -> list[Place]:
     free_of_name = [place for place in places if place.name is None]
     if not free_of_name:
         _check_known(host, on, request)
-        raise _none(request, places, [gpu.index for gpu in on])
+        raise _no_instance_error(request, places, [gpu.index for gpu in on])
     return free_of_name
 
 
@@ -222,7 +222,7 @@ def _check_known(host: Host, gpus: Sequence[Gpu], request: Request) -> None:
         raise error
 
 
-def _none(request: Request, named: Sequence[Place], gpus: Sequence[int]) -> NotFound:
+def _no_instance_error(request: Request, named: Sequence[Place], gpus: Sequence[int]) -> NotFound:
     where = f"GPU {', '.join(map(str, gpus))}"
     make = f"gpushare mig create {request.one} -g {','.join(map(str, gpus))}"
     if named:

@@ -570,20 +570,20 @@ def most_of(layouts: Sequence[Layout], request: Request) -> int:
 
 
 def blocked(wish: Wish, instead: MigPlan, *, only_adds: bool = False) -> NoPlan:
-    """Return that something in the way may not be destroyed; ``instead`` is the cheapest plan if it could be."""
-    gone = [(gpu.gpu, gone) for gpu in instead.gpus for gone in gpu.destroyed]
-    busy = [(gpu, change) for gpu, change in gone if change.busy]
-    named = [_named(gpu, change) for gpu, change in (busy or gone)]
+    """Return the refusal of a wish that existing instances block; ``instead`` is the cheapest plan that destroys them."""
+    destroyed = [(gpu.gpu, change) for gpu in instead.gpus for change in gpu.destroyed]
+    busy = [(gpu, change) for gpu, change in destroyed if change.busy]
+    named = [_title_of(gpu, change) for gpu, change in (busy or destroyed)]
     listing = ", ".join(named[:_LISTED]) + (f" and {len(named) - _LISTED} more" if len(named) > _LISTED else "")
     words = " ".join(str(request) for request in wish)
     problem = f"{words} does not fit" if wish else "busy instances are in the way"
     if busy and only_adds:
-        hint = f"end the programs there, then make room: gpushare mig destroy {_words(gone)}"
+        hint = f"end the programs there, then make room: gpushare mig destroy {_words(destroyed)}"
     elif busy:
         hint = f"end the programs there, or let gpushare end them: {_words(_busy_only(busy), '--evict ')}"
     elif only_adds:
-        idle = "it is idle" if len(gone) == 1 else "they are idle"
-        hint = f"{idle}: gpushare mig destroy {_words(gone)} makes room; for the whole plan: gpushare mig plan --may-destroy, with the same words"
+        idle = "it is idle" if len(destroyed) == 1 else "they are idle"
+        hint = f"{idle}: gpushare mig destroy {_words(destroyed)} makes room; for the whole plan: gpushare mig plan --may-destroy, with the same words"
     else:
         hint = "see who is where: gpushare mig status"
     return NoPlan(
@@ -617,7 +617,7 @@ def _ids(gpu: int, gone: InstanceChange) -> list[str]:
     return [instance] if gone.whole else [f"{instance}/{part.id}" for part in gone.compute]
 
 
-def _named(gpu: int, gone: InstanceChange) -> str:
+def _title_of(gpu: int, gone: InstanceChange) -> str:
     owner = gone.instance
     name = "" if owner.name is None else f" '{owner.name}'"
     ids = ", ".join(str(compute.id) for compute in gone.compute)
@@ -675,7 +675,7 @@ def plan_add(
     plan = _add(layouts, wish, offers, may_destroy=may_destroy, evict=frozenset(evict), with_others=with_others)
     if plan is not None:
         return plan
-    instead = _add(layouts, wish, offers, may_destroy=True, evict=_everybody(layouts), with_others=with_others)
+    instead = _add(layouts, wish, offers, may_destroy=True, evict=_all_targets(layouts), with_others=with_others)
     return never(layouts, wish) if instead is None else blocked(wish, instead, only_adds=not may_destroy)
 
 
@@ -687,17 +687,17 @@ def plan_exact(
     An empty wish clears a GPU. Existing instances that are wished stay, even if their place is not the best.
     """
     _check_gpus(layouts, wishes)
-    chosen, everybody = frozenset(evict), _everybody(layouts)
+    chosen, all_targets = frozenset(evict), _all_targets(layouts)
     plans, in_the_way = [], False
     for layout in layouts:
         if layout.gpu not in wishes:
             plans.append(untouched(layout))
             continue
         wish = wishes[layout.gpu]
-        plan = exact_change(layout, wish, evict=_on(layout, chosen))
+        plan = exact_change(layout, wish, evict=_evictable_ids(layout, chosen))
         if plan is None:
             in_the_way = True
-            plan = exact_change(layout, wish, evict=_on(layout, everybody))
+            plan = exact_change(layout, wish, evict=_evictable_ids(layout, all_targets))
         if plan is None:
             return never([layout], wish)
         plans.append(plan)
@@ -788,7 +788,11 @@ def _add(
         asked = [wish[request] for request in offers[board_of(layout)].requests]
         requests = [(request.compute, request.start is not None) for request in asked]
         site = Site(
-            layout, may_destroy=may_destroy, evict=_on(layout, evict), requests=requests, with_others=with_others
+            layout,
+            may_destroy=may_destroy,
+            evict=_evictable_ids(layout, evict),
+            requests=requests,
+            with_others=with_others,
         )
         alike.setdefault(site.key, []).append((number, site))
     sites = list(alike.values())
@@ -819,7 +823,7 @@ def _ways(board: Board, wish: Wish, offer: _Offer, codes: Codes) -> list[Candida
 # -- what is named exists --------------------------------------------------------------------------
 
 
-def _on(layout: Layout, targets: Iterable[Target]) -> frozenset[int]:
+def _evictable_ids(layout: Layout, targets: Iterable[Target]) -> frozenset[int]:
     """Return the GPU instances that may be evicted: all their busy parts are named."""
     places = _places(layout, targets)
     ids = {instance for instance, _ in places}
@@ -832,7 +836,7 @@ def _places(layout: Layout, targets: Iterable[Target]) -> frozenset[tuple[int, i
     return frozenset((target.instance, target.compute) for target in targets if target.gpu == layout.gpu)
 
 
-def _everybody(layouts: Sequence[Layout]) -> frozenset[Target]:
+def _all_targets(layouts: Sequence[Layout]) -> frozenset[Target]:
     return frozenset(Target(layout.gpu, instance.id) for layout in layouts for instance in layout.instances)
 
 
@@ -988,7 +992,7 @@ def assign(groups: Sequence[Group], codes: Codes, instances: int) -> list[list[i
     # The largest last, where the order says most.
     by_count = sorted(range(len(groups)), key=lambda number: groups[number].count)
     turns = [number for number in by_count for _ in range(min(groups[number].count, instances))]
-    reach = _reach(groups, turns, codes)
+    reach = _most_from_layer(groups, turns, codes)
     guard = codes.guard
     if ((reach[0] | guard) - codes.whole) & guard != guard:
         return None
@@ -1071,7 +1075,7 @@ def _without_order(cheapest: Mapping[_State, int], steps: list[dict[_State, tupl
     return states
 
 
-def _reach(groups: Sequence[Group], turns: Sequence[int], codes: Codes) -> list[int]:
+def _most_from_layer(groups: Sequence[Group], turns: Sequence[int], codes: Codes) -> list[int]:
     """Return for each layer, field by field, the most that it and all later ones can take."""
     most = [codes.field_wise_max(list(group.weights)) for group in groups]
     reach = [0]

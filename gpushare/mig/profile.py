@@ -193,7 +193,7 @@ class GpuInstance:
     holders: tuple[GpuProcess | Holder, ...] | None = ()
     # The name that a user bound to (GPU UUID, profile, start).
     name: str | None = None
-    # The users that it is granted to; empty: open to everybody.
+    # The users that it is granted to; empty: open to all users.
     granted: tuple[str, ...] = ()
     # gpushare created it.
     made: bool = False

@@ -106,7 +106,7 @@ def restore(host: Host, before: GpuShape, proof: Proof) -> tuple[str, ...]:
             step.do()
         except (GpushareError, KeyError) as error:
             trouble.append(f"{step.what}: {error}")
-    # An instance is open to everybody until its grants are restored.
+    # An instance is open to all users until its grants are restored.
     trouble += regrant(host, before.uuid)
     wrong = differences(shape_now(host, before.index).without(others), replace(before, mig_enabled=None))
     if wrong:

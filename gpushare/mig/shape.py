@@ -110,12 +110,12 @@ def differences(now: GpuShape, wanted: GpuShape) -> tuple[str, ...]:
     words += [
         f"{instance.title} has {_parts(present[place])} instead of {_parts(instance)}"
         for place, instance in expected.items()
-        if place in present and not _same(present[place], instance)
+        if place in present and not _is_as_wanted(present[place], instance)
     ]
     return tuple(f"GPU {wanted.index}: {text}" for text in words)
 
 
-def _same(now: InstanceShape, wanted: InstanceShape) -> bool:
+def _is_as_wanted(now: InstanceShape, wanted: InstanceShape) -> bool:
     rest = Counter(now.compute)
     rest.subtract(part for part in wanted.compute if part.start is not None)
     if any(count < 0 for count in rest.values()):

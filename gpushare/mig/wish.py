@@ -204,7 +204,7 @@ def in_order(wish: Wish, profiles: Sequence[Profile], instances: Sequence[GpuIns
     chosen: list[GpuInstance] = []
     for request in wish:
         profile = resolve(request, profiles).name
-        alike = [each for each in unused if each.profile.name == profile and _fits(each, request)]
+        alike = [each for each in unused if each.profile.name == profile and _matches(each, request)]
         places = [
             each for each in alike if each.start == request.start or (request.start is None and each.start not in fixed)
         ]
@@ -213,7 +213,7 @@ def in_order(wish: Wish, profiles: Sequence[Profile], instances: Sequence[GpuIns
     return (*chosen, *unused)
 
 
-def _fits(instance: GpuInstance, request: Request) -> bool:
+def _matches(instance: GpuInstance, request: Request) -> bool:
     slices = sorted((part.profile.slices for part in instance.compute), reverse=True)
     return tuple(slices) == (request.compute or (instance.profile.slices,))
 

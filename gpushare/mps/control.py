@@ -151,7 +151,7 @@ SERVER_PROGRAM: Final = "nvidia-cuda-mps-server"
 _NAME_LENGTH: Final = 15
 # "<dir>/control_privileged" must fit a socket address of 108 bytes.
 MAX_PIPE_DIRECTORY_BYTES: Final = 87
-# A daemon of ours sees one device (CUDA_VISIBLE_DEVICES is one UUID): its device 0.
+# A daemon of gpushare sees one device (CUDA_VISIBLE_DEVICES is one UUID): its device 0.
 DEVICE: Final = "0"
 
 _TIMEOUT: Final = 5.0
@@ -368,7 +368,7 @@ class MpsControl:
         A daemon ignores a value out of range and exits 0.
         """
         self.ask(set_threads_command(percent, server))
-        self._same("active thread percentage", self.threads(server), round(percent, 1))
+        self._check_same("active thread percentage", self.threads(server), round(percent, 1))
 
     def memory(self, server: int | None = None) -> str | None:
         """Return the pinned memory limit of the daemon's device as printed, or None when unset.
@@ -384,10 +384,10 @@ class MpsControl:
         self.ask(set_memory_command(size_bytes, server))
         held = self.memory(server)
         if size_bytes is None:
-            self._same("pinned memory limit", None if parse_memory(held or "") == 0 else held, None)
+            self._check_same("pinned memory limit", None if parse_memory(held or "") == 0 else held, None)
         # Both forms are right: floored to G, as 535 to 580 print, or exact.
         elif held != mps_memory_readback(size_bytes):
-            self._same("pinned memory limit", held, mps_memory(size_bytes))
+            self._check_same("pinned memory limit", held, mps_memory(size_bytes))
 
     def priority(self) -> Priority | None:
         """Return the default client priority."""
@@ -397,9 +397,9 @@ class MpsControl:
     def set_priority(self, priority: Priority) -> None:
         """Set the default client priority and read it back."""
         self.ask(set_priority_command(priority))
-        self._same("client priority", self.priority(), priority)
+        self._check_same("client priority", self.priority(), priority)
 
-    def _same(self, what: str, held: object, wanted: object) -> None:
+    def _check_same(self, what: str, held: object, wanted: object) -> None:
         if held != wanted:
             raise OperationFailed(
                 f"the MPS daemon did not accept the {what} {wanted}: it holds {'none' if held is None else held}",

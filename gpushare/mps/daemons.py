@@ -65,7 +65,7 @@ def overviews(
 
 def _overview(programs: Programs, pipe: str, until: float, seconds: float) -> Overview | GpushareError:
     if time.monotonic() >= until:
-        return _late(pipe, seconds)
+        return _not_asked_error(pipe, seconds)
     try:
         return MpsControl(programs, pipe, seconds=seconds, until=until).overview()
     except GpushareError as error:
@@ -74,7 +74,7 @@ def _overview(programs: Programs, pipe: str, until: float, seconds: float) -> Ov
         return OperationFailed(f"the MPS daemon at {pipe} cannot be asked: {error}", "see: gpushare doctor")
 
 
-def _late(pipe: str, seconds: float) -> TimedOut:
+def _not_asked_error(pipe: str, seconds: float) -> TimedOut:
     return TimedOut(
         f"the MPS daemon at {pipe} was not asked: others did not answer within {seconds:g} s",
         "see: gpushare doctor",
@@ -180,7 +180,7 @@ class _Answer:
     def _client(self, row: ClientRow, server: ServerRow) -> MpsClient:
         info = self._host.processes.describe(row.pid)
         own = Limits.in_environment(self._host.processes.environment(row.pid) or {}, self._uuid)
-        now = _under(
+        now = _limits_of_client(
             Limits(
                 threads_percent=server.limits.threads_percent,
                 memory_limit_bytes=self._exact(server.limits.memory_limit_bytes),
@@ -189,7 +189,7 @@ class _Answer:
             own,
         )
         then = self._at_attachment(row.pid, server)
-        held = now if then is True else Limits() if then is None else _under(then, own)
+        held = now if then is True else Limits() if then is None else _limits_of_client(then, own)
         return MpsClient(
             pid=row.pid,
             server_pid=server.pid,
@@ -229,7 +229,7 @@ def changed_by_hand(record: DaemonRecord, threads_percent: float | None) -> bool
     return abs(threads_percent - (record.limits.threads_percent or 100.0)) > _ROUNDED
 
 
-def _under(server: Limits, own: Limits) -> Limits:
+def _limits_of_client(server: Limits, own: Limits) -> Limits:
     """Return the limits of a client: it can only lower those of its server.
 
     Seen: 60 under 30 gives 30, 20 under 30 gives 20.
@@ -344,11 +344,11 @@ class _Process:
 
 
 def find_daemons(host: Host, gpus: Sequence[Gpu], *, deep: bool = True, strangers: bool = False) -> list[FoundDaemon]:
-    """Return the daemons of this host, ours first.
+    """Return the MPS daemons of this host, those of gpushare first.
 
-    ``deep`` asks each for limits, servers and clients. Those of other users (except root) are asked only with
-    ``strangers``: they may report anything, or hang. A record whose daemon is gone is returned with an error:
-    `gpushare mps stop` cleans up. A daemon in a home of ours is ours even without a record.
+    ``deep`` asks each daemon for limits, servers and clients. Daemons of other users (except root) are asked only with
+    ``strangers``: they may report anything, or hang. A record whose daemon has ended is returned with an error, and
+    `gpushare mps stop` cleans it up. A daemon in a home of gpushare counts as gpushare's even without a record.
     """
     directories = host.run_directories
     running = _running(host)
@@ -438,7 +438,7 @@ def live_pid(
 
 
 def adopted_record(host: Host, home: DaemonHome, uuid: str) -> DaemonRecord | None:
-    """Return a record for a daemon of ours that serves a device from this home without one, or None."""
+    """Return a record for a daemon of gpushare that serves a device from this home and has none; None: there is none."""
     # Without its socket there is no need to read the process table.
     if not os.path.lexists(home.pipe / "control"):
         return None
@@ -499,7 +499,7 @@ def _daemon_of(home: DaemonHome, record: DaemonRecord, pid: int | None, gpus: Se
 
 
 def _adopted(process: _Process, gpus: Sequence[Gpu], directories: Sequence[Path]) -> FoundDaemon | None:
-    """Return a daemon in a home of ours without a record: its start was killed before writing one."""
+    """Return a daemon in a home of gpushare that has no record, because its start was killed before writing one."""
     home = DaemonHome.at_pipe(process.pipe, directories) if process.trusted else None
     if home is None or process.device is None or home.read() is not None:
         return None
@@ -565,7 +565,7 @@ def foreign_daemon(found: FoundDaemon, where: str, gpu: Gpu, instead: str = "") 
 
 
 def own_daemon(host: Host, device: Device, *, to_change: bool = False) -> tuple[DaemonHome, DaemonRecord]:
-    """Return the running daemon of ours on a device, with its home.
+    """Return the running daemon of gpushare on a device: its home and its record.
 
     Raises:
         NotFound: there is none, or it died (code ``no_daemon``, ``dead_daemon``).

@@ -1,8 +1,8 @@
-"""The directory of one MPS daemon of ours: pipe and log directories, record, lock, leases, and who may enter.
+"""The directory of one MPS daemon of gpushare: pipe and log directories, record, lock, leases, and who may enter.
 
 ``<run>/mps/<gpu-0d54321e-5f2c91aa>/`` contains ``pipe/``, ``log/``, ``daemon.json`` (what an undo needs), ``lock`` and
-``leases/`` (one file per `gpushare run`, locked while it lives). The live daemon is the truth; the record only says whose
-it is and what to restore. It is written before a start changes anything.
+``leases/`` (one file per `gpushare run`, locked while it lives). The live daemon is the truth; the record only has its owner
+and what to restore. It is written before a start changes anything.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from gpushare.mps.control import MAX_PIPE_DIRECTORY_BYTES, NoDaemon
 from gpushare.mps.limits import VARIABLES, Limits
 
 # States of a record. A start writes STARTING before its first change and RUNNING at its end; STARTING found under the
-# lock is an interrupted start. ADOPTED is never written: it means a daemon in a home of ours that has no record.
+# lock is an interrupted start. ADOPTED is never written: it means a daemon in a home of gpushare that has no record.
 RUNNING: Final = "running"
 STARTING: Final = "starting"
 ADOPTED: Final = "adopted"
@@ -340,7 +340,7 @@ def _owner(directory: Path) -> tuple[str, ...]:
 
 
 def let_in(directory: Path, users: Sequence[str]) -> None:
-    """Let only these users, the owner and root enter a pipe directory; with no users, let everybody enter.
+    """Let only these users, the owner and root enter a pipe directory; with no users, let all users enter.
 
     Raises:
         NotFound: no such user, or no such directory.

@@ -241,12 +241,12 @@ def find_clients(host: Host, gpus: Sequence[Gpu], pids: Collection[int]) -> list
     """Return those of these processes that are clients of an MPS daemon.
 
     Raises:
-        BadUsage: one is a daemon or a server of MPS, without which all of its clients lose the GPU (``serves_clients``).
+        BadUsage: one is an MPS daemon or server, whose clients would all lose the GPU with it (``serves_clients``).
     """
     blind = host.processes.namespace_is_host() is False
     listed = blind or any(process.mps and process.pid in pids for gpu in gpus for process in gpu.processes or ())
     clients: list[Client] = []
-    # Daemons of other users are asked only if a client is not one of ours or of root's.
+    # Daemons of other users are asked only if this user's and root's daemons do not have all of the clients.
     for strangers in (False, True) if listed else (False,):
         for item in find_daemons(host, gpus, strangers=strangers):
             serving = {item.daemon.pid: "control daemon"} | {server.pid: "server" for server in item.daemon.servers}

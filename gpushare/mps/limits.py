@@ -163,7 +163,7 @@ def check_memory(device: Device, limit: int | None, *, job: bool = False) -> Non
     """
     total = device.memory_total_bytes
     if total is not None and device.mig is None and job:
-        # What the driver has reserved is for nobody.
+        # No job gets the memory that the driver reserves.
         total -= device.gpu.memory_reserved_bytes or 0
     if limit is not None and total is not None and limit > total:
         raise BadUsage(

@@ -54,7 +54,7 @@ def limit_steps(control: MpsControl, limits: Limits, server: int | None = None) 
 
 
 def plan_limits(host: Host, device: Device, limits: Limits) -> Plan:
-    """Return the plan that changes the limits of a running daemon of ours, for clients that start from now on.
+    """Return the plan that changes the limits of a running daemon of gpushare, for clients that start from now on.
 
     Raises:
         NotFound: there is none on this device.

@@ -350,7 +350,7 @@ class Stop:
             self._pid, started = live_pid(host, item.home, item.record), None
         if self._pid is None:
             return
-        # Another process may listen there by now.
+        # Another process may listen there now.
         _check_listener(host, item)
         # Clients may have come while we waited for the lock.
         clients, control = self._without_clients(0.0), item.control(host)

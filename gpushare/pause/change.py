@@ -28,7 +28,7 @@ from gpushare.pause.record import PAUSED, PAUSES, PAUSING, RESUMING, PausedJob, 
 from gpushare.plan import Loss, Plan, Step
 from gpushare.signals import held_back
 
-# What the guard is told once everything is off, and what it answers when it is ready.
+# gpushare's word to the guard once all channels are off, and the guard's answer when it is ready.
 HELD: Final = "held"
 # A job may start another process while its processes are paused one by one.
 _ROUNDS: Final = 3
@@ -39,8 +39,8 @@ ON_COMMAND: Final = "(FIFO_DISABLE_CHANNELS with bDisable 0)"
 class JobPause:
     """``gpushare pause``: the plan that pauses one job, and what it did. A context manager.
 
-    ``on_gpu`` returns which processes of it are on GPUs (by PID: whether under MPS), ``losses`` what somebody else would miss
-    by those. ``seconds`` is the time after which the guard resumes it.
+    ``on_gpu`` returns its processes on GPUs (by PID: whether under MPS), ``losses`` what other users would lose with these
+    PIDs. ``seconds`` is the time after which the guard resumes the job.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class JobPause:
             NoPermission: it belongs to another user, or root has paused it.
             InUse: a `gpushare run` pauses it.
         """
-        before = self._before()
+        before = self._pause_in_force()
         self.already = before is not None
         if before is not None:
             self.job = before
@@ -124,17 +124,17 @@ class JobPause:
             consent=tuple(self._losses(on_gpu)),
         )
 
-    def _before(self) -> PausedJob | None:
-        """Return its record if it is paused, and stays so without doing anything."""
+    def _pause_in_force(self) -> PausedJob | None:
+        """Return the job's record if it is already paused and its guard lives; then there is nothing to do."""
         for job in paused_jobs(self._host):
-            # A user's word keeps nobody from pausing: root takes the pause over.
+            # Another user's record does not count: root takes the pause over.
             if self._pid not in job.pids or job.keeper_uid:
                 continue
             if job.keeper_uid == 0:
                 raise paused_by_root(job)
             if job.by_run and job.kept(self._host):
                 raise paused_by_run(job)
-            # A pause or resume that died half way, or whose guard is gone, is made whole.
+            # A pause or resume that was killed halfway, or whose guard has ended, is completed.
             return job if job.state == PAUSED and job.kept(self._host) else None
         return None
 
@@ -153,7 +153,7 @@ class JobPause:
                 raise _under_mps(pid)
             new.append(channels)
         if not new and not self.job.channels:
-            raise refused or _gone(self._pid)
+            raise refused or _ended_error(self._pid)
         self.job = replace(self.job, channels=(*self.job.channels, *new))
         return new
 
@@ -215,13 +215,13 @@ class JobPause:
                 self._off.remove(channels)
                 return
             self._off.remove(channels)
-            self._disable(self._again(channels))
+            self._disable(self._scanned_again(channels))
         except GpushareError:
             # All of its channels are on.
             self._off.remove(channels)
             raise
 
-    def _again(self, channels: Channels) -> Channels:
+    def _scanned_again(self, channels: Channels) -> Channels:
         """Scan a process whose channels have changed since the scan, and note what is found."""
         now = probed(self._host, self.control, channels.pid, channels.started)
         others = tuple(process for process in self.job.channels if process.pid != channels.pid)
@@ -255,7 +255,7 @@ class JobPause:
             self._guard.hand_over(HELD)
 
 
-def _gone(pid: int) -> NotFound:
+def _ended_error(pid: int) -> NotFound:
     return NotFound(f"process {pid} has ended", "see what is running: gpushare status", code="process_gone")
 
 
@@ -342,13 +342,13 @@ def resume_step(host: Host, control: ChannelControl, job: PausedJob) -> Step:
         what=f"put {counted(count, 'channel')} of {job.title} back on the GPU",
         command=ON_COMMAND,
         undo=f"gpushare pause {job.selector}",
-        do=lambda: _freed(host, control, job),
+        do=lambda: _put_job_back(host, control, job),
     )
 
 
-def _freed(host: Host, control: ChannelControl, job: PausedJob) -> None:
+def _put_job_back(host: Host, control: ChannelControl, job: PausedJob) -> None:
     current = PAUSES.read(job.path)
-    # One that cannot be read is there all the same.
+    # A record that cannot be read exists, too.
     if current is not None or job.path.exists():
         free(host, control, current or job)
 
@@ -407,7 +407,7 @@ def find_paused(host: Host, text: str) -> PausedJob:
         NoPermission: root has paused it (``paused_by_root``).
         InUse: a `gpushare run` pauses it (``paused_by_run``).
     """
-    named = [job for job in paused_jobs(host) if _is(job, text)]
+    named = [job for job in paused_jobs(host) if _is_named(job, text)]
     ours = [job for job in named if job.ours]
     for theirs in named:
         if theirs.keeper_uid == 0:
@@ -478,7 +478,7 @@ def refuse_run(host: Host, job: PausedJob) -> None:
         raise paused_by_run(job)
 
 
-def _is(job: PausedJob, text: str) -> bool:
+def _is_named(job: PausedJob, text: str) -> bool:
     pid = pid_of(text)
     if pid is not None:
         return pid in job.pids

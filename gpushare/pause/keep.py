@@ -43,7 +43,7 @@ class Keeper:
         self._control = host.open_channels() if control is None else control
         self._deadline: float | None = None
         self._next: dict[int, float] = {}
-        # Recorded, and not off yet.
+        # Channels that are recorded and not disabled yet.
         self._missed: dict[int, Channels] = {}
 
     def keep(self) -> None:
@@ -55,21 +55,21 @@ class Keeper:
             time.sleep(rest)
 
     def take_back(self) -> None:
-        """Resume what a gpushare that died has paused."""
-        while not self._freed():
+        """Resume the processes that a killed gpushare has paused."""
+        while not self._try_resume():
             time.sleep(LOOK_SECONDS)
 
     def step(self) -> float | None:
         """Look once; return the seconds until the next look, or None at the end of the pause."""
-        job = self._mine()
+        job = self._own_record()
         if job is None:
             return None
         if self._deadline is None and job.until is not None:
-            # From here on by a clock that nobody sets.
+            # From here on by a clock that cannot be set.
             self._deadline = time.monotonic() + max(0.0, job.until - uptime())
         over = self._deadline is not None and time.monotonic() >= self._deadline
         if over or job.state == RESUMING or not job.lives(self._host):
-            return None if self._freed() else LOOK_SECONDS
+            return None if self._try_resume() else LOOK_SECONDS
         # A driver or a disk that fails is tried again.
         with contextlib.suppress(GpushareError):
             self._look(job)
@@ -77,17 +77,17 @@ class Keeper:
             LOOK_SECONDS if self._deadline is None else max(0.0, min(LOOK_SECONDS, self._deadline - time.monotonic()))
         )
 
-    def _mine(self) -> PausedJob | None:
+    def _own_record(self) -> PausedJob | None:
         job = PAUSES.read(self._path)
         mine = job is not None and job.keeper is not None and job.keeper.pid == os.getpid()
         return job if mine else None
 
-    def _freed(self) -> bool:
-        """Resume the job, unless somebody has; return whether that is done."""
+    def _try_resume(self) -> bool:
+        """Resume the job, unless it was resumed already; return whether it is resumed."""
         try:
             with PAUSES.locked(self._host):
                 # A resume that holds the lock may have removed it.
-                job = self._mine()
+                job = self._own_record()
                 if job is None:
                     return True
                 if job.lives(self._host):
@@ -124,7 +124,7 @@ class Keeper:
 
     def _add(self, grown: list[Channels]) -> None:
         with PAUSES.locked(self._host):
-            job = self._mine()
+            job = self._own_record()
             if job is None or job.state == RESUMING:
                 return
             pids = {process.pid for process in grown}

@@ -1,7 +1,7 @@
 """Records of paused jobs, ``<run>/pause/PID.json``: all that is needed to put a job back on the GPU.
 
-Channels that are off stay off until somebody enables them, so a record is on the disk before the first one goes off, and
-is removed after the last one is on again.
+Disabled channels stay off until they are enabled again, so a record is on the disk before the first channel is disabled,
+and is removed after the last one is enabled.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ RUNNING: Final = "running"
 
 @dataclass(frozen=True, kw_only=True)
 class PausedJob(Kept, Named):
-    """A job that is paused, or is about to be, with the channels to be enabled of all its processes.
+    """A job that is paused, or about to be, with the channels of all its processes that a resume must enable.
 
     ``pid`` and ``started`` are its first process. ``since`` and ``until`` are in seconds since boot; ``until`` None: until
-    somebody resumes it. ``keeper`` is the guard of the pause, or with ``by_run`` the `gpushare run` that pauses the job for
-    production.
+    it is resumed by hand. ``keeper`` is the guard of the pause, or with ``by_run`` the `gpushare run` that pauses the job
+    for production.
     """
 
     pid: Pid

@@ -64,42 +64,42 @@ class Setting:
 
 
 @dataclass
-class _Spoken:
-    """Numbers with the time they cover: from the number before to their own."""
+class _Printed:
+    """Printed numbers with the time that each covers: from the previous number to its own."""
 
     last: float | None = None
     values: list[tuple[float, float, float]] = field(default_factory=list)
 
     def take(self, seen: Sequence[tuple[float, float]]) -> None:
-        before = self.last
+        previous = self.last
         for at, value in seen:
             if self.last is None or at > self.last:
-                before, self.last = self.last, at
-            if before is not None:
-                self.values.append((before, at, value))
+                previous, self.last = self.last, at
+            if previous is not None:
+                self.values.append((previous, at, value))
 
     def since(self, start: float) -> list[tuple[float, float]]:
-        """Return time and value of those that are about the time after ``start`` only."""
-        return [(at, value) for before, at, value in self.values if before >= start]
+        """Return time and value of the numbers that cover only time after ``start``."""
+        return [(at, value) for begin, at, value in self.values if begin >= start]
 
     def seconds_since(self, start: float) -> float:
-        """Return how much time these cover."""
-        times = [(before, at) for before, at, _ in self.values if before >= start]
+        """Return how much time the numbers after ``start`` cover."""
+        times = [(begin, at) for begin, at, _ in self.values if begin >= start]
         return times[-1][1] - times[0][0] if times else 0.0
 
 
 class Controller:
-    """Chooses the slice. ``step`` is called about once a second with the numbers that production printed since.
+    """Chooses the slice. ``step`` is called about once a second with the numbers that production has printed since.
 
-    ``keep`` is the part of its speed that production keeps (0.97). Times are monotonic seconds, numbers speeds.
+    ``keep`` is the part of its speed that production must keep (0.97). Times are monotonic seconds, numbers are speeds.
     """
 
     def __init__(self, keep: float, least_us: int = LEAST_US, most_us: int = MOST_US) -> None:
         self._keep, self._least, self._most = keep, least_us, most_us
-        # Between the promise and nothing lost: what is aimed at.
+        # The target, between the promise and no loss.
         self._goal = keep + 0.4 * (1 - keep)
         self._slice = float(min(max(_FIRST_US, least_us), most_us))
-        self._spoken = _Spoken()
+        self._printed = _Printed()
         self._held = True
         self._changed_at = -math.inf
         self._held_at: float | None = None
@@ -109,27 +109,27 @@ class Controller:
         self._refresh = _REFRESH_SECONDS
         # Relative scatter of a second's mean.
         self._noise = 0.01
-        # Means of the seconds since the slice changed, and the last ones with their time, for the window.
+        # The kept part in each second since the slice changed, and its mean before that; the ledger is for the window.
         self._kept: list[float] = []
         self._kept_before: float | None = None
         self._raised = False
         self._ledger: deque[tuple[float, float, float | None]] = deque()
         self._ceiling: tuple[float, float] | None = None
         self._backoff = _FIRST_BACKOFF_SECONDS
-        # The baseline before, where even the least slice cost too much; None: it did not.
+        # The baseline with which even the least slice cost too much; None: it did not.
         self._too_much: float | None = None
-        # It was measured again because the speed moved, at this time.
+        # Whether the baseline is measured again because the speed moved, and when it moved.
         self._moved, self._jumped_at = False, math.inf
-        # It changed while the other was held back.
+        # The speed changed while the other was held back.
         self._moved_while_held = False
         self._last_step: float | None = None
         self._heard_at: float | None = None
-        # Seconds between two numbers; when a silence is looked into; since when it lasts while it is.
+        # Seconds between two numbers; when a silence is examined; its begin while it is examined.
         self._interval = 0.0
         self._doubt_at: float | None = None
         self._silent_since: float | None = None
         self._rested = False
-        # Until when the ledger is kept.
+        # Up to which time the ledger has entries.
         self._noted_at = -math.inf
         # The last speed next to the other, and the best one without it.
         self.latest: float | None = None
@@ -148,7 +148,7 @@ class Controller:
 
     def step(self, at: float, seen: Sequence[tuple[float, float]]) -> Setting:
         """Take in the numbers since the last step, and return what the other job gets from now on."""
-        self._spoken.take(seen)
+        self._printed.take(seen)
         if self._heard_at is None or seen:
             self._heard_at, self._doubt_at = at, None
         seconds = 0.0 if self._last_step is None else at - self._last_step
@@ -168,13 +168,13 @@ class Controller:
     # -- the baseline ------------------------------------------------------------------------------------------
 
     def _measure(self, at: float) -> None:
-        """Production runs as if alone: find its speed."""
+        """Measure production's speed as if it were alone: the other job is held back."""
         held_at = self._held_at if self._held_at is not None else at
-        clean = self._spoken.since(held_at + _SETTLE_SECONDS)
+        clean = self._printed.since(held_at + _SETTLE_SECONDS)
         if not clean:
             if at - held_at >= _LONGEST_HOLD_SECONDS and self._heard_at is not None:
-                # It prints nothing: there is nothing to compare with.
-                self._go(at, self._least)
+                # Production prints nothing: without a baseline, run the least slice.
+                self._run_with(at, self._least)
             return
         spaced = len({when for when, _ in clean})
         spread = clean[-1][0] - held_at - _SETTLE_SECONDS
@@ -185,7 +185,7 @@ class Controller:
         mean = math.fsum(values) / len(values)
         if mean <= 0:
             if long:
-                self._go(at, self._least)
+                self._run_with(at, self._least)
             return
         doubtful = self.baseline is not None and mean < _DOUBTFUL_PART * self.baseline
         if doubtful and spread < _DOUBTFUL_SECONDS and not long:
@@ -195,29 +195,30 @@ class Controller:
         if half >= 2 and not long:
             first, second = math.fsum(values[:half]) / half, math.fsum(values[half:]) / (len(values) - half)
             if abs(second - first) > max(_JUMP, 4 * self._noise) * mean:
-                # It has just entered another phase: only what comes from here on tells.
+                # Production has just entered another phase: only numbers from now on count.
                 self._held_at, self._moved_while_held = clean[half][0] - _SETTLE_SECONDS, True
                 return
-        self._found(at, mean, values, spread, at - held_at)
+        self._set_baseline(at, mean, values, spread, at - held_at)
 
-    def _found(self, at: float, mean: float, values: Sequence[float], spread: float, held: float) -> None:
-        before = self.baseline
-        if len(values) >= 3 and before is None:
+    def _set_baseline(self, at: float, mean: float, values: Sequence[float], spread: float, held: float) -> None:
+        previous = self.baseline
+        if len(values) >= 3 and previous is None:
             scatter = math.sqrt(math.fsum((value / mean - 1) ** 2 for value in values) / (len(values) - 1))
             per_second = max(1.0, len(values) / max(spread, 1.0))
             self._noise = min(0.1, max(0.003, scatter / math.sqrt(per_second)))
-        if before is None and spread / max(1, len(values) - 1) > _SELDOM_SECONDS:
+        if previous is None and spread / max(1, len(values) - 1) > _SELDOM_SECONDS:
             self._slice = self._least
-        same = before is not None and abs(mean / before - 1) <= max(0.03, 3 * self._noise)
-        if before is not None and not same:
+        same = previous is not None and abs(mean / previous - 1) <= max(0.03, 3 * self._noise)
+        if previous is not None and not same:
             if not self._moved:
-                # Since when is not known. Where it is faster alone, the other may have hidden that since the baseline before.
-                self._jumped_at = self._baseline_at if mean > before and not self._moved_while_held else math.inf
-            self._rescale(before / mean)
+                # The time of the change is unknown. If production is faster now, the other job may have hidden that since
+                # the previous baseline.
+                self._jumped_at = self._baseline_at if mean > previous and not self._moved_while_held else math.inf
+            self._rescale(previous / mean)
         self.baseline, self._baseline_at = mean, at
         self.best = max(mean, self.best or 0.0)
         self._interval = spread / max(1, len(values) - 1)
-        # A speed that was seen faster may be a faster phase that the other slows.
+        # Production was faster before: this may be a faster phase that the other job slows down.
         doubt = mean < _CERTAIN_PART * self.best
         least, part = (_DOUBT_REFRESH_SECONDS, _DOUBT_REFRESH_PART) if doubt else (_REFRESH_SECONDS, _REFRESH_PART)
         self._refresh = max(least, held / part)
@@ -228,10 +229,10 @@ class Controller:
             return
         if self._lost() > 0.6 * self._allowed() and same:
             return
-        self._go(at, self._slice)
+        self._run_with(at, self._slice)
 
     def _rescale(self, factor: float) -> None:
-        """The last entries were compared with the baseline of an earlier phase."""
+        """Correct the losses noted since the phase changed: they were computed with the previous baseline."""
         for index in range(len(self._ledger)):
             when, seconds, lost = self._ledger[index]
             if when >= self._jumped_at and lost is not None:
@@ -242,45 +243,45 @@ class Controller:
     def _judge(self, at: float, seconds: float) -> None:
         """Compare production's speed with the baseline, and move the slice."""
         start = self._changed_at + _SETTLE_SECONDS
-        clean, covered = [value for _, value in self._spoken.since(start)], self._spoken.seconds_since(start)
+        clean, covered = [value for _, value in self._printed.since(start)], self._printed.seconds_since(start)
         if not clean:
             self._judge_silence(at)
             return
         if self.baseline is None:
-            # It prints by now.
-            self._hold(at, self._least)
+            # There is no baseline, but production prints now: measure it.
+            self._hold_back(at, self._least)
             return
-        self._spoken.values.clear()
+        self._printed.values.clear()
         self.latest = math.fsum(clean) / len(clean)
         kept = self.latest / self.baseline
-        # What no number is about since the change was as the time after it, unless production rested.
+        # Time since the change that no number covers counts like the time after it, unless production rested.
         self._note(at, max(seconds, covered) if self._rested else at - self._noted_at, 1 - kept)
         self._noted_at, self._rested = at, False
-        before = _mean(self._kept)
-        if self._has_moved(kept, before):
-            # Production, or the other, does something else now.
-            fall = kept < (1.0 if before is None else before)
+        mean_kept = _mean(self._kept)
+        if self._has_moved(kept, mean_kept):
+            # Production or the other job has entered another phase.
+            fall = kept < (1.0 if mean_kept is None else mean_kept)
             self._moved, self._jumped_at = True, at
-            self._hold(at, self._slice / 2 if fall else self._slice)
+            self._hold_back(at, self._slice / 2 if fall else self._slice)
             return
-        if before is not None:
-            self._noise = min(0.1, max(0.003, 0.9 * self._noise + 0.1 * abs(kept - before)))
+        if mean_kept is not None:
+            self._noise = min(0.1, max(0.003, 0.9 * self._noise + 0.1 * abs(kept - mean_kept)))
         self._kept.append(kept)
         if self._lost() > 0.7 * self._allowed():
-            # The slice that meets the goal if its cost is in proportion to it.
-            self._hold(at, self._slice * min(0.5, (1 - self._goal) / max(1 - kept, 1e-9)))
+            # The slice that would meet the goal if its cost were proportional to it.
+            self._hold_back(at, self._slice * min(0.5, (1 - self._goal) / max(1 - kept, 1e-9)))
         elif at - self._baseline_at >= self._refresh:
-            self._hold(at, self._slice)
+            self._hold_back(at, self._slice)
         else:
             self._move(at, kept)
 
-    def _has_moved(self, kept: float, before: float | None) -> bool:
+    def _has_moved(self, kept: float, mean_kept: float | None) -> bool:
         limit = max(_JUMP, 4 * self._noise)
         if kept > 1 + self._most_gain():
             return True
-        if before is not None:
-            return abs(kept - before) > limit
-        # With another slice than before: it cannot gain by a longer one, nor lose by a shorter one.
+        if mean_kept is not None:
+            return abs(kept - mean_kept) > limit
+        # First number with a new slice: production cannot gain by a longer slice, nor lose by a shorter one.
         if self._kept_before is None:
             return False
         gain = kept - self._kept_before
@@ -299,26 +300,26 @@ class Controller:
 
     def _lower(self, at: float, wanted: float) -> None:
         if self._slice <= self._least:
-            # Not the slice, or not the slice alone: is the baseline still right?
+            # The least slice costs too much: check whether the baseline is still right.
             self._too_much = self.baseline
-            self._hold(at, self._least)
+            self._hold_back(at, self._least)
             self._hold_until = at + self._backoff
             self._backoff = min(_MOST_BACKOFF_SECONDS, 2 * self._backoff)
             return
         self._ceiling = self._slice, at + _CEILING_SECONDS
-        self._go(at, wanted)
+        self._run_with(at, wanted)
 
     def _raise(self, at: float, factor: float) -> None:
         wanted = min(self._slice * factor, self._most)
         if self._ceiling is not None and at < self._ceiling[1]:
             wanted = min(wanted, 0.85 * self._ceiling[0])
         if wanted > self._slice * 1.05:
-            self._go(at, wanted)
+            self._run_with(at, wanted)
 
     def _judge_silence(self, at: float) -> None:
-        """No number came since the slice changed: hold the other back to see whether one comes, or run the least slice.
+        """No number came since the slice changed: hold the other job back to see whether one comes, or run the least slice.
 
-        It is held back after some intervals without a number, and again each time when the silence has doubled.
+        The other job is held back after some intervals without a number, and again each time the silence has doubled.
         """
         if self._heard_at is None:
             return
@@ -326,50 +327,50 @@ class Controller:
         if self._doubt_at is None:
             self._doubt_at = self._heard_at + max(_DOUBT_SECONDS, 4 * self._interval)
         if self.baseline is not None and at >= self._doubt_at:
-            # The next time, if production turns out to rest.
+            # When to try again if production turns out to rest.
             self._doubt_at = at + max(silent, SILENT_SECONDS)
             self._silent_since = max(self._heard_at, self._changed_at)
-            self._hold(at, self._slice if silent < SILENT_SECONDS else self._least)
+            self._hold_back(at, self._slice if silent < SILENT_SECONDS else self._least)
         elif silent >= SILENT_SECONDS and self._slice > self._least:
-            self._go(at, self._least)
+            self._run_with(at, self._least)
 
     def _is_harm(self, at: float, since: float, seen: Sequence[tuple[float, float]]) -> bool:
-        """Production has been silent ``since`` then, and the other is held back: does it print now?"""
+        """Return whether the other job silenced production, silent ``since`` then: it prints now that the other is held back."""
         held_at = self._changed_at
         if seen:
             self._silent_since = None
             self._note(at, held_at - since, 1.0)
             return True
         if at - held_at >= _SETTLE_SECONDS + max(_HOLD_SECONDS, 4 * self._interval):
-            # It rests. The next number is about the rest, too.
-            self._silent_since, self._spoken.last = None, None
-            self._go(at, self._slice)
+            # Production rests. Its next number covers the rest, too.
+            self._silent_since, self._printed.last = None, None
+            self._run_with(at, self._slice)
             self._rested = True
         return False
 
-    def _go(self, at: float, wanted: float) -> None:
+    def _run_with(self, at: float, wanted: float) -> None:
         self._kept_before, self._raised = (None if self._held else _mean(self._kept)), wanted > self._slice
         self._slice = min(max(wanted, self._least), self._most)
         self._held, self._held_at, self._hold_until = False, None, -math.inf
         self._changed_at = self._noted_at = at
         self._kept = []
-        self._spoken.values.clear()
+        self._printed.values.clear()
 
-    def _hold(self, at: float, then: float) -> None:
+    def _hold_back(self, at: float, then: float) -> None:
         self._slice = min(max(then, self._least), self._most)
         self._held, self._held_at, self._hold_until = True, at, -math.inf
         self._changed_at = self._noted_at = at
         self._kept, self._moved_while_held = [], False
-        self._spoken.values.clear()
+        self._printed.values.clear()
 
     # -- what was lost within the window -----------------------------------------------------------------------
 
     def _note(self, at: float, seconds: float, lost: float | None) -> None:
-        """Write down which part was lost; None: the other was held back."""
+        """Note for the window which part of its speed production lost in these seconds; None: the other was held back."""
         self._ledger.append((at, seconds, lost))
 
     def _lost(self) -> float:
-        # Faster than alone is another phase, not something in hand.
+        # Faster than alone means another phase: that does not make up for losses.
         return math.fsum(
             seconds * max(lost, -self._most_gain()) for _, seconds, lost in self._ledger if lost is not None
         )

@@ -81,7 +81,7 @@ def detach(host: Host, words: Sequence[str], program: str, name: str | None) -> 
                 code="detach_failed",
             ) from error
         supervisor = identity_of_child(process.pid) or Identity(process.pid, 0)
-        job = _followed(host, Detached(job_name, supervisor, output_path(host, job_name), None), process)
+        job = _once_settled(host, Detached(job_name, supervisor, output_path(host, job_name), None), process)
         if job.state == "ended" and job.exit_code:
             job = job._replace(printed=os.pread(descriptor, _MOST_PRINTED, 0).decode(errors="replace"))
             if not was_started(host, job):
@@ -136,7 +136,7 @@ def _reserved_name(host: Host, program: str, name: str | None) -> Iterator[tuple
             aside(output_path(host, name)).unlink(missing_ok=True)
 
 
-def _followed(host: Host, job: Detached, process: subprocess.Popen[bytes]) -> Detached:
+def _once_settled(host: Host, job: Detached, process: subprocess.Popen[bytes]) -> Detached:
     """Return a job as soon as it runs, waits or has ended; from then on nobody here waits for it."""
     try:
         return _look(host, job, process)

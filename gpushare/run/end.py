@@ -30,7 +30,7 @@ def ask_to_end(host: Host, pids: Mapping[int, int], clients: set[int] | None, nu
     """
     asked = {}
     for pid, started in pids.items():
-        chosen = _harmless(host, pid, number, client=clients is None or pid in clients)
+        chosen = _signal_it_handles(host, pid, number, client=clients is None or pid in clients)
         if chosen is not None:
             with contextlib.suppress(NoPermission):
                 if signal_known(host.processes, pid, started, chosen):
@@ -42,7 +42,7 @@ def _handles(host: Host, pid: int, number: int) -> bool:
     return any(host.processes.catches(pid, each) for each in (number, signal.SIGINT, signal.SIGTERM))
 
 
-def _harmless(host: Host, pid: int, number: int, *, client: bool) -> int | None:
+def _signal_it_handles(host: Host, pid: int, number: int, *, client: bool) -> int | None:
     for candidate in (number, signal.SIGINT, signal.SIGTERM):
         if host.processes.catches(pid, candidate):
             return candidate
@@ -66,10 +66,10 @@ def end_programs(
 ) -> Drain | None:
     """End programs and all their descendants together: one grace, one drain. Return how the GPU drained; None: no wait.
 
-    ``program_pids`` may come with start times. Those of all descendants are noted when they are found: a process that
-    gets one of the PIDs while the programs end gets no signal. ``clients`` are the processes whose sudden death would
-    break others. ``meter`` measures the drained queue of what must be killed; without one it is killed at once, which
-    outside MPS breaks nobody. ``hurry`` is asked during the grace, and cuts it short (a second Ctrl-C).
+    ``program_pids`` may have start times. The start times of all descendants are noted when they are found: a process
+    that reuses one of the PIDs while the programs end gets no signal. ``clients`` are the processes whose sudden death
+    would break others. ``meter`` measures the drained queue of what must be killed; without one it is killed at once,
+    which outside MPS harms no other process. ``hurry`` is polled during the grace and cuts it short (a second Ctrl-C).
 
     Raises:
         GpushareError: a process could not be ended.
@@ -118,7 +118,7 @@ def _living(host: Host, started: Mapping[int, int]) -> dict[int, int]:
 def client_pids(control: MpsControl, earlier: Collection[int] = ()) -> set[int] | None:
     """Return the PIDs of the daemon's clients and those known before; None when the daemon does not answer.
 
-    A dead daemon has no clients, and a process without a context breaks nobody.
+    A dead daemon has no clients, and the death of a process without a context harms no other process.
     """
     try:
         return {client.pid for client in control.clients()} | set(earlier)

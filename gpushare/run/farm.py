@@ -811,7 +811,7 @@ class _Farm:
             if step == "alone":
                 self._measured_copy, self._measured_since = copy.copy, None
         else:
-            # It waits for its own copies, and keeps nobody back.
+            # The farm waits for its own copies: it must not hold up other jobs in the line.
             self._leave_line()
         self._running_then = len(self._running())
 

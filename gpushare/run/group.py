@@ -219,7 +219,7 @@ class GroupSlice(Part):
             with contextlib.suppress(GpushareError, OSError):
                 write_member(self.host, self._member)
 
-    def _others(self) -> list[Member]:
+    def _other_members(self) -> list[Member]:
         own = None if self._member is None else self._member.pid
         return [member for member in members(self.host, self.device) if member.pid != own]
 
@@ -229,7 +229,7 @@ class GroupSlice(Part):
         if not servers or self._member is None:
             return
         # The shortest that a member wants.
-        wanted = min([self._member.slice_us, *(member.slice_us for member in self._others())])
+        wanted = min([self._member.slice_us, *(member.slice_us for member in self._other_members())])
         try:
             changed = self._slices.apply(servers, wanted)
         except GpushareError as error:
@@ -258,7 +258,7 @@ class GroupSlice(Part):
 
     def _restore(self, watch: Attachment) -> None:
         """Give a server that goes on without members the slice that it had before."""
-        if self._others():
+        if self._other_members():
             return
         for tries in reversed(range(_RESTORE_TRIES)):
             try:

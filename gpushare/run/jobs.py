@@ -242,7 +242,7 @@ KEPT_JOBS: Final = 100
 class PastJob(Kept):
     """A job that has ended. Times are seconds since 1970, to be shown; ``device`` is for people: ``GPU 0``.
 
-    If its gpushare was killed, nobody saw its end: exit code and time are unknown.
+    If its gpushare was killed, its end was not observed: exit code and time are unknown.
     """
 
     name: JobName
@@ -255,7 +255,7 @@ class PastJob(Kept):
     exit_code: Annotated[int, Within(0, 255)] | None
     started: bool = True
     memory_peak_bytes: Count | None = None
-    # Which gpushare ran it: the name may be another job's by now.
+    # The gpushare that ran it: the name may belong to another job now.
     supervisor: Identity | None = None
 
 
@@ -718,7 +718,7 @@ def processes_to_swap(host: Host, job: Job) -> list[JobProcess]:
     if unknown is not None:
         raise NotSupported(
             f"{job.title} cannot be swapped: the driver does not say how much memory process {unknown} holds, so no room "
-            f"could be kept for its way back",
+            f"could be reserved for its return",
             f"pause it instead: gpushare pause {job.selector}",
             code="memory_unknown",
         )

@@ -67,7 +67,7 @@ def free_places(host: Host, places: Sequence[Place]) -> tuple[list[Place], Held]
     free: list[Place] = []
     held: Held = []
     for place in places:
-        inside = _inside(host, place, daemons)
+        inside = _holders_inside(host, place, daemons)
         claim = None if claims is None else claims.get(place.mig.uuid)
         if claims is None:
             held.append((place, None))
@@ -123,7 +123,7 @@ def _take(host: Host, places: Sequence[Place]) -> tuple[tuple[Place, HeldClaim] 
     daemons = _daemons(host, places)
     held: Held = []
     for place in places:
-        inside = _inside(host, place, daemons)
+        inside = _holders_inside(host, place, daemons)
         if not _is_free(place, inside):
             held.append((place, inside))
             continue
@@ -132,7 +132,7 @@ def _take(host: Host, places: Sequence[Place]) -> tuple[tuple[Place, HeldClaim] 
             held.append((place, (holder_of(host, claim),)))
             continue
         try:
-            again, inside = _again(host, place)
+            again, inside = _looked_up_again(host, place)
         except BaseException:
             claim.release()
             raise
@@ -291,11 +291,11 @@ def _none_in_time(text: str, reason: str, seconds: float) -> InUse:
     )
 
 
-def _again(host: Host, place: Place) -> tuple[Place | None, Inside]:
+def _looked_up_again(host: Host, place: Place) -> tuple[Place | None, Inside]:
     """Look again under the claim: the instance may have been used or changed before it was taken."""
     gpu = host.nvml.gpu(place.gpu.index)
     now = next((each for each in places_on(host, gpu) if each.same(place)), None) if gpu.error is None else None
-    return now, () if now is None else _inside(host, now, _daemons(host, [now]))
+    return now, () if now is None else _holders_inside(host, now, _daemons(host, [now]))
 
 
 def _is_free(place: Place, inside: Inside) -> bool:
@@ -303,7 +303,7 @@ def _is_free(place: Place, inside: Inside) -> bool:
     return place.name is not None if inside is None else not inside
 
 
-def _inside(host: Host, place: Place, daemons: Mapping[str, Holder]) -> Inside:
+def _holders_inside(host: Host, place: Place, daemons: Mapping[str, Holder]) -> Inside:
     """Return the holders of an instance; an idle MPS daemon keeps it for its owner, who may name it."""
     if host.processes.namespace_is_host() is False:
         # In another PID namespace, NVML lists nothing, or unrelated processes.
@@ -339,7 +339,7 @@ def _daemons(host: Host, places: Sequence[Place]) -> dict[str, Holder]:
 
 def in_use(held: Sequence[tuple[Place, Inside]]) -> str:
     """Return in words who holds instances."""
-    places = "; ".join(f"{place.title}: {_who(inside)}" for place, inside in held[:8])
+    places = "; ".join(f"{place.title}: {_holders_text(inside)}" for place, inside in held[:8])
     return f"in use: {places}" + (f"; and {len(held) - 8} more" if len(held) > 8 else "")
 
 
@@ -353,7 +353,7 @@ def _busy(host: Host, held: Sequence[tuple[Place, Inside]]) -> InUse:
     return InUse(in_use(held), hint, gpu=first.gpu.index, code="instance_in_use")
 
 
-def _who(inside: Inside) -> str:
+def _holders_text(inside: Inside) -> str:
     if inside is None:
         return "its processes are unknown"
     return ", ".join(_holder(holder) for holder in inside[:4]) or "it has just been changed"

@@ -56,7 +56,7 @@ class MovedJob:
 @dataclass(frozen=True, kw_only=True)
 class _Move:
     job: Job
-    # What go_out writes; of a job that is out already, its record.
+    # The record that go_out writes; of a job that is swapped out already, its record.
     swap: Swap
     source: Gpu
     candidates: tuple[Gpu, ...]
@@ -122,7 +122,7 @@ class Mover:
                     code="other_model",
                 )
         else:
-            candidates = [self._whole(device) for device in devices]
+            candidates = [self._whole_gpu(device) for device in devices]
             if swap.state == LEAVING and any(gpu.uuid == source.uuid for gpu in candidates):
                 # It is there.
                 return self._planned([])
@@ -137,7 +137,7 @@ class Mover:
             GpushareError: one of them cannot move; nothing has changed.
             InUse: the other GPUs have no room for all of them (code ``no_room``).
         """
-        source = self._whole(device)
+        source = self._whole_gpu(device)
         if source.mig_enabled:
             raise NotSupported(
                 f"GPU {source.index} is in MIG mode, and a job moves only between whole GPUs",
@@ -145,7 +145,7 @@ class Mover:
                 gpu=str(source.index),
                 code="mig_enabled",
             )
-        others = [self._whole(each) for each in devices] if devices is not None else self._gpus
+        others = [self._whole_gpu(each) for each in devices] if devices is not None else self._gpus
         candidates = move.targets(source, others)
         moves = []
         for job in self._jobs_on(source):
@@ -165,7 +165,7 @@ class Mover:
         by_index = {gpu.index: gpu for gpu in candidates}
         return self._planned([replace(wish, candidates=(by_index[chosen[wish.job.pid]],)) for wish in moves])
 
-    def _whole(self, device: Device) -> Gpu:
+    def _whole_gpu(self, device: Device) -> Gpu:
         if device.mig is not None:
             raise NotSupported(
                 f"{device.title} is an instance, and a job moves only between whole GPUs",
@@ -189,32 +189,32 @@ class Mover:
         return [job for job in jobs if job.pid not in inside]
 
     def _record(self, job: Job) -> tuple[Swap, Gpu]:
-        """Return the record of a job that is about to leave, or of one that is out, and the GPU of its memory."""
+        """Return the record of a job that is about to leave its GPU or is swapped out, and the GPU of its memory."""
         swap = find_swap(self._host, job.pid, job.name)
         if swap is not None and swap.state == LOST:
             raise lost(swap)
         if swap is not None and swap.state != BACK and not is_back(self._host, swap, self._host.open_checkpoint()):
             check_continues(self._host, swap)
             self._check_whole(job, swap)
-            return taken_over(self._host, swap), self._of(swap.gpu_uuid, job)
+            return taken_over(self._host, swap), self._gpu_by_uuid(swap.gpu_uuid, job)
         processes = processes_to_swap(self._host, job)
         move.check_alone(self._host, job.title, processes)
         source = next((gpu for gpu in self._gpus if gpu.index == processes[0].gpus[0]), None)
-        source = self._of(None if source is None else source.uuid, job)
+        source = self._gpu_by_uuid(None if source is None else source.uuid, job)
         return leaving(self._host, job, source.uuid or "", processes), source
 
     def _check_whole(self, job: Job, swap: Swap) -> None:
-        """Raise InUse if only a part of a job is out, swapped by its own PID: the rest would stay (``already_out``)."""
+        """Raise InUse if only a part of a job is swapped out, by its own PID: the rest would stay (``already_out``)."""
         out = {image.pid for image in swap.images}
         rest = [each for each in or_none(lambda: gpu_processes(self._host, job)) or () if each.pid not in out]
         if rest:
             raise InUse(
-                f"{swap.title}, a part of {job.title}, is out (state {swap.state}), and process {rest[0].pid} of it is on the GPU",
+                f"{swap.title}, a part of {job.title}, is swapped out (state {swap.state}), but process {rest[0].pid} is on the GPU",
                 f"bring it back first: gpushare swap in {swap.selector}; or move it alone: gpushare move {swap.selector}",
                 code="already_out",
             )
 
-    def _of(self, uuid: str | None, job: Job) -> Gpu:
+    def _gpu_by_uuid(self, uuid: str | None, job: Job) -> Gpu:
         gpu = next((gpu for gpu in self._gpus if uuid is not None and gpu.uuid == uuid), None)
         if gpu is None:
             raise NotFound(f"the GPU of {job.title} is gone", "see: gpushare status", code="unknown_gpu")
@@ -298,7 +298,7 @@ class Mover:
         swap = find_swap(self._host, wish.job.pid, wish.job.name)
         if swap is None or swap.state != BACK or swap.gpu_uuid == wish.source.uuid:
             return
-        present_gpu = self._of(swap.gpu_uuid, wish.job)
+        present_gpu = self._gpu_by_uuid(swap.gpu_uuid, wish.job)
         back, _ = self._record(wish.job)
         self._carry(_Move(job=wish.job, swap=back, source=present_gpu, candidates=(wish.source,)))
 

@@ -27,10 +27,10 @@ _POLL_SECONDS: Final = 2.0
 def after_death(
     host: Host, programs: dict[int, int | None], word: str, uuid: str, index: str, kind: str, *held: str
 ) -> None:
-    """End orphaned programs, give their MIG instances back, and stop an MPS daemon that was ours with its last user.
+    """End orphaned programs, give their MIG instances back, and stop gpushare's MPS daemon with its last user.
 
-    ``programs`` are PIDs with their starts. After ``linger`` they have ended, and their instances were given back: these
-    may be in other hands by now. ``kind`` and ``held`` are what `Held.guarded` returns: the lease and the claims of the
+    ``programs`` are PIDs with their start times. After ``linger`` they have ended and their instances were given back;
+    another job may use them since. ``kind`` and ``held`` are what `Held.guarded` returns: the lease and the claims of the
     dead gpushare, which the guard still holds.
     """
     mps, (path, descriptor, *paths) = kind == MPS, held

@@ -89,7 +89,7 @@ def _not_kept(host: Host, name: str) -> GpushareError:
     if past or _keeper(host, name) is not None:
         return NotFound(
             f"the output of '{name}' was not kept: it was not started in the background",
-            "start it so: gpushare run -d -- CMD",
+            "start it in the background: gpushare run -d -- CMD",
             code="no_output",
         )
     others = [record for record in running_records(host) if record.name == name and record.keeper_uid is not None]

@@ -78,7 +78,7 @@ class Pauser:
         self._due = time.monotonic() + _KEEP_SECONDS
         if first:
             self._try(channels.disable)
-        # Production is spared by now; find out whether that was all of the program.
+        # Production is spared now; find out whether these were all processes of the program.
         self._find()
         if self._channels is not None:
             self._try(channels.disable)
@@ -218,7 +218,7 @@ class ChannelPauser:
             try:
                 self._control.disable(channels)
             except NotFound:
-                # It has ended, or its channels are others by now.
+                # The process has ended, or has other channels now.
                 del self.off[pid], self.known[pid]
         if changed and self.off:
             self._note(PAUSED)

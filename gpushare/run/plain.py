@@ -95,8 +95,8 @@ def plain_environment(base: Mapping[str, str], host: Host, device: Device) -> di
     """Return the environment of a program that runs on a device without MPS.
 
     CUDA joins the MPS daemon at CUDA_MPS_PIPE_DIRECTORY, by default at /tmp/nvidia-mps, which would be another device's.
-    So the variable names a directory of ours without a daemon, and CUDA goes to the device itself. The caller's other
-    CUDA_MPS_... variables mean nothing without a daemon, and are dropped.
+    So the variable is set to a directory of gpushare without a daemon, and CUDA uses the device directly. The caller's
+    other CUDA_MPS_... variables have no meaning without a daemon and are dropped.
     """
     kept = {name: value for name, value in base.items() if not name.startswith(_MPS)}
     return {

@@ -137,9 +137,9 @@ class ProductionJob:
         self._host, self._device, self.name, self.under_mps = host, device, name, under_mps
         # For people.
         self.title = f"process {pid}" if name is None else f"'{name}'"
-        self._is(pid, started)
+        self._set_process(pid, started)
 
-    def _is(self, pid: int, started: int) -> None:
+    def _set_process(self, pid: int, started: int) -> None:
         self.pid, self.started = pid, started
         self._activity = Activity(self._host, self._device, pid)
 
@@ -157,5 +157,5 @@ class ProductionJob:
         record = find_record(self._host, name)
         if record is None or self._device.uuid not in record.devices or not is_running(self._host, record):
             return False
-        self._is(record.pid, record.started)
+        self._set_process(record.pid, record.started)
         return True

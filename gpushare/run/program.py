@@ -502,7 +502,7 @@ class Session:
             seconds = min(self._watch.seconds, *(part.seconds for part in self._running), _LONGEST_SECONDS)
             for number in wakeups.wait(max(0.0, seconds)):
                 if number in ENDING or (number in _DEADLY and self._would_kill_a_client(number)):
-                    self._asked()
+                    self._notify_parts()
                     self._end(number, wakeups)
                 elif number == signal.SIGTSTP:
                     terminal.suspend()
@@ -527,7 +527,7 @@ class Session:
         if over or (self._options.strict and self._watch.outside):
             self._end(signal.SIGTERM, wakeups)
 
-    def _asked(self) -> None:
+    def _notify_parts(self) -> None:
         for part in self._running:
             part.asked()
 
@@ -574,7 +574,7 @@ class Session:
         def hurry() -> bool:
             again = any(pressed in ENDING for pressed in wakeups.wait(0.0))
             if again:
-                self._asked()
+                self._notify_parts()
             return again or any(part.grows() for part in self._running)
 
         drain = end_programs(

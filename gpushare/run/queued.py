@@ -181,9 +181,7 @@ class Queued:
             more = self._more_that_fits(size) if again and size is not None else None
             if more is None:
                 if again and size is not None:
-                    self.say(
-                        f"it ran out of memory with all that it may have ({format_bytes(size)}): not started again"
-                    )
+                    self.say(f"it ran out of memory at its maximum ({format_bytes(size)}): not started again")
                 if isinstance(code, OperationFailed):
                     raise code
                 return code
@@ -422,7 +420,7 @@ class Queued:
 
         if not are_shared(self.host):
             self.say(
-                "jobs of other users are not seen in this line: neither "
+                "other users' jobs are not visible in this line: neither "
                 f"{' nor '.join(map(str, SHARED_DIRECTORIES))} is root-owned with mode 1777"
             )
 

@@ -82,7 +82,7 @@ class Attachment(Watch):
             self._look_pending(tree)
 
     def _look_on_gpu(self, tree: set[int], clients: Collection[int]) -> None:
-        """A process of ours is outside MPS if it computes on the GPU and the daemon does not know it."""
+        """Note the job's processes that run outside MPS: they compute on the GPU, and the daemon does not know them."""
         if self.host.processes.namespace_is_host() is False:
             return
         try:
@@ -96,7 +96,7 @@ class Attachment(Watch):
         self._suspects = now
 
     def _look_pending(self, tree: set[int]) -> None:
-        """The daemon logs "pending" for every client while a server starts; behind another user it stays so."""
+        """Note clients that wait for another user: the daemon logs "pending" for them longer than a server start takes."""
         waiting = self._logged(_PENDING) & tree
         for pid in waiting:
             self._waiting_since.setdefault(pid, time.monotonic())
@@ -236,9 +236,9 @@ class Share(Held, Protocol):
 
 @dataclass
 class MpsShare:
-    """A share under an MPS daemon of ours, or of another user who lets us in.
+    """A share under an MPS daemon of this user, or of another user who has granted access.
 
-    There is no lease on another user's daemon: it is not ours to stop. ``claim`` is held when the device is a MIG
+    Another user's daemon gets no lease, because gpushare does not stop it. ``claim`` is held when the device is a MIG
     instance that was taken. ``own_limits``: limits in the caller's environment hold too.
     """
 

@@ -194,7 +194,7 @@ class OwnSlice(Part):
             self._failed = is_final(error) or self._timeouts >= _MOST_TIMEOUTS
             return
         if changed:
-            # It is on the GPU: by now that can be proved.
+            # It is on the GPU now: prove that.
             watch.poll()
         for pid in changed:
             self._say(watch.news, f"process {pid} has a time-slice of {format_slice(self.slice_us)} (read back)")

@@ -140,12 +140,12 @@ class JobStart:
             raise BadUsage(
                 "-g all would give a job all GPUs", "say how many of them it needs: --gpus N", code="one_gpu"
             )
-        several = self.count > 1 or (gpu is not None and not self._names_one(gpu))
+        several = self.count > 1 or (gpu is not None and not self._names_one_gpu(gpu))
         if self.budget is not None or self.queue.takes_place or several:
             return self._queued(gpu, options)
         return self._started(select_one(gpu, self.gpus), options)
 
-    def _names_one(self, gpu: str) -> bool:
+    def _names_one_gpu(self, gpu: str) -> bool:
         return gpu.strip().lower() != "any" and len(select_for_change(gpu, self.gpus)) == 1
 
     def _carry_out(
@@ -171,7 +171,7 @@ class JobStart:
         )
         if self.dry_run:
             return plan_result("run", Plan(title="the program has ended", steps=tuple(run.steps())), dry_run=True)
-        return self._kept(run, job)
+        return self._run_and_record(run, job)
 
     def _record(self, devices: Sequence[Device], options: RunOptions, slice_us: int | None, *, mps: bool) -> JobRecord:
         """Return what the record of the job says of it before it runs."""
@@ -196,7 +196,7 @@ class JobStart:
             **({} if options.rate is None else asdict(options.rate)),
         )
 
-    def _kept(self, run: Run, job: RecordedJob) -> int:
+    def _run_and_record(self, run: Run, job: RecordedJob) -> int:
         """Carry a run out, and keep how it ended."""
         began, code = time.time(), None
         try:
@@ -293,7 +293,7 @@ class JobStart:
             return self._carry_out(PlainShare(self.host, device), metered, mps=False)
 
         if all(each.gpu.compute_mode is ComputeMode.PROHIBITED for each in devices):
-            # To wait for that would take until somebody changes it.
+            # Waiting would not help: the mode stays until an administrator changes it.
             check_mode(devices[0])
         queued = Queued(
             host=self.host,
@@ -397,7 +397,7 @@ class JobStart:
     def _in_instance(self, text: str, gpu: str | None, options: RunOptions) -> Any:
         """Run a program in a free MIG instance, in the one with a name, or in one that is made for it."""
         if not self.creates:
-            return self._in_place(text, gpu, options)
+            return self._in_instance_named(text, gpu, options)
         from gpushare.run.created import Creator
         from gpushare.run.mig import find_places, free_places
 
@@ -409,9 +409,11 @@ class JobStart:
                 return creator.planned(self.command)
             if not self.dry_run:
                 creator.sweep()
-            return self._in_place(text, gpu, options, creator)
+            return self._in_instance_named(text, gpu, options, creator)
 
-    def _in_place(self, text: str, gpu: str | None, options: RunOptions, creator: Creator | None = None) -> Any:
+    def _in_instance_named(
+        self, text: str, gpu: str | None, options: RunOptions, creator: Creator | None = None
+    ) -> Any:
         from gpushare.run.mig import wait_words
 
         check_program(options.container or self.command[0])
@@ -717,7 +719,7 @@ def check_enough(devices: Sequence[Device], count: int, *, most: int = 0) -> Non
     if len(devices) < count:
         raise BadUsage(
             f"--gpus {count}: the job may have {counted(len(devices), 'GPU')} only",
-            f"give it fewer: --gpus {len(devices)}" + ("; or let it have any: -g any" if most >= count else ""),
+            f"give it fewer: --gpus {len(devices)}" + ("; or let it use any GPUs: -g any" if most >= count else ""),
             code="too_few_gpus",
         )
 
@@ -769,7 +771,7 @@ def _source(host: Host, process: ProductionJob) -> Callable[[], PrintedRate | No
         name = process.name or "NAME"
         raise NotFound(
             f"the speed of {process.title} is not known, which --keep needs",
-            f"start it so: gpushare run --production {name} --metric 'rate=([0-9.]+)' -- CMD",
+            f"start it with --metric: gpushare run --production {name} --metric 'rate=([0-9.]+)' -- CMD",
             code="no_progress",
         )
     return found

@@ -160,7 +160,7 @@ class Stop:
             self.way = "line" if target.waits else "gpushare"
             self.plan = self._by_gpushare(target.supervisor)
         else:
-            self.way, self.plan = self._by_itself()
+            self.way, self.plan = self._end_without_gpushare()
 
     def run(self) -> Stopped:
         """Carry the plan out, and read back that the job is gone.
@@ -195,7 +195,7 @@ class Stop:
                 do=lambda: self._ask(supervisor),
             ),
             Step(
-                what=f"wait until it is gone, at most {format_duration(self._bound)}",
+                what=f"wait until it is gone, at most {format_duration(self._bound_seconds)}",
                 command=f"while kill -0 {supervisor.pid}; do sleep 0.1; done",
                 do=lambda: self._wait(supervisor),
                 changes=False,
@@ -204,7 +204,7 @@ class Stop:
         return Plan(title=f"stop {job.title}", steps=steps, consent=consent_to(self._host, job, "ends"))
 
     @property
-    def _bound(self) -> float:
+    def _bound_seconds(self) -> float:
         if self._grace is not None:
             return self._grace + HURRY_SECONDS
         record = self.target.record
@@ -216,7 +216,7 @@ class Stop:
         signal_known(self._host.processes, *supervisor, signal.SIGTERM)
 
     def _wait(self, supervisor: Identity) -> None:
-        if self._is_gone(supervisor, self._bound if self._grace is None else self._grace):
+        if self._is_gone(supervisor, self._bound_seconds if self._grace is None else self._grace):
             return
         if self._grace is not None:
             # As a second Ctrl-C.
@@ -227,7 +227,7 @@ class Stop:
         else:
             hint = f"its own grace period may be longer; to cut it short: gpushare stop --grace 0 {self._job.selector}"
         raise OperationFailed(
-            f"{self._job.title} has not ended within {format_duration(self._bound)}: its gpushare (process"
+            f"{self._job.title} has not ended within {format_duration(self._bound_seconds)}: its gpushare (process"
             f" {supervisor.pid}) is still running",
             hint,
             code="still_running",
@@ -246,7 +246,7 @@ class Stop:
             time.sleep(_POLL_SECONDS)
         return True
 
-    def _by_itself(self) -> tuple[str, Plan]:
+    def _end_without_gpushare(self) -> tuple[str, Plan]:
         """Return how a program ends that no gpushare runs, and the plan."""
         host, job = self._host, self._job
         info = host.processes.describe(job.pid)
@@ -268,7 +268,7 @@ class Stop:
                 f"end it yourself: kill {job.pid}; see what runs: gpushare jobs -a",
                 code="not_on_gpu",
             )
-        consent = consent_to(host, job, "ends", () if job.uid != host.uid else tree) or (self._own_loss(),)
+        consent = consent_to(host, job, "ends", () if job.uid != host.uid else tree) or (self._loss_of_job(),)
         container = None if info is None else info.container
         engine = None if container is None or under_mps else engine_of(container)
         title = f"stop {job.title}"
@@ -290,7 +290,7 @@ class Stop:
         blind = host.processes.namespace_is_host() is False
         return blind and any(host.processes.uses_driver(pid) for pid in tree)
 
-    def _own_loss(self) -> Loss:
+    def _loss_of_job(self) -> Loss:
         job = self._job
         if self.target.orphan:
             return Loss(action="ends", what=job.title, why=("its gpushare is gone",))

@@ -79,7 +79,7 @@ def out_of_gpu(host: Host, text: str, say: Callable[[str], None], *, dry_run: bo
         and not is_on_its_way(before)
         and not is_back(host, before, host.open_checkpoint())
     ):
-        raise _already(before)
+        raise _already_out_error(before)
     processes = processes_to_swap(host, job)
     losses = consent_to(host, job, "swaps out", [process.pid for process in processes])
     gpu = next((each for each in host.nvml.sweep() if each.index == processes[0].gpus[0]), None)
@@ -100,12 +100,12 @@ def out_of_gpu(host: Host, text: str, say: Callable[[str], None], *, dry_run: bo
             again = find_swap(host, job.pid, job.name)
             checkpoint = host.open_checkpoint()
             if again is not None and again.state in {OUT, LOST} and not is_back(host, again, checkpoint):
-                raise _already(again)
+                raise _already_out_error(again)
             done.append(go_out(host, swap, checkpoint, lambda: processes_to_swap(host, job), room_kept))
 
     pids = " ".join(str(process.pid) for process in processes)
     words = f"copy {format_bytes(swap.memory_bytes)} of {job.title} from GPU {gpu.index} to host memory"
-    gone = f"{job.title} is out of GPU {gpu.index}, with {format_bytes(swap.memory_bytes)} in host memory"
+    gone = f"{job.title} is swapped out of GPU {gpu.index}, with {format_bytes(swap.memory_bytes)} in host memory"
     undo = f"gpushare swap in {job.selector}{' -y' if losses else ''}"
     step = Step(
         what=words,
@@ -136,7 +136,7 @@ def back_to_gpu(
     gone = ended_swap(host, text)
     repaired = repair_first(host, say, dry_run=dry_run)
     try:
-        swap = taken_over(host, _out_now(host, text, gone))
+        swap = taken_over(host, _swapped_out_job(host, text, gone))
     except NotFound:
         back = next((each for each in repaired if each.is_named(text) and each.living(host)), None)
         if back is None:
@@ -163,7 +163,7 @@ def back_to_gpu(
         undo=undo,
         do=lambda: done.append(_come_back(host, text, swap, device, request, limits, seconds, say, waiting)),
     )
-    notes = (_room_now(host, device, request, limits, wait=seconds != 0.0),) if dry_run else ()
+    notes = (_room_text(host, device, request, limits, wait=seconds != 0.0),) if dry_run else ()
     return SwapWork(Plan(title=back_on, steps=(step,), undo=undo, consent=losses, notes=notes), swap, done)
 
 
@@ -215,7 +215,7 @@ def _come_back(
                 say(f"{error.message}; so it comes back without a place in the line, if there is room")
                 rest = 0.0
             with guarded(host, say), locked(host, say=say):
-                return come_in(host, taken_over(host, _out_now(host, text, swap)), host.open_checkpoint())
+                return come_in(host, taken_over(host, _swapped_out_job(host, text, swap)), host.open_checkpoint())
         except InUse as error:
             if error.code != "no_room" or rest == 0.0:
                 raise
@@ -224,7 +224,7 @@ def _come_back(
                 place.leave()
 
 
-def _room_now(host: Host, device: Device, request: Request, limits: UserLimits, *, wait: bool) -> str:
+def _room_text(host: Host, device: Device, request: Request, limits: UserLimits, *, wait: bool) -> str:
     room = outlook(host, [device], request, limits)
     if room.starts_now:
         return f"now there is room: {room.why.rpartition(': ')[2]}"
@@ -239,24 +239,24 @@ def _consent(host: Host, swap: Swap) -> tuple[Loss, ...]:
     return consent_to(host, replace(job, pid=swap.pid), "swaps in", pids)
 
 
-def _already(swap: Swap) -> GpushareError:
+def _already_out_error(swap: Swap) -> GpushareError:
     if swap.state == LOST:
         return lost(swap)
     return InUse(
-        f"{swap.title} is out already (state {swap.state})",
+        f"{swap.title} is already swapped out (state {swap.state})",
         f"bring it back: gpushare swap in {swap.selector}",
         code="already_out",
     )
 
 
-def _out_now(host: Host, text: str, gone: Swap | None) -> Swap:
-    """Return the job with this name or PID, which is out now; ``gone`` had it before, and may have ended."""
-    # By its record first: the process that it is named after may have ended before the others.
+def _swapped_out_job(host: Host, text: str, earlier: Swap | None) -> Swap:
+    """Return the swapped-out job with this name or PID; ``earlier`` is the job that had it before and may have ended."""
+    # By its record first: the process whose PID names it may have ended before its other processes.
     named = [swap for swap in swaps(host) if swap.state != BACK and swap.is_named(text)]
     ours = [swap for swap in named if swap.keeper_uid in {None, 0}]
     if len(ours or named) > 1:
         raise BadUsage(
-            f"{len(named)} users have a job '{text}' that is out",
+            f"{len(named)} users have a swapped-out job '{text}'",
             f"give a PID: {', '.join(str(swap.pid) for swap in named[:5])}",
             code="ambiguous_job",
         )
@@ -266,15 +266,15 @@ def _out_now(host: Host, text: str, gone: Swap | None) -> Swap:
         job = find_job(host, text)
     except NotFound:
         check_here(host, text)
-        if gone is None:
+        if earlier is None:
             raise
         raise NotFound(
-            f"{gone.title} has ended while it was out", "see what is out: gpushare swap list", code="no_job"
+            f"{earlier.title} ended while it was swapped out", "see swapped jobs: gpushare swap list", code="no_job"
         ) from None
     swap = find_swap(host, job.pid, job.name)
     if swap is None:
         check_here(host, text)
         swap = out_by_driver(host, job.pid, job.name, job.uid)
     if swap is None or swap.state == BACK:
-        raise NotFound(f"{job.title} is not swapped out", "see what is out: gpushare swap list", code="not_out")
+        raise NotFound(f"{job.title} is not swapped out", "see swapped jobs: gpushare swap list", code="not_out")
     return swap

@@ -58,7 +58,7 @@ from gpushare.part import Part, Watch
 from gpushare.run.jobs import find_job, processes_to_swap
 
 _LOOK_SECONDS: Final = 0.5
-# While it waits for its place: nobody works in this time.
+# How often the place in the line is checked while the job waits; it does no work meanwhile.
 _WAITING_SECONDS: Final = 0.1
 # A driver that refuses now is asked again after this time.
 _AGAIN_SECONDS: Final = 30.0
@@ -148,7 +148,7 @@ class Policy:
         return False
 
     def returns(self, _look: Look) -> bool:
-        """Return whether a job that is out should come back when there is room."""
+        """Return whether a swapped-out job should come back when there is room."""
         return False
 
     def switched(self, seconds: float) -> None:
@@ -359,16 +359,16 @@ def short_turns(seconds: float, switch_seconds: float) -> str | None:
 
 @dataclass
 class ForProduction(Policy):
-    """Leaves when production needs room: it waits for a place, or the GPU will be full up to a margin before it is out.
+    """Leave when a production job waits for room, or the GPU would be full up to a margin before the job has left.
 
-    Comes back when nobody has needed that for a while, and with the job back there would still be more than the margin, also
-    if production goes on growing until the job could be out again.
+    Come back when production has not needed the room for a while, and more than the margin would stay free with the job
+    back, even if production keeps growing until the job could be swapped out again.
     """
 
     margin_bytes: int = GIB
     quiet_seconds: float = 10.0
     _free_since: float | None = None
-    # The free memory so far, while the job is on the GPU, or while it is out.
+    # Samples of the free memory, since the job was swapped in or out.
     _seen: list[tuple[float, int]] = field(default_factory=list)
     _is_out: bool = False
 
@@ -384,7 +384,7 @@ class ForProduction(Policy):
         return look.others_stay and free < self.margin_bytes
 
     def _see(self, look: Look, *, is_out: bool) -> None:
-        # What the job itself gave back or took is no growth.
+        # Memory that the job itself released or took is not growth of production.
         before = self._seen if is_out == self._is_out else []
         self._is_out = is_out
         self._seen = [
@@ -409,9 +409,9 @@ class ForProduction(Policy):
         return max(0.0, sum(lost for _, lost in steps) / sum(seconds for seconds, _ in steps))
 
     def returns(self, look: Look) -> bool:
-        """Return whether nobody has needed its room for a while; the ledger checks what is reserved."""
+        """Return whether production has not needed its room for a while; the ledger checks what is reserved."""
         self._see(look, is_out=True)
-        # Where nobody stays, a job may need all of the GPU.
+        # If no other job stays on the GPU, this job may need all of it: no margin.
         margin = 0.0
         if look.others_stay:
             round_trip_seconds = (
@@ -426,7 +426,7 @@ class ForProduction(Policy):
 
 
 class Swapping(Part):
-    """Swaps a job by a policy. ``memory`` is its limit and its place, a part of its own: neither counts while it is out."""
+    """Swaps a job by a policy. ``memory`` has its limit and its reservation; neither counts while it is swapped out."""
 
     def __init__(
         self,
@@ -536,7 +536,7 @@ class Swapping(Part):
             )
 
     def _came_back(self, reason: str) -> None:
-        """Note that nothing of it is out any more, and hold its place again."""
+        """Note that all of the job is back, and hold its reservation again."""
         self._say(reason)
         if not self._by_hand:
             self._out_seconds += self._clock() - self._left_at
@@ -797,7 +797,7 @@ class Swapping(Part):
         began = self._clock()
         with self._swapping(seconds):
             come_in(self._host, now, self._host.open_checkpoint())
-        # Only now: a place of a job that is out does not count.
+        # Only now: the reservation of a swapped-out job does not count.
         self._place.add(self._pid)
         self._swap, self._by_hand = None, False
         self._out_seconds += self._clock() - self._left_at
@@ -829,7 +829,7 @@ class Swapping(Part):
         self._policy.switched(seconds)
         if self.times_out <= _SAID_TIMES:
             last = self.times_out == _SAID_TIMES and not self.out
-            self._say(f"{text} in {seconds:.1f} s{'; this is not said again' if last else ''}")
+            self._say(f"{text} in {seconds:.1f} s{'; this further ones are not reported' if last else ''}")
 
     def release(self) -> Mapping[int, int]:
         """Bring the job back if there is room: out of the GPU it cannot handle the signal that ends it."""
@@ -869,7 +869,7 @@ def _can_come(job: Reservation, line: Line) -> bool:
 
 
 def _others_stay(host: Host, gpu: Gpu, line: Line, family: set[int]) -> bool:
-    """Return whether somebody is on a GPU who does not leave for production: production itself, or not known."""
+    """Return whether a process on the GPU does not leave for production: production itself, or an unknown program."""
     leaving = [job for job in line.holders if job.leaves]
     owners = owners_of(host, leaving, gpu.processes or ())
     return any(process.pid not in family and process.pid not in owners for process in gpu.processes or ())

@@ -89,15 +89,15 @@ def _grid(titles: Sequence[str], rows: Sequence[ComparedRow], first: int, each: 
 def _stacked(
     titles: Sequence[str], rows: Sequence[ComparedRow], width: int, *, whole: bool, absent: frozenset[str] = frozenset()
 ) -> list[Text]:
-    """Return the mechanisms below each other, the row's title to their left; on a narrow screen above them.
+    """Return the mechanisms below each other, with the title of the row to the left, or above on a narrow screen.
 
-    To their left, a cell is one line unless ``whole``.
+    With the title to the left, a cell is cut to one line unless ``whole``.
     """
     from rich.text import Text
 
     name = max(len(title) for title in titles)
     beside = width >= _BESIDE
-    left = (_TITLE + GAP if beside else _INDENT) + name + GAP
+    indent = (_TITLE + GAP if beside else _INDENT) + name + GAP
     lines: list[Text] = []
     for row in rows:
         first = _wrapped(row.title, _TITLE, "bold") if beside else []
@@ -107,11 +107,11 @@ def _stacked(
             (title if at == 0 else "", part)
             for title, cell in zip(titles, row.cells, strict=True)
             if title not in absent or row is rows[0]
-            for at, part in enumerate(_cell(cell, max(width - left, 10), short=beside and not whole))
+            for at, part in enumerate(_cell(cell, max(width - indent, 10), short=beside and not whole))
         ]
         for at, (title, part) in enumerate(cells):
             lead = first[at] if at < len(first) else Text("")
-            lead.pad_right(left - name - GAP - lead.cell_len)
+            lead.pad_right(indent - name - GAP - lead.cell_len)
             lines.append(Text.assemble(lead, (title.ljust(name) + " " * GAP, "dim"), part))
     return lines
 
@@ -182,8 +182,8 @@ def _drawn(
     lines = grid(titles, rows, width, whole=whole, absent=absent)
     if len(titles) > 1 and not whole and width >= _BESIDE and _widths(titles, rows, width)[1] < NARROWEST:
         hidden = ", ".join(row.title for row in rows if not row.decides)
-        said = f"not shown: {hidden}; all of it: gpushare compare -v; one way: gpushare compare mps"
-        lines += [Text(""), *_wrapped(said, width, "dim")]
+        text = f"not shown: {hidden}; all of it: gpushare compare -v; one way: gpushare compare mps"
+        lines += [Text(""), *_wrapped(text, width, "dim")]
     if any(cell.disputed and cell.text is not None for row in rows for cell in row.cells):
         lines += [Text(""), *_wrapped("* sources disagree: gpushare compare --why ROW MECHANISM", width, "dim")]
     return [Text(""), *lines]
@@ -206,15 +206,15 @@ def why_table(title: str, entries: Sequence[tuple[str, str]]) -> Table:
 def _entries(entries: Sequence[tuple[str, str]], width: int) -> list[Text]:
     from rich.text import Text
 
-    name = max(len(what) for what, _ in entries)
+    name = max(len(heading) for heading, _ in entries)
     lines: list[Text] = []
     above = None
-    for what, says in entries:
+    for heading, says in entries:
         # A blank line between views, remarks and sources.
-        if what != above and what in _PARTS:
+        if heading != above and heading in _PARTS:
             lines.append(Text(""))
         for at, part in enumerate(_wrapped(says, min(max(width - name - GAP, 20), 100), "", whole=True)):
-            lead = what if at == 0 and what != above else ""
+            lead = heading if at == 0 and heading != above else ""
             lines.append(Text.assemble((lead.ljust(name) + " " * GAP, "dim"), part))
-        above = what
+        above = heading
     return lines

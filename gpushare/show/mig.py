@@ -114,7 +114,7 @@ def profile_rows(layout: Layout, confidence: Mapping[str, str] | None = None) ->
 def _profile_row(
     gpu: int, profile: Profile, free: Mapping[str, Any], confidence: Mapping[str, str] | None
 ) -> ProfileRow:
-    left = free.get(profile.name)
+    free_places = free.get(profile.name)
     return ProfileRow(
         gpu=gpu,
         profile=profile.name,
@@ -122,10 +122,10 @@ def _profile_row(
         compute_slices=profile.slices,
         memory_bytes=profile.memory_bytes,
         multiprocessors=profile.multiprocessors,
-        free=None if left is None else left.count,
+        free=None if free_places is None else free_places.count,
         total=profile.instances,
         placements=placements_text(profile.placements),
-        free_starts=None if left is None else tuple(left.starts),
+        free_starts=None if free_places is None else tuple(free_places.starts),
         copy_engines=profile.engines.copy,
         decoders=profile.engines.decoders,
         confidence=None if confidence is None else confidence.get(profile.name),
@@ -222,7 +222,7 @@ def grouped(gpus: Sequence[GpuText], *, uuids: bool) -> str:
 
 
 def _bare(layout: Layout) -> Layout:
-    """Return a layout as if nobody used it and no instance had a name or a UUID."""
+    """Return a layout without names, UUIDs, grants and holders."""
     bare = tuple(
         replace(
             instance,
@@ -238,15 +238,15 @@ def _bare(layout: Layout) -> Layout:
 
 def _particulars(gpu: GpuText) -> Iterator[str]:
     """Yield a line with the names, users and programs of the instances of one GPU, if there are any."""
-    said = []
-    for one in sorted(gpu.layout.instances if gpu.layout else (), key=lambda found: found.start):
-        parts = [one.holders, *(compute.holders for compute in one.compute)]
+    texts = []
+    for instance in sorted(gpu.layout.instances if gpu.layout else (), key=lambda instance: instance.start):
+        parts = [instance.holders, *(compute.holders for compute in instance.compute)]
         holders = None if any(part is None for part in parts) else [held for part in parts for held in part or ()]
-        if one.name is not None or one.granted or holders is None or holders:
+        if instance.name is not None or instance.granted or holders is None or holders:
             used = "" if holders == [] else f"  {who(holders)}"
-            said.append(f"{one}{_named(one)}{used}")
-    if said:
-        yield from _listed(f"  GPU {gpu.index}: ", said)
+            texts.append(f"{instance}{_named(instance)}{used}")
+    if texts:
+        yield from _listed(f"  GPU {gpu.index}: ", texts)
 
 
 def silent_lines(gpus: Iterable[Gpu]) -> str:
@@ -264,7 +264,7 @@ class MigGpu:
     mig_pending: bool | None
     # Null: they are hidden from this user, or unknown.
     instances: tuple[GpuInstance, ...] | None
-    # Slices that no profile can use any more next to these instances.
+    # Slices that no profile can use next to these instances.
     lost_compute_slices: int | None
     lost_memory_slices: int | None
     # From 0 (whatever is free can be had as one instance) to 1.
@@ -338,20 +338,20 @@ def profiles_table(rows: Sequence[ProfileRow]) -> Table:
 def status_csv(rows: Sequence[MigGpu]) -> Table:
     """Return a row per compute instance; a GPU instance without one has one, too. The completions read the first four."""
     keys = ("gpu", "profile", "name", "uuid", "gpu_instance_id", "compute_instance_id", "start", "size", "memory_bytes")
-    found = [
+    values = [
         {
             "gpu": row.gpu,
-            "profile": one.profile.name,
-            "name": one.name,
+            "profile": instance.profile.name,
+            "name": instance.name,
             "uuid": None if compute is None else compute.uuid,
-            "gpu_instance_id": one.id,
+            "gpu_instance_id": instance.id,
             "compute_instance_id": None if compute is None else compute.id,
-            "start": one.placement.start,
-            "size": one.placement.size,
-            "memory_bytes": one.profile.memory_bytes,
+            "start": instance.placement.start,
+            "size": instance.placement.size,
+            "memory_bytes": instance.profile.memory_bytes,
         }
         for row in rows
-        for one in row.instances or ()
-        for compute in one.compute or (None,)
+        for instance in row.instances or ()
+        for compute in instance.compute or (None,)
     ]
-    return Table(name="instances", columns=tuple(Column(key, key) for key in keys), rows=tuple(found))
+    return Table(name="instances", columns=tuple(Column(key, key) for key in keys), rows=tuple(values))

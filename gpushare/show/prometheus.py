@@ -238,15 +238,15 @@ def _gpu(gpu: Gpu, snapshot: Snapshot) -> Iterator[Value]:
             yield "gpushare_mps_outside_processes", labels, len(outside_mps(gpu, snapshot.daemons))
     if gpu.mig_capable:
         yield "gpushare_mig_enabled", labels, gpu.mig_enabled
-        known = gpu.mig_pending is not None and gpu.mig_enabled is not None
-        yield "gpushare_mig_mode_pending", labels, gpu.mig_pending != gpu.mig_enabled if known else None
+        modes_known = gpu.mig_pending is not None and gpu.mig_enabled is not None
+        yield "gpushare_mig_mode_pending", labels, gpu.mig_pending != gpu.mig_enabled if modes_known else None
 
 
 def _daemon(daemon: MpsDaemon, snapshot: Snapshot, reading: Reading) -> Iterator[Value]:
     gpu = next((gpu for gpu in snapshot.gpus if gpu.index == daemon.gpu_index), None)
-    known = {"device": daemon.device_uuid, "user": daemon.user, "pipe_directory": daemon.pipe_directory}
+    identity = {"device": daemon.device_uuid, "user": daemon.user, "pipe_directory": daemon.pipe_directory}
     labels = {} if gpu is None else _labels(gpu)
-    labels |= {key: value for key, value in known.items() if value} | {"ours": "true" if daemon.ours else "false"}
+    labels |= {key: value for key, value in identity.items() if value} | {"ours": "true" if daemon.ours else "false"}
     if daemon.unasked:
         # It was not asked, so whether it answers is unknown.
         return
@@ -270,8 +270,8 @@ def _mig(gpu: Gpu, layout: Layout, reading: Reading) -> Iterator[Value]:
     labels = _labels(gpu)
     if not gpu.mig_enabled:
         return
-    for one in layout.instances:
-        yield from _instance(gpu, one, reading)
+    for instance in layout.instances:
+        yield from _instance(gpu, instance, reading)
     if not layout.profiles:
         return
     for free in free_profiles(layout):
@@ -286,10 +286,10 @@ def _mig(gpu: Gpu, layout: Layout, reading: Reading) -> Iterator[Value]:
     yield "gpushare_mig_fragmentation_slices", labels, fragmentation(layout)
 
 
-def _instance(gpu: Gpu, one: GpuInstance, reading: Reading) -> Iterator[Value]:
-    labels = {**_labels(gpu), "GPU_I_ID": str(one.id), "GPU_I_PROFILE": one.profile.name}
-    name = reading.names.get((gpu.uuid or "", one.profile.name, one.start))
-    yield "gpushare_mig_instance_info", {**labels, "start": str(one.start), **({"name": name} if name else {})}, 1
-    yield "gpushare_mig_instance_busy", labels, one.busy
+def _instance(gpu: Gpu, instance: GpuInstance, reading: Reading) -> Iterator[Value]:
+    labels = {**_labels(gpu), "GPU_I_ID": str(instance.id), "GPU_I_PROFILE": instance.profile.name}
+    name = reading.names.get((gpu.uuid or "", instance.profile.name, instance.start))
+    yield "gpushare_mig_instance_info", {**labels, "start": str(instance.start), **({"name": name} if name else {})}, 1
+    yield "gpushare_mig_instance_busy", labels, instance.busy
     if reading.leases is not None:
-        yield "gpushare_mig_instance_leases", labels, sum(part.uuid in reading.leases for part in one.compute)
+        yield "gpushare_mig_instance_leases", labels, sum(part.uuid in reading.leases for part in instance.compute)

@@ -469,7 +469,9 @@ def _processes(snapshot: Snapshot) -> Table:
         Column("container", "container", rank=5, whole=True, optional=True, format=container_name),
         Column("command", "command", least=16),
     )
-    return Table(name="processes", title="processes", columns=columns, rows=rows, empty=_nobody(snapshot.gpus))
+    return Table(
+        name="processes", title="processes", columns=columns, rows=rows, empty=_no_processes_text(snapshot.gpus)
+    )
 
 
 def _process_rows(snapshot: Snapshot) -> Iterable[Row]:
@@ -507,7 +509,7 @@ def _by_instance_then_memory(process: GpuProcess) -> tuple[int, int, int]:
     return (instance, -(process.memory_used_bytes or 0), process.pid)
 
 
-def _nobody(gpus: tuple[Gpu, ...]) -> str:
+def _no_processes_text(gpus: tuple[Gpu, ...]) -> str:
     if all(gpu.processes is None for gpu in gpus):
         return "the processes on the GPUs are unknown"
     if any(gpu.processes is None for gpu in gpus):
@@ -666,9 +668,9 @@ def _paused(snapshot: Snapshot) -> Iterable[str]:
 
 def _errors(snapshot: Snapshot, given: Sequence[GpushareError]) -> Iterable[GpushareError]:
     yield from given
-    known = {error.gpu for error in given}
+    reported = {error.gpu for error in given}
     for gpu in snapshot.gpus:
-        if gpu.error is not None and not known & {str(gpu.index), gpu.uuid or str(gpu.index)}:
+        if gpu.error is not None and not reported & {str(gpu.index), gpu.uuid or str(gpu.index)}:
             yield gpu_error(gpu, gpu.error)
     if not snapshot.gpus and not given:
         hint = "find the cause: gpushare doctor; hosts to try without a GPU: gpushare sim list"

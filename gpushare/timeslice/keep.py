@@ -1,10 +1,10 @@
 """``gpushare timeslice keep``: give each GPU process the time-slice that the rules of the host say, for as long as it runs.
 
-Once per second NVML lists the processes. Each new one is scanned and set, and looked at again from time to time: it may have
-made another CUDA context, and a slice that somebody else has set since is left alone. The work of a second is bounded, and
-the user whose processes took the least of it comes first: no user's processes keep others waiting.
+Once per second NVML lists the processes. Each new process is scanned and set, and checked again from time to time: it may
+have made another CUDA context, and a slice that another program has set since is left alone. The work of a second is bounded,
+and the user whose processes took the least of it comes first: no user's processes keep others waiting.
 
-What is set is written down before, and put back at the end. What a killed keep left is put back by the next one.
+A slice is recorded before it is set, and restored at the end. What a killed keep has left is restored by the next keep.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Event:
 
 @dataclass
 class _Slice:
-    """The slice of one channel group: what it was before keep, what keep has set, and what keep had set before that."""
+    """The slice of one channel group: its value before keep, the value that keep has set, and keep's previous value."""
 
     before: int
     now: int
@@ -111,8 +111,8 @@ class _Slice:
 class _Process:
     """A process that NVML lists.
 
-    ``channels`` is what was found in it; ``scan``: it has to be scanned, for the first time or because its contexts have
-    changed. ``left``: nothing is done until the rules are read again.
+    ``channels`` are its channel groups at the last scan; ``scan``: it has to be scanned, for the first time or because its
+    contexts have changed. ``left``: it is left alone until the rules are read again.
     """
 
     pid: int
@@ -124,7 +124,7 @@ class _Process:
     scan: bool = True
     slices: dict[Key, _Slice] = field(default_factory=dict)
     left: bool = False
-    # By somebody else, after keep has set it.
+    # Another program has changed it after keep.
     changed: bool = False
     tries: int = 0
     wait: float = _FIRST_CHECK_SECONDS
@@ -145,7 +145,7 @@ class Keeper:
         self._processes: dict[int, _Process] = {}
         self._spent: dict[int, float] = {}
         self._forgotten_at = clock()
-        # Looks in which no GPU answered, one after the other.
+        # How many looks in a row no GPU has answered.
         self._silent = 0
         # Processes whose slices `undo` could not put back.
         self.left: list[int] = []
@@ -305,7 +305,7 @@ class Keeper:
         return next((index for index in process.gpus if (self._gpus[index].uuid or "").lower() == uuid), None)
 
     def _settle(self, process: _Process, channels: Channels, events: list[Event]) -> None:
-        """Set the groups of a process as the rules say. If somebody else has changed one that we set, leave all alone."""
+        """Set the groups of a process as the rules say. If another program has changed one of them, leave all alone."""
         wanted = [wish for group in channels.compute if (wish := self._wanted(process, group, events)) is not None]
         if process.changed:
             # The other groups stay in the record: they are put back at the end.
@@ -341,7 +341,7 @@ class Keeper:
             self._write(events)
 
     def _wanted(self, process: _Process, group: Group, events: list[Event]) -> _Wanted | None:
-        """Return what a group is to have; None: it is not known, or somebody else has changed it."""
+        """Return what a group should have; None: its slice or GPU is unknown, or another program has changed the slice."""
         key, current, gpu = (group.client, group.handle), group.slice_us, self._gpu_of(process, group)
         earlier = process.slices.get(key)
         if current is None or gpu is None:
@@ -365,7 +365,7 @@ class Keeper:
         part = Channels(pid=process.pid, started=process.origin.started, groups=tuple(each[0] for each in batch))
         with slices_locked(self._host):
             if set(self._control.read_slices(part)) != {group.slice_us}:
-                # Another gpushare has just set it: the next look finds that.
+                # Another gpushare has just set it: the next look handles that.
                 return
             with record_kept(self._host, part):
                 if decision is not None:
@@ -386,7 +386,7 @@ class Keeper:
         events.append(event)
 
     def follow(self, policy: Policy) -> None:
-        """Follow other rules from now on. What somebody else has changed stays as it is."""
+        """Follow other rules from now on. What another program has changed stays as it is."""
         self._policy = policy
         self._gpus = {gpu.index: gpu for gpu in self._host.nvml.identities()} or self._gpus
         command = needs(policy.rules, "command")
@@ -402,7 +402,7 @@ class Keeper:
             )
 
     def undo(self) -> list[Event]:
-        """Put back what was set and nobody else has changed since. What fails is tried once more.
+        """Restore the slices that keep has set and no other program has changed since. Failures are tried once more.
 
         The record keeps the rest for the next keep, or for `gpushare timeslice reset`.
         """
@@ -487,7 +487,7 @@ def _put_back(
         try:
             restored = _restored(host, control, pid, started, parts)
         except NotFound:
-            # A context is gone: the others one by one.
+            # A context has ended: restore the others one by one.
             restored = set()
             for part in parts:
                 with contextlib.suppress(NotFound):
@@ -512,13 +512,13 @@ def _restored(
     with slices_locked(host):
         values = control.read_slices(Channels(pid=pid, started=started, groups=tuple(group for group, _ in parts)))
         for (group, slices), current in zip(parts, values, strict=True):
-            # What somebody else has set since stays.
+            # A slice that another program has set since stays.
             if current != slices.before and current in {slices.now, slices.last}:
                 together.setdefault((current, slices.before), []).append(group)
         for (_, before), groups in together.items():
             control.set_slice(Channels(pid=pid, started=started, groups=tuple(groups)), before)
             note_restored(host, pid, started, before)
-        # Of an earlier try that failed after the call.
+        # These were restored by an earlier try that failed after the call.
         for before in {slices.before for (_, slices), now in zip(parts, values, strict=True) if now == slices.before}:
             note_restored(host, pid, started, before)
     return set(together)
@@ -603,7 +603,7 @@ def only_one(host: Host) -> Iterator[None]:
 def _already_running_error(pid: int | None) -> InUse:
     return InUse(
         f"timeslice keep is already running on this host{'' if pid is None else f' (process {pid})'}",
-        f"let it read its file again: kill -HUP {pid or 'PID'}; or stop it: kill {pid or 'PID'}; as a unit: "
+        f"reload its file: kill -HUP {pid or 'PID'}; or stop it: kill {pid or 'PID'}; as a unit: "
         f"systemctl reload {KEEP_UNIT}",
         code="keep_running",
     )

@@ -178,8 +178,8 @@ def _matching(match: ProcessMatch, names: Names, origin: Origin, gpu: Gpu) -> li
         elif kind == "group":
             fits = any(names.groups.get(value) in origin.gids for value in values)
         elif kind == "gpu":
-            here = {str(gpu.index), (gpu.uuid or "").lower()}
-            fits = any(value.lower() in here for value in values)
+            gpu_names = {str(gpu.index), (gpu.uuid or "").lower()}
+            fits = any(value.lower() in gpu_names for value in values)
         else:
             text = getattr(origin, kind)
             fits = text is not None and any(fits_glob(value, text) for value in values)

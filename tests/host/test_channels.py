@@ -437,7 +437,7 @@ class Counted(KernelFiles):
     def ioctl(self, file: int, request: int, argument: bytearray, parameters: bytearray) -> None:
         self.calls += 1
         assert self.simulated is not None
-        assert room._is(file, DEVICE)
+        assert room._is_device(file, DEVICE)
         token = self.simulated.opened(self.pid)
         self.simulated.ioctl(token, request, argument, parameters)
         self.simulated.close(token)

@@ -84,7 +84,7 @@ def test_a_place_that_has_records_is_kept_when_another_becomes_free(
 ) -> None:
     state = tmp_path / "state"
     monkeypatch.setenv("GPUSHARE_STATE_DIR", str(state))
-    monkeypatch.setattr(host_module, "_has", lambda place, _: place == str(state / "run"))
+    monkeypatch.setattr(host_module, "_belongs_to", lambda place, _: place == str(state / "run"))
     assert local_run_directory(places.uid) == state / "run"
 
 

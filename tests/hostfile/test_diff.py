@@ -73,8 +73,8 @@ def test_what_is_as_the_file_has_it_is_not_said() -> None:
         ({"memory_limit_bytes": 4 * GIB}, {}, "MPS memory: 4G; the file: none"),
         ({}, {"memory_limit_bytes": 4 * GIB}, "MPS memory: none; the file: 4G"),
         ({}, {"priority": Priority.LOW}, "MPS priority: normal; the file: low"),
-        ({"users": ("alice",)}, {}, "MPS users: alice; the file: everybody"),
-        ({}, {"users": ("bob", "alice")}, "MPS users: everybody; the file: alice, bob"),
+        ({"users": ("alice",)}, {}, "MPS users: alice; the file: all users"),
+        ({}, {"users": ("bob", "alice")}, "MPS users: all users; the file: alice, bob"),
         ({"exclusive": True}, {}, "MPS exclusive: true; the file: false"),
     ],
 )
@@ -221,7 +221,7 @@ def test_names_and_their_users() -> None:
     there = [("3g.40gb", 0)]
     assert said(with_mig(*there), named) == [
         "name train: none; the file: 3g.40gb:0",
-        "users of train: everybody; the file: alice",
+        "users of train: all users; the file: alice",
     ]
     right = NamedInstance(gpu_uuid=UUID, name="train", profile="3g.40gb", start=0, users=("alice",))
     assert said(with_mig(*there, names=(right,)), named) == []

@@ -45,5 +45,5 @@ def test_a_job_is_started_again_after_a_fault_of_mps_only(restart: bool, faults:
     run.carry_out = carry_out
     start: Any = SimpleNamespace(restart=restart, say=lambda _: None)
     job: Any = SimpleNamespace(record=SimpleNamespace(name=None))
-    assert JobStart._kept(start, run, job) == started - 1
+    assert JobStart._run_and_record(start, run, job) == started - 1
     assert len(codes) == started

@@ -107,7 +107,7 @@ def test_a_part_that_is_out_does_not_move_for_all_of_its_job(refused: Refused, c
     child = job(0, 4 * GIB, parent=first)
     cli("swap", "out", str(child), host=SPEC).ok()
     words = refused("move", str(first), "-g", "1", host=SPEC, code="already_out", exit_code=19)
-    assert f"process {child}, a part of process {first}, is out" in words
+    assert f"process {child}, a part of process {first}, is swapped out" in words
     assert f"gpushare swap in {child}" in words
     assert [gpu_of(world, pid) for pid in (first, child)] == [0, 0]
     # By its own PID it does.

@@ -252,7 +252,7 @@ def test_a_job_asks_for_the_whole_gpu_before_it_gives_up(cli: Cli) -> None:
     again = [line.split("again for ")[1] for line in answer.lines("note") if "waits again" in line]
     # Of its 24 GiB, 0.5 are reserved by the driver.
     assert again == ["19.2 GiB", "23.0 GiB", "23.5 GiB"]
-    assert "note: it ran out of memory with all that it may have (23.5 GiB): not started again" in answer.lines("note")
+    assert "note: it ran out of memory at its maximum (23.5 GiB): not started again" in answer.lines("note")
     assert answer.code == 1
 
 
@@ -680,7 +680,7 @@ def test_a_line_without_the_jobs_of_others_is_said(cli: Cli, monkeypatch: pytest
     monkeypatch.setattr("gpushare.run.queued.are_shared", lambda _: False)
     answer = cli("run", "--wait", "--memory", "4G", "--", "true").ok()
     assert any(
-        "jobs of other users are not seen in this line: neither /run/lock" in line for line in answer.lines("note")
+        "other users' jobs are not visible in this line: neither /run/lock" in line for line in answer.lines("note")
     )
     assert "not seen" not in cli("run", "--memory", "4G", "--", "true").err
 
@@ -789,7 +789,7 @@ def test_what_is_left_without_a_job_is_not_asked_for(cli: Cli, world: World) -> 
     words = ("--wait", "--requeue", "--timeout", "2", "--memory", "135G", "--", *program)
     answer = cli("run", *words)
     assert answer.code == 1
-    assert "note: it ran out of memory with all that it may have (139.3 GiB): not started again" in answer.lines("note")
+    assert "note: it ran out of memory at its maximum (139.3 GiB): not started again" in answer.lines("note")
     # What it asks for the next time is no more than that, too.
     answer = cli("run", "-n", "--wait", "--", *program)
     assert any("now it would start at once" in line for line in answer.ok().lines("note"))

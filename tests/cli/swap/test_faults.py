@@ -80,7 +80,7 @@ def test_a_job_that_ends_while_it_is_out_leaves_nothing(cli: Cli, world: World) 
     admin.end_process(SPEC, pid)
     answer = cli("swap", "in", str(pid), output="json")
     assert (answer.code, answer.error["code"]) == (6, "no_job")
-    assert answer.error["message"] == f"process {pid} has ended while it was out"
+    assert answer.error["message"] == f"process {pid} ended while it was swapped out"
     assert cli("swap", "list", output="json").ok().data["jobs"] == []
     assert not SWAPS.path(world.host, pid).exists()
 
@@ -331,7 +331,7 @@ def test_ctrl_c_waits_for_a_guard_that_takes_long(
     with pytest.raises(KeyboardInterrupt), module.guarded(world.host, messages.append):
         raise KeyboardInterrupt
     assert (tmp_path / "guard.py.done").exists()
-    assert messages == ["waits until the guard has brought the job to one state"]
+    assert messages == ["waits until the guard has finished the interrupted swap"]
 
 
 # -- the end of a job that was restored --------------------------------------------------------------------------------
