@@ -679,8 +679,9 @@ class Situation:
             limits.append(self.mps_clients)
         found = self.budget_of(way)
         if found.may_fit is False:
-            # Where it is unknown whether one of them fills the GPU, they are queued by their memory alone.
-            limits.append(0 if self.saturating is None else found.most or 0)
+            # Where it is unknown whether one of them fills the GPU, a few are queued by their memory alone.
+            many = under_mps and self.mps_clients is not None and processes > self.mps_clients
+            limits.append(found.most or 0 if many or self.saturating is False else 0)
         turns = min(limits)
         if not 1 < turns < processes:
             return None

@@ -45,10 +45,11 @@ def test_one_number_runs_at_a_time(cli: Any, spec: str, memory: str) -> None:
 
 def test_more_programs_than_clients_run_some_at_a_time(cli: Any) -> None:
     """Also where it is unknown whether one of them fills the GPU: that is a condition, and no reason for a veto."""
-    data = answer(cli, "sim:a100-80gb", "--processes 100 --memory 500M --users same")
-    assert data["winner"] == "mps"
-    assert "--copies 100 --parallel 48 " in commands(data)[1]
-    assert any("only if one process does not fill the GPU" in text for text in data["conditions"])
+    for memory, parallel in (("500M", 48), ("2G", 31)):
+        data = answer(cli, "sim:a100-80gb", f"--processes 100 --memory {memory} --users same")
+        assert data["winner"] == "mps"
+        assert f"--copies 100 --parallel {parallel} " in commands(data)[1]
+        assert any("only if one process does not fill the GPU" in text for text in data["conditions"])
 
 
 def test_no_more_pods_share_a_gpu_than_fit(cli: Any) -> None:
