@@ -191,6 +191,11 @@ def test_each_process_of_a_job_is_a_client(host: Host, monkeypatch: pytest.Monke
     assert line is not None
     assert sum(job.client for job in line.running) == 3
     assert sum(job.memory_bytes for job in line.running) == 8 * GIB
+    assert line.free_clients == 1
+    # A job starts as many processes as it likes: more than there were places for.
+    crowded = line_of(host, replace(device, gpu=gpu), listed, clients=2)
+    assert crowded is not None
+    assert crowded.free_clients == 0
     place.leave()
 
 

@@ -122,6 +122,13 @@ mig-configs:
     assert [gpu.mig_mode for gpu in world.state.gpus] == [0, 1, *[0] * 6]
 
 
+def test_ampere_is_reset_and_keeps_its_mode(cli: Cli) -> None:
+    answer = cli("mig", "enable", host=A100).ok()
+    assert "MIG stays on after a reboot, its instances are lost" in answer.err
+    assert "switching MIG mode resets GPU 0" in answer.err
+    assert "lost at a reboot or when the driver" not in answer.err
+
+
 def test_enable_and_disable_are_read_back_and_told(cli: Cli) -> None:
     world = World(H100)
     answer = cli("mig", "enable", host=H100).ok()
