@@ -333,6 +333,9 @@ def test_a_users_limit_bounds_what_its_reservations_count_for(host: Host) -> Non
         ["want 5 0"],
         ["name x"],
         ["want 5 0 GPU-1", "sure GPU-2"],
+        ["want 5 0 GPU-1", "fix GPU-2"],
+        ["want 5 0 GPU-1,GPU-2", "gpus 2", "fix GPU-1"],
+        *(["want 5 0 GPU-1", f"gpus {count}"] for count in ("x", "0", "2", "0001")),
         [],
     ],
 )
