@@ -197,8 +197,9 @@ def test_the_drivers_count_is_a_limit() -> None:
     # Seven compute slices still: the full instance tells.
     gpu = replace(gpu, profiles=few)
     assert isinstance(plan_add([gpu], parse_wish("1g")), NoPlan)
-    plan = plan_add([gpu], parse_wish("1g"), may_destroy=True)
-    assert gone(plan) == ["0/1g.10gb:0"]
+    for wish in ("1g", "1g,2g"):
+        plan = plan_add([gpu], parse_wish(wish), may_destroy=True)
+        assert gone(plan) == ["0/1g.10gb:0"]
 
 
 def test_explicit_places_are_kept_to() -> None:
