@@ -226,6 +226,20 @@ def test_what_no_other_setting_beats_is_on_the_frontier() -> None:
     assert {setting.threads for setting in result.frontier} == {10.0, 20.0, 30.0}
 
 
+def test_the_nearest_setting_is_named_only_where_none_meets_the_goal() -> None:
+    far, near, good = (
+        Figures(setting=Setting(threads=threads), kept=kept, error=0.001, share=0.2)
+        for threads, kept in ((60.0, 0.5), (30.0, 0.8), (10.0, 0.99))
+    )
+    result = outcome(GOAL, [far, near], stable=True)
+    assert (result.best, result.nearest) == (None, near)
+    result = outcome(GOAL, [far, near, good], stable=True)
+    assert (result.best, result.nearest) == (good, None)
+    # Those of an earlier search are no answer.
+    result = outcome(GOAL, [replace(near, earlier="2026-11-25 10:00")], stable=True)
+    assert (result.best, result.nearest) == (None, None)
+
+
 def test_low_priority_is_said_to_help_where_both_were_measured() -> None:
     low, normal = (
         Figures(setting=Setting(threads=60.0, low=low), kept=kept) for low, kept in ((True, 0.97), (False, 0.9))

@@ -9,16 +9,19 @@ import os
 import random
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from gpushare.base.errors import OperationFailed
 from gpushare.base.model import ComputeMode, Priority
 from gpushare.base.units import GIB
 from gpushare.host.capabilities import user_name
 from gpushare.host.host import make_private_directory
+from gpushare.hostfile import apply, steps
 from gpushare.hostfile.kept import KEPT, kept_limits
 from gpushare.mig.ledger import names_of
 from gpushare.mps.control import MpsControl
@@ -150,6 +153,15 @@ def test_a_second_apply_does_nothing(cli: Cli, write: Write) -> None:
     assert answer.data["steps"] == []
     assert set(states(answer).values()) == {"same"}
     assert same(EIGHT) == before
+
+
+def test_a_daemon_that_is_as_the_file_says_has_no_step(cli: Cli, write: Write) -> None:
+    served = "mig: [{wish: 3g.40gb, mps: {threads: 50}}"
+    cli("apply", "-f", write(one(f"{served}]")), host=TWO).ok()
+    answer = cli("apply", "-f", write(one(f"{served}, 1g.10gb]")), host=TWO, output="json").ok()
+    done = [step["what"] for step in answer.data["steps"]]
+    assert done
+    assert not [what for what in done if "MPS" in what]
 
 
 @pytest.mark.slow
@@ -741,6 +753,29 @@ def test_a_fault_at_a_step_takes_that_gpu_back(cli: Cli, write: Write, step: int
     assert (world.directory / "var" / "applied.yaml").read_text() == TO
 
 
+def test_a_daemon_that_was_there_gets_its_limits_back_and_goes_on(
+    cli: Cli, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(TWO)
+    cli("apply", "-f", write(one("mig: [{wish: 3g.40gb*2, mps: {threads: 50}}]")), host=TWO).ok()
+    before = [(daemon.pid, daemon.threads, pipe_users(Path(daemon.pipe_directory))) for daemon in world.state.daemons]
+    plan, calls = steps.plan_limits, []
+
+    def second_fails(*words: Any) -> Any:
+        calls.append(words)
+        if len(calls) == 2:
+            raise OperationFailed("the second daemon does not answer", "try again")
+        return plan(*words)
+
+    monkeypatch.setattr(steps, "plan_limits", second_fails)
+    to = write(one("mig: [{wish: 3g.40gb*2, mps: {threads: 25, users: [nobody]}}]"))
+    assert cli("apply", "-f", to, host=TWO).code == 1
+    assert len(calls) > 2
+    assert before == [
+        (daemon.pid, daemon.threads, pipe_users(Path(daemon.pipe_directory))) for daemon in world.state.daemons
+    ]
+
+
 @pytest.mark.usefixtures("patience_is_over")
 def test_a_daemon_that_does_not_start_takes_its_gpu_back(cli: Cli, write: Write) -> None:
     world = World(TWO)
@@ -752,6 +787,22 @@ def test_a_daemon_that_does_not_start_takes_its_gpu_back(cli: Cli, write: Write)
     admin.clear_faults(TWO)
     assert answer.code != 0
     assert captured_of_gpu(cli, 1) == before
+
+
+def test_a_daemon_that_comes_back_is_for_the_same_users(
+    cli: Cli, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, make, seen = World(TWO), apply.compute_mode_step, []
+
+    def fail() -> None:
+        seen.append(len(world.state.daemons))
+        raise OperationFailed("the driver did not", "try again")
+
+    monkeypatch.setattr(apply, "compute_mode_step", lambda *words, **more: replace(make(*words, **more), do=fail))
+    cli("apply", "-f", write(one("mps: {users: [nobody]}")), host=TWO).ok()
+    assert cli("apply", "-f", write(one("exclusive: true")), host=TWO).code == 1
+    assert seen == [0]
+    assert [pipe_users(Path(daemon.pipe_directory)) for daemon in world.state.daemons] == [("nobody",)]
 
 
 def test_a_missing_program_changes_nothing(cli: Cli, write: Write) -> None:
