@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -81,7 +82,9 @@ def test_a_copy_that_runs_on_is_measured_for_a_while(real: Real, world: World, m
 
 def rows(farm: Started) -> list[dict[str, str]]:
     """Return the table of a farm that ends, by columns."""
-    names, *lines = [line.split() for line in farm.result().out.partition("# copies\n")[2].splitlines()]
+    names, *lines = [
+        re.split(r"\s{2,}", line.strip()) for line in farm.result().out.partition("# copies\n")[2].splitlines()
+    ]
     return [dict(zip(names, line, strict=True)) for line in lines]
 
 
