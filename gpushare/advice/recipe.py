@@ -497,12 +497,14 @@ def _timeslice(steps: Steps, way: Way) -> None:
 def _shares(steps: Steps, way: Way) -> None:
     """Add the lines of unequal shares: of the SMs under MPS, else of the time, of programs that always have work."""
     s, given = steps.s, steps.s.case.shares
-    works, others = s.case.workloads, (s.case.processes or 2) - 1
+    works, counts = s.case.workloads, [count or 1 for count in s.case.counts]
+    if len(works) == 1:
+        counts = [1] * len(given) if given is not None else [1, (s.case.processes or 2) - 1]
     # Where none are given, the first has twice the share of each other.
-    shares, counts = (given, [1] * len(given)) if given is not None else ((2.0, 1.0), [1, others])
+    shares = given if given is not None else (2.0, *[1.0] * (len(counts) - 1))
     total = sum(share * count for share, count in zip(shares, counts, strict=True))
     for number, (share, count) in enumerate(zip(shares, counts, strict=True)):
-        work = works[number if len(works) == len(shares) else 0]
+        work = works[number if len(works) > 1 else 0]
         own: dict[str, Any] = {"weight": share / min(shares)}
         if way in ALL_MPS:
             own = {"threads_percent": client_limits(100 * share / total, None).threads_percent}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,6 +99,19 @@ def test_one_program_in_an_instance_is_told_of_streams(cli: Any) -> None:
     data = answer(cli, spec, "--processes 1 --memory 9G --code")
     assert commands(data) == ["gpushare run --mig 2g.20gb -- CMD"]
     assert any("separate streams" in line["what"] for line in data["commands"])
+
+
+def test_each_program_of_a_list_with_unequal_shares_is_started(cli: Any, tmp_path: Path) -> None:
+    file = tmp_path / "w.yaml"
+    works = ", ".join(f"{{name: {name}, command: ./{name}, weights: yes, memory: 2G}}" for name in ("a", "b", "c"))
+    for more, option in (
+        ("users: same, saturating: no", "--threads"),
+        ("users: different, saturating: yes", "--weight"),
+    ):
+        file.write_text(f"[{works.replace('memory', f'{more}, memory')}]")
+        lines = [line for line in commands(answer(cli, "sim:l40s", f"-f {file}")) if " run " in line]
+        assert [line.rpartition("./")[2] for line in lines] == ["a", "b", "c"]
+        assert all(f" {option} " in line for line in lines)
 
 
 def test_shares_of_bandwidth_are_slices_of_time(cli: Any) -> None:
