@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
@@ -592,19 +592,9 @@ def _memory_answer(advice: Advice) -> MemoryAnswer:
         sentence = text if sentence is None else f"{sentence}; {text}"
     if sentence is not None and len(advice.gpus) > 1:
         sentence = f"on each GPU, {sentence}"
-    names = (
-        "total_bytes",
-        "headroom_bytes",
-        "server_bytes",
-        "context_bytes",
-        "wanted_bytes",
-        "needed_bytes",
-        "left_bytes",
-        "fits",
-        "most",
-    )
-    values = {name: getattr(budget, name) for name in names}
-    return MemoryAnswer(**values, limits_bytes=limits, sentence=sentence)
+    own: dict[str, Any] = {"limits_bytes": limits, "sentence": sentence}
+    values = {field.name: getattr(budget, field.name) for field in fields(MemoryAnswer) if field.name not in own}
+    return MemoryAnswer(**values, **own)
 
 
 def verdict_answer(verdict: Verdict) -> VerdictAnswer:

@@ -30,7 +30,6 @@ from gpushare.advice.steps import (
     Verb,
     clean_name,
     exactly,
-    joined,
     label_of,
     mig_as_it_was,
     undo_of,
@@ -639,7 +638,7 @@ def recipe(s: Situation, way: Way) -> Recipe:
         steps.undo.append(Line("nothing of the host is changed; a job that is out comes back by itself"))
     if way is not Way.FIX and any(map(s.case.any, ("replicas", "multi_model", "cuda_graphs"))):
         steps.measure += _one_server(s)
-    return joined([steps.made()])
+    return steps.made()
 
 
 def _clear(steps: Steps, way: Way) -> None:

@@ -200,8 +200,8 @@ class Steps:
 
     def made(self) -> Recipe:
         return Recipe(
-            lines=tuple(self.lines),
-            undo=tuple(self.undo),
+            lines=_merged(self.lines),
+            undo=_merged(self.undo),
             measure=tuple(self.measure),
             several_shells=self.several_shells,
         )
