@@ -8,7 +8,10 @@ import shlex
 import pytest
 
 from gpushare.host.capabilities import user_name
+from gpushare.mig.ledger import made_by_gpushare
 from gpushare.sim import admin
+from gpushare.sim.current import changing
+from gpushare.sim.state import SimulatedGpuInstance
 from tests.cli.drive import Cli, Refused, World, same
 
 A100, H100, EIGHT, MIXED = "sim:a100-80gb", "sim:h100-80gb", "sim:8xa100-80gb", "sim:2xh100-80gb,a30,t4"
@@ -120,6 +123,24 @@ mig-configs:
     world = World(EIGHT)
     assert [[one for one, _ in instances(world, gpu)] for gpu in range(3)] == [[], ["2g.20gb", "3g.40gb"], []]
     assert [gpu.mig_mode for gpu in world.state.gpus] == [0, 1, *[0] * 6]
+
+
+def test_what_gpushare_has_made_is_known_until_it_is_destroyed(cli: Cli) -> None:
+    world = World(A100)
+    admin.set_mig(A100, "0", ["3g.40gb"])
+    with changing(world.file) as (state, _):
+        state.gpus[0].bare.append(SimulatedGpuInstance("2g.20gb", 4, 9))
+    found = instances(world)
+    # The one of 2g is only filled.
+    cli("mig", "create", "1g.10gb", "2g.20gb", host=A100).ok()
+    assert not world.state.gpus[0].bare
+    own = [place for place in instances(world) if place not in found]
+    for left in (own, own[1:], []):
+        assert sorted((spot.profile, spot.start) for spot in made_by_gpushare(world.host)) == sorted(left)
+        if left:
+            profile, start = left[0]
+            cli("mig", "destroy", f"{profile}:{start}", host=A100).ok()
+    assert instances(world) == found
 
 
 def test_ampere_is_reset_and_keeps_its_mode(cli: Cli) -> None:
