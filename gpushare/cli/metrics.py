@@ -230,9 +230,9 @@ def _guarded(path: Path, write: Callable[[], None]) -> None:
 
 _REQUEST_SECONDS: Final = 5.0
 _ANSWER_SECONDS: Final = 10.0
-# Connections whose request is not complete, and threads: one answers each connection.
+# Connections whose request is not complete, and those that are answered at the same time.
 _MOST_READING: Final = 8
-_MOST_THREADS: Final = 40
+_MOST_ANSWERED: Final = 32
 
 
 class _Handler(WSGIRequestHandler):
@@ -241,15 +241,24 @@ class _Handler(WSGIRequestHandler):
     server: MetricsServer
     # Also for a slow reader of the answer.
     timeout = _ANSWER_SECONDS
+    _has_place = False
 
     def parse_request(self) -> bool:
         """Return whether there is a request to answer; now that it is complete, no other connection takes its place."""
         is_valid = super().parse_request()
         self.server.reading.pop(self.connection, None)
-        if is_valid and threading.active_count() > _MOST_THREADS:
+        if is_valid and not self.server.places.acquire(blocking=False):
             self.send_error(503)
             return False
+        self._has_place = is_valid
         return is_valid
+
+    def finish(self) -> None:
+        try:
+            super().finish()
+        finally:
+            if self._has_place:
+                self.server.places.release()
 
     def log_message(self, format: str, *arguments: Any) -> None:  # noqa: A002 - the name is the library's
         """Do not log."""
@@ -272,6 +281,7 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         super().__init__((address, port), _Handler)
         self.set_app(application)
         self.socket.setblocking(False)
+        self.places = threading.BoundedSemaphore(_MOST_ANSWERED)
         # In order of arrival: connections whose request is not complete, and until when it has to be.
         self.reading: dict[Any, float] = {}
 
