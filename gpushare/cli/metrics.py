@@ -246,7 +246,9 @@ class _Handler(WSGIRequestHandler):
     def parse_request(self) -> bool:
         """Return whether there is a request to answer; now that it is complete, no other connection takes its place."""
         is_valid = super().parse_request()
-        self.server.reading.pop(self.connection, None)
+        if self.server.reading.pop(self.connection, None) is None:
+            # It had to give way: what has come looks complete, as its end was read.
+            return False
         if is_valid and not self.server.places.acquire(blocking=False):
             self.send_error(503)
             return False
