@@ -19,7 +19,7 @@ from gpushare.mig.daemons import devices_of
 from gpushare.mig.ledger import MigLedger, NamedInstance, names_changed, names_of
 from gpushare.mps.daemons import own_daemon
 from gpushare.mps.home import DaemonRecord, home_of, homes_in, unrecorded
-from gpushare.run.jobs import JobRecord, productions, write_record
+from gpushare.run.jobs import JobRecord, records, write_record
 from gpushare.run.pause import Pauses, note_pauses, noted_pauses
 from gpushare.run.results import BenchedCap, Tuned, find_benched, find_tuned, keep_benched, keep_tuned
 from gpushare.timeslice.policy import LENT, MODES, FoundMode, LentLevel, left_level
@@ -72,7 +72,7 @@ READERS: dict[str, Reader] = {
     "record": lambda host, device: home_of(host.run_directory, device.uuid).read(),
     "homes": lambda host, device: homes_in([host.run_directory]),
     "pauses": lambda host, device: noted_pauses(host),
-    "production": lambda host, device: productions(host),
+    "production": lambda host, device: records(host),
     "slices": lambda host, device: slice_records(host),
     "mode": lambda host, device: MODES.read(MODES.path(host, device.uuid)),
     "lent": lambda host, device: left_level(host, device.gpu, TimeSlice.DEFAULT),
