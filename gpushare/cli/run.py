@@ -244,15 +244,15 @@ def _detached(host: Host, program: str, name: str | None) -> Any:
         document = settings.output in {OutputFormat.JSON, OutputFormat.YAML, OutputFormat.CSV}
         put(sys.stdout if document else sys.stderr, document_of(job) if document else job.printed)
         return job.exit_code
-    how = {"runs": "it runs", "waits": "it waits in line", "ended": f"it has ended, exit code {job.exit_code}"}
-    state = how.get(job.state or "", "it has not started yet")
+    how = {"runs": "is running", "waits": "waits in line", "ended": f"has ended, exit code {job.exit_code}"}
+    state = how.get(job.state or "", "has not started yet")
     return Result(
         command="run",
         data=DetachedAnswer(
             job=job.name, pid=job.supervisor.pid, state=job.state, exit_code=job.exit_code, output=str(job.output)
         ),
         text=f"{job.name}\n",
-        notes=(f"{state}; its output: gpushare logs {job.name}; to end it: gpushare stop {job.name}",),
+        notes=(f"{job.name} {state}; see its output: gpushare logs {job.name}; end it: gpushare stop {job.name}",),
     )
 
 

@@ -109,14 +109,14 @@ def sentence(done: Stopped) -> str:
         return f"{title} has left the line"
     if done.drain is None:
         how = {
-            "gpushare": "its gpushare has ended it",
+            "gpushare": "the gpushare that ran it has ended it",
             "container": f"its engine has stopped container {done.container}",
         }.get(done.way, "ended by a signal")
         return f"{title} is gone after {done.seconds:.1f} s: {how}"
     drained = {
         "idle": "the GPU became idle",
         "fall": "the GPU's activity fell",
-        "bound": "neighbours hide the end of its queue, so this is the whole bound",
+        "bound": "neighbours kept the GPU busy, so gpushare waited for the whole time limit",
     }[done.drain.by]
     state = f"; its MPS server is {done.server_status}" if done.server_status else ""
     return f"{title} is gone: stopped, drained for {done.drain.seconds:.2f} s ({drained}), killed{state}"

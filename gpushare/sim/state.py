@@ -365,7 +365,7 @@ class StateFile:
         try:
             return _decode(json.loads(text))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            raise self._broken("it cannot be understood") from None
+            raise self._broken("the file has another form than this gpushare writes") from None
 
     def _broken(self, why: str | None) -> OperationFailed:
         import shlex
