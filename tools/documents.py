@@ -74,7 +74,7 @@ def _kind(schema: dict[str, Any]) -> str:
         name = schema["$ref"].rpartition("/")[2]
         return f"[{name}](#{name.lower()})"
     if "anyOf" in schema:
-        return " or ".join(map(_kind, schema["anyOf"]))
+        return " or ".join(dict.fromkeys(map(_kind, schema["anyOf"])))
     if "enum" in schema:
         return ", ".join(f"`{json.dumps(value)}`" for value in schema["enum"])
     names = schema.get("type", "anything")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from decimal import Decimal
@@ -160,16 +161,23 @@ def _define(kind: Any, definitions: dict[str, Any]) -> None:
         return
     definition = definitions[name] = {
         "$comment": source,
-        "description": (kind.__doc__ or "").split("\n")[0].replace("`", ""),
+        "description": _words_of_json((kind.__doc__ or "").split("\n")[0].replace("`", "")),
         "type": "object",
     }
     hints, comments = _hints(kind), _comments(kind)
     properties = {}
     for key in json_names(kind):
         hint = hints[key] if key in hints else _hints_of(getattr(kind, key).fget)["return"]
-        properties[key] = _schema(hint, definitions) | ({"description": comments[key]} if key in comments else {})
+        properties[key] = _schema(hint, definitions) | (
+            {"description": _words_of_json(comments[key])} if key in comments else {}
+        )
     definition |= {"properties": properties, "required": list(properties), "additionalProperties": False}
     definitions[name] = definition
+
+
+def _words_of_json(text: str) -> str:
+    """Return a description of Python's values as one of JSON's: null for None, true and false."""
+    return re.sub(r"\b(None|True|False)\b", lambda value: json.dumps(ast.literal_eval(value[0])), text)
 
 
 def _hints(kind: Any) -> dict[str, Any]:

@@ -145,7 +145,7 @@ class GpuProcess:
     user: str | None = None
     name: str | None = None
     command_line: tuple[str, ...] | None = None
-    # In clock ticks since boot, as `identity.Identity`; and in seconds since 1970, to show.
+    # In clock ticks since boot; and below in seconds since 1970, to show.
     started: int | None = None
     started_at: float | None = None
     container: str | None = None
@@ -247,7 +247,7 @@ class MpsDaemon:
     pipe_directory: str | None
     log_directory: str | None = None
     device_uuid: str | None = None
-    # The GPU that it serves, and all of them if there are several; None and () when unknown.
+    # The GPU that it serves, and all of them if there are several; null and an empty list when unknown.
     gpu_index: int | None = None
     gpu_indexes: tuple[int, ...] = ()
     user: str | None = None

@@ -25,7 +25,7 @@ class Cost(NamedTuple):
     # Memory slices of the GPU instances destroyed: of two idle ones the smaller one. Before fragmentation,
     # because a GPU with fewer instances always has more room.
     slices_destroyed: int = 0
-    # `planner.capacity_lost` of all GPUs of the plan, afterwards.
+    # The capacity that the instances of all GPUs of the plan take afterwards, in memory slices.
     capacity_lost: int = 0
 
 

@@ -16,7 +16,7 @@ from gpushare.show.result import Column, Result, Table
 class PlanAnswer:
     """The answer of a change: its steps, what takes all of them back, and what it takes."""
 
-    # Nothing was changed.
+    # True: nothing was changed.
     dry_run: bool
     steps: tuple[Step, ...]
     undo: str | None

@@ -62,7 +62,7 @@ class SimulatedMigInstance(SimulatedGpuInstance):
 
 @dataclass(eq=False)
 class SimulatedNode:
-    """What differs from the default at the capability node of an instance: see `capabilities.NodeAccess`."""
+    """What differs from the default at the capability node of an instance."""
 
     owner: int = 0
     mode: int = 0o444
@@ -129,15 +129,15 @@ class SimulatedProcess:
     name: str
     user: str
     uid: int
-    # In clock ticks since boot, as `identity.Identity`.
+    # In clock ticks since boot.
     started: int
     command_line: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
     memory_bytes: int = 0
     sm_percent: int = 0
-    # Percent of the memory's bandwidth that it draws; None: what its work on the SMs draws, see `activity.bandwidth`.
+    # Percent of the memory's bandwidth that it draws; None: what its work on the SMs draws.
     bandwidth_percent: int | None = None
-    # Percent of the time in which it has work, and how long a request of it takes; see `job`.
+    # Percent of the time in which it has work, and how long a request of it takes.
     busy_percent: float = 100.0
     request_ms: float | None = None
     # Work launched ahead: how long the GPU is still busy after the process stops launching (seconds).
@@ -169,7 +169,7 @@ class SimulatedProcess:
     # Device nodes that it keeps open besides those of its CUDA context: nv-hostengine, nvidia-persistenced.
     open_files: list[str] = field(default_factory=list)
     # What differs from the default: time-slices (microseconds) by channel group, "compute" or the handle of another, and
-    # channels that are off; see `channels`.
+    # channels that are off.
     slices: dict[str, int] = field(default_factory=dict)
     channels_off: list[int] = field(default_factory=list)
     # CUprocessState: 1 locked, 2 checkpointed (then its memory is in ``image_bytes``), 3 failed; ever restored.
