@@ -390,9 +390,10 @@ def _service(work: Workload, number: int) -> str:
 
 def _whole(steps: Steps, way: Way) -> None:
     s = steps.s
-    if s.several and s.case.any("vms"):
+    if s.case.any("vms"):
         # A lock or an environment variable of the host has no effect in a virtual machine.
-        steps.say("on the hypervisor: pass the whole GPU to one virtual machine at a time (PCI passthrough)")
+        machine = "one virtual machine at a time" if s.several else "the virtual machine"
+        steps.say(f"on the hypervisor: pass the whole GPU to {machine} (PCI passthrough)")
     elif s.case.any("kubernetes"):
         steps.say("for pods: request nvidia.com/gpu: 1; without sharing, the device plugin gives each pod a whole GPU")
     elif s.together and s.case.any("nccl") is not False and s.placed_processes > 1:

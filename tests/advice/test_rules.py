@@ -215,6 +215,7 @@ EXAMPLES: dict[str, tuple[str, Example, Example]] = {
     "kept-in-share": ("mps-static", four(containment=True), four()),
     "cuda-graphs": ("measure", four(cuda_graphs=True), four(cuda_graphs=True, isolation="fault")),
     "waits-for-input": ("fix-app", four(io_bound=True), four()),
+    "one-virtual-machine": ("whole-gpu", one(vms=True), four(vms=True)),
     "virtual-machines": ("vgpu", four(vms=True), four()),
     "not-trusted": ("mig", four(trusted=False), four()),
     "not-trusted-time": ("timeslice", four(trusted=False), four()),
