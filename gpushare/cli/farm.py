@@ -222,7 +222,8 @@ def _farmed(host: Host, devices: Sequence[Device], command: Sequence[str], optio
     report = CopyLines(options.copies, output=settings.output, quiet=settings.quiet, note=note)
     if settings.dry_run:
         steps = tuple(plan_farm(host, devices, command, options, report))
-        return plan_result("farm", Plan(title="the farm has ended", steps=steps), dry_run=True)
+        plan = Plan(title="the farm has ended", steps=steps)
+        return plan_result("farm", plan, dry_run=True, empty="nothing to do: all copies were done earlier")
     # An error comes before the farm is a job.
     check_farm(host, devices, command, options, report)
     try:

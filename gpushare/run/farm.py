@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import IO, Any, Final, Literal
 
 from gpushare.base.errors import BadUsage, GpushareError, InUse, NoPermission, OperationFailed, or_none
 from gpushare.base.model import GpuProcess
@@ -246,6 +246,21 @@ def parse_ends(lines: Iterable[bytes]) -> Iterator[CopyEnd]:
         yield CopyEnd(command=command, copy=copy, line=text, done=done)
 
 
+def read_ends(file: int) -> Iterator[CopyEnd]:
+    """Yield what an open file says, from its beginning; nothing if it cannot be read."""
+    with contextlib.suppress(OSError):
+        reading = os.open(f"/proc/self/fd/{file}", os.O_RDONLY | os.O_CLOEXEC)
+        with open(reading, "rb") as lines:
+            yield from parse_ends(_first_lines(lines))
+
+
+def _first_lines(file: IO[bytes]) -> Iterator[bytes]:
+    read = 0
+    while read < _MOST_BYTES and (line := file.readline(_MOST_RECORD_BYTES)):
+        read += len(line)
+        yield line
+
+
 def copies_done(ends: Iterable[CopyEnd], command: str, copies: int, lines: Sequence[str] | None) -> set[int]:
     """Return the numbers of the copies that are done: with exit code 0, for the same command and the same line.
 
@@ -346,18 +361,9 @@ class FarmResults:
                 say(f"waiting for {counted(len(pids), 'process')} of an earlier farm with these logs, being ended")
         return True
 
-    def done(self, copies: int, lines: Sequence[str] | None) -> set[int]:
-        """Return the copies that are done (`copies_done`)."""
-        return copies_done(parse_ends(self._lines()), self._command, copies, lines)
-
-    def _lines(self) -> Iterator[bytes]:
-        with contextlib.suppress(OSError):
-            reading = os.open(f"/proc/self/fd/{self._file}", os.O_RDONLY | os.O_CLOEXEC)
-            with open(reading, "rb") as file:
-                read = 0
-                while read < _MOST_BYTES and (line := file.readline(_MOST_RECORD_BYTES)):
-                    read += len(line)
-                    yield line
+    def ends(self) -> Iterator[CopyEnd]:
+        """Yield what the file says, from its beginning."""
+        return read_ends(self._file)
 
     def add(self, copy: Copy) -> None:
         """Append a copy that has ended.
@@ -645,14 +651,45 @@ class _Farm:
         now, _ = usable_now(self._host, devices, self._user_limits, client=self._options.gpus == 1)
         return read_lines(self._host, now, self._user_limits)
 
+    # -- what an earlier farm has done ---------------------------------------------------------------
+
+    def _skip(self, ends: Iterable[CopyEnd]) -> set[int]:
+        """Skip the copies that an earlier farm has done, say so, and return their numbers."""
+        options, digest = self._options, digest_of_command(self._command)
+        commands: set[str] = set()
+
+        def noted() -> Iterator[CopyEnd]:
+            for end in ends:
+                commands.add(end.command)
+                yield end
+
+        done = copies_done(noted(), digest, options.copies, options.lines)
+        for number in done:
+            self._copies[number].state = "done earlier"
+        if done:
+            self._reporter.say(f"{format_copies(len(done))} done earlier: not started again")
+        if commands and digest not in commands:
+            self._reporter.say(f"{options.logs}/{NAME} has results of another command only: no copy is skipped")
+        return done
+
+    def _skip_planned(self) -> None:
+        """Skip them in a plan, which makes and locks no file."""
+        options = self._options
+        if options.logs is None or not options.resume:
+            return
+        # What cannot be opened is refused when the farm runs.
+        with contextlib.suppress(OSError):
+            file = open_to_append(options.logs / NAME, create=False)
+            try:
+                self._skip(read_ends(file))
+            finally:
+                os.close(file)
+
     # -- what is said before -------------------------------------------------------------------------
 
     def say_first(self) -> None:
         """Say what each copy is given, and how many run at the same time."""
         options, copies = self._options, [copy for copy in self._copies if copy.state == "waiting"]
-        done = len(self._copies) - len(copies)
-        if done:
-            self._reporter.say(f"{format_copies(done)} done earlier: not started again")
         if not copies:
             return
         text = f"{format_copies(len(copies))} on {', '.join(device.title for device in self._devices.values())}"
@@ -671,11 +708,17 @@ class _Farm:
     # -- the plan ------------------------------------------------------------------------------------
 
     def plan(self) -> list[Step]:
-        """Return the steps of the farm: what is reserved, the daemons, each copy, and what is watched."""
+        """Return the steps of the farm: what is reserved, the daemons, each copy, and what is watched; none if all is done."""
+        self._skip_planned()
+        waiting = [copy for copy in self._copies if copy.state == "waiting"]
+        if not waiting:
+            return []
         where = " or ".join(device.title for device in self._devices.values())
         if self._size is None:
             steps = [
-                _step(f"run copy 0 alone on {where}, at most {_ALONE_SECONDS:g} s, and measure its memory"),
+                _step(
+                    f"run copy {waiting[0].copy} alone on {where}, at most {_ALONE_SECONDS:g} s, and measure its memory"
+                ),
                 _step("reserve a fifth more than that for each further copy while it runs"),
             ]
         else:
@@ -684,7 +727,7 @@ class _Farm:
         steps += [step for gpu in self._gpus.values() for step in gpu.share.steps()]
         self._set_caps()
         planned: Counter[str] = Counter()
-        for copy in self._copies:
+        for copy in waiting:
             uuids = self._order([*self._devices], planned)[: self._options.gpus]
             planned.update(uuids)
             gpu = self._gpu(*uuids)
@@ -764,9 +807,7 @@ class _Farm:
             return
         done: set[int] = set()
         if options.resume:
-            done = results.done(options.copies, options.lines)
-            for number in done:
-                self._copies[number].state = "done earlier"
+            done = self._skip(results.ends())
         remove_earlier_logs(self._logs, options.copies, done)
 
     def _running(self) -> dict[int, Program]:

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -92,7 +92,7 @@ def test_what_is_appended_to_a_torn_line_is_a_line_of_its_own(host: Host, tmp_pa
     with FarmResults(host, path, directory, ["job", "{}"]) as results:
         for number in range(2):
             results.add(Copy(copy=number, state="done", exit_code=0))
-        assert results.done(3, None) == {0, 1}
+        assert copies_done(results.ends(), digest_of_command(["job", "{}"]), 3, None) == {0, 1}
     os.close(directory)
     assert len(path.read_bytes().splitlines()) == 3
 
@@ -170,10 +170,39 @@ def test_what_is_done_is_skipped_and_what_failed_is_not(host: Host, device: Devi
     assert [copy.state for copy in second.copies] == ["done", "done earlier", "done", "done earlier"]
     assert ran(tmp_path / "ran") == ["b", "d"]
     assert heard.said[0] == "2 copies done earlier: not started again"
-    # Another command has done nothing yet.
-    other = farm(host, [device], ["true", "{}"], sized(device, copies=1, lines=("a",), **more), Heard())
-    assert [copy.state for copy in other.copies] == ["done"]
-    assert digest_of_command(command) != digest_of_command(["true", "{}"])
+
+
+def test_a_plan_has_the_copies_that_are_not_done(host: Host, device: Device, tmp_path: Path) -> None:
+    more = {"logs": tmp_path / "logs", "resume": True}
+    command, heard = ["true"], Heard()
+    farm(host, [device], command, sized(device, copies=2, **more), Heard())
+    steps = plan_farm(host, [device], command, sized(device, copies=4, **more), heard)
+    numbers = [step.what.split()[2] for step in steps if step.what.startswith("run copy")]
+    assert numbers == ["2", "3"]
+    assert heard.said == ["2 copies done earlier: not started again"]
+    assert plan_farm(host, [device], command, sized(device, copies=2, **more), heard) == ()
+
+
+def test_a_plan_before_the_first_run_makes_no_file(host: Host, device: Device, tmp_path: Path) -> None:
+    options = sized(device, copies=2, logs=tmp_path / "logs", resume=True)
+    steps = plan_farm(host, [device], ["true"], options, Heard())
+    assert sum(step.what.startswith("run copy") for step in steps) == 2
+    assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize("act", [farm, plan_farm])
+def test_results_of_another_command_are_said_and_skip_nothing(
+    host: Host, device: Device, tmp_path: Path, act: Callable[..., object]
+) -> None:
+    more = {"logs": tmp_path, "resume": True}
+    first, heard = Heard(), Heard()
+    farm(host, [device], ["true", "{}"], sized(device, copies=1, lines=("a",), **more), first)
+    assert not [text for text in first.said if "another command" in text]
+    before = (tmp_path / "farm.jsonl").read_bytes()
+    act(host, [device], ["echo", "{}"], sized(device, copies=1, lines=("a",), **more), heard)
+    assert heard.said[0] == f"{tmp_path}/farm.jsonl has results of another command only: no copy is skipped"
+    ended = (tmp_path / "farm.jsonl").read_bytes().removeprefix(before)
+    assert len(ended.splitlines()) == (1 if act is farm else 0)
 
 
 def test_a_farm_that_was_killed_goes_on_where_it_was(host: Host, tmp_path: Path) -> None:
