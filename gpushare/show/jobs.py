@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from gpushare.base.errors import ExitCode
@@ -46,8 +47,9 @@ def jobs_result(snapshot: Snapshot, jobs: Sequence[ListedJob], *, everything: bo
     present = [job for job in jobs if job.line is None and job.pid is not None]
     waiting = [job for job in jobs if job.line is not None]
     ended = [job for job in jobs if job.pid is None]
-    tables = [_present(present, everything=everything)]
-    tables += [_waiting(waiting)] if waiting else []
+    of_others = everything or len({job.user for job in jobs} - {None}) > 1
+    tables = [_present(present, everything=everything, of_others=of_others)]
+    tables += [_waiting(waiting, of_others=of_others)] if waiting else []
     tables += [_ended(ended)] if ended else []
     errors = gpu_errors(snapshot.gpus)
     return Result(
@@ -90,7 +92,22 @@ _SINCE: Final = Column("since_seconds", "since", right=True, rank=2, format=age)
 _COMMAND: Final = Column("command", "command", rank=3, least=12)
 
 
-def _present(jobs: Sequence[ListedJob], *, everything: bool) -> Table:
+# Where jobs of several users are listed, whose a job is and what it runs tell more than how it shares the GPU.
+_RANKS_OF_OTHERS: Final = {"user": 1, "command": 1, "way": 2}
+
+
+def _ranked(columns: Sequence[Column], *, of_others: bool) -> tuple[Column, ...]:
+    """Return the columns, where jobs ``of_others`` are listed with user and command as the last to be dropped."""
+    if not of_others:
+        return tuple(columns)
+    lower = max(_RANKS_OF_OTHERS.values())
+    return tuple(
+        replace(column, rank=_RANKS_OF_OTHERS.get(column.key, column.rank + lower if column.rank else 0))
+        for column in columns
+    )
+
+
+def _present(jobs: Sequence[ListedJob], *, everything: bool, of_others: bool) -> Table:
     columns = (
         _JOB,
         _PID,
@@ -107,10 +124,11 @@ def _present(jobs: Sequence[ListedJob], *, everything: bool) -> Table:
         _COMMAND,
     )  # fmt: skip
     empty = "no process is on the GPUs" if everything else "no job is running; processes of others: gpushare jobs -a"
-    return Table(name="jobs", title="jobs", columns=columns, rows=tuple(jobs), empty=empty)
+    ranked = _ranked(columns, of_others=of_others)
+    return Table(name="jobs", title="jobs", columns=ranked, rows=tuple(jobs), empty=empty)
 
 
-def _waiting(jobs: Sequence[ListedJob]) -> Table:
+def _waiting(jobs: Sequence[ListedJob], *, of_others: bool) -> Table:
     columns = (
         Column("place", "place", right=True, of=lambda job: job.line.place),
         _JOB,
@@ -130,7 +148,8 @@ def _waiting(jobs: Sequence[ListedJob]) -> Table:
         Column("state", "state", optional=True, of=lambda job: "stopped, skipped" if job.line.stopped else None),
         _COMMAND,
     )
-    return Table(name="waiting_jobs", title="waiting for room", columns=columns, rows=tuple(jobs))
+    ranked = _ranked(columns, of_others=of_others)
+    return Table(name="waiting_jobs", title="waiting for room", columns=ranked, rows=tuple(jobs))
 
 
 def _ended(jobs: Sequence[ListedJob]) -> Table:

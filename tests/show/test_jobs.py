@@ -50,6 +50,20 @@ def test_the_screen(shown, golden, width):
     golden(f"jobs-{width}", "".join(shown(jobs_result(SNAPSHOT, JOBS), OutputFormat.TABLE, width=width)))
 
 
+def test_of_several_users_the_user_and_the_command_stay_longest(shown):
+    crowd = tuple(
+        job(None, 7000 + number, role=role, user=user, memory_used_bytes=GIB, since_seconds=60.0, sm_percent=3, way=way)
+        for number, (user, role, way) in enumerate([("alice", "production", "timeslice"), ("bob", None, "mps")])
+    )
+    own = tuple(each for each in crowd if each.user == "alice")
+    for jobs, everything, stays in ((crowd, False, True), (own, True, True), (own, False, False)):
+        title = shown(jobs_result(SNAPSHOT, jobs, everything=everything), OutputFormat.TABLE, width=60)[0].splitlines()[
+            1
+        ]
+        assert ({"user", "command"} <= set(title.split())) is stays, title
+        assert ("role" in title.split()) is not stays, title
+
+
 @pytest.mark.parametrize("output", ["plain", "csv"])
 def test_the_document(shown, golden, output):
     golden(f"jobs-{output}", shown(jobs_result(SNAPSHOT, JOBS), OutputFormat(output))[0])
