@@ -84,10 +84,11 @@ class LogsAnswer:
 
 
 def _document(output: Output, lines: int | None) -> Any:
-    before = seek_lines(output.descriptor, _LINES_IN_A_DOCUMENT if lines is None else lines)
+    skipped = seek_lines(output.descriptor, _LINES_IN_A_DOCUMENT if lines is None else lines)
     with open(output.descriptor, "rb", closefd=False) as file:
         text = file.read(_DOCUMENT_BYTES).decode(errors="replace")
-    printed = text.split("\n")[: None if text and not text.endswith("\n") else -1]
+        cut = bool(file.read(1))
+    printed = text.removesuffix("\n").split("\n") if text else []
     rows = tuple({"line": line} for line in printed)
     return Result(
         command="logs",
@@ -95,7 +96,7 @@ def _document(output: Output, lines: int | None) -> Any:
             job=output.name,
             path=str(output.path),
             running=is_present(settings.connect(), output.name),
-            complete=not before and len(text) < _DOCUMENT_BYTES,
+            complete=not skipped and not cut,
             lines=tuple(printed),
         ),
         csv=Table(name="lines", columns=(Column("line", "line"),), rows=rows),

@@ -90,6 +90,22 @@ def test_the_document(cli: Cli, world: World, written: Path) -> None:
     assert cli("logs", "train", output="json").ok().data["lines"] == []
 
 
+def test_a_document_is_complete_only_with_the_last_byte(
+    cli: Cli, world: World, written: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpushare.cli.logs._DOCUMENT_BYTES", 8)
+
+    def answer(text: bytes) -> tuple[list[str], bool]:
+        written.write_bytes(text)
+        data = cli("logs", "train", output="json").ok().data
+        return data["lines"], data["complete"]
+
+    # 8 bytes are 4 characters here.
+    assert answer("éééé\néé\n".encode()) == (["éééé"], False)
+    assert answer(b"1234567\n") == (["1234567"], True)
+    assert answer(b"1234567\n8") == (["1234567"], False)
+
+
 @pytest.fixture
 def running(world: World, written: Path) -> int:
     """A job with this output that runs: a simulated process stands for it and its gpushare."""
