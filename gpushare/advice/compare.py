@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from gpushare.advice.table import Cell, Table, driver_branch
 from gpushare.base.model import ComputeMode, Way
-from gpushare.base.units import format_bytes
+from gpushare.base.units import counted, format_bytes
 from gpushare.gpu_models import named_model
 
 if TYPE_CHECKING:
@@ -52,8 +52,8 @@ def cell_here(table: Table, mechanism: Way, row: str, host: HostFacts, gpu: GpuF
     if availability(mechanism, host, gpu).usable is False or gpu.error is not None:
         return None
     computed = _COMPUTED.get((mechanism, row))
-    found = computed(_Place(table=table, host=host, gpu=gpu)) if computed else None
-    return found or table.cell(mechanism, row, host.driver).today
+    text = computed(_Place(table=table, host=host, gpu=gpu)) if computed else None
+    return text or table.cell(mechanism, row, host.driver).today
 
 
 def mps_clients(table: Table, host: HostFacts, gpu: GpuFacts) -> int | None:
@@ -193,21 +193,22 @@ def _timeslice_max(place: _Place) -> str | None:
 
 
 def _timeslice_change(place: _Place) -> str | None:
+    """Return who may change the level of the GPU, and whether a process can have a slice; None: unknown."""
     if place.gpu.time_slice_settable is None:
         return None
     if not place.gpu.time_slice_settable:
         return "No: this GPU has no time-slice levels"
     who = "you are root" if place.host.root else "needs root"
     levels = f"Live, {who}: default, short, medium, long for the GPU"
-    options = place.table.cell(Way.TIMESLICE, "reconfigure", place.host.driver or "0").options
-    return f"{levels}; a slice per process" if options else f"{levels}"
+    per_process = place.table.cell(Way.TIMESLICE, "reconfigure", place.host.driver or "0").options
+    return f"{levels}; a slice per process" if per_process else levels
 
 
 def _plain_profiles(place: _Place) -> tuple[Profile, ...]:
     """Return the ordinary profiles, the smallest first."""
     layout = place.gpu.layout
-    found = [] if layout is None else [one for one in layout.profiles if one.plain]
-    return tuple(sorted(found, key=lambda one: (one.slices, one.memory_bytes or 0)))
+    profiles = [] if layout is None else [profile for profile in layout.profiles if profile.plain]
+    return tuple(sorted(profiles, key=lambda profile: (profile.slices, profile.memory_bytes or 0)))
 
 
 def _mig_max(place: _Place) -> str | None:
@@ -215,12 +216,13 @@ def _mig_max(place: _Place) -> str | None:
     profiles = _plain_profiles(place)
     if most is None or not profiles:
         return None if place.gpu.mig_enabled else "Up to 7; this driver does not list the profiles while MIG is off"
-    smallest = next((one.name for one in profiles if one.instances == most), None)
-    return f"{most}" + ("" if smallest is None else f" of {smallest}")
+    smallest = next((profile.name for profile in profiles if profile.instances == most), None)
+    return str(most) if smallest is None else f"{most} of {smallest}"
 
 
 def _mig_sm(place: _Place) -> str | None:
-    sizes = [one.multiprocessors for one in _plain_profiles(place) if one.multiprocessors is not None]
+    counts = (profile.multiprocessors for profile in _plain_profiles(place))
+    sizes = [count for count in counts if count is not None]
     if not sizes:
         return None
     whole = place.gpu.multiprocessors
@@ -229,7 +231,7 @@ def _mig_sm(place: _Place) -> str | None:
 
 
 def _mig_memory(place: _Place) -> str | None:
-    sizes = [one.memory_bytes for one in _plain_profiles(place) if one.memory_bytes is not None]
+    sizes = [profile.memory_bytes for profile in _plain_profiles(place) if profile.memory_bytes is not None]
     return f"Yes: {format_bytes(min(sizes))} to {format_bytes(max(sizes))} of its own" if sizes else None
 
 
@@ -240,8 +242,10 @@ def _mig_change(place: _Place) -> str | None:
     if gpu.compute_capability is None:
         return None
     how = "no reset" if gpu.compute_capability >= _HOPPER else "with a reset of the GPU"
-    busy = "" if gpu.processes is None else "; idle now" if gpu.processes == 0 else f"; {gpu.processes} processes now"
-    return f"When idle, {who}; {how}" + (busy if gpu.processes != 1 else "; 1 process now")
+    if gpu.processes is None:
+        return f"When idle, {who}; {how}"
+    present = f"{counted(gpu.processes, 'process')} now" if gpu.processes else "idle now"
+    return f"When idle, {who}; {how}; {present}"
 
 
 _COMPUTED: Final[dict[tuple[Way, str], Callable[[_Place], str | None]]] = {
@@ -334,7 +338,7 @@ def explanation(
         )
     lines += [("sources disagree", cell.contradiction)] if cell.contradiction else []
     lines += [("note", cell.note)] if cell.note else []
-    lines += [("source", f"{one.title} ({one.date}), {one.where}") for one in cell.sources]
+    lines += [("source", f"{source.title} ({source.date}), {source.where}") for source in cell.sources]
     return lines
 
 

@@ -139,6 +139,10 @@ def budget(case: Case, gpu: GpuFacts, *, mps: bool) -> Budget:
     )
 
 
+def _is_under_mps(way: Way) -> bool:
+    return Way.MPS in {way.outer, way.inner}
+
+
 def whole_mib(size: int) -> int:
     """Return a size rounded up to whole MiB."""
     return -(-size // MIB) * MIB
@@ -619,7 +623,7 @@ class Situation:
         return budget(self.case, self.gpu, mps=True)
 
     def budget_of(self, way: Way) -> Budget:
-        return self.under_mps if Way.MPS in {way.outer, way.inner} else self.plain
+        return self.under_mps if _is_under_mps(way) else self.plain
 
     @cached_property
     def fit_together(self) -> bool | None:
@@ -659,38 +663,46 @@ class Situation:
         )
 
     def in_turns(self, way: Way) -> int | None:
-        """Return how many run at a time if not all fit at once and the rest can wait; None: all at once, or at most one.
+        """Return how many run at a time if not all fit at once and the rest can wait.
 
-        Only for equal, independent processes that are known to leave room for each other.
+        None: all run at once, at most one does, or none can wait for another.
         """
-        case, processes = self.case, self.case.processes
-        waits = len(case.workloads) == 1 and self.saturating is not True and case.same_user is not False
-        needed = (
-            self.together
-            or self.apart
-            or self.idle_often
-            or any(map(case.any, ("latency", "running", "weights", "progress")))
-        )
-        if processes is None or not waits or needed or way in {*ALL_MIG, Way.VGPU, Way.STREAMS}:
+        processes = self.case.processes
+        if processes is None or not self._can_wait or way in {*ALL_MIG, Way.VGPU, Way.STREAMS}:
             return None
-        under_mps = Way.MPS in {way.outer, way.inner}
-        limits = [processes]
-        if under_mps and self.mps_clients is not None:
-            limits.append(self.mps_clients)
-        found = self.budget_of(way)
-        if found.may_fit is False:
-            # Where it is unknown whether one of them fills the GPU, a few are queued by their memory alone.
-            many = under_mps and self.mps_clients is not None and processes > self.mps_clients
-            limits.append(found.most or 0 if many or self.saturating is False else 0)
-        turns = min(limits)
-        if not 1 < turns < processes:
-            return None
-        # With one less at a time each has a limit: not if that costs more than a tenth.
-        memory, usable = case.workloads[0].memory, found.usable_bytes
-        limited = turns
-        if under_mps and not self.before_volta and memory is not None and usable is not None:
-            limited = min(turns, usable // (whole_mib(memory) + CLIENT_BYTES))
-        return limited if limited >= turns * 0.9 else turns
+        at_once = self._most_at_once(way, processes)
+        return self._fewer_for_limits(way, at_once) if 1 < at_once < processes else None
+
+    @cached_property
+    def _can_wait(self) -> bool:
+        """Return whether the processes are equal and independent, and none is known to fill the GPU or to be needed now."""
+        equal = len(self.case.workloads) == 1 and self.case.same_user is not False
+        dependent = self.together or self.apart or self.idle_often
+        needed_now = any(map(self.case.any, ("latency", "running", "weights", "progress")))
+        return equal and self.saturating is not True and not dependent and not needed_now
+
+    def _most_at_once(self, way: Way, processes: int) -> int:
+        """Return how many processes the MPS server and the memory admit at once; 0: they do not take turns."""
+        clients = self.mps_clients if _is_under_mps(way) else None
+        most = processes if clients is None else min(processes, clients)
+        memory = self.budget_of(way)
+        if memory.may_fit is not False:
+            return most
+        if self.saturating is False or most < processes:
+            return min(most, memory.most or 0)
+        # It is unknown whether one of them fills the GPU: a few are queued by their memory alone (`by_room`).
+        return 0
+
+    def _fewer_for_limits(self, way: Way, at_once: int) -> int:
+        """Return how many run at once so that each client of MPS has a limit, which includes the memory of its context.
+
+        If these are less than 0.9 of all that could run at once, return all, which then have no limits.
+        """
+        size, usable = self.case.workloads[0].memory, self.budget_of(way).usable_bytes
+        if not _is_under_mps(way) or self.before_volta or size is None or usable is None:
+            return at_once
+        limited = min(at_once, usable // (whole_mib(size) + CLIENT_BYTES))
+        return limited if limited >= at_once * 0.9 else at_once
 
     def counts_at_once(self, way: Way) -> tuple[int | None, ...]:
         """Return the number of processes of each workload that run at the same time."""

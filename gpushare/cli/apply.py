@@ -309,13 +309,16 @@ def _ended_lease_notes(ended: Sequence[tuple[int, Loss]]) -> list[str]:
 
 
 def _ended_leases(host: Host, wanted: HostFile) -> list[tuple[int, Loss]]:
-    """Return the leases that are longer than a file allows, so that they end with it, by the user's id."""
-    kept = leases(host, limits_in(wanted))
+    """Return each lease that ends when a file is applied, because it is longer than the file allows.
+
+    With each comes the id of its user.
+    """
+    surviving = leases(host, limits_in(wanted))
     indexes = {gpu.uuid: gpu.index for gpu in gpus_of(host)}
     return [
         (lease.uid, Loss(action="ends", what=f"the lease of {lease.user} on GPU {indexes.get(uuid, uuid)}"))
         for uuid, lease in leases(host, kept_limits(host)).items()
-        if uuid not in kept or kept[uuid].uid != lease.uid
+        if uuid not in surviving or surviving[uuid].uid != lease.uid
     ]
 
 

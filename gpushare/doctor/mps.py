@@ -393,9 +393,10 @@ def open_limits(seen: Examination) -> Iterator[Check]:
     """Check for daemons of root whose limits every user may change (before driver 550)."""
     for item in seen.believed:
         pipe = Path(item.daemon.pipe_directory or "/nonexistent")
-        if item.uid != 0 or pipe_users(pipe) is None or not anybody_changes(pipe, seen.driver):
-            continue
-        yield finding("mps.open", item.daemon.gpu_index, daemon=item.daemon, driver=seen.driver, pipe=pipe)
+        # Nobody reaches the daemon through a directory that does not exist (None).
+        reachable = pipe_users(pipe) is not None
+        if item.uid == 0 and reachable and anybody_changes(pipe, seen.driver):
+            yield finding("mps.open", item.daemon.gpu_index, daemon=item.daemon, driver=seen.driver, pipe=pipe)
 
 
 def _waiting(seen: Examination, daemon: MpsDaemon) -> Iterator[tuple[int, str]]:

@@ -654,7 +654,9 @@ def prepare(host: Host, device: Device, wished: Settings) -> Prepared:
         wished.cells,
         why,
         streams=bool(wished.in_one),
-        more=lambda way, copies: _too_few(copies, instances) if way.kind is Way.MIG and copies > instances else None,
+        refuse_copies=lambda way, copies: (
+            _too_few(copies, instances) if way.kind is Way.MIG and copies > instances else None
+        ),
     )
     if alone is None or not cells:
         reason = "; ".join(dict.fromkeys(f"{cell.way}: {cell.reason}" for cell in left_out)) or "none was given"

@@ -378,9 +378,15 @@ class _Run:
         self._interval = header.interval_seconds
 
     def go(self, progress: Callable[[float], Any]) -> None:
+        """Take a sample at the end of each interval; ``progress`` gets the seconds that are over.
+
+        Raises:
+            KeyboardInterrupt, NoPermission, OperationFailed: as `observe`.
+        """
         start = self._clock.monotonic()
         # GPM counts from here: the first sample is at the end of the first interval.
-        self._meet(self.sampler.take(0.0)[1])
+        _, first_seen = self.sampler.take(0.0)
+        self._meet(first_seen)
         turn, last = 1, max(1, round(self._seconds / self._interval))
         while turn <= last:
             due = start + turn * self._interval
@@ -389,17 +395,18 @@ class _Run:
             progress(min(turn * self._interval, self._seconds))
             late = int((self._clock.monotonic() - start) / self._interval)
             upcoming = max(turn + 1, late + 1)
+            # Those between this one and the upcoming one; none is due after the last.
             self.missed += min(upcoming, last + 1) - turn - 1
             turn = upcoming
 
     def _sample(self, at: float) -> None:
-        sample, came = self.sampler.take(at)
-        self._meet(came)
+        sample, first_seen = self.sampler.take(at)
+        self._meet(first_seen)
         self._file.sample(sample)
         self.tally.add(sample)
 
-    def _meet(self, came: Iterable[RecordedProcess | RecordedInstance]) -> None:
-        for record in came:
+    def _meet(self, first_seen: Iterable[RecordedProcess | RecordedInstance]) -> None:
+        for record in first_seen:
             self._file.meet(record)
             if isinstance(record, RecordedProcess):
                 self.tally.meet(record)

@@ -156,24 +156,27 @@ def _header_of(raw: Mapping[str, Any]) -> Header:
         driver=None if raw.get("driver") is None else str(raw["driver"]),
         started_at=float(raw["started_at"]),
         interval_seconds=float(raw["interval_seconds"]),
-        gpus=tuple(RecordedGpu(**_known(RecordedGpu, gpu)) for gpu in raw["gpus"]),
+        gpus=tuple(RecordedGpu(**_fields_of(RecordedGpu, gpu)) for gpu in raw["gpus"]),
         warnings=tuple(map(str, raw.get("warnings") or ())),
     )
 
 
 def _process_of(raw: Mapping[str, Any]) -> RecordedProcess:
-    return RecordedProcess(**_known(RecordedProcess, raw))
+    return RecordedProcess(**_fields_of(RecordedProcess, raw))
 
 
 _TYPES: Final = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,), "None": (type(None),)}
 
 
-def _known(kind: Any, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a value class; TypeError: one has another type. A later gpushare may add some to the file."""
+def _fields_of(value_class: Any, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a value class that an object of the file has; TypeError: one has another type.
+
+    Other keys are ignored: a later gpushare may have written them.
+    """
     present = {}
-    for entry in fields(kind):
+    for entry in fields(value_class):
         if entry.name in raw:
-            types = tuple(kind for word in str(entry.type).split(" | ") for kind in _TYPES[word])
+            types = tuple(accepted for word in str(entry.type).split(" | ") for accepted in _TYPES[word])
             if not isinstance(raw[entry.name], types):
                 raise TypeError(entry.name)
             present[entry.name] = raw[entry.name]
@@ -562,7 +565,7 @@ class Samples:
                 process = _process_of(json.loads(line)["process"])
                 self.processes[process.id] = process
             elif line.startswith('{"instance":'):
-                instance = RecordedInstance(**_known(RecordedInstance, json.loads(line)["instance"]))
+                instance = RecordedInstance(**_fields_of(RecordedInstance, json.loads(line)["instance"]))
                 self.instances[instance.id] = instance
 
     def __len__(self) -> int:

@@ -265,11 +265,12 @@ def sort_out(
     obstacles: Reasons,
     *,
     streams: bool,
-    more: Callable[[BenchWay, int], str | None],
+    refuse_copies: Callable[[BenchWay, int], str | None],
 ) -> tuple[list[tuple[BenchWay, int]], list[LeftOut]]:
     """Return which ways are measured with how many copies, and which are left out and why.
 
-    ``streams``: the command can run as streams or threads of one process. ``more`` returns why a number of copies is impossible.
+    ``streams``: the command can run as streams or threads of one process. ``refuse_copies`` returns why a way
+    cannot have a number of copies; None: it can.
     """
     cells: list[tuple[BenchWay, int]] = []
     left_out: list[LeftOut] = []
@@ -280,7 +281,7 @@ def sort_out(
         if reason is not None:
             left_out.append(LeftOut(way=way.name, copies=None, reason=reason))
             continue
-        reason = more(way, copies)
+        reason = refuse_copies(way, copies)
         if way.kind is Way.MPS and obstacles.clients is not None and copies > obstacles.clients:
             reason = f"an MPS server takes {obstacles.clients} clients"
         if reason is None:

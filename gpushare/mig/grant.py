@@ -466,7 +466,7 @@ def names_step(
     gpus = {named.name: named.gpu_uuid for named in forget}
     before: dict[str, NamedInstance | None] = {}
 
-    def act() -> None:
+    def change_names() -> None:
         with names_changed(host) as names:
             for name, instance in wanted.items():
                 present = names.get(name)
@@ -478,12 +478,16 @@ def names_step(
                 elif present is not None and present.gpu_uuid == gpus[name]:
                     before[name] = names.pop(name)
 
-    def back() -> None:
+    def restore_names() -> None:
+        """Bind each changed name to its instance of before, or forget it if it had none."""
         with names_changed(host) as names:
             for name, old in before.items():
-                if names.get(name) == wanted[name]:
+                if names.get(name) != wanted[name]:
+                    continue
+                if old is None:
                     names.pop(name, None)
-                    names.update({} if old is None else {name: old})
+                else:
+                    names[name] = old
 
     gpus_of = index or {}
     naming = [f"gpushare mig name {named.name} {named}{_option(named, gpus_of)}" for named in (*bind, *forget)]
@@ -495,8 +499,8 @@ def names_step(
         what=", ".join(words),
         command="\n".join([*naming[: len(bind)], *forgetting[: len(forget)]]),
         undo="\n".join([*naming[len(bind) :], *forgetting[len(forget) :]]),
-        do=act,
-        revert=back,
+        do=change_names,
+        revert=restore_names,
     )
 
 

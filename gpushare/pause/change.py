@@ -321,7 +321,7 @@ def free(host: Host, control: ChannelControl, job: PausedJob) -> float:
     Raises:
         GpushareError: some of it may still be paused; the record stays.
     """
-    # What dies from here on is completed by the guard. A full disk must not keep a job paused.
+    # If gpushare dies from here on, the guard completes the resume. A full disk must not keep a job paused.
     with contextlib.suppress(GpushareError):
         write(replace(job, state=RESUMING))
     held = by_root(host) if job.ours else set()

@@ -223,27 +223,33 @@ class Queued:
         """
         size = self._size()
         self._warn(size)
-        limit = self.limits.get(os.geteuid())
-        ordered = self._ordered()
-        devices = [device for device, _ in ordered] or list(self.devices)
-        keys = tuple(device.uuid for device in devices)
-        request = self._request(size, keys)
-        lines = read_lines(self.host, devices, self.limits)
-        check_ever(lines, request, limit)
-        reasons = {device.uuid: text for device, text in ordered}
-        room = outlook(self.host, devices, request, self.limits, reasons) if self.queue.wait else None
+        ranked = self._ranked()
+        candidates = [device for device, _ in ranked] or list(self.devices)
+        request = self._request(size, tuple(device.uuid for device in candidates))
+        own_limit = self.limits.get(os.geteuid())
+        check_ever(read_lines(self.host, candidates, self.limits), request, own_limit)
+        room = None
+        if self.queue.wait:
+            reasons = {device.uuid: text for device, text in ranked}
+            room = outlook(self.host, candidates, request, self.limits, reasons)
+        return self._planned_devices(candidates, room), self._shown_options(request, candidates), room
+
+    def _planned_devices(self, candidates: Sequence[Device], room: RoomAnswer | None) -> Sequence[Device]:
+        """Return the devices that a job that waits would take now, else the first candidates."""
         taken = () if room is None else room.device_uuids
-        where = [device for key in taken for device in devices if device.uuid == key] or devices[: self.count]
-        before = [step_of_run(text) for text in self._lines_before(request, devices)]
-        limit_bytes = self.job_bytes
-        meanwhile = tuple(step_of_run(text) for text in self._lines_meanwhile(size))
-        options = replace(
+        by_uuid = {device.uuid: device for device in candidates}
+        return [by_uuid[uuid] for uuid in taken if uuid in by_uuid] or candidates[: self.count]
+
+    def _shown_options(self, request: Request, candidates: Sequence[Device]) -> RunOptions:
+        """Return the options with the steps that a dry run shows before the program and while it runs."""
+        before = [step_of_run(text) for text in self._lines_before(request, candidates)]
+        meanwhile = [step_of_run(text) for text in self._lines_meanwhile(request.memory_bytes)]
+        return replace(
             self.options,
-            limits=self._limits(limit_bytes),
+            limits=self._limits(self.job_bytes),
             before=(*self.options.before, *before),
-            meanwhile=meanwhile,
+            meanwhile=tuple(meanwhile),
         )
-        return where, options, room
 
     def _request(self, size: int | None, keys: tuple[str, ...]) -> Request:
         return Request(
@@ -403,10 +409,9 @@ class Queued:
 
     def _placed(self, size: int | None) -> tuple[Sequence[Device], Place | None]:
         """Enter the ledger, and return the devices and the place there; None: a job that needs none has got none."""
-        ordered = self._ordered()
-        devices = [device for device, _ in ordered] or list(self.devices)
-        keys = tuple(device.uuid for device in devices)
-        request = self._request(size, keys)
+        ranked = self._ranked()
+        devices = [device for device, _ in ranked] or list(self.devices)
+        request = self._request(size, tuple(device.uuid for device in devices))
         try:
             place = Place(self.host, request)
         except GpushareError:
@@ -437,7 +442,7 @@ class Queued:
                 draw,
                 best=lambda some: [device for device, _ in best(some)],
             )
-        if ordered:
+        if ranked:
             # As it is now: the job may have waited for long.
             size_of = "all of it" if size is None else format_bytes(size)
             for device, text in best(taken):
@@ -460,7 +465,7 @@ class Queued:
                 )
         place.take(*(device.uuid for device in devices))
 
-    def _ordered(self) -> list[tuple[Device, str]]:
+    def _ranked(self) -> list[tuple[Device, str]]:
         """Return the devices, best first, with the reasons; empty if there is only one."""
         if len(self.devices) < 2:
             return []

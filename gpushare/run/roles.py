@@ -96,8 +96,8 @@ class Spared:
     notes: Sequence[str] = field(default=())
 
 
-def place_of_production(host: Host, gpus: Sequence[Gpu], target: str) -> str | None:
-    """Return the UUID of the device on which the job of this name or PID runs; None: none is known to."""
+def device_of_job(host: Host, gpus: Sequence[Gpu], target: str) -> str | None:
+    """Return the UUID of the first device of the job of this name or PID; None: no such job runs on these GPUs alone."""
     uuids = {gpu.uuid for gpu in gpus} | {each.uuid for gpu in gpus for each in gpu.mig_instances}
     jobs = (
         record

@@ -58,7 +58,7 @@ from gpushare.run.roles import (
     NOT_PROTECTED,
     PauseForProduction,
     daemon_cap,
-    place_of_production,
+    device_of_job,
     spare,
     spared_process,
     tuned_next_to,
@@ -135,7 +135,7 @@ class JobStart:
         if mig is not None:
             return self._in_instance(mig, gpu, options)
         if gpu is None and self.role.target is not None:
-            gpu = place_of_production(self.host, self.gpus, self.role.target)
+            gpu = device_of_job(self.host, self.gpus, self.role.target)
         if gpu is not None and gpu.strip().lower() == "all":
             raise BadUsage(
                 "-g all would give a job all GPUs", "say how many of them it needs: --gpus N", code="one_gpu"

@@ -262,16 +262,19 @@ def _set(state: SimulatedHostState, owner: Owner, thing: int, parameters: bytear
     return rm.OK
 
 
-def _switch(state: SimulatedHostState, owner: Owner, _thing: int, parameters: bytearray) -> int:
+def _switch_channels(state: SimulatedHostState, owner: Owner, _thing: int, parameters: bytearray) -> int:
+    """Take channels of the owner's client off the GPU, or put them back."""
     off, count, _, _, _, *lists = rm.DISABLE.unpack(parameters)
     clients, channels = lists[:count], set(lists[rm.CHANNELS_PER_CALL : rm.CHANNELS_PER_CALL + count])
     if count > rm.CHANNELS_PER_CALL or set(clients) - {client_of(state, owner.pid)} or channels - set(CHANNELS):
         return INVALID_ARGUMENT
-    # Under MPS the channels of one stop the server and all its clients (measured).
-    server = owner.pid if isinstance(owner, SimulatedServer) else owner.mps_server
-    together: list[Owner] = [process for process in state.processes if process.mps_server == server]
-    together += [each for each in state.servers if each.pid == server]
-    for member in [owner] if server is None else together:
+    server_pid = owner.pid if isinstance(owner, SimulatedServer) else owner.mps_server
+    members: list[Owner] = [owner]
+    if server_pid is not None:
+        # Under MPS the channels of one stop the server and all its clients (measured).
+        members = [process for process in state.processes if process.mps_server == server_pid]
+        members += [server for server in state.servers if server.pid == server_pid]
+    for member in members:
         switched = set(member.channels_off)
         member.channels_off = sorted(switched | channels if off else switched - channels)
     return rm.OK
@@ -305,7 +308,7 @@ _CALLS: Final[Mapping[int, tuple[int | None, _Call]]] = {
     rm.CHILD_HANDLE: (None, _child),
     rm.GET_TIMESLICE: (rm.CLASS_GROUP, _read),
     rm.SET_TIMESLICE: (rm.CLASS_GROUP, _set),
-    rm.DISABLE_CHANNELS: (rm.CLASS_SUBDEVICE, _switch),
+    rm.DISABLE_CHANNELS: (rm.CLASS_SUBDEVICE, _switch_channels),
     rm.GPU_GET_PIDS: (rm.CLASS_SUBDEVICE, _pids),
     rm.GPU_GET_GID_INFO: (rm.CLASS_SUBDEVICE, _gid),
 }

@@ -266,7 +266,7 @@ def _quit(request: MpsRequest, _server: SimulatedServer | None) -> Reply | None:
     if connected and not forced:
         return None
     request.log(*(f"Server {server.pid} exited with status 0" for server in request.daemon.servers))
-    mps_daemon.ended(request.state, request.daemon, cleanly=True)
+    mps_daemon.remove_ended(request.state, request.daemon, cleanly=True)
     request.log("Exit with status 0" if request.state.driver_loaded else "Exit with status 1")
     return Reply(ended=True)
 

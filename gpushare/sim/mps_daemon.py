@@ -57,15 +57,19 @@ def start(
     if state.branch >= 580 and not daemon_devices(state, daemon):
         return _CUDA_ERROR_NO_DEVICE, "", []
     state.daemons.append(daemon)
-    if state.branch >= 550 and not _real(pipe):
+    if state.branch >= 550 and not _of_real_mps(pipe):
         _write(os.path.join(pipe, PID_FILE), str(daemon.pid), 0o666)
     return 0, warning, [] if warning else _first_lines(state, daemon)
 
 
-def ended(state: SimulatedHostState, daemon: SimulatedDaemon, *, cleanly: bool) -> None:
-    """Remove a daemon. One that quits removes its log fifo and PID file; a killed one leaves every file."""
+def remove_ended(state: SimulatedHostState, daemon: SimulatedDaemon, *, cleanly: bool) -> None:
+    """Remove a daemon that has ended from the state of the host.
+
+    If it quit (``cleanly``), its log fifo and PID file go too; a killed one leaves every file.
+    """
     clients.drop_daemon(state, daemon)
-    if not cleanly or _real(daemon.pipe_directory):
+    # A directory of the machine's own MPS contains no simulated file.
+    if not cleanly or _of_real_mps(daemon.pipe_directory):
         return
     for name in ("log", PID_FILE):
         with contextlib.suppress(OSError):
@@ -94,13 +98,13 @@ def _open_pipe(state: SimulatedHostState, pipe: str) -> str | None:
     if clients.daemon_of(state, {"CUDA_MPS_PIPE_DIRECTORY": pipe}) is not None:
         return RUNNING
     try:
-        return None if _real(pipe) or _make_files(pipe) else ""
+        return None if _of_real_mps(pipe) or _make_files(pipe) else ""
     except OSError:
         return f"Cannot access CUDA_MPS_PIPE_DIRECTORY={pipe}\n"
 
 
 def _open_logs(directory: str) -> bool:
-    if _real(directory):
+    if _of_real_mps(directory):
         return True
     try:
         with contextlib.suppress(FileExistsError):
@@ -114,7 +118,7 @@ def _open_logs(directory: str) -> bool:
 
 
 def _first_lines(state: SimulatedHostState, daemon: SimulatedDaemon) -> list[LogLine]:
-    if _real(daemon.log_directory):
+    if _of_real_mps(daemon.log_directory):
         return []
     pipe = daemon.pipe_directory
     texts = [
@@ -129,8 +133,8 @@ def _first_lines(state: SimulatedHostState, daemon: SimulatedDaemon) -> list[Log
     return [control_line(daemon, text) for text in texts]
 
 
-def _real(directory: str) -> bool:
-    """Return whether the machine's own MPS lives there (by default, or by a unit): no simulated file goes there.
+def _of_real_mps(directory: str) -> bool:
+    """Return whether the machine's own MPS uses a directory (by default, or by a unit): no simulated file goes there.
 
     A dead socket in /tmp/nvidia-mps would break every real CUDA program on the machine.
     """

@@ -338,7 +338,7 @@ def _signal_daemon(state: SimulatedHostState, daemon: SimulatedDaemon, signal: i
         return clients.settle(state)
     elif _kills(signal) and (signal == signals.SIGKILL or not daemon.stopped):
         # Neither SIGTERM nor SIGKILL lets it clean up.
-        mps_daemon.ended(state, daemon, cleanly=False)
+        mps_daemon.remove_ended(state, daemon, cleanly=False)
     return []
 
 

@@ -117,7 +117,10 @@ def test_left_out_are_named_with_reason() -> None:
     ways = parse_ways("queue,mps,mps:100/n,mig,streams")
     why = Reasons(outside=None, timeslice=None, mps=None, caps="no caps here", mig="no MIG here", clients=4)
     cells, left = sort_out(
-        [(way, copies) for way in ways for copies in (2, 8)], why, streams=False, more=lambda _way, _copies: None
+        [(way, copies) for way in ways for copies in (2, 8)],
+        why,
+        streams=False,
+        refuse_copies=lambda _way, _copies: None,
     )
     assert [(way.name, copies) for way, copies in cells] == [("queue", 2), ("queue", 8), ("mps", 2)]
     assert {(one.way, one.copies): one.reason for one in left} == {
@@ -131,7 +134,7 @@ def test_left_out_are_named_with_reason() -> None:
 def test_numbers_of_copies_that_cannot_be() -> None:
     (mig,) = parse_ways("mig")
     cells, left = sort_out(
-        [(mig, 1), (mig, 4)], ALL, streams=False, more=lambda _way, copies: "too few" if copies > 2 else None
+        [(mig, 1), (mig, 4)], ALL, streams=False, refuse_copies=lambda _way, copies: "too few" if copies > 2 else None
     )
     assert [copies for _, copies in cells] == [1]
     assert [(one.copies, one.reason) for one in left] == [(4, "too few")]
