@@ -70,7 +70,7 @@ ANSWERS: Final[Mapping[str, Sequence[str]]] = {
     "swap list": ("gpushare.cli.swap:SwapListAnswer",),
     "move": ("gpushare.cli.move:MoveAnswer",),
     "reserve": ("gpushare.cli.reserve:LeasesAnswer", PLAN),
-    "advise": ("typing:Any",),
+    "advise": ("gpushare.advice.advise:AdviceAnswer", *_CHANGE),
     "compare": ("gpushare.cli.compare:CompareAnswer",),
     "bench": ("gpushare.base.benchmark:BenchAnswer", "gpushare.base.benchmark:BenchSizesAnswer", PLAN),
     "tune": ("gpushare.show.tune:TuneAnswer",),

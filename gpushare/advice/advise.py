@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from gpushare.advice.case import Case
     from gpushare.advice.place import Part
     from gpushare.advice.situation import Budget, LeavingCost
+    from gpushare.base.benchmark import BenchAnswer
 
 
 class Confidence(str, Enum):
@@ -329,6 +330,20 @@ class VerdictAnswer:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MeasuredAnswer:
+    """The effect of the measurement on the rules' answer."""
+
+    effect: str
+    sentence: str
+    copies: int
+    way: str | None
+    threads_percent: float | None
+    against: str | None
+    ratio: float | None
+    certain: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class AdviceAnswer:
     """The JSON document of `advise`: winner, verdicts with reasons and sources, commands, undo, what would change it."""
 
@@ -354,11 +369,12 @@ class AdviceAnswer:
     verdicts: list[VerdictAnswer]
     case: Case
     notes: list[str]
-    # With --mechanism: the way that was asked for. With --measure: what the rules said, and what was measured.
+    # With --mechanism: the way that was asked for.
     explained: VerdictAnswer | None = None
-    rules: Any = None
-    measured: Any = None
-    measurement: Any = None
+    # With --measure: what the rules said, and what was measured.
+    rules: AdviceAnswer | None = None
+    measured: MeasuredAnswer | None = None
+    measurement: BenchAnswer | None = None
 
 
 def advice_answer(advice: Advice) -> AdviceAnswer:

@@ -14,6 +14,7 @@ from gpushare.advice.advise import (
     AdviceAnswer,
     Change,
     Confidence,
+    MeasuredAnswer,
     advice_answer,
     open_text,
     open_titles,
@@ -390,20 +391,6 @@ _LEVELS: Final = {
     Effect.SETTLED: (Confidence.HIGH, "measured here"),
     Effect.KEPT: (Confidence.MEDIUM, "another way has the higher throughput"),
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeasuredAnswer:
-    """The effect of the measurement on the rules' answer."""
-
-    effect: str
-    sentence: str
-    copies: int
-    way: str | None
-    threads_percent: float | None
-    against: str | None
-    ratio: float | None
-    certain: bool
 
 
 def measured_answer(result: MeasuredAdvice, bench: BenchAnswer | None) -> AdviceAnswer:

@@ -298,7 +298,7 @@ class BenchGpu:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workload:
+class BuiltInWorkload:
     """The built-in workload. ``size`` is the side of its matrices, None for several; ``backend`` the library that multiplies."""
 
     title: str
@@ -331,7 +331,7 @@ class Benchmark:
     gpu: BenchGpu
     command: tuple[str, ...]
     # The built-in one; None: a command.
-    workload: Workload | None
+    workload: BuiltInWorkload | None
     started_at: Annotated[float, Within(0, 1e11)]
     metric: Metric
     window_seconds: float | None
@@ -408,7 +408,7 @@ class BenchSizesAnswer:
     started_at: float
     window_seconds: float | None
     repeat: int
-    workload: Workload
+    workload: BuiltInWorkload
     seconds: float
     reason: Literal["finished", "interrupted", "failed"]
     sizes: tuple[int, ...]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from gpushare.base.benchmark import CopiesResult, CopyResult, LeftOut, Metric, RunResult, Workload
+from gpushare.base.benchmark import BuiltInWorkload, CopiesResult, CopyResult, LeftOut, Metric, RunResult
 from gpushare.base.errors import GpushareError, NotSupported, OperationFailed
 from gpushare.base.model import Way
 from gpushare.base.selection import Device
@@ -309,7 +309,7 @@ class Settings:
     in_one: Mapping[str, Sequence[str]] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     # The built-in one; None: a command.
-    workload: Workload | None = None
+    workload: BuiltInWorkload | None = None
 
 
 @dataclass

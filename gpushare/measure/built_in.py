@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 import gpushare
-from gpushare.base.benchmark import BenchAnswer, BenchSizesAnswer, Concurrency, Metric, SizeCell, Workload
+from gpushare.base.benchmark import BenchAnswer, BenchSizesAnswer, BuiltInWorkload, Concurrency, Metric, SizeCell
 from gpushare.base.errors import BadUsage, GpushareError, NotSupported
 from gpushare.base.selection import Device
 from gpushare.base.units import parse_memory_limit, quoted
@@ -55,7 +55,7 @@ def built_in_workload(
     # One thread per copy: more would compete for the cores, and the GPU is what is measured.
     environment = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     backend = "simulated" if host.is_simulated else _backend(host, device, environment)
-    workload = Workload(
+    workload = BuiltInWorkload(
         title=f"{title} ({backend})",
         unit="multiplications per second",
         size=size,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from gpushare.base.benchmark import BenchAnswer, Workload
+from gpushare.base.benchmark import BenchAnswer, BuiltInWorkload
 from gpushare.base.errors import BadUsage
 from gpushare.measure.built_in import parse_sizes, sizes_answer
 from gpushare.show.sizes import format_time, sizes_result
@@ -17,7 +17,7 @@ def benchmark(size: int, alone: float, gains: dict[int, float]) -> BenchAnswer:
     """Return a benchmark in which N copies under MPS reach these multiples of one copy."""
     figures = {("alone", 1): 1.0, **{("mps", copies): gain / copies for copies, gain in gains.items()}}
     rates = {cell: [0.9 * alone * rate, alone * rate, 1.1 * alone * rate] for cell, rate in figures.items()}
-    workload = Workload(title="", unit="", size=size, cpu=False, copy="both", footprint=None, backend="torch")
+    workload = BuiltInWorkload(title="", unit="", size=size, cpu=False, copy="both", footprint=None, backend="torch")
     return replace(answer(measured("mps", tuple(gains), rates)), workload=workload)
 
 
