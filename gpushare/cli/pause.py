@@ -185,7 +185,7 @@ def listed(host: Host) -> Any:
         Column("processes", "processes", rank=3),
     )
     notes = [
-        f"{job.title}: the guard of its pause is gone; to resume it: gpushare resume {job.pid}"
+        f"{job.title}: the guard of its pause is gone; to resume it: gpushare resume {job.selector}"
         for job in jobs
         if not job.kept(host)
     ]

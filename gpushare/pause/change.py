@@ -99,7 +99,7 @@ class JobPause:
             self._guard = self._keeper()
         self.control.start()
         on_gpu = self._on_gpu()
-        refuse_mps(self._host, on_gpu)
+        _refuse_mps(self._host, self.job, on_gpu)
         self._find(on_gpu)
         until = "" if self._seconds is None else f" for {self._seconds:g} s"
         steps = (
@@ -150,7 +150,7 @@ class JobPause:
                 refused = error
                 continue
             if channels.under_mps:
-                raise _under_mps(pid)
+                raise _under_mps(self.job, pid)
             new.append(channels)
         if not new and not self.job.channels:
             raise refused or _ended_error(self._pid)
@@ -236,7 +236,7 @@ class JobPause:
             except GpushareError as error:
                 raise error.restated(
                     message=f"process {process.pid} is still paused: {error.message}",
-                    hint=f"gpushare resume {self.job.pid}",
+                    hint=f"gpushare resume {self.job.selector}",
                     kind=type(error),
                 ) from error
             self._off.remove(process)
@@ -259,30 +259,31 @@ def _ended_error(pid: int) -> NotFound:
     return NotFound(f"process {pid} has ended", "see what is running: gpushare status", code="process_gone")
 
 
-def _under_mps(pid: int) -> NotSupported:
+def _under_mps(job: PausedJob, pid: int) -> NotSupported:
     return NotSupported(
         f"process {pid} is under MPS: all clients of a server share its channels, so a pause would stop all of them",
-        f"stop its CPU side instead: kill -STOP {pid}; or end it: gpushare stop {pid}",
+        f"stop its CPU side instead: kill -STOP {pid}; or end it: gpushare stop {job.selector}; "
+        "outside MPS a job can be paused and swapped: start it with gpushare run --slice 2ms -- CMD",
         code="under_mps",
     )
 
 
 def paused_by_run(job: PausedJob) -> InUse:
     """Return the error for a job that `gpushare run --yield pause` pauses and resumes by itself."""
-    run = job.keeper.pid if job.keeper is not None else "PID"
+    run = "" if job.keeper is None else f" (process {job.keeper.pid})"
     return InUse(
-        f"{job.title} is paused and resumed by gpushare run (process {run}), as production works",
-        f"end that run, which ends the job: kill -INT {run}",
+        f"{job.title} is paused and resumed by gpushare run{run}, as production works",
+        f"end the job, and its run with it: gpushare stop {job.selector}",
         code="paused_by_run",
     )
 
 
-def refuse_mps(host: Host, on_gpu: Mapping[int, bool]) -> None:
+def _refuse_mps(host: Host, job: PausedJob, on_gpu: Mapping[int, bool]) -> None:
     """Raise NotSupported for clients and servers of MPS."""
     for pid, client in on_gpu.items():
         info = host.processes.describe(pid)
         if client:
-            raise _under_mps(pid)
+            raise _under_mps(job, pid)
         if info is not None and (is_server(info.name) or info.name == MPS_CONTROL):
             raise NotSupported(
                 f"process {pid} is an MPS server: a pause would stop all of its clients",
@@ -330,7 +331,7 @@ def free(host: Host, control: ChannelControl, job: PausedJob) -> float:
         control, (process for process in job.living(host) if (process.pid, process.started) not in held)
     )
     if failed is not None:
-        raise failed.restated(hint=f"try again: gpushare resume {job.pid}; see: sudo dmesg | tail")
+        raise failed.restated(hint=f"try again: gpushare resume {job.selector}; see: sudo dmesg | tail")
     PAUSES.forget(job.path)
     return seconds
 
@@ -456,7 +457,7 @@ def _paused_by_user(job: PausedJob, uid: int) -> NoPermission:
     user = user_name(uid)
     return NoPermission(
         f"{job.title} was paused by {user}, whose gpushare resumes it",
-        f"run it as {user}: {as_user(user, job.path.parent.parent, f'resume {job.pid}')}",
+        f"run it as {user}: {as_user(user, job.path.parent.parent, f'resume {job.selector}')}",
         code="paused_by_user",
     )
 

@@ -261,8 +261,9 @@ def test_a_run_that_lives_is_not_disturbed(job: Paused) -> None:
     old = job.job()
     with changing(job.host):
         write(replace(old, by_run=True))
-    with pytest.raises(InUse):
+    with pytest.raises(InUse) as caught:
         find_paused(job.host, "train")
+    assert caught.value.hint == "end the job, and its run with it: gpushare stop train"
     with pytest.raises(InUse):
         job.pause()
     with changing(job.host):
@@ -431,6 +432,18 @@ def test_a_pid_that_another_process_has_by_now_is_not_the_jobs(job: Paused) -> N
     write(replace(record, pid=os.getpid(), started=1))
     (paused,) = paused_jobs(job.host)
     assert (paused.pid, paused.started) == (record.channels[0].pid, record.channels[0].started)
+
+
+def test_under_mps_the_hint_has_the_name_and_the_way_that_can_be_paused(job: Paused) -> None:
+    first = job.host.processes.identity(job.pids[0])
+    assert first is not None
+    named = Job(**first._asdict(), uid=0, user="root", name="train")
+    with JobPause(job.host, named, lambda: {job.pids[1]: True}, None) as work, pytest.raises(NotSupported) as caught:
+        work.plan(begin=False)
+    hint = caught.value.hint or ""
+    assert caught.value.code == "under_mps"
+    assert f"kill -STOP {job.pids[1]}; or end it: gpushare stop train;" in hint
+    assert "--slice 2ms" in hint
 
 
 def test_whose_pause_it_may_be_is_said(job: Paused) -> None:
