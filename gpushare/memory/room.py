@@ -510,14 +510,31 @@ def _need(line: Line, request: Request) -> int:
     return line.room.whole_bytes if request.memory_bytes is None else request.memory_bytes
 
 
+def check_limit_now(lines: Sequence[Line], request: Request, limit: int | None) -> None:
+    """Raise if a job that starts now on these devices would reserve more than its user may, with the user's other jobs.
+
+    Raises:
+        InUse: on one of the devices it would (code ``no_room``).
+    """
+    over = [line for line in lines if _exceeds(line, request, limit)]
+    if over:
+        raise InUse(
+            f"there is no room for {size_text(request)} now{_held_back(over, request, limit)}",
+            "wait for it: --wait; or end one of your jobs: gpushare stop NAME; see: gpushare status",
+            code="no_room",
+        )
+
+
+def _exceeds(line: Line, request: Request, limit: int | None) -> bool:
+    return limit is not None and line.granted.get(os.geteuid(), 0) + _need(line, request) > limit
+
+
 def _held_back(lines: Sequence[Line], request: Request, limit: int | None) -> str:
     """Return a text on the limit of this user, if it holds the job back everywhere."""
-    mine = [line.granted.get(os.geteuid(), 0) for line in lines]
-    if limit is None or any(own + _need(line, request) <= limit for own, line in zip(mine, lines, strict=True)):
+    if limit is None or not all(_exceeds(line, request, limit) for line in lines):
         return ""
-    return (
-        f"; your jobs have reserved {format_bytes(min(mine))} of the {format_bytes(limit)} that you may have on a GPU"
-    )
+    mine = min(line.granted.get(os.geteuid(), 0) for line in lines)
+    return f"; your jobs have reserved {format_bytes(mine)} of the {format_bytes(limit)} that you may have on a GPU"
 
 
 def _never_fits_error(lines: Sequence[Line], request: Request) -> BadUsage:

@@ -26,7 +26,7 @@ from gpushare.memory.cost import host_bytes, moved
 from gpushare.memory.ledger import Place, Request, reservations
 from gpushare.memory.limit import JobMemory, MemoryAction, MemoryBudget
 from gpushare.memory.peaks import Profile, find_profile, keep_profile
-from gpushare.memory.room import RoomAnswer, best_first, check_ever, outlook, read_lines, wait_for_room
+from gpushare.memory.room import RoomAnswer, best_first, check_ever, check_limit_now, outlook, read_lines, wait_for_room
 from gpushare.mps.limits import Limits, client_memory
 from gpushare.run.jobs import living_productions
 from gpushare.run.program import ENDED_BY_USER, QueueOptions, RunOptions, open_log, step_of_run
@@ -227,12 +227,16 @@ class Queued:
         candidates = [device for device, _ in ranked] or list(self.devices)
         request = self._request(size, tuple(device.uuid for device in candidates))
         own_limit = self.limits.get(os.geteuid())
-        check_ever(read_lines(self.host, candidates, self.limits), request, own_limit)
+        lines = read_lines(self.host, candidates, self.limits)
+        check_ever(lines, request, own_limit)
         room = None
         if self.queue.wait:
             reasons = {device.uuid: text for device, text in ranked}
             room = outlook(self.host, candidates, request, self.limits, reasons)
-        return self._planned_devices(candidates, room), self._shown_options(request, candidates), room
+        devices = self._planned_devices(candidates, room)
+        if room is None:
+            check_limit_now([line for line in lines if line.device in devices], request, own_limit)
+        return devices, self._shown_options(request, candidates), room
 
     def _planned_devices(self, candidates: Sequence[Device], room: RoomAnswer | None) -> Sequence[Device]:
         """Return the devices that a job that waits would take now, else the first candidates."""
@@ -450,10 +454,18 @@ class Queued:
         return taken, place
 
     def _take_now(self, place: Place, devices: Sequence[Device], size: int | None) -> None:
-        """Take devices whether or not they have room; say where they have not."""
+        """Take devices whether or not they have room; say where they have not.
+
+        Raises:
+            InUse: with the user's other jobs it is more than this user may reserve (code ``no_room``).
+        """
+        limit = self.limits.get(os.geteuid())
+        # Held before the look: of two jobs that start at once, at least one sees the other.
+        place.take(*(device.uuid for device in devices))
         try:
-            lines = read_lines(self.host, devices, self.limits)
-            check_ever(lines, place.request, self.limits.get(os.geteuid()), when_empty=self.count > 1)
+            lines = read_lines(self.host, devices, self.limits, place)
+            check_ever(lines, place.request, limit, when_empty=self.count > 1)
+            check_limit_now(lines, place.request, limit)
         except BaseException:
             place.leave()
             raise
@@ -463,7 +475,6 @@ class Queued:
                     f"{line.device.title} has {format_bytes(line.free_bytes)} free of the {format_bytes(size or 0)} that "
                     f"this job reserves: it may run out of memory; to start when there is room: --wait"
                 )
-        place.take(*(device.uuid for device in devices))
 
     def _ranked(self) -> list[tuple[Device, str]]:
         """Return the devices, best first, with the reasons; empty if there is only one."""

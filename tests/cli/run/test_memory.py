@@ -63,6 +63,27 @@ def test_a_limit_per_process_is_reserved_too(real: Real, cli: Cli, world: World)
     assert reservations(world.host) == []
 
 
+def test_the_limit_of_a_user_holds_without_waiting_too(real: Real, cli: Cli, world: World, tmp_path: Path) -> None:
+    path = tmp_path / "limits.yaml"
+    user = user_name(os.geteuid())
+    path.write_text(f"version: 1\nmemory:\n- {{match: {{user: ['{user}']}}, limit: 30G}}\n", encoding="utf-8")
+    cli("apply", "-f", str(path), "-y").ok()
+    asked = ("run", "-g", "0", "--memory", "20G", "--slice", "2ms")
+    cli(*asked, "-n", "--", "true").ok()
+    job = real(*asked, "--", *JOB, "--footprint", "2G", "--seconds", "60")
+    until(lambda: (state := world.file.read()) is not None and state.processes, "the job is on the GPU")
+    for option in ((), ("-n",)):
+        answer = cli(*asked, *option, "--", "true")
+        assert (answer.code, len(answer.lines("hint"))) == (19, 1)
+        (error,) = answer.lines("error")
+        assert "your jobs have reserved 20.0 GiB of the 30.0 GiB that you may have on a GPU" in error
+    assert len(reservations(world.host) or []) == 1
+    cli("run", "-g", "0", "--memory", "10G", "--slice", "2ms", "--", "true").ok()
+    job.signal(signal.SIGINT)
+    job.result()
+    cli(*asked, "--", "true").ok()
+
+
 def test_only_a_choice_of_gpus_needs_no_ledger(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OperationFailed("the ledger is read-only", "see: mount", code="lease_unusable")
