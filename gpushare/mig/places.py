@@ -12,9 +12,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from gpushare.base.errors import BadUsage, GpushareError, NotFound, NotSupported, or_none
+from gpushare.base.errors import BadUsage, GpushareError, NoPermission, NotFound, NotSupported, or_none
 from gpushare.base.model import Gpu, MigInstance
 from gpushare.base.selection import Device, check_answers, no_mig, select_for_change
+from gpushare.host.capabilities import user_name
 from gpushare.host.host import Host
 from gpushare.mig.driver import MigReader
 from gpushare.mig.ledger import NamedInstance, names_of
@@ -106,6 +107,24 @@ def named_places(host: Host, name: str) -> list[Place]:
     if not meant:
         raise _not_as_named(host, named, gpu)
     return sorted(meant, key=lambda place: place.compute.id)
+
+
+def check_granted(host: Host, name: str) -> None:
+    """Raise if a named instance is granted to other users only: the driver would show it to no program of this user.
+
+    Raises:
+        NoPermission: it is (code ``not_granted``).
+    """
+    named = names_of(host).get(name)
+    if named is None or not named.users or host.uid == 0:
+        return
+    user = user_name(host.uid)
+    if user not in named.users and str(host.uid) not in named.users:
+        raise NoPermission(
+            f"{name} is granted to {', '.join(named.users)} only",
+            f"ask root to grant it: sudo gpushare mig grant {shlex.quote(name)} {shlex.quote(user)}",
+            code="not_granted",
+        )
 
 
 def _not_as_named(host: Host, named: NamedInstance, gpu: Gpu) -> NotFound:

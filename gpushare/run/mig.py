@@ -16,7 +16,7 @@ from gpushare.memory.ledger import PATIENCE_SECONDS, Request, Reservation, jobs_
 from gpushare.memory.ledger import Place as Entry
 from gpushare.memory.room import POLL_SECONDS, RoomAnswer, RoomJob, RoomOnDevice, room_job
 from gpushare.mig.holders import claimed_instances, holder_of
-from gpushare.mig.places import Place, means_profile, named_places, places_on, profile_places
+from gpushare.mig.places import Place, check_granted, means_profile, named_places, places_on, profile_places
 from gpushare.mps.daemons import find_daemons
 from gpushare.show.waiting import waiting_line
 
@@ -44,6 +44,7 @@ def find_places(host: Host, text: str, gpu: str | None, creator: Creator | None 
                 raise
             return []
     places = named_places(host, text)
+    check_granted(host, text)
     if gpu is not None:
         devices = select(gpu, host.nvml.sweep())
         if not any(device.mig is None and device.gpu.index == places[0].gpu.index for device in devices):

@@ -332,6 +332,23 @@ def test_names_are_kept_for_who_names_them(real: Real, refused: Refused, world: 
     assert ended(started) == 0
 
 
+def test_an_instance_that_is_granted_to_others_is_refused(refused: Refused, cli: Cli, world: World) -> None:
+    world.mig("3g.71gb:0", "1g.18gb:4")
+    bind(world, "train", "3g.71gb", 0)
+    cli("mig", "grant", "train", "nobody").ok()
+    # Root may use every instance.
+    world.fault("user", "root")
+    cli("run", "--mig", "train", "-n", "--", "true").ok()
+    world.fault("user", "1000")
+    for option in ((), ("-n",), ("--wait",), ("--memory", "1G")):
+        words = ("run", "--mig", "train", *option, "--", "true")
+        message = refused(*words, code="not_granted", exit_code=4)
+        assert "train is granted to nobody only" in message
+        assert "sudo gpushare mig grant train" in message
+    world.fault("user", "nobody")
+    cli("run", "--mig", "train", "-n", "--", "true").ok()
+
+
 def test_a_divided_instance(refused: Refused, cli: Cli, world: World) -> None:
     world.mig("3g.71gb:0")
     divided(world, 0, 0)
