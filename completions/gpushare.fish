@@ -937,7 +937,7 @@ complete -c gpushare -n '__gpushare_at tune' -l caps -x -d 'Caps to choose from.
 complete -c gpushare -n '__gpushare_at tune' -l budget -x -d 'How long to search, from when all jobs have printed. The best setting so far is kept then.'
 complete -c gpushare -n '__gpushare_at tune' -l window -x -d 'Length of a window with production alone; those with all jobs are twice as long. [default: 0.6s; longer for jobs that print seldom]'
 complete -c gpushare -n '__gpushare_at tune' -l plot -r -F -d 'Draw the frontier to a new .png or .svg file.'
-complete -c gpushare -n '__gpushare_at tune' -l timeout -x -d 'How long a job may take to print for the first time.'
+complete -c gpushare -n '__gpushare_at tune' -l timeout -x -d 'How long a job may take to print for the first time; the budget does not count this time.'
 complete -c gpushare -n '__gpushare_at tune' -s g -l gpu -x -a '(__gpushare_asked @gpus)' -d 'One GPU: index, UUID, PCI bus id.'
 complete -c gpushare -n '__gpushare_at tune' -l name -x -d 'Keep the result for run --opportunistic --for NAME.'
 complete -c gpushare -n '__gpushare_at tune' -l help-all -d 'Show all options and examples.'

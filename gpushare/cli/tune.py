@@ -111,7 +111,11 @@ def tune(
     ] = None,
     timeout: Annotated[
         str,
-        typer.Option("--timeout", metavar="TIME", help="How long a job may take to print for the first time."),
+        typer.Option(
+            "--timeout",
+            metavar="TIME",
+            help="How long a job may take to print for the first time; the budget does not count this time.",
+        ),
     ] = "10m",
     gpu: Annotated[
         str | None, typer.Option("-g", "--gpu", metavar="GPU", help="One GPU: index, UUID, PCI bus id.")

@@ -60,6 +60,8 @@ _LEAST_OF_OTHERS: Final = 3
 _LONGEST_FOR_OTHERS_SECONDS: Final = 6.0
 # Production may print nothing for this long, while it saves its state or validates; longer cannot be measured.
 _SILENT_SECONDS: Final = 10.0
+# After this time without output, the user is told for whom tune waits.
+_WAITS_SECONDS: Final = 15.0
 # Of the budget, for slices, before caps are searched.
 _SLICES_PART: Final = 0.4
 # And at its end, for the best setting so far.
@@ -568,10 +570,22 @@ class Stage:
     def _until_warm(self, *jobs: Running) -> None:
         """Wait until jobs print what is measured, and a while longer."""
         options, started = self._options, self.experiment.now()
+        told: set[str] = set()
+
+        def tell(silent: Sequence[Running]) -> None:
+            waited = self.experiment.now() - started
+            for job in silent if waited >= _WAITS_SECONDS else ():
+                if job.program.title not in told:
+                    told.add(job.program.title)
+                    more = f"{max(0.0, options.start_seconds - waited):.0f} s more (--timeout)"
+                    self._tuner.reporter.doing(
+                        f"the {job.program.title} job has not printed {_awaited(job)} yet; tune waits for it for {more}"
+                    )
 
         def ready() -> bool:
             self._demand_alive(*jobs)
             silent = [job for job in jobs if not (job.printed.values or job.printed.lines)]
+            tell(silent)
             for job in silent:
                 if hopeless(job.printed.refusals, self.experiment.now() - started):
                     raise OperationFailed(
@@ -583,10 +597,9 @@ class Stage:
 
         if not self.experiment.wait(options.start_seconds, ready):
             job = next(job for job in jobs if not (job.printed.values or job.printed.lines))
-            output = "a line" if not job.printed.metric.printed else "a number that --metric matches"
             last = f"; its last line: {job.program.last_line}" if job.program.last_line else ""
             raise TimedOut(
-                f"the {job.program.title} job did not print {output} in {options.start_seconds:g} s{last}",
+                f"the {job.program.title} job did not print {_awaited(job)} in {options.start_seconds:g} s{last}",
                 "make it print its rate repeatedly, and give --metric 'rate=([0-9.]+)'; or more time: --timeout 20m",
                 code="no_numbers",
             )
@@ -1018,6 +1031,11 @@ class Stage:
 def _rate_of(seen: _Seen) -> float:
     # A production job that makes no progress has a rate of 0, not an unknown one, both together and alone.
     return (seen.window.rate if seen.window is not None else None) or 0.0
+
+
+def _awaited(job: Running) -> str:
+    """Return what a job must print before it can be measured."""
+    return "a number that --metric matches" if job.printed.metric.printed else "a line"
 
 
 def _limits(setting: Setting) -> Limits:

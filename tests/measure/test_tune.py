@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -406,6 +407,28 @@ def test_jobs_that_tell_nothing_are_given_up(
     except (OperationFailed, TimedOut) as error:
         assert error.code == code
     assert ToldExperiment.clock - began <= 120
+
+
+@pytest.mark.parametrize(
+    ("production", "other", "silent"),
+    [
+        (["sleep", "900"], ["sleep", "900"], ["production", "opportunistic"]),
+        (job(30), ["sleep", "900"], ["opportunistic"]),
+        (job(30), job(95), []),
+    ],
+)
+def test_for_whom_it_waits_is_said_once(
+    tuned: Tuned, production: list[str], other: list[str], silent: list[str]
+) -> None:
+    heard = Stopping(1, KeyboardInterrupt())
+    with pytest.raises((TimedOut, KeyboardInterrupt)):
+        tuned(production, other, reporter=heard, start_seconds=60.0, copies=2)
+    waits = [text for text in heard.said if "tune waits" in text]
+    assert [text.split()[1] for text in waits] == silent
+    for text in waits:
+        assert re.search(
+            r"has not printed a number that .* yet; tune waits for it for 4[45] s more \(--timeout\)$", text
+        ), text
 
 
 def test_a_p99_goal_needs_latencies(tuned: Tuned) -> None:
