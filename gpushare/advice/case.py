@@ -320,9 +320,18 @@ def workloads_of(words: Mapping[str, Any]) -> tuple[Workload, ...]:
     sizes = sizes_of(memory)
     if len(sizes) <= 1:
         return (workload_of({**words, "memory": sizes[0] if isinstance(memory, list) and sizes else memory}),)
-    base = workload_of({**words, "memory": None, "processes": None})
+    count = len(sizes) if words.get("processes") is None else words["processes"]
+    return of_sizes(workload_of({**words, "memory": None, "processes": count}), sizes)
+
+
+def of_sizes(base: Workload, sizes: Sequence[str]) -> tuple[Workload, ...]:
+    """Return one workload for each size of memory, which is else as ``base``.
+
+    Raises:
+        BadUsage: a size is none, or there are not as many sizes as processes and shares.
+    """
     shares = (None,) * len(sizes) if base.shares is None else base.shares
-    if str(words.get("processes") or len(sizes)) != str(len(sizes)) or len(shares) != len(sizes):
+    if base.processes not in {None, len(sizes)} or len(shares) != len(sizes):
         raise BadUsage(
             f"{len(sizes)} sizes of memory, and another number of processes or shares",
             "give one size for each process: --memory 34G,17G --needs weights=2:1",

@@ -22,6 +22,7 @@ from gpushare.advice.case import (
     Role,
     Workload,
     checked,
+    of_sizes,
     read_case,
     sizes_of,
     workload_of,
@@ -455,10 +456,11 @@ def case_of(words: Mapping[str, Any], *, root: bool | None, pair: tuple[int | No
     if production is None and opportunistic is None:
         return Case(workloads=workloads_of(words), root=root)
     sizes = sizes_of(words.get("memory"))
-    if words.get("processes") is not None or words.get("role") is not None:
+    doubled = [f"--{name}" for name in ("processes", "role") if words.get(name) is not None]
+    if doubled:
         raise BadUsage(
-            "--production and --opportunistic already give the number of processes",
-            "drop --processes and --role",
+            "--production and --opportunistic already give the number and the role of the processes",
+            f"drop {' and '.join(doubled)}",
             code="two_counts",
         )
     if len(sizes) not in {0, 1, 2}:
@@ -619,26 +621,35 @@ def _prompt(text: str, words: list[str]) -> str:
 
 def with_numbers(situation: Situation) -> Situation:
     """Ask how many processes there are, and how much memory each needs; an empty answer leaves that open."""
-    ones = list(situation.case.workloads)
-    for number, one in enumerate(ones):
-        name = one.name or (one.role.value if one.role is not None else "")
+    workloads: list[Workload] = []
+    alone = len(situation.case.workloads) == 1
+    for workload in situation.case.workloads:
+        name = workload.name or (workload.role.value if workload.role is not None else "")
         of = f" of {name}" if name else ""
-        if one.processes is None and len(ones) == 1:
-            one = _number_asked(one, "processes", "How many processes are to share the GPU?", "4")
-        if one.memory is None:
+        if workload.processes is None and alone:
+            (workload,) = _number_asked(workload, "processes", "How many processes are to share the GPU?", "4")
+        if workload.memory is None:
             text = f"How much GPU memory does one process{of} need at its peak, without its CUDA context?"
-            one = _number_asked(one, "memory", text, "6G")
-        ones[number] = one
-    return replace(situation, case=replace(situation.case, workloads=tuple(ones)))
+            example = "6G or 34G,17G" if alone else "6G"
+            workloads += _number_asked(workload, "memory", text, example, may_differ=alone)
+        else:
+            workloads.append(workload)
+    return replace(situation, case=replace(situation.case, workloads=tuple(workloads)))
 
 
-def _number_asked(one: Workload, name: str, text: str, example: str) -> Workload:
+def _number_asked(
+    workload: Workload, name: str, text: str, example: str, *, may_differ: bool = False
+) -> tuple[Workload, ...]:
+    """Return the workload with the answer; ``may_differ``: or one for each process, if the answer is several sizes."""
     while line := answered(_prompt(text, [f"like {example}"])).strip():
+        sizes = sizes_of(line) if may_differ else [line]
         try:
-            return replace(one, **{name: getattr(workload_of({name: line}), name)})
+            if len(sizes) > 1:
+                return of_sizes(workload, sizes)
+            return (replace(workload, **{name: getattr(workload_of({name: line}), name)}),)
         except BadUsage as error:
             sys.stderr.write(f"  {error.message}; {error.hint}\n")
-    return one
+    return (workload,)
 
 
 def asked(situation: Situation) -> Situation:

@@ -518,6 +518,27 @@ def test_count_and_memory_are_asked_first(monkeypatch: pytest.MonkeyPatch) -> No
     assert "medium confidence" in out
 
 
+def test_processes_of_unequal_memory_may_be_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("--users", "same", "--no-saturating", "--isolation", "none", "--latency", "none", "--pattern", "steady")
+    out, asked = on_a_terminal(monkeypatch, "2\n4G,3G,1G\n4G,three\n4G,3G\n", *words)
+    assert asked.count("How much GPU memory") == 3
+    assert "3 sizes of memory, and another number of processes or shares" in asked
+    assert "'three' is not a memory size" in asked
+    given, _ = on_a_terminal(monkeypatch, "", "--memory", "4G,3G", *words)
+    assert out == given
+
+
+def test_each_option_that_a_pair_makes_superfluous_is_named(refused: Any) -> None:
+    pair = ("--production", "1", "--opportunistic", "1")
+    for more, hint in (
+        (("--processes", "2"), "drop --processes"),
+        (("--role", "production"), "drop --role"),
+        (("--processes", "2", "--role", "production"), "drop --processes and --role"),
+    ):
+        message = refused("advise", *more, *pair, code="two_counts", exit_code=2)
+        assert message.rstrip().endswith(hint), message
+
+
 def test_what_was_not_said_lowers_the_confidence(cli: Any) -> None:
     words = ("--users", "same", "--no-saturating", "--isolation", "none", "--latency", "none", "--pattern", "steady")
     for more, missing in (
