@@ -98,7 +98,8 @@ def apply(
             note(text)
         raise
     if settings.dry_run:
-        return _with_limits(_shown(rows, matched, dry_run=True, undo=_way_back(host, rows)), host, wanted)
+        undo = _way_back(host, rows)
+        return _with_limits(_shown(rows, matched, dry_run=True, undo=undo), host, wanted, undo)
     undo, ended = None, _ended_leases(host, wanted)
     if any(row.steps for row in rows):
         _need_root(host, rows)
@@ -111,6 +112,8 @@ def apply(
     matched = replace(matched, notes=(*undone, *matched.notes))
     holds = not matched.missing and all(row.error is None for row in rows)
     limits = holds and host.root and bool(changed_limits(host, wanted))
+    if limits and undo is None and not any(row.steps for row in rows):
+        undo = _way_back(host, rows)
     if holds:
         matched = replace(
             matched,
@@ -220,9 +223,12 @@ def _carried(
 
 
 def _way_back(host: Host, rows: Sequence[_Row]) -> str | None:
-    """Return the command that makes these GPUs what they are now, and keep its file; None: a file cannot say all of it."""
-    changed = {row.gpu for row in rows if row.steps}
+    """Return the command that makes these GPUs what they are now, and keep its file; None: a file cannot say all of it.
+
+    If only limits of users change, the file has the GPUs of the one kept so far, so that boot still sets them up.
+    """
     state = HostState(host)
+    changed = {row.gpu for row in rows if row.steps} or {*kept_entries(host, state.gpus)[0]}
     file, _ = captured(live_gpus(state, [gpu for gpu in state.gpus if gpu.index in changed]))
     if len(changed) != sum(len(entry.match.values) for entry in file.entries):
         return None
@@ -322,16 +328,20 @@ def _ended_leases(host: Host, wanted: HostFile) -> list[tuple[int, Loss]]:
     ]
 
 
-def _with_limits(planned: Result, host: Host, wanted: HostFile) -> Result:
-    """Return a dry run with the limits of users that would change: they are no steps of a GPU."""
+def _with_limits(planned: Result, host: Host, wanted: HostFile, undo: str | None) -> Result:
+    """Return a dry run with the limits of users that would change: they are no steps of a GPU; ``undo`` covers both."""
     limits = changed_limits(host, wanted)
     if not limits or planned.errors:
         return planned
     tables = tuple(replace(table, empty="only limits of users would change") for table in planned.tables)
-    data = replace(planned.data, limits=tuple(limits))
+    # Only root puts limits in force.
+    undo = undo if host.root else planned.data.undo
+    data = replace(planned.data, limits=tuple(limits), undo=undo)
     ended = _ended_leases(host, wanted)
     asks = tuple(loss for uid, loss in ended if uid != host.uid)
     notes = [*planned.notes, *limits, *_ended_lease_notes(ended)]
+    if undo is not None and not planned.data.steps:
+        notes.append(f"undo: {undo}")
     if asks:
         notes.append(f"without -y it asks first, because it {taken(asks)}")
     return replace(planned, tables=tables, notes=tuple(notes), data=data)
@@ -394,8 +404,12 @@ def _shown(rows: Sequence[_Row], matched: Matched, *, dry_run: bool, undo: str |
     # With an error, no steps does not mean that everything is as requested.
     empty = {"empty": "nothing is changed"} if errors else {"empty": "only limits of users changed"} if limits else {}
     result = plan_result("apply", whole, dry_run=dry_run, **empty)
-    if any(row.done for row in rows):
-        result = replace(result, done=undone([_in_force(row) for row in rows if row.done], undo))
+    in_force = [_in_force(row) for row in rows if row.done]
+    if limits and not steps:
+        in_force = [empty["empty"]]
+        result = replace(result, data=replace(result.data, undo=undo))
+    if in_force:
+        result = replace(result, done=undone(in_force, undo))
     gpus = tuple(
         GpuApplied(
             gpu=row.gpu,

@@ -898,6 +898,30 @@ def test_limits_of_users_are_kept_compared_captured_and_honored(cli: Cli, write:
     cli("run", "-g", "0", "--wait", "--memory", "7G", "--", "true", host=TWO).ok()
 
 
+@pytest.mark.parametrize("gpus", ["", "gpus: [{match: {index: 0}, timeslice: long}]\n"])
+def test_limits_of_users_are_taken_back_by_the_undo(cli: Cli, write: Write, gpus: str) -> None:
+    def limited(size: str, more: str = "") -> str:
+        return write(f"version: 1\n{more}memory:\n- {{match: all, limit: {size}}}\n")
+
+    # At first there are none.
+    first = cli("apply", "-f", limited("20G", gpus), host=TWO).ok().out.strip().rpartition("undo: ")[2].split()
+    path = limited("8G")
+    planned = cli("apply", "-n", "-f", path, host=TWO).ok()
+    planned_undo = planned.err.strip().rpartition("undo: ")[2].splitlines()[0]
+    answer = cli("apply", "-f", path, host=TWO, output="json").ok()
+    assert answer.data["undo"] == planned_undo
+    undo = planned_undo.split()
+    assert undo[:3] == ["gpushare", "apply", "-f"]
+    cli(*undo[1:], host=TWO).ok()
+    kept = (World(TWO).directory / "var" / "applied.yaml").read_text()
+    assert "limit: 20G" in kept
+    # What is set up at boot is what was: GPU 0 is not left out.
+    assert ("timeslice: long" in kept) is bool(gpus)
+    cli(*first[1:], host=TWO).ok()
+    assert "memory" not in (World(TWO).directory / "var" / "applied.yaml").read_text()
+    assert World(TWO).state.gpus[0].time_slice == 0
+
+
 def test_a_file_without_limits_ends_those_in_force(cli: Cli, write: Write) -> None:
     cli("apply", "-f", write("version: 1\nmemory:\n- {match: all, limit: 20G}\n"), host=TWO).ok()
     path = write("version: 1\ngpus:\n- {match: all, timeslice: default}\n")
