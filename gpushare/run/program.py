@@ -299,7 +299,7 @@ class Relay:
         """Copy the rest; the program has ended."""
         self._ended.set()
         # Nobody may read our stdout.
-        self._thread.join(1.0)
+        self._thread.join(5.0)
         os.close(self._descriptor)
 
 
