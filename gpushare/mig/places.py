@@ -113,7 +113,7 @@ def check_granted(host: Host, name: str) -> None:
     """Raise if a named instance is granted to other users only: the driver would show it to no program of this user.
 
     Raises:
-        NoPermission: it is (code ``not_granted``).
+        NoPermission: it is (code ``granted_to_others``).
     """
     named = names_of(host).get(name)
     if named is None or not named.users or host.uid == 0:
@@ -123,7 +123,7 @@ def check_granted(host: Host, name: str) -> None:
         raise NoPermission(
             f"{name} is granted to {', '.join(named.users)} only",
             f"ask root to grant it: sudo gpushare mig grant {shlex.quote(name)} {shlex.quote(user)}",
-            code="not_granted",
+            code="granted_to_others",
         )
 
 

@@ -342,7 +342,7 @@ def test_an_instance_that_is_granted_to_others_is_refused(refused: Refused, cli:
     world.fault("user", "1000")
     for option in ((), ("-n",), ("--wait",), ("--memory", "1G")):
         words = ("run", "--mig", "train", *option, "--", "true")
-        message = refused(*words, code="not_granted", exit_code=4)
+        message = refused(*words, code="granted_to_others", exit_code=4)
         assert "train is granted to nobody only" in message
         assert "sudo gpushare mig grant train" in message
     world.fault("user", "nobody")
