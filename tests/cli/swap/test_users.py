@@ -293,7 +293,7 @@ def test_root_sees_pauses_of_users_and_says_who_resumes_them(
     assert (row["pid"], row["by"]) == (pid, "nobody")
     text = refused("resume", "train", code="paused_by_user", exit_code=4)
     directory = world.directory / "users" / str(NOBODY) / "gpushare"
-    assert f"sudo -u nobody env GPUSHARE_RUN_DIR={directory} gpushare resume {pid}" in text
+    assert f"sudo -u nobody env GPUSHARE_RUN_DIR={directory} gpushare resume train" in text
     refused("swap", "out", str(pid), code="paused", exit_code=19)
     become(world, NOBODY)
     cli("resume", "train").ok()
