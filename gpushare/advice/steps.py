@@ -131,9 +131,6 @@ def _selector(gpus: Iterable[int]) -> str:
 
 
 _NEEDS_NO_ROOT: Final = frozenset({Verb.MPS_START, Verb.MPS_SET, Verb.MPS_STOP})
-
-
-_TWO: Final = 2
 # The driver's own slice: given to a job, it says that the job runs outside MPS.
 OWN_SLICE: Final = "2ms"
 # The first driver whose calls for slices are known.
@@ -194,7 +191,7 @@ class Steps:
     def copies(self, work: Workload, count: int | None, how: str | None = None, **options: Any) -> None:
         """Add the line of equal jobs with names of their own."""
         name = clean_name(work.name, 1, "job")
-        others = f"the other is {name}-2" if count == _TWO else f"the others are {name}-2 to {name}-{count}"
+        others = f"the other is {name}-2" if count == 2 else f"the others are {name}-2 to {name}-{count}"
         more = "" if count in {None, 1} else f"; {others}"
         self.run(which(count, label_of(work), how) + more, work, name=f"{name}-1" if more else name, **options)
 

@@ -448,8 +448,9 @@ class ListedJob:
     # The PIDs of its processes on GPUs.
     processes: tuple[int, ...] = ()
     line: LinePlace | None = None
-    # Of a job that has ended; the exit code None: it was not started, or its gpushare was killed.
+    # Of a job that has ended; None: it was not started, or its gpushare was killed.
     exit_code: int | None = None
+    # Of a job that has ended: whether its program was started.
     started: bool | None = None
     ran_seconds: float | None = None
     # Of all its processes together; of a farm, of the copy that held the most.

@@ -24,7 +24,6 @@ from gpushare.inputs import yaml_text
 
 VERSION: Final = "v1"
 PREFIX: Final = "nvidia.com/"
-STRATEGIES: Final = ("none", "single", "mixed")
 # MPS clients that the plugin allows: from compute capability 7.5 on, and below it (so a V100 gets 16).
 MPS_REPLICAS: Final = 48
 MPS_REPLICAS_OLD: Final = 16

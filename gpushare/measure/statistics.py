@@ -127,16 +127,6 @@ def product(ratio: Ratio, other: Ratio) -> Ratio:
     )
 
 
-def widened(ratio: Ratio, factor: float) -> Ratio:
-    """Return a ratio whose interval and error are wider by a factor, around the same value."""
-    return Ratio(
-        value=ratio.value,
-        low=None if ratio.low is None else max(0.0, ratio.value - factor * (ratio.value - ratio.low)),
-        high=None if ratio.high is None else ratio.value + factor * (ratio.high - ratio.value),
-        error=None if ratio.error is None else factor * ratio.error,
-    )
-
-
 def _apart(value: float, bound: float | None) -> float | None:
     return None if bound is None else abs(value - bound)
 

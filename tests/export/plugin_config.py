@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from gpushare.export.k8s import PREFIX, STRATEGIES, VERSION, PluginSharing
+from gpushare.export.k8s import PREFIX, VERSION, PluginSharing
 
 _MAX_NAME: Final = 63
 _LABEL: Final = r"[a-z0-9](?:[-a-z0-9]*[a-z0-9])?"
@@ -45,7 +45,7 @@ def from_config(raw: object) -> PluginSharing:
 def _mig_strategy(raw: object) -> str | None:
     flags = _mapping(raw, "'flags'", _FLAGS)
     strategy = flags.get("migStrategy")
-    if strategy is not None and strategy not in STRATEGIES:
+    if strategy is not None and strategy not in {"none", "single", "mixed"}:
         raise Refused(f"unknown MIG strategy: {str(strategy)[:40]}")
     return None if strategy is None else str(strategy)
 
