@@ -340,6 +340,9 @@ def _split(case: Case, gpus: Sequence[GpuFacts], sizes: Sequence[int]) -> list[C
 
 def _merged(works: Sequence[Workload]) -> tuple[Workload, ...]:
     """Return equal workloads as one with the number of its processes."""
+    if len(works) == 1:
+        # A process alone on its GPU does not share it with other users either.
+        return (replace(works[0], same_user=True),)
     kinds = dict.fromkeys(works)
     return tuple(replace(work, processes=works.count(work)) for work in kinds)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from gpushare.advice.case import Case, workload_of
@@ -114,6 +114,11 @@ def test_each_job_fits_its_gpu(words: list[dict[str, Any]], host: str, used: lis
         assert slices is None or slices.why_not is None
 
 
+@example(
+    [{"processes": 1, "memory": "1G"}, {"processes": 1, "memory": "1G", "users": "different", "server": True}],
+    "2xh100",
+    [0.0] * 4,
+)
 @given(cases, st.sampled_from(HOSTS), busy)
 def test_who_has_to_advance_or_does_not_end_is_never_queued(
     words: list[dict[str, Any]], host: str, used: list[float]
