@@ -16,7 +16,7 @@ from dataclasses import asdict, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from gpushare.base.errors import BadUsage, InUse, NotFound, NotSupported, OperationFailed, cut
+from gpushare.base.errors import BadUsage, InUse, NoPermission, NotFound, NotSupported, OperationFailed, cut
 from gpushare.base.model import ComputeMode, Gpu, Way
 from gpushare.base.selection import Device, candidates, is_any, select_for_change, select_one, titles, usable
 from gpushare.base.units import counted, format_bytes, format_duration, format_percent, format_slice, ranges
@@ -236,6 +236,27 @@ class JobStart:
             code="reserved",
         )
 
+    def _granted(self, devices: Sequence[Device]) -> tuple[Device, ...]:
+        """Return the devices that are not instances granted to other users only.
+
+        Raises:
+            NoPermission: all of them are.
+        """
+        if not any(device.mig is not None and device.mig.name for device in devices):
+            return tuple(devices)
+        from gpushare.mig.places import check_granted
+
+        granted, denied = [], None
+        for device in devices:
+            try:
+                check_granted(self.host, "" if device.mig is None else device.mig.name or "")
+                granted.append(device)
+            except NoPermission as error:
+                denied = denied or error
+        if denied is not None and not granted:
+            raise denied
+        return tuple(granted)
+
     def _without_leased(self, devices: Sequence[Device]) -> tuple[Device, ...]:
         """Return the devices that no other user has reserved; a job that waits may have those when the lease is over."""
         errors = [self._lease_error(device) for device in devices]
@@ -244,7 +265,7 @@ class JobStart:
         return tuple(device for device, error in zip(devices, errors, strict=True) if error is None)
 
     def _started(self, device: Device, options: RunOptions) -> Any:
-        self._without_leased([device])
+        self._without_leased(self._granted([device]))
         if self.role.production is not None:
             return self._production(device, replace(options, rate=self.role.rate), self.role.production)
         if self.role.opportunistic:
@@ -274,6 +295,7 @@ class JobStart:
             check_host(self.host)
         if is_any(gpu):
             devices = usable(devices, instances=not queue.swappable and self.count == 1)
+        devices = self._granted(devices)
         devices = devices if queue.wait else self._without_leased(devices)
         check_not_mig(devices, whole=queue.swappable or self.count > 1)
         check_enough(devices, self.count, most=len(self.gpus))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -340,13 +341,18 @@ def test_an_instance_that_is_granted_to_others_is_refused(refused: Refused, cli:
     world.fault("user", "root")
     cli("run", "--mig", "train", "-n", "--", "true").ok()
     world.fault("user", "1000")
-    for option in ((), ("-n",), ("--wait",), ("--memory", "1G")):
-        words = ("run", "--mig", "train", *option, "--", "true")
+    uuid = world.host.nvml.gpu(0).mig_instances[0].uuid
+    for option in itertools.product(
+        (("--mig", "train"), ("-g", "train"), ("-g", uuid)), ((), ("-n",), ("--wait",), ("--memory", "1G"))
+    ):
+        words = ("run", *option[0], *option[1], "--", "true")
         message = refused(*words, code="granted_to_others", exit_code=4)
         assert "train is granted to nobody only" in message
         assert "sudo gpushare mig grant train" in message
+    assert "1g.18gb" in cli("run", "-g", "any", "-n", "--", "true").ok().out
     world.fault("user", "nobody")
-    cli("run", "--mig", "train", "-n", "--", "true").ok()
+    for option in ("--mig", "-g"):
+        cli("run", option, "train", "-n", "--", "true").ok()
 
 
 def test_a_divided_instance(refused: Refused, cli: Cli, world: World) -> None:
