@@ -85,16 +85,17 @@ def best_first(
     command: Sequence[str] = (),
     but: Place | None = None,
     count: int = 1,
+    memory_bytes: int | None = None,
 ) -> list[tuple[Device, str]]:
     """Return devices in the order in which a job harms least, each with the reason in a few words.
 
-    A GPU without a production job first, then the one where the job and those there slow each other down least (`harm`),
-    then the one with the most room. For a job of ``count`` devices those come first that are best together: among equals
-    the ones that are connected best. ``productions`` returns the names of the production jobs on a device. ``but`` is the
-    place of the job itself.
+    A GPU on which this user may reserve ``memory_bytes`` first (None: that is unknown), of these one without a production
+    job, then the one where the job and those there slow each other down least (`harm`), then the one with the most room.
+    For a job of ``count`` devices those come first that are best together: among equals the ones that are connected best.
+    ``productions`` returns the names of the production jobs on a device. ``but`` is the place of the job itself.
     """
     lines = {line.device.uuid: line for line in read_lines(host, devices, {} if limits is None else limits, but)}
-    profiles = Known(host)
+    profiles, limit = Known(host), (limits or {}).get(os.geteuid())
     ranked = []
     for device in devices:
         line = lines.get(device.uuid)
@@ -105,8 +106,15 @@ def best_first(
         mine = None if profile is None else profile.use_percent
         text = f"production job '{names[0]}' runs there" if names else "no production job"
         text += f"; {harm_in_words(mine, others)}; {format_bytes(line.free_bytes)} free"
+        over = limit is not None and line.granted.get(os.geteuid(), 0) + (memory_bytes or 0) > limit
         # A smaller difference of the harm is noise: then the GPU with more room is better.
-        rank = (len(names), int(harm_percent(mine, others) // _HARM_STEP_PERCENT), -line.free_bytes, device.gpu.index)
+        rank = (
+            over,
+            len(names),
+            int(harm_percent(mine, others) // _HARM_STEP_PERCENT),
+            -line.free_bytes,
+            device.gpu.index,
+        )
         ranked.append((rank, device, text))
     ranked.sort(key=lambda entry: entry[0])
     if 1 < count < len(ranked):
@@ -115,7 +123,7 @@ def best_first(
         def closeness(first: int, second: int) -> int:
             return or_none(lambda: host.nvml.closeness(indexes[first], indexes[second])) or 0
 
-        chosen = best_together([rank[:2] for rank, _, _ in ranked], count, functools.cache(closeness))
+        chosen = best_together([rank[:3] for rank, _, _ in ranked], count, functools.cache(closeness))
         ranked = [ranked[number] for number in chosen] + [
             entry for number, entry in enumerate(ranked) if number not in chosen
         ]

@@ -223,7 +223,7 @@ class Queued:
         """
         size = self._size()
         self._warn(size)
-        ranked = self._ranked()
+        ranked = self._ranked(size)
         candidates = [device for device, _ in ranked] or list(self.devices)
         request = self._request(size, tuple(device.uuid for device in candidates))
         own_limit = self.limits.get(os.geteuid())
@@ -413,7 +413,7 @@ class Queued:
 
     def _placed(self, size: int | None) -> tuple[Sequence[Device], Place | None]:
         """Enter the ledger, and return the devices and the place there; None: a job that needs none has got none."""
-        ranked = self._ranked()
+        ranked = self._ranked(size)
         devices = [device for device, _ in ranked] or list(self.devices)
         request = self._request(size, tuple(device.uuid for device in devices))
         try:
@@ -434,7 +434,7 @@ class Queued:
             )
 
         def best(some: Sequence[Device]) -> list[tuple[Device, str]]:
-            return best_first(self.host, some, self._productions, self.limits, self.command, place, self.count)
+            return best_first(self.host, some, self._productions, self.limits, self.command, place, self.count, size)
 
         with waiting_line(self.say, quiet=self.quiet) as draw:
             taken = wait_for_room(
@@ -476,11 +476,13 @@ class Queued:
                     f"this job reserves: it may run out of memory; to start when there is room: --wait"
                 )
 
-    def _ranked(self) -> list[tuple[Device, str]]:
+    def _ranked(self, size: int | None) -> list[tuple[Device, str]]:
         """Return the devices, best first, with the reasons; empty if there is only one."""
         if len(self.devices) < 2:
             return []
-        return best_first(self.host, self.devices, self._productions, self.limits, self.command, count=self.count)
+        return best_first(
+            self.host, self.devices, self._productions, self.limits, self.command, count=self.count, memory_bytes=size
+        )
 
     def _productions(self, device: Device) -> list[str]:
         return [job.name for job in living_productions(self.host, device)]

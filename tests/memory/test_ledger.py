@@ -397,6 +397,27 @@ def test_the_gpu_without_a_production_job_is_best(host: Host) -> None:
     assert "production job 'web' runs there" in ordered[1][1]
 
 
+def test_a_gpu_on_which_the_user_may_reserve_no_more_is_last(host: Host) -> None:
+    first, second = devices(host)
+    place = enter(host, 20 * GIB)
+    place.take(first.uuid)
+
+    def order(limits: UserLimits, size: int) -> list[int]:
+        ranked = best_first(
+            host,
+            devices(host),
+            lambda device: ["web"] if device.uuid == second.uuid else [],
+            limits,
+            memory_bytes=size,
+        )
+        return [device.gpu.index for device, _ in ranked]
+
+    limits = UserLimits({os.geteuid(): 30 * GIB})
+    assert order(limits, 10 * GIB) == order(UserLimits(), 11 * GIB) == [0, 1]
+    assert order(limits, 11 * GIB) == [1, 0]
+    place.leave()
+
+
 @pytest.mark.parametrize(
     ("user", "name", "shown"),
     [
