@@ -256,7 +256,7 @@ class Observer:
 
     def _room(self, daemon: MpsDaemon, gpu: Gpu) -> int | None:
         """Return how many clients a server of this daemon takes on the GPU, or None when that is unknown."""
-        from gpushare.mps.control import max_clients, share_of_slices
+        from gpushare.mps.limits import max_clients, share_of_slices
 
         capability = None if gpu.error else self._host.nvml.compute_capability(gpu.index)
         mig = next((mig for mig in gpu.mig_instances if mig.uuid == daemon.device_uuid), None)

@@ -209,7 +209,7 @@ def test_a_profile_that_does_not_tell_its_share_leaves_the_version(
     admin.set_mig(host.host.spec, "0", ["1g.18gb"])
     mig = connect(host.host.spec).nvml.sweep()[0].mig_instances[0]
     observer = Observer(connect(host.host.spec))
-    monkeypatch.setattr("gpushare.mps.control.share_of_slices", lambda *_: None)
+    monkeypatch.setattr("gpushare.mps.limits.share_of_slices", lambda *_: None)
     assert mps_daemon(observer, host, mig.uuid) == (None, "13000")
 
 

@@ -35,6 +35,11 @@ class Identity(NamedTuple):
     started: int
 
 
+def start_of(process: Identity | None) -> int | None:
+    """Return the start of a process, or None if there is none."""
+    return None if process is None else process.started
+
+
 def identity_of(pid: int) -> Identity | None:
     """Return the process that has a PID now; None: no process, a zombie, or not visible."""
     fields = _stat(pid)

@@ -622,12 +622,6 @@ def known(processes: Processes, pids: Iterable[int] | Mapping[int, int]) -> dict
     return dict(identity for pid in pids if (identity := processes.identity(pid)) is not None)
 
 
-def start_of(processes: Processes, pid: int) -> int | None:
-    """Return the start of the process that has a PID now, or None."""
-    identity = processes.identity(pid)
-    return None if identity is None else identity.started
-
-
 def signal_known(processes: Processes, pid: int, started: int, number: int) -> bool:
     """Send a signal to the process that started then; return whether it was still there.
 

@@ -14,9 +14,9 @@ from gpushare.base.selection import Device
 from gpushare.base.units import format_slice, parse_slice, quoted
 from gpushare.host.compute_mode import need_root
 from gpushare.host.host import Host
-from gpushare.mps.control import max_clients, probe_version
+from gpushare.mps.control import probe_version
 from gpushare.mps.daemons import find_daemons
-from gpushare.mps.limits import Limits
+from gpushare.mps.limits import Limits, max_clients
 from gpushare.run.share import MpsShare
 from gpushare.timeslice.policy import plan_level
 from gpushare.timeslice.slices import LEAST_US, MOST_US

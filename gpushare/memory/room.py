@@ -65,7 +65,8 @@ def read_lines(
 
 def client_limit(host: Host, device: Device) -> int | None:
     """Return how many clients an MPS server takes on a device; None: unknown."""
-    from gpushare.mps.control import max_clients, probe_version, share_of_slices
+    from gpushare.mps.control import probe_version
+    from gpushare.mps.limits import max_clients, share_of_slices
 
     index, fraction = device.gpu.index, None
     if device.mig is not None:

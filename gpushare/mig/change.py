@@ -15,8 +15,8 @@ from gpushare.base.selection import Device, no_mig
 from gpushare.host.capabilities import NODES
 from gpushare.host.claims import Claim, take_claim
 from gpushare.host.host import Host
-from gpushare.host.identity import ancestors, is_kernel_thread
-from gpushare.host.process import named, start_of
+from gpushare.host.identity import ancestors, is_kernel_thread, start_of
+from gpushare.host.process import named
 from gpushare.host.users import has_records
 from gpushare.mig.daemons import (
     daemon_steps_after,
@@ -185,7 +185,7 @@ class Eviction:
         self._host, self._gpu, self._gone = host, gpu, gone
         self.title = str(gone.instance)
         # When each started: PIDs are reused.
-        self.started = {pid: start_of(self._host.processes, pid) for pid in holders_of(gone)}
+        self.started = {pid: start_of(self._host.processes.identity(pid)) for pid in holders_of(gone)}
         # Claims on the instance until the end of the change: no `gpushare run` starts in it.
         self.held = contextlib.ExitStack()
         self.begun = False

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Final
 
 from gpushare.base.errors import NoPermission, NotFound, NotSupported, OperationFailed, TimedOut
 from gpushare.base.model import Priority
-from gpushare.base.units import GIB, MIB, mps_memory, mps_memory_readback, mps_percentage
+from gpushare.base.units import GIB, MIB, format_bytes, mps_memory, mps_memory_readback, mps_percentage
 from gpushare.base.values import dataclass
 from gpushare.mps.limits import VARIABLES, Limits
+from gpushare.plan import Step
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -174,18 +175,18 @@ def _setting(verb: str, setting: str, server: int | None, *values: str) -> str:
     return " ".join((name, *values))
 
 
-def set_threads_command(percent: float, server: int | None = None) -> str:
+def _set_threads(percent: float, server: int | None = None) -> str:
     """Return the command that sets the active thread percentage of a server, or the default."""
     return _setting("set", "active_thread_percentage", server, mps_percentage(percent))
 
 
-def set_memory_command(size_bytes: int | None, server: int | None = None) -> str:
+def _set_memory(size_bytes: int | None, server: int | None = None) -> str:
     """Return the command that sets the pinned memory limit of a server, or the default; None removes it."""
     size = "0G" if size_bytes is None else mps_memory(size_bytes)
     return _setting("set", "device_pinned_mem_limit", server, DEVICE, size)
 
 
-def set_priority_command(priority: Priority) -> str:
+def _set_priority(priority: Priority) -> str:
     """Return the command that sets the default client priority."""
     return f"set_default_client_priority {int(priority)}"
 
@@ -367,7 +368,7 @@ class MpsControl:
 
         A daemon ignores a value out of range and exits 0.
         """
-        self.ask(set_threads_command(percent, server))
+        self.ask(_set_threads(percent, server))
         self._check_same("active thread percentage", self.threads(server), round(percent, 1))
 
     def memory(self, server: int | None = None) -> str | None:
@@ -381,7 +382,7 @@ class MpsControl:
 
     def set_memory(self, size_bytes: int | None, server: int | None = None) -> None:
         """Set the pinned memory limit, as whole M, or remove it (None), and read it back."""
-        self.ask(set_memory_command(size_bytes, server))
+        self.ask(_set_memory(size_bytes, server))
         held = self.memory(server)
         if size_bytes is None:
             self._check_same("pinned memory limit", None if parse_memory(held or "") == 0 else held, None)
@@ -396,8 +397,34 @@ class MpsControl:
 
     def set_priority(self, priority: Priority) -> None:
         """Set the default client priority and read it back."""
-        self.ask(set_priority_command(priority))
+        self.ask(_set_priority(priority))
         self._check_same("client priority", self.priority(), priority)
+
+    def limit_steps(self, limits: Limits, server: int | None = None) -> list[Step]:
+        """Return the steps that set the defaults, or the limits of one server for its future clients.
+
+        The steps have no undo of their own: undoing a start ends the daemon, and `plan_limits` undoes all of them together.
+        """
+        clients = "each client process" if server is None else f"each future client of server {server}"
+        threads, memory, priority = limits.threads_percent, limits.memory_limit_bytes, limits.priority
+        changes = []
+        if threads is not None:
+            title = f"limit {clients} to {threads:g} % of the SM threads"
+            changes.append((title, _set_threads(threads, server), lambda: self.set_threads(threads, server)))
+        if memory is not None or limits.no_memory_limit:
+            title = (
+                f"remove the pinned memory limit of {clients}"
+                if memory is None
+                else f"limit {clients} to {format_bytes(memory)} of pinned device memory"
+            )
+            changes.append((title, _set_memory(memory, server), lambda: self.set_memory(memory, server)))
+        if priority is not None and server is None:
+            title = f"give {clients} {priority.title} priority"
+            changes.append((title, _set_priority(priority), lambda: self.set_priority(priority)))
+        return [
+            Step(what=title, command=control_command(self.pipe_directory, command), do=do)
+            for title, command, do in changes
+        ]
 
     def _check_same(self, what: str, held: object, wanted: object) -> None:
         if held != wanted:
@@ -489,24 +516,6 @@ def probe_version(programs: Programs, timeout: float = 5.0) -> int | None:
         return None
     match = re.search(r"Binary version:\s*(\d+)", done.stdout)
     return int(match.group(1)) if match else None
-
-
-def max_clients(version: int | None, compute_capability: tuple[int, int] | None, fraction: float = 1.0) -> int | None:
-    """Return how many client contexts one server accepts on a device, or None when unknown.
-
-    16 before Volta, then 48, and 60 from CUDA 13.1 (binary 13010) on; a MIG instance has its fraction of that (NVIDIA's
-    MPS guide; the actual limit is connections, at CUDA_DEVICE_MAX_CONNECTIONS=2).
-    """
-    if compute_capability is None:
-        return None
-    whole = 16 if compute_capability < (7, 0) else 60 if version is not None and version >= 13010 else 48
-    return max(1, int(whole * fraction))
-
-
-def share_of_slices(profile: str | None, slices: int | None) -> float | None:
-    """Return the share of a GPU's compute slices that an instance of ``3g.71gb`` (or ``1c.3g.71gb``) has; None: unknown."""
-    match = re.match(r"(?:(\d)c\.)?(\d)g\.", profile or "")
-    return int(match.group(1) or match.group(2)) / slices if match and slices else None
 
 
 def start_environment(uuid: str, pipe_directory: str, log_directory: str) -> Mapping[str, str | None]:

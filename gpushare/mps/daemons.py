@@ -17,7 +17,8 @@ from gpushare.base.selection import Device, select
 from gpushare.base.units import mps_memory, mps_memory_readback
 from gpushare.base.values import dataclass
 from gpushare.host.host import Host
-from gpushare.host.process import ProcessInfo, start_of
+from gpushare.host.identity import start_of
+from gpushare.host.process import ProcessInfo
 from gpushare.host.program import Programs, missing_program
 from gpushare.host.records import read_tail
 from gpushare.host.smi import compute_mode_command
@@ -616,7 +617,7 @@ def _with_pid(host: Host, record: DaemonRecord, pid: int) -> DaemonRecord:
     """Return the record of a live daemon as it should be: a start may have been killed before it wrote the PID."""
     if record.pid == pid and record.state == RUNNING:
         return record
-    return replace(record, pid=pid, started=start_of(host.processes, pid), state=RUNNING)
+    return replace(record, pid=pid, started=start_of(host.processes.identity(pid)), state=RUNNING)
 
 
 def check_device(host: Host, device: Device) -> None:

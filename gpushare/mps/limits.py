@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -36,6 +37,24 @@ CONTEXT_BYTES: Final = 512 * MIB
 def client_memory(job_bytes: int) -> int:
     """Return what each client of MPS may allocate of the memory of its job: all but one context; of a small job, half."""
     return max(job_bytes - CONTEXT_BYTES, job_bytes // 2) // MIB * MIB
+
+
+def max_clients(version: int | None, compute_capability: tuple[int, int] | None, fraction: float = 1.0) -> int | None:
+    """Return how many client contexts one server accepts on a device, or None when unknown.
+
+    16 before Volta, then 48, and 60 from CUDA 13.1 (binary 13010) on; a MIG instance has its fraction of that (NVIDIA's
+    MPS guide; the actual limit is connections, at CUDA_DEVICE_MAX_CONNECTIONS=2).
+    """
+    if compute_capability is None:
+        return None
+    whole = 16 if compute_capability < (7, 0) else 60 if version is not None and version >= 13010 else 48
+    return max(1, int(whole * fraction))
+
+
+def share_of_slices(profile: str | None, slices: int | None) -> float | None:
+    """Return the share of a GPU's compute slices that an instance of ``3g.71gb`` (or ``1c.3g.71gb``) has; None: unknown."""
+    match = re.match(r"(?:(\d)c\.)?(\d)g\.", profile or "")
+    return int(match.group(1) or match.group(2)) / slices if match and slices else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,47 +10,13 @@ from dataclasses import replace
 from gpushare.base.errors import GpushareError, NoPermission
 from gpushare.base.model import Priority
 from gpushare.base.selection import Device
-from gpushare.base.units import format_bytes
 from gpushare.host.host import Host
-from gpushare.host.process import start_of
-from gpushare.mps.control import (
-    MpsControl,
-    control_command,
-    set_memory_command,
-    set_priority_command,
-    set_threads_command,
-)
+from gpushare.host.identity import start_of
+from gpushare.mps.control import MpsControl
 from gpushare.mps.daemons import changed_by_hand, is_still, own_daemon
 from gpushare.mps.home import AttachedClient, DaemonHome, DaemonRecord
 from gpushare.mps.limits import Limits, check_memory, in_force
 from gpushare.plan import Plan, Step
-
-
-def limit_steps(control: MpsControl, limits: Limits, server: int | None = None) -> list[Step]:
-    """Return the steps that set the daemon's defaults, or the limits of one server for its future clients.
-
-    The steps have no undo of their own: undoing a start ends the daemon, and `plan_limits` undoes all of them together.
-    """
-    clients = "each client process" if server is None else f"each future client of server {server}"
-    threads, memory, priority = limits.threads_percent, limits.memory_limit_bytes, limits.priority
-    changes = []
-    if threads is not None:
-        title = f"limit {clients} to {threads:g} % of the SM threads"
-        changes.append((title, set_threads_command(threads, server), lambda: control.set_threads(threads, server)))
-    if memory is not None or limits.no_memory_limit:
-        title = (
-            f"remove the pinned memory limit of {clients}"
-            if memory is None
-            else f"limit {clients} to {format_bytes(memory)} of pinned device memory"
-        )
-        changes.append((title, set_memory_command(memory, server), lambda: control.set_memory(memory, server)))
-    if priority is not None and server is None:
-        title = f"give {clients} {priority.title} priority"
-        changes.append((title, set_priority_command(priority), lambda: control.set_priority(priority)))
-    return [
-        Step(what=title, command=control_command(control.pipe_directory, command), do=do)
-        for title, command, do in changes
-    ]
 
 
 def plan_limits(host: Host, device: Device, limits: Limits) -> Plan:
@@ -70,9 +36,9 @@ def plan_limits(host: Host, device: Device, limits: Limits) -> Plan:
         return Plan(title=title, steps=())
     control = MpsControl(host.programs, str(home.pipe))
     servers = {server: control.threads(server) for server in control.servers()}
-    steps = limit_steps(control, limits)
+    steps = control.limit_steps(limits)
     for server in servers:
-        steps += limit_steps(control, limits, server)
+        steps += control.limit_steps(limits, server)
     steps = _with_way_back(control, record.limits.explicit, servers, steps)
     clients = _Clients(host, control, home, record)
     write = f"write {shlex.quote(str(home.directory / 'daemon.json'))}"
@@ -135,7 +101,7 @@ class _Clients:
         return tuple(self._found.values())
 
     def _client(self, pid: int, limits: Limits | None) -> AttachedClient:
-        return AttachedClient(pid=pid, started=start_of(self._host.processes, pid), limits=limits)
+        return AttachedClient(pid=pid, started=start_of(self._host.processes.identity(pid)), limits=limits)
 
 
 def _with_way_back(

@@ -14,13 +14,12 @@ from gpushare.base.selection import Device
 from gpushare.base.units import counted
 from gpushare.host.compute_mode import compute_mode_step, need_root
 from gpushare.host.host import Host
-from gpushare.host.process import start_of
+from gpushare.host.identity import start_of
 from gpushare.host.program import Completed
 from gpushare.mps.control import PROGRAM, MpsControl, control_command, probe_version, start_environment
 from gpushare.mps.daemons import check_device, daemon_pid, find_daemons, foreign_daemon, live_pid
 from gpushare.mps.home import RUNNING, STARTING, DaemonHome, DaemonRecord, anybody_changes, let_in, own_home, pipe_users
 from gpushare.mps.limits import Limits, check_memory, in_force
-from gpushare.mps.set import limit_steps
 from gpushare.mps.stop import clients_of, end_daemon
 from gpushare.plan import Plan, Step
 
@@ -150,7 +149,7 @@ class _Start:
                 do=self._start,
                 revert=self._end_started,
             ),
-            *limit_steps(self._control, self._limits),
+            *self._control.limit_steps(self._limits),
             # Undone by the first record step, after everything that it names.
             Step(what="record that the daemon is running", command=f"write {path}", do=self._write_running),
         ]
@@ -207,7 +206,7 @@ class _Start:
                 gpu=self._device.gpu.index,
                 code="daemon_pid",
             )
-        self._write(RUNNING, pid, start_of(self._host.processes, pid))
+        self._write(RUNNING, pid, start_of(self._host.processes.identity(pid)))
 
     def _put_back(self) -> None:
         """Restore the home as it was found."""

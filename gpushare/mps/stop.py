@@ -30,7 +30,8 @@ from gpushare.base.values import dataclass
 from gpushare.host.capabilities import user_name
 from gpushare.host.compute_mode import set_compute_mode
 from gpushare.host.host import Host
-from gpushare.host.process import ProcessInfo, named, signal_known, start_of, wait_gone
+from gpushare.host.identity import start_of
+from gpushare.host.process import ProcessInfo, named, signal_known, wait_gone
 from gpushare.host.smi import compute_mode_command
 from gpushare.mps.control import MpsControl, NoDaemon, control_command, is_server, not_your_daemon
 from gpushare.mps.daemons import FoundDaemon, ask, find_daemons, live_pid
@@ -396,7 +397,7 @@ def end_daemon(
         TimedOut: it does not answer and ``force`` is False.
         OperationFailed: it does not end.
     """
-    started = start_of(host.processes, pid) if started is None else started
+    started = start_of(host.processes.identity(pid)) if started is None else started
     if started is None or not host.processes.alive(pid, started):
         # It has ended; what listens at its directory now is another daemon.
         return False

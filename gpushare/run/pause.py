@@ -20,8 +20,8 @@ from gpushare.base.typed import Count, Pid
 from gpushare.base.values import dataclass
 from gpushare.host.channels import Channels
 from gpushare.host.host import Host
-from gpushare.host.identity import uptime
-from gpushare.host.process import known, signal_known, start_of
+from gpushare.host.identity import start_of, uptime
+from gpushare.host.process import known, signal_known
 from gpushare.host.slice_lock import probed
 from gpushare.host.store import Kept, RecordStore, any_lives
 from gpushare.pause.change import enable, names_of
@@ -89,7 +89,7 @@ class Pauser:
         if channels is not None:
             pids = self._cuda_processes()
             for pid in pids:
-                self._tell_once(pid, start_of(self._host.processes, pid))
+                self._tell_once(pid, start_of(self._host.processes.identity(pid)))
             self._try(lambda: channels.find(pids))
 
     def _try(self, act: Callable[[], None]) -> None:

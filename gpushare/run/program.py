@@ -21,7 +21,8 @@ from gpushare.base.values import dataclass
 from gpushare.host.claims import HeldClaim
 from gpushare.host.guard import DONE, Guard
 from gpushare.host.host import Host, make_private_directory
-from gpushare.host.process import Child, Streams, known, start_of
+from gpushare.host.identity import start_of
+from gpushare.host.process import Child, Streams, known
 from gpushare.host.written_file import open_to_append
 from gpushare.memory.peaks import Profile, keep_profile
 from gpushare.mps.kill import DRAIN_BOUND_SECONDS
@@ -439,7 +440,7 @@ class Session:
                 child = self._child = self._host.processes.spawn(command, environment, streams, announce=announce)
             # Also each worker in a session of its own that a part stops.
             self._tell = guard.started
-            self._tell(child.pid, start_of(self._host.processes, child.pid))
+            self._tell(child.pid, start_of(self._host.processes.identity(child.pid)))
             if self._container is None:
                 self._begin(self._share.watch(child.pid))
             else:
@@ -472,7 +473,7 @@ class Session:
         if pid is None:
             return
         self._host.processes.moved(client, pid)
-        self._tell(pid, start_of(self._host.processes, pid))
+        self._tell(pid, start_of(self._host.processes.identity(pid)))
         watch = self._share.watch(pid)
         # Only root may signal the processes of a foreign container; the client passes signals on.
         watch.client_pid = client if container.is_foreign else None

@@ -23,7 +23,8 @@ from gpushare.base.values import dataclass
 from gpushare.host.activity import ActivityMeter
 from gpushare.host.guard import Guard
 from gpushare.host.host import Host
-from gpushare.host.process import Child, Streams, known, signal_known, start_of
+from gpushare.host.identity import start_of
+from gpushare.host.process import Child, Streams, known, signal_known
 from gpushare.host.program import group_members
 from gpushare.host.written_file import directory_of, open_over
 from gpushare.mps.home import client_environment, without_own_limits
@@ -405,7 +406,7 @@ class Group:
 
     def _guard_on(self, pid: int) -> None:
         """Name a process to the guard, with its start, because PIDs are reused."""
-        started = start_of(self.host.processes, pid)
+        started = start_of(self.host.processes.identity(pid))
         if self.guard is not None and started is not None:
             self.guard.started(pid, started)
 

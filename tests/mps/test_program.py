@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from gpushare.host.program import Completed, missing_program
-from gpushare.mps.control import max_clients, probe_version, start_environment
+from gpushare.mps.control import probe_version, start_environment
+from gpushare.mps.limits import max_clients
 from tests.mps.fake_daemon import Daemon
 
 

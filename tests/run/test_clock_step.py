@@ -9,7 +9,7 @@ import pytest
 from gpushare.base.selection import Device, select_one
 from gpushare.connect import connect
 from gpushare.host.host import Host
-from gpushare.host.process import start_of
+from gpushare.host.identity import start_of
 from gpushare.run.group import Member, members, write_member
 from gpushare.run.jobs import PLAIN, find_job, find_record, forget_ended, is_running, write_record
 from gpushare.run.pause import Pauses, note_pauses, noted_pauses
@@ -42,14 +42,16 @@ def test_a_named_job_runs_on(host: Host, device: Device, monkeypatch: pytest.Mon
 
 
 def test_a_member_stays_in_its_group(host: Host, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    member = Member(pid=OWN, started=start_of(host.processes, OWN), device_uuid=device.uuid, slice_us=30)
+    member = Member(pid=OWN, started=start_of(host.processes.identity(OWN)), device_uuid=device.uuid, slice_us=30)
     write_member(host, member)
     step_the_clock(monkeypatch, -60.0)
     assert members(host, device) == (member,)
 
 
 def test_a_pause_is_still_told(host: Host, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    pauses = Pauses(pid=OWN, started=start_of(host.processes, OWN), gpu_uuid=device.uuid, pauses=2, paused=True)
+    pauses = Pauses(
+        pid=OWN, started=start_of(host.processes.identity(OWN)), gpu_uuid=device.uuid, pauses=2, paused=True
+    )
     note_pauses(host, pauses)
     step_the_clock(monkeypatch, 60.0)
     assert noted_pauses(host) == (pauses,)
