@@ -137,12 +137,12 @@ def _confidence(
 ) -> tuple[Confidence, str]:
     """Return the confidence: high only where a hard limit decides, or a measurement of the program (see measured.py)."""
     situation = parts[0].situation
-    may = [
+    permissions = [
         change.text for change in changes if change.field in {"destroy", "root", "occupied"} and change.way is not None
     ]
     if best is None:
-        if may:
-            return Confidence.MEDIUM, f"it would be possible if {may[0]}"
+        if permissions:
+            return Confidence.MEDIUM, f"it would be possible if {permissions[0]}"
         return Confidence.HIGH, "arithmetic and hard limits"
     if all(part.situation.own_gpu and part.way is Way.WHOLE for part in parts):
         return Confidence.HIGH, "each has a GPU to itself"
@@ -218,9 +218,9 @@ def _gaps(situation: Situation, way: Way) -> tuple[str, ...]:
     if way.outer in {None, Way.STREAMS} or not situation.several:
         return ()
     table, driver, unprotected = situation.table, situation.host.driver, []
-    for row, (wanted, name) in _GAPS.items():
+    for row, (wanted_level, name) in _GAPS.items():
         level = table.level(way.outer, row, driver, option=way.table_option if way is Way.MPS_STATIC else None)
-        if not table.at_least(row, level, wanted):
+        if not table.at_least(row, level, wanted_level):
             unprotected.append(name)
     return tuple(unprotected)
 
@@ -462,9 +462,11 @@ def _place_of(part: Part) -> Place:
     title = "nothing fits" if part.way is None else part.way.label
     if part.way is Way.WHOLE and case.processes is not None:
         each, places = part.situation.gpus_each, part.situation.places
-        own = "the whole GPU" if each == 1 else f"{each} whole GPUs"
         alike = len({work.gpus or 1 for work in case.workloads}) == 1
-        title = own if case.processes <= places else _at_once(part.situation, places) if alike else "one at a time"
+        if case.processes <= places:
+            title = "the whole GPU" if each == 1 else f"{each} whole GPUs"
+        else:
+            title = _at_once(part.situation, places) if alike else "one at a time"
     gpus = sorted(gpu.index for gpu in part.situation.spread)
     return Place(gpus=gpus, way=None if part.way is None else part.way.value, way_title=title, processes=case.processes)
 
@@ -498,30 +500,29 @@ def _where(advice: Advice) -> list[str]:
     """Return how many processes are on each GPU, and in which way where that differs."""
     if len(advice.gpus) < _SEVERAL or advice.situation.together:
         return []
-    texts = []
     if len(advice.parts) == 1 and advice.situation.gpus_each > 1:
         return []
+    one_way = len({part.way for part in advice.parts}) == 1
+    texts = []
     for part in advice.parts:
-        if part.situation.gpus_each > 1:
-            gpus = sorted(gpu.index for gpu in part.situation.spread)
-            texts.append(
-                f"{part.situation.placed_processes} with {part.situation.gpus_each} of GPUs {ranges(gpus)} each"
-            )
-            continue
-        count, total = part.situation.case.processes, (part.situation.whole or part.situation.case).processes
-        gpus = sorted(gpu.index for gpu in part.situation.spread)
-        how = "" if len({part.way for part in advice.parts}) == 1 else f" ({_place_of(part).way_title})"
-        if count is None or total is None or len(gpus) > _FEW:
-            most = "" if total is None or count is None or count * len(gpus) == total else "at most "
-            texts.append(
-                f"{most}{count or 'all'} on each of GPUs {ranges(gpus)}{how}"
-                if len(gpus) > 1
-                else f"{count or 'all'} on GPU {gpus[0]}{how}"
-            )
-        else:
-            counts = [total // len(gpus) + (number < total % len(gpus)) for number in range(len(gpus))]
-            texts += [f"{number} on GPU {gpu}{how}" for gpu, number in zip(gpus, counts, strict=True)]
+        texts += _where_part(part, "" if one_way else f" ({_place_of(part).way_title})")
     return [f"spread over {len(advice.gpus)} idle GPUs: {', '.join(texts)}"]
+
+
+def _where_part(part: Part, way_text: str) -> list[str]:
+    """Return how many processes of one part are on each of its GPUs: a text per GPU, or one for all if there are many."""
+    situation = part.situation
+    gpus = sorted(gpu.index for gpu in situation.spread)
+    if situation.gpus_each > 1:
+        return [f"{situation.placed_processes} with {situation.gpus_each} of GPUs {ranges(gpus)} each"]
+    per_gpu, total = situation.case.processes, (situation.whole or situation.case).processes
+    if per_gpu is not None and total is not None and len(gpus) <= _FEW:
+        counts = [total // len(gpus) + (number < total % len(gpus)) for number in range(len(gpus))]
+        return [f"{count} on GPU {gpu}{way_text}" for gpu, count in zip(gpus, counts, strict=True)]
+    if len(gpus) == 1:
+        return [f"{per_gpu or 'all'} on GPU {gpus[0]}{way_text}"]
+    uneven = total is not None and per_gpu is not None and per_gpu * len(gpus) != total
+    return [f"{'at most ' if uneven else ''}{per_gpu or 'all'} on each of GPUs {ranges(gpus)}{way_text}"]
 
 
 _FEW: Final = 4
@@ -539,32 +540,38 @@ def _why_not_together(advice: Advice, best: Verdict) -> list[str]:
     waits = advice.situation.placed_processes > advice.situation.places
     if best.way is not Way.WHOLE or not waits or not best.of(Kind.FOR) or not _ruled_out(advice, best):
         return []
-    return [f"not possible here: several at the same time ({text})" for text in _nearest(advice, best.way)[:1]]
+    return [
+        f"not possible here: several at the same time ({text})" for text in _vetoes_of_nearest(advice, best.way)[:1]
+    ]
 
 
 def _why_left(advice: Advice, best: Verdict) -> str:
     """Return why a way wins that no rule prefers."""
     if not _ruled_out(advice, best):
         return "no answer favours another way, and this one needs the least"
-    reasons = _nearest(advice, best.way)
+    reasons = _vetoes_of_nearest(advice, best.way)
     if best.way in CONCURRENT:
         return "; ".join(["every other way of sharing is ruled out", *reasons])
     return f"not possible here: several at the same time ({'; '.join(reasons)}); nearest: {_title_of(advice)}"
 
 
-def _nearest(advice: Advice, but: Way, given: Sequence[str] = ()) -> list[str]:
+def _vetoes_of_nearest(advice: Advice, but: Way, already_named: Sequence[str] = ()) -> list[str]:
     """Return why the most wanted of the refused ways of sharing is refused; ``given`` are reasons that were named."""
     ways = [advice.of(way) for way in CONCURRENT if way not in {but, Way.VGPU, Way.STREAMS}]
-    wanted = max((verdict for verdict in ways if verdict.refused), key=lambda verdict: verdict.score, default=None)
-    if wanted is None:
+    nearest = max((verdict for verdict in ways if verdict.refused), key=lambda verdict: verdict.score, default=None)
+    if nearest is None:
         return []
-    return [f"{wanted.way.label}: {reason.text}" for reason in wanted.of(Kind.VETO) if reason.text not in given]
+    return [
+        f"{nearest.way.label}: {reason.text}" for reason in nearest.of(Kind.VETO) if reason.text not in already_named
+    ]
 
 
 def _why_nothing(advice: Advice) -> list[str]:
     whole = [reason.text for reason in advice.of(Way.WHOLE).of(Kind.VETO)]
     several = (advice.situation.several or advice.situation.kept) and advice.situation.gpus_each == 1
-    return [*whole, *(_nearest(advice, Way.WHOLE, whole) if several else [])] or ["no GPU of this host can do it"]
+    return [*whole, *(_vetoes_of_nearest(advice, Way.WHOLE, whole) if several else [])] or [
+        "no GPU of this host can do it"
+    ]
 
 
 def _risks(situation: Situation, way: Way, made: Recipe | None) -> list[str]:
@@ -575,10 +582,9 @@ def _risks(situation: Situation, way: Way, made: Recipe | None) -> list[str]:
         return ["a job that is out exists only in host memory: a restart of the machine ends it"]
     if situation.several and Way.TIMESLICE in {way.outer, way.inner}:
         commands = [line.command for line in made.lines if line.command] if made is not None else []
-        held = bool(commands) and all(
-            "--memory" in command or "--wait" in command for command in commands if " run " in command
-        )
-        if held:
+        jobs = [command for command in commands if " run " in command]
+        limited = bool(commands) and all("--memory" in job or "--wait" in job for job in jobs)
+        if limited:
             return [
                 "memory use is shared: a program that gpushare did not start has no limit, and a job may pass its limit for 0.2 s"
             ]
@@ -597,8 +603,9 @@ def _cost_answer(situation: Situation, cost: LeavingCost) -> CostAnswer:
 def _memory_answer(advice: Advice) -> MemoryAnswer:
     budget, limits, best = advice.budget, advice.limits_bytes, advice.best
     situation = advice.situation
-    each = situation.together and len(situation.spread) >= (situation.case.processes or 2)
-    alone = best is not None and best.way is Way.WHOLE and (budget.fits or each or not situation.short_of_memory)
+    rank_per_gpu = situation.together and len(situation.spread) >= (situation.case.processes or 2)
+    enough = budget.fits or rank_per_gpu or not situation.short_of_memory
+    alone = best is not None and best.way is Way.WHOLE and enough
     turns = None if best is None else situation.in_turns(best.way)
     sentence = None if alone and (situation.several or situation.own_gpu) else budget.sentence(turns)
     if best is not None and best.way in ALL_MIG:
@@ -608,9 +615,11 @@ def _memory_answer(advice: Advice) -> MemoryAnswer:
         sentence = text if sentence is None else f"{sentence}; {text}"
     if sentence is not None and len(advice.gpus) > 1:
         sentence = f"on each GPU, {sentence}"
-    own: dict[str, Any] = {"limits_bytes": limits, "sentence": sentence}
-    values = {field.name: getattr(budget, field.name) for field in fields(MemoryAnswer) if field.name not in own}
-    return MemoryAnswer(**values, **own)
+    computed: dict[str, Any] = {"limits_bytes": limits, "sentence": sentence}
+    of_budget = {
+        field.name: getattr(budget, field.name) for field in fields(MemoryAnswer) if field.name not in computed
+    }
+    return MemoryAnswer(**of_budget, **computed)
 
 
 def verdict_answer(verdict: Verdict) -> VerdictAnswer:

@@ -17,13 +17,14 @@ T = TypeVar("T")
 
 
 def any_of(values: Iterable[bool | None]) -> bool | None:
-    found: bool | None = False
+    """Return whether one of these is True; None if none is, but some are unknown."""
+    result: bool | None = False
     for value in values:
         if value is True:
             return True
         if value is None:
-            found = None
-    return found
+            result = None
+    return result
 
 
 def negated(value: bool | None) -> bool | None:  # noqa: FBT001 - it is the value itself
@@ -141,35 +142,35 @@ class Case:
 
     def any(self, field: str) -> bool | None:
         """Return whether a workload has a property; None if none has it and it is unknown for some."""
-        return any_of([getattr(one, field) for one in self.workloads])
+        return any_of([getattr(work, field) for work in self.workloads])
 
     @functools.cached_property
     def counts(self) -> tuple[int | None, ...]:
         """Return the number of processes of each workload; in a list of several, 1 unless given."""
         several = len(self.workloads) > 1
-        return tuple(one.processes or (1 if several else None) for one in self.workloads)
+        return tuple(work.processes or (1 if several else None) for work in self.workloads)
 
     @functools.cached_property
     def processes(self) -> int | None:
-        known = [count for count in self.counts if count is not None]
-        return sum(known) if known else None
+        counts = [count for count in self.counts if count is not None]
+        return sum(counts) if counts else None
 
     @functools.cached_property
     def wanted_isolation(self) -> frozenset[Isolation] | None:
-        said = [one.isolation for one in self.workloads if one.isolation is not None]
-        return frozenset().union(*said) if said else None
+        isolations = [work.isolation for work in self.workloads if work.isolation is not None]
+        return frozenset().union(*isolations) if isolations else None
 
     @functools.cached_property
     def pattern(self) -> Pattern | None:
         """Return the load pattern, if all workloads that have one have the same."""
-        said = {one.pattern for one in self.workloads if one.pattern is not None}
-        return said.pop() if len(said) == 1 else None
+        patterns = {work.pattern for work in self.workloads if work.pattern is not None}
+        return patterns.pop() if len(patterns) == 1 else None
 
     @functools.cached_property
     def groups(self) -> int | None:
         """Return the number of parties to separate: as given, or one per workload of a list."""
         if len(self.workloads) > 1 or self.workloads[0].groups is not None:
-            return sum(one.groups or 1 for one in self.workloads)
+            return sum(work.groups or 1 for work in self.workloads)
         return None
 
     @property
@@ -179,19 +180,19 @@ class Case:
 
     @functools.cached_property
     def roles(self) -> frozenset[Role]:
-        return frozenset(one.role for one in self.workloads if one.role is not None)
+        return frozenset(work.role for work in self.workloads if work.role is not None)
 
     @functools.cached_property
     def same_user(self) -> bool | None:
         """Return whether all processes belong to one user."""
-        if any(one.same_user is False for one in self.workloads):
+        if any(work.same_user is False for work in self.workloads):
             return False
-        names = {one.user for one in self.workloads if one.user is not None}
+        names = {work.user for work in self.workloads if work.user is not None}
         if len(names) > 1:
             return False
-        if len(names) == 1 and all(one.user is not None for one in self.workloads):
+        if len(names) == 1 and all(work.user is not None for work in self.workloads):
             return True
-        if all(one.same_user for one in self.workloads):
+        if all(work.same_user for work in self.workloads):
             return True
         return True if self.processes == 1 else None
 
@@ -203,9 +204,11 @@ class Case:
         # Of several parties, the users differ between them, unless a workload of the list says otherwise.
         if len(self.workloads) == 1:
             return None
-        if any(one.same_user is False for one in self.workloads):
+        if any(work.same_user is False for work in self.workloads):
             return False
-        return True if all(one.same_user or one.user or (one.processes or 1) == 1 for one in self.workloads) else None
+        return (
+            True if all(work.same_user or work.user or (work.processes or 1) == 1 for work in self.workloads) else None
+        )
 
 
 def checked(case: Case) -> Case:
@@ -214,8 +217,8 @@ def checked(case: Case) -> Case:
     Raises:
         BadUsage: the same user under several names.
     """
-    names = sorted({one.user for one in case.workloads if one.user is not None})
-    if len(names) > 1 and all(one.same_user for one in case.workloads):
+    names = sorted({work.user for work in case.workloads if work.user is not None})
+    if len(names) > 1 and all(work.same_user for work in case.workloads):
         raise BadCombination(
             f"users: same contradicts the user names {', '.join(names)}", "drop users: the names imply it"
         )
@@ -278,31 +281,31 @@ def workload_of(words: Mapping[str, Any]) -> Workload:
         words = {**LIKE[kind], **{key: value for key, value in words.items() if value is not None}, "like": kind}
         needs = LIKE[kind].get("needs")
         if needs is not None and words["needs"] != needs:
-            given = _listed(words["needs"])
-            words["needs"] = given if f"no-{needs}" in given else [needs, *given]
+            needs_given = _listed(words["needs"])
+            words["needs"] = needs_given if f"no-{needs}" in needs_given else [needs, *needs_given]
     for key, value in words.items():
         if key not in KEYS:
-            raise BadUsage(f"{quoted(key)} is not a property of a workload", _close(key, KEYS), code="unknown_key")
+            raise BadUsage(f"{quoted(key)} is not a property of a workload", _close_hint(key, KEYS), code="unknown_key")
         if value is not None:
             values.update(_value(key, value))
-    found = Workload(**values)
-    if found.shares is not None and len(found.shares) > 1:
-        if found.processes not in {None, len(found.shares)}:
+    workload = Workload(**values)
+    if workload.shares is not None and len(workload.shares) > 1:
+        if workload.processes not in {None, len(workload.shares)}:
             raise BadUsage(
-                f"{len(found.shares)} shares for {found.processes} processes",
+                f"{len(workload.shares)} shares for {workload.processes} processes",
                 "give one share for each process: weights=30:70",
                 code="bad_count",
             )
-        found = replace(found, processes=len(found.shares))
-    if found.multi_model and found.processes is None:
-        found = replace(found, processes=1)
-    if found.processes is not None and found.groups is not None and found.groups > found.processes:
+        workload = replace(workload, processes=len(workload.shares))
+    if workload.multi_model and workload.processes is None:
+        workload = replace(workload, processes=1)
+    if workload.processes is not None and workload.groups is not None and workload.groups > workload.processes:
         raise BadUsage(
-            f"{found.groups} groups of {found.processes} processes",
+            f"{workload.groups} groups of {workload.processes} processes",
             "a group has at least one process: give fewer groups, or more processes",
             code="bad_count",
         )
-    return found
+    return workload
 
 
 def sizes_of(memory: Any) -> list[str]:
@@ -337,19 +340,21 @@ def of_sizes(base: Workload, sizes: Sequence[str]) -> tuple[Workload, ...]:
             "give one size for each process: --memory 34G,17G --needs weights=2:1",
             code="bad_count",
         )
-    works = []
+    workloads = []
     for number, (size, share) in enumerate(zip(sizes, shares, strict=True), 1):
-        needed, own = workload_of({"memory": size}).memory, None if share is None else (share,)
-        works.append(replace(base, processes=1, name=f"{base.name or 'job'}{number}", memory=needed, shares=own))
-    return tuple(works)
+        needed, work_shares = workload_of({"memory": size}).memory, None if share is None else (share,)
+        workloads.append(
+            replace(base, processes=1, name=f"{base.name or 'job'}{number}", memory=needed, shares=work_shares)
+        )
+    return tuple(workloads)
 
 
-def _close(word: str, known: Iterable[str]) -> str:
+def _close_hint(word: str, names: Iterable[str]) -> str:
     import difflib
 
-    known = list(known)
-    close = difflib.get_close_matches(word, known, n=3, cutoff=0.6)
-    return f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(known)}"
+    names = list(names)
+    close = difflib.get_close_matches(word, names, n=3, cutoff=0.6)
+    return f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(names)}"
 
 
 def _value(key: str, value: Any) -> dict[str, Any]:
@@ -358,7 +363,7 @@ def _value(key: str, value: Any) -> dict[str, Any]:
     if key in _COUNTS:
         return {key: _count(key, value)}
     if key in _CHOICES:
-        return {key: _choice(key, value, [one.value for one in _CHOICES[key]], _CHOICES[key])}
+        return {key: _choice(key, value, [choice.value for choice in _CHOICES[key]], _CHOICES[key])}
     reader = _READERS.get(key)
     return {key: _yes_or_no(key, value)} if reader is None else reader(value)
 
@@ -389,22 +394,22 @@ def _count(key: str, value: Any) -> int:
     return number
 
 
-def _choice(key: str, value: Any, known: list[str], kind: Any) -> Any:
+def _choice(key: str, value: Any, words: list[str], convert: Any) -> Any:
     text = str(value).strip().lower()
-    if text not in known:
+    if text not in words:
         raise BadUsage(
-            f"'{text[:40]}' is not a valid value for {key}", f"give one of: {', '.join(known)}", code="bad_value"
+            f"'{text[:40]}' is not a valid value for {key}", f"give one of: {', '.join(words)}", code="bad_value"
         )
-    return kind(text)
+    return convert(text)
 
 
 def _yes_or_no(key: str, value: Any) -> bool:
     if isinstance(value, bool):
         return value
-    known = _YES.get(str(value).strip().lower())
-    if known is None:
+    answer = _YES.get(str(value).strip().lower())
+    if answer is None:
         raise BadUsage(f"'{str(value)[:40]}' is not a valid value for {key}", "give yes or no", code="bad_value")
-    return known
+    return answer
 
 
 def _listed(value: Any) -> list[str]:
@@ -421,7 +426,7 @@ def _need(text: str) -> dict[str, Any]:
     needed = not word.startswith("no-")
     name = word if needed else word.removeprefix("no-")
     if name not in names:
-        raise BadUsage(f"unknown need {quoted(text)}", _close(name, names), code="bad_value")
+        raise BadUsage(f"unknown need {quoted(text)}", _close_hint(name, names), code="bad_value")
     return {names[name]: needed}
 
 
@@ -469,14 +474,14 @@ def _isolation(value: Any) -> frozenset[Isolation]:
     texts = _listed(value)
     if texts == ["none"]:
         return frozenset()
-    known = ["none", *(one.value for one in Isolation)]
+    words = ["none", *(kind.value for kind in Isolation)]
     if len(texts) > 1 and "none" in texts:
         raise BadUsage(
             f"isolation '{','.join(texts)[:40]}' combines none with others",
             "give none alone, or drop it",
             code="bad_value",
         )
-    return frozenset(_choice("isolation", text, known, Isolation) for text in texts)
+    return frozenset(_choice("isolation", text, words, Isolation) for text in texts)
 
 
 # A request that may take so long is no reason against any way of sharing.
@@ -521,50 +526,51 @@ def read_case(text: str, path: str) -> Case:
     Raises:
         BadUsage: not valid YAML, an unknown key, or an invalid value; the message names its place.
     """
-    found, *more = documents(text, path, _HINT, texts=True)
-    if found is None or more:
-        what = "has several documents" if more else "is empty"
-        raise BadUsage(f"{path} {what}", _HINT, code="bad_file")
+    content, *more = documents(text, path, _HINT, texts=True)
+    if content is None or more:
+        problem = "has several documents" if more else "is empty"
+        raise BadUsage(f"{path} {problem}", _HINT, code="bad_file")
     root = None
-    if isinstance(found, Located) and not found.keys().isdisjoint(_TOP):
-        for name, at in found.keys_at.items():
+    if isinstance(content, Located) and not content.keys().isdisjoint(_TOP):
+        for name, mark in content.keys_at.items():
             if name not in _TOP:
                 hint = f"the only other key is: {', '.join(_TOP[1:])}"
-                raise BadUsage(f"{path}:{at}: unknown key {quoted(str(name))}", hint, code="unknown_key")
-        if "root" in found:
-            root = _placed(path, found.values_at["root"], lambda: _yes_or_no("root", _flat(found["root"])))
-        if "workloads" not in found:
+                raise BadUsage(f"{path}:{mark}: unknown key {quoted(str(name))}", hint, code="unknown_key")
+        if "root" in content:
+            root = _placed(path, content.values_at["root"], lambda: _yes_or_no("root", _flat(content["root"])))
+        if "workloads" not in content:
             raise BadUsage(f"{path} has no workloads", _HINT, code="bad_file")
-        found = found["workloads"]
-    if isinstance(found, LocatedList):
-        items = zip(found, found.items_at, strict=True)
-        workloads = [workload for words, at in items for workload in _workloads(words, path, at)]
+        content = content["workloads"]
+    if isinstance(content, LocatedList):
+        items = zip(content, content.items_at, strict=True)
+        workloads = [workload for words, mark in items for workload in _workloads(words, path, mark)]
     else:
-        workloads = list(_workloads(found, path, Mark()))
+        workloads = list(_workloads(content, path, Mark()))
     if not workloads:
         raise BadUsage(f"{path}: the list of workloads is empty", _HINT, code="bad_file")
     return Case(workloads=tuple(workloads), root=root)
 
 
-def _workloads(words: Any, path: str, at: Mark) -> tuple[Workload, ...]:
+def _workloads(words: Any, path: str, mark: Mark) -> tuple[Workload, ...]:
     if not isinstance(words, Located):
-        raise BadUsage(f"{path}:{at}: a workload is a mapping", _HINT, code="bad_file")
+        raise BadUsage(f"{path}:{mark}: a workload is a mapping", _HINT, code="bad_file")
     for name, value in words.items():
         # One by one, so that an error can name its place.
         _placed(path, words.keys_at[name], functools.partial(workloads_of, {str(name): _flat(value)}))
     flat = {str(name): _flat(value) for name, value in words.items()}
-    return _placed(path, at, lambda: workloads_of(flat))
+    return _placed(path, mark, lambda: workloads_of(flat))
 
 
 def _flat(value: Any) -> Any:
     """Return a value without nested ones: no property has them, and an alias may lead back to the list itself."""
     if isinstance(value, list):
-        return [one if isinstance(one, str) else "..." for one in value]
+        return [item if isinstance(item, str) else "..." for item in value]
     return dict.fromkeys(map(str, value), "...") if isinstance(value, Mapping) else value
 
 
-def _placed(path: str, at: Mark, act: Callable[[], T]) -> T:
+def _placed(path: str, mark: Mark, act: Callable[[], T]) -> T:
+    """Return the result of ``act``; an error of it gets the place in the file."""
     try:
         return act()
     except BadUsage as error:
-        raise error.restated(message=f"{path}:{at}: {error.message}") from None
+        raise error.restated(message=f"{path}:{mark}: {error.message}") from None

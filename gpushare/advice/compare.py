@@ -149,10 +149,10 @@ def _mps_max(place: _Place) -> str | None:
 
 def _mps_sm(place: _Place) -> str | None:
     sms = place.gpu.multiprocessors
-    of = "" if sms is None else f" of {sms} SMs"
+    of_total = "" if sms is None else f" of {sms} SMs"
     if _static_partitions(place):
-        return f"By percentage{of} (a cap, nothing reserved), or exclusive static partitions"
-    return f"By percentage{of}, a cap at process launch; no static partitions"
+        return f"By percentage{of_total} (a cap, nothing reserved), or exclusive static partitions"
+    return f"By percentage{of_total}, a cap at process launch; no static partitions"
 
 
 def _static_partitions(place: _Place) -> bool:
@@ -198,8 +198,8 @@ def _timeslice_change(place: _Place) -> str | None:
         return None
     if not place.gpu.time_slice_settable:
         return "No: this GPU has no time-slice levels"
-    who = "you are root" if place.host.root else "needs root"
-    levels = f"Live, {who}: default, short, medium, long for the GPU"
+    rights = "you are root" if place.host.root else "needs root"
+    levels = f"Live, {rights}: default, short, medium, long for the GPU"
     per_process = place.table.cell(Way.TIMESLICE, "reconfigure", place.host.driver or "0").options
     return f"{levels}; a slice per process" if per_process else levels
 
@@ -226,8 +226,8 @@ def _mig_sm(place: _Place) -> str | None:
     if not sizes:
         return None
     whole = place.gpu.multiprocessors
-    of = "" if whole is None or whole == max(sizes) else f" ({max(sizes)} of the GPU's {whole} in MIG mode)"
-    return f"Yes: {min(sizes)} to {max(sizes)} SMs of its own{of}"
+    of_total = "" if whole is None or whole == max(sizes) else f" ({max(sizes)} of the GPU's {whole} in MIG mode)"
+    return f"Yes: {min(sizes)} to {max(sizes)} SMs of its own{of_total}"
 
 
 def _mig_memory(place: _Place) -> str | None:
@@ -236,16 +236,16 @@ def _mig_memory(place: _Place) -> str | None:
 
 
 def _mig_change(place: _Place) -> str | None:
-    gpu, who = place.gpu, "you are root" if place.host.root else "needs root"
+    gpu, rights = place.gpu, "you are root" if place.host.root else "needs root"
     if gpu.mig_enabled:
-        return f"Idle instances at any time, {who}"
+        return f"Idle instances at any time, {rights}"
     if gpu.compute_capability is None:
         return None
     how = "no reset" if gpu.compute_capability >= _HOPPER else "with a reset of the GPU"
     if gpu.processes is None:
-        return f"When idle, {who}; {how}"
+        return f"When idle, {rights}; {how}"
     present = f"{counted(gpu.processes, 'process')} now" if gpu.processes else "idle now"
-    return f"When idle, {who}; {how}; {present}"
+    return f"When idle, {rights}; {how}; {present}"
 
 
 _COMPUTED: Final[dict[tuple[Way, str], Callable[[_Place], str | None]]] = {
@@ -274,12 +274,12 @@ class HostCell(Cell):
     host: str | None
 
 
-def host_cell(table: Table, mechanism: Way, row_key: str, driver: str | None, here: HostFacts | None) -> HostCell:
+def host_cell(table: Table, mechanism: Way, row_key: str, driver: str | None, host: HostFacts | None) -> HostCell:
     """Return one cell with all of its views."""
     return HostCell(
         **vars(table.cell(mechanism, row_key, driver)),
         title=table.row(row_key).title,
-        host=None if here is None else text_here(table, mechanism, row_key, here, answering(here)),
+        host=None if host is None else text_here(table, mechanism, row_key, host, answering(host)),
     )
 
 

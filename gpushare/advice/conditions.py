@@ -137,7 +137,7 @@ def _mig_sms(s: Situation, _: Way) -> str:
 def _why_no_mig_for_all(s: Situation, _: Way) -> str:
     if s.gpu.mig_capable is False:
         return "this GPU has no MIG"
-    return f"there are more users than the {s.instances} MIG instances of this GPU"
+    return f"there are more users than the {s.most_instances} MIG instances of this GPU"
 
 
 # -- MPS, slices, memory -------------------------------------------------------------------------------
@@ -309,7 +309,7 @@ CONDITIONS: Final[Mapping[str, Condition]] = {
     "sms_short": lambda s, way: bool(s.short_of_sms(way)),
     "sizes_are_shares": _sizes_are_shares,
     "more_than_instances": lambda s, _: (
-        s.case.parties is not None and s.instances is not None and s.case.parties > s.instances
+        s.case.parties is not None and s.most_instances is not None and s.case.parties > s.most_instances
     ),
     "one_each_group": lambda s, _: s.grouped is False or (s.case.groups is None and s.several),
     "groups": lambda s, _: (s.case.groups or 0) > 1 and bool(s.grouped) and s.apart,

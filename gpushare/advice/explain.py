@@ -87,16 +87,16 @@ class Log:
 
     @property
     def faults(self) -> tuple[Match, ...]:
-        return tuple(one for one in self.matches if not one.explanation.normal)
+        return tuple(match for match in self.matches if not match.explanation.normal)
 
     @property
     def verdict(self) -> str:
         """Return in one or two sentences what is wrong."""
         faults = self.faults
         if not faults:
-            normal = sum(one.lines for one in self.matches)
+            normal = sum(match.lines for match in self.matches)
             return f"nothing is wrong: {counted(self.lines, 'line')}, {normal} of them known, all normal"
-        first = min(faults, key=lambda one: one.number)
+        first = min(faults, key=lambda match: match.number)
         where = f"line {first.number} of {self.lines}"
         more = "" if len(faults) == 1 else f"; {counted(len(faults), 'kind')} of errors in all"
         return f"{first.explanation.meaning} First in {where}{more}."
@@ -150,15 +150,19 @@ def explain(text: str) -> tuple[Match, ...]:
     asked = text.strip()
     whole = _CODE.fullmatch(asked)
     if whole is not None:
-        found = [
-            one for one in explanations() if one.code == int(whole[2]) and (whole[1] or one.kind).lower() == one.kind
+        entries = [
+            entry
+            for entry in explanations()
+            if entry.code == int(whole[2]) and (whole[1] or entry.kind).lower() == entry.kind
         ]
-        if not found:
+        if not entries:
             raise _unknown(asked)
-        return tuple(Match(explanation=one, line=asked) for one in found)
-    concepts = [one for one in explanations() if one.kind == "concept" and _plain(asked) in map(_plain, one.names)]
+        return tuple(Match(explanation=entry, line=asked) for entry in entries)
+    concepts = [
+        entry for entry in explanations() if entry.kind == "concept" and _plain(asked) in map(_plain, entry.names)
+    ]
     if asked and concepts:
-        return tuple(Match(explanation=one, line=asked) for one in concepts)
+        return tuple(Match(explanation=entry, line=asked) for entry in concepts)
     own = _OWN.fullmatch(asked)
     ours = own_codes().get(own[1]) if own is not None else None
     matches = (*([Match(explanation=ours, line=asked)] if ours else []), *explain_log(text.splitlines()).matches)
@@ -180,12 +184,12 @@ def explain_log(lines: Iterable[str]) -> Log:
         if not line or not _may_be_known(line):
             continue
         # No code has four digits, and no time tells anything: then most lines of a log are the same.
-        for one in _of_line(_LONG_NUMBER.sub("9999", _TIME.sub("", line))):
-            before = matches.get(one)
-            if before is None:
-                matches[one] = Match(explanation=one, line=line, number=number)
+        for entry in _of_line(_LONG_NUMBER.sub("9999", _TIME.sub("", line))):
+            match = matches.get(entry)
+            if match is None:
+                matches[entry] = Match(explanation=entry, line=line, number=number)
             else:
-                matches[one] = replace(before, lines=before.lines + 1)
+                matches[entry] = replace(match, lines=match.lines + 1)
     return Log(matches=tuple(matches.values()), lines=number)
 
 
@@ -197,15 +201,17 @@ _WORD: Final = re.compile(r"[a-z]{2,}")
 @lru_cache(maxsize=1)
 def _beginnings() -> frozenset[str]:
     """Return the beginnings of all words in what is known: a line without any is unknown."""
-    known = [
-        word for one in explanations() for word in (one.pattern or "", one.text or "", *one.names, TITLES[one.kind])
+    texts = [
+        word
+        for entry in explanations()
+        for word in (entry.pattern or "", entry.text or "", *entry.names, TITLES[entry.kind])
     ]
-    return frozenset(word[:4] for text in known for word in _WORD.findall(text.lower()))
+    return frozenset(word[:4] for text in texts for word in _WORD.findall(text.lower()))
 
 
 def _may_be_known(line: str) -> bool:
-    known = _beginnings()
-    return any(word[:4] in known for word in _WORD.findall(line.lower()))
+    beginnings = _beginnings()
+    return any(word[:4] in beginnings for word in _WORD.findall(line.lower()))
 
 
 @lru_cache(maxsize=4096)
@@ -218,30 +224,33 @@ def _searched() -> tuple[
     tuple[Explanation, frozenset[str], tuple[str, ...], frozenset[str], re.Pattern[str] | None], ...
 ]:
     """Return what is looked for in a line: of each error its plain names, its telling texts, and its pattern."""
-    found = []
-    for one in explanations():
-        if one.kind == "concept":
+    searched = []
+    for entry in explanations():
+        if entry.kind == "concept":
             continue
-        texts = [*one.names, *([one.text] if one.text else [])] if one.kind != "mps" else []
-        telling = tuple(known.lower() for known in texts if len(known) >= _TELLING)
-        pattern = None if one.pattern is None else re.compile(one.pattern, re.IGNORECASE)
-        found.append((one, frozenset(map(_plain, one.names)), telling, frozenset(map(_plain, texts)), pattern))
-    return tuple(found)
+        texts = [*entry.names, *([entry.text] if entry.text else [])] if entry.kind != "mps" else []
+        telling = tuple(text.lower() for text in texts if len(text) >= _TELLING)
+        pattern = None if entry.pattern is None else re.compile(entry.pattern, re.IGNORECASE)
+        searched.append((entry, frozenset(map(_plain, entry.names)), telling, frozenset(map(_plain, texts)), pattern))
+    return tuple(searched)
 
 
 def _matching(line: str) -> Iterator[Explanation]:
-    numbers = {"xid": {int(one) for one in _XID.findall(line)}, "cuda": {int(one) for one in _CUDA.findall(line)}}
+    numbers = {
+        "xid": {int(number) for number in _XID.findall(line)},
+        "cuda": {int(number) for number in _CUDA.findall(line)},
+    }
     names = {_plain(name) for name in (*_NAME.findall(line), line)}
     lowered, bare = line.lower(), _plain(line)
-    for one, plain_names, telling, plain_texts, pattern in _searched():
+    for entry, plain_names, telling, plain_texts, pattern in _searched():
         if (
-            (one.code is not None and one.code in numbers.get(one.kind, ()))
+            (entry.code is not None and entry.code in numbers.get(entry.kind, ()))
             or not names.isdisjoint(plain_names)
             or (pattern is not None and pattern.search(line))
             or bare in plain_texts
-            or any(known in lowered for known in telling)
+            or any(telling_text in lowered for telling_text in telling)
         ):
-            yield one
+            yield entry
 
 
 def _plain(name: str) -> str:
@@ -250,18 +259,21 @@ def _plain(name: str) -> str:
 
 
 def _unknown(asked: str) -> NotFound:
-    close = _close(asked)
+    close = _close_titles(asked)
     shown = asked.splitlines()[0][:80] if asked else ""
     hint = f"close: {', '.join(close)}" if close else "give a code (805), a name, or a log line; for text from stdin: -"
     return NotFound(f"no explanation found for '{shown}'", hint, code="not_explained")
 
 
-def _close(asked: str) -> Sequence[str]:
+def _close_titles(asked: str) -> Sequence[str]:
     import difflib
 
-    known = {_plain(name): name for one in explanations() if one.kind != "mps" for name in one.names}
-    known |= {_plain(one.title): one.title for one in explanations() if one.code is not None}
-    known |= {_plain(code): code for code in own_codes()}
-    known |= {str(one.code): one.title for one in explanations() if one.code is not None}
-    found = difflib.get_close_matches(_plain(asked[:80]), known, n=3, cutoff=0.6)
-    return list(dict.fromkeys(known[one] for one in found))
+    titles: dict[str, str] = {}
+    for entry in explanations():
+        if entry.kind != "mps":
+            titles |= {_plain(name): name for name in entry.names}
+        if entry.code is not None:
+            titles |= {_plain(entry.title): entry.title, str(entry.code): entry.title}
+    titles |= {_plain(code): code for code in own_codes()}
+    close = difflib.get_close_matches(_plain(asked[:80]), titles, n=3, cutoff=0.6)
+    return list(dict.fromkeys(titles[plain_name] for plain_name in close))

@@ -75,7 +75,7 @@ class GpuFacts:
     def largest_instance_count(self) -> int | None:
         """Return how many of the smallest GPU instances fit: seven on most GPUs, four on an A30; None if unknown."""
         profiles = self.documented if self.layout is None else self.layout.profiles
-        return max((one.instances for one in profiles if one.instances is not None), default=None)
+        return max((profile.instances for profile in profiles if profile.instances is not None), default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ def host_facts(state: HostState) -> HostFacts:
     """Return the facts of a host. Where a GPU or a program does not answer, only its own facts are missing."""
     asked = state.ask_levels()
     gpus, driver = state.gpus, state.driver_version
-    daemons = tuple(one.daemon for one in or_none(lambda: state.daemons) or ())
+    daemons = tuple(row.daemon for row in or_none(lambda: state.daemons) or ())
     levels = _levels(state) if asked else None
     version = state.mps_version if state.mps_installed else None
     return HostFacts(
@@ -132,7 +132,7 @@ def _levels(state: HostState) -> Mapping[int, TimeSlice | None] | None:
 def _gpu(
     state: HostState, gpu: Gpu, daemons: Sequence[MpsDaemon], levels: Mapping[int, TimeSlice | None] | None
 ) -> GpuFacts:
-    known: dict[str, Any] = {
+    always_known: dict[str, Any] = {
         "index": gpu.index,
         "uuid": gpu.uuid,
         "name": gpu.name,
@@ -140,7 +140,7 @@ def _gpu(
         "mps": next((Limits.of(daemon) for daemon in daemons if _only_serves(daemon, gpu)), None),
     }
     if gpu.error is not None:
-        return GpuFacts(**known, error=gpu.error)
+        return GpuFacts(**always_known, error=gpu.error)
     layout = _layout(state, gpu) if gpu.mig_capable else None
     # The GPU may have been lost since the sweep.
     nvml = state.host.nvml
@@ -148,7 +148,7 @@ def _gpu(
     virtualization, model = or_none(lambda: nvml.virtualization_mode(gpu.index)), named_model(gpu.name)
     no_vgpu = virtualization == _GUEST or (model is not None and model.vgpu is False)
     return GpuFacts(
-        **known,
+        **always_known,
         compute_capability=capability,
         multiprocessors=or_none(lambda: nvml.multiprocessors(gpu.index, capability)),
         # On bare metal and in a VM with GPU passthrough, this depends on a driver that is not installed here.
@@ -174,23 +174,23 @@ def _only_serves(daemon: MpsDaemon, gpu: Gpu) -> bool:
 
 def instance_facts(state: HostState, gpu: GpuFacts, mig: MigInstance) -> GpuFacts:
     """Return the facts of one MIG instance of a GPU. Its compute mode, levels and layout belong to the whole GPU."""
-    daemons = [one.daemon for one in or_none(lambda: state.daemons) or () if one.daemon.device_uuid == mig.uuid]
-    whole, own = gpu.multiprocessors, mig.multiprocessors
+    daemons = [row.daemon for row in or_none(lambda: state.daemons) or () if row.daemon.device_uuid == mig.uuid]
+    whole_sms, own_sms = gpu.multiprocessors, mig.multiprocessors
     return replace(
         gpu,
         uuid=mig.uuid,
         instance=mig.uuid,
-        sm_share=own / whole if whole and own else 1.0,
+        sm_share=own_sms / whole_sms if whole_sms and own_sms else 1.0,
         name=f"{mig.profile or 'MIG instance'} of {gpu.name or 'a GPU'}",
         memory_total_bytes=mig.memory_total_bytes,
         memory_used_bytes=mig.memory_used_bytes,
-        multiprocessors=own,
+        multiprocessors=own_sms,
         mig_capable=False,
         mig_enabled=False,
         layout=None,
         documented=(),
         mps_daemons=len(daemons),
-        mps=next((Limits.of(one) for one in daemons if one.ours and one.error is None), None),
+        mps=next((Limits.of(daemon) for daemon in daemons if daemon.ours and daemon.error is None), None),
         processes=None,
         time_slice_settable=False,
         vgpu_capable=False,

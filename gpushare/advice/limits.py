@@ -31,12 +31,17 @@ def job_memory(s: Situation, way: Way, work: Workload) -> int | None:
         return whole_mib(work.memory + CONTEXT_BYTES)
     if s.before_volta:
         return None
-    # A client of MPS may allocate what its job has, less one context. Where that does not fit, the limit is left out.
-    for limit in (limit_for, whole_mib):
-        sizes = [0 if each.memory is None else limit(each.memory) + CLIENT_BYTES for each in s.case.workloads]
-        total = sum(size * (number or 1) for size, number in zip(sizes, s.counts_at_once(way), strict=True))
-        if usable is not None and total <= usable:
-            return limit(work.memory) + CLIENT_BYTES
+    if usable is None:
+        return None
+    # A client of MPS may allocate what its job has, less one context. The first kind of limit with which all jobs fit is
+    # taken: with CUDA's own memory, else the bare size, else none.
+    for client_limit in (limit_for, whole_mib):
+        total = 0
+        for each, count in zip(s.case.workloads, s.counts_at_once(way), strict=True):
+            if each.memory is not None:
+                total += (client_limit(each.memory) + CLIENT_BYTES) * (count or 1)
+        if total <= usable:
+            return client_limit(work.memory) + CLIENT_BYTES
     return None
 
 
@@ -49,12 +54,12 @@ def memory_limits(s: Situation) -> list[int | None]:
     counts = [count for count in s.counts_at_once(Way.MPS) if count is not None]
     if usable is None or len(counts) < len(works):
         return limits
-    taken = sum((limit or 0) * count for limit, count in zip(limits, counts, strict=True))
-    if taken > usable:
+    limited_bytes = sum((limit or 0) * count for limit, count in zip(limits, counts, strict=True))
+    if limited_bytes > usable:
         quota = Isolation.QUOTA in s.isolation
         return [work.memory // MIB * MIB if quota and work.memory is not None else None for work in works]
     open_count = sum(count for limit, count in zip(limits, counts, strict=True) if limit is None)
-    rest = equal_limit(usable - taken, open_count) if open_count else None
+    rest = equal_limit(usable - limited_bytes, open_count) if open_count else None
     return [rest if limit is None else limit for limit in limits]
 
 
@@ -78,19 +83,19 @@ _USABLE_PERCENT: Final = 98
 def inside_limit(way: Way, work: Workload, profile: Profile, inside: int) -> int | None:
     """Return the limit of each of some processes in one instance; None is no limit. It is of a client of MPS, or of a job."""
     total = profile.memory_bytes
-    room = None if total is None else equal_limit(total * _USABLE_PERCENT // 100, inside)
+    equal = None if total is None else equal_limit(total * _USABLE_PERCENT // 100, inside)
     if work.memory is None:
-        return room
+        return equal
     if way is Way.MIG_TIMESLICE:
         return whole_mib(work.memory + CONTEXT_BYTES)
-    wanted = limit_for(work.memory)
-    return wanted if room is None or wanted <= room else room
+    limit = limit_for(work.memory)
+    return limit if equal is None or limit <= equal else equal
 
 
 def client_job_memory(limit: int | None, profile: Profile) -> int | None:
     """Return the limit of the job around a client of MPS in an instance."""
-    most = (profile.memory_bytes or 0) * _USABLE_PERCENT // 100 // MIB * MIB
-    return None if limit is None else min(limit + CLIENT_BYTES, most or limit + CLIENT_BYTES)
+    usable = (profile.memory_bytes or 0) * _USABLE_PERCENT // 100 // MIB * MIB
+    return None if limit is None else min(limit + CLIENT_BYTES, usable or limit + CLIENT_BYTES)
 
 
 def client_limits(share: float | None, memory: int | None) -> Limits:

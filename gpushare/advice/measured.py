@@ -42,7 +42,7 @@ _WAY_OF: Final = {name: way for way, names in BENCH_WAYS.items() for name in nam
 # A way this close to the fastest, with overlapping intervals, counts as equal: the rules' order decides.
 NEAR: Final = 0.03
 # Less than this is no difference, however narrow the intervals: repeated runs of one program differ by more.
-_NOTHING: Final = 0.01
+_LEAST_DIFFERENCE: Final = 0.01
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Cell:
 
 
 def _measured_cells(bench: BenchAnswer, copies: int) -> list[Cell]:
-    found = []
+    cells = []
     for cell in bench.cells:
         figures = cell.throughput
         if cell.copies != copies or figures is None or cell.failures or cell.way not in _WAY_OF:
@@ -74,8 +74,8 @@ def _measured_cells(bench: BenchAnswer, copies: int) -> list[Cell]:
             # A time per unit: its upper bound is the lower bound of the speed.
             mean, low, high = _speed(mean), _speed(high), _speed(low)
         if mean > 0 and math.isfinite(mean):
-            found.append(Cell(cell.way, _WAY_OF[cell.way], cell.threads_percent, mean, low, high))
-    return found
+            cells.append(Cell(cell.way, _WAY_OF[cell.way], cell.threads_percent, mean, low, high))
+    return cells
 
 
 def _speed(seconds: float | None) -> Any:
@@ -86,7 +86,7 @@ def _speed(seconds: float | None) -> Any:
 
 def differ(one: Cell, other: Cell) -> bool | None:
     """Return whether two ways differ: their intervals do not overlap. None if single runs cannot tell."""
-    if abs(one.speed / other.speed - 1) < _NOTHING:
+    if abs(one.speed / other.speed - 1) < _LEAST_DIFFERENCE:
         return False
     if one.low is None or one.high is None or other.low is None or other.high is None:
         return None
@@ -111,11 +111,11 @@ def _failure_of(bench: BenchAnswer, way: Way, copies: int) -> str | None:
     return next((text for cell in cells for text in cell.failures), None)
 
 
-def because(bench: BenchAnswer, copies: int, way: Way | None = None) -> str:
+def left_out_text(bench: BenchAnswer, copies: int, way: Way | None = None) -> str:
     """Return why a way, or any way, was not measured, as the end of a sentence; empty if unknown."""
-    for one in bench.left_out:
-        if (way is None or _WAY_OF.get(one.way) is way) and one.copies in {None, copies}:
-            return f" ({one.reason})"
+    for cell in bench.left_out:
+        if (way is None or _WAY_OF.get(cell.way) is way) and cell.copies in {None, copies}:
+            return f" ({cell.reason})"
     if way is not None and way not in BENCH_WAYS:
         return " (gpushare bench does not measure it)"
     return " (it ended too early)" if bench.reason != "finished" else ""
@@ -125,7 +125,7 @@ def _title_of(way: Way) -> str:
     return "a queue" if way is Way.WHOLE else way.label
 
 
-def times(one: Cell, other: Cell) -> str:
+def ratio_text(one: Cell, other: Cell) -> str:
     return f"{one.speed / other.speed:.2f} x"
 
 
@@ -209,75 +209,83 @@ def measured(advice: Advice, bench: BenchAnswer, copies: int) -> MeasuredAdvice:
         return unmeasured(advice, "nothing fits", copies)
     way = advice.best.way
     if not cells:
-        return unmeasured(advice, f"nothing was measured{because(bench, copies)}", copies)
+        return unmeasured(advice, f"nothing was measured{left_out_text(bench, copies)}", copies)
     if way is Way.MEASURE:
         return _settled(advice, cells, copies)
-    mine = [cell for cell in cells if cell.way is way]
-    if mine:
-        return _compared(advice, cells, _rules_cell(advice.situation, mine), copies)
+    rules_cells = [cell for cell in cells if cell.way is way]
+    if rules_cells:
+        return _compared(advice, cells, _rules_cell(advice.situation, rules_cells), copies)
     failure = _failure_of(bench, way, copies)
     if failure is not None:
-        choice = _first(advice, cells)
+        choice = _preferred_cell(advice, cells)
         sentence = f"the rules said {_title_of(way)}, and its copies failed ({failure}), so {choice.title}"
         return _final(advice, Effect.CHANGED, sentence, copies, choice, None, certain=_certain_of(cells))
     best = max(cells, key=lambda cell: cell.speed)
     return unmeasured(
         advice,
-        f"{_title_of(way)} was not measured{because(bench, copies, way)}; {best.title} was the fastest of the others",
+        f"{_title_of(way)} was not measured{left_out_text(bench, copies, way)}; {best.title} was the fastest of the others",
         copies,
     )
 
 
 def _settled(advice: Advice, cells: Sequence[Cell], copies: int) -> MeasuredAdvice:
-    choice = _first(advice, cells)
+    """Return the answer if the rules left it to the measurement."""
+    choice = _preferred_cell(advice, cells)
     others = [cell for cell in cells if cell.way is not choice.way]
     if not others:
         return unmeasured(advice, f"only {choice.title} was measured", copies)
     next_best = max(others, key=lambda cell: cell.speed)
-    said = "the rules left it to a measurement: "
+    start = "the rules left it to a measurement: "
     if differ(choice, next_best) is False:
-        sentence = f"{said}no difference from {next_best.title}, and the rules prefer {choice.title}"
+        sentence = f"{start}no difference from {next_best.title}, and the rules prefer {choice.title}"
     else:
-        sentence = f"{said}{choice.title} is {times(choice, next_best)} {next_best.title}, so {choice.title}"
+        sentence = f"{start}{choice.title} is {ratio_text(choice, next_best)} {next_best.title}, so {choice.title}"
     return _final(advice, Effect.SETTLED, sentence, copies, choice, next_best, certain=_certain_of(cells))
 
 
-def _compared(advice: Advice, cells: Sequence[Cell], mine: Cell, copies: int) -> MeasuredAdvice:
+def _compared(advice: Advice, cells: Sequence[Cell], rules_cell: Cell, copies: int) -> MeasuredAdvice:
     """Return the answer if the rules' way was measured: ``mine``."""
     fastest = max(cells, key=lambda cell: cell.speed)
     certain = _certain_of(cells)
-    if alike(mine, fastest):
-        return _stands(advice, cells, mine, copies, certain=certain)
-    choice = _first(advice, cells)
-    if choice.way is mine.way:
+    if alike(rules_cell, fastest):
+        return _confirmed(advice, cells, rules_cell, copies, certain=certain)
+    choice = _preferred_cell(advice, cells)
+    if choice.way is rules_cell.way:
         than = "without a cap" if choice.cap is None else f"{choice.cap:g} % each"
-        sentence = f"the rules said {mine.title}; measured: {than} is {times(choice, mine)} it, so {than}"
-        return _final(advice, Effect.OTHER_CAP, sentence, copies, choice, mine, certain=certain)
-    wishes = _not_measured(advice.of(mine.way), advice.of(choice.way))
+        sentence = (
+            f"the rules said {rules_cell.title}; measured: {than} is {ratio_text(choice, rules_cell)} it, so {than}"
+        )
+        return _final(advice, Effect.OTHER_CAP, sentence, copies, choice, rules_cell, certain=certain)
+    wishes = _not_measured(advice.of(rules_cell.way), advice.of(choice.way))
     if wishes:
         sentence = (
-            f"{choice.title} is {times(choice, mine)} {mine.title}, but the rules' answer stands, for a reason that "
+            f"{choice.title} is {ratio_text(choice, rules_cell)} {rules_cell.title}, but the rules' answer stands, for a reason that "
             f"throughput does not show: {wishes[0].text}"
         )
-        return _final(advice, Effect.KEPT, sentence, copies, mine, choice, certain=certain)
-    sentence = f"the rules said {mine.title}; measured: {choice.title} is {times(choice, mine)} it, so {choice.title}"
-    return _final(advice, Effect.CHANGED, sentence, copies, choice, mine, certain=certain)
+        return _final(advice, Effect.KEPT, sentence, copies, rules_cell, choice, certain=certain)
+    sentence = f"the rules said {rules_cell.title}; measured: {choice.title} is {ratio_text(choice, rules_cell)} it, so {choice.title}"
+    return _final(advice, Effect.CHANGED, sentence, copies, choice, rules_cell, certain=certain)
 
 
-def _stands(advice: Advice, cells: Sequence[Cell], mine: Cell, copies: int, *, certain: bool) -> MeasuredAdvice:
-    others = sorted((cell for cell in cells if cell.way is not mine.way), key=lambda cell: -cell.speed)
+def _confirmed(
+    advice: Advice, cells: Sequence[Cell], rules_cell: Cell, copies: int, *, certain: bool
+) -> MeasuredAdvice:
+    """Return the rules' answer, than which nothing measured is faster."""
+    others = sorted((cell for cell in cells if cell.way is not rules_cell.way), key=lambda cell: -cell.speed)
     if not others:
-        return unmeasured(advice, f"only {_title_of(mine.way)} was measured", copies)
+        return unmeasured(advice, f"only {_title_of(rules_cell.way)} was measured", copies)
     next_best = others[0]
-    if alike(next_best, mine):
-        names = ", ".join(dict.fromkeys(_title_of(cell.way) for cell in others if alike(cell, mine)))
+    if alike(next_best, rules_cell):
+        names = ", ".join(dict.fromkeys(_title_of(cell.way) for cell in others if alike(cell, rules_cell)))
         sentence = f"no difference from {names}: the rules' answer stands"
-        return _final(advice, Effect.NO_DIFFERENCE, sentence, copies, mine, next_best, certain=certain)
-    sentence = f"{mine.title} is {times(mine, next_best)} {next_best.title}, the next best: as the rules said"
-    return _final(advice, Effect.CONFIRMED, sentence, copies, mine, next_best, certain=certain)
+        return _final(advice, Effect.NO_DIFFERENCE, sentence, copies, rules_cell, next_best, certain=certain)
+    sentence = (
+        f"{rules_cell.title} is {ratio_text(rules_cell, next_best)} {next_best.title}, the next best: as the rules said"
+    )
+    return _final(advice, Effect.CONFIRMED, sentence, copies, rules_cell, next_best, certain=certain)
 
 
-def _first(advice: Advice, cells: Sequence[Cell]) -> Cell:
+def _preferred_cell(advice: Advice, cells: Sequence[Cell]) -> Cell:
     """Return the cell to use: of those as good as the fastest and close to it, the rules' first choice."""
     fastest = max(cells, key=lambda cell: cell.speed)
     near = [cell for cell in cells if alike(cell, fastest) and cell.speed >= (1 - NEAR) * fastest.speed]
@@ -286,13 +294,13 @@ def _first(advice: Advice, cells: Sequence[Cell]) -> Cell:
     return min(near, key=lambda cell: (order.index(cell.way), cell.name != name, cell.cap is not None, -cell.speed))
 
 
-def _rules_cell(situation: Situation, mine: Sequence[Cell]) -> Cell:
+def _rules_cell(situation: Situation, cells: Sequence[Cell]) -> Cell:
     """Return the cell of the way that the rules recommend; ``mine`` has all cells of that way, MPS with several caps.
 
     The cell with the rules' cap counts, or the fastest if that cap was not measured.
     """
-    with_cap = [cell for cell in mine if cell.name == _rules_name(situation)]
-    return max(with_cap or mine, key=lambda cell: cell.speed)
+    with_cap = [cell for cell in cells if cell.name == _rules_name(situation)]
+    return max(with_cap or cells, key=lambda cell: cell.speed)
 
 
 def _rules_name(situation: Situation) -> str:
@@ -344,11 +352,11 @@ def _final(
 
 def _not_measured(best: Verdict, other: Verdict) -> list[Reason]:
     """Return the reasons for preferring one way to another that throughput does not show."""
-    there = {reason.rule for reason in other.of(Kind.FOR)}
-    here = {reason.rule for reason in best.of(Kind.AGAINST)}
-    reasons = [one for one in best.of(Kind.FOR) if one.rule not in there]
-    reasons += [one for one in other.of(Kind.AGAINST) if one.rule not in here]
-    return sorted((one for one in reasons if one.rule not in ANSWERED), key=lambda one: -one.weight)
+    rules_for_other = {reason.rule for reason in other.of(Kind.FOR)}
+    rules_against_best = {reason.rule for reason in best.of(Kind.AGAINST)}
+    reasons = [reason for reason in best.of(Kind.FOR) if reason.rule not in rules_for_other]
+    reasons += [reason for reason in other.of(Kind.AGAINST) if reason.rule not in rules_against_best]
+    return sorted((reason for reason in reasons if reason.rule not in ANSWERED), key=lambda reason: -reason.weight)
 
 
 def _changes(final: Advice) -> tuple[Change, ...]:
@@ -359,8 +367,8 @@ def _changes(final: Advice) -> tuple[Change, ...]:
     for question, answer, is_open, part in other_answers(final.situation):
         if part.way is way:
             continue
-        now = next(verdict for verdict in verdicts(part.situation) if verdict.way is way)
-        if part.best is None or now.refused or _not_measured(part.best, now):
+        judged = next(verdict for verdict in verdicts(part.situation) if verdict.way is way)
+        if part.best is None or judged.refused or _not_measured(part.best, judged):
             changes.append(Change(field=question.field, text=answer.text, way=part.way, open=is_open))
     return tuple(changes)
 

@@ -72,15 +72,17 @@ def _place(situation: Situation, *, apart: bool) -> tuple[Part, ...]:
         situation = situation.variant(case=replace(situation.case, workloads=works))
     # Instances that are there are left to others as long as all find room on GPUs like this one.
     idle = [gpu for gpu in situation.gpus_to_have if bool(gpu.mig_enabled) is bool(situation.gpu.mig_enabled)]
-    chosen = _placed(situation, idle, apart=apart)
+    chosen = _placed_on(situation, idle, apart=apart)
     if len(idle) == len(situation.gpus_to_have) or all(part.at_once for part in chosen):
         return chosen
     return max(
-        chosen, _placed(situation, situation.gpus_to_have, apart=apart), key=lambda parts: _value(parts, situation)[:2]
+        chosen,
+        _placed_on(situation, situation.gpus_to_have, apart=apart),
+        key=lambda parts: _rank_of(parts, situation)[:2],
     )
 
 
-def _placed(situation: Situation, idle: Sequence[GpuFacts], *, apart: bool) -> tuple[Part, ...]:
+def _placed_on(situation: Situation, idle: Sequence[GpuFacts], *, apart: bool) -> tuple[Part, ...]:
     """Return the parts of a case on GPUs that have room now."""
     case = situation.case
     if situation.gpus_each > 1 and situation.gpu.instance is None and not case.any("running"):
@@ -101,12 +103,15 @@ def _placed(situation: Situation, idle: Sequence[GpuFacts], *, apart: bool) -> t
         kind = max(_kinds(idle), key=lambda gpus: (min(len(gpus), count), gpus[0] is situation.gpu))
         return (_part(situation.on(kind[0], case, more=kind[1:count])),)
     choices = [
-        parts for gpus in _choices(idle, situation) for sizes in _sizes(gpus) if (parts := _on(situation, gpus, sizes))
+        parts
+        for gpus in _gpu_sets(idle, situation)
+        for sizes in _load_measures(gpus)
+        if (parts := _split_over(situation, gpus, sizes))
     ]
-    even = max(choices, key=lambda parts: _value(parts, situation), default=(alone,))
+    even = max(choices, key=lambda parts: _rank_of(parts, situation), default=(alone,))
     if not apart or len(case.workloads) == 1 or situation.consolidate or all(part.situation.own_gpu for part in even):
         return even
-    return max([even, *_apart(situation, idle)], key=lambda parts: _value(parts, situation))
+    return max([even, *_placements_apart(situation, idle)], key=lambda parts: _rank_of(parts, situation))
 
 
 _SEVERAL: Final = 2
@@ -114,7 +119,7 @@ _SEVERAL: Final = 2
 _MOST_APART: Final = 5
 
 
-def _apart(situation: Situation, idle: Sequence[GpuFacts]) -> Iterator[tuple[Part, ...]]:
+def _placements_apart(situation: Situation, idle: Sequence[GpuFacts]) -> Iterator[tuple[Part, ...]]:
     """Yield the placements that keep some workloads on other GPUs than the others: what one needs is no veto for all then."""
     alike: dict[object, list[Workload]] = {}
     for work in situation.case.workloads:
@@ -132,7 +137,9 @@ def _apart(situation: Situation, idle: Sequence[GpuFacts]) -> Iterator[tuple[Par
             most = max(range(len(cases)), key=lambda number: (cases[number].processes or 1) / len(sets[number]))
             sets[most].append(gpu)
         # The partitions of a block are partitions themselves.
-        parts = [_on_own_gpus(situation, case, own, apart=False) for case, own in zip(cases, sets, strict=True)]
+        parts = [
+            _on_own_gpus(situation, case, own_gpus, apart=False) for case, own_gpus in zip(cases, sets, strict=True)
+        ]
         yield tuple(sorted(itertools.chain(*parts), key=lambda part: -(part.situation.case.processes or 0)))
 
 
@@ -156,8 +163,8 @@ def _partitions(items: Sequence[tuple[Workload, ...]], most: int) -> Iterator[li
             if len(blocks) >= _SEVERAL:
                 yield blocks
             return
-        for at in range(len(blocks)):
-            yield from grown(number + 1, [[*b, items[number]] if n == at else b for n, b in enumerate(blocks)])
+        for block in range(len(blocks)):
+            yield from grown(number + 1, [[*b, items[number]] if n == block else b for n, b in enumerate(blocks)])
         if len(blocks) < most:
             yield from grown(number + 1, [*blocks, [items[number]]])
 
@@ -175,14 +182,14 @@ def _of_several_gpus(situation: Situation, idle: Sequence[GpuFacts]) -> tuple[Pa
     if not rest:
         return (_shared_by_all(situation, idle),)
     each, choices = first.gpus or 1, []
-    own = situation.on(situation.gpu, replace(case, workloads=(first,)))
+    situation_of_first = situation.on(situation.gpu, replace(case, workloads=(first,)))
     for kind in [*_kinds(idle), idle]:
         for sets in range(1, min(first.processes or 1, len(kind) // each) + 1):
             free = [gpu for gpu in idle if gpu not in kind[: sets * each]]
             if free:
-                part = _shared_by_all(own, kind[: sets * each], beside=True)
+                part = _shared_by_all(situation_of_first, kind[: sets * each], beside=True)
                 choices.append((part, *_on_own_gpus(situation, replace(case, workloads=rest), free)))
-    return max(choices, key=lambda parts: _value(parts, situation), default=(_shared_by_all(situation, idle),))
+    return max(choices, key=lambda parts: _rank_of(parts, situation), default=(_shared_by_all(situation, idle),))
 
 
 def _shared_by_all(situation: Situation, idle: Sequence[GpuFacts], *, beside: bool = False) -> Part:
@@ -229,7 +236,7 @@ def _kind(gpu: GpuFacts) -> tuple[object, ...]:
     return gpu.name, gpu.memory_total_bytes, gpu.mig_enabled, gpu.compute_mode, gpu.mps_daemons > 0, instances
 
 
-def _choices(idle: Sequence[GpuFacts], situation: Situation) -> Iterator[Sequence[GpuFacts]]:
+def _gpu_sets(idle: Sequence[GpuFacts], situation: Situation) -> Iterator[Sequence[GpuFacts]]:
     """Yield the sets of GPUs to judge: all, those of one kind, and if need be fewer."""
     kinds = _kinds(idle)
     yield idle
@@ -240,7 +247,7 @@ def _choices(idle: Sequence[GpuFacts], situation: Situation) -> Iterator[Sequenc
         yield from (kind[:count] for count in fewer)
 
 
-def _value(parts: Sequence[Part], situation: Situation) -> tuple[object, ...]:
+def _rank_of(parts: Sequence[Part], situation: Situation) -> tuple[object, ...]:
     """Return how good a placement is: all have an answer, all run at the same time, on as many GPUs as there are."""
     used = sum(len(part.situation.spread) for part in parts)
     scores = [part.best.score for part in parts if part.best is not None]
@@ -252,7 +259,7 @@ def _value(parts: Sequence[Part], situation: Situation) -> tuple[object, ...]:
     )
 
 
-def _sizes(gpus: Sequence[GpuFacts]) -> list[list[int]]:
+def _load_measures(gpus: Sequence[GpuFacts]) -> list[list[int]]:
     """Return what unequal GPUs may be loaded by: their memory, evenly, the number of their MIG instances."""
     by_memory = [gpu.memory_total_bytes or 1 for gpu in gpus]
     if len(set(by_memory)) == 1:
@@ -260,16 +267,16 @@ def _sizes(gpus: Sequence[GpuFacts]) -> list[list[int]]:
     return [by_memory, [1] * len(gpus), [gpu.largest_instance_count or 1 for gpu in gpus]]
 
 
-def _on(situation: Situation, gpus: Sequence[GpuFacts], sizes: Sequence[int]) -> tuple[Part, ...]:
+def _split_over(situation: Situation, gpus: Sequence[GpuFacts], sizes: Sequence[int]) -> tuple[Part, ...]:
     """Return the parts of a case on these GPUs, alike ones joined; GPUs for which nothing is left have none."""
-    shares = [
+    placed_cases = [
         (gpu, case) for gpu, case in zip(gpus, _split(situation.case, gpus, sizes), strict=True) if case is not None
     ]
-    whole = situation.case if len(shares) > 1 else None
+    whole = situation.case if len(placed_cases) > 1 else None
     parts: list[Part] = []
-    for kind in _kinds([gpu for gpu, _ in shares]):
+    for kind in _kinds([gpu for gpu, _ in placed_cases]):
         groups: dict[object, list[tuple[GpuFacts, Case]]] = {}
-        for gpu, case in shares:
+        for gpu, case in placed_cases:
             if gpu in kind:
                 # Alike are equal jobs on equal GPUs; an uneven rest is judged as the largest part.
                 works = case.workloads
@@ -307,7 +314,7 @@ def _split(case: Case, gpus: Sequence[GpuFacts], sizes: Sequence[int]) -> list[C
     """
     if len(case.workloads) == 1:
         (work,) = case.workloads
-        counts = _counts(work.groups or work.processes or 1, sizes)
+        counts = _units_per_gpu(work.groups or work.processes or 1, sizes)
         cases: list[Case | None] = []
         for count in counts:
             processes = -(-(work.processes or 1) * count // (work.groups or work.processes or 1))
@@ -347,7 +354,7 @@ def _merged(works: Sequence[Workload]) -> tuple[Workload, ...]:
     return tuple(replace(work, processes=works.count(work)) for work in kinds)
 
 
-def _counts(units: int, sizes: Sequence[int]) -> list[int]:
+def _units_per_gpu(units: int, sizes: Sequence[int]) -> list[int]:
     """Return how many of N units each GPU gets: one each first, then by size."""
     counts = [0] * len(sizes)
     for _ in range(units):

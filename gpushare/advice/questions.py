@@ -190,7 +190,7 @@ def with_answer(situation: Situation, field: str, value: Any) -> Situation:
 def answer_of(situation: Situation, field: str) -> Any:
     """Return the answer to a question; None if it is open."""
     case = situation.case
-    own: dict[str, Any] = {
+    answers: dict[str, Any] = {
         "root": situation.may_be_root,
         "destroy": case.destroy or None,
         "same_user": case.same_user,
@@ -199,8 +199,8 @@ def answer_of(situation: Situation, field: str) -> Any:
         "production_saturating": situation.saturating,
         "gaps": situation.gaps,
     }
-    if field in own:
-        return own[field]
+    if field in answers:
+        return answers[field]
     if field == "saturating" and situation.pair:
         return any_of(work.saturating for work in case.workloads if work.role is Role.OPPORTUNISTIC)
     return case.any(field)
@@ -220,15 +220,15 @@ def _applies(situation: Situation, question: Question) -> bool:
 def other_answers(situation: Situation) -> Iterator[tuple[Question, Answer, bool, Part]]:
     """Yield every other possible answer, whether the question is open, and the first part of the placement then."""
     for question in QUESTIONS:
-        now = answer_of(situation, question.field)
+        current = answer_of(situation, question.field)
         for answer in question.answers:
-            trivial = now is None and answer.value is False and question.field == "running"
-            if now == answer.value or not answer.text or trivial or not _applies(situation, question):
+            trivial = current is None and answer.value is False and question.field == "running"
+            if current == answer.value or not answer.text or trivial or not _applies(situation, question):
                 continue
             yield (
                 question,
                 answer,
-                now is None,
+                current is None,
                 place(with_answer(situation, question.field, answer.value), apart=False)[0],
             )
 

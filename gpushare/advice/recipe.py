@@ -83,14 +83,14 @@ def _mig(steps: Steps, way: Way) -> None:
         return
     users = {work.user for work in s.case.workloads if work.user is not None}
     steps.several_shells = free is None and (way is not Way.MIG or not s.trusted or len(users) > 1)
-    for here in steps.each_gpu() if free is None else ():
-        _layout(steps, here, way, _parties(here, way, named=True) if steps.several_shells else [])
+    for on_gpu in steps.each_gpu() if free is None else ():
+        _layout(steps, on_gpu, way, _parties(on_gpu, way, named=True) if steps.several_shells else [])
     if free is None and s.case.same_user is not True and not all(work.user for work in s.case.workloads):
         steps.say(_WHO_MAY)
     if steps.several_shells or way is not Way.MIG:
-        for here in steps.each_gpu():
-            for party in _parties(here, way, named=steps.several_shells):
-                _run_inside(steps, here, way, party)
+        for on_gpu in steps.each_gpu():
+            for party in _parties(on_gpu, way, named=steps.several_shells):
+                _run_inside(steps, on_gpu, way, party)
         return
     if s.one_process and s.case.any("code"):
         steps.say("in the program: independent work on separate streams overlaps inside its instance, too")
@@ -131,8 +131,8 @@ def _layout(steps: Steps, s: Situation, way: Way, parties: Sequence[_Party]) -> 
         if not parties:
             steps.change("create the instances next to the existing ones", s, Verb.MIG_CREATE, wish=wish)
         for party in parties:
-            own: dict[str, Any] = {"wish": (Request(profile=party.profile.name),), "names": (party.name,)}
-            steps.change(f"create the instance of {party.name}", s, Verb.MIG_CREATE, **own)
+            options: dict[str, Any] = {"wish": (Request(profile=party.profile.name),), "names": (party.name,)}
+            steps.change(f"create the instance of {party.name}", s, Verb.MIG_CREATE, **options)
     for party in parties:
         if party.work.user is not None:
             words = ("mig", "grant", party.name, party.work.user)
@@ -212,8 +212,8 @@ def _mps(steps: Steps, way: Way) -> None:
             what = which(work.processes or 1, label_of(work))
             steps.run(what, work, threads_percent=threads, memory=job_memory(s, way, work))
     else:
-        given = client_limits(share, memory_limits(s)[0])
-        _daemons(steps, "start MPS with limits for each process" if given != Limits() else "start MPS", given)
+        limits = client_limits(share, memory_limits(s)[0])
+        _daemons(steps, "start MPS with limits for each process" if limits != Limits() else "start MPS", limits)
         _clients(steps, works[0], total, processes, job_memory(s, way, works[0]))
     steps.measure.append("total steps per second of all programs, with and without MPS")
     if not s.before_volta:
@@ -278,15 +278,15 @@ _LISTED: Final = "which jobs are out, and how long that took: gpushare swap list
 
 @dataclass(frozen=True, kw_only=True)
 class _Pair:
-    """How a way starts production and the others: what is said of their lines, and the options of `gpushare run`.
+    """How a way starts production and the others: notes on their lines, and the options of `gpushare run`.
 
     The others yield to production by ``yields``, if they may: only between jobs of one user; else they have ``apart``.
     """
 
     yields: str | None = None
-    said: str | None = None
+    note: str | None = None
     apart: Mapping[str, Any]
-    said_apart: str | None = None
+    note_apart: str | None = None
     # Of production, which has a name.
     name: str = "production"
     wait: bool = False
@@ -296,7 +296,7 @@ class _Pair:
 _PAIRS: Final = {
     Way.WHOLE: _Pair(
         yields="pause",
-        said="paused while {name} works",
+        note="paused while {name} works",
         apart={},
         measure=(
             "production's rate and p99, alone and with the other job",
@@ -306,7 +306,7 @@ _PAIRS: Final = {
     Way.SLICES: _Pair(
         yields="slices",
         apart={"slice": _OTHER_SLICE},
-        said_apart="with a short slice",
+        note_apart="with a short slice",
         measure=(
             "production's p99 and rate, alone and with the others",
             f"which slices, or which cap under MPS: {_WHICH_WAY}",
@@ -314,9 +314,9 @@ _PAIRS: Final = {
     ),
     Way.SWAP: _Pair(
         yields="swap",
-        said="out while production has the GPU",
+        note="out while production has the GPU",
         apart={"swap": "turns=60s"},
-        said_apart="out while production has the GPU",
+        note_apart="out while production has the GPU",
         wait=True,
         measure=(_LISTED, "how long production waits when it starts, and how much of the time the other job runs"),
     ),
@@ -339,19 +339,23 @@ def _production(steps: Steps, way: Way) -> None:
     s, pair, number = steps.s, _PAIRS[way], 0
     works = list(zip(s.case.workloads, s.counts_of_all, strict=True))
     first = next((work for work, _ in works if work.role is Role.PRODUCTION), None)
-    runs, foreign = first is not None and bool(first.running), s.case.same_user is False
+    already_running, foreign = first is not None and bool(first.running), s.case.same_user is False
     # Only root finds the jobs of other users by their names. Where production runs already, only its growth tells swap.
-    apart = pair.yields is None or (foreign and not (runs and way is Way.SWAP)) or (runs and way is Way.SLICES)
+    without_role = (
+        pair.yields is None
+        or (foreign and not (already_running and way is Way.SWAP))
+        or (already_running and way is Way.SLICES)
+    )
     whose = ", by its own user" if foreign else ""
     cost = s.leaving_cost(way) if way is Way.SWAP else None
     seconds = "" if cost is None else f" (about {cost.out_seconds:.0f} s)"
     target = None if first is None or way is Way.SWAP else _service(first, 1)
-    yielding: dict[str, Any] = dict(pair.apart) if apart else {"opportunistic": True, "yields": pair.yields}
-    if apart and way is Way.MPS_PRIORITY:
+    yielding: dict[str, Any] = dict(pair.apart) if without_role else {"opportunistic": True, "yields": pair.yields}
+    if without_role and way is Way.MPS_PRIORITY:
         others = sum(count or 1 for work, count in works if work.role is not Role.PRODUCTION)
         yielding["threads_percent"] = client_limits(OPPORTUNISTIC_CAP / others, None).threads_percent
         _daemons(steps, "start MPS without a cap for production", Limits())
-    elif not apart:
+    elif not without_role:
         yielding["target"] = target
     for work, count in works:
         produces, memory = work.role is Role.PRODUCTION, job_memory(s, way, work)
@@ -365,14 +369,14 @@ def _production(steps: Steps, way: Way) -> None:
             steps.say(which(count, label_of(work), "runs already, and stays as it is"))
         elif produces:
             how = f"starts when the other job has left{seconds}" if pair.wait else None
-            own = {pair.name: _service(work, number), "wait": pair.wait}
-            steps.run(which(count or 1, label_of(work), how) + whose, work, memory=memory, **own)
+            options = {pair.name: _service(work, number), "wait": pair.wait}
+            steps.run(which(count or 1, label_of(work), how) + whose, work, memory=memory, **options)
         else:
-            how = pair.said_apart if apart else pair.said and pair.said.format(name=target)
-            name = clean_name(work.name, 1, "other") if apart and way is Way.SWAP else None
+            how = pair.note_apart if without_role else pair.note and pair.note.format(name=target)
+            name = clean_name(work.name, 1, "other") if without_role and way is Way.SWAP else None
             steps.run(which(count or 1, label_of(work), how) + whose, work, memory=memory, name=name, **yielding)
-    if way is Way.SWAP and not apart:
-        early = "" if runs else "if production stays: start it first, without --wait and --memory. "
+    if way is Way.SWAP and not without_role:
+        early = "" if already_running else "if production stays: start it first, without --wait and --memory. "
         steps.say(
             f"{early}The other job leaves in time for steady growth of production; a large allocation at once, before it "
             f"has left{seconds}, is refused"
@@ -453,8 +457,8 @@ def _one_job(steps: Steps) -> None:
     else:
         what = f"start it once: each of its {processes} processes gets a GPU"
     for work in s.case.workloads:
-        own: dict[str, Any] = {"gpus": count} if count > 1 else {"gpus": None, "slice": steps.own_slice}
-        steps.run(what, work, wait=True, **own)
+        options: dict[str, Any] = {"gpus": count} if count > 1 else {"gpus": None, "slice": steps.own_slice}
+        steps.run(what, work, wait=True, **options)
     if gpus > 1:
         steps.measure.append("the rate with one process, and with one process per GPU")
 
@@ -473,9 +477,9 @@ _INTERACTIVE_SLICE: Final = "1ms"
 
 def _timeslice(steps: Steps, way: Way) -> None:
     s = steps.s
-    for here in steps.each_gpu():
-        if here.shut and here.may_be_root is not False and here.gpu.time_slice_settable is not False:
-            steps.change("admit several programs", here, Verb.TIMESLICE_SET, level=TimeSlice.DEFAULT)
+    for on_gpu in steps.each_gpu():
+        if on_gpu.shut and on_gpu.may_be_root is not False and on_gpu.gpu.time_slice_settable is not False:
+            steps.change("admit several programs", on_gpu, Verb.TIMESLICE_SET, level=TimeSlice.DEFAULT)
     if s.case.any("running"):
         see = ("status", "-g", s.gpu.selector)
         steps.lines.append(steps.typed("running programs share the GPU as they do now; see", *see))
@@ -487,8 +491,8 @@ def _timeslice(steps: Steps, way: Way) -> None:
         if steps.own_slice is None:
             steps.run(which(count, label_of(work)), work, swap="request", memory=memory, wait=waits)
         else:
-            own = _INTERACTIVE_SLICE if s.case.pattern is Pattern.INTERACTIVE else OWN_SLICE
-            _equal(steps, work, count, slice=own, memory=memory, wait=waits and memory is not None)
+            slice_of_job = _INTERACTIVE_SLICE if s.case.pattern is Pattern.INTERACTIVE else OWN_SLICE
+            _equal(steps, work, count, slice=slice_of_job, memory=memory, wait=waits and memory is not None)
     if s.case.workloads[0].memory is None and job_memory(s, way, s.case.workloads[0]) is not None:
         steps.say("the memory is divided equally, because what each needs is not known; with --memory SIZE it is that")
     steps.measure.append("p99 and rate of each program, alone and with the others")
@@ -496,20 +500,20 @@ def _timeslice(steps: Steps, way: Way) -> None:
 
 def _shares(steps: Steps, way: Way) -> None:
     """Add the lines of unequal shares: of the SMs under MPS, else of the time, of programs that always have work."""
-    s, given = steps.s, steps.s.case.shares
+    s, given_shares = steps.s, steps.s.case.shares
     works, counts = s.case.workloads, [count or 1 for count in s.case.counts]
     if len(works) == 1:
-        counts = [1] * len(given) if given is not None else [1, (s.case.processes or 2) - 1]
+        counts = [1] * len(given_shares) if given_shares is not None else [1, (s.case.processes or 2) - 1]
     # Where none are given, the first has twice the share of each other.
-    shares = given if given is not None else (2.0, *[1.0] * (len(counts) - 1))
+    shares = given_shares if given_shares is not None else (2.0, *[1.0] * (len(counts) - 1))
     total = sum(share * count for share, count in zip(shares, counts, strict=True))
     for number, (share, count) in enumerate(zip(shares, counts, strict=True)):
         work = works[number if len(works) > 1 else 0]
-        own: dict[str, Any] = {"weight": share / min(shares)}
+        options: dict[str, Any] = {"weight": share / min(shares)}
         if way in ALL_MPS:
-            own = {"threads_percent": client_limits(100 * share / total, None).threads_percent}
+            options = {"threads_percent": client_limits(100 * share / total, None).threads_percent}
         what = which(count, f"the program with {share:g} of {total:g}")
-        steps.run(what, work, memory=job_memory(s, way, work), **own)
+        steps.run(what, work, memory=job_memory(s, way, work), **options)
     if way is Way.SLICES:
         steps.measure.append("the share that each gets next to the others: the switch between them moves it a little")
 
@@ -517,11 +521,11 @@ def _shares(steps: Steps, way: Way) -> None:
 def _leaving(steps: Steps, way: Way) -> None:
     """Add the lines for jobs in turns, or for jobs that leave while they are idle."""
     s = steps.s
-    own = ", each by its own user" if s.case.same_user is False else ""
+    by_own_user = ", each by its own user" if s.case.same_user is False else ""
     how, swap = ("in turns", "turns") if way is Way.TURNS else ("out after 10 min without work", "idle=10m")
     for work, count in zip(s.case.workloads, s.counts_of_all, strict=True):
         memory = job_memory(s, way, work)
-        steps.copies(work, count, how + own, memory=memory, wait=way is Way.SWAP, swap=swap)
+        steps.copies(work, count, how + by_own_user, memory=memory, wait=way is Way.SWAP, swap=swap)
     steps.measure += [
         _LISTED,
         "the total time of all, and of one after another (--wait instead of --swap turns): turns lose about a tenth"
@@ -592,23 +596,24 @@ def _kubernetes(steps: Steps, way: Way) -> None:
     """Add the lines that write the share as configuration of the cluster: nothing is changed on the host."""
     s = steps.s
     # More pods than fit wait in the cluster; those that are mostly idle may be more.
-    count = max(2, min(s.in_turns(way) or s.case.processes or 4, 48))
-    words, layout, what = ["--replicas", str(count)], "", f"{count} pods share each GPU"
+    pods = max(2, min(s.in_turns(way) or s.case.processes or 4, 48))
+    # What the file of the host says of its GPUs; none is needed where the GPU stays as it is.
+    layout, shares_text, options = "", f"{pods} pods share each GPU", ["--replicas", str(pods)]
     if way.outer is Way.MPS:
-        layout, what = "mps: {}", "MPS, equal shares"
+        layout, shares_text = "mps: {}", "MPS, equal shares"
     elif way.outer is Way.MIG:
-        slices, what = s.slices(way), "a resource for each MIG profile"
-        inside = -(-count // max(len(s.shares(way)), 1)) if way is Way.MIG_TIMESLICE else 1
-        words = ["--mig-replicas", str(inside)] if inside > 1 else []
+        slices, shares_text = s.slices(way), "a resource for each MIG profile"
+        # Rounded up: no pod is left without a place.
+        pods_in_each = -(-pods // max(len(s.shares(way)), 1)) if way is Way.MIG_TIMESLICE else 1
+        options = ["--mig-replicas", str(pods_in_each)] if pods_in_each > 1 else []
         if s.free_instances(way) is None and slices is not None and slices.profiles:
             layout = f"mig: [{', '.join(map(str, slices.wish))}]"
-    file = ["-f", "-"] if layout else []
-    made = steps.typed(
-        f"write the configuration of the device plugin: {what}", "export", "k8s", *file, *words, "--to", "k8s"
-    )
+    stdin = ["-f", "-"] if layout else []
+    what = f"write the configuration of the device plugin: {shares_text}"
+    line = steps.typed(what, "export", "k8s", *stdin, *options, "--to", "k8s")
     if layout:
-        made = replace(made, text=f"echo '{{version: 1, gpus: [{{match: all, {layout}}}]}}' | {made.text}")
-    steps.lines.append(made)
+        line = replace(line, text=f"echo '{{version: 1, gpus: [{{match: all, {layout}}}]}}' | {line.text}")
+    steps.lines.append(line)
     steps.say("it prints the kubectl commands that apply it; files are in ./k8s")
     steps.measure.append("p99 and rate of a pod, alone and with the others")
 

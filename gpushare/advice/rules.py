@@ -82,7 +82,9 @@ class Rule:
             if applies is False or (applies is None and self.unknown is None):
                 continue
             if self.needs is not None:
-                yield from ((way, reason) for reason in self._required(situation, way, self.needs, asked=not applies))
+                yield from (
+                    (way, reason) for reason in self._requirement_reasons(situation, way, self.needs, asked=not applies)
+                )
             elif applies is None:
                 text = self.unknown or ""
                 yield way, Reason(rule=self.id, kind=Kind.CONDITION, text=text, source=self.source, open=True)
@@ -90,19 +92,22 @@ class Rule:
                 text = self.text.format(**{word: WORDS[word](situation, way) for word in self.words})
                 yield way, Reason(rule=self.id, kind=self.kind, text=text, source=self.source, weight=weight)
 
-    def _required(self, situation: Situation, way: Way, needs: Requirement, *, asked: bool) -> Iterable[Reason]:
+    def _requirement_reasons(
+        self, situation: Situation, way: Way, needs: Requirement, *, asked: bool
+    ) -> Iterable[Reason]:
+        """Yield why a way does not meet a requirement; ``asked``: whether it applies is an open question of the case."""
         if way.outer is None:
             return
         table, driver = situation.table, situation.host.driver
         cell = table.cell(way.outer, needs.row, driver)
         best = table.level(way.outer, needs.row, driver, option=way.table_option)
-        plainly = best if way in {Way.MPS_STATIC, Way.SLICES} else cell.level
-        enough = table.at_least(needs.row, plainly, needs.wanted)
+        usual = best if way in {Way.MPS_STATIC, Way.SLICES} else cell.level
+        enough = table.at_least(needs.row, usual, needs.wanted)
         if asked:
             if not enough and not table.at_least(needs.row, best, needs.floor):
                 yield self._reason(cell, Kind.CONDITION, self.unknown or "", asked=True)
         elif not enough:
-            yield self._short(situation, way, cell, best, needs)
+            yield self._below_level(situation, way, cell, best, needs)
         elif way.inner is not None and way.outer is Way.MIG and needs.inside and not situation.grouped:
             inner = table.cell(way.inner, needs.row, driver)
             level = table.level(way.inner, needs.row, driver)
@@ -111,7 +116,7 @@ class Rule:
             elif not table.at_least(needs.row, level, needs.wanted):
                 yield self._reason(inner, Kind.CONDITION, f"{self.text}: that is so between instances, not within one")
 
-    def _short(self, situation: Situation, way: Way, cell: Cell, best: str, needs: Requirement) -> Reason:
+    def _below_level(self, situation: Situation, way: Way, cell: Cell, best: str, needs: Requirement) -> Reason:
         """Return the reason for a cell below the wanted level: a condition if an option or the floor helps."""
         table = situation.table
         if way is Way.VGPU and table.at_least(needs.row, best, needs.wanted):

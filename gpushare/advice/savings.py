@@ -116,29 +116,29 @@ def savings(
         BadUsage: a load, target or number of GPUs is out of range, or one piece of work needs more than a GPU has.
     """
     _check(work, target_load, gpu_memory_bytes)
-    now = len(work)
-    cost = None if price is None else price.cost(now)
+    gpus_now = len(work)
+    cost = None if price is None else price.cost(gpus_now)
     options: list[Consolidation] = []
     refused: str | None = None
-    for gpus in range(1, now):
+    for gpus in range(1, gpus_now):
         bins = _pack(work, gpus, gpu_memory_bytes)
         if bins is None:
             refused = _no_room(work, gpus, gpu_memory_bytes)
             continue
-        found = _option(bins, now, price, cost, target_load)
-        if found.max_load_percent > 100:
-            refused = f"{_on(gpus)} the fullest would have {plain(found.max_load_percent)} % load: more than 100 %"
+        option = _option(bins, gpus_now, price, cost, target_load)
+        if option.max_load_percent > 100:
+            refused = f"{_on(gpus)} the fullest would have {plain(option.max_load_percent)} % load: more than 100 %"
             continue
         # An additional GPU that takes no load off the fullest one only costs money.
-        if options and found.max_load_percent >= options[-1].max_load_percent:
+        if options and option.max_load_percent >= options[-1].max_load_percent:
             continue
-        options.append(found)
-        if found.verdict == "fits":
-            options[-1] = _recommended(found)
+        options.append(option)
+        if option.verdict == "fits":
+            options[-1] = _recommended(option)
             break
-    total = sum((one.load for one in work), Decimal(0))
+    total = sum((workload.load for workload in work), Decimal(0))
     return Savings(
-        gpus=now,
+        gpus=gpus_now,
         total_load_percent=total,
         target_load_percent=target_load,
         price=price,
@@ -149,7 +149,7 @@ def savings(
 
 
 def known_price(instance: str) -> KnownPrice | None:
-    return next((one for one in KNOWN_PRICES if one.instance == instance.strip().lower()), None)
+    return next((price for price in KNOWN_PRICES if price.instance == instance.strip().lower()), None)
 
 
 def _check(work: Sequence[Work], target_load: Decimal, gpu_memory_bytes: int | None) -> None:
@@ -161,15 +161,21 @@ def _check(work: Sequence[Work], target_load: Decimal, gpu_memory_bytes: int | N
         raise BadUsage(
             f"the target load {target_load} is outside (0, 100]", "give for example --target-load 80", code="bad_load"
         )
-    for one in work:
-        if not 0 <= one.load <= 100:
+    for workload in work:
+        if not 0 <= workload.load <= 100:
             raise BadUsage(
-                f"the load {one.load} is outside 0 to 100", "give the mean load of one GPU: --load 25", code="bad_load"
+                f"the load {workload.load} is outside 0 to 100",
+                "give the mean load of one GPU: --load 25",
+                code="bad_load",
             )
-        if gpu_memory_bytes is not None and one.memory_bytes is not None and one.memory_bytes > gpu_memory_bytes:
+        if (
+            gpu_memory_bytes is not None
+            and workload.memory_bytes is not None
+            and workload.memory_bytes > gpu_memory_bytes
+        ):
             raise BadUsage(
-                f"{one.name} needs {format_bytes(one.memory_bytes)} and one GPU has {format_bytes(gpu_memory_bytes)}, "
-                f"{format_bytes(one.memory_bytes - gpu_memory_bytes)} too little",
+                f"{workload.name} needs {format_bytes(workload.memory_bytes)} and one GPU has {format_bytes(gpu_memory_bytes)}, "
+                f"{format_bytes(workload.memory_bytes - gpu_memory_bytes)} too little",
                 "give a GPU with more memory: --gpu-memory SIZE",
                 code="memory_too_large",
             )
@@ -181,44 +187,44 @@ def _pack(work: Sequence[Work], gpus: int, capacity: int | None) -> list[list[Wo
     By load, largest first, each to the least loaded GPU with room; if the memory then does not fit, by memory, each to
     the first GPU with room.
     """
-    by_load = sorted(work, key=lambda one: (-one.load, -(one.memory_bytes or 0), one.name))
-    by_memory = sorted(work, key=lambda one: (-(one.memory_bytes or 0), -one.load, one.name))
+    by_load = sorted(work, key=lambda workload: (-workload.load, -(workload.memory_bytes or 0), workload.name))
+    by_memory = sorted(work, key=lambda workload: (-(workload.memory_bytes or 0), -workload.load, workload.name))
     return _spread(by_load, gpus, capacity, even=True) or _spread(by_memory, gpus, capacity, even=False)
 
 
 def _spread(work: Sequence[Work], gpus: int, capacity: int | None, *, even: bool) -> list[list[Work]] | None:
     bins: list[list[Work]] = [[] for _ in range(gpus)]
     loads, memories = [Decimal(0)] * gpus, [0] * gpus
-    for one in work:
-        memory = one.memory_bytes or 0
-        room = [place for place in range(gpus) if capacity is None or memories[place] + memory <= capacity]
-        if not room:
+    for workload in work:
+        memory = workload.memory_bytes or 0
+        with_room = [gpu for gpu in range(gpus) if capacity is None or memories[gpu] + memory <= capacity]
+        if not with_room:
             return None
-        place = min(room, key=lambda place: (loads[place], place)) if even else room[0]
-        bins[place].append(one)
-        loads[place] += one.load
-        memories[place] += memory
+        gpu = min(with_room, key=lambda gpu: (loads[gpu], gpu)) if even else with_room[0]
+        bins[gpu].append(workload)
+        loads[gpu] += workload.load
+        memories[gpu] += memory
     return bins
 
 
 def _option(
-    bins: list[list[Work]], now: int, price: Price | None, cost: Decimal | None, target_load: Decimal
+    bins: list[list[Work]], gpus_now: int, price: Price | None, cost: Decimal | None, target_load: Decimal
 ) -> Consolidation:
     gpus = len(bins)
-    max_load = max(sum((one.load for one in place), Decimal(0)) for place in bins)
+    max_load = max(sum((workload.load for workload in place), Decimal(0)) for place in bins)
     p95 = [_sum_p95(place) for place in bins]
     memory = [_sum_memory(place) for place in bins]
-    then = None if price is None else price.cost(gpus)
+    new_cost = None if price is None else price.cost(gpus)
     return Consolidation(
         gpus=gpus,
-        places=tuple(tuple(one.name for one in place) for place in bins),
+        places=tuple(tuple(workload.name for workload in place) for place in bins),
         max_load_percent=max_load,
-        max_p95_percent=None if None in p95 else max(one for one in p95 if one is not None),
-        max_memory_bytes=None if None in memory else max(one for one in memory if one is not None),
+        max_p95_percent=None if None in p95 else max(value for value in p95 if value is not None),
+        max_memory_bytes=None if None in memory else max(value for value in memory if value is not None),
         verdict="fits" if max_load <= target_load else "no_headroom" if max_load >= 100 else "above_target",
-        cost=then,
-        saving=None if cost is None or then is None else cost - then,
-        saving_percent=(Decimal(100) * (now - gpus) / now).quantize(Decimal("0.1"), ROUND_HALF_UP),
+        cost=new_cost,
+        saving=None if cost is None or new_cost is None else cost - new_cost,
+        saving_percent=(Decimal(100) * (gpus_now - gpus) / gpus_now).quantize(Decimal("0.1"), ROUND_HALF_UP),
     )
 
 
@@ -229,22 +235,22 @@ def _recommended(option: Consolidation) -> Consolidation:
 
 
 def _sum_p95(place: Sequence[Work]) -> Decimal | None:
-    known = [one.p95 for one in place if one.p95 is not None]
-    return sum(known, Decimal(0)) if len(known) == len(place) else None
+    loads = [workload.p95 for workload in place if workload.p95 is not None]
+    return sum(loads, Decimal(0)) if len(loads) == len(place) else None
 
 
 def _sum_memory(place: Sequence[Work]) -> int | None:
-    known = [one.memory_bytes for one in place if one.memory_bytes is not None]
-    return sum(known) if len(known) == len(place) else None
+    sizes = [workload.memory_bytes for workload in place if workload.memory_bytes is not None]
+    return sum(sizes) if len(sizes) == len(place) else None
 
 
 def _no_room(work: Sequence[Work], gpus: int, capacity: int | None) -> str:
-    needed, there = sum(one.memory_bytes or 0 for one in work), gpus * (capacity or 0)
-    if needed > there:
-        why = f"{format_bytes(needed)} is needed, {format_bytes(there)} is available: {format_bytes(needed - there)} too little"
+    needed, available = sum(workload.memory_bytes or 0 for workload in work), gpus * (capacity or 0)
+    if needed > available:
+        reason = f"{format_bytes(needed)} is needed, {format_bytes(available)} is available: {format_bytes(needed - available)} too little"
     else:
-        why = "the work of the GPUs cannot be split that way"
-    return f"{_on(gpus)} the memory does not fit: {why}"
+        reason = "the work of the GPUs cannot be split that way"
+    return f"{_on(gpus)} the memory does not fit: {reason}"
 
 
 def _on(gpus: int) -> str:
@@ -259,8 +265,8 @@ def plain(number: Decimal) -> str:
 def _warnings(
     work: Sequence[Work], options: Sequence[Consolidation], total: Decimal, target: Decimal, capacity: int | None
 ) -> list[str]:
-    said = []
-    loads = {one.load for one in work}
+    warnings = []
+    loads = {workload.load for workload in work}
     # Equal loads are shown as "4 x 25 %", others as their sum.
     terms = f"{len(work)} x {plain(work[0].load)} %" if len(loads) == 1 else "together the loads"
     for option in options:
@@ -268,15 +274,15 @@ def _warnings(
         fullest = plain(option.max_load_percent)
         if option.verdict == "no_headroom":
             load = f"{terms} is {plain(total)} % load" if option.gpus == 1 else f"the fullest has {fullest} % load"
-            said.append(f"{where}, {load}: no headroom, so every peak slows all of them down")
+            warnings.append(f"{where}, {load}: no headroom, so every peak slows all of them down")
         elif option.verdict == "above_target":
-            said.append(f"{where}, the fullest has {fullest} % load, above the target of {plain(target)} %")
+            warnings.append(f"{where}, the fullest has {fullest} % load, above the target of {plain(target)} %")
         if option.recommended and option.max_p95_percent is not None and option.max_p95_percent > 100:
-            said.append(
+            warnings.append(
                 f"{where}, simultaneous peaks need {plain(option.max_p95_percent)} % (sum of the 95th percentiles)"
             )
     if len(work) > 1 and not any(option.recommended for option in options):
-        said.append(f"the target load of {plain(target)} % needs all {len(work)} GPUs with this memory")
-    if len(work) > 1 and (capacity is None or any(one.memory_bytes is None for one in work)):
-        said.append("memory was not checked: the work must also fit in memory; give --memory and --gpu-memory")
-    return said
+        warnings.append(f"the target load of {plain(target)} % needs all {len(work)} GPUs with this memory")
+    if len(work) > 1 and (capacity is None or any(workload.memory_bytes is None for workload in work)):
+        warnings.append("memory was not checked: the work must also fit in memory; give --memory and --gpu-memory")
+    return warnings

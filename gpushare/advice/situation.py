@@ -119,14 +119,16 @@ def budget(case: Case, gpu: GpuFacts, *, mps: bool) -> Budget:
     context = MPS_CONTEXT_BYTES if mps else CONTEXT_BYTES
     total = gpu.memory_total_bytes
     counts = case.counts
-    sizes = [one.memory for one in case.workloads]
-    known = [size * count for size, count in zip(sizes, counts, strict=True) if size is not None and count is not None]
+    sizes = [work.memory for work in case.workloads]
+    known_bytes = [
+        size * count for size, count in zip(sizes, counts, strict=True) if size is not None and count is not None
+    ]
     # With unknown sizes the sum is only a lower bound, which counts if it is already too large.
-    complete = len(known) == len(sizes)
+    complete = len(known_bytes) == len(sizes)
     largest = max((size for size in sizes if size is not None), default=None)
-    wanted = sum(known) if complete and known else None
-    if wanted is None and known and total is not None and sum(known) > total:
-        wanted = sum(known)
+    wanted = sum(known_bytes) if complete and known_bytes else None
+    if wanted is None and known_bytes and total is not None and sum(known_bytes) > total:
+        wanted = sum(known_bytes)
     return Budget(
         total_bytes=total,
         headroom_bytes=None if total is None else -(-total * HEADROOM_PERCENT // 100),
@@ -229,7 +231,7 @@ class Slices:
 
     @property
     def wish(self) -> Wish:
-        counts = Counter(sorted((one.name for one in self.profiles), reverse=True))
+        counts = Counter(sorted((profile.name for profile in self.profiles), reverse=True))
         return tuple(Request(profile=name, count=count) for name, count in counts.items())
 
     @property
@@ -243,12 +245,12 @@ _NEARLY: Final = 0.9
 
 def slices_for(layout: Layout, shares: tuple[Share, ...], kept: tuple[GpuInstance, ...] = ()) -> Slices:
     """Return the largest instances that fit these shares next to those that are kept, if need be with nearly the SMs."""
-    found = _slices_for(layout, shares, kept)
-    if found.why_not is None or not any(share.sms for share in shares):
-        return found
+    exact = _slices_for(layout, shares, kept)
+    if exact.why_not is None or not any(share.sms for share in shares):
+        return exact
     nearly = tuple(replace(share, sms=math.ceil(share.sms * _NEARLY)) for share in shares)
-    near = _slices_for(layout, nearly, kept)
-    return found if near.why_not is not None else near
+    with_nearly = _slices_for(layout, nearly, kept)
+    return exact if with_nearly.why_not is not None else with_nearly
 
 
 def _slices_for(layout: Layout, shares: tuple[Share, ...], kept: tuple[GpuInstance, ...]) -> Slices:
@@ -259,18 +261,18 @@ def _slices_for(layout: Layout, shares: tuple[Share, ...], kept: tuple[GpuInstan
     room = replace(layout, instances=kept)
     kinds = {graphics: _of_kind(layout, graphics=graphics) for graphics in (False, True)}
     smallest = [_smallest(kinds[share.graphics], share) for share in shares]
-    too_large = next((share for share, found in zip(shares, smallest, strict=True) if found is None), None)
+    too_large = next((share for share, profile in zip(shares, smallest, strict=True) if profile is None), None)
     if too_large is not None:
         return Slices(
-            why_not=f"no instance has {too_large}{_largest_has(kinds[too_large.graphics], too_large)}", most=0
+            why_not=f"no instance has {too_large}{_largest_text(kinds[too_large.graphics], too_large)}", most=0
         )
-    chosen = [one for one in smallest if one is not None]
-    if not _together(room, chosen):
+    chosen = [profile for profile in smallest if profile is not None]
+    if not _fit_together(room, chosen):
         worst = max(shares)
         needed = chosen[shares.index(worst)]
-        most = _most(room, needed)
-        why = f"{len(shares)} instances with {worst} do not fit: {most or 'none'} of {needed.name} would"
-        return Slices(why_not=why, most=most)
+        most_that_fit = _most_that_fit(room, needed)
+        reason = f"{len(shares)} instances with {worst} do not fit: {most_that_fit or 'none'} of {needed.name} would"
+        return Slices(why_not=reason, most=most_that_fit)
     if all(share.percent for share in shares):
         weighted = _weighted(room, [kinds[share.graphics] for share in shares], shares)
         if weighted is not None:
@@ -282,25 +284,32 @@ def _slices_for(layout: Layout, shares: tuple[Share, ...], kept: tuple[GpuInstan
 
 def _of_kind(layout: Layout, *, graphics: bool) -> list[Profile]:
     """Return the ordinary profiles, or those with graphics, small ones first."""
-    wanted = {"+gfx"} if graphics else set()
-    found = [one for one in layout.profiles if one.attributes == wanted and one.placements and one.memory_bytes]
-    return sorted(found, key=lambda one: (one.slices, one.size or 0, one.memory_bytes or 0))
+    attributes = {"+gfx"} if graphics else set()
+    profiles = [
+        profile
+        for profile in layout.profiles
+        if profile.attributes == attributes and profile.placements and profile.memory_bytes
+    ]
+    return sorted(profiles, key=lambda profile: (profile.slices, profile.size or 0, profile.memory_bytes or 0))
 
 
-def _largest_has(profiles: Sequence[Profile], share: Share) -> str:
+def _largest_text(profiles: Sequence[Profile], share: Share) -> str:
     if not profiles:
         return ""
     largest = profiles[-1]
-    return f"; the largest, {largest.name}, has {_of_both(largest, share)}"
+    return f"; the largest, {largest.name}, has {_as_share(largest, share)}"
 
 
-def _of_both(profile: Profile, share: Share) -> Share:
+def _as_share(profile: Profile, share: Share) -> Share:
+    """Return how much a profile has of what a share asks for."""
     memory = profile.memory_bytes or 0 if share.memory_bytes or not share.sms else 0
     return Share(memory, profile.multiprocessors or 0 if share.sms else 0)
 
 
 def _smallest(ordinary: Sequence[Profile], share: Share) -> Profile | None:
-    return next((one for one in sorted(ordinary, key=lambda p: (p.size or 0, p.slices)) if _holds(one, share)), None)
+    return next(
+        (profile for profile in sorted(ordinary, key=lambda p: (p.size or 0, p.slices)) if _holds(profile, share)), None
+    )
 
 
 def _holds(profile: Profile, share: Share) -> bool:
@@ -308,25 +317,27 @@ def _holds(profile: Profile, share: Share) -> bool:
     return enough and (not share.sms or (profile.multiprocessors or 0) >= share.sms)
 
 
-def _together(room: Layout, profiles: Sequence[Profile]) -> bool:
-    counts = Counter(one.name for one in profiles)
+def _fit_together(room: Layout, profiles: Sequence[Profile]) -> bool:
+    counts = Counter(profile.name for profile in profiles)
     if any(profile.instances is not None and counts[profile.name] > profile.instances for profile in profiles):
         return False
     wish = tuple(Request(profile=name, count=count) for name, count in counts.items())
     return addable(room, wish)
 
 
-def _most(room: Layout, profile: Profile) -> int:
-    return next((n for n in range(profile.instances or 8, 0, -1) if _together(room, [profile] * n)), 0)
+def _most_that_fit(room: Layout, profile: Profile) -> int:
+    return next((n for n in range(profile.instances or 8, 0, -1) if _fit_together(room, [profile] * n)), 0)
 
 
 def _largest_equal(room: Layout, ordinary: Sequence[Profile], least: Profile, count: int) -> list[Profile]:
     """Return the profile with the most SMs, then the least memory, that fits ``count`` times."""
     better = [
-        one for one in ordinary if (one.memory_bytes or 0) >= (least.memory_bytes or 0) and one.slices >= least.slices
+        profile
+        for profile in ordinary
+        if (profile.memory_bytes or 0) >= (least.memory_bytes or 0) and profile.slices >= least.slices
     ]
-    better.sort(key=lambda one: (-(one.multiprocessors or one.slices), one.memory_bytes or 0))
-    return [next((one for one in better if _together(room, [one] * count)), least)] * count
+    better.sort(key=lambda profile: (-(profile.multiprocessors or profile.slices), profile.memory_bytes or 0))
+    return [next((profile for profile in better if _fit_together(room, [profile] * count)), least)] * count
 
 
 # So many profiles, each chosen for one share, are tried in every combination.
@@ -340,48 +351,47 @@ def _weighted(room: Layout, kinds: Sequence[Sequence[Profile]], shares: Sequence
     whole = sum(share.percent for share in shares)
 
     def order(profiles: Sequence[Profile]) -> tuple[float, int, int]:
-        total = sum(one.slices for one in profiles)
+        total = sum(profile.slices for profile in profiles)
         pairs = zip(profiles, shares, strict=True)
-        error = max(abs(one.slices / total - share.percent / whole) for one, share in pairs)
-        return round(error, 6), -total, sum(one.memory_bytes or 0 for one in profiles)
+        error = max(abs(profile.slices / total - share.percent / whole) for profile, share in pairs)
+        return round(error, 6), -total, sum(profile.memory_bytes or 0 for profile in profiles)
 
-    fitting = [[one for one in own if _holds(one, share)] for own, share in zip(kinds, shares, strict=True)]
+    fitting = [[profile for profile in own if _holds(profile, share)] for own, share in zip(kinds, shares, strict=True)]
     choices = sorted(itertools.product(*fitting), key=order)
-    return next((one for one in choices if _together(room, one)), None)
+    return next((choice for choice in choices if _fit_together(room, choice)), None)
 
 
 def _enlarged(room: Layout, kinds: Sequence[Sequence[Profile]], chosen: list[Profile]) -> list[Profile]:
     """Return the chosen profiles enlarged, the smallest first, as long as all fit; ``kinds`` has the profiles of each."""
-    enlarged = True
-    while enlarged:
-        enlarged = False
-        for number in sorted(range(len(chosen)), key=lambda n: (chosen[n].slices, chosen[n].memory_bytes or 0)):
-            for larger in kinds[number]:
-                grows = larger.slices > chosen[number].slices
-                tried = [*chosen[:number], larger, *chosen[number + 1 :]]
-                if (
-                    grows
-                    and (larger.memory_bytes or 0) >= (chosen[number].memory_bytes or 0)
-                    and _together(room, tried)
-                ):
-                    chosen, enlarged = tried, True
-                    break
-            if enlarged:
-                break
+    while (enlarged := _one_enlarged(room, kinds, chosen)) is not None:
+        chosen = enlarged
     return chosen
+
+
+def _one_enlarged(room: Layout, kinds: Sequence[Sequence[Profile]], chosen: Sequence[Profile]) -> list[Profile] | None:
+    """Return the chosen profiles with the smallest that can grow by one step enlarged; None if none can."""
+    for number in sorted(range(len(chosen)), key=lambda n: (chosen[n].slices, chosen[n].memory_bytes or 0)):
+        current = chosen[number]
+        for larger in kinds[number]:
+            if larger.slices <= current.slices or (larger.memory_bytes or 0) < (current.memory_bytes or 0):
+                continue
+            enlarged = [*chosen[:number], larger, *chosen[number + 1 :]]
+            if _fit_together(room, enlarged):
+                return enlarged
+    return None
 
 
 def _fitting(idle: Sequence[GpuInstance], shares: Sequence[Share]) -> list[GpuInstance] | None:
     """Return an idle instance for each share, the smallest that fits; None if one share has none."""
-    left = sorted(idle, key=lambda one: (one.profile.memory_bytes or 0, one.profile.slices))
-    found: dict[int, GpuInstance] = {}
+    unused = sorted(idle, key=lambda instance: (instance.profile.memory_bytes or 0, instance.profile.slices))
+    chosen: dict[int, GpuInstance] = {}
     for number in sorted(range(len(shares)), key=lambda number: shares[number], reverse=True):
-        fits = next((one for one in left if _holds(one.profile, shares[number])), None)
+        fits = next((instance for instance in unused if _holds(instance.profile, shares[number])), None)
         if fits is None:
             return None
-        left.remove(fits)
-        found[number] = fits
-    return [found[number] for number in range(len(shares))]
+        unused.remove(fits)
+        chosen[number] = fits
+    return [chosen[number] for number in range(len(shares))]
 
 
 def addable(layout: Layout, wish: Wish) -> bool:
@@ -455,9 +465,9 @@ class Situation:
 
     def variant(self, **changes: Any) -> Situation:
         """Return a copy with another case or cap. The GPU is the same, so known results are shared."""
-        found = replace(self, **changes)
-        vars(found)["_known"] = self._known
-        return found
+        copy = replace(self, **changes)
+        vars(copy)["_known"] = self._known
+        return copy
 
     @cached_property
     def _known(self) -> dict[Hashable, Any]:
@@ -467,8 +477,8 @@ class Situation:
         """Return the result of ``work``, which is called once for this situation and all of its variants."""
         if key not in self._known:
             self._known[key] = work()
-        found: T = self._known[key]
-        return found
+        result: T = self._known[key]
+        return result
 
     # -- the case ----------------------------------------------------------------------------------
 
@@ -490,8 +500,8 @@ class Situation:
     @cached_property
     def in_use(self) -> bool:
         """Return whether programs that are not part of the case are on the whole GPU, also to draw, and stay there."""
-        here = bool(self.gpu.processes) and not self.gpu.mig_enabled
-        return here and not self.case.any("running") and self.case.any("occupied") is not False
+        has_programs = bool(self.gpu.processes) and not self.gpu.mig_enabled
+        return has_programs and not self.case.any("running") and self.case.any("occupied") is not False
 
     @cached_property
     def pair(self) -> bool:
@@ -504,25 +514,25 @@ class Situation:
     @cached_property
     def saturating(self) -> bool | None:
         """Return whether a process fills the GPU; in a pair, whether production does."""
-        ones = self.case.workloads
+        works = self.case.workloads
         if self.pair:
-            ones = tuple(one for one in ones if one.role is Role.PRODUCTION)
-        found = [one.saturating for one in ones]
-        return True if True in found else None if None in found else False
+            works = tuple(work for work in works if work.role is Role.PRODUCTION)
+        values = [work.saturating for work in works]
+        return True if True in values else None if None in values else False
 
     @cached_property
     def gaps(self) -> bool | None:
         """Return whether production of a pair waits between requests: as stated; bursty work does, an LLM that decodes does not."""
-        ones = [one for one in self.case.workloads if one.role is Role.PRODUCTION]
+        production = [work for work in self.case.workloads if work.role is Role.PRODUCTION]
         if not self.pair:
             return None
         if self.saturating is True:
             return False
-        if any(one.gaps is not None for one in ones):
-            return any(one.gaps for one in ones)
-        if any(one.cuda_graphs for one in ones):
+        if any(work.gaps is not None for work in production):
+            return any(work.gaps for work in production)
+        if any(work.cuda_graphs for work in production):
             return False
-        return True if any(one.pattern in {Pattern.INTERACTIVE, Pattern.BURSTY} for one in ones) else None
+        return True if any(work.pattern in {Pattern.INTERACTIVE, Pattern.BURSTY} for work in production) else None
 
     @cached_property
     def isolation(self) -> frozenset[Isolation]:
@@ -571,6 +581,7 @@ class Situation:
 
     @cached_property
     def together(self) -> bool:
+        """Return whether the processes are one job on one GPU: all have to run, and none can wait for another to end."""
         needs = ("cooperating", "nccl", "ipc", "one_application")
         # Where the order of their ends is all the same, none waits for another.
         any_order = self.case.any("progress") is False and not self.case.any("nccl") and not self.case.any("p2p")
@@ -598,7 +609,7 @@ class Situation:
 
     @cached_property
     def trusted(self) -> bool:
-        return not any(one.trusted is False for one in self.case.workloads)
+        return not any(work.trusted is False for work in self.case.workloads)
 
     @cached_property
     def grouped(self) -> bool | None:
@@ -634,11 +645,11 @@ class Situation:
         """Return the workloads that leave the GPU, with the number of their processes: of a pair, one that can wait."""
         each = zip(self.case.workloads, self.case.counts, strict=True)
         yielding = way is Way.SWAP and self.pair
-        return [(one, count) for one, count in each if not yielding or one.role is Role.OPPORTUNISTIC]
+        return [(work, count) for work, count in each if not yielding or work.role is Role.OPPORTUNISTIC]
 
     def leaving_cost(self, way: Way) -> LeavingCost | None:
         """Return what it costs that jobs leave the GPU; None if the memory of none of them is known."""
-        leavers = [(one.memory + CONTEXT_BYTES, count or 1) for one, count in self.leavers(way) if one.memory]
+        leavers = [(work.memory + CONTEXT_BYTES, count or 1) for work, count in self.leavers(way) if work.memory]
         return self.once(("cost", way, *leavers), lambda: self._leaving_cost(way, leavers)) if leavers else None
 
     def _leaving_cost(self, way: Way, leavers: Sequence[tuple[int, int]]) -> LeavingCost:
@@ -712,7 +723,7 @@ class Situation:
     @cached_property
     def by_room(self) -> bool:
         """Return whether only memory keeps the programs from running together: then as many run at a time as fit."""
-        asked = (
+        other_needs = (
             "latency",
             "profiler",
             "bandwidth_qos",
@@ -723,11 +734,11 @@ class Situation:
             "weights",
             "kubernetes",
         )
-        known = all(work.memory is not None for work in self.case.workloads)
+        sizes_known = all(work.memory is not None for work in self.case.workloads)
         apart = self.isolation - {Isolation.QUOTA} or not self.trusted or self.saturating is True
         # What fits on a GPU of a set is no reason for two jobs on it: each has its set for itself.
         short = self.several and self.gpus_each == 1 and self.plain.may_fit is False and self.plain.one_fits is True
-        return bool(known and short and not apart and not any(map(self.case.any, asked)))
+        return bool(sizes_known and short and not apart and not any(map(self.case.any, other_needs)))
 
     # -- MPS and MIG -------------------------------------------------------------------------------
 
@@ -774,7 +785,9 @@ class Situation:
         layout = self.gpu.layout
         if layout is None or not self.gpu.mig_enabled:
             return ()
-        return tuple(one for one in layout.instances if one.busy or not (self.case.destroy or may_go(one)))
+        return tuple(
+            instance for instance in layout.instances if instance.busy or not (self.case.destroy or may_go(instance))
+        )
 
     @cached_property
     def idle_instances(self) -> tuple[GpuInstance, ...]:
@@ -798,11 +811,11 @@ class Situation:
         return way in {Way.TIMESLICE, Way.SLICES, *ALL_MIG}
 
     @cached_property
-    def instances(self) -> int | None:
+    def most_instances(self) -> int | None:
         """Return the maximum number of MIG instances: the table's, or the driver's if that is lower."""
         limit = self.table.cell(Way.MIG, "max_partitions", self.host.driver).limit
-        known = [one for one in (limit, self.gpu.largest_instance_count) if one is not None]
-        return min(known, default=None)
+        counts = [count for count in (limit, self.gpu.largest_instance_count) if count is not None]
+        return min(counts, default=None)
 
     @cached_property
     def may_be_root(self) -> bool | None:
@@ -810,29 +823,29 @@ class Situation:
 
     def shares(self, way: Way) -> tuple[Share, ...]:
         """Return what each instance must hold: one process with plain MIG, one party if the instance is shared."""
-        ones = self.case.workloads
+        works = self.case.workloads
         if way is Way.MIG:
             count = self.case.processes or 2
-            if len(ones) == 1:
-                share = _share(ones[0], 1, CONTEXT_BYTES)
-                if not ones[0].shares:
+            if len(works) == 1:
+                share = _share(works[0], 1, CONTEXT_BYTES)
+                if not works[0].shares:
                     return (share,) * count
-                return tuple(replace(share, percent=part) for part in ones[0].shares)
-            each = [_share(work, 1, CONTEXT_BYTES) for work in ones for _ in range(work.processes or 1)]
+                return tuple(replace(share, percent=part) for part in works[0].shares)
+            each = [_share(work, 1, CONTEXT_BYTES) for work in works for _ in range(work.processes or 1)]
             parts = self.case.shares or ()
             if len(parts) == len(each):
                 return tuple(replace(share, percent=part) for share, part in zip(each, parts, strict=True))
             return tuple(each)
         context = MPS_CONTEXT_BYTES if way is Way.MIG_MPS else CONTEXT_BYTES
-        if len(ones) > 1:
+        if len(works) > 1:
             return tuple(
-                _share(one, -(-(one.processes or 1) // (one.groups or 1)), context)
-                for one in ones
-                for _ in range(one.groups or 1)
+                _share(work, -(-(work.processes or 1) // (work.groups or 1)), context)
+                for work in works
+                for _ in range(work.groups or 1)
             )
-        processes = ones[0].processes or 2
+        processes = works[0].processes or 2
         parties = self.case.groups or self._parties_for(processes)
-        return (_share(ones[0], -(-processes // parties), context),) * parties
+        return (_share(works[0], -(-processes // parties), context),) * parties
 
     def _parties_for(self, processes: int) -> int:
         """Return the number of instances for processes without groups: at least two in each, evenly if possible.
@@ -841,7 +854,7 @@ class Situation:
         """
         if self.idle_instances and (self.may_be_root is False or not self._has_room):
             return max(1, min(len(self.idle_instances), processes - 1))
-        most = max(1, min((self.instances or 7), processes // 2))
+        most = max(1, min((self.most_instances or 7), processes // 2))
         return next((n for n in range(most, 1, -1) if processes % n == 0), most)
 
     @cached_property
@@ -849,11 +862,13 @@ class Situation:
         """Return whether any instance can be created next to those that stay."""
         layout = self.gpu.layout
         smallest = (
-            None if layout is None else min(_of_kind(layout, graphics=False), key=lambda one: one.slices, default=None)
+            None
+            if layout is None
+            else min(_of_kind(layout, graphics=False), key=lambda profile: profile.slices, default=None)
         )
         if layout is None or smallest is None:
             return True
-        return _together(replace(layout, instances=self.kept), [smallest])
+        return _fit_together(replace(layout, instances=self.kept), [smallest])
 
     def slices(self, way: Way) -> Slices | None:
         """Return the instances for a way; None if the driver lists no profiles."""
@@ -864,17 +879,17 @@ class Situation:
         return self.once(("slices", shares, self.kept), lambda: self._slices(layout, shares))
 
     def _slices(self, layout: Layout, shares: tuple[Share, ...]) -> Slices:
-        most = self.instances
+        most = self.most_instances
         if most is not None and len(shares) > most:
             return Slices(why_not=f"{len(shares)} instances are wanted, and this GPU has at most {most}", most=most)
         if self.gpu.mig_enabled and layout.instances:
             # Next to all that exists; with --destroy, otherwise, next to what is in use.
             for stay in dict.fromkeys((layout.instances, self.kept)):
-                found = slices_for(layout, shares, stay)
-                if found.why_not is None:
-                    return found
+                slices = slices_for(layout, shares, stay)
+                if slices.why_not is None:
+                    return slices
             kept = ", ".join(map(instance_title, self.kept))
-            return replace(found, why_not=f"{found.why_not}, next to {kept}" if kept else found.why_not)
+            return replace(slices, why_not=f"{slices.why_not}, next to {kept}" if kept else slices.why_not)
         if len(shares) == 1:
             # One process leaves half of the GPU to others, if half is enough for it.
             half = slices_for(layout, shares * 2)
@@ -889,7 +904,7 @@ class Situation:
             return None
         slices = max(profile.slices for profile in self.gpu.documented)
 
-        def least(share: Share) -> int | None:
+        def slices_needed(share: Share) -> int | None:
             attributes = {"+gfx"} if share.graphics else set()
             sizes = (
                 (profile.slices, profile.memory_bytes or total * profile.slices // slices or share.memory_bytes)
@@ -898,19 +913,19 @@ class Situation:
             )
             return min((number for number, size in sizes if size >= share.memory_bytes), default=None)
 
-        needed = [least(share) for share in shares]
+        needed = [slices_needed(share) for share in shares]
         if None not in needed and sum(filter(None, needed)) <= slices:
             return None
         largest = max(shares)
         if len(set(shares)) > 1:
             return f"{len(shares)} instances, the largest with {largest}, do not fit together"
-        most = slices // (least(largest) or slices + 1)
+        most = slices // (slices_needed(largest) or slices + 1)
         return f"{len(shares)} instances with {largest} do not fit: {most or 'none'} would"
 
     def short_of_sms(self, way: Way) -> str | None:
         """Return which profile has fewer SMs than asked for, in words."""
-        free, found, shares = self.free_instances(way), self.slices(way), self.shares(way)
-        profiles = [one.profile for one in free] if free is not None else found.profiles if found else ()
+        free, slices, shares = self.free_instances(way), self.slices(way), self.shares(way)
+        profiles = [instance.profile for instance in free] if free is not None else slices.profiles if slices else ()
         short = {
             f"{profile.name} has {profile.multiprocessors} of the {share.sms} SMs"
             for profile, share in zip(profiles, shares, strict=False)
@@ -928,23 +943,33 @@ def _idle_instances(gpu: GpuFacts) -> tuple[GpuInstance, ...]:
     layout = gpu.layout
     if layout is None or not gpu.mig_enabled:
         return ()
-    return tuple(one for one in layout.instances if one.compute and not (one.busy or one.name or one.granted))
+    return tuple(
+        instance
+        for instance in layout.instances
+        if instance.compute and not (instance.busy or instance.name or instance.granted)
+    )
 
 
 def _has_room_now(gpu: GpuFacts) -> bool:
     return gpu.processes == 0 or bool(_idle_instances(gpu))
 
 
-def may_go(one: GpuInstance) -> bool:
-    return one.made and not one.name and not one.granted
+def may_go(instance: GpuInstance) -> bool:
+    """Return whether an instance may be destroyed without a question: gpushare made it, and nobody has it."""
+    return instance.made and not instance.name and not instance.granted
 
 
-def instance_title(one: GpuInstance) -> str:
+def instance_title(instance: GpuInstance) -> str:
     """Return an instance with why it stays: its name, its users, a program in it."""
-    other = None if one.made or one.name or one.granted or one.busy else "not made by gpushare"
-    facts = [one.name, one.granted and f"granted to {', '.join(one.granted)}", "in use" if one.busy else None, other]
-    known = ", ".join(str(fact) for fact in facts if fact)
-    return f"{one} ({known})" if known else str(one)
+    stranger = None if instance.made or instance.name or instance.granted or instance.busy else "not made by gpushare"
+    facts = [
+        instance.name,
+        instance.granted and f"granted to {', '.join(instance.granted)}",
+        "in use" if instance.busy else None,
+        stranger,
+    ]
+    text = ", ".join(str(fact) for fact in facts if fact)
+    return f"{instance} ({text})" if text else str(instance)
 
 
 def _share(workload: Workload, processes: int, context: int) -> Share:
@@ -962,9 +987,9 @@ def instances_sentence(situation: Situation, way: Way) -> str | None:
         return None
     free, slices = situation.free_instances(way), situation.slices(way)
     if free is not None:
-        pairs = zip([one.profile.name for one in free], shares, strict=True)
+        pairs = zip([instance.profile.name for instance in free], shares, strict=True)
     else:
-        pairs = zip([one.name for one in slices.profiles] if slices else [], shares, strict=False)
+        pairs = zip([profile.name for profile in slices.profiles] if slices else [], shares, strict=False)
     sizes = {profile.name: profile.memory_bytes for profile in layout.profiles}
     sums = []
     for (name, share), count in Counter(pairs).items():
@@ -972,6 +997,6 @@ def instances_sentence(situation: Situation, way: Way) -> str | None:
         if size is None:
             return None
         each = "" if count == 1 else f"each of {count} "
-        needed, left = format_bytes(share.memory_bytes), format_bytes(size - share.memory_bytes)
-        sums.append(f"in {each}{name} {needed} of {format_bytes(size)}, CUDA contexts counted: {left} left")
+        needed, unused = format_bytes(share.memory_bytes), format_bytes(size - share.memory_bytes)
+        sums.append(f"in {each}{name} {needed} of {format_bytes(size)}, CUDA contexts counted: {unused} left")
     return "; ".join(sums) or None

@@ -115,6 +115,7 @@ def joined(recipes: Sequence[Recipe]) -> Recipe:
 
 
 def _merged(lines: Iterable[Line]) -> tuple[Line, ...]:
+    """Return the lines without duplicates; equal changes of several GPUs are one."""
     kinds: dict[Line, tuple[int, ...]] = {}
     for line in lines:
         gpus = () if line.change is None else line.change.gpus
@@ -206,20 +207,20 @@ class Steps:
 
 def undo_of(steps: Steps, s: Situation, change: Change) -> list[Line]:
     """Return the lines that undo a change of a GPU, from what is there before it."""
-    verb, now = change.verb, s.gpu
+    verb, gpu = change.verb, s.gpu
     if verb is Verb.MPS_START:
         return [steps.changed("stop MPS; waits for its programs", s, Verb.MPS_STOP, instance=change.instance)]
-    if verb is Verb.MPS_SET and now.mps is None:
+    if verb is Verb.MPS_SET and gpu.mps is None:
         return [Line("restore the limits with the line that `gpushare mps set` printed")]
-    if verb is Verb.MPS_SET and now.mps is not None:
-        return [steps.changed("restore the limits", s, verb, limits=exactly(now.mps))]
+    if verb is Verb.MPS_SET and gpu.mps is not None:
+        return [steps.changed("restore the limits", s, verb, limits=exactly(gpu.mps))]
     if verb is Verb.MPS_STOP:
-        return [steps.changed("start MPS again with its current limits", s, Verb.MPS_START, limits=now.mps)]
+        return [steps.changed("start MPS again with its current limits", s, Verb.MPS_START, limits=gpu.mps)]
     if verb is Verb.TIMESLICE_SET:
         lines = [steps.changed("restore the default", s, Verb.TIMESLICE_RESET)]
-        if now.time_slice not in {None, TimeSlice.DEFAULT}:
+        if gpu.time_slice not in {None, TimeSlice.DEFAULT}:
             what = "then the level, which gpushare sets only in a compute mode that admits several programs"
-            level = f"compute-policy -i {now.index} --set-timeslice {int(now.time_slice or 0)}"
+            level = f"compute-policy -i {gpu.index} --set-timeslice {int(gpu.time_slice or 0)}"
             lines.append(Line(what, f"{steps.root}nvidia-smi {level}"))
         return lines
     if verb is Verb.MIG_CREATE and change.names:
@@ -227,9 +228,9 @@ def undo_of(steps: Steps, s: Situation, change: Change) -> list[Line]:
         return [steps.typed(what, "mig", "destroy", *change.names, "-y", root=True)]
     # What has got a name would be asked for.
     yes = bool(change.names)
-    if not now.mig_enabled:
+    if not gpu.mig_enabled:
         return [steps.changed("turn MIG off again", s, Verb.MIG_DISABLE, destroy=True, yes=yes)]
-    if verb is not Verb.MIG_DISABLE and (now.layout is None or not now.layout.instances):
+    if verb is not Verb.MIG_DISABLE and (gpu.layout is None or not gpu.layout.instances):
         return [steps.changed("destroy the instances again", s, Verb.MIG_DESTROY, yes=yes)]
     return mig_as_it_was(steps, s)
 

@@ -131,8 +131,8 @@ class Table:
     def _cell(self, mechanism: Way, row_key: str, driver: str | None) -> Cell:
         row, entry = self.row(row_key), self.entries[mechanism, row_key]
         branch = driver_branch(driver)
-        today, level, limit = (_at(dated, branch) for dated in (entry.today, entry.level, entry.limit))
-        changes = [one.since for one in (today, level, limit) if one is not None and one.since is not None]
+        today, level, limit = (_newest_on(dated, branch) for dated in (entry.today, entry.level, entry.limit))
+        changes = [dated.since for dated in (today, level, limit) if dated is not None and dated.since is not None]
         return Cell(
             mechanism=mechanism,
             row=row.key,
@@ -142,7 +142,9 @@ class Table:
             sources=tuple(self.sources[key] for key in entry.sources),
             since=max(changes, default=None),
             limit=None if limit is None else int(limit.value),
-            options=tuple(one for one in entry.options if one.since is None or branch is None or one.since <= branch),
+            options=tuple(
+                choice for choice in entry.options if choice.since is None or branch is None or choice.since <= branch
+            ),
             contradiction=entry.contradiction,
             note=entry.note,
         )
@@ -154,7 +156,7 @@ class Table:
             BadUsage: there is no such row.
         """
         cell = self.cell(mechanism, row_key, driver)
-        return next((one.level for one in cell.options if one.key == option), cell.level)
+        return next((choice.level for choice in cell.options if choice.key == option), cell.level)
 
     def at_least(self, row_key: str, level: str, wanted: str) -> bool:
         """Return whether a level of a row is at least as strong as the wanted one.
@@ -179,9 +181,9 @@ def driver_branch(driver: str | None) -> int | None:
     return int(match.group()) if match else None
 
 
-def _at(dated: tuple[Dated, ...], branch: int | None) -> Dated | None:
+def _newest_on(dated: tuple[Dated, ...], branch: int | None) -> Dated | None:
     """Return the newest value that is valid on a branch. The file goes from old to new."""
-    holding = [one for one in dated if one.since is None or branch is None or one.since <= branch]
+    holding = [entry for entry in dated if entry.since is None or branch is None or entry.since <= branch]
     return holding[-1] if holding else None
 
 
@@ -196,16 +198,16 @@ def table_of(text: str) -> Table:
     import yaml
 
     raw = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 - a safe one
-    sources = {key: Source(key=key, **one) for key, one in raw["sources"].items()}
+    sources = {key: Source(key=key, **entry) for key, entry in raw["sources"].items()}
     rows = tuple(
         Row(
-            key=one["key"],
-            title=one["title"],
-            published_title=one["published"],
-            question=one["question"],
-            levels=tuple(one["levels"]),
+            key=entry["key"],
+            title=entry["title"],
+            published_title=entry["published"],
+            question=entry["question"],
+            levels=tuple(entry["levels"]),
         )
-        for one in raw["rows"]
+        for entry in raw["rows"]
     )
     columns = {mechanism: raw["mechanisms"][mechanism.value] for mechanism in COLUMNS}
     return Table(
@@ -228,7 +230,9 @@ def _entry(cell: Mapping[str, Any]) -> Entry:
         level=_dated(cell["level"], "level"),
         limit=_dated(cell["limit"], "limit") if "limit" in cell else (),
         sources=tuple(cell["source"]),
-        options=tuple(Option(key=key, level=one["level"], text=one["text"], since=_since(one)) for key, one in options),
+        options=tuple(
+            Option(key=key, level=entry["level"], text=entry["text"], since=_since(entry)) for key, entry in options
+        ),
         contradiction=cell.get("contradiction"),
         note=cell.get("note"),
     )
@@ -237,11 +241,11 @@ def _entry(cell: Mapping[str, Any]) -> Entry:
 def _dated(value: Any, name: str) -> tuple[Dated, ...]:
     """Return a value that may differ by driver: one value, or a list of ``{since, NAME}`` from old to new."""
     several = value if isinstance(value, list) else [{name: value}]
-    return tuple(Dated(since=_since(one), value=str(one[name])) for one in several)
+    return tuple(Dated(since=_since(entry), value=str(entry[name])) for entry in several)
 
 
-def _since(one: Mapping[str, Any]) -> int | None:
-    return None if one.get("since") is None else int(one["since"])
+def _since(entry: Mapping[str, Any]) -> int | None:
+    return None if entry.get("since") is None else int(entry["since"])
 
 
 K = TypeVar("K")
@@ -274,9 +278,9 @@ def mechanism_named(text: str) -> Way:
     Raises:
         BadUsage: there is none of that name.
     """
-    found = _find(text, _MECHANISMS)
-    if len(found) == 1:
-        return found[0]
+    mechanisms = _find(text, _MECHANISMS)
+    if len(mechanisms) == 1:
+        return mechanisms[0]
     if _bare(text) in _WITHOUT_COLUMN:
         name = _bare(text)
         raise BadUsage(
@@ -286,7 +290,7 @@ def mechanism_named(text: str) -> Way:
         )
     raise BadUsage(
         f"{quoted(text)} is not a way of sharing that gpushare compares",
-        _meant(text, {one.value: names for one, names in _MECHANISMS.items()})
+        _close_name_text(text, {way.value: names for way, names in _MECHANISMS.items()})
         + "give streams, mps, time-slicing, mig or vgpu",
         code="no_mechanism",
     )
@@ -299,18 +303,18 @@ def row_named(table: Table, text: str) -> Row:
         BadUsage: there is none, or several fit.
     """
     names = {row.key: (row.key, row.title, row.published_title, *_ROWS.get(row.key, ())) for row in table.rows}
-    found = _find(text, names)
-    if len(found) == 1:
-        return table.row(found[0])
-    if found:
+    keys = _find(text, names)
+    if len(keys) == 1:
+        return table.row(keys[0])
+    if keys:
         raise BadUsage(
-            f"{quoted(text)} may mean {' or '.join(table.row(key).title for key in found)}",
-            f"give one of: {', '.join(found)}",
+            f"{quoted(text)} may mean {' or '.join(table.row(key).title for key in keys)}",
+            f"give one of: {', '.join(keys)}",
             code="no_row",
         )
     raise BadUsage(
         f"{quoted(text)} is not a row of the table",
-        _meant(text, names) + f"its rows: {', '.join(row.key for row in table.rows)}",
+        _close_name_text(text, names) + f"its rows: {', '.join(row.key for row in table.rows)}",
         code="no_row",
     )
 
@@ -333,7 +337,7 @@ def _find(text: str, names: Mapping[K, Iterable[str]]) -> list[K]:
     return begins or [key for key, several in bare.items() if any(asked in name for name in several)]
 
 
-def _meant(text: str, names: Mapping[str, Iterable[str]]) -> str:
+def _close_name_text(text: str, names: Mapping[str, Iterable[str]]) -> str:
     import difflib
 
     by_bare = {_bare(name): key for key, several in names.items() for name in several}

@@ -52,11 +52,11 @@ def way_of(text: str) -> Way:
     Raises:
         BadUsage: there is none of that name; the hint names close ones.
     """
-    wanted = text.strip().lower()
+    word = text.strip().lower()
     names = {**_ALIASES, **{way.value: way for way in ADVISED}}
-    if wanted in names:
-        return names[wanted]
-    close = difflib.get_close_matches(wanted, names, n=2, cutoff=0.5)
+    if word in names:
+        return names[word]
+    close = difflib.get_close_matches(word, names, n=2, cutoff=0.5)
     known = ", ".join(way.value for way in ADVISED)
     hint = f"did you mean {' or '.join(close)}? All: {known}" if close else f"give one of: {known}"
     raise BadUsage(f"'{text[:40]}' is not a way of sharing", hint, code="bad_mechanism")

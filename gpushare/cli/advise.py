@@ -171,7 +171,7 @@ class _AdviseCommand(AskingCommand):
             for option, metavar, text in _PROPERTIES
         ]
         program, *others = named["params"]
-        self._names = [str(one.name) for one in options]
+        self._names = [str(option.name) for option in options]
         super().__init__(*arguments, **{**named, "params": [program, *options, *others]})
 
     def invoke(self, ctx: Any) -> Any:
@@ -224,7 +224,7 @@ def advise(
     """
     words = dict(context.meta["workload"])
     root, destroy, command = words.pop("root"), words.pop("destroy"), words["command"]
-    fills = words.pop("production_saturating")
+    production_fills = words.pop("production_saturating")
     pair = (_number("--production", words.pop("production")), _number("--opportunistic", words.pop("opportunistic")))
     words["command"] = shlex.join(program) if program and command is None else command
     asked_for = {
@@ -235,35 +235,35 @@ def advise(
         "--repeat": repeat,
         "--timeout": timeout,
     }
-    wanted = _wanted(program, command, asked_for, measure=measure, explained=mechanism is not None)
+    measuring = _measuring(program, command, asked_for, measure=measure, explained=mechanism is not None)
     explained = None if mechanism is None else way_of(mechanism)
     _check_combinations(
-        [name for name, given in (("--file", file), ("--live", live), ("--from", recording)) if given],
+        [name for name, present in (("--file", file), ("--live", live), ("--from", recording)) if present],
         pair=pair != (None, None),
         apply=apply,
         measure=measure,
         explained=explained is not None,
     )
     case = _case(words, file, root, pair, seen=live or recording is not None)
-    case = case and checked(_production_fills(case, fills))
+    case = case and checked(_production_fills(case, production_fills))
     host = settings.connect()
     if apply and not settings.dry_run:
         _recover(host)
     state = HostState(host)
     facts = host_facts(state)
-    chosen, among = _named(state, facts, gpu)
+    chosen, among = _gpu_of_option(state, facts, gpu)
     if case is None:
-        chosen = chosen or _first(facts, among, lambda one: live and bool(one.processes))
+        chosen = chosen or _first_gpu(facts, among, lambda gpu: live and bool(gpu.processes))
         seen = (
             case_from_now(host, chosen.index, root=root)
             if recording is None
             else case_from_recording(recording, chosen.index, root=root)
         )
-        case = checked(_production_fills(overlaid(seen, words), fills))
+        case = checked(_production_fills(overlaid(seen, words), production_fills))
     case = case if destroy is None else replace(case, destroy=destroy)
     named = chosen is not None
     _check_sms(case, facts.gpus if chosen is None else (chosen,))
-    first = chosen or _first(facts, among, lambda _: True)
+    first = chosen or _first_gpu(facts, among, lambda _: True)
     situation = Situation(case, facts, first, load_table(), among=among, consolidate=consolidate)
     if chosen is None:
         situation = replace(situation, gpu=_best_first(situation, among))
@@ -273,9 +273,9 @@ def advise(
         situation = asked(with_numbers(situation))
         if not named:
             situation = replace(situation, gpu=_best_first(situation, situation.among))
-    if wanted is not None:
-        return measured_answer(host, situation, wanted, live=live, apply=apply)
-    return _answered(advice_for(situation), explained, live=live, apply=apply)
+    if measuring is not None:
+        return measured_answer(host, situation, measuring, live=live, apply=apply)
+    return _result(advice_for(situation), explained, live=live, apply=apply)
 
 
 def _check_combinations(sources: Sequence[str], *, pair: bool, apply: bool, measure: bool, explained: bool) -> None:
@@ -305,23 +305,23 @@ def _production_fills(case: Case, fills: bool | None) -> Case:
             "give --production N, or a role in the file",
             code="no_role",
         )
-    ones = tuple(replace(one, saturating=fills) if one.role is Role.PRODUCTION else one for one in case.workloads)
-    return replace(case, workloads=ones)
+    works = tuple(replace(work, saturating=fills) if work.role is Role.PRODUCTION else work for work in case.workloads)
+    return replace(case, workloads=works)
 
 
-def _wanted(
+def _measuring(
     program: list[str] | None, command: str | None, asked: dict[str, Any], *, measure: bool, explained: bool
 ) -> Any:
     """Return what to measure, or None."""
-    given = [name for name, value in asked.items() if value is not None]
+    options = [name for name, value in asked.items() if value is not None]
     if measure and explained:
         raise BadCombination("--mechanism cannot be combined with --measure", "drop one of them")
     if measure:
-        return wanted_of(program or _argv(command or ""), asked)
-    if program or given:
-        said = "a command" if program else ", ".join(given)
+        return measuring_of(program or _argv(command or ""), asked)
+    if program or options:
+        excess = "a command" if program else ", ".join(options)
         raise BadCombination(
-            f"{said} can only be used with --measure",
+            f"{excess} can only be used with --measure",
             "to measure: gpushare advise --measure ... -- CMD; to name the program only: --command 'CMD'",
         )
     return None
@@ -372,65 +372,65 @@ def _recover(host: Host) -> None:
     ledger = MigLedger(host)
     if ledger.interrupted() is not None and may_change(host):
         with recovered(host, ledger) as undone:
-            for one in undone:
-                note(one)
+            for undone_text in undone:
+                note(undone_text)
 
 
-def _named(state: HostState, facts: HostFacts, gpu: str | None) -> tuple[GpuFacts | None, tuple[int, ...]]:
+def _gpu_of_option(state: HostState, facts: HostFacts, gpu: str | None) -> tuple[GpuFacts | None, tuple[int, ...]]:
     """Return the GPU or MIG instance that -g names, or the indexes of several; none: all."""
     if not facts.gpus:
         raise no_gpu()
     if gpu is None or is_any(gpu):
-        if all(one.error is not None for one in facts.gpus):
+        if all(gpu.error is not None for gpu in facts.gpus):
             raise GpuLost(str(facts.gpus[0].error), "see: gpushare status", gpu=facts.gpus[0].index)
         return None, ()
     devices = select_for_change(gpu, state.gpus)
     if len(devices) > 1 and all(device.mig is None for device in devices):
         return None, tuple(device.gpu.index for device in devices)
     device = select_one(gpu, state.gpus)
-    whole = next(one for one in facts.gpus if one.index == device.gpu.index)
+    whole = next(gpu for gpu in facts.gpus if gpu.index == device.gpu.index)
     return whole if device.mig is None else instance_facts(state, whole, device.mig), ()
 
 
 def _check_sms(case: Case, gpus: Sequence[GpuFacts]) -> None:
-    wanted = max(work.sms or 0 for work in case.workloads)
-    known = [gpu.multiprocessors for gpu in gpus if gpu.multiprocessors is not None]
-    if len(known) == len(gpus) and wanted > max(known):
-        where = gpus[0].title if len(gpus) == 1 else "the largest GPU"
+    needed = max(work.sms or 0 for work in case.workloads)
+    counts = [gpu.multiprocessors for gpu in gpus if gpu.multiprocessors is not None]
+    if len(counts) == len(gpus) and needed > max(counts):
+        place = gpus[0].title if len(gpus) == 1 else "the largest GPU"
         raise BadUsage(
-            f"{wanted} SMs are asked for, and {where} has {max(known)}",
-            f"give --sms 1 to {max(known)}",
+            f"{needed} SMs are asked for, and {place} has {max(counts)}",
+            f"give --sms 1 to {max(counts)}",
             code="bad_count",
         )
 
 
 def _answering(facts: HostFacts, among: Sequence[int]) -> list[GpuFacts]:
-    return [one for one in facts.gpus if one.error is None and (one.index in among or not among)]
+    return [gpu for gpu in facts.gpus if gpu.error is None and (gpu.index in among or not among)]
 
 
-def _first(facts: HostFacts, among: Sequence[int], wanted: Callable[[GpuFacts], bool]) -> GpuFacts:
+def _first_gpu(facts: HostFacts, among: Sequence[int], preferred: Callable[[GpuFacts], bool]) -> GpuFacts:
     """Return the first GPU that answers and is wanted, else the first that answers."""
     answers = _answering(facts, among)
-    return next(filter(wanted, answers), answers[0])
+    return next(filter(preferred, answers), answers[0])
 
 
 def _best_first(situation: Situation, among: Sequence[int]) -> GpuFacts:
     """Return the GPU that the answer begins with."""
     if situation.case.any("running"):
-        return _first(situation.host, among, lambda one: bool(one.processes))
+        return _first_gpu(situation.host, among, lambda gpu: bool(gpu.processes))
     return first_gpu(situation, _answering(situation.host, among))
 
 
 def _may_ask(*, explained: bool) -> bool:
     terminal = sys.stdin.isatty() and sys.stdout.isatty() and sys.stderr.isatty()
-    wanted = settings.output in {OutputFormat.AUTO, OutputFormat.TABLE}
-    return terminal and wanted and not explained
+    as_table = settings.output in {OutputFormat.AUTO, OutputFormat.TABLE}
+    return terminal and as_table and not explained
 
 
 RUNS_ON: Final = "running programs are not affected: they join MPS or an instance only after a restart"
 
 
-def _answered(advice: Advice, explained: Any, *, live: bool, apply: bool) -> Any:
+def _result(advice: Advice, explained: Any, *, live: bool, apply: bool) -> Any:
     data = advice_answer(advice)
     notes = [*data.notes, *([RUNS_ON] if live else [])]
     if explained is not None:
@@ -465,7 +465,7 @@ def case_of(words: Mapping[str, Any], *, root: bool | None, pair: tuple[int | No
         )
     if len(sizes) not in {0, 1, 2}:
         raise BadUsage(f"{len(sizes)} sizes of memory for two jobs", "give --memory 60G,40G", code="bad_count")
-    one = workload_of({**words, "memory": sizes[0] if sizes else None})
+    workload = workload_of({**words, "memory": sizes[0] if sizes else None})
     memory = {Role.OPPORTUNISTIC: workload_of({"memory": sizes[-1]}).memory if sizes else None}
     # It is the opportunistic job that fills the GPU: if production did, sharing would make no sense.
     roles = [(Role.PRODUCTION, production), (Role.OPPORTUNISTIC, opportunistic)]
@@ -474,12 +474,12 @@ def case_of(words: Mapping[str, Any], *, root: bool | None, pair: tuple[int | No
     return Case(
         workloads=tuple(
             replace(
-                one,
+                workload,
                 role=role,
                 processes=count or 1,
-                memory=memory.get(role, one.memory),
-                saturating=one.saturating if role is Role.OPPORTUNISTIC or opportunistic is None else None,
-                bandwidth_bound=one.bandwidth_bound if role is Role.OPPORTUNISTIC else None,
+                memory=memory.get(role, workload.memory),
+                saturating=workload.saturating if role is Role.OPPORTUNISTIC or opportunistic is None else None,
+                bandwidth_bound=workload.bandwidth_bound if role is Role.OPPORTUNISTIC else None,
             )
             for role, count in roles
         ),
@@ -505,14 +505,15 @@ def case_from_file(path: str, *, root: bool | None) -> Case:
 
 
 def overlaid(case: Case, words: Mapping[str, Any]) -> Case:
+    """Return the case with what the options say of all of its workloads."""
     if len(case.workloads) > 1 and words.get("processes") is not None:
         raise BadCombination(
             "--processes cannot be combined with several workloads", "give the number of each in the file: processes: 4"
         )
 
-    said = workload_of({key: value for key, value in words.items() if value is not None})
-    changes = {name: value for name, value in vars(said).items() if value is not None}
-    return replace(case, workloads=tuple(replace(one, **changes) for one in case.workloads))
+    overlay = workload_of({key: value for key, value in words.items() if value is not None})
+    changes = {name: value for name, value in vars(overlay).items() if value is not None}
+    return replace(case, workloads=tuple(replace(work, **changes) for work in case.workloads))
 
 
 # -- what runs, and what ran -----------------------------------------------------------------------
@@ -520,32 +521,36 @@ def overlaid(case: Case, words: Mapping[str, Any]) -> Case:
 
 def case_from_now(host: Host, index: int, *, root: bool | None) -> Case:
     """Return the programs on a GPU as a case: one workload per user and program."""
-    gpu = next(one for one in Observer(host).look().gpus if one.index == index)
+    gpu = next(gpu for gpu in Observer(host).look().gpus if gpu.index == index)
     if gpu.processes is None:
         raise NotFound(
             f"the processes on GPU {index} cannot be seen from here",
             f"say what runs: gpushare advise -g {index} --processes 4; or run this on the host, outside the container",
             code="not_seen",
         )
-    seen = [one for one in gpu.processes if (one.compute or one.mps) and "nvidia-cuda-mps" not in (one.name or "")]
+    seen = [
+        process
+        for process in gpu.processes
+        if (process.compute or process.mps) and "nvidia-cuda-mps" not in (process.name or "")
+    ]
     if not seen:
         raise NotFound(
             f"no program is running on GPU {index}",
             "say what you want to run: gpushare advise --processes 4",
             code="nobody",
         )
-    graphics = any(one.graphics and not one.compute for one in gpu.processes) or None
+    graphics = any(process.graphics and not process.compute for process in gpu.processes) or None
     workloads = tuple(
         Workload(
-            name=one.name,
-            user=one.user,
+            name=process.name,
+            user=process.user,
             processes=1,
-            memory=_without_context(one.memory_used_bytes),
+            memory=_without_context(process.memory_used_bytes),
             graphics=graphics,
             # They are the ones to be set up, so they can be restarted.
             occupied=False,
         )
-        for one in seen
+        for process in seen
     )
     return Case(workloads=_merged(workloads), root=root)
 
@@ -562,8 +567,8 @@ def case_from_recording(path: str, index: int, *, root: bool | None) -> Case:
             f"say what runs: gpushare advise --processes N --memory SIZE; see the GPUs: gpushare observe --from {shlex.quote(str(path))}",
             code="no_processes_recorded",
         )
-    found = [one for one in workloads_of(recording) if one.process.gpu == index]
-    if not found:
+    in_recording = [workload for workload in workloads_of(recording) if workload.process.gpu == index]
+    if not in_recording:
         raise NotFound(
             f"{path} has no program on GPU {index}",
             f"see: gpushare observe --from {shlex.quote(str(path))}",
@@ -571,13 +576,13 @@ def case_from_recording(path: str, index: int, *, root: bool | None) -> Case:
         )
     workloads = tuple(
         Workload(
-            name=one.process.name,
-            user=one.process.user,
+            name=used.process.name,
+            user=used.process.user,
             processes=1,
-            memory=_without_context(one.memory_peak_bytes),
-            pattern=None if one.pattern is None else Pattern(one.pattern),
+            memory=_without_context(used.memory_peak_bytes),
+            pattern=None if used.pattern is None else Pattern(used.pattern),
         )
-        for one in found
+        for used in in_recording
     )
     return Case(workloads=_merged(workloads), root=root)
 
@@ -625,11 +630,11 @@ def with_numbers(situation: Situation) -> Situation:
     alone = len(situation.case.workloads) == 1
     for workload in situation.case.workloads:
         name = workload.name or (workload.role.value if workload.role is not None else "")
-        of = f" of {name}" if name else ""
+        of_name = f" of {name}" if name else ""
         if workload.processes is None and alone:
             (workload,) = _number_asked(workload, "processes", "How many processes are to share the GPU?", "4")
         if workload.memory is None:
-            text = f"How much GPU memory does one process{of} need at its peak, without its CUDA context?"
+            text = f"How much GPU memory does one process{of_name} need at its peak, without its CUDA context?"
             example = "6G or 34G,17G" if alone else "6G"
             workloads += _number_asked(workload, "memory", text, example, may_differ=alone)
         else:
@@ -679,18 +684,20 @@ def applied(advice: Advice, notes: Sequence[str]) -> Any:
         NotSupported: nothing fits, or the lines need several shells.
         GpushareError: of planning, or of the step that failed; the steps before it are undone.
     """
-    recipe = _set_up(advice)
+    recipe = _recipe_to_carry_out(advice)
     changes = [change for line in recipe.lines if line.change is not None for change in line.change.each]
     if not changes:
-        said = [f"{line.what}: {line.command}" if line.command else line.what for line in recipe.lines]
-        plan = Plan(title="nothing", steps=(), notes=tuple(said))
+        notes_of_plan = [f"{line.what}: {line.command}" if line.command else line.what for line in recipe.lines]
+        plan = Plan(title="nothing", steps=(), notes=tuple(notes_of_plan))
         return plan_result("advise", plan, dry_run=settings.dry_run, notes=notes, empty=_nothing_to_set_up(advice))
-    result = _carried(changes)
+    result = _carry_out(changes)
     # Where the undo is known only afterwards, the plan itself names it.
     keeps_undo = any(line.command is None for line in recipe.undo)
-    said = [*notes, *(one for one in result.notes if keeps_undo or not one.startswith("undo: "))]
-    said += [f"then, {line.what}: {line.command}" for line in recipe.lines if line.command and line.change is None]
-    result = replace(result, notes=tuple(said))
+    notes_of_plan = [*notes, *(note for note in result.notes if keeps_undo or not note.startswith("undo: "))]
+    notes_of_plan += [
+        f"then, {line.what}: {line.command}" for line in recipe.lines if line.command and line.change is None
+    ]
+    result = replace(result, notes=tuple(notes_of_plan))
     undo = "; ".join(line.command for line in recipe.undo if line.command)
     return (
         result
@@ -700,7 +707,6 @@ def applied(advice: Advice, notes: Sequence[str]) -> Any:
 
 
 def _nothing_to_set_up(advice: Advice) -> str:
-
     way = None if advice.best is None else advice.best.way
     if way is Way.MEASURE:
         return "nothing was set up: the answer is to measure it first"
@@ -709,22 +715,22 @@ def _nothing_to_set_up(advice: Advice) -> str:
     return f"nothing to set up for {'this answer' if way is None else way.label}: the host can stay as it is"
 
 
-def _carried(changes: Sequence[Change]) -> Result:
+def _carry_out(changes: Sequence[Change]) -> Result:
     """Carry out the changes in order: as one transaction if MIG changes, else as one plan."""
     from gpushare.cli.mig_change import carried
 
-    mig = next((one for one in changes if one.verb.value.startswith("mig ")), None)
+    mig = next((change for change in changes if change.verb.value.startswith("mig ")), None)
     if mig is not None:
-        parts = [one for one in changes if one.verb.value.startswith("mig ")]
-        if len({one.verb for one in parts}) > 1 or (len(parts) > 1 and mig.verb is Verb.MIG_CREATE):
-            needs = ", ".join(f"GPU {one.selector} needs `{one.verb.value}`" for one in parts)
+        parts = [change for change in changes if change.verb.value.startswith("mig ")]
+        if len({change.verb for change in parts}) > 1 or (len(parts) > 1 and mig.verb is Verb.MIG_CREATE):
+            needs = ", ".join(f"GPU {change.selector} needs `{change.verb.value}`" for change in parts)
             raise NotSupported(
                 f"{needs}: --apply carries out one kind of change of MIG as a transaction, not several",
-                f"run them one after the other: {'; '.join(shlex.join(['gpushare', *one.words]) for one in parts)}",
+                f"run them one after the other: {'; '.join(shlex.join(['gpushare', *change.words]) for change in parts)}",
                 code="several_changes",
             )
-        then = [one for one in changes[changes.index(mig) + 1 :] if one not in parts]
-        return carried("advise", lambda host, ledger: _mig_change(host, ledger, parts, then))
+        later = [change for change in changes[changes.index(mig) + 1 :] if change not in parts]
+        return carried("advise", lambda host, ledger: _mig_change(host, ledger, parts, later))
     host = settings.connect()
     device = select_one(changes[0].selector, gpus_of(host))
     homes = []
@@ -733,22 +739,22 @@ def _carried(changes: Sequence[Change]) -> Result:
     return carried_out("advise", _plan(host, device, changes), homes=homes, again=lambda: _plan(host, device, changes))
 
 
-def _mig_change(host: Host, ledger: MigLedger, parts: Sequence[Change], then: Sequence[Change]) -> MigChange:
+def _mig_change(host: Host, ledger: MigLedger, parts: Sequence[Change], later: Sequence[Change]) -> MigChange:
     """Return the MIG change of one or several GPUs with the steps that follow it. It stops our MPS daemon itself where that is in the way."""
     from gpushare.cli.mig_change import change_of, current, planned_or_refused
 
     mig = parts[0]
-    gpus, layouts = current(host, ",".join(one.selector for one in parts))
+    gpus, layouts = current(host, ",".join(change.selector for change in parts))
     adds = mig.verb is Verb.MIG_CREATE
-    found = (
+    planned = (
         plan_add(layouts, mig.wish, with_others=True)
         if adds
-        else plan_exact(layouts, {gpu: one.wish for one in parts for gpu in one.gpus})
+        else plan_exact(layouts, {gpu: change.wish for change in parts for gpu in change.gpus})
     )
-    modes = {} if adds else {gpu: one.verb is Verb.MIG_APPLY for one in parts for gpu in one.gpus}
-    title = "; ".join(" ".join(one.words[1:]) for one in parts)
-    then_steps = Naming(after=tuple(_later(host, one) for one in then))
-    return change_of(host, ledger, gpus, layouts, planned_or_refused(found), title, modes=modes, naming=then_steps)
+    modes = {} if adds else {gpu: change.verb is Verb.MIG_APPLY for change in parts for gpu in change.gpus}
+    title = "; ".join(" ".join(change.words[1:]) for change in parts)
+    then_steps = Naming(after=tuple(_later_step(host, change) for change in later))
+    return change_of(host, ledger, gpus, layouts, planned_or_refused(planned), title, modes=modes, naming=then_steps)
 
 
 def _plan(host: Host, device: Device, changes: Sequence[Change]) -> Plan:
@@ -766,21 +772,21 @@ def _plan(host: Host, device: Device, changes: Sequence[Change]) -> Plan:
         plan = plan_level(host, [device], first.level)
     else:
         plan = _plan_stop(host, device)
-    later = [_later(host, one) for one in changes[1:]]
+    later = [_later_step(host, change) for change in changes[1:]]
     parts = (plan, *(Plan(title=step.what, steps=(step,)) for step in later))
     return replace(plan, steps=(*plan.steps, *later), parts=parts)
 
 
 def _plan_stop(host: Host, device: Device) -> Plan:
     steps = []
-    for own in own_daemons(host, device.gpu):
-        if own.device.uuid == device.uuid:
-            refuse_used(host, own)
-            steps.append(stop_step(host, own))
+    for daemon in own_daemons(host, device.gpu):
+        if daemon.device.uuid == device.uuid:
+            refuse_used(host, daemon)
+            steps.append(stop_step(host, daemon))
     return Plan(title=f"MPS on {device.title} is stopped", steps=tuple(steps))
 
 
-def _later(host: Host, change: Change) -> Step:
+def _later_step(host: Host, change: Change) -> Step:
     """Return the step of a change that follows another one; it is planned when it acts."""
     gpu = host.nvml.gpu(change.gpus[0])
     if change.level is not None:
@@ -795,7 +801,8 @@ def _later(host: Host, change: Change) -> Step:
     return daemon_step(host, title, find, wish, selector=change.selector)
 
 
-def _set_up(advice: Advice) -> Recipe:
+def _recipe_to_carry_out(advice: Advice) -> Recipe:
+    """Return the recipe of the winner, if one plan can carry it out."""
     if advice.best is None or advice.recipe is None:
         raise NotSupported(
             "nothing fits: there is nothing to set up", "see why: gpushare advise -v", code="nothing_fits"
@@ -815,7 +822,7 @@ _FEWEST = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class Measuring:
     """What to measure, and how; see `bench.Settings`."""
 
     argv: Sequence[str]
@@ -826,7 +833,7 @@ class Wanted:
     limit: float | None
 
 
-def wanted_of(argv: Sequence[str], asked: Mapping[str, Any]) -> Wanted:
+def measuring_of(argv: Sequence[str], asked: Mapping[str, Any]) -> Measuring:
     from gpushare.measure.metric import parse_metric
     from gpushare.measure.ways import parse_copies
 
@@ -847,7 +854,7 @@ def wanted_of(argv: Sequence[str], asked: Mapping[str, Any]) -> Wanted:
             "--for ends the command before it finishes, so finished runs cannot be counted",
             "name a metric that it prints: --metric 'rate=([0-9.]+)'; or drop --for",
         )
-    return Wanted(
+    return Measuring(
         argv=argv,
         metric=parse_metric(asked["--metric"], higher_is_better=not asked["--lower-is-better"]),
         copies=copies,
@@ -857,31 +864,31 @@ def wanted_of(argv: Sequence[str], asked: Mapping[str, Any]) -> Wanted:
     )
 
 
-def measured_answer(host: Host, situation: Situation, wanted: Wanted, *, live: bool, apply: bool) -> Any:
+def measured_answer(host: Host, situation: Situation, measuring: Measuring, *, live: bool, apply: bool) -> Any:
     if situation.pair:
         raise NotSupported(
             "copies of one program cannot show how production behaves next to another job",
             "measure the two: gpushare tune --production 'CMD' --opportunistic 'CMD'",
             code="pair_not_measured",
         )
-    situation, copies = _counted(situation, wanted.copies)
+    situation, copies = _with_copies(situation, measuring.copies)
     advice = advice_for(situation)
-    notes = _first_notes(situation, wanted, copies, live=live)
-    why = _why_not(advice)
-    if why is not None:
-        return _measured_answer(unmeasured(advice, why, copies), None, notes, apply=apply)
+    notes = _first_notes(situation, measuring, copies, live=live)
+    reason = _why_not_measured(advice)
+    if reason is not None:
+        return _measured_answer(unmeasured(advice, reason, copies), None, notes, apply=apply)
     device = select_one(situation.gpu.selector, gpus_of(host))
     try:
-        prepared = _prepared(host, device, advice, wanted, copies)
+        prepared = _prepared(host, device, advice, measuring, copies)
         if settings.dry_run:
-            return _planned(host, device, prepared, advice)
+            return _bench_plan(host, device, prepared, advice)
         from gpushare.cli.bench import measured as measured_out
 
         data, measurement, number = measured_out(host, device, prepared)
     except NotSupported as error:
         # The rules still have an answer.
-        found = unmeasured(advice, f"nothing could be measured: {error.message}", copies)
-        return _measured_answer(found, None, notes, apply=False, error=error)
+        advice_of_rules = unmeasured(advice, f"nothing could be measured: {error.message}", copies)
+        return _measured_answer(advice_of_rules, None, notes, apply=False, error=error)
     early = _ended_early(measurement)
     return _measured_answer(
         measured(advice, data, copies),
@@ -893,76 +900,77 @@ def measured_answer(host: Host, situation: Situation, wanted: Wanted, *, live: b
     )
 
 
-def _counted(situation: Situation, copies: int | None) -> tuple[Situation, int]:
+def _with_copies(situation: Situation, copies: int | None) -> tuple[Situation, int]:
     """Return the number of copies to measure, as many as fit; without --processes that is the number of processes."""
     case = situation.case
     if case.processes is not None:
         turns = (situation.in_turns(way) for way in (Way.TIMESLICE, Way.MPS))
-        return situation, copies or min((one for one in turns if one is not None), default=case.processes)
+        return situation, copies or min((count for count in turns if count is not None), default=case.processes)
     copies = copies or _FEWEST
-    ones = tuple(replace(one, processes=copies) for one in case.workloads)
-    return replace(situation, case=replace(case, workloads=ones)), copies
+    works = tuple(replace(work, processes=copies) for work in case.workloads)
+    return replace(situation, case=replace(case, workloads=works)), copies
 
 
-def _first_notes(situation: Situation, wanted: Wanted, copies: int, *, live: bool) -> list[str]:
-
+def _first_notes(situation: Situation, measuring: Measuring, copies: int, *, live: bool) -> list[str]:
+    """Return how what is measured differs from the case."""
     notes = [RUNS_ON] if live else []
     if copies != situation.case.processes:
         notes.append(f"measured with {copies} copies; the case has {situation.case.processes} processes")
-    elif wanted.copies is None and copies == _FEWEST and len(situation.case.workloads) == 1:
+    elif measuring.copies is None and copies == _FEWEST and len(situation.case.workloads) == 1:
         notes.append(f"assuming {copies} processes; for another number: --processes N")
     if len(situation.case.workloads) > 1:
         notes.append("copies of one program were measured; the case has several programs")
     return notes
 
 
-def _why_not(advice: Advice) -> str | None:
+def _why_not_measured(advice: Advice) -> str | None:
+    """Return why nothing is to be measured; None if at least two ways can be compared."""
     if advice.best is None:
         return "nothing fits: there is nothing to measure"
     if not advice.situation.several:
         return "one process does not share: there is nothing to measure"
     names = set(bench_ways(advice))
-    left = [way for way, own in BENCH_WAYS.items() if names & set(own)]
-    if len(left) < _FEWEST:
-        only = left[0].label if left else "none of those that gpushare bench measures"
+    comparable = [way for way, bench_names in BENCH_WAYS.items() if names & set(bench_names)]
+    if len(comparable) < _FEWEST:
+        only = comparable[0].label if comparable else "none of those that gpushare bench measures"
         return f"the rules leave nothing to compare ({only})"
     return None
 
 
-def _prepared(host: Host, device: Device, advice: Advice, wanted: Wanted, copies: int) -> Prepared:
+def _prepared(host: Host, device: Device, advice: Advice, measuring: Measuring, copies: int) -> Prepared:
     from gpushare.measure.bench import Settings, prepare
     from gpushare.measure.ways import parse_ways
 
-    wished = Settings(
-        argv=wanted.argv,
-        metric=wanted.metric,
+    wish = Settings(
+        argv=measuring.argv,
+        metric=measuring.metric,
         cells=[(way, copies) for way in parse_ways(",".join(bench_ways(advice)))],
-        repeat=wanted.repeat,
-        window=wanted.window,
-        limit=wanted.limit,
+        repeat=measuring.repeat,
+        window=measuring.window,
+        limit=measuring.limit,
     )
-    return prepare(host, device, wished)
+    return prepare(host, device, wish)
 
 
-def _planned(host: Host, device: Device, prepared: Prepared, advice: Advice) -> Any:
+def _bench_plan(host: Host, device: Device, prepared: Prepared, advice: Advice) -> Any:
     from gpushare.cli.bench import planned
 
     plan = planned(host, device, prepared, "advise")
-    said = "nothing fits" if advice.best is None else advice.best.way.label
-    return replace(plan, notes=(f"the rules say: {said}", *plan.notes))
+    winner = "nothing fits" if advice.best is None else advice.best.way.label
+    return replace(plan, notes=(f"the rules say: {winner}", *plan.notes))
 
 
 def _ended_early(measurement: Measurement) -> GpushareError | None:
     if measurement.interrupted:
-        kept = (
+        remainder = (
             f"the answer uses the {len(measurement.runs)} finished runs" if measurement.runs else "nothing was measured"
         )
-        return Interrupted(f"interrupted; {kept}", "the copies were ended and the host was restored")
+        return Interrupted(f"interrupted; {remainder}", "the copies were ended and the host was restored")
     return measurement.error
 
 
 def _measured_answer(
-    found: MeasuredAdvice,
+    measured_advice: MeasuredAdvice,
     bench: BenchAnswer | None,
     notes: Sequence[str],
     *,
@@ -973,17 +981,19 @@ def _measured_answer(
     from gpushare.cli.bench import bench_notes
     from gpushare.show.bench import bench_result
 
-    data = answer_of(found, bench)
-    said = [*notes, *data.notes, *([] if bench is None else bench_notes(bench))]
+    data = answer_of(measured_advice, bench)
+    all_notes = [*notes, *data.notes, *([] if bench is None else bench_notes(bench))]
     if apply:
-        return applied(found.final, [f"measured: {found.sentence}", *said])
+        return applied(measured_advice.final, [f"measured: {measured_advice.sentence}", *all_notes])
     tables = [answer_table(data, whole=settings.verbose)]
     if bench is not None and bench.cells:
         # The table marks the final answer.
-        chosen = None if found.chosen is None else found.chosen.name
+        chosen = None if measured_advice.chosen is None else measured_advice.chosen.name
         # With two copies, a cap of 200/n is no cap: it was measured, and is shown, as plain MPS.
-        same = [cell.measured_as for cell in bench.cells if cell.way == chosen and cell.copies == found.copies]
-        chosen = next((cell.way for cell in same if cell.copies == found.copies), chosen)
+        measured_as = [
+            cell.measured_as for cell in bench.cells if cell.way == chosen and cell.copies == measured_advice.copies
+        ]
+        chosen = next((cell.way for cell in measured_as if cell.copies == measured_advice.copies), chosen)
         cells = tuple(replace(cell, chosen=cell.way == chosen) for cell in bench.cells)
         tables += bench_result(replace(bench, cells=cells)).tables
     tables.append(verdicts := verdicts_table(data))
@@ -992,4 +1002,4 @@ def _measured_answer(
     more: dict[str, Any] = {}
     if error is not None:
         more = {"errors": (error,), "exit_code": error.exit_code if exit_code is None else exit_code}
-    return Result(command="advise", data=data, tables=tuple(tables), csv=verdicts, notes=tuple(said), **more)
+    return Result(command="advise", data=data, tables=tuple(tables), csv=verdicts, notes=tuple(all_notes), **more)

@@ -26,13 +26,18 @@ def answer_table(data: Any, *, whole: bool = False) -> Table:
     rows = tuple({"item": item, "text": text} for item, text in _items(data))
     columns = (Column("item", "item"), Column("text", "text", whole=True))
     return Table(
-        name="answer", columns=columns, rows=rows, draw=lambda width: _screen(data, min(width, _WIDEST), whole=whole)
+        name="answer",
+        columns=columns,
+        rows=rows,
+        draw=lambda width: _screen_lines(data, min(width, _WIDEST), whole=whole),
     )
 
 
 def verdicts_table(data: Any) -> Table:
     """Return every way with its verdict and most important reason."""
-    rows = tuple({"way": verdict.way, "verdict": verdict.outcome, "why": _why(verdict)} for verdict in data.verdicts)
+    rows = tuple(
+        {"way": verdict.way, "verdict": verdict.outcome, "why": _main_reason(verdict)} for verdict in data.verdicts
+    )
     columns = (
         Column("way", "way"),
         Column("verdict", "verdict"),
@@ -74,7 +79,7 @@ def reasons_table(verdicts: Sequence[Any], title: str) -> Table:
 
 def _items(data: Any) -> Iterator[tuple[str, str]]:
     yield "answer", data.answer
-    yield from _measured(data)
+    yield from _measured_items(data)
     cost = [data.cost.sentence] if data.cost else []
     for item, texts in (("why", data.why), ("risk", data.risks), ("cost", cost)):
         for text in texts:
@@ -93,10 +98,10 @@ def _items(data: Any) -> Iterator[tuple[str, str]]:
     for text in data.measure:
         yield "measure", text
     for change in data.changes:
-        yield "change", _change(change)
+        yield "change", _change_text(change)
 
 
-def _measured(data: Any) -> Iterator[tuple[str, str]]:
+def _measured_items(data: Any) -> Iterator[tuple[str, str]]:
     """Yield the rules' answer and the effect of a measurement, if there was one."""
     if data.measured is not None:
         rules = data.rules
@@ -104,20 +109,20 @@ def _measured(data: Any) -> Iterator[tuple[str, str]]:
         yield "measured", data.measured.sentence
 
 
-def _change(change: Any) -> str:
+def _change_text(change: Any) -> str:
     return f"if {change.text}: {change.then_title}"
 
 
 def _changes(changes: Sequence[Any], *, whole: bool) -> list[str]:
     """Return what would change the answer, the open questions first."""
     ordered = [*(change for change in changes if change.open), *(change for change in changes if not change.open)]
-    texts = [_change(change) for change in ordered]
+    texts = [_change_text(change) for change in ordered]
     if whole or len(texts) <= _MOST_CHANGES + 1:
         return texts
     return [*texts[:_MOST_CHANGES], f"and {len(texts) - _MOST_CHANGES} more with -v"]
 
 
-def _why(verdict: Any) -> str:
+def _main_reason(verdict: Any) -> str:
     """Return the most important reason: a veto, a condition, for, against."""
     for kinds in (("veto",), ("condition",), ("for",), ("against",)):
         for reason in verdict.reasons:
@@ -129,13 +134,13 @@ def _why(verdict: Any) -> str:
 # -- the screen ------------------------------------------------------------------------------------
 
 
-def _screen(data: Any, width: int, *, whole: bool) -> list[Text]:
+def _screen_lines(data: Any, width: int, *, whole: bool) -> list[Text]:
     from rich.text import Text
 
     lines = [
         Text.assemble((data.answer, "bold green" if data.winner else "bold red"), (f"  on {data.gpu_title}", "dim"))
     ]
-    for item, text in _measured(data):
+    for item, text in _measured_items(data):
         lines += _wrapped(f"{item}: {text}", width, "  ", "    ", style="bold" if item == "measured" else "")
     for text in data.why:
         lines += _wrapped(text, width, "  ")
@@ -148,7 +153,7 @@ def _screen(data: Any, width: int, *, whole: bool) -> list[Text]:
         lines += _wrapped(f"memory: {data.memory.sentence}", width, "  ", style="dim")
     if data.not_protected:
         lines += _wrapped(f"still shared: {', '.join(data.not_protected)}", width, "  ", style="dim")
-    lines += _typed(data, width)
+    lines += _command_lines(data, width)
     for title, texts in (
         ("measure", data.measure),
         ("what would change it", _changes(data.changes, whole=whole)),
@@ -160,7 +165,7 @@ def _screen(data: Any, width: int, *, whole: bool) -> list[Text]:
     return lines
 
 
-def _typed(data: Any, width: int) -> list[Text]:
+def _command_lines(data: Any, width: int) -> list[Text]:
     from rich.text import Text
 
     lines: list[Text] = []
@@ -185,7 +190,7 @@ def _verdict_lines(data: Any, width: int) -> list[Text]:
         chosen = verdict.way == data.winner
         head = f"{verdict.way:<{first}}  {'chosen' if chosen else _SHORT[verdict.outcome]:<7}  "
         room = max(width - len(head) - 2, 20)
-        parts = textwrap.wrap(visible(_why(verdict)), room) or [""]
+        parts = textwrap.wrap(visible(_main_reason(verdict)), room) or [""]
         style = "green" if chosen else _STYLES[verdict.outcome]
         rest = "dim" if style == "dim" else ""
         lines.append(Text.assemble("  ", (head, style), (parts[0], rest)))
