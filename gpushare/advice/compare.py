@@ -6,10 +6,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from gpushare.advice.facts import mps_clients, no_static_partitions
 from gpushare.advice.table import Cell, Table, driver_branch
 from gpushare.base.model import ComputeMode, Way
 from gpushare.base.units import counted, format_bytes
 from gpushare.gpu_models import named_model
+from gpushare.mps.limits import VOLTA
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,11 +20,6 @@ if TYPE_CHECKING:
     from gpushare.mig.profile import Profile
 
 
-# The first MPS program with 60 clients and static partitions (CUDA 13.1), and the last driver branch before it.
-_MPS_60: Final = 13010
-_BEFORE_590: Final = 589
-_VOLTA: Final = (7, 0)
-_AMPERE: Final = (8, 0)
 _HOPPER: Final = (9, 0)
 
 
@@ -54,23 +51,6 @@ def cell_here(table: Table, mechanism: Way, row: str, host: HostFacts, gpu: GpuF
     computed = _COMPUTED.get((mechanism, row))
     text = computed(_Place(table=table, host=host, gpu=gpu)) if computed else None
     return text or table.cell(mechanism, row, host.driver).today
-
-
-def mps_clients(table: Table, host: HostFacts, gpu: GpuFacts) -> int | None:
-    """Return how many MPS clients one server accepts on the whole GPU; None if the table has no number.
-
-    16 before Volta, else the table's number for the driver; 60 only if the program itself is from CUDA 13.1 or newer
-    (NVIDIA MPS guide; the program prints its version with ``-v``).
-    """
-    if gpu.compute_capability is not None and gpu.compute_capability < _VOLTA:
-        return 16
-    driver = host.driver or "0"
-    # The version of the program counts, not the driver's: a container may contain an older one.
-    if host.mps_version is not None and host.mps_version < _MPS_60:
-        driver = str(min(host.driver_major or _BEFORE_590, _BEFORE_590))
-    elif host.mps_version is not None and (host.driver_major or 0) <= _BEFORE_590:
-        driver = str(_BEFORE_590 + 1)
-    return table.cell(Way.MPS, "max_partitions", driver).limit
 
 
 # -- availability ---------------------------------------------------------------------------------
@@ -142,7 +122,7 @@ def _mps_max(place: _Place) -> str | None:
     if clients is None:
         return None
     version = "" if place.host.mps_version is None else f" (MPS {place.host.mps_version})"
-    if place.gpu.compute_capability is not None and place.gpu.compute_capability < _VOLTA:
+    if place.gpu.compute_capability is not None and place.gpu.compute_capability < VOLTA:
         version = " (before Volta)"
     return f"{clients} clients{version}" + ("; a share of them in each MIG instance" if place.gpu.mig_enabled else "")
 
@@ -160,19 +140,6 @@ def _static_partitions(place: _Place) -> bool:
     return bool(options) and no_static_partitions(place.host, place.gpu) == () and bool(place.gpu.compute_capability)
 
 
-def no_static_partitions(host: HostFacts, gpu: GpuFacts) -> tuple[str, ...]:
-    """Return what is too old for static MPS partitions, which need Ampere, driver 590 and MPS from CUDA 13.1."""
-    lacks = []
-    if gpu.compute_capability is not None and gpu.compute_capability < _AMPERE:
-        lacks.append(f"an older GPU ({gpu.name or 'compute capability ' + '.'.join(map(str, gpu.compute_capability))})")
-    if host.driver_major is not None and host.driver_major <= _BEFORE_590:
-        lacks.append(f"driver {host.driver or host.driver_major}")
-    elif host.mps_version is not None and host.mps_version < _MPS_60:
-        # A container may contain an older program than the driver.
-        lacks.append(f"MPS {host.mps_version}")
-    return tuple(lacks)
-
-
 def _mps_errors(place: _Place) -> str | None:
     if _static_partitions(place):
         return None
@@ -180,7 +147,7 @@ def _mps_errors(place: _Place) -> str | None:
 
 
 def _mps_memory(place: _Place) -> str | None:
-    if place.gpu.compute_capability is not None and place.gpu.compute_capability < _VOLTA:
+    if place.gpu.compute_capability is not None and place.gpu.compute_capability < VOLTA:
         return "No: one address space before Volta"
     return None
 

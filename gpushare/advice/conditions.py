@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from gpushare.advice.case import Isolation, Pattern, Role, any_of
-from gpushare.advice.compare import no_static_partitions
+from gpushare.advice.facts import no_static_partitions
 from gpushare.advice.situation import Situation, instance_title, limit_for
 from gpushare.advice.ways import LEAVING
 from gpushare.base.model import ComputeMode, Way
@@ -204,10 +204,9 @@ def _leavers_answer(s: Situation, way: Way) -> bool | None:
     """Return whether a job that would leave answers sooner than it can come back: of a pair, production stays."""
     if way is Way.SWAP and s.pair:
         return False
-    cost = s.leaving_cost(way)
-    seconds = 0.0 if cost is None else cost.switch_seconds
     return any_of(
-        work.latency if work.latency_seconds is None else work.latency_seconds < seconds for work, _ in s.leavers(way)
+        work.latency if work.latency_seconds is None else work.latency_seconds < s.switch_seconds(way)
+        for work, _ in s.leavers(way)
     )
 
 

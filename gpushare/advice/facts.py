@@ -8,21 +8,29 @@ from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.advice.table import driver_branch
 from gpushare.base.errors import GpushareError, NoPermission, NotSupported, or_none
+from gpushare.base.model import Way
 from gpushare.gpu_models import named_model, profiles_of
-from gpushare.mps.limits import Limits
+from gpushare.mps.limits import VOLTA, Limits
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
+    from gpushare.advice.table import Table
     from gpushare.base.model import ComputeMode, Gpu, MigInstance, MpsDaemon, TimeSlice
     from gpushare.mig.profile import Layout, Profile
     from gpushare.snapshot import HostState
 
-# The first "Binary version" that speaks MPS v3 (R615, CUDA 13.4).
-_MPS_3: Final = 13040
+# The first MPS program with 60 clients and static partitions (CUDA 13.1), and the last driver branch before it.
+_MPS_60: Final = 13010
+_BEFORE_590: Final = 589
+_AMPERE: Final = (8, 0)
 # NVML_GPU_VIRTUALIZATION_MODE_*: inside a vGPU guest; on a host that makes vGPUs.
 _GUEST: Final = 2
 _VGPU_HOST: Final = frozenset({3, 4})
+
+
+def _unknown() -> None:
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,10 +63,8 @@ class GpuFacts:
     # The number of processes on it, and how many of them only draw (a desktop).
     processes: int | None = None
     displays: int = 0
-    # Whether the GPU has time-slice levels (nvidia-smi compute-policy); setting one needs root as well.
-    time_slice_settable: bool | None = None
-    # The current level, which the undo restores.
-    time_slice: TimeSlice | None = None
+    # Asks nvidia-smi for the time-slice levels by GPU index; None: it does not answer.
+    ask_levels: Callable[[], Mapping[int, TimeSlice | None] | None] = _unknown
     vgpu_capable: bool | None = None
     error: str | None = None
 
@@ -70,6 +76,17 @@ class GpuFacts:
     @property
     def title(self) -> str:
         return f"GPU {self.index}" if self.instance is None else f"instance {self.instance} of GPU {self.index}"
+
+    @property
+    def time_slice_settable(self) -> bool | None:
+        """Return whether the GPU has time-slice levels; setting one needs root as well."""
+        levels = self.ask_levels()
+        return None if levels is None else self.index in levels
+
+    @property
+    def time_slice(self) -> TimeSlice | None:
+        """Return the current level, which the undo restores."""
+        return (self.ask_levels() or {}).get(self.index)
 
     @property
     def largest_instance_count(self) -> int | None:
@@ -93,34 +110,67 @@ class HostFacts:
     host_memory_bytes: int | None = None
     # nvidia-cuda-mps-control is installed.
     mps_program: bool = False
-    # Its "Binary version": 13000 is CUDA 13.0; None before R580, and when it is not printed.
-    mps_version: int | None = None
-    # Whether it speaks MPS v3 (named servers, R615 and later).
-    mps_version_3: bool | None = None
+    # Asks it for its "Binary version": 13000 is CUDA 13.0; None before R580, and when it is not printed.
+    ask_mps_version: Callable[[], int | None] = _unknown
+
+    @property
+    def mps_version(self) -> int | None:
+        return self.ask_mps_version()
+
+
+def mps_clients(table: Table, host: HostFacts, gpu: GpuFacts) -> int | None:
+    """Return how many MPS clients one server accepts on the whole GPU; None if the table has no number.
+
+    16 before Volta, else the table's number for the driver; 60 only if the program itself is from CUDA 13.1 or newer
+    (NVIDIA MPS guide; the program prints its version with ``-v``).
+    """
+    if gpu.compute_capability is not None and gpu.compute_capability < VOLTA:
+        return 16
+    driver, version = host.driver or "0", host.mps_version
+    # The version of the program counts, not the driver's: a container may contain an older one.
+    if version is not None and version < _MPS_60:
+        driver = str(min(host.driver_major or _BEFORE_590, _BEFORE_590))
+    elif version is not None and (host.driver_major or 0) <= _BEFORE_590:
+        driver = str(_BEFORE_590 + 1)
+    return table.cell(Way.MPS, "max_partitions", driver).limit
+
+
+def no_static_partitions(host: HostFacts, gpu: GpuFacts) -> tuple[str, ...]:
+    """Return what is too old for static MPS partitions, which need Ampere, driver 590 and MPS from CUDA 13.1."""
+    lacks = []
+    if gpu.compute_capability is not None and gpu.compute_capability < _AMPERE:
+        lacks.append(f"an older GPU ({gpu.name or 'compute capability ' + '.'.join(map(str, gpu.compute_capability))})")
+    if host.driver_major is not None and host.driver_major <= _BEFORE_590:
+        lacks.append(f"driver {host.driver or host.driver_major}")
+    elif host.mps_version is not None and host.mps_version < _MPS_60:
+        # A container may contain an older program than the driver.
+        lacks.append(f"MPS {host.mps_version}")
+    return tuple(lacks)
 
 
 def host_facts(state: HostState) -> HostFacts:
-    """Return the facts of a host. Where a GPU or a program does not answer, only its own facts are missing."""
-    asked = state.ask_levels()
+    """Return the facts of a host. Where a GPU or a program does not answer, only its own facts are missing.
+
+    Programs run only when somebody asks for what they say.
+    """
     gpus, driver = state.gpus, state.driver_version
     daemons = tuple(row.daemon for row in or_none(lambda: state.daemons) or ())
-    levels = _levels(state) if asked else None
-    version = state.mps_version if state.mps_installed else None
     return HostFacts(
         host=state.host.spec,
         driver=driver,
         driver_major=driver_branch(driver),
         root=state.host.root,
         uid=state.host.uid,
-        gpus=tuple(_gpu(state, gpu, daemons, levels) for gpu in gpus),
+        gpus=tuple(_gpu(state, gpu, daemons) for gpu in gpus),
         host_memory_bytes=or_none(lambda: state.host.machine.free_memory(os.getpid())),
         mps_program=state.mps_installed,
-        mps_version=version,
-        mps_version_3=None if version is None else version >= _MPS_3,
+        ask_mps_version=lambda: state.mps_version if state.mps_installed else None,
     )
 
 
 def _levels(state: HostState) -> Mapping[int, TimeSlice | None] | None:
+    if not state.ask_levels():
+        return None
     try:
         return state.levels
     except NotSupported:
@@ -129,9 +179,7 @@ def _levels(state: HostState) -> Mapping[int, TimeSlice | None] | None:
         return None
 
 
-def _gpu(
-    state: HostState, gpu: Gpu, daemons: Sequence[MpsDaemon], levels: Mapping[int, TimeSlice | None] | None
-) -> GpuFacts:
+def _gpu(state: HostState, gpu: Gpu, daemons: Sequence[MpsDaemon]) -> GpuFacts:
     always_known: dict[str, Any] = {
         "index": gpu.index,
         "uuid": gpu.uuid,
@@ -162,8 +210,7 @@ def _gpu(
         compute_mode=gpu.compute_mode,
         processes=None if gpu.processes is None else len({process.pid for process in gpu.processes}),
         displays=len({process.pid for process in gpu.processes or () if process.graphics and not process.compute}),
-        time_slice_settable=None if levels is None else gpu.index in levels,
-        time_slice=None if levels is None else levels.get(gpu.index),
+        ask_levels=lambda: _levels(state),
     )
 
 
@@ -192,7 +239,7 @@ def instance_facts(state: HostState, gpu: GpuFacts, mig: MigInstance) -> GpuFact
         mps_daemons=len(daemons),
         mps=next((Limits.of(daemon) for daemon in daemons if daemon.ours and daemon.error is None), None),
         processes=None,
-        time_slice_settable=False,
+        ask_levels=dict,
         vgpu_capable=False,
     )
 

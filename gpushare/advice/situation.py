@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from gpushare.advice.case import Isolation, Pattern, Role, any_of
-from gpushare.advice.compare import mps_clients
+from gpushare.advice.facts import HostFacts, mps_clients
 from gpushare.advice.ways import ALL_MIG, LEAVING
 from gpushare.base.model import ComputeMode, Way
 from gpushare.base.units import MIB, format_bytes, format_duration
@@ -20,10 +20,11 @@ from gpushare.mig.planner import plan_add
 from gpushare.mig.profile import GpuInstance, Layout, Profile
 from gpushare.mig.wish import Request, Wish
 from gpushare.mps.limits import CONTEXT_BYTES as CLIENT_BYTES
+from gpushare.mps.limits import VOLTA
 
 if TYPE_CHECKING:
     from gpushare.advice.case import Case, Workload
-    from gpushare.advice.facts import GpuFacts, HostFacts
+    from gpushare.advice.facts import GpuFacts
     from gpushare.advice.table import Table
 
 
@@ -38,6 +39,8 @@ MPS_LIMIT_EXTRA_BYTES: Final = 614 * MIB
 HEADROOM_PERCENT: Final = 2
 # Limits are rounded to this, so that people can read them.
 _STEP: Final = 256 * MIB
+# MIG divides no GPU into more.
+_MOST_INSTANCES: Final = 7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -398,7 +401,6 @@ def addable(layout: Layout, wish: Wish) -> bool:
     return isinstance(plan_add([layout], wish), MigPlan)
 
 
-VOLTA: Final = (7, 0)
 HOPPER: Final = (9, 0)
 
 
@@ -652,6 +654,11 @@ class Situation:
         leavers = [(work.memory + CONTEXT_BYTES, count or 1) for work, count in self.leavers(way) if work.memory]
         return self.once(("cost", way, *leavers), lambda: self._leaving_cost(way, leavers)) if leavers else None
 
+    def switch_seconds(self, way: Way) -> float:
+        """Return how long it takes until one job is out and the next is back; 0 if no size is known."""
+        cost = self.leaving_cost(way)
+        return 0.0 if cost is None else cost.switch_seconds
+
     def _leaving_cost(self, way: Way, leavers: Sequence[tuple[int, int]]) -> LeavingCost:
         # Only here: most cases fit, and need none of it.
         from gpushare.memory.cost import SOURCE, TURN_FACTOR, beyond_measured, host_bytes, kept_share, moved
@@ -749,11 +756,13 @@ class Situation:
 
     @cached_property
     def mps_clients(self) -> int | None:
-        """Return how many clients MPS accepts here, as `gpushare compare` shows it; None if unknown.
+        """Return how many clients MPS accepts here; None if unknown. A MIG instance has a proportional part of them.
 
-        A MIG instance has a proportional part of them.
+        For a few processes, which each version accepts in the smallest instance too, no program is asked for its version.
         """
-        clients = mps_clients(self.table, self.host, self.gpu)
+        clients, processes = mps_clients(self.table, HostFacts(host=self.host.host), self.gpu), self.case.processes
+        if clients is None or processes is None or processes > clients // _MOST_INSTANCES:
+            clients = mps_clients(self.table, self.host, self.gpu)
         return clients if clients is None or self.gpu.instance is None else max(1, int(clients * self.gpu.sm_share))
 
     def clients_of(self, way: Way) -> int | None:
@@ -854,7 +863,7 @@ class Situation:
         """
         if self.idle_instances and (self.may_be_root is False or not self._has_room):
             return max(1, min(len(self.idle_instances), processes - 1))
-        most = max(1, min((self.most_instances or 7), processes // 2))
+        most = max(1, min((self.most_instances or _MOST_INSTANCES), processes // 2))
         return next((n for n in range(most, 1, -1) if processes % n == 0), most)
 
     @cached_property

@@ -246,6 +246,8 @@ def advise(
     )
     case = _case(words, file, root, pair, seen=live or recording is not None)
     case = case and checked(_production_fills(case, production_fills))
+    # The advice itself only reads.
+    settings.changes = apply or measure
     host = settings.connect()
     if apply and not settings.dry_run:
         _recover(host)

@@ -133,6 +133,8 @@ def _facts(gpu: str | None) -> HostFacts:
         GpushareError: it does not answer, or none of the GPUs does.
     """
     state = HostState(settings.connect())
+    # The table shows the levels: nvidia-smi runs during the sweep.
+    state.ask_levels()
     facts = host_facts(state)
     if gpu is not None:
         chosen = {device.gpu.index for device in select(gpu, state.gpus)}

@@ -39,6 +39,10 @@ def client_memory(job_bytes: int) -> int:
     return max(job_bytes - CONTEXT_BYTES, job_bytes // 2) // MIB * MIB
 
 
+# From this compute capability on, MPS has limits and takes more clients.
+VOLTA: Final = (7, 0)
+
+
 def max_clients(version: int | None, compute_capability: tuple[int, int] | None, fraction: float = 1.0) -> int | None:
     """Return how many client contexts one server accepts on a device, or None when unknown.
 
@@ -47,7 +51,7 @@ def max_clients(version: int | None, compute_capability: tuple[int, int] | None,
     """
     if compute_capability is None:
         return None
-    whole = 16 if compute_capability < (7, 0) else 60 if version is not None and version >= 13010 else 48
+    whole = 16 if compute_capability < VOLTA else 60 if version is not None and version >= 13010 else 48
     return max(1, int(whole * fraction))
 
 

@@ -42,6 +42,9 @@ def situation_of(
     """Return a situation; ``facts`` are fields of the host or of its first GPU."""
     given = dict(facts or {})
     found = facts_of(host)
+    if "mps_version" in given:
+        version = given.pop("mps_version")
+        given["ask_mps_version"] = lambda: version
     of_host = {key: given.pop(key) for key in [field.name for field in fields(HostFacts)] if key in given}
     if isinstance(given.get("compute_mode"), str):
         given["compute_mode"] = next(one for one in ComputeMode if one.title == given["compute_mode"])

@@ -14,13 +14,12 @@ from gpushare.advice.compare import (
     cell_here,
     explanation,
     host_cell,
-    mps_clients,
     text_here,
 )
-from gpushare.advice.facts import GpuFacts, HostFacts
+from gpushare.advice.facts import GpuFacts, HostFacts, mps_clients
 from gpushare.advice.table import COLUMNS, load_table, mechanism_named, row_named
 from gpushare.base.errors import BadUsage
-from gpushare.base.model import ComputeMode, Way
+from gpushare.base.model import ComputeMode, TimeSlice, Way
 from gpushare.base.units import GIB
 from gpushare.mig.profile import Layout, Placement, Profile
 
@@ -51,7 +50,7 @@ H200 = GpuFacts(
     layout=Layout(gpu=0, profiles=PROFILES),
     compute_mode=ComputeMode.DEFAULT,
     processes=0,
-    time_slice_settable=True,
+    ask_levels=lambda: {0: None, 1: None},
 )
 T4 = GpuFacts(
     index=1,
@@ -61,12 +60,18 @@ T4 = GpuFacts(
     mig_capable=False,
     mig_enabled=None,
     compute_mode=ComputeMode.DEFAULT,
-    time_slice_settable=True,
+    ask_levels=lambda: {0: None, 1: None},
 )
 HOST = HostFacts(
-    host="here", driver="580.159.04", driver_major=580, root=True, gpus=(H200,), mps_program=True, mps_version=13000
+    host="here",
+    driver="580.159.04",
+    driver_major=580,
+    root=True,
+    gpus=(H200,),
+    mps_program=True,
+    ask_mps_version=lambda: 13000,
 )
-NEW = replace(HOST, driver="615.71.09", driver_major=615, mps_version=13040, mps_version_3=True)
+NEW = replace(HOST, driver="615.71.09", driver_major=615, ask_mps_version=lambda: 13040)
 
 
 def said(mechanism: Way, row: str, host: HostFacts = HOST, gpu: GpuFacts = H200) -> str | None:
@@ -79,11 +84,11 @@ def said(mechanism: Way, row: str, host: HostFacts = HOST, gpu: GpuFacts = H200)
         (HOST, H200, 48),
         (NEW, H200, 60),
         # The program counts: an older one in a container, a newer one than the driver's name says.
-        (replace(NEW, mps_version=13000), H200, 48),
-        (replace(HOST, mps_version=13010), H200, 60),
-        (replace(HOST, mps_version=None), H200, 48),
-        (replace(NEW, mps_version=None), H200, 60),
-        (replace(HOST, driver=None, driver_major=None, mps_version=None), H200, 48),
+        (replace(NEW, ask_mps_version=lambda: 13000), H200, 48),
+        (replace(HOST, ask_mps_version=lambda: 13010), H200, 60),
+        (replace(HOST, ask_mps_version=lambda: None), H200, 48),
+        (replace(NEW, ask_mps_version=lambda: None), H200, 60),
+        (replace(HOST, driver=None, driver_major=None, ask_mps_version=lambda: None), H200, 48),
         (NEW, replace(H200, compute_capability=(6, 1)), 16),
     ],
 )
@@ -168,7 +173,12 @@ def test_the_unknown_is_left_out():
     ],
 )
 def test_time_slice_levels(root, settable, words):
-    text = said(Way.TIMESLICE, "reconfigure", replace(HOST, root=root), replace(H200, time_slice_settable=settable))
+    text = said(
+        Way.TIMESLICE,
+        "reconfigure",
+        replace(HOST, root=root),
+        replace(H200, ask_levels={True: lambda: {0: None}, False: dict, None: lambda: None}[settable]),
+    )
     assert text.startswith(words)
 
 
@@ -311,7 +321,7 @@ FACTS = st.builds(
     compute_mode=st.none() | st.sampled_from(ComputeMode),
     mps_daemons=st.integers(0, 2),
     processes=st.none() | st.integers(0, 3),
-    time_slice_settable=st.none() | st.booleans(),
+    ask_levels=st.sampled_from([lambda: None, dict, lambda: {0: TimeSlice.SHORT}]),
     vgpu_capable=st.none() | st.booleans(),
 )
 
@@ -326,7 +336,12 @@ def test_no_unknown_fact_breaks_a_cell(gpu, driver, root, version):
     from gpushare.advice.table import driver_branch
 
     host = HostFacts(
-        host="h", driver=driver, driver_major=driver_branch(driver), root=root, mps_program=True, mps_version=version
+        host="h",
+        driver=driver,
+        driver_major=driver_branch(driver),
+        root=root,
+        mps_program=True,
+        ask_mps_version=lambda: version,
     )
     for mechanism in COLUMNS:
         for row in TABLE.rows:

@@ -365,7 +365,7 @@ def test_a_gpu_with_graphics_profiles_takes_graphics() -> None:
 def test_the_undo_goes_back_to_the_mode_and_level_of_now() -> None:
     case = {"processes": 4, "users": "different", "pattern": "interactive"}
     for level, more in ((TimeSlice.MEDIUM, ["nvidia-smi compute-policy -i 0 --set-timeslice 2"]), (None, [])):
-        facts = {"time_slice": level, "compute_mode": ComputeMode.EXCLUSIVE_PROCESS}
+        facts = {"ask_levels": {0: level}.copy, "compute_mode": ComputeMode.EXCLUSIVE_PROCESS}
         made = recipe(situation_of(case, facts=facts), Way.TIMESLICE)
         assert [line.command for line in made.undo] == ["gpushare timeslice reset -g 0", *more]
 

@@ -52,7 +52,7 @@ def test_the_facts_of_the_host():
     facts = gather(connect("sim:h200"))
     assert (facts.host, facts.driver, facts.driver_major) == ("sim:h200", "580.159.04", 580)
     assert (facts.root, facts.uid) == (True, os.geteuid())
-    assert (facts.mps_program, facts.mps_version, facts.mps_version_3) == (True, 13000, False)
+    assert (facts.mps_program, facts.mps_version) == (True, 13000)
     (gpu,) = facts.gpus
     assert (gpu.compute_mode, gpu.mig_enabled, gpu.mps_daemons, gpu.processes) == (ComputeMode.DEFAULT, False, 0, 0)
     assert gpu.vgpu_capable is None

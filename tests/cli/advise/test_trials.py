@@ -110,8 +110,8 @@ def test_clients_are_counted_as_compare_counts_them(cli: Any) -> None:
     from tests.advice.conftest import situation_of
 
     new = {"driver": "595.45.04", "driver_major": 595}
-    assert situation_of({"processes": 2}, host="h200", facts={**new, "mps_version": 13000}).mps_clients == 48
-    assert situation_of({"processes": 2}, host="h200", facts={**new, "mps_version": 13010}).mps_clients == 60
+    assert situation_of({"processes": 60}, host="h200", facts={**new, "mps_version": 13000}).mps_clients == 48
+    assert situation_of({"processes": 60}, host="h200", facts={**new, "mps_version": 13010}).mps_clients == 60
 
 
 def test_what_is_too_old_for_static_partitions_is_named(cli: Any) -> None:
