@@ -124,7 +124,7 @@ class Reader:
         jobs = tuple(listed_jobs(host, snapshot, everything=True))
         answering = [gpu for gpu in snapshot.gpus if gpu.error is None]
         now, load = time.monotonic(), host.machine.load()
-        before, self._load = self._load, load
+        earlier_load, self._load = self._load, load
         uses, trees = self._host_use(jobs, now)
         if self._turn and now >= self._xids_until:
             self._xids, self._xids_until = host.machine.xids(), now + _XID_SECONDS
@@ -136,7 +136,7 @@ class Reader:
             sm=self._activity(answering),
             uses=uses,
             trees=trees,
-            cpu_percent=_cpu_percent(before, load),
+            cpu_percent=_cpu_percent(earlier_load, load),
             memory_used=None if load is None else load.memory_total - load.memory_free,
             memory_total=None if load is None else load.memory_total,
             load=None if load is None else load.average,
@@ -144,6 +144,7 @@ class Reader:
         )
 
     def _sensors(self, gpus: Sequence[Gpu]) -> dict[int, GpuSensors]:
+        """Return the sensors by GPU index; traffic is measured anew only for one GPU in turn and the watched one."""
         self._turn += 1
         turn = gpus[self._turn % len(gpus)].index if gpus else None
         by_gpu: dict[int, GpuSensors] = {}
@@ -157,13 +158,14 @@ class Reader:
         return by_gpu
 
     def _activity(self, gpus: Sequence[Gpu]) -> dict[tuple[int, int | None], float]:
+        """Return the SM activity since the last look in percent, by GPU index and GPU instance (None: the whole GPU)."""
         places = [
             (gpu.index, instance)
             for gpu in gpus
             for instance in dict.fromkeys([None, *(mig.gpu_instance_id for mig in gpu.mig_instances)])
         ]
-        for gone in self._recorders.keys() - set(places):
-            self._recorders.pop(gone).close()
+        for removed in self._recorders.keys() - set(places):
+            self._recorders.pop(removed).close()
         percents = {}
         for place in places:
             if place not in self._recorders:
@@ -176,50 +178,53 @@ class Reader:
     def _host_use(
         self, jobs: Sequence[ListedJob], now: float
     ) -> tuple[dict[int, HostUse], dict[int, tuple[Member, ...]]]:
-        """Return the use of the host by job, of all its processes on GPUs and its first one; and the trees, if wanted."""
-        processes = self._host.processes
+        """Return what each job uses of the host, and the trees of processes if ``trees``; both by the job's first PID.
+
+        A job without a tree counts with its first process and those on GPUs.
+        """
         roots = [job.pid for job in jobs if job.pid is not None]
-        families = processes.families(roots) if self.trees else {}
-        readings: dict[int, tuple[float, ProcessUsage]] = {}
-
-        def use(pid: int) -> HostUse | None:
-            usage = processes.usage(pid)
-            if usage is None:
-                return None
-            readings[pid] = now, usage
-            earlier = self._usage.get(pid)
-            percent = None
-            if earlier is not None and earlier[1].started == usage.started and now > earlier[0]:
-                percent = 100 * max(0.0, usage.cpu_seconds - earlier[1].cpu_seconds) / (now - earlier[0])
-            return HostUse(cpu_percent=percent, memory_bytes=usage.memory_bytes)
-
+        families = self._host.processes.families(roots) if self.trees else {}
+        earlier, self._usage = self._usage, {}
         uses, trees = {}, {}
         for job in jobs:
             if job.pid is None:
                 continue
-            members = dict.fromkeys(families.get(job.pid) or [job.pid, *job.processes])
-            single = {pid: use(pid) for pid in members}
-            readable = [reading for reading in single.values() if reading is not None]
-            percents = [reading.cpu_percent for reading in readable if reading.cpu_percent is not None]
+            pids = dict.fromkeys(families.get(job.pid) or [job.pid, *job.processes])
+            by_pid = {pid: self._process_use(pid, now, earlier.get(pid)) for pid in pids}
+            readable = [use for use in by_pid.values() if use is not None]
+            percents = [use.cpu_percent for use in readable if use.cpu_percent is not None]
             if readable:
                 uses[job.pid] = HostUse(
                     cpu_percent=sum(percents) if percents else None,
-                    memory_bytes=sum(reading.memory_bytes for reading in readable),
+                    memory_bytes=sum(use.memory_bytes for use in readable),
                 )
             if job.pid in families:
-                trees[job.pid] = self._tree(families[job.pid], single)
-        self._usage = readings
+                trees[job.pid] = self._tree(families[job.pid], by_pid)
         return uses, trees
 
+    def _process_use(self, pid: int, now: float, earlier: tuple[float, ProcessUsage] | None) -> HostUse | None:
+        """Return what a process uses of the host, and keep the reading: CPU percent are since the earlier one."""
+        usage = self._host.processes.usage(pid)
+        if usage is None:
+            return None
+        self._usage[pid] = now, usage
+        percent = None
+        if earlier is not None:
+            read_at, before = earlier
+            if before.started == usage.started and now > read_at:
+                percent = 100 * max(0.0, usage.cpu_seconds - before.cpu_seconds) / (now - read_at)
+        return HostUse(cpu_percent=percent, memory_bytes=usage.memory_bytes)
+
     def _tree(self, family: Sequence[int], uses: Mapping[int, HostUse | None]) -> tuple[Member, ...]:
+        """Return the descendants of the first PID of a family, each below its parent."""
         root = family[0]
-        below: dict[int, list[int]] = {}
+        children: dict[int, list[int]] = {}
         for pid in family[1:]:
-            below.setdefault(self._host.processes.parent(pid) or root, []).append(pid)
+            children.setdefault(self._host.processes.parent(pid) or root, []).append(pid)
         members: list[Member] = []
 
         def add(pid: int, depth: int) -> None:
-            for child in below.pop(pid, []):
+            for child in children.pop(pid, []):
                 info = self._host.processes.describe(child)
                 members.append(
                     Member(pid=child, depth=depth, name=None if info is None else info.name, use=uses.get(child))
@@ -230,7 +235,7 @@ class Reader:
         return tuple(members)
 
 
-def _cpu_percent(before: Load | None, load: Load | None) -> float | None:
-    if before is None or load is None or load.all_seconds <= before.all_seconds:
+def _cpu_percent(earlier: Load | None, load: Load | None) -> float | None:
+    if earlier is None or load is None or load.all_seconds <= earlier.all_seconds:
         return None
-    return 100 * (load.busy_seconds - before.busy_seconds) / (load.all_seconds - before.all_seconds)
+    return 100 * (load.busy_seconds - earlier.busy_seconds) / (load.all_seconds - earlier.all_seconds)

@@ -187,15 +187,15 @@ def sharing_text(frame: Frame, gpu: Gpu) -> str:
         daemons = frame.daemons_of(gpu)
         limits = {daemon.threads_percent for daemon in daemons} - {None, 100.0}
         clients = sum(len(daemon.clients) for daemon in daemons)
-        most = next((f"/{daemon.max_clients}" for daemon in daemons if daemon.max_clients), "")
+        most_clients = next((f"/{daemon.max_clients}" for daemon in daemons if daemon.max_clients), "")
         text = f"MPS {f'{limits.pop():g}% ' if len(limits) == 1 else ''}{clients}"
-        return text + most if len(text + most) <= _SHARING else text
+        return text + most_clients if len(text + most_clients) <= _SHARING else text
     if way is Way.MPS_TIMESLICE:
         return "MPS+slicing"
     return "-" if way is None else way.label
 
 
-def below(frame: Frame, gpu: Gpu, layout: Layout, theme: Theme) -> list[list[Piece]]:
+def lines_below(frame: Frame, gpu: Gpu, layout: Layout, theme: Theme) -> list[list[Piece]]:
     """Return the lines below a GPU: its MIG instances with their load, and its MPS daemons with limits."""
     rows = [_instance(frame, gpu, instance, layout, theme) for instance in gpu.mig_instances]
     rows += [_daemon(gpu, daemon) for daemon in frame.daemons_of(gpu)]
@@ -311,23 +311,27 @@ def _flowing(facts: Sequence[tuple[str, str]], width: int) -> list[list[Piece]]:
 
 def chart_lines(frame: Frame, gpu: Gpu, history: History, width: int, height: int) -> list[list[Piece]]:
     """Return charts of a GPU side by side, with a line of titles: utilization, memory, SM activity and power."""
-    sensors, titles = frame.sensors.get(gpu.index, GpuSensors()), ("utilization", "memory", "SM activity", "power")
+    titles = ("utilization", "memory", "SM activity", "power")
     series = [
-        row
-        for row in zip(SERIES, titles, gpu_values(frame, gpu), strict=True)
-        if row[2] is not None or row[0] in {"util", "memory"}
+        (key, title, share)
+        for key, title, share in zip(SERIES, titles, gpu_values(frame, gpu), strict=True)
+        if share is not None or key in {"util", "memory"}
     ]
     count = max(1, min(len(series), width // 24))
-    each, wider = divmod(width - 1 - count, count)
+    # The cells of a chart; what is left over makes the first charts a cell wider.
+    cells_each, extra_cells = divmod(width - 1 - count, count)
     heads: list[Piece] = [(" ", "dim")]
     rows: list[list[Piece]] = [[(" ", "dim")] for _ in range(height - 1)]
-    for number, (key, title, value) in enumerate(series[:count]):
-        cells = each + (number < wider)
-        percent = "-" if value is None else f"{100 * value:.0f} %"
-        watts = sensors.power_watts
-        percent = used_text(gpu) if key == "memory" else f"{watts:.0f} W" if key == "power" and watts else percent
+    watts = frame.sensors.get(gpu.index, GpuSensors()).power_watts
+    for number, (key, title, share) in enumerate(series[:count]):
+        cells = cells_each + (number < extra_cells)
+        figure = "-" if share is None else f"{100 * share:.0f} %"
+        if key == "memory":
+            figure = used_text(gpu)
+        elif key == "power" and watts:
+            figure = f"{watts:.0f} W"
         label = f"GPU {gpu.index} {title}"
-        heads += [(fitted(label, cells - len(percent)), "dim"), (percent, "text"), (" ", "dim")]
+        heads += [(fitted(label, cells - len(figure)), "dim"), (figure, "text"), (" ", "dim")]
         area = chart(history.values(gpu.index, key, cells), cells, height - 1, key)
         for row, line in zip(rows, area, strict=True):
             row += [*line, (" ", "dim")]

@@ -73,7 +73,7 @@ class History:
         means = [total / count if count else None for total, count in zip(sums, counts, strict=True)]
         # A longer interval than a part leaves gaps.
         for slot in range(1, width):
-            if means[slot] is None and means[slot - 1] is not None and slot < width:
+            if means[slot] is None:
                 means[slot] = means[slot - 1]
         return means
 
@@ -145,24 +145,25 @@ class Events:
         self._before = None
 
     def _jobs(self, before: Frame, frame: Frame) -> Iterator[Event]:
-        both = (*before.jobs, *frame.jobs)
-        self._of_jobs &= {job.pid for job in both}
-        self._of_jobs |= {pid for job in both if job.name is not None for pid in (job.pid, *job.processes)}
+        """Yield what has happened to the jobs between two frames; a job with a name and its processes are one."""
+        jobs_of_both = (*before.jobs, *frame.jobs)
+        self._of_jobs &= {job.pid for job in jobs_of_both}
+        self._of_jobs |= {pid for job in jobs_of_both if job.name is not None for pid in (job.pid, *job.processes)}
         silent = {gpu.index for gpu in frame.snapshot.gpus if gpu.error is not None}
 
-        def told(jobs: Sequence[ListedJob]) -> dict[_Key, ListedJob]:
-            own = [job for job in jobs if job.name is not None or job.pid not in self._of_jobs]
+        def listed(jobs: Sequence[ListedJob]) -> dict[_Key, ListedJob]:
+            counted = [job for job in jobs if job.name is not None or job.pid not in self._of_jobs]
             # Of MPS servers the daemons tell.
-            return {_key(job): job for job in own if job.state != ENDED and program_of(job) != MPS_SERVER}
+            return {_key(job): job for job in counted if job.state != ENDED and program_of(job) != MPS_SERVER}
 
         # What runs on a GPU that does not answer is unknown.
-        earlier = {key: job for key, job in told(before.jobs).items() if job.name or not silent & {*job.gpu_indexes}}
-        present = told(frame.jobs)
-        past = {(job.name, job.ran_seconds) for job in before.jobs if job.state == ENDED}
-        codes = {
+        earlier = {key: job for key, job in listed(before.jobs).items() if job.name or not silent & {*job.gpu_indexes}}
+        present = listed(frame.jobs)
+        ended_before = {(job.name, job.ran_seconds) for job in before.jobs if job.state == ENDED}
+        new_exit_codes = {
             job.name: job.exit_code
             for job in frame.jobs
-            if job.state == ENDED and (job.name, job.ran_seconds) not in past
+            if job.state == ENDED and (job.name, job.ran_seconds) not in ended_before
         }
         for key, job in present.items():
             if job.line is None:
@@ -177,11 +178,11 @@ class Events:
             # What has left the line to start tells that itself.
             if key in present or (job.line is not None and job.name in running):
                 continue
-            if job.name in codes:
-                yield _end(job_title(job), codes.pop(job.name), frame.at)
+            if job.name in new_exit_codes:
+                yield _end(job_title(job), new_exit_codes.pop(job.name), frame.at)
             else:
                 yield Event(frame.at, f"{job_title(job)} {'left the line' if job.line is not None else 'ended'}")
-        for name, code in codes.items():
+        for name, code in new_exit_codes.items():
             yield _end(name or "a job", code, frame.at)
 
     def _gpus(self, before: Frame, frame: Frame) -> Iterator[Event]:
@@ -216,14 +217,14 @@ class Events:
                 continue
             servers = {server.pid: server for server in daemon.servers}
             for server in old.servers:
-                now = servers.get(server.pid)
-                if now is None:
+                server_now = servers.get(server.pid)
+                if server_now is None:
                     yield Event(frame.at, f"the MPS server of {where} died, with {len(server.clients)} clients", "bad")
-                elif now.status != server.status:
+                elif server_now.status != server.status:
                     yield Event(
                         frame.at,
-                        f"the MPS server of {where} is {now.status}",
-                        "bad" if now.status == "FAULT" else "text",
+                        f"the MPS server of {where} is {server_now.status}",
+                        "bad" if server_now.status == "FAULT" else "text",
                     )
         for key, daemon in present.items():
             if key not in earlier and not daemon.transient:

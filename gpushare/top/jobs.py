@@ -115,7 +115,7 @@ def _name(row: Row) -> tuple[str, str]:
     return visible(program_of(row.job)), "text" if row.job.name is not None else "dim"
 
 
-def _own(get: Callable[[ListedJob], Any]) -> Callable[[Row], Any]:
+def _of_job(get: Callable[[ListedJob], Any]) -> Callable[[Row], Any]:
     """Return what a job has, and a process in the tree has not."""
     return lambda row: None if row.member is not None else get(row.job)
 
@@ -142,7 +142,7 @@ def _ram(row: Row) -> int | None:
     return None if row.use is None else row.use.memory_bytes
 
 
-def _held(row: Row) -> tuple[str, str]:
+def _memory(row: Row) -> tuple[str, str]:
     job = row.job
     if row.member is not None:
         return "", "dim"
@@ -159,22 +159,22 @@ def _sm(row: Row) -> tuple[str, str]:
 
 
 COLUMNS: Final = (
-    Column("job", "JOB", 14, _own(program_of), _name),
+    Column("job", "JOB", 14, _of_job(program_of), _name),
     Column("pid", "PID", 7, lambda row: row.job.pid if row.member is None else row.member.pid, lambda row: (str(row.member.pid if row.member else row.job.pid or "-"), "dim"), right=True),
     Column("state", "STATE", 9, lambda row: _state(row)[0], _state),
-    Column("user", "USER", 7, _own(lambda job: job.user), _cell(lambda job: job.user, visible)),
-    Column("role", "ROLE", 6, _own(lambda job: job.role), _role),
-    Column("gpu", "GPU", 3, _own(lambda job: job.gpu_indexes or None), _cell(lambda job: job.gpu_indexes or None, ranges), right=True),
-    Column("sm", "SM%", 4, _own(lambda job: job.sm_percent), _sm, right=True, falls=True),
-    Column("memory", "MEM", 6, _own(lambda job: job.memory_used_bytes), _held, right=True, falls=True),
-    Column("limit", "LIMIT", 5, _own(lambda job: job.whole_limit_bytes), _cell(lambda job: job.whole_limit_bytes, size_text, "dim"), right=True, falls=True),
-    Column("way", "WAY", 7, _own(lambda job: job.way), _cell(lambda job: None if job.way is None else _way(job), visible)),
+    Column("user", "USER", 7, _of_job(lambda job: job.user), _cell(lambda job: job.user, visible)),
+    Column("role", "ROLE", 6, _of_job(lambda job: job.role), _role),
+    Column("gpu", "GPU", 3, _of_job(lambda job: job.gpu_indexes or None), _cell(lambda job: job.gpu_indexes or None, ranges), right=True),
+    Column("sm", "SM%", 4, _of_job(lambda job: job.sm_percent), _sm, right=True, falls=True),
+    Column("memory", "MEM", 6, _of_job(lambda job: job.memory_used_bytes), _memory, right=True, falls=True),
+    Column("limit", "LIMIT", 5, _of_job(lambda job: job.whole_limit_bytes), _cell(lambda job: job.whole_limit_bytes, size_text, "dim"), right=True, falls=True),
+    Column("way", "WAY", 7, _of_job(lambda job: job.way), _cell(lambda job: None if job.way is None else _way(job), visible)),
     Column("cpu", "CPU%", 5, _cpu, lambda row: (_number(_cpu(row)), "dim" if not _cpu(row) else "text"), right=True, falls=True),
-    Column("age", "AGE", 4, _own(lambda job: job.since_seconds), _cell(lambda job: job.since_seconds, age, "dim"), right=True, falls=True),
+    Column("age", "AGE", 4, _of_job(lambda job: job.since_seconds), _cell(lambda job: job.since_seconds, age, "dim"), right=True, falls=True),
     Column("ram", "RAM", 5, _ram, lambda row: (size_text(_ram(row)), "text"), right=True, falls=True),
-    Column("threads", "THR%", 4, _own(lambda job: job.threads_percent), _cell(lambda job: job.threads_percent, lambda value: f"{value:g}"), right=True, falls=True),
-    Column("slice", "SLICE", 7, _own(lambda job: job.slice_us), _cell(lambda job: job.slice_us, format_slice), right=True, falls=True),
-    Column("container", "CONTAINER", 12, _own(lambda job: job.container), _cell(lambda job: job.container, lambda name: visible(container_name(name)), "dim")),
+    Column("threads", "THR%", 4, _of_job(lambda job: job.threads_percent), _cell(lambda job: job.threads_percent, lambda value: f"{value:g}"), right=True, falls=True),
+    Column("slice", "SLICE", 7, _of_job(lambda job: job.slice_us), _cell(lambda job: job.slice_us, format_slice), right=True, falls=True),
+    Column("container", "CONTAINER", 12, _of_job(lambda job: job.container), _cell(lambda job: job.container, lambda name: visible(container_name(name)), "dim")),
     Column("command", "COMMAND", 20, lambda row: _command(row)[0], _command),
 )  # fmt: skip
 BY_KEY: Final[Mapping[str, Column]] = {column.key: column for column in COLUMNS}
@@ -253,14 +253,14 @@ def visible_columns(width: int, first: int, rows: Sequence[Row]) -> list[tuple[C
 
     The last one takes what is left.
     """
-    there = [
+    candidates = [
         column
         for column in COLUMNS[max(1, first) :]
         if column.key not in _OPTIONAL or any(column.value(row) is not None for row in rows)
     ]
     chosen = [(COLUMNS[0], COLUMNS[0].width)]
     room = width - COLUMNS[0].width
-    for column in there:
+    for column in candidates:
         least = _LEAST_COMMAND if column.key == "command" else column.width
         if room < least + 1:
             break

@@ -83,7 +83,7 @@ class Replay:
     def _frame(self, sample: Sample) -> Frame:
         header, recorded = self._samples.header, self._samples
         measured = {gpu.index: gpu for gpu in sample.gpus}
-        here = [(recorded.processes[use.id], use) for use in sample.processes if use.id in recorded.processes]
+        processes = [(recorded.processes[use.id], use) for use in sample.processes if use.id in recorded.processes]
         devices = [
             (recorded.instances[use.id], use)
             for gpu in sample.gpus
@@ -115,13 +115,13 @@ class Replay:
                         replace(device, memory_used_bytes=use.memory_used_bytes) for device, use in instances
                     ),
                     processes=tuple(
-                        _process(process, use, places) for process, use in here if process.gpu == facts.index
+                        _process(process, use, places) for process, use in processes if process.gpu == facts.index
                     ),
                     error=gpu.error,
                 )
             )
         at = header.started_at + sample.at
-        daemons = tuple(_daemon(index, here) for index, way in ways.items() if way in {Way.MPS, Way.MPS_TIMESLICE})
+        daemons = tuple(_daemon(index, processes) for index, way in ways.items() if way in {Way.MPS, Way.MPS_TIMESLICE})
         limits = {gpu.index: gpu.power_limit_watts for gpu in header.gpus}
         return Frame(
             at=at,
@@ -129,7 +129,7 @@ class Replay:
                 host=header.host, driver_version=header.driver, gpus=tuple(gpus), daemons=daemons, taken_at=at
             ),
             ways=ways,
-            jobs=tuple(_job(process, use, places) for process, use in here),
+            jobs=tuple(_job(process, use, places) for process, use in processes),
             sensors={
                 gpu.index: GpuSensors(
                     power_watts=gpu.power_watts,
@@ -163,7 +163,7 @@ def _process(process: RecordedProcess, use: ProcessSample, places: dict[str, Rec
     )
 
 
-def _daemon(gpu: int, here: list[tuple[RecordedProcess, ProcessSample]]) -> MpsDaemon:
+def _daemon(gpu: int, processes: list[tuple[RecordedProcess, ProcessSample]]) -> MpsDaemon:
     """Return the MPS daemon of a GPU: of itself and its servers, only the clients were recorded."""
     clients = tuple(
         MpsClient(
@@ -173,7 +173,7 @@ def _daemon(gpu: int, here: list[tuple[RecordedProcess, ProcessSample]]) -> MpsD
             threads_percent=process.threads_percent,
             memory_limit_bytes=process.memory_limit_bytes,
         )
-        for process, _ in here
+        for process, _ in processes
         if process.mps and process.gpu == gpu
     )
     return MpsDaemon(

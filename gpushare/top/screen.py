@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from textual.app import ComposeResult
     from textual.worker import Worker
 
-    from gpushare.base.model import ListedJob
+    from gpushare.base.model import Gpu, ListedJob
     from gpushare.top.frame import Frame
     from gpushare.top.watch import Watch
 
@@ -135,17 +135,17 @@ class Panel(Widget, can_focus=True):
 
     def show_rows(self, head: list[Piece], rows: list[list[Piece]], cursor: int) -> None:
         """Draw other rows, but only those that have changed; the cursor stays in view."""
-        drawn = [self._head, *self._rows]
-        before = (self.top, self.cursor, len(rows))
+        old_lines = [self._head, *self._rows]
+        shown_before = (self.top, self.cursor, len(rows))
         self._head, self._rows = head, rows
         self.cursor = min(max(0, cursor), max(0, len(rows) - 1))
         self.top = min(self.top, max(0, len(rows) - self.room), self.cursor)
         if self.room:
             self.top = max(self.top, self.cursor - self.room + 1)
-        if before != (self.top, self.cursor, len(drawn) - 1):
+        if shown_before != (self.top, self.cursor, len(old_lines) - 1):
             self.refresh()
             return
-        changed = [at for at, (old, new) in enumerate(zip(drawn, [head, *rows], strict=True)) if old != new]
+        changed = [at for at, (old, new) in enumerate(zip(old_lines, [head, *rows], strict=True)) if old != new]
         lines = [y for y in (0 if at == 0 else at - self.top for at in changed) if 0 <= y < self.size.height]
         if lines:
             self.refresh(*(Region(0, y, self.size.width, 1) for y in lines))
@@ -156,9 +156,9 @@ class Panel(Widget, can_focus=True):
             below = len(self._rows) - self.top - self.room
             marks = f"{f' ↑{self.top}' if self.top else ''}{f' ↓{below}' if below > 0 else ''}"
             head, at = Strip(segments(self._head, width, theme, "head")), 5
-            told = Strip(segments([(marks, "warn")], len(marks), theme, "head"))
+            arrows = Strip(segments([(marks, "warn")], len(marks), theme, "head"))
             # In the first column, which is wider than its title.
-            return Strip.join([head.crop(0, at), told, head.crop(at + len(marks))]) if marks else head
+            return Strip.join([head.crop(0, at), arrows, head.crop(at + len(marks))]) if marks else head
         at = self.top + y - 1
         if at >= len(self._rows):
             return Strip(segments([], width, theme))
@@ -324,55 +324,63 @@ class Cockpit(App[None]):
         shown = [gpu for gpu in all_gpus if self.opened in {None, gpu.index}]
         layout = gpus.layout_of(width, max((len(gpus.short_name(gpu)) for gpu in all_gpus), default=0))
         chosen = self.chosen_gpu
-        rows: list[list[Piece]] = []
-        owners: list[int] = []
-        below = {gpu.index: gpus.below(frame, gpu, layout, self.colours) for gpu in shown}
         # Title, heads, events and keys, and some jobs.
         room = max(1, (height - 5) * (3 if self.opened is not None else 2) // 4)
-        # Whatever the jobs leave: lines that come and go with them would make the screen jump.
-        whole = len(shown) + sum(map(len, below.values())) <= max(room - 3, height // 3)
-        for gpu in shown:
-            rows.append(gpus.gpu_line(frame, gpu, self.past, layout, self.colours))
-            if self.opened is not None:
-                rows += gpus.fact_lines(frame, gpu, width)
-            if whole or self.opened is not None:
-                rows += below[gpu.index]
-            if self.opened is not None:
-                rows += gpus.client_lines(frame, gpu)
-            owners += [gpu.index] * (len(rows) - len(owners))
-        if frame.error is not None:
-            rows = [
-                [(f" {line}", "bad" if number == 0 else "text")] for number, line in enumerate(frame.error.split("\n"))
-            ]
-            owners = []
-        elif not all_gpus:
-            rows, owners = [[(" no GPU is visible; find the cause: gpushare doctor", "bad")]], []
+        rows, owners = self._gpu_rows(frame, shown, layout, room)
         self._gpu_of_row = owners
         chosen = chosen if chosen in owners else owners[0] if owners else None
         listed = len(jobs.rows_of(frame, self.view))
         lines = min(len(rows), max(room, height - 5 - max(3, listed)))
         # Charts take what the jobs leave.
-        few = 6 if self.opened is None else 3
-        left = height - 6 - lines - max(few, min(listed + 1, (height - 5 - lines) * 2 // 3))
+        least_jobs = 6 if self.opened is None else 3
+        chart_room = height - 6 - lines - max(least_jobs, min(listed + 1, (height - 5 - lines) * 2 // 3))
         charted = next((gpu for gpu in shown if self.opened is not None or gpu.index == chosen), None)
-        most = 16 if self.opened is not None else max(7, height // 4)
-        heads, *areas = (
-            [[]]
-            if charted is None or left < 4 or charted.error
-            else gpus.chart_lines(frame, charted, self.past, width, min(left, most))
-        )
+        self._draw_charts(frame, charted, chart_room)
+        self._gpus.styles.height = lines + 1
+        # The cursor stays on its line of the chosen GPU, else goes to the first one.
+        cursor = self._gpus.cursor
+        if cursor >= len(owners) or owners[cursor] != chosen:
+            cursor = 0 if chosen is None else owners.index(chosen)
+        self._gpus.show_rows(gpus.head(layout), rows, cursor)
+
+    def _gpu_rows(
+        self, frame: Frame, shown: Sequence[Gpu], layout: gpus.Layout, room: int
+    ) -> tuple[list[list[Piece]], list[int]]:
+        """Return the lines of the GPUs, and for each line the index of its GPU; no index where there is no GPU to show."""
+        if frame.error is not None:
+            first, *others = frame.error.split("\n")
+            error_rows: list[list[Piece]] = [[(f" {first}", "bad")]]
+            return error_rows + [[(f" {line}", "text")] for line in others], []
+        if not frame.snapshot.gpus:
+            return [[(" no GPU is visible; find the cause: gpushare doctor", "bad")]], []
+        rows: list[list[Piece]] = []
+        owners: list[int] = []
+        below = {gpu.index: gpus.lines_below(frame, gpu, layout, self.colours) for gpu in shown}
+        # Whatever the jobs leave: lines that come and go with them would make the screen jump.
+        all_fit = len(shown) + sum(map(len, below.values())) <= max(room - 3, self.size.height // 3)
+        for gpu in shown:
+            rows.append(gpus.gpu_line(frame, gpu, self.past, layout, self.colours))
+            if self.opened is not None:
+                rows += gpus.fact_lines(frame, gpu, self.size.width)
+            if all_fit or self.opened is not None:
+                rows += below[gpu.index]
+            if self.opened is not None:
+                rows += gpus.client_lines(frame, gpu)
+            owners += [gpu.index] * (len(rows) - len(owners))
+        return rows, owners
+
+    def _draw_charts(self, frame: Frame, gpu: Gpu | None, room: int) -> None:
+        """Draw the charts of a GPU in ``room`` lines; none if there is no GPU that answers, or too little room."""
+        heads: list[Piece] = []
+        areas: list[list[Piece]] = []
+        if gpu is not None and room >= 4 and not gpu.error:
+            most = 16 if self.opened is not None else max(7, self.size.height // 4)
+            heads, *areas = gpus.chart_lines(frame, gpu, self.past, self.size.width, min(room, most))
         self._charts.styles.height = len(areas) and len(areas) + 1
         self._charts.show_rows(heads, areas, 0)
-        self._gpus.styles.height = lines + 1
-        cursor = 0 if chosen is None else owners.index(chosen)
-        self._gpus.show_rows(
-            gpus.head(layout),
-            rows,
-            self._gpus.cursor if self._gpus.cursor < len(owners) and owners[self._gpus.cursor] == chosen else cursor,
-        )
 
     def _draw_jobs(self, frame: Frame) -> None:
-        before = self.chosen
+        chosen = self.chosen
         self._rows = jobs.rows_of(frame, self.view)
         columns = jobs.visible_columns(self.size.width - 2, self._first_column, self._rows)
         head: list[Piece] = [(" ", "dim")]
@@ -390,10 +398,10 @@ class Cockpit(App[None]):
                 line += [(fitted(text, width, right=column.right), colour), (" ", "text")]
             rows.append(line)
         if not rows:
-            rows = [[(f" {self._nothing(frame)}", "dim")]]
-        self._jobs.show_rows(head, rows, self._row_of(before))
+            rows = [[(f" {self._empty_text(frame)}", "dim")]]
+        self._jobs.show_rows(head, rows, self._row_of(chosen))
 
-    def _nothing(self, frame: Frame) -> str:
+    def _empty_text(self, frame: Frame) -> str:
         if self.view.filters or self.opened is not None:
             return "nothing is shown by this filter; Esc removes it"
         if any(gpu.processes is None for gpu in frame.snapshot.gpus):
@@ -406,8 +414,8 @@ class Cockpit(App[None]):
             return self._jobs.cursor
         pid = None if row.member is None else row.member.pid
         for at, other in enumerate(self._rows):
-            same = (other.job.name, other.job.pid) == (row.job.name, row.job.pid)
-            if same and (None if other.member is None else other.member.pid) == pid:
+            same_job = (other.job.name, other.job.pid) == (row.job.name, row.job.pid)
+            if same_job and (None if other.member is None else other.member.pid) == pid:
                 return at
         return self._jobs.cursor
 
@@ -418,12 +426,12 @@ class Cockpit(App[None]):
         if self.frame is None:
             return segments([title, ("   reading the host ...", "dim")], width, self.colours, "head")
         right = self._state(self.frame, width)
-        taken = sum(len(piece[0]) for piece in right)
+        right_cells = sum(len(piece[0]) for piece in right)
         snapshot = self.frame.snapshot
         hosts = (f"  {snapshot.host}  driver {snapshot.driver_version or '-'} ", f"  {snapshot.host} ", " ")
-        host = next((text for text in hosts if len(title[0]) + len(text) <= width - taken), "")
-        left = segments([title, (host, "dim")], max(0, width - taken), self.colours, "head")
-        return [*left, *segments(right, min(width, taken), self.colours, "head")]
+        host = next((text for text in hosts if len(title[0]) + len(text) <= width - right_cells), "")
+        left = segments([title, (host, "dim")], max(0, width - right_cells), self.colours, "head")
+        return [*left, *segments(right, min(width, right_cells), self.colours, "head")]
 
     def _state(self, frame: Frame, width: int) -> list[Piece]:
         """Return the right half of the title: what the screen shows, the load of the host, findings, and the time."""
@@ -634,9 +642,9 @@ class Cockpit(App[None]):
         self.push_screen(Dialog("Findings of gpushare doctor", lines or [(nothing, "dim")], self.colours))
 
     def _examine(self) -> None:
-        self.run_worker(self._examined(), group="doctor", exclusive=True)
+        self.run_worker(self._ask_doctor(), group="doctor", exclusive=True)
 
-    async def _examined(self) -> None:
+    async def _ask_doctor(self) -> None:
         document = await self._answer(["doctor"])
         checks = (document.get("data") or {}).get("checks")
         if checks is not None:
@@ -649,8 +657,8 @@ class Cockpit(App[None]):
                 self.view.text = str(text)
                 self.redraw()
 
-        what = "part of a name, user, command, state or PID; empty shows all"
-        self.push_screen(Prompt("Filter", what, self.colours, value=self.view.text), typed)
+        hint = "part of a name, user, command, state or PID; empty shows all"
+        self.push_screen(Prompt("Filter", hint, self.colours, value=self.view.text), typed)
 
     def _choose(self, title: str, texts: Sequence[str], chosen: Callable[[int], None], cursor: int = 0) -> None:
         def done(number: object) -> None:
@@ -731,9 +739,9 @@ class Cockpit(App[None]):
             # A second action would end it in the middle.
             self.say(f"still at work: {self._doing}", "warn")
             return
-        self.run_worker(self._acted(action, job), group="act", exclusive=True)
+        self.run_worker(self._carry_out(action, job), group="act", exclusive=True)
 
-    async def _acted(self, action: Action, job: ListedJob) -> None:
+    async def _carry_out(self, action: Action, job: ListedJob) -> None:
         """Ask for what is missing, show the plan, ask, carry it out, and say how it went."""
         reader = self.watch_host.reader
         if not isinstance(reader, Reader):
@@ -741,7 +749,7 @@ class Cockpit(App[None]):
             return
         # Its PID may be another process's by the time of the answer.
         process = reader.identity(job.pid)
-        words = await self._words(action, job)
+        words = await self._command_words(action, job)
         if words is None:
             return
         self.say(f"planning: {command_of(words)} ...")
@@ -750,14 +758,14 @@ class Cockpit(App[None]):
             self._note = None
             self._last.refresh()
             if failed(document) and not needs_consent(document):
-                await self._told(command_of(words), error_lines(document, words))
+                await self._show_dialog(command_of(words), error_lines(document, words))
                 return
             plan = plan_lines(document, words)
             if not await self.push_screen_wait(Question(f"{job_title(job)}: {action.title}?", plan, self.colours)):
                 self.say("nothing was changed")
                 return
             if reader.identity(job.pid) != process:
-                await self._told(
+                await self._show_dialog(
                     command_of(words), [(f"process {job.pid} has ended meanwhile; nothing was changed", "warn")]
                 )
                 return
@@ -774,7 +782,7 @@ class Cockpit(App[None]):
         self._note = None
         self.watch_host.look_now()
         if failed(document):
-            await self._told(command_of(words), error_lines(document, words))
+            await self._show_dialog(command_of(words), error_lines(document, words))
             return
         undo = (document.get("data") or {}).get("undo")
         self.happened.all.append(
@@ -782,7 +790,7 @@ class Cockpit(App[None]):
         )
         self._last.refresh()
 
-    async def _words(self, action: Action, job: ListedJob) -> list[str] | None:
+    async def _command_words(self, action: Action, job: ListedJob) -> list[str] | None:
         """Return the command line of an action, after a question if it has one; None: it is not wanted, or cannot be."""
         text: object = ""
         if action.asks is not None:
@@ -793,10 +801,10 @@ class Cockpit(App[None]):
         try:
             return list(action.words(job, str(text)))
         except GpushareError as error:
-            await self._told(action.title, [(error.message, "bad"), (error.hint, "text")])
+            await self._show_dialog(action.title, [(error.message, "bad"), (error.hint, "text")])
             return None
 
-    async def _told(self, title: str, lines: Sequence[Line]) -> None:
+    async def _show_dialog(self, title: str, lines: Sequence[Line]) -> None:
         self._note = None
         await self.push_screen_wait(Dialog(title, lines, self.colours))
 
@@ -805,9 +813,9 @@ class Cockpit(App[None]):
         self._explain(None if row is None else row.job)
 
     def _explain(self, job: ListedJob | None) -> None:
-        self.run_worker(self._explained(job), group="explain", exclusive=True)
+        self.run_worker(self._ask_and_explain(job), group="explain", exclusive=True)
 
-    async def _explained(self, job: ListedJob | None) -> None:
+    async def _ask_and_explain(self, job: ListedJob | None) -> None:
         value = ""
         if job is not None and job.way is not None:
             value = "swap" if job.swapped_bytes else "time-slicing" if job.way is Way.TIMESLICE else ""
@@ -818,7 +826,7 @@ class Cockpit(App[None]):
             return
         document = await self._answer(["explain", *str(text).split()])
         if failed(document):
-            await self._told("Explain", error_lines(document, ["explain", str(text)]))
+            await self._show_dialog("Explain", error_lines(document, ["explain", str(text)]))
             return
         lines: list[Line] = []
         for explanation in document["data"]["explanations"]:

@@ -122,8 +122,8 @@ def plan_lines(document: Document, words: Sequence[str]) -> list[tuple[str, str]
         lines.append((f"{number}. {step['what']}", "text"))
         lines.append((f"   $ {step['command']}", "dim"))
     for loss in data.get("consent") or ():
-        why = f" ({', '.join(loss['why'])})" if loss["why"] else ""
-        lines.append((f"this {loss['action']} {loss['what']}{why}", "warn"))
+        reasons = f" ({', '.join(loss['why'])})" if loss["why"] else ""
+        lines.append((f"this {loss['action']} {loss['what']}{reasons}", "warn"))
     if data.get("undo"):
         lines.append((f"undo: {data['undo']}", "dim"))
     return lines

@@ -63,8 +63,8 @@ class Watch:
             try:
                 frame = self.reader.read()
             except Exception as error:  # noqa: BLE001 - the screen stays and says so; the next look may succeed
-                why = f"unexpected {type(error).__name__}: {error}\nthis is a bug in gpushare; see: gpushare status --debug"
-                frame = Frame(at=time.time(), snapshot=Snapshot(host="-"), error=why)
+                text = f"unexpected {type(error).__name__}: {error}\nthis is a bug in gpushare; see: gpushare status --debug"
+                frame = Frame(at=time.time(), snapshot=Snapshot(host="-"), error=text)
             self._began = None
             if self._ended.is_set():
                 return

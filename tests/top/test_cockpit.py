@@ -298,7 +298,7 @@ def test_help_findings_themes_and_the_mouse(show: Show) -> None:
         await screen.press("question_mark")
         assert "Act on the job" in screen.text
         await screen.press("escape")
-        await screen.app._examined()
+        await screen.app._ask_doctor()
         assert "finding" in screen.text.splitlines()[0]
         await screen.press("D")
         assert "nvidia-persistenced" in screen.text

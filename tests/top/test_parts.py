@@ -34,7 +34,7 @@ from gpushare.snapshot import Observer
 from gpushare.top.dialogs import wrapped
 from gpushare.top.draw import THEMES, bar, chart, fitted, segments, sparkline
 from gpushare.top.frame import Frame, Member, Reader
-from gpushare.top.gpus import below, client_lines, gpu_line, layout_of, name_in, sharing_text
+from gpushare.top.gpus import client_lines, gpu_line, layout_of, lines_below, name_in, sharing_text
 from gpushare.top.history import Events, History
 from gpushare.top.jobs import COLUMNS, View, rows_of, visible_columns
 from gpushare.top.verbs import followed
@@ -214,7 +214,9 @@ def test_lines_of_a_gpu_fit_their_columns() -> None:
         layout = layout_of(width, 14)
         line = gpu_line(shown, gpu, History(), layout, DARK)
         assert sum(len(piece[0]) for piece in line[:-1]) + 13 <= width
-    assert any("reserved for bob for 2 h" in piece[0] for line in below(shown, gpu, layout, DARK) for piece in line)
+    assert any(
+        "reserved for bob for 2 h" in piece[0] for line in lines_below(shown, gpu, layout, DARK) for piece in line
+    )
 
 
 def test_limits_that_are_unknown_are_no_limits_of_100_percent() -> None:
@@ -227,7 +229,7 @@ def test_limits_that_are_unknown_are_no_limits_of_100_percent() -> None:
         "threads 100 %  no memory limit",
         "threads 25 %  memory 1.0 GiB",
     ]
-    assert "threads -  memory -" in below(shown, gpu, layout_of(80, 9), DARK)[0][-1][0]
+    assert "threads -  memory -" in lines_below(shown, gpu, layout_of(80, 9), DARK)[0][-1][0]
 
 
 def test_lines_to_read_are_broken_where_they_are_wider_than_the_box() -> None:
