@@ -137,8 +137,10 @@ def memory_of(state: SimulatedHostState, target: Target) -> tuple[int, int, int]
     if target.instance is not None:
         total, reserved = profile_memory_mib(target, target.instance.profile) * MIB, 0
         # Memory belongs to the GPU instance; its compute instances share it.
-        mine, target = target.instance.gpu_instance_id, target._replace(instance=None)
-        used = sum(resident.memory_bytes for resident in residents(state, target) if resident.gpu_instance_id == mine)
+        gpu_instance, target = target.instance.gpu_instance_id, target._replace(instance=None)
+        used = sum(
+            resident.memory_bytes for resident in residents(state, target) if resident.gpu_instance_id == gpu_instance
+        )
         return total, reserved, min(used, total)
     used = target.gpu.unlisted_bytes + sum(resident.memory_bytes for resident in residents(state, target))
     return total, reserved, min(used, total - reserved)
@@ -217,5 +219,5 @@ def _servers(state: SimulatedHostState, gpu: SimulatedGpu) -> Iterator[Resident]
                 )
 
 
-def _belongs(one: Resident, target: Target) -> bool:
-    return target.instance is None or one.place == target.instance.place
+def _belongs(resident: Resident, target: Target) -> bool:
+    return target.instance is None or resident.place == target.instance.place

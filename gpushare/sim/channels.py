@@ -127,17 +127,17 @@ class SimulatedFiles(KernelFiles):
 
     def ioctl(self, file: int, request: int, argument: bytearray, parameters: bytearray) -> None:
         """Answer one ioctl as the driver does: a status in the argument, results in the parameters."""
-        client, thing, command, _, _, size, _ = rm.ARGUMENT.unpack(argument)
+        client, handle, command, _, _, size, _ = rm.ARGUMENT.unpack(argument)
         if request == rm.RM_ALLOC:
             status = rm.OK
             argument[8:12] = _NEWEST.to_bytes(4, "little")
         elif request != rm.RM_CONTROL or size != len(parameters):
             status = INVALID_PARAM_STRUCT
         else:
-            status = self._control(self._opened[file], client, thing, command, parameters)
+            status = self._control(self._opened[file], client, handle, command, parameters)
         argument[28:32] = status.to_bytes(4, "little")
 
-    def _control(self, pid: int, client: int, thing: int, command: int, parameters: bytearray) -> int:
+    def _control(self, pid: int, client: int, handle: int, command: int, parameters: bytearray) -> int:
         # A scan asks thousands of times: the state is read once for it, and again after each change.
         state = self._state if self._state is not None else current(self._state_file)
         if state is not self._asked[0] or pid != self._asked[1]:
@@ -148,13 +148,13 @@ class SimulatedFiles(KernelFiles):
         if forced is not None:
             return forced
         if command == rm.HANDLE_INFO:
-            return _info(client, self._asked[3], thing, parameters)
+            return _info(client, self._asked[3], handle, parameters)
         if command not in _CALLS:
             return rm.NOT_SUPPORTED
         if command not in {rm.SET_TIMESLICE, rm.DISABLE_CHANNELS}:
-            return _called(state, pid, command, thing, parameters)
+            return _answer_call(state, pid, command, handle, parameters)
         with changing(self._state_file) as (changed, _):
-            status = _called(changed, pid, command, thing, parameters)
+            status = _answer_call(changed, pid, command, handle, parameters)
         self._state = current(self._state_file)
         return status
 
@@ -209,26 +209,26 @@ def _objects(owner: Owner | None) -> Mapping[int, tuple[int, int]]:
     return {**_OBJECTS, _MPS_OBJECT: (rm.CLASS_MPS, 0)} if client else _OBJECTS
 
 
-def _info(client: int, objects: Mapping[int, tuple[int, int]], thing: int, parameters: bytearray) -> int:
-    asked, index, _ = rm.INFO.unpack(parameters)
-    entry = (rm.CLASS_ROOT_CLIENT, 0) if asked == client else objects.get(asked)
-    if thing != client or entry is None:
+def _info(client: int, objects: Mapping[int, tuple[int, int]], handle: int, parameters: bytearray) -> int:
+    object_handle, index, _ = rm.INFO.unpack(parameters)
+    entry = (rm.CLASS_ROOT_CLIENT, 0) if object_handle == client else objects.get(object_handle)
+    if handle != client or entry is None:
         return rm.OBJECT_NOT_FOUND
     if index not in {rm.PARENT, rm.CLASS}:
         return INVALID_ARGUMENT
-    rm.INFO.pack_into(parameters, 0, asked, index, entry[0] if index == rm.CLASS else entry[1] or client)
+    rm.INFO.pack_into(parameters, 0, object_handle, index, entry[0] if index == rm.CLASS else entry[1] or client)
     return rm.OK
 
 
-def _called(state: SimulatedHostState, pid: int, command: int, thing: int, parameters: bytearray) -> int:
+def _answer_call(state: SimulatedHostState, pid: int, command: int, handle: int, parameters: bytearray) -> int:
     needed, call = _CALLS[command]
     owner = owner_of(state, pid)
-    if owner is None or needed not in {None, _OBJECTS.get(thing, (0, 0))[0]}:
+    if owner is None or needed not in {None, _OBJECTS.get(handle, (0, 0))[0]}:
         return rm.OBJECT_NOT_FOUND
-    return call(state, owner, thing, parameters)
+    return call(state, owner, handle, parameters)
 
 
-def _child(_state: SimulatedHostState, _owner: Owner, _thing: int, parameters: bytearray) -> int:
+def _child(_state: SimulatedHostState, _owner: Owner, _handle: int, parameters: bytearray) -> int:
     parent, kind, _ = rm.CHILD.unpack(parameters)
     if kind != rm.INTERNAL_DEVICE:
         return rm.OBJECT_NOT_FOUND
@@ -245,24 +245,24 @@ def _slices(state: SimulatedHostState, owner: Owner, group: int) -> tuple[dict[s
     return holder.slices, hex(group), DEFAULT_SLICE_US // 2
 
 
-def _read(state: SimulatedHostState, owner: Owner, thing: int, parameters: bytearray) -> int:
-    slices, name, default = _slices(state, owner, thing)
+def _read(state: SimulatedHostState, owner: Owner, handle: int, parameters: bytearray) -> int:
+    slices, name, default = _slices(state, owner, handle)
     rm.SLICE.pack_into(parameters, 0, slices.get(name, default))
     return rm.OK
 
 
-def _set(state: SimulatedHostState, owner: Owner, thing: int, parameters: bytearray) -> int:
-    wanted = int(rm.SLICE.unpack(parameters)[0])
-    if wanted == 0:
+def _set(state: SimulatedHostState, owner: Owner, handle: int, parameters: bytearray) -> int:
+    slice_us = int(rm.SLICE.unpack(parameters)[0])
+    if slice_us == 0:
         return INVALID_ARGUMENT
-    slices, name, default = _slices(state, owner, thing)
+    slices, name, default = _slices(state, owner, handle)
     slices.pop(name, None)
-    if wanted != default:
-        slices[name] = wanted
+    if slice_us != default:
+        slices[name] = slice_us
     return rm.OK
 
 
-def _switch_channels(state: SimulatedHostState, owner: Owner, _thing: int, parameters: bytearray) -> int:
+def _switch_channels(state: SimulatedHostState, owner: Owner, _handle: int, parameters: bytearray) -> int:
     """Take channels of the owner's client off the GPU, or put them back."""
     off, count, _, _, _, *lists = rm.DISABLE.unpack(parameters)
     clients, channels = lists[:count], set(lists[rm.CHANNELS_PER_CALL : rm.CHANNELS_PER_CALL + count])
@@ -280,7 +280,7 @@ def _switch_channels(state: SimulatedHostState, owner: Owner, _thing: int, param
     return rm.OK
 
 
-def _pids(state: SimulatedHostState, owner: Owner, _thing: int, parameters: bytearray) -> int:
+def _pids(state: SimulatedHostState, owner: Owner, _handle: int, parameters: bytearray) -> int:
     gpu = _gpu(state, owner)
     pids = [process.pid for process in state.processes if process.gpu_uuid == gpu and on_gpu(process)]
     pids = [*pids, *(server.pid for server in state.servers)][:950]
@@ -289,7 +289,7 @@ def _pids(state: SimulatedHostState, owner: Owner, _thing: int, parameters: byte
     return rm.OK
 
 
-def _gid(state: SimulatedHostState, owner: Owner, _thing: int, parameters: bytearray) -> int:
+def _gid(state: SimulatedHostState, owner: Owner, _handle: int, parameters: bytearray) -> int:
     uuid = _gpu(state, owner).encode()
     rm.GID.pack_into(parameters, 0, 0, 0, len(uuid) + 1, uuid)
     return rm.OK

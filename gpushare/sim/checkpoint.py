@@ -45,25 +45,25 @@ class SimulatedCheckpoint:
         return SUCCESS
 
     def cuCheckpointProcessLock(self, pid: int, _arguments: Any) -> int:
-        return self._moved(pid, "lock", RUNNING, lambda _state, process: _set(process, LOCKED))
+        return self._move(pid, "lock", RUNNING, lambda _state, process: _set(process, LOCKED))
 
     def cuCheckpointProcessUnlock(self, pid: int, _arguments: Any) -> int:
-        return self._moved(pid, "unlock", LOCKED, lambda _state, process: _set(process, RUNNING))
+        return self._move(pid, "unlock", LOCKED, lambda _state, process: _set(process, RUNNING))
 
     def cuCheckpointProcessCheckpoint(self, pid: int, _arguments: Any) -> int:
-        return self._moved(pid, "checkpoint", LOCKED, _out)
+        return self._move(pid, "checkpoint", LOCKED, _checkpoint)
 
     def cuCheckpointProcessRestore(self, pid: int, arguments: Any) -> int:
         """Move it back, or to the GPU that the pairs name: without room it fails, then and ever after."""
-        given = ctypes.cast(arguments, ctypes.POINTER(RestoreArguments)).contents
+        restore = ctypes.cast(arguments, ctypes.POINTER(RestoreArguments)).contents
         pairs = (
-            {bytes(pair.old).hex(): bytes(pair.new).hex() for pair in given.gpuPairs[: given.gpuPairsCount]}
-            if given.gpuPairsCount
+            {bytes(pair.old).hex(): bytes(pair.new).hex() for pair in restore.gpuPairs[: restore.gpuPairsCount]}
+            if restore.gpuPairsCount
             else {}
         )
-        return self._moved(pid, "restore", CHECKPOINTED, lambda state, process: _in(state, process, pairs))
+        return self._move(pid, "restore", CHECKPOINTED, lambda state, process: _restore(state, process, pairs))
 
-    def _moved(self, pid: int, name: str, before: int, move: Any) -> int:
+    def _move(self, pid: int, name: str, required_state: int, move: Any) -> int:
         with changing(self._state_file) as (state, _):
             process = state.process(pid)
             if process is None:
@@ -76,7 +76,7 @@ class SimulatedCheckpoint:
                 return state.checkpoint_faults[name]
             if process.checkpoint == FAILED:
                 return OPERATING_SYSTEM
-            if process.checkpoint != before:
+            if process.checkpoint != required_state:
                 return ILLEGAL_STATE
             code: int = move(state, process)
             return code
@@ -91,7 +91,7 @@ def _set(process: SimulatedProcess, value: int) -> int:
     return SUCCESS
 
 
-def _out(_state: SimulatedHostState, process: SimulatedProcess) -> int:
+def _checkpoint(_state: SimulatedHostState, process: SimulatedProcess) -> int:
     process.image_bytes, process.memory_bytes = process.memory_bytes, 0
     return _set(process, CHECKPOINTED)
 
@@ -100,7 +100,7 @@ def _plain(uuid: str) -> str:
     return uuid.removeprefix("GPU-").replace("-", "")
 
 
-def _in(state: SimulatedHostState, process: SimulatedProcess, pairs: dict[str, str]) -> int:
+def _restore(state: SimulatedHostState, process: SimulatedProcess, pairs: dict[str, str]) -> int:
     gpus = {_plain(gpu.uuid): gpu for gpu in state.gpus}
     if pairs:
         target = gpus.get(pairs.get(_plain(process.gpu_uuid), ""))
@@ -109,15 +109,15 @@ def _in(state: SimulatedHostState, process: SimulatedProcess, pairs: dict[str, s
             return INVALID_VALUE
         if target.model != gpus[_plain(process.gpu_uuid)].model:
             return INVALID_VALUE
-        before, process.gpu_uuid = process.gpu_uuid, target.uuid
-        code = _back(state, process)
+        old_uuid, process.gpu_uuid = process.gpu_uuid, target.uuid
+        code = _restore_memory(state, process)
         if code != SUCCESS:
-            process.gpu_uuid = before
+            process.gpu_uuid = old_uuid
         return code
-    return _back(state, process)
+    return _restore_memory(state, process)
 
 
-def _back(state: SimulatedHostState, process: SimulatedProcess) -> int:
+def _restore_memory(state: SimulatedHostState, process: SimulatedProcess) -> int:
     total, reserved, used = activity.memory_of(state, target_of(state, process))
     if process.image_bytes > total - reserved - used:
         _set(process, FAILED)

@@ -33,11 +33,11 @@ _KILLING = {signals.SIGKILL, signals.SIGTERM, signals.SIGINT, signals.SIGHUP, si
 
 def daemon_of(state: SimulatedHostState, environment: Mapping[str, str]) -> SimulatedDaemon | None:
     """Return the live daemon whose pipe directory the environment names, or None."""
-    given = environment.get("CUDA_MPS_PIPE_DIRECTORY") or DEFAULT_PIPE_DIRECTORY
+    pipe_directory = environment.get("CUDA_MPS_PIPE_DIRECTORY") or DEFAULT_PIPE_DIRECTORY
     for daemon in state.daemons:
-        if daemon.pipe_directory == given:
+        if daemon.pipe_directory == pipe_directory:
             return daemon
-    directory = os.path.realpath(given) if state.daemons else ""
+    directory = os.path.realpath(pipe_directory) if state.daemons else ""
     return next((daemon for daemon in state.daemons if os.path.realpath(daemon.pipe_directory) == directory), None)
 
 
@@ -59,7 +59,7 @@ def attach(state: SimulatedHostState, process: SimulatedProcess, environment: Ma
     devices = visible(host_devices(state), split(environment.get("CUDA_VISIBLE_DEVICES")))
     if not devices or not use(devices[0], process.uid):
         _refuse(process, "CUDA_ERROR_NO_DEVICE")
-    elif _closed(state, process, devices[0], daemon):
+    elif _is_shut_out(state, process, devices[0], daemon):
         _refuse(process, "CUDA_ERROR_DEVICE_UNAVAILABLE")
     else:
         _place(process, devices[0])
@@ -146,7 +146,7 @@ def _attach_client(
     uid = 0 if daemon.multiuser else process.uid
     if any(other.uid != uid and clients_of(state, other.pid) for other in daemon.servers):
         return [*log, pending]
-    if _closed(state, process, devices[0], daemon):
+    if _is_shut_out(state, process, devices[0], daemon):
         _refuse(process, "CUDA_ERROR_DEVICE_UNAVAILABLE")
         return log
     server = next((server for server in daemon.servers if server.uid == uid), None)
@@ -179,15 +179,15 @@ def _connect(
         return server_lines(daemon, server, f"Number of active client contexts reached limit ({limit})")
     process.mps_server = server.pid
     _place(process, devices[0])
-    own = mps_servers.parse_threads(environment.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"))
-    process.threads = server.threads if own is None else min(own, server.threads)
+    own_threads = mps_servers.parse_threads(environment.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"))
+    process.threads = server.threads if own_threads is None else min(own_threads, server.threads)
     process.sm_percent = round(process.sm_percent * process.threads / 100)
     # Both limits hold, the server's and its own; one for a GPU that it cannot see drops all.
-    given = mps_servers.parse_environment(environment.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"))
-    if not mps_servers.names_invisible(given, devices):
+    own_limits = mps_servers.parse_environment(environment.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"))
+    if not mps_servers.names_invisible(own_limits, devices):
         limits = [
             mps_servers.limit_of(server.memory, daemon_devices(state, daemon), devices[0]),
-            mps_servers.limit_of(given, devices, devices[0]),
+            mps_servers.limit_of(own_limits, devices, devices[0]),
         ]
         process.memory_limit_bytes = min(
             (limit * mps_servers.MIB for limit in limits if limit is not None), default=None
@@ -197,7 +197,7 @@ def _connect(
     return mps_servers.connected(daemon, server, process)
 
 
-def _closed(
+def _is_shut_out(
     state: SimulatedHostState, process: SimulatedProcess, device: Device, daemon: SimulatedDaemon | None
 ) -> bool:
     """Return whether the compute mode shuts the process out (MIG devices have none)."""

@@ -136,13 +136,13 @@ def _add(names: list[str], name: str) -> None:
         names.append(name)
 
 
-def _wrong(what: str, hint: str) -> BadUsage:
-    return BadUsage(f"the fault {what}", hint, code="bad_fault")
+def _wrong(problem: str, hint: str) -> BadUsage:
+    return BadUsage(f"the fault {problem}", hint, code="bad_fault")
 
 
-def _number(kind: str, value: str | None, what: str) -> int:
+def _number(kind: str, value: str | None, meaning: str) -> int:
     if value is None or not value.isascii() or not value.isdigit():
-        raise _wrong(f"{kind} needs a number", f"give {what}: {kind} 3")
+        raise _wrong(f"{kind} needs a number", f"give {meaning}: {kind} 3")
     return int(value)
 
 

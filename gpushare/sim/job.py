@@ -132,13 +132,13 @@ def pace_of(
     beside = [process for process in state.processes if (process.gpu_uuid, process.place) == here]
     busy = [other for other in beside if on_gpu(other) and activity.is_busy(other, at)]
     want = need * streams
-    mine = min(want, _capacity(state, process) * (process.threads or 100.0) / 100)
-    own = mine / want * (_squeeze(state, process, busy, contention) if process.mps_server is not None else 1.0)
+    reach = min(want, _capacity(state, process) * (process.threads or 100.0) / 100)
+    speed = reach / want * (_squeeze(state, process, busy, contention) if process.mps_server is not None else 1.0)
     contexts: dict[int, list[SimulatedProcess]] = {}
     for other in busy:
         contexts.setdefault(other.mps_server or other.pid, []).append(other)
     others = [clients for key, clients in contexts.items() if key != (process.mps_server or process.pid)]
-    return _in_turn(state, process, own, others)
+    return _in_turn(state, process, speed, others)
 
 
 def _squeeze(
@@ -148,42 +148,42 @@ def _squeeze(
     clients = [other for other in busy if other.mps_server == process.mps_server]
     always = [client for client in clients if client.busy_percent >= 100 or client.pid == process.pid]
 
-    def left(some: Sequence[SimulatedProcess]) -> float:
-        load = sum(client.sm_percent for client in some)
+    def share_among(present: Sequence[SimulatedProcess]) -> float:
+        load = sum(client.sm_percent for client in present)
         squeeze = 100 / load * (1 - contention / 100) if load > 100 else 1.0
         if process.bandwidth_percent is not None:
-            draws = [client for client in activity.with_stated_bandwidth(state, process.gpu_uuid) if client in some]
+            draws = [client for client in activity.with_stated_bandwidth(state, process.gpu_uuid) if client in present]
             squeeze = min(squeeze, 100 / max(100, sum(client.bandwidth_percent or 0 for client in draws)))
         return squeeze
 
-    crowded = left(clients)
+    with_all = share_among(clients)
     # Those that have work now and then are there for a part of the time only.
-    part = min(1.0, sum(client.busy_percent for client in clients if client not in always) / 100 / crowded)
-    return crowded if process.busy_percent < 100 else part * crowded + (1 - part) * left(always)
+    busy_part = min(1.0, sum(client.busy_percent for client in clients if client not in always) / 100 / with_all)
+    return with_all if process.busy_percent < 100 else busy_part * with_all + (1 - busy_part) * share_among(always)
 
 
 def _in_turn(
-    state: SimulatedHostState, process: SimulatedProcess, own: float, others: Sequence[Sequence[SimulatedProcess]]
+    state: SimulatedHostState, process: SimulatedProcess, speed: float, others: Sequence[Sequence[SimulatedProcess]]
 ) -> Pace:
     """Return the pace of a process that reaches ``own`` in its turns, next to the contexts of others."""
     if process.busy_percent >= 100 and not others:
-        return Pace(own, 1 / own)
-    mine, slices = _slice(state, process), [_slice(state, clients[0]) for clients in others]
-    seldom = [_work(clients) for clients in others]
+        return Pace(speed, 1 / speed)
+    own_slice, slices = _slice(state, process), [_slice(state, clients[0]) for clients in others]
+    busy_parts = [_work(clients) for clients in others]
     if process.busy_percent < 100:
-        alone = (process.request_ms or mine / 1000) * 1000
-        waits = sum(slice_us * part + _SWITCH_US for slice_us, part in zip(slices, seldom, strict=True))
-        takes = alone / own + math.ceil(alone / own / mine) * waits
+        alone = (process.request_ms or own_slice / 1000) * 1000
+        waits = sum(slice_us * part + _SWITCH_US for slice_us, part in zip(slices, busy_parts, strict=True))
+        takes = alone / speed + math.ceil(alone / speed / own_slice) * waits
         return Pace(min(1.0, alone / takes / (process.busy_percent / 100)), takes / alone)
-    always = [slice_us for slice_us, part in zip(slices, seldom, strict=True) if part >= 1]
+    always = [slice_us for slice_us, part in zip(slices, busy_parts, strict=True) if part >= 1]
     rest = 1.0
-    for beside, part, slice_us in zip(others, seldom, slices, strict=True):
+    for beside, part, slice_us in zip(others, busy_parts, slices, strict=True):
         if part < 1:
             request = (beside[0].request_ms or slice_us / 1000) * 1000
             rest -= part * (1 + math.ceil(request / slice_us) * _SWITCH_US / request)
-    round_us = [mine, *always]
+    round_us = [own_slice, *always]
     turn = sum(round_us) + (_SWITCH_US * len(round_us) if always and min(round_us) < _SHORT_US else 0.0)
-    rate = own * max(0.0, rest) * mine / turn
+    rate = speed * max(0.0, rest) * own_slice / turn
     return Pace(rate, 1 / rate if rate else math.inf)
 
 

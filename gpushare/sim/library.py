@@ -299,12 +299,12 @@ for _kind, _wanted in _LISTS.items():
     _register(_kind, _wanted)
 
 
-def _info(one: Resident) -> dict[str, int]:
+def _info(resident: Resident) -> dict[str, int]:
     return {
-        "pid": one.pid,
-        "usedGpuMemory": one.memory_bytes,
-        "gpuInstanceId": NO_INSTANCE if one.gpu_instance_id is None else one.gpu_instance_id,
-        "computeInstanceId": NO_INSTANCE if one.compute_instance_id is None else one.compute_instance_id,
+        "pid": resident.pid,
+        "usedGpuMemory": resident.memory_bytes,
+        "gpuInstanceId": NO_INSTANCE if resident.gpu_instance_id is None else resident.gpu_instance_id,
+        "computeInstanceId": NO_INSTANCE if resident.compute_instance_id is None else resident.compute_instance_id,
     }
 
 

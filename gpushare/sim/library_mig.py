@@ -36,11 +36,11 @@ def _engines(profile: GiProfile, *, shared: bool = False) -> dict[str, int]:
     return {f"shared{name[0].upper()}{name[1:]}": count for name, count in counts.items()} if shared else counts
 
 
-def _required(found: SimulatedMigInstance | None) -> SimulatedMigInstance:
+def _required(instance: SimulatedMigInstance | None) -> SimulatedMigInstance:
     """Return the instance that was called on; a whole GPU is refused (H200)."""
-    if found is None:
+    if instance is None:
         raise Refused(Code.INVALID_ARGUMENT)
-    return found
+    return instance
 
 
 def _owner(target: Target) -> tuple[SimulatedGpuInstance, GiProfile]:
@@ -52,14 +52,14 @@ def _owner(target: Target) -> tuple[SimulatedGpuInstance, GiProfile]:
     return owner, profile
 
 
-def _mine(target: Target) -> list[SimulatedMigInstance]:
+def _compute_instances_of(target: Target) -> list[SimulatedMigInstance]:
     return [instance for instance in target.gpu.mig if instance.gpu_instance_id == target.handle.gpu_instance]
 
 
-def _offering(target: Target, wanted: int) -> GiProfile:
+def _offering(target: Target, number: int) -> GiProfile:
     """Return the GPU instance's profile, if it offers a compute instance profile; NOT_SUPPORTED otherwise."""
     profile = _owner(target)[1]
-    if wanted not in mig.offered(profile):
+    if number not in mig.offered(profile):
         raise Refused(Code.NOT_SUPPORTED)
     return profile
 
@@ -76,10 +76,10 @@ def _attributes(_library: SimulatedLibrary, target: Target) -> dict[str, int] | 
     }
 
 
-def _profile_info(_library: SimulatedLibrary, target: Target, wanted: int) -> dict[str, Any] | None:
-    if not 0 <= wanted < _PROFILE_COUNT:
+def _profile_info(_library: SimulatedLibrary, target: Target, number: int) -> dict[str, Any] | None:
+    if not 0 <= number < _PROFILE_COUNT:
         raise Refused(Code.INVALID_ARGUMENT)
-    profile = next((profile for profile in target.model.profiles if profile.nvml_profile == wanted), None)
+    profile = next((profile for profile in target.model.profiles if profile.nvml_profile == number), None)
     if profile is None:
         return None
     return _engines(profile) | {
@@ -93,16 +93,16 @@ def _profile_info(_library: SimulatedLibrary, target: Target, wanted: int) -> di
     }
 
 
-def _compute_profile(_library: SimulatedLibrary, target: Target, wanted: int, engine: int) -> dict[str, Any] | None:
-    if not 0 <= wanted < mig.PROFILE_COUNT or engine != 0:
+def _compute_profile(_library: SimulatedLibrary, target: Target, number: int, engine: int) -> dict[str, Any] | None:
+    if not 0 <= number < mig.PROFILE_COUNT or engine != 0:
         raise Refused(Code.INVALID_ARGUMENT)
     profile = _owner(target)[1]
-    instances = mig.offered(profile).get(wanted)
+    instances = mig.offered(profile).get(number)
     if instances is None:
         return None
-    slices = mig.slices_of(wanted)
+    slices = mig.slices_of(number)
     return _engines(profile, shared=True) | {
-        "id": wanted,
+        "id": number,
         "sliceCount": slices,
         "instanceCount": instances,
         "multiprocessorCount": activity.compute_multiprocessors(target, profile, slices),
@@ -110,8 +110,8 @@ def _compute_profile(_library: SimulatedLibrary, target: Target, wanted: int, en
     }
 
 
-def _profile_by_id(target: Target, wanted: int) -> GiProfile:
-    profile = target.model.profile_by_id(wanted)
+def _profile_by_id(target: Target, profile_id: int) -> GiProfile:
+    profile = target.model.profile_by_id(profile_id)
     if profile is None:
         raise Refused(Code.NOT_SUPPORTED)
     return profile
@@ -198,8 +198,8 @@ def _gpu_instances(_library: SimulatedLibrary, target: Target, identity: Any, in
 @abi.entry_point("nvmlGpuInstanceGetComputeInstances", on=On.GPU_INSTANCE)
 def _compute_instances(_library: SimulatedLibrary, target: Target, identity: Any, instances: Any, count: Any) -> None:
     profile = _offering(target, abi.number(identity))
-    mine = [part for part in _mine(target) if mig.number_of(profile, part) == abi.number(identity)]
-    _put_handles(instances, count, [_handle(HandleKind.COMPUTE_INSTANCE, target, part) for part in mine])
+    matching = [part for part in _compute_instances_of(target) if mig.number_of(profile, part) == abi.number(identity)]
+    _put_handles(instances, count, [_handle(HandleKind.COMPUTE_INSTANCE, target, part) for part in matching])
 
 
 @abi.entry_point("nvmlDeviceGetGpuInstanceById", on=On.GPU)
@@ -214,7 +214,7 @@ def _gpu_instance_by_id(_library: SimulatedLibrary, target: Target, identity: An
 
 @abi.entry_point("nvmlGpuInstanceGetComputeInstanceById", on=On.GPU_INSTANCE)
 def _compute_by_id(_library: SimulatedLibrary, target: Target, identity: Any, instance: Any) -> None:
-    for part in _mine(target):
+    for part in _compute_instances_of(target):
         if part.compute_instance_id == abi.number(identity):
             return abi.put_handle(instance, _handle(HandleKind.COMPUTE_INSTANCE, target, part))
     raise Refused(Code.NOT_FOUND)
@@ -314,7 +314,7 @@ def destroy_gpu_instance(gpu: SimulatedGpu, gpu_instance: int, residents: Sequen
         *(resident.gpu_instance_id for resident in residents),
     ]:
         raise Refused(Code.IN_USE)
-    gpu.bare.remove(_found(gpu.bare, lambda each: each.gpu_instance_id == gpu_instance))
+    gpu.bare.remove(_first(gpu.bare, lambda each: each.gpu_instance_id == gpu_instance))
     forget_gone(gpu)
 
 
@@ -327,7 +327,7 @@ def create_compute_instance(
         Refused: INVALID_ARGUMENT, the GPU instance is gone, no such profile, or it cannot lie there; NOT_SUPPORTED,
             not in this GPU instance; INSUFFICIENT_RESOURCES, no room, or the place is taken.
     """
-    owner = _found(gpu_instances(gpu), lambda each: each.gpu_instance_id == gpu_instance)
+    owner = _first(gpu_instances(gpu), lambda each: each.gpu_instance_id == gpu_instance)
     profile = model.profile(owner.profile)
     if profile is None or not 0 <= number < mig.PROFILE_COUNT:
         raise Refused(Code.INVALID_ARGUMENT)
@@ -340,9 +340,9 @@ def create_compute_instance(
     present = [instance for instance in gpu.mig if instance.gpu_instance_id == gpu_instance]
     free = mig.free_compute_starts(profile, number, present)
     start = _start(free, placement)
-    taken = {instance.compute_instance_id for instance in present}
+    used_ids = {instance.compute_instance_id for instance in present}
     # Ids start at 0 in every GPU instance, and are reused.
-    identity = next(number_free for number_free in range(len(taken) + 1) if number_free not in taken)
+    identity = next(number_free for number_free in range(len(used_ids) + 1) if number_free not in used_ids)
     created = SimulatedMigInstance(
         profile=profile.name,
         start=owner.start,
@@ -368,17 +368,17 @@ def destroy_compute_instance(
     place = (gpu_instance, compute_instance)
     if any(resident.place == place for resident in residents):
         raise Refused(Code.IN_USE)
-    gone = _found(gpu.mig, lambda part: part.place == place)
-    gpu.mig.remove(gone)
+    destroyed = _first(gpu.mig, lambda part: part.place == place)
+    gpu.mig.remove(destroyed)
     if all(instance.gpu_instance_id != gpu_instance for instance in gpu.mig):
-        gpu.bare.append(SimulatedGpuInstance(gone.profile, gone.start, gpu_instance))
+        gpu.bare.append(SimulatedGpuInstance(destroyed.profile, destroyed.start, gpu_instance))
         gpu.bare.sort(key=lambda each: each.gpu_instance_id)
     forget_gone(gpu)
 
 
-def _found(instances: Sequence[_Instance], wanted: Callable[[_Instance], bool]) -> _Instance:
+def _first(instances: Sequence[_Instance], matches: Callable[[_Instance], bool]) -> _Instance:
     for instance in instances:
-        if wanted(instance):
+        if matches(instance):
             return instance
     # Somebody else destroyed it after the handle was resolved.
     raise Refused(Code.INVALID_ARGUMENT)

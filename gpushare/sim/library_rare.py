@@ -56,12 +56,12 @@ def _sample(library: SimulatedLibrary, target: Target, sample: Any) -> None:
 
 @abi.entry_point("nvmlGpmMigSampleGet", on=On.GPU)
 def _mig_sample(library: SimulatedLibrary, target: Target, gpu_instance_id: Any, sample: Any) -> None:
-    wanted = abi.number(gpu_instance_id)
+    number = abi.number(gpu_instance_id)
     devices = target.gpu.mig if target.mig_enabled else []
-    instance = next((device for device in devices if device.gpu_instance_id == wanted), None)
+    instance = next((device for device in devices if device.gpu_instance_id == number), None)
     if instance is None:
         raise Refused(Code.INVALID_ARGUMENT)
-    handle = Handle(HandleKind.MIG_DEVICE, target.handle.index, wanted, instance.compute_instance_id)
+    handle = Handle(HandleKind.MIG_DEVICE, target.handle.index, number, instance.compute_instance_id)
     _take(library, Target(handle, target.gpu, target.model, instance), sample)
 
 
@@ -84,7 +84,7 @@ def _metrics(library: SimulatedLibrary, argument: Any) -> None:
     if first is None or second is None or not 0 <= struct.numMetrics <= len(struct.metrics):
         raise Refused(Code.INVALID_ARGUMENT)
     # GPM integrates over the time between two samples; between these, the load is taken as linear.
-    busy, drawn = ((before + other) / 2 for before, other in zip(first, second, strict=True))
+    busy, drawn = ((first_value + second_value) / 2 for first_value, second_value in zip(first, second, strict=True))
     values = {_BANDWIDTH: drawn, **{metric: busy * share for metric, share in _METRICS.items()}}
     for index in range(struct.numMetrics):
         metric = struct.metrics[index]
@@ -99,16 +99,16 @@ _GPU_SHIFT: Final = 8
 
 @abi.entry_point("nvmlDeviceGetActiveVgpus", on=On.GPU)
 def _active(_library: SimulatedLibrary, target: Target, count: Any, instances: Any) -> None:
-    there = target.gpu.vgpus
+    vgpus = target.gpu.vgpus
     room = abi.number(abi.target_of(count)) if instances is not None else 0
-    abi.put(count, len(there))
-    if room < len(there):
+    abi.put(count, len(vgpus))
+    if room < len(vgpus):
         raise Refused(Code.INSUFFICIENT_SIZE)
-    for place in range(len(there)):
+    for place in range(len(vgpus)):
         instances[place] = target.handle.index << _GPU_SHIFT | place + 1
 
 
-def _of(library: SimulatedLibrary, instance: int) -> SimulatedVgpu:
+def _vgpu_of(library: SimulatedLibrary, instance: int) -> SimulatedVgpu:
     index, place = instance >> _GPU_SHIFT, (instance & 0xFF) - 1
     gpus = library.state.gpus
     if index >= len(gpus) or not 0 <= place < len(gpus[index].vgpus):
@@ -130,7 +130,7 @@ def _of_type(library: SimulatedLibrary, kind: int) -> SimulatedVgpu:
 
 @abi.entry_point("nvmlVgpuInstanceGetVmID")
 def _vm(library: SimulatedLibrary, instance: Any, buffer: Any, length: Any, kind: Any) -> None:
-    abi.put_text(buffer, length, _of(library, abi.number(instance)).vm)
+    abi.put_text(buffer, length, _vgpu_of(library, abi.number(instance)).vm)
     # NVML_VGPU_VM_ID_DOMAIN_ID.
     abi.put(kind, 0)
 
@@ -143,9 +143,14 @@ _GETTERS: Final[tuple[tuple[str, Kinds, Form, Callable[..., Any]], ...]] = (
         lambda _, target: _HOST_VGPU if target.gpu.vgpus else _NONE,
     ),
     ("nvmlVgpuTypeGetName", On.NOTHING, Form.TEXT, lambda library, kind: _of_type(library, kind).type),
-    ("nvmlVgpuInstanceGetUUID", On.NOTHING, Form.TEXT, lambda library, instance: _of(library, instance).uuid),
-    ("nvmlVgpuInstanceGetType", On.NOTHING, Form.NUMBER, lambda library, instance: _type(_of(library, instance))),
-    ("nvmlVgpuInstanceGetFbUsage", On.NOTHING, Form.NUMBER, lambda library, at: _of(library, at).memory_used_bytes),
+    ("nvmlVgpuInstanceGetUUID", On.NOTHING, Form.TEXT, lambda library, instance: _vgpu_of(library, instance).uuid),
+    ("nvmlVgpuInstanceGetType", On.NOTHING, Form.NUMBER, lambda library, instance: _type(_vgpu_of(library, instance))),
+    (
+        "nvmlVgpuInstanceGetFbUsage",
+        On.NOTHING,
+        Form.NUMBER,
+        lambda library, at: _vgpu_of(library, at).memory_used_bytes,
+    ),
     (
         "nvmlVgpuTypeGetFramebufferSize",
         On.NOTHING,
@@ -176,13 +181,13 @@ def _other(argument: Any) -> int:
 
 @abi.entry_point("nvmlDeviceGetTopologyCommonAncestor", on=On.GPU)
 def _ancestor(library: SimulatedLibrary, target: Target, other: Any, level: Any) -> None:
-    same = _numa_node(library, target.handle.index) == _numa_node(library, _other(other))
-    abi.put(level, _NODE if same else _SYSTEM)
+    same_node = _numa_node(library, target.handle.index) == _numa_node(library, _other(other))
+    abi.put(level, _NODE if same_node else _SYSTEM)
 
 
 @abi.entry_point("nvmlDeviceGetP2PStatus", on=On.GPU)
-def _p2p(library: SimulatedLibrary, target: Target, other: Any, what: Any, status: Any) -> None:
-    if abi.number(what) != _NVLINK:
+def _p2p(library: SimulatedLibrary, target: Target, other: Any, capability: Any, status: Any) -> None:
+    if abi.number(capability) != _NVLINK:
         raise Refused(Code.NOT_SUPPORTED)
     gpus = library.state.gpus
     first, second = target.handle.index, _other(other)
@@ -196,11 +201,11 @@ def _p2p(library: SimulatedLibrary, target: Target, other: Any, what: Any, statu
 @abi.entry_point("nvmlDeviceGetCpuAffinity", on=On.GPU)
 def _cpus(library: SimulatedLibrary, target: Target, words: Any, cpus: Any) -> None:
     # The processes of a simulated host run on the CPUs that there are.
-    here = sorted(os.sched_getaffinity(0))
-    middle = (len(here) + 1) // 2
+    cpus_here = sorted(os.sched_getaffinity(0))
+    middle = (len(cpus_here) + 1) // 2
     node = _numa_node(library, target.handle.index)
-    mine = (here[middle:] or here) if node else here[:middle]
+    cpus_of_node = (cpus_here[middle:] or cpus_here) if node else cpus_here[:middle]
     bits = 8 * ctypes.sizeof(ctypes.c_ulong)
     array = abi.target_of(cpus)
     for word in range(abi.number(words)):
-        array[word] = sum(1 << cpu % bits for cpu in mine if cpu // bits == word)
+        array[word] = sum(1 << cpu % bits for cpu in cpus_of_node if cpu // bits == word)

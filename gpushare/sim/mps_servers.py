@@ -161,18 +161,18 @@ def start_server(state: SimulatedHostState, daemon: SimulatedDaemon, uid: int) -
 
 def connected(daemon: SimulatedDaemon, server: SimulatedServer, process: SimulatedProcess) -> list[LogLine]:
     """Return what the server writes for a new client."""
-    who = f"{{PID: {process.pid}, Context ID: 1}}"
-    return server_lines(daemon, server, f"Received new client request for {who}", f"Client {who} connected")
+    client = f"{{PID: {process.pid}, Context ID: 1}}"
+    return server_lines(daemon, server, f"Received new client request for {client}", f"Client {client} connected")
 
 
 def disconnected(
-    daemon: SimulatedDaemon, server: SimulatedServer, process: SimulatedProcess, left: list[SimulatedProcess]
+    daemon: SimulatedDaemon, server: SimulatedServer, process: SimulatedProcess, others: list[SimulatedProcess]
 ) -> list[LogLine]:
     """Return what the server writes when a client is gone and the others are left."""
-    who = f"{{PID: {process.pid}, Context ID: 1}}"
-    failed = f"Server failed to recevie command with status 806, assuming client {who} exit"
+    client = f"{{PID: {process.pid}, Context ID: 1}}"
+    failed = f"Server failed to recevie command with status 806, assuming client {client} exit"
     return server_lines(
-        daemon, server, failed, f"Client {who} exiting. Number of active client contexts is {len(left)}."
+        daemon, server, failed, f"Client {client} exiting. Number of active client contexts is {len(others)}."
     )
 
 

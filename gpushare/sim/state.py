@@ -367,11 +367,11 @@ class StateFile:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise self._broken("the file has another form than this gpushare writes") from None
 
-    def _broken(self, why: str | None) -> OperationFailed:
+    def _broken(self, reason: str | None) -> OperationFailed:
         import shlex
 
         return OperationFailed(
-            f"cannot read the state of the simulated host, {self.path}: {why}",
+            f"cannot read the state of the simulated host, {self.path}: {reason}",
             f"start over: rm -r {shlex.quote(str(self.directory))}",
             code="bad_sim_state",
         )
