@@ -158,6 +158,10 @@ class Copies:
         return _Copy(number, program, printed)
 
     def _follow(self, copies: list[_Copy], usage: UsageMeter | None) -> CopiesResult:
+        """Watch copies until all have ended, the window is over, one hangs or the user interrupts; then end them.
+
+        The window opens when each has printed a number, and has its slice.
+        """
         first = min((copy.program.started for copy in copies), default=self.clock())
         opened: float | None = None
         hung = interrupted = False
@@ -166,7 +170,11 @@ class Copies:
             running = [copy for copy in copies if copy.program.runs]
             if not running:
                 break
-            if self.durations.window is not None and opened is None and all(self._begun(copy) for copy in running):
+            if (
+                self.durations.window is not None
+                and opened is None
+                and all(self._is_measurable(copy) for copy in running)
+            ):
                 opened = at
                 if usage is not None:
                     usage.restart()
@@ -176,7 +184,9 @@ class Copies:
             hung = hung or (opened is None and any(copy.hopeless(at) for copy in running))
             if measured or hung or interrupted:
                 break
-            interrupted = self._asked(_FIRST_POLL_SECONDS if at - first < _SHORT_SECONDS else _POLL_SECONDS)
+            interrupted = self._interrupted_within(
+                _FIRST_POLL_SECONDS if at - first < _SHORT_SECONDS else _POLL_SECONDS
+            )
         closed = self.clock()
         if usage is not None:
             usage.stop()
@@ -188,12 +198,12 @@ class Copies:
         seconds = closed - (first if opened is None else opened)
         return CopiesResult(copies=results, seconds=seconds, hung=hung, interrupted=interrupted)
 
-    def _begun(self, copy: _Copy) -> bool:
+    def _is_measurable(self, copy: _Copy) -> bool:
         """Return whether a copy has printed a number, and has its slice or never will."""
-        wanted = self.slices is not None and self.slices.microseconds is not None
-        return bool(copy.printed.values) and (not wanted or copy.sliced or copy.unsliced is not None)
+        needs_slice = self.slices is not None and self.slices.microseconds is not None
+        return bool(copy.printed.values) and (not needs_slice or copy.sliced or copy.unsliced is not None)
 
-    def _asked(self, seconds: float) -> bool:
+    def _interrupted_within(self, seconds: float) -> bool:
         """Wait at most ``seconds``, and return whether the user has asked for the end."""
         if self.signals is not None:
             return self.signals.asked(seconds)
@@ -646,13 +656,13 @@ def prepare(host: Host, device: Device, wished: Settings) -> Prepared:
         NotFound, NoPermission: the program does not exist, or cannot be executed.
     """
     check_program(wished.argv[0])
-    why = reasons(host, device, wished.argv[0])
-    alone = _alone(why, {way.kind for way, _ in wished.cells})
+    obstacles = reasons(host, device, wished.argv[0])
+    alone = _alone(obstacles, {way.kind for way, _ in wished.cells})
     profiles = Counter(instance.profile for instance in device.gpu.mig_instances)
     instances = max(profiles.values(), default=0)
     cells, left_out = sort_out(
         wished.cells,
-        why,
+        obstacles,
         streams=bool(wished.in_one),
         refuse_copies=lambda way, copies: (
             _too_few(copies, instances) if way.kind is Way.MIG and copies > instances else None
@@ -695,13 +705,13 @@ def default_limit(host: Host, device: Device) -> tuple[str, ...]:
     )
 
 
-def _alone(why: Reasons, wanted: set[str]) -> BenchWay | None:
+def _alone(obstacles: Reasons, kinds: set[str]) -> BenchWay | None:
     """Return the way of one copy alone: outside MPS if possible, else under a requested way."""
-    if why.outside is None:
+    if obstacles.outside is None:
         return _OUTSIDE
-    if why.mps is None and Way.MPS in wanted:
+    if obstacles.mps is None and Way.MPS in kinds:
         return BenchWay(name=Way.MPS.value, kind=Way.MPS)
-    return BenchWay(name=Way.MIG.value, kind=Way.MIG) if why.mig is None and Way.MIG in wanted else None
+    return BenchWay(name=Way.MIG.value, kind=Way.MIG) if obstacles.mig is None and Way.MIG in kinds else None
 
 
 def _too_few(copies: int, instances: int) -> str:
@@ -717,14 +727,14 @@ def measure(
 ) -> tuple[Measurement, int | None]:
     """Measure, and return what was measured and the signal that ended it early, if one did."""
     settings, left_out = prepared.settings, list(prepared.left_out)
-    wanted = max((copies for way, copies in settings.cells if way.kind is Way.MIG), default=0)
+    instances_needed = max((copies for way, copies in settings.cells if way.kind is Way.MIG), default=0)
     if settings.alone.kind is Way.MIG:
-        wanted = max(wanted, 1)
+        instances_needed = max(instances_needed, 1)
     started = time.monotonic()
     # Around set-up and clean-up: no signal interrupts either.
     with Wakeups() as signals:
         grounds = Grounds(host, device, settings.argv[0])
-        settings, unset = _opened(grounds, settings, wanted)
+        settings, unset = _open_grounds(grounds, settings, instances_needed)
         with Experiment(host, grounds) as experiment:
             settings, more = _with_instances(settings, len(grounds.instances))
             bench = Bench(host, device, settings, experiment, signals, progress)
@@ -734,7 +744,7 @@ def measure(
     return measurement, signals.first if measurement.interrupted else None
 
 
-def _opened(grounds: Grounds, settings: Settings, instances: int) -> tuple[Settings, list[LeftOut]]:
+def _open_grounds(grounds: Grounds, settings: Settings, instances: int) -> tuple[Settings, list[LeftOut]]:
     """Set up what the ways need; leave MPS out if its daemon cannot be started and other ways can be measured."""
     mps = any(way.kind is Way.MPS for way, _ in schedule(settings))
     try:

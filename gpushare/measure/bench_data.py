@@ -39,7 +39,7 @@ from gpushare.show.result import jsonable
 # Within this of the best, and with overlapping intervals, the simpler way is as good.
 _NEAR: Final = 0.03
 # Less than this is no difference, however narrow the intervals: processes of one program differ by more.
-_NOTHING: Final = 0.01
+_LEAST_DIFFERENCE: Final = 0.01
 # A result with a few hundred cells has a few hundred kilobytes.
 _MOST_BYTES: Final = 64 * 1024 * 1024
 
@@ -47,7 +47,7 @@ _MOST_BYTES: Final = 64 * 1024 * 1024
 def judge(measurement: Measurement) -> list[BenchCell]:
     """Return every cell with its figures, in the requested order."""
     alone = _alone(measurement)
-    return [_judged(measurement, cell, runs, alone) for cell, runs in cells_of(measurement)]
+    return [_cell_figures(measurement, cell, runs, alone) for cell, runs in cells_of(measurement)]
 
 
 def _alone(measurement: Measurement) -> list[RunResult]:
@@ -58,7 +58,7 @@ def _alone(measurement: Measurement) -> list[RunResult]:
 def alone_cell(measurement: Measurement) -> AloneCell:
     """Return the figures of one copy alone."""
     runs = _alone(measurement)
-    cell = _judged(measurement, (measurement.settings.alone, 1), runs, runs)
+    cell = _cell_figures(measurement, (measurement.settings.alone, 1), runs, runs)
     undisturbed = [run.usage for run in runs if run.throughput is not None and not run.usage.others]
     return AloneCell(
         **vars(cell),
@@ -73,7 +73,9 @@ def _percentage(values: Iterable[float | None]) -> float | None:
     return None if value is None else round(min(100.0, max(0.0, value)), 1)
 
 
-def _judged(measurement: Measurement, cell: Cell, runs: Sequence[RunResult], alone: Sequence[RunResult]) -> BenchCell:
+def _cell_figures(
+    measurement: Measurement, cell: Cell, runs: Sequence[RunResult], alone: Sequence[RunResult]
+) -> BenchCell:
     settings, (way, copies) = measurement.settings, cell
     metric, measured = settings.metric, measured_as(cell, settings)
     good = [run for run in runs if run.throughput is not None]
@@ -133,10 +135,10 @@ def _fairness(runs: Sequence[RunResult], metric: Metric) -> float | None:
     """Return the speed of the slowest copy over that of the fastest, as the mean over the runs; None for one copy."""
     shares = []
     for run in runs:
-        own = [copy.value if metric.printed else copy.seconds for copy in run.results]
+        figures = [copy.value if metric.printed else copy.seconds for copy in run.results]
         # A copy that printed a rate of 0 was starved; a time of 0 is invalid.
         starved = metric.printed and metric.higher_is_better
-        numbers = [value for value in own if value or (starved and value == 0)]
+        numbers = [value for value in figures if value or (starved and value == 0)]
         if len(numbers) > 1 and any(numbers):
             shares.append(min(numbers) / max(numbers))
     return mean_known(shares)
@@ -211,7 +213,7 @@ def _differ(metric: Metric, cell: BenchCell, other: BenchCell) -> bool | None:
     if cell.throughput is None or other.throughput is None:
         return None
     # A way that made no progress has a speed of 0.
-    if abs(_speed(cell, metric) - _speed(other, metric)) < _NOTHING * _speed(other, metric):
+    if abs(_speed(cell, metric) - _speed(other, metric)) < _LEAST_DIFFERENCE * _speed(other, metric):
         return False
     return differ(cell.throughput, other.throughput)
 
@@ -258,7 +260,7 @@ def bench_answer(
         repeat=settings.repeat,
         rounds=measurement.rounds_done,
         alone=rounded(alone_cell(measurement)),
-        cells=rounded(tuple(_marked(cell, answers) for cell in cells)),
+        cells=rounded(tuple(_with_pick(cell, answers) for cell in cells)),
         picks=rounded(tuple(answers)),
         best=rounded(overall(settings.metric, cells, answers)),
         left_out=tuple(measurement.left_out),
@@ -275,7 +277,7 @@ def _reason(measurement: Measurement) -> Literal["finished", "interrupted", "fai
     return "interrupted" if measurement.interrupted else "finished"
 
 
-def _marked(cell: BenchCell, answers: Sequence[Pick]) -> BenchCell:
+def _with_pick(cell: BenchCell, answers: Sequence[Pick]) -> BenchCell:
     """Return a cell with its place in the answer for its number of copies."""
     pick = next((pick for pick in answers if pick.copies == cell.copies), None)
     if pick is None:
@@ -357,9 +359,9 @@ def what_else_differs(now: Benchmark, before: Benchmark) -> list[str]:
         ("for another time", now.window_seconds, before.window_seconds),
     )
     return [
-        f"the earlier benchmark ran {difference}: {then or 'unknown'}"
-        for difference, today, then in conditions
-        if today != then
+        f"the earlier benchmark ran {difference}: {earlier or 'unknown'}"
+        for difference, present, earlier in conditions
+        if present != earlier
     ]
 
 
@@ -369,28 +371,30 @@ def compared(now: Benchmark, before: Benchmark) -> tuple[Compared, ...]:
     earlier = {(cell.way, cell.copies): cell.throughput for cell in before.cells}
     rows = []
     for cell in now.cells:
-        today, then = cell.throughput, earlier.get((cell.way, cell.copies))
-        if today is None or then is None:
+        present, past = cell.throughput, earlier.get((cell.way, cell.copies))
+        if present is None or past is None:
             continue
         rows.append(
             Compared(
                 way=cell.way,
                 copies=cell.copies,
-                before=then.mean,
-                now=today.mean,
-                ratio=round(today.mean / then.mean, 6) if then.mean else None,
-                verdict=_change(today, then, higher=now.metric.higher_is_better),
+                before=past.mean,
+                now=present.mean,
+                ratio=round(present.mean / past.mean, 6) if past.mean else None,
+                verdict=_change(present, past, higher=now.metric.higher_is_better),
             )
         )
     return tuple(rows)
 
 
-def _change(now: Summary, then: Summary, *, higher: bool) -> Literal["faster", "slower", "no difference", "unknown"]:
-    if now.low is None or now.high is None or then.low is None or then.high is None:
+def _change(
+    present: Summary, past: Summary, *, higher: bool
+) -> Literal["faster", "slower", "no difference", "unknown"]:
+    if present.low is None or present.high is None or past.low is None or past.high is None:
         return "unknown"
-    if now.low > then.high:
+    if present.low > past.high:
         return "faster" if higher else "slower"
-    if now.high < then.low:
+    if present.high < past.low:
         return "slower" if higher else "faster"
     return "no difference"
 

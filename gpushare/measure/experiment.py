@@ -97,8 +97,8 @@ class Grounds:
 
         ``extra`` are variables of its own.
         """
-        own = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_MPS_")}
-        base = {**own, **(extra or {})}
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("CUDA_MPS_")}
+        base = {**inherited, **(extra or {})}
         if self._share is not None and limits is not None:
             return client_environment(base, self.device, self._share.home, limits)
         # Without an MPS daemon.
@@ -164,22 +164,22 @@ def _take(host: Host, device: Device, most: int) -> list[tuple[Place, HeldClaim]
     profiles = list(dict.fromkeys(place.mig.profile for place in places if place.mig.profile))
     best: list[tuple[Place, HeldClaim]] = []
     for profile in sorted(profiles, key=lambda name: -sum(place.mig.profile == name for place in places)):
-        taken = _take_profile(host, device, profile, most)
-        if len(taken) > len(best):
-            best, taken = taken, best
-        for _, claim in taken:
+        claimed = _take_profile(host, device, profile, most)
+        if len(claimed) > len(best):
+            best, claimed = claimed, best
+        for _, claim in claimed:
             claim.release()
     return best
 
 
 def _take_profile(host: Host, device: Device, profile: str, most: int) -> list[tuple[Place, HeldClaim]]:
-    taken: list[tuple[Place, HeldClaim]] = []
-    while len(taken) < most:
+    claimed: list[tuple[Place, HeldClaim]] = []
+    while len(claimed) < most:
         try:
-            taken.append(take_place(host, profile, str(device.gpu.index)))
+            claimed.append(take_place(host, profile, str(device.gpu.index)))
         except GpushareError:
             break
-    return taken
+    return claimed
 
 
 # A program that has made no context yet, or a process of it that comes or goes, may have one at the next look.

@@ -129,10 +129,10 @@ class Printed:
         place = bisect.bisect_right(self.lines, at)
         if place == 0 or (place < 2 and place == len(self.lines)):
             return float(place)
-        before = self.lines[place - 1]
+        last = self.lines[place - 1]
         # The next line is expected after the last gap.
-        gap = self.lines[place] - before if place < len(self.lines) else before - self.lines[place - 2]
-        return place + (min(1.0, (at - before) / gap) if gap > 0 else 0.0)
+        gap = self.lines[place] - last if place < len(self.lines) else last - self.lines[place - 2]
+        return place + (min(1.0, (at - last) / gap) if gap > 0 else 0.0)
 
 
 # Of so many latencies the largest is above the 99th percentile, by 95 %.
@@ -187,10 +187,12 @@ def p99_factor_interval(alone: Sequence[Window], together: Sequence[Window]) -> 
     If the program printed its p99 itself, the interval comes from the spread between windows. Where few latencies alone do
     not bound their p99 from above, their largest does: alone it hardly differs.
     """
-    before, now = p99_interval(alone), p99_interval(together)
-    if before is not None and now is not None:
-        base = before[1] or max(latencies_of(alone))
-        return now[0] / base, None if now[1] is None else now[1] / before[0]
+    interval_alone, interval_together = p99_interval(alone), p99_interval(together)
+    if interval_alone is not None and interval_together is not None:
+        base = interval_alone[1] or max(latencies_of(alone))
+        return interval_together[0] / base, None if interval_together[1] is None else interval_together[
+            1
+        ] / interval_alone[0]
     if max(len(latencies_of(alone)), len(latencies_of(together))) >= LEAST_LATENCIES:
         return None
     apart = ratio(*([each.printed_p99 for each in some if each.printed_p99 is not None] for some in (together, alone)))

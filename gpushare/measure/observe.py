@@ -85,7 +85,7 @@ def _recorded(host: Host, gpu: Gpu) -> RecordedGpu:
 
 
 @dataclass
-class _Known:
+class _Remembered:
     process: RecordedProcess
     present: bool = True
 
@@ -106,7 +106,7 @@ class Sampler:
     # in the recording: they may hold a secret.
     commands: dict[int, tuple[str, ...]] = field(default_factory=dict)
     _meters: dict[tuple[int, int | None], ActivityRecorder] = field(default_factory=dict)
-    _known: dict[_Place, _Known] = field(default_factory=dict)
+    _known: dict[_Place, _Remembered] = field(default_factory=dict)
     # MIG devices without their use, by which one that has another name is another one.
     _instances: dict[MigInstance, RecordedInstance] = field(default_factory=dict)
     _next_id: int = 0
@@ -152,7 +152,7 @@ class Sampler:
         if now - self._asked_at >= (_CLIENT_SECONDS if new_client else _DAEMON_SECONDS):
             self._asked_at = now
             state = HostState(self.host, self._gpus)
-            self._daemons = tuple(found.daemon for found in or_none(lambda: state.daemons) or ())
+            self._daemons = tuple(candidate.daemon for candidate in or_none(lambda: state.daemons) or ())
 
     def _job_of(self, pid: int) -> ListedJob | None:
         """Return the job of a process, or what is known of a client of MPS without one."""
@@ -171,6 +171,7 @@ class Sampler:
     def _look(
         self, gpu: Gpu, since: float
     ) -> tuple[GpuSample, list[ProcessSample], list[RecordedProcess | RecordedInstance]]:
+        """Return the sample of a GPU, those of its processes, and the processes and MIG devices that are new."""
         if gpu.error is not None:
             return GpuSample(index=gpu.index, error=gpu.error), [], []
         used = self._utilization(gpu.index, since)
@@ -284,22 +285,22 @@ class Sampler:
             self.commands[recorded.id] = info.command_line
         # Moved to the end, so that the oldest are forgotten first.
         self._known.pop(place, None)
-        self._known[place] = _Known(recorded)
+        self._known[place] = _Remembered(recorded)
         return recorded, True
 
     def _forget(self) -> None:
-        gone = [place for place, process in self._known.items() if not process.present]
-        for place in gone[: max(0, len(gone) - _REMEMBERED)]:
+        ended = [place for place, process in self._known.items() if not process.present]
+        for place in ended[: max(0, len(ended) - _REMEMBERED)]:
             del self._known[place]
 
 
 def _alone(processes: Sequence[GpuProcess], recorded: Sequence[RecordedProcess]) -> set[tuple[int | None, int]]:
     """Return the processes that are alone on the GPU or a GPU instance, as (instance, PID): its activity is theirs."""
-    on: dict[int | None, set[int]] = {}
-    for process, who in zip(processes, recorded, strict=True):
-        if who.name != SERVER_PROGRAM:
-            on.setdefault(process.gpu_instance_id, set()).add(process.pid)
-    return {(instance, next(iter(pids))) for instance, pids in on.items() if len(pids) == 1}
+    pids_on: dict[int | None, set[int]] = {}
+    for process, record in zip(processes, recorded, strict=True):
+        if record.name != SERVER_PROGRAM:
+            pids_on.setdefault(process.gpu_instance_id, set()).add(process.pid)
+    return {(instance, next(iter(pids))) for instance, pids in pids_on.items() if len(pids) == 1}
 
 
 def _instance_uuid(gpu: Gpu, process: GpuProcess) -> str | None:

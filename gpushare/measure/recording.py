@@ -682,14 +682,15 @@ def underused(recording: Recording) -> tuple[Underuse, ...]:
     underuses: list[Underuse] = []
     for use in recording.gpus:
         processes = [each for each in recording.processes if each.process.gpu == use.gpu.index]
-        whole = _of_gpu(use, processes, known=recording.processes_known)
+        whole = _underuse_of(use, processes, known=recording.processes_known)
         underuses += [whole] if whole else []
         if whole is None or whole.kind in {"low", "peaks"}:
             underuses += _idle_processes(use.gpu.index, processes)
     return tuple(underuses)
 
 
-def _of_gpu(use: GpuUse, processes: list[ProcessUse], *, known: bool) -> Underuse | None:
+def _underuse_of(use: GpuUse, processes: list[ProcessUse], *, known: bool) -> Underuse | None:
+    """Return how a whole GPU is underused, or None; ``known``: the recording has processes."""
     activity, index = use.activity, use.gpu.index
     if activity is None or use.busy_share is None:
         return None
@@ -708,8 +709,8 @@ def _of_gpu(use: GpuUse, processes: list[ProcessUse], *, known: bool) -> Underus
         held = use.memory_peak_bytes or 0
         if not known and held >= HELD_BYTES:
             return Underuse(gpu=index, kind="held_idle", why=f"memory is held with no work: {format_bytes(held)}")
-        why = "idle: no process was on it" if known and not processes else "idle: no kernel ran"
-        return Underuse(gpu=index, kind="empty", why=why, pids=tuple(each.process.pid for each in processes))
+        reason = "idle: no process was on it" if known and not processes else "idle: no kernel ran"
+        return Underuse(gpu=index, kind="empty", why=reason, pids=tuple(each.process.pid for each in processes))
     if activity.mean >= LOW_MEAN_PERCENT:
         return None
     pids = tuple(each.process.pid for each in processes if _is_program(each))
@@ -746,8 +747,8 @@ def _idle_processes(index: int, processes: list[ProcessUse]) -> list[Underuse]:
     ]
 
 
-def _is_program(one: ProcessUse) -> bool:
-    return one.process.name != SERVER_PROGRAM
+def _is_program(use: ProcessUse) -> bool:
+    return use.process.name != SERVER_PROGRAM
 
 
 def _processes(count: int) -> str:

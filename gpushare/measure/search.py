@@ -90,8 +90,8 @@ class Setting:
     def title(self) -> str:
         """Return the setting in words."""
         if self.other_slice_us is not None:
-            own = format_slice(self.production_slice_us or 0)
-            return f"slice {format_slice(self.other_slice_us)}, production slice {own}"
+            production = format_slice(self.production_slice_us or 0)
+            return f"slice {format_slice(self.other_slice_us)}, production slice {production}"
         words = ["no cap" if self.threads >= 100 else f"cap {self.threads:g} %"]
         return ", ".join([*words, *(["low priority"] if self.low else [])])
 
@@ -260,11 +260,10 @@ def left_out(way: Way, known: Mapping[Setting, Figures], goal: Goal) -> str | No
     best = best_of(goal, known.values())
     if best is None or best.setting.way == way or not best.safe(goal) or best.share is None:
         return None
-    return (
-        None
-        if best.share * FASTER < 1
-        else f"{best.setting.way.value} leave the other {best.share:.2f} of its rate alone"
-    )
+    # Even a share of 1 would be more only by the scatter.
+    if best.share * FASTER >= 1:
+        return f"{best.setting.way.value} leave the other {best.share:.2f} of its rate alone"
+    return None
 
 
 def _next_on(
@@ -326,7 +325,7 @@ def _most_before(before: Sequence[Sequence[Setting]], known: Mapping[Setting, Fi
     return max(shares, default=1.0)
 
 
-def _crossing(low: int, high: int, here: Mapping[int, Figures], goal: Goal, *, halve: bool) -> int:
+def _crossing(low: int, high: int, on_line: Mapping[int, Figures], goal: Goal, *, halve: bool) -> int:
     """Return the place between two at which the margin should fall below 1, or every other time the middle.
 
     A straight line between both ends alone creeps up on a sharp knee. Below the first place the others get nothing, and
@@ -335,10 +334,10 @@ def _crossing(low: int, high: int, here: Mapping[int, Figures], goal: Goal, *, h
     if halve:
         return (low + high) // 2
     nothing = min(1 / goal.keep, goal.p99_factor or math.inf)
-    above, below = here[low].margin(goal) if low >= 0 else nothing, here[high].margin(goal)
-    if not math.isfinite(above) or above <= below:
+    margin_low, margin_high = on_line[low].margin(goal) if low >= 0 else nothing, on_line[high].margin(goal)
+    if not math.isfinite(margin_low) or margin_low <= margin_high:
         return (low + high) // 2
-    place = low + (above - 1) / (above - below) * (high - low)
+    place = low + (margin_low - 1) / (margin_low - margin_high) * (high - low)
     return min(high - 1, max(low + 1, round(place)))
 
 
@@ -359,13 +358,13 @@ def _first_on(
     earlier = [known[setting] for setting in before[-1] if setting in known]
     meeting = [figures.setting for figures in earlier if figures.holds(search.goal)]
     if slices:
-        wanted = max((setting.other_slice_us or 0 for setting in meeting), default=_FIRST_US)
-        return min(line, key=lambda setting: abs((setting.other_slice_us or 0) - wanted))
+        other_us = max((setting.other_slice_us or 0 for setting in meeting), default=_FIRST_US)
+        return min(line, key=lambda setting: abs((setting.other_slice_us or 0) - other_us))
     if not meeting:
         # Normal priority spares production less.
         return None
-    wanted_cap = max(setting.threads for setting in meeting)
-    return min(line, key=lambda setting: abs(setting.threads - wanted_cap))
+    cap = max(setting.threads for setting in meeting)
+    return min(line, key=lambda setting: abs(setting.threads - cap))
 
 
 def _is_more(share: float | None, best: Figures | None, least: float = 0.0) -> bool:
@@ -381,10 +380,10 @@ def _unsure(goal: Goal, measured: Sequence[Figures]) -> Wanted | None:
     if best is not None and best.earlier is not None:
         return Wanted(best.setting, f"measured on {best.earlier}: does it still hold?")
     for figures in sorted(measured, key=lambda each: -(each.share or 0.0)):
-        open_ = (
+        is_open = (
             figures.verdict(goal) is None and figures.earlier is None and figures.seconds < figures.most_seconds(goal)
         )
-        if open_ and figures != best and _is_more(figures.share, best) and figures.margin(goal) > 0.9:
+        if is_open and figures != best and _is_more(figures.share, best) and figures.margin(goal) > 0.9:
             how = "met" if figures.meets(goal) else "missed"
             return Wanted(figures.setting, f"it {how} the goal by less than the scatter")
     return _unsure_best(goal, measured)

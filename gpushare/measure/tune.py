@@ -288,7 +288,7 @@ class Tuner:
             reason = "an earlier search found nothing better in it"
         try:
             if reason is None:
-                self._stage(experiment, way)
+                self._run_stage(experiment, way)
         except _LeftOut as without:
             self._refused.append(without.error)
             reason = f"{without.error.message}; {without.error.hint}"
@@ -301,7 +301,8 @@ class Tuner:
         """Return what this search has measured."""
         return {setting: figures for setting, figures in self._known.items() if figures.earlier is None}
 
-    def _stage(self, experiment: Experiment, way: Way) -> None:
+    def _run_stage(self, experiment: Experiment, way: Way) -> None:
+        """Start the jobs of a way, search it, and keep its result also if the search ends early."""
         self._check(way)
         if self._stages:
             # The jobs of this way start, too.
@@ -320,11 +321,11 @@ class Tuner:
                 self._search = replace(self._search, default_us=stage.default_us)
             if stage.request_us is not None:
                 self._search = replace(self._search, request_us=stage.request_us)
-            self._walk(stage, way)
+            self._search_way(stage, way)
         finally:
             if stage.measured:
-                mine = [figures for figures in self._known.values() if figures.setting.way == way]
-                result = outcome(self._search.goal, mine, stable=stage.finished)
+                of_way = [figures for figures in self._known.values() if figures.setting.way == way]
+                result = outcome(self._search.goal, of_way, stable=stage.finished)
                 self._ways[way] = WayResult(way=way, outcome=result)
         stage.end()
 
@@ -350,26 +351,27 @@ class Tuner:
                 raise
             raise _LeftOut(error) from None
 
-    def _walk(self, stage: Stage, way: Way) -> None:
-        while (wanted := next_setting(self._search, way, self._known, late=self._is_over_soon(way))) is not None:
-            setting = wanted.setting
-            if wanted.again is not None and self._is_late(stage, way):
+    def _search_way(self, stage: Stage, way: Way) -> None:
+        """Measure the settings of a way until there is an answer; `_Over` ends it, and what was measured is kept."""
+        while (step := next_setting(self._search, way, self._known, late=self._is_over_soon(way))) is not None:
+            setting = step.setting
+            if step.again is not None and self._is_late(stage, way):
                 return
-            before = self._known.get(setting)
-            text = setting.title if wanted.again is None else f"{setting.title} again: {wanted.again}"
+            earlier = self._known.get(setting)
+            text = setting.title if step.again is None else f"{setting.title} again: {step.again}"
             self.demand(stage.least_seconds(setting))
             self.reporter.doing(text)
             self.reporter.progress(text, self._spent(stage.experiment), self.options.budget_seconds)
             try:
-                stage.measure(setting, longer=before is not None and before.earlier is None)
+                stage.measure(setting, longer=earlier is not None and earlier.earlier is None)
             finally:
                 # What was measured counts, also if this setting was not finished.
                 for figures in stage.all_figures():
                     self._known[figures.setting] = figures
-            now = self._known[setting]
-            self.reporter.measured(now)
-            if before is not None and before.earlier is not None:
-                self._doubt(way, before, now)
+            figures_now = self._known[setting]
+            self.reporter.measured(figures_now)
+            if earlier is not None and earlier.earlier is not None:
+                self._forget_if_changed(way, earlier, figures_now)
         stage.finished = True
 
     def _is_over_soon(self, way: Way) -> bool:
@@ -383,12 +385,12 @@ class Tuner:
             return False
         return self._spent(stage.experiment) > _SLICES_PART * self.options.budget_seconds
 
-    def _doubt(self, way: Way, before: Figures, now: Figures) -> None:
+    def _forget_if_changed(self, way: Way, earlier: Figures, present: Figures) -> None:
         """Forget earlier figures of a way if one of them no longer holds."""
         goal = self._search.goal
-        if before.meets(goal) != now.meets(goal):
+        if earlier.meets(goal) != present.meets(goal):
             self.reporter.doing(
-                f"{now.setting.title} is not as it was on {before.earlier}: {way.value} are searched again"
+                f"{present.setting.title} is not as it was on {earlier.earlier}: {way.value} are searched again"
             )
             self._known = {
                 setting: figures
@@ -422,8 +424,8 @@ class Tuner:
 
     def next_cap(self) -> Setting | None:
         """Return the cap that is measured next; None: there is an answer."""
-        wanted = next_setting(self._search, Way.CAPS, self._known)
-        return None if wanted is None else wanted.setting
+        step = next_setting(self._search, Way.CAPS, self._known)
+        return None if step is None else step.setting
 
     def _result(
         self, seconds: float, starting: float, stopped: KeyboardInterrupt | GpushareError | None, *, over: bool
@@ -555,8 +557,8 @@ class Stage:
         """Return how the others are started: without a cap where their rate alone is not known yet."""
         if self._way is Way.SLICES or not self._tuner.others_alone:
             return Limits()
-        wanted = self._tuner.next_cap()
-        return Limits() if wanted is None else _limits(wanted)
+        cap = self._tuner.next_cap()
+        return Limits() if cap is None else _limits(cap)
 
     def _start_others(self, limits: Limits) -> None:
         environment = self.experiment.grounds.environment(limits)
@@ -570,13 +572,13 @@ class Stage:
     def _until_warm(self, *jobs: Running) -> None:
         """Wait until jobs print what is measured, and a while longer."""
         options, started = self._options, self.experiment.now()
-        told: set[str] = set()
+        reported: set[str] = set()
 
         def tell(silent: Sequence[Running]) -> None:
             waited = self.experiment.now() - started
             for job in silent if waited >= _WAITS_SECONDS else ():
-                if job.program.title not in told:
-                    told.add(job.program.title)
+                if job.program.title not in reported:
+                    reported.add(job.program.title)
                     more = f"{max(0.0, options.start_seconds - waited):.0f} s more (--timeout)"
                     self._tuner.reporter.doing(
                         f"the {job.program.title} job has not printed {_awaited(job)} yet; tune waits for it for {more}"
@@ -731,8 +733,8 @@ class Stage:
                 )
         if self._options.window_seconds is None:
             gap = max(after - before for before, after in zip([started, *moments], [*moments, ended], strict=False))
-            wanted = max(_SHORTEST_SECONDS, _LEAST_MOMENTS * (ended - started) / len(moments), _GAPS * gap)
-            self._window = min(_LONGEST_SECONDS, wanted)
+            seconds = max(_SHORTEST_SECONDS, _LEAST_MOMENTS * (ended - started) / len(moments), _GAPS * gap)
+            self._window = min(_LONGEST_SECONDS, seconds)
         self._together_seconds = 2 * self._window
         self._log.append(_Seen(started, ended, printed.window(started, ended)))
         self._tuner.note(ended - started)
@@ -823,14 +825,14 @@ class Stage:
         """Wait until the latencies of production alone fall no more: it has served what came while all started."""
         if self._production is None:
             return
-        printed, before, deadline = self._production.printed, math.inf, self.experiment.now() + _BACKLOG_SECONDS
+        printed, last_median, deadline = self._production.printed, math.inf, self.experiment.now() + _BACKLOG_SECONDS
         while printed.latencies and self.experiment.now() < deadline:
             start = self.experiment.now()
             self.experiment.wait(_SHORTEST_SECONDS)
             recent = [value for at, value in printed.latencies if at > start]
-            if not recent or percentile(recent, 50) > _FALLING * before:
+            if not recent or percentile(recent, 50) > _FALLING * last_median:
                 return
-            before = percentile(recent, 50)
+            last_median = percentile(recent, 50)
 
     def _catch_up(self) -> None:
         """Wait until production has served the requests that came while it was stopped or too slow for them.
@@ -933,14 +935,14 @@ class Stage:
             return None
         alone = self._windows_to_compare(together)
         windows = [seen.window for seen in together if seen.window is not None]
-        before, now = p99(alone), p99(windows)
+        p99_alone, p99_together = p99(alone), p99(windows)
         between = p99_factor_interval(alone, windows)
         share, share_error = self._share(together)
         return Figures(
             setting=setting,
             kept=kept.value,
             error=self._error(kept.error, len(pairs)),
-            p99=now / before if before and now is not None else None,
+            p99=p99_together / p99_alone if p99_alone and p99_together is not None else None,
             p99_low=None if between is None else between[0],
             p99_high=None if between is None else between[1],
             share=share,
@@ -956,13 +958,13 @@ class Stage:
         alone = [_rate_of(seen) for seen in near if seen.setting is None]
         return mean(alone) if alone else 0.0
 
-    def _error(self, own: float | None, count: int) -> float:
+    def _error(self, own_error: float | None, count: int) -> float:
         """Return the standard error of a share: by its own windows, or by those alone if they scatter more."""
         alone = self._rates_alone()
         spread = deviation(alone) / mean(alone) if len(alone) > 1 else 0.0
         # A spread of few windows is itself uncertain.
         pooled = max(_LEAST_SCATTER, spread) * math.sqrt(1.2 / count) * t_quantile(max(1, len(alone) - 1)) / 2
-        return max(pooled, _SHARED * (own or 0.0))
+        return max(pooled, _SHARED * (own_error or 0.0))
 
     def _rates_alone(self) -> list[float]:
         return [rate for seen in self._log if seen.setting is None and (rate := _rate_of(seen)) > 0]

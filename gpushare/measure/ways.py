@@ -128,6 +128,7 @@ def parse_copies(text: str) -> tuple[int, ...]:
 class Reasons:
     """Why each kind of way cannot run here; None: it can. ``clients`` is the most clients of an MPS server, if known."""
 
+    # Without MPS.
     outside: str | None
     timeslice: str | None
     mps: str | None
@@ -150,24 +151,24 @@ class Reasons:
 def reasons(host: Host, device: Device, program: str) -> Reasons:
     """Find out what this host and user can run on a device, without changing anything."""
     served = _is_served(host, device)
-    outside = _outside(device, served=served)
+    outside = _why_not_outside_mps(device, served=served)
     capability = host.nvml.compute_capability(device.gpu.index)
     return Reasons(
         outside=outside,
         timeslice=None
         if device.mig is not None or device.gpu.compute_mode in {None, ComputeMode.DEFAULT}
         else f"{device.title} is in compute mode {_mode(device)}: one process at a time; {_default_mode(device)}",
-        mps=_mps(host, device, program, served=served),
+        mps=_why_not_mps(host, device, program, served=served),
         caps="thread caps need a GPU of the Volta architecture or later"
         if capability is not None and capability < (7, 0)
         else None,
-        mig=_mig(device),
+        mig=_why_not_mig(device),
         clients=max_clients(_version(host), capability) if device.mig is None else None,
-        level=_level(host, device),
+        level=_why_not_level(host, device),
     )
 
 
-def _level(host: Host, device: Device) -> str | None:
+def _why_not_level(host: Host, device: Device) -> str | None:
     """Return why the time-slice level of a device cannot be set, or None."""
     try:
         need_root(host, f"setting the time-slice of {device.title}")
@@ -180,8 +181,8 @@ def _level(host: Host, device: Device) -> str | None:
 def _is_served(host: Host, device: Device) -> bool:
     try:
         return any(
-            device.gpu.index in found.daemon.gpu_indexes and found.daemon.error is None
-            for found in find_daemons(host, [device.gpu], deep=False)
+            device.gpu.index in candidate.daemon.gpu_indexes and candidate.daemon.error is None
+            for candidate in find_daemons(host, [device.gpu], deep=False)
         )
     except GpushareError:
         return False
@@ -201,7 +202,8 @@ def one_at_a_time(device: Device) -> bool:
     return device.mig is None and device.gpu.compute_mode not in {None, ComputeMode.DEFAULT}
 
 
-def _outside(device: Device, *, served: bool) -> str | None:
+def _why_not_outside_mps(device: Device, *, served: bool) -> str | None:
+    """Return why no program can run on a device without MPS, or None. ``served``: an MPS daemon serves its GPU."""
     gpu = device.gpu
     if device.mig is None and gpu.mig_enabled:
         return f"{device.title} is in MIG mode: no program can use all of it; gpushare mig disable -g {gpu.index}"
@@ -214,30 +216,30 @@ def _outside(device: Device, *, served: bool) -> str | None:
     return None
 
 
-def _mps(host: Host, device: Device, program: str, *, served: bool) -> str | None:
+def _why_not_mps(host: Host, device: Device, program: str, *, served: bool) -> str | None:
     if device.gpu.compute_mode is ComputeMode.PROHIBITED and not served:
         return f"{device.title} is in compute mode {_mode(device)}; {_default_mode(device)}"
     try:
         share = MpsShare(host, device, Limits())
         share.check(program)
         share.steps()
-        return _another_user(host, device)
+        return _why_another_user_blocks(host, device)
     except GpushareError as error:
         return f"{error.message}; {error.hint}"
 
 
-def _another_user(host: Host, device: Device) -> str | None:
+def _why_another_user_blocks(host: Host, device: Device) -> str | None:
     """Return why another user's clients block the MPS server, which serves one user at a time."""
-    for found in find_daemons(host, [device.gpu]):
-        for server in found.daemon.servers:
+    for candidate in find_daemons(host, [device.gpu]):
+        for server in candidate.daemon.servers:
             info = host.processes.describe(server.pid)
-            strange = info is not None and info.uid not in {None, host.uid}
-            if strange and server.clients and device.gpu.index in found.daemon.gpu_indexes:
+            of_another_user = info is not None and info.uid not in {None, host.uid}
+            if of_another_user and server.clients and device.gpu.index in candidate.daemon.gpu_indexes:
                 return f"clients of user {server.user} hold the MPS server of {device.title}; one user at a time"
     return None
 
 
-def _mig(device: Device) -> str | None:
+def _why_not_mig(device: Device) -> str | None:
     gpu = device.gpu
     if device.mig is not None:
         return "-g names one instance; name the GPU to use several of its instances"
