@@ -133,6 +133,11 @@ def test_the_readme_has_the_measured_gains() -> None:
     )
 
 
+@pytest.mark.parametrize("path", DOCUMENTS, ids=named)
+def test_figures_have_a_digit_before_the_point(path: Path) -> None:
+    assert re.findall(r"(?<![\w.*\\:])\.\d+", _FENCED.sub("", path.read_text())) == []
+
+
 _COMMANDS = re.compile(r"\bgpushare ((?:[^`\"'\n;|,]|\{[^}]*\})+)")
 
 
