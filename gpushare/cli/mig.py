@@ -389,7 +389,7 @@ def _would_go(gpu: int, gone: Any) -> WouldGo:
 
 
 for function, kind, text in (
-    (status, Command, "Show instances, free placements, lost slices."),
+    (status, Command, "Show instances, free placements and unusable slices."),
     (profiles, Command, "Show the profiles and where they fit."),
     (fits, Command, "Tell whether a wish fits, and what is in the way."),
     (plan, Command, "Print the cheapest plan for a wish."),

@@ -65,7 +65,7 @@ def check(
     checked = tuple(_checked(each, demands.get(each.index), host, strict=strict) for each in gpus)
     good = all(each.as_requested is not False for each in checked) and not (exact and notes)
     if not good:
-        notes = (*notes, "see the way there: gpushare mig apply --dry-run, with the same words")
+        notes = (*notes, "see the way there: gpushare mig apply --dry-run, with the same arguments")
     return Result(
         command="mig check",
         data=MigCheckAnswer(as_requested=good, config=None if named is None else named.name, gpus=checked),

@@ -583,7 +583,7 @@ def blocked(wish: Wish, instead: MigPlan, *, only_adds: bool = False) -> NoPlan:
         hint = f"end the programs there, or let gpushare end them: {_words(_busy_only(busy), '--evict ')}"
     elif only_adds:
         idle = "it is idle" if len(destroyed) == 1 else "they are idle"
-        hint = f"{idle}: gpushare mig destroy {_words(destroyed)} makes room; for the whole plan: gpushare mig plan --may-destroy, with the same words"
+        hint = f"{idle}: gpushare mig destroy {_words(destroyed)} makes room; for the whole plan: gpushare mig plan --may-destroy, with the same arguments"
     else:
         hint = "see who is where: gpushare mig status"
     return NoPlan(

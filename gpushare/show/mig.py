@@ -181,7 +181,7 @@ def layout_text(layout: Layout) -> str:
         )
     lost = lost_slices(layout)
     if lost.compute or lost.memory:
-        lines.append(f"  lost: {lost.compute} compute and {lost.memory} memory slices that nothing can use")
+        lines.append(f"  unusable: {lost.compute} compute and {lost.memory} memory slices fit no further instance")
     free = [
         f"{row.profile.name} x{row.count} at {','.join(map(str, row.starts))}"
         for row in free_profiles(layout)

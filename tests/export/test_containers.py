@@ -173,7 +173,8 @@ def test_a_typing_error_in_compose_is_found() -> None:
 def test_what_is_lost() -> None:
     assert any("whole GPU" in text for text in docker_export(ContainerDevice(gpu=gpu(0))).lost)
     assert any(
-        "slice length" in text for text in docker_export(ContainerDevice(gpu=gpu(0, time_slice=TimeSlice.LONG))).lost
+        "time-slice level" in text
+        for text in docker_export(ContainerDevice(gpu=gpu(0, time_slice=TimeSlice.LONG))).lost
     )
     assert any("another size" in text for text in docker_export(MIG).lost)
 

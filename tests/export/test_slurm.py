@@ -180,7 +180,7 @@ def test_what_is_lost() -> None:
             gpu(2, Way.MIG, mig=(mig(name="train"),)),
         )
     ).lost
-    for word in ("slice length", "low priority", "names", "one user"):
+    for word in ("time-slice level", "low priority", "names", "one user"):
         assert any(word in one for one in lost)
 
 

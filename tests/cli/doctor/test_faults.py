@@ -809,7 +809,7 @@ def test_a_power_cap_is_named(cli: Cli, world: World) -> None:
     assert "gpu.power_cap" not in findings(cli)
     world.fault("power-cap", "350")
     capped = finding(cli, "gpu.power_cap")
-    assert (capped["seen"], capped["verdict"]) == ("GPU 0 may draw 350 W of its usual 700 W", "warn")
+    assert (capped["seen"], capped["verdict"]) == ("the power limit of GPU 0 is 350 W, and 700 W by default", "warn")
     assert capped["remedy"].endswith("sudo nvidia-smi -i 0 -pl 700")
     admin.add_process(world.spec, sm_percent=100)
     (gpu,) = cli("status", output="json").ok().data["gpus"]

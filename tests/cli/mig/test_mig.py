@@ -155,7 +155,7 @@ def test_status_draws_the_slices(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--host", "sim:h200", "mig", "status"]) == 0
     out = capsys.readouterr().out
     assert "|              3g.71gb              |1g.18gb*|   ·    |   ·    |   ·    |" in out
-    assert "lost: 1 compute and 0 memory slices" in out
+    assert "unusable: 1 compute and 0 memory slices" in out
 
 
 @pytest.mark.parametrize("words", [("plan", "3g"), ("fits", "3g"), ("profiles",), ("status",)])
