@@ -259,6 +259,9 @@ def test_the_advice_has_the_figures_of_the_records() -> None:
     assert f"had {pair} times its p99 alone" in rules["production-pair"]
     (narrow,) = (row for row in curves["membw + big"] if row["setting"] == "cap 35 %")
     assert f"{100 * (1 - narrow['kept']):.0f} % of its rate" in rules["production-bandwidth-cap"]
+    paused = sharing["pause"]
+    assert f"kept {paused['kept']:.2f} of its rate" in rules["production-first"]
+    assert f"other job {paused['opportunistic']:.2f};" in rules["production-first"]
     gains = [row["means"]["mps"] / row["means"]["timeslice"] for row in sharing["farm"].values()]
     assert f"({min(gains):.1f} to {max(gains):.1f} times time-slicing" in rules["small-same-user"]
     split = json.loads(KEPT.joinpath("h200-slices.json").read_text())["nobody"]["weight"]["split_percent"]
