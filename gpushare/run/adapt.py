@@ -156,7 +156,7 @@ class Controller:
         if self._held_at is None and self._held:
             self._held_at = self._changed_at = at
         if self._held:
-            self._note(at, seconds, None)
+            self._note_loss(at, seconds, None)
             if self._silent_since is None or self._is_harm(at, self._silent_since, seen):
                 self._measure(at)
         else:
@@ -201,15 +201,19 @@ class Controller:
         self._set_baseline(at, mean, values, spread, at - held_at)
 
     def _set_baseline(self, at: float, mean: float, values: Sequence[float], spread: float, held: float) -> None:
+        """Take the speed of production alone as the baseline, and let the other job run again unless too much was lost.
+
+        ``values`` and their ``mean`` are of ``spread`` seconds; the other job was held back for ``held`` seconds.
+        """
         previous = self.baseline
-        if len(values) >= 3 and previous is None:
-            scatter = math.sqrt(math.fsum((value / mean - 1) ** 2 for value in values) / (len(values) - 1))
-            per_second = max(1.0, len(values) / max(spread, 1.0))
-            self._noise = min(0.1, max(0.003, scatter / math.sqrt(per_second)))
-        if previous is None and spread / max(1, len(values) - 1) > _SELDOM_SECONDS:
-            self._slice = self._least
-        same = previous is not None and abs(mean / previous - 1) <= max(0.03, 3 * self._noise)
-        if previous is not None and not same:
+        interval = spread / max(1, len(values) - 1)
+        if previous is None:
+            if len(values) >= 3:
+                self._noise = _noise_of(values, mean, spread)
+            if interval > _SELDOM_SECONDS:
+                self._slice = self._least
+        same_phase = previous is not None and abs(mean / previous - 1) <= max(0.03, 3 * self._noise)
+        if previous is not None and not same_phase:
             if not self._moved:
                 # The time of the change is unknown. If production is faster now, the other job may have hidden that since
                 # the previous baseline.
@@ -217,19 +221,22 @@ class Controller:
             self._rescale(previous / mean)
         self.baseline, self._baseline_at = mean, at
         self.best = max(mean, self.best or 0.0)
-        self._interval = spread / max(1, len(values) - 1)
+        self._interval = interval
         # Production was faster before: this may be a faster phase that the other job slows down.
         doubt = mean < _CERTAIN_PART * self.best
         least, part = (_DOUBT_REFRESH_SECONDS, _DOUBT_REFRESH_PART) if doubt else (_REFRESH_SECONDS, _REFRESH_PART)
         self._refresh = max(least, held / part)
         self._moved = False
-        if not same:
+        if not same_phase:
             self._ceiling, self._backoff, self._too_much = None, _FIRST_BACKOFF_SECONDS, None
+        if not self._stays_held(at, same_phase=same_phase):
+            self._run_with(at, self._slice)
+
+    def _stays_held(self, at: float, *, same_phase: bool) -> bool:
+        """Return whether the other job is held back for longer: until the window has lost less, or the next try is due."""
         if self._too_much is not None and (at < self._hold_until or self._lost() > 0.3 * self._allowed()):
-            return
-        if self._lost() > 0.6 * self._allowed() and same:
-            return
-        self._run_with(at, self._slice)
+            return True
+        return same_phase and self._lost() > 0.6 * self._allowed()
 
     def _rescale(self, factor: float) -> None:
         """Correct the losses noted since the phase changed: they were computed with the previous baseline."""
@@ -255,7 +262,7 @@ class Controller:
         self.latest = math.fsum(clean) / len(clean)
         kept = self.latest / self.baseline
         # Time since the change that no number covers counts like the time after it, unless production rested.
-        self._note(at, max(seconds, covered) if self._rested else at - self._noted_at, 1 - kept)
+        self._note_loss(at, max(seconds, covered) if self._rested else at - self._noted_at, 1 - kept)
         self._noted_at, self._rested = at, False
         mean_kept = _mean(self._kept)
         if self._has_moved(kept, mean_kept):
@@ -273,9 +280,10 @@ class Controller:
         elif at - self._baseline_at >= self._refresh:
             self._hold_back(at, self._slice)
         else:
-            self._move(at, kept)
+            self._adjust_slice(at, kept)
 
     def _has_moved(self, kept: float, mean_kept: float | None) -> bool:
+        """Return whether the kept part has changed by more than noise and the slice can explain."""
         limit = max(_JUMP, 4 * self._noise)
         if kept > 1 + self._most_gain():
             return True
@@ -287,7 +295,8 @@ class Controller:
         gain = kept - self._kept_before
         return gain > limit if self._raised else gain < -limit
 
-    def _move(self, at: float, kept: float) -> None:
+    def _adjust_slice(self, at: float, kept: float) -> None:
+        """Lengthen or shorten the slice, by how much of its speed production keeps."""
         recent = self._kept[-3:]
         mean = math.fsum(recent) / len(recent)
         if kept < self._keep - max(0.005, 2 * self._noise):
@@ -298,7 +307,7 @@ class Controller:
             self._backoff, self._too_much = _FIRST_BACKOFF_SECONDS, None
             self._raise(at, 2.0 if mean > 1 - 0.3 * (1 - self._keep) else 1.3)
 
-    def _lower(self, at: float, wanted: float) -> None:
+    def _lower(self, at: float, slice_us: float) -> None:
         if self._slice <= self._least:
             # The least slice costs too much: check whether the baseline is still right.
             self._too_much = self.baseline
@@ -307,14 +316,14 @@ class Controller:
             self._backoff = min(_MOST_BACKOFF_SECONDS, 2 * self._backoff)
             return
         self._ceiling = self._slice, at + _CEILING_SECONDS
-        self._run_with(at, wanted)
+        self._run_with(at, slice_us)
 
     def _raise(self, at: float, factor: float) -> None:
-        wanted = min(self._slice * factor, self._most)
+        slice_us = min(self._slice * factor, self._most)
         if self._ceiling is not None and at < self._ceiling[1]:
-            wanted = min(wanted, 0.85 * self._ceiling[0])
-        if wanted > self._slice * 1.05:
-            self._run_with(at, wanted)
+            slice_us = min(slice_us, 0.85 * self._ceiling[0])
+        if slice_us > self._slice * 1.05:
+            self._run_with(at, slice_us)
 
     def _judge_silence(self, at: float) -> None:
         """No number came since the slice changed: hold the other job back to see whether one comes, or run the least slice.
@@ -339,7 +348,7 @@ class Controller:
         held_at = self._changed_at
         if seen:
             self._silent_since = None
-            self._note(at, held_at - since, 1.0)
+            self._note_loss(at, held_at - since, 1.0)
             return True
         if at - held_at >= _SETTLE_SECONDS + max(_HOLD_SECONDS, 4 * self._interval):
             # Production rests. Its next number covers the rest, too.
@@ -348,16 +357,16 @@ class Controller:
             self._rested = True
         return False
 
-    def _run_with(self, at: float, wanted: float) -> None:
-        self._kept_before, self._raised = (None if self._held else _mean(self._kept)), wanted > self._slice
-        self._slice = min(max(wanted, self._least), self._most)
+    def _run_with(self, at: float, slice_us: float) -> None:
+        self._kept_before, self._raised = (None if self._held else _mean(self._kept)), slice_us > self._slice
+        self._slice = min(max(slice_us, self._least), self._most)
         self._held, self._held_at, self._hold_until = False, None, -math.inf
         self._changed_at = self._noted_at = at
         self._kept = []
         self._printed.values.clear()
 
-    def _hold_back(self, at: float, then: float) -> None:
-        self._slice = min(max(then, self._least), self._most)
+    def _hold_back(self, at: float, next_slice_us: float) -> None:
+        self._slice = min(max(next_slice_us, self._least), self._most)
         self._held, self._held_at, self._hold_until = True, at, -math.inf
         self._changed_at = self._noted_at = at
         self._kept, self._moved_while_held = [], False
@@ -365,7 +374,7 @@ class Controller:
 
     # -- what was lost within the window -----------------------------------------------------------------------
 
-    def _note(self, at: float, seconds: float, lost: float | None) -> None:
+    def _note_loss(self, at: float, seconds: float, lost: float | None) -> None:
         """Note for the window which part of its speed production lost in these seconds; None: the other was held back."""
         self._ledger.append((at, seconds, lost))
 
@@ -380,6 +389,13 @@ class Controller:
 
     def _allowed(self) -> float:
         return (1 - _RESERVE) * (1 - self._keep) * WINDOW_SECONDS
+
+
+def _noise_of(values: Sequence[float], mean: float, seconds: float) -> float:
+    """Return the relative scatter of a second's mean, by the scatter of single values."""
+    scatter = math.sqrt(math.fsum((value / mean - 1) ** 2 for value in values) / (len(values) - 1))
+    per_second = max(1.0, len(values) / max(seconds, 1.0))
+    return min(0.1, max(0.003, scatter / math.sqrt(per_second)))
 
 
 def _mean(kept: Sequence[float]) -> float | None:

@@ -119,7 +119,7 @@ def next_step(*, waiting: int, running: int, parallel: int | None, size_known: b
     return "start"
 
 
-def together(copies: int, parallel: int | None, fitting: Mapping[str, int | None]) -> dict[str, int]:
+def copies_at_once(copies: int, parallel: int | None, fitting: Mapping[str, int | None]) -> dict[str, int]:
     """Return how many copies run at the same time on each device: dealt out in turn, at most ``fitting`` to each.
 
     ``fitting`` is None where any number fits. Each device gets at least 1, because a copy may wait for room there.
@@ -346,7 +346,7 @@ class FarmResults:
         Raises:
             InUse: a copy does not end (code ``logs_in_use``).
         """
-        deadline, said = time.monotonic() + _LEFT_SECONDS, False
+        deadline, reported = time.monotonic() + _LEFT_SECONDS, False
         while pids := self._host.processes.started_with(MARK, self.mark):
             if asked(0.1):
                 return False
@@ -356,8 +356,8 @@ class FarmResults:
                     f"end it: gpushare stop {pids[0]}; or give this farm a directory of its own: --logs OTHER",
                     code="logs_in_use",
                 )
-            if not said:
-                said = True
+            if not reported:
+                reported = True
                 say(f"waiting for {counted(len(pids), 'process')} of an earlier farm with these logs, being ended")
         return True
 
@@ -434,9 +434,9 @@ def farm(
     """
     copies = _Farm(host, devices, command, options, reporter)
     copies.check()
-    with contextlib.ExitStack() as before, contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as closing, contextlib.ExitStack() as held:
         # Before the shares are given back, but after the copies have ended: else their memory would look free.
-        before.callback(copies.close)
+        closing.callback(copies.close)
         return copies.run(held)
 
 
@@ -599,7 +599,7 @@ class _Farm:
         if len(refused) == len(self._devices):
             raise next(iter(refused.values()))
         for uuid, reason in refused.items():
-            self._drop(uuid, reason)
+            self._leave_out(uuid, reason)
 
     @property
     def _user_limit(self) -> int | None:
@@ -608,15 +608,15 @@ class _Farm:
     def _request(self, size: int, keys: Sequence[str] | None = None) -> Request:
         """Return what a copy asks for, on some of these devices; None: on those that it may have."""
         count = self._options.gpus
-        wanted = tuple(self._devices) if keys is None else tuple(keys)
-        return Request(memory_bytes=size, keys=wanted, client=count == 1, count=count, name=self._options.name)
+        uuids = tuple(self._devices) if keys is None else tuple(keys)
+        return Request(memory_bytes=size, keys=uuids, client=count == 1, count=count, name=self._options.name)
 
     def _gpu(self, *uuids: str) -> _FarmGpu:
         if uuids not in self._gpus:
             self._gpus[uuids] = _FarmGpu(self._host, *(self._devices[uuid] for uuid in uuids))
         return self._gpus[uuids]
 
-    def _drop(self, uuid: str, error: GpushareError) -> None:
+    def _leave_out(self, uuid: str, error: GpushareError) -> None:
         device = self._devices.pop(uuid)
         self._gpus.pop((uuid,), None)
         self._reporter.say(f"{device.title} is left out: {error.message}")
@@ -648,8 +648,8 @@ class _Farm:
     def _lines(self) -> list[Line]:
         """Return the ledger of the devices as they are now, without those whose memory is unknown."""
         devices = [*self._devices.values()]
-        now, _ = usable_now(self._host, devices, self._user_limits, client=self._options.gpus == 1)
-        return read_lines(self._host, now, self._user_limits)
+        usable, _ = usable_now(self._host, devices, self._user_limits, client=self._options.gpus == 1)
+        return read_lines(self._host, usable, self._user_limits)
 
     # -- what an earlier farm has done ---------------------------------------------------------------
 
@@ -658,12 +658,12 @@ class _Farm:
         options, digest = self._options, digest_of_command(self._command)
         commands: set[str] = set()
 
-        def noted() -> Iterator[CopyEnd]:
+        def with_commands() -> Iterator[CopyEnd]:
             for end in ends:
                 commands.add(end.command)
                 yield end
 
-        done = copies_done(noted(), digest, options.copies, options.lines)
+        done = copies_done(with_commands(), digest, options.copies, options.lines)
         for number in done:
             self._copies[number].state = "done earlier"
         if done:
@@ -760,7 +760,7 @@ class _Farm:
             while self._signals.first is None:
                 self._start_what_may()
                 self._watch_memory()
-                self._collect()
+                self._collect_ended()
                 self._measure()
                 for gpu in self._gpus.values():
                     gpu.prove(self._copies)
@@ -833,13 +833,13 @@ class _Farm:
         if self._next_step() == "start" and self._size is not None:
             self._set_caps()
         while (step := self._next_step()) in {"start", "alone"} and not self._signals.came():
-            taken = self._turn(alone=step == "alone")
-            if taken is None:
+            gpu_and_place = self._gpu_for_next(alone=step == "alone")
+            if gpu_and_place is None:
                 self._say_waiting()
                 break
-            gpu, place = taken
+            gpu, place = gpu_and_place
             copy = next(copy for copy in self._copies if copy.state == "waiting")
-            if not self._opened(gpu, place):
+            if not self._open_share(gpu, place):
                 continue
             self._said_at, self._said_line = -_SAY_SECONDS, ""
             try:
@@ -856,7 +856,7 @@ class _Farm:
             self._leave_line()
         self._running_then = len(self._running())
 
-    def _opened(self, gpu: _FarmGpu, place: Place | None) -> bool:
+    def _open_share(self, gpu: _FarmGpu, place: Place | None) -> bool:
         """Open the share of a device; without it the farm goes on, if there is another one."""
         try:
             gpu.open(self._open_parts, self._options.grace_seconds)
@@ -865,19 +865,19 @@ class _Farm:
                 place.leave()
             if len(self._devices) == self._options.gpus:
                 raise
-            self._drop(gpu.device.uuid, error)
+            self._leave_out(gpu.device.uuid, error)
             return False
         return True
 
-    def _turn(self, *, alone: bool) -> tuple[_FarmGpu, Place | None] | None:
+    def _gpu_for_next(self, *, alone: bool) -> tuple[_FarmGpu, Place | None] | None:
         """Return the GPU of the next copy, and its place in the ledger; None: it waits. Raises as `Place`."""
         size, count = self._size or 0, self._options.gpus
         is_known = any(device.memory_total_bytes is not None for device in self._devices.values())
         if alone:
             # Its need is unknown: half of what is free. If it holds more, that counts too, and other jobs may still come.
             free = sorted((line.free_bytes for line in self._lines()), reverse=True)[count - 1 :][:1]
-            most = min([*(free or [0]), *([] if self._user_limit is None else [self._user_limit])])
-            size = max(_LEAST_BYTES, most // 2 // MIB * MIB)
+            available = min([*(free or [0]), *([] if self._user_limit is None else [self._user_limit])])
+            size = max(_LEAST_BYTES, available // 2 // MIB * MIB)
         if not is_known:
             # The GPUs do not report their memory: only the number of clients that a server takes is a bound.
             gpu = self._gpu(*self._order([*self._devices])[:count])
@@ -885,18 +885,18 @@ class _Farm:
             on_each = Counter(uuid for key, each in self._gpus.items() for uuid in key for _ in each.running)
             running = max(on_each[device.uuid] for device in gpu.devices)
             return None if most_clients is not None and running >= most_clients else (gpu, None)
-        place = self._taken(self._request(size))
+        place = self._take_place(self._request(size))
         return None if place is None else (self._gpu(*place.held), place)
 
-    def _taken(self, request: Request) -> Place | None:
+    def _take_place(self, request: Request) -> Place | None:
         """Return the place of the next copy, if it is the farm's turn; then the farm goes to the end of the line."""
         if self._place is None or self._place.request != request:
             self._leave_line()
             self._place = Place(self._host, request, self._patience)
         devices = [*self._devices.values()]
-        now, _ = usable_now(self._host, devices, self._user_limits, client=request.client)
+        usable, _ = usable_now(self._host, devices, self._user_limits, client=request.client)
         place, order = self._place, self._order if len(devices) > request.count else None
-        if not place.try_to_take(now, self._clients, self._user_limits, order):
+        if not place.try_to_take(usable, self._clients, self._user_limits, order):
             return None
         self._place = None
         return place
@@ -921,8 +921,8 @@ class _Farm:
         now, place = time.monotonic(), self._place
         if place is None or now - self._said_at < _SAY_SECONDS:
             return
-        before = jobs_before(reservations(self._host) or [], place)
-        if self._running() and not before:
+        jobs_ahead = jobs_before(reservations(self._host) or [], place)
+        if self._running() and not jobs_ahead:
             return
         usable, reasons = usable_now(
             self._host, [*self._devices.values()], self._user_limits, client=place.request.client
@@ -938,16 +938,18 @@ class _Farm:
 
     def _set_caps(self) -> None:
         """Find the thread cap of the copies on each device: of those that run there at the same time."""
-        given, cap = self._options.limits.threads_percent, self._options.cap or share_of_threads
-        for uuid, number in self._together().items():
+        given_percent, cap = self._options.limits.threads_percent, self._options.cap or share_of_threads
+        for uuid, number in self._at_once_by_gpu().items():
             # There are caps under MPS only.
-            self._caps[uuid] = None if self._options.gpus > 1 else cap(number) if given is None else given
+            self._caps[uuid] = (
+                None if self._options.gpus > 1 else cap(number) if given_percent is None else given_percent
+            )
 
     def _most_at_once(self) -> int:
         """Return how many copies run at the same time, as far as it is known now."""
-        return max(1, sum(self._together().values()) // self._options.gpus)
+        return max(1, sum(self._at_once_by_gpu().values()) // self._options.gpus)
 
-    def _together(self) -> dict[str, int]:
+    def _at_once_by_gpu(self) -> dict[str, int]:
         """Return how many copies run at the same time on each device, as far as it is known now."""
         count, limit = self._options.gpus, self._user_limit
         copies = sum(copy.state != "done earlier" for copy in self._copies)
@@ -964,7 +966,7 @@ class _Farm:
             bounds += [line.free_clients] if line.free_clients is not None and count == 1 else []
             fitting[uuid] = running + min(bounds)
         parallel = self._options.parallel
-        return together(copies * count, None if parallel is None else parallel * count, fitting)
+        return copies_at_once(copies * count, None if parallel is None else parallel * count, fitting)
 
     def _limits(self, uuid: str) -> Limits:
         options = self._options
@@ -1050,9 +1052,9 @@ class _Farm:
         if peak:
             self._measured_since = self._measured_since or now
             if now - self._measured_since >= _ALONE_SECONDS:
-                self._learn(self._copies[number], peak)
+                self._learn_size(self._copies[number], peak)
 
-    def _learn(self, copy: Copy, peak_bytes: int | None) -> None:
+    def _learn_size(self, copy: Copy, peak_bytes: int | None) -> None:
         """Let the others reserve what a copy has used, and a fifth more; the copy too, if it still runs."""
         self._measured_copy = None
         if peak_bytes is None and (copy.failure is not None or self._host.processes.namespace_is_host() is False):
@@ -1138,7 +1140,10 @@ class _Farm:
         """Read the memory of all running copies at once, note their peaks, and return the copies above their limit."""
         memories = {number: self._memories[number] for number, program in self._running().items() if program.runs}
         watched = [
-            (number, memory) for number, of_copy in memories.items() for memory in of_copy if memory.over is None
+            (number, memory)
+            for number, memories_of_copy in memories.items()
+            for memory in memories_of_copy
+            if memory.over is None
         ]
         due = [(number, memory) for number, memory in watched if memory.seconds <= 0]
         if due and self._copy_limit is not None:
@@ -1147,7 +1152,11 @@ class _Farm:
         for number, memory in due:
             memory.poll()
             self._note_peak(self._copies[number], memory.peak_bytes)
-        over = [number for number, of_copy in memories.items() if any(memory.over is not None for memory in of_copy)]
+        over = [
+            number
+            for number, memories_of_copy in memories.items()
+            if any(memory.over is not None for memory in memories_of_copy)
+        ]
         return [number for number in over if number not in self._stuck]
 
     # -- ending --------------------------------------------------------------------------------------
@@ -1172,21 +1181,22 @@ class _Farm:
         elif ends:
             _end_at_once(ends, hurry)
 
-    def _collect(self) -> None:
+    def _collect_ended(self) -> None:
+        """Note the copies that have ended, and end those that print nothing for too long."""
         for gpu in self._gpus.values():
             if gpu.several is None:
                 continue
             gpu.several.look()
-            over: dict[int, str | None] = {}
+            ended: dict[int, str | None] = {}
             for number, program in gpu.running.items():
                 if not program.runs:
-                    over[number] = program.failure
+                    ended[number] = program.failure
                 elif self._stalled(program):
                     gpu.several.kill(program)
-                    over[number] = f"printed nothing for {self._options.stall_seconds:g} s, and was ended"
-            stuck = self._end_left_behind(gpu, list(over))
-            for number, failure in over.items():
-                self._close(gpu, number, failure, stuck.get(number))
+                    ended[number] = f"printed nothing for {self._options.stall_seconds:g} s, and was ended"
+            stuck = self._end_left_behind(gpu, list(ended))
+            for number, failure in ended.items():
+                self._note_end(gpu, number, failure, stuck.get(number))
 
     def _end_left_behind(self, gpu: _FarmGpu, numbers: Sequence[int]) -> dict[int, GpushareError]:
         """End what programs that have ended left running; return what could not be ended, by copy, and why."""
@@ -1213,7 +1223,7 @@ class _Farm:
         seconds = self._options.stall_seconds
         return seconds is not None and time.monotonic() - program.heard > seconds
 
-    def _close(
+    def _note_end(
         self,
         gpu: _FarmGpu,
         number: int,
@@ -1234,13 +1244,13 @@ class _Farm:
             copy.hint = stuck.hint
         # Nothing new starts next to a process that could not be ended.
         self._stuck.discard(number)
-        more = stuck is None and self._signals.first is None and not self._giving_up
-        again = copy.failure is not None and more and copy.tries <= self._options.restarts
+        may_restart = stuck is None and self._signals.first is None and not self._giving_up
+        again = copy.failure is not None and may_restart and copy.tries <= self._options.restarts
         copy.state = "waiting" if again else "failed" if copy.failure is not None else "done"
         if interrupted and copy.reason is None:
             copy.state = "ended"
         if number == self._measured_copy and not interrupted:
-            self._learn(copy, copy.memory_peak_bytes)
+            self._learn_size(copy, copy.memory_peak_bytes)
         self._after_end(copy, again=again)
 
     def _after_end(self, copy: Copy, *, again: bool) -> None:
@@ -1270,14 +1280,14 @@ class _Farm:
     def _interrupt(self) -> None:
         """End all copies, because the user asked for it or a copy failed and the farm gives up."""
         # A copy that has ended by itself keeps its result.
-        self._collect()
+        self._collect_ended()
         for memories in self._memories.values():
             for memory in memories:
                 memory.release()
         self._end(list(self._running()), hurry=self._signals.came)
         for gpu in self._gpus.values():
             for number in list(gpu.running):
-                self._close(gpu, number, None, interrupted=True)
+                self._note_end(gpu, number, None, interrupted=True)
         for copy in self._copies:
             if copy.state == "waiting":
                 copy.state = "skipped" if copy.tries == 0 else "failed"

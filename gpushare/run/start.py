@@ -133,7 +133,7 @@ class JobStart:
         if self.role.rate is not None and not self.dry_run:
             begin_log(Path(self.role.rate.log))
         if mig is not None:
-            return self._in_instance(mig, gpu, options)
+            return self._run_in_instance(mig, gpu, options)
         if gpu is None and self.role.target is not None:
             gpu = device_of_job(self.host, self.gpus, self.role.target)
         if gpu is not None and gpu.strip().lower() == "all":
@@ -142,8 +142,8 @@ class JobStart:
             )
         several = self.count > 1 or (gpu is not None and not self._names_one_gpu(gpu))
         if self.budget is not None or self.queue.takes_place or several:
-            return self._queued(gpu, options)
-        return self._started(select_one(gpu, self.gpus), options)
+            return self._run_queued(gpu, options)
+        return self._run_on(select_one(gpu, self.gpus), options)
 
     def _names_one_gpu(self, gpu: str) -> bool:
         return gpu.strip().lower() != "any" and len(select_for_change(gpu, self.gpus)) == 1
@@ -236,7 +236,7 @@ class JobStart:
             code="reserved",
         )
 
-    def _granted(self, devices: Sequence[Device]) -> tuple[Device, ...]:
+    def _without_granted_to_others(self, devices: Sequence[Device]) -> tuple[Device, ...]:
         """Return the devices that are not instances granted to other users only.
 
         Raises:
@@ -264,14 +264,15 @@ class JobStart:
             raise errors[0]
         return tuple(device for device, error in zip(devices, errors, strict=True) if error is None)
 
-    def _started(self, device: Device, options: RunOptions) -> Any:
-        self._without_leased(self._granted([device]))
+    def _run_on(self, device: Device, options: RunOptions) -> Any:
+        """Run a program on one device, by its role and its slice."""
+        self._without_leased(self._without_granted_to_others([device]))
         if self.role.production is not None:
-            return self._production(device, replace(options, rate=self.role.rate), self.role.production)
+            return self._run_production(device, replace(options, rate=self.role.rate), self.role.production)
         if self.role.opportunistic:
-            return self._opportunistic(device, options)
+            return self._run_opportunistic(device, options)
         if self.role.slice_us is not None:
-            return self._sliced((device,), options, self.role.slice_us)
+            return self._run_sliced((device,), options, self.role.slice_us)
 
         group: Sequence[Any] = ()
         # A dozen files are read only where such a job has run.
@@ -285,7 +286,7 @@ class JobStart:
 
         return self._carry_out(MpsShare(self.host, device, options.limits), options)
 
-    def _queued(self, gpu: str | None, options: RunOptions) -> Any:
+    def _run_queued(self, gpu: str | None, options: RunOptions) -> Any:
         """Run a program that is held to its memory, waits for it first, or has the choice of several devices."""
         queue = self.queue
         # A job of several GPUs that names none may have any.
@@ -295,12 +296,12 @@ class JobStart:
             check_host(self.host)
         if is_any(gpu):
             devices = usable(devices, instances=not queue.swappable and self.count == 1)
-        devices = self._granted(devices)
+        devices = self._without_granted_to_others(devices)
         devices = devices if queue.wait else self._without_leased(devices)
         check_not_mig(devices, whole=queue.swappable or self.count > 1)
         check_enough(devices, self.count, most=len(self.gpus))
         check_program(options.container or self.command[0])
-        spared = self._spared(devices) if queue.for_production else None
+        spared = self._title_of_spared(devices) if queue.for_production else None
         size = self._bytes_on(*devices)
         if len(devices) == 1:
             check_memory(devices[0], size, job=True)
@@ -308,9 +309,9 @@ class JobStart:
         def start(chosen: Sequence[Device], metered: RunOptions) -> Any:
             device = chosen[0]
             if len(chosen) > 1:
-                return self._on_several(chosen, metered)
+                return self._run_on_several(chosen, metered)
             if not queue.swappable:
-                return self._started(device, metered)
+                return self._run_on(device, metered)
 
             return self._carry_out(PlainShare(self.host, device), metered, mps=False)
 
@@ -337,21 +338,21 @@ class JobStart:
         )
         return self._planned_or_run(queued)
 
-    def _on_several(self, devices: Sequence[Device], options: RunOptions) -> Any:
+    def _run_on_several(self, devices: Sequence[Device], options: RunOptions) -> Any:
         """Run a program on several GPUs: outside MPS, whose daemons are of one GPU each."""
         slice_us = self.role.slice_us
         if self.role.opportunistic:
-            return self._yielding_on_several(devices, options)
+            return self._run_yielding_on_several(devices, options)
         if self.role.production is not None:
             options = replace(options, name=self.role.production, role=PRODUCTION)
             slice_us = slice_us or PRODUCTION_US
         if slice_us is not None:
-            return self._sliced(devices, options, slice_us, asked=self.role.slice_us is not None)
+            return self._run_sliced(devices, options, slice_us, asked=self.role.slice_us is not None)
         self._say_dropped()
         share = PlainShare(self.host, devices[0], more=tuple(devices[1:]))
         return self._carry_out(share, options, mps=False)
 
-    def _yielding_on_several(self, devices: Sequence[Device], options: RunOptions) -> Any:
+    def _run_yielding_on_several(self, devices: Sequence[Device], options: RunOptions) -> Any:
         """Run an opportunistic job whose ranks are paused, or ended, together while production works on one of its GPUs."""
         options = replace(options, role=OPPORTUNISTIC)
         process = None
@@ -368,8 +369,8 @@ class JobStart:
             raise _no_production_error(devices)
         share = PlainShare(self.host, devices[0], more=tuple(devices[1:]))
         if self.role.yields == "requeue":
-            return self._yielding(device, options, process, share)
-        return self._paused(device, options, process, share)
+            return self._run_requeued(device, options, process, share)
+        return self._run_paused(device, options, process, share)
 
     def _is_outside_mps(self, options: RunOptions) -> bool:
         """Return whether the program will not be a client of MPS, as far as its options say."""
@@ -387,7 +388,7 @@ class JobStart:
         planned = queued.start(devices, metered)
         return planned if room is None else _with_room(planned, room)
 
-    def _spared(self, devices: Sequence[Device]) -> str | None:
+    def _title_of_spared(self, devices: Sequence[Device]) -> str | None:
         """Return the production job of ``--for``, which need not run yet, for people; None: none was named.
 
         Raises:
@@ -416,10 +417,10 @@ class JobStart:
             self.say(f"opportunistic: it leaves the GPU when {spared} or another production job needs room")
         return spared
 
-    def _in_instance(self, text: str, gpu: str | None, options: RunOptions) -> Any:
+    def _run_in_instance(self, text: str, gpu: str | None, options: RunOptions) -> Any:
         """Run a program in a free MIG instance, in the one with a name, or in one that is made for it."""
         if not self.creates:
-            return self._in_instance_named(text, gpu, options)
+            return self._run_in_named_instance(text, gpu, options)
         from gpushare.run.created import Creator
         from gpushare.run.mig import find_places, free_places
 
@@ -431,9 +432,9 @@ class JobStart:
                 return creator.planned(self.command)
             if not self.dry_run:
                 creator.sweep()
-            return self._in_instance_named(text, gpu, options, creator)
+            return self._run_in_named_instance(text, gpu, options, creator)
 
-    def _in_instance_named(
+    def _run_in_named_instance(
         self, text: str, gpu: str | None, options: RunOptions, creator: Creator | None = None
     ) -> Any:
         from gpushare.run.mig import wait_words
@@ -521,7 +522,7 @@ class JobStart:
         if self.dry_run:
             place, room = outlook_on_places(self.host, text, gpu, check)
             return place, None, room
-        taken = wait_for_place(
+        place_and_claim = wait_for_place(
             self.host,
             text,
             gpu,
@@ -532,9 +533,10 @@ class JobStart:
             quiet=self.quiet,
             creator=creator,
         )
-        return (*taken, None)
+        return (*place_and_claim, None)
 
-    def _production(self, device: Device, options: RunOptions, name: str) -> Any:
+    def _run_production(self, device: Device, options: RunOptions, name: str) -> Any:
+        """Run a production job: outside MPS with a slice, or under MPS if options or tune say so."""
         check_job_name(name)
         options = replace(options, name=name, role=PRODUCTION)
         tuned = find_tuned(self.host, name)
@@ -543,7 +545,7 @@ class JobStart:
         ):
             tuned_us = None if tuned is None else tuned.production_slice_us
             slice_us = self.role.slice_us or tuned_us or PRODUCTION_US
-            return self._sliced((device,), options, slice_us, asked=self.role.slice_us is not None)
+            return self._run_sliced((device,), options, slice_us, asked=self.role.slice_us is not None)
         group = members(self.host, device)
         if group:
             raise InUse(
@@ -560,32 +562,33 @@ class JobStart:
             )
         return self._carry_out(MpsShare(self.host, device, options.limits, own_limits=False), options)
 
-    def _sliced(self, devices: Sequence[Device], options: RunOptions, slice_us: int, *, asked: bool = True) -> Any:
+    def _run_sliced(self, devices: Sequence[Device], options: RunOptions, slice_us: int, *, asked: bool = True) -> Any:
         """Run a program outside MPS with a time-slice; if that was only tuned, not ``asked``, even where none can be set."""
         for device in devices:
             check_outside_mps(device)
         if asked:
             check_settable(self.host)
         self._say_dropped()
-        own = OwnSlice(self.host, slice_us)
+        own_slice = OwnSlice(self.host, slice_us)
         share = PlainShare(self.host, devices[0], more=tuple(devices[1:]))
-        return self._carry_out(share, options, own, slice_us=slice_us, mps=False)
+        return self._carry_out(share, options, own_slice, slice_us=slice_us, mps=False)
 
-    def _opportunistic(self, device: Device, options: RunOptions) -> Any:
+    def _run_opportunistic(self, device: Device, options: RunOptions) -> Any:
+        """Run a job that yields to production, in the way that was asked for, tuned, or is possible here."""
         options = replace(options, role=OPPORTUNISTIC)
         process = spared_process(self.host, device, self.role.target)
         outside = process is not None and not process.under_mps
         if self.role.yields == "requeue":
-            return self._yielding(device, options, process)
-        if self._by_slices(device, process):
-            return self._grouped(device, options, process)
+            return self._run_requeued(device, options, process)
+        if self._runs_by_slices(device, process):
+            return self._run_in_group(device, options, process)
         if process is not None and (self.role.yields == "pause" or outside):
-            return self._paused(device, options, process)
+            return self._run_paused(device, options, process)
         if self.role.yields == "pause":
             raise _not_one_production_error(self.host, device)
-        return self._capped(device, options)
+        return self._run_capped(device, options)
 
-    def _by_slices(self, device: Device, process: ProductionJob | None) -> bool:
+    def _runs_by_slices(self, device: Device, process: ProductionJob | None) -> bool:
         """Return whether the job runs with a time-slice: as asked, as tuned, or because production runs outside MPS."""
         outside = process is not None and not process.under_mps
         if self.role.yields == "caps":
@@ -617,11 +620,11 @@ class JobStart:
             return True
         if asked:
             raise reason
-        then = "this job is paused while it works" if outside else "this job gets a cap"
-        self.say(f"time-slices are not supported here: {reason.message}; {then}")
+        instead = "this job is paused while it works" if outside else "this job gets a cap"
+        self.say(f"time-slices are not supported here: {reason.message}; {instead}")
         return False
 
-    def _grouped(
+    def _run_in_group(
         self,
         device: Device,
         options: RunOptions,
@@ -636,7 +639,7 @@ class JobStart:
         if process is not None:
             group.instead = PauseForProduction(self.host, process)
             if self.role.keep is not None:
-                adapted = AdaptedSlice(group, process, _source(self.host, process), self.role.keep, title)
+                adapted = AdaptedSlice(group, process, _rate_source(self.host, process), self.role.keep, title)
         for text in spared.notes:
             self.say(text)
         how = (
@@ -652,7 +655,7 @@ class JobStart:
         parts = (group,) if adapted is None else (group, adapted)
         return self._carry_out(share, options, *parts, slice_us=slice_us)
 
-    def _paused(
+    def _run_paused(
         self, device: Device, options: RunOptions, process: ProductionJob, several: PlainShare | None = None
     ) -> Any:
         """Run a program that is paused while a production job works on the device; ``several``: on several GPUs."""
@@ -662,12 +665,12 @@ class JobStart:
                 f"process {process.pid} runs outside MPS: a cap cannot protect it, so this job is paused while it works"
             )
         self.say(f"opportunistic next to {process.title}: paused {how} while it works; its memory stays on the GPU")
-        options, mps = self._beside(device, options, process, several)
+        options, mps = self._options_beside(device, options, process, several)
         pause = PauseForProduction(self.host, process, process.title, by_channels=not mps, say=self.say)
         share: Share = MpsShare(self.host, device, options.limits) if mps else several or PlainShare(self.host, device)
         return self._carry_out(share, options, pause, mps=mps)
 
-    def _beside(
+    def _options_beside(
         self, device: Device, options: RunOptions, process: ProductionJob, several: PlainShare | None
     ) -> tuple[RunOptions, bool]:
         """Return the options of a job that leaves the GPU to production, and whether it runs under MPS; say its limits."""
@@ -681,7 +684,7 @@ class JobStart:
             self.say("there are no limits outside MPS: --threads and --priority are ignored")
         return options, mps
 
-    def _yielding(
+    def _run_requeued(
         self,
         device: Device,
         options: RunOptions,
@@ -693,12 +696,12 @@ class JobStart:
             raise _not_one_production_error(self.host, device)
         check_program(options.container or self.command[0])
         self.say(f"opportunistic next to {process.title}: ended while it works, and started again when it rests")
-        options, mps = self._beside(device, options, process, several)
+        options, mps = self._options_beside(device, options, process, several)
 
-        def start(given: RunOptions) -> Any:
+        def start(run_options: RunOptions) -> Any:
             limits = options.limits
             share: Share = MpsShare(self.host, device, limits) if mps else several or PlainShare(self.host, device)
-            return self._carry_out(share, given, mps=mps)
+            return self._carry_out(share, run_options, mps=mps)
 
         if self.dry_run:
             return start(options)
@@ -707,21 +710,24 @@ class JobStart:
         job = RecordedJob(self.host, device, record, options.container or self.command[0])
         job.check()
         job.open()
-        named = replace(options, name=job.record.name, stays=True)
+        options_with_name = replace(options, name=job.record.name, stays=True)
         try:
-            return Yielding(production=process, title=process.title, options=named, start=start, say=self.say).run()
+            return Yielding(
+                production=process, title=process.title, options=options_with_name, start=start, say=self.say
+            ).run()
         finally:
             job.close()
             job.forget()
 
-    def _capped(self, device: Device, options: RunOptions) -> Any:
+    def _run_capped(self, device: Device, options: RunOptions) -> Any:
+        """Run an opportunistic job as a client of MPS with a thread cap and low priority."""
         spared = spare(self.host, device, options.limits, self.role.target)
         limits = spared.limits
         for text in spared.notes:
             self.say(text)
         if not self.dry_run:
-            where = "" if spared.production is None else f" next to '{spared.production.name}'"
-            self.say(f"opportunistic{where}: {_limits_text(limits)}")
+            next_to = "" if spared.production is None else f" next to '{spared.production.name}'"
+            self.say(f"opportunistic{next_to}: {_limits_text(limits)}")
             self.say(NOT_PROTECTED)
         return self._carry_out(MpsShare(self.host, device, limits), replace(options, limits=limits))
 
@@ -775,28 +781,28 @@ def _outside_mps_error(process: ProductionJob | None) -> InUse:
     )
 
 
-def _source(host: Host, process: ProductionJob) -> Callable[[], PrintedRate | None]:
+def _rate_source(host: Host, process: ProductionJob) -> Callable[[], PrintedRate | None]:
     """Return what finds out where production prints its speed, also after it was started again.
 
     Raises:
         NotFound: it is not known.
     """
 
-    def found() -> PrintedRate | None:
+    def find_rate() -> PrintedRate | None:
         if process.name is not None:
             record = find_record(host, process.name)
         else:
             record = next((each for each in records(host) if each.pid == process.pid), None)
         return None if record is None else record.rate
 
-    if found() is None:
+    if find_rate() is None:
         name = process.name or "NAME"
         raise NotFound(
             f"the speed of {process.title} is not known, which --keep needs",
             f"start it with --metric: gpushare run --production {name} --metric 'rate=([0-9.]+)' -- CMD",
             code="no_progress",
         )
-    return found
+    return find_rate
 
 
 def _no_production_error(devices: Sequence[Device]) -> NotFound:

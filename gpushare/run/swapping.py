@@ -181,39 +181,41 @@ class Idle(Policy):
 
     def leaves(self, look: Look) -> bool:
         """Return whether it has been idle for long enough."""
-        before, self._before = self._before, look
+        earlier, self._before = self._before, look
         if self._out_since is not None:
-            before = self._out_since = self._still_since = None
+            earlier = self._out_since = self._still_since = None
         if look.busy_percent is None and not self._told:
             self._told = True
             self.say("the driver does not say whether it works, so it stays on the GPU")
-        if before is None or look.busy_percent is None:
+        if earlier is None or look.busy_percent is None:
             self._still_since = self._window = None
             return False
-        elapsed = max(1e-6, look.now - before.now)
-        used = sum(max(0.0, seconds - before.cpu.get(pid, 0.0)) for pid, seconds in look.cpu.items())
-        most = max(_each(before.cpu, look.cpu, look), default=0.0)
-        busy = look.busy_percent > 0 or self._has_worked(before.now, elapsed, used)
+        elapsed = max(1e-6, look.now - earlier.now)
+        used = sum(max(0.0, seconds - earlier.cpu.get(pid, 0.0)) for pid, seconds in look.cpu.items())
+        most_used = max(_cpu_used(earlier.cpu, look.cpu, look), default=0.0)
+        busy = look.busy_percent > 0 or self._has_worked(earlier.now, elapsed, used)
         # What would wake it is work here, too: it neither leaves nor comes back for nothing.
         is_known = len(self._levels) >= _LEAST_LEVELS
         active = (
-            is_known and elapsed <= _MOST_BETWEEN_SECONDS and most >= self._waking_seconds + self._often() * elapsed
+            is_known
+            and elapsed <= _MOST_BETWEEN_SECONDS
+            and most_used >= self._waking_seconds + self._idle_level() * elapsed
         )
         if busy:
             self._window = None
             self._levels.clear()
         elif elapsed <= _MOST_BETWEEN_SECONDS:
-            self._levels.append(most / elapsed)
+            self._levels.append(most_used / elapsed)
         if busy or active:
             self._still_since, self._worked = None, True
             return False
         if elapsed > _MOST_BETWEEN_SECONDS:
             self._still_since = look.now if self._still_since is None else self._still_since + elapsed
         elif self._still_since is None:
-            self._still_since = before.now
+            self._still_since = earlier.now
         if look.now - self._still_since < self.seconds:
             return False
-        self._judge()
+        self._adjust_waking_level()
         return True
 
     def _has_worked(self, since: float, elapsed: float, used: float) -> bool:
@@ -227,7 +229,7 @@ class Idle(Policy):
         self._window = None if since + elapsed - start >= window else (start, so_far)
         return so_far > _IDLE_CPU_SHARE * window
 
-    def _judge(self) -> None:
+    def _adjust_waking_level(self) -> None:
         """Ask for more before it comes back, if it has come back for nothing several times."""
         if self._worked:
             self._waking_seconds, self._early_times = _WAKING_SECONDS, 0
@@ -239,26 +241,29 @@ class Idle(Policy):
 
     def returns(self, look: Look) -> bool:
         """Return whether it has worked since it began to leave: its next call of CUDA waits until it is back."""
-        before, self._before = self._before, look
+        earlier, self._before = self._before, look
         first = self._out_since is None
         self._out_since = look.now if self._out_since is None else self._out_since
-        if before is None or (first and self._waking_seconds > _WAKING_SECONDS):
+        if earlier is None or (first and self._waking_seconds > _WAKING_SECONDS):
             return False
         # While it left, and for a moment after, the driver's own threads work: only the main threads tell whether it did.
         if first or look.now - self._out_since < _SETTLING_SECONDS:
-            used = _each(before.main_cpu or {}, look.main_cpu or {}, look)
+            used = _cpu_used(earlier.main_cpu or {}, look.main_cpu or {}, look)
         else:
-            used = _each(before.cpu, look.cpu, look)
-        elapsed, most, often = look.now - before.now, max(used, default=0.0), self._often()
+            used = _cpu_used(earlier.cpu, look.cpu, look)
+        elapsed, most_used, idle_level = look.now - earlier.now, max(used, default=0.0), self._idle_level()
         # Many requests that are too small to be seen one by one.
-        leak = max(often, 2 * sum(self._levels) / max(1, len(self._levels))) * elapsed
-        self._small = 0.0 if first else max(0.0, self._small + most - leak)
-        if most < self._waking_seconds + often * elapsed and self._small < _SMALL_TIMES * self._waking_seconds:
+        leak = max(idle_level, 2 * sum(self._levels) / max(1, len(self._levels))) * elapsed
+        self._small = 0.0 if first else max(0.0, self._small + most_used - leak)
+        if (
+            most_used < self._waking_seconds + idle_level * elapsed
+            and self._small < _SMALL_TIMES * self._waking_seconds
+        ):
             return False
         self._worked, self._early = False, look.now - self._out_since < _EARLY_SECONDS
         return True
 
-    def _often(self) -> float:
+    def _idle_level(self) -> float:
         """Return what a process on the GPU uses of a CPU while it is idle, rather more.
 
         Rare peaks do not count: a cell that is as small would never wake it.
@@ -267,12 +272,12 @@ class Idle(Policy):
         return 1.25 * levels[int(0.9 * (len(levels) - 1))] if levels else 0.0
 
 
-def _each(before: Mapping[int, float | None], after: Mapping[int, float | None], look: Look) -> list[float]:
+def _cpu_used(before: Mapping[int, float | None], after: Mapping[int, float | None], look: Look) -> list[float]:
     """Return the CPU time that each process on the GPU has used between two looks, where that is known."""
     return [
-        max(0.0, now - then)
+        max(0.0, later - earlier)
         for pid in look.main_cpu or {}
-        if (now := after.get(pid)) is not None and (then := before.get(pid)) is not None
+        if (later := after.get(pid)) is not None and (earlier := before.get(pid)) is not None
     ]
 
 
@@ -375,7 +380,7 @@ class ForProduction(Policy):
     def leaves(self, look: Look) -> bool:
         """Return whether production waits for what this job has, or is about to run out of memory."""
         self._free_since = None
-        self._see(look, is_out=False)
+        self._note_free(look, is_out=False)
         leaving = most_out_seconds(look.held_bytes)
         if look.production_needs:
             return True
@@ -383,12 +388,12 @@ class ForProduction(Policy):
         free = look.free_bytes + look.later_bytes - self._growth() * leaving
         return look.others_stay and free < self.margin_bytes
 
-    def _see(self, look: Look, *, is_out: bool) -> None:
+    def _note_free(self, look: Look, *, is_out: bool) -> None:
         # Memory that the job itself released or took is not growth of production.
-        before = self._seen if is_out == self._is_out else []
+        kept = self._seen if is_out == self._is_out else []
         self._is_out = is_out
         self._seen = [
-            *(sample for sample in before if look.now - sample[0] <= _GROWTH_SECONDS),
+            *(sample for sample in kept if look.now - sample[0] <= _GROWTH_SECONDS),
             (look.now, look.free_bytes),
         ]
 
@@ -398,9 +403,9 @@ class ForProduction(Policy):
         The largest step is left out: a program that starts takes much at once, and that is no growth.
         """
         steps = [
-            (later[0] - before[0], before[1] - later[1])
-            for before, later in itertools.pairwise(self._seen)
-            if later[0] > before[0]
+            (later[0] - earlier[0], earlier[1] - later[1])
+            for earlier, later in itertools.pairwise(self._seen)
+            if later[0] > earlier[0]
         ]
         grown = [lost for _, lost in steps if lost > 0]
         if len(grown) < _GROWTH_LOOKS:
@@ -410,7 +415,7 @@ class ForProduction(Policy):
 
     def returns(self, look: Look) -> bool:
         """Return whether production has not needed its room for a while; the ledger checks what is reserved."""
-        self._see(look, is_out=True)
+        self._note_free(look, is_out=True)
         # If no other job stays on the GPU, this job may need all of it: no margin.
         margin = 0.0
         if look.others_stay:
@@ -494,7 +499,7 @@ class Swapping(Part):
             return False
         self._due = now + (_WAITING_SECONDS if self.out and self._place is not None else _LOOK_SECONDS)
         try:
-            self._notice()
+            self._follow_others()
             if not self._by_hand and (self._movable or type(self._policy) is not Policy) and now >= self._later:
                 self._step(self._read(now))
         except GpushareError as error:
@@ -512,17 +517,17 @@ class Swapping(Part):
             self._said = error.message
             self._say(f"{error.message}; tried again from time to time")
 
-    def _notice(self) -> None:
-        """See whether the job was moved by hand, by its user or by root."""
+    def _follow_others(self) -> None:
+        """Take over what was done to the job by hand, by its user or by root: swapped out, brought in, or moved."""
         swap = find_swap(self._host, self._pid)
         if swap is not None and swap.state == BACK and swap.gpu_uuid != self._device.uuid:
-            self._goes_on(swap.gpu_uuid, "moved by hand")
+            self._continue_on(swap.gpu_uuid, "moved by hand")
         elif swap is None or swap.state == BACK:
             if self.out and swap is None and self._host.processes.identity(self._pid) is None:
                 # The program itself has ended: that is said elsewhere.
                 self._swap = None
             elif self.out:
-                self._came_back("what was out has ended" if swap is None else "back on the GPU, brought in by hand")
+                self._note_return("what was out has ended" if swap is None else "back on the GPU, brought in by hand")
         elif swap.state == LOST:
             if not self._by_hand:
                 self._by_hand, self._swap = True, swap
@@ -535,7 +540,7 @@ class Swapping(Part):
                 f"{'sudo ' if root else ''}gpushare swap in {swap.selector}"
             )
 
-    def _came_back(self, reason: str) -> None:
+    def _note_return(self, reason: str) -> None:
         """Note that all of the job is back, and hold its reservation again."""
         self._say(reason)
         if not self._by_hand:
@@ -550,7 +555,7 @@ class Swapping(Part):
             place.add(self._pid)
         self._place, self._swap, self._by_hand = place, None, False
 
-    def _goes_on(self, uuid: str, reason: str, place: Place | None = None) -> None:
+    def _continue_on(self, uuid: str, reason: str, place: Place | None = None) -> None:
         """Note that the job is on another GPU: its limit, its place and its watch are there from now on."""
         gpu = next((gpu for gpu in self._host.nvml.sweep() if gpu.uuid == uuid), None)
         if gpu is None:
@@ -573,8 +578,8 @@ class Swapping(Part):
 
     def _move(self, look: Look) -> bool:
         """Go to another GPU if that makes room for a job that waits; return whether it did."""
-        comes = self._makes_room_for
-        if comes is None or not look.held_bytes:
+        waiting_job = self._makes_room_for
+        if waiting_job is None or not look.held_bytes:
             return False
         target = self._target(look)
         if target is None:
@@ -599,7 +604,7 @@ class Swapping(Part):
         except BaseException:
             place.leave()
             raise
-        self._goes_on(target.uuid, f"to make room for {comes.title}", place)
+        self._continue_on(target.uuid, f"to make room for {waiting_job.title}", place)
         return True
 
     def _target(self, look: Look) -> Device | None:
@@ -665,8 +670,8 @@ class Swapping(Part):
         ledger = reservations(self._host) or []
         gpu = self._host.nvml.gpu(self._device.gpu.index)
         family = set(self._host.processes.descendants(self._pid))
-        mine = [process for process in gpu.processes or () if process.pid in family]
-        busy: Sequence[int | None] = [process.sm_percent for process in mine]
+        own_processes = [process for process in gpu.processes or () if process.pid in family]
+        busy: Sequence[int | None] = [process.sm_percent for process in own_processes]
         used = (gpu.memory_used_bytes or 0) + (gpu.memory_reserved_bytes or 0)
         total = gpu.memory_total_bytes or 0
         waiting = [
@@ -678,35 +683,42 @@ class Swapping(Part):
             and (job.memory_bytes or 0) <= total
             and self._patience.lets_go_first(job)
         ]
-        own = None if self._place is None else self._place.claim.path.name
-        others = [job for job in waiting if job.id != own]
+        own_id = None if self._place is None else self._place.claim.path.name
+        others = [job for job in waiting if job.id != own_id]
         # Other users' production jobs do not count, except root's.
         production = [job for job in others if job.production and job.claim.uid in {0, self._host.uid}]
         line = line_of(self._host, Device(gpu=gpu), ledger, limits=self._limits)
-        later = 0 if line is None else self._later_bytes(line, own)
+        later = 0 if line is None else self._later_bytes(line, own_id)
         self._makes_room_for = next(
-            (job for job in others if self._movable and line is not None and _comes_if_gone(job, line, own)), None
+            (job for job in others if self._movable and line is not None and _has_room_if_gone(job, line, own_id)), None
         )
-        pids = [process.pid for process in mine] if self._swap is None else [pid for pid, _, _ in self._swap.images]
+        pids = (
+            [process.pid for process in own_processes]
+            if self._swap is None
+            else [pid for pid, _, _ in self._swap.images]
+        )
         return Look(
             now=now,
             since=self._since,
             busy_percent=None if None in busy else sum(percent or 0 for percent in busy),
             cpu={pid: spent.seconds for pid in family if (spent := cpu_time(pid)) is not None},
             free_bytes=max(0, total - used),
-            others_wait=any(line is None or _can_come(job, line) for job in others),
+            others_wait=any(line is None or _has_room_after_turns(job, line) for job in others),
             production_waits=bool(production),
-            held_bytes=sum(process.memory_used_bytes or 0 for process in mine)
+            held_bytes=sum(process.memory_used_bytes or 0 for process in own_processes)
             if self._swap is None
             else self._swap.memory_bytes,
             production_needs=self._is_needed(production, line, later),
             others_stay=line is None or _others_stay(self._host, gpu, line, family),
             later_bytes=later,
             main_cpu={pid: main_thread_time(pid) for pid in pids},
-            next_bytes=self._next_bytes([job for job in others if line is not None and _can_come(job, line)]),
+            next_bytes=self._next_bytes(
+                [job for job in others if line is not None and _has_room_after_turns(job, line)]
+            ),
         )
 
     def _next_bytes(self, coming: Sequence[Reservation]) -> int:
+        """Return how much memory the first of these jobs needs that it does not hold in host memory yet; 0 if unknown."""
         first = next(iter(coming), None)
         # Of others it is not known whether they are in host memory already.
         if first is None or not first.memory_bytes or first.claim.uid != self._host.uid:
@@ -715,10 +727,10 @@ class Swapping(Part):
         comes_back = any(first.claim.pid in self._host.processes.ancestry(pid) for pid in images)
         return 0 if comes_back else first.memory_bytes
 
-    def _later_bytes(self, line: Line, own: str | None) -> int:
+    def _later_bytes(self, line: Line, own_id: str | None) -> int:
         """Return what jobs there have that leave for production too, and came after this one."""
         ids = [job.id for job in line.holders]
-        after = ids.index(own) + 1 if own in ids else len(ids)
+        after = ids.index(own_id) + 1 if own_id in ids else len(ids)
         return sum(size for job, size in line.held_by[after:] if self._makes_room(job))
 
     def _makes_room(self, job: Reservation) -> bool:
@@ -730,10 +742,10 @@ class Swapping(Part):
         if line is None:
             self._needed_since = None
             return bool(production)
-        own = None if self._place is None else self._place.claim.path.name
+        own_id = None if self._place is None else self._place.claim.path.name
         sizes = [line.room.whole_bytes if job.memory_bytes is None else job.memory_bytes for job in production]
         most = line.free_bytes + sum(
-            size for job, size in line.held_by if job.id == own or job.turns or self._makes_room(job)
+            size for job, size in line.held_by if job.id == own_id or job.turns or self._makes_room(job)
         )
         # What waits for jobs that stay is nothing to leave for.
         need = sum(size for size in sizes if size <= most)
@@ -758,7 +770,7 @@ class Swapping(Part):
             )
         self.times_out += 1
         self._left_at = began
-        self._moved(began, f"out of the GPU: {format_bytes(self._swap.memory_bytes)} to host memory")
+        self._note_switch(began, f"out of the GPU: {format_bytes(self._swap.memory_bytes)} to host memory")
         if isinstance(self._policy, ForProduction) and self.times_out == 1:
             policy, need = self._policy, self._swap.memory_bytes + 2 * self._policy.margin_bytes
             self._say(
@@ -779,29 +791,29 @@ class Swapping(Part):
     def _return(self, seconds: float = 0.0) -> None:
         if self._swap is None:
             return
-        now = find_swap(self._host, self._swap.pid)
-        if now is None or now.state not in {OUT, RETURNING}:
+        swap = find_swap(self._host, self._swap.pid)
+        if swap is None or swap.state not in {OUT, RETURNING}:
             return
-        now = taken_over(self._host, now)
+        swap = taken_over(self._host, swap)
         # Before it takes a place: while it is stopped, others can have the room.
-        check_continues(self._host, now)
+        check_continues(self._host, swap)
         if self._place is None:
-            self._place = Place(self._host, self._request(now), self._patience)
+            self._place = Place(self._host, self._request(swap), self._patience)
         free = bool(self._place.held) or self._take(self._place)
         # Others may have taken what is reserved, if gpushare did not start them.
-        if not free or has_room(self._host, now, now.memory_bytes) is False:
+        if not free or has_room(self._host, swap, swap.memory_bytes) is False:
             if self._policy.waiting is not None and self._policy.waiting != self._said:
                 self._said = self._policy.waiting
                 self._say(self._said)
             return
         began = self._clock()
         with self._swapping(seconds):
-            come_in(self._host, now, self._host.open_checkpoint())
+            come_in(self._host, swap, self._host.open_checkpoint())
         # Only now: the reservation of a swapped-out job does not count.
         self._place.add(self._pid)
         self._swap, self._by_hand = None, False
         self._out_seconds += self._clock() - self._left_at
-        self._moved(began, f"back on the GPU: {format_bytes(now.memory_bytes)}")
+        self._note_switch(began, f"back on the GPU: {format_bytes(swap.memory_bytes)}")
 
     def _request(self, swap: Swap) -> Request:
         # As much as it had reserved: it may grow again. None is all of the device.
@@ -819,10 +831,12 @@ class Swapping(Part):
         )
 
     def _take(self, place: Place) -> bool:
-        now = select(self._device.selector, self._host.nvml.sweep())
-        return place.try_to_take(now, {device.uuid: client_limit(self._host, device) for device in now}, self._limits)
+        devices = select(self._device.selector, self._host.nvml.sweep())
+        return place.try_to_take(
+            devices, {device.uuid: client_limit(self._host, device) for device in devices}, self._limits
+        )
 
-    def _moved(self, began: float, text: str) -> None:
+    def _note_switch(self, began: float, text: str) -> None:
         self._since = self._clock()
         self._said, self._again = None, _AGAIN_SECONDS
         seconds = self._since - began
@@ -834,7 +848,7 @@ class Swapping(Part):
     def release(self) -> Mapping[int, int]:
         """Bring the job back if there is room: out of the GPU it cannot handle the signal that ends it."""
         with contextlib.suppress(GpushareError):
-            self._notice()
+            self._follow_others()
             if self.out:
                 self._return(_RELEASE_SECONDS)
         return {}
@@ -850,14 +864,14 @@ class Swapping(Part):
             )
 
 
-def _comes_if_gone(job: Reservation, line: Line, own: str | None) -> bool:
+def _has_room_if_gone(job: Reservation, line: Line, own_id: str | None) -> bool:
     """Return whether a waiting job of one GPU has room on a device if one job leaves it, and only then."""
-    sizes = [size for job, size in line.held_by if job.id == own and own]
+    sizes = [size for job, size in line.held_by if job.id == own_id and own_id]
     need = line.room.whole_bytes if job.memory_bytes is None else job.memory_bytes
     return job.count == 1 and line.free_bytes < need <= line.free_bytes + sum(sizes)
 
 
-def _can_come(job: Reservation, line: Line) -> bool:
+def _has_room_after_turns(job: Reservation, line: Line) -> bool:
     """Return whether a waiting job gets room if those that take turns leave, and only then.
 
     Else it comes without that, or waits for jobs that stay.

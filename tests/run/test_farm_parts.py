@@ -117,7 +117,7 @@ class Step:
         self.gpu = self.farm._gpu("GPU-a")
         self.gpu.several = self.several
         self.farm._size, self.farm._size_from = GIB, "given"
-        monkeypatch.setattr(self.farm, "_turn", self._turn)
+        monkeypatch.setattr(self.farm, "_gpu_for_next", self._turn)
         monkeypatch.setattr(self.farm, "_set_caps", lambda: None)
         monkeypatch.setattr(self.farm._signals, "came", lambda *_: False)
 
@@ -156,7 +156,7 @@ def test_no_more_run_at_once_than_asked(monkeypatch: pytest.MonkeyPatch) -> None
     step.start()
     assert step.states == ["running", "running", "waiting"]
     step.several.started[0].runs = False
-    step.farm._collect()
+    step.farm._collect_ended()
     step.start()
     assert step.states == ["done", "running", "running"]
 
@@ -184,14 +184,14 @@ def test_silence_counts_from_the_last_line_and_only_beyond_the_limit(monkeypatch
     step.at = 100.0
     step.start()
     step.at = 110.0
-    step.farm._collect()
+    step.farm._collect_ended()
     assert step.states == ["running"]
     step.several.started[0].heard = 105.0
     step.at = 115.0
-    step.farm._collect()
+    step.farm._collect_ended()
     assert step.states == ["running"]
     step.at = 115.5
-    step.farm._collect()
+    step.farm._collect_ended()
     assert step.states == ["failed"]
     assert step.several.killed == step.several.started
     assert step.farm._copies[0].failure == "printed nothing for 10 s, and was ended"
@@ -202,7 +202,7 @@ def test_without_a_limit_of_silence_a_copy_may_be_quiet_for_ever(monkeypatch: py
     step = Step(monkeypatch, copies=1)
     step.start()
     step.at = 1e9
-    step.farm._collect()
+    step.farm._collect_ended()
     assert step.states == ["running"]
 
 
@@ -285,7 +285,7 @@ def test_an_interrupt_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> 
     step.several.end = lambda *_, **__: None
     step.start()
     step.several.started[0].runs, step.several.started[0].failure = False, "exit code 1"
-    step.farm._collect()
+    step.farm._collect_ended()
     assert step.states == ["waiting", "running", "waiting", "waiting"]
     step.farm._copies[3].state = "done"
     step.farm._signals.first = 15
@@ -302,7 +302,7 @@ def test_a_copy_reserves_its_memory_from_its_start_to_its_end(monkeypatch: pytes
     step.start()
     assert (step.states, step.reserved) == (["running", "running", "waiting"], [GIB, GIB])
     step.several.started[0].runs = False
-    step.farm._collect()
+    step.farm._collect_ended()
     assert step.reserved == [GIB]
     step.start()
     assert (step.states, step.reserved) == (["done", "running", "running"], [GIB, GIB])
@@ -327,7 +327,7 @@ def test_the_first_that_fails_ends_a_farm_that_fails_fast(monkeypatch: pytest.Mo
     for _ in range(2):
         program = step.gpu.running[0]
         program.runs, program.failure = False, "exit code 1"
-        step.farm._collect()
+        step.farm._collect_ended()
         step.start()
     assert step.farm._next_step() == "end"
     step.farm._interrupt()
@@ -345,12 +345,12 @@ def test_a_gpu_whose_daemon_does_not_start_is_left_out(monkeypatch: pytest.Monke
         raise InUse("GPU 3 is busy", "wait")
 
     monkeypatch.setattr(other, "open", refuse)
-    assert not step.farm._opened(other, None)
+    assert not step.farm._open_share(other, None)
     assert list(step.farm._devices) == ["GPU-a"]
     assert messages == ["GPU 3 is left out: GPU 3 is busy"]
     monkeypatch.setattr(step.gpu, "open", refuse)
     with pytest.raises(InUse):
-        step.farm._opened(step.gpu, None)
+        step.farm._open_share(step.gpu, None)
 
 
 def test_a_copy_over_its_limit_that_cannot_be_ended_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,12 +364,12 @@ def test_a_copy_over_its_limit_that_cannot_be_ended_is_told_once(monkeypatch: py
     monkeypatch.setattr(memory, "release", dict)
     for _ in range(2):
         step.farm._watch_memory()
-        step.farm._collect()
+        step.farm._collect_ended()
     assert messages == [(0, "it cannot be ended: process 100 hangs in the driver; reboot")]
     assert step.states == ["running", "running"]
     # In the end it did end, by itself.
     step.several.started[0].runs, step.several.started[0].status = False, 0
-    step.farm._collect()
+    step.farm._collect_ended()
     copy = step.farm._copies[0]
     assert (copy.state, copy.reason) == ("failed", "memory_limit")
     assert copy.failure == f"{memory.over}: ended"
@@ -394,6 +394,6 @@ def test_while_copies_end_the_others_are_held_to_their_limits(monkeypatch: pytes
     monkeypatch.setattr(step.farm._signals, "came", lambda: False)
     for _ in range(3):
         step.farm._watch_memory()
-        step.farm._collect()
+        step.farm._collect_ended()
     assert ended == [[100], [101]]
     assert [copy.reason for copy in step.farm._copies] == ["memory_limit"] * 2

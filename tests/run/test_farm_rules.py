@@ -12,11 +12,11 @@ from gpushare.mps.limits import CONTEXT_BYTES
 from gpushare.run.farm import (
     MOST_COPIES,
     MOST_LINE_BYTES,
+    copies_at_once,
     next_step,
     parse_lines,
     share_of_threads,
     size_of_others,
-    together,
 )
 
 counts = some.integers(0, 20)
@@ -61,7 +61,7 @@ def test_every_copy_starts_in_the_end() -> None:
 def test_copies_are_dealt_out_evenly_and_to_each_what_fits(
     copies: int, parallel: int | None, fitting: dict[str, int | None]
 ) -> None:
-    dealt = together(copies, parallel, fitting)
+    dealt = copies_at_once(copies, parallel, fitting)
     most = copies if parallel is None else min(copies, parallel)
     assert dealt.keys() == fitting.keys()
     assert all(number == 1 or fitting[key] is None or number <= (fitting[key] or 0) for key, number in dealt.items())
@@ -75,9 +75,9 @@ def test_copies_are_dealt_out_evenly_and_to_each_what_fits(
 
 
 def test_the_cap_is_of_those_that_run_together() -> None:
-    assert together(100, None, {"a": 10, "b": 4}) == {"a": 10, "b": 4}
-    assert together(100, 8, {"a": None, "b": None}) == {"a": 4, "b": 4}
-    assert together(3, None, {"a": 0, "b": 9}) == {"a": 1, "b": 3}
+    assert copies_at_once(100, None, {"a": 10, "b": 4}) == {"a": 10, "b": 4}
+    assert copies_at_once(100, 8, {"a": None, "b": None}) == {"a": 4, "b": 4}
+    assert copies_at_once(3, None, {"a": 0, "b": 9}) == {"a": 1, "b": 3}
     assert [share_of_threads(number) for number in (1, 2, 4, 10_000)] == [None, None, 50.0, 0.1]
 
 
