@@ -19,6 +19,8 @@ class SimulatedMachine(Machine):
 
     def __init__(self, state_file: StateFile) -> None:
         self._state_file = state_file
+        # Seconds of work of all cores up to the last look, and when that was: the number of processes changes.
+        self._busy_seconds, self._looked_at = 0.0, 0.0
 
     def shared_memory(self) -> Space | None:
         size = current(self._state_file).shared_memory_bytes
@@ -58,8 +60,10 @@ class SimulatedMachine(Machine):
         state = current(self._state_file)
         working = sum(1 for process in state.processes if process.sm_percent and is_busy(process, now()))
         passed, total = max(0.0, now() - state.created_at), 2 * state.host_memory_bytes
+        self._busy_seconds += working * max(0.0, passed - self._looked_at)
+        self._looked_at = passed
         free = self.free_memory(1) or 0
-        return Load(working * passed, _CORES * passed, total, free, float(working), _CORES)
+        return Load(self._busy_seconds, _CORES * passed, total, free, float(working), _CORES)
 
 
 _CORES: Final = 64

@@ -238,4 +238,6 @@ class Reader:
 def _cpu_percent(earlier: Load | None, load: Load | None) -> float | None:
     if earlier is None or load is None or load.all_seconds <= earlier.all_seconds:
         return None
-    return 100 * (load.busy_seconds - earlier.busy_seconds) / (load.all_seconds - earlier.all_seconds)
+    busy = (load.busy_seconds - earlier.busy_seconds) / (load.all_seconds - earlier.all_seconds)
+    # The time of waiting for disks may run backwards (iowait, proc_stat(5)).
+    return 100 * min(1.0, max(0.0, busy))

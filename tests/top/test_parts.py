@@ -334,6 +334,30 @@ def test_the_first_look_runs_no_program(monkeypatch: pytest.MonkeyPatch) -> None
     assert second.sensors[0].pcie_sent is not None
 
 
+def test_the_work_of_the_cores_is_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is what was done since the look before, whoever comes and goes; and the kernel may count backwards."""
+    world, clock = World("sim:h200"), [time.time()]
+    monkeypatch.setattr("gpushare.sim.machine.now", lambda: clock[0])
+    reader = Reader(world.host, with_memory)
+
+    def percent() -> float | None:
+        clock[0] += 1.0
+        return reader.read().cpu_percent
+
+    assert [percent() for _ in range(30)] == [None, *[0.0] * 29]
+    pids = [admin.add_process(world.spec, "0", name="train", sm_percent=50) for _ in range(4)]
+    assert [percent() for _ in range(2)] == pytest.approx([100 * 4 / 64] * 2)
+    for pid in pids:
+        admin.end_process(world.spec, pid)
+    assert percent() == 0.0
+    load = world.host.machine.load()
+    assert load is not None
+    loads = [load, load._replace(all_seconds=load.all_seconds + 1.0, busy_seconds=load.busy_seconds + 1.5)]
+    loads.append(loads[1]._replace(all_seconds=loads[1].all_seconds + 1.0, busy_seconds=loads[1].busy_seconds - 0.5))
+    monkeypatch.setattr(type(world.host.machine), "load", lambda _: loads.pop(0))
+    assert [reader.read().cpu_percent for _ in range(3)][1:] == [100.0, 0.0]
+
+
 def test_the_tree_of_a_job_has_branches() -> None:
     """A process with a later one of its depth below the same parent is no last one."""
     tree = tuple(Member(pid=pid, depth=depth, name="w", use=None) for pid, depth in ((8, 1), (9, 2), (10, 1)))
