@@ -23,12 +23,12 @@ class NotUndone(OperationFailed):
 class Step:
     """One step of a plan.
 
-    ``command`` is the plain vendor command that does the same, ``undo`` the one that reverts it. ``do`` acts and reads
+    ``command`` is the plain vendor command that does the same (None: there is none), ``undo`` the one that reverts it. ``do`` acts and reads
     back: it raises unless the host has the new state. ``revert`` undoes it, even if ``do`` failed half way.
     """
 
     what: str
-    command: str
+    command: str | None
     undo: str | None = None
     do: Callable[[], None] = field(repr=False, metadata=NOT_STORED)
     revert: Callable[[], None] | None = field(default=None, repr=False, metadata=NOT_STORED)

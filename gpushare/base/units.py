@@ -257,6 +257,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('s') else 's'}"
 
 
+def in_order(name: str) -> str:
+    """Return what sorts names as people do, by the numbers in them: ``s2`` before ``s10``."""
+    return re.sub(r"[0-9]+", lambda digits: digits[0].zfill(20), name)
+
+
 def ranges(numbers: Iterable[int]) -> str:
     """Return whole numbers in short: ``0-3, 5``."""
     runs: list[list[int]] = []

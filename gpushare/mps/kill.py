@@ -87,8 +87,8 @@ class Ending:
                 revert=self._go_on,
             ),
             Step(
-                what="wait until the GPU has drained the queue",
-                command="(watch the SM activity of the GPU)",
+                what="wait until the GPU has drained the queue, as its SM activity tells",
+                command=None,
                 do=self._wait,
             ),
             Step(

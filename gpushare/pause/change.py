@@ -32,8 +32,6 @@ from gpushare.signals import held_back
 HELD: Final = "held"
 # A job may start another process while its processes are paused one by one.
 _ROUNDS: Final = 3
-OFF_COMMAND: Final = "(FIFO_DISABLE_CHANNELS, a call of NVIDIA's resource manager)"
-ON_COMMAND: Final = "(FIFO_DISABLE_CHANNELS with bDisable 0)"
 
 
 class JobPause:
@@ -105,14 +103,14 @@ class JobPause:
         steps = (
             Step(
                 what=f"write the record {self.job.path}, and start the guard of the pause",
-                command="(none)",
+                command=None,
                 do=self._record,
                 revert=self._forget,
             ),
             *(self._off_step(process) for process in self.job.channels),
             Step(
                 what=f"let the guard keep it paused{until}",
-                command="(none)",
+                command=None,
                 undo=f"gpushare resume {self.job.selector}",
                 do=self._hold,
             ),
@@ -193,8 +191,8 @@ class JobPause:
         contexts, count = len(channels.compute), sum(len(group.channels) for group in channels.compute)
         return Step(
             what=f"take {counted(count, 'channel')} of process {channels.pid} off the GPU "
-            f"({counted(contexts, 'CUDA context')})",
-            command=OFF_COMMAND,
+            f"({counted(contexts, 'CUDA context')}): FIFO_DISABLE_CHANNELS, a call of NVIDIA's resource manager",
+            command=None,
             undo=f"gpushare resume {self.job.selector}",
             do=lambda: self._disable(channels),
             revert=lambda: self._enable(channels),
@@ -340,8 +338,8 @@ def resume_step(host: Host, control: ChannelControl, job: PausedJob) -> Step:
     """Return the step that resumes a job. The caller holds the lock when it acts."""
     count = sum(len(group.channels) for process in job.channels for group in process.compute)
     return Step(
-        what=f"put {counted(count, 'channel')} of {job.title} back on the GPU",
-        command=ON_COMMAND,
+        what=f"put {counted(count, 'channel')} of {job.title} back on the GPU: FIFO_DISABLE_CHANNELS with bDisable 0",
+        command=None,
         undo=f"gpushare pause {job.selector}",
         do=lambda: _put_job_back(host, control, job),
     )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 from gpushare.base.errors import cut
 from gpushare.base.model import GpuProcess, JobWay, LinePlace, ListedJob, MpsClient, Snapshot, WaitingJob, Way
 from gpushare.base.selection import Device, titles
+from gpushare.base.units import in_order
 from gpushare.base.values import dataclass
 from gpushare.host.capabilities import user_name
 from gpushare.host.identity import Identity, uptime
@@ -110,11 +111,11 @@ class _Present:
         return next((each for each in above if each in self.records), None)
 
     def jobs(self, *, everything: bool) -> Iterator[ListedJob]:
-        """Yield the jobs by their first process; processes that gpushare neither started nor paused only if wanted."""
+        """Yield the jobs by name; processes that gpushare neither started nor paused only if wanted."""
         mine: dict[int, list[_OnGpu]] = {}
         for entry in self._on_gpu if self.records or self._paused or everything else ():
             mine.setdefault(self._root(entry.process.pid) or entry.process.pid, []).append(entry)
-        for root, record in self.records.items():
+        for root, record in sorted(self.records.items(), key=lambda entry: in_order(entry[1].name)):
             yield self._job(root, record, mine.pop(root, []))
         for pid in {**self._paused, **self._swaps}.keys() - self.records.keys():
             yield self._job(pid, None, [entry for member in self._family(pid) for entry in mine.pop(member, [])])

@@ -92,9 +92,10 @@ def _lines(steps: Sequence[Step]) -> list[tuple[str, str | None]]:
     lines: list[tuple[str, str | None]] = []
     for number, step in enumerate(steps, 1):
         lines += [("", None), (f"{number:>{margin}}. {step.what}", None)]
-        command = step.command.split("\n")
-        lines.append((f"{indent}$ {command[0]}", "dim"))
-        lines += [(f"{indent}  {line}", "dim") for line in command[1:]]
+        if step.command is not None:
+            command = step.command.split("\n")
+            lines.append((f"{indent}$ {command[0]}", "dim"))
+            lines += [(f"{indent}  {line}", "dim") for line in command[1:]]
         if step.undo is not None:
             undo = step.undo.split("\n")
             lines.append((f"{indent}undo: {undo[0]}", "dim"))

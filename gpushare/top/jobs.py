@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from gpushare.base.units import GIB, MIB, format_slice, ranges
+from gpushare.base.units import GIB, MIB, format_slice, in_order, ranges
 from gpushare.base.values import dataclass
 from gpushare.run.listing import ENDED, PAUSED, RUNNING
 from gpushare.show.status import age, container_name
@@ -230,7 +230,12 @@ def sorted_rows(rows: Sequence[Row], view: View) -> list[Row]:
     steady = sorted(rows, key=lambda row: (row.job.gpu_indexes, row.job.pid or 0))
     valued = [row for row in steady if column.value(row) is not None]
     unknown = [row for row in steady if column.value(row) is None]
-    return [*sorted(valued, key=column.value, reverse=column.falls != view.reverse), *unknown]
+
+    def key(row: Row) -> Any:
+        value = column.value(row)
+        return in_order(value) if isinstance(value, str) else value
+
+    return [*sorted(valued, key=key, reverse=column.falls != view.reverse), *unknown]
 
 
 def _members(row: Row, frame: Frame) -> list[Row]:

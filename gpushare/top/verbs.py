@@ -120,7 +120,8 @@ def plan_lines(document: Document, words: Sequence[str]) -> list[tuple[str, str]
     lines = [(command_of(words), "dim"), ("", "text")]
     for number, step in enumerate(data.get("steps") or (), 1):
         lines.append((f"{number}. {step['what']}", "text"))
-        lines.append((f"   $ {step['command']}", "dim"))
+        if step["command"] is not None:
+            lines.append((f"   $ {step['command']}", "dim"))
     for loss in data.get("consent") or ():
         reasons = f" ({', '.join(loss['why'])})" if loss["why"] else ""
         lines.append((f"this {loss['action']} {loss['what']}{reasons}", "warn"))

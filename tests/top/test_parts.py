@@ -37,7 +37,7 @@ from gpushare.top.frame import Frame, Member, Reader
 from gpushare.top.gpus import client_lines, gpu_line, layout_of, lines_below, name_in, sharing_text
 from gpushare.top.history import Events, History
 from gpushare.top.jobs import COLUMNS, View, rows_of, visible_columns
-from gpushare.top.verbs import followed
+from gpushare.top.verbs import followed, plan_lines
 from gpushare.top.watch import DEADLINE_SECONDS, Watch
 from tests.cli.drive import World
 
@@ -275,6 +275,19 @@ def test_unknown_values_are_last_in_every_order() -> None:
     for width in range(20, 300, 7):
         columns = visible_columns(width, 1, rows_of(shown, View()))
         assert sum(cells + 1 for _, cells in columns) - 1 <= max(width, COLUMNS[0].width)
+
+
+def test_names_are_sorted_by_the_numbers_in_them() -> None:
+    names = ["s10", "s2", "s", "serve", f"s{'9' * 5000}", "s1", "2nd"]
+    shown = frame(jobs=tuple(job(pid, name=name) for pid, name in enumerate(names, 1)))
+    rows = [row.job.name for row in rows_of(shown, View(sort="job"))]
+    assert rows == ["2nd", "s", "s1", "s2", "s10", f"s{'9' * 5000}", "serve"]
+
+
+def test_a_step_without_a_program_has_no_command_in_a_plan() -> None:
+    steps = [{"what": "write the record", "command": None}, {"what": "kill it", "command": "kill 7"}]
+    lines = [text for text, _ in plan_lines({"data": {"steps": steps}}, ["stop", "7"])]
+    assert lines == ["gpushare stop 7", "", "1. write the record", "2. kill it", "   $ kill 7"]
 
 
 def test_a_look_that_hangs_is_noticed_and_ends_with_the_program(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from gpushare.base.units import GIB, MIB
 from gpushare.host.capabilities import user_name
-from gpushare.run.jobs import PAST, JobRecord, find_record, keep_past
+from gpushare.run.jobs import PAST, JobRecord, find_record, keep_past, write_record
 from gpushare.sim import admin
 from tests.cli.drive import Cli, Real, Refused, Started, World, until
 
@@ -132,6 +132,16 @@ def test_a_job_without_a_name_gets_one(real: Real, cli: Cli, world: World) -> No
     until(lambda: world.begun and [job["name"] for job in listed(cli)] == ["sleep-1"], "it is listed")
     cli("stop", "sleep-1").ok()
     assert started.result().code == 143
+
+
+def test_jobs_are_listed_by_the_numbers_in_their_names(cli: Cli, world: World) -> None:
+    for name in ("s10", "s2", "s1"):
+        pid = admin.add_process(world.spec)
+        info = world.host.processes.describe(pid)
+        assert info is not None
+        write_record(world.host, JobRecord(name=name, pid=pid, started=info.started, devices=()))
+    other = admin.add_process(world.spec)
+    assert [job["name"] or job["pid"] for job in listed(cli, "-a")] == ["s1", "s2", "s10", other]
 
 
 def test_what_gpushare_did_not_start(cli: Cli, world: World) -> None:

@@ -76,6 +76,9 @@ def test_a_second_pause_says_so_and_changes_nothing(cli: Cli, world: World, pid:
 def test_a_dry_run_changes_nothing(cli: Cli, world: World, pid: int) -> None:
     data = cli("pause", str(pid), "--dry-run", output="json").ok().data
     assert [step["undo"] for step in data["steps"]] == [None, *[f"gpushare resume {pid}"] * 2]
+    # No program does the same.
+    assert [step["command"] for step in data["steps"]] == [None] * 3
+    assert "$" not in cli("pause", str(pid), "--dry-run", output="table").ok().out
     assert off(world, pid) == []
     assert not record(world, pid).exists()
     cli("pause", str(pid)).ok()
