@@ -8,7 +8,7 @@ from typing import Final
 from gpushare.advice.case import Isolation, Pattern, Role, any_of
 from gpushare.advice.facts import no_static_partitions
 from gpushare.advice.situation import Situation, instance_title, limit_for
-from gpushare.advice.ways import LEAVING
+from gpushare.advice.ways import ALL_MPS, LEAVING
 from gpushare.base.model import ComputeMode, Way
 from gpushare.base.units import format_bytes
 
@@ -390,6 +390,12 @@ def _without_limits(s: Situation, _: Way) -> str:
     return "so no limit is enforced by MPS"
 
 
+def _of_clients(s: Situation, way: Way) -> str:
+    """Return in brackets how many clients MPS accepts, if that decides how many run at the same time."""
+    clients = s.mps_clients_in(way) if way in ALL_MPS else None
+    return "" if clients is None or s.in_turns(way) != clients else f" (MPS accepts {clients} clients)"
+
+
 WORDS: Final[Mapping[str, Callable[[Situation, Way], object]]] = {
     "name": lambda s, _: s.gpu.name or "this GPU",
     "driver": lambda s, _: s.host.driver,
@@ -419,6 +425,7 @@ WORDS: Final[Mapping[str, Callable[[Situation, Way], object]]] = {
     "memory_used": lambda s, _: format_bytes(s.gpu.memory_used_bytes),
     "memory_free": lambda s, _: format_bytes(_free_now(s)),
     "at_a_time": lambda s, way: s.in_turns(way),
+    "of_clients": _of_clients,
     "without_limits": _without_limits,
     "host_needed": _host_needed,
     "host_free": lambda s, _: format_bytes(s.host.host_memory_bytes),
