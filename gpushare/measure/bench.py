@@ -18,7 +18,7 @@ from gpushare.base.model import Way
 from gpushare.base.selection import Device
 from gpushare.base.units import counted, format_bytes, format_copies, quoted
 from gpushare.host.host import Host
-from gpushare.measure.experiment import PASSING, Experiment, Grounds
+from gpushare.measure.experiment import Experiment, Grounds
 from gpushare.measure.metric import Printed, hopeless, within
 from gpushare.measure.usage import UsageMeter
 from gpushare.measure.ways import ALONE, IN_ONE, BenchWay, Reasons, one_at_a_time, reasons, sort_out
@@ -31,6 +31,7 @@ from gpushare.run.several import Group, Program
 from gpushare.run.share import MpsShare, check_program
 from gpushare.signals import Wakeups
 from gpushare.timeslice.policy import lent_level, plan_level
+from gpushare.timeslice.slices import PASSING
 
 _POLL_SECONDS: Final = 0.05
 # Shorter intervals at first: start-up and short programs are timed more exactly.

@@ -11,7 +11,6 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final
 
 from gpushare.base.benchmark import Metric
 from gpushare.base.errors import GpushareError, OperationFailed
@@ -33,7 +32,7 @@ from gpushare.run.plain import pipe_directory, plain_environment
 from gpushare.run.several import Group, Program
 from gpushare.run.share import INSTANCE, MpsShare, claimed, held, open_mps_share
 from gpushare.timeslice.policy import left_level, plan_level
-from gpushare.timeslice.slices import apply_slice, find_channels, restore_slice
+from gpushare.timeslice.slices import PASSING, apply_slice, find_channels, restore_slice
 
 
 class Grounds:
@@ -180,10 +179,6 @@ def _take_profile(host: Host, device: Device, profile: str, most: int) -> list[t
         except GpushareError:
             break
     return claimed
-
-
-# A program that has made no context yet, or a process of it that comes or goes, may have one at the next look.
-PASSING: Final = frozenset({"no_context", "inherited_context", "process_gone", "stale_channels", "no_job"})
 
 
 @dataclass

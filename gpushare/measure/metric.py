@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import math
 import re
 from collections.abc import Sequence
@@ -14,9 +15,9 @@ from gpushare.measure.statistics import percentile, ratio
 from gpushare.run.numbers import amount, bounded, check_pattern, number
 
 # "latency_ms=0.41" and "latency: 3.2 ms" are one request each; "p50=0.4 p99 = 1.2" summarizes many.
-_LATENCY: Final = r"(?i)\blatency(?:[_ ]?(?:ms|s|us))?\s*[=:]?\s*([\d.]+(?:[eE][-+]?\d+)?)"
+_LATENCY: Final = r"(?i)\blatency(?:[_ ]?(?:ms|s|us))?\s*(?:[=:]\s*)?([\d.]+(?:[eE][-+]?\d+)?)"
 _PERCENTILE: Final = re.compile(
-    r"\bp(50|99)(?:[_ ]?(?:ms|s|us|latency))*\s*[=:]?\s*([\d.]+(?:[eE][-+]?\d+)?)", re.IGNORECASE
+    r"\bp(50|99)(?:[_ ]?(?:ms|s|us|latency))*\s*(?:[=:]\s*)?([\d.]+(?:[eE][-+]?\d+)?)", re.IGNORECASE
 )
 # The unit of a latency, in its name or behind the number: "latency_ms=0.41", "latency: 3.2 ms".
 _UNIT: Final = re.compile(r"(?<![a-z])(ms|us|s)(?![a-z])", re.IGNORECASE)
@@ -57,10 +58,11 @@ class Printed:
     lines: list[float] = field(default_factory=list)
 
     def listen(self, line: str, at: float) -> None:
-        """Take in a line; matching takes 5 seconds at most."""
+        """Take in a line; matching what a user gave takes 5 seconds at most."""
         if not self.metric.printed:
             self.lines.append(at)
-        with bounded(self.metric.pattern):
+        own = self.metric.pattern is None and self.metric.latency is None
+        with contextlib.nullcontext() if own else bounded(self.metric.pattern):
             self._listen(line, at)
 
     def _listen(self, line: str, at: float) -> None:

@@ -42,10 +42,10 @@ from gpushare.measure.statistics import deviation, mean, mean_known, paired_rati
 from gpushare.measure.usage import UsageMeter
 from gpushare.memory.peaks import Profile
 from gpushare.mps.limits import Limits
-from gpushare.run.group import DEFAULT_US, GroupSlice, members, why_not
+from gpushare.run.group import DEFAULT_US, check_production_outside, members, why_not
+from gpushare.run.plain import check_outside_mps
 from gpushare.run.several import peak_memory
 from gpushare.run.share import check_program
-from gpushare.run.sliced import check_outside_mps
 
 BUDGET_SECONDS: Final = 150.0
 _GRACE_SECONDS: Final = 5.0
@@ -339,7 +339,7 @@ class Tuner:
             refused = why_not(host, device)
             if refused is not None:
                 raise refused
-            GroupSlice(host, device).check()
+            check_production_outside(host, device)
             if members(host, device):
                 raise InUse(
                     f"other opportunistic jobs share the time-slice of the MPS server of {device.title}",

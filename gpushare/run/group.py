@@ -36,7 +36,8 @@ from gpushare.run.jobs import PrintedRate, living_productions
 from gpushare.run.numbers import Progress
 from gpushare.run.pause import Pauser
 from gpushare.run.roles import PauseForProduction
-from gpushare.run.sliced import LOOK_SECONDS, PASSING, KeptSlices, check_settable, is_final
+from gpushare.run.sliced import LOOK_SECONDS, KeptSlices, is_final
+from gpushare.timeslice.slices import PASSING, check_settable
 
 if TYPE_CHECKING:
     from gpushare.base.selection import Device
@@ -119,6 +120,18 @@ def why_not(host: Host, device: Device) -> GpushareError | None:
     return None
 
 
+def check_production_outside(host: Host, device: Device) -> None:
+    """Raise InUse while a production job is in the daemon of a device."""
+    for job in living_productions(host, device):
+        if roles.is_under_mps(host, device, job.pid):
+            raise InUse(
+                f"production job '{job.name}' runs in the MPS daemon of {device.title}, and would share its time-slice",
+                f"use caps: --yield caps; or start it outside MPS: gpushare run --production {job.name} -- CMD",
+                gpu=device.gpu.index,
+                code="production_under_mps",
+            )
+
+
 @dataclass
 class GroupSlice(Part):
     """The one time-slice of the opportunistic jobs of a device: of the server of their MPS daemon, kept while each runs.
@@ -155,14 +168,7 @@ class GroupSlice(Part):
 
     def check(self) -> None:
         """Raise InUse while a production job is in the daemon."""
-        for job in living_productions(self.host, self.device):
-            if roles.is_under_mps(self.host, self.device, job.pid):
-                raise InUse(
-                    f"production job '{job.name}' runs in the MPS daemon of {self.device.title}, and would share its time-slice",
-                    f"use caps: --yield caps; or start it outside MPS: gpushare run --production {job.name} -- CMD",
-                    gpu=self.device.gpu.index,
-                    code="production_under_mps",
-                )
+        check_production_outside(self.host, self.device)
 
     def started(self, watch: Watch) -> None:
         """Become a member of the group."""

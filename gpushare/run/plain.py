@@ -7,17 +7,43 @@ from dataclasses import field
 from pathlib import Path
 from typing import Final
 
-from gpushare.base.errors import GpushareError
-from gpushare.base.model import GpuProcess, device_key
+from gpushare.base.errors import GpushareError, InUse, NotSupported
+from gpushare.base.model import ComputeMode, GpuProcess, device_key
 from gpushare.base.selection import Device, titles
 from gpushare.base.values import dataclass
 from gpushare.host.claims import HeldClaim
 from gpushare.host.host import Host, make_private_directory
+from gpushare.host.smi import compute_mode_command
 from gpushare.part import Watch
 from gpushare.plan import Step
 from gpushare.run.share import INSTANCE, check_program, claimed, held
 
 _MPS: Final = "CUDA_MPS_"
+
+
+def check_outside_mps(device: Device) -> None:
+    """Raise unless a program can run on a device outside MPS.
+
+    Raises:
+        InUse: its compute mode is not the default one (``exclusive_process``).
+        NotSupported: the GPU is in MIG mode.
+    """
+    gpu, index = device.gpu, str(device.gpu.index)
+    if device.mig is None and gpu.mig_enabled:
+        raise NotSupported(
+            f"{device.title} is in MIG mode: a program runs in an instance",
+            "run it in one: gpushare run --mig 1g -- CMD",
+            gpu=index,
+            code="mig_enabled",
+        )
+    mode = gpu.compute_mode
+    if mode not in {None, ComputeMode.DEFAULT}:
+        raise InUse(
+            f"{device.title} is in compute mode {mode.title if mode else ''}: programs cannot share it by time-slices",
+            f"allow it: sudo {compute_mode_command(gpu.uuid or '', 'DEFAULT')}",
+            gpu=index,
+            code="exclusive_process",
+        )
 
 
 @dataclass

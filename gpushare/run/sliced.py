@@ -8,59 +8,23 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Final
 
-from gpushare.base.errors import GpushareError, InUse, NoPermission, NotFound, NotSupported, TimedOut
-from gpushare.base.model import ComputeMode
-from gpushare.base.selection import Device
+from gpushare.base.errors import GpushareError, NoPermission, NotFound, NotSupported, TimedOut
 from gpushare.base.units import format_slice
 from gpushare.host.channels import ChannelControl, Channels
 from gpushare.host.host import Host
-from gpushare.host.smi import compute_mode_command
 from gpushare.part import Part, Watch
 from gpushare.run.jobs import find_job, gpu_processes
-from gpushare.timeslice.slices import apply_slice, forget_ended, restore_slice, slice_records
+from gpushare.timeslice.slices import PASSING, apply_slice, forget_ended, restore_slice, slice_records
 
 # A look at a known process costs a millisecond; contexts that it made since are looked for more seldom.
 LOOK_SECONDS: Final = 1.0
 _CONTEXT_SECONDS: Final = 5.0
 _MOST_TIMEOUTS: Final = 2
-# A process that comes or goes is found at the next look.
-PASSING: Final = frozenset({"process_gone", "no_context", "inherited_context", "stale_channels", "no_job"})
 
 
 def is_final(error: GpushareError) -> bool:
     """Return whether another try would be refused, too."""
     return isinstance(error, (NotSupported, NoPermission)) and error.code not in PASSING
-
-
-def check_outside_mps(device: Device) -> None:
-    """Raise unless a program can run on a device outside MPS.
-
-    Raises:
-        InUse: its compute mode is not the default one (``exclusive_process``).
-        NotSupported: the GPU is in MIG mode.
-    """
-    gpu, index = device.gpu, str(device.gpu.index)
-    if device.mig is None and gpu.mig_enabled:
-        raise NotSupported(
-            f"{device.title} is in MIG mode: a program runs in an instance",
-            "run it in one: gpushare run --mig 1g -- CMD",
-            gpu=index,
-            code="mig_enabled",
-        )
-    mode = gpu.compute_mode
-    if mode not in {None, ComputeMode.DEFAULT}:
-        raise InUse(
-            f"{device.title} is in compute mode {mode.title if mode else ''}: programs cannot share it by time-slices",
-            f"allow it: sudo {compute_mode_command(gpu.uuid or '', 'DEFAULT')}",
-            gpu=index,
-            code="exclusive_process",
-        )
-
-
-def check_settable(host: Host) -> None:
-    """Raise NotSupported if no time-slice can be set on this host, as far as the kernel tells before a program starts."""
-    with host.open_channels() as control:
-        control.check()
 
 
 @dataclass

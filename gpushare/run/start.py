@@ -49,7 +49,7 @@ from gpushare.run.jobs import (
     living_productions,
     records,
 )
-from gpushare.run.plain import PlainShare, dropped_variables
+from gpushare.run.plain import PlainShare, check_outside_mps, dropped_variables
 from gpushare.run.production import ProductionJob
 from gpushare.run.program import QueueOptions, Run, RunOptions, TimeLimit, begin_log, step_of_run
 from gpushare.run.queued import Queued, check_not_waiting
@@ -64,9 +64,10 @@ from gpushare.run.roles import (
     tuned_next_to,
 )
 from gpushare.run.share import MpsShare, Share, check_program
-from gpushare.run.sliced import OwnSlice, check_outside_mps, check_settable
+from gpushare.run.sliced import OwnSlice
 from gpushare.show.plan import PlanAnswer, plan_result, with_answer
 from gpushare.show.run import InstanceReport, RunReport
+from gpushare.timeslice.slices import check_settable
 
 if TYPE_CHECKING:
     from gpushare.host.claims import HeldClaim

@@ -30,8 +30,16 @@ T = TypeVar("T")
 # The slices that a user may set.
 LEAST_US: Final = 20
 MOST_US: Final = 30_000
+# What comes or goes is found at the next look: a process, or the context that it has not made yet.
+PASSING: Final = frozenset({"process_gone", "no_context", "inherited_context", "stale_channels", "no_job"})
 # A process may make or close contexts between a look and a call.
 _TRIES: Final = 3
+
+
+def check_settable(host: Host) -> None:
+    """Raise NotSupported if no time-slice can be set on this host, as far as the kernel tells before a program starts."""
+    with host.open_channels() as control:
+        control.check()
 
 
 def check_slice(microseconds: int) -> int:

@@ -92,6 +92,15 @@ def test_usual_spellings_of_a_latency(text: str) -> None:
     assert printed(f"{text}\n", Metric()).latencies == [(1.0, 3.5)]
 
 
+@pytest.mark.parametrize("word", ["latency", "p99"])
+def test_a_long_row_of_blanks_is_looked_at_once(word: str) -> None:
+    """With a pattern that gives blanks to two places, the time grows with their square."""
+    printed = Printed(Metric())
+    printed.listen(f"{word}{' ' * 64_000}-", 1.0)
+    printed.listen(f"{word}{' ' * 64_000}= 3.2", 2.0)
+    assert printed.latencies + printed.percentiles[99] == [(2.0, 3.2)]
+
+
 def test_percentiles_that_the_program_sums_up_itself() -> None:
     found = printed("done: p50=0.37 ms, p99 = 1.25 ms\n", Metric())
     assert (found.latency(50), found.latency(99)) == (0.37, 1.25)

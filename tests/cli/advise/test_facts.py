@@ -59,6 +59,22 @@ def test_the_facts_of_the_host():
     assert gpu.error is None
 
 
+def test_advice_on_a_few_processes_starts_no_program(cli, monkeypatch):
+    monkeypatch.setattr(HostState, "ask_levels", lambda _: pytest.fail("nvidia-smi"))
+    monkeypatch.setattr(HostState, "mps_version", property(lambda _: pytest.fail("nvidia-cuda-mps-control")))
+    assert (
+        cli("advise", "--processes", "4", "--memory", "8G", "--no-saturating", output="json").ok().data["winner"]
+        == "mps"
+    )
+
+
+def test_the_version_counts_where_more_processes_come(cli, monkeypatch):
+    versions = []
+    monkeypatch.setattr(HostState, "mps_version", property(lambda _: versions.append(1)))
+    cli("advise", "--processes", "50", "--memory", "1G", "--no-saturating", output="json").ok()
+    assert versions
+
+
 def test_daemons_and_processes_are_counted(cli, world):
     cli("mps", "start", "-g", "0").ok()
     world.client()
