@@ -36,7 +36,7 @@ class _Sample:
 _INITS: Final = {_Sample.__init__.__code__}
 # The most pairs of rooms of which one imports from the other.
 MOST_ARROWS: Final = 149
-# The most files that a verb may run through (CONTRIBUTING.md, "How far a verb runs").
+# The most files that a verb may run through (CONTRIBUTING.md, "How much code a verb runs through").
 GOALS: Final = {
     "status": None,
     "mps start": 25,
