@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from gpushare.advice.case import Isolation, Pattern, Role
+from gpushare.advice.case import Isolation, Pattern
 from gpushare.advice.situation import CONTEXT_BYTES, equal_limit, limit_for, whole_mib
 from gpushare.advice.ways import ALL_MPS
 from gpushare.base.model import Way
@@ -68,12 +68,9 @@ def limits_sum(s: Situation, way: Way) -> int | None:
     if way not in ALL_MPS or way is Way.MPS_STATIC:
         return None
     limits = zip(s.case.workloads, memory_limits(s), s.counts_at_once(way), strict=True)
-    limited = [
-        (limit or 0) * (count or 0)
-        for work, limit, count in limits
-        if not (way is Way.MPS_PRIORITY and work.role is Role.PRODUCTION)
-    ]
-    return sum(limited) if limited and all(limited) else None
+    # What runs already keeps the limit that it has, which is unknown.
+    limited = [0 if work.running else (limit or 0) * (count or 0) for work, limit, count in limits]
+    return sum(limited) if all(limited) else None
 
 
 # So much of an instance can be given to jobs; the driver has the rest.

@@ -172,7 +172,7 @@ class LeavingCost:
     out_seconds: float
     in_seconds: float
     turn_seconds: float | None
-    # The part of one after another that is left.
+    # The part of the speed of a queue that the jobs keep.
     kept_share: float | None
     # How long each job waits for its next turn, where only one fits at a time.
     wait_seconds: float | None
@@ -195,10 +195,10 @@ class LeavingCost:
             return (
                 f"a job takes about {out} to leave and {back} to come back{guess}; {host} of host memory must be free"
             )
-        waits = "" if self.wait_seconds is None else f" (then {_about(self.wait_seconds)} until the next)"
+        waits = "" if self.wait_seconds is None else f" (then {_about(self.wait_seconds)} until the next turn)"
         return (
             f"a switch takes about {_about(self.switch_seconds)} ({out} out, {back} back{guess}): with turns of "
-            f"{_about(self.turn_seconds)}{waits}, {100 * self.kept_share:.0f} % of one after another is left; "
+            f"{_about(self.turn_seconds)}{waits}, the jobs keep {100 * self.kept_share:.0f} % of the speed of a queue; "
             f"{host} of host memory must be free"
         )
 

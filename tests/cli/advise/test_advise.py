@@ -213,6 +213,15 @@ def test_the_limits_add_up(cli: Any) -> None:
                 assert size >= int(memory[:-1]) * 1024**3
 
 
+def test_the_limits_of_production_and_the_other_jobs_add_up(cli: Any) -> None:
+    words = ("--production", "1", "--opportunistic", "2", "--memory", "10G", "--users", "same", "--latency", "50ms")
+    data = cli("advise", *words, "--mechanism", "mps-priority", host="sim:h100", output="json").ok().data
+    # A job of 11520 MiB is an MPS client of 512 MiB less.
+    sizes = [command.split("--memory ")[1].split()[0] for command in commands(data) if " run " in command]
+    assert sizes == ["11520M", "11520M"]
+    assert data["memory"]["limits_bytes"] == 3 * (11520 - 512) * 1024**2
+
+
 # -- what is printed works -------------------------------------------------------------------------
 
 
