@@ -157,15 +157,15 @@ def reservations(host: Host, claims: Sequence[Claim] | None = None) -> list[Rese
         return None
     jobs = [job for claim in sorted(claims, key=lambda claim: claim.rank) if (job := _reservation(claim)) is not None]
     # A swapped-out job has released its reservation, and a lost job never comes back.
-    gone: list[Swap] = []
+    swapped: list[Swap] = []
     if has_records(host, "swap"):
         from gpushare.memory.swap import LOST, OUT, swaps
 
-        gone = [swap for swap in swaps(host) if swap.state in {OUT, LOST}]
+        swapped = [swap for swap in swaps(host) if swap.state in {OUT, LOST}]
     # The programs of jobs; a job that comes back has a new place, which is its gpushare's alone.
-    roots = {process.pid for job in jobs for process in job.claim.processes[1:]} if gone else set()
+    roots = {process.pid for job in jobs for process in job.claim.processes[1:]} if swapped else set()
     out: set[tuple[int, int | None]] = set()
-    for swap in gone:
+    for swap in swapped:
         # To root, the word of a user is about the claims of that user.
         uid = swap.keeper_uid or None
         out.add((swap.pid, uid))
@@ -329,18 +329,18 @@ def line_of(
     strangers = [(process, host.processes.describe(process.pid)) for process in processes if process.pid not in owners]
     # Memory that NVML counts for no process: contexts being created, other PID namespaces, processes that have just died.
     rest = max(0, (used or 0) - sum(process.memory_used_bytes or 0 for process in processes))
-    own = sum(process.memory_used_bytes or 0 for process, info in strangers if not _is_job(process, info))
-    own += rest if rest <= MUCH_UNLISTED else 0
-    room = Room(memory_bytes=max(0, total - reserved), clients=clients, alone=alone, own_bytes=own)
+    unmovable = sum(process.memory_used_bytes or 0 for process, info in strangers if not _is_job(process, info))
+    unmovable += rest if rest <= MUCH_UNLISTED else 0
+    room = Room(memory_bytes=max(0, total - reserved), clients=clients, alone=alone, own_bytes=unmovable)
     running, holders, more_clients = list[Running](), list[Reservation](), list[Running]()
     beyond: set[str] = set()
     granted: dict[int, int] = defaultdict(int)
-    at = time.time() if now is None else now
+    time_now = time.time() if now is None else now
     for job in jobs_on_device:
         own_processes = [process for process in processes if owners.get(process.pid) == job.id]
         held = sum(process.memory_used_bytes or 0 for process in own_processes)
         has_processes = job.id in owners.values()
-        if not has_processes and at - job.claim.touched_at > LAPSE_SECONDS:
+        if not has_processes and time_now - job.claim.touched_at > LAPSE_SECONDS:
             continue
         size = room.whole_bytes if job.memory_bytes is None else job.memory_bytes
         # An empty mapping may still have a default for all users, so its truth value does not count.
@@ -442,8 +442,8 @@ def would_take(
 ) -> tuple[str, ...]:
     """Return the devices on which a job could start if it came now, best first; none: it would wait."""
     by_key = {line.device.uuid: line for line in lines}
-    before = [_waiting(job.id, job.claim.uid, job, by_key, limits) for job in waiting_before(jobs, request, uid)]
-    return _admitted(by_key, [*before, _waiting("", uid, request, by_key, limits)]).get("", ())
+    jobs_ahead = [_waiting(job.id, job.claim.uid, job, by_key, limits) for job in waiting_before(jobs, request, uid)]
+    return _admitted(by_key, [*jobs_ahead, _waiting("", uid, request, by_key, limits)]).get("", ())
 
 
 def is_on(process: GpuProcess, device: Device) -> bool:
@@ -565,7 +565,7 @@ class Place:
 
         ``best`` returns some devices in the order in which they are best now; it is only asked if the job may take them.
         """
-        keys = self._turn(devices, clients, limits, best)
+        keys = self._devices_now(devices, clients, limits, best)
         if not keys:
             return False
         self._claim.add_fact(f"hold {','.join(keys)}")
@@ -580,13 +580,14 @@ class Place:
             self._enter()
         return False
 
-    def _turn(
+    def _devices_now(
         self,
         devices: Sequence[Device],
         clients: Mapping[str, int | None],
         limits: Mapping[int, int],
         best: Callable[[Sequence[str]], Sequence[str]] | None,
     ) -> tuple[str, ...]:
+        """Return the devices that are this job's turn now, best first; none: it waits."""
         claims = all_claims(self._host, PREFIX)
         # Drawing a ticket takes microseconds. A claim that shows one later than this did not draw it then.
         while (
@@ -596,20 +597,20 @@ class Place:
         ):
             time.sleep(0.002)
             claims = all_claims(self._host, PREFIX)
-        jobs, own = self._other_jobs(claims), self._claim.path.name
-        mine = next((claim for claim in claims or () if claim.path.name == own), None)
-        if claims is None or jobs is None or mine is None:
+        jobs, own_id = self._other_jobs(claims), self._claim.path.name
+        own_claim = next((claim for claim in claims or () if claim.path.name == own_id), None)
+        if claims is None or jobs is None or own_claim is None:
             return ()
         if self._before is None:
             # Of all claims: `jobs` has only some of the waiting jobs of a user.
             self._before = frozenset(
-                claim.path.name for claim in claims if claim.ticket is not None and claim.rank < mine.rank
+                claim.path.name for claim in claims if claim.ticket is not None and claim.rank < own_claim.rank
             )
         lines = lines_of(self._host, devices, jobs, clients=clients, limits=limits)
         waiting = [
             _waiting(job.id, job.claim.uid, job, lines, limits)
             for job in jobs
-            if job.id == own
+            if job.id == own_id
             or (
                 job.waits
                 and self._patience.lets_go_first(job)
@@ -617,9 +618,9 @@ class Place:
                 and (job.id in self._before or _spares(self.request, os.geteuid(), job, job.claim.uid))
             )
         ]
-        taken = _admitted(lines, waiting)
-        self._patience.look(jobs, taken.keys() - {own})
-        free = taken.get(own, ())
+        devices_by_job = _admitted(lines, waiting)
+        self._patience.look(jobs, devices_by_job.keys() - {own_id})
+        free = devices_by_job.get(own_id, ())
         if not free:
             self._fix(lines, waiting)
         elif best is not None:
@@ -632,18 +633,18 @@ class Place:
 
         It waits for the devices with the most free memory, because the least must be released there.
         """
-        count, wanted = self.request.count, self.request.keys
+        count, keys = self.request.count, self.request.keys
         if count == 1 or self._fixes >= _MOST_FIXES or set(self._fixed) & lines.keys() == {*self._fixed} != set():
             return
-        before = next((job for job in waiting if not set(job.keys).isdisjoint(wanted)), None)
+        first = next((job for job in waiting if not set(job.keys).isdisjoint(keys)), None)
         room = {
             key: lines[key]
-            for key in wanted
+            for key in keys
             if key in lines and not never_fits([lines[key]], replace(self.request, count=1))
         }
-        if before is None or before.name != self._claim.path.name or len(room) < count:
+        if first is None or first.name != self._claim.path.name or len(room) < count:
             return
-        self._fixed = tuple(sorted(room, key=lambda key: (-room[key].free_bytes, wanted.index(key)))[:count])
+        self._fixed = tuple(sorted(room, key=lambda key: (-room[key].free_bytes, keys.index(key)))[:count])
         self._fixes += 1
         self._claim.add_fact(f"fix {','.join(self._fixed)}")
 
@@ -669,8 +670,8 @@ class Place:
             own = next((job for job in jobs or () if job.id == self._claim.path.name), None)
             if jobs is None or own is None:
                 return False
-            before = [job for job in jobs if job.sure or job.claim.rank <= own.claim.rank]
-            if not self._have_room(own, before, keys, devices, clients, limits):
+            before_this = [job for job in jobs if job.sure or job.claim.rank <= own.claim.rank]
+            if not self._have_room(own, before_this, keys, devices, clients, limits):
                 return False
             if self._have_room(own, jobs, keys, devices, clients, limits):
                 return True
@@ -727,13 +728,13 @@ class Place:
 
 def jobs_before(jobs: Sequence[Reservation], place: Place) -> list[Reservation]:
     """Return the jobs that wait before this one for one of its devices, without those that are stopped."""
-    before: list[Reservation] = []
+    jobs_ahead: list[Reservation] = []
     for job in jobs:
         if job.id == place.claim.path.name:
             break
         if job.waits and not set(place.request.keys).isdisjoint(job.keys) and not job.stopped:
-            before.append(job)
-    return before
+            jobs_ahead.append(job)
+    return jobs_ahead
 
 
 def never_fits(lines: Iterable[Line], request: Request) -> bool:

@@ -160,7 +160,7 @@ class JobMemory(Part):
         """Begin to watch the program with this PID."""
         self._root, self._began = pid, self._clock()
         self._used_at = self._looked_at = self._began
-        self._tell()
+        self._tell_limit()
         if self._place is not None:
             # The reservation lasts until the program has ended, even if gpushare dies first.
             with contextlib.suppress(GpushareError):
@@ -172,13 +172,13 @@ class JobMemory(Part):
 
     def reserve(self, place: Place) -> None:
         """Hold another place in the ledger from now on, which was taken for this job, and leave the one before."""
-        before, self._place = self._place, place
+        earlier, self._place = self._place, place
         with contextlib.suppress(GpushareError):
             place.add(self._root)
-        if before is not None:
-            before.leave()
+        if earlier is not None:
+            earlier.leave()
 
-    def _tell(self) -> None:
+    def _tell_limit(self) -> None:
         """Say in the ledger what the job's limit is, and what happens above it."""
         if self._place is not None and self.limit_bytes is not None:
             with contextlib.suppress(GpushareError):

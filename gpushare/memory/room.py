@@ -102,17 +102,17 @@ def best_first(
         line = lines.get(device.uuid)
         if line is None:
             continue
-        names, others = productions(device), _use_percent(host, line, profiles)
+        names, use_there = productions(device), _use_percent(host, line, profiles)
         profile = find_profile(host, device, command) if command else None
-        mine = None if profile is None else profile.use_percent
+        own_use = None if profile is None else profile.use_percent
         text = f"production job '{names[0]}' runs there" if names else "no production job"
-        text += f"; {harm_in_words(mine, others)}; {format_bytes(line.free_bytes)} free"
+        text += f"; {harm_in_words(own_use, use_there)}; {format_bytes(line.free_bytes)} free"
         over = limit is not None and line.granted.get(os.geteuid(), 0) + (memory_bytes or 0) > limit
         # A smaller difference of the harm is noise: then the GPU with more room is better.
         rank = (
             over,
             len(names),
-            int(harm_percent(mine, others) // _HARM_STEP_PERCENT),
+            int(harm_percent(own_use, use_there) // _HARM_STEP_PERCENT),
             -line.free_bytes,
             device.gpu.index,
         )
@@ -151,8 +151,8 @@ def _use_percent(host: Host, line: Line, profiles: Known) -> float | None:
         info = None if blind else host.processes.describe(process.pid)
         if info is not None and is_server(info.name):
             continue
-        own = profiles and info is not None and info.uid == host.uid and len(uses) < _MOST_LOOKED_UP
-        family = host.processes.ancestry(process.pid) if own else ()
+        is_looked_up = profiles and info is not None and info.uid == host.uid and len(uses) < _MOST_LOOKED_UP
+        family = host.processes.ancestry(process.pid) if is_looked_up else ()
         measured = ((pid, use) for pid in family if (use := _use_of(host, device, pid, profiles)) is not None)
         first, percent = next(measured, (process.pid, None))
         uses[first] = percent
@@ -195,27 +195,27 @@ def wait_for_room(
     uuids = [device.uuid for device in devices]
     began, looked, text = clock(), -_LOOK_SECONDS, ""
     clients = {device.uuid: client_limit(host, device) if place.request.client else None for device in devices}
-    now: Sequence[Device] = ()
+    usable: Sequence[Device] = ()
     reasons: Sequence[str] = ()
     waited = False
 
     def order(keys: Sequence[str]) -> list[str]:
-        return [device.uuid for device in best([device for device in now if device.uuid in keys])]
+        return [device.uuid for device in best([device for device in usable if device.uuid in keys])]
 
     try:
         while True:
-            now, reasons = usable_now(host, devices, limits, client=place.request.client)
+            usable, reasons = usable_now(host, devices, limits, client=place.request.client)
             # Best for one device is not best for several.
             ordered = len(uuids) > 1 and (waited or place.request.count > 1)
-            if place.try_to_take(now, clients, limits, order if ordered else None):
-                return tuple(device for key in place.held for device in now if device.uuid == key)
+            if place.try_to_take(usable, clients, limits, order if ordered else None):
+                return tuple(device for key in place.held for device in usable if device.uuid == key)
             waited = True
             due = clock() - looked >= _LOOK_SECONDS
-            lines = read_lines(host, now, limits) if due else []
+            lines = read_lines(host, usable, limits) if due else []
             check_ever(lines, place.request, limits.get(os.geteuid()), when_empty=len(lines) == len(uuids))
             if seconds is not None and clock() - began >= seconds:
-                before = len(jobs_before(reservations(host) or [], place))
-                raise _no_room_error(read_lines(host, now, limits), place.request, seconds, reasons, before)
+                jobs_ahead = len(jobs_before(reservations(host) or [], place))
+                raise _no_room_error(read_lines(host, usable, limits), place.request, seconds, reasons, jobs_ahead)
             if due:
                 looked = clock()
                 text = why_it_waits(host, lines, place, limits.get(os.geteuid()), reasons)
@@ -261,26 +261,26 @@ def room_kept(host: Host, swap: Swap) -> Iterator[Callable[[int], bool | None]]:
     """
     places: list[Place] = []
 
-    def kept(size: int) -> bool | None:
+    def keep(size: int) -> bool | None:
         free = has_room(host, swap, size)
         devices = [Device(gpu=gpu) for gpu in host.nvml.sweep() if gpu.uuid == swap.gpu_uuid]
         jobs = reservations(host)
         if not free or jobs is None or not devices:
             return free
         family = {pid for image, _, _ in swap.images for pid in host.processes.ancestry(image)}
-        own = (
+        own_jobs = (
             job
             for job in jobs
             if swap.gpu_uuid in job.held and not family.isdisjoint(p.pid for p in job.claim.processes)
         )
-        if any(job.memory_bytes is None or job.memory_bytes >= size for job in own):
+        if any(job.memory_bytes is None or job.memory_bytes >= size for job in own_jobs):
             return True
         need = back_bytes(host, devices[0], size)
         places.append(Place(host, Request(memory_bytes=need, keys=(swap.gpu_uuid,), client=False, name=swap.name)))
         return places[-1].try_to_take(devices, {}, {})
 
     try:
-        yield kept
+        yield keep
     finally:
         for place in places:
             place.leave()
@@ -346,27 +346,29 @@ def outlook(
 
     ``reasons`` are why a device is good for it, by UUID.
     """
-    uid, good = os.geteuid(), reasons or {}
-    now, unusable = usable_now(host, devices, limits, client=request.client)
+    uid, reasons_by_uuid = os.geteuid(), reasons or {}
+    usable, unusable = usable_now(host, devices, limits, client=request.client)
     jobs = not_around(host, reservations(host) or [])
-    clients = {device.uuid: client_limit(host, device) for device in now} if request.client else {}
-    lines = [*lines_of(host, now, jobs, clients=clients, limits=limits).values()]
+    clients = {device.uuid: client_limit(host, device) for device in usable} if request.client else {}
+    lines = [*lines_of(host, usable, jobs, clients=clients, limits=limits).values()]
     keys = would_take(jobs, lines, request, uid, limits)[: request.count]
-    before = [job for job in waiting_before(jobs, request, uid) if not set(job.keys).isdisjoint(request.keys)]
-    taken = [line for key in keys for line in lines if line.device.uuid == key]
-    if taken:
-        whys = [good.get(line.device.uuid) or f"{format_bytes(line.free_bytes)} free" for line in taken]
-        where = titles([line.device for line in taken])
-        text = f"now it would start at once, on {where}: {'; '.join(dict.fromkeys(whys))}"
+    jobs_ahead = [job for job in waiting_before(jobs, request, uid) if not set(job.keys).isdisjoint(request.keys)]
+    lines_taken = [line for key in keys for line in lines if line.device.uuid == key]
+    if lines_taken:
+        texts = [
+            reasons_by_uuid.get(line.device.uuid) or f"{format_bytes(line.free_bytes)} free" for line in lines_taken
+        ]
+        where = titles([line.device for line in lines_taken])
+        text = f"now it would start at once, on {where}: {'; '.join(dict.fromkeys(texts))}"
     else:
-        text = f"now it would wait for {_room_text(lines, request, len(before), limits.get(uid), unusable)}"
+        text = f"now it would wait for {_room_text(lines, request, len(jobs_ahead), limits.get(uid), unusable)}"
     return RoomAnswer(
-        starts_now=bool(taken),
-        gpus=tuple(line.device.gpu.index for line in taken),
+        starts_now=bool(lines_taken),
+        gpus=tuple(line.device.gpu.index for line in lines_taken),
         device_uuids=keys,
         why=text,
         memory_bytes=request.memory_bytes,
-        behind=tuple(room_job(host, job) for job in before),
+        behind=tuple(room_job(host, job) for job in jobs_ahead),
         devices=tuple(
             RoomOnDevice(
                 gpu=line.device.gpu.index,
@@ -375,7 +377,7 @@ def outlook(
                 free_clients=line.free_clients,
                 reserved_bytes=line.reserved_bytes,
                 others_bytes=line.others_bytes,
-                why=good.get(line.device.uuid),
+                why=reasons_by_uuid.get(line.device.uuid),
                 held_by=tuple(room_job(host, job) for job in line.holders),
             )
             for line in lines
@@ -399,11 +401,11 @@ def usable_now(
     for device in devices:
         gpu = gpus[device.gpu.index]
         try:
-            (now,) = select(device.uuid, [gpu])
+            (current,) = select(device.uuid, [gpu])
         except GpushareError:
             reasons.append(f"{device.title} is gone" if gpu.error is None else f"{device.title} does not answer")
             continue
-        leased = None if now.mig is None else _leased(host, now.uuid)
+        leased = None if current.mig is None else _leased(host, current.uuid)
         if gpu.error is not None:
             reason: str | None = "does not answer"
         elif leased is not None:
@@ -413,9 +415,9 @@ def usable_now(
             ours = lease is None or lease.uid == host.uid
             reason = _why_taken(host, gpu, client=client) if lease is None or ours else reserved_words(lease)
         if reason is None:
-            usable.append(now)
+            usable.append(current)
         else:
-            reasons.append(f"{now.title} {reason}")
+            reasons.append(f"{current.title} {reason}")
     return usable, reasons
 
 
@@ -464,8 +466,8 @@ def why_it_waits(host: Host, lines: Sequence[Line], place: Place, limit: int | N
         reason = why_unreadable(host, PREFIX)
         if reason is not None:
             return reason
-    before = len(jobs_before(reservations(host) or [], place)) if lines else 0
-    return f"waiting for {_room_text(lines, place.request, before, limit, reasons)}"
+    jobs_ahead = len(jobs_before(reservations(host) or [], place)) if lines else 0
+    return f"waiting for {_room_text(lines, place.request, jobs_ahead, limit, reasons)}"
 
 
 def _free(line: Line, request: Request) -> str:
@@ -480,17 +482,19 @@ def _held_by(line: Line, most: int) -> str:
     holders = [(size, f"process {job.pid}" if job.name is None else f"'{job.name}'") for job, size in line.held_by]
     holders += [(line.others_bytes, "other programs")] if line.others_bytes >= _WORTH_NAMING else []
     largest = sorted(holders, reverse=True)
-    named = [f"{title} ({format_bytes(size)})" for size, title in largest[:most]]
+    texts = [f"{title} ({format_bytes(size)})" for size, title in largest[:most]]
     more = f" and {len(largest) - most} more" if len(largest) > most else ""
-    return f", held by {', '.join(named)}{more}" if named else ""
+    return f", held by {', '.join(texts)}{more}" if texts else ""
 
 
-def _room_text(lines: Sequence[Line], request: Request, before: int, limit: int | None, reasons: Sequence[str]) -> str:
+def _room_text(
+    lines: Sequence[Line], request: Request, jobs_ahead: int, limit: int | None, reasons: Sequence[str]
+) -> str:
     """Return what a job waits for, and what there is: ``8.0 GiB, 1 job before it: GPU 0 has 3.5 GiB free``."""
     if not lines:
         return f"{size_text(request)}: {_unusable(reasons)}"
     room = "; ".join(f"{_free(line, request)}{_held_by(line, 3 if len(lines) == 1 else 1)}" for line in lines[:4])
-    ahead = "" if not before else f", {counted(before, 'job')} before it"
+    ahead = "" if not jobs_ahead else f", {counted(jobs_ahead, 'job')} before it"
     stays = [job.title for line in lines for job in line.holders if job.stays and request.production]
     cannot = f"; {stays[0]} was to leave the GPU for it, and cannot: see its output" if stays else ""
     more = f"; {_unusable(reasons)}" if reasons else ""
@@ -542,8 +546,8 @@ def _held_back(lines: Sequence[Line], request: Request, limit: int | None) -> st
     """Return a text on the limit of this user, if it holds the job back everywhere."""
     if limit is None or not all(_exceeds(line, request, limit) for line in lines):
         return ""
-    mine = min(line.granted.get(os.geteuid(), 0) for line in lines)
-    return f"; your jobs have reserved {format_bytes(mine)} of the {format_bytes(limit)} that you may have on a GPU"
+    reserved = min(line.granted.get(os.geteuid(), 0) for line in lines)
+    return f"; your jobs have reserved {format_bytes(reserved)} of the {format_bytes(limit)} that you may have on a GPU"
 
 
 def _never_fits_error(lines: Sequence[Line], request: Request) -> BadUsage:
@@ -563,7 +567,7 @@ def _never_fits_error(lines: Sequence[Line], request: Request) -> BadUsage:
 
 
 def _no_room_error(
-    lines: Sequence[Line], request: Request, seconds: float, reasons: Sequence[str], before: int
+    lines: Sequence[Line], request: Request, seconds: float, reasons: Sequence[str], jobs_ahead: int
 ) -> InUse:
     most = max(lines, key=lambda line: line.free_bytes, default=None)
     if most is None:
@@ -572,7 +576,7 @@ def _no_room_error(
         free = _free(most, request)
     else:
         free = f"at most {format_bytes(most.free_bytes)} are free"
-    free += f"; {counted(before, 'job')} waited before it" if before else ""
+    free += f"; {counted(jobs_ahead, 'job')} waited before it" if jobs_ahead else ""
     whole = request.memory_bytes is None and request.count == 1
     want = "a job that needs a whole GPU" if whole else size_text(request)
     if seconds <= 0:
@@ -593,25 +597,25 @@ _FULL: Final = 100.0
 _MOST_SETS: Final = 20_000
 
 
-def harm_percent(mine: float | None, others: float | None) -> float:
+def harm_percent(own_use: float | None, others: float | None) -> float:
     """Return by how much a new job and the other jobs together use more than 100 percent of a GPU; that work waits.
 
     An unknown use counts as 100 percent. What the others alone use above 100 percent is not counted.
     """
-    mine, others = (_FULL if use is None else use for use in (mine, others))
-    return max(0.0, mine + others - _FULL) - max(0.0, others - _FULL)
+    own_use, others = (_FULL if use is None else use for use in (own_use, others))
+    return max(0.0, own_use + others - _FULL) - max(0.0, others - _FULL)
 
 
-def harm_in_words(mine: float | None, others: float | None) -> str:
+def harm_in_words(own_use: float | None, others: float | None) -> str:
     """Return the harm in words: ``it uses 50 %, those there 90 %, and 40 % has to wait``."""
     if others is None:
         return "how busy it is is not known"
     if not others:
         return "it is idle"
-    if mine is None:
+    if own_use is None:
         return f"it is {others:.0f} % busy"
-    lost = harm_percent(mine, others)
-    return f"it uses {mine:.0f} %, those there {others:.0f} %" + (
+    lost = harm_percent(own_use, others)
+    return f"it uses {own_use:.0f} %, those there {others:.0f} %" + (
         f", and {lost:.0f} % has to wait" if lost >= 1 else ""
     )
 

@@ -160,15 +160,15 @@ def find_swap(host: Host, pid: int, name: str | None = None) -> Swap | None:
     family, info = set(host.processes.descendants(pid)), host.processes.describe(pid)
     uid = None if info is None else info.uid
     # A user's record counts only for that user's programs.
-    mine = [
+    candidates = [
         swap
         for swap in records
         if swap.keeper_uid in {None, 0, uid} and (swap.pid == pid or family & {image.pid for image in swap.images})
     ]
-    if not mine and name is not None:
+    if not candidates and name is not None:
         # To root, jobs of several users may have this name.
-        mine = [swap for swap in records if swap.name == name and swap.uid in {None, uid}]
-    return min(mine, key=lambda swap: swap.state == BACK, default=None)
+        candidates = [swap for swap in records if swap.name == name and swap.uid in {None, uid}]
+    return min(candidates, key=lambda swap: swap.state == BACK, default=None)
 
 
 def out_by_driver(host: Host, pid: int, name: str | None, uid: int | None) -> Swap | None:
@@ -210,18 +210,18 @@ def locked(host: Host, *, say: Callable[[str], None] = lambda _: None, seconds: 
         NoPermission, OperationFailed: it cannot be created.
         InUse: another gpushare has it for longer (code ``swap_busy``).
     """
-    said = False
+    reported = False
 
     def waits(so_far: float) -> None:
-        nonlocal said
+        nonlocal reported
         if seconds is not None and so_far >= seconds:
             raise InUse(
                 "another gpushare of this user is swapping a job",
                 "try again when it is done: gpushare swap list",
                 code="swap_busy",
             )
-        if so_far >= _SAY_SECONDS and not said:
-            said = True
+        if so_far >= _SAY_SECONDS and not reported:
+            reported = True
             say("waits until another gpushare of this user has swapped its job")
 
     with SWAPS.locked(host, waits=waits):
@@ -290,18 +290,18 @@ def check_host(host: Host) -> None:
 
 
 def _check_stopped(host: Host, title: str, processes: Sequence[JobProcess]) -> None:
-    off = paused_since(host)
+    paused = paused_since(host)
     for process in processes:
-        named = f"process {process.pid}"
-        whose = title if title == named or title.endswith(f"({named})") else f"{named} of {title}"
-        if process.pid in off:
+        by_pid = f"process {process.pid}"
+        whose = title if title == by_pid or title.endswith(f"({by_pid})") else f"{by_pid} of {title}"
+        if process.pid in paused:
             raise InUse(
                 f"{whose} is paused: a checkpoint would hang",
                 f"resume it first: gpushare resume {process.pid}",
                 code="paused",
             )
         if _is_stopped(host, process.pid):
-            raise _stopped(whose, process.pid)
+            raise _stopped_error(whose, process.pid)
 
 
 def _is_stopped(host: Host, pid: int) -> bool:
@@ -309,7 +309,7 @@ def _is_stopped(host: Host, pid: int) -> bool:
     return info is not None and info.stopped
 
 
-def _stopped(whose: str, pid: int) -> InUse:
+def _stopped_error(whose: str, pid: int) -> InUse:
     return InUse(f"{whose} is stopped: a checkpoint would hang", f"continue it first: kill -CONT {pid}", code="stopped")
 
 
@@ -317,12 +317,12 @@ def check_continues(host: Host, swap: Swap) -> None:
     """Raise InUse if a process of a swapped job is stopped (SIGSTOP, Ctrl-Z): no call of the driver for it returns."""
     pid = next((image.pid for image in swap.living(host) if _is_stopped(host, image.pid)), None)
     if pid is not None:
-        raise _stopped(f"process {pid} of {swap.title}" if swap.title != f"process {pid}" else swap.title, pid)
+        raise _stopped_error(f"process {pid} of {swap.title}" if swap.title != f"process {pid}" else swap.title, pid)
 
 
 def leaving(host: Host, job: Job, gpu_uuid: str, processes: Sequence[JobProcess]) -> Swap:
     """Return the record of a job that is about to go out, which `go_out` writes."""
-    before = find_swap(host, job.pid, job.name)
+    earlier = find_swap(host, job.pid, job.name)
     return Swap(
         pid=job.pid,
         started=job.started,
@@ -332,7 +332,7 @@ def leaving(host: Host, job: Job, gpu_uuid: str, processes: Sequence[JobProcess]
         state=LEAVING,
         since=uptime(),
         images=tuple(Image(process.pid, process.started, process.memory_bytes or 0) for process in processes),
-        restored=before is not None and (before.restored or before.state == BACK),
+        restored=earlier is not None and (earlier.restored or earlier.state == BACK),
         path=SWAPS.path(host, job.pid),
     )
 
@@ -361,9 +361,9 @@ def go_out(
     began = time.monotonic()
     checkpoint.demand()
     SWAPS.sweep(host)
-    before = SWAPS.read(swap.path)
+    earlier_record = SWAPS.read(swap.path)
     SWAPS.write(swap)
-    _check_alone(host, swap, before)
+    _check_alone(host, swap, earlier_record)
     try:
         inside: set[int] = set()
         for number in range(_ROUNDS + 1):
@@ -372,10 +372,10 @@ def go_out(
                     checkpoint.lock(pid, LOCK_SECONDS)
                 inside.add(pid)
             # Locked, it grows no more. As it was before, the room for its way back could be too small.
-            now = again()
-            sizes = {(process.pid, process.started): process.memory_bytes or 0 for process in now}
+            processes = again()
+            sizes = {(process.pid, process.started): process.memory_bytes or 0 for process in processes}
             images = tuple(Image(*image[:2], max(image[2], sizes.get(image[:2], 0))) for image in swap.images)
-            new = [process for process in now if process.pid not in {image.pid for image in images}]
+            new = [process for process in processes if process.pid not in {image.pid for image in images}]
             if not new and images == swap.images:
                 break
             if new and number == _ROUNDS:
@@ -399,7 +399,7 @@ def go_out(
             take_back(host, swap, checkpoint, room)
         raise
     if not swap.living(host):
-        raise _forgotten_as_ended(swap)
+        raise _ended_error(swap)
     done = replace(swap, state=OUT, out_seconds=round(time.monotonic() - began, 3))
     if target_uuid is not None:
         done = replace(done, state=RETURNING, gpu_uuid=target_uuid, left_uuid=swap.gpu_uuid)
@@ -407,7 +407,7 @@ def go_out(
     return done
 
 
-def _check_alone(host: Host, swap: Swap, before: Swap | None) -> None:
+def _check_alone(host: Host, swap: Swap, earlier_record: Swap | None) -> None:
     """Step back if root, or for root the job's user, is swapping it too: each has a lock of its own.
 
     Both write what they are about to do before they read what the other has written, so never do both go on. A user's
@@ -424,10 +424,10 @@ def _check_alone(host: Host, swap: Swap, before: Swap | None) -> None:
                 return
             time.sleep(_LOOK_SECONDS)
             continue
-        if before is None:
+        if earlier_record is None:
             _forget(swap)
         else:
-            SWAPS.write(before)
+            SWAPS.write(earlier_record)
         whose = "root" if other.keeper_uid == 0 else user_name(other.keeper_uid or 0)
         raise InUse(
             f"{whose} is swapping {swap.title} now", "try again later; see: gpushare swap list", code="swap_busy"
@@ -474,7 +474,7 @@ def _unless_ended(host: Host, pid: int) -> Iterator[None]:
             raise
 
 
-def lost(swap: Swap) -> OperationFailed:
+def lost_error(swap: Swap) -> OperationFailed:
     """Return the error about a job whose restore has failed for good."""
     return OperationFailed(
         f"{swap.title} is lost: the driver could not put it back",
@@ -483,7 +483,7 @@ def lost(swap: Swap) -> OperationFailed:
     )
 
 
-def _forgotten_as_ended(swap: Swap) -> NotFound:
+def _ended_error(swap: Swap) -> NotFound:
     """Remove the record of a job that has ended, and return the error."""
     _forget(swap)
     return NotFound(f"{swap.title} has ended", "see swapped jobs: gpushare swap list", code="no_job")
@@ -515,9 +515,9 @@ def come_in(host: Host, swap: Swap, checkpoint: Checkpoint) -> Swap:
     """
     living = swap.living(host)
     if not living:
-        raise _forgotten_as_ended(swap)
+        raise _ended_error(swap)
     if swap.state == LOST:
-        raise lost(swap)
+        raise lost_error(swap)
     checkpoint.demand()
     check_continues(host, swap)
     _check_gpus(host, swap)
@@ -528,11 +528,11 @@ def come_in(host: Host, swap: Swap, checkpoint: Checkpoint) -> Swap:
             f"try again later: gpushare swap in {swap.selector} --wait; see who holds the memory: gpushare status",
             code="no_room",
         )
-    before, returning = SWAPS.read(swap.path), replace(swap, state=RETURNING)
+    earlier_record, returning = SWAPS.read(swap.path), replace(swap, state=RETURNING)
     # A full disk must not keep a job out.
     with contextlib.suppress(GpushareError):
         SWAPS.write(returning)
-    _check_alone(host, returning, before)
+    _check_alone(host, returning, earlier_record)
     try:
         for pid, _, size in reversed(living):
             if checkpoint.state(pid) == CHECKPOINTED:
@@ -543,7 +543,7 @@ def come_in(host: Host, swap: Swap, checkpoint: Checkpoint) -> Swap:
         raise
     _unlock(host, swap, checkpoint)
     if not swap.living(host):
-        raise _forgotten_as_ended(swap)
+        raise _ended_error(swap)
     _demand_running(host, swap, checkpoint)
     back = replace(swap, state=BACK, restored=True, since=uptime(), left_uuid=None, arrived=())
     try:

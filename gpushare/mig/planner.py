@@ -182,7 +182,7 @@ class Site:
         self.fills: dict[tuple[int, int], tuple[ComputeInstance, ...]] = {}
         for number, old in enumerate(self.instances):
             for kind, (compute, placed) in enumerate(requests):
-                gone = _destroyed_to_fill(
+                destroyed = _destroyed_to_fill(
                     old,
                     compute,
                     placed=placed,
@@ -190,8 +190,8 @@ class Site:
                     may_destroy=may_destroy,
                     may_evict=old.id in evict,
                 )
-                if gone is not None:
-                    self.fills[number, kind] = gone
+                if destroyed is not None:
+                    self.fills[number, kind] = destroyed
         # Nothing may overlap these; one that can be filled may be overlapped.
         fillable = {number for number, _ in self.fills}
         fixed = (old.mask for number, old in enumerate(self.existing) if old.pinned and number not in fillable)
@@ -256,11 +256,11 @@ class Site:
 
     def lost_after(self, arrangement: Arrangement, removal: Removal) -> int:
         """Return `capacity_lost` of the GPU afterwards."""
-        gone = removal.destroyed | removal.filled
-        kept = self._kept.get(gone)
+        removed = removal.destroyed | removal.filled
+        kept = self._kept.get(removed)
         if kept is None:
-            masks = [old.mask for number, old in enumerate(self.existing) if not gone >> number & 1]
-            kept = self._kept[gone] = (reduce(or_, masks, 0), self._members(gone))
+            masks = [old.mask for number, old in enumerate(self.existing) if not removed >> number & 1]
+            kept = self._kept[removed] = (reduce(or_, masks, 0), self._members(removed))
         members = tuple(sorted(kept[1] + arrangement.members))
         return self.board.lost(kept[0] | arrangement.mask, members)
 
@@ -280,28 +280,28 @@ class Site:
         filled, weight = self._filled_by(arrangement)
         destroyed = 0
         for number, old in enumerate(self.existing):
-            if not filled >> number & 1 and self._in_the_way(old, arrangement):
+            if not filled >> number & 1 and self._conflicts(old, arrangement):
                 if old.pinned:
                     return ()
                 weight += old.weight
                 destroyed |= 1 << number
         least = Removal(weight, destroyed, filled)
-        return (least,) if self._within_limits(least, arrangement) else self._with_more(least, arrangement)
+        return (least,) if self._within_limits(least, arrangement) else self._removing_more(least, arrangement)
 
     def _filled_by(self, arrangement: Arrangement) -> tuple[int, int]:
         """Return the existing ones that are filled, as bits, and their weight: always less than that of new ones."""
         filled = weight = 0
         if self.fills:
-            laid = {(profile, start): kind for kind, profile, start in arrangement.places}
+            kind_at = {(profile, start): kind for kind, profile, start in arrangement.places}
             for number, old in enumerate(self.existing):
-                gone = self.fills.get((number, laid.get((old.profile, old.start), -1)))
-                if gone is not None:
+                destroyed = self.fills.get((number, kind_at.get((old.profile, old.start), -1)))
+                if destroyed is not None:
                     filled |= 1 << number
-                    parts = InstanceChange(instance=self.instances[number], compute=gone, whole=False)
+                    parts = InstanceChange(instance=self.instances[number], compute=destroyed, whole=False)
                     weight += weigh(cost_of(parts)) - CREATED
         return filled, weight
 
-    def _in_the_way(self, existing: Existing, arrangement: Arrangement) -> bool:
+    def _conflicts(self, existing: Existing, arrangement: Arrangement) -> bool:
         if existing.mask & arrangement.mask:
             return True
         return existing.profile >= 0 and not self.board.exclusive[existing.profile].isdisjoint(arrangement.members)
@@ -313,7 +313,7 @@ class Site:
             return False
         return all(members.count(number) <= board.limits[number] for number in set(arrangement.members))
 
-    def _with_more(self, least: Removal, arrangement: Arrangement) -> tuple[Removal, ...]:
+    def _removing_more(self, least: Removal, arrangement: Arrangement) -> tuple[Removal, ...]:
         """Return the cheapest removals that also keep counts and compute slices within their limits."""
         others = [
             number
@@ -369,9 +369,9 @@ def inside(instance: GpuInstance, parts: Sequence[ComputeInstance]) -> InstanceC
 
 def addition(site: Site, option: Placing, compute: Sequence[tuple[int, ...]]) -> GpuPlan:
     """Return the plan for an option of the search; ``compute`` are the compute instances in each kind."""
-    gone = {number for number in range(len(site.instances)) if option.removal.destroyed >> number & 1}
+    destroyed_numbers = {number for number in range(len(site.instances)) if option.removal.destroyed >> number & 1}
     filled = {old.start: number for number, old in enumerate(site.instances) if option.removal.filled >> number & 1}
-    destroyed = [whole(old) for number, old in enumerate(site.instances) if number in gone]
+    destroyed = [whole(old) for number, old in enumerate(site.instances) if number in destroyed_numbers]
     created = []
     for kind, profile, start in option.arrangement.places:
         number = filled.get(start)
@@ -384,7 +384,10 @@ def addition(site: Site, option: Placing, compute: Sequence[tuple[int, ...]]) ->
         if parts:
             destroyed.append(inside(into, parts))
     return gpu_plan(
-        site.layout, [old for number, old in enumerate(site.instances) if number not in gone], destroyed, created
+        site.layout,
+        [old for number, old in enumerate(site.instances) if number not in destroyed_numbers],
+        destroyed,
+        created,
     )
 
 
@@ -402,18 +405,18 @@ def removal(
         if not all_of_it:
             kept.append(instance)
         if all_of_it or parts:
-            gone = whole(instance) if all_of_it else inside(instance, parts)
-            destroyed.append(gone)
-            blocked = blocked or (gone.busy and not may_end(gone, evict))
+            change = whole(instance) if all_of_it else inside(instance, parts)
+            destroyed.append(change)
+            blocked = blocked or (change.busy and not may_end(change, evict))
     return gpu_plan(layout, kept, destroyed, []), blocked
 
 
-def may_end(gone: InstanceChange, named: Collection[tuple[int, int | None]]) -> bool:
+def may_end(change: InstanceChange, targets: Collection[tuple[int, int | None]]) -> bool:
     """Return whether all busy parts are named (GPU instance id, compute instance id or None for all)."""
-    owner = gone.instance
-    if (owner.id, None) in named:
+    owner = change.instance
+    if (owner.id, None) in targets:
         return True
-    return not owner.held and all((owner.id, part.id) in named for part in gone.compute if part.busy)
+    return not owner.held and all((owner.id, part.id) in targets for part in change.compute if part.busy)
 
 
 def lost_after(layout: Layout, plan: GpuPlan) -> int:
@@ -457,12 +460,12 @@ def exact_change(layout: Layout, wish: Wish, *, evict: frozenset[int]) -> GpuPla
     for request in wish:
         kind = InstanceKind(board.number[resolve(request, layout.profiles).name], request.start)
         counted[kind, request.compute] += request.count
-    wanted = sorted(counted, key=lambda row: (-board.sizes[row[0].profile], row[0].profile, row[0].start or 0, row[1]))
-    kinds = tuple(kind for kind, _ in wanted)
-    compute = [parts or (board.slices[kind.profile],) for kind, parts in wanted]
+    rows = sorted(counted, key=lambda row: (-board.sizes[row[0].profile], row[0].profile, row[0].start or 0, row[1]))
+    kinds = tuple(kind for kind, _ in rows)
+    compute = [parts or (board.slices[kind.profile],) for kind, parts in rows]
     best: list[tuple[Change, Arrangement]] = []
     least = 0
-    for arrangement in board.complete(kinds, tuple(counted[row] for row in wanted)):
+    for arrangement in board.complete(kinds, tuple(counted[row] for row in rows)):
         change = _change(layout, arrangement, compute, evict)
         if change is None:
             continue
@@ -484,6 +487,7 @@ def exact_change(layout: Layout, wish: Wish, *, evict: frozenset[int]) -> GpuPla
 def _change(
     layout: Layout, arrangement: Arrangement, compute: list[tuple[int, ...]], evict: frozenset[int]
 ) -> Change | None:
+    """Return what leads to exactly this arrangement; None: a busy instance that may not be evicted is in the way."""
     profiles = board_of(layout).profiles
     missing = {(profiles[profile].name, start): kind for kind, profile, start in arrangement.places}
     change = Change([], [], [])
@@ -500,9 +504,9 @@ def _change(
     return change
 
 
-def _keep(change: Change, instance: GpuInstance, wanted: tuple[int, ...], *, may_evict: bool) -> bool:
+def _keep(change: Change, instance: GpuInstance, compute: tuple[int, ...], *, may_evict: bool) -> bool:
     """Keep a GPU instance with exactly these compute instances inside; False: that is not allowed."""
-    parts = change_compute(instance, wanted, may_destroy=True, may_evict=may_evict)
+    parts = change_compute(instance, compute, may_destroy=True, may_evict=may_evict)
     if parts is None:
         return False
     change.kept.append(instance)
@@ -597,32 +601,32 @@ def eviction(no_plan: NoPlan) -> tuple[str, str] | None:
     return (_words(no_plan.would_go), _words(_busy_only(busy), "--evict ")) if busy else None
 
 
-def _busy_only(gone: Sequence[tuple[int, InstanceChange]]) -> list[tuple[int, InstanceChange]]:
+def _busy_only(changes_by_gpu: Sequence[tuple[int, InstanceChange]]) -> list[tuple[int, InstanceChange]]:
     """Return what must be named by ``--evict``: of a GPU instance only the busy compute instances."""
     changes = []
-    for gpu, change in gone:
+    for gpu, change in changes_by_gpu:
         parts = change.compute if change.instance.held else tuple(part for part in change.compute if part.busy)
         changes.append((gpu, replace(change, compute=parts)))
     return changes
 
 
-def _words(gone: Sequence[tuple[int, InstanceChange]], option: str = "") -> str:
+def _words(changes: Sequence[tuple[int, InstanceChange]], option: str = "") -> str:
     """Return the words for these on a command line; ``INSTANCE...`` if there are too many."""
-    words = [option + word for gpu, change in gone for word in _ids(gpu, change)]
+    words = [option + word for gpu, change in changes for word in _ids(gpu, change)]
     return " ".join(words) if len(words) <= _LISTED else f"{option}INSTANCE..."
 
 
-def _ids(gpu: int, gone: InstanceChange) -> list[str]:
-    instance = f"{gpu}/{gone.instance.id}"
-    return [instance] if gone.whole else [f"{instance}/{part.id}" for part in gone.compute]
+def _ids(gpu: int, change: InstanceChange) -> list[str]:
+    instance = f"{gpu}/{change.instance.id}"
+    return [instance] if change.whole else [f"{instance}/{part.id}" for part in change.compute]
 
 
-def _title_of(gpu: int, gone: InstanceChange) -> str:
-    owner = gone.instance
+def _title_of(gpu: int, change: InstanceChange) -> str:
+    owner = change.instance
     name = "" if owner.name is None else f" '{owner.name}'"
-    ids = ", ".join(str(compute.id) for compute in gone.compute)
-    part = "" if gone.whole else f", compute instance{'s' if len(gone.compute) > 1 else ''} {ids}"
-    return f"{owner}{name} (GPU {gpu}, GPU instance {owner.id}{part}; {who_is_in(gone)})"
+    ids = ", ".join(str(compute.id) for compute in change.compute)
+    part = "" if change.whole else f", compute instance{'s' if len(change.compute) > 1 else ''} {ids}"
+    return f"{owner}{name} (GPU {gpu}, GPU instance {owner.id}{part}; {who_is_in(change)})"
 
 
 def who_is_in(change: InstanceChange) -> str:
@@ -687,14 +691,14 @@ def plan_exact(
     An empty wish clears a GPU. Existing instances that are wished stay, even if their place is not the best.
     """
     _check_gpus(layouts, wishes)
-    chosen, all_targets = frozenset(evict), _all_targets(layouts)
+    evictable, all_targets = frozenset(evict), _all_targets(layouts)
     plans, in_the_way = [], False
     for layout in layouts:
         if layout.gpu not in wishes:
             plans.append(untouched(layout))
             continue
         wish = wishes[layout.gpu]
-        plan = exact_change(layout, wish, evict=_evictable_ids(layout, chosen))
+        plan = exact_change(layout, wish, evict=_evictable_ids(layout, evictable))
         if plan is None:
             in_the_way = True
             plan = exact_change(layout, wish, evict=_evictable_ids(layout, all_targets))
@@ -709,12 +713,12 @@ def plan_destroy(
     layouts: Sequence[Layout], targets: Iterable[Target], *, evict: Iterable[Target] = ()
 ) -> MigPlan | NoPlan:
     """Return the plan that destroys these; a GPU instance goes with the last of its compute instances."""
-    wanted, chosen = frozenset(targets), frozenset(evict)
-    _check_gpus(layouts, [target.gpu for target in wanted])
-    _check_targets(layouts, wanted)
+    target_set, evictable = frozenset(targets), frozenset(evict)
+    _check_gpus(layouts, [target.gpu for target in target_set])
+    _check_targets(layouts, target_set)
     plans, in_the_way = [], False
     for layout in layouts:
-        plan, busy = removal(layout, _places(layout, wanted), _places(layout, chosen))
+        plan, busy = removal(layout, _places(layout, target_set), _places(layout, evictable))
         plans.append(plan)
         in_the_way = in_the_way or busy
     result = plan_of(layouts, plans)
@@ -735,6 +739,7 @@ class _Offer:
 
 
 def _offers(layouts: Sequence[Layout], wish: Wish) -> dict[Board, _Offer]:
+    """Return what each kind of board can serve of a wish. Raises GpushareError: no board can serve one of its requests."""
     offers: dict[Board, _Offer] = {}
     errors: dict[int, GpushareError] = {}
     for layout in layouts:
@@ -759,18 +764,14 @@ def _offers(layouts: Sequence[Layout], wish: Wish) -> dict[Board, _Offer]:
     return offers
 
 
-def _codes(wish: Wish, offers: Mapping[Board, _Offer]) -> Codes:
-    """Return the codes of a wish; the size of a request is its smallest on any board."""
-    sizes = [
-        min(
-            board.sizes[kind.profile]
-            for board, offer in offers.items()
-            for request, kind in zip(offer.requests, offer.kinds, strict=True)
-            if request == number
-        )
-        for number in range(len(wish))
-    ]
-    return codes_for([request.count for request in wish], sizes)
+def _codes_of_wish(wish: Wish, offers: Mapping[Board, _Offer]) -> Codes:
+    """Return how parts of a wish are written as numbers; the size of a request is its smallest on any board."""
+    sizes: dict[int, int] = {}
+    for board, offer in offers.items():
+        for number, kind in zip(offer.requests, offer.kinds, strict=True):
+            size = board.sizes[kind.profile]
+            sizes[number] = min(size, sizes.get(number, size))
+    return codes_for([request.count for request in wish], [sizes[number] for number in range(len(wish))])
 
 
 def _add(
@@ -782,7 +783,8 @@ def _add(
     evict: frozenset[Target],
     with_others: bool,
 ) -> MigPlan | None:
-    codes = _codes(wish, offers)
+    """Return the cheapest plan that adds a wish, over all GPUs; None: it does not fit. The rest is as for `plan_add`."""
+    codes = _codes_of_wish(wish, offers)
     alike: dict[tuple[object, ...], list[tuple[int, Site]]] = {}
     for number, layout in enumerate(layouts):
         asked = [wish[request] for request in offers[board_of(layout)].requests]
@@ -840,9 +842,9 @@ def _all_targets(layouts: Sequence[Layout]) -> frozenset[Target]:
     return frozenset(Target(layout.gpu, instance.id) for layout in layouts for instance in layout.instances)
 
 
-def _check_gpus(layouts: Sequence[Layout], named: Iterable[int]) -> None:
+def _check_gpus(layouts: Sequence[Layout], indexes: Iterable[int]) -> None:
     gpus = [layout.gpu for layout in layouts]
-    for gpu in named:
+    for gpu in indexes:
         if gpu not in gpus:
             listing = ", ".join(str(index) for index in gpus) or "none"
             raise NotFound(f"GPU {gpu} has no MIG here", f"GPUs with MIG: {listing}", gpu=gpu, code="gpu_not_found")
@@ -931,7 +933,11 @@ def fragmentation(layout: Layout) -> int:
 
 @dataclass(frozen=True)
 class Codes:
-    """The codes of a wish: what one instance of each kind adds, the whole wish, and the guard bits."""
+    """How parts of a wish are written as numbers, so that they can be added and compared at once.
+
+    A field of bits counts the instances of each kind, the last field their size; a guard bit above each field shows an
+    overflow. ``one`` is what an instance of each kind adds, ``whole`` the number of the whole wish.
+    """
 
     one: tuple[int, ...]
     whole: int
@@ -991,24 +997,25 @@ def assign(groups: Sequence[Group], codes: Codes, instances: int) -> list[list[i
     """
     # The largest last, where the order says most.
     by_count = sorted(range(len(groups)), key=lambda number: groups[number].count)
-    turns = [number for number in by_count for _ in range(min(groups[number].count, instances))]
-    reach = _most_from_layer(groups, turns, codes)
+    group_of_gpu = [number for number in by_count for _ in range(min(groups[number].count, instances))]
+    most_from = _most_from_gpu(groups, group_of_gpu, codes)
     guard = codes.guard
-    if ((reach[0] | guard) - codes.whole) & guard != guard:
+    # All GPUs together cannot take the wish.
+    if ((most_from[0] | guard) - codes.whole) & guard != guard:
         return None
     cheapest: dict[_State, int] = {(codes.whole, 0): 0}
     steps: list[dict[_State, tuple[int, _State]]] = []
     choices: _Choices | None = None
-    for layer, number in enumerate(turns):
-        if choices is None or turns[layer - 1] != number:
-            choices = _Choices(groups[number], codes, last=number == turns[-1])
+    for gpu, group in enumerate(group_of_gpu):
+        if choices is None or group_of_gpu[gpu - 1] != group:
+            choices = _Choices(groups[group], codes, last=group == group_of_gpu[-1])
             cheapest = _without_order(cheapest, steps)
-        cheapest, taken = _turn(cheapest, choices, reach[layer + 1] | guard, guard)
+        cheapest, taken = _next_states(cheapest, choices, most_from[gpu + 1] | guard, guard)
         steps.append(taken)
     ends = [state for state in cheapest if state[0] == 0]
     if not ends:
         return None
-    return _parts_taken(groups, turns, steps, min(ends, key=lambda state: (cheapest[state], state)))
+    return _parts_taken(groups, group_of_gpu, steps, min(ends, key=lambda state: (cheapest[state], state)))
 
 
 # What is left of the wish, and which kind of instance the next part may begin with.
@@ -1036,8 +1043,8 @@ class _Choices:
         return self._first[self._first_of(remaining)] if self._onward is None else self._onward[begin]
 
 
-def _turn(
-    cheapest: Mapping[_State, int], choices: _Choices, later: int, guard: int
+def _next_states(
+    cheapest: Mapping[_State, int], choices: _Choices, most_later: int, guard: int
 ) -> tuple[dict[_State, int], dict[_State, tuple[int, _State]]]:
     """Let one GPU take a part: the cheapest way to each state, and from where it was reached by which part."""
     best: dict[_State, int] = {}
@@ -1050,13 +1057,13 @@ def _turn(
             if rest & guard != guard:
                 continue
             rest ^= guard
-            if (later - rest) & guard != guard:
+            if (most_later - rest) & guard != guard:
                 continue
-            then = (rest, kind)
-            cheaper = best.get(then)
+            next_state = (rest, kind)
+            cheaper = best.get(next_state)
             if cheaper is None or weight + more < cheaper:
-                best[then] = weight + more
-                taken[then] = (code, state)
+                best[next_state] = weight + more
+                taken[next_state] = (code, state)
     return best, taken
 
 
@@ -1075,22 +1082,25 @@ def _without_order(cheapest: Mapping[_State, int], steps: list[dict[_State, tupl
     return states
 
 
-def _most_from_layer(groups: Sequence[Group], turns: Sequence[int], codes: Codes) -> list[int]:
-    """Return for each layer, field by field, the most that it and all later ones can take."""
-    most = [codes.field_wise_max(list(group.weights)) for group in groups]
-    reach = [0]
-    for number in reversed(turns):
-        reach.append(codes.capped_sum(reach[-1], most[number]))
-    return reach[::-1]
+def _most_from_gpu(groups: Sequence[Group], group_of_gpu: Sequence[int], codes: Codes) -> list[int]:
+    """Return for each GPU the most of the wish that it and all later ones can take together, field by field of a code."""
+    most_on_one = [codes.field_wise_max(list(group.weights)) for group in groups]
+    most_from = [0]
+    for group in reversed(group_of_gpu):
+        most_from.append(codes.capped_sum(most_from[-1], most_on_one[group]))
+    return most_from[::-1]
 
 
 def _parts_taken(
-    groups: Sequence[Group], turns: Sequence[int], steps: Sequence[Mapping[_State, tuple[int, _State]]], end: _State
+    groups: Sequence[Group],
+    group_of_gpu: Sequence[int],
+    steps: Sequence[Mapping[_State, tuple[int, _State]]],
+    end: _State,
 ) -> list[list[int]]:
     """Return the parts that the GPUs of each group took, read back from the end: ``steps`` say how each state was reached."""
     parts: list[list[int]] = [[] for _ in groups]
     state = end
-    for group, taken in zip(reversed(turns), reversed(steps), strict=True):
+    for group, taken in zip(reversed(group_of_gpu), reversed(steps), strict=True):
         part, state = taken[state]
         if part:
             parts[group].append(part)

@@ -178,7 +178,7 @@ class GroupSlice(Part):
         process = self.host.processes.identity(pid) or Identity(pid, 0)
         first = self.slice_us if self.keep is None else LEAST_US
         self._member = Member(**process._asdict(), device_uuid=self.device.uuid, slice_us=first)
-        self._note()
+        self._write_record()
 
     @property
     def seconds(self) -> float:
@@ -196,7 +196,7 @@ class GroupSlice(Part):
             return self.instead is not None and self.instead.poll()
         if self._has_new_process(watch):
             watch.poll()
-        self._keep(watch)
+        self._apply_slice(watch)
         soon = watch.attached and not self._slices.proved
         self._due = time.monotonic() + min(watch.wait(), _FIRST_SECONDS if soon else LOOK_SECONDS)
         return False
@@ -217,27 +217,27 @@ class GroupSlice(Part):
         """Want another slice for the group from now on."""
         if self._member is not None and microseconds != self._member.slice_us:
             self._member = replace(self._member, slice_us=microseconds)
-            self._note()
+            self._write_record()
 
-    def _note(self) -> None:
+    def _write_record(self) -> None:
         """Write the record of this member; without it the others do not know what it wants."""
         if self._member is not None:
             with contextlib.suppress(GpushareError, OSError):
                 write_member(self.host, self._member)
 
     def _other_members(self) -> list[Member]:
-        own = None if self._member is None else self._member.pid
-        return [member for member in members(self.host, self.device) if member.pid != own]
+        own_pid = None if self._member is None else self._member.pid
+        return [member for member in members(self.host, self.device) if member.pid != own_pid]
 
-    def _keep(self, watch: Attachment) -> None:
+    def _apply_slice(self, watch: Attachment) -> None:
         """Set the slice of the program's servers where it is another one."""
         servers = watch.servers()
         if not servers or self._member is None:
             return
         # The shortest that a member wants.
-        wanted = min([self._member.slice_us, *(member.slice_us for member in self._other_members())])
+        slice_us = min([self._member.slice_us, *(member.slice_us for member in self._other_members())])
         try:
-            changed = self._slices.apply(servers, wanted)
+            changed = self._slices.apply(servers, slice_us)
         except GpushareError as error:
             self._tries += 1
             most = _MOST_TIMEOUTS if isinstance(error, TimedOut) else _MOST_TRIES
@@ -250,17 +250,17 @@ class GroupSlice(Part):
                 continue
             self._told.add(pid)
             watch.news.append(
-                f"the opportunistic jobs of {self.device.title} share a time-slice of {format_slice(wanted)}"
+                f"the opportunistic jobs of {self.device.title} share a time-slice of {format_slice(slice_us)}"
                 f" (MPS server {pid}, read back)"
             )
 
     def _give_up(self, watch: Attachment, error: GpushareError) -> None:
         self.gave_up = True
-        then = "this job is not slowed"
+        consequence = "this job is not slowed"
         if self.instead is not None:
             self.instead.started(watch)
-            then = "this job is paused while production works"
-        watch.troubles.append(f"the time-slice of the MPS server cannot be set: {error.message}; {then}")
+            consequence = "this job is paused while production works"
+        watch.troubles.append(f"the time-slice of the MPS server cannot be set: {error.message}; {consequence}")
 
     def _restore(self, watch: Attachment) -> None:
         """Give a server that goes on without members the slice that it had before."""

@@ -159,7 +159,7 @@ def forget_ended(host: Host, just_ended: Container[int] = ()) -> None:
             return False
         past = _unseen_end(host, record)
         if past is not None:
-            _keep(host, replace(past, ended=time.time() if record.pid in just_ended else None))
+            _keep_past(host, replace(past, ended=time.time() if record.pid in just_ended else None))
         if record.role == PRODUCTION and record.supervisor is not None:
             with contextlib.suppress(GpushareError):
                 JOBS.write(replace(record, supervisor=None))
@@ -184,8 +184,8 @@ def living_productions(host: Host, device: Device) -> list[JobRecord]:
 
 def find_record(host: Host, name: str) -> JobRecord | None:
     """Return the record of the job with this name, a running one first; None: there is none."""
-    named = [record for record in records(host) if record.name == name]
-    return next((record for record in named if is_running(host, record)), named[0] if named else None)
+    with_name = [record for record in records(host) if record.name == name]
+    return next((record for record in with_name if is_running(host, record)), with_name[0] if with_name else None)
 
 
 def is_running(host: Host, record: JobRecord) -> bool:
@@ -213,10 +213,10 @@ def made_name(host: Host, program: str) -> str:
     """Return a free name for a job that was given none: its program, and the first number that no other job has."""
     word = re.sub(r"[^a-z0-9_.-]", "", os.path.basename(program).lower(), flags=re.ASCII)[:24]
     stem = word if JOB_NAME.fullmatch(word) else "job"
-    taken = {record.name for record in records(host)} | {past.name for past in PAST.all(host, shared=False)}
+    used_names = {record.name for record in records(host)} | {past.name for past in PAST.all(host, shared=False)}
     names = (f"{stem}-{number}" for number in count(1))
     # One that runs in the background has no record while it waits.
-    return next(name for name in names if name not in taken and not is_written(output_path(host, name)))
+    return next(name for name in names if name not in used_names and not is_written(output_path(host, name)))
 
 
 def is_written(output: Path) -> bool:
@@ -267,9 +267,9 @@ def keep_past(host: Host, record: JobRecord, device: str, began: float, exit_cod
 
     ``exit_code`` None: its program was not started.
     """
-    past = _past(host, record, device, began)
+    past = _past_job(host, record, device, began)
     code = None if exit_code is None else exit_code & 0xFF
-    _keep(host, replace(past, ended=time.time(), exit_code=code, started=code is not None))
+    _keep_past(host, replace(past, ended=time.time(), exit_code=code, started=code is not None))
 
 
 def past_jobs(host: Host) -> list[PastJob]:
@@ -288,14 +288,15 @@ def _unseen_end(host: Host, record: JobRecord) -> PastJob | None:
         return None
     gpus = or_none(host.nvml.identities) or ()
     devices = [Device(gpu=gpu, mig=mig) for gpu in gpus for mig in (None, *gpu.mig_instances)]
-    named = [device for uuid in record.devices for device in devices if device.uuid == uuid]
+    devices_of_record = [device for uuid in record.devices for device in devices if device.uuid == uuid]
     began = None if record.since is None else wall_time(record.since)
     return replace(
-        _past(host, record, titles(named) if named else "-", began), started=record.pid != record.supervisor.pid
+        _past_job(host, record, titles(devices_of_record) if devices_of_record else "-", began),
+        started=record.pid != record.supervisor.pid,
     )
 
 
-def _past(host: Host, record: JobRecord, device: str, began: float | None) -> PastJob:
+def _past_job(host: Host, record: JobRecord, device: str, began: float | None) -> PastJob:
     return PastJob(
         name=record.name,
         command=record.command,
@@ -310,7 +311,7 @@ def _past(host: Host, record: JobRecord, device: str, began: float | None) -> Pa
     )
 
 
-def _keep(host: Host, past: PastJob) -> None:
+def _keep_past(host: Host, past: PastJob) -> None:
     with contextlib.suppress(GpushareError, OSError):
         PAST.write(past)
         for old in past_jobs(host)[KEPT_JOBS:]:
@@ -321,11 +322,11 @@ def _keep(host: Host, past: PastJob) -> None:
 
 def check_name_free(host: Host, name: str, *, but: int | None = None) -> None:
     """Raise InUse if a job of this name runs, other than process ``but``."""
-    before = find_record(host, name)
-    if before is not None and before.pid != but and is_running(host, before):
-        option = "--production OTHER" if before.role == PRODUCTION else "--name OTHER"
+    earlier = find_record(host, name)
+    if earlier is not None and earlier.pid != but and is_running(host, earlier):
+        option = "--production OTHER" if earlier.role == PRODUCTION else "--name OTHER"
         raise InUse(
-            f"a job '{name}' is already running (process {before.pid})",
+            f"a job '{name}' is already running (process {earlier.pid})",
             f"give it another name: {option}",
             code="name_in_use",
         )
@@ -368,14 +369,14 @@ class RecordedJob(Part):
         self._written = True
 
     def _write(self, pid: int) -> None:
-        before = find_record(self.host, self.record.name)
+        earlier = find_record(self.host, self.record.name)
         # The peak memory of this job on this device.
-        same = (
-            before is not None
-            and before.devices == self.record.devices
-            and before.role == self.record.role == PRODUCTION
+        same_production = (
+            earlier is not None
+            and earlier.devices == self.record.devices
+            and earlier.role == self.record.role == PRODUCTION
         )
-        peak = before.memory_peak_bytes if before is not None and same else self.record.memory_peak_bytes
+        peak = earlier.memory_peak_bytes if earlier is not None and same_production else self.record.memory_peak_bytes
         process = self.host.processes.identity(pid) or Identity(pid, 0)
         self.record = replace(self.record, **process._asdict(), memory_peak_bytes=peak)
         write_record(self.host, self.record)
@@ -403,12 +404,12 @@ class RecordedJob(Part):
         self._seen |= set(self.host.processes.descendants(watch.program_pid))
         # A full disk must not end the job.
         with contextlib.suppress(GpushareError):
-            before, held = self.record, self._held()
-            peak = before.memory_peak_bytes
+            recorded, held = self.record, self._held_bytes()
+            peak = recorded.memory_peak_bytes
             if held is not None and (peak is None or held > peak):
-                self.record = replace(before, memory_peak_bytes=held)
+                self.record = replace(recorded, memory_peak_bytes=held)
             self.record = replace(self.record, waits=bool(watch.pending) and not watch.attached)
-            if self.record.waits != before.waits or (before.role == PRODUCTION and self.record != before):
+            if self.record.waits != recorded.waits or (recorded.role == PRODUCTION and self.record != recorded):
                 write_record(self.host, self.record)
         return False
 
@@ -418,7 +419,7 @@ class RecordedJob(Part):
         with contextlib.suppress(GpushareError):
             write_record(self.host, self.record)
 
-    def _held(self) -> int | None:
+    def _held_bytes(self) -> int | None:
         if self.host.processes.namespace_is_host() is False:
             return None
         listed = self.host.nvml.processes(self.device.gpu.index) or ()
@@ -624,10 +625,12 @@ def _foreign(host: Host, action: str, pids: Iterable[int], but: int | None = Non
     return tuple(
         Loss(
             action=action,
-            what=f"process {of[0]}" if len(of) == 1 else f"{counted(len(of), 'process')} such as {of[0]}",
+            what=f"process {pids_of_owner[0]}"
+            if len(pids_of_owner) == 1
+            else f"{counted(len(pids_of_owner), 'process')} such as {pids_of_owner[0]}",
             why=(f"of {owner}",),
         )
-        for owner, of in owners.values()
+        for owner, pids_of_owner in owners.values()
     )
 
 

@@ -58,7 +58,7 @@ def free_place(host: Host, text: str, gpu: str | None) -> Place:
     """Return the instance that a run would take now, without taking it."""
     free, held = free_places(host, find_places(host, text, gpu))
     if not free:
-        raise _busy(host, held)
+        raise _in_use_error(host, held)
     return free[0]
 
 
@@ -100,22 +100,22 @@ def take_place(
     places = find_places(host, text, gpu, creator)
     if places:
         check(places[0].device)
-    taken, held = _take(host, places)
-    if taken is None and creator is not None:
+    place_and_claim, held = _take(host, places)
+    if place_and_claim is None and creator is not None:
         creator.make()
-        taken, held = _take(host, find_places(host, text, gpu))
-    if taken is None:
-        raise _busy(host, held)
+        place_and_claim, held = _take(host, find_places(host, text, gpu))
+    if place_and_claim is None:
+        raise _in_use_error(host, held)
     if not places:
-        _check_made(taken, check)
-    return taken
+        _check_made(place_and_claim, check)
+    return place_and_claim
 
 
-def _check_made(taken: tuple[Place, HeldClaim], check: Callable[[Device], None]) -> None:
+def _check_made(place_and_claim: tuple[Place, HeldClaim], check: Callable[[Device], None]) -> None:
     try:
-        check(taken[0].device)
+        check(place_and_claim[0].device)
     except BaseException:
-        taken[1].release()
+        place_and_claim[1].release()
         raise
 
 
@@ -133,7 +133,7 @@ def _take(host: Host, places: Sequence[Place]) -> tuple[tuple[Place, HeldClaim] 
             held.append((place, (holder_of(host, claim),)))
             continue
         try:
-            again, inside = _looked_up_again(host, place)
+            again, inside = _look_up_again(host, place)
         except BaseException:
             claim.release()
             raise
@@ -170,34 +170,34 @@ def wait_for_place(
     if places:
         check(places[0].device)
     # Those that may make one stand in one line: for its GPUs.
-    made_on = () if creator is None else tuple(each.uuid or "" for each in creator.gpus)
-    keys = (*made_on, *(place.mig.uuid for place in places))[:_MOST_KEYS]
+    creator_gpus = () if creator is None else tuple(each.uuid or "" for each in creator.gpus)
+    keys = (*creator_gpus, *(place.mig.uuid for place in places))[:_MOST_KEYS]
     entry = Entry(host, Request(memory_bytes=None, keys=keys, client=False, name=name))
-    began = could = clock()
+    began = last_without_free = clock()
     try:
         with waiting_line(say, quiet=quiet) as draw:
             while True:
                 free, held = free_places(host, places)
                 ledger = reservations(host) or []
-                before, now = jobs_before(ledger, entry), clock()
-                ahead = _ahead(before, free)
+                jobs_ahead, now = jobs_before(ledger, entry), clock()
+                ahead = _count_ahead(jobs_ahead, free)
                 # Those that could have taken one for long, and have not, hang.
-                could = could if free else now
-                if len(free) > ahead or now - could >= PATIENCE_SECONDS:
-                    taken, _ = _take(host, free[ahead:] or free)
-                    if taken is not None:
+                last_without_free = last_without_free if free else now
+                if len(free) > ahead or now - last_without_free >= PATIENCE_SECONDS:
+                    place_and_claim, _ = _take(host, free[ahead:] or free)
+                    if place_and_claim is not None:
                         if creator is not None:
-                            _check_made(taken, check)
-                        return taken
+                            _check_made(place_and_claim, check)
+                        return place_and_claim
                 # One that came before may make one.
-                makes = not free and all(set(made_on).isdisjoint(job.keys) for job in before)
+                makes = not free and all(set(creator_gpus).isdisjoint(job.keys) for job in jobs_ahead)
                 if makes and creator is not None and creator.made_if_room():
                     places = find_places(host, text, gpu, creator)
                     continue
                 reason = in_use(held) if held else "none is there" if not places else "others were first"
                 if seconds is not None and now - began >= seconds:
-                    raise _none_in_time(text, reason, seconds)
-                line = f", {counted(len(before), 'job')} before it" if before else ""
+                    raise _none_in_time_error(text, reason, seconds)
+                line = f", {counted(len(jobs_ahead), 'job')} before it" if jobs_ahead else ""
                 draw(f"waiting for a free instance ({quoted(text)}){line}: {reason}", now - began, seconds)
                 sleep(POLL_SECONDS if seconds is None else max(0.01, min(POLL_SECONDS, began + seconds - clock())))
                 try:
@@ -209,7 +209,7 @@ def wait_for_place(
         entry.leave()
 
 
-def _ahead(jobs: Sequence[Reservation], free: Sequence[Place]) -> int:
+def _count_ahead(jobs: Sequence[Reservation], free: Sequence[Place]) -> int:
     """Return how many of the jobs that wait want an instance that is free now, and fit into it."""
     return sum(
         any(
@@ -237,22 +237,22 @@ def outlook_on_places(
     check(places[0].device)
     free, held = free_places(host, places)
     ledger = reservations(host) or []
-    ahead = _ahead([job for job in ledger if job.waits and not job.stopped], free)
-    now = free[ahead] if len(free) > ahead else None
+    ahead = _count_ahead([job for job in ledger if job.waits and not job.stopped], free)
+    chosen = free[ahead] if len(free) > ahead else None
     keys = {place.mig.uuid for place in places}
-    behind = [job for job in ledger if now is None and job.waits and not keys.isdisjoint(job.keys)]
+    behind = [job for job in ledger if chosen is None and job.waits and not keys.isdisjoint(job.keys)]
     inside = {place.mig.uuid: holders for place, holders in held}
-    if now is not None:
-        words = f"now it would start at once, in {now.title}"
+    if chosen is not None:
+        words = f"now it would start at once, in {chosen.title}"
     else:
         line = f"; {counted(len(behind), 'job')} before it" if behind else ""
         words = (
             f"now it would wait for an instance ({quoted(text)}): {in_use(held) if held else 'others are first'}{line}"
         )
     answer = RoomAnswer(
-        starts_now=now is not None,
-        gpus=() if now is None else (now.gpu.index,),
-        device_uuids=() if now is None else (now.mig.uuid,),
+        starts_now=chosen is not None,
+        gpus=() if chosen is None else (chosen.gpu.index,),
+        device_uuids=() if chosen is None else (chosen.mig.uuid,),
         why=words,
         memory_bytes=None,
         behind=tuple(room_job(host, job) for job in behind),
@@ -269,7 +269,7 @@ def outlook_on_places(
             for place in places
         ),
     )
-    return now or places[0], answer
+    return chosen or places[0], answer
 
 
 def _free_bytes(mig: MigInstance) -> int | None:
@@ -278,7 +278,7 @@ def _free_bytes(mig: MigInstance) -> int | None:
     return max(0, mig.memory_total_bytes - mig.memory_used_bytes)
 
 
-def _none_in_time(text: str, reason: str, seconds: float) -> InUse:
+def _none_in_time_error(text: str, reason: str, seconds: float) -> InUse:
     if seconds <= 0:
         return InUse(
             f"no instance ({quoted(text)}) is free now: {reason}",
@@ -292,11 +292,11 @@ def _none_in_time(text: str, reason: str, seconds: float) -> InUse:
     )
 
 
-def _looked_up_again(host: Host, place: Place) -> tuple[Place | None, Inside]:
+def _look_up_again(host: Host, place: Place) -> tuple[Place | None, Inside]:
     """Look again under the claim: the instance may have been used or changed before it was taken."""
     gpu = host.nvml.gpu(place.gpu.index)
-    now = next((each for each in places_on(host, gpu) if each.same(place)), None) if gpu.error is None else None
-    return now, () if now is None else _holders_inside(host, now, _daemons(host, [now]))
+    current = next((other for other in places_on(host, gpu) if other.same(place)), None) if gpu.error is None else None
+    return current, () if current is None else _holders_inside(host, current, _daemons(host, [current]))
 
 
 def _is_free(place: Place, inside: Inside) -> bool:
@@ -344,7 +344,7 @@ def in_use(held: Sequence[tuple[Place, Inside]]) -> str:
     return f"in use: {places}" + (f"; and {len(held) - 8} more" if len(held) > 8 else "")
 
 
-def _busy(host: Host, held: Sequence[tuple[Place, Inside]]) -> InUse:
+def _in_use_error(host: Host, held: Sequence[tuple[Place, Inside]]) -> InUse:
     first = held[0][0]
     hint = "wait until it ends: --wait; see: gpushare mig status"
     if first.name is None:

@@ -32,7 +32,7 @@ from gpushare.memory.swap import (
     is_back,
     leaving,
     locked,
-    lost,
+    lost_error,
     taken_over,
 )
 from gpushare.plan import Loss, Plan, Step
@@ -192,7 +192,7 @@ class Mover:
         """Return the record of a job that is about to leave its GPU or is swapped out, and the GPU of its memory."""
         swap = find_swap(self._host, job.pid, job.name)
         if swap is not None and swap.state == LOST:
-            raise lost(swap)
+            raise lost_error(swap)
         if swap is not None and swap.state != BACK and not is_back(self._host, swap, self._host.open_checkpoint()):
             check_continues(self._host, swap)
             self._check_whole(job, swap)

@@ -70,11 +70,11 @@ class Activity:
         return self._nvml_active
 
     def _find_family(self) -> list[int]:
-        family, own = self._host.processes.descendants(self._pid), os.getpid()
-        if own not in family:
+        family, own_pid = self._host.processes.descendants(self._pid), os.getpid()
+        if own_pid not in family:
             return list(family)
         # Production has started this gpushare: the job that it pauses is not production.
-        ours = set(self._host.processes.descendants(own))
+        ours = set(self._host.processes.descendants(own_pid))
         return [pid for pid in family if pid not in ours]
 
     def _busy_on_the_cpu(self, at: float) -> bool:
@@ -82,9 +82,9 @@ class Activity:
         if not used:
             return False
         # One by one: the CPU time of a child that ends is lost, and must not hide the work of the others.
-        before_used, self._used = self._used, used
+        earlier, self._used = self._used, used
         self._used_seconds += sum(
-            max(0.0, spent.seconds - before_used[pid].seconds) for pid, spent in used.items() if pid in before_used
+            max(0.0, spent.seconds - earlier[pid].seconds) for pid, spent in used.items() if pid in earlier
         )
         if self._looks and at - self._looks[-1][0] >= _UNSEEN_SECONDS:
             self._looks, self._light, self._lightly = [], None, False
@@ -94,8 +94,12 @@ class Activity:
         # The shortest span at least as long as the window; some looks come late.
         while len(self._looks) > 2 and at - self._looks[1][0] >= window:
             del self._looks[0]
-        (first, before), (last, now) = self._looks[0], self._looks[-1]
-        if last > first and now - before >= _BUSY_SHARE * max(window, last - first) and now - before > least:
+        (first, seconds_before), (last, seconds_now) = self._looks[0], self._looks[-1]
+        if (
+            last > first
+            and seconds_now - seconds_before >= _BUSY_SHARE * max(window, last - first)
+            and seconds_now - seconds_before > least
+        ):
             # Light work is counted from here, so that the same work does not count twice.
             self._light, self._lightly = None, False
             return True
@@ -103,12 +107,12 @@ class Activity:
 
     def _busy_lightly(self, at: float) -> bool:
         """Return whether there was steady light work; updated every half second."""
-        since, before = self._light or (at, self._used_seconds)
+        since, seconds_before = self._light or (at, self._used_seconds)
         if at - since < _LIGHT_SECONDS:
-            self._light = since, before
+            self._light = since, seconds_before
             return self._lightly
         self._light = at, self._used_seconds
-        self._lightly = self._used_seconds - before >= _LIGHT_SHARE * (at - since)
+        self._lightly = self._used_seconds - seconds_before >= _LIGHT_SHARE * (at - since)
         return self._lightly
 
     def _busy_on_the_gpu(self, at: float) -> bool:

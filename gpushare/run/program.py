@@ -87,9 +87,9 @@ class Terminal:
         self._continue()
 
     def _stop_self(self) -> None:
-        before = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+        handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTSTP)
-        signal.signal(signal.SIGTSTP, before)
+        signal.signal(signal.SIGTSTP, handler)
 
     def _continue(self) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -66,10 +66,10 @@ def check_not_waiting(host: Host, name: str | None, option: str = "--name") -> N
         InUse: one does (code ``name_in_use``).
     """
     jobs = () if name is None else reservations(host) or ()
-    same = [job for job in jobs if job.name == name and job.waits and job.claim.uid == os.geteuid()]
-    if same:
+    waiting = [job for job in jobs if job.name == name and job.waits and job.claim.uid == os.geteuid()]
+    if waiting:
         raise InUse(
-            f"a job '{name}' already waits for room (process {same[0].claim.pid})",
+            f"a job '{name}' already waits for room (process {waiting[0].claim.pid})",
             f"give it another name: {option} OTHER",
             code="name_in_use",
         )
@@ -175,9 +175,9 @@ class Queued:
         """
         check_not_waiting(self.host, self.name, "--production" if self.production else "--name")
         size = self._size()
-        self._warn(size)
+        self._warn_before_start(size)
         while True:
-            code, again = self._once(size)
+            code, again = self._run_once(size)
             more = self._more_that_fits(size) if again and size is not None else None
             if more is None:
                 if again and size is not None:
@@ -198,19 +198,19 @@ class Queued:
 
     def _more_that_fits(self, size: int) -> int | None:
         """Return what a job asks for next that ran out of memory: at last all that it may have; None: it had that."""
-        most = self._most()
+        most = self._largest_possible()
         if most is None:
             return _more(size)
         return None if size >= most else min(_more(size), most)
 
-    def _most(self) -> int | None:
+    def _largest_possible(self) -> int | None:
         """Return all that this job may have on one of its devices; None: unknown."""
         lines = read_lines(self.host, self.devices, self.limits)
         # More would never start, for as long as what is there without a job is there.
         sizes = [line.room.whole_bytes for line in lines]
-        own = self.limits.get(os.geteuid())
+        own_limit = self.limits.get(os.geteuid())
         most = max(sizes, default=None)
-        most = own if most is None or (own is not None and own < most) else most
+        most = own_limit if most is None or (own_limit is not None and own_limit < most) else most
         return None if most is None else most // MIB * MIB
 
     def plan(self) -> tuple[Sequence[Device], RunOptions, RoomAnswer | None]:
@@ -222,7 +222,7 @@ class Queued:
             BadUsage, NoPermission: as `run`.
         """
         size = self._size()
-        self._warn(size)
+        self._warn_before_start(size)
         ranked = self._ranked(size)
         candidates = [device for device, _ in ranked] or list(self.devices)
         request = self._request(size, tuple(device.uuid for device in candidates))
@@ -240,9 +240,9 @@ class Queued:
 
     def _planned_devices(self, candidates: Sequence[Device], room: RoomAnswer | None) -> Sequence[Device]:
         """Return the devices that a job that waits would take now, else the first candidates."""
-        taken = () if room is None else room.device_uuids
+        uuids = () if room is None else room.device_uuids
         by_uuid = {device.uuid: device for device in candidates}
-        return [by_uuid[uuid] for uuid in taken if uuid in by_uuid] or candidates[: self.count]
+        return [by_uuid[uuid] for uuid in uuids if uuid in by_uuid] or candidates[: self.count]
 
     def _shown_options(self, request: Request, candidates: Sequence[Device]) -> RunOptions:
         """Return the options with the steps that a dry run shows before the program and while it runs."""
@@ -309,10 +309,10 @@ class Queued:
 
     def _size(self) -> int | None:
         """Return what it reserves: what was given, else the peak that it reached here before."""
-        given = self.job_bytes
-        if given is not None or not self.queue.wait:
+        given_bytes = self.job_bytes
+        if given_bytes is not None or not self.queue.wait:
             # What does not wait, and has no size, reserves nothing.
-            return given or 0
+            return given_bytes or 0
         profiles = [find_profile(self.host, device, self.command) for device in self.devices]
         peaks = [
             (profile.memory_bytes, profile.short)
@@ -322,9 +322,9 @@ class Queued:
         if not peaks:
             self.say("its memory is not known: it waits for a GPU without other jobs; to share one, give --memory SIZE")
             return None
-        most, short = max(peaks)
-        size = _more(most) if short else most
-        limit = self._most() if short else None
+        peak, short = max(peaks)
+        size = _more(peak) if short else peak
+        limit = self._largest_possible() if short else None
         size = size if limit is None else min(size, limit)
         reason = (
             "a fifth more than it had when it ran out of memory"
@@ -334,7 +334,7 @@ class Queued:
         self.say(f"it reserves {format_bytes(size)}, {reason}")
         return size
 
-    def _warn(self, size: int | None) -> None:
+    def _warn_before_start(self, size: int | None) -> None:
         """Say what is known before the start: turns that are too short, and host memory that is too small for the copy."""
         if not self.queue.swappable or not size:
             return
@@ -352,9 +352,9 @@ class Queued:
             if text is not None:
                 self.say(f"{text} (for {format_bytes(size)} as on an H200; gpushare measures it)")
 
-    def _once(self, size: int | None) -> tuple[Any, bool]:
+    def _run_once(self, size: int | None) -> tuple[Any, bool]:
         """Run it once; return its exit code or error, and whether it is to be started again with more memory."""
-        devices, place = self._placed(size)
+        devices, place = self._take_devices(size)
         device = devices[0]
         # Given again with a larger size, the limit grows with it.
         limit = None if self.job_bytes is None else max(self.job_bytes, size or 0)
@@ -398,7 +398,7 @@ class Queued:
         reached = not failed or (code in ENDED_BY_USER and time.monotonic() - began >= _LONG_SECONDS)
         # With all of the GPU it was not short of what it reserved: more is not to be had.
         peaks = [each.peak_bytes for each in (memory, *others) if each.peak_bytes is not None]
-        self._keep(device, max(peaks, default=None), short=short and size is not None, reached=reached)
+        self._keep_peak(device, max(peaks, default=None), short=short and size is not None, reached=reached)
         return code, again
 
     def _policy(self) -> Policy | None:
@@ -411,7 +411,7 @@ class Queued:
             return IdleInTurns(idle, turns)
         return turns or idle or Policy()
 
-    def _placed(self, size: int | None) -> tuple[Sequence[Device], Place | None]:
+    def _take_devices(self, size: int | None) -> tuple[Sequence[Device], Place | None]:
         """Enter the ledger, and return the devices and the place there; None: a job that needs none has got none."""
         ranked = self._ranked(size)
         devices = [device for device, _ in ranked] or list(self.devices)
@@ -437,7 +437,7 @@ class Queued:
             return best_first(self.host, some, self._productions, self.limits, self.command, place, self.count, size)
 
         with waiting_line(self.say, quiet=self.quiet) as draw:
-            taken = wait_for_room(
+            devices_taken = wait_for_room(
                 self.host,
                 place,
                 devices,
@@ -449,9 +449,9 @@ class Queued:
         if ranked:
             # As it is now: the job may have waited for long.
             size_of = "all of it" if size is None else format_bytes(size)
-            for device, text in best(taken):
+            for device, text in best(devices_taken):
                 self.say(f"{device.title}: {text}; {size_of} reserved")
-        return taken, place
+        return devices_taken, place
 
     def _take_now(self, place: Place, devices: Sequence[Device], size: int | None) -> None:
         """Take devices whether or not they have room; say where they have not.
@@ -487,7 +487,7 @@ class Queued:
     def _productions(self, device: Device) -> list[str]:
         return [job.name for job in living_productions(self.host, device)]
 
-    def _keep(self, device: Device, peak: int | None, *, short: bool, reached: bool) -> None:
+    def _keep_peak(self, device: Device, peak: int | None, *, short: bool, reached: bool) -> None:
         if peak is None or not (reached or short):
             return
         with contextlib.suppress(GpushareError):

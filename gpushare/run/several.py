@@ -107,7 +107,7 @@ class Program:
         if status is not None:
             self.status, self.ended = status, at
             if self._rest:
-                self._tell(self._rest, at)
+                self._take_line(self._rest, at)
             self._rest = b""
             # Before closing a temporary file frees its blocks.
             self.no_space = status != 0 and is_full(self.file.fileno())
@@ -124,9 +124,9 @@ class Program:
             *lines, self._rest = (self._rest + chunk).split(b"\n")
             for line in lines:
                 if line or not self.redrawn:
-                    self._tell(line, at)
+                    self._take_line(line, at)
             if len(self._rest) > _LONGEST_LINE:
-                self._tell(self._rest, at)
+                self._take_line(self._rest, at)
                 self._rest = b""
         # What it has printed since the last read would be lost.
         if not self.kept and self._offset > _MOST_OUTPUT_BYTES and os.fstat(self.file.fileno()).st_size == self._offset:
@@ -134,7 +134,7 @@ class Program:
             os.ftruncate(self.file.fileno(), 0)
             self._offset = 0
 
-    def _tell(self, line: bytes, at: float) -> None:
+    def _take_line(self, line: bytes, at: float) -> None:
         # A progress bar draws over itself: only the text after the last return counts.
         text = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
         if text.strip():

@@ -91,9 +91,11 @@ class Attachment(Watch):
             return
         ours = [process for process in running if process.pid in tree]
         self.note_memory(ours)
-        now = {process.pid for process in ours if process.compute and not process.mps and process.pid not in clients}
-        self.outside |= now & self._suspects
-        self._suspects = now
+        outside_now = {
+            process.pid for process in ours if process.compute and not process.mps and process.pid not in clients
+        }
+        self.outside |= outside_now & self._suspects
+        self._suspects = outside_now
 
     def _look_pending(self, tree: set[int]) -> None:
         """Note clients that wait for another user: the daemon logs "pending" for them longer than a server start takes."""
@@ -343,10 +345,10 @@ def check_command(device: Device, program: str, limits: Limits) -> None:
     """Raise unless a program can be run with the caller's environment."""
     check_program(program)
     _check_threads(limits)
-    own = os.environ.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT")
-    if own and limits.memory_limit_bytes is None and parse_pinned_limits(own, device.uuid) is None:
+    inherited = os.environ.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT")
+    if inherited and limits.memory_limit_bytes is None and parse_pinned_limits(inherited, device.uuid) is None:
         raise BadUsage(
-            f"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT={own} is not a limit for {device.title} alone, and CUDA would drop all limits",
+            f"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT={inherited} is not a limit for {device.title} alone, and CUDA would drop all limits",
             "remove it: unset CUDA_MPS_PINNED_DEVICE_MEM_LIMIT; or give --memory",
             code="bad_environment",
         )
@@ -379,13 +381,13 @@ def check_program(program: str) -> None:
 
 
 def _check_threads(limits: Limits) -> None:
-    own = os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
-    if own and limits.threads_percent is None:
+    inherited = os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
+    if inherited and limits.threads_percent is None:
         try:
-            parse_thread_percentage(own)
+            parse_thread_percentage(inherited)
         except BadUsage as error:
             raise BadUsage(
-                f"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE={own}: {error.message}; CUDA would silently ignore it",
+                f"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE={inherited}: {error.message}; CUDA would silently ignore it",
                 "remove it: unset CUDA_MPS_ACTIVE_THREAD_PERCENTAGE; or give --threads",
                 code="bad_environment",
             ) from None

@@ -35,7 +35,7 @@ from gpushare.memory.swap import (
     is_on_its_way,
     leaving,
     locked,
-    lost,
+    lost_error,
     out_by_driver,
     swaps,
     taken_over,
@@ -146,7 +146,7 @@ def back_to_gpu(
         return SwapWork(plan, replace(back, state=BACK, restored=True))
     losses = _consent(host, swap)
     if swap.state == LOST:
-        raise lost(swap)
+        raise lost_error(swap)
     check_continues(host, swap)
     device = _device_of(host, swap)
     need = back_bytes(host, device, swap.memory_bytes)
@@ -241,7 +241,7 @@ def _consent(host: Host, swap: Swap) -> tuple[Loss, ...]:
 
 def _already_out_error(swap: Swap) -> GpushareError:
     if swap.state == LOST:
-        return lost(swap)
+        return lost_error(swap)
     return InUse(
         f"{swap.title} is already swapped out (state {swap.state})",
         f"bring it back: gpushare swap in {swap.selector}",
