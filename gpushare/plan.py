@@ -23,14 +23,15 @@ class NotUndone(OperationFailed):
 class Step:
     """One step of a plan.
 
-    ``command`` is the plain vendor command that does the same (None: there is none), ``undo`` the one that reverts it. ``do`` acts and reads
-    back: it raises unless the host has the new state. ``revert`` undoes it, even if ``do`` failed half way.
+    ``command`` is the plain vendor command that does the same (None: there is none), ``undo`` the one that reverts it.
     """
 
     what: str
     command: str | None
     undo: str | None = None
+    # It acts and reads back: it raises unless the host has the new state.
     do: Callable[[], None] = field(repr=False, metadata=NOT_STORED)
+    # It undoes the step, even if ``do`` failed half way.
     revert: Callable[[], None] | None = field(default=None, repr=False, metadata=NOT_STORED)
     # False: it only checks.
     changes: bool = field(default=True, metadata=NOT_STORED)
@@ -38,7 +39,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """Something that a plan takes and that somebody may miss, so that the user is asked first.
+    """Something that a plan takes and that a user may miss: gpushare asks first.
 
     In the question: ``destroys 1g.10gb:6 on GPU 0 (named 'train', granted to alice)``: ``action``, ``what``, ``why``.
     What is idle, unnamed, ungranted and made by gpushare for this user is no loss.

@@ -161,7 +161,7 @@ def _define(kind: Any, definitions: dict[str, Any]) -> None:
         return
     definition = definitions[name] = {
         "$comment": source,
-        "description": _words_of_json((kind.__doc__ or "").split("\n")[0].replace("`", "")),
+        "description": _words_of_json(" ".join((kind.__doc__ or "").replace("`", "").split())),
         "type": "object",
     }
     hints, comments = _hints(kind), _comments(kind)

@@ -244,7 +244,7 @@ def _notes(situation: Situation) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """What is on which GPUs: so many processes on all of them together."""
+    """GPUs that are used in the same way. ``processes`` counts those on all of these GPUs together."""
 
     gpus: list[int]
     way: str | None
@@ -271,7 +271,7 @@ class MemoryAnswer:
 
 @dataclass(frozen=True, kw_only=True)
 class CostAnswer:
-    """What it costs that jobs leave the GPU, with its source."""
+    """What it costs to move jobs off the GPU and back, and the source of the figures."""
 
     memory_bytes: int
     out_seconds: float
@@ -331,7 +331,7 @@ class VerdictAnswer:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredAnswer:
-    """The effect of the measurement on the rules' answer."""
+    """How the measurement changed the answer of the rules."""
 
     effect: str
     sentence: str
@@ -371,9 +371,11 @@ class AdviceAnswer:
     notes: list[str]
     # With --mechanism: the way that was asked for.
     explained: VerdictAnswer | None = None
-    # With --measure: what the rules said, and what was measured.
+    # With --measure: the answer by the rules alone.
     rules: AdviceAnswer | None = None
+    # With --measure: how the measurement changed that answer.
     measured: MeasuredAnswer | None = None
+    # With --measure: the benchmark.
     measurement: BenchAnswer | None = None
 
 

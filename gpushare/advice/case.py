@@ -65,9 +65,9 @@ class Workload:
     processes: int | None = None
     # How many GPUs one process, or its ranks together, has at the same time; None: one, or what the ranks need.
     gpus: int | None = None
-    # Per process, at its peak, without the CUDA context.
+    # Peak bytes of one process, without its CUDA context.
     memory: int | None = None
-    # Per process; for a MIG instance.
+    # SMs that one process needs, for the choice of a MIG instance.
     sms: int | None = None
     # One process alone fills the GPU.
     saturating: bool | None = None
@@ -76,16 +76,19 @@ class Workload:
     trusted: bool | None = None
     isolation: frozenset[Isolation] | None = None
     bandwidth_qos: bool | None = None
-    # Unequal shares of time are required; ``shares`` are their percentages, where known.
+    # The shares of time must be unequal.
     weights: bool | None = None
+    # These shares in percent.
     shares: tuple[float, ...] | None = None
     # The shares change often.
     resizing: bool | None = None
-    # They are copies of one model; one process serves several models.
+    # The processes are copies of one model.
     replicas: bool | None = None
+    # One process serves several models.
     multi_model: bool | None = None
-    # There is a latency target per request; ``latency_seconds`` is its value, where known.
+    # There is a latency target per request.
     latency: bool | None = None
+    # That target.
     latency_seconds: float | None = None
     pattern: Pattern | None = None
     one_application: bool | None = None
@@ -125,7 +128,7 @@ class Workload:
 class Case:
     """Workloads that are to share a GPU.
 
-    ``root``: whether the user can become root; None if unknown. ``destroy``: idle MIG instances that exist may go.
+    ``root``: whether the user can become root; None if unknown. ``destroy``: whether idle MIG instances may be destroyed.
     """
 
     workloads: tuple[Workload, ...]
@@ -336,7 +339,7 @@ def of_sizes(base: Workload, sizes: Sequence[str]) -> tuple[Workload, ...]:
     shares = (None,) * len(sizes) if base.shares is None else base.shares
     if base.processes not in {None, len(sizes)} or len(shares) != len(sizes):
         raise BadUsage(
-            f"{len(sizes)} sizes of memory, and another number of processes or shares",
+            f"{len(sizes)} sizes of memory do not match the number of processes or shares",
             "give one size for each process: --memory 34G,17G --needs weights=2:1",
             code="bad_count",
         )

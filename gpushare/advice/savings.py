@@ -64,10 +64,10 @@ class Price:
 
 @dataclass(frozen=True, kw_only=True)
 class Consolidation:
-    """The work on fewer GPUs. ``verdict`` is fits, above_target or no_headroom; cost is None without a price.
+    """The work on fewer GPUs. ``verdict`` is fits, above_target or no_headroom. ``cost`` is None without a price.
 
-    ``places`` lists which GPUs' work is placed together. ``max_load_percent`` is that of the fullest GPU, ``max_p95_percent`` the largest
-    sum of 95th percentiles on one GPU, as if all peaks coincided; None where one is unknown.
+    ``places`` lists whose work is together on one GPU. ``max_load_percent`` is the load of the fullest GPU,
+    ``max_p95_percent`` the largest sum of 95th percentiles on one GPU, as if all peaks coincided; None if unknown.
     """
 
     gpus: int

@@ -42,7 +42,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """A special setup of a mechanism: static MPS partitions, MIG-backed vGPU.
+    """A special setup of a mechanism, such as static MPS partitions or MIG-backed vGPU.
 
     ``since`` is the first driver branch that has it; None means all of them.
     """

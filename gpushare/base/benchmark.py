@@ -26,7 +26,7 @@ class Metric:
 
     pattern: str | None = None
     higher_is_better: bool = True
-    # The pattern of a latency; None: the usual one.
+    # The pattern of a latency; None: latency=, p50= and p99=.
     latency: str | None = None
     json_properties: ClassVar = ("unit",)
 
@@ -58,7 +58,7 @@ class Metric:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """Several measurements of one thing; ``low`` to ``high`` is the 95 % interval of the mean, None for a single one.
+    """Several measurements of one thing. ``low`` to ``high`` is the 95 % interval of the mean; None for a single one.
 
     ``spread`` is the range of the measurements relative to their mean; None for a single one.
     """
@@ -75,7 +75,7 @@ class Summary:
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """The ratio of two means, its 95 % interval and standard error (None if one of them was measured only once)."""
+    """The ratio of two means. ``low`` to ``high`` is its 95 % interval, None if a mean comes from one measurement."""
 
     value: float
     low: float | None
@@ -93,7 +93,7 @@ class CopyResult:
     exit_code: int | None
     value: float | None
     latencies: tuple[float, ...] = field(metadata=NOT_STORED)
-    # In the unit in which the program prints them.
+    # In the unit that the program prints, as is latency_p99.
     latency_p50: float | None
     latency_p99: float | None
     failure: str | None
@@ -142,7 +142,7 @@ class Usage:
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """One run of one cell. ``throughput`` is None when a copy failed, because the others then had more of the GPU."""
+    """One run of one cell. ``throughput`` is None if a copy failed: the others then had more of the GPU."""
 
     round: int
     way: str
@@ -182,7 +182,7 @@ class RunResult:
 
 @dataclass(frozen=True, kw_only=True)
 class LeftOut:
-    """A way that is not measured, for all numbers of copies (None) or for one, and why."""
+    """A way that is not measured, and why. ``copies`` None: for no number of copies."""
 
     way: str
     copies: int | None
@@ -199,14 +199,14 @@ class CellName:
 
 @dataclass(frozen=True, kw_only=True)
 class BenchCell:
-    """One way with one number of copies. ``slowdown`` is of one copy relative to alone; below 1 it is faster.
+    """One way with one number of copies. ``slowdown`` is the time of one copy relative to a copy alone: below 1 it is faster.
 
     ``gain`` is the throughput over that of one copy alone. ``joules`` is per run, or per unit of a printed rate.
     """
 
     way: str
     copies: Annotated[int, Within(1, 1_000_000)]
-    # Of each copy, under MPS.
+    # The thread limit of each copy, under MPS.
     threads_percent: _Cap | None = None
     # The cell whose runs measure this one too.
     same_as: CellName | None = None
@@ -215,16 +215,16 @@ class BenchCell:
     gain: Ratio | None = None
     slowdown: float | None = None
     slowdown_worst: float | None = None
-    # The speed of the slowest copy over that of the fastest, of several copies.
+    # The speed of the slowest copy divided by that of the fastest; None for one copy.
     fairness: float | None = None
     memory_peak_bytes: int | None = None
     power_watts: float | None = None
     joules: float | None = None
     latency_p50: float | None = None
     latency_p99: float | None = None
-    # It has the highest mean of its number of copies.
+    # This cell has the highest mean throughput of all with its number of copies.
     best: bool = False
-    # It is the one to use.
+    # This is the cell to use.
     chosen: bool = False
     differs_from_best: bool | None = None
     failures: tuple[str, ...] = ()
@@ -247,7 +247,7 @@ class BenchCell:
 
 @dataclass(frozen=True, kw_only=True)
 class AloneCell(BenchCell):
-    """One copy alone, and how much of the GPU it used; unknown next to programs of others."""
+    """One copy alone, and how much of the GPU it used; None if programs of others ran next to it."""
 
     sm_percent: float | None
     memory_bandwidth_percent: float | None
@@ -256,17 +256,19 @@ class AloneCell(BenchCell):
 
 @dataclass(frozen=True, kw_only=True)
 class Pick:
-    """The answer for one number of copies: the way to use, the simplest that does not differ and is within 3 percent.
+    """The answer for one number of copies.
 
-    ``certain`` is False where single runs cannot tell, or some ways were not measured because of an interruption
-    (``open_ways``). ``gain`` is over the way ``over``, time-slicing or the queue; None when neither was measured.
+    ``way`` is the way to use: the simplest of those that do not differ from the fastest and are within 3 % of it.
+    ``certain`` is False if there was one run of each way only, or if the benchmark was interrupted before some ways
+    (``open_ways``). ``gain`` is relative to the way ``over``, time-slicing or the queue; None if neither was measured.
     """
 
     copies: int
     way: str
     threads_percent: _Cap | None
-    # The way with the highest mean, and those that do not differ from it.
+    # The way with the highest mean.
     fastest: str
+    # The ways that do not differ from it.
     no_difference: tuple[str, ...]
     certain: bool
     # The number of ways compared.
@@ -299,20 +301,22 @@ class BenchGpu:
 
 @dataclass(frozen=True, kw_only=True)
 class BuiltInWorkload:
-    """The built-in workload. ``size`` is the side of its matrices, None for several; ``backend`` the library that multiplies."""
+    """The built-in workload."""
 
     title: str
     unit: str
+    # The side of its matrices; None if several sizes were measured.
     size: int | None
     cpu: bool
     copy: str | None
     footprint: str | None
+    # The library that multiplies.
     backend: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """The mean of a cell in two benchmarks; unknown: one of them has no interval."""
+    """The mean of a cell in two benchmarks. ``verdict`` is unknown if one of the means has no interval."""
 
     way: str
     copies: int
@@ -354,7 +358,7 @@ class BenchAnswer(Benchmark):
     # Why it ended.
     reason: Literal["finished", "interrupted", "failed"]
     repeat: int
-    # Finished ones.
+    # The number of finished rounds.
     rounds: int
     alone: AloneCell
     # The pick with the highest throughput of all.
@@ -379,7 +383,7 @@ class SizeCell:
     seconds: float | None
     low: float | None
     high: float | None
-    # Of one copy alone.
+    # The time of one copy alone.
     alone_seconds: float | None
     gain: float | None
     failures: tuple[str, ...]
@@ -387,7 +391,7 @@ class SizeCell:
 
 @dataclass(frozen=True, kw_only=True)
 class Concurrency:
-    """Up to which size copies run at the same time under a way, by the most copies that were measured."""
+    """Up to which matrix size the copies run at the same time under a way, for the most copies that were measured."""
 
     way: str
     copies: int

@@ -145,21 +145,22 @@ class GpuProcess:
     user: str | None = None
     name: str | None = None
     command_line: tuple[str, ...] | None = None
-    # In clock ticks since boot; and below in seconds since 1970, to show.
+    # When it started, in clock ticks since boot.
     started: int | None = None
+    # The same in seconds since 1970.
     started_at: float | None = None
     container: str | None = None
     gpu_instance_id: int | None = None
     compute_instance_id: int | None = None
     memory_used_bytes: int | None = None
     sm_percent: int | None = None
-    # When it last worked on the GPU, in seconds since 1970, as far as it was seen; only `status` and `metrics` look for it.
+    # When gpushare last saw it work on the GPU, in seconds since 1970; only `status` and `metrics` look for it.
     last_work_at: float | None = None
     # Since when `gpushare pause` keeps it off the GPU, in seconds since 1970; None: it is not paused.
     paused_since: float | None = None
-    # The time-slice that gpushare has set, in microseconds, from its record; None: none.
+    # The time-slice that gpushare has set, in microseconds; None: it has set none.
     slice_us: int | None = None
-    # The job that it belongs to (`gpushare run`), as in `ListedJob`: its name, role, way and thread limit; only `status` looks.
+    # The name of its job (`gpushare run`); this and the next three fields are as in `ListedJob`, and only `status` has them.
     job: str | None = None
     role: str | None = None
     way: JobWay | None = None
@@ -199,7 +200,7 @@ class MigInstance:
     multiprocessors: int | None = None
     memory_total_bytes: int | None = None
     memory_used_bytes: int | None = None
-    # As in `Gpu`.
+    # By jobs of `gpushare run`; only `status` and `metrics` look for it.
     jobs_reserved_bytes: int | None = None
 
     def has(self, process: GpuProcess) -> bool:
@@ -217,7 +218,7 @@ class MpsClient:
     server_pid: int | None = None
     name: str | None = None
     user: str | None = None
-    # In force for this client: the smaller of the server's limit when it attached and its own.
+    # The limit in force: the smaller of its own and that of the server when the client attached.
     threads_percent: float | None = None
     memory_limit_bytes: int | None = None
     priority: Priority | None = None
@@ -247,8 +248,9 @@ class MpsDaemon:
     pipe_directory: str | None
     log_directory: str | None = None
     device_uuid: str | None = None
-    # The GPU that it serves, and all of them if there are several; null and an empty list when unknown.
+    # The first GPU that it serves; None: unknown.
     gpu_index: int | None = None
+    # All GPUs that it serves; empty: unknown.
     gpu_indexes: tuple[int, ...] = ()
     user: str | None = None
     version: str | None = None
@@ -259,7 +261,7 @@ class MpsDaemon:
     servers: tuple[MpsServer, ...] = ()
     # Started by `gpushare run`, and stopped with its last client.
     transient: bool = False
-    # Why the daemon did not answer, or None.
+    # Why the daemon did not answer; None: it did, or was not asked.
     error: str | None = None
     # Anything else to know: it was not asked, or its start was interrupted.
     note: str | None = None
@@ -294,13 +296,14 @@ class Gpu:
     pci_bus_id: str | None = None
     memory_total_bytes: int | None = None
     memory_used_bytes: int | None = None
-    # By the driver.
+    # Memory that the driver keeps for itself.
     memory_reserved_bytes: int | None = None
-    # By jobs of `gpushare run` in the ledger of memory; only `status` and `metrics` look for it.
+    # Memory that jobs of `gpushare run` have reserved; only `status` and `metrics` look for it.
     jobs_reserved_bytes: int | None = None
     utilization_percent: int | None = None
-    # What it draws now, and the limit that is in force; only `status` as a document, `metrics` and `doctor` ask.
+    # The power that it draws now; only `status` with -o json, `metrics` and `doctor` read it.
     power_watts: float | None = None
+    # The power limit in force; read as power_watts is.
     power_limit_watts: float | None = None
     compute_mode: ComputeMode | None = None
     mig_capable: bool | None = None
@@ -347,9 +350,9 @@ class WaitingJob:
     device_uuids: tuple[str, ...]
     production: bool
     waiting_since: float | None
-    # How many of these GPUs it needs at the same time, with so much memory on each.
+    # How many of these GPUs it needs at the same time, with memory_bytes on each.
     count: int = 1
-    # Its gpushare is stopped (Ctrl-Z): it is skipped until it continues.
+    # Its gpushare is stopped (Ctrl-Z): the line skips it until it continues.
     stopped: bool = False
 
 
@@ -361,13 +364,13 @@ class GpuLease:
     uid: int
     user: str
     seconds_left: float
-    # Since the user first had it, renewals included.
+    # For how long the user has had it, renewals included.
     held_seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class LimitedJob:
-    """A job whose processes together have a limit of memory (`gpushare run --memory`).
+    """A job whose processes have a memory limit together (`gpushare run --memory`).
 
     gpushare adds up what the processes hold; ``above`` is what it does above the limit: ``end``, ``warn`` or ``pause``.
     """
@@ -406,9 +409,9 @@ class LinePlace:
     memory_bytes: int | None
     behind: tuple[str, ...]
     held_by: tuple[str, ...]
-    # How many of its GPUs it needs at the same time, with so much memory on each.
+    # How many of its GPUs it needs at the same time, with memory_bytes on each.
     count: int = 1
-    # Its gpushare is stopped (Ctrl-Z): skipped in the line until it continues.
+    # Its gpushare is stopped (Ctrl-Z): the line skips it until it continues.
     stopped: bool = False
 
 
@@ -417,7 +420,7 @@ class ListedJob:
     """One job as `gpushare jobs` lists it; or a process that gpushare did not start, which has no name.
 
     ``state`` is running, waiting, paused, ended, or for a swapped job leaving, out, returning or lost; ``since_seconds``
-    is how long that is so. ``pid`` is that of its program; of its gpushare while it waits; None: it has ended.
+    is how long it has been so. ``pid`` is its program, or its gpushare while it waits; None: it has ended.
     """
 
     name: str | None
@@ -429,15 +432,16 @@ class ListedJob:
     device: str | None
     gpu_indexes: tuple[int, ...] = ()
     device_uuids: tuple[str, ...] = ()
-    # mps, mig, mig+mps, or timeslice (outside MPS); None: unknown, as it is on no GPU.
+    # timeslice: outside MPS. None: it is on no GPU.
     way: JobWay | None = None
     mig_profile: str | None = None
     # As `gpushare mig name` gave it.
     mig_name: str | None = None
     threads_percent: float | None = None
     slice_us: int | None = None
-    # Device memory of its processes together, and the limit of the job on each of its devices.
+    # Device memory that its processes hold together.
     memory_used_bytes: int | None = None
+    # The memory limit of the job on each of its devices.
     memory_limit_bytes: int | None = None
     # What it holds in host memory while it is swapped out.
     swapped_bytes: int | None = None
@@ -448,12 +452,12 @@ class ListedJob:
     # The PIDs of its processes on GPUs.
     processes: tuple[int, ...] = ()
     line: LinePlace | None = None
-    # Of a job that has ended; None: it was not started, or its gpushare was killed.
+    # The exit code of a job that has ended; None: its program was not started, or its gpushare was killed.
     exit_code: int | None = None
-    # Of a job that has ended: whether its program was started.
+    # Whether the program of a job that has ended was started.
     started: bool | None = None
     ran_seconds: float | None = None
-    # Of all its processes together; of a farm, of the copy that held the most.
+    # The most that its processes held together; for a farm, the copy that held the most.
     memory_peak_bytes: int | None = None
 
     @property

@@ -143,9 +143,8 @@ def parse_slice(text: str) -> int:
     match = re.fullmatch(_SLICE, text, re.IGNORECASE | re.ASCII)
     value = round(float(match[1]) * _MICROSECONDS[match[2].lower()]) if match is not None else 0
     if not 0 < value <= _MAX_SLICE_US:
-        raise BadUsage(
-            f"{quoted(text)} is not a time-slice", "give a time with its unit: 500us, 16ms", code="bad_slice"
-        )
+        problem = "is longer than 1s" if value else "is not a time-slice"
+        raise BadUsage(f"{quoted(text)} {problem}", "give a time with its unit: 500us, 16ms", code="bad_slice")
     return value
 
 

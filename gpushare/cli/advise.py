@@ -111,12 +111,12 @@ _PROPERTIES: Final = (
     (
         "--saturating/--no-saturating",
         None,
-        "One process alone fills the GPU (measured).",
+        "One process alone fills the GPU: measure it.",
     ),
     (
         "--production-saturating/--no-production-saturating",
         None,
-        "The production job alone fills the GPU; --saturating is of the other.",
+        "The production job alone fills the GPU; --saturating is then about the other job.",
     ),
     ("--users", "WHO", "same or different."),
     ("--trusted/--untrusted", None, "The processes trust each other."),

@@ -72,17 +72,20 @@ def apply(
     wait: Annotated[
         str | None,
         typer.Option(
-            "--wait", metavar="SECS", help="Wait this long for programs to leave what changes. [default: refuse]"
+            "--wait",
+            metavar="SECS",
+            help="Wait this long for programs to leave the GPUs that change. [default: refuse]",
         ),
     ] = None,
 ) -> Any:
     """Set up each GPU as its entry of gpushare.yaml says; GPUs without an entry are left alone. Needs root.
 
-    What already matches the file stays. All GPUs are planned before the first change, and a file that cannot be
-    applied here changes nothing. Each GPU is then changed completely or not at all. Programs are never ended: a GPU in
-    use is refused, the others are changed. It asks before a name, a grant, or an instance that gpushare did not make
-    goes. An applied file is kept: `gpushare export systemd` applies it at boot. Its rules for the time-slices of processes
-    (slices:) are followed by `gpushare timeslice keep`; its limits of users (memory:) are in force from then on.
+    What already matches the file stays. All GPUs are planned before the first change, and a file that cannot be applied
+    here changes nothing. Each GPU is then changed completely or not at all. Programs are never ended: a GPU in use is
+    refused, the others are changed. gpushare asks before it removes a name, a grant, or an instance that it did not
+    make. It keeps the applied file: the units of `gpushare export systemd` apply it at boot. Its rules for the
+    time-slices of processes (slices:) are followed by `gpushare timeslice keep`; its limits of users (memory:) are in
+    force from then on.
     """
     seconds = 0.0 if wait is None else parse_seconds(wait)
     wanted, text = load(host_file(path, file, "apply"))

@@ -83,7 +83,7 @@ def bench(
             help="A comma-separated list of queue, timeslice, mps, mps:100/n, mps:200/n, mps:PCT, mig, streams [default: all of these], streams:priority and threads; slices:500us,2ms (each copy with such a time-slice, outside MPS); and as root timeslice:short, medium or long (the level of the GPU, set back afterwards).",
         ),
     ] = None,
-    repeat: Annotated[int, typer.Option("--repeat", metavar="N", help="Runs of each.")] = 3,
+    repeat: Annotated[int, typer.Option("--repeat", metavar="N", help="Runs of each way.")] = 3,
     gpu: OneGpuOption = None,
     metric: PrintedNumber = None,
     lower: LowerIsBetter = False,

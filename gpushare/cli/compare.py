@@ -57,7 +57,7 @@ class MechanismHere(Availability):
 class CompareAnswer:
     """What ``compare`` answers: cells of the table, and what this host has."""
 
-    # With --why: all of them.
+    # Null with --why, which shows all three.
     view: View | None = None
     host: str | None
     driver: str | None
@@ -86,7 +86,9 @@ def compare(
     ] = None,
     driver: Annotated[
         str | None,
-        typer.Option("--driver", metavar="VERSION", help="Today on this driver, like 580. [default: the newest]"),
+        typer.Option(
+            "--driver", metavar="VERSION", help="The view today for this driver, like 580. [default: the newest]"
+        ),
     ] = None,
     gpu: GpuOption = None,
 ) -> Any:

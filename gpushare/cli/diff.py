@@ -68,7 +68,7 @@ def _no_difference_text(wanted: HostFile) -> str:
 class GpuDiff:
     """How one GPU differs from its entry in the file."""
 
-    # Null: an entry is for a GPU that this host does not have.
+    # Null: the file has an entry for a GPU that this host does not have.
     gpu: int | None = None
     uuid: str | None = None
     sharing: FileWay | None = None

@@ -40,14 +40,15 @@ def explain(
 ) -> Any:
     """Explain a CUDA or NVML error, an Xid, MPS logs, an error code of gpushare (in_use), a check of doctor, or a concept.
 
-    Prints its meaning, its usual cause on a shared GPU, what to do next, and the source. Of a log it prints a verdict
-    and what is wrong; with -v also the normal lines. Concepts: kernel, SM, warp, register file, shared memory, occupancy,
-    streams, stream priority, CUDA graphs, copy engine, threads, thread percentage, context, context switch, time-slice, slice,
-    time-slice level, weight, preemption, channel, Hyper-Q, MPS, MPS daemon, attached, drain, CUDA_VISIBLE_DEVICES, MIG, GI,
-    placement, M+C, compute mode, vGPU, SR-IOV, isolation, QoS, latency, production, farm, turns, pause, swap, requeue, line, lease,
-    grant, held, drift, consolidation, oversubscription, host memory, unified memory, IPC, NVLink, NCCL, MPI, notebooks, container, cgroup, Yama, shard, Slurm,
-    Kubernetes, Karpenter, DCGM, NVML, GPM, Prometheus, nvidia-smi, persistence, Xid, reboot, architecture, static
-    partitions, utilization, MPS utilization; and each column of `status` and `jobs`.
+    Prints its meaning, its usual cause on a shared GPU, what to do next, and the source. For a log it prints a verdict
+    and what is wrong; with -v also the normal lines. Concepts: kernel, SM, warp, register file, shared memory,
+    occupancy, streams, stream priority, CUDA graphs, copy engine, threads, thread percentage, context, context switch,
+    time-slice, slice, time-slice level, weight, preemption, channel, Hyper-Q, MPS, MPS daemon, attached, drain,
+    CUDA_VISIBLE_DEVICES, MIG, GI, placement, M+C, compute mode, vGPU, SR-IOV, isolation, QoS, latency, production,
+    farm, turns, pause, swap, requeue, line, lease, grant, held, drift, consolidation, oversubscription, host memory,
+    unified memory, IPC, NVLink, NCCL, MPI, notebooks, container, cgroup, Yama, shard, Slurm, Kubernetes, Karpenter,
+    DCGM, NVML, GPM, Prometheus, nvidia-smi, persistence, Xid, reboot, architecture, static partitions, utilization, MPS
+    utilization; and each column of `status` and `jobs`.
     """
     path = _log(words, file)
     if path is None:
@@ -85,11 +86,13 @@ class Explained(Explanation):
     """One error, log line or concept, and where a log has it."""
 
     title: str
-    # No fault.
+    # Whether it is no sign of a fault.
     normal: bool
-    # The first such line, its number, and how many there are.
+    # The first such line of the log.
     line: str
+    # The number of that line.
     number: int
+    # How many such lines the log has.
     lines: int
 
 
@@ -99,7 +102,7 @@ class ExplainAnswer:
 
     # What is wrong in a log; null: a code or a name was asked for.
     verdict: str | None
-    # How many lines it has.
+    # The number of lines of the log.
     lines: int
     explanations: tuple[Explained, ...]
 

@@ -58,7 +58,7 @@ Replicas = Annotated[
     typer.Option(
         "--replicas",
         metavar="N",
-        help="How many programs share a GPU; 1: a time-sliced one is not shared. [default: 4]",
+        help="How many programs share a GPU; 1: a time-sliced GPU is not shared. [default: 4]",
     ),
 ]
 MigReplicas = Annotated[
@@ -83,7 +83,7 @@ def dra(
 ) -> Any:
     """Write a ResourceClaim for each shared GPU or MIG device, and a template for each that is not shared.
 
-    It sets sharing per GPU, with slice length and MPS limits, which the device plugin cannot. Pods share a GPU when
+    It sets sharing per GPU, with time-slice level and MPS limits, which the device plugin cannot. Pods share a GPU when
     they name the same claim; a template makes a claim, and takes a GPU, for each pod.
     """
     export = claims_export(described(gpu, file=file, mig_replicas=mig_replicas), kubernetes=kubernetes, any_gpu=any_gpu)
@@ -114,18 +114,19 @@ def karpenter(
         typer.Option(
             "--ami",
             metavar="ALIAS",
-            help="Its AMI: al2023@VERSION or bottlerocket@VERSION. [default: al2023@latest]",
+            help="The AMI of the EC2NodeClass: al2023@VERSION or bottlerocket@VERSION. [default: al2023@latest]",
         ),
     ] = None,
     role: Annotated[
-        str | None, typer.Option("--role", metavar="NAME", help="Its role. [default: KarpenterNodeRole-CLUSTER]")
+        str | None,
+        typer.Option("--role", metavar="NAME", help="The role of its nodes. [default: KarpenterNodeRole-CLUSTER]"),
     ] = None,
     tag: Annotated[
         list[str] | None,
         typer.Option(
             "--tag",
             metavar="KEY=VALUE",
-            help="Tag of its subnets and security groups. [default: karpenter.sh/discovery=CLUSTER]",
+            help="The tag of its subnets and security groups. [default: karpenter.sh/discovery=CLUSTER]",
         ),
     ] = None,
     instance_type: Annotated[
@@ -137,7 +138,7 @@ def karpenter(
     ] = None,
     to: To = None,
 ) -> Any:
-    """Write an EC2NodeClass, a NodePool with the taint, and a NodeOverlay with the number of shares that a node offers.
+    """Write an EC2NodeClass, a NodePool with a taint, and a NodeOverlay with the number of shares that a node offers.
 
     Karpenter does not know about time-slicing: without the overlay it starts a node for each pod.
     """
@@ -170,7 +171,7 @@ def slurm(
     """Write gres.conf and the lines of slurm.conf; for MPS also a prolog, an epilog and a task prolog.
 
     Time-slicing becomes shards, MPS becomes gres/mps, MIG devices become typed GPUs. Slurm's sample prolog sets the
-    compute mode by the number of the GPU and fails from ten GPUs on; these do not.
+    compute mode by the number of the GPU and fails from ten GPUs on; the scripts written here do not.
     """
     export = slurm_export(
         described(gpu, file=file, node=node_name(node, short=True), replicas=replicas), autodetect=autodetect
@@ -261,8 +262,9 @@ def systemd(
 
     If the file has rules for time-slices (slices:), another unit follows them: gpushare timeslice keep.
 
-    Such a daemon runs in the foreground, so systemd notices its end; stopping the unit waits for its clients.
-    The last applied file (gpushare apply keeps it) is used at boot, even if the units were made from another one.
+    Each MPS daemon runs in the foreground of its unit, so systemd notices its end; stopping the unit waits for the
+    clients. The last applied file (gpushare apply keeps it) is used at boot, even if the units were made from another
+    one.
     """
     where = program or _own_program()
     host = described(gpu, file=file, for_daemons=True)
@@ -439,7 +441,7 @@ def k8s(
         str, typer.Option("--namespace", metavar="NAME", help="Where the GPU operator runs.")
     ] = "gpu-operator",
     every_node: Annotated[
-        bool, typer.Option("--every-node", help="Make it the default of all nodes, not only the labelled one.")
+        bool, typer.Option("--every-node", help="Make this config the default of all nodes, not only the labelled one.")
     ] = False,
     helm: Annotated[
         bool, typer.Option("--helm", help="Write values for the device plugin's own chart, without the GPU operator.")
@@ -447,10 +449,10 @@ def k8s(
     node: Node = None,
     to: To = None,
 ) -> Any:
-    """Write the device-plugin ConfigMap, the patch of the ClusterPolicy, and a Deployment that verifies it.
+    """Write the device-plugin ConfigMap, the patch of the ClusterPolicy, and a Deployment that verifies both.
 
     On stderr: the commands that apply them, with the label and the taint of the node. The plugin shares all GPUs of a
-    node alike and cannot set a slice length; a host that needs more is refused, and `gpushare export dra` can do it.
+    node alike and cannot set a time-slice level. A host that needs more is refused: use `gpushare export dra`.
     """
     if helm and (every_node or namespace != "gpu-operator"):
         raise BadUsage(
@@ -474,6 +476,6 @@ app.command(cls=Command, short_help="One device as CDI flags and file.")(cdi)
 app.command(cls=Command, short_help="One device as flags of docker run.")(docker)
 app.command(cls=Command, short_help="One device as a compose file.")(compose)
 app.command(cls=Command, short_help="A task definition for Amazon ECS.")(ecs)
-app.command(cls=Command, short_help="Units that restore it after a reboot.")(systemd)
+app.command(cls=Command, short_help="Units that restore the sharing at boot.")(systemd)
 app.command(cls=Command, short_help="Device-plugin config for the GPU operator.")(k8s)
 app.command("prometheus", cls=Command, short_help="Metrics as text, alert rules, a dashboard.")(metrics.prometheus)

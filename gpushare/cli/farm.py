@@ -98,19 +98,22 @@ def farm(
     ] = None,
     like: Annotated[
         str | None,
-        typer.Option("--like", metavar="FILE", help="Take the thread cap of each copy from a file of bench --to."),
+        typer.Option(
+            "--like", metavar="FILE", help="Take the thread percentage of each copy from a file of bench --to."
+        ),
     ] = None,
     name: Annotated[
         str | None, typer.Option("--name", metavar="NAME", help="Name the farm, for commands that take a JOB.")
     ] = None,
     grace: Annotated[
-        str | None, typer.Option("--grace", metavar="TIME", help="Time to end after the signal. [default: 10s]")
+        str | None,
+        typer.Option("--grace", metavar="TIME", help="Time that a copy gets to end after a signal. [default: 10s]"),
     ] = None,
 ) -> Any:
     """Run many copies of a program under MPS, as many at a time as fit into the memory of the GPUs.
 
-    GPUSHARE_COPY is the number of each copy. A copy reserves its memory while it runs; after each start
-    the farm goes to the end of the line. Without --memory, the first copy is measured. A failed copy leaves the others alone.
+    Each copy finds its number in GPUSHARE_COPY. A copy reserves its memory while it runs; after each start the farm
+    goes to the end of the line. Without --memory, the first copy is measured. A failed copy leaves the others alone.
     With --gpus N, each copy runs outside MPS on N GPUs that are connected well, and reserves its memory on each.
     """
     if not command:

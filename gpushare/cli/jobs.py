@@ -32,7 +32,8 @@ def jobs(
 
     A job is what `gpushare run` has started. A process that gpushare did not start has no name: its PID is the JOB of
     `stop`, `pause` and others. Memory is what the processes of a job hold, and its limit. "-" is unknown, never zero.
-    Root sees the jobs of all users, but of those that have ended only its own. -v lists all that are kept, a hundred.
+    Root sees the jobs of all users, but of those that have ended only its own. -v lists all that are kept: up to a
+    hundred.
     """
     host = settings.connect()
     observer = Observer(host)

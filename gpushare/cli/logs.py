@@ -38,8 +38,8 @@ def logs(
 ) -> Any:
     """Show what a job that was started with `gpushare run -d` has printed, byte by byte.
 
-    It is kept until a hundred later jobs have ended. As with `docker logs`, nothing of it is changed, escapes for the
-    terminal included.
+    gpushare keeps the output until a hundred later jobs have ended. As with `docker logs`, it changes nothing, not even
+    terminal escapes.
     """
     document = settings.output in {OutputFormat.JSON, OutputFormat.YAML, OutputFormat.CSV}
     if document and follow:

@@ -67,7 +67,7 @@ class MigEnvAnswer:
     """The answer of `mig env`."""
 
     name: str
-    # Of the MIG device.
+    # The UUID of the MIG device.
     uuid: str
     gpu: int
     profile: str
@@ -81,8 +81,8 @@ def env(
 ) -> Any:
     """Print the export line with which a shell's programs use an instance: eval "$(gpushare mig env train)".
 
-    The instance is checked first: a MIG UUID that came back with another size is not printed. A program started
-    this way holds no lease: `gpushare run --mig` also keeps others out.
+    The instance is checked first: a MIG UUID that came back with another size is not printed. Other programs may use
+    the instance at the same time: `gpushare run --mig` keeps other runs out.
     """
     places = _places(name)
     place = places[0]
@@ -221,7 +221,7 @@ def plan(
     exact: Annotated[bool, typer.Option("--exact", help="Plan exactly this layout and nothing else.")] = False,
     may_destroy: Annotated[bool, typer.Option("--may-destroy", help="Idle instances may be destroyed.")] = False,
 ) -> Any:
-    """Print the steps to a wish that destroy and create the least, with a picture and nvidia-smi commands.
+    """Print the plan for a wish that destroys and creates the least, with a picture and nvidia-smi commands.
 
     Busy instances always stay. Without --exact the wish is added, and idle instances are destroyed only with
     --may-destroy. Several GPUs share a wish at the lowest cost; with --exact each gets all of it.

@@ -175,14 +175,14 @@ def _shown(host: Host, command: str, change: MigChange, notes: Sequence[str], *,
 
 @dataclass(frozen=True, kw_only=True)
 class MadeInstance:
-    """A GPU instance that was created, or in which something was."""
+    """A GPU instance that was created, or in which compute instances were created."""
 
     gpu: int
     gpu_instance_id: int
     profile: str
     # The memory slice at which it begins.
     start: int
-    # Of the new MIG devices.
+    # The UUIDs of the new MIG devices.
     uuids: tuple[str, ...]
 
 
@@ -281,13 +281,13 @@ class MigRecoverAnswer:
 
 def recover(
     forget: Annotated[
-        bool, typer.Option("--forget", help="Accept what could not be restored; set a broken journal aside.")
+        bool, typer.Option("--forget", help="Accept what could not be restored; set an unreadable record aside.")
     ] = False,
 ) -> Any:
     """Undo a change that was interrupted. Every other change does this first.
 
-    What cannot be restored because its place is in use is reported here, by `mig status` and by `doctor` until it is
-    restored or accepted, and each call tries again. A journal that cannot be read blocks every change.
+    An instance whose place is in use cannot be restored: this command, `mig status` and `doctor` report it until it is
+    restored or accepted, and each call tries again. An unreadable record of a change blocks every change.
     """
     host = settings.connect()
     ledger = MigLedger(host)
@@ -526,10 +526,10 @@ def _grants_typed(words: Sequence[str]) -> dict[str, list[str]]:
 
 
 def enable(gpu: GpuOption = None, refresh_cdi: Refresh = False) -> Any:
-    """Switch MIG mode on. The GPU must be idle: on Hopper and later, otherwise only the first instance would fail.
+    """Switch MIG mode on. The GPU must be idle.
 
-    A mode that stays pending is an error, and is undone. With MIG on and no instance, no CUDA program can use
-    the GPU.
+    On Hopper and later the driver would switch it on for a busy GPU, and then create no instance. If the mode stays
+    pending, gpushare undoes it and reports an error. With MIG on and no instance, no CUDA program can use the GPU.
     """
     return _switched("mig enable", gpu, enable=True, destroy=False, refresh_cdi=refresh_cdi)
 

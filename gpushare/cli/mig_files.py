@@ -36,22 +36,29 @@ from gpushare.show.result import Result
 
 def check(
     wish: Annotated[
-        list[str] | None, typer.Argument(metavar="WISH...", help="3g.40gb 1g.10gb*2, 3g:4.", show_default=False)
+        list[str] | None,
+        typer.Argument(
+            metavar="WISH...",
+            help="The instances expected: 3g.40gb 1g.10gb*2; from slice 4 on: 3g:4.",
+            show_default=False,
+        ),
     ] = None,
     gpu: GpuOption = None,
     file: PartedFile = None,
     config: PartedConfig = None,
     exact: PartedExact = False,
 ) -> Any:
-    """Check whether each chosen GPU has exactly these MIG devices; show what is missing or too many.
+    """Check whether each chosen GPU has exactly these MIG devices; show what is missing or extra.
 
-    Profiles and counts are compared, placements only if given (3g.40gb:4), and the MIG mode and pending mode.
-    With a file, each GPU must match its entry; a GPU without one is not compared, unless -g names it. --exact
-    refuses it, as nvidia-mig-parted assert does. Exit code 0: all match; 7: not. Needs no root.
+    It compares profiles, counts, MIG mode and pending mode; placements only if given (3g.40gb:4). With a file, each GPU
+    must match its entry; a GPU without one is skipped, unless -g names it. With --exact it is an error, as with
+    nvidia-mig-parted assert. Exit code 0: all match; 7: not. Needs no root.
     """
     if bool(wish) == (file is not None) or (config is not None and file is None):
         raise BadUsage(
-            "give a wish, or a file", "for example: 3g.40gb 1g.10gb*2; or -f mig.yaml -c NAME", code="no_wish"
+            "either a WISH or a file is needed",
+            "for example: 3g.40gb 1g.10gb*2; or -f mig.yaml -c NAME",
+            code="no_wish",
         )
     if exact and file is None:
         raise exact_without_file()
@@ -65,7 +72,7 @@ def check(
     checked = tuple(_checked(each, demands.get(each.index), host, strict=strict) for each in gpus)
     good = all(each.as_requested is not False for each in checked) and not (exact and notes)
     if not good:
-        notes = (*notes, "see the way there: gpushare mig apply --dry-run, with the same arguments")
+        notes = (*notes, "see the plan to get there: gpushare mig apply --dry-run, with the same arguments")
     return Result(
         command="mig check",
         data=MigCheckAnswer(as_requested=good, config=None if named is None else named.name, gpus=checked),
@@ -99,7 +106,7 @@ def _demands(
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedGpu:
-    """One GPU next to what was asked; ``as_requested`` is null if the configuration says nothing of it."""
+    """One GPU compared with what was asked. ``as_requested`` is null if the configuration has no entry for it."""
 
     gpu: int
     uuid: str | None
@@ -117,7 +124,7 @@ class CheckedGpu:
         if self.as_requested is not False:
             return [f"GPU {self.gpu}: {'as asked' if self.as_requested else self.problem}"]
         lines = [f"GPU {self.gpu}: not as asked", *([f"  {self.problem}"] if self.problem else [])]
-        for title, devices in (("missing", self.missing), ("too much", self.extra)):
+        for title, devices in (("missing", self.missing), ("extra", self.extra)):
             if devices:
                 lines.append(f"  {title}: {', '.join(map(str, devices))}")
         return lines
@@ -250,7 +257,9 @@ def wished(words: Sequence[str] | None, memory: str | None, sm: int | None) -> W
     by_need = memory is not None or sm is not None
     if bool(words) == by_need:
         raise BadUsage(
-            "give a wish or a need, not both" if by_need else "give a wish, or a need",
+            "a WISH cannot be combined with --memory or --sm"
+            if by_need
+            else "neither a WISH nor --memory or --sm is given",
             "for example: 3g.40gb 1g.10gb*2; or --memory 20G --sm 30",
             code="no_wish",
         )

@@ -23,7 +23,7 @@ app = typer.Typer(**PLAIN)
 
 @dataclass(frozen=True, kw_only=True)
 class MoveAnswer(PlanAnswer):
-    """The answer of ``move``: the plan, and the jobs that it is about."""
+    """The answer of ``move``: the plan, and the jobs that move."""
 
     jobs: tuple[MovedJob, ...]
 
@@ -50,9 +50,10 @@ def move(
 ) -> Any:
     """Move a running job to another GPU: it continues there, and does not notice.
 
-    Driver 580 or later, between whole GPUs of one model; your own jobs need no root. The job's room there is reserved
-    first; it stands still while its memory is copied to the host and on to the GPU: 3 s for 2 GiB, 14 to 17 s for 20 GiB.
-    If the driver refuses, it goes back. Not under MPS, not on MIG instances, and not for jobs of several GPUs or ranks (NCCL).
+    It needs driver 580 or later, and whole GPUs of one model; your own jobs need no root. gpushare reserves the room
+    there first; the job stands still while its memory is copied to the host and on to the GPU: 3 s for 2 GiB and 14 to
+    17 s for 20 GiB between two H100. If the driver refuses, the job goes back. It cannot move MPS clients, jobs on MIG
+    instances, or jobs of several GPUs or ranks (NCCL).
     """
     if (job is None) == (off is None):
         if job is None:

@@ -83,7 +83,7 @@ class MpsLogsAnswer:
     """The answer of `mps logs`."""
 
     log_directory: str
-    # By the name of the log.
+    # The lines of each log, by the name of the log.
     lines: Mapping[str, Sequence[str]]
 
 
@@ -95,7 +95,8 @@ def logs(
 ) -> Any:
     """Show the last lines of a daemon's control.log and server.log.
 
-    The daemon logs each question of gpushare, such as those of `gpushare status -w`: they are left out, unless -v is given.
+    The daemon also logs what gpushare asks it, as `gpushare status -w` does: those lines are left out, unless -v is
+    given.
     """
     host = settings.connect()
     device = select_one(gpu, gpus_of(host))
@@ -187,8 +188,9 @@ class StoppedDaemon:
     pipe_directory: str | None
     # The plain command that stops it.
     command: str | None
-    # How long its clients were waited for, and whether they were ended; null in a dry run.
+    # How long gpushare waited for its clients; null in a dry run.
     waited_seconds: float | None = None
+    # Whether its clients were ended; null in a dry run.
     forced: bool | None = None
     # The compute mode that is restored.
     compute_mode: str | None
@@ -364,8 +366,8 @@ def stop(
 ) -> Any:
     """Stop the MPS daemon: wait for its clients, force it if asked (--drain, --force), and check that it is gone.
 
-    When forced, clients lose their GPU contexts and fail. A daemon that gpushare did not start is named by
-    --pipe-directory. It asks before it takes the GPU from clients, or stops a daemon that it did not start.
+    When forced, clients lose their GPU contexts and fail. Name a daemon that gpushare did not start by
+    --pipe-directory. gpushare asks before it takes the GPU from clients, or stops a daemon that it did not start.
     """
     seconds = 0.0 if force and drain is None else parse_seconds(drain) if drain is not None else 10.0
     host = settings.connect()

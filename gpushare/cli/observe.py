@@ -46,12 +46,12 @@ def observe(
 ) -> Any:
     """Record the use of GPUs and of the processes on them, and say which GPUs are underused.
 
-    SM activity (GPM, Hopper and later) is the share of the SMs that worked. Utilization is only the time in
-    which some kernel ran, and is used where there is no GPM. The SM activity of a process is known while it
-    is alone on its GPU or MIG instance; next to others, utilization is the share of the time that it got.
-    Ctrl-C ends the recording early and keeps it, with exit code 0. The file is JSON Lines, contains no
-    command lines, and can be read even if it is cut off. An existing file is never overwritten. What your own
-    processes used while they were alone on their GPU is also kept for run --wait.
+    SM activity (GPM, Hopper and later) is the share of the SMs that worked. Utilization is only the time in which some
+    kernel ran, and is used where there is no GPM. The SM activity of a process is known while it is alone on its GPU or
+    MIG instance; next to others, utilization is the share of the time that it got. Ctrl-C ends the recording early and
+    keeps it, with exit code 0. The file is JSON Lines, contains no command lines, and can be read even if it is cut
+    off. An existing file is never overwritten. gpushare also keeps what your own processes used while they were alone
+    on their GPU, for run --wait.
     """
     if read is not None:
         return _shown(read, given=(to, gpu))
@@ -162,7 +162,7 @@ def _notes(recording: Recording, path: Path) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class ObserveAnswer(Recording):
-    """The answer of `observe`: a recording, where it is, and what is underused."""
+    """The answer of `observe`: a recording, its file, and which GPUs are underused."""
 
     file: str
     underused: tuple[Underuse, ...]

@@ -616,7 +616,11 @@ PriorityOption = Annotated[
 ]
 Wishes = Annotated[
     list[str] | None,
-    typer.Argument(metavar="WISH...", help="3g.40gb 1g.10gb*2, 3g:4, 1c.3g.40gb*3.", show_default=False),
+    typer.Argument(
+        metavar="WISH...",
+        help="The instances wanted: 3g.40gb 1g.10gb*2; from slice 4 on: 3g:4; inside one: 1c.3g.40gb*3.",
+        show_default=False,
+    ),
 ]
 NeededMemory = Annotated[
     str | None, typer.Option("--memory", metavar="SIZE", help="Instead of a WISH: at least this much memory.")
@@ -635,7 +639,7 @@ PartedConfig = Annotated[
 ]
 PrintedNumber = Annotated[
     str | None,
-    typer.Option("--metric", metavar="REGEX", help="A number that CMD prints, in brackets: 'rate=([0-9.]+)'."),
+    typer.Option("--metric", metavar="REGEX", help="Regex of a number that CMD prints: 'rate=([0-9.]+)'."),
 ]
 LowerIsBetter = Annotated[
     bool,
@@ -677,7 +681,9 @@ def host_file(argument: str | None, option: str | None, verb: str) -> str:
         path = default_path()
     if path is None:
         raise BadUsage(
-            "missing file", f"give one: gpushare {verb} gpushare.yaml; gpushare capture writes one", code="usage"
+            "no file is given, and there is no ./gpushare.yaml",
+            f"give one: gpushare {verb} gpushare.yaml; gpushare capture writes one",
+            code="usage",
         )
     return path
 

@@ -43,8 +43,8 @@ def pause(
 
     The GPU channels of all its processes go off, on all GPUs, in about a millisecond; its memory stays on the GPU and
     its CPU side goes on until it waits for the GPU. It stays paused until `gpushare resume`, its end, or the timeout; a
-    guard process pauses what it creates meanwhile. A signal that the program handles does not end it before it is
-    resumed. Never under MPS, where all clients share the channels of the server.
+    guard process also pauses the processes that it starts meanwhile. A signal that the program handles does not end it
+    before it is resumed. A client of MPS cannot be paused: all clients share the channels of their server.
     """
     host = settings.connect()
     if job == LIST:
@@ -90,7 +90,7 @@ class PausedProcess:
     """A process that is off the GPU, with what it has there."""
 
     pid: int
-    # UUIDs.
+    # The UUIDs of its GPUs.
     gpus: tuple[str, ...]
     contexts: int
     channels: int
@@ -104,15 +104,16 @@ class PausedRow:
     name: str | None
     user: str | None
     state: str
-    # Seconds since 1970; until null: until it is resumed.
+    # Seconds since 1970.
     since: float
+    # Seconds since 1970; null: until it is resumed.
     until: float | None
     by: str | None
     # The `gpushare run` of the job pauses it while production works.
     by_run: bool
     # The process that resumes it if gpushare dies.
     guard: int | None
-    # Whether that process is there.
+    # Whether that process is alive.
     guarded: bool
     processes: tuple[PausedProcess, ...]
 
@@ -122,7 +123,7 @@ class PauseAnswer(PlanAnswer):
     """The answer of `pause JOB`."""
 
     already_paused: bool
-    # How long the call of the driver took.
+    # How long the driver call took.
     driver_seconds: float
     job: PausedRow
 

@@ -26,7 +26,7 @@ app = typer.Typer(**PLAIN)
 
 @dataclass(frozen=True, kw_only=True)
 class LeasesAnswer:
-    """The answer of `reserve` without a time: the leases in force."""
+    """The answer of `reserve` without --for or --end: the leases in force."""
 
     leases: tuple[GpuLease, ...]
 
@@ -39,12 +39,12 @@ def reserve(
     ] = None,
     end: Annotated[bool, typer.Option("--end", help="End a lease of yours; root ends any.")] = False,
 ) -> Any:
-    """Reserve a GPU for some hours, end that, or list what is reserved.
+    """Reserve a GPU for some hours, end a lease, or list the leases.
 
-    `gpushare run` of others does not start on a GPU that you have reserved; with --wait it waits for the end of the lease.
-    Programs that run there already stay, and nothing keeps a program that is started without gpushare away. A lease is at
-    most 12 hours long, renewals included, or as long as root says in gpushare.yaml (reserve: {longest: 4h}), and ends with
-    a reboot.
+    `gpushare run` of others does not start on a GPU that you have reserved; with --wait it waits for the end of the
+    lease. Programs that already run there stay, and programs that are started without gpushare are not kept away. A
+    lease is at most 12 hours long, renewals included, or as long as root says in gpushare.yaml (reserve: {longest:
+    4h}), and ends with a reboot.
     """
     host = settings.connect()
     if time is None and not end:
@@ -96,7 +96,7 @@ def _taking(host: Host, devices: Sequence[Device], seconds: float) -> Plan:
             _check_length(device, seconds, lease.held_seconds if lease else 0.0, limits.longest_lease_seconds)
         programs = [process for process in device.gpu.processes or () if process.compute]
         if programs:
-            notes.append(f"{counted(len(programs), 'program')} on {device.title}; see whose: gpushare status")
+            notes.append(f"{device.title} already has {counted(len(programs), 'program')}; see whose: gpushare status")
         steps.append(
             Step(
                 what=f"reserve {device.title} for {format_duration(seconds)}",

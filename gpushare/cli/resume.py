@@ -27,10 +27,10 @@ def resume(
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="All paused jobs of this user.")] = False,
 ) -> Any:
-    """Put a job that `gpushare pause` took off the GPU back, where its kernels stopped.
+    """Put a paused job back on the GPU: its kernels continue where they stopped.
 
-    It needs nothing but the record of the pause, even if the guard or gpushare was killed. `--all` leaves jobs that root
-    paused, and those that a `gpushare run --yield pause` pauses and resumes by itself.
+    It works even if the guard process or gpushare was killed. `--all` leaves out jobs that root paused, and those that
+    a `gpushare run --yield pause` pauses and resumes by itself.
     """
     if everything and job is not None:
         raise BadCombination("--all cannot be combined with JOB", "gpushare resume --all")

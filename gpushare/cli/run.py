@@ -56,12 +56,12 @@ def run(
         typer.Option("-g", "--gpu", metavar="SET", help="GPU or instance, or candidates: 0-3, NAME, any."),
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option("--gpus", metavar="N", help="On how many of them at the same time. [default: 1]")
+        int | None, typer.Option("--gpus", metavar="N", help="Run on N of them at the same time. [default: 1]")
     ] = None,
     bind: Annotated[bool, typer.Option("--bind", help="Run it on the CPUs next to its GPUs.")] = False,
     mig: Annotated[
         str | None,
-        typer.Option("--mig", metavar="PROFILE|NAME", help="Run in a free MIG instance, or in that one."),
+        typer.Option("--mig", metavar="PROFILE|NAME", help="Run in a free MIG instance of PROFILE, or in NAME."),
     ] = None,
     create: Annotated[
         bool, typer.Option("--create", help="Make the instance if none is free, and remove it afterwards (root).")
@@ -91,7 +91,7 @@ def run(
     ] = None,
     run_time: Annotated[
         str | None,
-        typer.Option("--time", metavar="TIME", help="End it after this long; it passes jobs that it cannot delay."),
+        typer.Option("--time", metavar="TIME", help="End it after this time; it may overtake jobs it cannot delay."),
     ] = None,
     restart_on: Annotated[
         str | None,
@@ -105,30 +105,28 @@ def run(
         typer.Option(
             "--swap",
             metavar="WHEN",
-            help="Leave the GPU at: request, idle=10m, turns[=60s].",
+            help="When it leaves the GPU: request, idle=10m, turns[=60s].",
         ),
     ] = None,
     movable: Annotated[bool, typer.Option("--movable", help="Move it to another GPU to make room for others.")] = False,
     production: Annotated[
         str | None,
-        typer.Option("--production", metavar="NAME", help="Run as a job that opportunistic jobs spare."),
+        typer.Option("--production", metavar="NAME", help="Run as job NAME, to which opportunistic jobs yield."),
     ] = None,
     metric: Annotated[
         str | None,
-        typer.Option(
-            "--metric", metavar="REGEX", help="The speed that production prints, in brackets: 'rate=([0-9.]+)'."
-        ),
+        typer.Option("--metric", metavar="REGEX", help="Regex of the speed that production prints: 'rate=([0-9.]+)'."),
     ] = None,
     lower: LowerIsBetter = False,
     opportunistic: Annotated[
         bool, typer.Option("--opportunistic", help="Run beside a production job and yield to it.")
     ] = False,
     target: Annotated[
-        str | None, typer.Option("--for", metavar="JOB", help="The production job to spare, by name or PID.")
+        str | None, typer.Option("--for", metavar="JOB", help="The production job to yield to, by name or PID.")
     ] = None,
     how: Annotated[
         str | None,
-        typer.Option("--yield", metavar="HOW", help="slices[=200us], caps[=60], pause, swap or requeue."),
+        typer.Option("--yield", metavar="HOW", help="How it yields: slices[=200us], caps[=60], pause, swap, requeue."),
     ] = None,
     keep: Annotated[
         str | None,
@@ -139,13 +137,15 @@ def run(
     ] = None,
     detach: Annotated[bool, typer.Option("-d", "--detach", help="Run it in the background; print its name.")] = False,
     grace: Annotated[
-        str | None, typer.Option("--grace", metavar="TIME", help="Time to end after its signal. [default: 10s]")
+        str | None,
+        typer.Option("--grace", metavar="TIME", help="Time that it gets to end after a signal. [default: 10s]"),
     ] = None,
 ) -> Any:
-    """Run a program inside a share of a GPU, and prove that it is attached.
+    """Run a program inside a share of a GPU, and check that it runs there.
 
-    Starts an MPS daemon if the GPU has none. Ctrl-C ends the program the safe way. The exit code is the program's own,
-    or 128 + N if signal N ended it.
+    The program runs under MPS, unless an option takes it outside; gpushare starts an MPS daemon if the GPU has none.
+    Ctrl-C ends the program without harm to its neighbours. The exit code is the program's own, or 128 + N if signal N
+    ended it.
     """
     if not command:
         raise BadUsage(
@@ -233,7 +233,7 @@ class DetachedAnswer:
     # runs, waits or ended; null: it has not started yet.
     state: str | None
     exit_code: int | None
-    # The path of its output.
+    # The path of the file with its output.
     output: str
 
 
@@ -246,13 +246,14 @@ def _detached(host: Host, program: str, name: str | None) -> Any:
         return job.exit_code
     how = {"runs": "is running", "waits": "waits in line", "ended": f"has ended, exit code {job.exit_code}"}
     state = how.get(job.state or "", "has not started yet")
+    end = "" if job.state == "ended" else f"; end it: gpushare stop {job.name}"
     return Result(
         command="run",
         data=DetachedAnswer(
             job=job.name, pid=job.supervisor.pid, state=job.state, exit_code=job.exit_code, output=str(job.output)
         ),
         text=f"{job.name}\n",
-        notes=(f"{job.name} {state}; see its output: gpushare logs {job.name}; end it: gpushare stop {job.name}",),
+        notes=(f"{job.name} {state}; see its output: gpushare logs {job.name}{end}",),
     )
 
 
@@ -326,10 +327,10 @@ REFUSED: Final = (
     Refused("--over", "--memory", "it says what happens above the limit", "--memory 20G --over warn", needs=True),
     Refused("--timeout", "--wait --swap:turns --yield:swap", "only a job that waits gives up", "--wait --timeout 2h", True),
     Refused("--requeue", "--wait", "it waits again for more memory", "--wait --requeue --memory 20G", True),
-    Refused("--for --yield --keep", "--opportunistic", "only an opportunistic job spares another", "--opportunistic --for NAME", True),
+    Refused("--for --yield --keep", "--opportunistic", "only an opportunistic job yields to another", "--opportunistic --for NAME", True),
     Refused("--metric", "--production", "it finds the speed of production in its output", "--production NAME --metric 'rate=([0-9.]+)'", True),
     Refused("--lower-is-better", "--metric", "it is about that number", "--production NAME --metric 'ms=([0-9.]+)' --lower-is-better", True),
-    Refused("--name", "--production", "a production job has the name of its role", "--production NAME"),
+    Refused("--name", "--production", "--production already names the job", "--production NAME"),
     Refused("--production", "--opportunistic", "a job has one role", "--production NAME"),
     Refused("--mig", "--production --opportunistic", "a job with an instance of its own shares with nobody", "--mig 1g"),
     Refused("--mig", "--slice --weight", "a time-slice shares a GPU, and an instance has no other jobs", "--mig 1g"),

@@ -97,11 +97,11 @@ def _number(option: str, text: str, most: Decimal, *, zero: bool = False) -> Dec
     match = re.fullmatch(r"\s*\$?(\d{1,12}(?:\.\d{1,12})?|\.\d{1,12})\s*%?\s*", text, re.ASCII)
     value = Decimal(match.group(1)) if match else None
     if value is None or value > most or (value == 0 and not zero):
-        low = "0" if zero else "above 0"
+        low = "from 0 to " if zero else "above 0 and up to "
         example = {"--gpus": "4", "--load": "25", "--price": "0.752"}
         example |= {option: _EXAMPLES[option]} if option in _EXAMPLES else {}
         raise BadUsage(
-            f"{option} {text} is not a number {low} to {most}",
+            f"{option} {text} is not a number {low}{most}",
             f"for example: gpushare savings {' '.join(f'{name} {value}' for name, value in example.items())}",
             code="bad_number",
         )
@@ -124,7 +124,7 @@ def _price(price: str | None, instance: str | None, hours: Decimal) -> Price | N
 def _given(gpus: int | None, load: str | None, memory: str | None, gpu: str | None) -> list[Work]:
     if gpus is None or load is None or gpu is not None:
         raise BadUsage(
-            "-g is only used with --from" if gpu is not None else "the number of GPUs and their load are missing",
+            "-g is only used with --from" if gpu is not None else "--gpus and --load are needed together, or --from",
             "give --gpus 4 --load 25; or a recording: gpushare savings --from FILE",
             code="bad_combination" if gpu is not None else "no_load",
         )
@@ -194,10 +194,10 @@ class SavingsAnswer(Savings):
     """The answer of `savings`."""
 
     instance: str | None
-    # Of each GPU now.
+    # The load of each GPU now.
     loads_percent: tuple[Decimal, ...]
     memory_bytes: tuple[int | None, ...]
-    # Of one GPU.
+    # The memory of one GPU.
     gpu_memory_bytes: int | None
 
 

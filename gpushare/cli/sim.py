@@ -38,7 +38,7 @@ class SimFaultAnswer:
 
 @dataclass(frozen=True, kw_only=True)
 class SimCdiAnswer:
-    """What ``sim cdi`` answers: the specification as programs of the host see it, and where it is."""
+    """What ``sim cdi`` answers: the path of the specification on the simulated host, and the real file."""
 
     path: str
     file: str
@@ -73,7 +73,7 @@ class SimModelsAnswer:
 
 @dataclass(frozen=True, kw_only=True)
 class SimResetAnswer:
-    """What ``sim reset`` answers: the hosts that it removed, or in a dry run the names of those that it would."""
+    """What ``sim reset`` answers: the hosts that it removed, or in a dry run the names of those that it would remove."""
 
     dry_run: bool
     hosts: tuple[ResetResult | str, ...]
@@ -88,7 +88,7 @@ class SimProcessAnswer:
 
 @dataclass(frozen=True, kw_only=True)
 class SimMigAnswer:
-    """What ``sim mig`` answers: the instances as they were given."""
+    """What ``sim mig`` answers: the instances as they were typed."""
 
     gpu: str
     instances: tuple[str, ...]
@@ -119,10 +119,12 @@ def fault(
 ) -> Any:
     """Make something fail on a simulated host.
 
-    Of a GPU: lost, busy, persistence-off, not-supported FIELD, refused FIELD, reset-required (a MIG mode change stays pending), xid N, slowed N (nvmlClocksEventReasons), power-cap WATTS, unlisted-memory BYTES. Of
-    the host: no-driver, no-nvml, no-permission, blind (another PID namespace), hang PROGRAM, missing PROGRAM, user UID,
-    driver VERSION, mps-version N, mismatch (library and kernel module differ), shm BYTES, descriptors N, collide N (the next N connections to an MPS daemon are dropped), fail-step N (the Nth modifying
-    NVML call from now on fails), crash-step N (the program dies right after the Nth modifying NVML call).
+    Of a GPU: lost, busy, persistence-off, not-supported FIELD, refused FIELD, reset-required (a MIG mode change stays
+    pending), xid N, slowed N (nvmlClocksEventReasons), power-cap WATTS, unlisted-memory BYTES. Of the host: no-driver,
+    no-nvml, no-permission, blind (another PID namespace), hang PROGRAM, missing PROGRAM, user UID, driver VERSION,
+    mps-version N, mismatch (library and kernel module differ), shm BYTES, host-memory BYTES, descriptors N, collide N
+    (the next N connections to an MPS daemon are dropped), fail-step N (the Nth modifying NVML call from now on fails),
+    crash-step N (the program dies right after the Nth modifying NVML call).
     """
     spec = spec_of(None)
     if clear == (kind is not None):
@@ -348,7 +350,7 @@ def mig(
     instances: Annotated[list[str] | None, typer.Argument(metavar="[PROFILE[:START]...]", show_default=False)] = None,
     gpu: Gpu = "0",
 ) -> Any:
-    """Give a simulated GPU exactly these MIG instances (3g.71gb 1g.18gb:4); none: turn MIG off."""
+    """Give a simulated GPU exactly these MIG instances (3g.71gb 1g.18gb:4); without any, switch MIG off."""
     names = instances or []
     set_mig(spec_of(None), gpu or "0", names)
     text = f"GPU {gpu}: {', '.join(names)}" if names else f"GPU {gpu}: MIG off"

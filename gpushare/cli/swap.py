@@ -29,10 +29,10 @@ JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="A job by name o
 def out(job: JobArgument) -> Any:
     """Move a job out of the GPU into host memory: it holds no device memory until it comes back.
 
-    The driver waits for its GPU work, copies its memory (about 2 GB per second on an H200) and frees the GPU. Its CPU side
-    goes on until it next uses the GPU. All its processes go together. Not under MPS, not on MIG instances, and not for
-    containers, jobs on several GPUs, jobs with a process of another user, or jobs that use NCCL, CUDA IPC or managed
-    memory.
+    The driver waits for its GPU work, copies its memory (about 2 GB per second on an H200) and frees the GPU. Its CPU
+    side goes on until it next uses the GPU. All its processes go together. It cannot swap MPS clients, jobs on MIG
+    instances or on several GPUs, containers, jobs with a process of another user, or jobs that use NCCL, CUDA IPC or
+    managed memory.
     """
     work = out_of_gpu(settings.connect(), job, note, dry_run=settings.dry_run)
     return _with_job(carried_out("swap out", work.plan), work.swap)
@@ -48,8 +48,8 @@ def back_in(
 ) -> Any:
     """Bring a job back to its GPU and let it continue.
 
-    Its room is reserved first: the driver never tries a failed restore again, and the job would be lost. Without room
-    nothing happens (exit code 19), or with --wait it waits. What root has swapped out, root brings back.
+    gpushare reserves its room first: if a restore fails, the driver never tries again, and the job is lost. Without
+    room nothing happens (exit code 19); with --wait it waits. Only root can bring back a job that root swapped out.
     """
     if wait_timeout is not None and not wait:
         raise BadCombination("--timeout belongs to --wait", "gpushare swap in JOB --wait --timeout 10m")
@@ -115,7 +115,7 @@ class SwapRow:
     gpu_uuid: str
     # Seconds since 1970.
     since: float
-    # How long the way out took.
+    # How long it took to swap it out.
     out_seconds: float | None
     processes: tuple[SwappedProcess, ...]
 

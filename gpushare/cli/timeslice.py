@@ -54,10 +54,10 @@ class GpuSlices:
     # The level; null: unknown.
     time_slice: TimeSlice | None
     compute_mode: ComputeMode | None
-    # Whether it has levels.
+    # Whether the GPU has time-slice levels.
     supported: bool | None
     uuid: str | None
-    # Of a process whose slice was never set.
+    # The time-slice of a process whose slice was never set.
     default_slice_us: int | None
 
 
@@ -73,13 +73,15 @@ class ProcessSlices:
     # Null: its contexts have several, or none could be read.
     slice_us: int | None
     slices_us: tuple[int, ...]
-    # By gpushare; null: it was not set. Before that it had the other.
+    # The slice that gpushare set; null: it set none.
     set_us: int | None
+    # The slice before that.
     before_us: int | None
-    # All clients share the slice of their server.
+    # Whether it is an MPS client: all clients share the slice of their server.
     under_mps: bool
-    # Why the slices are unknown: the code and the text of the error.
+    # Why the slices are unknown: the code of the error.
     reason: str | None
+    # The text of that error.
     message: str | None
 
 
@@ -274,16 +276,18 @@ def set_level(
     """Set the time-slice of a job, or the time-slice level of GPUs.
 
     With a JOB: how long the GPU runs each of its CUDA contexts while others wait, from 20us to 30ms, as root up to 1s.
-    It needs no root for your own jobs, takes effect at once, is read back, and ends with the process. A short slice for a
-    job helps the others on the GPU that must answer fast. From 500us down, two jobs that both always have work lose much to
-    the switch itself; 3x is a share, as gpushare run --weight 3 gives it.
+    It needs no root for your own jobs, takes effect at once, is read back, and ends with the process. A short slice for
+    a job helps the others on the GPU that must answer fast. At 500us and below, two jobs that always have work lose
+    much time to the switches. 3x is three times the usual slice, as with gpushare run --weight 3.
 
-    Without a JOB: the level of whole GPUs, and compute mode default if another mode is in the way. Needs root; both are
-    lost at a reboot, and running programs may keep the old level.
+    Without a JOB: it sets the level of whole GPUs, and compute mode default if another mode is in the way. Needs root;
+    both are lost at a reboot, and running programs may keep the old level.
     """
     if job is not None:
         if gpu is not None or beside_mps:
-            raise BadCombination("-g and --beside-mps are for levels: a slice counts on all GPUs of a job", _EXAMPLE)
+            raise BadCombination(
+                "-g and --beside-mps are for levels: the slice of a job applies on all its GPUs", _EXAMPLE
+            )
         return _set_slice(level, job)
     if level[:1].isdigit() and level.endswith("s"):
         raise BadUsage(
@@ -356,7 +360,8 @@ def reset(
     if job is not None:
         if gpu is not None:
             raise BadCombination(
-                "-g is for levels: a slice counts on all GPUs of a job", "for example: gpushare timeslice reset JOB"
+                "-g is for levels: the slice of a job applies on all its GPUs",
+                "for example: gpushare timeslice reset JOB",
             )
         return _with_job(
             "timeslice reset",
@@ -380,10 +385,11 @@ RulesOption = Annotated[
 def keep(file: RulesOption = None) -> Any:
     """Give each GPU process the time-slice that the rules of gpushare.yaml say, until Ctrl-C or SIGTERM.
 
-    The first rule under 'slices' that matches a process wins. A new process is seen within a second. A slice that someone
-    else has set since is left alone, and reported. MPS clients share the slice of their server, and are skipped. At the end
-    everything is put back; SIGHUP reads the file again. As root it is for all users' processes, else for your own. The file
-    must be root's (or, for your own processes, yours), and not writable for others. `gpushare export systemd` writes a unit.
+    The first rule under 'slices' that matches a process wins. A new process is seen within a second. A slice that
+    someone else has set since is left alone, and reported. MPS clients share the slice of their server, and are
+    skipped. At the end it restores every slice; at SIGHUP it reads the file again. As root it serves the processes of
+    all users, otherwise your own. The file must be root's (or, for your own processes, yours), and not writable for
+    others. `gpushare export systemd` writes a unit.
     """
     from gpushare.hostfile.load import applied_path
     from gpushare.show.keep import Said

@@ -126,17 +126,17 @@ def tune(
 ) -> Any:
     """Find how much of a GPU opportunistic jobs may get next to a production job that keeps its speed.
 
-    There are two ways, as run applies them: production outside MPS, and the others in one MPS daemon, which share one
-    time-slice; or all under MPS, with a thread cap on each of the others. tune searches slices first, because they are set
-    while all run, and then caps, unless slices leave the others all of their rate. It keeps the setting with which
-    production meets the goal and the others do most.
+    There are two ways, as run applies them. Slices: production runs outside MPS, and the others run in one MPS daemon
+    and share one time-slice. Caps: all run under MPS, with a thread cap on each of the others. tune searches slices
+    first, because they are set while all run, and then caps, unless slices leave the others all of their rate. It keeps
+    the setting with which production meets the goal and the others do most.
 
-    Windows with all jobs alternate with windows of production alone, and of the others alone. A setting is watched until
-    the figures decide. Ctrl-C, SIGTERM and the end of --budget keep the best setting so far; a later tune of the same jobs
-    goes on from there. CMD runs without a shell; to use one: sh -c '...'.
+    Windows with all jobs alternate with windows of production alone, and of the others alone. tune measures a setting
+    until the figures decide. Ctrl-C, SIGTERM and the end of --budget keep the best setting so far; a later tune of the
+    same jobs goes on from there. CMD runs without a shell; to use one: sh -c '...'.
 
-    Neither limits memory bandwidth. Where both jobs need it, pause the other while production works: run --yield pause.
-    The peak memory of all jobs and what they use of the GPU are kept for run --wait.
+    Neither way limits memory bandwidth. Where both jobs need it, pause the other while production works: run --yield
+    pause. The peak memory of all jobs and what they use of the GPU are kept for run --wait.
     """
     check_job_name(name)
     picture = None if plot is None else picture_path(plot)

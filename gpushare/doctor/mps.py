@@ -307,7 +307,7 @@ def _refuses(path: Path) -> bool:
 
 def devices(seen: Examination) -> Iterator[Check]:
     """Check that the device of each daemon still exists, and that its time-slice is the default."""
-    complete = len(seen.answering) == len(seen.gpus)
+    complete = seen.nvml_error is None and len(seen.answering) == len(seen.gpus)
     whole = {gpu.uuid for gpu in seen.answering if not gpu.mig_enabled}
     present = whole | {mig.uuid for gpu in seen.answering for mig in gpu.mig_instances}
     for item in seen.believed:

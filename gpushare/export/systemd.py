@@ -37,8 +37,8 @@ def units_export(
 
     ``rules``: the file has rules for time-slices, which a unit of its own follows.
     """
-    for option, path in (("--program", program), ("--at-boot", file)):
-        _check_path(option, path)
+    for option, path, example in (("--program", program, "/opt/gpushare"), ("--at-boot", file, "/etc/gpushare.yaml")):
+        _check_path(option, path, example)
     daemons = _daemons(host)
     units = [
         (unit_name(gpu.uuid if mig is None else mig.uuid), _mps_unit(gpu, mig, mps, program))
@@ -74,11 +74,11 @@ def units_export(
     )
 
 
-def _check_path(option: str, path: str) -> None:
+def _check_path(option: str, path: str, example: str) -> None:
     if not path.startswith("/") or any(character in path for character in " \t\n\"'\\%$;|&"):
         raise BadUsage(
             f"'{path[:80]}' cannot be used in a unit",
-            f"give an absolute path without spaces or special characters: {option} /opt/gpushare",
+            f"give an absolute path without spaces or special characters: {option} {example}",
             code="bad_path",
         )
 

@@ -21,7 +21,7 @@ from gpushare.mps.limits import Limits, check_memory
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """One difference between host and file; None: it does not exist there."""
+    """One difference between host and file. ``found`` is what the host has, ``wanted`` what the file says; None: nothing."""
 
     what: str
     found: str | None

@@ -767,7 +767,7 @@ def _with_instances(settings: Settings, free: int) -> tuple[Settings, list[LeftO
     kept = [cell for cell in settings.cells if cell not in short]
     if (settings.alone.kind is Way.MIG and not free) or not kept:
         raise NotSupported(
-            "no MIG instance is free", "see what uses them: gpushare mig status", code="no_free_instance"
+            "no MIG instance without a name is free", "see the instances: gpushare mig status", code="no_free_instance"
         )
     left_out = [LeftOut(way=way.name, copies=copies, reason=_too_few(copies, free)) for way, copies in short]
     return replace(settings, cells=kept), left_out

@@ -105,10 +105,11 @@ class RecordedProcess:
     mps: bool = False
     graphics: bool = False
     mig: str | None = None
-    # Its job and its limits, as they were when it was first seen; the limit of memory is of the job on each device.
+    # Its job; this and the fields below are as they were when the process was first seen.
     job: str | None = None
     role: str | None = None
     threads_percent: float | None = None
+    # The limit of the job on each of its devices.
     memory_limit_bytes: int | None = None
     slice_us: int | None = None
 

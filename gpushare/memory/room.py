@@ -215,7 +215,8 @@ def wait_for_room(
             check_ever(lines, place.request, limits.get(os.geteuid()), when_empty=len(lines) == len(uuids))
             if seconds is not None and clock() - began >= seconds:
                 jobs_ahead = len(jobs_before(reservations(host) or [], place))
-                raise _no_room_error(read_lines(host, usable, limits), place.request, seconds, reasons, jobs_ahead)
+                lines, limit = read_lines(host, usable, limits), limits.get(os.geteuid())
+                raise _no_room_error(lines, place.request, seconds, reasons, jobs_ahead, limit)
             if due:
                 looked = clock()
                 text = why_it_waits(host, lines, place, limits.get(os.geteuid()), reasons)
@@ -305,8 +306,9 @@ class RoomOnDevice:
     free_bytes: int | None
     # How many further clients its MPS daemon takes; null: no limit is known.
     free_clients: int | None = None
-    # By jobs of gpushare, and by other programs.
+    # What jobs of gpushare have reserved.
     reserved_bytes: int | None = None
+    # What other programs use.
     others_bytes: int | None = None
     why: str | None = None
     held_by: tuple[RoomJob, ...]
@@ -317,12 +319,12 @@ class RoomAnswer:
     """Whether a job would start now, where, and behind whom it would wait."""
 
     starts_now: bool
-    # Where it would start; none: it would wait.
+    # Where it would start; empty: it would wait.
     gpus: tuple[int, ...]
     device_uuids: tuple[str, ...]
-    # In a sentence.
+    # The reason, as a sentence.
     why: str
-    # On each of its devices; null: a device of its own.
+    # What it needs on each of its devices; null: a device of its own.
     memory_bytes: int | None
     behind: tuple[RoomJob, ...]
     devices: tuple[RoomOnDevice, ...]
@@ -498,7 +500,7 @@ def _room_text(
     stays = [job.title for line in lines for job in line.holders if job.stays and request.production]
     cannot = f"; {stays[0]} was to leave the GPU for it, and cannot: see its output" if stays else ""
     more = f"; {_unusable(reasons)}" if reasons else ""
-    return f"{size_text(request)}{ahead}: {room}{cannot}{more}{_held_back(lines, request, limit)}"
+    return f"{size_text(request)}{ahead}: {room}{cannot}{more}{_limit_text(lines, request, limit)}"
 
 
 def check_ever(lines: Sequence[Line], request: Request, limit: int | None, *, when_empty: bool = True) -> None:
@@ -532,7 +534,7 @@ def check_limit_now(lines: Sequence[Line], request: Request, limit: int | None) 
     over = [line for line in lines if _exceeds(line, request, limit)]
     if over:
         raise InUse(
-            f"there is no room for {size_text(request)} now{_held_back(over, request, limit)}",
+            f"there is no room for {size_text(request)} now{_limit_text(over, request, limit)}",
             "wait for it: --wait; or end one of your jobs: gpushare stop NAME; see: gpushare status",
             code="no_room",
         )
@@ -542,9 +544,9 @@ def _exceeds(line: Line, request: Request, limit: int | None) -> bool:
     return limit is not None and line.granted.get(os.geteuid(), 0) + _need(line, request) > limit
 
 
-def _held_back(lines: Sequence[Line], request: Request, limit: int | None) -> str:
+def _limit_text(lines: Sequence[Line], request: Request, limit: int | None) -> str:
     """Return a text on the limit of this user, if it holds the job back everywhere."""
-    if limit is None or not all(_exceeds(line, request, limit) for line in lines):
+    if limit is None or not lines or not all(_exceeds(line, request, limit) for line in lines):
         return ""
     reserved = min(line.granted.get(os.geteuid(), 0) for line in lines)
     return f"; your jobs have reserved {format_bytes(reserved)} of the {format_bytes(limit)} that you may have on a GPU"
@@ -567,7 +569,7 @@ def _never_fits_error(lines: Sequence[Line], request: Request) -> BadUsage:
 
 
 def _no_room_error(
-    lines: Sequence[Line], request: Request, seconds: float, reasons: Sequence[str], jobs_ahead: int
+    lines: Sequence[Line], request: Request, seconds: float, reasons: Sequence[str], jobs_ahead: int, limit: int | None
 ) -> InUse:
     most = max(lines, key=lambda line: line.free_bytes, default=None)
     if most is None:
@@ -577,17 +579,19 @@ def _no_room_error(
     else:
         free = f"at most {format_bytes(most.free_bytes)} are free"
     free += f"; {counted(jobs_ahead, 'job')} waited before it" if jobs_ahead else ""
+    held_back = _limit_text(lines, request, limit)
+    stop = "; or end one of your jobs: gpushare stop NAME" if held_back else ""
     whole = request.memory_bytes is None and request.count == 1
     want = "a job that needs a whole GPU" if whole else size_text(request)
     if seconds <= 0:
         return InUse(
-            f"there is no room for {want} now: {free}",
-            "wait for it: --wait, or --wait --timeout 10m; see who holds the memory: gpushare status",
+            f"there is no room for {want} now: {free}{held_back}",
+            f"wait for it: --wait, or --wait --timeout 10m{stop}; see who holds the memory: gpushare status",
             code="no_room",
         )
     return InUse(
-        f"there was no room for {want} within {format_duration(seconds)}: {free}",
-        "wait longer: --timeout TIME; see who holds the memory: gpushare status",
+        f"there was no room for {want} within {format_duration(seconds)}: {free}{held_back}",
+        f"wait longer: --timeout TIME{stop}; see who holds the memory: gpushare status",
         code="no_room",
     )
 

@@ -231,7 +231,7 @@ def locked(host: Host, *, say: Callable[[str], None] = lambda _: None, seconds: 
 # -- out ---------------------------------------------------------------------------------------------------------------
 
 
-def check_out(host: Host, title: str, processes: Sequence[JobProcess]) -> None:
+def check_out(host: Host, job: Named, processes: Sequence[JobProcess]) -> None:
     """Raise unless a job can go out.
 
     Raises:
@@ -243,18 +243,18 @@ def check_out(host: Host, title: str, processes: Sequence[JobProcess]) -> None:
     mps = next((process for process in processes if process.under_mps), None)
     if mps is not None:
         raise NotSupported(
-            f"{title} cannot be swapped: process {mps.pid} is a client of MPS",
+            f"{job.title} cannot be swapped or moved: process {mps.pid} is a client of MPS",
             "start it outside MPS: gpushare run --swap request -- CMD",
             code="under_mps",
         )
     gpus = sorted({gpu for process in processes for gpu in process.gpus})
     if len(gpus) > 1:
         raise NotSupported(
-            f"{title} is on GPUs {', '.join(map(str, gpus))}, and only jobs on one GPU can be swapped",
-            "pause it instead: gpushare pause JOB",
+            f"{job.title} is on GPUs {', '.join(map(str, gpus))}, and only jobs on one GPU can be swapped or moved",
+            f"pause it instead: gpushare pause {job.selector}",
             code="several_gpus",
         )
-    _check_stopped(host, title, processes)
+    _check_stopped(host, job, processes)
     from gpushare.memory.cost import host_bytes
 
     for process in processes:
@@ -263,7 +263,7 @@ def check_out(host: Host, title: str, processes: Sequence[JobProcess]) -> None:
         if free is not None and most > free:
             needed, available = format_apart(most, free)
             raise InUse(
-                f"{title} needs {needed} of host memory, and {available} are available to it",
+                f"{job.title} needs {needed} of host memory, and {available} are available to it",
                 "free host memory, or raise the limit of its cgroup (memory.max and memory.high)",
                 code="host_memory",
             )
@@ -289,15 +289,14 @@ def check_host(host: Host) -> None:
     host.open_checkpoint().demand()
 
 
-def _check_stopped(host: Host, title: str, processes: Sequence[JobProcess]) -> None:
+def _check_stopped(host: Host, job: Named, processes: Sequence[JobProcess]) -> None:
     paused = paused_since(host)
     for process in processes:
-        by_pid = f"process {process.pid}"
-        whose = title if title == by_pid or title.endswith(f"({by_pid})") else f"{by_pid} of {title}"
+        whose = job.title if job.pid == process.pid else f"process {process.pid} of {job.title}"
         if process.pid in paused:
             raise InUse(
                 f"{whose} is paused: a checkpoint would hang",
-                f"resume it first: gpushare resume {process.pid}",
+                f"resume it first: gpushare resume {job.selector}",
                 code="paused",
             )
         if _is_stopped(host, process.pid):

@@ -133,7 +133,7 @@ def _not_as_named(host: Host, named: NamedInstance, gpu: Gpu) -> NotFound:
     if not gpu.mig_enabled:
         return NotFound(
             f"{meant}, and MIG is off there",
-            f"turn it on and create it again: gpushare mig enable -g {gpu.index}; {again}",
+            f"switch it on and create it again: gpushare mig enable -g {gpu.index}; {again}",
             gpu=gpu.index,
             code="mig_off",
         )
@@ -173,7 +173,7 @@ def profile_places(host: Host, text: str, gpu: str | None) -> list[Place]:
         first = capable[0].index
         raise NotFound(
             f"MIG is off on GPU {', '.join(str(gpu.index) for gpu in capable)}",
-            f"turn it on: gpushare mig enable -g {first}; then: gpushare mig create {request.one} -g {first}",
+            f"switch it on: gpushare mig enable -g {first}; then: gpushare mig create {request.one} -g {first}",
             code="mig_off",
         )
     free_of_name = [place for place in places if place.name is None]

@@ -15,15 +15,15 @@ class Cost(NamedTuple):
     """The cost of a plan, the heaviest field first; smaller is better.
 
     Destroyed instances are counted as MIG devices: a GPU instance with three compute instances is three, an empty one
-    is one. Created are GPU instances and compute instances.
+    is one. Created are GPU instances and compute instances. Slices destroyed stand before capacity lost because a GPU
+    with fewer instances always has more room.
     """
 
     busy_destroyed: int = 0
     named_destroyed: int = 0
     idle_destroyed: int = 0
     created: int = 0
-    # Memory slices of the GPU instances destroyed: of two idle ones the smaller one. Before fragmentation,
-    # because a GPU with fewer instances always has more room.
+    # Memory slices of the destroyed GPU instances.
     slices_destroyed: int = 0
     # The capacity that the instances of all GPUs of the plan take afterwards, in memory slices.
     capacity_lost: int = 0
@@ -195,7 +195,7 @@ def shown_steps(plan: MigPlan, off: Sequence[int] = ()) -> Iterator[Step]:
 def mode_step(gpu: int, act: Callable[[], None], back: Callable[[], None] | None = None, *, enable: bool) -> Step:
     """Return the step that switches MIG mode by ``act``."""
     return Step(
-        what=f"switch MIG {'on' if enable else 'off'} on GPU {gpu}",
+        what=f"switch MIG {'on' if enable else 'off'} for GPU {gpu}",
         command=f"nvidia-smi -i {gpu} -mig {int(enable)}",
         undo=f"nvidia-smi -i {gpu} -mig {int(not enable)}",
         do=act,

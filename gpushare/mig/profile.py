@@ -72,10 +72,10 @@ class ComputeProfile:
     slices: int
     # The ID column of -lcip.
     id: int | None = None
-    # How many of it one GPU instance holds; None: unknown.
+    # How many of them fit into one GPU instance; None: unknown.
     instances: int | None = None
     multiprocessors: int | None = None
-    # On the axis of the GPU instance's compute slices (-lcipp); None: the driver places.
+    # In compute slices of the GPU instance (-lcipp); None: the driver chooses the place.
     placements: tuple[Placement, ...] | None = None
 
     @property
@@ -99,9 +99,9 @@ class Profile:
     memory_bytes: int | None = None
     multiprocessors: int | None = None
     engines: Engines = Engines()
-    # How many of it one GPU holds; None: unknown.
+    # How many of them fit on one GPU; None: unknown.
     instances: int | None = None
-    # On the axis of memory slices; None: unknown (only offline).
+    # In memory slices; None: unknown (only offline).
     placements: tuple[Placement, ...] | None
     compute: tuple[ComputeProfile, ...] = ()
 
@@ -191,11 +191,11 @@ class GpuInstance:
     compute: tuple[ComputeInstance, ...] = ()
     # Processes that hold the GPU instance itself (its capability node). None: unknown, which counts as busy.
     holders: tuple[GpuProcess | Holder, ...] | None = ()
-    # The name that a user bound to (GPU UUID, profile, start).
+    # The name that a user gave to this profile at this place on this GPU.
     name: str | None = None
     # The users that it is granted to; empty: open to all users.
     granted: tuple[str, ...] = ()
-    # gpushare created it.
+    # Whether gpushare created it.
     made: bool = False
 
     def __str__(self) -> str:

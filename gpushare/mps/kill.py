@@ -41,10 +41,10 @@ class Meter(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Drain:
-    """How the queue drained: seconds waited, and whether its end was seen or the bound was reached.
+    """How a stopped MPS client finished its GPU work before it was killed.
 
-    ``by`` is ``idle`` (the GPU is idle), ``fall`` (the activity fell and stayed low) or ``bound`` (neighbours hide the
-    end, so the whole bound was waited).
+    ``by`` says how gpushare saw the end: ``idle`` (the GPU was idle), ``fall`` (its activity fell and stayed low) or
+    ``bound`` (other clients hid the end, so gpushare waited for the longest time).
     """
 
     seconds: float

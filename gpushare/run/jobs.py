@@ -709,7 +709,7 @@ def processes_to_swap(host: Host, job: Job) -> list[JobProcess]:
             if process.memory_used_bytes is not None:
                 held[process.pid] = held.get(process.pid, 0) + process.memory_used_bytes
     processes = [each._replace(memory_bytes=held.get(each.pid, 0)) for each in on_gpu]
-    check_out(host, job.title, processes)
+    check_out(host, job, processes)
     for gpu in (host.nvml.gpu(index) for each in on_gpu[:1] for index in each.gpus):
         if gpu.memory_total_bytes is None or gpu.memory_used_bytes is None:
             raise NotSupported(

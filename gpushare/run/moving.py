@@ -43,7 +43,7 @@ Draw = Callable[[str, float, "float | None"], None]
 
 @dataclass(frozen=True, kw_only=True)
 class MovedJob:
-    """A job that moves: where it is, and where it goes; ``to_gpu`` None: to the first of several with room."""
+    """A job that moves. ``to_gpu`` None: it goes to the first of several GPUs that has room."""
 
     pid: int
     name: str | None

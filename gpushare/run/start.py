@@ -747,7 +747,7 @@ def check_enough(devices: Sequence[Device], count: int, *, most: int = 0) -> Non
     """Raise if a job of ``count`` GPUs may have fewer; ``most``: how many the host has."""
     if len(devices) < count:
         raise BadUsage(
-            f"--gpus {count}: the job may have {counted(len(devices), 'GPU')} only",
+            f"--gpus {count}: the job can choose from {counted(len(devices), 'GPU')} only",
             f"give it fewer: --gpus {len(devices)}" + ("; or let it use any GPUs: -g any" if most >= count else ""),
             code="too_few_gpus",
         )

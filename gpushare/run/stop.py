@@ -66,7 +66,7 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class Stopped:
-    """How a job was ended: by its ``gpushare``, by leaving the ``line``, as a client of ``mps``, as a ``container``, by a ``signal``."""
+    """How a job was ended. ``way``: gpushare (its gpushare ended it), line (it left the line), mps (an MPS client), container or signal."""
 
     name: str | None
     pid: int

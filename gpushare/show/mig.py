@@ -91,15 +91,16 @@ class ProfileRow:
     compute_slices: int
     memory_bytes: int | None
     multiprocessors: int | None
-    # How many can be created now, of how many.
+    # How many can be created now.
     free: int | None
+    # How many fit on an empty GPU.
     total: int | None
     # In words: {0,4}:4 is the starts and the size, in memory slices.
     placements: str | None
     free_starts: tuple[int, ...] | None
     copy_engines: int | None
     decoders: int | None
-    # Of a published fact; null: the driver says it.
+    # How sure a published fact is; null: the driver says it.
     confidence: str | None
 
 
@@ -264,8 +265,9 @@ class MigGpu:
     mig_pending: bool | None
     # Null: they are hidden from this user, or unknown.
     instances: tuple[GpuInstance, ...] | None
-    # Slices that no profile can use next to these instances.
+    # Compute slices that no profile can use next to these instances.
     lost_compute_slices: int | None
+    # The same for memory slices.
     lost_memory_slices: int | None
     # From 0 (whatever is free can be had as one instance) to 1.
     fragmentation: float | None

@@ -14,7 +14,7 @@ from gpushare.show.result import Column, Result, Table
 
 @dataclass(frozen=True, kw_only=True)
 class PlanAnswer:
-    """The answer of a change: its steps, what takes all of them back, and what it takes."""
+    """The answer of a change: its steps, the command that undoes them, and what gpushare asks about first."""
 
     # True: nothing was changed.
     dry_run: bool

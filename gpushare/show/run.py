@@ -263,16 +263,16 @@ class Copy:
     # 128 + N if signal N ended it.
     exit_code: int | None = None
     seconds: float = 0.0
-    # How often it was started.
+    # How many times it was started.
     tries: int = 0
     gpu_indexes: tuple[int, ...] = ()
     threads_percent: float | None = None
-    # The most that all its processes held together; null: unknown.
+    # The most device memory that its processes held together; null: unknown.
     memory_peak_bytes: int | None = None
     # Whether it was seen among the clients of MPS; null: never checked.
     attached: bool | None = None
     failure: str | None = None
-    # Why gpushare has ended it: memory_limit, or null.
+    # Why gpushare ended it: memory_limit; null: it did not.
     reason: str | None = None
     # Processes left running by any of its tries; they were ended.
     left_behind: tuple[int, ...] = ()
@@ -287,11 +287,12 @@ class FarmAnswer:
     """The answer of `farm`. ``memory_source``: given, known (an earlier run) or measured (the first copy)."""
 
     seconds: float
-    # What each copy reserved at last.
+    # The memory that each copy reserved, at the end of the farm.
     memory_bytes: int | None
     memory_source: str | None
-    # Of each process, in the driver; and of a copy, on each of its GPUs.
+    # The limit of each process, which the driver enforces.
     memory_limit_bytes: int | None
+    # The limit of each copy on each of its GPUs.
     job_memory_bytes: int | None
     copies: tuple[Copy, ...]
 

@@ -576,7 +576,7 @@ class StatusGpu(Gpu):
     # Null: unknown, because it does not answer or its MIG devices are hidden from this user.
     mig_instances: tuple[MigInstance, ...] | None = None  # type: ignore[assignment]
     mechanism: WayInForce | None = None
-    # In use, and of no process that the driver lists.
+    # Memory in use that belongs to no process that the driver lists.
     memory_unlisted_bytes: int | None = None
 
 

@@ -63,7 +63,7 @@ class WayAnswer:
 class TuneAnswer:
     """The answer of ``gpushare tune``. Rates are per second; ``seconds`` count from when all jobs had printed.
 
-    ``production_waits``: it waits for requests that come at random, so that its rate is the demand and its latency decides.
+    ``production_waits``: production waits for requests, so its rate is the demand and its latency decides.
     ``ended`` says why the search ended: ``answer``, ``budget``, or ``interrupted``. ``commands`` start the jobs as measured.
     """
 

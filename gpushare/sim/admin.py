@@ -66,7 +66,7 @@ class ShownProcess(SimulatedProcess):
 
 @dataclass(eq=False, kw_only=True)
 class ShownHost(SimulatedHostState):
-    """Everything about a simulated host, whether a command has used it, and where its state is kept."""
+    """A simulated host with its state. ``used``: whether a command has used it; ``directory``: where its state is."""
 
     json_properties: ClassVar = ("uid",)
 

@@ -45,7 +45,7 @@ class SimulatedGpuInstance:
 
 @dataclass(eq=False)
 class SimulatedMigInstance(SimulatedGpuInstance):
-    """One MIG device of a simulated GPU: a compute instance, with what is known of its GPU instance."""
+    """One MIG device of a simulated GPU: a compute instance in its GPU instance."""
 
     compute_instance_id: int
     uuid: str
@@ -87,19 +87,19 @@ class SimulatedGpu:
     # GPU instances without a compute instance: no MIG device, no CUDA.
     bare: list[SimulatedGpuInstance] = field(default_factory=list)
     lost: bool = False
-    # Memory that no process in NVML's lists has: of processes that are gone.
+    # Memory of processes that are gone: NVML lists no process that has it.
     unlisted_bytes: int = 0
-    # Xids of it in the kernel's log since the boot.
+    # Its Xids in the kernel log since the boot.
     xids: list[int] = field(default_factory=list)
-    # nvmlClocksEventReasons: why its clocks are lowered.
+    # Why its clocks are lowered, as nvmlClocksEventReasons.
     slowed: int = 0
-    # Below the limit of its model; None: no cap.
+    # A power limit below that of its model; None: none.
     power_cap_watts: int | None = None
     # A change of the MIG mode stays pending until a reset.
     reset_required: bool = False
     # Names of NVML entry points (any suffix) that answer NOT_SUPPORTED here.
     not_supported: list[str] = field(default_factory=list)
-    # Those that answer NO_PERMISSION.
+    # Names of those that answer NO_PERMISSION.
     refused: list[str] = field(default_factory=list)
     # Capability nodes that were changed, by GPU instance id, or GPU and compute instance id: "9", "9/0".
     nodes: dict[str, SimulatedNode] = field(default_factory=dict)
@@ -124,57 +124,61 @@ class SimulatedProcess:
 
     pid: int
     real: bool
-    # Empty while it has no CUDA context: refused, waiting for a server, not attached yet.
+    # Empty while it has no CUDA context: it was refused, waits for a server, or has not attached yet.
     gpu_uuid: str
     name: str
     user: str
     uid: int
-    # In clock ticks since boot.
+    # When it started, in clock ticks since boot.
     started: int
     command_line: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
     memory_bytes: int = 0
     sm_percent: int = 0
-    # Percent of the memory's bandwidth that it draws; None: what its work on the SMs draws.
+    # Percent of the memory bandwidth that it uses; None: what its work on the SMs implies.
     bandwidth_percent: int | None = None
-    # Percent of the time in which it has work, and how long a request of it takes.
+    # Percent of the time in which it has work.
     busy_percent: float = 100.0
+    # How long one of its requests takes.
     request_ms: float | None = None
-    # Work launched ahead: how long the GPU is still busy after the process stops launching (seconds).
+    # How long the GPU stays busy with its queued work after the process stops launching.
     queue_seconds: float = 0.0
     graphics: bool = False
     container: str | None = None
     gids: list[int] = field(default_factory=list)
     cgroup: str | None = None
-    # Only root has put it there.
+    # Whether only root can have put it there.
     cgroup_of_root: bool = False
     gpu_instance_id: int | None = None
     compute_instance_id: int | None = None
     # The simulated process that started it.
     parent_pid: int | None = None
-    # Not None: a client of the MPS daemon with this PID.
+    # The PID of the MPS daemon whose client it is; None: no MPS client.
     mps_daemon: int | None = None
     mps_server: int | None = None
     stopped_at: float | None = None
     # Its CUDA context was lost when a neighbour died with work in flight.
     broken: bool = False
     catches: list[int] = field(default_factory=list)
-    # What is in force for an MPS client since it attached (None: no limit, or no client).
+    # The thread limit of an MPS client, in force since it attached; None: no limit, or no client.
     threads: float | None = None
+    # Its memory limit, in the same way.
     memory_limit_bytes: int | None = None
-    # Not None: it lives, but CUDA refused it a context; the name of the CUresult.
+    # The CUresult with which CUDA refused it a context; None: it was not refused.
     refused: str | None = None
-    # Not None: it makes its first CUDA context at this time.
+    # When it makes its first CUDA context; None: it does not wait to do so.
     attach_at: float | None = None
     # Device nodes that it keeps open besides those of its CUDA context: nv-hostengine, nvidia-persistenced.
     open_files: list[str] = field(default_factory=list)
-    # What differs from the default: time-slices (microseconds) by channel group, "compute" or the handle of another, and
-    # channels that are off.
+    # Time-slices in microseconds that are not the default, by channel group: "compute", or the handle of another.
     slices: dict[str, int] = field(default_factory=dict)
+    # Channel groups that are off.
     channels_off: list[int] = field(default_factory=list)
-    # CUprocessState: 1 locked, 2 checkpointed (then its memory is in ``image_bytes``), 3 failed; ever restored.
+    # CUprocessState: 0 running, 1 locked, 2 checkpointed, 3 failed.
     checkpoint: int = 0
+    # Its memory while it is checkpointed.
     image_bytes: int = 0
+    # Whether it was ever restored.
     restored: bool = False
 
     @property
@@ -191,10 +195,10 @@ class SimulatedServer:
     uid: int
     status: str = "ACTIVE"
     threads: float = 100.0
-    # By device ordinal or UUID, as it was set: mebibytes.
+    # Memory limits in MiB, by device ordinal or UUID as it was set.
     memory: dict[str, int] = field(default_factory=dict)
     priority: int = 0
-    # As those of a process.
+    # Time-slices, as those of a process.
     slices: dict[str, int] = field(default_factory=dict)
     channels_off: list[int] = field(default_factory=list)
 
@@ -235,7 +239,7 @@ class SimulatedHostState:
     processes: list[SimulatedProcess] = field(default_factory=list)
     daemons: list[SimulatedDaemon] = field(default_factory=list)
     driver: str = "580.159.04"
-    # The user that commands run as, by the fault ``user``; None: who types them, who may do here what root may.
+    # The user that commands run as (fault ``user``); None: the real user, who may also do what root may.
     fault_uid: int | None = None
     # The ids of users that this machine does not have, by name.
     users: dict[str, int] = field(default_factory=dict)
@@ -246,27 +250,32 @@ class SimulatedHostState:
     permission_denied: bool = False
     # The library was updated and the kernel module was not reloaded.
     library_mismatch: bool = False
-    # "Binary version" of the MPS programs, where it is not the driver's own.
+    # "Binary version" of the MPS programs, if it differs from the driver's.
     mps_binary: int | None = None
-    # /dev/shm, and `ulimit -n` of every process.
+    # The size of /dev/shm.
     shared_memory_bytes: int = 64 << 30
-    # MemAvailable, and what a checkpoint answers instead of working: "checkpoint=801", "restore=2".
+    # MemAvailable.
     host_memory_bytes: int = 512 << 30
+    # The error that a call of a checkpoint returns, by the name of the call: {"checkpoint": 801}.
     checkpoint_faults: dict[str, int] = field(default_factory=dict)
+    # `ulimit -n` of every process.
     descriptor_limit: int = 1024
     pid_namespace_is_host: bool = True
-    # Programs that never answer ("nvidia-smi"), and programs that are not installed.
+    # Programs that never answer.
     hanging_programs: list[str] = field(default_factory=list)
+    # Programs that are not installed.
     missing_programs: list[str] = field(default_factory=list)
     # The NVIDIA Container Toolkit (nvidia-ctk), which is no part of the driver.
     toolkit_installed: bool = False
-    # How many of the next conversations with an MPS daemon collide with another one and are dropped.
+    # How many of the next connections to an MPS daemon are dropped.
     collisions: int = 0
-    # Make the Nth modifying NVML call from now on fail, or kill its process once it took effect; 0: none.
+    # The Nth modifying NVML call from now on fails; 0: none.
     fail_step: int = 0
+    # gpushare is killed right after the Nth modifying NVML call from now on; 0: never.
     crash_step: int = 0
-    # Why nobody may call on channels ("seccomp", "hang", ...), and statuses of single calls by number ("0xa06c0103").
+    # Why calls on GPU channels fail: "seccomp", "hang" and others.
     channel_fault: str | None = None
+    # The status that a call on channels returns, by the number of the call: {"0xa06c0103": 86}.
     channel_statuses: dict[str, int] = field(default_factory=dict)
 
     @property

@@ -67,7 +67,7 @@ class Policy:
 class Event:
     """Something that happened to a process.
 
-    ``kind``: ``set`` (by a rule), ``restored`` (its rule or keep has ended), ``changed`` (by someone else, and left
+    ``kind``: ``set`` (by a rule), ``restored`` (its rule, or `timeslice keep`, has ended), ``changed`` (by someone else, and left
     alone), ``skipped`` (``why`` is the reason). ``rule`` is the place of the rule in the file.
     """
 
@@ -669,7 +669,7 @@ def keep(host: Host, policy: Policy, *, reload: Callable[[], Policy], say: Calla
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Which rule is for a process on a GPU, without asking the driver about the process."""
+    """The rule for a process on a GPU; the driver was not asked about the process."""
 
     pid: int
     user: str | None
@@ -722,7 +722,7 @@ def _verdict(host: Host, policy: Policy, gpu: Gpu, pid: int, origin: Origin, *, 
 
 @dataclass(frozen=True, kw_only=True)
 class Deviation:
-    """A process that has another slice than its rule says; ``found_us`` None: it cannot be read."""
+    """A process whose time-slice is not what its rule says. ``found_us`` None: the slice cannot be read."""
 
     pid: int
     user: str | None

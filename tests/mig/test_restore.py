@@ -61,7 +61,7 @@ def test_a_mode_that_could_not_go_back_is_named(monkeypatch: pytest.MonkeyPatch)
     refusing_from(monkeypatch, "create_gpu_instance", 1)
     answer = host.run("mig", "apply", "3g.40gb")
     assert answer.code == 1
-    assert "could not be undone: switch MIG on on GPU 0" in answer.error["message"]
+    assert "could not be undone: switch MIG on for GPU 0" in answer.error["message"]
     assert "nvidia-smi -i 0 -mig 0" in answer.error["hint"]
     assert host.look()[0][:2] == (1, 1)
 

@@ -324,7 +324,7 @@ def test_the_line_that_measures_is_one(cli: Any, users: str) -> None:
     ("words", "spec", "step"),
     [
         (FARM, "sim:t4", "limit each client process to 50 % of the SM threads"),
-        (USERS, "sim:a100-80gb", "switch MIG on on GPU 0"),
+        (USERS, "sim:a100-80gb", "switch MIG on for GPU 0"),
     ],
 )
 def test_apply_shows_its_plan_in_a_dry_run(cli: Any, words: tuple[str, ...], spec: str, step: str) -> None:
@@ -531,7 +531,7 @@ def test_processes_of_unequal_memory_may_be_answered(monkeypatch: pytest.MonkeyP
     words = ("--users", "same", "--no-saturating", "--isolation", "none", "--latency", "none", "--pattern", "steady")
     out, asked = on_a_terminal(monkeypatch, "2\n4G,3G,1G\n4G,three\n4G,3G\n", *words)
     assert asked.count("How much GPU memory") == 3
-    assert "3 sizes of memory, and another number of processes or shares" in asked
+    assert "3 sizes of memory do not match the number of processes or shares" in asked
     assert "'three' is not a memory size" in asked
     given, _ = on_a_terminal(monkeypatch, "", "--memory", "4G,3G", *words)
     assert out == given

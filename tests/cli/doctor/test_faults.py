@@ -98,6 +98,11 @@ def gone_device(cli: Cli, world: World, _: Path) -> None:
     world.mig("1g.18gb:1")
 
 
+def daemon_without_driver(cli: Cli, world: World, _: Path) -> None:
+    started(cli)
+    world.fault("no-driver")
+
+
 def time_slice(cli: Cli, world: World, _: Path) -> None:
     started(cli)
     world.host.policy.set(world.uuid(), TimeSlice.LONG)
@@ -268,6 +273,7 @@ def dead_daemon(cli: Cli, world: World, _: Path) -> None:
 FAULTS: dict[str, tuple[Arrange, set[str]]] = {
     "no library": (fault("no-nvml"), {"nvml.library"}),
     "no driver": (fault("no-driver"), {"driver.loaded"}),
+    "a daemon without a driver": (daemon_without_driver, {"driver.loaded"}),
     "library and driver differ": (fault("mismatch"), {"driver.mismatch"}),
     "not permitted": (fault("no-permission"), {"nvml.answers"}),
     "lost GPU": (fault("lost"), {"gpu.answers", "smi.program"}),

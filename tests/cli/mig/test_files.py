@@ -66,7 +66,7 @@ def test_what_is_missing_and_too_much_is_said(cli: Cli) -> None:
     cut("3g.40gb:4", "1g.10gb:0", "1g.10gb:1")
     done = cli("mig", "check", "3g:0", "1g.10gb", "2g.20gb*2", "-g", "0", host=HOST)
     assert done.code == 7
-    assert done.out == "GPU 0: not as asked\n  missing: 3g.40gb:0, 2g.20gb*2\n  too much: 1g.10gb:1, 3g.40gb:4\n"
+    assert done.out == "GPU 0: not as asked\n  missing: 3g.40gb:0, 2g.20gb*2\n  extra: 1g.10gb:1, 3g.40gb:4\n"
     assert "apply --dry-run" in done.err
     answer = cli("mig", "check", "3g:0", "-g", "0", host=HOST, output="json")
     assert answer.code == 7
@@ -107,7 +107,7 @@ def test_check_of_a_file(cli: Cli, file: Callable[[str], str]) -> None:
     assert cli("mig", "check", "-f", path, "-c", "day", host=HOST).ok().out == "GPU 0: as asked\nGPU 1: as asked\n"
     done = cli("mig", "check", "-f", path, "-c", "night", host=HOST)
     assert done.code == 7
-    assert "GPU 0: not as asked\n  MIG is on; asked: off\n  too much: 1g.10gb:0, 1g.10gb:1, 3g.40gb:4" in done.out
+    assert "GPU 0: not as asked\n  MIG is on; asked: off\n  extra: 1g.10gb:0, 1g.10gb:1, 3g.40gb:4" in done.out
     assert cli("mig", "check", "-f", path, "-c", "night", "-g", "1", host=HOST).ok().out == "GPU 1: as asked\n"
 
 
@@ -299,7 +299,7 @@ def test_a_gpu_instance_that_no_mig_parted_file_can_say(cli: Cli, world: World) 
     answer = cli("mig", "check", "1g.18gb", output="json")
     assert answer.code == 7
     assert answer.data["gpus"][0]["extra"] == [{"profile": "3g.71gb", "start": 4, "count": 1, "mig_device": False}]
-    assert "too much: 3g.71gb:4 (no compute instance)" in cli("mig", "check", "1g.18gb").out
+    assert "extra: 3g.71gb:4 (no compute instance)" in cli("mig", "check", "1g.18gb").out
 
 
 def _destroy_compute_instances(world: World) -> None:

@@ -117,8 +117,8 @@ def test_the_printed_commands_lead_to_the_wish_and_those_of_the_undo_back(cli: C
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (["plan"], 2, "give a wish"),
-        (["plan", "3g.40gb", "--memory", "4G"], 2, "give a wish"),
+        (["plan"], 2, "neither a WISH nor --memory or --sm"),
+        (["plan", "3g.40gb", "--memory", "4G"], 2, "a WISH cannot be combined"),
         (["plan", "nonsense"], 2, "nonsense"),
         (["plan", "9g.99gb"], 3, "9g.99gb"),
         (["fits", "7g.80gb*2"], 3, "7g.80gb"),

@@ -77,6 +77,10 @@ def test_the_limit_of_a_user_holds_without_waiting_too(real: Real, cli: Cli, wor
         assert (answer.code, len(answer.lines("hint"))) == (19, 1)
         (error,) = answer.lines("error")
         assert "your jobs have reserved 20.0 GiB of the 30.0 GiB that you may have on a GPU" in error
+    waited = cli(*asked, "--wait", "--timeout", "0.3", "--", "true")
+    assert waited.code == 19
+    assert "your jobs have reserved 20.0 GiB of the 30.0 GiB that you may have on a GPU" in waited.lines("error")[0]
+    assert "gpushare stop NAME" in waited.lines("hint")[0]
     assert len(reservations(world.host) or []) == 1
     cli("run", "-g", "0", "--memory", "10G", "--slice", "2ms", "--", "true").ok()
     job.signal(signal.SIGINT)

@@ -9,15 +9,17 @@ from dataclasses import replace
 
 import pytest
 
+from gpushare.base.selection import Device
 from gpushare.base.units import GIB
 from gpushare.host.checkpoint import CHECKPOINTED, FAILED, LOCKED, RUNNING, Checkpoint
 from gpushare.memory import swap as module
 from gpushare.memory.ledger import Place, Request, reservations
 from gpushare.memory.swap import OUT, SWAPS, find_swap, repair, swaps
+from gpushare.run.jobs import write_record
 from gpushare.sim import admin
 from gpushare.sim.current import changing
 from gpushare.sim.state import SimulatedProcess
-from tests.cli.drive import Cli, Refused, World
+from tests.cli.drive import Cli, Refused, World, record_of
 
 SPEC = "sim:h200"
 
@@ -139,6 +141,14 @@ def test_a_paused_job_is_resumed_first(refused: Refused, cli: Cli, world: World)
     assert f"gpushare resume {pid}" in refused("swap", "out", pid, code="paused", exit_code=19)
     cli("resume", pid).ok()
     cli("swap", "out", pid).ok()
+
+
+def test_the_hint_for_a_paused_job_has_its_name(refused: Refused, cli: Cli, world: World) -> None:
+    device = Device(gpu=world.host.nvml.sweep()[0])
+    write_record(world.host, record_of(world.host, device, "train", job(), "plain"))
+    cli("pause", "train").ok()
+    for words in (("swap", "out"), ("move",)):
+        assert "gpushare resume train" in refused(*words, "train", code="paused", exit_code=19)
 
 
 def test_short_host_memory_is_noticed_before(refused: Refused, world: World) -> None:
