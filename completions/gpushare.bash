@@ -305,7 +305,7 @@ _gpushare_node() {
       valued='--host -o --output'
       ;;
     'export dra')
-      options='-g --gpu -f --file --mig-replicas --kubernetes --any-gpu --to --host -o --output -q --quiet -v --verbose --debug -h --help'
+      options='-g --gpu -f --file --mig-replicas --kubernetes --to --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='-g --gpu -f --file --mig-replicas --kubernetes --to --host -o --output'
       ;;
     'export karpenter')
@@ -329,7 +329,7 @@ _gpushare_node() {
       valued='-g --gpu -f --file --to --host -o --output'
       ;;
     'export compose')
-      options='-g --gpu -f --file --image --service --cdi --to --host -o --output -q --quiet -v --verbose --debug -h --help'
+      options='-g --gpu -f --file --image --service --to --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='-g --gpu -f --file --image --service --to --host -o --output'
       ;;
     'export ecs')
@@ -341,7 +341,7 @@ _gpushare_node() {
       valued='-g --gpu -f --file --program --at-boot --to --host -o --output'
       ;;
     'export k8s')
-      options='-g --gpu -f --file --replicas --mig-replicas --rename --mig-strategy --namespace --every-node --helm --node --to --host -o --output -q --quiet -v --verbose --debug -h --help'
+      options='-g --gpu -f --file --replicas --mig-replicas --rename --mig-strategy --namespace --node --to --host -o --output -q --quiet -v --verbose --debug -h --help'
       valued='-g --gpu -f --file --replicas --mig-replicas --mig-strategy --namespace --node --to --host -o --output'
       ;;
     'export prometheus')

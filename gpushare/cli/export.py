@@ -33,7 +33,7 @@ from gpushare.export.description import GpuDescription, HostDescription, describ
 from gpushare.export.document import Export, apply_script, printed, write
 from gpushare.export.dra import claims_export
 from gpushare.export.ecs import ecs_export
-from gpushare.export.k8s import chart_export, operator_export
+from gpushare.export.k8s import operator_export
 from gpushare.export.karpenter import node_pool_export
 from gpushare.export.slurm import slurm_export
 from gpushare.export.systemd import FILE, units_export
@@ -76,9 +76,6 @@ def dra(
     kubernetes: Annotated[
         str, typer.Option("--kubernetes", metavar="VERSION", help="The version of the cluster, from 1.32 on.")
     ] = "1.34",
-    any_gpu: Annotated[
-        bool, typer.Option("--any-gpu", help="Claim any GPU of the same model, not exactly these.")
-    ] = False,
     to: To = None,
 ) -> Any:
     """Write a ResourceClaim for each shared GPU or MIG device, and a template for each that is not shared.
@@ -86,7 +83,7 @@ def dra(
     It sets sharing per GPU, with time-slice level and MPS limits, which the device plugin cannot. Pods share a GPU when
     they name the same claim; a template makes a claim, and takes a GPU, for each pod.
     """
-    export = claims_export(described(gpu, file=file, mig_replicas=mig_replicas), kubernetes=kubernetes, any_gpu=any_gpu)
+    export = claims_export(described(gpu, file=file, mig_replicas=mig_replicas), kubernetes=kubernetes)
     return exported("dra", export, to)
 
 
@@ -114,7 +111,7 @@ def karpenter(
         typer.Option(
             "--ami",
             metavar="ALIAS",
-            help="The AMI of the EC2NodeClass: al2023@VERSION or bottlerocket@VERSION. [default: al2023@latest]",
+            help="The AMI of the EC2NodeClass: al2023@VERSION. [default: al2023@latest]",
         ),
     ] = None,
     role: Annotated[
@@ -222,11 +219,10 @@ def compose(
     file: FileOption = None,
     image: Annotated[str | None, typer.Option("--image", metavar="IMAGE", help="The image of the service.")] = None,
     service: Annotated[str, typer.Option("--service", metavar="NAME", help="The name of the service.")] = "gpu",
-    by_cdi: Annotated[bool, typer.Option("--cdi", help="Name the device as CDI does.")] = False,
     to: To = None,
 ) -> Any:
     """Write a compose file with one service on one GPU, MIG device or MPS share."""
-    export = compose_export(_share(gpu, file), image=image, service=service, by_cdi=by_cdi)
+    export = compose_export(_share(gpu, file), image=image, service=service)
     return exported("compose", export, to)
 
 
@@ -440,12 +436,6 @@ def k8s(
     namespace: Annotated[
         str, typer.Option("--namespace", metavar="NAME", help="Where the GPU operator runs.")
     ] = "gpu-operator",
-    every_node: Annotated[
-        bool, typer.Option("--every-node", help="Make this config the default of all nodes, not only the labelled one.")
-    ] = False,
-    helm: Annotated[
-        bool, typer.Option("--helm", help="Write values for the device plugin's own chart, without the GPU operator.")
-    ] = False,
     node: Node = None,
     to: To = None,
 ) -> Any:
@@ -454,17 +444,8 @@ def k8s(
     On stderr: the commands that apply them, with the label and the taint of the node. The plugin shares all GPUs of a
     node alike and cannot set a time-slice level. A host that needs more is refused: use `gpushare export dra`.
     """
-    if helm and (every_node or namespace != "gpu-operator"):
-        raise BadUsage(
-            "--helm cannot be combined with --every-node or --namespace",
-            "drop them: they are for the GPU operator",
-            code="two_ways",
-        )
-
     host = described(gpu, file=file, node=node_name(node), replicas=replicas, mig_replicas=mig_replicas)
-    if helm:
-        return exported("k8s", chart_export(host, rename=rename, mig_strategy=mig_strategy), to)
-    export = operator_export(host, namespace=namespace, rename=rename, mig_strategy=mig_strategy, every_node=every_node)
+    export = operator_export(host, namespace=namespace, rename=rename, mig_strategy=mig_strategy)
     return exported("k8s", export, to)
 
 

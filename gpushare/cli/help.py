@@ -188,10 +188,7 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
         ("At boot, wait for the driver", "apply gpushare.yaml --wait 60"),
     ),
     "capture": (("Keep what was set up by hand", "capture > gpushare.yaml"),),
-    "export k8s": (
-        ("Four replicas of each GPU, into files", "export k8s --replicas 4 --to k8s"),
-        ("As values for Helm", "export k8s --helm --replicas 4"),
-    ),
+    "export k8s": (("Four replicas of each GPU, into files", "export k8s --replicas 4 --to k8s"),),
     "export dra": (("For Kubernetes 1.34", "export dra --kubernetes 1.34 --to dra"),),
     "export karpenter": (("Up to four nodes", "export karpenter --replicas 4 --max-nodes 4"),),
     "export slurm": (("This node, into files", "export slurm --node gpu01 --to slurm"),),

@@ -75,7 +75,7 @@ _COMMANDS: Final[Mapping[str, Mapping[str, str]]] = {
         "off": "disable",
     },
     "timeslice": dict.fromkeys(("list", "ls", "status"), "show"),
-    "export": {"kubernetes": "k8s", "parted": "mig-parted", "helm": "k8s --helm"},
+    "export": {"kubernetes": "k8s", "parted": "mig-parted"},
     "sim": {"ls": "list", "ps": "show", "status": "show", **dict.fromkeys(("delete", "clear"), "reset")},
 }
 # Never suggested: --yes would skip a question, --help would run no command.

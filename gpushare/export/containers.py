@@ -160,15 +160,9 @@ def cdi_export(share: ContainerDevice) -> Export:
     )
 
 
-def compose_export(
-    share: ContainerDevice, *, image: str | None = None, service: str = "gpu", by_cdi: bool = False
-) -> Export:
+def compose_export(share: ContainerDevice, *, image: str | None = None, service: str = "gpu") -> Export:
     """Return a compose file with one service on the device."""
-    reserved: dict[str, Any] = {
-        "driver": "cdi" if by_cdi else "nvidia",
-        "device_ids": [f"nvidia.com/gpu={share.uuid}" if by_cdi else share.uuid],
-        "capabilities": ["gpu"],
-    }
+    reserved = {"driver": "nvidia", "device_ids": [share.uuid], "capabilities": ["gpu"]}
     body: dict[str, Any] = {"image": image or IMAGE}
     if share.mps is not None:
         # Compose would expand a $ in a value.
@@ -181,7 +175,7 @@ def compose_export(
     return Export(
         documents=(yaml_document(COMPOSE_FILE, {"services": {service: body}}),),
         commands=(f"docker compose -f {COMPOSE_FILE} config --quiet", f"docker compose -f {COMPOSE_FILE} up"),
-        needs=notes("container", "needs", share.traits | ({"by-cdi"} if by_cdi else set())),
+        needs=notes("container", "needs", share.traits),
         lost=notes("container", "lost", share.traits),
     )
 

@@ -43,30 +43,21 @@ def api_version(kubernetes: str) -> str:
     return _VERSIONS.get(f"1.{match[1]}", "v1")
 
 
-def claims_export(host: HostDescription, *, kubernetes: str = NEWEST, any_gpu: bool = False) -> Export:
-    """Return claims for every GPU and MIG device, and a Deployment that verifies each shared one.
-
-    ``any_gpu`` takes any GPU of the same model; otherwise exactly this one, by its UUID.
-    """
+def claims_export(host: HostDescription, *, kubernetes: str = NEWEST) -> Export:
+    """Return claims for every GPU and MIG device, by UUID, and a Deployment that verifies each shared one."""
     version = api_version(kubernetes)
     documents: list[Document] = []
     for gpu in host.gpus:
         if gpu.sharing is Way.MIG:
-            documents += [
-                document
-                for mig in _distinct(gpu, any_gpu=any_gpu)
-                for document in _mig(gpu, mig, version, any_gpu=any_gpu)
-            ]
+            documents += [document for mig in _distinct(gpu) for document in _mig(gpu, mig, version)]
         else:
-            documents += _whole(gpu, version, any_gpu=any_gpu)
+            documents += _whole(gpu, version)
     if not documents:
         raise NotSupported(
             "the GPUs are in MIG mode without any MIG device",
             "make some: gpushare mig apply -g 0 1g*7",
             code="no_device",
         )
-    # Equal claims for any GPU of a model are one document.
-    unique = list({document.name: document for document in documents}.values())
     traits, gates = host.traits, []
     if any(gpu.sharing is Way.TIMESLICE and gpu.time_slice not in {None, TimeSlice.DEFAULT} for gpu in host.gpus):
         gates.append("TimeSlicingSettings=true")
@@ -78,8 +69,8 @@ def claims_export(host: HostDescription, *, kubernetes: str = NEWEST, any_gpu: b
         else f"{kubernetes} ({version} of the API)"
     )
     return Export(
-        documents=tuple(unique),
-        commands=tuple(_commands(unique)),
+        documents=tuple(documents),
+        commands=tuple(_commands(documents)),
         needs=notes("dra", "needs", traits, kubernetes=which, gates=", ".join(gates)),
         lost=notes("dra", "lost", traits),
     )
@@ -90,7 +81,7 @@ def _name_of_gpu(gpu: GpuDescription) -> str:
     return "-".join(filter(None, ["gpu", str(gpu.index), gpu.uuid.removeprefix("GPU-")[:8].lower()]))
 
 
-def _distinct(gpu: GpuDescription, *, any_gpu: bool) -> list[MigDescription]:
+def _distinct(gpu: GpuDescription) -> list[MigDescription]:
     """Return the MIG devices that need a document of their own: one template serves all unshared ones of a profile."""
     by_selector: dict[object, MigDescription] = {}
     for mig in gpu.mig:
@@ -102,16 +93,14 @@ def _distinct(gpu: GpuDescription, *, any_gpu: bool) -> list[MigDescription]:
             )
         is_shared = mig.mps is not None or bool(mig.replicas)
         by_selector.setdefault(
-            (mig.profile, mig.mps, mig.replicas, (mig.uuid or mig.index) if is_shared and not any_gpu else None), mig
+            (mig.profile, mig.mps, mig.replicas, (mig.uuid or mig.index) if is_shared else None), mig
         )
     return list(by_selector.values())
 
 
-def _whole(gpu: GpuDescription, version: str, *, any_gpu: bool) -> list[Document]:
-    model = re.sub(r"[^a-z0-9]+", "-", (gpu.name or "gpu").lower()).strip("-")
-    name = f"{model if any_gpu else _name_of_gpu(gpu)}-{gpu.sharing.value}"
-    attribute = f"productName == '{_quoted(gpu.name or '')}'" if any_gpu else f"uuid == '{gpu.uuid}'"
-    request = _request("gpu", "gpu.nvidia.com", f"{_ATTRIBUTES}.{attribute}", version)
+def _whole(gpu: GpuDescription, version: str) -> list[Document]:
+    name = f"{_name_of_gpu(gpu)}-{gpu.sharing.value}"
+    request = _request("gpu", "gpu.nvidia.com", f"{_ATTRIBUTES}.uuid == '{gpu.uuid}'", version)
     if gpu.sharing is Way.EXCLUSIVE:
         return [_template(name, request, None, version)]
     if gpu.sharing is Way.TIMESLICE:
@@ -125,17 +114,16 @@ def _whole(gpu: GpuDescription, version: str, *, any_gpu: bool) -> list[Document
     return _shared(name, request, _parameters("GpuConfig", sharing), version)
 
 
-def _mig(gpu: GpuDescription, mig: MigDescription, version: str, *, any_gpu: bool) -> list[Document]:
+def _mig(gpu: GpuDescription, mig: MigDescription, version: str) -> list[Document]:
     slug = re.sub(r"[^a-z0-9]+", "-", mig.profile)
-    parent = "" if any_gpu else f" && {_ATTRIBUTES}.parentUUID == '{gpu.uuid}'"
-    expression = f"{_ATTRIBUTES}.profile == '{mig.profile}'{parent}"
-    prefix = f"mig-{slug}" if any_gpu else f"{_name_of_gpu(gpu)}-mig-{slug}"
+    expression = f"{_ATTRIBUTES}.profile == '{mig.profile}' && {_ATTRIBUTES}.parentUUID == '{gpu.uuid}'"
+    prefix = f"{_name_of_gpu(gpu)}-mig-{slug}"
     if mig.mps is None and not mig.replicas:
         return [_template(prefix, _request("mig", "mig.nvidia.com", expression, version), None, version)]
-    if not any_gpu and mig.uuid:
+    if mig.uuid:
         # Which of them is shared matters.
         expression = f"{_ATTRIBUTES}.uuid == '{mig.uuid}'"
-    if not any_gpu and mig.index is not None:
+    if mig.index is not None:
         prefix += f"-{mig.index}"
     request = _request("mig", "mig.nvidia.com", expression, version)
     if mig.mps is None:
@@ -207,7 +195,3 @@ def _commands(documents: list[Document]) -> list[str]:
     return [f"kubectl apply -f {document.name}" for document in documents if document not in checks] + verified(
         checks, prefix=""
     )
-
-
-def _quoted(text: str) -> str:
-    return text.replace("\\", "\\\\").replace("'", "\\'")

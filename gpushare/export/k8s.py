@@ -311,12 +311,8 @@ def operator_export(
     namespace: str = "gpu-operator",
     rename: bool = False,
     mig_strategy: str = "mixed",
-    every_node: bool = False,
 ) -> Export:
-    """Return the documents that make a cluster share the GPUs of this node as the host does now.
-
-    ``every_node`` makes it the default of the cluster; otherwise only the labelled node uses it.
-    """
+    """Return the documents that make a cluster share the GPUs of this node as the host does now."""
     if _NAMESPACE.fullmatch(namespace) is None or namespace == "default":
         raise BadUsage(
             f"'{namespace[:70]}' is not a namespace for the device plugin",
@@ -328,37 +324,13 @@ def operator_export(
     documents = [
         _config_map(sharing, namespace),
         *([_mig_map(host, namespace)] if has_mig else []),
-        _policy(sharing, has_mig=has_mig, every_node=every_node),
-        *(verification(host, sharing, selector={} if every_node else {CONFIG_LABEL: sharing.key})),
+        _policy(sharing, has_mig=has_mig),
+        *verification(host, sharing),
     ]
     return Export(
         documents=tuple(documents),
-        commands=tuple(_commands(host, sharing, documents, namespace, every_node=every_node)),
+        commands=tuple(_commands(host, sharing, documents, namespace)),
         needs=notes("k8s", "needs", _traits(host, sharing), mig_map=MIG_MAP),
-        lost=(*sharing.lost, *notes("k8s", "lost", host.traits)),
-    )
-
-
-def chart_export(host: HostDescription, *, rename: bool = False, mig_strategy: str = "mixed") -> Export:
-    """Return values for the device plugin's own Helm chart, for a cluster without the GPU operator.
-
-    The chart makes the ConfigMap from ``config.map`` and refuses namespace default; it does not set up MIG.
-    """
-    sharing = of_node(host, rename=rename, mig_strategy=mig_strategy)
-    node, values = host.node or "NODE", "values.yaml"
-    checks = verification(host, sharing, selector={CONFIG_LABEL: sharing.key})
-    # GPU feature discovery sets the label that the MPS DaemonSet selects.
-    chart = {"config": {"default": "none", "map": _configs(sharing)}, "gfd": {"enabled": True}}
-    lines = [
-        "helm repo add nvdp https://nvidia.github.io/k8s-device-plugin",
-        f"helm upgrade -i nvdp nvdp/nvidia-device-plugin -n nvidia-device-plugin --create-namespace -f {values}",
-        f"kubectl label node {node} {CONFIG_LABEL}={sharing.key} --overwrite",
-        _taint(node),
-    ]
-    return Export(
-        documents=(yaml_document(values, chart), *checks),
-        commands=(*lines, *verified(checks)),
-        needs=notes("k8s", "needs", _traits(host, sharing) | {"chart"}),
         lost=(*sharing.lost, *notes("k8s", "lost", host.traits)),
     )
 
@@ -399,26 +371,26 @@ def _mig_map(host: HostDescription, namespace: str) -> Document:
     )
 
 
-def _policy(sharing: NodeSharing, *, has_mig: bool, every_node: bool) -> Document:
+def _policy(sharing: NodeSharing, *, has_mig: bool) -> Document:
     """Return a merge patch: a whole ClusterPolicy has nine required members that are not ours to set."""
     spec: dict[str, Any] = {}
     if has_mig:
         spec["mig"] = {"strategy": sharing.plugin.mig_strategy}
-    spec["devicePlugin"] = {"config": {"name": PLUGIN_MAP, "default": sharing.key if every_node else "none"}}
+    spec["devicePlugin"] = {"config": {"name": PLUGIN_MAP, "default": "none"}}
     if has_mig:
         spec["migManager"] = {"config": {"name": MIG_MAP}}
     head = {"apiVersion": "nvidia.com/v1", "kind": "ClusterPolicy", "metadata": {"name": "cluster-policy"}}
     return yaml_document("cluster-policy-patch.yaml", {**head, "spec": spec})
 
 
-def verification(host: HostDescription, sharing: NodeSharing, *, selector: dict[str, str]) -> list[Document]:
+def verification(host: HostDescription, sharing: NodeSharing) -> list[Document]:
     """Return one Deployment per resource. Shared devices get one pod more than there are devices, and all must run."""
     shared = dict(sharing.plugin.replicas)
     checks = []
     for name, devices in physical(host, sharing.plugin.mig_strategy).items():
         pods = devices + (1 if name in shared else 0)
         title = "verify-" + re.sub(r"[^a-z0-9]+", "-", name.partition("/")[2])
-        node = {"nodeSelector": selector} if selector else {}
+        node = {"nodeSelector": {CONFIG_LABEL: sharing.key}}
         resources = {"limits": {sharing.published(name): 1}}
         checks.append(yaml_document(f"{title}.yaml", deployment(f"gpushare-{title}", pods, resources, **node)))
     return checks
@@ -441,9 +413,7 @@ def deployment(name: str, pods: int, resources: dict[str, Any], **pod: Any) -> d
     }
 
 
-def _commands(
-    host: HostDescription, sharing: NodeSharing, documents: list[Document], namespace: str, *, every_node: bool
-) -> list[str]:
+def _commands(host: HostDescription, sharing: NodeSharing, documents: list[Document], namespace: str) -> list[str]:
     node = host.node or "NODE"
     # Server-side, with a manager of its own: the keys of other nodes stay.
     kept = f"--server-side --force-conflicts --field-manager=gpushare-{sharing.key}"
@@ -454,8 +424,7 @@ def _commands(
     lines.append(
         "kubectl patch clusterpolicies.nvidia.com/cluster-policy --type merge --patch-file cluster-policy-patch.yaml"
     )
-    if not every_node:
-        lines.append(f"kubectl label node {node} {CONFIG_LABEL}={sharing.key} --overwrite")
+    lines.append(f"kubectl label node {node} {CONFIG_LABEL}={sharing.key} --overwrite")
     if sharing.plugin.mig_strategy is not None:
         # The state of an earlier layout would end the wait at once.
         lines.append(f"kubectl label node {node} nvidia.com/mig.config.state-")
@@ -479,14 +448,14 @@ def _commands(
     return lines + verified([document for document in documents if document.name.startswith("verify-")])
 
 
-def verified(checks: Sequence[Document], *, prefix: str = "gpushare-", minutes: int = 5) -> list[str]:
+def verified(checks: Sequence[Document], *, prefix: str = "gpushare-") -> list[str]:
     """Return the commands that run verifying Deployments, one after the other."""
     lines = []
     for check in checks:
         name = prefix + check.name.removesuffix(".yaml")
         lines += [
             f"kubectl apply -f {check.name}",
-            f"kubectl rollout status deployment/{name} --timeout={minutes}m",
+            f"kubectl rollout status deployment/{name} --timeout=5m",
             # Why a pod was not started, if one was not.
             "kubectl get events --field-selector type=Warning",
             f"kubectl delete -f {check.name}",

@@ -3,7 +3,7 @@
 Karpenter does not know replicas (kubernetes-sigs/karpenter#729): it would start a node per pod. The NodeOverlay
 (karpenter.sh/v1alpha1, feature gate NodeOverlay, from 1.7 on) gives it the number that the device plugin will offer:
 physical GPUs times replicas. Facts: kubernetes-sigs/karpenter v1.14 (CRDs), aws/karpenter-provider-aws v1.14 (the CRD of
-EC2NodeClass), Bottlerocket's settings kubelet-device-plugins.nvidia.
+EC2NodeClass).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gpushare.export import k8s
 from gpushare.export.containers import layout_name
 from gpushare.export.description import HostDescription, short_model
 from gpushare.export.document import Document, Export, notes, yaml_document
-from gpushare.export.k8s import NodeSharing, of_node
+from gpushare.export.k8s import of_node
 
 _DEFAULT_AMI: Final = "al2023@latest"
 # A placeholder for the name of the cluster, where it is unknown.
@@ -25,9 +25,9 @@ _CLUSTER: Final = "CLUSTER"
 # What an option takes, and the error: what it is, an example, a code. A role is without its path (IAM API, RoleName).
 _OBJECT: Final = (r"(?a)[a-z0-9](?:[-a-z0-9]{0,61}[a-z0-9])?", "a valid object name", "gpu-shared", "bad_name")
 _AMI: Final = (
-    r"(?a)(?:al2|al2023|bottlerocket)@[A-Za-z0-9.-]{1,20}",
+    r"(?a)(?:al2|al2023)@[A-Za-z0-9.-]{1,20}",
     "the alias of an AMI for GPUs",
-    "--ami al2023@latest, or bottlerocket@latest",
+    "--ami al2023@latest",
     "bad_ami",
 )
 _TAG: Final = (r"[^=\s]{1,128}=[^\s]{1,256}", "a tag", "--tag karpenter.sh/discovery=my-cluster", "bad_tag")
@@ -49,7 +49,7 @@ def node_pool_export(
     max_nodes: int | None = None,
     mig_strategy: str = "mixed",
 ) -> Export:
-    """Return the objects for nodes like this one; the sharing itself is the device plugin's, or Bottlerocket's.
+    """Return the objects for nodes like this one; the sharing itself is the device plugin's.
 
     ``node_class`` names an EC2NodeClass that exists; without it one is written, with the name of the pool, so that pools
     of one cluster do not replace each other's. ``tags`` (KEY=VALUE) find its subnets and security groups.
@@ -80,7 +80,7 @@ def node_pool_export(
     if max_nodes is not None:
         pool["spec"]["limits"] = {resource: str(number * max_nodes) for resource, number in capacity.items()}
     verify = _verification(name, capacity, max_nodes)
-    written = [] if node_class else [_node_class(name, sharing, ami, cluster, role, tags)]
+    written = [] if node_class else [_node_class(name, ami, cluster, role, tags)]
     documents = (
         *written,
         yaml_document("node-pool.yaml", pool),
@@ -92,7 +92,6 @@ def node_pool_export(
     conditions = {
         "new-class": node_class is None,
         "unnamed": cluster is None and not (role and tags),
-        "own-plugin": node_class is None and ami.startswith("bottlerocket@"),
         "latest": ami.endswith("@latest"),
         "overlaid": overlaid,
         "plugin-replicas": bool(sharing.plugin.replicas),
@@ -108,9 +107,7 @@ def node_pool_export(
     )
 
 
-def _node_class(
-    name: str, sharing: NodeSharing, ami: str, cluster: str | None, role: str | None, tags: Sequence[str]
-) -> Document:
+def _node_class(name: str, ami: str, cluster: str | None, role: str | None, tags: Sequence[str]) -> Document:
     where = dict(tag.split("=", 1) for tag in tags) or {"karpenter.sh/discovery": cluster or _CLUSTER}
     spec: dict[str, Any] = {
         "role": role or f"KarpenterNodeRole-{cluster or _CLUSTER}",
@@ -118,30 +115,8 @@ def _node_class(
         "subnetSelectorTerms": [{"tags": where}],
         "securityGroupSelectorTerms": [{"tags": dict(where)}],
     }
-    if ami.startswith("bottlerocket@"):
-        spec["userData"] = _bottlerocket(sharing)
     head = {"apiVersion": "karpenter.k8s.aws/v1", "kind": "EC2NodeClass", "metadata": {"name": name}}
     return yaml_document("node-class.yaml", {**head, "spec": spec})
-
-
-def _bottlerocket(sharing: NodeSharing) -> str:
-    """Return the settings of Bottlerocket, which brings its own device plugin."""
-    plugin = sharing.plugin
-    if plugin.mig_strategy is not None:
-        raise NotSupported(
-            "the MIG settings of Bottlerocket are not known well enough to write them",
-            "use --ami al2023@latest, or an EC2NodeClass of your own: --node-class NAME",
-            code="no_mig_there",
-        )
-    section = "settings.kubelet-device-plugins.nvidia"
-    way = {"timeSlicing": "time-slicing", "mps": "mps"}.get(plugin.strategy or "", "none")
-    lines = [f"[{section}]", f'device-sharing-strategy = "{way}"']
-    if way != "none":
-        (number,) = {number for _, number in plugin.replicas}
-        # Under the old name, which the overlay and the pods use.
-        lines += ["", f"[{section}.{way}]", f"replicas = {number}", "rename-by-default = false"]
-        lines += ["fail-requests-greater-than-one = true"] if way == "time-slicing" else []
-    return "\n".join(lines) + "\n"
 
 
 def _verification(name: str, capacity: dict[str, int], max_nodes: int | None) -> list[Document]:

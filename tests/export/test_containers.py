@@ -144,16 +144,15 @@ def test_cdi_names_and_file() -> None:
 
 
 @pytest.mark.parametrize("share", [ContainerDevice(gpu=gpu(0)), MPS, MIG, MIG_MPS])
-@pytest.mark.parametrize("by_cdi", [True, False])
-def test_compose(share: ContainerDevice, by_cdi: bool) -> None:
-    export = compose_export(share, by_cdi=by_cdi, service="train", image="registry:5000/train:1")
+def test_compose(share: ContainerDevice) -> None:
+    export = compose_export(share, service="train", image="registry:5000/train:1")
     document = loaded(export, COMPOSE_FILE)
     check(document, COMPOSE)
     service = document["services"]["train"]
     assert service["image"] == "registry:5000/train:1"
     (device,) = service["deploy"]["resources"]["reservations"]["devices"]
     assert device["capabilities"] == ["gpu"]
-    assert device["device_ids"] == [f"nvidia.com/gpu={share.uuid}" if by_cdi else share.uuid]
+    assert device["device_ids"] == [share.uuid]
     assert service.get("environment", {}) == share.environment
     assert [one["bind"] for one in service.get("volumes", [])] == [{"create_host_path": False}] * (
         share.mps is not None

@@ -95,17 +95,10 @@ def test_what_excludes_mps() -> None:
 
 
 def test_names_are_names_of_kubernetes() -> None:
-    for one in all_loaded(claims_export(UNEVEN, any_gpu=True)):
+    for one in all_loaded(claims_export(UNEVEN)):
         name = one["metadata"]["name"]
         assert name == name.lower()
         assert all(letter.isalnum() or letter == "-" for letter in name)
-
-
-def test_any_gpu_of_the_model() -> None:
-    export = claims_export(t4s(4), any_gpu=True)
-    assert check_kubernetes(export) == 2
-    assert "productName == 'Tesla T4'" in str(loaded(export, "tesla-t4-timeslice.yaml"))
-    assert "GPU-" not in str(all_loaded(export))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from gpushare.base.model import Gpu, Priority, TimeSlice, Way
 from gpushare.base.units import GIB, MIB
 from gpushare.export.containers import layout_name
 from gpushare.export.description import HostDescription
-from gpushare.export.k8s import chart_export, of_node, operator_export
+from gpushare.export.k8s import of_node, operator_export
 from gpushare.mig.parted import parse_parted, wishes_for
 from gpushare.mig.wish import parse_wish
 from tests.export.hosts import T4_BYTES, check_kubernetes, gpu, host, loaded, mig, mps, t4s
@@ -66,14 +66,12 @@ def test_a_number_nobody_said_is_said_to_be_chosen() -> None:
     assert not any("--replicas" in one for one in operator_export(t4s(replicas=4)).lost)
 
 
-def test_every_node_and_renamed() -> None:
-    found = operator_export(t4s(replicas=3), every_node=True, rename=True, namespace="nvidia")
-    assert loaded(found, "cluster-policy-patch.yaml")["spec"]["devicePlugin"]["config"]["default"] == "timeslice-3"
+def test_renamed_and_in_another_namespace() -> None:
+    found = operator_export(t4s(replicas=3), rename=True, namespace="nvidia")
+    assert loaded(found, "cluster-policy-patch.yaml")["spec"]["devicePlugin"]["config"]["default"] == "none"
     pod = loaded(found, "verify-gpu.yaml")["spec"]["template"]["spec"]
-    assert "nodeSelector" not in pod
     assert pod["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu.shared": 1}
     assert loaded(found, "device-plugin-config.yaml")["metadata"]["namespace"] == "nvidia"
-    assert not any("label node" in command for command in found.commands)
 
 
 def test_gpus_that_are_not_shared() -> None:
@@ -143,7 +141,6 @@ def test_other_nodes_keep_what_they_have() -> None:
         "gpushare-3x1g.10gb --overwrite",
     ]
     assert any("gpushare-mig-parted" in need for need in operator_export(cut[0]).needs)
-    assert any("values.yaml" in need for need in chart_export(t4s(1, replicas=4)).needs)
 
 
 def test_mig_shared_beside_shared_gpus() -> None:
@@ -160,21 +157,6 @@ def test_mig_single() -> None:
     found = operator_export(alike, mig_strategy="single")
     assert plugin(found, "mig").mig_strategy == "single"
     assert of_node(alike, mig_strategy="single").capacity(alike) == {"nvidia.com/gpu": 2}
-
-
-@pytest.mark.parametrize("described", [t4s(replicas=4), MIG_HOST])
-def test_without_the_operator(described: HostDescription) -> None:
-    found = chart_export(described)
-    values = loaded(found, "values.yaml")
-    key = of_node(described).key
-    assert list(values["config"]["map"]) == ["none", key]
-    assert values["config"]["default"] == "none"
-    assert from_config(yaml.safe_load(values["config"]["map"][key])) == of_node(described).plugin
-    assert any(f"device-plugin.config={key}" in command for command in found.commands)
-    assert any(
-        command.startswith("helm upgrade -i") and "-n nvidia-device-plugin" in command for command in found.commands
-    )
-    assert not any("clusterpolic" in one or "cluster-policy" in one for one in (*found.commands, *found.needs))
 
 
 def with_mps(**changes: Any) -> HostDescription:

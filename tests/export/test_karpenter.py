@@ -11,7 +11,7 @@ from gpushare.base.model import TimeSlice, Way
 from gpushare.export import k8s
 from gpushare.export.description import HostDescription
 from gpushare.export.karpenter import node_pool_export
-from tests.export.hosts import check_kubernetes, gpu, host, loaded, mig, mps, t4s
+from tests.export.hosts import check_kubernetes, gpu, host, loaded, mig, t4s
 
 # Restated from the CRDs of kubernetes-sigs/karpenter v1.14: the members we write, and no others.
 REQUIREMENT = {
@@ -163,7 +163,7 @@ def test_mig_leaves_no_whole_gpu() -> None:
         (t4s(), {"role": "x y"}, BadUsage, "bad_name"),
         (t4s(), {"node_class": "ours", "role": "nodes"}, BadCombination, "bad_combination"),
         (t4s(), {"node_class": "ours", "ami": "al2023@latest"}, BadCombination, "bad_combination"),
-        (host(gpu(0, Way.MIG, mig=(mig(0),))), {"ami": "bottlerocket@latest"}, NotSupported, "no_mig_there"),
+        (t4s(), {"ami": "bottlerocket@latest"}, BadUsage, "bad_ami"),
         (t4s(), {"instance_type": "big"}, BadUsage, "bad_instance_type"),
         (t4s(), {"max_nodes": 0}, BadUsage, "bad_number"),
     ],
@@ -192,22 +192,6 @@ def test_the_node_class() -> None:
     assert not any("CLUSTER" in text for text in own.needs)
     assert any("--cluster NAME" in text for text in node_pool_export(t4s(4, replicas=4)).needs)
     assert any("new nodes: only those" in text for text in own.needs)
-
-
-@pytest.mark.parametrize(
-    ("described", "way", "number"),
-    [(t4s(4, replicas=4), "time-slicing", 4), (t4s(2, sharing=Way.MPS, mps=mps(50.0)), "mps", 2)],
-)
-def test_bottlerocket_shares_by_its_own_plugin(described: HostDescription, way: str, number: int) -> None:
-    export = node_pool_export(described, ami="bottlerocket@1.54.0", cluster="prod")
-    check_crds(export)
-    tomllib = pytest.importorskip("tomllib")
-    settings = tomllib.loads(loaded(export, "node-class.yaml")["spec"]["userData"])["settings"]
-    nvidia = settings["kubelet-device-plugins"]["nvidia"]
-    assert nvidia["device-sharing-strategy"] == way
-    # Overlay and pods use the name of the GPU.
-    assert (nvidia[way]["replicas"], nvidia[way]["rename-by-default"]) == (number, False)
-    assert not any("gpushare export k8s" in text for text in export.needs)
 
 
 def test_as_many_pods_as_shares_and_one_more_that_stays_pending() -> None:

@@ -63,11 +63,11 @@ def test_time_slicing_in_kubernetes(cli: Cli) -> None:
 
 
 def test_options_of_k8s(cli: Cli) -> None:
-    words = ["--replicas", "10", "--rename", "--every-node", "--namespace", "nvidia"]
+    words = ["--replicas", "10", "--rename", "--namespace", "nvidia"]
     done = cli("export", "k8s", *words, host=T4S).ok()
     key, plugin = plugin_of(done.out)
     assert (key, plugin.rename, plugin.replicas) == ("timeslice-10", True, (("nvidia.com/gpu", 10),))
-    assert documents(done.out)[1]["spec"]["devicePlugin"]["config"]["default"] == key
+    assert documents(done.out)[1]["spec"]["devicePlugin"]["config"]["default"] == "none"
     assert "NODE" in cli("export", "k8s", host=T4S).ok().err
 
 
@@ -106,7 +106,7 @@ def test_dra_says_what_the_plugin_cannot(cli: Cli, refused: Refused, uneven: lis
     assert by_mps["mpsConfig"] == {"defaultActiveThreadPercentage": 30, "defaultPinnedDeviceMemoryLimit": "8192Mi"}
     assert [name for name in by_key if name.startswith("gpu-0") and name.endswith("-mps")]
     assert "MPSSupport=true" in done.err
-    only = cli("export", "dra", "-g", "3", "--any-gpu", "--kubernetes", "1.32", host=H100S).ok()
+    only = cli("export", "dra", "-g", "3", "--kubernetes", "1.32", host=H100S).ok()
     assert documents(only.out)[0]["apiVersion"] == "resource.k8s.io/v1beta1"
 
 
@@ -170,7 +170,7 @@ def test_containers(cli: Cli, uneven: list[str]) -> None:
     assert Path(pipe).is_dir()
     assert cli("export", "docker", "-g", plain, host=H100S).ok().out == f"--gpus device={plain}\n"
     assert cli("export", "cdi", "-g", plain, host=H100S).ok().out == f"--device nvidia.com/gpu={plain}\n"
-    (document,) = documents(cli("export", "compose", "-g", "2", "--cdi", "--image", "x", host=H100S).ok().out)
+    (document,) = documents(cli("export", "compose", "-g", "2", "--image", "x", host=H100S).ok().out)
     assert document["services"]["gpu"]["environment"]["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=8192M"
     assert document["services"]["gpu"]["image"] == "x"
 
@@ -243,8 +243,6 @@ def test_a_directory_that_cannot_be_made(refused: Refused, tmp_path: Path) -> No
         (["k8s", "--namespace", "default"], "bad_namespace", 2),
         (["k8s", "--mig-strategy", "both"], "bad_strategy", 2),
         (["k8s", "--node", "GPU 01"], "bad_node", 2),
-        (["k8s", "--helm", "--every-node"], "two_ways", 2),
-        (["k8s", "--helm", "-g", "0"], "per_node", 3),
         (["dra", "--kubernetes", "1.20"], "no_dra", 3),
         (["dra", "--kubernetes", "x"], "bad_version", 2),
         (["karpenter", "--name", "A"], "bad_name", 2),
