@@ -58,7 +58,7 @@ def ended_by_exception() -> contextlib.AbstractContextManager[None]:
     def end(number: int, _frame: FrameType | None) -> None:
         raise Ended(number)
 
-    return handled([one for one in ENDING[1:] if signal.getsignal(one) is signal.SIG_DFL], end)
+    return handled([number for number in ENDING[1:] if signal.getsignal(number) is signal.SIG_DFL], end)
 
 
 # A screen that waits for a terminal that takes nothing cannot end in order.
@@ -66,22 +66,23 @@ _GRACE_SECONDS: Final = 1.2
 
 
 @contextlib.contextmanager
-def ended_in_time(leave: Callable[[], object]) -> Iterator[None]:
-    """Call ``leave``, in a thread, at a signal or when the terminal is gone, and raise `Ended` at the end.
+def leaving_at_the_end(leave: Callable[[], object]) -> Iterator[None]:
+    """Call ``leave`` in a thread, at a signal or when the terminal is gone, so that the block ends; then raise `Ended`.
 
-    What has not ended after a moment ends the hard way, with the terminal's attributes as they were.
+    If the block has not ended after `_GRACE_SECONDS`, the process exits at once, with the terminal's attributes restored.
     """
     import termios
     import threading
 
     terminal = sys.stdin.fileno()
     attributes = termios.tcgetattr(terminal)
-    first: list[int] = []
+    # The first signal, once one came.
+    ended_by: list[int] = []
 
     def end(number: int) -> None:
-        if first:
+        if ended_by:
             return
-        first.append(number)
+        ended_by.append(number)
         leave()
         time.sleep(_GRACE_SECONDS)
         with contextlib.suppress(termios.error):
@@ -93,16 +94,16 @@ def ended_in_time(leave: Callable[[], object]) -> Iterator[None]:
 
     def end_with_the_terminal() -> None:
         # No event is asked for: it answers when the terminal is gone, also to a process that ignores SIGHUP.
-        gone = select.poll()
-        gone.register(terminal, 0)
-        gone.poll()
+        hangup = select.poll()
+        hangup.register(terminal, 0)
+        hangup.poll()
         end(signal.SIGHUP)
 
     in_thread(end_with_the_terminal)
     with handled(ENDING, lambda number, _: in_thread(end, number)):
         yield
-    if first:
-        raise Ended(first[0])
+    if ended_by:
+        raise Ended(ended_by[0])
 
 
 @contextlib.contextmanager

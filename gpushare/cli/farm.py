@@ -160,7 +160,7 @@ def farm(
         name=title,
         gpus=count,
     )
-    return _farmed(host, devices, command, options)
+    return _run_or_plan(host, devices, command, options)
 
 
 def _check_numbers(copies: int | None, each: str | None, parallel: int | None, restart: int) -> None:
@@ -220,7 +220,7 @@ def _lines_of(each: str) -> tuple[str, ...]:
     return parse_lines(text, title)
 
 
-def _farmed(host: Host, devices: Sequence[Device], command: Sequence[str], options: FarmOptions) -> Any:
+def _run_or_plan(host: Host, devices: Sequence[Device], command: Sequence[str], options: FarmOptions) -> Any:
     """Run a farm and return its result; exit code 1 when a copy failed, 128 + N when signal N ended it."""
     report = CopyLines(options.copies, output=settings.output, quiet=settings.quiet, note=note)
     if settings.dry_run:
@@ -231,12 +231,12 @@ def _farmed(host: Host, devices: Sequence[Device], command: Sequence[str], optio
     check_farm(host, devices, command, options, report)
     try:
         with farm_job(host, devices[0], options.name, command) as ended:
-            shown = _finished(run_farm(host, devices, command, options, report), options, devices)
-            peaks = [copy.memory_peak_bytes for copy in shown.data.copies if copy.memory_peak_bytes is not None]
-            ended(shown.exit_code, max(peaks, default=None))
+            result = _finished(run_farm(host, devices, command, options, report), options, devices)
+            peaks = [copy.memory_peak_bytes for copy in result.data.copies if copy.memory_peak_bytes is not None]
+            ended(result.exit_code, max(peaks, default=None))
     finally:
         report.clear()
-    return shown
+    return result
 
 
 def _caps_of(like: str) -> list[BenchedCap]:
@@ -255,11 +255,11 @@ def _cap_by(
     host: Host, device: Device, command: Sequence[str], caps: Sequence[BenchedCap] | None
 ) -> Callable[[int], float | None]:
     """Return a function of N that returns the cap of each of N copies: from the bench file, from kept results, or 200/N."""
-    said: set[str] = set()
+    reported: set[str] = set()
 
     def say(text: str) -> None:
-        if text not in said:
-            said.add(text)
+        if text not in reported:
+            reported.add(text)
             note(text)
 
     @functools.cache

@@ -39,7 +39,7 @@ from gpushare.memory.swap import BACK, swaps
 from gpushare.mig.cdi import cdi_notes, refresh_steps
 from gpushare.mig.change import GpuChange, MigChange, gpu_change, plan_change, transact
 from gpushare.mig.driver import MigReader, need_rights
-from gpushare.mig.grant import Naming, name_steps, name_taken, names_step, plan_grant, plan_names, plan_revoke
+from gpushare.mig.grant import Naming, name_steps, name_taken_error, names_step, plan_grant, plan_names, plan_revoke
 from gpushare.mig.holders import no_plan_error
 from gpushare.mig.layouts import layouts_of
 from gpushare.mig.ledger import ChangeRecord, MigLedger, NamedInstance, check_name, names_of
@@ -699,7 +699,7 @@ def _binding(name: str, instance: str, gpu: str | None) -> Plan:
     )
     given = names_of(host)
     if name in given and (given[name].gpu_uuid, given[name].place) != (named.gpu_uuid, named.place):
-        raise name_taken(given[name], {layout.uuid: layout.gpu for layout in layouts})
+        raise name_taken_error(given[name], {layout.uuid: layout.gpu for layout in layouts})
     steps = () if instance_there.name == name else (names_step(host, [named], (), {named.gpu_uuid: layout.gpu}),)
     if steps and instance_there.name is not None:
         raise BadUsage(

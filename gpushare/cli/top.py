@@ -14,7 +14,7 @@ import typer
 from gpushare.base.errors import NotSupported, OperationFailed
 from gpushare.cli.options import PLAIN, Command, refresh_seconds, settings
 from gpushare.run.look import with_leases, with_memory
-from gpushare.signals import ended_in_time
+from gpushare.signals import leaving_at_the_end
 
 app = typer.Typer(**PLAIN)
 
@@ -78,7 +78,7 @@ def top(
         theme=_theme(),
         follow=lambda job, add: followed(spec, job, add),
     )
-    with ended_in_time(lambda: cockpit.call_later(cockpit.exit)):
+    with leaving_at_the_end(lambda: cockpit.call_later(cockpit.exit)):
         cockpit.run()
     return 0
 

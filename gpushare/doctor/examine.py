@@ -646,16 +646,17 @@ def _out_of_the_way(seen: Examination, process: GpuProcess, info: ProcessInfo) -
 
 
 def _rules(seen: Examination) -> Iterator[Check]:
-    """Check that something follows the rules for time-slices of the file that was applied last."""
-    kept, record = kept_file(seen.host), keep_record(seen.host)
-    rules = 0 if kept is None else len(kept.rules)
-    if record is not None and not record.runs and record.processes:
-        yield finding("timeslice.rules killed", number=counted(len(record.processes), "process"), unit=KEEP_UNIT)
-    elif rules and (record is None or not record.runs):
+    """Check that `gpushare timeslice keep` runs if the file that was applied last has rules for time-slices."""
+    applied, keep = kept_file(seen.host), keep_record(seen.host)
+    rules = 0 if applied is None else len(applied.rules)
+    runs = keep is not None and keep.runs
+    if keep is not None and not runs and keep.processes:
+        yield finding("timeslice.rules killed", number=counted(len(keep.processes), "process"), unit=KEEP_UNIT)
+    elif rules and not runs:
         yield finding("timeslice.rules", number=counted(rules, "rule"), file=applied_path(seen.host), unit=KEEP_UNIT)
-    elif record is not None and record.runs:
-        number = counted(len(record.processes), "process")
-        yield Check.passed("timeslice.rules", seen=f"gpushare timeslice keep runs (process {record.pid}), for {number}")
+    elif keep is not None and runs:
+        number = counted(len(keep.processes), "process")
+        yield Check.passed("timeslice.rules", seen=f"gpushare timeslice keep runs (process {keep.pid}), for {number}")
 
 
 def _levels(seen: Examination) -> Iterator[Check]:

@@ -128,11 +128,11 @@ class Capabilities:
         node = self._real(capability.node)
         try:
             # Remove the old list first: its users must not keep access while the node changes, or if a later step fails.
-            list_users(node, access.mode, (), _READ)
+            set_listed_users(node, access.mode, (), _READ)
             # Mode before owner: a new owner could widen the mode in between.
             os.chmod(node, access.mode)
             os.chown(node, access.owner, 0)
-            list_users(node, access.mode, access.users, _READ)
+            set_listed_users(node, access.mode, access.users, _READ)
         except OSError as error:
             raise _refused_error(capability.node, error) from None
 
@@ -240,7 +240,7 @@ def listed_users(path: Path, permission: int) -> tuple[int, ...]:
     return ()
 
 
-def list_users(path: Path, mode: int, users: Sequence[int], permission: int) -> None:
+def set_listed_users(path: Path, mode: int, users: Sequence[int], permission: int) -> None:
     """Let these users have a permission besides what a mode gives the owner, the group and others; none removes the list.
 
     Raises:

@@ -26,7 +26,7 @@ from gpushare.base.errors import OperationFailed
 from gpushare.base.values import dataclass
 from gpushare.host.host import Host, make_private_directory
 from gpushare.host.identity import Identity, boot_id, identity_of, lives, pid_space, real_uid
-from gpushare.host.records import kept_mode, unwritable
+from gpushare.host.records import kept_mode, unwritable_error
 from gpushare.host.users import SHARED_DIRECTORIES
 
 # Claims of one device by one job at a time.
@@ -334,14 +334,14 @@ def _made(directory: Path, key: str, prefix: str) -> HeldClaim:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFE, 0o644)
     except OSError as error:
-        raise unwritable(path, "the claim of a job", error, code=_CODE) from error
+        raise unwritable_error(path, "the claim of a job", error, code=_CODE) from error
     try:
         # Others must be able to read it, whatever the umask.
         os.fchmod(descriptor, kept_mode(path, 0o644))
         _written(descriptor, text)
     except OSError as error:
         _remove(path)
-        raise unwritable(path, "the claim of a job", error, code=_CODE) from error
+        raise unwritable_error(path, "the claim of a job", error, code=_CODE) from error
     finally:
         os.close(descriptor)
     return HeldClaim(path)
@@ -359,7 +359,7 @@ def _append(path: Path, line: str) -> None:
             f"{path} was removed while in use", f"see who can do that: ls -ld {path.parent}", code=_CODE
         ) from None
     except OSError as error:
-        raise unwritable(path, "the claim of a job", error, code=_CODE) from error
+        raise unwritable_error(path, "the claim of a job", error, code=_CODE) from error
 
 
 def _written(descriptor: int, text: str) -> None:

@@ -179,10 +179,10 @@ def writing(path: Path, what: str, *, code: str = "file_unwritable") -> Iterator
     try:
         yield
     except OSError as error:
-        raise unwritable(path, what, error, code=code) from error
+        raise unwritable_error(path, what, error, code=code) from error
 
 
-def unwritable(path: Path, what: str, error: OSError, *, code: str = "file_unwritable") -> GpushareError:
+def unwritable_error(path: Path, what: str, error: OSError, *, code: str = "file_unwritable") -> GpushareError:
     """Return the error for a file of gpushare that cannot be written."""
     message = f"{path}, {what}, cannot be written: {error.strerror or error}"
     words = ["ls", "-ld", str(path.parent), str(path)]

@@ -7,7 +7,7 @@ use is refused.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from gpushare.base.errors import NotFound, NotSupported
@@ -31,7 +31,7 @@ from gpushare.hostfile.look import live_gpus, refuse_units
 from gpushare.hostfile.steps import ask_levels, check_step, grant_steps, level_step, names_steps, revoke_steps
 from gpushare.mig.change import GpuChange, MigChange, gpu_change, plan_change
 from gpushare.mig.daemons import daemons_of_others, idle_daemon_pids, refuse_foreign
-from gpushare.mig.grant import name_taken, revoked
+from gpushare.mig.grant import name_taken_error, revoked
 from gpushare.mig.holders import no_plan_error
 from gpushare.mig.ledger import MigLedger, names_of
 from gpushare.mig.plan import GpuPlan, NoPlan
@@ -97,16 +97,16 @@ def _look(host: Host, index: int) -> LiveGpu:
 
 def _layout_plan(live: LiveGpu, entry: Entry) -> GpuChange | None:
     """Return the MIG change of a GPU; None for a GPU without MIG."""
-    layout, gpu, wanted = live.layout, live.gpu, entry.sharing is Way.MIG
+    layout, gpu, wants_mig = live.layout, live.gpu, entry.sharing is Way.MIG
     if layout is None:
         return None
     plan = untouched(layout)
-    if (wanted and difference(layout, entry.wish)) or (not wanted and layout.instances):
+    if (wants_mig and difference(layout, entry.wish)) or (not wants_mig and layout.instances):
         planned = plan_exact([layout], {gpu.index: entry.wish})
         if isinstance(planned, NoPlan):
             raise no_plan_error(planned, gpu.index)
         plan = planned.gpus[0]
-    return gpu_change(gpu, layout, plan, wanted)
+    return gpu_change(gpu, layout, plan, wants_mig)
 
 
 @dataclass
@@ -120,17 +120,19 @@ class _GpuWork:
 
     def __post_init__(self) -> None:
         self.wants_mig = self.entry.sharing is Way.MIG
-        self.assignment, self.to_be = self._assigned()
+        self.assignment, self.to_be = self._assignment_and_devices()
         self.names = self.assignment.names
         self.plan: GpuPlan | None = None if self.change is None else self.change.plan
-        self.going = _going(self.plan)
+        self.going = _destroyed_uuids(self.plan)
         self.restarted = self._daemons_to_stop()
 
-    def _assigned(self) -> tuple[Assignment, list[PlacedDevice]]:
+    def _assignment_and_devices(self) -> tuple[Assignment, list[PlacedDevice]]:
         if not self.wants_mig or self.change is None:
             return _NOTHING, []
         layout: Layout = self.change.layout
-        kept = [device for device in devices_of_layout(self.live) if device.uuid not in _going(self.change.plan)]
+        kept = [
+            device for device in devices_of_layout(self.live) if device.uuid not in _destroyed_uuids(self.change.plan)
+        ]
         to_be = devices_to_be(self.change.after, layout.profiles, kept)
         return assignment_of(self.live, self.entry, layout, to_be), to_be
 
@@ -141,7 +143,7 @@ class _GpuWork:
             holder = names.get(named.name)
             if holder is None or holder.gpu_uuid in {self.live.gpu.uuid, *others} or holder.gpu_uuid not in indexes:
                 continue
-            raise name_taken(holder, indexes)
+            raise name_taken_error(holder, indexes)
 
     def _wishes(self) -> dict[str, MpsWish]:
         """Return the daemons that are wanted on existing devices that stay, by UUID."""
@@ -216,8 +218,8 @@ class _GpuWork:
     def _mode_now(self) -> ComputeMode:
         """Return the compute mode once the stopped daemon has restored it."""
         daemon = self.live.daemons.get(self.live.gpu.uuid or "")
-        gone = (self.live.gpu.uuid or "") in self.restarted
-        if daemon is not None and daemon.wish is not None and daemon.wish.exclusive and gone:
+        stops = (self.live.gpu.uuid or "") in self.restarted
+        if daemon is not None and daemon.wish is not None and daemon.wish.exclusive and stops:
             return ComputeMode.DEFAULT
         # A GPU without a compute mode only has the default.
         return ComputeMode.DEFAULT if self.live.gpu.mig_enabled else self.live.gpu.compute_mode or ComputeMode.DEFAULT
@@ -257,8 +259,8 @@ class _GpuWork:
         exclusive, mps = self.entry.sharing is Way.EXCLUSIVE, self.entry.mps
         running = self.live.mps is not None and (self.live.gpu.uuid or "") not in self.restarted
         # A daemon sets the mode at its start, and restores the earlier one at its end.
-        wanted = exclusive or (mps is not None and mps.exclusive and running)
-        mode = ComputeMode.EXCLUSIVE_PROCESS if wanted else ComputeMode.DEFAULT
+        is_exclusive = exclusive or (mps is not None and mps.exclusive and running)
+        mode = ComputeMode.EXCLUSIVE_PROCESS if is_exclusive else ComputeMode.DEFAULT
         return [] if self._mode_now() is mode else [self._mode_step(mode)]
 
     def _level_steps(self) -> list[Step]:
@@ -326,16 +328,10 @@ class _Finder:
 
     def __call__(self) -> Device:
         live = _look_again(self.host, self.gpu)
-        for device in devices_of_layout(live):
-            fits = (device.place, device.slices) == (self.wanted.place, self.wanted.slices)
-            if (
-                device.uuid == self.wanted.uuid
-                if self.wanted.uuid
-                else fits and device.uuid not in self.kept and self._has_wanted_number(live, device)
-            ):
-                mig = next((mig for mig in live.gpu.mig_instances if mig.uuid == device.uuid), None)
-                if mig is not None:
-                    return Device(gpu=live.gpu, mig=mig)
+        device = self._device_in(devices_of_layout(live))
+        mig = next((mig for mig in live.gpu.mig_instances if device is not None and mig.uuid == device.uuid), None)
+        if mig is not None:
+            return Device(gpu=live.gpu, mig=mig)
         raise NotFound(
             f"GPU {self.gpu} has no MIG device {self.wanted}",
             "see the current layout: gpushare mig status",
@@ -343,16 +339,18 @@ class _Finder:
             code="device_gone",
         )
 
-    def _has_wanted_number(self, live: LiveGpu, device: PlacedDevice) -> bool:
-        """Tell devices of one size in one GPU instance apart by their number."""
+    def _device_in(self, devices: Sequence[PlacedDevice]) -> PlacedDevice | None:
+        """Return the device among these: by UUID, else of the new ones of its size and place the one with its number."""
+        if self.wanted.uuid:
+            return next((device for device in devices if device.uuid == self.wanted.uuid), None)
         new = [
-            other
-            for other in devices_of_layout(live)
-            if (other.place, other.slices) == (device.place, device.slices) and other.uuid not in self.kept
+            device
+            for device in devices
+            if (device.place, device.slices) == (self.wanted.place, self.wanted.slices) and device.uuid not in self.kept
         ]
-        return new.index(device) == min(self.wanted.number, len(new) - 1)
+        return new[min(self.wanted.number, len(new) - 1)] if new else None
 
 
-def _going(plan: GpuPlan | None) -> set[str]:
-    gone = () if plan is None else plan.destroyed
-    return {part.uuid for each in gone for part in each.compute if part.uuid}
+def _destroyed_uuids(plan: GpuPlan | None) -> set[str]:
+    destroyed = () if plan is None else plan.destroyed
+    return {part.uuid for change in destroyed for part in change.compute if part.uuid}

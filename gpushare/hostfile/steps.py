@@ -61,36 +61,38 @@ def level_step(host: Host, gpu: Gpu, level: TimeSlice, before: TimeSlice | None)
 
 
 def revoke_steps(
-    host: Host, live: LiveGpu, wanted: Sequence[NamedInstance], staying: set[tuple[str, int]]
+    host: Host, live: LiveGpu, names_to_be: Sequence[NamedInstance], staying: set[tuple[str, int]]
 ) -> list[Step]:
     """Return the steps that revoke the grants of instances that stay and lose their name."""
-    kept = {(named.name, named.spot) for named in wanted}
+    kept = {(named.name, named.spot) for named in names_to_be}
     losing = [named for named in live.names if named.place in staying and (named.name, named.spot) not in kept]
     return [revoking(host, named) for named in losing if named.users]
 
 
-def names_steps(host: Host, live: LiveGpu, wanted: Sequence[NamedInstance]) -> list[Step]:
+def names_steps(host: Host, live: LiveGpu, names_to_be: Sequence[NamedInstance]) -> list[Step]:
     """Return the step that gives a GPU exactly these names, or none.
 
     Names are bound before their instances exist, so that a crash loses none.
     """
-    present, wanted_spots = ({named.name: named.spot for named in names} for names in (live.names, wanted))
-    if present == wanted_spots:
+    present, spots_to_be = ({named.name: named.spot for named in names} for names in (live.names, names_to_be))
+    if present == spots_to_be:
         return []
-    forgotten = [named for named in live.names if named.name not in wanted_spots]
+    forgotten = [named for named in live.names if named.name not in spots_to_be]
     # Without users: grants follow when the instances exist.
-    new = [replace(named, users=()) for named in wanted if present.get(named.name) != named.spot]
+    new = [replace(named, users=()) for named in names_to_be if present.get(named.name) != named.spot]
     return [names_step(host, new, forgotten, {live.gpu.uuid or "": live.gpu.index})]
 
 
-def grant_steps(host: Host, live: LiveGpu, wanted: Sequence[NamedInstance], made: set[tuple[str, int]]) -> list[Step]:
+def grant_steps(
+    host: Host, live: LiveGpu, names_to_be: Sequence[NamedInstance], made: set[tuple[str, int]]
+) -> list[Step]:
     """Return the steps that grant named instances to exactly their users; ``made`` are the new ones."""
     present = {(named.name, named.spot): named.users for named in live.names}
     steps = []
-    for named in wanted:
-        before = present.get((named.name, named.spot))
-        fresh = before is None or named.place in made or named.name in live.open
-        if set(before or ()) == set(named.users) and not (named.users and fresh):
+    for named in names_to_be:
+        present_users = present.get((named.name, named.spot))
+        fresh = present_users is None or named.place in made or named.name in live.open
+        if set(present_users or ()) == set(named.users) and not (named.users and fresh):
             continue
         users = ", ".join(named.users) or "all users"
         command = f"gpushare mig grant {named.name} USER" if named.users else f"gpushare mig revoke {named.name}"
@@ -98,16 +100,16 @@ def grant_steps(host: Host, live: LiveGpu, wanted: Sequence[NamedInstance], made
             deferred(
                 f"open '{named.name}' ({named}) to {users}",
                 "\n".join(f"gpushare mig grant {named.name} {shlex.quote(user)}" for user in named.users) or command,
-                _grants(host, named, before or ()),
+                _grants(host, named, present_users or ()),
             )
         )
     return steps
 
 
-def _grants(host: Host, named: NamedInstance, before: Sequence[str]) -> list[Callable[[], Sequence[Step]]]:
+def _grants(host: Host, named: NamedInstance, present_users: Sequence[str]) -> list[Callable[[], Sequence[Step]]]:
     """Return what grants and revokes, grants first: with no user left an instance would be open to all in between."""
-    new = [user for user in named.users if user not in before]
-    old = [user for user in before if user not in named.users]
+    new = [user for user in named.users if user not in present_users]
+    old = [user for user in present_users if user not in named.users]
     makes: list[Callable[[], Sequence[Step]]] = [
         lambda user=user: plan_grant(host, named.name, user).steps  # type: ignore[misc]
         for user in new
@@ -140,11 +142,11 @@ Find = Callable[[], Device]
 def stop_steps(host: Host, live: LiveGpu, unwanted: set[str]) -> list[Step]:
     """Return the steps that stop our idle daemons on these devices, and clean up after dead ones."""
     steps = []
-    for own in own_daemons(host, live.gpu):
-        if own.device.uuid in unwanted:
-            refuse_used(host, own)
-            steps.append(stop_step(host, own))
-    running = {own.device.uuid for own in own_daemons(host, live.gpu)}
+    for daemon in own_daemons(host, live.gpu):
+        if daemon.device.uuid in unwanted:
+            refuse_used(host, daemon)
+            steps.append(stop_step(host, daemon))
+    running = {daemon.device.uuid for daemon in own_daemons(host, live.gpu)}
     dead = [uuid for uuid in live.daemons if uuid in unwanted - running]
     for item in find_daemons(host, [live.gpu], deep=False) if dead else ():
         if item.daemon.device_uuid in dead:
@@ -152,25 +154,25 @@ def stop_steps(host: Host, live: LiveGpu, unwanted: set[str]) -> list[Step]:
     return steps
 
 
-def stop_step(host: Host, own: OwnDaemon) -> Step:
+def stop_step(host: Host, daemon: OwnDaemon) -> Step:
     """Return the step that stops an unused daemon."""
-    users = pipe_users(own.home.pipe) or ()
+    users = pipe_users(daemon.home.pipe) or ()
 
     def act() -> None:
-        stop(host, own.found, own.device, drain_seconds=0.0, force=False)
+        stop(host, daemon.found, daemon.device, drain_seconds=0.0, force=False)
         # The next daemon at this pipe is open to all users, unless the file says otherwise.
         if users:
-            let_in(own.home.pipe, ())
+            let_in(daemon.home.pipe, ())
 
     def back() -> None:
         if users:
-            let_in(own.home.pipe, users)
-        start_again(host, own.record, own.device)
+            let_in(daemon.home.pipe, users)
+        start_again(host, daemon.record, daemon.device)
 
     return Step(
-        what=f"stop the idle MPS daemon {own.found.daemon.pid} of {own.device.title}",
-        command=f"gpushare mps stop -g {own.device.selector}",
-        undo=start_command(own.record, own.device),
+        what=f"stop the idle MPS daemon {daemon.found.daemon.pid} of {daemon.device.title}",
+        command=f"gpushare mps stop -g {daemon.device.selector}",
+        undo=start_command(daemon.record, daemon.device),
         do=act,
         revert=back,
     )
@@ -219,11 +221,11 @@ class _Daemon:
         except NotFound:
             self._start(device)
             return
-        wanted = self._wish.limits.explicit
+        limits = self._wish.limits.explicit
         with home.locked():
-            if record.limits.explicit != wanted:
+            if record.limits.explicit != limits:
                 self._before = record
-            carry_out(plan_limits(self._host, device, wanted))
+            carry_out(plan_limits(self._host, device, limits))
             self._let_in(home)
 
     def _start(self, device: Device) -> None:
@@ -238,9 +240,9 @@ class _Daemon:
             self._started = True
 
     def _let_in(self, home: DaemonHome) -> None:
-        now = pipe_users(home.pipe)
-        if now is not None and now != self._wish.users:
-            self._users = now
+        present = pipe_users(home.pipe)
+        if present is not None and present != self._wish.users:
+            self._users = present
             let_in(home.pipe, self._wish.users)
 
     def back(self) -> None:
@@ -249,9 +251,11 @@ class _Daemon:
             return
         home = own_home(self._host, device.uuid)
         if self._started:
-            own = next((each for each in own_daemons(self._host, device.gpu) if each.device.uuid == device.uuid), None)
-            if own is not None:
-                stop(self._host, own.found, device, drain_seconds=0.0, force=False)
+            daemon = next(
+                (each for each in own_daemons(self._host, device.gpu) if each.device.uuid == device.uuid), None
+            )
+            if daemon is not None:
+                stop(self._host, daemon.found, device, drain_seconds=0.0, force=False)
         elif self._before is not None:
             with home.locked():
                 carry_out(plan_limits(self._host, device, self._before.limits.explicit))

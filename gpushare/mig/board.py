@@ -96,7 +96,7 @@ class Board:
     def _lost(self, mask: int, members: tuple[int, ...]) -> int:
         """Return the capacity that these instances take, as `planner.capacity_lost`."""
         rows = zip(self.sizes, self.free(0, ()), self.free(mask, members), strict=True)
-        return sum(size * (empty - now) for size, empty, now in rows)
+        return sum(size * (empty - present) for size, empty, present in rows)
 
     def _reachable(self, mask: int, members: tuple[int, ...]) -> tuple[int, int]:
         """Return the most compute slices, and the most memory slices, that further instances can take."""
@@ -110,21 +110,23 @@ class Board:
             if state in seen:
                 continue
             seen.add(state)
-            taken, present = state
+            occupied_mask, present = state
             compute = max(compute, sum(self.slices[n] for n in present) - used)
-            memory = max(memory, (taken & ~mask).bit_count())
+            memory = max(memory, (occupied_mask & ~mask).bit_count())
             for number, room in enumerate(self.rooms(present)):
                 if room:
                     grown = tuple(sorted((*present, number)))
-                    waiting += [(taken | place, grown) for _, place in self.places[number] if not taken & place]
+                    waiting += [
+                        (occupied_mask | place, grown) for _, place in self.places[number] if not occupied_mask & place
+                    ]
         return compute, memory
 
     def _most(self, profile: int, mask: int) -> int:
         """Return how many of a profile have a place."""
-        taken, number = mask, 0
+        occupied_mask, number = mask, 0
         for _, place in self.places[profile]:
-            if not taken & place:
-                taken |= place
+            if not occupied_mask & place:
+                occupied_mask |= place
                 number += 1
         return number
 
@@ -231,7 +233,7 @@ class ComputeChange(NamedTuple):
 
 
 def new_compute(
-    profile: Profile, wanted: Sequence[int], others: Sequence[ComputeInstance] = ()
+    profile: Profile, slices_of_each: Sequence[int], others: Sequence[ComputeInstance] = ()
 ) -> tuple[ComputeInstance, ...] | None:
     """Return the compute instances to create next to the others, largest first; None: they do not fit.
 
@@ -239,7 +241,7 @@ def new_compute(
     the placements; it finds room if the largest are created first.
     """
     parts = []
-    for slices in sorted(wanted, reverse=True):
+    for slices in sorted(slices_of_each, reverse=True):
         part = profile.compute_of(slices) or (profile.whole if slices == profile.slices else None)
         if part is None:
             return None
@@ -252,15 +254,15 @@ def new_compute(
             return None
     if any(part.placements is None for part in parts) or any(other.placement is None for other in others):
         return tuple(ComputeInstance(profile=part) for part in parts)
-    return _placed(parts, mask_of(other.placement for other in others))
+    return _with_placements(parts, mask_of(other.placement for other in others))
 
 
-def _placed(parts: Sequence[ComputeProfile], taken: int) -> tuple[ComputeInstance, ...] | None:
+def _with_placements(parts: Sequence[ComputeProfile], taken: int) -> tuple[ComputeInstance, ...] | None:
     if not parts:
         return ()
     for place in parts[0].placements or ():
         if not taken & place.mask:
-            rest = _placed(parts[1:], taken | place.mask)
+            rest = _with_placements(parts[1:], taken | place.mask)
             if rest is not None:
                 return (ComputeInstance(profile=parts[0], placement=place), *rest)
     return None
@@ -268,7 +270,7 @@ def _placed(parts: Sequence[ComputeProfile], taken: int) -> tuple[ComputeInstanc
 
 def make_room(
     instance: GpuInstance,
-    wanted: Sequence[int],
+    slices_of_each: Sequence[int],
     *,
     may_destroy: bool,
     may_evict: bool,
@@ -285,22 +287,24 @@ def make_room(
         return None
     best: tuple[tuple[int, int], tuple[ComputeInstance, ...]] | None = None
     for size in range(len(instance.compute) + 1 if may_destroy and not held else 1):
-        for gone in combinations(instance.compute, size):
-            kept = [part for part in instance.compute if part not in gone]
-            busy = sum(part.busy for part in gone)
+        for destroyed in combinations(instance.compute, size):
+            kept = [part for part in instance.compute if part not in destroyed]
+            busy = sum(part.busy for part in destroyed)
             if (
                 (kept and not with_others)
                 or (busy and not may_evict)
                 or (any(part.busy for part in kept) and not with_busy)
             ):
                 continue
-            if (best is None or (busy, size) < best[0]) and new_compute(instance.profile, wanted, kept) is not None:
-                best = ((busy, size), gone)
+            if (best is None or (busy, size) < best[0]) and new_compute(
+                instance.profile, slices_of_each, kept
+            ) is not None:
+                best = ((busy, size), destroyed)
     return None if best is None else best[1]
 
 
 def change_compute(
-    instance: GpuInstance, wanted: Sequence[int], *, may_destroy: bool, may_evict: bool
+    instance: GpuInstance, slices_of_each: Sequence[int], *, may_destroy: bool, may_evict: bool
 ) -> ComputeChange | None:
     """Return the cheapest change to exactly these compute instances (slices of each); None: there is none.
 
@@ -311,18 +315,18 @@ def change_compute(
     held = instance.held
     for size in range(len(existing), -1, -1):
         for kept in combinations(existing, size):
-            missing = Counter(wanted)
+            missing = Counter(slices_of_each)
             missing.subtract(part.profile.slices for part in kept)
             if any(count < 0 for count in missing.values()):
                 continue
-            gone = tuple(part for part in existing if part not in kept)
-            busy = sum(part.busy or held for part in gone)
-            if (gone and not may_destroy) or (busy and not may_evict):
+            destroyed = tuple(part for part in existing if part not in kept)
+            busy = sum(part.busy or held for part in destroyed)
+            if (destroyed and not may_destroy) or (busy and not may_evict):
                 continue
             created = new_compute(instance.profile, list(missing.elements()), kept)
             if created is None:
                 continue
-            change = ComputeChange(gone, created, busy)
-            if best is None or (busy, len(gone)) < best[0]:
-                best = ((busy, len(gone)), change)
+            change = ComputeChange(destroyed, created, busy)
+            if best is None or (busy, len(destroyed)) < best[0]:
+                best = ((busy, len(destroyed)), change)
     return None if best is None else best[1]

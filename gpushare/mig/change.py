@@ -124,7 +124,7 @@ def _process_title(host: Host, process: GpuProcess) -> str:
 def switch_step(host: Host, gpu: Gpu, ledger: MigLedger, *, enable: bool) -> Step:
     """Return the step that switches MIG mode and reads it back; undoing it cancels a pending mode, too."""
     word, changes = ("on", "off"), MigChanges(host.nvml)
-    now = bool(gpu.mig_enabled)
+    enabled_now = bool(gpu.mig_enabled)
 
     def act() -> None:
         if not host.root:
@@ -134,9 +134,9 @@ def switch_step(host: Host, gpu: Gpu, ledger: MigLedger, *, enable: bool) -> Ste
         changes.set_mode(gpu.index, enabled=enable)
 
     def back() -> None:
-        if changes.mode(gpu.index) != (now, now):
+        if changes.mode(gpu.index) != (enabled_now, enabled_now):
             host.nvml.restart()
-            changes.set_mode(gpu.index, enabled=now)
+            changes.set_mode(gpu.index, enabled=enabled_now)
 
     return mode_step(gpu.index, act, back, enable=enable)
 
@@ -147,25 +147,27 @@ CLAIM_SECONDS: Final = 10.0
 _KILL_SECONDS: Final = 5.0
 
 
-def holders_of(gone: InstanceChange) -> list[int]:
+def holders_of(removed: InstanceChange) -> list[int]:
     """Return the PIDs of the processes in what is destroyed, or that hold its GPU instance.
 
     The process of a claim is not among them unless it is seen in the instance.
     """
     proved = (
-        holder for holder in _all_holders(gone) if isinstance(holder, GpuProcess) or holder.what.startswith(f"{NODES}/")
+        holder
+        for holder in _all_holders(removed)
+        if isinstance(holder, GpuProcess) or holder.what.startswith(f"{NODES}/")
     )
     return sorted({holder.pid for holder in proved})
 
 
-def refuse_claimed(host: Host, gpu: Gpu, gone: InstanceChange) -> None:
+def refuse_claimed(host: Host, gpu: Gpu, removed: InstanceChange) -> None:
     """Raise InUse for an instance that is claimed, although no process is seen in it."""
-    claims = [holder for holder in _all_holders(gone) if isinstance(holder, Holder) and holder.what == CLAIM]
-    if claims and not holders_of(gone):
-        raise _claimed(host, gpu, str(gone.instance), claims[0].pid)
+    claims = [holder for holder in _all_holders(removed) if isinstance(holder, Holder) and holder.what == CLAIM]
+    if claims and not holders_of(removed):
+        raise _claimed_error(host, gpu, str(removed.instance), claims[0].pid)
 
 
-def _claimed(host: Host, gpu: Gpu, title: str, pid: int, then: str = "") -> InUse:
+def _claimed_error(host: Host, gpu: Gpu, title: str, pid: int, then: str = "") -> InUse:
     return InUse(
         f"GPU {gpu.index}: {title} is claimed by process {named(host.processes, [pid])}{then}; "
         "the driver does not list it there, so --evict does not end it",
@@ -181,11 +183,11 @@ class Eviction:
     MPS daemons are stopped by their own step; without MPS, ending one process harms no other.
     """
 
-    def __init__(self, host: Host, gpu: Gpu, gone: InstanceChange) -> None:
-        self._host, self._gpu, self._gone = host, gpu, gone
-        self.title = str(gone.instance)
+    def __init__(self, host: Host, gpu: Gpu, removed: InstanceChange) -> None:
+        self._host, self._gpu, self._removed = host, gpu, removed
+        self.title = str(removed.instance)
         # When each started: PIDs are reused.
-        self.started = {pid: start_of(self._host.processes.identity(pid)) for pid in holders_of(gone)}
+        self.started = {pid: start_of(self._host.processes.identity(pid)) for pid in holders_of(removed)}
         # Claims on the instance until the end of the change: no `gpushare run` starts in it.
         self.held = contextlib.ExitStack()
         self.begun = False
@@ -203,7 +205,7 @@ class Eviction:
         )
 
     def _check(self) -> None:
-        held = [holder for holder in _all_holders(self._gone) if isinstance(holder, Holder) and holder.what != CLAIM]
+        held = [holder for holder in _all_holders(self._removed) if isinstance(holder, Holder) and holder.what != CLAIM]
         way = remedy(held)
         if way is not None:
             raise InUse(
@@ -213,18 +215,18 @@ class Eviction:
                 code="held_by_service",
             )
         if self._host.processes.namespace_is_host() is False:
-            raise self._refusal(
+            raise self._not_evictable_error(
                 self.started, "has another PID here than the driver reports", "run on the host, outside the container"
             )
-        listed = {holder.pid for holder in _all_holders(self._gone) if isinstance(holder, GpuProcess)}
+        listed = {holder.pid for holder in _all_holders(self._removed) if isinstance(holder, GpuProcess)}
         for pid in sorted(self.started):
             if pid in ancestors():
-                raise self._refusal([pid], "runs this gpushare", "run it from another shell")
+                raise self._not_evictable_error([pid], "runs this gpushare", "run it from another shell")
             if is_kernel_thread(pid):
-                raise self._refusal([pid], "is a thread of the kernel", "see why: gpushare doctor")
+                raise self._not_evictable_error([pid], "is a thread of the kernel", "see why: gpushare doctor")
             if pid not in listed and self._host.processes.uses_driver(pid) is not True:
                 reason = "only has its device node open and does not use the driver's library"
-                raise self._refusal([pid], reason, f"check it and end it yourself: ps -fp {pid}")
+                raise self._not_evictable_error([pid], reason, f"check it and end it yourself: ps -fp {pid}")
 
     def _end(self) -> None:
         self.begun = True
@@ -233,15 +235,15 @@ class Eviction:
 
             # A handler that waits for the GPU does not end a paused program.
             resume_to_end(self._host, self.started)
-        alive = self._signalled(sorted(self.started), signal.SIGTERM, GRACE_SECONDS)
-        alive = self._signalled(alive, signal.SIGKILL, _KILL_SECONDS)
+        alive = self._signal_and_wait(sorted(self.started), signal.SIGTERM, GRACE_SECONDS)
+        alive = self._signal_and_wait(alive, signal.SIGKILL, _KILL_SECONDS)
         if alive:
             raise InUse(
                 f"GPU {self._gpu.index}: {named(self._host.processes, alive)} in {self.title} did not end",
                 f"see why: ps -o pid,stat,wchan,cmd -p {','.join(map(str, alive))}",
                 gpu=self._gpu.index,
             )
-        for part in self._gone.compute:
+        for part in self._removed.compute:
             if part.uuid:
                 self._take(part.uuid)
 
@@ -250,11 +252,11 @@ class Eviction:
         while isinstance(claim := take_claim(self._host, uuid), Claim):
             if time.monotonic() > deadline:
                 then = " although the processes in it have ended"
-                raise _claimed(self._host, self._gpu, self.title, claim.pid, then)
+                raise _claimed_error(self._host, self._gpu, self.title, claim.pid, then)
             time.sleep(0.05)
         self.held.callback(claim.release)
 
-    def _signalled(self, pids: list[int], number: int, seconds: float) -> list[int]:
+    def _signal_and_wait(self, pids: list[int], number: int, seconds: float) -> list[int]:
         """Send a signal to the same processes, if still inside; return those alive after ``seconds``.
 
         A client whose MPS daemon this change has stopped, for example, is no longer inside.
@@ -281,8 +283,8 @@ class Eviction:
             nodes = instance_holders(self._host, gpu)
         except GpushareError:
             return set()
-        instance = self._gone.instance.id
-        parts = {part.id for part in self._gone.compute}
+        instance = self._removed.instance.id
+        parts = {part.id for part in self._removed.compute}
         pids = {
             process.pid
             for process in gpu.processes or ()
@@ -295,7 +297,7 @@ class Eviction:
         self._host.nvml.restart()
         return pids
 
-    def _refusal(self, pids: Collection[int], reason: str, hint: str) -> InUse:
+    def _not_evictable_error(self, pids: Collection[int], reason: str, hint: str) -> InUse:
         return InUse(
             f"GPU {self._gpu.index}: {named(self._host.processes, pids)} in {self.title} {reason}; --evict does not end it",
             hint,
@@ -304,8 +306,8 @@ class Eviction:
         )
 
 
-def _all_holders(gone: InstanceChange) -> list[GpuProcess | Holder]:
-    parts = (gone.instance.holders or (), *(part.holders or () for part in gone.compute))
+def _all_holders(removed: InstanceChange) -> list[GpuProcess | Holder]:
+    parts = (removed.instance.holders or (), *(part.holders or () for part in removed.compute))
     return [holder for part in parts for holder in part]
 
 
@@ -382,16 +384,16 @@ def plan_change(
         if not change.changes:
             continue
         gpu = change.gpu
-        evicted = [gone for gone in change.plan.destroyed if (gpu.index, gone.instance.id) in evict]
+        evicted = [removed for removed in change.plan.destroyed if (gpu.index, removed.instance.id) in evict]
         if change.enable is not None:
-            ending = [pid for gone in evicted for pid in holders_of(gone)]
+            ending = [pid for removed in evicted for pid in holders_of(removed)]
             bare = not change.plan.created
             notes += check_mode_change(host, gpu, enable=change.enable, bare=bare, ending=ending)
-        served = _served(change)
+        served = _devices_going(change)
         losses += [*_losses(host, change), *daemons_of_others(host, gpu, served)]
-        for gone in evicted:
-            refuse_claimed(host, gpu, gone)
-        ending_here = [Eviction(host, gpu, gone) for gone in evicted if holders_of(gone)]
+        for removed in evicted:
+            refuse_claimed(host, gpu, removed)
+        ending_here = [Eviction(host, gpu, removed) for removed in evicted if holders_of(removed)]
         stopping, starting_here = _daemon_steps(host, change, served, evicted)
         steps += [*stopping, *(eviction.step() for eviction in ending_here)]
         if change.enable:
@@ -414,9 +416,9 @@ def plan_change(
     )
 
 
-def _served(change: GpuChange) -> set[str]:
+def _devices_going(change: GpuChange) -> set[str]:
     """Return the devices that go, whose MPS daemons must stop; a daemon that serves the whole GPU loses it to MIG."""
-    uuids = {part.uuid for gone in change.plan.destroyed for part in gone.compute if part.uuid}
+    uuids = {part.uuid for removed in change.plan.destroyed for part in removed.compute if part.uuid}
     return uuids | ({change.gpu.uuid} if change.enable and change.gpu.uuid else set())
 
 
@@ -425,7 +427,7 @@ def _daemon_steps(
 ) -> tuple[Sequence[Step], Sequence[Step]]:
     """Return the steps that stop MPS daemons, and those that start them when all instances exist."""
     gpu, back = change.gpu, list(_coming_back(change.plan))
-    forced = {part.uuid for gone in evicted for part in gone.compute if part.uuid}
+    forced = {part.uuid for removed in evicted for part in removed.compute if part.uuid}
     stopping = daemon_steps_before(host, gpu, served, evicted=forced, back=back)
     devices = {mig.uuid: Device(gpu=gpu, mig=mig) for mig in gpu.mig_instances}
     stayed = [device for uuid, device in devices.items() if uuid not in served]
@@ -434,11 +436,11 @@ def _daemon_steps(
 
 def _losses(host: Host, change: GpuChange) -> Iterator[Loss]:
     """Yield what a change destroys that is named, granted, busy, or not made by gpushare."""
-    for gone in change.plan.destroyed:
-        instance = gone.instance
-        parts = [f"{part.profile.name}.{instance}" for part in gone.compute]
-        lost = f"{instance if gone.whole else ', '.join(parts)} on GPU {change.gpu.index}"
-        inside = sorted({holder.pid for holder in _all_holders(gone)})
+    for removed in change.plan.destroyed:
+        instance = removed.instance
+        parts = [f"{part.profile.name}.{instance}" for part in removed.compute]
+        lost = f"{instance if removed.whole else ', '.join(parts)} on GPU {change.gpu.index}"
+        inside = sorted({holder.pid for holder in _all_holders(removed)})
         reasons = [
             *([f"named '{instance.name}'"] if instance.name else []),
             *([f"granted to {', '.join(instance.granted)}"] if instance.granted else []),
@@ -452,12 +454,12 @@ def _losses(host: Host, change: GpuChange) -> Iterator[Loss]:
 def _coming_back(plan: GpuPlan) -> Iterator[str]:
     """Yield the UUIDs of MIG devices that are destroyed and created again, same size and place."""
     made = [(new.instance.place, part) for new in plan.created for part in new.compute]
-    for gone in plan.destroyed:
-        for part in gone.compute:
+    for removed in plan.destroyed:
+        for part in removed.compute:
             again = [
                 new
                 for new in made
-                if new[0] == gone.instance.place
+                if new[0] == removed.instance.place
                 and new[1].profile.slices == part.profile.slices
                 # Without a placement the driver may choose the same one.
                 and new[1].placement in {None, part.placement}
@@ -478,7 +480,7 @@ class _Instances:
         self.left_alone: tuple[str, ...] = ()
 
     def steps(self) -> list[Step]:
-        steps = steps_of(self._change.plan, self._do)
+        steps = steps_of(self._change.plan, self._carry_out_call)
         if steps:
             last = steps[-1].do
 
@@ -491,7 +493,7 @@ class _Instances:
             steps[0] = replace(steps[0], revert=self._restore)
         return steps
 
-    def _do(self, what: str, call: Call) -> None:
+    def _carry_out_call(self, what: str, call: Call) -> None:
         """Do one call; note a creation before it with what exists, and after it with the new ids."""
         if not self._begun:
             # Our own handles on MIG devices keep them in use.
@@ -510,8 +512,8 @@ class _Instances:
             self._ledger.created(made_by(self._host, begun, call.gpu, made))
 
     def _verify(self) -> None:
-        now = shape_now(self._host, self._change.gpu.index)
-        wrong = differences(now, replace(self._change.after, mig_enabled=True))
+        present = shape_now(self._host, self._change.gpu.index)
+        wrong = differences(present, replace(self._change.after, mig_enabled=True))
         if wrong:
             raise NotHeld(
                 f"the driver accepted every call, but the layout differs: {'; '.join(wrong)}",
@@ -537,17 +539,17 @@ def transact(host: Host, ledger: MigLedger, change: MigChange, on_step: Callable
 
 def _take_claims(host: Host, change: MigChange, claims: contextlib.ExitStack) -> None:
     """Claim what is destroyed, so that no `gpushare run` starts in it; evictions claim theirs when it is empty."""
-    for on_gpu in change.gpus:
-        for gone in on_gpu.plan.destroyed:
-            for part in gone.compute:
-                if not part.uuid or part.busy or gone.instance.busy:
+    for gpu_change in change.gpus:
+        for removed in gpu_change.plan.destroyed:
+            for part in removed.compute:
+                if not part.uuid or part.busy or removed.instance.busy:
                     continue
                 claim = take_claim(host, part.uuid)
                 if isinstance(claim, Claim):
                     raise InUse(
-                        f"GPU {on_gpu.gpu.index}: a gpushare run has just taken {gone.instance}: process {named(host.processes, [claim.pid])}",
-                        f"see who: gpushare mig status -g {on_gpu.gpu.index}",
-                        gpu=on_gpu.gpu.index,
+                        f"GPU {gpu_change.gpu.index}: a gpushare run has just taken {removed.instance}: process {named(host.processes, [claim.pid])}",
+                        f"see who: gpushare mig status -g {gpu_change.gpu.index}",
+                        gpu=gpu_change.gpu.index,
                     )
                 claims.callback(claim.release)
 
@@ -579,16 +581,18 @@ def _carry_out(ledger: MigLedger, change: MigChange, on_step: Callable[[Step], N
     except GpushareError as error:
         over = ledger.end
         if last is not None:
-            raise _undone(error, last, change) from error
+            raise _undone_error(error, last, change) from error
         raise
     finally:
         # When this process is killed the journal stays: the change was interrupted.
         over()
 
 
-def _undone(error: GpushareError, step: Step, change: MigChange) -> GpushareError:
-    but = ["the processes that --evict ended"] if any(eviction.begun for eviction in change.evictions) else []
+def _undone_error(error: GpushareError, step: Step, change: MigChange) -> GpushareError:
+    """Return the error of a step after the undo, which says that all is as before, and what is not."""
+    evicted = any(eviction.begun for eviction in change.evictions)
+    not_restored = ["the processes that --evict ended"] if evicted else []
     others = [instance for work in change.instances for instance in work.left_alone]
-    but += [f"{instance}, which another program created and which stays" for instance in others]
-    exceptions = f", except {' and '.join(but)}" if but else ""
+    not_restored += [f"{instance}, which another program created and which stays" for instance in others]
+    exceptions = f", except {' and '.join(not_restored)}" if not_restored else ""
     return error.restated(message=f"could not {step.what}: {error.message}; everything is as before{exceptions}")

@@ -161,11 +161,11 @@ def _title(name: str, place: tuple[int, int | None]) -> str:
 def _node_steps(host: Host, nodes: Sequence[_Node], users: Sequence[str]) -> list[Step]:
     steps: list[Step] = []
     for node in nodes:
-        wanted = _access_of(users, node.capability)
+        access = _access_of(users, node.capability)
         free = not users
-        now = host.capabilities.access(node.capability)
+        present = host.capabilities.access(node.capability)
         closing = [] if node.capability.modify == free else [_modify_step(host, node, modify=free)]
-        changing = [] if now == wanted else [_access_step(host, node, now, wanted, users)]
+        changing = [] if present == access else [_access_step(host, node, present, access, users)]
         # nvidia-modprobe leaves a node alone before it is changed, and manages it again only after it is as nvidia-modprobe makes it.
         steps += [*changing, *closing] if free else [*closing, *changing]
     return steps
@@ -219,18 +219,20 @@ def _modify_step(host: Host, node: _Node, *, modify: bool) -> Step:
     )
 
 
-def _access_step(host: Host, node: _Node, now: NodeAccess | None, wanted: NodeAccess, users: Sequence[str]) -> Step:
-    before = now or NodeAccess(mode=node.capability.mode)
-    whom = "all users" if not users else f"{' and '.join(users) if len(users) < 3 else ', '.join(users)} only"
+def _access_step(
+    host: Host, node: _Node, present: NodeAccess | None, access_to_be: NodeAccess, users: Sequence[str]
+) -> Step:
+    earlier = present or NodeAccess(mode=node.capability.mode)
+    users_text = "all users" if not users else f"{' and '.join(users) if len(users) < 3 else ', '.join(users)} only"
     return setting_step(
-        what=f"open {node.title} to {whom}",
-        command=_commands(node.capability, before, wanted),
-        undo=_commands(node.capability, wanted, before),
+        what=f"open {node.title} to {users_text}",
+        command=_commands(node.capability, earlier, access_to_be),
+        undo=_commands(node.capability, access_to_be, earlier),
         setting=f"the access to {node.capability.node}",
         # A node that is gone needs no undo.
-        read=lambda: host.capabilities.access(node.capability) or before,
+        read=lambda: host.capabilities.access(node.capability) or earlier,
         write=lambda access: host.capabilities.set_access(node.capability, access),
-        wanted=wanted,
+        wanted=access_to_be,
         in_words=_access_in_words,
         see=f"ls -l {shlex.quote(node.capability.node)}",
         allowed=lambda: _need_root(host),
@@ -306,7 +308,7 @@ def plan_names(
     host: Host,
     words: Sequence[str],
     grants: Mapping[str, Sequence[str]],
-    wanted: Sequence[tuple[GpuPlan, GpuInstance]],
+    instances: Sequence[tuple[GpuPlan, GpuInstance]],
     *,
     may_move: bool = True,
     plans: Sequence[GpuPlan] = (),
@@ -320,20 +322,10 @@ def plan_names(
         BadUsage: the names are not as many as the instances, a grant is for none of them, or a name may not move.
         NotFound: there is no such user.
     """
-    numbered = len(words) == 1 and len(wanted) > 1
-    names = [f"{words[0]}-{number}" for number in range(1, len(wanted) + 1)] if numbered else [*words]
-    twin = next((name for place, name in enumerate(names) if name in names[:place]), None)
-    if twin is not None:
-        raise BadUsage(
-            f"the name {quoted(twin)} is given twice", "give each instance a name of its own", code="bad_count"
-        )
-    if len(names) != len(wanted):
-        raise BadUsage(
-            f"{len(names)} names for {len(wanted)} instances: {', '.join(map(str, names))[:200]}",
-            "give as many names as instances, or one name, which becomes NAME-1, NAME-2 ...",
-            code="bad_count",
-        )
-    users = {name: [user for key in (name, *words[:numbered]) for user in grants.get(key, ())] for name in names}
+    names = _names_for(words, len(instances))
+    # A grant for a name that was numbered is for all of its instances.
+    common = [] if names == [*words] else words
+    users = {name: [user for key in (name, *common) for user in grants.get(key, ())] for name in names}
     for key in grants:
         if key not in {*names, *words}:
             hint = f"names: {', '.join(names[:16])}"
@@ -343,55 +335,62 @@ def plan_names(
     names_now = names_of(host)
     places = {
         check_name(name): NamedInstance(name=name, gpu_uuid=plan.uuid or "", profile=new.profile.name, start=new.start)
-        for name, (plan, new) in zip(names, wanted, strict=True)
+        for name, (plan, new) in zip(names, instances, strict=True)
     }
     bound = [named for name, named in places.items() if name not in names_now or names_now[name].spot != named.spot]
-    plans = plans or [plan for plan, _ in wanted]
+    plans = plans or [plan for plan, _ in instances]
     index = {plan.uuid or "": plan.gpu for plan in plans}
     occupied_spots = {(plan.uuid, *instance.place) for plan in plans for instance in plan.kept}
     # Names that move to these instances.
-    lost = [names_now[named.name] for named in bound if named.name in names_now]
-    taken = next((name for name in lost if name.gpu_uuid not in index or name.spot in occupied_spots), None)
-    if taken is not None and not may_move:
-        raise name_taken(taken, {plan.uuid: plan.gpu for plan in plans})
-    lost = lost if may_move else []
+    moving = [names_now[named.name] for named in bound if named.name in names_now]
+    blocking = next((name for name in moving if name.gpu_uuid not in index or name.spot in occupied_spots), None)
+    if blocking is not None and not may_move:
+        raise name_taken_error(blocking, {plan.uuid: plan.gpu for plan in plans})
+    moving = moving if may_move else []
     spots = {named.spot for named in places.values()}
-    old = [named for named in names_now.values() if named.name not in places and named.spot in spots]
-    gone = {(plan.uuid, *gone.instance.place) for plan, _ in wanted for gone in plan.destroyed if gone.whole}
+    replaced = [named for named in names_now.values() if named.name not in places and named.spot in spots]
+    destroyed_spots = {
+        (plan.uuid, *destroyed_spots.instance.place)
+        for plan, _ in instances
+        for destroyed_spots in plan.destroyed
+        if destroyed_spots.whole
+    }
     # A destroyed instance has a loss of its own, which tells its name.
-    stay = [named for named in (*lost, *old) if named.spot not in gone]
-    steps = [revoking(host, named) for named in stay if named.users]
+    losing = [named for named in (*moving, *replaced) if named.spot not in destroyed_spots]
+    steps = [revoking(host, named) for named in losing if named.users]
     # New names are bound before their instances exist, so that a crash loses none. The others change after the layout:
     # the undo of a layout leaves them alone.
-    fresh = [
+    bound_before = [
         named for named in bound if not (may_move and named.name in names_now) and named.spot not in occupied_spots
     ]
-    moved = [named for named in bound if named not in fresh]
-    if moved or old:
-        steps.append(names_step(host, moved, old, index))
-    same = [name for name, named in places.items() if named not in bound and named.spot in occupied_spots]
+    bound_after = [named for named in bound if named not in bound_before]
+    if bound_after or replaced:
+        steps.append(names_step(host, bound_after, replaced, index))
+    unchanged = [name for name, named in places.items() if named not in bound and named.spot in occupied_spots]
     # Their grants are in force already.
-    have = {name for name in same if not any(plan_grant(host, name, user).steps for user in users[name])}
+    granted_already = {
+        name for name in unchanged if not any(plan_grant(host, name, user).steps for user in users[name])
+    }
     return Naming(
         bound=tuple(bound),
-        first=(names_step(host, fresh, (), index),) if fresh else (),
+        first=(names_step(host, bound_before, (), index),) if bound_before else (),
         after=(
             *steps,
             *(
                 grant_step(host, name, user_names)
                 for name, user_names in users.items()
-                if user_names and name not in have
+                if user_names and name not in granted_already
             ),
         ),
-        changed=frozenset(named.name for named in (*bound, *old)),
+        changed=frozenset(named.name for named in (*bound, *replaced)),
         losses=tuple(
             Loss(
-                action="forgets" if named in old else "moves",
+                action="forgets" if named in replaced else "moves",
                 what=f"the name '{named.name}' of {named}",
                 why=(f"granted to {', '.join(named.users)}",) if named.users else (),
             )
             # If its instance was destroyed earlier, a name without a grant is no loss.
-            for named in stay
+            for named in losing
             if named.spot in occupied_spots or named.users
         ),
         undo=(
@@ -399,12 +398,35 @@ def plan_names(
             # A name whose instance was destroyed earlier cannot be restored.
             *(
                 word
-                for named in stay
+                for named in losing
                 if named.spot in occupied_spots
                 for word in _restoring_commands(named, index[named.gpu_uuid])
             ),
         ),
     )
+
+
+def _names_for(words: Sequence[str], count: int) -> list[str]:
+    """Return the names of so many instances; a single name for several is numbered.
+
+    Raises:
+        BadUsage: a name is given twice, or there are not as many names as instances (code ``bad_count``).
+    """
+    names = [*words]
+    if len(words) == 1 and count > 1:
+        names = [f"{words[0]}-{number}" for number in range(1, count + 1)]
+    twice = next((name for place, name in enumerate(names) if name in names[:place]), None)
+    if twice is not None:
+        raise BadUsage(
+            f"the name {quoted(twice)} is given twice", "give each instance a name of its own", code="bad_count"
+        )
+    if len(names) != count:
+        raise BadUsage(
+            f"{len(names)} names for {count} instances: {', '.join(map(str, names))[:200]}",
+            "give as many names as instances, or one name, which becomes NAME-1, NAME-2 ...",
+            code="bad_count",
+        )
+    return names
 
 
 def _restoring_commands(named: NamedInstance, gpu: int) -> list[str]:
@@ -440,7 +462,7 @@ def _steps_of_grant(host: Host, name: str, user: str) -> Sequence[Step]:
     return plan_grant(host, name, user).steps
 
 
-def name_taken(named: NamedInstance, indices: Mapping[str | None, int]) -> BadUsage:
+def name_taken_error(named: NamedInstance, indices: Mapping[str | None, int]) -> BadUsage:
     """Return the error for a name in use; ``indices`` are those of the known GPUs, by UUID."""
     index = indices.get(named.gpu_uuid)
     where = named.gpu_uuid if index is None else f"GPU {index}"
@@ -516,10 +538,10 @@ def name_steps(host: Host, plans: Sequence[GpuPlan], but: Collection[str] = ()) 
     """
     steps = []
     for plan in plans:
-        gone = {gone.instance.place for gone in plan.destroyed if gone.whole}
+        destroyed = {destroyed.instance.place for destroyed in plan.destroyed if destroyed.whole}
         made = {new.instance.place for new in plan.created}
         for named in names_of(host).values():
-            if named.name in but or named.gpu_uuid != plan.uuid or named.place not in gone | made:
+            if named.name in but or named.gpu_uuid != plan.uuid or named.place not in destroyed | made:
                 continue
             if named.place not in made:
                 steps.append(names_step(host, (), [named], {named.gpu_uuid: plan.gpu}))

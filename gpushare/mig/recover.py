@@ -196,25 +196,25 @@ def _indexes(host: Host) -> dict[str, int]:
     return {gpu.uuid: gpu.index for gpu in host.nvml.identities() if gpu.uuid}
 
 
-def _differences(host: Host, change: ChangeRecord, wanted: tuple[GpuShape, ...]) -> tuple[str, ...]:
-    index = _indexes(host)
+def _differences(host: Host, change: ChangeRecord, shapes: tuple[GpuShape, ...]) -> tuple[str, ...]:
+    index_of = _indexes(host)
     words: list[str] = []
-    for shape, before, after in zip(wanted, change.before, change.after, strict=True):
-        if shape.uuid not in index:
+    for shape, before, after in zip(shapes, change.before, change.after, strict=True):
+        if shape.uuid not in index_of:
             words.append(f"GPU {shape.index} ({shape.uuid}) is missing")
             continue
-        gpu = host.nvml.gpu(index[shape.uuid])
+        gpu = host.nvml.gpu(index_of[shape.uuid])
         if gpu.error is not None:
             words.append(gpu.error)
             continue
         try:
-            now = shape_of(MigReader(host.nvml).layout(gpu), mig_enabled=gpu.mig_enabled)
+            present = shape_of(MigReader(host.nvml).layout(gpu), mig_enabled=gpu.mig_enabled)
         except GpushareError as error:
             words.append(f"GPU {gpu.index}: {error.message}")
             continue
         ours = {instance.place for instance in (*before.instances, *after.instances)}
-        others = [instance for instance in now.instances if instance.place not in ours]
-        words += differences(now.without(others), replace(shape, index=gpu.index))
+        others = [instance for instance in present.instances if instance.place not in ours]
+        words += differences(present.without(others), replace(shape, index=gpu.index))
     return tuple(words)
 
 
@@ -231,7 +231,7 @@ def recover(host: Host, ledger: MigLedger, *, retry: bool = False) -> tuple[str,
         OperationFailed: something could not be restored (code ``not_restored``), or the journal cannot be read.
     """
     change = ledger.begun()
-    done = [] if change is None else _recovered(host, ledger, change)
+    done = [] if change is None else _finish_or_undo(host, ledger, change)
     for path, lost in ledger.not_restored():
         if lost is None or (missing(host, lost) and not retry):
             continue
@@ -239,12 +239,12 @@ def recover(host: Host, ledger: MigLedger, *, retry: bool = False) -> tuple[str,
             change = _with_indexes_now(host, lost)
             if missing(host, lost):
                 others = _undo(host, change)
-                done += [f"'{change.title}', which had failed, is now undone", *map(_stays, others)]
+                done += [f"'{change.title}', which had failed, is now undone", *map(_left_alone_text, others)]
             _forget_lost(host, change)
         except GpushareError:
             # `not_restored` still reports it.
             continue
-        done += _given_back(host, change)
+        done += _restore_access(host, change)
         # Otherwise it would be reported again after a later change.
         ledger.drop(path)
     return tuple(done)
@@ -288,7 +288,7 @@ def accept(host: Host, ledger: MigLedger, *, dry_run: bool) -> tuple[str, ...]:
     return tuple(done)
 
 
-def _recovered(host: Host, ledger: MigLedger, change: ChangeRecord) -> list[str]:
+def _finish_or_undo(host: Host, ledger: MigLedger, change: ChangeRecord) -> list[str]:
     try:
         change = _with_indexes_now(host, change)
         complete = _is_done(host, change)
@@ -296,7 +296,7 @@ def _recovered(host: Host, ledger: MigLedger, change: ChangeRecord) -> list[str]
             done = [f"'{change.title}', which was interrupted, was complete; nothing had to be undone"]
         else:
             done = [f"'{change.title}', which was interrupted at '{change.step or 'its start'}', was undone"]
-            done += map(_stays, _undo(host, change))
+            done += map(_left_alone_text, _undo(host, change))
     except OperationFailed as error:
         if error.code == "not_restored":
             ledger.give_up()
@@ -307,14 +307,14 @@ def _recovered(host: Host, ledger: MigLedger, change: ChangeRecord) -> list[str]
         ledger.complete(change)
     else:
         ledger.end()
-    return [*done, *_given_back(host, change)]
+    return [*done, *_restore_access(host, change)]
 
 
-def _stays(instance: str) -> str:
+def _left_alone_text(instance: str) -> str:
     return f"{instance} is there and stays: nothing proves that this change created it"
 
 
-def _given_back(host: Host, change: ChangeRecord) -> list[str]:
+def _restore_access(host: Host, change: ChangeRecord) -> list[str]:
     """Restore the grants and daemons of existing instances; return what was done, or failed, in words."""
     done: list[str] = []
     for shape in change.before:
@@ -327,31 +327,31 @@ def _given_back(host: Host, change: ChangeRecord) -> list[str]:
 
 def _with_indexes_now(host: Host, change: ChangeRecord) -> ChangeRecord:
     """Return the change with the current indexes of its GPUs: a GPU that fell off the bus renumbers the others."""
-    now = _indexes(host)
-    gone = [shape for shape in change.before if shape.uuid not in now]
-    if gone:
-        names = ", ".join(f"GPU {shape.index} ({shape.uuid})" for shape in gone)
+    indexes = _indexes(host)
+    lost = [shape for shape in change.before if shape.uuid not in indexes]
+    if lost:
+        names = ", ".join(f"GPU {shape.index} ({shape.uuid})" for shape in lost)
         raise OperationFailed(
             f"'{change.title}' was interrupted, and {names} is missing; nothing was undone",
             "; ".join(["see: gpushare mig status", *(f"then: {as_command(shape)}" for shape in change.before)]),
-            gpu=gone[0].index,
+            gpu=lost[0].index,
             code="not_restored",
         )
     shapes = (change.before, change.after)
-    before, after = (tuple(replace(gpu, index=now[gpu.uuid]) for gpu in shape) for shape in shapes)
+    before, after = (tuple(replace(gpu, index=indexes[gpu.uuid]) for gpu in shape) for shape in shapes)
     return replace(change, before=before, after=after)
 
 
 def _forget_lost(host: Host, change: ChangeRecord) -> None:
     """Forget names that the change gave to instances it did not create, or whose instance it destroyed."""
-    now = {shape.uuid: shape_now(host, shape.index) for shape in change.before}
-    existing = {(uuid, *instance.place) for uuid, shape in now.items() for instance in shape.instances}
-    gone = {(shape.uuid, *instance.place) for shape in change.before for instance in shape.instances} - existing
+    shapes = {shape.uuid: shape_now(host, shape.index) for shape in change.before}
+    existing = {(uuid, *instance.place) for uuid, shape in shapes.items() for instance in shape.instances}
+    destroyed = {(shape.uuid, *instance.place) for shape in change.before for instance in shape.instances} - existing
     spots = {named.name: named.spot for named in names_of(host).values()}
     lost = [
         name
         for name, spot in spots.items()
-        if spot in gone or (name in change.names and spot.gpu in now and spot not in existing)
+        if spot in destroyed or (name in change.names and spot.gpu in shapes and spot not in existing)
     ]
     if lost:
         with names_changed(host) as names:

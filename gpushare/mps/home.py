@@ -24,7 +24,7 @@ from gpushare.base.model import ComputeMode, device_key
 from gpushare.base.selection import Device
 from gpushare.base.typed import Count, Pid
 from gpushare.base.values import dataclass
-from gpushare.host.capabilities import list_users, listed_users, refused_change, user_id, user_name
+from gpushare.host.capabilities import listed_users, refused_change, set_listed_users, user_id, user_name
 from gpushare.host.host import Host, is_trusted_directory, make_private_directory
 from gpushare.host.records import clear_leftovers, flocked, lock_within, open_lock, writing
 from gpushare.host.store import Kept, RecordStore
@@ -351,9 +351,9 @@ def let_in(directory: Path, users: Sequence[str]) -> None:
     try:
         # Close it before opening it to some.
         os.chmod(directory, _CLOSED_MODE if ids else OPEN_MODE)
-        list_users(directory, _CLOSED_MODE, (), _ENTER)
+        set_listed_users(directory, _CLOSED_MODE, (), _ENTER)
         os.chmod(directory, _CLOSED_MODE if ids else OPEN_MODE)
-        list_users(directory, _CLOSED_MODE, ids, _ENTER)
+        set_listed_users(directory, _CLOSED_MODE, ids, _ENTER)
     except OSError as error:
         raise refused_change(
             str(directory),

@@ -438,6 +438,7 @@ class JobStart:
     def _run_in_named_instance(
         self, text: str, gpu: str | None, options: RunOptions, creator: Creator | None = None
     ) -> Any:
+        """Run a program in an instance of a profile, or in the one with a name: under MPS only if its options need it."""
         from gpushare.run.mig import wait_words
 
         check_program(options.container or self.command[0])

@@ -52,7 +52,7 @@ _RESTART_LOOKS: Final = 10
 _FORGET_SECONDS: Final = 30.0
 
 Key = tuple[int, int]
-_Wanted = tuple[Group, "_Slice", Decision | None]
+_Wish = tuple[Group, "_Slice", Decision | None]
 
 
 @dataclass(frozen=True)
@@ -171,13 +171,13 @@ class Keeper:
     def _follow(self, events: list[Event]) -> None:
         """Take up new processes, and forget those that have ended."""
         listed, silent = self._listed()
-        gone = [
+        ended = [
             process
             for process in self._processes.values()
             # A GPU that does not answer for a moment must not let us forget what was set.
             if not (process.pid in listed or process.gpus & silent) or not self._lives(process)
         ]
-        for process in gone:
+        for process in ended:
             del self._processes[process.pid]
         command = needs(self._policy.rules, "command")
         for pid, (gpus, mps) in listed.items():
@@ -191,7 +191,7 @@ class Keeper:
             origin = self._host.origin(pid, command=command)
             if origin is not None:
                 self._processes[pid] = _Process(pid, gpus, mps, origin, due=self._clock())
-        if any(process.slices for process in gone):
+        if any(process.slices for process in ended):
             self._write(events)
 
     def _listed(self) -> tuple[dict[int, tuple[frozenset[int], bool]], set[int]]:
@@ -228,25 +228,26 @@ class Keeper:
     def _work(self, process: _Process, events: list[Event]) -> None:
         try:
             if process.scan or process.channels is None:
-                self._begin(process, events)
+                self._scan_and_apply(process, events)
             else:
-                self._settle(process, self._control.find_again(process.channels), events)
+                self._apply_rules(process, self._control.find_again(process.channels), events)
                 process.wait = min(2 * process.wait, _MOST_CHECK_SECONDS)
                 process.due = self._clock() + process.wait
         except NotFound as error:
             # It has ended, or its contexts have changed; while NVML lists it, it may make another one.
             process.scan = True
-            self._later(process, _NOT_YET, error, events)
+            self._try_later(process, _NOT_YET, error, events)
         except TimedOut as error:
             if process.tries == 0:
-                events.append(self._skipped(process, error))
-            self._later(process, _TRY_AGAIN, None, events)
+                events.append(self._skipped_event(process, error))
+            self._try_later(process, _TRY_AGAIN, None, events)
         except GpushareError as error:
             self._skip(process, error, events)
 
-    def _later(
+    def _try_later(
         self, process: _Process, waits: Sequence[float], error: GpushareError | None, events: list[Event]
     ) -> None:
+        """Work on a process again after the next of these waits (seconds); after the last one leave it alone."""
         if process.tries < len(waits):
             process.due = self._clock() + waits[process.tries]
             process.tries += 1
@@ -257,16 +258,16 @@ class Keeper:
 
     def _skip(self, process: _Process, error: GpushareError, events: list[Event]) -> None:
         process.left = True
-        events.append(self._skipped(process, error))
+        events.append(self._skipped_event(process, error))
 
-    def _skipped(self, process: _Process, error: GpushareError) -> Event:
+    def _skipped_event(self, process: _Process, error: GpushareError) -> Event:
         reason = error.message.removeprefix(f"process {process.pid}: ")
         return Event(kind="skipped", pid=process.pid, user=self._user(process), why=reason, code=error.code)
 
     def _user(self, process: _Process) -> str | None:
         return None if process.origin.uid is None else user_name(process.origin.uid)
 
-    def _begin(self, process: _Process, events: list[Event]) -> None:
+    def _scan_and_apply(self, process: _Process, events: list[Event]) -> None:
         """Scan a process, if a rule is for it, and set its slices."""
         if not any(self._decision(process, gpu, SLICE_PER_WEIGHT_US) for gpu in process.gpus):
             # A program that starts in this process later may be one that a rule names.
@@ -280,14 +281,14 @@ class Keeper:
         limit = _SCAN_SECONDS if process.tries == 0 else _SCAN_AGAIN_SECONDS
         channels = probed(self._host, self._control, process.pid, process.origin.started, seconds=limit)
         if channels.under_mps:
-            raise _under_mps(process.pid)
+            raise _under_mps_error(process.pid)
         process.wait = _FIRST_CHECK_SECONDS
-        self._settle(process, channels, events)
+        self._apply_rules(process, channels, events)
         process.tries, process.due = 0, self._clock() + process.wait
 
     def _may_touch(self, process: _Process) -> None:
         if process.mps or self._is_server(process.pid):
-            raise _under_mps(process.pid)
+            raise _under_mps_error(process.pid)
         if not self._host.root and process.origin.uid != self._host.uid:
             raise NoPermission(f"process {process.pid}: it belongs to another user", "run as root", code="other_user")
 
@@ -304,22 +305,22 @@ class Keeper:
         uuid = (group.gpu or "").lower()
         return next((index for index in process.gpus if (self._gpus[index].uuid or "").lower() == uuid), None)
 
-    def _settle(self, process: _Process, channels: Channels, events: list[Event]) -> None:
+    def _apply_rules(self, process: _Process, channels: Channels, events: list[Event]) -> None:
         """Set the groups of a process as the rules say. If another program has changed one of them, leave all alone."""
-        wanted = [wish for group in channels.compute if (wish := self._wanted(process, group, events)) is not None]
+        wishes = [wish for group in channels.compute if (wish := self._wish(process, group, events)) is not None]
         if process.changed:
             # The other groups stay in the record: they are put back at the end.
             process.left = True
             self._write(events)
             return
-        if not wanted:
+        if not wishes:
             raise NotSupported(
                 f"process {process.pid}: the GPU or the time-slice of its channel groups is not known",
                 "see: gpushare doctor",
                 code="no_compute_group",
             )
         process.channels, process.scan = channels, False
-        earlier, process.slices = process.slices, {(group.client, group.handle): slices for group, slices, _ in wanted}
+        earlier, process.slices = process.slices, {(group.client, group.handle): slices for group, slices, _ in wishes}
         if process.slices != earlier:
             # Before anything is set: if this gpushare is killed, the next one knows what to put back.
             try:
@@ -327,20 +328,20 @@ class Keeper:
             except GpushareError:
                 process.slices = earlier
                 raise
-        together: dict[tuple[Any, ...], list[_Wanted]] = {}
-        for each in wanted:
+        batches: dict[tuple[Any, ...], list[_Wish]] = {}
+        for each in wishes:
             group, slices, decision = each
             if group.slice_us != slices.now:
                 rule = None if decision is None else decision.rule.mark
-                together.setdefault((self._gpu_of(process, group), group.slice_us, slices.now, rule), []).append(each)
-        for batch in together.values():
+                batches.setdefault((self._gpu_of(process, group), group.slice_us, slices.now, rule), []).append(each)
+        for batch in batches.values():
             self._set(process, batch, events)
-        if not any(decision for _, _, decision in wanted):
+        if not any(decision for _, _, decision in wishes):
             # It is scanned again when a rule is for it.
             process.slices, process.channels, process.scan = {}, None, True
             self._write(events)
 
-    def _wanted(self, process: _Process, group: Group, events: list[Event]) -> _Wanted | None:
+    def _wish(self, process: _Process, group: Group, events: list[Event]) -> _Wish | None:
         """Return what a group should have; None: its slice or GPU is unknown, or another program has changed the slice."""
         key, current, gpu = (group.client, group.handle), group.slice_us, self._gpu_of(process, group)
         earlier = process.slices.get(key)
@@ -353,13 +354,13 @@ class Keeper:
             return None
         before = current if earlier is None else earlier.before
         decision = self._decision(process, gpu, before)
-        wanted = before if decision is None else decision.microseconds
-        return group, _Slice(before, wanted, last=current), decision
+        slice_us = before if decision is None else decision.microseconds
+        return group, _Slice(before, slice_us, last=current), decision
 
     def _event(self, kind: str, process: _Process, group: Group, **more: Any) -> Event:
         return Event(kind=kind, pid=process.pid, user=self._user(process), gpu=self._gpu_of(process, group), **more)
 
-    def _set(self, process: _Process, batch: Sequence[_Wanted], events: list[Event]) -> None:
+    def _set(self, process: _Process, batch: Sequence[_Wish], events: list[Event]) -> None:
         """Set groups of one GPU that had the same slice and get the same one."""
         group, slices, decision = batch[0]
         part = Channels(pid=process.pid, started=process.origin.started, groups=tuple(each[0] for each in batch))
@@ -462,7 +463,7 @@ def _compute_groups(channels: Channels) -> Channels:
     return replace(channels, groups=tuple(replace(group, channels=()) for group in channels.compute))
 
 
-def _under_mps(pid: int) -> NotSupported:
+def _under_mps_error(pid: int) -> NotSupported:
     return NotSupported(
         f"process {pid}: it is a client or server of MPS: all clients of a server share one time-slice",
         "limit it by MPS: gpushare mps set",
@@ -485,13 +486,13 @@ def _put_back(
     events: list[Event] = []
     try:
         try:
-            restored = _restored(host, control, pid, started, parts)
+            restored = _restore_groups(host, control, pid, started, parts)
         except NotFound:
             # A context has ended: restore the others one by one.
             restored = set()
             for part in parts:
                 with contextlib.suppress(NotFound):
-                    restored |= _restored(host, control, pid, started, [part])
+                    restored |= _restore_groups(host, control, pid, started, [part])
         events += [
             Event(kind="restored", pid=pid, user=user, before_us=current, slice_us=before)
             for current, before in sorted(restored)
@@ -502,26 +503,26 @@ def _put_back(
     return events
 
 
-def _restored(
+def _restore_groups(
     host: Host, control: ChannelControl, pid: int, started: int, parts: Sequence[tuple[Group, _Slice]]
 ) -> set[tuple[int, int]]:
     """Restore groups of one process; return the slices that they had and have now."""
     if not parts:
         return set()
-    together: dict[tuple[int, int], list[Group]] = {}
+    groups_by_change: dict[tuple[int, int], list[Group]] = {}
     with slices_locked(host):
         values = control.read_slices(Channels(pid=pid, started=started, groups=tuple(group for group, _ in parts)))
         for (group, slices), current in zip(parts, values, strict=True):
             # A slice that another program has set since stays.
             if current != slices.before and current in {slices.now, slices.last}:
-                together.setdefault((current, slices.before), []).append(group)
-        for (_, before), groups in together.items():
+                groups_by_change.setdefault((current, slices.before), []).append(group)
+        for (_, before), groups in groups_by_change.items():
             control.set_slice(Channels(pid=pid, started=started, groups=tuple(groups)), before)
             note_restored(host, pid, started, before)
         # These were restored by an earlier try that failed after the call.
         for before in {slices.before for (_, slices), now in zip(parts, values, strict=True) if now == slices.before}:
             note_restored(host, pid, started, before)
-    return set(together)
+    return set(groups_by_change)
 
 
 # -- the record, and the only keep of a host ---------------------------------------------------------------------------
