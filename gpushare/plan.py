@@ -41,8 +41,8 @@ class Step:
 class Loss:
     """Something that a plan takes and that a user may miss: gpushare asks first.
 
-    In the question: ``destroys 1g.10gb:6 on GPU 0 (named 'train', granted to alice)``: ``action``, ``what``, ``why``.
-    What is idle, unnamed, ungranted and made by gpushare for this user is no loss.
+    The question has ``action``, ``what`` and ``why``: ``destroys 1g.10gb:6 on GPU 0 (named 'train', granted to
+    alice)``. What is idle, unnamed, ungranted and made by gpushare for this user is no loss.
     """
 
     action: str

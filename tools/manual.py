@@ -19,19 +19,19 @@ EXIT_STATUS = {
     ExitCode.USAGE: "The command line is wrong; nothing was changed.",
     ExitCode.NOT_SUPPORTED: "This GPU, driver or program cannot do this.",
     ExitCode.NO_PERMISSION: "This user is not allowed to do this.",
-    ExitCode.NOT_FOUND: "The GPU, instance, daemon or process does not exist.",
+    ExitCode.NOT_FOUND: "The GPU, instance, daemon, job or file does not exist.",
     ExitCode.NOT_AS_REQUESTED: "The host differs from what was requested (diff, mig check, mig fits).",
     ExitCode.DRIVER_NOT_LOADED: "The NVIDIA driver is not loaded.",
     ExitCode.NVML_MISSING: "libnvidia-ml.so.1 is not installed.",
-    ExitCode.IN_USE: "The GPU, the instance or the daemon is in use.",
+    ExitCode.IN_USE: "The GPU, instance, daemon or name is in use, there is no room, or you must agree first (-y).",
     ExitCode.INTERRUPTED: "Interrupted by Ctrl-C.",
 }
 
 ENVIRONMENT = {
     "GPUSHARE_HOST": "The host if --host is not given: local, or a simulated one like sim:h200.",
-    "GPUSHARE_RUN_DIR": "Directory of the MPS daemons of gpushare, instead of those below. Keep it short: "
+    "GPUSHARE_RUN_DIR": "The run directory (MPS daemons, records of jobs), instead of /run/gpushare or /tmp/gpushare-UID. Keep it short: "
     "the path of an MPS pipe directory has at most 87 bytes.",
-    "GPUSHARE_STATE_DIR": "Directory for names of MIG instances and other state that outlives a reboot, instead of those below.",
+    "GPUSHARE_STATE_DIR": "The state directory (what outlives a reboot), instead of /var/lib/gpushare or ~/.local/state/gpushare.",
     "GPUSHARE_SIM_DIR": "Directory for the state of simulated hosts. Keep it short, for the same reason.",
     "GPUSHARE_NVIDIA_SMI": "Path of nvidia-smi, if it is not on PATH.",
     "GPUSHARE_MPS_CONTROL": "Path of nvidia-cuda-mps-control, if it is not on PATH. With a simulated host, "

@@ -345,7 +345,7 @@ class MeasuredAnswer:
 
 @dataclass(frozen=True, kw_only=True)
 class AdviceAnswer:
-    """The JSON document of `advise`: winner, verdicts with reasons and sources, commands, undo, what would change it."""
+    """The answer of `advise`: the winner, the verdicts on all ways, the commands, their undo, and what would change it."""
 
     winner: str | None
     answer: str

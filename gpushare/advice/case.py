@@ -357,7 +357,7 @@ def _close_hint(word: str, names: Iterable[str]) -> str:
 
     names = list(names)
     close = difflib.get_close_matches(word, names, n=3, cutoff=0.6)
-    return f"did you mean {' or '.join(close)}?" if close else f"known: {', '.join(names)}"
+    return f"did you mean {' or '.join(close)}?" if close else f"give one of: {', '.join(names)}"
 
 
 def _value(key: str, value: Any) -> dict[str, Any]:

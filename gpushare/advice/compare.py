@@ -237,7 +237,7 @@ class HostCell(Cell):
     """One cell with the title of its row, and its text on this host."""
 
     title: str
-    # None without a host, or if the mechanism is not available there.
+    # None: there is no host, or the mechanism is not available there.
     host: str | None
 
 

@@ -369,7 +369,7 @@ class BenchAnswer(Benchmark):
     other_names: Mapping[int, str]
     notes: tuple[str, ...]
     runs: tuple[RunResult, ...]
-    # With an earlier benchmark (``--compare``).
+    # The comparison with an earlier benchmark (``--compare``).
     comparison: tuple[Compared, ...] | None = None
 
 

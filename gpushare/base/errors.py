@@ -126,7 +126,7 @@ def signal_refused(signal: str, pid: int) -> NoPermission:
 
 
 class NotFound(GpushareError):
-    """The GPU, instance, daemon or process does not exist."""
+    """The GPU, instance, daemon, job or file does not exist."""
 
     code = "not_found"
     exit_code = ExitCode.NOT_FOUND

@@ -200,7 +200,7 @@ class MigInstance:
     multiprocessors: int | None = None
     memory_total_bytes: int | None = None
     memory_used_bytes: int | None = None
-    # By jobs of `gpushare run`; only `status` and `metrics` look for it.
+    # Memory that jobs of `gpushare run` have reserved on it; only `status` and `metrics` look for it.
     jobs_reserved_bytes: int | None = None
 
     def has(self, process: GpuProcess) -> bool:

@@ -143,8 +143,8 @@ def parse_slice(text: str) -> int:
     match = re.fullmatch(_SLICE, text, re.IGNORECASE | re.ASCII)
     value = round(float(match[1]) * _MICROSECONDS[match[2].lower()]) if match is not None else 0
     if not 0 < value <= _MAX_SLICE_US:
-        problem = "is longer than 1s" if value else "is not a time-slice"
-        raise BadUsage(f"{quoted(text)} {problem}", "give a time with its unit: 500us, 16ms", code="bad_slice")
+        problem = "is longer than any time-slice (1s)" if value else "is not a time-slice"
+        raise BadUsage(f"{quoted(text)} {problem}", "give a time like 500us or 16ms", code="bad_slice")
     return value
 
 

@@ -55,9 +55,9 @@ def metrics(
 ) -> Any:
     """Serve metrics that no other exporter has, at /metrics, until Ctrl-C.
 
-    They say how each GPU is shared: its time-slice, MPS daemons with limits and clients, MIG layout with free slices and
-    slices that no further instance can use, leases, and the jobs of gpushare with role, way, time-slice and memory. Use it
-    next to dcgm-exporter: both label a GPU with its UUID.
+    The metrics say how each GPU is shared: its time-slice, MPS daemons with limits and clients, MIG layout with free
+    slices and slices that no further instance can use, leases, and the jobs of gpushare with role, way, time-slice and
+    memory. Use it next to dcgm-exporter: both label a GPU with its UUID.
     """
     address, port = _address(listen)
     from prometheus_client import CollectorRegistry, make_wsgi_app

@@ -284,7 +284,7 @@ def recover(
         bool, typer.Option("--forget", help="Accept what could not be restored; set an unreadable record aside.")
     ] = False,
 ) -> Any:
-    """Undo a change that was interrupted. Every other change does this first.
+    """Undo a change that was interrupted. Every other MIG change does this first.
 
     An instance whose place is in use cannot be restored: this command, `mig status` and `doctor` report it until it is
     restored or accepted, and each call tries again. An unreadable record of a change blocks every change.

@@ -51,7 +51,7 @@ def check(
     """Check whether each chosen GPU has exactly these MIG devices; show what is missing or extra.
 
     It compares profiles, counts, MIG mode and pending mode; placements only if given (3g.40gb:4). With a file, each GPU
-    must match its entry; a GPU without one is skipped, unless -g names it. With --exact it is an error, as with
+    must match its entry; a GPU without one is skipped, unless -g names it. With --exact such a GPU is an error, as with
     nvidia-mig-parted assert. Exit code 0: all match; 7: not. Needs no root.
     """
     if bool(wish) == (file is not None) or (config is not None and file is None):

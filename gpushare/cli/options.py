@@ -618,7 +618,7 @@ Wishes = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="WISH...",
-        help="The instances wanted: 3g.40gb 1g.10gb*2; from slice 4 on: 3g:4; inside one: 1c.3g.40gb*3.",
+        help="The instances wanted: 3g.40gb 1g.10gb*2; from slice 4 on: 3g:4; in a GPU instance: 1c.3g.40gb*3.",
         show_default=False,
     ),
 ]

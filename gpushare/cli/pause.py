@@ -42,9 +42,10 @@ def pause(
     """Take a job off the GPU at once, even in the middle of a kernel, or list the paused jobs.
 
     The GPU channels of all its processes go off, on all GPUs, in about a millisecond; its memory stays on the GPU and
-    its CPU side goes on until it waits for the GPU. It stays paused until `gpushare resume`, its end, or the timeout; a
-    guard process also pauses the processes that it starts meanwhile. A signal that the program handles does not end it
-    before it is resumed. A client of MPS cannot be paused: all clients share the channels of their server.
+    its CPU side goes on until it waits for the GPU. The job stays paused until `gpushare resume`, its end, or the
+    timeout; a guard process also pauses the processes that the job starts meanwhile. A signal that the program handles
+    does not end it before it is resumed. A client of MPS cannot be paused: all clients share the channels of their
+    server.
     """
     host = settings.connect()
     if job == LIST:
@@ -63,7 +64,7 @@ def pause(
             until = "" if work.job.until is None else f", until {clock(wall_time(work.job.until))}"
             text = f"{work.job.title} is already paused, since {clock(wall_time(work.job.since))}{until}"
         else:
-            text = f"{work.job.title} is off the GPU: the call of the driver took {1000 * work.seconds:.1f} ms"
+            text = f"{work.job.title} is off the GPU: the driver call took {1000 * work.seconds:.1f} ms"
         result = with_answer(
             result,
             PauseAnswer,

@@ -44,7 +44,7 @@ def reserve(
     `gpushare run` of others does not start on a GPU that you have reserved; with --wait it waits for the end of the
     lease. Programs that already run there stay, and programs that are started without gpushare are not kept away. A
     lease is at most 12 hours long, renewals included, or as long as root says in gpushare.yaml (reserve: {longest:
-    4h}), and ends with a reboot.
+    4h}); only root may take a longer one. It ends with a reboot.
     """
     host = settings.connect()
     if time is None and not end:

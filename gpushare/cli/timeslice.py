@@ -388,7 +388,7 @@ def keep(file: RulesOption = None) -> Any:
     The first rule under 'slices' that matches a process wins. A new process is seen within a second. A slice that
     someone else has set since is left alone, and reported. MPS clients share the slice of their server, and are
     skipped. At the end it restores every slice; at SIGHUP it reads the file again. As root it serves the processes of
-    all users, otherwise your own. The file must be root's (or, for your own processes, yours), and not writable for
+    all users, otherwise your own. The file must be root's (or, for your own processes, yours), and not writable by
     others. `gpushare export systemd` writes a unit.
     """
     from gpushare.hostfile.load import applied_path

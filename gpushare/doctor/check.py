@@ -31,7 +31,7 @@ class Verdict(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One check. The meaning of an ``id`` never changes; ``remedy`` says what to do; None if nothing is wrong."""
+    """One check. The meaning of an ``id`` never changes. ``remedy`` says what to do; None: nothing is wrong."""
 
     id: str
     verdict: Verdict

@@ -15,8 +15,8 @@ class Cost(NamedTuple):
     """The cost of a plan, the heaviest field first; smaller is better.
 
     Destroyed instances are counted as MIG devices: a GPU instance with three compute instances is three, an empty one
-    is one. Created are GPU instances and compute instances. Slices destroyed stand before capacity lost because a GPU
-    with fewer instances always has more room.
+    is one. ``created`` counts GPU instances and compute instances. ``slices_destroyed`` weighs more than
+    ``capacity_lost``, because a GPU with fewer instances always has more room.
     """
 
     busy_destroyed: int = 0

@@ -35,7 +35,7 @@ _COMPUTE_COUNTS: Final = {
 
 
 class Placement(NamedTuple):
-    """The place of an instance: its first slice and their number (``-lgipp`` prints ``{start}:size``)."""
+    """The place of an instance: its first slice, and the number of its slices (``-lgipp``: ``{start}:size``)."""
 
     start: int
     size: int

@@ -23,8 +23,8 @@ _OWN_COLUMN: Final = re.compile(", (?:production slice)")
 class Row:
     """One setting. Shares and factors are relative to the jobs alone; ``kept_error`` is a standard error.
 
-    ``frontier``: no other setting that was measured is better for both sides. ``earlier`` is the date of figures of an
-    earlier search.
+    ``meets``: the setting meets the goal; ``safe``: by more than the standard errors. ``frontier``: no other setting that
+    was measured is better for both sides. ``earlier`` is the date of figures of an earlier search.
     """
 
     setting: str
