@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Annotated, Any
 
 import typer
@@ -68,7 +67,7 @@ def move(
     repair_first(host, note, dry_run=settings.dry_run)
     mover = Mover(
         host,
-        kept_limits(host).without(os.geteuid()),
+        kept_limits(host),
         seconds,
         note,
         lambda: waiting_line(note, quiet=settings.quiet),

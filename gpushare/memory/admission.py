@@ -98,9 +98,16 @@ class UserLimits(Mapping[int, int]):
     def __len__(self) -> int:
         return len(self._named)
 
-    def without(self, uid: int) -> UserLimits:
-        """Return them without the limit of one user: a job that was allowed once may always come back."""
-        return UserLimits({**self._named, uid: 1 << 62}, self.others, self.longest_lease_seconds)
+    def at_least(self, uid: int, memory_bytes: int | None) -> UserLimits:
+        """Return them with a limit of at least so much for one user (None: unknown, so without one).
+
+        A job that has left the GPU may come back although root has lowered the limit meanwhile, but not beside so many other
+        jobs of its user that together they exceed it.
+        """
+        if uid not in self._named and (self.others is None or uid == 0):
+            return self
+        least = 1 << 62 if memory_bytes is None else memory_bytes
+        return UserLimits({**self._named, uid: max(self[uid], least)}, self.others, self.longest_lease_seconds)
 
 
 def admitted(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -308,10 +309,11 @@ class Mover:
         devices = [Device(gpu=gpu) for gpu in wish.candidates]
         need = back_bytes(self._host, devices[0], wish.swap.memory_bytes)
         keys = tuple(device.uuid for device in devices)
+        limits = self._limits.at_least(os.geteuid(), need)
         place = Place(self._host, Request(memory_bytes=need, keys=keys, client=False, name=wish.job.name))
         try:
             with self._waiting() as draw:
-                (device,) = wait_for_room(self._host, place, devices, self._seconds, self._limits, draw)
+                (device,) = wait_for_room(self._host, place, devices, self._seconds, limits, draw)
             yield device.gpu
         finally:
             place.leave()

@@ -187,7 +187,7 @@ class Job:
 
         host = self._host
         repair_first(host, _quiet, dry_run=False)
-        limits, seconds = kept_limits(host).without(os.geteuid()), None if wait else 0.0
+        limits, seconds = kept_limits(host), None if wait else 0.0
         mover = Mover(host, limits, seconds, _quiet, lambda: waiting_line(_quiet, quiet=True))
         self._carry_out(mover.one(self._present_name, None if gpu is None else select(gpu, host.nvml.sweep())).plan)
 

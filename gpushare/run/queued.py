@@ -366,9 +366,8 @@ class Queued:
             for other in devices[1:]
         ]
         if policy is not None and place is not None:
-            back = self.limits.without(os.geteuid())
             movable = self.queue.swap is not None and self.queue.swap.movable
-            swapping = Swapping(self.host, device, memory, place, policy, self.say, limits=back, movable=movable)
+            swapping = Swapping(self.host, device, memory, place, policy, self.say, limits=self.limits, movable=movable)
         tail: ErrorTail | None = None
         began = time.monotonic()
         try:

@@ -151,7 +151,7 @@ def back_to_gpu(
     device = _device_of(host, swap)
     need = back_bytes(host, device, swap.memory_bytes)
     request = Request(memory_bytes=need, keys=(swap.gpu_uuid,), client=False, name=swap.name)
-    limits = kept_limits(host).without(os.geteuid())
+    limits = kept_limits(host).at_least(os.geteuid(), need)
     done: list[Swap] = []
     pids = " ".join(str(pid) for pid, _, _ in swap.living(host))
     words = f"copy {format_bytes(swap.memory_bytes)} of {swap.title} back to {device.title}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -832,9 +833,8 @@ class Swapping(Part):
 
     def _take(self, place: Place) -> bool:
         devices = select(self._device.selector, self._host.nvml.sweep())
-        return place.try_to_take(
-            devices, {device.uuid: client_limit(self._host, device) for device in devices}, self._limits
-        )
+        limits = self._limits.at_least(os.geteuid(), place.request.memory_bytes)
+        return place.try_to_take(devices, {device.uuid: client_limit(self._host, device) for device in devices}, limits)
 
     def _note_switch(self, began: float, text: str) -> None:
         self._since = self._clock()

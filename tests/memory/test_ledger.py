@@ -399,7 +399,7 @@ def test_the_gpu_without_a_production_job_is_best(host: Host) -> None:
 
 def test_a_gpu_on_which_the_user_may_reserve_no_more_is_last(host: Host) -> None:
     first, second = devices(host)
-    place = enter(host, 20 * GIB)
+    place = enter(host, 10 * GIB)
     place.take(first.uuid)
 
     def order(limits: UserLimits, size: int) -> list[int]:
@@ -412,9 +412,24 @@ def test_a_gpu_on_which_the_user_may_reserve_no_more_is_last(host: Host) -> None
         )
         return [device.gpu.index for device, _ in ranked]
 
-    limits = UserLimits({os.geteuid(): 30 * GIB})
-    assert order(limits, 10 * GIB) == order(UserLimits(), 11 * GIB) == [0, 1]
-    assert order(limits, 11 * GIB) == [1, 0]
+    limits = UserLimits({os.geteuid(): 15 * GIB})
+    assert order(limits, 5 * GIB) == order(UserLimits(), 6 * GIB) == [0, 1]
+    assert order(limits, 6 * GIB) == [1, 0]
+    place.leave()
+
+
+def test_a_gpu_without_room_for_the_job_is_last(host: Host) -> None:
+    full, free = devices(host)
+    place = enter(host, 20 * GIB)
+    place.take(full.uuid)
+
+    def order(size: int | None) -> list[int]:
+        ranked = best_first(host, [full, free], lambda at: ["web"] if at.uuid == free.uuid else [], memory_bytes=size)
+        return [device.gpu.index for device, _ in ranked]
+
+    # Without it the GPU without a production job is best.
+    assert order(None) == order(GIB) == [0, 1]
+    assert order(10 * GIB) == [1, 0]
     place.leave()
 
 
@@ -745,7 +760,11 @@ def test_a_limit_holds_a_job_back_until_the_users_other_jobs_have_ended(host: Ho
     assert second.try_to_take(devices(host), {}, limits)
     third = enter(host, 6 * GIB)
     assert not third.try_to_take(devices(host), {}, limits)
-    assert third.try_to_take(devices(host), {}, limits.without(os.geteuid()))
+    # One that comes back is held back too, but not for ever if the limit was lowered meanwhile.
+    assert not third.try_to_take(devices(host), {}, limits.at_least(os.geteuid(), 6 * GIB))
+    second.leave()
+    assert not third.try_to_take(devices(host), {}, limited(5 * GIB))
+    assert third.try_to_take(devices(host), {}, limited(5 * GIB).at_least(os.geteuid(), 6 * GIB))
 
 
 def test_two_of_one_user_do_not_exceed_the_limit_at_the_same_time(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -525,7 +525,7 @@ def test_a_turn_goes_on_while_host_memory_has_room_for_one_copy_only(start: Real
 
 def test_turns_that_are_short_and_host_memory_that_is_short_are_said_before(cli: Cli, world: World) -> None:
     words = ("run", "-n", "--memory", "8G")
-    assert "lose about 39 % of the time" in cli(*words, "--swap", "turns=10s", "--", "true", host=A30).ok().err
+    assert "lose about 38 % of the time" in cli(*words, "--swap", "turns=10s", "--", "true", host=A30).ok().err
     assert "lose" not in cli(*words, "--swap", "turns=60s", "--", "true", host=A30).ok().err
     fault(world, host_memory_bytes=8 * GIB)
     for option in (("--swap", "turns"), ("--swap", "idle=10m"), ("--swap", "request")):
