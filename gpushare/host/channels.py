@@ -44,7 +44,7 @@ from gpushare.base.errors import GpushareError, OperationFailed, TimedOut
 from gpushare.base.package import package_rows
 from gpushare.base.typed import Count, Pid, Shown, parsed
 from gpushare.base.values import NOT_STORED, dataclass
-from gpushare.host.identity import Identity, parent_of, real_uid
+from gpushare.host.identity import HOST_PID_SPACE, Identity, parent_of, pid_space, real_uid
 
 if TYPE_CHECKING:
     import socket
@@ -137,8 +137,6 @@ _REFUSES: Final = frozenset({INSUFFICIENT_PERMISSIONS, INVALID_COMMAND, NOT_SUPP
 _SYS_PIDFD_GETFD: Final = 438
 _SYS_KCMP: Final[Mapping[str, int]] = {"x86_64": 312, "aarch64": 272}
 _KCMP_FILE: Final = 0
-# PROC_PID_INIT_INO of the Linux kernel.
-_HOST_PID_NAMESPACE: Final = 4026531836
 
 _MOST_DESCRIPTORS: Final = 16 << 10
 _MOST_FILES: Final = 64
@@ -294,10 +292,7 @@ class KernelFiles:
 
     def sees_host_pids(self) -> bool:
         """Return whether this PID namespace is the host's. Up to driver 535 RM names PIDs of the host only."""
-        try:
-            return os.stat("/proc/self/ns/pid").st_ino == _HOST_PID_NAMESPACE
-        except OSError:
-            return False
+        return pid_space() == HOST_PID_SPACE
 
 
 class KernelProcess:

@@ -149,6 +149,10 @@ def namespace_owner(pid: int) -> int | None:
     return owner[0]
 
 
+# PROC_PID_INIT_INO of the Linux kernel: the inode of the host's own PID namespace.
+HOST_PID_SPACE: Final = 4026531836
+
+
 def pid_space() -> int:
     """Return the inode of this PID namespace, 0 if unknown: PIDs are only valid in their own."""
     try:

@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 from gpushare.base.errors import NoPermission, NotFound, OperationFailed, no_process, signal_refused
 from gpushare.base.units import quoted
 from gpushare.base.values import dataclass
-from gpushare.host.identity import Identity, has_driver, identity_of, identity_of_child, parent_of, send_same
+from gpushare.host.identity import (
+    HOST_PID_SPACE,
+    Identity,
+    has_driver,
+    identity_of,
+    identity_of_child,
+    parent_of,
+    pid_space,
+    send_same,
+)
 
 if TYPE_CHECKING:
     from gpushare.host.open_files import OpenFiles
@@ -148,8 +157,6 @@ T = TypeVar("T")
 # Called for a new process with its PID and start.
 Announce = Callable[[int, int | None], None]
 
-# PROC_PID_INIT_INO of the Linux kernel: the inode of the host's own PID namespace.
-_HOST_PID_NAMESPACE = 4026531836
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -379,14 +386,11 @@ class Processes:
         """Note that a spawned client has its program started elsewhere, as an engine does with a container: the kernel knows."""
 
     def namespace_is_host(self) -> bool | None:
-        """Return whether ``/proc/self/ns/pid`` is the host's namespace (inode 4026531836).
+        """Return whether this PID namespace is the host's; None: unknown.
 
         NVML reports the PIDs of the host: in another namespace its process list is empty or wrong.
         """
-        try:
-            return os.stat("/proc/self/ns/pid").st_ino == _HOST_PID_NAMESPACE
-        except OSError:
-            return None
+        return pid_space() == HOST_PID_SPACE if pid_space() else None
 
     def open_files(self, prefix: str) -> OpenFiles:
         """Return which processes have files open below a path (``/proc/PID/fd``); only root sees all of them."""

@@ -18,6 +18,7 @@ from gpushare.base.selection import Device
 from gpushare.host.channels import ChannelControl, Channels
 from gpushare.host.claims import HeldClaim
 from gpushare.host.host import Host, make_private_directory
+from gpushare.host.users import has_records
 from gpushare.measure.metric import Printed
 from gpushare.mig.places import Place, places_on
 from gpushare.mps.control import MpsControl, is_server
@@ -146,7 +147,7 @@ class Grounds:
 
     def left_steps(self) -> tuple[Step, ...]:
         """Return what sets back a time-slice level that a killed bench has left; nothing for others than root."""
-        if self.device.mig is not None or not self.host.root:
+        if self.device.mig is not None or not self.host.root or not has_records(self.host, "lent"):
             return ()
         with contextlib.suppress(GpushareError):
             level = left_level(self.host, self.device.gpu)

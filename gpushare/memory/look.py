@@ -18,10 +18,10 @@ from gpushare.memory.swap import BACK, Swap, swaps
 _BILLION: Final = 1_000_000_000
 
 
-def with_ledger(host: Host, snapshot: Snapshot, limits: Mapping[int, int] | None = None) -> Snapshot:
+def with_ledger(host: Host, snapshot: Snapshot) -> Snapshot:
     """Return a snapshot with what jobs have reserved, who waits for room, and who is swapped out."""
     jobs = reservations(host)
-    gpus = snapshot.gpus if jobs is None else tuple(_with_reserved(host, gpu, jobs, limits) for gpu in snapshot.gpus)
+    gpus = snapshot.gpus if jobs is None else tuple(_with_reserved(host, gpu, jobs) for gpu in snapshot.gpus)
     waiting = tuple(waiting_jobs(host, snapshot.gpus, jobs or ()))
     indexes = _indexes(snapshot.gpus)
     out = tuple(_swapped(indexes, swap) for swap in swaps(host) if swap.state != BACK and swap.gpu_uuid in indexes)
@@ -29,20 +29,19 @@ def with_ledger(host: Host, snapshot: Snapshot, limits: Mapping[int, int] | None
     return replace(snapshot, gpus=gpus, waiting_jobs=waiting, swapped_jobs=out, limited_jobs=limited)
 
 
-def _with_reserved(host: Host, gpu: Gpu, jobs: Sequence[Reservation], limits: Mapping[int, int] | None) -> Gpu:
+def _with_reserved(host: Host, gpu: Gpu, jobs: Sequence[Reservation]) -> Gpu:
     if gpu.error is not None:
         return gpu
     instances = tuple(
-        replace(mig, jobs_reserved_bytes=_reserved(host, Device(gpu=gpu, mig=mig), jobs, limits))
-        for mig in gpu.mig_instances
+        replace(mig, jobs_reserved_bytes=_reserved(host, Device(gpu=gpu, mig=mig), jobs)) for mig in gpu.mig_instances
     )
-    return replace(gpu, mig_instances=instances, jobs_reserved_bytes=_reserved(host, Device(gpu=gpu), jobs, limits))
+    return replace(gpu, mig_instances=instances, jobs_reserved_bytes=_reserved(host, Device(gpu=gpu), jobs))
 
 
-def _reserved(host: Host, device: Device, jobs: Sequence[Reservation], limits: Mapping[int, int] | None) -> int | None:
+def _reserved(host: Host, device: Device, jobs: Sequence[Reservation]) -> int | None:
     if not any(device.uuid in job.held for job in jobs):
         return 0
-    line = line_of(host, device, jobs, limits=limits)
+    line = line_of(host, device, jobs)
     return None if line is None else line.reserved_bytes
 
 

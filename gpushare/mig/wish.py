@@ -286,7 +286,7 @@ def _at_least(has: int | None, wanted: int | None) -> bool:
     return wanted is None or (has is not None and has >= wanted)
 
 
-def wish_of(instances: Iterable[GpuInstance], *, places: bool = True) -> Wish:
+def wish_of(instances: Iterable[GpuInstance]) -> Wish:
     """Return the wish with which ``apply`` creates these instances again, in their places."""
     counts: Counter[Request] = Counter()
     for instance in sorted(instances, key=lambda instance: instance.start):
@@ -294,7 +294,7 @@ def wish_of(instances: Iterable[GpuInstance], *, places: bool = True) -> Wish:
         counts[
             Request(
                 profile=instance.profile.name,
-                start=instance.start if places else None,
+                start=instance.start,
                 compute=() if parts in {(), (instance.profile.slices,)} else parts,
             )
         ] += 1

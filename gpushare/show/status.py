@@ -537,13 +537,9 @@ CSV_PROCESS: Final = (
 )
 
 
-def status_result(snapshot: Snapshot, *, errors: Sequence[GpushareError] = ()) -> Result:
-    """Return the result of ``gpushare status``.
-
-    ``errors`` are those of single GPUs, told apart by ``error.gpu`` (index or UUID); any other GPU with an error gets
-    one from its text. With an error the exit code is 1; the other GPUs are shown.
-    """
-    all_errors = tuple(_errors(snapshot, errors))
+def status_result(snapshot: Snapshot) -> Result:
+    """Return the result of ``gpushare status``. If a GPU has an error, the exit code is 1, and the others are shown."""
+    errors = tuple(_errors(snapshot))
     answer = StatusAnswer(
         host=snapshot.host,
         driver_version=snapshot.driver_version,
@@ -564,8 +560,8 @@ def status_result(snapshot: Snapshot, *, errors: Sequence[GpushareError] = ()) -
         tables=people_tables(snapshot),
         csv=csv_table(snapshot),
         notes=tuple(_notes(snapshot)),
-        errors=all_errors,
-        exit_code=ExitCode.FAILED if all_errors else ExitCode.OK,
+        errors=errors,
+        exit_code=ExitCode.FAILED if errors else ExitCode.OK,
     )
 
 
@@ -666,13 +662,9 @@ def _paused(snapshot: Snapshot) -> Iterable[str]:
         )
 
 
-def _errors(snapshot: Snapshot, given: Sequence[GpushareError]) -> Iterable[GpushareError]:
-    yield from given
-    reported = {error.gpu for error in given}
-    for gpu in snapshot.gpus:
-        if gpu.error is not None and not reported & {str(gpu.index), gpu.uuid or str(gpu.index)}:
-            yield gpu_error(gpu, gpu.error)
-    if not snapshot.gpus and not given:
+def _errors(snapshot: Snapshot) -> Iterable[GpushareError]:
+    yield from gpu_errors(snapshot.gpus)
+    if not snapshot.gpus:
         hint = "find the cause: gpushare doctor; hosts to try without a GPU: gpushare sim list"
         yield OperationFailed(f"no GPU is visible on {snapshot.host}", hint, code="no_gpu")
 

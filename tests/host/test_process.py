@@ -261,9 +261,9 @@ def test_waiting_until_processes_are_gone(start: Start) -> None:
 
 def test_the_pid_namespace_is_compared_with_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     here = os.stat("/proc/self/ns/pid").st_ino
-    monkeypatch.setattr(process, "_HOST_PID_NAMESPACE", here)
+    monkeypatch.setattr(process, "HOST_PID_SPACE", here)
     assert LOCAL.namespace_is_host() is True
-    monkeypatch.setattr(process, "_HOST_PID_NAMESPACE", here + 1)
+    monkeypatch.setattr(process, "HOST_PID_SPACE", here + 1)
     assert LOCAL.namespace_is_host() is False
 
 

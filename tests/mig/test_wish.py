@@ -186,4 +186,3 @@ def test_what_is_unknown_does_not_serve() -> None:
 def test_the_wish_of_a_layout() -> None:
     gpu = layout("h100", "3g.40gb:4/1,1", "1g.10gb:0", "1g.10gb:1")
     assert [str(request) for request in wish_of(gpu.instances)] == ["1g.10gb:0", "1g.10gb:1", "1c.3g.40gb:4*2"]
-    assert [str(request) for request in wish_of(gpu.instances, places=False)] == ["1g.10gb*2", "1c.3g.40gb*2"]
