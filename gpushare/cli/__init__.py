@@ -73,7 +73,7 @@ def root() -> common.RootGroup:
     return common.RootGroup(
         name="gpushare",
         listed=GROUPS,
-        help="Share the GPUs of one host: see who uses them, set up a way of sharing, prove that it works, and undo it.",
+        help="Share the GPUs of one host: see who uses them, set up a way of sharing, check that it works, and undo it.",
         epilog="On a machine without a GPU, try: gpushare --host sim:h200 status",
         no_args_is_help=True,
         rich_markup_mode=None,

@@ -111,7 +111,7 @@ _PROPERTIES: Final = (
     (
         "--saturating/--no-saturating",
         None,
-        "One process alone fills the GPU: measure it.",
+        "One process alone fills the GPU; if unsure, measure it.",
     ),
     (
         "--production-saturating/--no-production-saturating",

@@ -90,7 +90,9 @@ def bench(
     latency: Annotated[
         str | None,
         typer.Option(
-            "--latency", metavar="REGEX", help="A latency that CMD prints. [default: latency=... and p50=, p99=]"
+            "--latency",
+            metavar="REGEX",
+            help="Regex of a latency that CMD prints. [default: latency=... and p50=, p99=]",
         ),
     ] = None,
     window: MeasuredTime = None,

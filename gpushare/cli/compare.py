@@ -77,7 +77,7 @@ def compare(
         typer.Option(
             "--view",
             metavar="VIEW",
-            help="published (NVIDIA's table of 2022), today (what changed since), or host. [default: host where one answers, else today]",
+            help="published (NVIDIA's table of 2022), today (the current state), or host. [default: host where one answers, else today]",
         ),
     ] = None,
     why: Annotated[

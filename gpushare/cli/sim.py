@@ -113,7 +113,10 @@ def spec_of(given: str | None) -> str:
 
 def fault(
     kind: Annotated[str | None, typer.Argument(metavar="[KIND]", help="What fails.", show_default=False)] = None,
-    value: Annotated[str | None, typer.Argument(metavar="[VALUE]", show_default=False)] = None,
+    value: Annotated[
+        str | None,
+        typer.Argument(metavar="[VALUE]", help="The value that the fault takes, if any.", show_default=False),
+    ] = None,
     gpu: Gpu = None,
     clear: Annotated[bool, typer.Option("--clear", help="Remove all faults.")] = False,
 ) -> Any:
@@ -325,7 +328,7 @@ def add(
 
 
 def end(
-    pid: Annotated[int, typer.Argument(metavar="PID")],
+    pid: Annotated[int, typer.Argument(metavar="PID", help="The PID that `sim add` printed.")],
     signal: Annotated[
         str | None,
         typer.Option("--signal", metavar="NAME", help="KILL, TERM, INT, STOP or CONT. [default: it ends by itself]"),

@@ -49,7 +49,7 @@ def tune(
         typer.Option(
             "--opportunistic",
             metavar="CMD",
-            help="A job that takes what is left; restarted for each cap. Several times: they run together.",
+            help="A job that takes what is left; restarted for each cap. Give it several times to run several jobs together.",
         ),
     ],
     keep: Annotated[
