@@ -128,7 +128,7 @@ class Rule:
                 text = f"{self.text}: a vGPU without MIG has memory of its own, but shares the SMs in time"
                 return self._reason(cell, Kind.CONDITION, text)
             return self._reason(cell, Kind.VETO, f"{self.text}: that needs MIG-backed vGPU, and this GPU has no MIG")
-        says = f"{self.text} ({table.titles[cell.mechanism]}: {cell.today})"
+        says = f"{self.text} ({table.titles[cell.mechanism]}, {table.row(cell.row).title}: {cell.today})"
         if table.at_least(needs.row, best, needs.floor):
             return self._reason(cell, Kind.CONDITION, says)
         return self._reason(cell, Kind.VETO, says if best == cell.level else f"{says}, at best {best}")

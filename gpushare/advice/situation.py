@@ -172,7 +172,7 @@ class LeavingCost:
     out_seconds: float
     in_seconds: float
     turn_seconds: float | None
-    # The part of the speed of a queue that the jobs keep.
+    # How fast the jobs run, as a part of the speed that they have one after another.
     kept_share: float | None
     # How long each job waits for its next turn, where only one fits at a time.
     wait_seconds: float | None
@@ -198,8 +198,8 @@ class LeavingCost:
         waits = "" if self.wait_seconds is None else f" (then {_about(self.wait_seconds)} until the next turn)"
         return (
             f"a switch takes about {_about(self.switch_seconds)} ({out} out, {back} back{guess}): with turns of "
-            f"{_about(self.turn_seconds)}{waits}, the jobs keep {100 * self.kept_share:.0f} % of the speed of a queue; "
-            f"{host} of host memory must be free"
+            f"{_about(self.turn_seconds)}{waits}, the jobs run at {100 * self.kept_share:.0f} % of the speed that they "
+            f"have one after another; {host} of host memory must be free"
         )
 
 

@@ -73,7 +73,7 @@ def test_the_cost_is_a_number_with_its_source(cli: Cli) -> None:
     assert cost["host_bytes"] > 2 * 80 << 30
     assert "H200" in cost["source"]
     assert data["memory"]["fits"] is False
-    assert any("keep 90 % of the speed of a queue" in line for line in [cost["sentence"]])
+    assert any("run at 90 % of the speed that they have one after another" in line for line in [cost["sentence"]])
 
 
 def test_a_latency_target_is_productions_which_never_leaves(cli: Cli) -> None:
