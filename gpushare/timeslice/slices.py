@@ -320,7 +320,7 @@ def plan_slice(
         earlier.add(record.slice_us if record is not None and now == {record.slice_us} else None)
         if now != {microseconds}:
             act = partial(apply_slice, host, control, channels, microseconds, job)
-            steps.append(_step(host, control, channels, f"to {wanted}", (microseconds,), act))
+            steps.append(_step(host, control, channels, f"to {wanted}", act))
     before = next(iter(earlier)) if len(earlier) == 1 else None
     undo = f"gpushare timeslice reset {selector}" if before is None else f"gpushare timeslice set {before}us {selector}"
     return Plan(
@@ -337,7 +337,6 @@ def _step(
     control: ChannelControl,
     channels: Channels,
     to: str,
-    slices: Iterable[int | None],
     act: Callable[[list[Channels]], object],
 ) -> Step:
     """Return the step that sets the slices of a process; ``act`` is given a list that holds what it had from then on."""
@@ -358,9 +357,9 @@ def _step(
 
     now = {group.slice_us for group in channels.compute}
     return Step(
-        what=f"set the time-slice of process {channels.pid} from {_listed(now)} {to}",
-        command=_command(channels, slices),
-        undo=_command(channels, now),
+        what=f"set the time-slice of process {channels.pid} from {_listed(now)} {to}: NVA06C_CTRL_CMD_SET_TIMESLICE, on its channel groups",
+        # NVIDIA has no program for it.
+        command=None,
         do=there,
         revert=back,
     )
@@ -391,7 +390,7 @@ def plan_restore(
         slices |= now
         if now != earlier:
             act = partial(restore_slice, host, control, channels)
-            steps.append(_step(host, control, channels, f"back to {_listed(earlier)}", earlier, act))
+            steps.append(_step(host, control, channels, f"back to {_listed(earlier)}", act))
         else:
             steps.append(_forget_step(host, control, channels, record))
         before |= {value for value in earlier if value is not None}
@@ -414,12 +413,6 @@ def _forget_step(host: Host, control: ChannelControl, channels: Channels, record
         do=lambda: restore_slice(host, control, channels),
         revert=lambda: put_record_back(host, channels.pid, record),
     )
-
-
-def _command(channels: Channels, slices: Iterable[int | None]) -> str:
-    value = " or ".join(sorted(str(each) for each in slices))
-    # NVIDIA has no program for it.
-    return f"ioctl NVA06C_CTRL_CMD_SET_TIMESLICE {value}, on the channel groups of process {channels.pid}"
 
 
 def _listed(slices: Iterable[int | None]) -> str:

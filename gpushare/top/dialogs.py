@@ -38,7 +38,8 @@ def wrapped(lines: Sequence[Line], width: int) -> list[Line]:
     rows: list[Line] = []
     for text, colour in lines:
         indent = " " * min(len(text) - len(text.lstrip()) + 2, width // 2)
-        parts = textwrap.wrap(visible(text), width, subsequent_indent=indent, drop_whitespace=True)
+        # A command keeps its hyphens.
+        parts = textwrap.wrap(visible(text), width, subsequent_indent=indent, break_on_hyphens=False)
         # A character may take two cells.
         rows += [(piece, colour) for part in parts for piece in chop_cells(part, width)] or [("", colour)]
     return rows
@@ -244,7 +245,7 @@ class Prompt(Dialog):
 
     def __init__(self, title: str, what: str, theme: Theme, *, example: str = "", value: str = "") -> None:
         super().__init__(title, [(what, "dim")], theme, "Enter goes on    Esc closes")
-        self._input = Input(value=value, placeholder=example)
+        self._input = Input(value=value, placeholder=example and f"for example: {example}")
 
     def more(self) -> ComposeResult:
         yield self._input

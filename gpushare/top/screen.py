@@ -360,7 +360,7 @@ class Cockpit(App[None]):
         all_fit = len(shown) + sum(map(len, below.values())) <= max(room - 3, self.size.height // 3)
         for gpu in shown:
             rows.append(gpus.gpu_line(frame, gpu, self.past, layout, self.colours))
-            if self.opened is not None:
+            if self.opened is not None and gpu.error is None:
                 rows += gpus.fact_lines(frame, gpu, self.size.width)
             if all_fit or self.opened is not None:
                 rows += below[gpu.index]
@@ -402,11 +402,15 @@ class Cockpit(App[None]):
         self._jobs.show_rows(head, rows, self._row_of(chosen))
 
     def _empty_text(self, frame: Frame) -> str:
-        if self.view.filters or self.opened is not None:
+        if frame.error is not None:
+            return ""
+        if self.view.text or self.view.user is not None:
             return "nothing is shown by this filter; Esc removes it"
-        if any(gpu.processes is None for gpu in frame.snapshot.gpus):
-            return "the processes on the GPUs are unknown; see: gpushare doctor"
-        return "no processes on the GPUs" if frame.error is None else ""
+        chosen = [gpu for gpu in frame.snapshot.gpus if self.view.gpu in {None, gpu.index}]
+        where = "the GPUs" if self.view.gpu is None else f"GPU {self.view.gpu}"
+        if any(gpu.processes is None for gpu in chosen):
+            return f"the processes on {where} are unknown; see: gpushare doctor"
+        return f"no processes on {where}{'' if self.view.gpu is None else '; Esc shows all GPUs'}"
 
     def _row_of(self, row: jobs.Row | None) -> int:
         """Return where a row is now: the cursor follows its job."""
@@ -718,7 +722,12 @@ class Cockpit(App[None]):
             ("command", job.command),
             ("device", job.device or (f"GPU {', '.join(map(str, job.gpu_indexes))}" if job.gpu_indexes else None)),
             ("processes", ", ".join(map(str, job.processes)) or None),
-            ("memory", f"{format_bytes(job.memory_used_bytes)}, limit {format_bytes(job.whole_limit_bytes)}"),
+            (
+                "memory",
+                None
+                if job.line
+                else f"{format_bytes(job.memory_used_bytes)}, limit {format_bytes(job.whole_limit_bytes)}",
+            ),
             ("waits", jobs.waiting_reason(job) or None),
             ("since", None if job.since_seconds is None else format_duration(job.since_seconds)),
         ]
@@ -833,7 +842,7 @@ class Cockpit(App[None]):
             lines += [
                 (str(explanation["title"]), "text"),
                 *((f"  {explanation[key]}", "dim") for key in ("meaning", "cause") if explanation.get(key)),
-                *((f"  $ {command}", "text") for command in explanation.get("next") or ()),
+                *((f"  next: {command}", "text") for command in explanation.get("next") or ()),
                 ("", "text"),
             ]
         await self.push_screen_wait(Dialog(f"Explain: {text}", lines, self.colours))

@@ -133,7 +133,7 @@ def test_a_job_is_paused_sliced_swapped_and_explained(show: Show) -> None:
         assert "give threads, memory or both" in screen.text
         await screen.press("escape", "e", "enter")
         assert "Explain: time-slicing" in screen.text
-        assert "$ gpushare" in screen.text
+        assert "next: gpushare" in screen.text
         await screen.press("escape", "E")
         assert "was paused" in screen.text
         await screen.press("escape", "enter")
@@ -223,6 +223,38 @@ def test_eight_gpus_of_which_one_is_lost_fit_a_small_terminal(show: Show) -> Non
         assert any("MPS server of GPU 0 died" in event.text for event in screen.app.happened.all)
 
     show(world, script, size=(80, 24))
+
+
+def test_a_gpu_without_jobs_and_one_that_is_lost_say_so(show: Show) -> None:
+    world = World("sim:3xh100")
+    add(world, 0, "serve", 4)
+    world.fault("lost", gpu=2)
+
+    async def script(screen: Shown) -> None:
+        await screen.press("tab", "down", "enter")
+        assert "no processes on GPU 1; Esc shows all GPUs" in screen.text
+        await screen.press("escape", "end", "enter")
+        assert "the processes on GPU 2 are unknown; see: gpushare doctor" in screen.text
+        assert "it fell off the bus" in screen.text
+        # No list of facts that are all unknown.
+        assert "temperature" not in screen.text
+        await screen.press("slash", *"nobody", "enter")
+        assert "nothing is shown by this filter" in screen.text
+
+    show(world, script, size=(80, 24))
+
+
+def test_what_is_typed_has_an_example_that_looks_like_none(show: Show) -> None:
+    world = World("sim:h200")
+    add(world, 0, "serve", 4)
+
+    async def script(screen: Shown) -> None:
+        await screen.press("v")
+        assert "for example: 1" in screen.text
+        await screen.press("escape", "u", "escape", "slash")
+        assert "for example" not in screen.text
+
+    show(world, script)
 
 
 @pytest.mark.parametrize("size", [(80, 24), (200, 50), (300, 70)])

@@ -239,6 +239,9 @@ def test_lines_to_read_are_broken_where_they_are_wider_than_the_box() -> None:
         assert all(cell_len(row) <= 30 for row in rows)
         assert "".join("".join(rows).split()) == "".join(text.split())
     assert wrapped([("", "text")], 30) == [("", "text")]
+    # A command can be copied.
+    command = "$ quit | nvidia-cuda-mps-control"
+    assert [row.strip() for row, _ in wrapped([(command, "text")], 30)] == ["$ quit |", "nvidia-cuda-mps-control"]
 
 
 def test_output_without_ends_of_lines_is_shown_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
