@@ -427,7 +427,7 @@ def farm(
 
     Raises:
         BadUsage: there are none (code ``bad_copies``), one fits on no device (``never_fits``), or the logs are of an
-            earlier farm that is not resumed (``logs_used``).
+            earlier farm that is not resumed, or of another command (``logs_used``).
         NoPermission: a copy is more than this user may reserve (``over_user_limit``).
         InUse: another farm has the logs (``logs_in_use``).
         GpushareError: no device can be used; the ledger cannot be written.
@@ -654,7 +654,11 @@ class _Farm:
     # -- what an earlier farm has done ---------------------------------------------------------------
 
     def _skip(self, ends: Iterable[CopyEnd]) -> set[int]:
-        """Skip the copies that an earlier farm has done, say so, and return their numbers."""
+        """Skip the copies that an earlier farm has done, say so, and return their numbers.
+
+        Raises:
+            BadUsage: it ran another command, and the logs of its copies would be overwritten (code ``logs_used``).
+        """
         options, digest = self._options, digest_of_command(self._command)
         commands: set[str] = set()
 
@@ -664,12 +668,16 @@ class _Farm:
                 yield end
 
         done = copies_done(with_commands(), digest, options.copies, options.lines)
+        if commands and digest not in commands:
+            raise BadUsage(
+                f"{options.logs} has the results of another command",
+                "give the command of that farm, unchanged; or another directory: --logs OTHER",
+                code="logs_used",
+            )
         for number in done:
             self._copies[number].state = "done earlier"
         if done:
             self._reporter.say(f"{format_copies(len(done))} done earlier: not started again")
-        if commands and digest not in commands:
-            self._reporter.say(f"{options.logs}/{NAME} has results of another command only: no copy is skipped")
         return done
 
     def _skip_planned(self) -> None:
@@ -1031,9 +1039,9 @@ class _Farm:
             listen=lambda line, _at: self._reporter.line(number, line),
             log=None if log is None or self._logs is None else Log(log, self._logs),
         )
-        copy.pid, copy.state = program.pid, "running"
-        gpu.running[number] = program
         now = time.monotonic()
+        copy.pid, copy.state, copy.started_after = program.pid, "running", now - self._started
+        gpu.running[number] = program
         if not gpu.looks or gpu.looks[0] > now + _LOOKS[0]:
             gpu.looks = [now + seconds for seconds in _LOOKS]
         for memory in self._memories[number]:
@@ -1284,10 +1292,16 @@ class _Farm:
         for memories in self._memories.values():
             for memory in memories:
                 memory.release()
-        self._end(list(self._running()), hurry=self._signals.came)
         for gpu in self._gpus.values():
-            for number in list(gpu.running):
+            if gpu.several is not None:
+                gpu.several.look()
+        # One that has ended meanwhile was not interrupted.
+        interrupted = [number for number, program in self._running().items() if program.runs]
+        self._end(interrupted, hurry=self._signals.came)
+        for gpu in self._gpus.values():
+            for number in [number for number in interrupted if number in gpu.running]:
                 self._note_end(gpu, number, None, interrupted=True)
+        self._collect_ended()
         for copy in self._copies:
             if copy.state == "waiting":
                 copy.state = "skipped" if copy.tries == 0 else "failed"

@@ -189,16 +189,18 @@ def test_logs_of_an_earlier_farms_restarts_do_not_stay_beside_new_ones(
     host: Host, device: Device, tmp_path: Path
 ) -> None:
     options = sized(device, copies=2, restarts=2, logs=tmp_path)
-    farm(host, [device], shell("exit {}"), options, Heard())
+    command = shell(f"[ -e {tmp_path}/good ] || exit {{}}")
+    farm(host, [device], command, options, Heard())
     assert (tmp_path / "copy-1.2.log").exists()
     others = ["copy-1.old.log", "copy-11.1.log", "copy-1.1.log.gz", "my-copy-1.1.log"]
     for name in others:
         (tmp_path / name).write_text("mine")
     (tmp_path / "copy-0.1.log").mkdir()
     again = sized(device, copies=2, restarts=2, logs=tmp_path, resume=True)
-    farm(host, [device], shell("exit 0"), again, Heard())
+    (tmp_path / "good").touch()
+    farm(host, [device], command, again, Heard())
     kept = sorted(path.name for path in tmp_path.iterdir())
-    assert kept == sorted(["copy-0.log", "copy-0.1.log", "copy-1.log", "farm.jsonl", *others])
+    assert kept == sorted(["copy-0.log", "copy-0.1.log", "copy-1.log", "farm.jsonl", "good", *others])
 
 
 def test_a_refused_farm_removes_no_log(host: Host, device: Device, tmp_path: Path) -> None:

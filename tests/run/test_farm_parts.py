@@ -293,6 +293,25 @@ def test_an_interrupt_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> 
     assert step.states == ["failed", "ended", "skipped", "done"]
 
 
+def test_a_copy_that_ends_just_before_the_signal_reaches_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While gpushare collects those that have ended, which may take a second, a further one may end by itself."""
+    step = Step(monkeypatch, copies=2)
+    step.start()
+    ending: list[int] = []
+
+    def look() -> None:
+        looks.append(len(looks))
+        if len(looks) == 2:
+            step.several.started[0].runs, step.several.started[0].status = False, 0
+
+    looks: list[int] = []
+    step.several.look = look
+    step.several.end = lambda programs, **_: ending.extend(program.pid for program in programs)
+    step.farm._signals.first = 2
+    step.farm._interrupt()
+    assert (step.states, ending) == (["done", "ended"], [101])
+
+
 # -- what copies reserve -----------------------------------------------------------------------------
 
 

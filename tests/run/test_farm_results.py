@@ -148,8 +148,6 @@ def test_results_of_an_earlier_farm_are_not_overwritten(host: Host, device: Devi
             act(host, [device], ["echo", "second"], first, Heard())
         assert (caught.value.code, "--resume" in (caught.value.hint or "")) == ("logs_used", True)
     assert (tmp_path / "copy-0.log").read_text() == "first\n"
-    farm(host, [device], ["echo", "second"], sized(device, copies=1, logs=tmp_path, resume=True), Heard())
-    assert (tmp_path / "copy-0.log").read_text() == "second\n"
 
 
 def ran(directory: Path) -> Sequence[str]:
@@ -191,18 +189,19 @@ def test_a_plan_before_the_first_run_makes_no_file(host: Host, device: Device, t
 
 
 @pytest.mark.parametrize("act", [farm, plan_farm])
-def test_results_of_another_command_are_said_and_skip_nothing(
+def test_the_logs_of_another_command_are_not_overwritten(
     host: Host, device: Device, tmp_path: Path, act: Callable[..., object]
 ) -> None:
-    more = {"logs": tmp_path, "resume": True}
-    first, heard = Heard(), Heard()
-    farm(host, [device], ["true", "{}"], sized(device, copies=1, lines=("a",), **more), first)
-    assert not [text for text in first.said if "another command" in text]
-    before = (tmp_path / "farm.jsonl").read_bytes()
-    act(host, [device], ["echo", "{}"], sized(device, copies=1, lines=("a",), **more), heard)
-    assert heard.said[0] == f"{tmp_path}/farm.jsonl has results of another command only: no copy is skipped"
-    ended = (tmp_path / "farm.jsonl").read_bytes().removeprefix(before)
-    assert len(ended.splitlines()) == (1 if act is farm else 0)
+    options = sized(device, copies=2, lines=("a", "b"), logs=tmp_path, resume=True)
+    farm(host, [device], ["echo", "{}"], sized(device, copies=1, lines=("a",), logs=tmp_path), Heard())
+    (tmp_path / "copy-0.1.log").write_text("of a restart")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(BadUsage, match="has the results of another command") as caught:
+        act(host, [device], ["echo", "-n", "{}"], options, Heard())
+    assert caught.value.code == "logs_used"
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    # The same command goes on, also with other lines.
+    act(host, [device], ["echo", "{}"], options, Heard())
 
 
 def test_a_farm_that_was_killed_goes_on_where_it_was(host: Host, tmp_path: Path) -> None:
