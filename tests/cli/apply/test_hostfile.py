@@ -313,7 +313,7 @@ def test_the_file_is_an_argument_or_an_option(cli: Cli, refused: Refused, write:
     cli("apply", path).ok()
     cli("diff", path).ok()
     for verb in ("apply", "diff"):
-        assert "missing file" in refused(verb, code="usage", exit_code=2)
+        assert "no file is given" in refused(verb, code="usage", exit_code=2)
         assert "two files are given" in refused(verb, path, "-f", path, code="two_sources", exit_code=2)
 
 
