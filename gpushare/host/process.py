@@ -243,9 +243,10 @@ class Processes:
         return identity is not None and started in {None, identity.started}
 
     def environment(self, pid: int) -> Mapping[str, str] | None:
-        """Return its initial environment (``/proc/PID/environ``), or None when it may not be read."""
+        """Return its initial environment (``/proc/PID/environ``), or None when it may not be read or has gone with it."""
         text = read_proc(f"/proc/{pid}/environ", MOST_OF_ENVIRONMENT)
-        return None if text is None else dict(entries_of(text))
+        # That of a zombie is empty.
+        return None if text is None or not (text or self.alive(pid)) else dict(entries_of(text))
 
     def named(self, name: str) -> Sequence[int]:
         """Return the PIDs whose executable has this name; by the command line if ``exe`` cannot be read."""

@@ -180,17 +180,21 @@ class _Answer:
 
     def _client(self, row: ClientRow, server: ServerRow) -> MpsClient:
         info = self._host.processes.describe(row.pid)
-        own = Limits.in_environment(self._host.processes.environment(row.pid) or {}, self._uuid)
-        now = _limits_of_client(
-            Limits(
-                threads_percent=server.limits.threads_percent,
-                memory_limit_bytes=self._exact(server.limits.memory_limit_bytes),
-                priority=self._overview.limits.priority,
-            ),
-            own,
-        )
-        then = self._at_attachment(row.pid, server)
-        held = now if then is True else Limits() if then is None else _limits_of_client(then, own)
+        environment = self._host.processes.environment(row.pid)
+        now = held = Limits()
+        # Without its own limits those of the server say only that it has no more.
+        if environment is not None:
+            own = Limits.in_environment(environment, self._uuid)
+            now = _limits_of_client(
+                Limits(
+                    threads_percent=server.limits.threads_percent,
+                    memory_limit_bytes=self._exact(server.limits.memory_limit_bytes),
+                    priority=self._overview.limits.priority,
+                ),
+                own,
+            )
+            then = self._at_attachment(row.pid, server)
+            held = now if then is True else Limits() if then is None else _limits_of_client(then, own)
         return MpsClient(
             pid=row.pid,
             server_pid=server.pid,

@@ -41,15 +41,14 @@ class RunReport:
         if client is None:
             self._say(f"process {pid} was attached to MPS on {self._device.title}")
             return
-        threads, memory = format_percent(client.threads_percent), format_bytes(client.memory_limit_bytes)
-        # Of a program that has just ended the limit that it had cannot be read.
-        asked = None if self._limits is None else self._limits.memory_limit_bytes
-        unlimited = client.memory_limit_bytes is None and asked is None
+        server = f"MPS server {client.server_pid} on {self._device.title}"
+        if client.threads_percent is None:
+            self._say(f"process {pid} was attached to {server}; its limits could not be read before it ended")
+            return
+        memory = "none" if client.memory_limit_bytes is None else format_bytes(client.memory_limit_bytes)
         low = "" if client.priority is None or not client.priority else ", low priority"
-        self._say(
-            f"process {pid} is attached to MPS server {client.server_pid} on {self._device.title} "
-            f"(threads {threads}, memory limit {'none' if unlimited else memory}{low})"
-        )
+        threads = format_percent(client.threads_percent)
+        self._say(f"process {pid} is attached to {server} (threads {threads}, memory limit {memory}{low})")
         if self._lowered(client):
             self._say(
                 f"the daemon of {self._device.title} has lower limits than requested, and they apply; change them: gpushare mps set"

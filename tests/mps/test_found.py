@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -211,13 +213,25 @@ def test_nonsense_in_a_clients_environment_is_no_limit(host: Host, value: str) -
     assert (shown.threads_percent, shown.memory_limit_bytes) == (100.0, None)
 
 
+def test_the_limits_of_a_client_that_has_ended_are_unknown(host: Host) -> None:
+    home, _ = start_ours(host)
+    with subprocess.Popen(["true"]) as ended:
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+        assert host.processes.environment(ended.pid) is None
+    pid = client(home)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(host.processes), "environment", lambda *_: None)
+        shown = clients_of(host)[pid]
+    assert (shown.threads_percent, shown.memory_limit_bytes, shown.priority) == (None, None, None)
+
+
 def test_another_users_processes_keep_their_environment_to_themselves(host: Host, sim_dir: Path) -> None:
     home, _ = start_ours(host)
     pid = client(home)
     start(host, sim_dir / "f" / "pipe", "1")
     admin.set_fault(SPEC, "user", value="61000")
     ours, foreign = found(host)
-    assert (ours.daemon.error, ours.daemon.clients[0].pid, ours.daemon.clients[0].threads_percent) == (None, pid, 100.0)
+    assert (ours.daemon.error, ours.daemon.clients[0].pid, ours.daemon.clients[0].threads_percent) == (None, pid, None)
     assert (foreign.daemon.pipe_directory, foreign.daemon.gpu_indexes) == (None, ())
     assert foreign.daemon.error is not None
     with pytest.raises(Exception, match="pipe directory of the MPS daemon"):

@@ -59,14 +59,17 @@ def test_lines_of_run_are_wrapped_too(monkeypatch):
     assert len(pipe.getvalue().splitlines()) == 2
 
 
-def test_a_limit_that_cannot_be_read_is_unknown_and_not_none(monkeypatch):
-    monkeypatch.setattr(
-        RunReport, "_client", lambda _self, pid: MpsClient(pid=pid, server_pid=7, threads_percent=100.0)
-    )
-    for limits, limit in ((Limits(memory_limit_bytes=8 << 30), "-"), (Limits(), "none"), (None, "none")):
+def test_limits_are_said_only_if_they_were_read(monkeypatch):
+    for threads, said in (
+        (100.0, "is attached to MPS server 7 on GPU 0 (threads 100 %, memory limit none)"),
+        (None, "was attached to MPS server 7 on GPU 0; its limits could not be read before it ended"),
+    ):
+        client = MpsClient(pid=812, server_pid=7, threads_percent=threads)
+        monkeypatch.setattr(RunReport, "_client", lambda _self, _pid, client=client: client)
         pipe = Screen()
+        limits = Limits(memory_limit_bytes=8 << 30)
         RunReport(None, SimpleNamespace(title="GPU 0"), pipe, quiet=False, limits=limits).attached(812)
-        assert f"(threads 100 %, memory limit {limit})" in pipe.getvalue()
+        assert pipe.getvalue() == f"gpushare: process 812 {said}\n"
 
 
 def test_a_hint_names_the_program_as_sudo_finds_it(monkeypatch, tmp_path):
