@@ -307,26 +307,13 @@ class ChangeAnswer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReasonAnswer:
-    """What one rule says about a way."""
-
-    rule: str
-    kind: str
-    text: str
-    source: str
-    open: bool
-    row: str | None
-    contradiction: str | None
-
-
-@dataclass(frozen=True, kw_only=True)
 class VerdictAnswer:
     """One way with its verdict and all reasons."""
 
     way: str
     title: str
     outcome: str
-    reasons: list[ReasonAnswer]
+    reasons: tuple[Reason, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -629,10 +616,5 @@ def verdict_answer(verdict: Verdict) -> VerdictAnswer:
         way=verdict.way.value,
         title=verdict.way.label,
         outcome=verdict.outcome.value,
-        reasons=[_reason_answer(reason) for reason in verdict.reasons],
+        reasons=verdict.reasons,
     )
-
-
-def _reason_answer(reason: Reason) -> ReasonAnswer:
-    names = ("rule", "text", "source", "open", "row", "contradiction")
-    return ReasonAnswer(kind=reason.kind.value, **{name: getattr(reason, name) for name in names})

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import functools
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import field
 from enum import Enum
 from string import Formatter
 from typing import Any, Final
@@ -18,7 +19,7 @@ from gpushare.advice.situation import Situation
 from gpushare.advice.table import Cell
 from gpushare.advice.ways import ADVISED, ALL_MIG, ALL_MPS, CONCURRENT, LEAVING, SHARING
 from gpushare.base.model import Way
-from gpushare.base.values import dataclass
+from gpushare.base.values import NOT_STORED, dataclass
 
 
 class Kind(str, Enum):
@@ -42,7 +43,7 @@ class Reason:
     kind: Kind
     text: str
     source: str
-    weight: int = 0
+    weight: int = field(default=0, metadata=NOT_STORED)
     open: bool = False
     row: str | None = None
     contradiction: str | None = None

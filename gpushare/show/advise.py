@@ -208,7 +208,7 @@ def _reason_lines(verdicts: Sequence[Any], width: int) -> list[Text]:
             Text.assemble((verdict.title, "bold"), f"  {verdict.way}: ", (verdict.outcome, _STYLES[verdict.outcome])),
         ]
         for reason in verdict.reasons:
-            lines += _wrapped(f"{reason.kind}: {reason.text}", width, "  ", "    ")
+            lines += _wrapped(f"{reason.kind.value}: {reason.text}", width, "  ", "    ")
             lines += _wrapped(f"[{reason.rule}] {reason.source}", width, "      ", style="dim")
             if reason.contradiction:
                 lines += _wrapped(f"sources disagree: {reason.contradiction}", width, "      ", style="yellow")
