@@ -314,6 +314,8 @@ class JobStart:
             if not queue.swappable:
                 return self._run_on(device, metered)
 
+            if self.role.opportunistic:
+                metered = replace(metered, role=OPPORTUNISTIC)
             return self._carry_out(PlainShare(self.host, device), metered, mps=False)
 
         if all(each.gpu.compute_mode is ComputeMode.PROHIBITED for each in devices):

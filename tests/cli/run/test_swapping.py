@@ -103,6 +103,8 @@ def test_both_leave_if_one_is_not_enough(start: Real, world: World) -> None:
 def test_production_that_has_room_sends_nobody_away(start: Real, world: World) -> None:
     job = start(*opportunistic("8G"))
     web = start("--production", "web", "--wait", "--memory", "12G", size="12G")
+    roles = [each["role"] for each in world.run("jobs").data["jobs"]]
+    assert sorted(roles) == ["opportunistic", "production"]
     output, _ = finish(job, web)
     assert "out of the GPU" not in output
 
