@@ -54,6 +54,7 @@ def test_jobs_are_sorted_filtered_and_acted_on(show: Show) -> None:
     train = add(world, 0, "train", 9, user="bob", command_line=["train", "--lora"])
 
     async def script(screen: Shown) -> None:
+        assert screen.text.startswith(" gpushare top  sim:h200  driver 580.")
         names = lambda: [row.job.pid for row in screen.app._rows]  # noqa: E731
         assert names() == [train, serve]
         await screen.press("I")

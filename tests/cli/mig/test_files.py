@@ -202,6 +202,12 @@ BOMB = (
     + "}\n"
     + "".join(f"b{number}: {{<<: *a}}\n" for number in range(300))
 )
+
+
+def keys(count: int) -> str:
+    return "".join(f"k{number}: 0\n" for number in range(count))
+
+
 LAUGHS = "a: &a [x]\n" + "".join(
     f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
 )
@@ -223,6 +229,8 @@ LAUGHS = "a: &a [x]\n" + "".join(
         ("version: v1\nmig-configs: {x: &a [*a]}\n", "item 1 of 'x' is a list"),
         ("[" * 5000, "too deep"),
         (BOMB, "too many keys"),
+        (keys(4096), "unknown key"),
+        (keys(4097), "too many keys"),
         (LAUGHS, "unknown key"),
         ("version: " + "9" * 5000 + "\n", "the number is too long"),
         ("version: 0x" + "f" * 5000 + "\n", "the number is too long"),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from gpushare.host.nvml import NvmlReader
 from gpushare.sim import admin
 from tests.cli.drive import World
 
@@ -134,3 +135,14 @@ def test_people_read_it_too(capsys: pytest.CaptureFixture[str]) -> None:
         admin.set_fault(host.spec, "refused", "0", fault)
         assert main(["--host", TWO, "mig", "status"]) == 0
         assert words in capsys.readouterr().out
+
+
+def test_instances_are_hidden_only_where_their_number_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = World.new("sim:h200")
+    host.run("mig", "enable", "-g", "0", "-y")
+    host.run("mig", "create", "1g.18gb", "-g", "0")
+    gpu = host.host.nvml.gpu(0)
+    assert (len(gpu.mig_instances), gpu.mig_hidden) == (1, False)
+    monkeypatch.setattr(NvmlReader, "max_mig_devices", lambda *_: None)
+    gpu = host.host.nvml.gpu(0)
+    assert (gpu.mig_instances, gpu.mig_hidden) == ((), True)
