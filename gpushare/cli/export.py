@@ -38,6 +38,8 @@ from gpushare.export.karpenter import node_pool_export
 from gpushare.export.slurm import slurm_export
 from gpushare.export.systemd import FILE, units_export
 from gpushare.hostfile.diff import check_fits, points
+from gpushare.hostfile.file import document_of
+from gpushare.hostfile.kept import roots_file
 from gpushare.hostfile.load import entries_of, kept_file, load, placed
 from gpushare.hostfile.look import live_gpus
 from gpushare.mig.driver import MigReader
@@ -370,6 +372,9 @@ def described(
     host = describe_host(state, [device.gpu for device in devices], node=node)
     if file is not None:
         host = in_place(state, file, host, daemons_only=True) if for_daemons else _as_in(state, file, host)
+    rules = roots_file(state.host) if file is None else load(file)[0]
+    if rules is not None:
+        host = replace(host, sections=frozenset(document_of(rules)) - {"version", "gpus"})
 
     def with_replicas(gpu: GpuDescription) -> GpuDescription:
         if replicas == 1 and gpu.sharing is Way.TIMESLICE:

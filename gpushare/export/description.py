@@ -81,12 +81,16 @@ class GpuDescription:
 
 @dataclass(frozen=True, kw_only=True)
 class HostDescription:
-    """One host. ``node`` is its name in a cluster; ``whole`` is False if ``-g`` left GPUs out."""
+    """One host. ``node`` is its name in a cluster; ``whole`` is False if ``-g`` left GPUs out.
+
+    ``sections`` are those of its gpushare.yaml that are not about GPUs, and not empty: memory, slices, reserve.
+    """
 
     gpus: tuple[GpuDescription, ...]
     driver: str | None = None
     node: str | None = None
     whole: bool = True
+    sections: frozenset[str] = frozenset()
 
     def instances(self) -> Iterator[tuple[GpuDescription, MigDescription]]:
         for gpu in self.gpus:
@@ -118,7 +122,8 @@ class HostDescription:
             "low-priority": any(daemon.limits.priority is Priority.LOW for daemon in daemons),
             "restricted": any(daemon.users for daemon in daemons),
         }
-        return {gpu.sharing.value for gpu in self.gpus} | {trait for trait, is_true in conditions.items() if is_true}
+        traits = {trait for trait, is_true in conditions.items() if is_true}
+        return {gpu.sharing.value for gpu in self.gpus} | traits | self.sections
 
 
 def short_model(name: str | None) -> str | None:

@@ -11,7 +11,7 @@ from typing import Final
 
 from gpushare.base.errors import GpushareError, InUse, NotFound, NotHeld, needs_root
 from gpushare.base.model import MPS_SERVER, ComputeMode, Gpu, GpuProcess, Holder
-from gpushare.base.selection import Device, no_mig
+from gpushare.base.selection import Device, no_mig, titles
 from gpushare.host.capabilities import NODES
 from gpushare.host.claims import Claim, take_claim
 from gpushare.host.host import Host
@@ -37,8 +37,9 @@ from gpushare.plan import Loss, NotUndone, Plan, Step, carry_out
 
 # The name in full, and as the kernel cuts it.
 _AGREEING = {"nvidia-persistenced", "nvidia-persiste"}
-# Processes that an error names.
+# Processes that an error names, and that its hint ends.
 _NAMED: Final = 4
+_MOST_ENDED: Final = 32
 
 
 def check_mode_change(host: Host, gpu: Gpu, *, enable: bool, bare: bool, ending: Collection[int] = ()) -> list[str]:
@@ -53,7 +54,8 @@ def check_mode_change(host: Host, gpu: Gpu, *, enable: bool, bare: bool, ending:
         # Only a pending mode is canceled, which needs no reset.
         return []
     resetless = MigChanges(host.nvml).resetless(gpu.index)
-    _check_unused(host, gpu, ending, needs_reset=not resetless)
+    if not resetless:
+        _check_not_held(host, gpu, ending)
     notes = []
     if enable and gpu.compute_mode not in {None, ComputeMode.DEFAULT}:
         notes.append(f"GPU {gpu.index}: its compute mode becomes default, the only one with MIG")
@@ -75,33 +77,45 @@ def check_mode_change(host: Host, gpu: Gpu, *, enable: bool, bare: bool, ending:
     return notes
 
 
-def _check_unused(host: Host, gpu: Gpu, ending: Collection[int], *, needs_reset: bool) -> None:
-    blind = host.processes.namespace_is_host() is False and not gpu.processes
-    if gpu.processes is None or blind:
-        raise InUse(
-            f"GPU {gpu.index}: the driver does not list the processes on it, so its MIG mode is not changed",
-            "run as root, outside a container",
-            gpu=gpu.index,
-            code="unknown_holders",
-        )
+def _check_no_processes(host: Host, switched: Sequence[tuple[Gpu, Collection[int]]]) -> None:
+    """Raise for all processes on the GPUs whose mode changes, each with the PIDs that the change ends first."""
+    blocking_processes: list[tuple[Gpu, GpuProcess]] = []
+    for gpu, ending in switched:
+        blind = host.processes.namespace_is_host() is False and not gpu.processes
+        if gpu.processes is None or blind:
+            raise InUse(
+                f"GPU {gpu.index}: the driver does not list the processes on it, so its MIG mode is not changed",
+                "run as root, outside a container",
+                gpu=gpu.index,
+                code="unknown_holders",
+            )
+        idle = idle_daemon_pids(host, gpu).union(ending)
+        blocking_processes += [(gpu, process) for process in gpu.processes if process.pid not in idle]
+    if not blocking_processes:
+        return
+    named_here = {process.pid: process for _, process in blocking_processes}
+    names = ", ".join(_process_title(host, process) for process in [*named_here.values()][:_NAMED])
+    more = f" and {len(named_here) - _NAMED} more" if len(named_here) > _NAMED else ""
+    gpus = list(dict.fromkeys(gpu.index for gpu, _ in blocking_processes))
+    numbers, their = ",".join(map(str, gpus)), "its" if len(gpus) == 1 else "their"
+    # It ends a job by the PID of its program, too, and a client of MPS in the way that is safe for the others. An MPS
+    # server ends after its clients.
+    pids = [str(pid) for pid, process in named_here.items() if _name(host, process) != MPS_SERVER]
+    ending_them = f"gpushare stop {' '.join(pids[:_MOST_ENDED])}" if pids else f"gpushare mps stop -g {numbers}"
+    rest = f", and then the {len(pids) - _MOST_ENDED} others" if len(pids) > _MOST_ENDED else ""
+    raise InUse(
+        f"{titles([Device(gpu=gpu) for gpu, _ in switched if gpu.index in gpus])}: {names}{more} must end before {their} MIG mode can change",
+        f"see all: gpushare status -g {numbers}; end them: {ending_them}{rest}",
+        gpu=gpus[0] if len(gpus) == 1 else None,
+    )
+
+
+def _check_not_held(host: Host, gpu: Gpu, ending: Collection[int]) -> None:
+    """Raise if a program without a CUDA context holds a GPU that must be reset."""
     idle = idle_daemon_pids(host, gpu).union(ending)
-    blocking_processes = [process for process in gpu.processes if process.pid not in idle]
-    if blocking_processes:
-        first = blocking_processes[:_NAMED]
-        names = ", ".join(_process_title(host, process) for process in first)
-        more = f" and {len(blocking_processes) - _NAMED} more" if len(blocking_processes) > _NAMED else ""
-        # It ends a job by the PID of its program, too, and a client of MPS in the way that is safe for the others. An MPS
-        # server ends after its clients.
-        pids = " ".join(str(process.pid) for process in first if _name(host, process) != MPS_SERVER)
-        ending_them = f"gpushare stop {pids}" if pids else f"gpushare mps stop -g {gpu.index}"
-        raise InUse(
-            f"GPU {gpu.index}: {names}{more} must end before its MIG mode can change",
-            f"see all: gpushare status -g {gpu.index}; end them: {ending_them}",
-            gpu=gpu.index,
-        )
     # nvidia-persistenced releases the GPU for a reset by itself.
     held = [holder for holder in gpu_holders(host, gpu) if holder.pid not in idle and holder.name not in _AGREEING]
-    if held and needs_reset:
+    if held:
         raise InUse(
             f"GPU {gpu.index}: {blocking(held)} {'holds' if len(held) == 1 else 'hold'} it, and it must be reset",
             remedy(held) or f"end it, then run this again: sudo kill {held[0].pid}",
@@ -380,15 +394,23 @@ def plan_change(
     instances: list[_Instances] = []
     evictions: list[Eviction] = []
     losses: list[Loss] = []
+    evicted_on = {
+        change.gpu.index: [
+            removed for removed in change.plan.destroyed if (change.gpu.index, removed.instance.id) in evict
+        ]
+        for change in changes
+    }
+    ending_on = {
+        index: [pid for removed in evicted for pid in holders_of(removed)] for index, evicted in evicted_on.items()
+    }
+    _check_no_processes(host, [(change.gpu, ending_on[change.gpu.index]) for change in changes if _switches(change)])
     for change in changes:
         if not change.changes:
             continue
-        gpu = change.gpu
-        evicted = [removed for removed in change.plan.destroyed if (gpu.index, removed.instance.id) in evict]
+        gpu, evicted = change.gpu, evicted_on[change.gpu.index]
         if change.enable is not None:
-            ending = [pid for removed in evicted for pid in holders_of(removed)]
             bare = not change.plan.created
-            notes += check_mode_change(host, gpu, enable=change.enable, bare=bare, ending=ending)
+            notes += check_mode_change(host, gpu, enable=change.enable, bare=bare, ending=ending_on[gpu.index])
         served = _devices_going(change)
         losses += [*_losses(host, change), *daemons_of_others(host, gpu, served)]
         for removed in evicted:
@@ -414,6 +436,11 @@ def plan_change(
         instances=tuple(instances),
         evictions=tuple(evictions),
     )
+
+
+def _switches(change: GpuChange) -> bool:
+    """Return whether the MIG mode changes, and not only a pending one is canceled, which needs no idle GPU."""
+    return change.enable is not None and bool(change.gpu.mig_capable) and change.enable != bool(change.gpu.mig_enabled)
 
 
 def _devices_going(change: GpuChange) -> set[str]:

@@ -467,6 +467,30 @@ def test_a_grant_is_told_to_be_lost(cli: Cli, tmp_path: Path, engine: str, sourc
     assert "grant" in err
 
 
+SECTIONS = """
+memory: [{match: {user: nobody}, limit: 2G}]
+slices: [{match: {user: nobody}, slice: 2ms}]
+reserve: {longest: 4h}
+"""
+
+
+@pytest.mark.parametrize("engine", ["k8s", "dra", "karpenter", "slurm", "mig-parted"])
+def test_sections_that_are_not_about_gpus_are_told_to_be_lost(cli: Cli, tmp_path: Path, engine: str) -> None:
+    path, sharing = tmp_path / "gpushare.yaml", "version: 1\ngpus: [{match: all, mig: [1g.10gb]}]\n"
+
+    def lost(*words: str) -> list[str]:
+        text = cli("export", engine, *words, host="sim:h100-80gb").ok().err
+        return [name for name in ("memory:", "slices:", "reserve:") if f"({name} in gpushare.yaml)" in text]
+
+    path.write_text(sharing)
+    assert lost("-f", str(path)) == []
+    path.write_text(sharing + SECTIONS)
+    assert lost("-f", str(path)) == ["memory:", "slices:", "reserve:"]
+    # Those of the applied file are lost as well.
+    cli("apply", "-f", str(path), "-y", host="sim:h100-80gb").ok()
+    assert lost() == ["memory:", "slices:", "reserve:"]
+
+
 def test_a_unit_has_the_path_of_this_gpushare(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "host", "local")
     # As with sudo, whose PATH does not have it.
