@@ -76,6 +76,11 @@ class Frame:
         """Return the MPS daemons that serve a GPU or its instances."""
         return [daemon for daemon in self.snapshot.daemons if gpu.index in (daemon.gpu_index, *daemon.gpu_indexes)]
 
+    def name_of(self, pid: int, program: str | None) -> str | None:
+        """Return the name of the job that a process belongs to, or of one without a name its program."""
+        names = (job.name for job in self.jobs if job.name is not None and pid in (job.pid, *job.processes))
+        return next(names, program)
+
     def activity(self, gpu: Gpu, instance: MigInstance | None = None) -> float | None:
         """Return the SM activity of a GPU or of an instance in percent; None: no GPM (before Hopper)."""
         return self.sm.get((gpu.index, None if instance is None else instance.gpu_instance_id))

@@ -211,7 +211,8 @@ def lines_below(frame: Frame, gpu: Gpu, layout: Layout, theme: Theme) -> list[li
 def _instance(frame: Frame, gpu: Gpu, instance: MigInstance, layout: Layout, theme: Theme) -> list[Piece]:
     sm = frame.activity(gpu, instance)
     inside = filter(instance.has, gpu.processes or ())
-    names = ", ".join(dict.fromkeys(process.job or process.name or str(process.pid) for process in inside))
+    names = ", ".join(dict.fromkeys(frame.name_of(each.pid, each.name) or str(each.pid) for each in inside))
+    empty = "-" if gpu.processes is None else "free"
     return [
         ((instance.profile or "-").ljust(max(6, layout.name - 2)) + " ", "text"),
         *bar(layout.util, [(None if sm is None else sm / 100, "sm")], theme),
@@ -219,7 +220,7 @@ def _instance(frame: Frame, gpu: Gpu, instance: MigInstance, layout: Layout, the
         *memory_bar(instance, layout.memory, theme),
         (fitted(used_text(instance), 11, right=True) + "  ", "text"),
         (f"{visible(instance.name)}  " if instance.name else "", "good"),
-        (visible(names) or "free", "text" if names else "dim"),
+        (visible(names) or empty, "text" if names else "dim"),
     ]
 
 
@@ -251,7 +252,10 @@ def client_lines(frame: Frame, gpu: Gpu) -> list[list[Piece]]:
     return [
         [
             ("        ", "dim"),
-            (f"{client.pid:>8} {fitted(client.user or '-', 9)}{fitted(visible(client.name or '-'), 16)}", "text"),
+            (
+                f"{client.pid:>8} {fitted(client.user or '-', 9)}{fitted(visible(frame.name_of(client.pid, client.name) or '-'), 16)}",
+                "text",
+            ),
             (f" {_limits(client.threads_percent, client.memory_limit_bytes)}", "dim"),
         ]
         for daemon in frame.daemons_of(gpu)

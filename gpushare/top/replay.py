@@ -156,7 +156,6 @@ def _process(process: RecordedProcess, use: ProcessSample, places: dict[str, Rec
         mps=process.mps,
         user=process.user,
         name=process.name,
-        job=process.job,
         gpu_instance_id=None if place is None else place.gpu_instance_id,
         compute_instance_id=None if place is None else place.compute_instance_id,
         memory_used_bytes=use.memory_used_bytes,

@@ -16,9 +16,11 @@ from rich.color import Color, ColorSystem
 from gpushare.base.model import (
     Gpu,
     GpuLease,
+    GpuProcess,
     GpuSensors,
     LinePlace,
     ListedJob,
+    MigInstance,
     MpsClient,
     MpsDaemon,
     MpsServer,
@@ -230,6 +232,21 @@ def test_limits_that_are_unknown_are_no_limits_of_100_percent() -> None:
         "threads 25 %  memory 1.0 GiB",
     ]
     assert "threads -  memory -" in lines_below(shown, gpu, layout_of(80, 9), DARK)[0][-1][0]
+
+
+def test_below_a_gpu_are_the_names_of_jobs() -> None:
+    """Of what belongs to none its program; who is on a GPU that does not tell its processes is unknown."""
+    instances = (MigInstance(uuid="MIG-1", gpu_instance_id=1), MigInstance(uuid="MIG-2", gpu_instance_id=2))
+    inside = (GpuProcess(pid=6, name="python3", gpu_instance_id=1), GpuProcess(pid=7, name="top", gpu_instance_id=1))
+    daemon = MpsDaemon(
+        pid=4, ours=True, pipe_directory="/p", gpu_index=0, servers=(MpsServer(pid=5, clients=(MpsClient(pid=6),)),)
+    )
+    jobs, layout = (job(5, name="train", processes=(6,)),), layout_of(120, 9)
+    for processes, ends in ((inside, ["train, top", "free"]), (None, ["-", "-"])):
+        gpu = Gpu(index=0, mig_enabled=True, mig_instances=instances, processes=processes)
+        shown = frame(snapshot=Snapshot(host="local", gpus=(gpu,), daemons=(daemon,)), jobs=jobs)
+        assert [line[-1][0] for line in lines_below(shown, gpu, layout, DARK)[:2]] == ends
+        assert "train" in client_lines(shown, gpu)[0][1][0]
 
 
 def test_lines_to_read_are_broken_where_they_are_wider_than_the_box() -> None:
