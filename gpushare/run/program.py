@@ -152,8 +152,9 @@ class RunOptions:
 
     limits: Limits = field(default_factory=Limits)
     parts: tuple[Part, ...] = ()
-    # A descriptor that replaces its stderr.
+    # A descriptor that replaces its stderr, and what waits until all that was written there is passed on.
     stderr: int | None = None
+    passed_on: Callable[[], None] | None = None
     # Where the program prints how fast it is: it appends its output to that file itself.
     rate: PrintedRate | None = None
     strict: bool = False
@@ -448,6 +449,8 @@ class Session:
             with Terminal(child.pid) as terminal:
                 status = self._follow(child, wakeups, terminal)
             if self._relay is not None:
+                if self._options.passed_on is not None:
+                    self._options.passed_on()
                 self._relay.close()
             for part in reversed(self._running):
                 part.settle()

@@ -104,20 +104,32 @@ class ErrorTail:
         self._to = 2 if log is None else open_log(log)
         self._read, self.descriptor = os.pipe()
         os.set_inheritable(self.descriptor, True)
-        self._tail = b""
+        self._tail, self._passing = b"", False
         self._thread = threading.Thread(target=self._relay, daemon=True)
         self._thread.start()
 
     def _relay(self) -> None:
         with contextlib.suppress(OSError):
-            while text := os.read(self._read, 1 << 16):
+            while select.select([self._read], [], []):
+                # Before the pipe is empty, for `passed_on`.
+                self._passing = True
+                text = os.read(self._read, 1 << 16)
+                if not text:
+                    break
                 self._tail = (self._tail + text)[-_TAIL_BYTES:]
                 # A closed stderr must not end the program.
                 with contextlib.suppress(OSError):
                     _write_all(self._to, text)
+                self._passing = False
         os.close(self._read)
         if self._to != 2:
             os.close(self._to)
+
+    def passed_on(self) -> None:
+        """Wait until all that the program has written is passed on, at most five seconds: nobody may read our stderr."""
+        ends = time.monotonic() + 5.0
+        while time.monotonic() < ends and (select.select([self._read], [], [], 0)[0] or self._passing):
+            time.sleep(0.005)
 
     def ran_out_of_memory(self) -> bool:
         """Return whether the program has said that there was no memory; closes the pipe."""
@@ -378,6 +390,7 @@ class Queued:
                 limits=self._limits(limit),
                 parts=(*self.options.parts, memory, *([] if swapping is None else [swapping]), *others),
                 stderr=None if tail is None else tail.descriptor,
+                passed_on=None if tail is None else tail.passed_on,
             )
             code = self.start(devices, options)
         except OperationFailed as error:
