@@ -8,23 +8,16 @@ from collections.abc import Iterable
 from typing import Final
 
 from gpushare import __version__
+from gpushare.advice.explain import explanations
 from gpushare.base.errors import ExitCode
 from gpushare.cli import GROUPS, VERBS
 from gpushare.cli.help import EXAMPLES, typed
 from tools.tree import Argument, Node, Option
 
 EXIT_STATUS = {
-    ExitCode.OK: "Success: done, and read back.",
-    ExitCode.FAILED: "The host refused, did not make a change that it accepted, or did not answer in time.",
-    ExitCode.USAGE: "The command line is wrong; nothing was changed.",
-    ExitCode.NOT_SUPPORTED: "This GPU, driver or program cannot do this.",
-    ExitCode.NO_PERMISSION: "This user is not allowed to do this.",
-    ExitCode.NOT_FOUND: "The GPU, instance, daemon, job or file does not exist.",
-    ExitCode.NOT_AS_REQUESTED: "The host differs from what was requested (diff, mig check, mig fits).",
-    ExitCode.DRIVER_NOT_LOADED: "The NVIDIA driver is not loaded.",
-    ExitCode.NVML_MISSING: "libnvidia-ml.so.1 is not installed.",
-    ExitCode.IN_USE: "The GPU, instance, daemon or name is in use, there is no room, or you must agree first (-y).",
-    ExitCode.INTERRUPTED: "Interrupted by Ctrl-C.",
+    ExitCode(entry.code): entry.meaning
+    for entry in explanations()
+    if entry.kind == "exit" and entry.code in set(ExitCode)
 }
 
 ENVIRONMENT = {

@@ -7,6 +7,7 @@ first use.
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -25,9 +26,10 @@ TITLES: Final = {
     "check": "check of gpushare doctor",
     "column": "column of status or jobs",
     "gpushare": "gpushare error",
+    "exit": "exit code",
 }
 _CODE: Final = re.compile(
-    r"(?:(cuda|nvml|xid)\b)?[\s:#-]*(?:error|code|return code)?[\s:#=(-]*(\d{1,4})\)?", re.IGNORECASE
+    r"(?:(cuda|nvml|xid|exit)\b)?[\s:#-]*(?:error|code|return code|status)?[\s:#=(-]*(\d{1,4})\)?", re.IGNORECASE
 )
 _XID: Final = re.compile(r"\bXid\s*(?:\([^)]*\))?[\s:]*(\d{1,4})\b", re.IGNORECASE)
 _CUDA: Final = re.compile(
@@ -44,7 +46,7 @@ _TELLING: Final = 16
 class Explanation:
     """One error or log line: its meaning, its usual cause on a shared GPU, the next commands, and the source."""
 
-    # cuda, nvml, xid, mps, concept, column or gpushare.
+    # cuda, nvml, xid, mps, concept, column, gpushare or exit (the exit code of gpushare or of a job).
     kind: str
     code: int | None = None
     names: tuple[str, ...] = ()
@@ -155,6 +157,8 @@ def explain(text: str) -> tuple[Match, ...]:
             for entry in explanations()
             if entry.code == int(whole[2]) and (whole[1] or entry.kind).lower() == entry.kind
         ]
+        if (whole[1] or "").lower() == "exit" and not entries:
+            entries = [_of_exit(int(whole[2]))]
         if not entries:
             raise _unknown(asked)
         return tuple(Match(explanation=entry, line=asked) for entry in entries)
@@ -169,6 +173,25 @@ def explain(text: str) -> tuple[Match, ...]:
     if not matches:
         raise _unknown(asked)
     return matches
+
+
+def _of_exit(code: int) -> Explanation:
+    """Return what an exit code says that is not listed: a signal above 128, else it is the program's own."""
+    try:
+        name: str | None = signal.Signals(code - 128).name
+    except ValueError:
+        name = None
+    return Explanation(
+        kind="exit",
+        code=code,
+        names=() if name is None else (name,),
+        meaning="The program ended with a code of its own."
+        if name is None
+        else f"Signal {code - 128} ended the program (128 + {code - 128}).",
+        cause="The program's output or manual says more.",
+        next=("gpushare jobs", "gpushare logs JOB"),
+        source="signal(7)",
+    )
 
 
 # Nothing that is known is longer; a longer line is cut.

@@ -32,13 +32,13 @@ def explain(
         list[str] | None,
         typer.Argument(
             metavar="[CODE|TEXT|FILE]...",
-            help="805, CUDA_ERROR_..., Xid 31, a log line, a log file, or a concept; - is stdin.",
+            help="805, CUDA_ERROR_..., Xid 31, exit code 143, a log line, a log file, or a concept; - is stdin.",
             show_default=False,
         ),
     ] = None,
     file: Annotated[str | None, typer.Option("-f", "--file", metavar="FILE", help="A log; - is stdin.")] = None,
 ) -> Any:
-    """Explain a CUDA or NVML error, an Xid, MPS logs, an error code of gpushare (in_use), a check of doctor, or a concept.
+    """Explain a CUDA or NVML error, an Xid, MPS logs, an error code of gpushare (in_use), an exit code, a check of doctor, or a concept.
 
     Prints its meaning, its usual cause on a shared GPU, what to do next, and the source. For a log it prints a verdict
     and what is wrong; with -v also the normal lines. Concepts: kernel, SM, warp, register file, shared memory,

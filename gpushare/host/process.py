@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shlex
@@ -587,20 +588,41 @@ def start(
     except FileNotFoundError:
         raise NotFound(
             f"there is no program {quoted(argv[0], 200)}",
-            f"check the spelling: command -v {shlex.quote(argv[0])}",
+            starting_hint(argv[0]),
             code="command_not_found",
         ) from None
     except PermissionError:
         raise NoPermission(
             f"not allowed to execute {quoted(argv[0], 200)}",
-            f"check its mode: ls -l {shlex.quote(argv[0])}",
+            starting_hint(argv[0]),
             code="command_not_executable",
         ) from None
     except OSError as error:
         raise OperationFailed(
-            f"cannot execute {quoted(argv[0], 200)}: {error.strerror}", "give a program that this machine can run"
+            f"cannot execute {quoted(argv[0], 200)}: {error.strerror}",
+            # A script without a line #!.
+            starting_hint(argv[0]) if error.errno == errno.ENOEXEC else "give a program that this machine can run",
         ) from None
     return Child(process)
+
+
+_INTERPRETERS: Final = {".py": "python3", ".sh": "sh"}
+
+
+def starting_hint(program: str) -> str:
+    """Return how a program is probably started that could not be: by its interpreter, in this directory, spelled right."""
+    word, interpreter = shlex.quote(program), _INTERPRETERS.get(os.path.splitext(program)[1])
+    if not os.path.isfile(program):
+        return f"check the spelling: {'ls -l' if '/' in program else 'command -v'} {word}"
+    if interpreter is not None:
+        return f"name its interpreter: {interpreter} {word}"
+    if not os.access(program, os.X_OK):
+        return f"make it executable: chmod +x {word}; or name its interpreter: sh {word}"
+    return (
+        f"name its directory: ./{word}"
+        if "/" not in program
+        else f"see what it is: file {word}; a script needs a first line such as #!/bin/sh"
+    )
 
 
 _PR_SET_PTRACER: Final = 0x59616D61

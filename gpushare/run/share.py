@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import shutil
 import time
 from collections.abc import Collection, Mapping
@@ -18,6 +17,7 @@ from gpushare.base.values import dataclass
 from gpushare.host.activity import ActivityMeter
 from gpushare.host.claims import HeldClaim
 from gpushare.host.host import Host
+from gpushare.host.process import starting_hint
 from gpushare.host.records import read_tail
 from gpushare.mps.control import MpsControl, is_server
 from gpushare.mps.daemons import check_device, live_pid, own_daemon
@@ -362,21 +362,23 @@ def check_program(program: str) -> None:
     """Raise unless there is such a program."""
     if shutil.which(program) is not None:
         return
-    error: GpushareError
-    if os.path.isfile(program):
-        error = NoPermission(
+    # A file of this directory that could be executed is only not on PATH.
+    forbidden = os.path.isfile(program) and not os.access(program, os.X_OK)
+    error: GpushareError = (
+        NoPermission(
             f"no permission to execute {quoted(program, 200)}",
-            f"check its mode: ls -l {shlex.quote(program)}",
+            starting_hint(program),
             code="command_not_executable",
         )
-    else:
-        error = NotFound(
+        if forbidden
+        else NotFound(
             f"there is no program {quoted(program, 200)}",
-            f"check the spelling: command -v {shlex.quote(program)}",
+            starting_hint(program),
             code="command_not_found",
         )
+    )
     # As a shell, env and nohup end.
-    error.exit_code = _NOT_EXECUTABLE if os.path.isfile(program) else NO_PROGRAM  # type: ignore[assignment]
+    error.exit_code = _NOT_EXECUTABLE if forbidden else NO_PROGRAM  # type: ignore[assignment]
     raise error
 
 

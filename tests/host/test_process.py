@@ -22,7 +22,7 @@ from gpushare.host import process
 from gpushare.host.capabilities import user_name
 from gpushare.host.identity import is_stopped
 from gpushare.host.machine import Machine
-from gpushare.host.process import Processes, ProcessInfo, shortened, wait_gone
+from gpushare.host.process import Processes, ProcessInfo, shortened, starting_hint, wait_gone
 from gpushare.run.end import ask_to_end
 from tests.clock import step_the_clock
 
@@ -236,6 +236,25 @@ def test_a_program_that_is_stopped_and_killed_is_told_so() -> None:
     LOCAL.send(child.pid, signal.SIGKILL)
     eventually(lambda: child.poll() is not None)
     assert child.poll() == -signal.SIGKILL
+
+
+def test_the_hint_on_a_program_that_cannot_be_started_has_the_likely_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert starting_hint("no-such") == "check the spelling: command -v no-such"
+    assert starting_hint("./train.py") == "check the spelling: ls -l ./train.py"
+    for name in ("train.py", "train.sh", "train"):
+        (tmp_path / name).write_text("1\n")
+    assert starting_hint("./train.py") == "name its interpreter: python3 ./train.py"
+    assert starting_hint("train.sh") == "name its interpreter: sh train.sh"
+    assert starting_hint("./train") == "make it executable: chmod +x ./train; or name its interpreter: sh ./train"
+    (tmp_path / "train").chmod(0o755)
+    assert starting_hint("train") == "name its directory: ./train"
+    # The kernel does not execute a script without a line #!.
+    with pytest.raises(OperationFailed) as caught:
+        LOCAL.spawn(["./train"], os.environ)
+    assert caught.value.hint == "see what it is: file ./train; a script needs a first line such as #!/bin/sh"
 
 
 def test_a_program_that_cannot_be_started_is_an_error(sim_dir: Path) -> None:

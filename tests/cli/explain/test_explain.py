@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from gpushare.advice.explain import explain, explanations, own_codes
-from gpushare.base.errors import NotFound
+from gpushare.base.errors import ExitCode, NotFound
 from gpushare.base.package import package_rows
 from gpushare.mig.driver import HIDDEN, NOT_READ_BACK
 from gpushare.mig.ledger import UNREADABLE
@@ -45,7 +45,7 @@ def test_every_explanation_is_whole() -> None:
             "sentences": explanation.meaning.endswith(".") and explanation.cause.endswith("."),
             "source": bool(explanation.source),
             "code": explanation.code is not None or explanation.kind == "concept" or explanation.pattern is not None,
-            "names": explanation.kind == "mps" or bool(explanation.names),
+            "names": explanation.kind in {"mps", "exit"} or bool(explanation.names),
             "next": bool(explanation.next)
             or explanation.cause in {"Normal.", "Hardware."}
             or explanation.kind == "mps",
@@ -63,6 +63,12 @@ def test_what_must_be_known_is() -> None:
     assert {("xid", code) for code in (13, 31, 43, 45, 63, 79, 94, 95, 109)} <= known
     codes = known - {("mps", None), ("concept", None)}
     assert len(codes) == sum(explanation.kind not in {"mps", "concept"} for explanation in explanations())
+
+
+def test_each_exit_code_of_gpushare_and_the_signal_of_a_job_are_explained() -> None:
+    for code in ExitCode:
+        assert f"exit code {int(code)}" in titles(str(int(code)))
+    assert explain("exit code 138")[0].explanation.meaning == "Signal 10 ended the program (128 + 10)."
 
 
 def test_nvml_says_what_the_library_says() -> None:
@@ -109,9 +115,9 @@ def test_nvml_says_what_the_library_says() -> None:
         ),
         ("one or more resources are insufficient or non-applicable for the operation", ["CUDA error 915"]),
         ("torch.AcceleratorError: cudaErrorMpsRpcFailure (error code 806)", ["CUDA error 806"]),
-        ("2", ["CUDA error 2", "NVML return code 2"]),
+        ("2", ["exit code 2", "CUDA error 2", "NVML return code 2"]),
         ("NVML 2", ["NVML return code 2"]),
-        ("19", ["NVML return code 19"]),
+        ("19", ["exit code 19", "NVML return code 19"]),
         ("NVML_ERROR_IN_USE", ["NVML return code 19"]),
         ("Not Found", ["NVML return code 6"]),
         ("Unable to destroy GPU instance ID 9 from GPU 0: In use by another client", ["NVML return code 19"]),
@@ -140,6 +146,14 @@ def test_nvml_says_what_the_library_says() -> None:
         ("Python threads", ["concept"]),
         ("Xid 31", ["Xid 31"]),
         ("xid 79", ["Xid 79"]),
+        ("143", ["exit code 143", "Xid 143"]),
+        ("exit code 143", ["exit code 143"]),
+        ("exit code 19", ["exit code 19"]),
+        ("exit status 137", ["exit code 137"]),
+        ("SIGTERM", ["exit code 143"]),
+        ("exit code 138", ["exit code 138"]),
+        ("exit code 77", ["exit code 77"]),
+        ("never seen attached to MPS", ["concept"]),
         ("NVRM: Xid (PCI:0000:01:00): 79, pid='<unknown>', GPU has fallen off the bus.", ["Xid 79"]),
         ("NVRM: Xid (PCI:0000:01:00): 31, pid=812, name=python3, Ch 00000008, MMU Fault: ENGINE", ["Xid 31"]),
     ],

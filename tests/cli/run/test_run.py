@@ -29,6 +29,15 @@ def test_ended_by_a_signal_of_its_own(cli: Cli, number: int) -> None:
     assert cli("run", "--", "sh", "-c", f"kill -{int(number)} $$").code == 128 + number
 
 
+def test_a_program_of_this_directory_is_not_said_to_be_forbidden(
+    refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train").write_text("#!/bin/sh\n")
+    (tmp_path / "train").chmod(0o755)
+    assert "./train" in refused("run", "--", "train", code="command_not_found", exit_code=127)
+
+
 def test_own_options_without_dashes(cli: Cli) -> None:
     assert cli("run", "sh", "-c", "exit 3").code == 3
 
