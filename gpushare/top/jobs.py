@@ -55,7 +55,7 @@ def _number(value: float | None, digits: int = 0) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-_STATE_COLOURS: Final = {RUNNING: "text", PAUSED: "warn", "lost": "bad", ENDED: "dim"}
+_STATE_COLOURS: Final = {RUNNING: "text", PAUSED: "warn", "lost": "bad", ENDED: "dim", "-": "dim"}
 
 
 def _state(row: Row) -> tuple[str, str]:

@@ -17,7 +17,6 @@ from gpushare.base.model import (
     Snapshot,
     Way,
 )
-from gpushare.run.listing import RUNNING
 from gpushare.top.frame import Frame
 from gpushare.top.history import SECONDS
 
@@ -193,7 +192,8 @@ def _job(process: RecordedProcess, sample: ProcessSample, places: dict[str, Reco
     return ListedJob(
         name=process.job,
         pid=process.pid,
-        state=RUNNING,
+        # One that was paused is recorded as the others.
+        state="-",
         user=process.user,
         role=process.role,
         device=f"GPU {process.gpu}",
