@@ -14,7 +14,7 @@ from gpushare.cli.options import PLAIN, AskingCommand, consented, gpus_of, say_s
 from gpushare.host.store import MOST_SECONDS
 from gpushare.plan import one_plan
 from gpushare.run.jobs import no_job_error
-from gpushare.run.stop import Stop, Stopped, Target, find_target, tidy
+from gpushare.run.stop import Stop, Stopped, Target, find_target, in_order_of_ends, tidy
 from gpushare.show.plan import plan_result
 from gpushare.show.result import Result
 
@@ -59,7 +59,7 @@ def stop(
     if not targets:
         raise no_job_error(host, missing[0])
     gpus = () if all(target.supervisor is not None for target in targets.values()) else gpus_of(host)
-    work = [Stop(host, target, gpus, seconds) for target in targets.values()]
+    work = [Stop(host, target, gpus, seconds) for target in in_order_of_ends(host, targets.values())]
     plan = one_plan([each.plan for each in work])
     if settings.dry_run:
         absent = tuple(no_job_error(host, text) for text in missing)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Final
 
 from gpushare.base.errors import NotFound, OperationFailed
@@ -110,6 +110,17 @@ def _waiting_job(host: Host, text: str, number: int | None) -> Reservation | Non
     own = [job for job in matching if _uid(host, job.claim.pid) == host.uid]
     jobs = own or matching
     return only_one(text, jobs, [job.claim.pid for job in jobs])
+
+
+def in_order_of_ends(host: Host, targets: Iterable[Target]) -> list[Target]:
+    """Return the targets in the order to end them: from the end of the line to its head, then those that run.
+
+    In any other order one of them might start in the place of one that has ended.
+    """
+    line = {job.claim.processes[0]: place for place, job in enumerate(reservations(host) or []) if job.waits}
+    return sorted(
+        targets, key=lambda target: -1 if target.supervisor is None else line.get(target.supervisor, -1), reverse=True
+    )
 
 
 def _of_record(host: Host, record: JobRecord) -> Target:

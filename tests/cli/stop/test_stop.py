@@ -146,6 +146,20 @@ def test_a_waiting_job_leaves_the_line(real: Real, cli: Cli, world: World) -> No
     assert waiting[1].result().code == 143
 
 
+def test_of_several_those_that_wait_leave_the_line_first_from_its_end(real: Real, cli: Cli, world: World) -> None:
+    """Whichever ended before, the next one in the line would start in its place."""
+    started = runs(real, world, "--memory", "100G")
+    for name in ("two", "three"):
+        real("run", "--wait", "--memory", "60G", "--name", name, "--", "touch", str(world.directory / name))
+        until(
+            lambda name=name: name in {job["name"] for job in cli("jobs", output="json").data["jobs"]}, f"{name} waits"
+        )
+    jobs = cli("stop", "train", "two", "three", output="json", asks=True).ok().data["jobs"]
+    assert [(job["name"], job["way"]) for job in jobs] == [("three", "line"), ("two", "line"), ("train", "gpushare")]
+    assert started.result().code == 143
+    assert not any((world.directory / name).exists() for name in ("two", "three"))
+
+
 def test_a_paused_job_ends(real: Real, cli: Cli, world: World) -> None:
     started = runs(real, world, "--slice", "2ms")
     cli("pause", "train").ok()
