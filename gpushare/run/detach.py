@@ -28,7 +28,7 @@ from gpushare.host.host import Host
 from gpushare.host.identity import Identity, identity_of_child
 from gpushare.host.records import flocked
 from gpushare.memory.ledger import reservations
-from gpushare.run.jobs import JOBS, PAST, PastJob, aside, check_name_free, is_written, made_name, output_path
+from gpushare.run.jobs import JOBS, PAST, aside, check_name_free, is_written, made_name, output_path, set_past_aside
 from gpushare.run.program import begin_log, open_log
 from gpushare.run.queued import check_not_waiting
 from gpushare.run.share import NO_PROGRAM
@@ -89,20 +89,20 @@ def detach(host: Host, words: Sequence[str], program: str, name: str | None) -> 
         return job
 
 
-def _put_back(host: Host, name: str, earlier: PastJob | None) -> None:
+def _put_back(host: Host, name: str, earlier: Path | None) -> None:
     """Put back what an earlier job of this name left, as this one was not started."""
     if earlier is not None:
         with contextlib.suppress(OSError):
             os.replace(aside(output_path(host, name)), output_path(host, name))
-        with contextlib.suppress(GpushareError, OSError):
-            PAST.write(earlier)
+        with contextlib.suppress(OSError):
+            os.replace(earlier, PAST.path(host, name))
 
 
 @contextlib.contextmanager
-def _reserved_name(host: Host, program: str, name: str | None) -> Iterator[tuple[str, int, PastJob | None]]:
+def _reserved_name(host: Host, program: str, name: str | None) -> Iterator[tuple[str, int, Path | None]]:
     """Reserve a name, made of ``program`` if none is given.
 
-    Yields the name, the descriptor of the job's output, and the record of the earlier job of this name. The lock of the
+    Yields the name, the descriptor of the job's output, and the record of the earlier job of this name, set aside. The lock of the
     output reserves the name, also while there is no record of the job yet, and until its last process has ended.
     """
     earlier = None
@@ -110,12 +110,11 @@ def _reserved_name(host: Host, program: str, name: str | None) -> Iterator[tuple
         if name is not None:
             check_name_free(host, name)
             check_not_waiting(host, name)
-            earlier = PAST.read(PAST.path(host, name))
             # What a job that has ended left behind may still write there.
-            if is_written(output_path(host, name)) and earlier is None:
+            if is_written(output_path(host, name)) and not PAST.path(host, name).exists():
                 raise InUse(f"a job '{name}' is starting", "give it another name: --name OTHER", code="name_in_use")
+            earlier = set_past_aside(host, name)
             if earlier is not None:
-                PAST.forget(earlier.path)
                 with contextlib.suppress(OSError):
                     os.replace(output_path(host, name), aside(output_path(host, name)))
         name = name or made_name(host, program)

@@ -259,6 +259,7 @@ class PastJob(Kept):
     supervisor: Identity | None = None
 
 
+# By name the last one that has ended; `set_past_aside` keeps those before it.
 PAST: Final = RecordStore(PastJob, "past", "the record of a job that has ended", lasting=True)
 
 
@@ -283,8 +284,7 @@ def _unseen_end(host: Host, record: JobRecord) -> PastJob | None:
     """Return the end of a job that does not run, as far as it is known; None: it is kept already."""
     if record.supervisor is None:
         return None
-    kept = PAST.read(PAST.path(host, record.name))
-    if kept is not None and kept.supervisor == record.supervisor:
+    if any(kept.supervisor == record.supervisor for kept in PAST.all(host, shared=False)):
         return None
     gpus = or_none(host.nvml.identities) or ()
     devices = [Device(gpu=gpu, mig=mig) for gpu in gpus for mig in (None, *gpu.mig_instances)]
@@ -313,11 +313,32 @@ def _past_job(host: Host, record: JobRecord, device: str, began: float | None) -
 
 def _keep_past(host: Host, past: PastJob) -> None:
     with contextlib.suppress(GpushareError, OSError):
+        earlier = PAST.read(past.path)
+        # Two commands may record the end of a job whose gpushare was killed.
+        if earlier is not None and earlier.supervisor != past.supervisor:
+            set_past_aside(host, past.name)
         PAST.write(past)
         for old in past_jobs(host)[KEPT_JOBS:]:
             PAST.forget(old.path)
-            for output in (output_path(host, old.name), aside(output_path(host, old.name))):
+            # An earlier job has no output: the next one of its name has written over it.
+            outputs = (output_path(host, old.name), aside(output_path(host, old.name)))
+            for output in outputs if old.path == PAST.path(host, old.name) else ():
                 output.unlink(missing_ok=True)
+
+
+def set_past_aside(host: Host, name: str) -> Path | None:
+    """Keep the last ended job of a name as an earlier one, as another job takes the name; return its file.
+
+    None: there is no such job, or its record cannot be renamed.
+    """
+    last = PAST.path(host, name)
+    # No name of a job contains an @.
+    earlier = last.with_name(f"{name}@{time.time_ns()}.json")
+    try:
+        os.rename(last, earlier)
+    except OSError:
+        return None
+    return earlier
 
 
 def check_name_free(host: Host, name: str, *, but: int | None = None) -> None:

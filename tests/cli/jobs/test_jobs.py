@@ -280,6 +280,33 @@ def test_the_last_ten_that_ended_and_all_with_v(cli: Cli, world: World) -> None:
     assert len(PAST.all(world.host)) == 15
 
 
+def test_each_that_ended_is_kept_also_if_the_next_one_has_its_name(cli: Cli, real: Real) -> None:
+    for code in (3, 4):
+        assert real("run", "--name", "train", "--", "sh", "-c", f"exit {code}").result().code == code
+    assert [(job["name"], job["exit_code"]) for job in listed(cli)] == [("train", 4), ("train", 3)]
+    cli("run", "-d", "--name", "train", "--", "sleep", "300").ok()
+    assert [(job["state"], job["exit_code"]) for job in listed(cli)] == [("running", None), ("ended", 4), ("ended", 3)]
+    cli("stop", "train").ok()
+    assert [job["exit_code"] for job in listed(cli)] == [143, 4, 3]
+    # What is not started adds nothing and takes nothing.
+    assert cli("run", "-d", "--opportunistic", "--for", "nosuch", "--name", "train", "--", "true").code == 6
+    assert [job["exit_code"] for job in listed(cli)] == [143, 4, 3]
+
+
+def test_the_oldest_goes_without_the_output_of_a_later_one_of_its_name(
+    cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpushare.run.jobs.KEPT_JOBS", 2)
+    assert cli("run", "--name", "train", "--", "false").code == 1
+    cli("run", "-d", "--name", "train", "--", "echo", "ready").ok()
+    until(lambda: [job["exit_code"] for job in listed(cli)] == [0, 1], "it has ended")
+    cli("run", "--name", "other", "--", "true").ok()
+    assert [(job["name"], job["exit_code"]) for job in listed(cli)] == [("other", 0), ("train", 0)]
+    assert "ready" in cli("logs", "train").ok().out
+    cli("run", "--name", "third", "--", "true").ok()
+    assert cli("logs", "train").code == 6
+
+
 def test_the_rectangle(cli: Cli, world: World) -> None:
     ended(world, 1)
     admin.add_process(world.spec)
