@@ -1140,7 +1140,7 @@ complete -c gpushare -n '__gpushare_at sim' -a fault -d 'Make something fail on 
 complete -c gpushare -n '__gpushare_at sim' -a cdi -d 'Install the NVIDIA Container Toolkit on a simulated host: nvidia-ctk, and a CDI specification of its GPUs'
 complete -c gpushare -n '__gpushare_at sim' -a list -d 'List the simulated hosts in use, or with --models the GPU models'
 complete -c gpushare -n '__gpushare_at sim' -a show -d 'Show a simulated host: its GPUs, and what differs from a new one'
-complete -c gpushare -n '__gpushare_at sim' -a reset -d 'Delete a simulated host with its processes and state'
+complete -c gpushare -n '__gpushare_at sim' -a reset -d 'Delete a simulated host with its state and its simulated processes'
 complete -c gpushare -n '__gpushare_at sim' -a add -d 'Put a simulated process on a simulated GPU and print its PID'
 complete -c gpushare -n '__gpushare_at sim' -a end -d 'End a simulated process, by itself or by a signal, with the consequences under MPS'
 complete -c gpushare -n '__gpushare_at sim' -a mig -d 'Give a simulated GPU exactly these MIG instances (3g.71gb 1g.18gb:4); without any, switch MIG off'

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal as signals
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final
 
 import typer
@@ -14,6 +14,7 @@ from gpushare.base.selection import select_one
 from gpushare.base.units import counted, format_bytes, parse_memory_limit, parse_seconds, quoted
 from gpushare.cli.options import GROUP, AskingCommand, Command, consented, settings
 from gpushare.gpu_models import load_models
+from gpushare.memory.ledger import reservations
 from gpushare.mps.daemons import own_daemon
 from gpushare.plan import Loss, Plan
 from gpushare.show.result import Column, Result, Table
@@ -250,7 +251,10 @@ def reset(
     host: Spec = None,
     everything: Annotated[bool, typer.Option("--all", help="All simulated hosts of this user.")] = False,
 ) -> Any:
-    """Delete a simulated host with its processes and state. Real programs on it are left alone."""
+    """Delete a simulated host with its state and its simulated processes.
+
+    Jobs on it are real programs: those that run or wait are left alone, and gpushare prints the command that ends them.
+    """
     specs = [used.spec for used in admin.list_hosts()] if everything else [spec_of(host)]
     if everything and specs:
         hosts = f"{counted(len(specs), 'simulated host')}: {', '.join(specs)}"
@@ -261,12 +265,19 @@ def reset(
             data=SimResetAnswer(dry_run=True, hosts=tuple(specs)),
             text=f"would delete {', '.join(specs) or 'nothing'}",
         )
-    done = tuple(admin.reset(spec) for spec in specs)
-    alone = [str(pid) for each in done for pid in each.left_alone]
-    notes = (f"real programs were left running: {', '.join(alone)}",) if alone else ()
+    done = tuple(map(_reset, specs))
+    alone = " ".join(str(pid) for each in done for pid in each.left_alone)
+    notes = (f"real programs and waiting jobs were left running; end them: kill {alone}",) if alone else ()
     text = f"{', '.join(each.spec for each in done)}: reset" if done else "no simulated hosts to reset"
     answer = SimResetAnswer(dry_run=False, hosts=done)
     return Result(command="sim reset", data=answer, done=((text, None),), notes=notes)
+
+
+def _reset(spec: str) -> ResetResult:
+    # The ledger goes with the host; a job that waits has no program on it yet.
+    waiting = tuple(job.claim.pid for job in reservations(open_simulated(spec)) or () if job.waits)
+    done = admin.reset(spec)
+    return replace(done, left_alone=(*done.left_alone, *waiting))
 
 
 def add(

@@ -50,7 +50,7 @@ class UsedHost:
 
 @dataclass(frozen=True)
 class ResetResult:
-    """What `reset` removed, and the real processes that it left alone."""
+    """What `reset` removed, and the real processes that it left alone: programs, and the gpushare of jobs that wait."""
 
     spec: str
     ended: tuple[int, ...]

@@ -83,14 +83,18 @@ def test_reset_of_all_is_asked_for(refused: Refused, cli: Cli) -> None:
 
 
 def test_reset_leaves_real_programs_alone(cli: Cli, real: Real, world: World) -> None:
-    started = real("run", "--", "sleep", "600", stderr=None, stdout=None)
+    started = real("run", "--memory", "100G", "--", "sleep", "600", stderr=None, stdout=None)
     until(world.attached, "attached")
     (pid,) = world.pids()
+    waits = real("run", "--wait", "--memory", "100G", "--name", "next", "--", "true")
+    until(lambda: "next" in cli("jobs").ok().out, "it waits")
     answer = cli("sim", "reset").ok()
-    assert f"left running: {pid}" in answer.err
-    os.kill(pid, 0)
-    os.kill(pid, signal.SIGKILL)
-    assert started.result().code in {128 + signal.SIGKILL, 1}
+    assert answer.err.endswith(f"left running; end them: kill {pid} {waits.pid}\n")
+    for process in (pid, waits.pid):
+        os.kill(process, 0)
+        os.kill(process, signal.SIGTERM)
+    assert started.result().code in {128 + signal.SIGTERM, 1}
+    assert waits.result().code == 128 + signal.SIGTERM
 
 
 def test_add_and_end(cli: Cli, world: World) -> None:
