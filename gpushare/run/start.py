@@ -7,6 +7,7 @@ memory, its role, and then the share that its program runs in.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shlex
 import sys
@@ -30,7 +31,7 @@ from gpushare.memory.limit import JobMemory, MemoryBudget
 from gpushare.memory.room import RoomAnswer
 from gpushare.memory.swap import check_host
 from gpushare.mps.daemons import check_mode
-from gpushare.mps.limits import Limits, check_memory
+from gpushare.mps.limits import Limits, check_memory, memory_of_jobs
 from gpushare.part import Part, Watch
 from gpushare.plan import Plan
 from gpushare.run.container import Container
@@ -303,9 +304,7 @@ class JobStart:
         check_enough(devices, self.count, most=len(self.gpus))
         check_program(options.container or self.command[0])
         spared = self._title_of_spared(devices) if queue.for_production else None
-        size = self._bytes_on(*devices)
-        if len(devices) == 1:
-            check_memory(devices[0], size, job=True)
+        devices = self._large_enough(devices) if self.count == 1 else devices
 
         def start(chosen: Sequence[Device], metered: RunOptions) -> Any:
             device = chosen[0]
@@ -340,6 +339,13 @@ class JobStart:
             count=self.count,
         )
         return self._planned_or_run(queued)
+
+    def _large_enough(self, devices: Sequence[Device]) -> tuple[Device, ...]:
+        """Return the devices that have the memory of the job. Raises BadUsage: none has it (``limit_above_gpu``)."""
+        size = self._bytes_on(*devices)
+        most = {device.uuid: memory_of_jobs(device) or math.inf for device in devices}
+        check_memory(max(devices, key=lambda device: most[device.uuid]), size, job=True)
+        return tuple(device for device in devices if most[device.uuid] >= (size or 0))
 
     def _run_on_several(self, devices: Sequence[Device], options: RunOptions) -> Any:
         """Run a program on several GPUs: outside MPS, whose daemons are of one GPU each."""

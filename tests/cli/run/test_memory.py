@@ -603,21 +603,29 @@ def test_a_dry_run_says_that_a_gpu_cannot_be_used(cli: Cli) -> None:
     admin.end_process(world.spec, pid)
 
 
-def test_a_dry_run_refuses_what_never_fits(refused: Refused) -> None:
-    refused(
-        "run",
-        "-n",
-        "--wait",
-        "-g",
-        "any",
-        "--memory",
-        "300G",
-        "--",
-        "true",
-        code="never_fits",
-        exit_code=2,
-        host="sim:2xa30",
-    )
+@pytest.mark.parametrize("words", [(), ("-n",), ("--wait",), ("-n", "--wait"), ("--over", "warn")])
+@pytest.mark.parametrize("size", ["200G", "81400M"])
+def test_what_fits_no_gpu_is_refused_alike_of_one_and_of_several(
+    refused: Refused, cli: Cli, words: tuple[str, ...], size: str
+) -> None:
+    """81400M fits the GPU, but not without what the driver reserves."""
+    messages = {
+        refused(
+            "run", "-g", gpu, *words, "--memory", size, "--", "true",
+            host="sim:2xh100", code="limit_above_gpu", exit_code=2,
+        )
+        for gpu in ("0", "any")
+    }  # fmt: skip
+    assert len(messages) == 1
+    assert "note:" not in messages.pop()
+    cli("run", "-g", "any", *words, "--memory", "81047M", "--", "true", host="sim:2xh100").ok()
+
+
+def test_a_gpu_that_is_too_small_is_not_taken_in_place_of_a_full_one(cli: Cli) -> None:
+    host = "sim:t4,a100-80gb"
+    cli("sim", "add", "-g", "1", "--memory", "60G", host=host).ok()
+    answer = cli("run", "-g", "any", "--memory", "40G", "--", "true", host=host).ok()
+    assert "GPU 1 has " in answer.lines("note")[0]
 
 
 # -- GPUs that cannot be used --------------------------------------------------------------------------
