@@ -42,7 +42,9 @@ _CLAIM: Final = re.compile(r"/gpushare-(claim|memory)-[0-9a-f]{16}$")
 _LEASE: Final = re.compile(r"/gpushare-lease-[0-9a-f]{16}$")
 _PEAKS: Final = re.compile(r"^var/peaks/[0-9a-f]+\.json$")
 # How earlier jobs ended: each further one adds its own.
-_PAST: Final = re.compile(r"^var/past/\w[\w.@-]*\.json$|^var/before-[0-9a-f]{8}\.yaml$|^var/output(?:/\w[\w.-]*\.log)?$")
+_PAST: Final = re.compile(
+    r"^var/past/\w[\w.@-]*\.json$|^var/before-[0-9a-f]{8}\.yaml$|^var/output(?:/\w[\w.-]*\.log)?$"
+)
 # Records by PID: that of a real process differs from run to run.
 _BY_PID: Final = re.compile(r"(/(?:slices|swap|group|pause)/)(\d{1,7})\.json$")
 _PAUSE_GUARD: Final = "the guard of a pause"

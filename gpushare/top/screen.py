@@ -418,7 +418,8 @@ class Cockpit(App[None]):
             return self._jobs.cursor
         pid = None if row.member is None else row.member.pid
         for at, other in enumerate(self._rows):
-            same_job = (other.job.name, other.job.pid) == (row.job.name, row.job.pid)
+            # Several jobs of one name may have ended.
+            same_job = all(getattr(other.job, key) == getattr(row.job, key) for key in ("name", "pid", "ran_seconds"))
             if same_job and (None if other.member is None else other.member.pid) == pid:
                 return at
         return self._jobs.cursor

@@ -17,8 +17,10 @@ from textual.strip import Strip
 from gpushare.base.model import MPS_SERVER, LinePlace, ListedJob
 from gpushare.base.units import GIB
 from gpushare.connect import connect
+from gpushare.host.identity import Identity
 from gpushare.measure.observe import Clock, header_for, observe
 from gpushare.measure.recording import RecordingFile, Samples
+from gpushare.run.jobs import JobRecord, keep_past
 from gpushare.sim import admin
 from gpushare.top.dialogs import Choice, Dialog, Question
 from gpushare.top.draw import THEMES
@@ -96,6 +98,23 @@ def test_jobs_are_sorted_filtered_and_acted_on(show: Show) -> None:
         await screen.look()
         assert len(names()) == 1
         assert "ended" in screen.text
+
+    show(world, script)
+
+
+def test_the_cursor_stays_on_one_of_several_ended_jobs_of_a_name(show: Show) -> None:
+    world = World("sim:h200")
+    for code in (3, 4):
+        supervisor = Identity(1, code)
+        record = JobRecord(name="train", pid=1, started=1, devices=(), role="plain", supervisor=supervisor)
+        keep_past(world.host, record, "GPU 0", 1e9 + code, code)
+
+    async def script(screen: Shown) -> None:
+        await screen.press("z", "end")
+        assert [row.job.exit_code for row in screen.app._rows] == [4, 3]
+        await screen.look()
+        assert screen.app.chosen is not None
+        assert screen.app.chosen.job.exit_code == 3
 
     show(world, script)
 
