@@ -203,13 +203,13 @@ def carry_out(plan: Plan, on_step: Callable[[Step], None] | None = None) -> None
     except (GpushareError, OSError) as error:
         left, said = roll_back(done), _said(error)
         if left and said is not None:
-            raise _not_undone(said, left) from error
+            raise _not_undone_error(said, left) from error
         raise
     except KeyboardInterrupt:
         # Ctrl-C leaves nothing half done.
         left = roll_back(done)
         if left:
-            raise _not_undone(Interrupted("interrupted", "see: gpushare status"), left) from None
+            raise _not_undone_error(Interrupted("interrupted", "see: gpushare status"), left) from None
         raise
     except BaseException:
         roll_back(done)
@@ -240,7 +240,7 @@ def roll_back(done: Sequence[Step]) -> list[tuple[Step, GpushareError]]:
     return left
 
 
-def _not_undone(error: GpushareError, left: Sequence[tuple[Step, GpushareError]]) -> GpushareError:
+def _not_undone_error(error: GpushareError, left: Sequence[tuple[Step, GpushareError]]) -> GpushareError:
     # The error of a step that undoes several says itself what is missing, and which command restores it.
     whole = [reason.code == NOT_RESTORED for _, reason in left]
     names = "; ".join(

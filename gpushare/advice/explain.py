@@ -160,7 +160,7 @@ def explain(text: str) -> tuple[Match, ...]:
         if (whole[1] or "").lower() == "exit" and not entries:
             entries = [_of_exit(int(whole[2]))]
         if not entries:
-            raise _unknown(asked)
+            raise _not_explained_error(asked)
         return tuple(Match(explanation=entry, line=asked) for entry in entries)
     concepts = [
         entry for entry in explanations() if entry.kind == "concept" and _plain(asked) in map(_plain, entry.names)
@@ -171,7 +171,7 @@ def explain(text: str) -> tuple[Match, ...]:
     ours = own_codes().get(own[1]) if own is not None else None
     matches = (*([Match(explanation=ours, line=asked)] if ours else []), *explain_log(text.splitlines()).matches)
     if not matches:
-        raise _unknown(asked)
+        raise _not_explained_error(asked)
     return matches
 
 
@@ -281,7 +281,7 @@ def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-def _unknown(asked: str) -> NotFound:
+def _not_explained_error(asked: str) -> NotFound:
     close = _close_titles(asked)
     shown = asked.splitlines()[0][:80] if asked else ""
     hint = f"close: {', '.join(close)}" if close else "give a code (805), a name, or a log line; for text from stdin: -"

@@ -114,12 +114,12 @@ class NoPermission(GpushareError):
     exit_code = ExitCode.NO_PERMISSION
 
 
-def needs_root(task: str, gpu: int | None = None) -> NoPermission:
+def needs_root_error(task: str, gpu: int | None = None) -> NoPermission:
     """Return the error of a change that only root may make: ``switching MIG``."""
     return NoPermission(f"{task} needs root", "run it as root: sudo gpushare ...; or look first: --dry-run", gpu=gpu)
 
 
-def signal_refused(signal: str, pid: int) -> NoPermission:
+def signal_refused_error(signal: str, pid: int) -> NoPermission:
     """Return the error of a signal (``SIGTERM``) to a process of another user."""
     message = f"not allowed to send {signal} to process {pid}: it belongs to another user"
     return NoPermission(message, f"ask its owner, or run as root: sudo kill -{signal.removeprefix('SIG')} {pid}")
@@ -132,7 +132,7 @@ class NotFound(GpushareError):
     exit_code = ExitCode.NOT_FOUND
 
 
-def no_process(pid: int | str, hint: str = "see what runs: gpushare status", code: str | None = None) -> NotFound:
+def no_process_error(pid: int | str, hint: str = "see what runs: gpushare status", code: str | None = None) -> NotFound:
     """Return the error of a PID that no process has."""
     return NotFound(f"there is no process {str(pid)[:20]}", hint, code=code)
 
@@ -148,7 +148,7 @@ def no_gpu(hint: str = "see: gpushare doctor") -> NoGpu:
     return NoGpu("this host has no GPU", hint)
 
 
-def gpu_not_named(gpus: int, question: str, hint: str = "name one: -g 0") -> BadUsage:
+def gpu_not_named_error(gpus: int, question: str, hint: str = "name one: -g 0") -> BadUsage:
     """Return the error of a command that does not choose among several GPUs."""
     return BadUsage(f"this host has {gpus} GPUs; {question}", hint, code="gpu_not_named")
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from gpushare.base.errors import BadUsage, GpuLost, GpushareError, NotFound, NotSupported, gpu_not_named, no_gpu
+from gpushare.base.errors import BadUsage, GpuLost, GpushareError, NotFound, NotSupported, gpu_not_named_error, no_gpu
 from gpushare.base.model import Gpu, MigInstance
 from gpushare.base.units import quoted
 from gpushare.base.values import dataclass
@@ -52,7 +52,9 @@ class Device:
         return self.mig.memory_total_bytes if self.mig is not None else self.gpu.memory_total_bytes
 
 
-def no_mig(gpus: Sequence[Gpu], hint: str = "see the ways of sharing that it has: gpushare compare") -> NotSupported:
+def no_mig_error(
+    gpus: Sequence[Gpu], hint: str = "see the ways of sharing that it has: gpushare compare"
+) -> NotSupported:
     """Return the error of GPUs of which none has MIG."""
     if len(gpus) == 1:
         index, name = gpus[0].index, gpus[0].name or "unknown model"
@@ -96,7 +98,7 @@ def _indexes(word: str) -> list[str]:
 def select_one(text: str | None, gpus: Sequence[Gpu]) -> Device:
     """Return the device that a change works on. ``-g`` may be absent only on a host with one GPU."""
     if text is None and len(gpus) > 1:
-        raise gpu_not_named(len(gpus), "this command needs one")
+        raise gpu_not_named_error(len(gpus), "this command needs one")
     devices = select_for_change(text, gpus)
     if len(devices) > 1:
         raise BadUsage(
@@ -110,7 +112,7 @@ def select_for_change(text: str | None, gpus: Sequence[Gpu]) -> tuple[Device, ..
     if not gpus:
         raise no_gpu()
     if text is None and len(gpus) > 1:
-        raise gpu_not_named(len(gpus), "say which to change", "name one: -g 0; or all: -g all")
+        raise gpu_not_named_error(len(gpus), "say which to change", "name one: -g 0; or all: -g all")
     devices = select(text, gpus)
     check_answers(*(device.gpu for device in devices))
     return devices
@@ -129,12 +131,12 @@ def candidates(
     ``visible`` is CUDA_VISIBLE_DEVICES, of which ``any`` takes one; ``say`` tells that.
 
     Raises:
-        BadUsage: none is named on a host with several GPUs (code ``gpu_not_named``).
+        BadUsage: none is named on a host with several GPUs (code ``gpu_not_named_error``).
         GpushareError: as `select_for_change`.
     """
     if gpu is None and len(gpus) > 1:
         hint = "name one: -g 0; or take the one where it harms least: -g any"
-        raise gpu_not_named(len(gpus), "say on which to run", hint)
+        raise gpu_not_named_error(len(gpus), "say on which to run", hint)
     if not is_any(gpu):
         return select_for_change(gpu, gpus)
     # Any GPU is one that answers.

@@ -43,7 +43,7 @@ from gpushare.hostfile.load import (
     kept_file,
     load,
     names_in,
-    placed,
+    with_place_in_file,
 )
 from gpushare.hostfile.look import live_gpus
 from gpushare.memory.leases import leases
@@ -188,7 +188,7 @@ def _row(host: Host, ledger: MigLedger, index: int, matched: Matched, file: Host
     except NoPermission:
         raise
     except _WRONG as error:
-        return _Row(index, entry, error=placed(error, file, index, entry))
+        return _Row(index, entry, error=with_place_in_file(error, file, index, entry))
     except GpushareError as error:
         return _Row(index, entry, error=error)
 

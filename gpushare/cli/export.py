@@ -40,7 +40,7 @@ from gpushare.export.systemd import FILE, units_export
 from gpushare.hostfile.diff import check_fits, points
 from gpushare.hostfile.file import document_of
 from gpushare.hostfile.kept import roots_file
-from gpushare.hostfile.load import entries_of, kept_file, load, placed
+from gpushare.hostfile.load import entries_of, kept_file, load, with_place_in_file
 from gpushare.hostfile.look import live_gpus
 from gpushare.mig.driver import MigReader
 from gpushare.mps.home import own_home
@@ -418,7 +418,7 @@ def _as_in(state: HostState, path: str, host: HostDescription) -> HostDescriptio
         try:
             check_fits(gpu, entry, profiles[gpu.index])
         except GpushareError as error:
-            raise placed(error, wanted, gpu.index, entry) from None
+            raise with_place_in_file(error, wanted, gpu.index, entry) from None
     # Existing MIG devices have UUIDs and capability nodes. How many programs share a device is only in the file.
     with_devices = [
         gpu

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gpushare.base.errors import BadCombination, BadUsage, GpushareError, NotFound, OperationFailed, gpu_not_named
+from gpushare.base.errors import BadCombination, BadUsage, GpushareError, NotFound, OperationFailed, gpu_not_named_error
 from gpushare.base.model import Gpu
 from gpushare.base.selection import Device, candidates, is_any, usable
 from gpushare.base.units import format_copies, parse_seconds, ranges
@@ -193,7 +193,7 @@ def _devices(gpu: str | None, gpus: Sequence[Gpu], *, instances: bool) -> tuple[
     """Return the devices of ``-g``; ``any``: all GPUs that answer, and of those in MIG mode the ``instances``."""
     if gpu is None and len(gpus) > 1:
         hint = "name them: -g 0, -g 0-3; or all that answer: -g any"
-        raise gpu_not_named(len(gpus), "say on which to run", hint)
+        raise gpu_not_named_error(len(gpus), "say on which to run", hint)
     chosen = candidates(gpu, gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), note)
     return usable(chosen, instances=instances) if is_any(gpu) else chosen
 

@@ -22,7 +22,7 @@ from gpushare.base.errors import BadUsage, ExitCode, GpushareError, OperationFai
 from gpushare.base.model import Snapshot, Way
 from gpushare.base.units import quoted
 from gpushare.cli.options import PLAIN, Command, note, settings
-from gpushare.export.document import unwritten
+from gpushare.export.document import not_written_error
 from gpushare.host.host import Host
 from gpushare.host.records import replace_file
 from gpushare.host.written_file import directory_of
@@ -222,7 +222,7 @@ def _guarded(path: Path, write: Callable[[], None]) -> None:
     try:
         write()
     except OSError as error:
-        raise unwritten(
+        raise not_written_error(
             path,
             error,
             f"give a directory of your own, or run this as its owner: ls -ld {shlex.quote(str(path.parent))}",

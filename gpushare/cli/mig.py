@@ -13,7 +13,7 @@ import typer
 
 from gpushare.base.errors import BadUsage, ExitCode, GpuLost, GpushareError, NotSupported
 from gpushare.base.model import Gpu
-from gpushare.base.selection import no_mig, select
+from gpushare.base.selection import no_mig_error, select
 from gpushare.base.values import dataclass
 from gpushare.cli import mig_change, mig_files
 from gpushare.cli.mig_change import planned_or_refused
@@ -305,7 +305,7 @@ def capable(
     if lost is not None and lost.error is not None and (not gpus or (gpu not in {None, "all"} and silent is None)):
         raise GpuLost(lost.error, "see: gpushare status", gpu=lost.index)
     if not gpus:
-        raise no_mig(list(chosen.values()), "try one that has it: gpushare mig profiles --model h100-80gb")
+        raise no_mig_error(list(chosen.values()), "try one that has it: gpushare mig profiles --model h100-80gb")
     return gpus, layouts_of(host, gpus, hidden)
 
 

@@ -13,10 +13,10 @@ import typer
 
 from gpushare.base.errors import BadCombination, BadUsage, GpushareError, InUse, NotFound, NotSupported, OperationFailed
 from gpushare.base.model import Gpu
-from gpushare.base.selection import Device, check_answers, no_mig, select, select_for_change
+from gpushare.base.selection import Device, check_answers, no_mig_error, select, select_for_change
 from gpushare.base.units import counted, quoted
 from gpushare.base.values import dataclass
-from gpushare.cli.mig_files import absent_gpus, demands_of, exact_without_file, read_config, wished
+from gpushare.cli.mig_files import absent_gpus, demands_of, exact_without_file_error, read_config, wished
 from gpushare.cli.options import (
     GpuOption,
     NeededMemory,
@@ -82,7 +82,7 @@ def current(host: Host, gpu: str | None, *, named: bool = False) -> tuple[Sequen
     able = ",".join(str(each.index) for each in gpus if each.mig_capable)
     for each in gpus:
         if not each.mig_capable:
-            raise no_mig([each], f"name those that have it: -g {able}") if able else no_mig([each])
+            raise no_mig_error([each], f"name those that have it: -g {able}") if able else no_mig_error([each])
     return gpus, layouts_of(host, gpus)
 
 
@@ -458,7 +458,7 @@ def apply(
         )
     words, grants = [word for text in name or () for word in text.split(",")], _grants_typed(grant or ())
     if exact and file is None:
-        raise exact_without_file()
+        raise exact_without_file_error()
 
     # Read once: stdin cannot be read again, and a file may change before the lock is held.
     named = None if file is None else read_config(file, config)

@@ -10,7 +10,7 @@ import typer
 
 from gpushare.base.errors import BadCombination, BadUsage, ExitCode, GpushareError, NoGpu, no_gpu
 from gpushare.base.model import Gpu
-from gpushare.base.selection import no_mig, select
+from gpushare.base.selection import no_mig_error, select
 from gpushare.base.units import parse_memory_limit
 from gpushare.base.values import dataclass
 from gpushare.cli.options import GpuOption, PartedConfig, PartedExact, PartedFile, gpus_of, settings
@@ -61,7 +61,7 @@ def check(
             code="no_wish",
         )
     if exact and file is None:
-        raise exact_without_file()
+        raise exact_without_file_error()
     named: Config | None = None
     if file is not None:
         named = read_config(file, config)
@@ -195,7 +195,7 @@ def read_config(path: str, name: str | None) -> Config:
     )
 
 
-def exact_without_file() -> BadCombination:
+def exact_without_file_error() -> BadCombination:
     return BadCombination("--exact belongs to a file", "a layout in words is always exact: drop --exact")
 
 
@@ -220,7 +220,7 @@ def demands_of(
             code="no_gpu_of_config",
         )
     if not demands and any(wish.mig_enabled for wish in wishes.values()):
-        raise no_mig(gpus)
+        raise no_mig_error(gpus)
     if not demands and named:
         reasons = [*absent(config, host_indexes), *idle] or ["none of them has MIG"]
         raise NoGpu(

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from gpushare.base.errors import BadUsage, NotFound, NotSupported
 from gpushare.base.model import Gpu, Priority, TimeSlice, Way, device_key
-from gpushare.base.selection import no_mig
+from gpushare.base.selection import no_mig_error
 from gpushare.base.units import MIB
 from gpushare.export.description import GpuDescription, HostDescription, MigDescription
 from gpushare.export.document import IMAGE, Document, Export, notes, yaml_document
@@ -215,7 +215,7 @@ def mig_config(host: HostDescription, name: str) -> dict[str, Any]:
     """
     gpus = [gpu for gpu in host.gpus if gpu.mig_capable is not False]
     if not gpus:
-        raise no_mig([Gpu(index=gpu.index, name=gpu.name) for gpu in host.gpus])
+        raise no_mig_error([Gpu(index=gpu.index, name=gpu.name) for gpu in host.gpus])
     alike: dict[tuple[tuple[str, int], ...] | None, list[GpuDescription]] = {}
     for gpu in gpus:
         counts = sorted(Counter(mig.profile for mig in gpu.mig).items())

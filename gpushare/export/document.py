@@ -118,7 +118,7 @@ def write(documents: Sequence[Document], directory: Path) -> tuple[str, ...]:
                     raise _exists_error(directory / document.name) from None
                 written.append(str(directory / document.name))
     except OSError as error:
-        raise unwritten(directory, error, "give a directory of your own: --to DIR") from None
+        raise not_written_error(directory, error, "give a directory of your own: --to DIR") from None
     return tuple(written)
 
 
@@ -126,6 +126,6 @@ def _exists_error(path: Path) -> InUse:
     return InUse(f"{path} exists already", "give another directory, or remove it", code="file_exists")
 
 
-def unwritten(path: Path, error: OSError, hint: str) -> NoPermission:
+def not_written_error(path: Path, error: OSError, hint: str) -> NoPermission:
     """Return the error for a file that cannot be written where the user wants it."""
     return NoPermission(f"cannot write {path}: {error.strerror or error}", hint, code="not_written")

@@ -66,10 +66,10 @@ def check_mps(replicas: int, compute_capability: tuple[int, int] | None) -> None
     # Unknown counts as a current GPU: the plugin asks the GPU itself.
     most = MPS_REPLICAS if compute_capability is None or compute_capability >= (7, 5) else MPS_REPLICAS_OLD
     if replicas > most:
-        raise _refused(f"a GPU takes {most} MPS clients at most: {replicas} > {most}")
+        raise _bad_config_error(f"a GPU takes {most} MPS clients at most: {replicas} > {most}")
 
 
-def _refused(message: str) -> BadUsage:
+def _bad_config_error(message: str) -> BadUsage:
     return BadUsage(f"device-plugin config: {message}", _HINT, code="bad_plugin_config")
 
 
@@ -109,7 +109,7 @@ def of_node(host: HostDescription, *, rename: bool = False, mig_strategy: str = 
     if mig_strategy not in {"single", "mixed"}:
         raise BadUsage(f"'{mig_strategy[:40]}' is not a MIG strategy", "give single or mixed", code="bad_strategy")
     if not host.whole:
-        raise _not_expressible(
+        raise _not_expressible_error(
             "the device plugin offers every GPU of a node, not some of them",
             "drop -g; or: gpushare export dra -g ..., which sets it per GPU",
             "per_node",
@@ -149,7 +149,7 @@ def _check_slices(host: HostDescription) -> None:
     odd = [gpu for gpu in host.gpus if gpu.time_slice not in {None, TimeSlice.DEFAULT} and _is_sliced(gpu)]
     if odd:
         level = odd[0].time_slice
-        raise _not_expressible(
+        raise _not_expressible_error(
             f"the device plugin cannot set a slice length; GPU {odd[0].index} has time-slice {level.title if level else ''}",
             f"{_DRA} (TimeSlicingSettings); or: gpushare timeslice reset -g {odd[0].index}",
             "no_slice_length",
@@ -167,7 +167,7 @@ def _check_alike(gpus: Sequence[GpuDescription]) -> None:
         ways.setdefault(_sharing_text(gpu), []).append(gpu.index)
     if len(ways) > 1:
         listing = "; ".join(f"GPU {ranges(indexes)}: {way}" for way, indexes in ways.items())
-        raise _not_expressible(
+        raise _not_expressible_error(
             f"the device plugin shares all GPUs of a node alike, and these differ: {listing}", _DRA, "per_gpu"
         )
 
@@ -213,7 +213,7 @@ def _mps_replicas(gpu: GpuDescription, mps: MpsWish, lost: list[str]) -> int:
     number = gpu.replicas or (max(2, round(100 / threads)) if threads else DEFAULT_REPLICAS)
     check_mps(number, gpu.compute_capability)
     if threads is not None and 100 // number != threads:
-        raise _not_expressible(
+        raise _not_expressible_error(
             f"the device plugin gives each of {number} MPS clients {100 // number} % of the threads; "
             f"GPU {gpu.index} has {format_percent(threads)}",
             f"{_DRA} (MPSSupport); or: gpushare mps set -g {gpu.index} --threads {100 // number}",
@@ -222,7 +222,7 @@ def _mps_replicas(gpu: GpuDescription, mps: MpsWish, lost: list[str]) -> int:
     part = None if gpu.memory_total_bytes is None else gpu.memory_total_bytes // number // MIB
     wanted = None if mps.limits.memory_limit_bytes is None else mps.limits.memory_limit_bytes // MIB
     if wanted is not None and wanted != part:
-        raise _not_expressible(
+        raise _not_expressible_error(
             f"the device plugin gives each of {number} MPS clients {part or '?'} MiB; GPU {gpu.index} has {wanted} MiB",
             f"{_DRA} (MPSSupport)" + (f"; or: gpushare mps set -g {gpu.index} --memory {part}M" if part else ""),
             "uneven_limits",
@@ -239,20 +239,20 @@ def _mps_replicas(gpu: GpuDescription, mps: MpsWish, lost: list[str]) -> int:
 
 def _check_mig(host: HostDescription, plain: Sequence[GpuDescription], strategy: str) -> None:
     if any(gpu.sharing is Way.MPS for gpu in plain) and strategy == "mixed":
-        raise _not_expressible(
+        raise _not_expressible_error(
             "the device plugin does not support MPS with --mig-strategy=mixed: some GPUs here use MIG and others MPS",
             _DRA,
             "mps_beside_mig",
         )
     for gpu, mig in host.instances():
         if mig.mps is not None:
-            raise _not_expressible(
+            raise _not_expressible_error(
                 f"the device plugin does not support MPS on MIG devices; {mig.profile} of GPU {gpu.index} uses it",
                 "gpushare export dra can, and gpushare export docker, compose and cdi",
                 "mps_on_mig",
             )
         if not mig.is_whole:
-            raise _not_expressible(
+            raise _not_expressible_error(
                 f"the device plugin does not offer a MIG device that is part of a GPU instance; "
                 f"GPU {gpu.index} has {mig.profile}",
                 "gpushare export slurm can, and gpushare export docker, compose and cdi",
@@ -265,16 +265,20 @@ def _check_mig(host: HostDescription, plain: Sequence[GpuDescription], strategy:
 def _check_single(host: HostDescription, plain: Sequence[GpuDescription]) -> None:
     hint = "use --mig-strategy mixed"
     if plain:
-        raise _not_expressible(
+        raise _not_expressible_error(
             "strategy single: all devices on the node must be configured with the same migEnabled value",
             hint,
             "mig_single",
         )
     empty = next((gpu.index for gpu in host.gpus if not gpu.mig), None)
     if empty is not None:
-        raise _not_expressible(f"strategy single: device {empty} has no MIG devices configured", hint, "mig_single")
+        raise _not_expressible_error(
+            f"strategy single: device {empty} has no MIG devices configured", hint, "mig_single"
+        )
     if len({mig.profile for _, mig in host.instances()}) > 1:
-        raise _not_expressible("strategy single: more than one MIG device type present on node", hint, "mig_single")
+        raise _not_expressible_error(
+            "strategy single: more than one MIG device type present on node", hint, "mig_single"
+        )
 
 
 def _replicas_by_resource(host: HostDescription, strategy: str) -> tuple[tuple[str, int], ...]:
@@ -286,13 +290,13 @@ def _replicas_by_resource(host: HostDescription, strategy: str) -> tuple[tuple[s
     for name, numbers in numbers_of.items():
         if len(numbers) > 1:
             listing = " and ".join(map(str, sorted(numbers)))
-            raise _not_expressible(
+            raise _not_expressible_error(
                 f"the device plugin shares all {name} of a node alike, and these differ: {listing}", _DRA, "per_gpu"
             )
     return tuple((name, number) for name, (number,) in numbers_of.items() if number > 1)
 
 
-def _not_expressible(message: str, hint: str, code: str) -> NotSupported:
+def _not_expressible_error(message: str, hint: str, code: str) -> NotSupported:
     return NotSupported(message, hint, code=code)
 
 

@@ -227,7 +227,7 @@ def _numbered(directory: Path, prefix: str) -> list[int]:
 
 def _refused_error(path: str, error: OSError) -> GpushareError:
     gone = NotFound(f"there is no {path}", "see which instances are there: gpushare mig status", code="no_capability")
-    return refused_change(path, error, gone, "grant the instance to one user")
+    return change_refused_error(path, error, gone, "grant the instance to one user")
 
 
 # -- access control lists --------------------------------------------------------------------------
@@ -253,7 +253,7 @@ def set_listed_users(path: Path, mode: int, users: Sequence[int], permission: in
             os.removexattr(path, _ACL)
 
 
-def refused_change(path: str, error: OSError, gone: GpushareError, instead: str) -> GpushareError:
+def change_refused_error(path: str, error: OSError, gone: GpushareError, instead: str) -> GpushareError:
     """Return the error of a change of access; ``gone``: there is no such file; ``instead`` needs no list."""
     if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS}:
         return NoPermission(f"may not change {path}: {error.strerror}", "run it as root: sudo gpushare ...")

@@ -976,7 +976,7 @@ _KILL_SECONDS: Final = 1.0
 _LEFT: Final[list[Any]] = []
 
 
-def not_answered(pid: int, seconds: float) -> TimedOut:
+def not_answered_error(pid: int, seconds: float) -> TimedOut:
     """Return the error for a driver that does not answer in time."""
     return TimedOut(
         f"process {pid}: the driver does not answer within {seconds:g} s",
@@ -1004,7 +1004,7 @@ class Caller:
             return self._asked(request, time.monotonic() + seconds)
         except TimeoutError:
             self.close()
-            raise not_answered(request["pid"], seconds) from None
+            raise not_answered_error(request["pid"], seconds) from None
         except (OSError, ValueError) as error:
             self.close()
             raise OperationFailed(
@@ -1130,7 +1130,9 @@ class ChannelControl:
         reply = self._ask({"do": "check", "pid": os.getpid()}, CALL_SECONDS)
         if "refused" in reply:
             text = reply.get("text") or ""
-            raise _refusal(reply["refused"], "time-slices cannot be set here: ", text=text, status="", pid=os.getpid())
+            raise _refused_error(
+                reply["refused"], "time-slices cannot be set here: ", text=text, status="", pid=os.getpid()
+            )
 
     def find(
         self, pid: int, started: int | None = None, *, probe: bool = True, seconds: float = FIND_SECONDS
@@ -1228,10 +1230,12 @@ def _error(code: str, pid: int, text: str, status: int | None) -> GpushareError:
     shown = text or ("no such handle" if code == "stale" else "")
     if code == "stale" and status is not None:
         shown = status_name(status)
-    return _refusal(code, f"process {pid}: ", text=shown, status="" if status is None else status_name(status), pid=pid)
+    return _refused_error(
+        code, f"process {pid}: ", text=shown, status="" if status is None else status_name(status), pid=pid
+    )
 
 
-def _refusal(code: str, before: str, **values: object) -> GpushareError:
+def _refused_error(code: str, before: str, **values: object) -> GpushareError:
     rows = package_rows("channel-refusals.yaml")
     row = rows.get(code) or rows["internal"]
     kind: type[GpushareError] = getattr(errors, row["error"])

@@ -175,7 +175,7 @@ class Checkpoint:
         function = self._function(name)
         if self.hangs(pid):
             # A hanging lock takes effect once its process continues: an unlock before that would be in vain.
-            raise _hangs(name, pid)
+            raise _hangs_error(name, pid)
         answers: list[int] = []
         # The thread's reference keeps the argument alive.
         thread = threading.Thread(target=lambda: answers.append(int(function(pid, argument))), daemon=True)
@@ -183,7 +183,7 @@ class Checkpoint:
         thread.join(seconds)
         if not answers:
             self._hanging[pid] = thread
-            raise _hangs(name, pid)
+            raise _hangs_error(name, pid)
         self._hanging.pop(pid, None)
         return answers[0]
 
@@ -208,7 +208,7 @@ def _uuid_bytes(uuid: str) -> Any:
     return (ctypes.c_ubyte * 16)(*bytes.fromhex(uuid.removeprefix("GPU-").replace("-", "")))
 
 
-def _hangs(name: str, pid: int) -> TimedOut:
+def _hangs_error(name: str, pid: int) -> TimedOut:
     return TimedOut(
         f"the driver does not answer for process {pid} ({name})", "see: sudo dmesg | tail", code="driver_hangs"
     )

@@ -245,7 +245,7 @@ def _claims(directory: Path, key: str | None = None, prefix: str = EXCLUSIVE) ->
             continue
         met[seen.st_uid] += 1
         if number >= _MOST_FILES:
-            raise _flooded(directory, prefix, met)
+            raise _flooded_error(directory, prefix, met)
         # What counts for none must not be counted either: others may make links of a user's file.
         if not stat.S_ISREG(seen.st_mode) or seen.st_nlink != 1:
             continue
@@ -372,7 +372,7 @@ def _process_line(process: Identity) -> str:
     return f"process {process.pid} {process.started}\n"
 
 
-def _flooded(directory: Path, prefix: str, met: Counter[int]) -> OperationFailed:
+def _flooded_error(directory: Path, prefix: str, met: Counter[int]) -> OperationFailed:
     (uid, number), *_ = met.most_common(1)
     return OperationFailed(
         f"{directory} holds {number} or more claims of user {uid}, so the claims cannot be read",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpushare.base.errors import needs_root
+from gpushare.base.errors import needs_root_error
 from gpushare.base.model import ComputeMode
 from gpushare.base.selection import Device
 from gpushare.host.host import Host
@@ -39,4 +39,4 @@ def set_compute_mode(host: Host, device: Device, mode: ComputeMode) -> None:
 def need_root(host: Host, what: str) -> None:
     """Refuse a change to any user but root."""
     if not host.root:
-        raise needs_root(what)
+        raise needs_root_error(what)

@@ -55,12 +55,12 @@ class Guard:
                 pass_fds=descriptors,
             )
         except OSError as error:
-            raise self._failed(error) from error
+            raise self._guard_failed_error(error) from error
         self._started[:] = [*(guard for guard in self._started if guard.poll() is None), self._process]
         self._words, self._answers = cast("IO[bytes]", self._process.stdin), cast("IO[bytes]", self._process.stdout)
         self.pid = self._process.pid
 
-    def _failed(self, why: object) -> OperationFailed:
+    def _guard_failed_error(self, why: object) -> OperationFailed:
         import shlex
 
         from gpushare.base.errors import OperationFailed, system_error
@@ -81,7 +81,7 @@ class Guard:
             self._process.kill()
             self.leave()
             self.wait()
-            raise self._failed("it ended" if ready else f"it does not answer within {_START_SECONDS:g} s")
+            raise self._guard_failed_error("it ended" if ready else f"it does not answer within {_START_SECONDS:g} s")
 
     def announce(self, pid: int, started: int | None) -> None:
         """Announce a process from within it, before its program runs: gpushare may be killed at any point.
@@ -105,7 +105,7 @@ class Guard:
         try:
             os.write(self._words.fileno(), f"{word}\n".encode())
         except OSError as error:
-            raise self._failed(f"it is gone ({error.strerror})") from error
+            raise self._guard_failed_error(f"it is gone ({error.strerror})") from error
 
     def leave(self, word: str | None = None) -> None:
         """Close its input, after a last word; without one it acts as if gpushare had died."""

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from gpushare.base.errors import signal_refused
+from gpushare.base.errors import signal_refused_error
 
 # Without pathlib, whose loading would be a tenth of the start of a child that calls the driver.
 _BOOT_ID: Final = "/proc/sys/kernel/random/boot_id"
@@ -187,7 +187,7 @@ def send_same(pid: int, same: Callable[[], bool], signal: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        raise signal_refused(signals.Signals(signal).name, pid) from None
+        raise signal_refused_error(signals.Signals(signal).name, pid) from None
     else:
         return is_same
     finally:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
-from gpushare.base.errors import NoPermission, NotFound, OperationFailed, no_process, signal_refused
+from gpushare.base.errors import NoPermission, NotFound, OperationFailed, no_process_error, signal_refused_error
 from gpushare.base.units import quoted
 from gpushare.base.values import dataclass
 from gpushare.host.identity import (
@@ -350,9 +350,9 @@ class Processes:
                 raise ProcessLookupError
             os.kill(pid, signal)
         except (ProcessLookupError, OverflowError):
-            raise no_process(pid) from None
+            raise no_process_error(pid) from None
         except PermissionError:
-            raise signal_refused(name, pid) from None
+            raise signal_refused_error(name, pid) from None
 
     def send_to(self, pid: int, started: int, signal: int) -> None:
         """Send a signal to the process that started then, and to no other (pidfd_send_signal).

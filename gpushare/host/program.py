@@ -64,7 +64,7 @@ def program_path(name: str) -> str | None:
     return shutil.which(name) or shutil.which(name, path=_EXTRA_PATH)
 
 
-def missing_program(name: str) -> NotSupported:
+def missing_program_error(name: str) -> NotSupported:
     package = {
         "nvidia-smi": "it comes with the driver: install the driver's utilities package",
         "nvidia-cuda-mps-control": "it comes with the driver: nvidia-compute-utils on Ubuntu, nvidia-cuda-mps on Debian",
@@ -114,11 +114,11 @@ class _Started:
                 given = None
             flooded = any(_written(file) > self._most for file in self._files)
             if flooded:
-                raise _flooded(self._argv, self._most)
+                raise _flooded_error(self._argv, self._most)
             if self._process.returncode is not None:
                 return
             if seconds <= 0.0:
-                raise timed_out(self._argv, self._timeout)
+                raise timed_out_error(self._argv, self._timeout)
 
     def _kill(self) -> None:
         """Kill the program and its children; give up if it hangs in the kernel, as with a lost GPU."""
@@ -165,7 +165,7 @@ def _output_file(most: int) -> IO[bytes]:
     return tempfile.TemporaryFile(buffering=0)
 
 
-def _flooded(argv: Sequence[str], most: int) -> OperationFailed:
+def _flooded_error(argv: Sequence[str], most: int) -> OperationFailed:
     return OperationFailed(
         f"'{' '.join(argv)}' printed more than {most >> 20} MiB and was killed",
         "see which MPS daemons run: gpushare mps status; then: gpushare doctor",
@@ -173,7 +173,7 @@ def _flooded(argv: Sequence[str], most: int) -> OperationFailed:
     )
 
 
-def timed_out(argv: Sequence[str], timeout: float) -> TimedOut:
+def timed_out_error(argv: Sequence[str], timeout: float) -> TimedOut:
     command = " ".join(argv)
     return TimedOut(f"'{command}' did not answer within {timeout:g} s", "see: gpushare doctor", code="program_hangs")
 
@@ -207,7 +207,7 @@ class Programs:
         """
         path = program_path(argv[0])
         if path is None:
-            raise missing_program(argv[0])
+            raise missing_program_error(argv[0])
         most = _most_bytes(argv[0])
         files = (_output_file(most), _output_file(most))
         try:

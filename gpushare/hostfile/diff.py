@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from gpushare.base.errors import NotSupported
 from gpushare.base.model import ComputeMode, Gpu, MigInstance, Priority, TimeSlice, Way
-from gpushare.base.selection import Device, no_mig
+from gpushare.base.selection import Device, no_mig_error
 from gpushare.base.units import size_option
 from gpushare.hostfile.file import Entry, MpsWish
 from gpushare.hostfile.live import Assignment, LiveGpu, LiveMps, WantedDevice, assignment_of, devices_of_layout
@@ -190,7 +190,7 @@ def _mps_text(wish: MpsWish) -> str:
 
 def check_has_mig(gpu: Gpu, entry: Entry) -> None:
     if entry.sharing is Way.MIG and not gpu.mig_capable:
-        raise no_mig([gpu])
+        raise no_mig_error([gpu])
 
 
 def check_fits(gpu: Gpu, entry: Entry, profiles: Sequence[Profile]) -> None:

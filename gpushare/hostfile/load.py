@@ -108,7 +108,7 @@ def entries_of(file: HostFile, gpus: Sequence[Gpu]) -> Matched:
     )
 
 
-def placed(error: GpushareError, file: HostFile, index: int, entry: Entry) -> GpushareError:
+def with_place_in_file(error: GpushareError, file: HostFile, index: int, entry: Entry) -> GpushareError:
     """Return the error of a GPU with the line and column of its entry."""
     whose = "" if f"GPU {index}" in error.message else f"GPU {index}: "
     return error.restated(message=f"{file.shown}:{entry.mark}: {whose}{error.message}")

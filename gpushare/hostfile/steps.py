@@ -13,7 +13,7 @@ from gpushare.base.errors import GpushareError, InUse, NotFound, NotHeld, TimedO
 from gpushare.base.model import Gpu, MigInstance, TimeSlice
 from gpushare.base.selection import Device
 from gpushare.host.host import Host
-from gpushare.host.program import missing_program
+from gpushare.host.program import missing_program_error
 from gpushare.host.smi import set_argv
 from gpushare.hostfile.diff import points
 from gpushare.hostfile.file import Entry, MpsWish
@@ -266,7 +266,7 @@ class _Daemon:
 def check_daemon(host: Host, device: Device, wish: MpsWish, outside: Sequence[str]) -> None:
     """Raise before anything is changed if a device cannot have a daemon."""
     if host.programs.find(control.PROGRAM) is None:
-        raise missing_program(control.PROGRAM)
+        raise missing_program_error(control.PROGRAM)
     check_memory(device, wish.limits.memory_limit_bytes)
     refuse_outside(device.title, device.gpu, outside)
 

@@ -87,15 +87,15 @@ def _backend(host: Host, device: Device, environment: Mapping[str, str]) -> str:
             [*_PROGRAM, "--probe"], env={**environment, "CUDA_VISIBLE_DEVICES": shown}, timeout=_PROBE_SECONDS
         )
     except GpushareError as error:
-        raise _no_backend(error.message) from None
+        raise _no_backend_error(error.message) from None
     match = re.search(r"^backend=(\S+)$", done.stdout, re.MULTILINE)
     if done.exit_code != 0 or match is None:
         lines = (done.stderr or done.stdout).strip().splitlines()
-        raise _no_backend(lines[-1].removeprefix("error: ") if lines else f"exit code {done.exit_code}")
+        raise _no_backend_error(lines[-1].removeprefix("error: ") if lines else f"exit code {done.exit_code}")
     return match[1]
 
 
-def _no_backend(why: str) -> NotSupported:
+def _no_backend_error(why: str) -> NotSupported:
     return NotSupported(
         f"the built-in workload needs PyTorch or CuPy: {why}",
         "install CuPy: pip install 'cupy-cuda12x[ctk]'; or measure a program of your own: gpushare bench -- CMD",

@@ -477,7 +477,7 @@ class RecordingFile:
             self._file = open(open_new(path), "wb", buffering=0)  # noqa: SIM115 - closed by close()
         except OSError as error:
             if error.strerror != os.strerror(errno.EEXIST):
-                raise _unwritable(path, error) from None
+                raise _unwritable_error(path, error) from None
             raise BadUsage(
                 f"{path} already exists", "give another name with --to, or remove it first", code="file_exists"
             ) from None
@@ -517,10 +517,10 @@ class RecordingFile:
             while data:
                 data = data[self._file.write(data) or 0 :]
         except OSError as error:
-            raise _unwritable(self.path, error) from None
+            raise _unwritable_error(self.path, error) from None
 
 
-def _unwritable(path: Path, error: OSError) -> GpushareError:
+def _unwritable_error(path: Path, error: OSError) -> GpushareError:
     message = f"cannot write {path}: {error.strerror or error}"
     hint = "give a file in a directory that you may write: --to /tmp/gpus.jsonl"
     if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EIO}:

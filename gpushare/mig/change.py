@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from gpushare.base.errors import GpushareError, InUse, NotFound, NotHeld, needs_root
+from gpushare.base.errors import GpushareError, InUse, NotFound, NotHeld, needs_root_error
 from gpushare.base.model import MPS_SERVER, ComputeMode, Gpu, GpuProcess, Holder
-from gpushare.base.selection import Device, no_mig, titles
+from gpushare.base.selection import Device, no_mig_error, titles
 from gpushare.host.capabilities import NODES
 from gpushare.host.claims import Claim, take_claim
 from gpushare.host.host import Host
@@ -49,7 +49,7 @@ def check_mode_change(host: Host, gpu: Gpu, *, enable: bool, bare: bool, ending:
     ``bare``: the change creates no instance. ``ending``: PIDs that it ends first.
     """
     if not gpu.mig_capable:
-        raise no_mig([gpu])
+        raise no_mig_error([gpu])
     if enable == bool(gpu.mig_enabled):
         # Only a pending mode is canceled, which needs no reset.
         return []
@@ -142,7 +142,7 @@ def switch_step(host: Host, gpu: Gpu, ledger: MigLedger, *, enable: bool) -> Ste
 
     def act() -> None:
         if not host.root:
-            raise needs_root(f"GPU {gpu.index}: switching MIG", gpu.index)
+            raise needs_root_error(f"GPU {gpu.index}: switching MIG", gpu.index)
         ledger.note(f"MIG {word[not enable]} on GPU {gpu.index}: nvmlDeviceSetMigMode")
         host.nvml.restart()
         changes.set_mode(gpu.index, enabled=enable)

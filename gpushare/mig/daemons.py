@@ -15,8 +15,8 @@ from gpushare.base.selection import Device
 from gpushare.base.units import counted
 from gpushare.host.capabilities import user_name
 from gpushare.host.host import Host
-from gpushare.mps.control import control_command, not_your_daemon
-from gpushare.mps.daemons import FoundDaemon, find_daemons, foreign_daemon, is_running
+from gpushare.mps.control import control_command, not_your_daemon_error
+from gpushare.mps.daemons import FoundDaemon, find_daemons, foreign_daemon_error, is_running
 from gpushare.mps.home import RUNNING, DaemonHome, DaemonRecord, homes_in, own_home, start_command, unrecorded
 from gpushare.mps.start import plan_start
 from gpushare.mps.stop import stop
@@ -82,7 +82,7 @@ def refuse_used(host: Host, own: OwnDaemon, *, force: bool = False) -> None:
     pid, title, gpu = own.found.daemon.pid, own.device.title, str(own.device.gpu.index)
     ending = f"gpushare mps stop -g {own.device.selector}"
     if not _is_mine(host, own):
-        raise not_your_daemon(f"the MPS daemon {pid} on {title}", f"user {own.record.uid}", gpu)
+        raise not_your_daemon_error(f"the MPS daemon {pid} on {title}", f"user {own.record.uid}", gpu)
     if force:
         return
     try:
@@ -126,7 +126,7 @@ def refuse_foreign(host: Host, gpu: Gpu, going: Collection[str]) -> None:
         )
         if elsewhere and gpu.uuid not in going:
             continue
-        raise foreign_daemon(item, f"GPU {gpu.index}", gpu)
+        raise foreign_daemon_error(item, f"GPU {gpu.index}", gpu)
 
 
 def devices_of(gpu: Gpu | None) -> list[Device]:

@@ -70,7 +70,7 @@ class MigReader:
         """
         profiles = self.profiles(gpu.index)
         if gpu.mig_enabled and not profiles:
-            raise _hidden(gpu, "profiles")
+            raise _hidden_error(gpu, "profiles")
         instances = tuple(self._instances(gpu, profiles)) if gpu.mig_enabled else ()
         return Layout(gpu=gpu.index, uuid=gpu.uuid, profiles=profiles, instances=instances)
 
@@ -134,7 +134,7 @@ class MigReader:
             of_profile = partial(listing, profile_id=profile.id, room=profile.instances or _PROFILES)
             handles = self._nvml.ask(of_profile, str(gpu.index))
             if handles is None:
-                raise _hidden(gpu, what)
+                raise _hidden_error(gpu, what)
             yield from ((profile, handle) for handle in handles)
 
     def _instance(self, gpu: Gpu, profile: Profile, handle: Any) -> GpuInstance:
@@ -194,7 +194,7 @@ def _compute_infos(nvml: Any, instance: Any) -> Iterator[Any]:
     return (info for _, info in _infos(nvml, ask, _COMPUTE_PROFILES))
 
 
-def _hidden(gpu: Gpu, what: str) -> NoPermission:
+def _hidden_error(gpu: Gpu, what: str) -> NoPermission:
     return NoPermission(
         f"the driver does not list the {what} of GPU {gpu.index} for this user",
         "run as root; or have root open /dev/nvidia-caps/nvidia-cap2 (mig/monitor) to you; or name it by UUID: -g MIG-...",
@@ -299,7 +299,7 @@ class MigChanges:
         # "May unbind or reset the device": older handles must not be used.
         self._nvml.restart()
         if status:
-            raise _not_activated(int(status), index, enabled=enabled)
+            raise _not_activated_error(int(status), index, enabled=enabled)
         held = self.mode(index)
         if held != (enabled, enabled):
             now = "unknown" if held is None else f"{_word(held[0])}, pending {_word(held[1])}"
@@ -470,7 +470,7 @@ def _word(enabled: object) -> str:
     return "on" if enabled else "off"
 
 
-def _not_activated(status: int, index: int, *, enabled: bool) -> GpushareError:
+def _not_activated_error(status: int, index: int, *, enabled: bool) -> GpushareError:
     task, gpu = f"GPU {index}: MIG {_word(enabled)}", str(index)
     if status == _IN_USE:
         return InUse(

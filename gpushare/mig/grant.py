@@ -21,7 +21,7 @@ from gpushare.host.compute_mode import need_root
 from gpushare.host.host import Host
 from gpushare.mig.driver import MigReader
 from gpushare.mig.ledger import NAMES, NamedInstance, check_name, names_changed, names_of
-from gpushare.mig.places import unknown_name
+from gpushare.mig.places import unknown_name_error
 from gpushare.mig.plan import GpuPlan
 from gpushare.mig.profile import GpuInstance
 from gpushare.mig.target import need_name
@@ -128,7 +128,7 @@ def _named_instance(host: Host, name: str) -> NamedInstance:
     names = names_of(host)
     named = names.get(name)
     if named is None:
-        raise unknown_name(name, names)
+        raise unknown_name_error(name, names)
     return named
 
 

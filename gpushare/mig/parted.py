@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 from gpushare.base.errors import BadUsage, NotFound
 from gpushare.base.model import Gpu
-from gpushare.base.selection import no_mig
+from gpushare.base.selection import no_mig_error
 from gpushare.form import Form, Value, constant, mapping, one_or_several, several, table, text, whole, yes_or_no
 from gpushare.inputs import Mark
 from gpushare.mig.wish import Request, Wish, merged, parse_wish
@@ -125,7 +125,7 @@ def for_change(demands: Mapping[int, Demand], gpus: Sequence[Gpu]) -> dict[int, 
     without = {gpu.index: gpu for gpu in gpus if gpu.mig_capable is False and gpu.index in demands}
     for index, gpu in without.items():
         if demands[index].mig_enabled and not demands[index].of_all:
-            raise no_mig([gpu], "remove it from 'devices', or write devices: all to skip it")
+            raise no_mig_error([gpu], "remove it from 'devices', or write devices: all to skip it")
     return {index: demand for index, demand in demands.items() if index not in without}
 
 

@@ -14,7 +14,7 @@ from typing import Final
 
 from gpushare.base.errors import BadUsage, GpushareError, NoPermission, NotFound, NotSupported, or_none
 from gpushare.base.model import Gpu, MigInstance
-from gpushare.base.selection import Device, check_answers, no_mig, select_for_change
+from gpushare.base.selection import Device, check_answers, no_mig_error, select_for_change
 from gpushare.host.capabilities import user_name
 from gpushare.host.host import Host
 from gpushare.mig.driver import MigReader
@@ -71,7 +71,7 @@ def means_profile(text: str) -> bool:
     return _PROFILE.match(word) is not None
 
 
-def unknown_name(name: str, names_now: Iterable[str]) -> NotFound:
+def unknown_name_error(name: str, names_now: Iterable[str]) -> NotFound:
     """Return the error for an unknown name; its hint lists the known names, or says how to give this one."""
     names = ", ".join(sorted(names_now)[:16])
     hint = f"names: {names}" if names else f"to give it: gpushare mig create WISH --name {shlex.quote(name[:60])}"
@@ -89,7 +89,7 @@ def named_places(host: Host, name: str) -> list[Place]:
     names = names_of(host)
     named = names.get(name)
     if named is None:
-        raise unknown_name(name, names)
+        raise unknown_name_error(name, names)
     gpus = host.nvml.sweep()
     gpu = next((gpu for gpu in gpus if gpu.uuid == named.gpu_uuid), None)
     if gpu is None:
@@ -105,7 +105,7 @@ def named_places(host: Host, name: str) -> list[Place]:
     places = places_on(host, gpu)
     meant = [place for place in places if place.instance.place == named.place]
     if not meant:
-        raise _not_as_named(host, named, gpu)
+        raise _not_as_named_error(host, named, gpu)
     return sorted(meant, key=lambda place: place.compute.id)
 
 
@@ -127,7 +127,7 @@ def check_granted(host: Host, name: str) -> None:
         )
 
 
-def _not_as_named(host: Host, named: NamedInstance, gpu: Gpu) -> NotFound:
+def _not_as_named_error(host: Host, named: NamedInstance, gpu: Gpu) -> NotFound:
     meant = f"{named.name} means {named} of GPU {gpu.index}"
     again = f"gpushare mig create -g {gpu.index} {named}"
     if not gpu.mig_enabled:
@@ -165,7 +165,7 @@ def profile_places(host: Host, text: str, gpu: str | None) -> list[Place]:
     gpus = _gpus(host, gpu)
     capable = [gpu for gpu in gpus if gpu.mig_capable]
     if not capable:
-        raise no_mig(gpus, "see: gpushare status; run in a share: --threads")
+        raise no_mig_error(gpus, "see: gpushare status; run in a share: --threads")
     on = [gpu for gpu in capable if gpu.mig_enabled]
     places = [place for gpu in on for place in _of_profile(host, gpu, request)]
     if not on:

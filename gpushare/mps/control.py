@@ -84,7 +84,7 @@ def parse_ps(text: str) -> list[ClientRow]:
         if pid is None:
             continue
         if len(rows) == _MOST_ROWS:
-            raise strange_reply(f"more than {_MOST_ROWS} clients")
+            raise strange_reply_error(f"more than {_MOST_ROWS} clients")
         cells = dict(zip(names, words, strict=False))
         rows.append(
             ClientRow(
@@ -118,7 +118,7 @@ def parse_pids(text: str) -> list[int]:
     """Return the PIDs of ``get_server_list`` or ``get_client_list``, one per line; other lines are ignored."""
     pids = [pid for pid in (_pid(line.strip()) for line in text.splitlines()) if pid is not None]
     if len(pids) > _MOST_ROWS:
-        raise strange_reply(f"{len(pids)} processes")
+        raise strange_reply_error(f"{len(pids)} processes")
     return pids
 
 
@@ -127,7 +127,7 @@ def _pid(text: str) -> int | None:
     return int(text) if _PID.match(text) and int(text) <= _LAST_PID else None
 
 
-def strange_reply(what: str) -> OperationFailed:
+def strange_reply_error(what: str) -> OperationFailed:
     """Return the error for an impossible reply."""
     return OperationFailed(
         f"implausible reply of the MPS daemon: {what}", "see who owns it: gpushare mps status", code="strange_reply"
@@ -258,7 +258,9 @@ class NoDaemon(NotFound):
     code = "no_daemon"
 
 
-def not_your_daemon(daemon: str, owner: str, gpu: str | None = None, command: str = "gpushare ...") -> NoPermission:
+def not_your_daemon_error(
+    daemon: str, owner: str, gpu: str | None = None, command: str = "gpushare ..."
+) -> NoPermission:
     """Return the error for a daemon that only its owner and root may change."""
     return NoPermission(
         f"{daemon} belongs to {owner}",
@@ -341,7 +343,9 @@ class MpsControl:
         if "Cannot find MPS control daemon" in words:
             raise NoDaemon(f"no MPS daemon answers at {self.pipe_directory}", "start one: gpushare mps start")
         if "Insufficient privileges" in words or "Not enough privilege" in words or "Cannot authenticate" in words:
-            raise not_your_daemon(f"the MPS daemon at {self.pipe_directory} refuses '{command}': it", "another user")
+            raise not_your_daemon_error(
+                f"the MPS daemon at {self.pipe_directory} refuses '{command}': it", "another user"
+            )
         if done.exit_code != 0:
             raise OperationFailed(
                 f"'{command}' failed at the MPS daemon: {words or f'exit code {done.exit_code}'}",
@@ -454,7 +458,7 @@ class MpsControl:
         defaults, memory = lines[:2], [limit for limit in map(parse_memory, lines[2:]) if limit is not None]
         pids = parse_pids("\n".join(lines[2:]))
         if len(pids) > _MOST_SERVERS:
-            raise strange_reply(f"{len(pids)} servers")
+            raise strange_reply_error(f"{len(pids)} servers")
         priority = defaults[1].strip() if len(defaults) > 1 else ""
         return Overview(
             limits=Limits(

@@ -19,7 +19,7 @@ from gpushare.base.values import dataclass
 from gpushare.host.host import Host
 from gpushare.host.identity import start_of
 from gpushare.host.process import ProcessInfo
-from gpushare.host.program import Programs, missing_program
+from gpushare.host.program import Programs, missing_program_error
 from gpushare.host.records import read_tail
 from gpushare.host.smi import compute_mode_command
 from gpushare.mps import control
@@ -30,7 +30,7 @@ from gpushare.mps.control import (
     Overview,
     ServerRow,
     is_server,
-    not_your_daemon,
+    not_your_daemon_error,
     parse_memory,
 )
 from gpushare.mps.home import ADOPTED, RUNNING, AttachedClient, DaemonHome, DaemonRecord, home_of, homes_in
@@ -559,7 +559,7 @@ def _visible_gpus(environment: Mapping[str, str], gpus: Sequence[Gpu]) -> tuple[
     return tuple(indexes)
 
 
-def foreign_daemon(found: FoundDaemon, where: str, gpu: Gpu, instead: str = "") -> InUse:
+def foreign_daemon_error(found: FoundDaemon, where: str, gpu: Gpu, instead: str = "") -> InUse:
     """Return the error for a daemon of others that serves a device; ``instead`` is a hint before the one to stop it."""
     return InUse(
         f"an MPS daemon that gpushare did not start serves {where} ({found.title})",
@@ -606,7 +606,9 @@ def own_daemon(host: Host, device: Device, *, to_change: bool = False) -> tuple[
             )
             continue
         if to_change and not host.root and record.uid != host.uid:
-            raise not_your_daemon(f"the MPS daemon of {device.title}", f"user {record.uid}", str(device.gpu.index))
+            raise not_your_daemon_error(
+                f"the MPS daemon of {device.title}", f"user {record.uid}", str(device.gpu.index)
+            )
         return home, _with_pid(host, record, pid)
     if dead is not None:
         raise dead
@@ -632,7 +634,7 @@ def check_device(host: Host, device: Device) -> None:
         InUse: compute mode PROHIBITED.
     """
     if host.programs.find(control.PROGRAM) is None:
-        raise missing_program(control.PROGRAM)
+        raise missing_program_error(control.PROGRAM)
     if not device.uuid:
         raise NotSupported(f"{device.title} reports no UUID", "see: gpushare doctor", gpu=device.gpu.index)
     if device.mig is None and device.gpu.mig_enabled:

@@ -24,7 +24,7 @@ from gpushare.base.model import ComputeMode, device_key
 from gpushare.base.selection import Device
 from gpushare.base.typed import Count, Pid
 from gpushare.base.values import dataclass
-from gpushare.host.capabilities import listed_users, refused_change, set_listed_users, user_id, user_name
+from gpushare.host.capabilities import change_refused_error, listed_users, set_listed_users, user_id, user_name
 from gpushare.host.host import Host, is_trusted_directory, make_private_directory
 from gpushare.host.records import clear_leftovers, flocked, lock_within, open_lock, writing
 from gpushare.host.store import Kept, RecordStore
@@ -355,7 +355,7 @@ def let_in(directory: Path, users: Sequence[str]) -> None:
         os.chmod(directory, _CLOSED_MODE if ids else OPEN_MODE)
         set_listed_users(directory, _CLOSED_MODE, ids, _ENTER)
     except OSError as error:
-        raise refused_change(
+        raise change_refused_error(
             str(directory),
             error,
             NoDaemon(f"there is no {directory}", "see the daemons: gpushare mps status"),

@@ -17,7 +17,7 @@ from gpushare.host.host import Host
 from gpushare.host.identity import start_of
 from gpushare.host.program import Completed
 from gpushare.mps.control import PROGRAM, MpsControl, control_command, probe_version, start_environment
-from gpushare.mps.daemons import check_device, daemon_pid, find_daemons, foreign_daemon, live_pid
+from gpushare.mps.daemons import check_device, daemon_pid, find_daemons, foreign_daemon_error, live_pid
 from gpushare.mps.home import RUNNING, STARTING, DaemonHome, DaemonRecord, anybody_changes, let_in, own_home, pipe_users
 from gpushare.mps.limits import Limits, check_memory, in_force
 from gpushare.mps.stop import clients_of, end_daemon
@@ -243,7 +243,7 @@ class _Start:
     def _start(self) -> None:
         device, home = self._device, self._home
         if self._control.answers():
-            raise _exists(device, self._pid())
+            raise _daemon_exists_error(device, self._pid())
         if self._pid() is None:
             # The files of a dead daemon are open to all users: another may hold its lock, and the new one would wait.
             for path in home.leftovers():
@@ -327,11 +327,11 @@ def _refuse_second(host: Host, device: Device) -> None:
                 # A dead daemon, or the rest of an interrupted start: its record is replaced. Whether another gpushare
                 # is starting it right now shows under the lock.
                 continue
-            raise _exists(device, daemon.pid)
+            raise _daemon_exists_error(device, daemon.pid)
         if not daemon.ours and item.serves(host, device.gpu.index):
             pipe = shlex.quote(daemon.pipe_directory or "")
             use = f"use it: export CUDA_MPS_PIPE_DIRECTORY={pipe}; or " if item.trusted else ""
-            raise foreign_daemon(item, device.title, device.gpu, use)
+            raise foreign_daemon_error(item, device.title, device.gpu, use)
 
 
 def _notes(host: Host, device: Device, home: DaemonHome) -> list[str]:
@@ -380,7 +380,7 @@ def _start_error(done: Completed, device: Device, home: DaemonHome) -> Operation
     )
 
 
-def _exists(device: Device, pid: int | None) -> InUse:
+def _daemon_exists_error(device: Device, pid: int | None) -> InUse:
     return InUse(
         f"an MPS daemon of gpushare already serves {device.title} (process {pid})",
         f"change its limits: gpushare mps set -g {device.selector} ...; or stop it: gpushare mps stop -g {device.selector}",

@@ -33,7 +33,7 @@ from gpushare.host.host import Host
 from gpushare.host.identity import start_of
 from gpushare.host.process import ProcessInfo, named, signal_known, wait_gone
 from gpushare.host.smi import compute_mode_command
-from gpushare.mps.control import MpsControl, NoDaemon, control_command, is_server, not_your_daemon
+from gpushare.mps.control import MpsControl, NoDaemon, control_command, is_server, not_your_daemon_error
 from gpushare.mps.daemons import FoundDaemon, ask, find_daemons, live_pid
 from gpushare.mps.home import ADOPTED, DaemonRecord, start_command
 from gpushare.mps.limits import Limits
@@ -510,7 +510,9 @@ def _check_not_replaced(found: FoundDaemon) -> None:
 def _check_permission(host: Host, found: FoundDaemon) -> None:
     record = found.record
     if record is not None and not host.root and record.uid != host.uid:
-        raise not_your_daemon(f"the MPS daemon {found.daemon.pid}", f"user {record.uid}", command=found.stop_command)
+        raise not_your_daemon_error(
+            f"the MPS daemon {found.daemon.pid}", f"user {record.uid}", command=found.stop_command
+        )
 
 
 def clients_of(control: MpsControl) -> list[int]:

@@ -129,9 +129,9 @@ class JobPause:
             if self._pid not in job.pids or job.keeper_uid:
                 continue
             if job.keeper_uid == 0:
-                raise paused_by_root(job)
+                raise paused_by_root_error(job)
             if job.by_run and job.kept(self._host):
-                raise paused_by_run(job)
+                raise paused_by_run_error(job)
             # A pause or resume that was killed halfway, or whose guard has ended, is completed.
             return job if job.state == PAUSED and job.kept(self._host) else None
         return None
@@ -148,7 +148,7 @@ class JobPause:
                 refused = error
                 continue
             if channels.under_mps:
-                raise _under_mps(self.job, pid)
+                raise _under_mps_error(self.job, pid)
             new.append(channels)
         if not new and not self.job.channels:
             raise refused or _ended_error(self._pid)
@@ -257,7 +257,7 @@ def _ended_error(pid: int) -> NotFound:
     return NotFound(f"process {pid} has ended", "see what is running: gpushare status", code="process_gone")
 
 
-def _under_mps(job: PausedJob, pid: int) -> NotSupported:
+def _under_mps_error(job: PausedJob, pid: int) -> NotSupported:
     return NotSupported(
         f"process {pid} is under MPS: all clients of a server share its channels, so a pause would stop all of them",
         f"stop its CPU side instead: kill -STOP {pid}; or end it: gpushare stop {job.selector}; "
@@ -266,7 +266,7 @@ def _under_mps(job: PausedJob, pid: int) -> NotSupported:
     )
 
 
-def paused_by_run(job: PausedJob) -> InUse:
+def paused_by_run_error(job: PausedJob) -> InUse:
     """Return the error for a job that `gpushare run --yield pause` pauses and resumes by itself."""
     run = "" if job.keeper is None else f" (process {job.keeper.pid})"
     return InUse(
@@ -281,7 +281,7 @@ def _refuse_mps(host: Host, job: PausedJob, on_gpu: Mapping[int, bool]) -> None:
     for pid, client in on_gpu.items():
         info = host.processes.describe(pid)
         if client:
-            raise _under_mps(job, pid)
+            raise _under_mps_error(job, pid)
         if info is not None and (is_server(info.name) or info.name == MPS_CONTROL):
             raise NotSupported(
                 f"process {pid} is an MPS server: a pause would stop all of its clients",
@@ -403,20 +403,20 @@ def find_paused(host: Host, text: str) -> PausedJob:
 
     Raises:
         NotFound: no job of this name or PID is paused (code ``not_paused``).
-        NoPermission: root has paused it (``paused_by_root``).
-        InUse: a `gpushare run` pauses it (``paused_by_run``).
+        NoPermission: root has paused it (``paused_by_root_error``).
+        InUse: a `gpushare run` pauses it (``paused_by_run_error``).
     """
     named = [job for job in paused_jobs(host) if _is_named(job, text)]
     ours = [job for job in named if job.ours]
     for theirs in named:
         if theirs.keeper_uid == 0:
-            raise paused_by_root(theirs)
+            raise paused_by_root_error(theirs)
         if theirs.keeper_uid is not None and not ours:
-            raise _paused_by_user(theirs, theirs.keeper_uid)
+            raise _paused_by_user_error(theirs, theirs.keeper_uid)
     if not ours:
         job = _without_record(host, text)
         if job is None:
-            raise _not_paused(host, text)
+            raise _not_paused_error(host, text)
         return job
     refuse_run(host, ours[0])
     return ours[0]
@@ -446,11 +446,11 @@ def _without_record(host: Host, text: str) -> PausedJob | None:
     )
 
 
-def paused_by_root(job: PausedJob) -> NoPermission:
+def paused_by_root_error(job: PausedJob) -> NoPermission:
     return NoPermission(f"{job.title} was paused by root", "run as root", code="paused_by_root")
 
 
-def _paused_by_user(job: PausedJob, uid: int) -> NoPermission:
+def _paused_by_user_error(job: PausedJob, uid: int) -> NoPermission:
     # Its guard would go on, and root writes nothing into the directory of a user.
     user = user_name(uid)
     return NoPermission(
@@ -460,7 +460,7 @@ def _paused_by_user(job: PausedJob, uid: int) -> NoPermission:
     )
 
 
-def _not_paused(host: Host, text: str) -> NotFound:
+def _not_paused_error(host: Host, text: str) -> NotFound:
     hint = "see which jobs are: gpushare pause list"
     pid = pid_of(text)
     if pid is None:
@@ -474,7 +474,7 @@ def _not_paused(host: Host, text: str) -> NotFound:
 def refuse_run(host: Host, job: PausedJob) -> None:
     """Raise InUse for a job that a living `gpushare run` pauses."""
     if job.by_run and job.kept(host):
-        raise paused_by_run(job)
+        raise paused_by_run_error(job)
 
 
 def _is_named(job: PausedJob, text: str) -> bool:

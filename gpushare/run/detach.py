@@ -169,7 +169,7 @@ def was_started(host: Host, job: Detached) -> bool:
     return past is not None and past.supervisor == job.supervisor and past.started
 
 
-def why_not_started(job: Detached) -> GpushareError:
+def not_started_error(job: Detached) -> GpushareError:
     """Return the error that kept a job from starting, which ran with ``-o json``."""
     kinds = (BadUsage, NotSupported, NoPermission, NotFound, DriverNotLoaded, NvmlMissing, InUse)
     code = ExitCode.NOT_FOUND if job.exit_code == NO_PROGRAM else job.exit_code

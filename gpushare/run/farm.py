@@ -317,13 +317,13 @@ class FarmResults:
         try:
             self._file = open_to_append(self._path, directory=self._directory)
         except OSError as error:
-            raise self._unwritable(error, NoPermission) from None
+            raise self._unwritable_error(error, NoPermission) from None
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(self._file)
             if error.errno not in {errno.EWOULDBLOCK, errno.EACCES}:
-                raise self._unwritable(error, OperationFailed) from None
+                raise self._unwritable_error(error, OperationFailed) from None
             raise InUse(
                 f"another farm writes to {self._path.parent}",
                 "give this one a directory of its own: --logs OTHER",
@@ -335,7 +335,9 @@ class FarmResults:
         """Unlock it."""
         os.close(self._file)
 
-    def _unwritable(self, error: OSError, kind: type[NoPermission | OperationFailed]) -> NoPermission | OperationFailed:
+    def _unwritable_error(
+        self, error: OSError, kind: type[NoPermission | OperationFailed]
+    ) -> NoPermission | OperationFailed:
         return kind(
             f"cannot write {self._path}: {error.strerror}", "give --logs a directory of your own", code="not_written"
         )
@@ -380,7 +382,7 @@ class FarmResults:
             if os.write(self._file, line) != len(line):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            raise self._unwritable(error, OperationFailed) from None
+            raise self._unwritable_error(error, OperationFailed) from None
 
 
 # -- the farm ----------------------------------------------------------------------------------------------------------

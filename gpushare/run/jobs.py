@@ -19,7 +19,7 @@ from gpushare.base.errors import (
     NotFound,
     NotSupported,
     cut,
-    no_process,
+    no_process_error,
     or_none,
 )
 from gpushare.base.selection import Device, titles
@@ -585,7 +585,7 @@ def job_of(host: Host, process: Identity, name: str | None, record: JobRecord | 
 def no_job_error(host: Host, text: str) -> NotFound:
     """Return the error about a job that neither runs nor waits."""
     if pid_of(text) is not None:
-        return no_process(text, "see all: gpushare jobs -a", "no_job")
+        return no_process_error(text, "see all: gpushare jobs -a", "no_job")
     names = [record.name for record in records(host) if is_running(host, record)][:5]
     running = f"running jobs: {', '.join(names)}; " if names else ""
     return NotFound(f"no job '{text}' is running or waiting", f"{running}see all: gpushare jobs -a", code="no_job")

@@ -54,7 +54,7 @@ def find_output(host: Host, text: str) -> Output:
     try:
         return Output(name, path, opened_own(path))
     except FileNotFoundError:
-        raise _not_kept(host, name) from None
+        raise _not_kept_error(host, name) from None
     except PermissionError as error:
         raise NoPermission(
             f"cannot read the output of '{name}': {error.strerror}",
@@ -75,7 +75,7 @@ def _name_of(host: Host, text: str) -> str:
     record = running_record(host, text)
     if record is not None:
         if record.keeper_uid is not None:
-            raise _of_another(record, record.keeper_uid)
+            raise _of_another_error(record, record.keeper_uid)
         return record.name
     for job in reservations(host) or []:
         if job.claim.pid == number and job.name is not None:
@@ -83,7 +83,7 @@ def _name_of(host: Host, text: str) -> str:
     raise NotFound(f"process {text[:20]} is not a job of gpushare", "see the jobs: gpushare jobs", code="no_job")
 
 
-def _not_kept(host: Host, name: str) -> GpushareError:
+def _not_kept_error(host: Host, name: str) -> GpushareError:
     """Return why there is no output: the job has a terminal, is another user's, or does not exist."""
     past = any(job.name == name for job in PAST.all(host, shared=False))
     if past or _keeper(host, name) is not None:
@@ -94,13 +94,13 @@ def _not_kept(host: Host, name: str) -> GpushareError:
         )
     others = [record for record in running_records(host) if record.name == name and record.keeper_uid is not None]
     if others:
-        return _of_another(others[0], others[0].keeper_uid or 0)
+        return _of_another_error(others[0], others[0].keeper_uid or 0)
     names = sorted(record.name for record in running_records(host) if record.keeper_uid is None)[:_MOST_NAMED]
     running = f"running jobs: {', '.join(names)}; " if names else ""
     return NotFound(f"there is no job '{name}'", f"{running}see all: gpushare jobs -v", code="no_job")
 
 
-def _of_another(record: JobRecord, uid: int) -> NotSupported:
+def _of_another_error(record: JobRecord, uid: int) -> NotSupported:
     user, words = user_name(uid), f"logs {record.name}"
     return NotSupported(
         f"'{record.name}' is a job of {user}: gpushare reads only the output of a user's own jobs",

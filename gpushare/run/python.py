@@ -79,7 +79,7 @@ def start(
         if word.partition("=")[0] in _OURS:
             raise BadUsage(f"{word} is not for options", 'give names as arguments: name="train"')
     from gpushare.host.records import sweep_leftovers
-    from gpushare.run.detach import detach, was_started, why_not_started
+    from gpushare.run.detach import detach, not_started_error, was_started
 
     host = _host()
     sweep_leftovers(host)
@@ -88,7 +88,7 @@ def start(
     words += [*(["--wait"] if wait else []), *options, "--", *command]
     started = detach(host, ["-o", "json", "run", *words], command[0] if command else "", production or name)
     if started.state == "ended" and started.exit_code and not was_started(host, started):
-        raise why_not_started(started)
+        raise not_started_error(started)
     return Job(started.name, supervisor=started.supervisor)
 
 

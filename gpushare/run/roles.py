@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, replace
 from typing import Final
 
-from gpushare.base.errors import BadUsage, GpushareError, InUse, NotFound, no_process
+from gpushare.base.errors import BadUsage, GpushareError, InUse, NotFound, no_process_error
 from gpushare.base.model import Gpu, Priority, Way
 from gpushare.base.selection import Device
 from gpushare.base.units import MIB, format_bytes, pid_of, quoted
@@ -46,7 +46,7 @@ def spared_process(host: Host, device: Device, target: str | None) -> Production
     if target is not None and number is not None:
         process = host.processes.identity(number) if number else None
         if process is None:
-            raise no_process(target, code="no_process")
+            raise no_process_error(target, code="no_process")
         pid, started, name = *process, None
     else:
         production = find_spared(host, device, target)

@@ -27,7 +27,16 @@ from gpushare.memory.ledger import Reservation, reservations
 from gpushare.memory.swap import forget_ended as forget_ended_swaps
 from gpushare.memory.swap import swaps
 from gpushare.mps.control import control_command, is_server
-from gpushare.mps.kill import DRAIN_BOUND_SECONDS, Client, Drain, Ending, find_clients, meter_of, read_state, serves
+from gpushare.mps.kill import (
+    DRAIN_BOUND_SECONDS,
+    Client,
+    Drain,
+    Ending,
+    find_clients,
+    meter_of,
+    read_state,
+    serves_clients_error,
+)
 from gpushare.pause.change import jobs_of
 from gpushare.pause.record import PAUSES
 from gpushare.plan import Loss, Plan, Step, carry_out
@@ -263,7 +272,7 @@ class Stop:
         info = host.processes.describe(job.pid)
         if info is not None and (is_server(info.name) or info.name == MPS_CONTROL):
             kind = "server" if is_server(info.name) else "control daemon"
-            raise serves(job.pid, kind, "gpushare mps stop -g GPU")
+            raise serves_clients_error(job.pid, kind, "gpushare mps stop -g GPU")
         tree = host.processes.descendants(job.pid)
         clients = find_clients(host, self._gpus, tree)
         on_gpu = {

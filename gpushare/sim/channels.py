@@ -67,7 +67,7 @@ class SimulatedChannels(ChannelControl):
 
         def ask(request: Mapping[str, Any], seconds: float) -> Mapping[str, Any]:
             if current(state_file).channel_fault == HANGS and request["do"] != "check":
-                raise rm.not_answered(request["pid"], seconds)
+                raise rm.not_answered_error(request["pid"], seconds)
             return answer(files, request)
 
         super().__init__(ask)

@@ -84,7 +84,7 @@ def apply(state: SimulatedHostState, gpus: Sequence[SimulatedGpu], kind: str, va
         setattr(state, name, _number(kind, value, meaning))
     elif kind in _PROGRAM_LISTS:
         if value not in {SMI, MPS_CONTROL, TOOLKIT}:
-            raise _wrong(f"{kind} needs a program", f"give {SMI}, {MPS_CONTROL} or {TOOLKIT}")
+            raise _bad_fault_error(f"{kind} needs a program", f"give {SMI}, {MPS_CONTROL} or {TOOLKIT}")
         _add(getattr(state, _PROGRAM_LISTS[kind]), value)
     else:
         _set_host_fault(state, kind, value)
@@ -93,11 +93,11 @@ def apply(state: SimulatedHostState, gpus: Sequence[SimulatedGpu], kind: str, va
 def _set_host_fault(state: SimulatedHostState, kind: str, value: str | None) -> None:
     if kind == "user":
         if value is None:
-            raise _wrong("user needs a user", "give a user id or name")
+            raise _bad_fault_error("user needs a user", "give a user id or name")
         state.fault_uid = uid_of(state, value)
     elif kind == "driver":
         if value is None or not value.split(".")[0].isdigit():
-            raise _wrong("driver needs a version", "give for example 535.261.03 or 580.159.04")
+            raise _bad_fault_error("driver needs a version", "give for example 535.261.03 or 580.159.04")
         state.driver = value
     else:
         raise BadUsage(f"there is no fault '{kind}'", f"faults: {', '.join(KINDS)}", code="bad_fault")
@@ -125,7 +125,9 @@ def _set_gpu_fault(gpu: SimulatedGpu, kind: str, value: str | None) -> None:
     elif kind == "unlisted-memory":
         gpu.unlisted_bytes = _number(kind, value, "how many bytes no process has")
     elif value is None or not (value in ENTRY_POINTS or value.startswith("nvml")):
-        raise _wrong(f"{kind} needs an NVML entry point", f"give nvml..., or one of: {', '.join(ENTRY_POINTS)}")
+        raise _bad_fault_error(
+            f"{kind} needs an NVML entry point", f"give nvml..., or one of: {', '.join(ENTRY_POINTS)}"
+        )
     else:
         for name in ENTRY_POINTS.get(value, (value,)):
             _add(getattr(gpu, _ENTRY_LISTS[kind]), name)
@@ -136,13 +138,13 @@ def _add(names: list[str], name: str) -> None:
         names.append(name)
 
 
-def _wrong(problem: str, hint: str) -> BadUsage:
+def _bad_fault_error(problem: str, hint: str) -> BadUsage:
     return BadUsage(f"the fault {problem}", hint, code="bad_fault")
 
 
 def _number(kind: str, value: str | None, meaning: str) -> int:
     if value is None or not value.isascii() or not value.isdigit():
-        raise _wrong(f"{kind} needs a number", f"give {meaning}: {kind} 3")
+        raise _bad_fault_error(f"{kind} needs a number", f"give {meaning}: {kind} 3")
     return int(value)
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from gpushare.host.program import Completed, timed_out
+from gpushare.host.program import Completed, timed_out_error
 from gpushare.sim import clients, mps_daemon, mps_servers
 from gpushare.sim.current import changing, clock, current
 from gpushare.sim.devices import daemon_devices
@@ -154,7 +154,7 @@ class _Session:
                         request.log(*reply.text.splitlines())
                         return reply
             if clock() >= self._deadline:
-                raise timed_out(self._argv, self._timeout)
+                raise timed_out_error(self._argv, self._timeout)
             time.sleep(_POLL_SECONDS)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
-from gpushare.base.errors import no_process, signal_refused
+from gpushare.base.errors import no_process_error, signal_refused_error
 from gpushare.base.units import MIB
 from gpushare.host.capabilities import user_name
 from gpushare.host.identity import Identity, identity_of, identity_of_child
@@ -213,7 +213,7 @@ class SimulatedProcesses(Processes):
     def send_to(self, pid: int, started: int, signal: int) -> None:
         info = self.describe(pid)
         if info is None or info.started != started:
-            raise no_process(pid)
+            raise no_process_error(pid)
         self._send(pid, signal, lambda number: self._local.send_to(pid, started, number))
 
     def uses_driver(self, pid: int) -> bool | None:  # noqa: ARG002 - as on a machine
@@ -367,9 +367,9 @@ def _check(
     state: SimulatedHostState, pid: int, signal: int, owner: SimulatedDaemon | SimulatedServer | SimulatedProcess | None
 ) -> None:
     if owner is None:
-        raise no_process(pid)
+        raise no_process_error(pid)
     if not state.may(owner.uid):
-        raise signal_refused(signals.Signals(signal).name, pid)
+        raise signal_refused_error(signals.Signals(signal).name, pid)
 
 
 def _kills(signal: int) -> bool:

@@ -6,7 +6,15 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from gpushare.host.program import Completed, Listener, Pending, Programs, merged_environment, missing_program, timed_out
+from gpushare.host.program import (
+    Completed,
+    Listener,
+    Pending,
+    Programs,
+    merged_environment,
+    missing_program_error,
+    timed_out_error,
+)
 from gpushare.sim.current import clock
 from gpushare.sim.state import MPS_CONTROL, StateFile
 
@@ -67,7 +75,7 @@ class SimulatedPrograms(Programs):
         if self._is_real(name):
             return Programs().start(argv, stdin=stdin, env=env, timeout=timeout)
         if self._is_missing(name):
-            raise missing_program(name)
+            raise missing_program_error(name)
         environment = merged_environment(env)
         deadline = clock() + timeout
         return _Deferred(lambda: self._completed(argv, name, stdin, environment, deadline, timeout))
@@ -77,7 +85,7 @@ class SimulatedPrograms(Programs):
     ) -> Completed:
         while self._hangs(name):
             if clock() >= deadline:
-                raise timed_out(argv, timeout)
+                raise timed_out_error(argv, timeout)
             time.sleep(_POLL_SECONDS)
         if name == SMI:
             from gpushare.sim import smi

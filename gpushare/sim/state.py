@@ -357,7 +357,7 @@ class StateFile:
             descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             with open(descriptor, "rb", buffering=0) as file:
                 if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                    raise self._broken("it is not a regular file")
+                    raise self._broken_error("it is not a regular file")
                 return file.readall().decode()
         except (FileNotFoundError, NotADirectoryError):
             return None
@@ -366,17 +366,17 @@ class StateFile:
                 f"cannot read the state of the simulated host in {self.directory}: {error.strerror}", _OWN_DIRECTORY
             ) from None
         except OSError as error:
-            raise self._broken(error.strerror) from None
+            raise self._broken_error(error.strerror) from None
         except ValueError:
-            raise self._broken("it is no text") from None
+            raise self._broken_error("it is no text") from None
 
     def _understood(self, text: str) -> SimulatedHostState:
         try:
             return _decode(json.loads(text))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            raise self._broken("the file has another form than this gpushare writes") from None
+            raise self._broken_error("the file has another form than this gpushare writes") from None
 
-    def _broken(self, reason: str | None) -> OperationFailed:
+    def _broken_error(self, reason: str | None) -> OperationFailed:
         import shlex
 
         return OperationFailed(

@@ -168,17 +168,17 @@ def find_channels(host: Host, control: ChannelControl, process: JobProcess, *, p
         NotFound, NoPermission, TimedOut, OperationFailed: as `ChannelControl.find`.
     """
     if process.under_mps:
-        raise _under_mps(process.pid)
+        raise _under_mps_error(process.pid)
     if probe:
         channels = probed(host, control, process.pid, process.started)
     else:
         channels = control.find(process.pid, process.started, probe=False)
     if channels.under_mps:
-        raise _under_mps(process.pid)
+        raise _under_mps_error(process.pid)
     return channels
 
 
-def _under_mps(pid: int) -> NotSupported:
+def _under_mps_error(pid: int) -> NotSupported:
     return NotSupported(
         f"process {pid} is a client of MPS: all clients of a server share one time-slice",
         "limit it: gpushare mps set --threads PCT; or start it outside MPS: gpushare run --slice TIME -- CMD",

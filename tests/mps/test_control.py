@@ -14,7 +14,7 @@ from gpushare.base.errors import GpushareError, NoPermission, NotFound, Operatio
 from gpushare.base.model import Priority
 from gpushare.base.units import GIB, MIB
 from gpushare.connect import connect
-from gpushare.host.program import Completed, timed_out
+from gpushare.host.program import Completed, timed_out_error
 from gpushare.mps import control as mps_control
 from gpushare.mps.control import MpsControl, Overview, ServerRow
 from gpushare.mps.limits import Limits
@@ -141,7 +141,7 @@ def test_a_refusal_with_exit_0_is_an_error_too() -> None:
 
 def test_a_hanging_daemon_is_a_time_out_that_names_command_and_directory() -> None:
     daemon = Daemon()
-    daemon.error = timed_out(["nvidia-cuda-mps-control"], 5.0)
+    daemon.error = timed_out_error(["nvidia-cuda-mps-control"], 5.0)
     for call in (control(daemon).answers, control(daemon).overview, control(daemon).quit):
         with pytest.raises(TimedOut, match="/run/p") as caught:
             call()

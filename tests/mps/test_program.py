@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from gpushare.host.program import Completed, missing_program
+from gpushare.host.program import Completed, missing_program_error
 from gpushare.mps.control import probe_version, start_environment
 from gpushare.mps.limits import max_clients
 from tests.mps.fake_daemon import Daemon
@@ -26,7 +26,7 @@ def test_the_version_is_probed(text: str, version: int | None) -> None:
 
 def test_no_program_has_no_version() -> None:
     daemon = Daemon()
-    daemon.error = missing_program("nvidia-cuda-mps-control")
+    daemon.error = missing_program_error("nvidia-cuda-mps-control")
     assert probe_version(daemon) is None
 
 
