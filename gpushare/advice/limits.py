@@ -37,9 +37,9 @@ def job_memory(s: Situation, way: Way, work: Workload) -> int | None:
     # taken: with CUDA's own memory, else the bare size, else none.
     for client_limit in (limit_for, whole_mib):
         total = 0
-        for each, count in zip(s.case.workloads, s.counts_at_once(way), strict=True):
+        for each, at_once in zip(s.case.workloads, s.counts_at_once(way), strict=True):
             if each.memory is not None:
-                total += (client_limit(each.memory) + CLIENT_BYTES) * (count or 1)
+                total += (client_limit(each.memory) + CLIENT_BYTES) * (at_once or 1)
         if total <= usable:
             return client_limit(work.memory) + CLIENT_BYTES
     return None

@@ -330,6 +330,7 @@ def _final(
     *,
     certain: bool,
 ) -> MeasuredAdvice:
+    """Return the answer with its effect: with the chosen way, its confidence, and what would change it."""
     final = advice
     if effect in {Effect.OTHER_CAP, Effect.CHANGED, Effect.SETTLED}:
         final = with_way(advice, chosen.way, cap=_cap(advice.situation, chosen.name), changes=())

@@ -68,6 +68,7 @@ class _Party:
 
 
 def _mig(steps: Steps, way: Way) -> None:
+    """Add the lines of MIG: the instances, who may use them, and the jobs in them."""
     s = steps.s
     free, slices = s.free_instances(way), s.slices(way)
     steps.measure += [
@@ -196,6 +197,7 @@ def _daemons(steps: Steps, what: str, limits: Limits) -> None:
 
 
 def _mps(steps: Steps, way: Way) -> None:
+    """Add the lines of MPS: the daemons with their limits, and the jobs."""
     s = steps.s
     works, total = s.case.workloads, s.counts_of_all[0]
     processes = s.in_turns(Way.MPS) or s.case.processes
@@ -393,6 +395,7 @@ def _service(work: Workload, number: int) -> str:
 
 
 def _whole(steps: Steps, way: Way) -> None:
+    """Add the lines of jobs that have a GPU, or GPUs, to themselves."""
     s = steps.s
     if s.case.any("vms"):
         # A lock or an environment variable of the host has no effect in a virtual machine.
@@ -476,6 +479,7 @@ _INTERACTIVE_SLICE: Final = "1ms"
 
 
 def _timeslice(steps: Steps, way: Way) -> None:
+    """Add the lines of jobs that share the time of a GPU."""
     s = steps.s
     for on_gpu in steps.each_gpu():
         if on_gpu.shut and on_gpu.may_be_root is not False and on_gpu.gpu.time_slice_settable is not False:
@@ -568,6 +572,7 @@ def _measure(steps: Steps, _: Way) -> None:
 
 
 def _fix(steps: Steps, _: Way) -> None:
+    """Add the lines for a problem that no way of sharing solves: too many engines, too little memory or input."""
     s = steps.s
     if s.batched:
         steps.say(

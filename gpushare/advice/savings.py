@@ -265,6 +265,7 @@ def plain(number: Decimal) -> str:
 def _warnings(
     work: Sequence[Work], options: Sequence[Consolidation], total: Decimal, target: Decimal, capacity: int | None
 ) -> list[str]:
+    """Return what speaks against the options: no headroom, peaks, unchecked memory."""
     warnings = []
     loads = {workload.load for workload in work}
     # Equal loads are shown as "4 x 25 %", others as their sum.

@@ -371,7 +371,7 @@ def described(
         raise BadUsage("this engine needs whole GPUs, not a MIG instance", "name the GPU: -g 0", code="whole_gpu")
     host = describe_host(state, [device.gpu for device in devices], node=node)
     if file is not None:
-        host = in_place(state, file, host, daemons_only=True) if for_daemons else _as_in(state, file, host)
+        host = in_place(state, file, host, daemons_only=True) if for_daemons else _described_by_file(state, file, host)
     rules = roots_file(state.host) if file is None else load(file)[0]
     if rules is not None:
         host = replace(host, sections=frozenset(document_of(rules)) - {"version", "gpus"})
@@ -391,7 +391,7 @@ def described(
 def in_place(state: HostState, path: str, live: HostDescription, *, daemons_only: bool = False) -> HostDescription:
     """Return the host as a file wants it, with the UUIDs and pipe directories of what exists."""
     apply = f"{'' if state.host.root else 'sudo '}gpushare apply -f {shlex.quote(path)}"
-    wanted = _as_in(state, path, live)
+    wanted = _described_by_file(state, path, live)
     return description.in_place(
         wanted,
         live,
@@ -401,9 +401,10 @@ def in_place(state: HostState, path: str, live: HostDescription, *, daemons_only
     )
 
 
-def _as_in(state: HostState, path: str, host: HostDescription) -> HostDescription:
-    wanted, _ = load(path)
-    matched = entries_of(wanted, state.gpus)
+def _described_by_file(state: HostState, path: str, host: HostDescription) -> HostDescription:
+    """Return the host as it will be once a gpushare.yaml is applied; what is applied already stays as it is."""
+    file, _ = load(path)
+    matched = entries_of(file, state.gpus)
     if matched.missing:
         raise matched.missing[0]
     for text in matched.notes:
@@ -418,7 +419,7 @@ def _as_in(state: HostState, path: str, host: HostDescription) -> HostDescriptio
         try:
             check_fits(gpu, entry, profiles[gpu.index])
         except GpushareError as error:
-            raise with_place_in_file(error, wanted, gpu.index, entry) from None
+            raise with_place_in_file(error, file, gpu.index, entry) from None
     # Existing MIG devices have UUIDs and capability nodes. How many programs share a device is only in the file.
     with_devices = [
         gpu

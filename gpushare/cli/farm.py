@@ -231,7 +231,7 @@ def _run_or_plan(host: Host, devices: Sequence[Device], command: Sequence[str], 
     check_farm(host, devices, command, options, report)
     try:
         with farm_job(host, devices[0], options.name, command) as ended:
-            result = _finished(run_farm(host, devices, command, options, report), options, devices)
+            result = _result_of_farm(run_farm(host, devices, command, options, report), options, devices)
             peaks = [copy.memory_peak_bytes for copy in result.data.copies if copy.memory_peak_bytes is not None]
             ended(result.exit_code, max(peaks, default=None))
     finally:
@@ -289,7 +289,8 @@ def _cap_by(
     return cap
 
 
-def _finished(result: FarmResult, options: FarmOptions, devices: Sequence[Device]) -> Any:
+def _result_of_farm(result: FarmResult, options: FarmOptions, devices: Sequence[Device]) -> Any:
+    """Return the result of a farm that has ended, with its errors and notes."""
     errors = _failures(result)
     if result.unrecorded:
         errors.append(
@@ -307,15 +308,15 @@ def _finished(result: FarmResult, options: FarmOptions, devices: Sequence[Device
     if skipped:
         notes.append(f"not started: copy {ranges(skipped)}")
     budget = options.budget
-    given = None if budget is None else budget.on(devices)
+    given_bytes = None if budget is None else budget.on(devices)
     answer = FarmAnswer(
         seconds=round(result.seconds, 2),
         memory_bytes=result.memory_bytes,
         memory_source=result.source,
         memory_limit_bytes=None
-        if budget is None or given is None or budget.action != "end" or options.gpus > 1
-        else client_memory(given),
-        job_memory_bytes=given,
+        if budget is None or given_bytes is None or budget.action != "end" or options.gpus > 1
+        else client_memory(given_bytes),
+        job_memory_bytes=given_bytes,
         copies=result.copies,
     )
     code = 1 if result.failed or result.unrecorded else 0

@@ -238,6 +238,7 @@ def _made(host: Host, change: MigChange) -> list[MadeInstance]:
 
 
 def _after(host: Host, change: MigChange) -> list[str]:
+    """Return what the user should know after a change: about CDI, and GPUs with MIG and no instance."""
     gpus = [host.nvml.gpu(part.gpu.index) for part in change.gpus]
     notes = list(cdi_notes(host, gpus))
     notes += [
@@ -249,10 +250,13 @@ def _after(host: Host, change: MigChange) -> list[str]:
 
 
 def _undo(change: MigChange) -> str | None:
-    undo = [_undo_of(part) for part in change.gpus if part.changes]
-    # It takes back what this change has named, so it does not ask.
-    words = [f"{word} -y" if change.names and n == 0 else word for some in undo for n, word in enumerate(some)]
-    return "; ".join([*words, *([change.plan.undo] if change.plan.undo else [])]) or None
+    """Return the commands that undo a change, as one line; None: nothing undoes it."""
+    commands: list[str] = []
+    for part in change.gpus:
+        first, *others = (_undo_of(part) if part.changes else []) or [""]
+        # It takes back what this change has named, so it does not ask.
+        commands += [f"{first} -y" if first and change.names else first, *others]
+    return "; ".join(filter(None, [*commands, change.plan.undo])) or None
 
 
 def _undo_of(change: GpuChange) -> list[str]:
@@ -531,7 +535,7 @@ def enable(gpu: GpuOption = None, refresh_cdi: Refresh = False) -> Any:
     On Hopper and later the driver would switch it on for a busy GPU, and then create no instance. If the mode stays
     pending, gpushare undoes it and reports an error. With MIG on and no instance, no CUDA program can use the GPU.
     """
-    return _switched("mig enable", gpu, enable=True, destroy=False, refresh_cdi=refresh_cdi)
+    return _switch_mode("mig enable", gpu, enable=True, destroy=False, refresh_cdi=refresh_cdi)
 
 
 def disable(
@@ -541,13 +545,13 @@ def disable(
     refresh_cdi: Refresh = False,
 ) -> Any:
     """Switch MIG mode off. Existing instances prevent it, unless --destroy is given."""
-    return _switched("mig disable", gpu, enable=False, destroy=destroy, evict=evict, refresh_cdi=refresh_cdi)
+    return _switch_mode("mig disable", gpu, enable=False, destroy=destroy, evict=evict, refresh_cdi=refresh_cdi)
 
 
 # -- what the commands share -----------------------------------------------------------------------
 
 
-def _switched(
+def _switch_mode(
     command: str, gpu: str | None, *, enable: bool, destroy: bool, refresh_cdi: bool, evict: Sequence[str] | None = None
 ) -> Any:
     def make(host: Host, ledger: MigLedger) -> MigChange:
@@ -671,11 +675,11 @@ def name(
             code="no_name",
         )
     if forget is not None:
-        return carried_out("mig name", _forgetting(forget), again=lambda: _forgetting(forget))
-    return carried_out("mig name", _binding(name or "", instance or "", gpu))
+        return carried_out("mig name", _plan_forget(forget), again=lambda: _plan_forget(forget))
+    return carried_out("mig name", _plan_name(name or "", instance or "", gpu))
 
 
-def _binding(name: str, instance: str, gpu: str | None) -> Plan:
+def _plan_name(name: str, instance: str, gpu: str | None) -> Plan:
     check_name(name)
     host = settings.connect()
     _, layouts = current(host, gpu, named=True)
@@ -714,7 +718,7 @@ def _binding(name: str, instance: str, gpu: str | None) -> Plan:
     )
 
 
-def _forgetting(name: str) -> Plan:
+def _plan_forget(name: str) -> Plan:
     host = settings.connect()
     named = names_of(host).get(name)
     if named is None:

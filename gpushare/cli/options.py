@@ -410,33 +410,33 @@ class Interruptible(_StrictOptions, Helped, TyperCommand):
     def _note_options_of_the_program(self, ctx: Any, words: list[str]) -> None:
         """Say which options of this command are given to the program, unless ``--`` says that they are its own."""
         program = next((ctx.params[parameter.name] for parameter in self.params if parameter.nargs == -1), None) or []
-        before = words[: len(words) - len(program)]
-        if not program or (before and before[-1] == "--"):
+        words_before = words[: len(words) - len(program)]
+        if not program or (words_before and words_before[-1] == "--"):
             return
         options = {name: option for option in self.get_params(ctx) for name in (*option.opts, *option.secondary_opts)}
-        ours: list[str] = []
-        rest, named = [program[0]], []
+        moved_words: list[str] = []
+        program_words, option_names = [program[0]], []
         unread = list(program[1:])
         while unread:
             word = unread.pop(0)
             if word == "--":
-                rest += [word, *unread]
+                program_words += [word, *unread]
                 break
             option = options.get(word.partition("=")[0] if word.startswith("--") else word)
             if option is None or not word.startswith("-"):
-                rest.append(word)
+                program_words.append(word)
                 continue
-            named.append(word.partition("=")[0])
-            ours.append(word)
+            option_names.append(word.partition("=")[0])
+            moved_words.append(word)
             if not getattr(option, "is_flag", True) and "=" not in word and unread:
-                ours.append(unread.pop(0))
-        if named:
+                moved_words.append(unread.pop(0))
+        if option_names:
             verb = settings.command
-            line = cut(shlex.join(["gpushare", *verb.split(), *before, *ours, "--", *rest]), 400)
+            line = cut(shlex.join(["gpushare", *verb.split(), *words_before, *moved_words, "--", *program_words]), 400)
             name = quoted(os.path.basename(program[0]))
             note(
-                f"{', '.join(dict.fromkeys(named))} after {name} {'is' if len(named) == 1 else 'are'} passed to it, not to "
-                f"gpushare; for gpushare: {line}; if the program takes {'it' if len(named) == 1 else 'them'}, put -- before "
+                f"{', '.join(dict.fromkeys(option_names))} after {name} {'is' if len(option_names) == 1 else 'are'} passed to it, not to "
+                f"gpushare; for gpushare: {line}; if the program takes {'it' if len(option_names) == 1 else 'them'}, put -- before "
                 "the program"
             )
 

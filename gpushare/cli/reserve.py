@@ -61,9 +61,11 @@ def reserve(
                 code="whole_gpu",
             )
     if time is None:
-        return carried_out("reserve", _ending(host, devices), again=lambda: _ending(host, devices))
+        return carried_out("reserve", _plan_end(host, devices), again=lambda: _plan_end(host, devices))
     seconds = positive("--for", time, "4h")
-    return carried_out("reserve", _taking(host, devices, seconds), again=lambda: _taking(host, devices, seconds))
+    return carried_out(
+        "reserve", _plan_lease(host, devices, seconds), again=lambda: _plan_lease(host, devices, seconds)
+    )
 
 
 def _check_length(device: Device, seconds: float, held: float, most: float) -> None:
@@ -80,7 +82,8 @@ def _check_length(device: Device, seconds: float, held: float, most: float) -> N
         )
 
 
-def _taking(host: Host, devices: Sequence[Device], seconds: float) -> Plan:
+def _plan_lease(host: Host, devices: Sequence[Device], seconds: float) -> Plan:
+    """Return the plan that reserves devices for some seconds, or extends this user's leases."""
     limits = kept_limits(host)
     held, steps, notes = leases(host, limits), [], []
     for device in devices:
@@ -127,7 +130,8 @@ def _way_back(devices: Sequence[Device], held: Mapping[str, GpuLease]) -> str:
     return "; ".join(commands)
 
 
-def _ending(host: Host, devices: Sequence[Device]) -> Plan:
+def _plan_end(host: Host, devices: Sequence[Device]) -> Plan:
+    """Return the plan that ends the leases of devices; root is asked before it ends those of others."""
     limits = kept_limits(host)
     held, steps, losses, undo = leases(host, limits), [], [], []
     for device in devices:

@@ -219,7 +219,7 @@ def run(
         count=gpus or 1,
         bind=bind,
         creates=create,
-        restart=_restarts(restart_on),
+        restart=_restarts_on_mps_fault(restart_on),
     )
     return started.run(gpu, mig, options)
 
@@ -263,7 +263,7 @@ def _name(name: str | None) -> str | None:
     return check_job_name(name)
 
 
-def _restarts(event: str | None) -> bool:
+def _restarts_on_mps_fault(event: str | None) -> bool:
     if event not in {None, "mps-fault"}:
         raise BadUsage(
             f"--restart-on {quoted(event or '')} is not an event", "give --restart-on mps-fault", code="bad_restart"

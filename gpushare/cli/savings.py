@@ -72,7 +72,7 @@ def savings(
                 "--from takes the number of GPUs, load and memory from the recording",
                 f"drop --gpus, --load and --memory: gpushare savings --from {read}",
             )
-        recording, uses = _recorded(read, gpu)
+        recording, uses = _chosen_uses(read, gpu)
         work = [_work(use) for use in uses]
         capacity = capacity if capacity is not None else _capacity(uses)
         notes = _recording_notes(recording, uses)
@@ -137,7 +137,8 @@ def _given(gpus: int | None, load: str | None, memory: str | None, gpu: str | No
     return [Work(name=f"work {number}", load=percent, memory_bytes=held) for number in range(1, gpus + 1)]
 
 
-def _recorded(read: str, gpu: str | None) -> tuple[Recording, list[GpuUse]]:
+def _chosen_uses(read: str, gpu: str | None) -> tuple[Recording, list[GpuUse]]:
+    """Return a recording and the use of the chosen GPUs in it, which are of one model with known loads."""
     recording = read_measured(read)
     gpus = [Gpu(index=use.gpu.index, uuid=use.gpu.uuid) for use in recording.gpus]
     chosen = {device.gpu.index for device in select(gpu, gpus)}

@@ -169,7 +169,7 @@ def make_claim(host: Host, key: str, prefix: str = EXCLUSIVE) -> HeldClaim:
     directory = claim_directory(host)
     if directory.is_relative_to(host.run_directory):
         make_private_directory(directory)
-    return _made(directory, key, prefix)
+    return _write_new(directory, key, prefix)
 
 
 def all_claims(host: Host, prefix: str = EXCLUSIVE) -> list[Claim] | None:
@@ -318,7 +318,8 @@ def _remove(path: Path) -> None:
         os.unlink(path)
 
 
-def _made(directory: Path, key: str, prefix: str) -> HeldClaim:
+def _write_new(directory: Path, key: str, prefix: str) -> HeldClaim:
+    """Write a new claim, which this process holds. Raises OperationFailed: it would not count."""
     me = identity_of(os.getpid())
     if me is None or real_uid(os.getpid()) != os.geteuid():
         raise OperationFailed(

@@ -62,15 +62,16 @@ _CGROUP_1: Final = _MemoryFiles(
 
 
 def _room_below(files: _MemoryFiles, directory: str) -> Iterator[int]:
-    now = read_proc(f"{directory}/{files.now}", 64)
-    if now is None or not now.strip().isdigit():
+    """Yield how many bytes are left below each limit of a cgroup; what the kernel can drop does not count."""
+    used = read_proc(f"{directory}/{files.now}", 64)
+    if used is None or not used.strip().isdigit():
         return
     stat = read_proc(f"{directory}/memory.stat") or b""
     cached = re.search(rb"^" + files.cached + rb" (\d+)$", stat, re.MULTILINE)
     for limit in files.limits:
-        most = read_proc(f"{directory}/{limit}", 64)
-        if most is not None and most.strip().isdigit():
-            yield max(0, int(most) - int(now) + (0 if cached is None else int(cached[1])))
+        allowed = read_proc(f"{directory}/{limit}", 64)
+        if allowed is not None and allowed.strip().isdigit():
+            yield max(0, int(allowed) - int(used) + (0 if cached is None else int(cached[1])))
 
 
 class Machine:

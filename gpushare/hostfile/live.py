@@ -88,6 +88,7 @@ def _has_names(entry: Entry) -> bool:
 
 
 def _entry(live: LiveGpu, notes: list[str]) -> Entry | None:
+    """Return the entry that describes a GPU as it is; None: none can. ``notes`` gets why, and what is left out."""
     gpu, title = live.gpu, f"GPU {live.gpu.index}"
     if gpu.error is not None:
         # The command reports the GPU as an error.

@@ -35,7 +35,7 @@ def with_units(host: Host, daemons: Sequence[FoundDaemon], gpus: Sequence[Gpu]) 
     """Return the daemons, those of systemd units completed with their device and exact memory limit."""
     devices = [unit_device(item, gpus) for item in daemons]
     return [
-        item if uuid is None else replace(item, daemon=_served(host, item.daemon, uuid))
+        item if uuid is None else replace(item, daemon=_with_unit_limit(host, item.daemon, uuid))
         for item, uuid in zip(daemons, devices, strict=True)
     ]
 
@@ -52,7 +52,8 @@ def unit_device(found: FoundDaemon, gpus: Sequence[Gpu]) -> str | None:
     return next((uuid for uuid in uuids if where == pipe_directory(uuid)), None)
 
 
-def _served(host: Host, daemon: MpsDaemon, uuid: str) -> MpsDaemon:
+def _with_unit_limit(host: Host, daemon: MpsDaemon, uuid: str) -> MpsDaemon:
+    """Return the daemon of a unit with its device, and with the exact memory limit that the unit has noted."""
     held = daemon.memory_limit_bytes
     try:
         text = (

@@ -443,16 +443,17 @@ class Bench:
             self.measurement.error = error
 
     def _rounds(self, cells: list[Cell]) -> None:
+        """Run all cells in each round, back and forth; one that fails twice is left out."""
         measurement, repeat = self.measurement, self._settings.repeat
         tries: dict[Cell, int] = {}
         done, total = 1, 1 + len(cells) * repeat
         for number in range(1, repeat + 1):
             # Back and forth: drift over time (clocks, temperature) then affects the first and the last cell alike.
-            for place, cell in enumerate(cells if number % 2 else cells[::-1]):
+            order = cells if number % 2 else cells[::-1]
+            for place, cell in enumerate(order):
                 if tries.get(cell, 0) >= _TRIES:
                     done += 1
                     continue
-                order = cells if number % 2 else cells[::-1]
                 title = f"{_title(cell)}, round {number} of {repeat}"
                 self._progress(title, done, total, self._seconds_left(order[place:], number))
                 self._keep(number, cell)
@@ -511,6 +512,7 @@ class Bench:
         return [cell for cell in cells if cell[0].kind is not Way.SLICES]
 
     def _run(self, number: int, cell: Cell) -> RunResult:
+        """Run the copies of a cell under its way, and return what was measured."""
         if self._experiment is None:
             raise AssertionError("it is only planned")
         way, copies = cell

@@ -357,21 +357,22 @@ class Tuner:
             setting = step.setting
             if step.again is not None and self._is_late(stage, way):
                 return
-            earlier = self._known.get(setting)
+            known = self._known.get(setting)
+            is_of_earlier = known is not None and known.earlier is not None
             text = setting.title if step.again is None else f"{setting.title} again: {step.again}"
             self.demand(stage.least_seconds(setting))
             self.reporter.doing(text)
             self.reporter.progress(text, self._spent(stage.experiment), self.options.budget_seconds)
             try:
-                stage.measure(setting, longer=earlier is not None and earlier.earlier is None)
+                stage.measure(setting, longer=known is not None and not is_of_earlier)
             finally:
                 # What was measured counts, also if this setting was not finished.
                 for figures in stage.all_figures():
                     self._known[figures.setting] = figures
             figures_now = self._known[setting]
             self.reporter.measured(figures_now)
-            if earlier is not None and earlier.earlier is not None:
-                self._forget_if_changed(way, earlier, figures_now)
+            if known is not None and is_of_earlier:
+                self._forget_if_changed(way, known, figures_now)
         stage.finished = True
 
     def _is_over_soon(self, way: Way) -> bool:
@@ -754,6 +755,7 @@ class Stage:
         self._watch_alone()
 
     def _watch_alone(self) -> None:
+        """Watch production alone for one window, and lengthen the windows if it prints more seldom."""
         for recorder in self._recorders:
             recorder.since_last()
         start, end = self._watch(self._stretch * self._window)

@@ -251,6 +251,7 @@ class JobMemory(Part):
             self._say(f"its limit of {limit} cannot be checked: {self._unknown}")
 
     def _exceeded(self, processes: list[GpuProcess], held: int, limit: int) -> bool:
+        """End, stop or warn of a job above its limit; return whether it is to be ended."""
         largest = max(processes, key=lambda process: process.memory_used_bytes or 0)
         has, allowed = format_apart(held, limit)
         text = f"the job holds {has}, over its limit of {allowed}"

@@ -264,6 +264,7 @@ def room_kept(host: Host, swap: Swap) -> Iterator[Callable[[int], bool | None]]:
     places: list[Place] = []
 
     def keep(size: int) -> bool | None:
+        """Return whether there is room for the job, which is then reserved; None: unknown."""
         free = has_room(host, swap, size)
         devices = [Device(gpu=gpu) for gpu in host.nvml.sweep() if gpu.uuid == swap.gpu_uuid]
         jobs = reservations(host)

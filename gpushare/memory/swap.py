@@ -783,10 +783,11 @@ def checkpoint_before_kill(host: Host, pids: Sequence[int]) -> None:
         with contextlib.suppress(GpushareError):
             stack.enter_context(locked(host, seconds=_END_SECONDS))
         for swap in swaps(host):
-            _checkpointed(host, swap, pids)
+            _checkpoint_restored(host, swap, pids)
 
 
-def _checkpointed(host: Host, swap: Swap, pids: Sequence[int]) -> None:
+def _checkpoint_restored(host: Host, swap: Swap, pids: Sequence[int]) -> None:
+    """Checkpoint those of these processes that were swapped before; the others are left alone."""
     living = swap.living(host) if swap.restored or swap.state in {RETURNING, BACK} else ()
     restored = {pid: size for pid, _, size in living}
     chosen = [pid for pid in pids if pid in restored]

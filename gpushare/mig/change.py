@@ -582,6 +582,7 @@ def _take_claims(host: Host, change: MigChange, claims: contextlib.ExitStack) ->
 
 
 def _carry_out(ledger: MigLedger, change: MigChange, on_step: Callable[[Step], None] | None) -> None:
+    """Carry out a plan, with its journal open from the first step to the end or the undo."""
     touched = [gpu for gpu in change.gpus if gpu.changes]
     before, after = [part.before for part in touched], [part.after for part in touched]
     ledger.begin(change.plan.title, before, after, names=change.names, daemons=change.daemons)

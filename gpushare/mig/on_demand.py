@@ -116,7 +116,7 @@ def remove_instance(host: Host, record: OnDemand) -> str | None:
     ledger = MigLedger(host)
     with ledger.locked():
         recover(host, ledger)
-        return _removed(host, ledger, record)
+        return _remove(host, ledger, record)
 
 
 def left_instances(host: Host) -> list[OnDemand]:
@@ -129,7 +129,7 @@ def remove_left(host: Host, ledger: MigLedger) -> tuple[str, ...]:
     done = []
     for record in left_instances(host):
         try:
-            obstacle = _removed(host, ledger, record)
+            obstacle = _remove(host, ledger, record)
         except GpushareError as error:
             done.append(f"{record} was made for a job that has ended, and could not be destroyed: {error.message}")
             continue
@@ -150,7 +150,8 @@ def sweep_left(host: Host) -> None:
             remove_left(host, ledger)
 
 
-def _removed(host: Host, ledger: MigLedger, record: OnDemand) -> str | None:
+def _remove(host: Host, ledger: MigLedger, record: OnDemand) -> str | None:
+    """Destroy an instance that was made for a job, unless it is used; return what keeps it, or None."""
     deadline = time.monotonic() + _LEAVE_SECONDS
     while True:
         gpu, layout = _layout(host, record)
@@ -162,8 +163,11 @@ def _removed(host: Host, ledger: MigLedger, record: OnDemand) -> str | None:
     # One without the note is not what was made: another has been put in its place.
     if instance is not None and instance.made:
         # Whoever has started a daemon there wants it; that of the job is transient.
-        served = {part.uuid for part in instance.compute}
-        daemon = any(own.device.uuid in served and not own.record.transient for own in own_daemons(host, gpu))
+        uuids = {part.uuid for part in instance.compute}
+        daemon = any(
+            daemon_here.device.uuid in uuids and not daemon_here.record.transient
+            for daemon_here in own_daemons(host, gpu)
+        )
         if instance.name:
             obstacle = "it has a name"
         elif instance.busy or daemon:

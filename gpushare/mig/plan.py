@@ -180,7 +180,7 @@ def steps_of(gpu: GpuPlan, perform: Perform) -> list[Step]:
         if call.action in {Action.DESTROY_COMPUTE, Action.DESTROY_GPU_INSTANCE}
     ]
     for new in gpu.created:
-        steps += _creating(gpu, new, where, perform)
+        steps += _creation_steps(gpu, new, where, perform)
     return steps
 
 
@@ -223,20 +223,21 @@ def _destroying(call: Call, where: str, perform: Perform) -> Step:
     )
 
 
-def _creating(gpu: GpuPlan, new: InstanceChange, where: str, perform: Perform) -> Iterator[Step]:
+def _creation_steps(gpu: GpuPlan, new: InstanceChange, where: str, perform: Perform) -> Iterator[Step]:
+    """Yield the steps that create one GPU instance or compute instances in it."""
     instance, calls = new.instance, list(gpu.creating(new))
     command = f"{where} -cgi {instance.profile.id}:{instance.start}"
     # By its place: its id is known only when it exists.
-    gone = f"gpushare mig destroy {instance} -g {gpu.gpu}"
+    undo = f"gpushare mig destroy {instance} -g {gpu.gpu}"
     if new.whole and [part.profile.slices for part in new.compute] == [instance.profile.slices]:
         yield _step(
-            f"create {instance} on GPU {gpu.gpu} with its compute instance", f"{command} -C", calls, perform, gone
+            f"create {instance} on GPU {gpu.gpu} with its compute instance", f"{command} -C", calls, perform, undo
         )
         return
     for call in calls:
         part = call.compute
         if part is None:
-            yield _step(f"create {instance} on GPU {gpu.gpu}", command, [call], perform, gone)
+            yield _step(f"create {instance} on GPU {gpu.gpu}", command, [call], perform, undo)
             continue
         place = "" if part.placement is None else f":{part.placement.start}"
         owner = "it" if new.whole else f"GPU instance {instance.id} on GPU {gpu.gpu}"

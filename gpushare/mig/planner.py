@@ -798,7 +798,7 @@ def _add(
         )
         alike.setdefault(site.key, []).append((number, site))
     sites = list(alike.values())
-    choices = {board: _ways(board, wish, offer, codes) for board, offer in offers.items()}
+    choices = {board: _candidates_on(board, wish, offer, codes) for board, offer in offers.items()}
     options = [group[0][1].options(choices[group[0][1].board]) for group in sites]
     groups = [
         Group(len(group), {code: option.weight for code, option in options_of_group.items()})
@@ -815,7 +815,8 @@ def _add(
     return plan_of(layouts, plans)
 
 
-def _ways(board: Board, wish: Wish, offer: _Offer, codes: Codes) -> list[Candidate]:
+def _candidates_on(board: Board, wish: Wish, offer: _Offer, codes: Codes) -> list[Candidate]:
+    """Return all ways to place a part of the wish on one kind of board."""
     limits = tuple(wish[number].count for number in offer.requests)
     return candidates(
         board.arrangements(offer.kinds, limits), offer.parts, [codes.one[number] for number in offer.requests]

@@ -357,12 +357,12 @@ def find_daemons(host: Host, gpus: Sequence[Gpu], *, deep: bool = True, stranger
     """
     directories = host.run_directories
     running = _running(host)
-    ours = [_ours(host, home, gpus, running) for home in homes_in(directories)]
+    ours = [_daemon_of_home(host, home, gpus, running) for home in homes_in(directories)]
     daemons = sorted((item for item in ours if item is not None), key=_by_gpu)
     pids = {item.daemon.pid for item in daemons}
     for process in running:
         if process.pid not in pids:
-            daemons.append(_adopted(process, gpus, directories) or _foreign(process, gpus))
+            daemons.append(_adopted(process, gpus, directories) or _foreign_daemon(process, gpus))
     return ask(host, daemons, strangers=strangers) if deep else daemons
 
 
@@ -458,21 +458,23 @@ def _record_for(process: _Process, uuid: str) -> DaemonRecord:
     return DaemonRecord(device_uuid=uuid, pid=process.pid, started=process.info.started, uid=uid, state=ADOPTED)
 
 
-def _ours(host: Host, home: DaemonHome, gpus: Sequence[Gpu], running: Sequence[_Process]) -> FoundDaemon | None:
+def _daemon_of_home(
+    host: Host, home: DaemonHome, gpus: Sequence[Gpu], running: Sequence[_Process]
+) -> FoundDaemon | None:
     record = home.read()
     if record is None:
         return None
     pid = live_pid(host, home, record, running)
-    daemon = _daemon_of(home, record, pid, gpus)
+    daemon = _model_of(home, record, pid, gpus)
     if pid is None:
         way = f"clean up: gpushare mps stop -g {record.device_uuid}"
-        gone = f"the daemon {record.pid} is gone; {way}"
+        reason = f"the daemon {record.pid} is gone; {way}"
         if record.interrupted:
-            gone = (
+            reason = (
                 "it is being started, or its start was interrupted; start it again: "
                 f"gpushare mps start -g {record.device_uuid}; or {way}"
             )
-        return FoundDaemon(replace(daemon, error=gone), home, record)
+        return FoundDaemon(replace(daemon, error=reason), home, record)
     info = host.processes.describe(pid)
     daemon = replace(daemon, user=None if info is None else info.user)
     if info is None:
@@ -480,7 +482,7 @@ def _ours(host: Host, home: DaemonHome, gpus: Sequence[Gpu], running: Sequence[_
     return FoundDaemon(daemon, home, record, uid=info.uid, started=info.started)
 
 
-def _daemon_of(home: DaemonHome, record: DaemonRecord, pid: int | None, gpus: Sequence[Gpu]) -> MpsDaemon:
+def _model_of(home: DaemonHome, record: DaemonRecord, pid: int | None, gpus: Sequence[Gpu]) -> MpsDaemon:
     index = _gpu_index(record.device_uuid, gpus)
     uuid = record.device_uuid
     unfinished = (
@@ -509,11 +511,12 @@ def _adopted(process: _Process, gpus: Sequence[Gpu], directories: Sequence[Path]
     if home is None or process.device is None or home.read() is not None:
         return None
     record = _record_for(process, process.device)
-    daemon = replace(_daemon_of(home, record, process.pid, gpus), user=process.info.user)
+    daemon = replace(_model_of(home, record, process.pid, gpus), user=process.info.user)
     return FoundDaemon(daemon, home, record, uid=process.info.uid, started=process.info.started)
 
 
-def _foreign(process: _Process, gpus: Sequence[Gpu]) -> FoundDaemon:
+def _foreign_daemon(process: _Process, gpus: Sequence[Gpu]) -> FoundDaemon:
+    """Return a daemon that gpushare did not start, as far as its environment tells."""
     if process.environment is None:
         daemon = MpsDaemon(
             pid=process.pid,

@@ -60,12 +60,13 @@ def daemons_to_stop(
     if pipe_directory is not None and gpu is not None:
         raise BadUsage("both a GPU and a pipe directory name the daemon", "give one of them", code="two_names")
     daemons = find_daemons(host, gpus, deep=False)
-    chosen = _on_gpu(daemons, gpu, gpus) if pipe_directory is None else [_at_pipe(host, daemons, pipe_directory)]
+    chosen = _daemons_on(daemons, gpu, gpus) if pipe_directory is None else [_at_pipe(host, daemons, pipe_directory)]
     whole = {gpu.uuid: Device(gpu=gpu) for gpu in gpus if gpu.uuid is not None}
     return [(item, whole.get(item.daemon.device_uuid or "")) for item in chosen]
 
 
-def _on_gpu(daemons: Sequence[FoundDaemon], gpu: str | None, gpus: Sequence[Gpu]) -> list[FoundDaemon]:
+def _daemons_on(daemons: Sequence[FoundDaemon], gpu: str | None, gpus: Sequence[Gpu]) -> list[FoundDaemon]:
+    """Return the daemons of gpushare on these GPUs (None: the only one). Raises NotFound: there is none."""
     ours = [item for item in daemons if item.daemon.ours]
     if gpu is None and not ours:
         raise _no_daemon_error(daemons, [])

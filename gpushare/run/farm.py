@@ -1242,6 +1242,7 @@ class _Farm:
         *,
         interrupted: bool = False,
     ) -> None:
+        """Note how a copy has ended, and whether it is started again."""
         copy, program = self._copies[number], gpu.running.pop(number)
         copy.seconds = round((program.ended or time.monotonic()) - program.started, 2)
         status = program.status

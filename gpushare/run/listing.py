@@ -50,7 +50,7 @@ def listed_jobs(host: Host, snapshot: Snapshot, *, everything: bool = False, mos
     ledger = reservations(host) or []
     present = _Present(host, snapshot, ledger)
     ended = _ended(host, most_ended, {record.supervisor for record in present.records.values()})
-    return [*present.jobs(everything=everything), *_waiting(host, snapshot, ledger), *ended]
+    return [*present.jobs(everything=everything), *_waiting_jobs(host, snapshot, ledger), *ended]
 
 
 def present_jobs(host: Host, snapshot: Snapshot) -> list[ListedJob]:
@@ -269,7 +269,7 @@ def _line(words: Sequence[str]) -> str | None:
     return cut(shlex.join(words), MOST_COMMAND) or None
 
 
-def _waiting(host: Host, snapshot: Snapshot, ledger: Sequence[Reservation]) -> Iterator[ListedJob]:
+def _waiting_jobs(host: Host, snapshot: Snapshot, ledger: Sequence[Reservation]) -> Iterator[ListedJob]:
     reserved = {job.claim.pid: job for job in ledger if job.waits}
     if not reserved:
         return
@@ -278,17 +278,21 @@ def _waiting(host: Host, snapshot: Snapshot, ledger: Sequence[Reservation]) -> I
     waiting = waiting_jobs(host, snapshot.gpus, ledger)
     now = time.time()
     for number, row in enumerate(waiting):
-        want = reserved.get(row.pid)
+        reservation = reserved.get(row.pid)
         info = host.processes.describe(row.pid)
         yield ListedJob(
             name=_name(row.name),
             pid=row.pid,
             state=WAITING,
             user=row.user,
-            role=PRODUCTION if row.production else OPPORTUNISTIC if want is not None and want.opportunistic else PLAIN,
+            role=PRODUCTION
+            if row.production
+            else OPPORTUNISTIC
+            if reservation is not None and reservation.opportunistic
+            else PLAIN,
             device=None,
             gpu_indexes=row.gpu_indexes,
-            memory_limit_bytes=None if want is None else want.limit_bytes,
+            memory_limit_bytes=None if reservation is None else reservation.limit_bytes,
             since_seconds=None if row.waiting_since is None else max(0.0, now - row.waiting_since),
             command=_program_of(info),
             line=LinePlace(

@@ -250,6 +250,7 @@ class ChannelPauser:
             self._write((), state)
 
     def _write(self, channels: Iterable[Channels], state: str) -> None:
+        """Write the record of the pause, so that another gpushare can put the channels back."""
         first, me = self._host.processes.identity(self._pid), self._host.processes.identity(os.getpid())
         info = self._host.processes.describe(self._pid)
         if first is None or me is None:

@@ -163,24 +163,25 @@ class PlainWatch(Watch):
             return
 
     def _look(self, tree: set[int]) -> None:
+        """Note which processes of the program are on its devices, and which are elsewhere."""
         mig, index = self.device.mig, self.device.gpu.index
         inside = set() if mig is None else {each.pid for each in self.host.nvml.processes_in(mig, index) or ()}
-        now, here = set(), []
+        elsewhere, on_devices = set(), []
         for gpu, process in self._everywhere():
             if process.pid not in tree or not (process.compute or process.mps):
                 continue
             if self._is_here(gpu, process):
                 inside.add(process.pid)
-                here.append(process)
+                on_devices.append(process)
             elif gpu in self.more:
                 inside.add(process.pid)
             elif gpu != index or None not in (process.gpu_instance_id, process.compute_instance_id):
-                now.add(process.pid)
+                elsewhere.add(process.pid)
         self.attached |= inside & tree
-        self.note_memory(here)
+        self.note_memory(on_devices)
         # Two looks must agree, as for MPS: the lists are not of one moment.
-        self.outside |= now & self._suspects
-        self._suspects = now
+        self.outside |= elsewhere & self._suspects
+        self._suspects = elsewhere
 
     def _is_here(self, gpu: int, process: GpuProcess) -> bool:
         mig = self.device.mig

@@ -570,6 +570,7 @@ class Session:
             self._say(self._reporter.trouble, watch.troubles.pop(0))
 
     def _end(self, number: int, wakeups: Wakeups) -> None:
+        """End the program the safe way, with the strays of its parts."""
         self._ended_by = number
         strays: dict[int, int] = {}
         for part in self._running:

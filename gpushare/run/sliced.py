@@ -141,11 +141,12 @@ class OwnSlice(Part):
         """Give new processes of the program the slice."""
         watch = self._watch
         if watch is not None:
-            self._give(watch)
+            self._set_slice(watch)
             self._due = time.monotonic() + min(watch.wait(), LOOK_SECONDS)
         return False
 
-    def _give(self, watch: Watch) -> None:
+    def _set_slice(self, watch: Watch) -> None:
+        """Set the slice of the program's processes on the GPU; say what was set, or once why it cannot be."""
         try:
             processes = gpu_processes(self.host, find_job(self.host, str(watch.program_pid)))
             changed = self._slices.apply([process.pid for process in processes if not process.under_mps], self.slice_us)

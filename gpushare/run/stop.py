@@ -178,7 +178,7 @@ class Stop:
         self._status: str | None = None
         if target.supervisor is not None:
             self.way = "line" if target.waits else "gpushare"
-            self.plan = self._by_gpushare(target.supervisor)
+            self.plan = self._plan_by_gpushare(target.supervisor)
         else:
             self.way, self.plan = self._end_without_gpushare()
 
@@ -205,7 +205,8 @@ class Stop:
             container=self._container,
         )
 
-    def _by_gpushare(self, supervisor: Identity) -> Plan:
+    def _plan_by_gpushare(self, supervisor: Identity) -> Plan:
+        """Return the plan that asks the job's own gpushare to end it, or to leave the line."""
         job = self._job
         does = f"leaves the line: {job.title}" if self.target.waits else f"ends {job.title} the safe way"
         steps = (
@@ -293,11 +294,11 @@ class Stop:
         engine = None if container is None or under_mps else engine_of(container)
         title = f"stop {job.title}"
         if under_mps:
-            way, steps = "mps", self._drained(tree, clients, on_gpu)
+            way, steps = "mps", self._drain_steps(tree, clients, on_gpu)
         elif engine is not None and container is not None:
             way, steps = "container", (self._by_engine(engine, container),)
         else:
-            way, steps = "signal", (self._by_signals(tree),)
+            way, steps = "signal", (self._signal_step(tree),)
         return way, Plan(title=title, steps=steps, consent=consent)
 
     def _is_kept_off(self, tree: Sequence[int]) -> bool:
@@ -320,7 +321,7 @@ class Stop:
         reason = "gpushare did not start it" if inside is None else f"a part of job '{inside}'"
         return Loss(action="ends", what=job.title, why=(*program, reason))
 
-    def _drained(
+    def _drain_steps(
         self, tree: Sequence[int], clients: Sequence[Client], on_gpu: dict[int, tuple[Gpu, GpuProcess]]
     ) -> tuple[Step, ...]:
         host = self._host
@@ -365,7 +366,8 @@ class Stop:
         text = f"let {engine} stop container {container}, and kill it after {format_duration(grace)}"
         return Step(what=text, command=f"{engine} stop -t {grace:g} {container}", do=stop)
 
-    def _by_signals(self, tree: Sequence[int]) -> Step:
+    def _signal_step(self, tree: Sequence[int]) -> Step:
+        """Return the step that ends a job outside MPS, where its end breaks no others."""
         grace = GRACE_SECONDS if self._grace is None else self._grace
         host, job = self._host, self._job
         paused = has_records(host, "pause") and bool(jobs_of(host, [job.pid]))

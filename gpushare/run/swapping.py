@@ -667,6 +667,7 @@ class Swapping(Part):
             self._place.tell_that_it_stays()
 
     def _read(self, now: float) -> Look:
+        """Return what the policy decides on, as of now."""
         # Read the ledger before the GPU: if a job leaves in between, its reservation still counts and its memory is free.
         ledger = reservations(self._host) or []
         gpu = self._host.nvml.gpu(self._device.gpu.index)
@@ -790,6 +791,7 @@ class Swapping(Part):
             yield
 
     def _return(self, seconds: float = 0.0) -> None:
+        """Bring the job back as soon as its reservation and the GPU have room for it."""
         if self._swap is None:
             return
         swap = find_swap(self._host, self._swap.pid)

@@ -238,7 +238,7 @@ def _appear(file: StateFile, options: argparse.Namespace, ended: list[int]) -> i
         with changing(file) as (state, _):
             process = state.process(seen.pid)
             if process is not None and not process.checkpoint:
-                return seen.pid if _settle_in(state, process, options) else None
+                return seen.pid if _allocate(state, process, options) else None
     _refused("CUDA_ERROR_NO_DEVICE")
     return None
 
@@ -255,7 +255,8 @@ def _join(file: StateFile, rank: int) -> None:
         lines += clients.attach(state, process, process.environment)
 
 
-def _settle_in(state: SimulatedHostState, process: SimulatedProcess, options: argparse.Namespace) -> bool:
+def _allocate(state: SimulatedHostState, process: SimulatedProcess, options: argparse.Namespace) -> bool:
+    """Set what a job uses of its GPU; return False where its memory does not fit."""
     capacity = _capacity(state, process)
     allowed = capacity * (process.threads or 100.0) / 100
     process.sm_percent = max(1, round(100 * min(options.need * options.streams, allowed) / capacity))

@@ -285,14 +285,14 @@ _LISTS: Final[dict[str, Callable[[Resident], bool]]] = {
 }
 
 
-def _register(kind: str, wanted: Callable[[Resident], bool]) -> None:
+def _register(kind: str, belongs: Callable[[Resident], bool]) -> None:
     name = f"nvmlDeviceGet{kind}RunningProcesses"
 
     @abi.entry_point(f"{name}_v3", f"{name}_v2", name, on=On.DEVICE)
     def running(library: SimulatedLibrary, target: Target, count: Any, infos: Any) -> None:
         # NVML's PIDs are the host's: in another PID namespace the list is empty.
         seen = activity.residents(library.state, target) if library.state.pid_namespace_is_host else []
-        _fill(count, infos, [_info(entry) for entry in seen if wanted(entry)])
+        _fill(count, infos, [_info(entry) for entry in seen if belongs(entry)])
 
 
 for _kind, _wanted in _LISTS.items():

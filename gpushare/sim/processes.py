@@ -391,7 +391,7 @@ def open_files(state: SimulatedHostState, prefix: str) -> OpenFiles:
     """Return the open files that start with ``prefix``, as the state's user may see them."""
     by_pid: dict[int, tuple[str, ...]] = {}
     complete = state.pid_namespace_is_host
-    for pid, uid, paths in _everybody(state):
+    for pid, uid, paths in _open_files_of_all(state):
         if not state.may(uid):
             complete = False
             continue
@@ -427,7 +427,8 @@ def holding(state: SimulatedHostState, gpu: int) -> list[Resident]:
     return entries
 
 
-def _everybody(state: SimulatedHostState) -> Iterator[tuple[int, int, set[str]]]:
+def _open_files_of_all(state: SimulatedHostState) -> Iterator[tuple[int, int, set[str]]]:
+    """Yield PID, user id and open device files of all processes and MPS servers."""
     indexes = {gpu.uuid: index for index, gpu in enumerate(state.gpus)}
     for process in state.processes:
         paths = set(process.open_files)

@@ -226,6 +226,7 @@ class Keeper:
         return min(due, key=lambda process: (self._spent.get(process.owner, 0.0), process.due), default=None)
 
     def _work(self, process: _Process, events: list[Event]) -> None:
+        """Do what is due for one process: scan it, or check its slices; an error is an event."""
         try:
             if process.scan or process.channels is None:
                 self._scan_and_apply(process, events)

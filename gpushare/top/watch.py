@@ -54,6 +54,7 @@ class Watch:
         return seconds if seconds > DEADLINE_SECONDS else None
 
     def _run(self) -> None:
+        """Read frames until the end; the thread's function."""
         while not self._ended.is_set():
             if self.held:
                 self._wake.wait()
