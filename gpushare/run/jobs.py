@@ -346,9 +346,10 @@ def check_name_free(host: Host, name: str, *, but: int | None = None) -> None:
     earlier = find_record(host, name)
     if earlier is not None and earlier.pid != but and is_running(host, earlier):
         option = "--production OTHER" if earlier.role == PRODUCTION else "--name OTHER"
+        output = f"see its output: gpushare logs {name}; " if is_written(output_path(host, name)) else ""
         raise InUse(
             f"a job '{name}' is already running (process {earlier.pid})",
-            f"give it another name: {option}",
+            f"give it another name: {option}; {output}end the other: gpushare stop {name}",
             code="name_in_use",
         )
 

@@ -70,7 +70,7 @@ def check_not_waiting(host: Host, name: str | None, option: str = "--name") -> N
     if waiting:
         raise InUse(
             f"a job '{name}' already waits for room (process {waiting[0].claim.pid})",
-            f"give it another name: {option} OTHER",
+            f"give it another name: {option} OTHER; end the other: gpushare stop {name}",
             code="name_in_use",
         )
 

@@ -84,7 +84,7 @@ def _way(job: ListedJob) -> str | None:
 
 
 # What the verbs take as JOB; then what tells a job from its namesake.
-_JOB: Final = Column("job", "job", of=lambda job: job.name or job.pid)
+_JOB: Final = Column("job", "job", least=12, of=lambda job: job.name or job.pid)
 _PID: Final = Column("pid", "pid", right=True, rank=6)
 _USER: Final = Column("user", "user", rank=7)
 _ROLE: Final = Column("role", "role", rank=1, style=role_style)
@@ -154,7 +154,7 @@ def _waiting(jobs: Sequence[ListedJob], *, of_others: bool) -> Table:
 
 def _ended(jobs: Sequence[ListedJob]) -> Table:
     columns = (
-        Column("name", "job"),
+        Column("name", "job", least=12),
         Column(
             "exit_code",
             "exit code",

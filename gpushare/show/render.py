@@ -393,11 +393,26 @@ def _row(cells: list[Text], plan: Layout) -> Text:
     from rich.text import Text
 
     for text, column, width in zip(cells, plan.columns, plan.widths, strict=True):
+        if text.cell_len > width:
+            text.plain = _shortened(text.plain, width)
         text.truncate(width, overflow="ellipsis")
         text.align("right" if column.right else "left", width)
     line = Text(" " * GAP).join(cells)
     line.rstrip()
     return line
+
+
+def _shortened(text: str, width: int) -> str:
+    """Return a text that is too long without what tells least: the directories of paths, and the middle of a single word.
+
+    The rest may still be too long, and is cut at its end.
+    """
+    from rich.cells import cell_len
+
+    text = re.sub(r"(?<= )/\S*/(?=\S)", "…/", re.sub(r"^/\S*/(?=\S)", "", text))
+    if " " in text or cell_len(text) != len(text) or len(text) <= width or width < 2 * LAST_RESORT:
+        return text
+    return f"{text[: width // 2]}…{text[len(text) - (width - 1) // 2 :]}"
 
 
 # How lines are saved on a short screen: not at all, idle rows in one line, and then no blank lines and rules either.

@@ -360,9 +360,9 @@ def _wanted(value: int | None) -> str:
 
 
 _ABOVE: Final = {
-    "end": "it is ended (added up five times a second)",
-    "warn": "a warning (added up five times a second)",
-    "pause": "it is stopped (added up five times a second)",
+    "end": "it is ended",
+    "warn": "a warning",
+    "pause": "it is stopped",
 }
 
 
@@ -416,11 +416,11 @@ def way_text(
     profile: str | None = None,
     name: str | None = None,
 ) -> str | None:
-    """Return how a job shares its GPU, with its limits: ``MPS 25 %``, ``MPS, time-slice 200us``, ``MIG train (1g.10gb)``.
+    """Return how a job shares its GPU, with its limits: ``MPS 25 %``, ``MPS, slice 200us``, ``MIG train (1g.10gb)``.
 
     ``way`` is as in `ListedJob`. Of a process that is no job of gpushare's only a slice that gpushare has set is known.
     """
-    turns = "time-slice" if slice_us is None else f"time-slice {format_slice(slice_us)}"
+    turns = "time-slice" if slice_us is None else f"slice {format_slice(slice_us)}"
     if way is None:
         return None if slice_us is None else turns
     percent = "" if threads_percent in {None, 100} else f" {format_percent(threads_percent)}"
@@ -462,7 +462,7 @@ def _processes(snapshot: Snapshot) -> Table:
         _memory("memory_used_bytes", "memory"),
         Column("age", "age", right=True, rank=3, format=age),
         Column("idle", "idle", right=True, rank=3, optional=True, format=age),
-        Column("job", "job", optional=True),
+        Column("job", "job", optional=True, least=16),
         Column("role", "role", optional=True, rank=2, style=role_style),
         Column("way", "way", optional=True, least=16),
         Column("paused", "paused", right=True, optional=True, format=age),

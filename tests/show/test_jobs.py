@@ -50,6 +50,22 @@ def test_the_screen(shown, golden, width):
     golden(f"jobs-{width}", "".join(shown(jobs_result(SNAPSHOT, JOBS), OutputFormat.TABLE, width=width)))
 
 
+def test_a_long_name_and_a_long_path_take_no_column_from_the_others(shown):
+    """At 80 columns a name is cut in its middle, and a command loses the directories that all have in common."""
+    command = "/opt/conda/envs/vision/bin/python /home/alice/experiments/train.py --lr 0.1 --epochs 90"
+    facts = {"slice_us": 2000, "sm_percent": 62, "memory_used_bytes": GIB, "memory_limit_bytes": 20 * GIB}
+    ended = job("x", None, "ended", exit_code=0, started=True, ran_seconds=4.0, since_seconds=30.0, command=command)
+    for name, shown_name, columns in (
+        ("train", "train", "job state role GPU way memory SM since command"),
+        ("sweep-2026-11-27-bert-large-lr-3", "sweep-202…arge-lr-3", "job state role GPU way memory SM since"),
+    ):
+        jobs = (job(name, 4711, since_seconds=60.0, command=command, **facts), ended)
+        lines = shown(jobs_result(SNAPSHOT, jobs), OutputFormat.TABLE, width=80)[0].splitlines()
+        assert (lines[3].split()[0], lines[1].split()) == (shown_name, columns.split())
+        (row,) = [line for line in lines if line.startswith("x ")]
+        assert "  python …/train.py --lr" in row
+
+
 def test_of_several_users_the_user_and_the_command_stay_longest(shown):
     crowd = tuple(
         job(None, 7000 + number, role=role, user=user, memory_used_bytes=GIB, since_seconds=60.0, sm_percent=3, way=way)
@@ -98,15 +114,15 @@ def test_a_lost_gpu_is_an_error_and_hides_no_job():
     ("way", "limits", "text"),
     [
         (None, {}, None),
-        (None, {"slice_us": 500}, "time-slice 500us"),
+        (None, {"slice_us": 500}, "slice 500us"),
         ("timeslice", {}, "time-slice"),
-        ("timeslice", {"slice_us": 16000}, "time-slice 16ms"),
+        ("timeslice", {"slice_us": 16000}, "slice 16ms"),
         ("mps", {}, "MPS"),
         ("mps", {"threads_percent": 100.0}, "MPS"),
         ("mps", {"threads_percent": 12.5}, "MPS 12.5 %"),
-        ("mps", {"slice_us": 200}, "MPS, time-slice 200us"),
+        ("mps", {"slice_us": 200}, "MPS, slice 200us"),
         ("mig", {"profile": "1g.10gb"}, "MIG 1g.10gb"),
-        ("mig", {"profile": "1g.10gb", "name": "train", "slice_us": 500}, "MIG train (1g.10gb), time-slice 500us"),
+        ("mig", {"profile": "1g.10gb", "name": "train", "slice_us": 500}, "MIG train (1g.10gb), slice 500us"),
         ("mig", {}, "MIG -"),
         ("mig+mps", {"threads_percent": 50.0, "profile": "1g.10gb"}, "MIG 1g.10gb, MPS 50 %"),
     ],

@@ -78,7 +78,7 @@ def test_a_command_line_is_cut_before_a_column_is_dropped():
     table = Table(name="t", columns=columns, rows=({"id": uuid(1), "command": "x" * 500},))
     lines, hidden = table_lines(table, 60)
     assert hidden == ()
-    assert lines[-1].plain == f"{uuid(1)}  {'x' * 17}…"
+    assert lines[-1].plain == f"{uuid(1)}  {'x' * 9}…{'x' * 8}"
 
 
 def test_a_repeated_value_is_blank_only_where_it_repeats_and_an_empty_optional_column_is_out():

@@ -118,7 +118,7 @@ def test_production_outside_mps_beside_a_client_of_mps(real: Real, cli: Cli, wor
     assert gpu["mechanism"] == "mps+timeslice"
     shown = cli("status", output="plain").ok().out
     (row,) = [line for line in shown.splitlines() if " web " in line]
-    assert "production  time-slice 16ms" in row
+    assert "production  slice 16ms" in row
     # What gpushare did not start has no job, and no way of one.
     assert all(process["way"] is None for process in gpu["processes"] if process["pid"] == client)
     started.signal(signal.SIGTERM)

@@ -40,7 +40,8 @@ def test_it_prints_its_name_and_goes_on_in_a_session_of_its_own(cli: Cli, world:
 
 def test_the_name_that_is_given_is_taken_once(cli: Cli, refused: Refused) -> None:
     assert name_of(cli, "--name", "train", "--", "sleep", "60") == "train"
-    refused("run", "-d", "--name", "train", "--", "true", code="name_in_use", exit_code=19)
+    hint = refused("run", "-d", "--name", "train", "--", "true", code="name_in_use", exit_code=19)
+    assert "see its output: gpushare logs train; end the other: gpushare stop train" in hint
     cli("stop", "train").ok()
 
 

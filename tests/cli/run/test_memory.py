@@ -161,7 +161,9 @@ def test_two_jobs_of_one_name_do_not_both_wait(real: Real, refused: Refused, wor
     words = ("run", "--wait", "--memory", "60G", "--name", "train", "--", "true")
     waits = real(*words)
     until(lambda: [reservation for reservation in reservations(world.host) or [] if reservation.waits], "it waits")
-    assert "already waits for room" in refused(*words, code="name_in_use", exit_code=19)
+    message = refused(*words, code="name_in_use", exit_code=19)
+    assert "already waits for room" in message
+    assert "end the other: gpushare stop " in message
     waits.signal(signal.SIGINT)
     waits.result()
 
