@@ -35,7 +35,7 @@ class LeasesAnswer:
 def reserve(
     gpu: GpuOption = None,
     time: Annotated[
-        str | None, typer.Option("--for", metavar="TIME", help="Reserve the GPU for this long: 4h, 90m.")
+        str | None, typer.Option("--for", metavar="TIME", help="Reserve the GPU for this long: 4h, 90m; 90 is seconds.")
     ] = None,
     end: Annotated[bool, typer.Option("--end", help="End a lease of yours; root ends any.")] = False,
 ) -> Any:

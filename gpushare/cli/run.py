@@ -91,7 +91,11 @@ def run(
     ] = None,
     run_time: Annotated[
         str | None,
-        typer.Option("--time", metavar="TIME", help="End it after this time; it may overtake jobs it cannot delay."),
+        typer.Option(
+            "--time",
+            metavar="TIME",
+            help="End it after this time (8h; 8 is seconds); it may overtake jobs it cannot delay.",
+        ),
     ] = None,
     restart_on: Annotated[
         str | None,
@@ -105,7 +109,7 @@ def run(
         typer.Option(
             "--swap",
             metavar="WHEN",
-            help="When it leaves the GPU: request, idle=10m, turns[=60s].",
+            help="When it leaves the GPU: request, idle=10m (10 is seconds), turns[=60s].",
         ),
     ] = None,
     movable: Annotated[bool, typer.Option("--movable", help="Move it to another GPU to make room for others.")] = False,

@@ -461,7 +461,7 @@ def _paused_by_user_error(job: PausedJob, uid: int) -> NoPermission:
 
 
 def _not_paused_error(host: Host, text: str) -> NotFound:
-    hint = "see which jobs are: gpushare pause list"
+    hint = "see which jobs are: gpushare pause list; resume all: gpushare resume --all"
     pid = pid_of(text)
     if pid is None:
         return NotFound(f"{quoted(text)} is not paused", hint, code="not_paused")
