@@ -110,11 +110,13 @@ def test_a_program_is_one_word(name: str, sim_dir: Path) -> None:
     path = str(sim_dir / name)
     with pytest.raises(GpushareError) as caught:
         Processes().spawn([path], {})
-    assert shlex.split(caught.value.hint.partition(": ")[2]) == ["command", "-v", path]
+    assert shlex.split(caught.value.hint.partition(": ")[2]) == ["ls", "-l", path]
     Path(path).write_text("x")
     with pytest.raises(GpushareError) as caught:
         Processes().spawn([path], {})
-    assert shlex.split(caught.value.hint.partition(": ")[2]) == ["ls", "-l", path]
+    first, _, second = caught.value.hint.rpartition("; or name its interpreter: ")
+    assert shlex.split(first.partition(": ")[2]) == ["chmod", "+x", path]
+    assert shlex.split(second) == ["sh", path]
 
 
 @pytest.mark.parametrize("name", [one for one in EVIL if one.isprintable() and "\\" not in one])
