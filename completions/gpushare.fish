@@ -398,7 +398,7 @@ complete -c gpushare -n '__gpushare_at run' -l wait -d 'Wait in line until a GPU
 complete -c gpushare -n '__gpushare_at run' -l timeout -x -d 'Wait for at most this long: 30m, 2h.'
 complete -c gpushare -n '__gpushare_at run' -l time -x -d 'End it after this time (8h; 8 is seconds); it may overtake jobs it cannot delay.'
 complete -c gpushare -n '__gpushare_at run' -l restart-on -x -d 'mps-fault: start it again if its MPS server dies.'
-complete -c gpushare -n '__gpushare_at run' -l requeue -d 'If it runs out of memory, wait again, for a fifth more memory.'
+complete -c gpushare -n '__gpushare_at run' -l requeue -d 'If it runs out of memory, wait again for a fifth more.'
 complete -c gpushare -n '__gpushare_at run' -l swap -x -d 'When it leaves the GPU: request, idle=10m (10 is seconds), turns[=60s].'
 complete -c gpushare -n '__gpushare_at run' -l movable -d 'Move it to another GPU to make room for others.'
 complete -c gpushare -n '__gpushare_at run' -l production -x -d 'Run as job NAME, to which opportunistic jobs yield.'

@@ -102,7 +102,7 @@ def run(
         typer.Option("--restart-on", metavar="WHAT", help="mps-fault: start it again if its MPS server dies."),
     ] = None,
     requeue: Annotated[
-        bool, typer.Option("--requeue", help="If it runs out of memory, wait again, for a fifth more memory.")
+        bool, typer.Option("--requeue", help="If it runs out of memory, wait again for a fifth more.")
     ] = False,
     swap: Annotated[
         str | None,
