@@ -109,7 +109,7 @@ def carried(command: str, make: Callable[[Host, MigLedger], MigChange], *, refre
         # A complete change is not undone.
         if interrupted is not None and not is_complete(host, interrupted):
             notes = (f"first '{interrupted.title}', which was interrupted, would be undone",)
-        return _shown(host, command, change, notes, dry_run=True)
+        return _change_result(host, command, change, notes, dry_run=True)
     # Planned before the lock, too: a change that is refused then needs neither root nor lock. But an interrupted change
     # is undone first: it may be the only obstacle.
     first = make(host, ledger).plan if ledger.interrupted() is None else None
@@ -122,7 +122,7 @@ def carried(command: str, make: Callable[[Host, MigLedger], MigChange], *, refre
             change = _with_cdi(host, make(host, ledger), refresh=refresh_cdi)
             if is_agreed(change.plan, agreed):
                 transact(host, ledger, change, say_step if settings.verbose else None)
-                return _shown(host, command, change, done, dry_run=False)
+                return _change_result(host, command, change, done, dry_run=False)
         agreed = consented(change.plan, agreed)
 
 
@@ -155,7 +155,8 @@ def _with_cdi(host: Host, change: MigChange, *, refresh: bool) -> MigChange:
     return replace(change, plan=plan, notes=(*change.notes, "the CDI specification of containers is written again"))
 
 
-def _shown(host: Host, command: str, change: MigChange, notes: Sequence[str], *, dry_run: bool) -> Result:
+def _change_result(host: Host, command: str, change: MigChange, notes: Sequence[str], *, dry_run: bool) -> Result:
+    """Return the answer to a MIG change: its plan and picture in a dry run, else what was made, how to undo it, what is in force."""
     texts = [*notes, *change.notes, *change.plan.notes]
     made: list[MadeInstance] = []
     if change.plan.steps and not dry_run:

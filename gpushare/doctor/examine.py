@@ -527,15 +527,16 @@ _ON_ITS_WAY_SECONDS: Final = 600.0
 def _swaps(seen: Examination) -> Iterator[Check]:
     """Check that no swapped job is lost, half out, or forgotten."""
     jobs = [job for job in swaps(seen.host) if job.state != BACK]
-    wrong = [check for job in jobs if (check := _swap(job)) is not None]
+    wrong = [check for job in jobs if (check := _swap_finding(job)) is not None]
     yield from wrong
     if jobs and not wrong:
         yield Check.passed("swap.lost", seen=f"{counted(len(jobs), 'job')} swapped out, none lost")
 
 
-def _swap(job: Swap) -> Check | None:
+def _swap_finding(job: Swap) -> Check | None:
+    """Return what is wrong with a swapped job: lost, halfway for minutes, or out for days; None: nothing."""
     age = uptime() - job.since
-    # `since` is when it left; the record was written again when it began to come back.
+    # `since` is when it left; in another state than OUT the record tells since when, because it was written then.
     with contextlib.suppress(OSError):
         age = age if job.state == OUT else time.time() - job.path.stat().st_mtime
     if job.state == LOST:

@@ -137,6 +137,7 @@ def _descriptors(seen: Examination, daemon: MpsDaemon) -> Iterator[Check]:
 
 
 def _directories(seen: Examination, found: FoundDaemon) -> Iterator[Check]:
+    """Check that nobody else may replace the pipes of a daemon, and that users reach the pipes of root's daemon."""
     daemon = found.daemon
     pipe = Path(daemon.pipe_directory or "/nonexistent")
     seen_pipe = _trusted_lstat(pipe)
@@ -145,7 +146,7 @@ def _directories(seen: Examination, found: FoundDaemon) -> Iterator[Check]:
     mode = seen_pipe.st_mode
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
         yield finding("mps.directory", daemon.gpu_index, pipe=pipe, mode=stat.S_IMODE(mode))
-    # 'users' of a gpushare.yaml closes it on purpose; the directories above must still be open.
+    # Under `users:` of gpushare.yaml it is closed on purpose; the directories above must still be open.
     chosen = bool(pipe_users(pipe)) and (daemon.ours or str(pipe).startswith(f"{UNIT_PIPES}/"))
     first = pipe.parent if chosen else pipe
     closed = _closed(first, root_of(seen.host)) if daemon.user == "root" else None
@@ -156,6 +157,7 @@ def _directories(seen: Examination, found: FoundDaemon) -> Iterator[Check]:
 
 
 def _closed(directory: Path, root: Path) -> Path | None:
+    """Return the first directory on the way to this one that other users may not enter; None: there is none."""
     # Above the directory of a simulated host lies the real machine.
     above = [path for path in (directory, *directory.parents) if path != root and path.is_relative_to(root)]
     for path in reversed(above):

@@ -52,13 +52,16 @@ def rendered(name: str, **values: str | int) -> str:
 
 
 def notes(engine: str, kind: str, traits: Collection[str], **values: object) -> tuple[str, ...]:
-    """Return the rows of ``data/export-notes.yaml`` for an engine whose conditions these traits fulfil; ``kind``: needs, lost."""
+    """Return the notes on an engine of a kind: ``needs`` (what the export requires) or ``lost`` (what it cannot say).
 
-    def counts(condition: str) -> bool:
+    A row of ``data/export-notes.yaml`` applies if all words of its ``if`` are among the traits, and no word after a ``!`` is.
+    """
+
+    def applies(condition: str) -> bool:
         return all((word.lstrip("!") in traits) is not word.startswith("!") for word in condition.split())
 
     rows = package_rows("export-notes.yaml")[engine][kind]
-    return tuple(row["text"].format(**values) for row in rows if counts(row.get("if", "")))
+    return tuple(row["text"].format(**values) for row in rows if applies(row.get("if", "")))
 
 
 def yaml_document(name: str, value: Mapping[str, Any]) -> Document:

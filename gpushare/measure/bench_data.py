@@ -58,6 +58,7 @@ def _alone(measurement: Measurement) -> list[RunResult]:
 def alone_cell(measurement: Measurement) -> AloneCell:
     """Return the figures of one copy alone."""
     runs = _alone(measurement)
+    # It is compared with itself.
     cell = _cell_figures(measurement, (measurement.settings.alone, 1), runs, runs)
     undisturbed = [run.usage for run in runs if run.throughput is not None and not run.usage.others]
     return AloneCell(

@@ -240,6 +240,8 @@ def start_again(host: Host, record: DaemonRecord, device: Device) -> bool:
 
 
 def _stop_step(host: Host, own: OwnDaemon, *, force: bool, stays: bool) -> Step:
+    """Return the step that stops our daemon before a change of MIG; undone, a permanent one runs again."""
+
     def act() -> None:
         stop(host, own.found, own.device, drain_seconds=0.0, force=force)
 

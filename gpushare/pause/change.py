@@ -123,9 +123,15 @@ class JobPause:
         )
 
     def _pause_in_force(self) -> PausedJob | None:
-        """Return the job's record if it is already paused and its guard lives; then there is nothing to do."""
+        """Return the job's record if it is already paused and its guard lives; then there is nothing to do.
+
+        The keeper of a record is None for the caller's own, 0 for root's, else another user.
+
+        Raises:
+            GpushareError: root has paused it, or the `gpushare run` that started it.
+        """
         for job in paused_jobs(self._host):
-            # Another user's record does not count: root takes the pause over.
+            # The record of another user does not count: who may pause the job here is root, who takes the pause over.
             if self._pid not in job.pids or job.keeper_uid:
                 continue
             if job.keeper_uid == 0:

@@ -103,7 +103,7 @@ class Program:
         if self.ended is not None:
             return True
         status, at = self.child.poll(), time.monotonic()
-        self._read(at)
+        self._read_new_output(at)
         if status is not None:
             self.status, self.ended = status, at
             if self._rest:
@@ -114,7 +114,8 @@ class Program:
             self.file.close()
         return status is not None
 
-    def _read(self, at: float) -> None:
+    def _read_new_output(self, at: float) -> None:
+        """Take the lines that it has printed since the last time; a file that nobody keeps is emptied before it is large."""
         while chunk := os.pread(self.file.fileno(), 1 << 16, self._offset):
             self._offset += len(chunk)
             self.heard = at
@@ -128,7 +129,7 @@ class Program:
             if len(self._rest) > _LONGEST_LINE:
                 self._take_line(self._rest, at)
                 self._rest = b""
-        # What it has printed since the last read would be lost.
+        # Only if all of it was read: what was printed since would be lost.
         if not self.kept and self._offset > _MOST_OUTPUT_BYTES and os.fstat(self.file.fileno()).st_size == self._offset:
             # The program appends, so it continues at the new end.
             os.ftruncate(self.file.fileno(), 0)

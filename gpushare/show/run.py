@@ -355,10 +355,11 @@ def _folded(copies: Sequence[Copy]) -> tuple[dict[str, Any], ...]:
         # Few have a row each.
         key = (copy.copy,) if len(copies) <= _MOST_ROWS else (copy.state, copy.exit_code)
         alike.setdefault(key, []).append(copy)
-    return tuple(vars(group[0]) if len(group) == 1 else _row_of(group) for group in alike.values())
+    return tuple(vars(group[0]) if len(group) == 1 else _merged_row(group) for group in alike.values())
 
 
-def _row_of(group: Sequence[Copy]) -> dict[str, Any]:
+def _merged_row(group: Sequence[Copy]) -> dict[str, Any]:
+    """Return one row for copies in the same state with the same exit code: mean seconds, all tries, the highest peak."""
     named = ranges(copy.copy for copy in group)
     logs = {copy.log.rpartition("/")[0] for copy in group if copy.log}
     return {

@@ -429,6 +429,7 @@ class Keeper:
                     process.slices,
                     user=self._user(process),
                 )
+                # Skipped is a slice that could not be restored.
                 if any(event.kind == "skipped" for event in put_back) and self._lives(process):
                     failed[process.pid] = put_back
                     continue

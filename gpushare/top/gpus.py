@@ -38,7 +38,11 @@ class Layout(NamedTuple):
 
 
 def layout_of(width: int, longest_name: int) -> Layout:
-    """Return the parts that fit into a line, the most wanted ones first."""
+    """Return how many columns each part of a line has; 0: it does not fit.
+
+    Name and bars are always there; then, as far as they fit, the history (``past``), SM activity, clocks, PCIe and fan. What
+    is left widens the name, the bars and the history.
+    """
     # Number, bars with their figures, power, temperature, sharing, and blanks between.
     room = width - (4 + (6 + 6) + (8 + 12) + 5 + 6 + _SHARING)
     name = min(longest_name, 9, max(0, room - 1))
