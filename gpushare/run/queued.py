@@ -23,7 +23,7 @@ from gpushare.host.host import Host
 from gpushare.host.users import SHARED_DIRECTORIES
 from gpushare.memory.admission import UserLimits
 from gpushare.memory.cost import host_bytes, moved
-from gpushare.memory.ledger import Place, Request, reservations
+from gpushare.memory.ledger import Line, Place, Request, reservations
 from gpushare.memory.limit import JobMemory, MemoryAction, MemoryBudget
 from gpushare.memory.peaks import Profile, find_profile, keep_profile
 from gpushare.memory.room import RoomAnswer, best_first, check_ever, check_limit_now, outlook, read_lines, wait_for_room
@@ -247,7 +247,9 @@ class Queued:
             room = outlook(self.host, candidates, request, self.limits, reasons)
         devices = self._planned_devices(candidates, room)
         if room is None:
-            check_limit_now([line for line in lines if line.device in devices], request, own_limit)
+            planned = [line for line in lines if line.device in devices]
+            check_limit_now(planned, request, own_limit)
+            self._say_short_of_room(planned, size)
         return devices, self._shown_options(request, candidates), room
 
     def _planned_devices(self, candidates: Sequence[Device], room: RoomAnswer | None) -> Sequence[Device]:
@@ -481,10 +483,13 @@ class Queued:
         except BaseException:
             place.leave()
             raise
-        for line in lines if size else ():
-            if line.free_bytes < (size or 0):
+        self._say_short_of_room(lines, size)
+
+    def _say_short_of_room(self, lines: Sequence[Line], size: int | None) -> None:
+        for line in lines:
+            if size and line.free_bytes < size:
                 self.say(
-                    f"{line.device.title} has {format_bytes(line.free_bytes)} free of the {format_bytes(size or 0)} that "
+                    f"{line.device.title} has {format_bytes(line.free_bytes)} free of the {format_bytes(size)} that "
                     f"this job reserves: it may run out of memory; to start when there is room: --wait"
                 )
 

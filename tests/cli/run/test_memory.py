@@ -812,6 +812,16 @@ def test_a_later_failure_of_its_own_is_no_want_of_memory(text: bytes, short: boo
     assert lacked_memory(text) == short
 
 
+def test_a_job_without_room_is_told_so_also_in_its_plan(cli: Cli, world: World) -> None:
+    admin.add_process(world.spec, memory_bytes=120 * GIB)
+    for option in ((), ("-n",)):
+        answer = cli("run", *option, "--memory", "60G", "--slice", "2ms", "--", "true").ok()
+        (note,) = (line for line in answer.lines("note") if "may run out of memory" in line)
+        assert "free of the 60.0 GiB that this job reserves" in note
+    answer = cli("run", "-n", "--memory", "4G", "--slice", "2ms", "--", "true").ok()
+    assert not any("may run out of memory" in line for line in answer.lines("note"))
+
+
 def test_what_the_host_has_killed_is_not_started_again(cli: Cli) -> None:
     program = ("sh", "-c", "echo CUDA out of memory >&2; kill -9 $$")
     answer = cli("run", "--wait", "--requeue", "--memory", "10G", "--", *program)
