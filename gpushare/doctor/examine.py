@@ -536,7 +536,7 @@ def _swaps(seen: Examination) -> Iterator[Check]:
 def _swap_finding(job: Swap) -> Check | None:
     """Return what is wrong with a swapped job: lost, halfway for minutes, or out for days; None: nothing."""
     age = uptime() - job.since
-    # `since` is when it left; in another state than OUT the record tells since when, because it was written then.
+    # `since` is when it left. The record was written again when its state changed, so its mtime dates the other states.
     with contextlib.suppress(OSError):
         age = age if job.state == OUT else time.time() - job.path.stat().st_mtime
     if job.state == LOST:

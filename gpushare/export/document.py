@@ -54,7 +54,7 @@ def rendered(name: str, **values: str | int) -> str:
 def notes(engine: str, kind: str, traits: Collection[str], **values: object) -> tuple[str, ...]:
     """Return the notes on an engine of a kind: ``needs`` (what the export requires) or ``lost`` (what it cannot say).
 
-    A row of ``data/export-notes.yaml`` applies if all words of its ``if`` are among the traits, and no word after a ``!`` is.
+    A row of ``data/export-notes.yaml`` applies if each word of its ``if`` is a trait; ``!word`` must not be one.
     """
 
     def applies(condition: str) -> bool:

@@ -244,9 +244,9 @@ class Processes:
         return identity is not None and started in {None, identity.started}
 
     def environment(self, pid: int) -> Mapping[str, str] | None:
-        """Return its initial environment (``/proc/PID/environ``), or None when it may not be read or has gone with it."""
+        """Return its initial environment (``/proc/PID/environ``), or None if it is unreadable or the process has ended."""
         text = read_proc(f"/proc/{pid}/environ", MOST_OF_ENVIRONMENT)
-        # That of a zombie is empty.
+        # A zombie has an empty one.
         return None if text is None or not (text or self.alive(pid)) else dict(entries_of(text))
 
     def named(self, name: str) -> Sequence[int]:

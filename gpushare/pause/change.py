@@ -131,7 +131,7 @@ class JobPause:
             GpushareError: root has paused it, or the `gpushare run` that started it.
         """
         for job in paused_jobs(self._host):
-            # The record of another user does not count: who may pause the job here is root, who takes the pause over.
+            # Another user's record does not count: only root gets here with it, and takes the pause over.
             if self._pid not in job.pids or job.keeper_uid:
                 continue
             if job.keeper_uid == 0:

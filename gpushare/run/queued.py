@@ -111,7 +111,7 @@ class ErrorTail:
     def _relay(self) -> None:
         with contextlib.suppress(OSError):
             while select.select([self._read], [], []):
-                # Before the pipe is empty, for `passed_on`.
+                # Set before the pipe is emptied: `passed_on` looks at both.
                 self._passing = True
                 text = os.read(self._read, 1 << 16)
                 if not text:

@@ -149,7 +149,7 @@ class Reader:
         )
 
     def _sensors(self, gpus: Sequence[Gpu]) -> dict[int, GpuSensors]:
-        """Return the sensors by GPU index; traffic is measured anew only for one GPU in turn and the watched one."""
+        """Return the sensors by GPU index; traffic is read only for one GPU in turn and the watched one."""
         self._turn += 1
         turn = gpus[self._turn % len(gpus)].index if gpus else None
         by_gpu: dict[int, GpuSensors] = {}

@@ -760,7 +760,7 @@ def test_a_limit_holds_a_job_back_until_the_users_other_jobs_have_ended(host: Ho
     assert second.try_to_take(devices(host), {}, limits)
     third = enter(host, 6 * GIB)
     assert not third.try_to_take(devices(host), {}, limits)
-    # One that comes back is held back too, but not for ever if the limit was lowered meanwhile.
+    # A job that comes back is held back too, but it may return alone even if the limit was lowered meanwhile.
     assert not third.try_to_take(devices(host), {}, limits.at_least(os.geteuid(), 6 * GIB))
     second.leave()
     assert not third.try_to_take(devices(host), {}, limited(5 * GIB))
