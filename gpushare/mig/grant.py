@@ -350,10 +350,7 @@ def plan_names(
     spots = {named.spot for named in places.values()}
     replaced = [named for named in names_now.values() if named.name not in places and named.spot in spots]
     destroyed_spots = {
-        (plan.uuid, *destroyed_spots.instance.place)
-        for plan, _ in instances
-        for destroyed_spots in plan.destroyed
-        if destroyed_spots.whole
+        (plan.uuid, *removed.instance.place) for plan, _ in instances for removed in plan.destroyed if removed.whole
     }
     # A destroyed instance has a loss of its own, which tells its name.
     losing = [named for named in (*moving, *replaced) if named.spot not in destroyed_spots]
@@ -538,7 +535,7 @@ def name_steps(host: Host, plans: Sequence[GpuPlan], but: Collection[str] = ()) 
     """
     steps = []
     for plan in plans:
-        destroyed = {destroyed.instance.place for destroyed in plan.destroyed if destroyed.whole}
+        destroyed = {removed.instance.place for removed in plan.destroyed if removed.whole}
         made = {new.instance.place for new in plan.created}
         for named in names_of(host).values():
             if named.name in but or named.gpu_uuid != plan.uuid or named.place not in destroyed | made:
