@@ -113,6 +113,7 @@ class Grounds:
 
     @property
     def _control(self) -> MpsControl | None:
+        """Return the connection to the MPS daemon; None without one."""
         if self._share is None:
             return None
         return MpsControl(self.host.programs, str(self._share.home.pipe), seconds=CONVERSATION_SECONDS)
@@ -173,6 +174,7 @@ def _take(host: Host, device: Device, most: int) -> list[tuple[Place, HeldClaim]
 
 
 def _take_profile(host: Host, device: Device, profile: str, most: int) -> list[tuple[Place, HeldClaim]]:
+    """Take free instances of one profile until there are enough, or none is free."""
     claimed: list[tuple[Place, HeldClaim]] = []
     while len(claimed) < most:
         try:
@@ -244,6 +246,7 @@ class Experiment(Group):
 
     @property
     def _channels(self) -> ChannelControl:
+        """Return the connection to the GPU's channels, which is opened at first use."""
         if self._opened is None:
             self._opened = self.host.open_channels()
         return self._opened

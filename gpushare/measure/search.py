@@ -182,10 +182,12 @@ class Figures:
         return self.error <= max(0.001, min(_RATE_ERROR, (1 - goal.keep) / 6))
 
     def _rate(self, errors: float) -> float:
+        """Return the part of its rate that production kept, moved by so many standard errors."""
         return self.kept + errors * self.error
 
     @staticmethod
     def _tail(goal: Goal, p99: float | None) -> float:
+        """Return the margin of this p99: at least 1 meets the goal; infinite if there is no such goal."""
         if goal.p99_factor is None:
             return math.inf
         return 0.0 if p99 is None else goal.p99_factor / p99 if p99 > 0 else math.inf
@@ -301,6 +303,7 @@ def _next_on(
 
 
 def _is_out_of_reach(meeting: int, on_line: Mapping[int, Figures], goal: Goal) -> bool:
+    """Return whether production fails so clearly next to the shortest slice that no other can meet the goal."""
     return meeting < 0 and on_line[min(on_line)].margin(goal) < _WITHIN_REACH
 
 
@@ -390,6 +393,7 @@ def _unsure(goal: Goal, measured: Sequence[Figures]) -> Wanted | None:
 
 
 def _unsure_best(goal: Goal, measured: Sequence[Figures]) -> Wanted | None:
+    """Return the best setting, to be watched for longer, if its figures are not certain yet."""
     best = best_of(goal, measured)
     if best is None or best.earlier is not None or best.seconds >= best.most_seconds(goal):
         return None

@@ -416,6 +416,7 @@ class Tuner:
             self._began = self._stages[-1].experiment.now()
 
     def _spent(self, experiment: Experiment) -> float:
+        """Return the seconds of the budget that are used; 0 until all jobs have printed."""
         return 0.0 if self._began is None else experiment.now() - self._began
 
     def note(self, seconds: float) -> None:
@@ -431,6 +432,7 @@ class Tuner:
     def _result(
         self, seconds: float, starting: float, stopped: KeyboardInterrupt | GpushareError | None, *, over: bool
     ) -> TuneResult:
+        """Return the answer of the whole search from what is known now; all times in seconds."""
         goal = self._search.goal
         measured = list(self._known.values())
         searched = [way.outcome for way in self._ways.values() if way.outcome is not None]
@@ -457,6 +459,7 @@ class Tuner:
         )
 
     def _others_alone(self) -> Alone:
+        """Return the figures of the opportunistic jobs without production, over all ways."""
         rates = [_sum(seen.rates) for seen in self.others_alone]
         known_rates = [rate for rate in rates if rate is not None]
         stages = [stage.others_use for stage in self._stages]
@@ -482,6 +485,7 @@ def profile_of(alone: Alone, strangers: Mapping[int, str], *, peak: bool = False
 
 
 def _sum(rates: Sequence[float | None]) -> float | None:
+    """Return the sum of the rates; None if one of them is unknown."""
     known_rates = [rate for rate in rates if rate is not None]
     return math.fsum(known_rates) if known_rates and len(known_rates) == len(rates) else None
 
@@ -562,6 +566,7 @@ class Stage:
         return Limits() if cap is None else _limits(cap)
 
     def _start_others(self, limits: Limits) -> None:
+        """Start all copies of the opportunistic commands with these limits."""
         environment = self.experiment.grounds.environment(limits)
         self._limits, self._paused, self._resumed = limits, False, None
         self._others = [
@@ -576,6 +581,7 @@ class Stage:
         reported: set[str] = set()
 
         def tell(silent: Sequence[Running]) -> None:
+            """Tell the user once of each job that has been silent for long."""
             waited = self.experiment.now() - started
             for job in silent if waited >= _WAITS_SECONDS else ():
                 if job.program.title not in reported:
@@ -586,6 +592,7 @@ class Stage:
                     )
 
         def ready() -> bool:
+            """Return whether all jobs have printed; raise if one has ended, or never prints a rate."""
             self._demand_alive(*jobs)
             silent = [job for job in jobs if not (job.printed.values or job.printed.lines)]
             tell(silent)
@@ -648,6 +655,7 @@ class Stage:
             self.experiment.wait(self._options.settle_seconds)
 
     def _kill_others(self) -> None:
+        """Kill the opportunistic jobs, with their queues drained, so that the MPS server survives."""
         self._pause_others()
         for job in self._others:
             # It is stopped and its queue has drained, so it can be killed.
@@ -664,6 +672,7 @@ class Stage:
         self.experiment.forget_ended()
 
     def _set_server(self, microseconds: int) -> None:
+        """Set the slice of the MPS server, which all opportunistic jobs share."""
         self.experiment.set_server_slice([job.program for job in self._others], microseconds)
 
     def _apply(self, setting: Setting) -> None:
@@ -704,6 +713,7 @@ class Stage:
         return self.experiment.now()
 
     def _watch(self, seconds: float) -> tuple[float, float]:
+        """Let the jobs run for this time, and return when the window began and ended."""
         self._tuner.demand(seconds)
         start = self._now()
         self.experiment.wait(seconds)
@@ -821,6 +831,7 @@ class Stage:
         self._tuner.others_alone.append(_Seen(start, end, rates=rates))
 
     def _fewest(self, start: float) -> int:
+        """Return how many outputs the opportunistic job that printed the least has printed since then."""
         return min((len(job.printed.moments(start, self.experiment.now())) for job in self._others), default=0)
 
     def _serve_backlog(self) -> None:
@@ -862,6 +873,7 @@ class Stage:
         return job.printed.window(start, end).rate if clean is None else clean
 
     def _together(self, setting: Setting) -> None:
+        """Watch production and the opportunistic jobs together for one window."""
         self._resume_others()
         start, end = self._watch(self._stretch * self._together_seconds)
         if self._production is None:
@@ -969,6 +981,7 @@ class Stage:
         return max(pooled, _SHARED * (own_error or 0.0))
 
     def _rates_alone(self) -> list[float]:
+        """Return the rate of each window of production alone in which it worked."""
         return [rate for seen in self._log if seen.setting is None and (rate := _rate_of(seen)) > 0]
 
     def _windows_to_compare(self, together: Sequence[_Seen]) -> list[Window]:
@@ -1043,6 +1056,7 @@ def _awaited(job: Running) -> str:
 
 
 def _limits(setting: Setting) -> Limits:
+    """Return the limits as MPS sets them; at 100 % there is no cap."""
     return Limits(
         threads_percent=None if setting.threads >= 100 else setting.threads,
         priority=Priority.LOW if setting.low else Priority.NORMAL,
