@@ -65,8 +65,10 @@ def residents(state: SimulatedHostState, target: Target) -> list[Resident]:
         for process in state.processes
         if process.gpu_uuid == target.gpu.uuid and on_gpu(process)
     ]
-    entries.extend(_servers(state, target.gpu))
-    return sorted((entry for entry in entries if _belongs(entry, target)), key=lambda entry: entry.pid)
+    entries.extend(_resident_servers(state, target.gpu))
+    instance = target.instance
+    on_target = [entry for entry in entries if instance is None or entry.place == instance.place]
+    return sorted(on_target, key=lambda entry: entry.pid)
 
 
 def samples(state: SimulatedHostState, target: Target) -> dict[int, float]:
@@ -199,7 +201,8 @@ def device_name(target: Target, instance: SimulatedMigInstance) -> str:
     return mig.device_name(profile, instance)
 
 
-def _servers(state: SimulatedHostState, gpu: SimulatedGpu) -> Iterator[Resident]:
+def _resident_servers(state: SimulatedHostState, gpu: SimulatedGpu) -> Iterator[Resident]:
+    """Yield the MPS servers that have a context on a GPU, once for each device of their daemon."""
     if not state.daemons:
         return
     from gpushare.sim.devices import daemon_devices
@@ -217,7 +220,3 @@ def _servers(state: SimulatedHostState, gpu: SimulatedGpu) -> Iterator[Resident]
                     gpu_instance_id=device.mig.gpu_instance_id if device.mig else None,
                     compute_instance_id=device.mig.compute_instance_id if device.mig else None,
                 )
-
-
-def _belongs(resident: Resident, target: Target) -> bool:
-    return target.instance is None or resident.place == target.instance.place

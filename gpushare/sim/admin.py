@@ -9,17 +9,18 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Final
 
-from gpushare.base.errors import BadUsage, NotFound, OperationFailed
+from gpushare.base.errors import BadUsage, GpushareError, NotFound, OperationFailed
 from gpushare.base.units import GIB
 from gpushare.base.values import dataclass
 from gpushare.gpu_models import find_model
 from gpushare.host.capabilities import user_name
 from gpushare.host.process import ticks_now
+from gpushare.host.records import read_bounded
 from gpushare.sim import clients, faults
 from gpushare.sim import state as liveness
 from gpushare.sim.current import changing, current
 from gpushare.sim.faults import uid_of
-from gpushare.sim.mig import place
+from gpushare.sim.mig import place_instances
 from gpushare.sim.processes import holder_files, holding, signal_process
 from gpushare.sim.state import (
     SimulatedGpu,
@@ -77,9 +78,6 @@ class ShownHost(SimulatedHostState):
 
 def list_hosts() -> list[UsedHost]:
     """Return the simulated hosts of this user, by name."""
-    from gpushare.base.errors import GpushareError
-    from gpushare.host.records import read_bounded
-
     hosts = []
     for path in sorted(state_root().glob("*/state.json")):
         try:
@@ -97,7 +95,7 @@ def list_hosts() -> list[UsedHost]:
 
 def describe(spec: str) -> ShownHost:
     """Return a simulated host as it is shown; one that was never used is not created."""
-    state_file = _file(spec)
+    state_file = _state_file(spec)
     used = state_file.exists()
     state = current(state_file) if used else initial_state(state_file.spec)
     processes = [ShownProcess(**vars(process), on_gpu=liveness.on_gpu(process)) for process in state.processes]
@@ -110,7 +108,7 @@ def reset(spec: str) -> ResetResult:
 
     Real processes are left running and listed in the result.
     """
-    state_file = _file(spec)
+    state_file = _state_file(spec)
     if not state_file.exists():
         return ResetResult(state_file.spec, (), ())
     with changing(state_file) as (state, _):
@@ -155,10 +153,10 @@ def add_process(
     """
     if holder and (mps or graphics):
         raise BadUsage("a holder has no context", "give --holder without --mps and --graphics", code="bad_holder")
-    with changing(_file(spec)) as (state, lines):
-        index, chosen = _gpu(state, gpu)
+    with changing(_state_file(spec)) as (state, lines):
+        index, chosen = _find_gpu(state, gpu)
         opened = holder_files(index, _held_place(chosen, mig)) if holder else []
-        instance = None if holder else _instance(chosen, mig)
+        instance = None if holder else _find_instance(chosen, mig)
         uid = state.uid if user is None else uid_of(state, user)
         given = dict(environment or {})
         given.setdefault("CUDA_VISIBLE_DEVICES", instance.uuid if instance else chosen.uuid)
@@ -188,7 +186,7 @@ def add_process(
         )
         state.processes.append(process)
         if not graphics and not holder:
-            lines += clients.attach(state, process, given)
+            lines += clients.attach(state, process)
         if process.refused is not None:
             raise OperationFailed(
                 f"CUDA refuses '{name}' on GPU {gpu}: {process.refused}", _SHOW, gpu=gpu, code="cuda_refused"
@@ -198,7 +196,7 @@ def add_process(
 
 def end_process(spec: str, pid: int, signal: int | None = None) -> None:
     """End a simulated process: by a signal, or (None) by itself."""
-    with changing(_file(spec)) as (state, lines):
+    with changing(_state_file(spec)) as (state, lines):
         process = state.process(pid)
         if process is None or process.real:
             raise NotFound(f"there is no simulated process {pid}", _SHOW)
@@ -207,12 +205,12 @@ def end_process(spec: str, pid: int, signal: int | None = None) -> None:
 
 def set_mig(spec: str, gpu: str, names: Sequence[str]) -> None:
     """Give a GPU exactly these MIG instances; none turns MIG off."""
-    with changing(_file(spec)) as (state, _):
-        index, chosen = _gpu(state, gpu)
+    with changing(_state_file(spec)) as (state, _):
+        index, chosen = _find_gpu(state, gpu)
         if any(process.gpu_uuid == chosen.uuid for process in state.processes) or holding(state, index):
             raise OperationFailed(f"there are processes on GPU {gpu}", _SHOW, gpu=gpu, code="in_use")
         if names:
-            state.gpus[index] = place(chosen, find_model(chosen.model), list(names))
+            state.gpus[index] = place_instances(chosen, find_model(chosen.model), list(names))
         elif chosen.mig_mode is not None:
             chosen.mig, chosen.bare, chosen.mig_mode, chosen.mig_pending = [], [], 0, 0
         # All instances are new ones.
@@ -221,8 +219,8 @@ def set_mig(spec: str, gpu: str, names: Sequence[str]) -> None:
 
 def add_vgpu(spec: str, gpu: str, kind: str, vm: str, memory_bytes: int) -> str:
     """Let a virtual machine use a vGPU of this type, half of whose memory is in use; return its UUID."""
-    with changing(_file(spec)) as (state, _):
-        index, chosen = _gpu(state, gpu)
+    with changing(_state_file(spec)) as (state, _):
+        index, chosen = _find_gpu(state, gpu)
         number = len(chosen.vgpus)
         name = str(uuid.uuid5(uuid.NAMESPACE_OID, f"{spec}/{index}/{number}/{vm}"))
         chosen.vgpus.append(
@@ -236,29 +234,31 @@ def set_fault(spec: str, kind: str, gpu: str | None = None, value: str | None = 
     if kind == "busy":
         add_process(spec, gpu or "0", name=value or "busy", sm_percent=100)
         return
-    with changing(_file(spec)) as (state, _):
-        chosen = state.gpus if gpu is None else [_gpu(state, gpu)[1]]
+    with changing(_state_file(spec)) as (state, _):
+        chosen = state.gpus if gpu is None else [_find_gpu(state, gpu)[1]]
         faults.apply(state, chosen, kind, value)
 
 
 def clear_faults(spec: str) -> None:
     """Take every fault back; processes, MIG and the driver version stay."""
-    with changing(_file(spec)) as (state, _):
+    with changing(_state_file(spec)) as (state, _):
         faults.clear(state)
 
 
-def _file(spec: str) -> StateFile:
+def _state_file(spec: str) -> StateFile:
     return StateFile(parse_spec(spec).text)
 
 
-def _gpu(state: SimulatedHostState, text: str) -> tuple[int, SimulatedGpu]:
+def _find_gpu(state: SimulatedHostState, text: str) -> tuple[int, SimulatedGpu]:
+    """Return the GPU that an index, or the beginning of a UUID, names; and its index."""
     for index, gpu in enumerate(state.gpus):
         if text == str(index) or (len(text) > len("GPU-") and gpu.uuid.startswith(text)):
             return index, gpu
     raise NotFound(f"there is no GPU '{text}' on {state.spec}", _SHOW, gpu=text)
 
 
-def _instance(gpu: SimulatedGpu, text: str | None) -> SimulatedMigInstance | None:
+def _find_instance(gpu: SimulatedGpu, text: str | None) -> SimulatedMigInstance | None:
+    """Return the MIG device that a UUID or a GPU instance id names; None: the whole GPU, or its first device."""
     if text is None:
         return gpu.mig[0] if gpu.mig_mode and gpu.mig else None
     for instance in gpu.mig:
@@ -271,5 +271,5 @@ def _held_place(gpu: SimulatedGpu, text: str | None) -> tuple[int | None, int | 
     """Return the instance that a holder has open: also a GPU instance without a compute instance, by its id."""
     if text in {str(instance.gpu_instance_id) for instance in gpu.bare}:
         return int(text or 0), None
-    instance = None if text is None else _instance(gpu, text)
+    instance = None if text is None else _find_instance(gpu, text)
     return (None, None) if instance is None else instance.place

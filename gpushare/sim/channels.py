@@ -138,17 +138,18 @@ class SimulatedFiles(KernelFiles):
         argument[28:32] = status.to_bytes(4, "little")
 
     def _control(self, pid: int, client: int, handle: int, command: int, parameters: bytearray) -> int:
+        """Answer one RM_CONTROL on the control file of a process; return the status."""
         # A scan asks thousands of times: the state is read once for it, and again after each change.
         state = self._state if self._state is not None else current(self._state_file)
         if state is not self._asked[0] or pid != self._asked[1]:
-            self._asked = (state, pid, client_of(state, pid), _objects(owner_of(state, pid)))
+            self._asked = (state, pid, client_of(state, pid), _objects_of(owner_of(state, pid)))
         if client != self._asked[2]:
             return rm.INVALID_CLIENT
         forced = state.channel_statuses.get(hex(command)) if state.channel_statuses else None
         if forced is not None:
             return forced
         if command == rm.HANDLE_INFO:
-            return _info(client, self._asked[3], handle, parameters)
+            return _object_info(client, self._asked[3], handle, parameters)
         if command not in _CALLS:
             return rm.NOT_SUPPORTED
         if command not in {rm.SET_TIMESLICE, rm.DISABLE_CHANNELS}:
@@ -185,6 +186,7 @@ class _Process(KernelProcess):
         return self._files.opened(self.identity.pid)
 
     def _permit(self, owner: Owner) -> None:
+        """Raise Refused where the kernel would not let this user copy the process's descriptors."""
         if not self._state.may(owner.uid):
             raise Refused("other_user")
         if self._state.channel_fault in {"seccomp", "ptrace_scope", "no_ptrace"}:
@@ -204,12 +206,14 @@ def client_of(state: SimulatedHostState, pid: int) -> int | None:
     return rm.CLIENT_BASE + 0x100 + (pid - FIRST_SIMULATED_PID if pid >= FIRST_SIMULATED_PID else pid) % 0x100
 
 
-def _objects(owner: Owner | None) -> Mapping[int, tuple[int, int]]:
+def _objects_of(owner: Owner | None) -> Mapping[int, tuple[int, int]]:
+    """Return the objects of a process's client by handle; a client of MPS has an MPS object besides."""
     client = isinstance(owner, SimulatedProcess) and owner.mps_daemon is not None
     return {**_OBJECTS, _MPS_OBJECT: (rm.CLASS_MPS, 0)} if client else _OBJECTS
 
 
-def _info(client: int, objects: Mapping[int, tuple[int, int]], handle: int, parameters: bytearray) -> int:
+def _object_info(client: int, objects: Mapping[int, tuple[int, int]], handle: int, parameters: bytearray) -> int:
+    """Answer HANDLE_INFO: the class or the parent of an object of a client. Return the status."""
     object_handle, index, _ = rm.INFO.unpack(parameters)
     entry = (rm.CLASS_ROOT_CLIENT, 0) if object_handle == client else objects.get(object_handle)
     if handle != client or entry is None:
@@ -221,6 +225,7 @@ def _info(client: int, objects: Mapping[int, tuple[int, int]], handle: int, para
 
 
 def _answer_call(state: SimulatedHostState, pid: int, command: int, handle: int, parameters: bytearray) -> int:
+    """Answer a call of `_CALLS`, if the process has an object of the class that it is for; return the status."""
     needed, call = _CALLS[command]
     owner = owner_of(state, pid)
     if owner is None or needed not in {None, _OBJECTS.get(handle, (0, 0))[0]}:
@@ -228,7 +233,7 @@ def _answer_call(state: SimulatedHostState, pid: int, command: int, handle: int,
     return call(state, owner, handle, parameters)
 
 
-def _child(_state: SimulatedHostState, _owner: Owner, _handle: int, parameters: bytearray) -> int:
+def _child_handle(_state: SimulatedHostState, _owner: Owner, _handle: int, parameters: bytearray) -> int:
     parent, kind, _ = rm.CHILD.unpack(parameters)
     if kind != rm.INTERNAL_DEVICE:
         return rm.OBJECT_NOT_FOUND
@@ -245,13 +250,13 @@ def _slices(state: SimulatedHostState, owner: Owner, group: int) -> tuple[dict[s
     return holder.slices, hex(group), DEFAULT_SLICE_US // 2
 
 
-def _read(state: SimulatedHostState, owner: Owner, handle: int, parameters: bytearray) -> int:
+def _read_slice(state: SimulatedHostState, owner: Owner, handle: int, parameters: bytearray) -> int:
     slices, name, default = _slices(state, owner, handle)
     rm.SLICE.pack_into(parameters, 0, slices.get(name, default))
     return rm.OK
 
 
-def _set(state: SimulatedHostState, owner: Owner, handle: int, parameters: bytearray) -> int:
+def _set_slice(state: SimulatedHostState, owner: Owner, handle: int, parameters: bytearray) -> int:
     slice_us = int(rm.SLICE.unpack(parameters)[0])
     if slice_us == 0:
         return INVALID_ARGUMENT
@@ -280,8 +285,8 @@ def _switch_channels(state: SimulatedHostState, owner: Owner, _handle: int, para
     return rm.OK
 
 
-def _pids(state: SimulatedHostState, owner: Owner, _handle: int, parameters: bytearray) -> int:
-    gpu = _gpu(state, owner)
+def _list_pids(state: SimulatedHostState, owner: Owner, _handle: int, parameters: bytearray) -> int:
+    gpu = _gpu_of(state, owner)
     pids = [process.pid for process in state.processes if process.gpu_uuid == gpu and on_gpu(process)]
     pids = [*pids, *(server.pid for server in state.servers)][:950]
     kind, asked, _, *_ = rm.PIDS.unpack(parameters)
@@ -289,13 +294,14 @@ def _pids(state: SimulatedHostState, owner: Owner, _handle: int, parameters: byt
     return rm.OK
 
 
-def _gid(state: SimulatedHostState, owner: Owner, _handle: int, parameters: bytearray) -> int:
-    uuid = _gpu(state, owner).encode()
+def _gpu_gid(state: SimulatedHostState, owner: Owner, _handle: int, parameters: bytearray) -> int:
+    uuid = _gpu_of(state, owner).encode()
     rm.GID.pack_into(parameters, 0, 0, 0, len(uuid) + 1, uuid)
     return rm.OK
 
 
-def _gpu(state: SimulatedHostState, owner: Owner) -> str:
+def _gpu_of(state: SimulatedHostState, owner: Owner) -> str:
+    """Return the UUID of the GPU that a process, or an MPS server, is on; empty: none."""
     if isinstance(owner, SimulatedProcess):
         return owner.gpu_uuid
     daemon = next(daemon for daemon in state.daemons if owner in daemon.servers)
@@ -305,10 +311,10 @@ def _gpu(state: SimulatedHostState, owner: Owner) -> str:
 _Call = Callable[[SimulatedHostState, Any, int, bytearray], int]
 # The class of the object that a call is for, and what answers it.
 _CALLS: Final[Mapping[int, tuple[int | None, _Call]]] = {
-    rm.CHILD_HANDLE: (None, _child),
-    rm.GET_TIMESLICE: (rm.CLASS_GROUP, _read),
-    rm.SET_TIMESLICE: (rm.CLASS_GROUP, _set),
+    rm.CHILD_HANDLE: (None, _child_handle),
+    rm.GET_TIMESLICE: (rm.CLASS_GROUP, _read_slice),
+    rm.SET_TIMESLICE: (rm.CLASS_GROUP, _set_slice),
     rm.DISABLE_CHANNELS: (rm.CLASS_SUBDEVICE, _switch_channels),
-    rm.GPU_GET_PIDS: (rm.CLASS_SUBDEVICE, _pids),
-    rm.GPU_GET_GID_INFO: (rm.CLASS_SUBDEVICE, _gid),
+    rm.GPU_GET_PIDS: (rm.CLASS_SUBDEVICE, _list_pids),
+    rm.GPU_GET_GID_INFO: (rm.CLASS_SUBDEVICE, _gpu_gid),
 }

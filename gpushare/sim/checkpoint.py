@@ -45,13 +45,13 @@ class SimulatedCheckpoint:
         return SUCCESS
 
     def cuCheckpointProcessLock(self, pid: int, _arguments: Any) -> int:
-        return self._move(pid, "lock", RUNNING, lambda _state, process: _set(process, LOCKED))
+        return self._move(pid, "lock", RUNNING, lambda _state, process: _set_state(process, LOCKED))
 
     def cuCheckpointProcessUnlock(self, pid: int, _arguments: Any) -> int:
-        return self._move(pid, "unlock", LOCKED, lambda _state, process: _set(process, RUNNING))
+        return self._move(pid, "unlock", LOCKED, lambda _state, process: _set_state(process, RUNNING))
 
     def cuCheckpointProcessCheckpoint(self, pid: int, _arguments: Any) -> int:
-        return self._move(pid, "checkpoint", LOCKED, _checkpoint)
+        return self._move(pid, "checkpoint", LOCKED, _move_out)
 
     def cuCheckpointProcessRestore(self, pid: int, arguments: Any) -> int:
         """Move it back, or to the GPU that the pairs name: without room it fails, then and ever after."""
@@ -64,6 +64,7 @@ class SimulatedCheckpoint:
         return self._move(pid, "restore", CHECKPOINTED, lambda state, process: _restore(state, process, pairs))
 
     def _move(self, pid: int, name: str, required_state: int, move: Any) -> int:
+        """Call ``move`` if the process may go on from ``required_state`` now; return the CUresult."""
         with changing(self._state_file) as (state, _):
             process = state.process(pid)
             if process is None:
@@ -86,28 +87,29 @@ def open_checkpoint(state_file: StateFile) -> Checkpoint:
     return Checkpoint(SimulatedCheckpoint(state_file))
 
 
-def _set(process: SimulatedProcess, value: int) -> int:
+def _set_state(process: SimulatedProcess, value: int) -> int:
     process.checkpoint = value
     return SUCCESS
 
 
-def _checkpoint(_state: SimulatedHostState, process: SimulatedProcess) -> int:
+def _move_out(_state: SimulatedHostState, process: SimulatedProcess) -> int:
     process.image_bytes, process.memory_bytes = process.memory_bytes, 0
-    return _set(process, CHECKPOINTED)
+    return _set_state(process, CHECKPOINTED)
 
 
-def _plain(uuid: str) -> str:
+def _plain_uuid(uuid: str) -> str:
     return uuid.removeprefix("GPU-").replace("-", "")
 
 
 def _restore(state: SimulatedHostState, process: SimulatedProcess, pairs: dict[str, str]) -> int:
-    gpus = {_plain(gpu.uuid): gpu for gpu in state.gpus}
+    """Bring a process back, to the GPU that ``pairs`` (old UUID: new UUID) name for its own; return the CUresult."""
+    gpus = {_plain_uuid(gpu.uuid): gpu for gpu in state.gpus}
     if pairs:
-        target = gpus.get(pairs.get(_plain(process.gpu_uuid), ""))
+        target = gpus.get(pairs.get(_plain_uuid(process.gpu_uuid), ""))
         # As H100s answer (driver 580): every GPU of the host is named, on both sides.
         if set(pairs) != set(gpus) or set(pairs.values()) != set(gpus) or target is None:
             return INVALID_VALUE
-        if target.model != gpus[_plain(process.gpu_uuid)].model:
+        if target.model != gpus[_plain_uuid(process.gpu_uuid)].model:
             return INVALID_VALUE
         old_uuid, process.gpu_uuid = process.gpu_uuid, target.uuid
         code = _restore_memory(state, process)
@@ -118,9 +120,10 @@ def _restore(state: SimulatedHostState, process: SimulatedProcess, pairs: dict[s
 
 
 def _restore_memory(state: SimulatedHostState, process: SimulatedProcess) -> int:
+    """Give a process its memory on the GPU back; without room it fails for good. Return the CUresult."""
     total, reserved, used = activity.memory_of(state, target_of(state, process))
     if process.image_bytes > total - reserved - used:
-        _set(process, FAILED)
+        _set_state(process, FAILED)
         return OUT_OF_MEMORY
     process.memory_bytes, process.image_bytes, process.restored = process.image_bytes, 0, True
-    return _set(process, LOCKED)
+    return _set_state(process, LOCKED)

@@ -11,8 +11,8 @@ import signal as signals
 from collections.abc import Mapping
 
 from gpushare.sim import mps_servers
-from gpushare.sim.devices import Device, daemon_devices, host_devices, split, use, visible
-from gpushare.sim.mps_servers import DEFAULT_DIRECTORY, LogLine, control_line, server_lines
+from gpushare.sim.devices import Device, daemon_devices, host_devices, may_open_nodes, split, visible
+from gpushare.sim.mps_servers import LogLine, control_line, server_lines
 from gpushare.sim.state import (
     SimulatedDaemon,
     SimulatedHostState,
@@ -24,7 +24,6 @@ from gpushare.sim.state import (
 )
 
 DEFAULT_PIPE_DIRECTORY = "/tmp/nvidia-mps"
-DEFAULT_LOG_DIRECTORY = DEFAULT_DIRECTORY
 OUTSIDE = "GPUSHARE_SIM_OUTSIDE"
 # Below it a queue drains before the context is torn down: 0 of 9 broke (queue of at most 7 ms).
 HARMLESS_QUEUE_SECONDS = 0.02
@@ -46,23 +45,23 @@ def clients_of(state: SimulatedHostState, server_pid: int) -> list[SimulatedProc
     return [process for process in state.processes if process.mps_server == server_pid]
 
 
-def attach(state: SimulatedHostState, process: SimulatedProcess, environment: Mapping[str, str]) -> list[LogLine]:
+def attach(state: SimulatedHostState, process: SimulatedProcess) -> list[LogLine]:
     """Do what libcuda does at the first CUDA context of a process of the state.
 
     With a live daemon at CUDA_MPS_PIPE_DIRECTORY it becomes a client (or waits, or is refused); with
     none it silently runs outside MPS, on the whole GPU, without limits.
     """
-    process.attach_at = None
+    process.attach_at, environment = None, process.environment
     daemon = None if environment.get(OUTSIDE) == "1" else daemon_of(state, environment)
     if daemon is not None:
-        return _attach_client(state, process, daemon, environment)
+        return _attach_client(state, process, daemon)
     devices = visible(host_devices(state), split(environment.get("CUDA_VISIBLE_DEVICES")))
-    if not devices or not use(devices[0], process.uid):
+    if not devices or not may_open_nodes(devices[0], process.uid):
         _refuse(process, "CUDA_ERROR_NO_DEVICE")
     elif _is_shut_out(state, process, devices[0], daemon):
         _refuse(process, "CUDA_ERROR_DEVICE_UNAVAILABLE")
     else:
-        _place(process, devices[0])
+        _put_on(process, devices[0])
     return []
 
 
@@ -75,7 +74,7 @@ def end(state: SimulatedHostState, process: SimulatedProcess, signal: int | None
             if server.pid == process.mps_server:
                 others = clients_of(state, server.pid)
                 broken = breaks_neighbours(process, signal, now())
-                lines = (mps_servers.fault if broken else mps_servers.disconnected)(daemon, server, process, others)
+                lines = (mps_servers.set_fault if broken else mps_servers.disconnected)(daemon, server, process, others)
     return lines + _progress(state)
 
 
@@ -99,7 +98,7 @@ def settle(state: SimulatedHostState) -> list[LogLine]:
         lines += end(state, process, None)
     for process in state.processes:
         if process.attach_at is not None and process.attach_at <= now():
-            lines += attach(state, process, process.environment)
+            lines += attach(state, process)
     return lines + _progress(state)
 
 
@@ -107,36 +106,36 @@ def drop_daemon(state: SimulatedHostState, daemon: SimulatedDaemon) -> None:
     """Remove a daemon that ended, with its servers; clients that are left lose their contexts."""
     for process in state.processes:
         if process.mps_daemon == daemon.pid:
-            _lose(process, process.refused or "CUDA_ERROR_MPS_CONNECTION_FAILED")
+            _lose_context(process, process.refused or "CUDA_ERROR_MPS_CONNECTION_FAILED")
     state.daemons = [other for other in state.daemons if other.pid != daemon.pid]
 
 
 def drop_server(state: SimulatedHostState, daemon: SimulatedDaemon, server: SimulatedServer) -> list[LogLine]:
     """Remove a server that was shut down; clients that are left lose their contexts, waiting ones come in."""
-    return _drop(state, daemon, server) + _progress(state)
+    return _remove_server(state, daemon, server) + _progress(state)
 
 
-def _lose(process: SimulatedProcess, error: str) -> None:
+def _lose_context(process: SimulatedProcess, error: str) -> None:
     _refuse(process, error)
     process.broken = True
     process.mps_daemon = process.mps_server = None
 
 
-def _drop(state: SimulatedHostState, daemon: SimulatedDaemon, server: SimulatedServer) -> list[LogLine]:
+def _remove_server(state: SimulatedHostState, daemon: SimulatedDaemon, server: SimulatedServer) -> list[LogLine]:
+    """Remove a server, whose clients lose their contexts; return the log lines."""
     for process in clients_of(state, server.pid):
-        _lose(process, "CUDA_ERROR_MPS_RPC_FAILURE")
+        _lose_context(process, "CUDA_ERROR_MPS_RPC_FAILURE")
     daemon.servers = [other for other in daemon.servers if other.pid != server.pid]
     return [control_line(daemon, f"Server {server.pid} exited with status 0")]
 
 
-def _attach_client(
-    state: SimulatedHostState, process: SimulatedProcess, daemon: SimulatedDaemon, environment: Mapping[str, str]
-) -> list[LogLine]:
+def _attach_client(state: SimulatedHostState, process: SimulatedProcess, daemon: SimulatedDaemon) -> list[LogLine]:
+    """Let a process connect to a daemon: it gets a server, waits for one, or is refused. Return the log lines."""
     process.mps_daemon, process.mps_server, process.gpu_uuid = daemon.pid, None, ""
     if not daemon.answers:
         return []
-    devices = visible(daemon_devices(state, daemon), split(environment.get("CUDA_VISIBLE_DEVICES")))
-    if not devices or not use(devices[0], process.uid):
+    devices = visible(daemon_devices(state, daemon), split(process.environment.get("CUDA_VISIBLE_DEVICES")))
+    if not devices or not may_open_nodes(devices[0], process.uid):
         _refuse(process, "CUDA_ERROR_NO_DEVICE")
         return []
     log = [control_line(daemon, "Accepting connection...")]
@@ -152,12 +151,12 @@ def _attach_client(
     server = next((server for server in daemon.servers if server.uid == uid), None)
     if server is not None:
         log.append(control_line(daemon, f"{new}Server already exists"))
-        return log + _connect(state, process, daemon, server, devices, environment)
+        return log + _connect(state, process, daemon, server, devices)
     log.append(pending)
     for other in list(daemon.servers):
-        log += _drop(state, daemon, other)
+        log += _remove_server(state, daemon, other)
     server, lines = mps_servers.start_server(state, daemon, uid)
-    return log + lines + _connect(state, process, daemon, server, devices, environment)
+    return log + lines + _connect(state, process, daemon, server, devices)
 
 
 def _connect(
@@ -166,8 +165,8 @@ def _connect(
     daemon: SimulatedDaemon,
     server: SimulatedServer,
     devices: list[Device],
-    environment: Mapping[str, str],
 ) -> list[LogLine]:
+    """Make a process a client of a server, with the limits of both; or refuse it. Return the log lines."""
     if server.status == "FAULT":
         _refuse(process, "CUDA_ERROR_MPS_SERVER_NOT_READY")
         text = f"MPS server teardown in progress. Refusing to accept new client {{PID: {process.pid}, Context ID: 0}}"
@@ -178,12 +177,12 @@ def _connect(
         _refuse(process, "CUDA_ERROR_MPS_MAX_CLIENTS_REACHED")
         return server_lines(daemon, server, f"Number of active client contexts reached limit ({limit})")
     process.mps_server = server.pid
-    _place(process, devices[0])
-    own_threads = mps_servers.parse_threads(environment.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"))
+    _put_on(process, devices[0])
+    own_threads = mps_servers.parse_threads(process.environment.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"))
     process.threads = server.threads if own_threads is None else min(own_threads, server.threads)
     process.sm_percent = round(process.sm_percent * process.threads / 100)
     # Both limits hold, the server's and its own; one for a GPU that it cannot see drops all.
-    own_limits = mps_servers.parse_environment(environment.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"))
+    own_limits = mps_servers.parse_environment(process.environment.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"))
     if not mps_servers.names_invisible(own_limits, devices):
         limits = [
             mps_servers.limit_of(server.memory, daemon_devices(state, daemon), devices[0]),
@@ -223,7 +222,8 @@ def _refuse(process: SimulatedProcess, error: str) -> None:
     process.refused, process.gpu_uuid = error, ""
 
 
-def _place(process: SimulatedProcess, device: Device) -> None:
+def _put_on(process: SimulatedProcess, device: Device) -> None:
+    """Let a process have its context on a device."""
     process.gpu_uuid = device.gpu.uuid
     process.gpu_instance_id = device.mig.gpu_instance_id if device.mig else None
     process.compute_instance_id = device.mig.compute_instance_id if device.mig else None
@@ -241,6 +241,7 @@ def _progress(state: SimulatedHostState) -> list[LogLine]:
         for process in state.processes:
             pending = process.mps_daemon == daemon.pid and process.mps_server is None and process.refused is None
             # A waiting client of another user asks again only when it could be let in: else its log line repeats.
-            if pending and not any(s.uid != process.uid and clients_of(state, s.pid) for s in daemon.servers):
-                lines += _attach_client(state, process, daemon, process.environment)
+            others = (server for server in daemon.servers if server.uid != process.uid)
+            if pending and not any(clients_of(state, server.pid) for server in others):
+                lines += _attach_client(state, process, daemon)
     return lines

@@ -40,7 +40,7 @@ def visible(devices: Sequence[Device], names: Sequence[str]) -> list[Device]:
         return enumerated
     shown: list[Device] = []
     for name in names:
-        chosen = _named(devices, enumerated, name)
+        chosen = _device_named(devices, enumerated, name)
         if chosen is None:
             break
         if chosen not in shown:
@@ -48,7 +48,8 @@ def visible(devices: Sequence[Device], names: Sequence[str]) -> list[Device]:
     return shown
 
 
-def _named(devices: Sequence[Device], enumerated: Sequence[Device], name: str) -> Device | None:
+def _device_named(devices: Sequence[Device], enumerated: Sequence[Device], name: str) -> Device | None:
+    """Return the device of one entry of CUDA_VISIBLE_DEVICES: an ordinal in ``enumerated``, or a UUID cut short."""
     if name.isdigit():
         return enumerated[int(name)] if int(name) < len(enumerated) else None
     if len(name) < len("GPU-x"):
@@ -83,7 +84,7 @@ def node_of(gpu: int, place: Place) -> str:
     return f"/dev/nvidia-caps/nvidia-cap{capability_minor(gpu, place)}"
 
 
-def use(device: Device, uid: int) -> bool:
+def may_open_nodes(device: Device, uid: int) -> bool:
     """Let nvidia-modprobe see to the nodes of a device, as CUDA does first; return whether a user may open them."""
     if device.mig is None:
         return True

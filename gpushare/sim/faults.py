@@ -81,11 +81,11 @@ def apply(state: SimulatedHostState, gpus: Sequence[SimulatedGpu], kind: str, va
         setattr(state, *_HOST_FLAGS[kind])
     elif kind in _COUNTED:
         name, meaning = _COUNTED[kind]
-        setattr(state, name, _number(kind, value, meaning))
+        setattr(state, name, _parse_number(kind, value, meaning))
     elif kind in _PROGRAM_LISTS:
         if value not in {SMI, MPS_CONTROL, TOOLKIT}:
             raise _bad_fault_error(f"{kind} needs a program", f"give {SMI}, {MPS_CONTROL} or {TOOLKIT}")
-        _add(getattr(state, _PROGRAM_LISTS[kind]), value)
+        _add_once(getattr(state, _PROGRAM_LISTS[kind]), value)
     else:
         _set_host_fault(state, kind, value)
 
@@ -117,23 +117,23 @@ def _set_gpu_fault(gpu: SimulatedGpu, kind: str, value: str | None) -> None:
     if kind in _GPU_FLAGS:
         setattr(gpu, *_GPU_FLAGS[kind])
     elif kind == "xid":
-        gpu.xids.append(_number("xid", value, "its number"))
+        gpu.xids.append(_parse_number("xid", value, "its number"))
     elif kind == "power-cap":
-        gpu.power_cap_watts = _number(kind, value, "the watts that it may draw")
+        gpu.power_cap_watts = _parse_number(kind, value, "the watts that it may draw")
     elif kind == "slowed":
-        gpu.slowed = _number(kind, value, "the sum of nvmlClocksEventReasons")
+        gpu.slowed = _parse_number(kind, value, "the sum of nvmlClocksEventReasons")
     elif kind == "unlisted-memory":
-        gpu.unlisted_bytes = _number(kind, value, "how many bytes no process has")
+        gpu.unlisted_bytes = _parse_number(kind, value, "how many bytes no process has")
     elif value is None or not (value in ENTRY_POINTS or value.startswith("nvml")):
         raise _bad_fault_error(
             f"{kind} needs an NVML entry point", f"give nvml..., or one of: {', '.join(ENTRY_POINTS)}"
         )
     else:
         for name in ENTRY_POINTS.get(value, (value,)):
-            _add(getattr(gpu, _ENTRY_LISTS[kind]), name)
+            _add_once(getattr(gpu, _ENTRY_LISTS[kind]), name)
 
 
-def _add(names: list[str], name: str) -> None:
+def _add_once(names: list[str], name: str) -> None:
     if name not in names:
         names.append(name)
 
@@ -142,7 +142,7 @@ def _bad_fault_error(problem: str, hint: str) -> BadUsage:
     return BadUsage(f"the fault {problem}", hint, code="bad_fault")
 
 
-def _number(kind: str, value: str | None, meaning: str) -> int:
+def _parse_number(kind: str, value: str | None, meaning: str) -> int:
     if value is None or not value.isascii() or not value.isdigit():
         raise _bad_fault_error(f"{kind} needs a number", f"give {meaning}: {kind} 3")
     return int(value)

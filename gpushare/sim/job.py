@@ -88,13 +88,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(file: StateFile, pid: int, options: argparse.Namespace, ended: list[int]) -> int:
+    """Print the rate at each interval until the job is done, ended or loses its context; return the exit code."""
     started = last = time.monotonic()
     done = 0.0
     while not ended:
         state = current(file)
         process = state.process(pid)
         if process is None or process.broken or process.refused:
-            return _refused("the context was lost" if process is None else process.refused or "CUDA_ERROR_MPS_CLIENT")
+            return _report("the context was lost" if process is None else process.refused or "CUDA_ERROR_MPS_CLIENT")
         pace = pace_of(state, process, options.need, options.streams, options.contention)
         speed = pace.rate * (1 + random.uniform(-options.noise, options.noise) / 100)  # noqa: S311 - not a secret
         rate = options.rate * options.streams * speed
@@ -199,6 +200,7 @@ def _slice(state: SimulatedHostState, process: SimulatedProcess) -> int:
 
 
 def target_of(state: SimulatedHostState, process: SimulatedProcess) -> Target:
+    """Return the GPU that a process is on, as an entry point of NVML takes it."""
     index, gpu = next((index, gpu) for index, gpu in enumerate(state.gpus) if gpu.uuid == process.gpu_uuid)
     return Target(Handle(HandleKind.GPU, index), gpu, model_of(gpu.model))
 
@@ -233,13 +235,13 @@ def _appear(file: StateFile, options: argparse.Namespace, ended: list[int]) -> i
             time.sleep(0.01)
             continue
         if seen.refused is not None:
-            _refused(seen.refused)
+            _report(seen.refused)
             return None
         with changing(file) as (state, _):
             process = state.process(seen.pid)
             if process is not None and not process.checkpoint:
                 return seen.pid if _allocate(state, process, options) else None
-    _refused("CUDA_ERROR_NO_DEVICE")
+    _report("CUDA_ERROR_NO_DEVICE")
     return None
 
 
@@ -252,7 +254,7 @@ def _join(file: StateFile, rank: int) -> None:
     with changing(file) as (state, lines):
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": devices[rank]}
         process = real_process(state, own, [sys.executable, *sys.argv], environment)
-        lines += clients.attach(state, process, process.environment)
+        lines += clients.attach(state, process)
 
 
 def _allocate(state: SimulatedHostState, process: SimulatedProcess, options: argparse.Namespace) -> bool:
@@ -272,13 +274,14 @@ def _allocate(state: SimulatedHostState, process: SimulatedProcess, options: arg
     total, reserved, used = activity.memory_of(state, target_of(state, process))
     over = limit is not None and size > limit
     if over or size > total - reserved - used:
-        _refused("CUDA_ERROR_OUT_OF_MEMORY")
+        _report("CUDA_ERROR_OUT_OF_MEMORY")
         return False
     process.memory_bytes = size
     return True
 
 
-def _refused(error: str) -> int:
+def _report(error: str) -> int:
+    """Print an error on stderr; return the exit code."""
     sys.stderr.write(f"error: {error}\n")
     return 1
 

@@ -101,11 +101,12 @@ def _set_compute_mode(library: SimulatedLibrary, target: Target, mode: Any) -> N
 
 
 def _mig_mode(_library: SimulatedLibrary, target: Target) -> tuple[int, int] | None:
+    """Return the mode now, and the one after the next reset; None: no MIG."""
     mode, next_mode = target.gpu.mig_mode, target.gpu.mig_pending
     return None if mode is None else (mode, mode if next_mode is None else next_mode)
 
 
-def _capability(_library: SimulatedLibrary, target: Target) -> list[int] | None:
+def _compute_capability(_library: SimulatedLibrary, target: Target) -> list[int] | None:
     capability = target.model.compute_capability
     return None if capability is None else [int(part) for part in capability.split(".")]
 
@@ -114,7 +115,7 @@ def _capability(_library: SimulatedLibrary, target: Target) -> list[int] | None:
 def _field_values(_library: SimulatedLibrary, target: Target, count: Any, values: Any) -> None:
     array = abi.target_of(values)
     for index in range(abi.number(count)):
-        value = _field(target.gpu, array[index].fieldId, needs_reset=target.model.reset_for_mode_change)
+        value = _field_value(target.gpu, array[index].fieldId, needs_reset=target.model.reset_for_mode_change)
         array[index].nvmlReturn = Code.NOT_SUPPORTED if value is None else Code.SUCCESS
         if value is not None:
             array[index].timestamp = int(now() * 1e6)
@@ -123,7 +124,8 @@ def _field_values(_library: SimulatedLibrary, target: Target, count: Any, values
             array[index].value.uiVal = value
 
 
-def _field(gpu: SimulatedGpu, field: int, *, needs_reset: bool | None) -> int | None:
+def _field_value(gpu: SimulatedGpu, field: int, *, needs_reset: bool | None) -> int | None:
+    """Return the value of a field of nvmlDeviceGetFieldValues; None: the GPU does not have it."""
     if gpu.mig_mode is None:
         return None
     if field == _RESETLESS_MIG:
@@ -227,7 +229,7 @@ _GETTERS: Final[tuple[tuple[str, Kinds, Form, Callable[..., Any]], ...]] = (
     ("nvmlSystemGetCudaDriverVersion nvmlSystemGetCudaDriverVersion_v2", On.NOTHING, Form.NUMBER, _cuda_version),
     ("nvmlDeviceGetCount_v2", On.NOTHING, Form.NUMBER, lambda library: len(library.state.gpus)),
     ("nvmlDeviceGetMigMode", On.GPU, Form.NUMBERS, _mig_mode),
-    ("nvmlDeviceGetCudaComputeCapability", On.DEVICE, Form.NUMBERS, _capability),
+    ("nvmlDeviceGetCudaComputeCapability", On.DEVICE, Form.NUMBERS, _compute_capability),
     # Percent, and the time that they were taken over, in microseconds.
     (
         "nvmlDeviceGetEncoderUtilization nvmlDeviceGetDecoderUtilization",
@@ -273,7 +275,7 @@ _GETTERS: Final[tuple[tuple[str, Kinds, Form, Callable[..., Any]], ...]] = (
     ("nvmlDeviceGetPersistenceMode", On.DEVICE, Form.NUMBER, lambda _, target: int(target.gpu.persistence)),
 )
 for _getter in _GETTERS:
-    abi.getter(*_getter)
+    abi.register_getter(*_getter)
 
 
 # MPS clients are in the compute list and in the MPS list, their server in the compute list
@@ -285,21 +287,23 @@ _LISTS: Final[dict[str, Callable[[Resident], bool]]] = {
 }
 
 
-def _register(kind: str, belongs: Callable[[Resident], bool]) -> None:
+def _register_process_list(kind: str, belongs: Callable[[Resident], bool]) -> None:
+    """Register the three versions of an entry point that lists the processes of a kind."""
     name = f"nvmlDeviceGet{kind}RunningProcesses"
 
     @abi.entry_point(f"{name}_v3", f"{name}_v2", name, on=On.DEVICE)
     def running(library: SimulatedLibrary, target: Target, count: Any, infos: Any) -> None:
         # NVML's PIDs are the host's: in another PID namespace the list is empty.
         seen = activity.residents(library.state, target) if library.state.pid_namespace_is_host else []
-        _fill(count, infos, [_info(entry) for entry in seen if belongs(entry)])
+        _fill(count, infos, [_process_info(entry) for entry in seen if belongs(entry)])
 
 
 for _kind, _wanted in _LISTS.items():
-    _register(_kind, _wanted)
+    _register_process_list(_kind, _wanted)
 
 
-def _info(resident: Resident) -> dict[str, int]:
+def _process_info(resident: Resident) -> dict[str, int]:
+    """Return the fields of nvmlProcessInfo_t."""
     return {
         "pid": resident.pid,
         "usedGpuMemory": resident.memory_bytes,
@@ -317,17 +321,16 @@ def _fill(count: Any, infos: Any, entries: list[dict[str, int]]) -> None:
     if room < len(entries):
         raise Refused(Code.INSUFFICIENT_SIZE)
     if entries:
-        array = infos._obj if hasattr(infos, "_obj") else infos
         for index, entry in enumerate(entries):
-            abi.put_fields(array[index], entry)
+            abi.put_fields(abi.target_of(infos)[index], entry)
 
 
 @abi.entry_point("nvmlDeviceGetProcessUtilization", on=On.GPU)
 def _process_utilization(library: SimulatedLibrary, target: Target, infos: Any, count: Any, seen_until: Any) -> None:
-    _fill(count, infos, _samples(library, target, abi.number(seen_until)))
+    _fill(count, infos, _utilization_samples(library, target, abi.number(seen_until)))
 
 
-def _samples(library: SimulatedLibrary, target: Target, seen_until: int) -> list[dict[str, int]]:
+def _utilization_samples(library: SimulatedLibrary, target: Target, seen_until: int) -> list[dict[str, int]]:
     """Return the samples newer than a time in microseconds.
 
     Raises:
@@ -382,7 +385,7 @@ class SimulatedLibrary:
         if name == "nvmlErrorString":
             # The only entry point that returns no code; ctypes lets its restype be set.
             return lambda code: ERROR_TEXTS.get(abi.number(code), "Unknown Error").encode()
-        entry = ENTRY_POINTS.get(name) or _rare(name)
+        entry = ENTRY_POINTS.get(name) or _rare_entry_point(name)
         if entry is None:
             raise AttributeError(name)
 
@@ -410,6 +413,7 @@ class SimulatedLibrary:
         return self._state
 
     def _settle(self) -> None:
+        """Let what is due on the host happen: processes that ended, and contexts that are made now."""
         try:
             self._state = current.current(self.file)
             self._stamp = self._file_stamp()
@@ -456,7 +460,8 @@ class SimulatedLibrary:
         if refused is not None:
             raise refused
         if crashes:
-            crash()
+            # As SIGKILL would end the process: no cleanup, no flush.
+            os._exit(137)
 
     def gpu(self, index: int) -> Target:
         """Return a GPU by its index.
@@ -475,6 +480,7 @@ class SimulatedLibrary:
         return whole
 
     def _call(self, entry: EntryPoint, arguments: tuple[Any, ...]) -> int:
+        """Carry out one call of an entry point; return its nvmlReturn_t."""
         self._in_call, self._looked = True, False
         try:
             if entry.needs_init and not self.references:
@@ -490,6 +496,7 @@ class SimulatedLibrary:
         return _SUCCESS
 
     def _target(self, entry: EntryPoint, pointer: Any) -> Target:
+        """Return what a handle names; Refused: the entry point does not take it, or a fault is set."""
         handle = Handle.unpack(abi.pointer_value(pointer))
         if handle.kind not in entry.on:
             # A MIG device where only a whole GPU will do.
@@ -501,11 +508,12 @@ class SimulatedLibrary:
         if handle.kind is HandleKind.GPU:
             return whole
         if handle.kind is HandleKind.GPU_INSTANCE:
-            return Target(handle, whole.gpu, whole.model, gpu_instance=_gpu_instance(whole, handle))
-        instance = _instance(whole, handle)
+            return Target(handle, whole.gpu, whole.model, gpu_instance=_gpu_instance_of(whole, handle))
+        instance = _mig_device_of(whole, handle)
         return Target(handle, whole.gpu, whole.model, instance, instance)
 
     def _file_stamp(self) -> tuple[int, int, int] | None:
+        """Return what changes when the state file is written; None: there is none."""
         try:
             status = os.stat(self._path)
         except FileNotFoundError:
@@ -521,18 +529,14 @@ def step_due(state: SimulatedHostState, counter: str) -> bool:
     return bool(calls == 1)
 
 
-def crash() -> None:
-    """End the process as SIGKILL would: no cleanup, no flush (exit status 137)."""
-    os._exit(137)
-
-
-def _rare(name: str) -> EntryPoint | None:
+def _rare_entry_point(name: str) -> EntryPoint | None:
     for room in RARE_ROOMS:
         import_module(f"gpushare.sim.{room}")
     return ENTRY_POINTS.get(name)
 
 
-def _instance(whole: Target, handle: Handle) -> SimulatedMigInstance:
+def _mig_device_of(whole: Target, handle: Handle) -> SimulatedMigInstance:
+    """Return the MIG device of a handle; INVALID_ARGUMENT: it is gone."""
     wanted = (handle.gpu_instance, handle.compute_instance)
     for instance in whole.gpu.mig if whole.mig_enabled else []:
         if instance.place == wanted:
@@ -541,7 +545,8 @@ def _instance(whole: Target, handle: Handle) -> SimulatedMigInstance:
     raise Refused(Code.INVALID_ARGUMENT)
 
 
-def _gpu_instance(whole: Target, handle: Handle) -> SimulatedGpuInstance:
+def _gpu_instance_of(whole: Target, handle: Handle) -> SimulatedGpuInstance:
+    """Return the GPU instance of a handle; INVALID_ARGUMENT: it is gone."""
     everything: list[SimulatedGpuInstance] = [*whole.gpu.mig, *whole.gpu.bare] if whole.mig_enabled else []
     for instance in everything:
         if instance.gpu_instance_id == handle.gpu_instance:

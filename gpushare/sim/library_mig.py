@@ -31,12 +31,13 @@ _ENGINES: Final = {
 
 
 def _engines(profile: GiProfile, *, shared: bool = False) -> dict[str, int]:
+    """Return the engine counts of a profile by their NVML names, with ``shared`` those of nvmlDeviceAttributes_t."""
     # NVML has no "unknown" in these structs; what is not published is left out, as 0.
     counts = {name: getattr(profile, attribute) or 0 for name, attribute in _ENGINES.items()}
     return {f"shared{name[0].upper()}{name[1:]}": count for name, count in counts.items()} if shared else counts
 
 
-def _required(instance: SimulatedMigInstance | None) -> SimulatedMigInstance:
+def _demand_instance(instance: SimulatedMigInstance | None) -> SimulatedMigInstance:
     """Return the instance that was called on; a whole GPU is refused (H200)."""
     if instance is None:
         raise Refused(Code.INVALID_ARGUMENT)
@@ -56,7 +57,7 @@ def _compute_instances_of(target: Target) -> list[SimulatedMigInstance]:
     return [instance for instance in target.gpu.mig if instance.gpu_instance_id == target.handle.gpu_instance]
 
 
-def _offering(target: Target, number: int) -> GiProfile:
+def _profile_offering(target: Target, number: int) -> GiProfile:
     """Return the GPU instance's profile, if it offers a compute instance profile; NOT_SUPPORTED otherwise."""
     profile = _owner(target)[1]
     if number not in mig.offered(profile):
@@ -111,40 +112,41 @@ def _compute_profile(_library: SimulatedLibrary, target: Target, number: int, en
 
 
 def _profile_by_id(target: Target, profile_id: int) -> GiProfile:
+    """Return the profile with an id; NOT_SUPPORTED: the model has none."""
     profile = target.model.profile_by_id(profile_id)
     if profile is None:
         raise Refused(Code.NOT_SUPPORTED)
     return profile
 
 
-def _capacity(_library: SimulatedLibrary, target: Target, identity: int) -> int:
+def _remaining_capacity(_library: SimulatedLibrary, target: Target, identity: int) -> int:
     return mig.remaining_capacity(_profile_by_id(target, identity), mig.occupied(target.gpu, target.model))
 
 
-def _max_count(_library: SimulatedLibrary, target: Target) -> int:
+def _most_mig_devices(_library: SimulatedLibrary, target: Target) -> int:
     # 0, not an error, without MIG (H200 with MIG off).
     return (target.model.compute_slices or 0) if target.mig_enabled else 0
 
 
 _COMPUTE_PROFILE: Final = "nvmlGpuInstanceGetComputeInstanceProfileInfo"
 _GETTERS: Final[tuple[tuple[str, Kinds, Form, Callable[..., Any]], ...]] = (
-    ("nvmlDeviceGetMaxMigDeviceCount", On.GPU, Form.NUMBER, _max_count),
+    ("nvmlDeviceGetMaxMigDeviceCount", On.GPU, Form.NUMBER, _most_mig_devices),
     ("nvmlDeviceGetAttributes_v2", On.DEVICE, Form.FIELDS, _attributes),
-    ("nvmlDeviceGetGpuInstanceId", On.DEVICE, Form.NUMBER, lambda _, on: _required(on.instance).gpu_instance_id),
+    ("nvmlDeviceGetGpuInstanceId", On.DEVICE, Form.NUMBER, lambda _, on: _demand_instance(on.instance).gpu_instance_id),
     (
         "nvmlDeviceGetComputeInstanceId",
         On.DEVICE,
         Form.NUMBER,
-        lambda _, on: _required(on.instance).compute_instance_id,
+        lambda _, on: _demand_instance(on.instance).compute_instance_id,
     ),
     ("nvmlDeviceGetGpuInstanceProfileInfo", On.GPU, Form.FIELDS, _profile_info),
     ("nvmlDeviceGetGpuInstanceProfileInfoV", On.GPU, Form.VERSIONED_FIELDS, _profile_info),
-    ("nvmlDeviceGetGpuInstanceRemainingCapacity", On.GPU, Form.NUMBER, _capacity),
+    ("nvmlDeviceGetGpuInstanceRemainingCapacity", On.GPU, Form.NUMBER, _remaining_capacity),
     (_COMPUTE_PROFILE, On.GPU_INSTANCE, Form.FIELDS, _compute_profile),
     (f"{_COMPUTE_PROFILE}V", On.GPU_INSTANCE, Form.VERSIONED_FIELDS, _compute_profile),
 )
 for _getter in _GETTERS:
-    abi.getter(*_getter)
+    abi.register_getter(*_getter)
 
 
 def _handle(kind: HandleKind, target: Target, instance: SimulatedGpuInstance) -> Handle:
@@ -154,14 +156,10 @@ def _handle(kind: HandleKind, target: Target, instance: SimulatedGpuInstance) ->
     return Handle(kind, target.handle.index, instance.gpu_instance_id, instance.compute_instance_id)
 
 
-def _array(argument: Any) -> Any:
-    return argument._obj if hasattr(argument, "_obj") else argument
-
-
 def _put_handles(array: Any, count: Any, handles: list[Handle]) -> None:
     """Write opaque pointers to a caller's array, and how many there are."""
     abi.put(count, len(handles))
-    pointers = _array(array)
+    pointers = abi.target_of(array)
     for index, handle in enumerate(handles):
         pointers[index] = ctypes.cast(ctypes.c_void_p(handle.pack()), pointers._type_)
 
@@ -183,7 +181,7 @@ def _placements(_library: SimulatedLibrary, target: Target, identity: Any, place
     abi.put(count, len(starts))
     # NULL asks for the count; an array has room for all, says nvml.h, so its size is not asked.
     for index, start in enumerate(starts if placements is not None else ()):
-        abi.put_fields(_array(placements)[index], {"start": start, "size": profile.size})
+        abi.put_fields(abi.target_of(placements)[index], {"start": start, "size": profile.size})
 
 
 @abi.entry_point("nvmlDeviceGetGpuInstances", on=On.GPU)
@@ -197,7 +195,7 @@ def _gpu_instances(_library: SimulatedLibrary, target: Target, identity: Any, in
 
 @abi.entry_point("nvmlGpuInstanceGetComputeInstances", on=On.GPU_INSTANCE)
 def _compute_instances(_library: SimulatedLibrary, target: Target, identity: Any, instances: Any, count: Any) -> None:
-    profile = _offering(target, abi.number(identity))
+    profile = _profile_offering(target, abi.number(identity))
     matching = [part for part in _compute_instances_of(target) if mig.number_of(profile, part) == abi.number(identity)]
     _put_handles(instances, count, [_handle(HandleKind.COMPUTE_INSTANCE, target, part) for part in matching])
 
@@ -230,7 +228,7 @@ def _gpu_instance_info(_library: SimulatedLibrary, target: Target, info: Any) ->
 
 @abi.entry_point("nvmlComputeInstanceGetInfo_v2", on=On.COMPUTE_INSTANCE)
 def _compute_info(_library: SimulatedLibrary, target: Target, info: Any) -> None:
-    (_, profile), instance, struct = _owner(target), _required(target.instance), abi.target_of(info)
+    (_, profile), instance, struct = _owner(target), _demand_instance(target.instance), abi.target_of(info)
     values = {
         "device": Handle(HandleKind.GPU, target.handle.index),
         "gpuInstance": _handle(HandleKind.GPU_INSTANCE, target, instance),
@@ -289,14 +287,14 @@ def create_gpu_instance(
         # Hopper and later: MIG was enabled while they ran; the check is made here. An open node without memory does not count.
         raise Refused(Code.IN_USE)
     free = mig.free_starts(profile, present) if mig.may_join(profile, present) else []
-    start = _start(free, placement)
+    start = _choose_start(free, placement)
     identity = gpu_instance_id(model.axis, start, profile.size)
     gpu.bare.append(SimulatedGpuInstance(profile.name, start, identity))
     gpu.bare.sort(key=lambda each: each.gpu_instance_id)
     return identity
 
 
-def _start(free: Sequence[int], placement: Placement) -> int:
+def _choose_start(free: Sequence[int], placement: Placement) -> int:
     """Return where an instance goes. Where the driver chooses, it is the first place here, and was others on real GPUs."""
     if not free or (placement is not None and placement[0] not in free):
         raise Refused(Code.INSUFFICIENT_RESOURCES)
@@ -314,7 +312,7 @@ def destroy_gpu_instance(gpu: SimulatedGpu, gpu_instance: int, residents: Sequen
         *(resident.gpu_instance_id for resident in residents),
     ]:
         raise Refused(Code.IN_USE)
-    gpu.bare.remove(_first(gpu.bare, lambda each: each.gpu_instance_id == gpu_instance))
+    gpu.bare.remove(_first_matching(gpu.bare, lambda each: each.gpu_instance_id == gpu_instance))
     forget_gone(gpu)
 
 
@@ -327,7 +325,7 @@ def create_compute_instance(
         Refused: INVALID_ARGUMENT, the GPU instance is gone, no such profile, or it cannot lie there; NOT_SUPPORTED,
             not in this GPU instance; INSUFFICIENT_RESOURCES, no room, or the place is taken.
     """
-    owner = _first(gpu_instances(gpu), lambda each: each.gpu_instance_id == gpu_instance)
+    owner = _first_matching(gpu_instances(gpu), lambda each: each.gpu_instance_id == gpu_instance)
     profile = model.profile(owner.profile)
     if profile is None or not 0 <= number < mig.PROFILE_COUNT:
         raise Refused(Code.INVALID_ARGUMENT)
@@ -339,7 +337,7 @@ def create_compute_instance(
         raise Refused(Code.INVALID_ARGUMENT)
     present = [instance for instance in gpu.mig if instance.gpu_instance_id == gpu_instance]
     free = mig.free_compute_starts(profile, number, present)
-    start = _start(free, placement)
+    start = _choose_start(free, placement)
     used_ids = {instance.compute_instance_id for instance in present}
     # Ids start at 0 in every GPU instance, and are reused.
     identity = next(number_free for number_free in range(len(used_ids) + 1) if number_free not in used_ids)
@@ -368,7 +366,7 @@ def destroy_compute_instance(
     place = (gpu_instance, compute_instance)
     if any(resident.place == place for resident in residents):
         raise Refused(Code.IN_USE)
-    destroyed = _first(gpu.mig, lambda part: part.place == place)
+    destroyed = _first_matching(gpu.mig, lambda part: part.place == place)
     gpu.mig.remove(destroyed)
     if all(instance.gpu_instance_id != gpu_instance for instance in gpu.mig):
         gpu.bare.append(SimulatedGpuInstance(destroyed.profile, destroyed.start, gpu_instance))
@@ -376,7 +374,8 @@ def destroy_compute_instance(
     forget_gone(gpu)
 
 
-def _first(instances: Sequence[_Instance], matches: Callable[[_Instance], bool]) -> _Instance:
+def _first_matching(instances: Sequence[_Instance], matches: Callable[[_Instance], bool]) -> _Instance:
+    """Return the first instance that matches; INVALID_ARGUMENT: none does."""
     for instance in instances:
         if matches(instance):
             return instance
@@ -390,7 +389,7 @@ def residents(state: SimulatedHostState, target: Target) -> list[Resident]:
 
 
 @contextmanager
-def _changed(library: SimulatedLibrary, target: Target) -> Iterator[tuple[SimulatedGpu, list[Resident]]]:
+def _changed_gpu(library: SimulatedLibrary, target: Target) -> Iterator[tuple[SimulatedGpu, list[Resident]]]:
     """Yield the GPU under the lock, and the processes that are on it or hold it open."""
     with library.changed_host() as state:
         gpu = state.gpus[target.handle.index]
@@ -403,7 +402,7 @@ def _set_mode(library: SimulatedLibrary, target: Target, mode: Any, activation_s
         raise Refused(Code.NOT_SUPPORTED)
     if abi.number(mode) not in {0, 1} or activation_status is None:
         raise Refused(Code.INVALID_ARGUMENT)
-    with _changed(library, target) as (gpu, residents):
+    with _changed_gpu(library, target) as (gpu, residents):
         # Success of the call is not success of the change.
         abi.put(activation_status, set_mode(gpu, target.model, abi.number(mode), residents))
 
@@ -412,14 +411,14 @@ def _set_mode(library: SimulatedLibrary, target: Target, mode: Any, activation_s
 def _create(library: SimulatedLibrary, target: Target, profile_id: Any, *rest: Any) -> None:
     *given, instance = rest
     placement = _placement(given[0]) if given else None
-    with _changed(library, target) as (gpu, residents):
+    with _changed_gpu(library, target) as (gpu, residents):
         identity = create_gpu_instance(gpu, target.model, abi.number(profile_id), placement, residents)
         abi.put_handle(instance, Handle(HandleKind.GPU_INSTANCE, target.handle.index, identity))
 
 
 @abi.entry_point("nvmlGpuInstanceDestroy", on=On.GPU_INSTANCE)
 def _destroy(library: SimulatedLibrary, target: Target) -> None:
-    with _changed(library, target) as (gpu, residents):
+    with _changed_gpu(library, target) as (gpu, residents):
         destroy_gpu_instance(gpu, target.handle.gpu_instance, residents)
 
 
@@ -430,7 +429,7 @@ def _create_compute(library: SimulatedLibrary, target: Target, profile_id: Any, 
     *given, instance = rest
     placement = _placement(given[0]) if given else None
     index, owner = target.handle.index, target.handle.gpu_instance
-    with _changed(library, target) as (gpu, _):
+    with _changed_gpu(library, target) as (gpu, _):
         identity = create_compute_instance(gpu, target.model, owner, abi.number(profile_id), placement)
         abi.put_handle(instance, Handle(HandleKind.COMPUTE_INSTANCE, index, owner, identity))
 
@@ -438,7 +437,7 @@ def _create_compute(library: SimulatedLibrary, target: Target, profile_id: Any, 
 @abi.entry_point("nvmlComputeInstanceDestroy", on=On.COMPUTE_INSTANCE)
 def _destroy_compute(library: SimulatedLibrary, target: Target) -> None:
     place = (target.handle.gpu_instance, target.handle.compute_instance)
-    with _changed(library, target) as (gpu, residents):
+    with _changed_gpu(library, target) as (gpu, residents):
         destroy_compute_instance(gpu, *place, residents)
 
 

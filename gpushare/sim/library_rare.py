@@ -49,11 +49,6 @@ def _free(library: SimulatedLibrary, sample: Any) -> None:
         raise Refused(Code.INVALID_ARGUMENT)
 
 
-@abi.entry_point("nvmlGpmSampleGet", on=On.GPU)
-def _sample(library: SimulatedLibrary, target: Target, sample: Any) -> None:
-    _take(library, target, sample)
-
-
 @abi.entry_point("nvmlGpmMigSampleGet", on=On.GPU)
 def _mig_sample(library: SimulatedLibrary, target: Target, gpu_instance_id: Any, sample: Any) -> None:
     number = abi.number(gpu_instance_id)
@@ -62,10 +57,12 @@ def _mig_sample(library: SimulatedLibrary, target: Target, gpu_instance_id: Any,
     if instance is None:
         raise Refused(Code.INVALID_ARGUMENT)
     handle = Handle(HandleKind.MIG_DEVICE, target.handle.index, number, instance.compute_instance_id)
-    _take(library, Target(handle, target.gpu, target.model, instance), sample)
+    _gpm_sample(library, Target(handle, target.gpu, target.model, instance), sample)
 
 
-def _take(library: SimulatedLibrary, target: Target, sample: Any) -> None:
+@abi.entry_point("nvmlGpmSampleGet", on=On.GPU)
+def _gpm_sample(library: SimulatedLibrary, target: Target, sample: Any) -> None:
+    """Note utilization and bandwidth of a GPU or MIG device in a sample, for `_metrics`."""
     if not _supported(target):
         raise Refused(Code.NOT_SUPPORTED)
     pointer = abi.pointer_value(sample)
@@ -109,6 +106,7 @@ def _active(_library: SimulatedLibrary, target: Target, count: Any, instances: A
 
 
 def _vgpu_of(library: SimulatedLibrary, instance: int) -> SimulatedVgpu:
+    """Return the vGPU of an instance number: the GPU's index and its place there, from 1."""
     index, place = instance >> _GPU_SHIFT, (instance & 0xFF) - 1
     gpus = library.state.gpus
     if index >= len(gpus) or not 0 <= place < len(gpus[index].vgpus):
@@ -116,14 +114,15 @@ def _vgpu_of(library: SimulatedLibrary, instance: int) -> SimulatedVgpu:
     return gpus[index].vgpus[place]
 
 
-def _type(vgpu: SimulatedVgpu) -> int:
+def _type_id(vgpu: SimulatedVgpu) -> int:
+    """Return the id of a vGPU's type: made of its name, so that it is the same on all hosts."""
     return zlib.crc32(vgpu.type.encode()) & 0xFFFF
 
 
-def _of_type(library: SimulatedLibrary, kind: int) -> SimulatedVgpu:
+def _vgpu_of_type(library: SimulatedLibrary, kind: int) -> SimulatedVgpu:
     for gpu in library.state.gpus:
         for vgpu in gpu.vgpus:
-            if _type(vgpu) == kind:
+            if _type_id(vgpu) == kind:
                 return vgpu
     raise Refused(Code.INVALID_ARGUMENT)
 
@@ -142,9 +141,9 @@ _GETTERS: Final[tuple[tuple[str, Kinds, Form, Callable[..., Any]], ...]] = (
         Form.NUMBER,
         lambda _, target: _HOST_VGPU if target.gpu.vgpus else _NONE,
     ),
-    ("nvmlVgpuTypeGetName", On.NOTHING, Form.TEXT, lambda library, kind: _of_type(library, kind).type),
-    ("nvmlVgpuInstanceGetUUID", On.NOTHING, Form.TEXT, lambda library, instance: _vgpu_of(library, instance).uuid),
-    ("nvmlVgpuInstanceGetType", On.NOTHING, Form.NUMBER, lambda library, instance: _type(_vgpu_of(library, instance))),
+    ("nvmlVgpuTypeGetName", On.NOTHING, Form.TEXT, lambda library, kind: _vgpu_of_type(library, kind).type),
+    ("nvmlVgpuInstanceGetUUID", On.NOTHING, Form.TEXT, lambda library, at: _vgpu_of(library, at).uuid),
+    ("nvmlVgpuInstanceGetType", On.NOTHING, Form.NUMBER, lambda library, at: _type_id(_vgpu_of(library, at))),
     (
         "nvmlVgpuInstanceGetFbUsage",
         On.NOTHING,
@@ -155,11 +154,11 @@ _GETTERS: Final[tuple[tuple[str, Kinds, Form, Callable[..., Any]], ...]] = (
         "nvmlVgpuTypeGetFramebufferSize",
         On.NOTHING,
         Form.NUMBER,
-        lambda library, kind: _of_type(library, kind).memory_bytes,
+        lambda library, kind: _vgpu_of_type(library, kind).memory_bytes,
     ),
 )
 for _getter in _GETTERS:
-    abi.getter(*_getter)
+    abi.register_getter(*_getter)
 
 
 # Boards with NVLink to all others of the host (HGX, DGX), and those with a bridge between two.
@@ -172,16 +171,18 @@ _OK, _NOT_SUPPORTED = 0, 5
 
 
 def _numa_node(library: SimulatedLibrary, index: int) -> int:
+    """Return the NUMA node of a GPU: 0 for the first half of the GPUs, 1 for the others."""
     return int(2 * index >= len(library.state.gpus) > 1)
 
 
-def _other(argument: Any) -> int:
+def _index_of(argument: Any) -> int:
+    """Return the index of the GPU that a handle names."""
     return abi.Handle.unpack(abi.pointer_value(argument)).index
 
 
 @abi.entry_point("nvmlDeviceGetTopologyCommonAncestor", on=On.GPU)
 def _ancestor(library: SimulatedLibrary, target: Target, other: Any, level: Any) -> None:
-    same_node = _numa_node(library, target.handle.index) == _numa_node(library, _other(other))
+    same_node = _numa_node(library, target.handle.index) == _numa_node(library, _index_of(other))
     abi.put(level, _NODE if same_node else _SYSTEM)
 
 
@@ -190,7 +191,7 @@ def _p2p(library: SimulatedLibrary, target: Target, other: Any, capability: Any,
     if abi.number(capability) != _NVLINK:
         raise Refused(Code.NOT_SUPPORTED)
     gpus = library.state.gpus
-    first, second = target.handle.index, _other(other)
+    first, second = target.handle.index, _index_of(other)
     keys = [model_of(gpus[index].model).key for index in (first, second)]
     linked = all(key.startswith(_ALL) for key in keys) or (
         all(key.startswith(_PAIRS) for key in keys) and first // 2 == second // 2

@@ -87,7 +87,7 @@ class SimulatedCapabilities(Capabilities):
 
     def access(self, capability: Capability) -> NodeAccess | None:
         state = current(self._state_file)
-        place = _find(state, capability)
+        place = _find_node(state, capability)
         if place is None:
             return None
         node = place[0].nodes.get(place[1]) or SimulatedNode()
@@ -95,15 +95,16 @@ class SimulatedCapabilities(Capabilities):
 
     def set_modify(self, capability: Capability, *, modify: bool) -> None:
         with changing(self._state_file) as (state, _):
-            _changed(state, capability, capability.path).modify = modify
+            _node_to_change(state, capability, capability.path).modify = modify
 
     def set_access(self, capability: Capability, access: NodeAccess) -> None:
         with changing(self._state_file) as (state, _):
-            node = _changed(state, capability, capability.node)
+            node = _node_to_change(state, capability, capability.node)
             node.owner, node.mode, node.users = access.owner, access.mode, list(access.users)
 
 
 def _capability(state: SimulatedHostState, gpu: int, place: Place) -> Capability:
+    """Return the capability of an instance as the driver shows it in ``/proc``."""
     node = state.gpus[gpu].nodes.get(place_key(place))
     inner = "" if place[1] is None else f"/ci{place[1]}"
     return Capability(
@@ -113,7 +114,8 @@ def _capability(state: SimulatedHostState, gpu: int, place: Place) -> Capability
     )
 
 
-def _find(state: SimulatedHostState, capability: Capability) -> tuple[SimulatedGpu, str] | None:
+def _find_node(state: SimulatedHostState, capability: Capability) -> tuple[SimulatedGpu, str] | None:
+    """Return the GPU whose instance has this capability, and the instance's key in its ``nodes``."""
     for index, gpu in enumerate(state.gpus):
         for place in places_of(gpu):
             if capability_minor(index, place) == capability.minor:
@@ -121,10 +123,11 @@ def _find(state: SimulatedHostState, capability: Capability) -> tuple[SimulatedG
     return None
 
 
-def _changed(state: SimulatedHostState, capability: Capability, path: str) -> SimulatedNode:
+def _node_to_change(state: SimulatedHostState, capability: Capability, path: str) -> SimulatedNode:
+    """Return what is set at the node of a capability; ``path`` is named in errors."""
     if not state.root:
         raise NoPermission(f"may not change {path}: Permission denied", "run it as root: sudo gpushare ...")
-    place = _find(state, capability)
+    place = _find_node(state, capability)
     if place is None:
         raise NotFound(
             f"there is no {path}", "see which instances are there: gpushare mig status", code="no_capability"

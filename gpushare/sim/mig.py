@@ -104,7 +104,7 @@ def remaining_capacity(profile: GiProfile, present: Sequence[Occupied]) -> int:
     return len(added) - len(present)
 
 
-def place(gpu: SimulatedGpu, model: GpuModel, requests: Sequence[str]) -> SimulatedGpu:
+def place_instances(gpu: SimulatedGpu, model: GpuModel, requests: Sequence[str]) -> SimulatedGpu:
     """Return the GPU with MIG on and exactly these instances, each with one full-size compute instance.
 
     A request is a profile name with an optional start: ``3g.71gb``, ``1g.18gb:4``, ``1g.18gb+me``.
@@ -117,7 +117,7 @@ def place(gpu: SimulatedGpu, model: GpuModel, requests: Sequence[str]) -> Simula
     if not model.mig:
         raise NotSupported(f"{model.name} has no MIG", "see: gpushare sim list --models", code="mig_unsupported")
     wanted = [_parse_request(model, request) for request in requests]
-    layout = _fit(wanted, min) or _fit(wanted, max)
+    layout = _lay_out(wanted, min) or _lay_out(wanted, max)
     if len(layout) < len(wanted):
         names = ", ".join(request.strip() for request in requests)
         raise OperationFailed(
@@ -137,6 +137,7 @@ def place(gpu: SimulatedGpu, model: GpuModel, requests: Sequence[str]) -> Simula
 
 
 def _parse_request(model: GpuModel, request: str) -> tuple[GiProfile, int | None]:
+    """Return the profile and the start of a request like ``1g.18gb:4``; without a start, None."""
     match = _REQUEST.fullmatch(request)
     profile = model.profile(match.group(1)) if match else None
     if match is None or profile is None:
@@ -157,7 +158,7 @@ def _parse_request(model: GpuModel, request: str) -> tuple[GiProfile, int | None
     return profile, start
 
 
-def _fit(wanted: Sequence[tuple[GiProfile, int | None]], choose: Callable[[list[int]], int]) -> list[Occupied]:
+def _lay_out(wanted: Sequence[tuple[GiProfile, int | None]], choose: Callable[[list[int]], int]) -> list[Occupied]:
     """Return the instances at the places that ``choose`` takes of the free ones; none, if one has no place."""
     present: list[Occupied] = []
     # Fixed places first, then the largest: they have the fewest choices left.

@@ -109,7 +109,7 @@ class _Session:
         if clients.daemon_of(state, self._env) is None:
             return Completed(self._argv, 1, "", mps_daemon.NO_DAEMON)
         if state.collisions:
-            return self._dropped()
+            return self._drop_conversation()
         output = ""
         for command in stdin.removesuffix("\n").split("\n") if stdin else ():
             reply = self._answer(command.strip())
@@ -126,7 +126,7 @@ class _Session:
                 lines.append(control_line(daemon, "UI closed"))
         return Completed(self._argv, 0, output, "")
 
-    def _dropped(self) -> Completed:
+    def _drop_conversation(self) -> Completed:
         """Return what two conversations at once do to one of them: silence with exit 0, or an error, in turn."""
         with changing(self._state_file) as (state, _):
             state.collisions -= 1
@@ -198,7 +198,8 @@ def _get_threads(_request: MpsRequest, owner: _Owner) -> Reply:
     return Reply(f"{owner.threads:.1f}\n")
 
 
-def _device(request: MpsRequest) -> tuple[str | None, str]:
+def _read_device(request: MpsRequest) -> tuple[str | None, str]:
+    """Return the device that the words name and the text of the value, as `mps_servers.read_device`."""
     key, text = mps_servers.read_device(request.words, request.major)
     if key is None and request.major < 580:
         request.log("Invalid device ordinal!")
@@ -207,7 +208,7 @@ def _device(request: MpsRequest) -> tuple[str | None, str]:
 
 def _set_limit(request: MpsRequest, owner: _Owner) -> Reply:
     """Change the memory limit; prints nothing, whatever it made of the value."""
-    key, text = _device(request)
+    key, text = _read_device(request)
     if key is not None:
         # Taken out first: the order of the entries says which was set last.
         owner.memory.pop(key, None)
@@ -220,7 +221,7 @@ def _set_limit(request: MpsRequest, owner: _Owner) -> Reply:
 
 def _get_limit(request: MpsRequest, owner: _Owner) -> Reply:
     """Print nothing when it is unset, whole G from 1024M up."""
-    value = owner.memory.get(_device(request)[0] or "")
+    value = owner.memory.get(_read_device(request)[0] or "")
     if value is None:
         return Reply()
     return Reply(f"{value // 1024}G\n" if value >= 1024 else f"{value}M\n")
@@ -277,13 +278,14 @@ def _ps(request: MpsRequest, _server: SimulatedServer | None) -> Reply:
         return Reply("Server not found\n")
     rows: list[tuple[str, ...]] = [("PID", "ID", "SERVER", "DEVICE", "NAMESPACE", "COMMAND", "ATTRIBUTES")]
     for server in request.daemon.servers:
-        rows += [_row(request, client) for client in clients.clients_of(request.state, server.pid)]
+        rows += [_client_row(request, client) for client in clients.clients_of(request.state, server.pid)]
     last = "%-15s%-15s" if request.major >= 595 else "%-15s"
     shown = 7 if request.major >= 595 else 6
     return Reply("".join(("%-10s%-10s%-15s%-26s%-15s" + last + "\n") % row[:shown] for row in rows))
 
 
-def _row(request: MpsRequest, client: SimulatedProcess) -> tuple[str, ...]:
+def _client_row(request: MpsRequest, client: SimulatedProcess) -> tuple[str, ...]:
+    """Return the cells of a client in the table of ``ps``."""
     place = (client.gpu_uuid, client.gpu_instance_id)
     devices = daemon_devices(request.state, request.daemon)
     here = (device.uuid for device in devices if (device.gpu.uuid, device.mig and device.mig.gpu_instance_id) == place)

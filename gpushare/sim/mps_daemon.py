@@ -10,7 +10,15 @@ from collections.abc import Mapping
 from gpushare.host.process import ticks_now
 from gpushare.sim import clients
 from gpushare.sim.devices import daemon_devices, split
-from gpushare.sim.mps_servers import CONTROL, SERVER, LogLine, binary_version, control_line, parse_threads
+from gpushare.sim.mps_servers import (
+    CONTROL,
+    DEFAULT_DIRECTORY,
+    SERVER,
+    LogLine,
+    binary_version,
+    control_line,
+    parse_threads,
+)
 from gpushare.sim.state import SimulatedDaemon, SimulatedHostState
 
 NO_DAEMON = "Cannot find MPS control daemon process\n"
@@ -47,7 +55,7 @@ def start(
     pipe = env.get("CUDA_MPS_PIPE_DIRECTORY") or clients.DEFAULT_PIPE_DIRECTORY
     if multiuser and not state.root:
         return 1, "Only root user may enable -multiuser-server!\n", []
-    daemon = _new(state, env, pipe)
+    daemon = _new_daemon(state, env, pipe)
     daemon.multiuser = multiuser
     warning = "" if _open_logs(daemon.log_directory) else NO_LOGS.format(daemon.log_directory)
     error = _open_pipe(state, pipe)
@@ -58,8 +66,8 @@ def start(
         return _CUDA_ERROR_NO_DEVICE, "", []
     state.daemons.append(daemon)
     if state.branch >= 550 and not _of_real_mps(pipe):
-        _write(os.path.join(pipe, PID_FILE), str(daemon.pid), 0o666)
-    return 0, warning, [] if warning else _first_lines(state, daemon)
+        _write_file(os.path.join(pipe, PID_FILE), str(daemon.pid), 0o666)
+    return 0, warning, [] if warning else _first_log_lines(state, daemon)
 
 
 def remove_ended(state: SimulatedHostState, daemon: SimulatedDaemon, *, cleanly: bool) -> None:
@@ -76,12 +84,13 @@ def remove_ended(state: SimulatedHostState, daemon: SimulatedDaemon, *, cleanly:
             os.unlink(os.path.join(daemon.pipe_directory, name))
 
 
-def _new(state: SimulatedHostState, env: Mapping[str, str], pipe: str) -> SimulatedDaemon:
+def _new_daemon(state: SimulatedHostState, env: Mapping[str, str], pipe: str) -> SimulatedDaemon:
+    """Return a daemon with the settings that it takes from its environment."""
     daemon = SimulatedDaemon(
         pid=state.new_pid(),
         uid=state.uid,
         pipe_directory=pipe,
-        log_directory=env.get("CUDA_MPS_LOG_DIRECTORY") or clients.DEFAULT_LOG_DIRECTORY,
+        log_directory=env.get("CUDA_MPS_LOG_DIRECTORY") or DEFAULT_DIRECTORY,
         visible=split(env.get("CUDA_VISIBLE_DEVICES")),
         started=ticks_now(),
         environment={key: value for key, value in env.items() if key.startswith(("CUDA_", "GPUSHARE_"))},
@@ -104,6 +113,7 @@ def _open_pipe(state: SimulatedHostState, pipe: str) -> str | None:
 
 
 def _open_logs(directory: str) -> bool:
+    """Make the log files; return whether they can be written."""
     if _of_real_mps(directory):
         return True
     try:
@@ -117,7 +127,8 @@ def _open_logs(directory: str) -> bool:
     return True
 
 
-def _first_lines(state: SimulatedHostState, daemon: SimulatedDaemon) -> list[LogLine]:
+def _first_log_lines(state: SimulatedHostState, daemon: SimulatedDaemon) -> list[LogLine]:
+    """Return what a daemon writes into its log when it starts."""
     if _of_real_mps(daemon.log_directory):
         return []
     pipe = daemon.pipe_directory
@@ -139,7 +150,7 @@ def _of_real_mps(directory: str) -> bool:
     A dead socket in /tmp/nvidia-mps would break every real CUDA program on the machine.
     """
     ours = ("/run/gpushare-mps/", "/var/log/gpushare-mps/")
-    return directory in {clients.DEFAULT_PIPE_DIRECTORY, clients.DEFAULT_LOG_DIRECTORY} or directory.startswith(ours)
+    return directory in {clients.DEFAULT_PIPE_DIRECTORY, DEFAULT_DIRECTORY} or directory.startswith(ours)
 
 
 def _make_files(pipe: str) -> bool:
@@ -148,7 +159,7 @@ def _make_files(pipe: str) -> bool:
         os.mkdir(pipe)
         # Without a sticky bit, as the daemon does.
         os.chmod(pipe, 0o777)  # noqa: S103
-    _write(os.path.join(pipe, "control_lock"), "", 0o666)
+    _write_file(os.path.join(pipe, "control_lock"), "", 0o666)
     for name in ("log", "control", "control_privileged")[: 3 if len(os.fsencode(pipe)) <= MAX_PIPE_DIRECTORY else 1]:
         path = os.path.join(pipe, name)
         with contextlib.suppress(FileNotFoundError):
@@ -162,7 +173,7 @@ def _make_files(pipe: str) -> bool:
     return len(os.fsencode(pipe)) <= MAX_PIPE_DIRECTORY
 
 
-def _write(path: str, text: str, mode: int) -> None:
+def _write_file(path: str, text: str, mode: int) -> None:
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
     os.chmod(path, mode)

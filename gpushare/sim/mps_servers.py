@@ -176,7 +176,7 @@ def disconnected(
     )
 
 
-def fault(
+def set_fault(
     daemon: SimulatedDaemon, server: SimulatedServer, process: SimulatedProcess, others: list[SimulatedProcess]
 ) -> list[LogLine]:
     """Put the server into FAULT: its other clients lose their contexts."""

@@ -29,7 +29,7 @@ def install(state_file: StateFile) -> str:
         state.toolkit_installed = True
         kinds = _STRATEGIES[:2]
         if any(_devices(state, kinds)):
-            _write(state_file, _PATH, document(state, kinds, "yaml"))
+            _write_file(state_file, _PATH, document(state, kinds, "yaml"))
     return _PATH
 
 
@@ -39,30 +39,30 @@ def main(argv: Sequence[str], state_file: StateFile) -> Completed:
     output = dict(options).get("--output", "")
     kinds = tuple(value for name, value in options if name == "--device-name-strategy") or _STRATEGIES[:2]
     if list(argv[1:3]) != ["cdi", "generate"] or not output or set(kinds) - set(_STRATEGIES):
-        return _failed(argv, f"not simulated: {' '.join(argv[1:])}")
+        return _failure(argv, f"not simulated: {' '.join(argv[1:])}")
     state = current(state_file)
     if not state.nvml_installed or not state.driver_loaded:
-        return _failed(argv, "failed to generate CDI spec: failed to initialize NVML: ERROR_LIBRARY_NOT_FOUND")
+        return _failure(argv, "failed to generate CDI spec: failed to initialize NVML: ERROR_LIBRARY_NOT_FOUND")
     if not list(_devices(state, kinds)):
-        return _failed(argv, 'failed to write spec: failed add device "all": invalid device, empty device edits')
+        return _failure(argv, 'failed to write spec: failed add device "all": invalid device, empty device edits')
     text = document(state, kinds, "json" if output.endswith(".json") else "yaml")
     if not state.root:
         directory = output.rpartition("/")[0]
-        return _failed(argv, f"failed to write spec: open {directory}/.spec: permission denied")
-    _write(state_file, output, text)
+        return _failure(argv, f"failed to write spec: open {directory}/.spec: permission denied")
+    _write_file(state_file, output, text)
     return Completed(tuple(argv), 0, "", 'level=info msg="Generated CDI spec with version 0.5.0"\n')
 
 
 def document(state: SimulatedHostState, kinds: Sequence[str], form: str) -> str:
     """Return the specification of all devices: GPUs without MIG, MIG devices, and all of them together."""
-    devices = [{"name": name, "containerEdits": _edits(nodes)} for name, nodes in _devices(state, kinds)]
+    devices = [{"name": name, "containerEdits": _container_edits(nodes)} for name, nodes in _devices(state, kinds)]
     everything = list(dict.fromkeys(node for _, nodes in _devices(state, kinds) for node in nodes))
-    devices.append({"name": "all", "containerEdits": _edits(everything)})
+    devices.append({"name": "all", "containerEdits": _container_edits(everything)})
     spec = {
         "cdiVersion": "0.5.0",
         "kind": "nvidia.com/gpu",
         "devices": devices,
-        "containerEdits": _edits(["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools"]),
+        "containerEdits": _container_edits(["/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools"]),
     }
     if form == "json":
         return json.dumps(spec)
@@ -71,7 +71,7 @@ def document(state: SimulatedHostState, kinds: Sequence[str], form: str) -> str:
     return f"---\n{yaml.safe_dump(spec, sort_keys=False)}"
 
 
-def _edits(nodes: Sequence[str]) -> dict[str, Any]:
+def _container_edits(nodes: Sequence[str]) -> dict[str, Any]:
     return {"deviceNodes": [{"path": node} for node in nodes]}
 
 
@@ -92,14 +92,15 @@ def _devices(state: SimulatedHostState, kinds: Sequence[str]) -> Iterator[tuple[
 
 
 def _names(kinds: Sequence[str], index: str, kind: str, device: SimulatedGpu | SimulatedMigInstance) -> list[str]:
+    """Return the names of a device by each strategy: ``0``, ``GPU-...``, ``gpu0``."""
     return [{"index": index, "uuid": device.uuid, "type-index": f"{kind}{index}"}[strategy] for strategy in kinds]
 
 
-def _write(state_file: StateFile, path: str, text: str) -> None:
+def _write_file(state_file: StateFile, path: str, text: str) -> None:
     file = state_file.directory / Path(path.lstrip("/"))
     file.parent.mkdir(parents=True, exist_ok=True)
     replace_file(file, text)
 
 
-def _failed(argv: Sequence[str], message: str) -> Completed:
+def _failure(argv: Sequence[str], message: str) -> Completed:
     return Completed(tuple(argv), 1, "", f'level=error msg="{message}"\n')

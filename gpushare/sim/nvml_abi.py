@@ -175,7 +175,7 @@ class Form(Enum):
     VERSIONED_FIELDS = "fields of a struct that says its version first"
 
 
-def getter(names: str, on: Kinds, form: Form, value: Callable[..., Any]) -> None:
+def register_getter(names: str, on: Kinds, form: Form, value: Callable[..., Any]) -> None:
     """Register a function that returns a value under the names of entry points, with blanks between them.
 
     It is called with the library, the `Target` unless ``on`` is NOTHING, and the input arguments as numbers. None is
@@ -184,6 +184,7 @@ def getter(names: str, on: Kinds, form: Form, value: Callable[..., Any]) -> None
     first = 1 if on else 0
 
     def answer(library: Any, *arguments: Any) -> None:
+        """Call ``value`` with the input arguments, and write what it returns to the output arguments."""
         last = len(arguments) - (2 if form in {Form.TEXT, Form.NUMBERS} else 1)
         output = arguments[last]
         if form is Form.VERSIONED_FIELDS:

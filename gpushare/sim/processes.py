@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from gpushare.base.errors import no_process_error, signal_refused_error
+from gpushare.base.model import MPS_SERVER
 from gpushare.base.units import MIB
 from gpushare.host.capabilities import user_name
 from gpushare.host.identity import Identity, identity_of, identity_of_child
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from gpushare.sim.mps_servers import LogLine
 
 
-MPS_SERVER = "nvidia-cuda-mps-server"
 ATTACH_DELAY = "GPUSHARE_SIM_ATTACH_DELAY"
 SM_PERCENT = "GPUSHARE_SIM_SM_PERCENT"
 DEFAULT_MEMORY_BYTES = 512 * MIB
@@ -68,10 +68,11 @@ class SimulatedProcesses(Processes):
         self._local = Processes()
 
     def describe(self, pid: int) -> ProcessInfo | None:
+        """Return a process as `Processes.describe`; real ones belong to the simulated user."""
         state = current(self._state_file)
         if pid < FIRST_SIMULATED_PID:
-            return self._real(state, pid)
-        daemon, server, process = _find(state, pid)
+            return self._describe_real(state, pid)
+        daemon, server, process = _find_owner(state, pid)
         if process is not None:
             return ProcessInfo(
                 pid=pid,
@@ -97,7 +98,7 @@ class SimulatedProcesses(Processes):
             stopped=server is None and daemon.stopped,
         )
 
-    def _real(self, state: SimulatedHostState, pid: int) -> ProcessInfo | None:
+    def _describe_real(self, state: SimulatedHostState, pid: int) -> ProcessInfo | None:
         """Return a real process. Those of the user who runs gpushare belong to the user of the simulated host."""
         info = self._local.describe(pid)
         if info is None or info.uid != os.geteuid():
@@ -116,7 +117,7 @@ class SimulatedProcesses(Processes):
 
     def environment(self, pid: int) -> Mapping[str, str] | None:
         state = current(self._state_file)
-        daemon, server, process = _find(state, pid)
+        daemon, server, process = _find_owner(state, pid)
         if pid < FIRST_SIMULATED_PID:
             text = self._local.environment(pid)
             # It is on the GPU before its exec, when /proc still has the environment of gpushare.
@@ -147,7 +148,7 @@ class SimulatedProcesses(Processes):
     def descendants(self, pid: int) -> Sequence[int]:
         """Return the PID itself and all that descend from it: of a daemon its servers."""
         state = current(self._state_file)
-        daemon, server, process = _find(state, pid)
+        daemon, server, process = _find_owner(state, pid)
         if daemon is not None and server is None:
             return [pid, *(server.pid for server in daemon.servers)]
         below = [process.pid for process in state.processes if process.parent_pid == pid]
@@ -173,14 +174,14 @@ class SimulatedProcesses(Processes):
     @_or_real
     def parent(self, pid: int) -> int | None:
         """Return the PID of its parent: of a server its daemon."""
-        daemon, server, process = _find(current(self._state_file), pid)
+        daemon, server, process = _find_owner(current(self._state_file), pid)
         if process is not None:
             return process.parent_pid
         return daemon.pid if daemon is not None and server is not None else None
 
     @_or_real
     def catches(self, pid: int, signal: int) -> bool | None:
-        daemon, _, process = _find(current(self._state_file), pid)
+        daemon, _, process = _find_owner(current(self._state_file), pid)
         if process is not None:
             return signal in process.catches
         return None if daemon is None else False
@@ -190,14 +191,15 @@ class SimulatedProcesses(Processes):
         self._send(pid, signal, lambda number: self._local.send(pid, number))
 
     def _send(self, pid: int, signal: int, to_real: Callable[[int], None]) -> None:
+        """Send a signal; ``to_real`` sends it if the process is a real one."""
         from gpushare.sim import clients
 
         # What goes on looks at once whether it runs here too.
         later = signal == signals.SIGCONT and pid < FIRST_SIMULATED_PID
         with changing(self._state_file) as (state, lines):
-            daemon, server, process = _find(state, pid)
+            daemon, server, process = _find_owner(state, pid)
             if pid >= FIRST_SIMULATED_PID:
-                _check(state, pid, signal, process or server or daemon)
+                _check_may_signal(state, pid, signal, process or server or daemon)
             else:
                 # First the real one: when it is refused, nothing changed.
                 to_real(0 if later else signal)
@@ -224,7 +226,7 @@ class SimulatedProcesses(Processes):
         """Return where a process comes from; a real one that runs here has the simulated user."""
         from gpushare.host.origin import MOST_OF_COMMAND, Origin, origin_of
 
-        process = _find(current(self._state_file), pid)[2]
+        process = _find_owner(current(self._state_file), pid)[2]
         if process is None:
             return origin_of(pid, command=command) if pid < FIRST_SIMULATED_PID else None
         return Origin(
@@ -263,12 +265,12 @@ class SimulatedProcesses(Processes):
         with changing(self._state_file) as (state, lines):
             process = real_process(state, identity, argv, env)
             process.memory_bytes = DEFAULT_MEMORY_BYTES
-            process.sm_percent = round(_seconds(env.get(SM_PERCENT) or str(DEFAULT_SM_PERCENT)))
-            delay = _seconds(env.get(ATTACH_DELAY))
+            process.sm_percent = round(_parse_seconds(env.get(SM_PERCENT) or str(DEFAULT_SM_PERCENT)))
+            delay = _parse_seconds(env.get(ATTACH_DELAY))
             if delay > 0:
                 process.attach_at = now() + delay
             else:
-                lines += clients.attach(state, process, process.environment)
+                lines += clients.attach(state, process)
         return child
 
     def moved(self, client: int, pid: int) -> None:
@@ -329,6 +331,7 @@ def signal_process(state: SimulatedHostState, process: SimulatedProcess, signal:
 
 
 def _signal_daemon(state: SimulatedHostState, daemon: SimulatedDaemon, signal: int) -> list[LogLine]:
+    """Do to the state what a signal does to an MPS daemon; return log lines."""
     from gpushare.sim import clients, mps_daemon
 
     if signal == signals.SIGSTOP:
@@ -346,14 +349,15 @@ def identity_in(state: SimulatedHostState, pid: int) -> Identity | None:
     """Return the process that has a PID now: a simulated one, or a real one."""
     if pid < FIRST_SIMULATED_PID:
         return identity_of(pid)
-    daemon, _, process = _find(state, pid)
+    daemon, _, process = _find_owner(state, pid)
     owner = process or daemon
     return None if owner is None else Identity(pid, owner.started)
 
 
-def _find(
+def _find_owner(
     state: SimulatedHostState, pid: int
 ) -> tuple[SimulatedDaemon | None, SimulatedServer | None, SimulatedProcess | None]:
+    """Return what has a PID: a daemon; a server, with its daemon; or a process. The others are None."""
     for daemon in state.daemons:
         if daemon.pid == pid:
             return daemon, None, None
@@ -363,9 +367,10 @@ def _find(
     return None, None, state.process(pid)
 
 
-def _check(
+def _check_may_signal(
     state: SimulatedHostState, pid: int, signal: int, owner: SimulatedDaemon | SimulatedServer | SimulatedProcess | None
 ) -> None:
+    """Raise as kill(2) does: there is no such process, or it is another user's."""
     if owner is None:
         raise no_process_error(pid)
     if not state.may(owner.uid):
@@ -373,10 +378,11 @@ def _check(
 
 
 def _kills(signal: int) -> bool:
+    """Return whether a signal ends a process that does not catch it."""
     return signal not in _HARMLESS | {signals.SIGTTIN, signals.SIGTTOU}
 
 
-def _seconds(text: str | None) -> float:
+def _parse_seconds(text: str | None) -> float:
     try:
         return float(text or 0)
     except ValueError:

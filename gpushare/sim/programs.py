@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from gpushare.base.model import MPS_SERVER
 from gpushare.host.program import (
     Completed,
     Listener,
@@ -19,7 +20,6 @@ from gpushare.sim.current import clock
 from gpushare.sim.state import MPS_CONTROL, StateFile
 
 SMI = "nvidia-smi"
-MPS_SERVER = "nvidia-cuda-mps-server"
 TOOLKIT = "nvidia-ctk"
 _POLL_SECONDS = 0.01
 
@@ -83,6 +83,7 @@ class SimulatedPrograms(Programs):
     def _completed(
         self, argv: Sequence[str], name: str, stdin: str, env: Mapping[str, str], deadline: float, timeout: float
     ) -> Completed:
+        """Run a program, and return what it printed; one that hangs runs into the time limit."""
         while self._hangs(name):
             if clock() >= deadline:
                 raise timed_out_error(argv, timeout)

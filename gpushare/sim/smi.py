@@ -46,24 +46,26 @@ def main(argv: Sequence[str], state_file: StateFile) -> Completed:
     )
     code, text = next(((code, text) for failed, code, text in failures if failed), (0, ""))
     if not code:
-        code, text = _answer(argv[1:], state, state_file)
+        code, text = _run_command(argv[1:], state, state_file)
     return Completed(tuple(argv), code, text, "")
 
 
-def _answer(words: Sequence[str], state: SimulatedHostState, state_file: StateFile) -> tuple[int, str]:
+def _run_command(words: Sequence[str], state: SimulatedHostState, state_file: StateFile) -> tuple[int, str]:
+    """Carry out one of the two commands; return the exit code and stdout."""
     match list(words):
         case ["compute-policy", "-l"]:
-            return _listed(state)
+            return _list_policies(state)
         case ["compute-policy", "-i", device, "--set-timeslice", ("0" | "1" | "2" | "3") as level]:
             with changing(state_file) as (changed, _):
-                return _set(changed, device, int(level))
+                return _set_policy(changed, device, int(level))
     return 255, f"ERROR: Option {' '.join(words)} is not simulated. Please run 'gpushare status'.\n\n"
 
 
-def _listed(state: SimulatedHostState) -> tuple[int, str]:
+def _list_policies(state: SimulatedHostState) -> tuple[int, str]:
+    """Return the exit code and the table of the time-slice levels."""
     code, rows, output = Code.SUCCESS, "", ""
     for index, gpu in enumerate(state.gpus):
-        refusal = _refusal(gpu)
+        refusal = _refusal_code(gpu)
         if refusal is None:
             rows += f"|{index:>4}   {'Timeslice':<16}{_LEVELS[gpu.time_slice]:<14}|\n{_RULE}"
         else:
@@ -71,19 +73,21 @@ def _listed(state: SimulatedHostState) -> tuple[int, str]:
     return int(code), (_HEADER + rows if rows else "") + output
 
 
-def _set(state: SimulatedHostState, device: str, level: int) -> tuple[int, str]:
+def _set_policy(state: SimulatedHostState, device: str, level: int) -> tuple[int, str]:
+    """Set the time-slice level of a GPU, named by index or UUID; return the exit code and stdout."""
     index = next((index for index, gpu in enumerate(state.gpus) if device in {str(index), gpu.uuid}), None)
     if index is None:
         return int(Code.NOT_FOUND), "No devices were found\n"
     task = f"set timeslice policy with value {_LEVELS[level]}"
-    refusal = _refusal(state.gpus[index]) or (None if state.root else Code.NO_PERMISSION)
+    refusal = _refusal_code(state.gpus[index]) or (None if state.root else Code.NO_PERMISSION)
     if refusal is not None:
         return int(refusal), f"Failed to {task} for GPU {index} : {ERROR_TEXTS[refusal]}\n"
     state.gpus[index].time_slice = level
     return 0, f"Successfully {task} for GPU {index}\n"
 
 
-def _refusal(gpu: SimulatedGpu) -> Code | None:
+def _refusal_code(gpu: SimulatedGpu) -> Code | None:
+    """Return why a GPU refuses compute policies; None: it does not."""
     if gpu.lost:
         return Code.GPU_IS_LOST
     unsupported = model_of(gpu.model).time_slice is False or "compute-policy" in gpu.not_supported

@@ -348,10 +348,11 @@ class StateFile:
 
     def read(self) -> SimulatedHostState | None:
         """Return the state, or None when the host was never used."""
-        text = self._text()
-        return None if text is None else self._understood(text)
+        text = self._read_text()
+        return None if text is None else self._parse_state(text)
 
-    def _text(self) -> str | None:
+    def _read_text(self) -> str | None:
+        """Return the content of the file; None: the host was never used."""
         try:
             # A link or a FIFO there is neither followed nor waited for.
             descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -370,7 +371,7 @@ class StateFile:
         except ValueError:
             raise self._broken_error("it is no text") from None
 
-    def _understood(self, text: str) -> SimulatedHostState:
+    def _parse_state(self, text: str) -> SimulatedHostState:
         try:
             return _decode(json.loads(text))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -392,8 +393,8 @@ class StateFile:
         ``new`` is used when the host was never used before.
         """
         with self.locked():
-            before = self._text()
-            state = new if before is None else self._understood(before)
+            before = self._read_text()
+            state = new if before is None else self._parse_state(before)
             if state is None:
                 message = "the simulated host has no state"
                 raise FileNotFoundError(message)
@@ -440,7 +441,7 @@ def now() -> float:
 
 def _decode(raw: dict[str, Any]) -> SimulatedHostState:
     MADE_UP.update({uid: name for name, uid in raw["users"].items()})
-    return _made(SimulatedHostState, raw)
+    return _build(SimulatedHostState, raw)
 
 
 T = TypeVar("T")
@@ -453,7 +454,7 @@ _PARTS: Final[dict[type[Any], dict[str, type[Any]]]] = {
 _NAMES: Final[dict[type[Any], frozenset[str]]] = {}
 
 
-def _made(cls: type[T], raw: dict[str, Any]) -> T:
+def _build(cls: type[T], raw: dict[str, Any]) -> T:
     """Return ``cls(**raw)`` with its parts, which takes three times as long: each NVML call may read the state."""
     if cls not in _NAMES:
         # Those of its base class too.
@@ -463,9 +464,9 @@ def _made(cls: type[T], raw: dict[str, Any]) -> T:
     made = cls.__new__(cls)
     vars(made).update(raw)
     for name, part in _PARTS.get(cls, {}).items():
-        vars(made)[name] = [_made(part, each) for each in raw[name]]
+        vars(made)[name] = [_build(part, each) for each in raw[name]]
     if isinstance(made, SimulatedGpu):
-        made.nodes = {place: _made(SimulatedNode, each) for place, each in raw["nodes"].items()}
+        made.nodes = {place: _build(SimulatedNode, each) for place, each in raw["nodes"].items()}
     return made
 
 
@@ -517,6 +518,7 @@ def initial_state(spec: str) -> SimulatedHostState:
 
 
 def _parse_part(part: str) -> tuple[int, GpuModel]:
+    """Return how many GPUs a part of a spec like ``8xa100-80gb`` asks for, and their model."""
     match = _PART.fullmatch(part.strip())
     if match is None:
         raise BadUsage("a GPU model is missing in the name of the simulated host", _HINT, code="bad_host")
@@ -525,6 +527,7 @@ def _parse_part(part: str) -> tuple[int, GpuModel]:
 
 
 def _new_gpu(spec: str, index: int, model: GpuModel) -> SimulatedGpu:
+    """Return a GPU as it is before its first use; its UUID depends on the spec and the index alone."""
     # Loaded once in the life of a host, and not at each look at it.
     from uuid import UUID, uuid5
 

@@ -241,14 +241,14 @@ def test_refresh_that_hangs(host: Host, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_refresh_that_fails_says_what_the_program_said(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvidia_ctk, "main", lambda argv, *_: nvidia_ctk._failed(argv, "no space left"))
+    monkeypatch.setattr(nvidia_ctk, "main", lambda argv, *_: nvidia_ctk._failure(argv, "no space left"))
     error = failed(host)
     assert (type(error), error.code) == (OperationFailed, "cdi_not_written")
     assert "no space left" in error.message
 
 
 def test_success_of_the_program_proves_nothing(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvidia_ctk, "_write", lambda *_: None)
+    monkeypatch.setattr(nvidia_ctk, "_write_file", lambda *_: None)
     error = failed(host)
     assert error.code == "cdi_still_stale"
     assert uuids(host)[0] in error.message

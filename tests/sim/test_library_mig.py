@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gpushare.gpu_models import GpuModel, find_model, load_models
-from gpushare.sim.mig import place
+from gpushare.sim.mig import place_instances
 from gpushare.sim.state import StateFile
 from tests.sim.nvml_host import add_process, initialised, new_host
 
@@ -28,7 +28,7 @@ H200 = {
 def mig_host(spec: str, requests: list[str]) -> StateFile:
     file = new_host(spec)
     with file.changed() as state:
-        state.gpus[0] = place(state.gpus[0], find_model(state.gpus[0].model), requests)
+        state.gpus[0] = place_instances(state.gpus[0], find_model(state.gpus[0].model), requests)
     return file
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gpushare.gpu_models import find_model
-from gpushare.sim.mig import place
+from gpushare.sim.mig import place_instances
 from gpushare.sim.state import SimulatedDaemon, SimulatedServer, StateFile, now
 from tests.sim.nvml_host import add_process, initialised, new_host
 
@@ -191,7 +191,7 @@ def test_gpm_samples_must_be_taken_before_they_are_compared() -> None:
 def test_gpm_tells_mig_instances_apart() -> None:
     file = new_host("sim:h200")
     with file.changed() as state:
-        state.gpus[0] = place(state.gpus[0], find_model("h200"), ["3g.71gb", "4g.71gb:0"])
+        state.gpus[0] = place_instances(state.gpus[0], find_model("h200"), ["3g.71gb", "4g.71gb:0"])
         four, three = state.gpus[0].mig
         place_of = {"gpu_instance_id": three.gpu_instance_id, "compute_instance_id": 0}
         add_process(state, state.gpus[0], sm_percent=66, **place_of)

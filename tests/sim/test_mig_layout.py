@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gpushare.base.errors import BadUsage, NotSupported, OperationFailed
 from gpushare.gpu_models import find_model
-from gpushare.sim.mig import gpu_instance_id, occupied, place
+from gpushare.sim.mig import gpu_instance_id, occupied, place_instances
 from gpushare.sim.state import SimulatedGpu, initial_state
 
 
@@ -17,7 +17,7 @@ def new_gpu(name: str) -> SimulatedGpu:
 
 
 def layout(name: str, requests: list[str]) -> list[tuple[str, int, int]]:
-    gpu = place(new_gpu(name), find_model(name), requests)
+    gpu = place_instances(new_gpu(name), find_model(name), requests)
     return [(mig.profile, mig.start, mig.gpu_instance_id) for mig in gpu.mig]
 
 
@@ -46,16 +46,16 @@ def test_the_search_finds_sets_that_first_fit_misses() -> None:
 def test_placing_switches_mig_on_and_compute_mode_to_default() -> None:
     before = new_gpu("h200")
     before.compute_mode = 3
-    after = place(before, find_model("h200"), ["7g.141gb"])
+    after = place_instances(before, find_model("h200"), ["7g.141gb"])
     assert (after.mig_mode, after.mig_pending, after.compute_mode) == (1, 1, 0)
     assert (before.mig_mode, before.mig) == (0, [])
-    assert place(after, find_model("h200"), []).mig == []
+    assert place_instances(after, find_model("h200"), []).mig == []
 
 
 def test_the_uuid_comes_from_the_place_and_not_from_the_profile() -> None:
-    plain = place(new_gpu("h200"), find_model("h200"), ["1g.18gb:4"]).mig[0]
-    media = place(new_gpu("h200"), find_model("h200"), ["1g.18gb+me:4"]).mig[0]
-    other = place(new_gpu("h200"), find_model("h200"), ["1g.18gb:5"]).mig[0]
+    plain = place_instances(new_gpu("h200"), find_model("h200"), ["1g.18gb:4"]).mig[0]
+    media = place_instances(new_gpu("h200"), find_model("h200"), ["1g.18gb+me:4"]).mig[0]
+    other = place_instances(new_gpu("h200"), find_model("h200"), ["1g.18gb:5"]).mig[0]
     assert plain.uuid == media.uuid != other.uuid
     assert plain.uuid.startswith("MIG-")
     # Version nibble 5, as every MIG UUID of the driver.
@@ -80,7 +80,7 @@ def test_the_uuid_comes_from_the_place_and_not_from_the_profile() -> None:
 )
 def test_what_cannot_be_placed_is_refused(name: str, requests: list[str], error: type[Exception]) -> None:
     with pytest.raises(error):
-        place(new_gpu(name), find_model(name), requests)
+        place_instances(new_gpu(name), find_model(name), requests)
 
 
 def test_all_media_leaves_room_for_instances_without_media() -> None:
@@ -93,7 +93,7 @@ def test_instances_never_overlap_and_ids_differ(name: str, data: st.DataObject) 
     names = [profile.name for profile in model.profiles]
     requests = data.draw(st.lists(st.sampled_from(names), max_size=8))
     try:
-        gpu = place(new_gpu(name), model, requests)
+        gpu = place_instances(new_gpu(name), model, requests)
     except OperationFailed:
         assume(False)
     slices = [one for instance in occupied(gpu, model) for one in instance.span]

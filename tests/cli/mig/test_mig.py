@@ -12,7 +12,7 @@ from gpushare.gpu_models import model_of
 from gpushare.host.capabilities import user_name
 from gpushare.sim import admin
 from gpushare.sim.current import changing
-from gpushare.sim.mig import place
+from gpushare.sim.mig import place_instances
 from gpushare.sim.state import StateFile
 from tests.cli.drive import Cli, World
 
@@ -94,7 +94,7 @@ def test_the_printed_commands_lead_to_the_wish_and_those_of_the_undo_back(cli: C
                 number, _, start = words[5].partition(":")
                 name = next(profile.name for profile in model_of(gpu.model).profiles if profile.id == int(number))
                 here[-1] = f"{name}:{start}"
-            state.gpus = [place(gpu, model_of(gpu.model), list(here.values()))]
+            state.gpus = [place_instances(gpu, model_of(gpu.model), list(here.values()))]
 
     def places() -> list[tuple[str, int]]:
         return sorted((gpu.profile, gpu.start) for gpu in admin.describe("sim:h100").gpus[0].mig)

@@ -288,7 +288,7 @@ def test_root_sees_pauses_of_users_and_says_who_resumes_them(
         info = real(self, state, pid)
         return info and replace(info, uid=NOBODY)
 
-    monkeypatch.setattr(SimulatedProcesses, "_real", of_the_user)
+    monkeypatch.setattr(SimulatedProcesses, "_describe_real", of_the_user)
     (row,) = cli("pause", "list", output="json").ok().data["jobs"]
     assert (row["pid"], row["by"]) == (pid, "nobody")
     text = refused("resume", "train", code="paused_by_user", exit_code=4)
