@@ -94,27 +94,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except (BrokenPipeError, common.ReaderGone):
         # The reader is gone (| head).
-        _drop(sys.stdout)
+        _discard_output(sys.stdout)
         return 128 + 13
     except OSError as error:
         # From the flush, or from our own messages.
-        return _unwritten(error)
+        return _report_not_written(error)
     finally:
         try:
             sys.stderr.flush()
         except (OSError, ValueError):
-            _drop(sys.stderr)
+            _discard_output(sys.stderr)
     return code
 
 
-def _drop(stream: TextIO) -> None:
+def _discard_output(stream: TextIO) -> None:
     """Discard further output to a stream, including the interpreter's flush at exit: that changes the exit code."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def _unwritten(error: OSError, answer: Any = None) -> int:
-    """Report on stderr that the result could not be written, and whether the command succeeded."""
+def _report_not_written(error: OSError, answer: Any = None) -> int:
+    """Report on stderr that the result could not be written, and if the command succeeded; return the exit code."""
     from gpushare.show.render import write_error
 
     hint = "the disk may be full, or the target of stdout closed"
@@ -124,29 +124,30 @@ def _unwritten(error: OSError, answer: Any = None) -> int:
     with contextlib.suppress(OSError):
         for each in (*getattr(answer, "errors", ()), unwritten):
             write_error(each, sys.stderr)
-    _drop(sys.stdout)
+    _discard_output(sys.stdout)
     return int(getattr(answer, "exit_code", 0)) or int(ExitCode.FAILED)
 
 
 def _run(words: list[str]) -> int:
+    """Run the program, report every error, and return the exit code."""
     try:
-        return _written(root()(args=words, prog_name="gpushare", standalone_mode=False))
+        return _write_answer(root()(args=words, prog_name="gpushare", standalone_mode=False))
     except GpushareError as error:
-        return _failed(error)
+        return _report_error(error)
     except KeyboardInterrupt as error:
-        return _failed(common.interrupted(error))
+        return _report_error(common.interrupted(error))
     except (BrokenPipeError, common.ReaderGone):
         raise
     except NotWritten as error:
-        return _unwritten(error)
+        return _report_not_written(error)
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else 0
     except Exception as error:  # noqa: BLE001 - the last resort: no traceback without --debug
-        return _unexpected(error)
+        return _report_unexpected(error)
 
 
-def _written(answer: Any) -> int:
-    """Write a command's result. A plain number is an exit code (`gpushare run`, ``--help``)."""
+def _write_answer(answer: Any) -> int:
+    """Write a command's result and return its exit code. A plain number is one (`gpushare run`, ``--help``)."""
     if isinstance(answer, int):
         return answer
     if answer is None:
@@ -158,23 +159,25 @@ def _written(answer: Any) -> int:
     except BrokenPipeError:
         raise
     except OSError as error:
-        return _unwritten(error, answer)
+        return _report_not_written(error, answer)
     return int(answer.exit_code)
 
 
-def _failed(error: GpushareError) -> int:
+def _report_error(error: GpushareError) -> int:
+    """Write an error as the command's result, with --debug its traceback first, and return the exit code."""
     if common.settings.debug:
         import traceback
 
         traceback.print_exception(error)
     from gpushare.show.result import failure
 
-    return _written(failure(common.settings.command or "gpushare", error))
+    return _write_answer(failure(common.settings.command or "gpushare", error))
 
 
-def _unexpected(error: Exception) -> int:
+def _report_unexpected(error: Exception) -> int:
+    """Report an exception that is no `GpushareError`: of the parser, of the system, or a bug; return the exit code."""
     if hasattr(error, "format_message"):
-        return _usage(error)
+        return _report_parser_error(error)
     if type(error).__name__ in {"Abort", "Exit"}:
         return int(getattr(error, "exit_code", ExitCode.FAILED))
     if common.settings.debug:
@@ -184,26 +187,26 @@ def _unexpected(error: Exception) -> int:
 
         refused = system_error(error)
         if refused is not None:
-            return _failed(refused)
+            return _report_error(refused)
     problem = f"{type(error).__name__}: {error}".replace("\n", " ")
     bug = OperationFailed(
         f"unexpected {problem}", "this is a bug in gpushare; run it again with --debug and report it", code="bug"
     )
-    return _failed(bug)
+    return _report_error(bug)
 
 
-def _usage(error: Any) -> int:
+def _report_parser_error(error: Any) -> int:
     """Report an error of the parser in our two lines, and return the exit code."""
     if type(error).__name__ == "NoArgsIsHelpError":
         put(sys.stdout, error.ctx.get_help() + "\n")
         return int(ExitCode.USAGE)
     path = " ".join(filter(None, ("gpushare", common.settings.command)))
-    from gpushare.cli.suggest import meant
+    from gpushare.cli.suggest import meant_word
 
     message = _in_our_words(" ".join(str(error.format_message()).split()).rstrip("."))
-    words = (meant(error) or "").replace(" or ", "' or '")
+    words = (meant_word(error) or "").replace(" or ", "' or '")
     question = f". Did you mean '{words}'?" if words else ""
-    return _failed(BadUsage(message[:1].lower() + message[1:] + question, f"see: {path} --help"))
+    return _report_error(BadUsage(message[:1].lower() + message[1:] + question, f"see: {path} --help"))
 
 
 def _in_our_words(message: str) -> str:

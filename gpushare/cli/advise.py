@@ -60,11 +60,11 @@ from gpushare.cli.options import (
     LowerIsBetter,
     MeasuredTime,
     PrintedNumber,
-    answered,
+    ask_line,
     carried_out,
     gpus_of,
     note,
-    positive,
+    positive_time,
     settings,
 )
 from gpushare.host.host import Host
@@ -648,7 +648,7 @@ def _number_asked(
     workload: Workload, name: str, text: str, example: str, *, may_differ: bool = False
 ) -> tuple[Workload, ...]:
     """Return the workload with the answer; ``may_differ``: or one for each process, if the answer is several sizes."""
-    while line := answered(_prompt(text, [f"like {example}"])).strip():
+    while line := ask_line(_prompt(text, [f"like {example}"])).strip():
         sizes = sizes_of(line) if may_differ else [line]
         try:
             if len(sizes) > 1:
@@ -664,7 +664,7 @@ def asked(situation: Situation) -> Situation:
     skipped: set[str] = set()
     while (question := next_question(situation, frozenset(skipped))) is not None:
         words = [answer.word for answer in question.answers]
-        line = answered(_prompt(question.text or "", words))
+        line = ask_line(_prompt(question.text or "", words))
         if not line:
             break
         text = line.strip().lower()
@@ -861,8 +861,8 @@ def measuring_of(argv: Sequence[str], asked: Mapping[str, Any]) -> Measuring:
         metric=parse_metric(asked["--metric"], higher_is_better=not asked["--lower-is-better"]),
         copies=copies,
         repeat=repeat,
-        window=None if window is None else positive("--for", window, "3s"),
-        limit=None if timeout is None else positive("--timeout", timeout, "10m"),
+        window=None if window is None else positive_time("--for", window, "3s"),
+        limit=None if timeout is None else positive_time("--timeout", timeout, "10m"),
     )
 
 

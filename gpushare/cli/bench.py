@@ -28,7 +28,7 @@ from gpushare.cli.options import (
     gpus_of,
     note,
     others_note,
-    positive,
+    positive_time,
     settings,
 )
 from gpushare.cli.progress import progress_line
@@ -217,8 +217,8 @@ def _wished(
         wished,
         cells=[(way, number) for way in parse_ways(ways or default) for number in parse_copies(copies)],
         repeat=repeat,
-        window=wished.window if window is None else positive("--for", window, "3s"),
-        limit=None if timeout is None else positive("--timeout", timeout, "10m"),
+        window=wished.window if window is None else positive_time("--for", window, "3s"),
+        limit=None if timeout is None else positive_time("--timeout", timeout, "10m"),
     )
 
 

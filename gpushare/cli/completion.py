@@ -46,7 +46,7 @@ _SHELLS: Final[Mapping[str, _Shell]] = {
 
 
 def install() -> str:
-    """Copy the completion of ``$SHELL`` for this user, and return what to say.
+    """Copy the completion of ``$SHELL`` for this user, and return the message that says so.
 
     Raises:
         BadUsage: another shell.
@@ -61,8 +61,8 @@ def install() -> str:
             "set SHELL: SHELL=bash gpushare --install-completion; or zsh, or fish",
             code="unknown_shell",
         )
-    text = _text(shell)
-    target = _directory(name) / shell.user
+    text = _completion_text(shell)
+    target = _user_directory(name) / shell.user
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         if target.is_symlink():  # written through, it would change the file of an installation, or fail if that is gone
@@ -76,13 +76,19 @@ def install() -> str:
     return f"wrote {target}\n" + (f"{step}\n" if step else "") + "start a new shell to use it\n"
 
 
-def _directory(shell: str) -> Path:
+def _user_directory(shell: str) -> Path:
+    """Return this user's directory of data, of fish that of configuration (XDG_DATA_HOME, XDG_CONFIG_HOME)."""
     variable, otherwise = ("XDG_CONFIG_HOME", ".config") if shell == "fish" else ("XDG_DATA_HOME", ".local/share")
     given = os.environ.get(variable, "")
     return Path(given) if os.path.isabs(given) else home_directory() / otherwise
 
 
-def _text(shell: _Shell) -> str:
+def _completion_text(shell: _Shell) -> str:
+    """Return the completion of a shell, from a checkout or from this installation.
+
+    Raises:
+        NotFound: neither has it.
+    """
     import sysconfig
 
     user = sysconfig.get_path("data", sysconfig.get_preferred_scheme("user"))

@@ -36,7 +36,7 @@ def diff(path: HostFileArgument = None, file: HostFileOption = None) -> Any:
     state = HostState(settings.connect())
     matched = entries_of(wanted, state.gpus)
     live = live_gpus(state, [gpu for gpu in state.gpus if gpu.index in matched.entries])
-    rows = [_row(gpu, matched.entries) for gpu in live]
+    rows = [_gpu_diff(gpu, matched.entries) for gpu in live]
     rows += [GpuDiff(problem=error.message) for error in matched.missing]
     processes = deviations(state.host, Policy(wanted.rules, names_in(wanted))) if wanted.rules else []
     limits = changed_limits(state.host, wanted)
@@ -46,7 +46,7 @@ def diff(path: HostFileArgument = None, file: HostFileOption = None) -> Any:
     notes = (*matched.notes, f"make it so: gpushare apply -f {shlex.quote(path)}") if fixable else matched.notes
     if processes:
         notes = (*notes, f"for the processes: gpushare timeslice keep -f {shlex.quote(path)}")
-    lines = [*map(_lines, rows), *map(str, processes), *limits]
+    lines = [*map(_gpu_text, rows), *map(str, processes), *limits]
     return Result(
         command="diff",
         data=DiffAnswer(as_requested=good, gpus=tuple(rows), processes=tuple(processes), limits=tuple(limits)),
@@ -57,6 +57,7 @@ def diff(path: HostFileArgument = None, file: HostFileOption = None) -> Any:
 
 
 def _no_difference_text(wanted: HostFile) -> str:
+    """Return what is said if no GPU and no process has a line of its own."""
     if (wanted.memory or wanted.longest_lease_seconds is not None) and not wanted.entries and not wanted.rules:
         return "the limits of users are those of the file"
     if wanted.rules and not wanted.entries:
@@ -90,7 +91,8 @@ class DiffAnswer:
     limits: tuple[str, ...]
 
 
-def _row(live: LiveGpu, entries: Mapping[int, Entry]) -> GpuDiff:
+def _gpu_diff(live: LiveGpu, entries: Mapping[int, Entry]) -> GpuDiff:
+    """Return how a GPU differs from its entry; a GPU that cannot be as its entry says has a problem."""
     entry, problem = entries[live.gpu.index], live.gpu.error
     differences: tuple[Point, ...] = ()
     if problem is None:
@@ -110,7 +112,7 @@ def _row(live: LiveGpu, entries: Mapping[int, Entry]) -> GpuDiff:
     )
 
 
-def _lines(row: GpuDiff) -> str:
+def _gpu_text(row: GpuDiff) -> str:
     if row.gpu is None or row.sharing is None:
         return str(row.problem)
     title = f"GPU {row.gpu} ({row.sharing.value})"

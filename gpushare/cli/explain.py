@@ -50,10 +50,10 @@ def explain(
     DCGM, NVML, GPM, Prometheus, nvidia-smi, persistence, Xid, reboot, architecture, static partitions, utilization, MPS
     utilization; and each column of `status` and `jobs`.
     """
-    path = _log(words, file)
+    path = _log_path(words, file)
     if path is None:
         text = " ".join(words or ())
-        own = (*_column(text), *_check(text))
+        own = (*_column_matches(text), *_check_matches(text))
         try:
             matches = (*facts.explain(text), *own)
         except NotFound:
@@ -62,8 +62,8 @@ def explain(
             matches = own
         log = facts.Log(matches=matches, lines=len(text.splitlines()))
     else:
-        with _opened(path) as stream:
-            log = facts.explain_log(_lines(stream))
+        with _open_log(path) as stream:
+            log = facts.explain_log(_log_lines(stream))
         if not log.matches:
             raise NotFound(
                 f"no known error in {counted(log.lines, 'line')}",
@@ -75,7 +75,9 @@ def explain(
     return Result(
         command="explain",
         data=ExplainAnswer(
-            verdict=None if whole else log.verdict, lines=log.lines, explanations=tuple(map(_explained, log.matches))
+            verdict=None if whole else log.verdict,
+            lines=log.lines,
+            explanations=tuple(map(_explained_match, log.matches)),
         ),
         text=explained_text(shown, None if whole else log.verdict),
     )
@@ -107,14 +109,14 @@ class ExplainAnswer:
     explanations: tuple[Explained, ...]
 
 
-def _explained(match: Match) -> Explained:
+def _explained_match(match: Match) -> Explained:
     own = match.explanation
     return Explained(
         **vars(own), title=own.title, normal=own.normal, line=match.line, number=match.number, lines=match.lines
     )
 
 
-def _column(text: str) -> tuple[Match, ...]:
+def _column_matches(text: str) -> tuple[Match, ...]:
     """Return what a column of `status` or `jobs` means, if the text is its head."""
     heads = [head for head in HEADS if head.lower() == text.strip().lower()]
     return tuple(
@@ -137,7 +139,7 @@ def _column(text: str) -> tuple[Match, ...]:
 _VALUE: Final = re.compile(r"\{[^{}]*\}")
 
 
-def _check(text: str) -> tuple[Match, ...]:
+def _check_matches(text: str) -> tuple[Match, ...]:
     """Return what a check of doctor finds, if the text is its id; ... stands for what differs from case to case."""
     name = text.strip().lower()
     rows = [row for key, row in package_rows("doctor-checks.yaml").items() if key.partition(" ")[0] == name]
@@ -145,6 +147,7 @@ def _check(text: str) -> tuple[Match, ...]:
         return ()
 
     def texts(*keys: str) -> list[str]:
+        """Return the texts of these keys of all rows, each once, with ... for the values in them."""
         said = (_VALUE.sub("...", row[key]) for row in rows for key in keys if key in row)
         return [words for words in dict.fromkeys(said) if words.strip(". ")]
 
@@ -163,7 +166,7 @@ def _check(text: str) -> tuple[Match, ...]:
     )
 
 
-def _log(words: list[str] | None, file: str | None) -> str | None:
+def _log_path(words: list[str] | None, file: str | None) -> str | None:
     """Return the path of the log to read; None: the words are to be explained.
 
     Raises:
@@ -178,12 +181,13 @@ def _log(words: list[str] | None, file: str | None) -> str | None:
     if words:
         # A code is never a file; a log is often named like one.
         return words[0] if len(words) == 1 and not words[0].isalnum() and os.path.isfile(words[0]) else None
-    if _piped():
+    if _is_stdin_piped():
         return "-"
     raise BadUsage("missing argument 'CODE|TEXT|FILE'", "see: gpushare explain --help", code="usage")
 
 
-def _piped() -> bool:
+def _is_stdin_piped() -> bool:
+    """Return whether stdin is a pipe or a file, which may hold a log."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
     except (OSError, ValueError, AttributeError):
@@ -191,7 +195,8 @@ def _piped() -> bool:
     return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
 
 
-def _opened(path: str) -> contextlib.AbstractContextManager[IO[bytes]]:
+def _open_log(path: str) -> contextlib.AbstractContextManager[IO[bytes]]:
+    """Open a log for reading bytes; ``-`` is stdin."""
     if path == "-":
         return contextlib.nullcontext(sys.stdin.buffer)
     try:
@@ -208,7 +213,7 @@ def _opened(path: str) -> contextlib.AbstractContextManager[IO[bytes]]:
 _LONGEST_LINE: Final = 1 << 16
 
 
-def _lines(stream: IO[bytes]) -> Iterator[str]:
+def _log_lines(stream: IO[bytes]) -> Iterator[str]:
     """Yield the lines of a log of any size."""
     while line := stream.readline(_LONGEST_LINE):
         yield line.decode("utf-8", "replace")

@@ -50,8 +50,8 @@ def logs(
     output = find_output(settings.connect(), job)
     try:
         if document:
-            return _document(output, lines)
-        return _raw(output, lines, follow=follow)
+            return _document_result(output, lines)
+        return _print_raw(output, lines, follow=follow)
     except KeyboardInterrupt as error:
         # The way out of --follow is no error.
         return 128 + error.number if isinstance(error, Ended) else int(ExitCode.INTERRUPTED)
@@ -59,7 +59,8 @@ def logs(
         os.close(output.descriptor)
 
 
-def _raw(output: Output, lines: int | None, *, follow: bool) -> int:
+def _print_raw(output: Output, lines: int | None, *, follow: bool) -> int:
+    """Print an output as bytes: its last ``lines``, or all; with ``follow`` until the job ends. Returns exit code 0."""
     host = settings.connect()
     most = _LINES_ON_A_TERMINAL if lines is None and sys.stdout.isatty() else lines
     if most is not None and seek_lines(output.descriptor, most) and lines is None:
@@ -83,7 +84,8 @@ class LogsAnswer:
     lines: tuple[str, ...]
 
 
-def _document(output: Output, lines: int | None) -> Any:
+def _document_result(output: Output, lines: int | None) -> Any:
+    """Return an output as a result: its last ``lines``, by default as many as fit in memory."""
     skipped = seek_lines(output.descriptor, _LINES_IN_A_DOCUMENT if lines is None else lines)
     with open(output.descriptor, "rb", closefd=False) as file:
         text = file.read(_DOCUMENT_BYTES).decode(errors="replace")

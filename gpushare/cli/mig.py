@@ -17,7 +17,7 @@ from gpushare.base.selection import no_mig_error, select
 from gpushare.base.values import dataclass
 from gpushare.cli import mig_change, mig_files
 from gpushare.cli.mig_change import planned_or_refused
-from gpushare.cli.mig_files import wished
+from gpushare.cli.mig_files import typed_wish
 from gpushare.cli.options import (
     GROUP,
     AskingCommand,
@@ -194,7 +194,7 @@ def fits(
     Exit code 0: it fits; 7: not at the moment; 3: never on these GPUs.
     """
     with _hints_for(model):
-        asked = wished(wish, memory, sm)
+        asked = typed_wish(wish, memory, sm)
         _, layouts = chosen(gpu, model)
         answer = plan_add(layouts, asked)
         if not isinstance(answer, MigPlan) and answer.why is Why.NEVER:
@@ -227,7 +227,7 @@ def plan(
     --may-destroy. Several GPUs share a wish at the lowest cost; with --exact each gets all of it.
     """
     with _hints_for(model):
-        asked = wished(wish, memory, sm)
+        asked = typed_wish(wish, memory, sm)
         gpus, layouts = chosen(gpu, model)
         if exact:
             answer: MigPlan | NoPlan = plan_exact(layouts, {layout.gpu: asked for layout in layouts})

@@ -16,7 +16,7 @@ from gpushare.base.model import Gpu
 from gpushare.base.selection import Device, check_answers, no_mig_error, select, select_for_change
 from gpushare.base.units import counted, quoted
 from gpushare.base.values import dataclass
-from gpushare.cli.mig_files import absent_gpus, demands_of, exact_without_file_error, read_config, wished
+from gpushare.cli.mig_files import absent_gpus, demands_of, exact_without_file_error, read_config, typed_wish
 from gpushare.cli.options import (
     GpuOption,
     NeededMemory,
@@ -371,7 +371,7 @@ def create(
     NAME` and `mig env NAME` find it even after a reboot. A compute instance (1c.3g.40gb) without a name goes
     into an idle GPU instance with room for it, and into a busy one only with a placement (1c.3g.40gb:4).
     """
-    asked = wished(wish, memory, sm)
+    asked = typed_wish(wish, memory, sm)
     if name is not None:
         check_name(name)
 

@@ -66,10 +66,10 @@ def check(
     if file is not None:
         named = read_config(file, config)
     host = settings.connect()
-    gpus = _gpus(host, gpu)
+    gpus = _chosen_gpus(host, gpu)
     strict = exact or gpu is not None
     demands, notes = _demands(wish or (), named, gpus, host, all_gpus=gpu is None)
-    checked = tuple(_checked(each, demands.get(each.index), host, strict=strict) for each in gpus)
+    checked = tuple(_checked_gpu(each, demands.get(each.index), host, strict=strict) for each in gpus)
     good = all(each.as_requested is not False for each in checked) and not (exact and notes)
     if not good:
         notes = (*notes, "see the plan to get there: gpushare mig apply --dry-run, with the same arguments")
@@ -82,7 +82,7 @@ def check(
     )
 
 
-def _gpus(host: Host, text: str | None) -> list[Gpu]:
+def _chosen_gpus(host: Host, text: str | None) -> list[Gpu]:
     chosen = {device.gpu.index: device.gpu for device in select(text, gpus_of(host))}
     if not chosen:
         raise no_gpu()
@@ -120,7 +120,7 @@ class CheckedGpu:
 
     @property
     def lines(self) -> list[str]:
-        """Return it for people."""
+        """Return the comparison as lines for people."""
         if self.as_requested is not False:
             return [f"GPU {self.gpu}: {'as asked' if self.as_requested else self.problem}"]
         lines = [f"GPU {self.gpu}: not as asked", *([f"  {self.problem}"] if self.problem else [])]
@@ -139,8 +139,9 @@ class MigCheckAnswer:
     gpus: tuple[CheckedGpu, ...]
 
 
-def _checked(gpu: Gpu, demand: Demand | None, host: Host, *, strict: bool) -> CheckedGpu:
-    problem, difference = _compared(gpu, demand, host)
+def _checked_gpu(gpu: Gpu, demand: Demand | None, host: Host, *, strict: bool) -> CheckedGpu:
+    """Return a GPU compared with its demand; ``strict``: one without a demand is not as requested."""
+    problem, difference = _compare_gpu(gpu, demand, host)
     difference = difference or Difference()
     compared = demand is not None or strict or gpu.error is not None
     return CheckedGpu(
@@ -156,7 +157,7 @@ def _checked(gpu: Gpu, demand: Demand | None, host: Host, *, strict: bool) -> Ch
     )
 
 
-def _compared(gpu: Gpu, demand: Demand | None, host: Host) -> tuple[str | None, Difference | None]:
+def _compare_gpu(gpu: Gpu, demand: Demand | None, host: Host) -> tuple[str | None, Difference | None]:
     """Return what is wrong with a GPU as a whole, and the difference in MIG devices."""
     if gpu.error is not None:
         return gpu.error, None
@@ -173,6 +174,7 @@ def _compared(gpu: Gpu, demand: Demand | None, host: Host) -> tuple[str | None, 
 
 
 def _mode_problem(gpu: Gpu, demand: Demand) -> str | None:
+    """Return how the MIG mode of a GPU, or the pending one, differs from the demand; None: it does not."""
     words = {True: "on", False: "off", None: "unknown"}
     if gpu.mig_enabled is not demand.mig_enabled:
         pending = f", and {words[gpu.mig_pending]} is pending" if gpu.mig_pending != gpu.mig_enabled else ""
@@ -252,7 +254,7 @@ def pci_ids(config: Config, gpus: Sequence[Gpu], host: Host) -> dict[int, PciIds
     return ids
 
 
-def wished(words: Sequence[str] | None, memory: str | None, sm: int | None) -> Wish:
+def typed_wish(words: Sequence[str] | None, memory: str | None, sm: int | None) -> Wish:
     """Return the wish, given in words or by need."""
     by_need = memory is not None or sm is not None
     if bool(words) == by_need:

@@ -54,8 +54,8 @@ def observe(
     on their GPU, for run --wait.
     """
     if read is not None:
-        return _shown(read, given=(to, gpu))
-    length, step = _times(seconds, interval)
+        return _earlier_result(read, given=(to, gpu))
+    length, step = _length_and_interval(seconds, interval)
     host = settings.connect()
     indexes = None
     if gpu is not None:
@@ -74,7 +74,7 @@ def observe(
             # There is no sample yet.
             file.discard()
             raise
-    result = _result(recording, path)
+    result = _recording_result(recording, path)
     # A lost GPU stays lost; one that was silent for a while has a note.
     errors = gpu_errors(
         Gpu(index=use.gpu.index, error=use.error) for use in recording.gpus if use.error and is_lost(use.error)
@@ -82,7 +82,8 @@ def observe(
     return replace(result, errors=errors, exit_code=1 if errors else 0)
 
 
-def _times(seconds: str, interval: str) -> tuple[float, float]:
+def _length_and_interval(seconds: str, interval: str) -> tuple[float, float]:
+    """Return how long to record and the time between two samples, both in seconds."""
     length, step = parse_seconds(seconds), refresh_seconds(interval)
     if length < step:
         raise BadUsage(
@@ -115,20 +116,22 @@ def _progress(length: float, path: Path) -> Iterator[Callable[[float], None]]:
         yield lambda done: bar.update(task, completed=done)
 
 
-def _shown(read: str, given: tuple[str | None, ...]) -> Any:
+def _earlier_result(read: str, given: tuple[str | None, ...]) -> Any:
+    """Return the result of --from: a recording that was made earlier."""
     if any(option is not None for option in given):
         raise BadCombination(
             "--from cannot be combined with --to or -g", f"show all of the recording: gpushare observe --from {read}"
         )
-    return _result(read_measured(read), Path(read))
+    return _recording_result(read_measured(read), Path(read))
 
 
-def _result(recording: Recording, path: Path) -> Any:
+def _recording_result(recording: Recording, path: Path) -> Any:
     answer = ObserveAnswer(**vars(recording), file=str(path), underused=tuple(underused(recording)))
-    return observe_result(answer, _notes(recording, path))
+    return observe_result(answer, _recording_notes(recording, path))
 
 
-def _notes(recording: Recording, path: Path) -> list[str]:
+def _recording_notes(recording: Recording, path: Path) -> list[str]:
+    """Return what the user should know about a recording, and what can be done with it."""
     notes = list(recording.header.warnings)
     if recording.reason == "interrupted":
         notes.append(f"ended early; {recording.samples} samples were kept")
@@ -174,7 +177,7 @@ def observe_result(data: ObserveAnswer, notes: Sequence[str] = ()) -> Result:
     return Result(
         command="observe",
         data=data,
-        text=_header(data),
+        text=_header_text(data),
         tables=(
             Table(name="gpus", title="GPUs", columns=_GPU_COLUMNS, rows=data.gpus),
             Table(name="processes", title="processes", columns=_PROCESS_COLUMNS, rows=data.processes, empty=nobody),
@@ -190,7 +193,7 @@ def observe_result(data: ObserveAnswer, notes: Sequence[str] = ()) -> Result:
     )
 
 
-def _header(data: ObserveAnswer) -> str:
+def _header_text(data: ObserveAnswer) -> str:
     header = data.header
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(header.started_at))
     seen = f"{counted(data.samples, 'sample')} in {format_duration(data.seconds)}"
@@ -201,7 +204,8 @@ def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f}"
 
 
-def _activity(figure: str, rank: int = 0) -> Column:
+def _activity_column(figure: str, rank: int = 0) -> Column:
+    """Return the column with one figure of the activity in percent: mean, p95 or max."""
     return Column(
         f"activity_{figure}",
         f"{figure} %",
@@ -217,9 +221,9 @@ _GPU_COLUMNS: Final = (
     Column("gpu", "GPU", right=True, of=lambda use: use.gpu.index),
     Column("name", "name", rank=3, of=lambda use: use.gpu.name),
     Column("source", "from", rank=2),
-    _activity("mean"),
-    _activity("p95"),
-    _activity("max", rank=1),
+    _activity_column("mean"),
+    _activity_column("p95"),
+    _activity_column("max", rank=1),
     Column(
         "utilization_mean",
         "util mean %",
@@ -249,9 +253,9 @@ _PROCESS_COLUMNS: Final = (
     Column("user", "user", rank=1, of=lambda use: use.process.user),
     Column("container", "container", rank=4, optional=True, of=lambda use: use.process.container),
     Column("source", "from", rank=3),
-    _activity("mean"),
-    _activity("p95"),
-    _activity("max", rank=4),
+    _activity_column("mean"),
+    _activity_column("p95"),
+    _activity_column("max", rank=4),
     Column("pattern", "pattern", rank=1),
     _PEAK,
     Column("seen_from_seconds", "from s", right=True, rank=2),

@@ -132,7 +132,7 @@ def open_closed_streams() -> None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
 
 
-def output_of(text: str) -> OutputFormat:
+def parse_output_format(text: str) -> OutputFormat:
     """Return the output format that a user names.
 
     Raises:
@@ -148,7 +148,9 @@ def output_of(text: str) -> OutputFormat:
         ) from None
 
 
-def _set(name: str, convert: Callable[[Any], Any] = lambda value: value) -> Callable[..., Any]:
+def _storing_callback(name: str, convert: Callable[[Any], Any] = lambda value: value) -> Callable[..., Any]:
+    """Return the parser's callback that stores the value of an option in `settings`."""
+
     def callback(_context: Any, _parameter: Any, value: Any) -> Any:
         # An absent option changes nothing: it may have been given before the command.
         if value not in {None, False}:
@@ -158,13 +160,15 @@ def _set(name: str, convert: Callable[[Any], Any] = lambda value: value) -> Call
     return callback
 
 
-def _version(ctx: Any, _parameter: Any, value: bool) -> None:
+def _print_version(ctx: Any, _parameter: Any, value: bool) -> None:
+    """Print the version and exit, if the option is given."""
     if value and not ctx.resilient_parsing:
         put(sys.stdout, f"gpushare {__version__}\n")
         ctx.exit()
 
 
 def _install_completion(ctx: Any, _parameter: Any, value: bool) -> None:
+    """Install the completion of the user's shell and exit, if the option is given."""
     if value and not ctx.resilient_parsing:
         from gpushare.cli.completion import install
 
@@ -172,14 +176,15 @@ def _install_completion(ctx: Any, _parameter: Any, value: bool) -> None:
         ctx.exit()
 
 
-def _flag(name: str, help_text: str, *declarations: str, hidden: bool = False) -> TyperOption:
+def _common_flag(name: str, help_text: str, *declarations: str, hidden: bool = False) -> TyperOption:
+    """Return a yes-or-no option that sets ``settings.NAME``; no command gets it as an argument."""
     return TyperOption(
         param_decls=[*declarations, f"shared_{name}"],
         is_flag=True,
         hidden=hidden,
         default=False,
         expose_value=False,
-        callback=_set(name),
+        callback=_storing_callback(name),
         help=help_text,
     )
 
@@ -191,27 +196,27 @@ def common_options() -> list[TyperOption]:
             param_decls=["--host", "shared_host"],
             metavar="SPEC",
             expose_value=False,
-            callback=_set("host"),
+            callback=_storing_callback("host"),
             help="The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]",
         ),
         TyperOption(
             param_decls=["-o", "--output", "shared_output"],
             metavar="FORMAT",
             expose_value=False,
-            callback=_set("output_format", output_of),
+            callback=_storing_callback("output_format", parse_output_format),
             help="table, plain, json, yaml or csv. [default: table on a terminal, else plain]",
         ),
-        _flag("quiet", "Print no notes, and nothing about a change that succeeded.", "-q", "--quiet"),
-        _flag("verbose", "Print more: each step of a change, for example.", "-v", "--verbose"),
-        _flag("debug", "Show the traceback of an error.", "--debug"),
+        _common_flag("quiet", "Print no notes, and nothing about a change that succeeded.", "-q", "--quiet"),
+        _common_flag("verbose", "Print more: each step of a change, for example.", "-v", "--verbose"),
+        _common_flag("debug", "Show the traceback of an error.", "--debug"),
     ]
 
 
 def change_options(*, asks: bool) -> list[TyperOption]:
     """Return the options of commands that change something; ``asks``: the change may need consent."""
     return [
-        _flag("dry_run", "Print the plan and change nothing; needs no root.", "-n", "--dry-run"),
-        _flag(
+        _common_flag("dry_run", "Print the plan and change nothing; needs no root.", "-n", "--dry-run"),
+        _common_flag(
             "yes",
             "Act without asking on what is named, granted, in use or another user's.",
             "-y",
@@ -225,7 +230,8 @@ def change_options(*, asks: bool) -> list[TyperOption]:
 _LONG: Final = frozenset({"advise", "bench", "run", "tune"})
 
 
-def _help_all(ctx: Any, _parameter: Any, value: bool) -> None:
+def _print_whole_help(ctx: Any, _parameter: Any, value: bool) -> None:
+    """Print the help with all options and exit, if the option is given."""
     if value and not ctx.resilient_parsing:
         from gpushare.cli.help import ALL
 
@@ -235,6 +241,7 @@ def _help_all(ctx: Any, _parameter: Any, value: bool) -> None:
 
 
 def _help_options(name: str | None) -> list[TyperOption]:
+    """Return ``--help-all`` for a command whose ``--help`` leaves options out, else nothing."""
     if name not in _LONG:
         return []
     return [
@@ -244,7 +251,7 @@ def _help_options(name: str | None) -> list[TyperOption]:
             default=False,
             expose_value=False,
             is_eager=True,
-            callback=_help_all,
+            callback=_print_whole_help,
             help="Show all options and examples.",
         )
     ]
@@ -262,7 +269,7 @@ class ReaderGone(Exception):
     """The reader of stdout is gone (| head). Typer would handle a BrokenPipeError itself, with exit code 1."""
 
 
-def _understand(words: Sequence[str], *, interspersed: bool) -> None:
+def _apply_common_options(words: Sequence[str], *, interspersed: bool) -> None:
     """Set the common options of words that the parser refuses, so that the error follows them."""
     lenient = TyperCommand(
         name=None,
@@ -278,7 +285,7 @@ def _understand(words: Sequence[str], *, interspersed: bool) -> None:
         lenient.make_context("", list(words), resilient_parsing=True)
 
 
-def _noted(name: str | None, parent: Any) -> None:
+def _note_command_name(name: str | None, parent: Any) -> None:
     """Note the name of the command; the program itself has no parent."""
     if parent is not None:
         settings.command = f"{settings.command} {name}".strip()
@@ -299,7 +306,7 @@ def _parsing(words: Sequence[str], *, interspersed: bool) -> Iterator[None]:
     except OSError as error:
         raise NotWritten(error.errno, error.strerror) from error
     except Exception:
-        _understand(words, interspersed=interspersed)
+        _apply_common_options(words, interspersed=interspersed)
         raise
 
 
@@ -363,18 +370,25 @@ class _StrictOptions:
         read = parser.parse_args
 
         def parse_args(args: list[str]) -> Any:
+            """Parse; then join or refuse the values of an option that is given several times."""
             values_of, rest, order = read(args=args)
             for option in single:
                 if option.name in values_of:
                     values = values_of[option.name]
-                    values_of[option.name] = values[-1] if ctx.resilient_parsing else _one_value(option, values)
+                    values_of[option.name] = values[-1] if ctx.resilient_parsing else _single_value(option, values)
             return values_of, rest, order
 
         parser.parse_args = parse_args
         return parser
 
 
-def _one_value(option: TyperOption, values: Sequence[Any]) -> Any:
+def _single_value(option: TyperOption, values: Sequence[Any]) -> Any:
+    """Return the value of an option that is given once or several times: lists are joined with commas.
+
+    Raises:
+        BadCombination: a flag is given with its opposite.
+        BadUsage: the option takes only one value.
+    """
     if option.is_flag:
         if len({*values}) > 1:
             raise BadCombination(
@@ -398,7 +412,7 @@ class Interruptible(_StrictOptions, Helped, TyperCommand):
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         """Parse the words; an error is shown in the output format that they request."""
-        _noted(info_name, parent)
+        _note_command_name(info_name, parent)
         interspersed = self.context_settings.get("allow_interspersed_args", True)
         words = list(args)
         with _parsing(args, interspersed=interspersed):
@@ -501,7 +515,7 @@ class Group(Helped, TyperGroup):
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         """Parse the words before the command; as `Interruptible.make_context`."""
-        _noted(info_name, parent)
+        _note_command_name(info_name, parent)
         with _parsing(args, interspersed=True):
             return super().make_context(info_name, args, parent, **extra)
 
@@ -540,7 +554,7 @@ class RootGroup(Group):
     def __init__(self, *, listed: Mapping[str, Mapping[str, str]], **named: Any) -> None:
         self._listed = listed
         named["params"] = [
-            _switch("--version", _version, "Show the version and exit."),
+            _switch("--version", _print_version, "Show the version and exit."),
             _switch(
                 "--install-completion",
                 _install_completion,
@@ -562,7 +576,7 @@ class RootGroup(Group):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the named command; ``help [VERB]`` and ``version`` are the options of the same name."""
         if args[0] == "version":
-            _version(ctx, None, True)
+            _print_version(ctx, None, True)
         if args[0] == "help":
             if args[1:]:
                 return super().resolve_command(ctx, [*args[1:], "--help"])
@@ -706,7 +720,7 @@ def gpus_of(host: Host) -> Sequence[Gpu]:
     return gpus
 
 
-def answered(prompt: str) -> str:
+def ask_line(prompt: str) -> str:
     """Ask on stderr and return the line from stdin, empty at its end.
 
     Raises:
@@ -745,7 +759,7 @@ def consented(plan: Plan, agreed: Sequence[Loss] = ()) -> tuple[Loss, ...]:
         hint = f"to do it: {_with_yes()}; to see the plan: --dry-run"
         if not (sys.stdin.isatty() and sys.stderr.isatty()):
             raise NeedsConsent(f"this {taken(missing)}, and there is no terminal to ask on", hint, data=data)
-        if answered(f"{one_line(f'This {taken(missing)}.')} Continue? [y/N] ").strip().lower() not in {"y", "yes"}:
+        if ask_line(f"{one_line(f'This {taken(missing)}.')} Continue? [y/N] ").strip().lower() not in {"y", "yes"}:
             raise NeedsConsent("not confirmed; nothing was changed", hint, code="not_confirmed", data=data)
     return (*agreed, *plan.consent)
 
@@ -845,11 +859,11 @@ def refresh_seconds(text: str) -> float:
     return seconds
 
 
-def positive(option: str, text: str, example: str) -> float:
-    """Return a time in seconds, as typed.
+def positive_time(option: str, text: str, example: str) -> float:
+    """Return a time above zero in seconds, as typed.
 
     Raises:
-        BadUsage: it is none, or zero.
+        BadUsage: it is no time, or zero.
     """
     seconds = parse_seconds(text)
     if seconds <= 0:

@@ -51,8 +51,8 @@ def pause(
     if job == LIST:
         if timeout is not None:
             raise BadCombination("--timeout cannot be combined with list", "gpushare pause JOB --timeout 10m")
-        return listed(host)
-    seconds = None if timeout is None else _seconds(timeout)
+        return list_paused(host)
+    seconds = None if timeout is None else _timeout_seconds(timeout)
     with pause_of(host, job, seconds) as work:
         result = carried_out(
             "pause",
@@ -70,14 +70,14 @@ def pause(
             PauseAnswer,
             already_paused=work.already,
             driver_seconds=round(work.seconds, 6),
-            job=row(work.job, host),
+            job=paused_row(work.job, host),
         )
         if settings.dry_run:
             return replace(result, text=text, tables=()) if work.already else result
         return replace(result, done=((text, f"gpushare resume {work.job.selector}"),))
 
 
-def _seconds(text: str) -> float:
+def _timeout_seconds(text: str) -> float:
     seconds = parse_seconds(text)
     if not 0.1 <= seconds <= MOST_SECONDS:
         raise BadUsage(
@@ -136,7 +136,7 @@ class PauseListAnswer:
     jobs: tuple[PausedRow, ...]
 
 
-def row(job: PausedJob, host: Host) -> PausedRow:
+def paused_row(job: PausedJob, host: Host) -> PausedRow:
     """Return the row of a paused job in answers."""
     return PausedRow(
         pid=job.pid,
@@ -171,10 +171,10 @@ def clock(at: float) -> str:
     return time.strftime("%H:%M:%S" if time_at[:3] == now[:3] else "%Y-%m-%d %H:%M:%S", time_at)
 
 
-def listed(host: Host) -> Any:
+def list_paused(host: Host) -> Any:
     """Return the paused jobs: this user's and root's."""
     jobs = [job for job in paused_jobs(host) if job.state != RUNNING or not job.kept(host)]
-    rows = tuple(row(job, host) for job in jobs)
+    rows = tuple(paused_row(job, host) for job in jobs)
     shown = tuple({**vars(job), "processes": " ".join(str(each.pid) for each in job.processes)} for job in rows)
     columns = (
         Column("pid", "pid", right=True),

@@ -33,7 +33,7 @@ def progress_line(*, quiet: bool, about: str = "about") -> Iterator[Told]:
     )
 
     def tell(doing: str, done: int, total: int, seconds_left: float | None) -> None:
-        remaining = "" if seconds_left is None else f"{about} {_guess(seconds_left)} left"
+        remaining = "" if seconds_left is None else f"{about} {_rounded_duration(seconds_left)} left"
         bar.update(task, completed=done, total=total, description=doing, left=remaining)
         bar.refresh()
 
@@ -42,5 +42,6 @@ def progress_line(*, quiet: bool, about: str = "about") -> Iterator[Told]:
         yield tell
 
 
-def _guess(seconds: float) -> str:
+def _rounded_duration(seconds: float) -> str:
+    """Return a time that is only estimated: in whole seconds below 100 s, else in whole minutes."""
     return format_duration(max(1, round(seconds)) if seconds < 100 else 60 * round(seconds / 60))

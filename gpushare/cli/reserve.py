@@ -13,7 +13,7 @@ from gpushare.base.model import GpuLease
 from gpushare.base.selection import Device, select_for_change
 from gpushare.base.units import counted, format_duration
 from gpushare.base.values import dataclass
-from gpushare.cli.options import PLAIN, AskingCommand, GpuOption, carried_out, gpus_of, positive, settings
+from gpushare.cli.options import PLAIN, AskingCommand, GpuOption, carried_out, gpus_of, positive_time, settings
 from gpushare.host.host import Host
 from gpushare.hostfile.kept import kept_limits
 from gpushare.memory.leases import end_lease, leases, reserved_words, take_lease
@@ -62,7 +62,7 @@ def reserve(
             )
     if time is None:
         return carried_out("reserve", _plan_end(host, devices), again=lambda: _plan_end(host, devices))
-    seconds = positive("--for", time, "4h")
+    seconds = positive_time("--for", time, "4h")
     return carried_out(
         "reserve", _plan_lease(host, devices, seconds), again=lambda: _plan_lease(host, devices, seconds)
     )
@@ -104,7 +104,7 @@ def _plan_lease(host: Host, devices: Sequence[Device], seconds: float) -> Plan:
             Step(
                 what=f"reserve {device.title} for {format_duration(seconds)}",
                 command=f"gpushare reserve -g {device.selector} --for {round(seconds)}s",
-                undo=_way_back([device], held),
+                undo=_undo_command([device], held),
                 do=partial(take_lease, host, device.uuid, seconds, limits),
                 revert=partial(end_lease, host, device.uuid, limits)
                 if lease is None
@@ -115,12 +115,12 @@ def _plan_lease(host: Host, devices: Sequence[Device], seconds: float) -> Plan:
     return Plan(
         title=f"{names} {'is' if len(devices) == 1 else 'are'} reserved for {format_duration(seconds)}",
         steps=tuple(steps),
-        undo=_way_back(devices, held),
+        undo=_undo_command(devices, held),
         notes=tuple(notes),
     )
 
 
-def _way_back(devices: Sequence[Device], held: Mapping[str, GpuLease]) -> str:
+def _undo_command(devices: Sequence[Device], held: Mapping[str, GpuLease]) -> str:
     """Return the commands that give these GPUs the leases that they have now."""
     free = [device.selector for device in devices if device.uuid not in held]
     commands = [f"gpushare reserve -g {','.join(free)} --end"] if free else []
@@ -144,7 +144,7 @@ def _plan_end(host: Host, devices: Sequence[Device]) -> Plan:
             remaining = f"{format_duration(lease.seconds_left)} left"
             losses.append(Loss(action="ends", what=f"the lease of {lease.user} on {device.title}", why=(remaining,)))
         else:
-            undo.append(_way_back([device], held))
+            undo.append(_undo_command([device], held))
         steps.append(
             Step(
                 what=f"end the lease of {lease.user} on {device.title}",

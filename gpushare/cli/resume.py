@@ -10,7 +10,7 @@ import typer
 from gpushare.base.errors import BadCombination, BadUsage, GpushareError
 from gpushare.base.values import dataclass
 from gpushare.cli.options import PLAIN, ChangingCommand, settings
-from gpushare.cli.pause import PausedRow, row
+from gpushare.cli.pause import PausedRow, paused_row
 from gpushare.pause.change import changing, find_paused, resume_step
 from gpushare.pause.record import PausedJob, by_root, paused_jobs
 from gpushare.plan import Plan, Step, one_plan
@@ -38,7 +38,8 @@ def resume(
         raise BadUsage("missing JOB", "name one, or give --all; see: gpushare pause list", code="usage")
     host = settings.connect()
 
-    def wanted() -> list[PausedJob]:
+    def jobs_to_resume() -> list[PausedJob]:
+        """Return the named job; with --all those of this user that neither root nor their own run has paused."""
         if job is not None:
             return [find_paused(host, job)]
         held = by_root(host)
@@ -51,28 +52,28 @@ def resume(
 
     if settings.dry_run:
         with host.open_channels() as control:
-            plan = one_plan([_resumed(paused, resume_step(host, control, paused)) for paused in wanted()])
+            plan = one_plan([_resume_plan(paused, resume_step(host, control, paused)) for paused in jobs_to_resume()])
             return plan_result("resume", plan, dry_run=True)
     done: list[tuple[PausedJob, Step]] = []
     errors: list[GpushareError] = []
     with host.open_channels() as control:
         # It loads while the records are read.
         control.start()
-        if wanted():
+        if jobs_to_resume():
             with changing(host):
                 # Under the lock: the guard may have resumed one.
-                for paused in wanted():
+                for paused in jobs_to_resume():
                     step = resume_step(host, control, paused)
                     try:
                         step.do()
                         done.append((paused, step))
                     except GpushareError as error:
                         errors.append(error)
-    plan = one_plan([_resumed(job, step) for job, step in done])
+    plan = one_plan([_resume_plan(job, step) for job, step in done])
     result = plan_result("resume", plan, dry_run=False, empty="no job is paused")
     return replace(
         result,
-        data=ResumeAnswer(**vars(result.data), jobs=tuple(row(job, host) for job, _ in done)),
+        data=ResumeAnswer(**vars(result.data), jobs=tuple(paused_row(job, host) for job, _ in done)),
         done=() if errors and not done else result.done,
         errors=tuple(errors),
         exit_code=errors[0].exit_code if errors else 0,
@@ -87,5 +88,5 @@ class ResumeAnswer(PlanAnswer):
     jobs: tuple[PausedRow, ...]
 
 
-def _resumed(job: PausedJob, step: Step) -> Plan:
+def _resume_plan(job: PausedJob, step: Step) -> Plan:
     return Plan(title=f"{job.title} is back on the GPU", steps=(step,), undo=f"gpushare pause {job.selector}")

@@ -25,7 +25,7 @@ from gpushare.cli.options import (
     gpus_of,
     note,
     percentage,
-    positive,
+    positive_time,
     settings,
 )
 from gpushare.host.host import Host
@@ -204,7 +204,7 @@ def run(
         wait=wait or leaves or (swaps is not None and swaps.turns),
         seconds=None if timeout is None else parse_seconds(timeout),
         requeue=requeue,
-        run_seconds=None if run_time is None else positive("--time", run_time, "2h"),
+        run_seconds=None if run_time is None else positive_time("--time", run_time, "2h"),
         swap=swaps,
         for_production=leaves,
     )

@@ -41,7 +41,7 @@ def stop(
     (at most 5 s, or --grace) and killed, so that its neighbours survive; a container is stopped by its engine; others
     get SIGTERM, and after 10 s or --grace SIGKILL. Other users' jobs need root.
     """
-    seconds = None if grace is None else _seconds(grace)
+    seconds = None if grace is None else _grace_seconds(grace)
     host = settings.connect()
     if not settings.dry_run:
         # The jobs of an earlier one that was killed may be gone.
@@ -80,7 +80,7 @@ def stop(
     return Result(
         command="stop",
         data=StopAnswer(jobs=tuple(done)),
-        done=tuple((sentence(stopped), None) for stopped in done),
+        done=tuple((ended_sentence(stopped), None) for stopped in done),
         errors=errors,
         exit_code=errors[0].exit_code if errors else 0,
         all_failed=bool(errors) and not done,
@@ -95,14 +95,14 @@ class StopAnswer:
     jobs: tuple[Stopped, ...]
 
 
-def _seconds(text: str) -> float:
+def _grace_seconds(text: str) -> float:
     seconds = parse_seconds(text)
     if seconds > MOST_SECONDS:
         raise BadUsage(f"--grace {text} is longer than 30 days", "give a time: --grace 30s", code="bad_duration")
     return seconds
 
 
-def sentence(done: Stopped) -> str:
+def ended_sentence(done: Stopped) -> str:
     """Return how a job was ended, for people."""
     title = f"process {done.pid}" if done.name is None else f"'{done.name}' (process {done.pid})"
     if done.way == "line":

@@ -93,15 +93,15 @@ def meant_option(word: str, options: Iterable[str]) -> str | None:
         if set(name.split(" or ")) <= set(options_of_command):
             return name
     completions = [name for name in options_of_command if len(word) > 4 and name.startswith(word)]
-    return completions[0] if len(completions) == 1 else _nearest(word, options_of_command)
+    return completions[0] if len(completions) == 1 else _nearest_word(word, options_of_command)
 
 
-def _nearest(word: str, candidates: Sequence[str]) -> str | None:
+def _nearest_word(word: str, candidates: Sequence[str]) -> str | None:
     matches = get_close_matches(word[:60], candidates, n=1, cutoff=_ALIKE)
     return matches[0] if matches else None
 
 
-def meant(error: Any) -> str | None:
+def meant_word(error: Any) -> str | None:
     """Return what an unknown option or command of a parser's error was meant to be."""
     context = getattr(error, "ctx", None)
     if context is None:
@@ -113,6 +113,6 @@ def meant(error: Any) -> str | None:
     word = getattr(error, "unknown_command", None)
     if word is None:
         return None
-    return _COMMANDS.get(path_of(context), {}).get(word.lower()) or _nearest(
+    return _COMMANDS.get(path_of(context), {}).get(word.lower()) or _nearest_word(
         word.lower(), context.command.list_commands(context)
     )

@@ -35,7 +35,7 @@ def out(job: JobArgument) -> Any:
     managed memory.
     """
     work = out_of_gpu(settings.connect(), job, note, dry_run=settings.dry_run)
-    return _with_job(carried_out("swap out", work.plan), work.swap)
+    return _with_swapped_job(carried_out("swap out", work.plan), work.swap)
 
 
 def back_in(
@@ -62,7 +62,7 @@ def back_in(
         lambda: waiting_line(note, quiet=settings.quiet),
         dry_run=settings.dry_run,
     )
-    return _with_job(carried_out("swap in", work.plan), work.swap)
+    return _with_swapped_job(carried_out("swap in", work.plan), work.swap)
 
 
 def listed() -> Any:
@@ -72,7 +72,7 @@ def listed() -> Any:
     # The list does not need the driver.
     gpus = (or_none(host.nvml.identities) if out else None) or ()
     indexes = {gpu.uuid: gpu.index for gpu in gpus}
-    rows = tuple(_row(swap, indexes.get(swap.gpu_uuid)) for swap in out)
+    rows = tuple(_swap_row(swap, indexes.get(swap.gpu_uuid)) for swap in out)
     columns = (
         Column("gpu", "GPU", right=True),
         Column("pid", "pid", right=True),
@@ -134,7 +134,7 @@ class SwapListAnswer:
     jobs: tuple[SwapRow, ...]
 
 
-def _row(swap: Swap, gpu: int | None = None) -> SwapRow:
+def _swap_row(swap: Swap, gpu: int | None = None) -> SwapRow:
     return SwapRow(
         gpu=gpu,
         pid=swap.pid,
@@ -151,8 +151,8 @@ def _row(swap: Swap, gpu: int | None = None) -> SwapRow:
     )
 
 
-def _with_job(result: Any, swap: Swap) -> Any:
-    return with_answer(result, SwapAnswer, job=_row(swap))
+def _with_swapped_job(result: Any, swap: Swap) -> Any:
+    return with_answer(result, SwapAnswer, job=_swap_row(swap))
 
 
 app.command(cls=AskingCommand, short_help="Move a job into host memory.")(out)

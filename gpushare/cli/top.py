@@ -75,7 +75,7 @@ def top(
     cockpit = Cockpit(
         watch,
         lambda words: answered(spec, words),
-        theme=_theme(),
+        theme=_theme_of_terminal(),
         follow=lambda job, add: followed(spec, job, add),
     )
     with leaving_at_the_end(lambda: cockpit.call_later(cockpit.exit)):
@@ -100,7 +100,8 @@ def _is_terminal() -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 
-def _theme() -> str:
+def _theme_of_terminal() -> str:
+    """Return the colours that suit the terminal: plain, light or dark."""
     if os.environ.get("NO_COLOR"):
         return "plain"
     # As terminals set it that tell their colours: "0;15" is black on white.

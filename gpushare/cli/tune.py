@@ -17,7 +17,7 @@ from gpushare.base.model import Way
 from gpushare.base.selection import Device, select_one
 from gpushare.base.units import parse_seconds, parse_thread_percentage, quoted
 from gpushare.cli.bench import picture_path
-from gpushare.cli.options import PLAIN, Command, gpus_of, interrupted, others_note, percentage, positive, settings
+from gpushare.cli.options import PLAIN, Command, gpus_of, interrupted, others_note, percentage, positive_time, settings
 from gpushare.cli.progress import progress_line
 from gpushare.host.host import Host
 from gpushare.host.written_file import create_file
@@ -155,9 +155,9 @@ def tune(
         metric=parse_metric(metric, latency=latency),
         opportunistic_metric=parse_metric(opportunistic_metric or metric),
         copies=copies,
-        budget_seconds=positive("--budget", budget, "150s"),
+        budget_seconds=positive_time("--budget", budget, "150s"),
         window_seconds=None if window is None else _window(window),
-        start_seconds=positive("--timeout", timeout, "10m"),
+        start_seconds=positive_time("--timeout", timeout, "10m"),
     )
     host = settings.connect()
     device = select_one(gpu, gpus_of(host))

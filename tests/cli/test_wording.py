@@ -25,7 +25,7 @@ def test_ctrl_c_at_a_question_leaves_the_error_a_line_of_its_own(
 ) -> None:
     monkeypatch.setattr(sys, "stdin", Interrupting())
     with pytest.raises(KeyboardInterrupt):
-        options.answered("Sure? ")
+        options.ask_line("Sure? ")
     assert capsys.readouterr().err == "Sure? \n"
 
 
