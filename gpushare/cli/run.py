@@ -193,8 +193,6 @@ def run(
         keep=None if keep is None else _kept(keep),
         rate=_rate(host, production, metric, higher_is_better=not lower),
     )
-    if container is not None:
-        options = replace(options, container=_engine(host, container, role))
     budget = None
     if memory is not None:
         budget = parse_budget(memory, over)
@@ -210,6 +208,8 @@ def run(
     )
     if detach and own is None and not settings.dry_run:
         return _detached(host, command[0], role.production or options.name)
+    if container is not None:
+        options = replace(options, container=_engine(host, container, role))
     started = JobStart(
         host=host,
         gpus=gpus_of(host),
@@ -242,7 +242,7 @@ class DetachedAnswer:
 
 
 def _detached(host: Host, program: str, name: str | None) -> Any:
-    """Start the job in the background, and return its name; what keeps it from starting is shown as without -d."""
+    """Start the job in the background, and return its name; its notes and what keeps it from starting are shown as without -d."""
     job = detach(host, settings.words, program, name)
     if job.state == "ended" and job.exit_code and not was_started(host, job):
         document = settings.output in {OutputFormat.JSON, OutputFormat.YAML, OutputFormat.CSV}
@@ -257,7 +257,7 @@ def _detached(host: Host, program: str, name: str | None) -> Any:
             job=job.name, pid=job.supervisor.pid, state=job.state, exit_code=job.exit_code, output=str(job.output)
         ),
         text=f"{job.name}\n",
-        notes=(f"{job.name} {state}; see its output: gpushare logs {job.name}{end}",),
+        notes=(*job.notes, f"{job.name} {state}; see its output: gpushare logs {job.name}{end}",),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import subprocess
@@ -33,6 +34,7 @@ from gpushare.run.program import begin_log, open_log
 from gpushare.run.queued import check_not_waiting
 from gpushare.run.share import NO_PROGRAM
 from gpushare.run.start import DETACHED
+from gpushare.show.render import NOTE
 
 # By then it runs or waits; else it is said that neither was seen.
 _SECONDS: Final = 30.0
@@ -49,9 +51,16 @@ class Detached(NamedTuple):
     supervisor: Identity
     output: Path
     state: str | None
-    # Of one that has ended already; and what it has printed by then.
+    # Of one that has ended already.
     exit_code: int | None = None
+    # What it has printed by then.
     printed: str = ""
+
+    @property
+    def notes(self) -> list[str]:
+        """Return the notes with which its output begins: those before the start of its program."""
+        lines = itertools.takewhile(lambda line: line.startswith(NOTE), self.printed.splitlines())
+        return [line.removeprefix(NOTE).strip() for line in lines]
 
 
 def detach(host: Host, words: Sequence[str], program: str, name: str | None) -> Detached:
@@ -82,10 +91,9 @@ def detach(host: Host, words: Sequence[str], program: str, name: str | None) -> 
             ) from error
         supervisor = identity_of_child(process.pid) or Identity(process.pid, 0)
         job = _once_settled(host, Detached(job_name, supervisor, output_path(host, job_name), None), process)
-        if job.state == "ended" and job.exit_code:
-            job = job._replace(printed=os.pread(descriptor, _MOST_PRINTED, 0).decode(errors="replace"))
-            if not was_started(host, job):
-                _put_back(host, job_name, earlier_job)
+        job = job._replace(printed=os.pread(descriptor, _MOST_PRINTED, 0).decode(errors="replace"))
+        if job.state == "ended" and job.exit_code and not was_started(host, job):
+            _put_back(host, job_name, earlier_job)
         return job
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 # Without a terminal (``-o table | less -S``) a table keeps every column.
 UNLIMITED: Final = 10_000
+NOTE: Final = "note:"
 _ESCAPES: Final = {"red": "\x1b[1;31m", "yellow": "\x1b[33m", "dim": "\x1b[2m"}
 
 
@@ -119,7 +120,7 @@ def width_of(stream: IO[str], *, terminal: bool) -> int:
 
 def write_notes(notes: list[str] | tuple[str, ...], stream: IO[str]) -> None:
     for note in notes:
-        put(stream, f"{_paint('note:', 'dim', stream)} {message_text('note:', note, stream)}\n")
+        put(stream, f"{_paint(NOTE, 'dim', stream)} {message_text(NOTE, note, stream)}\n")
 
 
 def write_error(error: GpushareError, stream: IO[str]) -> None:

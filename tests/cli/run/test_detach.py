@@ -8,8 +8,10 @@ from collections.abc import Callable
 
 import pytest
 
+from gpushare.base.units import GIB
 from gpushare.run.jobs import JOBS, PAST, find_record, output_path
 from gpushare.run.listing import listed_jobs
+from gpushare.sim import admin
 from gpushare.snapshot import Observer
 from tests.cli.drive import Cli, Real, Refused, World, until
 
@@ -72,6 +74,18 @@ def test_what_keeps_it_from_starting_is_said_as_without_d(cli: Cli, world: World
         assert detached.lines("error") == plain.lines("error")
         assert cli("-o", "json", "run", "-d", *words).error == cli("-o", "json", "run", *words).error
     assert world.pids() == []
+
+
+def test_the_caller_reads_its_notes_too(cli: Cli, world: World) -> None:
+    admin.add_process(world.spec, memory_bytes=120 * GIB)
+    words = ("--memory", "60G", "--slice", "2ms", "--", "sh", "-c", "echo begun; echo note: mine")
+    plain, detached = cli("run", *words).ok(), cli("run", "-d", *words).ok()
+    (short,) = (line for line in plain.lines("note") if "may run out of memory" in line)
+    # The output of the program is in its log only.
+    first, last = detached.lines("note")
+    assert first == short
+    assert last.startswith(f"note: {detached.out.strip()} ")
+    assert cli("-q", "run", "-d", *words).ok().err == ""
 
 
 def test_a_start_that_is_refused_leaves_the_earlier_job_of_its_name(cli: Cli, world: World) -> None:
