@@ -402,13 +402,15 @@ class LinePlace:
     """Where a job waits: ``place`` counts from 1 among those for the same devices.
 
     ``memory_bytes`` None: it waits for a device without other jobs. ``behind`` are the jobs before it in the line, and
-    ``held_by`` those that have a place on its devices: names, or PIDs of jobs without one.
+    ``held_by`` those that have a place on its devices: names, or PIDs of jobs without one. ``others_bytes`` is what other
+    programs use on the device where they use the most; None: unknown.
     """
 
     place: int
     memory_bytes: int | None
     behind: tuple[str, ...]
     held_by: tuple[str, ...]
+    others_bytes: int | None = None
     # How many of its GPUs it needs at the same time, with memory_bytes on each.
     count: int = 1
     # Its gpushare is stopped (Ctrl-Z): the line skips it until it continues.

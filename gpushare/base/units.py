@@ -16,6 +16,8 @@ KIB: Final = 1024
 MIB: Final = 1024**2
 GIB: Final = 1024**3
 TIB: Final = 1024**4
+# Less memory of other programs is a context, or what the driver has for itself.
+WORTH_NAMING: Final = GIB
 
 # Compiled at the first use, because status does not parse. All units are binary: nvidia-smi's MiB and MPS's M and G are
 # powers of 1024.

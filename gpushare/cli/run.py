@@ -257,7 +257,10 @@ def _detached(host: Host, program: str, name: str | None) -> Any:
             job=job.name, pid=job.supervisor.pid, state=job.state, exit_code=job.exit_code, output=str(job.output)
         ),
         text=f"{job.name}\n",
-        notes=(*job.notes, f"{job.name} {state}; see its output: gpushare logs {job.name}{end}",),
+        notes=(
+            *job.notes,
+            f"{job.name} {state}; see its output: gpushare logs {job.name}{end}",
+        ),
     )
 
 

@@ -14,7 +14,7 @@ from typing import Final
 from gpushare.base.errors import BadUsage, GpushareError, InUse, NoPermission, or_none
 from gpushare.base.model import ComputeMode, Gpu
 from gpushare.base.selection import Device, select, titles
-from gpushare.base.units import GIB, counted, format_bytes, format_duration
+from gpushare.base.units import WORTH_NAMING, counted, format_bytes, format_duration
 from gpushare.base.values import dataclass
 from gpushare.host.claims import live_claims, why_unreadable
 from gpushare.host.host import Host
@@ -45,8 +45,6 @@ from gpushare.memory.swap import GPU_MARGIN_BYTES, Swap, has_room, repair
 POLL_SECONDS: Final = 0.5
 # How often a waiting job looks for what it waits for.
 _LOOK_SECONDS: Final = 2.0
-# Less is a context or what the driver has for itself.
-_WORTH_NAMING: Final = GIB
 _MOST_NAMED: Final = 4
 _HARM_STEP_PERCENT: Final = 10
 # Of more jobs, the rest is only seen in the utilization of the GPU.
@@ -484,7 +482,7 @@ def _free(line: Line, request: Request) -> str:
 def _held_by(line: Line, most: int) -> str:
     """Return who has the rest of a device, the largest first: ``, held by 'train' (40.0 GiB) and 2 more``."""
     holders = [(size, f"process {job.pid}" if job.name is None else f"'{job.name}'") for job, size in line.held_by]
-    holders += [(line.others_bytes, "other programs")] if line.others_bytes >= _WORTH_NAMING else []
+    holders += [(line.others_bytes, "other programs")] if line.others_bytes >= WORTH_NAMING else []
     largest = sorted(holders, reverse=True)
     texts = [f"{title} ({format_bytes(size)})" for size, title in largest[:most]]
     more = f" and {len(largest) - most} more" if len(largest) > most else ""

@@ -14,7 +14,7 @@ from gpushare.base.values import dataclass
 from gpushare.host.capabilities import user_name
 from gpushare.host.identity import Identity, uptime
 from gpushare.host.users import has_records
-from gpushare.memory.ledger import Reservation, reservations
+from gpushare.memory.ledger import Reservation, lines_of, reservations
 from gpushare.mps.control import is_server
 from gpushare.run.jobs import (
     MOST_COMMAND,
@@ -72,12 +72,7 @@ class _Present:
 
     def __init__(self, host: Host, snapshot: Snapshot, ledger: Sequence[Reservation]) -> None:
         self._host, self._snapshot, self._ledger = host, snapshot, ledger
-        self._devices = {
-            device.uuid: device
-            for gpu in snapshot.gpus
-            if gpu.uuid is not None
-            for device in (Device(gpu=gpu), *(Device(gpu=gpu, mig=mig) for mig in gpu.mig_instances))
-        }
+        self._devices = _devices(snapshot)
         self.records = {record.pid: record for record in running_records(host)}
         self._on_gpu = list(_processes(snapshot))
         self._clients: dict[int, MpsClient] = {
@@ -221,6 +216,16 @@ class _Present:
         return limits.pop() if len(limits) == 1 else None
 
 
+def _devices(snapshot: Snapshot) -> dict[str, Device]:
+    """Return the GPUs of a host and their instances, by UUID."""
+    return {
+        device.uuid: device
+        for gpu in snapshot.gpus
+        if gpu.uuid is not None
+        for device in (Device(gpu=gpu), *(Device(gpu=gpu, mig=mig) for mig in gpu.mig_instances))
+    }
+
+
 def _processes(snapshot: Snapshot) -> Iterator[_OnGpu]:
     for gpu in snapshot.gpus:
         for process in gpu.processes or ():
@@ -276,6 +281,7 @@ def _waiting_jobs(host: Host, snapshot: Snapshot, ledger: Sequence[Reservation])
     from gpushare.memory.look import waiting_jobs
 
     waiting = waiting_jobs(host, snapshot.gpus, ledger)
+    lines = lines_of(host, _devices(snapshot).values(), ledger)
     now = time.time()
     for number, row in enumerate(waiting):
         reservation = reserved.get(row.pid)
@@ -305,6 +311,7 @@ def _waiting_jobs(host: Host, snapshot: Snapshot, ledger: Sequence[Reservation])
                     for other in ledger
                     if not set(other.held).isdisjoint(row.device_uuids)
                 ),
+                others_bytes=max((lines[key].others_bytes for key in row.device_uuids if key in lines), default=None),
                 stopped=row.stopped,
             ),
         )

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any, Final
 
 from gpushare.base.errors import ExitCode
-from gpushare.base.model import ListedJob, Snapshot
-from gpushare.base.units import format_bytes, format_percent, ranges
+from gpushare.base.model import LinePlace, ListedJob, Snapshot
+from gpushare.base.units import WORTH_NAMING, format_bytes, format_percent, ranges
 from gpushare.base.values import dataclass
 from gpushare.show.result import Column, Result, Table
 from gpushare.show.status import age, container_name, gpu_errors, of_several, role_style, used_of_total, way_text
@@ -66,6 +66,12 @@ def jobs_result(snapshot: Snapshot, jobs: Sequence[ListedJob], *, everything: bo
 def _names(names: Sequence[str]) -> str | None:
     more = len(names) - _MOST_NAMED
     return ", ".join(names[:_MOST_NAMED]) + (f" +{more}" if more > 0 else "") or None
+
+
+def holders(line: LinePlace) -> list[str]:
+    """Return who has the memory for which a job waits: ``other programs 60.0 GiB``, then the jobs."""
+    others = line.others_bytes or 0
+    return [*([f"other programs {format_bytes(others)}"] if others >= WORTH_NAMING else []), *line.held_by]
 
 
 def _memory(value: tuple[int | None, int | None]) -> str:
@@ -143,7 +149,7 @@ def _waiting(jobs: Sequence[ListedJob], *, of_others: bool) -> Table:
             of=lambda job: job.line.memory_bytes,
             format=lambda value: "all" if value is None else format_bytes(value),
         ),
-        Column("behind", "behind", rank=1, of=lambda job: _names([*job.line.behind, *job.line.held_by])),
+        Column("behind", "behind", rank=1, of=lambda job: _names([*job.line.behind, *holders(job.line)])),
         _SINCE,
         Column("state", "state", optional=True, of=lambda job: "stopped, skipped" if job.line.stopped else None),
         _COMMAND,

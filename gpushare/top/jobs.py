@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from gpushare.base.units import GIB, MIB, format_slice, in_order, ranges
 from gpushare.base.values import dataclass
 from gpushare.run.listing import ENDED, PAUSED, RUNNING
+from gpushare.show.jobs import holders
 from gpushare.show.status import age, container_name
 from gpushare.show.text import visible
 from gpushare.top.history import is_over, program_of
@@ -104,8 +105,9 @@ def waiting_reason(job: ListedJob) -> str:
         parts.append("its gpushare is stopped: skipped")
     if line.behind:
         parts.append(f"behind {', '.join(line.behind[:3])}")
-    if line.held_by:
-        parts.append(f"held by {', '.join(line.held_by[:3])}")
+    holding = holders(line)
+    if holding:
+        parts.append(f"held by {', '.join(holding[:3])}")
     return "; ".join(parts)
 
 

@@ -33,7 +33,7 @@ JOBS = (
     job(None, 6000, role=None, memory_used_bytes=66 * MIB, sm_percent=3, command="Xorg :0", since_seconds=5.0),
     job(
         "next", 7000, "waiting", way=None, since_seconds=5.0,
-        line=LinePlace(place=1, memory_bytes=20 * GIB, behind=(), held_by=("web", "batch-1", "5000")),
+        line=LinePlace(place=1, memory_bytes=20 * GIB, behind=(), held_by=("web", "batch-1", "5000"), others_bytes=40 * GIB),
     ),
     job(
         None, 7001, "waiting", way=None, since_seconds=600.0,
@@ -93,6 +93,7 @@ def test_unknown_is_null_in_json_and_never_zero():
         "memory_bytes": 20 * GIB,
         "behind": [],
         "held_by": ["web", "batch-1", "5000"],
+        "others_bytes": 40 * GIB,
         "stopped": False,
         "count": 1,
     }

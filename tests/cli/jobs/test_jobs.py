@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -200,6 +201,20 @@ def test_a_farm_without_a_name_is_a_job_too(real: Real, cli: Cli, world: World) 
     assert started.result().code == 128 + signal.SIGTERM
     (past,) = [job for job in listed(cli) if job["state"] == "ended"]
     assert (past["name"], past["exit_code"]) == ("sleep-1", 128 + signal.SIGTERM)
+
+
+def test_a_waiting_job_is_told_what_other_programs_hold(real: Real, cli: Cli, world: World) -> None:
+    admin.add_process(world.spec, memory_bytes=100 * GIB)
+    train = real("run", "--memory", "10G", "--slice", "2ms", "--name", "train", "--", "sleep", "300")
+    until(lambda: world.begun and any(job["name"] == "train" for job in listed(cli)), "train runs")
+    waits = real("run", "--wait", "--memory", "60G", "--name", "next", "--", "sleep", "300")
+    row = until(lambda: next((job for job in listed(cli) if job["line"] is not None), None), "next waits")
+    assert row["line"]["held_by"] == ["train"]
+    assert row["line"]["others_bytes"] == pytest.approx(100 * GIB, abs=GIB)
+    assert re.search(r"other programs 10\d\.\d GiB, train", cli("jobs").ok().out)
+    for job in (waits, train):
+        job.signal(signal.SIGINT)
+        job.result()
 
 
 def test_a_job_that_waits_for_production_to_rest_is_one(real: Real, cli: Cli, world: World, tmp_path: Path) -> None:
