@@ -138,7 +138,7 @@ def admitted(
             continue
         devices[job.name] = free
         for key in free[: job.count]:
-            size = _size(rooms[key], job)
+            size = _needed_bytes(rooms[key], job)
             now[key].append(Running(memory_bytes=size, client=job.client, uid=job.uid, ends_seconds=job.run_seconds))
     return devices
 
@@ -151,7 +151,7 @@ def _passed_on(
     for job, seconds in passed:
         if key in job.keys:
             yield job, seconds, [*ahead]
-            ahead.append(Running(memory_bytes=_size(room, job), client=job.client, uid=job.uid))
+            ahead.append(Running(memory_bytes=_needed_bytes(room, job), client=job.client, uid=job.uid))
 
 
 def _starts_within(rooms: Mapping[str, Room], running: Mapping[str, Sequence[Running]], job: Waiting) -> float | None:
@@ -165,6 +165,7 @@ def _starts_within(rooms: Mapping[str, Room], running: Mapping[str, Sequence[Run
 
 
 def _fits_within(room: Room, running: Sequence[Running], job: Waiting) -> float | None:
+    """Return in how many seconds a job fits on a device, by the times of the jobs there; None: none bounds it."""
     for seconds in sorted({0.0, *(holder.ends_seconds for holder in running if holder.ends_seconds is not None)}):
         if fits(
             room,
@@ -177,7 +178,7 @@ def _fits_within(room: Room, running: Sequence[Running], job: Waiting) -> float 
 
 def fits(room: Room, running: Sequence[Running], job: Waiting) -> bool:
     """Return whether a job has room next to those that run."""
-    if sum(holder.memory_bytes for holder in running) + _size(room, job) > room.memory_bytes:
+    if sum(holder.memory_bytes for holder in running) + _needed_bytes(room, job) > room.memory_bytes:
         return False
     return not job.client or room.clients is None or sum(holder.client for holder in running) < room.clients
 
@@ -187,7 +188,8 @@ def could_ever_fit(rooms: Mapping[str, Room], job: Waiting) -> bool:
     return sum(fits(rooms[key], (), job) for key in job.keys if key in rooms) >= job.count
 
 
-def _size(room: Room, job: Waiting) -> int:
+def _needed_bytes(room: Room, job: Waiting) -> int:
+    """Return what a job takes on a device: all of it if its need is unknown, or if it then has the device alone."""
     if job.memory_bytes is None:
         return room.whole_bytes
     return max(room.whole_bytes, job.memory_bytes) if room.alone and not job.client else job.memory_bytes
@@ -195,7 +197,7 @@ def _size(room: Room, job: Waiting) -> int:
 
 def _delays(room: Room, running: Sequence[Running], ahead: Sequence[Running], job: Waiting, earlier: Waiting) -> bool:
     """Return whether ``earlier`` might start later on this device if ``job`` starts now; ``ahead`` wait before it."""
-    need = _size(room, earlier)
+    need = _needed_bytes(room, earlier)
     if need > room.memory_bytes:
         # It never starts here.
         return False
@@ -207,7 +209,7 @@ def _delays(room: Room, running: Sequence[Running], ahead: Sequence[Running], jo
     # The most that may still be held when it starts, if the job does not start now.
     holders = [*running, *ahead]
     most = _largest_sum([holder.memory_bytes for holder in holders if holder.memory_bytes], room.memory_bytes - need)
-    if most + need + _size(room, job) > room.memory_bytes:
+    if most + need + _needed_bytes(room, job) > room.memory_bytes:
         return True
     if not (earlier.client and job.client) or room.clients is None:
         return False

@@ -61,7 +61,7 @@ def leases(host: Host, limits: UserLimits) -> dict[str, GpuLease]:
     """Return the leases in force by the UUID of their GPU."""
     first: dict[str, GpuLease] = {}
     now = uptime()
-    for file in _files(host, limits):
+    for file in _lease_files(host, limits):
         if not file.since <= now < file.until:
             continue
         lease = GpuLease(
@@ -96,7 +96,7 @@ def take_lease(host: Host, gpu_uuid: str, seconds: float, limits: UserLimits) ->
     directory = claim_directory(host)
     if directory.is_relative_to(host.run_directory):
         make_private_directory(directory)
-    earlier = [file for file in _files(host, limits) if file.gpu_uuid == gpu_uuid and file.uid == host.uid]
+    earlier = [file for file in _lease_files(host, limits) if file.gpu_uuid == gpu_uuid and file.uid == host.uid]
     now = uptime()
     since = min((file.since for file in earlier if file.since <= now < file.until), default=now)
     path = directory / f"{PREFIX}{os.urandom(8).hex()}"
@@ -109,15 +109,15 @@ def take_lease(host: Host, gpu_uuid: str, seconds: float, limits: UserLimits) ->
             os.fchmod(descriptor, 0o644)
             os.write(descriptor, text.encode())
         except OSError:
-            _remove(path)
+            _remove_file(path)
             raise
         finally:
             os.close(descriptor)
     for old in earlier:
-        _remove(old.path)
+        _remove_file(old.path)
     lease = leases(host, limits).get(gpu_uuid)
     if lease is None or lease.uid != host.uid:
-        _remove(path)
+        _remove_file(path)
         if lease is None:
             raise OperationFailed(
                 "the lease was written but does not count", "see: gpushare doctor", code="lease_unusable"
@@ -126,24 +126,25 @@ def take_lease(host: Host, gpu_uuid: str, seconds: float, limits: UserLimits) ->
 
 
 def end_lease(host: Host, gpu_uuid: str, limits: UserLimits) -> None:
-    """End the lease of this user on a GPU; root ends that of anybody. Raises as `take_lease`."""
-    for file in _files(host, limits):
+    """End the lease of this user on a GPU; root ends anybody's. Raises as `take_lease`."""
+    for file in _lease_files(host, limits):
         if file.gpu_uuid == gpu_uuid and (file.uid == host.uid or host.root):
             with writing(file.path, "the lease", code="lease_unusable"):
                 file.path.unlink(missing_ok=True)
 
 
-def _files(host: Host, limits: UserLimits) -> list[_LeaseFile]:
+def _lease_files(host: Host, limits: UserLimits) -> list[_LeaseFile]:
     """Return the leases that are written, also those that a shorter limit has cut short: a longer one brings them back."""
     directory = claim_directory(host)
     try:
         names = [name for name in sorted(os.listdir(directory)) if _NAME.fullmatch(name)]
     except OSError:
         return []
-    return sorted(_read(host, directory, names, limits))
+    return sorted(_read_lease_files(host, directory, names, limits))
 
 
-def _read(host: Host, directory: Path, names: list[str], limits: UserLimits) -> Iterator[_LeaseFile]:
+def _read_lease_files(host: Host, directory: Path, names: list[str], limits: UserLimits) -> Iterator[_LeaseFile]:
+    """Yield the leases in these files; remove those that are over, as far as this user may."""
     met: Counter[int] = Counter()
     now, boot = uptime(), time.time() - uptime()
     for name in names:
@@ -166,19 +167,22 @@ def _read(host: Host, directory: Path, names: list[str], limits: UserLimits) -> 
         # It may be another file by now.
         if not stat.S_ISREG(seen.st_mode) or seen.st_nlink != 1 or seen.st_uid != owner.st_uid:
             continue
-        lease = _parsed(path, text, seen, limits, since_boot=seen.st_ctime - boot)
+        lease = _parse_lease(path, text, seen, limits, since_boot=seen.st_ctime - boot)
         # Without one it is half written, by a gpushare that was killed.
         over = time.time() - seen.st_ctime > _UNREADABLE_SECONDS if lease is None else lease.written_until <= now
         if over and (seen.st_uid == host.uid or host.root):
-            _remove(path)
+            _remove_file(path)
         elif lease is not None and not over:
             yield lease
 
 
-def _parsed(
+def _parse_lease(
     path: Path, text: bytes, seen: os.stat_result, limits: UserLimits, *, since_boot: float
 ) -> _LeaseFile | None:
-    """Return the lease in a file that was created at a time since boot; one of an earlier boot is over. None: there is none."""
+    """Return the lease in a file that was created ``since_boot`` seconds after boot; None: its text is no lease.
+
+    A lease of an earlier boot is over.
+    """
     match = _TEXT.fullmatch(text)
     if match is None:
         return None
@@ -187,6 +191,6 @@ def _parsed(
     return _LeaseFile(max(since, since_boot), path, match[2].decode(), seen.st_uid, since, until, written)
 
 
-def _remove(path: Path) -> None:
+def _remove_file(path: Path) -> None:
     with contextlib.suppress(OSError):
         path.unlink()

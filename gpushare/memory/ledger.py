@@ -155,7 +155,9 @@ def reservations(host: Host, claims: Sequence[Claim] | None = None) -> list[Rese
     claims = all_claims(host, PREFIX) if claims is None else claims
     if claims is None:
         return None
-    jobs = [job for claim in sorted(claims, key=lambda claim: claim.rank) if (job := _reservation(claim)) is not None]
+    jobs = [
+        job for claim in sorted(claims, key=lambda claim: claim.rank) if (job := _parse_reservation(claim)) is not None
+    ]
     # A swapped-out job has released its reservation, and a lost job never comes back.
     swapped: list[Swap] = []
     if has_records(host, "swap"):
@@ -191,7 +193,7 @@ def reservations(host: Host, claims: Sequence[Claim] | None = None) -> list[Rese
     return line_order(kept)
 
 
-def not_around(host: Host, jobs: Sequence[Reservation]) -> list[Reservation]:
+def without_enclosing_jobs(host: Host, jobs: Sequence[Reservation]) -> list[Reservation]:
     """Return reservations without those of jobs that this process is a part of: what they have reserved is for it, too."""
     above = set(host.processes.ancestry(os.getpid())) if any(job.held for job in jobs) else set()
     # The first process is its gpushare, the others are the program.
@@ -219,8 +221,8 @@ def line_order(jobs: Sequence[Reservation]) -> list[Reservation]:
     return sorted(jobs, key=lambda job: places[job.id])
 
 
-def _spares(job: Request, uid: int, other: Request, other_uid: int) -> bool:
-    """Return whether a waiting job lets another one go first; with the users of both."""
+def _lets_production_first(job: Request, uid: int, other: Request, other_uid: int) -> bool:
+    """Return whether a job of ``uid`` is opportunistic and waits behind another: production of its user or root."""
     if set(other.keys).isdisjoint(job.keys):
         return False
     return job.opportunistic and other.production and other_uid in {0, uid}
@@ -229,10 +231,10 @@ def _spares(job: Request, uid: int, other: Request, other_uid: int) -> bool:
 def waiting_before(jobs: Sequence[Reservation], request: Request, uid: int) -> list[Reservation]:
     """Return the jobs that would be before one that came now."""
     waiting = [job for job in jobs if job.waits and not job.stopped]
-    return [job for job in waiting if not _spares(job, job.claim.uid, request, uid)]
+    return [job for job in waiting if not _lets_production_first(job, job.claim.uid, request, uid)]
 
 
-def _reservation(claim: Claim) -> Reservation | None:
+def _parse_reservation(claim: Claim) -> Reservation | None:
     """Return what a claim says; None: it is just coming, or says nothing that we would have written.
 
     Its facts are lines of a word and a text. Of a word that comes again the last counts, of ``want`` the first::
@@ -267,8 +269,8 @@ def _reservation(claim: Claim) -> Reservation | None:
         return None
     if not 1 <= int(count) <= len(set(keys)) or len(set(fixed)) not in {0, int(count)}:
         return None
-    limit, above = _limit(facts.get("limit", ""))
-    seconds, until = (_count(facts.get(word, "")) for word in ("time", "until"))
+    limit, above = _parse_limit(facts.get("limit", ""))
+    seconds, until = (_parse_number(facts.get(word, "")) for word in ("time", "until"))
     role = facts.get("role")
     return Reservation(
         claim=claim,
@@ -291,11 +293,12 @@ def _reservation(claim: Claim) -> Reservation | None:
     )
 
 
-def _count(text: str) -> int | None:
+def _parse_number(text: str) -> int | None:
     return int(text) if text.isdecimal() and len(text) < 20 else None
 
 
-def _limit(text: str) -> tuple[int | None, str | None]:
+def _parse_limit(text: str) -> tuple[int | None, str | None]:
+    """Return the limit in bytes and what happens above it, from ``BYTES ABOVE``; (None, None): there is none."""
     size, _, above = text.partition(" ")
     if not size.isdecimal() or len(size) >= 20 or above not in ABOVE:
         return None, None
@@ -309,7 +312,6 @@ def line_of(
     *,
     clients: int | None = None,
     limits: Mapping[int, int] | None = None,
-    now: float | None = None,
 ) -> Line | None:
     """Return the ledger of one device as of now; None: its memory is unknown.
 
@@ -335,12 +337,11 @@ def line_of(
     running, holders, more_clients = list[Running](), list[Reservation](), list[Running]()
     beyond: set[str] = set()
     granted: dict[int, int] = defaultdict(int)
-    time_now = time.time() if now is None else now
     for job in jobs_on_device:
         own_processes = [process for process in processes if owners.get(process.pid) == job.id]
         held = sum(process.memory_used_bytes or 0 for process in own_processes)
         has_processes = job.id in owners.values()
-        if not has_processes and time_now - job.claim.touched_at > LAPSE_SECONDS:
+        if not has_processes and time.time() - job.claim.touched_at > LAPSE_SECONDS:
             continue
         size = room.whole_bytes if job.memory_bytes is None else job.memory_bytes
         # An empty mapping may still have a default for all users, so its truth value does not count.
@@ -411,12 +412,14 @@ def _is_job(process: GpuProcess, info: ProcessInfo | None) -> bool:
 
 
 def _within_limit(line: Line, uid: int, memory_bytes: int | None, limits: Mapping[int, int]) -> bool:
+    """Return whether a job of a user needs no more on a device than the user may still reserve there."""
     limit = limits.get(uid)
     size = line.room.whole_bytes if memory_bytes is None else memory_bytes
     return limit is None or line.granted.get(uid, 0) + size <= limit
 
 
-def _waiting(name: str, uid: int, job: Request, lines: Mapping[str, Line], limits: Mapping[int, int]) -> Waiting:
+def _as_waiting(name: str, uid: int, job: Request, lines: Mapping[str, Line], limits: Mapping[int, int]) -> Waiting:
+    """Return a job as the admission needs it: only with the devices on which its user's limit leaves room for it."""
     # A job that waits because of its user's limit delays no other job.
     keys = tuple(
         key for key in job.keys if key not in lines or _within_limit(lines[key], uid, job.memory_bytes, limits)
@@ -433,6 +436,7 @@ def _waiting(name: str, uid: int, job: Request, lines: Mapping[str, Line], limit
 
 
 def _admitted(lines: Mapping[str, Line], waiting: Sequence[Waiting]) -> dict[str, tuple[str, ...]]:
+    """Return the devices on which each waiting job may start now, by its name, best first."""
     rooms = {key: line.room for key, line in lines.items()}
     return admitted(rooms, {key: line.running for key, line in lines.items()}, waiting)
 
@@ -442,8 +446,8 @@ def would_take(
 ) -> tuple[str, ...]:
     """Return the devices on which a job could start if it came now, best first; none: it would wait."""
     by_key = {line.device.uuid: line for line in lines}
-    jobs_ahead = [_waiting(job.id, job.claim.uid, job, by_key, limits) for job in waiting_before(jobs, request, uid)]
-    return _admitted(by_key, [*jobs_ahead, _waiting("", uid, request, by_key, limits)]).get("", ())
+    jobs_ahead = [_as_waiting(job.id, job.claim.uid, job, by_key, limits) for job in waiting_before(jobs, request, uid)]
+    return _admitted(by_key, [*jobs_ahead, _as_waiting("", uid, request, by_key, limits)]).get("", ())
 
 
 def is_on(process: GpuProcess, device: Device) -> bool:
@@ -478,8 +482,8 @@ class Patience:
         self._since: dict[int, float] = {}
         self._passed: set[str] = set()
 
-    def look(self, jobs: Sequence[Reservation], could: Collection[str]) -> None:
-        """Note who can take a place now; who was passed stays so."""
+    def note(self, jobs: Sequence[Reservation], could: Collection[str]) -> None:
+        """Note who can take a place now. A job that was passed stays so."""
         now = time.monotonic()
         came = {job.claim.uid for job in jobs if job.held and job.id in self._could}
         self._could = {job.id: job.claim.uid for job in jobs if job.id in could}
@@ -509,29 +513,30 @@ class Place:
         self.held: tuple[str, ...] = ()
         # Those that a job of several devices waits for, once it is the first in the line.
         self._fixed: tuple[str, ...] = ()
-        self._enter()
+        self._write_claim()
 
-    def _enter(self) -> None:
+    def _write_claim(self) -> None:
+        """Make a new claim, write what the job asks for, and draw its ticket: its place in the line."""
         request = self.request
-        self._claim: HeldClaim = make_claim(self._host, "memory", PREFIX)
+        self.claim: HeldClaim = make_claim(self._host, "memory", PREFIX)
         try:
             size = "-" if request.memory_bytes is None else str(request.memory_bytes)
-            self._claim.add_fact(f"want {size} {int(request.client)} {','.join(request.keys)}")
+            self.claim.add_fact(f"want {size} {int(request.client)} {','.join(request.keys)}")
             if request.count > 1:
-                self._claim.add_fact(f"gpus {request.count}")
+                self.claim.add_fact(f"gpus {request.count}")
             if request.run_seconds is not None:
-                self._claim.add_fact(f"time {math.ceil(request.run_seconds)}")
+                self.claim.add_fact(f"time {math.ceil(request.run_seconds)}")
             if request.name is not None:
-                self._claim.add_fact(f"name {request.name}")
+                self.claim.add_fact(f"name {request.name}")
             if request.production or request.opportunistic:
-                self._claim.add_fact(f"role {'production' if request.production else 'opportunistic'}")
+                self.claim.add_fact(f"role {'production' if request.production else 'opportunistic'}")
             if request.leaves:
-                self._claim.add_fact("leaves for production")
+                self.claim.add_fact("leaves for production")
             if request.turns:
-                self._claim.add_fact("turns with others")
-            self._claim.draw_ticket()
+                self.claim.add_fact("turns with others")
+            self.claim.draw_ticket()
         except BaseException:
-            self._claim.release()
+            self.claim.release()
             raise
         self._steps_back = self._added = self._fixes = 0
         self._told_limit: str | None = None
@@ -539,20 +544,13 @@ class Place:
         # Those that came before this job.
         self._before: frozenset[str] | None = None
 
-    @property
-    def claim(self) -> HeldClaim:
-        return self._claim
-
     def take(self, *keys: str) -> None:
-        """Hold devices whether or not there is room: a job that does not wait."""
-        self._hold(keys)
-
-    def _hold(self, keys: tuple[str, ...]) -> None:
-        self._claim.add_fact(f"sure {','.join(keys)}")
+        """Hold devices whether or not there is room: what a job does that does not wait."""
+        self.claim.add_fact(f"sure {','.join(keys)}")
         self.held = keys
         if self.request.run_seconds is not None:
             seconds = self.request.run_seconds + TIME_MARGIN_SECONDS
-            self._claim.add_fact(f"until {time.clock_gettime_ns(time.CLOCK_BOOTTIME) + int(seconds * 1e9)}")
+            self.claim.add_fact(f"until {time.clock_gettime_ns(time.CLOCK_BOOTTIME) + int(seconds * 1e9)}")
 
     def try_to_take(
         self,
@@ -565,22 +563,22 @@ class Place:
 
         ``best`` returns some devices in the order in which they are best now; it is only asked if the job may take them.
         """
-        keys = self._devices_now(devices, clients, limits, best)
+        keys = self._devices_of_turn(devices, clients, limits, best)
         if not keys:
             return False
-        self._claim.add_fact(f"hold {','.join(keys)}")
+        self.claim.add_fact(f"hold {','.join(keys)}")
         if self._still_fit(keys, devices, clients, limits):
-            self._hold(keys)
+            self.take(*keys)
             return True
-        self._claim.add_fact("back")
+        self.claim.add_fact("back")
         self._steps_back += 1
         if self._steps_back >= _MOST_STEPS_BACK:
             # A claim only grows, and a longer one would no longer be read.
-            self._claim.release()
-            self._enter()
+            self.claim.release()
+            self._write_claim()
         return False
 
-    def _devices_now(
+    def _devices_of_turn(
         self,
         devices: Sequence[Device],
         clients: Mapping[str, int | None],
@@ -597,7 +595,7 @@ class Place:
         ):
             time.sleep(0.002)
             claims = all_claims(self._host, PREFIX)
-        jobs, own_id = self._other_jobs(claims), self._claim.path.name
+        jobs, own_id = self._jobs_to_count(claims), self.claim.path.name
         own_claim = next((claim for claim in claims or () if claim.path.name == own_id), None)
         if claims is None or jobs is None or own_claim is None:
             return ()
@@ -608,27 +606,27 @@ class Place:
             )
         lines = lines_of(self._host, devices, jobs, clients=clients, limits=limits)
         waiting = [
-            _waiting(job.id, job.claim.uid, job, lines, limits)
+            _as_waiting(job.id, job.claim.uid, job, lines, limits)
             for job in jobs
             if job.id == own_id
             or (
                 job.waits
                 and self._patience.lets_go_first(job)
                 # It came before, or this job spares it.
-                and (job.id in self._before or _spares(self.request, os.geteuid(), job, job.claim.uid))
+                and (job.id in self._before or _lets_production_first(self.request, os.geteuid(), job, job.claim.uid))
             )
         ]
         devices_by_job = _admitted(lines, waiting)
-        self._patience.look(jobs, devices_by_job.keys() - {own_id})
+        self._patience.note(jobs, devices_by_job.keys() - {own_id})
         free = devices_by_job.get(own_id, ())
         if not free:
-            self._fix(lines, waiting)
+            self._choose_devices_to_wait_for(lines, waiting)
         elif best is not None:
             # Others reckon with the order that it came with. If they take the same one now, one of them steps back.
             free = tuple(best(free))
         return free[: self.request.count]
 
-    def _fix(self, lines: Mapping[str, Line], waiting: Sequence[Waiting]) -> None:
+    def _choose_devices_to_wait_for(self, lines: Mapping[str, Line], waiting: Sequence[Waiting]) -> None:
         """Choose the devices that a job of several waits for, once it is first: the others are free for later jobs.
 
         It waits for the devices with the most free memory, because the least must be released there.
@@ -642,15 +640,16 @@ class Place:
             for key in keys
             if key in lines and not never_fits([lines[key]], replace(self.request, count=1))
         }
-        if first is None or first.name != self._claim.path.name or len(room) < count:
+        if first is None or first.name != self.claim.path.name or len(room) < count:
             return
         self._fixed = tuple(sorted(room, key=lambda key: (-room[key].free_bytes, keys.index(key)))[:count])
         self._fixes += 1
-        self._claim.add_fact(f"fix {','.join(self._fixed)}")
+        self.claim.add_fact(f"fix {','.join(self._fixed)}")
 
-    def _other_jobs(self, claims: Sequence[Claim] | None = None) -> list[Reservation] | None:
+    def _jobs_to_count(self, claims: Sequence[Claim] | None = None) -> list[Reservation] | None:
+        """Return the ledger's jobs, this one too, without those that it is a part of; None: it cannot be read."""
         jobs = reservations(self._host, claims)
-        return None if jobs is None else not_around(self._host, jobs)
+        return None if jobs is None else without_enclosing_jobs(self._host, jobs)
 
     def _still_fit(
         self,
@@ -666,8 +665,8 @@ class Place:
         """
         until = time.monotonic() + _CHOOSING_SECONDS
         while True:
-            jobs = self._other_jobs()
-            own = next((job for job in jobs or () if job.id == self._claim.path.name), None)
+            jobs = self._jobs_to_count()
+            own = next((job for job in jobs or () if job.id == self.claim.path.name), None)
             if jobs is None or own is None:
                 return False
             before_this = [job for job in jobs if job.sure or job.claim.rank <= own.claim.rank]
@@ -688,6 +687,7 @@ class Place:
         clients: Mapping[str, int | None],
         limits: Mapping[int, int],
     ) -> bool:
+        """Return whether devices have room for all ``jobs`` that hold them and what else runs there."""
         # Jobs that are sure of their room count first towards their user's limit, even if they came later: production
         # passes others in the line.
         jobs = sorted(jobs, key=lambda job: not job.sure)
@@ -704,26 +704,26 @@ class Place:
         """Say what the limit of the job is, and what happens above it (`ABOVE`); the last word counts."""
         fact = f"limit {limit_bytes} {above}"
         if fact != self._told_limit:
-            self._claim.add_fact(fact)
+            self.claim.add_fact(fact)
             self._told_limit = fact
 
     def add(self, pid: int) -> None:
         """Let the program's process hold the place too: it counts until both have ended."""
         if self._added < _MOST_ADDED:
             self._added += 1
-            self._claim.add(pid)
+            self.claim.add(pid)
 
     def tell_that_it_stays(self) -> None:
         """Say that this job cannot leave the GPU for production."""
-        self._claim.add_fact("stays there")
+        self.claim.add_fact("stays there")
 
     def touch(self) -> None:
         """Say that the job uses its device; to be called every 20 s or so."""
-        self._claim.touch()
+        self.claim.touch()
 
     def leave(self) -> None:
         """Leave the ledger."""
-        self._claim.release()
+        self.claim.release()
 
 
 def jobs_before(jobs: Sequence[Reservation], place: Place) -> list[Reservation]:

@@ -56,7 +56,7 @@ class MemoryBudget:
     action: MemoryAction = "end"
 
     def on(self, devices: Sequence[Device]) -> int:
-        """Return it in bytes on each of some devices.
+        """Return the limit in bytes on each of some devices.
 
         Raises:
             BadUsage: it is a part of GPUs of several sizes, or of one of unknown size (code ``bad_size``).
@@ -214,7 +214,7 @@ class JobMemory(Part):
             if self.limit_bytes is not None and held > _CLOSE_SHARE * self.limit_bytes:
                 self._due = now + _CLOSE_SECONDS
             return False
-        return self._exceeded(processes, held, self.limit_bytes)
+        return self._act_above_limit(processes, held, self.limit_bytes)
 
     def _tell_lapsed(self, *, used: bool, now: float) -> None:
         """Say once that an unused reservation has lapsed."""
@@ -250,7 +250,7 @@ class JobMemory(Part):
             self._told_unknown = True
             self._say(f"its limit of {limit} cannot be checked: {self._unknown}")
 
-    def _exceeded(self, processes: list[GpuProcess], held: int, limit: int) -> bool:
+    def _act_above_limit(self, processes: list[GpuProcess], held: int, limit: int) -> bool:
         """End, stop or warn of a job above its limit; return whether it is to be ended."""
         largest = max(processes, key=lambda process: process.memory_used_bytes or 0)
         has, allowed = format_apart(held, limit)
@@ -283,6 +283,7 @@ class JobMemory(Part):
         return any(info is not None and not info.stopped for info in infos)
 
     def _stop(self) -> None:
+        """Stop all processes of the job with SIGSTOP, and note which they are."""
         below = known(self._host.processes, self._host.processes.descendants(self._root))
         for pid, started in {**self._strays(), **below}.items():
             with contextlib.suppress(NoPermission):
@@ -315,6 +316,7 @@ class JobMemory(Part):
         return {} if self.over is None else self._strays()
 
     def _continue(self) -> None:
+        """Let the processes that this watch has stopped continue."""
         stopped, self._stopped = self._stopped, {}
         for pid, started in stopped.items():
             with contextlib.suppress(NoPermission):
@@ -376,17 +378,16 @@ class JobMemory(Part):
         ]
         listed = {process.pid for process in on_device}
         self._strangers &= listed
-        return [process for process in on_device if self._belongs(process.pid)]
+        return [process for process in on_device if self._belongs_to_job(process.pid)]
 
-    def _belongs(self, pid: int) -> bool:
+    def _belongs_to_job(self, pid: int) -> bool:
+        """Return whether a process is the job's: below its program, seen there before, or with its mark."""
         if pid in self._family and self._host.processes.alive(pid, self._family[pid]):
             return True
         if pid in self._strangers:
             return False
-        if any(above == self._root or above in self._family for above in self._host.processes.ancestry(pid)):
-            self._family.update(known(self._host.processes, [pid]))
-            return True
-        if (self._host.processes.environment(pid) or {}).get(MARK) == self.mark:
+        below = any(above == self._root or above in self._family for above in self._host.processes.ancestry(pid))
+        if below or (self._host.processes.environment(pid) or {}).get(MARK) == self.mark:
             self._family.update(known(self._host.processes, [pid]))
             return True
         self._strangers.add(pid)

@@ -23,9 +23,9 @@ def with_ledger(host: Host, snapshot: Snapshot) -> Snapshot:
     jobs = reservations(host)
     gpus = snapshot.gpus if jobs is None else tuple(_with_reserved(host, gpu, jobs) for gpu in snapshot.gpus)
     waiting = tuple(waiting_jobs(host, snapshot.gpus, jobs or ()))
-    indexes = _indexes(snapshot.gpus)
-    out = tuple(_swapped(indexes, swap) for swap in swaps(host) if swap.state != BACK and swap.gpu_uuid in indexes)
-    limited = tuple(_limited(indexes, jobs or ()))
+    indexes = _index_by_uuid(snapshot.gpus)
+    out = tuple(_swapped_job(indexes, swap) for swap in swaps(host) if swap.state != BACK and swap.gpu_uuid in indexes)
+    limited = tuple(_limited_jobs(indexes, jobs or ()))
     return replace(snapshot, gpus=gpus, waiting_jobs=waiting, swapped_jobs=out, limited_jobs=limited)
 
 
@@ -33,12 +33,14 @@ def _with_reserved(host: Host, gpu: Gpu, jobs: Sequence[Reservation]) -> Gpu:
     if gpu.error is not None:
         return gpu
     instances = tuple(
-        replace(mig, jobs_reserved_bytes=_reserved(host, Device(gpu=gpu, mig=mig), jobs)) for mig in gpu.mig_instances
+        replace(mig, jobs_reserved_bytes=_reserved_bytes(host, Device(gpu=gpu, mig=mig), jobs))
+        for mig in gpu.mig_instances
     )
-    return replace(gpu, mig_instances=instances, jobs_reserved_bytes=_reserved(host, Device(gpu=gpu), jobs))
+    return replace(gpu, mig_instances=instances, jobs_reserved_bytes=_reserved_bytes(host, Device(gpu=gpu), jobs))
 
 
-def _reserved(host: Host, device: Device, jobs: Sequence[Reservation]) -> int | None:
+def _reserved_bytes(host: Host, device: Device, jobs: Sequence[Reservation]) -> int | None:
+    """Return what jobs have reserved on a device; None: its memory is unknown."""
     if not any(device.uuid in job.held for job in jobs):
         return 0
     line = line_of(host, device, jobs)
@@ -47,7 +49,7 @@ def _reserved(host: Host, device: Device, jobs: Sequence[Reservation]) -> int | 
 
 def waiting_jobs(host: Host, gpus: Sequence[Gpu], ledger: Sequence[Reservation]) -> list[WaitingJob]:
     """Return the jobs that wait for room on some of these GPUs, in their order."""
-    indexes = _indexes(gpus)
+    indexes = _index_by_uuid(gpus)
     now, clock = time.time(), time.clock_gettime_ns(time.CLOCK_BOOTTIME)
     waiting = [job for job in ledger if job.waits]
     jobs = []
@@ -75,11 +77,13 @@ def waiting_jobs(host: Host, gpus: Sequence[Gpu], ledger: Sequence[Reservation])
     return jobs
 
 
-def _indexes(gpus: Sequence[Gpu]) -> dict[str, int]:
+def _index_by_uuid(gpus: Sequence[Gpu]) -> dict[str, int]:
+    """Return the index of each GPU by its UUID, and by those of its MIG instances."""
     return {uuid: gpu.index for gpu in gpus for uuid in (gpu.uuid, *(mig.uuid for mig in gpu.mig_instances)) if uuid}
 
 
-def _limited(indexes: Mapping[str, int], jobs: Sequence[Reservation]) -> Iterator[LimitedJob]:
+def _limited_jobs(indexes: Mapping[str, int], jobs: Sequence[Reservation]) -> Iterator[LimitedJob]:
+    """Yield the jobs with a limit of their memory, once for each device that they hold."""
     for job in jobs:
         if job.limit_bytes is None or job.above is None:
             continue
@@ -95,7 +99,7 @@ def _limited(indexes: Mapping[str, int], jobs: Sequence[Reservation]) -> Iterato
                 )
 
 
-def _swapped(indexes: Mapping[str, int], swap: Swap) -> SwappedJob:
+def _swapped_job(indexes: Mapping[str, int], swap: Swap) -> SwappedJob:
     return SwappedJob(
         pid=swap.pid,
         name=swap.name,

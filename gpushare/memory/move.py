@@ -36,7 +36,7 @@ def check_driver(host: Host) -> None:
         )
 
 
-def check_alone(host: Host, title: str, processes: Sequence[JobProcess]) -> None:
+def check_single_rank(host: Host, title: str, processes: Sequence[JobProcess]) -> None:
     """Raise NotSupported if a job is one rank of several (code ``several_ranks``).
 
     After a move the driver still tells the old PCI address, so NCCL does not find the GPU (NVIDIA/cuda-checkpoint issue 48).
@@ -77,7 +77,7 @@ def check_target(source: Gpu, target: Gpu) -> None:
         )
 
 
-def targets(source: Gpu, gpus: Sequence[Gpu]) -> list[Gpu]:
+def possible_targets(source: Gpu, gpus: Sequence[Gpu]) -> list[Gpu]:
     """Return the GPUs that a job on ``source`` can move to, whether they have room or not."""
     movable = []
     for gpu in gpus:
@@ -88,7 +88,7 @@ def targets(source: Gpu, gpus: Sequence[Gpu]) -> list[Gpu]:
     return movable
 
 
-def spread(sizes: Mapping[int, int], free: Mapping[int, int]) -> dict[int, int]:
+def assign_gpus(sizes: Mapping[int, int], free: Mapping[int, int]) -> dict[int, int]:
     """Return on which GPU each job goes, so that all have room: the largest first, each where most is free.
 
     ``sizes`` are bytes by the PID of the job, ``free`` bytes by the index of the GPU. A job without room is left out.
@@ -129,15 +129,15 @@ def move(
         out = SWAPS.read(swap.path)
         if out is None:
             raise NotFound(f"{swap.title} has ended", "see what runs: gpushare jobs", code="no_job") from error
-        come_back(host, out, source_uuid, checkpoint, keep)
+        bring_back(host, out, source_uuid, checkpoint, keep)
         raise OperationFailed(
             f"{swap.title} is where it was: {error.message}", "see: sudo dmesg | tail", code="move_refused"
         ) from error
 
 
-def come_back(host: Host, out: Swap, source_uuid: str, checkpoint: Checkpoint, keep: Keep) -> None:
+def bring_back(host: Host, out: Swap, source_uuid: str, checkpoint: Checkpoint, keep: Keep) -> None:
     """Bring a job that was refused on its new GPU back to the GPU it left. Raises InUse if that no longer has room."""
-    behind = turned(out, source_uuid)
+    behind = retargeted(out, source_uuid)
     with keep(host, behind) as room:
         if room(behind.memory_bytes) is False:
             raise InUse(
@@ -148,7 +148,7 @@ def come_back(host: Host, out: Swap, source_uuid: str, checkpoint: Checkpoint, k
         come_in(host, behind, checkpoint)
 
 
-def turned(out: Swap, uuid: str) -> Swap:
+def retargeted(out: Swap, uuid: str) -> Swap:
     """Return the record of a swapped-out job with another GPU to come in to; its images stay those of the GPU they left.
 
     Raises:

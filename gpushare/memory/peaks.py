@@ -43,7 +43,7 @@ def find_profile(host: Host, device: Device, command: Sequence[str]) -> Profile 
     return PROFILES.read(PROFILES.path(host, digest_of(device, command)))
 
 
-class Known:
+class KnownCommands:
     """The commands of this user of which something is known, found by the command lines of running processes."""
 
     def __init__(self, host: Host) -> None:
@@ -56,13 +56,13 @@ class Known:
 
     def use_percent(self, device: Device, words: Sequence[str]) -> float | None:
         """Return how much of a GPU the command that a process runs uses alone; None: it is not known."""
-        digests = [digest_of(device, command) for command in _commands(words)]
+        digests = [digest_of(device, command) for command in _typed_commands(words)]
         paths = [PROFILES.path(self._host, digest) for digest in digests if f"{digest}.json" in self._names]
         profile = next(filter(None, map(PROFILES.read, paths)), None)
         return None if profile is None else profile.use_percent
 
 
-def _commands(words: Sequence[str]) -> Iterator[Sequence[str]]:
+def _typed_commands(words: Sequence[str]) -> Iterator[Sequence[str]]:
     """Yield what a user may have typed for a command line: the kernel puts the interpreter before a script."""
     yield words
     if len(words) > 1 and "/" in words[1]:
@@ -77,12 +77,12 @@ def keep_profile(host: Host, device: Device, command: Sequence[str], profile: Pr
         NoPermission, OperationFailed: it cannot be written.
     """
     before = find_profile(host, device, command)
-    merged = profile if before is None else _merged(before, profile)
+    merged = profile if before is None else _merge_profiles(before, profile)
     if merged == before:
         return
     path = PROFILES.path(host, digest_of(device, command))
     PROFILES.write(replace(merged, path=path))
-    _drop_oldest(path.parent)
+    _drop_oldest_files(path.parent)
 
 
 def digest_of(device: Device, command: Sequence[str]) -> str:
@@ -91,7 +91,8 @@ def digest_of(device: Device, command: Sequence[str]) -> str:
     return hashlib.sha256(words).hexdigest()[:24]
 
 
-def _merged(before: Profile, new: Profile) -> Profile:
+def _merge_profiles(before: Profile, new: Profile) -> Profile:
+    """Return what is known after another run: the larger peak, whether it needs more, the newest use."""
     highest, peak, short = before.memory_bytes or 0, new.memory_bytes or 0, before.short
     if new.short or peak > highest:
         # What ran out of memory below a peak that it has reached before was in the way of others.
@@ -103,7 +104,8 @@ def _merged(before: Profile, new: Profile) -> Profile:
     return Profile(memory_bytes=max(highest, peak) or None, short=short, use_percent=use)
 
 
-def _drop_oldest(directory: Path) -> None:
+def _drop_oldest_files(directory: Path) -> None:
+    """Remove the oldest tenth of the profiles once there are more than `_MOST_FILES`."""
     try:
         files = [entry for entry in os.scandir(directory) if entry.name.endswith(".json")]
         if len(files) <= _MOST_FILES:

@@ -33,13 +33,13 @@ from gpushare.memory.ledger import (
     line_of,
     lines_of,
     never_fits,
-    not_around,
     owners_of,
     reservations,
     waiting_before,
+    without_enclosing_jobs,
     would_take,
 )
-from gpushare.memory.peaks import Known, find_profile
+from gpushare.memory.peaks import KnownCommands, find_profile
 from gpushare.memory.swap import GPU_MARGIN_BYTES, Swap, has_room, repair
 
 POLL_SECONDS: Final = 0.5
@@ -55,7 +55,7 @@ def read_lines(
     host: Host, devices: Sequence[Device], limits: Mapping[int, int], but: Place | None = None
 ) -> list[Line]:
     """Return the ledger of devices that were read just now, without one place; those whose memory is unknown are left out."""
-    jobs = not_around(host, reservations(host) or [])
+    jobs = without_enclosing_jobs(host, reservations(host) or [])
     jobs = [job for job in jobs if but is None or job.id != but.claim.path.name]
     clients = {device.uuid: client_limit(host, device) for device in devices}
     return [*lines_of(host, devices, jobs, clients=clients, limits=limits).values()]
@@ -94,13 +94,13 @@ def best_first(
     ``productions`` returns the names of the production jobs on a device. ``but`` is the place of the job itself.
     """
     lines = {line.device.uuid: line for line in read_lines(host, devices, {} if limits is None else limits, but)}
-    profiles, limit = Known(host), (limits or {}).get(os.geteuid())
+    profiles, limit = KnownCommands(host), (limits or {}).get(os.geteuid())
     ranked = []
     for device in devices:
         line = lines.get(device.uuid)
         if line is None:
             continue
-        names, use_there = productions(device), _use_percent(host, line, profiles)
+        names, use_there = productions(device), _use_percent_of_jobs(host, line, profiles)
         profile = find_profile(host, device, command) if command else None
         own_use = None if profile is None else profile.use_percent
         text = f"production job '{names[0]}' runs there" if names else "no production job"
@@ -130,7 +130,7 @@ def best_first(
     return [(device, text) for _, device, text in ranked]
 
 
-def _use_percent(host: Host, line: Line, profiles: Known) -> float | None:
+def _use_percent_of_jobs(host: Host, line: Line, profiles: KnownCommands) -> float | None:
     """Return how much of a device the jobs there use together; None: unknown, as of one that has just begun.
 
     Of this user's own commands that were measured, what they use alone; of others, the utilization of the GPU.
@@ -152,7 +152,9 @@ def _use_percent(host: Host, line: Line, profiles: Known) -> float | None:
             continue
         is_looked_up = profiles and info is not None and info.uid == host.uid and len(uses) < _MOST_LOOKED_UP
         family = host.processes.ancestry(process.pid) if is_looked_up else ()
-        measured = ((pid, use) for pid in family if (use := _use_of(host, device, pid, profiles)) is not None)
+        measured = (
+            (pid, use) for pid in family if (use := _measured_use_percent(host, device, pid, profiles)) is not None
+        )
         first, percent = next(measured, (process.pid, None))
         uses[first] = percent
     least = sum(use or 0.0 for use in uses.values())
@@ -162,7 +164,8 @@ def _use_percent(host: Host, line: Line, profiles: Known) -> float | None:
     return None if busy is None else max(float(busy), least)
 
 
-def _use_of(host: Host, device: Device, pid: int, profiles: Known) -> float | None:
+def _measured_use_percent(host: Host, device: Device, pid: int, profiles: KnownCommands) -> float | None:
+    """Return how much of a GPU a process of this user uses alone, by its command's profile; None: not measured."""
     info = host.processes.describe(pid)
     if info is None or info.uid != host.uid or not info.command_line:
         return None
@@ -350,7 +353,7 @@ def outlook(
     """
     uid, reasons_by_uuid = os.geteuid(), reasons or {}
     usable, unusable = usable_now(host, devices, limits, client=request.client)
-    jobs = not_around(host, reservations(host) or [])
+    jobs = without_enclosing_jobs(host, reservations(host) or [])
     clients = {device.uuid: client_limit(host, device) for device in usable} if request.client else {}
     lines = [*lines_of(host, usable, jobs, clients=clients, limits=limits).values()]
     keys = would_take(jobs, lines, request, uid, limits)[: request.count]
@@ -407,7 +410,7 @@ def usable_now(
         except GpushareError:
             reasons.append(f"{device.title} is gone" if gpu.error is None else f"{device.title} does not answer")
             continue
-        leased = None if current.mig is None else _leased(host, current.uuid)
+        leased = None if current.mig is None else _instance_holder(host, current.uuid)
         if gpu.error is not None:
             reason: str | None = "does not answer"
         elif leased is not None:
@@ -415,7 +418,7 @@ def usable_now(
         else:
             lease = reserved.get(gpu.uuid or "")
             ours = lease is None or lease.uid == host.uid
-            reason = _why_taken(host, gpu, client=client) if lease is None or ours else reserved_words(lease)
+            reason = _compute_mode_reason(host, gpu, client=client) if lease is None or ours else reserved_words(lease)
         if reason is None:
             usable.append(current)
         else:
@@ -423,14 +426,14 @@ def usable_now(
     return usable, reasons
 
 
-def _leased(host: Host, uuid: str) -> int | None:
+def _instance_holder(host: Host, uuid: str) -> int | None:
     """Return the PID of the gpushare that holds an instance for its program (`run --mig`); None: none, or one above us."""
     claim = (live_claims(host) or {}).get(uuid)
     above = set() if claim is None else set(host.processes.ancestry(os.getpid()))
     return None if claim is None or any(process.pid in above for process in claim.processes) else claim.pid
 
 
-def _why_taken(host: Host, gpu: Gpu, *, client: bool) -> str | None:
+def _compute_mode_reason(host: Host, gpu: Gpu, *, client: bool) -> str | None:
     """Return why the compute mode keeps another program out now: a further client only if the GPU is not under MPS."""
     if gpu.compute_mode is ComputeMode.PROHIBITED:
         return "is in compute mode prohibited"
@@ -446,7 +449,8 @@ def _why_taken(host: Host, gpu: Gpu, *, client: bool) -> str | None:
     return None
 
 
-def _unusable(reasons: Sequence[str]) -> str:
+def _unusable_text(reasons: Sequence[str]) -> str:
+    """Return the first reasons why devices cannot be used, and how many more there are."""
     more = len(reasons) - _MOST_NAMED
     return "; ".join(reasons[:_MOST_NAMED]) + (f"; and {more} more cannot be used" if more > 0 else "")
 
@@ -472,14 +476,14 @@ def why_it_waits(host: Host, lines: Sequence[Line], place: Place, limit: int | N
     return f"waiting for {_room_text(lines, place.request, jobs_ahead, limit, reasons)}"
 
 
-def _free(line: Line, request: Request) -> str:
+def _free_text(line: Line, request: Request) -> str:
     """Return what a device has: ``GPU 0 has 9.8 GiB free``."""
     full = request.client and line.free_clients == 0
     clients = f", but has {counted(line.room.clients or 0, 'client')} of MPS and takes no more" if full else ""
     return f"{line.device.title} has {format_bytes(line.free_bytes)} free{clients}"
 
 
-def _held_by(line: Line, most: int) -> str:
+def _held_by_text(line: Line, most: int) -> str:
     """Return who has the rest of a device, the largest first: ``, held by 'train' (40.0 GiB) and 2 more``."""
     holders = [(size, f"process {job.pid}" if job.name is None else f"'{job.name}'") for job, size in line.held_by]
     holders += [(line.others_bytes, "other programs")] if line.others_bytes >= WORTH_NAMING else []
@@ -494,12 +498,14 @@ def _room_text(
 ) -> str:
     """Return what a job waits for, and what there is: ``8.0 GiB, 1 job before it: GPU 0 has 3.5 GiB free``."""
     if not lines:
-        return f"{size_text(request)}: {_unusable(reasons)}"
-    room = "; ".join(f"{_free(line, request)}{_held_by(line, 3 if len(lines) == 1 else 1)}" for line in lines[:4])
+        return f"{size_text(request)}: {_unusable_text(reasons)}"
+    room = "; ".join(
+        f"{_free_text(line, request)}{_held_by_text(line, 3 if len(lines) == 1 else 1)}" for line in lines[:4]
+    )
     ahead = "" if not jobs_ahead else f", {counted(jobs_ahead, 'job')} before it"
     stays = [job.title for line in lines for job in line.holders if job.stays and request.production]
     cannot = f"; {stays[0]} was to leave the GPU for it, and cannot: see its output" if stays else ""
-    more = f"; {_unusable(reasons)}" if reasons else ""
+    more = f"; {_unusable_text(reasons)}" if reasons else ""
     return f"{size_text(request)}{ahead}: {room}{cannot}{more}{_limit_text(lines, request, limit)}"
 
 
@@ -512,7 +518,7 @@ def check_ever(lines: Sequence[Line], request: Request, limit: int | None, *, wh
     """
     if when_empty and lines and never_fits(lines, request):
         raise _never_fits_error(lines, request)
-    if limit is None or sum(_need(line, request) <= limit for line in lines) >= min(request.count, len(lines)):
+    if limit is None or sum(_needed_bytes(line, request) <= limit for line in lines) >= min(request.count, len(lines)):
         return
     raise NoPermission(
         f"the job needs {size_text(request)}, and you may reserve {format_bytes(limit)} on a GPU",
@@ -521,7 +527,7 @@ def check_ever(lines: Sequence[Line], request: Request, limit: int | None, *, wh
     )
 
 
-def _need(line: Line, request: Request) -> int:
+def _needed_bytes(line: Line, request: Request) -> int:
     return line.room.whole_bytes if request.memory_bytes is None else request.memory_bytes
 
 
@@ -531,7 +537,7 @@ def check_limit_now(lines: Sequence[Line], request: Request, limit: int | None) 
     Raises:
         InUse: on one of the devices it would (code ``no_room``).
     """
-    over = [line for line in lines if _exceeds(line, request, limit)]
+    over = [line for line in lines if _exceeds_user_limit(line, request, limit)]
     if over:
         raise InUse(
             f"there is no room for {size_text(request)} now{_limit_text(over, request, limit)}",
@@ -540,19 +546,21 @@ def check_limit_now(lines: Sequence[Line], request: Request, limit: int | None) 
         )
 
 
-def _exceeds(line: Line, request: Request, limit: int | None) -> bool:
-    return limit is not None and line.granted.get(os.geteuid(), 0) + _need(line, request) > limit
+def _exceeds_user_limit(line: Line, request: Request, limit: int | None) -> bool:
+    """Return whether this user's jobs on a device would reserve more than the user may, with this job."""
+    return limit is not None and line.granted.get(os.geteuid(), 0) + _needed_bytes(line, request) > limit
 
 
 def _limit_text(lines: Sequence[Line], request: Request, limit: int | None) -> str:
     """Return a text on the limit of this user, if it holds the job back everywhere."""
-    if limit is None or not lines or not all(_exceeds(line, request, limit) for line in lines):
+    if limit is None or not lines or not all(_exceeds_user_limit(line, request, limit) for line in lines):
         return ""
     reserved = min(line.granted.get(os.geteuid(), 0) for line in lines)
     return f"; your jobs have reserved {format_bytes(reserved)} of the {format_bytes(limit)} that you may have on a GPU"
 
 
 def _never_fits_error(lines: Sequence[Line], request: Request) -> BadUsage:
+    """Return the error about a job for which even empty devices are too small, or too few."""
     largest = max(lines, key=lambda line: line.room.memory_bytes)
     if request.count > 1:
         fitting = sum(not never_fits([line], replace(request, count=1)) for line in lines)
@@ -571,11 +579,12 @@ def _never_fits_error(lines: Sequence[Line], request: Request) -> BadUsage:
 def _no_room_error(
     lines: Sequence[Line], request: Request, seconds: float, reasons: Sequence[str], jobs_ahead: int, limit: int | None
 ) -> InUse:
+    """Return the error about a job that found no room within ``seconds`` (0: it was not to wait), with what is free."""
     most = max(lines, key=lambda line: line.free_bytes, default=None)
     if most is None:
-        free = _unusable(reasons) or "its memory is not known"
+        free = _unusable_text(reasons) or "its memory is not known"
     elif request.client and most.free_clients == 0:
-        free = _free(most, request)
+        free = _free_text(most, request)
     else:
         free = f"at most {format_bytes(most.free_bytes)} are free"
     free += f"; {counted(jobs_ahead, 'job')} waited before it" if jobs_ahead else ""

@@ -125,6 +125,7 @@ def swaps(host: Host, *, shared: bool = True) -> list[Swap]:
 
 
 def _is_of_root(host: Host, swap: Swap) -> bool:
+    """Return whether root keeps this record."""
     return swap.keeper_uid == 0 or (swap.keeper_uid is None and host.root)
 
 
@@ -212,7 +213,8 @@ def locked(host: Host, *, say: Callable[[str], None] = lambda _: None, seconds: 
     """
     reported = False
 
-    def waits(so_far: float) -> None:
+    def report_wait(so_far: float) -> None:
+        """Say once that the lock is waited for; raise after ``seconds``. It is called with the seconds waited."""
         nonlocal reported
         if seconds is not None and so_far >= seconds:
             raise InUse(
@@ -224,7 +226,7 @@ def locked(host: Host, *, say: Callable[[str], None] = lambda _: None, seconds: 
             reported = True
             say("waits until another gpushare of this user has swapped its job")
 
-    with SWAPS.locked(host, waits=waits):
+    with SWAPS.locked(host, waits=report_wait):
         yield
 
 
@@ -290,6 +292,7 @@ def check_host(host: Host) -> None:
 
 
 def _check_stopped(host: Host, job: Named, processes: Sequence[JobProcess]) -> None:
+    """Raise InUse if a process of a job is paused or stopped: then the driver's lock would hang."""
     paused = paused_since(host)
     for process in processes:
         whose = job.title if job.pid == process.pid else f"process {process.pid} of {job.title}"
@@ -319,7 +322,7 @@ def check_continues(host: Host, swap: Swap) -> None:
         raise _stopped_error(f"process {pid} of {swap.title}" if swap.title != f"process {pid}" else swap.title, pid)
 
 
-def leaving(host: Host, job: Job, gpu_uuid: str, processes: Sequence[JobProcess]) -> Swap:
+def leaving_record(host: Host, job: Job, gpu_uuid: str, processes: Sequence[JobProcess]) -> Swap:
     """Return the record of a job that is about to go out, which `go_out` writes."""
     earlier = find_swap(host, job.pid, job.name)
     return Swap(
@@ -394,7 +397,7 @@ def go_out(
             with _unless_ended(host, pid):
                 checkpoint.checkpoint(pid, size)
     except GpushareError:
-        with (keep or _free_now)(host, swap) as room:
+        with (keep or _ask_nvml_for_room)(host, swap) as room:
             take_back(host, swap, checkpoint, room)
         raise
     if not swap.living(host):
@@ -489,6 +492,7 @@ def _ended_error(swap: Swap) -> NotFound:
 
 
 def _forget(swap: Swap) -> None:
+    """Remove a record; one that cannot be removed stays, and a later sweep removes it."""
     with contextlib.suppress(GpushareError):
         SWAPS.forget(swap.path)
 
@@ -601,6 +605,7 @@ def _demand_running(host: Host, swap: Swap, checkpoint: Checkpoint) -> None:
 
 
 def _unlock(host: Host, swap: Swap, checkpoint: Checkpoint) -> None:
+    """Let those of a job's processes continue that the driver holds locked."""
     for pid, _, _ in swap.living(host):
         if checkpoint.state(pid) == LOCKED:
             with _unless_ended(host, pid):
@@ -721,11 +726,12 @@ Keep = Callable[["Host", Swap], contextlib.AbstractContextManager[Callable[[int]
 
 
 @contextlib.contextmanager
-def _free_now(host: Host, swap: Swap) -> Iterator[Callable[[int], bool | None]]:
+def _ask_nvml_for_room(host: Host, swap: Swap) -> Iterator[Callable[[int], bool | None]]:
+    """Return, as a `Keep` that reserves nothing, whether NVML says that there is room."""
     yield lambda size: has_room(host, swap, size)
 
 
-def repair(host: Host, say: Callable[[str], None] = lambda _: None, keep: Keep = _free_now) -> list[Swap]:
+def repair(host: Host, say: Callable[[str], None] = lambda _: None, keep: Keep = _ask_nvml_for_room) -> list[Swap]:
     """Complete or undo the swaps that a killed gpushare has begun; return those that were changed. Takes the lock itself.
 
     ``keep`` reserves room for a job that is half out (`room.room_kept`). Records of ended jobs are removed. If a full disk
@@ -740,9 +746,7 @@ def repair(host: Host, say: Callable[[str], None] = lambda _: None, keep: Keep =
     with locked(host, say=say) if begun else contextlib.nullcontext():
         for swap in begun:
             now = SWAPS.read(swap.path)
-            if now is None or now.state not in {LEAVING, RETURNING, OUT}:
-                continue
-            if now.state == OUT and not is_back(host, now, checkpoint):
+            if now is None or not (now.state in {LEAVING, RETURNING} or is_back(host, now, checkpoint)):
                 continue
             with keep(host, now) as room:
                 take_back(host, now, checkpoint, room)

@@ -31,7 +31,7 @@ from gpushare.memory.swap import (
     find_swap,
     guarded,
     is_back,
-    leaving,
+    leaving_record,
     locked,
     lost_error,
     taken_over,
@@ -115,7 +115,7 @@ class Mover:
         consent_to(self._host, job, "moves")
         swap, source = self._record(job)
         if devices is None:
-            candidates = move.targets(source, self._gpus)
+            candidates = move.possible_targets(source, self._gpus)
             if not candidates:
                 raise NotSupported(
                     f"no other GPU of this host is of the model of GPU {source.index} ({source.name or 'unknown model'})",
@@ -147,13 +147,13 @@ class Mover:
                 code="mig_enabled",
             )
         others = [self._whole_gpu(each) for each in devices] if devices is not None else self._gpus
-        candidates = move.targets(source, others)
+        candidates = move.possible_targets(source, others)
         moves = []
         for job in self._jobs_on(source):
             consent_to(self._host, job, "moves")
             swap, _ = self._record(job)
             moves.append(_Move(job=job, swap=swap, source=source, candidates=tuple(candidates)))
-        chosen = move.spread({wish.job.pid: wish.swap.memory_bytes for wish in moves}, self._free(candidates))
+        chosen = move.assign_gpus({wish.job.pid: wish.swap.memory_bytes for wish in moves}, self._free(candidates))
         without = [wish for wish in moves if wish.job.pid not in chosen]
         if without:
             first = without[0]
@@ -199,10 +199,10 @@ class Mover:
             self._check_whole(job, swap)
             return taken_over(self._host, swap), self._gpu_by_uuid(swap.gpu_uuid, job)
         processes = processes_to_swap(self._host, job)
-        move.check_alone(self._host, job.title, processes)
+        move.check_single_rank(self._host, job.title, processes)
         source = next((gpu for gpu in self._gpus if gpu.index == processes[0].gpus[0]), None)
         source = self._gpu_by_uuid(None if source is None else source.uuid, job)
-        return leaving(self._host, job, source.uuid or "", processes), source
+        return leaving_record(self._host, job, source.uuid or "", processes), source
 
     def _check_whole(self, job: Job, swap: Swap) -> None:
         """Raise InUse if only a part of a job is swapped out, by its own PID: the rest would stay (``already_out``)."""
@@ -229,7 +229,7 @@ class Mover:
 
     def _placed(self, wish: _Move) -> _Move:
         """Return it with the one GPU that it goes to now; without room, as it is: it waits, or says why it cannot."""
-        chosen = move.spread({wish.job.pid: wish.swap.memory_bytes}, self._free(wish.candidates))
+        chosen = move.assign_gpus({wish.job.pid: wish.swap.memory_bytes}, self._free(wish.candidates))
         target = next((gpu for gpu in wish.candidates if gpu.index == chosen.get(wish.job.pid)), None)
         return wish if target is None else replace(wish, candidates=(target,))
 
@@ -283,7 +283,7 @@ class Mover:
             checkpoint = self._host.open_checkpoint()
             now = find_swap(self._host, wish.job.pid, wish.job.name)
             if now is not None and now.state in {OUT, LOST} and not is_back(self._host, now, checkpoint):
-                come_in(self._host, move.turned(taken_over(self._host, now), target.uuid or ""), checkpoint)
+                come_in(self._host, move.retargeted(taken_over(self._host, now), target.uuid or ""), checkpoint)
                 return
             move.move(
                 self._host,

@@ -33,7 +33,7 @@ from gpushare.memory.swap import (
     guarded,
     is_back,
     is_on_its_way,
-    leaving,
+    leaving_record,
     locked,
     lost_error,
     out_by_driver,
@@ -92,7 +92,7 @@ def out_of_gpu(host: Host, text: str, say: Callable[[str], None], *, dry_run: bo
             gpu=gpu.index,
             code="mig_enabled",
         )
-    swap = leaving(host, job, gpu.uuid, processes)
+    swap = leaving_record(host, job, gpu.uuid, processes)
     done: list[Swap] = []
 
     def act() -> None:

@@ -34,7 +34,7 @@ from gpushare.memory.ledger import (
     reservations,
 )
 from gpushare.memory.limit import JobMemory
-from gpushare.memory.move import check_alone, move, targets
+from gpushare.memory.move import check_single_rank, move, possible_targets
 from gpushare.memory.room import back_bytes, client_limit, room_kept
 from gpushare.memory.swap import (
     BACK,
@@ -50,7 +50,7 @@ from gpushare.memory.swap import (
     go_out,
     guarded,
     has_room,
-    leaving,
+    leaving_record,
     locked,
     swaps,
     taken_over,
@@ -587,8 +587,8 @@ class Swapping(Part):
             return False
         job = find_job(self._host, str(self._pid))
         processes = processes_to_swap(self._host, job)
-        check_alone(self._host, job.title, processes)
-        swap = leaving(self._host, job, self._device.uuid, processes)
+        check_single_rank(self._host, job.title, processes)
+        swap = leaving_record(self._host, job, self._device.uuid, processes)
         place = Place(self._host, replace(self._request(swap), keys=(target.uuid,)), self._patience)
         try:
             # Not in the line: it leaves as much room as it takes, and to a job before it.
@@ -616,7 +616,9 @@ class Swapping(Part):
             return None
         ledger = reservations(self._host) or []
         usable = [
-            gpu for gpu in targets(present_gpu, gpus) if lease_of_others(self._host, gpu.uuid, self._limits) is None
+            gpu
+            for gpu in possible_targets(present_gpu, gpus)
+            if lease_of_others(self._host, gpu.uuid, self._limits) is None
         ]
         lines = lines_of(self._host, [Device(gpu=gpu) for gpu in usable], ledger, limits=self._limits)
         best = max(lines.values(), key=lambda line: line.free_bytes, default=None)
@@ -764,7 +766,7 @@ class Swapping(Part):
 
     def _leave(self) -> None:
         job = find_job(self._host, str(self._pid))
-        swap = leaving(self._host, job, self._device.uuid, processes_to_swap(self._host, job))
+        swap = leaving_record(self._host, job, self._device.uuid, processes_to_swap(self._host, job))
         began = self._clock()
         with self._swapping():
             self._swap = go_out(

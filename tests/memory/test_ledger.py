@@ -35,7 +35,7 @@ from gpushare.memory.ledger import (
 )
 from gpushare.memory.look import waiting_jobs
 from gpushare.memory.peaks import Profile, keep_profile
-from gpushare.memory.room import _use_percent, best_first, client_limit, outlook, wait_for_room
+from gpushare.memory.room import _use_percent_of_jobs, best_first, client_limit, outlook, wait_for_room
 from gpushare.memory.swap import OUT, Image, Swap
 from gpushare.mps.control import SERVER_PROGRAM
 from gpushare.show.waiting import Draw, waiting_line
@@ -125,7 +125,7 @@ def test_two_that_take_at_the_same_time_do_not_both_stay(host: Host, monkeypatch
     """Both saw room; the one that came later steps back when it reads again."""
     early, late = enter(host, 20 * GIB), enter(host, 20 * GIB)
     key = devices(host)[0].uuid
-    monkeypatch.setattr(Place, "_devices_now", lambda *_: (key,))
+    monkeypatch.setattr(Place, "_devices_of_turn", lambda *_: (key,))
     early.claim.add_fact(f"hold {key}")
     assert not take(host, late)
     assert take(host, early)
@@ -136,7 +136,7 @@ def test_one_that_came_later_and_has_read_already_is_waited_for(host: Host, monk
     """Else both are sure: it has not seen the hold of the earlier one, which does not count that of the later one."""
     early, late = enter(host, 20 * GIB), enter(host, 20 * GIB)
     key = devices(host)[0].uuid
-    monkeypatch.setattr(Place, "_devices_now", lambda *_: (key,))
+    monkeypatch.setattr(Place, "_devices_of_turn", lambda *_: (key,))
     still_fit, answers = Place._still_fit, []
 
     def meanwhile(place: Place, *words: Any) -> bool:
@@ -156,7 +156,7 @@ def test_one_that_came_later_and_has_read_already_is_waited_for(host: Host, monk
 def test_one_that_came_later_and_steps_back_holds_up_nobody(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     early, late = enter(host, 20 * GIB), enter(host, 20 * GIB)
     key = devices(host)[0].uuid
-    monkeypatch.setattr(Place, "_devices_now", lambda *_: (key,))
+    monkeypatch.setattr(Place, "_devices_of_turn", lambda *_: (key,))
     late.claim.add_fact(f"hold {key}")
     monkeypatch.setattr(ledger.time, "sleep", lambda _: late.claim.add_fact("back"))
     assert take(host, early)
@@ -172,7 +172,7 @@ def test_two_that_take_the_last_client_at_the_same_time_do_not_both_stay(
 ) -> None:
     key = devices(host)[0].uuid
     early, late = (Place(host, Request(memory_bytes=GIB, keys=(key,), client=True)) for _ in range(2))
-    monkeypatch.setattr(Place, "_devices_now", lambda *_: (key,))
+    monkeypatch.setattr(Place, "_devices_of_turn", lambda *_: (key,))
     early.claim.add_fact(f"hold {key}")
     assert not late.try_to_take(devices(host), {key: 1}, {})
     assert early.try_to_take(devices(host), {key: 1}, {})
@@ -305,10 +305,10 @@ def test_only_processes_of_a_claims_own_user_belong_to_it(
 def test_a_reservation_that_is_not_used_lapses(host: Host) -> None:
     place = enter(host, 10 * GIB)
     place.take(devices(host)[0].uuid)
-    listed = reservations(host) or []
-    now = time.time()
+    (job,) = reservations(host) or []
     for age, reserved in ((0, 10 * GIB), (ledger.LAPSE_SECONDS + 5, 0)):
-        line = line_of(host, devices(host)[0], listed, now=now + age)
+        untouched = replace(job, claim=replace(job.claim, touched_at=time.time() - age))
+        line = line_of(host, devices(host)[0], [untouched])
         assert line is not None
         assert line.reserved_bytes == reserved
 
@@ -774,7 +774,7 @@ def test_two_of_one_user_do_not_exceed_the_limit_at_the_same_time(host: Host, mo
     tell, came = HeldClaim.add_fact, []
 
     def add_late(claim: HeldClaim, text: str) -> None:
-        if not came and claim is batch._claim:
+        if not came and claim is batch.claim:
             came.append(Place(host, replace(asked, production=True)))
             assert came[0].try_to_take(only, {}, limits)
         tell(claim, text)
@@ -1020,5 +1020,5 @@ def test_the_use_of_a_gpu_is_that_of_its_compute_processes(host: Host) -> None:
     for device in devices(host):
         line = line_of(host, device, [])
         assert line is not None
-        used.append(_use_percent(host, line, {}))
+        used.append(_use_percent_of_jobs(host, line, {}))
     assert used == [0.0, 70.0]

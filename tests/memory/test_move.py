@@ -29,10 +29,10 @@ def test_one_rank_of_several_stays(size: str, alone: bool) -> None:
     host: Any = SimpleNamespace(processes=SimpleNamespace(environment=lambda pid: environment if pid == 8 else None))
     processes: Any = [SimpleNamespace(pid=7), SimpleNamespace(pid=8)]
     if alone:
-        move.check_alone(host, "process 7", processes)
+        move.check_single_rank(host, "process 7", processes)
     else:
         with pytest.raises(NotSupported, match="is one of 2 ranks"):
-            move.check_alone(host, "process 7", processes)
+            move.check_single_rank(host, "process 7", processes)
 
 
 @pytest.mark.parametrize(

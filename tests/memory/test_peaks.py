@@ -13,7 +13,7 @@ from gpushare.base.units import GIB
 from gpushare.connect import connect
 from gpushare.host.host import Host
 from gpushare.memory import peaks
-from gpushare.memory.peaks import Known, Profile, digest_of, find_profile, keep_profile
+from gpushare.memory.peaks import KnownCommands, Profile, digest_of, find_profile, keep_profile
 
 COMMAND = ("python", "train.py", "--key", "secret")
 
@@ -116,11 +116,11 @@ def test_a_file_with_what_is_known_is_read(host: Host, device: Device) -> None:
 def test_a_command_is_known_by_the_command_line_of_its_process(
     host: Host, device: Device, typed: tuple[str, ...], seen: tuple[str, ...]
 ) -> None:
-    assert not Known(host)
+    assert not KnownCommands(host)
     keep_profile(host, device, typed, Profile(use_percent=40.0))
-    assert Known(host).use_percent(device, seen) == 40.0
-    assert Known(host).use_percent(device, ("/bin/sh", "other")) is None
-    assert Known(host).use_percent(device, ()) is None
+    assert KnownCommands(host).use_percent(device, seen) == 40.0
+    assert KnownCommands(host).use_percent(device, ("/bin/sh", "other")) is None
+    assert KnownCommands(host).use_percent(device, ()) is None
 
 
 @pytest.mark.needs_root

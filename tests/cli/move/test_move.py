@@ -241,12 +241,12 @@ def test_what_died_half_way_is_finished_where_it_was_going(cli: Cli, world: Worl
     cli("swap", "out", str(pid), host=SPEC).ok()
     swap = find_swap(world.host, pid)
     assert swap is not None
-    SWAPS.write(replace(move.turned(swap, world.state.gpus[1].uuid), state=RETURNING))
+    SWAPS.write(replace(move.retargeted(swap, world.state.gpus[1].uuid), state=RETURNING))
     repair(world.host)
     assert (gpu_of(world, pid), process(world, pid).checkpoint) == (1, RUNNING)
 
 
 def test_spread_places_the_largest_first_and_leaves_out_what_has_no_room() -> None:
     free = {1: 50 * GIB, 2: 100 * GIB}
-    assert move.spread({7: 20 * GIB, 8: 90 * GIB, 9: 60 * GIB}, free) == {8: 2, 7: 1}
-    assert move.spread({7: GIB}, {}) == {}
+    assert move.assign_gpus({7: 20 * GIB, 8: 90 * GIB, 9: 60 * GIB}, free) == {8: 2, 7: 1}
+    assert move.assign_gpus({7: GIB}, {}) == {}
