@@ -282,7 +282,7 @@ def test_root_sees_pauses_of_users_and_says_who_resumes_them(
     cli("pause", "train").ok()
     become(world, 0)
     # The guard that the record names is a real process, which follows whoever runs gpushare.
-    real = SimulatedProcesses._real
+    real = SimulatedProcesses._describe_real
 
     def of_the_user(self: SimulatedProcesses, state: SimulatedHostState, pid: int) -> ProcessInfo | None:
         info = real(self, state, pid)
