@@ -1,9 +1,10 @@
 """How many wrong programs the tests find: ``python -m benchmarks.mutants --seed N --count 100 [gpushare/run ...]``.
 
 Each mutant is gpushare with one thing changed at random: a comparison, a boundary, and/or, a condition, a number, a returned
-value, a statement left out. The tests of that file run on it, in a copy of the checkout: those that import the file first, then
-those of its room, then those of its verbs. A mutant is ``found`` if a test fails, ``survived`` if none does, and ``undecided``
-if they take longer than ``--seconds``. The survivors are printed with what was changed. Some of them are equal to the program.
+value, a statement left out. The tests that call the changed function run on it, in a copy of the checkout. All tests run once
+before, to see which functions they call; ``--calls FILE`` keeps that for the next time. A mutant is ``found`` if a test fails,
+``survived`` if none does, and ``undecided`` if they take longer than ``--seconds``. The survivors are printed with what was
+changed. Some of them are equal to the program.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import json
 import os
 import random
 import shutil
@@ -19,13 +21,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Final
+
+from benchmarks import calls
 
 PROJECT: Final = Path(__file__).parents[1]
 COMPARISONS: Final[dict[type[ast.cmpop], type[ast.cmpop]]] = {
@@ -48,28 +53,13 @@ OPERATORS: Final[dict[type[ast.operator], type[ast.operator]]] = {
     ast.FloorDiv: ast.Mult,
     ast.Mod: ast.Mult,
 }
-# As pytest exits.
-NO_TESTS: Final = 5
 NAMES: Final = {"min": "max", "max": "min", "any": "all", "all": "any"}
-# The verbs whose tests say most of a room; a room without an entry has the verb of its name.
-VERBS: Final = {
-    "base": ("status", "mig", "mps"),
-    "connect.py": ("status", "sim"),
-    "gpu_models": ("status", "mig"),
-    "host": ("status", "doctor"),
-    "hostfile": ("apply",),
-    "measure": ("bench", "tune", "observe", "savings"),
-    "memory": ("swap", "run"),
-    "mig": ("mig", "run", "apply"),
-    "advice": ("advise", "compare"),
-    "run": ("run", "stop", "jobs"),
-    "show": ("status", "doctor", "mig"),
-    "sim": ("sim", "mig", "mps", "status", "doctor"),
-    "snapshot.py": ("status", "metrics"),
-    "pause": ("pause", "run"),
-}
-# The rooms whose tests say as much of a room as its own: what a simulated GPU answers is read by host.
-READERS: Final = {"sim": ("host",)}
+# A function that fewer tests call may have been called before, and its result kept: the tests of its file say more.
+FEW: Final = 10
+# How many tests run at first: most mutants are found at once.
+FIRST: Final = 20
+# A test that takes this long, in seconds, does not end: the longest takes a minute on a busy machine.
+LONGEST: Final = 100
 
 
 @dataclass(frozen=True)
@@ -78,6 +68,8 @@ class Mutant:
 
     path: str
     line: int
+    # The name of its function; empty: it is in none.
+    function: str
     start: int
     end: int
     old: str
@@ -97,29 +89,30 @@ def mutants(path: Path) -> Iterator[Mutant]:
     starts = [0]
     for line in text.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
-    for node, new in _changes(ast.parse(text)):
+    for node, function, new in _changes(ast.parse(text)):
         start = starts[node.lineno - 1] + node.col_offset
         end = starts[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
-        yield Mutant(str(path.relative_to(PROJECT)), node.lineno, start, end, text[start:end].decode(), new)
+        yield Mutant(str(path.relative_to(PROJECT)), node.lineno, function, start, end, text[start:end].decode(), new)
 
 
-def _changes(tree: ast.Module) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
-    """Return each node of a function that can be changed, with its new text."""
-    stack: list[ast.AST] = [tree]
+def _changes(tree: ast.Module) -> Iterator[tuple[ast.expr | ast.stmt, str, str]]:
+    """Return each node that can be changed, with the name of its function, and its new text."""
+    stack: list[tuple[ast.AST, str]] = [(tree, "")]
     while stack:
-        node = stack.pop()
+        node, function = stack.pop()
         # Texts, types and the declarations of options are not what a mutant is about.
         if isinstance(node, (ast.JoinedStr, ast.AnnAssign, ast.Raise)):
             if isinstance(node, ast.AnnAssign) and node.value:
-                stack.append(node.value)
+                stack.append((node.value, function))
             continue
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
             continue
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            stack += node.body
+            stack += [(part, node.name) for part in node.body]
             continue
-        stack += ast.iter_child_nodes(node)
-        yield from _of_statement(node) if isinstance(node, ast.stmt) else _of_expression(node)
+        stack += [(part, function) for part in ast.iter_child_nodes(node)]
+        for changed, new in _of_statement(node) if isinstance(node, ast.stmt) else _of_expression(node):
+            yield changed, function, new
 
 
 def _of_statement(node: ast.stmt) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
@@ -169,25 +162,56 @@ def _is_string(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
-def tests_of(path: str) -> list[str]:
-    """Return the test files and directories that say what a file of the package does, the nearest first."""
-    module = path.removesuffix("/__init__.py").removesuffix(".py")
-    room = path.split("/")[1]
-    dotted = module.replace("/", ".")
-    package, _, name = dotted.rpartition(".")
-    marks = (f"from {dotted} import", f"import {dotted}\n", f'"{dotted}.', f"from {package} import {name}\n")
-    near = []
-    for file in sorted(PROJECT.joinpath("tests").rglob("test_*.py")):
-        text = file.read_text()
-        if any(mark in text for mark in marks):
-            near.append(str(file.relative_to(PROJECT)))
-    if room == "cli":
-        verb = path.split("/")[2].removesuffix(".py").split("_")[0]
-        far = [f"tests/cli/{verb}", "tests/cli/test_common.py", "tests/cli/test_consent.py"]
-    else:
-        rooms = (room, *READERS.get(room, ()))
-        far = [*(f"tests/{each}" for each in rooms), *(f"tests/cli/{verb}" for verb in VERBS.get(room, (room,)))]
-    return list(dict.fromkeys([*near, *(item for item in far if PROJECT.joinpath(item).exists())]))
+@dataclass(frozen=True)
+class Calls:
+    """Which tests call a function of the package, and the tests of the daily run."""
+
+    # By "path:name" of the function. A test is "file::name", without its parameters.
+    tests: dict[str, list[str]]
+    daily: list[str]
+
+    def tests_of(self, mutant: Mutant) -> tuple[list[str], list[str]]:
+        """Return the tests of the daily run, and the slow ones, that may find a mutant; the most special ones come first."""
+        tests = set(self.tests.get(f"{mutant.path}:{mutant.function}", ()))
+        if len(tests) < FEW:
+            tests.update(*(self.tests[name] for name in self.tests if name.startswith(f"{mutant.path}:")))
+        # The test that calls the fewest functions checks them most closely.
+        every = sorted(tests, key=lambda test: (self._sizes[test], test))
+        daily = set(self.daily)
+        return [test for test in every if test in daily], [test for test in every if test not in daily]
+
+    @cached_property
+    def _sizes(self) -> Counter[str]:
+        """Return how many functions each test calls."""
+        return Counter(test for tests in self.tests.values() for test in tests)
+
+
+def record(checkout: Path, jobs: int) -> Calls:
+    """Run all tests in a checkout, and return which functions they call."""
+    with tempfile.TemporaryDirectory(prefix="calls") as directory:
+        shutil.copy(calls.__file__, Path(directory, "sitecustomize.py"))
+        files = Path(directory, "files")
+        files.mkdir()
+        path = os.pathsep.join((directory, str(checkout)))
+        # Some tests fail because each call takes longer; which functions they call is known all the same.
+        subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-n", str(jobs), "--dist", "worksteal", "-p", "benchmarks.calls"],
+            cwd=checkout,
+            env={**os.environ, "PYTHONPATH": path, calls.CHECKOUT: str(checkout), calls.DIRECTORY: str(files)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            check=False,
+        )
+        functions: dict[str, set[str]] = defaultdict(set)
+        daily = set()
+        for file in files.iterdir():
+            head, *lines = file.read_text(errors="replace").splitlines()
+            kind, test = head.split(" ", 1)
+            for line in lines:
+                functions[line].add(test)
+            if kind == "daily":
+                daily.add(test)
+    return Calls({name: sorted(tests) for name, tests in functions.items()}, sorted(daily))
 
 
 def copy_checkout(directory: Path) -> None:
@@ -200,35 +224,46 @@ def copy_checkout(directory: Path) -> None:
             shutil.copy2(PROJECT / name, directory / name)
 
 
-def verdict(mutant: Mutant, checkout: Path, seconds: float) -> str:
+def verdict(mutant: Mutant, checkout: Path, called: Calls, seconds: float) -> str:
     """Return what the tests say of a mutant: found, survived or undecided."""
+    daily, slow = called.tests_of(mutant)
     path = checkout / mutant.path
     original = path.read_bytes()
     _write(path, mutant.apply(original))
     end = time.monotonic() + seconds
-    failed: str | None = None
     try:
-        # Those of the daily run first: most mutants are found at once.
-        for marked in ("not slow", "slow"):
-            code, failed = _tested(checkout, [*tests_of(mutant.path), "-m", marked], end - time.monotonic())
+        for tests in filter(None, (daily[:FIRST], daily[FIRST:], slow)):
+            code, failed = _tested(checkout, tests, end - time.monotonic())
             if code is None:
                 return "undecided"
-            if code not in {0, NO_TESTS}:
+            if code:
                 break
         else:
             return "survived"
     finally:
         _write(path, original)
     # A test that fails without the change finds nothing.
-    fails_anyway = failed is not None and _tested(checkout, [failed], seconds)[0] not in {0, NO_TESTS}
-    return "undecided" if fails_anyway else "found"
+    return "undecided" if _tested(checkout, [failed] if failed else tests, seconds)[0] else "found"
 
 
-def _tested(checkout: Path, words: Sequence[str], seconds: float) -> tuple[int | None, str | None]:
+def _tested(checkout: Path, tests: Sequence[str], seconds: float) -> tuple[int | None, str | None]:
     """Return the exit code of pytest in a copy of the checkout, None if it takes too long, and the test that failed."""
-    with tempfile.TemporaryFile("w+") as out:
+    with tempfile.TemporaryFile("w+") as out, tempfile.NamedTemporaryFile("w") as names:
+        names.write("\n".join(tests))
+        names.flush()
         process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", "-q", "-x", "-rfE", "-p", "no:cacheprovider", *words],
+            [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-q",
+                "-x",
+                "-rfE",
+                "-p",
+                "no:cacheprovider",
+                f"--timeout={LONGEST}",
+                f"@{names.name}",
+            ],
             cwd=checkout,
             env={**os.environ, "PYTHONPATH": str(checkout)},
             stdin=subprocess.DEVNULL,
@@ -275,6 +310,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=120.0, help="the most that the tests of one mutant may take")
     parser.add_argument("--jobs", type=int, default=2, help="mutants at the same time")
+    parser.add_argument(
+        "--calls", type=Path, metavar="FILE", help="which tests call which functions; written if there is none"
+    )
     options = parser.parse_args(words)
     counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory(prefix="mutants") as directory:
@@ -282,11 +320,17 @@ def main(words: Sequence[str] | None = None) -> int:
         for number in range(options.jobs):
             copy_checkout(Path(directory, str(number)))
             checkouts.put(Path(directory, str(number)))
+        if options.calls and options.calls.exists():
+            called = Calls(**json.loads(options.calls.read_text()))
+        else:
+            called = record(Path(directory, "0"), options.jobs)
+            if options.calls:
+                options.calls.write_text(json.dumps(asdict(called)))
 
         def judge(mutant: Mutant) -> tuple[str, Mutant]:
             checkout = checkouts.get()
             try:
-                return verdict(mutant, checkout, options.seconds), mutant
+                return verdict(mutant, checkout, called, options.seconds), mutant
             finally:
                 checkouts.put(checkout)
 
