@@ -336,7 +336,7 @@ def chart_lines(frame: Frame, gpu: Gpu, history: History, width: int, height: in
         figure = "-" if share is None else f"{100 * share:.0f} %"
         if key == "memory":
             figure = used_text(gpu)
-        elif key == "power" and watts:
+        elif key == "power" and watts is not None:
             figure = f"{watts:.0f} W"
         label = f"GPU {gpu.index} {title}"
         heads += [(fitted(label, cells - len(figure)), "dim"), (figure, "text"), (" ", "dim")]

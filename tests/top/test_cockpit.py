@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 from textual.binding import Binding, BindingType
 from textual.strip import Strip
 
-from gpushare.base.model import MPS_SERVER, LinePlace, ListedJob
+from gpushare.base.model import MPS_SERVER, GpuSensors, LinePlace, ListedJob
 from gpushare.base.units import GIB
 from gpushare.connect import connect
 from gpushare.host.identity import Identity
@@ -24,10 +24,11 @@ from gpushare.run.jobs import JobRecord, keep_past
 from gpushare.sim import admin
 from gpushare.top.dialogs import Choice, Dialog, Question
 from gpushare.top.draw import THEMES
+from gpushare.top.frame import Frame, Reader
 from gpushare.top.replay import Replay
 from gpushare.top.screen import Cockpit
 from tests.cli.drive import World
-from tests.top.conftest import Shown
+from tests.top.conftest import Shown, full_frame
 
 Show = Callable[..., None]
 
@@ -47,6 +48,59 @@ class Ticks(Clock):
 def add(world: World, gpu: int, name: str, memory: float, **facts: object) -> int:
     connect(world.spec)
     return admin.add_process(world.spec, str(gpu), name=name, memory_bytes=int(memory * GIB), **facts)  # type: ignore[arg-type]
+
+
+class Still(Reader):
+    """A reader of a host on which nothing happens, once a minute."""
+
+    def __init__(self) -> None:
+        self.watched, self.trees, self._at = None, False, 0.0
+
+    def read(self) -> Frame:
+        self._at += 60.0
+        frame = full_frame(self._at)
+        throttled = {8: GpuSensors(slowed_by=("heat",))} if self._at == 120 else {}
+        return replace(frame, sensors={**frame.sensors, **throttled})
+
+
+@pytest.fixture
+def utc() -> Iterator[None]:
+    """Show the clock of Greenwich."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TZ", "UTC")
+        time.tzset()
+        yield
+    time.tzset()
+
+
+@pytest.mark.usefixtures("utc")
+@pytest.mark.parametrize(
+    ("name", "size", "keys"),
+    [
+        ("40", (40, 12), ""),
+        ("80", (80, 24), ""),
+        ("80-jobs", (80, 24), "end"),
+        ("99", (99, 30), "z right right u down enter"),
+        ("120-timesliced", (120, 40), "tab down enter"),
+        ("120-mig", (120, 40), "tab down down enter"),
+        ("120-lost", (120, 40), "tab down down down down down enter"),
+        ("160", (160, 50), "t z o home enter"),
+        ("160-held", (160, 50), "space I pagedown slash a enter"),
+        ("240", (240, 70), "tab end"),
+    ],
+)
+def test_the_screen(
+    show: Show, golden: Callable[[str, str], None], name: str, size: tuple[int, int], keys: str
+) -> None:
+    """What a screen of this size shows after some keys."""
+
+    async def script(screen: Shown) -> None:
+        for _ in range(5):
+            await screen.look()
+        await screen.press(*keys.split())
+        golden(f"top-screen-{name}", f"{screen.text}\n")
+
+    show(World("sim:h200"), script, size=size, reader=Still())
 
 
 def test_jobs_are_sorted_filtered_and_acted_on(show: Show) -> None:

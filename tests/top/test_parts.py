@@ -6,6 +6,7 @@ import asyncio
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,14 +35,25 @@ from gpushare.run.look import with_memory
 from gpushare.sim import admin
 from gpushare.snapshot import Observer
 from gpushare.top.dialogs import wrapped
-from gpushare.top.draw import THEMES, bar, chart, fitted, segments, sparkline
+from gpushare.top.draw import THEMES, Piece, bar, chart, fitted, segments, sparkline
 from gpushare.top.frame import Frame, Member, Reader
-from gpushare.top.gpus import client_lines, gpu_line, layout_of, lines_below, name_in, sharing_text
+from gpushare.top.gpus import (
+    chart_lines,
+    client_lines,
+    fact_lines,
+    gpu_line,
+    head,
+    layout_of,
+    lines_below,
+    name_in,
+    sharing_text,
+)
 from gpushare.top.history import Events, History
 from gpushare.top.jobs import COLUMNS, View, rows_of, visible_columns
 from gpushare.top.verbs import followed, plan_lines
 from gpushare.top.watch import DEADLINE_SECONDS, Watch
 from tests.cli.drive import World
+from tests.top.conftest import full_frame
 
 DARK, PLAIN = THEMES["dark"], THEMES["plain"]
 
@@ -54,6 +66,50 @@ def frame(at: float = 0.0, **facts: Any) -> Frame:
 
 def job(pid: int = 7, **facts: Any) -> ListedJob:
     return ListedJob(**{"name": None, "pid": pid, "state": "running", "user": "alice", "role": None, "device": "GPU 0", "gpu_indexes": (0,), "command": "train", **facts})  # fmt: skip
+
+
+def past_of(*frames: Frame) -> History:
+    past = History()
+    for shown in frames:
+        past.add(shown)
+    return past
+
+
+def drawn(lines: Sequence[Sequence[Piece]], *, colours: bool) -> str:
+    """Return lines as text; with the name of its colour before each piece, if wanted."""
+    return "".join(
+        "".join(f"<{piece[1]}>{piece[0]}" if colours else piece[0] for piece in line) + "\n" for line in lines
+    )
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 118, 140, 240])
+def test_the_gpus(golden: Callable[[str, str], None], width: int) -> None:
+    """What each GPU looks like at a width of the screen: its line, and the lines of the view of one."""
+    shown, past = full_frame(300.0), past_of(*(full_frame(float(second)) for second in range(0, 301, 4)))
+    layout = layout_of(width, 14)
+    lines = [head(layout)]
+    for gpu in shown.snapshot.gpus:
+        lines += [gpu_line(shown, gpu, past, layout, DARK), *lines_below(shown, gpu, layout, DARK)]
+    for index in (1, 3, 7, 8):
+        gpu = shown.snapshot.gpus[index]
+        lines += [*fact_lines(shown, gpu, width), *client_lines(shown, gpu), *chart_lines(shown, gpu, past, width, 4)]
+    golden(f"top-gpus-{width}", drawn(lines, colours=width == 118))
+
+
+@pytest.mark.parametrize("width", [30, 60, 100, 180, 240])
+def test_the_jobs(golden: Callable[[str, str], None], width: int) -> None:
+    """What the list of jobs looks like at a width of the screen, and from its fourth column on."""
+    shown, lines = full_frame(), list[list[Piece]]()
+    for first in (1, 4):
+        rows = rows_of(shown, View(ended=True, tree=width > 60))
+        columns = visible_columns(width, first, rows)
+        lines.append([(fitted(column.title, cells, right=column.right) + " ", "dim") for column, cells in columns])
+        for row in rows:
+            cells_of_row = [(*column.cell(row), column.right, cells) for column, cells in columns]
+            lines.append(
+                [(fitted(text, cells, right=right) + " ", colour) for text, colour, right, cells in cells_of_row]
+            )
+    golden(f"top-jobs-{width}", drawn(lines, colours=width == 100))
 
 
 def told(*frames: Frame) -> list[str]:
