@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import string
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ from gpushare.mps.daemons import FoundDaemon
 
 # Characters shown of a text that other users choose, such as a variable of their program.
 MOST_SHOWN: Final = 100
+_MOST_USERS: Final = 3
 
 
 class Verdict(str, Enum):
@@ -108,6 +110,22 @@ class Examination:
     def believed(self) -> list[FoundDaemon]:
         """Return those of this user and of root. What others claim about themselves is not acted on."""
         return [item for item in self.serving if item.trusted]
+
+
+def whom_to_ask(seen: Examination, pids: Collection[int]) -> str | None:
+    """Return the owners of processes, for people; None: one of them belongs to this user, who can act."""
+    owners = [seen.host.processes.describe(pid) for pid in pids]
+    if os.getpid() in pids or any(info is not None and info.uid == seen.host.uid for info in owners):
+        return None
+    users = sorted({info.user for info in owners if info is not None and info.user})
+    more = f" and {len(users) - _MOST_USERS} more" if len(users) > _MOST_USERS else ""
+    return ", ".join(users[:_MOST_USERS]) + more if users else "its owner"
+
+
+def for_owner(seen: Examination, check: Check, pids: Collection[int]) -> Check:
+    """Return a check whose remedy only the owner of processes can carry out, with whom to ask for it."""
+    owner = whom_to_ask(seen, pids)
+    return check if owner is None else replace(check, remedy=f"ask {owner}: {check.remedy}")
 
 
 def process_title(seen: Examination, pid: int) -> str:

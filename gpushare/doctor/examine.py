@@ -25,13 +25,22 @@ from gpushare.base.errors import (
 )
 from gpushare.base.model import MUCH_UNLISTED, ComputeMode, Gpu, GpuProcess, TimeSlice, Way, device_key
 from gpushare.base.units import counted, format_bytes, format_duration
-from gpushare.doctor.check import MOST_SHOWN, Check, Examination, Verdict, finding, process_title, remedy_of
+from gpushare.doctor.check import (
+    MOST_SHOWN,
+    Check,
+    Examination,
+    Verdict,
+    finding,
+    for_owner,
+    process_title,
+    remedy_of,
+    whom_to_ask,
+)
 from gpushare.doctor.mig import MIG_CHECKS
 from gpushare.doctor.mps import USE_CHECKS, mps_daemons, mps_programs
 from gpushare.host.capabilities import user_name
 from gpushare.host.host import Host, make_private_directory
 from gpushare.host.identity import uptime
-from gpushare.host.process import ProcessInfo
 from gpushare.host.smi import PROGRAM as NVIDIA_SMI
 from gpushare.host.store import RecordStore
 from gpushare.host.users import as_user
@@ -173,9 +182,9 @@ def _absent_devices(seen: Examination, environments: Mapping[int, Mapping[str, s
     shown = _shown(seen, by_value)
     for variable, uuid in shown:
         kind = "mig" if uuid.startswith("MIG-") else "gpu"
-        yield finding(
-            f"{kind}.environment", variable=variable, uuid=uuid, processes=_processes(seen, by_value[variable, uuid])
-        )
+        pids = by_value[variable, uuid]
+        check = finding(f"{kind}.environment", variable=variable, uuid=uuid, processes=_processes(seen, pids))
+        yield for_owner(seen, check, pids)
     if len(by_value) > len(shown):
         yield finding("gpu.environment more", number=len(by_value) - len(shown))
 
@@ -207,7 +216,8 @@ def _renamed_instances(seen: Examination, environments: Mapping[int, Mapping[str
     for uuid in dict.fromkeys(waiting.values()):
         pids = [pid for pid, value in waiting.items() if value == uuid and pid not in running] if uuid in meant else []
         if pids:
-            yield finding("mig.environment other", uuid=uuid, meaning=meant[uuid], processes=_processes(seen, pids))
+            check = finding("mig.environment other", uuid=uuid, meaning=meant[uuid], processes=_processes(seen, pids))
+            yield for_owner(seen, check, pids)
 
 
 def _meant_otherwise(seen: Examination) -> Iterator[tuple[str, str]]:
@@ -250,7 +260,8 @@ def _no_daemon(seen: Examination, environments: Mapping[int, Mapping[str, str]])
             by_value.setdefault(pipe, []).append(pid)
     shown = _shown(seen, by_value)
     for pipe in shown:
-        yield finding("mps.environment", value=cut(pipe, MOST_SHOWN), processes=_processes(seen, by_value[pipe]))
+        check = finding("mps.environment", value=cut(pipe, MOST_SHOWN), processes=_processes(seen, by_value[pipe]))
+        yield for_owner(seen, check, by_value[pipe])
     if len(by_value) > len(shown):
         yield finding("mps.environment more", number=counted(len(by_value) - len(shown), "more value"))
 
@@ -581,19 +592,21 @@ def _unlisted(seen: Examination) -> Iterator[Check]:
         pids = sorted(set(holders) - listed - {os.getpid()})
         titles = ", ".join(process_title(seen, pid) for pid in pids[:_AT_MOST])
         suspects = [pid for pid in pids if not _keeps_no_memory(seen, pid)][:_AT_MOST]
+        own = [pid for pid in suspects if whom_to_ask(seen, [pid]) is None]
         if suspects:
-            remedy = f"end what has it open: kill {' '.join(map(str, suspects))}"
+            remedy = f"end what has it open: kill {' '.join(map(str, own or suspects))}"
         elif opened is not None and not opened.complete:
             remedy = f"see who has it open, as root: sudo fuser -v /dev/nvidia{'*' if node is None else node}"
         else:
             remedy = f"when it is idle: sudo nvidia-smi --gpu-reset -i {gpu.index}; where that is refused, reboot"
-        yield finding(
+        check = finding(
             "gpu.unlisted_memory",
             gpu.index,
             size=format_bytes(gpu.unlisted_bytes),
             holders=f"; open in {titles}" if titles else "",
             remedy=remedy,
         )
+        yield for_owner(seen, check, suspects) if suspects else check
     if seen.answering and not held and all(gpu.unlisted_bytes is not None for gpu in seen.answering):
         yield Check.passed("gpu.unlisted_memory", seen="all memory in use belongs to processes")
 
@@ -629,21 +642,22 @@ def _idle(seen: Examination) -> Iterator[Check]:
                 process=process_title(seen, process.pid),
                 size=format_bytes(process.memory_used_bytes),
                 since=since,
-                remedy=_out_of_the_way(seen, process, info),
+                remedy=_out_of_the_way(seen, process),
             )
 
 
-def _out_of_the_way(seen: Examination, process: GpuProcess, info: ProcessInfo) -> str:
+def _out_of_the_way(seen: Examination, process: GpuProcess) -> str:
     """Return how a process that does nothing gives its memory back."""
-    root = "" if info.uid == seen.host.uid else "sudo "
-    end = f"{root}kill {process.pid}"
+    owner, end = whom_to_ask(seen, [process.pid]), f"kill {process.pid}"
     try:
         check_host(seen.host)
     except GpushareError as error:
-        return f"end it: {end} ({error.message})"
+        return f"{f'end it: {end}' if owner is None else f'ask {owner} to end it'} ({error.message})"
+    if owner is not None:
+        return f"ask {owner}, whose it is; or as root: sudo gpushare swap out {process.pid}"
     if process.pid in paused_since(seen.host):
         return f"let it continue: gpushare resume {process.pid}; or end it: {end}"
-    return f"{root}gpushare swap out {process.pid}; next time: gpushare run --swap idle=10m -- CMD; or end it"
+    return f"gpushare swap out {process.pid}; next time: gpushare run --swap idle=TIME -- CMD; or end it"
 
 
 def _rules(seen: Examination) -> Iterator[Check]:

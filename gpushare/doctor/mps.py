@@ -16,7 +16,16 @@ from typing import Final
 from gpushare.base.errors import GpushareError, cut
 from gpushare.base.model import Gpu, GpuProcess, MpsClient, MpsDaemon, TimeSlice
 from gpushare.base.units import MIB, counted, format_bytes
-from gpushare.doctor.check import MOST_SHOWN, Check, Examination, finding, process_title, remedy_of
+from gpushare.doctor.check import (
+    MOST_SHOWN,
+    Check,
+    Examination,
+    finding,
+    for_owner,
+    process_title,
+    remedy_of,
+    whom_to_ask,
+)
 from gpushare.host.capabilities import user_name
 from gpushare.host.cdi import local_path, root_of
 from gpushare.host.machine import SHARED_MEMORY
@@ -197,16 +206,19 @@ def client_environments(seen: Examination) -> Iterator[Check]:
     for item in seen.believed:
         for client in item.daemon.clients:
             environment = seen.host.processes.environment(client.pid) or {}
-            yield from _dropped_limits(item.daemon, client, environment)
-            yield from _many_connections(item.daemon, client, environment)
+            yield from _dropped_limits(seen, item.daemon, client, environment)
+            yield from _many_connections(seen, item.daemon, client, environment)
 
 
-def _dropped_limits(daemon: MpsDaemon, client: MpsClient, environment: Mapping[str, str]) -> Iterator[Check]:
+def _dropped_limits(
+    seen: Examination, daemon: MpsDaemon, client: MpsClient, environment: Mapping[str, str]
+) -> Iterator[Check]:
     """Check for a memory limit that names a GPU the client does not see: CUDA then drops all its limits."""
     text, uuid = environment.get(MEMORY_VARIABLE), daemon.device_uuid
     if text is None or uuid is None or not any(_names_other(entry, uuid) for entry in text.split(",")):
         return
-    yield finding("mps.limits_dropped", daemon.gpu_index, client=client, value=cut(text, MOST_SHOWN))
+    check = finding("mps.limits_dropped", daemon.gpu_index, client=client, value=cut(text, MOST_SHOWN))
+    yield for_owner(seen, check, [client.pid])
 
 
 def _names_other(entry: str, uuid: str) -> bool:
@@ -215,12 +227,15 @@ def _names_other(entry: str, uuid: str) -> bool:
     return bool(device) and device != "0" and not (len(device) > 4 and uuid.startswith(device))
 
 
-def _many_connections(daemon: MpsDaemon, client: MpsClient, environment: Mapping[str, str]) -> Iterator[Check]:
+def _many_connections(
+    seen: Examination, daemon: MpsDaemon, client: MpsClient, environment: Mapping[str, str]
+) -> Iterator[Check]:
     text = environment.get(_CONNECTIONS, "")
     # Another user may have set thousands of digits, which int() refuses.
     digits = text.lstrip("0") or "0"
     if text.isascii() and text.isdigit() and (len(digits) > 9 or int(digits) > _USUAL_CONNECTIONS):
-        yield finding("mps.connections", daemon.gpu_index, client=client, value=cut(text, MOST_SHOWN))
+        check = finding("mps.connections", daemon.gpu_index, client=client, value=cut(text, MOST_SHOWN))
+        yield for_owner(seen, check, [client.pid])
 
 
 def daemon_environment(seen: Examination) -> Iterator[Check]:
@@ -346,8 +361,13 @@ def outside(seen: Examination) -> Iterator[Check]:
             ]
             pids |= {process.pid for process in strangers}
             unintended = _unintended(seen, item.daemon, strangers) if strangers else []
-            if unintended:
-                yield finding("mps.outside", gpu.index, processes=_titles_of(seen, unintended))
+            others = [process for process in unintended if whom_to_ask(seen, [process.pid]) is not None]
+            own = [process for process in unintended if process not in others]
+            if own:
+                yield finding("mps.outside", gpu.index, processes=_titles_of(seen, own))
+            if others:
+                owner = whom_to_ask(seen, [process.pid for process in others])
+                yield finding("mps.outside other", gpu.index, processes=_titles_of(seen, others), owner=owner)
 
 
 def _unintended(seen: Examination, daemon: MpsDaemon, strangers: list[GpuProcess]) -> list[GpuProcess]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import time
@@ -14,10 +15,12 @@ from typing import Any
 import pytest
 
 from gpushare.base.model import ComputeMode, TimeSlice
+from gpushare.base.package import package_rows
 from gpushare.base.selection import Device
 from gpushare.doctor import examine
 from gpushare.doctor.check import Examination
 from gpushare.doctor.examine import BAD_XIDS, environments
+from gpushare.host.capabilities import user_name
 from gpushare.host.machine import Machine, xids_in
 from gpushare.host.smi import ComputePolicy
 from gpushare.memory.swap import SWAPS, swaps
@@ -336,6 +339,27 @@ def test_a_job_that_is_meant_to_run_outside_mps_is_no_fault(
     # As `run --slice` and `run --swap` start it.
     write_record(world.host, replace(out, mps=False))
     assert "mps.outside" not in findings(cli)
+
+
+def test_only_the_owner_of_a_program_is_told_to_restart_it(cli: Cli, world: World) -> None:
+    started(cli)
+    world.client(user="bob", environment={"CUDA_DEVICE_MAX_CONNECTIONS": "8"})
+    mine, others = admin.add_process(world.spec, name="mine"), admin.add_process(world.spec, name="theirs", user="bob")
+    checks = [check for check in cli("doctor", output="json").data["checks"] if check["id"] == "mps.outside"]
+    assert [(str(mine) in check["seen"], str(others) in check["seen"]) for check in checks] == [
+        (True, False),
+        (False, True),
+    ]
+    assert checks[0]["remedy"] == "restart it as a client, if it is to share: gpushare run -g 0 -- CMD"
+    assert checks[1]["remedy"] == "ask bob, whose it is: only its owner or root can end it or move it to another GPU"
+    assert finding(cli, "mps.connections")["remedy"] == "ask bob: restart it without: unset CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+def test_no_remedy_has_an_invented_figure(cli: Cli, world: World) -> None:
+    texts = [row["remedy"] for row in package_rows("doctor-checks.yaml").values()]
+    # NVIDIA's number of open files, file modes, a signal.
+    numbers = {number for text in texts for number in re.findall(r"\b\d+\b", re.sub(r"\{[^}]*\}", "", text))}
+    assert numbers == {"0", "100", "1", "16384", "0700", "0755"}
 
 
 @pytest.mark.parametrize("case", FAULTS)
@@ -753,6 +777,10 @@ def test_daemons_that_have_every_gpu_open_are_not_to_be_killed(cli: Cli, world: 
     assert check["remedy"].startswith("when it is idle: sudo nvidia-smi --gpu-reset")
     other = admin.add_process(world.spec, holder=True, name="python3")
     assert finding(cli, "gpu.unlisted_memory")["remedy"] == f"end what has it open: kill {other}"
+    theirs = admin.add_process(world.spec, holder=True, name="python3", user="bob")
+    assert finding(cli, "gpu.unlisted_memory")["remedy"] == f"end what has it open: kill {other}"
+    admin.end_process(world.spec, other)
+    assert finding(cli, "gpu.unlisted_memory")["remedy"] == f"ask bob: end what has it open: kill {theirs}"
 
 
 def _idle_for_long(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -772,13 +800,16 @@ def test_what_does_nothing_and_cannot_be_swapped_is_to_be_ended(
     display = admin.add_process(world.spec, memory_bytes=2 << 30, sm_percent=0, name="Xorg", graphics=True)
     _idle_for_long(world, monkeypatch)
     (found,) = [check for check in cli("doctor", output="json").data["checks"] if check["id"] == "gpu.idle_memory"]
-    assert found["remedy"].startswith(f"gpushare swap out {pid}; ")
+    assert found["remedy"] == f"gpushare swap out {pid}; next time: gpushare run --swap idle=TIME -- CMD; or end it"
     assert str(display) not in found["seen"]
     cli("pause", str(pid)).ok()
     assert finding(cli, "gpu.idle_memory")["remedy"] == f"let it continue: gpushare resume {pid}; or end it: kill {pid}"
     cli("resume", str(pid)).ok()
     world.fault("driver", "550.54.14")
     assert finding(cli, "gpu.idle_memory")["remedy"].startswith(f"end it: kill {pid} (driver 550 cannot copy")
+    world.fault("user", "alice")
+    mine = user_name(os.geteuid())
+    assert finding(cli, "gpu.idle_memory")["remedy"].startswith(f"ask {mine} to end it (driver 550 cannot copy")
 
 
 def test_memory_of_a_process_that_does_nothing(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -790,7 +821,7 @@ def test_memory_of_a_process_that_does_nothing(cli: Cli, world: World, monkeypat
     check = finding(cli, "gpu.idle_memory")
     assert check["verdict"] == "warn"
     assert f"{pid} (notebook, nobody) holds 20.0 GiB of GPU 0" in check["seen"]
-    assert check["remedy"].startswith(f"sudo gpushare swap out {pid}; ")
+    assert check["remedy"] == f"ask nobody, whose it is; or as root: sudo gpushare swap out {pid}"
     assert not {str(small), str(busy)} & set(check["seen"].split())
 
 
