@@ -10,6 +10,12 @@ ten times a second.
 - ``diffusion``: denoising steps: attention and large products over 4096 positions.
 - ``embedding``: rows of a large table, a product, and a norm.
 - ``fed``: a training whose batches are made by the CPU, in a thread beside it.
+- ``ranking``: a server of 2.5 ms requests that arrive at random, at a load of .3.
+- ``vision``: a server of 12 ms requests that come by the clock, at half load.
+- ``chat``: as ``decode``, batch 16; each step reads 4.5 GB of weights.
+- ``image``: filters of images in the space of their frequencies, and norms between.
+- ``retrieval``: the nearest of two million rows for 512 queries.
+- ``speech``: a training on spectra that the CPU makes of waves, in a thread beside it.
 """
 
 from __future__ import annotations
@@ -114,6 +120,36 @@ def _decode(xp: Any) -> Step:
     return step
 
 
+def _chat(xp: Any) -> Step:
+    return _graph(32, (16, 5120), 32, 13824) if GPU else _decode(xp)
+
+
+def _image(xp: Any) -> Step:
+    images = _array(xp, 32, 512, 512).astype(xp.float32)
+    filters = [_array(xp, 1, 512, 512).astype(xp.float32)[..., : images.shape[2] // 2 + 1] for _ in range(4)]
+
+    def step() -> None:
+        filtered = images
+        for each in filters:
+            filtered = xp.fft.irfft2(xp.fft.rfft2(filtered) * each, s=images.shape[1:])
+            filtered = xp.tanh((filtered - filtered.mean(axis=(1, 2), keepdims=True)) / (filtered.std() + 1e-3))
+        _synchronize(xp)
+
+    return step
+
+
+def _retrieval(xp: Any) -> Step:
+    table, queries = _array(xp, 2_000_000, 256), _array(xp, 512, 256)
+    block = max(1, table.shape[0] // 16)
+
+    def step() -> None:
+        for start in range(0, table.shape[0], block):
+            (queries @ table[start : start + block].T).max(axis=1)
+        _synchronize(xp)
+
+    return step
+
+
 def _diffusion(xp: Any) -> Step:
     hidden, wide, narrow = _array(xp, 4096, 1280), _array(xp, 1280, 5120), _array(xp, 5120, 1280)
 
@@ -149,15 +185,13 @@ def _fed(xp: Any) -> Step:
     first, second = (
         xp.asarray(source.random(shape, dtype=numpy.float32) / 64) for shape in ((3072, 4096), (4096, 1000))
     )
-    batches: queue.Queue[Any] = queue.Queue(2)
 
-    def load() -> None:
-        while True:
-            picked = raw[source.permutation(rows)]
-            mean, spread = picked.mean(axis=1, keepdims=True), picked.std(axis=1, keepdims=True)
-            batches.put((picked - mean) / spread)
+    def load() -> Any:
+        picked = raw[source.permutation(rows)]
+        mean, spread = picked.mean(axis=1, keepdims=True), picked.std(axis=1, keepdims=True)
+        return (picked - mean) / spread
 
-    threading.Thread(target=load, daemon=True).start()
+    batches = _loaded(load)
 
     def step() -> None:
         batch = xp.asarray(batches.get())
@@ -170,12 +204,55 @@ def _fed(xp: Any) -> Step:
     return step
 
 
-SERVERS: Final = {"random": 0.008, "half": 0.020}
+def _loaded(load: Callable[[], Any]) -> queue.Queue[Any]:
+    """Return a queue of two batches, which a thread fills."""
+    batches: queue.Queue[Any] = queue.Queue(2)
+
+    def fill() -> None:
+        while True:
+            batches.put(load())
+
+    threading.Thread(target=fill, daemon=True).start()
+    return batches
+
+
+def _speech(xp: Any) -> Step:
+    numpy = importlib.import_module("numpy")
+    source = numpy.random.default_rng(11)
+    rows = 512 if GPU else 16
+    waves = source.random((rows, 4096), dtype=numpy.float32)
+    layers = [xp.asarray(source.random(shape, dtype=numpy.float32) / 64) for shape in ((2049, 2048), (2048, 2048))]
+
+    def load() -> Any:
+        spectra = numpy.abs(numpy.fft.rfft(waves * source.random(4096, dtype=numpy.float32)))
+        return numpy.log1p(spectra).astype(numpy.float32)
+
+    batches = _loaded(load)
+
+    def step() -> None:
+        batch = xp.asarray(batches.get())
+        for _ in range(8):
+            hidden = xp.tanh(batch @ layers[0])
+            error = hidden @ layers[1]
+            layers[1][...] -= 1e-9 * (hidden.T @ error)
+            layers[0][...] -= 1e-9 * (batch.T @ ((error @ layers[1].T) * (1 - hidden * hidden)))
+        _synchronize(xp)
+
+    return step
+
+
+# Of each: how long a request takes alone, and the load; with arrivals at random, a latency counts from the arrival.
+SERVERS: Final = {"random": (0.008, 0.45), "half": (0.020, 0.5), "ranking": (0.0025, 0.3), "vision": (0.012, 0.5)}
+RANDOM: Final = frozenset({"random", "ranking"})
 CLOSED: Final[dict[str, Callable[[Any], Step]]] = {
     "decode": _decode,
     "diffusion": _diffusion,
     "embedding": _embedding,
     "fed": _fed,
+    "chat": _chat,
+    "image": _image,
+    "retrieval": _retrieval,
+    "speech": _speech,
 }
 
 
@@ -186,7 +263,7 @@ def main(name: str) -> int:
         signal.signal(number, lambda number, _frame: ended.append(number))
     xp = importlib.import_module("cupy" if GPU else "numpy")
     if name in SERVERS:
-        _serve(_server(xp, SERVERS[name]), name, ended)
+        _serve(_server(xp, SERVERS[name][0]), name, ended)
     else:
         _work(CLOSED[name](xp), ended)
     return 0
@@ -213,6 +290,7 @@ def _serve(step: Step, name: str, ended: list[int]) -> None:
         took.append(time.perf_counter() - began)
     service = sorted(took)[len(took) // 2]
     source = random.Random()  # noqa: S311 - not a secret
+    load, at_random = SERVERS[name][1], name in RANDOM
     due = time.perf_counter()
     while not ended:
         # It sleeps until a request comes, and polls at the end: what has slept is slow at first.
@@ -221,8 +299,8 @@ def _serve(step: Step, name: str, ended: list[int]) -> None:
         began = time.perf_counter()
         step()
         now = time.perf_counter()
-        print(f"latency_ms={1000 * (now - (due if name == 'random' else began)):.4f}", flush=True)
-        due = due + source.expovariate(0.45 / service) if name == "random" else max(due + 2 * service, now)
+        print(f"latency_ms={1000 * (now - (due if at_random else began)):.4f}", flush=True)
+        due = due + source.expovariate(load / service) if at_random else max(due + service / load, now)
 
 
 if __name__ == "__main__":

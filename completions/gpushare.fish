@@ -934,7 +934,7 @@ complete -c gpushare -n '__gpushare_at tune' -l latency -x -d 'The latency of a 
 complete -c gpushare -n '__gpushare_at tune' -l ways -x -a 'queue timeslice mps mps:100/n mps:200/n mig' -d 'What to search: slices (time-slices, production outside MPS), caps (thread caps, all under MPS), or both.'
 complete -c gpushare -n '__gpushare_at tune' -l copies -x -d 'Run N copies of each opportunistic job.'
 complete -c gpushare -n '__gpushare_at tune' -l caps -x -d 'Caps to choose from. [default: 100,95,90 and so on to 10]'
-complete -c gpushare -n '__gpushare_at tune' -l budget -x -d 'How long to search, from when all jobs have printed. The best setting so far is kept then.'
+complete -c gpushare -n '__gpushare_at tune' -l budget -x -d 'How long to search, from when all jobs have printed. The best setting so far is kept then. [default: 150s; 60s for slices alone]'
 complete -c gpushare -n '__gpushare_at tune' -l window -x -d 'Length of a window with production alone; those with all jobs are twice as long. [default: 0.6s; longer for jobs that print seldom]'
 complete -c gpushare -n '__gpushare_at tune' -l plot -r -F -d 'Draw the frontier to a new .png or .svg file.'
 complete -c gpushare -n '__gpushare_at tune' -l timeout -x -d 'How long a job may take to print for the first time; the budget does not count this time.'

@@ -91,13 +91,13 @@ def tune(
         typer.Option("--caps", metavar="LIST", help="Caps to choose from. [default: 100,95,90 and so on to 10]"),
     ] = None,
     budget: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--budget",
             metavar="TIME",
-            help="How long to search, from when all jobs have printed. The best setting so far is kept then.",
+            help="How long to search, from when all jobs have printed. The best setting so far is kept then. [default: 150s; 60s for slices alone]",
         ),
-    ] = "150s",
+    ] = None,
     window: Annotated[
         str | None,
         typer.Option(
@@ -155,7 +155,7 @@ def tune(
         metric=parse_metric(metric, latency=latency),
         opportunistic_metric=parse_metric(opportunistic_metric or metric),
         copies=copies,
-        budget_seconds=positive_time("--budget", budget, "150s"),
+        budget_seconds=None if budget is None else positive_time("--budget", budget, "150s"),
         window_seconds=None if window is None else _window(window),
         start_seconds=positive_time("--timeout", timeout, "10m"),
     )
@@ -316,7 +316,7 @@ def _uncertain(options: TuneOptions, result: TuneResult) -> list[str]:
     goal, best, spread = options.search.goal, result.outcome.best, result.production.spread
     notes = []
     if result.over:
-        notes.append(f"the budget of {options.budget_seconds:g} s is spent; the same tune again goes on from there")
+        notes.append(f"the budget of {options.most_seconds:g} s is spent; the same tune again goes on from there")
     if best is not None and not best.safe(goal):
         by_p99 = best.p99 is not None and best.kept - best.error >= goal.keep
         which = f"p99 {best.p99:.2f}x" if by_p99 else f"{best.kept:.3f} ±{best.error:.3f}"

@@ -407,16 +407,30 @@ def best_of(goal: Goal, measured: Iterable[Figures]) -> Figures | None:
 
     Their share decides if the difference is clear, else the cap; among equals the one with low priority, which spares
     production more. Time-slices are better than a cap with the same share, because production keeps its own address space;
-    among slices, those that production notices least. A setting that may meet the goal only by chance is returned if there is
-    no other, or if the sure ones give the others next to nothing: on an H200 slices of 50 us surely kept a production job
-    bound by the CPU, and starved the other, which reached half of its rate with a cap that kept production as well.
+    among slices, those that production notices least, and the shorter where the scatter decides. A setting that may meet the
+    goal only by chance is returned if there is no other, or if the sure ones give the others next to nothing: on an H200
+    slices of 50 us surely kept a production job bound by the CPU, and starved the other, which reached half of its rate with
+    a cap that kept production as well.
     """
     figures = list(measured)
-    sure = _most_of([each for each in figures if each.safe(goal)], goal)
+    safe = [each for each in figures if each.safe(goal)]
+    likely_safe = [
+        each
+        for each in figures
+        if each.meets(goal) and any(_spares_more(each.setting, other.setting) for other in safe)
+    ]
+    sure = _most_of([*safe, *(each for each in likely_safe if each not in safe)], goal)
     likely = _most_of([each for each in figures if each.meets(goal)], goal)
     if sure is None or likely is None:
         return sure or likely
     return sure if (sure.share or 0.0) >= _WORTH * (likely.share or 0.0) else likely
+
+
+def _spares_more(setting: Setting, other: Setting) -> bool:
+    """Return whether production waits for a shorter slice under a setting, and all else is the same."""
+    if setting.other_slice_us is None or other.other_slice_us is None:
+        return False
+    return setting.production_slice_us == other.production_slice_us and setting.other_slice_us < other.other_slice_us
 
 
 def _most_of(meeting: Sequence[Figures], goal: Goal) -> Figures | None:
@@ -427,7 +441,11 @@ def _most_of(meeting: Sequence[Figures], goal: Goal) -> Figures | None:
     calmest = min(
         (each.p99 for each in meeting if each.setting.way is Way.SLICES and each.p99 is not None), default=0.0
     )
-    meeting = [each for each in meeting if each.setting.way is Way.CAPS or (each.p99 or 0.0) <= _CALM * calmest]
+    meeting = [
+        each
+        for each in meeting
+        if each.setting.way is Way.CAPS or (each.p99 or 0.0) - (each.p99_error or 0.0) <= _CALM * calmest
+    ]
     return max(
         meeting,
         key=lambda each: (
@@ -435,6 +453,7 @@ def _most_of(meeting: Sequence[Figures], goal: Goal) -> Figures | None:
             each.setting.threads,
             each.setting.low,
             -(each.setting.production_slice_us or 0),
+            -(each.setting.other_slice_us or 0),
             each.margin(goal),
         ),
         default=None,

@@ -47,7 +47,9 @@ from gpushare.run.plain import check_outside_mps
 from gpushare.run.several import peak_memory
 from gpushare.run.share import check_program
 
+# How long a search takes at most, unless the user says: of both ways, and of slices alone, which need no starts.
 BUDGET_SECONDS: Final = 150.0
+SLICES_BUDGET_SECONDS: Final = 60.0
 _GRACE_SECONDS: Final = 5.0
 # The queue of a paused program has drained already; this is a margin.
 _DRAINED_SECONDS: Final = 0.25
@@ -74,6 +76,9 @@ _FALLING: Final = 0.98
 _SERVED: Final = 1.05
 # Windows in which the answer becomes certain are longer: a round pauses and resumes the others, which takes a second.
 _STRETCH: Final = 1.5
+# A setting that needed a start is watched for this many times as long as the start and the pauses took.
+_STARTS_WORTH: Final = 1.5
+_PAUSES_SECONDS: Final = 1.2
 _CAUGHT_UP_SECONDS: Final = 5.0
 # The p99 alone is of at least so many requests, if the same way has them.
 _REQUESTS_ALONE: Final = 600
@@ -94,8 +99,8 @@ _WAITING_LOAD: Final = 0.9
 class TuneOptions:
     """What to run, and how to measure it (times in seconds).
 
-    Of each opportunistic command ``copies`` run. ``budget_seconds`` count from when all have printed. ``window_seconds`` None:
-    by what production prints.
+    Of each opportunistic command ``copies`` run. ``budget_seconds`` count from when all have printed; None: by the ways.
+    ``window_seconds`` None: by what production prints.
     """
 
     production: Sequence[str]
@@ -104,13 +109,20 @@ class TuneOptions:
     metric: Metric = field(default_factory=Metric)
     opportunistic_metric: Metric = field(default_factory=Metric)
     copies: int = 1
-    budget_seconds: float = BUDGET_SECONDS
+    budget_seconds: float | None = None
     window_seconds: float | None = None
     settle_seconds: float = 0.4
     warm_seconds: float = 1.0
     start_seconds: float = 600.0
     # How long a pause waits for a queue to drain; the deepest one on an H200 took 0.1 s.
     drain_seconds: float = 0.3
+
+    @property
+    def most_seconds(self) -> float:
+        """Return the budget."""
+        if self.budget_seconds is not None:
+            return self.budget_seconds
+        return BUDGET_SECONDS if Way.CAPS in self.search.ways else SLICES_BUDGET_SECONDS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,7 +288,7 @@ class Tuner:
         if not over and self._refused:
             return self._refused[0]
         return TimedOut(
-            f"nothing was measured in {self.options.budget_seconds:g} s",
+            f"nothing was measured in {self.options.most_seconds:g} s",
             "give it more time: --budget 10m",
             code="no_numbers",
         )
@@ -362,7 +374,7 @@ class Tuner:
             text = setting.title if step.again is None else f"{setting.title} again: {step.again}"
             self.demand(stage.least_seconds(setting))
             self.reporter.doing(text)
-            self.reporter.progress(text, self._spent(stage.experiment), self.options.budget_seconds)
+            self.reporter.progress(text, self._spent(stage.experiment), self.options.most_seconds)
             try:
                 stage.measure(setting, longer=known is not None and not is_of_earlier)
             finally:
@@ -378,13 +390,13 @@ class Tuner:
     def _is_over_soon(self, way: Way) -> bool:
         """Return whether the rest of the budget is for the answer; after slices come caps, which have their own."""
         last = way is Way.CAPS or Way.CAPS not in self._search.ways
-        return last and self.left() < _ANSWER_PART * self.options.budget_seconds
+        return last and self.left() < _ANSWER_PART * self.options.most_seconds
 
     def _is_late(self, stage: Stage, way: Way) -> bool:
         """Return whether the time that is left is better spent on the other way."""
         if way is Way.CAPS or Way.CAPS not in self._search.ways or left_out(Way.CAPS, self._fresh(), self._search.goal):
             return False
-        return self._spent(stage.experiment) > _SLICES_PART * self.options.budget_seconds
+        return self._spent(stage.experiment) > _SLICES_PART * self.options.most_seconds
 
     def _forget_if_changed(self, way: Way, earlier: Figures, present: Figures) -> None:
         """Forget earlier figures of a way if one of them no longer holds."""
@@ -408,7 +420,7 @@ class Tuner:
         """Return how much of the budget is left; all of it until all jobs have printed."""
         if self._began is None:
             return math.inf
-        return self.options.budget_seconds - self._spent(self._stages[-1].experiment)
+        return self.options.most_seconds - self._spent(self._stages[-1].experiment)
 
     def count(self) -> None:
         """Begin to count the time, as all jobs have printed."""
@@ -675,10 +687,10 @@ class Stage:
         """Set the slice of the MPS server, which all opportunistic jobs share."""
         self.experiment.set_server_slice([job.program for job in self._others], microseconds)
 
-    def _apply(self, setting: Setting) -> None:
-        """Set the slices of a setting, or start the others with its cap."""
+    def _apply(self, setting: Setting) -> bool:
+        """Set the slices of a setting, or start the others with its cap; return whether they were started."""
         if setting == self._setting:
-            return
+            return False
         self._setting = setting
         if self._way is Way.SLICES:
             if self._production is not None and setting.production_slice_us is not None:
@@ -688,16 +700,23 @@ class Stage:
                 self._set_server(self._server_us)
                 # Requests that began before are over.
                 self.experiment.wait(self._options.settle_seconds / 2)
-            return
+            return False
         limits = _limits(setting)
         if limits == self._limits and self._others:
-            return
+            return False
         began = self.experiment.now()
         self._kill_others()
         self.experiment.forget_ended()
         self._start_others(limits)
         self._until_warm(*self._others)
         self.start_took = self.experiment.now() - began
+        return True
+
+    def _stretch_after_start(self) -> float:
+        """Return by how much the windows are longer for a setting that needed a start, so that most of the time measures."""
+        round_seconds = self._window + self._together_seconds
+        wanted = _STARTS_WORTH * (self.start_took + _PAUSES_SECONDS) / round_seconds
+        return max(1.0, min(wanted, FIRST_SECONDS / self._together_seconds))
 
     def least_seconds(self, setting: Setting) -> float:
         """Return the least time that measuring a setting takes."""
@@ -887,8 +906,8 @@ class Stage:
         ``longer``: until they are certain, or will not be.
         """
         goal, rounds = self._options.search.goal, 0
-        self._stretch = _STRETCH if longer else 1.0
-        self._apply(setting)
+        starts = self._apply(setting)
+        self._stretch = _STRETCH if longer else self._stretch_after_start() if starts else 1.0
         while True:
             self._alone()
             self._together(setting)

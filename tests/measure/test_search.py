@@ -217,6 +217,20 @@ def test_among_slices_with_the_same_share_the_calmest_is_the_best() -> None:
     assert best_of(goal, [starved, likely]) == likely
 
 
+def test_where_the_scatter_decides_the_shorter_slice_is_the_best() -> None:
+    goal = Goal(keep=0.95, p99_factor=1.5)
+    # Requests at random: a longer slice cannot spare production more, as it seems to.
+    short, long = (
+        Figures(setting=sliced(16000, us), kept=1.0, p99=p99, p99_low=0.96, p99_high=high, share=share, waits=True)
+        for us, p99, high, share in ((100, 1.30, 2.0, 0.74), (2048, 1.27, 1.63, 0.73))
+    )
+    assert (short.safe(goal), long.safe(goal)) == (False, True)
+    assert best_of(goal, [short, long]) == short
+    assert best_of(goal, [replace(short, p99=1.52), long]) == long
+    assert best_of(goal, [replace(short, share=0.6), long]) == long
+    assert best_of(goal, [short, replace(long, setting=sliced(4000, 2048))]).setting.other_slice_us == 2048
+
+
 def test_what_no_other_setting_beats_is_on_the_frontier() -> None:
     rows = [
         Figures(setting=Setting(threads=threads), kept=kept, share=share)
