@@ -123,7 +123,8 @@ class Dialog(ModalScreen[object]):
         self._given = [*self._given, *lines][-_MOST_LINES:]
         self.lines.add(wrapped(lines[-_MOST_LINES:], self._width - 6))
 
-    def _laid_out(self, width: int) -> list[Line]:
+    def _break_lines(self, width: int) -> list[Line]:
+        """Return the lines of the dialog, broken at this width."""
         return wrapped(self._given, width)
 
     def compose(self) -> ComposeResult:
@@ -131,12 +132,12 @@ class Dialog(ModalScreen[object]):
             box.styles.background = self._colours.colours.get("head")
             if self._colours.plain:
                 box.styles.border, box.styles.padding = ("solid", "ansi_white"), (0, 1)
-            yield Static(self._titled(self._title, bold=True))
+            yield Static(self._title_text(self._title, bold=True))
             yield Static("")
             yield self.lines
             yield from self.more()
             yield Static("")
-            yield Static(self._titled(self._keys))
+            yield Static(self._title_text(self._keys))
 
     def on_mount(self) -> None:
         self._widgets = [self, *self.query("*")]
@@ -148,7 +149,7 @@ class Dialog(ModalScreen[object]):
             box.styles.width = self._width
         # Title, keys, and the blanks around them.
         self.lines.styles.max_height = max(3, self.app.size.height - 7 - self.more_height)
-        self.lines.lines = self._laid_out(self._width - 6)
+        self.lines.lines = self._break_lines(self._width - 6)
         self.lines.refresh(layout=True)
 
     def on_unmount(self) -> None:
@@ -156,7 +157,7 @@ class Dialog(ModalScreen[object]):
         for widget in self._widgets:
             widget.refresh()
 
-    def _titled(self, text: str, *, bold: bool = False) -> Text:
+    def _title_text(self, text: str, *, bold: bool = False) -> Text:
         return Text(visible(text), self._colours.style("text" if bold else "dim", "head", bold=bold))
 
     # Of what stands below the lines.
@@ -215,8 +216,8 @@ class Choice(Dialog):
         super().__init__(title, above, theme, "↑ ↓ move    Enter chooses    Esc closes")
         self._texts, self._cursor, self._of_key = texts, cursor, keys
 
-    def _laid_out(self, width: int) -> list[Line]:
-        above = super()._laid_out(width)
+    def _break_lines(self, width: int) -> list[Line]:
+        above = super()._break_lines(width)
         if self.lines.cursor is not None:
             self._cursor = self.lines.cursor - self.lines.first
         self.lines.first = len(above)
@@ -239,12 +240,12 @@ class Choice(Dialog):
 
 
 class Prompt(Dialog):
-    """A text to type; None: Escape."""
+    """A text to type, with a line that says what; None: Escape."""
 
     more_height = 4
 
-    def __init__(self, title: str, what: str, theme: Theme, *, example: str = "", value: str = "") -> None:
-        super().__init__(title, [(what, "dim")], theme, "Enter goes on    Esc closes")
+    def __init__(self, title: str, question: str, theme: Theme, *, example: str = "", value: str = "") -> None:
+        super().__init__(title, [(question, "dim")], theme, "Enter goes on    Esc closes")
         self._input = Input(value=value, placeholder=example and f"for example: {example}")
 
     def more(self) -> ComposeResult:

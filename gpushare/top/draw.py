@@ -11,11 +11,11 @@ if TYPE_CHECKING:
     from rich.segment import Segment
     from rich.style import Style
 
-# Eighths of a cell, from below.
 # One cell of a bar: not quite a whole block, so that the bars of two lines do not touch.
 _CELL: Final = "▇"
 # One that is promised and not held.
 _THIN: Final = "▃"
+# Eighths of a cell, from below.
 _UP: Final = " ▁▂▃▄▅▆▇█"
 
 # Names of colours, so that a theme is a table. `back` and `row` are backgrounds.
@@ -65,7 +65,21 @@ class Theme:
 
         Without colours, whatever is behind it but the screen is drawn in reverse.
         """
-        return _style(self.name, colour, back, bold)
+        key = (self.name, colour, back, bold)
+        if key not in _STYLES:
+            from rich.style import Style
+
+            colours = self.colours
+            if colours:
+                _STYLES[key] = Style(
+                    color=colours.get(colour, colour), bgcolor=colours.get(back, back), bold=bold or None
+                )
+            else:
+                strong = bold or colour in {"bad", "warn"}
+                _STYLES[key] = Style(
+                    bold=strong or None, dim=colour == "dim" or None, reverse=back not in {"back", "head"} or None
+                )
+        return _STYLES[key]
 
     @property
     def plain(self) -> bool:
@@ -74,22 +88,6 @@ class Theme:
 
 THEMES: Final = {"dark": Theme("dark", _DARK), "light": Theme("light", _LIGHT), "plain": Theme("plain", {})}
 _STYLES: dict[tuple[str, str, str, bool], Style] = {}
-
-
-def _style(theme: str, colour: str, back: str, bold: bool) -> Style:  # noqa: FBT001
-    key = (theme, colour, back, bold)
-    if key not in _STYLES:
-        from rich.style import Style
-
-        colours = THEMES[theme].colours
-        if colours:
-            _STYLES[key] = Style(color=colours.get(colour, colour), bgcolor=colours.get(back, back), bold=bold or None)
-        else:
-            strong = bold or colour in {"bad", "warn"}
-            _STYLES[key] = Style(
-                bold=strong or None, dim=colour == "dim" or None, reverse=back not in {"back", "head"} or None
-            )
-    return _STYLES[key]
 
 
 # A piece of a line: its text, the name of its colour, and that of its background if it is not the line's.
@@ -187,6 +185,7 @@ def mixed(shares: Sequence[tuple[str, float]], theme: Theme) -> str:
 
 
 def _plain_bar(width: int, parts: Sequence[tuple[float | None, str]]) -> str:
+    """Return a bar without colours: held and reserved are told apart by shapes."""
     text, at = "", 0.0
     for (share, _), mark in zip(parts, "█▒", strict=False):
         at = min(1.0, at + (share or 0.0))
@@ -222,5 +221,6 @@ def chart(values: Sequence[float | None], width: int, height: int, colour: str) 
 
 
 def _eighths(value: float, height: int) -> int:
+    """Return how many eighths of a cell a share (0 to 1) fills in a column of so many cells; at least one."""
     # Something idle is a thin line, not nothing.
     return max(1, round(8 * height * min(1.0, max(0.0, value))))

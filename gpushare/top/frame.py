@@ -124,6 +124,7 @@ class Reader:
         return None if pid is None else self._host.processes.identity(pid)
 
     def _read(self) -> Frame:
+        """Return the host as it is now, with what has changed since the last reading."""
         host = self._host
         snapshot = self._with_memory(host, self._observer.look())
         jobs = tuple(listed_jobs(host, snapshot, everything=True))
@@ -241,6 +242,7 @@ class Reader:
 
 
 def _cpu_percent(earlier: Load | None, load: Load | None) -> float | None:
+    """Return the use of all cores between two readings in percent; None: there are no two."""
     if earlier is None or load is None or load.all_seconds <= earlier.all_seconds:
         return None
     busy = (load.busy_seconds - earlier.busy_seconds) / (load.all_seconds - earlier.all_seconds)

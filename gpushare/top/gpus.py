@@ -105,7 +105,7 @@ def gpu_line(frame: Frame, gpu: Gpu, history: History, layout: Layout, theme: Th
         return [*pieces, (f"{word}  ", "bad"), (visible(gpu.error), "dim")]
     util = gpu.utilization_percent
     pieces += bar(layout.util, [(None if util is None else util / 100, "util")], theme)
-    pieces.append(_percent(util))
+    pieces.append(_percent_piece(util))
     pieces += memory_bar(gpu, layout.memory, theme)
     pieces.append((fitted(used_text(gpu), 11, right=True) + " ", "bad" if _is_full(gpu) else "text"))
     if layout.past:
@@ -116,7 +116,7 @@ def gpu_line(frame: Frame, gpu: Gpu, history: History, layout: Layout, theme: Th
         sm = frame.activity(gpu)
         pieces.append((fitted("-" if sm is None else f"{sm:.0f}%", layout.sm, right=True) + " ", "sm" if sm else "dim"))
     sensors = frame.sensors.get(gpu.index, GpuSensors())
-    pieces += _power(sensors)
+    pieces += _power_and_heat(sensors)
     if layout.clocks:
         clock = sensors.sm_clock_mhz
         pieces.append(
@@ -139,7 +139,7 @@ def gpu_line(frame: Frame, gpu: Gpu, history: History, layout: Layout, theme: Th
     return pieces
 
 
-def _percent(value: float | None) -> Piece:
+def _percent_piece(value: float | None) -> Piece:
     return (f"{'-' if value is None else f'{value:.0f}%':>5} ", "text" if value else "dim")
 
 
@@ -147,7 +147,8 @@ def _megabytes(value: int | None) -> str:
     return "-" if value is None else f"{value / 1e6:.0f}"
 
 
-def _power(sensors: GpuSensors) -> list[Piece]:
+def _power_and_heat(sensors: GpuSensors) -> list[Piece]:
+    """Return power and temperature, each in five cells, coloured if clocks are lowered or the GPU is hot."""
     watts, heat = sensors.power_watts, sensors.temperature_celsius
     slowed = sensors.slowed_by or ()
     return [
@@ -201,8 +202,8 @@ def sharing_text(frame: Frame, gpu: Gpu) -> str:
 
 def lines_below(frame: Frame, gpu: Gpu, layout: Layout, theme: Theme) -> list[list[Piece]]:
     """Return the lines below a GPU: its MIG instances with their load, and its MPS daemons with limits."""
-    rows = [_instance(frame, gpu, instance, layout, theme) for instance in gpu.mig_instances]
-    rows += [_daemon(gpu, daemon) for daemon in frame.daemons_of(gpu)]
+    rows = [_instance_line(frame, gpu, instance, layout, theme) for instance in gpu.mig_instances]
+    rows += [_daemon_line(gpu, daemon) for daemon in frame.daemons_of(gpu)]
     rows += [
         [(f"reserved for {visible(lease.user)} for {format_duration(lease.seconds_left)}", "warn")]
         for lease in frame.snapshot.leases
@@ -212,7 +213,8 @@ def lines_below(frame: Frame, gpu: Gpu, layout: Layout, theme: Theme) -> list[li
     return [[("    ", "dim"), (branch, "dim"), *row] for branch, row in zip(branches, rows, strict=True)]
 
 
-def _instance(frame: Frame, gpu: Gpu, instance: MigInstance, layout: Layout, theme: Theme) -> list[Piece]:
+def _instance_line(frame: Frame, gpu: Gpu, instance: MigInstance, layout: Layout, theme: Theme) -> list[Piece]:
+    """Return the line of a MIG instance: its load, its memory, its name, and what runs in it."""
     sm = frame.activity(gpu, instance)
     inside = filter(instance.has, gpu.processes or ())
     names = ", ".join(dict.fromkeys(frame.name_of(each.pid, each.name) or str(each.pid) for each in inside))
@@ -220,7 +222,7 @@ def _instance(frame: Frame, gpu: Gpu, instance: MigInstance, layout: Layout, the
     return [
         ((instance.profile or "-").ljust(max(6, layout.name - 2)) + " ", "text"),
         *bar(layout.util, [(None if sm is None else sm / 100, "sm")], theme),
-        _percent(sm),
+        _percent_piece(sm),
         *memory_bar(instance, layout.memory, theme),
         (fitted(used_text(instance), 11, right=True) + "  ", "text"),
         (f"{visible(instance.name)}  " if instance.name else "", "good"),
@@ -228,7 +230,8 @@ def _instance(frame: Frame, gpu: Gpu, instance: MigInstance, layout: Layout, the
     ]
 
 
-def _daemon(gpu: Gpu, daemon: MpsDaemon) -> list[Piece]:
+def _daemon_line(gpu: Gpu, daemon: MpsDaemon) -> list[Piece]:
+    """Return the line of an MPS daemon: whose it is, the state of its servers, its clients and limits."""
     status = ", ".join(sorted({server.status or "-" for server in daemon.servers})) or "no server yet"
     instance = next((mig for mig in gpu.mig_instances if mig.uuid == daemon.device_uuid), None)
     where = "" if instance is None else f" in {instance.name or instance.profile}"
@@ -300,10 +303,10 @@ def fact_lines(frame: Frame, gpu: Gpu, width: int) -> list[list[Piece]]:
             ("UUID", shown(gpu.uuid)),
         ],
     ]
-    return [line for group in facts for line in _flowing(group, width)]
+    return [line for group in facts for line in _flow(group, width)]
 
 
-def _flowing(facts: Sequence[tuple[str, str]], width: int) -> list[list[Piece]]:
+def _flow(facts: Sequence[tuple[str, str]], width: int) -> list[list[Piece]]:
     """Return facts in as many lines as they need."""
     lines: list[list[Piece]] = []
     room = 0

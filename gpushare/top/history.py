@@ -37,6 +37,7 @@ def gpu_values(frame: Frame, gpu: Gpu) -> tuple[float | None, ...]:
 
 
 def _share(part: float | None, whole: float | None) -> float | None:
+    """Return a part of a whole, at most 1; None: one of them is unknown."""
     return None if part is None or not whole else min(1.0, part / whole)
 
 
@@ -131,12 +132,12 @@ class Events:
         """Note what has changed since the last frame. The first one, and one without an answer, tell nothing."""
         before, self._before = self._before, frame if frame.error is None else self._before
         if before is None:
-            self._waiting = {_key(job) for job in frame.jobs if job.line is not None}
+            self._waiting = {_job_key(job) for job in frame.jobs if job.line is not None}
         if frame.error is not None or before is None or frame.at <= before.at:
             return
-        self.all.extend(self._jobs(before, frame))
-        self.all.extend(self._gpus(before, frame))
-        self.all.extend(self._daemons(before, frame))
+        self.all.extend(self._job_events(before, frame))
+        self.all.extend(self._gpu_events(before, frame))
+        self.all.extend(self._daemon_events(before, frame))
 
     def restart(self, at: float) -> None:
         """Forget what is later than ``at``; the next frame is a first one: a replay has moved its time."""
@@ -144,7 +145,7 @@ class Events:
             self.all.pop()
         self._before = None
 
-    def _jobs(self, before: Frame, frame: Frame) -> Iterator[Event]:
+    def _job_events(self, before: Frame, frame: Frame) -> Iterator[Event]:
         """Yield what has happened to the jobs between two frames; a job with a name and its processes are one."""
         jobs_of_both = (*before.jobs, *frame.jobs)
         self._of_jobs &= {job.pid for job in jobs_of_both}
@@ -154,7 +155,7 @@ class Events:
         def listed(jobs: Sequence[ListedJob]) -> dict[_Key, ListedJob]:
             counted = [job for job in jobs if job.name is not None or job.pid not in self._of_jobs]
             # Of MPS servers the daemons tell.
-            return {_key(job): job for job in counted if job.state != ENDED and program_of(job) != MPS_SERVER}
+            return {_job_key(job): job for job in counted if job.state != ENDED and program_of(job) != MPS_SERVER}
 
         # What runs on a GPU that does not answer is unknown.
         earlier = {key: job for key, job in listed(before.jobs).items() if job.name or not silent & {*job.gpu_indexes}}
@@ -167,7 +168,7 @@ class Events:
         }
         for key, job in present.items():
             if job.line is None:
-                yield from _changes(earlier.get(key), job, frame.at)
+                yield from _job_changes(earlier.get(key), job, frame.at)
             # Seen twice: a job that has room is in the line for a moment, too.
             elif key in earlier and key not in self._waiting:
                 self._waiting.add(key)
@@ -179,13 +180,14 @@ class Events:
             if key in present or (job.line is not None and job.name in running):
                 continue
             if job.name in new_exit_codes:
-                yield _end(job_title(job), new_exit_codes.pop(job.name), frame.at)
+                yield _end_event(job_title(job), new_exit_codes.pop(job.name), frame.at)
             else:
                 yield Event(frame.at, f"{job_title(job)} {'left the line' if job.line is not None else 'ended'}")
         for name, code in new_exit_codes.items():
-            yield _end(name or "a job", code, frame.at)
+            yield _end_event(name or "a job", code, frame.at)
 
-    def _gpus(self, before: Frame, frame: Frame) -> Iterator[Event]:
+    def _gpu_events(self, before: Frame, frame: Frame) -> Iterator[Event]:
+        """Yield what has happened to the GPUs: silent, back, throttled (once a minute), Xids."""
         earlier = {gpu.index: gpu for gpu in before.snapshot.gpus}
         for gpu in frame.snapshot.gpus:
             old = earlier.get(gpu.index)
@@ -203,7 +205,8 @@ class Events:
         for xid in (frame.xids or ())[len(before.xids) :] if before.xids is not None else ():
             yield Event(frame.at, f"Xid {xid.number} of the GPU at {xid.pci}", "bad")
 
-    def _daemons(self, before: Frame, frame: Frame) -> Iterator[Event]:
+    def _daemon_events(self, before: Frame, frame: Frame) -> Iterator[Event]:
+        """Yield what has happened to MPS daemons and their servers between two frames."""
         # That of a recording has no PID.
         present = {(daemon.pid, daemon.gpu_index): daemon for daemon in frame.snapshot.daemons}
         earlier = {(daemon.pid, daemon.gpu_index): daemon for daemon in before.snapshot.daemons}
@@ -233,7 +236,7 @@ class Events:
                 )
 
 
-def _changes(old: ListedJob | None, job: ListedJob, at: float) -> Iterator[Event]:
+def _job_changes(old: ListedJob | None, job: ListedJob, at: float) -> Iterator[Event]:
     """Yield what is new about a job; ``old`` None: it is new itself."""
     title = job_title(job)
     if old is None:
@@ -247,12 +250,12 @@ def _changes(old: ListedJob | None, job: ListedJob, at: float) -> Iterator[Event
         yield Event(at, f"{title} is over its limit: {held} of {limit}", "bad")
 
 
-def _end(title: str, code: int | None, at: float) -> Event:
+def _end_event(title: str, code: int | None, at: float) -> Event:
     text = "was not started" if code is None else f"ended with exit code {code}"
     return Event(at, f"{title} {text}", "bad" if code else "good")
 
 
-def _key(job: ListedJob) -> _Key:
+def _job_key(job: ListedJob) -> _Key:
     # A requeued job has a new program and the same name.
     return (job.name, None, job.line is not None) if job.name is not None else (None, job.pid, job.line is not None)
 

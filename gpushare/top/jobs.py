@@ -52,14 +52,15 @@ def size_text(size: int | None) -> str:
     return f"{size / GIB:.1f}G" if size >= GIB else f"{size // MIB}M"
 
 
-def _number(value: float | None, digits: int = 0) -> str:
+def _number_text(value: float | None, digits: int = 0) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
 _STATE_COLOURS: Final = {RUNNING: "text", PAUSED: "warn", "lost": "bad", ENDED: "dim", "-": "dim"}
 
 
-def _state(row: Row) -> tuple[str, str]:
+def _state_cell(row: Row) -> tuple[str, str]:
+    """Return the text and the colour of a job's state: what is wrong with it comes first."""
     job = row.job
     if row.member is not None:
         return "", "dim"
@@ -72,19 +73,20 @@ def _state(row: Row) -> tuple[str, str]:
     return job.state, _STATE_COLOURS.get(job.state, "warn")
 
 
-def _role(row: Row) -> tuple[str, str]:
+def _role_cell(row: Row) -> tuple[str, str]:
     words = {"production": ("prod", "good"), "opportunistic": ("opport", "text"), "plain": ("plain", "dim")}
     return words.get(row.job.role or "", ("-", "dim")) if row.member is None else ("", "dim")
 
 
-def _way(job: ListedJob) -> str:
+def _way_text(job: ListedJob) -> str:
+    """Return in at most seven letters how a job shares its GPU: ``slices``, ``MPS``, ``train+MPS``."""
     if job.way is None:
         return "-"
     words = [job.mig_name or job.mig_profile or "MIG"] if job.way.startswith("mig") else []
     return "+".join([*words, *(["MPS"] if job.way.endswith("mps") else [])]) or "slices"
 
 
-def _command(row: Row) -> tuple[str, str]:
+def _command_cell(row: Row) -> tuple[str, str]:
     job = row.job
     if row.member is not None:
         return visible(row.member.name or "-"), "dim"
@@ -111,7 +113,7 @@ def waiting_reason(job: ListedJob) -> str:
     return "; ".join(parts)
 
 
-def _name(row: Row) -> tuple[str, str]:
+def _name_cell(row: Row) -> tuple[str, str]:
     if row.member is not None:
         return row.branch + visible(row.member.name or "-"), "dim"
     return visible(program_of(row.job)), "text" if row.job.name is not None else "dim"
@@ -136,15 +138,15 @@ def _cell(
     return cell
 
 
-def _cpu(row: Row) -> float | None:
+def _cpu_percent(row: Row) -> float | None:
     return None if row.use is None else row.use.cpu_percent
 
 
-def _ram(row: Row) -> int | None:
+def _ram_bytes(row: Row) -> int | None:
     return None if row.use is None else row.use.memory_bytes
 
 
-def _memory(row: Row) -> tuple[str, str]:
+def _memory_cell(row: Row) -> tuple[str, str]:
     job = row.job
     if row.member is not None:
         return "", "dim"
@@ -153,31 +155,31 @@ def _memory(row: Row) -> tuple[str, str]:
     return size_text(job.memory_used_bytes), "bad" if is_over(job) else "text"
 
 
-def _sm(row: Row) -> tuple[str, str]:
+def _sm_cell(row: Row) -> tuple[str, str]:
     if row.member is not None:
         return "", "dim"
     value = row.job.sm_percent
-    return _number(value), "dim" if not value else "util"
+    return _number_text(value), "dim" if not value else "util"
 
 
 COLUMNS: Final = (
-    Column("job", "JOB", 14, _of_job(program_of), _name),
+    Column("job", "JOB", 14, _of_job(program_of), _name_cell),
     Column("pid", "PID", 7, lambda row: row.job.pid if row.member is None else row.member.pid, lambda row: (str(row.member.pid if row.member else row.job.pid or "-"), "dim"), right=True),
-    Column("state", "STATE", 9, lambda row: _state(row)[0], _state),
+    Column("state", "STATE", 9, lambda row: _state_cell(row)[0], _state_cell),
     Column("user", "USER", 7, _of_job(lambda job: job.user), _cell(lambda job: job.user, visible)),
-    Column("role", "ROLE", 6, _of_job(lambda job: job.role), _role),
+    Column("role", "ROLE", 6, _of_job(lambda job: job.role), _role_cell),
     Column("gpu", "GPU", 3, _of_job(lambda job: job.gpu_indexes or None), _cell(lambda job: job.gpu_indexes or None, ranges), right=True),
-    Column("sm", "SM%", 4, _of_job(lambda job: job.sm_percent), _sm, right=True, falls=True),
-    Column("memory", "MEM", 6, _of_job(lambda job: job.memory_used_bytes), _memory, right=True, falls=True),
+    Column("sm", "SM%", 4, _of_job(lambda job: job.sm_percent), _sm_cell, right=True, falls=True),
+    Column("memory", "MEM", 6, _of_job(lambda job: job.memory_used_bytes), _memory_cell, right=True, falls=True),
     Column("limit", "LIMIT", 5, _of_job(lambda job: job.whole_limit_bytes), _cell(lambda job: job.whole_limit_bytes, size_text, "dim"), right=True, falls=True),
-    Column("way", "WAY", 7, _of_job(lambda job: job.way), _cell(lambda job: None if job.way is None else _way(job), visible)),
-    Column("cpu", "CPU%", 5, _cpu, lambda row: (_number(_cpu(row)), "dim" if not _cpu(row) else "text"), right=True, falls=True),
+    Column("way", "WAY", 7, _of_job(lambda job: job.way), _cell(lambda job: None if job.way is None else _way_text(job), visible)),
+    Column("cpu", "CPU%", 5, _cpu_percent, lambda row: (_number_text(_cpu_percent(row)), "dim" if not _cpu_percent(row) else "text"), right=True, falls=True),
     Column("age", "AGE", 4, _of_job(lambda job: job.since_seconds), _cell(lambda job: job.since_seconds, age, "dim"), right=True, falls=True),
-    Column("ram", "RAM", 5, _ram, lambda row: (size_text(_ram(row)), "text"), right=True, falls=True),
+    Column("ram", "RAM", 5, _ram_bytes, lambda row: (size_text(_ram_bytes(row)), "text"), right=True, falls=True),
     Column("threads", "THR%", 4, _of_job(lambda job: job.threads_percent), _cell(lambda job: job.threads_percent, lambda value: f"{value:g}"), right=True, falls=True),
     Column("slice", "SLICE", 7, _of_job(lambda job: job.slice_us), _cell(lambda job: job.slice_us, format_slice), right=True, falls=True),
     Column("container", "CONTAINER", 12, _of_job(lambda job: job.container), _cell(lambda job: job.container, lambda name: visible(container_name(name)), "dim")),
-    Column("command", "COMMAND", 20, lambda row: _command(row)[0], _command),
+    Column("command", "COMMAND", 20, lambda row: _command_cell(row)[0], _command_cell),
 )  # fmt: skip
 BY_KEY: Final[Mapping[str, Column]] = {column.key: column for column in COLUMNS}
 
@@ -212,10 +214,11 @@ def rows_of(frame: Frame, view: View) -> list[Row]:
     lines = [*sorted_rows(present, view), *waiting, *ended]
     if not view.tree:
         return lines
-    return [line for row in lines for line in (row, *_members(row, frame))]
+    return [line for row in lines for line in (row, *_member_rows(row, frame))]
 
 
 def _is_shown(job: ListedJob, view: View) -> bool:
+    """Return whether the filters of a view let a job through."""
     if job.state == ENDED and not view.ended:
         return False
     if view.user is not None and job.user != view.user:
@@ -240,7 +243,8 @@ def sorted_rows(rows: Sequence[Row], view: View) -> list[Row]:
     return [*sorted(valued, key=key, reverse=column.falls != view.reverse), *unknown]
 
 
-def _members(row: Row, frame: Frame) -> list[Row]:
+def _member_rows(row: Row, frame: Frame) -> list[Row]:
+    """Return the rows of a job's processes, each with the branches of the tree before it."""
     members = frame.trees.get(row.job.pid or 0, ())
     lines = []
     for number, member in enumerate(members):

@@ -80,6 +80,7 @@ class Replay:
         return f"{100 * samples.time(max(0, self._next - 1)) / whole:.0f} %" if whole else "100 %"
 
     def _frame(self, sample: Sample) -> Frame:
+        """Return a sample as the frame that `Reader` would have made of the host then."""
         header, recorded = self._samples.header, self._samples
         measured = {gpu.index: gpu for gpu in sample.gpus}
         processes = [(recorded.processes[use.id], use) for use in sample.processes if use.id in recorded.processes]
@@ -114,13 +115,15 @@ class Replay:
                         replace(device, memory_used_bytes=use.memory_used_bytes) for device, use in instances
                     ),
                     processes=tuple(
-                        _process(process, use, places) for process, use in processes if process.gpu == facts.index
+                        _gpu_process(process, use, places) for process, use in processes if process.gpu == facts.index
                     ),
                     error=gpu.error,
                 )
             )
         at = header.started_at + sample.at
-        daemons = tuple(_daemon(index, processes) for index, way in ways.items() if way in {Way.MPS, Way.MPS_TIMESLICE})
+        daemons = tuple(
+            _mps_daemon(index, processes) for index, way in ways.items() if way in {Way.MPS, Way.MPS_TIMESLICE}
+        )
         limits = {gpu.index: gpu.power_limit_watts for gpu in header.gpus}
         return Frame(
             at=at,
@@ -128,7 +131,7 @@ class Replay:
                 host=header.host, driver_version=header.driver, gpus=tuple(gpus), daemons=daemons, taken_at=at
             ),
             ways=ways,
-            jobs=tuple(_job(process, use, places) for process, use in processes),
+            jobs=tuple(_listed_job(process, use, places) for process, use in processes),
             sensors={
                 gpu.index: GpuSensors(
                     power_watts=gpu.power_watts,
@@ -146,7 +149,8 @@ class Replay:
 _WAYS: Final = {way.value: cast("WayInForce", way) for way in Way}
 
 
-def _process(process: RecordedProcess, use: ProcessSample, places: dict[str, RecordedInstance]) -> GpuProcess:
+def _gpu_process(process: RecordedProcess, use: ProcessSample, places: dict[str, RecordedInstance]) -> GpuProcess:
+    """Return a recorded process as NVML lists it; ``places`` are the MIG devices by UUID."""
     place = places.get(process.mig or "")
     return GpuProcess(
         pid=process.pid,
@@ -161,7 +165,7 @@ def _process(process: RecordedProcess, use: ProcessSample, places: dict[str, Rec
     )
 
 
-def _daemon(gpu: int, processes: list[tuple[RecordedProcess, ProcessSample]]) -> MpsDaemon:
+def _mps_daemon(gpu: int, processes: list[tuple[RecordedProcess, ProcessSample]]) -> MpsDaemon:
     """Return the MPS daemon of a GPU: of itself and its servers, only the clients were recorded."""
     clients = tuple(
         MpsClient(
@@ -184,7 +188,8 @@ def _daemon(gpu: int, processes: list[tuple[RecordedProcess, ProcessSample]]) ->
     )
 
 
-def _job(process: RecordedProcess, sample: ProcessSample, places: dict[str, RecordedInstance]) -> ListedJob:
+def _listed_job(process: RecordedProcess, sample: ProcessSample, places: dict[str, RecordedInstance]) -> ListedJob:
+    """Return a recorded process as a job; ``places`` are the MIG devices by UUID."""
     place = places.get(process.mig or "")
     mps = process.mps or process.name == MPS_SERVER
     # What the driver tells of the work of a process: of a client of MPS nothing, its server has it.

@@ -193,9 +193,9 @@ class Panel(Widget, can_focus=True):
 class Bar(Widget):
     """One line of the screen."""
 
-    def __init__(self, cockpit: Cockpit, draw: Callable[[int], list[Segment]]) -> None:
+    def __init__(self, draw: Callable[[int], list[Segment]]) -> None:
         super().__init__()
-        self._cockpit, self._draw = cockpit, draw
+        self._draw = draw
         self.styles.height = 1
 
     def render_line(self, y: int) -> Strip:  # noqa: ARG002 - it has one
@@ -239,12 +239,12 @@ class Cockpit(App[None]):
         self._note: tuple[float, str, str] | None = None
         # The command that is being carried out.
         self._doing: str | None = None
-        self._title = Bar(self, self._title_line)
+        self._title = Bar(self._title_line)
         self._gpus, self._jobs = Panel(self), Panel(self)
         self._charts = Panel(self)
         self._charts.can_focus = False
-        self._last = Bar(self, self._event_line)
-        self._keys = Bar(self, self._key_line)
+        self._last = Bar(self._event_line)
+        self._keys = Bar(self._key_line)
 
     # -- the screen --------------------------------------------------------------------------------------------------------
 
@@ -280,12 +280,14 @@ class Cockpit(App[None]):
         self.redraw()
 
     def _tick(self) -> None:
+        """Draw the clock again, and remove a message whose time is over."""
         self._title.refresh()
         if self._note is not None and time.monotonic() > self._note[0]:
             self._note = None
             self._last.refresh()
 
     def _recolour(self) -> None:
+        """Draw everything in the colours of the theme."""
         self.theme = "textual-light" if self.colours.name == "light" else "textual-dark"
         back = self.colours.colours.get("back")
         if back is not None:
@@ -319,6 +321,7 @@ class Cockpit(App[None]):
         self._last.refresh()
 
     def _draw_gpus(self, frame: Frame) -> None:
+        """Draw the GPUs and the charts, as much of them as the list of jobs leaves room for."""
         width, height = self.size
         all_gpus = frame.snapshot.gpus
         shown = [gpu for gpu in all_gpus if self.opened in {None, gpu.index}]
@@ -380,15 +383,16 @@ class Cockpit(App[None]):
         self._charts.show_rows(heads, areas, 0)
 
     def _draw_jobs(self, frame: Frame) -> None:
+        """Draw the list of jobs, with the cursor on the job on which it was."""
         chosen = self.chosen
         self._rows = jobs.rows_of(frame, self.view)
         columns = jobs.visible_columns(self.size.width - 2, self._first_column, self._rows)
         head: list[Piece] = [(" ", "dim")]
         for column, width in columns:
             mark = ("▼" if column.falls != self.view.reverse else "▲") if column.key == self.view.sort else ""
-            title = (
-                (column.title + mark) if width_fits(column.title + mark, width) else column.title[: width - 1] + mark
-            )
+            title = column.title + mark
+            if len(title) > width:
+                title = column.title[: width - 1] + mark
             head += [(fitted(title, width, right=column.right), "text" if mark else "dim"), (" ", "dim")]
         rows = []
         for row in self._rows:
@@ -402,6 +406,7 @@ class Cockpit(App[None]):
         self._jobs.show_rows(head, rows, self._row_of(chosen))
 
     def _empty_text(self, frame: Frame) -> str:
+        """Return why the list of jobs is empty."""
         if frame.error is not None:
             return ""
         if self.view.text or self.view.user is not None:
@@ -430,7 +435,7 @@ class Cockpit(App[None]):
         title: Piece = (" gpushare top", "text")
         if self.frame is None:
             return segments([title, ("   reading the host ...", "dim")], width, self.colours, "head")
-        right = self._state(self.frame, width)
+        right = self._status_pieces(self.frame, width)
         right_cells = sum(len(piece[0]) for piece in right)
         snapshot = self.frame.snapshot
         hosts = (f"  {snapshot.host}  driver {snapshot.driver_version or '-'} ", f"  {snapshot.host} ", " ")
@@ -438,7 +443,7 @@ class Cockpit(App[None]):
         left = segments([title, (host, "dim")], max(0, width - right_cells), self.colours, "head")
         return [*left, *segments(right, min(width, right_cells), self.colours, "head")]
 
-    def _state(self, frame: Frame, width: int) -> list[Piece]:
+    def _status_pieces(self, frame: Frame, width: int) -> list[Piece]:
         """Return the right half of the title: what the screen shows, the load of the host, findings, and the time."""
         hangs = self.watch_host.hangs_for()
         right: list[Piece] = []
@@ -463,6 +468,7 @@ class Cockpit(App[None]):
         return [*right, (f"recorded, {reader.place}  ", "warn"), (clock, "text")]
 
     def _event_line(self, width: int) -> list[Segment]:
+        """Return the line of events: a message while there is one, else what happened last."""
         if self._note is not None:
             return segments([(" ", "text"), (one_line(self._note[1]), self._note[2])], width, self.colours)
         pieces: list[Piece] = [(" ", "text")]
@@ -473,6 +479,7 @@ class Cockpit(App[None]):
         return segments(pieces, width, self.colours)
 
     def _key_line(self, width: int) -> list[Segment]:
+        """Return the footer: keys with titles, as many as fit; each can be clicked."""
         line: list[Segment] = []
         room = width
         for action, title in (REPLAY_FOOTER if self.watch_host.reader.recorded else FOOTER).items():
@@ -650,6 +657,7 @@ class Cockpit(App[None]):
         self.run_worker(self._ask_doctor(), group="doctor", exclusive=True)
 
     async def _ask_doctor(self) -> None:
+        """Keep the findings of `gpushare doctor` for the title and the dialog."""
         document = await self._answer(["doctor"])
         checks = (document.get("data") or {}).get("checks")
         if checks is not None:
@@ -666,6 +674,8 @@ class Cockpit(App[None]):
         self.push_screen(Prompt("Filter", hint, self.colours, value=self.view.text), typed)
 
     def _choose(self, title: str, texts: Sequence[str], chosen: Callable[[int], None], cursor: int = 0) -> None:
+        """Let the user choose one of the texts; ``chosen`` gets its number."""
+
         def done(number: object) -> None:
             if isinstance(number, int):
                 chosen(number)
@@ -705,7 +715,7 @@ class Cockpit(App[None]):
             return
         job = row.job
         choices: dict[tuple[str, str], Callable[[], None]] = {
-            (action.key, action.title): partial(self._begin, action, job) for action in ACTIONS
+            (action.key, action.title): partial(self._begin_action, action, job) for action in ACTIONS
         }
         choices |= {
             (key.shown, key.text): partial(do, job) for key, do in ((LOGS, self._show_logs), (EXPLAIN, self._explain))
@@ -716,9 +726,10 @@ class Cockpit(App[None]):
                 [*choices.values()][number]()
 
         texts, keys = [f"{key}  {title}" for key, title in choices], "".join(key for key, _ in choices)
-        self.push_screen(Choice(job_title(job), texts, self.colours, keys=keys, above=self._facts(job)), done)
+        self.push_screen(Choice(job_title(job), texts, self.colours, keys=keys, above=self._job_facts(job)), done)
 
-    def _facts(self, job: ListedJob) -> list[Line]:
+    def _job_facts(self, job: ListedJob) -> list[Line]:
+        """Return what the dialog of a job says about it, above what can be done."""
         facts = [
             ("command", job.command),
             ("device", job.device or (f"GPU {', '.join(map(str, job.gpu_indexes))}" if job.gpu_indexes else None)),
@@ -742,9 +753,9 @@ class Cockpit(App[None]):
         if row is None:
             self.say("no job is selected", "warn")
         else:
-            self._begin(action, row.job)
+            self._begin_action(action, row.job)
 
-    def _begin(self, action: Action, job: ListedJob) -> None:
+    def _begin_action(self, action: Action, job: ListedJob) -> None:
         if self._doing is not None:
             # A second action would end it in the middle.
             self.say(f"still at work: {self._doing}", "warn")
@@ -815,6 +826,7 @@ class Cockpit(App[None]):
             return None
 
     async def _show_dialog(self, title: str, lines: Sequence[Line]) -> None:
+        """Show lines instead of the message below, until the user closes them."""
         self._note = None
         await self.push_screen_wait(Dialog(title, lines, self.colours))
 
@@ -826,6 +838,7 @@ class Cockpit(App[None]):
         self.run_worker(self._ask_and_explain(job), group="explain", exclusive=True)
 
     async def _ask_and_explain(self, job: ListedJob | None) -> None:
+        """Ask for a word, a job's own by default, and show what `gpushare explain` says of it."""
         value = ""
         if job is not None and job.way is not None:
             value = "swap" if job.swapped_bytes else "time-slicing" if job.way is Way.TIMESLICE else ""
@@ -868,7 +881,3 @@ class Cockpit(App[None]):
 
         shown: Awaitable[None] = self.push_screen(pages, lambda _: worker.cancel())
         worker: Worker[None] = self.run_worker(followed(), group="logs", exclusive=True)
-
-
-def width_fits(text: str, width: int) -> bool:
-    return len(text) <= width

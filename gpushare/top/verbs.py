@@ -35,19 +35,21 @@ class Action(NamedTuple):
     example: str = ""
 
 
-def _job(job: ListedJob) -> str:
+def _job_word(job: ListedJob) -> str:
+    """Return how a command line names a job: by its PID, which is sure, or by its name."""
     return str(job.pid) if job.pid is not None else str(job.name)
 
 
-def _slice(job: ListedJob, text: str) -> Sequence[str]:
-    return ["timeslice", "set", text, _job(job)] if text else ["timeslice", "reset", _job(job)]
+def _slice_words(job: ListedJob, text: str) -> Sequence[str]:
+    return ["timeslice", "set", text, _job_word(job)] if text else ["timeslice", "reset", _job_word(job)]
 
 
-def _move(job: ListedJob, text: str) -> Sequence[str]:
-    return ["move", _job(job), *(["-g", text] if text else [])]
+def _move_words(job: ListedJob, text: str) -> Sequence[str]:
+    return ["move", _job_word(job), *(["-g", text] if text else [])]
 
 
-def _limit(job: ListedJob, text: str) -> Sequence[str]:
+def _limit_words(job: ListedJob, text: str) -> Sequence[str]:
+    """Return `mps set` for limits as they are typed: threads in percent, memory, or both."""
     gpu = ",".join(map(str, job.gpu_indexes))
     words = text.split()
     threads = [word for word in words if word.endswith("%") or word.replace(".", "", 1).isdigit()]
@@ -64,16 +66,16 @@ def _limit(job: ListedJob, text: str) -> Sequence[str]:
 
 
 ACTIONS: Final = (
-    Action("s", "stop it, in the way that is safe for its neighbours", lambda job, _: ["stop", _job(job)]),
-    Action("p", "pause it: off the GPU at once", lambda job, _: ["pause", _job(job)]),
-    Action("r", "resume it", lambda job, _: ["resume", _job(job)]),
-    Action("w", "swap it out to host memory", lambda job, _: ["swap", "out", _job(job)]),
-    Action("b", "bring it back from host memory", lambda job, _: ["swap", "in", _job(job)]),
-    Action("n", "set its time-slice or weight", _slice, "time-slice, or weight; empty restores it", "500us, or 3x: three times the usual one"),
+    Action("s", "stop it, in the way that is safe for its neighbours", lambda job, _: ["stop", _job_word(job)]),
+    Action("p", "pause it: off the GPU at once", lambda job, _: ["pause", _job_word(job)]),
+    Action("r", "resume it", lambda job, _: ["resume", _job_word(job)]),
+    Action("w", "swap it out to host memory", lambda job, _: ["swap", "out", _job_word(job)]),
+    Action("b", "bring it back from host memory", lambda job, _: ["swap", "in", _job_word(job)]),
+    Action("n", "set its time-slice or weight", _slice_words, "time-slice, or weight; empty restores it", "500us, or 3x: three times the usual one"),
     Action(
-        "m", "limits of its MPS daemon", _limit, "threads and memory of clients that start from now on", "50% 8G"
+        "m", "limits of its MPS daemon", _limit_words, "threads and memory of clients that start from now on", "50% 8G"
     ),
-    Action("v", "move it to another GPU", _move, "to which GPU; empty: any of the same model", "1"),
+    Action("v", "move it to another GPU", _move_words, "to which GPU; empty: any of the same model", "1"),
 )  # fmt: skip
 
 

@@ -698,7 +698,7 @@ def test_every_key_does_what_it_is_bound_to(show: Show, monkeypatch: pytest.Monk
         bindings = [key for key in Cockpit.BINDINGS if isinstance(key, Binding) and key.action != "quit"]
         with monkeypatch.context() as patch:
             # What an action does is another test's.
-            patch.setattr(Cockpit, "_begin", lambda *_: None)
+            patch.setattr(Cockpit, "_begin_action", lambda *_: None)
             assert await pressed(screen, [*bindings], None) == []
         assert await pressed(screen, Dialog.BINDINGS, "question_mark") == []
         assert await pressed(screen, Question.BINDINGS, "p") == []
