@@ -149,10 +149,10 @@ def whole(least: int, most: int) -> Form[int]:
     meaning = f"a whole number from {least} to {most}"
 
     def read(value: Value) -> int:
-        found = number(least, most, meaning, float).read(value)
-        if not found.is_integer():
+        wide = number(least, most, meaning, float).read(value)
+        if not wide.is_integer():
             raise value.is_not(meaning)
-        return int(found)
+        return int(wide)
 
     return Form(read, {"type": "integer", "minimum": least, "maximum": most})
 
@@ -188,15 +188,15 @@ def several(
         items = value.items()
         if most is not None and len(items) > most:
             raise value.wrong(f"has {len(items)} items, more than {most}", merge)
-        found: list[T] = []
+        entries: list[T] = []
         for each in items:
-            one = item.read(each)
-            if unique and one in found:
+            entry = item.read(each)
+            if unique and entry in entries:
                 raise each.wrong(f"is given twice: {each.short}")
-            found.append(one)
-        if len(found) < least:
+            entries.append(entry)
+        if len(entries) < least:
             raise value.wrong("is empty")
-        return tuple(found)
+        return tuple(entries)
 
     bounds: dict[str, Any] = {"uniqueItems": True} if unique else {}
     bounds |= {"minItems": least} if least else {}

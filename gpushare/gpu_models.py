@@ -63,7 +63,6 @@ class GiProfile(NamedTuple):
     starts: tuple[int, ...] | None
     size: int | None
     confidence: str
-    min_driver: str | None
 
     @property
     def base_name(self) -> str:
@@ -111,10 +110,6 @@ class GpuModel(NamedTuple):
     axis: int | None
     compute_slices: int | None
     reset_for_mode_change: bool | None
-    mode_persists_reboot: bool | None
-    placement_confidence: str | None
-    confidence: str
-    sources: tuple[str, ...]
     profiles: tuple[GiProfile, ...]
 
     @property
@@ -136,6 +131,7 @@ class GpuModel(NamedTuple):
 
 
 def load_models() -> dict[str, GpuModel]:
+    """Return all models of the catalogue by key."""
     return {key: model_of(key) for key in _catalogue()}
 
 
@@ -146,7 +142,7 @@ def model_of(key: str) -> GpuModel:
     Raises:
         KeyError: there is no such model.
     """
-    return _model(_catalogue()[key])
+    return _build_model(_catalogue()[key])
 
 
 @lru_cache(maxsize=1)
@@ -163,59 +159,59 @@ def find_model(name: str) -> GpuModel:
     """
     # The usual case, an alias: no need to normalize every name of the catalogue.
     typed = (key for key, entry in _catalogue().items() if name in entry["aliases"])
-    key = next(typed, None) or _names().get(_plain(name))
+    key = next(typed, None) or _keys_by_name().get(_plain_name(name))
     if key is not None:
         return model_of(key)
     import difflib
 
     listing = "see them all: gpushare sim list --models"
-    shorts = {_plain(known.short): known.short for known in load_models().values()}
-    close = [shorts[match] for match in difflib.get_close_matches(_plain(name), shorts, n=3, cutoff=0.5)]
+    shorts = {_plain_name(known.short): known.short for known in load_models().values()}
+    close = [shorts[match] for match in difflib.get_close_matches(_plain_name(name), shorts, n=3, cutoff=0.5)]
     hint = f"did you mean {', '.join(close)}? {listing}" if close else listing
     raise BadUsage(f"there is no GPU model '{name.strip()[:60]}'", hint, code="unknown_model")
 
 
 def named_model(name: str | None) -> GpuModel | None:
     """Return the model that NVML reports by this name, or None."""
-    key = _names().get(_plain(name or ""))
+    key = _keys_by_name().get(_plain_name(name or ""))
     return None if key is None else model_of(key)
 
 
 @lru_cache(maxsize=1)
-def _names() -> dict[str, str]:
+def _keys_by_name() -> dict[str, str]:
+    """Return the keys of the models by each of their names, without case and punctuation."""
     names: dict[str, str] = {}
     for key, entry in _catalogue().items():
         full = entry["name"]
         bare = re.sub(r"^(NVIDIA GeForce|NVIDIA|Tesla) ", "", full)
         for name in (key, full, bare, entry["product"], *entry["aliases"]):
             # The first model with an alias gets it; a test keeps aliases unambiguous.
-            names.setdefault(_plain(name), key)
+            names.setdefault(_plain_name(name), key)
     return names
 
 
-def _plain(name: str) -> str:
+def _plain_name(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 _SAME_NAME: Final = (
     *("key", "name", "product", "arch", "compute_capability", "memory_mib", "memory_reserved_bytes"),
     *("power_limit_watts", "max_sm_clock_mhz", "time_slice", "vgpu", "mig", "axis", "compute_slices"),
-    *("reset_for_mode_change", "mode_persists_reboot", "placement_confidence", "confidence"),
+    "reset_for_mode_change",
 )
 
 
-def _model(raw: dict[str, Any]) -> GpuModel:
+def _build_model(raw: dict[str, Any]) -> GpuModel:
     return GpuModel(
         **{field: raw[field] for field in _SAME_NAME},
         aliases=tuple(raw["aliases"]),
         pci_device_ids=tuple(raw["pci_device_ids"] or ()),
         multiprocessors=raw["sm"],
-        sources=tuple(raw["source"]),
-        profiles=tuple(_profile(profile) for profile in raw["gi_profiles"]),
+        profiles=tuple(_build_profile(profile) for profile in raw["gi_profiles"]),
     )
 
 
-def _profile(raw: dict[str, Any]) -> GiProfile:
+def _build_profile(raw: dict[str, Any]) -> GiProfile:
     return GiProfile(
         name=raw["name"],
         id=raw["id"],
@@ -233,7 +229,6 @@ def _profile(raw: dict[str, Any]) -> GiProfile:
         starts=None if raw["starts"] is None else tuple(raw["starts"]),
         size=raw["size"],
         confidence=raw["confidence"],
-        min_driver=raw["min_driver"],
     )
 
 
@@ -244,6 +239,7 @@ def profiles_of(model: GpuModel) -> tuple[Profile, ...]:
 
 @cache
 def profile_of(raw: GiProfile) -> Profile:
+    """Return a profile of the catalogue as NVML would describe it."""
     placements = None
     if raw.starts is not None and raw.size is not None:
         placements = tuple(Placement(start, raw.size) for start in raw.starts)

@@ -21,7 +21,7 @@ def text_of(path: str, kind: str, hint: str) -> str:
         NoPermission: it cannot be read.
         BadUsage: a directory, too large, or not text (code ``bad_file``).
     """
-    shown = shown_as(path)
+    shown = shown_path(path)
     give = f"give a {kind} file"
     if not path:
         raise BadUsage("the name of the file is empty", give, code="bad_file")
@@ -40,10 +40,10 @@ def text_of(path: str, kind: str, hint: str) -> str:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise BadUsage(f"{shown} cannot be read: {reason}", give, code="bad_file") from None
-    return decoded(data, shown, kind)
+    return decode_text(data, shown, kind)
 
 
-def decoded(data: bytes, shown: str, kind: str) -> str:
+def decode_text(data: bytes, shown: str, kind: str) -> str:
     """Return the text of a file.
 
     Raises:
@@ -58,7 +58,7 @@ def decoded(data: bytes, shown: str, kind: str) -> str:
         raise BadUsage(f"{shown} is not UTF-8 text", give, code="bad_file") from None
 
 
-def shown_as(path: str) -> str:
+def shown_path(path: str) -> str:
     """Return what a file is called in messages."""
     return "stdin" if path == "-" else path
 
@@ -101,7 +101,7 @@ class _Refused(Exception):
 
     def __init__(self, problem: str, node: Any) -> None:
         super().__init__(problem)
-        self.problem, self.at = problem, _at(node)
+        self.problem, self.at = problem, _mark(node)
 
 
 def documents(text: str, shown: str, hint: str, *, texts: bool = False) -> list[Any]:
@@ -120,14 +120,15 @@ def documents(text: str, shown: str, hint: str, *, texts: bool = False) -> list[
         raise BadUsage(f"{shown}:{error.at}: {error.problem}", hint, code="bad_file") from None
     except yaml.YAMLError as error:
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "unreadable"
-        raise BadUsage(f"{shown}{_where(error, text)}: this is not YAML: {problem}", hint, code="bad_file") from None
+        raise BadUsage(f"{shown}{_place(error, text)}: this is not YAML: {problem}", hint, code="bad_file") from None
     except RecursionError:
         raise BadUsage(f"{shown} is nested too deeply", hint, code="bad_file") from None
     except ValueError as error:
         raise BadUsage(f"{shown} has an invalid value: {error}", hint, code="bad_file") from None
 
 
-def _where(error: Any, text: str) -> str:
+def _place(error: Any, text: str) -> str:
+    """Return the place of a YAML error for messages, ``:3:7``; empty where PyYAML does not tell it."""
     mark, position = getattr(error, "problem_mark", None), getattr(error, "position", None)
     if mark is not None:
         return f":{mark.line + 1}:{mark.column + 1}"
@@ -138,7 +139,7 @@ def _where(error: Any, text: str) -> str:
     return ""
 
 
-def _at(node: Any) -> Mark:
+def _mark(node: Any) -> Mark:
     return Mark(node.start_mark.line + 1, node.start_mark.column + 1)
 
 
@@ -180,27 +181,27 @@ def _loader(*, texts: bool = False) -> Any:  # noqa: C901 - one class, made wher
                 raise _Refused("too many keys", node)
 
         def mapping(self, node: Any) -> Any:
-            found = Located()
-            found.mark = _at(node)
-            found.line = found.mark.line
-            yield found
+            located = Located()
+            located.mark = _mark(node)
+            located.line = located.mark.line
+            yield located
             written = set()
             for key, _ in node.value:
                 if isinstance(key, yaml.ScalarNode) and key.value != "<<":
                     if key.value in written:
                         raise _Refused(f"the key '{key.value[:40]}' is given twice", key)
                     written.add(key.value)
-            found.update(self.construct_mapping(node))
+            located.update(self.construct_mapping(node))
             # A merge is flattened by now: its pairs come first, and its own key is gone.
-            pairs = [(self.construct_object(key, deep=True), _at(key), _at(value)) for key, value in node.value]
-            found.keys_at = {key: at for key, at, _ in pairs}
-            found.values_at = {key: at for key, _, at in pairs}
+            pairs = [(self.construct_object(key, deep=True), _mark(key), _mark(value)) for key, value in node.value]
+            located.keys_at = {key: at for key, at, _ in pairs}
+            located.values_at = {key: at for key, _, at in pairs}
 
         def sequence(self, node: Any) -> Any:
-            found = LocatedList()
-            yield found
-            found.extend(self.construct_sequence(node))
-            found.items_at = tuple(map(_at, node.value))
+            located = LocatedList()
+            yield located
+            located.extend(self.construct_sequence(node))
+            located.items_at = tuple(map(_mark, node.value))
 
         def number(self, node: Any) -> Any:
             if len(node.value) > _MAX_DIGITS:
@@ -230,12 +231,12 @@ def yaml_text(value: Any) -> str:
         def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
             return True
 
-    def text(dumper: Any, said: str) -> Any:
-        style = "|" if "\n" in said else None
-        return dumper.represent_scalar("tag:yaml.org,2002:str", said, style=style)
+    def represent(dumper: Any, text: str) -> Any:
+        style = "|" if "\n" in text else None
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
-    Dumper.add_representer(str, text)
+    Dumper.add_representer(str, represent)
     Dumper.add_representer(
-        Flow, lambda dumper, one: dumper.represent_mapping("tag:yaml.org,2002:map", one, flow_style=True)
+        Flow, lambda dumper, flow: dumper.represent_mapping("tag:yaml.org,2002:map", flow, flow_style=True)
     )
     return str(yaml.dump(value, Dumper=Dumper, sort_keys=False, width=10_000, allow_unicode=True))

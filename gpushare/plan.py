@@ -78,18 +78,18 @@ def one_plan(plans: Sequence[Plan]) -> Plan:
         steps=tuple(step for plan in plans for step in plan.steps),
         undo="; ".join(plan.undo for plan in plans if plan.undo) or None,
         notes=tuple(dict.fromkeys(note for plan in plans for note in plan.notes)),
-        consent=tuple(one for plan in plans for one in plan.consent),
+        consent=tuple(loss for plan in plans for loss in plan.consent),
         parts=tuple(plans),
     )
 
 
 def not_agreed(losses: Sequence[Loss], agreed: Sequence[Loss]) -> tuple[Loss, ...]:
     """Return the losses that nobody agreed to: others, or those with a further reason (a new holder)."""
-    known = {(one.action, one.what): set(one.why) for one in agreed}
+    reasons = {(loss.action, loss.what): set(loss.why) for loss in agreed}
     return tuple(
-        one
-        for one in losses
-        if (one.action, one.what) not in known or not set(one.why) <= known[(one.action, one.what)]
+        loss
+        for loss in losses
+        if (loss.action, loss.what) not in reasons or not set(loss.why) <= reasons[loss.action, loss.what]
     )
 
 
@@ -97,17 +97,18 @@ def not_agreed(losses: Sequence[Loss], agreed: Sequence[Loss]) -> tuple[Loss, ..
 _NAMED: Final = 6
 
 
-def taken(losses: Sequence[Loss]) -> str:
+def describe_losses(losses: Sequence[Loss]) -> str:
     """Return losses in words: ``destroys A (named 'train') and B (granted to alice), and ends C``."""
     shown = losses if len(losses) <= _NAMED else losses[: _NAMED - 1]
-    actions = list(dict.fromkeys(one.action for one in shown))
-    parts = [f"{action} {_listed([str(one) for one in shown if one.action == action])}" for action in actions]
+    actions = list(dict.fromkeys(loss.action for loss in shown))
+    parts = [f"{action} {_join_words([str(loss) for loss in shown if loss.action == action])}" for action in actions]
     if len(shown) < len(losses):
         parts.append(f"takes {len(losses) - len(shown)} more")
-    return _listed(parts, ", and " if len(parts) > 1 and len(shown) > 2 else " and ")
+    return _join_words(parts, ", and " if len(parts) > 1 and len(shown) > 2 else " and ")
 
 
-def _listed(words: Sequence[str], last: str = " and ") -> str:
+def _join_words(words: Sequence[str], last: str = " and ") -> str:
+    """Return words with commas between them, and ``last`` before the last one."""
     return last.join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
@@ -120,10 +121,10 @@ def setting_step(
     read: Callable[[], T | None],
     write: Callable[[T], object],
     wanted: T,
-    in_words: Callable[[T], object] = str,
+    in_words: Callable[[T], object],
     see: str,
     gpu: str | None = None,
-    allowed: Callable[[], object] = lambda: None,
+    allowed: Callable[[], object],
 ) -> Step:
     """Return a step that gives one setting a value: read, write, read back; undone, the value found is written back.
 
@@ -135,9 +136,10 @@ def setting_step(
     before is its own. The undo writes nothing where the host has that value, so a step that failed before
     it changed anything undoes nothing.
     """
-    found: list[T] = []
+    values_before: list[T] = []
 
     def put(value: T) -> None:
+        """Write a value and read it back."""
         allowed()
         write(value)
         held = read()
@@ -151,19 +153,20 @@ def setting_step(
             return
         if now is not None:
             # Noted before the write, which may fail half way.
-            found.append(now)
+            values_before.append(now)
         put(wanted)
 
     def back() -> None:
-        while found:
-            before = found.pop()
+        """Write the value found back, unless the host has it."""
+        while values_before:
+            before = values_before.pop()
             if read() != before:
                 put(before)
 
     return Step(what=what, command=command, undo=undo, do=act, revert=back)
 
 
-def deferred(
+def deferred_step(
     what: str, command: str, makes: Sequence[Callable[[], Sequence[Step]]], *, undo: str | None = None
 ) -> Step:
     """Return one step made of several, which are planned when it acts, one list after the other."""
@@ -201,24 +204,20 @@ def carry_out(plan: Plan, on_step: Callable[[Step], None] | None = None) -> None
             done.append(step)
             step.do()
     except (GpushareError, OSError) as error:
-        left, said = roll_back(done), _said(error)
-        if left and said is not None:
-            raise _not_undone_error(said, left) from error
+        not_undone, reported = roll_back(done), error if isinstance(error, GpushareError) else system_error(error)
+        # Without an error to report it is a bug in gpushare, which shows itself.
+        if not_undone and reported is not None:
+            raise _not_undone_error(reported, not_undone) from error
         raise
     except KeyboardInterrupt:
         # Ctrl-C leaves nothing half done.
-        left = roll_back(done)
-        if left:
-            raise _not_undone_error(Interrupted("interrupted", "see: gpushare status"), left) from None
+        not_undone = roll_back(done)
+        if not_undone:
+            raise _not_undone_error(Interrupted("interrupted", "see: gpushare status"), not_undone) from None
         raise
     except BaseException:
         roll_back(done)
         raise
-
-
-def _said(error: GpushareError | OSError) -> GpushareError | None:
-    """Return the error to report, a full disk for example. None: the system error is our own fault."""
-    return error if isinstance(error, GpushareError) else system_error(error)
 
 
 def roll_back(done: Sequence[Step]) -> list[tuple[Step, GpushareError]]:
@@ -226,7 +225,7 @@ def roll_back(done: Sequence[Step]) -> list[tuple[Step, GpushareError]]:
 
     Ctrl-C is ignored meanwhile: it would leave the host half changed.
     """
-    left: list[tuple[Step, GpushareError]] = []
+    not_undone: list[tuple[Step, GpushareError]] = []
     with undisturbed():
         for step in reversed(done):
             if step.revert is None:
@@ -234,26 +233,26 @@ def roll_back(done: Sequence[Step]) -> list[tuple[Step, GpushareError]]:
             try:
                 step.revert()
             except GpushareError as error:
-                left.append((step, error))
+                not_undone.append((step, error))
             except Exception as error:  # noqa: BLE001 - after any error the steps before are undone, too
-                left.append((step, OperationFailed(f"{type(error).__name__}: {error}", "see: gpushare doctor")))
-    return left
+                reason = OperationFailed(f"{type(error).__name__}: {error}", "see: gpushare doctor")
+                not_undone.append((step, reason))
+    return not_undone
 
 
-def _not_undone_error(error: GpushareError, left: Sequence[tuple[Step, GpushareError]]) -> GpushareError:
+def _not_undone_error(error: GpushareError, not_undone: Sequence[tuple[Step, GpushareError]]) -> GpushareError:
+    """Return the error of a failed step, with the steps that could not be undone, and the commands that undo them."""
     # The error of a step that undoes several says itself what is missing, and which command restores it.
-    whole = [reason.code == NOT_RESTORED for _, reason in left]
-    names = "; ".join(
-        reason.message if is_whole else f"{step.what} ({reason.message})"
-        for (step, reason), is_whole in zip(left, whole, strict=True)
-    )
-    commands = "; ".join(
-        filter(None, (reason.hint if w else step.undo for (step, reason), w in zip(left, whole, strict=True)))
-    )
+    names, commands, restores = [], [], False
+    for step, reason in not_undone:
+        is_whole = reason.code == NOT_RESTORED
+        names.append(reason.message if is_whole else f"{step.what} ({reason.message})")
+        commands.append(reason.hint if is_whole else step.undo)
+        restores = restores or is_whole
+    by_hand = "; ".join(filter(None, commands))
+    first = "restore it: gpushare mig recover; or " if restores else "undo "
     return error.restated(
-        message=f"{error.message}; and could not be undone: {names}",
-        hint=f"{'restore it: gpushare mig recover; or ' if any(whole) else 'undo '}by hand: {commands}"
-        if commands
-        else None,
+        message=f"{error.message}; and could not be undone: {'; '.join(names)}",
+        hint=f"{first}by hand: {by_hand}" if by_hand else None,
         kind=NotUndone,
     )

@@ -43,13 +43,13 @@ def handled(
             signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
 
 
-def _nothing(_number: int, _frame: FrameType | None) -> None:
+def _do_nothing(_number: int, _frame: FrameType | None) -> None:
     """Take the place of the default action. Not SIG_IGN, which a program started meanwhile would inherit."""
 
 
 def undisturbed() -> contextlib.AbstractContextManager[None]:
     """Ignore Ctrl-C, SIGTERM and SIGHUP."""
-    return handled(ENDING, _nothing)
+    return handled(ENDING, _do_nothing)
 
 
 def ended_by_exception() -> contextlib.AbstractContextManager[None]:
@@ -80,6 +80,7 @@ def leaving_at_the_end(leave: Callable[[], object]) -> Iterator[None]:
     ended_by: list[int] = []
 
     def end(number: int) -> None:
+        """End the block; if that takes too long, end the process."""
         if ended_by:
             return
         ended_by.append(number)
@@ -137,7 +138,7 @@ class Wakeups:
             stack.callback(os.close, write)
             # The byte in this pipe is the message; the handler only replaces the default action.
             stack.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(write, warn_on_full_buffer=False))
-            stack.enter_context(handled(self._numbers, _nothing))
+            stack.enter_context(handled(self._numbers, _do_nothing))
             self._stack = stack.pop_all()
         return self
 

@@ -44,15 +44,16 @@ class HostState:
         self._known: dict[object, Any] = {}
 
     def _once(self, part: object, read: Callable[[], T]) -> T:
+        """Return a part of the host, read at the first call; an error is raised again each time."""
         if part not in self._known:
             try:
                 self._known[part] = read()
             except GpushareError as error:
                 self._known[part] = error
-        found: T | GpushareError = self._known[part]
-        if isinstance(found, GpushareError):
-            raise found
-        return found
+        value: T | GpushareError = self._known[part]
+        if isinstance(value, GpushareError):
+            raise value
+        return value
 
     @property
     def gpus(self) -> tuple[Gpu, ...]:
@@ -60,13 +61,14 @@ class HostState:
         return self._once("gpus", self._gpus)
 
     def _gpus(self) -> tuple[Gpu, ...]:
-        found = self.host.nvml.sweep() if self._given is None else self._given
-        if any(gpu.mig_instances for gpu in found) and self._has_names():
+        """Read the GPUs, with the names of their MIG instances."""
+        gpus = self.host.nvml.sweep() if self._given is None else self._given
+        if any(gpu.mig_instances for gpu in gpus) and self._has_names():
             from gpushare.mig.places import with_names
 
-            found = with_names(self.host, found)
+            gpus = with_names(self.host, gpus)
         # NVML answers a foreign PID namespace with an empty list: whether anybody is there is unknown.
-        return tuple(replace(gpu, processes=None) if self.blind and not gpu.processes else gpu for gpu in found)
+        return tuple(replace(gpu, processes=None) if self.blind and not gpu.processes else gpu for gpu in gpus)
 
     def _has_names(self) -> bool:
         """Return whether there is a file of `mig.ledger.NAMES`: to load what reads it takes longer than all of the look."""
@@ -99,7 +101,7 @@ class HostState:
 
     def _records(self) -> tuple[tuple[str, int], ...]:
         directories = self.host.run_directories
-        return tuple(found for directory in directories for found in _records_in(directory / "mps"))
+        return tuple(record for directory in directories for record in _daemon_records(directory / "mps"))
 
     @property
     def daemons(self) -> Sequence[FoundDaemon]:
@@ -152,7 +154,7 @@ class HostState:
         """Return the MIG layouts by GPU index with names, grants and the holders of each instance."""
         from gpushare.mig.layouts import layouts_of
 
-        return {one.gpu: one for one in layouts_of(self.host, gpus, names=self.names)}
+        return {layout.gpu: layout for layout in layouts_of(self.host, gpus, names=self.names)}
 
 
 class Observer:
@@ -185,8 +187,8 @@ class Observer:
         fresh, self._hurry = self._hurry or time.monotonic() < self._levels_until, False
         if not fresh:
             state.ask_levels()
-        paused, slices = _paused(self._host), _slices(self._host)
-        gpus = tuple(replace(gpu, processes=self._named(gpu, paused, slices)) for gpu in state.gpus)
+        paused, slices = _paused_since(self._host), _set_slices(self._host)
+        gpus = tuple(replace(gpu, processes=self._described(gpu, paused, slices)) for gpu in state.gpus)
         if self._driver is None:
             self._driver = state.driver_version
         daemons, warnings = self._daemons_now(state), []
@@ -209,10 +211,14 @@ class Observer:
         )
 
     def _with_settings(self, gpu: Gpu) -> Gpu:
+        """Return a GPU with its time-slice level, and its power if that was asked for."""
         gpu = replace(gpu, time_slice=self._levels.get(gpu.index))
         return self._host.nvml.with_power(gpu) if self._power and gpu.error is None else gpu
 
-    def _named(self, gpu: Gpu, paused: Mapping[int, float], slices: Mapping[int, int]) -> tuple[GpuProcess, ...] | None:
+    def _described(
+        self, gpu: Gpu, paused: Mapping[int, float], slices: Mapping[int, int]
+    ) -> tuple[GpuProcess, ...] | None:
+        """Return the processes of a GPU with owners, pauses and time-slices; None: unknown."""
         if gpu.processes is None:
             return None
         return tuple(
@@ -221,6 +227,7 @@ class Observer:
         )
 
     def _with_owner(self, process: GpuProcess) -> GpuProcess:
+        """Return a process with what /proc says about it."""
         info = self._host.processes.describe(process.pid)
         if info is None:
             return process
@@ -235,18 +242,20 @@ class Observer:
         )
 
     def _daemons_now(self, state: HostState) -> tuple[MpsDaemon, ...]:
+        """Return the MPS daemons; those of the last look while nothing has visibly changed."""
         on_gpus = tuple((gpu.index, process.pid) for gpu in state.gpus for process in gpu.processes or ())
         signs = (on_gpus, state.daemon_signs)
         if time.monotonic() >= self._daemons_until or signs != self._daemon_signs:
-            found = [entry.daemon for entry in state.daemons]
+            daemons = [entry.daemon for entry in state.daemons]
             # An MPS program that hangs costs the version only; gpushare doctor reports it.
-            if found and not self._mps_asked:
+            if daemons and not self._mps_asked:
                 self._mps_asked, self._mps_version = True, state.mps_version
-            self._daemons = tuple(self._with_capacity(daemon, state.gpus) for daemon in found)
+            self._daemons = tuple(self._with_capacity(daemon, state.gpus) for daemon in daemons)
             self._daemon_signs, self._daemons_until = signs, time.monotonic() + _SLOW_SECONDS
         return self._daemons
 
     def _with_capacity(self, daemon: MpsDaemon, gpus: tuple[Gpu, ...]) -> MpsDaemon:
+        """Return a daemon with its version, and how many clients a server of it takes."""
         if daemon.gpu_index is None:
             return daemon
         gpu = next(gpu for gpu in gpus if gpu.index == daemon.gpu_index)
@@ -267,6 +276,7 @@ class Observer:
 
 
 def _vgpu_sessions(host: Host, gpus: Sequence[Gpu]) -> tuple[VgpuSession, ...]:
+    """Return the vGPUs that virtual machines use; only a host with NVIDIA's vGPU driver has some."""
     if not host.makes_vgpus():
         return ()
     from gpushare.host.vgpu import vgpu_sessions
@@ -293,27 +303,27 @@ class LastWork:
         at = snapshot.taken_at or time.time()
         gpus = tuple(self._with_work(gpu, at) for gpu in snapshot.gpus)
         self._looked = at
-        there = {_identity(process): process.started_at for gpu in gpus for process in gpu.processes or ()}
-        self._work = {key: value for key, value in self._work.items() if key in there}
-        self._first = {key: self._first.get(key, (began or at) if self._once else at) for key, began in there.items()}
+        present = {_identity(process): process.started_at for gpu in gpus for process in gpu.processes or ()}
+        self._work = {key: value for key, value in self._work.items() if key in present}
+        self._first = {key: self._first.get(key, (began or at) if self._once else at) for key, began in present.items()}
         return replace(snapshot, gpus=gpus)
 
     def _with_work(self, gpu: Gpu, at: float) -> Gpu:
-        # What works now needs no question to the driver; of MPS clients and under MIG nothing is known.
-        idle = any(one.sm_percent == 0 and (one.memory_used_bytes or 0) > 0 for one in gpu.processes or ())
-        found = or_none(lambda: self._host.nvml.last_work(gpu.index, self._looked)) if idle else None
+        """Return a GPU whose processes have the time of their last work, where it is known."""
         if gpu.processes is None:
             return gpu
+        # What works now needs no question to the driver; of MPS clients and under MIG nothing is known.
+        idle = any(process.sm_percent == 0 and (process.memory_used_bytes or 0) > 0 for process in gpu.processes)
+        sampled = or_none(lambda: self._host.nvml.last_work(gpu.index, self._looked)) if idle else None
         for process in gpu.processes:
             # A sample from before its start is of another process with the same PID.
-            seen = (found or {}).get(process.pid, 0.0)
+            seen = (sampled or {}).get(process.pid, 0.0)
             seen = seen if process.started_at is None or seen >= process.started_at else 0.0
             seen = at if process.sm_percent else min(seen, at)
             if seen:
                 self._work[_identity(process)] = max(seen, self._work.get(_identity(process), 0.0))
-        return replace(
-            gpu, processes=tuple(replace(one, last_work_at=self._work.get(_identity(one))) for one in gpu.processes)
-        )
+        processes = (replace(process, last_work_at=self._work.get(_identity(process))) for process in gpu.processes)
+        return replace(gpu, processes=tuple(processes))
 
     def idle_seconds(self, process: GpuProcess, at: float) -> float | None:
         """Return for how long a process has done nothing at least; None: unknown."""
@@ -325,10 +335,11 @@ class LastWork:
 
 
 def _identity(process: GpuProcess) -> tuple[int, int | None]:
+    """Return PID and start, which no other process has."""
     return process.pid, process.started
 
 
-def _paused(host: Host) -> dict[int, float]:
+def _paused_since(host: Host) -> dict[int, float]:
     """Return since when processes are paused, from the records: the driver is not asked."""
     if not has_records(host, "pause"):
         return {}
@@ -337,16 +348,17 @@ def _paused(host: Host) -> dict[int, float]:
     return paused_since(host)
 
 
-def _slices(host: Host) -> dict[int, int]:
+def _set_slices(host: Host) -> dict[int, int]:
     """Return the time-slices that gpushare has set, from the records: the driver is not asked."""
     if not has_records(host, "slices"):
         return {}
     from gpushare.timeslice.slices import slice_records
 
-    return {pid: one.slice_us for pid, one in slice_records(host).items()}
+    return {pid: record.slice_us for pid, record in slice_records(host).items()}
 
 
-def _records_in(directory: Path) -> list[tuple[str, int]]:
+def _daemon_records(directory: Path) -> list[tuple[str, int]]:
+    """Return path and time of change of the records of MPS daemons below a directory."""
     if not is_trusted_directory(directory.parent, directory.name):
         return []
     try:

@@ -143,7 +143,7 @@ class NoGpu(NotFound):
     code = "no_gpu"
 
 
-def no_gpu(hint: str = "see: gpushare doctor") -> NoGpu:
+def no_gpu_error(hint: str = "see: gpushare doctor") -> NoGpu:
     """Return the error of a host without a GPU."""
     return NoGpu("this host has no GPU", hint)
 

@@ -6,7 +6,15 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from gpushare.base.errors import BadUsage, GpuLost, GpushareError, NotFound, NotSupported, gpu_not_named_error, no_gpu
+from gpushare.base.errors import (
+    BadUsage,
+    GpuLost,
+    GpushareError,
+    NotFound,
+    NotSupported,
+    gpu_not_named_error,
+    no_gpu_error,
+)
 from gpushare.base.model import Gpu, MigInstance
 from gpushare.base.units import quoted
 from gpushare.base.values import dataclass
@@ -79,7 +87,7 @@ def select(text: str | None, gpus: Sequence[Gpu]) -> tuple[Device, ...]:
         )
     devices: dict[str, Device] = {}
     for word in [index for part in words for index in _indexes(part)]:
-        device = _one(word, gpus)
+        device = _find_device(word, gpus)
         devices.setdefault(device.uuid or f"#{device.gpu.index}", device)
     return tuple(devices.values())
 
@@ -110,7 +118,7 @@ def select_one(text: str | None, gpus: Sequence[Gpu]) -> Device:
 def select_for_change(text: str | None, gpus: Sequence[Gpu]) -> tuple[Device, ...]:
     """Return the devices that a change works on. On a host with several GPUs, ``-g`` is required."""
     if not gpus:
-        raise no_gpu()
+        raise no_gpu_error()
     if text is None and len(gpus) > 1:
         raise gpu_not_named_error(len(gpus), "say which to change", "name one: -g 0; or all: -g all")
     devices = select(text, gpus)
@@ -131,7 +139,7 @@ def candidates(
     ``visible`` is CUDA_VISIBLE_DEVICES, of which ``any`` takes one; ``say`` tells that.
 
     Raises:
-        BadUsage: none is named on a host with several GPUs (code ``gpu_not_named_error``).
+        BadUsage: none is named on a host with several GPUs (code ``gpu_not_named``).
         GpushareError: as `select_for_change`.
     """
     if gpu is None and len(gpus) > 1:
@@ -193,7 +201,8 @@ def check_answers(*gpus: Gpu) -> None:
             raise GpuLost(gpu.error, "see: gpushare status", gpu=gpu.index)
 
 
-def _one(word: str, gpus: Sequence[Gpu]) -> Device:
+def _find_device(word: str, gpus: Sequence[Gpu]) -> Device:
+    """Return the device that one word of ``-g`` names; raises as `select`."""
     if word.isascii() and word.isdigit():
         # Compared as text: int() refuses numbers of thousands of digits.
         matches = [Device(gpu=gpu) for gpu in gpus if str(gpu.index) == (word.lstrip("0") or "0")]
@@ -205,7 +214,7 @@ def _one(word: str, gpus: Sequence[Gpu]) -> Device:
         matches = [Device(gpu=gpu, mig=mig) for gpu in gpus for mig in gpu.mig_instances if mig.name == word]
     if not matches:
         raise NotFound(
-            f"there is no GPU {quoted(word)} on this host", _available(word, gpus), code="unknown_gpu", gpu=word[:60]
+            f"there is no GPU {quoted(word)} on this host", _devices_hint(word, gpus), code="unknown_gpu", gpu=word[:60]
         )
     if len(matches) > 1:
         names = ", ".join(device.uuid for device in matches)
@@ -219,6 +228,7 @@ def _one(word: str, gpus: Sequence[Gpu]) -> Device:
 
 
 def _by_uuid(prefix: str, gpus: Sequence[Gpu]) -> list[Device]:
+    """Return the devices whose UUID begins so; a whole UUID names one, whatever others begin with it."""
     devices = [Device(gpu=gpu) for gpu in gpus]
     devices += [Device(gpu=gpu, mig=mig) for gpu in gpus for mig in gpu.mig_instances]
     exact = [device for device in devices if device.uuid.lower() == prefix]
@@ -226,6 +236,7 @@ def _by_uuid(prefix: str, gpus: Sequence[Gpu]) -> list[Device]:
 
 
 def _pci_key(text: str) -> tuple[int, int, int, int] | None:
+    """Return domain, bus, device and function as numbers: a PCI id can be written in several ways."""
     match = _PCI.match(text)
     if match is None:
         return None
@@ -233,7 +244,8 @@ def _pci_key(text: str) -> tuple[int, int, int, int] | None:
     return int(domain or "0", 16), int(bus, 16), int(device, 16), int(function or "0")
 
 
-def _available(word: str, gpus: Sequence[Gpu]) -> str:
+def _devices_hint(word: str, gpus: Sequence[Gpu]) -> str:
+    """Return the hint of an error that names no device: which ones there are."""
     if not gpus:
         return "this host has no GPU; see: gpushare doctor"
     indexes = ", ".join(str(gpu.index) for gpu in gpus[:16])

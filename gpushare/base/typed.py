@@ -75,9 +75,9 @@ def parsed(kind: Any, raw: Any, *, more_keys: bool = False) -> Any:
             with contextlib.suppress(ValueError):
                 return parse(each, raw)
     elif is_dataclass(kind):
-        return _object(kind, raw, parse, more_keys=more_keys)
+        return _parse_object(kind, raw, parse, more_keys=more_keys)
     elif isinstance(raw, (list, tuple)):
-        return _tuple(kind, raw, parse)
+        return _parse_list(kind, raw, parse)
     elif (origin is Literal and type(raw) is str and raw in get_args(kind)) or (
         kind in _SCALARS and _SCALARS[kind](raw)
     ):
@@ -87,7 +87,8 @@ def parsed(kind: Any, raw: Any, *, more_keys: bool = False) -> Any:
     raise ValueError(f"{raw!r:.40} is not a valid value")
 
 
-def _tuple(kind: Any, raw: Sequence[Any], parse: Callable[[Any, Any], Any]) -> Any:
+def _parse_list(kind: Any, raw: Sequence[Any], parse: Callable[[Any, Any], Any]) -> Any:
+    """Return a tuple or named tuple from a list; no PID may occur in it twice."""
     if get_origin(kind) is tuple and get_args(kind)[1:] == (...,):
         item = get_args(kind)[0]
         values = tuple(parse(item, each) for each in raw)
@@ -95,15 +96,16 @@ def _tuple(kind: Any, raw: Sequence[Any], parse: Callable[[Any, Any], Any]) -> A
         if len(set(pids)) < len(pids):
             raise ValueError("a process is named twice")
         return values
-    hints = list(_hints(kind).values()) if hasattr(kind, "_fields") else get_args(kind)
+    hints = list(_type_hints(kind).values()) if hasattr(kind, "_fields") else get_args(kind)
     if not hints or len(hints) != len(raw):
         raise ValueError("a list of another length")
     values = tuple(map(parse, hints, raw))
     return kind(*values) if hasattr(kind, "_fields") else values
 
 
-def _object(kind: Any, raw: Any, parse: Callable[[Any, Any], Any], *, more_keys: bool) -> Any:
-    stored, hints = _stored(kind), _hints(kind)
+def _parse_object(kind: Any, raw: Any, parse: Callable[[Any, Any], Any], *, more_keys: bool) -> Any:
+    """Return a value class from an object; ``parse`` reads the value of a field."""
+    stored, hints = _stored(kind), _type_hints(kind)
     if not isinstance(raw, dict) or not (more_keys or raw.keys() <= stored.keys()):
         raise ValueError("an object with other keys")
     missing = [name for name, has_default in stored.items() if not has_default and name not in raw]
@@ -113,7 +115,7 @@ def _object(kind: Any, raw: Any, parse: Callable[[Any, Any], Any], *, more_keys:
 
 
 @functools.cache
-def _hints(kind: Any) -> dict[str, Any]:
+def _type_hints(kind: Any) -> dict[str, Any]:
     return get_type_hints(kind, include_extras=True)
 
 

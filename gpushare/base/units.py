@@ -28,6 +28,7 @@ _PERCENT: Final = r"^\s*(\d+(?:\.\d+)?|\.\d+)\s*%?\s*$"
 _SECONDS: Final = r"^\s*(\d+(?:\.\d+)?|\.\d+)\s*(ms|s|m|min|h|d)?\s*$"
 _SECOND_FACTORS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _MAX_SIZE: Final = 1024 * TIB
+_MOST_DEPTH: Final = 64
 # A year: more is a typing error, and system clocks overflow.
 _MAX_SECONDS: Final = 366 * 86400.0
 
@@ -37,7 +38,7 @@ def quoted(text: str, most: int = 60) -> str:
     return f"'{cut(text, most)}'"
 
 
-def check_depth(text: str, loader: Any, most: int = 64) -> None:
+def check_depth(text: str, loader: Any) -> None:
     """Check how deep a YAML text is nested: libyaml's composer crashes, and PyYAML's scanner takes quadratic time.
 
     Raises:
@@ -50,7 +51,7 @@ def check_depth(text: str, loader: Any, most: int = 64) -> None:
     for event in yaml.parse(text, Loader=loader):
         if isinstance(event, yaml.CollectionStartEvent):
             depth += 1
-            if depth > most:
+            if depth > _MOST_DEPTH:
                 raise RecursionError(depth)
         elif isinstance(event, yaml.CollectionEndEvent):
             depth -= 1
@@ -193,15 +194,12 @@ def format_bytes(size: int | None) -> str:
     return f"{size // KIB} KiB" if size >= KIB else f"{size} B"
 
 
-def format_apart(one: int, other: int) -> tuple[str, str]:
+def format_apart(size: int, other: int) -> tuple[str, str]:
     """Return two different sizes for people, in MiB or bytes if they would read alike: ``8212 MiB``, ``8192 MiB``."""
-    for texts in (
-        (format_bytes(one), format_bytes(other)),
-        (f"{one // MIB} MiB", f"{other // MIB} MiB"),
-    ):
+    for texts in ((format_bytes(size), format_bytes(other)), (f"{size // MIB} MiB", f"{other // MIB} MiB")):
         if texts[0] != texts[1]:
             return texts
-    return f"{one} B", f"{other} B"
+    return f"{size} B", f"{other} B"
 
 
 def format_copies(number: int) -> str:

@@ -22,6 +22,8 @@ _MISSING: Final = object()
 
 
 class _Layout(NamedTuple):
+    """The fields of a value class, as its methods need them."""
+
     names: tuple[str, ...]
     positional: tuple[str, ...]
     defaults: dict[str, Any]
@@ -33,6 +35,7 @@ class _Layout(NamedTuple):
 
 
 def _init(self: Any, /, *arguments: Any, **named: Any) -> None:
+    """Set the fields of an instance: the ``__init__`` of all classes, until there are many instances of one."""
     layout: _Layout = self.__layout__
     layout.made.append(None)
     if len(layout.made) == _MANY:
@@ -93,22 +96,23 @@ def _repr(self: Any) -> str:
     return f"{type(self).__qualname__}({shown})"
 
 
-def _set(self: Any, name: str, value: Any) -> None:  # noqa: ARG001 - the signature of __setattr__
+def _refuse_assignment(self: Any, name: str, value: Any) -> None:  # noqa: ARG001 - the signature of __setattr__
     raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
 
 
-def _delete(self: Any, name: str) -> None:  # noqa: ARG001 - the signature of __delattr__
+def _refuse_deletion(self: Any, name: str) -> None:  # noqa: ARG001 - the signature of __delattr__
     raise dataclasses.FrozenInstanceError(f"cannot delete field {name!r}")
 
 
 def _dataclass(
     cls: type[T] | None = None, /, *, frozen: bool = False, kw_only: bool = False, eq: bool = True
 ) -> type[T] | Callable[[type[T]], type[T]]:
+    """Return the class with its methods, or what makes them for a class: as `dataclasses.dataclass`."""
     methods: dict[str, Any] = {"__init__": _init, "__repr__": _repr}
     if eq:
         methods |= {"__eq__": _eq, "__hash__": _hash if frozen else None}
     if frozen:
-        methods |= {"__setattr__": _set, "__delattr__": _delete}
+        methods |= {"__setattr__": _refuse_assignment, "__delattr__": _refuse_deletion}
 
     def build(cls: type[T]) -> type[T]:
         # Without a docstring, `dataclasses` writes one from the signature, which costs more than all the rest.

@@ -46,7 +46,7 @@ from gpushare.base.errors import (
     NotFound,
     NotSupported,
     OperationFailed,
-    no_gpu,
+    no_gpu_error,
 )
 from gpushare.base.model import Way
 from gpushare.base.selection import Device, is_any, select_for_change, select_one
@@ -381,7 +381,7 @@ def _recover(host: Host) -> None:
 def _gpu_of_option(state: HostState, facts: HostFacts, gpu: str | None) -> tuple[GpuFacts | None, tuple[int, ...]]:
     """Return the GPU or MIG instance that -g names, or the indexes of several; none: all."""
     if not facts.gpus:
-        raise no_gpu()
+        raise no_gpu_error()
     if gpu is None or is_any(gpu):
         if all(gpu.error is not None for gpu in facts.gpus):
             raise GpuLost(str(facts.gpus[0].error), "see: gpushare status", gpu=facts.gpus[0].index)

@@ -51,7 +51,7 @@ from gpushare.mig.change import transact
 from gpushare.mig.driver import need_rights
 from gpushare.mig.ledger import MigLedger
 from gpushare.mig.recover import recover
-from gpushare.plan import Loss, Plan, Step, carry_out, not_agreed, one_plan, taken
+from gpushare.plan import Loss, Plan, Step, carry_out, describe_losses, not_agreed, one_plan
 from gpushare.show.plan import PlanAnswer, plan_result, undone, with_answer
 from gpushare.show.result import Result
 from gpushare.snapshot import HostState
@@ -261,7 +261,7 @@ def _applied(host: Host, ledger: MigLedger, row: _Row, matched: Matched, agreed:
         plan = _plan(host, ledger, row.gpu, matched)
         if not is_agreed(plan.change.plan, agreed):
             raise NeedsConsent(
-                f"GPU {row.gpu} has changed since the question: applying the file {taken(not_agreed(plan.change.plan.consent, agreed))}",
+                f"GPU {row.gpu} has changed since the question: applying the file {describe_losses(not_agreed(plan.change.plan.consent, agreed))}",
                 "run it again: it asks for this too; or agree to everything: -y",
                 gpu=row.gpu,
             )
@@ -346,7 +346,7 @@ def _with_limits(planned: Result, host: Host, wanted: HostFile, undo: str | None
     if undo is not None and not planned.data.steps:
         notes.append(f"undo: {undo}")
     if asks:
-        notes.append(f"without -y it asks first, because it {taken(asks)}")
+        notes.append(f"without -y it asks first, because it {describe_losses(asks)}")
     return replace(planned, tables=tables, notes=tuple(notes), data=data)
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from gpushare.base.errors import BadUsage, no_gpu
+from gpushare.base.errors import BadUsage, no_gpu_error
 from gpushare.base.selection import select
 from gpushare.base.units import quoted
 from gpushare.cli.options import PLAIN, Command, GpuOption, settings
@@ -47,7 +47,7 @@ def capture(
     state = HostState(settings.connect())
     gpus = {device.gpu.index: device.gpu for device in select(gpu, state.gpus)}
     if not gpus:
-        raise no_gpu()
+        raise no_gpu_error()
     file, notes = captured(live_gpus(state, list(gpus.values())), by=keys[by])
     kept = kept_file(state.host)
     if kept is not None and kept.rules:

@@ -24,7 +24,7 @@ from gpushare.advice.compare import (
 )
 from gpushare.advice.facts import HostFacts, host_facts
 from gpushare.advice.table import COLUMNS, Row, Table, driver_branch, load_table, mechanism_named, row_named
-from gpushare.base.errors import BadUsage, GpuLost, GpushareError, no_gpu
+from gpushare.base.errors import BadUsage, GpuLost, GpushareError, no_gpu_error
 from gpushare.base.model import Gpu, Way
 from gpushare.base.selection import select
 from gpushare.base.units import quoted
@@ -142,7 +142,7 @@ def _facts(gpu: str | None) -> HostFacts:
         chosen = {device.gpu.index for device in select(gpu, state.gpus)}
         facts = replace(facts, gpus=tuple(each for each in facts.gpus if each.index in chosen))
     if not facts.gpus:
-        raise no_gpu("see the general table: gpushare compare --view today")
+        raise no_gpu_error("see the general table: gpushare compare --view today")
     if not answering(facts):
         raise GpuLost("no GPU answers", "see: gpushare doctor", gpu=facts.gpus[0].index)
     return facts

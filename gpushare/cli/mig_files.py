@@ -8,14 +8,14 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from gpushare.base.errors import BadCombination, BadUsage, ExitCode, GpushareError, NoGpu, no_gpu
+from gpushare.base.errors import BadCombination, BadUsage, ExitCode, GpushareError, NoGpu, no_gpu_error
 from gpushare.base.model import Gpu
 from gpushare.base.selection import no_mig_error, select
 from gpushare.base.units import parse_memory_limit
 from gpushare.base.values import dataclass
 from gpushare.cli.options import GpuOption, PartedConfig, PartedExact, PartedFile, gpus_of, settings
 from gpushare.host.host import Host
-from gpushare.inputs import documents, shown_as, text_of
+from gpushare.inputs import documents, shown_path, text_of
 from gpushare.mig.driver import MigReader
 from gpushare.mig.parted import (
     Config,
@@ -85,7 +85,7 @@ def check(
 def _chosen_gpus(host: Host, text: str | None) -> list[Gpu]:
     chosen = {device.gpu.index: device.gpu for device in select(text, gpus_of(host))}
     if not chosen:
-        raise no_gpu()
+        raise no_gpu_error()
     return list(chosen.values())
 
 
@@ -189,11 +189,11 @@ _HINT: Final = "start with the current layout: gpushare export mig-parted > mig.
 
 def read_config(path: str, name: str | None) -> Config:
     """Return a configuration of a mig-parted v1 file; ``-`` is stdin, and a file with only one needs no name."""
-    yaml_documents = documents(text_of(path, "mig-parted", _HINT), shown_as(path), _HINT)
+    yaml_documents = documents(text_of(path, "mig-parted", _HINT), shown_path(path), _HINT)
     if len(yaml_documents) > 2:
         raise BadUsage(f"{path}: {len(yaml_documents)} YAML documents", "give one mig-parted file", code="bad_file")
     return choose(
-        parse_parted(yaml_documents[0], yaml_documents[1] if yaml_documents[1:] else None, shown_as(path)), name
+        parse_parted(yaml_documents[0], yaml_documents[1] if yaml_documents[1:] else None, shown_path(path)), name
     )
 
 

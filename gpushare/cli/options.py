@@ -749,7 +749,7 @@ def consented(plan: Plan, agreed: Sequence[Loss] = ()) -> tuple[Loss, ...]:
     Raises:
         NeedsConsent: the answer is no (code ``not_confirmed``), or there is no terminal to ask on.
     """
-    from gpushare.plan import not_agreed, taken
+    from gpushare.plan import describe_losses, not_agreed
 
     missing = () if settings.yes or settings.dry_run else not_agreed(plan.consent, agreed)
     if missing:
@@ -758,8 +758,9 @@ def consented(plan: Plan, agreed: Sequence[Loss] = ()) -> tuple[Loss, ...]:
         data = plan_answer(plan, dry_run=False)
         hint = f"to do it: {_with_yes()}; to see the plan: --dry-run"
         if not (sys.stdin.isatty() and sys.stderr.isatty()):
-            raise NeedsConsent(f"this {taken(missing)}, and there is no terminal to ask on", hint, data=data)
-        if ask_line(f"{one_line(f'This {taken(missing)}.')} Continue? [y/N] ").strip().lower() not in {"y", "yes"}:
+            raise NeedsConsent(f"this {describe_losses(missing)}, and there is no terminal to ask on", hint, data=data)
+        question = f"{one_line(f'This {describe_losses(missing)}.')} Continue? [y/N] "
+        if ask_line(question).strip().lower() not in {"y", "yes"}:
             raise NeedsConsent("not confirmed; nothing was changed", hint, code="not_confirmed", data=data)
     return (*agreed, *plan.consent)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from gpushare.base.errors import NoPermission, NotFound, NotSupported, OperationFailed, no_gpu
+from gpushare.base.errors import NoPermission, NotFound, NotSupported, OperationFailed, no_gpu_error
 from gpushare.base.model import ComputeMode, Gpu, MigInstance, MpsDaemon, Priority, TimeSlice, Way, way_in_force
 from gpushare.base.selection import check_answers
 from gpushare.host.host import Host
@@ -138,7 +138,7 @@ def describe_host(state: HostState, gpus: Sequence[Gpu], *, node: str | None = N
     A host does not know how many programs share a time-sliced GPU: ``replicas`` stays None.
     """
     if not gpus:
-        raise no_gpu()
+        raise no_gpu_error()
     check_answers(*gpus)
     items = with_units(state.host, state.daemons, state.gpus)
     daemons = tuple(item.daemon for item in items if _stays(item.daemon))

@@ -58,7 +58,7 @@ def roots_file(host: Host) -> HostFile | None:
                 read = read_bounded(directory / KEPT)
                 # A dozen files are read only where there is such a file.
                 from gpushare.hostfile.parse import parse
-                from gpushare.inputs import decoded
+                from gpushare.inputs import decode_text
 
-                return parse(decoded(read, str(directory / KEPT), "gpushare.yaml"))
+                return parse(decode_text(read, str(directory / KEPT), "gpushare.yaml"))
     return None

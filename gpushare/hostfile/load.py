@@ -24,7 +24,7 @@ from gpushare.host.written_file import directory_of
 from gpushare.hostfile.file import Entry, HostFile, InstanceWish, Matched, MpsWish, matched
 from gpushare.hostfile.kept import KEPT, kept_limits, limits_in
 from gpushare.hostfile.parse import parse
-from gpushare.inputs import decoded, shown_as, text_of
+from gpushare.inputs import decode_text, shown_path, text_of
 from gpushare.timeslice.rules import Names
 
 DEFAULT: Final = "gpushare.yaml"
@@ -39,7 +39,7 @@ def load(path: str) -> tuple[HostFile, str]:
         NotFound, NoPermission: it cannot be read.
     """
     text = text_of(path, "gpushare.yaml", HINT)
-    return parse(text, shown_as(path)), text
+    return parse(text, shown_path(path)), text
 
 
 def load_own(path: str) -> HostFile:
@@ -57,7 +57,7 @@ def load_own(path: str) -> HostFile:
         )
     try:
         with directory_of(Path(path).parent, make=False) as directory:
-            text = decoded(read_own(path, directory=directory), path, "gpushare.yaml")
+            text = decode_text(read_own(path, directory=directory), path, "gpushare.yaml")
     except FileNotFoundError:
         raise NotFound(
             f"there is no file {path}",

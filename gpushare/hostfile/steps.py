@@ -28,7 +28,7 @@ from gpushare.mps.limits import check_memory
 from gpushare.mps.set import plan_limits
 from gpushare.mps.start import plan_start
 from gpushare.mps.stop import stop
-from gpushare.plan import Step, carry_out, deferred
+from gpushare.plan import Step, carry_out, deferred_step
 from gpushare.timeslice.policy import plan_level
 
 
@@ -49,7 +49,7 @@ def ask_levels(host: Host) -> None:
 def level_step(host: Host, gpu: Gpu, level: TimeSlice, before: TimeSlice | None) -> Step:
     """Return the step that sets a time-slice level, planned when it acts."""
     device = Device(gpu=gpu)
-    return deferred(
+    return deferred_step(
         f"set the time-slice of GPU {gpu.index} to {level.title}",
         " ".join(set_argv(device.uuid, level)),
         [lambda: plan_level(host, [device], level, beside_mps=True).steps],
@@ -97,7 +97,7 @@ def grant_steps(
         users = ", ".join(named.users) or "all users"
         command = f"gpushare mig grant {named.name} USER" if named.users else f"gpushare mig revoke {named.name}"
         steps.append(
-            deferred(
+            deferred_step(
                 f"open '{named.name}' ({named}) to {users}",
                 "\n".join(f"gpushare mig grant {named.name} {shlex.quote(user)}" for user in named.users) or command,
                 _grants(host, named, present_users or ()),

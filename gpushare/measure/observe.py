@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from gpushare.base.errors import GpushareError, OperationFailed, no_gpu, or_none
+from gpushare.base.errors import GpushareError, OperationFailed, no_gpu_error, or_none
 from gpushare.base.model import Gpu, GpuProcess, GpuSensors, ListedJob, MigInstance, MpsDaemon, Snapshot, sharing_now
 from gpushare.base.selection import Device
 from gpushare.host.activity import ActivityRecorder, samples_since
@@ -57,7 +57,7 @@ def header_for(
     """Return the header of a recording of some GPUs of a host, or of all of them."""
     gpus = [gpu for gpu in host.nvml.sweep() if indexes is None or gpu.index in indexes]
     if not gpus:
-        raise no_gpu()
+        raise no_gpu_error()
     if all(gpu.error is not None for gpu in gpus):
         raise OperationFailed(
             f"no GPU answers: {gpus[0].error}", "see what is wrong: gpushare doctor", code="no_gpu_answers"

@@ -25,7 +25,7 @@ from gpushare.mig.places import unknown_name_error
 from gpushare.mig.plan import GpuPlan
 from gpushare.mig.profile import GpuInstance
 from gpushare.mig.target import need_name
-from gpushare.plan import Loss, Plan, Step, deferred, setting_step
+from gpushare.plan import Loss, Plan, Step, deferred_step, setting_step
 
 _CLOSED: Final = 0o400
 _STILL_OPEN: Final = (
@@ -434,7 +434,7 @@ def _restoring_commands(named: NamedInstance, gpu: int) -> list[str]:
 
 def revoking(host: Host, named: NamedInstance) -> Step:
     """Return the step that revokes all grants of a name, planned when it acts."""
-    return deferred(
+    return deferred_step(
         f"revoke the grants of '{named.name}' ({named})",
         f"gpushare mig revoke {named.name}",
         [lambda: plan_revoke(host, named.name).steps],
@@ -447,7 +447,7 @@ def grant_step(host: Host, name: str, users: Sequence[str], *, again: bool = Fal
     It is planned when it acts: the nodes exist only when the instance does.
     """
     makes: list[Callable[[], Sequence[Step]]] = [partial(_steps_of_grant, host, name, user) for user in users]
-    return deferred(
+    return deferred_step(
         f"grant '{name}' to {', '.join(users)}" + (" again" if again else ""),
         "\n".join(f"gpushare mig grant {name} {shlex.quote(user)}" for user in users),
         [lambda: plan_reapply(host, [names_of(host)[name]])] if again else makes,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from gpushare.base.errors import BadUsage, NeedsConsent, NotFound, TimedOut
 from gpushare.connect import connect
-from gpushare.plan import Plan, carry_out, taken
+from gpushare.plan import Plan, carry_out, describe_losses
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -248,7 +248,7 @@ class Job:
 
     def _agree(self, plan: Plan) -> None:
         if plan.consent and not self._yes:
-            raise NeedsConsent(f"this {taken(plan.consent)}", f"agree: gpushare.job({self.name!r}, yes=True)")
+            raise NeedsConsent(f"this {describe_losses(plan.consent)}", f"agree: gpushare.job({self.name!r}, yes=True)")
 
     def _carry_out(self, plan: Plan) -> None:
         self._agree(plan)

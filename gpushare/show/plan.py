@@ -8,7 +8,7 @@ from typing import Any
 
 from gpushare.base.units import counted
 from gpushare.base.values import dataclass
-from gpushare.plan import Loss, Plan, Step, taken
+from gpushare.plan import Loss, Plan, Step, describe_losses
 from gpushare.show.result import Column, Result, Table
 
 
@@ -43,7 +43,7 @@ def plan_result(
     """
     steps, notes = plan.steps, [*notes, *plan.notes]
     if dry_run and plan.consent:
-        notes.append(f"without -y it asks first, because it {taken(plan.consent)}")
+        notes.append(f"without -y it asks first, because it {describe_losses(plan.consent)}")
     if dry_run and plan.undo is not None and steps:
         notes.append(f"undo: {plan.undo}")
     table = Table(
