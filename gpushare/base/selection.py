@@ -15,7 +15,7 @@ from gpushare.base.errors import (
     gpu_not_named_error,
     no_gpu_error,
 )
-from gpushare.base.model import Gpu, MigInstance
+from gpushare.base.model import Gpu, GpuProcess, MigInstance
 from gpushare.base.units import quoted
 from gpushare.base.values import dataclass
 
@@ -58,6 +58,10 @@ class Device:
     @property
     def memory_total_bytes(self) -> int | None:
         return self.mig.memory_total_bytes if self.mig is not None else self.gpu.memory_total_bytes
+
+    def has(self, process: GpuProcess) -> bool:
+        """Return whether a process of its GPU is on it."""
+        return self.mig is None or self.mig.has(process)
 
 
 def no_mig_error(

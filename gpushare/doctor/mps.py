@@ -382,10 +382,7 @@ def _processes_on(gpu: Gpu, daemon: MpsDaemon) -> list[GpuProcess]:
     mig = next((instance for instance in gpu.mig_instances if instance.uuid == daemon.device_uuid), None)
     if mig is None:
         return [] if gpu.mig_enabled else list(gpu.processes or ())
-    place = (mig.gpu_instance_id, mig.compute_instance_id)
-    return [
-        process for process in gpu.processes or () if (process.gpu_instance_id, process.compute_instance_id) == place
-    ]
+    return [process for process in gpu.processes or () if mig.has(process)]
 
 
 def _titles_of(seen: Examination, processes: list[GpuProcess]) -> str:

@@ -23,11 +23,11 @@ from gpushare.mig.grant import names_step, plan_grant, plan_reapply, plan_revoke
 from gpushare.mig.ledger import NamedInstance, names_of
 from gpushare.mps import control
 from gpushare.mps.daemons import FoundDaemon, find_daemons, own_daemon
-from gpushare.mps.home import DaemonHome, DaemonRecord, let_in, own_home, pipe_users, start_command
+from gpushare.mps.home import DaemonHome, DaemonRecord, own_home, pipe_users, set_pipe_users, start_command
 from gpushare.mps.limits import check_memory
 from gpushare.mps.set import plan_limits
 from gpushare.mps.start import plan_start
-from gpushare.mps.stop import stop
+from gpushare.mps.stop import Stop
 from gpushare.plan import Step, carry_out, deferred_step
 from gpushare.timeslice.policy import plan_level
 
@@ -159,14 +159,14 @@ def stop_step(host: Host, daemon: OwnDaemon) -> Step:
     users = pipe_users(daemon.home.pipe) or ()
 
     def act() -> None:
-        stop(host, daemon.found, daemon.device, drain_seconds=0.0, force=False)
+        Stop(host, daemon.found, daemon.device, drain_seconds=0.0, force=False).run()
         # The next daemon at this pipe is open to all users, unless the file says otherwise.
         if users:
-            let_in(daemon.home.pipe, ())
+            set_pipe_users(daemon.home.pipe, ())
 
     def back() -> None:
         if users:
-            let_in(daemon.home.pipe, users)
+            set_pipe_users(daemon.home.pipe, users)
         start_again(host, daemon.record, daemon.device)
 
     return Step(
@@ -188,7 +188,7 @@ def _clear_step(host: Host, found: FoundDaemon, gpu: Gpu) -> Step:
 
 
 def _clear(host: Host, found: FoundDaemon, device: Device | None) -> None:
-    stop(host, found, device, drain_seconds=0.0, force=False)
+    Stop(host, found, device, drain_seconds=0.0, force=False).run()
 
 
 def daemon_step(host: Host, title: str, find: Find, wish: MpsWish, *, selector: str) -> Step:
@@ -243,7 +243,7 @@ class _Daemon:
         present = pipe_users(home.pipe)
         if present is not None and present != self._wish.users:
             self._users = present
-            let_in(home.pipe, self._wish.users)
+            set_pipe_users(home.pipe, self._wish.users)
 
     def back(self) -> None:
         device = self._device
@@ -255,12 +255,12 @@ class _Daemon:
                 (each for each in own_daemons(self._host, device.gpu) if each.device.uuid == device.uuid), None
             )
             if daemon is not None:
-                stop(self._host, daemon.found, device, drain_seconds=0.0, force=False)
+                Stop(self._host, daemon.found, device, drain_seconds=0.0, force=False).run()
         elif self._before is not None:
             with home.locked():
                 carry_out(plan_limits(self._host, device, self._before.limits.explicit))
         if self._users is not None:
-            let_in(home.pipe, self._users)
+            set_pipe_users(home.pipe, self._users)
 
 
 def check_daemon(host: Host, device: Device, wish: MpsWish, outside: Sequence[str]) -> None:

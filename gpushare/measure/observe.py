@@ -304,10 +304,7 @@ def _alone(processes: Sequence[GpuProcess], recorded: Sequence[RecordedProcess])
 
 
 def _instance_uuid(gpu: Gpu, process: GpuProcess) -> str | None:
-    place = (process.gpu_instance_id, process.compute_instance_id)
-    return next(
-        (mig.uuid for mig in gpu.mig_instances if (mig.gpu_instance_id, mig.compute_instance_id) == place), None
-    )
+    return next((mig.uuid for mig in gpu.mig_instances if mig.has(process)), None)
 
 
 def _rounded(value: float | None) -> float | None:

@@ -325,7 +325,7 @@ def line_of(
     # In this mode a context outside MPS takes the whole GPU, however small it is.
     alone = device.gpu.compute_mode is ComputeMode.EXCLUSIVE_PROCESS
     used = device.gpu.memory_used_bytes if device.mig is None else device.mig.memory_used_bytes
-    processes = [process for process in device.gpu.processes or () if is_on(process, device)]
+    processes = [process for process in device.gpu.processes or () if device.has(process)]
     jobs_on_device = [job for job in jobs if device.uuid in job.held]
     owners = owners_of(host, jobs_on_device, processes)
     strangers = [(process, host.processes.describe(process.pid)) for process in processes if process.pid not in owners]
@@ -448,14 +448,6 @@ def would_take(
     by_key = {line.device.uuid: line for line in lines}
     jobs_ahead = [_as_waiting(job.id, job.claim.uid, job, by_key, limits) for job in waiting_before(jobs, request, uid)]
     return _admitted(by_key, [*jobs_ahead, _as_waiting("", uid, request, by_key, limits)]).get("", ())
-
-
-def is_on(process: GpuProcess, device: Device) -> bool:
-    mig = device.mig
-    return mig is None or (process.gpu_instance_id, process.compute_instance_id) == (
-        mig.gpu_instance_id,
-        mig.compute_instance_id,
-    )
 
 
 def owners_of(host: Host, jobs: Iterable[Reservation], processes: Iterable[GpuProcess]) -> dict[int, str]:

@@ -28,7 +28,6 @@ from gpushare.memory.ledger import (
     Place,
     Request,
     Reservation,
-    is_on,
     jobs_before,
     line_of,
     lines_of,
@@ -138,7 +137,7 @@ def _use_percent_of_jobs(host: Host, line: Line, profiles: KnownCommands) -> flo
     from gpushare.mps.control import is_server
 
     device = line.device
-    processes = [each for each in device.gpu.processes or () if is_on(each, device) and (each.compute or each.mps)]
+    processes = [each for each in device.gpu.processes or () if device.has(each) and (each.compute or each.mps)]
     # In another PID namespace than the host's, NVML's PIDs are of other processes.
     blind = host.processes.namespace_is_host() is False
     owners = owners_of(host, line.holders, () if blind else processes)

@@ -17,9 +17,17 @@ from gpushare.host.capabilities import user_name
 from gpushare.host.host import Host
 from gpushare.mps.control import control_command, not_your_daemon_error
 from gpushare.mps.daemons import FoundDaemon, find_daemons, foreign_daemon_error, is_running
-from gpushare.mps.home import RUNNING, DaemonHome, DaemonRecord, homes_in, own_home, start_command, unrecorded
+from gpushare.mps.home import (
+    RUNNING,
+    DaemonHome,
+    DaemonRecord,
+    has_unrecorded_daemon,
+    homes_in,
+    own_home,
+    start_command,
+)
 from gpushare.mps.start import plan_start
-from gpushare.mps.stop import stop
+from gpushare.mps.stop import Stop
 from gpushare.plan import Loss, Step, carry_out
 
 
@@ -56,7 +64,7 @@ def own_daemons(host: Host, gpu: Gpu) -> list[OwnDaemon]:
     directories = host.run_directories
     records = (home.read() for home in homes_in(directories))
     recorded = any(record is not None and record.device_uuid in devices for record in records)
-    if not recorded and not unrecorded(directories):
+    if not recorded and not has_unrecorded_daemon(directories):
         # This is asked for each GPU, and the process table is long.
         return []
     owned = []
@@ -243,7 +251,7 @@ def _stop_step(host: Host, own: OwnDaemon, *, force: bool, stays: bool) -> Step:
     """Return the step that stops our daemon before a change of MIG; undone, a permanent one runs again."""
 
     def act() -> None:
-        stop(host, own.found, own.device, drain_seconds=0.0, force=force)
+        Stop(host, own.found, own.device, drain_seconds=0.0, force=force).run()
 
     def back() -> None:
         if not own.record.transient:
@@ -277,7 +285,7 @@ def _start_step(host: Host, record: DaemonRecord, device: Device) -> Step:
         now = _device_now(host, device)
         for own in own_daemons(host, now.gpu):
             if own.device.uuid == now.uuid:
-                stop(host, own.found, own.device, drain_seconds=0.0, force=False)
+                Stop(host, own.found, own.device, drain_seconds=0.0, force=False).run()
 
     return Step(
         what=f"start the MPS daemon of {device.title} again, with its limits",

@@ -80,7 +80,7 @@ def parse_ps(text: str) -> list[ClientRow]:
     rows: list[ClientRow] = []
     for line in lines[start + 1 :]:
         words = line.split(maxsplit=len(names))
-        pid = _pid(words[0]) if len(words) >= len(names) else None
+        pid = _parse_pid(words[0]) if len(words) >= len(names) else None
         if pid is None:
             continue
         if len(rows) == _MOST_ROWS:
@@ -89,15 +89,15 @@ def parse_ps(text: str) -> list[ClientRow]:
         rows.append(
             ClientRow(
                 pid=pid,
-                server_pid=_pid(cells.get("SERVER", "")),
+                server_pid=_parse_pid(cells.get("SERVER", "")),
                 device=cells.get("DEVICE"),
-                command=_command(line, columns),
+                command=_command_cell(line, columns),
             )
         )
     return rows
 
 
-def _command(line: str, columns: Mapping[str, int]) -> str | None:
+def _command_cell(line: str, columns: Mapping[str, int]) -> str | None:
     """Return the COMMAND of a row. ``columns`` are the offsets in the header.
 
     A command that fills its column runs into the next one and cannot be separated from it.
@@ -116,13 +116,14 @@ def _command(line: str, columns: Mapping[str, int]) -> str | None:
 
 def parse_pids(text: str) -> list[int]:
     """Return the PIDs of ``get_server_list`` or ``get_client_list``, one per line; other lines are ignored."""
-    pids = [pid for pid in (_pid(line.strip()) for line in text.splitlines()) if pid is not None]
+    pids = [pid for pid in (_parse_pid(line.strip()) for line in text.splitlines()) if pid is not None]
     if len(pids) > _MOST_ROWS:
         raise strange_reply_error(f"{len(pids)} processes")
     return pids
 
 
-def _pid(text: str) -> int | None:
+def _parse_pid(text: str) -> int | None:
+    """Return a PID that a daemon printed; None: it is none."""
     # kill(2) takes any other number as several processes.
     return int(text) if _PID.match(text) and int(text) <= _LAST_PID else None
 
@@ -144,6 +145,11 @@ def parse_percentage(text: str) -> float | None:
     """Return the last percentage that a reply prints (``25.0``), or None."""
     numbers = [float(line) for line in map(str.strip, text.splitlines()) if _PERCENTAGE.match(line)]
     return numbers[-1] if numbers and numbers[-1] <= 100.0 else None
+
+
+def _status_in(lines: Sequence[str]) -> str | None:
+    """Return the status of a server in a reply: a line of capitals."""
+    return next((line.strip() for line in lines if re.fullmatch(r"[A-Z_]+", line.strip())), None)
 
 
 PROGRAM: Final = "nvidia-cuda-mps-control"
@@ -170,23 +176,24 @@ def control_command(pipe_directory: str | Path, command: str) -> str:
     return f"echo {command} | CUDA_MPS_PIPE_DIRECTORY={shlex.quote(str(pipe_directory))} {PROGRAM}"
 
 
-def _setting(verb: str, setting: str, server: int | None, *values: str) -> str:
+def _setting_command(verb: str, setting: str, server: int | None, *values: str) -> str:
+    """Return the command that gets or sets a limit of a server, or the default for new servers (None)."""
     name = f"{verb}_default_{setting}" if server is None else f"{verb}_{setting} {server}"
     return " ".join((name, *values))
 
 
-def _set_threads(percent: float, server: int | None = None) -> str:
+def _set_threads_command(percent: float, server: int | None = None) -> str:
     """Return the command that sets the active thread percentage of a server, or the default."""
-    return _setting("set", "active_thread_percentage", server, mps_percentage(percent))
+    return _setting_command("set", "active_thread_percentage", server, mps_percentage(percent))
 
 
-def _set_memory(size_bytes: int | None, server: int | None = None) -> str:
+def _set_memory_command(size_bytes: int | None, server: int | None = None) -> str:
     """Return the command that sets the pinned memory limit of a server, or the default; None removes it."""
     size = "0G" if size_bytes is None else mps_memory(size_bytes)
-    return _setting("set", "device_pinned_mem_limit", server, DEVICE, size)
+    return _setting_command("set", "device_pinned_mem_limit", server, DEVICE, size)
 
 
-def _set_priority(priority: Priority) -> str:
+def _set_priority_command(priority: Priority) -> str:
     """Return the command that sets the default client priority."""
     return f"set_default_client_priority {int(priority)}"
 
@@ -302,7 +309,7 @@ class MpsControl:
             if answered or not _was_dropped(done) or time.monotonic() > deadline:
                 break
             _step_aside()
-        self._check(done, command)
+        self._check_reply(done, command)
         if not answered:
             raise OperationFailed(
                 f"the MPS daemon at {self.pipe_directory} dropped every attempt at '{command.splitlines()[0]}'",
@@ -322,10 +329,11 @@ class MpsControl:
             if _CANNOT_SEND not in done.stderr or time.monotonic() > deadline:
                 break
             _step_aside()
-        self._check(done, command)
+        self._check_reply(done, command)
         return done.stdout
 
     def _talk(self, stdin: str, timeout: float, *, of: float) -> Completed:
+        """Hold one conversation with the daemon. Raises TimedOut, which says that it waited ``of`` seconds."""
         try:
             return self._programs.run(
                 [PROGRAM], stdin=stdin, env={"CUDA_MPS_PIPE_DIRECTORY": self.pipe_directory}, timeout=timeout
@@ -338,7 +346,8 @@ class MpsControl:
                 code="daemon_hangs",
             ) from None
 
-    def _check(self, done: Completed, command: str) -> None:
+    def _check_reply(self, done: Completed, command: str) -> None:
+        """Raise the error that the daemon's answer states: no daemon, another user's, or a failure."""
         words = done.text[:_MOST_SAID]
         if "Cannot find MPS control daemon" in words:
             raise NoDaemon(f"no MPS daemon answers at {self.pipe_directory}", "start one: gpushare mps start")
@@ -365,34 +374,34 @@ class MpsControl:
 
     def threads(self, server: int | None = None) -> float | None:
         """Return the active thread percentage."""
-        return parse_percentage(self.ask(_setting("get", "active_thread_percentage", server)))
+        return parse_percentage(self.ask(_setting_command("get", "active_thread_percentage", server)))
 
     def set_threads(self, percent: float, server: int | None = None) -> None:
         """Set the active thread percentage and read it back.
 
         A daemon ignores a value out of range and exits 0.
         """
-        self.ask(_set_threads(percent, server))
-        self._check_same("active thread percentage", self.threads(server), round(percent, 1))
+        self.ask(_set_threads_command(percent, server))
+        self._check_limit_held("active thread percentage", self.threads(server), round(percent, 1))
 
     def memory(self, server: int | None = None) -> str | None:
         """Return the pinned memory limit of the daemon's device as printed, or None when unset.
 
         From 1024M up the daemon prints whole G, rounded down: the exact limit is in the server's log.
         """
-        printed = self.ask(_setting("get", "device_pinned_mem_limit", server, DEVICE)).strip()
+        printed = self.ask(_setting_command("get", "device_pinned_mem_limit", server, DEVICE)).strip()
         # Of a server that has none, some versions print a sentence.
         return None if not printed or (server is not None and parse_memory(printed) is None) else printed
 
     def set_memory(self, size_bytes: int | None, server: int | None = None) -> None:
         """Set the pinned memory limit, as whole M, or remove it (None), and read it back."""
-        self.ask(_set_memory(size_bytes, server))
+        self.ask(_set_memory_command(size_bytes, server))
         held = self.memory(server)
         if size_bytes is None:
-            self._check_same("pinned memory limit", None if parse_memory(held or "") == 0 else held, None)
+            self._check_limit_held("pinned memory limit", None if parse_memory(held or "") == 0 else held, None)
         # Both forms are right: floored to G, as 535 to 580 print, or exact.
         elif held != mps_memory_readback(size_bytes):
-            self._check_same("pinned memory limit", held, mps_memory(size_bytes))
+            self._check_limit_held("pinned memory limit", held, mps_memory(size_bytes))
 
     def priority(self) -> Priority | None:
         """Return the default client priority."""
@@ -401,8 +410,8 @@ class MpsControl:
 
     def set_priority(self, priority: Priority) -> None:
         """Set the default client priority and read it back."""
-        self.ask(_set_priority(priority))
-        self._check_same("client priority", self.priority(), priority)
+        self.ask(_set_priority_command(priority))
+        self._check_limit_held("client priority", self.priority(), priority)
 
     def limit_steps(self, limits: Limits, server: int | None = None) -> list[Step]:
         """Return the steps that set the defaults, or the limits of one server for its future clients.
@@ -414,23 +423,24 @@ class MpsControl:
         changes = []
         if threads is not None:
             title = f"limit {clients} to {threads:g} % of the SM threads"
-            changes.append((title, _set_threads(threads, server), lambda: self.set_threads(threads, server)))
+            changes.append((title, _set_threads_command(threads, server), lambda: self.set_threads(threads, server)))
         if memory is not None or limits.no_memory_limit:
             title = (
                 f"remove the pinned memory limit of {clients}"
                 if memory is None
                 else f"limit {clients} to {format_bytes(memory)} of pinned device memory"
             )
-            changes.append((title, _set_memory(memory, server), lambda: self.set_memory(memory, server)))
+            changes.append((title, _set_memory_command(memory, server), lambda: self.set_memory(memory, server)))
         if priority is not None and server is None:
             title = f"give {clients} {priority.title} priority"
-            changes.append((title, _set_priority(priority), lambda: self.set_priority(priority)))
+            changes.append((title, _set_priority_command(priority), lambda: self.set_priority(priority)))
         return [
             Step(what=title, command=control_command(self.pipe_directory, command), do=do)
             for title, command, do in changes
         ]
 
-    def _check_same(self, what: str, held: object, wanted: object) -> None:
+    def _check_limit_held(self, what: str, held: object, wanted: object) -> None:
+        """Raise OperationFailed if the daemon reports another value than the one that was just set."""
         if held != wanted:
             raise OperationFailed(
                 f"the MPS daemon did not accept the {what} {wanted}: it holds {'none' if held is None else held}",
@@ -446,8 +456,7 @@ class MpsControl:
 
     def server_status(self, server_pid: int) -> str | None:
         """Return INITIALIZING, ACTIVE or FAULT, or None when the server is gone or the driver (535) has no such command."""
-        rows = self.ask(f"get_server_status {server_pid}").splitlines()
-        return next((line.strip() for line in rows if re.fullmatch(r"[A-Z_]+", line.strip())), None)
+        return _status_in(self.ask(f"get_server_status {server_pid}").splitlines())
 
     def overview(self) -> Overview:
         """Return the daemon's state, in few conversations: each one adds lines to a log that is never rotated."""
@@ -466,11 +475,12 @@ class MpsControl:
                 memory_limit_bytes=memory[0] if memory else None,
                 priority=Priority(int(priority)) if priority in {"0", "1"} else None,
             ),
-            servers=tuple(row for row in map(self._server, pids) if row is not None),
+            servers=tuple(row for row in map(self._server_row, pids) if row is not None),
             clients=tuple(self.clients()) if pids else (),
         )
 
-    def _server(self, pid: int) -> ServerRow | None:
+    def _server_row(self, pid: int) -> ServerRow | None:
+        """Return the state and limits of a server; None: it has ended since the list was read."""
         lines = self.ask(
             f"get_server_status {pid}\nget_active_thread_percentage {pid}\nget_device_pinned_mem_limit {pid} {DEVICE}"
         ).splitlines()
@@ -478,7 +488,7 @@ class MpsControl:
             # It has ended since the list was read.
             return None
         # Driver 535 has no get_server_status: its "Unknown command" is no status.
-        status = next((line.strip() for line in lines if re.fullmatch(r"[A-Z_]+", line.strip())), None)
+        status = _status_in(lines)
         memory = next((limit for limit in map(parse_memory, lines[1:]) if limit is not None), None)
         threads = parse_percentage("\n".join(lines))
         return ServerRow(pid, status, Limits(threads_percent=threads, memory_limit_bytes=memory))
@@ -488,34 +498,32 @@ class MpsControl:
         printed = self.ask("ps")
         if "Unknown command" not in printed:
             return parse_ps(printed)
-        return [ClientRow(pid, server, None, None) for server in self.servers() for pid in self._client_list(server)]
+        return [
+            ClientRow(pid, server, None, None)
+            for server in self.servers()
+            for pid in parse_pids(self.ask(f"get_client_list {server}"))
+        ]
 
-    def _client_list(self, server_pid: int) -> list[int]:
-        return parse_pids(self.ask(f"get_client_list {server_pid}"))
-
-    def quit(self, seconds: float | None = None) -> None:
-        """Tell the daemon to end; with ``seconds`` it forces its servers down after that time.
+    def quit(self, *, force: bool = False) -> None:
+        """Tell the daemon to end; with ``force`` it ends its servers after a second.
 
         The exit code proves nothing: wait until the process is gone.
         """
-        if seconds is None:
-            self.tell("quit", timeout=10.0)
-        else:
-            self.tell(f"quit -t {max(1, round(seconds))}", timeout=max(1.0, seconds) + 15.0)
+        self.tell("quit -t 1" if force else "quit", timeout=16.0 if force else 10.0)
 
 
-def probe_version(programs: Programs, timeout: float = 5.0) -> int | None:
+def probe_version(programs: Programs) -> int | None:
     """Return the "Binary version" (13000 is CUDA 13.0, driver 580), or None for older programs.
 
     Before 580 ``-v`` is no option, and the program reads commands from stdin. So it gets no stdin, and a pipe directory
-    where no daemon answers. ``timeout`` is in seconds.
+    where no daemon answers.
 
     Raises:
         TimedOut: the program hangs.
         NoPermission, OperationFailed: it cannot be executed.
     """
     try:
-        done = programs.run([PROGRAM, "-v"], env={"CUDA_MPS_PIPE_DIRECTORY": "/nonexistent/gpushare"}, timeout=timeout)
+        done = programs.run([PROGRAM, "-v"], env={"CUDA_MPS_PIPE_DIRECTORY": "/nonexistent/gpushare"}, timeout=_TIMEOUT)
     except NotSupported:
         return None
     match = re.search(r"Binary version:\s*(\d+)", done.stdout)

@@ -49,38 +49,32 @@ _SET: Final = re.compile(
 )
 
 
-def overviews(
-    programs: Programs, pipe_directories: Sequence[str], seconds: float | None = None
-) -> list[Overview | GpushareError]:
+def overviews(programs: Programs, pipe_directories: Sequence[str]) -> list[Overview | GpushareError]:
     """Ask all daemons; return the overview of each, or its error, in the same order."""
-    seconds = LOOK_SECONDS if seconds is None else seconds
-    until = time.monotonic() + seconds
+    until = time.monotonic() + LOOK_SECONDS
     if len(pipe_directories) < 2:
         # The usual case needs no thread.
-        return [_overview(programs, pipe, until, seconds) for pipe in pipe_directories]
+        return [_overview_or_error(programs, pipe, until) for pipe in pipe_directories]
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        return list(pool.map(lambda pipe: _overview(programs, pipe, until, seconds), pipe_directories))
+        return list(pool.map(lambda pipe: _overview_or_error(programs, pipe, until), pipe_directories))
 
 
-def _overview(programs: Programs, pipe: str, until: float, seconds: float) -> Overview | GpushareError:
+def _overview_or_error(programs: Programs, pipe: str, until: float) -> Overview | GpushareError:
+    """Ask one daemon, unless the time for all of them is over."""
     if time.monotonic() >= until:
-        return _not_asked_error(pipe, seconds)
+        return TimedOut(
+            f"the MPS daemon at {pipe} was not asked: others did not answer within {LOOK_SECONDS:g} s",
+            "see: gpushare doctor",
+            code="daemon_hangs",
+        )
     try:
-        return MpsControl(programs, pipe, seconds=seconds, until=until).overview()
+        return MpsControl(programs, pipe, seconds=LOOK_SECONDS, until=until).overview()
     except GpushareError as error:
         return error
     except Exception as error:  # noqa: BLE001 - a thread that dies would lose its daemon
         return OperationFailed(f"the MPS daemon at {pipe} cannot be asked: {error}", "see: gpushare doctor")
-
-
-def _not_asked_error(pipe: str, seconds: float) -> TimedOut:
-    return TimedOut(
-        f"the MPS daemon at {pipe} was not asked: others did not answer within {seconds:g} s",
-        "see: gpushare doctor",
-        code="daemon_hangs",
-    )
 
 
 def logged_limit(log_directory: str | None, uuid: str) -> int | None:
@@ -105,7 +99,7 @@ NOT_ASKED: Final = (
 )
 
 
-def ask(host: Host, daemons: Sequence[FoundDaemon], *, strangers: bool) -> list[FoundDaemon]:
+def with_answers(host: Host, daemons: Sequence[FoundDaemon], *, strangers: bool) -> list[FoundDaemon]:
     """Ask daemons, all at once, and return them with their answers; daemons of other users only with ``strangers``."""
     pipes = {
         number: item.daemon.pipe_directory
@@ -119,6 +113,7 @@ def ask(host: Host, daemons: Sequence[FoundDaemon], *, strangers: bool) -> list[
 def _with_answer(
     host: Host, found: FoundDaemon, answer: Overview | GpushareError | None, *, asked: bool
 ) -> FoundDaemon:
+    """Return a daemon with its answer, with its error, or with a note why it was not asked (``answer`` is None)."""
     if answer is None:
         if found.trusted or asked or found.daemon.error is not None:
             return found
@@ -132,15 +127,16 @@ class _Answer:
     """What a daemon reports, completed by its record, its log and the process table."""
 
     def __init__(self, host: Host, item: FoundDaemon, overview: Overview) -> None:
-        self._host, self._item, self._overview = host, item, overview
+        self._host, self._item, self._overview_or_error = host, item, overview
         self._environment = host.processes.environment(item.daemon.pid or 0) or {}
         visible = self._environment.get("CUDA_VISIBLE_DEVICES", "")
         self._uuid = visible if item.record is None else item.record.device_uuid
 
     def daemon(self) -> MpsDaemon:
-        daemon, overview = self._item.daemon, self._overview
+        """Return the daemon with its limits, and with those servers and clients that may be its own."""
+        daemon, overview = self._item.daemon, self._overview_or_error
         logged = logged_limit(daemon.log_directory, self._uuid) if self._item.trusted else None
-        held = self._exact(overview.limits.memory_limit_bytes, logged)
+        held = self._exact_limit(overview.limits.memory_limit_bytes, logged)
         if held is None:
             # A limit from the daemon's environment is in force, but not printed.
             held = Limits.in_environment(self._environment, self._uuid).memory_limit_bytes
@@ -149,15 +145,15 @@ class _Answer:
             threads_percent=overview.limits.threads_percent,
             memory_limit_bytes=held,
             priority=overview.limits.priority,
-            servers=tuple(self._server(row) for row in overview.servers if self._counts(row.pid)),
+            servers=tuple(self._server_answer(row) for row in overview.servers if self._may_belong(row.pid)),
         )
 
-    def _counts(self, pid: int) -> bool:
+    def _may_belong(self, pid: int) -> bool:
         """Return whether a process may belong to the daemon: another user's may name any PID."""
         info = None if self._item.trusted else self._host.processes.describe(pid)
         return self._item.trusted or self._item.uid is None or (info is not None and info.uid == self._item.uid)
 
-    def _exact(self, held: int | None, logged: int | None = None) -> int | None:
+    def _exact_limit(self, held: int | None, logged: int | None = None) -> int | None:
         """Return the limit of the record or the log if it fits what the daemon prints (whole G), else what it prints."""
         if held is None:
             return None
@@ -167,18 +163,19 @@ class _Answer:
                 return noted
         return held
 
-    def _server(self, row: ServerRow) -> MpsServer:
+    def _server_answer(self, row: ServerRow) -> MpsServer:
         info = self._host.processes.describe(row.pid)
-        clients = [client for client in self._overview.clients if client.server_pid in {row.pid, None}]
+        clients = [client for client in self._overview_or_error.clients if client.server_pid in {row.pid, None}]
         return MpsServer(
             pid=row.pid,
             user=None if info is None else info.user,
             status=row.status,
             threads_percent=row.limits.threads_percent,
-            clients=tuple(self._client(client, row) for client in clients if self._counts(client.pid)),
+            clients=tuple(self._client_answer(client, row) for client in clients if self._may_belong(client.pid)),
         )
 
-    def _client(self, row: ClientRow, server: ServerRow) -> MpsClient:
+    def _client_answer(self, row: ClientRow, server: ServerRow) -> MpsClient:
+        """Return a client with the limits that it has had since it attached, and those that it would get now."""
         info = self._host.processes.describe(row.pid)
         environment = self._host.processes.environment(row.pid)
         now = held = Limits()
@@ -188,8 +185,8 @@ class _Answer:
             now = _limits_of_client(
                 Limits(
                     threads_percent=server.limits.threads_percent,
-                    memory_limit_bytes=self._exact(server.limits.memory_limit_bytes),
-                    priority=self._overview.limits.priority,
+                    memory_limit_bytes=self._exact_limit(server.limits.memory_limit_bytes),
+                    priority=self._overview_or_error.limits.priority,
                 ),
                 own,
             )
@@ -247,6 +244,7 @@ def _limits_of_client(server: Limits, own: Limits) -> Limits:
 
 
 def _smaller(first: Number | None, second: Number | None) -> Number | None:
+    """Return the smaller of two limits; None is no limit."""
     return min((value for value in (first, second) if value is not None), default=None)
 
 
@@ -343,7 +341,7 @@ class _Process:
 
     @property
     def device(self) -> str | None:
-        # Daemons that gpushare starts serve one device each.
+        """Return the UUID of the device that it serves, if it is the only one: those of gpushare serve one each."""
         visible = (self.environment or {}).get("CUDA_VISIBLE_DEVICES", "")
         return visible if _UUID.match(visible) else None
 
@@ -356,22 +354,22 @@ def find_daemons(host: Host, gpus: Sequence[Gpu], *, deep: bool = True, stranger
     `gpushare mps stop` cleans it up. A daemon in a home of gpushare counts as gpushare's even without a record.
     """
     directories = host.run_directories
-    running = _running(host)
+    running = _daemon_processes(host)
     ours = [_daemon_of_home(host, home, gpus, running) for home in homes_in(directories)]
-    daemons = sorted((item for item in ours if item is not None), key=_by_gpu)
+    daemons = sorted((item for item in ours if item is not None), key=_order_by_gpu)
     pids = {item.daemon.pid for item in daemons}
     for process in running:
         if process.pid not in pids:
-            daemons.append(_adopted(process, gpus, directories) or _foreign_daemon(process, gpus))
-    return ask(host, daemons, strangers=strangers) if deep else daemons
+            daemons.append(_adopted_daemon(process, gpus, directories) or _foreign_daemon(process, gpus))
+    return with_answers(host, daemons, strangers=strangers) if deep else daemons
 
 
-def _by_gpu(found: FoundDaemon) -> tuple[bool, int]:
+def _order_by_gpu(found: FoundDaemon) -> tuple[bool, int]:
     index = found.daemon.gpu_index
     return (index is None, index or 0)
 
 
-def _running(host: Host) -> list[_Process]:
+def _daemon_processes(host: Host) -> list[_Process]:
     """Return the processes that are MPS control daemons, sorted by PID.
 
     Two kinds of processes run the same program for a moment: a conversation, which has no option that makes it a daemon
@@ -401,6 +399,7 @@ def _is_daemon(command_line: Sequence[str] | None) -> bool:
 
 
 def _pipe_directory(environment: Mapping[str, str] | None) -> str | None:
+    """Return where a daemon with this environment listens; None: the environment is unknown."""
     if environment is None:
         return None
     # The program appends "/control" to an empty one (seen with 535).
@@ -413,7 +412,9 @@ def daemon_pid(host: Host, pipe_directory: str) -> int | None:
     It is found by program, environment and user in the process table, because any user can fake the first two. The PID
     file does not count: any user may write it, and driver 535 has none.
     """
-    return next((process.pid for process in _running(host) if process.trusted and process.pipe == pipe_directory), None)
+    return next(
+        (process.pid for process in _daemon_processes(host) if process.trusted and process.pipe == pipe_directory), None
+    )
 
 
 def is_running(host: Host, home: DaemonHome, record: DaemonRecord) -> bool:
@@ -432,7 +433,7 @@ def live_pid(
     if record.pid is not None and record.started is not None and host.processes.alive(record.pid, record.started):
         return record.pid
     pipe = str(home.pipe)
-    for process in _running(host) if running is None else running:
+    for process in _daemon_processes(host) if running is None else running:
         if not process.trusted:
             continue
         if process.pid == record.pid and process.pipe in {None, pipe}:
@@ -447,13 +448,14 @@ def adopted_record(host: Host, home: DaemonHome, uuid: str) -> DaemonRecord | No
     # Without its socket there is no need to read the process table.
     if not os.path.lexists(home.pipe / "control"):
         return None
-    for process in _running(host):
+    for process in _daemon_processes(host):
         if process.trusted and process.pipe == str(home.pipe) and process.device == uuid:
-            return _record_for(process, uuid)
+            return _adopted_record(process, uuid)
     return None
 
 
-def _record_for(process: _Process, uuid: str) -> DaemonRecord:
+def _adopted_record(process: _Process, uuid: str) -> DaemonRecord:
+    """Return the record of a daemon of gpushare whose own record was lost or never written."""
     uid = os.geteuid() if process.info.uid is None else process.info.uid
     return DaemonRecord(device_uuid=uuid, pid=process.pid, started=process.info.started, uid=uid, state=ADOPTED)
 
@@ -461,11 +463,12 @@ def _record_for(process: _Process, uuid: str) -> DaemonRecord:
 def _daemon_of_home(
     host: Host, home: DaemonHome, gpus: Sequence[Gpu], running: Sequence[_Process]
 ) -> FoundDaemon | None:
+    """Return the daemon of a home's record, with an error if it has ended; None: the home has no valid record."""
     record = home.read()
     if record is None:
         return None
     pid = live_pid(host, home, record, running)
-    daemon = _model_of(home, record, pid, gpus)
+    daemon = _recorded_daemon(home, record, pid, gpus)
     if pid is None:
         way = f"clean up: gpushare mps stop -g {record.device_uuid}"
         reason = f"the daemon {record.pid} is gone; {way}"
@@ -482,7 +485,8 @@ def _daemon_of_home(
     return FoundDaemon(daemon, home, record, uid=info.uid, started=info.started)
 
 
-def _model_of(home: DaemonHome, record: DaemonRecord, pid: int | None, gpus: Sequence[Gpu]) -> MpsDaemon:
+def _recorded_daemon(home: DaemonHome, record: DaemonRecord, pid: int | None, gpus: Sequence[Gpu]) -> MpsDaemon:
+    """Return a daemon as its record describes it; ``pid`` is None if it has ended."""
     index = _gpu_index(record.device_uuid, gpus)
     uuid = record.device_uuid
     unfinished = (
@@ -505,13 +509,13 @@ def _model_of(home: DaemonHome, record: DaemonRecord, pid: int | None, gpus: Seq
     )
 
 
-def _adopted(process: _Process, gpus: Sequence[Gpu], directories: Sequence[Path]) -> FoundDaemon | None:
+def _adopted_daemon(process: _Process, gpus: Sequence[Gpu], directories: Sequence[Path]) -> FoundDaemon | None:
     """Return a daemon in a home of gpushare that has no record, because its start was killed before writing one."""
     home = DaemonHome.at_pipe(process.pipe, directories) if process.trusted else None
     if home is None or process.device is None or home.read() is not None:
         return None
-    record = _record_for(process, process.device)
-    daemon = replace(_model_of(home, record, process.pid, gpus), user=process.info.user)
+    record = _adopted_record(process, process.device)
+    daemon = replace(_recorded_daemon(home, record, process.pid, gpus), user=process.info.user)
     return FoundDaemon(daemon, home, record, uid=process.info.uid, started=process.info.started)
 
 
@@ -612,7 +616,7 @@ def own_daemon(host: Host, device: Device, *, to_change: bool = False) -> tuple[
             raise not_your_daemon_error(
                 f"the MPS daemon of {device.title}", f"user {record.uid}", str(device.gpu.index)
             )
-        return home, _with_pid(host, record, pid)
+        return home, _completed_record(host, record, pid)
     if dead is not None:
         raise dead
     raise NoDaemon(
@@ -622,7 +626,7 @@ def own_daemon(host: Host, device: Device, *, to_change: bool = False) -> tuple[
     )
 
 
-def _with_pid(host: Host, record: DaemonRecord, pid: int) -> DaemonRecord:
+def _completed_record(host: Host, record: DaemonRecord, pid: int) -> DaemonRecord:
     """Return the record of a live daemon as it should be: a start may have been killed before it wrote the PID."""
     if record.pid == pid and record.state == RUNNING:
         return record

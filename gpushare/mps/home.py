@@ -259,6 +259,7 @@ class Lease:
     descriptor: int
 
     def release(self) -> None:
+        """Give the lease back: the daemon is no longer in use by this holder."""
         with contextlib.suppress(OSError):
             self.path.unlink(missing_ok=True)
         # If its file stays: the guard has the same descriptor, and would keep the lock.
@@ -269,6 +270,7 @@ class Lease:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
+    """Return whether an open file is still the one at its path."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:
@@ -296,15 +298,16 @@ def own_home(host: Host, uuid: str) -> DaemonHome:
 
 def homes_in(run_directories: Sequence[Path]) -> list[DaemonHome]:
     """Return the homes that have a record, in these run directories."""
-    return [DaemonHome(path.parent) for path in _below(run_directories, _RECORD)]
+    return [DaemonHome(path.parent) for path in _paths_in_homes(run_directories, _RECORD)]
 
 
-def unrecorded(run_directories: Sequence[Path]) -> bool:
+def has_unrecorded_daemon(run_directories: Sequence[Path]) -> bool:
     """Return whether a home there has a daemon's socket but no record."""
-    return any(not (path.parent.parent / _RECORD).exists() for path in _below(run_directories, "pipe/control"))
+    return any(not (path.parent.parent / _RECORD).exists() for path in _paths_in_homes(run_directories, "pipe/control"))
 
 
-def _below(run_directories: Sequence[Path], name: str) -> Iterator[Path]:
+def _paths_in_homes(run_directories: Sequence[Path], name: str) -> Iterator[Path]:
+    """Yield the files of this name in all homes of these run directories that only their owner can write."""
     for directory in (each / "mps" for each in run_directories if is_trusted_directory(each, "mps")):
         yield from sorted(directory.glob(f"*/{name}"))
 
@@ -336,10 +339,11 @@ def anybody_changes(directory: Path, driver: str | None) -> bool:
 
 
 def _owner(directory: Path) -> tuple[str, ...]:
+    """Return the owner of a directory, as the only user who may enter it."""
     return (user_name(directory.stat().st_uid),)
 
 
-def let_in(directory: Path, users: Sequence[str]) -> None:
+def set_pipe_users(directory: Path, users: Sequence[str]) -> None:
     """Let only these users, the owner and root enter a pipe directory; with no users, let all users enter.
 
     Raises:

@@ -84,7 +84,7 @@ class Ending:
                 command=f"kill -STOP {pids}",
                 undo=f"kill -CONT {pids}",
                 do=self._stop,
-                revert=self._go_on,
+                revert=self._continue_stopped,
             ),
             Step(
                 what="wait until the GPU has drained the queue, as its SM activity tells",
@@ -101,9 +101,10 @@ class Ending:
     def _stop(self) -> None:
         self._before = self._meter.read()
         for pid, started in self._started.items():
-            self._stop_one(pid, started)
+            self._stop_process(pid, started)
 
-    def _stop_one(self, pid: int, started: int) -> None:
+    def _stop_process(self, pid: int, started: int) -> None:
+        """Stop a process, and wait until it is stopped. One that cannot be stopped launches no more work either."""
         processes = self._host.processes
         info = processes.describe(pid)
         if info is None or info.stopped:
@@ -121,7 +122,7 @@ class Ending:
             time.sleep(0.005)
         # It is exiting, or waits in the driver: it cannot be stopped there, and launches nothing.
 
-    def _go_on(self) -> None:
+    def _continue_stopped(self) -> None:
         for pid in self._stopped:
             # A process of another user was not stopped either.
             with contextlib.suppress(NoPermission):
@@ -187,7 +188,7 @@ def wait_for_drain(
             time.sleep(min(0.05, max(0.0, bound_seconds - waited)))
             continue
         readings.append(activity.percent)
-        by = _end_seen(before, readings)
+        by = _sign_of_end(before, readings)
         if by is not None and waited >= least:
             return Drain(
                 seconds=waited,
@@ -205,7 +206,8 @@ def wait_for_drain(
     )
 
 
-def _end_seen(before: Activity | None, readings: Sequence[float]) -> str | None:
+def _sign_of_end(before: Activity | None, readings: Sequence[float]) -> str | None:
+    """Return by which sign the last readings show the queue drained, ``idle`` or ``fall``; None: they do not."""
     last = readings[-_AGREEING:]
     if len(last) >= 2 and max(last[-2:]) <= _IDLE_PERCENT:
         return "idle"
@@ -263,6 +265,7 @@ def find_clients(host: Host, gpus: Sequence[Gpu], pids: Collection[int]) -> list
 
 
 def serves_clients_error(pid: int, what: str, stop_command: str) -> BadUsage:
+    """Return the error about an MPS daemon or server that was to be ended as if it were a client."""
     return BadUsage(
         f"process {pid} is an MPS {what}: without it all of its clients lose the GPU",
         f"stop the daemon instead: {stop_command}",

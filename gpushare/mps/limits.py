@@ -94,7 +94,7 @@ class Limits:
         return cls(
             threads_percent=None if threads is None else parse_thread_percentage(threads),
             memory_limit_bytes=None if memory is None else parse_memory_limit(memory),
-            priority=_priority(priority),
+            priority=_parse_priority(priority),
         )
 
     @classmethod
@@ -173,7 +173,7 @@ class Limits:
         return words if self.priority is None else [*words, "--priority", self.priority.title]
 
 
-def in_force(device: Device, limits: Limits) -> str:
+def in_force_title(device: Device, limits: Limits) -> str:
     """Return what a daemon with these limits puts in force: ``MPS on GPU 0: threads 30 % per client``."""
     return f"MPS on {device.title}: " + (f"{', '.join(limits.words)} per client" if limits.words else "no limits")
 
@@ -216,9 +216,9 @@ class LimitOptions:
     def __init__(
         self, threads: str | None, memory: str | None, priority: str | None, *, removable: bool = False
     ) -> None:
-        self._threads = _by_gpu("--threads", threads, parse_thread_percentage)
-        self._memory = _by_gpu("--memory", memory, _memory_or_none if removable else parse_memory_limit)
-        self._priority = _priority(priority)
+        self._threads = _parse_by_gpu("--threads", threads, parse_thread_percentage)
+        self._memory = _parse_by_gpu("--memory", memory, _parse_memory_or_none if removable else parse_memory_limit)
+        self._parse_priority = _parse_priority(priority)
 
     def for_devices(self, devices: Sequence[Device]) -> dict[str, Limits]:
         """Return the limits by device UUID.
@@ -226,23 +226,24 @@ class LimitOptions:
         Raises:
             BadUsage: a limit names a GPU that is not among them.
         """
-        threads, memory = _resolve(self._threads, devices), _resolve(self._memory, devices)
+        threads, memory = _values_by_uuid(self._threads, devices), _values_by_uuid(self._memory, devices)
         return {
             device.uuid: Limits(
                 threads_percent=threads.get(device.uuid),
                 memory_limit_bytes=None if memory.get(device.uuid) is _NONE else memory.get(device.uuid),
                 no_memory_limit=memory.get(device.uuid) is _NONE,
-                priority=self._priority,
+                priority=self._parse_priority,
             )
             for device in devices
         }
 
 
-def _memory_or_none(text: str) -> object:
+def _parse_memory_or_none(text: str) -> object:
+    """Return a typed limit in bytes, or `_NONE` for ``none``: it is to be removed."""
     return _NONE if text.strip().lower() == "none" else parse_memory_limit(text)
 
 
-def _priority(text: str | None) -> Priority | None:
+def _parse_priority(text: str | None) -> Priority | None:
     if text is None:
         return None
     names = {level.title: level for level in Priority} | {str(int(level)): level for level in Priority}
@@ -253,7 +254,7 @@ def _priority(text: str | None) -> Priority | None:
     return names[text.lower()]
 
 
-def _by_gpu(option: str, text: str | None, parse: Callable[[str], object]) -> dict[str | None, Any]:
+def _parse_by_gpu(option: str, text: str | None, parse: Callable[[str], object]) -> dict[str | None, Any]:
     """Return the values by GPU as typed; the key None is for all devices."""
     if text is None:
         return {}
@@ -274,7 +275,8 @@ def _by_gpu(option: str, text: str | None, parse: Callable[[str], object]) -> di
     return values
 
 
-def _resolve(values: Mapping[str | None, Any], devices: Sequence[Device]) -> dict[str, Any]:
+def _values_by_uuid(values: Mapping[str | None, Any], devices: Sequence[Device]) -> dict[str, Any]:
+    """Return typed values by device UUID. Raises BadUsage if one is for a device that is not chosen."""
     if None in values:
         return {device.uuid: values[None] for device in devices}
     uuids = {device.uuid for device in devices}

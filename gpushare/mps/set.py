@@ -15,7 +15,7 @@ from gpushare.host.identity import start_of
 from gpushare.mps.control import MpsControl
 from gpushare.mps.daemons import changed_by_hand, is_still, own_daemon
 from gpushare.mps.home import AttachedClient, DaemonHome, DaemonRecord
-from gpushare.mps.limits import Limits, check_memory, in_force
+from gpushare.mps.limits import Limits, check_memory, in_force_title
 from gpushare.plan import Plan, Step
 
 
@@ -30,7 +30,7 @@ def plan_limits(host: Host, device: Device, limits: Limits) -> Plan:
     check_memory(device, limits.memory_limit_bytes)
     home, record = own_daemon(host, device, to_change=True)
     new = record.limits.changed_by(limits)
-    title = in_force(device, new)
+    title = in_force_title(device, new)
     if limits == Limits():
         # Limits per GPU may leave one out.
         return Plan(title=title, steps=())
@@ -39,8 +39,8 @@ def plan_limits(host: Host, device: Device, limits: Limits) -> Plan:
     steps = control.limit_steps(limits)
     for server in servers:
         steps += control.limit_steps(limits, server)
-    steps = _with_way_back(control, record.limits.explicit, servers, steps)
-    clients = _Clients(host, control, home, record)
+    steps = _with_joint_undo(control, record.limits.explicit, servers, steps)
+    clients = _AttachedClients(host, control, home, record)
     write = f"write {shlex.quote(str(home.directory / 'daemon.json'))}"
     if servers:
         # First: whoever attaches later gets the new limits.
@@ -49,7 +49,7 @@ def plan_limits(host: Host, device: Device, limits: Limits) -> Plan:
             Step(
                 what="record the limits that running clients keep",
                 command=write,
-                do=lambda: home.write(replace(record, attached=clients.known(servers))),
+                do=lambda: home.write(replace(record, attached=clients.before_change(servers))),
                 revert=lambda: home.write(record),
             ),
         )
@@ -57,7 +57,7 @@ def plan_limits(host: Host, device: Device, limits: Limits) -> Plan:
         Step(
             what="record the new limits",
             command=write,
-            do=lambda: home.write(replace(record, limits=new, attached=clients.with_late_ones())),
+            do=lambda: home.write(replace(record, limits=new, attached=clients.after_change())),
             revert=lambda: home.write(record),
         )
     )
@@ -72,39 +72,39 @@ def plan_limits(host: Host, device: Device, limits: Limits) -> Plan:
     )
 
 
-class _Clients:
+class _AttachedClients:
     """The clients that are attached while the limits change, each with the limits of its server when it attached."""
 
     def __init__(self, host: Host, control: MpsControl, home: DaemonHome, record: DaemonRecord) -> None:
         self._host, self._control, self._record = host, control, record
         # Of a daemon that was found without a record the limits are unknown.
         self._recorded = home.read() is not None
-        self._found: dict[int, AttachedClient] = {}
+        self._seen: dict[int, AttachedClient] = {}
 
-    def known(self, servers: Mapping[int, float | None]) -> tuple[AttachedClient, ...]:
-        """Look before the change. Clients that earlier changes have recorded keep what is recorded."""
+    def before_change(self, servers: Mapping[int, float | None]) -> tuple[AttachedClient, ...]:
+        """Return the clients that are attached. Those that an earlier change has recorded keep what it recorded."""
         earlier = {client.pid: client for client in self._record.attached}
         for client in self._control.clients():
             before = earlier.get(client.pid)
             if before is None or not is_still(self._host, before):
                 threads = servers.get(client.server_pid or 0)
                 certain = self._recorded and threads is not None and not changed_by_hand(self._record, threads)
-                before = self._client(client.pid, self._record.limits.explicit if certain else None)
-            self._found[client.pid] = before
-        return tuple(self._found.values())
+                before = self._attached(client.pid, self._record.limits.explicit if certain else None)
+            self._seen[client.pid] = before
+        return tuple(self._seen.values())
 
-    def with_late_ones(self) -> tuple[AttachedClient, ...]:
-        """Look after the change: who attached meanwhile may have the old or the new limits."""
+    def after_change(self) -> tuple[AttachedClient, ...]:
+        """Return these and those that attached during the change: they may have the old or the new limits."""
         with contextlib.suppress(GpushareError):
-            for client in self._control.clients() if self._found or self._control.servers() else ():
-                self._found.setdefault(client.pid, self._client(client.pid, None))
-        return tuple(self._found.values())
+            for client in self._control.clients() if self._seen or self._control.servers() else ():
+                self._seen.setdefault(client.pid, self._attached(client.pid, None))
+        return tuple(self._seen.values())
 
-    def _client(self, pid: int, limits: Limits | None) -> AttachedClient:
+    def _attached(self, pid: int, limits: Limits | None) -> AttachedClient:
         return AttachedClient(pid=pid, started=start_of(self._host.processes.identity(pid)), limits=limits)
 
 
-def _with_way_back(
+def _with_joint_undo(
     control: MpsControl, before: Limits, servers: Mapping[int, float | None], steps: Sequence[Step]
 ) -> list[Step]:
     """Let the first step restore all of the old limits when a later one fails.
@@ -121,6 +121,7 @@ def _with_way_back(
             raise
 
     def back() -> None:
+        """Set the old limits of the daemon and of the servers that still run."""
         if refused:
             # Another user's daemon took nothing, and would refuse to take anything back.
             return

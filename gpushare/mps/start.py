@@ -17,9 +17,18 @@ from gpushare.host.host import Host
 from gpushare.host.identity import start_of
 from gpushare.host.program import Completed
 from gpushare.mps.control import PROGRAM, MpsControl, control_command, probe_version, start_environment
-from gpushare.mps.daemons import check_device, daemon_pid, find_daemons, foreign_daemon_error, live_pid
-from gpushare.mps.home import RUNNING, STARTING, DaemonHome, DaemonRecord, anybody_changes, let_in, own_home, pipe_users
-from gpushare.mps.limits import Limits, check_memory, in_force
+from gpushare.mps.daemons import FoundDaemon, check_device, daemon_pid, find_daemons, foreign_daemon_error, live_pid
+from gpushare.mps.home import (
+    RUNNING,
+    STARTING,
+    DaemonHome,
+    DaemonRecord,
+    anybody_changes,
+    own_home,
+    pipe_users,
+    set_pipe_users,
+)
+from gpushare.mps.limits import Limits, check_memory, in_force_title
 from gpushare.mps.stop import clients_of, end_daemon
 from gpushare.plan import Plan, Step
 
@@ -54,21 +63,22 @@ def plan_start(
     home.check_path()
     if users is not None:
         _check_several_users(host)
-    notes = _notes(host, device, home)
+    start = _Start(host, device, home, limits, transient=transient, users=users)
+    # After the record was read: a record that another start writes from now on is not taken for an interrupted start.
+    daemons = find_daemons(host, [device.gpu], deep=False)
+    _refuse_second(host, device, daemons)
+    notes = _start_notes(host, device, home, daemons)
     if users is not None:
         notes.append(
             "the programs of all users share one server, which runs as root: the fault of one ends the work of all, and its "
             "limits hold for each process"
         )
-    start = _Start(host, device, home, limits, transient=transient, users=users)
-    # After the record was read: a record that another start writes from now on is not taken for an interrupted start.
-    _refuse_second(host, device)
     if start.previous is not None and not exclusive:
         notes.append(
             f"a dead daemon had changed the compute mode of {device.title}; mps stop restores {start.previous.title}"
         )
     return Plan(
-        title=in_force(device, limits) + _for_whom(users) + (", no programs outside it" if exclusive else ""),
+        title=in_force_title(device, limits) + _users_text(users) + (", no programs outside it" if exclusive else ""),
         steps=tuple(start.steps(exclusive=exclusive)),
         undo=f"gpushare mps stop -g {device.selector}",
         notes=tuple(notes),
@@ -101,7 +111,7 @@ class _Start:
         """Return the steps in order."""
         home, before = self._home, self._before
         pipe, log, path = (shlex.quote(str(path)) for path in (home.pipe, home.log, home.directory / "daemon.json"))
-        modes = self._exclusive() if exclusive else []
+        modes = self._exclusive_steps() if exclusive else []
         # The record before the first change: a start that is killed leaves what to restore, and whose daemon it is.
         steps = [
             Step(
@@ -109,14 +119,14 @@ class _Start:
                 command=f"mkdir -p -m 755 {pipe} {log}",
                 undo=f"rm -r {shlex.quote(str(home.directory))}",
                 do=home.create,
-                revert=self._put_back,
+                revert=self._restore_home,
             ),
             Step(
                 what="record the current state, which a stop restores",
                 command=f"write {path}",
                 undo=f"rm {path}",
-                do=lambda: self._write(STARTING),
-                revert=self._put_back,
+                do=lambda: self._write_record(STARTING),
+                revert=self._restore_home,
             ),
         ]
         if before is not None and before.interrupted and live_pid(self._host, home, before) is not None:
@@ -128,15 +138,15 @@ class _Start:
                 )
             )
         start = f"CUDA_VISIBLE_DEVICES={self._device.uuid} CUDA_MPS_PIPE_DIRECTORY={pipe} CUDA_MPS_LOG_DIRECTORY={log}"
-        users = _for_whom(self._users)
+        users = _users_text(self._users)
         if self._users is not None:
             steps.append(
                 Step(
                     what=f"open the pipe directory of {self._device.title}{users}",
                     command=_access_command(pipe, self._users),
                     # Before a client can connect.
-                    do=self._let_in,
-                    revert=self._let_in_as_before,
+                    do=self._open_pipe,
+                    revert=self._restore_pipe_users,
                 )
             )
         return [
@@ -146,8 +156,8 @@ class _Start:
                 what=f"start the MPS control daemon of {self._device.title}{users}",
                 command=" ".join([start, *self._argv]),
                 undo=control_command(home.pipe, "quit"),
-                do=self._start,
-                revert=self._end_started,
+                do=self._start_daemon,
+                revert=self._end_started_daemon,
             ),
             *self._control.limit_steps(self._limits),
             # Undone by the first record step, after everything that it names.
@@ -158,15 +168,16 @@ class _Start:
     def _argv(self) -> list[str]:
         return [PROGRAM, "-d", *([] if self._users is None else ["-M"])]
 
-    def _let_in(self) -> None:
+    def _open_pipe(self) -> None:
         self._users_before = pipe_users(self._home.pipe)
-        let_in(self._home.pipe, self._users or ())
+        set_pipe_users(self._home.pipe, self._users or ())
 
-    def _let_in_as_before(self) -> None:
+    def _restore_pipe_users(self) -> None:
         if self._users_before is not None:
-            let_in(self._home.pipe, self._users_before)
+            set_pipe_users(self._home.pipe, self._users_before)
 
-    def _exclusive(self) -> list[Step]:
+    def _exclusive_steps(self) -> list[Step]:
+        """Return the step that keeps programs outside MPS off the GPU, unless it is set. Raises NotSupported with MIG."""
         host, device = self._host, self._device
         if device.gpu.mig_enabled:
             raise NotSupported(
@@ -182,7 +193,8 @@ class _Start:
         purpose = ", so that no program runs outside MPS"
         return [compute_mode_step(host, device, ComputeMode.EXCLUSIVE_PROCESS, before=now, why=purpose)]
 
-    def _write(self, state: str, pid: int | None = None, started: int | None = None) -> None:
+    def _write_record(self, state: str, pid: int | None = None, started: int | None = None) -> None:
+        """Write what a stop needs; ``pid`` and ``started`` are those of the daemon, once it runs."""
         self._home.write(
             DaemonRecord(
                 device_uuid=self._device.uuid,
@@ -198,7 +210,8 @@ class _Start:
         )
 
     def _write_running(self) -> None:
-        pid = self._pid()
+        """Record the process of the new daemon. Raises OperationFailed if it is not found."""
+        pid = self._daemon_pid()
         if pid is None:
             raise OperationFailed(
                 f"the MPS daemon of {self._device.title} answers, but its process is not found",
@@ -206,9 +219,9 @@ class _Start:
                 gpu=self._device.gpu.index,
                 code="daemon_pid",
             )
-        self._write(RUNNING, pid, start_of(self._host.processes.identity(pid)))
+        self._write_record(RUNNING, pid, start_of(self._host.processes.identity(pid)))
 
-    def _put_back(self) -> None:
+    def _restore_home(self) -> None:
         """Restore the home as it was found."""
         if self._before is not None:
             # Replaced, not removed and written: a kill in between would lose what is to be restored.
@@ -219,12 +232,13 @@ class _Start:
             # It could not be ended: its record says what is still to be undone.
             return
         # The sockets of a live daemon of another are not ours to remove.
-        self._home.clear(sockets=self._pid() is None)
+        self._home.clear(sockets=self._daemon_pid() is None)
 
-    def _pid(self) -> int | None:
+    def _daemon_pid(self) -> int | None:
         return daemon_pid(self._host, str(self._home.pipe))
 
     def _end_interrupted(self, record: DaemonRecord) -> None:
+        """End the daemon that an interrupted start left. Raises InUse if it has clients."""
         pid = live_pid(self._host, self._home, record)
         if pid is None:
             return
@@ -238,13 +252,19 @@ class _Start:
                     gpu=self._device.gpu.index,
                     code="daemon_exists",
                 )
-        end_daemon(self._host, self._control, pid, seconds=1.0, force=True)
+        end_daemon(self._host, self._control, pid, force=True)
 
-    def _start(self) -> None:
+    def _start_daemon(self) -> None:
+        """Start the daemon and wait until it answers.
+
+        Raises:
+            InUse: one answers there already.
+            OperationFailed: it does not start, or does not answer (codes ``daemon_not_started``, ``daemon_silent``).
+        """
         device, home = self._device, self._home
         if self._control.answers():
-            raise _daemon_exists_error(device, self._pid())
-        if self._pid() is None:
+            raise _daemon_exists_error(device, self._daemon_pid())
+        if self._daemon_pid() is None:
             # The files of a dead daemon are open to all users: another may hold its lock, and the new one would wait.
             for path in home.leftovers():
                 with contextlib.suppress(OSError):
@@ -262,7 +282,7 @@ class _Start:
         misses, printed = 0, done.text or "it printed nothing"
         while not self._answers(deadline):
             # A single miss may fall between the daemon's fork and exec; two mean that its process has ended.
-            misses = 0 if self._pid() is not None else misses + 1
+            misses = 0 if self._daemon_pid() is not None else misses + 1
             if misses > 1 or time.monotonic() > deadline:
                 failure = "ended right after its start" if misses > 1 else "was started but does not answer"
                 raise OperationFailed(
@@ -285,13 +305,14 @@ class _Start:
                 raise
             return False
 
-    def _end_started(self) -> None:
-        pid = self._pid() if self._started else None
+    def _end_started_daemon(self) -> None:
+        pid = self._daemon_pid() if self._started else None
         if pid is not None:
-            end_daemon(self._host, self._control, pid, seconds=1.0, force=True)
+            end_daemon(self._host, self._control, pid, force=True)
 
 
-def _for_whom(users: Sequence[str] | None) -> str:
+def _users_text(users: Sequence[str] | None) -> str:
+    """Return for whom a daemon is, to follow its title: ``, for alice at the same time``."""
     return "" if users is None else f", for {', '.join(users) or 'all users'} at the same time"
 
 
@@ -307,6 +328,7 @@ _MULTIUSER_VERSION: Final = 13000
 
 
 def _check_several_users(host: Host) -> None:
+    """Raise unless this user may start a server for several users, and the driver has one."""
     need_root(host, "a daemon for several users at the same time")
     version = probe_version(host.programs)
     if version is None or version < _MULTIUSER_VERSION:
@@ -318,9 +340,9 @@ def _check_several_users(host: Host) -> None:
         )
 
 
-def _refuse_second(host: Host, device: Device) -> None:
+def _refuse_second(host: Host, device: Device, daemons: Sequence[FoundDaemon]) -> None:
     """Raise InUse if a daemon already serves the device."""
-    for item in find_daemons(host, [device.gpu], deep=False):
+    for item in daemons:
         daemon = item.daemon
         if daemon.ours and daemon.device_uuid == device.uuid:
             if daemon.error is not None or (item.record is not None and item.record.interrupted):
@@ -334,18 +356,18 @@ def _refuse_second(host: Host, device: Device) -> None:
             raise foreign_daemon_error(item, device.title, device.gpu, use)
 
 
-def _notes(host: Host, device: Device, home: DaemonHome) -> list[str]:
+def _start_notes(host: Host, device: Device, home: DaemonHome, daemons: Sequence[FoundDaemon]) -> list[str]:
+    """Return what to know before a start: false claims, programs outside MPS, who may change its limits."""
     notes = [
         f"a process that claims to be an MPS daemon names {device.title} but is not on it, and is ignored: {item.title}"
-        for item in find_daemons(host, [device.gpu], deep=False)
+        for item in daemons
         if device.gpu.index in item.daemon.gpu_indexes and not item.serves(host, device.gpu.index)
     ][:_MOST_NAMED]
     outside = [
-        process for process in host.nvml.processes(device.gpu.index) or () if process.compute and not process.mps
+        process
+        for process in host.nvml.processes(device.gpu.index) or ()
+        if process.compute and not process.mps and device.has(process)
     ]
-    if device.mig is not None:
-        place = (device.mig.gpu_instance_id, device.mig.compute_instance_id)
-        outside = [process for process in outside if (process.gpu_instance_id, process.compute_instance_id) == place]
     if outside:
         pids = ", ".join(str(process.pid) for process in outside[:5])
         runs = f"{counted(len(outside), 'process')} on {device.title} {'runs' if len(outside) == 1 else 'run'}"

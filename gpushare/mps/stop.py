@@ -34,7 +34,7 @@ from gpushare.host.identity import start_of
 from gpushare.host.process import ProcessInfo, named, signal_known, wait_gone
 from gpushare.host.smi import compute_mode_command
 from gpushare.mps.control import MpsControl, NoDaemon, control_command, is_server, not_your_daemon_error
-from gpushare.mps.daemons import FoundDaemon, ask, find_daemons, live_pid
+from gpushare.mps.daemons import FoundDaemon, find_daemons, live_pid, with_answers
 from gpushare.mps.home import ADOPTED, DaemonRecord, start_command
 from gpushare.mps.limits import Limits
 from gpushare.plan import Loss, Plan, Step, carry_out
@@ -60,7 +60,9 @@ def daemons_to_stop(
     if pipe_directory is not None and gpu is not None:
         raise BadUsage("both a GPU and a pipe directory name the daemon", "give one of them", code="two_names")
     daemons = find_daemons(host, gpus, deep=False)
-    chosen = _daemons_on(daemons, gpu, gpus) if pipe_directory is None else [_at_pipe(host, daemons, pipe_directory)]
+    chosen = (
+        _daemons_on(daemons, gpu, gpus) if pipe_directory is None else [_daemon_at_pipe(host, daemons, pipe_directory)]
+    )
     whole = {gpu.uuid: Device(gpu=gpu) for gpu in gpus if gpu.uuid is not None}
     return [(item, whole.get(item.daemon.device_uuid or "")) for item in chosen]
 
@@ -98,6 +100,7 @@ def _daemons_on(daemons: Sequence[FoundDaemon], gpu: str | None, gpus: Sequence[
 
 
 def _no_daemon_error(daemons: Sequence[FoundDaemon], devices: Sequence[Device]) -> NoDaemon:
+    """Return the error that no daemon of gpushare serves these devices, with a hint at others that do."""
     names = ", ".join(device.title for device in devices) or "this host"
     foreign = next((item for item in daemons if not item.daemon.ours), None)
     hint = "see the daemons: gpushare mps status"
@@ -111,9 +114,10 @@ def _no_daemon_error(daemons: Sequence[FoundDaemon], devices: Sequence[Device]) 
     return NoDaemon(f"no MPS daemon of gpushare serves {names}", hint)
 
 
-def _at_pipe(host: Host, daemons: Sequence[FoundDaemon], pipe_directory: str) -> FoundDaemon:
+def _daemon_at_pipe(host: Host, daemons: Sequence[FoundDaemon], pipe_directory: str) -> FoundDaemon:
+    """Return the daemon of a pipe directory. Raises NoDaemon, or NoPermission if it is another user's."""
     wanted = os.path.abspath(pipe_directory)
-    item = _listening(host, [each for each in daemons if each.daemon.pipe_directory == wanted], wanted)
+    item = _listening_daemon(host, [each for each in daemons if each.daemon.pipe_directory == wanted], wanted)
     if item is None:
         raise NoDaemon(f"no MPS daemon uses the pipe directory {wanted}", "see the daemons: gpushare mps status")
     if not item.trusted:
@@ -125,7 +129,7 @@ def _at_pipe(host: Host, daemons: Sequence[FoundDaemon], pipe_directory: str) ->
     return item
 
 
-def _listening(host: Host, same: Sequence[FoundDaemon], directory: str) -> FoundDaemon | None:
+def _listening_daemon(host: Host, same: Sequence[FoundDaemon], directory: str) -> FoundDaemon | None:
     """Return the daemon of a pipe directory, which any user's process can name.
 
     Of several, root's or our own is taken if it is the one that listens there.
@@ -202,7 +206,7 @@ class Stop:
             used = sorted({*(clients or ()), *(leases or ())})
             reasons += [] if clients is not None else ["it does not tell whether it has clients"]
             reasons += [f"{counted(len(used), 'program')} on it: {named(self._host.processes, used)}"] if used else []
-        title = f"the MPS daemon {daemon.pid}{self._where()}"
+        title = f"the MPS daemon {daemon.pid}{self._place_text()}"
         return (Loss(action="stops", what=title, why=tuple(reasons)),) if reasons else ()
 
     def _clients_now(self) -> list[int] | None:
@@ -230,34 +234,36 @@ class Stop:
         if record is None or record.transient or record.interrupted or self._found.daemon.pid is None:
             return None
         # Others may have changed them since. A daemon that does not answer has no percentage.
-        (now,) = ask(self._host, [self._found], strangers=False)
+        (now,) = with_answers(self._host, [self._found], strangers=False)
         limits = record.limits if now.daemon.threads_percent is None else Limits.of(now.daemon)
         return start_command(replace(record, limits=limits), self._device)
 
     @property
     def steps(self) -> tuple[Step, ...]:
         """Return all steps in order."""
-        return (*self._waiting(), *self._changes())
+        return (*self._waiting_steps(), *self._ending_steps())
 
-    def _where(self) -> str:
+    def _place_text(self) -> str:
+        """Return where the daemon is, to follow its title: `` of GPU 0``."""
         daemon = self._found.daemon
         return f" of GPU {daemon.gpu_index}" if daemon.gpu_index is not None else f" at {daemon.pipe_directory}"
 
-    def _waiting(self) -> list[Step]:
+    def _waiting_steps(self) -> list[Step]:
         daemon = self._found.daemon
         if daemon.pid is None:
             return []
         return [
             Step(
-                what=f"wait up to {self.drain_seconds:g} s for the clients of the MPS daemon{self._where()}",
+                what=f"wait up to {self.drain_seconds:g} s for the clients of the MPS daemon{self._place_text()}",
                 command=control_command(daemon.pipe_directory or "", "ps"),
                 do=self._wait,
             )
         ]
 
-    def _changes(self) -> list[Step]:
+    def _ending_steps(self) -> list[Step]:
+        """Return the steps that end the daemon, restore the compute mode, and remove its files."""
         daemon, record, home = self._found.daemon, self._found.record, self._found.home
-        dead, where = daemon.pid is None, self._where()
+        dead, where = daemon.pid is None, self._place_text()
         end = f"end the MPS daemon{where} (process {daemon.pid}) and wait until its process is gone"
         steps = [
             Step(
@@ -296,24 +302,24 @@ class Stop:
             OperationFailed: its process does not end.
         """
         host, item = self._host, self._found
-        title = f"stop the MPS daemon{self._where()}"
+        title = f"stop the MPS daemon{self._place_text()}"
         # Before the lock: another user's home cannot be locked.
         _check_permission(host, item)
         _check_listener(host, item)
         # Also before the lock: a `gpushare run` that ends, a client that we wait for, needs it.
-        carry_out(Plan(title=title, steps=tuple(self._waiting())))
+        carry_out(Plan(title=title, steps=tuple(self._waiting_steps())))
         with item.home.locked() if item.home is not None else contextlib.nullcontext():
             if not _ended_by_its_last_run(host, item):
                 _check_not_replaced(item)
-                carry_out(Plan(title=title, steps=tuple(self._changes())))
+                carry_out(Plan(title=title, steps=tuple(self._ending_steps())))
         return Stopped(pid=self._pid, waited_seconds=self._waited, forced=self._forced, compute_mode=self._restored)
 
     def _wait(self) -> None:
         started = time.monotonic()
-        self._without_clients(self.drain_seconds)
+        self._wait_for_clients(self.drain_seconds)
         self._waited = time.monotonic() - started
 
-    def _without_clients(self, seconds: float) -> list[int]:
+    def _wait_for_clients(self, seconds: float) -> list[int]:
         """Wait for the clients to end; return those left.
 
         Raises:
@@ -345,6 +351,7 @@ class Stop:
         return clients
 
     def _end(self) -> None:
+        """End the daemon, after another look at its clients: with ``force`` only those that the user agreed to lose."""
         host, item = self._host, self._found
         started = item.started
         if self._pid is None and item.home is not None and item.record is not None:
@@ -355,7 +362,7 @@ class Stop:
         # Another process may listen there now.
         _check_listener(host, item)
         # Clients may have come while we waited for the lock.
-        clients, control = self._without_clients(0.0), item.control(host)
+        clients, control = self._wait_for_clients(0.0), item.control(host)
         new = [] if self._agreed is None else [pid for pid in clients if pid not in self._agreed]
         if new:
             raise InUse(
@@ -365,17 +372,12 @@ class Stop:
                 gpu=None if item.daemon.gpu_index is None else str(item.daemon.gpu_index),
                 code="clients_left",
             )
-        ended = end_daemon(host, control, self._pid, started=started, seconds=1.0, force=self._force)
+        ended = end_daemon(host, control, self._pid, started=started, force=self._force)
         self._forced = bool(clients) or ended
 
     def _restore(self) -> None:
         if self._found.record is not None:
             self._restored = restore_mode(self._host, self._found.record, self._device)
-
-
-def stop(host: Host, found: FoundDaemon, device: Device | None, *, drain_seconds: float, force: bool) -> Stopped:
-    """Stop a daemon, see `Stop`."""
-    return Stop(host, found, device, drain_seconds=drain_seconds, force=force).run()
 
 
 def _ended_by_its_last_run(host: Host, found: FoundDaemon) -> bool:
@@ -386,9 +388,7 @@ def _ended_by_its_last_run(host: Host, found: FoundDaemon) -> bool:
     return home.read() is None and not host.processes.alive(found.daemon.pid, record.started)
 
 
-def end_daemon(
-    host: Host, control: MpsControl, pid: int, *, seconds: float, force: bool, started: int | None = None
-) -> bool:
+def end_daemon(host: Host, control: MpsControl, pid: int, *, force: bool, started: int | None = None) -> bool:
     """Tell a daemon to quit and wait until its process is gone; return whether signals were needed.
 
     With ``force`` a daemon that does not end gets SIGTERM and then SIGKILL (its files do not disturb a later start).
@@ -402,12 +402,12 @@ def end_daemon(
     if started is None or not host.processes.alive(pid, started):
         # It has ended; what listens at its directory now is another daemon.
         return False
-    answers, woken = _woken(host, control, pid, started) if force else (True, False)
+    answers, woken = _wake(host, control, pid, started) if force else (True, False)
     tries = (1.0, 2.0, _GONE_SECONDS) if answers else ()
     for patience in tries:
         # A "quit" that collides with another conversation is silently dropped, so it is repeated.
         try:
-            control.quit(seconds if force else None)
+            control.quit(force=force)
         except NotFound:
             # It ended just before the command.
             pass
@@ -427,7 +427,7 @@ def end_daemon(
     )
 
 
-def _woken(host: Host, control: MpsControl, pid: int, started: int) -> tuple[bool, bool]:
+def _wake(host: Host, control: MpsControl, pid: int, started: int) -> tuple[bool, bool]:
     """Return whether a daemon answers, and whether it needed SIGCONT for that (it may have been stopped)."""
     for woken in (False, True):
         try:
@@ -509,6 +509,7 @@ def _check_not_replaced(found: FoundDaemon) -> None:
 
 
 def _check_permission(host: Host, found: FoundDaemon) -> None:
+    """Raise NoPermission if another user started the daemon, and this user is not root."""
     record = found.record
     if record is not None and not host.root and record.uid != host.uid:
         raise not_your_daemon_error(

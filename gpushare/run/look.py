@@ -118,12 +118,9 @@ def _only_instances(gpu: Any, uuids: set[str]) -> Any:
     instances = tuple(mig for mig in gpu.mig_instances if mig.uuid in uuids)
     if not instances:
         return gpu
-    places = {(mig.gpu_instance_id, mig.compute_instance_id) for mig in instances}
     processes = (
         None
         if gpu.processes is None
-        else tuple(
-            process for process in gpu.processes if (process.gpu_instance_id, process.compute_instance_id) in places
-        )
+        else tuple(process for process in gpu.processes if any(mig.has(process) for mig in instances))
     )
     return replace(gpu, mig_instances=instances, processes=processes)

@@ -170,7 +170,7 @@ class PlainWatch(Watch):
         for gpu, process in self._everywhere():
             if process.pid not in tree or not (process.compute or process.mps):
                 continue
-            if self._is_here(gpu, process):
+            if gpu == index and self.device.has(process):
                 inside.add(process.pid)
                 on_devices.append(process)
             elif gpu in self.more:
@@ -182,13 +182,6 @@ class PlainWatch(Watch):
         # Two looks must agree, as for MPS: the lists are not of one moment.
         self.outside |= elsewhere & self._suspects
         self._suspects = elsewhere
-
-    def _is_here(self, gpu: int, process: GpuProcess) -> bool:
-        mig = self.device.mig
-        if gpu != self.device.gpu.index:
-            return False
-        place = (process.gpu_instance_id, process.compute_instance_id)
-        return mig is None or place == (mig.gpu_instance_id, mig.compute_instance_id)
 
     def _everywhere(self) -> Iterator[tuple[int, GpuProcess]]:
         for gpu in range(self.host.nvml.count()):

@@ -175,7 +175,7 @@ def stop_if_last(host: Host, home: DaemonHome) -> bool:
         control = MpsControl(host.programs, str(home.pipe))
         if clients_of(control):
             return True
-        end_daemon(host, control, pid, seconds=1.0, force=False)
+        end_daemon(host, control, pid, force=False)
         # It may have inherited changes of a daemon before it.
         restore_mode(host, record)
         home.clear()

@@ -13,7 +13,7 @@ import pytest
 from gpushare.base.errors import NotFound, NotSupported
 from gpushare.host.capabilities import user_name
 from gpushare.host.host import make_private_directory
-from gpushare.mps.home import let_in, pipe_users
+from gpushare.mps.home import pipe_users, set_pipe_users
 
 
 @pytest.fixture
@@ -34,15 +34,15 @@ def test_everybody_by_default(pipe: Path) -> None:
 
 
 def test_named_users_and_back_to_everybody(pipe: Path) -> None:
-    let_in(pipe, ["nobody", str(pwd.getpwnam("daemon").pw_uid)])
+    set_pipe_users(pipe, ["nobody", str(pwd.getpwnam("daemon").pw_uid)])
     assert pipe_users(pipe) == ("daemon", "nobody")
     # The bits of the group are the mask of the list; others have none.
     assert mode(pipe) & 0o007 == 0
     # A daemon's home is still one: nobody else may write.
     make_private_directory(pipe)
-    let_in(pipe, ["nobody"])
+    set_pipe_users(pipe, ["nobody"])
     assert pipe_users(pipe) == ("nobody",)
-    let_in(pipe, [])
+    set_pipe_users(pipe, [])
     assert pipe_users(pipe) == ()
     assert mode(pipe) == 0o755
     assert "system.posix_acl_access" not in os.listxattr(pipe)
@@ -55,7 +55,7 @@ def test_a_directory_closed_by_hand_is_its_owners(pipe: Path) -> None:
 
 def test_an_unknown_user_changes_nothing(pipe: Path) -> None:
     with pytest.raises(NotFound) as raised:
-        let_in(pipe, ["no-such-user"])
+        set_pipe_users(pipe, ["no-such-user"])
     assert raised.value.code == "no_user"
     assert pipe_users(pipe) == ()
 
@@ -63,7 +63,7 @@ def test_an_unknown_user_changes_nothing(pipe: Path) -> None:
 def test_no_directory(tmp_path: Path) -> None:
     assert pipe_users(tmp_path / "none") is None
     with pytest.raises(NotFound) as raised:
-        let_in(tmp_path / "none", ["nobody"])
+        set_pipe_users(tmp_path / "none", ["nobody"])
     assert raised.value.code == "no_daemon"
 
 
@@ -73,6 +73,6 @@ def test_a_file_system_without_lists_stays_closed(pipe: Path, monkeypatch: pytes
 
     monkeypatch.setattr(os, "setxattr", refuse)
     with pytest.raises(NotSupported) as raised:
-        let_in(pipe, ["nobody"])
+        set_pipe_users(pipe, ["nobody"])
     assert raised.value.code == "no_acl"
     assert mode(pipe) == 0o700

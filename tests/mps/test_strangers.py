@@ -22,7 +22,7 @@ from gpushare.mps import daemons
 from gpushare.mps.control import PROGRAM, SERVER_PROGRAM, MpsControl, parse_percentage, parse_pids, parse_ps
 from gpushare.mps.daemons import FoundDaemon, daemon_pid, find_daemons, live_pid, own_daemon
 from gpushare.mps.home import DaemonRecord, home_of
-from gpushare.mps.stop import daemons_to_stop, end_daemon, stop
+from gpushare.mps.stop import Stop, daemons_to_stop, end_daemon
 from gpushare.run.share import stop_if_last
 from tests.mps.fake_daemon import Daemon
 
@@ -249,7 +249,7 @@ def test_signals_go_to_a_daemon_and_its_own_servers_only(host: Host, uid: int, e
     hanging = dataclasses.replace(host, processes=processes, programs=programs)
     control = MpsControl(programs, "/a", seconds=0.01)
     control.answers = _hangs  # type: ignore[method-assign]
-    assert end_daemon(hanging, control, 50, seconds=0.05, force=True)
+    assert end_daemon(hanging, control, 50, force=True)
     assert {pid for pid, number in processes.sent if number in {9, 15}} == ended
     assert {pid for pid, _ in processes.sent} == ended
 
@@ -260,7 +260,7 @@ def test_a_daemon_that_has_ended_gets_no_command_though_its_pid_is_in_use(host: 
     processes.starts[50] = 100
     there = dataclasses.replace(host, processes=processes, programs=programs)
     control = MpsControl(programs, "/a", seconds=0.01)
-    assert not end_daemon(there, control, 50, seconds=0.05, force=force, started=5)
+    assert not end_daemon(there, control, 50, force=force, started=5)
     assert (processes.sent, programs.pipes) == ([], [])
 
 
@@ -276,7 +276,7 @@ def test_no_signal_goes_to_who_has_got_the_pid_of_a_daemon_meanwhile(host: Host)
         raise TimedOut("it hangs", "wait")
 
     control.answers = answers  # type: ignore[method-assign]
-    end_daemon(hanging, control, 50, seconds=1.0, force=True)
+    end_daemon(hanging, control, 50, force=True)
     assert processes.sent == []
 
 
@@ -316,7 +316,7 @@ def test_who_does_not_show_who_listens_is_told_nothing(host: Host, device: Devic
     seen, found = foreign_daemon(host, device, uid=0)
     seen.programs.who = None  # type: ignore[attr-defined]
     with pytest.raises(InUse) as caught:
-        stop(seen, found, None, drain_seconds=0.0, force=force)
+        Stop(seen, found, None, drain_seconds=0.0, force=force).run()
     assert (caught.value.code, seen.processes.sent) == ("other_daemon", [])  # type: ignore[attr-defined]
     assert seen.programs.pipes == []  # type: ignore[attr-defined]
 

@@ -14,7 +14,7 @@ from gpushare.mps.daemons import FoundDaemon, find_daemons
 from gpushare.mps.home import home_of
 from gpushare.mps.limits import Limits
 from gpushare.mps.start import plan_start
-from gpushare.mps.stop import stop
+from gpushare.mps.stop import Stop
 from gpushare.plan import carry_out
 from tests.real_daemon.conftest import daemons_below, wait_until
 from tests.real_daemon.strangers import STRANGER, acting, connects, locks
@@ -40,7 +40,7 @@ def test_a_stranger_who_locks_what_a_crash_left_does_not_hinder_the_next_start(
         assert got
         found = start(host, device)
         assert [found.daemon.pid] == daemons_below(sim_dir)
-        stop(host, found, device, drain_seconds=0.0, force=False)
+        Stop(host, found, device, drain_seconds=0.0, force=False).run()
 
 
 def test_force_stops_a_daemon_whose_connection_a_stranger_holds(host: Host, device: Device, sim_dir: Path) -> None:
@@ -48,9 +48,9 @@ def test_force_stops_a_daemon_whose_connection_a_stranger_holds(host: Host, devi
     found = start(host, device)
     with acting(STRANGER, lambda: connects(home_of(host.run_directory, device.uuid).pipe)) as got:
         assert got
-        done = stop(host, found, device, drain_seconds=0.0, force=True)
+        done = Stop(host, found, device, drain_seconds=0.0, force=True).run()
         assert (done.pid, done.forced, daemons_below(sim_dir)) == (found.daemon.pid, True, [])
         # Nor does he hinder the next one.
         again = start(host, device)
-        stop(host, again, device, drain_seconds=0.0, force=False)
+        Stop(host, again, device, drain_seconds=0.0, force=False).run()
     assert daemons_below(sim_dir) == []

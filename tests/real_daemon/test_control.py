@@ -133,9 +133,9 @@ def test_quit_ends_the_process(sim_dir: Path, control: MpsControl) -> None:
     assert control.answers() is False
 
 
-def test_quit_with_a_time_ends_the_process(sim_dir: Path, control: MpsControl) -> None:
+def test_quit_by_force_ends_the_process(sim_dir: Path, control: MpsControl) -> None:
     (pid,) = daemons_below(sim_dir)
-    control.quit(1.0)
+    control.quit(force=True)
     wait_until(lambda: pid not in daemons_below(sim_dir))
 
 

@@ -19,7 +19,7 @@ from gpushare.mps.daemons import find_daemons, logged_limit, own_daemon
 from gpushare.mps.home import home_of
 from gpushare.mps.limits import Limits
 from gpushare.mps.start import plan_start
-from gpushare.mps.stop import stop
+from gpushare.mps.stop import Stop
 from gpushare.plan import carry_out
 from tests.real_daemon.conftest import daemons_below, wait_until
 
@@ -48,7 +48,7 @@ def test_a_start_that_was_killed(host: Host, device: Device, recorded: bool) -> 
         (home.directory / "daemon.json").unlink()
     (found,) = find_daemons(host, [device.gpu])
     assert (found.daemon.ours, found.daemon.pid, found.daemon.error) == (True, pid, None)
-    stop(host, found, device, drain_seconds=0.0, force=False)
+    Stop(host, found, device, drain_seconds=0.0, force=False).run()
     assert (daemons_below(host.run_directory), home.read()) == ([], None)
     if recorded:
         assert host.nvml.compute_mode(0) is ComputeMode.DEFAULT

@@ -21,7 +21,7 @@ from gpushare.mps.home import home_of
 from gpushare.mps.limits import Limits
 from gpushare.mps.set import plan_limits
 from gpushare.mps.start import plan_start
-from gpushare.mps.stop import stop
+from gpushare.mps.stop import Stop
 from gpushare.plan import carry_out
 from gpushare.snapshot import Observer
 from tests.real_daemon.conftest import PATIENCE_SECONDS, daemons_below, is_stopped, start_by_hand, wait_until
@@ -121,7 +121,7 @@ def test_each_gpu_has_a_daemon_of_its_own(real_control: str, sim_dir: Path) -> N
 
 def test_stop_proves_that_the_process_is_gone(host: Host, device: Device, sim_dir: Path) -> None:
     found = start(host, device)
-    done = stop(host, found, device, drain_seconds=0.0, force=False)
+    done = Stop(host, found, device, drain_seconds=0.0, force=False).run()
     assert (done.pid, done.forced) == (found.daemon.pid, False)
     assert daemons_below(sim_dir) == []
     assert daemon_pid(host, str(found.daemon.pipe_directory)) is None
@@ -130,7 +130,7 @@ def test_stop_proves_that_the_process_is_gone(host: Host, device: Device, sim_di
 
 def test_start_works_again_after_stop(host: Host, device: Device, sim_dir: Path) -> None:
     first = start(host, device)
-    stop(host, first, device, drain_seconds=0.0, force=False)
+    Stop(host, first, device, drain_seconds=0.0, force=False).run()
     assert daemons_below(sim_dir) == []
     second = start(host, device, Limits(threads_percent=80.0))
     assert daemons_below(sim_dir) == [second.daemon.pid]
@@ -164,7 +164,7 @@ def test_stop_clears_a_killed_daemon_away(host: Host, device: Device, sim_dir: P
     found = start(host, device)
     os.kill(found.daemon.pid or 0, signal.SIGKILL)
     wait_until(lambda: found.daemon.pid not in daemons_below(sim_dir))
-    done = stop(host, only_daemon(host, device), device, drain_seconds=0.0, force=False)
+    done = Stop(host, only_daemon(host, device), device, drain_seconds=0.0, force=False).run()
     assert (done.pid, done.forced) == (None, False)
     assert find_daemons(host, [device.gpu]) == []
     assert home_of(host.run_directory, device.uuid).leftovers() == []
@@ -204,7 +204,7 @@ def test_stop_of_a_hanging_daemon_times_out_and_leaves_it(
     found = start(host, device)
     suspend(found.daemon.pid or 0)
     with pytest.raises(TimedOut) as caught:
-        stop(host, found, device, drain_seconds=0.0, force=False)
+        Stop(host, found, device, drain_seconds=0.0, force=False).run()
     assert caught.value.code == "daemon_hangs"
     assert "--force" in caught.value.hint
     assert daemons_below(sim_dir) == [found.daemon.pid]
@@ -215,7 +215,7 @@ def test_stop_of_a_hanging_daemon_times_out_and_leaves_it(
 def test_a_forced_stop_ends_a_hanging_daemon(host: Host, device: Device, impatient: None, sim_dir: Path) -> None:
     found = start(host, device)
     suspend(found.daemon.pid or 0)
-    done = stop(host, found, device, drain_seconds=0.0, force=True)
+    done = Stop(host, found, device, drain_seconds=0.0, force=True).run()
     assert done.forced
     assert daemons_below(sim_dir) == []
     assert find_daemons(host, [device.gpu]) == []

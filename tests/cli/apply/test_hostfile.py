@@ -644,11 +644,11 @@ def unit_daemon(world: World, uuid: str, *, threads: str, memory: str = "-", use
     """Start a daemon as the unit of `gpushare export systemd` does, and give it its limits."""
     from gpushare.host.cdi import local_path
     from gpushare.mps.control import MpsControl
-    from gpushare.mps.home import LIMIT_FILE, let_in, pipe_directory
+    from gpushare.mps.home import LIMIT_FILE, pipe_directory, set_pipe_users
 
     pipe = local_path(world.host, pipe_directory(uuid))
     pipe.mkdir(parents=True)
-    let_in(pipe, users)
+    set_pipe_users(pipe, users)
     environment = {
         "CUDA_VISIBLE_DEVICES": uuid,
         "CUDA_MPS_PIPE_DIRECTORY": pipe_directory(uuid),

@@ -281,7 +281,7 @@ def test_stopped_by_somebody_else_meanwhile(cli: Cli, world: World, daemon: int)
     cli("mps", "stop").ok()
     cli("mps", "start").ok()
     with pytest.raises(NotFound, match=f"stopped or replaced the MPS daemon {daemon}"):
-        stop.stop(world.host, found, None, drain_seconds=0, force=True)
+        stop.Stop(world.host, found, None, drain_seconds=0, force=True).run()
     assert len(world.state.daemons) == 1
 
 
@@ -335,7 +335,7 @@ def test_a_daemon_that_its_last_run_ended_while_we_waited_is_stopped_as_wanted(c
     assert found.record is not None
     transient = replace(found, record=replace(found.record, transient=True))
     cli("mps", "stop").ok()
-    assert stop.stop(world.host, transient, None, drain_seconds=0, force=False).pid == found.daemon.pid
+    assert stop.Stop(world.host, transient, None, drain_seconds=0, force=False).run().pid == found.daemon.pid
 
 
 def test_a_process_that_claims_the_directory_of_a_daemon_is_not_stopped_for_it(
