@@ -123,7 +123,7 @@ def place_instances(gpu: SimulatedGpu, model: GpuModel, requests: Sequence[str])
         raise OperationFailed(
             f"{names} do not fit on one {model.name}",
             "ask for fewer or smaller instances, or say where each starts: 3g.71gb:4",
-            code="no_room",
+            code="never_fits",
         )
     instances = []
     for occupied in layout:

@@ -339,6 +339,65 @@ def test_every_error_code_of_gpushare_is_explained() -> None:
     assert codes_in_use() == set(own_codes())
 
 
+@pytest.mark.parametrize(
+    ("code", "says", "never"),
+    [
+        ("under_mps", "share what belongs to their server", "died"),
+        ("serves_clients", "share what belongs to their server", "died"),
+        ("limit_above_gpu", "too small", "daemon"),
+        ("no_acl", "file system", "daemon"),
+        ("memory_limit", "held more memory than it was given", "layout"),
+        ("time_limit", "time that it was given", "memory"),
+        ("never_fits", "Even an empty GPU", "Other jobs"),
+        ("no_room", "Other jobs", "Even an empty"),
+        ("needs_consent", "Nobody agreed", "not allowed"),
+        ("not_confirmed", "Nobody agreed", "not allowed"),
+        ("no_permission", "may not do it", "in use"),
+        ("name_taken", "The name is taken", "another user"),
+        ("over_user_limit", "Root has set a limit", "lease"),
+        ("reserved", "lease", "gpushare.yaml"),
+        ("no_user", "user or the group", "GPU"),
+        ("command_not_found", "program to run", "container"),
+        ("no_row", "not one that gpushare", "ended"),
+        ("job_lost", "put the job back", "expects"),
+        ("interrupted", "Ctrl-C", "measure"),
+        ("too_large", "that is named", "gpushare keeps"),
+        ("timeout", "within the time", "NVIDIA"),
+    ],
+)
+def test_the_cause_of_a_code_is_its_own(code: str, says: str, never: str) -> None:
+    explanation = own_codes()[code]
+    assert says in explanation.cause
+    assert never not in explanation.cause
+
+
+def test_what_fails_halfway_is_not_said_to_have_changed_nothing() -> None:
+    """A refusal comes before anything is done; these errors may come later."""
+    late = {"OperationFailed", "NotHeld", "TimedOut", "Interrupted"}
+    wrong = set()
+    for path in (ROOT / "gpushare").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in late):
+                continue
+            codes = [
+                word.value.value
+                for word in node.keywords
+                if word.arg == "code" and isinstance(word.value, ast.Constant)
+            ]
+            wrong |= {code for code in codes if "Nothing was" in own_codes()[code].cause}
+    assert wrong == set()
+
+
+def test_the_next_command_of_each_code_exists() -> None:
+    from gpushare.cli import VERBS
+
+    commands = {
+        words for explanation in own_codes().values() for words in explanation.next if words.startswith("gpushare ")
+    }
+    typed = [command.removeprefix("gpushare ").split()[0] for command in commands]
+    assert sorted(set(typed) - VERBS.keys() - {"COMMAND", "--debug"}) == []
+
+
 def test_every_error_code_has_one_meaning() -> None:
     """YAML takes the last of two keys, without a word."""
     lines = (ROOT / "gpushare" / "data" / "error-codes.yaml").read_text(encoding="utf-8").splitlines()
