@@ -175,6 +175,7 @@ class _AdviseCommand(AskingCommand):
         super().__init__(*arguments, **{**named, "params": [program, *options, *others]})
 
     def invoke(self, ctx: Any) -> Any:
+        """Run the command, with the properties of the workload in the context, not as arguments."""
         words = {name: ctx.params.pop(name) for name in self._names}
         ctx.meta["workload"] = {**words, "needs": ",".join(words["needs"]) if words["needs"] else None}
         return super().invoke(ctx)
@@ -225,7 +226,10 @@ def advise(
     words = dict(context.meta["workload"])
     root, destroy, command = words.pop("root"), words.pop("destroy"), words["command"]
     production_fills = words.pop("production_saturating")
-    pair = (_number("--production", words.pop("production")), _number("--opportunistic", words.pop("opportunistic")))
+    pair = (
+        _parse_count("--production", words.pop("production")),
+        _parse_count("--opportunistic", words.pop("opportunistic")),
+    )
     words["command"] = shlex.join(program) if program and command is None else command
     asked_for = {
         "--copies": copies,
@@ -244,13 +248,13 @@ def advise(
         measure=measure,
         explained=explained is not None,
     )
-    case = _case(words, file, root, pair, seen=live or recording is not None)
+    case = _typed_case(words, file, root, pair, seen=live or recording is not None)
     case = case and checked(_production_fills(case, production_fills))
     # The advice itself only reads.
     settings.changes = apply or measure
     host = settings.connect()
     if apply and not settings.dry_run:
-        _recover(host)
+        _recover_mig(host)
     state = HostState(host)
     facts = host_facts(state)
     chosen, among = _gpu_of_option(state, facts, gpu)
@@ -272,15 +276,16 @@ def advise(
     if named or measure:
         situation = replace(situation, among=(situation.gpu.index,))
     if not no_input and _may_ask(explained=explained is not None):
-        situation = asked(with_numbers(situation))
+        situation = ask_questions(ask_numbers(situation))
         if not named:
             situation = replace(situation, gpu=_best_first(situation, situation.among))
     if measuring is not None:
-        return measured_answer(host, situation, measuring, live=live, apply=apply)
-    return _result(advice_for(situation), explained, live=live, apply=apply)
+        return measure_and_answer(host, situation, measuring, live=live, apply=apply)
+    return _advice_result(advice_for(situation), explained, live=live, apply=apply)
 
 
 def _check_combinations(sources: Sequence[str], *, pair: bool, apply: bool, measure: bool, explained: bool) -> None:
+    """Raise BadUsage or BadCombination for options that do not go together."""
     if settings.dry_run and not apply and not measure:
         raise BadCombination(
             "--dry-run needs --apply or --measure: the advice itself changes nothing", "drop --dry-run"
@@ -319,7 +324,7 @@ def _measuring(
     if measure and explained:
         raise BadCombination("--mechanism cannot be combined with --measure", "drop one of them")
     if measure:
-        return measuring_of(program or _argv(command or ""), asked)
+        return parse_measuring(program or _split_command(command or ""), asked)
     if program or options:
         excess = "a command" if program else ", ".join(options)
         raise BadCombination(
@@ -329,7 +334,8 @@ def _measuring(
     return None
 
 
-def _argv(command: str) -> list[str]:
+def _split_command(command: str) -> list[str]:
+    """Return the words of --command, as a shell splits them."""
     try:
         return shlex.split(command)
     except ValueError as error:
@@ -340,7 +346,8 @@ def _argv(command: str) -> list[str]:
         ) from None
 
 
-def _number(option: str, text: str | None) -> int | None:
+def _parse_count(option: str, text: str | None) -> int | None:
+    """Return the number of processes that an option gives; None: it is not given."""
     if text is None:
         return None
     try:
@@ -349,7 +356,7 @@ def _number(option: str, text: str | None) -> int | None:
         raise BadUsage(f"{option}: {error.message}", error.hint, code=error.code) from None
 
 
-def _case(
+def _typed_case(
     words: dict[str, Any], file: str | None, root: bool | None, pair: tuple[int | None, int | None], *, seen: bool
 ) -> Case | None:
     """Return the case of the options or a file; None if it is to be taken from the GPU or a recording."""
@@ -367,7 +374,7 @@ def _case(
     return case_of(words, root=root, pair=pair)
 
 
-def _recover(host: Host) -> None:
+def _recover_mig(host: Host) -> None:
     """Undo a MIG change that was interrupted before the advice looks at the host, as every change of MIG does."""
     from gpushare.cli.mig_change import recovered
 
@@ -395,6 +402,7 @@ def _gpu_of_option(state: HostState, facts: HostFacts, gpu: str | None) -> tuple
 
 
 def _check_sms(case: Case, gpus: Sequence[GpuFacts]) -> None:
+    """Raise BadUsage if a process needs more SMs than the largest of these GPUs has."""
     needed = max(work.sms or 0 for work in case.workloads)
     counts = [gpu.multiprocessors for gpu in gpus if gpu.multiprocessors is not None]
     if len(counts) == len(gpus) and needed > max(counts):
@@ -406,13 +414,13 @@ def _check_sms(case: Case, gpus: Sequence[GpuFacts]) -> None:
         )
 
 
-def _answering(facts: HostFacts, among: Sequence[int]) -> list[GpuFacts]:
+def _answering_gpus(facts: HostFacts, among: Sequence[int]) -> list[GpuFacts]:
     return [gpu for gpu in facts.gpus if gpu.error is None and (gpu.index in among or not among)]
 
 
 def _first_gpu(facts: HostFacts, among: Sequence[int], preferred: Callable[[GpuFacts], bool]) -> GpuFacts:
     """Return the first GPU that answers and is wanted, else the first that answers."""
-    answers = _answering(facts, among)
+    answers = _answering_gpus(facts, among)
     return next(filter(preferred, answers), answers[0])
 
 
@@ -420,10 +428,11 @@ def _best_first(situation: Situation, among: Sequence[int]) -> GpuFacts:
     """Return the GPU that the answer begins with."""
     if situation.case.any("running"):
         return _first_gpu(situation.host, among, lambda gpu: bool(gpu.processes))
-    return first_gpu(situation, _answering(situation.host, among))
+    return first_gpu(situation, _answering_gpus(situation.host, among))
 
 
 def _may_ask(*, explained: bool) -> bool:
+    """Return whether questions can be asked: on a terminal, for an answer as a table."""
     terminal = sys.stdin.isatty() and sys.stdout.isatty() and sys.stderr.isatty()
     as_table = settings.output in {OutputFormat.AUTO, OutputFormat.TABLE}
     return terminal and as_table and not explained
@@ -432,7 +441,8 @@ def _may_ask(*, explained: bool) -> bool:
 RUNS_ON: Final = "running programs are not affected: they join MPS or an instance only after a restart"
 
 
-def _result(advice: Advice, explained: Any, *, live: bool, apply: bool) -> Any:
+def _advice_result(advice: Advice, explained: Any, *, live: bool, apply: bool) -> Any:
+    """Return the advice as a result; with ``explained`` one way's reasons; with ``apply`` the setup is carried out."""
     data = advice_answer(advice)
     notes = [*data.notes, *([RUNS_ON] if live else [])]
     if explained is not None:
@@ -442,7 +452,7 @@ def _result(advice: Advice, explained: Any, *, live: bool, apply: bool) -> Any:
             notes.append(f"the advice for this case is: {data.answer} (drop --mechanism to see it)")
         return Result(command="advise", data=replace(data, explained=verdict), tables=(table,), notes=tuple(notes))
     if apply:
-        return applied(advice, notes)
+        return carry_out_setup(advice, notes)
     tables = [answer_table(data, whole=settings.verbose), verdicts_table(data)]
     if settings.verbose:
         tables.append(reasons_table(data.verdicts, "every rule"))
@@ -490,6 +500,12 @@ def case_of(words: Mapping[str, Any], *, root: bool | None, pair: tuple[int | No
 
 
 def case_from_file(path: str, *, root: bool | None) -> Case:
+    """Return the workloads of a YAML file as a case; ``-`` is stdin.
+
+    Raises:
+        NotFound, OperationFailed: it cannot be read.
+        BadUsage: it says something that is no workload.
+    """
     try:
         with contextlib.nullcontext(sys.stdin) if path == "-" else open(path, encoding="utf-8") as file:
             text = file.read(_MOST_CHARACTERS + 1)
@@ -554,7 +570,7 @@ def case_from_now(host: Host, index: int, *, root: bool | None) -> Case:
         )
         for process in seen
     )
-    return Case(workloads=_merged(workloads), root=root)
+    return Case(workloads=_merge_processes(workloads), root=root)
 
 
 def case_from_recording(path: str, index: int, *, root: bool | None) -> Case:
@@ -586,10 +602,10 @@ def case_from_recording(path: str, index: int, *, root: bool | None) -> Case:
         )
         for used in in_recording
     )
-    return Case(workloads=_merged(workloads), root=root)
+    return Case(workloads=_merge_processes(workloads), root=root)
 
 
-def _merged(workloads: tuple[Workload, ...]) -> tuple[Workload, ...]:
+def _merge_processes(workloads: tuple[Workload, ...]) -> tuple[Workload, ...]:
     """Merge the processes of one user and program into one workload, with the largest memory."""
     groups: dict[tuple[str | None, str | None], list[Workload]] = {}
     for workload in workloads:
@@ -626,7 +642,7 @@ def _prompt(text: str, words: list[str]) -> str:
     return "\n".join([*textwrap.wrap(text, width - 1), f"  {answers}"])
 
 
-def with_numbers(situation: Situation) -> Situation:
+def ask_numbers(situation: Situation) -> Situation:
     """Ask how many processes there are, and how much memory each needs; an empty answer leaves that open."""
     workloads: list[Workload] = []
     alone = len(situation.case.workloads) == 1
@@ -634,17 +650,17 @@ def with_numbers(situation: Situation) -> Situation:
         name = workload.name or (workload.role.value if workload.role is not None else "")
         of_name = f" of {name}" if name else ""
         if workload.processes is None and alone:
-            (workload,) = _number_asked(workload, "processes", "How many processes are to share the GPU?", "4")
+            (workload,) = _ask_number(workload, "processes", "How many processes are to share the GPU?", "4")
         if workload.memory is None:
             text = f"How much GPU memory does one process{of_name} need at its peak, without its CUDA context?"
             example = "6G or 34G,17G" if alone else "6G"
-            workloads += _number_asked(workload, "memory", text, example, may_differ=alone)
+            workloads += _ask_number(workload, "memory", text, example, may_differ=alone)
         else:
             workloads.append(workload)
     return replace(situation, case=replace(situation.case, workloads=tuple(workloads)))
 
 
-def _number_asked(
+def _ask_number(
     workload: Workload, name: str, text: str, example: str, *, may_differ: bool = False
 ) -> tuple[Workload, ...]:
     """Return the workload with the answer; ``may_differ``: or one for each process, if the answer is several sizes."""
@@ -659,7 +675,7 @@ def _number_asked(
     return (workload,)
 
 
-def asked(situation: Situation) -> Situation:
+def ask_questions(situation: Situation) -> Situation:
     """Ask the questions that still decide; an empty answer leaves one open."""
     skipped: set[str] = set()
     while (question := next_question(situation, frozenset(skipped))) is not None:
@@ -679,7 +695,7 @@ def asked(situation: Situation) -> Situation:
     return situation
 
 
-def applied(advice: Advice, notes: Sequence[str]) -> Any:
+def carry_out_setup(advice: Advice, notes: Sequence[str]) -> Any:
     """Carry out the setup of the winner as one plan, or with --dry-run only show it.
 
     Raises:
@@ -709,6 +725,7 @@ def applied(advice: Advice, notes: Sequence[str]) -> Any:
 
 
 def _nothing_to_set_up(advice: Advice) -> str:
+    """Return why the answer needs no setup."""
     way = None if advice.best is None else advice.best.way
     if way is Way.MEASURE:
         return "nothing was set up: the answer is to measure it first"
@@ -719,7 +736,7 @@ def _nothing_to_set_up(advice: Advice) -> str:
 
 def _carry_out(changes: Sequence[Change]) -> Result:
     """Carry out the changes in order: as one transaction if MIG changes, else as one plan."""
-    from gpushare.cli.mig_change import carried
+    from gpushare.cli.mig_change import carry_out_change
 
     mig = next((change for change in changes if change.verb.value.startswith("mig ")), None)
     if mig is not None:
@@ -732,21 +749,23 @@ def _carry_out(changes: Sequence[Change]) -> Result:
                 code="several_changes",
             )
         later = [change for change in changes[changes.index(mig) + 1 :] if change not in parts]
-        return carried("advise", lambda host, ledger: _mig_change(host, ledger, parts, later))
+        return carry_out_change("advise", lambda host, ledger: _mig_change(host, ledger, parts, later))
     host = settings.connect()
     device = select_one(changes[0].selector, gpus_of(host))
     homes = []
     if changes[0].verb in {Verb.MPS_START, Verb.MPS_SET}:
         homes = [own_home(host, device.uuid)]
-    return carried_out("advise", _plan(host, device, changes), homes=homes, again=lambda: _plan(host, device, changes))
+    return carried_out(
+        "advise", _plan_changes(host, device, changes), homes=homes, again=lambda: _plan_changes(host, device, changes)
+    )
 
 
 def _mig_change(host: Host, ledger: MigLedger, parts: Sequence[Change], later: Sequence[Change]) -> MigChange:
     """Return the MIG change of one or several GPUs with the steps that follow it. It stops our MPS daemon itself where that is in the way."""
-    from gpushare.cli.mig_change import change_of, current, planned_or_refused
+    from gpushare.cli.mig_change import change_of, current_layouts, planned_or_refused
 
     mig = parts[0]
-    gpus, layouts = current(host, ",".join(change.selector for change in parts))
+    gpus, layouts = current_layouts(host, ",".join(change.selector for change in parts))
     adds = mig.verb is Verb.MIG_CREATE
     planned = (
         plan_add(layouts, mig.wish, with_others=True)
@@ -759,7 +778,7 @@ def _mig_change(host: Host, ledger: MigLedger, parts: Sequence[Change], later: S
     return change_of(host, ledger, gpus, layouts, planned_or_refused(planned), title, modes=modes, naming=then_steps)
 
 
-def _plan(host: Host, device: Device, changes: Sequence[Change]) -> Plan:
+def _plan_changes(host: Host, device: Device, changes: Sequence[Change]) -> Plan:
     """Return the plan of changes without MIG: the first is planned now, the others when the first is done."""
     first = changes[0]
     if first.verb is Verb.MPS_START:
@@ -780,6 +799,7 @@ def _plan(host: Host, device: Device, changes: Sequence[Change]) -> Plan:
 
 
 def _plan_stop(host: Host, device: Device) -> Plan:
+    """Return the plan that stops gpushare's MPS daemon of a device, if one runs and nobody uses it."""
     steps = []
     for daemon in own_daemons(host, device.gpu):
         if daemon.device.uuid == device.uuid:
@@ -835,7 +855,8 @@ class Measuring:
     limit: float | None
 
 
-def measuring_of(argv: Sequence[str], asked: Mapping[str, Any]) -> Measuring:
+def parse_measuring(argv: Sequence[str], asked: Mapping[str, Any]) -> Measuring:
+    """Return what the options of --measure say."""
     from gpushare.measure.metric import parse_metric
     from gpushare.measure.ways import parse_copies
 
@@ -866,7 +887,8 @@ def measuring_of(argv: Sequence[str], asked: Mapping[str, Any]) -> Measuring:
     )
 
 
-def measured_answer(host: Host, situation: Situation, measuring: Measuring, *, live: bool, apply: bool) -> Any:
+def measure_and_answer(host: Host, situation: Situation, measuring: Measuring, *, live: bool, apply: bool) -> Any:
+    """Measure the ways that fit, and answer by the figures; by the rules, where nothing can be measured."""
     if situation.pair:
         raise NotSupported(
             "copies of one program cannot show how production behaves next to another job",
@@ -878,21 +900,21 @@ def measured_answer(host: Host, situation: Situation, measuring: Measuring, *, l
     notes = _first_notes(situation, measuring, copies, live=live)
     reason = _why_not_measured(advice)
     if reason is not None:
-        return _measured_answer(unmeasured(advice, reason, copies), None, notes, apply=apply)
+        return _measured_result(unmeasured(advice, reason, copies), None, notes, apply=apply)
     device = select_one(situation.gpu.selector, gpus_of(host))
     try:
-        prepared = _prepared(host, device, advice, measuring, copies)
+        prepared = _prepare_bench(host, device, advice, measuring, copies)
         if settings.dry_run:
             return _bench_plan(host, device, prepared, advice)
-        from gpushare.cli.bench import measured as measured_out
+        from gpushare.cli.bench import measure_with_progress as measured_out
 
         data, measurement, number = measured_out(host, device, prepared)
     except NotSupported as error:
         # The rules still have an answer.
         advice_of_rules = unmeasured(advice, f"nothing could be measured: {error.message}", copies)
-        return _measured_answer(advice_of_rules, None, notes, apply=False, error=error)
-    early = _ended_early(measurement)
-    return _measured_answer(
+        return _measured_result(advice_of_rules, None, notes, apply=False, error=error)
+    early = _early_end_error(measurement)
+    return _measured_result(
         measured(advice, data, copies),
         data,
         notes,
@@ -939,7 +961,8 @@ def _why_not_measured(advice: Advice) -> str | None:
     return None
 
 
-def _prepared(host: Host, device: Device, advice: Advice, measuring: Measuring, copies: int) -> Prepared:
+def _prepare_bench(host: Host, device: Device, advice: Advice, measuring: Measuring, copies: int) -> Prepared:
+    """Return the benchmark of the ways that fit, made ready to run."""
     from gpushare.measure.bench import Settings, prepare
     from gpushare.measure.ways import parse_ways
 
@@ -955,14 +978,16 @@ def _prepared(host: Host, device: Device, advice: Advice, measuring: Measuring, 
 
 
 def _bench_plan(host: Host, device: Device, prepared: Prepared, advice: Advice) -> Any:
-    from gpushare.cli.bench import planned
+    """Return the dry run of --measure: what would be measured, and what the rules say so far."""
+    from gpushare.cli.bench import bench_plan
 
-    plan = planned(host, device, prepared, "advise")
+    plan = bench_plan(host, device, prepared, "advise")
     winner = "nothing fits" if advice.best is None else advice.best.way.label
     return replace(plan, notes=(f"the rules say: {winner}", *plan.notes))
 
 
-def _ended_early(measurement: Measurement) -> GpushareError | None:
+def _early_end_error(measurement: Measurement) -> GpushareError | None:
+    """Return the error of a benchmark that was interrupted or failed; None: it was finished."""
     if measurement.interrupted:
         remainder = (
             f"the answer uses the {len(measurement.runs)} finished runs" if measurement.runs else "nothing was measured"
@@ -971,7 +996,7 @@ def _ended_early(measurement: Measurement) -> GpushareError | None:
     return measurement.error
 
 
-def _measured_answer(
+def _measured_result(
     measured_advice: MeasuredAdvice,
     bench: BenchAnswer | None,
     notes: Sequence[str],
@@ -980,13 +1005,14 @@ def _measured_answer(
     error: GpushareError | None = None,
     exit_code: int | None = None,
 ) -> Any:
+    """Return the answer after a measurement; with ``apply`` its setup is carried out instead."""
     from gpushare.cli.bench import bench_notes
     from gpushare.show.bench import bench_result
 
     data = answer_of(measured_advice, bench)
     all_notes = [*notes, *data.notes, *([] if bench is None else bench_notes(bench))]
     if apply:
-        return applied(measured_advice.final, [f"measured: {measured_advice.sentence}", *all_notes])
+        return carry_out_setup(measured_advice.final, [f"measured: {measured_advice.sentence}", *all_notes])
     tables = [answer_table(data, whole=settings.verbose)]
     if bench is not None and bench.cells:
         # The table marks the final answer.

@@ -93,16 +93,16 @@ def apply(
     limits_in(wanted)
     host = settings.connect()
     ledger = MigLedger(host)
-    undone = () if settings.dry_run else _undone(host, ledger)
+    undone = () if settings.dry_run else _undo_interrupted(host, ledger)
     try:
-        rows, matched = _planned(host, ledger, wanted, seconds)
+        rows, matched = _plan_when_idle(host, ledger, wanted, seconds)
     except GpushareError:
         for text in undone:
             note(text)
         raise
     if settings.dry_run:
-        undo = _way_back(host, rows)
-        return _with_limits(_shown(rows, matched, dry_run=True, undo=undo), host, wanted, undo)
+        undo = _undo_command(host, rows)
+        return _with_limits(_apply_result(rows, matched, dry_run=True, undo=undo), host, wanted, undo)
     undo, ended = None, _ended_leases(host, wanted)
     if any(row.steps for row in rows):
         _need_root(host, rows)
@@ -110,13 +110,13 @@ def apply(
         others = tuple(loss for uid, loss in ended if uid != host.uid)
         consented(Plan(title="limits of users", steps=(), consent=others))
     if any(row.steps for row in rows):
-        rows, matched, notes, undo = _carried(host, ledger, wanted, rows)
+        rows, matched, notes, undo = _carry_out_rows(host, ledger, wanted, rows)
         undone += notes
     matched = replace(matched, notes=(*undone, *matched.notes))
     holds = not matched.missing and all(row.error is None for row in rows)
     limits = holds and host.root and bool(changed_limits(host, wanted))
     if limits and undo is None and not any(row.steps for row in rows):
-        undo = _way_back(host, rows)
+        undo = _undo_command(host, rows)
     if holds:
         matched = replace(
             matched,
@@ -124,14 +124,14 @@ def apply(
                 *matched.notes,
                 *_dropped_gpus_notes(host, matched),
                 *_rules_notes(host, wanted),
-                *_limited(host, wanted),
+                *_limit_notes(host, wanted),
             ),
         )
-    result = _shown(rows, matched, dry_run=False, undo=undo, limits=limits)
+    result = _apply_result(rows, matched, dry_run=False, undo=undo, limits=limits)
     return _kept_for_boot(host, text, result) if holds else result
 
 
-def _undone(host: Host, ledger: MigLedger) -> tuple[str, ...]:
+def _undo_interrupted(host: Host, ledger: MigLedger) -> tuple[str, ...]:
     """Undo an interrupted MIG change before planning: it may be all that is in the way."""
     if ledger.interrupted() is None:
         return ()
@@ -141,7 +141,7 @@ def _undone(host: Host, ledger: MigLedger) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class _Row:
+class _GpuRow:
     """One GPU: its entry, and its plan or the error; ``done`` once it was carried out."""
 
     gpu: int
@@ -152,17 +152,18 @@ class _Row:
 
     @property
     def steps(self) -> Sequence[Any]:
+        """Return the steps that change the GPU; none: it is as its entry says, or has no plan."""
         return () if self.plan is None else self.plan.change.plan.steps
 
 
-def _planned(host: Host, ledger: MigLedger, wanted: HostFile, seconds: float) -> tuple[list[_Row], Matched]:
+def _plan_when_idle(host: Host, ledger: MigLedger, wanted: HostFile, seconds: float) -> tuple[list[_GpuRow], Matched]:
     """Return the plan of each GPU; while one is in use, plan again until the time is up."""
     deadline, said = time.monotonic() + seconds, set()
     while True:
         gpus = gpus_of(host)
         matched = entries_of(wanted, gpus)
-        rows = [_row(host, ledger, index, matched, wanted) for index in matched.entries]
-        _refuse([*matched.missing, *(row.error for row in rows if isinstance(row.error, _WRONG))])
+        rows = [_planned_row(host, ledger, index, matched, wanted) for index in matched.entries]
+        _refuse_file([*matched.missing, *(row.error for row in rows if isinstance(row.error, _WRONG))])
         busy = [row.error for row in rows if isinstance(row.error, InUse)]
         rest = deadline - time.monotonic()
         if not busy or rest <= 0:
@@ -174,38 +175,39 @@ def _planned(host: Host, ledger: MigLedger, wanted: HostFile, seconds: float) ->
         time.sleep(min(_POLL_SECONDS, max(0.02, rest)))
 
 
-def _refuse(faults: Sequence[GpushareError]) -> None:
+def _refuse_file(faults: Sequence[GpushareError]) -> None:
     """Raise if the file cannot be applied here, with all that is wrong with it."""
     if faults:
         text = "; ".join(dict.fromkeys(error.message for error in faults))
         raise faults[0].restated(message=text, hint="; ".join(dict.fromkeys(error.hint for error in faults)))
 
 
-def _row(host: Host, ledger: MigLedger, index: int, matched: Matched, file: HostFile) -> _Row:
+def _planned_row(host: Host, ledger: MigLedger, index: int, matched: Matched, file: HostFile) -> _GpuRow:
+    """Return a GPU with its plan, or with the error that keeps its entry from being applied."""
     entry = matched.entries[index]
     try:
-        return _Row(index, entry, plan=_plan(host, ledger, index, matched))
+        return _GpuRow(index, entry, plan=_plan_entry(host, ledger, index, matched))
     except NoPermission:
         raise
     except _WRONG as error:
-        return _Row(index, entry, error=with_place_in_file(error, file, index, entry))
+        return _GpuRow(index, entry, error=with_place_in_file(error, file, index, entry))
     except GpushareError as error:
-        return _Row(index, entry, error=error)
+        return _GpuRow(index, entry, error=error)
 
 
-def _plan(host: Host, ledger: MigLedger, index: int, matched: Matched) -> GpuApply:
+def _plan_entry(host: Host, ledger: MigLedger, index: int, matched: Matched) -> GpuApply:
     others = {gpu.uuid for gpu in host.nvml.identities() if gpu.index in matched.entries and gpu.uuid}
     return plan_gpu(host, ledger, index, matched.entries[index], others=others)
 
 
-def _need_root(host: Host, rows: Sequence[_Row]) -> None:
+def _need_root(host: Host, rows: Sequence[_GpuRow]) -> None:
     if any(row.plan is not None and row.plan.needs_root for row in rows):
         need_root(host, "changing how a GPU is shared")
 
 
-def _carried(
-    host: Host, ledger: MigLedger, wanted: HostFile, rows: list[_Row]
-) -> tuple[list[_Row], Matched, tuple[str, ...], str | None]:
+def _carry_out_rows(
+    host: Host, ledger: MigLedger, wanted: HostFile, rows: list[_GpuRow]
+) -> tuple[list[_GpuRow], Matched, tuple[str, ...], str | None]:
     """Ask for what goes, plan again and carry out under the lock. A GPU that fails is rolled back; the next follows.
 
     Returns the rows, the entries, notes, and the command that takes it all back.
@@ -213,19 +215,19 @@ def _carried(
     agreed: tuple[Loss, ...] = ()
     notes: tuple[str, ...] = ()
     while True:
-        agreed = consented(_whole(rows), agreed)
+        agreed = consented(_joined_plan(rows), agreed)
         with ledger.locked():
             notes += recover(host, ledger)
             matched = entries_of(wanted, gpus_of(host))
             # Plan all before the first change: an error found now still changes nothing.
-            rows = [_row(host, ledger, index, matched, wanted) for index in matched.entries]
-            _refuse(matched.missing)
-            if is_agreed(_whole(rows), agreed):
-                undo = _way_back(host, rows)
-                return [_applied(host, ledger, row, matched, agreed) for row in rows], matched, notes, undo
+            rows = [_planned_row(host, ledger, index, matched, wanted) for index in matched.entries]
+            _refuse_file(matched.missing)
+            if is_agreed(_joined_plan(rows), agreed):
+                undo = _undo_command(host, rows)
+                return [_apply_row(host, ledger, row, matched, agreed) for row in rows], matched, notes, undo
 
 
-def _way_back(host: Host, rows: Sequence[_Row]) -> str | None:
+def _undo_command(host: Host, rows: Sequence[_GpuRow]) -> str | None:
     """Return the command that makes these GPUs what they are now, and keep its file; None: a file cannot say all of it.
 
     If only limits of users change, the file has the GPUs of the one kept so far, so that boot still sets them up.
@@ -248,17 +250,18 @@ def _way_back(host: Host, rows: Sequence[_Row]) -> str | None:
     return shlex.join(["gpushare", "apply", "-f", str(path), *(["-y"] if names else [])])
 
 
-def _whole(rows: Sequence[_Row]) -> Plan:
+def _joined_plan(rows: Sequence[_GpuRow]) -> Plan:
     plans = [row.plan.change.plan for row in rows if row.plan is not None]
     return one_plan(plans) if plans else Plan(title="apply", steps=())
 
 
-def _applied(host: Host, ledger: MigLedger, row: _Row, matched: Matched, agreed: Sequence[Loss]) -> _Row:
+def _apply_row(host: Host, ledger: MigLedger, row: _GpuRow, matched: Matched, agreed: Sequence[Loss]) -> _GpuRow:
+    """Carry out the plan of one GPU, planned again; return its row with ``done``, or with the error."""
     if row.error is not None or not row.steps:
         return row
     try:
         # Earlier GPUs may have given up a name, or a program may have started.
-        plan = _plan(host, ledger, row.gpu, matched)
+        plan = _plan_entry(host, ledger, row.gpu, matched)
         if not is_agreed(plan.change.plan, agreed):
             raise NeedsConsent(
                 f"GPU {row.gpu} has changed since the question: applying the file {describe_losses(not_agreed(plan.change.plan.consent, agreed))}",
@@ -296,7 +299,7 @@ def _rules_notes(host: Host, wanted: HostFile) -> list[str]:
     return [f"the rules for time-slices are followed by another command: {how}"]
 
 
-def _limited(host: Host, wanted: HostFile) -> list[str]:
+def _limit_notes(host: Host, wanted: HostFile) -> list[str]:
     """Return notes on the limits of users, which are in force once root has kept the file."""
     now, longest, notes = kept_limits(host), limits_in(wanted).longest_lease_seconds, list[str]()
     if not host.root:
@@ -380,7 +383,7 @@ class ApplyAnswer(PlanAnswer):
     limits: tuple[str, ...] = ()
 
 
-def _in_force(row: _Row) -> str:
+def _in_force_text(row: _GpuRow) -> str:
     """Return how a GPU is shared now that its entry is applied."""
     entry, mps = row.entry, row.entry.mps
     words = [] if entry.time_slice is None else [f"level {entry.time_slice.title}"]
@@ -397,17 +400,20 @@ def _in_force(row: _Row) -> str:
     return f"GPU {row.gpu}: {entry.sharing.value}{': ' if words else ''}{', '.join(words)}"
 
 
-def _shown(rows: Sequence[_Row], matched: Matched, *, dry_run: bool, undo: str | None, limits: bool = False) -> Result:
+def _apply_result(
+    rows: Sequence[_GpuRow], matched: Matched, *, dry_run: bool, undo: str | None, limits: bool = False
+) -> Result:
+    """Return what was applied, or in a dry run would be, as a result; a single error is raised instead."""
     errors = [row.error for row in rows if row.error is not None] + list(matched.missing)
     if errors and len(errors) == len(rows) + len(matched.missing) == 1:
         raise errors[0]
     steps = [step for row in rows for step in row.steps]
     notes = [*matched.notes, *(text for row in rows if row.plan for text in row.plan.change.notes)]
-    whole = replace(_whole(rows), steps=tuple(steps), undo=undo, notes=tuple(dict.fromkeys(notes)))
+    whole = replace(_joined_plan(rows), steps=tuple(steps), undo=undo, notes=tuple(dict.fromkeys(notes)))
     # With an error, no steps does not mean that everything is as requested.
     empty = {"empty": "nothing is changed"} if errors else {"empty": "only limits of users changed"} if limits else {}
     result = plan_result("apply", whole, dry_run=dry_run, **empty)
-    in_force = [_in_force(row) for row in rows if row.done]
+    in_force = [_in_force_text(row) for row in rows if row.done]
     if limits and not steps:
         in_force = [empty["empty"]]
         result = replace(result, data=replace(result.data, undo=undo))

@@ -138,7 +138,7 @@ def bench(
     Example: gpushare bench --copies 1,4 --metric 'steps/s: ([0-9.]+)' --for 5s -- python train.py
     """
     built_in: dict[str, Any] = {"size": size, "cpu": cpu, "copy": copy, "footprint": footprint}
-    _check(command, built_in, metric, window, repeat, latency)
+    _check_combination(command, built_in, metric, window, repeat, latency)
     kept = None if to is None else check_new("--to", to)
     picture = None if plot is None else picture_path(plot)
     before = None if compare is None else read_bench(compare)
@@ -156,19 +156,19 @@ def bench(
     words = (copies, ways, repeat, window, timeout)
     wishes = [_wished(host, device, command, {**built_in, "size": each}, asked, words) for each in sizes]
     if len(sizes) > 1:
-        return _over_sizes(host, device, wishes, kept, picture)
+        return _measure_sizes(host, device, wishes, kept, picture)
     if before is not None:
         check_comparable(wishes[0].metric, before)
     prepared = prepare(host, device, wishes[0])
     if settings.dry_run:
-        return planned(host, device, prepared)
-    data, measurement, number = measured(host, device, prepared)
+        return bench_plan(host, device, prepared)
+    data, measurement, number = measure_with_progress(host, device, prepared)
     if command and data.reason == "finished":
         keep_caps(host, device, command, data)
-    return _result(data, measurement, number, before, kept, picture)
+    return _result_of_runs(data, measurement, number, before, kept, picture)
 
 
-def _check(
+def _check_combination(
     command: list[str] | None,
     built_in: Mapping[str, Any],
     metric: str | None,
@@ -176,6 +176,7 @@ def _check(
     repeat: int,
     latency: str | None,
 ) -> None:
+    """Raise BadUsage or BadCombination for options that do not go together, before anything is measured."""
     given = [f"--{name}" for name, value in built_in.items() if value not in {None, False}]
     if command and given:
         raise BadCombination(
@@ -197,6 +198,11 @@ def _check(
 
 
 def picture_path(text: str) -> Path:
+    """Return the path of a picture to draw.
+
+    Raises:
+        GpushareError: it cannot be drawn, or the file exists.
+    """
     check_plot(text)
     return check_new("--plot", text)
 
@@ -226,7 +232,7 @@ def _wished(
 _OF_SIZES = "timeslice,mps"
 
 
-def _over_sizes(
+def _measure_sizes(
     host: Host,
     device: Device,
     wishes: Sequence[Settings],
@@ -241,7 +247,7 @@ def _over_sizes(
     benchmarks: list[BenchAnswer] = []
     more: dict[str, Any] = {}
     for each in prepared:
-        data, measurement, number = measured(host, device, each)
+        data, measurement, number = measure_with_progress(host, device, each)
         if measurement.runs:
             benchmarks.append(data)
         if measurement.error is not None:
@@ -250,19 +256,19 @@ def _over_sizes(
             if not benchmarks:
                 raise Ended(number or signal.SIGINT)
             runs = sum(len(done.runs) for done in benchmarks)
-            more = {"errors": (_interrupted(runs, kept),), "exit_code": 128 + (number or signal.SIGINT)}
+            more = {"errors": (_interrupted_error(runs, kept),), "exit_code": 128 + (number or signal.SIGINT)}
         if more:
             break
     answer = sizes_answer(benchmarks)
     notes = list(dict.fromkeys(note for data in benchmarks for note in bench_notes(data)))
     result = sizes_result(answer, notes, **more)
-    failed = _files(answer, kept, picture, drawn_sizes)
+    failed = _write_files(answer, kept, picture, drawn_sizes)
     if not failed:
         return result
     return replace(result, errors=(*result.errors, *failed), exit_code=result.exit_code or failed[0].exit_code)
 
 
-def _result(
+def _result_of_runs(
     data: BenchAnswer,
     measurement: Measurement,
     number: int | None,
@@ -270,6 +276,7 @@ def _result(
     kept: Path | None,
     picture: Path | None,
 ) -> Any:
+    """Return what was measured as the command's result; with ``before`` compared, and with the files written."""
     more: dict[str, Any] = {}
     if measurement.interrupted:
         if not measurement.runs:
@@ -288,16 +295,16 @@ def _result(
         data = replace(data, comparison=compared(data, before))
         notes += what_else_differs(data, before)
     result = bench_result(data, notes, **more)
-    failed = _files(data, kept, picture, drawn)
+    failed = _write_files(data, kept, picture, drawn)
     if measurement.interrupted and measurement.error is None:
-        result = replace(result, errors=(_interrupted(len(measurement.runs), None if failed else kept),))
+        result = replace(result, errors=(_interrupted_error(len(measurement.runs), None if failed else kept),))
     if not failed:
         return result
     # The figures are shown even if a file cannot be written.
     return replace(result, errors=(*result.errors, *failed), exit_code=result.exit_code or failed[0].exit_code)
 
 
-def _interrupted(runs: int, kept: Path | None) -> Interrupted:
+def _interrupted_error(runs: int, kept: Path | None) -> Interrupted:
     """Return the error of a benchmark that a signal ended; ``kept`` is the file that has its runs."""
     if kept is None:
         where, hint = (
@@ -311,7 +318,9 @@ def _interrupted(runs: int, kept: Path | None) -> Interrupted:
     )
 
 
-def _files(answer: T, kept: Path | None, picture: Path | None, drawn: Callable[[T, str], bytes]) -> list[GpushareError]:
+def _write_files(
+    answer: T, kept: Path | None, picture: Path | None, drawn: Callable[[T, str], bytes]
+) -> list[GpushareError]:
     """Write the files that were asked for, and return what went wrong."""
     failed = []
     try:
@@ -329,7 +338,9 @@ def _files(answer: T, kept: Path | None, picture: Path | None, drawn: Callable[[
     return failed
 
 
-def measured(host: Host, device: Device, prepared: Prepared) -> tuple[BenchAnswer, Measurement, int | None]:
+def measure_with_progress(
+    host: Host, device: Device, prepared: Prepared
+) -> tuple[BenchAnswer, Measurement, int | None]:
     """Measure with progress on stderr; return the answer, what was measured, and the signal that ended it early."""
     started = time.time()
     with progress_line(quiet=settings.quiet) as progress:
@@ -370,7 +381,7 @@ def _keep_profile(host: Host, device: Device, command: Sequence[str], measuremen
             keep_profile(host, device, command, profile)
 
 
-def planned(host: Host, device: Device, prepared: Prepared, command: str = "bench") -> Any:
+def bench_plan(host: Host, device: Device, prepared: Prepared, command: str = "bench") -> Any:
     """Return what would be run, as a plan of a command."""
     notes = [
         f"left out: {cell.way}{'' if cell.copies is None else f' {cell.copies}'}: {cell.reason}"

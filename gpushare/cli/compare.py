@@ -98,15 +98,16 @@ def compare(
     to this host. Sources disagree about a cell with a star: --why explains it.
     """
     table = load_table()
-    asked_view = _view_of(view)
-    _check_driver(driver, asked_view, gpu)
+    asked_view = _parse_view(view)
+    _check_view(driver, asked_view, gpu)
     if why is not None:
-        return _why(table, why, mechanisms, driver, gpu)
+        return _explain_cell(table, why, mechanisms, driver, gpu)
     chosen = list(dict.fromkeys(mechanism_named(text) for text in mechanisms or ())) or list(COLUMNS)
-    return _compared(table, chosen, asked_view, driver, gpu)
+    return _table_result(table, chosen, asked_view, driver, gpu)
 
 
-def _view_of(text: str | None) -> View | None:
+def _parse_view(text: str | None) -> View | None:
+    """Return the view with this name or beginning; None: none is named."""
     if text is None:
         return None
     views = [view for view in View if view.value.startswith(text.lower())] if text else []
@@ -117,7 +118,8 @@ def _view_of(text: str | None) -> View | None:
     return views[0]
 
 
-def _check_driver(driver: str | None, view: View | None, gpu: str | None) -> None:
+def _check_view(driver: str | None, view: View | None, gpu: str | None) -> None:
+    """Raise BadUsage if --driver or -g does not go with the view, or --driver is no version."""
     if driver is not None and driver_branch(driver) is None:
         raise BadUsage(f"{quoted(driver)} is not a driver version", "give it like 580 or 580.159.04", code="bad_driver")
     if driver is not None and (view not in {None, View.TODAY} or gpu is not None):
@@ -128,7 +130,7 @@ def _check_driver(driver: str | None, view: View | None, gpu: str | None) -> Non
         raise BadUsage("-g is only for the view host", "drop --view or -g", code="two_views")
 
 
-def _facts(gpu: str | None) -> HostFacts:
+def _facts_of_host(gpu: str | None) -> HostFacts:
     """Return the facts of the host and the chosen GPUs.
 
     Raises:
@@ -148,26 +150,27 @@ def _facts(gpu: str | None) -> HostFacts:
     return facts
 
 
-def _facts_or_why(gpu: str | None) -> tuple[HostFacts | None, str | None]:
+def _facts_or_reason(gpu: str | None) -> tuple[HostFacts | None, str | None]:
     """Return the facts of the host, or why there are none. A wrong name of a GPU or host is an error."""
     try:
-        return _facts(gpu), None
+        return _facts_of_host(gpu), None
     except GpushareError as error:
         if isinstance(error, BadUsage) or gpu is not None:
             raise
         return None, error.message
 
 
-def _compared(table: Table, chosen: Sequence[Way], view: View | None, driver: str | None, gpu: str | None) -> Any:
+def _table_result(table: Table, chosen: Sequence[Way], view: View | None, driver: str | None, gpu: str | None) -> Any:
+    """Return the table of some mechanisms, in the view of this host where one answers, unless another is named."""
     facts, why_not = None, None
     if view is View.HOST:
-        facts = _facts(gpu)
+        facts = _facts_of_host(gpu)
     elif view is None and driver is None:
-        facts, why_not = _facts_or_why(gpu)
+        facts, why_not = _facts_or_reason(gpu)
     view = view or (View.TODAY if facts is None else View.HOST)
     driver = driver if facts is None else facts.driver
     cells = tuple(host_cell(table, way, row.key, driver, facts) for row in table.rows for way in chosen)
-    errors = _errors(facts)
+    errors = _silent_gpu_errors(facts)
     notes = (f"showing the view today, because this host does not answer: {why_not}",) if why_not else ()
     return Result(
         command="compare",
@@ -186,11 +189,11 @@ def _compared(table: Table, chosen: Sequence[Way], view: View | None, driver: st
         ),
         tables=(
             compare_table(
-                _title(view, driver, facts),
+                _table_title(view, driver, facts),
                 [table.titles[way] for way in chosen],
-                _rows(table, chosen, view, driver, facts),
+                _compared_rows(table, chosen, view, driver, facts),
                 whole=settings.verbose or len(chosen) == 1,
-                absent=_absent(table, chosen, facts),
+                absent=_absent_titles(table, chosen, facts),
             ),
         ),
         csv=csv_table(cells),
@@ -200,10 +203,13 @@ def _compared(table: Table, chosen: Sequence[Way], view: View | None, driver: st
     )
 
 
-def _rows(
+def _compared_rows(
     table: Table, chosen: Sequence[Way], view: View, driver: str | None, facts: HostFacts | None
 ) -> list[ComparedRow]:
-    def shown(way: Way, key: str) -> ComparedCell:
+    """Return a row per question with a cell per mechanism; on a host the first row is what is available."""
+
+    def cell_of(way: Way, key: str) -> ComparedCell:
+        """Return what the view says of a mechanism (None: not available here), and whether sources disagree."""
         cell = table.cell(way, key, driver)
         text: str | None = cell.published if view is View.PUBLISHED else today_text(cell, driver)
         if facts is not None:
@@ -214,7 +220,7 @@ def _rows(
         ComparedRow(
             title=row.title,
             question=row.question,
-            cells=tuple(shown(way, row.key) for way in chosen),
+            cells=tuple(cell_of(way, row.key) for way in chosen),
             decides=row.key not in _BACKGROUND,
         )
         for row in table.rows
@@ -229,7 +235,7 @@ def _rows(
 _BACKGROUND: Final = frozenset({"partition_type", "interop", "telemetry", "target_use"})
 
 
-def _absent(table: Table, chosen: Sequence[Way], facts: HostFacts | None) -> frozenset[str]:
+def _absent_titles(table: Table, chosen: Sequence[Way], facts: HostFacts | None) -> frozenset[str]:
     """Return the titles of the mechanisms that no GPU of this host is known to have."""
     if facts is None:
         return frozenset()
@@ -239,26 +245,27 @@ def _absent(table: Table, chosen: Sequence[Way], facts: HostFacts | None) -> fro
     )
 
 
-def _title(view: View, driver: str | None, facts: HostFacts | None) -> str:
+def _table_title(view: View, driver: str | None, facts: HostFacts | None) -> str:
     if facts is not None:
-        return f"Ways to share a GPU, on {facts.host}: {_names(facts)}, driver {facts.driver or 'unknown'}"
+        return f"Ways to share a GPU, on {facts.host}: {_gpu_names(facts)}, driver {facts.driver or 'unknown'}"
     if view is View.PUBLISHED:
         return "Ways to share a GPU, as published by NVIDIA in 2022"
     return f"Ways to share a GPU, today, {'newest drivers' if driver is None else f'driver {driver}'}"
 
 
-def _names(facts: HostFacts) -> str:
+def _gpu_names(facts: HostFacts) -> str:
+    """Return the models of the GPUs that answer, with their numbers; of more than two models only the number."""
     counted = Counter(gpu.name or "unknown GPU" for gpu in facts.gpus if gpu.error is None)
     if len(counted) > 2:
         return f"{sum(counted.values())} GPUs"
     return ", ".join(name if count == 1 else f"{count} x {name}" for name, count in counted.items())
 
 
-def _errors(facts: HostFacts | None) -> tuple[GpushareError, ...]:
+def _silent_gpu_errors(facts: HostFacts | None) -> tuple[GpushareError, ...]:
     return gpu_errors(Gpu(index=each.index, error=each.error) for each in (() if facts is None else facts.gpus))
 
 
-def _why(
+def _explain_cell(
     table: Table, words: tuple[str, str], mechanisms: Sequence[str] | None, driver: str | None, gpu: str | None
 ) -> Any:
     """Explain one cell; the two words may come in either order."""
@@ -268,12 +275,12 @@ def _why(
             f"for example: gpushare compare --why error-isolation {mechanisms[0]}",
             code="two_names",
         )
-    row, mechanism = _cell_named(table, *words)
-    facts, why_not = (None, None) if driver is not None else _facts_or_why(gpu)
+    row, mechanism = _parse_cell(table, *words)
+    facts, why_not = (None, None) if driver is not None else _facts_or_reason(gpu)
     driver = driver if facts is None else facts.driver
     entries = explanation(table, mechanism, row.key, driver, facts, why_not)
     cell = host_cell(table, mechanism, row.key, driver, facts)
-    errors = _errors(facts)
+    errors = _silent_gpu_errors(facts)
     return Result(
         command="compare",
         data=CompareAnswer(host=None if facts is None else facts.host, driver=driver, cells=(cell,)),
@@ -284,7 +291,8 @@ def _why(
     )
 
 
-def _cell_named(table: Table, first: str, second: str) -> tuple[Row, Way]:
+def _parse_cell(table: Table, first: str, second: str) -> tuple[Row, Way]:
+    """Return the row and the mechanism that two words name, in either order."""
     try:
         mechanism = mechanism_named(second)
     except BadUsage as error:

@@ -85,8 +85,8 @@ def dra(
     It sets sharing per GPU, with time-slice level and MPS limits, which the device plugin cannot. Pods share a GPU when
     they name the same claim; a template makes a claim, and takes a GPU, for each pod.
     """
-    export = claims_export(described(gpu, file=file, mig_replicas=mig_replicas), kubernetes=kubernetes)
-    return exported("dra", export, to)
+    export = claims_export(describe(gpu, file=file, mig_replicas=mig_replicas), kubernetes=kubernetes)
+    return export_result("dra", export, to)
 
 
 def karpenter(
@@ -142,7 +142,7 @@ def karpenter(
     Karpenter does not know about time-slicing: without the overlay it starts a node for each pod.
     """
     export = node_pool_export(
-        described(gpu, file=file, replicas=replicas, mig_replicas=mig_replicas),
+        describe(gpu, file=file, replicas=replicas, mig_replicas=mig_replicas),
         name=name,
         node_class=node_class,
         ami=ami,
@@ -153,7 +153,7 @@ def karpenter(
         max_nodes=max_nodes,
         mig_strategy=mig_strategy,
     )
-    return exported("karpenter", export, to)
+    return export_result("karpenter", export, to)
 
 
 def slurm(
@@ -173,9 +173,9 @@ def slurm(
     compute mode by the number of the GPU and fails from ten GPUs on; the scripts written here do not.
     """
     export = slurm_export(
-        described(gpu, file=file, node=node_name(node, short=True), replicas=replicas), autodetect=autodetect
+        describe(gpu, file=file, node=node_name(node, short=True), replicas=replicas), autodetect=autodetect
     )
-    return exported("slurm", export, to)
+    return export_result("slurm", export, to)
 
 
 def mig_parted(
@@ -192,10 +192,10 @@ def mig_parted(
     GPUs with the same layout share an entry. mig-parted cannot express placements: --placement writes them to a
     second YAML document, which apply and check follow.
     """
-    return exported("mig-parted", parted_export(described(gpu, file=file), name=name, placement=placement), to)
+    return export_result("mig-parted", parted_export(describe(gpu, file=file), name=name, placement=placement), to)
 
 
-def _share(gpu: str | None, file: str | None) -> ContainerDevice:
+def _container_share(gpu: str | None, file: str | None) -> ContainerDevice:
     """Return the one device that a container gets."""
     state = HostState(settings.connect())
     device = select_one(gpu, state.gpus)
@@ -208,12 +208,12 @@ def cdi(gpu: OneGpuOption = None, file: FileOption = None, to: To = None) -> Any
 
     nvidia-ctk writes the file of the GPU itself; its command is printed on stderr.
     """
-    return exported("cdi", cdi_export(_share(gpu, file)), to)
+    return export_result("cdi", cdi_export(_container_share(gpu, file)), to)
 
 
 def docker(gpu: OneGpuOption = None, file: FileOption = None, to: To = None) -> Any:
     """Write the flags that give a container one GPU, MIG device or MPS share: docker run $(gpushare export docker)."""
-    return exported("docker", docker_export(_share(gpu, file)), to)
+    return export_result("docker", docker_export(_container_share(gpu, file)), to)
 
 
 def compose(
@@ -224,8 +224,8 @@ def compose(
     to: To = None,
 ) -> Any:
     """Write a compose file with one service on one GPU, MIG device or MPS share."""
-    export = compose_export(_share(gpu, file), image=image, service=service)
-    return exported("compose", export, to)
+    export = compose_export(_container_share(gpu, file), image=image, service=service)
+    return export_result("compose", export, to)
 
 
 def ecs(
@@ -241,7 +241,7 @@ def ecs(
 
     ECS starts the MPS daemon itself, and places containers by GPU memory: the share needs a memory limit.
     """
-    return exported("ecs", ecs_export(_share(gpu, file), family=name, image=image), to)
+    return export_result("ecs", ecs_export(_container_share(gpu, file), family=name, image=image), to)
 
 
 def systemd(
@@ -265,9 +265,9 @@ def systemd(
     one.
     """
     where = program or _own_program()
-    host = described(gpu, file=file, for_daemons=True)
+    host = describe(gpu, file=file, for_daemons=True)
     rules = _has_rules(at_boot, file)
-    return exported("systemd", units_export(host, program=where, file=at_boot or FILE, rules=rules), to)
+    return export_result("systemd", units_export(host, program=where, file=at_boot or FILE, rules=rules), to)
 
 
 def _own_program() -> str:
@@ -326,7 +326,7 @@ class ExportAnswer(Export):
     written: tuple[str, ...]
 
 
-def exported(engine: str, export: Export, to: str | None) -> Result:
+def export_result(engine: str, export: Export, to: str | None) -> Result:
     """Return the result of an export; ``to`` is where its files are written."""
     script = None if to is None or engine not in _WITH_SCRIPT else apply_script(engine, export)
     written = () if to is None else write([*export.documents, *([] if script is None else [script])], Path(to))
@@ -345,7 +345,7 @@ def exported(engine: str, export: Export, to: str | None) -> Result:
     return Result(command=f"export {engine}", data=data, text=text, notes=tuple(notes))
 
 
-def described(
+def describe(
     gpu: str | None,
     *,
     file: str | None = None,
@@ -371,12 +371,13 @@ def described(
         raise BadUsage("this engine needs whole GPUs, not a MIG instance", "name the GPU: -g 0", code="whole_gpu")
     host = describe_host(state, [device.gpu for device in devices], node=node)
     if file is not None:
-        host = in_place(state, file, host, daemons_only=True) if for_daemons else _described_by_file(state, file, host)
+        host = in_place(state, file, host, daemons_only=True) if for_daemons else _describe_file(state, file, host)
     rules = roots_file(state.host) if file is None else load(file)[0]
     if rules is not None:
         host = replace(host, sections=frozenset(document_of(rules)) - {"version", "gpus"})
 
     def with_replicas(gpu: GpuDescription) -> GpuDescription:
+        """Return a GPU with the replicas of the options; with one replica a time-sliced GPU is not shared."""
         if replicas == 1 and gpu.sharing is Way.TIMESLICE:
             return replace(gpu, sharing=Way.EXCLUSIVE, time_slice=None, replicas=None)
         shared = gpu.sharing in {Way.TIMESLICE, Way.MPS}
@@ -391,7 +392,7 @@ def described(
 def in_place(state: HostState, path: str, live: HostDescription, *, daemons_only: bool = False) -> HostDescription:
     """Return the host as a file wants it, with the UUIDs and pipe directories of what exists."""
     apply = f"{'' if state.host.root else 'sudo '}gpushare apply -f {shlex.quote(path)}"
-    wanted = _described_by_file(state, path, live)
+    wanted = _describe_file(state, path, live)
     return description.in_place(
         wanted,
         live,
@@ -401,7 +402,7 @@ def in_place(state: HostState, path: str, live: HostDescription, *, daemons_only
     )
 
 
-def _described_by_file(state: HostState, path: str, host: HostDescription) -> HostDescription:
+def _describe_file(state: HostState, path: str, host: HostDescription) -> HostDescription:
     """Return the host as it will be once a gpushare.yaml is applied; what is applied already stays as it is."""
     file, _ = load(path)
     matched = entries_of(file, state.gpus)
@@ -450,9 +451,9 @@ def k8s(
     On stderr: the commands that apply them, with the label and the taint of the node. The plugin shares all GPUs of a
     node alike and cannot set a time-slice level. A host that needs more is refused: use `gpushare export dra`.
     """
-    host = described(gpu, file=file, node=node_name(node), replicas=replicas, mig_replicas=mig_replicas)
+    host = describe(gpu, file=file, node=node_name(node), replicas=replicas, mig_replicas=mig_replicas)
     export = operator_export(host, namespace=namespace, rename=rename, mig_strategy=mig_strategy)
-    return exported("k8s", export, to)
+    return export_result("k8s", export, to)
 
 
 app.command(cls=Command, short_help="ResourceClaims for NVIDIA's DRA driver.")(dra)

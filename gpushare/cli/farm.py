@@ -121,7 +121,7 @@ def farm(
             "there is no program to run", "give one: gpushare farm --copies 8 -- python train.py {}", code="no_command"
         )
     _check_numbers(copies, each, parallel, restart)
-    count = _count_of(gpus, {"--threads": threads, "--priority": priority, "--like": like})
+    count = _gpus_per_copy(gpus, {"--threads": threads, "--priority": priority, "--like": like})
     if over is not None and memory is None:
         raise BadCombination(
             "--over needs --memory: it says what happens above the limit",
@@ -139,17 +139,17 @@ def farm(
     stall_seconds = None if stall is None else parse_seconds(stall)
     if stall_seconds == 0:
         raise BadUsage("--stall 0 would end every copy at once", "give --stall 60s", code="bad_duration")
-    caps = None if like is None else _caps_of(like)
+    caps = None if like is None else _read_caps(like)
     host = settings.connect()
     devices = _devices(gpu, gpus_of(host), instances=count == 1)
-    lines = None if each is None else _lines_of(each)
+    lines = None if each is None else _read_lines(each)
     options = FarmOptions(
         copies=len(lines) if lines is not None else copies or 0,
         lines=lines,
         parallel=parallel,
         limits=limits,
         budget=budget,
-        cap=_cap_by(host, devices[0], command, caps),
+        cap=_cap_finder(host, devices[0], command, caps),
         restarts=restart,
         fail_fast=fail_fast,
         logs=None if logs is None else Path(logs),
@@ -164,6 +164,7 @@ def farm(
 
 
 def _check_numbers(copies: int | None, each: str | None, parallel: int | None, restart: int) -> None:
+    """Raise BadUsage unless --copies or --each is given, and the numbers make sense."""
     if (copies is None) is (each is None):
         wrong = "neither --copies nor --each is given" if copies is None else "--copies and --each are both given"
         raise BadUsage(wrong, "give one of them: --copies 8, or --each FILE", code="bad_copies")
@@ -175,7 +176,7 @@ def _check_numbers(copies: int | None, each: str | None, parallel: int | None, r
         raise BadUsage(f"--restart {restart} is below 0", "give --restart 1", code="bad_restart")
 
 
-def _count_of(gpus: int | None, of_mps: Mapping[str, Any]) -> int:
+def _gpus_per_copy(gpus: int | None, of_mps: Mapping[str, Any]) -> int:
     """Return how many GPUs each copy has; of several it runs outside MPS, whose options have no meaning then."""
     count = 1 if gpus is None else gpus
     if count < 1:
@@ -198,7 +199,7 @@ def _devices(gpu: str | None, gpus: Sequence[Gpu], *, instances: bool) -> tuple[
     return usable(chosen, instances=instances) if is_any(gpu) else chosen
 
 
-def _lines_of(each: str) -> tuple[str, ...]:
+def _read_lines(each: str) -> tuple[str, ...]:
     """Return the lines of a file, or of stdin."""
     most = MOST_COPIES * (MOST_LINE_BYTES + 2)
     title = file_title(each)
@@ -239,7 +240,7 @@ def _run_or_plan(host: Host, devices: Sequence[Device], command: Sequence[str], 
     return result
 
 
-def _caps_of(like: str) -> list[BenchedCap]:
+def _read_caps(like: str) -> list[BenchedCap]:
     """Return the best caps under MPS that a file of bench has, by number of copies."""
     caps = sorted(best_caps(read_bench(like)), key=lambda cap: cap.copies)
     if not caps:
@@ -251,26 +252,28 @@ def _caps_of(like: str) -> list[BenchedCap]:
     return caps
 
 
-def _cap_by(
+def _cap_finder(
     host: Host, device: Device, command: Sequence[str], caps: Sequence[BenchedCap] | None
 ) -> Callable[[int], float | None]:
     """Return a function of N that returns the cap of each of N copies: from the bench file, from kept results, or 200/N."""
     reported: set[str] = set()
 
-    def say(text: str) -> None:
+    def say_once(text: str) -> None:
+        """Print a note that was not printed yet."""
         if text not in reported:
             reported.add(text)
             note(text)
 
     @functools.cache
-    def cap(number: int) -> float | None:
+    def find_cap(number: int) -> float | None:
+        """Return the thread percentage of each of so many copies; None: no cap."""
         if caps is None:
             benched: Any = find_benched(host, device, command, number)
             if benched is None:
                 return share_of_threads(number)
             by = f"gpushare bench found the cap on {benched.date}"
             driver = host.nvml.driver_version()
-            say(
+            say_once(
                 by
                 if benched.driver == driver
                 else f"{by} under driver {benched.driver or 'unknown'}; measure again here"
@@ -278,20 +281,22 @@ def _cap_by(
         else:
             benched = min(caps, key=lambda cap: (abs(cap.copies - number), cap.copies))
             if benched.copies != number:
-                say(f"the cap is that of {format_copies(benched.copies)}: {format_copies(number)} were not measured")
+                say_once(
+                    f"the cap is that of {format_copies(benched.copies)}: {format_copies(number)} were not measured"
+                )
         if not benched.best:
-            say(
+            say_once(
                 f"another way than MPS was faster for {format_copies(benched.copies)} (gpushare bench); this is the best cap under MPS"
             )
         percent: float | None = benched.threads_percent
         return percent
 
-    return cap
+    return find_cap
 
 
 def _result_of_farm(result: FarmResult, options: FarmOptions, devices: Sequence[Device]) -> Any:
     """Return the result of a farm that has ended, with its errors and notes."""
-    errors = _failures(result)
+    errors = _failure_errors(result)
     if result.unrecorded:
         errors.append(
             OperationFailed(
@@ -323,7 +328,7 @@ def _result_of_farm(result: FarmResult, options: FarmOptions, devices: Sequence[
     return farm_result(answer, errors, notes, code if result.ended_by is None else 128 + result.ended_by)
 
 
-def _failures(result: FarmResult) -> list[GpushareError]:
+def _failure_errors(result: FarmResult) -> list[GpushareError]:
     """Return one error for all copies that failed in the same way."""
     alike: dict[tuple[str, str | None], list[Copy]] = {}
     for copy in result.failed:

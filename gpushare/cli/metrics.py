@@ -59,7 +59,7 @@ def metrics(
     slices and slices that no further instance can use, leases, and the jobs of gpushare with role, way, time-slice and
     memory. Use it next to dcgm-exporter: both label a GPU with its UUID.
     """
-    address, port = _address(listen)
+    address, port = _parse_address(listen)
     from prometheus_client import CollectorRegistry, make_wsgi_app
 
     registry = CollectorRegistry()
@@ -84,7 +84,8 @@ def metrics(
         server.server_close()
 
 
-def _address(text: str) -> tuple[str, int]:
+def _parse_address(text: str) -> tuple[str, int]:
+    """Return the address and the port of ADDR:PORT; no address is every address."""
     address, colon, port = text.rpartition(":")
     if not colon or not port.isascii() or not port.isdigit() or int(port) > 65535:
         raise BadUsage(f"'{text[:60]}' is not an address", f"give ADDR:PORT: {_DEFAULT}", code="bad_address")
@@ -102,6 +103,7 @@ class _Collector:
         self._lock = threading.Lock()
 
     def collect(self) -> list[Metric]:
+        """Read the host and return its metrics; prometheus_client calls this at each scrape."""
         with self._lock:
             metrics = families_now(self._host, self._work)[0]
             # Hold no NVML handles between scrapes: one on a MIG device keeps its instance in use.
@@ -112,7 +114,7 @@ class _Collector:
 def families_now(host: Host, work: LastWork | None = None) -> tuple[list[Metric], GpushareError | None]:
     """Return the current metrics; for a host that does not answer, the few that remain and the error."""
     try:
-        return families(_reading(host, work)), None
+        return families(_read_host(host, work)), None
     except GpushareError as error:
         return families(Reading(version=__version__, snapshot=None)), error
 
@@ -131,7 +133,12 @@ def _idle_bytes(snapshot: Snapshot, work: LastWork) -> dict[int, int]:
     return idle_bytes
 
 
-def _reading(host: Host, work: LastWork | None) -> Reading:
+def _read_host(host: Host, work: LastWork | None) -> Reading:
+    """Return one look at a host, with all that the metrics need.
+
+    Raises:
+        GpushareError: it does not answer.
+    """
     observer, work = Observer(host, power=True), work or LastWork(host, once=True)
     snapshot, state = work.look(with_memory(host, observer.look())), observer.state
     layouts = {}
@@ -192,7 +199,7 @@ def prometheus(
     families, error = families_now(settings.connect())
     text = exposition(families)
     if textfile is not None:
-        _write(Path(textfile), text)
+        _write_textfile(Path(textfile), text)
     return Result(
         command="export prometheus",
         data=PrometheusAnswer(text=text, textfile=textfile),
@@ -202,7 +209,7 @@ def prometheus(
     )
 
 
-def _write(path: Path, text: str) -> None:
+def _write_textfile(path: Path, text: str) -> None:
     """Write a file in one step, readable by node_exporter's user."""
     if path.suffix != ".prom":
         raise BadUsage(

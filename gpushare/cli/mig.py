@@ -84,7 +84,7 @@ def env(
     The instance is checked first: a MIG UUID that came back with another size is not printed. Other programs may use
     the instance at the same time: `gpushare run --mig` keeps other runs out.
     """
-    places = _places(name)
+    places = _places_named(name)
     place = places[0]
     environment = {"CUDA_VISIBLE_DEVICES": place.mig.uuid}
     notes: tuple[str, ...] = ()
@@ -105,7 +105,13 @@ def env(
     )
 
 
-def _places(name: str) -> list[Place]:
+def _places_named(name: str) -> list[Place]:
+    """Return the places of the instances with a name, at least one.
+
+    Raises:
+        BadUsage: it is a profile, or no name.
+        NotFound: no instance has it.
+    """
     if is_profile(name):
         raise BadUsage(
             f"'{name[:60]}' is a profile, and only a name tells which instance",
@@ -133,12 +139,12 @@ def status(gpu: GpuOption = None) -> Any:
     """
     silent: list[Gpu] = []
     hidden: dict[int, GpushareError] = {}
-    gpus, layouts = capable(gpu, silent, hidden)
+    gpus, layouts = capable_gpus(gpu, silent, hidden)
     texts, rows = [], []
     for mig_gpu, layout in zip(gpus, layouts, strict=True):
         error = hidden.get(mig_gpu.index)
         text = layout_text(layout) if error is None else f"  unknown: {error.message}"
-        title = f"{mig_gpu.name}   MIG {_mode(mig_gpu)}"
+        title = f"{mig_gpu.name}   MIG {_mode_text(mig_gpu)}"
         texts.append(GpuText(index=mig_gpu.index, title=title, text=text, layout=layout if error is None else None))
         rows.append(status_row(mig_gpu, layout if error is None else None, None if error is None else error.message))
     host = settings.connect()
@@ -171,10 +177,10 @@ def profiles(gpu: GpuOption = None, model: Model = None) -> Any:
     """
     silent: list[Gpu] = []
     if model is not None:
-        layout, confidence = offline(model)
+        layout, confidence = model_layout(model)
         rows = profile_rows(layout, confidence)
     else:
-        _, layouts = capable(gpu, silent)
+        _, layouts = capable_gpus(gpu, silent)
         rows = [row for layout in layouts for row in profile_rows(layout)]
     errors = gpu_errors(silent)
     return Result(
@@ -195,7 +201,7 @@ def fits(
     """
     with _hints_for(model):
         asked = typed_wish(wish, memory, sm)
-        _, layouts = chosen(gpu, model)
+        _, layouts = chosen_gpus(gpu, model)
         answer = plan_add(layouts, asked)
         if not isinstance(answer, MigPlan) and answer.why is Why.NEVER:
             raise no_plan_error(answer)
@@ -207,7 +213,9 @@ def fits(
         ]
         text = "yes: " + ", ".join(places) + "\n\n" + plan_text(answer, {layout.gpu: layout for layout in layouts})
         return Result(command="mig fits", data=MigFitsAnswer(fits=True, where=tuple(places)), text=text)
-    data = MigFitsAnswer(fits=False, would_go=tuple(_would_go(index, gone) for index, gone in answer.would_go))
+    data = MigFitsAnswer(
+        fits=False, would_go=tuple(_instance_in_the_way(index, gone) for index, gone in answer.would_go)
+    )
     text = f"no: {answer.message}"
     return Result(command="mig fits", data=data, text=text, notes=(answer.hint,), exit_code=ExitCode.NOT_AS_REQUESTED)
 
@@ -228,17 +236,19 @@ def plan(
     """
     with _hints_for(model):
         asked = typed_wish(wish, memory, sm)
-        gpus, layouts = chosen(gpu, model)
+        gpus, layouts = chosen_gpus(gpu, model)
         if exact:
             answer: MigPlan | NoPlan = plan_exact(layouts, {layout.gpu: asked for layout in layouts})
         else:
             answer = plan_add(layouts, asked, may_destroy=may_destroy)
         if exact or may_destroy:
-            answer = _evictable(answer, layouts, asked, exact=exact)
-        return planned(answer, layouts, off=[mig_gpu.index for mig_gpu in gpus if not mig_gpu.mig_enabled])
+            answer = _with_eviction_hint(answer, layouts, asked, exact=exact)
+        return layout_plan_result(answer, layouts, off=[mig_gpu.index for mig_gpu in gpus if not mig_gpu.mig_enabled])
 
 
-def _evictable(plan: MigPlan | NoPlan, layouts: Sequence[Layout], asked: Wish, *, exact: bool) -> MigPlan | NoPlan:
+def _with_eviction_hint(
+    plan: MigPlan | NoPlan, layouts: Sequence[Layout], asked: Wish, *, exact: bool
+) -> MigPlan | NoPlan:
     """Return the plan; if programs are in its way, the refusal with a hint that names the command to end them."""
     eviction_words = eviction(plan) if isinstance(plan, NoPlan) else None
     if not isinstance(plan, NoPlan) or eviction_words is None:
@@ -274,7 +284,7 @@ class MigPlanAnswer(PlanAnswer):
     cost: Cost
 
 
-def planned(layout_plan: MigPlan | NoPlan, layouts: Sequence[Layout], *, off: Sequence[int] = ()) -> Any:
+def layout_plan_result(layout_plan: MigPlan | NoPlan, layouts: Sequence[Layout], *, off: Sequence[int] = ()) -> Any:
     """Return a plan as a result; ``off`` are the GPUs whose MIG mode is off."""
     layout_plan = planned_or_refused(layout_plan)
     steps = tuple(shown_steps(layout_plan, off))
@@ -288,7 +298,7 @@ def planned(layout_plan: MigPlan | NoPlan, layouts: Sequence[Layout], *, off: Se
     )
 
 
-def capable(
+def capable_gpus(
     gpu: str | None, silent: list[Gpu] | None = None, hidden: dict[int, GpushareError] | None = None
 ) -> tuple[Sequence[Gpu], Sequence[Layout]]:
     """Return the chosen GPUs that have MIG, with their layouts.
@@ -309,7 +319,7 @@ def capable(
     return gpus, layouts_of(host, gpus, hidden)
 
 
-def chosen(gpu: str | None, model: str | None) -> tuple[Sequence[Gpu], Sequence[Layout]]:
+def chosen_gpus(gpu: str | None, model: str | None) -> tuple[Sequence[Gpu], Sequence[Layout]]:
     """Return the GPUs that a wish is for, with their layouts: of this host, or no GPU and an empty layout of a model."""
     if model is not None and gpu is not None:
         raise BadUsage(
@@ -317,10 +327,10 @@ def chosen(gpu: str | None, model: str | None) -> tuple[Sequence[Gpu], Sequence[
             "give -g for this host, or --model for a GPU that is not here",
             code="two_names",
         )
-    return ((), [offline(model)[0]]) if model is not None else capable(gpu)
+    return ((), [model_layout(model)[0]]) if model is not None else capable_gpus(gpu)
 
 
-def offline(model: str) -> tuple[Layout, dict[str, str]]:
+def model_layout(model: str) -> tuple[Layout, dict[str, str]]:
     """Return an empty GPU of a model from the catalogue, with the confidence of each profile."""
     entry = find_model(model)
     if not entry.profiles:
@@ -328,7 +338,8 @@ def offline(model: str) -> tuple[Layout, dict[str, str]]:
     return Layout(gpu=0, profiles=profiles_of(entry)), {raw.name: raw.confidence for raw in entry.profiles}
 
 
-def _mode(gpu: Gpu) -> str:
+def _mode_text(gpu: Gpu) -> str:
+    """Return the MIG mode of a GPU in words: ``on``, ``off``, ``on, pending: off``."""
     mode = "on" if gpu.mig_enabled else "off"
     return (
         mode
@@ -376,7 +387,8 @@ class MigProfilesAnswer:
     profiles: tuple[ProfileRow, ...]
 
 
-def _would_go(gpu: int, gone: Any) -> WouldGo:
+def _instance_in_the_way(gpu: int, gone: Any) -> WouldGo:
+    """Return an instance, or the compute instances of it, that would have to go."""
     return WouldGo(
         gpu=gpu,
         gpu_instance_id=gone.instance.id,

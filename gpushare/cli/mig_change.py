@@ -58,7 +58,7 @@ from gpushare.show.plan import PlanAnswer, plan_result, undone, with_answer
 from gpushare.show.result import Result
 
 
-def current(host: Host, gpu: str | None, *, named: bool = False) -> tuple[Sequence[Gpu], Sequence[Layout]]:
+def current_layouts(host: Host, gpu: str | None, *, named: bool = False) -> tuple[Sequence[Gpu], Sequence[Layout]]:
     """Return the GPUs that a change is for, as they are now, with their layouts.
 
     On a host with several GPUs -g is required; with ``named`` the instances tell which GPU.
@@ -86,7 +86,7 @@ def current(host: Host, gpu: str | None, *, named: bool = False) -> tuple[Sequen
     return gpus, layouts_of(host, gpus)
 
 
-def evicted(words: Iterable[str] | None, layouts: Sequence[Layout]) -> list[Target]:
+def eviction_targets(words: Iterable[str] | None, layouts: Sequence[Layout]) -> list[Target]:
     """Return the instances that ``--evict`` names."""
     return [target for word in words or () for target in find_targets(word, layouts)]
 
@@ -98,7 +98,9 @@ def planned_or_refused(plan: MigPlan | NoPlan) -> MigPlan:
     raise no_plan_error(plan)
 
 
-def carried(command: str, make: Callable[[Host, MigLedger], MigChange], *, refresh_cdi: bool = False) -> Result:
+def carry_out_change(
+    command: str, make: Callable[[Host, MigLedger], MigChange], *, refresh_cdi: bool = False
+) -> Result:
     """Carry a change out, or with --dry-run only show it; ``make`` reads the host and plans."""
     host = settings.connect()
     ledger = MigLedger(host)
@@ -149,6 +151,7 @@ def recovered(host: Host, ledger: MigLedger) -> Iterator[tuple[str, ...]]:
 
 
 def _with_cdi(host: Host, change: MigChange, *, refresh: bool) -> MigChange:
+    """Return the change with the steps that write the CDI specification of containers again, if ``refresh``."""
     if not refresh:
         return change
     plan = replace(change.plan, steps=(*change.plan.steps, *refresh_steps(host)))
@@ -160,16 +163,16 @@ def _change_result(host: Host, command: str, change: MigChange, notes: Sequence[
     texts = [*notes, *change.notes, *change.plan.notes]
     made: list[MadeInstance] = []
     if change.plan.steps and not dry_run:
-        made = _made(host, change)
-        texts += _after(host, change)
-    undo = _undo(change) if change.plan.steps else None
+        made = _made_instances(host, change)
+        texts += _notes_afterwards(host, change)
+    undo = _undo_line(change) if change.plan.steps else None
     planned = replace(change.plan, undo=undo, notes=tuple(dict.fromkeys(texts)))
     result = plan_result(command, planned, dry_run=dry_run)
     if dry_run:
         plan = MigPlan(gpus=tuple(part.plan for part in change.gpus), cost=Cost())
         picture = plan_text(plan, {part.gpu.index: part.layout for part in change.gpus}) if plan.changes else None
         return replace(with_answer(result, MigChangeAnswer, created=()), text=picture)
-    lines = list(_in_force(host, change, made))
+    lines = list(_in_force_lines(host, change, made))
     answer = with_answer(result, MigChangeAnswer, created=tuple(made))
     return replace(answer, done=undone(lines, undo) if lines else result.done)
 
@@ -194,7 +197,7 @@ class MigChangeAnswer(PlanAnswer):
     created: tuple[MadeInstance, ...]
 
 
-def _in_force(host: Host, change: MigChange, made: Sequence[MadeInstance]) -> Iterator[str]:
+def _in_force_lines(host: Host, change: MigChange, made: Sequence[MadeInstance]) -> Iterator[str]:
     """Yield what a MIG change has put in force: modes, instances that are gone, and the new ones with their UUIDs."""
     names = {(named.gpu_uuid, named.profile, named.start): f" '{named.name}'" for named in names_of(host).values()}
     for part in change.gpus:
@@ -214,7 +217,7 @@ def _in_force(host: Host, change: MigChange, made: Sequence[MadeInstance]) -> It
                 yield f"{row.profile}:{row.start}{name} on GPU {row.gpu}: {', '.join(row.uuids)}"
 
 
-def _made(host: Host, change: MigChange) -> list[MadeInstance]:
+def _made_instances(host: Host, change: MigChange) -> list[MadeInstance]:
     """Return the GPU instances that were created or got new compute instances, each with the new UUIDs."""
     rows = []
     for touched in change.gpus:
@@ -238,7 +241,7 @@ def _made(host: Host, change: MigChange) -> list[MadeInstance]:
     return rows
 
 
-def _after(host: Host, change: MigChange) -> list[str]:
+def _notes_afterwards(host: Host, change: MigChange) -> list[str]:
     """Return what the user should know after a change: about CDI, and GPUs with MIG and no instance."""
     gpus = [host.nvml.gpu(part.gpu.index) for part in change.gpus]
     notes = list(cdi_notes(host, gpus))
@@ -250,17 +253,18 @@ def _after(host: Host, change: MigChange) -> list[str]:
     return notes
 
 
-def _undo(change: MigChange) -> str | None:
+def _undo_line(change: MigChange) -> str | None:
     """Return the commands that undo a change, as one line; None: nothing undoes it."""
     commands: list[str] = []
     for part in change.gpus:
-        first, *others = (_undo_of(part) if part.changes else []) or [""]
+        first, *others = (_undo_commands(part) if part.changes else []) or [""]
         # It takes back what this change has named, so it does not ask.
         commands += [f"{first} -y" if first and change.names else first, *others]
     return "; ".join(filter(None, [*commands, change.plan.undo])) or None
 
 
-def _undo_of(change: GpuChange) -> list[str]:
+def _undo_commands(change: GpuChange) -> list[str]:
+    """Return the commands that give one GPU the layout, the names and the grants from before its change."""
     before, gpu = change.before, change.gpu.index
     if before.mig_enabled and change.enable is False and not before.instances:
         return [f"gpushare mig enable -g {gpu}"]
@@ -299,9 +303,9 @@ def recover(
     undo: str | None = None
     notes: tuple[str, ...] = ()
     if forget:
-        done = _forgotten(host, ledger)
+        done = _forget(host, ledger)
     else:
-        done, undo, notes = _recovered(host, ledger)
+        done, undo, notes = _recover_or_foresee(host, ledger)
     if done:
         text = "\n".join(done)
     elif ledger.running():
@@ -313,7 +317,7 @@ def recover(
     return Result(command="mig recover", data=data, notes=notes, **shown)
 
 
-def _recovered(host: Host, ledger: MigLedger) -> tuple[tuple[str, ...], str | None, tuple[str, ...]]:
+def _recover_or_foresee(host: Host, ledger: MigLedger) -> tuple[tuple[str, ...], str | None, tuple[str, ...]]:
     """Return what was done, the command that takes it back, and what of earlier changes is not restored yet."""
     interrupted, jobs = ledger.interrupted(), left_instances(host)
     if ledger.running() or (interrupted is None and not jobs and not ledger.not_restored()):
@@ -322,7 +326,7 @@ def _recovered(host: Host, ledger: MigLedger) -> tuple[tuple[str, ...], str | No
     if settings.dry_run:
         again = (f"{leftover.seen}; it would be tried again" for leftover in not_restored(host, ledger))
         gone = (f"{job} was made for a job that has ended; it would be destroyed" for job in jobs)
-        done = (*(() if interrupted is None else (_foreseen(host, interrupted),)), *again, *gone)
+        done = (*(() if interrupted is None else (_foreseen_text(host, interrupted),)), *again, *gone)
     else:
         need_rights(host)
         with ledger.locked():
@@ -334,13 +338,15 @@ def _recovered(host: Host, ledger: MigLedger) -> tuple[tuple[str, ...], str | No
     return done, None if interrupted is None or lost else way_forward(host, interrupted), tuple(map(str, lost))
 
 
-def _foreseen(host: Host, change: ChangeRecord) -> str:
+def _foreseen_text(host: Host, change: ChangeRecord) -> str:
+    """Return in words what recovery would do about an interrupted change."""
     if is_complete(host, change):
         return f"'{change.title}' was interrupted but is complete; nothing would be undone"
     return f"'{change.title}' was interrupted at '{change.step or 'its start'}'; it would be undone"
 
 
-def _forgotten(host: Host, ledger: MigLedger) -> tuple[str, ...]:
+def _forget(host: Host, ledger: MigLedger) -> tuple[str, ...]:
+    """Accept what could not be restored, and return it in words; in a dry run only return it."""
     if settings.dry_run:
         return () if ledger.running() else accept(host, ledger, dry_run=True)
     with ledger.locked():
@@ -375,8 +381,9 @@ def create(
     if name is not None:
         check_name(name)
 
-    def make(host: Host, ledger: MigLedger) -> MigChange:
-        gpus, layouts = current(host, gpu)
+    def planned_change(host: Host, ledger: MigLedger) -> MigChange:
+        """Plan the new instances on the GPUs with MIG on, with their names."""
+        gpus, layouts = current_layouts(host, gpu)
         _need_mig(gpus)
         # Only a GPU with MIG on has places to add to.
         off = ",".join(str(each.index) for each in gpus if not each.mig_enabled)
@@ -390,7 +397,7 @@ def create(
         naming = None if name is None else plan_names(host, [name], {}, created, may_move=False, plans=plan.gpus)
         return change_of(host, ledger, gpus, layouts, plan, f"create {' '.join(map(str, asked))}", naming=naming)
 
-    return carried("mig create", make, refresh_cdi=refresh_cdi)
+    return carry_out_change("mig create", planned_change, refresh_cdi=refresh_cdi)
 
 
 def destroy(
@@ -407,15 +414,16 @@ def destroy(
     A UUID means the GPU instance if it has only this compute instance, else the compute instance.
     """
 
-    def make(host: Host, ledger: MigLedger) -> MigChange:
+    def planned_change(host: Host, ledger: MigLedger) -> MigChange:
+        """Plan that these instances go, and those that --evict names."""
         # Names and UUIDs tell the GPU; bare ids do not.
-        gpus, layouts = current(host, gpu, named=all(_tells_gpu(word) for word in instance))
+        gpus, layouts = current_layouts(host, gpu, named=all(_tells_gpu(word) for word in instance))
         targets = [target for word in instance for target in find_targets(word, layouts)]
-        may_go = evicted(evict, layouts)
+        may_go = eviction_targets(evict, layouts)
         plan = planned_or_refused(plan_destroy(layouts, targets, evict=may_go))
         return change_of(host, ledger, gpus, layouts, plan, f"destroy {' '.join(instance)}", evict=may_go)
 
-    return carried("mig destroy", make, refresh_cdi=refresh_cdi)
+    return carry_out_change("mig destroy", planned_change, refresh_cdi=refresh_cdi)
 
 
 def apply(
@@ -461,7 +469,7 @@ def apply(
             "--name belongs to a layout, and --grant to --name",
             "for example: gpushare mig apply -g 0 2g*2 --name a,b --grant a=alice+carl",
         )
-    words, grants = [word for text in name or () for word in text.split(",")], _grants_typed(grant or ())
+    words, grants = [word for text in name or () for word in text.split(",")], _parse_grants(grant or ())
     if exact and file is None:
         raise exact_without_file_error()
 
@@ -480,7 +488,7 @@ def apply(
         names=words,
         grants=grants,
     )
-    return carried("mig apply", make, refresh_cdi=refresh_cdi)
+    return carry_out_change("mig apply", make, refresh_cdi=refresh_cdi)
 
 
 def _layout_change(
@@ -499,7 +507,7 @@ def _layout_change(
     """Return the change that gives GPUs exactly a wish, or what the configuration ``named`` says of them."""
     gpus, layouts, demands, notes = _demands_of_gpus(host, gpu, wish, named, exact=exact)
     _need_profiles(gpus, layouts, demands)
-    may_go = evicted(evict, layouts)
+    may_go = eviction_targets(evict, layouts)
     # For a file MIG devices count, not how they are spread over GPU instances.
     wishes = {
         layout.gpu: demands[layout.gpu].wish
@@ -520,7 +528,8 @@ def _layout_change(
     return replace(change, notes=(*notes, *change.notes))
 
 
-def _grants_typed(words: Sequence[str]) -> dict[str, list[str]]:
+def _parse_grants(words: Sequence[str]) -> dict[str, list[str]]:
+    """Return the users of each instance name that --grant gives, as NAME=USER+USER."""
     users_of: dict[str, list[str]] = {}
     for word in words:
         name, _, users = word.partition("=")
@@ -555,9 +564,16 @@ def disable(
 def _switch_mode(
     command: str, gpu: str | None, *, enable: bool, destroy: bool, refresh_cdi: bool, evict: Sequence[str] | None = None
 ) -> Any:
-    def make(host: Host, ledger: MigLedger) -> MigChange:
-        gpus, layouts = current(host, gpu)
-        may_go = evicted(evict, layouts)
+    """Switch the MIG mode of GPUs on or off; off only without instances, unless they may be destroyed."""
+
+    def planned_change(host: Host, ledger: MigLedger) -> MigChange:
+        """Plan the mode of all GPUs, and for off the end of their instances.
+
+        Raises:
+            InUse: there are instances, and ``destroy`` is false.
+        """
+        gpus, layouts = current_layouts(host, gpu)
+        may_go = eviction_targets(evict, layouts)
         instances = [instance for layout in layouts for instance in layout.instances]
         if not enable and instances and not destroy:
             names = ", ".join(map(str, instances[:7]))
@@ -572,7 +588,7 @@ def _switch_mode(
         modes = {each.index: enable for each in gpus}
         return change_of(host, ledger, gpus, layouts, plan, command.removeprefix("mig "), evict=may_go, modes=modes)
 
-    return carried(command, make, refresh_cdi=refresh_cdi)
+    return carry_out_change(command, planned_change, refresh_cdi=refresh_cdi)
 
 
 def change_of(
@@ -598,12 +614,12 @@ def change_of(
     change = plan_change(host, changes, ledger, title=title, evict=may_go, first=naming.first, after=after)
     consent = (*change.plan.consent, *naming.losses)
     enabled = [gpu for gpu in gpus if (modes or {}).get(gpu.index) and not gpu.mig_enabled]
-    notes = (*change.plan.notes, *(_swapped_out(host, enabled) if enabled else ()))
+    notes = (*change.plan.notes, *(_swapped_out_notes(host, enabled) if enabled else ()))
     done = replace(change.plan, consent=consent, undo="; ".join(naming.undo) or None, notes=notes)
     return replace(change, plan=done, names=tuple(named.name for named in naming.bound))
 
 
-def _swapped_out(host: Host, gpus: Sequence[Gpu]) -> Iterator[str]:
+def _swapped_out_notes(host: Host, gpus: Sequence[Gpu]) -> Iterator[str]:
     """Yield a note for each job that is swapped out of one of these GPUs: it comes back to a whole GPU only."""
     if not has_records(host, "swap"):
         return
@@ -616,8 +632,9 @@ def _swapped_out(host: Host, gpus: Sequence[Gpu]) -> Iterator[str]:
 def _demands_of_gpus(
     host: Host, gpu: str | None, wish: Sequence[str], named: Config | None, *, exact: bool
 ) -> tuple[Sequence[Gpu], Sequence[Layout], dict[int, Demand], tuple[str, ...]]:
+    """Return the GPUs of a wish or a file, their layouts, the demand of each by index, and notes on the file."""
     if named is None:
-        gpus, layouts = current(host, gpu)
+        gpus, layouts = current_layouts(host, gpu)
         asked = parse_wish(" ".join(wish))
         return gpus, layouts, {each.index: Demand(mig_enabled=True, wish=asked) for each in gpus}, ()
     elsewhere = absent_gpus(named, host)
@@ -629,6 +646,7 @@ def _demands_of_gpus(
 
 
 def _need_mig(gpus: Sequence[Gpu]) -> None:
+    """Raise NotSupported if MIG is off on all of these GPUs."""
     off = [each for each in gpus if not each.mig_enabled]
     if off and len(off) == len(gpus):
         which = ",".join(str(each.index) for each in off)
@@ -641,6 +659,7 @@ def _need_mig(gpus: Sequence[Gpu]) -> None:
 
 
 def _need_profiles(gpus: Sequence[Gpu], layouts: Sequence[Layout], demands: Mapping[int, Demand]) -> None:
+    """Raise NotSupported if instances are wanted of a GPU whose driver lists no profiles while MIG is off."""
     for each, layout in zip(gpus, layouts, strict=True):
         if demands[each.index].wish and not layout.profiles and not each.mig_enabled:
             raise NotSupported(
@@ -652,6 +671,7 @@ def _need_profiles(gpus: Sequence[Gpu], layouts: Sequence[Layout], demands: Mapp
 
 
 def _tells_gpu(word: str) -> bool:
+    """Return whether a word for an instance also says on which GPU it is: a name, a UUID, or GPU/GI."""
     return "/" in word or not (word.isdigit() or ":" in word or word.lower() == "all")
 
 
@@ -681,9 +701,15 @@ def name(
 
 
 def _plan_name(name: str, instance: str, gpu: str | None) -> Plan:
+    """Return the plan that gives an instance a name.
+
+    Raises:
+        BadUsage: it is not exactly one GPU instance, or it has another name.
+        GpushareError: the name is taken.
+    """
     check_name(name)
     host = settings.connect()
-    _, layouts = current(host, gpu, named=True)
+    _, layouts = current_layouts(host, gpu, named=True)
     targets = find_targets(instance, layouts)
     if len(targets) != 1:
         raise BadUsage(
@@ -720,6 +746,7 @@ def _plan_name(name: str, instance: str, gpu: str | None) -> Plan:
 
 
 def _plan_forget(name: str) -> Plan:
+    """Return the plan that forgets a name, and asks if users have a grant by it."""
     host = settings.connect()
     named = names_of(host).get(name)
     if named is None:
@@ -753,7 +780,7 @@ def grant(
     Without a grant, every local user can use every instance: MIG isolates memory and SMs, not users. Another grant
     adds a user. Grants are kept with the name, and gpushare applies them again when it recreates the instance.
     """
-    return _carried("mig grant", lambda host: plan_grant(host, name, user))
+    return _carry_out_grant("mig grant", lambda host: plan_grant(host, name, user))
 
 
 def revoke(
@@ -763,10 +790,10 @@ def revoke(
     ] = None,
 ) -> Any:
     """Revoke a user's grant, or all; without grants every local user can use the instance. Needs root."""
-    return _carried("mig revoke", lambda host: plan_revoke(host, name, user))
+    return _carry_out_grant("mig revoke", lambda host: plan_revoke(host, name, user))
 
 
-def _carried(command: str, make: Callable[[Host], Plan]) -> Any:
+def _carry_out_grant(command: str, make: Callable[[Host], Plan]) -> Any:
     """Plan again and carry out under the lock of all MIG changes: another grant may have come in between."""
     host = settings.connect()
     ledger = MigLedger(host)

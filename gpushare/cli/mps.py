@@ -123,7 +123,7 @@ def logs(
     for name in names:
         asked = name == "control.log" and not settings.verbose
         # Most of the log may be questions.
-        whole = tail(home.log / name, _MOST_LINES if asked else lines)
+        whole = last_lines(home.log / name, _MOST_LINES if asked else lines)
         kept = without_questions(whole) if asked else whole
         left_out += len(whole) - len(kept)
         texts[name] = kept[-lines:]
@@ -138,7 +138,8 @@ _MOST_OF_A_LOG: Final = 16 << 20
 _MOST_LINES: Final = _MOST_OF_A_LOG // 100
 
 
-def tail(path: Path, lines: int) -> list[str]:
+def last_lines(path: Path, lines: int) -> list[str]:
+    """Return the last lines of a log; none if there is no such file."""
     name = shlex.quote(str(path))
     try:
         return understood_tail(path, min(300 * lines + 4096, _MOST_OF_A_LOG)).splitlines()[-lines:]
@@ -203,7 +204,7 @@ class MpsStopAnswer(PlanAnswer):
     stopped: tuple[StoppedDaemon, ...]
 
 
-def stop_row(work: Stop, found: FoundDaemon, done: Stopped | None = None) -> StoppedDaemon:
+def stopped_row(work: Stop, found: FoundDaemon, done: Stopped | None = None) -> StoppedDaemon:
     """Return the result of stopping one daemon; ``done`` is None in a dry run."""
     row = StoppedDaemon(
         pid=found.daemon.pid,
@@ -218,7 +219,7 @@ def stop_row(work: Stop, found: FoundDaemon, done: Stopped | None = None) -> Sto
     return replace(row, waited_seconds=round(done.waited_seconds, 3), forced=done.forced, compute_mode=mode)
 
 
-def _waiting() -> Callable[[list[int], float], None]:
+def _wait_reporter() -> Callable[[list[int], float], None]:
     """Return a function that reports the clients a stop waits for, each set of them once."""
     said: set[tuple[int, ...]] = set()
 
@@ -230,7 +231,7 @@ def _waiting() -> Callable[[list[int], float], None]:
     return say
 
 
-def sentence(row: StoppedDaemon) -> str:
+def stopped_sentence(row: StoppedDaemon) -> str:
     """Return what has become of a daemon."""
     where = f" of GPU {row.gpu}" if row.gpu is not None else f" at {row.pipe_directory}"
     if row.pid is None:
@@ -300,7 +301,7 @@ def start(
     caps the SMs that a client may use; it reserves none.
     """
     wanted = LimitOptions(threads, memory, priority)
-    allowed = None if users is None else _users(users)
+    allowed = None if users is None else _parse_users(users)
     host = settings.connect()
     gpus = gpus_of(host)
     devices = select_for_change(gpu, gpus)
@@ -316,7 +317,7 @@ def start(
     return carried_out("mps start", plan(), homes=homes, again=plan)
 
 
-def _users(text: str) -> tuple[str, ...]:
+def _parse_users(text: str) -> tuple[str, ...]:
     """Return the users of --users by name; none for all. Raises NotFound: there is no such user."""
     if text.strip().lower() == "all":
         return ()
@@ -377,7 +378,7 @@ def stop(
     chosen = daemons_to_stop(host, gpus, gpu, pipe_directory)
     forces = force or drain is not None
     works = [
-        (Stop(host, item, device, drain_seconds=seconds, force=forces, on_wait=_waiting()), item)
+        (Stop(host, item, device, drain_seconds=seconds, force=forces, on_wait=_wait_reporter()), item)
         for item, device in chosen
     ]
     steps = tuple(step for work, _ in works for step in work.steps)
@@ -386,7 +387,7 @@ def stop(
     plan = Plan(title="MPS daemons are stopped", steps=steps, undo=undo, consent=losses)
     if settings.dry_run:
         planned = plan_result("mps stop", plan, dry_run=True)
-        return with_answer(planned, MpsStopAnswer, stopped=tuple(stop_row(work, item) for work, item in works))
+        return with_answer(planned, MpsStopAnswer, stopped=tuple(stopped_row(work, item) for work, item in works))
     consented(plan)
     rows, errors = [], []
     done: list[tuple[str, str | None]] = []
@@ -395,8 +396,8 @@ def stop(
     for work, item in works:
         work.drain_seconds = max(0.0, deadline - time.monotonic())
         try:
-            rows.append(stop_row(work, item, work.run()))
-            done.append((sentence(rows[-1]), work.undo))
+            rows.append(stopped_row(work, item, work.run()))
+            done.append((stopped_sentence(rows[-1]), work.undo))
         except GpushareError as error:
             # A daemon that is in use must not keep the others from being stopped.
             errors.append(error)

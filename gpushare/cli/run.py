@@ -180,18 +180,18 @@ def run(
         slice_us = _slice_of_weight(weight)
     # The program is not to know.
     own = os.environ.pop(DETACHED, None)
-    options = RunOptions(limits=limits, strict=strict, name=_name(name if own is None or production else own))
+    options = RunOptions(limits=limits, strict=strict, name=_checked_name(name if own is None or production else own))
     if grace is not None:
         options = replace(options, grace_seconds=parse_seconds(grace))
     host = settings.connect()
     role = Role(
-        production=_name(production),
+        production=_checked_name(production),
         opportunistic=opportunistic,
         target=target,
         yields=yields,
         slice_us=slice_us,
-        keep=None if keep is None else _kept(keep),
-        rate=_rate(host, production, metric, higher_is_better=not lower),
+        keep=None if keep is None else _share_to_keep(keep),
+        rate=_printed_rate(host, production, metric, higher_is_better=not lower),
     )
     budget = None
     if memory is not None:
@@ -207,9 +207,9 @@ def run(
         for_production=leaves,
     )
     if detach and own is None and not settings.dry_run:
-        return _detached(host, command[0], role.production or options.name)
+        return _start_detached(host, command[0], role.production or options.name)
     if container is not None:
-        options = replace(options, container=_engine(host, container, role))
+        options = replace(options, container=_checked_engine(host, container, role))
     started = JobStart(
         host=host,
         gpus=gpus_of(host),
@@ -241,7 +241,7 @@ class DetachedAnswer:
     output: str
 
 
-def _detached(host: Host, program: str, name: str | None) -> Any:
+def _start_detached(host: Host, program: str, name: str | None) -> Any:
     """Start the job in the background, and return its name; its notes and what keeps it from starting are shown as without -d."""
     job = detach(host, settings.words, program, name)
     if job.state == "ended" and job.exit_code and not was_started(host, job):
@@ -264,13 +264,19 @@ def _detached(host: Host, program: str, name: str | None) -> Any:
     )
 
 
-def _name(name: str | None) -> str | None:
+def _checked_name(name: str | None) -> str | None:
+    """Return the name of a job, if one is given.
+
+    Raises:
+        BadUsage: it cannot be a name.
+    """
     if name is None:
         return None
     return check_job_name(name)
 
 
 def _restarts_on_mps_fault(event: str | None) -> bool:
+    """Return whether the program starts again after a fault of MPS; raises BadUsage for another event."""
     if event not in {None, "mps-fault"}:
         raise BadUsage(
             f"--restart-on {quoted(event or '')} is not an event", "give --restart-on mps-fault", code="bad_restart"
@@ -285,7 +291,7 @@ def percentage_of_cap(text: str) -> float:
     )
 
 
-def _kept(text: str) -> float:
+def _share_to_keep(text: str) -> float:
     """Return which part of its speed production keeps."""
     percent = percentage("--keep", text, example="--keep 97%", hint="give one: --keep 97%", code="bad_keep")
     if not 50 <= percent <= 99.5:
@@ -293,7 +299,9 @@ def _kept(text: str) -> float:
     return percent / 100
 
 
-def _rate(host: Host, production: str | None, metric: str | None, *, higher_is_better: bool) -> PrintedRate | None:
+def _printed_rate(
+    host: Host, production: str | None, metric: str | None, *, higher_is_better: bool
+) -> PrintedRate | None:
     """Return where production prints its speed, or None: in the output that is kept of it."""
     if metric is None or production is None:
         return None
@@ -301,7 +309,7 @@ def _rate(host: Host, production: str | None, metric: str | None, *, higher_is_b
     return PrintedRate(str(output_path(host, check_job_name(production))), metric, higher_is_better)
 
 
-def _engine(host: Host, name: str, role: Any) -> str:
+def _checked_engine(host: Host, name: str, role: Any) -> str:
     """Return the engine of a container.
 
     Raises:
@@ -372,14 +380,14 @@ def check_combination(given: Collection[str]) -> None:
             example = (
                 f"for example: gpushare run {row.instead} -- {'IMAGE CMD' if '--container' in row.instead else 'CMD'}"
             )
-            first = _shown(options[0])
+            first = _typed_option(options[0])
             if row.needs:
-                needed = [_shown(name) for name in row.others.split()]
+                needed = [_typed_option(name) for name in row.others.split()]
                 raise BadCombination(f"{first} needs {' or '.join(needed)}: {row.why}", example)
-            raise BadCombination(f"{first} cannot be combined with {_shown(others[0])}: {row.why}", example)
+            raise BadCombination(f"{first} cannot be combined with {_typed_option(others[0])}: {row.why}", example)
 
 
-def _shown(name: str) -> str:
+def _typed_option(name: str) -> str:
     return name.replace(":", " ")
 
 

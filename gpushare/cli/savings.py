@@ -63,8 +63,8 @@ def savings(
     or a published one of a known instance type.
     Example: gpushare savings --gpus 4 --load 25 --instance g4dn.2xlarge --price 0.752
     """
-    target = _number("--target-load", target_load, Decimal(100))
-    cost = _price(price, instance, _number("--hours", hours, _MOST_HOURS))
+    target = _parse_number("--target-load", target_load, Decimal(100))
+    cost = _price_of_hour(price, instance, _parse_number("--hours", hours, _MOST_HOURS))
     capacity = None if gpu_memory is None else parse_memory_limit(gpu_memory, "--gpu-memory")
     if read is not None:
         if gpus is not None or load is not None or memory is not None:
@@ -73,11 +73,11 @@ def savings(
                 f"drop --gpus, --load and --memory: gpushare savings --from {read}",
             )
         recording, uses = _chosen_uses(read, gpu)
-        work = [_work(use) for use in uses]
-        capacity = capacity if capacity is not None else _capacity(uses)
+        work = [_recorded_work(use) for use in uses]
+        capacity = capacity if capacity is not None else _smallest_memory(uses)
         notes = _recording_notes(recording, uses)
     else:
-        work, notes = _given(gpus, load, memory, gpu), []
+        work, notes = _typed_work(gpus, load, memory, gpu), []
     saved = save(work, price=cost, target_load=target, gpu_memory_bytes=capacity)
     notes.append("the overhead of sharing is not included: measure before you give machines back")
     answer = SavingsAnswer(
@@ -93,7 +93,12 @@ def savings(
 _EXAMPLES: Final = {"--hours": "720", "--target-load": "80"}
 
 
-def _number(option: str, text: str, most: Decimal, *, zero: bool = False) -> Decimal:
+def _parse_number(option: str, text: str, most: Decimal, *, zero: bool = False) -> Decimal:
+    """Return a number as typed, with or without $ and %.
+
+    Raises:
+        BadUsage: it is none, above ``most``, or 0 unless ``zero``.
+    """
     match = re.fullmatch(r"\s*\$?(\d{1,12}(?:\.\d{1,12})?|\.\d{1,12})\s*%?\s*", text, re.ASCII)
     value = Decimal(match.group(1)) if match else None
     if value is None or value > most or (value == 0 and not zero):
@@ -108,9 +113,10 @@ def _number(option: str, text: str, most: Decimal, *, zero: bool = False) -> Dec
     return value
 
 
-def _price(price: str | None, instance: str | None, hours: Decimal) -> Price | None:
+def _price_of_hour(price: str | None, instance: str | None, hours: Decimal) -> Price | None:
+    """Return what a GPU costs per hour: --price, or a published price of the instance; None: unknown."""
     if price is not None:
-        return Price(per_hour=_number("--price", price, _MOST_PRICE), hours=hours, source="given with --price")
+        return Price(per_hour=_parse_number("--price", price, _MOST_PRICE), hours=hours, source="given with --price")
     published = None if instance is None else known_price(instance)
     if published is None:
         return None
@@ -121,7 +127,8 @@ def _price(price: str | None, instance: str | None, hours: Decimal) -> Price | N
     )
 
 
-def _given(gpus: int | None, load: str | None, memory: str | None, gpu: str | None) -> list[Work]:
+def _typed_work(gpus: int | None, load: str | None, memory: str | None, gpu: str | None) -> list[Work]:
+    """Return the work of each GPU as --gpus, --load and --memory give it."""
     if gpus is None or load is None or gpu is not None:
         raise BadUsage(
             "-g is only used with --from" if gpu is not None else "--gpus and --load are needed together, or --from",
@@ -132,7 +139,7 @@ def _given(gpus: int | None, load: str | None, memory: str | None, gpu: str | No
         raise BadUsage(
             f"--gpus {gpus} is outside 1 to {MOST_GPUS}", "give the number of GPUs: --gpus 4", code="bad_number"
         )
-    percent = _number("--load", load, Decimal(100), zero=True)
+    percent = _parse_number("--load", load, Decimal(100), zero=True)
     held = None if memory is None else parse_memory_limit(memory)
     return [Work(name=f"work {number}", load=percent, memory_bytes=held) for number in range(1, gpus + 1)]
 
@@ -161,7 +168,8 @@ def _chosen_uses(read: str, gpu: str | None) -> tuple[Recording, list[GpuUse]]:
     return recording, uses
 
 
-def _work(use: GpuUse) -> Work:
+def _recorded_work(use: GpuUse) -> Work:
+    """Return the work of one GPU in a recording: its mean load and its peak memory."""
     activity = use.activity
     return Work(
         name=f"GPU {use.gpu.index}",
@@ -171,12 +179,14 @@ def _work(use: GpuUse) -> Work:
     )
 
 
-def _capacity(uses: list[GpuUse]) -> int | None:
+def _smallest_memory(uses: list[GpuUse]) -> int | None:
+    """Return the memory of the smallest of these GPUs in bytes; None: it is unknown of one."""
     sizes = [use.gpu.memory_total_bytes for use in uses]
     return None if None in sizes else min((size for size in sizes if size is not None), default=None)
 
 
 def _recording_notes(recording: Recording, uses: list[GpuUse]) -> list[str]:
+    """Return what makes loads from this recording uncertain."""
     notes = [
         f"loads are means of {recording.samples} samples in {format_duration(recording.seconds)}: record a typical period, long enough"
     ]
@@ -204,8 +214,8 @@ class SavingsAnswer(Savings):
 
 def savings_result(data: SavingsAnswer, notes: Sequence[str] = ()) -> Result:
     """Return the result of ``gpushare savings``."""
-    lines = [_now(data), *(_line(option, data) for option in data.options)]
-    lines += _headroom(data)
+    lines = [_line_of_today(data), *(_option_line(option, data) for option in data.options)]
+    lines += _headroom_lines(data)
     lines += [f"warning: {warning}" for warning in data.warnings]
     lines.append(_price_line(data.price))
     columns = (
@@ -234,7 +244,8 @@ def money(value: Decimal | None) -> str:
     return "-" if value is None else f"${value:,.2f}"
 
 
-def _now(data: SavingsAnswer) -> str:
+def _line_of_today(data: SavingsAnswer) -> str:
+    """Return the line on the GPUs as they are used today: number, load, cost."""
     cost, price, loads = data.cost, data.price, data.loads_percent
     each = (
         f"{plain_value(loads[0])} % load each"
@@ -247,7 +258,8 @@ def _now(data: SavingsAnswer) -> str:
     return f"{head}: {data.gpus} x ${plain_value(price.per_hour)}/h x {plain_value(price.hours)} h = {money(cost)}"
 
 
-def _line(option: Consolidation, data: SavingsAnswer) -> str:
+def _option_line(option: Consolidation, data: SavingsAnswer) -> str:
+    """Return the line on one smaller number of GPUs: what it saves, and how full they are."""
     if data.cost is None:
         change = f"{data.gpus} to {option.gpus}: {plain_value(option.saving_percent)} % fewer"
     else:
@@ -259,7 +271,7 @@ def _line(option: Consolidation, data: SavingsAnswer) -> str:
     return f"{change}; {load}{'  <- recommended' if option.recommended else ''}"
 
 
-def _headroom(data: SavingsAnswer) -> list[str]:
+def _headroom_lines(data: SavingsAnswer) -> list[str]:
     """Return what the recommended option costs more than the one with the fewest GPUs, which has no room for peaks."""
     fewest, chosen = min(data.options, key=lambda option: option.gpus, default=None), data.recommended
     if fewest is None or chosen is None or chosen.gpus == fewest.gpus:
@@ -271,6 +283,7 @@ def _headroom(data: SavingsAnswer) -> list[str]:
 
 
 def _price_line(price: Price | None) -> str:
+    """Return the line on the price: where it comes from, or how to give one."""
     if price is None:
         return "price: none given, so no amounts; give the price of one GPU per hour: --price 0.752"
     return f"price: ${plain_value(price.per_hour)} per GPU per hour, {plain_value(price.hours)} hours; source: {price.source}"

@@ -167,7 +167,7 @@ def list_hosts(
 ) -> Any:
     """List the simulated hosts in use, or with --models the GPU models."""
     if models:
-        return _models()
+        return _models_result()
     hosts = used_hosts()
     columns = (
         Column("spec", "host", whole=True),
@@ -184,7 +184,8 @@ def list_hosts(
     )
 
 
-def _models() -> Any:
+def _models_result() -> Any:
+    """Return the GPU models that a simulated host can have."""
     rows = tuple(
         SimModel(
             host=f"sim:{model.short}",
@@ -215,7 +216,8 @@ def show(host: Spec = None) -> Any:
     return Result(command="sim show", data=shown, text=_state_text(shown))
 
 
-def _user(host: ShownHost) -> str:
+def _user_text(host: ShownHost) -> str:
+    """Return as which user commands run on a simulated host."""
     if host.fault_uid is None and host.uid:
         return f"user {host.uid}, who may do here what root may"
     return f"user {host.uid}" if host.uid else "root"
@@ -228,15 +230,16 @@ _OF_A_GPU: Final = frozenset({"model", "uuid", "pci_bus_id", "mig_mode", "mig_pe
 
 
 def _state_text(host: ShownHost) -> str:
-    facts = {"driver": host.driver, "commands run as": _user(host)}
+    """Return a simulated host as lines: driver, user, and what differs from a new host."""
+    facts = {"driver": host.driver, "commands run as": _user_text(host)}
     for index, gpu in enumerate(host.gpus):
-        facts[f"GPU {index}"] = ", ".join([gpu.model, *_differing(gpu, SimulatedGpu("", "", ""), _OF_A_GPU)])
-    facts |= {"host": ", ".join(_differing(host, SimulatedHostState(""), _ORDINARY)), "state": host.directory}
+        facts[f"GPU {index}"] = ", ".join([gpu.model, *_changed_fields(gpu, SimulatedGpu("", "", ""), _OF_A_GPU)])
+    facts |= {"host": ", ".join(_changed_fields(host, SimulatedHostState(""), _ORDINARY)), "state": host.directory}
     width = max(map(len, facts))
     return "\n".join([host.spec, *(f"  {name:<{width}}  {value}" for name, value in facts.items() if value)])
 
 
-def _differing(
+def _changed_fields(
     shown: SimulatedGpu | SimulatedHostState, fresh: SimulatedGpu | SimulatedHostState, but: Collection[str]
 ) -> Iterator[str]:
     """Yield the fields that differ from those of a new one; of processes and daemons their PIDs."""
@@ -265,7 +268,7 @@ def reset(
             data=SimResetAnswer(dry_run=True, hosts=tuple(specs)),
             text=f"would delete {', '.join(specs) or 'nothing'}",
         )
-    done = tuple(map(_reset, specs))
+    done = tuple(map(_reset_host, specs))
     alone = " ".join(str(pid) for each in done for pid in each.left_alone)
     notes = (f"real programs and waiting jobs were left running; end them: kill {alone}",) if alone else ()
     text = f"{', '.join(each.spec for each in done)}: reset" if done else "no simulated hosts to reset"
@@ -273,7 +276,8 @@ def reset(
     return Result(command="sim reset", data=answer, done=((text, None),), notes=notes)
 
 
-def _reset(spec: str) -> ResetResult:
+def _reset_host(spec: str) -> ResetResult:
+    """Delete a simulated host; the result names the real programs and waiting jobs that go on."""
     # The ledger goes with the host; a job that waits has no program on it yet.
     waiting = tuple(job.claim.pid for job in reservations(open_simulated(spec)) or () if job.waits)
     done = admin.reset(spec)

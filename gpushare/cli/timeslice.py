@@ -115,7 +115,7 @@ def show(gpu: GpuOption = None) -> Any:
         Column("gpu", "GPU", right=True),
         Column("name", "name", rank=3),
         Column("time_slice", "level"),
-        Column("default_slice_us", "default slice", right=True, rank=1, optional=True, format=_slice),
+        Column("default_slice_us", "default slice", right=True, rank=1, optional=True, format=_slice_text),
         Column("compute_mode", "compute mode", rank=2),
         Column("uuid", "UUID", whole=True, rank=4),
     )
@@ -146,13 +146,14 @@ def show(gpu: GpuOption = None) -> Any:
             *((_process_table(processes),) if processes else ()),
         ),
         csv=Table(name="gpus", columns=columns, rows=tuple(map(vars, rows))),
-        notes=(*_notes(rows), *_reasons(processes), *blind),
+        notes=(*_level_notes(rows), *_unknown_slice_notes(processes), *blind),
         errors=errors,
         exit_code=1 if errors else 0,
     )
 
 
-def _notes(rows: Sequence[GpuSlices]) -> tuple[str, ...]:
+def _level_notes(rows: Sequence[GpuSlices]) -> tuple[str, ...]:
+    """Return notes on GPUs without a time-slice, or with a compute mode that has no use for one."""
     notes = []
     without = [str(row.gpu) for row in rows if row.supported is False]
     if without:
@@ -165,7 +166,7 @@ def _notes(rows: Sequence[GpuSlices]) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _slice(value: Any) -> str:
+def _slice_text(value: Any) -> str:
     return "-" if value is None else f"{value} us"
 
 
@@ -217,6 +218,7 @@ def default_slice(rows: Iterable[ProcessSlices]) -> int | None:
 
 
 def _process_table(rows: Sequence[ProcessSlices]) -> Table:
+    """Return the table of processes with their slices, and who has set them."""
     columns = (
         Column("gpu", "GPU", right=True, group=True),
         Column("pid", "PID", right=True),
@@ -230,24 +232,25 @@ def _process_table(rows: Sequence[ProcessSlices]) -> Table:
         name="processes",
         title="processes",
         columns=columns,
-        rows=tuple({**vars(row), "slice": _shown(row), "how": _way_text(row)} for row in rows),
+        rows=tuple({**vars(row), "slice": _shown(row), "how": _setter_text(row)} for row in rows),
     )
 
 
 def _shown(row: ProcessSlices) -> str:
-    return ", ".join(_slice(value) for value in dict.fromkeys(row.slices_us)) or "-"
+    return ", ".join(_slice_text(value) for value in dict.fromkeys(row.slices_us)) or "-"
 
 
-def _way_text(row: ProcessSlices) -> str:
+def _setter_text(row: ProcessSlices) -> str:
+    """Return who has set the slice of a process: gpushare, another program, its MPS server, or nobody."""
     if row.under_mps:
         return "MPS server"
     if row.set_us is None:
         return "-" if row.reason else "default"
     changed = row.slices_us and set(row.slices_us) != {row.set_us}
-    return f"another program (gpushare set {_slice(row.set_us)})" if changed else "gpushare"
+    return f"another program (gpushare set {_slice_text(row.set_us)})" if changed else "gpushare"
 
 
-def _reasons(rows: Sequence[ProcessSlices]) -> list[str]:
+def _unknown_slice_notes(rows: Sequence[ProcessSlices]) -> list[str]:
     """Return why slices are unknown: one line per reason."""
     alike: dict[str, list[ProcessSlices]] = {}
     for row in rows:
@@ -259,7 +262,7 @@ def _reasons(rows: Sequence[ProcessSlices]) -> list[str]:
     ]
 
 
-def set_level(
+def set_slice(
     level: Annotated[
         str,
         typer.Argument(
@@ -288,7 +291,7 @@ def set_level(
             raise BadCombination(
                 "-g and --beside-mps are for levels: the slice of a job applies on all its GPUs", _EXAMPLE
             )
-        return _set_slice(level, job)
+        return _set_slice_of_job(level, job)
     if level[:1].isdigit() and level.endswith("s"):
         raise BadUsage(
             f"{quoted(level)} is a time-slice, and no job is named", f"name one: {_EXAMPLE}", code="no_job_named"
@@ -302,7 +305,7 @@ def set_level(
 _EXAMPLE = "gpushare timeslice set 500us JOB"
 
 
-def _set_slice(text: str, job_text: str) -> Any:
+def _set_slice_of_job(text: str, job_text: str) -> Any:
     """Set the slice of a job's processes to a time (``500us``) or to a multiple of the default slice (``3x``)."""
     if parse_level(text) is not None:
         raise BadCombination(
@@ -319,7 +322,7 @@ def _set_slice(text: str, job_text: str) -> Any:
             )
     else:
         microseconds = check_slice(parse_slice(text))
-    return _with_job(
+    return _change_slices(
         "timeslice set",
         job_text,
         lambda host, control, job, processes, consent: plan_slice(
@@ -328,14 +331,15 @@ def _set_slice(text: str, job_text: str) -> Any:
     )
 
 
-def _with_job(command: str, text: str, plan: Callable[..., Plan]) -> Any:
+def _change_slices(command: str, text: str, plan: Callable[..., Plan]) -> Any:
     """Plan a change of a job's processes and carry it out; plan again if it would touch more than the user agreed to."""
     host = settings.connect()
     with host.open_channels() as control:
         # It loads while the job is looked up.
         control.start()
 
-        def planned() -> Plan:
+        def plan_now() -> Plan:
+            """Return the plan for the processes that the job has now, with what the user is asked."""
             job = find_job(host, text)
             action = "changes the time-slice of"
             # Another user's job is refused before its processes are looked for; what to ask is known only with them.
@@ -345,8 +349,8 @@ def _with_job(command: str, text: str, plan: Callable[..., Plan]) -> Any:
                 host, control, job, processes, consent_to(host, job, action, [process.pid for process in processes])
             )
 
-        first = planned()
-        return carried_out(command, first, again=planned if first.consent else None)
+        first = plan_now()
+        return carried_out(command, first, again=plan_now if first.consent else None)
 
 
 def reset(
@@ -363,7 +367,7 @@ def reset(
                 "-g is for levels: the slice of a job applies on all its GPUs",
                 "for example: gpushare timeslice reset JOB",
             )
-        return _with_job(
+        return _change_slices(
             "timeslice reset",
             job,
             lambda host, control, target, processes, consent: plan_restore(
@@ -397,26 +401,33 @@ def keep(file: RulesOption = None) -> Any:
 
     host = settings.connect()
     path = str(applied_path(host)) if file is None else file
-    wanted, policy = _read(path)
+    wanted, policy = _read_policy(path)
     if settings.dry_run:
         return _planned(policy, path)
     printed = Said(sys.stdout, settings.output, quiet=settings.quiet)
     printed.follows(path, len(wanted.rules))
 
-    def again() -> Policy:
+    def read_again() -> Policy:
+        """Return the policy of the file as it is now, and report it or its error."""
         try:
-            policy = _read(path)[1]
+            policy = _read_policy(path)[1]
         except GpushareError as error:
             printed.failed(error)
             raise
         printed.follows(path, len(policy.rules))
         return policy
 
-    keep_slices(host, policy, reload=again, say=printed.events)
+    keep_slices(host, policy, reload=read_again, say=printed.events)
     return 0
 
 
-def _read(path: str) -> tuple[HostFile, Policy]:
+def _read_policy(path: str) -> tuple[HostFile, Policy]:
+    """Return a file and the policy of its rules.
+
+    Raises:
+        BadUsage: it has no rules.
+        GpushareError: as `load_own`.
+    """
     from gpushare.hostfile.load import load_own, names_in
     from gpushare.timeslice.keep import Policy
 
@@ -438,6 +449,6 @@ def _planned(policy: Policy, path: str) -> Result:
 
 
 app.command(cls=Command, short_help="Show the level of each GPU and the slice of each process.")(show)
-app.command("set", cls=AskingCommand, short_help="Set the slice of a job, or the level of GPUs.")(set_level)
+app.command("set", cls=AskingCommand, short_help="Set the slice of a job, or the level of GPUs.")(set_slice)
 app.command(cls=AskingCommand, short_help="Restore the slice of a job, or the level.")(reset)
 app.command(cls=ChangingCommand, short_help="Follow the rules of gpushare.yaml for single processes.")(keep)

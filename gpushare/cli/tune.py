@@ -147,26 +147,27 @@ def tune(
             goal=Goal(
                 keep=percentage("--keep", keep, example="--keep 97%", hint="give one: --keep 97%", code="bad_keep")
                 / 100,
-                p99_factor=None if p99 is None else _factor(p99),
+                p99_factor=None if p99 is None else _parse_factor(p99),
             ),
-            ways=_ways(ways, caps),
+            ways=_parse_ways(ways, caps),
             caps=_percentages("--caps", caps, "80,60,40") or CAPS_PERCENT,
         ),
         metric=parse_metric(metric, latency=latency),
         opportunistic_metric=parse_metric(opportunistic_metric or metric),
         copies=copies,
         budget_seconds=None if budget is None else positive_time("--budget", budget, "150s"),
-        window_seconds=None if window is None else _window(window),
+        window_seconds=None if window is None else _window_seconds(window),
         start_seconds=positive_time("--timeout", timeout, "10m"),
     )
     host = settings.connect()
     device = select_one(gpu, gpus_of(host))
-    with _reporter() as reporter:
+    with _stderr_reporter() as reporter:
         result = measured(host, device, options, reporter, find_tried(host, device, options))
-    return finished(host, device, options, result, name, picture)
+    return keep_result(host, device, options, result, name, picture)
 
 
-def _ways(text: str, caps: str | None) -> tuple[Way, ...]:
+def _parse_ways(text: str, caps: str | None) -> tuple[Way, ...]:
+    """Return the ways to search, in the order typed."""
     words = tuple(dict.fromkeys(word.strip().lower() for word in text.split(",")))
     wrong = next((word for word in words if word not in {"slices", "caps"}), None)
     if wrong is not None:
@@ -187,7 +188,8 @@ def _percentages(option: str, text: str | None, example: str) -> tuple[float, ..
         ) from None
 
 
-def _window(text: str) -> float:
+def _window_seconds(text: str) -> float:
+    """Return the length of a window in seconds, at least 0.1."""
     seconds = parse_seconds(text)
     if seconds < 0.1:
         raise BadUsage(f"--window {text} is too short to measure in", "give at least 0.1s", code="bad_duration")
@@ -207,7 +209,8 @@ def words_of(option: str, command: str) -> list[str]:
     return words
 
 
-def _factor(text: str) -> float:
+def _parse_factor(text: str) -> float:
+    """Return how many times its latency alone production may have: ``1.1x`` or ``1.1``."""
     try:
         value = float(text.strip().lower().removesuffix("x"))
     except ValueError:
@@ -218,7 +221,8 @@ def _factor(text: str) -> float:
 
 
 @contextlib.contextmanager
-def _reporter() -> Iterator[TuneReporter]:
+def _stderr_reporter() -> Iterator[TuneReporter]:
+    """Yield a reporter that prints each trial and draws the progress on stderr; with --quiet it does nothing."""
     terminal = sys.stderr.isatty()
 
     class Lines(TuneReporter):
@@ -242,7 +246,7 @@ def _reporter() -> Iterator[TuneReporter]:
         yield Lines()
 
 
-def finished(
+def keep_result(
     host: Host, device: Device, options: TuneOptions, result: TuneResult, name: str, picture: Path | None = None
 ) -> Any:
     """Keep what was found, and return it as the command's result."""
@@ -258,11 +262,11 @@ def finished(
             # The figures are shown even if the file cannot be written.
             errors.append(error)
     errors += _drawn(data, picture)
-    notes = [*([] if result.warning is None else [result.warning]), *_uncertain(options, result)]
+    notes = [*([] if result.warning is None else [result.warning]), *_doubts(options, result)]
     if result.strangers:
         notes.append(others_note(result.strangers))
     if data.file is not None and tuned is not None:
-        notes += _apply(tuned, data.commands)
+        notes += _start_notes(tuned, data.commands)
     elif tuned is None:
         program = options.opportunistic[0]
         pause = JobCommand(gpu=device.selector, opportunistic=True, yields="pause", program=program)
@@ -300,7 +304,7 @@ def _keep_profiles(host: Host, device: Device, options: TuneOptions, result: Tun
                 keep_profile(host, device, command, profile)
 
 
-def _apply(tuned: Tuned, commands: tuple[str, ...]) -> list[str]:
+def _start_notes(tuned: Tuned, commands: tuple[str, ...]) -> list[str]:
     """Return the commands that use a result."""
     outside = ", outside MPS" if tuned.way is Way.SLICES else ""
     first, *others = commands
@@ -311,7 +315,7 @@ def _apply(tuned: Tuned, commands: tuple[str, ...]) -> list[str]:
 _MUCH_SPREAD: Final = 0.05
 
 
-def _uncertain(options: TuneOptions, result: TuneResult) -> list[str]:
+def _doubts(options: TuneOptions, result: TuneResult) -> list[str]:
     """Return notes on how sure the answer is."""
     goal, best, spread = options.search.goal, result.outcome.best, result.production.spread
     notes = []
@@ -331,6 +335,7 @@ def _uncertain(options: TuneOptions, result: TuneResult) -> list[str]:
 
 
 def _early_end_error(stopped: KeyboardInterrupt | GpushareError) -> GpushareError:
+    """Return the error of a search that ended early: what failed, or the signal with what comes next."""
     if isinstance(stopped, GpushareError):
         return stopped
     return interrupted(stopped).restated(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gpushare.base.benchmark import BenchAnswer, BenchCell, Metric, Pick, Ratio, Summary
-from gpushare.cli.bench import _interrupted as interrupted
+from gpushare.cli.bench import _interrupted_error as interrupted
 from gpushare.show.bench import _sentence, _throughput, bench_result
 from gpushare.show.tune import error_of
 from tests.measure.test_bench import answer, measured
