@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from gpushare.base.benchmark import BenchAnswer, Benchmark, BenchSizesAnswer, Metric
+from gpushare.base.benchmark import BenchAnswer, Benchmark, BenchSizesAnswer
 from gpushare.base.errors import BadCombination, BadUsage, GpushareError, Interrupted, OperationFailed
 from gpushare.base.selection import Device, select_one
 from gpushare.base.units import counted, format_copies
@@ -62,6 +62,7 @@ from gpushare.snapshot import BLIND
 app = typer.Typer(**PLAIN)
 
 T = TypeVar("T", BenchAnswer, BenchSizesAnswer)
+Answer = TypeVar("Answer")
 
 _MOST_REPEATS = 100
 
@@ -142,8 +143,7 @@ def bench(
     kept = None if to is None else check_new("--to", to)
     picture = None if plot is None else picture_path(plot)
     before = None if compare is None else read_bench(compare)
-    asked = None if command and metric is None else parse_metric(metric, higher_is_better=not lower, latency=latency)
-    asked = asked or parse_metric(None, latency=latency)
+    printed = parse_metric(metric, higher_is_better=metric is None or not lower, latency=latency)
     sizes = (None,) if size is None else parse_sizes(size)
     if len(sizes) > 1 and before is not None:
         raise BadCombination(
@@ -151,10 +151,25 @@ def bench(
         )
     host = settings.connect()
     device = select_one(gpu, gpus_of(host))
-    if len(sizes) > 1:
-        ways = ways or _OF_SIZES
-    words = (copies, ways, repeat, window, timeout)
-    wishes = [_wished(host, device, command, {**built_in, "size": each}, asked, words) for each in sizes]
+
+    def settings_of(program: Settings) -> Settings:
+        """Return what is measured of a program: the options beside its own defaults."""
+        default = _OF_SIZES if len(sizes) > 1 else DEFAULT_WAYS
+        wanted = parse_ways(ways or (default if program.in_one else default.replace(",streams", "")))
+        return replace(
+            program,
+            cells=[(way, number) for way in wanted for number in parse_copies(copies)],
+            repeat=repeat,
+            window=program.window if window is None else positive_time("--for", window, "3s"),
+            limit=None if timeout is None else positive_time("--timeout", timeout, "10m"),
+        )
+
+    if command:
+        wishes = [settings_of(Settings(argv=command, metric=printed))]
+    else:
+        wishes = [
+            settings_of(built_in_workload(host, device, **{**built_in, "size": each_size})) for each_size in sizes
+        ]
     if len(sizes) > 1:
         return _measure_sizes(host, device, wishes, kept, picture)
     if before is not None:
@@ -205,27 +220,6 @@ def picture_path(text: str) -> Path:
     """
     check_plot(text)
     return check_new("--plot", text)
-
-
-def _wished(
-    host: Host,
-    device: Device,
-    command: list[str] | None,
-    built_in: Mapping[str, Any],
-    metric: Metric,
-    words: tuple[Any, ...],
-) -> Settings:
-    """Return what to measure."""
-    copies, ways, repeat, window, timeout = words
-    wished = Settings(argv=command, metric=metric) if command else built_in_workload(host, device, **built_in)
-    default = DEFAULT_WAYS if wished.in_one else DEFAULT_WAYS.replace(",streams", "")
-    return replace(
-        wished,
-        cells=[(way, number) for way in parse_ways(ways or default) for number in parse_copies(copies)],
-        repeat=repeat,
-        window=wished.window if window is None else positive_time("--for", window, "3s"),
-        limit=None if timeout is None else positive_time("--timeout", timeout, "10m"),
-    )
 
 
 # The ways that differ where matrices are small; --ways gives others.
@@ -319,23 +313,29 @@ def _interrupted_error(runs: int, kept: Path | None) -> Interrupted:
 
 
 def _write_files(
-    answer: T, kept: Path | None, picture: Path | None, drawn: Callable[[T, str], bytes]
+    answer: T, kept: Path | None, picture: Path | None, draw: Callable[[T, str], bytes]
 ) -> list[GpushareError]:
     """Write the files that were asked for, and return what went wrong."""
-    failed = []
+    failed: list[GpushareError] = []
     try:
         if kept is not None:
             write_bench(kept, answer)
     except GpushareError as error:
         failed.append(error)
+    return [*failed, *write_picture(picture, answer, draw)]
+
+
+def write_picture(path: Path | None, answer: Answer, draw: Callable[[Answer, str], bytes]) -> list[GpushareError]:
+    """Draw an answer to a new file, if a path is given, and return what went wrong; ``draw`` takes png or svg."""
+    if path is None:
+        return []
     try:
-        if picture is not None:
-            create_file(picture, drawn(answer, picture.suffix.lower().removeprefix(".")))
+        create_file(path, draw(answer, path.suffix.lower().removeprefix(".")))
     except OSError as error:
-        failed.append(
-            OperationFailed(f"cannot write {picture}: {error.strerror}", "give another --plot FILE", code="not_written")
-        )
-    return failed
+        return [
+            OperationFailed(f"cannot write {path}: {error.strerror}", "give another --plot FILE", code="not_written")
+        ]
+    return []
 
 
 def measure_with_progress(

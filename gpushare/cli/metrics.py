@@ -215,19 +215,11 @@ def _write_textfile(path: Path, text: str) -> None:
         raise BadUsage(
             f"{quoted(str(path), 200)} does not end in .prom", "node_exporter reads *.prom only", code="bad_textfile"
         )
-
-    def write() -> None:
+    try:
         # The directory often belongs to node_exporter's user. Metrics are harmless there, and he may read them anyway.
         with directory_of(path.parent, make=False, strangers=True) as descriptor:
             # Write into the directory that was checked, even if its path names another one now.
             replace_file(Path(f"/proc/self/fd/{descriptor}") / path.name, text, durable=True)
-
-    _guarded(path, write)
-
-
-def _guarded(path: Path, write: Callable[[], None]) -> None:
-    try:
-        write()
     except OSError as error:
         raise not_written_error(
             path,

@@ -833,7 +833,7 @@ def others_note(others: Mapping[int, str]) -> str:
     return f"other processes used the GPU during the measurement ({named}) and may have affected the figures"
 
 
-def percentage(option: str, text: str, *, example: str, hint: str, code: str) -> float:
+def percentage(option: str, text: str, *, example: str, code: str) -> float:
     """Return a part of something in percent, as typed: ``97%`` or ``97``.
 
     Raises:
@@ -842,7 +842,9 @@ def percentage(option: str, text: str, *, example: str, hint: str, code: str) ->
     try:
         percent = parse_thread_percentage(text)
     except BadUsage:
-        raise BadUsage(f"{option} '{text[:40]}' is not a percentage from 0.1 to 100", hint, code=code) from None
+        raise BadUsage(
+            f"{option} '{text[:40]}' is not a percentage from 0.1 to 100", f"give one: {example}", code=code
+        ) from None
     if percent <= 1 and "%" not in text:
         raise BadUsage(f"{option} {text} may be a share or a percentage", f"say which: {example}", code=code)
     return percent

@@ -180,18 +180,19 @@ def run(
         slice_us = _slice_of_weight(weight)
     # The program is not to know.
     own = os.environ.pop(DETACHED, None)
-    options = RunOptions(limits=limits, strict=strict, name=_checked_name(name if own is None or production else own))
+    job_name = name if own is None or production else own
+    options = RunOptions(limits=limits, strict=strict, name=None if job_name is None else check_job_name(job_name))
     if grace is not None:
         options = replace(options, grace_seconds=parse_seconds(grace))
     host = settings.connect()
     role = Role(
-        production=_checked_name(production),
+        production=None if production is None else check_job_name(production),
         opportunistic=opportunistic,
         target=target,
         yields=yields,
         slice_us=slice_us,
         keep=None if keep is None else _share_to_keep(keep),
-        rate=_printed_rate(host, production, metric, higher_is_better=not lower),
+        rate=None if metric is None else _printed_rate(host, production or "", metric, higher_is_better=not lower),
     )
     budget = None
     if memory is not None:
@@ -264,17 +265,6 @@ def _start_detached(host: Host, program: str, name: str | None) -> Any:
     )
 
 
-def _checked_name(name: str | None) -> str | None:
-    """Return the name of a job, if one is given.
-
-    Raises:
-        BadUsage: it cannot be a name.
-    """
-    if name is None:
-        return None
-    return check_job_name(name)
-
-
 def _restarts_on_mps_fault(event: str | None) -> bool:
     """Return whether the program starts again after a fault of MPS; raises BadUsage for another event."""
     if event not in {None, "mps-fault"}:
@@ -286,27 +276,21 @@ def _restarts_on_mps_fault(event: str | None) -> bool:
 
 def percentage_of_cap(text: str) -> float:
     """Return the cap of ``--yield caps=60`` in percent. Raises BadUsage."""
-    return percentage(
-        "--yield caps", text, example="--yield caps=60", hint="give one: --yield caps=60", code="bad_yield"
-    )
+    return percentage("--yield caps", text, example="--yield caps=60", code="bad_yield")
 
 
 def _share_to_keep(text: str) -> float:
     """Return which part of its speed production keeps."""
-    percent = percentage("--keep", text, example="--keep 97%", hint="give one: --keep 97%", code="bad_keep")
+    percent = percentage("--keep", text, example="--keep 97%", code="bad_keep")
     if not 50 <= percent <= 99.5:
         raise BadUsage(f"--keep {text} is outside 50 to 99.5 %", "give one: --keep 97%", code="bad_keep")
     return percent / 100
 
 
-def _printed_rate(
-    host: Host, production: str | None, metric: str | None, *, higher_is_better: bool
-) -> PrintedRate | None:
-    """Return where production prints its speed, or None: in the output that is kept of it."""
-    if metric is None or production is None:
-        return None
+def _printed_rate(host: Host, production: str, metric: str, *, higher_is_better: bool) -> PrintedRate:
+    """Return where production prints its speed: in the output that is kept of it."""
     check_pattern("--metric", metric)
-    return PrintedRate(str(output_path(host, check_job_name(production))), metric, higher_is_better)
+    return PrintedRate(str(output_path(host, production)), metric, higher_is_better)
 
 
 def _checked_engine(host: Host, name: str, role: Any) -> str:

@@ -12,15 +12,14 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from gpushare.base.errors import BadCombination, BadUsage, GpushareError, OperationFailed
+from gpushare.base.errors import BadCombination, BadUsage, GpushareError
 from gpushare.base.model import Way
 from gpushare.base.selection import Device, select_one
 from gpushare.base.units import parse_seconds, parse_thread_percentage, quoted
-from gpushare.cli.bench import picture_path
+from gpushare.cli.bench import picture_path, write_picture
 from gpushare.cli.options import PLAIN, Command, gpus_of, interrupted, others_note, percentage, positive_time, settings
 from gpushare.cli.progress import progress_line
 from gpushare.host.host import Host
-from gpushare.host.written_file import create_file
 from gpushare.job_command import JobCommand
 from gpushare.measure.metric import parse_metric
 from gpushare.measure.search import CAPS_PERCENT, Figures, Goal, Search
@@ -145,12 +144,11 @@ def tune(
         opportunistic=[words_of("--opportunistic", each) for each in opportunistic],
         search=Search(
             goal=Goal(
-                keep=percentage("--keep", keep, example="--keep 97%", hint="give one: --keep 97%", code="bad_keep")
-                / 100,
+                keep=percentage("--keep", keep, example="--keep 97%", code="bad_keep") / 100,
                 p99_factor=None if p99 is None else _parse_factor(p99),
             ),
             ways=_parse_ways(ways, caps),
-            caps=_percentages("--caps", caps, "80,60,40") or CAPS_PERCENT,
+            caps=CAPS_PERCENT if caps is None else _parse_caps(caps),
         ),
         metric=parse_metric(metric, latency=latency),
         opportunistic_metric=parse_metric(opportunistic_metric or metric),
@@ -177,15 +175,12 @@ def _parse_ways(text: str, caps: str | None) -> tuple[Way, ...]:
     return tuple(map(Way, words))
 
 
-def _percentages(option: str, text: str | None, example: str) -> tuple[float, ...]:
-    if text is None:
-        return ()
+def _parse_caps(text: str) -> tuple[float, ...]:
+    """Return the thread percentages of a comma-separated list."""
     try:
         return tuple(parse_thread_percentage(word) for word in text.split(","))
     except BadUsage as error:
-        raise BadUsage(
-            f"{option} {quoted(text)}: {error.message}", f"give {option} {example}", code=error.code
-        ) from None
+        raise BadUsage(f"--caps {quoted(text)}: {error.message}", "give --caps 80,60,40", code=error.code) from None
 
 
 def _window_seconds(text: str) -> float:
@@ -261,7 +256,7 @@ def keep_result(
         except GpushareError as error:
             # The figures are shown even if the file cannot be written.
             errors.append(error)
-    errors += _drawn(data, picture)
+    errors += write_picture(picture, data, drawn)
     notes = [*([] if result.warning is None else [result.warning]), *_doubts(options, result)]
     if result.strangers:
         notes.append(others_note(result.strangers))
@@ -274,18 +269,6 @@ def keep_result(
         how = f"pause the opportunistic job instead: {pause}" if data.best is None else unsure
         notes.append(f"no setting was kept: {how}")
     return tune_result(data, notes, errors)
-
-
-def _drawn(data: Any, picture: Path | None) -> list[GpushareError]:
-    if picture is None:
-        return []
-    try:
-        create_file(picture, drawn(data, picture.suffix.lower().removeprefix(".")))
-    except OSError as error:
-        return [
-            OperationFailed(f"cannot write {picture}: {error.strerror}", "give another --plot FILE", code="not_written")
-        ]
-    return []
 
 
 def _keep_profiles(host: Host, device: Device, options: TuneOptions, result: TuneResult) -> None:
