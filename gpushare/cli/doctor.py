@@ -11,7 +11,6 @@ from gpushare.base.values import dataclass
 from gpushare.cli.options import PLAIN, Command, settings
 from gpushare.doctor.check import Check, Verdict
 from gpushare.doctor.examine import examine, exit_code, worst
-from gpushare.hostfile.load import kept_entries
 from gpushare.show.doctor import COLOURS, check_lines
 from gpushare.show.result import Column, Result, Table
 
@@ -48,7 +47,7 @@ def doctor(
     Exit code 1 if a check fails, else 0; with --fail-on warning also 1 if a check warns.
     """
     host = settings.connect()
-    checks = examine(host, lambda gpus: kept_entries(host, gpus))
+    checks = examine(host)
     columns = (
         Column("verdict", "", style=lambda value: COLOURS.get(getattr(value, "value", value))),
         Column("id", "check", whole=True),

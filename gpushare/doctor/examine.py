@@ -8,7 +8,7 @@ import re
 import shlex
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path, PurePath
 from typing import Any, Final, TypeVar
@@ -45,9 +45,8 @@ from gpushare.host.smi import PROGRAM as NVIDIA_SMI
 from gpushare.host.store import RecordStore
 from gpushare.host.users import as_user
 from gpushare.hostfile.diff import points
-from gpushare.hostfile.file import Entry
 from gpushare.hostfile.live import LiveGpu
-from gpushare.hostfile.load import applied_path, kept_file
+from gpushare.hostfile.load import applied_path, kept_entries, kept_file
 from gpushare.hostfile.look import live_gpus
 from gpushare.memory.peaks import PROFILES
 from gpushare.memory.swap import BACK, LEAVING, LOST, OUT, RETURNING, SWAPS, Swap, check_host, swaps
@@ -109,7 +108,7 @@ def compute_mode(seen: Examination) -> Iterator[Check]:
         if gpu.compute_mode not in {None, ComputeMode.DEFAULT}
         and gpu.uuid not in kept
         and gpu.index not in foreign
-        and not _is_wanted(seen, gpu)
+        and not _is_exclusive_by_file(seen, gpu)
     ]
     for gpu in changed:
         mode = gpu.compute_mode.title if gpu.compute_mode is not None else "unknown"
@@ -118,7 +117,8 @@ def compute_mode(seen: Examination) -> Iterator[Check]:
         yield Check.passed("gpu.compute_mode", seen="no compute mode is left over")
 
 
-def _is_wanted(seen: Examination, gpu: Gpu) -> bool:
+def _is_exclusive_by_file(seen: Examination, gpu: Gpu) -> bool:
+    """Return whether the applied gpushare.yaml gives the GPU to one process, and the mode is the one for that."""
     entry = seen.wanted.get(gpu.index)
     asked = entry is not None and entry.sharing is Way.EXCLUSIVE
     return asked and gpu.compute_mode is ComputeMode.EXCLUSIVE_PROCESS
@@ -168,10 +168,11 @@ def environments(seen: Examination) -> Iterator[Check]:
     }
     yield from _absent_devices(seen, variables)
     yield from _renamed_instances(seen, variables)
-    yield from _no_daemon(seen, variables)
+    yield from _absent_daemons(seen, variables)
 
 
 def _absent_devices(seen: Examination, environments: Mapping[int, Mapping[str, str]]) -> Iterator[Check]:
+    """Check for programs whose environment names a GPU or MIG device that does not exist."""
     present = {gpu.uuid for gpu in seen.gpus} | {mig.uuid for gpu in seen.gpus for mig in gpu.mig_instances}
     by_value: dict[tuple[str, str], list[int]] = {}
     for pid, environment in sorted(environments.items()):
@@ -179,17 +180,17 @@ def _absent_devices(seen: Examination, environments: Mapping[int, Mapping[str, s
             for uuid in _UUID.findall(environment.get(variable, "")):
                 if uuid not in present:
                     by_value.setdefault((variable, uuid), []).append(pid)
-    shown = _shown(seen, by_value)
+    shown = _first_values(seen, by_value)
     for variable, uuid in shown:
         kind = "mig" if uuid.startswith("MIG-") else "gpu"
         pids = by_value[variable, uuid]
-        check = finding(f"{kind}.environment", variable=variable, uuid=uuid, processes=_processes(seen, pids))
+        check = finding(f"{kind}.environment", variable=variable, uuid=uuid, processes=_processes_text(seen, pids))
         yield for_owner(seen, check, pids)
     if len(by_value) > len(shown):
         yield finding("gpu.environment more", number=len(by_value) - len(shown))
 
 
-def _shown(seen: Examination, by_value: Mapping[Key, list[int]]) -> list[Key]:
+def _first_values(seen: Examination, by_value: Mapping[Key, list[int]]) -> list[Key]:
     """Return the first few values. Those of this shell, this user and root come before those of others."""
 
     def of_others(value: Key) -> bool:
@@ -212,15 +213,17 @@ def _renamed_instances(seen: Examination, environments: Mapping[int, Mapping[str
     }
     if not waiting.keys() - running:
         return
-    meant = dict(_meant_otherwise(seen))
+    meant = dict(_reused_uuids(seen))
     for uuid in dict.fromkeys(waiting.values()):
         pids = [pid for pid, value in waiting.items() if value == uuid and pid not in running] if uuid in meant else []
         if pids:
-            check = finding("mig.environment other", uuid=uuid, meaning=meant[uuid], processes=_processes(seen, pids))
+            check = finding(
+                "mig.environment other", uuid=uuid, meaning=meant[uuid], processes=_processes_text(seen, pids)
+            )
             yield for_owner(seen, check, pids)
 
 
-def _meant_otherwise(seen: Examination) -> Iterator[tuple[str, str]]:
+def _reused_uuids(seen: Examination) -> Iterator[tuple[str, str]]:
     """Yield UUIDs of instances where a name means another instance, each with a text about both."""
     named = list(names_of(seen.host).values())
     for gpu in seen.gpus:
@@ -239,7 +242,8 @@ def _meant_otherwise(seen: Examination) -> Iterator[tuple[str, str]]:
                         yield place.mig.uuid, meaning
 
 
-def _no_daemon(seen: Examination, environments: Mapping[int, Mapping[str, str]]) -> Iterator[Check]:
+def _absent_daemons(seen: Examination, environments: Mapping[int, Mapping[str, str]]) -> Iterator[Check]:
+    """Check for programs whose environment names a pipe directory where no MPS daemon listens."""
     # A daemon whose directory is unknown may listen anywhere.
     if seen.daemons_error is not None or any(entry.daemon.pipe_directory is None for entry in seen.daemons):
         return
@@ -249,18 +253,18 @@ def _no_daemon(seen: Examination, environments: Mapping[int, Mapping[str, str]])
         place
         for entry in seen.daemons
         for ours in {entry.trusted, False}
-        for place in _places(entry.daemon.pipe_directory or "", ours=ours)
+        for place in _comparable_paths(entry.daemon.pipe_directory or "", ours=ours)
     }
     by_value: dict[str, list[int]] = {}
     for pid, environment in sorted(environments.items()):
         pipe = environment.get(_PIPE)
         # Only root sees values of others, also in programs that became root with a variable of theirs.
         ours = not seen.host.root or pid == os.getpid()
-        if pipe and not _is_kept_empty(seen, pipe) and served.isdisjoint(_places(pipe, ours=ours)):
+        if pipe and not _is_kept_empty(seen, pipe) and served.isdisjoint(_comparable_paths(pipe, ours=ours)):
             by_value.setdefault(pipe, []).append(pid)
-    shown = _shown(seen, by_value)
+    shown = _first_values(seen, by_value)
     for pipe in shown:
-        check = finding("mps.environment", value=cut(pipe, MOST_SHOWN), processes=_processes(seen, by_value[pipe]))
+        check = finding("mps.environment", value=cut(pipe, MOST_SHOWN), processes=_processes_text(seen, by_value[pipe]))
         yield for_owner(seen, check, by_value[pipe])
     if len(by_value) > len(shown):
         yield finding("mps.environment more", number=counted(len(by_value) - len(shown), "more value"))
@@ -273,7 +277,7 @@ def _is_kept_empty(seen: Examination, pipe: str) -> bool:
     return path.parent.name == "mig" and path.name in {device_key(uuid) for uuid in uuids if uuid is not None}
 
 
-def _places(path: str, *, ours: bool) -> set[str]:
+def _comparable_paths(path: str, *, ours: bool) -> set[str]:
     """Return a path normalized; ``ours`` also resolved. Another user's may lead into a file system that hangs."""
     plain = "/" + os.path.normpath(path).lstrip("/") if path.startswith("/") else path
     # A link to /run on every distribution.
@@ -281,7 +285,8 @@ def _places(path: str, *, ours: bool) -> set[str]:
     return {plain, os.path.realpath(path)} if ours else {plain}
 
 
-def _processes(seen: Examination, pids: list[int]) -> str:
+def _processes_text(seen: Examination, pids: list[int]) -> str:
+    """Return whose environment it is: this shell's, a process's, or how many processes have it."""
     if os.getpid() in pids:
         # gpushare inherits what the shell exports; the shell's own /proc entry shows only what it was started with.
         others = len(pids) - 1
@@ -303,7 +308,7 @@ def drift(seen: Examination) -> Iterator[Check]:
     kept = [gpu for gpu in seen.answering if gpu.index in seen.wanted]
     wrong = False
     for live in live_gpus(HostState(seen.host, kept), kept) if kept else ():
-        differences = _differences(seen, live)
+        differences = _differences_text(seen, live)
         if differences:
             wrong = True
             yield finding("host.drift", live.gpu.index, differences=differences, file=applied_path(seen.host))
@@ -314,7 +319,8 @@ def drift(seen: Examination) -> Iterator[Check]:
         )
 
 
-def _differences(seen: Examination, live: LiveGpu) -> str:
+def _differences_text(seen: Examination, live: LiveGpu) -> str:
+    """Return in which points a GPU differs from the applied gpushare.yaml; empty if in none."""
     try:
         differences = points(live, seen.wanted[live.gpu.index], seen.wanted)
     except GpushareError as error:
@@ -324,21 +330,15 @@ def _differences(seen: Examination, live: LiveGpu) -> str:
     return "; ".join(texts[:_AT_MOST]) + more
 
 
-Wanted = Callable[[Sequence["Gpu"]], tuple[Mapping[int, "Entry"], GpushareError | None]]
-
-
-def examine(host: Host, wanted: Wanted | None = None) -> list[Check]:
-    """Run every check. None of them changes anything, and none fails because another did.
-
-    ``wanted`` returns the entries of the last applied gpushare.yaml for these GPUs, and what is wrong with that file.
-    """
+def examine(host: Host) -> list[Check]:
+    """Run every check. None of them changes anything, and none fails because another did."""
     examination = Examination(host)
     with _error_kept(examination, "nvml_error"):
         examination.gpus = host.nvml.sweep()
         examination.driver = host.nvml.driver_version()
-    if wanted is not None and examination.nvml_error is None:
+    if examination.nvml_error is None:
         with _error_kept(examination, "wanted_error"):
-            examination.wanted, examination.wanted_error = wanted(examination.gpus)
+            examination.wanted, examination.wanted_error = kept_entries(host, examination.gpus)
     with _error_kept(examination, "daemons_error"):
         examination.daemons = find_daemons(host, examination.gpus)
     checks: list[Check] = []
@@ -370,6 +370,7 @@ def _error_kept(examination: Examination, name: str) -> Iterator[None]:
 
 
 def _nvml(seen: Examination) -> Iterator[Check]:
+    """Check that the library and the driver answer, and that every GPU does."""
     error = seen.nvml_error
     if isinstance(error, NvmlMissing):
         yield finding("nvml.library", error=error)
@@ -388,6 +389,7 @@ def _nvml(seen: Examination) -> Iterator[Check]:
 
 
 def _smi(seen: Examination) -> Iterator[Check]:
+    """Check that nvidia-smi runs and lists the time-slices, which later checks need too."""
     host = seen.host
     if host.programs.find(NVIDIA_SMI) is None:
         yield finding("smi.program")
@@ -407,6 +409,7 @@ def _smi(seen: Examination) -> Iterator[Check]:
 
 
 def _run_directory(seen: Examination) -> Iterator[Check]:
+    """Check that gpushare can keep its records and the pipes of daemons in its run directory."""
     path = seen.host.run_directory
     nearest = path
     while not nearest.exists() and nearest != nearest.parent:
@@ -430,6 +433,7 @@ def _run_directory(seen: Examination) -> Iterator[Check]:
 
 
 def _permissions(seen: Examination) -> Iterator[Check]:
+    """Check that this user may open the device nodes, and say what the user may change."""
     if seen.host.root:
         user = "root" if seen.host.uid == 0 else f"user {seen.host.uid}, who may do what root may"
         yield Check.passed("user.root", seen=f"commands run as {user}")
@@ -445,6 +449,7 @@ def _permissions(seen: Examination) -> Iterator[Check]:
 
 
 def _pid_namespace(seen: Examination) -> Iterator[Check]:
+    """Check that PIDs here are those of the host, which the driver reports."""
     host = seen.host.processes.namespace_is_host()
     if host is False:
         yield finding("pid.namespace", why=BLIND)
@@ -478,7 +483,7 @@ def _records(seen: Examination) -> Iterator[Check]:
                 path=path,
                 owner=owner,
                 reason=reason,
-                remedy=_remedy(seen.host, records, path, uid),
+                remedy=_record_remedy(seen.host, records, path, uid),
             )
         for uid, count in counts.items():
             if count > _AT_MOST:
@@ -487,7 +492,7 @@ def _records(seen: Examination) -> Iterator[Check]:
         yield Check.passed("records.unread", seen="every record can be read")
 
 
-def _remedy(host: Host, records: RecordStore[Any], path: Path, uid: int) -> str:
+def _record_remedy(host: Host, records: RecordStore[Any], path: Path, uid: int) -> str:
     """Return what to do about a record: the driver knows what became of a process that was swapped out or paused.
 
     A file of another user is nothing to act on as root: its name may be any PID, and its directory a link by then.
@@ -500,7 +505,7 @@ def _remedy(host: Host, records: RecordStore[Any], path: Path, uid: int) -> str:
     return f"gpushare {verb} {path.stem}; then {remove}" if verb and path.stem.isdecimal() else remove
 
 
-def _as_keeper(uid: int | None, record: Path, words: str) -> str:
+def _keeper_command(uid: int | None, record: Path, words: str) -> str:
     """Return what to type about a record of this user (None), of root, or for root of another user."""
     if uid is None or uid == 0:
         return f"{'' if uid is None else 'sudo '}gpushare {words}"
@@ -515,7 +520,7 @@ def _pauses(seen: Examination) -> Iterator[Check]:
     """Check that each paused job has a guard, or a `gpushare run`, that ends its pause, and is not forgotten."""
     jobs, wrong = paused_jobs(seen.host), False
     for job in jobs:
-        remedy = _as_keeper(job.keeper_uid, job.path, f"resume {job.pid}")
+        remedy = _keeper_command(job.keeper_uid, job.path, f"resume {job.pid}")
         age = uptime() - job.since
         if not job.kept(seen.host):
             wrong = True
@@ -553,7 +558,7 @@ def _swap_finding(job: Swap) -> Check | None:
     if job.state == LOST:
         kill = "kill -9" if job.keeper_uid is None else "sudo kill -9"
         return finding("swap.lost", job=job, kill=kill, pids=" ".join(str(image.pid) for image in job.images))
-    remedy = _as_keeper(job.keeper_uid, job.path, f"swap in {job.pid}")
+    remedy = _keeper_command(job.keeper_uid, job.path, f"swap in {job.pid}")
     if job.state in {LEAVING, RETURNING} and age > _ON_ITS_WAY_SECONDS:
         return finding("swap.interrupted", job=job, age=counted(int(age // 60), "minute"), remedy=remedy)
     if job.state == OUT and age > _LONG_OUT_SECONDS:
@@ -567,7 +572,7 @@ _DAEMONS: Final = tuple(
 )
 
 
-def _keeps_no_memory(seen: Examination, pid: int) -> bool:
+def _holds_no_memory(seen: Examination, pid: int) -> bool:
     """Return whether a process has a GPU open for another reason: a daemon of NVIDIA's, or a job that is swapped out."""
     info = seen.host.processes.describe(pid)
     if info is None or (info.name or "").startswith(_DAEMONS):
@@ -591,7 +596,7 @@ def _unlisted(seen: Examination) -> Iterator[Check]:
         holders = [] if opened is None or node is None else opened.holders_of(f"/dev/nvidia{node}")
         pids = sorted(set(holders) - listed - {os.getpid()})
         titles = ", ".join(process_title(seen, pid) for pid in pids[:_AT_MOST])
-        suspects = [pid for pid in pids if not _keeps_no_memory(seen, pid)][:_AT_MOST]
+        suspects = [pid for pid in pids if not _holds_no_memory(seen, pid)][:_AT_MOST]
         own = [pid for pid in suspects if whom_to_ask(seen, [pid]) is None]
         if suspects:
             remedy = f"end what has it open: kill {' '.join(map(str, own or suspects))}"
@@ -642,11 +647,11 @@ def _idle(seen: Examination) -> Iterator[Check]:
                 process=process_title(seen, process.pid),
                 size=format_bytes(process.memory_used_bytes),
                 since=since,
-                remedy=_out_of_the_way(seen, process),
+                remedy=_idle_remedy(seen, process),
             )
 
 
-def _out_of_the_way(seen: Examination, process: GpuProcess) -> str:
+def _idle_remedy(seen: Examination, process: GpuProcess) -> str:
     """Return how a process that does nothing gives its memory back."""
     owner, end = whom_to_ask(seen, [process.pid]), f"kill {process.pid}"
     try:

@@ -32,7 +32,7 @@ def modes(seen: Examination) -> Iterator[Check]:
         return
     wrong = False
     for gpu in seen.answering:
-        for check in _gpu(seen, gpu):
+        for check in _mode_findings(seen, gpu):
             wrong = True
             yield check
     for leftover in _leftovers(seen, ledgers):
@@ -50,14 +50,16 @@ def modes(seen: Examination) -> Iterator[Check]:
 
 
 def _leftovers(seen: Examination, ledgers: Sequence[MigLedger]) -> Iterator[Leftover]:
+    """Yield what unfinished changes of MIG have left, as far as it can be read."""
     for ledger in ledgers:
         with contextlib.suppress(GpushareError):
             yield from leftovers(seen.host, ledger)
 
 
-def _gpu(seen: Examination, gpu: Gpu) -> Iterator[Check]:
+def _mode_findings(seen: Examination, gpu: Gpu) -> Iterator[Check]:
+    """Check a GPU for a pending MIG mode, and for MIG mode without usable instances."""
     if gpu.mig_enabled is not None and gpu.mig_pending not in {None, gpu.mig_enabled}:
-        yield finding("mig.pending", gpu.index, now=_word(gpu.mig_enabled), next=_word(gpu.mig_pending))
+        yield finding("mig.pending", gpu.index, now=_on_or_off(gpu.mig_enabled), next=_on_or_off(gpu.mig_pending))
     if not gpu.mig_enabled:
         return
     try:
@@ -71,7 +73,7 @@ def _gpu(seen: Examination, gpu: Gpu) -> Iterator[Check]:
             yield finding("mig.bare", gpu.index, instance=instance)
 
 
-def _word(on: object) -> str:
+def _on_or_off(on: object) -> str:
     return "on" if on else "off"
 
 
@@ -80,30 +82,29 @@ def names(seen: Examination) -> Iterator[Check]:
     if seen.nvml_error is not None:
         return
     for name, named in sorted(names_of(seen.host).items()):
-        wrong = _renamed(seen, name)
+        wrong = _name_finding(seen, name)
         if wrong is not None:
             yield wrong
         elif named.users:
-            yield from _opened(seen, named)
+            yield from _grant_findings(seen, named)
 
 
-def _renamed(seen: Examination, name: str) -> Check | None:
+def _name_finding(seen: Examination, name: str) -> Check | None:
+    """Return that a name no longer means an instance; None: it does, or its GPU does not answer."""
     try:
         named_places(seen.host, name)
-    except GpuLost:
-        return None
     except NotFound as error:
-        if error.code == "no_compute_instance":
-            # Reported as mig.bare.
-            return None
-        index = int(error.gpu) if error.gpu is not None and error.gpu.isdigit() else None
-        return finding("mig.name", index, error=error)
+        # An instance without a compute instance is reported as mig.bare.
+        if not isinstance(error, GpuLost) and error.code != "no_compute_instance":
+            index = int(error.gpu) if error.gpu is not None and error.gpu.isdigit() else None
+            return finding("mig.name", index, error=error)
     except GpushareError:
-        return None
+        pass
     return None
 
 
-def _opened(seen: Examination, named: NamedInstance) -> Iterator[Check]:
+def _grant_findings(seen: Examination, named: NamedInstance) -> Iterator[Check]:
+    """Check that a granted instance is open to its users only."""
     gpu = next((gpu for gpu in seen.gpus if gpu.uuid == named.gpu_uuid), None)
     index = None if gpu is None else gpu.index
     users = ", ".join(named.users)
@@ -133,18 +134,20 @@ def holders(seen: Examination) -> Iterator[Check]:
         ]
         if present and not (gpu.mig_enabled or gpu.mig_pending):
             # DCGM runs on most machines, and matters only once MIG is wanted.
-            seen_text = f"{blocking(present)} {_has(present)} GPU {gpu.index} open, and must end before MIG is enabled"
+            seen_text = (
+                f"{blocking(present)} {_has_or_have(present)} GPU {gpu.index} open, and must end before MIG is enabled"
+            )
             yield Check.passed("mig.holders", gpu=gpu.index, seen=seen_text)
         elif present:
             yield finding(
                 "mig.holders",
                 gpu.index,
-                holders=f"{blocking(present)} {_has(present)}",
+                holders=f"{blocking(present)} {_has_or_have(present)}",
                 remedy=remedy(present) or "end it",
             )
 
 
-def _has(holders: list[Holder]) -> str:
+def _has_or_have(holders: list[Holder]) -> str:
     return "has" if len({holder.pid for holder in holders}) == 1 else "have"
 
 

@@ -34,7 +34,7 @@ from gpushare.hostfile.look import unit_device
 from gpushare.mps import control
 from gpushare.mps.daemons import DEFAULT_PIPE_DIRECTORY, FoundDaemon
 from gpushare.mps.home import UNIT_PIPES, anybody_changes, pipe_users
-from gpushare.mps.limits import MEMORY_VARIABLE, THREADS_VARIABLE
+from gpushare.mps.limits import MEMORY_VARIABLE, THREADS_VARIABLE, Limits
 from gpushare.run.jobs import OPPORTUNISTIC, jobs_of_processes
 
 # Processes of other users that claim to be MPS daemons: any user can start hundreds.
@@ -48,12 +48,13 @@ def mps_programs(seen: Examination) -> Iterator[Check]:
         if path is None:
             yield finding(identifier, program=name)
         elif name == control.PROGRAM:
-            yield _control(seen, path)
+            yield _control_check(seen, path)
         else:
             yield Check.passed(identifier, seen=path)
 
 
-def _control(seen: Examination, path: str) -> Check:
+def _control_check(seen: Examination, path: str) -> Check:
+    """Run the control program for its version, which later checks need too."""
     try:
         seen.mps_version = control.probe_version(seen.host.programs)
     except GpushareError as error:
@@ -71,12 +72,12 @@ def mps_daemons(seen: Examination) -> Iterator[Check]:
     unasked = [item.daemon for item in seen.daemons if item.daemon.unasked]
     for item in seen.daemons:
         if not item.daemon.unasked:
-            yield _daemon(item)
+            yield _daemon_check(item)
     for daemon in unasked[:MOST_CLAIMS]:
         yield Check.skipped(
             "mps.unasked",
             gpu=daemon.gpu_index,
-            seen=f"MPS daemon {daemon.pid} of {_user(daemon)} was not asked: it is another user's",
+            seen=f"MPS daemon {daemon.pid} of {_owner_text(daemon)} was not asked: it is another user's",
         )
     if len(unasked) > MOST_CLAIMS:
         yield Check.skipped(
@@ -84,11 +85,12 @@ def mps_daemons(seen: Examination) -> Iterator[Check]:
         )
 
 
-def _user(daemon: MpsDaemon) -> str:
+def _owner_text(daemon: MpsDaemon) -> str:
     return daemon.user or "an unknown user"
 
 
-def _daemon(found: FoundDaemon) -> Check:
+def _daemon_check(found: FoundDaemon) -> Check:
+    """Return the worst that is wrong with a daemon that was asked, or that it answers."""
     daemon, gpu = found.daemon, found.daemon.gpu_index
     stop = f"gpushare mps stop -g {daemon.device_uuid}"
     if found.record is not None and found.record.interrupted:
@@ -104,7 +106,7 @@ def _daemon(found: FoundDaemon) -> Check:
         return finding("mps.fault", gpu, pid=fault, remedy=f"{stop} --force" if daemon.ours else "end its clients")
     if daemon.transient and not daemon.clients and found.home is not None and not found.home.live_leases():
         return finding("mps.orphan", gpu, daemon=daemon, stop=stop)
-    whose = "of gpushare" if daemon.ours else f"of another owner ({_user(daemon)}, {daemon.pipe_directory})"
+    whose = "of gpushare" if daemon.ours else f"of another owner ({_owner_text(daemon)}, {daemon.pipe_directory})"
     clients = counted(len(daemon.clients), "client")
     return Check.passed("mps.daemons", f"MPS daemon {daemon.pid} {whose} answers, {clients}", gpu)
 
@@ -127,12 +129,13 @@ def needs(seen: Examination) -> Iterator[Check]:
     else:
         yield Check.passed("mps.shm", seen=f"{SHARED_MEMORY} has {format_bytes(space.free)} free")
     for item in seen.believed:
-        yield from _descriptors(seen, item.daemon)
+        yield from _few_descriptors(seen, item.daemon)
         yield from _directories(seen, item)
-        yield from _log(item.daemon)
+        yield from _large_log(item.daemon)
 
 
-def _descriptors(seen: Examination, daemon: MpsDaemon) -> Iterator[Check]:
+def _few_descriptors(seen: Examination, daemon: MpsDaemon) -> Iterator[Check]:
+    """Check that a daemon may open enough files for its clients."""
     limit = seen.host.machine.descriptor_limit(daemon.pid or 0)
     failed = re.search(r"failed to (?:create|open)[^\n]* SHM segment", log_tail(daemon, "server.log"))
     if failed or (limit is not None and limit < _FEW_DESCRIPTORS):
@@ -158,14 +161,14 @@ def _directories(seen: Examination, found: FoundDaemon) -> Iterator[Check]:
     # Under `users:` of gpushare.yaml it is closed on purpose; the directories above must still be open.
     chosen = bool(pipe_users(pipe)) and (daemon.ours or str(pipe).startswith(f"{UNIT_PIPES}/"))
     first = pipe.parent if chosen else pipe
-    closed = _closed(first, root_of(seen.host)) if daemon.user == "root" else None
+    closed = _first_closed(first, root_of(seen.host)) if daemon.user == "root" else None
     if closed is not None:
         yield finding(
             "mps.reach", daemon.gpu_index, closed=closed, way="" if closed == pipe else f", on the way to {pipe}"
         )
 
 
-def _closed(directory: Path, root: Path) -> Path | None:
+def _first_closed(directory: Path, root: Path) -> Path | None:
     """Return the first directory on the way to this one that other users may not enter; None: there is none."""
     # Above the directory of a simulated host lies the real machine.
     above = [path for path in (directory, *directory.parents) if path != root and path.is_relative_to(root)]
@@ -176,7 +179,8 @@ def _closed(directory: Path, root: Path) -> Path | None:
     return None
 
 
-def _log(daemon: MpsDaemon) -> Iterator[Check]:
+def _large_log(daemon: MpsDaemon) -> Iterator[Check]:
+    """Check that the log of a daemon, which is never rotated, is not too large."""
     path = Path(daemon.log_directory or "/nonexistent") / "control.log"
     status = _trusted_lstat(path)
     if status is not None and stat.S_ISREG(status.st_mode) and status.st_size > _LARGE_LOG:
@@ -230,6 +234,7 @@ def _names_other(entry: str, uuid: str) -> bool:
 def _many_connections(
     seen: Examination, daemon: MpsDaemon, client: MpsClient, environment: Mapping[str, str]
 ) -> Iterator[Check]:
+    """Check for a client that takes more connections than usual: a server then has fewer clients."""
     text = environment.get(_CONNECTIONS, "")
     # Another user may have set thousands of digits, which int() refuses.
     digits = text.lstrip("0") or "0"
@@ -241,16 +246,10 @@ def _many_connections(
 def daemon_environment(seen: Examination) -> Iterator[Check]:
     """Check for a default thread percentage that a daemon silently ignored."""
     for item in seen.believed:
-        text = (seen.host.processes.environment(item.daemon.pid or 0) or {}).get(THREADS_VARIABLE)
-        if text is not None and not _is_percentage(text):
+        environment = seen.host.processes.environment(item.daemon.pid or 0) or {}
+        text = environment.get(THREADS_VARIABLE)
+        if text is not None and Limits.in_environment(environment, "").threads_percent is None:
             yield finding("mps.threads_ignored", item.daemon.gpu_index, daemon=item.daemon, value=cut(text, MOST_SHOWN))
-
-
-def _is_percentage(text: str) -> bool:
-    try:
-        return 0.0 < float(text) <= 100.0
-    except ValueError:
-        return False
 
 
 _PIPE: Final = "CUDA_MPS_PIPE_DIRECTORY"
@@ -264,7 +263,7 @@ def foreign(seen: Examination) -> Iterator[Check]:
     """Check for daemons of others, at the default path, left dead there, and two on one GPU."""
     claims = [item.daemon for item in seen.serving if not item.trusted]
     for daemon in claims[:MOST_CLAIMS]:
-        yield finding("mps.foreign claim", daemon.gpu_index, daemon=daemon, user=_user(daemon))
+        yield finding("mps.foreign claim", daemon.gpu_index, daemon=daemon, user=_owner_text(daemon))
     if len(claims) > MOST_CLAIMS:
         yield finding("mps.foreign more", number=counted(len(claims) - MOST_CLAIMS, "more process"))
     for item in seen.serving:
@@ -272,23 +271,21 @@ def foreign(seen: Examination) -> Iterator[Check]:
         if not item.trusted:
             continue
         if daemon.pipe_directory == DEFAULT_PIPE_DIRECTORY:
-            yield finding("mps.default_path", daemon.gpu_index, daemon=daemon, quit=_quit(daemon))
-        elif not daemon.ours and not _is_of_unit(seen, item):
-            yield finding("mps.foreign", daemon.gpu_index, daemon=daemon, user=_user(daemon), quit=_quit(daemon))
-    yield from _several(seen)
+            yield finding("mps.default_path", daemon.gpu_index, daemon=daemon, quit=_quit_command(daemon))
+        elif not daemon.ours and unit_device(item, seen.answering) is None:
+            yield finding(
+                "mps.foreign", daemon.gpu_index, daemon=daemon, user=_owner_text(daemon), quit=_quit_command(daemon)
+            )
+    yield from _several_daemons(seen)
     yield from _dead_default(seen)
 
 
-def _is_of_unit(seen: Examination, found: FoundDaemon) -> bool:
-    """Return whether a systemd unit of `gpushare export systemd` runs it."""
-    return unit_device(found, seen.answering) is not None
-
-
-def _quit(daemon: MpsDaemon) -> str:
+def _quit_command(daemon: MpsDaemon) -> str:
     return f"echo quit | sudo CUDA_MPS_PIPE_DIRECTORY={shlex.quote(daemon.pipe_directory or '')} {control.PROGRAM}"
 
 
-def _several(seen: Examination) -> Iterator[Check]:
+def _several_daemons(seen: Examination) -> Iterator[Check]:
+    """Check that no GPU has two daemons."""
     for gpu in seen.answering:
         pids = [
             str(item.daemon.pid)
@@ -300,17 +297,23 @@ def _several(seen: Examination) -> Iterator[Check]:
 
 
 def _dead_default(seen: Examination) -> Iterator[Check]:
+    """Check that no dead daemon has left its socket at the default path, where programs would look for it."""
     path = local_path(seen.host, f"{DEFAULT_PIPE_DIRECTORY}/control")
     unknown = seen.daemons_error is not None or any(
         item.daemon.pipe_directory in {None, DEFAULT_PIPE_DIRECTORY} for item in seen.daemons
     )
     # In a container, the daemon of this directory may run outside.
-    if unknown or seen.host.processes.namespace_is_host() is False or not path.exists() or not _refuses(path):
+    if (
+        unknown
+        or seen.host.processes.namespace_is_host() is False
+        or not path.exists()
+        or not _refuses_connection(path)
+    ):
         return
     yield finding("mps.default_stale", directory=DEFAULT_PIPE_DIRECTORY)
 
 
-def _refuses(path: Path) -> bool:
+def _refuses_connection(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX) as conversation:
         conversation.settimeout(0.5)
         try:
@@ -360,17 +363,18 @@ def outside(seen: Examination) -> Iterator[Check]:
                 if process.compute and not process.mps and process.pid not in pids
             ]
             pids |= {process.pid for process in strangers}
-            unintended = _unintended(seen, item.daemon, strangers) if strangers else []
+            unintended = _unintended_strangers(seen, item.daemon, strangers) if strangers else []
             others = [process for process in unintended if whom_to_ask(seen, [process.pid]) is not None]
             own = [process for process in unintended if process not in others]
             if own:
-                yield finding("mps.outside", gpu.index, processes=_titles_of(seen, own))
+                yield finding("mps.outside", gpu.index, processes=_process_titles(seen, own))
             if others:
                 owner = whom_to_ask(seen, [process.pid for process in others])
-                yield finding("mps.outside other", gpu.index, processes=_titles_of(seen, others), owner=owner)
+                yield finding("mps.outside other", gpu.index, processes=_process_titles(seen, others), owner=owner)
 
 
-def _unintended(seen: Examination, daemon: MpsDaemon, strangers: list[GpuProcess]) -> list[GpuProcess]:
+def _unintended_strangers(seen: Examination, daemon: MpsDaemon, strangers: list[GpuProcess]) -> list[GpuProcess]:
+    """Return those of the programs outside a daemon that should be its clients; none beside opportunistic jobs only."""
     clients = [client.pid for client in daemon.clients]
     jobs = jobs_of_processes(seen.host, [*clients, *(process.pid for process in strangers)])
     if clients and all(pid in jobs and jobs[pid].role == OPPORTUNISTIC for pid in clients):
@@ -379,13 +383,14 @@ def _unintended(seen: Examination, daemon: MpsDaemon, strangers: list[GpuProcess
 
 
 def _processes_on(gpu: Gpu, daemon: MpsDaemon) -> list[GpuProcess]:
+    """Return the processes on the device of a daemon, as far as they are on this GPU."""
     mig = next((instance for instance in gpu.mig_instances if instance.uuid == daemon.device_uuid), None)
     if mig is None:
         return [] if gpu.mig_enabled else list(gpu.processes or ())
     return [process for process in gpu.processes or () if mig.has(process)]
 
 
-def _titles_of(seen: Examination, processes: list[GpuProcess]) -> str:
+def _process_titles(seen: Examination, processes: list[GpuProcess]) -> str:
     more = f" and {len(processes) - 3} more" if len(processes) > 3 else ""
     return ", ".join(process_title(seen, process.pid) for process in processes[:3]) + more
 
@@ -395,7 +400,7 @@ def pending(seen: Examination) -> Iterator[Check]:
     for item in seen.believed:
         daemon = item.daemon
         served = sorted({server.user or "user unknown" for server in daemon.servers})
-        waiting = sorted(set(_waiting(seen, daemon)))
+        waiting = sorted(set(_waiting_clients(seen, daemon)))
         if waiting and served:
             users = ", ".join(sorted({user for _, user in waiting}))
             yield finding(
@@ -418,7 +423,7 @@ def open_limits(seen: Examination) -> Iterator[Check]:
             yield finding("mps.open", item.daemon.gpu_index, daemon=item.daemon, driver=seen.driver, pipe=pipe)
 
 
-def _waiting(seen: Examination, daemon: MpsDaemon) -> Iterator[tuple[int, str]]:
+def _waiting_clients(seen: Examination, daemon: MpsDaemon) -> Iterator[tuple[int, str]]:
     """Yield PID and user of waiting clients by the log, checked against the kernel: any client can write lines into it."""
     clients = {client.pid for client in daemon.clients}
     served = {server.user for server in daemon.servers}
@@ -434,11 +439,12 @@ def _waiting(seen: Examination, daemon: MpsDaemon) -> Iterator[tuple[int, str]]:
             continue
         # The process started after the line was written: the PID belonged to another.
         began = info.started_at
-        if began is None or began <= _time(stamp) + 2.0:
+        if began is None or began <= _parse_log_time(stamp) + 2.0:
             yield int(pid), user
 
 
-def _time(stamp: str) -> float:
+def _parse_log_time(stamp: str) -> float:
+    """Return the time of a log line in seconds since 1970; 0 if it is none."""
     try:
         return time.mktime(time.strptime(stamp, "%Y-%m-%d %H:%M:%S"))
     except (ValueError, OverflowError):
@@ -455,10 +461,10 @@ def version(seen: Examination) -> Iterator[Check]:
     except GpushareError:
         return
     if driver is not None and program != int(driver):
-        yield finding("mps.version", program=_cuda(program), driver=_cuda(int(driver)))
+        yield finding("mps.version", program=_cuda_version_text(program), driver=_cuda_version_text(int(driver)))
 
 
-def _cuda(version: int) -> str:
+def _cuda_version_text(version: int) -> str:
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
