@@ -42,7 +42,7 @@ from gpushare.mps.start import plan_start
 from gpushare.mps.stop import Stop, Stopped, daemons_to_stop
 from gpushare.plan import Plan, one_plan
 from gpushare.run.jobs import forget_ended
-from gpushare.run.look import of_gpus
+from gpushare.run.look import only_gpus
 from gpushare.show.plan import PlanAnswer, plan_result, with_answer
 from gpushare.show.result import Result
 from gpushare.show.status import daemon_table, status_result
@@ -60,7 +60,7 @@ def status(gpu: GpuOption = None) -> Any:
     """Show all MPS daemons of the host, those of others included, with limits, servers and clients."""
     snapshot = Observer(settings.connect(), strangers=settings.verbose).look()
     # A daemon with unknown GPUs is shown for every GPU.
-    chosen = of_gpus(snapshot, gpu)
+    chosen = only_gpus(snapshot, gpu)
     hidden = tuple(daemon for daemon in snapshot.daemons if not daemon.gpu_indexes and daemon not in chosen.daemons)
     shown = replace(chosen, daemons=chosen.daemons + hidden)
     result = status_result(shown)

@@ -11,7 +11,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import field
-from typing import Final
+from typing import Final, NamedTuple
 
 from gpushare.base.values import dataclass
 
@@ -63,14 +63,24 @@ class Setting:
     held: bool
 
 
+class _Loss(NamedTuple):
+    """Which part of its speed production lost in the ``seconds`` up to ``at``; None: the other job was held back."""
+
+    at: float
+    seconds: float
+    part: float | None
+
+
 @dataclass
 class _Printed:
     """Printed numbers with the time that each covers: from the previous number to its own."""
 
     last: float | None = None
+    # Begin and end of the time that each covers, and the number.
     values: list[tuple[float, float, float]] = field(default_factory=list)
 
     def take(self, seen: Sequence[tuple[float, float]]) -> None:
+        """Add new numbers, each with the time that it covers."""
         previous = self.last
         for at, value in seen:
             if self.last is None or at > self.last:
@@ -94,11 +104,11 @@ class Controller:
     ``keep`` is the part of its speed that production must keep (0.97). Times are monotonic seconds, numbers are speeds.
     """
 
-    def __init__(self, keep: float, least_us: int = LEAST_US, most_us: int = MOST_US) -> None:
-        self._keep, self._least, self._most = keep, least_us, most_us
+    def __init__(self, keep: float) -> None:
+        self._keep = keep
         # The target, between the promise and no loss.
         self._goal = keep + 0.4 * (1 - keep)
-        self._slice = float(min(max(_FIRST_US, least_us), most_us))
+        self._slice = float(_FIRST_US)
         self._printed = _Printed()
         self._held = True
         self._changed_at = -math.inf
@@ -113,7 +123,8 @@ class Controller:
         self._kept: list[float] = []
         self._kept_before: float | None = None
         self._raised = False
-        self._ledger: deque[tuple[float, float, float | None]] = deque()
+        self._ledger: deque[_Loss] = deque()
+        # The last slice that cost too much, and until when it is not tried again.
         self._ceiling: tuple[float, float] | None = None
         self._backoff = _FIRST_BACKOFF_SECONDS
         # The baseline with which even the least slice cost too much; None: it did not.
@@ -143,8 +154,8 @@ class Controller:
     @property
     def kept(self) -> float | None:
         """Return which part of its speed production has kept within the last minute, as far as known."""
-        seconds = math.fsum(seconds for _, seconds, _ in self._ledger)
-        return None if seconds <= 0 or self.baseline is None else 1 - self._lost() / seconds
+        seconds = math.fsum(loss.seconds for loss in self._ledger)
+        return None if seconds <= 0 or self.baseline is None else 1 - self._seconds_lost() / seconds
 
     def step(self, at: float, seen: Sequence[tuple[float, float]]) -> Setting:
         """Take in the numbers since the last step, and return what the other job gets from now on."""
@@ -156,12 +167,12 @@ class Controller:
         if self._held_at is None and self._held:
             self._held_at = self._changed_at = at
         if self._held:
-            self._note_loss(at, seconds, None)
+            self._ledger.append(_Loss(at, seconds, None))
             if self._silent_since is None or self._is_harm(at, self._silent_since, seen):
                 self._measure(at)
         else:
-            self._judge(at, seconds)
-        while self._ledger and self._ledger[0][0] <= at - WINDOW_SECONDS:
+            self._judge_speed(at, seconds)
+        while self._ledger and self._ledger[0].at <= at - WINDOW_SECONDS:
             self._ledger.popleft()
         return Setting(slice_us=round(self._slice), held=self._held)
 
@@ -174,7 +185,7 @@ class Controller:
         if not clean:
             if at - held_at >= _LONGEST_HOLD_SECONDS and self._heard_at is not None:
                 # Production prints nothing: without a baseline, run the least slice.
-                self._run_with(at, self._least)
+                self._run_with(at, LEAST_US)
             return
         spaced = len({when for when, _ in clean})
         spread = clean[-1][0] - held_at - _SETTLE_SECONDS
@@ -185,7 +196,7 @@ class Controller:
         mean = math.fsum(values) / len(values)
         if mean <= 0:
             if long:
-                self._run_with(at, self._least)
+                self._run_with(at, LEAST_US)
             return
         doubtful = self.baseline is not None and mean < _DOUBTFUL_PART * self.baseline
         if doubtful and spread < _DOUBTFUL_SECONDS and not long:
@@ -211,7 +222,7 @@ class Controller:
             if len(values) >= 3:
                 self._noise = _noise_of(values, mean, spread)
             if interval > _SELDOM_SECONDS:
-                self._slice = self._least
+                self._slice = LEAST_US
         same_phase = previous is not None and abs(mean / previous - 1) <= max(0.03, 3 * self._noise)
         if previous is not None and not same_phase:
             if not self._moved:
@@ -234,20 +245,21 @@ class Controller:
 
     def _stays_held(self, at: float, *, same_phase: bool) -> bool:
         """Return whether the other job is held back for longer: until the window has lost less, or the next try is due."""
-        if self._too_much is not None and (at < self._hold_until or self._lost() > 0.3 * self._allowed()):
+        if self._too_much is not None and (
+            at < self._hold_until or self._seconds_lost() > 0.3 * self._seconds_allowed()
+        ):
             return True
-        return same_phase and self._lost() > 0.6 * self._allowed()
+        return same_phase and self._seconds_lost() > 0.6 * self._seconds_allowed()
 
     def _rescale(self, factor: float) -> None:
         """Correct the losses noted since the phase changed: they were computed with the previous baseline."""
-        for index in range(len(self._ledger)):
-            when, seconds, lost = self._ledger[index]
-            if when >= self._jumped_at and lost is not None:
-                self._ledger[index] = when, seconds, 1 - (1 - lost) * factor
+        for index, loss in enumerate(self._ledger):
+            if loss.at >= self._jumped_at and loss.part is not None:
+                self._ledger[index] = loss._replace(part=1 - (1 - loss.part) * factor)
 
     # -- the slice ---------------------------------------------------------------------------------------------
 
-    def _judge(self, at: float, seconds: float) -> None:
+    def _judge_speed(self, at: float, seconds: float) -> None:
         """Compare production's speed with the baseline, and move the slice."""
         start = self._changed_at + _SETTLE_SECONDS
         clean, covered = [value for _, value in self._printed.since(start)], self._printed.seconds_since(start)
@@ -256,15 +268,16 @@ class Controller:
             return
         if self.baseline is None:
             # There is no baseline, but production prints now: measure it.
-            self._hold_back(at, self._least)
+            self._hold_back(at, LEAST_US)
             return
         self._printed.values.clear()
         self.latest = math.fsum(clean) / len(clean)
         kept = self.latest / self.baseline
         # Time since the change that no number covers counts like the time after it, unless production rested.
-        self._note_loss(at, max(seconds, covered) if self._rested else at - self._noted_at, 1 - kept)
+        uncounted = max(seconds, covered) if self._rested else at - self._noted_at
+        self._ledger.append(_Loss(at, uncounted, 1 - kept))
         self._noted_at, self._rested = at, False
-        mean_kept = _mean(self._kept)
+        mean_kept = _mean_of_last(self._kept)
         if self._has_moved(kept, mean_kept):
             # Production or the other job has entered another phase.
             fall = kept < (1.0 if mean_kept is None else mean_kept)
@@ -274,7 +287,7 @@ class Controller:
         if mean_kept is not None:
             self._noise = min(0.1, max(0.003, 0.9 * self._noise + 0.1 * abs(kept - mean_kept)))
         self._kept.append(kept)
-        if self._lost() > 0.7 * self._allowed():
+        if self._seconds_lost() > 0.7 * self._seconds_allowed():
             # The slice that would meet the goal if its cost were proportional to it.
             self._hold_back(at, self._slice * min(0.5, (1 - self._goal) / max(1 - kept, 1e-9)))
         elif at - self._baseline_at >= self._refresh:
@@ -300,18 +313,19 @@ class Controller:
         recent = self._kept[-3:]
         mean = math.fsum(recent) / len(recent)
         if kept < self._keep - max(0.005, 2 * self._noise):
-            self._lower(at, self._least if kept < self._keep - 0.1 else self._slice / 2)
+            self._lower(at, LEAST_US if kept < self._keep - 0.1 else self._slice / 2)
         elif len(recent) >= 3 and mean < self._goal - 0.3 * (1 - self._keep):
             self._lower(at, 0.7 * self._slice)
-        elif len(recent) >= 2 and mean > self._goal and self._lost() < 0.6 * self._allowed():
+        elif len(recent) >= 2 and mean > self._goal and self._seconds_lost() < 0.6 * self._seconds_allowed():
             self._backoff, self._too_much = _FIRST_BACKOFF_SECONDS, None
             self._raise(at, 2.0 if mean > 1 - 0.3 * (1 - self._keep) else 1.3)
 
     def _lower(self, at: float, slice_us: float) -> None:
-        if self._slice <= self._least:
+        """Shorten the slice; if it is the least already, hold the other job back for a while."""
+        if self._slice <= LEAST_US:
             # The least slice costs too much: check whether the baseline is still right.
             self._too_much = self.baseline
-            self._hold_back(at, self._least)
+            self._hold_back(at, LEAST_US)
             self._hold_until = at + self._backoff
             self._backoff = min(_MOST_BACKOFF_SECONDS, 2 * self._backoff)
             return
@@ -319,14 +333,15 @@ class Controller:
         self._run_with(at, slice_us)
 
     def _raise(self, at: float, factor: float) -> None:
-        slice_us = min(self._slice * factor, self._most)
+        """Lengthen the slice, but not up to one that has just cost too much."""
+        slice_us = min(self._slice * factor, MOST_US)
         if self._ceiling is not None and at < self._ceiling[1]:
             slice_us = min(slice_us, 0.85 * self._ceiling[0])
         if slice_us > self._slice * 1.05:
             self._run_with(at, slice_us)
 
     def _judge_silence(self, at: float) -> None:
-        """No number came since the slice changed: hold the other job back to see whether one comes, or run the least slice.
+        """Hold the other job back to see whether a number comes, or run the least slice: none came since the slice changed.
 
         The other job is held back after some intervals without a number, and again each time the silence has doubled.
         """
@@ -339,16 +354,16 @@ class Controller:
             # When to try again if production turns out to rest.
             self._doubt_at = at + max(silent, SILENT_SECONDS)
             self._silent_since = max(self._heard_at, self._changed_at)
-            self._hold_back(at, self._slice if silent < SILENT_SECONDS else self._least)
-        elif silent >= SILENT_SECONDS and self._slice > self._least:
-            self._run_with(at, self._least)
+            self._hold_back(at, self._slice if silent < SILENT_SECONDS else LEAST_US)
+        elif silent >= SILENT_SECONDS and self._slice > LEAST_US:
+            self._run_with(at, LEAST_US)
 
     def _is_harm(self, at: float, since: float, seen: Sequence[tuple[float, float]]) -> bool:
         """Return whether the other job silenced production, silent ``since`` then: it prints now that the other is held back."""
         held_at = self._changed_at
         if seen:
             self._silent_since = None
-            self._note_loss(at, held_at - since, 1.0)
+            self._ledger.append(_Loss(at, held_at - since, 1.0))
             return True
         if at - held_at >= _SETTLE_SECONDS + max(_HOLD_SECONDS, 4 * self._interval):
             # Production rests. Its next number covers the rest, too.
@@ -358,15 +373,17 @@ class Controller:
         return False
 
     def _run_with(self, at: float, slice_us: float) -> None:
-        self._kept_before, self._raised = (None if self._held else _mean(self._kept)), slice_us > self._slice
-        self._slice = min(max(slice_us, self._least), self._most)
+        """Let the other job run with this slice from now on."""
+        self._kept_before, self._raised = (None if self._held else _mean_of_last(self._kept)), slice_us > self._slice
+        self._slice = min(max(slice_us, LEAST_US), MOST_US)
         self._held, self._held_at, self._hold_until = False, None, -math.inf
         self._changed_at = self._noted_at = at
         self._kept = []
         self._printed.values.clear()
 
     def _hold_back(self, at: float, next_slice_us: float) -> None:
-        self._slice = min(max(next_slice_us, self._least), self._most)
+        """Hold the other job back from now on; later it runs with ``next_slice_us``."""
+        self._slice = min(max(next_slice_us, LEAST_US), MOST_US)
         self._held, self._held_at, self._hold_until = True, at, -math.inf
         self._changed_at = self._noted_at = at
         self._kept, self._moved_while_held = [], False
@@ -374,20 +391,19 @@ class Controller:
 
     # -- what was lost within the window -----------------------------------------------------------------------
 
-    def _note_loss(self, at: float, seconds: float, lost: float | None) -> None:
-        """Note for the window which part of its speed production lost in these seconds; None: the other was held back."""
-        self._ledger.append((at, seconds, lost))
-
-    def _lost(self) -> float:
+    def _seconds_lost(self) -> float:
+        """Return how much of the window production has lost, in seconds of its own work."""
         # Faster than alone means another phase: that does not make up for losses.
         return math.fsum(
-            seconds * max(lost, -self._most_gain()) for _, seconds, lost in self._ledger if lost is not None
+            loss.seconds * max(loss.part, -self._most_gain()) for loss in self._ledger if loss.part is not None
         )
 
     def _most_gain(self) -> float:
+        """Return the largest gain over the baseline, as a part of it, that noise explains."""
         return max(2 * _JUMP, 3 * self._noise)
 
-    def _allowed(self) -> float:
+    def _seconds_allowed(self) -> float:
+        """Return how much of the window production may lose, less the reserve, in seconds of its own work."""
         return (1 - _RESERVE) * (1 - self._keep) * WINDOW_SECONDS
 
 
@@ -398,6 +414,7 @@ def _noise_of(values: Sequence[float], mean: float, seconds: float) -> float:
     return min(0.1, max(0.003, scatter / math.sqrt(per_second)))
 
 
-def _mean(kept: Sequence[float]) -> float | None:
+def _mean_of_last(kept: Sequence[float]) -> float | None:
+    """Return the mean of the last 8 kept parts; None: there are none."""
     recent = kept[-8:]
     return math.fsum(recent) / len(recent) if recent else None

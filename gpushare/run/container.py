@@ -174,6 +174,7 @@ class Container(Part):
 
     @property
     def _file(self) -> Path:
+        """Return the file to which the engine writes the container's id."""
         return self.host.run_directory / "containers" / f"{os.getpid()}.cid"
 
     @property
@@ -191,6 +192,7 @@ class Container(Part):
         return [self.engine, "run", *flags, *(word for name in variables for word in ("-e", name)), *words]
 
     def _device(self) -> list[str]:
+        """Return the options that give the container the device of the share."""
         if self.host.is_simulated:
             # There is no GPU that a container could be given.
             return []
@@ -198,7 +200,7 @@ class Container(Part):
         return ["--gpus", f"device={uuid}"] if self.engine == DOCKER else ["--device", f"nvidia.com/gpu={uuid}"]
 
     def _mps(self) -> list[str]:
-        """Return what makes the container a client of the MPS daemon, if the share has one."""
+        """Return the options that make the container a client of the MPS daemon, if the share has one."""
         pipe = self.share.environment({}).get(_PIPE)
         if self.share.meter is None or pipe is None:
             return []
@@ -235,6 +237,7 @@ class Container(Part):
         return int(text) if text is not None and text.isdecimal() and int(text) > 1 else None
 
     def _read_identity(self) -> str | None:
+        """Return the id of the container, which its engine has written to our file; None: not yet."""
         if self._identity is None:
             with contextlib.suppress(OSError):
                 text = self._file.read_text(encoding="utf-8").strip()
@@ -242,6 +245,7 @@ class Container(Part):
         return self._identity
 
     def _ask(self, *words: str) -> str | None:
+        """Return what a command of this engine prints; None: it failed."""
         return ask_engine(self.engine, *words)
 
     def close(self, *, program_lives: bool = False) -> None:

@@ -6,7 +6,6 @@ import contextlib
 import shlex
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
 
 from gpushare.base.errors import BadUsage, GpushareError, InUse, NotFound
 from gpushare.base.model import Gpu, MigInstance
@@ -17,11 +16,12 @@ from gpushare.mig.driver import MigReader, need_rights
 from gpushare.mig.holders import no_plan_error
 from gpushare.mig.on_demand import OnDemand, make_instance, plan_instance, remove_instance, sweep_left
 from gpushare.mig.places import means_profile, one_request
-from gpushare.mig.plan import NoPlan, Why, shown_steps
+from gpushare.mig.plan import MigPlan, NoPlan, Why, shown_steps
 from gpushare.mig.wish import find_profile
 from gpushare.plan import Plan
 from gpushare.run.program import step_of_run
 from gpushare.show.plan import plan_result
+from gpushare.show.result import Result
 from gpushare.signals import undisturbed
 
 
@@ -79,8 +79,8 @@ class Creator:
         with contextlib.suppress(GpushareError):
             sweep_left(self._host)
 
-    def plan(self) -> Any:
-        """Return the plan for an instance, or why there is none now. Raises NotSupported: it never fits."""
+    def plan(self) -> MigPlan | NoPlan:
+        """Return the plan for an instance, or why none fits now. Raises NotSupported: it never fits."""
         planned = plan_instance(self._host, self._text, self.gpus)
         if isinstance(planned, NoPlan) and planned.why is Why.NEVER:
             raise no_plan_error(planned)
@@ -100,7 +100,7 @@ class Creator:
         # The driver lists it from now on.
         self._host.nvml.restart()
 
-    def made_if_room(self) -> bool:
+    def make_if_room(self) -> bool:
         """Make an instance if there is room for it now; return whether there was."""
         if isinstance(self.plan(), NoPlan):
             return False
@@ -111,7 +111,7 @@ class Creator:
             return False
         return True
 
-    def planned(self, command: Sequence[str]) -> Any:
+    def dry_run_result(self, command: Sequence[str]) -> Result:
         """Return what would be done, as the result of a dry run."""
         wish = self.plan()
         if isinstance(wish, NoPlan):

@@ -29,7 +29,7 @@ from gpushare.host.host import Host
 from gpushare.host.identity import Identity, identity_of_child
 from gpushare.host.records import flocked
 from gpushare.memory.ledger import reservations
-from gpushare.run.jobs import JOBS, PAST, aside, check_name_free, is_written, made_name, output_path, set_past_aside
+from gpushare.run.jobs import JOBS, PAST, aside, check_name_free, is_written, make_name, output_path, set_past_aside
 from gpushare.run.program import begin_log, open_log
 from gpushare.run.queued import check_not_waiting
 from gpushare.run.share import NO_PROGRAM
@@ -90,7 +90,11 @@ def detach(host: Host, words: Sequence[str], program: str, name: str | None) -> 
                 code="detach_failed",
             ) from error
         supervisor = identity_of_child(process.pid) or Identity(process.pid, 0)
-        job = _once_settled(host, Detached(job_name, supervisor, output_path(host, job_name), None), process)
+        try:
+            job = _wait_until_settled(host, Detached(job_name, supervisor, output_path(host, job_name), None), process)
+        finally:
+            # From now on nobody here waits for it.
+            process.returncode = 0
         job = job._replace(printed=os.pread(descriptor, _MOST_PRINTED, 0).decode(errors="replace"))
         if job.state == "ended" and job.exit_code and not was_started(host, job):
             _put_back(host, job_name, earlier_job)
@@ -125,7 +129,7 @@ def _reserved_name(host: Host, program: str, name: str | None) -> Iterator[tuple
             if earlier is not None:
                 with contextlib.suppress(OSError):
                     os.replace(output_path(host, name), aside(output_path(host, name)))
-        name = name or made_name(host, program)
+        name = name or make_name(host, program)
         try:
             begin_log(output_path(host, name))
             descriptor = open_log(output_path(host, name))
@@ -143,15 +147,8 @@ def _reserved_name(host: Host, program: str, name: str | None) -> Iterator[tuple
             aside(output_path(host, name)).unlink(missing_ok=True)
 
 
-def _once_settled(host: Host, job: Detached, process: subprocess.Popen[bytes]) -> Detached:
-    """Return a job as soon as it runs, waits or has ended; from then on nobody here waits for it."""
-    try:
-        return _look(host, job, process)
-    finally:
-        process.returncode = 0
-
-
-def _look(host: Host, job: Detached, process: subprocess.Popen[bytes]) -> Detached:
+def _wait_until_settled(host: Host, job: Detached, process: subprocess.Popen[bytes]) -> Detached:
+    """Return a job as soon as it runs, waits or has ended; unchanged if none of these was seen in time."""
     until, waiting_since = time.monotonic() + _SECONDS, None
     while time.monotonic() < until:
         code = process.poll()

@@ -30,7 +30,7 @@ def ask_to_end(host: Host, pids: Mapping[int, int], clients: set[int] | None, nu
     """
     asked = {}
     for pid, started in pids.items():
-        chosen = _signal_it_handles(host, pid, number, client=clients is None or pid in clients)
+        chosen = _signal_to_send(host, pid, number, client=clients is None or pid in clients)
         if chosen is not None:
             with contextlib.suppress(NoPermission):
                 if signal_known(host.processes, pid, started, chosen):
@@ -38,11 +38,13 @@ def ask_to_end(host: Host, pids: Mapping[int, int], clients: set[int] | None, nu
     return asked
 
 
-def _handles(host: Host, pid: int, number: int) -> bool:
+def _handles_an_end(host: Host, pid: int, number: int) -> bool:
+    """Return whether a process has a handler for the signal, or for another one that asks it to end."""
     return any(host.processes.catches(pid, each) for each in (number, signal.SIGINT, signal.SIGTERM))
 
 
-def _signal_it_handles(host: Host, pid: int, number: int, *, client: bool) -> int | None:
+def _signal_to_send(host: Host, pid: int, number: int, *, client: bool) -> int | None:
+    """Return the signal with which to ask a process to end; None: a client that handles none gets none."""
     for candidate in (number, signal.SIGINT, signal.SIGTERM):
         if host.processes.catches(pid, candidate):
             return candidate
@@ -86,7 +88,7 @@ def end_programs(
     swapped = has_records(host, "swap")
     if swapped:
         # The signal itself kills those that do not handle it.
-        checkpoint_before_kill(host, [pid for pid in pids if not _handles(host, pid, number)])
+        checkpoint_before_kill(host, [pid for pid in pids if not _handles_an_end(host, pid, number)])
     ending = ask_to_end(host, pids, clients(), number)
     deadline = time.monotonic() + grace_seconds
     # A process that got a signal has the whole grace, even if its handlers go: Python removes them while it shuts

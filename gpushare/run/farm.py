@@ -255,6 +255,7 @@ def read_ends(file: int) -> Iterator[CopyEnd]:
 
 
 def _first_lines(file: IO[bytes]) -> Iterator[bytes]:
+    """Yield the lines of a file up to a bound of bytes."""
     read = 0
     while read < _MOST_BYTES and (line := file.readline(_MOST_RECORD_BYTES)):
         read += len(line)
@@ -281,7 +282,7 @@ def copies_done(ends: Iterable[CopyEnd], command: str, copies: int, lines: Seque
     return numbers
 
 
-def text_of_end(copy: Copy, command: str, ended_at: float) -> bytes:
+def line_of_end(copy: Copy, command: str, ended_at: float) -> bytes:
     """Return the line for a copy that has ended at a time (seconds since 1970)."""
     value: dict[str, Any] = {
         "command": command,
@@ -338,6 +339,7 @@ class FarmResults:
     def _unwritable_error(
         self, error: OSError, kind: type[NoPermission | OperationFailed]
     ) -> NoPermission | OperationFailed:
+        """Return the error about a file that cannot be written."""
         return kind(
             f"cannot write {self._path}: {error.strerror}", "give --logs a directory of your own", code="not_written"
         )
@@ -374,7 +376,7 @@ class FarmResults:
             OperationFailed: it cannot be written (code ``not_written``).
         """
         try:
-            line = text_of_end(copy, self._command, time.time())
+            line = line_of_end(copy, self._command, time.time())
             size = os.fstat(self._file).st_size
             if size and os.pread(self._file, 1, size - 1) != b"\n":
                 # A torn line is one of its own.
@@ -387,7 +389,7 @@ class FarmResults:
 
 # -- the farm ----------------------------------------------------------------------------------------------------------
 
-_OF_A_RESTART: Final = re.compile(r"copy-(\d+)\.\d+\.log", re.ASCII)
+_LOG_OF_A_RESTART: Final = re.compile(r"copy-(\d+)\.\d+\.log", re.ASCII)
 _STEP_SECONDS: Final = 0.02
 _LOOKS: Final = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 # How often to look for room while copies wait for it.
@@ -405,18 +407,18 @@ def log_of(directory: Path, number: int, restarts: int) -> Path:
     return directory / f"copy-{number}{f'.{restarts}' if restarts else ''}.log"
 
 
-def remove_earlier_logs(directory: int, copies: int, kept: frozenset[int] | set[int] = frozenset()) -> None:
+def remove_restart_logs(directory: int, copies: int, kept: frozenset[int] | set[int] = frozenset()) -> None:
     """Remove the logs of restarts left by an earlier farm, but those of ``kept``; a first log is overwritten anyway."""
     with contextlib.suppress(OSError):
         for name in os.listdir(directory):
-            match = _OF_A_RESTART.fullmatch(name)
+            match = _LOG_OF_A_RESTART.fullmatch(name)
             if match is not None and int(match[1]) < copies and int(match[1]) not in kept:
                 # A log that cannot be removed, or a directory of that name, does no harm.
                 with contextlib.suppress(OSError):
                     os.unlink(name, dir_fd=directory)
 
 
-def hint_on_space(directory: Path | None) -> str:
+def no_space_hint(directory: Path | None) -> str:
     """Return what to do when no space was left for what a copy prints; None: the output was not kept."""
     where = tempfile.gettempdir() if directory is None else directory.absolute()
     return f"free space in {where}, or keep what copies print elsewhere: --logs DIR"
@@ -574,7 +576,7 @@ class _Farm:
         self._find_size()
         if self._size is not None:
             lines, request = self._lines(), self._request(self._size)
-            check_ever(lines, request, self._user_limit, when_empty=len(lines) == len(self._devices))
+            check_ever(lines, request, self._own_limit_bytes, when_empty=len(lines) == len(self._devices))
 
     def _check_logs(self) -> None:
         """Raise if the logs of copies that an earlier farm has ended would be overwritten."""
@@ -604,7 +606,8 @@ class _Farm:
             self._leave_out(uuid, reason)
 
     @property
-    def _user_limit(self) -> int | None:
+    def _own_limit_bytes(self) -> int | None:
+        """Return how many bytes this user may reserve on a GPU; None: no limit."""
         return self._user_limits.get(os.geteuid())
 
     def _request(self, size: int, keys: Sequence[str] | None = None) -> Request:
@@ -614,11 +617,13 @@ class _Farm:
         return Request(memory_bytes=size, keys=uuids, client=count == 1, count=count, name=self._options.name)
 
     def _gpu(self, *uuids: str) -> _FarmGpu:
+        """Return the GPU, or the GPUs, that copies run on together; made once."""
         if uuids not in self._gpus:
             self._gpus[uuids] = _FarmGpu(self._host, *(self._devices[uuid] for uuid in uuids))
         return self._gpus[uuids]
 
     def _leave_out(self, uuid: str, error: GpushareError) -> None:
+        """Run no copy on a device, and say why."""
         device = self._devices.pop(uuid)
         self._gpus.pop((uuid,), None)
         self._reporter.say(f"{device.title} is left out: {error.message}")
@@ -642,9 +647,10 @@ class _Farm:
 
     def _set_size(self, size: int, source: str) -> None:
         """Let each further copy reserve so much, but no more than it can ever have."""
+        # A copy on N GPUs can have as much on each as the Nth largest has.
         wholes = sorted((line.room.whole_bytes for line in self._lines()), reverse=True)
         bounds = wholes[self._options.gpus - 1 :][:1]
-        bounds += [] if self._user_limit is None else [self._user_limit]
+        bounds += [] if self._own_limit_bytes is None else [self._own_limit_bytes]
         self._size, self._size_from = min([size, *bounds]) // MIB * MIB, source
 
     def _lines(self) -> list[Line]:
@@ -655,7 +661,7 @@ class _Farm:
 
     # -- what an earlier farm has done ---------------------------------------------------------------
 
-    def _skip(self, ends: Iterable[CopyEnd]) -> set[int]:
+    def _skip_done(self, ends: Iterable[CopyEnd]) -> set[int]:
         """Skip the copies that an earlier farm has done, say so, and return their numbers.
 
         Raises:
@@ -683,7 +689,7 @@ class _Farm:
         return done
 
     def _skip_planned(self) -> None:
-        """Skip them in a plan, which makes and locks no file."""
+        """Mark the copies that an earlier farm has done, for a plan, which makes and locks no file."""
         options = self._options
         if options.logs is None or not options.resume:
             return
@@ -691,7 +697,7 @@ class _Farm:
         with contextlib.suppress(OSError):
             file = open_to_append(options.logs / NAME, create=False)
             try:
-                self._skip(read_ends(file))
+                self._skip_done(read_ends(file))
             finally:
                 os.close(file)
 
@@ -726,22 +732,22 @@ class _Farm:
         where = " or ".join(device.title for device in self._devices.values())
         if self._size is None:
             steps = [
-                _step(
+                _step_of_farm(
                     f"run copy {waiting[0].copy} alone on {where}, at most {_ALONE_SECONDS:g} s, and measure its memory"
                 ),
-                _step("reserve a fifth more than that for each further copy while it runs"),
+                _step_of_farm("reserve a fifth more than that for each further copy while it runs"),
             ]
         else:
             where = where if self._options.gpus == 1 else "each of its GPUs"
-            steps = [_step(f"reserve {format_bytes(self._size)} on {where} for each copy while it runs")]
+            steps = [_step_of_farm(f"reserve {format_bytes(self._size)} on {where} for each copy while it runs")]
         steps += [step for gpu in self._gpus.values() for step in gpu.share.steps()]
         self._set_caps()
         planned: Counter[str] = Counter()
         for copy in waiting:
-            uuids = self._order([*self._devices], planned)[: self._options.gpus]
+            uuids = self._order_of_gpus([*self._devices], planned)[: self._options.gpus]
             planned.update(uuids)
             gpu = self._gpu(*uuids)
-            environment = gpu.environment(self._limits(gpu.device.uuid))
+            environment = gpu.environment(self._limits_on(gpu.device.uuid))
             steps.append(
                 Step(
                     what=f"run copy {copy.copy} {gpu.share.where}",
@@ -753,7 +759,7 @@ class _Farm:
             action = {"end": "end", "warn": "warn of", "pause": "stop (SIGSTOP)"}[self._action]
             limit = format_bytes(self._copy_limit)
             steps.append(
-                _step(
+                _step_of_farm(
                     f"{action} each copy whose processes together hold more than {limit} (added up five times a second)"
                 )
             )
@@ -771,7 +777,7 @@ class _Farm:
                 self._start_what_may()
                 self._watch_memory()
                 self._collect_ended()
-                self._measure()
+                self._measure_first()
                 for gpu in self._gpus.values():
                     gpu.prove(self._copies)
                 self._reporter.progress(self._copies, time.monotonic() - self._started)
@@ -796,7 +802,7 @@ class _Farm:
         """Leave the ledger with all copies."""
         self._leave_line()
         for number in list(self._memories):
-            self._leave(number)
+            self._release_memory(number)
 
     def _leave_line(self) -> None:
         """Leave the line: nothing is to be started now."""
@@ -817,13 +823,15 @@ class _Farm:
             return
         done: set[int] = set()
         if options.resume:
-            done = self._skip(results.ends())
-        remove_earlier_logs(self._logs, options.copies, done)
+            done = self._skip_done(results.ends())
+        remove_restart_logs(self._logs, options.copies, done)
 
     def _running(self) -> dict[int, Program]:
+        """Return the running programs by the number of their copy."""
         return {number: program for gpu in self._gpus.values() for number, program in gpu.running.items()}
 
     def _next_step(self) -> str:
+        """Return what the farm does next, as `next_step`."""
         return next_step(
             waiting=sum(copy.state == "waiting" for copy in self._copies),
             running=len(self._running()),
@@ -855,7 +863,7 @@ class _Farm:
             try:
                 self._start(copy, gpu, place)
             except GpushareError as error:
-                self._leave(copy.copy)
+                self._release_memory(copy.copy)
                 copy.state, copy.failure, copy.hint, copy.log = "failed", error.message, error.hint, None
                 self._after_end(copy, again=False)
                 continue
@@ -886,11 +894,11 @@ class _Farm:
         if alone:
             # Its need is unknown: half of what is free. If it holds more, that counts too, and other jobs may still come.
             free = sorted((line.free_bytes for line in self._lines()), reverse=True)[count - 1 :][:1]
-            available = min([*(free or [0]), *([] if self._user_limit is None else [self._user_limit])])
+            available = min([*(free or [0]), *([] if self._own_limit_bytes is None else [self._own_limit_bytes])])
             size = max(_LEAST_BYTES, available // 2 // MIB * MIB)
         if not is_known:
             # The GPUs do not report their memory: only the number of clients that a server takes is a bound.
-            gpu = self._gpu(*self._order([*self._devices])[:count])
+            gpu = self._gpu(*self._order_of_gpus([*self._devices])[:count])
             most_clients = self._clients.get(gpu.device.uuid) if count == 1 else 1
             on_each = Counter(uuid for key, each in self._gpus.items() for uuid in key for _ in each.running)
             running = max(on_each[device.uuid] for device in gpu.devices)
@@ -905,18 +913,19 @@ class _Farm:
             self._place = Place(self._host, request, self._patience)
         devices = [*self._devices.values()]
         usable, _ = usable_now(self._host, devices, self._user_limits, client=request.client)
-        place, order = self._place, self._order if len(devices) > request.count else None
+        place, order = self._place, self._order_of_gpus if len(devices) > request.count else None
         if not place.try_to_take(usable, self._clients, self._user_limits, order):
             return None
         self._place = None
         return place
 
-    def _order(self, uuids: Sequence[str], copies: Mapping[str, int] | None = None) -> list[str]:
+    def _order_of_gpus(self, uuids: Sequence[str], copies: Mapping[str, int] | None = None) -> list[str]:
         """Return devices with those first that the next copy gets: of those with the fewest copies the ones connected best."""
         if copies is None:
             copies = Counter(uuid for key, gpu in self._gpus.items() for uuid in key for _ in gpu.running)
 
         def closeness(first: int, second: int) -> int:
+            """Return how closely two of the devices, by their places in ``uuids``, are connected; 0: unknown."""
             indexes = [self._devices[uuids[number]].gpu.index for number in (first, second)]
             return or_none(lambda: self._host.nvml.closeness(*indexes)) or 0
 
@@ -938,7 +947,7 @@ class _Farm:
             self._host, [*self._devices.values()], self._user_limits, client=place.request.client
         )
         lines = read_lines(self._host, usable, self._user_limits)
-        text = why_it_waits(self._host, lines, place, self._user_limit, reasons)
+        text = why_it_waits(self._host, lines, place, self._own_limit_bytes, reasons)
         self._said_at = now
         # The number of bytes changes all the time.
         news = re.sub(r"[\d.]+ \w+ free", "", text)
@@ -961,7 +970,7 @@ class _Farm:
 
     def _at_once_by_gpu(self) -> dict[str, int]:
         """Return how many copies run at the same time on each device, as far as it is known now."""
-        count, limit = self._options.gpus, self._user_limit
+        count, limit = self._options.gpus, self._own_limit_bytes
         copies = sum(copy.state != "done earlier" for copy in self._copies)
         lines = {line.device.uuid: line for line in self._lines()}
         fitting: dict[str, int | None] = {}
@@ -978,7 +987,8 @@ class _Farm:
         parallel = self._options.parallel
         return copies_at_once(copies * count, None if parallel is None else parallel * count, fitting)
 
-    def _limits(self, uuid: str) -> Limits:
+    def _limits_on(self, uuid: str) -> Limits:
+        """Return the limits of MPS for a copy on a device."""
         options = self._options
         # MPS would refuse what is only to be warned of.
         memory = None if self._copy_limit is None or self._action != "end" else client_memory(self._copy_limit)
@@ -988,7 +998,8 @@ class _Farm:
             priority=options.limits.priority,
         )
 
-    def _leave(self, number: int) -> None:
+    def _release_memory(self, number: int) -> None:
+        """Give back what a copy has reserved."""
         place, memories = self._places.pop(number, None), self._memories.pop(number, ())
         for memory in memories:
             memory.leave()
@@ -996,6 +1007,7 @@ class _Farm:
             place.leave()
 
     def _variables(self, copy: Copy) -> dict[str, str]:
+        """Return what a copy has in its environment: its number, how many there are, its line, the mark of the farm."""
         variables = {"GPUSHARE_COPY": str(copy.copy), "GPUSHARE_COPIES": str(self._options.copies)}
         if copy.line is not None:
             variables["GPUSHARE_LINE"] = copy.line
@@ -1031,7 +1043,7 @@ class _Farm:
         copy.failure, copy.hint, copy.reason, copy.exit_code, copy.attached = None, None, None, None, None
         copy.log = None if log is None else str(log)
         copy.gpu_indexes = tuple(device.gpu.index for device in gpu.devices)
-        limits = self._limits(gpu.device.uuid)
+        limits = self._limits_on(gpu.device.uuid)
         copy.threads_percent = limits.threads_percent
         program = gpu.open(self._open_parts, options.grace_seconds).start(
             f"copy {number}",
@@ -1052,7 +1064,7 @@ class _Farm:
 
     # -- the size of a copy --------------------------------------------------------------------------
 
-    def _measure(self) -> None:
+    def _measure_first(self) -> None:
         """Learn what a copy needs from the one that runs alone, once it has been on the GPU for a while."""
         number = self._measured_copy
         if number is None:
@@ -1098,6 +1110,7 @@ class _Farm:
             self._places[copy.copy] = place
 
     def _gpu_of(self, number: int) -> _FarmGpu | None:
+        """Return the GPU that a copy runs on; None: it does not run."""
         return next((gpu for gpu in self._gpus.values() if number in gpu.running), None)
 
     def _note_peak(self, copy: Copy, peak_bytes: int | None) -> None:
@@ -1230,6 +1243,7 @@ class _Farm:
         return stuck
 
     def _stalled(self, program: Program) -> bool:
+        """Return whether a program has printed nothing for too long."""
         seconds = self._options.stall_seconds
         return seconds is not None and time.monotonic() - program.heard > seconds
 
@@ -1248,8 +1262,8 @@ class _Farm:
         status = program.status
         copy.exit_code, copy.failure = 128 - status if status is not None and status < 0 else status, failure
         if program.no_space:
-            copy.hint = hint_on_space(self._options.logs)
-        self._note_limit(copy)
+            copy.hint = no_space_hint(self._options.logs)
+        self._note_memory_end(copy)
         if stuck is not None:
             copy.failure = f"left process {', '.join(map(str, copy.left_behind))} behind: {stuck.message}"
             copy.hint = stuck.hint
@@ -1278,7 +1292,7 @@ class _Farm:
             self._giving_up = True
         self._reporter.ended(copy, again=again)
 
-    def _note_limit(self, copy: Copy) -> None:
+    def _note_memory_end(self, copy: Copy) -> None:
         """Give a copy that was ended for its memory that reason, whatever its exit code, and release its reservation."""
         try:
             for memory in self._memories.get(copy.copy, ()):
@@ -1286,7 +1300,7 @@ class _Farm:
                 memory.raise_end()
         except OperationFailed as error:
             copy.failure, copy.hint, copy.reason = error.message, error.hint, error.code
-        self._leave(copy.copy)
+        self._release_memory(copy.copy)
 
     def _interrupt(self) -> None:
         """End all copies, because the user asked for it or a copy failed and the farm gives up."""
@@ -1310,7 +1324,8 @@ class _Farm:
                 copy.state = "skipped" if copy.tries == 0 else "failed"
 
 
-def _step(text: str) -> Step:
+def _step_of_farm(text: str) -> Step:
+    """Return a step of the plan that no command of its own would do."""
     return step_of_run(text, "# by gpushare farm itself")
 
 

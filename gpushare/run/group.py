@@ -188,7 +188,7 @@ class GroupSlice(Part):
         return self._due - time.monotonic()
 
     def poll(self) -> bool:
-        """Look for the slice of the program's server."""
+        """Set the slice of the program's server, if the server is new or has another one."""
         watch = self._watch
         if watch is None:
             return False
@@ -213,8 +213,8 @@ class GroupSlice(Part):
             listed & set(self.host.processes.descendants(watch.program_pid)) - {*watch.attached, *watch.outside}
         )
 
-    def want(self, microseconds: int) -> None:
-        """Want another slice for the group from now on."""
+    def set_wanted(self, microseconds: int) -> None:
+        """Record that this member wants another slice for the group from now on."""
         if self._member is not None and microseconds != self._member.slice_us:
             self._member = replace(self._member, slice_us=microseconds)
             self._write_record()
@@ -226,6 +226,7 @@ class GroupSlice(Part):
                 write_member(self.host, self._member)
 
     def _other_members(self) -> list[Member]:
+        """Return the other opportunistic jobs in the group."""
         own_pid = None if self._member is None else self._member.pid
         return [member for member in members(self.host, self.device) if member.pid != own_pid]
 
@@ -255,6 +256,7 @@ class GroupSlice(Part):
             )
 
     def _give_up(self, watch: Attachment, error: GpushareError) -> None:
+        """Leave the slice alone from now on, tell the user, and pause the program while production works instead."""
         self.gave_up = True
         consequence = "this job is not slowed"
         if self.instead is not None:
@@ -338,64 +340,69 @@ class AdaptedSlice(Part):
         at = time.monotonic()
         self._due = at + _READ_SECONDS
         if self.group.gave_up:
-            self._hold(held=False)
+            self._set_held(held=False)
             self._due = math.inf
             return False
-        self._read(at)
+        self._read_progress(at)
         if at >= self._step_due and not self._released:
             self._step_due = at + STEP_SECONDS
-            self._step(at)
+            self._adapt(at)
         return False
 
-    def _read(self, at: float) -> None:
+    def _read_progress(self, at: float) -> None:
+        """Read the numbers that production has printed since; if its log cannot be read, say so once."""
         if self._progress is None:
             return
         try:
             self._seen += [(at, speed) for speed in self._progress.look()]
         except TimedOut as error:
-            self._say("pattern", f"{error.message}: the time-slice stays at {format_slice(LEAST_US)}")
+            self._say_once("pattern", f"{error.message}: the time-slice stays at {format_slice(LEAST_US)}")
             self._progress.close()
             self._progress = None
         except GpushareError as error:
-            self._say("log", f"{error.message}: the time-slice is {format_slice(LEAST_US)} until it can be read")
+            self._say_once("log", f"{error.message}: the time-slice is {format_slice(LEAST_US)} until it can be read")
 
-    def _step(self, at: float) -> None:
+    def _adapt(self, at: float) -> None:
+        """Choose the slice by what production has printed; without a production job the slice is the longest."""
         if not self.production.lives():
             # Nobody is there to be spared.
-            self._forget()
-            self._hold(held=False)
-            self.group.want(MOST_US)
+            self._forget_progress()
+            self._set_held(held=False)
+            self.group.set_wanted(MOST_US)
             return
         if self._pid != self.production.pid:
-            self._follow()
+            self._follow_production()
         if self._controller is None:
             return
         seen, self._seen = self._seen, []
         setting = self._controller.step(at, seen)
         # Before it is on the GPU, it costs production nothing there.
-        self._hold(held=setting.held and self._watch is not None and bool(self._watch.attached))
-        self.group.want(LEAST_US if setting.held else setting.slice_us)
+        self._set_held(held=setting.held and self._watch is not None and bool(self._watch.attached))
+        self.group.set_wanted(LEAST_US if setting.held else setting.slice_us)
         if self._controller.out_of_reach:
-            self._say(
+            self._say_once(
                 "reach",
                 f"even a time-slice of {format_slice(LEAST_US)} costs {self.title} more than {100 * (1 - self.keep):g} %:"
                 " this job is held back, and tried again from time to time",
             )
 
-    def _follow(self) -> None:
+    def _follow_production(self) -> None:
         """Read the log of production as it runs now."""
-        self._forget()
+        self._forget_progress()
         rate = self.source()
         self._pid = self.production.pid
-        self._controller = Controller(self.keep)
         if rate is None:
-            self._say("source", f"{self.title} was started again without --metric: the slice is the least")
+            # No number will come, for which the program would be stopped.
+            self._set_held(held=False)
+            self.group.set_wanted(LEAST_US)
+            self._say_once("source", f"{self.title} was started again without --metric: the slice is the least")
             return
         info = self.group.host.processes.describe(self.production.pid)
         owners = {0, os.geteuid(), *([] if info is None or info.uid is None else [info.uid])}
+        self._controller = Controller(self.keep)
         self._progress = Progress(Path(rate.log), rate.metric, owners, rate.higher_is_better)
 
-    def _printed(self, controller: Controller) -> str:
+    def _claim_figures(self, controller: Controller) -> str:
         """Return the numbers behind a claim, as production prints them."""
         speeds = [
             ("next to this job", controller.latest),
@@ -405,19 +412,22 @@ class AdaptedSlice(Part):
         higher = self._progress is None or self._progress.higher_is_better
         return ", ".join(f"{(speed if higher else 1 / speed):.4g} {when}" for when, speed in speeds if speed)
 
-    def _forget(self) -> None:
+    def _forget_progress(self) -> None:
+        """Close production's log, and forget what was learnt from it."""
         if self._progress is not None:
             self._progress.close()
         self._progress, self._controller, self._pid, self._seen = None, None, None, []
 
-    def _hold(self, *, held: bool) -> None:
+    def _set_held(self, *, held: bool) -> None:
+        """Stop the program (SIGSTOP), or let it continue."""
         if self.pauser is not None and held:
             self.pauser.pause()
         elif self.pauser is not None and self._held:
             self.pauser.resume()
         self._held = held
 
-    def _say(self, about: str, text: str) -> None:
+    def _say_once(self, about: str, text: str) -> None:
+        """Tell the user of a trouble, once for each kind of it (``about``)."""
         if about not in self._told and self._watch is not None:
             self._told.add(about)
             self._watch.troubles.append(text)
@@ -435,6 +445,6 @@ class AdaptedSlice(Part):
         if self._watch is not None and self._controller is not None and (kept := self._controller.kept) is not None:
             self._watch.news.append(
                 f"{self.title} kept {format_percent(min(100.0, round(100 * kept, 1)))} of its speed in the last minute"
-                f" ({self._printed(self._controller)})"
+                f" ({self._claim_figures(self._controller)})"
             )
-        self._forget()
+        self._forget_progress()

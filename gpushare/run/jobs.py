@@ -50,6 +50,7 @@ MOST_COMMAND: Final = 400
 
 
 def _is_short(text: str) -> bool:
+    """Return whether a command is short enough to be kept."""
     return len(text) <= MOST_COMMAND
 
 
@@ -155,11 +156,12 @@ def forget_ended(host: Host, just_ended: Container[int] = ()) -> None:
     """
 
     def is_over(record: JobRecord) -> bool:
+        """Return whether the record of a job has no further use; keep its end first."""
         if is_running(host, record):
             return False
         past = _unseen_end(host, record)
         if past is not None:
-            _keep_past(host, replace(past, ended=time.time() if record.pid in just_ended else None))
+            _write_past(host, replace(past, ended=time.time() if record.pid in just_ended else None))
         if record.role == PRODUCTION and record.supervisor is not None:
             with contextlib.suppress(GpushareError):
                 JOBS.write(replace(record, supervisor=None))
@@ -209,7 +211,7 @@ def job_names(host: Host, pids: Iterable[int]) -> dict[int, str]:
     return {pid: record.name for pid, record in jobs_of_processes(host, pids).items()}
 
 
-def made_name(host: Host, program: str) -> str:
+def make_name(host: Host, program: str) -> str:
     """Return a free name for a job that was given none: its program, and the first number that no other job has."""
     word = re.sub(r"[^a-z0-9_.-]", "", os.path.basename(program).lower(), flags=re.ASCII)[:24]
     stem = word if JOB_NAME.fullmatch(word) else "job"
@@ -268,9 +270,9 @@ def keep_past(host: Host, record: JobRecord, device: str, began: float, exit_cod
 
     ``exit_code`` None: its program was not started.
     """
-    past = _past_job(host, record, device, began)
+    past = _past_of(host, record, device, began)
     code = None if exit_code is None else exit_code & 0xFF
-    _keep_past(host, replace(past, ended=time.time(), exit_code=code, started=code is not None))
+    _write_past(host, replace(past, ended=time.time(), exit_code=code, started=code is not None))
 
 
 def past_jobs(host: Host) -> list[PastJob]:
@@ -291,12 +293,13 @@ def _unseen_end(host: Host, record: JobRecord) -> PastJob | None:
     devices_of_record = [device for uuid in record.devices for device in devices if device.uuid == uuid]
     began = None if record.since is None else wall_time(record.since)
     return replace(
-        _past_job(host, record, titles(devices_of_record) if devices_of_record else "-", began),
+        _past_of(host, record, titles(devices_of_record) if devices_of_record else "-", began),
         started=record.pid != record.supervisor.pid,
     )
 
 
-def _past_job(host: Host, record: JobRecord, device: str, began: float | None) -> PastJob:
+def _past_of(host: Host, record: JobRecord, device: str, began: float | None) -> PastJob:
+    """Return what is kept of a job that has ended, with its end unknown."""
     return PastJob(
         name=record.name,
         command=record.command,
@@ -311,7 +314,8 @@ def _past_job(host: Host, record: JobRecord, device: str, began: float | None) -
     )
 
 
-def _keep_past(host: Host, past: PastJob) -> None:
+def _write_past(host: Host, past: PastJob) -> None:
+    """Keep a past job, and forget the oldest; a failure does not matter."""
     with contextlib.suppress(GpushareError, OSError):
         earlier = PAST.read(past.path)
         # Two commands may record the end of a job whose gpushare was killed.
@@ -384,13 +388,14 @@ class RecordedJob(Part):
         """
         with JOBS.locked(self.host):
             if not self.record.name:
-                self.record = replace(self.record, name=made_name(self.host, self.program))
+                self.record = replace(self.record, name=make_name(self.host, self.program))
             # Its own record is that of an earlier try.
             check_name_free(self.host, self.record.name, but=os.getpid())
             self._write(os.getpid())
         self._written = True
 
     def _write(self, pid: int) -> None:
+        """Write the record with this process as the job's, and the peak of an earlier run."""
         earlier = find_record(self.host, self.record.name)
         # The peak memory of this job on this device.
         same_production = (
@@ -442,6 +447,7 @@ class RecordedJob(Part):
             write_record(self.host, self.record)
 
     def _held_bytes(self) -> int | None:
+        """Return the memory that the job's processes hold on its device now; None: unknown."""
         if self.host.processes.namespace_is_host() is False:
             return None
         listed = self.host.nvml.processes(self.device.gpu.index) or ()
@@ -493,6 +499,7 @@ def farm_job(
     began, code = time.time(), None
 
     def ended(exit_code: int, peak_bytes: int | None) -> None:
+        """Note how the farm has ended."""
         nonlocal code
         code, job.record = exit_code, replace(job.record, memory_peak_bytes=peak_bytes)
 
@@ -530,6 +537,7 @@ def running_record(host: Host, text: str) -> JobRecord | None:
     process = None if number is None else host.processes.identity(number)
 
     def is_meant(record: JobRecord) -> bool:
+        """Return whether a record is of the job that was named."""
         if number is None:
             return record.name == text
         # The PID of a record may have been reused, or be forged by its writer: compare the start times.
@@ -602,7 +610,7 @@ def consent_to(host: Host, job: Job, action: str, pids: Iterable[int] = ()) -> t
         NoPermission: it, or one of the processes, belongs to another user, and this is not root.
     """
     if job.uid == host.uid:
-        foreign = _foreign(host, action, pids)
+        foreign = _losses_of_others(host, action, pids)
         if foreign and not host.root:
             raise NoPermission(
                 f"{foreign[0].what} of {job.title} belongs to {foreign[0].why[0].removeprefix('of ')}",
@@ -615,7 +623,7 @@ def consent_to(host: Host, job: Job, action: str, pids: Iterable[int] = ()) -> t
         raise NoPermission(
             f"{job.title} belongs to {owner}", "ask its owner, or run as root: sudo gpushare ...", code="other_user"
         )
-    return (Loss(action=action, what=job.title, why=(f"of {owner}",)), *_foreign(host, action, pids, job.uid))
+    return (Loss(action=action, what=job.title, why=(f"of {owner}",)), *_losses_of_others(host, action, pids, job.uid))
 
 
 def pause_of(host: Host, text: str, seconds: float | None) -> JobPause:
@@ -634,10 +642,11 @@ def pause_of(host: Host, text: str, seconds: float | None) -> JobPause:
 
 
 def _owner(uid: int | None, user: str | None) -> str:
+    """Return a user for people."""
     return user or (f"user {uid}" if uid is not None else "another user")
 
 
-def _foreign(host: Host, action: str, pids: Iterable[int], but: int | None = None) -> tuple[Loss, ...]:
+def _losses_of_others(host: Host, action: str, pids: Iterable[int], but: int | None = None) -> tuple[Loss, ...]:
     """Return one loss for each owner of these processes, except this user and ``but``."""
     owners: dict[int | None, tuple[str, list[int]]] = {}
     for pid in sorted(pids):
@@ -673,7 +682,7 @@ def gpu_processes(host: Host, job: Job) -> tuple[JobProcess, ...]:
             pid: ((), False) for pid in tree if host.processes.uses_driver(pid)
         }
     else:
-        gpus = _on_gpus(host, set(tree))
+        gpus = _places_of(host, set(tree))
     identities = {pid: host.processes.identity(pid) for pid in sorted(gpus)}
     processes = tuple(
         JobProcess(pid, identity.started, *gpus[pid]) for pid, identity in identities.items() if identity is not None
@@ -684,6 +693,7 @@ def gpu_processes(host: Host, job: Job) -> tuple[JobProcess, ...]:
 
 
 def _not_on_gpu_error(host: Host, job: Job) -> NotFound:
+    """Return the error about a job without a process on a GPU: it may be swapped out."""
     from gpushare.memory.swap import OUT, find_swap
 
     swap = or_none(lambda: find_swap(host, job.pid, job.name))
@@ -696,7 +706,8 @@ def _not_on_gpu_error(host: Host, job: Job) -> NotFound:
     return NotFound(f"{job.title} is not on a GPU", "see what is running: gpushare status", code="no_context")
 
 
-def _on_gpus(host: Host, tree: set[int]) -> Mapping[int, tuple[tuple[int, ...], bool]]:
+def _places_of(host: Host, tree: set[int]) -> Mapping[int, tuple[tuple[int, ...], bool]]:
+    """Return the GPUs (indexes) of each process of a tree, and whether it is under MPS. Raises as NVML if no GPU answers."""
     places: dict[int, tuple[tuple[int, ...], bool]] = {}
     answered, failed = False, None
     for gpu in range(host.nvml.count()):

@@ -49,7 +49,7 @@ def listed_jobs(host: Host, snapshot: Snapshot, *, everything: bool = False, mos
     """
     ledger = reservations(host) or []
     present = _Present(host, snapshot, ledger)
-    ended = _ended(host, most_ended, {record.supervisor for record in present.records.values()})
+    ended = _ended_jobs(host, most_ended, {record.supervisor for record in present.records.values()})
     return [*present.jobs(everything=everything), *_waiting_jobs(host, snapshot, ledger), *ended]
 
 
@@ -74,7 +74,7 @@ class _Present:
         self._host, self._snapshot, self._ledger = host, snapshot, ledger
         self._devices = _devices(snapshot)
         self.records = {record.pid: record for record in running_records(host)}
-        self._on_gpu = list(_processes(snapshot))
+        self._on_gpu = list(_processes_on_gpus(snapshot))
         self._clients: dict[int, MpsClient] = {
             client.pid: client for daemon in snapshot.daemons for client in daemon.clients
         }
@@ -87,20 +87,20 @@ class _Present:
 
             for job in pauses.paused_jobs(host):
                 if job.state != pauses.RUNNING or not job.kept(host):
-                    self._paused.setdefault(self._root(job.pid) or job.pid, job)
+                    self._paused.setdefault(self._root_of(job.pid) or job.pid, job)
         if has_records(host, "swap"):
             from gpushare.memory.swap import BACK, swaps
 
             for swap in swaps(host):
                 if swap.state != BACK:
-                    roots = (self._root(pid) for pid in (swap.pid, *(image.pid for image in swap.images)))
+                    roots = (self._root_of(pid) for pid in (swap.pid, *(image.pid for image in swap.images)))
                     self._swaps.setdefault(next(filter(None, roots), swap.pid), swap)
         if has_records(host, "group"):
             from gpushare.run.group import MEMBERS
 
             self._slices = {member.pid: member.slice_us for member in MEMBERS.all(host)}
 
-    def _root(self, pid: int) -> int | None:
+    def _root_of(self, pid: int) -> int | None:
         """Return the first process of the job that a process belongs to; None: to none of gpushare's."""
         above = self._host.processes.ancestry(pid) if self.records else ()
         return next((each for each in above if each in self.records), None)
@@ -109,7 +109,7 @@ class _Present:
         """Yield the jobs by name; processes that gpushare neither started nor paused only if wanted."""
         mine: dict[int, list[_OnGpu]] = {}
         for entry in self._on_gpu if self.records or self._paused or everything else ():
-            mine.setdefault(self._root(entry.process.pid) or entry.process.pid, []).append(entry)
+            mine.setdefault(self._root_of(entry.process.pid) or entry.process.pid, []).append(entry)
         for root, record in sorted(self.records.items(), key=lambda entry: in_order(entry[1].name)):
             yield self._job(root, record, mine.pop(root, []))
         for pid in {**self._paused, **self._swaps}.keys() - self.records.keys():
@@ -151,7 +151,7 @@ class _Present:
         if record is not None:
             command = record.command or _program_of(info)
         else:
-            command = None if info is None else _line(info.command_line or ()) or info.name
+            command = None if info is None else _command_text(info.command_line or ()) or info.name
         names = [_name(each.name) for each in (swap, pause) if each is not None]
         containers = [process.process.container for process in processes]
         if record is None:
@@ -168,19 +168,19 @@ class _Present:
             way=_way(mps=mps, mig=mig is not None) if devices or record is not None else None,
             mig_profile=None if mig is None else mig.profile,
             mig_name=None if mig is None else mig.name,
-            threads_percent=(None if record is None else record.threads_percent) or self._threads(processes),
+            threads_percent=(None if record is None else record.threads_percent) or self._common_threads(processes),
             slice_us=min(slices, default=given),
-            memory_used_bytes=None if blind and not processes else _memory(processes),
-            memory_limit_bytes=self._limit(record, processes),
+            memory_used_bytes=None if blind and not processes else _memory_held(processes),
+            memory_limit_bytes=self._memory_limit(record, processes),
             swapped_bytes=None if swap is None else swap.memory_bytes,
-            sm_percent=_work(processes),
+            sm_percent=_sm_percent(processes),
             since_seconds=since,
             command=command,
             container=next(filter(None, containers), None),
             processes=tuple(sorted({entry.process.pid for entry in processes})),
         )
 
-    def _limit(self, record: JobRecord | None, processes: Sequence[_OnGpu]) -> int | None:
+    def _memory_limit(self, record: JobRecord | None, processes: Sequence[_OnGpu]) -> int | None:
         """Return the limit of a job's memory: as recorded, as reserved by its copies, or of its only client of MPS."""
         if record is None:
             clients = [self._clients[entry.process.pid] for entry in processes if entry.process.pid in self._clients]
@@ -199,6 +199,7 @@ class _Present:
         return places[0][0]
 
     def _state(self, pid: int, running: float | None) -> tuple[str, float | None]:
+        """Return the state of a job, and for how many seconds it has been in it; ``running`` is how long it has run."""
         swap, pause = self._swaps.get(pid), self._paused.get(pid)
         if swap is not None:
             return swap.state, max(0.0, uptime() - swap.since)
@@ -206,7 +207,7 @@ class _Present:
             return PAUSED, max(0.0, uptime() - pause.since)
         return RUNNING, running
 
-    def _threads(self, processes: Iterable[_OnGpu]) -> float | None:
+    def _common_threads(self, processes: Iterable[_OnGpu]) -> float | None:
         """Return the limit of its clients, if all have the same."""
         limits = {
             self._clients[process.process.pid].threads_percent
@@ -226,7 +227,8 @@ def _devices(snapshot: Snapshot) -> dict[str, Device]:
     }
 
 
-def _processes(snapshot: Snapshot) -> Iterator[_OnGpu]:
+def _processes_on_gpus(snapshot: Snapshot) -> Iterator[_OnGpu]:
+    """Yield the processes of all GPUs, each with the device that it is on."""
     for gpu in snapshot.gpus:
         for process in gpu.processes or ():
             mig = next((instance for instance in gpu.mig_instances if instance.has(process)), None)
@@ -239,22 +241,25 @@ def _runs_itself(record: JobRecord) -> bool:
 
 
 def _age(info: ProcessInfo | GpuProcess | None) -> float | None:
+    """Return for how many seconds a process has run; None: unknown."""
     started = None if info is None else info.started_at
     return None if started is None else max(0.0, time.time() - started)
 
 
 def _way(*, mps: bool, mig: bool) -> JobWay:
+    """Return how a job shares its device, by where it runs."""
     if mig:
         return Way.MIG_MPS if mps else Way.MIG
     return Way.MPS if mps else Way.TIMESLICE
 
 
-def _memory(processes: Sequence[_OnGpu]) -> int | None:
+def _memory_held(processes: Sequence[_OnGpu]) -> int | None:
+    """Return the bytes that processes hold together; None: that of one is unknown."""
     sizes = [process.process.memory_used_bytes for process in processes]
     return None if None in sizes else sum(size or 0 for size in sizes)
 
 
-def _work(processes: Sequence[_OnGpu]) -> int | None:
+def _sm_percent(processes: Sequence[_OnGpu]) -> int | None:
     """Return the SM percent of its processes together, on the GPU where it is most; None: that of one is unknown."""
     sums: dict[int, int] = {}
     for process in processes:
@@ -267,14 +272,16 @@ def _work(processes: Sequence[_OnGpu]) -> int | None:
 def _program_of(info: ProcessInfo | GpuProcess | None) -> str | None:
     """Return the program in the command line of a `gpushare run ... -- PROGRAM`, or all of the line."""
     words = (None if info is None else info.command_line) or ()
-    return _line(words[words.index("--") + 1 :] if "--" in words else words)
+    return _command_text(words[words.index("--") + 1 :] if "--" in words else words)
 
 
-def _line(words: Sequence[str]) -> str | None:
+def _command_text(words: Sequence[str]) -> str | None:
+    """Return a command as typed, cut if it is long; None: there is none."""
     return cut(shlex.join(words), MOST_COMMAND) or None
 
 
 def _waiting_jobs(host: Host, snapshot: Snapshot, ledger: Sequence[Reservation]) -> Iterator[ListedJob]:
+    """Yield the jobs in the line, with their places and what they wait for."""
     reserved = {job.claim.pid: job for job in ledger if job.waits}
     if not reserved:
         return
@@ -305,7 +312,7 @@ def _waiting_jobs(host: Host, snapshot: Snapshot, ledger: Sequence[Reservation])
                 place=row.place,
                 memory_bytes=row.memory_bytes,
                 count=row.count,
-                behind=tuple(_word(other) for other in waiting[:number] if _meet(other, row)),
+                behind=tuple(_name_or_pid(other) for other in waiting[:number] if _want_same_device(other, row)),
                 held_by=tuple(
                     _name(other.name) or str(other.pid)
                     for other in ledger
@@ -317,7 +324,8 @@ def _waiting_jobs(host: Host, snapshot: Snapshot, ledger: Sequence[Reservation])
         )
 
 
-def _word(job: WaitingJob) -> str:
+def _name_or_pid(job: WaitingJob) -> str:
+    """Return what to call a waiting job."""
     return _name(job.name) or str(job.pid)
 
 
@@ -326,11 +334,12 @@ def _name(text: str | None) -> str | None:
     return text if text is not None and is_job_name(text) else None
 
 
-def _meet(job: WaitingJob, other: WaitingJob) -> bool:
+def _want_same_device(job: WaitingJob, other: WaitingJob) -> bool:
+    """Return whether two waiting jobs may want the same device."""
     return not set(job.device_uuids).isdisjoint(other.device_uuids)
 
 
-def _ended(host: Host, most: int, present: Collection[Identity | None]) -> Iterator[ListedJob]:
+def _ended_jobs(host: Host, most: int, present: Collection[Identity | None]) -> Iterator[ListedJob]:
     """Yield the newest jobs that have ended, but those whose gpushare is ``present``: its record goes in a moment."""
     if not most:
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 from gpushare.base.model import Gpu, GpuProcess, Snapshot
 from gpushare.host.host import Host
@@ -21,7 +21,7 @@ class Look:
     def snapshot(self) -> Snapshot:
         """Return what is there now. Raises NotFound, NoGpu, DriverNotLoaded, NvmlMissing, BadUsage (no such GPU)."""
         host = self._host
-        snapshot = self._work.look(of_gpus(self._observer.look(), self._gpu))
+        snapshot = self._work.look(only_gpus(self._observer.look(), self._gpu))
         return with_jobs(host, with_memory(host, with_leases(host, snapshot)))
 
 
@@ -34,6 +34,7 @@ def with_jobs(host: Host, snapshot: Snapshot) -> Snapshot:
     jobs = {pid: job for job in present_jobs(host, snapshot) if job.role is not None for pid in job.processes}
 
     def with_job(process: GpuProcess) -> GpuProcess:
+        """Return a process with what is known of its job."""
         job = jobs.get(process.pid)
         if job is None:
             return process
@@ -76,13 +77,14 @@ def with_leases(host: Host, snapshot: Snapshot) -> Snapshot:
 def with_memory(host: Host, snapshot: Snapshot) -> Snapshot:
     """Return the snapshot with the ledger of memory and the jobs that are swapped out, if there are any."""
     if not has_claims(host, LEDGER) and not has_records(host, "swap"):
-        return replace(snapshot, gpus=tuple(map(_without_reservations, snapshot.gpus)))
+        return replace(snapshot, gpus=tuple(map(_with_nothing_reserved, snapshot.gpus)))
     from gpushare.memory.look import with_ledger
 
     return with_ledger(host, snapshot)
 
 
-def _without_reservations(gpu: Gpu) -> Gpu:
+def _with_nothing_reserved(gpu: Gpu) -> Gpu:
+    """Return a GPU on which jobs reserve 0 bytes: there is no ledger. Unknown stays unknown if the GPU does not answer."""
     if gpu.error is not None:
         return gpu
     return replace(
@@ -92,7 +94,7 @@ def _without_reservations(gpu: Gpu) -> Gpu:
     )
 
 
-def of_gpus(snapshot: Snapshot, gpu: str | None) -> Snapshot:
+def only_gpus(snapshot: Snapshot, gpu: str | None) -> Snapshot:
     """Return the snapshot with only the named GPUs and their daemons."""
     if gpu is None:
         return snapshot
@@ -113,7 +115,7 @@ def of_gpus(snapshot: Snapshot, gpu: str | None) -> Snapshot:
     return replace(snapshot, gpus=tuple(gpus), daemons=tuple(daemons))
 
 
-def _only_instances(gpu: Any, uuids: set[str]) -> Any:
+def _only_instances(gpu: Gpu, uuids: set[str]) -> Gpu:
     """Return a GPU with only these MIG instances and their processes; whole if none is its: it was named itself."""
     instances = tuple(mig for mig in gpu.mig_instances if mig.uuid in uuids)
     if not instances:

@@ -64,7 +64,7 @@ def free_place(host: Host, text: str, gpu: str | None) -> Place:
 
 def free_places(host: Host, places: Sequence[Place]) -> tuple[list[Place], Held]:
     """Return which instances are free, and who holds the others."""
-    claims, daemons = claimed_instances(host), _daemons(host, places)
+    claims, daemons = claimed_instances(host), _daemons_by_instance(host, places)
     free: list[Place] = []
     held: Held = []
     for place in places:
@@ -100,18 +100,19 @@ def take_place(
     places = find_places(host, text, gpu, creator)
     if places:
         check(places[0].device)
-    place_and_claim, held = _take(host, places)
+    place_and_claim, held = _take_first_free(host, places)
     if place_and_claim is None and creator is not None:
         creator.make()
-        place_and_claim, held = _take(host, find_places(host, text, gpu))
+        place_and_claim, held = _take_first_free(host, find_places(host, text, gpu))
     if place_and_claim is None:
         raise _in_use_error(host, held)
     if not places:
-        _check_made(place_and_claim, check)
+        _check_or_release(place_and_claim, check)
     return place_and_claim
 
 
-def _check_made(place_and_claim: tuple[Place, HeldClaim], check: Callable[[Device], None]) -> None:
+def _check_or_release(place_and_claim: tuple[Place, HeldClaim], check: Callable[[Device], None]) -> None:
+    """Check an instance that was just made, and release its claim if the check raises."""
     try:
         check(place_and_claim[0].device)
     except BaseException:
@@ -119,9 +120,9 @@ def _check_made(place_and_claim: tuple[Place, HeldClaim], check: Callable[[Devic
         raise
 
 
-def _take(host: Host, places: Sequence[Place]) -> tuple[tuple[Place, HeldClaim] | None, Held]:
+def _take_first_free(host: Host, places: Sequence[Place]) -> tuple[tuple[Place, HeldClaim] | None, Held]:
     """Take the first of some instances that is free; return it, and who holds those before it."""
-    daemons = _daemons(host, places)
+    daemons = _daemons_by_instance(host, places)
     held: Held = []
     for place in places:
         inside = _holders_inside(host, place, daemons)
@@ -184,17 +185,17 @@ def wait_for_place(
                 # Those that could have taken one for long, and have not, hang.
                 last_without_free = last_without_free if free else now
                 if len(free) > ahead or now - last_without_free >= PATIENCE_SECONDS:
-                    place_and_claim, _ = _take(host, free[ahead:] or free)
+                    place_and_claim, _ = _take_first_free(host, free[ahead:] or free)
                     if place_and_claim is not None:
                         if creator is not None:
-                            _check_made(place_and_claim, check)
+                            _check_or_release(place_and_claim, check)
                         return place_and_claim
                 # One that came before may make one.
                 makes = not free and all(set(creator_gpus).isdisjoint(job.keys) for job in jobs_ahead)
-                if makes and creator is not None and creator.made_if_room():
+                if makes and creator is not None and creator.make_if_room():
                     places = find_places(host, text, gpu, creator)
                     continue
-                reason = in_use(held) if held else "none is there" if not places else "others were first"
+                reason = in_use_text(held) if held else "none is there" if not places else "others were first"
                 if seconds is not None and now - began >= seconds:
                     raise _none_in_time_error(text, reason, seconds)
                 line = f", {counted(len(jobs_ahead), 'job')} before it" if jobs_ahead else ""
@@ -220,7 +221,7 @@ def _count_ahead(jobs: Sequence[Reservation], free: Sequence[Place]) -> int:
     )
 
 
-def wait_words(text: str, seconds: float | None) -> str:
+def waiting_text(text: str, seconds: float | None) -> str:
     """Return what waiting is called in a plan."""
     most = "" if seconds is None else f", for {format_duration(seconds)} at most"
     return f"wait until an instance ({quoted(text)}) is free, first come first served{most}; take it"
@@ -247,7 +248,7 @@ def outlook_on_places(
     else:
         line = f"; {counted(len(behind), 'job')} before it" if behind else ""
         words = (
-            f"now it would wait for an instance ({quoted(text)}): {in_use(held) if held else 'others are first'}{line}"
+            f"now it would wait for an instance ({quoted(text)}): {in_use_text(held) if held else 'others are first'}{line}"
         )
     answer = RoomAnswer(
         starts_now=chosen is not None,
@@ -273,12 +274,14 @@ def outlook_on_places(
 
 
 def _free_bytes(mig: MigInstance) -> int | None:
+    """Return the memory of an instance that is not used; None: unknown."""
     if mig.memory_total_bytes is None or mig.memory_used_bytes is None:
         return None
     return max(0, mig.memory_total_bytes - mig.memory_used_bytes)
 
 
 def _none_in_time_error(text: str, reason: str, seconds: float) -> InUse:
+    """Return the error after waiting for an instance in vain, or without waiting if ``seconds`` is 0."""
     if seconds <= 0:
         return InUse(
             f"no instance ({quoted(text)}) is free now: {reason}",
@@ -296,7 +299,7 @@ def _look_up_again(host: Host, place: Place) -> tuple[Place | None, Inside]:
     """Look again under the claim: the instance may have been used or changed before it was taken."""
     gpu = host.nvml.gpu(place.gpu.index)
     current = next((other for other in places_on(host, gpu) if other.same(place)), None) if gpu.error is None else None
-    return current, () if current is None else _holders_inside(host, current, _daemons(host, [current]))
+    return current, () if current is None else _holders_inside(host, current, _daemons_by_instance(host, [current]))
 
 
 def _is_free(place: Place, inside: Inside) -> bool:
@@ -324,7 +327,7 @@ def _holders_inside(host: Host, place: Place, daemons: Mapping[str, Holder]) -> 
     return tuple(holders)
 
 
-def _daemons(host: Host, places: Sequence[Place]) -> dict[str, Holder]:
+def _daemons_by_instance(host: Host, places: Sequence[Place]) -> dict[str, Holder]:
     """Return the MPS daemons that serve MIG instances, by MIG UUID."""
     gpus = list({place.gpu.index: place.gpu for place in places}.values())
     try:
@@ -338,29 +341,32 @@ def _daemons(host: Host, places: Sequence[Place]) -> dict[str, Holder]:
     }
 
 
-def in_use(held: Sequence[tuple[Place, Inside]]) -> str:
+def in_use_text(held: Sequence[tuple[Place, Inside]]) -> str:
     """Return in words who holds instances."""
     places = "; ".join(f"{place.title}: {_holders_text(inside)}" for place, inside in held[:8])
     return f"in use: {places}" + (f"; and {len(held) - 8} more" if len(held) > 8 else "")
 
 
 def _in_use_error(host: Host, held: Sequence[tuple[Place, Inside]]) -> InUse:
+    """Return the error when all instances that would do are held."""
     first = held[0][0]
     hint = "wait until it ends: --wait; see: gpushare mig status"
     if first.name is None:
         hint = f"wait for one: --wait; or make another: gpushare mig create {first.instance.profile.name} -g {first.gpu.index}"
     if all(inside is None for _, inside in held) and host.processes.namespace_is_host() is False:
         hint = "NVML reports PIDs of the host: run there, or name the instance (--mig NAME, -g MIG-...)"
-    return InUse(in_use(held), hint, gpu=first.gpu.index, code="instance_in_use")
+    return InUse(in_use_text(held), hint, gpu=first.gpu.index, code="instance_in_use")
 
 
 def _holders_text(inside: Inside) -> str:
+    """Return the holders of an instance in words."""
     if inside is None:
         return "its processes are unknown"
-    return ", ".join(_holder(holder) for holder in inside[:4]) or "it has just been changed"
+    return ", ".join(_holder_text(holder) for holder in inside[:4]) or "it has just been changed"
 
 
-def _holder(holder: Holder) -> str:
+def _holder_text(holder: Holder) -> str:
+    """Return a holder in words: what it is, its PID, name and user."""
     facts = [fact for fact in (holder.name, holder.user and f"user {holder.user}") if fact]
     kind = {"lease": "gpushare run, process", "MPS daemon": "MPS daemon, process"}.get(holder.what, "process")
     return f"{kind} {holder.pid}" + (f" ({', '.join(facts)})" if facts else "")

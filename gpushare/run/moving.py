@@ -104,7 +104,7 @@ class Mover:
         move.check_driver(host)
         self._gpus = host.nvml.sweep()
 
-    def one(self, text: str, devices: Sequence[Device] | None) -> Moves:
+    def plan_job(self, text: str, devices: Sequence[Device] | None) -> Moves:
         """Return the move of one job, by name or PID, to one of these devices; None: to any GPU of its model.
 
         Raises:
@@ -113,7 +113,7 @@ class Mover:
         """
         job = find_job(self._host, text)
         consent_to(self._host, job, "moves")
-        swap, source = self._record(job)
+        swap, source = self._record_and_gpu(job)
         if devices is None:
             candidates = move.possible_targets(source, self._gpus)
             if not candidates:
@@ -126,12 +126,12 @@ class Mover:
             candidates = [self._whole_gpu(device) for device in devices]
             if swap.state == LEAVING and any(gpu.uuid == source.uuid for gpu in candidates):
                 # It is there.
-                return self._planned([])
+                return self._plan_of([])
             for gpu in candidates:
                 move.check_target(source, gpu)
-        return self._planned([self._placed(_Move(job=job, swap=swap, source=source, candidates=tuple(candidates)))])
+        return self._plan_of([self._with_target(_Move(job=job, swap=swap, source=source, candidates=tuple(candidates)))])
 
-    def off(self, device: Device, devices: Sequence[Device] | None) -> Moves:
+    def plan_all_off(self, device: Device, devices: Sequence[Device] | None) -> Moves:
         """Return the moves of all jobs of a GPU to others with room.
 
         Raises:
@@ -151,9 +151,9 @@ class Mover:
         moves = []
         for job in self._jobs_on(source):
             consent_to(self._host, job, "moves")
-            swap, _ = self._record(job)
+            swap, _ = self._record_and_gpu(job)
             moves.append(_Move(job=job, swap=swap, source=source, candidates=tuple(candidates)))
-        chosen = move.assign_gpus({wish.job.pid: wish.swap.memory_bytes for wish in moves}, self._free(candidates))
+        chosen = move.assign_gpus({wish.job.pid: wish.swap.memory_bytes for wish in moves}, self._free_bytes(candidates))
         without = [wish for wish in moves if wish.job.pid not in chosen]
         if without:
             first = without[0]
@@ -164,9 +164,10 @@ class Mover:
                 code="no_room",
             )
         by_index = {gpu.index: gpu for gpu in candidates}
-        return self._planned([replace(wish, candidates=(by_index[chosen[wish.job.pid]],)) for wish in moves])
+        return self._plan_of([replace(wish, candidates=(by_index[chosen[wish.job.pid]],)) for wish in moves])
 
     def _whole_gpu(self, device: Device) -> Gpu:
+        """Return the GPU of a device. Raises NotSupported: it is an instance; GpuLost: it does not answer."""
         if device.mig is not None:
             raise NotSupported(
                 f"{device.title} is an instance, and a job moves only between whole GPUs",
@@ -189,7 +190,7 @@ class Mover:
         }
         return [job for job in jobs if job.pid not in inside]
 
-    def _record(self, job: Job) -> tuple[Swap, Gpu]:
+    def _record_and_gpu(self, job: Job) -> tuple[Swap, Gpu]:
         """Return the record of a job that is about to leave its GPU or is swapped out, and the GPU of its memory."""
         swap = find_swap(self._host, job.pid, job.name)
         if swap is not None and swap.state == LOST:
@@ -216,25 +217,27 @@ class Mover:
             )
 
     def _gpu_by_uuid(self, uuid: str | None, job: Job) -> Gpu:
+        """Return the GPU of a job's memory. Raises NotFound: it is gone."""
         gpu = next((gpu for gpu in self._gpus if uuid is not None and gpu.uuid == uuid), None)
         if gpu is None:
             raise NotFound(f"the GPU of {job.title} is gone", "see: gpushare status", code="unknown_gpu")
         return gpu
 
-    def _free(self, gpus: Sequence[Gpu]) -> dict[int, int]:
+    def _free_bytes(self, gpus: Sequence[Gpu]) -> dict[int, int]:
         """Return the bytes that are neither held nor reserved, by the index of the GPU; none of a GPU with another's lease."""
         usable = [Device(gpu=gpu) for gpu in gpus if lease_of_others(self._host, gpu.uuid, self._limits) is None]
         lines = read_lines(self._host, usable, self._limits)
         return {line.device.gpu.index: line.free_bytes for line in lines}
 
-    def _placed(self, wish: _Move) -> _Move:
-        """Return it with the one GPU that it goes to now; without room, as it is: it waits, or says why it cannot."""
-        chosen = move.assign_gpus({wish.job.pid: wish.swap.memory_bytes}, self._free(wish.candidates))
+    def _with_target(self, wish: _Move) -> _Move:
+        """Return the move to the one GPU that has room now; without room as it is: it waits, or says why it cannot."""
+        chosen = move.assign_gpus({wish.job.pid: wish.swap.memory_bytes}, self._free_bytes(wish.candidates))
         target = next((gpu for gpu in wish.candidates if gpu.index == chosen.get(wish.job.pid)), None)
         return wish if target is None else replace(wish, candidates=(target,))
 
-    def _planned(self, moves: Sequence[_Move]) -> Moves:
-        undo = "; ".join(self._undo(wish) for wish in moves)
+    def _plan_of(self, moves: Sequence[_Move]) -> Moves:
+        """Return the plan of these moves, one step for each job."""
+        undo = "; ".join(self._undo_command(wish) for wish in moves)
         title = "; ".join(
             f"{wish.job.title} is on GPU {wish.candidates[0].index} now"
             if len(wish.candidates) == 1
@@ -250,36 +253,41 @@ class Mover:
         return Moves(plan=plan, jobs=tuple(wish.row for wish in moves))
 
     def _losses(self, wish: _Move) -> tuple[Loss, ...]:
+        """Return what to ask before a job moves, if it is another user's."""
         return consent_to(self._host, wish.job, "moves", [image.pid for image in wish.swap.images])
 
-    def _undo(self, wish: _Move) -> str:
+    def _undo_command(self, wish: _Move) -> str:
+        """Return the command that takes a job back to where it was."""
         agreed = " -y" if self._losses(wish) else ""
         if wish.swap.state == OUT:
             return f"gpushare swap out {wish.job.selector}{agreed}"
         return f"gpushare move {wish.job.selector} -g {wish.source.index}{agreed}"
 
     def _step(self, wish: _Move) -> Step:
+        """Return the step that moves a job."""
         to = titles([Device(gpu=gpu) for gpu in wish.candidates])
         some = "" if len(wish.candidates) == 1 else "the first with room of "
         pids = " ".join(str(image.pid) for image in wish.swap.images)
-        pairs = ",".join(f"{old}={new}" for old, new in self._map(wish.source, wish.candidates[0]))
+        pairs = ",".join(f"{old}={new}" for old, new in self._device_map(wish.source, wish.candidates[0]))
         actions = ["lock", "checkpoint", f"restore --device-map {pairs}", "unlock"]
         missing = actions[2:] if wish.swap.state == OUT else actions
         command = "; ".join(f"cuda-checkpoint --pid $pid --action {action}" for action in missing)
         return Step(
             what=f"move {wish.job.title} with {format_bytes(wish.swap.memory_bytes)} from GPU {wish.source.index} to {some}{to}",
             command=f"for pid in {pids}; do {command}; done",
-            undo=self._undo(wish),
-            do=lambda: self._carry(wish),
-            revert=lambda: self._carry_back(wish),
+            undo=self._undo_command(wish),
+            do=lambda: self._move_now(wish),
+            revert=lambda: self._move_back(wish),
         )
 
-    def _map(self, source: Gpu, target: Gpu) -> list[tuple[str, str]]:
+    def _device_map(self, source: Gpu, target: Gpu) -> list[tuple[str, str]]:
+        """Return the pairs of GPUs, old and new, that cuda-checkpoint takes: source and target change places."""
         other = {source.uuid: target.uuid, target.uuid: source.uuid}
         return [(gpu.uuid, other.get(gpu.uuid) or gpu.uuid) for gpu in self._gpus if gpu.uuid is not None]
 
-    def _carry(self, wish: _Move) -> None:
-        with self._reserved(wish) as target, guarded(self._host, self._say), locked(self._host, say=self._say):
+    def _move_now(self, wish: _Move) -> None:
+        """Move a job, or bring it in on its new GPU if it is swapped out, once there is room."""
+        with self._room_reserved(wish) as target, guarded(self._host, self._say), locked(self._host, say=self._say):
             checkpoint = self._host.open_checkpoint()
             now = find_swap(self._host, wish.job.pid, wish.job.name)
             if now is not None and now.state in {OUT, LOST} and not is_back(self._host, now, checkpoint):
@@ -294,17 +302,17 @@ class Mover:
                 room_kept,
             )
 
-    def _carry_back(self, wish: _Move) -> None:
+    def _move_back(self, wish: _Move) -> None:
         """Undo a move that was carried out."""
         swap = find_swap(self._host, wish.job.pid, wish.job.name)
         if swap is None or swap.state != BACK or swap.gpu_uuid == wish.source.uuid:
             return
         present_gpu = self._gpu_by_uuid(swap.gpu_uuid, wish.job)
-        back, _ = self._record(wish.job)
-        self._carry(_Move(job=wish.job, swap=back, source=present_gpu, candidates=(wish.source,)))
+        back, _ = self._record_and_gpu(wish.job)
+        self._move_now(_Move(job=wish.job, swap=back, source=present_gpu, candidates=(wish.source,)))
 
     @contextlib.contextmanager
-    def _reserved(self, wish: _Move) -> Iterator[Gpu]:
+    def _room_reserved(self, wish: _Move) -> Iterator[Gpu]:
         """Yield the GPU on which the job's room is reserved meanwhile."""
         devices = [Device(gpu=gpu) for gpu in wish.candidates]
         need = back_bytes(self._host, devices[0], wish.swap.memory_bytes)

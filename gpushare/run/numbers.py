@@ -77,6 +77,7 @@ def bounded(pattern: str | None, seconds: float = SECONDS) -> Iterator[None]:
         return
 
     def late(*_: object) -> None:
+        """End the matching: the time is up."""
         raise TimedOut(
             f"--metric or --latency took longer than {seconds:g} s for what the program prints: {pattern or ''}".rstrip(
                 ": "
@@ -131,11 +132,11 @@ class Progress:
         speeds: list[float] = []
         if self._file is not None and not self._is_current():
             # It was rotated: first the end of the old one.
-            speeds = self._numbers(self._new_lines())
+            speeds = self._speeds_in(self._new_lines())
             self.close()
         if self._file is None:
             self._open()
-        return speeds + self._numbers(self._new_lines())
+        return speeds + self._speeds_in(self._new_lines())
 
     def close(self) -> None:
         """Close the file; the next look opens it again."""
@@ -144,6 +145,7 @@ class Progress:
         self._file, self._rest = None, b""
 
     def _open(self) -> None:
+        """Open the log: at its end the first time, else, if it was replaced, at its begin."""
         hint = f"see: ls -l {shlex.quote(str(self.path))}; production writes it: gpushare run --production NAME --metric REGEX -- CMD"
         try:
             file = os.open(self.path, _SAFE)
@@ -163,6 +165,7 @@ class Progress:
         self._first = False
 
     def _is_current(self) -> bool:
+        """Return whether the open file is still the one at the path."""
         with contextlib.suppress(OSError):
             present, opened = os.lstat(self.path), os.fstat(self._file or 0)
             return (present.st_dev, present.st_ino) == (opened.st_dev, opened.st_ino)
@@ -170,6 +173,7 @@ class Progress:
         return True
 
     def _new_lines(self) -> list[bytes]:
+        """Return the lines appended since the last call, without one that is not complete yet."""
         if self._file is None:
             return []
         try:
@@ -187,7 +191,8 @@ class Progress:
         self._rest = rest[-_LONGEST_LINE:]
         return lines
 
-    def _numbers(self, lines: list[bytes]) -> list[float]:
+    def _speeds_in(self, lines: list[bytes]) -> list[float]:
+        """Return the speeds that the pattern finds in lines."""
         speeds: list[float] = []
         if not lines:
             return speeds

@@ -41,11 +41,11 @@ def after_death(
     claims = [] if lingered else [claim for claim in map(HeldClaim, map(Path, paths)) if claim.held()]
     home = own_home(host, uuid)
     with contextlib.suppress(GpushareError):
-        _end(host, home, uuid, int(index), programs, mps=mps)
+        _end_programs(host, home, uuid, int(index), programs, mps=mps)
     # Only now: while the programs lived, the daemon was in use.
     if lease is not None:
         lease.release()
-    lingers = mps and _in_use(host, home)
+    lingers = mps and _stop_or_in_use(host, home)
     if claims:
         # A program that hangs in the driver still uses its instance.
         while any(host.processes.alive(pid, started) for pid, started in programs.items()):
@@ -65,10 +65,11 @@ def after_death(
         swap.forget_ended(host, 10.0)
     while lingers:
         time.sleep(_POLL_SECONDS)
-        lingers = _in_use(host, home)
+        lingers = _stop_or_in_use(host, home)
 
 
-def _end(host: Host, home: DaemonHome, uuid: str, index: int, programs: Mapping[int, int | None], *, mps: bool) -> None:
+def _end_programs(host: Host, home: DaemonHome, uuid: str, index: int, programs: Mapping[int, int | None], *, mps: bool) -> None:
+    """End those of the programs that still run, the safe way."""
     pids = known(host.processes, [pid for pid, started in programs.items() if host.processes.alive(pid, started)])
     if not pids:
         return
@@ -84,8 +85,8 @@ def _end(host: Host, home: DaemonHome, uuid: str, index: int, programs: Mapping[
     end_programs(host, pids, lambda: client_pids(control), meter)
 
 
-def _in_use(host: Host, home: DaemonHome) -> bool:
-    """Stop the daemon if it is unused; return whether to keep waiting."""
+def _stop_or_in_use(host: Host, home: DaemonHome) -> bool:
+    """Stop the daemon if nobody uses it; return whether somebody does, or it is no longer there to be stopped."""
     try:
         return stop_if_last(host, home)
     except GpushareError:
@@ -93,6 +94,7 @@ def _in_use(host: Host, home: DaemonHome) -> bool:
 
 
 def _gpu_instance(host: Host, uuid: str) -> int | None:
+    """Return the id of the GPU instance that a MIG device is in; None: it is a whole GPU, or gone."""
     if not uuid.startswith("MIG-"):
         return None
     instances = (mig for gpu in host.nvml.identities() for mig in gpu.mig_instances)

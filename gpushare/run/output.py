@@ -49,7 +49,7 @@ def find_output(host: Host, text: str) -> Output:
         NotSupported: it is another user's (``other_user``).
         NoPermission, OperationFailed: the file cannot be read, or is not only this user's (``output_unreadable``).
     """
-    name = _name_of(host, text)
+    name = _job_name(host, text)
     path = output_path(host, name)
     try:
         return Output(name, path, opened_own(path))
@@ -68,14 +68,15 @@ def find_output(host: Host, text: str) -> Output:
         ) from None
 
 
-def _name_of(host: Host, text: str) -> str:
+def _job_name(host: Host, text: str) -> str:
+    """Return the name of the job that a name or PID means."""
     number = pid_of(text)
     if number is None:
         return check_job_name(text)
     record = running_record(host, text)
     if record is not None:
         if record.keeper_uid is not None:
-            raise _of_another_error(record, record.keeper_uid)
+            raise _another_users_error(record, record.keeper_uid)
         return record.name
     for job in reservations(host) or []:
         if job.claim.pid == number and job.name is not None:
@@ -86,7 +87,7 @@ def _name_of(host: Host, text: str) -> str:
 def _not_kept_error(host: Host, name: str) -> GpushareError:
     """Return why there is no output: the job has a terminal, is another user's, or does not exist."""
     past = any(job.name == name for job in PAST.all(host, shared=False))
-    if past or _keeper(host, name) is not None:
+    if past or _gpushare_of(host, name) is not None:
         return NotFound(
             f"the output of '{name}' was not kept: it was not started in the background",
             "start it in the background: gpushare run -d -- CMD",
@@ -94,13 +95,14 @@ def _not_kept_error(host: Host, name: str) -> GpushareError:
         )
     others = [record for record in running_records(host) if record.name == name and record.keeper_uid is not None]
     if others:
-        return _of_another_error(others[0], others[0].keeper_uid or 0)
+        return _another_users_error(others[0], others[0].keeper_uid or 0)
     names = sorted(record.name for record in running_records(host) if record.keeper_uid is None)[:_MOST_NAMED]
     running = f"running jobs: {', '.join(names)}; " if names else ""
     return NotFound(f"there is no job '{name}'", f"{running}see all: gpushare jobs -v", code="no_job")
 
 
-def _of_another_error(record: JobRecord, uid: int) -> NotSupported:
+def _another_users_error(record: JobRecord, uid: int) -> NotSupported:
+    """Return the error about the output of another user's job, with the command that reads it."""
     user, words = user_name(uid), f"logs {record.name}"
     return NotSupported(
         f"'{record.name}' is a job of {user}: gpushare reads only the output of a user's own jobs",
@@ -109,7 +111,7 @@ def _of_another_error(record: JobRecord, uid: int) -> NotSupported:
     )
 
 
-def _keeper(host: Host, name: str) -> Identity | None:
+def _gpushare_of(host: Host, name: str) -> Identity | None:
     """Return the gpushare of this user's job of this name, which runs or waits; None: it does neither."""
     record = find_record(host, name)
     if record is not None and record.keeper_uid is None and is_running(host, record):
@@ -123,7 +125,7 @@ def _keeper(host: Host, name: str) -> Identity | None:
 
 def is_present(host: Host, name: str) -> bool:
     """Return whether this user's job of this name runs or waits."""
-    return _keeper(host, name) is not None
+    return _gpushare_of(host, name) is not None
 
 
 def seek_lines(descriptor: int, lines: int) -> bool:
@@ -155,7 +157,7 @@ def follow(host: Host, output: Output) -> Iterator[bytes]:
     keeper = None
     while True:
         # Asked first: what it prints before its end is read after that. The record goes before the last words.
-        keeper = _keeper(host, output.name) or keeper
+        keeper = _gpushare_of(host, output.name) or keeper
         present = keeper is not None and host.processes.identity(keeper.pid) == keeper
         if os.fstat(output.descriptor).st_size < os.lseek(output.descriptor, 0, os.SEEK_CUR):
             os.lseek(output.descriptor, 0, os.SEEK_SET)

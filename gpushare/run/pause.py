@@ -57,7 +57,7 @@ class Pauser:
     def look(self) -> None:
         """Find the processes to pause, so that the next pause takes effect at once."""
         if not self.paused:
-            self._find()
+            self._find_channels()
 
     def pause(self) -> None:
         """Pause all of it; call again for as long as it is to be paused.
@@ -69,30 +69,31 @@ class Pauser:
             self._pause_channels(self._channels)
         if self._channels is None and time.monotonic() >= self._due:
             self._due = time.monotonic() + _KEEP_SECONDS
-            self._stop()
+            self._stop_all()
 
     def _pause_channels(self, channels: ChannelPauser) -> None:
+        """Take the program's channels off the GPU: those known at once, then those that it has made since."""
         first = not channels.off and bool(channels.known)
         if not first and time.monotonic() < self._due:
             return
         self._due = time.monotonic() + _KEEP_SECONDS
         if first:
-            self._try(channels.disable)
+            self._try_channels(channels.disable)
         # Production is spared now; find out whether these were all processes of the program.
-        self._find()
+        self._find_channels()
         if self._channels is not None:
-            self._try(channels.disable)
+            self._try_channels(channels.disable)
 
-    def _find(self) -> None:
+    def _find_channels(self) -> None:
         """Find the channels of processes that have come to the GPU, or have created a context."""
         channels = self._channels
         if channels is not None:
             pids = self._cuda_processes()
             for pid in pids:
                 self._tell_once(pid, start_of(self._host.processes.identity(pid)))
-            self._try(lambda: channels.find(pids))
+            self._try_channels(lambda: channels.find(pids))
 
-    def _try(self, act: Callable[[], None]) -> None:
+    def _try_channels(self, act: Callable[[], None]) -> None:
         """Act on the channels; where that fails, let the program continue and stop it from then on."""
         channels = self._channels
         try:
@@ -124,17 +125,19 @@ class Pauser:
         if self._channels is not None:
             self._channels.close()
 
-    def _stop(self) -> None:
+    def _stop_all(self) -> None:
+        """Stop all processes of the program (SIGSTOP), also those that it starts meanwhile."""
         seen: set[int] = set()
         for _ in range(_STOP_ROUNDS):
             new = [pid for pid in self._host.processes.descendants(self._pid) if pid not in seen]
             seen.update(new)
-            sent = [self._stop_one(pid) for pid in new]
+            sent = [self._stop_process(pid) for pid in new]
             # If all were stopped already, none can have started another.
             if not any(sent):
                 return
 
-    def _stop_one(self, pid: int) -> bool:
+    def _stop_process(self, pid: int) -> bool:
+        """Stop a process; return whether it ran until now."""
         info = self._host.processes.describe(pid)
         if info is None or info.stopped or info.started is None:
             return False
@@ -145,11 +148,13 @@ class Pauser:
         return True
 
     def _tell_once(self, pid: int, started: int | None) -> None:
+        """Tell the guard of a process before it is paused: if gpushare dies, it must not stay so."""
         if (pid, started) not in self._told:
             self._told.add((pid, started))
             self.tell(pid, started)
 
     def _cuda_processes(self) -> list[int]:
+        """Return the processes of the program that have a CUDA context."""
         family = set(self._host.processes.descendants(self._pid))
         if self._host.processes.namespace_is_host() is False:
             # NVML's PIDs are of another namespace; every CUDA context has this node open.
@@ -199,7 +204,7 @@ class ChannelPauser:
                     f"process {pid} is under MPS", "its channels are those of the server", code="under_mps"
                 )
         if channels_of != self.known:
-            self._write(channels_of.values(), RUNNING if not self.off else PAUSED)
+            self._write_record(channels_of.values(), RUNNING if not self.off else PAUSED)
             self.known = channels_of
 
     def disable(self) -> None:
@@ -221,7 +226,7 @@ class ChannelPauser:
                 # The process has ended, or has other channels now.
                 del self.off[pid], self.known[pid]
         if changed and self.off:
-            self._note(PAUSED)
+            self._note_state(PAUSED)
 
     def enable(self) -> None:
         """Put everything back on the GPU; what fails is tried again at the next call."""
@@ -236,7 +241,7 @@ class ChannelPauser:
                 enable(self._control, channels)
                 del self.off[pid]
         if not self.off:
-            self._note(RUNNING)
+            self._note_state(RUNNING)
 
     def close(self) -> None:
         """Forget the record, unless something is still off."""
@@ -244,12 +249,12 @@ class ChannelPauser:
             PAUSES.drop(self._host, self._pid)
         self._control.close()
 
-    def _note(self, state: str) -> None:
+    def _note_state(self, state: str) -> None:
         """Write whether it is paused now, for others to see; a full disk must not keep it from that."""
         with contextlib.suppress(GpushareError):
-            self._write((), state)
+            self._write_record((), state)
 
-    def _write(self, channels: Iterable[Channels], state: str) -> None:
+    def _write_record(self, channels: Iterable[Channels], state: str) -> None:
         """Write the record of the pause, so that another gpushare can put the channels back."""
         first, me = self._host.processes.identity(self._pid), self._host.processes.identity(os.getpid())
         info = self._host.processes.describe(self._pid)
@@ -275,7 +280,7 @@ class ChannelPauser:
 
 
 def resume_all(host: Host, pids: Sequence[int]) -> None:
-    """Continue the programs of a gpushare that died, so that they can end."""
+    """Continue (SIGCONT) the programs of a gpushare that died, so that they can end."""
     members = [member for pid in pids for member in host.processes.descendants(pid)]
     for member, started in known(host.processes, members).items():
         with contextlib.suppress(NoPermission):

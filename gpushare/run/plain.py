@@ -157,17 +157,17 @@ class PlainWatch(Watch):
             return
         tree = set(self.host.processes.descendants(self.program_pid))
         try:
-            self._look(tree)
+            self._sort_processes(tree)
         except GpushareError:
             # A GPU that does not answer proves nothing, and the program goes on.
             return
 
-    def _look(self, tree: set[int]) -> None:
+    def _sort_processes(self, tree: set[int]) -> None:
         """Note which processes of the program are on its devices, and which are elsewhere."""
         mig, index = self.device.mig, self.device.gpu.index
         inside = set() if mig is None else {each.pid for each in self.host.nvml.processes_in(mig, index) or ()}
         elsewhere, on_devices = set(), []
-        for gpu, process in self._everywhere():
+        for gpu, process in self._all_processes():
             if process.pid not in tree or not (process.compute or process.mps):
                 continue
             if gpu == index and self.device.has(process):
@@ -183,7 +183,8 @@ class PlainWatch(Watch):
         self.outside |= elsewhere & self._suspects
         self._suspects = elsewhere
 
-    def _everywhere(self) -> Iterator[tuple[int, GpuProcess]]:
+    def _all_processes(self) -> Iterator[tuple[int, GpuProcess]]:
+        """Yield the processes of all GPUs that answer, each with the index of its GPU."""
         for gpu in range(self.host.nvml.count()):
             try:
                 processes = self.host.nvml.processes(gpu) or ()

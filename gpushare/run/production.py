@@ -70,6 +70,7 @@ class Activity:
         return self._nvml_active
 
     def _find_family(self) -> list[int]:
+        """Return the processes of production, without those that this gpushare has started."""
         family, own_pid = self._host.processes.descendants(self._pid), os.getpid()
         if own_pid not in family:
             return list(family)
@@ -78,6 +79,7 @@ class Activity:
         return [pid for pid in family if pid not in ours]
 
     def _busy_on_the_cpu(self, at: float) -> bool:
+        """Return whether production used the CPU in the last window."""
         used = {pid: spent for pid in self._family if (spent := cpu_time(pid)) is not None}
         if not used:
             return False
@@ -116,6 +118,7 @@ class Activity:
         return self._lightly
 
     def _busy_on_the_gpu(self, at: float) -> bool:
+        """Return whether production had kernels on the GPU, by NVML's samples since its last work on the CPU."""
         # A sample taken right after work seen on the CPU still covers that work.
         window = min(_SAMPLE_SECONDS, at - self._cpu_active_at - _SAMPLE_SECONDS)
         samples = samples_since(self._host.nvml, self._device.gpu.index, self._wall() - window) if window > 0 else None
@@ -144,6 +147,7 @@ class ProductionJob:
         self._set_process(pid, started)
 
     def _set_process(self, pid: int, started: int) -> None:
+        """Watch this process from now on."""
         self.pid, self.started = pid, started
         self._activity = Activity(self._host, self._device, pid)
 
@@ -155,9 +159,10 @@ class ProductionJob:
         """Return whether it runs. If it was started again under its name, follow the new process."""
         if self._host.processes.identity(self.pid) == (self.pid, self.started):
             return True
-        return self.name is not None and self._follow(self.name)
+        return self.name is not None and self._follow_name(self.name)
 
-    def _follow(self, name: str) -> bool:
+    def _follow_name(self, name: str) -> bool:
+        """Follow the process that has this name now; return whether there is one."""
         record = find_record(self._host, name)
         if record is None or self._device.uuid not in record.devices or not is_running(self._host, record):
             return False

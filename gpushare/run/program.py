@@ -65,7 +65,7 @@ class Terminal:
         number = child.stopped_by()
         if number in {signal.SIGTTIN, signal.SIGTTOU}:
             self._lend()
-            if self._lent or self._descriptor is None or _foreground(self._descriptor) is None:
+            if self._lent or self._descriptor is None or _foreground_group(self._descriptor) is None:
                 # If the terminal is gone, the program reads end-of-file.
                 self._continue()
             else:
@@ -87,39 +87,46 @@ class Terminal:
         self._continue()
 
     def _stop_self(self) -> None:
+        """Stop this gpushare, until the shell continues it."""
         handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTSTP)
         signal.signal(signal.SIGTSTP, handler)
 
     def _continue(self) -> None:
+        """Let the program continue."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._group, signal.SIGCONT)
 
     def _lend(self) -> None:
-        if self._descriptor is not None and os.getpgrp() == _foreground(self._descriptor):
-            self._lent = _give(self._descriptor, self._group)
+        """Let the program have the terminal, if we have it."""
+        if self._descriptor is not None and os.getpgrp() == _foreground_group(self._descriptor):
+            self._lent = _give_terminal(self._descriptor, self._group)
 
     def _take_back(self) -> None:
+        """Take the terminal back, if the program has it."""
         if self._lent and self._descriptor is not None:
-            _give(self._descriptor, os.getpgrp())
+            _give_terminal(self._descriptor, os.getpgrp())
             self._lent = False
 
 
 def _controlling_terminal() -> int | None:
+    """Return the descriptor of our terminal; None: we have none."""
     try:
         return os.open("/dev/tty", os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return None
 
 
-def _foreground(descriptor: int) -> int | None:
+def _foreground_group(descriptor: int) -> int | None:
+    """Return the process group that has the terminal; None: the terminal is gone."""
     try:
         return os.tcgetpgrp(descriptor)
     except OSError:
         return None
 
 
-def _give(descriptor: int, group: int) -> bool:
+def _give_terminal(descriptor: int, group: int) -> bool:
+    """Let a process group have the terminal; return whether it has it."""
     # It would stop a background process that moves the terminal.
     with handled((signal.SIGTTOU,), signal.SIG_IGN):
         try:
@@ -196,10 +203,12 @@ class QueueOptions:
 
     @property
     def swappable(self) -> bool:
+        """Return whether the job leaves the GPU by itself."""
         return self.swap is not None or self.for_production
 
     @property
     def turns(self) -> bool:
+        """Return whether it takes turns with others."""
         return self.swap is not None and self.swap.turns
 
 
@@ -280,10 +289,11 @@ class Relay:
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         os.lseek(self._descriptor, 0, os.SEEK_END)
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._copy, daemon=True)
+        self._thread = threading.Thread(target=self._copy_to_stdout, daemon=True)
         self._thread.start()
 
-    def _copy(self) -> None:
+    def _copy_to_stdout(self) -> None:
+        """Copy until the program has ended, in a thread."""
         # A closed stdout must not end the program.
         with contextlib.suppress(OSError):
             ended = False
@@ -338,6 +348,7 @@ class Run:
         return (*self.options.before, *self.share.steps(), self._step(), *self.options.meanwhile)
 
     def _step(self) -> Step:
+        """Return the step that runs the program, with its command line for the plan."""
         log = self.options.log
         engine = self.options.container
         where = self.share.where + "".join(part.where for part in self.parts)
@@ -345,9 +356,10 @@ class Run:
         line = command_line(self.share.environment({} if log is None else _UNBUFFERED), self.command)
         if log is not None:
             line += f" >> {shlex.quote(str(log))} 2>&1"
-        return Step(what=text, command=line, do=self._program)
+        return Step(what=text, command=line, do=self._run_program)
 
     def _check(self) -> None:
+        """Raise unless the program can run with its parts in its share."""
         for part in self.parts:
             part.check()
         self.share.check(self.command[0])
@@ -364,9 +376,9 @@ class Run:
             for part in self.parts:
                 part.open()
         except BaseException:
-            _close(self.share, self.parts)
+            _close_all(self.share, self.parts)
             raise
-        self._program()
+        self._run_program()
         for part in self.parts:
             part.raise_end()
         if self._peak is not None and not self.options.parts and self.exit_code in {0, *ENDED_BY_USER}:
@@ -376,7 +388,8 @@ class Run:
                 keep_profile(self.host, self.share.device, command, Profile(memory_bytes=self._peak))
         return self.exit_code
 
-    def _program(self) -> None:
+    def _run_program(self) -> None:
+        """Run the program once, and give back what it had."""
         session = Session(self.host, self.share, self.parts, self.options, self.reporter, self.container)
         try:
             environment = self.share.environment(
@@ -390,7 +403,7 @@ class Run:
             session.close()
 
 
-def _close(share: Share, parts: Sequence[Part], *, program_lives: bool = False) -> bool:
+def _close_all(share: Share, parts: Sequence[Part], *, program_lives: bool = False) -> bool:
     """Give back what a job has, the share last; return whether others go on using it."""
     for part in reversed(parts):
         part.close(program_lives=program_lives)
@@ -425,19 +438,19 @@ class Session:
     def close(self) -> bool:
         """Give back what the job has; return whether others go on using the share."""
         lives = self._child is not None and self._child.poll() is None
-        return _close(self._share, self._parts, program_lives=lives)
+        return _close_all(self._share, self._parts, program_lives=lives)
 
     def run(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
         """Run the program to its end, and return its exit code, or 128 + N if signal N has ended it."""
         # Catch signals before the program starts: from then on, none may kill gpushare.
-        with Wakeups((*ENDING, *_PASSED_ON, signal.SIGTSTP, signal.SIGCHLD)) as wakeups, self._guarded() as guard:
+        with Wakeups((*ENDING, *_PASSED_ON, signal.SIGTSTP, signal.SIGCHLD)) as wakeups, self._guard_started() as guard:
 
             def announce(pid: int, started: int | None) -> None:
                 guard.announce(pid, started)
                 for part in self._parts:
                     part.enter(pid)
 
-            with self._streams() as streams:
+            with self._opened_streams() as streams:
                 child = self._child = self._host.processes.spawn(command, environment, streams, announce=announce)
             # Also each worker in a session of its own that a part stops.
             self._tell = guard.started
@@ -447,7 +460,7 @@ class Session:
             else:
                 self._watch = self._container.client_watch(child.pid)
             with Terminal(child.pid) as terminal:
-                status = self._follow(child, wakeups, terminal)
+                status = self._run_until_end(child, wakeups, terminal)
             if self._relay is not None:
                 if self._options.passed_on is not None:
                     self._options.passed_on()
@@ -458,7 +471,7 @@ class Session:
             watch.settle()
             self.mps_fault = bool(status) and self._ended_by is None and watch.mps_fault()
             self.peak_bytes = watch.peak_bytes if watch.peak_looks >= _PEAK_LOOKS else None
-            self._report()
+            self._report_news()
             if not watch.attached and not watch.outside:
                 self._say(self._reporter.unproved)
         return self._exit_code(status)
@@ -483,7 +496,8 @@ class Session:
         self._begin(watch)
 
     @contextlib.contextmanager
-    def _streams(self) -> Iterator[Streams | None]:
+    def _opened_streams(self) -> Iterator[Streams | None]:
+        """Yield the streams of the program: its log, if it has one, or ours (None)."""
         stderr, log = self._options.stderr, self._options.log
         if log is None:
             yield None if stderr is None else Streams(0, 1, stderr)
@@ -500,7 +514,8 @@ class Session:
             os.close(descriptor)
         self._relay = relay
 
-    def _follow(self, child: Child, wakeups: Wakeups, terminal: Terminal) -> int:
+    def _run_until_end(self, child: Child, wakeups: Wakeups, terminal: Terminal) -> int:
+        """Serve the program until it ends: signals, the terminal, its parts; return its status (negative: a signal)."""
         while (status := child.poll()) is None:
             # Each look talks to the daemon through a child, whose end is a SIGCHLD: only the clock says when to look again.
             seconds = min(self._watch.seconds, *(part.seconds for part in self._running), _LONGEST_SECONDS)
@@ -511,13 +526,14 @@ class Session:
                 elif number == signal.SIGTSTP:
                     terminal.suspend()
                 elif number in _PASSED_ON:
-                    _pass_on(child.pid, number)
+                    _signal_group(child.pid, number)
             terminal.serve(child)
             if self._ended_by is None and child.poll() is None:
-                self._poll(child, wakeups)
+                self._poll_parts(child, wakeups)
         return status
 
-    def _poll(self, child: Child, wakeups: Wakeups) -> None:
+    def _poll_parts(self, child: Child, wakeups: Wakeups) -> None:
+        """Poll the watch and the parts that are due; end the program if one of them wants that."""
         if self._watch.seconds <= 0:
             if self._container is not None and not self._running:
                 self._begin_in_container(self._container, child.pid)
@@ -527,7 +543,7 @@ class Session:
         if self._watch.device is not device:
             for part in self._running:
                 part.moved(self._watch.device)
-        self._report()
+        self._report_news()
         if over or (self._options.strict and self._watch.outside):
             self._end(signal.SIGTERM, wakeups)
 
@@ -548,7 +564,8 @@ class Session:
         with contextlib.suppress(Exception):
             report(*facts)
 
-    def _report(self) -> None:
+    def _report_news(self) -> None:
+        """Report what is new: processes that are attached, outside or waiting, and what the parts tell."""
         watch = self._watch
         if watch.daemon_gone and not self._told_gone:
             self._told_gone = True
@@ -596,6 +613,7 @@ class Session:
             self._say(self._reporter.ended, drain)
 
     def _exit_code(self, status: int) -> int:
+        """Return the exit code for a status, as a shell gives it: 128 + N after signal N."""
         if self._options.strict and self._watch.outside:
             return 1
         if status >= 0:
@@ -606,7 +624,7 @@ class Session:
         return 128 - status
 
     @contextlib.contextmanager
-    def _guarded(self) -> Iterator[Guard]:
+    def _guard_started(self) -> Iterator[Guard]:
         """Yield the guard. If something fails here, it ends what is left of the program."""
         guard = guard_of(self._host, self._share)
         try:
@@ -655,6 +673,7 @@ def dismiss(guard: Guard, *, lingers: bool) -> None:
         guard.wait()
 
 
-def _pass_on(pid: int, number: int) -> None:
+def _signal_group(pid: int, number: int) -> None:
+    """Pass a signal on to the process group of the program."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, number)

@@ -33,6 +33,7 @@ _OURS: Final = frozenset({"--name", "--production", "-d", "--detach", "-n", "--d
 
 
 def _host() -> Host:
+    """Return the host that ``GPUSHARE_HOST`` names."""
     return connect(os.environ.get("GPUSHARE_HOST") or "local")
 
 
@@ -189,7 +190,7 @@ class Job:
         repair_first(host, _quiet, dry_run=False)
         limits, seconds = kept_limits(host), None if wait else 0.0
         mover = Mover(host, limits, seconds, _quiet, lambda: waiting_line(_quiet, quiet=True))
-        self._carry_out(mover.one(self._present_name, None if gpu is None else select(gpu, host.nvml.sweep())).plan)
+        self._carry_out(mover.plan_job(self._present_name, None if gpu is None else select(gpu, host.nvml.sweep())).plan)
 
     def wait(self, seconds: float | None = None) -> int | None:
         """Wait until it has ended, and return its exit code; None: it was never started, or nobody saw its end.
@@ -247,6 +248,7 @@ class Job:
         return record is not None and record.supervisor == supervisor and is_running(self._host, record)
 
     def _agree(self, plan: Plan) -> None:
+        """Raise NeedsConsent if a plan asks something, unless ``yes`` was given."""
         if plan.consent and not self._yes:
             raise NeedsConsent(f"this {describe_losses(plan.consent)}", f"agree: gpushare.job({self.name!r}, yes=True)")
 

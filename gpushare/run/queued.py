@@ -54,7 +54,7 @@ _TAIL_BYTES: Final = 64 << 10
 _LONG_SECONDS: Final = 60.0
 
 
-def _more(size: int) -> int:
+def _size_with_more(size: int) -> int:
     """Return what a program asks for that ran out of memory with this; always more."""
     return max(size + MIB, int(size * MORE) // MIB * MIB)
 
@@ -109,6 +109,7 @@ class ErrorTail:
         self._thread.start()
 
     def _relay(self) -> None:
+        """Pass on what the program writes until it closes its stderr, in a thread."""
         with contextlib.suppress(OSError):
             while select.select([self._read], [], []):
                 # Set before the pipe is emptied: `passed_on` looks at both.
@@ -186,7 +187,7 @@ class Queued:
             OperationFailed: it was ended for its memory (code ``memory_limit``).
         """
         check_not_waiting(self.host, self.name, "--production" if self.production else "--name")
-        size = self._size()
+        size = self._size_to_reserve()
         self._warn_before_start(size)
         while True:
             code, again = self._run_once(size)
@@ -200,7 +201,7 @@ class Queued:
             size = more
             self.say(f"it ran out of memory, and waits again for {format_bytes(size)}")
 
-    def _limits(self, limit_bytes: int | None) -> Limits:
+    def _mps_limits(self, limit_bytes: int | None) -> Limits:
         """Return the limits of the program: under MPS each client also has one, which grows with what the job reserves."""
         limits = self.options.limits
         # Above it CUDA refuses: that is an end, and no warning and no pause.
@@ -212,8 +213,8 @@ class Queued:
         """Return what a job asks for next that ran out of memory: at last all that it may have; None: it had that."""
         most = self._largest_possible()
         if most is None:
-            return _more(size)
-        return None if size >= most else min(_more(size), most)
+            return _size_with_more(size)
+        return None if size >= most else min(_size_with_more(size), most)
 
     def _largest_possible(self) -> int | None:
         """Return all that this job may have on one of its devices; None: unknown."""
@@ -233,9 +234,9 @@ class Queued:
         Raises:
             BadUsage, NoPermission: as `run`.
         """
-        size = self._size()
+        size = self._size_to_reserve()
         self._warn_before_start(size)
-        ranked = self._ranked(size)
+        ranked = self._ranked_devices(size)
         candidates = [device for device, _ in ranked] or list(self.devices)
         request = self._request(size, tuple(device.uuid for device in candidates))
         own_limit = self.limits.get(os.geteuid())
@@ -260,16 +261,17 @@ class Queued:
 
     def _shown_options(self, request: Request, candidates: Sequence[Device]) -> RunOptions:
         """Return the options with the steps that a dry run shows before the program and while it runs."""
-        before = [step_of_run(text) for text in self._lines_before(request, candidates)]
-        meanwhile = [step_of_run(text) for text in self._lines_meanwhile(request.memory_bytes)]
+        before = [step_of_run(text) for text in self._texts_before(request, candidates)]
+        meanwhile = [step_of_run(text) for text in self._texts_meanwhile(request.memory_bytes)]
         return replace(
             self.options,
-            limits=self._limits(self.job_bytes),
+            limits=self._mps_limits(self.job_bytes),
             before=(*self.options.before, *before),
             meanwhile=tuple(meanwhile),
         )
 
     def _request(self, size: int | None, keys: tuple[str, ...]) -> Request:
+        """Return what the job asks the ledger for, on one of these devices (UUIDs)."""
         return Request(
             memory_bytes=size,
             keys=keys,
@@ -283,7 +285,7 @@ class Queued:
             run_seconds=self.queue.run_seconds,
         )
 
-    def _lines_before(self, request: Request, devices: Sequence[Device]) -> Iterator[str]:
+    def _texts_before(self, request: Request, devices: Sequence[Device]) -> Iterator[str]:
         """Yield what a dry run says happens before the program starts."""
         size = format_bytes(request.memory_bytes) + ("" if self.count == 1 else " each")
         if self.queue.wait:
@@ -296,7 +298,7 @@ class Queued:
         elif request.memory_bytes:
             yield f"reserve {format_bytes(request.memory_bytes)} on {titles(devices[: self.count])}"
 
-    def _lines_meanwhile(self, size: int | None) -> Iterator[str]:
+    def _texts_meanwhile(self, size: int | None) -> Iterator[str]:
         """Yield what a dry run says may happen while the program runs."""
         job_bytes, queue = self.job_bytes, self.queue
         if job_bytes is not None:
@@ -321,7 +323,7 @@ class Queued:
         if more is not None:
             yield f"if it runs out of memory, wait again for {format_bytes(more)}"
 
-    def _size(self) -> int | None:
+    def _size_to_reserve(self) -> int | None:
         """Return what it reserves: what was given, else the peak that it reached here before."""
         given_bytes = self.job_bytes
         if given_bytes is not None or not self.queue.wait:
@@ -337,7 +339,7 @@ class Queued:
             self.say("its memory is not known: it waits for a GPU without other jobs; to share one, give --memory SIZE")
             return None
         peak, short = max(peaks)
-        size = _more(peak) if short else peak
+        size = _size_with_more(peak) if short else peak
         limit = self._largest_possible() if short else None
         size = size if limit is None else min(size, limit)
         reason = (
@@ -389,7 +391,7 @@ class Queued:
                 tail = ErrorTail(self.options.log)
             options = replace(
                 self.options,
-                limits=self._limits(limit),
+                limits=self._mps_limits(limit),
                 parts=(*self.options.parts, memory, *([] if swapping is None else [swapping]), *others),
                 stderr=None if tail is None else tail.descriptor,
                 passed_on=None if tail is None else tail.passed_on,
@@ -416,6 +418,7 @@ class Queued:
         return code, again
 
     def _policy(self) -> Policy | None:
+        """Return when the job leaves the GPU by itself; None: never."""
         swap = self.queue.swap
         if swap is None:
             return ForProduction() if self.queue.for_production else None
@@ -427,7 +430,7 @@ class Queued:
 
     def _take_devices(self, size: int | None) -> tuple[Sequence[Device], Place | None]:
         """Enter the ledger, and return the devices and the place there; None: a job that needs none has got none."""
-        ranked = self._ranked(size)
+        ranked = self._ranked_devices(size)
         devices = [device for device, _ in ranked] or list(self.devices)
         request = self._request(size, tuple(device.uuid for device in devices))
         try:
@@ -448,6 +451,7 @@ class Queued:
             )
 
         def best(some: Sequence[Device]) -> list[tuple[Device, str]]:
+            """Return those of these devices that the job would take, best first, with the reasons."""
             return best_first(self.host, some, self._productions, self.limits, self.command, place, self.count, size)
 
         with waiting_line(self.say, quiet=self.quiet) as draw:
@@ -486,6 +490,7 @@ class Queued:
         self._say_short_of_room(lines, size)
 
     def _say_short_of_room(self, lines: Sequence[Line], size: int | None) -> None:
+        """Say which devices have less free memory than the job reserves."""
         for line in lines:
             if size and line.free_bytes < size:
                 self.say(
@@ -493,7 +498,7 @@ class Queued:
                     f"this job reserves: it may run out of memory; to start when there is room: --wait"
                 )
 
-    def _ranked(self, size: int | None) -> list[tuple[Device, str]]:
+    def _ranked_devices(self, size: int | None) -> list[tuple[Device, str]]:
         """Return the devices, best first, with the reasons; empty if there is only one."""
         if len(self.devices) < 2:
             return []
@@ -502,9 +507,11 @@ class Queued:
         )
 
     def _productions(self, device: Device) -> list[str]:
+        """Return the names of the production jobs on a device."""
         return [job.name for job in living_productions(self.host, device)]
 
     def _keep_peak(self, device: Device, peak: int | None, *, short: bool, reached: bool) -> None:
+        """Keep the peak for the next run of this command, if the job reached it or ran out of memory."""
         if peak is None or not (reached or short):
             return
         with contextlib.suppress(GpushareError):

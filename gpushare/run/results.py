@@ -101,8 +101,8 @@ def find_benched(host: Host, device: Device, command: Sequence[str], copies: int
     """Return the best cap for N copies of a command on such a GPU; None: it was not measured."""
     caps = (
         cap
-        for record in BENCHED.find(host, _key(device, command))
-        if (record.device, record.command) == (_kind(device), tuple(command))
+        for record in BENCHED.find(host, _record_key(device, command))
+        if (record.device, record.command) == (_device_kind(device), tuple(command))
         for cap in record.caps
     )
     return next((cap for cap in caps if cap.copies == copies), None)
@@ -114,16 +114,18 @@ def keep_benched(host: Host, device: Device, command: Sequence[str], caps: Seque
     Raises:
         NoPermission, OperationFailed: the directory cannot be made, or the file not be written.
     """
-    path = BENCHED.path(host, _key(device, command))
+    path = BENCHED.path(host, _record_key(device, command))
     earlier = BENCHED.read(path)
     merged = {cap.copies: cap for cap in (*(() if earlier is None else earlier.caps), *caps)}
-    BENCHED.write(_Benched(device=_kind(device), command=tuple(command), caps=tuple(merged.values()), path=path))
+    BENCHED.write(_Benched(device=_device_kind(device), command=tuple(command), caps=tuple(merged.values()), path=path))
     return path
 
 
-def _kind(device: Device) -> str:
+def _device_kind(device: Device) -> str:
+    """Return what a device must be for its results to count: model, and profile of an instance."""
     return device.gpu.name or "" if device.mig is None else f"{device.gpu.name or ''} {device.mig.profile or ''}"
 
 
-def _key(device: Device, command: Sequence[str]) -> str:
-    return hashlib.sha256("\0".join((_kind(device), *command)).encode(errors="surrogateescape")).hexdigest()[:24]
+def _record_key(device: Device, command: Sequence[str]) -> str:
+    """Return the name of the record of a command on such a device: a digest, as the words may hold a secret."""
+    return hashlib.sha256("\0".join((_device_kind(device), *command)).encode(errors="surrogateescape")).hexdigest()[:24]

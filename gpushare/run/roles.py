@@ -133,11 +133,12 @@ def tuned_next_to(host: Host, device: Device, target: str | None) -> Tuned | Non
 
 
 def _tuned_for(host: Host, production: JobRecord | None, target: str | None) -> Tuned | None:
+    """Return the tuning for a production job, or for the name of one that does not run."""
     name = target if production is None else production.name
     return None if name is None or name.isdecimal() else find_tuned(host, name)
 
 
-def spare(host: Host, device: Device, given: Limits, target: str | None, *, way: Way = Way.CAPS) -> Spared:
+def limits_beside(host: Host, device: Device, given: Limits, target: str | None, *, way: Way = Way.CAPS) -> Spared:
     """Return the limits of an opportunistic job: those given, else the tuned ones, else cap 60 with low priority.
 
     With slices, which limit all jobs of the device together, there is neither a cap nor a priority unless it is given.
@@ -148,13 +149,13 @@ def spare(host: Host, device: Device, given: Limits, target: str | None, *, way:
     living = living_productions(host, device)
     # Limits that the user gave, and slices, need no tuning.
     needs_tuning = tuned is not None or (given.threads_percent is None and way is not Way.SLICES)
-    notes = _where_it_was_tuned(host, device, tuned) if needs_tuning else []
+    notes = _tuning_notes(host, device, tuned) if needs_tuning else []
     if target is None and len(living) > 1:
         notes.append(
             f"production jobs here: {', '.join(job.name for job in living)}; to use the tuning for one of them: --for NAME"
         )
     if way is Way.SLICES:
-        memory = _memory(device, given, production, living, for_it, notes)
+        memory = _memory_limit(device, given, production, living, for_it, notes)
         return Spared(
             limits=replace(given, memory_limit_bytes=memory), production=production, tuned=tuned, notes=tuple(notes)
         )
@@ -163,12 +164,12 @@ def spare(host: Host, device: Device, given: Limits, target: str | None, *, way:
         threads = SAFE_THREADS_PERCENT if tuned is None else tuned.threads_percent
     if priority is None:
         priority = Priority.LOW if tuned is None or tuned.low_priority else Priority.NORMAL
-    memory = _memory(device, given, production, living, for_it, notes)
+    memory = _memory_limit(device, given, production, living, for_it, notes)
     limits = Limits(threads_percent=None if threads >= 100 else threads, memory_limit_bytes=memory, priority=priority)
     return Spared(limits=limits, production=production, tuned=tuned, notes=tuple(notes))
 
 
-def _memory(
+def _memory_limit(
     device: Device,
     given: Limits,
     production: JobRecord | None,
@@ -180,7 +181,7 @@ def _memory(
     memory = given.memory_limit_bytes
     # Another production job on the device needs its memory too.
     try:
-        rest = _memory_left(device, [production, *(job for job in living if job != production)], tuned)
+        rest = _memory_beside(device, [production, *(job for job in living if job != production)], tuned)
     except InUse:
         if memory is None:
             raise
@@ -194,7 +195,8 @@ def _memory(
     return memory
 
 
-def _where_it_was_tuned(host: Host, device: Device, tuned: Tuned | None) -> list[str]:
+def _tuning_notes(host: Host, device: Device, tuned: Tuned | None) -> list[str]:
+    """Return what to say of the tuning: that there is none, or that it was measured elsewhere."""
     if tuned is None:
         return [
             f"no tuning result found; using the default: cap {SAFE_THREADS_PERCENT:g} % with low priority; see: gpushare tune"
@@ -207,7 +209,8 @@ def _where_it_was_tuned(host: Host, device: Device, tuned: Tuned | None) -> list
     return notes
 
 
-def _memory_left(device: Device, neighbours: Sequence[JobRecord | None], tuned: Tuned | None) -> int | None:
+def _memory_beside(device: Device, neighbours: Sequence[JobRecord | None], tuned: Tuned | None) -> int | None:
+    """Return the bytes that production's known peaks leave (None: unknown). Raises InUse: less than 1 MiB is left."""
     total = device.memory_total_bytes
     peaks_of = [job.memory_peak_bytes for job in neighbours if job is not None and job.memory_peak_bytes is not None]
     peaks = [sum(peaks_of)] if peaks_of else []
@@ -285,14 +288,15 @@ class PauseForProduction(Part):
         if watch is None or pauser is None:
             return False
         if not self._released:
-            self._pace(pauser, at)
+            self._pause_or_resume(pauser, at)
         if at >= self._find_due:
             pauser.look()
             self._find_due = time.monotonic() + watch.wait()
-        self._note(watch, pauser)
+        self._note_pauses(watch, pauser)
         return False
 
-    def _pace(self, pauser: Pauser, at: float) -> None:
+    def _pause_or_resume(self, pauser: Pauser, at: float) -> None:
+        """Pause the program if production works, and let it continue once production rests or has ended."""
         if at >= self._alive_due:
             # Its PID may have been reused by a busy process, or the job may have been started again.
             self._alive, self._alive_due = self.production.lives(), at + _ALIVE_SECONDS
@@ -307,7 +311,7 @@ class PauseForProduction(Part):
         pauser.pause()
         self.pauses += pauser.paused and not before
 
-    def _note(self, watch: Watch, pauser: Pauser) -> None:
+    def _note_pauses(self, watch: Watch, pauser: Pauser) -> None:
         """Write the pauses down, for the metrics, on each change."""
         if self._noted is None:
             process = self.host.processes.identity(watch.program_pid) or Identity(watch.program_pid, 0)

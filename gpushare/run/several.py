@@ -36,7 +36,7 @@ from gpushare.run.share import Held, MpsShare, Share
 from gpushare.signals import Wakeups
 
 
-def is_full(descriptor: int) -> bool:
+def is_disk_full(descriptor: int) -> bool:
     """Return whether the file system of an open file has no block left for this user; False where that is unknown.
 
     Blocks reserved for root (ext4) count as free for root only.
@@ -110,7 +110,7 @@ class Program:
                 self._take_line(self._rest, at)
             self._rest = b""
             # Before closing a temporary file frees its blocks.
-            self.no_space = status != 0 and is_full(self.file.fileno())
+            self.no_space = status != 0 and is_disk_full(self.file.fileno())
             self.file.close()
         return status is not None
 
@@ -136,6 +136,7 @@ class Program:
             self._offset = 0
 
     def _take_line(self, line: bytes, at: float) -> None:
+        """Hand a line on, and keep it for the message if the program fails."""
         # A progress bar draws over itself: only the text after the last return counts.
         text = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
         if text.strip():
@@ -164,7 +165,7 @@ def directory_of_logs(path: Path) -> Iterator[int]:
         yield descriptor
 
 
-def opened(log: Log | None) -> IO[bytes]:
+def open_output(log: Log | None) -> IO[bytes]:
     """Return the file that a program prints to: a new log, or one without a name."""
     if log is None:
         return tempfile.TemporaryFile(buffering=0)
@@ -257,13 +258,14 @@ class Group:
 
     def stop(self, program: Program) -> None:
         """Stop a program (SIGSTOP); the GPU still works on its queue."""
-        self._signal(program, signal.SIGSTOP)
+        self._signal_tree(program, signal.SIGSTOP)
 
     def resume(self, program: Program) -> None:
         """Let a paused program continue (SIGCONT)."""
-        self._signal(program, signal.SIGCONT)
+        self._signal_tree(program, signal.SIGCONT)
 
-    def _signal(self, program: Program, number: int) -> None:
+    def _signal_tree(self, program: Program, number: int) -> None:
+        """Send a signal to a program and its descendants."""
         # Once it has ended, its PID may be reused.
         tree = self.host.processes.descendants(program.pid) if program.runs else ()
         for pid, started in known(self.host.processes, tree).items():
@@ -285,7 +287,7 @@ class Group:
         Raises:
             GpushareError: it cannot be started, or its log not be written.
         """
-        file = opened(log)
+        file = open_output(log)
         try:
             appending = os.open(f"/proc/self/fd/{file.fileno()}", os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
             nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
@@ -306,7 +308,7 @@ class Group:
             raise
         program = Program(title, child, file, log is not None, listen, started=started, redrawn=redrawn)
         self.programs.append(program)
-        self._guard_on(child.pid)
+        self._tell_guard(child.pid)
         return program
 
     def look(self) -> None:
@@ -342,7 +344,7 @@ class Group:
         if not pids:
             return None
         drain = end_programs(self.host, pids, self.clients, self.meter, grace_seconds=self.grace_seconds, hurry=hurry)
-        self._reap(programs)
+        self._wait_reaped(programs)
         return drain
 
     def kill(self, program: Program, *, bound_seconds: float = DRAIN_BOUND_SECONDS) -> Drain | None:
@@ -354,7 +356,7 @@ class Group:
             kill_all(self.host, pids)
         elif pids:
             drain = end_clients(self.host, pids, self.meter, bound_seconds=bound_seconds)
-        self._reap([program])
+        self._wait_reaped([program])
         return drain
 
     def end_left_behind(
@@ -368,7 +370,7 @@ class Group:
         pids = [pid for group in stays.values() for pid in group]
         for pid in pids:
             # If gpushare dies now, it must not stay stopped.
-            self._guard_on(pid)
+            self._tell_guard(pid)
         drain = end_programs(
             self.host,
             pids,
@@ -394,7 +396,7 @@ class Group:
             next(iter(groups.values())).update(set(elsewhere).difference(*groups.values()))
         return still_there(self.host, groups)
 
-    def _reap(self, programs: Sequence[Program]) -> None:
+    def _wait_reaped(self, programs: Sequence[Program]) -> None:
         """Wait until they can be reaped.
 
         A process whose first thread has ended looks dead while CUDA's own threads still take its context down (seen on
@@ -405,7 +407,7 @@ class Group:
             self.look()
             time.sleep(POLL_SECONDS)
 
-    def _guard_on(self, pid: int) -> None:
+    def _tell_guard(self, pid: int) -> None:
         """Name a process to the guard, with its start, because PIDs are reused."""
         started = start_of(self.host.processes.identity(pid))
         if self.guard is not None and started is not None:

@@ -77,11 +77,11 @@ class Attachment(Watch):
             # Nothing can be told from a daemon that does not answer.
             return
         self.attached.update({pid: clients[pid] for pid in tree & clients.keys()})
-        self._look_on_gpu(tree, clients.keys())
+        self._find_outside(tree, clients.keys())
         if not self.attached:
-            self._look_pending(tree)
+            self._find_pending(tree)
 
-    def _look_on_gpu(self, tree: set[int], clients: Collection[int]) -> None:
+    def _find_outside(self, tree: set[int], clients: Collection[int]) -> None:
         """Note the job's processes that run outside MPS: they compute on the GPU, and the daemon does not know them."""
         if self.host.processes.namespace_is_host() is False:
             return
@@ -97,9 +97,9 @@ class Attachment(Watch):
         self.outside |= outside_now & self._suspects
         self._suspects = outside_now
 
-    def _look_pending(self, tree: set[int]) -> None:
+    def _find_pending(self, tree: set[int]) -> None:
         """Note clients that wait for another user: the daemon logs "pending" for them longer than a server start takes."""
-        waiting = self._logged(_PENDING) & tree
+        waiting = self._clients_in_log(_PENDING) & tree
         for pid in waiting:
             self._waiting_since.setdefault(pid, time.monotonic())
         long = {pid for pid in waiting if time.monotonic() - self._waiting_since[pid] > _PENDING_SECONDS}
@@ -107,6 +107,7 @@ class Attachment(Watch):
             self.pending |= long
 
     def _another_user_is_served(self) -> bool:
+        """Return whether a server of the daemon belongs to another user."""
         try:
             servers = [self.host.processes.describe(pid) for pid in self.control.servers()]
         except GpushareError:
@@ -132,7 +133,7 @@ class Attachment(Watch):
     def settle(self) -> None:
         """Read the daemon's log for a program that ended between two looks."""
         if not self.attached:
-            accepted = (self._logged(_ACCEPTED) & self.seen) - self.pending - self.outside
+            accepted = (self._clients_in_log(_ACCEPTED) & self.seen) - self.pending - self.outside
             if accepted and self._is_served():
                 self.attached.update(dict.fromkeys(accepted))
 
@@ -143,7 +144,7 @@ class Attachment(Watch):
         except GpushareError:
             return False
 
-    def _logged(self, pattern: re.Pattern[str]) -> set[int]:
+    def _clients_in_log(self, pattern: re.Pattern[str]) -> set[int]:
         """Return the clients of this user named in the log, into which any user who may connect can write."""
         text = read_tail(self.home.log / "control.log", _LOG_TAIL_BYTES)
         return {int(pid) for pid, uid in pattern.findall(text) if int(uid) == self.host.uid}
@@ -344,7 +345,7 @@ class MpsShare:
 def check_command(device: Device, program: str, limits: Limits) -> None:
     """Raise unless a program can be run with the caller's environment."""
     check_program(program)
-    _check_threads(limits)
+    _check_inherited_threads(limits)
     inherited = os.environ.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT")
     if inherited and limits.memory_limit_bytes is None and parse_pinned_limits(inherited, device.uuid) is None:
         raise BadUsage(
@@ -382,7 +383,8 @@ def check_program(program: str) -> None:
     raise error
 
 
-def _check_threads(limits: Limits) -> None:
+def _check_inherited_threads(limits: Limits) -> None:
+    """Raise BadUsage if the caller's own percentage is none, and no other is given."""
     inherited = os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
     if inherited and limits.threads_percent is None:
         try:

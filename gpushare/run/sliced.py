@@ -49,13 +49,15 @@ class KeptSlices:
         """
         for gone in self._known.keys() - set(pids):
             self._forget(gone)
-        return [pid for pid in sorted(pids) if self._apply(pid, microseconds)]
+        return [pid for pid in sorted(pids) if self._apply_one(pid, microseconds)]
 
     def _forget(self, pid: int) -> None:
+        """Forget a process that has ended or lost its contexts."""
         for table in (self._known, self.proved, self._due):
             table.pop(pid, None)
 
-    def _apply(self, pid: int, microseconds: int) -> bool:
+    def _apply_one(self, pid: int, microseconds: int) -> bool:
+        """Let a process have a slice; return whether it was given it now."""
         if self._control is None:
             self._control = self.host.open_channels().__enter__()
         channels = self._known.get(pid)
@@ -153,7 +155,7 @@ class OwnSlice(Part):
         except GpushareError as error:
             if error.code not in PASSING:
                 text = f"the time-slice cannot be set: {error.message}; the program goes on with the driver's default"
-                self._say(watch.troubles, text)
+                self._say_once(watch.troubles, text)
             # A driver that does not answer must not hold up a signal again and again.
             self._timeouts += isinstance(error, TimedOut)
             self._failed = is_final(error) or self._timeouts >= _MOST_TIMEOUTS
@@ -162,9 +164,10 @@ class OwnSlice(Part):
             # It is on the GPU now: prove that.
             watch.poll()
         for pid in changed:
-            self._say(watch.news, f"process {pid} has a time-slice of {format_slice(self.slice_us)} (read back)")
+            self._say_once(watch.news, f"process {pid} has a time-slice of {format_slice(self.slice_us)} (read back)")
 
-    def _say(self, where: list[str], text: str) -> None:
+    def _say_once(self, where: list[str], text: str) -> None:
+        """Add a text to the news or the troubles, once."""
         if text not in self._told:
             self._told.add(text)
             where.append(text)

@@ -60,7 +60,7 @@ from gpushare.run.roles import (
     PauseForProduction,
     daemon_cap,
     device_of_job,
-    spare,
+    limits_beside,
     spared_process,
     tuned_next_to,
 )
@@ -148,6 +148,7 @@ class JobStart:
         return self._run_on(select_one(gpu, self.gpus), options)
 
     def _names_one_gpu(self, gpu: str) -> bool:
+        """Return whether ``-g`` names one GPU or instance."""
         return gpu.strip().lower() != "any" and len(select_for_change(gpu, self.gpus)) == 1
 
     def _carry_out(
@@ -338,7 +339,7 @@ class JobStart:
             quiet=self.quiet,
             count=self.count,
         )
-        return self._planned_or_run(queued)
+        return self._run_or_plan(queued)
 
     def _large_enough(self, devices: Sequence[Device]) -> tuple[Device, ...]:
         """Return the devices that have the memory of the job. Raises BadUsage: none has it (``limit_above_gpu``)."""
@@ -388,9 +389,11 @@ class JobStart:
         )
 
     def _bytes_on(self, *devices: Device) -> int | None:
+        """Return the memory that was given for the job on each of these devices; None: none was."""
         return None if self.budget is None else self.budget.on(devices)
 
-    def _planned_or_run(self, queued: Queued) -> Any:
+    def _run_or_plan(self, queued: Queued) -> Any:
+        """Run a queued job, or return its plan in a dry run."""
         if not self.dry_run:
             return queued.run()
         devices, metered, room = queued.plan()
@@ -438,7 +441,7 @@ class JobStart:
         with Creator(self.host, text, gpu, self.say) as creator:
             check_memory(creator.device, self._bytes_on(creator.device), job=True)
             if self.dry_run and not free_places(self.host, find_places(self.host, text, gpu, creator))[0]:
-                return creator.planned(self.command)
+                return creator.dry_run_result(self.command)
             if not self.dry_run:
                 creator.sweep()
             return self._run_in_named_instance(text, gpu, options, creator)
@@ -447,7 +450,7 @@ class JobStart:
         self, text: str, gpu: str | None, options: RunOptions, creator: Creator | None = None
     ) -> Any:
         """Run a program in an instance of a profile, or in the one with a name: under MPS only if its options need it."""
-        from gpushare.run.mig import wait_words
+        from gpushare.run.mig import waiting_text
 
         check_program(options.container or self.command[0])
         queue = self.queue
@@ -463,7 +466,7 @@ class JobStart:
 
         place, claim, room = self._place_for(text, gpu, check, options, creator)
         if room is not None:
-            options = replace(options, before=(step_of_run(wait_words(text, queue.seconds)),))
+            options = replace(options, before=(step_of_run(waiting_text(text, queue.seconds)),))
         share = (
             MpsShare(self.host, place.device, options.limits, claim)
             if mps
@@ -481,7 +484,7 @@ class JobStart:
             else:
                 # Another one of its places may be larger.
                 check_memory(place.device, self._bytes_on(place.device), job=True)
-                done = self._planned_or_run(
+                done = self._run_or_plan(
                     Queued(
                         host=self.host,
                         devices=(place.device,),
@@ -641,7 +644,7 @@ class JobStart:
         process: ProductionJob | None,
     ) -> Any:
         """Run an opportunistic job in the MPS daemon whose server has one time-slice."""
-        spared = spare(self.host, device, options.limits, self.role.target, way=Way.SLICES)
+        spared = limits_beside(self.host, device, options.limits, self.role.target, way=Way.SLICES)
         tuned = spared.tuned
         slice_us = self.role.slice_us or (None if tuned is None else tuned.other_slice_us) or DEFAULT_US
         title = "production" if process is None else process.title
@@ -686,7 +689,7 @@ class JobStart:
         """Return the options of a job that leaves the GPU to production, and whether it runs under MPS; say its limits."""
         mps = process.under_mps and several is None
         if mps:
-            spared = spare(self.host, device, options.limits, self.role.target)
+            spared = limits_beside(self.host, device, options.limits, self.role.target)
             options = replace(options, limits=spared.limits)
             for text in (*spared.notes, f"when it runs: {_limits_text(spared.limits)}", NOT_PROTECTED, _CPU_ONLY):
                 self.say(text)
@@ -731,7 +734,7 @@ class JobStart:
 
     def _run_capped(self, device: Device, options: RunOptions) -> Any:
         """Run an opportunistic job as a client of MPS with a thread cap and low priority."""
-        spared = spare(self.host, device, options.limits, self.role.target)
+        spared = limits_beside(self.host, device, options.limits, self.role.target)
         limits = spared.limits
         for text in spared.notes:
             self.say(text)
@@ -783,6 +786,7 @@ def check_not_mig(devices: Sequence[Device], *, whole: bool) -> None:
 
 
 def _outside_mps_error(process: ProductionJob | None) -> InUse:
+    """Return the error about a cap next to production that runs outside MPS."""
     title = process.title if process is not None else "production"
     return InUse(
         f"{title} runs outside MPS, where a cap does not protect it",
@@ -799,6 +803,7 @@ def _rate_source(host: Host, process: ProductionJob) -> Callable[[], PrintedRate
     """
 
     def find_rate() -> PrintedRate | None:
+        """Return where production prints its speed now."""
         if process.name is not None:
             record = find_record(host, process.name)
         else:

@@ -100,7 +100,7 @@ def find_target(host: Host, text: str) -> Target:
     """
     record = running_record(host, text)
     if record is not None:
-        return _of_record(host, record)
+        return _target_of_record(host, record)
     number = pid_of(text)
     want = _waiting_job(host, text, number)
     if want is not None:
@@ -132,7 +132,8 @@ def in_order_of_ends(host: Host, targets: Iterable[Target]) -> list[Target]:
     )
 
 
-def _of_record(host: Host, record: JobRecord) -> Target:
+def _target_of_record(host: Host, record: JobRecord) -> Target:
+    """Return the job of a record, with its gpushare if that still runs."""
     supervisor = record.supervisor
     if supervisor is not None and host.processes.identity(supervisor.pid) != supervisor:
         supervisor = None
@@ -145,6 +146,7 @@ def _of_record(host: Host, record: JobRecord) -> Target:
 
 
 def _uid(host: Host, pid: int) -> int | None:
+    """Return the user of a process; None: unknown."""
     info = host.processes.describe(pid)
     return None if info is None else info.uid
 
@@ -218,7 +220,7 @@ class Stop:
             Step(
                 what=f"wait until it is gone, at most {format_duration(self._bound_seconds)}",
                 command=f"while kill -0 {supervisor.pid}; do sleep 0.1; done",
-                do=lambda: self._wait(supervisor),
+                do=lambda: self._wait_for_end(supervisor),
                 changes=False,
             ),
         )
@@ -226,6 +228,7 @@ class Stop:
 
     @property
     def _bound_seconds(self) -> float:
+        """Return how long to wait for the job's gpushare: as given, else its grace and the time to drain."""
         if self._grace is not None:
             return self._grace + HURRY_SECONDS
         record = self.target.record
@@ -234,9 +237,11 @@ class Stop:
         return BOUND_SECONDS if own is None else max(BOUND_SECONDS, own + HURRY_SECONDS)
 
     def _ask(self, supervisor: Identity) -> None:
+        """Ask the job's gpushare to end it (SIGTERM)."""
         signal_known(self._host.processes, *supervisor, signal.SIGTERM)
 
-    def _wait(self, supervisor: Identity) -> None:
+    def _wait_for_end(self, supervisor: Identity) -> None:
+        """Wait until the job is gone; after a given grace ask once more. Raises OperationFailed: it is still there."""
         if self._is_gone(supervisor, self._bound_seconds if self._grace is None else self._grace):
             return
         if self._grace is not None:
@@ -296,7 +301,7 @@ class Stop:
         if under_mps:
             way, steps = "mps", self._drain_steps(tree, clients, on_gpu)
         elif engine is not None and container is not None:
-            way, steps = "container", (self._by_engine(engine, container),)
+            way, steps = "container", (self._engine_step(engine, container),)
         else:
             way, steps = "signal", (self._signal_step(tree),)
         return way, Plan(title=title, steps=steps, consent=consent)
@@ -312,6 +317,7 @@ class Stop:
         return blind and any(host.processes.uses_driver(pid) for pid in tree)
 
     def _loss_of_job(self) -> Loss:
+        """Return the question to ask before a job is ended that has no gpushare, or is none of gpushare's."""
         job = self._job
         if self.target.orphan:
             return Loss(action="ends", what=job.title, why=("its gpushare is gone",))
@@ -324,6 +330,7 @@ class Stop:
     def _drain_steps(
         self, tree: Sequence[int], clients: Sequence[Client], on_gpu: dict[int, tuple[Gpu, GpuProcess]]
     ) -> tuple[Step, ...]:
+        """Return the steps that stop, drain and kill a client of MPS, and read the state of its server."""
         host = self._host
         bound = DRAIN_BOUND_SECONDS if self._grace is None else self._grace
         if clients:
@@ -340,6 +347,8 @@ class Stop:
         return steps
 
     def _state_step(self, client: Client, server: int) -> Step:
+        """Return the step that reads how the MPS server is after the end of its client."""
+
         def read() -> None:
             self._status = read_state(self._host, client)
 
@@ -350,7 +359,8 @@ class Stop:
             changes=False,
         )
 
-    def _by_engine(self, engine: str, container: str) -> Step:
+    def _engine_step(self, engine: str, container: str) -> Step:
+        """Return the step in which the engine stops the job's container."""
         grace = GRACE_SECONDS if self._grace is None else self._grace
 
         def stop() -> None:

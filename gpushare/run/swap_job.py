@@ -55,6 +55,7 @@ class SwapWork:
 
     @property
     def swap(self) -> Swap:
+        """Return the record of the job: as it was left, or before that as it was planned."""
         return self.done[0] if self.done else self.before
 
 
@@ -96,6 +97,7 @@ def out_of_gpu(host: Host, text: str, say: Callable[[str], None], *, dry_run: bo
     done: list[Swap] = []
 
     def act() -> None:
+        """Swap the job out, unless that was done meanwhile."""
         with guarded(host, say), locked(host, say=say):
             again = find_swap(host, job.pid, job.name)
             checkpoint = host.open_checkpoint()
@@ -161,7 +163,7 @@ def back_to_gpu(
         what=words,
         command=f"for pid in {pids}; do cuda-checkpoint --action restore --pid $pid; cuda-checkpoint --action unlock --pid $pid; done",
         undo=undo,
-        do=lambda: done.append(_come_back(host, text, swap, device, request, limits, seconds, say, waiting)),
+        do=lambda: done.append(_wait_and_return(host, text, swap, device, request, limits, seconds, say, waiting)),
     )
     notes = (_room_text(host, device, request, limits, wait=seconds != 0.0),) if dry_run else ()
     return SwapWork(Plan(title=back_on, steps=(step,), undo=undo, consent=losses, notes=notes), swap, done)
@@ -185,7 +187,7 @@ def _device_of(host: Host, swap: Swap) -> Device:
     return Device(gpu=gpu)
 
 
-def _come_back(
+def _wait_and_return(
     host: Host,
     text: str,
     swap: Swap,
@@ -225,6 +227,7 @@ def _come_back(
 
 
 def _room_text(host: Host, device: Device, request: Request, limits: UserLimits, *, wait: bool) -> str:
+    """Return what a dry run says of the room: whether there is some now, or what is in the way."""
     room = outlook(host, [device], request, limits)
     if room.starts_now:
         return f"now there is room: {room.why.rpartition(': ')[2]}"
@@ -240,6 +243,7 @@ def _consent(host: Host, swap: Swap) -> tuple[Loss, ...]:
 
 
 def _already_out_error(swap: Swap) -> GpushareError:
+    """Return the error about a job that is swapped out already, or lost."""
     if swap.state == LOST:
         return lost_error(swap)
     return InUse(

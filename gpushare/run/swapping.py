@@ -386,10 +386,11 @@ class ForProduction(Policy):
         if look.production_needs:
             return True
         # Jobs that all leave for production do not leave for each other.
-        free = look.free_bytes + look.later_bytes - self._growth() * leaving
+        free = look.free_bytes + look.later_bytes - self._bytes_lost_per_second() * leaving
         return look.others_stay and free < self.margin_bytes
 
     def _note_free(self, look: Look, *, is_out: bool) -> None:
+        """Note the free memory of this look, for `_bytes_lost_per_second`."""
         # Memory that the job itself released or took is not growth of production.
         kept = self._seen if is_out == self._is_out else []
         self._is_out = is_out
@@ -398,7 +399,7 @@ class ForProduction(Policy):
             (look.now, look.free_bytes),
         ]
 
-    def _growth(self) -> float:
+    def _bytes_lost_per_second(self) -> float:
         """Return how fast the free memory shrinks now, in bytes per second.
 
         The largest step is left out: a program that starts takes much at once, and that is no growth.
@@ -423,7 +424,7 @@ class ForProduction(Policy):
             round_trip_seconds = (
                 moved(look.held_bytes).in_seconds + self.quiet_seconds + most_out_seconds(look.held_bytes)
             )
-            margin = 2 * self.margin_bytes + self._growth() * round_trip_seconds
+            margin = 2 * self.margin_bytes + self._bytes_lost_per_second() * round_trip_seconds
         if look.production_waits or look.free_bytes < look.held_bytes + margin:
             self._free_since = None
             return False
@@ -502,12 +503,12 @@ class Swapping(Part):
         try:
             self._follow_others()
             if not self._by_hand and (self._movable or type(self._policy) is not Policy) and now >= self._later:
-                self._step(self._read(now))
+                self._act(self._sample(now))
         except GpushareError as error:
-            self._failed(error)
+            self._try_later(error)
         return False
 
-    def _failed(self, error: GpushareError) -> None:
+    def _try_later(self, error: GpushareError) -> None:
         """Try again later, and say why, once for each reason."""
         if error.code in _PASSING:
             return
@@ -577,19 +578,19 @@ class Swapping(Part):
         self._since = self._clock()
         self._say(f"on {self._device.title} now, {reason}")
 
-    def _move(self, look: Look) -> bool:
+    def _move_to_make_room(self, look: Look) -> bool:
         """Go to another GPU if that makes room for a job that waits; return whether it did."""
         waiting_job = self._makes_room_for
         if waiting_job is None or not look.held_bytes:
             return False
-        target = self._target(look)
+        target = self._move_target(look)
         if target is None:
             return False
         job = find_job(self._host, str(self._pid))
         processes = processes_to_swap(self._host, job)
         check_single_rank(self._host, job.title, processes)
         swap = leaving_record(self._host, job, self._device.uuid, processes)
-        place = Place(self._host, replace(self._request(swap), keys=(target.uuid,)), self._patience)
+        place = Place(self._host, replace(self._request_of_return(swap), keys=(target.uuid,)), self._patience)
         try:
             # Not in the line: it leaves as much room as it takes, and to a job before it.
             place.take(target.uuid)
@@ -608,7 +609,7 @@ class Swapping(Part):
         self._continue_on(target.uuid, f"to make room for {waiting_job.title}", place)
         return True
 
-    def _target(self, look: Look) -> Device | None:
+    def _move_target(self, look: Look) -> Device | None:
         """Return the GPU with the most room for all that this job has reserved; None: none has it."""
         gpus = self._host.nvml.sweep()
         present_gpu = next((gpu for gpu in gpus if gpu.uuid == self._device.uuid), None)
@@ -629,22 +630,23 @@ class Swapping(Part):
             return None
         return best.device
 
-    def _step(self, look: Look) -> None:
-        if self._swap is None and self._movable and self._move(look):
+    def _act(self, look: Look) -> None:
+        """Move the job, swap it out or bring it back, as the policy decides."""
+        if self._swap is None and self._movable and self._move_to_make_room(look):
             return
         if self._swap is None:
             if self._policy.leaves(look):
                 try:
-                    self._check_both(look)
-                    self._leave()
+                    self._check_room_for_both(look)
+                    self._swap_out()
                 except GpushareError as error:
                     if error.code not in _PASSING:
                         self._tell_that_it_stays(look)
                     raise
         elif self._place is not None or self._policy.returns(look):
-            self._return()
+            self._swap_in()
 
-    def _check_both(self, look: Look) -> None:
+    def _check_room_for_both(self, look: Look) -> None:
         """Raise unless host memory has room for the copy of the next job too: else that could not leave, and this never return.
 
         Raises:
@@ -668,7 +670,7 @@ class Swapping(Part):
             self._told_stays = True
             self._place.tell_that_it_stays()
 
-    def _read(self, now: float) -> Look:
+    def _sample(self, now: float) -> Look:
         """Return what the policy decides on, as of now."""
         # Read the ledger before the GPU: if a job leaves in between, its reservation still counts and its memory is free.
         ledger = reservations(self._host) or []
@@ -764,7 +766,8 @@ class Swapping(Part):
         patient = self._clock() - self._needed_since < _PATIENCE_SECONDS + most_out_seconds(later)
         return not patient or need > line.free_bytes + later
 
-    def _leave(self) -> None:
+    def _swap_out(self) -> None:
+        """Swap the job out, and give up its place in the ledger."""
         job = find_job(self._host, str(self._pid))
         swap = leaving_record(self._host, job, self._device.uuid, processes_to_swap(self._host, job))
         began = self._clock()
@@ -792,7 +795,7 @@ class Swapping(Part):
         with guarded(self._host), locked(self._host, seconds=seconds):
             yield
 
-    def _return(self, seconds: float = 0.0) -> None:
+    def _swap_in(self, seconds: float = 0.0) -> None:
         """Bring the job back as soon as its reservation and the GPU have room for it."""
         if self._swap is None:
             return
@@ -803,8 +806,8 @@ class Swapping(Part):
         # Before it takes a place: while it is stopped, others can have the room.
         check_continues(self._host, swap)
         if self._place is None:
-            self._place = Place(self._host, self._request(swap), self._patience)
-        free = bool(self._place.held) or self._take(self._place)
+            self._place = Place(self._host, self._request_of_return(swap), self._patience)
+        free = bool(self._place.held) or self._try_to_take(self._place)
         # Others may have taken what is reserved, if gpushare did not start them.
         if not free or has_room(self._host, swap, swap.memory_bytes) is False:
             if self._policy.waiting is not None and self._policy.waiting != self._said:
@@ -820,7 +823,8 @@ class Swapping(Part):
         self._out_seconds += self._clock() - self._left_at
         self._note_switch(began, f"back on the GPU: {format_bytes(swap.memory_bytes)}")
 
-    def _request(self, swap: Swap) -> Request:
+    def _request_of_return(self, swap: Swap) -> Request:
+        """Return what the job asks for to come back: as much as it had reserved, and enough for what it holds."""
         # As much as it had reserved: it may grow again. None is all of the device.
         asked = self._asked.memory_bytes
         if asked is not None:
@@ -835,12 +839,14 @@ class Swapping(Part):
             leaves=isinstance(self._policy, ForProduction),
         )
 
-    def _take(self, place: Place) -> bool:
+    def _try_to_take(self, place: Place) -> bool:
+        """Take a place on the device if it is the job's turn; return whether it has it."""
         devices = select(self._device.selector, self._host.nvml.sweep())
         limits = self._limits.at_least(os.geteuid(), place.request.memory_bytes)
         return place.try_to_take(devices, {device.uuid: client_limit(self._host, device) for device in devices}, limits)
 
     def _note_switch(self, began: float, text: str) -> None:
+        """Note that the job has left or come back, and say so the first times."""
         self._since = self._clock()
         self._said, self._again = None, _AGAIN_SECONDS
         seconds = self._since - began
@@ -854,11 +860,11 @@ class Swapping(Part):
         with contextlib.suppress(GpushareError):
             self._follow_others()
             if self.out:
-                self._return(_RELEASE_SECONDS)
+                self._swap_in(_RELEASE_SECONDS)
         return {}
 
     def leave(self) -> None:
-        """Leave the ledger, and forget the swap."""
+        """Leave the ledger, forget the swap, and say how often the job was out."""
         if self._place is not None:
             self._place.leave()
         forget_ended(self._host)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from gpushare.run.several import is_full
+from gpushare.run.several import is_disk_full
 
 
 @pytest.mark.parametrize(
@@ -30,12 +30,12 @@ def test_full_is_when_no_block_is_left_for_this_user(
     found = SimpleNamespace(f_blocks=blocks, f_bfree=free, f_bavail=available)
     monkeypatch.setattr(os, "fstatvfs", lambda _descriptor: found)
     monkeypatch.setattr(os, "geteuid", lambda: uid)
-    assert is_full(3) is full
+    assert is_disk_full(3) is full
 
 
 def test_a_real_file(tmp_path: Path) -> None:
     with open(tmp_path / "file", "wb") as file:
         descriptor = file.fileno()
-        assert not is_full(descriptor)
+        assert not is_disk_full(descriptor)
     # What cannot be asked is not full.
-    assert not is_full(descriptor)
+    assert not is_disk_full(descriptor)

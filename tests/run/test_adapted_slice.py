@@ -30,7 +30,7 @@ class Group:
         described = SimpleNamespace(uid=os.geteuid())
         self.host = SimpleNamespace(processes=SimpleNamespace(describe=lambda _pid: described))
 
-    def want(self, microseconds: int) -> None:
+    def set_wanted(self, microseconds: int) -> None:
         self.wanted.append(microseconds)
 
     def tell(self, _pid: int, _started: int | None) -> None:
@@ -117,6 +117,19 @@ def test_production_that_was_started_again_is_read_from_its_new_log(watched: Wat
     watched.production.pid, watched.rate = 3, None
     watched.run(3, 70)
     assert watched.group.troubles == ["'web' was started again without --metric: the slice is the least"]
+    assert watched.group.wanted[-1] == LEAST_US
+
+
+@pytest.mark.parametrize(("seconds", "stopped"), [(8, False), (0.2, True)])
+def test_production_started_again_without_a_metric_leaves_the_least_and_lets_it_run(
+    watched: Watched, seconds: float, *, stopped: bool
+) -> None:
+    watched.run(seconds, 50)
+    assert watched.paused is stopped
+    assert (watched.group.wanted[-1] > LEAST_US) is not stopped
+    watched.production.pid, watched.rate = 2, None
+    watched.run(3, None)
+    assert not watched.paused
     assert watched.group.wanted[-1] == LEAST_US
 
 

@@ -220,7 +220,7 @@ def test_a_full_disk_is_named_as_the_reason(
         looked.append(os.readlink(f"/proc/self/fd/{descriptor}"))
         return True
 
-    monkeypatch.setattr("gpushare.run.several.is_full", full)
+    monkeypatch.setattr("gpushare.run.several.is_disk_full", full)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
     logs = tmp_path / "logs"

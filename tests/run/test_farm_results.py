@@ -26,9 +26,9 @@ from gpushare.run.farm import (
     copies_done,
     digest_of_command,
     farm,
+    line_of_end,
     parse_ends,
     plan_farm,
-    text_of_end,
 )
 from tests.cli.drive import until
 from tests.run.farm_command import Silent, shell, sized
@@ -79,7 +79,7 @@ def test_nothing_is_skipped_more_often_than_it_was_done(now: list[str], ended: l
 @given(some.binary(max_size=60), some.integers(0, 200))
 def test_torn_and_strange_lines_say_nothing(junk: bytes, cut: int) -> None:
     copy = Copy(copy=3, line="x \u00e4", state="done", exit_code=0, seconds=1.5, gpu_indexes=(1,))
-    whole = text_of_end(copy, "c", 0.0)
+    whole = line_of_end(copy, "c", 0.0)
     assert json.loads(whole)["ended_at"] == "1970-01-01T00:00:00Z"
     ends = list(parse_ends([junk, whole, b"[]\n", b'{"command": 1}\n', whole[: min(cut, len(whole) - 2)]]))
     assert ends == [CopyEnd(command="c", copy=3, line="x \u00e4", done=True)]

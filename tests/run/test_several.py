@@ -16,7 +16,7 @@ from gpushare.base.selection import Device
 from gpushare.host.host import Host
 from gpushare.host.identity import Identity
 from gpushare.run.plain import PlainShare
-from gpushare.run.several import Program, Several, is_full
+from gpushare.run.several import Program, Several, is_disk_full
 from tests.cli.drive import until
 
 
@@ -44,7 +44,7 @@ def test_a_disk_is_full_without_a_block_for_this_user(
     monkeypatch.setattr("os.fstatvfs", lambda _descriptor: answer)
     for user, full in ((0, full_for_root), (1000, full_for_users)):
         monkeypatch.setattr("os.geteuid", lambda user=user: user)
-        assert is_full(1) is full
+        assert is_disk_full(1) is full
 
 
 def stands(host: Host, pid: int) -> bool:

@@ -71,7 +71,7 @@ def test_a_farm_goes_on_when_its_results_cannot_be_written(
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("gpushare.run.farm.text_of_end", full)
+    monkeypatch.setattr("gpushare.run.farm.line_of_end", full)
     answer = cli("-o", "json", "farm", "--copies", "2", "--logs", str(tmp_path), "--", "true")
     assert answer.code == 1
     assert [copy["state"] for copy in answer.json["data"]["copies"]] == ["done", "done"]
