@@ -78,7 +78,7 @@ class Watch(abc.ABC):
 
     def poll(self) -> None:
         """Look for the program's processes, and say when to do so again."""
-        self.look()
+        self.find_processes()
         self._due = time.monotonic() + self.wait()
 
     def wait(self) -> float:
@@ -86,7 +86,7 @@ class Watch(abc.ABC):
         return 5.0 if self.attached else spacing(time.monotonic() - self.started)
 
     @abc.abstractmethod
-    def look(self) -> None:
+    def find_processes(self) -> None:
         """Look for the program's processes."""
 
     def note_memory(self, processes: Iterable[GpuProcess]) -> None:

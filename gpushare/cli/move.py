@@ -73,5 +73,9 @@ def move(
         lambda: waiting_line(note, quiet=settings.quiet),
     )
     devices = None if gpu in {None, "any"} else select(gpu, host.nvml.sweep())
-    moves = mover.plan_job(job, devices) if job is not None else mover.plan_all_off(select_one(off, host.nvml.sweep()), devices)
+    moves = (
+        mover.plan_job(job, devices)
+        if job is not None
+        else mover.plan_all_off(select_one(off, host.nvml.sweep()), devices)
+    )
     return with_answer(carried_out("move", moves.plan), MoveAnswer, jobs=moves.jobs)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from gpushare.cli.options import PLAIN, Command, GpuOption, refresh_seconds, settings
-from gpushare.run.look import Look
+from gpushare.run.look import StatusReader
 from gpushare.show.legend import legend_result
 from gpushare.show.live import watch as keep_watching
 from gpushare.show.result import OutputFormat
@@ -57,7 +57,7 @@ def status(
         return legend_result()
     host = settings.connect()
     power = settings.output in {OutputFormat.JSON, OutputFormat.YAML}
-    whole = Look(host, gpu, strangers=settings.verbose, power=power)
+    whole = StatusReader(host, gpu, strangers=settings.verbose, power=power)
 
     def look() -> Any:
         return status_result(whole.snapshot())

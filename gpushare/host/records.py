@@ -40,7 +40,7 @@ _RUN: Final = (
     "slices",
     "swap",
 )
-_STATE: Final = ("benched", "names", "past", "peaks", "tuned")
+_STATE: Final = ("benched", "names", "past", "peaks", "tried", "tuned")
 # Where old files are removed.
 _AGED: Final = ("/tmp/", "/var/tmp/")  # noqa: S108 - opened as a stranger's directory
 

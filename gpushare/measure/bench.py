@@ -216,7 +216,7 @@ class Copies:
 
     def _look(self, copies: Sequence[_Copy], usage: UsageMeter | None) -> float:
         """Read what was printed, see which copies ended, and return the time."""
-        self.group.look()
+        self.group.read_outputs()
         if usage is not None:
             usage.look([copy.program.pid for copy in copies if copy.program.runs])
         at = self.clock()

@@ -31,7 +31,7 @@ from gpushare.run.jobs import find_job, gpu_processes
 from gpushare.run.mig import take_place
 from gpushare.run.plain import pipe_directory, plain_environment
 from gpushare.run.several import Group, Program
-from gpushare.run.share import INSTANCE, MpsShare, claimed, held, open_mps_share
+from gpushare.run.share import INSTANCE, MPS, MpsShare, guard_words
 from gpushare.timeslice.policy import left_level, plan_level
 from gpushare.timeslice.slices import PASSING, apply_slice, find_channels, restore_slice
 
@@ -53,7 +53,10 @@ class Grounds:
         make_private_directory(pipe_directory(self.host, self.device))
         carry_out(Plan(title=f"the time-slice level of {self.device.title} as it was", steps=self.left_steps()))
         if mps:
-            self._share = open_mps_share(self.host, self.device, self._program, Limits())
+            share = MpsShare(self.host, self.device, Limits())
+            share.check(self._program)
+            share.open()
+            self._share = share
         if instances:
             self._instances = _take(self.host, self.device, instances)
         return self
@@ -69,8 +72,8 @@ class Grounds:
     @property
     def guarded(self) -> tuple[str, ...]:
         """Return what the guard is told. Outside MPS the end of a program breaks no others."""
-        base = (INSTANCE, *held(None)) if self._share is None else self._share.guarded
-        return (*base, *claimed(*(claim for _, claim in self._instances)))
+        kind, lease = (INSTANCE, None) if self._share is None else (MPS, self._share.lease)
+        return guard_words(kind, lease, *(claim for _, claim in self._instances))
 
     @property
     def meter(self) -> Meter | None:

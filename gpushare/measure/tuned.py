@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import field, replace
@@ -113,24 +112,14 @@ def tuned_record(host: Host, device: Device, options: TuneOptions, result: TuneR
         return None
     return Tuned(
         name=name,
-        date=time.strftime("%Y-%m-%d %H:%M"),
         gpu_name=device.gpu.name,
         driver=host.nvml.driver_version(),
         threads_percent=best.setting.threads,
         low_priority=best.setting.low,
-        meets=True,
-        stable=result.outcome.stable,
-        keep=goal.keep,
-        p99_factor=goal.p99_factor,
-        kept=round(best.kept, 4),
-        p99=_rounded(best.p99),
-        opportunistic_share=_rounded(best.share),
         way=best.setting.way,
         production_slice_us=best.setting.production_slice_us,
         other_slice_us=best.setting.other_slice_us,
         production_memory_bytes=result.production.memory,
-        production=shlex.join(options.production),
-        opportunistic=" & ".join(map(shlex.join, options.opportunistic)),
     )
 
 

@@ -267,5 +267,5 @@ class _ClientWatch(PlainWatch):
         """Return the seconds until the next question whether the container runs."""
         return _POLL_SECONDS
 
-    def look(self) -> None:
+    def find_processes(self) -> None:
         """Do nothing."""

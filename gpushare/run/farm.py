@@ -1209,7 +1209,7 @@ class _Farm:
         for gpu in self._gpus.values():
             if gpu.several is None:
                 continue
-            gpu.several.look()
+            gpu.several.read_outputs()
             ended: dict[int, str | None] = {}
             for number, program in gpu.running.items():
                 if not program.runs:
@@ -1311,7 +1311,7 @@ class _Farm:
                 memory.release()
         for gpu in self._gpus.values():
             if gpu.several is not None:
-                gpu.several.look()
+                gpu.several.read_outputs()
         # One that has ended meanwhile was not interrupted.
         interrupted = [number for number, program in self._running().items() if program.runs]
         self._end(interrupted, hurry=self._signals.came)

@@ -310,7 +310,6 @@ class AdaptedSlice(Part):
     production: ProductionJob
     source: Callable[[], PrintedRate | None]
     keep: float
-    title: str = "production"
     pauser: Pauser | None = None
     _watch: Watch | None = None
     _progress: Progress | None = None
@@ -354,7 +353,7 @@ class AdaptedSlice(Part):
         if self._progress is None:
             return
         try:
-            self._seen += [(at, speed) for speed in self._progress.look()]
+            self._seen += [(at, speed) for speed in self._progress.read_speeds()]
         except TimedOut as error:
             self._say_once("pattern", f"{error.message}: the time-slice stays at {format_slice(LEAST_US)}")
             self._progress.close()
@@ -382,7 +381,7 @@ class AdaptedSlice(Part):
         if self._controller.out_of_reach:
             self._say_once(
                 "reach",
-                f"even a time-slice of {format_slice(LEAST_US)} costs {self.title} more than {100 * (1 - self.keep):g} %:"
+                f"even a time-slice of {format_slice(LEAST_US)} costs {self.production.title} more than {100 * (1 - self.keep):g} %:"
                 " this job is held back, and tried again from time to time",
             )
 
@@ -395,7 +394,9 @@ class AdaptedSlice(Part):
             # No number will come, for which the program would be stopped.
             self._set_held(held=False)
             self.group.set_wanted(LEAST_US)
-            self._say_once("source", f"{self.title} was started again without --metric: the slice is the least")
+            self._say_once(
+                "source", f"{self.production.title} was started again without --metric: the slice is the least"
+            )
             return
         info = self.group.host.processes.describe(self.production.pid)
         owners = {0, os.geteuid(), *([] if info is None or info.uid is None else [info.uid])}
@@ -444,7 +445,7 @@ class AdaptedSlice(Part):
         self.release()
         if self._watch is not None and self._controller is not None and (kept := self._controller.kept) is not None:
             self._watch.news.append(
-                f"{self.title} kept {format_percent(min(100.0, round(100 * kept, 1)))} of its speed in the last minute"
+                f"{self.production.title} kept {format_percent(min(100.0, round(100 * kept, 1)))} of its speed in the last minute"
                 f" ({self._claim_figures(self._controller)})"
             )
         self._forget_progress()

@@ -112,17 +112,8 @@ class JobRecord(Kept):
     waits: bool = False
     # How long its program may take to end after the signal (seconds).
     grace_seconds: Annotated[float, Within(0, MOST_GRACE_SECONDS)] | None = None
-    # Of a `PrintedRate`.
-    log: str | None = None
-    metric: str | None = None
-    higher_is_better: bool = True
-
-    @property
-    def rate(self) -> PrintedRate | None:
-        """Return where it prints how fast it is, or None."""
-        if self.log is None or self.metric is None:
-            return None
-        return PrintedRate(self.log, self.metric, self.higher_is_better)
+    # Where it prints how fast it is.
+    rate: PrintedRate | None = None
 
 
 def output_path(host: Host, name: str) -> Path:

@@ -11,7 +11,7 @@ from gpushare.host.users import has_claims, has_records
 from gpushare.snapshot import LastWork, Observer
 
 
-class Look:
+class StatusReader:
     """Reads a host again and again; ``gpu`` names the GPUs that count, None: all. For the rest see `snapshot.Observer`."""
 
     def __init__(self, host: Host, gpu: str | None = None, *, strangers: bool = False, power: bool = True) -> None:

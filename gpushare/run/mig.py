@@ -247,9 +247,7 @@ def outlook_on_places(
         words = f"now it would start at once, in {chosen.title}"
     else:
         line = f"; {counted(len(behind), 'job')} before it" if behind else ""
-        words = (
-            f"now it would wait for an instance ({quoted(text)}): {in_use_text(held) if held else 'others are first'}{line}"
-        )
+        words = f"now it would wait for an instance ({quoted(text)}): {in_use_text(held) if held else 'others are first'}{line}"
     answer = RoomAnswer(
         starts_now=chosen is not None,
         gpus=() if chosen is None else (chosen.gpu.index,),

@@ -38,8 +38,7 @@ from gpushare.memory.swap import (
 )
 from gpushare.plan import Loss, Plan, Step
 from gpushare.run.jobs import consent_to, find_job, gpu_processes, job_names, processes_to_swap
-
-Draw = Callable[[str, float, "float | None"], None]
+from gpushare.show.waiting import Draw
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +55,8 @@ class MovedJob:
 
 @dataclass(frozen=True, kw_only=True)
 class _Move:
+    """A planned move of one job; ``candidates`` are the GPUs that it may go to."""
+
     job: Job
     # The record that go_out writes; of a job that is swapped out already, its record.
     swap: Swap
@@ -129,7 +130,9 @@ class Mover:
                 return self._plan_of([])
             for gpu in candidates:
                 move.check_target(source, gpu)
-        return self._plan_of([self._with_target(_Move(job=job, swap=swap, source=source, candidates=tuple(candidates)))])
+        return self._plan_of(
+            [self._with_target(_Move(job=job, swap=swap, source=source, candidates=tuple(candidates)))]
+        )
 
     def plan_all_off(self, device: Device, devices: Sequence[Device] | None) -> Moves:
         """Return the moves of all jobs of a GPU to others with room.
@@ -153,7 +156,9 @@ class Mover:
             consent_to(self._host, job, "moves")
             swap, _ = self._record_and_gpu(job)
             moves.append(_Move(job=job, swap=swap, source=source, candidates=tuple(candidates)))
-        chosen = move.assign_gpus({wish.job.pid: wish.swap.memory_bytes for wish in moves}, self._free_bytes(candidates))
+        chosen = move.assign_gpus(
+            {wish.job.pid: wish.swap.memory_bytes for wish in moves}, self._free_bytes(candidates)
+        )
         without = [wish for wish in moves if wish.job.pid not in chosen]
         if without:
             first = without[0]

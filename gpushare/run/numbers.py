@@ -122,7 +122,7 @@ class Progress:
     # What was in it before is not about now.
     _first: bool = True
 
-    def look(self) -> list[float]:
+    def read_speeds(self) -> list[float]:
         """Return the speeds printed since the last look.
 
         Raises:

@@ -68,7 +68,9 @@ def after_death(
         lingers = _stop_or_in_use(host, home)
 
 
-def _end_programs(host: Host, home: DaemonHome, uuid: str, index: int, programs: Mapping[int, int | None], *, mps: bool) -> None:
+def _end_programs(
+    host: Host, home: DaemonHome, uuid: str, index: int, programs: Mapping[int, int | None], *, mps: bool
+) -> None:
     """End those of the programs that still run, the safe way."""
     pids = known(host.processes, [pid for pid, started in programs.items() if host.processes.alive(pid, started)])
     if not pids:

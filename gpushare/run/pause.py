@@ -54,7 +54,7 @@ class Pauser:
         """Return whether it is paused."""
         return bool(self._stopped or (self._channels is not None and self._channels.off))
 
-    def look(self) -> None:
+    def find_processes(self) -> None:
         """Find the processes to pause, so that the next pause takes effect at once."""
         if not self.paused:
             self._find_channels()

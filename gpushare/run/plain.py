@@ -16,7 +16,7 @@ from gpushare.host.host import Host, make_private_directory
 from gpushare.host.smi import compute_mode_command
 from gpushare.part import Watch
 from gpushare.plan import Step
-from gpushare.run.share import INSTANCE, check_program, claimed, held
+from gpushare.run.share import INSTANCE, check_program, guard_words
 
 _MPS: Final = "CUDA_MPS_"
 
@@ -63,7 +63,7 @@ class PlainShare:
     @property
     def guarded(self) -> tuple[str, ...]:
         """Return what the guard is told."""
-        return (INSTANCE, *held(None), *claimed(self.claim))
+        return guard_words(INSTANCE, None, self.claim)
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -150,7 +150,7 @@ class PlainWatch(Watch):
         """Return the indexes of the GPUs that the program has."""
         return (self.device.gpu.index, *sorted(self.more))
 
-    def look(self) -> None:
+    def find_processes(self) -> None:
         """Look for the program's processes on the device, and anywhere else."""
         if self.host.processes.namespace_is_host() is False:
             # NVML's PIDs are of another namespace.

@@ -43,9 +43,9 @@ def status(gpu: str | None = None) -> Snapshot:
     Raises:
         GpushareError: there is no driver, or not this GPU.
     """
-    from gpushare.run.look import Look
+    from gpushare.run.look import StatusReader
 
-    return Look(_host(), gpu).snapshot()
+    return StatusReader(_host(), gpu).snapshot()
 
 
 def job(name: str | int, *, yes: bool = False) -> Job:
@@ -190,7 +190,9 @@ class Job:
         repair_first(host, _quiet, dry_run=False)
         limits, seconds = kept_limits(host), None if wait else 0.0
         mover = Mover(host, limits, seconds, _quiet, lambda: waiting_line(_quiet, quiet=True))
-        self._carry_out(mover.plan_job(self._present_name, None if gpu is None else select(gpu, host.nvml.sweep())).plan)
+        self._carry_out(
+            mover.plan_job(self._present_name, None if gpu is None else select(gpu, host.nvml.sweep())).plan
+        )
 
     def wait(self, seconds: float | None = None) -> int | None:
         """Wait until it has ended, and return its exit code; None: it was never started, or nobody saw its end.

@@ -25,29 +25,18 @@ _Slice = Annotated[int, Within(1, 1_000_000)]
 
 @dataclass(frozen=True, kw_only=True)
 class Tuned(Kept):
-    """The setting found for an opportunistic job next to one production job, and the conditions of the measurement.
+    """The setting found for an opportunistic job next to one production job, and where it was measured.
 
-    ``meets`` False: no setting met the goal, and this one comes nearest. Shares are relative to the job alone.
-    ``way`` is `Way.SLICES` or `Way.CAPS`. With slices ``threads_percent`` is 100, and a
-    slice of None is the driver's default.
+    ``way`` is `Way.SLICES` or `Way.CAPS`. With slices ``threads_percent`` is 100, and a slice of None is the driver's
+    default.
     """
 
     name: JobName
-    date: str
     gpu_name: str | None
     driver: str | None
     threads_percent: _Part
     low_priority: bool
-    meets: bool
-    stable: bool
-    keep: float
-    p99_factor: float | None = None
-    kept: float | None = None
-    p99: float | None = None
-    opportunistic_share: float | None = None
     production_memory_bytes: Count | None = None
-    production: str | None = None
-    opportunistic: str | None = None
     way: Annotated[Way, {Way.SLICES, Way.CAPS}.__contains__] = Way.CAPS
     production_slice_us: _Slice | None = None
     other_slice_us: _Slice | None = None

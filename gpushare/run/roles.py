@@ -244,8 +244,6 @@ class PauseForProduction(Part):
 
     host: Host
     production: ProductionJob
-    # The production job, for people.
-    title: str = "production"
     # Outside MPS: try its channels first; ``say`` is called with the reason when another way has to be taken.
     by_channels: bool = False
     say: Callable[[str], None] = lambda _text: None
@@ -263,7 +261,7 @@ class PauseForProduction(Part):
     @property
     def where(self) -> str:
         """Return what it adds to the place of the program."""
-        return f", paused while {self.title} works"
+        return f", paused while {self.production.title} works"
 
     def started(self, watch: Watch) -> None:
         """Begin: find out how the program can be paused."""
@@ -290,7 +288,7 @@ class PauseForProduction(Part):
         if not self._released:
             self._pause_or_resume(pauser, at)
         if at >= self._find_due:
-            pauser.look()
+            pauser.find_processes()
             self._find_due = time.monotonic() + watch.wait()
         self._note_pauses(watch, pauser)
         return False

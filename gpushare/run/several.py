@@ -98,7 +98,7 @@ class Program:
             return f"{exit_text(self.status)}, with no space left for what it prints"
         return f"{exit_text(self.status)}{f': {self.last_line}' if self.last_line else ''}"
 
-    def look(self) -> bool:
+    def read_output(self) -> bool:
         """Read what it has printed, and return whether it has ended by now."""
         if self.ended is not None:
             return True
@@ -311,10 +311,10 @@ class Group:
         self._tell_guard(child.pid)
         return program
 
-    def look(self) -> None:
+    def read_outputs(self) -> None:
         """Read what all have printed, and see which have ended."""
         for program in self.programs:
-            if program.runs and program.look() and self.guard is not None:
+            if program.runs and program.read_output() and self.guard is not None:
                 self.guard.ended(program.pid)
 
     def forget_ended(self) -> None:
@@ -325,7 +325,7 @@ class Group:
         """Look repeatedly for some seconds, or until a condition is true; return whether it is."""
         deadline = time.monotonic() + seconds
         while True:
-            self.look()
+            self.read_outputs()
             if until():
                 return True
             rest = deadline - time.monotonic()
@@ -404,7 +404,7 @@ class Group:
         """
         deadline = time.monotonic() + _REAP_SECONDS
         while any(program.runs for program in programs) and time.monotonic() < deadline:
-            self.look()
+            self.read_outputs()
             time.sleep(POLL_SECONDS)
 
     def _tell_guard(self, pid: int) -> None:

@@ -64,7 +64,7 @@ class Attachment(Watch):
         infos = {pid: self.host.processes.describe(pid) for pid in self.attached.values() if pid is not None}
         return {pid for pid, info in infos.items() if info is not None and is_server(info.name)}
 
-    def look(self) -> None:
+    def find_processes(self) -> None:
         """Look for the program's processes among the daemon's clients and on the GPU."""
         tree = set(self.host.processes.descendants(self.program_pid))
         self.seen |= tree
@@ -306,7 +306,7 @@ class MpsShare:
     @property
     def guarded(self) -> tuple[str, ...]:
         """Return what the guard is told."""
-        return (MPS, *held(self.lease), *claimed(self.claim))
+        return guard_words(MPS, self.lease, self.claim)
 
     @property
     def meter(self) -> ActivityMeter:
@@ -397,19 +397,7 @@ def _check_inherited_threads(limits: Limits) -> None:
             ) from None
 
 
-def open_mps_share(host: Host, device: Device, program: str, limits: Limits) -> MpsShare:
-    """Return an open share of a device for a program; starts an MPS daemon when the device has none."""
-    share = MpsShare(host, device, limits)
-    share.check(program)
-    share.open()
-    return share
-
-
-def held(lease: Lease | None) -> tuple[str, str]:
-    """Return path and descriptor of a lease, as arguments of the guard."""
-    return ("", "-1") if lease is None else (os.fspath(lease.path), str(lease.descriptor))
-
-
-def claimed(*claims: HeldClaim | None) -> tuple[str, ...]:
-    """Return the paths of claims, as arguments of the guard."""
-    return tuple(os.fspath(claim.path) for claim in claims if claim is not None)
+def guard_words(kind: str, lease: Lease | None, *claims: HeldClaim | None) -> tuple[str, ...]:
+    """Return what the guard is told: the kind, path and descriptor of the lease (empty and -1: none), paths of claims."""
+    words = (kind, "", "-1") if lease is None else (kind, os.fspath(lease.path), str(lease.descriptor))
+    return (*words, *(os.fspath(claim.path) for claim in claims if claim is not None))

@@ -13,7 +13,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -142,14 +142,11 @@ class JobStart:
             raise BadUsage(
                 "-g all would give a job all GPUs", "say how many of them it needs: --gpus N", code="one_gpu"
             )
-        several = self.count > 1 or (gpu is not None and not self._names_one_gpu(gpu))
+        names_one = gpu is None or (not is_any(gpu) and len(select_for_change(gpu, self.gpus)) == 1)
+        several = self.count > 1 or not names_one
         if self.budget is not None or self.queue.takes_place or several:
             return self._run_queued(gpu, options)
         return self._run_on(select_one(gpu, self.gpus), options)
-
-    def _names_one_gpu(self, gpu: str) -> bool:
-        """Return whether ``-g`` names one GPU or instance."""
-        return gpu.strip().lower() != "any" and len(select_for_change(gpu, self.gpus)) == 1
 
     def _carry_out(
         self, share: Share, options: RunOptions, *parts: Part, slice_us: int | None = None, mps: bool = True
@@ -196,7 +193,7 @@ class JobStart:
             memory_bytes=memory,
             slice_us=slice_us,
             grace_seconds=min(options.grace_seconds, MOST_GRACE_SECONDS),
-            **({} if options.rate is None else asdict(options.rate)),
+            rate=options.rate,
         )
 
     def _run_and_record(self, run: Run, job: RecordedJob) -> int:
@@ -437,7 +434,7 @@ class JobStart:
         from gpushare.run.mig import find_places, free_places
 
         # Any GPU is all of them, as without -g.
-        gpu = None if gpu is not None and gpu.strip().lower() == "any" else gpu
+        gpu = None if is_any(gpu) else gpu
         with Creator(self.host, text, gpu, self.say) as creator:
             check_memory(creator.device, self._bytes_on(creator.device), job=True)
             if self.dry_run and not free_places(self.host, find_places(self.host, text, gpu, creator))[0]:
@@ -531,7 +528,7 @@ class JobStart:
 
         check_not_waiting(self.host, options.name)
         # Any GPU is all of them, as without -g.
-        gpu = None if gpu is not None and gpu.strip().lower() == "any" else gpu
+        gpu = None if is_any(gpu) else gpu
         if self.dry_run:
             place, room = outlook_on_places(self.host, text, gpu, check)
             return place, None, room
@@ -652,7 +649,7 @@ class JobStart:
         if process is not None:
             group.instead = PauseForProduction(self.host, process)
             if self.role.keep is not None:
-                adapted = AdaptedSlice(group, process, _rate_source(self.host, process), self.role.keep, title)
+                adapted = AdaptedSlice(group, process, _rate_source(self.host, process), self.role.keep)
         for text in spared.notes:
             self.say(text)
         how = (
@@ -679,7 +676,7 @@ class JobStart:
             )
         self.say(f"opportunistic next to {process.title}: paused {how} while it works; its memory stays on the GPU")
         options, mps = self._options_beside(device, options, process, several)
-        pause = PauseForProduction(self.host, process, process.title, by_channels=not mps, say=self.say)
+        pause = PauseForProduction(self.host, process, by_channels=not mps, say=self.say)
         share: Share = MpsShare(self.host, device, options.limits) if mps else several or PlainShare(self.host, device)
         return self._carry_out(share, options, pause, mps=mps)
 
@@ -725,9 +722,7 @@ class JobStart:
         job.open()
         options_with_name = replace(options, name=job.record.name, stays=True)
         try:
-            return Yielding(
-                production=process, title=process.title, options=options_with_name, start=start, say=self.say
-            ).run()
+            return Yielding(production=process, options=options_with_name, start=start, say=self.say).run()
         finally:
             job.close()
             job.forget()
@@ -943,7 +938,6 @@ class Yielding:
     """
 
     production: ProductionJob
-    title: str
     options: RunOptions
     start: Callable[[RunOptions], Any]
     say: Callable[[str], None]
@@ -961,8 +955,9 @@ class Yielding:
                 return code
             early = self.clock() - began < _EARLY_SECONDS
             self._quiet = min(2 * self._quiet, _MOST_QUIET_SECONDS) if early else _FIRST_QUIET_SECONDS
+            title = self.production.title
             self.say(
-                f"ended, because {self.title} works; it starts again when {self.title} has rested for "
+                f"ended, because {title} works; it starts again when {title} has rested for "
                 f"{format_duration(self._quiet)}"
             )
             self._wait(first=False)
@@ -976,5 +971,5 @@ class Yielding:
                 since = self.clock()
                 if not said:
                     said = True
-                    self.say(f"waits until {self.title} rests")
+                    self.say(f"waits until {self.production.title} rests")
             self.sleep(_TICK_SECONDS)

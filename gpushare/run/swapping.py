@@ -79,20 +79,20 @@ _FIRST_TURN_SECONDS: Final = 30.0
 # takes up to 16 ms at a time, 1 to 2 ms per second (jupyter_server 2.21).
 _IDLE_CPU_SHARE: Final = 0.02
 _IDLE_WINDOW_SECONDS: Final = 5.0
-# Longer between two looks, a job was stopped, or could not leave: nothing is known of that time.
+# Longer between two samples, a job was stopped, or could not leave: nothing is known of that time.
 _MOST_BETWEEN_SECONDS: Final = 5.0
-# CPU time of a process on the GPU that counts as work, in one look, beyond what it uses while idle. The smallest cell of a
+# CPU time of a process on the GPU that counts as work, in one sample, beyond what it uses while idle. The smallest cell of a
 # notebook takes 3 to 4 ms in its kernel (ipykernel 7), one that does nothing .3 ms at most in .5 s.
 _WAKING_SECONDS: Final = 0.002
 _MOST_WAKING_SECONDS: Final = 0.1
 _SMALL_TIMES: Final = 10
-# In fewer looks, what it uses while idle is not known.
+# In fewer samples, what it uses while idle is not known.
 _LEAST_LEVELS: Final = 10
 _SETTLING_SECONDS: Final = 2.0
 # A job that came back so soon, so often, and then did nothing, has not worked.
 _EARLY_SECONDS: Final = 60.0
 _EARLY_TIMES: Final = 3
-# Growth is seen over this time, and in at least this number of looks.
+# Growth is seen over this time, and in at least this number of samples.
 _GROWTH_SECONDS: Final = 6.0
 _GROWTH_LOOKS: Final = 3
 
@@ -108,7 +108,7 @@ class SwapWish:
     movable: bool = False
 
 
-class Look(NamedTuple):
+class Sample(NamedTuple):
     """What a policy decides on. Seconds are of a clock that only rises; unknown is None."""
 
     now: float
@@ -144,11 +144,11 @@ class Policy:
 
     waiting: str | None = field(default=None, kw_only=True)
 
-    def leaves(self, _look: Look) -> bool:
+    def leaves(self, _sample: Sample) -> bool:
         """Return whether a job that is on the GPU should leave."""
         return False
 
-    def returns(self, _look: Look) -> bool:
+    def returns(self, _sample: Sample) -> bool:
         """Return whether a swapped-out job should come back when there is room."""
         return False
 
@@ -166,10 +166,10 @@ class Idle(Policy):
         default="it works again, and waits for room on the GPU; its next CUDA call waits until it is back", kw_only=True
     )
     _still_since: float | None = None
-    # The last look, and since when the CPU time is added up, with the sum.
-    _before: Look | None = None
+    # The last sample, and since when the CPU time is added up, with the sum.
+    _before: Sample | None = None
     _window: tuple[float, float] | None = None
-    # What its processes on the GPU use of a CPU while it is idle, look by look.
+    # What its processes on the GPU use of a CPU while it is idle, sample by sample.
     _levels: deque[float] = field(default_factory=lambda: deque(maxlen=120))
     _out_since: float | None = None
     _small: float = 0.0
@@ -180,21 +180,21 @@ class Idle(Policy):
     _waking_seconds: float = _WAKING_SECONDS
     _told: bool = False
 
-    def leaves(self, look: Look) -> bool:
+    def leaves(self, sample: Sample) -> bool:
         """Return whether it has been idle for long enough."""
-        earlier, self._before = self._before, look
+        earlier, self._before = self._before, sample
         if self._out_since is not None:
             earlier = self._out_since = self._still_since = None
-        if look.busy_percent is None and not self._told:
+        if sample.busy_percent is None and not self._told:
             self._told = True
             self.say("the driver does not say whether it works, so it stays on the GPU")
-        if earlier is None or look.busy_percent is None:
+        if earlier is None or sample.busy_percent is None:
             self._still_since = self._window = None
             return False
-        elapsed = max(1e-6, look.now - earlier.now)
-        used = sum(max(0.0, seconds - earlier.cpu.get(pid, 0.0)) for pid, seconds in look.cpu.items())
-        most_used = max(_cpu_used(earlier.cpu, look.cpu, look), default=0.0)
-        busy = look.busy_percent > 0 or self._has_worked(earlier.now, elapsed, used)
+        elapsed = max(1e-6, sample.now - earlier.now)
+        used = sum(max(0.0, seconds - earlier.cpu.get(pid, 0.0)) for pid, seconds in sample.cpu.items())
+        most_used = max(_cpu_used(earlier.cpu, sample.cpu, sample), default=0.0)
+        busy = sample.busy_percent > 0 or self._has_worked(earlier.now, elapsed, used)
         # What would wake it is work here, too: it neither leaves nor comes back for nothing.
         is_known = len(self._levels) >= _LEAST_LEVELS
         active = (
@@ -211,10 +211,10 @@ class Idle(Policy):
             self._still_since, self._worked = None, True
             return False
         if elapsed > _MOST_BETWEEN_SECONDS:
-            self._still_since = look.now if self._still_since is None else self._still_since + elapsed
+            self._still_since = sample.now if self._still_since is None else self._still_since + elapsed
         elif self._still_since is None:
             self._still_since = earlier.now
-        if look.now - self._still_since < self.seconds:
+        if sample.now - self._still_since < self.seconds:
             return False
         self._adjust_waking_level()
         return True
@@ -240,19 +240,19 @@ class Idle(Policy):
                 self._waking_seconds, self._early_times = min(4 * self._waking_seconds, _MOST_WAKING_SECONDS), 0
         self._early = False
 
-    def returns(self, look: Look) -> bool:
+    def returns(self, sample: Sample) -> bool:
         """Return whether it has worked since it began to leave: its next call of CUDA waits until it is back."""
-        earlier, self._before = self._before, look
+        earlier, self._before = self._before, sample
         first = self._out_since is None
-        self._out_since = look.now if self._out_since is None else self._out_since
+        self._out_since = sample.now if self._out_since is None else self._out_since
         if earlier is None or (first and self._waking_seconds > _WAKING_SECONDS):
             return False
         # While it left, and for a moment after, the driver's own threads work: only the main threads tell whether it did.
-        if first or look.now - self._out_since < _SETTLING_SECONDS:
-            used = _cpu_used(earlier.main_cpu or {}, look.main_cpu or {}, look)
+        if first or sample.now - self._out_since < _SETTLING_SECONDS:
+            used = _cpu_used(earlier.main_cpu or {}, sample.main_cpu or {}, sample)
         else:
-            used = _cpu_used(earlier.cpu, look.cpu, look)
-        elapsed, most_used, idle_level = look.now - earlier.now, max(used, default=0.0), self._idle_level()
+            used = _cpu_used(earlier.cpu, sample.cpu, sample)
+        elapsed, most_used, idle_level = sample.now - earlier.now, max(used, default=0.0), self._idle_level()
         # Many requests that are too small to be seen one by one.
         leak = max(idle_level, 2 * sum(self._levels) / max(1, len(self._levels))) * elapsed
         self._small = 0.0 if first else max(0.0, self._small + most_used - leak)
@@ -261,7 +261,7 @@ class Idle(Policy):
             and self._small < _SMALL_TIMES * self._waking_seconds
         ):
             return False
-        self._worked, self._early = False, look.now - self._out_since < _EARLY_SECONDS
+        self._worked, self._early = False, sample.now - self._out_since < _EARLY_SECONDS
         return True
 
     def _idle_level(self) -> float:
@@ -273,11 +273,11 @@ class Idle(Policy):
         return 1.25 * levels[int(0.9 * (len(levels) - 1))] if levels else 0.0
 
 
-def _cpu_used(before: Mapping[int, float | None], after: Mapping[int, float | None], look: Look) -> list[float]:
-    """Return the CPU time that each process on the GPU has used between two looks, where that is known."""
+def _cpu_used(before: Mapping[int, float | None], after: Mapping[int, float | None], sample: Sample) -> list[float]:
+    """Return the CPU time that each process on the GPU has used between two samples, where that is known."""
     return [
         max(0.0, later - earlier)
-        for pid in look.main_cpu or {}
+        for pid in sample.main_cpu or {}
         if (later := after.get(pid)) is not None and (earlier := before.get(pid)) is not None
     ]
 
@@ -309,12 +309,12 @@ class Turns(Policy):
         expected = moved(self._held_bytes)
         return TURN_FACTOR * (expected.out_seconds + expected.in_seconds)
 
-    def leaves(self, look: Look) -> bool:
+    def leaves(self, sample: Sample) -> bool:
         """Return whether its turn is over."""
-        self._held_bytes = look.held_bytes
-        return look.others_wait and look.now - look.since >= self.turn_seconds
+        self._held_bytes = sample.held_bytes
+        return sample.others_wait and sample.now - sample.since >= self.turn_seconds
 
-    def returns(self, _look: Look) -> bool:
+    def returns(self, _sample: Sample) -> bool:
         """Return True: it is in the line again at once."""
         return True
 
@@ -336,16 +336,16 @@ class IdleInTurns(Policy):
     turns: Turns
     _left_idle: bool = False
 
-    def leaves(self, look: Look) -> bool:
+    def leaves(self, sample: Sample) -> bool:
         """Return whether it has been idle for long enough, or its turn is over."""
-        # Both look each time: each keeps what it has seen.
-        is_idle, is_over = self.idle.leaves(look), self.turns.leaves(look)
+        # Both are asked each time: each keeps what it has seen.
+        is_idle, is_over = self.idle.leaves(sample), self.turns.leaves(sample)
         self._left_idle, self.waiting = is_idle, self.idle.waiting if is_idle else self.turns.waiting
         return is_idle or is_over
 
-    def returns(self, look: Look) -> bool:
+    def returns(self, sample: Sample) -> bool:
         """Return whether it works again, or is in the line for its next turn."""
-        return self.idle.returns(look) if self._left_idle else self.turns.returns(look)
+        return self.idle.returns(sample) if self._left_idle else self.turns.returns(sample)
 
     def switched(self, seconds: float) -> None:
         """Note how long it took to leave or to come back."""
@@ -378,25 +378,25 @@ class ForProduction(Policy):
     _seen: list[tuple[float, int]] = field(default_factory=list)
     _is_out: bool = False
 
-    def leaves(self, look: Look) -> bool:
+    def leaves(self, sample: Sample) -> bool:
         """Return whether production waits for what this job has, or is about to run out of memory."""
         self._free_since = None
-        self._note_free(look, is_out=False)
-        leaving = most_out_seconds(look.held_bytes)
-        if look.production_needs:
+        self._note_free(sample, is_out=False)
+        leaving = most_out_seconds(sample.held_bytes)
+        if sample.production_needs:
             return True
         # Jobs that all leave for production do not leave for each other.
-        free = look.free_bytes + look.later_bytes - self._bytes_lost_per_second() * leaving
-        return look.others_stay and free < self.margin_bytes
+        free = sample.free_bytes + sample.later_bytes - self._bytes_lost_per_second() * leaving
+        return sample.others_stay and free < self.margin_bytes
 
-    def _note_free(self, look: Look, *, is_out: bool) -> None:
-        """Note the free memory of this look, for `_bytes_lost_per_second`."""
+    def _note_free(self, sample: Sample, *, is_out: bool) -> None:
+        """Note the free memory of this sample, for `_bytes_lost_per_second`."""
         # Memory that the job itself released or took is not growth of production.
         kept = self._seen if is_out == self._is_out else []
         self._is_out = is_out
         self._seen = [
-            *(sample for sample in kept if look.now - sample[0] <= _GROWTH_SECONDS),
-            (look.now, look.free_bytes),
+            *((at, free_bytes) for at, free_bytes in kept if sample.now - at <= _GROWTH_SECONDS),
+            (sample.now, sample.free_bytes),
         ]
 
     def _bytes_lost_per_second(self) -> float:
@@ -415,21 +415,21 @@ class ForProduction(Policy):
         steps.remove(max(steps, key=lambda step: step[1]))
         return max(0.0, sum(lost for _, lost in steps) / sum(seconds for seconds, _ in steps))
 
-    def returns(self, look: Look) -> bool:
+    def returns(self, sample: Sample) -> bool:
         """Return whether production has not needed its room for a while; the ledger checks what is reserved."""
-        self._note_free(look, is_out=True)
+        self._note_free(sample, is_out=True)
         # If no other job stays on the GPU, this job may need all of it: no margin.
         margin = 0.0
-        if look.others_stay:
+        if sample.others_stay:
             round_trip_seconds = (
-                moved(look.held_bytes).in_seconds + self.quiet_seconds + most_out_seconds(look.held_bytes)
+                moved(sample.held_bytes).in_seconds + self.quiet_seconds + most_out_seconds(sample.held_bytes)
             )
             margin = 2 * self.margin_bytes + self._bytes_lost_per_second() * round_trip_seconds
-        if look.production_waits or look.free_bytes < look.held_bytes + margin:
+        if sample.production_waits or sample.free_bytes < sample.held_bytes + margin:
             self._free_since = None
             return False
-        self._free_since = look.now if self._free_since is None else self._free_since
-        return look.now - self._free_since >= self.quiet_seconds
+        self._free_since = sample.now if self._free_since is None else self._free_since
+        return sample.now - self._free_since >= self.quiet_seconds
 
 
 class Swapping(Part):
@@ -482,7 +482,7 @@ class Swapping(Part):
 
     @property
     def seconds(self) -> float:
-        """Return how long until the next look."""
+        """Return how long until the next sample."""
         return max(0.0, self._due - self._clock())
 
     def started(self, watch: Watch) -> None:
@@ -495,7 +495,7 @@ class Swapping(Part):
         self._pid, self._since = pid, self._clock()
 
     def poll(self) -> bool:
-        """Look, and move the job if it is time."""
+        """Sample, and move the job if it is time."""
         now = self._clock()
         if now < self._due:
             return False
@@ -503,7 +503,7 @@ class Swapping(Part):
         try:
             self._follow_others()
             if not self._by_hand and (self._movable or type(self._policy) is not Policy) and now >= self._later:
-                self._act(self._sample(now))
+                self._act(self._read_sample(now))
         except GpushareError as error:
             self._try_later(error)
         return False
@@ -578,12 +578,12 @@ class Swapping(Part):
         self._since = self._clock()
         self._say(f"on {self._device.title} now, {reason}")
 
-    def _move_to_make_room(self, look: Look) -> bool:
+    def _move_to_make_room(self, sample: Sample) -> bool:
         """Go to another GPU if that makes room for a job that waits; return whether it did."""
         waiting_job = self._makes_room_for
-        if waiting_job is None or not look.held_bytes:
+        if waiting_job is None or not sample.held_bytes:
             return False
-        target = self._move_target(look)
+        target = self._move_target(sample)
         if target is None:
             return False
         job = find_job(self._host, str(self._pid))
@@ -609,7 +609,7 @@ class Swapping(Part):
         self._continue_on(target.uuid, f"to make room for {waiting_job.title}", place)
         return True
 
-    def _move_target(self, look: Look) -> Device | None:
+    def _move_target(self, sample: Sample) -> Device | None:
         """Return the GPU with the most room for all that this job has reserved; None: none has it."""
         gpus = self._host.nvml.sweep()
         present_gpu = next((gpu for gpu in gpus if gpu.uuid == self._device.uuid), None)
@@ -623,54 +623,54 @@ class Swapping(Part):
         ]
         lines = lines_of(self._host, [Device(gpu=gpu) for gpu in usable], ledger, limits=self._limits)
         best = max(lines.values(), key=lambda line: line.free_bytes, default=None)
-        need = max(look.held_bytes, self._asked.memory_bytes or look.held_bytes) + GPU_MARGIN_BYTES
+        need = max(sample.held_bytes, self._asked.memory_bytes or sample.held_bytes) + GPU_MARGIN_BYTES
         # A job without a size has all of its GPU.
         whole = self._asked.memory_bytes is None
         if best is None or best.free_bytes < (best.room.whole_bytes if whole else need):
             return None
         return best.device
 
-    def _act(self, look: Look) -> None:
+    def _act(self, sample: Sample) -> None:
         """Move the job, swap it out or bring it back, as the policy decides."""
-        if self._swap is None and self._movable and self._move_to_make_room(look):
+        if self._swap is None and self._movable and self._move_to_make_room(sample):
             return
         if self._swap is None:
-            if self._policy.leaves(look):
+            if self._policy.leaves(sample):
                 try:
-                    self._check_room_for_both(look)
+                    self._check_room_for_both(sample)
                     self._swap_out()
                 except GpushareError as error:
                     if error.code not in _PASSING:
-                        self._tell_that_it_stays(look)
+                        self._tell_that_it_stays(sample)
                     raise
-        elif self._place is not None or self._policy.returns(look):
+        elif self._place is not None or self._policy.returns(sample):
             self._swap_in()
 
-    def _check_room_for_both(self, look: Look) -> None:
+    def _check_room_for_both(self, sample: Sample) -> None:
         """Raise unless host memory has room for the copy of the next job too: else that could not leave, and this never return.
 
         Raises:
             InUse: it has not (code ``host_memory``).
         """
-        if not isinstance(self._policy, (Turns, IdleInTurns)) or not look.next_bytes:
+        if not isinstance(self._policy, (Turns, IdleInTurns)) or not sample.next_bytes:
             return
-        need = host_bytes(look.held_bytes + look.next_bytes)
+        need = host_bytes(sample.held_bytes + sample.next_bytes)
         free = self._host.machine.free_memory(self._pid)
         if free is not None and free < need:
             raise InUse(
-                f"the copies of this job ({format_bytes(look.held_bytes)}) and of the next ({format_bytes(look.next_bytes)}) "
+                f"the copies of this job ({format_bytes(sample.held_bytes)}) and of the next ({format_bytes(sample.next_bytes)}) "
                 f"do not both fit into host memory ({format_bytes(free)} available), so it stays on the GPU",
                 "free host memory, or run them one after another: --wait instead of --swap turns",
                 code="host_memory",
             )
 
-    def _tell_that_it_stays(self, look: Look) -> None:
+    def _tell_that_it_stays(self, sample: Sample) -> None:
         """Let production that waits know that this job does not make room for it."""
-        if look.production_waits and self._place is not None and not self._told_stays:
+        if sample.production_waits and self._place is not None and not self._told_stays:
             self._told_stays = True
             self._place.tell_that_it_stays()
 
-    def _sample(self, now: float) -> Look:
+    def _read_sample(self, now: float) -> Sample:
         """Return what the policy decides on, as of now."""
         # Read the ledger before the GPU: if a job leaves in between, its reservation still counts and its memory is free.
         ledger = reservations(self._host) or []
@@ -703,7 +703,7 @@ class Swapping(Part):
             if self._swap is None
             else [pid for pid, _, _ in self._swap.images]
         )
-        return Look(
+        return Sample(
             now=now,
             since=self._since,
             busy_percent=None if None in busy else sum(percent or 0 for percent in busy),

@@ -29,6 +29,7 @@ from gpushare.host.identity import Identity, identity_of
 from gpushare.host.origin import Origin
 from gpushare.host.slice_lock import probed, slices_locked
 from gpushare.host.store import Kept, RecordStore
+from gpushare.mps.control import is_server
 from gpushare.signals import held_back
 from gpushare.timeslice.rules import KEEP_UNIT, SLICE_PER_WEIGHT_US, Decision, Names, Rule, decide, needs
 from gpushare.timeslice.slices import note_restored, note_slice, read_slices, record_kept, slice_record
@@ -150,7 +151,7 @@ class Keeper:
         # Processes whose slices `undo` could not put back.
         self.left: list[int] = []
 
-    def look(self) -> list[Event]:
+    def step(self) -> list[Event]:
         """Look at the processes of all GPUs once, and do what is due; return what happened."""
         events: list[Event] = []
         self._follow(events)
@@ -288,14 +289,11 @@ class Keeper:
         process.tries, process.due = 0, self._clock() + process.wait
 
     def _may_touch(self, process: _Process) -> None:
-        if process.mps or self._is_server(process.pid):
+        info = self._host.processes.describe(process.pid)
+        if process.mps or (info is not None and is_server(info.name)):
             raise _under_mps_error(process.pid)
         if not self._host.root and process.origin.uid != self._host.uid:
             raise NoPermission(f"process {process.pid}: it belongs to another user", "run as root", code="other_user")
-
-    def _is_server(self, pid: int) -> bool:
-        info = self._host.processes.describe(pid)
-        return info is not None and info.name == "nvidia-cuda-mps-server"
 
     def _decision(self, process: _Process, gpu: int, before: int) -> Decision | None:
         return decide(self._policy.rules, self._policy.names, process.origin, self._gpus[gpu], before)
@@ -646,7 +644,7 @@ def keep(host: Host, policy: Policy, *, reload: Callable[[], Policy], say: Calla
         try:
             while True:
                 began = time.monotonic()
-                say(keeper.look())
+                say(keeper.step())
                 number = wait(max(0.0, began + LOOK_SECONDS - time.monotonic()))
                 if number == signal.SIGHUP:
                     with contextlib.suppress(GpushareError):
@@ -705,7 +703,7 @@ def _verdict(host: Host, policy: Policy, gpu: Gpu, pid: int, origin: Origin, *, 
     decision = decide(policy.rules, policy.names, origin, gpu, SLICE_PER_WEIGHT_US)
     name = None if info is None else info.name
     reason = None if decision is None or decision.limited is None else f"limited by {decision.limited}"
-    if decision is not None and (mps or name == "nvidia-cuda-mps-server"):
+    if decision is not None and (mps or is_server(name)):
         reason, untouched = "skipped: under MPS", True
     elif decision is not None and not host.root and origin.uid != host.uid:
         reason, untouched = "skipped: it belongs to another user", True

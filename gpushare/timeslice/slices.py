@@ -242,16 +242,20 @@ def restore_slice(
     if slice_record(host, channels.pid, channels.started) is None:
         return
     with slices_locked(host):
-        _restore(host, control, channels, [] if before is None else before)
+        # Another gpushare may have restored it before this one had the lock.
+        record = slice_record(host, channels.pid, channels.started)
+        if record is not None:
+            _restore_from(host, control, channels, record, before)
 
 
-def _restore(host: Host, control: ChannelControl, channels: Channels, before: list[Channels]) -> None:
-    record = slice_record(host, channels.pid, channels.started)
-    if record is None:
-        return
+def _restore_from(
+    host: Host, control: ChannelControl, channels: Channels, record: SliceRecord, before: list[Channels] | None
+) -> None:
+    """Set the slices of a record's ``before``, and remove the record; the caller holds the lock."""
 
     def once(present: Channels) -> None:
-        before[:] = [present]
+        if before is not None:
+            before[:] = [present]
         groups = tuple(replace(group, slice_us=record.slice_before(group)) for group in present.compute)
         control.restore_slices(replace(present, groups=groups))
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+import gpushare
 from gpushare.connect import connect
 from gpushare.host.host import Host
 from gpushare.host.records import replace_file, sweep_leftovers
@@ -44,6 +46,21 @@ def test_temporary_files_of_ours_go_and_all_else_stays(host: Host) -> None:
     sweep_leftovers(host)
     assert [path for path in gone if path.exists()] == []
     assert all(path.exists() for path in stays)
+
+
+def test_the_directories_of_all_records_are_swept(host: Host) -> None:
+    sources = "".join(path.read_text() for path in Path(gpushare.__file__).parent.rglob("*.py"))
+    directories = set(re.findall(r'RecordStore\(\w+, "([\w-]+)"', sources))
+    assert {"jobs", "tried"} <= directories
+    for directory in sorted(directories):
+        for root in (host.run_directory, host.state_directory):
+            (root / directory).mkdir(parents=True, exist_ok=True)
+        left = [
+            *put(host.run_directory / directory, ".1-abcdefgh"),
+            *put(host.state_directory / directory, ".1-abcdefgh"),
+        ]
+        sweep_leftovers(host)
+        assert not all(path.exists() for path in left), directory
 
 
 def test_what_is_being_written_stays(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:

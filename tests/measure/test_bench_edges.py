@@ -134,7 +134,7 @@ def test_mps_that_cannot_be_started_is_left_out_and_the_rest_measured(
     def refuse(*_: object) -> None:
         raise TimedOut("the daemon did not answer", "end it: gpushare mps stop")
 
-    monkeypatch.setattr("gpushare.measure.experiment.open_mps_share", refuse)
+    monkeypatch.setattr("gpushare.measure.experiment.MpsShare.open", refuse)
     device = select_one(None, host.nvml.sweep())
     found, _ = measure(host, device, prepare(host, device, request("echo rate=2", "timeslice,mps,mps:100/n")))
     assert {(one.way, one.copies, one.reason) for one in found.left_out} == {

@@ -364,7 +364,7 @@ def test_where_mps_cannot_be_had_nothing_is_searched(tuned: Tuned, monkeypatch: 
     def refused(*_: object) -> None:
         raise NotSupported("no MPS in this container", "run it on the host", code="no_mps")
 
-    monkeypatch.setattr("gpushare.measure.experiment.open_mps_share", refused)
+    monkeypatch.setattr("gpushare.measure.experiment.MpsShare.open", refused)
     with pytest.raises(NotSupported, match="no MPS"):
         tuned(job(30))
 

@@ -100,7 +100,7 @@ class ToldExperiment:
         ToldExperiment.started.append(job)
         return Running(cast("Program", job), printed, outside)
 
-    def look(self) -> None:
+    def read_outputs(self) -> None:
         """Everything has been told already."""
 
     def forget_ended(self) -> None:

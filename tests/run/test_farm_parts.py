@@ -54,7 +54,7 @@ class Several:
         self.started.append(Running(pid=100 + int(title.split()[1])))
         return self.started[-1]
 
-    def look(self) -> None:
+    def read_outputs(self) -> None:
         """Nothing ever happens by itself."""
 
     def kill(self, program: Running) -> None:
@@ -305,7 +305,7 @@ def test_a_copy_that_ends_just_before_the_signal_reaches_it_is_done(monkeypatch:
             step.several.started[0].runs, step.several.started[0].status = False, 0
 
     looks: list[int] = []
-    step.several.look = look
+    step.several.read_outputs = look
     step.several.end = lambda programs, **_: ending.extend(program.pid for program in programs)
     step.farm._signals.first = 2
     step.farm._interrupt()

@@ -57,7 +57,7 @@ def test_a_client_whose_server_or_daemon_died_is_started_again(ended: str, fault
     environment = {"CUDA_MPS_PIPE_DIRECTORY": str(home.pipe), "CUDA_VISIBLE_DEVICES": device.uuid}
     program = admin.add_process("sim:h200", "0", mps=True, environment=environment)
     watch = Attachment(host, device, program, home=home)
-    watch.look()
+    watch.find_processes()
     (server,) = watch.attached.values()
     assert server is not None
     if ended == "daemon, before it joined":

@@ -123,7 +123,7 @@ def test_one_pause_counts_once_however_long_it_is(watched: Watched, told: Told) 
 def test_its_processes_are_looked_for_in_the_time_of_the_watch(watched: Watched) -> None:
     looks: list[float] = []
     pauser: Any = watched.part.pauser
-    pauser.look = lambda: looks.append(watched.at)
+    pauser.find_processes = lambda: looks.append(watched.at)
     for _ in range(6):
         watched.look(after=0.2)
     assert looks == pytest.approx([100.2, 101.2])

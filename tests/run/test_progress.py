@@ -34,47 +34,47 @@ def append(path: Path, text: str) -> None:
 
 def test_only_what_is_printed_from_now_on_counts(log: Path) -> None:
     progress = reader(log)
-    assert progress.look() == []
+    assert progress.read_speeds() == []
     append(log, "step 1 rate=10.5\nrate=11 rate=12\nra")
-    assert progress.look() == [10.5, 11, 12]
+    assert progress.read_speeds() == [10.5, 11, 12]
     append(log, "te=13\rrate=14\n")
-    assert progress.look() == [13, 14]
-    assert progress.look() == []
+    assert progress.read_speeds() == [13, 14]
+    assert progress.read_speeds() == []
 
 
 def test_a_time_per_unit_is_a_speed(log: Path) -> None:
     progress = reader(log, higher_is_better=False)
-    progress.look()
+    progress.read_speeds()
     append(log, "rate=0.5\nrate=0\nrate=1e-323\nrate=many\nrate=4\n")
-    assert progress.look() == [2, 0.25]
+    assert progress.read_speeds() == [2, 0.25]
 
 
 def test_a_rotated_log_is_read_to_its_end(log: Path) -> None:
     progress = reader(log)
-    progress.look()
+    progress.read_speeds()
     append(log, "rate=2\n")
     log.rename(log.with_suffix(".1"))
     append(log.with_suffix(".1"), "rate=3\n")
-    assert progress.look() == [2, 3]
+    assert progress.read_speeds() == [2, 3]
     log.write_text("rate=4\n")
     append(log.with_suffix(".1"), "rate=3.5\n")
-    assert progress.look() == [3.5, 4]
+    assert progress.read_speeds() == [3.5, 4]
 
 
 def test_a_truncated_log_is_read_from_its_start(log: Path) -> None:
     progress = reader(log)
     append(log, "rate=2\n" * 100)
-    progress.look()
+    progress.read_speeds()
     log.write_text("rate=5\n")
-    assert progress.look() == [5]
+    assert progress.read_speeds() == [5]
 
 
 def test_a_flood_is_skipped(log: Path) -> None:
     progress = reader(log)
-    progress.look()
+    progress.read_speeds()
     append(log, "rate=7\n" * 200_000 + "rate=8\n")
     began = time.process_time()
-    numbers = progress.look()
+    numbers = progress.read_speeds()
     assert time.process_time() - began < 2
     assert numbers[-1] == 8
     assert 1000 < len(numbers) < 100_000
@@ -82,23 +82,23 @@ def test_a_flood_is_skipped(log: Path) -> None:
 
 def test_a_line_without_an_end_is_not_kept_whole(log: Path) -> None:
     progress = reader(log)
-    progress.look()
+    progress.read_speeds()
     for _ in range(5):
         append(log, "x" * 100_000)
-        assert progress.look() == []
+        assert progress.read_speeds() == []
     assert len(progress._rest) <= 64 << 10
 
 
 def test_it_appears_later(tmp_path: Path) -> None:
     progress = reader(tmp_path / "web.log")
     with pytest.raises(GpushareError) as raised:
-        progress.look()
+        progress.read_speeds()
     assert raised.value.code == "log_unreadable"
     assert "does not exist" in raised.value.message
     (tmp_path / "web.log").write_text("rate=3\n")
-    progress.look()
+    progress.read_speeds()
     append(tmp_path / "web.log", "rate=4\n")
-    assert progress.look() == [4]
+    assert progress.read_speeds() == [4]
 
 
 @pytest.mark.parametrize("kind", ["fifo", "link", "directory"])
@@ -111,22 +111,22 @@ def test_nothing_else_in_its_place_is_read(tmp_path: Path, kind: str) -> None:
     else:
         path.mkdir()
     with pytest.raises(GpushareError) as raised:
-        reader(path).look()
+        reader(path).read_speeds()
     assert raised.value.code == "log_unreadable"
     assert raised.value.hint
 
 
 def test_the_file_of_a_stranger_is_not_read(log: Path) -> None:
     with pytest.raises(GpushareError, match="belongs to user"):
-        Progress(log, RATE, {os.geteuid() + 1}).look()
+        Progress(log, RATE, {os.geteuid() + 1}).read_speeds()
 
 
 def test_a_pattern_that_takes_too_long_is_given_up(log: Path) -> None:
     progress = Progress(log, r"((?:a+)+)b", {os.geteuid()})
-    progress.look()
+    progress.read_speeds()
     append(log, "a" * 60 + "\n")
     with pytest.raises(TimedOut):
-        progress.look()
+        progress.read_speeds()
 
 
 @given(chunks=st.lists(st.binary(max_size=200), max_size=20))
@@ -134,9 +134,9 @@ def test_any_bytes_are_taken(tmp_path_factory: pytest.TempPathFactory, chunks: l
     path = tmp_path_factory.mktemp("log") / "web.log"
     path.touch()
     progress = reader(path)
-    progress.look()
+    progress.read_speeds()
     for chunk in chunks:
         with path.open("ab") as file:
             file.write(chunk)
-        assert all(value >= 0 for value in progress.look())
+        assert all(value >= 0 for value in progress.read_speeds())
     progress.close()

@@ -15,14 +15,10 @@ from gpushare.run.results import Tuned, find_tuned, keep_tuned
 
 OLD: dict[str, Any] = {
     "name": "web",
-    "date": "2026-11-21 12:00",
     "gpu_name": "NVIDIA H200",
     "driver": "580.159.04",
     "threads_percent": 70.0,
     "low_priority": True,
-    "meets": True,
-    "stable": True,
-    "keep": 0.97,
 }
 
 

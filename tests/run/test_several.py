@@ -99,11 +99,11 @@ class Printing:
 
     def prints(self, text: str) -> None:
         self.file.write(text.encode())
-        self.program.look()
+        self.program.read_output()
 
     def ends(self, status: int = 0) -> None:
         self.status = status
-        self.program.look()
+        self.program.read_output()
 
 
 @given(st.lists(st.floats(0.001, 1e6), max_size=8), st.data())
@@ -117,7 +117,7 @@ def test_in_which_pieces_it_is_printed_does_not_matter(values: list[float], data
     printing = Printing()
     for piece in pieces:
         printing.file.write(piece)
-        printing.program.look()
+        printing.program.read_output()
     printing.ends()
     assert printing.heard == lines
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpushare.base.units import GIB
-from gpushare.run.swapping import ForProduction, Idle, IdleInTurns, Look, Turns
+from gpushare.run.swapping import ForProduction, Idle, IdleInTurns, Sample, Turns
 
 
 def look(
@@ -18,8 +18,8 @@ def look(
     others: bool = False,
     production: bool = False,
     held: int = 0,
-) -> Look:
-    return Look(
+) -> Sample:
+    return Sample(
         now,
         since,
         busy,

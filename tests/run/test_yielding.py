@@ -31,6 +31,8 @@ class Clock:
 class Production:
     """A production job that works at these times."""
 
+    title = "'web'"
+
     def __init__(self, clock: Clock, *busy: tuple[float, float], ends: float = 1e9) -> None:
         self._clock, self._busy, self._ends = clock, busy, ends
 
@@ -58,7 +60,6 @@ def yielding(
 
     return Yielding(
         production=cast("ProductionJob", production),
-        title="'web'",
         options=RunOptions(limits=Limits()),
         start=cast("Callable[[RunOptions], Any]", start),
         say=messages.append,

@@ -193,7 +193,7 @@ def test_what_others_call_production_pushes_nobody_out(world: World, mallory: St
     place.take(here.uuid)
     watch = Swapping(world.host, here, JobMemory(world.host, here), place, ForProduction(), lambda _: None)
     with mallory.keeps(lambda: claim(world, text, "role production")):
-        look = watch._read(0.0)
+        look = watch._read_sample(0.0)
         assert look.others_wait
         assert not look.production_waits
     place.leave()

@@ -53,11 +53,8 @@ def fill(host: Host, device: Device) -> None:
     keep_benched(host, device, ["true"], [cap])
     keep_tuned(
         host,
-        Tuned(
-            name="web", date="2026-01-01", gpu_name=None, driver=None, threads_percent=50.0, low_priority=True,
-            meets=True, stable=True, keep=0.9,
-        ),
-    )  # fmt: skip
+        Tuned(name="web", gpu_name=None, driver=None, threads_percent=50.0, low_priority=True),
+    )
     keep_applied(host, "no gpushare.yaml\n")
     with names_changed(host) as names:
         names["train"] = NamedInstance(name="train", gpu_uuid=device.uuid, profile="3g.71gb", start=0)

@@ -46,7 +46,7 @@ class Desk:
     def look(self, seconds: float = 1.0) -> list[str]:
         """Return what happened in a look, ``seconds`` after the last one."""
         self.now += seconds
-        return self.told(self.keeper.look())
+        return self.told(self.keeper.step())
 
     def told(self, events: list[Event]) -> list[str]:
         return [str(event) for event in events]

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from gpushare.base.model import Way
-from gpushare.run.jobs import find_record, write_record
+from gpushare.run.jobs import PrintedRate, find_record, write_record
 from gpushare.run.results import keep_tuned
 from tests.cli.drive import Cli, Real, Refused, World, until
 from tests.cli.run.test_roles import TUNED, recorded, running
@@ -126,6 +126,6 @@ def test_adapt_is_planned_with_what_production_keeps(cli: Cli, world: World, run
     recorded(world, running)
     before = find_record(world.host, "web")
     assert before is not None
-    write_record(world.host, replace(before, log="/tmp/x", metric="a(b)"))
+    write_record(world.host, replace(before, rate=PrintedRate("/tmp/x", "a(b)")))
     planned = cli("run", "--opportunistic", "--for", "web", "--keep", "95%", "-n", "--", "true").ok()
     assert "whose server has a time-slice by which 'web' keeps 95 %" in planned.out

@@ -137,8 +137,8 @@ def test_a_process_elsewhere_is_outside(world: World) -> None:
     seen = {}
     for uuid in (mine, other):
         watch = PlainWatch(world.host, device, admin.add_process(H200, mig=uuid))
-        watch.look()
-        watch.look()
+        watch.find_processes()
+        watch.find_processes()
         seen[uuid] = (watch.attached == {watch.program_pid}, watch.outside == {watch.program_pid})
     assert seen == {mine: (True, False), other: (False, True)}
 

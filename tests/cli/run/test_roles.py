@@ -25,14 +25,10 @@ from tests.cli.drive import Cli, Real, Refused, Started, World, alive, until
 
 TUNED = Tuned(
     name="web",
-    date="2026-11-21 12:00",
     gpu_name="NVIDIA H200",
     driver="580.159.04",
     threads_percent=70.0,
     low_priority=False,
-    meets=True,
-    stable=True,
-    keep=0.97,
     production_memory_bytes=40 * GIB,
 )
 
