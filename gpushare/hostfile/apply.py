@@ -28,7 +28,7 @@ from gpushare.hostfile.live import (
     limits_key,
 )
 from gpushare.hostfile.look import live_gpus, refuse_units
-from gpushare.hostfile.steps import ask_levels, check_step, grant_steps, level_step, names_steps, revoke_steps
+from gpushare.hostfile.steps import check_levels_known, check_step, grant_steps, level_step, names_steps, revoke_steps
 from gpushare.mig.change import GpuChange, MigChange, gpu_change, plan_change
 from gpushare.mig.daemons import daemons_of_others, idle_daemon_pids, refuse_foreign
 from gpushare.mig.grant import name_taken_error, revoked
@@ -63,7 +63,7 @@ def plan_gpu(host: Host, ledger: MigLedger, index: int, entry: Entry, *, others:
         BadUsage: an impossible profile, placement, limit or name.
         GpuLost: the GPU does not answer.
     """
-    live = _look(host, index)
+    live = _read_live(host, index)
     check_answers(live.gpu)
     title = f"apply to GPU {index}: {entry.sharing.value}"
     check_has_mig(live.gpu, entry)
@@ -75,8 +75,13 @@ def plan_gpu(host: Host, ledger: MigLedger, index: int, entry: Entry, *, others:
         refuse_foreign(host, live.gpu, devices)
     work = _GpuWork(host, live, entry, _layout_plan(live, entry))
     work.check_names(others)
-    stops, first, after, daemons = work.stops(), work.before(), work.after(), work.daemons()
-    check = check_step(lambda: _look_again(host, index), entry, index)
+    stops, first, after, daemons = (
+        work.stop_steps(),
+        work.steps_before_mig(),
+        work.steps_after_mig(),
+        work.daemon_steps(),
+    )
+    check = check_step(lambda: _read_live_anew(host, index), entry, index)
     changes = [] if work.change is None or not work.change.changes else [work.change]
     change = plan_change(host, changes, ledger, title=title, first=[*stops, *first], after=[*after, *daemons, check])
     wishes = [wish for wish in (entry.mps, *(mig.mps for mig in entry.mig)) if wish is not None]
@@ -85,12 +90,14 @@ def plan_gpu(host: Host, ledger: MigLedger, index: int, entry: Entry, *, others:
     return GpuApply(replace(change, plan=plan, names=work.new_names), root)
 
 
-def _look_again(host: Host, index: int) -> LiveGpu:
+def _read_live_anew(host: Host, index: int) -> LiveGpu:
+    """Return how a GPU is shared now, by a new session of NVML: an open one keeps the old MIG devices."""
     host.nvml.restart()
-    return _look(host, index)
+    return _read_live(host, index)
 
 
-def _look(host: Host, index: int) -> LiveGpu:
+def _read_live(host: Host, index: int) -> LiveGpu:
+    """Return how a GPU is shared now."""
     state = HostState(host, [host.nvml.gpu(index)])
     return live_gpus(state, state.gpus)[0]
 
@@ -127,6 +134,7 @@ class _GpuWork:
         self.restarted = self._daemons_to_stop()
 
     def _assignment_and_devices(self) -> tuple[Assignment, list[PlacedDevice]]:
+        """Return the wanted MIG devices with those they get, and all devices after the change."""
         if not self.wants_mig or self.change is None:
             return _NOTHING, []
         layout: Layout = self.change.layout
@@ -145,7 +153,7 @@ class _GpuWork:
                 continue
             raise name_taken_error(holder, indexes)
 
-    def _wishes(self) -> dict[str, MpsWish]:
+    def _wanted_daemons(self) -> dict[str, MpsWish]:
         """Return the daemons that are wanted on existing devices that stay, by UUID."""
         wishes = {
             want.device.uuid: want.wish.mps for want in self.assignment.devices if want.device and want.device.uuid
@@ -156,7 +164,7 @@ class _GpuWork:
 
     def _daemons_to_stop(self) -> set[str]:
         """Return the UUIDs of devices whose daemon must stop or restart; exclusive mode is set only by a start."""
-        wishes, stopping = self._wishes(), set()
+        wishes, stopping = self._wanted_daemons(), set()
         for uuid, daemon in self.live.daemons.items():
             wish = wishes.get(uuid)
             restarts = (
@@ -174,14 +182,16 @@ class _GpuWork:
 
     @property
     def _changes_gpu(self) -> bool:
+        """Return whether the whole GPU changes: no daemon of a single program may keep running there."""
         return self.entry.sharing is Way.EXCLUSIVE or self.wants_mig is not bool(self.live.gpu.mig_enabled)
 
     @property
     def new_names(self) -> tuple[str, ...]:
+        """Return the names that the GPU does not have yet, or has for another instance."""
         present = {(named.name, named.spot) for named in self.live.names}
         return tuple(named.name for named in self.names if (named.name, named.spot) not in present)
 
-    def stops(self) -> list[Step]:
+    def stop_steps(self) -> list[Step]:
         """Return the steps that stop daemons; the MIG change itself stops those on its instances."""
         handled = set(self.going)
         if self.change is not None and self.change.enable:
@@ -204,18 +214,19 @@ class _GpuWork:
                 losses += [revoked(named.name, user, opens=not users) for user in named.users if user not in users]
         return [*losses, *daemons_of_others(self.host, self.live.gpu, self.restarted)]
 
-    def before(self) -> list[Step]:
+    def steps_before_mig(self) -> list[Step]:
+        """Return what comes before the MIG change: grants and names of instances that go, and the compute mode."""
         if not self.wants_mig and self.live.gpu.mig_enabled is not True:
             self._refuse_programs()
         steps: list[Step] = []
         staying = {device.place for device in self.to_be}
         steps += revoke_steps(self.host, self.live, self.names, staying)
         steps += names_steps(self.host, self.live, self.names)
-        if self.wants_mig and not self.live.gpu.mig_enabled and self._mode_now() is not ComputeMode.DEFAULT:
+        if self.wants_mig and not self.live.gpu.mig_enabled and self._mode_after_stops() is not ComputeMode.DEFAULT:
             steps.append(self._mode_step(ComputeMode.DEFAULT))
         return steps
 
-    def _mode_now(self) -> ComputeMode:
+    def _mode_after_stops(self) -> ComputeMode:
         """Return the compute mode once the stopped daemon has restored it."""
         daemon = self.live.daemons.get(self.live.gpu.uuid or "")
         stops = (self.live.gpu.uuid or "") in self.restarted
@@ -241,14 +252,16 @@ class _GpuWork:
         elif self.entry.sharing is Way.EXCLUSIVE and gpu.compute_mode is not ComputeMode.EXCLUSIVE_PROCESS:
             host_mps.refuse_outside(f"GPU {gpu.index}", gpu, outside, may=1)
 
-    def after(self) -> list[Step]:
+    def steps_after_mig(self) -> list[Step]:
+        """Return what follows the MIG change: grants, or compute mode and time-slice of a whole GPU."""
         if self.wants_mig:
             made = {new.instance.place for new in (self.plan.created if self.plan else ())}
             return grant_steps(self.host, self.live, self.names, made)
         return [*self._mode_steps(), *self._level_steps()]
 
-    def daemons(self) -> list[Step]:
-        return self._instance_daemons() if self.wants_mig else self._gpu_daemon()
+    def daemon_steps(self) -> list[Step]:
+        """Return the steps that start or change the daemons of the file."""
+        return self._instance_daemon_steps() if self.wants_mig else self._gpu_daemon_steps()
 
     def _mode_step(self, mode: ComputeMode) -> Step:
         # Unlike `timeslice set`, do not note the earlier mode: the file decides.
@@ -256,19 +269,21 @@ class _GpuWork:
         return compute_mode_step(self.host, Device(gpu=gpu), mode, before=gpu.compute_mode)
 
     def _mode_steps(self) -> list[Step]:
+        """Return the step that sets the compute mode, or none."""
         exclusive, mps = self.entry.sharing is Way.EXCLUSIVE, self.entry.mps
         running = self.live.mps is not None and (self.live.gpu.uuid or "") not in self.restarted
         # A daemon sets the mode at its start, and restores the earlier one at its end.
         is_exclusive = exclusive or (mps is not None and mps.exclusive and running)
         mode = ComputeMode.EXCLUSIVE_PROCESS if is_exclusive else ComputeMode.DEFAULT
-        return [] if self._mode_now() is mode else [self._mode_step(mode)]
+        return [] if self._mode_after_stops() is mode else [self._mode_step(mode)]
 
     def _level_steps(self) -> list[Step]:
+        """Return the step that sets the time-slice, or none. Raises NotSupported if the GPU has none to set."""
         level, live = self.entry.time_slice, self.live
         if level is None or level is live.time_slice or (level is TimeSlice.DEFAULT and not live.has_time_slice):
             return []
         if not live.has_time_slice and not live.gpu.mig_enabled:
-            ask_levels(self.host)
+            check_levels_known(self.host)
             raise NotSupported(
                 f"GPU {live.gpu.index} ({live.gpu.name or 'unknown model'}): the driver lists no time-slice for it",
                 "see which GPUs have one: gpushare timeslice show; or write: timeslice: default",
@@ -277,9 +292,9 @@ class _GpuWork:
             )
         return [level_step(self.host, live.gpu, level, live.time_slice)]
 
-    def _gpu_daemon(self) -> list[Step]:
+    def _gpu_daemon_steps(self) -> list[Step]:
         mps, gpu = self.entry.mps, self.live.gpu
-        if mps is None or self._has_daemon(gpu.uuid, mps):
+        if mps is None or self._keeps_daemon(gpu.uuid, mps):
             return []
 
         def find() -> Device:
@@ -287,19 +302,23 @@ class _GpuWork:
 
         return [host_mps.daemon_step(self.host, f"GPU {gpu.index}", find, mps, selector=str(gpu.index))]
 
-    def _has_daemon(self, uuid: str | None, wish: MpsWish) -> bool:
+    def _keeps_daemon(self, uuid: str | None, wish: MpsWish) -> bool:
+        """Return whether a device has a daemon with the wanted limits that is not stopped on the way."""
         daemon = self.live.daemon(uuid)
         return uuid not in self.restarted and daemon is not None and limits_key(daemon.wish) == limits_key(wish)
 
-    def _instance_daemons(self) -> list[Step]:
+    def _instance_daemon_steps(self) -> list[Step]:
+        """Return the steps that give the MIG devices their daemons. Raises if a device cannot have one."""
         steps, gpu = [], self.live.gpu
         for want in self.assignment.devices:
             device, wish = want.device, want.wish.mps
-            if device is None or wish is None or (device.uuid is not None and self._has_daemon(device.uuid, wish)):
+            if device is None or wish is None or (device.uuid is not None and self._keeps_daemon(device.uuid, wish)):
                 continue
             memory = next((p.memory_bytes for p in self.change.layout.profiles if p.name == device.profile), None)  # type: ignore[union-attr]
             if device.uuid is None or self.live.daemon(device.uuid) is None:
-                host_mps.check_daemon(self.host, host_mps.future(gpu, device, memory), wish, self._programs_in(device))
+                host_mps.check_daemon(
+                    self.host, host_mps.device_to_be(gpu, device, memory), wish, self._programs_in(device)
+                )
             title = f"MIG {device} of GPU {gpu.index}"
             selector = device.uuid or f"MIG-UUID-OF-{device}"
             finder = _Finder(self.host, gpu.index, device, frozenset(d.uuid for d in self.to_be if d.uuid))
@@ -327,7 +346,8 @@ class _Finder:
     kept: frozenset[str]
 
     def __call__(self) -> Device:
-        live = _look_again(self.host, self.gpu)
+        """Return the device as it is now. Raises NotFound if it is not there."""
+        live = _read_live_anew(self.host, self.gpu)
         device = self._device_in(devices_of_layout(live))
         mig = next((mig for mig in live.gpu.mig_instances if device is not None and mig.uuid == device.uuid), None)
         if mig is not None:

@@ -36,22 +36,24 @@ def points(live: LiveGpu, entry: Entry, entries: Mapping[int, Entry] | None = No
 
     ``entries`` are those of all GPUs by index: they show on which GPU the file wants a name instead.
     """
-    return tuple(_points(live, entry, _names_elsewhere(live, entries or {})))
+    return tuple(_find_points(live, entry, _names_elsewhere(live, entries or {})))
 
 
-def _points(live: LiveGpu, entry: Entry, elsewhere: Mapping[str, str]) -> Iterator[Point]:
+def _find_points(live: LiveGpu, entry: Entry, elsewhere: Mapping[str, str]) -> Iterator[Point]:
+    """Yield the differences of a GPU; ``elsewhere`` tells where the file has a name that this GPU is not to have."""
     for daemon in live.foreign:
         yield Point(what="MPS", found=daemon, wanted=None if entry.sharing is not Way.MPS else "a daemon of gpushare")
     wanted = entry.sharing is Way.MIG
-    yield from _mode(live, wanted=wanted)
+    yield from _mode_points(live, wanted=wanted)
     if wanted:
-        yield from _layout(live, entry, elsewhere)
+        yield from _layout_points(live, entry, elsewhere)
     elif live.gpu.mig_enabled:
         gone = ", ".join(f"{instance.profile.name}:{instance.start}" for instance in live.instances)
         yield from [Point(what="MIG devices", found=gone, wanted=None)] if gone else []
     exclusive = entry.mps is not None and entry.mps.exclusive
     mode = ComputeMode.EXCLUSIVE_PROCESS if entry.sharing is Way.EXCLUSIVE or exclusive else ComputeMode.DEFAULT
-    if not live.gpu.mig_enabled and not wanted and _another_mode(live.gpu.compute_mode, mode):
+    # A GPU without a compute mode (some virtual GPUs) counts as default.
+    if not live.gpu.mig_enabled and not wanted and (live.gpu.compute_mode or ComputeMode.DEFAULT) is not mode:
         now = "unknown" if live.gpu.compute_mode is None else live.gpu.compute_mode.title
         yield Point(what="compute mode", found=now, wanted=mode.title)
     level = entry.time_slice
@@ -61,12 +63,8 @@ def _points(live: LiveGpu, entry: Entry, elsewhere: Mapping[str, str]) -> Iterat
     yield from mps_points("MPS", live.mps, entry.mps)
 
 
-def _another_mode(now: ComputeMode | None, wanted: ComputeMode) -> bool:
-    """Return whether the compute mode differs; a GPU without one (some virtual GPUs) counts as default."""
-    return (now or ComputeMode.DEFAULT) is not wanted
-
-
-def _mode(live: LiveGpu, *, wanted: bool) -> Iterator[Point]:
+def _mode_points(live: LiveGpu, *, wanted: bool) -> Iterator[Point]:
+    """Yield that MIG is on or off against the file, or is about to be."""
     word = {True: "on", False: "off", None: "not there"}
     enabled, pending = live.gpu.mig_enabled, live.gpu.mig_pending
     if bool(enabled) is not wanted:
@@ -76,20 +74,19 @@ def _mode(live: LiveGpu, *, wanted: bool) -> Iterator[Point]:
 
 
 def mps_points(what: str, live: LiveMps | None, wanted: MpsWish | None) -> Iterator[Point]:
-    if live is None or wanted is None:
-        if live is not None or wanted is not None:
-            shown = None if live is None else _mps_text(live.wish) if live.wish else live.error or "it does not answer"
-            yield Point(what=what, found=shown, wanted=None if wanted is None else _mps_text(wanted))
+    """Yield how a daemon differs from the wanted one; ``what`` names it. None: there is none, or none is wanted."""
+    if live is None and wanted is None:
         return
-    if live.wish is None:
-        yield Point(what=what, found=live.error or "it does not answer", wanted=_mps_text(wanted))
+    if live is None or live.wish is None or wanted is None:
+        shown = None if live is None else _mps_text(live.wish) if live.wish else live.error or "it does not answer"
+        yield Point(what=what, found=shown, wanted=None if wanted is None else _mps_text(wanted))
         return
     now, held, limits = live.wish, live.wish.limits.explicit, wanted.limits.explicit
     for name, held_text, want in (
-        ("threads", _percent(held.threads_percent), _percent(limits.threads_percent)),
-        ("memory", _size(held.memory_limit_bytes), _size(limits.memory_limit_bytes)),
-        ("priority", _priority(held), _priority(limits)),
-        ("users", _users(now.users), _users(wanted.users)),
+        ("threads", _percent_text(held.threads_percent), _percent_text(limits.threads_percent)),
+        ("memory", _size_text(held.memory_limit_bytes), _size_text(limits.memory_limit_bytes)),
+        ("priority", _priority_text(held), _priority_text(limits)),
+        ("users", _users_text(now.users), _users_text(wanted.users)),
         ("exclusive", str(now.exclusive).lower(), str(wanted.exclusive).lower()),
         ("multiuser", str(now.multiuser).lower(), str(wanted.multiuser).lower()),
     ):
@@ -97,7 +94,8 @@ def mps_points(what: str, live: LiveMps | None, wanted: MpsWish | None) -> Itera
             yield Point(what=f"{what} {name}", found=held_text, wanted=want)
 
 
-def _layout(live: LiveGpu, entry: Entry, elsewhere: Mapping[str, str]) -> Iterator[Point]:
+def _layout_points(live: LiveGpu, entry: Entry, elsewhere: Mapping[str, str]) -> Iterator[Point]:
+    """Yield missing and surplus MIG devices, and how their names, grants and daemons differ."""
     if live.layout is None or not live.layout.profiles:
         # Some drivers list no profiles while MIG is off: the mode is difference enough.
         return
@@ -140,7 +138,7 @@ def name_points(live: LiveGpu, assignment: Assignment, elsewhere: Mapping[str, s
         now, want = present.get(name), wanted.get(name)
         if want is None:
             waiting_device = waiting.get(name)
-            place = elsewhere.get(name) if waiting_device is None else _place(waiting_device)
+            place = elsewhere.get(name) if waiting_device is None else _place_text(waiting_device)
             place_now = None if now is None else str(now)
             if now is not None and place_now == place:
                 place_now = f"{place_now} without a compute instance"
@@ -151,44 +149,45 @@ def name_points(live: LiveGpu, assignment: Assignment, elsewhere: Mapping[str, s
             yield Point(what=f"name {name}", found=places[0], wanted=places[1])
         users = [() if named is None else tuple(sorted(named.users)) for named in (now, want)]
         if users[0] != users[1]:
-            yield Point(what=f"users of {name}", found=_users(users[0]), wanted=_users(users[1]))
+            yield Point(what=f"users of {name}", found=_users_text(users[0]), wanted=_users_text(users[1]))
         elif name in live.open:
-            yield Point(what=f"users of {name}", found="not in force", wanted=_users(users[1]))
+            yield Point(what=f"users of {name}", found="not in force", wanted=_users_text(users[1]))
 
 
-def _place(want: WantedDevice) -> str:
+def _place_text(want: WantedDevice) -> str:
     return want.profile if want.start is None else f"{want.profile}:{want.start}"
 
 
-def _percent(value: float | None) -> str:
+def _percent_text(value: float | None) -> str:
     return f"{100.0 if value is None else value:g} %"
 
 
-def _size(value: int | None) -> str | None:
+def _size_text(value: int | None) -> str | None:
     return None if value is None else size_option(value)
 
 
-def _priority(limits: Limits) -> str:
+def _priority_text(limits: Limits) -> str:
     return (limits.priority or Priority.NORMAL).title
 
 
-def _users(users: tuple[str, ...]) -> str:
+def _users_text(users: tuple[str, ...]) -> str:
     return ", ".join(sorted(users)) or "all users"
 
 
 def _mps_text(wish: MpsWish) -> str:
     limits = wish.limits
-    parts = [f"{_percent(limits.threads_percent)} of the threads"]
+    parts = [f"{_percent_text(limits.threads_percent)} of the threads"]
     if limits.memory_limit_bytes is not None:
         parts.append(size_option(limits.memory_limit_bytes))
     if limits.priority is not None:
         parts.append(f"priority {limits.priority.title}")
     if wish.users:
-        parts.append(f"for {_users(wish.users)}")
+        parts.append(f"for {_users_text(wish.users)}")
     return "a daemon, " + ", ".join(parts + (["exclusive"] if wish.exclusive else []))
 
 
 def check_has_mig(gpu: Gpu, entry: Entry) -> None:
+    """Raise NotSupported if an entry wants MIG and the GPU has none."""
     if entry.sharing is Way.MIG and not gpu.mig_capable:
         raise no_mig_error([gpu])
 

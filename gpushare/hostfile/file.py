@@ -154,13 +154,18 @@ class HostFile:
 
 def document_of(file: HostFile) -> dict[str, object]:
     """Return a file as YAML has it; `parse.read` reads back the same."""
-    entries = [{"match": _match(entry.match), entry.sharing.value: _sharing(entry)} for entry in file.entries]
+    entries = [
+        {"match": _match_document(entry.match), entry.sharing.value: _sharing_document(entry)} for entry in file.entries
+    ]
     document: dict[str, object] = {"version": VERSION, "gpus": entries}
     if file.rules:
-        document["slices"] = [{"match": _process_match(rule.match), **_outcome(rule)} for rule in file.rules]
+        document["slices"] = [
+            {"match": _process_match_document(rule.match), **_outcome_document(rule)} for rule in file.rules
+        ]
     if file.memory:
         document["memory"] = [
-            {"match": _only("user", row.users) or "all", "limit": size_option(row.limit_bytes)} for row in file.memory
+            {"match": _one_or_list("user", row.users) or "all", "limit": size_option(row.limit_bytes)}
+            for row in file.memory
         ]
     if file.longest_lease_seconds is not None:
         document["reserve"] = Flow({"longest": f"{round(file.longest_lease_seconds / 60)}m"})
@@ -172,24 +177,27 @@ def text_of(file: HostFile) -> str:
     return yaml_text(document_of(file))
 
 
-def _only(key: str, values: Sequence[object]) -> Flow:
+def _one_or_list(key: str, values: Sequence[object]) -> Flow:
     """Return a mapping with one key, and one value or a list, on one line: people search for it."""
     return Flow({key: values[0] if len(values) == 1 else list(values)} if values else {})
 
 
-def _match(match: Match) -> object:
+def _match_document(match: Match) -> object:
+    """Return the GPUs of an entry as YAML has them: ``all``, or a mapping with one key."""
     values = [int(value) if match.by is Exactness.INDEX else value for value in match.values]
-    return "all" if match.by is Exactness.ALL else _only(match.by.title, values)
+    return "all" if match.by is Exactness.ALL else _one_or_list(match.by.title, values)
 
 
-def _process_match(match: ProcessMatch) -> object:
+def _process_match_document(match: ProcessMatch) -> object:
+    """Return the processes of a rule as YAML has them: ``all``, or a mapping."""
     keys = Flow()
     for key, values in match.given().items():
-        keys |= _only(key, [int(value) if key == "gpu" and value.isdecimal() else value for value in values])
+        keys |= _one_or_list(key, [int(value) if key == "gpu" and value.isdecimal() else value for value in values])
     return keys or "all"
 
 
-def _outcome(rule: Rule) -> dict[str, object]:
+def _outcome_document(rule: Rule) -> dict[str, object]:
+    """Return what a rule gives its processes: a role, a slice or a weight."""
     if rule.role is not None:
         return {"role": rule.role.value}
     if rule.slice_us is not None:
@@ -198,31 +206,34 @@ def _outcome(rule: Rule) -> dict[str, object]:
     return {"weight": int(weight) if weight == int(weight) else weight}
 
 
-def _sharing(entry: Entry) -> object:
+def _sharing_document(entry: Entry) -> object:
+    """Return the value of the key that names the way of sharing."""
     if entry.sharing is Way.MIG:
-        return [_instance(mig) for mig in entry.mig]
+        return [_instance_document(mig) for mig in entry.mig]
     if entry.sharing is Way.MPS:
-        return _mps(entry.mps or MpsWish())
+        return _mps_document(entry.mps or MpsWish())
     if entry.sharing is Way.TIMESLICE:
         level = (entry.time_slice or TimeSlice.DEFAULT).title
         return level if entry.replicas is None else {"level": level, "replicas": entry.replicas}
     return True
 
 
-def _instance(wish: InstanceWish) -> object:
+def _instance_document(wish: InstanceWish) -> object:
+    """Return MIG devices as YAML has them: the wish alone, or a mapping with its options."""
     keys: dict[str, object] = {"wish": wish.wish}
     if wish.name is not None:
         keys["name"] = wish.name
     if wish.users:
         keys["users"] = list(wish.users)
     if wish.mps is not None:
-        keys["mps"] = _mps(wish.mps)
+        keys["mps"] = _mps_document(wish.mps)
     if wish.replicas is not None:
         keys["timeslice"] = {"replicas": wish.replicas}
     return keys if len(keys) > 1 else wish.wish
 
 
-def _mps(mps: MpsWish) -> dict[str, object]:
+def _mps_document(mps: MpsWish) -> dict[str, object]:
+    """Return an MPS daemon as YAML has it; what is left to its default has no key."""
     keys: dict[str, object] = {}
     limits = mps.limits
     if limits.threads_percent is not None:
@@ -255,7 +266,7 @@ class Matched:
     notes: tuple[str, ...] = ()
 
 
-def matched(file: HostFile, gpus: Sequence[Gpu], same_model: Callable[[str, str], bool]) -> Matched:
+def match_entries(file: HostFile, gpus: Sequence[Gpu], same_model: Callable[[str, str], bool]) -> Matched:
     """Return the entry of each GPU; a GPU without one is left out.
 
     ``same_model`` returns whether a model in the file (product name or alias) means a product name. A part of the name,
@@ -274,13 +285,13 @@ def matched(file: HostFile, gpus: Sequence[Gpu], same_model: Callable[[str, str]
     for entry in sorted(file.entries, key=lambda entry: -entry.match.by):
         mine = _gpus_of(entry, gpus, is_model)
         for gpu in mine:
-            _check_twice(file, chosen.get(gpu.index), entry, gpu)
+            _check_matched_once(file, chosen.get(gpu.index), entry, gpu)
             chosen.setdefault(gpu.index, entry)
-        missing += _missing(file, entry, gpus)
+        missing += _missing_gpu_errors(file, entry, gpus)
         if not mine and entry.match.by in {Exactness.MODEL, Exactness.ALL}:
             notes.append(f"{file.shown}:{entry.mark}: no GPU of this host is {entry.match}")
     entries = {index: chosen[index] for index in sorted(chosen)}
-    _check_names(file, entries)
+    _check_names_differ(file, entries)
     return Matched(entries=entries, missing=tuple(missing), notes=tuple(notes))
 
 
@@ -291,6 +302,7 @@ def _is_part(written: str, name: str) -> bool:
 
 
 def _gpus_of(entry: Entry, gpus: Sequence[Gpu], is_model: Callable[[str, Gpu], bool]) -> list[Gpu]:
+    """Return the GPUs that an entry names; ``is_model`` tells whether a written model means a GPU."""
     by, values = entry.match.by, entry.match.values
     if by is Exactness.ALL:
         return list(gpus)
@@ -302,7 +314,8 @@ def _gpus_of(entry: Entry, gpus: Sequence[Gpu], is_model: Callable[[str, Gpu], b
     return [gpu for gpu in gpus if gpu.name and any(is_model(value, gpu) for value in values)]
 
 
-def _missing(file: HostFile, entry: Entry, gpus: Sequence[Gpu]) -> list[GpushareError]:
+def _missing_gpu_errors(file: HostFile, entry: Entry, gpus: Sequence[Gpu]) -> list[GpushareError]:
+    """Return an error for each index and UUID of an entry that no GPU has. A model may have none."""
     if entry.match.by not in {Exactness.INDEX, Exactness.UUID}:
         return []
     names = {str(gpu.index) for gpu in gpus} | {(gpu.uuid or "").lower() for gpu in gpus}
@@ -318,7 +331,8 @@ def _missing(file: HostFile, entry: Entry, gpus: Sequence[Gpu]) -> list[Gpushare
     ]
 
 
-def _check_twice(file: HostFile, before: Entry | None, entry: Entry, gpu: Gpu) -> None:
+def _check_matched_once(file: HostFile, before: Entry | None, entry: Entry, gpu: Gpu) -> None:
+    """Raise BadUsage if two entries name a GPU in the same way: neither wins."""
     if before is not None and before.match.by is entry.match.by:
         raise BadUsage(
             f"{file.shown}:{entry.mark}: GPU {gpu.index} is matched in the same way by the entry at {before.mark}",
@@ -328,7 +342,8 @@ def _check_twice(file: HostFile, before: Entry | None, entry: Entry, gpu: Gpu) -
         )
 
 
-def _check_names(file: HostFile, entries: dict[int, Entry]) -> None:
+def _check_names_differ(file: HostFile, entries: dict[int, Entry]) -> None:
+    """Raise BadUsage if two instances would have one name."""
     owners: dict[str, int] = {}
     for index, entry in entries.items():
         for mig in entry.mig:

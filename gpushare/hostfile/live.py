@@ -51,6 +51,7 @@ class LiveGpu:
         return self.daemon(self.gpu.uuid)
 
     def daemon(self, uuid: str | None) -> LiveMps | None:
+        """Return the lasting daemon of gpushare on a device; None: there is none."""
         daemon = self.daemons.get(uuid or "")
         return None if daemon is None or daemon.transient else daemon
 
@@ -70,7 +71,7 @@ def captured(gpus: list[LiveGpu], *, by: Exactness = Exactness.INDEX) -> tuple[H
     entries: list[Entry] = []
     notes: list[str] = []
     for live in gpus:
-        entry = _entry(live, notes)
+        entry = _captured_entry(live, notes)
         if entry is None:
             continue
         value = str(live.gpu.index) if by is Exactness.INDEX else live.gpu.uuid or ""
@@ -87,7 +88,7 @@ def _has_names(entry: Entry) -> bool:
     return any(mig.name is not None for mig in entry.mig)
 
 
-def _entry(live: LiveGpu, notes: list[str]) -> Entry | None:
+def _captured_entry(live: LiveGpu, notes: list[str]) -> Entry | None:
     """Return the entry that describes a GPU as it is; None: none can. ``notes`` gets why, and what is left out."""
     gpu, title = live.gpu, f"GPU {live.gpu.index}"
     if gpu.error is not None:
@@ -111,17 +112,18 @@ def _entry(live: LiveGpu, notes: list[str]) -> Entry | None:
             notes.append(
                 f"{title}: its time-slice level {live.time_slice.title} is left out: a file cannot express one with MIG"
             )
-        return Entry(match=unbound, sharing=Way.MIG, mig=tuple(_instances(live, notes)))
+        return Entry(match=unbound, sharing=Way.MIG, mig=tuple(_captured_instances(live, notes)))
     if live.time_slice not in {None, TimeSlice.DEFAULT} and (live.mps or gpu.compute_mode is not ComputeMode.DEFAULT):
         notes.append(f"{title}: its time-slice level is left out: it has no effect with this way of sharing")
     if live.mps is not None:
         if live.mps.wish is not None:
             return Entry(match=unbound, sharing=Way.MPS, mps=live.mps.wish)
         notes.append(f"{title}: its MPS daemon is left out: {live.mps.error or 'it does not answer'}")
-    return _without_daemon(live, notes)
+    return _captured_entry_without_daemon(live, notes)
 
 
-def _without_daemon(live: LiveGpu, notes: list[str]) -> Entry | None:
+def _captured_entry_without_daemon(live: LiveGpu, notes: list[str]) -> Entry | None:
+    """Return the entry of a GPU without MIG and MPS, by its compute mode and time-slice; None: as `_captured_entry`."""
     gpu, title, unbound = live.gpu, f"GPU {live.gpu.index}", Match(by=Exactness.ALL)
     if gpu.compute_mode is ComputeMode.PROHIBITED:
         notes.append(f"{title} is left out: a file cannot express compute mode prohibited")
@@ -135,7 +137,8 @@ def _without_daemon(live: LiveGpu, notes: list[str]) -> Entry | None:
     return Entry(match=unbound, sharing=Way.TIMESLICE, time_slice=live.time_slice or TimeSlice.DEFAULT)
 
 
-def _instances(live: LiveGpu, notes: list[str]) -> list[InstanceWish]:
+def _captured_instances(live: LiveGpu, notes: list[str]) -> list[InstanceWish]:
+    """Return the MIG devices of a GPU as a file wants them; ``notes`` gets what is left out."""
     wishes: list[InstanceWish] = []
     for instance in live.instances:
         name = next((named for named in live.names if named.place == instance.place), None)
@@ -157,10 +160,10 @@ def _instances(live: LiveGpu, notes: list[str]) -> list[InstanceWish]:
                     mps=None if daemon is None else daemon.wish,
                 )
             )
-    return _counted(wishes)
+    return _merge_equal(wishes)
 
 
-def _counted(wishes: list[InstanceWish]) -> list[InstanceWish]:
+def _merge_equal(wishes: list[InstanceWish]) -> list[InstanceWish]:
     """Merge equal neighbours into one with a count; an item with a name stays alone."""
     counted: list[InstanceWish] = []
     for wish, same in groupby(wishes):
@@ -184,6 +187,7 @@ class PlacedDevice(NamedTuple):
 
     @property
     def place(self) -> tuple[str, int]:
+        """Return the profile and the first memory slice of its GPU instance."""
         return self.profile, self.start
 
     def __str__(self) -> str:
@@ -234,7 +238,7 @@ class Assignment:
 
 def assignment_of(live: LiveGpu, entry: Entry, layout: Layout, devices: Iterable[PlacedDevice]) -> Assignment:
     """Return the items of an entry of a GPU, each with the device that fits best."""
-    return assign(_expanded(entry, layout.profiles), devices, gpu_uuid=live.gpu.uuid or "")
+    return assign(_wanted_devices(entry, layout.profiles), devices, gpu_uuid=live.gpu.uuid or "")
 
 
 def assign(wanted: Iterable[WantedDevice], devices: Iterable[PlacedDevice], *, gpu_uuid: str = "") -> Assignment:
@@ -256,6 +260,7 @@ def assign(wanted: Iterable[WantedDevice], devices: Iterable[PlacedDevice], *, g
 
 
 def devices_of_layout(live: LiveGpu) -> list[PlacedDevice]:
+    """Return the MIG devices that a GPU has, each with its name and daemon."""
     devices: list[PlacedDevice] = []
     names = {named.place: named.name for named in live.names}
     for instance in live.instances:
@@ -267,7 +272,7 @@ def devices_of_layout(live: LiveGpu) -> list[PlacedDevice]:
                     *place,
                     slices=part.profile.slices,
                     whole=part.profile.slices == instance.profile.slices,
-                    number=_count(devices, place, part.profile.slices),
+                    number=_count_alike(devices, place, part.profile.slices),
                     uuid=part.uuid,
                     name=names.get(place),
                     mps=None if daemon is None else daemon.wish,
@@ -283,21 +288,23 @@ def devices_to_be(shape: GpuShape, profiles: Sequence[Profile], kept: Sequence[P
     for instance in shape.instances:
         for part in instance.compute:
             slices = part.slices
-            same = [k for k in rest if k.place == instance.place and k.slices == slices]
+            same = [device for device in rest if device.place == instance.place and device.slices == slices]
             if same:
                 rest.remove(same[0])
                 devices.append(same[0])
                 continue
-            number = _count(devices, instance.place, slices)
+            number = _count_alike(devices, instance.place, slices)
             devices.append(PlacedDevice(*instance.place, slices, slices == whole.get(instance.profile), number))
     return devices
 
 
-def _count(devices: Sequence[PlacedDevice], place: tuple[str, int], slices: int) -> int:
+def _count_alike(devices: Sequence[PlacedDevice], place: tuple[str, int], slices: int) -> int:
+    """Return how many of these devices have this place and this many compute slices."""
     return sum((device.place, device.slices) == (place, slices) for device in devices)
 
 
-def _expanded(entry: Entry, profiles: Sequence[Profile]) -> list[WantedDevice]:
+def _wanted_devices(entry: Entry, profiles: Sequence[Profile]) -> list[WantedDevice]:
+    """Return the single MIG devices that an entry wants: one for each compute instance of each count."""
     devices = []
     for mig in entry.mig:
         for request in parse_wish(mig.wish):
@@ -311,10 +318,12 @@ def _expanded(entry: Entry, profiles: Sequence[Profile]) -> list[WantedDevice]:
 
 
 def _named_first(devices: list[WantedDevice]) -> list[int]:
+    """Return the positions of devices, those that are to have a name first."""
     return sorted(range(len(devices)), key=lambda number: (devices[number].wish.name is None, number))
 
 
 def _fits(want: WantedDevice, device: PlacedDevice) -> bool:
+    """Return whether a device has the profile, the slices and, if it matters, the placement that is wanted."""
     return (want.profile, want.slices) == (device.profile, device.slices) and want.start in {None, device.start}
 
 

@@ -21,7 +21,7 @@ from gpushare.host.capabilities import group_id, user_id, user_name
 from gpushare.host.host import Host, is_trusted_directory, make_private_directory
 from gpushare.host.records import read_bounded, read_own, replace_file, writing
 from gpushare.host.written_file import directory_of
-from gpushare.hostfile.file import Entry, HostFile, InstanceWish, Matched, MpsWish, matched
+from gpushare.hostfile.file import Entry, HostFile, InstanceWish, Matched, MpsWish, match_entries
 from gpushare.hostfile.kept import KEPT, kept_limits, limits_in
 from gpushare.hostfile.parse import parse
 from gpushare.inputs import decode_text, shown_path, text_of
@@ -101,7 +101,7 @@ def names_in(file: HostFile) -> Names:
 
 def entries_of(file: HostFile, gpus: Sequence[Gpu]) -> Matched:
     """Return the entry of each GPU, with users by name."""
-    all_entries = matched(file, gpus, _same_model)
+    all_entries = match_entries(file, gpus, _same_model)
     return replace(
         all_entries,
         entries={index: _with_known_users(entry, file.shown) for index, entry in all_entries.entries.items()},
@@ -170,22 +170,23 @@ def _same_model(written: str, name: str) -> bool:
 def _with_known_users(entry: Entry, shown: str) -> Entry:
     """Return an entry with users by name; the file may have ids."""
 
-    def known(users: tuple[str, ...], at: object) -> tuple[str, ...]:
+    def user_names(users: tuple[str, ...], at: object) -> tuple[str, ...]:
         try:
             return tuple(sorted({user_name(user_id(user)) for user in users}))
         except NotFound as error:
             raise NotFound(f"{shown}:{at}: {error.message}", error.hint, code=error.code) from None
 
     def mps(wish: MpsWish | None, at: object) -> MpsWish | None:
-        return None if wish is None else replace(wish, users=known(wish.users, at))
+        return None if wish is None else replace(wish, users=user_names(wish.users, at))
 
     def instance(wish: InstanceWish) -> InstanceWish:
-        return replace(wish, users=known(wish.users, wish.mark), mps=mps(wish.mps, wish.mark))
+        return replace(wish, users=user_names(wish.users, wish.mark), mps=mps(wish.mps, wish.mark))
 
     return replace(entry, mps=mps(entry.mps, entry.mark), mig=tuple(map(instance, entry.mig)))
 
 
 def applied_path(host: Host) -> Path:
+    """Return where the file that was applied last is kept."""
     return host.state_directory / KEPT
 
 
@@ -195,7 +196,7 @@ def keep_applied(host: Host, text: str) -> Path:
     Raises:
         NoPermission, OperationFailed: it cannot be written (code ``not_kept``); the earlier one stays.
     """
-    return _keep(host, applied_path(host), text)
+    return _write_kept(host, applied_path(host), text)
 
 
 def before_path(host: Host, text: str) -> Path:
@@ -205,7 +206,7 @@ def before_path(host: Host, text: str) -> Path:
 
 def keep_before(host: Host, text: str) -> Path:
     """Keep the state before an apply, and of earlier ones the last few; return the path. Errors as `keep_applied`."""
-    path = _keep(host, before_path(host, text), text)
+    path = _write_kept(host, before_path(host, text), text)
     with contextlib.suppress(OSError):
         os.utime(path)
         for old in sorted(path.parent.glob("before-*.yaml"), key=lambda file: -file.lstat().st_mtime)[_MOST_BEFORE:]:
@@ -233,7 +234,7 @@ def default_path() -> str | None:
     return DEFAULT
 
 
-def _keep(host: Host, path: Path, text: str) -> Path:
+def _write_kept(host: Host, path: Path, text: str) -> Path:
     """Write a file of the state directory, atomically and durably.
 
     The same text is not written again: at boot the disk may be full or read-only.

@@ -26,11 +26,6 @@ if TYPE_CHECKING:
     from gpushare.snapshot import HostState
 
 
-def is_unit(daemon: MpsDaemon) -> bool:
-    """Return whether a systemd unit runs this daemon; `with_units` has set its device."""
-    return not daemon.ours and daemon.device_uuid is not None
-
-
 def with_units(host: Host, daemons: Sequence[FoundDaemon], gpus: Sequence[Gpu]) -> list[FoundDaemon]:
     """Return the daemons, those of systemd units completed with their device and exact memory limit."""
     devices = [unit_device(item, gpus) for item in daemons]
@@ -113,20 +108,22 @@ def live_gpus(state: HostState, gpus: Sequence[Gpu]) -> list[LiveGpu]:
     levels = or_none(lambda: state.levels) or {}
     daemons = with_units(state.host, state.daemons, state.gpus)
     layouts = state.held_layouts([gpu for gpu in gpus if gpu.error is None and gpu.mig_capable])
-    return [_live(state, gpu, levels, daemons, layouts.get(gpu.index)) for gpu in gpus]
+    return [_live_gpu(state, gpu, levels, daemons, layouts.get(gpu.index)) for gpu in gpus]
 
 
-def _live(
+def _live_gpu(
     state: HostState,
     gpu: Gpu,
     levels: Mapping[int, TimeSlice | None],
     daemons: Sequence[FoundDaemon],
     layout: Layout | None,
 ) -> LiveGpu:
+    """Return how one GPU is shared now, from what was read of all of them."""
     host = state.host
     mine = {gpu.uuid, *(mig.uuid for mig in gpu.mig_instances)} - {None}
     ours = [item for item in daemons if item.daemon.ours and item.daemon.device_uuid in mine]
-    units = [item.daemon for item in daemons if is_unit(item.daemon) and item.daemon.device_uuid in mine]
+    # Of the daemons that are not ours only those of units have a device: `with_units` has set it.
+    units = [item.daemon for item in daemons if not item.daemon.ours and item.daemon.device_uuid in mine]
     others = [item for item in daemons if not item.daemon.ours and item.daemon.device_uuid is None]
     foreign = [item.daemon for item in others if item.serves(host, gpu.index)]
     names = [named for named in state.names.values() if named.gpu_uuid == gpu.uuid]
@@ -135,7 +132,7 @@ def _live(
         time_slice=levels.get(gpu.index),
         has_time_slice=gpu.index in levels,
         daemons={
-            **{item.daemon.device_uuid or "": _mps(item) for item in ours},
+            **{item.daemon.device_uuid or "": _live_daemon(item) for item in ours},
             **{unit.device_uuid or "": live_unit(host, gpu, unit) for unit in units},
         },
         foreign=tuple(
@@ -144,11 +141,12 @@ def _live(
         ),
         layout=layout if gpu.error is None else None,
         names=tuple(replace(named, users=tuple(sorted(map(known_user, named.users)))) for named in names),
-        open=frozenset(named.name for named in names if not _is_closed(host, named)),
+        open=frozenset(named.name for named in names if not _grants_in_force(host, named)),
     )
 
 
-def _mps(found: FoundDaemon) -> LiveMps:
+def _live_daemon(found: FoundDaemon) -> LiveMps:
+    """Return a daemon of gpushare with the limits in force; without them if it does not answer, or is half started."""
     daemon, record, home = found.daemon, found.record, found.home
     transient = daemon.transient or (record is not None and record.transient)
     if daemon.error is not None or record is None or home is None or record.interrupted:
@@ -163,7 +161,7 @@ def _mps(found: FoundDaemon) -> LiveMps:
     return LiveMps(pid=daemon.pid, wish=wish, transient=transient)
 
 
-def _is_closed(host: Host, named: NamedInstance) -> bool:
+def _grants_in_force(host: Host, named: NamedInstance) -> bool:
     """Return whether the grants of a name are in force."""
     try:
         return not plan_reapply(host, [named])

@@ -68,7 +68,8 @@ _LEVEL: Final = choice({level.title: level for level in TimeSlice})
 _MOST_RULES: Final = 256
 
 
-def _limits(fields: Mapping[str, Any]) -> MpsWish:
+def _mps_wish(fields: Mapping[str, Any]) -> MpsWish:
+    """Return the daemon that these keys want."""
     return MpsWish(
         limits=Limits(
             threads_percent=fields.get("threads"),
@@ -98,6 +99,7 @@ _EXCLUSIVE: Final = yes_or_no().about("No program runs outside MPS: compute mode
 
 
 def _check_instance(value: Value, fields: Mapping[str, Value]) -> None:
+    """Raise BadUsage if options of a MIG device exclude each other, or lack the name that they need."""
     if "name" in fields and "*" in str(fields["wish"].raw):
         raise fields["name"].wrong("is for one instance: write one item per instance", "drop the *COUNT")
     if "users" in fields and "name" not in fields:
@@ -113,7 +115,7 @@ _INSTANCE: Final = either(
             "wish": _WISH,
             "name": _NAME,
             "users": _USERS,
-            "mps": mapping(_DAEMON_KEYS, lambda fields, _: _limits(fields)),
+            "mps": mapping(_DAEMON_KEYS, lambda fields, _: _mps_wish(fields)),
             "timeslice": mapping({"replicas": _REPLICAS}, lambda fields, _: fields.get("replicas")),
         },
         lambda fields, value: InstanceWish(
@@ -141,7 +143,7 @@ def _check_match(value: Value, fields: Mapping[str, Value]) -> None:
         raise value.wrong("needs exactly one of index, uuid, model; or the word all")
 
 
-def _matched(fields: Mapping[str, Any], _: Value) -> Match:
+def _match_of(fields: Mapping[str, Any], _: Value) -> Match:
     ((key, values),) = fields.items()
     return Match(by=Exactness[key.upper()], values=tuple(map(str, values)))
 
@@ -153,7 +155,7 @@ _MATCH: Final = all_or(
             "uuid": one_or_several(text(_UUID, "the UUID of a GPU")),
             "model": one_or_several(text(r"^[A-Za-z0-9][A-Za-z0-9 ._()+/-]{0,79}$(?!\n)", "the model of a GPU")),
         },
-        _matched,
+        _match_of,
         check=_check_match,
         schema={"minProperties": 1, "maxProperties": 1},
     ),
@@ -161,7 +163,8 @@ _MATCH: Final = all_or(
 ).about("The GPUs of an entry. Of several entries for one GPU uuid wins over index, index over model, model over all.")
 
 
-def _entry(fields: Mapping[str, Any], value: Value) -> Entry:
+def _entry_of(fields: Mapping[str, Any], value: Value) -> Entry:
+    """Return an entry; the form has seen to it that it has exactly one way of sharing."""
     way = next(key for key in fields if key != "match")
     level, replicas = fields.get("timeslice", (None, None))
     return Entry(
@@ -190,10 +193,10 @@ _ENTRY: Final = mapping(
             "One process at a time: compute mode exclusive-process, no MPS daemon."
         ),
         "timeslice": _TIME_SLICE,
-        "mps": mapping({**_DAEMON_KEYS, "exclusive": _EXCLUSIVE}, lambda fields, _: _limits(fields)),
+        "mps": mapping({**_DAEMON_KEYS, "exclusive": _EXCLUSIVE}, lambda fields, _: _mps_wish(fields)),
         "mig": several(_INSTANCE).about("Exactly these MIG devices; an empty list is MIG without an instance."),
     },
-    _entry,
+    _entry_of,
     need=("match",),
     one_of=(Way.EXCLUSIVE.value, Way.TIMESLICE.value, Way.MPS.value, Way.MIG.value),
 )

@@ -32,7 +32,7 @@ from gpushare.plan import Step, carry_out, deferred_step
 from gpushare.timeslice.policy import plan_level
 
 
-def ask_levels(host: Host) -> None:
+def check_levels_known(host: Host) -> None:
     """Raise if nvidia-smi is missing or hangs: then no time-slice is known.
 
     Raises:
@@ -100,14 +100,16 @@ def grant_steps(
             deferred_step(
                 f"open '{named.name}' ({named}) to {users}",
                 "\n".join(f"gpushare mig grant {named.name} {shlex.quote(user)}" for user in named.users) or command,
-                _grants(host, named, present_users or ()),
+                _grant_planners(host, named, present_users or ()),
             )
         )
     return steps
 
 
-def _grants(host: Host, named: NamedInstance, present_users: Sequence[str]) -> list[Callable[[], Sequence[Step]]]:
-    """Return what grants and revokes, grants first: with no user left an instance would be open to all in between."""
+def _grant_planners(
+    host: Host, named: NamedInstance, present_users: Sequence[str]
+) -> list[Callable[[], Sequence[Step]]]:
+    """Return what plans the grants and revokes. Grants come first: without users an instance is open to all."""
     new = [user for user in named.users if user not in present_users]
     old = [user for user in present_users if user not in named.users]
     makes: list[Callable[[], Sequence[Step]]] = [
@@ -159,7 +161,7 @@ def stop_step(host: Host, daemon: OwnDaemon) -> Step:
     users = pipe_users(daemon.home.pipe) or ()
 
     def act() -> None:
-        Stop(host, daemon.found, daemon.device, drain_seconds=0.0, force=False).run()
+        _stop_idle(host, daemon.found, daemon.device)
         # The next daemon at this pipe is open to all users, unless the file says otherwise.
         if users:
             set_pipe_users(daemon.home.pipe, ())
@@ -183,21 +185,21 @@ def _clear_step(host: Host, found: FoundDaemon, gpu: Gpu) -> Step:
     return Step(
         what=f"clean up after a dead MPS daemon of GPU {gpu.index}",
         command=f"gpushare mps stop -g {found.daemon.device_uuid}",
-        do=lambda: _clear(host, found, device),
+        do=lambda: _stop_idle(host, found, device),
     )
 
 
-def _clear(host: Host, found: FoundDaemon, device: Device | None) -> None:
+def _stop_idle(host: Host, found: FoundDaemon, device: Device | None) -> None:
     Stop(host, found, device, drain_seconds=0.0, force=False).run()
 
 
 def daemon_step(host: Host, title: str, find: Find, wish: MpsWish, *, selector: str) -> Step:
     """Return the step that gives a device a daemon with exactly these limits and users; a running one is kept."""
     work = _Daemon(host, find, wish)
-    words = _words(wish)
+    words = _wish_words(wish)
     return Step(
         what=f"serve {title} with an MPS daemon" + (f": {', '.join(words)}" if words else ""),
-        command=_command(wish, selector),
+        command=_start_command(wish, selector),
         undo=f"gpushare mps stop -g {selector}",
         do=work.do,
         revert=work.back,
@@ -215,6 +217,7 @@ class _Daemon:
         self._users: tuple[str, ...] | None = None
 
     def do(self) -> None:
+        """Set the limits and users of the daemon that runs, or start one."""
         device = self._device = self._find()
         try:
             home, record = own_daemon(self._host, device, to_change=True)
@@ -226,26 +229,29 @@ class _Daemon:
             if record.limits.explicit != limits:
                 self._before = record
             carry_out(plan_limits(self._host, device, limits))
-            self._let_in(home)
+            self._set_users(home)
 
     def _start(self, device: Device) -> None:
+        """Start the daemon; only its users can connect from the first moment."""
         home = own_home(self._host, device.uuid)
         home.create()
         with home.locked():
             # Restricted before a client can connect.
-            self._let_in(home)
+            self._set_users(home)
             wish = self._wish
             users = wish.users if wish.multiuser else None
             carry_out(plan_start(self._host, device, wish.limits, exclusive=wish.exclusive, users=users))
             self._started = True
 
-    def _let_in(self, home: DaemonHome) -> None:
+    def _set_users(self, home: DaemonHome) -> None:
+        """Let only the wanted users enter the pipe directory, and note who might before."""
         present = pipe_users(home.pipe)
         if present is not None and present != self._wish.users:
             self._users = present
             set_pipe_users(home.pipe, self._wish.users)
 
     def back(self) -> None:
+        """Take back what `do` has done."""
         device = self._device
         if device is None:
             return
@@ -255,7 +261,7 @@ class _Daemon:
                 (each for each in own_daemons(self._host, device.gpu) if each.device.uuid == device.uuid), None
             )
             if daemon is not None:
-                Stop(self._host, daemon.found, device, drain_seconds=0.0, force=False).run()
+                _stop_idle(self._host, daemon.found, device)
         elif self._before is not None:
             with home.locked():
                 carry_out(plan_limits(self._host, device, self._before.limits.explicit))
@@ -283,19 +289,20 @@ def refuse_outside(title: str, gpu: Gpu, outside: Sequence[str], *, may: int = 0
         )
 
 
-def future(gpu: Gpu, placed: PlacedDevice, memory: int | None) -> Device:
+def device_to_be(gpu: Gpu, placed: PlacedDevice, memory: int | None) -> Device:
     """Return a MIG device that exists, or is to be created, on a GPU."""
     mig = next((mig for mig in gpu.mig_instances if mig.uuid == placed.uuid), None)
     return Device(gpu=gpu, mig=mig or MigInstance(uuid="", profile=str(placed), memory_total_bytes=memory))
 
 
-def _words(wish: MpsWish) -> list[str]:
+def _wish_words(wish: MpsWish) -> list[str]:
+    """Return a wanted daemon in words: its limits, who it is for, what else may run."""
     words = [*wish.limits.words, *([f"for {', '.join(wish.users)}"] if wish.users else [])]
     words += ["several users at the same time"] if wish.multiuser else []
     return words + (["no programs outside it"] if wish.exclusive else [])
 
 
-def _command(wish: MpsWish, selector: str) -> str:
+def _start_command(wish: MpsWish, selector: str) -> str:
     exclusive = ["--exclusive"] if wish.exclusive else []
     users = ["--users", ",".join(wish.users) or "all"] if wish.multiuser else []
     return shlex.join(["gpushare", "mps", "start", "-g", selector, *wish.limits.options(), *exclusive, *users])
