@@ -23,7 +23,7 @@ from gpushare.hostfile.file import (
     Match,
     MemoryLimit,
     MpsWish,
-    matched,
+    match_entries,
     text_of,
 )
 from gpushare.hostfile.parse import parse, read, schema
@@ -515,7 +515,7 @@ def test_the_most_exact_entry_holds() -> None:
         "- {match: {index: 1}, timeslice: medium}\n"
         "- {match: {uuid: GPU-00000001-0278-5de8-9bc3-edc91cebc70e}, timeslice: long}\n"
     )
-    found = matched(parse(text), gpus("H100", "Tesla T4", "Tesla T4"), same)
+    found = match_entries(parse(text), gpus("H100", "Tesla T4", "Tesla T4"), same)
     assert [entry.time_slice for entry in found.entries.values()] == [
         TimeSlice.DEFAULT,
         TimeSlice.LONG,
@@ -525,26 +525,26 @@ def test_the_most_exact_entry_holds() -> None:
 
 
 def test_a_gpu_without_an_entry_is_left_out() -> None:
-    found = matched(parse("version: 1\ngpus:\n- {match: {index: 1}, exclusive: true}\n"), gpus("T4", "T4"), same)
+    found = match_entries(parse("version: 1\ngpus:\n- {match: {index: 1}, exclusive: true}\n"), gpus("T4", "T4"), same)
     assert list(found.entries) == [1]
 
 
 def test_two_entries_of_one_kind_for_a_gpu_are_refused() -> None:
     text = "version: 1\ngpus:\n- {match: {index: 0}, exclusive: true}\n- {match: {index: [1, 0]}, exclusive: true}\n"
     with pytest.raises(BadUsage, match=r"gpushare.yaml:4:3: GPU 0 is matched in the same way by the entry at 3:3"):
-        matched(parse(text), gpus("T4", "T4"), same)
+        match_entries(parse(text), gpus("T4", "T4"), same)
 
 
 def test_a_name_is_given_once() -> None:
     text = "version: 1\ngpus:\n- match: all\n  mig: [{wish: 1g.10gb, name: train}]\n"
-    assert list(matched(parse(text), gpus("H100"), same).entries) == [0]
+    assert list(match_entries(parse(text), gpus("H100"), same).entries) == [0]
     with pytest.raises(BadUsage, match=r"gpushare.yaml:4:9: the name 'train' is used twice, on GPU 0 and GPU 1"):
-        matched(parse(text), gpus("H100", "H100"), same)
+        match_entries(parse(text), gpus("H100", "H100"), same)
 
 
 def test_what_is_not_there_is_said() -> None:
     text = "version: 1\ngpus:\n- {match: {index: [0, 7]}, exclusive: true}\n- {match: {model: a30}, mig: []}\n"
-    found = matched(parse(text), gpus("T4"), same)
+    found = match_entries(parse(text), gpus("T4"), same)
     assert [error.message for error in found.missing] == ["gpushare.yaml:3:3: this host has no GPU 7"]
     assert found.notes == ("gpushare.yaml:4:3: no GPU of this host is model a30",)
 
