@@ -95,6 +95,16 @@ class GpuFacts:
         return max((profile.instances for profile in profiles if profile.instances is not None), default=None)
 
 
+@dataclass(frozen=True)
+class RunningJob:
+    """A job that runs, and the UUIDs of its devices. ``mps``: it is a client of MPS."""
+
+    name: str
+    production: bool
+    mps: bool
+    devices: tuple[str, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class HostFacts:
     """One host. ``root`` is whether commands run as root there."""
@@ -108,6 +118,8 @@ class HostFacts:
     gpus: tuple[GpuFacts, ...] = ()
     # What a process started here can still get: the machine's free memory, and what its cgroup allows.
     host_memory_bytes: int | None = None
+    # Those that the caller has looked for.
+    jobs: tuple[RunningJob, ...] = ()
     # nvidia-cuda-mps-control is installed.
     mps_program: bool = False
     # Asks it for its "Binary version": 13000 is CUDA 13.0; None before R580, and when it is not printed.

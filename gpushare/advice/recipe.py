@@ -338,7 +338,7 @@ _PAIRS: Final = {
 
 def _production(steps: Steps, way: Way) -> None:
     """Add the lines of production and of the jobs that yield to it."""
-    s, pair, number = steps.s, _PAIRS[way], 0
+    s, pair, number, others = steps.s, _PAIRS[way], 0, 0
     works = list(zip(s.case.workloads, s.counts_of_all, strict=True))
     first = next((work for work, _ in works if work.role is Role.PRODUCTION), None)
     already_running, foreign = first is not None and bool(first.running), s.case.same_user is False
@@ -348,14 +348,16 @@ def _production(steps: Steps, way: Way) -> None:
         or (foreign and not (already_running and way is Way.SWAP))
         or (already_running and way is Way.SLICES)
     )
-    whose = ", by its own user" if foreign else ""
+    whose = "by its own user" if foreign else None
     cost = s.leaving_cost(way) if way is Way.SWAP else None
     seconds = "" if cost is None else f" (about {cost.out_seconds:.0f} s)"
-    target = None if first is None or way is Way.SWAP else _service(first, 1)
+    # Under MPS, production has no role.
+    running_production = [] if pair.name == "name" else [name for name, job in s.jobs.items() if job.production]
+    target = None if first is None or way is Way.SWAP else _service(first, 1, running_production)
     yielding: dict[str, Any] = dict(pair.apart) if without_role else {"opportunistic": True, "yields": pair.yields}
     if without_role and way is Way.MPS_PRIORITY:
-        others = sum(count or 1 for work, count in works if work.role is not Role.PRODUCTION)
-        yielding["threads_percent"] = client_limits(OPPORTUNISTIC_CAP / others, None).threads_percent
+        clients = sum(count or 1 for work, count in works if work.role is not Role.PRODUCTION)
+        yielding["threads_percent"] = client_limits(OPPORTUNISTIC_CAP / clients, None).threads_percent
         _daemons(steps, "start MPS without a cap for production", Limits())
     elif not without_role:
         yielding["target"] = target
@@ -363,20 +365,21 @@ def _production(steps: Steps, way: Way) -> None:
         produces, memory = work.role is Role.PRODUCTION, job_memory(s, way, work)
         number += produces
         if work.running and way is Way.SLICES:
-            time, what = _PRODUCTION_SLICE if produces else _OTHER_SLICE, which(count or 1, label_of(work))
-            steps.say(
-                f"the slice of {what}, which runs{whose}: gpushare timeslice set {time} PID (undo: timeslice reset PID)"
-            )
+            slice_of_job = _PRODUCTION_SLICE if produces else _OTHER_SLICE
+            what = f"the slice of {which(count or 1, label_of(work))}, which runs; gpushare jobs -a lists its PID"
+            steps.say(f"{what}; {whose}" if whose else what, f"gpushare timeslice set {slice_of_job} PID")
+            steps.undo.append(Line("restore the slice", "gpushare timeslice reset PID"))
         elif work.running:
             steps.say(which(count, label_of(work), "runs already, and stays as it is"))
         elif produces:
             how = f"starts when the other job has left{seconds}" if pair.wait else None
-            options = {pair.name: _service(work, number), "wait": pair.wait}
-            steps.run(which(count or 1, label_of(work), how) + whose, work, memory=memory, **options)
+            options = {pair.name: _service(work, number, running_production), "wait": pair.wait}
+            steps.run(which(count or 1, label_of(work), _joined(how, whose)), work, memory=memory, **options)
         else:
+            others += 1
             how = pair.note_apart if without_role else pair.note and pair.note.format(name=target)
-            name = clean_name(work.name, 1, "other") if without_role and way is Way.SWAP else None
-            steps.run(which(count or 1, label_of(work), how) + whose, work, memory=memory, name=name, **yielding)
+            name = "other" if others == 1 else f"other{others}"
+            steps.copies(work, count, _joined(how, whose), name, memory=memory, **yielding)
     if way is Way.SWAP and not without_role:
         early = "" if already_running else "if production stays: start it first, without --wait and --memory. "
         steps.say(
@@ -386,8 +389,14 @@ def _production(steps: Steps, way: Way) -> None:
     steps.measure += pair.measure
 
 
-def _service(work: Workload, number: int) -> str:
-    """Return the name of a production job."""
+def _joined(*parts: str | None) -> str:
+    return ", ".join(filter(None, parts))
+
+
+def _service(work: Workload, number: int, running: Sequence[str]) -> str:
+    """Return the name of a production job: of one that runs already, if the case gives it none."""
+    if work.name is None and number <= len(running):
+        return running[number - 1]
     return clean_name(work.name, number, "serve")
 
 

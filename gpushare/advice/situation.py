@@ -24,7 +24,7 @@ from gpushare.mps.limits import VOLTA
 
 if TYPE_CHECKING:
     from gpushare.advice.case import Case, Workload
-    from gpushare.advice.facts import GpuFacts
+    from gpushare.advice.facts import GpuFacts, RunningJob
     from gpushare.advice.table import Table
 
 
@@ -431,6 +431,12 @@ class Situation:
         """Return all GPUs that this answer is for."""
         return (self.gpu, *self.more)
 
+    @property
+    def jobs(self) -> dict[str, RunningJob]:
+        """Return the jobs that run on the GPUs that it is spread over, by name."""
+        uuids = {gpu.uuid for gpu in self.spread}
+        return {job.name: job for job in self.host.jobs if not uuids.isdisjoint(job.devices)}
+
     @cached_property
     def gpus_each(self) -> int:
         """Return how many GPUs a job has at the same time: 1 for each of the ranks of one job."""
@@ -818,6 +824,9 @@ class Situation:
         if way in LEAVING:
             # In another mode its server has the GPU alone.
             return self.gpu.compute_mode not in {None, ComputeMode.DEFAULT}
+        if way is Way.SLICES and self.pair and any(job.mps for job in self.jobs.values()):
+            # Jobs that yield to production share its daemon.
+            return False
         return way in {Way.TIMESLICE, Way.SLICES, *ALL_MIG}
 
     @cached_property

@@ -147,6 +147,8 @@ class Steps:
     undo: list[Line] = field(default_factory=list)
     measure: list[str] = field(default_factory=list)
     several_shells: bool = False
+    # Of the jobs that have names, in the order in which they start.
+    job_names: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.root = "" if self.s.host.root else "sudo "
@@ -184,22 +186,42 @@ class Steps:
             self.undo[:0] = undo_of(self, s, line.change)
 
     def run(self, what: str, work: Workload, **options: Any) -> None:
-        """Add the line of a job, by default on one of the GPUs of the situation."""
+        """Add the line of a job, by default on one of the GPUs of the situation; one of this name that runs there stays."""
+        name = options.get("production") or options.get("name")
+        if name is not None:
+            self.job_names.append(name)
+            if name in self.s.jobs:
+                self.say(f"{what}: '{name}' runs already, and stays as it is")
+                return
+            if any(job.name == name for job in self.s.host.jobs):
+                what += f"; choose another name: a job on another GPU is '{name}'"
         gpus = None if self.s.gpus_each == 1 else work.gpus
         job = JobCommand(**{"gpu": self.gpu, "gpus": gpus, "program": work.command or "CMD", **options})
         self.say(what, str(job))
 
-    def copies(self, work: Workload, count: int | None, how: str | None = None, **options: Any) -> None:
+    def copies(
+        self, work: Workload, count: int | None, how: str | None = None, default: str = "job", **options: Any
+    ) -> None:
         """Add the line of equal jobs with names of their own."""
-        name = clean_name(work.name, 1, "job")
-        others = f"the other is {name}-2" if count == 2 else f"the others are {name}-2 to {name}-{count}"
-        more = "" if count in {None, 1} else f"; {others}"
-        self.run(which(count, label_of(work), how) + more, work, name=f"{name}-1" if more else name, **options)
+        name = clean_name(work.name, 1, default)
+        names = [name] if count in {None, 1} else [f"{name}-{number}" for number in range(1, (count or 1) + 1)]
+        # Of those that run, the last ones: the line is of a job that does not run.
+        first, *others = sorted(names, key=self.s.jobs.__contains__)
+        what = which(count, label_of(work), how)
+        if others:
+            what += (
+                f"; the other is {others[0]}" if len(others) == 1 else f"; the others are {others[0]} to {others[-1]}"
+            )
+        self.run(what, work, name=first, **options)
+        self.job_names += others
 
     def made(self) -> Recipe:
+        undo = list(self.undo)
+        if self.job_names and not any(line.command for line in undo):
+            undo.insert(0, self.typed("end the jobs: what they set ends with them", "stop", *self.job_names))
         return Recipe(
             lines=_merged(self.lines),
-            undo=_merged(self.undo),
+            undo=_merged(undo),
             measure=tuple(self.measure),
             several_shells=self.several_shells,
         )

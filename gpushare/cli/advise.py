@@ -7,7 +7,7 @@ import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -28,7 +28,7 @@ from gpushare.advice.case import (
     workload_of,
     workloads_of,
 )
-from gpushare.advice.facts import GpuFacts, HostFacts, host_facts, instance_facts
+from gpushare.advice.facts import GpuFacts, HostFacts, RunningJob, host_facts, instance_facts
 from gpushare.advice.measured import BENCH_WAYS, MeasuredAdvice, bench_ways, measured, unmeasured
 from gpushare.advice.measured import measured_answer as answer_of
 from gpushare.advice.place import first_gpu
@@ -47,6 +47,7 @@ from gpushare.base.errors import (
     NotSupported,
     OperationFailed,
     no_gpu_error,
+    or_none,
 )
 from gpushare.base.model import Way
 from gpushare.base.selection import Device, is_any, select_for_change, select_one
@@ -81,6 +82,7 @@ from gpushare.mps.limits import Limits
 from gpushare.mps.set import plan_limits
 from gpushare.mps.start import plan_start
 from gpushare.plan import Plan, Step
+from gpushare.run.jobs import PRODUCTION, is_running, records
 from gpushare.show.advise import answer_table, reasons_table, verdicts_table
 from gpushare.show.plan import plan_result, undone
 from gpushare.show.result import OutputFormat, Result
@@ -256,7 +258,7 @@ def advise(
     if apply and not settings.dry_run:
         _recover_mig(host)
     state = HostState(host)
-    facts = host_facts(state)
+    facts = replace(host_facts(state), jobs=tuple(_running_jobs(host)))
     chosen, among = _gpu_of_option(state, facts, gpu)
     if case is None:
         chosen = chosen or _first_gpu(facts, among, lambda gpu: live and bool(gpu.processes))
@@ -383,6 +385,13 @@ def _recover_mig(host: Host) -> None:
         with recovered(host, ledger) as undone:
             for undone_text in undone:
                 note(undone_text)
+
+
+def _running_jobs(host: Host) -> Iterator[RunningJob]:
+    for record in or_none(lambda: records(host)) or ():
+        if is_running(host, record):
+            production = record.role == PRODUCTION
+            yield RunningJob(record.name, production=production, mps=record.mps, devices=record.devices)
 
 
 def _gpu_of_option(state: HostState, facts: HostFacts, gpu: str | None) -> tuple[GpuFacts | None, tuple[int, ...]]:

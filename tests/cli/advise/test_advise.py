@@ -150,7 +150,7 @@ def test_a_file_with_several_workloads(cli: Any, tmp_path: Path) -> None:
     assert commands(data) == [
         "gpushare mps start -g 0",
         "gpushare run -g 0 --memory 21760M --name api -- python serve.py",
-        "gpushare run -g 0 --threads 60 --memory 42240M --priority low -- CMD",
+        "gpushare run -g 0 --threads 60 --memory 42240M --priority low --name train -- CMD",
     ]
 
 

@@ -72,7 +72,7 @@ def test_production_first_says_that_the_other_could_be_paused(cli: Any) -> None:
     Path("w.yaml").write_text(file)
     assert lines(advice(cli, "-f", "w.yaml", host="sim:h200")) == [
         "gpushare run -g 0 --production serve -- CMD",
-        "gpushare run -g 0 --opportunistic --for serve --yield pause -- CMD",
+        "gpushare run -g 0 --opportunistic --for serve --yield pause --name other -- CMD",
     ]
     # Before Volta nobody measured it.
     said = [line["what"] for line in advice(cli, *words, host="sim:p100")["commands"]]
@@ -323,7 +323,7 @@ def test_a_slice_per_process_for_production_with_gaps(cli: Any) -> None:
     assert data["winner"] == "slices"
     assert lines(data) == [
         "gpushare run -g 0 --production serve -- CMD",
-        "gpushare run -g 0 --slice 500us -- CMD",
+        "gpushare run -g 0 --slice 500us --name other -- CMD",
     ]
     assert any("does not document these calls" in condition for condition in data["conditions"])
     assert (
@@ -348,7 +348,10 @@ def test_gaps_of_production_decide_between_slices_and_caps(cli: Any, words: tupl
     data = advice(cli, *pair, *words, host="sim:h200")
     assert data["winner"] == way
     if way == "slices" and "--running" not in words:
-        assert lines(data)[1] == "gpushare run -g 0 --opportunistic --for serve --yield slices --memory 4596M -- CMD"
+        assert (
+            lines(data)[1]
+            == "gpushare run -g 0 --opportunistic --for serve --yield slices --memory 4596M --name other -- CMD"
+        )
 
 
 def test_unequal_shares_across_users_are_slices(cli: Any) -> None:
