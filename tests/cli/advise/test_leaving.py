@@ -42,8 +42,14 @@ def words_of(command: str, old: str = "", new: str = "") -> list[str]:
     return rest
 
 
-def on_gpu(world: World) -> None:
-    until(lambda: (state := world.file.read()) is not None and state.processes, "the job is on the GPU")
+def on_gpu(world: World, gib: int = 0) -> None:
+    """Wait until the job is on the GPU with its memory: at first it has its context alone, and would leave with that."""
+
+    def has_its_memory() -> bool:
+        state = world.file.read()
+        return state is not None and any(process.memory_bytes >= gib << 30 for process in state.processes)
+
+    until(has_its_memory, "the job is on the GPU with its memory")
 
 
 def pair(tmp_path: Path, *, users: tuple[str, str] | None = None, seconds: float = 30) -> Path:
@@ -185,7 +191,7 @@ def test_production_first_as_printed(cli: Cli, real: Real, tmp_path: Path, users
     assert data["winner"] == "swap"
     serve, batch = commands(data)
     other = real(*(words_of(batch) if users is None else words_of(batch, "turns=60s", "turns=0.5")), host=A30)
-    on_gpu(World(A30))
+    on_gpu(World(A30), gib=16)
     web = real(*words_of(serve), host=A30)
     other.says("out of the GPU: 16.0 GiB")
     assert web.result().code == 0
