@@ -338,6 +338,9 @@ def export_result(engine: str, export: Export, to: str | None) -> Result:
         node = " NODE" if "${1:" in script.text else ""
         notes = [f"apply: sh {shlex.quote(os.path.join(str(to), script.name))}{node}; it says what it needs"]
     notes += [f"lost: {text}" for text in export.lost]
+    if settings.spec != "local":
+        # No --host in the files: a unit or a prolog is of the machine on which it is installed.
+        notes.append(f"{settings.spec} is simulated: the files are an example; for a real host, export there")
     if to is None and len(export.documents) > 1:
         notes.insert(0, f"to write files: gpushare export {engine} --to DIR, with the same options")
     data = ExportAnswer(**vars(export), engine=engine, written=tuple(written))

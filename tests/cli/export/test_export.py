@@ -50,6 +50,13 @@ def plugin_of(text: str) -> Any:
     return key, from_config(yaml.safe_load(data[key]))
 
 
+@pytest.mark.parametrize("engine", [*ENGINES, *CONTAINERS])
+def test_the_files_of_a_simulated_host_are_an_example(cli: Cli, engine: str) -> None:
+    done = cli("export", engine, host="sim:t4").ok()
+    assert "note: sim:t4 is simulated: the files are an example; for a real host, export there" in done.err
+    assert "sim:" not in done.out
+
+
 def test_time_slicing_in_kubernetes(cli: Cli) -> None:
     done = cli("export", "k8s", "--node", "gpu01", host=T4S).ok()
     kinds = [document["kind"] for document in documents(done.out)]

@@ -20,7 +20,7 @@ from gpushare.memory.ledger import Place, Request, reservations
 from gpushare.memory.peaks import Profile, find_profile, keep_profile
 from gpushare.memory.room import wait_for_room
 from gpushare.run.jobs import PRODUCTION, output_path, write_record
-from gpushare.run.queued import ErrorTail, _more, lacked_memory
+from gpushare.run.queued import ErrorTail, _size_with_more, lacked_memory
 from gpushare.sim import admin
 from tests.cli.drive import H200, ROOT, Cli, Real, Refused, World, record_of, until
 
@@ -747,7 +747,7 @@ def test_a_lost_gpu_is_said_while_waiting(cli: Cli) -> None:
 
 @pytest.mark.parametrize("size", [1, 4, 5, 1024])
 def test_what_runs_out_of_memory_asks_for_more_each_time(size: int) -> None:
-    assert _more(size << 20) > size << 20
+    assert _size_with_more(size << 20) > size << 20
 
 
 def test_the_end_of_stderr_is_kept_and_all_of_it_passed_on(capfd: pytest.CaptureFixture[str]) -> None:
