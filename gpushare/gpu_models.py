@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from gpushare.base.errors import BadUsage
-from gpushare.base.units import MIB
+from gpushare.base.units import MIB, plain_name
 from gpushare.mig.profile import Engines, Placement, Profile, standard_compute_profiles
 
 _CATALOGUE: Final = Path(__file__).resolve().parent / "data" / "gpu-models.json"
@@ -159,21 +159,21 @@ def find_model(name: str) -> GpuModel:
     """
     # The usual case, an alias: no need to normalize every name of the catalogue.
     typed = (key for key, entry in _catalogue().items() if name in entry["aliases"])
-    key = next(typed, None) or _keys_by_name().get(_plain_name(name))
+    key = next(typed, None) or _keys_by_name().get(plain_name(name))
     if key is not None:
         return model_of(key)
     import difflib
 
     listing = "see them all: gpushare sim list --models"
-    shorts = {_plain_name(known.short): known.short for known in load_models().values()}
-    close = [shorts[match] for match in difflib.get_close_matches(_plain_name(name), shorts, n=3, cutoff=0.5)]
+    shorts = {plain_name(known.short): known.short for known in load_models().values()}
+    close = [shorts[match] for match in difflib.get_close_matches(plain_name(name), shorts, n=3, cutoff=0.5)]
     hint = f"did you mean {', '.join(close)}? {listing}" if close else listing
     raise BadUsage(f"there is no GPU model '{name.strip()[:60]}'", hint, code="unknown_model")
 
 
 def named_model(name: str | None) -> GpuModel | None:
     """Return the model that NVML reports by this name, or None."""
-    key = _keys_by_name().get(_plain_name(name or ""))
+    key = _keys_by_name().get(plain_name(name or ""))
     return None if key is None else model_of(key)
 
 
@@ -186,12 +186,8 @@ def _keys_by_name() -> dict[str, str]:
         bare = re.sub(r"^(NVIDIA GeForce|NVIDIA|Tesla) ", "", full)
         for name in (key, full, bare, entry["product"], *entry["aliases"]):
             # The first model with an alias gets it; a test keeps aliases unambiguous.
-            names.setdefault(_plain_name(name), key)
+            names.setdefault(plain_name(name), key)
     return names
-
-
-def _plain_name(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 _SAME_NAME: Final = (

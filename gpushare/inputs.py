@@ -84,7 +84,6 @@ class Mark(NamedTuple):
 class Located(dict[Any, Any]):
     """A mapping with its place in the file, and those of its keys and values."""
 
-    line: int | None = None
     mark: Mark = Mark()
     keys_at: Mapping[Any, Mark] = {}
     values_at: Mapping[Any, Mark] = {}
@@ -183,7 +182,6 @@ def _loader(*, texts: bool = False) -> Any:  # noqa: C901 - one class, made wher
         def mapping(self, node: Any) -> Any:
             located = Located()
             located.mark = _mark(node)
-            located.line = located.mark.line
             yield located
             written = set()
             for key, _ in node.value:

@@ -14,7 +14,7 @@ from gpushare.advice.questions import QUESTIONS, other_answers
 from gpushare.advice.recipe import may_pause, recipe
 from gpushare.advice.rules import Kind, Outcome, Reason, Verdict, verdicts
 from gpushare.advice.situation import Situation, instances_sentence
-from gpushare.advice.steps import Recipe, joined
+from gpushare.advice.steps import Recipe, join_recipes
 from gpushare.advice.ways import ALL_MIG, CONCURRENT, LEAVING
 from gpushare.base.model import Way
 from gpushare.base.units import GIB, format_bytes, ranges
@@ -98,7 +98,7 @@ def advise(situation: Situation) -> Advice:
         verdicts=judged,
         recipe=None
         if best is None
-        else joined([recipe(part.situation, part.way) for part in parts if part.way is not None]),
+        else join_recipes([recipe(part.situation, part.way) for part in parts if part.way is not None]),
         budget=first.plain if way is None else first.budget_of(way),
         limits_bytes=None if way is None else limits_sum(first, way),
         confidence=confidence,
@@ -111,7 +111,7 @@ def advise(situation: Situation) -> Advice:
     )
 
 
-def with_way(advice: Advice, way: Way, *, cap: float | None, changes: tuple[Change, ...]) -> Advice:
+def with_way(advice: Advice, way: Way, *, cap: float | None) -> Advice:
     """Return the advice with another winner and, if measured, the thread cap of its MPS clients in percent."""
     situation = advice.situation.variant(cap=cap)
     return replace(
@@ -121,7 +121,7 @@ def with_way(advice: Advice, way: Way, *, cap: float | None, changes: tuple[Chan
         recipe=recipe(situation, way),
         budget=situation.budget_of(way),
         limits_bytes=limits_sum(situation, way),
-        changes=changes,
+        changes=(),
         gaps=_gaps(situation, way),
     )
 
@@ -181,6 +181,7 @@ def open_titles(changes: Sequence[Change]) -> list[str]:
 
 
 def open_text(titles: Sequence[str]) -> str:
+    """Return the questions whose answers are open, for the reason of a confidence."""
     return f"unanswered questions could change it: {', '.join(titles)}"
 
 
@@ -226,6 +227,7 @@ def _gaps(situation: Situation, way: Way) -> tuple[str, ...]:
 
 
 def _notes(situation: Situation) -> tuple[str, ...]:
+    """Return what was assumed, and what on the GPU the reader should know of."""
     case, gpu = situation.case, situation.gpu
     kinds = dict.fromkeys(work.like for work in case.workloads if work.like is not None)
     notes = [f"like {kind}: {flags_like(kind)}, unless said otherwise" for kind in kinds]
@@ -380,7 +382,7 @@ def advice_answer(advice: Advice) -> AdviceAnswer:
         instance=situation.gpu.instance,
         gpus=gpus,
         gpu_title=", ".join([title, *names]),
-        placement=[_place_of(part) for part in advice.parts],
+        placement=[_place_answer(part) for part in advice.parts],
         why=_why(advice, conditions),
         confidence=advice.confidence.value,
         confidence_why=advice.confidence_why,
@@ -412,7 +414,7 @@ def _title_of(advice: Advice) -> str:
     """Return the answer in words: of the whole GPU, whether each has its own or one runs at a time."""
     if advice.best is None:
         return "nothing fits"
-    answers = list(map(_place_of, advice.parts))
+    answers = list(map(_place_answer, advice.parts))
     kinds = {(each.way, part.situation.gpus_each) for each, part in zip(answers, advice.parts, strict=True)}
     if len(kinds) > 1:
         return "; ".join(
@@ -446,7 +448,8 @@ def _at_once(situation: Situation, places: int) -> str:
     return f"{count} at a time, each with {'the whole GPU' if gpus == 1 else f'{gpus} whole GPUs'}"
 
 
-def _place_of(part: Part) -> Place:
+def _place_answer(part: Part) -> Place:
+    """Return what is on the GPUs of a part, and in which way, for people."""
     case = part.situation.whole or part.situation.case
     title = "nothing fits" if part.way is None else part.way.label
     if part.way is Way.WHOLE and case.processes is not None:
@@ -478,14 +481,14 @@ def _why(advice: Advice, conditions: Sequence[str]) -> list[str]:
     first = [f"not possible here: {text}; nearest: {_title_of(advice)}" for text in unkept]
     return [
         *first,
-        *_where(advice),
+        *_placement_sentences(advice),
         *([reason.text for reason in best.of(Kind.FOR)] or [_why_left(advice, best)]),
         *_why_not_together(advice, best),
         *(f"condition: {text}" for text in conditions if text not in unkept),
     ]
 
 
-def _where(advice: Advice) -> list[str]:
+def _placement_sentences(advice: Advice) -> list[str]:
     """Return how many processes are on each GPU, and in which way where that differs."""
     if len(advice.gpus) < _SEVERAL or advice.situation.together:
         return []
@@ -494,11 +497,11 @@ def _where(advice: Advice) -> list[str]:
     one_way = len({part.way for part in advice.parts}) == 1
     texts = []
     for part in advice.parts:
-        texts += _where_part(part, "" if one_way else f" ({_place_of(part).way_title})")
+        texts += _sentences_of_part(part, "" if one_way else f" ({_place_answer(part).way_title})")
     return [f"spread over {len(advice.gpus)} idle GPUs: {', '.join(texts)}"]
 
 
-def _where_part(part: Part, way_text: str) -> list[str]:
+def _sentences_of_part(part: Part, way_text: str) -> list[str]:
     """Return how many processes of one part are on each of its GPUs: a text per GPU, or one for all if there are many."""
     situation = part.situation
     gpus = sorted(gpu.index for gpu in situation.spread)
@@ -545,7 +548,7 @@ def _why_left(advice: Advice, best: Verdict) -> str:
 
 
 def _vetoes_of_nearest(advice: Advice, but: Way, already_named: Sequence[str] = ()) -> list[str]:
-    """Return why the most wanted of the refused ways of sharing is refused; ``given`` are reasons that were named."""
+    """Return why the most wanted of the refused ways of sharing, ``but`` one, is refused, without what was named."""
     ways = [advice.of(way) for way in CONCURRENT if way not in {but, Way.VGPU, Way.STREAMS}]
     nearest = max((verdict for verdict in ways if verdict.refused), key=lambda verdict: verdict.score, default=None)
     if nearest is None:
@@ -556,6 +559,7 @@ def _vetoes_of_nearest(advice: Advice, but: Way, already_named: Sequence[str] = 
 
 
 def _why_nothing(advice: Advice) -> list[str]:
+    """Return why even the whole GPU is refused, and why the nearest way of sharing is."""
     whole = [reason.text for reason in advice.of(Way.WHOLE).of(Kind.VETO)]
     several = (advice.situation.several or advice.situation.kept) and advice.situation.gpus_each == 1
     return [*whole, *(_vetoes_of_nearest(advice, Way.WHOLE, whole) if several else [])] or [
@@ -582,6 +586,7 @@ def _risks(situation: Situation, way: Way, made: Recipe | None) -> list[str]:
 
 
 def _cost_answer(situation: Situation, cost: LeavingCost) -> CostAnswer:
+    """Return the cost of leaving the GPU as it is printed, in tenths of a second."""
     seconds = {
         name: round(value, 1) if name.endswith("_seconds") and value else value
         for name, value in {**vars(cost), "switch_seconds": cost.switch_seconds}.items()
@@ -590,6 +595,7 @@ def _cost_answer(situation: Situation, cost: LeavingCost) -> CostAnswer:
 
 
 def _memory_answer(advice: Advice) -> MemoryAnswer:
+    """Return the memory budget as it is printed, with the sentence that fits the way."""
     budget, limits, best = advice.budget, advice.limits_bytes, advice.best
     situation = advice.situation
     rank_per_gpu = situation.together and len(situation.spread) >= (situation.case.processes or 2)

@@ -214,7 +214,7 @@ class Case:
         )
 
 
-def checked(case: Case) -> Case:
+def check_users(case: Case) -> Case:
     """Return a case whose users do not contradict each other.
 
     Raises:
@@ -280,17 +280,17 @@ def workload_of(words: Mapping[str, Any]) -> Workload:
     """
     values: dict[str, Any] = {}
     if words.get("like") is not None:
-        kind = _choice("like", words["like"], list(LIKE), str)
+        kind = _parse_choice("like", words["like"], list(LIKE), str)
         words = {**LIKE[kind], **{key: value for key, value in words.items() if value is not None}, "like": kind}
         needs = LIKE[kind].get("needs")
         if needs is not None and words["needs"] != needs:
-            needs_given = _listed(words["needs"])
+            needs_given = _split_words(words["needs"])
             words["needs"] = needs_given if f"no-{needs}" in needs_given else [needs, *needs_given]
     for key, value in words.items():
         if key not in KEYS:
             raise BadUsage(f"{quoted(key)} is not a property of a workload", _close_hint(key, KEYS), code="unknown_key")
         if value is not None:
-            values.update(_value(key, value))
+            values.update(_parse_property(key, value))
     workload = Workload(**values)
     if workload.shares is not None and len(workload.shares) > 1:
         if workload.processes not in {None, len(workload.shares)}:
@@ -353,6 +353,7 @@ def of_sizes(base: Workload, sizes: Sequence[str]) -> tuple[Workload, ...]:
 
 
 def _close_hint(word: str, names: Iterable[str]) -> str:
+    """Return the hint of an unknown word: the names that are like it, or all of them."""
     import difflib
 
     names = list(names)
@@ -360,24 +361,25 @@ def _close_hint(word: str, names: Iterable[str]) -> str:
     return f"did you mean {' or '.join(close)}?" if close else f"give one of: {', '.join(names)}"
 
 
-def _value(key: str, value: Any) -> dict[str, Any]:
+def _parse_property(key: str, value: Any) -> dict[str, Any]:
+    """Return the fields of a workload that one property of a file or option sets."""
     if key in _TEXTS:
-        return {key: _text(key, value)}
+        return {key: _parse_text(key, value)}
     if key in _COUNTS:
-        return {key: _count(key, value)}
+        return {key: _parse_count(key, value)}
     if key in _CHOICES:
-        return {key: _choice(key, value, [choice.value for choice in _CHOICES[key]], _CHOICES[key])}
+        return {key: _parse_choice(key, value, [choice.value for choice in _CHOICES[key]], _CHOICES[key])}
     reader = _READERS.get(key)
-    return {key: _yes_or_no(key, value)} if reader is None else reader(value)
+    return {key: _parse_yes_or_no(key, value)} if reader is None else reader(value)
 
 
-def _text(key: str, value: Any) -> str:
+def _parse_text(key: str, value: Any) -> str:
     if isinstance(value, (list, tuple, Mapping)):
         raise BadUsage(f"'{str(value)[:40]}' is not a valid value for {key}", f"give one {key}", code="bad_value")
     return str(value)
 
 
-def _memory(text: str) -> int:
+def _parse_memory(text: str) -> int:
     """Return a size in bytes."""
     try:
         return parse_memory_limit(text)
@@ -386,7 +388,8 @@ def _memory(text: str) -> int:
         raise error.restated(hint="give a size with its unit: 6G or 1500M") from None
 
 
-def _count(key: str, value: Any) -> int:
+def _parse_count(key: str, value: Any) -> int:
+    """Return a number of things, at least 1; BadUsage says what a valid one is."""
     text = str(value).strip()
     # Judged as text: int() refuses numbers of thousands of digits.
     number = int(text) if text.isascii() and text.isdigit() and len(text) <= 9 else 0
@@ -397,7 +400,8 @@ def _count(key: str, value: Any) -> int:
     return number
 
 
-def _choice(key: str, value: Any, words: list[str], convert: Any) -> Any:
+def _parse_choice(key: str, value: Any, words: list[str], convert: Any) -> Any:
+    """Return one of the words, converted; BadUsage names them."""
     text = str(value).strip().lower()
     if text not in words:
         raise BadUsage(
@@ -406,7 +410,7 @@ def _choice(key: str, value: Any, words: list[str], convert: Any) -> Any:
     return convert(text)
 
 
-def _yes_or_no(key: str, value: Any) -> bool:
+def _parse_yes_or_no(key: str, value: Any) -> bool:
     if isinstance(value, bool):
         return value
     answer = _YES.get(str(value).strip().lower())
@@ -415,15 +419,16 @@ def _yes_or_no(key: str, value: Any) -> bool:
     return answer
 
 
-def _listed(value: Any) -> list[str]:
+def _split_words(value: Any) -> list[str]:
     """Return the words of a list, or of comma-separated text."""
     words = value if isinstance(value, (list, tuple, set, frozenset)) else str(value).split(",")
     return [str(word).strip().lower() for word in words]
 
 
-def _need(text: str) -> dict[str, Any]:
+def _parse_need(text: str) -> dict[str, Any]:
+    """Return the fields that one word of ``needs`` sets: ``nccl``, ``no-p2p``, ``weights=30:70``."""
     if text.startswith("weights="):
-        return _shares(text.removeprefix("weights=").split(":"))
+        return _parse_shares(text.removeprefix("weights=").split(":"))
     word = text.replace("_", "-")
     names = {name.replace("_", "-"): name for name in NEEDS}
     needed = not word.startswith("no-")
@@ -433,10 +438,11 @@ def _need(text: str) -> dict[str, Any]:
     return {names[name]: needed}
 
 
-def _needs(words: list[str]) -> dict[str, Any]:
+def _parse_needs(words: list[str]) -> dict[str, Any]:
+    """Return the fields that all words of ``needs`` set; two that contradict each other are an error."""
     values: dict[str, Any] = {}
     for word in words:
-        for name, value in _need(word).items():
+        for name, value in _parse_need(word).items():
             if values.setdefault(name, value) != value:
                 title = name.replace("_", "-")
                 raise BadCombination(f"{title} and no-{title} cannot be combined", "give one of them")
@@ -446,7 +452,7 @@ def _needs(words: list[str]) -> dict[str, Any]:
 _SHARE: Final = r"\d{1,3}(\.\d{1,3})?"
 
 
-def _shares(texts: list[Any]) -> dict[str, Any]:
+def _parse_shares(texts: list[Any]) -> dict[str, Any]:
     """Return what ``weights=30:70`` sets of a workload: that it needs weights, and a share in percent for each process."""
     words = [str(text).strip().removesuffix("%").strip() for text in texts]
     hint = "give a number for each process: weights=30:70, or weights=2:1"
@@ -464,17 +470,19 @@ def _percentages(shares: Sequence[float]) -> tuple[float, ...]:
     return tuple(shares) if len(shares) == 1 else tuple(round(100 * share / total, 1) for share in shares)
 
 
-def _weights(value: Any) -> dict[str, Any]:
+def _parse_weights(value: Any) -> dict[str, Any]:
+    """Return the fields that ``weights`` sets: shares, or whether unequal ones are wanted at all."""
     if isinstance(value, list):
-        return _shares(value)
+        return _parse_shares(value)
     text = str(value).strip()
     if ":" in text or re.fullmatch(_SHARE, text, re.ASCII):
-        return _shares(text.split(":"))
-    return {"weights": _yes_or_no("weights", value)}
+        return _parse_shares(text.split(":"))
+    return {"weights": _parse_yes_or_no("weights", value)}
 
 
-def _isolation(value: Any) -> frozenset[Isolation]:
-    texts = _listed(value)
+def _parse_isolation(value: Any) -> frozenset[Isolation]:
+    """Return the kinds of isolation that are wanted; ``none`` is an empty set."""
+    texts = _split_words(value)
     if texts == ["none"]:
         return frozenset()
     words = ["none", *(kind.value for kind in Isolation)]
@@ -484,14 +492,15 @@ def _isolation(value: Any) -> frozenset[Isolation]:
             "give none alone, or drop it",
             code="bad_value",
         )
-    return frozenset(_choice("isolation", text, words, Isolation) for text in texts)
+    return frozenset(_parse_choice("isolation", text, words, Isolation) for text in texts)
 
 
 # A request that may take so long is no reason against any way of sharing.
 LONG_SECONDS: Final = 10.0
 
 
-def _latency(value: Any) -> dict[str, Any]:
+def _parse_latency(value: Any) -> dict[str, Any]:
+    """Return the fields that ``latency`` sets: a target in seconds if one is given; yes, no or none otherwise."""
     if isinstance(value, bool):
         return {"latency": value}
     text = str(value).strip().lower()
@@ -510,12 +519,12 @@ def _latency(value: Any) -> dict[str, Any]:
 
 
 _READERS: Final[Mapping[str, Callable[[Any], dict[str, Any]]]] = {
-    "users": lambda value: {"same_user": _choice("users", value, ["same", "different"], str) == "same"},
-    "memory": lambda value: {"memory": value if isinstance(value, int) and value > 1024 else _memory(str(value))},
-    "isolation": lambda value: {"isolation": _isolation(value)},
-    "latency": _latency,
-    "weights": _weights,
-    "needs": lambda value: _needs(_listed(value)),
+    "users": lambda value: {"same_user": _parse_choice("users", value, ["same", "different"], str) == "same"},
+    "memory": lambda value: {"memory": value if isinstance(value, int) and value > 1024 else _parse_memory(str(value))},
+    "isolation": lambda value: {"isolation": _parse_isolation(value)},
+    "latency": _parse_latency,
+    "weights": _parse_weights,
+    "needs": lambda value: _parse_needs(_split_words(value)),
 }
 
 
@@ -540,21 +549,22 @@ def read_case(text: str, path: str) -> Case:
                 hint = f"the only other key is: {', '.join(_TOP[1:])}"
                 raise BadUsage(f"{path}:{mark}: unknown key {quoted(str(name))}", hint, code="unknown_key")
         if "root" in content:
-            root = _placed(path, content.values_at["root"], lambda: _yes_or_no("root", _flat(content["root"])))
+            root = _placed(path, content.values_at["root"], lambda: _parse_yes_or_no("root", _flat(content["root"])))
         if "workloads" not in content:
             raise BadUsage(f"{path} has no workloads", _HINT, code="bad_file")
         content = content["workloads"]
     if isinstance(content, LocatedList):
         items = zip(content, content.items_at, strict=True)
-        workloads = [workload for words, mark in items for workload in _workloads(words, path, mark)]
+        workloads = [workload for words, mark in items for workload in _parse_workloads(words, path, mark)]
     else:
-        workloads = list(_workloads(content, path, Mark()))
+        workloads = list(_parse_workloads(content, path, Mark()))
     if not workloads:
         raise BadUsage(f"{path}: the list of workloads is empty", _HINT, code="bad_file")
     return Case(workloads=tuple(workloads), root=root)
 
 
-def _workloads(words: Any, path: str, mark: Mark) -> tuple[Workload, ...]:
+def _parse_workloads(words: Any, path: str, mark: Mark) -> tuple[Workload, ...]:
+    """Return the workloads of one mapping of a file; an error names the place of the property."""
     if not isinstance(words, Located):
         raise BadUsage(f"{path}:{mark}: a workload is a mapping", _HINT, code="bad_file")
     for name, value in words.items():

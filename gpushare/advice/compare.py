@@ -33,12 +33,15 @@ class Availability:
 
 @dataclass(frozen=True, kw_only=True)
 class _Place:
+    """One GPU of a host, with the table."""
+
     table: Table
     host: HostFacts
     gpu: GpuFacts
 
 
 def availability(mechanism: Way, host: HostFacts, gpu: GpuFacts) -> Availability:
+    """Return whether a mechanism is available on a GPU, and why not."""
     if gpu.error is not None:
         return Availability(usable=None, why=f"unknown: {gpu.error}")
     return _AVAILABLE[mechanism](host, gpu)
@@ -56,11 +59,11 @@ def cell_here(table: Table, mechanism: Way, row: str, host: HostFacts, gpu: GpuF
 # -- availability ---------------------------------------------------------------------------------
 
 
-def _streams(_host: HostFacts, _gpu: GpuFacts) -> Availability:
+def _streams_availability(_host: HostFacts, _gpu: GpuFacts) -> Availability:
     return Availability(usable=True, why="yes, inside each program")
 
 
-def _mps(host: HostFacts, gpu: GpuFacts) -> Availability:
+def _mps_availability(host: HostFacts, gpu: GpuFacts) -> Availability:
     if not host.mps_program:
         return Availability(usable=False, why="no: nvidia-cuda-mps-control is not installed")
     if gpu.compute_mode is ComputeMode.PROHIBITED:
@@ -71,7 +74,7 @@ def _mps(host: HostFacts, gpu: GpuFacts) -> Availability:
     return Availability(usable=True, why=f"yes, without root{running}")
 
 
-def _timeslice(_host: HostFacts, gpu: GpuFacts) -> Availability:
+def _timeslice_availability(_host: HostFacts, gpu: GpuFacts) -> Availability:
     modes = {ComputeMode.EXCLUSIVE_PROCESS, ComputeMode.EXCLUSIVE_THREAD, ComputeMode.PROHIBITED}
     if gpu.compute_mode in modes:
         return Availability(usable=False, why=f"no: compute mode {gpu.compute_mode.title}")
@@ -80,7 +83,7 @@ def _timeslice(_host: HostFacts, gpu: GpuFacts) -> Availability:
     return Availability(usable=True, why="yes, it is the default")
 
 
-def _mig(host: HostFacts, gpu: GpuFacts) -> Availability:
+def _mig_availability(host: HostFacts, gpu: GpuFacts) -> Availability:
     if gpu.mig_capable is False:
         return Availability(usable=False, why=f"no: {gpu.name or 'this GPU'} has no MIG")
     if gpu.mig_capable is None:
@@ -92,7 +95,7 @@ def _mig(host: HostFacts, gpu: GpuFacts) -> Availability:
     return Availability(usable=True, why="yes: off now" + ("" if host.root else "; turning it on needs root"))
 
 
-def _vgpu(_host: HostFacts, gpu: GpuFacts) -> Availability:
+def _vgpu_availability(_host: HostFacts, gpu: GpuFacts) -> Availability:
     if gpu.vgpu_capable:
         return Availability(usable=True, why="yes: the vGPU host driver runs")
     if gpu.vgpu_capable is False:
@@ -106,18 +109,19 @@ def _vgpu(_host: HostFacts, gpu: GpuFacts) -> Availability:
 
 
 _AVAILABLE: Final[dict[Way, Callable[[HostFacts, GpuFacts], Availability]]] = {
-    Way.STREAMS: _streams,
-    Way.MPS: _mps,
-    Way.TIMESLICE: _timeslice,
-    Way.MIG: _mig,
-    Way.VGPU: _vgpu,
+    Way.STREAMS: _streams_availability,
+    Way.MPS: _mps_availability,
+    Way.TIMESLICE: _timeslice_availability,
+    Way.MIG: _mig_availability,
+    Way.VGPU: _vgpu_availability,
 }
 
 
 # -- cells that the host decides -------------------------------------------------------------------
 
 
-def _mps_max(place: _Place) -> str | None:
+def _mps_max_text(place: _Place) -> str | None:
+    """Return how many clients a server takes; None: the table's text holds."""
     clients = mps_clients(place.table, place.host, place.gpu)
     if clients is None:
         return None
@@ -127,39 +131,41 @@ def _mps_max(place: _Place) -> str | None:
     return f"{clients} clients{version}" + ("; a share of them in each MIG instance" if place.gpu.mig_enabled else "")
 
 
-def _mps_sm(place: _Place) -> str | None:
+def _mps_sm_text(place: _Place) -> str | None:
     sms = place.gpu.multiprocessors
     of_total = "" if sms is None else f" of {sms} SMs"
-    if _static_partitions(place):
+    if _has_static_partitions(place):
         return f"By percentage{of_total} (a cap, nothing reserved), or exclusive static partitions"
     return f"By percentage{of_total}, a cap at process launch; no static partitions"
 
 
-def _static_partitions(place: _Place) -> bool:
+def _has_static_partitions(place: _Place) -> bool:
+    """Return whether this GPU, driver and MPS can reserve SMs for a client."""
     options = place.table.cell(Way.MPS, "sm_isolation", place.host.driver or "0").options
     return bool(options) and no_static_partitions(place.host, place.gpu) == () and bool(place.gpu.compute_capability)
 
 
-def _mps_errors(place: _Place) -> str | None:
-    if _static_partitions(place):
+def _mps_errors_text(place: _Place) -> str | None:
+    """Return what ends with a client where no partitions are; None: the table's text holds."""
+    if _has_static_partitions(place):
         return None
     return place.table.cell(Way.MPS, "error_isolation", "0").today
 
 
-def _mps_memory(place: _Place) -> str | None:
+def _mps_memory_text(place: _Place) -> str | None:
     if place.gpu.compute_capability is not None and place.gpu.compute_capability < VOLTA:
         return "No: one address space before Volta"
     return None
 
 
-def _timeslice_max(place: _Place) -> str | None:
+def _timeslice_max_text(place: _Place) -> str | None:
     total, used = place.gpu.memory_total_bytes, place.gpu.memory_used_bytes
     if total is None or used is None:
         return None
     return f"Unlimited; memory is the limit: {format_bytes(total - used)} of {format_bytes(total)} free"
 
 
-def _timeslice_change(place: _Place) -> str | None:
+def _timeslice_change_text(place: _Place) -> str | None:
     """Return who may change the level of the GPU, and whether a process can have a slice; None: unknown."""
     if place.gpu.time_slice_settable is None:
         return None
@@ -178,7 +184,8 @@ def _plain_profiles(place: _Place) -> tuple[Profile, ...]:
     return tuple(sorted(profiles, key=lambda profile: (profile.slices, profile.memory_bytes or 0)))
 
 
-def _mig_max(place: _Place) -> str | None:
+def _mig_max_text(place: _Place) -> str | None:
+    """Return how many of the smallest instances fit; None: the table's text holds."""
     most = place.gpu.largest_instance_count
     profiles = _plain_profiles(place)
     if most is None or not profiles:
@@ -187,7 +194,7 @@ def _mig_max(place: _Place) -> str | None:
     return str(most) if smallest is None else f"{most} of {smallest}"
 
 
-def _mig_sm(place: _Place) -> str | None:
+def _mig_sm_text(place: _Place) -> str | None:
     counts = (profile.multiprocessors for profile in _plain_profiles(place))
     sizes = [count for count in counts if count is not None]
     if not sizes:
@@ -197,12 +204,13 @@ def _mig_sm(place: _Place) -> str | None:
     return f"Yes: {min(sizes)} to {max(sizes)} SMs of its own{of_total}"
 
 
-def _mig_memory(place: _Place) -> str | None:
+def _mig_memory_text(place: _Place) -> str | None:
     sizes = [profile.memory_bytes for profile in _plain_profiles(place) if profile.memory_bytes is not None]
     return f"Yes: {format_bytes(min(sizes))} to {format_bytes(max(sizes))} of its own" if sizes else None
 
 
-def _mig_change(place: _Place) -> str | None:
+def _mig_change_text(place: _Place) -> str | None:
+    """Return when MIG can be changed here, and by whom; None: the table's text holds."""
     gpu, rights = place.gpu, "you are root" if place.host.root else "needs root"
     if gpu.mig_enabled:
         return f"Idle instances at any time, {rights}"
@@ -216,16 +224,16 @@ def _mig_change(place: _Place) -> str | None:
 
 
 _COMPUTED: Final[dict[tuple[Way, str], Callable[[_Place], str | None]]] = {
-    (Way.MPS, "max_partitions"): _mps_max,
-    (Way.MPS, "sm_isolation"): _mps_sm,
-    (Way.MPS, "error_isolation"): _mps_errors,
-    (Way.MPS, "memory_protection"): _mps_memory,
-    (Way.TIMESLICE, "max_partitions"): _timeslice_max,
-    (Way.TIMESLICE, "reconfigure"): _timeslice_change,
-    (Way.MIG, "max_partitions"): _mig_max,
-    (Way.MIG, "sm_isolation"): _mig_sm,
-    (Way.MIG, "memory_protection"): _mig_memory,
-    (Way.MIG, "reconfigure"): _mig_change,
+    (Way.MPS, "max_partitions"): _mps_max_text,
+    (Way.MPS, "sm_isolation"): _mps_sm_text,
+    (Way.MPS, "error_isolation"): _mps_errors_text,
+    (Way.MPS, "memory_protection"): _mps_memory_text,
+    (Way.TIMESLICE, "max_partitions"): _timeslice_max_text,
+    (Way.TIMESLICE, "reconfigure"): _timeslice_change_text,
+    (Way.MIG, "max_partitions"): _mig_max_text,
+    (Way.MIG, "sm_isolation"): _mig_sm_text,
+    (Way.MIG, "memory_protection"): _mig_memory_text,
+    (Way.MIG, "reconfigure"): _mig_change_text,
 }
 
 
@@ -256,14 +264,16 @@ def answering(host: HostFacts) -> tuple[GpuFacts, ...]:
 
 def text_here(table: Table, mechanism: Way, row_key: str, host: HostFacts, gpus: Sequence[GpuFacts]) -> str | None:
     """Return the text of a cell for these GPUs: once if they agree, else by GPU; None if available on none."""
-    return _joined([(gpu.index, cell_here(table, mechanism, row_key, host, gpu)) for gpu in gpus])
+    return _text_by_gpu([(gpu.index, cell_here(table, mechanism, row_key, host, gpu)) for gpu in gpus])
 
 
 def availability_text(mechanism: Way, host: HostFacts, gpus: Sequence[GpuFacts]) -> str:
-    return _joined([(gpu.index, availability(mechanism, host, gpu).why) for gpu in gpus]) or NOT_HERE
+    """Return whether a mechanism is available on these GPUs, in words."""
+    return _text_by_gpu([(gpu.index, availability(mechanism, host, gpu).why) for gpu in gpus]) or NOT_HERE
 
 
-def _joined(texts: Iterable[tuple[int, str | None]]) -> str | None:
+def _text_by_gpu(texts: Iterable[tuple[int, str | None]]) -> str | None:
+    """Return the texts of GPUs as one: once if all agree, else with the indexes before each."""
     by_text: dict[str | None, list[int]] = {}
     for index, text in texts:
         by_text.setdefault(text, []).append(index)
@@ -273,6 +283,7 @@ def _joined(texts: Iterable[tuple[int, str | None]]) -> str | None:
 
 
 def today_text(cell: Cell, driver: str | None) -> str:
+    """Return the present text of a cell; without a driver, with the one that it needs."""
     return cell.today if cell.since is None or driver is not None else f"{cell.today} [driver {cell.since} on]"
 
 
@@ -291,7 +302,7 @@ def explanation(
         lines.append(("today" if dated.since is None else f"driver {dated.since} on", dated.value))
     if len(entry.today) > 1:
         lines[2] = (f"before driver {entry.today[1].since}", lines[2][1])
-    lines += _here_lines(table, mechanism, row_key, host, why_no_host)
+    lines += _host_lines(table, mechanism, row_key, host, why_no_host)
     lines.append(("level", f"{cell.level} (of {', '.join(row.levels)})"))
     branch = driver_branch(driver)
     for option in entry.options:
@@ -309,9 +320,10 @@ def explanation(
     return lines
 
 
-def _here_lines(
+def _host_lines(
     table: Table, mechanism: Way, row_key: str, host: HostFacts | None, why_no_host: str | None
 ) -> list[tuple[str, str]]:
+    """Return the line of a cell on this host; none if there is no host and no reason for that."""
     if host is None:
         return [("this host", f"not known: {why_no_host}")] if why_no_host else []
     gpus = answering(host)

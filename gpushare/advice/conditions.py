@@ -25,6 +25,8 @@ _FIRST_WITH_ALL: Final = (7, 5)
 
 
 def _wants(*kinds: Isolation) -> Condition:
+    """Return the condition that one of these kinds of isolation is wanted."""
+
     def wanted(s: Situation, _: Way) -> bool | None:
         return None if s.case.wanted_isolation is None else bool(s.isolation & set(kinds))
 
@@ -76,6 +78,7 @@ def _mig_stays(s: Situation, way: Way) -> bool:
 
 
 def _why_mig_stays(s: Situation, _: Way) -> str:
+    """Return why MIG cannot be turned off, for the text of a rule."""
     if s.kept:
         may = s.may_be_root is not False and not all(instance.busy for instance in s.kept)
         idle = " (--destroy: idle ones may go)" if may else ""
@@ -98,6 +101,7 @@ def _programs_in_the_way(s: Situation, _: Way) -> bool | None:
 
 
 def _why_no_instances(s: Situation, way: Way) -> str | None:
+    """Return why the instances for a way do not fit; None: they do, or are there already."""
     if s.free_instances(way) is not None:
         return None
     slices = s.slices(way)
@@ -115,11 +119,13 @@ def _sizes(s: Situation, way: Way) -> tuple[str, str] | None:
 
 
 def _sizes_are_shares(s: Situation, way: Way) -> bool:
+    """Return whether the chosen MIG profiles have exactly the wanted shares."""
     sizes = _sizes(s, way)
     return sizes is not None and sizes[0] == sizes[1]
 
 
 def _nearest_sizes(s: Situation, way: Way) -> str:
+    """Return which profiles come nearest to the wanted shares, for the text of a rule."""
     slices, sizes = s.slices(way), _sizes(s, way)
     if slices is None or sizes is None:
         return "choose the profiles nearest to the shares (gpushare mig profiles)"
@@ -135,6 +141,7 @@ def _mig_sms(s: Situation, _: Way) -> str:
 
 
 def _why_no_mig_for_all(s: Situation, _: Way) -> str:
+    """Return why there is no instance for each user, for the text of a rule."""
     if s.gpu.mig_capable is False:
         return "this GPU has no MIG"
     return f"there are more users than the {s.most_instances} MIG instances of this GPU"
@@ -144,6 +151,7 @@ def _why_no_mig_for_all(s: Situation, _: Way) -> str:
 
 
 def _too_many_clients(s: Situation, way: Way) -> bool | None:
+    """Return whether more clients would be on one MPS server than it takes; None: unknown."""
     limit = s.mps_clients_in(way)
     inside = s.clients_of(way)
     return None if limit is None or inside is None else inside > limit and s.in_turns(way) is None
@@ -155,12 +163,14 @@ def _mps_limits_before_volta(s: Situation, way: Way) -> bool:
 
 
 def _no_static(s: Situation, _: Way) -> bool | None:
+    """Return whether MPS has no static partitions here; None: unknown."""
     if no_static_partitions(s.host, s.gpu):
         return True
     return None if None in {s.gpu.compute_capability, s.host.driver_major} else False
 
 
 def _driver_before(branch: int) -> Condition:
+    """Return the condition that the driver is older than a branch."""
     return lambda s, _: None if s.host.driver_major is None else s.host.driver_major < branch
 
 
@@ -175,6 +185,7 @@ def _limits_tight(s: Situation, _: Way) -> bool:
 
 
 def _free_now(s: Situation) -> int:
+    """Return the memory in bytes that the programs on the GPU leave."""
     return max((s.plain.usable_bytes or 0) - (s.gpu.memory_used_bytes or 0), 0)
 
 
@@ -186,6 +197,7 @@ def short_now(s: Situation, way: Way) -> bool:
 
 
 def _host_too_small(s: Situation, way: Way) -> bool | None:
+    """Return whether the host memory is too small for the copies of all jobs that leave; None: unknown."""
     cost = s.leaving_cost(way) if s.fit_together is False else None
     if cost is None:
         return False
@@ -233,6 +245,7 @@ def _total_counts(s: Situation, _: Way) -> bool:
 
 
 def _untried(s: Situation, _: Way) -> str:
+    """Return in words the uses of the jobs for which gpushare does not try to copy them out of a GPU."""
     mode = s.gpu.compute_mode
     uses = ["graphics"] if s.case.any("graphics") else []
     uses += ["profilers and debuggers"] if s.case.any("profiler") else []
@@ -244,11 +257,13 @@ def _untried(s: Situation, _: Way) -> str:
 
 
 def _ranks(s: Situation, _: Way) -> bool:
+    """Return whether the processes work together, as MPI ranks do, and one does not fill the GPU."""
     together = s.case.any("cooperating") or (s.several and s.case.any("one_application") and s.case.processes)
     return bool(together) and s.case.same_user is not False and s.saturating is not True
 
 
 def _half(s: Situation, _: Way) -> bool:
+    """Return whether a process that does not fill the GPU needs at most half of its memory."""
     memory, total = s.plain.largest_bytes, s.plain.total_bytes
     return s.saturating is False and memory is not None and total is not None and 2 * memory <= total
 

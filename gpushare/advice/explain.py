@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, Final
+from typing import Final
 
 from gpushare.base.errors import NotFound
-from gpushare.base.units import counted
+from gpushare.base.package import package_rows
+from gpushare.base.units import counted, plain_name
 from gpushare.base.values import dataclass
 
 TITLES: Final = {
@@ -104,16 +105,6 @@ class Log:
         return f"{first.explanation.meaning} First in {where}{more}."
 
 
-def _data(name: str) -> Any:
-    from importlib.resources import files
-
-    import yaml
-
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    text = files("gpushare").joinpath(f"data/{name}").read_text(encoding="utf-8")
-    return yaml.load(text, Loader=loader)  # noqa: S506 - a safe one
-
-
 @lru_cache(maxsize=1)
 def own_codes() -> dict[str, Explanation]:
     """Return the error codes of gpushare itself."""
@@ -126,17 +117,17 @@ def own_codes() -> dict[str, Explanation]:
             next=tuple(group["next"]),
             source="gpushare; the message and the hint of the error say the particulars",
         )
-        for group in _data("error-codes.yaml")
+        for group in package_rows("error-codes.yaml")
         for code, meaning in group["codes"].items()
     }
 
 
 @lru_cache(maxsize=1)
 def explanations() -> tuple[Explanation, ...]:
-    raw: dict[str, list[dict[str, Any]]] = _data("explanations.yaml")
+    """Return all but our own error codes: of CUDA, NVML, Xids, MPS, and words."""
     return tuple(
         Explanation(**{**entry, "kind": kind, "names": tuple(entry.get("names", ())), "next": tuple(entry["next"])})
-        for kind, entries in raw.items()
+        for kind, entries in package_rows("explanations.yaml").items()
         for entry in entries
     )
 
@@ -158,12 +149,14 @@ def explain(text: str) -> tuple[Match, ...]:
             if entry.code == int(whole[2]) and (whole[1] or entry.kind).lower() == entry.kind
         ]
         if (whole[1] or "").lower() == "exit" and not entries:
-            entries = [_of_exit(int(whole[2]))]
+            entries = [_exit_explanation(int(whole[2]))]
         if not entries:
             raise _not_explained_error(asked)
         return tuple(Match(explanation=entry, line=asked) for entry in entries)
     concepts = [
-        entry for entry in explanations() if entry.kind == "concept" and _plain(asked) in map(_plain, entry.names)
+        entry
+        for entry in explanations()
+        if entry.kind == "concept" and plain_name(asked) in map(plain_name, entry.names)
     ]
     if asked and concepts:
         return tuple(Match(explanation=entry, line=asked) for entry in concepts)
@@ -175,7 +168,7 @@ def explain(text: str) -> tuple[Match, ...]:
     return matches
 
 
-def _of_exit(code: int) -> Explanation:
+def _exit_explanation(code: int) -> Explanation:
     """Return what an exit code says that is not listed: a signal above 128, else it is the program's own."""
     try:
         name: str | None = signal.Signals(code - 128).name
@@ -207,7 +200,7 @@ def explain_log(lines: Iterable[str]) -> Log:
         if not line or not _may_be_known(line):
             continue
         # No code has four digits, and no time tells anything: then most lines of a log are the same.
-        for entry in _of_line(_LONG_NUMBER.sub("9999", _TIME.sub("", line))):
+        for entry in _explanations_of(_LONG_NUMBER.sub("9999", _TIME.sub("", line))):
             match = matches.get(entry)
             if match is None:
                 matches[entry] = Match(explanation=entry, line=line, number=number)
@@ -233,13 +226,9 @@ def _beginnings() -> frozenset[str]:
 
 
 def _may_be_known(line: str) -> bool:
+    """Return whether a line has the beginning of a word that is known: a quick look before the search."""
     beginnings = _beginnings()
     return any(word[:4] in beginnings for word in _WORD.findall(line.lower()))
-
-
-@lru_cache(maxsize=4096)
-def _of_line(line: str) -> tuple[Explanation, ...]:
-    return tuple(dict.fromkeys(_matching(line)))
 
 
 @lru_cache(maxsize=1)
@@ -254,31 +243,31 @@ def _searched() -> tuple[
         texts = [*entry.names, *([entry.text] if entry.text else [])] if entry.kind != "mps" else []
         telling = tuple(text.lower() for text in texts if len(text) >= _TELLING)
         pattern = None if entry.pattern is None else re.compile(entry.pattern, re.IGNORECASE)
-        searched.append((entry, frozenset(map(_plain, entry.names)), telling, frozenset(map(_plain, texts)), pattern))
+        searched.append(
+            (entry, frozenset(map(plain_name, entry.names)), telling, frozenset(map(plain_name, texts)), pattern)
+        )
     return tuple(searched)
 
 
-def _matching(line: str) -> Iterator[Explanation]:
+@lru_cache(maxsize=4096)
+def _explanations_of(line: str) -> tuple[Explanation, ...]:
+    """Return what explains one line of a log: by a number, a name, a text or a pattern in it."""
     numbers = {
         "xid": {int(number) for number in _XID.findall(line)},
         "cuda": {int(number) for number in _CUDA.findall(line)},
     }
-    names = {_plain(name) for name in (*_NAME.findall(line), line)}
-    lowered, bare = line.lower(), _plain(line)
-    for entry, plain_names, telling, plain_texts, pattern in _searched():
-        if (
-            (entry.code is not None and entry.code in numbers.get(entry.kind, ()))
-            or not names.isdisjoint(plain_names)
-            or (pattern is not None and pattern.search(line))
-            or bare in plain_texts
-            or any(telling_text in lowered for telling_text in telling)
-        ):
-            yield entry
-
-
-def _plain(name: str) -> str:
-    """Return a name normalized: CUDA_ERROR_X of the driver API is cudaErrorX of the runtime."""
-    return re.sub(r"[^a-z0-9]", "", name.lower())
+    names = {plain_name(name) for name in (*_NAME.findall(line), line)}
+    lowered, bare = line.lower(), plain_name(line)
+    return tuple(
+        entry
+        for entry, plain_names, telling, plain_texts, pattern in _searched()
+        if (entry.code is not None and entry.code in numbers.get(entry.kind, ()))
+        # CUDA_ERROR_X of the driver API is cudaErrorX of the runtime.
+        or not names.isdisjoint(plain_names)
+        or (pattern is not None and pattern.search(line))
+        or bare in plain_texts
+        or any(telling_text in lowered for telling_text in telling)
+    )
 
 
 def _not_explained_error(asked: str) -> NotFound:
@@ -289,14 +278,15 @@ def _not_explained_error(asked: str) -> NotFound:
 
 
 def _close_titles(asked: str) -> Sequence[str]:
+    """Return up to three names and titles that are like what was asked for."""
     import difflib
 
     titles: dict[str, str] = {}
     for entry in explanations():
         if entry.kind != "mps":
-            titles |= {_plain(name): name for name in entry.names}
+            titles |= {plain_name(name): name for name in entry.names}
         if entry.code is not None:
-            titles |= {_plain(entry.title): entry.title, str(entry.code): entry.title}
-    titles |= {_plain(code): code for code in own_codes()}
-    close = difflib.get_close_matches(_plain(asked[:80]), titles, n=3, cutoff=0.6)
+            titles |= {plain_name(entry.title): entry.title, str(entry.code): entry.title}
+    titles |= {plain_name(code): code for code in own_codes()}
+    close = difflib.get_close_matches(plain_name(asked[:80]), titles, n=3, cutoff=0.6)
     return list(dict.fromkeys(titles[plain_name] for plain_name in close))

@@ -173,14 +173,15 @@ def host_facts(state: HostState) -> HostFacts:
         driver_major=driver_branch(driver),
         root=state.host.root,
         uid=state.host.uid,
-        gpus=tuple(_gpu(state, gpu, daemons) for gpu in gpus),
+        gpus=tuple(_gpu_facts(state, gpu, daemons) for gpu in gpus),
         host_memory_bytes=or_none(lambda: state.host.machine.free_memory(os.getpid())),
         mps_program=state.mps_installed,
         ask_mps_version=lambda: state.mps_version if state.mps_installed else None,
     )
 
 
-def _levels(state: HostState) -> Mapping[int, TimeSlice | None] | None:
+def _read_levels(state: HostState) -> Mapping[int, TimeSlice | None] | None:
+    """Return the time-slice levels by GPU index; empty: the driver has none; None: it does not answer."""
     if not state.ask_levels():
         return None
     try:
@@ -191,7 +192,8 @@ def _levels(state: HostState) -> Mapping[int, TimeSlice | None] | None:
         return None
 
 
-def _gpu(state: HostState, gpu: Gpu, daemons: Sequence[MpsDaemon]) -> GpuFacts:
+def _gpu_facts(state: HostState, gpu: Gpu, daemons: Sequence[MpsDaemon]) -> GpuFacts:
+    """Return the facts of one GPU; what NVML does not tell is None."""
     always_known: dict[str, Any] = {
         "index": gpu.index,
         "uuid": gpu.uuid,
@@ -201,7 +203,7 @@ def _gpu(state: HostState, gpu: Gpu, daemons: Sequence[MpsDaemon]) -> GpuFacts:
     }
     if gpu.error is not None:
         return GpuFacts(**always_known, error=gpu.error)
-    layout = _layout(state, gpu) if gpu.mig_capable else None
+    layout = _read_layout(state, gpu) if gpu.mig_capable else None
     # The GPU may have been lost since the sweep.
     nvml = state.host.nvml
     capability = or_none(lambda: nvml.compute_capability(gpu.index))
@@ -222,7 +224,7 @@ def _gpu(state: HostState, gpu: Gpu, daemons: Sequence[MpsDaemon]) -> GpuFacts:
         compute_mode=gpu.compute_mode,
         processes=None if gpu.processes is None else len({process.pid for process in gpu.processes}),
         displays=len({process.pid for process in gpu.processes or () if process.graphics and not process.compute}),
-        ask_levels=lambda: _levels(state),
+        ask_levels=lambda: _read_levels(state),
     )
 
 
@@ -256,7 +258,8 @@ def instance_facts(state: HostState, gpu: GpuFacts, mig: MigInstance) -> GpuFact
     )
 
 
-def _layout(state: HostState, gpu: Gpu) -> Layout | None:
+def _read_layout(state: HostState, gpu: Gpu) -> Layout | None:
+    """Return the MIG layout of a GPU, with who has what; None: the driver lists no profiles."""
     try:
         # With names, grants and holders: what somebody has is not to be destroyed.
         layout = state.held_layouts([gpu])[gpu.index] if gpu.mig_enabled else state.layout(gpu)

@@ -96,6 +96,7 @@ def client_job_memory(limit: int | None, profile: Profile) -> int | None:
 
 
 def client_limits(share: float | None, memory: int | None) -> Limits:
+    """Return the limits of an MPS client: a share of the threads in percent, rounded down, and memory in bytes."""
     # MPS keeps one decimal; 28.6 is a little less in binary.
     threads = None if share is None or share >= 100 else int(share * 10 + 1e-6) / 10
     return Limits(threads_percent=threads, memory_limit_bytes=memory)
@@ -116,6 +117,7 @@ def threads_for(s: Situation, processes: int) -> float:
 
 
 def threads_together(s: Situation) -> int:
+    """Return what the thread caps of all clients add up to in percent: 100 keeps each within its share."""
     case = s.case
     apart = case.any("containment") or case.any("latency") or Isolation.QUOTA in s.isolation
     return 100 if apart else 200

@@ -60,10 +60,11 @@ class Cell:
     @property
     def title(self) -> str:
         """Return its name in a sentence: ``MPS with 25 % each``."""
-        return _title_of(self.way) + ("" if self.cap is None else f" with {self.cap:g} % each")
+        return _way_title(self.way) + ("" if self.cap is None else f" with {self.cap:g} % each")
 
 
 def _measured_cells(bench: BenchAnswer, copies: int) -> list[Cell]:
+    """Return the ways that were measured with a number of copies without a failure, as speeds."""
     cells = []
     for cell in bench.cells:
         figures = cell.throughput
@@ -72,31 +73,32 @@ def _measured_cells(bench: BenchAnswer, copies: int) -> list[Cell]:
         mean, low, high = figures.mean, figures.low, figures.high
         if not bench.metric.higher_is_better:
             # A time per unit: its upper bound is the lower bound of the speed.
-            mean, low, high = _speed(mean), _speed(high), _speed(low)
+            mean, low, high = _inverse(mean), _inverse(high), _inverse(low)
         if mean > 0 and math.isfinite(mean):
             cells.append(Cell(cell.way, _WAY_OF[cell.way], cell.threads_percent, mean, low, high))
     return cells
 
 
-def _speed(seconds: float | None) -> Any:
+def _inverse(seconds: float | None) -> Any:
+    """Return the speed of a time per unit; None: unknown."""
     if seconds is None:
         return None
     return 1 / seconds if seconds > 0 else math.inf
 
 
-def differ(one: Cell, other: Cell) -> bool | None:
+def differ(cell: Cell, other: Cell) -> bool | None:
     """Return whether two ways differ: their intervals do not overlap. None if single runs cannot tell."""
-    if abs(one.speed / other.speed - 1) < _LEAST_DIFFERENCE:
+    if abs(cell.speed / other.speed - 1) < _LEAST_DIFFERENCE:
         return False
-    if one.low is None or one.high is None or other.low is None or other.high is None:
+    if cell.low is None or cell.high is None or other.low is None or other.high is None:
         return None
-    return one.low > other.high or other.low > one.high
+    return cell.low > other.high or other.low > cell.high
 
 
-def alike(one: Cell, other: Cell) -> bool:
+def alike(cell: Cell, other: Cell) -> bool:
     """Return whether two ways do not differ; of single runs, whether they are close."""
-    different = differ(one, other)
-    slower, faster = sorted((one.speed, other.speed))
+    different = differ(cell, other)
+    slower, faster = sorted((cell.speed, other.speed))
     return slower >= (1 - NEAR) * faster if different is None else not different
 
 
@@ -107,6 +109,7 @@ def _certain_of(cells: Sequence[Cell]) -> bool:
 
 
 def _failure_of(bench: BenchAnswer, way: Way, copies: int) -> str | None:
+    """Return why the copies of a way failed; None: they did not."""
     cells = [cell for cell in bench.cells if cell.copies == copies and _WAY_OF.get(cell.way) is way]
     return next((text for cell in cells for text in cell.failures), None)
 
@@ -121,12 +124,13 @@ def left_out_text(bench: BenchAnswer, copies: int, way: Way | None = None) -> st
     return " (it ended too early)" if bench.reason != "finished" else ""
 
 
-def _title_of(way: Way) -> str:
+def _way_title(way: Way) -> str:
     return "a queue" if way is Way.WHOLE else way.label
 
 
-def ratio_text(one: Cell, other: Cell) -> str:
-    return f"{one.speed / other.speed:.2f} x"
+def ratio_text(cell: Cell, other: Cell) -> str:
+    """Return how many times as fast one way is as another: ``1.25 x``."""
+    return f"{cell.speed / other.speed:.2f} x"
 
 
 # Rules about the fastest way, which a measurement replaces. It does not overrule the other rules: throughput says
@@ -218,12 +222,12 @@ def measured(advice: Advice, bench: BenchAnswer, copies: int) -> MeasuredAdvice:
     failure = _failure_of(bench, way, copies)
     if failure is not None:
         choice = _preferred_cell(advice, cells)
-        sentence = f"the rules said {_title_of(way)}, and its copies failed ({failure}), so {choice.title}"
+        sentence = f"the rules said {_way_title(way)}, and its copies failed ({failure}), so {choice.title}"
         return _final(advice, Effect.CHANGED, sentence, copies, choice, None, certain=_certain_of(cells))
     best = max(cells, key=lambda cell: cell.speed)
     return unmeasured(
         advice,
-        f"{_title_of(way)} was not measured{left_out_text(bench, copies, way)}; {best.title} was the fastest of the others",
+        f"{_way_title(way)} was not measured{left_out_text(bench, copies, way)}; {best.title} was the fastest of the others",
         copies,
     )
 
@@ -244,7 +248,7 @@ def _settled(advice: Advice, cells: Sequence[Cell], copies: int) -> MeasuredAdvi
 
 
 def _compared(advice: Advice, cells: Sequence[Cell], rules_cell: Cell, copies: int) -> MeasuredAdvice:
-    """Return the answer if the rules' way was measured: ``mine``."""
+    """Return the answer if the rules' way was measured, as ``rules_cell``."""
     fastest = max(cells, key=lambda cell: cell.speed)
     certain = _certain_of(cells)
     if alike(rules_cell, fastest):
@@ -273,10 +277,10 @@ def _confirmed(
     """Return the rules' answer, than which nothing measured is faster."""
     others = sorted((cell for cell in cells if cell.way is not rules_cell.way), key=lambda cell: -cell.speed)
     if not others:
-        return unmeasured(advice, f"only {_title_of(rules_cell.way)} was measured", copies)
+        return unmeasured(advice, f"only {_way_title(rules_cell.way)} was measured", copies)
     next_best = others[0]
     if alike(next_best, rules_cell):
-        names = ", ".join(dict.fromkeys(_title_of(cell.way) for cell in others if alike(cell, rules_cell)))
+        names = ", ".join(dict.fromkeys(_way_title(cell.way) for cell in others if alike(cell, rules_cell)))
         sentence = f"no difference from {names}: the rules' answer stands"
         return _final(advice, Effect.NO_DIFFERENCE, sentence, copies, rules_cell, next_best, certain=certain)
     sentence = (
@@ -295,7 +299,7 @@ def _preferred_cell(advice: Advice, cells: Sequence[Cell]) -> Cell:
 
 
 def _rules_cell(situation: Situation, cells: Sequence[Cell]) -> Cell:
-    """Return the cell of the way that the rules recommend; ``mine`` has all cells of that way, MPS with several caps.
+    """Return the cell of the way that the rules recommend; ``cells`` are all of that way: MPS with several caps.
 
     The cell with the rules' cap counts, or the fastest if that cap was not measured.
     """
@@ -333,7 +337,7 @@ def _final(
     """Return the answer with its effect: with the chosen way, its confidence, and what would change it."""
     final = advice
     if effect in {Effect.OTHER_CAP, Effect.CHANGED, Effect.SETTLED}:
-        final = with_way(advice, chosen.way, cap=_cap(advice.situation, chosen.name), changes=())
+        final = with_way(advice, chosen.way, cap=_cap(advice.situation, chosen.name))
     if effect is not Effect.KEPT and final.recipe is not None:
         # What it suggests to measure has been measured.
         final = replace(final, recipe=replace(final.recipe, measure=()))

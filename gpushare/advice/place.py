@@ -41,7 +41,7 @@ def first_gpu(situation: Situation, gpus: Sequence[GpuFacts]) -> GpuFacts:
     """Return the GPU on which a case has an answer, best at once; idle and uncut ones before others."""
 
     def rank(gpu: GpuFacts) -> tuple[object, ...]:
-        part = _part(replace(situation, gpu=gpu))
+        part = _judge_part(replace(situation, gpu=gpu))
         cut = gpu.layout is not None and bool(gpu.layout.instances)
         in_use = (cut or bool(gpu.processes), bool(gpu.mig_enabled), gpu.mps_daemons > 0)
         waits = part.way is Way.WHOLE and part.situation.among_others
@@ -50,7 +50,7 @@ def first_gpu(situation: Situation, gpus: Sequence[GpuFacts]) -> GpuFacts:
     # Of those that are alike and alike in use, one is judged.
     unlike = {
         (gpu.processes, gpu.memory_used_bytes, *key): gpu
-        for key, gpu in zip(map(_kind, reversed(gpus)), reversed(gpus), strict=True)
+        for key, gpu in zip(map(_kind_key, reversed(gpus)), reversed(gpus), strict=True)
     }
     return gpus[0] if len(unlike) == 1 else min(sorted(unlike.values(), key=gpus.index), key=rank)
 
@@ -62,10 +62,13 @@ def place(situation: Situation, *, apart: bool = True) -> tuple[Part, ...]:
     are more processes than GPUs, they are spread evenly over those GPUs on which most of what was asked is kept.
     Without ``apart`` it is not tried to keep some workloads on other GPUs than the others, which takes seconds.
     """
-    return situation.once(("place", situation.case, situation.gpu.index, apart), lambda: _place(situation, apart=apart))
+    return situation.once(
+        ("place", situation.case, situation.gpu.index, apart), lambda: _find_placement(situation, apart=apart)
+    )
 
 
-def _place(situation: Situation, *, apart: bool) -> tuple[Part, ...]:
+def _find_placement(situation: Situation, *, apart: bool) -> tuple[Part, ...]:
+    """Return the best placement: on GPUs like the first one, else on any that have room."""
     if len(situation.case.workloads) > 1:
         # Of a list, each is one process unless said otherwise, also where it is placed without the others.
         works = tuple(replace(work, processes=work.processes or 1) for work in situation.case.workloads)
@@ -87,7 +90,7 @@ def _placed_on(situation: Situation, idle: Sequence[GpuFacts], *, apart: bool) -
     case = situation.case
     if situation.gpus_each > 1 and situation.gpu.instance is None and not case.any("running"):
         return _of_several_gpus(situation, idle)
-    alone = _part(situation)
+    alone = _judge_part(situation)
     count = case.processes
     if (
         len(idle) < _SEVERAL
@@ -101,7 +104,7 @@ def _placed_on(situation: Situation, idle: Sequence[GpuFacts], *, apart: bool) -
         return (alone,)
     if situation.together and (case.any("nccl") or case.any("p2p") or count <= len(idle)):
         kind = max(_kinds(idle), key=lambda gpus: (min(len(gpus), count), gpus[0] is situation.gpu))
-        return (_part(situation.on(kind[0], case, more=kind[1:count])),)
+        return (_judge_part(situation.on(kind[0], case, more=kind[1:count])),)
     choices = [
         parts
         for gpus in _gpu_sets(idle, situation)
@@ -151,7 +154,7 @@ def _on_own_gpus(situation: Situation, case: Case, gpus: Sequence[GpuFacts], *, 
         (work,) = case.workloads
         # It shares with nobody: not with other users either.
         alone = replace(case, workloads=(replace(work, same_user=True),))
-        return (_part(situation.on(first, alone, own_gpu=True)),)
+        return (_judge_part(situation.on(first, alone, own_gpu=True)),)
     return place(replace(within, gpu=first), apart=apart)
 
 
@@ -159,6 +162,7 @@ def _partitions(items: Sequence[tuple[Workload, ...]], most: int) -> Iterator[li
     """Yield the partitions of some items into two blocks or more, at most ``most``."""
 
     def grown(number: int, blocks: list[list[tuple[Workload, ...]]]) -> Iterator[list[list[tuple[Workload, ...]]]]:
+        """Yield the partitions that have these blocks so far, and the items from ``number`` on."""
         if number == len(items):
             if len(blocks) >= _SEVERAL:
                 yield blocks
@@ -208,7 +212,7 @@ def _shared_by_all(situation: Situation, idle: Sequence[GpuFacts], *, beside: bo
     inside = tuple(replace(work, processes=-(-(work.processes or 1) // sets)) for work in case.workloads)
     if sets >= jobs:
         inside = tuple(replace(work, same_user=True) for work in inside)
-    return _part(
+    return _judge_part(
         situation.on(
             gpus[0],
             replace(case, workloads=inside),
@@ -219,7 +223,8 @@ def _shared_by_all(situation: Situation, idle: Sequence[GpuFacts], *, beside: bo
     )
 
 
-def _part(situation: Situation) -> Part:
+def _judge_part(situation: Situation) -> Part:
+    """Return a case on its GPUs with the verdict that wins there."""
     return Part(situation=situation, best=winner(verdicts(situation)))
 
 
@@ -227,11 +232,12 @@ def _kinds(gpus: Sequence[GpuFacts]) -> list[list[GpuFacts]]:
     """Return the GPUs by what matters to the rules: model, memory, MIG and compute mode."""
     kinds: dict[object, list[GpuFacts]] = {}
     for gpu in gpus:
-        kinds.setdefault(_kind(gpu), []).append(gpu)
+        kinds.setdefault(_kind_key(gpu), []).append(gpu)
     return list(kinds.values())
 
 
-def _kind(gpu: GpuFacts) -> tuple[object, ...]:
+def _kind_key(gpu: GpuFacts) -> tuple[object, ...]:
+    """Return what makes GPUs alike to the rules."""
     instances = () if gpu.layout is None or not gpu.mig_enabled else gpu.layout.instances
     return gpu.name, gpu.memory_total_bytes, gpu.mig_enabled, gpu.compute_mode, gpu.mps_daemons > 0, instances
 
@@ -291,7 +297,7 @@ def _group_part(situation: Situation, group: Sequence[tuple[GpuFacts, Case]], *,
     first, *others = sorted(group, key=lambda share: -(share[1].processes or 0))
     total = sum(case.processes or 0 for _, case in group)
     joined = whole is not None and len(first[1].workloads) == 1
-    return _part(
+    return _judge_part(
         situation.on(
             first[0],
             first[1],
@@ -303,6 +309,7 @@ def _group_part(situation: Situation, group: Sequence[tuple[GpuFacts, Case]], *,
 
 
 def _with_processes(case: Case, processes: int) -> Case:
+    """Return a case of one workload with another number of processes."""
     (work,) = case.workloads
     return replace(case, workloads=(replace(work, processes=processes),))
 

@@ -44,12 +44,13 @@ class Question:
         return "same user" if self.field == "same_user" else self.field.replace("_", " ")
 
 
-def _yes_no(yes: str | None, no: str | None = None) -> tuple[Answer, ...]:
+def _yes_no_answers(yes: str | None, no: str | None = None) -> tuple[Answer, ...]:
+    """Return the answers yes and no, with their texts; None: only asked for, and not among the changes."""
     texts = (("yes", True, yes), ("no", False, no))
     return tuple(Answer(word=word, value=value, text=text or "") for word, value, text in texts)
 
 
-def _isolation(word: str, text: str, *kinds: Isolation) -> Answer:
+def _isolation_answer(word: str, text: str, *kinds: Isolation) -> Answer:
     return Answer(word=word, value=frozenset(kinds), text=text)
 
 
@@ -58,57 +59,59 @@ QUESTIONS: Final = (
     Question(
         field="same_user",
         text="Do all processes belong to the same user?",
-        answers=_yes_no("all belong to the same user", "they belong to different users"),
+        answers=_yes_no_answers("all belong to the same user", "they belong to different users"),
         deciding=True,
     ),
     Question(
         field="isolation",
         text="What isolation do they need: none, a memory quota, fault isolation, or full isolation?",
         answers=(
-            _isolation("none", "no isolation is needed"),
-            _isolation("quota", "a memory quota is needed", Isolation.QUOTA),
-            _isolation("fault", "a fault in one process must not end the others", Isolation.FAULT),
-            _isolation("full", "", Isolation.FULL),
+            _isolation_answer("none", "no isolation is needed"),
+            _isolation_answer("quota", "a memory quota is needed", Isolation.QUOTA),
+            _isolation_answer("fault", "a fault in one process must not end the others", Isolation.FAULT),
+            _isolation_answer("full", "", Isolation.FULL),
         ),
         deciding=True,
     ),
     Question(
         field="latency",
         text="Is there a latency target per request?",
-        answers=_yes_no("there is a latency target"),
+        answers=_yes_no_answers("there is a latency target"),
         deciding=True,
     ),
     Question(
         field="saturating",
         text="Does one process fill the GPU (measured throughput, not utilization)?",
-        answers=_yes_no("one process fills the GPU", "no single process fills the GPU"),
+        answers=_yes_no_answers("one process fills the GPU", "no single process fills the GPU"),
         pair=False,
         deciding=True,
     ),
     Question(
         field="production_saturating",
         text="Does the production job alone fill the GPU (measured throughput, not utilization)?",
-        answers=_yes_no("production alone fills the GPU", "production does not fill the GPU"),
+        answers=_yes_no_answers("production alone fills the GPU", "production does not fill the GPU"),
         pair=True,
         deciding=True,
     ),
     Question(
         field="gaps",
         text="Does the production job wait between requests, so that the GPU is idle in between?",
-        answers=_yes_no("production waits between requests (--needs gaps)", "production never waits (--needs no-gaps)"),
+        answers=_yes_no_answers(
+            "production waits between requests (--needs gaps)", "production never waits (--needs no-gaps)"
+        ),
         pair=True,
     ),
     Question(
         field="saturating",
         text="Does the opportunistic job alone fill the GPU?",
-        answers=_yes_no("the opportunistic job fills the GPU"),
+        answers=_yes_no_answers("the opportunistic job fills the GPU"),
         pair=True,
         deciding=True,
     ),
     Question(
         field="bandwidth_bound",
         text="Does the opportunistic job saturate the memory bandwidth?",
-        answers=_yes_no("the opportunistic job saturates the memory bandwidth"),
+        answers=_yes_no_answers("the opportunistic job saturates the memory bandwidth"),
         pair=True,
     ),
     Question(
@@ -124,7 +127,7 @@ QUESTIONS: Final = (
     Question(
         field="progress",
         text="Does each of them have to advance, instead of one after another?",
-        answers=_yes_no(
+        answers=_yes_no_answers(
             "each of them has to advance (--needs progress)", "only the total time counts (--needs no-progress)"
         ),
         pair=False,
@@ -135,27 +138,29 @@ QUESTIONS: Final = (
     Question(
         field="bandwidth_bound",
         text="Does each of them saturate the memory bandwidth?",
-        answers=_yes_no("they saturate the memory bandwidth"),
+        answers=_yes_no_answers("they saturate the memory bandwidth"),
         pair=False,
     ),
-    Question(field="bandwidth_qos", text=None, answers=_yes_no("memory bandwidth must be guaranteed")[:1]),
+    Question(field="bandwidth_qos", text=None, answers=_yes_no_answers("memory bandwidth must be guaranteed")[:1]),
     Question(
         field="cuda_graphs",
         text="Do they launch CUDA graphs (LLM engines do)?",
-        answers=_yes_no("they launch CUDA graphs"),
+        answers=_yes_no_answers("they launch CUDA graphs"),
     ),
-    Question(field="code", text="Can the program be changed?", answers=_yes_no("the code can be changed")),
+    Question(field="code", text="Can the program be changed?", answers=_yes_no_answers("the code can be changed")),
     Question(
         field="destroy",
         text="May idle MIG instances be destroyed for it?",
-        answers=_yes_no("idle MIG instances may be destroyed (--destroy)"),
+        answers=_yes_no_answers("idle MIG instances may be destroyed (--destroy)"),
     ),
     Question(
-        field="root", text="Can you become root?", answers=_yes_no("you can become root", "you cannot become root")
+        field="root",
+        text="Can you become root?",
+        answers=_yes_no_answers("you can become root", "you cannot become root"),
     ),
-    Question(field="running", text=None, answers=_yes_no("they are already running", "they can be restarted")),
-    Question(field="vms", text=None, answers=_yes_no("they are virtual machines")[:1]),
-    Question(field="io_bound", text=None, answers=_yes_no("the GPU waits for input")[:1]),
+    Question(field="running", text=None, answers=_yes_no_answers("they are already running", "they can be restarted")),
+    Question(field="vms", text=None, answers=_yes_no_answers("they are virtual machines")[:1]),
+    Question(field="io_bound", text=None, answers=_yes_no_answers("the GPU waits for input")[:1]),
     Question(
         field="occupied",
         text=None,

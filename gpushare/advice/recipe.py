@@ -188,7 +188,7 @@ OPPORTUNISTIC_CAP: Final = 60
 
 
 def _daemons(steps: Steps, what: str, limits: Limits) -> None:
-    """Add the lines that start MPS on each GPU with these limits, or set those of the daemon that serves it."""
+    """Add the lines that start MPS on each GPU with these limits, or set them at a daemon that runs."""
     for s in steps.each_gpu():
         if s.mps_serves:
             steps.change("set the limits of the running MPS daemon", s, Verb.MPS_SET, limits=exactly(limits))
@@ -239,10 +239,10 @@ def _clients(steps: Steps, work: Workload, total: int | None, at_once: int | Non
         steps.run(what, work, memory=memory)
     else:
         wait = len(s.spread) > 1 or s.in_turns(Way.MPS) is not None
-        _equal(steps, work, total, memory=memory, wait=wait)
+        _equal_jobs(steps, work, total, memory=memory, wait=wait)
 
 
-def _equal(steps: Steps, work: Workload, count: int | None, **options: Any) -> None:
+def _equal_jobs(steps: Steps, work: Workload, count: int | None, **options: Any) -> None:
     """Add the lines of equal jobs: with names of their own where they do not end by themselves."""
     if steps.s.servers and steps.s.gpu.instance is None:
         steps.copies(work, count, **options)
@@ -251,6 +251,7 @@ def _equal(steps: Steps, work: Workload, count: int | None, **options: Any) -> N
 
 
 def _mps_static(steps: Steps, _: Way) -> None:
+    """Add the lines of static partitions, which only NVIDIA's own commands make."""
     s = steps.s
     # A chunk has 8 SMs since Hopper, 4 before (NVIDIA MPS guide).
     newer = s.gpu.compute_capability is not None and s.gpu.compute_capability >= HOPPER
@@ -505,7 +506,7 @@ def _timeslice(steps: Steps, way: Way) -> None:
             steps.run(which(count, label_of(work)), work, swap="request", memory=memory, wait=waits)
         else:
             slice_of_job = _INTERACTIVE_SLICE if s.case.pattern is Pattern.INTERACTIVE else OWN_SLICE
-            _equal(steps, work, count, slice=slice_of_job, memory=memory, wait=waits and memory is not None)
+            _equal_jobs(steps, work, count, slice=slice_of_job, memory=memory, wait=waits and memory is not None)
     if s.case.workloads[0].memory is None and job_memory(s, way, s.case.workloads[0]) is not None:
         steps.say("the memory is divided equally, because what each needs is not known; with --memory SIZE it is that")
     steps.measure.append("p99 and rate of each program, alone and with the others")
@@ -551,6 +552,7 @@ def _leaving(steps: Steps, way: Way) -> None:
 
 
 def _streams(steps: Steps, _: Way) -> None:
+    """Add the lines of streams, which only the program itself can make."""
     steps.say(
         "in the program: put independent work on separate streams (cudaStream_t, torch.cuda.Stream); copy from pinned memory"
     )
@@ -559,6 +561,7 @@ def _streams(steps: Steps, _: Way) -> None:
 
 
 def _vgpu(steps: Steps, _: Way) -> None:
+    """Add the lines of vGPU, which only the hypervisor sets up."""
     s = steps.s
     backed = s.gpu.mig_capable and (s.case.any("bandwidth_qos") or Isolation.FULL in s.isolation)
     kind = "a MIG-backed vGPU type" if backed else "a vGPU type with enough frame buffer for the work"
@@ -569,6 +572,7 @@ def _vgpu(steps: Steps, _: Way) -> None:
 
 
 def _measure(steps: Steps, _: Way) -> None:
+    """Add the line that measures the ways against each other."""
     s = steps.s
     shut = s.shut and s.may_be_root is False
     ways = " --ways queue,mps" if shut else "" if s.case.same_user is not False else " --ways queue,timeslice,mig"

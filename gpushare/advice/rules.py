@@ -19,6 +19,7 @@ from gpushare.advice.situation import Situation
 from gpushare.advice.table import Cell
 from gpushare.advice.ways import ADVISED, ALL_MIG, ALL_MPS, CONCURRENT, LEAVING, SHARING
 from gpushare.base.model import Way
+from gpushare.base.package import package_rows
 from gpushare.base.values import NOT_STORED, dataclass
 
 
@@ -78,6 +79,7 @@ class Rule:
     needs: Requirement | None
 
     def reasons(self, situation: Situation) -> Iterator[tuple[Way, Reason]]:
+        """Yield what it says about each of its ways in a situation; nothing where its condition does not hold."""
         for way, weight in self.ways.items():
             applies = self.when(situation, way)
             if applies is False or (applies is None and self.unknown is None):
@@ -135,6 +137,7 @@ class Rule:
         return self._reason(cell, Kind.VETO, says if best == cell.level else f"{says}, at best {best}")
 
     def _reason(self, cell: Cell, kind: Kind, text: str, *, asked: bool = False) -> Reason:
+        """Return a reason that comes from a cell of the table."""
         return Reason(
             rule=self.id,
             kind=kind,
@@ -153,7 +156,8 @@ _PREFERENCES: Final = (Kind.FOR, Kind.AGAINST)
 _EXACTLY: Final = {"yes": True, "no": False, "unknown": None}
 
 
-def _ways(names: Iterable[str] | None) -> tuple[Way, ...]:
+def _ways_named(names: Iterable[str] | None) -> tuple[Way, ...]:
+    """Return the ways of a rule; a name with a star is a group, and None is all ways of sharing at the same time."""
     if names is None:
         return CONCURRENT
     return tuple(way for name in names for way in _GROUPS.get(name) or (Way(name),))
@@ -165,20 +169,21 @@ def condition(text: str) -> Condition:
     Raises:
         ValueError: it is not made of words with and, or, not; or there is no such word.
     """
-    return _condition(ast.parse(text, mode="eval").body)
+    return _compile_condition(ast.parse(text, mode="eval").body)
 
 
-def _condition(node: ast.expr) -> Condition:
+def _compile_condition(node: ast.expr) -> Condition:
+    """Return the condition of a parsed expression; unknown values stay unknown (None)."""
     if isinstance(node, ast.BoolOp):
-        parts = [_condition(part) for part in node.values]
+        parts = [_compile_condition(part) for part in node.values]
         if isinstance(node.op, ast.Or):
             return lambda s, way: any_of(part(s, way) for part in parts)
         return lambda s, way: negated(any_of(negated(part(s, way)) for part in parts))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        part = _condition(node.operand)
+        part = _compile_condition(node.operand)
         return lambda s, way: negated(part(s, way))
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _EXACTLY:
-        part, wanted = _condition(node.args[0]), _EXACTLY[node.func.id]
+        part, wanted = _compile_condition(node.args[0]), _EXACTLY[node.func.id]
         return lambda s, way: part(s, way) is wanted
     if isinstance(node, ast.Name):
         if node.id in CONDITIONS or hasattr(Situation, node.id) or node.id in Workload.__dataclass_fields__:
@@ -187,13 +192,14 @@ def _condition(node: ast.expr) -> Condition:
     raise ValueError(f"not a condition: {ast.unparse(node)}")
 
 
-def _rule(row: Mapping[str, Any]) -> Rule:
+def _parse_rule(row: Mapping[str, Any]) -> Rule:
+    """Return the rule of one row of the file."""
     kind = next((kind for kind in Kind if kind.value in row), None)
     given: Any = row.get("ways") if kind is None else row[kind.value]
     if kind in _PREFERENCES:
         ways = {Way(name): weight for name, weight in given.items()}
     else:
-        ways = dict.fromkeys(_ways(given), 0)
+        ways = dict.fromkeys(_ways_named(given), 0)
     needs = row.get("needs")
     if needs is not None:
         needs = Requirement(**{"floor": needs["wanted"], "inside": row.get("inside", True), **needs})
@@ -213,12 +219,7 @@ def _rule(row: Mapping[str, Any]) -> Rule:
 @functools.cache
 def rules() -> tuple[Rule, ...]:
     """Return the rules of the package. tests/advice/test_rules.py checks the file."""
-    from importlib.resources import files
-
-    import yaml
-
-    text = files("gpushare").joinpath("data/rules.yaml").read_text(encoding="utf-8")
-    return tuple(map(_rule, yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))))  # noqa: S506 - a safe one
+    return tuple(map(_parse_rule, package_rows("rules.yaml")))
 
 
 def cannot_leave(situation: Situation) -> bool:
@@ -291,19 +292,20 @@ _NOTHING_TO_COMPARE: Final = Reason(
 
 def verdicts(situation: Situation) -> tuple[Verdict, ...]:
     """Return the verdict on every way: the best first, the refused ones last."""
-    return situation.once(("verdicts", situation.case), lambda: _verdicts(situation))
+    return situation.once(("verdicts", situation.case), lambda: _judge_all(situation))
 
 
-def _verdicts(situation: Situation) -> tuple[Verdict, ...]:
+def _judge_all(situation: Situation) -> tuple[Verdict, ...]:
+    """Return the verdict on every way, from the reasons of all rules."""
     reasons: dict[Way, list[Reason]] = {way: [] for way in ADVISED}
     for rule in rules():
         for way, reason in rule.reasons(situation):
             reasons[way].append(reason)
-    judged = [_verdict(way, reasons[way]) for way in ADVISED]
+    judged = [_judge_way(way, reasons[way]) for way in ADVISED]
     comparable = [verdict for verdict in judged if not verdict.refused and verdict.way in SHARING]
     if len([verdict for verdict in comparable if verdict.way is not Way.VGPU]) < _TO_COMPARE:
         judged = [
-            _verdict(verdict.way, [*verdict.reasons, _NOTHING_TO_COMPARE]) if verdict.way is Way.MEASURE else verdict
+            _judge_way(verdict.way, [*verdict.reasons, _NOTHING_TO_COMPARE]) if verdict.way is Way.MEASURE else verdict
             for verdict in judged
         ]
     return tuple(sorted(judged, key=lambda verdict: (verdict.refused, -verdict.score)))
@@ -321,7 +323,8 @@ def winner(judged: Iterable[Verdict]) -> Verdict | None:
     return usable[0]
 
 
-def _verdict(way: Way, reasons: list[Reason]) -> Verdict:
+def _judge_way(way: Way, reasons: list[Reason]) -> Verdict:
+    """Return the verdict on one way: a veto refuses it, weights make its score."""
     reasons = sorted(reasons, key=lambda reason: _ORDER[reason.kind])
     outcome = Outcome.FITS
     if any(reason.kind is Kind.VETO for reason in reasons):

@@ -7,7 +7,7 @@ Money is `Decimal`, rounded to cents once per sum, so that the sums that are sho
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import ROUND_HALF_UP, Decimal
 from typing import Final
 
@@ -115,7 +115,7 @@ def savings(
     Raises:
         BadUsage: a load, target or number of GPUs is out of range, or one piece of work needs more than a GPU has.
     """
-    _check(work, target_load, gpu_memory_bytes)
+    _check_numbers(work, target_load, gpu_memory_bytes)
     gpus_now = len(work)
     cost = None if price is None else price.cost(gpus_now)
     options: list[Consolidation] = []
@@ -123,18 +123,20 @@ def savings(
     for gpus in range(1, gpus_now):
         bins = _pack(work, gpus, gpu_memory_bytes)
         if bins is None:
-            refused = _no_room(work, gpus, gpu_memory_bytes)
+            refused = _no_room_text(work, gpus, gpu_memory_bytes)
             continue
-        option = _option(bins, gpus_now, price, cost, target_load)
+        option = _consolidate(bins, gpus_now, price, cost, target_load)
         if option.max_load_percent > 100:
-            refused = f"{_on(gpus)} the fullest would have {plain(option.max_load_percent)} % load: more than 100 %"
+            refused = (
+                f"{_on_gpus(gpus)} the fullest would have {plain(option.max_load_percent)} % load: more than 100 %"
+            )
             continue
         # An additional GPU that takes no load off the fullest one only costs money.
         if options and option.max_load_percent >= options[-1].max_load_percent:
             continue
         options.append(option)
         if option.verdict == "fits":
-            options[-1] = _recommended(option)
+            options[-1] = replace(option, recommended=True)
             break
     total = sum((workload.load for workload in work), Decimal(0))
     return Savings(
@@ -149,10 +151,12 @@ def savings(
 
 
 def known_price(instance: str) -> KnownPrice | None:
+    """Return the published price of an instance type; None: there is none with a source."""
     return next((price for price in KNOWN_PRICES if price.instance == instance.strip().lower()), None)
 
 
-def _check(work: Sequence[Work], target_load: Decimal, gpu_memory_bytes: int | None) -> None:
+def _check_numbers(work: Sequence[Work], target_load: Decimal, gpu_memory_bytes: int | None) -> None:
+    """Raise BadUsage for loads, a target or a number of GPUs out of range, and for work larger than a GPU."""
     if not 1 <= len(work) <= MOST_GPUS:
         raise BadUsage(
             f"{len(work)} GPUs cannot be consolidated", f"give 1 to {MOST_GPUS}: --gpus 4", code="bad_number_of_gpus"
@@ -193,6 +197,7 @@ def _pack(work: Sequence[Work], gpus: int, capacity: int | None) -> list[list[Wo
 
 
 def _spread(work: Sequence[Work], gpus: int, capacity: int | None, *, even: bool) -> list[list[Work]] | None:
+    """Put work in this order on GPUs, to the least loaded one with room if ``even``; None: it does not fit."""
     bins: list[list[Work]] = [[] for _ in range(gpus)]
     loads, memories = [Decimal(0)] * gpus, [0] * gpus
     for workload in work:
@@ -207,9 +212,10 @@ def _spread(work: Sequence[Work], gpus: int, capacity: int | None, *, even: bool
     return bins
 
 
-def _option(
+def _consolidate(
     bins: list[list[Work]], gpus_now: int, price: Price | None, cost: Decimal | None, target_load: Decimal
 ) -> Consolidation:
+    """Return what work on these GPUs comes to: load, peaks, memory and cost, against all GPUs now."""
     gpus = len(bins)
     max_load = max(sum((workload.load for workload in place), Decimal(0)) for place in bins)
     p95 = [_sum_p95(place) for place in bins]
@@ -228,12 +234,6 @@ def _option(
     )
 
 
-def _recommended(option: Consolidation) -> Consolidation:
-    from dataclasses import replace
-
-    return replace(option, recommended=True)
-
-
 def _sum_p95(place: Sequence[Work]) -> Decimal | None:
     loads = [workload.p95 for workload in place if workload.p95 is not None]
     return sum(loads, Decimal(0)) if len(loads) == len(place) else None
@@ -244,16 +244,17 @@ def _sum_memory(place: Sequence[Work]) -> int | None:
     return sum(sizes) if len(sizes) == len(place) else None
 
 
-def _no_room(work: Sequence[Work], gpus: int, capacity: int | None) -> str:
+def _no_room_text(work: Sequence[Work], gpus: int, capacity: int | None) -> str:
+    """Return why the memory of the work does not fit on so many GPUs."""
     needed, available = sum(workload.memory_bytes or 0 for workload in work), gpus * (capacity or 0)
     if needed > available:
         reason = f"{format_bytes(needed)} is needed, {format_bytes(available)} is available: {format_bytes(needed - available)} too little"
     else:
         reason = "the work of the GPUs cannot be split that way"
-    return f"{_on(gpus)} the memory does not fit: {reason}"
+    return f"{_on_gpus(gpus)} the memory does not fit: {reason}"
 
 
-def _on(gpus: int) -> str:
+def _on_gpus(gpus: int) -> str:
     return "on one GPU" if gpus == 1 else f"on {gpus} GPUs"
 
 
@@ -271,7 +272,7 @@ def _warnings(
     # Equal loads are shown as "4 x 25 %", others as their sum.
     terms = f"{len(work)} x {plain(work[0].load)} %" if len(loads) == 1 else "together the loads"
     for option in options:
-        where = _on(option.gpus)
+        where = _on_gpus(option.gpus)
         fullest = plain(option.max_load_percent)
         if option.verdict == "no_headroom":
             load = f"{terms} is {plain(total)} % load" if option.gpus == 1 else f"the fullest has {fullest} % load"

@@ -190,21 +190,22 @@ class LeavingCost:
 
     def sentence(self) -> str:
         """Return the cost as text."""
-        out, back, host = _about(self.out_seconds), _about(self.in_seconds), format_bytes(self.host_bytes)
+        out, back, host = _about_text(self.out_seconds), _about_text(self.in_seconds), format_bytes(self.host_bytes)
         guess = ", estimated from smaller jobs" if self.estimated else ""
         if self.turn_seconds is None or self.kept_share is None:
             return (
                 f"a job takes about {out} to leave and {back} to come back{guess}; {host} of host memory must be free"
             )
-        waits = "" if self.wait_seconds is None else f" (then {_about(self.wait_seconds)} until the next turn)"
+        waits = "" if self.wait_seconds is None else f" (then {_about_text(self.wait_seconds)} until the next turn)"
         return (
-            f"a switch takes about {_about(self.switch_seconds)} ({out} out, {back} back{guess}): with turns of "
-            f"{_about(self.turn_seconds)}{waits}, the jobs run at {100 * self.kept_share:.0f} % of the speed that they "
+            f"a switch takes about {_about_text(self.switch_seconds)} ({out} out, {back} back{guess}): with turns of "
+            f"{_about_text(self.turn_seconds)}{waits}, the jobs run at {100 * self.kept_share:.0f} % of the speed that they "
             f"have one after another; {host} of host memory must be free"
         )
 
 
-def _about(seconds: float) -> str:
+def _about_text(seconds: float) -> str:
+    """Return an estimated time for people: ``4.2 s``, ``35 s``, ``3 min``."""
     if seconds < 9.5:
         return f"{seconds:.1f} s"
     return f"{seconds:.0f} s" if seconds < 119.5 else format_duration(round(seconds / 60) * 60)
@@ -263,8 +264,8 @@ def _slices_for(layout: Layout, shares: tuple[Share, ...], kept: tuple[GpuInstan
     Equal shares get equal instances. Larger than needed is better: unassigned slices would be idle.
     """
     room = replace(layout, instances=kept)
-    kinds = {graphics: _of_kind(layout, graphics=graphics) for graphics in (False, True)}
-    smallest = [_smallest(kinds[share.graphics], share) for share in shares]
+    kinds = {graphics: _profiles_of_kind(layout, graphics=graphics) for graphics in (False, True)}
+    smallest = [_smallest_holding(kinds[share.graphics], share) for share in shares]
     too_large = next((share for share, profile in zip(shares, smallest, strict=True) if profile is None), None)
     if too_large is not None:
         return Slices(
@@ -278,15 +279,15 @@ def _slices_for(layout: Layout, shares: tuple[Share, ...], kept: tuple[GpuInstan
         reason = f"{len(shares)} instances with {worst} do not fit: {most_that_fit or 'none'} of {needed.name} would"
         return Slices(why_not=reason, most=most_that_fit)
     if all(share.percent for share in shares):
-        weighted = _weighted(room, [kinds[share.graphics] for share in shares], shares)
+        weighted = _weighted_profiles(room, [kinds[share.graphics] for share in shares], shares)
         if weighted is not None:
             return Slices(profiles=weighted)
     if len(set(shares)) == 1:
         return Slices(profiles=tuple(_largest_equal(room, kinds[shares[0].graphics], chosen[0], len(shares))))
-    return Slices(profiles=tuple(_enlarged(room, [kinds[share.graphics] for share in shares], chosen)))
+    return Slices(profiles=tuple(_enlarge(room, [kinds[share.graphics] for share in shares], chosen)))
 
 
-def _of_kind(layout: Layout, *, graphics: bool) -> list[Profile]:
+def _profiles_of_kind(layout: Layout, *, graphics: bool) -> list[Profile]:
     """Return the ordinary profiles, or those with graphics, small ones first."""
     attributes = {"+gfx"} if graphics else set()
     profiles = [
@@ -298,6 +299,7 @@ def _of_kind(layout: Layout, *, graphics: bool) -> list[Profile]:
 
 
 def _largest_text(profiles: Sequence[Profile], share: Share) -> str:
+    """Return the end of a sentence that says what the largest profile has."""
     if not profiles:
         return ""
     largest = profiles[-1]
@@ -310,18 +312,21 @@ def _as_share(profile: Profile, share: Share) -> Share:
     return Share(memory, profile.multiprocessors or 0 if share.sms else 0)
 
 
-def _smallest(ordinary: Sequence[Profile], share: Share) -> Profile | None:
+def _smallest_holding(ordinary: Sequence[Profile], share: Share) -> Profile | None:
+    """Return the smallest profile that holds a share; None: none does."""
     return next(
         (profile for profile in sorted(ordinary, key=lambda p: (p.size or 0, p.slices)) if _holds(profile, share)), None
     )
 
 
 def _holds(profile: Profile, share: Share) -> bool:
+    """Return whether a profile has the memory, SMs and graphics of a share."""
     enough = (profile.memory_bytes or 0) >= share.memory_bytes and (profile.graphics or not share.graphics)
     return enough and (not share.sms or (profile.multiprocessors or 0) >= share.sms)
 
 
 def _fit_together(room: Layout, profiles: Sequence[Profile]) -> bool:
+    """Return whether instances of these profiles fit next to those of the layout."""
     counts = Counter(profile.name for profile in profiles)
     if any(profile.instances is not None and counts[profile.name] > profile.instances for profile in profiles):
         return False
@@ -330,6 +335,7 @@ def _fit_together(room: Layout, profiles: Sequence[Profile]) -> bool:
 
 
 def _most_that_fit(room: Layout, profile: Profile) -> int:
+    """Return how many instances of a profile fit next to those of the layout."""
     return next((n for n in range(profile.instances or 8, 0, -1) if _fit_together(room, [profile] * n)), 0)
 
 
@@ -348,7 +354,9 @@ def _largest_equal(room: Layout, ordinary: Sequence[Profile], least: Profile, co
 _MOST_WEIGHTED: Final = 4
 
 
-def _weighted(room: Layout, kinds: Sequence[Sequence[Profile]], shares: Sequence[Share]) -> tuple[Profile, ...] | None:
+def _weighted_profiles(
+    room: Layout, kinds: Sequence[Sequence[Profile]], shares: Sequence[Share]
+) -> tuple[Profile, ...] | None:
     """Return the profiles whose compute slices are nearest to the wanted shares, and of those the largest."""
     if len(shares) > _MOST_WEIGHTED:
         return None
@@ -365,14 +373,14 @@ def _weighted(room: Layout, kinds: Sequence[Sequence[Profile]], shares: Sequence
     return next((choice for choice in choices if _fit_together(room, choice)), None)
 
 
-def _enlarged(room: Layout, kinds: Sequence[Sequence[Profile]], chosen: list[Profile]) -> list[Profile]:
+def _enlarge(room: Layout, kinds: Sequence[Sequence[Profile]], chosen: list[Profile]) -> list[Profile]:
     """Return the chosen profiles enlarged, the smallest first, as long as all fit; ``kinds`` has the profiles of each."""
-    while (enlarged := _one_enlarged(room, kinds, chosen)) is not None:
+    while (enlarged := _enlarge_one(room, kinds, chosen)) is not None:
         chosen = enlarged
     return chosen
 
 
-def _one_enlarged(room: Layout, kinds: Sequence[Sequence[Profile]], chosen: Sequence[Profile]) -> list[Profile] | None:
+def _enlarge_one(room: Layout, kinds: Sequence[Sequence[Profile]], chosen: Sequence[Profile]) -> list[Profile] | None:
     """Return the chosen profiles with the smallest that can grow by one step enlarged; None if none can."""
     for number in sorted(range(len(chosen)), key=lambda n: (chosen[n].slices, chosen[n].memory_bytes or 0)):
         current = chosen[number]
@@ -385,7 +393,7 @@ def _one_enlarged(room: Layout, kinds: Sequence[Sequence[Profile]], chosen: Sequ
     return None
 
 
-def _fitting(idle: Sequence[GpuInstance], shares: Sequence[Share]) -> list[GpuInstance] | None:
+def _fitting_instances(idle: Sequence[GpuInstance], shares: Sequence[Share]) -> list[GpuInstance] | None:
     """Return an idle instance for each share, the smallest that fits; None if one share has none."""
     unused = sorted(idle, key=lambda instance: (instance.profile.memory_bytes or 0, instance.profile.slices))
     chosen: dict[int, GpuInstance] = {}
@@ -399,6 +407,7 @@ def _fitting(idle: Sequence[GpuInstance], shares: Sequence[Share]) -> list[GpuIn
 
 
 def addable(layout: Layout, wish: Wish) -> bool:
+    """Return whether a wish fits next to what is there, without destroying anything."""
     return isinstance(plan_add([layout], wish), MigPlan)
 
 
@@ -667,6 +676,7 @@ class Situation:
         return 0.0 if cost is None else cost.switch_seconds
 
     def _leaving_cost(self, way: Way, leavers: Sequence[tuple[int, int]]) -> LeavingCost:
+        """Return what it costs that jobs leave; ``leavers`` are sizes in bytes with contexts, and numbers of processes."""
         # Only here: most cases fit, and need none of it.
         from gpushare.memory.cost import SOURCE, TURN_FACTOR, beyond_measured, host_bytes, kept_share, moved
 
@@ -846,11 +856,11 @@ class Situation:
         if way is Way.MIG:
             count = self.case.processes or 2
             if len(works) == 1:
-                share = _share(works[0], 1, CONTEXT_BYTES)
+                share = _share_of(works[0], 1, CONTEXT_BYTES)
                 if not works[0].shares:
                     return (share,) * count
                 return tuple(replace(share, percent=part) for part in works[0].shares)
-            each = [_share(work, 1, CONTEXT_BYTES) for work in works for _ in range(work.processes or 1)]
+            each = [_share_of(work, 1, CONTEXT_BYTES) for work in works for _ in range(work.processes or 1)]
             parts = self.case.shares or ()
             if len(parts) == len(each):
                 return tuple(replace(share, percent=part) for share, part in zip(each, parts, strict=True))
@@ -858,13 +868,13 @@ class Situation:
         context = MPS_CONTEXT_BYTES if way is Way.MIG_MPS else CONTEXT_BYTES
         if len(works) > 1:
             return tuple(
-                _share(work, -(-(work.processes or 1) // (work.groups or 1)), context)
+                _share_of(work, -(-(work.processes or 1) // (work.groups or 1)), context)
                 for work in works
                 for _ in range(work.groups or 1)
             )
         processes = works[0].processes or 2
         parties = self.case.groups or self._parties_for(processes)
-        return (_share(works[0], -(-processes // parties), context),) * parties
+        return (_share_of(works[0], -(-processes // parties), context),) * parties
 
     def _parties_for(self, processes: int) -> int:
         """Return the number of instances for processes without groups: at least two in each, evenly if possible.
@@ -883,7 +893,7 @@ class Situation:
         smallest = (
             None
             if layout is None
-            else min(_of_kind(layout, graphics=False), key=lambda profile: profile.slices, default=None)
+            else min(_profiles_of_kind(layout, graphics=False), key=lambda profile: profile.slices, default=None)
         )
         if layout is None or smallest is None:
             return True
@@ -898,6 +908,7 @@ class Situation:
         return self.once(("slices", shares, self.kept), lambda: self._slices(layout, shares))
 
     def _slices(self, layout: Layout, shares: tuple[Share, ...]) -> Slices:
+        """Return the instances for these shares: next to all that is there, else next to what must stay."""
         most = self.most_instances
         if most is not None and len(shares) > most:
             return Slices(why_not=f"{len(shares)} instances are wanted, and this GPU has at most {most}", most=most)
@@ -924,6 +935,7 @@ class Situation:
         slices = max(profile.slices for profile in self.gpu.documented)
 
         def slices_needed(share: Share) -> int | None:
+            """Return the slices of the smallest profile that holds a share; None: none does."""
             attributes = {"+gfx"} if share.graphics else set()
             sizes = (
                 (profile.slices, profile.memory_bytes or total * profile.slices // slices or share.memory_bytes)
@@ -954,7 +966,7 @@ class Situation:
 
     def free_instances(self, way: Way) -> list[GpuInstance] | None:
         """Return an existing idle instance for each share of a way, or None."""
-        return _fitting(self.idle_instances, self.shares(way)) if self.idle_instances else None
+        return _fitting_instances(self.idle_instances, self.shares(way)) if self.idle_instances else None
 
 
 def _idle_instances(gpu: GpuFacts) -> tuple[GpuInstance, ...]:
@@ -970,6 +982,7 @@ def _idle_instances(gpu: GpuFacts) -> tuple[GpuInstance, ...]:
 
 
 def _has_room_now(gpu: GpuFacts) -> bool:
+    """Return whether a GPU is idle, or has an idle instance."""
     return gpu.processes == 0 or bool(_idle_instances(gpu))
 
 
@@ -991,7 +1004,8 @@ def instance_title(instance: GpuInstance) -> str:
     return f"{instance} ({text})" if text else str(instance)
 
 
-def _share(workload: Workload, processes: int, context: int) -> Share:
+def _share_of(workload: Workload, processes: int, context: int) -> Share:
+    """Return what so many processes of a workload need of an instance, each with a context."""
     memory = 0 if workload.memory is None else processes * (workload.memory + context)
     return Share(memory, workload.sms or 0, bool(workload.graphics))
 

@@ -65,6 +65,7 @@ class Change:
 
     @property
     def words(self) -> tuple[str, ...]:
+        """Return its command line after ``gpushare``."""
         return (
             *self.verb.value.split(),
             *(() if self.level is None else (self.level.title,)),
@@ -104,17 +105,17 @@ class Recipe:
     several_shells: bool = False
 
 
-def joined(recipes: Sequence[Recipe]) -> Recipe:
+def join_recipes(recipes: Sequence[Recipe]) -> Recipe:
     """Return one recipe for all: the lines of one after those of the other, equal changes of several GPUs as one."""
     return Recipe(
-        lines=_merged(line for made in recipes for line in made.lines),
-        undo=_merged(line for made in recipes for line in made.undo),
+        lines=_merge_lines(line for made in recipes for line in made.lines),
+        undo=_merge_lines(line for made in recipes for line in made.undo),
         measure=tuple(dict.fromkeys(text for made in recipes for text in made.measure)),
         several_shells=any(made.several_shells for made in recipes),
     )
 
 
-def _merged(lines: Iterable[Line]) -> tuple[Line, ...]:
+def _merge_lines(lines: Iterable[Line]) -> tuple[Line, ...]:
     """Return the lines without duplicates; equal changes of several GPUs are one."""
     kinds: dict[Line, tuple[int, ...]] = {}
     for line in lines:
@@ -168,12 +169,15 @@ class Steps:
         return [self.s.on(gpu) for gpu in self.s.spread]
 
     def say(self, what: str, command: str | None = None) -> None:
+        """Add a line that changes nothing of the host itself."""
         self.lines.append(Line(what, command))
 
     def typed(self, what: str, *words: str, root: bool = False) -> Line:
+        """Return a line with a command of gpushare that no `Change` stands for."""
         return Line(what, f"{self.root if root else ''}gpushare {shlex.join(words)}")
 
     def changed(self, what: str, s: Situation, verb: Verb, **how: Any) -> Line:
+        """Return the line of a change of a GPU; ``how`` are further fields of `Change`."""
         sudo = bool(self.root) and verb not in _NEEDS_NO_ROOT
         own = {"gpus": (s.gpu.index,), "instance": s.gpu.instance, "sudo": sudo}
         return Line(what, change=Change(**{"verb": verb, **own, **how}))
@@ -216,12 +220,13 @@ class Steps:
         self.job_names += others
 
     def made(self) -> Recipe:
+        """Return the recipe: with nothing else to undo, the undo is the end of the jobs."""
         undo = list(self.undo)
         if self.job_names and not any(line.command for line in undo):
             undo.insert(0, self.typed("end the jobs: what they set ends with them", "stop", *self.job_names))
         return Recipe(
-            lines=_merged(self.lines),
-            undo=_merged(undo),
+            lines=_merge_lines(self.lines),
+            undo=_merge_lines(undo),
             measure=tuple(self.measure),
             several_shells=self.several_shells,
         )
@@ -258,7 +263,7 @@ def undo_of(steps: Steps, s: Situation, change: Change) -> list[Line]:
 
 
 def exactly(limits: Limits) -> Limits:
-    """Return limits with all that `mps set` can say, except the priority."""
+    """Return limits with all that `mps set` can say, except the priority: what is not limited is reset."""
     return replace(limits.explicit, priority=None)
 
 

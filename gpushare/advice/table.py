@@ -13,7 +13,8 @@ from typing import Any, Final, TypeVar
 
 from gpushare.base.errors import BadUsage
 from gpushare.base.model import Way
-from gpushare.base.units import quoted
+from gpushare.base.package import package_text
+from gpushare.base.units import plain_name, quoted
 
 T = TypeVar("T")
 COLUMNS: Final = (Way.STREAMS, Way.MPS, Way.TIMESLICE, Way.MIG, Way.VGPU)
@@ -129,6 +130,7 @@ class Table:
         return self._cells[key]
 
     def _cell(self, mechanism: Way, row_key: str, driver: str | None) -> Cell:
+        """Return a cell as it is on a driver, from its entry for all drivers."""
         row, entry = self.row(row_key), self.entries[mechanism, row_key]
         branch = driver_branch(driver)
         today, level, limit = (_newest_on(dated, branch) for dated in (entry.today, entry.level, entry.limit))
@@ -189,12 +191,11 @@ def _newest_on(dated: tuple[Dated, ...], branch: int | None) -> Dated | None:
 
 def load_table() -> Table:
     """Return the table of the package. tests/advice/test_table.py checks the file."""
-    from importlib.resources import files
-
-    return table_of(files("gpushare").joinpath("data/mechanisms.yaml").read_text(encoding="utf-8"))
+    return parse_table(package_text("mechanisms.yaml"))
 
 
-def table_of(text: str) -> Table:
+def parse_table(text: str) -> Table:
+    """Return the table of a YAML text, as ``mechanisms.yaml`` has it."""
     import yaml
 
     raw = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 - a safe one
@@ -215,20 +216,21 @@ def table_of(text: str) -> Table:
         titles={mechanism: column["title"] for mechanism, column in columns.items()},
         sources=sources,
         entries={
-            (mechanism, row.key): _entry(column["cells"][row.key])
+            (mechanism, row.key): _parse_entry(column["cells"][row.key])
             for mechanism, column in columns.items()
             for row in rows
         },
     )
 
 
-def _entry(cell: Mapping[str, Any]) -> Entry:
+def _parse_entry(cell: Mapping[str, Any]) -> Entry:
+    """Return the entry of a cell of the file."""
     options = (cell.get("options") or {}).items()
     return Entry(
         published=cell["published"],
-        today=_dated(cell["today"], "text"),
-        level=_dated(cell["level"], "level"),
-        limit=_dated(cell["limit"], "limit") if "limit" in cell else (),
+        today=_parse_dated(cell["today"], "text"),
+        level=_parse_dated(cell["level"], "level"),
+        limit=_parse_dated(cell["limit"], "limit") if "limit" in cell else (),
         sources=tuple(cell["source"]),
         options=tuple(
             Option(key=key, level=entry["level"], text=entry["text"], since=_since(entry)) for key, entry in options
@@ -238,7 +240,7 @@ def _entry(cell: Mapping[str, Any]) -> Entry:
     )
 
 
-def _dated(value: Any, name: str) -> tuple[Dated, ...]:
+def _parse_dated(value: Any, name: str) -> tuple[Dated, ...]:
     """Return a value that may differ by driver: one value, or a list of ``{since, NAME}`` from old to new."""
     several = value if isinstance(value, list) else [{name: value}]
     return tuple(Dated(since=_since(entry), value=str(entry[name])) for entry in several)
@@ -278,11 +280,11 @@ def mechanism_named(text: str) -> Way:
     Raises:
         BadUsage: there is none of that name.
     """
-    mechanisms = _find(text, _MECHANISMS)
+    mechanisms = _keys_named(text, _MECHANISMS)
     if len(mechanisms) == 1:
         return mechanisms[0]
-    if _bare(text) in _WITHOUT_COLUMN:
-        name = _bare(text)
+    if plain_name(text) in _WITHOUT_COLUMN:
+        name = plain_name(text)
         raise BadUsage(
             f"{name} is not in the table: it is for jobs that do not fit at the same time",
             f"see: gpushare explain {name}, and gpushare advise --mechanism {name}",
@@ -303,7 +305,7 @@ def row_named(table: Table, text: str) -> Row:
         BadUsage: there is none, or several fit.
     """
     names = {row.key: (row.key, row.title, row.published_title, *_ROWS.get(row.key, ())) for row in table.rows}
-    keys = _find(text, names)
+    keys = _keys_named(text, names)
     if len(keys) == 1:
         return table.row(keys[0])
     if keys:
@@ -319,16 +321,12 @@ def row_named(table: Table, text: str) -> Row:
     )
 
 
-def _bare(text: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", text.lower())
-
-
-def _find(text: str, names: Mapping[K, Iterable[str]]) -> list[K]:
+def _keys_named(text: str, names: Mapping[K, Iterable[str]]) -> list[K]:
     """Return the keys with exactly this name; else those whose names begin with it; else those that contain it."""
-    asked = _bare(text)
+    asked = plain_name(text)
     if not asked:
         return []
-    bare = {key: [_bare(name) for name in several] for key, several in names.items()}
+    bare = {key: [plain_name(name) for name in several] for key, several in names.items()}
     exact = [key for key, several in bare.items() if asked in several]
     # One or two letters are too short to match a part of a name.
     if exact or len(asked) < 3:
@@ -338,8 +336,9 @@ def _find(text: str, names: Mapping[K, Iterable[str]]) -> list[K]:
 
 
 def _close_name_text(text: str, names: Mapping[str, Iterable[str]]) -> str:
+    """Return the question whether a similar name was meant; empty: there is none."""
     import difflib
 
-    by_bare = {_bare(name): key for key, several in names.items() for name in several}
-    close = difflib.get_close_matches(_bare(text), by_bare, n=1, cutoff=0.6)
+    by_bare = {plain_name(name): key for key, several in names.items() for name in several}
+    close = difflib.get_close_matches(plain_name(text), by_bare, n=1, cutoff=0.6)
     return f"did you mean {by_bare[close[0]]}? " if close else ""

@@ -256,6 +256,11 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('s') else 's'}"
 
 
+def plain_name(name: str) -> str:
+    """Return a name without case, blanks and punctuation, to compare it with what a user has typed."""
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
 def in_order(name: str) -> str:
     """Return what sorts names as people do, by the numbers in them: ``s2`` before ``s10``."""
     return re.sub(r"[0-9]+", lambda digits: digits[0].zfill(20), name)

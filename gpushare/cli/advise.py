@@ -21,7 +21,7 @@ from gpushare.advice.case import (
     Pattern,
     Role,
     Workload,
-    checked,
+    check_users,
     of_sizes,
     read_case,
     sizes_of,
@@ -251,7 +251,7 @@ def advise(
         explained=explained is not None,
     )
     case = _typed_case(words, file, root, pair, seen=live or recording is not None)
-    case = case and checked(_production_fills(case, production_fills))
+    case = case and check_users(_production_fills(case, production_fills))
     # The advice itself only reads.
     settings.changes = apply or measure
     host = settings.connect()
@@ -267,7 +267,7 @@ def advise(
             if recording is None
             else case_from_recording(recording, chosen.index, root=root)
         )
-        case = checked(_production_fills(overlaid(seen, words), production_fills))
+        case = check_users(_production_fills(overlaid(seen, words), production_fills))
     case = case if destroy is None else replace(case, destroy=destroy)
     named = chosen is not None
     _check_sms(case, facts.gpus if chosen is None else (chosen,))

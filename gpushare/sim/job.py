@@ -166,7 +166,7 @@ def _squeeze(
 def _in_turn(
     state: SimulatedHostState, process: SimulatedProcess, speed: float, others: Sequence[Sequence[SimulatedProcess]]
 ) -> Pace:
-    """Return the pace of a process that reaches ``own`` in its turns, next to the contexts of others."""
+    """Return the pace of a process that has this ``speed`` in its turns, next to the contexts of others."""
     if process.busy_percent >= 100 and not others:
         return Pace(speed, 1 / speed)
     own_slice, slices = _slice(state, process), [_slice(state, clients[0]) for clients in others]

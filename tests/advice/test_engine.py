@@ -142,8 +142,8 @@ def test_every_case_and_every_division_is_worked_out_once(monkeypatch: pytest.Mo
     found = advise(asked)
     assert len(judged) <= 1 + sum(len(question.answers) for question in QUESTIONS)
     advise(asked)
-    assert with_way(found, Way.TIMESLICE, cap=50.0, changes=()).situation.slices(Way.MIG) is asked.slices(Way.MIG)
-    list(other_answers(with_way(found, Way.TIMESLICE, cap=50.0, changes=()).situation))
+    assert with_way(found, Way.TIMESLICE, cap=50.0).situation.slices(Way.MIG) is asked.slices(Way.MIG)
+    list(other_answers(with_way(found, Way.TIMESLICE, cap=50.0).situation))
     next_question(asked)
     assert len(judged) == len(set(judged))
     assert len(divided) == len(set(divided)) <= 3

@@ -199,13 +199,13 @@ def test_each_has_its_own_gpu_for_certain() -> None:
 
 
 def test_many_unlike_jobs_are_placed_without_trying_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    judged, part_of = [], place_module._part
+    judged, part_of = [], place_module._judge_part
 
     def counted(situation: Situation) -> Any:
         judged.append(situation)
         return part_of(situation)
 
-    monkeypatch.setattr(place_module, "_part", counted)
+    monkeypatch.setattr(place_module, "_judge_part", counted)
     works = [
         {"memory": "20G", "saturating": True, "users": "same"},
         {"processes": 2, "memory": "6G", "users": "different", "latency": "40ms"},

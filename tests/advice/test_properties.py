@@ -14,7 +14,7 @@ from gpushare.advice.advise import advise
 from gpushare.advice.case import workload_of
 from gpushare.advice.questions import QUESTIONS, answer_of, next_question, ways_of
 from gpushare.advice.rules import Outcome, verdicts, winner
-from gpushare.advice.table import load_table, table_of
+from gpushare.advice.table import load_table, parse_table
 from gpushare.advice.ways import ADVISED, CONCURRENT, LEAVING
 from gpushare.base.model import Way
 from tests.advice.conftest import situation_of
@@ -163,7 +163,7 @@ def edited() -> Any:
         start = text.index(f"      {row}:\n", text.index(f"\n  {mechanism}:\n"))
         changed = text[:start] + text[start:].replace(old, new, 1)
         assert changed != text
-        return table_of(changed)
+        return parse_table(changed)
 
     return edit
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
-from gpushare.advice.table import Table, driver_branch, load_table, table_of
+from gpushare.advice.table import Table, driver_branch, load_table, parse_table
 from gpushare.base.errors import BadUsage
 from gpushare.base.model import Way
 from gpushare.inputs import documents
@@ -326,7 +326,7 @@ def test_the_file_has_no_faults():
 
 
 def test_an_edited_copy_is_another_table(table):
-    other = table_of(edited("- {limit: 48}", "- {limit: 20}"))
+    other = parse_table(edited("- {limit: 48}", "- {limit: 20}"))
     assert other.cell(Way.MPS, "max_partitions", "580").limit == 20
     assert table.cell(Way.MPS, "max_partitions", "580").limit == 48
 
