@@ -151,8 +151,10 @@ def parse_slice(text: str) -> int:
     return value
 
 
-def format_slice(microseconds: int) -> str:
-    """Return a time-slice as `parse_slice` takes it: ``500us`` below a millisecond, then ``2.048ms``, ``16ms``."""
+def format_slice(microseconds: int | None) -> str:
+    """Return a time-slice as `parse_slice` takes it: ``500us`` below a millisecond, then ``2.048ms``; ``-``: unknown."""
+    if microseconds is None:
+        return "-"
     return f"{microseconds}us" if microseconds < 1000 else f"{microseconds / 1000:g}ms"
 
 

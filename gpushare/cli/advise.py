@@ -84,7 +84,7 @@ from gpushare.mps.start import plan_start
 from gpushare.plan import Plan, Step
 from gpushare.run.jobs import PRODUCTION, is_running, records
 from gpushare.show.advise import answer_table, reasons_table, verdicts_table
-from gpushare.show.plan import plan_result, undone
+from gpushare.show.plan import plan_result, with_undo
 from gpushare.show.result import OutputFormat, Result
 from gpushare.snapshot import HostState, Observer
 from gpushare.timeslice.policy import plan_level
@@ -729,7 +729,7 @@ def carry_out_setup(advice: Advice, notes: Sequence[str]) -> Any:
     return (
         result
         if keeps_undo or not result.done
-        else replace(result, done=undone([what for what, _ in result.done], undo))
+        else replace(result, done=with_undo([what for what, _ in result.done], undo))
     )
 
 

@@ -52,7 +52,7 @@ from gpushare.mig.driver import need_rights
 from gpushare.mig.ledger import MigLedger
 from gpushare.mig.recover import recover
 from gpushare.plan import Loss, Plan, Step, carry_out, describe_losses, not_agreed, one_plan
-from gpushare.show.plan import PlanAnswer, plan_result, undone, with_answer
+from gpushare.show.plan import PlanAnswer, plan_result, with_answer, with_undo
 from gpushare.show.result import Result
 from gpushare.snapshot import HostState
 from gpushare.timeslice.keep import keep_record
@@ -418,7 +418,7 @@ def _apply_result(
         in_force = [empty["empty"]]
         result = replace(result, data=replace(result.data, undo=undo))
     if in_force:
-        result = replace(result, done=undone(in_force, undo))
+        result = replace(result, done=with_undo(in_force, undo))
     gpus = tuple(
         GpuApplied(
             gpu=row.gpu,

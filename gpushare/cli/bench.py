@@ -52,10 +52,10 @@ from gpushare.measure.ways import DEFAULT_WAYS, parse_copies, parse_ways
 from gpushare.memory.peaks import keep_profile
 from gpushare.plan import Plan
 from gpushare.run.results import keep_benched
-from gpushare.show.bench import bench_result, drawn
+from gpushare.show.bench import bench_result, throughput_picture
 from gpushare.show.plan import plan_result
 from gpushare.show.plot import check_plot
-from gpushare.show.sizes import drawn_sizes, sizes_result
+from gpushare.show.sizes import sizes_picture, sizes_result
 from gpushare.signals import Ended
 from gpushare.snapshot import BLIND
 
@@ -256,7 +256,7 @@ def _measure_sizes(
     answer = sizes_answer(benchmarks)
     notes = list(dict.fromkeys(note for data in benchmarks for note in bench_notes(data)))
     result = sizes_result(answer, notes, **more)
-    failed = _write_files(answer, kept, picture, drawn_sizes)
+    failed = _write_files(answer, kept, picture, sizes_picture)
     if not failed:
         return result
     return replace(result, errors=(*result.errors, *failed), exit_code=result.exit_code or failed[0].exit_code)
@@ -289,7 +289,7 @@ def _result_of_runs(
         data = replace(data, comparison=compared(data, before))
         notes += what_else_differs(data, before)
     result = bench_result(data, notes, **more)
-    failed = _write_files(data, kept, picture, drawn)
+    failed = _write_files(data, kept, picture, throughput_picture)
     if measurement.interrupted and measurement.error is None:
         result = replace(result, errors=(_interrupted_error(len(measurement.runs), None if failed else kept),))
     if not failed:

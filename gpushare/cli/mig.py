@@ -57,7 +57,7 @@ from gpushare.show.mig import (
     status_row,
 )
 from gpushare.show.plan import PlanAnswer, plan_result, with_answer
-from gpushare.show.render import resolve
+from gpushare.show.render import form_of
 from gpushare.show.result import OutputFormat, Result
 from gpushare.show.status import gpu_errors
 
@@ -155,7 +155,7 @@ def status(gpu: GpuOption = None) -> Any:
         if mig_gpu.mig_enabled and not layout.instances and mig_gpu.index not in hidden
     ]
     notes += [f"{error.message}: {error.hint}" for error in hidden.values()]
-    screen = resolve(settings.output, terminal=sys.stdout.isatty()) is OutputFormat.TABLE
+    screen = form_of(settings.output, terminal=sys.stdout.isatty()) is OutputFormat.TABLE
     text = grouped(texts, uuids=settings.verbose or gpu is not None or not screen)
     errors = gpu_errors(silent)
     return Result(

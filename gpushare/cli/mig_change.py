@@ -54,7 +54,7 @@ from gpushare.mig.target import difference, find_targets, need_name
 from gpushare.mig.wish import in_order, parse_wish
 from gpushare.plan import Loss, Plan
 from gpushare.show.mig import plan_text
-from gpushare.show.plan import PlanAnswer, plan_result, undone, with_answer
+from gpushare.show.plan import PlanAnswer, plan_result, with_answer, with_undo
 from gpushare.show.result import Result
 
 
@@ -174,7 +174,7 @@ def _change_result(host: Host, command: str, change: MigChange, notes: Sequence[
         return replace(with_answer(result, MigChangeAnswer, created=()), text=picture)
     lines = list(_in_force_lines(host, change, made))
     answer = with_answer(result, MigChangeAnswer, created=tuple(made))
-    return replace(answer, done=undone(lines, undo) if lines else result.done)
+    return replace(answer, done=with_undo(lines, undo) if lines else result.done)
 
 
 @dataclass(frozen=True, kw_only=True)

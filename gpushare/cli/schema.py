@@ -9,7 +9,7 @@ import typer
 
 from gpushare.cli.options import PLAIN, Command
 from gpushare.show.result import Result
-from gpushare.show.schema import HOST_FILE, commands, host_file, schema_of
+from gpushare.show.schema import HOST_FILE, commands_with_schema, host_file_schema, schema_of
 
 app = typer.Typer(**PLAIN)
 
@@ -28,7 +28,7 @@ def schema(
     """
     command = " ".join(words or ())
     if not command:
-        names = (*commands(), HOST_FILE)
+        names = (*commands_with_schema(), HOST_FILE)
         return Result(command="schema", data=names, text="\n".join(names))
-    document = host_file() if command == HOST_FILE else schema_of(command)
+    document = host_file_schema() if command == HOST_FILE else schema_of(command)
     return Result(command="schema", data=document, text=json.dumps(document, indent=2))

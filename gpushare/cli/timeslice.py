@@ -396,7 +396,7 @@ def keep(file: RulesOption = None) -> Any:
     others. `gpushare export systemd` writes a unit.
     """
     from gpushare.hostfile.load import applied_path
-    from gpushare.show.keep import Said
+    from gpushare.show.keep import KeepReport
     from gpushare.timeslice.keep import keep as keep_slices
 
     host = settings.connect()
@@ -404,7 +404,7 @@ def keep(file: RulesOption = None) -> Any:
     wanted, policy = _read_policy(path)
     if settings.dry_run:
         return _planned(policy, path)
-    printed = Said(sys.stdout, settings.output, quiet=settings.quiet)
+    printed = KeepReport(sys.stdout, settings.output, quiet=settings.quiet)
     printed.follows(path, len(wanted.rules))
 
     def read_again() -> Policy:

@@ -30,7 +30,7 @@ from gpushare.memory.peaks import keep_profile
 from gpushare.run.jobs import check_job_name
 from gpushare.run.results import Tuned, keep_tuned
 from gpushare.show.text import put
-from gpushare.show.tune import drawn, factor, share, tune_result
+from gpushare.show.tune import factor_text, frontier_picture, share_text, tune_result
 
 app = typer.Typer(**PLAIN)
 
@@ -228,9 +228,9 @@ def _stderr_reporter() -> Iterator[TuneReporter]:
         def measured(self, figures: Figures) -> None:
             if settings.quiet:
                 return
-            words = [f"production {share(figures.kept)} of alone"]
-            words += [] if figures.p99 is None else [f"p99 {factor(figures.p99)}"]
-            words += [] if figures.share is None else [f"the others {share(figures.share)}"]
+            words = [f"production {share_text(figures.kept)} of alone"]
+            words += [] if figures.p99 is None else [f"p99 {factor_text(figures.p99)}"]
+            words += [] if figures.share is None else [f"the others {share_text(figures.share)}"]
             title = f"{figures.setting.title}: " if terminal else "  "
             put(sys.stderr, f"gpushare: {title}{', '.join(words)} ({figures.seconds:.1f} s)\n")
 
@@ -256,7 +256,7 @@ def keep_result(
         except GpushareError as error:
             # The figures are shown even if the file cannot be written.
             errors.append(error)
-    errors += write_picture(picture, data, drawn)
+    errors += write_picture(picture, data, frontier_picture)
     notes = [*([] if result.warning is None else [result.warning]), *_doubts(options, result)]
     if result.strangers:
         notes.append(others_note(result.strangers))

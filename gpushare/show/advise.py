@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.show.result import Column, Table
-from gpushare.show.text import visible
+from gpushare.show.text import visible, wrapped
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -23,7 +22,7 @@ def answer_table(data: Any, *, whole: bool = False) -> Table:
 
     Without ``whole``, a terminal shows only the first of the changes.
     """
-    rows = tuple({"item": item, "text": text} for item, text in _items(data))
+    rows = tuple({"item": item, "text": text} for item, text in _answer_items(data))
     columns = (Column("item", "item"), Column("text", "text", whole=True))
     return Table(
         name="answer",
@@ -52,6 +51,7 @@ def verdicts_table(data: Any) -> Table:
 
 
 def reasons_table(verdicts: Sequence[Any], title: str) -> Table:
+    """Return every reason of these verdicts, with its rule and source."""
     rows = tuple(
         {"way": verdict.way, **{key: getattr(reason, key) for key in ("kind", "rule", "text", "source")}}
         for verdict in verdicts
@@ -77,7 +77,8 @@ def reasons_table(verdicts: Sequence[Any], title: str) -> Table:
 # -- what the items are ----------------------------------------------------------------------------
 
 
-def _items(data: Any) -> Iterator[tuple[str, str]]:
+def _answer_items(data: Any) -> Iterator[tuple[str, str]]:
+    """Yield the parts of an answer for plain output: what each is (why, risk, do, undo, ...), and its text."""
     yield "answer", data.answer
     yield from _measured_items(data)
     cost = [data.cost.sentence] if data.cost else []
@@ -113,7 +114,7 @@ def _change_text(change: Any) -> str:
     return f"if {change.text}: {change.then_title}"
 
 
-def _changes(changes: Sequence[Any], *, whole: bool) -> list[str]:
+def _change_texts(changes: Sequence[Any], *, whole: bool) -> list[str]:
     """Return what would change the answer, the open questions first."""
     ordered = [*(change for change in changes if change.open), *(change for change in changes if not change.open)]
     texts = [_change_text(change) for change in ordered]
@@ -135,6 +136,7 @@ def _main_reason(verdict: Any) -> str:
 
 
 def _screen_lines(data: Any, width: int, *, whole: bool) -> list[Text]:
+    """Return an answer as lines for a terminal of a width, with colours."""
     from rich.text import Text
 
     lines = [
@@ -156,7 +158,7 @@ def _screen_lines(data: Any, width: int, *, whole: bool) -> list[Text]:
     lines += _command_lines(data, width)
     for title, texts in (
         ("measure", data.measure),
-        ("what would change it", _changes(data.changes, whole=whole)),
+        ("what would change it", _change_texts(data.changes, whole=whole)),
     ):
         if texts:
             lines += [Text(""), Text(title, style="bold")]
@@ -166,6 +168,7 @@ def _screen_lines(data: Any, width: int, *, whole: bool) -> list[Text]:
 
 
 def _command_lines(data: Any, width: int) -> list[Text]:
+    """Return the commands of an answer and their undo as lines: those that can be typed stand alone."""
     from rich.text import Text
 
     lines: list[Text] = []
@@ -181,6 +184,7 @@ def _command_lines(data: Any, width: int) -> list[Text]:
 
 
 def _verdict_lines(data: Any, width: int) -> list[Text]:
+    """Return a line for each way: whether it fits, and its most important reason."""
     from rich.text import Text
 
     first = max(len(verdict.way) for verdict in data.verdicts)
@@ -190,7 +194,7 @@ def _verdict_lines(data: Any, width: int) -> list[Text]:
         chosen = verdict.way == data.winner
         head = f"{verdict.way:<{first}}  {'chosen' if chosen else _SHORT[verdict.outcome]:<7}  "
         room = max(width - len(head) - 2, 20)
-        parts = textwrap.wrap(visible(_main_reason(verdict)), room) or [""]
+        parts = wrapped(_main_reason(verdict), room) or [""]
         style = "green" if chosen else _STYLES[verdict.outcome]
         rest = "dim" if style == "dim" else ""
         lines.append(Text.assemble("  ", (head, style), (parts[0], rest)))
@@ -199,6 +203,7 @@ def _verdict_lines(data: Any, width: int) -> list[Text]:
 
 
 def _reason_lines(verdicts: Sequence[Any], width: int) -> list[Text]:
+    """Return each verdict with all of its reasons and their sources as lines for a terminal."""
     from rich.text import Text
 
     lines: list[Text] = []
@@ -218,14 +223,7 @@ def _reason_lines(verdicts: Sequence[Any], width: int) -> list[Text]:
 
 
 def _wrapped(text: str, width: int, first: str, rest: str | None = None, *, style: str = "") -> list[Text]:
+    """Return text as lines that begin with ``first``, and with ``rest`` if it is given, in a Rich style."""
     from rich.text import Text
 
-    lines = textwrap.wrap(
-        visible(text),
-        max(width, 30),
-        initial_indent=first,
-        subsequent_indent=rest if rest is not None else first,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return [Text(line, style=style) for line in lines]
+    return [Text(line, style=style) for line in wrapped(text, width, first, first if rest is None else rest)]

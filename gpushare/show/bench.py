@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import textwrap
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,6 +12,7 @@ from gpushare.base.benchmark import BenchAnswer, BenchCell, Compared, LeftOut, P
 from gpushare.base.units import format_bytes, format_copies
 from gpushare.show.plot import picture
 from gpushare.show.result import Column, Result, Table
+from gpushare.show.text import wrapped
 
 # The winner of its number of copies, and each of several ways that are not told apart.
 _MARK, _TIED = "*", "~"
@@ -23,60 +23,63 @@ _WIDTH: Final = 80
 
 def bench_result(data: BenchAnswer, notes: Sequence[str] = (), **more: Any) -> Result:
     """Return the result of ``gpushare bench``."""
-    tables = [_throughput(data), _details(data)]
+    tables = [_throughput_table(data), _details_table(data)]
     if data.comparison is not None:
-        tables.append(_comparison(data.comparison))
+        tables.append(_comparison_table(data.comparison))
     if data.left_out:
-        tables.append(_left_out(data.left_out))
+        tables.append(_left_out_table(data.left_out))
     return Result(
         command="bench",
         data=data,
-        text=_text(data),
+        text=_head_and_answer(data),
         tables=tuple(tables),
-        csv=_csv(data),
+        csv=_cells_csv(data),
         notes=tuple(notes),
         **more,
     )
 
 
-def shown(value: float | None) -> str:
+def figure_text(value: float | None) -> str:
     """Return a figure with three or four digits: ``1214``, ``82.4``, ``0.037``."""
     if value is None:
         return "-"
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def _text(data: BenchAnswer) -> str:
+def _head_and_answer(data: BenchAnswer) -> str:
+    """Return what was measured, where and when, and the answer, as lines."""
     gpu, program = data.gpu, data.program
     began = time.strftime("%Y-%m-%d %H:%M", time.localtime(data.started_at))
     device = f"GPU {gpu.index} {gpu.name or ''}".strip() + (f", MIG {gpu.mig}" if gpu.mig else "")
     if data.workload is None and len(program) > _MOST_COMMAND:
         program = program[: _MOST_COMMAND - 1] + "…"
     first = f"{data.host}   {device}   driver {data.driver or '-'}   {began}"
-    answer = [line for text in _answer(data) for line in _wrapped(text, _WIDTH)]
+    answer = [line for text in _answer_sentences(data) for line in wrapped(text, _WIDTH, rest="  ")]
     return "\n".join([first, program, "", *answer])
 
 
-def _answer(data: BenchAnswer) -> list[str]:
+def _answer_sentences(data: BenchAnswer) -> list[str]:
+    """Return a sentence per number of copies on the best way, and which number has the highest throughput."""
     best = data.best
     if best is None:
         return ["No choice: fewer than two ways were measured with the same number of copies."]
     # One copy shares with nothing; the table shows it under each way.
-    lines = [_sentence(pick) for pick in data.picks if pick.copies > 1 or len(data.picks) == 1]
+    lines = [_pick_sentence(pick) for pick in data.picks if pick.copies > 1 or len(data.picks) == 1]
     if len(lines) > 1:
         tied = " (not told apart from another way)" if best.winner is None else ""
         lines.append(f"Highest throughput: {format_copies(best.copies)}, {best.way}{tied}.")
     return lines
 
 
-def _tied(pick: Pick) -> list[str]:
+def _tied_ways(pick: Pick) -> list[str]:
     """Return the ways whose intervals overlap with that of the fastest, and the fastest; the one to use comes first."""
     names = dict.fromkeys((pick.way, pick.fastest, *pick.no_difference))
     return list(names) if len(names) > 1 else []
 
 
-def _sentence(pick: Pick) -> str:
-    copies, tied = format_copies(pick.copies), _tied(pick)
+def _pick_sentence(pick: Pick) -> str:
+    """Return which way is best for a number of copies, and how sure that is."""
+    copies, tied = format_copies(pick.copies), _tied_ways(pick)
     about = "" if pick.threads_percent is None else f" ({pick.threads_percent:g} % each)"
     if pick.gain is not None and pick.over not in {None, *(tied or [pick.way])}:
         about += f", {pick.gain.value:.2f} x {pick.over}"
@@ -90,17 +93,20 @@ def _sentence(pick: Pick) -> str:
     return f"{copies}: {pick.way}{about}."
 
 
-def _throughput(data: BenchAnswer) -> Table:
+def _throughput_table(data: BenchAnswer) -> Table:
     """Return the table of ways and numbers of copies, with a mark at the chosen way of each number."""
     cells = {(cell.way, cell.copies): cell for cell in data.cells if cell.is_shown}
     numbers = sorted({copies for _, copies in cells})
     picks = {pick.copies: pick for pick in data.picks}
     rows = [
-        {"way": way, **{f"n{number}": _figure(cells.get((way, number)), picks.get(number)) for number in numbers}}
+        {
+            "way": way,
+            **{f"n{number}": _throughput_text(cells.get((way, number)), picks.get(number)) for number in numbers},
+        }
         for way in dict.fromkeys(way for way, _ in cells)
     ]
     legend = [f"{_MARK} use this"] if any(pick.winner is not None for pick in data.picks) else []
-    legend += [f"{_TIED} not told apart"] if any(pick.certain and _tied(pick) for pick in data.picks) else []
+    legend += [f"{_TIED} not told apart"] if any(pick.certain and _tied_ways(pick) for pick in data.picks) else []
     columns = (
         Column("way", "way"),
         *(
@@ -123,6 +129,7 @@ def _throughput(data: BenchAnswer) -> Table:
 
 
 def _unit(data: BenchAnswer) -> str:
+    """Return what the throughput counts per second, or that it is a printed number."""
     if data.workload is not None:
         return data.workload.unit
     if not data.metric.printed:
@@ -130,7 +137,8 @@ def _unit(data: BenchAnswer) -> str:
     return "printed number" + ("" if data.metric.higher_is_better else ", lower is better")
 
 
-def _figure(cell: BenchCell | None, pick: Pick | None) -> str | None:
+def _throughput_text(cell: BenchCell | None, pick: Pick | None) -> str | None:
+    """Return the throughput of a cell with its spread, and a mark if its way is the one to use or not told apart."""
     if cell is None:
         return None
     if cell.throughput is None:
@@ -140,43 +148,44 @@ def _figure(cell: BenchCell | None, pick: Pick | None) -> str | None:
     spread = f" ±{100 * (high - low) / 2 / mean:.0f}%" if low is not None and high is not None and mean else ""
     mark = ""
     if pick is not None and pick.certain:
-        tied = _tied(pick)
+        tied = _tied_ways(pick)
         mark = f"{_TIED} " if cell.way in tied else f"{_MARK} " if cell.chosen and not tied else ""
-    return f"{mark}{shown(mean)}{spread}"
+    return f"{mark}{figure_text(mean)}{spread}"
 
 
-def _of_throughput(key: str) -> Callable[[BenchCell], float | None]:
+def _throughput_getter(key: str) -> Callable[[BenchCell], float | None]:
     return lambda cell: getattr(cell.throughput, key, None)
 
 
-def _gain(cell: BenchCell) -> float | None:
+def _gain_of(cell: BenchCell) -> float | None:
     return None if cell.gain is None else cell.gain.value
 
 
-def _remark(cell: BenchCell) -> str | None:
+def _remark_on(cell: BenchCell) -> str | None:
+    """Return what was wrong with the runs of a cell; None: nothing."""
     remarks = [f"failed {len(cell.failures)}"] if cell.failures else []
     remarks += ["others there"] if cell.others else []
     return ", ".join(remarks) or None
 
 
-def _details(data: BenchAnswer) -> Table:
+def _details_table(data: BenchAnswer) -> Table:
     """Return the table of what was measured: one copy alone, then each way and number of copies with runs of its own."""
     columns = (
         Column("copies", "copies", right=True),
         Column("way", "way"),
         Column("threads_percent", "cap %", right=True, rank=4, optional=True),
-        Column("mean", "rate", right=True, of=_of_throughput("mean"), format=shown),
-        Column("spread", "spread", right=True, rank=2, of=_of_throughput("spread"), format=_percent),
-        Column("gain", "x alone", right=True, of=_gain, format=_times),
+        Column("mean", "rate", right=True, of=_throughput_getter("mean"), format=figure_text),
+        Column("spread", "spread", right=True, rank=2, of=_throughput_getter("spread"), format=_percent),
+        Column("gain", "x alone", right=True, of=_gain_of, format=_times),
         Column("slowdown", "slowdown", right=True, format=_times),
         Column("slowdown_worst", "worst", right=True, rank=3, format=_times),
-        Column("latency_p50", "p50", right=True, rank=1, optional=True, format=shown),
-        Column("latency_p99", "p99", right=True, rank=1, optional=True, format=shown),
+        Column("latency_p50", "p50", right=True, rank=1, optional=True, format=figure_text),
+        Column("latency_p99", "p99", right=True, rank=1, optional=True, format=figure_text),
         Column("memory_peak_bytes", "memory", right=True, rank=2, format=format_bytes),
-        Column("power_watts", "W", right=True, rank=3, optional=True, format=shown),
-        Column("joules", "J each", right=True, rank=3, optional=True, format=shown),
+        Column("power_watts", "W", right=True, rank=3, optional=True, format=figure_text),
+        Column("joules", "J each", right=True, rank=3, optional=True, format=figure_text),
         Column("runs", "runs", right=True, rank=3),
-        Column("remark", "remark", optional=True, rank=1, of=_remark),
+        Column("remark", "remark", optional=True, rank=1, of=_remark_on),
     )
     # One copy in the way in which it was measured alone is among the cells, too.
     cells = [
@@ -197,12 +206,13 @@ def _times(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def _comparison(rows: tuple[Compared, ...]) -> Table:
+def _comparison_table(rows: tuple[Compared, ...]) -> Table:
+    """Return the table of this and an earlier benchmark, for what both measured."""
     columns = (
         Column("copies", "copies", right=True),
         Column("way", "way"),
-        Column("before", "before", right=True, format=shown),
-        Column("now", "now", right=True, format=shown),
+        Column("before", "before", right=True, format=figure_text),
+        Column("now", "now", right=True, format=figure_text),
         Column("ratio", "ratio", right=True, format=_times),
         Column("verdict", "verdict", style={"faster": "green", "slower": "red"}.get),
     )
@@ -215,7 +225,8 @@ def _comparison(rows: tuple[Compared, ...]) -> Table:
     )
 
 
-def _left_out(rows: tuple[LeftOut, ...]) -> Table:
+def _left_out_table(rows: tuple[LeftOut, ...]) -> Table:
+    """Return the table of the ways that were not measured, and why."""
     columns = (
         Column("way", "way", group=True),
         Column(
@@ -224,39 +235,36 @@ def _left_out(rows: tuple[LeftOut, ...]) -> Table:
         Column("reason", "why", least=20),
     )
     return Table(
-        name="left_out", title="left out", columns=columns, rows=rows, draw=lambda width: _reasons(rows, width)
+        name="left_out", title="left out", columns=columns, rows=rows, draw=lambda width: _reason_lines(rows, width)
     )
 
 
-def _reasons(rows: Sequence[LeftOut], width: int) -> list[Any]:
+def _reason_lines(rows: Sequence[LeftOut], width: int) -> list[Any]:
     """Return the reasons as wrapped lines, which are never cut: they end with what to do."""
     from rich.text import Text
 
     lines = []
     for row in rows:
         name = row.way if row.copies is None else f"{row.way}, {format_copies(row.copies)}"
-        lines += _wrapped(f"{name}: {row.reason}", width)
+        lines += wrapped(f"{name}: {row.reason}", width, rest="  ")
     return [Text(line) for line in lines]
 
 
-def _wrapped(text: str, width: int) -> list[str]:
-    return textwrap.wrap(text, max(width, 20), subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-
-
-def _csv(data: BenchAnswer) -> Table:
+def _cells_csv(data: BenchAnswer) -> Table:
     """Return one row a cell, with whole numbers and the bounds."""
     keys = (
         "copies", "way", "threads_percent", "mean", "low", "high", "spread", "gain", "slowdown", "slowdown_worst",
         "fairness", "latency_p50", "latency_p99", "memory_peak_bytes", "power_watts", "joules", "runs", "chosen",
     )  # fmt: skip
-    of = {"gain": _gain, **{key: _of_throughput(key) for key in ("mean", "low", "high", "spread")}}
+    of = {"gain": _gain_of, **{key: _throughput_getter(key) for key in ("mean", "low", "high", "spread")}}
     return Table(name="cells", columns=tuple(Column(key, key, of=of.get(key)) for key in keys), rows=data.cells)
 
 
-def drawn(data: BenchAnswer, form: str) -> bytes:
+def throughput_picture(data: BenchAnswer, form: str) -> bytes:
     """Return throughput against copies as a picture, ``png`` or ``svg``, with intervals as error bars."""
 
     def draw(axes: Any) -> None:
+        """Put a line for each way on the axes of matplotlib."""
         ways = dict.fromkeys(cell.way for cell in data.cells)
         for way, marker in zip(ways, itertools.cycle("osD^vPX*"), strict=False):
             points = [(cell.copies, cell.throughput) for cell in data.cells if cell.way == way and cell.throughput]

@@ -47,7 +47,7 @@ class ComparedRow:
     decides: bool = True
 
 
-def grid(
+def comparison_lines(
     titles: Sequence[str],
     rows: Sequence[ComparedRow],
     width: int,
@@ -55,12 +55,13 @@ def grid(
     whole: bool = True,
     absent: frozenset[str] = frozenset(),
 ) -> list[Text]:
+    """Return the comparison as lines: a grid if the cells are wide enough, else the mechanisms below each other."""
     first, each = _widths(titles, rows, width)
     if each >= NARROWEST or len(titles) == 1:
-        return _grid(titles, rows, first, max(each, 1))
+        return _grid_lines(titles, rows, first, max(each, 1))
     if whole or width < _BESIDE:
-        return _stacked(titles, rows, width, whole=whole)
-    return _stacked(titles, [row for row in rows if row.decides], width, whole=False, absent=absent)
+        return _stacked_lines(titles, rows, width, whole=whole)
+    return _stacked_lines(titles, [row for row in rows if row.decides], width, whole=False, absent=absent)
 
 
 def _widths(titles: Sequence[str], rows: Sequence[ComparedRow], width: int) -> tuple[int, int]:
@@ -70,23 +71,24 @@ def _widths(titles: Sequence[str], rows: Sequence[ComparedRow], width: int) -> t
     return first, min(WIDEST, (width - first) // max(len(titles), 1) - GAP)
 
 
-def _grid(titles: Sequence[str], rows: Sequence[ComparedRow], first: int, each: int) -> list[Text]:
+def _grid_lines(titles: Sequence[str], rows: Sequence[ComparedRow], first: int, each: int) -> list[Text]:
+    """Return a grid with a column of titles and one of each mechanism, of these widths in characters."""
     from rich.text import Text
 
     widths = [first, *[each] * len(titles)]
     total = sum(widths) + GAP * len(titles)
-    head = _line([Text(""), *[Text(title, style="bold") for title in titles]], widths)
+    head = _joined_line([Text(""), *[Text(title, style="bold") for title in titles]], widths)
     lines = [head, Text("─" * total, style="dim")]
     for place, row in enumerate(rows):
         if place:
             lines.append(Text(""))
-        columns = [_wrapped(row.title, first, "dim"), *[_cell(cell, each) for cell in row.cells]]
+        columns = [_wrapped(row.title, first, "dim"), *[_cell_lines(cell, each) for cell in row.cells]]
         for at in range(max(len(column) for column in columns)):
-            lines.append(_line([column[at] if at < len(column) else Text("") for column in columns], widths))
+            lines.append(_joined_line([column[at] if at < len(column) else Text("") for column in columns], widths))
     return lines
 
 
-def _stacked(
+def _stacked_lines(
     titles: Sequence[str], rows: Sequence[ComparedRow], width: int, *, whole: bool, absent: frozenset[str] = frozenset()
 ) -> list[Text]:
     """Return the mechanisms below each other, with the title of the row to the left, or above on a narrow screen.
@@ -107,7 +109,7 @@ def _stacked(
             (title if at == 0 else "", part)
             for title, cell in zip(titles, row.cells, strict=True)
             if title not in absent or row is rows[0]
-            for at, part in enumerate(_cell(cell, max(width - indent, 10), short=beside and not whole))
+            for at, part in enumerate(_cell_lines(cell, max(width - indent, 10), short=beside and not whole))
         ]
         for at, (title, part) in enumerate(cells):
             lead = first[at] if at < len(first) else Text("")
@@ -116,7 +118,8 @@ def _stacked(
     return lines
 
 
-def _cell(cell: ComparedCell, width: int, *, short: bool = False) -> list[Text]:
+def _cell_lines(cell: ComparedCell, width: int, *, short: bool = False) -> list[Text]:
+    """Return a cell wrapped to a width, with a star if sources disagree; ``short`` cuts it to one line."""
     if cell.text is None:
         return _wrapped(NOT_HERE, width, "dim")
     # The star stays with the last word.
@@ -138,7 +141,8 @@ def _wrapped(text: str, width: int, style: str, *, whole: bool = False) -> list[
     return [Text(line.replace(_NO_BREAK, " "), style=style) for line in lines] or [Text("")]
 
 
-def _line(cells: Sequence[Text], widths: Sequence[int]) -> Text:
+def _joined_line(cells: Sequence[Text], widths: Sequence[int]) -> Text:
+    """Return one line of a grid: the cells, each padded to its width."""
     from rich.text import Text
 
     for cell, width in zip(cells, widths, strict=True):
@@ -170,16 +174,17 @@ def compare_table(
         title=title,
         columns=columns,
         rows=records,
-        draw=lambda width: _drawn(titles, rows, width, whole=whole, absent=absent),
+        draw=lambda width: _table_lines(titles, rows, width, whole=whole, absent=absent),
     )
 
 
-def _drawn(
+def _table_lines(
     titles: Sequence[str], rows: Sequence[ComparedRow], width: int, *, whole: bool, absent: frozenset[str]
 ) -> list[Text]:
+    """Return the lines of a whole comparison: the grid, which rows are not shown, and what the star means."""
     from rich.text import Text
 
-    lines = grid(titles, rows, width, whole=whole, absent=absent)
+    lines = comparison_lines(titles, rows, width, whole=whole, absent=absent)
     if len(titles) > 1 and not whole and width >= _BESIDE and _widths(titles, rows, width)[1] < NARROWEST:
         hidden = ", ".join(row.title for row in rows if not row.decides)
         text = f"not shown: {hidden}; all of it: gpushare compare -v; one way: gpushare compare mps"
@@ -200,10 +205,11 @@ def why_table(title: str, entries: Sequence[tuple[str, str]]) -> Table:
     """Return the table of one cell: headings, each with a text that is wrapped next to it on a terminal."""
     columns = (Column("what", "what", whole=True), Column("says", "says"))
     rows = tuple({"what": what, "says": says} for what, says in entries)
-    return Table(name="cell", title=title, columns=columns, rows=rows, draw=lambda width: _entries(entries, width))
+    return Table(name="cell", title=title, columns=columns, rows=rows, draw=lambda width: _why_lines(entries, width))
 
 
-def _entries(entries: Sequence[tuple[str, str]], width: int) -> list[Text]:
+def _why_lines(entries: Sequence[tuple[str, str]], width: int) -> list[Text]:
+    """Return the entries of one cell as lines: a heading to the left, its text wrapped to the right."""
     from rich.text import Text
 
     name = max(len(heading) for heading, _ in entries)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from gpushare.show.text import visible
+from gpushare.show.text import visible, wrapped
 
 if TYPE_CHECKING:
     from rich.text import Text
 
 COLOURS: Final = {"pass": "green", "warn": "yellow", "fail": "red", "skip": "dim"}
-_LEAST: Final = 30
 
 
 def check_lines(rows: Sequence[Mapping[str, Any]], width: int) -> list[Text]:
@@ -25,19 +23,8 @@ def check_lines(rows: Sequence[Mapping[str, Any]], width: int) -> list[Text]:
         colour = COLOURS[row["verdict"]]
         first = f"{row['verdict']:<4}  {row['id']:<{names}}  "
         margin = " " * len(first)
-        lines += [Text(line, style=colour) for line in _wrapped(row["seen"], first, margin, width)]
+        lines += [Text(line, style=colour) for line in wrapped(row["seen"], width, first, margin)]
         if row["verdict"] in {"warn", "fail"}:
-            lines += [Text(line) for line in _wrapped(row["why"] or "", margin, margin, width)]
+            lines += [Text(line) for line in wrapped(row["why"] or "", width, margin, margin)]
             lines += [Text(f"{margin}remedy: {visible(row['remedy'])}")] if row["remedy"] else []
     return lines
-
-
-def _wrapped(text: str, first: str, margin: str, width: int) -> list[str]:
-    return textwrap.wrap(
-        visible(text),
-        max(width, len(margin) + _LEAST),
-        initial_indent=first,
-        subsequent_indent=margin,
-        break_on_hyphens=False,
-        break_long_words=False,
-    )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, Protocol
 
-from gpushare.show.text import visible
+from gpushare.show.text import visible, wrapped
 
 _LABEL: Final = 10
 _WIDTH: Final = 80
@@ -30,36 +29,26 @@ class Explained(Protocol):
 
 def explained_text(matches: Sequence[Explained], verdict: str | None = None) -> str:
     """Return a verdict and explanations as paragraphs of at most 80 columns."""
-    paragraphs = ["\n".join(_one(match)) for match in matches]
-    return "\n\n".join([*(["\n".join(_wrapped(verdict, "verdict: "))] if verdict else []), *paragraphs])
+    paragraphs = ["\n".join(_match_lines(match)) for match in matches]
+    return "\n\n".join([*(["\n".join(wrapped(verdict, _WIDTH, "verdict: ", " " * 9))] if verdict else []), *paragraphs])
 
 
-def _one(match: Explained) -> Iterator[str]:
+def _match_lines(match: Explained) -> Iterator[str]:
+    """Yield the lines about one match: title, the line of the log, meaning, cause, next commands, source."""
     explanation = match.explanation
     names = ", ".join(explanation.names)
-    yield from _wrapped(f"{explanation.title}  {names}" if names else explanation.title, "")
+    yield from wrapped(f"{explanation.title}  {names}" if names else explanation.title, _WIDTH, "", "  ")
     if explanation.pattern is not None or match.lines > 1:
         more = f" (and {match.lines - 1} more like it)" if match.lines > 1 else ""
-        yield from _labelled("line", visible(match.line) + more)
+        yield from _labelled_lines("line", visible(match.line) + more)
     if explanation.text is not None:
-        yield from _labelled("says", explanation.text)
-    yield from _labelled("means", explanation.meaning)
-    yield from _labelled("sharing" if explanation.kind == "concept" else "cause", explanation.cause)
+        yield from _labelled_lines("says", explanation.text)
+    yield from _labelled_lines("means", explanation.meaning)
+    yield from _labelled_lines("sharing" if explanation.kind == "concept" else "cause", explanation.cause)
     for number, command in enumerate(explanation.next):
-        yield from _labelled("" if number else "next", command)
-    yield from _labelled("source", explanation.source)
+        yield from _labelled_lines("" if number else "next", command)
+    yield from _labelled_lines("source", explanation.source)
 
 
-def _labelled(label: str, text: str) -> list[str]:
-    return _wrapped(text, f"  {label:<{_LABEL - 2}}")
-
-
-def _wrapped(text: str, first: str) -> list[str]:
-    return textwrap.wrap(
-        text,
-        _WIDTH,
-        initial_indent=first,
-        subsequent_indent=" " * (len(first) or 2),
-        break_on_hyphens=False,
-        break_long_words=False,
-    )
+def _labelled_lines(label: str, text: str) -> list[str]:
+    return wrapped(text, _WIDTH, f"  {label:<{_LABEL - 2}}", " " * _LABEL)

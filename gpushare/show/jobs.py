@@ -11,7 +11,7 @@ from gpushare.base.model import LinePlace, ListedJob, Snapshot
 from gpushare.base.units import WORTH_NAMING, format_bytes, format_percent, ranges
 from gpushare.base.values import dataclass
 from gpushare.show.result import Column, Result, Table
-from gpushare.show.status import age, container_name, gpu_errors, of_several, role_style, used_of_total, way_text
+from gpushare.show.status import age, candidates_text, container_name, gpu_errors, role_style, used_of_total, way_text
 
 _STATES: Final = {"paused": "yellow", "out": "yellow", "leaving": "yellow", "returning": "yellow", "lost": "red"}
 # Names in a cell.
@@ -48,22 +48,23 @@ def jobs_result(snapshot: Snapshot, jobs: Sequence[ListedJob], *, everything: bo
     waiting = [job for job in jobs if job.line is not None]
     ended = [job for job in jobs if job.pid is None]
     of_others = everything or len({job.user for job in jobs} - {None}) > 1
-    tables = [_present(present, everything=everything, of_others=of_others)]
-    tables += [_waiting(waiting, of_others=of_others)] if waiting else []
-    tables += [_ended(ended)] if ended else []
+    tables = [_present_table(present, everything=everything, of_others=of_others)]
+    tables += [_waiting_table(waiting, of_others=of_others)] if waiting else []
+    tables += [_ended_table(ended)] if ended else []
     errors = gpu_errors(snapshot.gpus)
     return Result(
         command="jobs",
         data=JobsAnswer(host=snapshot.host, taken_at=snapshot.taken_at, jobs=tuple(jobs)),
         tables=tuple(tables),
-        csv=_csv(jobs),
+        csv=_jobs_csv(jobs),
         notes=snapshot.warnings,
         errors=errors,
         exit_code=ExitCode.FAILED if errors else ExitCode.OK,
     )
 
 
-def _names(names: Sequence[str]) -> str | None:
+def _first_names(names: Sequence[str]) -> str | None:
+    """Return the first of some names, and how many more there are; None: there is no name."""
     more = len(names) - _MOST_NAMED
     return ", ".join(names[:_MOST_NAMED]) + (f" +{more}" if more > 0 else "") or None
 
@@ -74,12 +75,13 @@ def holders(line: LinePlace) -> list[str]:
     return [*([f"other programs {format_bytes(others)}"] if others >= WORTH_NAMING else []), *line.held_by]
 
 
-def _memory(value: tuple[int | None, int | None]) -> str:
+def _memory_text(value: tuple[int | None, int | None]) -> str:
+    """Return the memory that a job holds, of its limit if it has one; both in bytes."""
     held, limit = value
     return format_bytes(held) if limit is None else used_of_total((held, limit))
 
 
-def _way(job: ListedJob) -> str | None:
+def _way_of(job: ListedJob) -> str | None:
     return way_text(
         job.way,
         threads_percent=job.threads_percent,
@@ -102,7 +104,7 @@ _COMMAND: Final = Column("command", "command", rank=3, least=12)
 _RANKS_OF_OTHERS: Final = {"user": 1, "command": 1, "way": 2}
 
 
-def _ranked(columns: Sequence[Column], *, of_others: bool) -> tuple[Column, ...]:
+def _with_ranks(columns: Sequence[Column], *, of_others: bool) -> tuple[Column, ...]:
     """Return the columns, where jobs ``of_others`` are listed with user and command as the last to be dropped."""
     if not of_others:
         return tuple(columns)
@@ -113,7 +115,8 @@ def _ranked(columns: Sequence[Column], *, of_others: bool) -> tuple[Column, ...]
     )
 
 
-def _present(jobs: Sequence[ListedJob], *, everything: bool, of_others: bool) -> Table:
+def _present_table(jobs: Sequence[ListedJob], *, everything: bool, of_others: bool) -> Table:
+    """Return the table of the jobs that have a process: running, paused or swapped out."""
     columns = (
         _JOB,
         _PID,
@@ -121,8 +124,8 @@ def _present(jobs: Sequence[ListedJob], *, everything: bool, of_others: bool) ->
         _USER,
         _ROLE,
         Column("gpu", "GPU", right=True, of=lambda job: ranges(job.gpu_indexes) if job.gpu_indexes else None),
-        Column("way", "way", of=_way),
-        Column("memory", "memory", right=True, of=lambda job: (job.memory_used_bytes, job.whole_limit_bytes), format=_memory),
+        Column("way", "way", of=_way_of),
+        Column("memory", "memory", right=True, of=lambda job: (job.memory_used_bytes, job.whole_limit_bytes), format=_memory_text),
         Column("swapped_bytes", "swapped", right=True, rank=4, optional=True, format=format_bytes),
         Column("sm_percent", "SM", right=True, rank=1, format=format_percent),
         _SINCE,
@@ -130,18 +133,19 @@ def _present(jobs: Sequence[ListedJob], *, everything: bool, of_others: bool) ->
         _COMMAND,
     )  # fmt: skip
     empty = "no process is on the GPUs" if everything else "no job is running; processes of others: gpushare jobs -a"
-    ranked = _ranked(columns, of_others=of_others)
+    ranked = _with_ranks(columns, of_others=of_others)
     return Table(name="jobs", title="jobs", columns=ranked, rows=tuple(jobs), empty=empty)
 
 
-def _waiting(jobs: Sequence[ListedJob], *, of_others: bool) -> Table:
+def _waiting_table(jobs: Sequence[ListedJob], *, of_others: bool) -> Table:
+    """Return the table of the jobs in line for room."""
     columns = (
         Column("place", "place", right=True, of=lambda job: job.line.place),
         _JOB,
         _PID,
         _USER,
         _ROLE,
-        Column("gpu", "GPU", right=True, of=lambda job: of_several(job.line.count, job.gpu_indexes)),
+        Column("gpu", "GPU", right=True, of=lambda job: candidates_text(job.line.count, job.gpu_indexes)),
         Column(
             "memory",
             "for",
@@ -149,16 +153,17 @@ def _waiting(jobs: Sequence[ListedJob], *, of_others: bool) -> Table:
             of=lambda job: job.line.memory_bytes,
             format=lambda value: "all" if value is None else format_bytes(value),
         ),
-        Column("behind", "behind", rank=1, of=lambda job: _names([*job.line.behind, *holders(job.line)])),
+        Column("behind", "behind", rank=1, of=lambda job: _first_names([*job.line.behind, *holders(job.line)])),
         _SINCE,
         Column("state", "state", optional=True, of=lambda job: "stopped, skipped" if job.line.stopped else None),
         _COMMAND,
     )
-    ranked = _ranked(columns, of_others=of_others)
+    ranked = _with_ranks(columns, of_others=of_others)
     return Table(name="waiting_jobs", title="waiting for room", columns=ranked, rows=tuple(jobs))
 
 
-def _ended(jobs: Sequence[ListedJob]) -> Table:
+def _ended_table(jobs: Sequence[ListedJob]) -> Table:
+    """Return the table of the jobs that have ended."""
     columns = (
         Column("name", "job", least=12),
         Column(
@@ -191,6 +196,6 @@ _CSV_ONLY: Final[Mapping[str, Callable[[ListedJob], Any]]] = {
 }
 
 
-def _csv(jobs: Sequence[ListedJob]) -> Table:
+def _jobs_csv(jobs: Sequence[ListedJob]) -> Table:
     columns = tuple(Column(key, key, of=_CSV_ONLY.get(key)) for key in CSV)
     return Table(name="jobs", columns=columns, rows=tuple(jobs))

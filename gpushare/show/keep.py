@@ -6,22 +6,18 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO
 
 from gpushare.base.errors import GpushareError
 from gpushare.base.units import counted, format_slice
-from gpushare.show.live import one_document
-from gpushare.show.render import resolve, write_error, write_notes
+from gpushare.show.live import document_of_look
+from gpushare.show.render import form_of, write_error, write_notes
 from gpushare.show.result import Column, OutputFormat, Result, Table, failure
 from gpushare.show.text import one_line, put
 from gpushare.timeslice.keep import Event, Verdict
 
 _COMMAND = "timeslice keep"
 _TEXT = frozenset({OutputFormat.TABLE, OutputFormat.PLAIN})
-
-
-def _slice(value: Any) -> str:
-    return "-" if value is None else format_slice(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,12 +39,12 @@ class KeepPlanAnswer:
     processes: tuple[Verdict, ...]
 
 
-class Said:
+class KeepReport:
     """Tells what `timeslice keep` does: a line per event, or a document per look in which something happened."""
 
     def __init__(self, stream: IO[str], output: OutputFormat, *, quiet: bool = False) -> None:
         self._stream, self._quiet = stream, quiet
-        self._form = resolve(output, terminal=stream.isatty())
+        self._form = form_of(output, terminal=stream.isatty())
         self._header = True
         self._file: str | None = None
         self._rules = 0
@@ -82,7 +78,7 @@ class Said:
         write_error(restated, sys.stderr)
 
     def _put(self, result: Result) -> None:
-        text = one_document(result, self._form, self._stream, header=self._header)
+        text = document_of_look(result, self._form, self._stream, header=self._header)
         self._header = False
         put(self._stream, text)
 
@@ -109,7 +105,7 @@ def planned_result(verdicts: Sequence[Verdict], path: str) -> Result:
         Column("gpu", "GPU", right=True),
         Column("rule", "rule"),
         Column("outcome", "gives", rank=2),
-        Column("slice_us", "slice", right=True, format=_slice),
+        Column("slice_us", "slice", right=True, format=format_slice),
         Column("why", "why", rank=4, optional=True),
     )
     table = Table(name="processes", columns=columns, rows=answer.processes, empty="no process is on a GPU")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import textwrap
 from typing import Final
 
 from gpushare.base.values import dataclass
 from gpushare.show.result import Column, Result, Table
+from gpushare.show.text import wrapped
 
 # Of a line, for every terminal.
 _WIDTH: Final = 80
@@ -90,8 +90,5 @@ def legend_result() -> Result:
     columns = (Column("head", "head", whole=True), Column("meaning", "meaning"))
     table = Table(name="heads", columns=columns, rows=tuple(map(vars, heads)))
     width = max(map(len, HEADS)) + 2
-    text = "\n".join(
-        textwrap.fill(each.meaning, _WIDTH, initial_indent=each.head.ljust(width), subsequent_indent=" " * width)
-        for each in heads
-    )
-    return Result(command="status", data=LegendAnswer(heads=heads), text=text, csv=table)
+    lines = [line for each in heads for line in wrapped(each.meaning, _WIDTH, each.head.ljust(width), " " * width)]
+    return Result(command="status", data=LegendAnswer(heads=heads), text="\n".join(lines), csv=table)

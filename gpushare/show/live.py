@@ -15,11 +15,11 @@ from gpushare.show.render import (
     TIGHT,
     WHOLE,
     document_text,
+    form_of,
     json_text,
-    resolve,
     result_lines,
     speaks_unicode,
-    table_text,
+    terminal_text,
     width_of,
     write_error,
     write_notes,
@@ -54,18 +54,19 @@ def watch(
         BrokenPipeError: the reader is gone.
     """
     terminal = stream.isatty()
-    form = resolve(output, terminal=terminal)
+    form = form_of(output, terminal=terminal)
     live = form is OutputFormat.TABLE and terminal and os.environ.get("TERM", "") not in {"", "dumb"}
     try:
         if live:
-            _on_screen(look, seconds, stream, command, quiet=quiet)
+            _redraw_screen(look, seconds, stream, command, quiet=quiet)
         else:
-            _as_documents(look, seconds, stream, form, stderr or sys.stderr, command, quiet=quiet)
+            _write_documents(look, seconds, stream, form, stderr or sys.stderr, command, quiet=quiet)
     except KeyboardInterrupt:
         return
 
 
-def _seen(look: Look, command: str, *, quiet: bool) -> Result:
+def _result_or_failure(look: Look, command: str, *, quiet: bool) -> Result:
+    """Return what one look gives, or its error as a result; without notes if ``quiet``."""
     try:
         result = look()
         return replace(result, notes=()) if quiet else result
@@ -73,20 +74,21 @@ def _seen(look: Look, command: str, *, quiet: bool) -> Result:
         return failure(command, error)
 
 
-def _rest(started: float, seconds: float) -> None:
+def _sleep_until_due(started: float, seconds: float) -> None:
     """Sleep until the next look is due; late looks do not pile up."""
     time.sleep(max(started + seconds - time.monotonic(), 0.0))
 
 
-def _as_documents(
+def _write_documents(
     look: Look, seconds: float, stream: IO[str], form: OutputFormat, stderr: IO[str], command: str, *, quiet: bool
 ) -> None:
+    """Write one document per look, without end."""
     header = True
     first = True
     while True:
         started = time.monotonic()
-        result = _seen(look, command, quiet=quiet)
-        text = one_document(result, form, stream, header=header)
+        result = _result_or_failure(look, command, quiet=quiet)
+        text = document_of_look(result, form, stream, header=header)
         if text and form in {OutputFormat.PLAIN, OutputFormat.TABLE} and not first:
             text = "\n" + text
         if text:
@@ -95,21 +97,23 @@ def _as_documents(
         write_notes(result.notes, stderr)
         for error in result.errors:
             write_error(error, stderr)
-        _rest(started, seconds)
+        _sleep_until_due(started, seconds)
 
 
-def one_document(result: Result, form: OutputFormat, stream: IO[str], *, header: bool) -> str:
+def document_of_look(result: Result, form: OutputFormat, stream: IO[str], *, header: bool) -> str:
+    """Return the text of one look in a stream of them: one line of JSON, a YAML document, CSV rows, plain text."""
     if form is OutputFormat.JSON:
         return json_text(result, compact=True, ascii_only=not speaks_unicode(stream))
     if form is OutputFormat.YAML:
         return "---\n" + document_text(result, form, stream)
     if form is OutputFormat.TABLE:
         terminal = stream.isatty()
-        return table_text(result, width=width_of(stream, terminal=terminal), is_terminal=terminal)
+        return terminal_text(result, width=width_of(stream, terminal=terminal), is_terminal=terminal)
     return document_text(result, form, stream, header=header)
 
 
-def _on_screen(look: Look, seconds: float, stream: IO[str], command: str, *, quiet: bool) -> None:
+def _redraw_screen(look: Look, seconds: float, stream: IO[str], command: str, *, quiet: bool) -> None:
+    """Redraw one screen per look, without end."""
     from rich.console import Console, Group
     from rich.live import Live
 
@@ -119,9 +123,9 @@ def _on_screen(look: Look, seconds: float, stream: IO[str], command: str, *, qui
     with Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as view:
         while True:
             started = time.monotonic()
-            result = _seen(look, command, quiet=quiet)
+            result = _result_or_failure(look, command, quiet=quiet)
             view.update(Group(*screen_lines(result, head, console)), refresh=True)
-            _rest(started, seconds)
+            _sleep_until_due(started, seconds)
 
 
 def screen_lines(result: Result, head: str, console: Console) -> list[Text]:

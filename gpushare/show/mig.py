@@ -31,13 +31,13 @@ def placements_text(placements: Sequence[Placement] | None) -> str:
     return "{" + ",".join(str(placement.start) for placement in placements) + f"}}:{placements[0].size}"
 
 
-def picture(layout: Layout, instances: Iterable[tuple[Placement, str]]) -> str:
+def slices_picture(layout: Layout, instances: Iterable[tuple[Placement, str]]) -> str:
     """Return the memory slices of a GPU as one line of boxes; a free slice is a dot.
 
     A label that is too long loses its memory size: ``1g+me`` for ``1g.10gb+me``.
     """
-    cell = _cell(layout)
-    cells = ["|" + "·".center(cell - 1)] * _slices(layout)
+    cell = _slice_width(layout)
+    cells = ["|" + "·".center(cell - 1)] * _drawn_slices(layout)
     covered: set[int] = set()
     for placement, label in instances:
         width = cell * placement.size - 1
@@ -50,34 +50,36 @@ def picture(layout: Layout, instances: Iterable[tuple[Placement, str]]) -> str:
 
 def ruler(layout: Layout) -> str:
     """Return the numbers of the slices above a picture."""
-    return "".join(str(slot).center(_cell(layout)) for slot in range(_slices(layout))).rstrip()
+    return "".join(str(slot).center(_slice_width(layout)) for slot in range(_drawn_slices(layout))).rstrip()
 
 
-def _cell(layout: Layout) -> int:
-    return min(_CELL, _WIDTH // max(1, _slices(layout)))
+def _slice_width(layout: Layout) -> int:
+    """Return how many characters a slice has in a picture."""
+    return min(_CELL, _WIDTH // max(1, _drawn_slices(layout)))
 
 
-def _slices(layout: Layout) -> int:
+def _drawn_slices(layout: Layout) -> int:
     """Return how many memory slices are drawn: without placements of the driver, as far as instances reach."""
     return max(layout.axis, *(instance.placement.start + instance.placement.size for instance in layout.instances), 0)
 
 
-def now(layout: Layout) -> str:
+def picture_now(layout: Layout) -> str:
     """Return the picture of what exists; ``*`` marks what is busy."""
-    return picture(layout, [(instance.placement, _label(instance)) for instance in layout.instances])
+    return slices_picture(layout, [(instance.placement, _busy_label(instance)) for instance in layout.instances])
 
 
-def after(layout: Layout, plan: GpuPlan) -> str:
+def picture_after(layout: Layout, plan: GpuPlan) -> str:
     """Return the picture of what a plan leaves; ``+`` marks what is new, ``~`` what changes inside."""
     inside = {change.instance.place for change in (*plan.destroyed, *plan.created) if not change.whole}
     kept = [
-        (instance.placement, _label(instance) + ("~" if instance.place in inside else "")) for instance in plan.kept
+        (instance.placement, _busy_label(instance) + ("~" if instance.place in inside else ""))
+        for instance in plan.kept
     ]
     created = [new.instance for new in plan.created if new.whole]
-    return picture(layout, [*kept, *((instance.placement, f"+{instance.profile.name}") for instance in created)])
+    return slices_picture(layout, [*kept, *((instance.placement, f"+{instance.profile.name}") for instance in created)])
 
 
-def _label(instance: GpuInstance) -> str:
+def _busy_label(instance: GpuInstance) -> str:
     return instance.profile.name + ("*" if instance.busy else "")
 
 
@@ -115,6 +117,7 @@ def profile_rows(layout: Layout, confidence: Mapping[str, str] | None = None) ->
 def _profile_row(
     gpu: int, profile: Profile, free: Mapping[str, Any], confidence: Mapping[str, str] | None
 ) -> ProfileRow:
+    """Return a profile as data; ``free`` has the free places by the name of the profile."""
     free_places = free.get(profile.name)
     return ProfileRow(
         gpu=gpu,
@@ -148,7 +151,8 @@ PROFILE_COLUMNS: Final = (
 )
 
 
-def _named(instance: GpuInstance) -> str:
+def _name_and_users(instance: GpuInstance) -> str:
+    """Return the name of an instance and who may use it, as the end of its line."""
     name = "" if instance.name is None else f"  '{instance.name}'"
     return name + (f" for {', '.join(instance.granted)} only" if instance.granted else "")
 
@@ -164,11 +168,11 @@ def layout_text(layout: Layout) -> str:
         return "  the driver lists no MIG profiles"
     lines = []
     if layout.placed:
-        lines += [f"  {ruler(layout)}", f"  {now(layout)}"]
+        lines += [f"  {ruler(layout)}", f"  {picture_now(layout)}"]
     for instance in sorted(layout.instances, key=lambda each: each.start):
         lines.append(
             f"  GI {instance.id:<3} {instance.profile.name:<13} at {instance.placement}   "
-            f"{format_bytes(instance.profile.memory_bytes)}, {_sms(instance.profile)} SMs{_named(instance)}"
+            f"{format_bytes(instance.profile.memory_bytes)}, {_sms_text(instance.profile)} SMs{_name_and_users(instance)}"
         )
         for compute in instance.compute:
             lines.append(f"    CI {compute.id:<3} {compute.profile.name:<4} {_uuid_and_holders(compute)}".rstrip())
@@ -188,7 +192,7 @@ def layout_text(layout: Layout) -> str:
         for row in free_profiles(layout)
         if row.count
     ]
-    return "\n".join([*lines, *_listed("  still fits: ", free or ["nothing"])])
+    return "\n".join([*lines, *_wrapped_items("  still fits: ", free or ["nothing"])])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +212,7 @@ def grouped(gpus: Sequence[GpuText], *, uuids: bool) -> str:
     """
     alike: dict[tuple[str, str], list[GpuText]] = {}
     for gpu in gpus:
-        common = gpu.text if uuids or gpu.layout is None else layout_text(_bare(gpu.layout))
+        common = gpu.text if uuids or gpu.layout is None else layout_text(_without_particulars(gpu.layout))
         alike.setdefault((gpu.title, common), []).append(gpu)
     blocks = []
     for (title, common), equal in alike.items():
@@ -216,13 +220,13 @@ def grouped(gpus: Sequence[GpuText], *, uuids: bool) -> str:
         if len({gpu.text for gpu in equal}) == 1:
             lines.append(equal[0].text)
         else:
-            own = [line for gpu in equal for line in _particulars(gpu)]
+            own = [line for gpu in equal for line in _particulars_lines(gpu)]
             lines += [common, *own, f"  {'the others are' if own else 'all are'} idle; UUIDs: gpushare mig status -v"]
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 
 
-def _bare(layout: Layout) -> Layout:
+def _without_particulars(layout: Layout) -> Layout:
     """Return a layout without names, UUIDs, grants and holders."""
     bare = tuple(
         replace(
@@ -237,7 +241,7 @@ def _bare(layout: Layout) -> Layout:
     return replace(layout, instances=bare)
 
 
-def _particulars(gpu: GpuText) -> Iterator[str]:
+def _particulars_lines(gpu: GpuText) -> Iterator[str]:
     """Yield a line with the names, users and programs of the instances of one GPU, if there are any."""
     texts = []
     for instance in sorted(gpu.layout.instances if gpu.layout else (), key=lambda instance: instance.start):
@@ -245,9 +249,9 @@ def _particulars(gpu: GpuText) -> Iterator[str]:
         holders = None if any(part is None for part in parts) else [held for part in parts for held in part or ()]
         if instance.name is not None or instance.granted or holders is None or holders:
             used = "" if holders == [] else f"  {who(holders)}"
-            texts.append(f"{instance}{_named(instance)}{used}")
+            texts.append(f"{instance}{_name_and_users(instance)}{used}")
     if texts:
-        yield from _listed(f"  GPU {gpu.index}: ", texts)
+        yield from _wrapped_items(f"  GPU {gpu.index}: ", texts)
 
 
 def silent_lines(gpus: Iterable[Gpu]) -> str:
@@ -292,7 +296,7 @@ def status_row(gpu: Gpu, layout: Layout | None, unknown: str | None) -> MigGpu:
     )
 
 
-def _listed(title: str, items: Sequence[str]) -> Iterator[str]:
+def _wrapped_items(title: str, items: Sequence[str]) -> Iterator[str]:
     """Yield items behind a title, cut between items so that 80 columns are enough."""
     line = title + items[0]
     for item in items[1:]:
@@ -304,7 +308,7 @@ def _listed(title: str, items: Sequence[str]) -> Iterator[str]:
     yield line
 
 
-def _sms(profile: Profile) -> str:
+def _sms_text(profile: Profile) -> str:
     return "-" if profile.multiprocessors is None else str(profile.multiprocessors)
 
 
@@ -317,8 +321,8 @@ def plan_text(plan: MigPlan, layouts: Mapping[int, Layout]) -> str:
             lines += [
                 f"GPU {gpu.gpu}",
                 f"       {ruler(layout)}",
-                f"before {now(layout)}",
-                f"after  {after(layout, gpu)}",
+                f"before {picture_now(layout)}",
+                f"after  {picture_after(layout, gpu)}",
             ]
     pictures = "".join(line for line in lines if line.startswith(("before", "after")))
     legend = [meaning for mark, meaning in _MARKS.items() if re.search(mark, pictures)]

@@ -60,7 +60,7 @@ def plan_result(
             for number, step in enumerate(steps, 1)
         ),
         empty=empty,
-        lines=tuple(_lines(steps)) if steps else None,
+        lines=tuple(_step_lines(steps)) if steps else None,
     )
     changed = [part for part in plan.parts or (plan,) if part.steps]
     return Result(
@@ -78,7 +78,7 @@ def with_answer(result: Result, kind: type[PlanAnswer], **fields: Any) -> Result
     return replace(result, data=kind(**vars(result.data), **fields))
 
 
-def undone(lines: Sequence[str], undo: str | None) -> tuple[tuple[str, str | None], ...]:
+def with_undo(lines: Sequence[str], undo: str | None) -> tuple[tuple[str, str | None], ...]:
     """Return what is in force, with one undo for all of it: on the line itself, or on a line of its own."""
     lines = [line for line in lines if line]
     if len(lines) == 1:
@@ -86,7 +86,8 @@ def undone(lines: Sequence[str], undo: str | None) -> tuple[tuple[str, str | Non
     return (*((line, None) for line in lines), *([("", undo)] if undo else []))
 
 
-def _lines(steps: Sequence[Step]) -> list[tuple[str, str | None]]:
+def _step_lines(steps: Sequence[Step]) -> list[tuple[str, str | None]]:
+    """Return steps as lines with their Rich styles: what each does, and indented its command and its undo."""
     margin = len(str(len(steps)))
     indent = " " * (margin + 2)
     lines: list[tuple[str, str | None]] = []

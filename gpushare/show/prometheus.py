@@ -152,30 +152,31 @@ def _values(reading: Reading) -> Iterator[Value]:
         yield "gpushare_driver_info", {"version": snapshot.driver_version}, 1
     yield "gpushare_mig_change_interrupted", {}, reading.mig_interrupted
     for gpu in snapshot.gpus:
-        yield from _gpu(gpu, snapshot)
-        yield "gpushare_gpu_memory_idle_bytes", _labels(gpu), reading.idle_bytes.get(gpu.index)
+        yield from _gpu_values(gpu, snapshot)
+        yield "gpushare_gpu_memory_idle_bytes", _gpu_labels(gpu), reading.idle_bytes.get(gpu.index)
         if gpu.uuid in reading.exclusive_wanted:
-            yield "gpushare_gpu_exclusive_wanted", _labels(gpu), 1
+            yield "gpushare_gpu_exclusive_wanted", _gpu_labels(gpu), 1
         if gpu.index in reading.layouts:
-            yield from _mig(gpu, reading.layouts[gpu.index], reading)
+            yield from _mig_values(gpu, reading.layouts[gpu.index], reading)
     gpus = {gpu.uuid: gpu for gpu in snapshot.gpus}
     for uuid, pid, pauses, paused in reading.pauses:
         if uuid in gpus:
-            labels = {**_labels(gpus[uuid]), "pid": str(pid)}
+            labels = {**_gpu_labels(gpus[uuid]), "pid": str(pid)}
             yield "gpushare_opportunistic_pauses", labels, pauses
             yield "gpushare_opportunistic_paused", labels, paused
-    yield from _waiting(snapshot)
-    yield from _jobs(snapshot, reading.jobs)
+    yield from _line_values(snapshot)
+    yield from _job_values(snapshot, reading.jobs)
     for daemon in snapshot.daemons:
-        yield from _daemon(daemon, snapshot, reading)
+        yield from _daemon_values(daemon, snapshot, reading)
 
 
-def _waiting(snapshot: Snapshot) -> Iterator[Value]:
+def _line_values(snapshot: Snapshot) -> Iterator[Value]:
+    """Yield the values about memory that is reserved, and jobs that wait or are swapped out."""
     for gpu in snapshot.gpus:
         if gpu.error is None:
-            yield "gpushare_gpu_memory_jobs_reserved_bytes", _labels(gpu), gpu.jobs_reserved_bytes
+            yield "gpushare_gpu_memory_jobs_reserved_bytes", _gpu_labels(gpu), gpu.jobs_reserved_bytes
             waiting = sum(gpu.index in job.gpu_indexes for job in snapshot.waiting_jobs)
-            yield "gpushare_gpu_jobs_waiting", _labels(gpu), waiting
+            yield "gpushare_gpu_jobs_waiting", _gpu_labels(gpu), waiting
     states = [job.state for job in snapshot.swapped_jobs]
     for state in sorted(set(states)):
         yield "gpushare_swapped_jobs", {"state": state}, states.count(state)
@@ -183,7 +184,8 @@ def _waiting(snapshot: Snapshot) -> Iterator[Value]:
         yield "gpushare_swapped_out_timestamp_seconds", {"state": state}, since
 
 
-def _jobs(snapshot: Snapshot, jobs: Sequence[ListedJob]) -> Iterator[Value]:
+def _job_values(snapshot: Snapshot, jobs: Sequence[ListedJob]) -> Iterator[Value]:
+    """Yield the values about the jobs: their number by state, and those of the first `MOST_JOBS`."""
     states = [job.state for job in jobs]
     for state in sorted(set(states)):
         yield "gpushare_jobs", {"state": state}, states.count(state)
@@ -202,7 +204,7 @@ def _jobs(snapshot: Snapshot, jobs: Sequence[ListedJob]) -> Iterator[Value]:
         # A job that waits is on no GPU: its list says where it may run.
         for index in job.gpu_indexes if job.line is None else ():
             if index in gpus:
-                yield "gpushare_job_on_gpu", {**labels, **_labels(gpus[index])}, 1
+                yield "gpushare_job_on_gpu", {**labels, **_gpu_labels(gpus[index])}, 1
         slice_us, threads = job.slice_us, job.threads_percent
         yield "gpushare_job_slice_seconds", labels, None if slice_us is None else slice_us / 1e6
         yield "gpushare_job_threads_limit_ratio", labels, None if threads is None else threads / 100
@@ -211,13 +213,14 @@ def _jobs(snapshot: Snapshot, jobs: Sequence[ListedJob]) -> Iterator[Value]:
         yield "gpushare_job_memory_swapped_bytes", labels, job.swapped_bytes
 
 
-def _labels(gpu: Gpu) -> dict[str, str]:
+def _gpu_labels(gpu: Gpu) -> dict[str, str]:
     # Prometheus treats an empty label as absent: a lost GPU without a UUID has only its index.
     return {"gpu": str(gpu.index), **({"UUID": gpu.uuid} if gpu.uuid else {})}
 
 
-def _gpu(gpu: Gpu, snapshot: Snapshot) -> Iterator[Value]:
-    labels = _labels(gpu)
+def _gpu_values(gpu: Gpu, snapshot: Snapshot) -> Iterator[Value]:
+    """Yield the values about one GPU: identity, way of sharing, modes, power, processes."""
+    labels = _gpu_labels(gpu)
     identity = {"model": gpu.name, "pci_bus_id": gpu.pci_bus_id}
     yield "gpushare_gpu_info", {**labels, **{key: value for key, value in identity.items() if value}}, 1
     yield "gpushare_gpu_up", labels, gpu.error is None
@@ -242,10 +245,11 @@ def _gpu(gpu: Gpu, snapshot: Snapshot) -> Iterator[Value]:
         yield "gpushare_mig_mode_pending", labels, gpu.mig_pending != gpu.mig_enabled if modes_known else None
 
 
-def _daemon(daemon: MpsDaemon, snapshot: Snapshot, reading: Reading) -> Iterator[Value]:
+def _daemon_values(daemon: MpsDaemon, snapshot: Snapshot, reading: Reading) -> Iterator[Value]:
+    """Yield the values about one MPS daemon; whether one answers that was not asked is unknown."""
     gpu = next((gpu for gpu in snapshot.gpus if gpu.index == daemon.gpu_index), None)
     identity = {"device": daemon.device_uuid, "user": daemon.user, "pipe_directory": daemon.pipe_directory}
-    labels = {} if gpu is None else _labels(gpu)
+    labels = {} if gpu is None else _gpu_labels(gpu)
     labels |= {key: value for key, value in identity.items() if value} | {"ours": "true" if daemon.ours else "false"}
     if daemon.unasked:
         # It was not asked, so whether it answers is unknown.
@@ -266,12 +270,13 @@ def _daemon(daemon: MpsDaemon, snapshot: Snapshot, reading: Reading) -> Iterator
         yield "gpushare_mps_servers", {**labels, "status": status}, statuses.count(status)
 
 
-def _mig(gpu: Gpu, layout: Layout, reading: Reading) -> Iterator[Value]:
-    labels = _labels(gpu)
+def _mig_values(gpu: Gpu, layout: Layout, reading: Reading) -> Iterator[Value]:
+    """Yield the values about the MIG layout of a GPU: its instances, what is free, and what is lost."""
+    labels = _gpu_labels(gpu)
     if not gpu.mig_enabled:
         return
     for instance in layout.instances:
-        yield from _instance(gpu, instance, reading)
+        yield from _instance_values(gpu, instance, reading)
     if not layout.profiles:
         return
     for free in free_profiles(layout):
@@ -286,8 +291,9 @@ def _mig(gpu: Gpu, layout: Layout, reading: Reading) -> Iterator[Value]:
     yield "gpushare_mig_fragmentation_slices", labels, fragmentation(layout)
 
 
-def _instance(gpu: Gpu, instance: GpuInstance, reading: Reading) -> Iterator[Value]:
-    labels = {**_labels(gpu), "GPU_I_ID": str(instance.id), "GPU_I_PROFILE": instance.profile.name}
+def _instance_values(gpu: Gpu, instance: GpuInstance, reading: Reading) -> Iterator[Value]:
+    """Yield the values about one GPU instance: place, name, whether it is busy, and its leases."""
+    labels = {**_gpu_labels(gpu), "GPU_I_ID": str(instance.id), "GPU_I_PROFILE": instance.profile.name}
     name = reading.names.get((gpu.uuid or "", instance.profile.name, instance.start))
     yield "gpushare_mig_instance_info", {**labels, "start": str(instance.start), **({"name": name} if name else {})}, 1
     yield "gpushare_mig_instance_busy", labels, instance.busy

@@ -10,14 +10,13 @@ import re
 import shlex
 import shutil
 import sys
-import textwrap
 from dataclasses import replace
 from typing import IO, TYPE_CHECKING, Any, Final
 
 from gpushare.base.errors import GpushareError
 from gpushare.base.values import dataclass
 from gpushare.show.result import Column, OutputFormat, Result, Table, jsonable
-from gpushare.show.text import in_json, one_line, paragraphs, put, visible, well_formed
+from gpushare.show.text import in_json, one_line, paragraphs, put, visible, well_formed, wrapped
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -47,7 +46,7 @@ def write(
         BrokenPipeError: the reader is gone.
     """
     terminal = stdout.isatty() if is_terminal is None else is_terminal
-    form = resolve(output, terminal=terminal)
+    form = form_of(output, terminal=terminal)
     width = width or width_of(stdout, terminal=terminal)
     if result.done and not quiet:
         lines = [
@@ -55,7 +54,7 @@ def write(
         ]
         result = replace(result, text="\n".join(filter(None, [result.text, *lines])))
     if form is OutputFormat.TABLE:
-        text = table_text(result, width=width, is_terminal=terminal)
+        text = terminal_text(result, width=width, is_terminal=terminal)
     else:
         text = document_text(result, form, stdout)
     if text:
@@ -77,7 +76,8 @@ def _done_line(what: str, undo: str | None, width: int) -> str:
     return line if len(line) <= width else "\n  ".join(parts)
 
 
-def resolve(output: OutputFormat, *, terminal: bool) -> OutputFormat:
+def form_of(output: OutputFormat, *, terminal: bool) -> OutputFormat:
+    """Return the format in which the output is written: for `auto` that of a terminal, or plain."""
     if output is not OutputFormat.AUTO:
         return output
     return OutputFormat.TABLE if terminal else OutputFormat.PLAIN
@@ -102,6 +102,7 @@ def document_text(result: Result, form: OutputFormat, stream: IO[str], *, header
 
 
 def speaks_unicode(stream: IO[str]) -> bool:
+    """Return whether a stream takes all of Unicode."""
     return (getattr(stream, "encoding", None) or "utf-8").lower().startswith("utf")
 
 
@@ -119,6 +120,7 @@ def width_of(stream: IO[str], *, terminal: bool) -> int:
 
 
 def write_notes(notes: list[str] | tuple[str, ...], stream: IO[str]) -> None:
+    """Write notes as ``note: ...``, a line each, on a terminal wrapped between words."""
     for note in notes:
         put(stream, f"{_paint(NOTE, 'dim', stream)} {message_text(NOTE, note, stream)}\n")
 
@@ -157,7 +159,7 @@ def message_text(word: str, text: str, stream: IO[str]) -> str:
         return line
     command = re.match(_COMMAND, line) is not None
     indent = len(word) + 1
-    lines = textwrap.wrap(line, max(width - indent - 2 * command, 20), break_long_words=False, break_on_hyphens=False)
+    lines = wrapped(line, width - indent - 2 * command)
     return ((" \\" if command else "") + "\n" + " " * indent).join(lines)
 
 
@@ -174,11 +176,12 @@ def plain_text(result: Result) -> str:
     ``grep -v '^#'`` leaves headers and records.
     """
     blocks = [paragraphs(result.text).rstrip("\n")] if result.text else []
-    blocks += [_block(table) for table in result.tables]
+    blocks += [_plain_table(table) for table in result.tables]
     return "".join(f"{block}\n" for block in "\n\n".join(blocks).split("\n")) if blocks else ""
 
 
-def _block(table: Table) -> str:
+def _plain_table(table: Table) -> str:
+    """Return a table as plain text with its title, a header and a line per row."""
     from tabulate import tabulate
 
     lines = [f"# {table.title}"] if table.title else []
@@ -208,11 +211,12 @@ _NUMBER: Final = r"[-+]?\d{1,300}(?:\.\d{1,300})?|-"
 
 def document(result: Result) -> dict[str, Any]:
     """Return the envelope without what JSON cannot represent: NaN, lone surrogates."""
-    clean: dict[str, Any] = _clean(result.envelope())
+    clean: dict[str, Any] = _json_safe(result.envelope())
     return clean
 
 
 def json_text(result: Result, *, compact: bool = False, ascii_only: bool = False) -> str:
+    """Return the envelope as JSON, ``compact`` on one line."""
     if compact:
         text = json.dumps(document(result), ensure_ascii=ascii_only, separators=(",", ":"))
     else:
@@ -243,12 +247,13 @@ def csv_text(table: Table, *, header: bool = True) -> str:
     writer = csv.writer(buffer, lineterminator="\r\n")
     if header:
         writer.writerow([column.key for column in table.columns])
-    writer.writerows([_field(column.value(row)) for column in table.columns] for row in table.rows)
+    writer.writerows([_csv_field(column.value(row)) for column in table.columns] for row in table.rows)
     return buffer.getvalue()
 
 
-def _field(value: Any) -> str | int | float:
-    value = _clean(jsonable(value))
+def _csv_field(value: Any) -> str | int | float:
+    """Return a value of a CSV file: numbers as they are, lists as JSON, text that no spreadsheet runs."""
+    value = _json_safe(jsonable(value))
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -261,11 +266,12 @@ def _field(value: Any) -> str | int | float:
     return f"'{visible(value)}" if formula else visible(value)
 
 
-def _clean(value: Any) -> Any:
+def _json_safe(value: Any) -> Any:
+    """Return JSON types with well-formed text, and null for numbers that are not finite."""
     if isinstance(value, dict):
-        return {well_formed(key): _clean(item) for key, item in value.items()}
+        return {well_formed(key): _json_safe(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_clean(item) for item in value]
+        return [_json_safe(item) for item in value]
     if isinstance(value, str):
         return well_formed(value)
     if isinstance(value, float) and not math.isfinite(value):
@@ -291,7 +297,7 @@ class Layout:
         return sum(self.widths) + GAP * max(len(self.widths) - 1, 0)
 
 
-def layout(table: Table, width: int) -> Layout:
+def layout_of(table: Table, width: int) -> Layout:
     """Return the layout of a table in a width.
 
     Columns are dropped by rank, the highest first, of equal ones the rightmost; one always stays. Ids (``whole``) and
@@ -303,42 +309,45 @@ def layout(table: Table, width: int) -> Layout:
         for column in table.columns
         if not column.optional or any(column.value(row) is not None for row in table.rows)
     ]
-    natural = {column.key: _natural(table, column) for column in shown}
-    least = {column.key: _least(column, natural[column.key]) for column in shown}
+    natural = {column.key: _natural_width(table, column) for column in shown}
+    least = {column.key: _least_width(column, natural[column.key]) for column in shown}
     hidden: list[Column] = []
-    while _line(shown, least) > width:
+    while _line_width(shown, least) > width:
         rank = max((column.rank for column in shown), default=0)
         if rank == 0 or len(shown) == 1:
             break
         last = max(place for place, column in enumerate(shown) if column.rank == rank)
         hidden.append(shown.pop(last))
-    if _line(shown, least) > width:
+    if _line_width(shown, least) > width:
         for column in shown:
             if not (column.whole or column.right):
                 least[column.key] = min(natural[column.key], LAST_RESORT)
-    widths = _grow(shown, least, natural, width - _line(shown, least))
+    widths = _widen(shown, least, natural, width - _line_width(shown, least))
     order = {column.key: place for place, column in enumerate(table.columns)}
     hidden.sort(key=lambda column: order[column.key])
     return Layout(tuple(shown), tuple(widths), tuple(hidden))
 
 
-def _natural(table: Table, column: Column) -> int:
+def _natural_width(table: Table, column: Column) -> int:
+    """Return the width that the title and all values of a column need, in character cells."""
     from rich.cells import cell_len
 
     return max([cell_len(column.title), *(cell_len(cell(column, column.value(row))) for row in table.rows)])
 
 
-def _least(column: Column, natural: int) -> int:
+def _least_width(column: Column, natural: int) -> int:
+    """Return the width that a column must have at least, in character cells."""
     if column.whole or column.right or column.least is None:
         return natural
     return min(natural, max(column.least, len(column.title)))
 
 
-def _line(columns: list[Column], widths: dict[str, int]) -> int:
+def _line_width(columns: list[Column], widths: dict[str, int]) -> int:
+    """Return the width of a line with these columns and the gaps between them."""
     return sum(widths[column.key] for column in columns) + GAP * max(len(columns) - 1, 0)
 
 
-def _grow(columns: list[Column], least: dict[str, int], natural: dict[str, int], spare: int) -> list[int]:
+def _widen(columns: list[Column], least: dict[str, int], natural: dict[str, int], spare: int) -> list[int]:
     """Distribute the spare cells evenly among the columns that were cut."""
     widths = [least[column.key] for column in columns]
     while spare > 0:
@@ -369,12 +378,12 @@ def table_lines(
         return title + table.draw(width), ()
     if table.lines is not None:
         return title + [
-            Text(line, style=style or "") for text, style in table.lines for line in _words(text, style, width)
+            Text(line, style=style or "") for text, style in table.lines for line in _plan_lines(text, style, width)
         ], ()
     if not table.rows:
         return ([Text(table.empty, style="dim")] if table.empty else []), ()
-    plan = layout(table, width)
-    head = _row([Text(column.title, style="dim") for column in plan.columns], plan)
+    plan = layout_of(table, width)
+    head = _row_line([Text(column.title, style="dim") for column in plan.columns], plan)
     lines = [*title, head, *([Text("─" * plan.total, style="dim")] if rule else [])]
     above: dict[str, str] = {}
     for row in table.rows:
@@ -386,11 +395,12 @@ def table_lines(
             repeats = column.group and above.get(column.key) == text
             above[column.key] = text
             cells.append(Text("" if repeats else text, style=style or ("dim" if text == "-" else "")))
-        lines.append(_row(cells, plan))
+        lines.append(_row_line(cells, plan))
     return lines, plan.hidden
 
 
-def _row(cells: list[Text], plan: Layout) -> Text:
+def _row_line(cells: list[Text], plan: Layout) -> Text:
+    """Return the cells of a row as one line, each shortened and aligned to the width of its column."""
     from rich.text import Text
 
     for text, column, width in zip(cells, plan.columns, plan.widths, strict=True):
@@ -438,28 +448,21 @@ def result_lines(result: Result, width: int, saving: int = WHOLE) -> list[Text]:
     if saving >= TIGHT:
         return [line for block in blocks for line in block]
     if dropped:
-        blocks.append(_wrapped(f"not shown at this width: {'; '.join(dropped)}", width))
+        text = f"not shown at this width: {'; '.join(dropped)}"
+        blocks.append([Text(line, style="dim") for line in wrapped(text, width)])
     return [line for place, block in enumerate(blocks) for line in ([Text("")] if place else []) + block]
 
 
-def _words(text: str, style: str | None, width: int) -> list[str]:
+def _plan_lines(text: str, style: str | None, width: int) -> list[str]:
     """Return a line of a plan; if it is no command, which stays whole, wrapped and indented below its first word."""
     line = visible(text)
     if style is not None or len(line) <= width:
         return [line]
     numbered = re.match(r" *\d+\. ", line)
-    indent = " " * (0 if numbered is None else numbered.end())
-    room = max(width, 20)
-    return textwrap.wrap(line, room, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return wrapped(line, width, rest=" " * (0 if numbered is None else numbered.end()))
 
 
-def _wrapped(text: str, width: int) -> list[Text]:
-    from rich.text import Text
-
-    return [Text(line, style="dim") for line in textwrap.wrap(text, max(width, 20))]
-
-
-def table_text(result: Result, *, width: int, is_terminal: bool) -> str:
+def terminal_text(result: Result, *, width: int, is_terminal: bool) -> str:
     """Return a result as text for a terminal of this width, in color only if ``is_terminal``.
 
     Rich respects ``NO_COLOR`` and ``TERM=dumb``.

@@ -106,6 +106,7 @@ class RunReport:
         self._write(f"gpushare: {text}\n")
 
     def _client(self, pid: int) -> MpsClient | None:
+        """Return a process as a client of MPS on this GPU; None: it is not one, or no daemon answers."""
         try:
             daemons = find_daemons(self._host, [self._device.gpu])
         except GpushareError:
@@ -114,10 +115,12 @@ class RunReport:
         return next((client for client in clients if client.pid == pid), None)
 
     def _say(self, text: str) -> None:
+        """Write a line, unless --quiet is given."""
         if not self._quiet:
             self._write(f"gpushare: {text}\n")
 
     def _write(self, text: str) -> None:
+        """Write lines, on a terminal wrapped between words; a stream that cannot be written makes this quiet."""
         if self._stream is None:
             return
         try:
@@ -198,7 +201,7 @@ class CopyLines:
         )
 
     def news(self, copy: Copy, text: str) -> None:
-        """Say something else of a copy."""
+        """Say something of a copy."""
         self.clear()
         self._note(f"copy {copy.copy}: {text}")
 
@@ -330,7 +333,7 @@ def farm_result(
         Column("log", "log", rank=4, least=10, optional=True),
     )
     table = Table(name="copies", title="copies", columns=columns, rows=data.copies)
-    shown = _folded(data.copies)
+    shown = _rows_for_people(data.copies)
     return Result(
         command="farm",
         data=data,
@@ -348,7 +351,7 @@ _MOST_ROWS: Final = 24
 _LONGEST_RANGES: Final = 30
 
 
-def _folded(copies: Sequence[Copy]) -> tuple[dict[str, Any], ...]:
+def _rows_for_people(copies: Sequence[Copy]) -> tuple[dict[str, Any], ...]:
     """Return rows for people: of many copies, those that ended alike are one, with the mean of their seconds."""
     alike: dict[tuple[object, ...], list[Copy]] = {}
     for copy in copies:

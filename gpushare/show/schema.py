@@ -28,18 +28,19 @@ _ERROR = {
 HOST_FILE: Final = "gpushare.yaml"
 
 
-def _generated(name: str = "answers") -> Any:
+def _read_schemas(name: str = "answers") -> Any:
+    """Return the generated file with the schemas of all answers, or that of gpushare.yaml."""
     return json.loads((files("gpushare") / "data" / "schemas" / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def host_file() -> Any:
+def host_file_schema() -> Any:
     """Return the JSON Schema of gpushare.yaml."""
-    return _generated(HOST_FILE)
+    return _read_schemas(HOST_FILE)
 
 
-def commands() -> list[str]:
+def commands_with_schema() -> list[str]:
     """Return the commands whose answers have a schema."""
-    return list(_generated()["answers"])
+    return list(_read_schemas()["answers"])
 
 
 def schema_of(command: str) -> dict[str, Any]:
@@ -48,7 +49,7 @@ def schema_of(command: str) -> dict[str, Any]:
     Raises:
         NotFound: no such command (code ``no_schema``).
     """
-    generated = _generated()
+    generated = _read_schemas()
     if command not in generated["answers"]:
         raise NotFound(f"there is no schema for {quoted(command)}", "see all: gpushare schema", code="no_schema")
     data = generated["answers"][command]
@@ -65,25 +66,26 @@ def schema_of(command: str) -> dict[str, Any]:
         },
         "required": ["schema", "command", "status", "data", "errors"],
         "additionalProperties": False,
-        "$defs": {name: generated["$defs"][name] for name in sorted(_needed(data, generated["$defs"]))},
+        "$defs": {name: generated["$defs"][name] for name in sorted(_needed_definitions(data, generated["$defs"]))},
     }
 
 
-def _needed(schema: Any, definitions: Mapping[str, Any]) -> set[str]:
+def _needed_definitions(schema: Any, definitions: Mapping[str, Any]) -> set[str]:
     """Return the definitions that a schema refers to, directly or through others."""
     needed: set[str] = set()
-    new = set(_references(schema))
+    new = set(_referenced_names(schema))
     while new:
         needed |= new
-        new = {name for each in new for name in _references(definitions[each])} - needed
+        new = {name for each in new for name in _referenced_names(definitions[each])} - needed
     return needed
 
 
-def _references(schema: Any) -> Iterator[str]:
+def _referenced_names(schema: Any) -> Iterator[str]:
+    """Yield the names of the definitions that a schema refers to."""
     if isinstance(schema, dict):
         if "$ref" in schema:
             yield schema["$ref"].removeprefix("#/$defs/")
         schema = list(schema.values())
     if isinstance(schema, list):
         for part in schema:
-            yield from _references(part)
+            yield from _referenced_names(part)

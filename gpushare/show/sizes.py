@@ -24,15 +24,16 @@ def sizes_result(data: BenchSizesAnswer, notes: Sequence[str] = (), **more: Any)
     return Result(
         command="bench",
         data=data,
-        text="\n".join([first, program, "", *map(_sentence, data.concurrency)]),
-        tables=(_times(data),),
-        csv=_csv(data),
+        text="\n".join([first, program, "", *map(_concurrency_sentence, data.concurrency)]),
+        tables=(_times_table(data),),
+        csv=_cells_csv(data),
         notes=tuple(notes),
         **more,
     )
 
 
-def _sentence(row: Concurrency) -> str:
+def _concurrency_sentence(row: Concurrency) -> str:
+    """Return up to which size copies run at the same time in one way, and what it gives."""
     copies = format_copies(row.copies)
     if row.concurrent_until is None:
         return f"{row.way}: {copies} take turns at every size ({row.gain_at_end:.2f} x one copy)."
@@ -54,7 +55,8 @@ def format_time(seconds: float | None) -> str:
     return f"{seconds:.3g} s"
 
 
-def _times(data: BenchSizesAnswer) -> Table:
+def _times_table(data: BenchSizesAnswer) -> Table:
+    """Return the table of times: a row per size and way, a column per number of copies."""
     numbers = sorted({cell.copies for cell in data.cells})
     by_row: dict[tuple[int, str], dict[int, SizeCell]] = {}
     for cell in data.cells:
@@ -64,7 +66,7 @@ def _times(data: BenchSizesAnswer) -> Table:
             "size": size,
             "way": way,
             "alone": next(cell.alone_seconds for cell in cells.values()),
-            **{f"n{number}": _shown(cells.get(number)) for number in numbers},
+            **{f"n{number}": _time_text(cells.get(number)) for number in numbers},
         }
         for (size, way), cells in by_row.items()
     ]
@@ -87,7 +89,8 @@ def _times(data: BenchSizesAnswer) -> Table:
     )
 
 
-def _shown(cell: SizeCell | None) -> str | None:
+def _time_text(cell: SizeCell | None) -> str | None:
+    """Return the time of a cell, and how many times that of a copy alone it is; None: nothing was measured."""
     if cell is None:
         return None
     if cell.seconds is None:
@@ -95,15 +98,16 @@ def _shown(cell: SizeCell | None) -> str | None:
     return format_time(cell.seconds) + (f" ({cell.seconds / cell.alone_seconds:.1f})" if cell.alone_seconds else "")
 
 
-def _csv(data: BenchSizesAnswer) -> Table:
+def _cells_csv(data: BenchSizesAnswer) -> Table:
     keys = ("size", "way", "copies", "seconds", "low", "high", "alone_seconds", "gain")
     return Table(name="cells", columns=tuple(Column(key, key) for key in keys), rows=data.cells)
 
 
-def drawn_sizes(data: BenchSizesAnswer, form: str) -> bytes:
+def sizes_picture(data: BenchSizesAnswer, form: str) -> bytes:
     """Return time against size as a picture, a line for each way and number of copies."""
 
     def draw(axes: Any) -> None:
+        """Put a line for each way and number of copies on the axes of matplotlib."""
         lines: dict[tuple[str, int], list[SizeCell]] = {}
         for cell in data.cells:
             if cell.seconds is not None:

@@ -44,32 +44,32 @@ _ALARMS: Final = {"lost": "red", "error": "red", "no answer": "red", "FAULT": "r
 
 def people_tables(snapshot: Snapshot) -> tuple[Table, ...]:
     """Return the tables that have rows; GPUs and processes always."""
-    tables = [_gpus(snapshot)]
+    tables = [_gpu_table(snapshot)]
     if any(gpu.mig_instances for gpu in snapshot.gpus):
-        tables.append(_mig_instances(snapshot))
+        tables.append(_instance_table(snapshot))
     if snapshot.daemons:
         tables.append(daemon_table(snapshot))
     if any(daemon.clients for daemon in snapshot.daemons):
-        tables.append(_mps_clients(snapshot))
+        tables.append(_client_table(snapshot))
     if snapshot.vgpu_sessions:
-        tables.append(_vgpus(snapshot))
-    tables.append(_processes(snapshot))
+        tables.append(_vgpu_table(snapshot))
+    tables.append(_process_table(snapshot))
     if snapshot.waiting_jobs:
-        tables.append(_waiting(snapshot))
+        tables.append(_waiting_table(snapshot))
     if snapshot.limited_jobs:
-        tables.append(_limited(snapshot))
+        tables.append(_limited_table(snapshot))
     if snapshot.swapped_jobs:
-        tables.append(_swapped(snapshot))
+        tables.append(_swapped_table(snapshot))
     if snapshot.leases:
         tables.append(lease_table(snapshot.leases, snapshot.gpus))
     return tuple(tables)
 
 
-def _alarm(value: Any) -> str | None:
+def _alarm_style(value: Any) -> str | None:
     return _ALARMS.get(value) if isinstance(value, str) else None
 
 
-def _idle(value: Any) -> str | None:
+def _zero_style(value: Any) -> str | None:
     return "dim" if value == 0 else None
 
 
@@ -142,16 +142,17 @@ def _memory_of(row: Any) -> tuple[int | None, int | None]:
     return (row.memory_used_bytes, row.memory_total_bytes)
 
 
-def _reserved(row: Any) -> int | None:
+def _reserved_bytes(row: Any) -> int | None:
     return row.jobs_reserved_bytes or None
 
 
 def _percent(key: str, title: str, rank: int = 0) -> Column:
-    return Column(key, title, right=True, rank=rank, format=format_percent, style=_idle)
+    return Column(key, title, right=True, rank=rank, format=format_percent, style=_zero_style)
 
 
-def _gpus(snapshot: Snapshot) -> Table:
-    def state(gpu: Gpu) -> str:
+def _gpu_table(snapshot: Snapshot) -> Table:
+    def sharing_word(gpu: Gpu) -> str:
+        """Return how a GPU is shared now, or that it does not answer."""
         if gpu.error is not None:
             return silent_word(gpu.error)
         inforce = sharing_now(gpu, snapshot.daemons)
@@ -160,9 +161,9 @@ def _gpus(snapshot: Snapshot) -> Table:
     columns = (
         _gpu_column(of=lambda gpu: gpu.index),
         Column("name", "name", rank=2, format=_model_name),
-        Column("mechanism", "sharing", of=state, style=_alarm),
+        Column("mechanism", "sharing", of=sharing_word, style=_alarm_style),
         Column("memory", "memory", right=True, of=_memory_of, format=used_of_total),
-        _memory("reserved", "reserved", rank=1, of=_reserved, optional=True),
+        _memory("reserved", "reserved", rank=1, of=_reserved_bytes, optional=True),
         _percent("utilization_percent", "util", rank=1),
         Column(
             "processes",
@@ -170,7 +171,7 @@ def _gpus(snapshot: Snapshot) -> Table:
             right=True,
             rank=3,
             of=lambda gpu: None if gpu.processes is None else len(gpu.processes),
-            style=_idle,
+            style=_zero_style,
         ),
         Column("time_slice", "time-slice", rank=4),
         Column("compute_mode", "compute mode", rank=5),
@@ -187,13 +188,14 @@ def _gpus(snapshot: Snapshot) -> Table:
         idle=lambda gpu: (
             gpu.processes == ()
             and not (gpu.utilization_percent or gpu.jobs_reserved_bytes)
-            and state(gpu) not in _ALARMS
+            and sharing_word(gpu) not in _ALARMS
         ),
         folded=lambda idle: f"idle: GPU {ranges(gpu.index for gpu in idle)}",
     )
 
 
 def _mig_mode(gpu: Gpu) -> str | None:
+    """Return the MIG mode of a GPU in words: no, on, off, and what is pending; None: unknown."""
     if gpu.mig_capable is False:
         return "no"
     if gpu.mig_enabled is None:
@@ -204,13 +206,13 @@ def _mig_mode(gpu: Gpu) -> str | None:
     return f"{now} → {'on' if gpu.mig_pending else 'off'} at reset"
 
 
-def _mig_instances(snapshot: Snapshot) -> Table:
+def _instance_table(snapshot: Snapshot) -> Table:
     rows = [
         {
             **vars(instance),
             "gpu": gpu.index,
             "memory": _memory_of(instance),
-            "reserved": _reserved(instance),
+            "reserved": _reserved_bytes(instance),
             "processes": None if gpu.processes is None else sum(map(instance.has, gpu.processes)),
         }
         for gpu in snapshot.gpus
@@ -225,7 +227,7 @@ def _mig_instances(snapshot: Snapshot) -> Table:
         Column("multiprocessors", "SMs", right=True, rank=2),
         Column("memory", "memory", right=True, rank=1, format=used_of_total),
         _memory("reserved", "reserved", rank=1, optional=True),
-        Column("processes", "procs", right=True, rank=3, style=_idle),
+        Column("processes", "procs", right=True, rank=3, style=_zero_style),
         Column("uuid", "UUID", rank=4, whole=True),
     )
     return Table(
@@ -239,14 +241,15 @@ def _mig_instances(snapshot: Snapshot) -> Table:
 
 
 def daemon_table(snapshot: Snapshot) -> Table:
+    """Return the table of MPS daemons with their limits and numbers of clients."""
     silent = [gpu for gpu in snapshot.gpus if gpu.error is not None]
     columns = (
         _gpu_column(of=_of_gpu),
         Column("pid", "pid", right=True),
         Column("user", "user", rank=4),
         Column("started_by", "started by", rank=5, of=_started_by),
-        Column("status", "server", of=lambda daemon: _server_word(daemon, silent), style=_alarm),
-        Column("clients", "clients", right=True, rank=1, of=_clients),
+        Column("status", "server", of=lambda daemon: _server_word(daemon, silent), style=_alarm_style),
+        Column("clients", "clients", right=True, rank=1, of=_clients_text),
         _percent("threads_percent", "threads", rank=2),
         _memory("memory_limit_bytes", "memory limit", rank=3),
         Column("priority", "priority", rank=6),
@@ -267,11 +270,12 @@ def _started_by(daemon: MpsDaemon) -> str:
     return "gpushare run" if daemon.transient else "gpushare" if daemon.ours else "others"
 
 
-def _clients(daemon: MpsDaemon) -> str | None:
+def _clients_text(daemon: MpsDaemon) -> str | None:
     return None if daemon.error or daemon.unasked else f"{len(daemon.clients)} / {plain_value(daemon.max_clients)}"
 
 
 def _server_word(daemon: MpsDaemon, silent: Sequence[Gpu]) -> str:
+    """Return the state of the servers of a daemon in one word, or why it is unknown; ``silent`` GPUs do not answer."""
     if daemon.error:
         return "no answer"
     if daemon.unasked:
@@ -292,7 +296,8 @@ def _with_next(show: Callable[[Any], str], nothing: str = "-") -> Callable[[Any]
     return shown
 
 
-def _mps_clients(snapshot: Snapshot) -> Table:
+def _client_table(snapshot: Snapshot) -> Table:
+    """Return the table of MPS clients with their limits."""
     columns = (
         _gpu_column(group=True),
         Column("pid", "pid", right=True),
@@ -331,14 +336,15 @@ def _since(snapshot: Snapshot, moment: float | None) -> float | None:
     return None if moment is None else (snapshot.taken_at or 0.0) - moment
 
 
-def _waiting(snapshot: Snapshot) -> Table:
+def _waiting_table(snapshot: Snapshot) -> Table:
+    """Return the table of the first jobs that wait for room."""
     columns = (
         Column("place", "place", right=True),
-        Column("gpus", "GPU", right=True, of=lambda job: of_several(job.count, job.gpu_indexes)),
+        Column("gpus", "GPU", right=True, of=lambda job: candidates_text(job.count, job.gpu_indexes)),
         Column("pid", "pid", right=True),
         Column("user", "user", rank=2),
         Column("name", "job", optional=True),
-        Column("memory_bytes", "memory", right=True, format=_wanted),
+        Column("memory_bytes", "memory", right=True, format=_wanted_memory),
         Column(
             "waiting", "waiting", right=True, rank=1, of=lambda job: _since(snapshot, job.waiting_since), format=age
         ),
@@ -348,14 +354,14 @@ def _waiting(snapshot: Snapshot) -> Table:
     return Table(name="waiting_jobs", title="waiting for room", columns=columns, rows=rows)
 
 
-def of_several(count: int, indexes: Sequence[int]) -> str | None:
+def candidates_text(count: int, indexes: Sequence[int]) -> str | None:
     """Return the GPUs that a job waits for: ``0-3``, or of a job of several ``2 of 0-3``."""
     if not indexes:
         return None
     return ranges(indexes) if count == 1 else f"{count} of {ranges(indexes)}"
 
 
-def _wanted(value: int | None) -> str:
+def _wanted_memory(value: int | None) -> str:
     return "all" if value is None else format_bytes(value)
 
 
@@ -366,7 +372,7 @@ _ABOVE: Final = {
 }
 
 
-def _limited(snapshot: Snapshot) -> Table:
+def _limited_table(snapshot: Snapshot) -> Table:
     columns = (
         _gpu_column(of=_of_gpu),
         Column("pid", "pid", right=True),
@@ -377,13 +383,13 @@ def _limited(snapshot: Snapshot) -> Table:
     return Table(name="limited_jobs", title="limits of jobs", columns=columns, rows=snapshot.limited_jobs)
 
 
-def _swapped(snapshot: Snapshot) -> Table:
+def _swapped_table(snapshot: Snapshot) -> Table:
     columns = (
         _gpu_column(of=_of_gpu),
         Column("pid", "pid", right=True),
         Column("user", "user", rank=2),
         Column("name", "job", optional=True),
-        Column("state", "state", style=_alarm),
+        Column("state", "state", style=_alarm_style),
         _memory("memory_bytes", "memory"),
         Column("out", "since", right=True, rank=1, of=lambda job: _since(snapshot, job.since), format=age),
     )
@@ -438,7 +444,7 @@ def role_style(value: Any) -> str | None:
     return "bold" if value == "production" else None
 
 
-def _vgpus(snapshot: Snapshot) -> Table:
+def _vgpu_table(snapshot: Snapshot) -> Table:
     columns = (
         _gpu_column(group=True, of=_of_gpu),
         Column("id", "vGPU", right=True, rank=2),
@@ -450,7 +456,7 @@ def _vgpus(snapshot: Snapshot) -> Table:
     return Table(name="vgpu_sessions", title="vGPU sessions", columns=columns, rows=snapshot.vgpu_sessions)
 
 
-def _processes(snapshot: Snapshot) -> Table:
+def _process_table(snapshot: Snapshot) -> Table:
     rows = tuple(_process_rows(snapshot))
     columns = (
         _gpu_column(group=True),
@@ -475,6 +481,7 @@ def _processes(snapshot: Snapshot) -> Table:
 
 
 def _process_rows(snapshot: Snapshot) -> Iterable[Row]:
+    """Yield a row per process on a GPU, those of an instance together, the largest first."""
     for gpu in snapshot.gpus:
         for process in sorted(gpu.processes or (), key=_by_instance_then_memory):
             instance = next((each for each in gpu.mig_instances if each.has(process)), None)
@@ -510,6 +517,7 @@ def _by_instance_then_memory(process: GpuProcess) -> tuple[int, int, int]:
 
 
 def _no_processes_text(gpus: tuple[Gpu, ...]) -> str:
+    """Return what is said if no process is listed: none, or unknown."""
     if all(gpu.processes is None for gpu in gpus):
         return "the processes on the GPUs are unknown"
     if any(gpu.processes is None for gpu in gpus):
@@ -539,7 +547,7 @@ CSV_PROCESS: Final = (
 
 def status_result(snapshot: Snapshot) -> Result:
     """Return the result of ``gpushare status``. If a GPU has an error, the exit code is 1, and the others are shown."""
-    errors = tuple(_errors(snapshot))
+    errors = tuple(_status_errors(snapshot))
     answer = StatusAnswer(
         host=snapshot.host,
         driver_version=snapshot.driver_version,
@@ -556,10 +564,10 @@ def status_result(snapshot: Snapshot) -> Result:
     return Result(
         command="status",
         data=answer,
-        text=_header(snapshot),
+        text=_header_line(snapshot),
         tables=people_tables(snapshot),
         csv=csv_table(snapshot),
-        notes=tuple(_notes(snapshot)),
+        notes=tuple(_status_notes(snapshot)),
         errors=errors,
         exit_code=ExitCode.FAILED if errors else ExitCode.OK,
     )
@@ -595,6 +603,7 @@ class StatusAnswer:
 
 
 def _status_gpu(gpu: Gpu, snapshot: Snapshot) -> StatusGpu:
+    """Return a GPU of the answer; what is unknown of it is null, not empty."""
     own = {
         "mechanism": sharing_now(gpu, snapshot.daemons),
         "memory_unlisted_bytes": gpu.unlisted_bytes,
@@ -605,17 +614,19 @@ def _status_gpu(gpu: Gpu, snapshot: Snapshot) -> StatusGpu:
     return StatusGpu(**{**vars(gpu), **own})
 
 
-def _header(snapshot: Snapshot) -> str:
+def _header_line(snapshot: Snapshot) -> str:
+    """Return the line with host, driver and time."""
     parts = [snapshot.host, f"driver {snapshot.driver_version or '-'}"]
     if snapshot.taken_at is not None:
         parts.append(time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(snapshot.taken_at)))
     return "   ".join(parts)
 
 
-def _notes(snapshot: Snapshot) -> Iterable[str]:
+def _status_notes(snapshot: Snapshot) -> Iterable[str]:
+    """Yield what the tables do not say: warnings, trouble with a GPU or a daemon, pauses, what is not shown."""
     yield from snapshot.warnings
     yield from _gpu_notes(snapshot)
-    yield from _paused(snapshot)
+    yield from _paused_note(snapshot)
     shown = _first_daemons(snapshot)
     for daemon in shown:
         place = f"the MPS daemon at {daemon.pipe_directory or 'an unknown pipe directory'}"
@@ -631,6 +642,7 @@ def _notes(snapshot: Snapshot) -> Iterable[str]:
 
 
 def _gpu_notes(snapshot: Snapshot) -> Iterable[str]:
+    """Yield what is unusual about GPUs: unknown processes, memory of nobody, MIG without instances."""
     for gpu in snapshot.gpus:
         if gpu.error is not None:
             continue
@@ -651,7 +663,8 @@ def _gpu_notes(snapshot: Snapshot) -> Iterable[str]:
             )
 
 
-def _paused(snapshot: Snapshot) -> Iterable[str]:
+def _paused_note(snapshot: Snapshot) -> Iterable[str]:
+    """Yield a note on the processes that are paused, if there are any."""
     paused = sorted(
         {process.pid for gpu in snapshot.gpus for process in gpu.processes or () if process.paused_since is not None}
     )
@@ -662,7 +675,7 @@ def _paused(snapshot: Snapshot) -> Iterable[str]:
         )
 
 
-def _errors(snapshot: Snapshot) -> Iterable[GpushareError]:
+def _status_errors(snapshot: Snapshot) -> Iterable[GpushareError]:
     yield from gpu_errors(snapshot.gpus)
     if not snapshot.gpus:
         hint = "find the cause: gpushare doctor; hosts to try without a GPU: gpushare sim list"
@@ -671,10 +684,11 @@ def _errors(snapshot: Snapshot) -> Iterable[GpushareError]:
 
 def gpu_errors(gpus: Iterable[Gpu]) -> tuple[GpushareError, ...]:
     """Return an error for each GPU that does not answer; a command that shows the others ends with exit code 1."""
-    return tuple(gpu_error(gpu, gpu.error) for gpu in gpus if gpu.error is not None)
+    return tuple(silent_gpu_error(gpu, gpu.error) for gpu in gpus if gpu.error is not None)
 
 
-def gpu_error(gpu: Gpu, reason: str) -> GpushareError:
+def silent_gpu_error(gpu: Gpu, reason: str) -> GpushareError:
+    """Return the error of a GPU that does not answer, with the next command for the reason."""
     # NVML's reasons begin with the GPU already.
     message = f"GPU {gpu.index} does not answer: {reason.removeprefix(f'GPU {gpu.index}: ')}"
     if is_lost(reason):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from typing import IO, Final
 
 # Control characters, line separators, lone surrogates (undecodable bytes of a command line) and the
@@ -15,6 +16,10 @@ _NAMED: Final = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 _SURROGATES: Final = r"[\ud800-\udfff]"
 # The characters that gpushare draws, in ASCII of the same width.
 _ASCII: Final = str.maketrans({"─": "-", "…": "~", "→": ">", "·": "-", "\u2013": "-"})
+
+
+# Where fewer characters are left for text, lines are longer than the screen is wide.
+_NARROWEST: Final = 20
 
 
 def _escape(match: re.Match[str]) -> str:
@@ -43,6 +48,18 @@ def one_line(text: str) -> str:
 def paragraphs(text: str) -> str:
     """Return `visible` text, but keep line breaks and tabs."""
     return re.sub(r"[^\n\t]+", lambda match: visible(match.group()), text)
+
+
+def wrapped(text: str, width: int, first: str = "", rest: str = "") -> list[str]:
+    """Return text as lines that fit a width, between words only; ``first`` and ``rest`` begin the lines."""
+    return textwrap.wrap(
+        visible(text),
+        max(width, len(rest) + _NARROWEST),
+        initial_indent=first,
+        subsequent_indent=rest,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def well_formed(text: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -13,6 +12,7 @@ from gpushare.base.model import TunedWay, Way
 from gpushare.base.units import format_slice
 from gpushare.show.plot import picture
 from gpushare.show.result import Column, Result, Table
+from gpushare.show.text import wrapped
 
 # Sentences are wrapped here, at any terminal width, and never cut.
 _WIDTH: Final = 80
@@ -105,7 +105,7 @@ def tune_result(data: TuneAnswer, notes: Sequence[str] = (), errors: Sequence[Gp
     return Result(
         command="tune",
         data=data,
-        text=_text(data),
+        text=_answer_text(data),
         tables=(
             Table(
                 name="curve",
@@ -120,39 +120,29 @@ def tune_result(data: TuneAnswer, notes: Sequence[str] = (), errors: Sequence[Gp
     )
 
 
-def time_slice(value: Any) -> str:
-    """Return a time-slice: ``16ms``."""
-    return "-" if value is None else format_slice(value)
-
-
-def share(value: Any) -> str:
+def share_text(value: Any) -> str:
     """Return a share of a rate alone: ``0.97``."""
     return "-" if value is None else f"{value:.2f}"
 
 
-def error_of(value: Any) -> str:
+def error_text(value: Any) -> str:
     """Return a standard error; one that rounds to 0 is shown as small, not as 0."""
-    return "<0.01" if value is not None and value < 0.005 else share(value)
+    return "<0.01" if value is not None and value < 0.005 else share_text(value)
 
 
-def factor(value: Any) -> str:
+def factor_text(value: Any) -> str:
     """Return a factor of a latency alone: ``1.05x``."""
     return "-" if value is None else f"{value:.2f}x"
 
 
-def rate(value: Any) -> str:
-    """Return a rate to four digits."""
-    return "-" if value is None else f"{value:.4g}"
-
-
 COLUMNS = (
     Column("setting", "setting", least=22),
-    Column("production_slice_us", "prod. slice", right=True, format=time_slice, optional=True),
-    Column("kept", "production", right=True, format=share),
-    Column("kept_error", "std. error", right=True, rank=4, format=error_of),
-    Column("p99", "p99", right=True, format=factor, optional=True),
-    Column("opportunistic_share", "opportunistic", right=True, format=share),
-    Column("opportunistic_share_error", "its error", right=True, rank=5, format=error_of),
+    Column("production_slice_us", "prod. slice", right=True, format=format_slice, optional=True),
+    Column("kept", "production", right=True, format=share_text),
+    Column("kept_error", "std. error", right=True, rank=4, format=error_text),
+    Column("p99", "p99", right=True, format=factor_text, optional=True),
+    Column("opportunistic_share", "opportunistic", right=True, format=share_text),
+    Column("opportunistic_share_error", "its error", right=True, rank=5, format=error_text),
     Column("seconds", "s", right=True, rank=3),
     Column("meets", "meets", rank=1),
     Column("safe", "safely", rank=2),
@@ -168,7 +158,8 @@ _LEGEND: Final = (
 )
 
 
-def _text(data: TuneAnswer) -> str:
+def _answer_text(data: TuneAnswer) -> str:
+    """Return the goal, the setting that was found, and what else was learned, as lines."""
     goal = f"production keeps {100 * data.keep:g} % of its rate alone"
     if data.p99_factor is not None:
         goal += f", p99 within {data.p99_factor:g}x"
@@ -176,22 +167,22 @@ def _text(data: TuneAnswer) -> str:
     lines = [f"{data.gpu_name or '-'}   driver {data.driver or '-'}   {data.date}", f"goal: {goal}"]
     if best is not None:
         sure = "" if data.stable else " (not confirmed)"
-        lines.append(f"found: {best.setting}{sure}: {_numbers(best)}")
+        lines.append(f"found: {best.setting}{sure}: {_figures_text(best)}")
     elif nearest is not None:
         tried = "" if data.stable else " (not all were tried)"
-        lines.append(f"no setting meets the goal{tried}; nearest: {nearest.setting}: {_numbers(nearest)}")
-    lines += [line for way in data.ways if (line := _way(way, best)) is not None]
-    lines += _trade(data)
+        lines.append(f"no setting meets the goal{tried}; nearest: {nearest.setting}: {_figures_text(nearest)}")
+    lines += [line for way in data.ways if (line := _other_way_line(way, best)) is not None]
+    lines += _trade_lines(data)
     if data.low_priority_helps is not None:
         helps = "low priority spares production"
         if best is not None and best.way is Way.CAPS and not best.low_priority:
             helps += ", and leaves the other less than a lower cap without it"
         lines.append(helps if data.low_priority_helps else "low priority makes no difference")
     lines += [_LEGEND] if data.curve else []
-    return "\n".join(part for line in lines for part in textwrap.wrap(line, _WIDTH, subsequent_indent="  "))
+    return "\n".join(part for line in lines for part in wrapped(line, _WIDTH, rest="  "))
 
 
-def _way(way: WayAnswer, best: Row | None) -> str | None:
+def _other_way_line(way: WayAnswer, best: Row | None) -> str | None:
     """Return what the way that was not chosen gives; None: nothing that was not said yet."""
     if way.left_out is not None:
         return f"{way.way.value}: not searched: {way.left_out}"
@@ -203,13 +194,13 @@ def _way(way: WayAnswer, best: Row | None) -> str | None:
         less = (
             "" if apart[0] is None or apart[1] is None else f"; the other does {max(0.0, apart[0] - apart[1]):.2f} less"
         )
-        return f"{way.way.value}: {way.best.setting}: {_numbers(way.best)}{less}"
+        return f"{way.way.value}: {way.best.setting}: {_figures_text(way.best)}{less}"
     return f"{way.way.value}: none meets the goal" + (
-        "" if near is None else f"; nearest: {near.setting}: {_numbers(near)}"
+        "" if near is None else f"; nearest: {near.setting}: {_figures_text(near)}"
     )
 
 
-def _trade(data: TuneAnswer) -> list[str]:
+def _trade_lines(data: TuneAnswer) -> list[str]:
     """Return what the neighbours on the frontier give up, and for what."""
     best = data.best
     if best is None or best.opportunistic_share is None:
@@ -219,22 +210,23 @@ def _trade(data: TuneAnswer) -> list[str]:
     more = next((row for row in line if (row.opportunistic_share or 0.0) > 1.03 * best.opportunistic_share), None)
     if more is None:
         return []
-    return [f"for more, {more.setting}: {_numbers(more)}"]
+    return [f"for more, {more.setting}: {_figures_text(more)}"]
 
 
-def _numbers(row: Row) -> str:
-    words = [f"production {share(row.kept)} of alone"]
+def _figures_text(row: Row) -> str:
+    """Return the figures of a setting in words: production's share, its p99, the share of the others."""
+    words = [f"production {share_text(row.kept)} of alone"]
     if row.p99 is not None:
         between = "" if row.p99_low is None or row.p99_high is None else f" ({row.p99_low:.2f} to {row.p99_high:.2f})"
-        words.append(f"p99 {factor(row.p99)}{between}")
+        words.append(f"p99 {factor_text(row.p99)}{between}")
     if row.opportunistic_share is not None:
         error = row.opportunistic_share_error
         scatter = f" ±{error:.2f}" if error is not None and error >= 0.01 else ""
-        words.append(f"opportunistic {share(row.opportunistic_share)}{scatter} of alone")
+        words.append(f"opportunistic {share_text(row.opportunistic_share)}{scatter} of alone")
     return ", ".join(words)
 
 
-def drawn(data: TuneAnswer, form: str) -> bytes:
+def frontier_picture(data: TuneAnswer, form: str) -> bytes:
     """Return the settings as a picture, ``png`` or ``svg``: what production keeps against what the others get."""
     by_p99 = data.p99_factor is not None and any(row.p99 is not None for row in data.curve)
 
@@ -242,6 +234,7 @@ def drawn(data: TuneAnswer, form: str) -> bytes:
         return (row.p99 or 0.0) if by_p99 else row.kept
 
     def draw(axes: Any) -> None:
+        """Put the settings, the frontier and the goal on the axes of matplotlib."""
         for way, marker in ((Way.SLICES, "o"), (Way.CAPS, "s")):
             rows = [row for row in data.curve if row.way == way and row.opportunistic_share is not None]
             if rows:

@@ -31,6 +31,7 @@ def waiting_line(say: Callable[[str], None], *, quiet: bool = False) -> Iterator
     if quiet or not stream.isatty() or os.environ.get("TERM") == "dumb":
 
         def print_change(text: str, _seconds: float, _most: float | None) -> None:
+            """Say what a job waits for, if more than a size has changed."""
             nonlocal last_shown
             without_sizes = re.sub(_SIZE, "", text)
             if without_sizes != last_shown and not quiet:
@@ -41,6 +42,7 @@ def waiting_line(say: Callable[[str], None], *, quiet: bool = False) -> Iterator
         return
 
     def draw(text: str, seconds: float, most: float | None) -> None:
+        """Show what a job waits for, and for how long, in place of the line before."""
         # The terminal may have been resized. A terminal may wrap after the last column, so that stays empty.
         with contextlib.suppress(OSError, ValueError):
             width = os.get_terminal_size(stream.fileno()).columns or 80

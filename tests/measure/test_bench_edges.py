@@ -18,7 +18,7 @@ from gpushare.measure.bench import Settings, measure, prepare
 from gpushare.measure.metric import Printed, amount, bounded, number
 from gpushare.measure.statistics import summarize
 from gpushare.measure.ways import parse_ways
-from gpushare.show.bench import _figure
+from gpushare.show.bench import _throughput_text
 from tests.cli.drive import alive
 
 RATE = Metric(pattern="rate=(.+)")
@@ -93,7 +93,7 @@ def test_a_helper_that_ends_a_moment_later_is_none(together: Together, tmp_path:
 
 
 def test_a_mean_of_nothing_has_no_percentage() -> None:
-    assert _figure(BenchCell(way="mps", copies=2, throughput=summarize([0.0, 0.0])), None) == "0"
+    assert _throughput_text(BenchCell(way="mps", copies=2, throughput=summarize([0.0, 0.0])), None) == "0"
 
 
 def request(script: str, ways: str, metric: Metric = RATE) -> Settings:

@@ -10,8 +10,8 @@ import pytest
 
 from gpushare.base.benchmark import BenchAnswer, BenchCell, Metric, Pick, Ratio, Summary
 from gpushare.cli.bench import _interrupted_error as interrupted
-from gpushare.show.bench import _sentence, _throughput, bench_result
-from gpushare.show.tune import error_of
+from gpushare.show.bench import _pick_sentence, _throughput_table, bench_result
+from gpushare.show.tune import error_text
 from tests.measure.test_bench import answer, measured
 
 
@@ -22,22 +22,22 @@ def pick(way: str, fastest: str, *same: str, **more: Any) -> Pick:
 
 
 def test_the_simplest_way_is_called_so_only_where_it_was_chosen_for_it() -> None:
-    assert _sentence(pick("timeslice", "mps", "timeslice")) == (
+    assert _pick_sentence(pick("timeslice", "mps", "timeslice")) == (
         "2 copies: no winner: timeslice and mps are not told apart; timeslice is the simplest."
     )
     # By far the most in the mean, but the runs scatter.
-    assert _sentence(pick("mps", "mps", "timeslice")) == (
+    assert _pick_sentence(pick("mps", "mps", "timeslice")) == (
         "2 copies: no winner: mps and timeslice are not told apart; mps had the highest mean."
     )
-    assert _sentence(pick("mps", "mps")) == "2 copies: mps."
+    assert _pick_sentence(pick("mps", "mps")) == "2 copies: mps."
 
 
 def test_a_gain_is_told_only_over_a_way_that_is_told_apart() -> None:
     gain = {"gain": Ratio(value=1.31, low=None, high=None), "over": "timeslice", "ways": 3}
-    assert _sentence(pick("mps", "streams", "mps", **gain)) == (
+    assert _pick_sentence(pick("mps", "streams", "mps", **gain)) == (
         "2 copies: no winner: mps and streams are not told apart; mps is the simplest, 1.31 x timeslice."
     )
-    assert "1.31" not in _sentence(pick("mps", "mps", "timeslice", **gain))
+    assert "1.31" not in _pick_sentence(pick("mps", "mps", "timeslice", **gain))
 
 
 def cell(way: str, mean: float, spread: float, *, chosen: bool = False) -> BenchCell:
@@ -55,7 +55,7 @@ def benchmark(cells: tuple[BenchCell, ...], *picks: Pick) -> BenchAnswer:
 def table(answer: Pick) -> tuple[str, list[str]]:
     """Return the title of the table of throughputs, and its figures."""
     cells = (cell("mps", 0.946, 0.01, chosen=True), cell("streams", 0.913, 0.16), cell("queue", 0.3, 0.01))
-    made = _throughput(benchmark(cells, answer))
+    made = _throughput_table(benchmark(cells, answer))
     return made.title or "", [row["n2"] for row in made.rows]
 
 
@@ -76,7 +76,7 @@ def test_only_a_way_that_is_told_apart_from_all_others_is_marked_as_the_winner()
 
 @pytest.mark.parametrize(("value", "text"), [(None, "-"), (0.001, "<0.01"), (0.005, "0.01"), (0.034, "0.03")])
 def test_a_standard_error_is_never_nothing(value: float | None, text: str) -> None:
-    assert error_of(value) == text
+    assert error_text(value) == text
 
 
 def test_an_interrupted_benchmark_says_which_file_has_its_runs() -> None:

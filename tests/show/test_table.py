@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from gpushare.show.render import GAP, LAST_RESORT, layout, table_lines
+from gpushare.show.render import GAP, LAST_RESORT, layout_of, table_lines
 from gpushare.show.result import Column, OutputFormat, Result, Table
 from gpushare.show.status import status_result
 from tests.show.hosts import mig_uuid, mixed_host, uuid
@@ -31,7 +31,7 @@ def tables(draw: st.DrawFn) -> Table:
 
 def needed(table: Table) -> int:
     """Return what must be shown at least: ids and numbers of rank 0 in full, the rest of its text cut."""
-    plan = layout(table, 1)
+    plan = layout_of(table, 1)
     whole = [column.whole or column.right for column in plan.columns]
     assert all(width <= LAST_RESORT for width, kept in zip(plan.widths, whole, strict=True) if not kept)
     return sum(plan.widths) + GAP * (len(plan.widths) - 1)
@@ -40,7 +40,7 @@ def needed(table: Table) -> int:
 @settings(max_examples=150, deadline=None)
 @given(tables(), st.integers(40, 220))
 def test_no_line_is_too_long_and_no_id_or_number_is_ever_cut(table, width):
-    plan = layout(table, width)
+    plan = layout_of(table, width)
     lines = [line.plain for line in table_lines(table, width)[0]]
     assert max(cell_len(line) for line in lines) <= max(width, needed(table))
     for column in plan.columns:
@@ -60,7 +60,7 @@ def _escaped(text: str) -> str:
 @settings(max_examples=150, deadline=None)
 @given(tables(), st.integers(40, 220))
 def test_columns_go_by_rank_and_rank_0_stays(table, width):
-    plan = layout(table, width)
+    plan = layout_of(table, width)
     assert set(plan.columns) | set(plan.hidden) == set(table.columns)
     assert all(column.rank > 0 for column in plan.hidden)
     if plan.hidden:
@@ -70,7 +70,7 @@ def test_columns_go_by_rank_and_rank_0_stays(table, width):
 @settings(max_examples=80, deadline=None)
 @given(tables(), st.integers(40, 200), st.integers(1, 40))
 def test_a_wider_window_never_shows_less(table, width, more):
-    assert set(layout(table, width).columns) <= set(layout(table, width + more).columns)
+    assert set(layout_of(table, width).columns) <= set(layout_of(table, width + more).columns)
 
 
 def test_a_command_line_is_cut_before_a_column_is_dropped():
