@@ -22,7 +22,7 @@ from gpushare.cli import metrics
 from gpushare.cli.options import GROUP, Command, GpuOption, OneGpuOption, note, settings
 from gpushare.export import description
 from gpushare.export.containers import (
-    ContainerDevice,
+    ExportedDevice,
     cdi_export,
     compose_export,
     container_device,
@@ -30,7 +30,7 @@ from gpushare.export.containers import (
     parted_export,
 )
 from gpushare.export.description import GpuDescription, HostDescription, describe_host, wished
-from gpushare.export.document import Export, apply_script, printed, write
+from gpushare.export.document import Export, apply_script, joined_text, write_documents
 from gpushare.export.dra import claims_export
 from gpushare.export.ecs import ecs_export
 from gpushare.export.k8s import operator_export
@@ -195,7 +195,7 @@ def mig_parted(
     return export_result("mig-parted", parted_export(describe(gpu, file=file), name=name, placement=placement), to)
 
 
-def _container_share(gpu: str | None, file: str | None) -> ContainerDevice:
+def _container_share(gpu: str | None, file: str | None) -> ExportedDevice:
     """Return the one device that a container gets."""
     state = HostState(settings.connect())
     device = select_one(gpu, state.gpus)
@@ -329,7 +329,9 @@ class ExportAnswer(Export):
 def export_result(engine: str, export: Export, to: str | None) -> Result:
     """Return the result of an export; ``to`` is where its files are written."""
     script = None if to is None or engine not in _WITH_SCRIPT else apply_script(engine, export)
-    written = () if to is None else write([*export.documents, *([] if script is None else [script])], Path(to))
+    written = (
+        () if to is None else write_documents([*export.documents, *([] if script is None else [script])], Path(to))
+    )
     where = "" if to is None else f"cd {shlex.quote(to)}; "
     if script is None:
         notes = [f"apply: {where if number == 0 else ''}{line}" for number, line in enumerate(export.commands)]
@@ -344,7 +346,7 @@ def export_result(engine: str, export: Export, to: str | None) -> Result:
     if to is None and len(export.documents) > 1:
         notes.insert(0, f"to write files: gpushare export {engine} --to DIR, with the same options")
     data = ExportAnswer(**vars(export), engine=engine, written=tuple(written))
-    text = "\n".join(written) if written else printed(export.documents)
+    text = "\n".join(written) if written else joined_text(export.documents)
     return Result(command=f"export {engine}", data=data, text=text, notes=tuple(notes))
 
 

@@ -29,8 +29,8 @@ COMPOSE_FILE: Final = "compose.yaml"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContainerDevice:
-    """One device for a container: a GPU, or a MIG device of it."""
+class ExportedDevice:
+    """One device for an engine that takes one: a GPU, or a MIG device of it."""
 
     gpu: GpuDescription
     mig: MigDescription | None = None
@@ -99,16 +99,16 @@ class ContainerDevice:
         return path
 
 
-def container_device(host: HostDescription, uuid: str) -> ContainerDevice:
+def container_device(host: HostDescription, uuid: str) -> ExportedDevice:
     """Return one device by its UUID; for a GPU in MIG mode, its only MIG device."""
     for gpu in host.gpus:
         for mig in gpu.mig:
             if mig.uuid == uuid:
-                return ContainerDevice(gpu=gpu, mig=mig)
+                return ExportedDevice(gpu=gpu, mig=mig)
         if gpu.uuid != uuid:
             continue
         if gpu.sharing is not Way.MIG:
-            return ContainerDevice(gpu=gpu)
+            return ExportedDevice(gpu=gpu)
         if not gpu.mig:
             raise NotFound(
                 f"GPU {gpu.index} is in MIG mode and has no MIG device",
@@ -121,11 +121,11 @@ def container_device(host: HostDescription, uuid: str) -> ContainerDevice:
                 f"name it by its UUID: -g {gpu.mig[0].uuid} ({gpu.mig[0].profile})",
                 code="one_device",
             )
-        return ContainerDevice(gpu=gpu, mig=gpu.mig[0])
+        return ExportedDevice(gpu=gpu, mig=gpu.mig[0])
     raise NotFound(f"there is no device {uuid}", "see: gpushare status", code="unknown_gpu")
 
 
-def docker_export(share: ContainerDevice) -> Export:
+def docker_export(share: ExportedDevice) -> Export:
     """Return the flags of `docker run` on one line; no quotes are needed."""
     flags = ["--gpus", f"device={share.uuid}", *_mps_flags(share)]
     return Export(
@@ -136,7 +136,7 @@ def docker_export(share: ContainerDevice) -> Export:
     )
 
 
-def cdi_export(share: ContainerDevice) -> Export:
+def cdi_export(share: ExportedDevice) -> Export:
     """Return the flags by the Container Device Interface; for an MPS share also the file of the CDI device.
 
     nvidia-ctk writes the file of the GPU or MIG device itself, with the driver's libraries and hooks.
@@ -149,7 +149,7 @@ def cdi_export(share: ContainerDevice) -> Export:
         # A file for each device: one for all would lose the others.
         file = f"gpushare-mps-{name}.yaml"
         flags += ["--device", f"{CDI_KIND}={name}", "--ipc=host"]
-        documents.append(yaml_document(file, _cdi_spec(share, name)))
+        documents.append(yaml_document(file, _cdi_device_file(share, name)))
         commands.append(f"sudo install -D -m 644 {file} /etc/cdi/{file}")
     commands += [f"docker run --rm {' '.join(flags)} {IMAGE}", f"podman run --rm {' '.join(flags)} {IMAGE}"]
     return Export(
@@ -160,7 +160,7 @@ def cdi_export(share: ContainerDevice) -> Export:
     )
 
 
-def compose_export(share: ContainerDevice, *, image: str | None = None, service: str = "gpu") -> Export:
+def compose_export(share: ExportedDevice, *, image: str | None = None, service: str = "gpu") -> Export:
     """Return a compose file with one service on the device."""
     reserved = {"driver": "nvidia", "device_ids": [share.uuid], "capabilities": ["gpu"]}
     body: dict[str, Any] = {"image": image or IMAGE}
@@ -180,7 +180,8 @@ def compose_export(share: ContainerDevice, *, image: str | None = None, service:
     )
 
 
-def _mps_flags(share: ContainerDevice) -> list[str]:
+def _mps_flags(share: ExportedDevice) -> list[str]:
+    """Return the flags that let a container be a client of the device's MPS daemon; none without one."""
     if share.mps is None:
         return []
     # Unlike -v, --mount refuses a source that does not exist: the container would run without MPS.
@@ -190,7 +191,8 @@ def _mps_flags(share: ContainerDevice) -> list[str]:
     return flags
 
 
-def _cdi_spec(share: ContainerDevice, name: str) -> dict[str, Any]:
+def _cdi_device_file(share: ExportedDevice, name: str) -> dict[str, Any]:
+    """Return the CDI file of a device that mounts the pipes of an MPS daemon and sets the limits of its client."""
     mount = {
         "hostPath": share.pipe_directory,
         "containerPath": share.pipe_directory,

@@ -141,20 +141,16 @@ def describe_host(state: HostState, gpus: Sequence[Gpu], *, node: str | None = N
         raise no_gpu_error()
     check_answers(*gpus)
     items = with_units(state.host, state.daemons, state.gpus)
-    daemons = tuple(item.daemon for item in items if _stays(item.daemon))
+    # Those of the host's setup: a transient one is only there for a `gpushare run`.
+    daemons = tuple(item.daemon for item in items if item.daemon.pid is not None and not item.daemon.transient)
     for daemon in daemons:
         _check_answers(daemon)
     return HostDescription(
         driver=state.driver_version,
         node=node,
-        gpus=tuple(_gpu(state, gpu, daemons) for gpu in gpus),
+        gpus=tuple(_describe_gpu(state, gpu, daemons) for gpu in gpus),
         whole=len(gpus) == len(state.gpus),
     )
-
-
-def _stays(daemon: MpsDaemon) -> bool:
-    """Return whether a daemon is part of the host's setup: it is alive, and not only for a `gpushare run`."""
-    return daemon.pid is not None and not daemon.transient
 
 
 def _check_answers(daemon: MpsDaemon) -> None:
@@ -174,7 +170,8 @@ def _check_answers(daemon: MpsDaemon) -> None:
     )
 
 
-def _gpu(state: HostState, gpu: Gpu, daemons: tuple[MpsDaemon, ...]) -> GpuDescription:
+def _describe_gpu(state: HostState, gpu: Gpu, daemons: tuple[MpsDaemon, ...]) -> GpuDescription:
+    """Return one GPU as it is now. Raises NotSupported if no program can use it."""
     host = state.host
     # Daemons of its MIG instances belong to those.
     own = tuple(daemon for daemon in daemons if daemon.device_uuid in {None, gpu.uuid})
@@ -200,28 +197,31 @@ def _gpu(state: HostState, gpu: Gpu, daemons: tuple[MpsDaemon, ...]) -> GpuDescr
         compute_mode=gpu.compute_mode,
         mig_capable=gpu.mig_capable,
         time_slice=None if gpu.mig_enabled else state.levels.get(gpu.index),
-        mps=_mps_of(host, own, gpu.index) if way is Way.MPS else None,
-        mig=_instances(state, gpu, daemons) if gpu.mig_enabled else (),
+        mps=_daemon_on(host, own, gpu.index) if way is Way.MPS else None,
+        mig=_describe_instances(state, gpu, daemons) if gpu.mig_enabled else (),
         bare=bool(gpu.mig_enabled) and not all(instance.compute for instance in state.layout(gpu).instances),
         pending_mode=gpu.mig_pending not in {None, gpu.mig_enabled},
-        links=tuple(_link(host, gpu, other) for other in state.gpus),
+        links=tuple(_nvlink(host, gpu, other) for other in state.gpus),
     )
 
 
-def _link(host: Host, gpu: Gpu, other: Gpu) -> int:
+def _nvlink(host: Host, gpu: Gpu, other: Gpu) -> int:
+    """Return 1 if NVLink connects two GPUs, 0 if not, and -1 for one and the same."""
     if gpu.index == other.index:
         return -1
     return int(other.error is None and host.nvml.closeness(gpu.index, other.index) == NVLINK)
 
 
-def _mps_of(host: Host, daemons: Sequence[MpsDaemon], index: int) -> MpsWish | None:
+def _daemon_on(host: Host, daemons: Sequence[MpsDaemon], index: int) -> MpsWish | None:
+    """Return the daemon that serves a GPU; None: no daemon does."""
     for daemon in daemons:
         if index in {daemon.gpu_index, *daemon.gpu_indexes}:
-            return _mps(host, daemon)
+            return _describe_daemon(host, daemon)
     return None
 
 
-def _mps(host: Host, daemon: MpsDaemon) -> MpsWish:
+def _describe_daemon(host: Host, daemon: MpsDaemon) -> MpsWish:
+    """Return a daemon with its limits, its users and its pipe directory."""
     return MpsWish(
         limits=Limits.of(daemon),
         # A daemon that does not run as root serves only its own user.
@@ -230,7 +230,8 @@ def _mps(host: Host, daemon: MpsDaemon) -> MpsWish:
     )
 
 
-def _instances(state: HostState, gpu: Gpu, daemons: Sequence[MpsDaemon]) -> tuple[MigDescription, ...]:
+def _describe_instances(state: HostState, gpu: Gpu, daemons: Sequence[MpsDaemon]) -> tuple[MigDescription, ...]:
+    """Return the MIG devices of a GPU in the driver's order, each with its name and its daemon."""
     host, places = state.host, {instance.id: instance for instance in state.layout(gpu).instances}
     names = {(named.gpu_uuid, named.profile, named.start): named for named in state.names.values()}
     devices = []
@@ -241,23 +242,23 @@ def _instances(state: HostState, gpu: Gpu, daemons: Sequence[MpsDaemon]) -> tupl
         daemon = next((daemon for daemon in daemons if daemon.device_uuid == mig.uuid), None)
         devices.append(
             MigDescription(
-                profile=_profile(mig, instance),
+                profile=_full_profile(mig, instance),
                 uuid=mig.uuid,
                 index=index,
                 start=None if instance is None else instance.start,
                 gpu_instance_id=mig.gpu_instance_id,
                 compute_instance_id=mig.compute_instance_id,
                 memory_total_bytes=mig.memory_total_bytes,
-                capabilities=_capabilities(host, gpu.index, mig),
+                capabilities=_capability_minors(host, gpu.index, mig),
                 name=None if named is None else named.name,
                 granted=named is not None and bool(named.users),
-                mps=None if daemon is None else _mps(host, daemon),
+                mps=None if daemon is None else _describe_daemon(host, daemon),
             )
         )
     return tuple(devices)
 
 
-def _profile(mig: MigInstance, instance: GpuInstance | None) -> str:
+def _full_profile(mig: MigInstance, instance: GpuInstance | None) -> str:
     """Return the full name of a MIG device: 1c.2g.20gb, 1g.10gb+me; the device's own name can lack the +me."""
     if instance is None:
         return mig.profile or ""
@@ -265,7 +266,7 @@ def _profile(mig: MigInstance, instance: GpuInstance | None) -> str:
     return (f"{part}c." if dot else "") + instance.profile.name
 
 
-def _capabilities(host: Host, index: int, mig: MigInstance) -> tuple[int, int] | None:
+def _capability_minors(host: Host, index: int, mig: MigInstance) -> tuple[int, int] | None:
     """Return the minors of both capability nodes (/proc/driver/nvidia/capabilities), or None when unknown."""
     minor = host.nvml.minor_number(index)
     if minor is None or mig.gpu_instance_id is None or mig.compute_instance_id is None:
@@ -291,6 +292,7 @@ def wished(
 
 
 def _wished_gpu(gpu: GpuDescription, entry: Entry, profiles: Sequence[Profile]) -> GpuDescription:
+    """Return a GPU as its entry wants it; what it is, such as its UUID, stays."""
     alone = entry.sharing is Way.EXCLUSIVE or (entry.mps is not None and entry.mps.exclusive)
     replicas = entry.mps.replicas if entry.mps is not None else entry.replicas
     return replace(
@@ -300,7 +302,7 @@ def _wished_gpu(gpu: GpuDescription, entry: Entry, profiles: Sequence[Profile]) 
         time_slice=entry.time_slice if entry.sharing is Way.TIMESLICE else None,
         compute_mode=ComputeMode.EXCLUSIVE_PROCESS if alone else ComputeMode.DEFAULT,
         mps=_plain_mps(entry.mps or MpsWish()) if entry.sharing is Way.MPS else None,
-        mig=_devices(entry, profiles) if entry.sharing is Way.MIG else (),
+        mig=_wished_devices(entry, profiles) if entry.sharing is Way.MIG else (),
         bare=False,
         pending_mode=False,
     )
@@ -311,12 +313,13 @@ def _plain_mps(wish: MpsWish) -> MpsWish:
     return MpsWish(limits=Limits.of(wish.limits), users=wish.users)
 
 
-def _devices(entry: Entry, profiles: Sequence[Profile]) -> tuple[MigDescription, ...]:
+def _wished_devices(entry: Entry, profiles: Sequence[Profile]) -> tuple[MigDescription, ...]:
+    """Return the MIG devices that an entry wants, without what only an existing one has."""
     migs: list[MigDescription] = []
     for instance in entry.mig:
         for request in parse_wish(instance.wish):
-            found_profile = resolve(request, profiles)
-            name = found_profile.name
+            gpu_profile = resolve(request, profiles)
+            name = gpu_profile.name
             # A compute instance that fills its GPU instance has no size in its name.
             devices = [f"{slices}c.{name}" for slices in request.compute] or [name]
             for profile in devices * request.count:
@@ -325,7 +328,7 @@ def _devices(entry: Entry, profiles: Sequence[Profile]) -> tuple[MigDescription,
                     uuid="",
                     index=len(migs),
                     start=request.start,
-                    memory_total_bytes=found_profile.memory_bytes,
+                    memory_total_bytes=gpu_profile.memory_bytes,
                     name=instance.name,
                     granted=bool(instance.users),
                     replicas=instance.replicas,
@@ -350,7 +353,7 @@ def in_place(
     gpus = []
     for gpu, now in zip(wanted.gpus, live.gpus, strict=True):
         devices = []
-        for mig, device in zip(gpu.mig, _live(gpu.mig, now.mig), strict=True):
+        for mig, device in zip(gpu.mig, _live_devices(gpu.mig, now.mig), strict=True):
             if device is None and daemons_only and mig.mps is None:
                 continue
             if device is None:
@@ -373,7 +376,7 @@ def in_place(
     return replace(wanted, gpus=tuple(gpus))
 
 
-def _live(wanted: Sequence[MigDescription], present: Sequence[MigDescription]) -> list[MigDescription | None]:
+def _live_devices(wanted: Sequence[MigDescription], present: Sequence[MigDescription]) -> list[MigDescription | None]:
     """Return the live device for each wish, chosen as by `gpushare apply`; None: it does not exist yet."""
     # A profile is named with its compute slices here (1c.3g.40gb), so slices need not be compared.
     missing = (
@@ -404,6 +407,7 @@ def _live(wanted: Sequence[MigDescription], present: Sequence[MigDescription]) -
 def _with_pipe(
     wish: MpsWish | None, now: GpuDescription | MigDescription, pipe_of: Callable[[str], str]
 ) -> MpsWish | None:
+    """Return a wanted daemon with its pipe directory: of the daemon that runs there now, else as `pipe_of` tells."""
     if wish is None:
         return None
     pipe = None if now.mps is None else now.mps.pipe_directory

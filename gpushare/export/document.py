@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -69,15 +68,11 @@ def yaml_document(name: str, value: Mapping[str, Any]) -> Document:
     return Document(name=name, text=yaml_text(value))
 
 
-def json_text(value: Any) -> str:
-    return json.dumps(value, separators=(", ", ": "))
-
-
 # Runs a kernel and ends: listing GPUs would prove nothing.
 IMAGE: Final = "nvcr.io/nvidia/k8s/cuda-sample:vectoradd-cuda12.5.0-ubuntu22.04"
 
 
-def printed(documents: Sequence[Document]) -> str:
+def joined_text(documents: Sequence[Document]) -> str:
     """Return documents as one text, with a line for the name of each if there are several."""
     if len(documents) == 1:
         return documents[0].text
@@ -104,7 +99,7 @@ def apply_script(engine: str, export: Export) -> Document:
     return Document(name="apply.sh", text="\n".join(lines) + "\n", kind="sh")
 
 
-def write(documents: Sequence[Document], directory: Path) -> tuple[str, ...]:
+def write_documents(documents: Sequence[Document], directory: Path) -> tuple[str, ...]:
     """Write documents as new files, and return their paths."""
     written: list[str] = []
     try:
@@ -126,6 +121,7 @@ def write(documents: Sequence[Document], directory: Path) -> tuple[str, ...]:
 
 
 def _exists_error(path: Path) -> InUse:
+    """Return the error about a file that is there already: exports never replace one."""
     return InUse(f"{path} exists already", "give another directory, or remove it", code="file_exists")
 
 

@@ -15,7 +15,7 @@ from gpushare.base.model import TimeSlice, Way
 from gpushare.base.units import MIB, format_percent
 from gpushare.export.description import GpuDescription, HostDescription, MigDescription
 from gpushare.export.document import Document, Export, notes, yaml_document
-from gpushare.export.k8s import deployment, verified
+from gpushare.export.k8s import deployment, slug, verifying_commands
 from gpushare.hostfile.file import MpsWish
 
 GROUP: Final = "resource.nvidia.com/v1beta1"
@@ -49,9 +49,9 @@ def claims_export(host: HostDescription, *, kubernetes: str = NEWEST) -> Export:
     documents: list[Document] = []
     for gpu in host.gpus:
         if gpu.sharing is Way.MIG:
-            documents += [document for mig in _distinct(gpu) for document in _mig(gpu, mig, version)]
+            documents += [document for mig in _distinct_devices(gpu) for document in _mig_documents(gpu, mig, version)]
         else:
-            documents += _whole(gpu, version)
+            documents += _gpu_documents(gpu, version)
     if not documents:
         raise NotSupported(
             "the GPUs are in MIG mode without any MIG device",
@@ -81,7 +81,7 @@ def _name_of_gpu(gpu: GpuDescription) -> str:
     return "-".join(filter(None, ["gpu", str(gpu.index), gpu.uuid.removeprefix("GPU-")[:8].lower()]))
 
 
-def _distinct(gpu: GpuDescription) -> list[MigDescription]:
+def _distinct_devices(gpu: GpuDescription) -> list[MigDescription]:
     """Return the MIG devices that need a document of their own: one template serves all unshared ones of a profile."""
     by_selector: dict[object, MigDescription] = {}
     for mig in gpu.mig:
@@ -98,42 +98,44 @@ def _distinct(gpu: GpuDescription) -> list[MigDescription]:
     return list(by_selector.values())
 
 
-def _whole(gpu: GpuDescription, version: str) -> list[Document]:
+def _gpu_documents(gpu: GpuDescription, version: str) -> list[Document]:
+    """Return the objects of a GPU without MIG: a template if it is exclusive, else a claim that pods share."""
     name = f"{_name_of_gpu(gpu)}-{gpu.sharing.value}"
-    request = _request("gpu", "gpu.nvidia.com", f"{_ATTRIBUTES}.uuid == '{gpu.uuid}'", version)
+    request = _device_request("gpu", "gpu.nvidia.com", f"{_ATTRIBUTES}.uuid == '{gpu.uuid}'", version)
     if gpu.sharing is Way.EXCLUSIVE:
-        return [_template(name, request, None, version)]
+        return [_template(name, request, version)]
     if gpu.sharing is Way.TIMESLICE:
         level = gpu.time_slice or TimeSlice.DEFAULT
         if level is TimeSlice.DEFAULT:
             # Sharing the claim is enough; only another level needs the alpha gate.
-            return _shared(name, request, None, version)
+            return _shared_claim(name, request, None, version)
         sharing = {"strategy": "TimeSlicing", "timeSlicingConfig": {"interval": level.name.capitalize()}}
     else:
-        sharing = _mps(gpu.mps or MpsWish(), f"GPU {gpu.index}")
-    return _shared(name, request, _parameters("GpuConfig", sharing), version)
+        sharing = _mps_sharing(gpu.mps or MpsWish(), f"GPU {gpu.index}")
+    return _shared_claim(name, request, _driver_parameters("GpuConfig", sharing), version)
 
 
-def _mig(gpu: GpuDescription, mig: MigDescription, version: str) -> list[Document]:
-    slug = re.sub(r"[^a-z0-9]+", "-", mig.profile)
+def _mig_documents(gpu: GpuDescription, mig: MigDescription, version: str) -> list[Document]:
+    """Return the objects of a MIG device: a template for its profile, or a claim if programs share it."""
     expression = f"{_ATTRIBUTES}.profile == '{mig.profile}' && {_ATTRIBUTES}.parentUUID == '{gpu.uuid}'"
-    prefix = f"{_name_of_gpu(gpu)}-mig-{slug}"
+    prefix = f"{_name_of_gpu(gpu)}-mig-{slug(mig.profile)}"
     if mig.mps is None and not mig.replicas:
-        return [_template(prefix, _request("mig", "mig.nvidia.com", expression, version), None, version)]
+        return [_template(prefix, _device_request("mig", "mig.nvidia.com", expression, version), version)]
     if mig.uuid:
         # Which of them is shared matters.
         expression = f"{_ATTRIBUTES}.uuid == '{mig.uuid}'"
     if mig.index is not None:
         prefix += f"-{mig.index}"
-    request = _request("mig", "mig.nvidia.com", expression, version)
+    request = _device_request("mig", "mig.nvidia.com", expression, version)
     if mig.mps is None:
         # Strategy TimeSlicing has no effect on a MIG device: sharing the claim is enough.
-        return _shared(f"{prefix}-timeslice", request, None, version)
-    parameters = _parameters("MigDeviceConfig", _mps(mig.mps, f"{mig.profile} of GPU {gpu.index}"))
-    return _shared(f"{prefix}-mps", request, parameters, version)
+        return _shared_claim(f"{prefix}-timeslice", request, None, version)
+    parameters = _driver_parameters("MigDeviceConfig", _mps_sharing(mig.mps, f"{mig.profile} of GPU {gpu.index}"))
+    return _shared_claim(f"{prefix}-mps", request, parameters, version)
 
 
-def _mps(mps: MpsWish, where: str) -> dict[str, Any]:
+def _mps_sharing(mps: MpsWish, where: str) -> dict[str, Any]:
+    """Return the sharing of a daemon as the driver's parameters have it; ``where`` is for the message."""
     config: dict[str, Any] = {}
     if mps.limits.threads_percent is not None:
         if mps.limits.threads_percent != int(mps.limits.threads_percent):
@@ -148,41 +150,47 @@ def _mps(mps: MpsWish, where: str) -> dict[str, Any]:
     return {"strategy": "MPS", **({"mpsConfig": config} if config else {})}
 
 
-def _parameters(kind: str, sharing: dict[str, Any]) -> dict[str, Any]:
+def _driver_parameters(kind: str, sharing: dict[str, Any]) -> dict[str, Any]:
     return {"apiVersion": GROUP, "kind": kind, "sharing": sharing}
 
 
-def _request(name: str, device_class: str, expression: str, version: str) -> dict[str, Any]:
+def _device_request(name: str, device_class: str, expression: str, version: str) -> dict[str, Any]:
+    """Return a request for one device of a class that a CEL expression selects."""
     asked = {"deviceClassName": device_class, "selectors": [{"cel": {"expression": expression}}]}
     # v1beta1 has no `exactly`.
     return {"name": name, **asked} if version == "v1beta1" else {"name": name, "exactly": asked}
 
 
-def _devices(request: dict[str, Any], parameters: dict[str, Any] | None) -> dict[str, Any]:
+def _claim_devices(request: dict[str, Any], parameters: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the devices of a claim: the request, and how the driver shares what it selects."""
     devices: dict[str, Any] = {"requests": [request]}
     if parameters is not None:
         devices["config"] = [{"requests": [request["name"]], "opaque": {"driver": DRIVER, "parameters": parameters}}]
     return {"devices": devices}
 
 
-def _template(name: str, request: dict[str, Any], parameters: dict[str, Any] | None, version: str) -> Document:
+def _template(name: str, request: dict[str, Any], version: str) -> Document:
+    """Return a template: each pod gets a claim, hence a device, of its own."""
     return yaml_document(
         f"{name}.yaml",
         {
             "apiVersion": f"resource.k8s.io/{version}",
             "kind": "ResourceClaimTemplate",
             "metadata": {"name": name},
-            "spec": {"spec": _devices(request, parameters)},
+            "spec": {"spec": _claim_devices(request, None)},
         },
     )
 
 
-def _shared(name: str, request: dict[str, Any], parameters: dict[str, Any] | None, version: str) -> list[Document]:
+def _shared_claim(
+    name: str, request: dict[str, Any], parameters: dict[str, Any] | None, version: str
+) -> list[Document]:
+    """Return a claim that several pods name, and a Deployment of two such pods that verifies it."""
     claim = {
         "apiVersion": f"resource.k8s.io/{version}",
         "kind": "ResourceClaim",
         "metadata": {"name": name},
-        "spec": _devices(request, parameters),
+        "spec": _claim_devices(request, parameters),
     }
     # Two pods that name one claim run at the same time only if the GPU is shared.
     asked = [{"name": "gpu", "resourceClaimName": name}]
@@ -191,7 +199,8 @@ def _shared(name: str, request: dict[str, Any], parameters: dict[str, Any] | Non
 
 
 def _commands(documents: list[Document]) -> list[str]:
+    """Return the commands that apply the objects, then run each verifying Deployment."""
     checks = [document for document in documents if document.name.startswith("verify-")]
-    return [f"kubectl apply -f {document.name}" for document in documents if document not in checks] + verified(
-        checks, prefix=""
-    )
+    return [
+        f"kubectl apply -f {document.name}" for document in documents if document not in checks
+    ] + verifying_commands(checks, prefix="")

@@ -13,7 +13,7 @@ from typing import Any, Final
 from gpushare.base.errors import BadUsage, NotFound, NotSupported
 from gpushare.base.model import Way
 from gpushare.base.units import MIB, format_percent
-from gpushare.export.containers import ContainerDevice
+from gpushare.export.containers import ExportedDevice
 from gpushare.export.document import IMAGE, Document, Export, notes
 
 FILE: Final = "task-definition.json"
@@ -22,7 +22,7 @@ _HOST_MEBIBYTES: Final = 1024
 _FAMILY: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,254}", re.ASCII)
 
 
-def ecs_export(share: ContainerDevice, *, family: str = "gpu-shared", image: str | None = None) -> Export:
+def ecs_export(share: ExportedDevice, *, family: str = "gpu-shared", image: str | None = None) -> Export:
     """Return the task definition of one container on a share like this one."""
     if _FAMILY.fullmatch(family) is None:
         raise BadUsage(
@@ -33,7 +33,7 @@ def ecs_export(share: ContainerDevice, *, family: str = "gpu-shared", image: str
         "image": image or IMAGE,
         "essential": True,
         "memoryReservation": _HOST_MEBIBYTES,
-        "resourceRequirements": [{"type": "GPU", **_requirement(share)}],
+        "resourceRequirements": [{"type": "GPU", **_gpu_requirement(share)}],
     }
     task = {"family": family, "requiresCompatibilities": ["EC2"], "containerDefinitions": [container]}
     return Export(
@@ -47,7 +47,13 @@ def ecs_export(share: ContainerDevice, *, family: str = "gpu-shared", image: str
     )
 
 
-def _requirement(share: ContainerDevice) -> dict[str, Any]:
+def _gpu_requirement(share: ExportedDevice) -> dict[str, Any]:
+    """Return what the container asks of ECS: a whole GPU, or a part of one by MPS.
+
+    Raises:
+        NotSupported: ECS has no MIG, no time-slicing and no fraction of a percent.
+        NotFound: the daemon has no memory limit, by which ECS places containers.
+    """
     if share.mig is not None or share.gpu.sharing is Way.MIG:
         raise NotSupported(
             f"ECS offers no MIG devices; {share.title} is one" if share.mig else "ECS offers no MIG devices",

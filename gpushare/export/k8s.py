@@ -27,7 +27,6 @@ PREFIX: Final = "nvidia.com/"
 # MPS clients that the plugin allows: from compute capability 7.5 on, and below it (so a V100 gets 16).
 MPS_REPLICAS: Final = 48
 MPS_REPLICAS_OLD: Final = 16
-_HINT: Final = "see: https://github.com/NVIDIA/k8s-device-plugin#configuration-option-details"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +36,6 @@ class PluginSharing:
     strategy: str | None = None
     replicas: tuple[tuple[str, int], ...] = ()
     rename: bool = False
-    fail_above_one: bool = True
     mig_strategy: str | None = None
 
 
@@ -47,6 +45,7 @@ def resource_of(profile: str) -> str:
 
 
 def plugin_config(sharing: PluginSharing) -> dict[str, Any]:
+    """Return the configuration file of the device plugin."""
     config: dict[str, Any] = {"version": VERSION}
     if sharing.mig_strategy is not None:
         config["flags"] = {"migStrategy": sharing.mig_strategy}
@@ -54,7 +53,7 @@ def plugin_config(sharing: PluginSharing) -> dict[str, Any]:
         config["sharing"] = {
             sharing.strategy: {
                 "renameByDefault": sharing.rename,
-                "failRequestsGreaterThanOne": sharing.fail_above_one,
+                "failRequestsGreaterThanOne": True,
                 "resources": [{"name": name, "replicas": number} for name, number in sharing.replicas],
             }
         }
@@ -66,11 +65,11 @@ def check_mps(replicas: int, compute_capability: tuple[int, int] | None) -> None
     # Unknown counts as a current GPU: the plugin asks the GPU itself.
     most = MPS_REPLICAS if compute_capability is None or compute_capability >= (7, 5) else MPS_REPLICAS_OLD
     if replicas > most:
-        raise _bad_config_error(f"a GPU takes {most} MPS clients at most: {replicas} > {most}")
-
-
-def _bad_config_error(message: str) -> BadUsage:
-    return BadUsage(f"device-plugin config: {message}", _HINT, code="bad_plugin_config")
+        raise BadUsage(
+            f"device-plugin config: a GPU takes {most} MPS clients at most: {replicas} > {most}",
+            "see: https://github.com/NVIDIA/k8s-device-plugin#configuration-option-details",
+            code="bad_plugin_config",
+        )
 
 
 # A host does not know how many programs share its GPUs: --replicas says so.
@@ -89,44 +88,45 @@ class NodeSharing:
 
     def capacity(self, host: HostDescription) -> dict[str, int]:
         """Return the number of each resource that the node will offer (``kubectl describe node``, Capacity)."""
-        numbers = physical(host, self.plugin.mig_strategy)
+        numbers = device_counts(host, self.plugin.mig_strategy)
         replicas = dict(self.plugin.replicas)
-        return {self.published(name): number * replicas.get(name, 1) for name, number in numbers.items()}
+        return {self.published_name(name): number * replicas.get(name, 1) for name, number in numbers.items()}
 
-    def published(self, name: str) -> str:
+    def published_name(self, name: str) -> str:
+        """Return the name under which the node offers a resource: a shared one may be renamed."""
         return f"{name}.shared" if self.plugin.rename and name in dict(self.plugin.replicas) else name
 
 
-def physical(host: HostDescription, mig_strategy: str | None) -> dict[str, int]:
+def device_counts(host: HostDescription, mig_strategy: str | None) -> dict[str, int]:
     """Return the number of GPUs and MIG devices of a node by resource name."""
     names = [_GPU for gpu in host.gpus if gpu.sharing is not Way.MIG]
     names += [_GPU if mig_strategy == "single" else resource_of(mig.profile) for _, mig in host.instances()]
     return dict(Counter(names))
 
 
-def of_node(host: HostDescription, *, rename: bool = False, mig_strategy: str = "mixed") -> NodeSharing:
+def sharing_of_node(host: HostDescription, *, rename: bool = False, mig_strategy: str = "mixed") -> NodeSharing:
     """Return how the plugin shares the GPUs of a host."""
     if mig_strategy not in {"single", "mixed"}:
         raise BadUsage(f"'{mig_strategy[:40]}' is not a MIG strategy", "give single or mixed", code="bad_strategy")
     if not host.whole:
-        raise _not_expressible_error(
+        raise NotSupported(
             "the device plugin offers every GPU of a node, not some of them",
             "drop -g; or: gpushare export dra -g ..., which sets it per GPU",
-            "per_node",
+            code="per_node",
         )
-    _check_slices(host)
+    _check_default_slices(host)
     plain = [gpu for gpu in host.gpus if gpu.sharing is not Way.MIG]
     _check_alike(plain)
     has_mig = len(plain) < len(host.gpus)
     if has_mig:
         _check_mig(host, plain, mig_strategy)
     lost: list[str] = []
-    strategy, replicas = _strategy(plain, lost)
+    strategy, replicas = _strategy_and_replicas(plain, lost)
     inside = _replicas_by_resource(host, mig_strategy)
     if strategy != "mps" and inside:
         strategy = "timeSlicing"
     return NodeSharing(
-        key=_key(strategy, replicas, inside, mig=has_mig),
+        key=_config_key(strategy, replicas, inside, mig=has_mig),
         plugin=PluginSharing(
             strategy=strategy,
             replicas=((*(((_GPU, replicas),) if replicas else ()), *inside)),
@@ -137,7 +137,8 @@ def of_node(host: HostDescription, *, rename: bool = False, mig_strategy: str = 
     )
 
 
-def _key(strategy: str | None, replicas: int, inside: Sequence[tuple[str, int]], *, mig: bool) -> str:
+def _config_key(strategy: str | None, replicas: int, inside: Sequence[tuple[str, int]], *, mig: bool) -> str:
+    """Return the name of a sharing in the ConfigMap: ``timeslice-4``, ``mig-mps-8``, ``whole``."""
     words = ["mig"] if mig else []
     if strategy is not None:
         numbers = sorted({number for number in (replicas, *(number for _, number in inside)) if number})
@@ -145,19 +146,16 @@ def _key(strategy: str | None, replicas: int, inside: Sequence[tuple[str, int]],
     return "-".join(words) or "whole"
 
 
-def _check_slices(host: HostDescription) -> None:
-    odd = [gpu for gpu in host.gpus if gpu.time_slice not in {None, TimeSlice.DEFAULT} and _is_sliced(gpu)]
+def _check_default_slices(host: HostDescription) -> None:
+    """Refuse a time-slice of another length than the default: the plugin has no setting for it."""
+    odd = [gpu for gpu in host.gpus if gpu.time_slice not in {None, TimeSlice.DEFAULT} and gpu.sharing is Way.TIMESLICE]
     if odd:
         level = odd[0].time_slice
-        raise _not_expressible_error(
+        raise NotSupported(
             f"the device plugin cannot set a slice length; GPU {odd[0].index} has time-slice {level.title if level else ''}",
             f"{_DRA} (TimeSlicingSettings); or: gpushare timeslice reset -g {odd[0].index}",
-            "no_slice_length",
+            code="no_slice_length",
         )
-
-
-def _is_sliced(gpu: GpuDescription) -> bool:
-    return gpu.sharing is Way.TIMESLICE
 
 
 def _check_alike(gpus: Sequence[GpuDescription]) -> None:
@@ -167,8 +165,8 @@ def _check_alike(gpus: Sequence[GpuDescription]) -> None:
         ways.setdefault(_sharing_text(gpu), []).append(gpu.index)
     if len(ways) > 1:
         listing = "; ".join(f"GPU {ranges(indexes)}: {way}" for way, indexes in ways.items())
-        raise _not_expressible_error(
-            f"the device plugin shares all GPUs of a node alike, and these differ: {listing}", _DRA, "per_gpu"
+        raise NotSupported(
+            f"the device plugin shares all GPUs of a node alike, and these differ: {listing}", _DRA, code="per_gpu"
         )
 
 
@@ -183,7 +181,7 @@ def _sharing_text(gpu: GpuDescription) -> str:
     return f"{gpu.sharing.value}{replicas}" + (f" ({', '.join(limits)})" if limits else "")
 
 
-def _strategy(gpus: Sequence[GpuDescription], lost: list[str]) -> tuple[str | None, int]:
+def _strategy_and_replicas(gpus: Sequence[GpuDescription], lost: list[str]) -> tuple[str | None, int]:
     """Return the strategy and the replicas of the GPUs without MIG, which are shared alike."""
     if not gpus or gpus[0].sharing is Way.EXCLUSIVE:
         return None, 0
@@ -198,12 +196,13 @@ def _strategy(gpus: Sequence[GpuDescription], lost: list[str]) -> tuple[str | No
         numbers = [_mps_replicas(gpu, gpu.mps or MpsWish(), lost if gpu is first else []) for gpu in gpus]
         return "mps", numbers[0]
     if first.replicas is None:
-        lost.append(_chosen())
+        lost.append(_assumed_text())
     lost.append("isolation of memory and faults: under time-slicing one program can take all the memory of a GPU")
     return "timeSlicing", first.replicas or DEFAULT_REPLICAS
 
 
-def _chosen() -> str:
+def _assumed_text() -> str:
+    """Return that the number of replicas is gpushare's assumption."""
     return f"the host does not know how many programs share a GPU: {DEFAULT_REPLICAS} assumed; choose with --replicas N"
 
 
@@ -213,22 +212,22 @@ def _mps_replicas(gpu: GpuDescription, mps: MpsWish, lost: list[str]) -> int:
     number = gpu.replicas or (max(2, round(100 / threads)) if threads else DEFAULT_REPLICAS)
     check_mps(number, gpu.compute_capability)
     if threads is not None and 100 // number != threads:
-        raise _not_expressible_error(
+        raise NotSupported(
             f"the device plugin gives each of {number} MPS clients {100 // number} % of the threads; "
             f"GPU {gpu.index} has {format_percent(threads)}",
             f"{_DRA} (MPSSupport); or: gpushare mps set -g {gpu.index} --threads {100 // number}",
-            "uneven_limits",
+            code="uneven_limits",
         )
     part = None if gpu.memory_total_bytes is None else gpu.memory_total_bytes // number // MIB
     wanted = None if mps.limits.memory_limit_bytes is None else mps.limits.memory_limit_bytes // MIB
     if wanted is not None and wanted != part:
-        raise _not_expressible_error(
+        raise NotSupported(
             f"the device plugin gives each of {number} MPS clients {part or '?'} MiB; GPU {gpu.index} has {wanted} MiB",
             f"{_DRA} (MPSSupport)" + (f"; or: gpushare mps set -g {gpu.index} --memory {part}M" if part else ""),
-            "uneven_limits",
+            code="uneven_limits",
         )
     if threads is None:
-        lost += [_chosen()] if gpu.replicas is None else []
+        lost += [_assumed_text()] if gpu.replicas is None else []
         lost.append(f"no thread limit: the plugin caps each client at {100 // number} %")
     if wanted is None and part is not None:
         lost.append(f"no memory limit: the plugin caps each client process at {part} MiB")
@@ -238,47 +237,45 @@ def _mps_replicas(gpu: GpuDescription, mps: MpsWish, lost: list[str]) -> int:
 
 
 def _check_mig(host: HostDescription, plain: Sequence[GpuDescription], strategy: str) -> None:
+    """Refuse what the plugin cannot do with MIG: MPS, parts of GPU instances, unlike devices for strategy single."""
     if any(gpu.sharing is Way.MPS for gpu in plain) and strategy == "mixed":
-        raise _not_expressible_error(
+        raise NotSupported(
             "the device plugin does not support MPS with --mig-strategy=mixed: some GPUs here use MIG and others MPS",
             _DRA,
-            "mps_beside_mig",
+            code="mps_beside_mig",
         )
     for gpu, mig in host.instances():
         if mig.mps is not None:
-            raise _not_expressible_error(
+            raise NotSupported(
                 f"the device plugin does not support MPS on MIG devices; {mig.profile} of GPU {gpu.index} uses it",
                 "gpushare export dra can, and gpushare export docker, compose and cdi",
-                "mps_on_mig",
+                code="mps_on_mig",
             )
         if not mig.is_whole:
-            raise _not_expressible_error(
+            raise NotSupported(
                 f"the device plugin does not offer a MIG device that is part of a GPU instance; "
                 f"GPU {gpu.index} has {mig.profile}",
                 "gpushare export slurm can, and gpushare export docker, compose and cdi",
-                "partial_compute_instance",
+                code="partial_compute_instance",
             )
     if strategy == "single":
-        _check_single(host, plain)
+        _check_single_strategy(host, plain)
 
 
-def _check_single(host: HostDescription, plain: Sequence[GpuDescription]) -> None:
+def _check_single_strategy(host: HostDescription, plain: Sequence[GpuDescription]) -> None:
+    """Refuse strategy single, in the plugin's words, unless all devices are MIG devices of one profile."""
     hint = "use --mig-strategy mixed"
     if plain:
-        raise _not_expressible_error(
+        raise NotSupported(
             "strategy single: all devices on the node must be configured with the same migEnabled value",
             hint,
-            "mig_single",
+            code="mig_single",
         )
     empty = next((gpu.index for gpu in host.gpus if not gpu.mig), None)
     if empty is not None:
-        raise _not_expressible_error(
-            f"strategy single: device {empty} has no MIG devices configured", hint, "mig_single"
-        )
+        raise NotSupported(f"strategy single: device {empty} has no MIG devices configured", hint, code="mig_single")
     if len({mig.profile for _, mig in host.instances()}) > 1:
-        raise _not_expressible_error(
-            "strategy single: more than one MIG device type present on node", hint, "mig_single"
-        )
+        raise NotSupported("strategy single: more than one MIG device type present on node", hint, code="mig_single")
 
 
 def _replicas_by_resource(host: HostDescription, strategy: str) -> tuple[tuple[str, int], ...]:
@@ -290,14 +287,12 @@ def _replicas_by_resource(host: HostDescription, strategy: str) -> tuple[tuple[s
     for name, numbers in numbers_of.items():
         if len(numbers) > 1:
             listing = " and ".join(map(str, sorted(numbers)))
-            raise _not_expressible_error(
-                f"the device plugin shares all {name} of a node alike, and these differ: {listing}", _DRA, "per_gpu"
+            raise NotSupported(
+                f"the device plugin shares all {name} of a node alike, and these differ: {listing}",
+                _DRA,
+                code="per_gpu",
             )
     return tuple((name, number) for name, (number,) in numbers_of.items() if number > 1)
-
-
-def _not_expressible_error(message: str, hint: str, code: str) -> NotSupported:
-    return NotSupported(message, hint, code=code)
 
 
 PLUGIN_MAP: Final = "gpushare-device-plugin"
@@ -323,43 +318,39 @@ def operator_export(
             "give the namespace of the GPU operator: --namespace gpu-operator (never default)",
             code="bad_namespace",
         )
-    sharing = of_node(host, rename=rename, mig_strategy=mig_strategy)
+    sharing = sharing_of_node(host, rename=rename, mig_strategy=mig_strategy)
     has_mig = any(gpu.sharing is Way.MIG for gpu in host.gpus)
+    traits = host.traits | ({"plugin-mps"} if sharing.plugin.strategy == "mps" else set())
     documents = [
         _config_map(sharing, namespace),
         *([_mig_map(host, namespace)] if has_mig else []),
-        _policy(sharing, has_mig=has_mig),
+        _policy_patch(sharing, has_mig=has_mig),
         *verification(host, sharing),
     ]
     return Export(
         documents=tuple(documents),
         commands=tuple(_commands(host, sharing, documents, namespace)),
-        needs=notes("k8s", "needs", _traits(host, sharing), mig_map=MIG_MAP),
+        needs=notes("k8s", "needs", traits, mig_map=MIG_MAP),
         lost=(*sharing.lost, *notes("k8s", "lost", host.traits)),
     )
 
 
-def _configs(sharing: NodeSharing) -> dict[str, str]:
-    """Return the configurations by key: this node's, and one without sharing for nodes that have no label."""
-    none: dict[str, Any] = {"version": "v1"}
-    if sharing.plugin.mig_strategy is not None:
-        none["flags"] = {"migStrategy": sharing.plugin.mig_strategy}
-    return {"none": yaml_text(none), sharing.key: yaml_text(plugin_config(sharing.plugin))}
-
-
 def _config_map(sharing: NodeSharing, namespace: str) -> Document:
+    """Return the ConfigMap of the plugin: this node's sharing by its key, and ``none`` for nodes without a label."""
+    unshared = PluginSharing(mig_strategy=sharing.plugin.mig_strategy)
     return yaml_document(
         "device-plugin-config.yaml",
         {
             "apiVersion": "v1",
             "kind": "ConfigMap",
             "metadata": {"name": PLUGIN_MAP, "namespace": namespace},
-            "data": _configs(sharing),
+            "data": {"none": yaml_text(plugin_config(unshared)), sharing.key: yaml_text(plugin_config(sharing.plugin))},
         },
     )
 
 
 def _mig_map(host: HostDescription, namespace: str) -> Document:
+    """Return the ConfigMap with the MIG layout of this node for the operator's mig-manager."""
     # Nodes with another layout read the same map, so each layout needs a name of its own.
     config = containers.mig_config(host, containers.layout_name(host))
     # The mig-manager falls back to all-disabled, and takes a node out of MIG with it.
@@ -375,7 +366,7 @@ def _mig_map(host: HostDescription, namespace: str) -> Document:
     )
 
 
-def _policy(sharing: NodeSharing, *, has_mig: bool) -> Document:
+def _policy_patch(sharing: NodeSharing, *, has_mig: bool) -> Document:
     """Return a merge patch: a whole ClusterPolicy has nine required members that are not ours to set."""
     spec: dict[str, Any] = {}
     if has_mig:
@@ -391,13 +382,22 @@ def verification(host: HostDescription, sharing: NodeSharing) -> list[Document]:
     """Return one Deployment per resource. Shared devices get one pod more than there are devices, and all must run."""
     shared = dict(sharing.plugin.replicas)
     checks = []
-    for name, devices in physical(host, sharing.plugin.mig_strategy).items():
+    for name, devices in device_counts(host, sharing.plugin.mig_strategy).items():
         pods = devices + (1 if name in shared else 0)
-        title = "verify-" + re.sub(r"[^a-z0-9]+", "-", name.partition("/")[2])
-        node = {"nodeSelector": {CONFIG_LABEL: sharing.key}}
-        resources = {"limits": {sharing.published(name): 1}}
-        checks.append(yaml_document(f"{title}.yaml", deployment(f"gpushare-{title}", pods, resources, **node)))
+        title = f"verify-{slug(name.partition('/')[2])}"
+        checks.append(verifying_deployment(title, pods, sharing.published_name(name), {CONFIG_LABEL: sharing.key}))
     return checks
+
+
+def verifying_deployment(title: str, pods: int, resource: str, labels: dict[str, str]) -> Document:
+    """Return a Deployment of pods that each want one of a resource, on nodes with these labels."""
+    body = deployment(f"gpushare-{title}", pods, {"limits": {resource: 1}}, nodeSelector=labels)
+    return yaml_document(f"{title}.yaml", body)
+
+
+def slug(text: str) -> str:
+    """Return a text in the letters of a name in a cluster: ``mig-1g-10gb``."""
+    return re.sub(r"[^a-z0-9]+", "-", text)
 
 
 def deployment(name: str, pods: int, resources: dict[str, Any], **pod: Any) -> dict[str, Any]:
@@ -418,6 +418,7 @@ def deployment(name: str, pods: int, resources: dict[str, Any], **pod: Any) -> d
 
 
 def _commands(host: HostDescription, sharing: NodeSharing, documents: list[Document], namespace: str) -> list[str]:
+    """Return the commands that apply the documents to a cluster and verify that the node offers its shares."""
     node = host.node or "NODE"
     # Server-side, with a manager of its own: the keys of other nodes stay.
     kept = f"--server-side --force-conflicts --field-manager=gpushare-{sharing.key}"
@@ -442,17 +443,17 @@ def _commands(host: HostDescription, sharing: NodeSharing, documents: list[Docum
         # Reads the same configuration (assets/state-mps-control-daemon).
         sets.append("nvidia-device-plugin-mps-control-daemon")
     lines += [
-        _taint(node),
+        f"kubectl taint node {node} {TAINT['key']}={TAINT['value']}:{TAINT['effect']} --overwrite",
         # The operator does not watch the ConfigMap's content.
         f"kubectl rollout restart -n {namespace} {' '.join(f'daemonset/{name}' for name in sets)}",
         f"kubectl rollout status -n {namespace} daemonset/nvidia-device-plugin-daemonset --timeout=5m",
         # That the pods of the plugin were started again, or why not.
         f"kubectl get events -n {namespace} --sort-by=.lastTimestamp",
     ]
-    return lines + verified([document for document in documents if document.name.startswith("verify-")])
+    return lines + verifying_commands([document for document in documents if document.name.startswith("verify-")])
 
 
-def verified(checks: Sequence[Document], *, prefix: str = "gpushare-") -> list[str]:
+def verifying_commands(checks: Sequence[Document], *, prefix: str = "gpushare-") -> list[str]:
     """Return the commands that run verifying Deployments, one after the other."""
     lines = []
     for check in checks:
@@ -465,11 +466,3 @@ def verified(checks: Sequence[Document], *, prefix: str = "gpushare-") -> list[s
             f"kubectl delete -f {check.name}",
         ]
     return lines
-
-
-def _taint(node: str) -> str:
-    return f"kubectl taint node {node} {TAINT['key']}={TAINT['value']}:{TAINT['effect']} --overwrite"
-
-
-def _traits(host: HostDescription, sharing: NodeSharing) -> set[str]:
-    return host.traits | ({"plugin-mps"} if sharing.plugin.strategy == "mps" else set())

@@ -17,7 +17,7 @@ from gpushare.export import k8s
 from gpushare.export.containers import layout_name
 from gpushare.export.description import HostDescription, short_model
 from gpushare.export.document import Document, Export, notes, yaml_document
-from gpushare.export.k8s import of_node
+from gpushare.export.k8s import sharing_of_node
 
 _DEFAULT_AMI: Final = "al2023@latest"
 # A placeholder for the name of the cluster, where it is unknown.
@@ -68,27 +68,36 @@ def node_pool_export(
     if max_nodes is not None and max_nodes < 1:
         raise BadUsage("--max-nodes must be at least 1", "for example: --max-nodes 4", code="bad_number")
     # Overlay and pods must use the same name, so shares keep the name of the GPU.
-    sharing = of_node(host, rename=False, mig_strategy=mig_strategy)
-    requirements = _requirements(host, instance_type)
+    sharing = sharing_of_node(host, rename=False, mig_strategy=mig_strategy)
+    requirements = _node_requirements(host, instance_type)
     capacity = sharing.capacity(host)
     # Karpenter itself counts whole GPUs: those need no alpha feature.
     overlaid = bool(sharing.plugin.replicas) or any(gpu.mig for gpu in host.gpus)
     labels = {k8s.CONFIG_LABEL: sharing.key}
     if sharing.plugin.mig_strategy is not None:
         labels["nvidia.com/mig.config"] = layout_name(host)
-    pool = _pool(name, node_class or name, labels, requirements)
+    pool = _node_pool(name, node_class or name, labels, requirements)
     if max_nodes is not None:
         pool["spec"]["limits"] = {resource: str(number * max_nodes) for resource, number in capacity.items()}
-    verify = _verification(name, capacity, max_nodes)
+    # As many pods as the nodes have shares: all must run.
+    verify = [
+        k8s.verifying_deployment(
+            f"verify-{k8s.slug(resource.partition('/')[2])}",
+            number * (max_nodes or 1),
+            resource,
+            {"karpenter.sh/nodepool": name},
+        )
+        for resource, number in capacity.items()
+    ]
     written = [] if node_class else [_node_class(name, ami, cluster, role, tags)]
     documents = (
         *written,
         yaml_document("node-pool.yaml", pool),
-        *([yaml_document("node-overlay.yaml", _overlay(name, requirements, capacity))] if overlaid else []),
+        *([yaml_document("node-overlay.yaml", _node_overlay(name, requirements, capacity))] if overlaid else []),
         *verify,
     )
     files = ["node-class.yaml"] * bool(written) + ["node-overlay.yaml"] * overlaid + ["node-pool.yaml"]
-    commands = [f"kubectl apply {' '.join(f'-f {file}' for file in files)}", *_verified(verify, max_nodes)]
+    commands = [f"kubectl apply {' '.join(f'-f {file}' for file in files)}", *_verifying_commands(verify, max_nodes)]
     conditions = {
         "new-class": node_class is None,
         "unnamed": cluster is None and not (role and tags),
@@ -108,6 +117,7 @@ def node_pool_export(
 
 
 def _node_class(name: str, ami: str, cluster: str | None, role: str | None, tags: Sequence[str]) -> Document:
+    """Return the EC2NodeClass: role and AMI of the nodes, and the tags of their network."""
     where = dict(tag.split("=", 1) for tag in tags) or {"karpenter.sh/discovery": cluster or _CLUSTER}
     spec: dict[str, Any] = {
         "role": role or f"KarpenterNodeRole-{cluster or _CLUSTER}",
@@ -119,20 +129,8 @@ def _node_class(name: str, ami: str, cluster: str | None, role: str | None, tags
     return yaml_document("node-class.yaml", {**head, "spec": spec})
 
 
-def _verification(name: str, capacity: dict[str, int], max_nodes: int | None) -> list[Document]:
-    """Return a Deployment per resource with as many pods as the nodes have shares: all must run."""
-    checks = []
-    for resource, number in capacity.items():
-        title = "verify-" + re.sub(r"[^a-z0-9]+", "-", resource.partition("/")[2])
-        pods = number * (max_nodes or 1)
-        node = {"nodeSelector": {"karpenter.sh/nodepool": name}}
-        checks.append(
-            yaml_document(f"{title}.yaml", k8s.deployment(f"gpushare-{title}", pods, {"limits": {resource: 1}}, **node))
-        )
-    return checks
-
-
-def _verified(checks: Sequence[Document], max_nodes: int | None) -> list[str]:
+def _verifying_commands(checks: Sequence[Document], max_nodes: int | None) -> list[str]:
+    """Return the commands that run the verifying Deployments; in a bounded pool one pod more must wait."""
     lines: list[str] = []
     for check in checks:
         name = f"gpushare-{check.name.removesuffix('.yaml')}"
@@ -149,7 +147,8 @@ def _verified(checks: Sequence[Document], max_nodes: int | None) -> list[str]:
     return lines
 
 
-def _requirements(host: HostDescription, instance_type: str | None) -> list[dict[str, Any]]:
+def _node_requirements(host: HostDescription, instance_type: str | None) -> list[dict[str, Any]]:
+    """Return which instances the pool may start: those of a type, else those with as many GPUs of this model."""
     models = sorted({gpu.name or "" for gpu in host.gpus})
     if len(models) > 1:
         raise NotSupported(
@@ -174,7 +173,10 @@ def _requirement(key: str, value: str) -> dict[str, Any]:
     return {"key": key, "operator": "In", "values": [value]}
 
 
-def _pool(name: str, node_class: str, labels: dict[str, str], requirements: list[dict[str, Any]]) -> dict[str, Any]:
+def _node_pool(
+    name: str, node_class: str, labels: dict[str, str], requirements: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Return the NodePool: nodes with the labels of this sharing, and a taint against pods without a GPU."""
     template = {
         "metadata": {"labels": labels},
         "spec": {
@@ -194,7 +196,8 @@ def _pool(name: str, node_class: str, labels: dict[str, str], requirements: list
     }
 
 
-def _overlay(name: str, requirements: list[dict[str, Any]], capacity: dict[str, int]) -> dict[str, Any]:
+def _node_overlay(name: str, requirements: list[dict[str, Any]], capacity: dict[str, int]) -> dict[str, Any]:
+    """Return the NodeOverlay, which tells Karpenter how many shares such a node offers."""
     numbers = {resource: str(number) for resource, number in capacity.items()}
     # With MIG on every GPU the node offers no whole GPU for Karpenter to count.
     numbers.setdefault("nvidia.com/gpu", "0")

@@ -31,10 +31,10 @@ def prolog(gpus: Mapping[int, str], shards: Mapping[int, str], limits: Mapping[s
     values["LIMITS"] = "".join(
         f"    {uuid}) echo {mps_memory(limit)} {mps_memory_readback(limit)} ;;\n" for uuid, limit in limits.items()
     )
-    return _script("prolog", **values)
+    return _rendered_script("prolog", **values)
 
 
-def _script(name: str, **values: str) -> str:
+def _rendered_script(name: str, **values: str) -> str:
     common = "" if name == "task-prolog" else rendered("slurm-common.sh", STATE=STATE)
     return rendered(f"slurm-{name}.sh", STATE=STATE, COMMON=common, **values)
 
@@ -54,13 +54,13 @@ def slurm_export(host: HostDescription, *, autodetect: str | None = None) -> Exp
         raise BadUsage(
             f"'{str(autodetect)[:40]}' is not a way to detect GPUs", "give nvml or off", code="bad_autodetect"
         )
-    _check(host)
+    _check_expressible(host)
     has_mig = any(gpu.sharing is Way.MIG for gpu in host.gpus)
     by_nvml = has_mig if autodetect is None else autodetect == "nvml"
     with_mps = [gpu for gpu in host.gpus if gpu.sharing is Way.MPS]
     documents = [
-        Document(name="gres.conf", text=_gres(host, by_nvml=by_nvml), kind="conf"),
-        Document(name="slurm.conf.lines", text=_lines(host, by_nvml=by_nvml), kind="conf"),
+        Document(name="gres.conf", text=_gres_conf(host, by_nvml=by_nvml), kind="conf"),
+        Document(name="slurm.conf.lines", text=_slurm_conf_lines(host, by_nvml=by_nvml), kind="conf"),
         Document(name="cgroup.conf.lines", text=_CGROUP, kind="conf"),
     ]
     if with_mps:
@@ -76,9 +76,9 @@ def slurm_export(host: HostDescription, *, autodetect: str | None = None) -> Exp
         }
         documents += [
             Document(name="gpushare-prolog.sh", text=prolog(uuids, shards, limits), kind="sh"),
-            Document(name="gpushare-epilog.sh", text=_script("epilog"), kind="sh"),
+            Document(name="gpushare-epilog.sh", text=_rendered_script("epilog"), kind="sh"),
             # A Prolog's own environment never reaches the job.
-            Document(name="gpushare-task-prolog.sh", text=_script("task-prolog"), kind="sh"),
+            Document(name="gpushare-task-prolog.sh", text=_rendered_script("task-prolog"), kind="sh"),
         ]
     traits = host.traits | ({"nvml"} if by_nvml else set())
     if any(type_of(gpu, mig, by_nvml=True) != type_of(gpu, mig) for gpu, mig in host.instances()):
@@ -86,7 +86,7 @@ def slurm_export(host: HostDescription, *, autodetect: str | None = None) -> Exp
     return Export(
         documents=tuple(documents),
         commands=tuple(_commands(with_mps=bool(with_mps))),
-        needs=notes("slurm", "needs", traits, files=_files(host)),
+        needs=notes("slurm", "needs", traits, files=_device_files(host)),
         lost=notes("slurm", "lost", traits, replicas=DEFAULT_REPLICAS),
     )
 
@@ -123,7 +123,7 @@ ConstrainDevices=yes
 """
 
 
-def _by_minor(host: HostDescription, *, by_nvml: bool) -> list[SlurmDevice]:
+def _devices_by_minor(host: HostDescription, *, by_nvml: bool) -> list[SlurmDevice]:
     """Return the records of gres/gpu in the order of gres.conf."""
     return [
         SlurmDevice(type_of(gpu, mig, by_nvml=by_nvml), gpu, mig)
@@ -139,17 +139,17 @@ def slurm_order(host: HostDescription, *, by_nvml: bool) -> list[SlurmDevice]:
     (_merge_config in src/interfaces/gres.c; seen with slurmctld 22.05 and 24.11). With NVML first the GPUs in the order of their PCI
     bus ids, then the MIG devices by file (_merge_system_gres_conf in gres_gpu.c).
     """
-    devices = _by_minor(host, by_nvml=by_nvml)
+    devices = _devices_by_minor(host, by_nvml=by_nvml)
     if by_nvml:
         return sorted(
             devices,
             key=lambda device: (device.mig is not None, (device.gpu.minor or 0) if device.mig else device.gpu.index),
         )
-    types = _types(devices)
+    types = _count_types(devices)
     return sorted(devices, key=lambda device: list(types).index(device.type))
 
 
-def _types(devices: Iterable[SlurmDevice]) -> Counter[str]:
+def _count_types(devices: Iterable[SlurmDevice]) -> Counter[str]:
     """Return how many devices each type has, in the order for slurm.conf.
 
     MIG devices come last, because Slurm 22.05 counts each of their files as a device of gres/mps.
@@ -157,7 +157,8 @@ def _types(devices: Iterable[SlurmDevice]) -> Counter[str]:
     return Counter(device.type for device in sorted(devices, key=lambda device: device.mig is not None))
 
 
-def _check(host: HostDescription) -> None:
+def _check_expressible(host: HostDescription) -> None:
+    """Raise NotSupported if Slurm cannot share the GPUs as this host does."""
     for gpu in host.gpus:
         if gpu.minor is None:
             raise NotSupported(
@@ -183,13 +184,13 @@ def _check(host: HostDescription) -> None:
             )
 
 
-def _gres(host: HostDescription, *, by_nvml: bool) -> str:
+def _gres_conf(host: HostDescription, *, by_nvml: bool) -> str:
     """Return gres.conf. Records of shared resources name the File of a gpu record."""
     lines = ["# Written by gpushare: gres.conf of this node.", f"AutoDetect={'nvml' if by_nvml else 'off'}"]
     gpus = sorted(host.gpus, key=lambda gpu: gpu.minor or 0)
     if not by_nvml:
         for gpu in gpus:
-            lines += _devices(gpu)
+            lines += _device_lines(gpu)
     for gpu in gpus:
         if gpu.sharing is Way.TIMESLICE:
             lines.append(f"Name=shard Count={gpu.replicas or DEFAULT_REPLICAS} File=/dev/nvidia{gpu.minor}")
@@ -198,7 +199,8 @@ def _gres(host: HostDescription, *, by_nvml: bool) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _devices(gpu: GpuDescription) -> list[str]:
+def _device_lines(gpu: GpuDescription) -> list[str]:
+    """Return the records of gres/gpu for a GPU, or for each of its MIG devices."""
     if gpu.sharing is not Way.MIG:
         # So that a job of several GPUs gets connected ones; with AutoDetect slurmd finds them (gres.conf(5), Links).
         links = f" Links={','.join(map(str, gpu.links))}" if any(link > 0 for link in gpu.links) else ""
@@ -220,9 +222,10 @@ def _devices(gpu: GpuDescription) -> list[str]:
     return lines
 
 
-def _lines(host: HostDescription, *, by_nvml: bool) -> str:
+def _slurm_conf_lines(host: HostDescription, *, by_nvml: bool) -> str:
+    """Return the lines for slurm.conf; their types are in the order of `slurm_order`."""
     # In the order of slurm_order.
-    types = _types(_by_minor(host, by_nvml=by_nvml))
+    types = _count_types(_devices_by_minor(host, by_nvml=by_nvml))
     shards = mps = 0
     for gpu in host.gpus:
         shards += (gpu.replicas or DEFAULT_REPLICAS) if gpu.sharing is Way.TIMESLICE else 0
@@ -272,6 +275,6 @@ def _commands(*, with_mps: bool) -> list[str]:
     ]
 
 
-def _files(host: HostDescription) -> str:
+def _device_files(host: HostDescription) -> str:
     devices = slurm_order(host, by_nvml=False)
     return ", ".join(dict.fromkeys(f"/dev/nvidia{device.gpu.minor}" for device in devices))

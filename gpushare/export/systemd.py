@@ -12,12 +12,13 @@ from typing import Final
 from gpushare.base.errors import BadUsage
 from gpushare.base.model import ComputeMode, Priority, Way, device_key
 from gpushare.base.units import mps_memory, mps_memory_readback, mps_percentage
-from gpushare.export.description import GpuDescription, HostDescription, MigDescription
+from gpushare.export.containers import ExportedDevice
+from gpushare.export.description import HostDescription
 from gpushare.export.document import Document, Export, notes, rendered
 from gpushare.host.host import SYSTEM_STATE_DIRECTORY
 from gpushare.hostfile.file import MpsWish
 from gpushare.hostfile.kept import KEPT
-from gpushare.mps.home import LIMIT_FILE, UNIT_RUNTIME, pipe_directory, unit_name  # moved
+from gpushare.mps.home import LIMIT_FILE, UNIT_RUNTIME, pipe_directory, unit_name
 from gpushare.timeslice.rules import KEEP_UNIT
 
 # The last file that held, as `gpushare apply` keeps it.
@@ -38,11 +39,11 @@ def units_export(
     ``rules``: the file has rules for time-slices, which a unit of its own follows.
     """
     for option, path, example in (("--program", program, "/opt/gpushare"), ("--at-boot", file, "/etc/gpushare.yaml")):
-        _check_path(option, path, example)
-    daemons = _daemons(host)
+        _check_unit_path(option, path, example)
     units = [
-        (unit_name(gpu.uuid if mig is None else mig.uuid), _mps_unit(gpu, mig, mps, program))
-        for gpu, mig, mps in daemons
+        (unit_name(device.uuid), _mps_unit(device, mps, program))
+        for device in _devices(host)
+        if (mps := device.mps) is not None
     ]
     documents = [
         Document(name=HOST_UNIT, text=_host_unit(host, program, file, [name for name, _ in units]), kind="unit")
@@ -74,7 +75,8 @@ def units_export(
     )
 
 
-def _check_path(option: str, path: str, example: str) -> None:
+def _check_unit_path(option: str, path: str, example: str) -> None:
+    """Raise BadUsage if a path cannot stand in a unit as it is."""
     if not path.startswith("/") or any(character in path for character in " \t\n\"'\\%$;|&"):
         raise BadUsage(
             f"'{path[:80]}' cannot be used in a unit",
@@ -83,16 +85,12 @@ def _check_path(option: str, path: str, example: str) -> None:
         )
 
 
-def _daemons(host: HostDescription) -> list[tuple[GpuDescription, MigDescription | None, MpsWish]]:
-    served: list[tuple[GpuDescription, MigDescription | None, MpsWish]] = []
-    for gpu in host.gpus:
-        if gpu.mps is not None:
-            served.append((gpu, None, gpu.mps))
-        served += [(gpu, mig, mig.mps) for mig in gpu.mig if mig.mps is not None]
-    return served
+def _devices(host: HostDescription) -> list[ExportedDevice]:
+    """Return the GPUs of a host, each with its MIG devices after it."""
+    return [ExportedDevice(gpu=gpu, mig=mig) for gpu in host.gpus for mig in (None, *gpu.mig)]
 
 
-def _mig_first(host: HostDescription) -> list[str]:
+def _gpus_to_enable_first(host: HostDescription) -> list[str]:
     """Return the GPUs whose MIG mode must be on before the file is applied.
 
     A driver before 580 lists profiles only while MIG is on, and on Hopper it is off after a reboot.
@@ -104,7 +102,8 @@ def _mig_first(host: HostDescription) -> list[str]:
 
 
 def _host_unit(host: HostDescription, program: str, file: str, after: list[str]) -> str:
-    with_mig = _mig_first(host)
+    """Return the unit that applies the file at boot, before the engines and the daemons of ``after`` start."""
+    with_mig = _gpus_to_enable_first(host)
     first = f"# Without MIG on, this driver does not list the profiles.\nExecStartPre=-{program} mig enable -g {','.join(with_mig)} --yes\n"
     return rendered(
         HOST_UNIT,
@@ -116,18 +115,19 @@ def _host_unit(host: HostDescription, program: str, file: str, after: list[str])
     )
 
 
-def _mps_unit(gpu: GpuDescription, mig: MigDescription | None, mps: MpsWish, program: str) -> str:
-    uuid = gpu.uuid if mig is None else mig.uuid
+def _mps_unit(device: ExportedDevice, mps: MpsWish, program: str) -> str:
+    """Return the unit of the MPS daemon of a device."""
+    uuid = device.uuid
     pipe, directory = pipe_directory(uuid), f"{UNIT_RUNTIME}/{device_key(uuid)}"
     before, after = "", ""
-    if mig is None and gpu.compute_mode is ComputeMode.EXCLUSIVE_PROCESS:
+    if device.mig is None and device.gpu.compute_mode is ComputeMode.EXCLUSIVE_PROCESS:
         before = f"ExecStartPre=/usr/bin/nvidia-smi -i {uuid} -c EXCLUSIVE_PROCESS\n"
         after = f"# A GPU starts in compute mode default, so that is what to restore.\nExecStopPost=/usr/bin/nvidia-smi -i {uuid} -c DEFAULT\n"
     if mps.users:
-        before += f"ExecStartPre=/usr/bin/setfacl -m {_entries(mps.users)} {pipe}\n"
+        before += f"ExecStartPre=/usr/bin/setfacl -m {_access_entries(mps.users)} {pipe}\n"
     return rendered(
         "gpushare-mps.service",
-        TITLE=f"GPU {gpu.index}" if mig is None else f"MIG {mig.profile} of GPU {gpu.index}",
+        TITLE=device.title,
         UUID=uuid,
         HOST=HOST_UNIT,
         PIPE=pipe,
@@ -143,12 +143,14 @@ def _mps_unit(gpu: GpuDescription, mig: MigDescription | None, mps: MpsWish, pro
     )
 
 
-def _entries(users: tuple[str, ...]) -> str:
+def _access_entries(users: tuple[str, ...]) -> str:
+    """Return the access control entries that let users enter the pipe directory."""
     # systemd would expand a $.
     return ",".join([*(f"u:{user.replace('$', '$$')}:rx" for user in users), "m::rx"])
 
 
 def _ready_arguments(mps: MpsWish) -> str:
+    """Return the limits as the script takes them that sets them and waits for the daemon; ``-`` is none."""
     threads = "-" if mps.limits.threads_percent is None else mps_percentage(mps.limits.threads_percent)
     limit = mps.limits.memory_limit_bytes
     memory = "- -" if limit is None else f"{mps_memory(limit)} {mps_memory_readback(limit)}"

@@ -75,8 +75,6 @@ def _shared(strategy: str, raw: object, mig_strategy: str | None) -> PluginShari
         strategy=strategy,
         replicas=replicas,
         rename=block.get("renameByDefault", False) is True,
-        # The plugin's own default: for MPS it is on (and until v0.19 cannot be turned off).
-        fail_above_one=block.get("failRequestsGreaterThanOne", strategy == "mps") is True,
         mig_strategy=mig_strategy,
     )
 

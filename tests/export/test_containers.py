@@ -14,7 +14,7 @@ from gpushare.base.model import Priority, TimeSlice, Way, device_key
 from gpushare.base.units import GIB
 from gpushare.export.containers import (
     COMPOSE_FILE,
-    ContainerDevice,
+    ExportedDevice,
     cdi_export,
     compose_export,
     container_device,
@@ -24,9 +24,9 @@ from gpushare.export.description import HostDescription
 from tests.export.hosts import gpu, host, loaded, mig, mps, t4s, text
 
 PIPE = "/run/gpushare/mps/gpu-0/pipe"
-MPS = ContainerDevice(gpu=gpu(0, Way.MPS, mps=mps(12.5, memory_limit_bytes=4 * GIB, priority=Priority.LOW)))
-MIG = ContainerDevice(gpu=gpu(0, Way.MIG, mig=(mig(),)), mig=mig())
-MIG_MPS = ContainerDevice(gpu=gpu(0, Way.MIG), mig=mig(mps=mps(50.0)))
+MPS = ExportedDevice(gpu=gpu(0, Way.MPS, mps=mps(12.5, memory_limit_bytes=4 * GIB, priority=Priority.LOW)))
+MIG = ExportedDevice(gpu=gpu(0, Way.MIG, mig=(mig(),)), mig=mig())
+MIG_MPS = ExportedDevice(gpu=gpu(0, Way.MIG), mig=mig(mps=mps(50.0)))
 
 # Restated from the compose specification (deploy.resources.reservations.devices, volumes): members that we write.
 TEXTS = {"type": "array", "items": {"type": "string"}, "minItems": 1}
@@ -91,8 +91,8 @@ def check(document: Any, schema: dict[str, Any]) -> None:
     pytest.importorskip("jsonschema").validate(document, schema)
 
 
-@pytest.mark.parametrize("share", [ContainerDevice(gpu=gpu(0)), MPS, MIG, MIG_MPS])
-def test_docker_takes_the_flags(share: ContainerDevice) -> None:
+@pytest.mark.parametrize("share", [ExportedDevice(gpu=gpu(0)), MPS, MIG, MIG_MPS])
+def test_docker_takes_the_flags(share: ExportedDevice) -> None:
     export = docker_export(share)
     line = text(export, "docker-flags").strip()
     # A shell that expands $(gpushare export docker) cuts at blanks and knows no quotes.
@@ -143,8 +143,8 @@ def test_cdi_names_and_file() -> None:
     assert any("nvidia-ctk cdi generate" in text for text in alone.commands)
 
 
-@pytest.mark.parametrize("share", [ContainerDevice(gpu=gpu(0)), MPS, MIG, MIG_MPS])
-def test_compose(share: ContainerDevice) -> None:
+@pytest.mark.parametrize("share", [ExportedDevice(gpu=gpu(0)), MPS, MIG, MIG_MPS])
+def test_compose(share: ExportedDevice) -> None:
     export = compose_export(share, service="train", image="registry:5000/train:1")
     document = loaded(export, COMPOSE_FILE)
     check(document, COMPOSE)
@@ -170,10 +170,9 @@ def test_a_typing_error_in_compose_is_found() -> None:
 
 
 def test_what_is_lost() -> None:
-    assert any("whole GPU" in text for text in docker_export(ContainerDevice(gpu=gpu(0))).lost)
+    assert any("whole GPU" in text for text in docker_export(ExportedDevice(gpu=gpu(0))).lost)
     assert any(
-        "time-slice level" in text
-        for text in docker_export(ContainerDevice(gpu=gpu(0, time_slice=TimeSlice.LONG))).lost
+        "time-slice level" in text for text in docker_export(ExportedDevice(gpu=gpu(0, time_slice=TimeSlice.LONG))).lost
     )
     assert any("another size" in text for text in docker_export(MIG).lost)
 
@@ -213,5 +212,5 @@ def test_a_pipe_directory_that_cannot_be_mounted(
     engine: Any, path: str | None, kind: type[GpushareError], code: str
 ) -> None:
     with pytest.raises(kind) as refused:
-        engine(ContainerDevice(gpu=gpu(0, Way.MPS, mps=mps(pipe_directory=path))))
+        engine(ExportedDevice(gpu=gpu(0, Way.MPS, mps=mps(pipe_directory=path))))
     assert refused.value.code == code

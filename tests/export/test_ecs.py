@@ -10,26 +10,26 @@ import pytest
 from gpushare.base.errors import BadUsage, GpushareError, NotFound, NotSupported
 from gpushare.base.model import Priority, Way
 from gpushare.base.units import GIB
-from gpushare.export.containers import ContainerDevice
+from gpushare.export.containers import ExportedDevice
 from gpushare.export.ecs import FILE, ecs_export
 from tests.export.hosts import gpu, mig, mps, text
 
-SHARE = ContainerDevice(gpu=gpu(0, Way.MPS, mps=mps(25.0, memory_limit_bytes=4 * GIB)))
+SHARE = ExportedDevice(gpu=gpu(0, Way.MPS, mps=mps(25.0, memory_limit_bytes=4 * GIB)))
 
 
-def task(share: ContainerDevice, **options: Any) -> dict[str, Any]:
+def task(share: ExportedDevice, **options: Any) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(text(ecs_export(share, **options), FILE))
     return found
 
 
-def requirement(share: ContainerDevice) -> dict[str, Any]:
+def requirement(share: ExportedDevice) -> dict[str, Any]:
     (container,) = task(share)["containerDefinitions"]
     (found,) = container["resourceRequirements"]
     return dict(found)
 
 
-@pytest.mark.parametrize("share", [SHARE, ContainerDevice(gpu=gpu(0, Way.EXCLUSIVE))])
-def test_the_api_takes_it(share: ContainerDevice) -> None:
+@pytest.mark.parametrize("share", [SHARE, ExportedDevice(gpu=gpu(0, Way.EXCLUSIVE))])
+def test_the_api_takes_it(share: ExportedDevice) -> None:
     session = pytest.importorskip("botocore.session")
     validate = pytest.importorskip("botocore.validate").ParamValidator().validate
     model = session.get_session().get_service_model("ecs").operation_model("RegisterTaskDefinition").input_shape
@@ -42,14 +42,14 @@ def test_a_share() -> None:
         "type": "GPU",
         "sharingStrategy": {"nvidiaMps": {"memory": 4096, "maxComputePercent": 25}},
     }
-    without = ContainerDevice(gpu=gpu(0, Way.MPS, mps=mps(None, memory_limit_bytes=GIB)))
+    without = ExportedDevice(gpu=gpu(0, Way.MPS, mps=mps(None, memory_limit_bytes=GIB)))
     assert requirement(without)["sharingStrategy"] == {"nvidiaMps": {"memory": 1024}}
-    whole = ContainerDevice(gpu=gpu(0, Way.EXCLUSIVE))
+    whole = ExportedDevice(gpu=gpu(0, Way.EXCLUSIVE))
     assert requirement(whole) == {"type": "GPU", "value": "1"}
 
 
 def test_what_is_lost() -> None:
-    low = ContainerDevice(gpu=gpu(0, Way.MPS, mps=mps(25.0, memory_limit_bytes=GIB, priority=Priority.LOW)))
+    low = ExportedDevice(gpu=gpu(0, Way.MPS, mps=mps(25.0, memory_limit_bytes=GIB, priority=Priority.LOW)))
     assert any("low MPS priority" in text for text in ecs_export(low).lost)
     assert any("per process" in text for text in ecs_export(low).needs)
 
@@ -57,19 +57,19 @@ def test_what_is_lost() -> None:
 @pytest.mark.parametrize(
     ("share", "options", "kind", "code"),
     [
-        (ContainerDevice(gpu=gpu(0)), {}, NotSupported, "no_time_slicing"),
-        (ContainerDevice(gpu=gpu(0, Way.MPS, mps=mps(25.0))), {}, NotFound, "no_memory_limit"),
+        (ExportedDevice(gpu=gpu(0)), {}, NotSupported, "no_time_slicing"),
+        (ExportedDevice(gpu=gpu(0, Way.MPS, mps=mps(25.0))), {}, NotFound, "no_memory_limit"),
         (
-            ContainerDevice(gpu=gpu(0, Way.MPS, mps=mps(33.3, memory_limit_bytes=GIB))),
+            ExportedDevice(gpu=gpu(0, Way.MPS, mps=mps(33.3, memory_limit_bytes=GIB))),
             {},
             NotSupported,
             "fractional_threads",
         ),
-        (ContainerDevice(gpu=gpu(0, Way.MIG), mig=mig()), {}, NotSupported, "no_mig_there"),
+        (ExportedDevice(gpu=gpu(0, Way.MIG), mig=mig()), {}, NotSupported, "no_mig_there"),
         (SHARE, {"family": "a b"}, BadUsage, "bad_name"),
     ],
 )
-def test_refused(share: ContainerDevice, options: dict[str, Any], kind: type[GpushareError], code: str) -> None:
+def test_refused(share: ExportedDevice, options: dict[str, Any], kind: type[GpushareError], code: str) -> None:
     with pytest.raises(kind) as refused:
         ecs_export(share, **options)
     assert refused.value.code == code

@@ -14,7 +14,7 @@ from gpushare.base.model import Gpu, Priority, TimeSlice, Way
 from gpushare.base.units import GIB, MIB
 from gpushare.export.containers import layout_name
 from gpushare.export.description import HostDescription
-from gpushare.export.k8s import of_node, operator_export
+from gpushare.export.k8s import operator_export, sharing_of_node
 from gpushare.mig.parted import parse_parted, wishes_for
 from gpushare.mig.wish import parse_wish
 from tests.export.hosts import T4_BYTES, check_kubernetes, gpu, host, loaded, mig, mps, t4s
@@ -145,7 +145,7 @@ def test_other_nodes_keep_what_they_have() -> None:
 
 def test_mig_shared_beside_shared_gpus() -> None:
     mixed = host(gpu(0, Way.MIG, mig=(mig(0, replicas=2), mig(1, replicas=2))), gpu(1, replicas=3))
-    sharing = of_node(mixed)
+    sharing = sharing_of_node(mixed)
     assert sharing.key == "mig-timeslice-2-3"
     assert dict(sharing.plugin.replicas) == {"nvidia.com/gpu": 3, "nvidia.com/mig-1g.10gb": 2}
     assert sharing.capacity(mixed) == {"nvidia.com/gpu": 3, "nvidia.com/mig-1g.10gb": 4}
@@ -156,7 +156,7 @@ def test_mig_single() -> None:
     alike = host(gpu(0, Way.MIG, mig=(mig(0), mig(1))))
     found = operator_export(alike, mig_strategy="single")
     assert plugin(found, "mig").mig_strategy == "single"
-    assert of_node(alike, mig_strategy="single").capacity(alike) == {"nvidia.com/gpu": 2}
+    assert sharing_of_node(alike, mig_strategy="single").capacity(alike) == {"nvidia.com/gpu": 2}
 
 
 def with_mps(**changes: Any) -> HostDescription:
@@ -246,7 +246,7 @@ GPUS = st.builds(
 def test_a_host_is_said_as_it_is_or_refused(kinds: list[dict[str, Any]]) -> None:
     described = host(*(gpu(index, **kind) for index, kind in enumerate(kinds)))
     try:
-        sharing = of_node(described)
+        sharing = sharing_of_node(described)
         found = operator_export(described)
     except GpushareError as error:
         assert error.hint

@@ -11,7 +11,7 @@ from gpushare.base.model import ComputeMode, Priority, TimeSlice, Way
 from gpushare.base.units import GIB
 from gpushare.export import containers, dra, k8s, slurm
 from gpushare.export.description import HostDescription, MigDescription, in_place, wished
-from gpushare.export.k8s import of_node
+from gpushare.export.k8s import sharing_of_node
 from gpushare.gpu_models import find_model, profiles_of
 from gpushare.hostfile.parse import parse
 from tests.export.hosts import check_kubernetes, gpu, host, mig, mps
@@ -73,7 +73,7 @@ def test_a_profile_that_the_gpu_never_has() -> None:
 
 def test_engines_take_it() -> None:
     alike = read(*['mig: [{wish: "1g.10gb*7", timeslice: {replicas: 2}}]'] * 4)
-    assert of_node(alike).capacity(alike) == {"nvidia.com/mig-1g.10gb": 56}
+    assert sharing_of_node(alike).capacity(alike) == {"nvidia.com/mig-1g.10gb": 56}
     assert check_kubernetes(k8s.operator_export(alike)) == 3
     # Each device is shared by its own pods, so each has its own claim.
     claims = [
