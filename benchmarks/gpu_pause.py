@@ -385,10 +385,10 @@ def verbs(run: Run, one: Job, rounds: int = 8) -> dict[str, Any]:
 
 # Dies right after the channels are off, alone or with its guard.
 DIES = "import os, sys, gpushare.pause.change as room\nfrom gpushare.cli import main\n"
-ALONE = DIES + "room.JobPause._hold = lambda work: os.kill(os.getpid(), 9)\nmain(sys.argv[1:])"
+ALONE = DIES + "room.JobPause._pause_rest = lambda work: os.kill(os.getpid(), 9)\nmain(sys.argv[1:])"
 BOTH = (
     DIES
-    + "room.JobPause._hold = lambda work: (os.kill(work._guard.pid, 9), os.kill(os.getpid(), 9))\nmain(sys.argv[1:])"
+    + "room.JobPause._pause_rest = lambda work: (os.kill(work._guard.pid, 9), os.kill(os.getpid(), 9))\nmain(sys.argv[1:])"
 )
 # Dies right after the channels are on again.
 RESUMING = (

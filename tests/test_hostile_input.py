@@ -17,7 +17,7 @@ from gpushare.advice.case import read_case
 from gpushare.base.errors import BadUsage, ExitCode, GpushareError, OperationFailed, cut, system_error
 from gpushare.base.units import parse_memory_limit, parse_pinned_limits, parse_seconds, parse_thread_percentage, quoted
 from gpushare.host.capabilities import parse as parse_capability
-from gpushare.host.cdi import _parsed as parsed_cdi
+from gpushare.host.cdi import _parse_yaml as parsed_cdi
 from gpushare.host.machine import xids_in
 from gpushare.host.process import container_of
 from gpushare.hostfile.parse import parse as parse_host_file
@@ -176,7 +176,7 @@ def test_a_file_of_json(tmp_path: Path, raw: str) -> None:
         one_error(lambda: read_recording(path))
         one_error(lambda: read_bench(str(path)))
         with contextlib.suppress(ValueError):
-            JOBS._value(path.read_bytes(), path, None)
+            JOBS._parse_record(path.read_bytes(), path, None)
 
 
 # Every option with a number or a word of its own, as a user types it.

@@ -32,7 +32,7 @@ from gpushare.cli.options import (
     settings,
 )
 from gpushare.host.capabilities import user_id, user_name
-from gpushare.host.records import understood_tail
+from gpushare.host.records import read_trusted_tail
 from gpushare.mps.control import without_questions
 from gpushare.mps.daemons import FoundDaemon, own_daemon
 from gpushare.mps.home import client_environment, home_of, own_home
@@ -142,7 +142,7 @@ def last_lines(path: Path, lines: int) -> list[str]:
     """Return the last lines of a log; none if there is no such file."""
     name = shlex.quote(str(path))
     try:
-        return understood_tail(path, min(300 * lines + 4096, _MOST_OF_A_LOG)).splitlines()[-lines:]
+        return read_trusted_tail(path, min(300 * lines + 4096, _MOST_OF_A_LOG)).splitlines()[-lines:]
     except FileNotFoundError:
         return []
     except OSError as error:

@@ -165,7 +165,7 @@ def containers(seen: Examination) -> Iterator[Check]:
     if seen.nvml_error is not None:
         return
     by_path = {spec.path: spec for spec in cdi.find_specs(seen.host)}
-    for wrong in cdi.stale(seen.host, seen.gpus):
+    for wrong in cdi.stale_specs(seen.host, seen.gpus):
         yield finding(
             "cdi.stale",
             path=wrong.path,

@@ -53,6 +53,7 @@ class ActivityMeter:
         return None if percent is None else Activity(percent, "utilization")
 
     def _supported(self) -> bool:
+        """Return whether the driver supports GPM for this GPU; False if it does not answer."""
         try:
             handle = self._nvml.handle(self._index)
             support = self._nvml.ask(lambda nvml: nvml.nvmlGpmQueryDeviceSupport(handle))
@@ -61,26 +62,30 @@ class ActivityMeter:
         return support is not None and bool(support.isSupportedDevice)
 
     def _gpm_percent(self) -> float | None:
+        """Return the activity of the next 0.1 s by GPM; None: unknown."""
         try:
             return self._nvml.ask(self._between_samples)
         except GpushareError:
             return None
 
     def _between_samples(self, nvml: Any) -> float | None:
+        """Return the activity between a sample taken now and one taken 0.1 s later."""
         with contextlib.ExitStack() as samples:
-            first, second = (self._sample(nvml, samples) for _ in range(2))
-            self._take(nvml, first)
+            first, second = (self._new_sample(nvml, samples) for _ in range(2))
+            self._take_sample(nvml, first)
             time.sleep(_WINDOW_SECONDS)
-            self._take(nvml, second)
-            return _percent(nvml, first, second, self._metric)
+            self._take_sample(nvml, second)
+            return _metric_percent(nvml, first, second, self._metric)
 
     @staticmethod
-    def _sample(nvml: Any, samples: contextlib.ExitStack) -> Any:
+    def _new_sample(nvml: Any, samples: contextlib.ExitStack) -> Any:
+        """Return an empty sample, which is freed with ``samples``."""
         sample = nvml.nvmlGpmSampleAlloc()
         samples.callback(nvml.nvmlGpmSampleFree, sample)
         return sample
 
-    def _take(self, nvml: Any, sample: Any) -> None:
+    def _take_sample(self, nvml: Any, sample: Any) -> None:
+        """Fill a sample with the counters of the GPU, or of the GPU instance."""
         handle = self._nvml.handle(self._index)
         if self._instance is None:
             nvml.nvmlGpmSampleGet(handle, sample)
@@ -130,15 +135,16 @@ class ActivityRecorder(ActivityMeter):
                 self._nvml.ask(lambda nvml: nvml.nvmlGpmSampleFree(last))
 
     def _since_last(self, nvml: Any) -> float | None:
+        """Return the activity since the last sample, and keep a new one; None: there was none."""
         with contextlib.ExitStack() as samples:
-            now = self._sample(nvml, samples)
-            self._take(nvml, now)
+            now = self._new_sample(nvml, samples)
+            self._take_sample(nvml, now)
             samples.pop_all()
         last, self._last = self._last, now
         if last is None:
             return None
         try:
-            return _percent(nvml, last, now, self._metric)
+            return _metric_percent(nvml, last, now, self._metric)
         finally:
             nvml.nvmlGpmSampleFree(last)
 
@@ -163,7 +169,8 @@ def samples_since(nvml: NvmlReader, index: int, since: float) -> list[tuple[int,
     return None if rows is None else [(pid, percent) for pid, _, percent in rows]
 
 
-def _percent(nvml: Any, first: Any, second: Any, metric_name: str) -> float | None:
+def _metric_percent(nvml: Any, first: Any, second: Any, metric_name: str) -> float | None:
+    """Return a metric between two samples in percent; None: the driver has no number."""
     request = nvml.c_nvmlGpmMetricsGet_t()
     request.version = nvml.NVML_GPM_METRICS_GET_VERSION
     request.numMetrics = 1

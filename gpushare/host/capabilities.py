@@ -49,6 +49,7 @@ class Capability:
 
     @property
     def node(self) -> str:
+        """Return the device node of the capability."""
         return f"{NODES}/nvidia-cap{self.minor}"
 
 
@@ -70,11 +71,11 @@ class Capabilities:
     def of_gpu(self, minor: int) -> Mapping[Place, Capability]:
         """Return the capabilities of the instances of a GPU, given by minor number."""
         capabilities: dict[Place, Capability] = {}
-        for gpu_instance in _numbered(self._real(_directory(minor)), "gi"):
+        for gpu_instance in _numbers_in(self._real(_mig_directory(minor)), "gi"):
             own = self.read(minor, gpu_instance)
             if own is not None:
                 capabilities[gpu_instance, None] = own
-            for compute_instance in _numbered(self._real(_directory(minor, gpu_instance)), "ci"):
+            for compute_instance in _numbers_in(self._real(_mig_directory(minor, gpu_instance)), "ci"):
                 inner = self.read(minor, gpu_instance, compute_instance)
                 if inner is not None:
                     capabilities[gpu_instance, compute_instance] = inner
@@ -82,7 +83,7 @@ class Capabilities:
 
     def read(self, minor: int, gpu_instance: int, compute_instance: int | None = None) -> Capability | None:
         """Return one capability, or None if it has no file."""
-        path = f"{_directory(minor, gpu_instance, compute_instance)}/access"
+        path = f"{_mig_directory(minor, gpu_instance, compute_instance)}/access"
         try:
             text = self._real(path).read_text(encoding="ascii", errors="replace")
         except OSError:
@@ -137,6 +138,7 @@ class Capabilities:
             raise _refused_error(capability.node, error) from None
 
     def _real(self, path: str) -> Path:
+        """Return the path on this machine."""
         return self._root / path.lstrip("/")
 
 
@@ -201,6 +203,7 @@ def group_id(name: str) -> int:
 
 
 def user_name(uid: int) -> str:
+    """Return the name of a user; the number if there is none."""
     import pwd
 
     try:
@@ -209,14 +212,16 @@ def user_name(uid: int) -> str:
         return MADE_UP.get(uid, str(uid))
 
 
-def _directory(minor: int, gpu_instance: int | None = None, compute_instance: int | None = None) -> str:
+def _mig_directory(minor: int, gpu_instance: int | None = None, compute_instance: int | None = None) -> str:
+    """Return the directory of the capabilities of a GPU, a GPU instance or a compute instance."""
     path = f"/proc/driver/nvidia/capabilities/gpu{minor}/mig"
     if gpu_instance is not None:
         path += f"/gi{gpu_instance}"
     return path if compute_instance is None else f"{path}/ci{compute_instance}"
 
 
-def _numbered(directory: Path, prefix: str) -> list[int]:
+def _numbers_in(directory: Path, prefix: str) -> list[int]:
+    """Return the numbers of the entries of a directory with a prefix: 0 and 3 of ``gi0``, ``gi3``."""
     try:
         names = os.listdir(directory)
     except OSError:
@@ -226,6 +231,7 @@ def _numbered(directory: Path, prefix: str) -> list[int]:
 
 
 def _refused_error(path: str, error: OSError) -> GpushareError:
+    """Return the error of a change to a capability."""
     gone = NotFound(f"there is no {path}", "see which instances are there: gpushare mig status", code="no_capability")
     return change_refused_error(path, error, gone, "grant the instance to one user")
 
@@ -247,7 +253,7 @@ def set_listed_users(path: Path, mode: int, users: Sequence[int], permission: in
         OSError: ENOTSUP, its file system has no lists.
     """
     if users:
-        os.setxattr(path, _ACL, _acl(mode, users, permission))
+        os.setxattr(path, _ACL, _acl_bytes(mode, users, permission))
     else:
         with contextlib.suppress(OSError):
             os.removexattr(path, _ACL)
@@ -268,7 +274,8 @@ def change_refused_error(path: str, error: OSError, gone: GpushareError, instead
     return OperationFailed(f"cannot change {path}: {error.strerror}", "see what is wrong: gpushare doctor")
 
 
-def _acl(mode: int, users: Sequence[int], permission: int) -> bytes:
+def _acl_bytes(mode: int, users: Sequence[int], permission: int) -> bytes:
+    """Return an access control list as the kernel takes it, with the bits of a mode."""
     entries = [(_USER_OWNER, mode >> 6 & 7, _NO_ID)]
     entries += [(_USER, permission, uid) for uid in sorted(users)]
     entries += [(_GROUP_OWNER, mode >> 3 & 7, _NO_ID), (_MASK, permission, _NO_ID), (_OTHER, mode & 7, _NO_ID)]
@@ -276,5 +283,6 @@ def _acl(mode: int, users: Sequence[int], permission: int) -> bytes:
 
 
 def _users_in(raw: bytes, permission: int) -> tuple[int, ...]:
+    """Return the users whom an access control list gives a permission."""
     entries = struct.iter_unpack("<HHI", raw[4:])
     return tuple(sorted(uid for tag, permissions, uid in entries if tag == _USER and permissions & permission))

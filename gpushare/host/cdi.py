@@ -65,13 +65,13 @@ def root_of(host: Host) -> Path:
     return host.run_directory.parent if host.is_simulated else Path("/")
 
 
-def local_path(host: Host, path: str, *, root: Path | None = None) -> Path:
+def local_path(host: Host, path: str) -> Path:
     """Return the path of a host's file on this machine."""
-    return (root or root_of(host)) / path.lstrip("/")
+    return root_of(host) / path.lstrip("/")
 
 
-def find_specs(host: Host, *, root: Path | None = None) -> tuple[CdiSpec, ...]:
-    """Return the specifications that nvidia-ctk wrote; ``root`` replaces ``/``.
+def find_specs(host: Host) -> tuple[CdiSpec, ...]:
+    """Return the specifications that nvidia-ctk wrote.
 
     Left out are files of other kinds (k8s.device-plugin.nvidia.com/gpu belongs to the device plugin), files that cannot
     be read, and files written by hand, in which no device has a name as from nvidia-ctk.
@@ -79,16 +79,17 @@ def find_specs(host: Host, *, root: Path | None = None) -> tuple[CdiSpec, ...]:
     specs = []
     for directory in DIRECTORIES:
         with contextlib.suppress(OSError):
-            for file in sorted(local_path(host, directory, root=root).iterdir()):
-                spec = _read(file, f"{directory}/{file.name}") if file.suffix in {".yaml", ".json"} else None
+            for file in sorted(local_path(host, directory).iterdir()):
+                spec = _read_spec(file, f"{directory}/{file.name}") if file.suffix in {".yaml", ".json"} else None
                 if spec is not None and any(_is_generated(device.name) for device in spec.devices):
                     specs.append(spec)
     return tuple(specs)
 
 
-def _read(file: Path, path: str) -> CdiSpec | None:
+def _read_spec(file: Path, path: str) -> CdiSpec | None:
+    """Return the specification in a file; None: it is none of NVIDIA's GPUs, or cannot be read."""
     try:
-        raw = _parsed(file.read_text(encoding="utf-8"))
+        raw = _parse_yaml(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(raw, dict) or raw.get("kind") != KIND:
@@ -97,14 +98,15 @@ def _read(file: Path, path: str) -> CdiSpec | None:
     return CdiSpec(
         path=path,
         devices=tuple(
-            CdiDevice(name=str(device.get("name", "")), nodes=tuple(_nodes(device)))
+            CdiDevice(name=str(device.get("name", "")), nodes=tuple(_node_paths(device)))
             for device in (devices if isinstance(devices, list) else ())
             if isinstance(device, dict)
         ),
     )
 
 
-def _parsed(text: str) -> Any:
+def _parse_yaml(text: str) -> Any:
+    """Return the content of YAML or JSON, every value as text. Raises ValueError."""
     import yaml
 
     # JSON is YAML. Read everything as text: YAML 1.1 takes a name like 1:0 for the number 60.
@@ -116,7 +118,8 @@ def _parsed(text: str) -> Any:
         raise ValueError(str(error)) from None
 
 
-def _nodes(device: dict[str, Any]) -> Iterable[str]:
+def _node_paths(device: dict[str, Any]) -> Iterable[str]:
+    """Yield the paths of the device nodes of a device."""
     edits = device.get("containerEdits")
     nodes = edits.get("deviceNodes") if isinstance(edits, dict) else None
     for node in nodes if isinstance(nodes, list) else ():
@@ -125,44 +128,47 @@ def _nodes(device: dict[str, Any]) -> Iterable[str]:
 
 
 def _is_generated(name: str) -> bool:
+    """Return whether nvidia-ctk gives devices such names."""
     return name == "all" or any(pattern.fullmatch(name) for pattern in (_UUID, _WHOLE, _MIG))
 
 
-def stale(host: Host, gpus: Sequence[Gpu], *, root: Path | None = None) -> tuple[Staleness, ...]:
+def stale_specs(host: Host, gpus: Sequence[Gpu]) -> tuple[Staleness, ...]:
     """Return the specifications that name MIG devices that are gone, lack devices, or have wrong indexes.
 
     ``gpus`` are all GPUs of the host with their MIG devices. If one does not answer, no device counts as gone.
     """
-    compared = (_compared(spec, gpus) for spec in find_specs(host, root=root))
+    compared = (_staleness_of(spec, gpus) for spec in find_specs(host))
     return tuple(spec for spec in compared if spec.gone or spec.missing or spec.moved)
 
 
-def _compared(spec: CdiSpec, gpus: Sequence[Gpu]) -> Staleness:
+def _staleness_of(spec: CdiSpec, gpus: Sequence[Gpu]) -> Staleness:
+    """Return how a specification differs from the devices that are there."""
     answering = [gpu for gpu in gpus if gpu.error is None]
     present = {mig.uuid: gpu for gpu in answering for mig in gpu.mig_instances}
     whole = {gpu.uuid: gpu for gpu in answering if gpu.uuid and not gpu.mig_enabled}
     names = {device.name for device in spec.devices}
-    by_index = _by_index(spec, gpus)
+    by_index = _uuids_by_index_name(spec, gpus)
     listed = {name for name in names if name.startswith("MIG-")} or set(by_index.values())
     gone = sorted(listed - present.keys()) if len(answering) == len(gpus) else []
     missing = [uuid for uuid in present if uuid not in listed]
     for uuid, gpu in whole.items():
-        if uuid not in names and not any(_is_index(name, gpu.index) for name in names):
+        if uuid not in names and not any(_names_index(name, gpu.index) for name in names):
             missing.append(uuid)
     return Staleness(
         path=spec.path,
         gone=tuple(gone),
         missing=tuple(missing),
-        moved=() if gone or missing else tuple(_moved(by_index, answering)),
+        moved=() if gone or missing else tuple(_moved_names(by_index, answering)),
     )
 
 
-def _is_index(name: str, index: int) -> bool:
+def _names_index(name: str, index: int) -> bool:
+    """Return whether a name of a device means the whole GPU with this index."""
     match = _WHOLE.fullmatch(name)
     return match is not None and int(match[1]) == index
 
 
-def _by_index(spec: CdiSpec, gpus: Sequence[Gpu]) -> dict[str, str]:
+def _uuids_by_index_name(spec: CdiSpec, gpus: Sequence[Gpu]) -> dict[str, str]:
     """Return the UUIDs of MIG devices that are named by index; the name itself when unknown."""
     same = {device.nodes: device.name for device in spec.devices if device.nodes and device.name.startswith("MIG-")}
     uuids = {}
@@ -170,11 +176,11 @@ def _by_index(spec: CdiSpec, gpus: Sequence[Gpu]) -> dict[str, str]:
         match = _MIG.fullmatch(device.name)
         if match is not None:
             gpu = next((gpu for gpu in gpus if gpu.index == int(match[1])), None)
-            uuids[device.name] = same.get(device.nodes) or _by_capabilities(device, gpu) or device.name
+            uuids[device.name] = same.get(device.nodes) or _uuid_by_capabilities(device, gpu) or device.name
     return uuids
 
 
-def _by_capabilities(device: CdiDevice, gpu: Gpu | None) -> str | None:
+def _uuid_by_capabilities(device: CdiDevice, gpu: Gpu | None) -> str | None:
     """Return the UUID of the MIG device with the same capability nodes.
 
     The minor of a GPU instance is 3 + 135 * GPU + 9 * id, of its compute instance that + 1 + id (nvidia-caps.c).
@@ -188,7 +194,8 @@ def _by_capabilities(device: CdiDevice, gpu: Gpu | None) -> str | None:
     )
 
 
-def _moved(by_index: dict[str, str], gpus: Sequence[Gpu]) -> Iterable[str]:
+def _moved_names(by_index: dict[str, str], gpus: Sequence[Gpu]) -> Iterable[str]:
+    """Yield the names by index that now belong to another MIG device."""
     for prefix in ("", "mig"):
         for gpu in gpus:
             # NVML's indexes may have gaps: compare by order.
@@ -217,7 +224,7 @@ def refresh_command(spec: CdiSpec | None = None) -> tuple[str, ...]:
     return (PROGRAM, "cdi", "generate", f"--output={spec.path}", *kinds)
 
 
-def refresh(host: Host, spec: CdiSpec, *, root: Path | None = None) -> None:
+def refresh(host: Host, spec: CdiSpec) -> None:
     """Rewrite a specification and check that it matches the devices.
 
     If every GPU is in MIG mode without an instance, nvidia-ctk refuses ("empty device edits"), so the file stays.
@@ -241,7 +248,7 @@ def refresh(host: Host, spec: CdiSpec, *, root: Path | None = None) -> None:
                 f"nvidia-ctk may not write {spec.path}: {printed}", f"run as root: sudo {' '.join(command)}"
             )
         raise OperationFailed(f"nvidia-ctk did not write {spec.path}: {printed}", by_hand, code="cdi_not_written")
-    wrong = next((each for each in stale(host, gpus, root=root) if each.path == spec.path), None)
+    wrong = next((each for each in stale_specs(host, gpus) if each.path == spec.path), None)
     if wrong is not None:
         raise OperationFailed(
             f"nvidia-ctk wrote {spec.path}, but it {describe(wrong)}", by_hand, code="cdi_still_stale"
@@ -249,6 +256,7 @@ def refresh(host: Host, spec: CdiSpec, *, root: Path | None = None) -> None:
 
 
 def check_toolkit(host: Host) -> None:
+    """Raise NotSupported if nvidia-ctk is not installed."""
     if host.programs.find(PROGRAM) is None:
         raise NotSupported(
             f"{PROGRAM}, which writes the CDI specification of this host, is not installed",
@@ -261,14 +269,15 @@ def describe(staleness: Staleness) -> str:
     """Describe what is wrong: ``names devices that are gone (MIG-...) and lacks MIG-...``."""
     parts = []
     if staleness.gone:
-        parts.append(f"names devices that are gone ({_first_names(staleness.gone)})")
+        parts.append(f"names devices that are gone ({_first_names_text(staleness.gone)})")
     if staleness.missing:
-        parts.append(f"lacks {_first_names(staleness.missing)}")
+        parts.append(f"lacks {_first_names_text(staleness.missing)}")
     if staleness.moved:
-        parts.append(f"has wrong MIG devices for {_first_names(staleness.moved)}")
+        parts.append(f"has wrong MIG devices for {_first_names_text(staleness.moved)}")
     return " and ".join(parts)
 
 
-def _first_names(names: Sequence[str]) -> str:
+def _first_names_text(names: Sequence[str]) -> str:
+    """Return the first names, and how many more there are."""
     more = f" and {len(names) - 2} more" if len(names) > 3 else ""
     return ", ".join(names[: 2 if more else 3]) + more

@@ -155,8 +155,14 @@ CALL_SECONDS: Final = 5.0
 _MOST_BYTES: Final = 1 << 20
 
 
-# Descriptor, client, group, subdevice, channels.
-_Wire = tuple[int, int, int, int, Sequence[int]]
+class _GroupHandles(NamedTuple):
+    """A channel group as a request names it; see `Group`. JSON carries it as a list."""
+
+    descriptor: int
+    client: int
+    handle: int
+    subdevice: int
+    channels: Sequence[int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,10 +201,11 @@ class Channels:
     seconds: float = field(default=0.0, metadata=NOT_STORED)
 
     @functools.cached_property
-    def wire(self) -> list[_Wire]:
+    def handles(self) -> list[_GroupHandles]:
         """Return the compute groups as a request names them."""
         return [
-            (group.descriptor, group.client, group.handle, group.subdevice, group.channels) for group in self.compute
+            _GroupHandles(group.descriptor, group.client, group.handle, group.subdevice, group.channels)
+            for group in self.compute
         ]
 
     @property
@@ -243,7 +250,7 @@ class KernelFiles:
         """
         if _in_wsl() and not os.path.exists(self._node):
             raise Refused("wsl")
-        refused = _refused_here()
+        refused = _refusal_on_self()
         if refused is not None:
             raise refused
         scope = _yama_scope()
@@ -260,7 +267,7 @@ class KernelFiles:
         try:
             identity = _identity(pid)
             # The start time was read while the pidfd was open and its process alive: both are the same process.
-            if identity is None or started not in {None, identity.started} or _ended(pidfd):
+            if identity is None or started not in {None, identity.started} or _has_ended(pidfd):
                 raise Refused("gone")
             yield KernelProcess(identity, pidfd, self._node, self._device)
         finally:
@@ -307,7 +314,7 @@ class KernelProcess:
         try:
             numbers = _control_descriptors(self.identity.pid, self._node)
         except PermissionError:
-            raise _forbidden(self.identity.pid) from None
+            raise _refusal_by_kernel(self.identity.pid) from None
         except OSError:
             raise Refused("gone") from None
         if not numbers and _in_wsl():
@@ -336,7 +343,7 @@ class KernelProcess:
             if error == errno.ENOSYS:
                 raise Refused("gvisor" if _in_gvisor() else "no_pidfd_getfd")
             if error == errno.EPERM:
-                raise _forbidden(self.identity.pid)
+                raise _refusal_by_kernel(self.identity.pid)
             raise Refused("gone" if error == errno.ESRCH else "stale", os.strerror(error))
         try:
             genuine = _is_device(file, self._device)
@@ -350,6 +357,7 @@ class KernelProcess:
 
 
 def _is_device(file: int, device: tuple[int, int]) -> bool:
+    """Return whether an open file is a character device with these numbers."""
     stated = os.fstat(file)
     return stat.S_ISCHR(stated.st_mode) and (os.major(stated.st_rdev), os.minor(stated.st_rdev)) == device
 
@@ -367,7 +375,7 @@ def _control_descriptors(pid: int, node: str) -> list[int]:
     return sorted(numbers)
 
 
-def _ended(pidfd: int) -> bool:
+def _has_ended(pidfd: int) -> bool:
     """Return whether the process of a pidfd has ended (poll(2): readable)."""
     import select
 
@@ -396,12 +404,14 @@ def _stat(path: str) -> list[bytes]:
 
 @functools.cache
 def _libc() -> Any:
+    """Return the C library, with errno."""
     import ctypes
 
     return ctypes.CDLL(None, use_errno=True)
 
 
 def _syscall(number: int, *arguments: int) -> tuple[int, int]:
+    """Make a system call; return its result and errno."""
     import ctypes
 
     result = _libc().syscall(number, *(ctypes.c_long(argument) for argument in arguments))
@@ -409,6 +419,7 @@ def _syscall(number: int, *arguments: int) -> tuple[int, int]:
 
 
 def _pidfd(pid: int) -> int:
+    """Return a pidfd of a process. Raises Refused: it has ended, or the kernel does not allow it."""
     try:
         return os.pidfd_open(pid)
     except (ProcessLookupError, OverflowError):
@@ -420,7 +431,7 @@ def _pidfd(pid: int) -> int:
         raise Refused("seccomp" if error.errno == errno.EPERM else "gone") from None
 
 
-def _refused_here() -> Refused | None:
+def _refusal_on_self() -> Refused | None:
     """Return why pidfd_getfd does not even work on this process; None: it does."""
     own = _pidfd(os.getpid())
     try:
@@ -435,9 +446,9 @@ def _refused_here() -> Refused | None:
     return Refused("seccomp")
 
 
-def _forbidden(pid: int) -> Refused:
+def _refusal_by_kernel(pid: int) -> Refused:
     """Return the reason for EPERM from pidfd_getfd."""
-    refused = _refused_here()
+    refused = _refusal_on_self()
     if refused is not None:
         return refused
     uid = real_uid(pid)
@@ -448,7 +459,8 @@ def _forbidden(pid: int) -> Refused:
 
 
 def _yama_scope() -> str:
-    return _text("/proc/sys/kernel/yama/ptrace_scope").strip()
+    """Return Yama's ptrace_scope as text; empty: there is no Yama."""
+    return _read_text("/proc/sys/kernel/yama/ptrace_scope").strip()
 
 
 def yama_scope() -> str | None:
@@ -457,7 +469,8 @@ def yama_scope() -> str | None:
     return scope if scope == "3" or (scope in {"1", "2"} and os.geteuid() != 0) else None
 
 
-def _text(path: str) -> str:
+def _read_text(path: str) -> str:
+    """Return the begin of a file; empty if it cannot be read."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read(4096)
@@ -466,12 +479,16 @@ def _text(path: str) -> str:
 
 
 def _in_wsl() -> bool:
-    return "microsoft" in _text("/proc/sys/kernel/osrelease").lower()
+    """Return whether this is Windows' Linux kernel."""
+    return "microsoft" in _read_text("/proc/sys/kernel/osrelease").lower()
 
 
 def _in_gvisor() -> bool:
+    """Return whether this is gVisor, which has no pidfd_getfd."""
     # What its /proc/version always says.
-    return re.match(r"Linux version 4\.4\.0 .*(gVisor|Jan 10 15:06:54 PST 2016)", _text("/proc/version")) is not None
+    return (
+        re.match(r"Linux version 4\.4\.0 .*(gVisor|Jan 10 15:06:54 PST 2016)", _read_text("/proc/version")) is not None
+    )
 
 
 class _File:
@@ -494,7 +511,7 @@ class _File:
         """Make one call. Raises Refused unless its status is 0."""
         status = self.control(client, thing, command, parameters)
         if status != OK:
-            raise _failed(name, status)
+            raise _status_refusal(name, status)
 
     def info(self, client: int, thing: int, index: int = CLASS) -> tuple[int, int]:
         """Return the status, and the class or parent of a handle. RM takes no GPU lock for this call."""
@@ -505,15 +522,17 @@ class _File:
         try:
             self._ask_info()
         except OSError as error:
-            raise _failed_ioctl(error) from None
+            raise _ioctl_refusal(error) from None
         # The result is a union of a 32-bit handle and 64 bits.
         return _NUMBER(argument, _STATUS_AT)[0], _NUMBER(parameters, 8)[0]
 
     def parent_of(self, client: int, thing: int) -> int | None:
+        """Return the parent of an object; None: there is no such object."""
         status, parent = self.info(client, thing, PARENT)
         return parent if status == OK else None
 
     def slice_of(self, client: int, group: int) -> int:
+        """Return the time-slice of a group in microseconds. Raises Refused."""
         parameters = bytearray(SLICE.size)
         self.demand("GET_TIMESLICE", client, group, GET_TIMESLICE, parameters)
         return int(SLICE.unpack(parameters)[0])
@@ -523,24 +542,28 @@ class _File:
         self.demand("SET_TIMESLICE", client, group, SET_TIMESLICE, bytearray(SLICE.pack(microseconds)))
         return self.slice_of(client, group)
 
-    def switch(self, client: int, subdevice: int, channels: Sequence[int], *, off: bool) -> None:
+    def switch_channels(self, client: int, subdevice: int, channels: Sequence[int], *, off: bool) -> None:
+        """Take at most 64 channels off the GPU, or put them back. Raises Refused."""
         pad = [0] * (CHANNELS_PER_CALL - len(channels))
         lists = (*[client] * len(channels), *pad, *channels, *pad)
         parameters = bytearray(DISABLE.pack(off, len(channels), 0, 0, 0, *lists))
         self.demand("FIFO_DISABLE_CHANNELS", client, subdevice, DISABLE_CHANNELS, parameters)
 
     def _ioctl(self, request: int, argument: bytearray, parameters: bytearray) -> None:
+        """Make one ioctl on the file. Raises Refused."""
         try:
             self._files.ioctl(self._file, request, argument, parameters)
         except OSError as error:
-            raise _failed_ioctl(error) from None
+            raise _ioctl_refusal(error) from None
 
 
-def _failed_ioctl(error: OSError) -> Refused:
+def _ioctl_refusal(error: OSError) -> Refused:
+    """Return the refusal for an ioctl that failed."""
     return Refused("ioctl", error.strerror or str(error))
 
 
-def _failed(name: str, status: int) -> Refused:
+def _status_refusal(name: str, status: int) -> Refused:
+    """Return the refusal for a status of RM other than OK."""
     code = "stale" if status in _GONE else "refuses" if status in _REFUSES else "failed"
     code = "lost" if status == GPU_IS_LOST else code
     return Refused(code, name, status)
@@ -548,6 +571,7 @@ def _failed(name: str, status: int) -> Refused:
 
 @contextlib.contextmanager
 def _duplicated(files: KernelFiles, process: KernelProcess, number: int) -> Iterator[_File]:
+    """Yield the calls on a duplicate of a process's descriptor, which is closed at the end."""
     file = process.duplicate(number)
     try:
         yield _File(files, file)
@@ -555,13 +579,13 @@ def _duplicated(files: KernelFiles, process: KernelProcess, number: int) -> Iter
         files.close(file)
 
 
-def _find(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, Any]:
+def _find_groups(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, Any]:
     """Return the channel groups of a process as the answer to a request, compute groups probed.
 
     All clients of the process are scanned; if the request has groups, only their clients are read again, without a probe.
     """
     began = time.monotonic()
-    newest = None if request.get("groups") else _newest(files)
+    newest = None if request.get("groups") else _newest_client(files)
     with files.process(request["pid"], request["started"]) as process, contextlib.ExitStack() as stack:
         numbers = process.numbers()
         if not numbers:
@@ -582,11 +606,11 @@ def _find(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, Any]:
         if not opened:
             raise refused[0]
         pid = process.identity.pid if files.sees_host_pids() else None
-        groups_before: Sequence[_Wire] = request.get("groups", ())
+        groups_before = [_GroupHandles(*group) for group in request.get("groups", ())]
         if groups_before:
-            pairs = {(number, client) for number, client, *_ in groups_before if number in opened}
+            pairs = {(group.descriptor, group.client) for group in groups_before if group.descriptor in opened}
             groups_now = [
-                group for number, client in sorted(pairs) for group in _groups(opened[number], number, client)
+                group for number, client in sorted(pairs) for group in _groups_of_client(opened[number], number, client)
             ]
             groups = _own_groups(groups_now, opened, pid, complete=True, unusual_status=None)
         else:
@@ -598,7 +622,7 @@ def _find(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, Any]:
     return {"started": started, "groups": [asdict(group) for group in groups], "seconds": time.monotonic() - began}
 
 
-def _newest(files: KernelFiles) -> int | None:
+def _newest_client(files: KernelFiles) -> int | None:
     """Return the newest client number, by allocating a client. It is freed when its file is closed."""
     file = files.own()
     if file is None:
@@ -619,7 +643,7 @@ def _newest(files: KernelFiles) -> int | None:
     return handle - CLIENT_BASE if status == OK and inside else None
 
 
-def _order(newest: int | None) -> Iterator[int]:
+def _client_handles(newest: int | None) -> Iterator[int]:
     """Yield all client handles, newest first; from the lowest up if the newest is unknown."""
     for step in range(CLIENT_COUNT):
         yield CLIENT_BASE + (step if newest is None else (newest - step) % CLIENT_COUNT)
@@ -635,7 +659,7 @@ def _scan(opened: Mapping[int, _File], pid: int | None, newest: int | None, dead
     tries: int | None = None
     unusual_status: int | None = None
     complete = True
-    for step, client in enumerate(_order(newest)):
+    for step, client in enumerate(_client_handles(newest)):
         for number, file in opened.items():
             status, _ = file.info(client, client)
             if status == INVALID_CLIENT:
@@ -645,7 +669,7 @@ def _scan(opened: Mapping[int, _File], pid: int | None, newest: int | None, dead
                 continue
             if client not in seen:
                 seen.add(client)
-                groups += _groups(file, number, client)
+                groups += _groups_of_client(file, number, client)
                 tries = _WINDOW if any(group.engine == "compute" for group in groups) else None
         if tries is not None:
             tries -= 1
@@ -669,7 +693,7 @@ def _own_groups(
     compute = [group for group in groups if group.engine == "compute"]
     if not compute:
         if unusual_status not in {None, OK}:
-            raise _failed("CLIENT_GET_HANDLE_INFO", unusual_status or 0)
+            raise _status_refusal("CLIENT_GET_HANDLE_INFO", unusual_status or 0)
         if groups:
             raise Refused("no_compute_group")
         raise Refused("no_context" if complete else "scan_incomplete")
@@ -677,7 +701,7 @@ def _own_groups(
     # listed, even after the parent has ended. No call names the PID of a single client to a plain user.
     strangers = set()
     for group in compute:
-        owners = _owners(opened[group.descriptor], group)
+        owners = _pids_with_compute(opened[group.descriptor], group)
         if owners and pid is not None and pid not in owners:
             strangers.add((group.client, group.subdevice))
     kept = [group for group in groups if (group.client, group.subdevice) not in strangers]
@@ -686,7 +710,7 @@ def _own_groups(
     return kept
 
 
-def _owners(file: _File, group: Group) -> Sequence[int] | None:
+def _pids_with_compute(file: _File, group: Group) -> Sequence[int] | None:
     """Return the PIDs that have compute objects on the GPU of a group; None: unknown."""
     holders: list[int] = []
     for kind in group.classes:
@@ -700,9 +724,9 @@ def _owners(file: _File, group: Group) -> Sequence[int] | None:
     return holders
 
 
-def _groups(file: _File, number: int, client: int) -> list[Group]:
+def _groups_of_client(file: _File, number: int, client: int) -> list[Group]:
     """Return the channel groups of a client, from the classes and parents of its objects."""
-    objects = _objects(file, client)
+    objects = _classes_of_objects(file, client)
     of_interest = [handle for handle, kind in objects.items() if kind >= CLASS_SUBDEVICE]
     parents = {handle: file.parent_of(client, handle) for handle in of_interest}
     channels: dict[int, list[int]] = {}
@@ -730,18 +754,18 @@ def _groups(file: _File, number: int, client: int) -> list[Group]:
                 client=client,
                 handle=handle,
                 subdevice=subdevice,
-                gpu=_uuid(file, client, subdevice),
+                gpu=_gpu_uuid(file, client, subdevice),
                 engine=_engine(on_channels),
                 classes=on_channels,
                 channels=tuple(sorted(channels.get(handle, ()))),
-                slice_us=_slice(file, client, handle),
+                slice_us=_slice_or_none(file, client, handle),
                 under_mps=mps,
             )
         )
     return groups
 
 
-def _objects(file: _File, client: int) -> dict[int, int]:
+def _classes_of_objects(file: _File, client: int) -> dict[int, int]:
     """Return the class of each object of a client in the handle range of libcuda."""
     parameters = bytearray(CHILD.pack(client, INTERNAL_DEVICE, 0))
     status = file.control(client, client, CHILD_HANDLE, parameters)
@@ -764,6 +788,7 @@ def _objects(file: _File, client: int) -> dict[int, int]:
 
 
 def _is_channel(kind: int) -> bool:
+    """Return whether a class is that of a channel, of any generation."""
     return kind & 0xFF == _CHANNEL and kind > CLASS_GROUP
 
 
@@ -776,7 +801,8 @@ def _engine(classes: Iterable[int]) -> str:
     return "compute" if _COMPUTE in kinds else "copy" if _COPY in kinds else "other"
 
 
-def _uuid(file: _File, client: int, subdevice: int) -> str | None:
+def _gpu_uuid(file: _File, client: int, subdevice: int) -> str | None:
+    """Return the UUID of the GPU of a subdevice; None: the driver does not tell."""
     parameters = bytearray(GID.pack(0, 0, 0, b""))
     if file.control(client, subdevice, GPU_GET_GID_INFO, parameters) != OK:
         return None
@@ -784,7 +810,8 @@ def _uuid(file: _File, client: int, subdevice: int) -> str | None:
     return text if re.fullmatch(r"(GPU|MIG)-[0-9a-fA-F-]{36}", text) else None
 
 
-def _slice(file: _File, client: int, group: int) -> int | None:
+def _slice_or_none(file: _File, client: int, group: int) -> int | None:
+    """Return the slice of a group; None: it cannot be read."""
     try:
         return file.slice_of(client, group)
     except Refused:
@@ -804,20 +831,20 @@ def _probe(file: _File, group: Group) -> None:
 
 
 @contextlib.contextmanager
-def _checked(
+def _opened_groups(
     files: KernelFiles, request: Mapping[str, Any], *, skip_stale: bool = False
-) -> Iterator[list[tuple[_File, _Wire]]]:
+) -> Iterator[list[tuple[_File, _GroupHandles]]]:
     """Duplicate the files of known groups for one request, and check that each is still a group. Raises Refused."""
-    opened_groups: list[tuple[_File, _Wire]] = []
+    opened_groups: list[tuple[_File, _GroupHandles]] = []
     stale: Refused | None = None
     with files.process(request["pid"], request["started"]) as process, contextlib.ExitStack() as stack:
         opened: dict[int, _File] = {}
-        for group in request["groups"]:
-            number, client, handle, *_ = group
+        for group in (_GroupHandles(*row) for row in request["groups"]):
+            number = group.descriptor
             try:
                 if number not in opened:
                     opened[number] = stack.enter_context(_duplicated(files, process, number))
-                status, kind = opened[number].info(client, handle)
+                status, kind = opened[number].info(group.client, group.handle)
                 if status != OK or kind != CLASS_GROUP:
                     raise Refused("stale", "CLIENT_GET_HANDLE_INFO", status or OBJECT_NOT_FOUND)
             except Refused as error:
@@ -831,65 +858,67 @@ def _checked(
         yield opened_groups
 
 
-def _check(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ARG001 - as the others
+def _check_kernel(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ARG001 - as the others
+    """Check whether channels of processes can be reached from here at all."""
     files.check()
     return {}
 
 
-def _read(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, Any]:
-    with _checked(files, request) as groups:
-        return {"slices": [file.slice_of(client, handle) for file, (_, client, handle, *_) in groups]}
+def _read_slices(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the slices of the groups."""
+    with _opened_groups(files, request) as groups:
+        return {"slices": [file.slice_of(group.client, group.handle) for file, group in groups]}
 
 
-def _set(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, Any]:
+def _set_slices(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, Any]:
     """Set a slice for all groups or for none."""
     wanted = request["microseconds"]
-    with _checked(files, request) as groups:
-        before = [file.slice_of(client, handle) for file, (_, client, handle, *_) in groups]
+    with _opened_groups(files, request) as groups:
+        before = [file.slice_of(group.client, group.handle) for file, group in groups]
         began, changed = time.monotonic(), 0
         try:
-            for file, (_, client, handle, *_) in groups:
+            for file, group in groups:
                 changed += 1
-                read = file.set_slice(client, handle, wanted)
+                read = file.set_slice(group.client, group.handle, wanted)
                 if read != wanted:
                     raise Refused("not_taken", f"{wanted} us, read {read} us")
         except Refused:
-            for (file, (_, client, handle, *_)), microseconds in list(zip(groups, before, strict=True))[:changed]:
+            for (file, group), microseconds in list(zip(groups, before, strict=True))[:changed]:
                 with contextlib.suppress(Refused):
-                    file.set_slice(client, handle, microseconds)
+                    file.set_slice(group.client, group.handle, microseconds)
             raise
         return {"before": before, "seconds": time.monotonic() - began}
 
 
-def _off(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, Any]:
+def _disable_channels(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, Any]:
     """Take all channels off the GPU, or none."""
-    with _checked(files, request) as groups:
+    with _opened_groups(files, request) as groups:
         # What the driver does with a channel that has gone is not known: it is never asked.
-        if any(len(_existing_channels(file, group)) < len(group[4]) for file, group in groups):
+        if any(len(_existing_channels(file, group)) < len(group.channels) for file, group in groups):
             raise Refused("stale", "CLIENT_GET_HANDLE_INFO", OBJECT_NOT_FOUND)
         batches = _batches(groups)
         began, done = time.monotonic(), 0
         try:
             for batch in batches:
                 done += 1
-                batch.file.switch(batch.client, batch.subdevice, batch.channels, off=True)
+                batch.file.switch_channels(batch.client, batch.subdevice, batch.channels, off=True)
         except Refused:
             for batch in batches[:done]:
                 with contextlib.suppress(Refused):
-                    batch.file.switch(batch.client, batch.subdevice, batch.channels, off=False)
+                    batch.file.switch_channels(batch.client, batch.subdevice, batch.channels, off=False)
             raise
         return {"seconds": time.monotonic() - began}
 
 
-def _on(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, Any]:
+def _enable_channels(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, Any]:
     """Enable the channels that are left; one failure does not stop the others."""
-    with _checked(files, request, skip_stale=True) as groups:
-        batches = _batches([(file, (*group[:4], _existing_channels(file, group))) for file, group in groups])
+    with _opened_groups(files, request, skip_stale=True) as groups:
+        batches = _batches([(file, group._replace(channels=_existing_channels(file, group))) for file, group in groups])
         began = time.monotonic()
         failed: list[Refused] = []
         for batch in batches:
             try:
-                batch.file.switch(batch.client, batch.subdevice, batch.channels, off=False)
+                batch.file.switch_channels(batch.client, batch.subdevice, batch.channels, off=False)
             except Refused as error:
                 failed.append(error)
         if failed:
@@ -906,17 +935,17 @@ class _Batch(NamedTuple):
     channels: list[int]
 
 
-def _existing_channels(file: _File, group: _Wire) -> list[int]:
+def _existing_channels(file: _File, group: _GroupHandles) -> list[int]:
     """Return the channels of a group that still exist."""
-    _, client, handle, _, channels = group
-    return [channel for channel in channels if file.parent_of(client, channel) == handle]
+    return [channel for channel in group.channels if file.parent_of(group.client, channel) == group.handle]
 
 
-def _batches(groups: Sequence[tuple[_File, _Wire]]) -> list[_Batch]:
+def _batches(groups: Sequence[tuple[_File, _GroupHandles]]) -> list[_Batch]:
     """Return the calls needed: the channels of each subdevice, up to 64 per call."""
     together: dict[tuple[int, int, int], tuple[_File, list[int]]] = {}
-    for file, (number, client, _, subdevice, channels) in groups:
-        together.setdefault((number, client, subdevice), (file, []))[1].extend(channels)
+    for file, group in groups:
+        key = group.descriptor, group.client, group.subdevice
+        together.setdefault(key, (file, []))[1].extend(group.channels)
     return [
         _Batch(file, client, subdevice, channels[at : at + CHANNELS_PER_CALL])
         for (_, client, subdevice), (file, channels) in together.items()
@@ -925,12 +954,12 @@ def _batches(groups: Sequence[tuple[_File, _Wire]]) -> list[_Batch]:
 
 
 _REQUESTS: Final[Mapping[str, Callable[[KernelFiles, Mapping[str, Any]], dict[str, Any]]]] = {
-    "check": _check,
-    "find": _find,
-    "read": _read,
-    "set": _set,
-    "off": _off,
-    "on": _on,
+    "check": _check_kernel,
+    "find": _find_groups,
+    "read": _read_slices,
+    "set": _set_slices,
+    "off": _disable_channels,
+    "on": _enable_channels,
 }
 
 
@@ -956,10 +985,11 @@ def serve() -> None:
                 reply = answer(files, json.loads(line))
             except Exception as error:  # noqa: BLE001 - gpushare reports it
                 reply = {"refused": "internal", "text": f"{type(error).__name__}: {error}", "status": None}
-            _write(json.dumps(reply).encode() + b"\n")
+            _write_answer(json.dumps(reply).encode() + b"\n")
 
 
-def _write(text: bytes) -> None:
+def _write_answer(text: bytes) -> None:
+    """Write all of an answer to the socket that is stdin."""
     while text:
         text = text[os.write(0, text) :]
 
@@ -1001,7 +1031,7 @@ class Caller:
         """Return the answer to a request. Raises TimedOut or OperationFailed, after ending the child."""
         self.start()
         try:
-            return self._asked(request, time.monotonic() + seconds)
+            return self._answer(request, time.monotonic() + seconds)
         except TimeoutError:
             self.close()
             raise not_answered_error(request["pid"], seconds) from None
@@ -1038,6 +1068,7 @@ class Caller:
             _LEFT.append(process)
 
     def _forget(self) -> subprocess.Popen[bytes] | None:
+        """Close the socket, and leave the process to end by itself; return it."""
         if self._socket is not None:
             self._socket.close()
         process, self._process, self._socket = self._process, None, None
@@ -1046,6 +1077,7 @@ class Caller:
         return process
 
     def _start(self) -> None:
+        """Start the process with one end of a new socket."""
         import socket
         import subprocess
         import sys
@@ -1069,7 +1101,8 @@ class Caller:
                 raise
         self._socket = ours
 
-    def _asked(self, request: Mapping[str, Any], deadline: float) -> Mapping[str, Any]:
+    def _answer(self, request: Mapping[str, Any], deadline: float) -> Mapping[str, Any]:
+        """Send a request, and return the answer. Raises TimeoutError, OSError (it has ended), ValueError (no answer of ours)."""
         channel = self._socket
         if channel is None:
             raise OSError(errno.EPIPE, os.strerror(errno.EPIPE))
@@ -1130,7 +1163,7 @@ class ChannelControl:
         reply = self._ask({"do": "check", "pid": os.getpid()}, CALL_SECONDS)
         if "refused" in reply:
             text = reply.get("text") or ""
-            raise _refused_error(
+            raise _error_of_row(
                 reply["refused"], "time-slices cannot be set here: ", text=text, status="", pid=os.getpid()
             )
 
@@ -1149,28 +1182,29 @@ class ChannelControl:
             TimedOut: the driver did not answer, or the scan took too long.
             OperationFailed: the driver failed.
         """
-        return self._found({"do": "find", "pid": pid, "started": started, "probe": probe}, seconds)
+        return self._find_channels({"do": "find", "pid": pid, "started": started, "probe": probe}, seconds)
 
     def find_again(self, channels: Channels) -> Channels:
         """Find the contexts and channels that known clients have now; faster than `find`, and without a probe.
 
         Raises as `find`.
         """
-        return self._found(_request("find", channels))
+        return self._find_channels(_request("find", channels))
 
-    def _found(self, request: Mapping[str, Any], seconds: float = FIND_SECONDS) -> Channels:
+    def _find_channels(self, request: Mapping[str, Any], seconds: float = FIND_SECONDS) -> Channels:
+        """Return the channels that the answer to a request names. Raises as `find`."""
         pid = request["pid"]
-        reply = self._asked(request, pid, seconds)
+        reply = self._answer(request, pid, seconds)
         channels: Channels | None = None
         with contextlib.suppress(ValueError):
             channels = parsed(Channels, {"pid": pid, "started": reply["started"], "groups": reply["groups"]})
         if channels is None or not channels.compute:
-            raise _error("internal", pid, "its answer names no groups", None)
+            raise _refusal_error("internal", pid, "its answer names no groups", None)
         return replace(channels, seconds=float(reply["seconds"]))
 
     def read_slices(self, channels: Channels) -> tuple[int, ...]:
         """Return the slices of the compute groups in microseconds. Raises like `set_slice`."""
-        return tuple(self._asked(_request("read", channels), channels.pid, CALL_SECONDS)["slices"])
+        return tuple(self._answer(_request("read", channels), channels.pid, CALL_SECONDS)["slices"])
 
     def set_slice(self, channels: Channels, microseconds: int) -> float:
         """Set the slice of all compute groups and read it back; return the seconds spent in the driver.
@@ -1184,7 +1218,7 @@ class ChannelControl:
             TimedOut: the driver did not answer; the slice may be the old or the new one.
         """
         request = {**_request("set", channels), "microseconds": microseconds}
-        return float(self._asked(request, channels.pid, CALL_SECONDS)["seconds"])
+        return float(self._answer(request, channels.pid, CALL_SECONDS)["seconds"])
 
     def restore_slices(self, channels: Channels) -> float:
         """Set each compute group to the slice that the scan found. Raises like `set_slice`."""
@@ -1204,21 +1238,23 @@ class ChannelControl:
             NotFound, NoPermission, NotSupported, OperationFailed: like `set_slice`; all channels are on.
             TimedOut: the driver did not answer; the channels may be off.
         """
-        return float(self._asked(_request("off", channels), channels.pid, CALL_SECONDS)["seconds"])
+        return float(self._answer(_request("off", channels), channels.pid, CALL_SECONDS)["seconds"])
 
     def enable(self, channels: Channels) -> float:
         """Put the channels back on the GPU, those that still exist. Raises like `set_slice`."""
-        return float(self._asked(_request("on", channels), channels.pid, CALL_SECONDS)["seconds"])
+        return float(self._answer(_request("on", channels), channels.pid, CALL_SECONDS)["seconds"])
 
-    def _asked(self, request: Mapping[str, Any], pid: int, seconds: float) -> Mapping[str, Any]:
+    def _answer(self, request: Mapping[str, Any], pid: int, seconds: float) -> Mapping[str, Any]:
+        """Return the answer to a request about a process. Raises GpushareError if it is refused."""
         reply = self._ask(request, seconds)
         if "refused" in reply:
-            raise _error(reply["refused"], pid, reply.get("text") or "", reply.get("status"))
+            raise _refusal_error(reply["refused"], pid, reply.get("text") or "", reply.get("status"))
         return reply
 
 
 def _request(do: str, channels: Channels) -> dict[str, Any]:
-    return {"do": do, "pid": channels.pid, "started": channels.started, "groups": channels.wire}
+    """Return a request about the compute groups of a process."""
+    return {"do": do, "pid": channels.pid, "started": channels.started, "groups": channels.handles}
 
 
 def status_name(status: int) -> str:
@@ -1226,16 +1262,18 @@ def status_name(status: int) -> str:
     return f"{status:#04x} {_NAMES.get(status, '')}".strip()
 
 
-def _error(code: str, pid: int, text: str, status: int | None) -> GpushareError:
+def _refusal_error(code: str, pid: int, text: str, status: int | None) -> GpushareError:
+    """Return the error for a refused request about a process."""
     shown = text or ("no such handle" if code == "stale" else "")
     if code == "stale" and status is not None:
         shown = status_name(status)
-    return _refused_error(
+    return _error_of_row(
         code, f"process {pid}: ", text=shown, status="" if status is None else status_name(status), pid=pid
     )
 
 
-def _refused_error(code: str, before: str, **values: object) -> GpushareError:
+def _error_of_row(code: str, before: str, **values: object) -> GpushareError:
+    """Return the error of a code in ``data/channel-refusals.yaml``."""
     rows = package_rows("channel-refusals.yaml")
     row = rows.get(code) or rows["internal"]
     kind: type[GpushareError] = getattr(errors, row["error"])

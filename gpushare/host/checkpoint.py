@@ -94,7 +94,7 @@ class Checkpoint:
                 "a kernel of it runs for longer; try again later",
                 code="lock_timeout",
             )
-        _demand(code, "lock", pid)
+        _check_code(code, "lock", pid)
 
     def unlock(self, pid: int) -> None:
         """Let a locked process continue; does nothing if it is not locked.
@@ -105,13 +105,13 @@ class Checkpoint:
         arguments = _UnlockArguments()
         code = self._call("cuCheckpointProcessUnlock", pid, ctypes.byref(arguments), seconds=CALL_SECONDS)
         if code != ILLEGAL_STATE:
-            _demand(code, "unlock", pid)
+            _check_code(code, "unlock", pid)
 
     def checkpoint(self, pid: int, size: int) -> None:
         """Copy the GPU memory of a locked process, ``size`` bytes, to host memory and free it. Raises as `lock`."""
         arguments = _CheckpointArguments()
         seconds = CALL_SECONDS + size / _LEAST_BYTES_PER_SECOND
-        _demand(
+        _check_code(
             self._call("cuCheckpointProcessCheckpoint", pid, ctypes.byref(arguments), seconds=seconds), "swap out", pid
         )
 
@@ -126,7 +126,7 @@ class Checkpoint:
             NotSupported, TimedOut: as `lock`.
         """
         # Without persistence mode the driver restores only for a caller that has initialized CUDA.
-        self._function("cuInit")(0)
+        self._driver_function("cuInit")(0)
         # The structure keeps the array alive as long as the call, which may exceed its time limit.
         array = (GpuPair * len(pairs))(*(GpuPair(_uuid_bytes(old), _uuid_bytes(new)) for old, new in pairs))
         arguments = RestoreArguments(gpuPairs=array if pairs else None, gpuPairsCount=len(pairs))
@@ -154,7 +154,7 @@ class Checkpoint:
     def demand(self) -> None:
         """Raise NotSupported if the driver's library, or a call of it, is missing."""
         for name in ("GetState", "Lock", "Checkpoint", "Restore", "Unlock"):
-            self._function(f"cuCheckpointProcess{name}")
+            self._driver_function(f"cuCheckpointProcess{name}")
 
     def state(self, pid: int) -> int | None:
         """Return RUNNING, LOCKED, CHECKPOINTED or FAILED; None: the driver does not tell, or does not know the process."""
@@ -172,7 +172,7 @@ class Checkpoint:
 
     def _call(self, name: str, pid: int, argument: Any, *, seconds: float) -> int:
         """Call in a thread: a hanging driver must not hang gpushare."""
-        function = self._function(name)
+        function = self._driver_function(name)
         if self.hangs(pid):
             # A hanging lock takes effect once its process continues: an unlock before that would be in vain.
             raise _hangs_error(name, pid)
@@ -187,7 +187,8 @@ class Checkpoint:
         self._hanging.pop(pid, None)
         return answers[0]
 
-    def _function(self, name: str) -> Any:
+    def _driver_function(self, name: str) -> Any:
+        """Return a function of libcuda. Raises NotSupported: there is no libcuda, or no such function in it."""
         if self._library is None:
             try:
                 self._library = ctypes.CDLL(LIBRARY)
@@ -209,12 +210,14 @@ def _uuid_bytes(uuid: str) -> Any:
 
 
 def _hangs_error(name: str, pid: int) -> TimedOut:
+    """Return the error about a driver that does not answer."""
     return TimedOut(
         f"the driver does not answer for process {pid} ({name})", "see: sudo dmesg | tail", code="driver_hangs"
     )
 
 
-def _demand(code: int, what: str, pid: int) -> None:
+def _check_code(code: int, what: str, pid: int) -> None:
+    """Raise unless a call's answer is CUDA_SUCCESS; ``what`` is the verb for people."""
     if code == SUCCESS:
         return
     if code == 801:

@@ -70,6 +70,7 @@ class Claim:
 
     @property
     def pid(self) -> int:
+        """Return the process that made the claim, or the first one that still lives."""
         return self.processes[0].pid
 
     @property
@@ -252,12 +253,13 @@ def _claims(directory: Path, key: str | None = None, prefix: str = EXCLUSIVE) ->
         countable[seen.st_uid] += 1
         if seen.st_uid != own and countable[seen.st_uid] > _MOST_OF_ONE_USER:
             continue
-        claim = _read(path, boot, space, remove=own in {0, seen.st_uid})
+        claim = _read_claim(path, boot, space, remove=own in {0, seen.st_uid})
         if claim is not None and key in {None, claim.key}:
             yield claim
 
 
-def _read(path: Path, boot: str, space: int, *, remove: bool) -> Claim | None:
+def _read_claim(path: Path, boot: str, space: int, *, remove: bool) -> Claim | None:
+    """Return the claim in a file; None: it is void, or cannot be read. ``remove``: also remove a void one."""
     try:
         descriptor = os.open(path, os.O_RDONLY | _SAFE)
     except OSError:
@@ -281,7 +283,7 @@ def _read(path: Path, boot: str, space: int, *, remove: bool) -> Claim | None:
     if match[1].decode() == boot and int(match[2]) != space:
         # Its PIDs belong to another namespace.
         return None
-    processes, ticket, facts = _lines(match)
+    processes, ticket, facts = _parse_lines(match)
     alive = tuple(process for process in processes if match[1].decode() == boot and lives(process, status.st_uid))
     if not alive:
         if remove:
@@ -299,7 +301,7 @@ def _read(path: Path, boot: str, space: int, *, remove: bool) -> Claim | None:
     )
 
 
-def _lines(match: re.Match[bytes]) -> tuple[list[Identity], int | None, tuple[str, ...]]:
+def _parse_lines(match: re.Match[bytes]) -> tuple[list[Identity], int | None, tuple[str, ...]]:
     """Return the processes, the ticket and the facts of a claim."""
     processes, ticket, facts = [Identity(int(match[4]), int(match[5]))], None, []
     for kind, text in _LINE.findall(match[6]):
@@ -314,6 +316,7 @@ def _lines(match: re.Match[bytes]) -> tuple[list[Identity], int | None, tuple[st
 
 
 def _remove(path: Path) -> None:
+    """Remove a claim; a failure does not matter."""
     with contextlib.suppress(OSError):
         os.unlink(path)
 
@@ -339,7 +342,7 @@ def _write_new(directory: Path, key: str, prefix: str) -> HeldClaim:
     try:
         # Others must be able to read it, whatever the umask.
         os.fchmod(descriptor, kept_mode(path, 0o644))
-        _written(descriptor, text)
+        _write_whole(descriptor, text)
     except OSError as error:
         _remove(path)
         raise unwritable_error(path, "the claim of a job", error, code=_CODE) from error
@@ -349,10 +352,11 @@ def _write_new(directory: Path, key: str, prefix: str) -> HeldClaim:
 
 
 def _append(path: Path, line: str) -> None:
+    """Append a line to a claim. Raises NoPermission, OperationFailed."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | _SAFE)
         try:
-            _written(descriptor, line)
+            _write_whole(descriptor, line)
         finally:
             os.close(descriptor)
     except FileNotFoundError:
@@ -363,17 +367,20 @@ def _append(path: Path, line: str) -> None:
         raise unwritable_error(path, "the claim of a job", error, code=_CODE) from error
 
 
-def _written(descriptor: int, text: str) -> None:
+def _write_whole(descriptor: int, text: str) -> None:
+    """Write a text by one call: a reader sees all or nothing. Raises OSError."""
     # One call: a reader sees all or nothing.
     if os.write(descriptor, text.encode()) != len(text):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _process_line(process: Identity) -> str:
+    """Return the line by which a claim names a process."""
     return f"process {process.pid} {process.started}\n"
 
 
 def _flooded_error(directory: Path, prefix: str, met: Counter[int]) -> OperationFailed:
+    """Return the error about a directory full of claims, and whose they are."""
     (uid, number), *_ = met.most_common(1)
     return OperationFailed(
         f"{directory} holds {number} or more claims of user {uid}, so the claims cannot be read",

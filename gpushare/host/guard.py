@@ -61,6 +61,7 @@ class Guard:
         self.pid = self._process.pid
 
     def _guard_failed_error(self, why: object) -> OperationFailed:
+        """Return the error about a guard that does not start or is gone."""
         import shlex
 
         from gpushare.base.errors import OperationFailed, system_error
@@ -125,6 +126,7 @@ class Guard:
         return True
 
     def _tell(self, line: str) -> None:
+        """Write a line to the guard; if it is gone, nothing happens."""
         try:  # noqa: SIM105 - contextlib takes longer to load
             os.write(self._words.fileno(), f"{line}\n".encode())
         except (OSError, ValueError):
@@ -163,6 +165,7 @@ def main() -> None:
 
 
 def _load() -> tuple[Any, Callable[..., None]]:
+    """Return the host and the function that the command line names."""
     import importlib
 
     module, _, function = sys.argv[3].partition(":")

@@ -53,6 +53,7 @@ class UserDirectory(NamedTuple):
 
 
 def _no_directories() -> Sequence[UserDirectory]:
+    """Return no directories: only root looks into those of other users."""
     return ()
 
 
@@ -61,6 +62,7 @@ _VGPU_MODULE = "/sys/module/nvidia_vgpu_vfio"
 
 
 def _local_vgpus() -> bool:
+    """Return whether the module of the vGPU host driver is loaded."""
     return os.path.isdir(_VGPU_MODULE)
 
 
@@ -104,10 +106,12 @@ class Host:
 
     @property
     def policy(self) -> ComputePolicy:
+        """Return the time-slice policy of the host."""
         return ComputePolicy(self.programs)
 
     @property
     def is_simulated(self) -> bool:
+        """Return whether this is a simulated host."""
         return self.spec.startswith("sim:")
 
 
@@ -148,17 +152,18 @@ def local_run_directory(uid: int) -> Path:
         return Path(explicit).absolute()
     if uid == 0:
         return SYSTEM_RUN_DIRECTORY
-    places = _places(uid)
+    places = _run_directory_places(uid)
     # Where a directory is, records are: another place that has become free since is not taken.
     return Path(next((place for can in (_belongs_to, _can_have) for place in places if can(place, uid)), places[0]))
 
 
-def _places(uid: int) -> list[str]:
+def _run_directory_places(uid: int) -> list[str]:
     """Return where the run directory of a user may be."""
     return [f"{TEMPORARY}/gpushare-{uid}", f"{RUNTIME}/{uid}/gpushare", str(local_state_directory(uid) / "run")]
 
 
 def _belongs_to(place: str, uid: int) -> bool:
+    """Return whether a directory is there and belongs to a user."""
     try:
         return os.lstat(place).st_uid == uid
     except OSError:
@@ -199,19 +204,19 @@ def home_directory() -> Path:
         return Path("/nonexistent")
 
 
-def _make(path: Path, mode: int) -> None:
+def _make_directories(path: Path, mode: int) -> None:
     """Create a directory and its parents with this mode, whatever the umask; existing ones stay as they are.
 
     A user's run directory is closed to others, like systemd's in ``/run/user``, so that only that user reaches its daemons.
     """
     # The parents, too, are created by a call of this function.
-    mine = os.geteuid() != 0 and str(path) in _places(os.geteuid())
+    mine = os.geteuid() != 0 and str(path) in _run_directory_places(os.geteuid())
     own_mode = 0o700 if mine else mode
     try:
         path.mkdir(own_mode)
     except FileNotFoundError:
-        _make(path.parent, mode)
-        _make(path, mode)
+        _make_directories(path.parent, mode)
+        _make_directories(path, mode)
     except FileExistsError:
         if not path.is_dir():
             raise
@@ -229,7 +234,7 @@ def make_private_directory(path: Path, mode: int = 0o755, *, variable: str = "GP
         NoPermission: it cannot be created, belongs to another user, or others may write into it.
     """
     try:
-        _make(path, mode)
+        _make_directories(path, mode)
         target, itself = path.stat(), path.lstat()
     except OSError as error:
         raise NoPermission(

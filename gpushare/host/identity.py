@@ -121,6 +121,7 @@ def ancestors() -> frozenset[int]:
 
 
 def boot_id() -> str | None:
+    """Return the id of this boot; None: unknown."""
     try:
         with open(_BOOT_ID, encoding="utf-8", errors="replace") as file:
             return file.read().strip()

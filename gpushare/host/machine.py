@@ -155,6 +155,7 @@ class Machine:
         return environments
 
     def _environment(self, pid: str) -> list[tuple[str, str]]:
+        """Return the variables of a process; none if they cannot be read."""
         text = read_proc(f"{self._proc}/{pid}/environ", MOST_OF_ENVIRONMENT)
         return [] if text is None else entries_of(text)
 
@@ -175,4 +176,5 @@ class Machine:
 
 
 def xids_in(text: str) -> tuple[Xid, ...]:
+    """Return the Xids in the text of a kernel log."""
     return tuple(Xid(int(number), pci) for pci, number in XID.findall(text))

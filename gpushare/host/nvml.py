@@ -217,6 +217,7 @@ class NvmlReader:
             ) from None
 
     def _api(self) -> Any:
+        """Return the bindings, initialized, with this reader's library."""
         if self._bindings is None:
             import pynvml
 
@@ -258,6 +259,7 @@ class NvmlReader:
     # -- the host ----------------------------------------------------------------------------------
 
     def driver_version(self) -> str | None:
+        """Return the version of the driver; None: unknown."""
         version = self.ask(lambda nvml: nvml.nvmlSystemGetDriverVersion())
         return None if version is None else str(version)
 
@@ -267,19 +269,21 @@ class NvmlReader:
 
     def identities(self) -> tuple[Gpu, ...]:
         """Return index, UUID, name, PCI bus id and MIG instances of every GPU."""
-        return tuple(self._guarded(index, self._identity) for index in range(self.count()))
+        return tuple(self._guarded(index, self._read_identity) for index in range(self.count()))
 
     def sweep(self) -> tuple[Gpu, ...]:
         """Return every GPU with memory, utilization, modes and processes.
 
         A GPU that does not answer has its error; the others are complete.
         """
-        return tuple(self._guarded(index, self._gpu) for index in range(self.count()))
+        return tuple(self._guarded(index, self._read_gpu) for index in range(self.count()))
 
     def gpu(self, index: int) -> Gpu:
-        return self._guarded(index, self._gpu)
+        """Return one GPU as `sweep` does."""
+        return self._guarded(index, self._read_gpu)
 
     def _guarded(self, index: int, read: Callable[[int], Gpu]) -> Gpu:
+        """Return a GPU as ``read`` returns it; if it does not answer, with its error and what was known."""
         try:
             return read(index)
         except (DriverNotLoaded, NvmlMissing):
@@ -302,6 +306,7 @@ class NvmlReader:
         return self.ask(lambda nvml: getattr(nvml, name)(handle), str(index))
 
     def _facts(self, index: int) -> dict[str, Any]:
+        """Return what does not change of a GPU (UUID, name, PCI bus id), read once."""
         if index not in self._static:
             handle = self.handle(index)
             self._static[index] = {
@@ -312,6 +317,7 @@ class NvmlReader:
         return self._static[index]
 
     def _modes(self, index: int) -> dict[str, Any]:
+        """Return the MIG mode of a GPU and its MIG instances."""
         mig = self._value(index, "nvmlDeviceGetMigMode")
         enabled = None if mig is None else bool(mig[0])
         return {
@@ -322,10 +328,12 @@ class NvmlReader:
             **(self._mig_instances(index) if enabled else {}),
         }
 
-    def _identity(self, index: int) -> Gpu:
+    def _read_identity(self, index: int) -> Gpu:
+        """Return a GPU with what does not change and its MIG instances."""
         return Gpu(index=index, **self._facts(index), **self._modes(index))
 
-    def _gpu(self, index: int) -> Gpu:
+    def _read_gpu(self, index: int) -> Gpu:
+        """Return a GPU with all that `sweep` reads."""
         handle, gpu = self.handle(index), str(index)
         facts, modes = self._facts(index), self._modes(index)
         memory = self._memory(handle, gpu)
@@ -444,6 +452,7 @@ class NvmlReader:
         return self._watts(index, "nvmlDeviceGetPowerManagementDefaultLimit")
 
     def _watts(self, index: int, name: str) -> float | None:
+        """Return the answer of a getter of milliwatts in watts; None: unknown."""
         milliwatts = self._value(index, name)
         return None if milliwatts is None else milliwatts / 1000
 
@@ -459,9 +468,11 @@ class NvmlReader:
         handle, gpu = self.handle(index), str(index)
 
         def clock(name: str, kind: int) -> int | None:
+            """Return the answer of a getter with a handle and a kind."""
             return self.ask(lambda nvml: int(getattr(nvml, name)(handle, kind)), gpu)
 
         def engine(name: str) -> int | None:
+            """Return how busy a video engine is, in percent."""
             answer = self._value(index, name)
             return None if answer is None else int(answer[0])
 
@@ -504,6 +515,7 @@ class NvmlReader:
         return most
 
     def _mig_instances(self, index: int) -> dict[str, Any]:
+        """Return the MIG instances of a GPU, and whether the driver hides some from this user."""
         handle, gpu = self.handle(index), str(index)
         instances, most = [], self.max_mig_devices(index)
         hidden = most is None
@@ -516,6 +528,7 @@ class NvmlReader:
         return {"mig_instances": tuple(instances), "mig_hidden": hidden}
 
     def _mig_instance(self, mig: Any, gpu: str) -> MigInstance:
+        """Return a MIG instance by its handle."""
         name = _text(self.ask(lambda nvml: nvml.nvmlDeviceGetName(mig), gpu))
         attributes = self.ask(lambda nvml: nvml.nvmlDeviceGetAttributes(mig), gpu)
         memory = self._memory(mig, gpu)
@@ -538,7 +551,7 @@ class NvmlReader:
         None if the driver does not list them. NVML has no owners and command lines: the caller adds them.
         """
         handle, gpu = self.handle(index), str(index)
-        merged = self._listed(handle, gpu)
+        merged = self._merged_lists(handle, gpu)
         if merged is None:
             return None
         samples = self._sm_samples(handle, gpu) if merged else {}
@@ -561,7 +574,7 @@ class NvmlReader:
         """
         try:
             handle = self.ask(lambda nvml: nvml.nvmlDeviceGetHandleByUUID(mig.uuid), str(index))
-            merged = None if handle is None else self._listed(handle, str(index), mig)
+            merged = None if handle is None else self._merged_lists(handle, str(index), mig)
         except NotFound:
             return None
         if merged is None:
@@ -570,7 +583,7 @@ class NvmlReader:
         entries = {pid: entry for (pid, _, _), entry in merged.items()}
         return tuple(GpuProcess(pid=pid, **place, **entries[pid]) for pid in sorted(entries))
 
-    def _listed(
+    def _merged_lists(
         self, handle: Any, gpu: str, mig: MigInstance | None = None
     ) -> dict[tuple[int, int | None, int | None], dict[str, Any]] | None:
         """Return the processes of a GPU, or of a MIG device, by PID and instances, from all lists.
@@ -597,6 +610,7 @@ class NvmlReader:
     def _process_list(
         self, name: str, handle: Any, gpu: str
     ) -> Sequence[tuple[int, int | None, int | None, int | None]] | None:
+        """Return one list of processes of a GPU, as `read_processes`; None: there is no such list."""
         rows = self.ask(lambda nvml: read_processes(nvml, f"{name}_v3", handle), gpu)
         if rows is None:
             # Drivers before R510 have only _v2, with the same structure.
@@ -633,12 +647,14 @@ class NvmlReader:
 
 
 def _text(value: Any) -> str | None:
+    """Return a text of NVML; None: unknown."""
     if value is None:
         return None
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
 
 
 def _mig_handle(nvml: Any, handle: Any, slot: int) -> Any:
+    """Return the handle of the MIG device in a slot."""
     return nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, slot)
 
 

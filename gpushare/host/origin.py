@@ -45,10 +45,10 @@ class Origin:
     started: int = 0
 
 
-def origin_of(pid: int, *, command: bool = True, cgroups: str = _CGROUPS) -> Origin | None:
+def origin_of(pid: int, *, command: bool = True) -> Origin | None:
     """Return where a process comes from; None: there is no such process, or it has changed meanwhile.
 
-    Without ``command`` its command line is not read. ``cgroups`` is where the cgroups are mounted.
+    Without ``command`` its command line is not read.
     """
     before = identity_of(pid)
     text = read_proc(f"/proc/{pid}/cgroup", _MOST_OF_CGROUPS) or b""
@@ -61,7 +61,7 @@ def origin_of(pid: int, *, command: bool = True, cgroups: str = _CGROUPS) -> Ori
         match and match[1] for match in (_USER.search(status), _GROUP.search(status), _GROUPS.search(status))
     )
     lines = os.fsdecode(text)
-    root, path = _cgroup(lines, cgroups)
+    root, path = _hierarchy_and_cgroup(lines, _CGROUPS)
     return Origin(
         uid=None if user is None else int(user),
         gids=frozenset(map(int, [*([group] if group else []), *(groups or b"").split()])),
@@ -74,6 +74,7 @@ def origin_of(pid: int, *, command: bool = True, cgroups: str = _CGROUPS) -> Ori
 
 
 def _command(pid: int) -> str | None:
+    """Return the begin of a command line; None: it cannot be read."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb", buffering=0) as file:
             text = file.read(MOST_OF_COMMAND)
@@ -82,7 +83,7 @@ def _command(pid: int) -> str | None:
     return os.fsdecode(text).rstrip("\0").replace("\0", " ") if text else None
 
 
-def _cgroup(text: str, cgroups: str) -> tuple[str, str | None]:
+def _hierarchy_and_cgroup(text: str, cgroups: str) -> tuple[str, str | None]:
     """Return the directory of a hierarchy, and the path of a process in it.
 
     In cgroup v2 there is one hierarchy, ``0::``. Before it, systemd had its own, ``1:name=systemd:``.
@@ -115,6 +116,7 @@ def is_of_root(root: str, path: str) -> bool:
 
 
 def _only_root(path: str, is_kind: Callable[[int], bool]) -> bool:
+    """Return whether a path is of this kind, and only root may write it."""
     try:
         stated = os.lstat(path)
     except OSError:

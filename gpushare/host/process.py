@@ -52,13 +52,13 @@ def container_of(cgroup: str) -> str | None:
     """
     # Split at the slashes: one regular expression for everything takes cubic time.
     for line in cgroup[:_MOST_CHARACTERS].split("\n"):
-        container = _named_in(line.split("/"))
+        container = _outermost_container(line.split("/"))
         if container is not None:
             return container
     return None
 
 
-def _named_in(names: list[str]) -> str | None:
+def _outermost_container(names: list[str]) -> str | None:
     """Return the outermost container that the directories of one cgroup name."""
     last_id = max((at for at, name in enumerate(names) if re.fullmatch(_ID, name)), default=0)
     last_job = max((at for at, name in enumerate(names) if re.match(_JOB, name)), default=0)
@@ -70,7 +70,7 @@ def _named_in(names: list[str]) -> str | None:
                 return names[last_id][:12]
             if len(name) == 64 and re.fullmatch(_ID, name):
                 return name[:12]
-            lxc = _lxc(name, names[at + 1] if at + 1 < len(names) else "")
+            lxc = _lxc_container(name, names[at + 1] if at + 1 < len(names) else "")
             if lxc:
                 return lxc
             if "slurm" in name and last_job > at:
@@ -82,7 +82,7 @@ def _named_in(names: list[str]) -> str | None:
     return None
 
 
-def _lxc(name: str, inside: str) -> str:
+def _lxc_container(name: str, inside: str) -> str:
     """Return the LXC container named by a directory or the one inside it; empty: none."""
     if name in {"lxc", "lxc.payload"}:
         return inside
@@ -158,6 +158,7 @@ T = TypeVar("T")
 # Called for a new process with its PID and start.
 Announce = Callable[[int, int | None], None]
 
+_POLL_SECONDS: Final = 0.02
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -219,17 +220,17 @@ class Processes:
             with process.oneshot():
                 # Not psutil's, which reads it without a limit, also for a long name.
                 command_line = command_line_of(pid)
-                uids = _allowed(process.uids)
+                uids = _or_none(process.uids)
                 return ProcessInfo(
                     pid=pid,
-                    user=_allowed(process.username),
+                    user=_or_none(process.username),
                     uid=None if uids is None else int(uids.effective),
                     name=_name_of(pid, command_line),
                     # A program that renames itself leaves empty words after its name.
                     command_line=tuple(shortened(command_line or ())) or None,
                     started=_started(pid),
-                    container=container_of(_read(f"/proc/{pid}/cgroup") or ""),
-                    stopped=_allowed(process.status) == psutil.STATUS_STOPPED,
+                    container=container_of(_read_text(f"/proc/{pid}/cgroup") or ""),
+                    stopped=_or_none(process.status) == psutil.STATUS_STOPPED,
                 )
         except psutil.NoSuchProcess:
             return None
@@ -276,7 +277,7 @@ class Processes:
 
     def usage(self, pid: int) -> ProcessUsage | None:
         """Return what a process uses of the host (``/proc/PID/stat``)."""
-        stat = _read(f"/proc/{pid}/stat")
+        stat = _read_text(f"/proc/{pid}/stat")
         if stat is None:
             return None
         fields = stat.rpartition(")")[2].split()
@@ -284,6 +285,7 @@ class Processes:
         return ProcessUsage(int(fields[19]), ticks / _TICKS, int(fields[21]) * _PAGE)
 
     def descendants(self, pid: int) -> Sequence[int]:
+        """Return a process with all that descend from it, those nearest to it first; empty: it is gone."""
         return self.families([pid]).get(pid, [])
 
     def families(self, pids: Iterable[int]) -> Mapping[int, Sequence[int]]:
@@ -323,18 +325,18 @@ class Processes:
         It has a handler (SigCgt of ``/proc/PID/status``), or takes the signal by signalfd or sigwait: each of its threads
         blocks it (SigBlk) or waits for it. One that does neither would get the signal, and end the process.
         """
-        if (handled := _in_mask("SigCgt", f"{pid}", signal)) is not False:
+        if (handled := _is_in_mask("SigCgt", f"{pid}", signal)) is not False:
             return handled
         try:
             threads = os.listdir(f"/proc/{pid}/task")
         except OSError:
             return None
         whose = [f"{pid}/task/{thread}" for thread in threads]
-        return all(_in_mask("SigBlk", thread, signal) is not False or _waits_for(thread, signal) for thread in whose)
+        return all(_is_in_mask("SigBlk", thread, signal) is not False or _waits_for(thread, signal) for thread in whose)
 
     def ignores(self, pid: int, signal: int) -> bool | None:
         """Return whether the process ignores a signal (SigIgn of ``/proc/PID/status``)."""
-        return _in_mask("SigIgn", f"{pid}", signal)
+        return _is_in_mask("SigIgn", f"{pid}", signal)
 
     def send(self, pid: int, signal: int) -> None:
         """Send a signal (kill(2)).
@@ -382,7 +384,7 @@ class Processes:
             NoPermission: it may not be executed.
             OperationFailed: it cannot be executed or announced, and does not run.
         """
-        return start(argv, env, streams, None if announce is None else lambda pid: announce(pid, _started(pid)))
+        return start_program(argv, env, streams, None if announce is None else lambda pid: announce(pid, _started(pid)))
 
     def moved(self, client: int, pid: int) -> None:
         """Note that a spawned client has its program started elsewhere, as an engine does with a container: the kernel knows."""
@@ -403,15 +405,13 @@ class Processes:
         return OpenFiles(by_pid=opened.by_pid, complete=opened.complete and self.namespace_is_host() is not False)
 
 
-def wait_gone(
-    processes: Processes, pids: Iterable[int] | Mapping[int, int], seconds: float, *, interval: float = 0.02
-) -> list[int]:
+def wait_gone(processes: Processes, pids: Iterable[int] | Mapping[int, int], seconds: float) -> list[int]:
     """Wait until processes are gone, and return those left after ``seconds``. A mapping has their starts."""
     started = pids if isinstance(pids, Mapping) else {}
     deadline = time.monotonic() + seconds
     alive = [pid for pid in pids if processes.alive(pid, started.get(pid))]
     while alive and time.monotonic() < deadline:
-        time.sleep(interval)
+        time.sleep(_POLL_SECONDS)
         alive = [pid for pid in alive if processes.alive(pid, started.get(pid))]
     return alive
 
@@ -422,7 +422,7 @@ def _waits_for(thread: str, signal: int) -> bool:
     There the kernel takes what is waited for out of SigBlk; the set is in the memory that the call points to. Not known
     (False) of a process that this user may not trace, as on Ubuntu of all but those that gpushare has started.
     """
-    words = (_read(f"/proc/{thread}/syscall") or "").split()
+    words = (_read_text(f"/proc/{thread}/syscall") or "").split()
     if len(words) < 2 or words[0] != str(_SIGTIMEDWAIT.get(os.uname().machine)):
         return False
     try:
@@ -434,12 +434,14 @@ def _waits_for(thread: str, signal: int) -> bool:
     return bool(mask >> (signal - 1) & 1)
 
 
-def _in_mask(field: str, whose: str, signal: int) -> bool | None:
-    match = re.search(rf"^{field}:\s*([0-9a-f]+)", _read(f"/proc/{whose}/status") or "", re.MULTILINE)
+def _is_in_mask(field: str, whose: str, signal: int) -> bool | None:
+    """Return whether a signal is in a mask of ``/proc/WHOSE/status``; None: unknown."""
+    match = re.search(rf"^{field}:\s*([0-9a-f]+)", _read_text(f"/proc/{whose}/status") or "", re.MULTILINE)
     return bool(int(match.group(1), 16) >> (signal - 1) & 1) if match else None
 
 
-def _read(path: str) -> str | None:
+def _read_text(path: str) -> str | None:
+    """Return a file in ``/proc`` as text; None: it cannot be read."""
     text = read_proc(path)
     return None if text is None else text.decode(errors="replace")
 
@@ -470,7 +472,8 @@ def _started(pid: int) -> int | None:
     return None if identity is None else identity.started
 
 
-def _allowed(read: Callable[[], T]) -> T | None:
+def _or_none(read: Callable[[], T]) -> T | None:
+    """Return what psutil reads; None: this user may not."""
     import psutil
 
     try:
@@ -496,7 +499,7 @@ def cpu_time(pid: int) -> CpuTime | None:
     try:
         return CpuTime(time.clock_gettime(~pid << 3 | _SCHED), exact=True)
     except (OSError, OverflowError):
-        return _ticks(pid)
+        return _cpu_time_in_ticks(pid)
 
 
 def main_thread_time(pid: int) -> float | None:
@@ -507,7 +510,8 @@ def main_thread_time(pid: int) -> float | None:
         return None
 
 
-def _ticks(pid: int) -> CpuTime | None:
+def _cpu_time_in_ticks(pid: int) -> CpuTime | None:
+    """Return the CPU time by ``/proc/PID/stat``, in steps of a tick; None: unknown."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             fields = file.read().rpartition(")")[2].split()
@@ -548,7 +552,7 @@ class Child:
         return stopped
 
 
-def start(
+def start_program(
     argv: Sequence[str],
     env: Mapping[str, str],
     streams: Streams | None = None,
@@ -561,6 +565,7 @@ def start(
     allow_tracing = _allowing_tracing()
 
     def before_it_runs() -> None:
+        """Set up the new process: its group, tracing, the guard, and the signals."""
         # process_group= needs Python 3.11.
         os.setpgrp()
         allow_tracing()
@@ -634,7 +639,7 @@ def _allowing_tracing() -> Callable[[], object]:
     Where Yama restricts ptrace to ancestors (ptrace_scope 1); elsewhere nothing. It names this gpushare and its children,
     and ends with it. It survives exec.
     """
-    if (_read("/proc/sys/kernel/yama/ptrace_scope") or "").strip() != "1":
+    if (_read_text("/proc/sys/kernel/yama/ptrace_scope") or "").strip() != "1":
         return lambda: None
     import ctypes
 
@@ -665,11 +670,12 @@ def signal_known(processes: Processes, pid: int, started: int, number: int) -> b
 def named(processes: Processes, pids: Iterable[int], most: int = 4) -> str:
     """Return processes in words: ``7 (train.py, user alice: python3 train.py)``."""
     pids = sorted(set(pids))
-    words = [_in_words(processes, pid) for pid in pids[:most]]
+    words = [_process_text(processes, pid) for pid in pids[:most]]
     return ", ".join(words) + (f" and {len(pids) - most} more" if len(pids) > most else "")
 
 
-def _in_words(processes: Processes, pid: int) -> str:
+def _process_text(processes: Processes, pid: int) -> str:
+    """Return a process for people: ``7 (train.py, user alice: python3 train.py)``."""
     info = processes.describe(pid)
     if info is None:
         return str(pid)

@@ -65,6 +65,7 @@ def program_path(name: str) -> str | None:
 
 
 def missing_program_error(name: str) -> NotSupported:
+    """Return the error about one of NVIDIA's programs that is not installed."""
     package = {
         "nvidia-smi": "it comes with the driver: install the driver's utilities package",
         "nvidia-cuda-mps-control": "it comes with the driver: nvidia-compute-utils on Ubuntu, nvidia-cuda-mps on Debian",
@@ -100,7 +101,7 @@ class _Started:
             self._kill()
             raise
         finally:
-            stdout, stderr = (self._read(file) for file in self._files)
+            stdout, stderr = (self._read_output(file) for file in self._files)
         return Completed(self._argv, self._process.returncode, stdout, stderr)
 
     def _wait(self) -> None:
@@ -112,7 +113,7 @@ class _Started:
                 self._process.communicate(given, timeout=max(0.0, min(seconds, _LOOK_SECONDS)))
             except subprocess.TimeoutExpired:
                 given = None
-            flooded = any(_written(file) > self._most for file in self._files)
+            flooded = any(_bytes_written(file) > self._most for file in self._files)
             if flooded:
                 raise _flooded_error(self._argv, self._most)
             if self._process.returncode is not None:
@@ -127,9 +128,10 @@ class _Started:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.communicate(timeout=_KILL_SECONDS)
 
-    def _read(self, file: IO[bytes]) -> str:
+    def _read_output(self, file: IO[bytes]) -> str:
+        """Return what the program has printed to a file, up to the limit; close it."""
         with file:
-            return os.pread(file.fileno(), min(_written(file), self._most), 0).decode(errors="replace")
+            return os.pread(file.fileno(), min(_bytes_written(file), self._most), 0).decode(errors="replace")
 
 
 def _most_bytes(program: str) -> int:
@@ -137,7 +139,7 @@ def _most_bytes(program: str) -> int:
     return _MOST_OF_A_DAEMON if program == MPS_CONTROL else _MOST_OF_OTHERS
 
 
-def _written(file: IO[bytes]) -> int:
+def _bytes_written(file: IO[bytes]) -> int:
     """Return how much a program has written: it shares the position in the file with us."""
     return os.lseek(file.fileno(), 0, os.SEEK_CUR)
 
@@ -166,6 +168,7 @@ def _output_file(most: int) -> IO[bytes]:
 
 
 def _flooded_error(argv: Sequence[str], most: int) -> OperationFailed:
+    """Return the error about a program that printed too much."""
     return OperationFailed(
         f"'{' '.join(argv)}' printed more than {most >> 20} MiB and was killed",
         "see which MPS daemons run: gpushare mps status; then: gpushare doctor",
@@ -174,6 +177,7 @@ def _flooded_error(argv: Sequence[str], most: int) -> OperationFailed:
 
 
 def timed_out_error(argv: Sequence[str], timeout: float) -> TimedOut:
+    """Return the error about a program that did not end in time."""
     command = " ".join(argv)
     return TimedOut(f"'{command}' did not answer within {timeout:g} s", "see: gpushare doctor", code="program_hangs")
 

@@ -52,7 +52,7 @@ def read_bounded(path: Path) -> bytes:
         OSError: it does not exist (FileNotFoundError), or cannot be read.
         ValueError: not a regular file, another user's, writable for others, or longer than 4 MiB; the message says which.
     """
-    return _checked_bytes(_opened(path), None, _MOST_BYTES)
+    return _read_trusted(_open_unlinked(path), None, _MOST_BYTES)
 
 
 def read_own(path: str, *, directory: int, owners: frozenset[int] | None = None, most: int = _MOST_BYTES) -> bytes:
@@ -63,14 +63,15 @@ def read_own(path: str, *, directory: int, owners: frozenset[int] | None = None,
         ValueError: not a regular file, another user's, writable for others, longer than ``most`` bytes, or a record with
             several names (hard links); the message says which.
     """
-    descriptor = _opened(os.path.basename(path), directory)
-    return _checked_bytes(descriptor, owners, most)
+    descriptor = _open_unlinked(os.path.basename(path), directory)
+    return _read_trusted(descriptor, owners, most)
 
 
-def _checked_bytes(descriptor: int, owners: frozenset[int] | None, most: int) -> bytes:
+def _read_trusted(descriptor: int, owners: frozenset[int] | None, most: int) -> bytes:
+    """Return the bytes of an open file, and close it. Raises ValueError: it cannot be trusted, or is too long."""
     with open(descriptor, "rb") as file:
         stated = os.fstat(descriptor)
-        reason = _distrusted(stated, owners) or _open_to_others(stated, 0o022)
+        reason = _why_distrusted(stated, owners) or _open_to_others(stated, 0o022)
         if owners is not None and stated.st_nlink > 1:
             reason = reason or "it has several names (hard links)"
         if reason is not None:
@@ -104,29 +105,29 @@ def opened_below(directory: int, below: str, owners: frozenset[int]) -> Iterator
 def read_tail(path: Path, most: int) -> str:
     """Return the end of a log that only this user or root can have written; empty if it cannot be read."""
     with contextlib.suppress(OSError, ValueError):
-        return understood_tail(path, most)
+        return read_trusted_tail(path, most)
     return ""
 
 
-def understood_tail(path: Path, most: int) -> str:
+def read_trusted_tail(path: Path, most: int) -> str:
     """Like `read_tail`, but raises. A link, FIFO or device in its place is never followed or waited for.
 
     Raises:
         OSError: it does not exist (FileNotFoundError), or cannot be read.
         ValueError: not a regular file, another user's, or writable for others; the message says which.
     """
-    with open(_opened(path), "rb") as file:
+    with open(_open_unlinked(path), "rb") as file:
         stated = os.fstat(file.fileno())
         # A daemon creates its logs with its user's umask, which may be 002 if each user has a private group.
         forbidden = 0o002 if stated.st_gid == stated.st_uid else 0o022
-        reason = _distrusted(stated) or _open_to_others(stated, forbidden)
+        reason = _why_distrusted(stated) or _open_to_others(stated, forbidden)
         if reason is not None:
             raise ValueError(reason)
         file.seek(max(0, stated.st_size - most))
         return file.read(most).decode(errors="replace")
 
 
-def opened_own(path: Path) -> int:
+def open_own(path: Path) -> int:
     """Open a file in a directory of this user for reading; neither may be a link, another user's, or writable for others.
 
     Raises:
@@ -137,18 +138,19 @@ def opened_own(path: Path) -> int:
     above = os.open(path.parent.parent, DIRECTORY)
     try:
         with opened_below(above, path.parent.name, owners) as directory:
-            descriptor = _opened(path.name, directory)
+            descriptor = _open_unlinked(path.name, directory)
     finally:
         os.close(above)
     stated = os.fstat(descriptor)
-    reason = _distrusted(stated, owners) or _open_to_others(stated, 0o022)
+    reason = _why_distrusted(stated, owners) or _open_to_others(stated, 0o022)
     if reason is not None:
         os.close(descriptor)
         raise ValueError(reason)
     return descriptor
 
 
-def _opened(path: Path | str, directory: int | None = None) -> int:
+def _open_unlinked(path: Path | str, directory: int | None = None) -> int:
+    """Open a file that is no link for reading. Raises OSError; ValueError: it is a symbolic link."""
     try:
         return os.open(path, os.O_RDONLY | _SAFE, dir_fd=directory)
     except OSError as error:
@@ -158,10 +160,11 @@ def _opened(path: Path | str, directory: int | None = None) -> int:
 
 
 def _open_to_others(status: os.stat_result, forbidden: int) -> str | None:
+    """Return why others may change a file; None: they may not."""
     return f"others may write it (mode {stat.S_IMODE(status.st_mode):o})" if status.st_mode & forbidden else None
 
 
-def _distrusted(stated: os.stat_result, owners: frozenset[int] | None = None) -> str | None:
+def _why_distrusted(stated: os.stat_result, owners: frozenset[int] | None = None) -> str | None:
     """Return why an open file cannot be one of its owners', by default root's or this user's, or None."""
     if not stat.S_ISREG(stated.st_mode):
         return "it is not a regular file"
@@ -263,7 +266,7 @@ def open_lock(path: Path, what: str, *, code: str = "file_unwritable") -> int:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _SAFE, 0o600)
         try:
             stated = os.fstat(descriptor)
-            reason = _distrusted(stated)
+            reason = _why_distrusted(stated)
             if reason is not None:
                 raise OperationFailed(
                     f"{path}, {what}, cannot be used: {reason}",
@@ -298,7 +301,7 @@ def replace_file(path: Path, text: str, *, durable: bool = False, mode: int = 0o
         OSError: it cannot be written; the old one stays.
     """
     clear_leftovers(path.parent, path.stem)
-    descriptor, temporary = _temporary(path)
+    descriptor, temporary = _new_temporary(path)
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
@@ -316,7 +319,7 @@ def replace_file(path: Path, text: str, *, durable: bool = False, mode: int = 0o
         sync_directory(path.parent)
 
 
-def _temporary(path: Path) -> tuple[int, str]:
+def _new_temporary(path: Path) -> tuple[int, str]:
     """Return a new file next to ``path``, locked so that it is not removed as a leftover."""
     # Imported here: commands that only read do not need it.
     import tempfile
@@ -361,6 +364,7 @@ def clear_leftovers(directory: Path, stem: str = "[^/]+") -> None:
 
 
 def sync_directory(directory: Path) -> None:
+    """Write the entries of a directory to the disk."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -377,12 +381,15 @@ def sweep_leftovers(host: Host) -> None:
     if _is_private(host.state_directory):
         clear_leftovers(host.state_directory, "applied")
     for root, names in ((host.state_directory, _STATE), (host.run_directory, _RUN)):
-        for directory in (*(root / name for name in names), *_below(root / "mps")) if _is_private(root) else ():
+        for directory in (
+            (*(root / name for name in names), *_directories_in(root / "mps")) if _is_private(root) else ()
+        ):
             if _is_private(directory):
                 clear_leftovers(directory)
 
 
-def _below(directory: Path) -> list[Path]:
+def _directories_in(directory: Path) -> list[Path]:
+    """Return what is in a directory of ours; nothing if others may write it."""
     try:
         return list(directory.iterdir()) if _is_private(directory) else []
     except OSError:

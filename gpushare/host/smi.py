@@ -70,6 +70,7 @@ def parse_compute_policies(text: str) -> dict[int, TimeSlice | None]:
 
 
 def parse_level(text: str) -> TimeSlice | None:
+    """Return the level for a name or number of nvidia-smi; None: there is no such level."""
     word = text.strip().lower()
     by_name = {level.name.lower(): level for level in TimeSlice}
     by_number = {str(int(level)): level for level in TimeSlice}

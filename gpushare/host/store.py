@@ -63,6 +63,7 @@ class Named:
 
     @property
     def title(self) -> str:
+        """Return its name and PID for people."""
         return f"process {self.pid}" if self.name is None else f"'{self.name}' (process {self.pid})"
 
     @property
@@ -145,14 +146,14 @@ def named_after_living(host: Host, value: T, living: Sequence[Any]) -> T:
     return replace(record, pid=living[0].pid, started=living[0].started)  # type: ignore[no-any-return]
 
 
-class _Word:
+class _UserCheck:
     """What the records of one kind of one user may speak of: living processes of that user, each in one record."""
 
     def __init__(self, host: Host, uid: int) -> None:
         self._host, self._uid = host, uid
         self._named: set[Identity] = set()
 
-    def lie(self, value: Any) -> str | None:
+    def why_void(self, value: Any) -> str | None:
         """Return why a record says nothing, or None: it speaks of another user, of what has ended, or as another does.
 
         So no process is looked up for more than one record, however many name it.
@@ -173,7 +174,7 @@ class _Word:
         return None if living else "none of the processes that it names runs"
 
 
-def _whole(text: str) -> int:
+def _parse_integer(text: str) -> int:
     """Return a whole number of at most 64 bits; we never write a longer one."""
     if len(text) > 20:
         raise ValueError(text[:20])
@@ -206,6 +207,7 @@ class RecordStore(Generic[T]):
         return self._own_root(host) / self.directory / f"{key}.json"
 
     def _own_root(self, host: Host) -> Path:
+        """Return the run or state directory of this user."""
         return host.state_directory if self._lasting else host.run_directory
 
     def _roots(self, host: Host, *, shared: bool = True) -> list[tuple[Path, int | None]]:
@@ -218,10 +220,10 @@ class RecordStore(Generic[T]):
     def read(self, path: Path, *, keeper_uid: int | None = None) -> T | None:
         """Return this user's or root's record in a file; None: there is none, or it says nothing."""
         with contextlib.suppress(OSError, ValueError):
-            return self.demanded(path, keeper_uid=keeper_uid)
+            return self.read_or_raise(path, keeper_uid=keeper_uid)
         return None
 
-    def demanded(self, path: Path, *, keeper_uid: int | None = None) -> T | None:
+    def read_or_raise(self, path: Path, *, keeper_uid: int | None = None) -> T | None:
         """Return this user's or root's record in a file; None: there is none, or it is of an earlier boot.
 
         Raises:
@@ -232,7 +234,7 @@ class RecordStore(Generic[T]):
         try:
             with _opened_root(root) as top, opened_below(top, str(path.parent.relative_to(root)), _trusted()) as inside:
                 text = read_own(path.name, directory=inside, owners=_trusted(), most=FILE_BYTES)
-            return self._value(text, path, keeper_uid)
+            return self._parse_record(text, path, keeper_uid)
         except (FileNotFoundError, _Void):
             return None
 
@@ -263,6 +265,7 @@ class RecordStore(Generic[T]):
 
     @property
     def _names(self) -> list[str]:
+        """Return the names on the way from the root to a directory of records."""
         return [name for name in self.directory.split("/") if name]
 
     def _scan(self, host: Host, *, shared: bool, users: bool = True) -> Iterator[tuple[Path, int, T | Exception]]:
@@ -274,33 +277,35 @@ class RecordStore(Generic[T]):
                     for below in self._directories(top):
                         try:
                             with opened_below(top, below, _trusted()) as inside:
-                                yield from self._files(host, inside, root / below, uid, keeper_uid, _trusted())
+                                yield from self._read_directory(host, inside, root / below, uid, keeper_uid, _trusted())
                         except OSError as error:
-                            yield from _closed(root / below, uid, keeper_uid, error)
+                            yield from _unreadable_directory(root / below, uid, keeper_uid, error)
             except OSError as error:
-                yield from _closed(root, uid, keeper_uid, error)
+                yield from _unreadable_directory(root, uid, keeper_uid, error)
         for user in host.user_directories() if shared and users and not self._lasting else ():
             where, owners = user.path / self.directory, frozenset({user.owner})
             try:
                 with opened_user(user, self.directory) as inside:
-                    yield from self._files(host, inside, where, user.uid, user.uid, owners)
+                    yield from self._read_directory(host, inside, where, user.uid, user.uid, owners)
             except OSError as error:
                 yield where, user.uid, error
 
     def _directories(self, top: int) -> list[str]:
+        """Return the directories of records below an open root; for ``mps/*`` those that are there."""
         above, star, _ = self.directory.partition("*")
         if not star:
             return [self.directory]
         with opened_below(top, above, _trusted()) as inside:
             return [above + name for name in sorted(os.listdir(inside))]
 
-    def _files(
+    def _read_directory(
         self, host: Host, inside: int, where: Path, uid: int, keeper_uid: int | None, owners: frozenset[int]
     ) -> Iterator[tuple[Path, int, T | Exception]]:
+        """Yield each record in an open directory, with its value or what is wrong with it, within the bounds for its keeper."""
         most, file_bytes, rest = (
             (USERS_FILES, USERS_FILE_BYTES, USERS_BYTES) if keeper_uid else (FILES, FILE_BYTES, FILES * FILE_BYTES)
         )
-        word = _Word(host, uid) if keeper_uid else None
+        word = _UserCheck(host, uid) if keeper_uid else None
         names = sorted(name for name in os.listdir(inside) if name.endswith(".json") and not name.startswith("."))
         for number, name in enumerate(names):
             if number == most or rest <= 0:
@@ -309,13 +314,14 @@ class RecordStore(Generic[T]):
             try:
                 text = read_own(name, directory=inside, owners=owners, most=min(file_bytes, rest))
                 rest -= len(text)
-                yield where / name, uid, self._value(text, where / name, keeper_uid, word)
+                yield where / name, uid, self._parse_record(text, where / name, keeper_uid, word)
             except (OSError, ValueError) as error:
                 yield where / name, uid, error
 
-    def _value(self, text: bytes, path: Path, keeper_uid: int | None, word: _Word | None = None) -> T:
+    def _parse_record(self, text: bytes, path: Path, keeper_uid: int | None, word: _UserCheck | None = None) -> T:
+        """Return the value of a record. Raises ValueError: it says nothing; the message says why."""
         try:
-            raw = json.loads(text, parse_int=_whole)
+            raw = json.loads(text, parse_int=_parse_integer)
         except (ValueError, RecursionError):
             # UnicodeDecodeError is a ValueError, too.
             raise ValueError("it is not JSON" if text else "it is empty") from None
@@ -333,8 +339,8 @@ class RecordStore(Generic[T]):
         value: T = replace(parsed(self.kind, raw), path=path, keeper_uid=keeper_uid)
         if space != pid_space() and named_processes(value):
             raise Elsewhere(value)
-        if word is not None and (lie := word.lie(value)) is not None:
-            raise ValueError(lie)
+        if word is not None and (reason := word.why_void(value)) is not None:
+            raise ValueError(reason)
         return value
 
     # -- writing
@@ -389,13 +395,16 @@ class RecordStore(Generic[T]):
         return directory_locked(self._own_root(host) / self.directory, f"the lock of {self.what}", waits=waits)
 
 
-def _closed(path: Path, uid: int, keeper_uid: int | None, error: OSError) -> Iterator[tuple[Path, int, OSError]]:
+def _unreadable_directory(
+    path: Path, uid: int, keeper_uid: int | None, error: OSError
+) -> Iterator[tuple[Path, int, OSError]]:
     """Yield a directory of records that cannot be read; root's may be closed to this user."""
     if keeper_uid is None or error.errno != errno.EACCES:
         yield path, uid, error
 
 
 def _trusted() -> frozenset[int]:
+    """Return the users whose files may be records of this user: this user and root."""
     return frozenset({os.geteuid(), 0})
 
 

@@ -62,7 +62,7 @@ def as_user(user: str, directory: Path, words: str) -> str:
 
 def user_directories(runtime: str = RUNTIME, temporary: str = TEMPORARY) -> Sequence[UserDirectory]:
     """Return the run directories of the users of this machine who run a process: the records of others name none."""
-    mounts = _mounts()
+    mounts = _mount_types()
     directories = []
     for uid in _working_users()[:_MOST_USERS]:
         for top, path in ((f"{runtime}/{uid}", f"{runtime}/{uid}/gpushare"), (temporary, f"{temporary}/{_NAME}{uid}")):
@@ -87,7 +87,7 @@ def _working_users() -> list[int]:
     return sorted(uids - {0})
 
 
-def _mounts() -> dict[str, str]:
+def _mount_types() -> dict[str, str]:
     """Return what is mounted where: mount point and type, the last one of each point."""
     mounts = {}
     for line in (read_proc(_MOUNTS) or b"").decode(errors="surrogateescape").splitlines():

@@ -32,12 +32,14 @@ def _instances(nvml: NvmlReader, index: int) -> Sequence[int]:
 
 
 def _session(nvml: NvmlReader, index: int, instance: int) -> VgpuSession:
+    """Return a vGPU in use; what the driver does not tell is None."""
+
     def ask(getter: str, argument: int) -> Any:
         # None if the vGPU was destroyed meanwhile.
         return or_none(lambda: nvml.ask(lambda api: getattr(api, getter)(argument), str(index)))
 
     kind, vm = ask("nvmlVgpuInstanceGetType", instance), ask("nvmlVgpuInstanceGetVmID", instance)
-    used = or_none(lambda: nvml.ask(lambda api: _used(api, instance), str(index)))
+    used = or_none(lambda: nvml.ask(lambda api: _used_bytes(api, instance), str(index)))
     name = None if kind is None else ask("nvmlVgpuTypeGetName", kind)
     size = None if kind is None else ask("nvmlVgpuTypeGetFramebufferSize", kind)
     return VgpuSession(
@@ -51,7 +53,7 @@ def _session(nvml: NvmlReader, index: int, instance: int) -> VgpuSession:
     )
 
 
-def _used(api: Any, instance: int) -> int:
+def _used_bytes(api: Any, instance: int) -> int:
     """Return the used frame buffer in bytes. The driver writes 64 bits, for which the bindings' own call is too small."""
     value = ctypes.c_ulonglong(0)
     api._nvmlCheckReturn(api._nvmlGetFunctionPointer("nvmlVgpuInstanceGetFbUsage")(instance, ctypes.byref(value)))
@@ -59,6 +61,7 @@ def _used(api: Any, instance: int) -> int:
 
 
 def _text(value: Any) -> str | None:
+    """Return a text of NVML; None: unknown."""
     if value is None:
         return None
     # The bindings leave the parts of a pair as bytes.

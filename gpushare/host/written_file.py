@@ -32,7 +32,7 @@ def directory_of(path: Path, *, make: bool = True, strangers: bool = False) -> I
         OSError: it cannot be created or opened, or another user controls what is in it, or where it is.
     """
     check_links(path)
-    above = _walked(path, make=make, strangers=strangers)
+    above = _open_step_by_step(path, make=make, strangers=strangers)
     try:
         _check_directory(path, above, last=True, strangers=strangers)
         descriptor = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=above)
@@ -44,7 +44,7 @@ def directory_of(path: Path, *, make: bool = True, strangers: bool = False) -> I
         os.close(descriptor)
 
 
-def _walked(path: Path, *, make: bool, strangers: bool) -> int:
+def _open_step_by_step(path: Path, *, make: bool, strangers: bool) -> int:
     """Return the descriptor of a directory; each component from the root is checked, then opened or created."""
     parts = list(reversed(Path(os.path.join(os.getcwd(), path)).parts[1:]))
     links = 0
@@ -63,7 +63,7 @@ def _walked(path: Path, *, make: bool, strangers: bool) -> int:
                     os.mkdir(part, 0o755, dir_fd=directory)
                 below = os.open(part, _STEP, dir_fd=directory)
             except NotADirectoryError:
-                target = _target(reached / part, part, directory, strangers=strangers)
+                target = _link_target(reached / part, part, directory, strangers=strangers)
                 links += 1
                 if links > _MOST_LINKS:
                     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from None
@@ -78,13 +78,13 @@ def _walked(path: Path, *, make: bool, strangers: bool) -> int:
     return directory
 
 
-def _target(at: Path, name: str, directory: int, *, strangers: bool) -> str:
+def _link_target(at: Path, name: str, directory: int, *, strangers: bool) -> str:
     """Return the target of a link that may be followed."""
     stated, above = os.stat(name, dir_fd=directory, follow_symlinks=False), os.fstat(directory)
     if not stat.S_ISLNK(stated.st_mode):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(at))
     if stated.st_uid not in _trusted() and (strangers or above.st_mode & stat.S_IWOTH):
-        raise _in_the_way(at, f"a symbolic link of user {stated.st_uid}")
+        raise _in_the_way_error(at, f"a symbolic link of user {stated.st_uid}")
     return os.readlink(name, dir_fd=directory)
 
 
@@ -105,9 +105,9 @@ def _check_directory(path: Path, descriptor: int, *, last: bool = False, strange
     stated = os.fstat(descriptor)
     where = "" if last else "below "
     if os.geteuid() == 0 and not strangers and stated.st_uid not in _trusted():
-        raise _in_the_way(path, f"{where}a directory of user {stated.st_uid}")
+        raise _in_the_way_error(path, f"{where}a directory of user {stated.st_uid}")
     if stated.st_mode & stat.S_IWOTH and not stated.st_mode & stat.S_ISVTX:
-        raise _in_the_way(path, f"{where}a directory that anyone may change")
+        raise _in_the_way_error(path, f"{where}a directory that anyone may change")
 
 
 def create_file(path: str | Path, data: bytes, *, directory: int | None = None, mode: int = 0o666) -> None:
@@ -144,16 +144,18 @@ def open_over(path: Path, *, directory: int | None = None) -> int:
         descriptor = os.open(at, os.O_RDWR | _SAFE, dir_fd=directory)
     except OSError as error:
         if error.errno in {errno.ELOOP, errno.ENXIO}:
-            raise _in_the_way(path, "a symbolic link" if error.errno == errno.ELOOP else "not a regular file") from None
+            raise _in_the_way_error(
+                path, "a symbolic link" if error.errno == errno.ELOOP else "not a regular file"
+            ) from None
         raise
     try:
         stated = os.fstat(descriptor)
         if not stat.S_ISREG(stated.st_mode):
-            raise _in_the_way(path, "not a regular file")
+            raise _in_the_way_error(path, "not a regular file")
         if stated.st_uid != os.geteuid():
-            raise _in_the_way(path, f"a file of user {stated.st_uid}")
+            raise _in_the_way_error(path, f"a file of user {stated.st_uid}")
         if stated.st_nlink > 1:
-            raise _in_the_way(path, "a file with several hard links")
+            raise _in_the_way_error(path, "a file with several hard links")
         os.ftruncate(descriptor, 0)
     except BaseException:
         os.close(descriptor)
@@ -188,12 +190,12 @@ def open_to_append(path: Path, *, create: bool = True, directory: int | None = N
             descriptor = os.open(path.name, flags, 0o666, dir_fd=directory)
         except OSError as error:
             if error.errno == errno.ELOOP:
-                raise _in_the_way(path, "a symbolic link") from None
+                raise _in_the_way_error(path, "a symbolic link") from None
             raise
     stated = os.fstat(descriptor)
     if not stat.S_ISREG(stated.st_mode) or stated.st_uid != os.geteuid() or stated.st_nlink > 1:
         os.close(descriptor)
-        raise _in_the_way(path, "not a regular file of this user alone")
+        raise _in_the_way_error(path, "not a regular file of this user alone")
     return descriptor
 
 
@@ -215,8 +217,9 @@ def check_links(path: Path) -> None:
         except OSError:
             continue
         if stat.S_ISLNK(stated.st_mode) and stated.st_uid not in {os.geteuid(), 0} and _is_public(part):
-            raise _in_the_way(part, f"a symbolic link of user {stated.st_uid}")
+            raise _in_the_way_error(part, f"a symbolic link of user {stated.st_uid}")
 
 
-def _in_the_way(path: Path, what: str) -> OSError:
+def _in_the_way_error(path: Path, what: str) -> OSError:
+    """Return the error about something that is not to be written."""
     return FileExistsError(errno.EEXIST, f"it is {what}", str(path))

@@ -20,7 +20,7 @@ def cdi_notes(host: Host, gpus_after: Sequence[Gpu]) -> tuple[str, ...]:
     given = {gpu.index: gpu for gpu in gpus_after}
     gpus = [given.get(gpu.index, gpu) for gpu in host.nvml.identities()]
     specs = {spec.path: spec for spec in cdi.find_specs(host)}
-    for spec in cdi.stale(host, gpus):
+    for spec in cdi.stale_specs(host, gpus):
         wrong = f"containers: the CDI specification {spec.path} {cdi.describe(spec)}"
         if not any(gpu.mig_instances or not gpu.mig_enabled for gpu in gpus):
             notes.append(

@@ -164,7 +164,7 @@ def _read(path: Path) -> ChangeRecord | None:
         ValueError: it cannot be read; the message says why.
     """
     try:
-        record = CHANGES.demanded(path)
+        record = CHANGES.read_or_raise(path)
     except Elsewhere as error:
         # Instances are those of the host in every PID namespace.
         record = error.value

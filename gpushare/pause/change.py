@@ -94,25 +94,25 @@ class JobPause:
             return Plan(title=f"pause {self.job.title}", steps=())
         if begin and self._guard is None:
             # Both processes load while the rest is looked up. Without a pause, the guard ends with its input.
-            self._guard = self._keeper()
+            self._guard = self._start_guard()
         self.control.start()
         on_gpu = self._on_gpu()
         _refuse_mps(self._host, self.job, on_gpu)
-        self._find(on_gpu)
+        self._scan_new(on_gpu)
         until = "" if self._seconds is None else f" for {self._seconds:g} s"
         steps = (
             Step(
                 what=f"write the record {self.job.path}, and start the guard of the pause",
                 command=None,
-                do=self._record,
-                revert=self._forget,
+                do=self._write_record,
+                revert=self._drop_record,
             ),
-            *(self._off_step(process) for process in self.job.channels),
+            *(self._disable_step(process) for process in self.job.channels),
             Step(
                 what=f"let the guard keep it paused{until}",
                 command=None,
                 undo=f"gpushare resume {self.job.selector}",
-                do=self._hold,
+                do=self._pause_rest,
             ),
         )
         return Plan(
@@ -142,7 +142,7 @@ class JobPause:
             return job if job.state == PAUSED and job.kept(self._host) else None
         return None
 
-    def _find(self, pids: Iterable[int]) -> list[Channels]:
+    def _scan_new(self, pids: Iterable[int]) -> list[Channels]:
         """Scan processes that are not known yet, and return the channels of new ones."""
         new = []
         refused: GpushareError | None = None
@@ -163,17 +163,20 @@ class JobPause:
 
     @property
     def control(self) -> ChannelControl:
+        """Return the control of channels, opened at the first use."""
         if self._control is None:
             self._control = self._host.open_channels()
         return self._control
 
-    def _keeper(self) -> Guard:
+    def _start_guard(self) -> Guard:
+        """Start the guard that ends the pause."""
         return Guard(self._host.spec, "ends the pause", "gpushare.pause.keep:keep", str(self.job.path), early=True)
 
-    def _record(self) -> None:
+    def _write_record(self) -> None:
+        """Write the record of the pause, and wait until its guard is ready."""
         guard = self._guard
         if guard is None:
-            guard = self._guard = self._keeper()
+            guard = self._guard = self._start_guard()
         # Before anything is off: an older record of a pause that died may be replaced, so keep what it has off.
         older = PAUSES.read(self.job.path)
         if older is not None and older.lives(self._host):
@@ -185,7 +188,8 @@ class JobPause:
         write(self.job)
         guard.wait_ready()
 
-    def _forget(self) -> None:
+    def _drop_record(self) -> None:
+        """Put back the record that was there; remove ours, unless something is off."""
         if self._guard is not None:
             self._guard.leave()
         if self._older is not None:
@@ -193,7 +197,8 @@ class JobPause:
         elif not self._off:
             PAUSES.forget(self.job.path)
 
-    def _off_step(self, channels: Channels) -> Step:
+    def _disable_step(self, channels: Channels) -> Step:
+        """Return the step that takes the channels of a process off the GPU."""
         contexts, count = len(channels.compute), sum(len(group.channels) for group in channels.compute)
         return Step(
             what=f"take {counted(count, 'channel')} of process {channels.pid} off the GPU "
@@ -205,6 +210,7 @@ class JobPause:
         )
 
     def _disable(self, channels: Channels) -> None:
+        """Take the channels of a process off the GPU; scan it again if they have changed since the scan."""
         # Noted first: a driver that does not answer may have done it.
         self._off.append(channels)
         try:
@@ -234,6 +240,7 @@ class JobPause:
         return now
 
     def _enable(self, channels: Channels) -> None:
+        """Put the channels of a process back on the GPU. Raises GpushareError: it is still paused."""
         for process in [process for process in self._off if process.pid == channels.pid]:
             try:
                 enable(self.control, process)
@@ -245,9 +252,10 @@ class JobPause:
                 ) from error
             self._off.remove(process)
 
-    def _hold(self) -> None:
+    def _pause_rest(self) -> None:
+        """Pause what the job has started meanwhile, and hand the pause over to the guard."""
         for _ in range(_ROUNDS):
-            new = self._find(self._on_gpu())
+            new = self._scan_new(self._on_gpu())
             if not new:
                 break
             write(self.job)
@@ -260,10 +268,12 @@ class JobPause:
 
 
 def _ended_error(pid: int) -> NotFound:
+    """Return the error about a process that has ended."""
     return NotFound(f"process {pid} has ended", "see what is running: gpushare status", code="process_gone")
 
 
 def _under_mps_error(job: PausedJob, pid: int) -> NotSupported:
+    """Return the error about a client of MPS."""
     return NotSupported(
         f"process {pid} is under MPS: all clients of a server share its channels, so a pause would stop all of them",
         f"stop its CPU side instead: kill -STOP {pid}; or end it: gpushare stop {job.selector}; "
@@ -315,7 +325,7 @@ def enable(control: ChannelControl, channels: Channels) -> float:
         return 0.0
 
 
-def names_of(channels: Channels) -> frozenset[tuple[int, int, int]]:
+def channel_names(channels: Channels) -> frozenset[tuple[int, int, int]]:
     """Return what tells the channels of a process from others of it: client, group, channel."""
     return frozenset((group.client, group.handle, channel) for group in channels.compute for channel in group.channels)
 
@@ -352,6 +362,7 @@ def resume_step(host: Host, control: ChannelControl, job: PausedJob) -> Step:
 
 
 def _put_job_back(host: Host, control: ChannelControl, job: PausedJob) -> None:
+    """Resume a job by its record as it is now, unless it was resumed meanwhile."""
     current = PAUSES.read(job.path)
     # A record that cannot be read exists, too.
     if current is not None or job.path.exists():
@@ -420,7 +431,7 @@ def find_paused(host: Host, text: str) -> PausedJob:
         if theirs.keeper_uid is not None and not ours:
             raise _paused_by_user_error(theirs, theirs.keeper_uid)
     if not ours:
-        job = _without_record(host, text)
+        job = _with_unread_record(host, text)
         if job is None:
             raise _not_paused_error(host, text)
         return job
@@ -428,7 +439,7 @@ def find_paused(host: Host, text: str) -> PausedJob:
     return ours[0]
 
 
-def _without_record(host: Host, text: str) -> PausedJob | None:
+def _with_unread_record(host: Host, text: str) -> PausedJob | None:
     """Return a process of this user whose record cannot be read, with the channels that it has now; None: there is none."""
     pid = pid_of(text)
     first = host.processes.identity(pid) if pid else None
@@ -453,10 +464,12 @@ def _without_record(host: Host, text: str) -> PausedJob | None:
 
 
 def paused_by_root_error(job: PausedJob) -> NoPermission:
+    """Return the error about a job that only root may resume."""
     return NoPermission(f"{job.title} was paused by root", "run as root", code="paused_by_root")
 
 
 def _paused_by_user_error(job: PausedJob, uid: int) -> NoPermission:
+    """Return the error about another user's job, for root: its guard would go on."""
     # Its guard would go on, and root writes nothing into the directory of a user.
     user = user_name(uid)
     return NoPermission(
@@ -467,6 +480,7 @@ def _paused_by_user_error(job: PausedJob, uid: int) -> NoPermission:
 
 
 def _not_paused_error(host: Host, text: str) -> NotFound:
+    """Return the error about a job that is not paused by this user."""
     hint = "see which jobs are: gpushare pause list; resume all: gpushare resume --all"
     pid = pid_of(text)
     if pid is None:
@@ -484,6 +498,7 @@ def refuse_run(host: Host, job: PausedJob) -> None:
 
 
 def _is_named(job: PausedJob, text: str) -> bool:
+    """Return whether a paused job is meant by this name or PID."""
     pid = pid_of(text)
     if pid is not None:
         return pid in job.pids

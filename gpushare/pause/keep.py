@@ -14,7 +14,7 @@ from gpushare.host.channels import ChannelControl, Channels
 from gpushare.host.host import Host
 from gpushare.host.identity import uptime
 from gpushare.host.slice_lock import probed
-from gpushare.pause.change import HELD, free, names_of
+from gpushare.pause.change import HELD, channel_names, free
 from gpushare.pause.record import PAUSES, RESUMING, PausedJob, write
 
 LOOK_SECONDS: Final = 1.0
@@ -72,12 +72,13 @@ class Keeper:
             return None if self._try_resume() else LOOK_SECONDS
         # A driver or a disk that fails is tried again.
         with contextlib.suppress(GpushareError):
-            self._look(job)
+            self._pause_new(job)
         return (
             LOOK_SECONDS if self._deadline is None else max(0.0, min(LOOK_SECONDS, self._deadline - time.monotonic()))
         )
 
     def _own_record(self) -> PausedJob | None:
+        """Return the record of the pause; None: it is gone, or names another guard."""
         job = PAUSES.read(self._path)
         mine = job is not None and job.keeper is not None and job.keeper.pid == os.getpid()
         return job if mine else None
@@ -98,11 +99,11 @@ class Keeper:
             return False
         return True
 
-    def _look(self, job: PausedJob) -> None:
+    def _pause_new(self, job: PausedJob) -> None:
         """Pause channels and processes that the job has created."""
         living = {process.pid: process for process in job.living(self._host)}
         grown = [process for pid, process in self._missed.items() if pid in living]
-        grown += [new for process in living.values() if (new := self._grown(process)) is not None]
+        grown += [new for process in living.values() if (new := self._with_new_channels(process)) is not None]
         now = time.monotonic()
         for pid in list(self._host.processes.descendants(job.pid))[:_MOST_PROCESSES]:
             if pid not in living and self._next.get(pid, 0.0) <= now:
@@ -112,17 +113,18 @@ class Keeper:
                     if not channels.under_mps:
                         grown.append(channels)
         if grown:
-            self._add(grown)
+            self._record_and_disable(grown)
 
-    def _grown(self, channels: Channels) -> Channels | None:
+    def _with_new_channels(self, channels: Channels) -> Channels | None:
         """Return the channels of a process if it has other ones than are recorded."""
         try:
             now = self._control.find_again(channels)
         except NotFound:
             return None
-        return now if names_of(now) - names_of(channels) else None
+        return now if channel_names(now) - channel_names(channels) else None
 
-    def _add(self, grown: list[Channels]) -> None:
+    def _record_and_disable(self, grown: list[Channels]) -> None:
+        """Write channels into the record, and take them off the GPU."""
         with PAUSES.locked(self._host):
             job = self._own_record()
             if job is None or job.state == RESUMING:

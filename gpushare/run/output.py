@@ -13,7 +13,7 @@ from gpushare.base.units import pid_of
 from gpushare.host.capabilities import user_name
 from gpushare.host.host import Host
 from gpushare.host.identity import Identity
-from gpushare.host.records import opened_own
+from gpushare.host.records import open_own
 from gpushare.host.users import as_user
 from gpushare.memory.ledger import reservations
 from gpushare.run.jobs import (
@@ -52,7 +52,7 @@ def find_output(host: Host, text: str) -> Output:
     name = _job_name(host, text)
     path = output_path(host, name)
     try:
-        return Output(name, path, opened_own(path))
+        return Output(name, path, open_own(path))
     except FileNotFoundError:
         raise _not_kept_error(host, name) from None
     except PermissionError as error:

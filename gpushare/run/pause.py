@@ -24,7 +24,7 @@ from gpushare.host.identity import start_of, uptime
 from gpushare.host.process import known, signal_known
 from gpushare.host.slice_lock import probed
 from gpushare.host.store import Kept, RecordStore, any_lives
-from gpushare.pause.change import enable, names_of
+from gpushare.pause.change import channel_names, enable
 from gpushare.pause.record import PAUSED, PAUSES, RUNNING, PausedJob, by_root, write
 
 # How often a pause checks that all of the program is paused.
@@ -198,7 +198,7 @@ class ChannelPauser:
                     channels_of[pid] = probed(self._host, self._control, pid)
                 else:
                     now = self._control.find_again(before) if pid in self.off else before
-                    channels_of[pid] = before if names_of(now) == names_of(before) else now
+                    channels_of[pid] = before if channel_names(now) == channel_names(before) else now
             if pid in channels_of and channels_of[pid].under_mps:
                 raise NotSupported(
                     f"process {pid} is under MPS", "its channels are those of the server", code="under_mps"

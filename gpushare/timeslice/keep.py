@@ -31,7 +31,7 @@ from gpushare.host.slice_lock import probed, slices_locked
 from gpushare.host.store import Kept, RecordStore
 from gpushare.mps.control import is_server
 from gpushare.signals import held_back
-from gpushare.timeslice.rules import KEEP_UNIT, SLICE_PER_WEIGHT_US, Decision, Names, Rule, decide, needs
+from gpushare.timeslice.rules import KEEP_UNIT, SLICE_PER_WEIGHT_US, Decision, Names, Rule, decide, needs_kind
 from gpushare.timeslice.slices import note_restored, note_slice, read_slices, record_kept, slice_record
 
 LOOK_SECONDS: Final = 1.0
@@ -53,7 +53,7 @@ _RESTART_LOOKS: Final = 10
 _FORGET_SECONDS: Final = 30.0
 
 Key = tuple[int, int]
-_Wish = tuple[Group, "_Slice", Decision | None]
+_WantedSlice = tuple[Group, "_Slice", Decision | None]
 
 
 @dataclass(frozen=True)
@@ -132,6 +132,7 @@ class _Process:
 
     @property
     def owner(self) -> int:
+        """Return the user whose time the work on it counts for."""
         return -1 if self.origin.uid is None else self.origin.uid
 
 
@@ -154,14 +155,14 @@ class Keeper:
     def step(self) -> list[Event]:
         """Look at the processes of all GPUs once, and do what is due; return what happened."""
         events: list[Event] = []
-        self._follow(events)
+        self._update_processes(events)
         now = self._clock()
         if now - self._forgotten_at >= _FORGET_SECONDS:
             self._forgotten_at = now
             self._spent = {uid: spent / 2 for uid, spent in self._spent.items() if spent > 0.001}
         end = now + _WORK_SECONDS
         while self._clock() < end:
-            process = self._next()
+            process = self._next_due()
             if process is None:
                 break
             began = self._clock()
@@ -169,9 +170,9 @@ class Keeper:
             self._spent[process.owner] = self._spent.get(process.owner, 0.0) + self._clock() - began
         return events
 
-    def _follow(self, events: list[Event]) -> None:
+    def _update_processes(self, events: list[Event]) -> None:
         """Take up new processes, and forget those that have ended."""
-        listed, silent = self._listed()
+        listed, silent = self._listed_processes()
         ended = [
             process
             for process in self._processes.values()
@@ -180,7 +181,7 @@ class Keeper:
         ]
         for process in ended:
             del self._processes[process.pid]
-        command = needs(self._policy.rules, "command")
+        command = needs_kind(self._policy.rules, "command")
         for pid, (gpus, mps) in listed.items():
             earlier = self._processes.get(pid)
             if earlier is not None:
@@ -195,7 +196,7 @@ class Keeper:
         if any(process.slices for process in ended):
             self._write(events)
 
-    def _listed(self) -> tuple[dict[int, tuple[frozenset[int], bool]], set[int]]:
+    def _listed_processes(self) -> tuple[dict[int, tuple[frozenset[int], bool]], set[int]]:
         """Return the compute processes by PID, with their GPUs and whether they are under MPS; and GPUs that do not answer."""
         listed: dict[int, tuple[frozenset[int], bool]] = {}
         silent = set()
@@ -218,9 +219,10 @@ class Keeper:
         return listed, silent
 
     def _lives(self, process: _Process) -> bool:
+        """Return whether a process still runs."""
         return self._host.processes.alive(process.pid, process.origin.started)
 
-    def _next(self) -> _Process | None:
+    def _next_due(self) -> _Process | None:
         """Return the process to work on: of those that are due, one of the user who took the least time."""
         now = self._clock()
         due = [process for process in self._processes.values() if process.due <= now and not process.left]
@@ -259,14 +261,17 @@ class Keeper:
             process.left = True
 
     def _skip(self, process: _Process, error: GpushareError, events: list[Event]) -> None:
+        """Leave a process alone until the rules are read again, and say why."""
         process.left = True
         events.append(self._skipped_event(process, error))
 
     def _skipped_event(self, process: _Process, error: GpushareError) -> Event:
+        """Return the event of a process that is left alone."""
         reason = error.message.removeprefix(f"process {process.pid}: ")
         return Event(kind="skipped", pid=process.pid, user=self._user(process), why=reason, code=error.code)
 
     def _user(self, process: _Process) -> str | None:
+        """Return the name of the user of a process."""
         return None if process.origin.uid is None else user_name(process.origin.uid)
 
     def _scan_and_apply(self, process: _Process, events: list[Event]) -> None:
@@ -275,11 +280,11 @@ class Keeper:
             # A program that starts in this process later may be one that a rule names.
             process.wait = min(2 * process.wait, _MOST_CHECK_SECONDS)
             process.due = self._clock() + process.wait
-            fresh = self._host.origin(process.pid, command=needs(self._policy.rules, "command"))
+            fresh = self._host.origin(process.pid, command=needs_kind(self._policy.rules, "command"))
             if fresh is not None and fresh.started == process.origin.started:
                 process.origin = fresh
             return
-        self._may_touch(process)
+        self._check_allowed(process)
         limit = _SCAN_SECONDS if process.tries == 0 else _SCAN_AGAIN_SECONDS
         channels = probed(self._host, self._control, process.pid, process.origin.started, seconds=limit)
         if channels.under_mps:
@@ -288,7 +293,8 @@ class Keeper:
         self._apply_rules(process, channels, events)
         process.tries, process.due = 0, self._clock() + process.wait
 
-    def _may_touch(self, process: _Process) -> None:
+    def _check_allowed(self, process: _Process) -> None:
+        """Raise unless this user may set the slice of a process: none under MPS, none of another user."""
         info = self._host.processes.describe(process.pid)
         if process.mps or (info is not None and is_server(info.name)):
             raise _under_mps_error(process.pid)
@@ -296,9 +302,11 @@ class Keeper:
             raise NoPermission(f"process {process.pid}: it belongs to another user", "run as root", code="other_user")
 
     def _decision(self, process: _Process, gpu: int, before: int) -> Decision | None:
+        """Return what the rules give a process on a GPU, whose slice was ``before``; None: no rule is for it."""
         return decide(self._policy.rules, self._policy.names, process.origin, self._gpus[gpu], before)
 
     def _gpu_of(self, process: _Process, group: Group) -> int | None:
+        """Return the index of the GPU of a channel group; None: unknown."""
         if len(process.gpus) == 1:
             return next(iter(process.gpus))
         uuid = (group.gpu or "").lower()
@@ -306,7 +314,9 @@ class Keeper:
 
     def _apply_rules(self, process: _Process, channels: Channels, events: list[Event]) -> None:
         """Set the groups of a process as the rules say. If another program has changed one of them, leave all alone."""
-        wishes = [wish for group in channels.compute if (wish := self._wish(process, group, events)) is not None]
+        wishes = [
+            wish for group in channels.compute if (wish := self._wanted_slice(process, group, events)) is not None
+        ]
         if process.changed:
             # The other groups stay in the record: they are put back at the end.
             process.left = True
@@ -327,7 +337,7 @@ class Keeper:
             except GpushareError:
                 process.slices = earlier
                 raise
-        batches: dict[tuple[Any, ...], list[_Wish]] = {}
+        batches: dict[tuple[Any, ...], list[_WantedSlice]] = {}
         for each in wishes:
             group, slices, decision = each
             if group.slice_us != slices.now:
@@ -340,7 +350,7 @@ class Keeper:
             process.slices, process.channels, process.scan = {}, None, True
             self._write(events)
 
-    def _wish(self, process: _Process, group: Group, events: list[Event]) -> _Wish | None:
+    def _wanted_slice(self, process: _Process, group: Group, events: list[Event]) -> _WantedSlice | None:
         """Return what a group should have; None: its slice or GPU is unknown, or another program has changed the slice."""
         key, current, gpu = (group.client, group.handle), group.slice_us, self._gpu_of(process, group)
         earlier = process.slices.get(key)
@@ -357,9 +367,10 @@ class Keeper:
         return group, _Slice(before, slice_us, last=current), decision
 
     def _event(self, kind: str, process: _Process, group: Group, **more: Any) -> Event:
+        """Return an event about a channel group of a process."""
         return Event(kind=kind, pid=process.pid, user=self._user(process), gpu=self._gpu_of(process, group), **more)
 
-    def _set(self, process: _Process, batch: Sequence[_Wish], events: list[Event]) -> None:
+    def _set(self, process: _Process, batch: Sequence[_WantedSlice], events: list[Event]) -> None:
         """Set groups of one GPU that had the same slice and get the same one."""
         group, slices, decision = batch[0]
         part = Channels(pid=process.pid, started=process.origin.started, groups=tuple(each[0] for each in batch))
@@ -389,7 +400,7 @@ class Keeper:
         """Follow other rules from now on. What another program has changed stays as it is."""
         self._policy = policy
         self._gpus = {gpu.index: gpu for gpu in self._host.nvml.identities()} or self._gpus
-        command = needs(policy.rules, "command")
+        command = needs_kind(policy.rules, "command")
         for process in self._processes.values():
             origin = self._host.origin(process.pid, command=command)
             if origin is not None and origin.started == process.origin.started:
@@ -559,6 +570,7 @@ class KeepRecord(Kept):
 
     @property
     def runs(self) -> bool:
+        """Return whether the process of the record still runs."""
         return identity_of(self.pid) == (self.pid, self.started)
 
 
@@ -578,7 +590,7 @@ def _write(host: Host, processes: Sequence[KeptProcess]) -> None:
 
 
 @contextlib.contextmanager
-def only_one(host: Host) -> Iterator[None]:
+def sole_keep(host: Host) -> Iterator[None]:
     """Be the only keep of a host meanwhile.
 
     Raises:
@@ -588,6 +600,7 @@ def only_one(host: Host) -> Iterator[None]:
     path = KEEPS.path(host, _KEY)
 
     def busy(_seconds: float = 0.0) -> NoReturn:
+        """Raise InUse: another keep runs."""
         record = keep_record(host)
         raise _already_running_error(None if record is None else record.pid)
 
@@ -602,6 +615,7 @@ def only_one(host: Host) -> Iterator[None]:
 
 
 def _already_running_error(pid: int | None) -> InUse:
+    """Return the error that another keep runs, with its process if that is known."""
     return InUse(
         f"timeslice keep is already running on this host{'' if pid is None else f' (process {pid})'}",
         f"reload its file: kill -HUP {pid or 'PID'}; or stop it: kill {pid or 'PID'}; as a unit: "
@@ -638,7 +652,7 @@ def keep(host: Host, policy: Policy, *, reload: Callable[[], Policy], say: Calla
         InUse: another keep runs.
         OperationFailed: not everything could be put back (code ``slices_left``).
     """
-    with only_one(host), held_back() as wait, host.open_channels() as control:
+    with sole_keep(host), held_back() as wait, host.open_channels() as control:
         say(recover(host, control))
         keeper = Keeper(host, control, policy)
         try:
@@ -694,11 +708,12 @@ def verdicts(host: Host, policy: Policy) -> list[Verdict]:
             origin = host.origin(process.pid)
             if origin is None:
                 continue
-            rows.append(_verdict(host, policy, gpu, process.pid, origin, mps=process.mps))
+            rows.append(_verdict_on(host, policy, gpu, process.pid, origin, mps=process.mps))
     return rows
 
 
-def _verdict(host: Host, policy: Policy, gpu: Gpu, pid: int, origin: Origin, *, mps: bool) -> Verdict:
+def _verdict_on(host: Host, policy: Policy, gpu: Gpu, pid: int, origin: Origin, *, mps: bool) -> Verdict:
+    """Return the rule for one process on a GPU, and why it would not be applied."""
     info = host.processes.describe(pid)
     decision = decide(policy.rules, policy.names, origin, gpu, SLICE_PER_WEIGHT_US)
     name = None if info is None else info.name
@@ -773,6 +788,7 @@ def deviations(host: Host, policy: Policy) -> list[Deviation]:
 
 
 def _deviates(now: int | None, wanted: Verdict) -> bool:
+    """Return whether a slice is not what the rule wants; an unknown one counts as the default."""
     if now is None or wanted.slice_us is None:
         # Unknown is most likely the default.
         return wanted.slice_us != SLICE_PER_WEIGHT_US

@@ -52,12 +52,12 @@ def plan_level(host: Host, devices: Sequence[Device], level: TimeSlice, *, besid
     steps: list[Step] = []
     notes = [NO_MILLISECONDS]
     for device in devices:
-        steps += _steps(host, device, level, levels, notes)
+        steps += _level_steps(host, device, level, levels, notes)
     # What was in force before, of each device; `reset` also restores the compute mode.
     back: dict[str, list[str]] = {}
     for device in devices:
         before = levels.get(device.gpu.index)
-        resets = before in {None, TimeSlice.DEFAULT} or _found_mode(host, device) is not None
+        resets = before in {None, TimeSlice.DEFAULT} or _mode_before_set(host, device) is not None
         way = "reset" if resets or before is None else f"set {before.title}"
         back.setdefault(way, []).append(device.selector)
     return Plan(
@@ -80,7 +80,7 @@ def plan_reset(host: Host, devices: Sequence[Device]) -> Plan:
         if before is not TimeSlice.DEFAULT:
             steps.append(_policy_step(host, device, TimeSlice.DEFAULT, before))
             undo = None if before is None else f"gpushare timeslice set {before.title} -g {device.selector}"
-        mode = _found_mode(host, device)
+        mode = _mode_before_set(host, device)
         if mode is not None:
             steps.append(_mode_step(host, device, mode, keep=False))
         restored = "" if mode is None else f", compute mode {mode.title}"
@@ -142,9 +142,10 @@ def left_level(host: Host, gpu: Gpu, now: TimeSlice | None = None) -> TimeSlice 
     return None
 
 
-def _steps(
+def _level_steps(
     host: Host, device: Device, level: TimeSlice, levels: dict[int, TimeSlice | None], notes: list[str]
 ) -> list[Step]:
+    """Return the steps that set a level on a GPU; what they change besides is added to ``notes``."""
     before = _supported_level(device, levels)
     steps = []
     mode = host.nvml.compute_mode(device.gpu.index)
@@ -161,6 +162,7 @@ def _steps(
 
 
 def _policy_step(host: Host, device: Device, level: TimeSlice, before: TimeSlice | None) -> Step:
+    """Return the step that sets the level of a GPU by nvidia-smi, and reads it back."""
     setting = f"the time-slice of {device.title}"
 
     def write(value: TimeSlice) -> None:
@@ -192,7 +194,7 @@ def _mode_step(host: Host, device: Device, mode: ComputeMode, *, keep: bool) -> 
     """
     before = host.nvml.compute_mode(device.gpu.index)
     setting = compute_mode_step(host, device, mode, before=before)
-    recorded = _found_mode(host, device)
+    recorded = _mode_before_set(host, device)
     # A record that another gpushare wrote meanwhile is not restored.
     noted = False
 
@@ -210,13 +212,14 @@ def _mode_step(host: Host, device: Device, mode: ComputeMode, *, keep: bool) -> 
     def back() -> None:
         if setting.revert is not None:
             setting.revert()
-        if noted and _found_mode(host, device) is not recorded:
+        if noted and _mode_before_set(host, device) is not recorded:
             _note_mode(host, device, recorded)
 
     return replace(setting, do=act, revert=back)
 
 
 def _note_mode(host: Host, device: Device, mode: ComputeMode | None) -> None:
+    """Write the record of the compute mode that was there; None: remove it."""
     path = MODES.path(host, device.uuid)
     if mode is None:
         MODES.forget(path)
@@ -225,6 +228,7 @@ def _note_mode(host: Host, device: Device, mode: ComputeMode | None) -> None:
 
 
 def _refuse_instances(devices: Sequence[Device]) -> None:
+    """Raise NotSupported if a device is a MIG instance."""
     for device in devices:
         if device.mig is not None:
             raise NotSupported(
@@ -235,6 +239,7 @@ def _refuse_instances(devices: Sequence[Device]) -> None:
 
 
 def _refuse_mps(host: Host, devices: Sequence[Device]) -> None:
+    """Raise InUse if an MPS daemon of gpushare serves one of the GPUs."""
     for entry in find_daemons(host, [device.gpu for device in devices], deep=False):
         daemon = entry.daemon
         if daemon.ours and daemon.error is None and daemon.gpu_index is not None:
@@ -247,6 +252,7 @@ def _refuse_mps(host: Host, devices: Sequence[Device]) -> None:
 
 
 def _supported_level(device: Device, levels: dict[int, TimeSlice | None]) -> TimeSlice | None:
+    """Return the present level of a GPU; None: unknown. Raises NotSupported: the driver lists none."""
     if device.gpu.index not in levels:
         raise NotSupported(
             f"{device.title} ({device.gpu.name or 'unknown model'}): the driver lists no time-slice for it",
@@ -257,6 +263,7 @@ def _supported_level(device: Device, levels: dict[int, TimeSlice | None]) -> Tim
     return levels[device.gpu.index]
 
 
-def _found_mode(host: Host, device: Device) -> ComputeMode | None:
+def _mode_before_set(host: Host, device: Device) -> ComputeMode | None:
+    """Return the compute mode that was there before `timeslice set`; None: it was not changed."""
     record = MODES.read(MODES.path(host, device.uuid))
     return None if record is None else record.mode

@@ -57,6 +57,7 @@ class Role(str, Enum):
 
     @property
     def microseconds(self) -> int:
+        """Return the slice of the role."""
         return 16_000 if self is Role.PRODUCTION else 500
 
 
@@ -103,6 +104,7 @@ class Rule:
 
     @property
     def microseconds(self) -> int:
+        """Return the slice that it gives, in microseconds."""
         if self.role is not None:
             return self.role.microseconds
         return self.slice_us if self.slice_us is not None else slice_of_weight(self.weight or 1)
@@ -141,7 +143,7 @@ def decide(rules: Sequence[Rule], names: Names, origin: Origin, gpu: Gpu, defaul
     ``default_us`` is the slice that the process had before anybody changed it.
     """
     for number, rule in enumerate(rules):
-        kinds = _matching(rule.match, names, origin, gpu)
+        kinds = _kinds_matched(rule.match, names, origin, gpu)
         if kinds is None:
             continue
         wanted = rule.microseconds
@@ -169,7 +171,7 @@ def _is_trusted(kinds: Iterable[str], origin: Origin) -> bool:
     return not claimed or placed or bool(kinds & {"user", "group"})
 
 
-def _matching(match: ProcessMatch, names: Names, origin: Origin, gpu: Gpu) -> list[str] | None:
+def _kinds_matched(match: ProcessMatch, names: Names, origin: Origin, gpu: Gpu) -> list[str] | None:
     """Return the kinds of values that a match names, if the process fits all of them."""
     given = match.given()
     for kind, values in given.items():
@@ -197,25 +199,26 @@ def fits_glob(glob: str, text: str) -> bool:
     text = text[:MOST_CHARACTERS]
     first, *more = glob.split("*")
     if not more:
-        return len(first) == len(text) and _part(first).match(text) is not None
+        return len(first) == len(text) and _pattern_of(first).match(text) is not None
     *middle, last = more
-    if len(first) + len(last) > len(text) or _part(first).match(text) is None:
+    if len(first) + len(last) > len(text) or _pattern_of(first).match(text) is None:
         return False
     end = len(text) - len(last)
     at = len(first)
     for part in middle:
-        match = _part(part).search(text, at, end)
+        match = _pattern_of(part).search(text, at, end)
         if match is None:
             return False
         at = match.end()
-    return _part(last).match(text, end) is not None
+    return _pattern_of(last).match(text, end) is not None
 
 
 @lru_cache(maxsize=1024)
-def _part(part: str) -> re.Pattern[str]:
+def _pattern_of(part: str) -> re.Pattern[str]:
+    """Return the pattern for a part of a glob between two stars."""
     return re.compile(".".join(re.escape(text) for text in part.split("?")), re.DOTALL)
 
 
-def needs(rules: Iterable[Rule], kind: str) -> bool:
+def needs_kind(rules: Iterable[Rule], kind: str) -> bool:
     """Return whether a rule looks at this kind of value: only then is it read."""
     return any(kind in rule.match.given() for rule in rules)

@@ -81,6 +81,7 @@ class SliceRecord(Kept):
 
 
 def _key(group: Group) -> str:
+    """Return how a record names a channel group."""
     return f"{group.client:x}:{group.handle:x}"
 
 
@@ -179,6 +180,7 @@ def find_channels(host: Host, control: ChannelControl, process: JobProcess, *, p
 
 
 def _under_mps_error(pid: int) -> NotSupported:
+    """Return the error about a client of MPS."""
     return NotSupported(
         f"process {pid} is a client of MPS: all clients of a server share one time-slice",
         "limit it: gpushare mps set --threads PCT; or start it outside MPS: gpushare run --slice TIME -- CMD",
@@ -324,7 +326,7 @@ def plan_slice(
         earlier.add(record.slice_us if record is not None and now == {record.slice_us} else None)
         if now != {microseconds}:
             act = partial(apply_slice, host, control, channels, microseconds, job)
-            steps.append(_step(host, control, channels, f"to {wanted}", act))
+            steps.append(_set_step(host, control, channels, f"to {wanted}", act))
     before = next(iter(earlier)) if len(earlier) == 1 else None
     undo = f"gpushare timeslice reset {selector}" if before is None else f"gpushare timeslice set {before}us {selector}"
     return Plan(
@@ -336,7 +338,7 @@ def plan_slice(
     )
 
 
-def _step(
+def _set_step(
     host: Host,
     control: ChannelControl,
     channels: Channels,
@@ -361,7 +363,7 @@ def _step(
 
     now = {group.slice_us for group in channels.compute}
     return Step(
-        what=f"set the time-slice of process {channels.pid} from {_listed(now)} {to}: NVA06C_CTRL_CMD_SET_TIMESLICE, on its channel groups",
+        what=f"set the time-slice of process {channels.pid} from {_slices_text(now)} {to}: NVA06C_CTRL_CMD_SET_TIMESLICE, on its channel groups",
         # NVIDIA has no program for it.
         command=None,
         do=there,
@@ -394,7 +396,7 @@ def plan_restore(
         slices |= now
         if now != earlier:
             act = partial(restore_slice, host, control, channels)
-            steps.append(_step(host, control, channels, f"back to {_listed(earlier)}", act))
+            steps.append(_set_step(host, control, channels, f"back to {_slices_text(earlier)}", act))
         else:
             steps.append(_forget_step(host, control, channels, record))
         before |= {value for value in earlier if value is not None}
@@ -410,7 +412,7 @@ def plan_restore(
 
 
 def _forget_step(host: Host, control: ChannelControl, channels: Channels, record: SliceRecord) -> Step:
-    """Its slices are the old ones already: only the record is there, unless another gpushare sets one meanwhile."""
+    """Return the step that removes the record of a process whose slices are the old ones already."""
     return Step(
         what=f"forget the record of process {channels.pid}, whose time-slice is the old one",
         command=f"rm {RECORDS.path(host, channels.pid)}",
@@ -419,7 +421,8 @@ def _forget_step(host: Host, control: ChannelControl, channels: Channels, record
     )
 
 
-def _listed(slices: Iterable[int | None]) -> str:
+def _slices_text(slices: Iterable[int | None]) -> str:
+    """Return different slices for people: ``500us and 2ms``."""
     values = sorted(value for value in set(slices) if value is not None)
     return " and ".join(format_slice(value) for value in values) or "unknown"
 

@@ -105,7 +105,7 @@ def test_the_list_in_the_words_of_the_kernel() -> None:
     raw = bytes.fromhex(
         "02000000 01000400ffffffff 0200040001000000 02000400feff0000 04000000ffffffff 10000400ffffffff 20000000ffffffff"
     )
-    assert module._acl(0o400, (65534, 1), 4) == raw
+    assert module._acl_bytes(0o400, (65534, 1), 4) == raw
     assert module._users_in(raw, 4) == (1, 65534)
     # A user of the list without the right to read has nothing.
     assert module._users_in(raw.replace(bytes.fromhex("0200040001000000"), bytes.fromhex("0200000001000000")), 4) == (
@@ -115,7 +115,7 @@ def test_the_list_in_the_words_of_the_kernel() -> None:
 
 @given(mode=st.sampled_from([0o400, 0o440, 0o444]), users=st.sets(st.integers(0, 2**32 - 2), max_size=20))
 def test_a_list_tells_the_users_that_were_put_into_it(mode: int, users: set[int]) -> None:
-    assert module._users_in(module._acl(mode, tuple(users), 4), 4) == tuple(sorted(users))
+    assert module._users_in(module._acl_bytes(mode, tuple(users), 4), 4) == tuple(sorted(users))
 
 
 @pytest.fixture

@@ -66,7 +66,7 @@ def test_what_the_toolkit_writes_is_read_whole_and_right(host: Host) -> None:
         "/dev/nvidia-caps/nvidia-cap12",
         "/dev/nvidia-caps/nvidia-cap13",
     )
-    assert cdi.stale(host, gpus(host)) == ()
+    assert cdi.stale_specs(host, gpus(host)) == ()
 
 
 def test_no_file_of_this_machine_is_read_for_a_simulated_host(host: Host) -> None:
@@ -74,17 +74,19 @@ def test_no_file_of_this_machine_is_read_for_a_simulated_host(host: Host) -> Non
     assert cdi.local_path(replace(host, spec="local"), NAME) == Path(NAME)
 
 
-def test_another_root(host: Host, tmp_path: Path) -> None:
-    (tmp_path / "etc/cdi").mkdir(parents=True)
-    (tmp_path / "etc/cdi/nvidia.json").write_text(written({"0": ["/dev/nvidia0"]}))
-    (spec,) = cdi.find_specs(host, root=tmp_path)
+def test_a_specification_as_json(host: Host) -> None:
+    cdi.local_path(host, NAME).unlink()
+    file = cdi.local_path(host, "/etc/cdi/nvidia.json")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(written({"0": ["/dev/nvidia0"]}))
+    (spec,) = cdi.find_specs(host)
     assert (spec.path, [device.name for device in spec.devices]) == ("/etc/cdi/nvidia.json", ["0"])
 
 
 def test_a_device_that_is_gone_and_one_that_is_missing(host: Host) -> None:
     before = uuids(host)
     admin.set_mig(SPEC, "0", ["3g.40gb:0", "1g.10gb:4"])
-    (one,) = cdi.stale(host, gpus(host))
+    (one,) = cdi.stale_specs(host, gpus(host))
     assert (one.path, one.gone, one.missing, one.moved) == (NAME, (before[1],), (uuids(host)[1],), ())
     assert cdi.describe(one) == f"names devices that are gone ({before[1]}) and lacks {uuids(host)[1]}"
 
@@ -92,13 +94,13 @@ def test_a_device_that_is_gone_and_one_that_is_missing(host: Host) -> None:
 def test_mig_switched_off_leaves_a_gpu_that_is_not_listed(host: Host) -> None:
     before = uuids(host)
     admin.set_mig(SPEC, "0", [])
-    (one,) = cdi.stale(host, gpus(host))
+    (one,) = cdi.stale_specs(host, gpus(host))
     assert (set(one.gone), one.missing) == (set(before), (gpus(host)[0].uuid,))
 
 
 def test_nothing_is_called_gone_while_a_gpu_does_not_answer(host: Host) -> None:
     one, other = gpus(host)
-    assert cdi.stale(host, [Gpu(index=0, uuid=one.uuid, error="GPU is lost"), other]) == ()
+    assert cdi.stale_specs(host, [Gpu(index=0, uuid=one.uuid, error="GPU is lost"), other]) == ()
 
 
 @pytest.mark.parametrize("prefix", ["", "mig"])
@@ -112,16 +114,16 @@ def test_names_by_index_alone_are_known_by_their_capabilities(host: Host, prefix
         "1" if not prefix else "gpu1": ["/dev/nvidia1"],
     }
     put(host, NAME, written(names))
-    assert cdi.stale(host, gpus(host)) == ()
+    assert cdi.stale_specs(host, gpus(host)) == ()
     admin.set_mig(SPEC, "0", ["3g.40gb:0", "1g.10gb:4"])
-    (one,) = cdi.stale(host, gpus(host))
+    (one,) = cdi.stale_specs(host, gpus(host))
     assert (one.gone, one.missing) == ((f"{prefix}0:1",), (uuids(host)[1],))
 
 
 def test_an_index_that_means_another_instance_now(host: Host) -> None:
     gpu, other = gpus(host)
     swapped = Gpu(index=0, uuid=gpu.uuid, mig_enabled=True, mig_instances=tuple(reversed(gpu.mig_instances)))
-    (one,) = cdi.stale(host, [swapped, other])
+    (one,) = cdi.stale_specs(host, [swapped, other])
     assert (one.gone, one.missing, one.moved) == ((), (), ("0:0", "0:1"))
     assert cdi.describe(one) == "has wrong MIG devices for 0:0, 0:1"
 
@@ -138,7 +140,7 @@ def test_indices_may_have_gaps(host: Host) -> None:
         "1": ["/dev/nvidia1"],
     }
     put(host, NAME, written(names))
-    assert cdi.stale(host, gpus(host)) == ()
+    assert cdi.stale_specs(host, gpus(host)) == ()
 
 
 def test_both_files_are_looked_at(host: Host) -> None:
@@ -147,7 +149,7 @@ def test_both_files_are_looked_at(host: Host) -> None:
     assert (first.path, second.path) == ("/etc/cdi/nvidia.yaml", NAME)
     # YAML 1.1 would read 1:0 as the number 60.
     assert [device.name for device in first.devices] == ["1:0", "0"]
-    assert [one.path for one in cdi.stale(host, gpus(host))] == ["/etc/cdi/nvidia.yaml"]
+    assert [one.path for one in cdi.stale_specs(host, gpus(host))] == ["/etc/cdi/nvidia.yaml"]
 
 
 @pytest.mark.parametrize(
@@ -175,7 +177,7 @@ def test_refresh_writes_what_exists(host: Host) -> None:
     (spec,) = cdi.find_specs(host)
     host.nvml.restart()
     cdi.refresh(host, spec)
-    assert cdi.stale(host, gpus(host)) == ()
+    assert cdi.stale_specs(host, gpus(host)) == ()
     assert uuids(host)[0] in {device.name for device in cdi.find_specs(host)[0].devices}
 
 
@@ -206,7 +208,7 @@ def test_refresh_of_other_names_is_read_back(host: Host, strategy: str) -> None:
     host.nvml.restart()
     cdi.refresh(host, cdi.find_specs(host)[0])
     after = {device.name for device in cdi.find_specs(host)[0].devices}
-    assert (cdi.stale(host, gpus(host)), len(after)) == ((), len(names))
+    assert (cdi.stale_specs(host, gpus(host)), len(after)) == ((), len(names))
 
 
 def failed(host: Host) -> GpushareError:
@@ -276,4 +278,4 @@ def test_a_specification_without_nodes_is_compared_by_its_names() -> None:
     mig = MigInstance(uuid="MIG-1", gpu_instance_id=1, compute_instance_id=0)
     gpu = Gpu(index=0, uuid="GPU-1", mig_enabled=True, mig_instances=(mig,))
     spec = cdi.CdiSpec(path="p", devices=(cdi.CdiDevice(name="0:0"),))
-    assert cdi._compared(spec, [gpu]).missing == ("MIG-1",)
+    assert cdi._staleness_of(spec, [gpu]).missing == ("MIG-1",)

@@ -81,13 +81,13 @@ def test_a_scan_finds_the_compute_group_by_the_classes_on_its_channels(control: 
 
 
 def test_a_scan_tries_the_newest_clients_first(state_file: StateFile) -> None:
-    newest = room._newest(SimulatedFiles(state_file))
+    newest = room._newest_client(SimulatedFiles(state_file))
     assert newest == 0x200
-    order = list(room._order(newest))
+    order = list(room._client_handles(newest))
     assert order[:3] == [room.CLIENT_BASE + at for at in (0x200, 0x1FF, 0x1FE)]
     # Behind the lowest come the highest: handles are given out round and round.
     assert order[0x200:0x202] == [room.CLIENT_BASE, room.CLIENT_BASE + room.CLIENT_COUNT - 1]
-    assert sorted(order) == list(room._order(None))
+    assert sorted(order) == list(room._client_handles(None))
     assert len(order) == room.CLIENT_COUNT
 
 
@@ -140,9 +140,9 @@ def test_a_record_that_is_something_else_is_refused(control: ChannelControl, pid
 
 
 def test_newer_clients_are_looked_at_first_and_the_handles_wrap() -> None:
-    order = room._order(1)
+    order = room._client_handles(1)
     assert [next(order) - room.CLIENT_BASE for _ in range(4)] == [1, 0, 0xFFFFF, 0xFFFFE]
-    assert next(room._order(None)) == room.CLIENT_BASE
+    assert next(room._client_handles(None)) == room.CLIENT_BASE
 
 
 def test_groups_without_a_compute_object_are_refused(
@@ -252,7 +252,7 @@ def test_when_one_call_fails_what_was_off_is_on_again(
     control: ChannelControl, state_file: StateFile, pid: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(room, "CHANNELS_PER_CALL", 4)
-    monkeypatch.setattr(room._File, "switch", _switch_of_four)
+    monkeypatch.setattr(room._File, "switch_channels", _switch_of_four)
     found = control.find(pid)
     files = Failing(state_file, room.DISABLE_CHANNELS, 2, 0x40)
     assert answer(files, request("off", found))["refused"] == "failed"
@@ -269,9 +269,10 @@ def _switch_of_four(self: Any, client: int, subdevice: int, channels: Any, *, of
 
 
 def test_of_more_than_64_channels_each_call_has_64() -> None:
-    group = (None, (5, 1, 2, 3, range(150)))
-    other = (None, (5, 1, 9, 4, range(3)))
-    batches = room._batches([group, group, other])  # type: ignore[list-item]
+    file: Any = None
+    group = file, room._GroupHandles(5, 1, 2, 3, range(150))
+    other = file, room._GroupHandles(5, 1, 9, 4, range(3))
+    batches = room._batches([group, group, other])
     assert [(batch.subdevice, len(batch.channels)) for batch in batches] == [*[(3, 64)] * 4, (3, 44), (4, 3)]
 
 
@@ -606,7 +607,7 @@ def test_why_the_kernel_refuses_a_descriptor(
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(room, "_syscall", syscall)
     monkeypatch.setattr(room, "real_uid", lambda _pid: uid or 1000)
-    monkeypatch.setattr(room, "_text", lambda path: scope if "yama" in path else "")
+    monkeypatch.setattr(room, "_read_text", lambda path: scope if "yama" in path else "")
     with (
         running(NODE) as child,
         KernelFiles(NODE, DEVICE).process(child.pid, None) as process,
@@ -646,7 +647,9 @@ def test_what_the_kernel_tells_without_another_process(
         return own[-1], number
 
     monkeypatch.setattr(room, "_syscall", syscall)
-    monkeypatch.setattr(room, "_text", lambda path: kernel if "osrelease" in path else scope if "yama" in path else "")
+    monkeypatch.setattr(
+        room, "_read_text", lambda path: kernel if "osrelease" in path else scope if "yama" in path else ""
+    )
     reply = answer(KernelFiles(str(tmp_path / "nvidiactl"), DEVICE), {"do": "check", "pid": os.getpid()})
     assert reply.get("refused") == code
     for file in own:
@@ -660,7 +663,7 @@ def test_gvisor_and_wsl_are_told_by_their_kernels(monkeypatch: pytest.MonkeyPatc
         "/proc/version": "Linux version 4.4.0 #1 SMP Sun Jan 10 15:06:54 PST 2016",
         "/proc/sys/kernel/osrelease": "5.15.90.1-microsoft-standard-WSL2",
     }
-    monkeypatch.setattr(room, "_text", lambda path: said.get(path, ""))
+    monkeypatch.setattr(room, "_read_text", lambda path: said.get(path, ""))
     assert room._in_gvisor()
     assert answer(KernelFiles(), {"do": "find", "pid": os.getpid(), "started": None})["refused"] == "wsl"
 
@@ -722,7 +725,7 @@ def test_ctrl_c_lets_the_child_finish_its_request(monkeypatch: pytest.MonkeyPatc
         started.append(caller._process)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(caller, "_asked", interrupted)
+    monkeypatch.setattr(caller, "_answer", interrupted)
     with pytest.raises(KeyboardInterrupt):
         caller.ask({"do": "find", "pid": 1}, 60)
     # Not killed: it ends by itself, since its socket is closed.

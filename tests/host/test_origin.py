@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from gpushare.host.identity import identity_of
-from gpushare.host.origin import MOST_OF_COMMAND, _cgroup, is_of_root, origin_of
+from gpushare.host.origin import MOST_OF_COMMAND, _hierarchy_and_cgroup, is_of_root, origin_of
 
 USER = 65534
 
@@ -99,7 +99,7 @@ def test_a_link_is_no_cgroup(tmp_path: Path) -> None:
 
 def test_the_cgroup_of_each_version(tmp_path: Path) -> None:
     text = "4:memory:/evil\n1:name=systemd:/system.slice/a.service\n0::/b\n"
-    assert _cgroup(text, str(tmp_path)) == (f"{tmp_path}/systemd", "/system.slice/a.service")
+    assert _hierarchy_and_cgroup(text, str(tmp_path)) == (f"{tmp_path}/systemd", "/system.slice/a.service")
     (tmp_path / "cgroup.controllers").touch()
-    assert _cgroup(text, str(tmp_path)) == (str(tmp_path), "/b")
-    assert _cgroup("", str(tmp_path)) == (str(tmp_path), None)
+    assert _hierarchy_and_cgroup(text, str(tmp_path)) == (str(tmp_path), "/b")
+    assert _hierarchy_and_cgroup("", str(tmp_path)) == (str(tmp_path), None)

@@ -378,10 +378,10 @@ def test_a_program_lets_gpushare_reach_its_channels_where_yama_is_in_force(
         note.write_text(" ".join(str(getattr(one, "value", one)) for one in arguments))
         return 0
 
-    read = process._read
-    monkeypatch.setattr(process, "_read", lambda path: scope if "yama" in path else read(path))
+    read = process._read_text
+    monkeypatch.setattr(process, "_read_text", lambda path: scope if "yama" in path else read(path))
     monkeypatch.setattr("ctypes.CDLL", lambda _name: SimpleNamespace(prctl=prctl))
-    child = process.start(["true"], {})
+    child = process.start_program(["true"], {})
     while child.poll() is None:
         time.sleep(0.01)
     # PR_SET_PTRACER of linux/prctl.h.

@@ -18,6 +18,6 @@ def test_only_whole_lines_tell_what_is_mounted(monkeypatch: pytest.MonkeyPatch) 
         "",
     )
     monkeypatch.setattr(users, "read_proc", lambda _: "\n".join(lines).encode())
-    assert users._mounts() == {"/run/user/1000": "fuse.sshfs"}
+    assert users._mount_types() == {"/run/user/1000": "fuse.sshfs"}
     monkeypatch.setattr(users, "read_proc", lambda _: None)
-    assert users._mounts() == {}
+    assert users._mount_types() == {}

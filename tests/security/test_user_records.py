@@ -183,17 +183,17 @@ def test_what_a_user_has_mounted_is_not_entered(
     homes = own(runtime, alice), own(runtime, mallory)
     for user, home in zip((alice, mallory), homes, strict=True):
         user.does(lambda home=home: write(home / "gpushare"))  # type: ignore[misc]
-    real = users._mounts()
+    real = users._mount_types()
     fuse = {**real, str(homes[0]): "fuse.evil", str(homes[1] / "gpushare" / "swap"): "fuse.evil"}
-    monkeypatch.setattr(users, "_mounts", lambda: fuse)
+    monkeypatch.setattr(users, "_mount_types", lambda: fuse)
     assert found(runtime, sticky) == []
-    monkeypatch.setattr(users, "_mounts", lambda: {**real, str(homes[0]): "tmpfs"})
+    monkeypatch.setattr(users, "_mount_types", lambda: {**real, str(homes[0]): "tmpfs"})
     assert len(found(runtime, sticky)) == 2
 
 
 def test_mounts_are_read() -> None:
     if subprocess.run(["findmnt", "-n", "/proc"], capture_output=True, check=False).returncode == 0:
-        assert users._mounts()["/proc"] == "proc"
+        assert users._mount_types()["/proc"] == "proc"
 
 
 def test_whether_there_are_records_is_not_looked_up_through_a_link(

@@ -16,7 +16,7 @@ from gpushare.host.host import Host
 from gpushare.hostfile.parse import parse
 from gpushare.sim import admin
 from gpushare.sim.channels import COMPUTE_GROUP
-from gpushare.timeslice.keep import Event, Keeper, Policy, keep_record, only_one, recover, verdicts
+from gpushare.timeslice.keep import Event, Keeper, Policy, keep_record, recover, sole_keep, verdicts
 from gpushare.timeslice.rules import Names
 from gpushare.timeslice.slices import slice_records
 from tests.cli.drive import H200, World
@@ -70,7 +70,7 @@ def world() -> World:
 
 @pytest.fixture
 def new_desk(world: World) -> Iterator[Callable[..., Desk]]:
-    with only_one(connect(world.spec)):
+    with sole_keep(connect(world.spec)):
         yield lambda rules=RULES: Desk(world, rules)
 
 
@@ -436,7 +436,7 @@ def test_the_record_names_what_was_set(new_desk: Callable[..., Desk]) -> None:
 
 def test_there_is_one_keep_per_host(new_desk: Callable[..., Desk]) -> None:
     desk = new_desk()
-    with pytest.raises(InUse) as caught, only_one(desk.host):
+    with pytest.raises(InUse) as caught, sole_keep(desk.host):
         pass
     assert caught.value.code == "keep_running"
 
