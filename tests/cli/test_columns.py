@@ -5,7 +5,12 @@ from __future__ import annotations
 import csv
 import io
 import re
+from collections.abc import Callable
+from itertools import pairwise
 
+import pytest
+
+from gpushare.show.render import Layout, Table, layout
 from tests.cli.drive import Cli, World
 from tools.terminal import terminal
 
@@ -40,6 +45,52 @@ PLAIN = {
 }
 
 
+# Of a host with something in each table.
+SETUP = (
+    "mps start -g 0,1 --threads 50 --memory 8G",
+    "sim add -g 0 --mps --name serve --memory 3G",
+    "sim add -g 2 --name a-program-with-quite-a-long-name --memory 3G --user nobody",
+    "sim mig -g 3 3g.40gb 1g.10gb",
+    "mig name vision 3g.40gb:0 -g 3",
+    "reserve -g 5 --for 4h",
+)
+TABLES = (
+    "status",
+    "jobs -a",
+    "mps status",
+    "mig profiles -g 3",
+    "timeslice show",
+    "savings --gpus 4 --load 25",
+    "sim list",
+    "sim list --models",
+    "reserve",
+)
+
+
+def test_which_columns_a_narrow_terminal_drops(
+    cli: Cli, golden: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The columns that stay in the narrowest table of each kind, and the others in the order in which they go."""
+    orders: dict[str, str] = {}
+
+    def noted(table: Table, width: int) -> Layout:
+        # A column takes several cells, so at most one goes at a time.
+        shown = [[column.title for column in layout(table, cells).columns] for cells in range(300, 0, -1)]
+        gone = [next(title for title in wide if title not in less) for wide, less in pairwise(shown) if less != wide]
+        orders[table.name] = f"{' | '.join(shown[-1])} <- {' | '.join(gone)}"
+        return layout(table, width)
+
+    for line in SETUP:
+        cli(*line.split(), host="sim:8xh100").ok()
+    monkeypatch.setattr("gpushare.show.render.layout", noted)
+    text = ""
+    for verb in TABLES:
+        orders.clear()
+        cli(*verb.split(), host="sim:8xh100", output="table").ok()
+        text += "".join(f"{verb}, {name}: {order}\n" for name, order in orders.items())
+    golden("columns", text)
+
+
 def test_the_columns_of_csv_stay(cli: Cli) -> None:
     heads = {verb: next(csv.reader(io.StringIO(cli(*verb.split(), output="csv").out))) for verb in CSV}
     assert {verb: " ".join(head) for verb, head in heads.items()} == CSV
@@ -68,14 +119,6 @@ def test_the_columns_of_plain_do_not_depend_on_what_is_there(cli: Cli, world: Wo
 
 def test_no_table_is_wider_than_the_terminal() -> None:
     host = "sim:8xh100"
-    setup = (
-        "mps start -g 0,1 --threads 50 --memory 8G",
-        "sim add -g 0 --mps --name serve --memory 3G",
-        "sim add -g 2 --name a-program-with-quite-a-long-name --memory 3G --user nobody",
-        "sim mig -g 3 3g.40gb 1g.10gb",
-        "mig name vision 3g.40gb:0 -g 3",
-        "reserve -g 5 --for 4h",
-    )
     shown = (
         *(
             "status",
@@ -99,7 +142,7 @@ def test_no_table_is_wider_than_the_terminal() -> None:
         ),
     )
     with terminal(columns=80) as session:
-        for line in setup:
+        for line in SETUP:
             session.type(f"gpushare --host {host} {line}")
         texts = {line: re.sub(r"\x1b\[[0-9;]*m", "", session.type(f"gpushare --host {host} {line}")) for line in shown}
     assert [line for line, text in texts.items() if max(map(len, text.splitlines())) > 80] == []
