@@ -208,6 +208,10 @@ def keys(count: int) -> str:
     return "".join(f"k{number}: 0\n" for number in range(count))
 
 
+# Each of 260 mappings gets 64 keys in place of one.
+MERGED = f"a: &a {{{', '.join(f'k{number}' for number in range(64))}}}\n" + "".join(
+    f"b{number}: {{<<: *a}}\n" for number in range(260)
+)
 LAUGHS = "a: &a [x]\n" + "".join(
     f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
 )
@@ -228,14 +232,23 @@ LAUGHS = "a: &a [x]\n" + "".join(
         ("version: v1\nmig-configs: &a {x: *a}\n", "'x' is a mapping, not a list"),
         ("version: v1\nmig-configs: {x: &a [*a]}\n", "item 1 of 'x' is a list"),
         ("[" * 5000, "too deep"),
+        ("[" * 64 + "]" * 64, "a list"),
+        ("[" * 65 + "]" * 65, "too deep"),
         (BOMB, "too many keys"),
         (keys(4096), "unknown key"),
         (keys(4097), "too many keys"),
         (LAUGHS, "unknown key"),
+        (f"a: &a {{k: 0}}\nb: {{<<: [{', '.join(['*a'] * 64)}]}}\n", "unknown key"),
+        (f"a: &a {{k: 0}}\nb: {{<<: [{', '.join(['*a'] * 65)}]}}\n", "too many merged mappings"),
+        (f"{MERGED}c: {{<<: {{u, v, w, x, y}}}}\n", "unknown key"),
+        (f"{MERGED}c: {{<<: {{u, v, w, x, y, z}}}}\n", "too many keys"),
+        (f"version: {'9' * 40}\n", "lacks the key"),
+        (f"version: {'9' * 41}\n", "the number is too long"),
         ("version: " + "9" * 5000 + "\n", "the number is too long"),
         ("version: 0x" + "f" * 5000 + "\n", "the number is too long"),
         ("version: 2026-99-99\n", "this is not a valid timestamp"),
         ("x" * (256 << 10) + "\n", "larger than 256 KiB"),
+        ("x" * ((256 << 10) - 1) + "\n", "the file is 'xxx"),
         ("--- {version: v1}\n--- {}\n--- {}\n", "3 YAML documents"),
         (TWO + "---\n" + TWO, ":12:1: the second document has an unknown key"),
         ("version: v1\nmig-configs:\n  x:\n  - devices: all\n    mig-enabled: 1\n", ":5:18: 'mig-enabled' is neither"),
