@@ -118,7 +118,7 @@ def _changes(tree: ast.Module) -> Iterator[tuple[ast.expr | ast.stmt, str, str]]
 def _of_statement(node: ast.stmt) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
     if isinstance(node, (ast.If, ast.While)):
         yield node.test, f"(not ({ast.unparse(node.test)}))"
-    elif isinstance(node, ast.Return) and node.value and not _is_none(node.value):
+    elif isinstance(node, ast.Return) and node.value and not _is_untrue(node.value):
         yield node, "return None"
     elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
         yield node, "pass"
@@ -149,8 +149,9 @@ def _of_expression(node: ast.AST) -> Iterator[tuple[ast.expr, str]]:
     yield node, f"({ast.unparse(changed)})"
 
 
-def _is_none(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value is None
+def _is_untrue(node: ast.expr) -> bool:
+    """Return whether a value is None, or False, which is the same to whoever asks yes or no."""
+    return isinstance(node, ast.Constant) and (node.value is None or node.value is False)
 
 
 def _is_text(node: ast.BinOp) -> bool:

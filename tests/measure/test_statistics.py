@@ -110,7 +110,7 @@ def test_no_ratio_of_nothing_or_of_zero() -> None:
     assert (single.value, single.low) == (2.0, None)
     same = ratio([2.0, 2.0], [1.0, 1.0])
     assert same is not None
-    assert (same.low, same.high) == (2.0, 2.0)
+    assert (same.low, same.high, same.error) == (2.0, 2.0, 0.0)
 
 
 @given(VALUES, st.floats(0, 100))

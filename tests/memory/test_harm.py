@@ -12,6 +12,7 @@ from gpushare.memory.room import harm_in_words, harm_percent
     [
         (50, 0.0, 0, "it is idle"),
         (50, 20.0, 0, "it uses 50 %, those there 20 %"),
+        (50, 51.0, 1, "it uses 50 %, those there 51 %, and 1 % has to wait"),
         (50, 90.0, 40, "it uses 50 %, those there 90 %, and 40 % has to wait"),
         # What waits there already is no harm of this job.
         (50, 130.0, 50, "it uses 50 %, those there 130 %, and 50 % has to wait"),

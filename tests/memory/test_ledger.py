@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from gpushare.base.errors import DriverNotLoaded, InUse, NoPermission, OperationFailed
+from gpushare.base.errors import BadUsage, DriverNotLoaded, InUse, NoPermission, OperationFailed
 from gpushare.base.model import ComputeMode, Gpu, GpuProcess
 from gpushare.base.selection import Device, select
 from gpushare.base.units import GIB, MIB
@@ -23,8 +23,9 @@ from gpushare.host.claims import Claim, HeldClaim, claim_directory
 from gpushare.host.host import Host
 from gpushare.host.identity import Identity, identity_of
 from gpushare.memory import ledger
-from gpushare.memory.admission import UserLimits
+from gpushare.memory.admission import Room, Running, UserLimits
 from gpushare.memory.ledger import (
+    Line,
     Place,
     Request,
     Reservation,
@@ -35,7 +36,17 @@ from gpushare.memory.ledger import (
 )
 from gpushare.memory.look import waiting_jobs
 from gpushare.memory.peaks import Profile, keep_profile
-from gpushare.memory.room import _use_percent_of_jobs, best_first, client_limit, outlook, wait_for_room
+from gpushare.memory.room import (
+    _no_room_error,
+    _room_text,
+    _use_percent_of_jobs,
+    best_first,
+    check_ever,
+    check_limit_now,
+    client_limit,
+    outlook,
+    wait_for_room,
+)
 from gpushare.memory.swap import OUT, Image, Swap
 from gpushare.mps.control import SERVER_PROGRAM
 from gpushare.show.waiting import Draw, waiting_line
@@ -1022,3 +1033,144 @@ def test_the_use_of_a_gpu_is_that_of_its_compute_processes(host: Host) -> None:
         assert line is not None
         used.append(_use_percent_of_jobs(host, line, {}))
     assert used == [0.0, 70.0]
+
+
+# -- what is told of who waits and who is refused -------------------------------------------------------------------------
+
+
+def line_with(
+    index: int,
+    holders: Sequence[tuple[str, int]] = (),
+    *,
+    others: int = 0,
+    clients: int | None = None,
+    granted: int = 0,
+) -> Line:
+    """Return a device of 80 GiB with jobs of these names and sizes in GiB; each is a client of MPS."""
+    jobs = [replace(waiting_job(number, 0, name, ("u",), waits=False)) for number, (name, _) in enumerate(holders)]
+    return Line(
+        device=Device(gpu=Gpu(index=index, uuid=f"GPU-{index}")),
+        room=Room(memory_bytes=80 * GIB, clients=clients),
+        running=tuple(Running(memory_bytes=size * GIB, client=True) for _, size in holders)
+        + ((Running(memory_bytes=others),) if others else ()),
+        holders=tuple(jobs),
+        others_bytes=others,
+        granted={os.geteuid(): granted * GIB},
+    )
+
+
+def asking(size: int | None, **facts: Any) -> Request:
+    """Return a request for this many GiB."""
+    return Request(**{"memory_bytes": size and size * GIB, "keys": ("GPU-0", "GPU-1"), "client": False, **facts})
+
+
+FULL = line_with(0, [("a", 10), ("b", 30), ("c", 20), ("d", 15)], others=5 * GIB)
+STAYING = replace(FULL, holders=(replace(FULL.holders[0], stays=True), *FULL.holders[1:]))
+
+
+@pytest.mark.parametrize(
+    ("lines", "request_", "ahead", "limit", "reasons", "text"),
+    [
+        (
+            [FULL],
+            asking(8),
+            0,
+            None,
+            [],
+            "8.0 GiB: GPU 0 has 0 MiB free, held by 'b' (30.0 GiB), 'c' (20.0 GiB), 'd' (15.0 GiB) and 2 more",
+        ),
+        ([line_with(0, others=GIB)], asking(80), 0, None, [], "80.0 GiB: GPU 0 has 79.0 GiB free, held by other programs (1.0 GiB)"),
+        ([line_with(0, others=GIB - MIB)], asking(80), 0, None, [], "80.0 GiB: GPU 0 has 79.0 GiB free"),
+        (
+            [FULL, line_with(1)],
+            asking(90, count=2),
+            1,
+            None,
+            ["GPU 2 is gone"],
+            "90.0 GiB on each of 2 GPUs, 1 job before it: GPU 0 has 0 MiB free, held by 'b' (30.0 GiB) and 4 more; GPU 1 has 80.0 GiB free; GPU 2 is gone",
+        ),
+        ([STAYING], asking(8, production=True), 2, None, [], "8.0 GiB, 2 jobs before it: GPU 0 has 0 MiB free, held by 'b' (30.0 GiB), 'c' (20.0 GiB), 'd' (15.0 GiB) and 2 more; 'a' (process 2) was to leave the GPU for it, and cannot: see its output"),
+        ([STAYING], asking(8), 2, None, [], "8.0 GiB, 2 jobs before it: GPU 0 has 0 MiB free, held by 'b' (30.0 GiB), 'c' (20.0 GiB), 'd' (15.0 GiB) and 2 more"),
+        (
+            [line_with(0, [("a", 1)], clients=1)],
+            asking(None, client=True),
+            0,
+            None,
+            [],
+            "a GPU without other jobs: GPU 0 has 79.0 GiB free, but has 1 client of MPS and takes no more, held by 'a' (1.0 GiB)",
+        ),
+        ([line_with(0, [("a", 1)], clients=1)], asking(None, count=2), 0, None, [], "2 GPUs without other jobs: GPU 0 has 79.0 GiB free, held by 'a' (1.0 GiB)"),
+        ([], asking(8), 3, None, [f"GPU {gpu} is gone" for gpu in range(4)], "8.0 GiB: GPU 0 is gone; GPU 1 is gone; GPU 2 is gone; GPU 3 is gone"),
+        ([], asking(8), 0, None, [f"GPU {gpu} is gone" for gpu in range(5)], "8.0 GiB: GPU 0 is gone; GPU 1 is gone; GPU 2 is gone; GPU 3 is gone; and 1 more cannot be used"),
+        ([line_with(0, granted=12)], asking(8), 0, 20 * GIB, [], "8.0 GiB: GPU 0 has 80.0 GiB free"),
+        (
+            [line_with(0, granted=14), line_with(1, granted=13)],
+            asking(8),
+            0,
+            20 * GIB,
+            [],
+            "8.0 GiB: GPU 0 has 80.0 GiB free; GPU 1 has 80.0 GiB free; your jobs have reserved 13.0 GiB of the 20.0 GiB that you may have on a GPU",
+        ),
+        ([line_with(0, granted=14), line_with(1)], asking(8), 0, 20 * GIB, [], "8.0 GiB: GPU 0 has 80.0 GiB free; GPU 1 has 80.0 GiB free"),
+    ],
+)  # fmt: skip
+def test_what_a_job_waits_for(
+    lines: list[Line], request_: Request, ahead: int, limit: int | None, reasons: list[str], text: str
+) -> None:
+    assert _room_text(lines, request_, ahead, limit, reasons) == text
+
+
+@pytest.mark.parametrize(
+    ("lines", "request_", "limit", "error"),
+    [
+        ([line_with(0)], asking(80), None, None),
+        ([line_with(0)], asking(81), None, "the job needs 81.0 GiB, and GPU 0 has 80.0 GiB even when it is empty"),
+        ([line_with(0), line_with(1)], asking(80, count=2), None, None),
+        ([line_with(0)], asking(80, count=2), None, "the job needs 80.0 GiB on each of 2 GPUs, and 1 GPU of 1 can have that even when empty"),
+        ([line_with(0)], asking(20), 20 * GIB, None),
+        ([line_with(0)], asking(21), 20 * GIB, "the job needs 21.0 GiB, and you may reserve 20.0 GiB on a GPU"),
+        ([line_with(0)], asking(None), 80 * GIB, None),
+        ([line_with(0)], asking(None), 79 * GIB, "the job needs a GPU without other jobs, and you may reserve 79.0 GiB on a GPU"),
+        ([], asking(21), 20 * GIB, None),
+    ],
+)  # fmt: skip
+def test_a_job_that_can_never_come_is_refused(
+    lines: list[Line], request_: Request, limit: int | None, error: str | None
+) -> None:
+    if error is None:
+        check_ever(lines, request_, limit)
+        return
+    with pytest.raises((BadUsage, NoPermission)) as raised:
+        check_ever(lines, request_, limit)
+    assert raised.value.message == error
+    if "may reserve" not in error:
+        # It may fit on a device that is not among these.
+        check_ever(lines, request_, limit, when_empty=False)
+
+
+@pytest.mark.parametrize(
+    ("lines", "request_", "seconds", "message", "hint"),
+    [
+        ([FULL], asking(8), 0.0, "there is no room for 8.0 GiB now: at most 0 MiB are free; 1 job waited before it", "wait for it: --wait, or --wait --timeout 10m; see"),
+        ([FULL, line_with(1, [("a", 79)])], asking(None), 60.0, "there was no room for a job that needs a whole GPU within 1 min: at most 1.0 GiB are free;", "wait longer: --timeout TIME; see"),
+        ([FULL], asking(None, count=2), 60.0, "no room for 2 GPUs without other jobs within", "wait longer"),
+        ([line_with(0, [("a", 1)], clients=1)], asking(8, client=True), 0.0, "GPU 0 has 79.0 GiB free, but has 1 client of MPS and takes no more;", "wait for it"),
+        ([line_with(0, granted=19)], asking(8), 0.0, "; your jobs have reserved 19.0 GiB of the 20.0 GiB that you may have on a GPU", "; or end one of your jobs: gpushare stop NAME; see"),
+        ([], asking(8), 0.0, "no room for 8.0 GiB now: GPU 3 is gone; 1 job waited before it", "wait for it"),
+    ],
+)  # fmt: skip
+def test_a_job_that_found_no_room(
+    lines: list[Line], request_: Request, seconds: float, message: str, hint: str
+) -> None:
+    error = _no_room_error(
+        lines, request_, seconds, ["GPU 3 is gone"], 1, 20 * GIB if lines and lines[0].granted[os.geteuid()] else None
+    )
+    assert message in error.message
+    assert hint in (error.hint or "")
+
+
+def test_the_limit_of_a_user_counts_the_users_other_jobs() -> None:
+    check_limit_now([line_with(0, granted=12)], asking(8), 20 * GIB)
+    check_limit_now([line_with(0, granted=13)], asking(8), None)
+    with pytest.raises(InUse, match=r"no room for 9\.0 GiB now; your jobs have reserved 12\.0 GiB of the 20\.0 GiB"):
+        check_limit_now([line_with(0, granted=13), line_with(1, granted=12)], asking(9), 20 * GIB)
