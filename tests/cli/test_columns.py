@@ -70,12 +70,16 @@ TABLES = (
 def test_which_columns_a_narrow_terminal_drops(
     cli: Cli, golden: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The columns that stay in the narrowest table of each kind, and the others in the order in which they go."""
+    """The columns that stay in the narrowest table of each kind, and the others in the order in which they go.
+
+    Those with ``>`` stand at the right.
+    """
     orders: dict[str, str] = {}
 
     def noted(table: Table, width: int) -> Layout:
         # A column takes several cells, so at most one goes at a time.
-        shown = [[column.title for column in layout(table, cells).columns] for cells in range(300, 0, -1)]
+        layouts = [layout(table, cells).columns for cells in range(300, 0, -1)]
+        shown = [[f"{'>' if column.right else ''}{column.title}" for column in columns] for columns in layouts]
         gone = [next(title for title in wide if title not in less) for wide, less in pairwise(shown) if less != wide]
         orders[table.name] = f"{' | '.join(shown[-1])} <- {' | '.join(gone)}"
         return layout(table, width)
