@@ -301,8 +301,8 @@ def layout_of(table: Table, width: int) -> Layout:
     """Return the layout of a table in a width.
 
     Columns are dropped by rank, the highest first, of equal ones the rightmost; one always stays. Ids (``whole``) and
-    numbers are never cut: if the columns of rank 0 do not fit, text is cut to LAST_RESORT, and then lines may be longer
-    than the width.
+    numbers are never cut: if the columns of rank 0 do not fit, text is cut down to LAST_RESORT, the longest first, and then
+    lines may be longer than the width.
     """
     shown = [
         column
@@ -318,10 +318,10 @@ def layout_of(table: Table, width: int) -> Layout:
             break
         last = max(place for place, column in enumerate(shown) if column.rank == rank)
         hidden.append(shown.pop(last))
-    if _line_width(shown, least) > width:
-        for column in shown:
-            if not (column.whole or column.right):
-                least[column.key] = min(natural[column.key], LAST_RESORT)
+    for column in sorted(shown, key=lambda column: natural[column.key], reverse=True):
+        excess = _line_width(shown, least) - width
+        if not (column.whole or column.right):
+            least[column.key] -= max(0, min(excess, least[column.key] - LAST_RESORT))
     widths = _widen(shown, least, natural, width - _line_width(shown, least))
     order = {column.key: place for place, column in enumerate(table.columns)}
     hidden.sort(key=lambda column: order[column.key])

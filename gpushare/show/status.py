@@ -134,6 +134,10 @@ def _of_gpu(row: Any) -> int | None:
     return index
 
 
+# Who is on a GPU is never dropped.
+_USER: Final = Column("user", "user", least=12)
+
+
 def _memory(key: str, title: str, rank: int = 0, **more: Any) -> Column:
     return Column(key, title, right=True, rank=rank, format=format_bytes, **more)
 
@@ -246,7 +250,7 @@ def daemon_table(snapshot: Snapshot) -> Table:
     columns = (
         _gpu_column(of=_of_gpu),
         Column("pid", "pid", right=True),
-        Column("user", "user", rank=4),
+        _USER,
         Column("started_by", "started by", rank=5, of=_started_by),
         Column("status", "server", of=lambda daemon: _server_word(daemon, silent), style=_alarm_style),
         Column("clients", "clients", right=True, rank=1, of=_clients_text),
@@ -301,7 +305,7 @@ def _client_table(snapshot: Snapshot) -> Table:
     columns = (
         _gpu_column(group=True),
         Column("pid", "pid", right=True),
-        Column("user", "user", rank=2),
+        _USER,
         Column("name", "program", rank=3, least=12),
         Column("threads", "threads", right=True, format=_with_next(format_percent)),
         Column("memory_limit", "memory limit", right=True, rank=1, format=_with_next(format_bytes, "none")),
@@ -342,7 +346,7 @@ def _waiting_table(snapshot: Snapshot) -> Table:
         Column("place", "place", right=True),
         Column("gpus", "GPU", right=True, of=lambda job: candidates_text(job.count, job.gpu_indexes)),
         Column("pid", "pid", right=True),
-        Column("user", "user", rank=2),
+        _USER,
         Column("name", "job", optional=True),
         Column("memory_bytes", "memory", right=True, format=_wanted_memory),
         Column(
@@ -387,7 +391,7 @@ def _swapped_table(snapshot: Snapshot) -> Table:
     columns = (
         _gpu_column(of=_of_gpu),
         Column("pid", "pid", right=True),
-        Column("user", "user", rank=2),
+        _USER,
         Column("name", "job", optional=True),
         Column("state", "state", style=_alarm_style),
         _memory("memory_bytes", "memory"),
@@ -463,7 +467,7 @@ def _process_table(snapshot: Snapshot) -> Table:
         Column("gpu_instance_id", "GI", right=True, rank=4, optional=True),
         Column("pid", "pid", right=True),
         Column("type", "type", rank=6),
-        Column("user", "user", rank=1),
+        _USER,
         _percent("sm_percent", "SM", rank=2),
         _memory("memory_used_bytes", "memory"),
         Column("age", "age", right=True, rank=3, format=age),
@@ -471,7 +475,7 @@ def _process_table(snapshot: Snapshot) -> Table:
         Column("job", "job", optional=True, least=16),
         Column("role", "role", optional=True, rank=2, style=role_style),
         Column("way", "way", optional=True, least=16),
-        Column("paused", "paused", right=True, optional=True, format=age),
+        Column("paused", "paused", right=True, rank=1, optional=True, format=age),
         Column("container", "container", rank=5, whole=True, optional=True, format=container_name),
         Column("command", "command", least=16),
     )

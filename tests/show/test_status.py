@@ -31,8 +31,25 @@ def test_a_wide_way_pushes_no_command_out(shown):
     (line,) = (line for line in out.splitlines() if "4711" in line)
     assert "llama-finetune-3" in line
     assert "MIG" in line
-    assert "python train.py" in line
+    assert "alexandra" in line
+    assert "python" in line
     assert len(line) <= 80
+
+
+def test_the_user_of_a_process_is_always_shown(shown):
+    """Other columns are dropped and commands cut before it, in each table that says who is on the GPU."""
+    job = process(
+        4194306, "alexandra", 102400, "python train.py --epochs 40", job="llama-finetune-for-all", role="opportunistic"
+    )
+    job = replace(job, way="mps", slice_us=200, paused_since=1.0, gpu_instance_id=1, container="4f1c0ffee123")
+    host = replace(mixed_host(), gpus=(h100(0, processes=(job,)), *mixed_host().gpus[1:]))
+    lines = shown(status_result(host), OutputFormat.TABLE, width=80)[0].splitlines()
+    titles = [line.split() for line in lines if line.split()[:2] == ["GPU", "pid"]]
+    assert len(titles) == 3
+    assert all("user" in words for words in titles)
+    (line,) = (line for line in lines if "4194306" in line)
+    assert "alexandra" in line
+    assert max(map(len, lines)) <= 80
 
 
 def test_what_decides_is_whole_at_80_columns(shown):
