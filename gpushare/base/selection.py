@@ -16,7 +16,7 @@ from gpushare.base.errors import (
     no_gpu_error,
 )
 from gpushare.base.model import Gpu, GpuProcess, MigInstance
-from gpushare.base.units import quoted
+from gpushare.base.units import first_few, quoted
 from gpushare.base.values import dataclass
 
 _PCI: Final = re.compile(r"^(?:([0-9a-f]{4,8}):)?([0-9a-f]{2}):([0-9a-f]{2})(?:\.([0-7]))?$", re.IGNORECASE | re.ASCII)
@@ -252,7 +252,7 @@ def _devices_hint(word: str, gpus: Sequence[Gpu]) -> str:
     """Return the hint of an error that names no device: which ones there are."""
     if not gpus:
         return "this host has no GPU; see: gpushare doctor"
-    indexes = ", ".join(str(gpu.index) for gpu in gpus[:16])
+    indexes = first_few((gpu.index for gpu in gpus), 16)
     if not word.isdigit() and any(gpu.mig_instances for gpu in gpus):
         # Names, ids and placements are for other options, not for -g.
         return f"this host has GPU {indexes}; an instance: -g NAME, or -g MIG-<uuid>; see: gpushare mig status"

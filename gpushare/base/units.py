@@ -263,6 +263,12 @@ def plain_name(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
+def first_few(items: Iterable[object], most: int = 8) -> str:
+    """Return the first items, and how many more there are: ``a, b and 3 more``."""
+    texts = [str(item) for item in items]
+    return ", ".join(texts[:most]) + (f" and {len(texts) - most} more" if len(texts) > most else "")
+
+
 def in_order(name: str) -> str:
     """Return what sorts names as people do, by the numbers in them: ``s2`` before ``s10``."""
     return re.sub(r"[0-9]+", lambda digits: digits[0].zfill(20), name)

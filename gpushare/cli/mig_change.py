@@ -14,7 +14,7 @@ import typer
 from gpushare.base.errors import BadCombination, BadUsage, GpushareError, InUse, NotFound, NotSupported, OperationFailed
 from gpushare.base.model import Gpu
 from gpushare.base.selection import Device, check_answers, no_mig_error, select, select_for_change
-from gpushare.base.units import counted, quoted
+from gpushare.base.units import counted, first_few, quoted
 from gpushare.base.values import dataclass
 from gpushare.cli.mig_files import absent_gpus, demands_of, exact_without_file_error, read_config, typed_wish
 from gpushare.cli.options import (
@@ -574,12 +574,13 @@ def _switch_mode(
         """
         gpus, layouts = current_layouts(host, gpu)
         may_go = eviction_targets(evict, layouts)
-        instances = [instance for layout in layouts for instance in layout.instances]
+        instances = [
+            f"{instance.name or instance} on GPU {layout.gpu}" for layout in layouts for instance in layout.instances
+        ]
         if not enable and instances and not destroy:
-            names = ", ".join(map(str, instances[:7]))
             which = ",".join(str(each.index) for each in gpus)
             raise InUse(
-                f"MIG cannot be switched off while there are instances: {names}",
+                f"MIG cannot be switched off while there are instances: {first_few(instances)}",
                 f"destroy them too: gpushare mig disable -g {which} --destroy; see them: gpushare mig status",
                 code="instances_exist",
             )

@@ -14,7 +14,7 @@ import typer
 from gpushare.base.errors import BadUsage, GpushareError, NoPermission, NotFound, OperationFailed
 from gpushare.base.model import MpsDaemon
 from gpushare.base.selection import select_for_change, select_one
-from gpushare.base.units import counted, parse_seconds, quoted
+from gpushare.base.units import counted, first_few, parse_seconds, quoted
 from gpushare.base.values import dataclass
 from gpushare.cli.options import (
     GROUP,
@@ -226,7 +226,7 @@ def _wait_reporter() -> Callable[[list[int], float], None]:
     def say(pids: list[int], seconds: float) -> None:
         if tuple(pids) not in said:
             said.add(tuple(pids))
-            note(f"waiting up to {seconds:.0f} s for {counted(len(pids), 'client')}: {', '.join(map(str, pids[:8]))}")
+            note(f"waiting up to {seconds:.0f} s for {counted(len(pids), 'client')}: {first_few(pids)}")
 
     return say
 

@@ -13,6 +13,7 @@ from typing import Any, Final
 from gpushare.base.errors import GpushareError, TimedOut, cut
 from gpushare.base.model import Gpu, TimeSlice
 from gpushare.base.package import package_rows
+from gpushare.base.units import first_few
 from gpushare.host.host import Host
 from gpushare.hostfile.file import Entry
 from gpushare.mps.daemons import FoundDaemon
@@ -118,8 +119,7 @@ def whom_to_ask(seen: Examination, pids: Collection[int]) -> str | None:
     if os.getpid() in pids or any(info is not None and info.uid == seen.host.uid for info in owners):
         return None
     users = sorted({info.user for info in owners if info is not None and info.user})
-    more = f" and {len(users) - _MOST_USERS} more" if len(users) > _MOST_USERS else ""
-    return ", ".join(users[:_MOST_USERS]) + more if users else "its owner"
+    return first_few(users, _MOST_USERS) if users else "its owner"
 
 
 def for_owner(seen: Examination, check: Check, pids: Collection[int]) -> Check:

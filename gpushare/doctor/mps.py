@@ -15,7 +15,7 @@ from typing import Final
 
 from gpushare.base.errors import GpushareError, cut
 from gpushare.base.model import Gpu, GpuProcess, MpsClient, MpsDaemon, TimeSlice
-from gpushare.base.units import MIB, counted, format_bytes
+from gpushare.base.units import MIB, counted, first_few, format_bytes
 from gpushare.doctor.check import (
     MOST_SHOWN,
     Check,
@@ -391,8 +391,7 @@ def _processes_on(gpu: Gpu, daemon: MpsDaemon) -> list[GpuProcess]:
 
 
 def _process_titles(seen: Examination, processes: list[GpuProcess]) -> str:
-    more = f" and {len(processes) - 3} more" if len(processes) > 3 else ""
-    return ", ".join(process_title(seen, process.pid) for process in processes[:3]) + more
+    return first_few((process_title(seen, process.pid) for process in processes), 3)
 
 
 def pending(seen: Examination) -> Iterator[Check]:

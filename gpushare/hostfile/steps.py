@@ -12,6 +12,7 @@ from dataclasses import replace
 from gpushare.base.errors import GpushareError, InUse, NotFound, NotHeld, TimedOut
 from gpushare.base.model import Gpu, MigInstance, TimeSlice
 from gpushare.base.selection import Device
+from gpushare.base.units import first_few
 from gpushare.host.host import Host
 from gpushare.host.program import missing_program_error
 from gpushare.host.smi import set_argv
@@ -280,9 +281,8 @@ def check_daemon(host: Host, device: Device, wish: MpsWish, outside: Sequence[st
 def refuse_outside(title: str, gpu: Gpu, outside: Sequence[str], *, may: int = 0) -> None:
     """Raise InUse if more than ``may`` programs are on a device that is to be shared in another way."""
     if len(outside) > may:
-        more = f" and {len(outside) - 4} more" if len(outside) > 4 else ""
         raise InUse(
-            f"{title} is in use: {', '.join(outside[:4])}{more}",
+            f"{title} is in use: {first_few(outside, 4)}",
             f"wait for them: gpushare apply -f FILE --wait 600; see: gpushare status -g {gpu.index}",
             gpu=gpu.index,
             code="gpu_in_use",

@@ -14,7 +14,7 @@ from typing import Final
 from gpushare.base.errors import BadUsage, GpushareError, InUse, NoPermission, or_none
 from gpushare.base.model import ComputeMode, Gpu
 from gpushare.base.selection import Device, select, titles
-from gpushare.base.units import WORTH_NAMING, counted, format_bytes, format_duration
+from gpushare.base.units import WORTH_NAMING, counted, first_few, format_bytes, format_duration
 from gpushare.base.values import dataclass
 from gpushare.host.claims import live_claims, why_unreadable
 from gpushare.host.host import Host
@@ -487,9 +487,8 @@ def _held_by_text(line: Line, most: int) -> str:
     holders = [(size, f"process {job.pid}" if job.name is None else f"'{job.name}'") for job, size in line.held_by]
     holders += [(line.others_bytes, "other programs")] if line.others_bytes >= WORTH_NAMING else []
     largest = sorted(holders, reverse=True)
-    texts = [f"{title} ({format_bytes(size)})" for size, title in largest[:most]]
-    more = f" and {len(largest) - most} more" if len(largest) > most else ""
-    return f", held by {', '.join(texts)}{more}" if texts else ""
+    texts = first_few((f"{title} ({format_bytes(size)})" for size, title in largest), most)
+    return f", held by {texts}" if texts else ""
 
 
 def _room_text(

@@ -12,6 +12,7 @@ from typing import Final
 from gpushare.base.errors import GpushareError, InUse, NotFound, NotHeld, needs_root_error
 from gpushare.base.model import MPS_SERVER, ComputeMode, Gpu, GpuProcess, Holder
 from gpushare.base.selection import Device, no_mig_error, titles
+from gpushare.base.units import first_few
 from gpushare.host.capabilities import NODES
 from gpushare.host.claims import Claim, take_claim
 from gpushare.host.host import Host
@@ -94,8 +95,7 @@ def _check_no_processes(host: Host, switched: Sequence[tuple[Gpu, Collection[int
     if not blocking_processes:
         return
     named_here = {process.pid: process for _, process in blocking_processes}
-    names = ", ".join(_process_title(host, process) for process in [*named_here.values()][:_NAMED])
-    more = f" and {len(named_here) - _NAMED} more" if len(named_here) > _NAMED else ""
+    names = first_few((_process_title(host, process) for process in named_here.values()), _NAMED)
     gpus = list(dict.fromkeys(gpu.index for gpu, _ in blocking_processes))
     numbers, their = ",".join(map(str, gpus)), "its" if len(gpus) == 1 else "their"
     # It ends a job by the PID of its program, too, and a client of MPS in the way that is safe for the others. An MPS
@@ -104,7 +104,7 @@ def _check_no_processes(host: Host, switched: Sequence[tuple[Gpu, Collection[int
     ending_them = f"gpushare stop {' '.join(pids[:_MOST_ENDED])}" if pids else f"gpushare mps stop -g {numbers}"
     rest = f", and then the {len(pids) - _MOST_ENDED} others" if len(pids) > _MOST_ENDED else ""
     raise InUse(
-        f"{titles([Device(gpu=gpu) for gpu, _ in switched if gpu.index in gpus])}: {names}{more} must end before {their} MIG mode can change",
+        f"{titles([Device(gpu=gpu) for gpu, _ in switched if gpu.index in gpus])}: {names} must end before {their} MIG mode can change",
         f"see all: gpushare status -g {numbers}; end them: {ending_them}{rest}",
         gpu=gpus[0] if len(gpus) == 1 else None,
     )

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from gpushare.base.errors import GpushareError, InUse, NotFound
 from gpushare.base.model import Gpu, MigInstance
 from gpushare.base.selection import Device
-from gpushare.base.units import counted
+from gpushare.base.units import counted, first_few
 from gpushare.host.capabilities import user_name
 from gpushare.host.host import Host
 from gpushare.mps.control import control_command, not_your_daemon_error
@@ -103,7 +103,7 @@ def refuse_used(host: Host, own: OwnDaemon, *, force: bool = False) -> None:
             code="daemon_silent",
         ) from error
     if clients:
-        names = ", ".join(map(str, clients[:8]))
+        names = first_few(clients)
         raise InUse(
             f"the MPS daemon {pid} on {title} has {counted(len(clients), 'client')}: {names}",
             f"wait for them: {ending} --drain 60; or force it: {ending} --force",
@@ -113,7 +113,7 @@ def refuse_used(host: Host, own: OwnDaemon, *, force: bool = False) -> None:
     leases = own.home.live_leases()
     if leases:
         raise InUse(
-            f"the MPS daemon {pid} on {title} is used by gpushare run: {', '.join(map(str, leases[:8]))}",
+            f"the MPS daemon {pid} on {title} is used by gpushare run: {first_few(leases)}",
             "wait until it ends; see: gpushare mps status",
             gpu=gpu,
             code="daemon_leased",

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Final
 
 from gpushare.base.errors import BadUsage, GpushareError, NoPermission, NotFound, NotSupported
-from gpushare.base.units import quoted
+from gpushare.base.units import first_few, quoted
 from gpushare.host.capabilities import Capability, NodeAccess, modify_line, user_id, user_name
 from gpushare.host.compute_mode import need_root
 from gpushare.host.host import Host
@@ -328,7 +328,7 @@ def plan_names(
     users = {name: [user for key in (name, *common) for user in grants.get(key, ())] for name in names}
     for key in grants:
         if key not in {*names, *words}:
-            hint = f"names: {', '.join(names[:16])}"
+            hint = f"names: {first_few(names, 16)}"
             raise BadUsage(f"--grant {quoted(key)} names none of the instances", hint, code="no_name")
     for user in {user for user_names in users.values() for user in user_names}:
         user_id(user)

@@ -15,6 +15,7 @@ from typing import Final
 from gpushare.base.errors import BadUsage, GpushareError, NoPermission, NotFound, NotSupported, or_none
 from gpushare.base.model import Gpu, MigInstance
 from gpushare.base.selection import Device, check_answers, no_mig_error, select_for_change
+from gpushare.base.units import first_few
 from gpushare.host.capabilities import user_name
 from gpushare.host.host import Host
 from gpushare.mig.driver import MigReader
@@ -73,7 +74,7 @@ def means_profile(text: str) -> bool:
 
 def unknown_name_error(name: str, names_now: Iterable[str]) -> NotFound:
     """Return the error for an unknown name; its hint lists the known names, or says how to give this one."""
-    names = ", ".join(sorted(names_now)[:16])
+    names = first_few(sorted(names_now), 16)
     hint = f"names: {names}" if names else f"to give it: gpushare mig create WISH --name {shlex.quote(name[:60])}"
     return NotFound(f"no MIG instance is named '{name[:60]}'", f"{hint}; see: gpushare mig status", code="no_name")
 

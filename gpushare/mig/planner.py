@@ -24,6 +24,7 @@ from typing import Final, NamedTuple
 
 from gpushare.base.errors import GpushareError, NotFound, NotSupported
 from gpushare.base.model import GpuProcess, Holder
+from gpushare.base.units import first_few
 from gpushare.mig.board import (
     Arrangement,
     Board,
@@ -578,7 +579,7 @@ def blocked(wish: Wish, instead: MigPlan, *, only_adds: bool = False) -> NoPlan:
     destroyed = [(gpu.gpu, change) for gpu in instead.gpus for change in gpu.destroyed]
     busy = [(gpu, change) for gpu, change in destroyed if change.busy]
     named = [_title_of(gpu, change) for gpu, change in (busy or destroyed)]
-    listing = ", ".join(named[:_LISTED]) + (f" and {len(named) - _LISTED} more" if len(named) > _LISTED else "")
+    listing = first_few(named, _LISTED)
     words = " ".join(str(request) for request in wish)
     problem = f"{words} does not fit" if wish else "busy instances are in the way"
     if busy and only_adds:

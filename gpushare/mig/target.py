@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from gpushare.base.errors import BadUsage, NotFound
-from gpushare.base.units import quoted
+from gpushare.base.units import first_few, quoted
 from gpushare.mig.planner import Target
 from gpushare.mig.profile import GpuInstance, Layout
 from gpushare.mig.wish import Wish, resolve
@@ -33,13 +33,13 @@ def find_targets(text: str, layouts: Sequence[Layout]) -> tuple[Target, ...]:
         (targets for by in kinds if (targets := by(word.lower() if by is not _by_name else word, layouts))), []
     )
     if len(matches) > 1:
-        places = ", ".join("/".join(str(part) for part in target if part is not None) for target in matches)
+        places = first_few("/".join(str(part) for part in target if part is not None) for target in matches)
         raise BadUsage(
             f"{quoted(text)} matches several instances: {places}", f"give {FORMS}", code="ambiguous_instance"
         )
     if not matches:
         texts = [f"{layout.gpu}/{owner.id} ({owner.name or owner})" for layout, owner in _instances(layouts)]
-        listing = ", ".join(texts[:8]) + (f" and {len(texts) - 8} more" if len(texts) > 8 else "")
+        listing = first_few(texts)
         raise NotFound(
             f"there is no MIG instance {quoted(text)} here",
             f"instances: {listing}; see: gpushare mig status" if listing else "see: gpushare mig status",

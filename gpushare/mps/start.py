@@ -11,7 +11,7 @@ from typing import Final
 from gpushare.base.errors import InUse, NotSupported, OperationFailed, TimedOut
 from gpushare.base.model import ComputeMode
 from gpushare.base.selection import Device
-from gpushare.base.units import counted
+from gpushare.base.units import counted, first_few
 from gpushare.host.compute_mode import compute_mode_step, need_root
 from gpushare.host.host import Host
 from gpushare.host.identity import start_of
@@ -247,7 +247,7 @@ class _Start:
             if clients:
                 raise InUse(
                     f"an interrupted start left the MPS daemon {pid} on {self._device.title}, and it has clients: "
-                    + ", ".join(map(str, clients[:8])),
+                    + first_few(clients),
                     f"wait for them, and stop it: gpushare mps stop -g {self._device.selector} --drain 60",
                     gpu=self._device.gpu.index,
                     code="daemon_exists",
@@ -369,7 +369,7 @@ def _start_notes(host: Host, device: Device, home: DaemonHome, daemons: Sequence
         if process.compute and not process.mps and device.has(process)
     ]
     if outside:
-        pids = ", ".join(str(process.pid) for process in outside[:5])
+        pids = first_few((process.pid for process in outside), 5)
         runs = f"{counted(len(outside), 'process')} on {device.title} {'runs' if len(outside) == 1 else 'run'}"
         notes.append(f"{runs} outside MPS ({pids}); restart {'it' if len(outside) == 1 else 'them'} to use it")
     driver = host.nvml.driver_version()

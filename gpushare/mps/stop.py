@@ -25,7 +25,7 @@ from gpushare.base.errors import (
 )
 from gpushare.base.model import ComputeMode, Gpu
 from gpushare.base.selection import Device, select_for_change
-from gpushare.base.units import counted
+from gpushare.base.units import counted, first_few
 from gpushare.base.values import dataclass
 from gpushare.host.capabilities import user_name
 from gpushare.host.compute_mode import set_compute_mode
@@ -140,7 +140,7 @@ def _listening_daemon(host: Host, same: Sequence[FoundDaemon], directory: str) -
     listener = host.programs.listener(directory)
     chosen = next((item for item in same if listener == (item.daemon.pid, item.uid)), None)
     if chosen is None or not chosen.trusted:
-        names = ", ".join(f"{item.daemon.pid} (user {item.daemon.user or 'unknown'})" for item in same[:8])
+        names = first_few(f"{item.daemon.pid} (user {item.daemon.user or 'unknown'})" for item in same)
         who = "its listener could not be identified" if listener is None else f"process {listener.pid} listens there"
         raise InUse(
             f"{len(same)} processes name the pipe directory {directory}: {names}; {who}",
@@ -343,7 +343,7 @@ class Stop:
         if clients and not self._force:
             raise InUse(
                 f"the MPS daemon {daemon.pid} still has {counted(len(clients), 'client')} after {waited:.1f} s: "
-                + ", ".join(map(str, clients[:8])),
+                + first_few(clients),
                 f"wait longer and then force: {self._found.stop_command} --drain 60; or force now: --force",
                 gpu=None if daemon.gpu_index is None else str(daemon.gpu_index),
                 code="clients_left",

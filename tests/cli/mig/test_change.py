@@ -309,6 +309,15 @@ def test_refused_beside_instances(
     refused("mig", *words, code=code, exit_code=exit_code, host=A100)
 
 
+def test_instances_that_keep_mig_on_are_named_with_their_gpu(cli: Cli, refused: Refused) -> None:
+    two = "sim:2xh200"
+    for gpu in ("0", "1"):
+        cli("sim", "mig", "-g", gpu, *(f"1g.18gb:{start}" for start in range(5)), host=two).ok()
+    message = refused("mig", "disable", "-g", "0-1", code="instances_exist", exit_code=19, host=two)
+    assert "1g.18gb:0 on GPU 0" in message
+    assert "on GPU 1 and 2 more" in message
+
+
 def test_an_id_that_several_gpus_have_is_ambiguous(cli: Cli, refused: Refused) -> None:
     cli("mig", "apply", "-g", "0,1", "3g.40gb:4", host=EIGHT).ok()
     text = refused("mig", "destroy", "-g", "0,1", "2", code="ambiguous_instance", exit_code=2, host=EIGHT)
