@@ -52,7 +52,6 @@ from gpushare.base.errors import (
 from gpushare.base.model import Way
 from gpushare.base.selection import Device, is_any, select_for_change, select_one
 from gpushare.base.units import MIB, quoted
-from gpushare.base.values import dataclass
 from gpushare.cli.options import (
     CONTEXT,
     PLAIN,
@@ -90,8 +89,9 @@ from gpushare.snapshot import HostState, Observer
 from gpushare.timeslice.policy import plan_level
 
 if TYPE_CHECKING:
-    from gpushare.base.benchmark import BenchAnswer, Metric
+    from gpushare.base.benchmark import BenchAnswer
     from gpushare.measure.bench import Measurement, Prepared
+    from gpushare.measure.bench import Settings as BenchSettings
 
 app = typer.Typer(**PLAIN)
 
@@ -282,7 +282,7 @@ def advise(
         if not named:
             situation = replace(situation, gpu=_best_first(situation, situation.among))
     if measuring is not None:
-        return measure_and_answer(host, situation, measuring, live=live, apply=apply)
+        return measure_and_answer(host, situation, measuring, copies, live=live, apply=apply)
     return _advice_result(advice_for(situation), explained, live=live, apply=apply)
 
 
@@ -320,8 +320,8 @@ def _production_fills(case: Case, fills: bool | None) -> Case:
 
 def _measuring(
     program: list[str] | None, command: str | None, asked: dict[str, Any], *, measure: bool, explained: bool
-) -> Any:
-    """Return what to measure, or None."""
+) -> BenchSettings | None:
+    """Return what --measure is to measure; None: it is not given, nor anything that belongs to it."""
     options = [name for name, value in asked.items() if value is not None]
     if measure and explained:
         raise BadCombination("--mechanism cannot be combined with --measure", "drop one of them")
@@ -847,25 +847,14 @@ def _recipe_to_carry_out(advice: Advice) -> Recipe:
     return advice.recipe
 
 
-_MOST_REPEATS = 100
 # The number of copies if the number of processes is unknown.
 _FEWEST = 2
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measuring:
-    """What to measure, and how; see `bench.Settings`."""
-
-    argv: Sequence[str]
-    metric: Metric
-    copies: int | None
-    repeat: int
-    window: float | None
-    limit: float | None
-
-
-def parse_measuring(argv: Sequence[str], asked: Mapping[str, Any]) -> Measuring:
-    """Return what the options of --measure say."""
+def parse_measuring(argv: Sequence[str], asked: Mapping[str, Any]) -> BenchSettings:
+    """Return what the options of --measure say; the ways and the number of copies follow from the advice."""
+    from gpushare.cli.bench import check_repeat, check_window
+    from gpushare.measure.bench import Settings as BenchSettings
     from gpushare.measure.metric import parse_metric
     from gpushare.measure.ways import parse_copies
 
@@ -879,40 +868,40 @@ def parse_measuring(argv: Sequence[str], asked: Mapping[str, Any]) -> Measuring:
         raise BadUsage(
             f"--copies {copies}: sharing needs at least two copies", "give --copies 2 or more", code="bad_copies"
         )
-    if not 1 <= repeat <= _MOST_REPEATS:
-        raise BadUsage(f"--repeat {repeat} is outside 1 to {_MOST_REPEATS}", "give --repeat 3", code="bad_repeat")
-    if window is not None and asked["--metric"] is None:
-        raise BadCombination(
-            "--for ends the command before it finishes, so finished runs cannot be counted",
-            "name a metric that it prints: --metric 'rate=([0-9.]+)'; or drop --for",
-        )
-    return Measuring(
+    check_repeat(repeat)
+    check_window(window, asked["--metric"])
+    return BenchSettings(
         argv=argv,
         metric=parse_metric(asked["--metric"], higher_is_better=not asked["--lower-is-better"]),
-        copies=copies,
         repeat=repeat,
         window=None if window is None else positive_time("--for", window, "3s"),
         limit=None if timeout is None else positive_time("--timeout", timeout, "10m"),
     )
 
 
-def measure_and_answer(host: Host, situation: Situation, measuring: Measuring, *, live: bool, apply: bool) -> Any:
+def measure_and_answer(
+    host: Host, situation: Situation, measuring: BenchSettings, asked_copies: int | None, *, live: bool, apply: bool
+) -> Any:
     """Measure the ways that fit, and answer by the figures; by the rules, where nothing can be measured."""
+    from gpushare.measure.bench import prepare
+    from gpushare.measure.ways import parse_ways
+
     if situation.pair:
         raise NotSupported(
             "copies of one program cannot show how production behaves next to another job",
             "measure the two: gpushare tune --production 'CMD' --opportunistic 'CMD'",
             code="pair_not_measured",
         )
-    situation, copies = _with_copies(situation, measuring.copies)
+    situation, copies = _with_copies(situation, asked_copies)
     advice = advice_for(situation)
-    notes = _first_notes(situation, measuring, copies, live=live)
+    notes = _first_notes(situation, copies, assumed=asked_copies is None, live=live)
     reason = _why_not_measured(advice)
     if reason is not None:
         return _measured_result(unmeasured(advice, reason, copies), None, notes, apply=apply)
     device = select_one(situation.gpu.selector, gpus_of(host))
     try:
-        prepared = _prepare_bench(host, device, advice, measuring, copies)
+        ways = parse_ways(",".join(bench_ways(advice)))
+        prepared = prepare(host, device, replace(measuring, cells=[(way, copies) for way in ways]))
         if settings.dry_run:
             return _bench_plan(host, device, prepared, advice)
         from gpushare.cli.bench import measure_with_progress as measured_out
@@ -944,12 +933,12 @@ def _with_copies(situation: Situation, copies: int | None) -> tuple[Situation, i
     return replace(situation, case=replace(case, workloads=works)), copies
 
 
-def _first_notes(situation: Situation, measuring: Measuring, copies: int, *, live: bool) -> list[str]:
-    """Return how what is measured differs from the case."""
+def _first_notes(situation: Situation, copies: int, *, assumed: bool, live: bool) -> list[str]:
+    """Return how what is measured differs from the case; ``assumed``: no number of copies was given."""
     notes = [RUNS_ON] if live else []
     if copies != situation.case.processes:
         notes.append(f"measured with {copies} copies; the case has {situation.case.processes} processes")
-    elif measuring.copies is None and copies == _FEWEST and len(situation.case.workloads) == 1:
+    elif assumed and copies == _FEWEST and len(situation.case.workloads) == 1:
         notes.append(f"assuming {copies} processes; for another number: --processes N")
     if len(situation.case.workloads) > 1:
         notes.append("copies of one program were measured; the case has several programs")
@@ -968,22 +957,6 @@ def _why_not_measured(advice: Advice) -> str | None:
         only = comparable[0].label if comparable else "none of those that gpushare bench measures"
         return f"the rules leave nothing to compare ({only})"
     return None
-
-
-def _prepare_bench(host: Host, device: Device, advice: Advice, measuring: Measuring, copies: int) -> Prepared:
-    """Return the benchmark of the ways that fit, made ready to run."""
-    from gpushare.measure.bench import Settings, prepare
-    from gpushare.measure.ways import parse_ways
-
-    wish = Settings(
-        argv=measuring.argv,
-        metric=measuring.metric,
-        cells=[(way, copies) for way in parse_ways(",".join(bench_ways(advice)))],
-        repeat=measuring.repeat,
-        window=measuring.window,
-        limit=measuring.limit,
-    )
-    return prepare(host, device, wish)
 
 
 def _bench_plan(host: Host, device: Device, prepared: Prepared, advice: Advice) -> Any:

@@ -203,11 +203,22 @@ def _check_combination(
             "--metric and --latency need a command; the built-in workload has its own",
             "give one: gpushare bench --metric 'rate=([0-9.]+)' -- CMD",
         )
-    if command and window is not None and metric is None:
+    if command:
+        check_window(window, metric)
+    check_repeat(repeat)
+
+
+def check_window(window: str | None, metric: str | None) -> None:
+    """Raise BadCombination if a command is ended by --for, and prints no number that is counted."""
+    if window is not None and metric is None:
         raise BadCombination(
             "--for ends the command before it finishes, so finished runs cannot be counted",
             "say what it prints: --metric 'rate=([0-9.]+)'; or drop --for",
         )
+
+
+def check_repeat(repeat: int) -> None:
+    """Raise BadUsage for a number of runs that is out of bounds."""
     if not 1 <= repeat <= _MOST_REPEATS:
         raise BadUsage(f"--repeat {repeat} is outside 1 to {_MOST_REPEATS}", "give --repeat 3", code="bad_repeat")
 

@@ -116,10 +116,6 @@ def farm(
     goes to the end of the line. Without --memory, the first copy is measured. A failed copy leaves the others alone.
     With --gpus N, each copy runs outside MPS on N GPUs that are connected well, and reserves its memory on each.
     """
-    if not command:
-        raise BadUsage(
-            "there is no program to run", "give one: gpushare farm --copies 8 -- python train.py {}", code="no_command"
-        )
     _check_numbers(copies, each, parallel, restart)
     count = _gpus_per_copy(gpus, {"--threads": threads, "--priority": priority, "--like": like})
     if over is not None and memory is None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated, Any, Final
 
 import typer
 
-from gpushare.cli.options import PLAIN, refresh_seconds, settings
-from gpushare.cli.status import WatchCommand, WatchOption
+from gpushare.cli.options import PLAIN, settings
+from gpushare.cli.status import WatchCommand, WatchOption, read_or_watch
 from gpushare.run.jobs import KEPT_JOBS
 from gpushare.run.listing import listed_jobs
 from gpushare.show.jobs import jobs_result
-from gpushare.show.live import watch as keep_watching
+from gpushare.show.result import Result
 from gpushare.snapshot import Observer
 
 app = typer.Typer(**PLAIN)
@@ -39,17 +38,9 @@ def jobs(
     observer = Observer(host)
     most = KEPT_JOBS if settings.verbose else _MOST_ENDED
 
-    def look() -> Any:
+    def read() -> Result:
         snapshot = observer.look()
         jobs = listed_jobs(host, snapshot, everything=everything, most_ended=most)
         return jobs_result(snapshot, jobs, everything=everything)
 
-    if watch is None:
-        return look()
-    seconds = refresh_seconds(watch)
-    # A missing driver ends the command instead of repeating.
-    look()
-    keep_watching(
-        look, seconds=seconds, stream=sys.stdout, output=settings.output, command="jobs", quiet=settings.quiet
-    )
-    return 0
+    return read_or_watch(read, watch)

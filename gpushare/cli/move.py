@@ -8,9 +8,8 @@ import typer
 
 from gpushare.base.errors import BadCombination, BadUsage
 from gpushare.base.selection import select, select_one
-from gpushare.base.units import parse_seconds
 from gpushare.base.values import dataclass
-from gpushare.cli.options import PLAIN, AskingCommand, carried_out, note, settings
+from gpushare.cli.options import PLAIN, AskingCommand, WaitTimeout, carried_out, longest_wait, note, settings
 from gpushare.hostfile.kept import kept_limits
 from gpushare.memory.room import repair_first
 from gpushare.run.moving import MovedJob, Mover
@@ -42,10 +41,7 @@ def move(
         str | None, typer.Option("--off", metavar="GPU", help="Move all jobs off this GPU, instead of one JOB.")
     ] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Wait until a GPU has room, first come first served.")] = False,
-    timeout: Annotated[
-        str | None,
-        typer.Option("--timeout", metavar="TIME", help="With --wait: give up after this time: 10m. [default: never]"),
-    ] = None,
+    timeout: WaitTimeout = None,
 ) -> Any:
     """Move a running job to another GPU: it continues there, and does not notice.
 
@@ -60,9 +56,7 @@ def move(
         raise BadCombination("--off cannot be combined with JOB", f"gpushare move --off {off}")
     if off is not None and wait:
         raise BadCombination("--wait cannot be combined with --off", "move jobs one by one: gpushare move JOB --wait")
-    if timeout is not None and not wait:
-        raise BadCombination("--timeout belongs to --wait", "gpushare move JOB --wait --timeout 10m")
-    seconds = 0.0 if not wait else None if timeout is None else parse_seconds(timeout)
+    seconds = longest_wait(timeout, wait=wait)
     host = settings.connect()
     repair_first(host, note, dry_run=settings.dry_run)
     mover = Mover(

@@ -668,6 +668,10 @@ HungAfter = Annotated[
         "--timeout", metavar="TIME", help="When a run counts as hung. [default: depends on a run of CMD alone]"
     ),
 ]
+WaitTimeout = Annotated[
+    str | None,
+    typer.Option("--timeout", metavar="TIME", help="With --wait: give up after this time: 10m. [default: never]"),
+]
 HostFileArgument = Annotated[
     str | None,
     typer.Argument(
@@ -700,6 +704,19 @@ def host_file(argument: str | None, option: str | None, verb: str) -> str:
             code="usage",
         )
     return path
+
+
+def longest_wait(timeout: str | None, *, wait: bool) -> float | None:
+    """Return how many seconds a command may wait for room: 0 without ``--wait``; None: without end.
+
+    Raises:
+        BadUsage: ``--timeout`` without ``--wait``, or no time.
+    """
+    if timeout is not None and not wait:
+        raise BadCombination("--timeout belongs to --wait", f"gpushare {settings.command} JOB --wait --timeout 10m")
+    if not wait:
+        return 0.0
+    return None if timeout is None else parse_seconds(timeout)
 
 
 def note(text: str) -> None:

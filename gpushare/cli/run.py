@@ -151,10 +151,6 @@ def run(
     Ctrl-C ends the program without harm to its neighbours. The exit code is the program's own, or 128 + N if signal N
     ended it.
     """
-    if not command:
-        raise BadUsage(
-            "there is no program to run", "give one: gpushare run --threads 25 -- python train.py", code="no_command"
-        )
     if gpus is not None and gpus < 1:
         raise BadUsage(f"--gpus {gpus} is not a number of GPUs", "give at least 1: --gpus 2", code="bad_count")
     yields, share = (None, None) if how is None else parse_yield(how)

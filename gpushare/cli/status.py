@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
 from typing import Annotated, Any, Final
 
 import typer
@@ -12,7 +13,7 @@ from gpushare.cli.options import PLAIN, Command, GpuOption, refresh_seconds, set
 from gpushare.run.look import StatusReader
 from gpushare.show.legend import legend_result
 from gpushare.show.live import watch as keep_watching
-from gpushare.show.result import OutputFormat
+from gpushare.show.result import OutputFormat, Result
 from gpushare.show.status import status_result
 
 app = typer.Typer(**PLAIN)
@@ -59,13 +60,22 @@ def status(
     power = settings.output in {OutputFormat.JSON, OutputFormat.YAML}
     whole = StatusReader(host, gpu, strangers=settings.verbose, power=power)
 
-    def look() -> Any:
-        return status_result(whole.snapshot())
+    return read_or_watch(lambda: status_result(whole.snapshot()), watch)
 
-    if watch is None:
-        return look()
-    # Look once first: a wrong GPU or a missing driver ends the command instead of repeating.
-    seconds = refresh_seconds(watch)
-    look()
-    keep_watching(look, seconds=seconds, stream=sys.stdout, output=settings.output, quiet=settings.quiet)
+
+def read_or_watch(read: Callable[[], Result], interval: str | None) -> Any:
+    """Return one result; with an interval of -w, show a new one each time until Ctrl-C, and return exit code 0."""
+    if interval is None:
+        return read()
+    seconds = refresh_seconds(interval)
+    # Read once first: a wrong GPU or a missing driver ends the command instead of repeating.
+    read()
+    keep_watching(
+        read,
+        seconds=seconds,
+        stream=sys.stdout,
+        output=settings.output,
+        command=settings.command,
+        quiet=settings.quiet,
+    )
     return 0

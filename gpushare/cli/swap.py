@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from gpushare.base.errors import BadCombination, or_none
-from gpushare.base.units import format_bytes, parse_seconds
+from gpushare.base.errors import or_none
+from gpushare.base.units import format_bytes
 from gpushare.base.values import dataclass
-from gpushare.cli.options import GROUP, AskingCommand, Command, carried_out, note, settings
+from gpushare.cli.options import GROUP, AskingCommand, Command, WaitTimeout, carried_out, longest_wait, note, settings
 from gpushare.host.capabilities import user_name
 from gpushare.host.store import wall_time
 from gpushare.memory.swap import BACK, Swap, swaps
@@ -41,19 +41,14 @@ def out(job: JobArgument) -> Any:
 def back_in(
     job: JobArgument,
     wait: Annotated[bool, typer.Option("--wait", help="Wait until the GPU has room, first come first served.")] = False,
-    wait_timeout: Annotated[
-        str | None,
-        typer.Option("--timeout", metavar="TIME", help="With --wait: give up after this time: 10m. [default: never]"),
-    ] = None,
+    timeout: WaitTimeout = None,
 ) -> Any:
     """Bring a job back to its GPU and let it continue.
 
     gpushare reserves its room first: if a restore fails, the driver never tries again, and the job is lost. Without
     room nothing happens (exit code 19); with --wait it waits. Only root can bring back a job that root swapped out.
     """
-    if wait_timeout is not None and not wait:
-        raise BadCombination("--timeout belongs to --wait", "gpushare swap in JOB --wait --timeout 10m")
-    seconds = 0.0 if not wait else None if wait_timeout is None else parse_seconds(wait_timeout)
+    seconds = longest_wait(timeout, wait=wait)
     work = back_to_gpu(
         settings.connect(),
         job,

@@ -18,18 +18,10 @@ _STATES: Final = {"paused": "yellow", "out": "yellow", "leaving": "yellow", "ret
 _MOST_NAMED: Final = 2
 CSV: Final = (
     # The completions of shells read the first two.
-    *("pid", "name", "state", "user", "role", "gpu_indexes", "device_uuids", "way", "mig_profile", "mig_name"),
-    *(
-        "threads_percent",
-        "slice_us",
-        "memory_used_bytes",
-        "memory_limit_bytes",
-        "swapped_bytes",
-        "sm_percent",
-        "since_seconds",
-    ),
-    *("place", "behind", "exit_code", "ran_seconds", "memory_peak_bytes", "container", "command"),
-)
+    "pid", "name", "state", "user", "role", "gpu_indexes", "device_uuids", "way", "mig_profile", "mig_name",
+    "threads_percent", "slice_us", "memory_used_bytes", "memory_limit_bytes", "swapped_bytes", "sm_percent",
+    "since_seconds", "place", "behind", "exit_code", "ran_seconds", "memory_peak_bytes", "container", "command",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,16 +31,13 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-Look = Callable[[], Result]
-
 
 def watch(
-    look: Look,
+    read: Callable[[], Result],
     *,
     seconds: float,
     stream: IO[str],
     output: OutputFormat,
-    stderr: IO[str] | None = None,
     command: str = "status",
     quiet: bool = False,
 ) -> None:
@@ -56,22 +53,22 @@ def watch(
     terminal = stream.isatty()
     form = form_of(output, terminal=terminal)
     live = form is OutputFormat.TABLE and terminal and os.environ.get("TERM", "") not in {"", "dumb"}
+
+    def read_or_fail() -> Result:
+        """Return what one look gives, or its error as a result; without notes if ``quiet``."""
+        try:
+            result = read()
+            return replace(result, notes=()) if quiet else result
+        except GpushareError as error:
+            return failure(command, error)
+
     try:
         if live:
-            _redraw_screen(look, seconds, stream, command, quiet=quiet)
+            _redraw_screen(read_or_fail, seconds, stream, command)
         else:
-            _write_documents(look, seconds, stream, form, stderr or sys.stderr, command, quiet=quiet)
+            _write_documents(read_or_fail, seconds, stream, form)
     except KeyboardInterrupt:
         return
-
-
-def _result_or_failure(look: Look, command: str, *, quiet: bool) -> Result:
-    """Return what one look gives, or its error as a result; without notes if ``quiet``."""
-    try:
-        result = look()
-        return replace(result, notes=()) if quiet else result
-    except GpushareError as error:
-        return failure(command, error)
 
 
 def _sleep_until_due(started: float, seconds: float) -> None:
@@ -79,24 +76,21 @@ def _sleep_until_due(started: float, seconds: float) -> None:
     time.sleep(max(started + seconds - time.monotonic(), 0.0))
 
 
-def _write_documents(
-    look: Look, seconds: float, stream: IO[str], form: OutputFormat, stderr: IO[str], command: str, *, quiet: bool
-) -> None:
+def _write_documents(read: Callable[[], Result], seconds: float, stream: IO[str], form: OutputFormat) -> None:
     """Write one document per look, without end."""
-    header = True
     first = True
     while True:
         started = time.monotonic()
-        result = _result_or_failure(look, command, quiet=quiet)
-        text = document_of_look(result, form, stream, header=header)
+        result = read()
+        text = document_of_look(result, form, stream, header=first)
         if text and form in {OutputFormat.PLAIN, OutputFormat.TABLE} and not first:
             text = "\n" + text
         if text:
             put(stream, text)
-            first = header = False
-        write_notes(result.notes, stderr)
+            first = False
+        write_notes(result.notes, sys.stderr)
         for error in result.errors:
-            write_error(error, stderr)
+            write_error(error, sys.stderr)
         _sleep_until_due(started, seconds)
 
 
@@ -112,7 +106,7 @@ def document_of_look(result: Result, form: OutputFormat, stream: IO[str], *, hea
     return document_text(result, form, stream, header=header)
 
 
-def _redraw_screen(look: Look, seconds: float, stream: IO[str], command: str, *, quiet: bool) -> None:
+def _redraw_screen(read: Callable[[], Result], seconds: float, stream: IO[str], command: str) -> None:
     """Redraw one screen per look, without end."""
     from rich.console import Console, Group
     from rich.live import Live
@@ -123,7 +117,7 @@ def _redraw_screen(look: Look, seconds: float, stream: IO[str], command: str, *,
     with Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as view:
         while True:
             started = time.monotonic()
-            result = _result_or_failure(look, command, quiet=quiet)
+            result = read()
             view.update(Group(*screen_lines(result, head, console)), refresh=True)
             _sleep_until_due(started, seconds)
 

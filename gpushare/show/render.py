@@ -28,26 +28,15 @@ NOTE: Final = "note:"
 _ESCAPES: Final = {"red": "\x1b[1;31m", "yellow": "\x1b[33m", "dim": "\x1b[2m"}
 
 
-def write(
-    result: Result,
-    output: OutputFormat,
-    *,
-    stdout: IO[str],
-    stderr: IO[str],
-    quiet: bool = False,
-    is_terminal: bool | None = None,
-    width: int | None = None,
-) -> None:
-    """Write a result to stdout, its notes and errors to stderr.
-
-    ``is_terminal`` and ``width`` (in columns) are taken from stdout if None. ``quiet`` drops notes, and what was done.
+def write(result: Result, output: OutputFormat, *, stdout: IO[str], stderr: IO[str], quiet: bool = False) -> None:
+    """Write a result to stdout, its notes and errors to stderr; ``quiet`` drops notes, and what was done.
 
     Raises:
         BrokenPipeError: the reader is gone.
     """
-    terminal = stdout.isatty() if is_terminal is None else is_terminal
+    terminal = stdout.isatty()
     form = form_of(output, terminal=terminal)
-    width = width or width_of(stdout, terminal=terminal)
+    width = width_of(stdout, terminal=terminal)
     if result.done and not quiet:
         lines = [
             _done_line(what, undo, width if form is OutputFormat.TABLE else UNLIMITED) for what, undo in result.done

@@ -530,23 +530,13 @@ def _no_processes_text(gpus: tuple[Gpu, ...]) -> str:
 
 
 CSV_GPU: Final = (
-    *("gpu_index", "gpu_uuid", "gpu_name", "pci_bus_id", "mechanism", "compute_mode", "time_slice"),
-    *("mig_enabled", "mig_pending", "utilization_percent", "memory_used_bytes", "memory_total_bytes", "gpu_error"),
-)
+    "gpu_index", "gpu_uuid", "gpu_name", "pci_bus_id", "mechanism", "compute_mode", "time_slice", "mig_enabled",
+    "mig_pending", "utilization_percent", "memory_used_bytes", "memory_total_bytes", "gpu_error",
+)  # fmt: skip
 CSV_PROCESS: Final = (
-    *("pid", "type", "user", "gpu_instance_id", "compute_instance_id", "sm_percent"),
-    *(
-        "process_memory_used_bytes",
-        "started_at",
-        "job",
-        "role",
-        "way",
-        "threads_percent",
-        "slice_us",
-        "container",
-        "command_line",
-    ),
-)
+    "pid", "type", "user", "gpu_instance_id", "compute_instance_id", "sm_percent", "process_memory_used_bytes",
+    "started_at", "job", "role", "way", "threads_percent", "slice_us", "container", "command_line",
+)  # fmt: skip
 
 
 def status_result(snapshot: Snapshot) -> Result:

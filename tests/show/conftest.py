@@ -49,7 +49,7 @@ def same_everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def shown() -> Callable[..., Shown]:
+def shown(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Shown]:
     """Return a function that writes a result and gives back what stdout and stderr got."""
 
     def run(
@@ -62,7 +62,9 @@ def shown() -> Callable[..., Shown]:
         width: int | None = None,
     ) -> Shown:
         stdout, stderr = Screen(terminal=terminal, encoding=encoding), Screen(encoding=encoding)
-        write(result, output, stdout=stdout, stderr=stderr, quiet=quiet, width=width)
+        if width is not None:
+            monkeypatch.setenv("COLUMNS", str(width))
+        write(result, output, stdout=stdout, stderr=stderr, quiet=quiet)
         return stdout.getvalue(), stderr.getvalue()
 
     return run

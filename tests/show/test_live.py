@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
@@ -43,7 +44,8 @@ class Looks:
 def watched(output, *, terminal=False, looks=None, quiet=False):
     stream, stderr = Screen(terminal=terminal), Screen()
     looks = looks or Looks()
-    watch(looks, seconds=0.001, stream=stream, output=output, stderr=stderr, quiet=quiet)
+    with contextlib.redirect_stderr(stderr):
+        watch(looks, seconds=0.001, stream=stream, output=output, quiet=quiet)
     assert looks.count == 3
     return stream.getvalue(), stderr.getvalue()
 
@@ -104,7 +106,7 @@ def test_csv_has_its_header_even_when_the_first_look_fails():
             raise BROKEN
         return looks()
 
-    watch(look, seconds=0.001, stream=stream, output=OutputFormat.CSV, stderr=Screen())
+    watch(look, seconds=0.001, stream=stream, output=OutputFormat.CSV)
     assert stream.getvalue().startswith("gpu_index,")
 
 
