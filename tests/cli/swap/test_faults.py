@@ -539,7 +539,7 @@ def _without_library(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(_self: Checkpoint, name: str) -> Any:
         raise NotSupported(f"this driver has no {name}", "driver 570 or later is needed", code="driver_too_old")
 
-    monkeypatch.setattr(Checkpoint, "_function", missing)
+    monkeypatch.setattr(Checkpoint, "_driver_function", missing)
 
 
 def test_without_the_calls_of_the_driver_nothing_begins(
