@@ -68,12 +68,12 @@ PAIRS: Final = (
     Pair("random", "fed", 95, 1.5, "slices", WAITS),
     Pair("decode", "diffusion", 85),
     Pair("decode", "fed", 90, needs=("--need 95", "--need 50")),
-    Pair("ranking", "image", 95, 1.5, "slices", WAITS),
-    Pair("vision", "retrieval", 95, 1.4, "slices", WAITS),
-    Pair("vision", "speech", 95, 1.4, "slices", WAITS),
-    Pair("chat", "image", 85),
-    Pair("image", "speech", 85, needs=("--need 95", "--need 50")),
-    Pair("retrieval", "chat", 80),
+    Pair("ranking", "retrieval", 95, 1.5, "slices", WAITS),
+    Pair("vision", "diffusion", 95, 1.4, "slices", WAITS),
+    Pair("half", "speech", 95, 1.4, "slices", WAITS),
+    Pair("chat", "embedding", 85),
+    Pair("speech", "retrieval", 85, needs=("--need 50", "--need 95")),
+    Pair("embedding", "image", 80),
 )
 
 
@@ -104,7 +104,7 @@ class Script:
         host = ("--host", "sim:h200") if self.options.rehearse else ()
         began = time.monotonic()
         done = subprocess.run(
-            [sys.executable, "-m", "gpushare", *host, *words],
+            [self.options.python, "-m", "gpushare", *host, *words],
             capture_output=True,
             text=True,
             check=False,
@@ -286,7 +286,7 @@ def verbs(script: Script) -> list[dict[str, Any]]:
             rows.append(
                 {"verb": " ".join(verb), "seconds": round(took, 3), "code": done.returncode, "said": done.stderr[-300:]}
             )
-        for name, plain in (("nvidia-smi", ["nvidia-smi"]), ("python", [sys.executable, "-c", "pass"])):
+        for name, plain in (("nvidia-smi", ["nvidia-smi"]), ("python", [script.options.python, "-c", "pass"])):
             for _ in range(0 if script.options.rehearse else 3):
                 began = time.monotonic()
                 subprocess.run(plain, stdout=subprocess.DEVNULL, check=False)
@@ -350,6 +350,7 @@ def main() -> int:
     parser.add_argument("--pairs", metavar="LIST", help="numbers from 0")
     parser.add_argument("--grid", metavar="LIST", help="numbers from 0; all unless given")
     parser.add_argument("--verbs", action="store_true")
+    parser.add_argument("--python", metavar="FILE", default=sys.executable, help="of the installation of gpushare")
     parser.add_argument("--rehearse", action="store_true")
     options = parser.parse_args()
     if options.render:

@@ -157,6 +157,11 @@ class Figures:
         rate = self.waits or precise or self._rate(-2.0) >= goal.keep
         return True if rate and self._tail(goal, self.p99_high) >= 1 else None
 
+    def ample(self, goal: Goal) -> bool:
+        """Return whether production loses at most half of what it may lose."""
+        rate = self.waits or self.kept >= (1 + goal.keep) / 2
+        return rate and (goal.p99_factor is None or self.p99 is None or self.p99 <= (1 + goal.p99_factor) / 2)
+
     def clear(self, goal: Goal) -> bool:
         """Return whether the goal is met so clearly that the search can go on; the answer needs a `verdict`."""
         rate = self.waits or self._rate(-2.0) >= goal.keep
@@ -298,8 +303,10 @@ def _next_on(
     ):
         return None
     if failing not in on_line:
-        return line[between[len(between) // 2]]
-    return line[_crossing(meeting, failing, on_line, goal, halve=meeting >= 0 and len(on_line) % 2 == 1)]
+        # Where production hardly notices the others, the last setting is likely to meet the goal, too.
+        ample = meeting >= 0 and on_line[meeting].ample(goal)
+        return line[between[-1] if ample else between[len(between) // 2]]
+    return line[_crossing(meeting, failing, on_line, goal, halve=meeting >= 0 and len(on_line) % 2 == 0)]
 
 
 def _is_out_of_reach(meeting: int, on_line: Mapping[int, Figures], goal: Goal) -> bool:
@@ -433,11 +440,19 @@ def _spares_more(setting: Setting, other: Setting) -> bool:
     return setting.production_slice_us == other.production_slice_us and setting.other_slice_us < other.other_slice_us
 
 
+def _is_surely_less(figures: Figures, most: Figures) -> bool:
+    """Return whether the others get less than under another setting, by more than the scatter of both shares."""
+    if figures.share is None or most.share is None:
+        return figures is not most
+    scatter = math.hypot(figures.share_error or 0.0, most.share_error or 0.0)
+    return most.share - scatter > FASTER * figures.share
+
+
 def _most_of(meeting: Sequence[Figures], goal: Goal) -> Figures | None:
     """Return the one that lets the opportunistic jobs do the most, as in `best_of`."""
-    most = max((each.share for each in meeting if each.share is not None), default=None)
+    most = max((each for each in meeting if each.share is not None), key=lambda each: each.share or 0.0, default=None)
     if most is not None:
-        meeting = [each for each in meeting if each.share is not None and most <= FASTER * each.share]
+        meeting = [each for each in meeting if not _is_surely_less(each, most)]
     calmest = min(
         (each.p99 for each in meeting if each.setting.way is Way.SLICES and each.p99 is not None), default=0.0
     )

@@ -470,15 +470,23 @@ class Tuner:
             strangers=strangers,
         )
 
+    def _others_rates(self) -> list[float]:
+        """Return the rate of all others together in each window alone in which all printed."""
+        return [rate for seen in self.others_alone if (rate := _sum(seen.rates)) is not None]
+
+    def others_spread(self) -> float | None:
+        """Return how far the others' windows alone scatter, relative to their mean; None: there is one at most."""
+        rates = self._others_rates()
+        return deviation(rates) / mean(rates) if len(rates) > 1 and mean(rates) else None
+
     def _others_alone(self) -> Alone:
         """Return the figures of the opportunistic jobs without production, over all ways."""
-        rates = [_sum(seen.rates) for seen in self.others_alone]
-        known_rates = [rate for rate in rates if rate is not None]
+        known_rates = self._others_rates()
         stages = [stage.others_use for stage in self._stages]
         memory = [stage.others_memory for stage in self._stages]
         return Alone(
             rate=mean(known_rates) if known_rates else None,
-            spread=deviation(known_rates) / mean(known_rates) if len(known_rates) > 1 and mean(known_rates) else None,
+            spread=self.others_spread(),
             memory=max((sum(sizes) for sizes in memory if sizes), default=None),
             peak=max((size for sizes in memory for size in sizes), default=None),
             sm=mean_known(use[0] for each in stages for use in each),
@@ -1032,7 +1040,11 @@ class Stage:
                 shares.append(mean(parts))
         if not shares:
             return None, None
-        return mean(shares), deviation(shares) / math.sqrt(len(shares)) if len(shares) > 1 else None
+        if len(shares) > 1:
+            return mean(shares), deviation(shares) / math.sqrt(len(shares))
+        # One window scatters as those of the others alone do.
+        spread = self._tuner.others_spread()
+        return shares[0], None if spread is None else spread * shares[0]
 
     def _waits(self) -> bool:
         """Return whether production waits for requests that come at random: its rate is then the demand."""

@@ -229,6 +229,19 @@ def test_where_the_scatter_decides_the_shorter_slice_is_the_best() -> None:
     assert best_of(goal, [replace(short, p99=1.52), long]) == long
     assert best_of(goal, [replace(short, share=0.6), long]) == long
     assert best_of(goal, [short, replace(long, setting=sliced(4000, 2048))]).setting.other_slice_us == 2048
+    # The share of a training fed by the CPU scatters: 1.06 is not more than .94 if both are known within .1.
+    calm, fast = (
+        replace(each, p99=p99, p99_low=p99, p99_high=p99, share=share)
+        for each, p99, share in ((short, 1.02, 0.94), (long, 1.16, 1.06))
+    )
+    assert best_of(goal, [calm, fast]) == fast
+    assert best_of(goal, [replace(calm, share_error=0.07), replace(fast, share_error=0.07)]).p99 == 1.02
+
+
+def test_where_production_loses_little_the_largest_is_tried_next() -> None:
+    known: dict[Setting, Figures] = {}
+    order = searched(Search(goal=GOAL, ways=(Way.CAPS,)), knee(100.0, steep=0.001), known)
+    assert [(setting.threads, setting.low) for setting in order] == [(60.0, True), (100.0, True), (100.0, False)]
 
 
 def test_what_no_other_setting_beats_is_on_the_frontier() -> None:
