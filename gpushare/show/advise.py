@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.show.result import Column, Table
-from gpushare.show.text import visible, wrapped
+from gpushare.show.text import wrapped
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -178,8 +178,8 @@ def _command_lines(data: Any, width: int) -> list[Text]:
         for entry in entries:
             lines += _wrapped(entry.what, width, "  ", style="" if entry.command is None else "dim")
             if entry.command is not None:
-                # Not wrapped, so that it can be copied.
-                lines.append(Text(f"    {visible(entry.command)}", style="bold"))
+                command = wrapped(entry.command, width, "    ", "    ", command=True)
+                lines += [Text(line, style="bold") for line in command]
     return lines
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from gpushare.show.result import Column, Table
-from gpushare.show.text import visible
+from gpushare.show.text import visible, wrapped
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -188,9 +188,10 @@ def _table_lines(
     if len(titles) > 1 and not whole and width >= _BESIDE and _widths(titles, rows, width)[1] < NARROWEST:
         hidden = ", ".join(row.title for row in rows if not row.decides)
         text = f"not shown: {hidden}; all of it: gpushare compare -v; one way: gpushare compare mps"
-        lines += [Text(""), *_wrapped(text, width, "dim")]
+        lines += [Text(""), *(Text(line, style="dim") for line in wrapped(text, width))]
     if any(cell.disputed and cell.text is not None for row in rows for cell in row.cells):
-        lines += [Text(""), *_wrapped("* sources disagree: gpushare compare --why ROW MECHANISM", width, "dim")]
+        text = "* sources disagree: gpushare compare --why ROW MECHANISM"
+        lines += [Text(""), *(Text(line, style="dim") for line in wrapped(text, width))]
     return [Text(""), *lines]
 
 

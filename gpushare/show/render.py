@@ -60,9 +60,11 @@ def write(result: Result, output: OutputFormat, *, stdout: IO[str], stderr: IO[s
 
 def _done_line(what: str, undo: str | None, width: int) -> str:
     """Return what is in force and its undo as one line; a command that would be broken at the width begins a line."""
-    parts = list(filter(None, [what, undo and f"undo: {undo}"]))
-    line = one_line("; ".join(parts))
-    return line if len(line) <= width else "\n  ".join(parts)
+    line = one_line("; ".join(filter(None, [what, undo and f"undo: {undo}"])))
+    if len(line) <= width or not undo:
+        return line
+    lead = "  undo: " if what else "undo: "
+    return "\n".join([*([what] if what else []), *wrapped(one_line(undo), width, lead, " " * len(lead), command=True)])
 
 
 def form_of(output: OutputFormat, *, terminal: bool) -> OutputFormat:
@@ -134,10 +136,6 @@ def _for_sudo(text: str) -> str:
     return text.replace("sudo gpushare", f"sudo {shlex.quote(os.path.abspath(sys.argv[0]))}")
 
 
-# A command in a message, which is copied: a backslash ends each line of it but the last.
-_COMMAND: Final = r"(?:undo: )?(?:sudo )?gpushare "
-
-
 def message_text(word: str, text: str, stream: IO[str]) -> str:
     """Return a message as one line; on a terminal, wrapped between words and indented below its first word."""
     line = one_line(text)
@@ -146,10 +144,8 @@ def message_text(word: str, text: str, stream: IO[str]) -> str:
     width = width_of(stream, terminal=True)
     if len(word) + 1 + len(line) <= width:
         return line
-    command = re.match(_COMMAND, line) is not None
-    indent = len(word) + 1
-    lines = wrapped(line, width - indent - 2 * command)
-    return ((" \\" if command else "") + "\n" + " " * indent).join(lines)
+    indent = " " * (len(word) + 1)
+    return "\n".join(wrapped(line, width, indent, indent)).lstrip()
 
 
 def _paint(word: str, colour: str, stream: IO[str]) -> str:
@@ -443,12 +439,13 @@ def result_lines(result: Result, width: int, saving: int = WHOLE) -> list[Text]:
 
 
 def _plan_lines(text: str, style: str | None, width: int) -> list[str]:
-    """Return a line of a plan; if it is no command, which stays whole, wrapped and indented below its first word."""
+    """Return a line of a plan, wrapped and indented below its first word; one with a style is a command."""
     line = visible(text)
-    if style is not None or len(line) <= width:
+    if len(line) <= width:
         return [line]
-    numbered = re.match(r" *\d+\. ", line)
-    return wrapped(line, width, rest=" " * (0 if numbered is None else numbered.end()))
+    lead = re.match(r" *(?:\d+\. |\$ |undo: )?", line)
+    first = "" if lead is None else lead.group()
+    return wrapped(line[len(first) :], width, first, " " * len(first), command=style is not None)
 
 
 def terminal_text(result: Result, *, width: int, is_terminal: bool) -> str:

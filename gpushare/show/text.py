@@ -50,16 +50,44 @@ def paragraphs(text: str) -> str:
     return re.sub(r"[^\n\t]+", lambda match: visible(match.group()), text)
 
 
-def wrapped(text: str, width: int, first: str = "", rest: str = "") -> list[str]:
-    """Return text as lines that fit a width, between words only; ``first`` and ``rest`` begin the lines."""
-    return textwrap.wrap(
-        visible(text),
-        max(width, len(rest) + _NARROWEST),
-        initial_indent=first,
-        subsequent_indent=rest,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+# A command in a text: it begins a part of a sentence, and ends with it. Quotes may contain what would end it.
+_COMMAND: Final = (
+    r"""(?:^|(?<=[:;,$] )|(?<=\()|(?<=\bor )|(?<=\bthen ))(?:sudo [a-z][\w-]*|gpushare|nvidia-smi|docker|kubectl) """
+    r"""(?:'[^']*'|"[^"]*"|(?!, | \()[^;)'"])*"""
+)
+_QUOTED: Final = r"""'[^']*'|"[^"]*\""""
+# Stand-ins for a blank and a line break inside a command; `visible` leaves neither in a text.
+_BLANK: Final = "\x00"
+_BREAK: Final = "\x01"
+
+
+def wrapped(text: str, width: int, first: str = "", rest: str = "", *, command: bool = False) -> list[str]:
+    """Return text as lines that fit a width, between words only; ``first`` and ``rest`` begin the lines.
+
+    What can be copied stays so. A command is on one line if one can have it; else a backslash ends each line of it but
+    the last. ``command``: all of the text is one.
+    """
+    room = max(width - max(len(first), len(rest)), _NARROWEST)
+
+    # In a sentence, a bracket and a comma may follow it.
+    most = room if command else room - 2
+
+    def whole(match: re.Match[str]) -> str:
+        line: str = re.sub(_QUOTED, lambda quoted: quoted.group().replace(" ", _BLANK), match.group())
+        if len(line) <= most:
+            return line.replace(" ", _BLANK)
+        if not command and " -" not in line:
+            # Words about gpushare.
+            return line
+        return f"{_BLANK}\\{_BREAK}".join(part.replace(" ", _BLANK) for part in _filled(line, room - len(" \\")))
+
+    line = re.sub(r".+" if command else _COMMAND, whole, visible(text))
+    lines = [part for filled in _filled(line, room) for part in filled.split(_BREAK)]
+    return [f"{rest if number else first}{part}".replace(_BLANK, " ") for number, part in enumerate(lines)]
+
+
+def _filled(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
 
 
 def well_formed(text: str) -> str:

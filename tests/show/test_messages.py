@@ -43,7 +43,8 @@ def test_a_command_that_is_wrapped_can_be_copied(monkeypatch):
     write_notes([UNDO], stream)
     lines = stream.getvalue().splitlines()
     assert max(map(len, lines)) <= 40
-    assert [line.endswith(" \\") for line in lines] == [True] * (len(lines) - 1) + [False]
+    assert lines[0] == "note: undo:"
+    assert [line.endswith(" \\") for line in lines[1:]] == [True] * (len(lines) - 2) + [False]
 
 
 def test_lines_of_run_are_wrapped_too(monkeypatch):

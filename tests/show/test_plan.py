@@ -91,13 +91,14 @@ def test_no_step_says_that_there_is_nothing_to_do(shown):
         assert shown(result, OutputFormat.TABLE)[0] == "nothing to do: the host is as requested\n"
 
 
-def test_a_long_step_is_wrapped_between_words_and_its_command_is_not(shown):
+def test_a_long_step_is_wrapped_between_words_and_its_command_can_be_copied(shown):
     what = "wait until GPU 0 has room for 60.0 GiB, first come first served, for 3600 s at most; reserve it"
-    one = step(what, "gpushare " + "x" * 80)
+    one = step(what, f"gpushare {'x' * 40} {'y' * 50}")
     out, _ = shown(plan_result("run", Plan(title="run", steps=(one,)), dry_run=True), OutputFormat.TABLE, width=60)
     lines = out.splitlines()
     assert lines[2:] == [
         "1. wait until GPU 0 has room for 60.0 GiB, first come first",
         "   served, for 3600 s at most; reserve it",
-        "   $ gpushare " + "x" * 80,
+        f"   $ gpushare {'x' * 40} \\",
+        f"     {'y' * 50}",
     ]
