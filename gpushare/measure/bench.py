@@ -93,6 +93,8 @@ class Slices:
 
 @dataclass
 class _Copy:
+    """A copy that runs: its program, what it has printed, and its slice."""
+
     number: int
     program: Program
     printed: Printed
@@ -150,6 +152,7 @@ class Copies:
         return CopiesResult(copies=tuple(results), seconds=seconds, hung=last.hung, interrupted=last.interrupted)
 
     def _start(self, number: int, launch: Launch) -> _Copy:
+        """Start a copy whose output is read."""
         printed = Printed(self.metric)
 
         def listen(line: str, _at: float) -> None:
@@ -212,6 +215,7 @@ class Copies:
         return False
 
     def _hurried(self) -> bool:
+        """Return whether the user has asked for the end again: then nothing is waited for."""
         return self.signals is not None and self.signals.came()
 
     def _look(self, copies: Sequence[_Copy], usage: UsageMeter | None) -> float:
@@ -247,6 +251,7 @@ class Copies:
     def _result_of(
         self, copy: _Copy, opened: float | None, closed: float, *, hung: bool, interrupted: bool
     ) -> CopyResult:
+        """Return the result of a copy that was watched from ``opened`` (None: there was no window) to ``closed``."""
         value = copy.printed.last if opened is None else copy.printed.between(opened, closed)
         program, since = copy.program, -math.inf if opened is None else opened
         ended = closed if copy.by_us or program.ended is None else program.ended
@@ -264,6 +269,7 @@ class Copies:
         )
 
     def _failure(self, copy: _Copy, value: float | None, opened: float | None, *, hung: bool) -> str | None:
+        """Return why the figures of a copy do not count; None: they do."""
         window = self.durations.window
         if not copy.by_us and copy.program.failure is not None:
             return copy.program.failure
@@ -274,17 +280,20 @@ class Copies:
             return f"its time-slice was not set: {copy.unsliced or 'it had no CUDA context'}"
         if copy.by_us and hung:
             if window is not None and not copy.printed.values:
-                return _no_number(copy.printed) + ("" if copy.printed.refused else f" in {self.durations.limit:g} s")
+                return _no_number_text(copy.printed) + (
+                    "" if copy.printed.refused else f" in {self.durations.limit:g} s"
+                )
             return f"did not end within {self.durations.limit:g} s"
         if window is not None and not copy.by_us:
             return f"ended before it was measured for {window:g} s"
         if self.metric.printed and value is None:
             when = "" if opened is None else f" in the measured {window:g} s"
-            return f"{_no_number(copy.printed)}{when}"
+            return f"{_no_number_text(copy.printed)}{when}"
         return None
 
 
-def _no_number(printed: Printed) -> str:
+def _no_number_text(printed: Printed) -> str:
+    """Return why a program has no number: nothing matched, or what matched is none."""
     if printed.refused is not None and not printed.values:
         return f"printed {quoted(printed.refused)} where --metric matches, which is not a rate or time"
     return "printed no number that --metric matches"
@@ -367,12 +376,11 @@ class Bench:
         experiment: Experiment | None = None,
         signals: Wakeups | None = None,
         progress: Callable[[str, int, int, float | None], None] = lambda *_: None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._host, self._device, self._settings = host, device, settings
         # None: it is only planned.
         self._experiment = experiment
-        self._signals, self._progress, self._clock = signals, progress, clock
+        self._signals, self._progress = signals, progress
         self._took: dict[Cell, float] = {}
         self._strangers: dict[int, float] = {}
         # Why time-slices cannot be set.
@@ -413,7 +421,6 @@ class Bench:
 
     def go(self) -> Measurement:
         """Measure, and return what was measured."""
-        started = self._clock()
         measurement, cells = self.measurement, schedule(self._settings)
         total = 1 + len(cells) * self._settings.repeat
         self._progress("warm-up: one copy alone", 0, total, None)
@@ -429,18 +436,14 @@ class Bench:
                 code="command_failed",
             )
         else:
-            self._go_round(self._sliceable(self._fitting(cells, warm)))
-        measurement.seconds = self._clock() - started
+            try:
+                self._rounds(self._sliceable(self._fitting(cells, warm)))
+            except GpushareError as error:
+                if not measurement.runs:
+                    raise
+                # Keep what was measured.
+                measurement.error = error
         return measurement
-
-    def _go_round(self, cells: list[Cell]) -> None:
-        try:
-            self._rounds(cells)
-        except GpushareError as error:
-            if not self.measurement.runs:
-                raise
-            # Keep what was measured.
-            self.measurement.error = error
 
     def _rounds(self, cells: list[Cell]) -> None:
         """Run all cells in each round, back and forth; one that fails twice is left out."""
@@ -454,7 +457,7 @@ class Bench:
                 if tries.get(cell, 0) >= _TRIES:
                     done += 1
                     continue
-                title = f"{_title(cell)}, round {number} of {repeat}"
+                title = f"{_cell_title(cell)}, round {number} of {repeat}"
                 self._progress(title, done, total, self._seconds_left(order[place:], number))
                 self._keep(number, cell)
                 if measurement.interrupted:
@@ -471,6 +474,7 @@ class Bench:
         return sum(self._expected(cell) for cell in (*rest, *later))
 
     def _expected(self, cell: Cell) -> float:
+        """Return the seconds that a cell should take: as before, else by one copy alone."""
         if cell in self._took:
             return self._took[cell]
         alone = self._took.get((self._settings.alone, 1), 1.0)
@@ -516,7 +520,7 @@ class Bench:
         if self._experiment is None:
             raise AssertionError("it is only planned")
         way, copies = cell
-        settings, before, experiment = self._settings, self._clock(), self._experiment
+        settings, before, experiment = self._settings, time.monotonic(), self._experiment
         grounds, under_mps = experiment.grounds, self._under_mps(way)
         usage = UsageMeter(
             self._host,
@@ -525,7 +529,6 @@ class Bench:
             gpu_instances=grounds.gpu_instances if way.kind is Way.MIG else None,
             seen=self._strangers,
             activity=cell == (settings.alone, 1) and self._device.mig is None,
-            clock=self._clock,
         )
         durations = Durations(window=settings.window, limit=self._limit(copies))
         runner = Copies(experiment, settings.metric, durations, signals=self._signals)
@@ -538,7 +541,7 @@ class Bench:
             experiment.restore_slices()
         if runner.slices is not None and runner.slices.microseconds is None:
             self._unsliced = runner.slices.refused
-        self._took[cell] = self._clock() - before
+        self._took[cell] = time.monotonic() - before
         drawn = usage.usage()
         invalid = grounds.lost() if under_mps else None
         if invalid is None and drawn.outside:
@@ -613,12 +616,14 @@ def throughput(way: BenchWay, result: CopiesResult, metric: Metric) -> float | N
     return metric.speed(sum(speed * seconds for speed, seconds in speeds) / total)
 
 
-def _title(cell: Cell) -> str:
+def _cell_title(cell: Cell) -> str:
+    """Return a cell for the progress: ``mps, 4 copies``."""
     way, copies = cell
     return ALONE if way.name == ALONE else f"{way.name}, {format_copies(copies)}"
 
 
 def _command_failed_error(run: RunResult, settings: Settings) -> OperationFailed:
+    """Return the error of a command that fails already alone, with what to try."""
     silent = settings.metric.printed and all(copy.value is None and not copy.exit_code for copy in run.result.copies)
     last = next((copy.last_line for copy in run.result.copies if copy.last_line), None)
     if silent and last is not None:
@@ -660,7 +665,7 @@ def prepare(host: Host, device: Device, wished: Settings) -> Prepared:
     """
     check_program(wished.argv[0])
     obstacles = reasons(host, device, wished.argv[0])
-    alone = _alone(obstacles, {way.kind for way, _ in wished.cells})
+    alone = _way_of_one_copy(obstacles, {way.kind for way, _ in wished.cells})
     profiles = Counter(instance.profile for instance in device.gpu.mig_instances)
     instances = max(profiles.values(), default=0)
     cells, left_out = sort_out(
@@ -668,7 +673,7 @@ def prepare(host: Host, device: Device, wished: Settings) -> Prepared:
         obstacles,
         streams=bool(wished.in_one),
         refuse_copies=lambda way, copies: (
-            _too_few(copies, instances) if way.kind is Way.MIG and copies > instances else None
+            _too_few_text(copies, instances) if way.kind is Way.MIG and copies > instances else None
         ),
     )
     if alone is None or not cells:
@@ -678,7 +683,7 @@ def prepare(host: Host, device: Device, wished: Settings) -> Prepared:
         )
     settings = replace(wished, cells=cells, alone=alone)
     uncapped = any(way.kind is Way.MPS and way.cap(copies) is None for way, copies in schedule(settings))
-    notes = default_limit(host, device) if uncapped else ()
+    notes = default_limit_notes(host, device) if uncapped else ()
     return Prepared(settings=settings, left_out=left_out, notes=(*notes, *_clients_all(device, settings)))
 
 
@@ -693,7 +698,7 @@ def _clients_all(device: Device, settings: Settings) -> tuple[str, ...]:
     )
 
 
-def default_limit(host: Host, device: Device) -> tuple[str, ...]:
+def default_limit_notes(host: Host, device: Device) -> tuple[str, ...]:
     """Return a note if the running MPS daemon caps each client: way mps is then capped too."""
     try:
         home, _ = own_daemon(host, device)
@@ -708,7 +713,7 @@ def default_limit(host: Host, device: Device) -> tuple[str, ...]:
     )
 
 
-def _alone(obstacles: Reasons, kinds: set[str]) -> BenchWay | None:
+def _way_of_one_copy(obstacles: Reasons, kinds: set[str]) -> BenchWay | None:
     """Return the way of one copy alone: outside MPS if possible, else under a requested way."""
     if obstacles.outside is None:
         return _OUTSIDE
@@ -717,7 +722,7 @@ def _alone(obstacles: Reasons, kinds: set[str]) -> BenchWay | None:
     return BenchWay(name=Way.MIG.value, kind=Way.MIG) if obstacles.mig is None and Way.MIG in kinds else None
 
 
-def _too_few(copies: int, instances: int) -> str:
+def _too_few_text(copies: int, instances: int) -> str:
     have = f"there {'is' if instances == 1 else 'are'} {instances}"
     return f"{format_copies(copies)} need {counted(copies, 'free MIG instance')} of one profile, and {have}"
 
@@ -771,5 +776,5 @@ def _with_instances(settings: Settings, free: int) -> tuple[Settings, list[LeftO
         raise NotSupported(
             "no MIG instance without a name is free", "see the instances: gpushare mig status", code="no_free_instance"
         )
-    left_out = [LeftOut(way=way.name, copies=copies, reason=_too_few(copies, free)) for way, copies in short]
+    left_out = [LeftOut(way=way.name, copies=copies, reason=_too_few_text(copies, free)) for way, copies in short]
     return replace(settings, cells=kept), left_out

@@ -46,18 +46,18 @@ _MOST_BYTES: Final = 64 * 1024 * 1024
 
 def judge(measurement: Measurement) -> list[BenchCell]:
     """Return every cell with its figures, in the requested order."""
-    alone = _alone(measurement)
+    alone = _runs_alone(measurement)
     return [_cell_figures(measurement, cell, runs, alone) for cell, runs in cells_of(measurement)]
 
 
-def _alone(measurement: Measurement) -> list[RunResult]:
+def _runs_alone(measurement: Measurement) -> list[RunResult]:
     way = measurement.settings.alone
     return [run for run in measurement.runs if (run.way, run.copies) == (way.name, 1)]
 
 
 def alone_cell(measurement: Measurement) -> AloneCell:
     """Return the figures of one copy alone."""
-    runs = _alone(measurement)
+    runs = _runs_alone(measurement)
     # It is compared with itself.
     cell = _cell_figures(measurement, (measurement.settings.alone, 1), runs, runs)
     undisturbed = [run.usage for run in runs if run.throughput is not None and not run.usage.others]
@@ -70,6 +70,7 @@ def alone_cell(measurement: Measurement) -> AloneCell:
 
 
 def _percentage(values: Iterable[float | None]) -> float | None:
+    """Return the mean of percentages, within 0 and 100; None: all are unknown."""
     value = mean_known(values)
     return None if value is None else round(min(100.0, max(0.0, value)), 1)
 
@@ -77,6 +78,7 @@ def _percentage(values: Iterable[float | None]) -> float | None:
 def _cell_figures(
     measurement: Measurement, cell: Cell, runs: Sequence[RunResult], alone: Sequence[RunResult]
 ) -> BenchCell:
+    """Return the figures of a cell from its runs and those of one copy alone."""
     settings, (way, copies) = measurement.settings, cell
     metric, measured = settings.metric, measured_as(cell, settings)
     good = [run for run in runs if run.throughput is not None]
@@ -146,6 +148,7 @@ def _fairness(runs: Sequence[RunResult], metric: Metric) -> float | None:
 
 
 def _joules(run: RunResult, metric: Metric) -> float | None:
+    """Return the energy of one unit of work in joules; None: unknown."""
     if run.energy_joules is None:
         return None
     if not metric.printed:
@@ -159,6 +162,7 @@ def _joules(run: RunResult, metric: Metric) -> float | None:
 
 
 def _latency(runs: Sequence[RunResult], percent: int) -> float | None:
+    """Return the 50th or 99th percentile over all copies of all runs; None: they printed no latencies."""
     copies = [copy for run in runs for copy in run.results]
     pooled = [value for copy in copies for value in copy.latencies]
     if pooled:
@@ -182,6 +186,7 @@ def picks(measurement: Measurement, cells: Sequence[BenchCell]) -> list[Pick]:
 
 
 def _pick(measurement: Measurement, cells: Sequence[BenchCell], open_ways: int) -> Pick:
+    """Return the answer for one number of copies; ``open_ways`` of its ways were not measured."""
     metric = measurement.settings.metric
     order = {way.name: way.order for way, _ in measurement.settings.cells}
     best, *others = sorted(cells, key=lambda cell: (-_speed(cell, metric), order[cell.way]))
@@ -209,6 +214,7 @@ def _speed(cell: BenchCell, metric: Metric) -> float:
 
 
 def _differ(metric: Metric, cell: BenchCell, other: BenchCell) -> bool | None:
+    """Return whether two cells differ; None: one of them has too few runs to tell."""
     if cell.measured_as == other.measured_as:
         return False
     if cell.throughput is None or other.throughput is None:
@@ -220,6 +226,7 @@ def _differ(metric: Metric, cell: BenchCell, other: BenchCell) -> bool | None:
 
 
 def _speeds(measurement: Measurement, cell: BenchCell) -> list[float]:
+    """Return the speeds of the runs that measure a cell."""
     runs = [run for run in measurement.runs if CellName(run.way, run.copies) == cell.measured_as]
     return speeds(runs, measurement.settings.metric)
 
@@ -255,7 +262,7 @@ def bench_answer(
         workload=settings.workload,
         started_at=started_at,
         seconds=round(measurement.seconds, 3),
-        reason=_reason(measurement),
+        reason=_reason_of_end(measurement),
         metric=settings.metric,
         window_seconds=settings.window,
         repeat=settings.repeat,
@@ -272,7 +279,7 @@ def bench_answer(
     )
 
 
-def _reason(measurement: Measurement) -> Literal["finished", "interrupted", "failed"]:
+def _reason_of_end(measurement: Measurement) -> Literal["finished", "interrupted", "failed"]:
     if measurement.error is not None:
         return "failed"
     return "interrupted" if measurement.interrupted else "finished"
@@ -391,6 +398,7 @@ def compared(now: Benchmark, before: Benchmark) -> tuple[Compared, ...]:
 def _change(
     present: Summary, past: Summary, *, higher: bool
 ) -> Literal["faster", "slower", "no difference", "unknown"]:
+    """Return in words how a mean has changed; ``higher``: a larger one is faster."""
     if present.low is None or present.high is None or past.low is None or past.high is None:
         return "unknown"
     if present.low > past.high:

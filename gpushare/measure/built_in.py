@@ -65,7 +65,9 @@ def built_in_workload(
         backend=backend,
     )
     held = [] if footprint is None else ["--footprint", footprint]
-    argv = _simulated(size, cpu=cpu) if host.is_simulated else _real(size, backend, cpu=cpu)
+    argv = [*_PROGRAM, "--backend", backend, "--size", str(size), *(["--cpu"] if cpu else [])]
+    if host.is_simulated:
+        argv = _simulated_argv(size, cpu=cpu)
     beside = [] if copy is None or host.is_simulated else ["--copy", copy]
     return Settings(
         argv=[*argv, *beside, *held],
@@ -103,11 +105,7 @@ def _no_backend_error(why: str) -> NotSupported:
     )
 
 
-def _real(size: int, backend: str, *, cpu: bool) -> list[str]:
-    return [*_PROGRAM, "--backend", backend, "--size", str(size), *(["--cpu"] if cpu else [])]
-
-
-def _simulated(size: int, *, cpu: bool) -> list[str]:
+def _simulated_argv(size: int, *, cpu: bool) -> list[str]:
     """Return a job of the simulated host: it needs more of the GPU by the area of the matrices, and its rate falls with work.
 
     If the CPU works too, it takes half of the time, and the job needs half of the GPU.
@@ -148,7 +146,7 @@ def sizes_answer(benchmarks: Sequence[BenchAnswer]) -> BenchSizesAnswer:
     first = benchmarks[0]
     workloads = [each.workload for each in benchmarks if each.workload is not None]
     sizes = tuple(workload.size for workload in workloads if workload.size is not None)
-    cells = tuple(cell for size, each in zip(sizes, benchmarks, strict=True) for cell in _cells(size, each))
+    cells = tuple(cell for size, each in zip(sizes, benchmarks, strict=True) for cell in _size_cells(size, each))
     return BenchSizesAnswer(
         host=first.host,
         driver=first.driver,
@@ -161,14 +159,15 @@ def sizes_answer(benchmarks: Sequence[BenchAnswer]) -> BenchSizesAnswer:
         reason=benchmarks[-1].reason,
         sizes=sizes,
         cells=cells,
-        concurrency=tuple(_ends(cells)),
+        concurrency=tuple(_concurrency(cells)),
         left_out=first.left_out,
         benchmarks=tuple(benchmarks),
     )
 
 
-def _cells(size: int, benchmark: BenchAnswer) -> list[SizeCell]:
-    alone = None if benchmark.alone.throughput is None else _time(1, benchmark.alone.throughput.mean)
+def _size_cells(size: int, benchmark: BenchAnswer) -> list[SizeCell]:
+    """Return the time of one multiplication in each cell of the benchmark of one size."""
+    alone = None if benchmark.alone.throughput is None else _seconds_each(1, benchmark.alone.throughput.mean)
     cells = []
     for cell in benchmark.cells:
         rate = cell.throughput if cell.throughput is not None and cell.throughput.mean else None
@@ -178,9 +177,9 @@ def _cells(size: int, benchmark: BenchAnswer) -> list[SizeCell]:
                 way=cell.way,
                 copies=cell.copies,
                 # The interval is that of the rate, turned round.
-                seconds=None if rate is None else _time(cell.copies, rate.mean),
-                low=None if rate is None else _time(cell.copies, rate.high),
-                high=None if rate is None else _time(cell.copies, rate.low),
+                seconds=None if rate is None else _seconds_each(cell.copies, rate.mean),
+                low=None if rate is None else _seconds_each(cell.copies, rate.high),
+                high=None if rate is None else _seconds_each(cell.copies, rate.low),
                 alone_seconds=alone,
                 gain=None if cell.gain is None else cell.gain.value,
                 failures=cell.failures,
@@ -189,11 +188,12 @@ def _cells(size: int, benchmark: BenchAnswer) -> list[SizeCell]:
     return cells
 
 
-def _time(copies: int, rate: float | None) -> float | None:
+def _seconds_each(copies: int, rate: float | None) -> float | None:
+    """Return how long all copies take for one multiplication each, at this rate of all."""
     return rounded(copies / rate) if rate else None
 
 
-def _ends(cells: Sequence[SizeCell]) -> list[Concurrency]:
+def _concurrency(cells: Sequence[SizeCell]) -> list[Concurrency]:
     """Return up to which size copies run at the same time under each way."""
     ends = []
     for way in dict.fromkeys(cell.way for cell in cells):

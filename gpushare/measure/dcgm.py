@@ -71,13 +71,14 @@ def read_measured(path: str | Path) -> Recording:
         )
     timed = True
     if head.lstrip()[:1] in {"{", "["}:
-        points = list(_of_prometheus(path, text))
+        points = list(_points_of_prometheus(path, text))
     else:
-        points, timed = _of_exporter(text)
-    return _recording(path, points, timed=timed)
+        points, timed = _points_of_exporter(text)
+    return _recording_of(path, points, timed=timed)
 
 
 def _is_foreign(head: str) -> bool:
+    """Return whether a file begins like an answer of Prometheus or a scrape, and not like a recording."""
     start = head.lstrip()
     if start.startswith(("{", "[")):
         return MARK not in start.partition("\n")[0] and (
@@ -86,7 +87,8 @@ def _is_foreign(head: str) -> bool:
     return re.search(r"^(?:# (?:HELP|TYPE) )?DCGM_", head, re.MULTILINE) is not None
 
 
-def _of_prometheus(path: Path, text: str) -> Iterator[_Point]:
+def _points_of_prometheus(path: Path, text: str) -> Iterator[_Point]:
+    """Yield the values of our metrics in a range answer; OperationFailed: it is none."""
     try:
         raw = json.loads(text)
         if isinstance(raw, dict) and raw.get("status") == "error":
@@ -104,7 +106,7 @@ def _of_prometheus(path: Path, text: str) -> Iterator[_Point]:
         raise OperationFailed(f"{path} is not a range answer of Prometheus", _QUERY, code="not_a_recording") from None
 
 
-def _of_exporter(text: str) -> tuple[list[_Point], bool]:
+def _points_of_exporter(text: str) -> tuple[list[_Point], bool]:
     """Return the values of one scrape, or of several one after the other, and whether their times are known.
 
     Without times a new scrape begins where a series occurs again, and scrapes count as one second apart.
@@ -129,7 +131,8 @@ def _of_exporter(text: str) -> tuple[list[_Point], bool]:
     return points, timed
 
 
-def _recording(path: Path, points: Iterable[_Point], *, timed: bool) -> Recording:
+def _recording_of(path: Path, points: Iterable[_Point], *, timed: bool) -> Recording:
+    """Return the recording of all values, of the whole GPUs of one host."""
     gpus: dict[str, _Seen] = {}
     hosts: set[str] = set()
     parts = False
@@ -161,13 +164,13 @@ def _recording(path: Path, points: Iterable[_Point], *, timed: bool) -> Recordin
         host=next(iter(hosts)),
         started_at=times[0] if timed else path.stat().st_mtime,
         interval_seconds=min((after - before for before, after in pairwise(times)), default=1.0),
-        gpus=tuple(_gpu(indexes[key], seen) for key, seen in gpus.items()),
+        gpus=tuple(_recorded_gpu(indexes[key], seen) for key, seen in gpus.items()),
         warnings=tuple(_warnings(timed=timed, parts=parts)),
     )
     tally = Tally(header)
     for at in times:
         present = [(indexes[key], seen.values[at]) for key, seen in gpus.items() if at in seen.values]
-        tally.add(Sample(at=at - times[0], gpus=tuple(_sample(index, values) for index, values in present)))
+        tally.add(Sample(at=at - times[0], gpus=tuple(_gpu_sample(index, values) for index, values in present)))
     return replace(tally.recording(reason="finished"), processes_known=False)
 
 
@@ -179,7 +182,8 @@ def _indexes(gpus: Mapping[str, _Seen]) -> dict[str, int]:
     return {key: place for place, key in enumerate(gpus)}
 
 
-def _gpu(index: int, seen: _Seen) -> RecordedGpu:
+def _recorded_gpu(index: int, seen: _Seen) -> RecordedGpu:
+    """Return a GPU with the largest memory total that its values add up to."""
     totals = [
         values[USED] + sum(values.get(name, 0.0) for name in _REST)
         for values in seen.values.values()
@@ -193,7 +197,8 @@ def _gpu(index: int, seen: _Seen) -> RecordedGpu:
     )
 
 
-def _sample(index: int, values: Mapping[str, float]) -> GpuSample:
+def _gpu_sample(index: int, values: Mapping[str, float]) -> GpuSample:
+    """Return the values of a GPU at one time, in our units."""
     # Both tell that some kernel ran. Utilization is in percent, the others are shares.
     utilization = values.get(UTILIZATION, 100 * values[ENGINE] if ENGINE in values else None)
     return GpuSample(

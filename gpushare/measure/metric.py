@@ -63,9 +63,10 @@ class Printed:
             self.lines.append(at)
         own = self.metric.pattern is None and self.metric.latency is None
         with contextlib.nullcontext() if own else bounded(self.metric.pattern):
-            self._listen(line, at)
+            self._match_line(line, at)
 
-    def _listen(self, line: str, at: float) -> None:
+    def _match_line(self, line: str, at: float) -> None:
+        """Keep the rates, latencies and percentiles of a line."""
         if self.metric.pattern is not None:
             for match in re.finditer(self.metric.pattern, line):
                 value = amount(match.group(1))

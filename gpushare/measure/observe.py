@@ -10,7 +10,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from gpushare.base.errors import GpushareError, OperationFailed, no_gpu_error, or_none
-from gpushare.base.model import Gpu, GpuProcess, GpuSensors, ListedJob, MigInstance, MpsDaemon, Snapshot, sharing_now
+from gpushare.base.model import (
+    MPS_SERVER,
+    Gpu,
+    GpuProcess,
+    GpuSensors,
+    ListedJob,
+    MigInstance,
+    MpsDaemon,
+    Snapshot,
+    sharing_now,
+)
 from gpushare.base.selection import Device
 from gpushare.host.activity import ActivityRecorder, samples_since
 from gpushare.host.host import Host
@@ -29,7 +39,6 @@ from gpushare.measure.recording import (
     Tally,
 )
 from gpushare.memory.peaks import Profile, keep_profile
-from gpushare.mps.control import SERVER_PROGRAM
 from gpushare.run.listing import listed_jobs
 from gpushare.snapshot import BLIND, HostState
 
@@ -67,12 +76,13 @@ def header_for(
         driver=host.nvml.driver_version(),
         started_at=(clock or Clock()).wall(),
         interval_seconds=interval_seconds,
-        gpus=tuple(_recorded(host, gpu) for gpu in gpus),
+        gpus=tuple(_recorded_gpu(host, gpu) for gpu in gpus),
         warnings=(BLIND,) if host.processes.namespace_is_host() is False else (),
     )
 
 
-def _recorded(host: Host, gpu: Gpu) -> RecordedGpu:
+def _recorded_gpu(host: Host, gpu: Gpu) -> RecordedGpu:
+    """Return a GPU as the header of a recording has it."""
     sensors = or_none(lambda: host.nvml.sensors(gpu.index)) or GpuSensors()
     return RecordedGpu(
         index=gpu.index,
@@ -86,6 +96,8 @@ def _recorded(host: Host, gpu: Gpu) -> RecordedGpu:
 
 @dataclass
 class _Remembered:
+    """A process that was seen, and whether the present look saw it."""
+
     process: RecordedProcess
     present: bool = True
 
@@ -206,7 +218,7 @@ class Sampler:
             ),
         )
         met = [self._meet(gpu, process) for process in processes]
-        alone = _alone(processes, [recorded for recorded, _ in met])
+        alone = _places_alone(processes, [recorded for recorded, _ in met])
         rows = []
         for process, (recorded, _) in zip(processes, met, strict=True):
             # Without a sample it was idle; the work of an MPS client is booked on its server.
@@ -238,6 +250,7 @@ class Sampler:
         return self._instances[device], new
 
     def _meter(self, index: int, instance: int | None) -> ActivityRecorder:
+        """Return what counts the activity of a GPU, or of a GPU instance, since the look before."""
         if (index, instance) not in self._meters:
             self._meters[index, instance] = ActivityRecorder(self.host.nvml, index, instance)
         return self._meters[index, instance]
@@ -289,21 +302,23 @@ class Sampler:
         return recorded, True
 
     def _forget(self) -> None:
+        """Forget the oldest of the processes that are gone, if there are many."""
         ended = [place for place, process in self._known.items() if not process.present]
         for place in ended[: max(0, len(ended) - _REMEMBERED)]:
             del self._known[place]
 
 
-def _alone(processes: Sequence[GpuProcess], recorded: Sequence[RecordedProcess]) -> set[tuple[int | None, int]]:
+def _places_alone(processes: Sequence[GpuProcess], recorded: Sequence[RecordedProcess]) -> set[tuple[int | None, int]]:
     """Return the processes that are alone on the GPU or a GPU instance, as (instance, PID): its activity is theirs."""
     pids_on: dict[int | None, set[int]] = {}
     for process, record in zip(processes, recorded, strict=True):
-        if record.name != SERVER_PROGRAM:
+        if record.name != MPS_SERVER:
             pids_on.setdefault(process.gpu_instance_id, set()).add(process.pid)
     return {(instance, next(iter(pids))) for instance, pids in pids_on.items() if len(pids) == 1}
 
 
 def _instance_uuid(gpu: Gpu, process: GpuProcess) -> str | None:
+    """Return the UUID of the MIG device that a process is on; None: of none."""
     return next((mig.uuid for mig in gpu.mig_instances if mig.has(process)), None)
 
 
@@ -324,26 +339,52 @@ def observe(
 
     One sample per interval of the header, counted from the start: a slow look does not delay later ones, and samples not
     taken in time are counted as missed. Ctrl-C, SIGTERM and SIGHUP (KeyboardInterrupt) end it and keep what was recorded.
-    A lost GPU, and processes that come and go, do not end it.
+    A lost GPU, and processes that come and go, do not end it. ``progress`` gets the seconds that are over.
 
     Raises:
         KeyboardInterrupt: before the first sample.
         NoPermission, OperationFailed: the file can no longer be written; what is in it stays.
     """
     clock = clock or Clock()
-    run = _Run(host, header, file, clock, seconds)
+    tally, interval, missed, reason = Tally(header), header.interval_seconds, 0, "finished"
+    sampler = Sampler(host, frozenset(gpu.index for gpu in header.gpus), interval, clock)
+
+    def take(at: float) -> Sample:
+        """Return a sample; what is seen for the first time comes before it in the file."""
+        sample, first_seen = sampler.take(at)
+        for record in first_seen:
+            file.meet(record)
+            if isinstance(record, RecordedProcess):
+                tally.meet(record)
+        return sample
+
     try:
-        run.go(progress)
+        start = clock.monotonic()
+        # GPM counts from here: the first sample is at the end of the first interval.
+        take(0.0)
+        turn, last = 1, max(1, round(seconds / interval))
+        while turn <= last:
+            due = start + turn * interval
+            clock.sleep(max(0.0, due - clock.monotonic()))
+            sample = take(clock.monotonic() - start)
+            file.sample(sample)
+            tally.add(sample)
+            progress(min(turn * interval, seconds))
+            late = int((clock.monotonic() - start) / interval)
+            upcoming = max(turn + 1, late + 1)
+            # Those between this one and the upcoming one; none is due after the last.
+            missed += min(upcoming, last + 1) - turn - 1
+            turn = upcoming
     except KeyboardInterrupt:
-        if not run.tally.samples:
+        if not tally.samples:
             raise
-        run.reason = "interrupted"
+        reason = "interrupted"
     finally:
-        run.sampler.close()
-    file.end(run.tally.seconds, run.reason, run.missed)
-    recording = run.tally.recording(missed=run.missed, reason=run.reason)
+        sampler.close()
+    file.end(tally.seconds, reason, missed)
+    recording = tally.recording(missed=missed, reason=reason)
     if host.processes.namespace_is_host() is not False:
-        _keep_profiles(host, recording, run.sampler.commands)
+        _keep_profiles(host, recording, sampler.commands)
     return recording
 
 
@@ -361,50 +402,3 @@ def _keep_profiles(host: Host, recording: Recording, commands: Mapping[int, Sequ
         profile = Profile(memory_bytes=use.memory_peak_bytes or None, use_percent=round(min(100.0, use.sm.mean), 1))
         with contextlib.suppress(GpushareError):
             keep_profile(host, device, command, profile)
-
-
-class _Run:
-    """One recording: a sample at each interval for ``seconds``, into the file and the tally."""
-
-    def __init__(self, host: Host, header: Header, file: RecordingFile, clock: Clock, seconds: float) -> None:
-        self.tally = Tally(header)
-        indexes = frozenset(gpu.index for gpu in header.gpus)
-        self.sampler = Sampler(host, indexes, header.interval_seconds, clock)
-        # Samples that could not be taken in time, and why it ended unless the caller says otherwise.
-        self.missed, self.reason = 0, "finished"
-        self._file, self._clock, self._seconds = file, clock, seconds
-        self._interval = header.interval_seconds
-
-    def go(self, progress: Callable[[float], Any]) -> None:
-        """Take a sample at the end of each interval; ``progress`` gets the seconds that are over.
-
-        Raises:
-            KeyboardInterrupt, NoPermission, OperationFailed: as `observe`.
-        """
-        start = self._clock.monotonic()
-        # GPM counts from here: the first sample is at the end of the first interval.
-        _, first_seen = self.sampler.take(0.0)
-        self._meet(first_seen)
-        turn, last = 1, max(1, round(self._seconds / self._interval))
-        while turn <= last:
-            due = start + turn * self._interval
-            self._clock.sleep(max(0.0, due - self._clock.monotonic()))
-            self._sample(self._clock.monotonic() - start)
-            progress(min(turn * self._interval, self._seconds))
-            late = int((self._clock.monotonic() - start) / self._interval)
-            upcoming = max(turn + 1, late + 1)
-            # Those between this one and the upcoming one; none is due after the last.
-            self.missed += min(upcoming, last + 1) - turn - 1
-            turn = upcoming
-
-    def _sample(self, at: float) -> None:
-        sample, first_seen = self.sampler.take(at)
-        self._meet(first_seen)
-        self._file.sample(sample)
-        self.tally.add(sample)
-
-    def _meet(self, first_seen: Iterable[RecordedProcess | RecordedInstance]) -> None:
-        for record in first_seen:
-            self._file.meet(record)
-            if isinstance(record, RecordedProcess):
-                self.tally.meet(record)

@@ -11,18 +11,19 @@ import os
 import shlex
 from array import array
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, TypeVar
 
 from gpushare.base import values
 from gpushare.base.errors import BadUsage, GpushareError, NoPermission, NotFound, NotSupported, OperationFailed
-from gpushare.base.model import MigInstance
+from gpushare.base.model import MPS_SERVER, MigInstance
+from gpushare.base.typed import parsed
 from gpushare.base.units import MIB, counted, format_bytes
 from gpushare.host.written_file import open_new
 from gpushare.measure.statistics import Distribution, Histogram
-from gpushare.mps.control import SERVER_PROGRAM
 
+T = TypeVar("T")
 SCHEMA: Final = 1
 MARK: Final = "gpushare_recording"
 
@@ -128,12 +129,7 @@ class Header:
 
 def sample_line(sample: Sample) -> str:
     """Return the line of a sample."""
-    gpus = [
-        [gpu.index, gpu.error]
-        if gpu.error is not None
-        else [gpu.index, gpu.utilization_percent, gpu.sm_percent, gpu.memory_used_bytes, *_sensed(gpu)]
-        for gpu in sample.gpus
-    ]
+    gpus = [[gpu.index, gpu.error] if gpu.error is not None else _gpu_row(gpu) for gpu in sample.gpus]
     return _line({"t": sample.at, "gpus": gpus, "processes": [_row(process) for process in sample.processes]})
 
 
@@ -141,9 +137,11 @@ def _row(sample: InstanceSample | ProcessSample) -> list[Any]:
     return [sample.id, sample.utilization_percent, sample.sm_percent, sample.memory_used_bytes]
 
 
-def _sensed(gpu: GpuSample) -> tuple[Any, ...]:
+def _gpu_row(gpu: GpuSample) -> list[Any]:
+    """Return the values of a GPU as `_gpu_sample` reads them: without names, because there are days of samples."""
+    figures = [gpu.index, gpu.utilization_percent, gpu.sm_percent, gpu.memory_used_bytes]
     instances = [_row(instance) for instance in gpu.instances]
-    return gpu.power_watts, gpu.temperature_celsius, gpu.sm_clock_mhz, gpu.way, instances
+    return [*figures, gpu.power_watts, gpu.temperature_celsius, gpu.sm_clock_mhz, gpu.way, instances]
 
 
 def _line(value: Mapping[str, Any]) -> str:
@@ -151,37 +149,10 @@ def _line(value: Mapping[str, Any]) -> str:
     return json.dumps(value, separators=(",", ":")) + "\n"
 
 
-def _header_of(raw: Mapping[str, Any]) -> Header:
-    return Header(
-        host=str(raw["host"]),
-        driver=None if raw.get("driver") is None else str(raw["driver"]),
-        started_at=float(raw["started_at"]),
-        interval_seconds=float(raw["interval_seconds"]),
-        gpus=tuple(RecordedGpu(**_fields_of(RecordedGpu, gpu)) for gpu in raw["gpus"]),
-        warnings=tuple(map(str, raw.get("warnings") or ())),
-    )
-
-
-def _process_of(raw: Mapping[str, Any]) -> RecordedProcess:
-    return RecordedProcess(**_fields_of(RecordedProcess, raw))
-
-
-_TYPES: Final = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,), "None": (type(None),)}
-
-
-def _fields_of(value_class: Any, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a value class that an object of the file has; TypeError: one has another type.
-
-    Other keys are ignored: a later gpushare may have written them.
-    """
-    present = {}
-    for entry in fields(value_class):
-        if entry.name in raw:
-            types = tuple(accepted for word in str(entry.type).split(" | ") for accepted in _TYPES[word])
-            if not isinstance(raw[entry.name], types):
-                raise TypeError(entry.name)
-            present[entry.name] = raw[entry.name]
-    return present
+def _read_object(value_class: type[T], raw: Any) -> T:
+    """Return a value class from an object of the file; other keys are ignored: a later gpushare may have written them."""
+    value: T = parsed(value_class, raw, more_keys=True)
+    return value
 
 
 def sample_of(raw: Mapping[str, Any]) -> Sample:
@@ -194,6 +165,7 @@ def sample_of(raw: Mapping[str, Any]) -> Sample:
 
 
 def _gpu_sample(index: Any, first: Any, *rest: Any) -> GpuSample:
+    """Return the sample of a GPU from its row, as `_gpu_row` writes it."""
     if isinstance(first, str):
         return GpuSample(index=int(index), error=first)
     sm, memory, power, temperature, clock, way, instances = rest
@@ -209,6 +181,7 @@ def _gpu_sample(index: Any, first: Any, *rest: Any) -> GpuSample:
 
 
 def _values(utilization: Any, sm: Any, memory: Any) -> dict[str, Any]:
+    """Return the fields of `Figures` from the values of a row."""
     return {
         "utilization_percent": _number(utilization),
         "sm_percent": _number(sm),
@@ -217,6 +190,7 @@ def _values(utilization: Any, sm: Any, memory: Any) -> dict[str, Any]:
 
 
 def _number(value: Any) -> float | None:
+    """Return a number of a row as a float; ValueError: it is infinite or none."""
     if value is None:
         return None
     number = float(value)
@@ -327,6 +301,8 @@ class Recording:
 
 @dataclass
 class _Sums:
+    """What the samples of a GPU, or of a process on one, add up to."""
+
     utilization: Histogram = field(default_factory=Histogram)
     sm: Histogram = field(default_factory=Histogram)
     samples: int = 0
@@ -343,6 +319,7 @@ class _Sums:
     error: str | None = None
 
     def add(self, at: float, sample: GpuSample | ProcessSample, others: float = 0.0) -> None:
+        """Add a sample; ``others`` is the utilization in percent of the other processes on the GPU."""
         if not self.samples:
             self.seen_from_seconds = at
         self.samples += 1
@@ -419,6 +396,7 @@ class Tally:
             self._drop({seen.id for seen in sample.processes})
 
     def _drop(self, present: set[int]) -> None:
+        """Forget the processes with the fewest samples, of those that are gone."""
         ended = [(use.samples, key) for key, (_, use) in self._processes.items() if key not in present]
         for _, key in sorted(ended)[: len(self._processes) - MOST_PROCESSES]:
             del self._processes[key]
@@ -521,6 +499,7 @@ class RecordingFile:
 
 
 def _unwritable_error(path: Path, error: OSError) -> GpushareError:
+    """Return the error of a recording that cannot be written; where a disk is full, what is there can be read."""
     message = f"cannot write {path}: {error.strerror or error}"
     hint = "give a file in a directory that you may write: --to /tmp/gpus.jsonl"
     if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EIO}:
@@ -533,8 +512,8 @@ def _unwritable_error(path: Path, error: OSError) -> GpushareError:
 def read_recording(path: str | Path) -> Recording:
     """Return the summary of a recording; a file that is cut off is read as far as it goes."""
     # Streamed, so that days of samples need little memory.
-    with _opened(Path(path)) as file:
-        return _read(Path(path), file)
+    with _open_recording(Path(path)) as file:
+        return _read_recording(Path(path), file)
 
 
 class Samples:
@@ -548,8 +527,8 @@ class Samples:
         self.processes: dict[int, RecordedProcess] = {}
         self.instances: dict[int, RecordedInstance] = {}
         self._times, self._places = array("d"), array("Q")
-        with _opened(self.path) as file:
-            self.header = _header(self.path, file.readline(_LONGEST_LINE))
+        with _open_recording(self.path) as file:
+            self.header = _read_header(self.path, file.readline(_LONGEST_LINE))
             place = file.tell()
             for line in iter(lambda: file.readline(_LONGEST_LINE), ""):
                 self._note(line, place)
@@ -558,15 +537,16 @@ class Samples:
             raise OperationFailed(f"the recording {self.path} has no samples", _MAKE_ONE, code="empty_recording")
 
     def _note(self, line: str, place: int) -> None:
+        """Note where a sample lies in the file, or what a line says of a process or MIG device."""
         with contextlib.suppress(*_DAMAGED):
             if line.startswith('{"t":'):
                 self._times.append(float(line[5:].partition(",")[0]))
                 self._places.append(place)
             elif line.startswith('{"process":'):
-                process = _process_of(json.loads(line)["process"])
+                process = _read_object(RecordedProcess, json.loads(line)["process"])
                 self.processes[process.id] = process
             elif line.startswith('{"instance":'):
-                instance = RecordedInstance(**_fields_of(RecordedInstance, json.loads(line)["instance"]))
+                instance = _read_object(RecordedInstance, json.loads(line)["instance"])
                 self.instances[instance.id] = instance
 
     def __len__(self) -> int:
@@ -583,7 +563,7 @@ class Samples:
     def read(self, start: int, end: int) -> list[Sample]:
         """Return the samples of a range; one that is damaged is left out."""
         samples = []
-        with _opened(self.path) as file:
+        with _open_recording(self.path) as file:
             for place in self._places[start:end]:
                 file.seek(place)
                 with contextlib.suppress(*_DAMAGED):
@@ -592,7 +572,8 @@ class Samples:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _open_recording(path: Path) -> Iterator[Any]:
+    """Open a recording to read; what the system refuses becomes an error for users."""
     try:
         with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
             yield file
@@ -608,8 +589,9 @@ def _opened(path: Path) -> Iterator[Any]:
         ) from None
 
 
-def _read(path: Path, file: Any) -> Recording:
-    tally = Tally(_header(path, file.readline(_LONGEST_LINE)))
+def _read_recording(path: Path, file: Any) -> Recording:
+    """Return the summary of an open recording; damaged lines are counted and skipped."""
+    tally = Tally(_read_header(path, file.readline(_LONGEST_LINE)))
     damaged, missed, reason = 0, 0, None
     # A file that is not ours may have no line ends.
     for line in iter(lambda: file.readline(_LONGEST_LINE), ""):
@@ -618,7 +600,7 @@ def _read(path: Path, file: Any) -> Recording:
             if "t" in raw:
                 tally.add(sample_of(raw))
             elif "process" in raw:
-                tally.meet(_process_of(raw["process"]))
+                tally.meet(_read_object(RecordedProcess, raw["process"]))
             elif "end" in raw:
                 missed, reason = int(raw["end"]["missed"]), str(raw["end"]["reason"])
         except _DAMAGED:
@@ -629,7 +611,8 @@ def _read(path: Path, file: Any) -> Recording:
     return tally.recording(missed=missed, reason=reason, damaged_lines=damaged)
 
 
-def _header(path: Path, line: str) -> Header:
+def _read_header(path: Path, line: str) -> Header:
+    """Return the header from the first line; the errors tell an empty, a foreign and a newer file apart."""
     if not line:
         raise OperationFailed(f"{path} is empty", _MAKE_ONE, code="empty_recording")
     try:
@@ -643,8 +626,8 @@ def _header(path: Path, line: str) -> Header:
             )
         if schema != SCHEMA:
             raise ValueError(schema)
-        return _header_of(raw)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
+        return _read_object(Header, raw)
+    except _DAMAGED:
         raise OperationFailed(f"{path} is not a recording of gpushare", _MAKE_ONE, code="not_a_recording") from None
 
 
@@ -704,7 +687,7 @@ def _underuse_of(use: GpuUse, processes: list[ProcessUse], *, known: bool) -> Un
             return Underuse(
                 gpu=index,
                 kind="held_idle",
-                why=f"memory is held with no work: {_processes(len(holders))}, {most}",
+                why=f"memory is held with no work: {counted(len(holders), 'process')}, {most}",
                 pids=tuple(holder.process.pid for holder in holders),
             )
         held = use.memory_peak_bytes or 0
@@ -733,6 +716,7 @@ def _underuse_of(use: GpuUse, processes: list[ProcessUse], *, known: bool) -> Un
 
 
 def _idle_processes(index: int, processes: list[ProcessUse]) -> list[Underuse]:
+    """Return the processes that held memory without work, next to others that worked."""
     return [
         Underuse(
             gpu=index,
@@ -749,8 +733,4 @@ def _idle_processes(index: int, processes: list[ProcessUse]) -> list[Underuse]:
 
 
 def _is_program(use: ProcessUse) -> bool:
-    return use.process.name != SERVER_PROGRAM
-
-
-def _processes(count: int) -> str:
-    return counted(count, "process")
+    return use.process.name != MPS_SERVER

@@ -64,11 +64,11 @@ def rounded(value: T) -> T:
     return plain  # type: ignore[no-any-return]
 
 
-def differ(one: Summary, other: Summary) -> bool | None:
+def differ(summary: Summary, other: Summary) -> bool | None:
     """Return whether two means differ: their intervals do not overlap. None: one of them has no interval."""
-    if one.low is None or one.high is None or other.low is None or other.high is None:
+    if summary.low is None or summary.high is None or other.low is None or other.high is None:
         return None
-    return one.low > other.high or other.low > one.high
+    return summary.low > other.high or other.low > summary.high
 
 
 def ratio(above: Sequence[float], below: Sequence[float]) -> Ratio | None:
@@ -128,6 +128,7 @@ def product(ratio: Ratio, other: Ratio) -> Ratio:
 
 
 def _apart(value: float, bound: float | None) -> float | None:
+    """Return how far a bound is from its value; None: there is none."""
     return None if bound is None else abs(value - bound)
 
 

@@ -30,7 +30,7 @@ def answer(host: Host, device: Device, options: TuneOptions, result: TuneResult,
     goal, whole = options.search.goal, result.outcome
 
     def row(figures: Figures | None) -> Row | None:
-        return None if figures is None else _row(figures, goal, result)
+        return None if figures is None else _setting_row(figures, goal, result)
 
     ways = [
         WayAnswer(
@@ -68,11 +68,12 @@ def answer(host: Host, device: Device, options: TuneOptions, result: TuneResult,
         measuring_seconds=round(result.measuring_seconds, 1),
         starting_seconds=round(result.starting_seconds, 1),
         warning=result.warning,
-        curve=tuple(_row(figures, goal, result) for figures in whole.curve),
+        curve=tuple(_setting_row(figures, goal, result) for figures in whole.curve),
     )
 
 
-def _row(figures: Figures, goal: Goal, result: TuneResult) -> Row:
+def _setting_row(figures: Figures, goal: Goal, result: TuneResult) -> Row:
+    """Return the row of a setting in the answer, rounded."""
     best, setting = result.outcome.best, figures.setting
     return Row(
         setting=setting.title,
@@ -149,7 +150,7 @@ _TRIED: Final = RecordStore(_Tried, "tried", "the figures of an earlier tune", l
 
 def find_tried(host: Host, device: Device, options: TuneOptions) -> tuple[Figures, ...]:
     """Return the figures of an earlier search of the same jobs, with its date; none of another driver, or too old ones."""
-    record = _TRIED.read(_TRIED.path(host, _key(device, options)))
+    record = _TRIED.read(_TRIED.path(host, _record_key(device, options)))
     now = time.time()
     if record is None or record.driver != host.nvml.driver_version() or not 0 <= now - record.at < _MOST_DAYS * 86400:
         return ()
@@ -161,11 +162,12 @@ def keep_tried(host: Host, device: Device, options: TuneOptions, measured: Seque
     """Keep what was measured, for a later search; a failure to do so changes nothing."""
     with contextlib.suppress(GpushareError):
         figures = tuple(replace(each, earlier=None) for each in measured)
-        path = _TRIED.path(host, _key(device, options))
+        path = _TRIED.path(host, _record_key(device, options))
         _TRIED.write(_Tried(driver=host.nvml.driver_version(), at=time.time(), figures=figures, path=path))
 
 
-def _key(device: Device, options: TuneOptions) -> str:
+def _record_key(device: Device, options: TuneOptions) -> str:
+    """Return the name of the record of a search: by GPU model, commands and metrics."""
     metrics = (options.metric.pattern, options.metric.latency, options.opportunistic_metric.pattern)
     parts = (device.gpu.name, options.production, *options.opportunistic, options.copies, *metrics)
     words = [" ".join(map(repr, part)) if isinstance(part, (list, tuple)) else repr(part) for part in parts]

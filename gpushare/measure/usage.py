@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from typing import Final
 
 from gpushare.base.benchmark import Usage
-from gpushare.base.errors import GpushareError
+from gpushare.base.errors import or_none
 from gpushare.base.model import GpuProcess
 from gpushare.base.selection import Device
 from gpushare.host.activity import ActivityRecorder, BandwidthRecorder, utilization
@@ -54,7 +54,7 @@ class UsageMeter:
         self._seen = {} if seen is None else seen
         self._peak: int | None = None
         self._pids_are_ours = host.processes.namespace_is_host() is not False
-        self._before = None if self._pids_are_ours else self._used()
+        self._before = None if self._pids_are_ours else self._used_bytes()
         self._due, self._looks = 0.0, 0
         # GPM counts between two samples: one at the start, one at the end.
         self._recorders = (
@@ -92,13 +92,12 @@ class UsageMeter:
         if busy is not None:
             self._busy.append(busy)
         if not self._pids_are_ours:
-            used = self._used()
+            used = self._used_bytes()
             if used is not None and self._before is not None:
                 self._peak = max(self._peak or 0, used - self._before)
             return
-        try:
-            processes = self._host.nvml.processes(self._device.gpu.index) or ()
-        except GpushareError:
+        processes = or_none(lambda: self._host.nvml.processes(self._device.gpu.index) or ())
+        if processes is None:
             return
         self._mine |= set(programs)
         on_gpu = [process for process in processes if process.compute or process.mps]
@@ -164,20 +163,14 @@ class UsageMeter:
                 self._others[pid] = info.name
 
     def _in_device(self, process: GpuProcess) -> bool:
+        """Return whether a process is on the device of the run: the GPU, or the instances that it has."""
         mig = self._device.mig
         if self._gpu_instances is not None:
             return process.gpu_instance_id in self._gpu_instances
         return mig is None or process.gpu_instance_id in {None, mig.gpu_instance_id}
 
     def _joules(self) -> float | None:
-        try:
-            return self._host.nvml.energy_joules(self._device.gpu.index)
-        except GpushareError:
-            return None
+        return or_none(lambda: self._host.nvml.energy_joules(self._device.gpu.index))
 
-    def _used(self) -> int | None:
-        try:
-            gpu = self._host.nvml.gpu(self._device.gpu.index)
-        except GpushareError:
-            return None
-        return gpu.memory_used_bytes
+    def _used_bytes(self) -> int | None:
+        return or_none(lambda: self._host.nvml.gpu(self._device.gpu.index).memory_used_bytes)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from gpushare.base.benchmark import LeftOut
-from gpushare.base.errors import BadUsage, GpushareError
+from gpushare.base.errors import BadUsage, GpushareError, or_none
 from gpushare.base.model import ComputeMode, TimeSlice, Way
 from gpushare.base.selection import Device
 from gpushare.base.units import format_slice, parse_slice, quoted
@@ -75,12 +75,13 @@ def parse_ways(text: str) -> tuple[BenchWay, ...]:
     slices = False
     for word in (word.strip().lower() for word in text.split(",")):
         slices = word.startswith(f"{Way.SLICES.value}:") or (slices and word[:1].isdecimal())
-        way = _slice(word) if slices else _way(word)
+        way = _parse_slice_way(word) if slices else _parse_way(word)
         ways.setdefault(way.name, way)
     return tuple(ways.values())
 
 
-def _slice(word: str) -> BenchWay:
+def _parse_slice_way(word: str) -> BenchWay:
+    """Return the way of a slice: ``slices:500us``, or ``2ms`` after one."""
     slice_us = parse_slice(word.removeprefix(f"{Way.SLICES.value}:"))
     if not LEAST_US <= slice_us <= MOST_US:
         raise BadUsage(
@@ -91,7 +92,8 @@ def _slice(word: str) -> BenchWay:
     return BenchWay(name=f"{Way.SLICES.value}:{format_slice(slice_us)}", kind=Way.SLICES, slice_us=slice_us)
 
 
-def _way(word: str) -> BenchWay:
+def _parse_way(word: str) -> BenchWay:
+    """Return the way that one word names: ``queue``, ``mps:50``, ``mps:200/n``, ``timeslice:short``."""
     # Its name everywhere else.
     word = "timeslice" if word == "time-slicing" else word
     if word == _PRIORITY:
@@ -157,13 +159,13 @@ def reasons(host: Host, device: Device, program: str) -> Reasons:
         outside=outside,
         timeslice=None
         if device.mig is not None or device.gpu.compute_mode in {None, ComputeMode.DEFAULT}
-        else f"{device.title} is in compute mode {_mode(device)}: one process at a time; {_default_mode(device)}",
+        else f"{device.title} is in compute mode {_mode_title(device)}: one process at a time; {_default_mode_hint(device)}",
         mps=_why_not_mps(host, device, program, served=served),
         caps="thread caps need a GPU of the Volta architecture or later"
         if capability is not None and capability < (7, 0)
         else None,
         mig=_why_not_mig(device),
-        clients=max_clients(_version(host), capability) if device.mig is None else None,
+        clients=max_clients(or_none(lambda: probe_version(host.programs)), capability) if device.mig is None else None,
         level=_why_not_level(host, device),
     )
 
@@ -179,21 +181,17 @@ def _why_not_level(host: Host, device: Device) -> str | None:
 
 
 def _is_served(host: Host, device: Device) -> bool:
-    try:
-        return any(
-            device.gpu.index in candidate.daemon.gpu_indexes and candidate.daemon.error is None
-            for candidate in find_daemons(host, [device.gpu], deep=False)
-        )
-    except GpushareError:
-        return False
+    """Return whether an MPS daemon that answers serves the GPU of a device."""
+    daemons = or_none(lambda: find_daemons(host, [device.gpu], deep=False)) or ()
+    return any(device.gpu.index in row.daemon.gpu_indexes and row.daemon.error is None for row in daemons)
 
 
-def _mode(device: Device) -> str:
+def _mode_title(device: Device) -> str:
     mode = device.gpu.compute_mode
     return "unknown" if mode is None else mode.title
 
 
-def _default_mode(device: Device) -> str:
+def _default_mode_hint(device: Device) -> str:
     return f"allow more: sudo nvidia-smi -i {device.gpu.index} -c DEFAULT"
 
 
@@ -210,15 +208,16 @@ def _why_not_outside_mps(device: Device, *, served: bool) -> str | None:
     if device.mig is not None or gpu.compute_mode in {None, ComputeMode.DEFAULT}:
         return None
     if gpu.compute_mode is ComputeMode.PROHIBITED:
-        return f"{device.title} is in compute mode {_mode(device)}; {_default_mode(device)}"
+        return f"{device.title} is in compute mode {_mode_title(device)}; {_default_mode_hint(device)}"
     if served:
-        return f"{device.title} is in compute mode {_mode(device)}, and its MPS daemon uses it"
+        return f"{device.title} is in compute mode {_mode_title(device)}, and its MPS daemon uses it"
     return None
 
 
 def _why_not_mps(host: Host, device: Device, program: str, *, served: bool) -> str | None:
+    """Return why no copy can run under MPS here, or None."""
     if device.gpu.compute_mode is ComputeMode.PROHIBITED and not served:
-        return f"{device.title} is in compute mode {_mode(device)}; {_default_mode(device)}"
+        return f"{device.title} is in compute mode {_mode_title(device)}; {_default_mode_hint(device)}"
     try:
         share = MpsShare(host, device, Limits())
         share.check(program)
@@ -240,6 +239,7 @@ def _why_another_user_blocks(host: Host, device: Device) -> str | None:
 
 
 def _why_not_mig(device: Device) -> str | None:
+    """Return why no copy can run in MIG instances here, or None."""
     gpu = device.gpu
     if device.mig is not None:
         return "-g names one instance; name the GPU to use several of its instances"
@@ -253,13 +253,6 @@ def _why_not_mig(device: Device) -> str | None:
     if not gpu.mig_instances:
         return f"there is no MIG instance on {device.title}, and bench creates none: {make}"
     return None
-
-
-def _version(host: Host) -> int | None:
-    try:
-        return probe_version(host.programs)
-    except GpushareError:
-        return None
 
 
 def sort_out(

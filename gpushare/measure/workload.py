@@ -97,7 +97,7 @@ class TorchMultiplier:
                 for _ in range(streams)
             ]
         self._matrices = [[torch.ones(size, size, device="cuda") for _ in range(3)] for _ in range(streams)]
-        self._held = torch.empty(_rest(size, streams, footprint), dtype=torch.uint8, device="cuda")
+        self._held = torch.empty(_held_bytes(size, streams, footprint), dtype=torch.uint8, device="cuda")
         self.synchronize()
 
     def launch(self, stream: int) -> None:
@@ -154,7 +154,7 @@ class CupyMultiplier:
                     for _ in range(streams)
                 ]
             self._matrices = [[cupy.ones((size, size), dtype="float32") for _ in range(3)] for _ in range(streams)]
-            self._held = cupy.empty(_rest(size, streams, footprint), dtype="uint8")
+            self._held = cupy.empty(_held_bytes(size, streams, footprint), dtype="uint8")
             self.synchronize()
         except (RuntimeError, MemoryError) as error:
             # CuPy notices only now that there is no GPU, or too little memory.
@@ -188,13 +188,14 @@ class CupyMultiplier:
 
 
 def _library(name: str) -> Any:
+    """Return a module; Unusable: it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
         raise Unusable(f"{name} is not installed ({error})") from None
 
 
-def _rest(size: int, streams: int, footprint: int) -> int:
+def _held_bytes(size: int, streams: int, footprint: int) -> int:
     """Return the bytes to hold in addition to three matrices per stream, for a footprint per stream."""
     return max(0, (footprint - 3 * size * size * _FLOAT_BYTES) * streams)
 
@@ -296,7 +297,7 @@ def run(multiplier: Multiplier, options: argparse.Namespace, ended: Sequence[int
             done += batch * parts
             now = time.perf_counter()
             if now - since >= options.every:
-                _tell(done / (now - since), waits)
+                _print_rate(done / (now - since), waits)
                 done, since, waits = 0, now, []
             if options.seconds is not None and now - started >= options.seconds:
                 break
@@ -306,7 +307,8 @@ def _no_extra_work() -> None:
     pass
 
 
-def _tell(rate: float, waits: Sequence[float]) -> None:
+def _print_rate(rate: float, waits: Sequence[float]) -> None:
+    """Print the rate, and the percentiles of the waits in ms if there are any."""
     sys.stdout.write(f"rate={rate:.6g}\n")
     if waits:
         sys.stdout.write(f"p50={percentile(waits, 50):.6g} p99={percentile(waits, 99):.6g}\n")
