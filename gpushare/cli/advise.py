@@ -777,7 +777,7 @@ def _mig_change(host: Host, ledger: MigLedger, parts: Sequence[Change], later: S
     gpus, layouts = current_layouts(host, ",".join(change.selector for change in parts))
     adds = mig.verb is Verb.MIG_CREATE
     planned = (
-        plan_add(layouts, mig.wish, with_others=True)
+        plan_add(layouts, mig.wish)
         if adds
         else plan_exact(layouts, {gpu: change.wish for change in parts for gpu in change.gpus})
     )

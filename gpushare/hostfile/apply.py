@@ -31,7 +31,7 @@ from gpushare.hostfile.look import live_gpus, refuse_units
 from gpushare.hostfile.steps import check_levels_known, check_step, grant_steps, level_step, names_steps, revoke_steps
 from gpushare.mig.change import GpuChange, MigChange, gpu_change, plan_change
 from gpushare.mig.daemons import daemons_of_others, idle_daemon_pids, refuse_foreign
-from gpushare.mig.grant import name_taken_error, revoked
+from gpushare.mig.grant import name_taken_error, revocation_loss
 from gpushare.mig.holders import no_plan_error
 from gpushare.mig.ledger import MigLedger, names_of
 from gpushare.mig.plan import GpuPlan, NoPlan
@@ -211,7 +211,9 @@ class _GpuWork:
                 title = f"the name '{named.name}' of {named} on GPU {index}"
                 losses.append(Loss(action="forgets", what=title, why=reasons))
             elif users is not None:
-                losses += [revoked(named.name, user, opens=not users) for user in named.users if user not in users]
+                losses += [
+                    revocation_loss(named.name, user, opens=not users) for user in named.users if user not in users
+                ]
         return [*losses, *daemons_of_others(self.host, self.live.gpu, self.restarted)]
 
     def steps_before_mig(self) -> list[Step]:

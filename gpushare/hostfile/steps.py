@@ -20,7 +20,7 @@ from gpushare.hostfile.diff import points
 from gpushare.hostfile.file import Entry, MpsWish
 from gpushare.hostfile.live import LiveGpu, PlacedDevice
 from gpushare.mig.daemons import OwnDaemon, own_daemons, refuse_used, start_again
-from gpushare.mig.grant import names_step, plan_grant, plan_reapply, plan_revoke, revoking
+from gpushare.mig.grant import names_step, plan_grant, plan_reapply, plan_revoke, revoke_step
 from gpushare.mig.ledger import NamedInstance, names_of
 from gpushare.mps import control
 from gpushare.mps.daemons import FoundDaemon, find_daemons, own_daemon
@@ -67,7 +67,7 @@ def revoke_steps(
     """Return the steps that revoke the grants of instances that stay and lose their name."""
     kept = {(named.name, named.spot) for named in names_to_be}
     losing = [named for named in live.names if named.place in staying and (named.name, named.spot) not in kept]
-    return [revoking(host, named) for named in losing if named.users]
+    return [revoke_step(host, named) for named in losing if named.users]
 
 
 def names_steps(host: Host, live: LiveGpu, names_to_be: Sequence[NamedInstance]) -> list[Step]:

@@ -50,7 +50,7 @@ class Board:
         self.limits = tuple(_UNLIMITED if p.instances is None else p.instances for p in profiles)
         # For each profile those that cannot be on the same GPU (itself: one per GPU).
         self.exclusive = tuple(
-            frozenset(n for n, other in enumerate(profiles) if _exclude(profile, other)) for profile in profiles
+            frozenset(n for n, other in enumerate(profiles) if _media_exclude(profile, other)) for profile in profiles
         )
         # By end: always taking the first free one then packs the most.
         self.places = tuple(
@@ -67,8 +67,8 @@ class Board:
         self.lost = cache(self._lost)
         self.reachable = cache(self._reachable)
         self.complete = cache(self._complete)
-        self._packed = cache(self._most)
-        self._every = cache(self._enumerated)
+        self._packed = cache(self._most_of_profile)
+        self._every = cache(lambda kinds, limits: list(self._enumerate(kinds, limits)))
 
     def mask(self, profile: int, start: int) -> int:
         """Return the memory slices of a profile at a start, as bits."""
@@ -78,9 +78,10 @@ class Board:
 
     def _rooms(self, members: tuple[int, ...]) -> tuple[int, ...]:
         """Return how many more of each profile the rules allow with these members (sorted), whatever their places."""
-        return tuple(self._room(number, members) for number in range(len(self.profiles)))
+        return tuple(self._room_for(number, members) for number in range(len(self.profiles)))
 
-    def _room(self, profile: int, members: tuple[int, ...]) -> int:
+    def _room_for(self, profile: int, members: tuple[int, ...]) -> int:
+        """Return how many more of one profile the rules allow with these members."""
         if not self.exclusive[profile].isdisjoint(members):
             return 0
         limit = self.limits[profile] - members.count(profile)
@@ -121,7 +122,7 @@ class Board:
                     ]
         return compute, memory
 
-    def _most(self, profile: int, mask: int) -> int:
+    def _most_of_profile(self, profile: int, mask: int) -> int:
         """Return how many of a profile have a place."""
         occupied_mask, number = mask, 0
         for _, place in self.places[profile]:
@@ -140,14 +141,12 @@ class Board:
         )
         return self._every(kinds, limits)
 
-    def _enumerated(self, kinds: tuple[InstanceKind, ...], limits: tuple[int, ...]) -> list[Arrangement]:
-        return list(self._enumerate(kinds, limits))
-
     def _complete(self, kinds: tuple[InstanceKind, ...], counts: tuple[int, ...]) -> list[Arrangement]:
         """Return every way to place exactly ``counts`` of each kind on an empty board."""
         return [way for way in self.arrangements(kinds, counts) if way.counts == counts]
 
     def _enumerate(self, kinds: tuple[InstanceKind, ...], limits: tuple[int, ...]) -> Iterator[Arrangement]:
+        """Yield the arrangements that `arrangements` lists, each set of places once."""
         choices = [[place for place in self.places[kind.profile] if kind.start in {None, place[0]}] for kind in kinds]
 
         def grown(arrangement: Arrangement, kind: int, first: int) -> Iterator[Arrangement]:
@@ -175,7 +174,7 @@ class Board:
         yield from grown(Arrangement((), 0, (), (0,) * len(kinds)), 0, 0)
 
 
-def _exclude(profile: Profile, other: Profile) -> bool:
+def _media_exclude(profile: Profile, other: Profile) -> bool:
     """Return whether the media engines of two profiles exclude each other on one GPU."""
     if profile.media and other.media:
         return True
@@ -254,15 +253,16 @@ def new_compute(
             return None
     if any(part.placements is None for part in parts) or any(other.placement is None for other in others):
         return tuple(ComputeInstance(profile=part) for part in parts)
-    return _with_placements(parts, mask_of(other.placement for other in others))
+    return _place_compute(parts, mask_of(other.placement for other in others))
 
 
-def _with_placements(parts: Sequence[ComputeProfile], taken: int) -> tuple[ComputeInstance, ...] | None:
+def _place_compute(parts: Sequence[ComputeProfile], taken: int) -> tuple[ComputeInstance, ...] | None:
+    """Return compute instances of these profiles at free places (``taken`` are bits); None: there is no way."""
     if not parts:
         return ()
     for place in parts[0].placements or ():
         if not taken & place.mask:
-            rest = _with_placements(parts[1:], taken | place.mask)
+            rest = _place_compute(parts[1:], taken | place.mask)
             if rest is not None:
                 return (ComputeInstance(profile=parts[0], placement=place), *rest)
     return None

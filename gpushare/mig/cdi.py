@@ -46,6 +46,7 @@ def refresh_steps(host: Host) -> tuple[Step, ...]:
 
 
 def _refresh_step(host: Host, spec: cdi.CdiSpec) -> Step:
+    """Return the step that writes a specification again; undone, the old file is back."""
     file = cdi.local_path(host, spec.path)
     before: list[bytes] = []
 
@@ -62,13 +63,14 @@ def _refresh_step(host: Host, spec: cdi.CdiSpec) -> Step:
 
     def back() -> None:
         for content in before:
-            _put_back(file, content)
+            _restore_file(file, content)
 
     command = " ".join(cdi.refresh_command(spec))
     return Step(what=f"rewrite the CDI specification {spec.path}", command=command, undo=command, do=act, revert=back)
 
 
-def _put_back(file: Path, content: bytes) -> None:
+def _restore_file(file: Path, content: bytes) -> None:
+    """Write the old content of a file again, in one step for its readers."""
     if file.exists() and file.read_bytes() == content:
         return
     temporary = file.with_name(f".{file.name}.gpushare")

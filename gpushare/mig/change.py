@@ -100,7 +100,7 @@ def _check_no_processes(host: Host, switched: Sequence[tuple[Gpu, Collection[int
     numbers, their = ",".join(map(str, gpus)), "its" if len(gpus) == 1 else "their"
     # It ends a job by the PID of its program, too, and a client of MPS in the way that is safe for the others. An MPS
     # server ends after its clients.
-    pids = [str(pid) for pid, process in named_here.items() if _name(host, process) != MPS_SERVER]
+    pids = [str(pid) for pid, process in named_here.items() if _name_of_process(host, process) != MPS_SERVER]
     ending_them = f"gpushare stop {' '.join(pids[:_MOST_ENDED])}" if pids else f"gpushare mps stop -g {numbers}"
     rest = f", and then the {len(pids) - _MOST_ENDED} others" if len(pids) > _MOST_ENDED else ""
     raise InUse(
@@ -123,16 +123,18 @@ def _check_not_held(host: Host, gpu: Gpu, ending: Collection[int]) -> None:
         )
 
 
-def _name(host: Host, process: GpuProcess) -> str:
+def _name_of_process(host: Host, process: GpuProcess) -> str:
+    """Return the name of a process, of which NVML tells only the PID."""
     # NVML tells only the PID.
     info = None if process.name else host.processes.describe(process.pid)
     return process.name or (info.name if info else None) or "process"
 
 
 def _process_title(host: Host, process: GpuProcess) -> str:
+    """Return a process for a message: ``python (123, alice)``."""
     info = None if process.user else host.processes.describe(process.pid)
     user = process.user or (info.user if info else None) or "unknown user"
-    return f"{_name(host, process)} ({process.pid}, {user})"
+    return f"{_name_of_process(host, process)} ({process.pid}, {user})"
 
 
 def switch_step(host: Host, gpu: Gpu, ledger: MigLedger, *, enable: bool) -> Step:
@@ -168,7 +170,7 @@ def holders_of(removed: InstanceChange) -> list[int]:
     """
     proved = (
         holder
-        for holder in _all_holders(removed)
+        for holder in removed.known_holders
         if isinstance(holder, GpuProcess) or holder.what.startswith(f"{NODES}/")
     )
     return sorted({holder.pid for holder in proved})
@@ -176,12 +178,13 @@ def holders_of(removed: InstanceChange) -> list[int]:
 
 def refuse_claimed(host: Host, gpu: Gpu, removed: InstanceChange) -> None:
     """Raise InUse for an instance that is claimed, although no process is seen in it."""
-    claims = [holder for holder in _all_holders(removed) if isinstance(holder, Holder) and holder.what == CLAIM]
+    claims = [holder for holder in removed.known_holders if isinstance(holder, Holder) and holder.what == CLAIM]
     if claims and not holders_of(removed):
         raise _claimed_error(host, gpu, str(removed.instance), claims[0].pid)
 
 
 def _claimed_error(host: Host, gpu: Gpu, title: str, pid: int, then: str = "") -> InUse:
+    """Return the error about an instance of which a `gpushare run` has a claim; ``then``: why that is odd."""
     return InUse(
         f"GPU {gpu.index}: {title} is claimed by process {named(host.processes, [pid])}{then}; "
         "the driver does not list it there, so --evict does not end it",
@@ -208,18 +211,19 @@ class Eviction:
 
     def step(self) -> Step:
         """Return the step that ends them; it cannot be undone."""
-        self._check()
+        self._check_evictable()
         pids = sorted(self.started)
         count = f"{len(pids)} {'process' if len(pids) == 1 else 'processes'}"
         who = named(self._host.processes, pids, most=len(pids))
         return Step(
             what=f"end {count} in {self.title} on GPU {self._gpu.index}: {who}",
             command=f"kill {' '.join(map(str, pids))}",
-            do=self._end,
+            do=self._end_processes,
         )
 
-    def _check(self) -> None:
-        held = [holder for holder in _all_holders(self._removed) if isinstance(holder, Holder) and holder.what != CLAIM]
+    def _check_evictable(self) -> None:
+        """Raise InUse if a process must not be ended: a service, one above this gpushare, one of the kernel."""
+        held = [holder for holder in self._removed.known_holders if isinstance(holder, Holder) and holder.what != CLAIM]
         way = remedy(held)
         if way is not None:
             raise InUse(
@@ -232,7 +236,7 @@ class Eviction:
             raise self._not_evictable_error(
                 self.started, "has another PID here than the driver reports", "run on the host, outside the container"
             )
-        listed = {holder.pid for holder in _all_holders(self._removed) if isinstance(holder, GpuProcess)}
+        listed = {holder.pid for holder in self._removed.known_holders if isinstance(holder, GpuProcess)}
         for pid in sorted(self.started):
             if pid in ancestors():
                 raise self._not_evictable_error([pid], "runs this gpushare", "run it from another shell")
@@ -242,7 +246,8 @@ class Eviction:
                 reason = "only has its device node open and does not use the driver's library"
                 raise self._not_evictable_error([pid], reason, f"check it and end it yourself: ps -fp {pid}")
 
-    def _end(self) -> None:
+    def _end_processes(self) -> None:
+        """End the processes, and claim the devices for the rest of the change. Raises InUse if one does not end."""
         self.begun = True
         if has_records(self._host, "pause"):
             from gpushare.pause.change import resume_to_end
@@ -259,9 +264,10 @@ class Eviction:
             )
         for part in self._removed.compute:
             if part.uuid:
-                self._take(part.uuid)
+                self._claim_device(part.uuid)
 
-    def _take(self, uuid: str) -> None:
+    def _claim_device(self, uuid: str) -> None:
+        """Claim a device, once the `gpushare run` whose program was ended has released it."""
         deadline = time.monotonic() + CLAIM_SECONDS
         while isinstance(claim := take_claim(self._host, uuid), Claim):
             if time.monotonic() > deadline:
@@ -320,11 +326,6 @@ class Eviction:
         )
 
 
-def _all_holders(removed: InstanceChange) -> list[GpuProcess | Holder]:
-    parts = (removed.instance.holders or (), *(part.holders or () for part in removed.compute))
-    return [holder for part in parts for holder in part]
-
-
 @dataclass(frozen=True, kw_only=True)
 class GpuChange:
     """What happens to one GPU: its instances, and its mode (None: stays)."""
@@ -368,7 +369,7 @@ class MigChange:
     names: tuple[str, ...] = field(default=())
     # The daemons that it stops, for the journal.
     daemons: tuple[DaemonRecord, ...] = field(default=())
-    instances: tuple[_Instances, ...] = field(default=(), repr=False, compare=False)
+    instances: tuple[_InstanceWork, ...] = field(default=(), repr=False, compare=False)
     evictions: tuple[Eviction, ...] = field(default=(), repr=False, compare=False)
 
 
@@ -391,7 +392,7 @@ def plan_change(
     starting: list[Step] = []
     daemons: list[DaemonRecord] = []
     notes: list[str] = []
-    instances: list[_Instances] = []
+    instances: list[_InstanceWork] = []
     evictions: list[Eviction] = []
     losses: list[Loss] = []
     evicted_on = {
@@ -411,7 +412,7 @@ def plan_change(
         if change.enable is not None:
             bare = not change.plan.created
             notes += check_mode_change(host, gpu, enable=change.enable, bare=bare, ending=ending_on[gpu.index])
-        served = _devices_going(change)
+        served = _uuids_going(change)
         losses += [*_losses(host, change), *daemons_of_others(host, gpu, served)]
         for removed in evicted:
             refuse_claimed(host, gpu, removed)
@@ -420,7 +421,7 @@ def plan_change(
         steps += [*stopping, *(eviction.step() for eviction in ending_here)]
         if change.enable:
             steps.append(switch_step(host, gpu, ledger, enable=True))
-        work = _Instances(host, change, ledger)
+        work = _InstanceWork(host, change, ledger)
         steps += work.steps()
         if change.enable is False:
             steps.append(switch_step(host, gpu, ledger, enable=False))
@@ -443,7 +444,7 @@ def _switches(change: GpuChange) -> bool:
     return change.enable is not None and bool(change.gpu.mig_capable) and change.enable != bool(change.gpu.mig_enabled)
 
 
-def _devices_going(change: GpuChange) -> set[str]:
+def _uuids_going(change: GpuChange) -> set[str]:
     """Return the devices that go, whose MPS daemons must stop; a daemon that serves the whole GPU loses it to MIG."""
     uuids = {part.uuid for removed in change.plan.destroyed for part in removed.compute if part.uuid}
     return uuids | ({change.gpu.uuid} if change.enable and change.gpu.uuid else set())
@@ -453,7 +454,7 @@ def _daemon_steps(
     host: Host, change: GpuChange, served: Collection[str], evicted: Sequence[InstanceChange]
 ) -> tuple[Sequence[Step], Sequence[Step]]:
     """Return the steps that stop MPS daemons, and those that start them when all instances exist."""
-    gpu, back = change.gpu, list(_coming_back(change.plan))
+    gpu, back = change.gpu, list(_uuids_coming_back(change.plan))
     forced = {part.uuid for removed in evicted for part in removed.compute if part.uuid}
     stopping = daemon_steps_before(host, gpu, served, evicted=forced, back=back)
     devices = {mig.uuid: Device(gpu=gpu, mig=mig) for mig in gpu.mig_instances}
@@ -467,7 +468,7 @@ def _losses(host: Host, change: GpuChange) -> Iterator[Loss]:
         instance = removed.instance
         parts = [f"{part.profile.name}.{instance}" for part in removed.compute]
         lost = f"{instance if removed.whole else ', '.join(parts)} on GPU {change.gpu.index}"
-        inside = sorted({holder.pid for holder in _all_holders(removed)})
+        inside = sorted({holder.pid for holder in removed.known_holders})
         reasons = [
             *([f"named '{instance.name}'"] if instance.name else []),
             *([f"granted to {', '.join(instance.granted)}"] if instance.granted else []),
@@ -478,7 +479,7 @@ def _losses(host: Host, change: GpuChange) -> Iterator[Loss]:
             yield Loss(action="destroys", what=lost, why=tuple(reasons))
 
 
-def _coming_back(plan: GpuPlan) -> Iterator[str]:
+def _uuids_coming_back(plan: GpuPlan) -> Iterator[str]:
     """Yield the UUIDs of MIG devices that are destroyed and created again, same size and place."""
     made = [(new.instance.place, part) for new in plan.created for part in new.compute]
     for removed in plan.destroyed:
@@ -496,7 +497,7 @@ def _coming_back(plan: GpuPlan) -> Iterator[str]:
                 yield part.uuid
 
 
-class _Instances:
+class _InstanceWork:
     """The instances of one GPU while they change."""
 
     def __init__(self, host: Host, change: GpuChange, ledger: MigLedger) -> None:
@@ -507,13 +508,14 @@ class _Instances:
         self.left_alone: tuple[str, ...] = ()
 
     def steps(self) -> list[Step]:
+        """Return the steps: the last one reads the layout back, and the undo of the first one restores it."""
         steps = steps_of(self._change.plan, self._carry_out_call)
         if steps:
             last = steps[-1].do
 
             def finish() -> None:
                 last()
-                self._verify()
+                self._check_layout()
 
             steps[-1] = replace(steps[-1], do=finish)
             # The undo of the first step restores the whole GPU, from what the host has.
@@ -538,7 +540,8 @@ class _Instances:
         if begun is not None and made is not None:
             self._ledger.created(made_by(self._host, begun, call.gpu, made))
 
-    def _verify(self) -> None:
+    def _check_layout(self) -> None:
+        """Raise NotHeld if the layout is not the planned one."""
         present = shape_now(self._host, self._change.gpu.index)
         wrong = differences(present, replace(self._change.after, mig_enabled=True))
         if wrong:
@@ -561,7 +564,7 @@ def transact(host: Host, ledger: MigLedger, change: MigChange, on_step: Callable
         for eviction in change.evictions:
             claims.enter_context(eviction.held)
         _take_claims(host, change, claims)
-        _carry_out(ledger, change, on_step)
+        _carry_out_with_journal(ledger, change, on_step)
 
 
 def _take_claims(host: Host, change: MigChange, claims: contextlib.ExitStack) -> None:
@@ -581,7 +584,7 @@ def _take_claims(host: Host, change: MigChange, claims: contextlib.ExitStack) ->
                 claims.callback(claim.release)
 
 
-def _carry_out(ledger: MigLedger, change: MigChange, on_step: Callable[[Step], None] | None) -> None:
+def _carry_out_with_journal(ledger: MigLedger, change: MigChange, on_step: Callable[[Step], None] | None) -> None:
     """Carry out a plan, with its journal open from the first step to the end or the undo."""
     touched = [gpu for gpu in change.gpus if gpu.changes]
     before, after = [part.before for part in touched], [part.after for part in touched]

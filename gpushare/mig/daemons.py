@@ -16,7 +16,7 @@ from gpushare.base.units import counted, first_few
 from gpushare.host.capabilities import user_name
 from gpushare.host.host import Host
 from gpushare.mps.control import control_command, not_your_daemon_error
-from gpushare.mps.daemons import FoundDaemon, find_daemons, foreign_daemon_error, is_running
+from gpushare.mps.daemons import FoundDaemon, find_daemons, foreign_daemon_error, live_pid
 from gpushare.mps.home import (
     RUNNING,
     DaemonHome,
@@ -53,7 +53,7 @@ def idle_daemon_pids(host: Host, gpu: Gpu) -> frozenset[int]:
         except GpushareError:
             # It does not answer, so it may be in use.
             continue
-        if not clients and not own.home.live_leases() and _is_mine(host, own):
+        if not clients and not own.home.live_leases() and _may_stop(host, own):
             pids |= {own.found.daemon.pid or 0, *servers}
     return frozenset(pids)
 
@@ -77,11 +77,13 @@ def own_daemons(host: Host, gpu: Gpu) -> list[OwnDaemon]:
 
 
 def _servers_and_clients(host: Host, own: OwnDaemon) -> tuple[list[int], list[int]]:
+    """Return the PIDs of a daemon's servers, and of its clients. Raises GpushareError if it does not answer."""
     overview = own.found.control(host).overview()
     return [server.pid for server in overview.servers], [client.pid for client in overview.clients]
 
 
-def _is_mine(host: Host, own: OwnDaemon) -> bool:
+def _may_stop(host: Host, own: OwnDaemon) -> bool:
+    """Return whether this user may stop a daemon: its own, or as root any."""
     return host.root or own.record.uid == host.uid
 
 
@@ -89,7 +91,7 @@ def refuse_used(host: Host, own: OwnDaemon, *, force: bool = False) -> None:
     """Raise unless a daemon of gpushare may be stopped; with ``force`` even if it is in use."""
     pid, title, gpu = own.found.daemon.pid, own.device.title, str(own.device.gpu.index)
     ending = f"gpushare mps stop -g {own.device.selector}"
-    if not _is_mine(host, own):
+    if not _may_stop(host, own):
         raise not_your_daemon_error(f"the MPS daemon {pid} on {title}", f"user {own.record.uid}", gpu)
     if force:
         return
@@ -237,7 +239,7 @@ def start_again(host: Host, record: DaemonRecord, device: Device) -> bool:
         running is not None
         and running.device_uuid == now.uuid
         and not running.interrupted
-        and is_running(host, home, running)
+        and live_pid(host, home, running) is not None
     ):
         return False
     # MIG has no exclusive compute mode.
@@ -274,10 +276,12 @@ def _record_of(host: Host, uuid: str, *, running: bool) -> DaemonRecord | None:
     record = home.read()
     if record is None or record.device_uuid != uuid or record.transient:
         return None
-    return record if is_running(host, home, record) is running else None
+    return record if (live_pid(host, home, record) is not None) is running else None
 
 
 def _start_step(host: Host, record: DaemonRecord, device: Device) -> Step:
+    """Return the step that starts a daemon again with its limits; undone, it is stopped."""
+
     def act() -> None:
         start_again(host, record, device)
 

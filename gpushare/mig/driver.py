@@ -82,11 +82,11 @@ class MigReader:
         handle, gpu = self._nvml.handle(index), str(index)
         infos = self._nvml.ask(
             lambda nvml: list(
-                _infos(nvml, lambda number: nvml.nvmlDeviceGetGpuInstanceProfileInfo(handle, number), _PROFILES)
+                _profile_infos(nvml, lambda number: nvml.nvmlDeviceGetGpuInstanceProfileInfo(handle, number), _PROFILES)
             ),
             gpu,
         )
-        profiles = tuple(self._profile(handle, gpu, number, info) for number, info in infos or ())
+        profiles = tuple(self._read_profile(handle, gpu, number, info) for number, info in infos or ())
         if profiles and all(profile.placements is not None for profile in profiles):
             self._nvml.kept["MIG profiles", index] = profiles
         return profiles
@@ -99,7 +99,8 @@ class MigReader:
         )
         return None if count is None else int(getattr(count, "value", count))
 
-    def _profile(self, handle: Any, gpu: str, number: int, info: Any) -> Profile:
+    def _read_profile(self, handle: Any, gpu: str, number: int, info: Any) -> Profile:
+        """Return a GPU instance profile from NVML's info, with its placements."""
         name = str(info.name).removeprefix("MIG ") or f"{info.sliceCount}g.{round(info.memorySizeMB / 1024)}gb"
         placements = self._nvml.ask(lambda nvml: _placements(nvml, handle, info.id), gpu)
         return Profile(
@@ -124,12 +125,13 @@ class MigReader:
 
     def _instances(self, gpu: Gpu, profiles: tuple[Profile, ...]) -> Iterator[GpuInstance]:
         listing = partial(_gpu_instances, handle=self._nvml.handle(gpu.index))
-        for profile, handle in self._listed(gpu, "GPU instances", profiles, listing):
-            yield self._instance(gpu, profile, handle)
+        for profile, handle in self._handles_by_profile(gpu, "GPU instances", profiles, listing):
+            yield self._read_instance(gpu, profile, handle)
 
-    def _listed(
+    def _handles_by_profile(
         self, gpu: Gpu, what: str, profiles: Sequence[P], listing: Callable[..., list[Any]]
     ) -> Iterator[tuple[P, Any]]:
+        """Yield the handles that a listing call returns for each profile. Raises NoPermission: they are hidden."""
         for profile in profiles:
             of_profile = partial(listing, profile_id=profile.id, room=profile.instances or _PROFILES)
             handles = self._nvml.ask(of_profile, str(gpu.index))
@@ -137,7 +139,8 @@ class MigReader:
                 raise _hidden_error(gpu, what)
             yield from ((profile, handle) for handle in handles)
 
-    def _instance(self, gpu: Gpu, profile: Profile, handle: Any) -> GpuInstance:
+    def _read_instance(self, gpu: Gpu, profile: Profile, handle: Any) -> GpuInstance:
+        """Return a GPU instance with its compute instances and processes."""
         info = self._nvml.demand(lambda nvml: nvml.nvmlGpuInstanceGetInfo(handle), str(gpu.index))
         compute = self._compute_profiles(gpu, profile, handle)
         profile = replace(profile, compute=compute)
@@ -147,10 +150,11 @@ class MigReader:
             placement=Placement(int(info.placement.start), int(info.placement.size)),
             compute=tuple(self._compute_instances(gpu, handle, int(info.id), compute)),
             # Processes in the GPU instance that NVML lists in none of its compute instances.
-            holders=_in(gpu, int(info.id), None),
+            holders=_processes_in(gpu, int(info.id), None),
         )
 
     def _compute_profiles(self, gpu: Gpu, profile: Profile, handle: Any) -> tuple[ComputeProfile, ...]:
+        """Return the compute instance profiles that an existing GPU instance offers."""
         infos = self._nvml.ask(lambda nvml: list(_compute_infos(nvml, handle)), str(gpu.index))
         profiles_inside = tuple(
             ComputeProfile(
@@ -168,7 +172,7 @@ class MigReader:
     ) -> Iterator[ComputeInstance]:
         uuids = {(mig.gpu_instance_id, mig.compute_instance_id): mig.uuid for mig in gpu.mig_instances}
         listing = partial(_compute_instances, handle=handle)
-        for profile, instance in self._listed(
+        for profile, instance in self._handles_by_profile(
             gpu, f"compute instances in GPU instance {gpu_instance}", profiles, listing
         ):
             info = self._nvml.demand(partial(_compute_info, handle=instance), str(gpu.index))
@@ -177,7 +181,7 @@ class MigReader:
                 profile=profile,
                 placement=Placement(int(info.placement.start), int(info.placement.size)),
                 uuid=uuids.get((gpu_instance, int(info.id))),
-                holders=_in(gpu, gpu_instance, int(info.id)),
+                holders=_processes_in(gpu, gpu_instance, int(info.id)),
             )
 
 
@@ -191,10 +195,11 @@ def _compute_infos(nvml: Any, instance: Any) -> Iterator[Any]:
     def ask(number: int) -> Any:
         return nvml.nvmlGpuInstanceGetComputeInstanceProfileInfo(instance, number, _SHARED_ENGINES)
 
-    return (info for _, info in _infos(nvml, ask, _COMPUTE_PROFILES))
+    return (info for _, info in _profile_infos(nvml, ask, _COMPUTE_PROFILES))
 
 
 def _hidden_error(gpu: Gpu, what: str) -> NoPermission:
+    """Return the error about profiles or instances that the driver shows only to some users."""
     return NoPermission(
         f"the driver does not list the {what} of GPU {gpu.index} for this user",
         "run as root; or have root open /dev/nvidia-caps/nvidia-cap2 (mig/monitor) to you; or name it by UUID: -g MIG-...",
@@ -203,7 +208,8 @@ def _hidden_error(gpu: Gpu, what: str) -> NoPermission:
     )
 
 
-def _in(gpu: Gpu, gpu_instance: int, compute_instance: int | None) -> tuple[GpuProcess, ...] | None:
+def _processes_in(gpu: Gpu, gpu_instance: int, compute_instance: int | None) -> tuple[GpuProcess, ...] | None:
+    """Return the processes in a compute instance, or with None in none of those of a GPU instance; None: unknown."""
     if gpu.processes is None:
         return None
     return tuple(
@@ -213,7 +219,7 @@ def _in(gpu: Gpu, gpu_instance: int, compute_instance: int | None) -> tuple[GpuP
     )
 
 
-def _infos(nvml: Any, ask: Any, most: int) -> Iterator[tuple[int, Any]]:
+def _profile_infos(nvml: Any, ask: Any, most: int) -> Iterator[tuple[int, Any]]:
     """Yield the profiles by number: NOT_SUPPORTED is a gap, INVALID_ARGUMENT the end."""
     for number in range(most):
         try:
@@ -226,6 +232,7 @@ def _infos(nvml: Any, ask: Any, most: int) -> Iterator[tuple[int, Any]]:
 
 
 def _placements(nvml: Any, handle: Any, profile_id: int) -> tuple[Placement, ...]:
+    """Return where a profile may be placed: a first call tells how many, the second one lists them."""
     count = c_uint()
     nvml.nvmlDeviceGetGpuInstancePossiblePlacements(handle, profile_id, None, byref(count))
     rows = (nvml.c_nvmlGpuInstancePlacement_t * max(1, count.value))()
@@ -233,18 +240,21 @@ def _placements(nvml: Any, handle: Any, profile_id: int) -> tuple[Placement, ...
     return tuple(Placement(int(row.start), int(row.size)) for row in rows[: count.value])
 
 
-def _handles(call: Any, kind: Any, owner: Any, profile_id: int | None, room: int) -> list[Any]:
+def _list_handles(call: Any, kind: Any, owner: Any, profile_id: int | None, room: int) -> list[Any]:
+    """Return the handles that a listing call writes into an array of ``room``."""
     count, rows = c_uint(), (kind * room)()
     call(owner, profile_id, rows, byref(count))
     return list(rows[: count.value])
 
 
 def _gpu_instances(nvml: Any, handle: Any, profile_id: int | None, room: int = _PROFILES) -> list[Any]:
-    return _handles(nvml.nvmlDeviceGetGpuInstances, nvml.c_nvmlGpuInstance_t, handle, profile_id, room)
+    return _list_handles(nvml.nvmlDeviceGetGpuInstances, nvml.c_nvmlGpuInstance_t, handle, profile_id, room)
 
 
 def _compute_instances(nvml: Any, handle: Any, profile_id: int | None, room: int = _PROFILES) -> list[Any]:
-    return _handles(nvml.nvmlGpuInstanceGetComputeInstances, nvml.c_nvmlComputeInstance_t, handle, profile_id, room)
+    return _list_handles(
+        nvml.nvmlGpuInstanceGetComputeInstances, nvml.c_nvmlComputeInstance_t, handle, profile_id, room
+    )
 
 
 def _compute_info(nvml: Any, handle: Any) -> Any:
@@ -302,9 +312,9 @@ class MigChanges:
             raise _not_activated_error(int(status), index, enabled=enabled)
         held = self.mode(index)
         if held != (enabled, enabled):
-            now = "unknown" if held is None else f"{_word(held[0])}, pending {_word(held[1])}"
+            now = "unknown" if held is None else f"{_on_or_off(held[0])}, pending {_on_or_off(held[1])}"
             raise OperationFailed(
-                f"GPU {index}: MIG {_word(enabled)} was accepted, but the mode is {now}",
+                f"GPU {index}: MIG {_on_or_off(enabled)} was accepted, but the mode is {now}",
                 f"with no program on it, reset the GPU: sudo nvidia-smi --gpu-reset -i {index}; or reboot",
                 gpu=gpu,
                 code="mode_pending",
@@ -319,7 +329,7 @@ class MigChanges:
             # The bindings pass the argument on unchanged: without byref the process crashes.
             return nvml.nvmlDeviceCreateGpuInstanceWithPlacement(handle, profile_id, byref(place))
 
-        info = self._read_back(self._demand(create, gpu), "nvmlGpuInstanceGetInfo", index)
+        info = self._read_back(self._demand_room(create, gpu), "nvmlGpuInstanceGetInfo", index)
         if (int(info.profileId), int(info.placement.start)) != (profile_id, placement.start):
             # The driver put our new instance somewhere else: destroy it, because nothing refers to that place.
             with contextlib.suppress(GpushareError):
@@ -355,7 +365,7 @@ class MigChanges:
                         raise
             return nvml.nvmlGpuInstanceCreateComputeInstance(instance, profile)
 
-        made = self._demand(create, gpu)
+        made = self._demand_room(create, gpu)
         if made is None:
             raise NotSupported(
                 f"GPU {index}: GPU instance {gpu_instance} offers no compute instance of {slices} slices",
@@ -366,6 +376,7 @@ class MigChanges:
         return int(self._read_back(made, "nvmlComputeInstanceGetInfo", index).id)
 
     def _read_back(self, made: Any, call: str, index: int) -> Any:
+        """Return the info of a new instance. Raises OperationFailed (code `NOT_READ_BACK`) if it cannot be read."""
         try:
             return self._nvml.demand(lambda nvml: getattr(nvml, call)(made), str(index))
         except GpushareError as error:
@@ -384,7 +395,7 @@ class MigChanges:
                 int(nvml.nvmlGpuInstanceGetInfo(instance).id) for instance in _gpu_instances(nvml, device, profile_id)
             ]
 
-        return self._ids(index, read)
+        return self._ids_or_none(index, read)
 
     def compute_instance_ids(self, index: int, gpu_instance: int, slices: int) -> tuple[int, ...] | None:
         """Return the ids of the compute instances of a size in a GPU instance; None: the driver does not list them."""
@@ -395,9 +406,9 @@ class MigChanges:
             instances = [] if profile is None else _compute_instances(nvml, instance, profile)
             return [int(_compute_info(nvml, part).id) for part in instances]
 
-        return self._ids(index, read)
+        return self._ids_or_none(index, read)
 
-    def _ids(self, index: int, read: Callable[[Any, Any], list[int]]) -> tuple[int, ...] | None:
+    def _ids_or_none(self, index: int, read: Callable[[Any, Any], list[int]]) -> tuple[int, ...] | None:
         try:
             handle = self._nvml.handle(index)
             return tuple(self._nvml.demand(lambda nvml: read(nvml, handle), str(index)))
@@ -422,7 +433,7 @@ class MigChanges:
             instance = nvml.nvmlDeviceGetGpuInstanceById(handle, gpu_instance)
             return nvml.nvmlGpuInstanceGetComputeInstanceById(instance, compute_instance)
 
-        self._demand(lambda nvml: nvml.nvmlComputeInstanceDestroy(find(nvml)), str(index))
+        self._demand_room(lambda nvml: nvml.nvmlComputeInstanceDestroy(find(nvml)), str(index))
         self._check_gone(index, f"compute instance {compute_instance} of GPU instance {gpu_instance}", find)
 
     def destroy_gpu_instance(self, index: int, gpu_instance: int) -> None:
@@ -432,10 +443,11 @@ class MigChanges:
         def find(nvml: Any) -> Any:
             return nvml.nvmlDeviceGetGpuInstanceById(handle, gpu_instance)
 
-        self._demand(lambda nvml: nvml.nvmlGpuInstanceDestroy(find(nvml)), str(index))
+        self._demand_room(lambda nvml: nvml.nvmlGpuInstanceDestroy(find(nvml)), str(index))
         self._check_gone(index, f"GPU instance {gpu_instance}", find)
 
     def _check_gone(self, index: int, what: str, find: Any) -> None:
+        """Raise NotHeld if an instance that was destroyed is still found."""
         try:
             self._nvml.demand(partial(find), str(index))
         except NotFound:
@@ -446,7 +458,9 @@ class MigChanges:
             gpu=index,
         )
 
-    def _demand(self, call: Any, gpu: str) -> Any:
+    def _demand_room(self, call: Any, gpu: str) -> Any:
+        """Return what a call of NVML returns. Raises OperationFailed if the driver has no room for a new instance."""
+
         def ask(nvml: Any) -> Any:
             try:
                 return call(nvml)
@@ -466,12 +480,13 @@ class MigChanges:
         return answer
 
 
-def _word(enabled: object) -> str:
+def _on_or_off(enabled: object) -> str:
     return "on" if enabled else "off"
 
 
 def _not_activated_error(status: int, index: int, *, enabled: bool) -> GpushareError:
-    task, gpu = f"GPU {index}: MIG {_word(enabled)}", str(index)
+    """Return the error about a mode that was accepted and is only pending; ``status`` is an nvmlReturn_t."""
+    task, gpu = f"GPU {index}: MIG {_on_or_off(enabled)}", str(index)
     if status == _IN_USE:
         return InUse(
             f"{task} is only pending, because the GPU is in use",

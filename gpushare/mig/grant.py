@@ -100,11 +100,11 @@ def plan_revoke(host: Host, name: str, user: str | None = None) -> Plan:
         undo="; ".join(f"sudo gpushare mig grant {shlex.quote(name)} {shlex.quote(each)}" for each in revoked_users)
         or None,
         notes=tuple(notes),
-        consent=tuple(revoked(name, each, opens=not users) for each in revoked_users) if steps else (),
+        consent=tuple(revocation_loss(name, each, opens=not users) for each in revoked_users) if steps else (),
     )
 
 
-def revoked(name: str, user: str, *, opens: bool) -> Loss:
+def revocation_loss(name: str, user: str, *, opens: bool) -> Loss:
     """Return what the loss of a grant means; ``opens``: it is the last one."""
     reasons = (f"every local user may then use '{name}'",) if opens else ()
     return Loss(action="revokes", what=f"the grant of '{name}' to {user}", why=reasons)
@@ -125,6 +125,7 @@ def plan_reapply(host: Host, names: Sequence[NamedInstance]) -> tuple[Step, ...]
 
 
 def _named_instance(host: Host, name: str) -> NamedInstance:
+    """Return the instance that a name means. Raises NotFound if there is no such name."""
     names = names_of(host)
     named = names.get(name)
     if named is None:
@@ -151,14 +152,15 @@ def _nodes(host: Host, named: NamedInstance) -> list[_Node]:
             gpu=gpu.index,
             code="no_capabilities",
         )
-    return [_Node(_title(named.name, place), minor, place, capabilities[place]) for place in places]
+    return [_Node(_node_title(named.name, place), minor, place, capabilities[place]) for place in places]
 
 
-def _title(name: str, place: tuple[int, int | None]) -> str:
+def _node_title(name: str, place: tuple[int, int | None]) -> str:
     return f"{name} (GPU instance {place[0]}" + (")" if place[1] is None else f", compute instance {place[1]})")
 
 
 def _node_steps(host: Host, nodes: Sequence[_Node], users: Sequence[str]) -> list[Step]:
+    """Return the steps that open nodes to these users only, or to all if there are none."""
     steps: list[Step] = []
     for node in nodes:
         access = _access_of(users, node.capability)
@@ -172,14 +174,15 @@ def _node_steps(host: Host, nodes: Sequence[_Node], users: Sequence[str]) -> lis
 
 
 def _access_of(users: Sequence[str], capability: Capability) -> NodeAccess:
-    ids = sorted({uid for uid in map(_known_id, users) if uid is not None})
+    """Return the access of a node that these users alone may use; without users, the driver's own."""
+    ids = sorted({uid for uid in map(_user_id_or_none, users) if uid is not None})
     if not users:
         return NodeAccess(mode=capability.mode)
     # One user needs no access control list, which not every file system of /dev supports.
     return NodeAccess(owner=ids[0], mode=_CLOSED) if len(ids) == 1 else NodeAccess(mode=_CLOSED, users=tuple(ids))
 
 
-def _known_id(user: str) -> int | None:
+def _user_id_or_none(user: str) -> int | None:
     try:
         return user_id(user)
     except NotFound:
@@ -188,11 +191,12 @@ def _known_id(user: str) -> int | None:
 
 def known_user(user: str) -> str:
     """Return the name of a user, or what is left of one who was removed from the machine."""
-    uid = _known_id(user)
+    uid = _user_id_or_none(user)
     return user if uid is None else user_name(uid)
 
 
 def _modify_step(host: Host, node: _Node, *, modify: bool) -> Step:
+    """Return the step that lets nvidia-modprobe manage a node, or leave it alone."""
     path = node.capability.path
 
     def read() -> bool | None:
@@ -207,8 +211,8 @@ def _modify_step(host: Host, node: _Node, *, modify: bool) -> Step:
 
     return setting_step(
         what=f"let nvidia-modprobe {'manage' if modify else 'leave'} the node of {node.title}{'' if modify else ' alone'}",
-        command=_echo(node.capability, modify=modify),
-        undo=_echo(node.capability, modify=not modify),
+        command=_modify_command(node.capability, modify=modify),
+        undo=_modify_command(node.capability, modify=not modify),
         setting=path,
         read=read,
         write=write,
@@ -222,12 +226,13 @@ def _modify_step(host: Host, node: _Node, *, modify: bool) -> Step:
 def _access_step(
     host: Host, node: _Node, present: NodeAccess | None, access_to_be: NodeAccess, users: Sequence[str]
 ) -> Step:
+    """Return the step that gives a node its new access."""
     earlier = present or NodeAccess(mode=node.capability.mode)
     users_text = "all users" if not users else f"{' and '.join(users) if len(users) < 3 else ', '.join(users)} only"
     return setting_step(
         what=f"open {node.title} to {users_text}",
-        command=_commands(node.capability, earlier, access_to_be),
-        undo=_commands(node.capability, access_to_be, earlier),
+        command=_access_commands(node.capability, earlier, access_to_be),
+        undo=_access_commands(node.capability, access_to_be, earlier),
         setting=f"the access to {node.capability.node}",
         # A node that is gone needs no undo.
         read=lambda: host.capabilities.access(node.capability) or earlier,
@@ -245,6 +250,7 @@ def _access_in_words(access: NodeAccess) -> str:
 
 
 def _record_steps(host: Host, named: NamedInstance, users: tuple[str, ...], *, root: bool = False) -> list[Step]:
+    """Return the step that records under a name who has a grant, or none if that is recorded."""
     if named.users == users:
         return []
 
@@ -271,11 +277,12 @@ def _record_steps(host: Host, named: NamedInstance, users: tuple[str, ...], *, r
     ]
 
 
-def _echo(capability: Capability, *, modify: bool) -> str:
+def _modify_command(capability: Capability, *, modify: bool) -> str:
     return f"echo '{modify_line(modify=modify).strip()}' | sudo tee {shlex.quote(str(capability.path))}"
 
 
-def _commands(capability: Capability, before: NodeAccess, wanted: NodeAccess) -> str:
+def _access_commands(capability: Capability, before: NodeAccess, wanted: NodeAccess) -> str:
+    """Return the shell lines that turn the access of a node from ``before`` into ``wanted``."""
     node = capability.node
     # chmod would change the mask of a list that is not removed.
     lines = [f"sudo setfacl -b {node}"] if before.users else []
@@ -354,7 +361,7 @@ def plan_names(
     }
     # A destroyed instance has a loss of its own, which tells its name.
     losing = [named for named in (*moving, *replaced) if named.spot not in destroyed_spots]
-    steps = [revoking(host, named) for named in losing if named.users]
+    steps = [revoke_step(host, named) for named in losing if named.users]
     # New names are bound before their instances exist, so that a crash loses none. The others change after the layout:
     # the undo of a layout leaves them alone.
     bound_before = [
@@ -432,7 +439,7 @@ def _restoring_commands(named: NamedInstance, gpu: int) -> list[str]:
     return [f"gpushare mig name {named.name} {named} -g {gpu}", *grants]
 
 
-def revoking(host: Host, named: NamedInstance) -> Step:
+def revoke_step(host: Host, named: NamedInstance) -> Step:
     """Return the step that revokes all grants of a name, planned when it acts."""
     return deferred_step(
         f"revoke the grants of '{named.name}' ({named})",
@@ -509,7 +516,7 @@ def names_step(
                     names[name] = old
 
     gpus_of = index or {}
-    naming = [f"gpushare mig name {named.name} {named}{_option(named, gpus_of)}" for named in (*bind, *forget)]
+    naming = [f"gpushare mig name {named.name} {named}{_gpu_option(named, gpus_of)}" for named in (*bind, *forget)]
     forgetting = [f"gpushare mig name --forget {named.name}" for named in (*forget, *bind)]
     where = {uuid: f" on GPU {number}" for uuid, number in gpus_of.items()}
     words = [f"name {named}{where.get(named.gpu_uuid, '')} '{named.name}'" for named in bind]
@@ -523,7 +530,7 @@ def names_step(
     )
 
 
-def _option(named: NamedInstance, index: Mapping[str, int]) -> str:
+def _gpu_option(named: NamedInstance, index: Mapping[str, int]) -> str:
     return f" -g {index[named.gpu_uuid]}" if named.gpu_uuid in index else ""
 
 

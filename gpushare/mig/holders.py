@@ -42,7 +42,7 @@ def instance_holders(host: Host, gpu: Gpu, files: OpenFiles | None = None) -> di
 
     By GPU instance id and compute instance id; None is the GPU instance's own node. ``files`` is an earlier `look`.
     """
-    minor = _minor(host, gpu)
+    minor = _minor_or_none(host, gpu)
     if minor is None:
         return {}
     try:
@@ -54,8 +54,8 @@ def instance_holders(host: Host, gpu: Gpu, files: OpenFiles | None = None) -> di
     files = files or look(host)
     holders_at = {}
     for place, capability in capabilities.items():
-        pids = set(files.holders_of(capability.node)) - _listed(gpu, place)
-        holders = _described(host, pids, capability.node)
+        pids = set(files.holders_of(capability.node)) - _listed_pids(gpu, place)
+        holders = _describe_holders(host, pids, capability.node)
         if holders:
             holders_at[place] = holders
     return holders_at
@@ -63,12 +63,12 @@ def instance_holders(host: Host, gpu: Gpu, files: OpenFiles | None = None) -> di
 
 def gpu_holders(host: Host, gpu: Gpu, files: OpenFiles | None = None) -> tuple[Holder, ...]:
     """Return the processes with ``/dev/nvidiaN`` open that are not in ``gpu.processes``; ``files`` is an earlier `look`."""
-    minor = _minor(host, gpu)
+    minor = _minor_or_none(host, gpu)
     if minor is None:
         return ()
     node = f"{_PREFIX}{minor}"
     pids = set((files or look(host)).holders_of(node)) - {process.pid for process in gpu.processes or ()}
-    return _described(host, pids, node)
+    return _describe_holders(host, pids, node)
 
 
 def claimed_instances(host: Host) -> dict[str, Holder] | None:
@@ -107,14 +107,12 @@ def no_plan_error(no_plan: NoPlan, gpu: int | None = None) -> GpushareError:
     message, index = (no_plan.message, None) if gpu is None else (f"GPU {gpu}: {no_plan.message}", str(gpu))
     if no_plan.why is Why.NEVER:
         return NotSupported(message, no_plan.hint, gpu=index, code="never_fits")
-    holders_of_parts = [
-        part for _, gone in no_plan.would_go for part in (gone.instance.holders, *(c.holders for c in gone.compute))
-    ]
-    holders = [holder for part in holders_of_parts for holder in part or () if isinstance(holder, Holder)]
+    holders = [holder for _, gone in no_plan.would_go for holder in gone.known_holders if isinstance(holder, Holder)]
     return InUse(message, remedy(holders) or no_plan.hint, gpu=index, code="no_room")
 
 
 def _remedy_of(name: str) -> str | None:
+    """Return how a known program is made to release the GPU, by its name."""
     for row in package_rows("holders.yaml"):
         if any(name == start or (len(start) > 1 and name.startswith(start)) for start in row["names"]):
             return str(row["remedy"])
@@ -130,7 +128,7 @@ def _name_in_words(info: ProcessInfo) -> str | None:
     return info.name or None
 
 
-def _minor(host: Host, gpu: Gpu) -> int | None:
+def _minor_or_none(host: Host, gpu: Gpu) -> int | None:
     if gpu.error is not None:
         return None
     try:
@@ -139,7 +137,7 @@ def _minor(host: Host, gpu: Gpu) -> int | None:
         return None
 
 
-def _listed(gpu: Gpu, place: Place) -> set[int]:
+def _listed_pids(gpu: Gpu, place: Place) -> set[int]:
     """Return the PIDs that NVML lists in an instance; a process in a compute instance is in its GPU instance, too."""
     return {
         process.pid
@@ -148,7 +146,8 @@ def _listed(gpu: Gpu, place: Place) -> set[int]:
     }
 
 
-def _described(host: Host, pids: Iterable[int], node: str) -> tuple[Holder, ...]:
+def _describe_holders(host: Host, pids: Iterable[int], node: str) -> tuple[Holder, ...]:
+    """Return these processes, without this one and those that have ended, as holders of a node."""
     holders = []
     for pid in sorted(set(pids) - {os.getpid()}):
         try:

@@ -52,7 +52,7 @@ def layouts_of(
             files = files or look(host)
             made = made_by_gpushare(host) if made is None else made
             facts = _HostFacts(host, gpu, names, leases, files, made)
-            layout = replace(layout, instances=tuple(facts.added_to(instance) for instance in layout.instances))
+            layout = replace(layout, instances=tuple(facts.with_facts(instance) for instance in layout.instances))
         layouts.append(layout)
     return layouts
 
@@ -73,7 +73,7 @@ class _HostFacts:
         self._names = {named.place: named for named in names.values() if named.gpu_uuid == gpu.uuid}
         self._held, self._idle = instance_holders(host, gpu, files), idle_daemon_pids(host, gpu)
 
-    def added_to(self, instance: GpuInstance) -> GpuInstance:
+    def with_facts(self, instance: GpuInstance) -> GpuInstance:
         """Return an instance, as NVML reports it, with these facts."""
         named = self._names.get(instance.place)
         return replace(
@@ -82,10 +82,10 @@ class _HostFacts:
             granted=() if named is None else named.users,
             made=(self._gpu.uuid, *instance.place) in self._made,
             holders=self._all_holders(instance.holders, self._held.get((instance.id, None), ())),
-            compute=tuple(self._added_to_compute(instance.id, compute) for compute in instance.compute),
+            compute=tuple(self._compute_with_facts(instance.id, compute) for compute in instance.compute),
         )
 
-    def _added_to_compute(self, instance_id: int, compute: ComputeInstance) -> ComputeInstance:
+    def _compute_with_facts(self, instance_id: int, compute: ComputeInstance) -> ComputeInstance:
         lease = None if self._leases is None else self._leases.get(compute.uuid or "")
         more = (*self._held.get((instance_id, compute.id), ()), *([] if lease is None else [lease]))
         return replace(compute, holders=self._all_holders(compute.holders, more))

@@ -157,7 +157,7 @@ UNREADABLE: Final = "journal_unreadable"
 CONFIG_NODE: Final = Path("/dev/nvidia-caps/nvidia-cap1")
 
 
-def _read(path: Path) -> ChangeRecord | None:
+def _read_change(path: Path) -> ChangeRecord | None:
     """Return the change in a file; None: there is none, or it is from another boot.
 
     Raises:
@@ -254,7 +254,7 @@ class MigLedger:
             OperationFailed: there is one, and it cannot be read (code ``journal_unreadable``).
         """
         try:
-            return _read(self._path)
+            return _read_change(self._path)
         except ValueError as error:
             raise OperationFailed(
                 f"a MIG change was interrupted, and its journal {self._path} cannot be read: {error}. What was being "
@@ -268,7 +268,7 @@ class MigLedger:
         lost: list[tuple[Path, ChangeRecord | None]] = []
         for path in sorted(self._directory.glob("not-restored-*.json")) if self._is_trusted() else ():
             try:
-                record = _read(path)
+                record = _read_change(path)
             except ValueError:
                 lost.append((path, None))
             else:
@@ -365,11 +365,11 @@ class MigLedger:
         """
         self._change = None
         with contextlib.suppress(GpushareError):
-            self._rename("not-restored")
+            self._rename_journal("not-restored")
 
     def set_aside(self) -> Path:
         """Rename a journal that cannot be read, and return its new path."""
-        return self._rename("set-aside")
+        return self._rename_journal("set-aside")
 
     def drop(self, path: Path) -> None:
         """Remove the file of a change that is over."""
@@ -378,7 +378,8 @@ class MigLedger:
                 path.unlink(missing_ok=True)
                 sync_directory(self._directory)
 
-    def _rename(self, name: str) -> Path:
+    def _rename_journal(self, name: str) -> Path:
+        """Rename the journal to the first free number of this name, and return its new path."""
         numbered = (self._directory / f"{name}-{number}.json" for number in itertools.count(1))
         target = next(path for path in numbered if not os.path.lexists(path))
         with writing(self._path, _WHAT, code=_UNWRITABLE):

@@ -27,7 +27,7 @@ from gpushare.mig.holders import no_plan_error
 from gpushare.mig.layouts import layouts_of
 from gpushare.mig.ledger import MigLedger
 from gpushare.mig.places import one_request
-from gpushare.mig.plan import MigPlan, NoPlan
+from gpushare.mig.plan import MigPlan, NoPlan, whole
 from gpushare.mig.planner import Target, plan_add, plan_destroy
 from gpushare.mig.profile import GpuInstance, Layout
 from gpushare.mig.recover import recover
@@ -105,7 +105,7 @@ def make_instance(host: Host, text: str, gpus: Sequence[Gpu]) -> OnDemand:
         except GpushareError:
             # What could not be undone is removed by the next change of MIG.
             with contextlib.suppress(GpushareError):
-                if _instance(_layout(host, record)[1], record) is None:
+                if _instance_of_record(_gpu_and_layout(host, record)[1], record) is None:
                     ON_DEMAND.forget(record.path)
             raise
     return record
@@ -116,7 +116,7 @@ def remove_instance(host: Host, record: OnDemand) -> str | None:
     ledger = MigLedger(host)
     with ledger.locked():
         recover(host, ledger)
-        return _remove(host, ledger, record)
+        return _destroy_unless_used(host, ledger, record)
 
 
 def left_instances(host: Host) -> list[OnDemand]:
@@ -129,7 +129,7 @@ def remove_left(host: Host, ledger: MigLedger) -> tuple[str, ...]:
     done = []
     for record in left_instances(host):
         try:
-            obstacle = _remove(host, ledger, record)
+            obstacle = _destroy_unless_used(host, ledger, record)
         except GpushareError as error:
             done.append(f"{record} was made for a job that has ended, and could not be destroyed: {error.message}")
             continue
@@ -150,12 +150,12 @@ def sweep_left(host: Host) -> None:
             remove_left(host, ledger)
 
 
-def _remove(host: Host, ledger: MigLedger, record: OnDemand) -> str | None:
+def _destroy_unless_used(host: Host, ledger: MigLedger, record: OnDemand) -> str | None:
     """Destroy an instance that was made for a job, unless it is used; return what keeps it, or None."""
     deadline = time.monotonic() + _LEAVE_SECONDS
     while True:
-        gpu, layout = _layout(host, record)
-        instance = _instance(layout, record)
+        gpu, layout = _gpu_and_layout(host, record)
+        instance = _instance_of_record(layout, record)
         if instance is None or not instance.busy or _is_used(host, instance) or time.monotonic() > deadline:
             break
         time.sleep(0.1)
@@ -191,11 +191,12 @@ def _remove(host: Host, ledger: MigLedger, record: OnDemand) -> str | None:
     return obstacle
 
 
-def _instance(layout: Layout, record: OnDemand) -> GpuInstance | None:
+def _instance_of_record(layout: Layout, record: OnDemand) -> GpuInstance | None:
     return next((instance for instance in layout.instances if instance.place == (record.profile, record.start)), None)
 
 
-def _layout(host: Host, record: OnDemand) -> tuple[Gpu, Layout]:
+def _gpu_and_layout(host: Host, record: OnDemand) -> tuple[Gpu, Layout]:
+    """Return the GPU of a record and its layout as they are now. Raises OperationFailed if it does not answer."""
     host.nvml.restart()
     index = next((gpu.index for gpu in host.nvml.identities() if gpu.uuid == record.gpu_uuid), None)
     if index is None:
@@ -206,7 +207,6 @@ def _layout(host: Host, record: OnDemand) -> tuple[Gpu, Layout]:
 
 def _is_used(host: Host, instance: GpuInstance) -> bool:
     """Return whether a process that lives is, or may be, in an instance."""
-    parts = [instance.holders, *(part.holders for part in instance.compute)]
-    return any(part is None for part in parts) or any(
-        host.processes.describe(holder.pid) is not None for part in parts for holder in part or ()
-    )
+    if None in (instance.holders, *(part.holders for part in instance.compute)):
+        return True
+    return any(host.processes.describe(holder.pid) is not None for holder in whole(instance).known_holders)

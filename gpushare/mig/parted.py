@@ -50,7 +50,7 @@ class ConfigEntry:
 
     def takes(self, index: int, ids: PciIds) -> bool:
         """Return whether it is for a GPU: both filter and index must match."""
-        if self.filters and not any(_matches(text, ids) for text in self.filters):
+        if self.filters and not any(_is_pci_id_of(text, ids) for text in self.filters):
             return False
         return self.devices is None or index in self.devices
 
@@ -116,7 +116,9 @@ def wishes_for(config: Config, gpus: Sequence[Gpu], ids: Mapping[int, PciIds] | 
                 )
     for gpu in gpus:
         for key in {str(gpu.index), gpu.uuid} & set(config.placements):
-            demands[gpu.index] = _placed(config.name, gpu.index, demands.get(gpu.index), config.placements[str(key)])
+            demands[gpu.index] = _demand_with_places(
+                config.name, gpu.index, demands.get(gpu.index), config.placements[str(key)]
+            )
     return demands
 
 
@@ -158,7 +160,7 @@ def idle_entries(
             entry.takes(gpu.index, ids.get(gpu.index, PciIds())) for gpu in gpus
         ):
             continue
-        odd = [text for text in entry.filters if _numbers(text) is None]
+        odd = [text for text in entry.filters if _parse_pci_ids(text) is None]
         cause = f"; '{odd[0][:40]}' is not a PCI id like 0x20B510DE" if odd else ""
         notes.append(f"config '{config.name}', entry {number} matches no GPU here{cause}")
     return tuple(notes)
@@ -167,17 +169,20 @@ def idle_entries(
 # -- reading ---------------------------------------------------------------------------------------
 
 
-def _name(key: object) -> str | None:
+def _parse_name(key: object) -> str | None:
+    """Return a key of the file as a name; None: it cannot be one."""
     return str(key) if isinstance(key, str | int) and not isinstance(key, bool) and key != "" else None
 
 
-def _profile(key: object) -> str | None:
+def _parse_profile(key: object) -> str | None:
+    """Return a key of the file as a profile; None: it has not the form of one."""
     match = _PROFILE.fullmatch(key) if isinstance(key, str) else None
     attributes = [] if match is None else (match["attributes"] or "").split(",")
     return None if match is None or len(set(attributes)) != len(attributes) else str(key)
 
 
 def _devices_of(value: Value) -> tuple[int, ...] | None:
+    """Return the indexes of an entry; None: all."""
     if value.raw == "all":
         return None
     if not isinstance(value.raw, list):
@@ -187,23 +192,26 @@ def _devices_of(value: Value) -> tuple[int, ...] | None:
 
 
 def _counts_of(value: Value) -> tuple[tuple[str, int], ...] | None:
+    """Return how many MIG devices an entry wants of each profile; None: it does not say."""
     if value.raw is None:
         return None
-    counts = table(_profile, "a MIG profile as the driver writes it: 1g.10gb, 1g.10gb+me, 1c.3g.40gb", _COUNT).read(
-        value
-    )
+    counts = table(
+        _parse_profile, "a MIG profile as the driver writes it: 1g.10gb, 1g.10gb+me, 1c.3g.40gb", _COUNT
+    ).read(value)
     if counts and not any(counts.values()):
         raise value.wrong("has only counts of 0", "for none write: mig-devices: {}")
     return tuple(counts.items())
 
 
 def _filters_of(value: Value) -> tuple[str, ...]:
+    """Return the PCI ids of an entry; none: it is for any GPU."""
     # Bare, YAML reads 0x20B510DE as a number.
     some = one_or_several(text("", 'a text in quotes: "0x20B510DE"'), unique=False)
     return () if value.raw in (None, "", []) else some.read(value)
 
 
-def _entry(fields: Mapping[str, Any], value: Value) -> ConfigEntry:
+def _entry_of(fields: Mapping[str, Any], value: Value) -> ConfigEntry:
+    """Return an entry. Raises BadUsage unless it has MIG devices just if MIG is on."""
     enabled, counts = fields["mig-enabled"], fields.get("mig-devices")
     if enabled and counts is None:
         raise value.wrong("lacks 'mig-devices' although MIG is on", "for none write: mig-devices: {}")
@@ -215,6 +223,7 @@ def _entry(fields: Mapping[str, Any], value: Value) -> ConfigEntry:
 
 
 def _places_of(value: Value) -> Wish:
+    """Return the exact places of a GPU as a wish."""
     place = text(_PROFILE_START, "a placement like 3g.40gb:4")
     words = several(place).read(value) if isinstance(value.raw, list) else (place.read(value),)
     return parse_wish(" ".join(words)) if words else ()
@@ -229,12 +238,14 @@ _ENTRY: Final = mapping(
         "mig-devices": Form(_counts_of),
         "device-filter": Form(_filters_of),
     },
-    _entry,
+    _entry_of,
     need=("devices", "mig-enabled"),
 )
-_CONFIGS: Final = table(_name, "the name of a configuration (put it in quotes)", several(_ENTRY, least=1))
+_CONFIGS: Final = table(_parse_name, "the name of a configuration (put it in quotes)", several(_ENTRY, least=1))
 _PLACES: Final = table(
-    _name, "the name of a configuration (put it in quotes)", table(_name, "a GPU by index or UUID", Form(_places_of))
+    _parse_name,
+    "the name of a configuration (put it in quotes)",
+    table(_parse_name, "a GPU by index or UUID", Form(_places_of)),
 )
 
 
@@ -278,9 +289,9 @@ def parse_parted(raw: object, placements: object = None, shown: str = "the file"
     }
 
 
-def _placed(name: str, index: int, demand: Demand | None, exact: Wish) -> Demand:
+def _demand_with_places(name: str, index: int, demand: Demand | None, exact: Wish) -> Demand:
     """Return a demand with its places, which must be of the same MIG devices."""
-    if demand is None or not demand.mig_enabled or _devices(demand.wish) != _devices(exact):
+    if demand is None or not demand.mig_enabled or _count_devices(demand.wish) != _count_devices(exact):
         raise BadUsage(
             f"config '{name}': the placements of GPU {index} are not those of its mig-devices",
             f"change both, or remove '{PLACEMENTS}'",
@@ -289,7 +300,7 @@ def _placed(name: str, index: int, demand: Demand | None, exact: Wish) -> Demand
     return Demand(mig_enabled=True, wish=exact, of_all=demand.of_all)
 
 
-def _devices(wish: Wish) -> dict[tuple[str, int], int]:
+def _count_devices(wish: Wish) -> dict[tuple[str, int], int]:
     """Return how many MIG devices of each profile and size a wish asks for; size 0 fills its GPU instance."""
     counts: dict[tuple[str, int], int] = {}
     for request in wish:
@@ -299,14 +310,15 @@ def _devices(wish: Wish) -> dict[tuple[str, int], int]:
     return counts
 
 
-def _matches(text: str, ids: PciIds) -> bool:
-    numbers = _numbers(text)
+def _is_pci_id_of(text: str, ids: PciIds) -> bool:
+    """Return whether a written PCI id is that of a GPU, as far as it is written."""
+    numbers = _parse_pci_ids(text)
     if numbers is None or ids.device is None or numbers[0] != ids.device:
         return False
     return len(numbers) == 1 or numbers[1] == ids.subsystem
 
 
-def _numbers(text: str) -> list[int] | None:
+def _parse_pci_ids(text: str) -> list[int] | None:
     """Return ``0xDDDDVVVV`` or ``0xDDDDVVVV:0xSSSSVVVV`` as numbers, or None (pkg/types/device.go)."""
     parts = text.split(":")
     if len(parts) > 2 or not all(re.fullmatch(r"0[xX][0-9a-fA-F]{1,8}|\d{1,10}", part, re.ASCII) for part in parts):

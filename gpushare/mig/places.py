@@ -129,6 +129,7 @@ def check_granted(host: Host, name: str) -> None:
 
 
 def _not_as_named_error(host: Host, named: NamedInstance, gpu: Gpu) -> NotFound:
+    """Return the error about a name whose place has no such instance now, with what is there instead."""
     meant = f"{named.name} means {named} of GPU {gpu.index}"
     again = f"gpushare mig create -g {gpu.index} {named}"
     if not gpu.mig_enabled:
@@ -163,14 +164,14 @@ def profile_places(host: Host, text: str, gpu: str | None) -> list[Place]:
     ``1c.3g.40gb`` means such a compute instance; ``3g.40gb`` one that fills its GPU instance.
     """
     request = one_request(text)
-    gpus = _gpus(host, gpu)
+    gpus = _selected_gpus(host, gpu)
     capable = [gpu for gpu in gpus if gpu.mig_capable]
     if not capable:
         raise no_mig_error(gpus, "see: gpushare status; run in a share: --threads")
     on = [gpu for gpu in capable if gpu.mig_enabled]
-    places = [place for gpu in on for place in _of_profile(host, gpu, request)]
+    places = [place for gpu in on for place in _places_of_request(host, gpu, request)]
     if not on:
-        _check_known(host, capable, request)
+        _check_profile_exists(host, capable, request)
         first = capable[0].index
         raise NotFound(
             f"MIG is off on GPU {', '.join(str(gpu.index) for gpu in capable)}",
@@ -179,7 +180,7 @@ def profile_places(host: Host, text: str, gpu: str | None) -> list[Place]:
         )
     free_of_name = [place for place in places if place.name is None]
     if not free_of_name:
-        _check_known(host, on, request)
+        _check_profile_exists(host, on, request)
         raise _no_instance_error(request, places, [gpu.index for gpu in on])
     return free_of_name
 
@@ -196,7 +197,8 @@ def one_request(text: str) -> Request:
     return requests[0]
 
 
-def _gpus(host: Host, gpu: str | None) -> Sequence[Gpu]:
+def _selected_gpus(host: Host, gpu: str | None) -> Sequence[Gpu]:
+    """Return the GPUs that ``-g`` names, by default all that answer. Raises BadUsage if it names an instance."""
     gpus = host.nvml.sweep()
     if gpu is None:
         return [gpu for gpu in gpus if gpu.error is None]
@@ -210,7 +212,8 @@ def _gpus(host: Host, gpu: str | None) -> Sequence[Gpu]:
     return [device.gpu for device in devices]
 
 
-def _of_profile(host: Host, gpu: Gpu, request: Request) -> list[Place]:
+def _places_of_request(host: Host, gpu: Gpu, request: Request) -> list[Place]:
+    """Return the MIG devices of a GPU that serve a request; none if its model has no such profile."""
     places = places_on(host, gpu)
     if not places:
         return []
@@ -219,15 +222,15 @@ def _of_profile(host: Host, gpu: Gpu, request: Request) -> list[Place]:
     except NotSupported:
         # A profile of another model.
         return []
-    return [place for place in places if place.instance.profile.name == wanted and _serves(place, request)]
+    return [place for place in places if place.instance.profile.name == wanted and _has_size_and_start(place, request)]
 
 
-def _serves(place: Place, request: Request) -> bool:
+def _has_size_and_start(place: Place, request: Request) -> bool:
     slices = request.compute[0] if request.compute else place.instance.profile.slices
     return place.compute.profile.slices == slices and request.start in {None, place.instance.start}
 
 
-def _check_known(host: Host, gpus: Sequence[Gpu], request: Request) -> None:
+def _check_profile_exists(host: Host, gpus: Sequence[Gpu], request: Request) -> None:
     """Raise unless one of the GPUs has such a profile."""
     error: GpushareError | None = None
     for gpu in gpus:
@@ -243,6 +246,7 @@ def _check_known(host: Host, gpus: Sequence[Gpu], request: Request) -> None:
 
 
 def _no_instance_error(request: Request, named: Sequence[Place], gpus: Sequence[int]) -> NotFound:
+    """Return the error that no free instance serves a request; ``named`` are those that only their name gives."""
     where = f"GPU {', '.join(map(str, gpus))}"
     make = f"gpushare mig create {request.one} -g {','.join(map(str, gpus))}"
     if named:

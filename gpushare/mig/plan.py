@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
+from gpushare.base.model import GpuProcess, Holder
 from gpushare.mig.profile import ComputeInstance, GpuInstance
 from gpushare.plan import Step
 
@@ -48,6 +49,12 @@ class InstanceChange:
     instance: GpuInstance
     compute: tuple[ComputeInstance, ...]
     whole: bool
+
+    @property
+    def known_holders(self) -> list[GpuProcess | Holder]:
+        """Return the processes that are seen in it, or that hold it; there may be others (`busy`)."""
+        parts = (self.instance.holders, *(part.holders for part in self.compute))
+        return [holder for part in parts for holder in part or ()]
 
     @property
     def busy(self) -> bool:
@@ -175,7 +182,7 @@ def steps_of(gpu: GpuPlan, perform: Perform) -> list[Step]:
     """Return the steps of one GPU, each one line of nvidia-smi; a step is one call, or two (``-cgi ... -C``)."""
     where = f"nvidia-smi mig -i {gpu.gpu}"
     steps = [
-        _destroying(call, where, perform)
+        _destroy_step(call, where, perform)
         for call in gpu.calls()
         if call.action in {Action.DESTROY_COMPUTE, Action.DESTROY_GPU_INSTANCE}
     ]
@@ -203,7 +210,7 @@ def mode_step(gpu: int, act: Callable[[], None], back: Callable[[], None] | None
     )
 
 
-def _step(what: str, command: str, calls: Sequence[Call], perform: Perform, undo: str | None = None) -> Step:
+def _calls_step(what: str, command: str, calls: Sequence[Call], perform: Perform, undo: str | None = None) -> Step:
     def act() -> None:
         for call in calls:
             perform(what, call)
@@ -211,14 +218,15 @@ def _step(what: str, command: str, calls: Sequence[Call], perform: Perform, undo
     return Step(what=what, command=command, undo=undo, do=act)
 
 
-def _destroying(call: Call, where: str, perform: Perform) -> Step:
+def _destroy_step(call: Call, where: str, perform: Perform) -> Step:
+    """Return the step that destroys one instance."""
     owner, part = call.instance, call.compute
     if part is not None:
         title = f"destroy compute instance {part.id} of GPU instance {owner.id} on GPU {call.gpu}"
         undo = f"{where} -cci {part.profile.id} -gi {owner.id}"
-        return _step(title, f"{where} -dci -gi {owner.id} -ci {part.id}", [call], perform, undo)
+        return _calls_step(title, f"{where} -dci -gi {owner.id} -ci {part.id}", [call], perform, undo)
     title = f"destroy GPU instance {owner.id} ({owner.profile.name}) on GPU {call.gpu}"
-    return _step(
+    return _calls_step(
         title, f"{where} -dgi -gi {owner.id}", [call], perform, f"{where} -cgi {owner.profile.id}:{owner.start}"
     )
 
@@ -230,18 +238,18 @@ def _creation_steps(gpu: GpuPlan, new: InstanceChange, where: str, perform: Perf
     # By its place: its id is known only when it exists.
     undo = f"gpushare mig destroy {instance} -g {gpu.gpu}"
     if new.whole and [part.profile.slices for part in new.compute] == [instance.profile.slices]:
-        yield _step(
+        yield _calls_step(
             f"create {instance} on GPU {gpu.gpu} with its compute instance", f"{command} -C", calls, perform, undo
         )
         return
     for call in calls:
         part = call.compute
         if part is None:
-            yield _step(f"create {instance} on GPU {gpu.gpu}", command, [call], perform, undo)
+            yield _calls_step(f"create {instance} on GPU {gpu.gpu}", command, [call], perform, undo)
             continue
         place = "" if part.placement is None else f":{part.placement.start}"
         owner = "it" if new.whole else f"GPU instance {instance.id} on GPU {gpu.gpu}"
         title = f"create {part.profile.name}.{instance.profile.name} in {owner}"
         owner_id = "GI" if new.whole else instance.id
         command = f"{where} -cci {part.profile.id}{place} -gi {owner_id}"
-        yield _step(title, command, [call], perform, f"{where} -dci -gi {owner_id} -ci CI")
+        yield _calls_step(title, command, [call], perform, f"{where} -dci -gi {owner_id} -ci CI")

@@ -175,9 +175,9 @@ class Site:
         self.instances = tuple(sorted(layout.instances, key=lambda old: old.start))
         # `requests`: for each wished kind its compute instances, and whether its place is named.
         self.existing = tuple(
-            self._number(instance, may_destroy=may_destroy, evict=evict) for instance in self.instances
+            self._in_numbers(instance, may_destroy=may_destroy, evict=evict) for instance in self.instances
         )
-        self.lost_now = self.board.lost(occupied(layout), self._members(0))
+        self.lost_now = self.board.lost(occupied(layout), self._members_without(0))
         # (number of the existing one, kind): filling it serves a new instance of this kind in its place, after these
         # compute instances are destroyed.
         self.fills: dict[tuple[int, int], tuple[ComputeInstance, ...]] = {}
@@ -200,7 +200,8 @@ class Site:
         self._kept: dict[int, tuple[int, tuple[int, ...]]] = {}
         self._removals: dict[tuple[int, tuple[int, ...]], tuple[Removal, ...]] = {}
 
-    def _number(self, instance: GpuInstance, *, may_destroy: bool, evict: frozenset[int]) -> Existing:
+    def _in_numbers(self, instance: GpuInstance, *, may_destroy: bool, evict: frozenset[int]) -> Existing:
+        """Return an existing instance in numbers, as the search compares it."""
         return Existing(
             profile=self.board.number.get(instance.profile.name, -1),
             start=instance.start,
@@ -218,7 +219,8 @@ class Site:
         """Return a key that is equal for GPUs that are the same for the search."""
         return (id(self.board), self.existing)
 
-    def _members(self, without: int) -> tuple[int, ...]:
+    def _members_without(self, without: int) -> tuple[int, ...]:
+        """Return the profile numbers of the existing ones, sorted, without those whose bit is set."""
         kept = (old.profile for n, old in enumerate(self.existing) if old.profile >= 0 and not without >> n & 1)
         return tuple(sorted(kept))
 
@@ -261,11 +263,12 @@ class Site:
         kept = self._kept.get(removed)
         if kept is None:
             masks = [old.mask for number, old in enumerate(self.existing) if not removed >> number & 1]
-            kept = self._kept[removed] = (reduce(or_, masks, 0), self._members(removed))
+            kept = self._kept[removed] = (reduce(or_, masks, 0), self._members_without(removed))
         members = tuple(sorted(kept[1] + arrangement.members))
         return self.board.lost(kept[0] | arrangement.mask, members)
 
     def _removals_for(self, arrangement: Arrangement) -> tuple[Removal, ...]:
+        """Return `_find_removals` for an arrangement, from the cache if nothing can be filled."""
         if self.fills:
             return self._find_removals(arrangement)
         key = (arrangement.mask, arrangement.members)
@@ -303,13 +306,15 @@ class Site:
         return filled, weight
 
     def _conflicts(self, existing: Existing, arrangement: Arrangement) -> bool:
+        """Return whether an existing one cannot stay: it overlaps, or its media engines exclude a new one."""
         if existing.mask & arrangement.mask:
             return True
         return existing.profile >= 0 and not self.board.exclusive[existing.profile].isdisjoint(arrangement.members)
 
     def _within_limits(self, removal: Removal, arrangement: Arrangement) -> bool:
+        """Return whether compute slices and counts of profiles are within what the GPU allows after a removal."""
         board = self.board
-        members = (*self._members(removal.destroyed | removal.filled), *arrangement.members)
+        members = (*self._members_without(removal.destroyed | removal.filled), *arrangement.members)
         if sum(board.slices[number] for number in members) > board.compute_slices:
             return False
         return all(members.count(number) <= board.limits[number] for number in set(arrangement.members))
@@ -467,7 +472,7 @@ def exact_change(layout: Layout, wish: Wish, *, evict: frozenset[int]) -> GpuPla
     best: list[tuple[Change, Arrangement]] = []
     least = 0
     for arrangement in board.complete(kinds, tuple(counted[row] for row in rows)):
-        change = _change(layout, arrangement, compute, evict)
+        change = _change_to(layout, arrangement, compute, evict)
         if change is None:
             continue
         weight = change.weight
@@ -485,7 +490,7 @@ def exact_change(layout: Layout, wish: Wish, *, evict: frozenset[int]) -> GpuPla
     return None if ranked is None else ranked[0]
 
 
-def _change(
+def _change_to(
     layout: Layout, arrangement: Arrangement, compute: list[tuple[int, ...]], evict: frozenset[int]
 ) -> Change | None:
     """Return what leads to exactly this arrangement; None: a busy instance that may not be evicted is in the way."""
@@ -536,7 +541,7 @@ def never(layouts: Sequence[Layout], wish: Wish) -> NoPlan:
                 hint="ask for fewer, or for a smaller profile: gpushare mig profiles",
                 most=number if len(wish) == 1 else None,
             )
-    reason = _reason(layouts[0], wish) if len(layouts) == 1 else ""
+    reason = _reason_text(layouts[0], wish) if len(layouts) == 1 else ""
     return NoPlan(
         why=Why.NEVER,
         message=f"{words} do not fit on {where}, even empty{reason}",
@@ -544,7 +549,7 @@ def never(layouts: Sequence[Layout], wish: Wish) -> NoPlan:
     )
 
 
-def _reason(layout: Layout, wish: Wish) -> str:
+def _reason_text(layout: Layout, wish: Wish) -> str:
     """Return the rule that forbids a wish on an empty GPU, as the end of a sentence, if there is a single one."""
     asked = [profile for request in wish for profile in [resolve(request, layout.profiles)] * request.count]
     memory, compute = sum(profile.size or 0 for profile in asked), sum(profile.slices for profile in asked)
@@ -583,12 +588,12 @@ def blocked(wish: Wish, instead: MigPlan, *, only_adds: bool = False) -> NoPlan:
     words = " ".join(str(request) for request in wish)
     problem = f"{words} does not fit" if wish else "busy instances are in the way"
     if busy and only_adds:
-        hint = f"end the programs there, then make room: gpushare mig destroy {_words(destroyed)}"
+        hint = f"end the programs there, then make room: gpushare mig destroy {_words_for(destroyed)}"
     elif busy:
-        hint = f"end the programs there, or let gpushare end them: {_words(_busy_only(busy), '--evict ')}"
+        hint = f"end the programs there, or let gpushare end them: {_words_for(_busy_only(busy), '--evict ')}"
     elif only_adds:
         idle = "it is idle" if len(destroyed) == 1 else "they are idle"
-        hint = f"{idle}: gpushare mig destroy {_words(destroyed)} makes room; for the whole plan: gpushare mig plan --may-destroy, with the same arguments"
+        hint = f"{idle}: gpushare mig destroy {_words_for(destroyed)} makes room; for the whole plan: gpushare mig plan --may-destroy, with the same arguments"
     else:
         hint = "see who is where: gpushare mig status"
     return NoPlan(
@@ -599,7 +604,7 @@ def blocked(wish: Wish, instead: MigPlan, *, only_adds: bool = False) -> NoPlan:
 def eviction(no_plan: NoPlan) -> tuple[str, str] | None:
     """Return the words for all that would be destroyed, and the ``--evict`` options for what is busy; None: nothing is."""
     busy = [(gpu, change) for gpu, change in no_plan.would_go if change.busy]
-    return (_words(no_plan.would_go), _words(_busy_only(busy), "--evict ")) if busy else None
+    return (_words_for(no_plan.would_go), _words_for(_busy_only(busy), "--evict ")) if busy else None
 
 
 def _busy_only(changes_by_gpu: Sequence[tuple[int, InstanceChange]]) -> list[tuple[int, InstanceChange]]:
@@ -611,13 +616,13 @@ def _busy_only(changes_by_gpu: Sequence[tuple[int, InstanceChange]]) -> list[tup
     return changes
 
 
-def _words(changes: Sequence[tuple[int, InstanceChange]], option: str = "") -> str:
+def _words_for(changes: Sequence[tuple[int, InstanceChange]], option: str = "") -> str:
     """Return the words for these on a command line; ``INSTANCE...`` if there are too many."""
-    words = [option + word for gpu, change in changes for word in _ids(gpu, change)]
+    words = [option + word for gpu, change in changes for word in _words_of_change(gpu, change)]
     return " ".join(words) if len(words) <= _LISTED else f"{option}INSTANCE..."
 
 
-def _ids(gpu: int, change: InstanceChange) -> list[str]:
+def _words_of_change(gpu: int, change: InstanceChange) -> list[str]:
     instance = f"{gpu}/{change.instance.id}"
     return [instance] if change.whole else [f"{instance}/{part.id}" for part in change.compute]
 
@@ -627,16 +632,14 @@ def _title_of(gpu: int, change: InstanceChange) -> str:
     name = "" if owner.name is None else f" '{owner.name}'"
     ids = ", ".join(str(compute.id) for compute in change.compute)
     part = "" if change.whole else f", compute instance{'s' if len(change.compute) > 1 else ''} {ids}"
-    return f"{owner}{name} (GPU {gpu}, GPU instance {owner.id}{part}; {who_is_in(change)})"
+    return f"{owner}{name} (GPU {gpu}, GPU instance {owner.id}{part}; {occupants_text(change)})"
 
 
-def who_is_in(change: InstanceChange) -> str:
+def occupants_text(change: InstanceChange) -> str:
     """Return in words who is in what would be destroyed."""
-    parts = [change.instance.holders, *(part.holders for part in change.compute)]
-    if any(part is None for part in parts):
+    if None in (change.instance.holders, *(part.holders for part in change.compute)):
         return "busy, by whom is unknown"
-    holders = [holder for part in parts for holder in part or ()]
-    return f"busy: {who(holders)}" if holders else "idle"
+    return f"busy: {who(change.known_holders)}" if change.known_holders else "idle"
 
 
 def who(holders: Sequence[GpuProcess | Holder] | None) -> str:
@@ -665,7 +668,6 @@ def plan_add(
     wish: Wish,
     *,
     may_destroy: bool = False,
-    evict: Iterable[Target] = (),
     with_others: bool = True,
 ) -> MigPlan | NoPlan:
     """Return the cheapest plan that adds these instances, each on whichever GPU is best.
@@ -673,11 +675,11 @@ def plan_add(
     Without ``may_destroy`` it only adds: GPU instances on free places, and compute instances in GPU instances that have
     room, are idle and have no name. Compute instances are put next to busy ones only if the wish names the place
     (``1c.3g.40gb:4``), and next to no others if ``with_others`` is False: a name belongs to a whole GPU instance.
-    With ``may_destroy`` idle instances may be destroyed, and the busy ones that ``evict`` names.
+    With ``may_destroy`` idle instances may be destroyed.
     """
     wish = merged(wish)
     offers = _offers(layouts, wish)
-    plan = _add(layouts, wish, offers, may_destroy=may_destroy, evict=frozenset(evict), with_others=with_others)
+    plan = _add(layouts, wish, offers, may_destroy=may_destroy, evict=frozenset(), with_others=with_others)
     if plan is not None:
         return plan
     instead = _add(layouts, wish, offers, may_destroy=True, evict=_all_targets(layouts), with_others=with_others)
@@ -719,7 +721,7 @@ def plan_destroy(
     _check_targets(layouts, target_set)
     plans, in_the_way = [], False
     for layout in layouts:
-        plan, busy = removal(layout, _places(layout, target_set), _places(layout, evictable))
+        plan, busy = removal(layout, _ids_on(layout, target_set), _ids_on(layout, evictable))
         plans.append(plan)
         in_the_way = in_the_way or busy
     result = plan_of(layouts, plans)
@@ -829,14 +831,15 @@ def _candidates_on(board: Board, wish: Wish, offer: _Offer, codes: Codes) -> lis
 
 def _evictable_ids(layout: Layout, targets: Iterable[Target]) -> frozenset[int]:
     """Return the GPU instances that may be evicted: all their busy parts are named."""
-    places = _places(layout, targets)
+    places = _ids_on(layout, targets)
     ids = {instance for instance, _ in places}
     return frozenset(
         instance.id for instance in layout.instances if instance.id in ids and may_end(whole(instance), places)
     )
 
 
-def _places(layout: Layout, targets: Iterable[Target]) -> frozenset[tuple[int, int | None]]:
+def _ids_on(layout: Layout, targets: Iterable[Target]) -> frozenset[tuple[int, int | None]]:
+    """Return the targets on one GPU as pairs: GPU instance id, and compute instance id or None for all."""
     return frozenset((target.instance, target.compute) for target in targets if target.gpu == layout.gpu)
 
 
@@ -853,6 +856,7 @@ def _check_gpus(layouts: Sequence[Layout], indexes: Iterable[int]) -> None:
 
 
 def _check_targets(layouts: Sequence[Layout], targets: Collection[Target]) -> None:
+    """Raise NotFound if one of these instances does not exist."""
     existing = {(layout.gpu, instance.id, None) for layout in layouts for instance in layout.instances} | {
         (layout.gpu, instance.id, part.id)
         for layout in layouts

@@ -179,7 +179,7 @@ def not_restored(host: Host, ledger: MigLedger) -> list[Leftover]:
             lost.append(Leftover(id="mig.not_restored", seen=seen, remedy=f"see: gpushare mig status; {ACCEPT}"))
         elif wrong := missing(host, change):
             seen = f"'{change.title}' failed, and this could not be restored: {'; '.join(wrong)}"
-            index = _indexes(host)
+            index = _index_by_uuid(host)
             back = [as_command(replace(gpu, index=index[gpu.uuid])) for gpu in change.before if gpu.uuid in index]
             remedy = f"restore it: {'; '.join(back)}" if back else "see: gpushare mig status"
             lost.append(Leftover(id="mig.not_restored", seen=seen, remedy=f"{remedy}; {ACCEPT}"))
@@ -188,16 +188,17 @@ def not_restored(host: Host, ledger: MigLedger) -> list[Leftover]:
 
 def missing(host: Host, change: ChangeRecord) -> tuple[str, ...]:
     """Return in words what differs both from before and from after the change; instances of others do not count."""
-    wrong = _differences(host, change, change.before)
-    return wrong if wrong and _differences(host, change, change.after) else ()
+    wrong = _differences_now(host, change, change.before)
+    return wrong if wrong and _differences_now(host, change, change.after) else ()
 
 
-def _indexes(host: Host) -> dict[str, int]:
+def _index_by_uuid(host: Host) -> dict[str, int]:
     return {gpu.uuid: gpu.index for gpu in host.nvml.identities() if gpu.uuid}
 
 
-def _differences(host: Host, change: ChangeRecord, shapes: tuple[GpuShape, ...]) -> tuple[str, ...]:
-    index_of = _indexes(host)
+def _differences_now(host: Host, change: ChangeRecord, shapes: tuple[GpuShape, ...]) -> tuple[str, ...]:
+    """Return in words how the GPUs of a change differ now from these shapes, instances of others aside."""
+    index_of = _index_by_uuid(host)
     words: list[str] = []
     for shape, before, after in zip(shapes, change.before, change.after, strict=True):
         if shape.uuid not in index_of:
@@ -236,11 +237,11 @@ def recover(host: Host, ledger: MigLedger, *, retry: bool = False) -> tuple[str,
         if lost is None or (missing(host, lost) and not retry):
             continue
         try:
-            change = _with_indexes_now(host, lost)
+            change = _with_current_indexes(host, lost)
             if missing(host, lost):
-                others = _undo(host, change)
+                others = _undo_change(host, change)
                 done += [f"'{change.title}', which had failed, is now undone", *map(_left_alone_text, others)]
-            _forget_lost(host, change)
+            _forget_lost_names(host, change)
         except GpushareError:
             # `not_restored` still reports it.
             continue
@@ -253,7 +254,7 @@ def recover(host: Host, ledger: MigLedger, *, retry: bool = False) -> tuple[str,
 def is_complete(host: Host, change: ChangeRecord) -> bool:
     """Return whether an interrupted change was complete, so that nothing would be undone."""
     try:
-        return _is_done(host, _with_indexes_now(host, change))
+        return _is_as_planned(host, _with_current_indexes(host, change))
     except GpushareError:
         return False
 
@@ -262,7 +263,7 @@ def way_forward(host: Host, change: ChangeRecord) -> str | None:
     """Return the command that does an interrupted change after all, which takes its undo back; None: it is done already."""
     if is_complete(host, change):
         return None
-    index = _indexes(host)
+    index = _index_by_uuid(host)
     shapes = [replace(gpu, index=index[gpu.uuid]) for gpu in change.after if gpu.uuid in index]
     return "; ".join(map(as_command, shapes)) or None
 
@@ -289,20 +290,21 @@ def accept(host: Host, ledger: MigLedger, *, dry_run: bool) -> tuple[str, ...]:
 
 
 def _finish_or_undo(host: Host, ledger: MigLedger, change: ChangeRecord) -> list[str]:
+    """Keep an interrupted change that was complete, else undo it; return what was done, in words."""
     try:
-        change = _with_indexes_now(host, change)
-        complete = _is_done(host, change)
+        change = _with_current_indexes(host, change)
+        complete = _is_as_planned(host, change)
         if complete:
             done = [f"'{change.title}', which was interrupted, was complete; nothing had to be undone"]
         else:
             done = [f"'{change.title}', which was interrupted at '{change.step or 'its start'}', was undone"]
-            done += map(_left_alone_text, _undo(host, change))
+            done += map(_left_alone_text, _undo_change(host, change))
     except OperationFailed as error:
         if error.code == "not_restored":
             ledger.give_up()
             raise error.restated(hint=f"try again: {RECOVER}; or {error.hint}; {ACCEPT}") from error
         raise
-    _forget_lost(host, change)
+    _forget_lost_names(host, change)
     if complete:
         ledger.complete(change)
     else:
@@ -325,9 +327,9 @@ def _restore_access(host: Host, change: ChangeRecord) -> list[str]:
     return done
 
 
-def _with_indexes_now(host: Host, change: ChangeRecord) -> ChangeRecord:
+def _with_current_indexes(host: Host, change: ChangeRecord) -> ChangeRecord:
     """Return the change with the current indexes of its GPUs: a GPU that fell off the bus renumbers the others."""
-    indexes = _indexes(host)
+    indexes = _index_by_uuid(host)
     lost = [shape for shape in change.before if shape.uuid not in indexes]
     if lost:
         names = ", ".join(f"GPU {shape.index} ({shape.uuid})" for shape in lost)
@@ -342,7 +344,7 @@ def _with_indexes_now(host: Host, change: ChangeRecord) -> ChangeRecord:
     return replace(change, before=before, after=after)
 
 
-def _forget_lost(host: Host, change: ChangeRecord) -> None:
+def _forget_lost_names(host: Host, change: ChangeRecord) -> None:
     """Forget names that the change gave to instances it did not create, or whose instance it destroyed."""
     shapes = {shape.uuid: shape_now(host, shape.index) for shape in change.before}
     existing = {(uuid, *instance.place) for uuid, shape in shapes.items() for instance in shape.instances}
@@ -359,11 +361,16 @@ def _forget_lost(host: Host, change: ChangeRecord) -> None:
                 names.pop(name, None)
 
 
-def _is_done(host: Host, change: ChangeRecord) -> bool:
+def _is_as_planned(host: Host, change: ChangeRecord) -> bool:
     return not any(differences(shape_now(host, shape.index), shape) for shape in change.after)
 
 
-def _undo(host: Host, change: ChangeRecord) -> list[str]:
+def _undo_change(host: Host, change: ChangeRecord) -> list[str]:
+    """Restore all GPUs of a change; return what stays there, because it is not the change's own, in words.
+
+    Raises:
+        OperationFailed: one could not be restored (code ``not_restored``).
+    """
     trouble: list[GpushareError] = []
     others: list[str] = []
     for before in change.before:
@@ -382,6 +389,7 @@ def _undo(host: Host, change: ChangeRecord) -> list[str]:
 
 
 def _undo_gpu(host: Host, before: GpuShape, proof: Proof) -> Sequence[str]:
+    """Restore the MIG mode and the instances of one GPU; return what stays there, in words."""
     changes = MigChanges(host.nvml)
     mode = changes.mode(before.index)
     if before.mig_enabled and mode != (True, True):

@@ -108,7 +108,7 @@ def differences(now: GpuShape, wanted: GpuShape) -> tuple[str, ...]:
     words += [f"{instance.title} is missing" for place, instance in expected.items() if place not in present]
     words += [f"{instance.title} is there" for place, instance in present.items() if place not in expected]
     words += [
-        f"{instance.title} has {_parts(present[place])} instead of {_parts(instance)}"
+        f"{instance.title} has {_compute_text(present[place])} instead of {_compute_text(instance)}"
         for place, instance in expected.items()
         if place in present and not _is_as_wanted(present[place], instance)
     ]
@@ -116,6 +116,7 @@ def differences(now: GpuShape, wanted: GpuShape) -> tuple[str, ...]:
 
 
 def _is_as_wanted(now: InstanceShape, wanted: InstanceShape) -> bool:
+    """Return whether a GPU instance has the wanted compute instances, each at its start if it has one."""
     rest = Counter(now.compute)
     rest.subtract(part for part in wanted.compute if part.start is not None)
     if any(count < 0 for count in rest.values()):
@@ -124,7 +125,7 @@ def _is_as_wanted(now: InstanceShape, wanted: InstanceShape) -> bool:
     return Counter(part.slices for part in rest.elements()) == anywhere
 
 
-def _parts(instance: InstanceShape) -> str:
+def _compute_text(instance: InstanceShape) -> str:
     ordered = sorted(instance.compute, key=lambda part: part.rank)
     return ", ".join(f"{part.slices}c" for part in ordered) or "no compute instance"
 
@@ -209,7 +210,7 @@ def restoration(layout: Layout, wanted: GpuShape, proof: Proof) -> tuple[GpuPlan
         if shape is not None:
             kept.append(instance)
             ours = [part for part in instance.compute if proof.owns_part(layout.uuid, instance, part)]
-            _restore_inside(instance, shape, ours, destroyed, created, lost)
+            _plan_inside(instance, shape, ours, destroyed, created, lost)
         elif not proof.owns(layout.uuid, instance):
             kept.append(instance)
         elif instance.busy:
@@ -224,7 +225,7 @@ def restoration(layout: Layout, wanted: GpuShape, proof: Proof) -> tuple[GpuPlan
         if profile is None or taken & missing.placement.mask:
             lost.append(f"{missing.title} has no room")
             continue
-        parts = _offered(profile, missing.compute, lost)
+        parts = _offered_parts(profile, missing.compute, lost)
         created.append(whole(GpuInstance(profile=profile, placement=missing.placement, compute=parts)))
     words = tuple(f"GPU {layout.gpu}: {text}" for text in lost)
     return gpu_plan(layout, kept, destroyed, created), words
@@ -240,7 +241,7 @@ def left_alone(layout: Layout, wanted: GpuShape, proof: Proof) -> tuple[GpuInsta
     )
 
 
-def _restore_inside(
+def _plan_inside(
     instance: GpuInstance,
     wanted: InstanceShape,
     ours: Sequence[ComputeInstance],
@@ -248,10 +249,11 @@ def _restore_inside(
     created: list[InstanceChange],
     lost: list[str],
 ) -> None:
+    """Add to ``destroyed`` and ``created`` what restores a GPU instance that stays; ``lost`` gets what cannot be."""
     missing, removed = list(wanted.compute), []
     for compute in instance.compute:
         # Each counts once: an instance that matches this one matches no other.
-        if _taken(missing, compute) or compute not in ours:
+        if _take_match(missing, compute) or compute not in ours:
             continue
         if compute.busy:
             lost.append(f"compute instance {compute.id} of {wanted.title} is in use and stays")
@@ -260,15 +262,15 @@ def _restore_inside(
     if removed:
         destroyed.append(inside(instance, removed))
     taken = mask_of(part.placement for part in instance.compute if part not in removed)
-    for part in [part for part in missing if taken & mask_of([_place_of(part)])]:
+    for part in [part for part in missing if taken & mask_of([_placement_of(part)])]:
         missing.remove(part)
         lost.append(f"{part.slices}c of {wanted.title} has no room")
-    parts = _offered(instance.profile, missing, lost)
+    parts = _offered_parts(instance.profile, missing, lost)
     if parts:
         created.append(inside(instance, parts))
 
 
-def _taken(parts: list[ComputeShape], compute: ComputeInstance) -> bool:
+def _take_match(parts: list[ComputeShape], compute: ComputeInstance) -> bool:
     """Remove the part that an existing compute instance matches from ``parts``; return whether there was one."""
     exact = _compute_shape(compute)
     for part in (exact, exact._replace(start=None)):
@@ -278,11 +280,11 @@ def _taken(parts: list[ComputeShape], compute: ComputeInstance) -> bool:
     return False
 
 
-def _place_of(part: ComputeShape) -> Placement | None:
+def _placement_of(part: ComputeShape) -> Placement | None:
     return None if part.start is None else Placement(part.start, part.slices)
 
 
-def _offered(profile: Profile, parts: Sequence[ComputeShape], lost: list[str]) -> tuple[ComputeInstance, ...]:
+def _offered_parts(profile: Profile, parts: Sequence[ComputeShape], lost: list[str]) -> tuple[ComputeInstance, ...]:
     """Return compute instances to create in a GPU instance of a profile; what it no longer offers is lost."""
     offers = []
     for part in sorted(parts, key=lambda part: part.rank):
@@ -290,5 +292,5 @@ def _offered(profile: Profile, parts: Sequence[ComputeShape], lost: list[str]) -
         if offered is None or offered.id is None:
             lost.append(f"{part.slices}c.{profile.name} is no longer offered")
         else:
-            offers.append(ComputeInstance(profile=offered, placement=_place_of(part)))
+            offers.append(ComputeInstance(profile=offered, placement=_placement_of(part)))
     return tuple(offers)

@@ -38,7 +38,7 @@ def find_targets(text: str, layouts: Sequence[Layout]) -> tuple[Target, ...]:
             f"{quoted(text)} matches several instances: {places}", f"give {FORMS}", code="ambiguous_instance"
         )
     if not matches:
-        texts = [f"{layout.gpu}/{owner.id} ({owner.name or owner})" for layout, owner in _instances(layouts)]
+        texts = [f"{layout.gpu}/{owner.id} ({owner.name or owner})" for layout, owner in _instances_of(layouts)]
         listing = first_few(texts)
         raise NotFound(
             f"there is no MIG instance {quoted(text)} here",
@@ -75,12 +75,13 @@ def is_profile(word: str) -> bool:
     return text[:1].isdigit() and "/" not in text and ":" not in text
 
 
-def _instances(layouts: Sequence[Layout]) -> Iterator[tuple[Layout, GpuInstance]]:
+def _instances_of(layouts: Sequence[Layout]) -> Iterator[tuple[Layout, GpuInstance]]:
     return ((layout, instance) for layout in layouts for instance in layout.instances)
 
 
 def _by_name(word: str, layouts: Sequence[Layout]) -> list[Target]:
-    return [Target(layout.gpu, instance.id) for layout, instance in _instances(layouts) if instance.name == word]
+    """Return the instances of this name."""
+    return [Target(layout.gpu, instance.id) for layout, instance in _instances_of(layouts) if instance.name == word]
 
 
 def _by_uuid(word: str, layouts: Sequence[Layout]) -> list[Target]:
@@ -92,7 +93,7 @@ def _by_uuid(word: str, layouts: Sequence[Layout]) -> list[Target]:
         return []
     targets = {
         compute.uuid.lower(): Target(layout.gpu, instance.id, None if len(instance.compute) == 1 else compute.id)
-        for layout, instance in _instances(layouts)
+        for layout, instance in _instances_of(layouts)
         for compute in instance.compute
         if compute.uuid is not None
     }
@@ -102,13 +103,14 @@ def _by_uuid(word: str, layouts: Sequence[Layout]) -> list[Target]:
 
 
 def _by_place(word: str, layouts: Sequence[Layout]) -> list[Target]:
+    """Return the instances that begin at a slice and have this profile, or a profile of this size: ``3g:4``."""
     match = _PLACE.fullmatch(word)
     if match is None:
         return []
     profile, start = match.group(1), int(match.group(2))
     return [
         Target(layout.gpu, instance.id)
-        for layout, instance in _instances(layouts)
+        for layout, instance in _instances_of(layouts)
         if instance.start == start
         and (instance.profile.name == profile or instance.profile.name.startswith(f"{profile}."))
     ]
@@ -122,7 +124,7 @@ def _by_ids(word: str, layouts: Sequence[Layout]) -> list[Target]:
     gpu, instance_id, compute_id = (None if text is None else int(text) for text in match.groups())
     instances = [
         (layout.gpu, instance)
-        for layout, instance in _instances(layouts)
+        for layout, instance in _instances_of(layouts)
         if gpu in {None, layout.gpu} and instance.id == instance_id
     ]
     if compute_id is None:
@@ -200,7 +202,7 @@ def difference(layout: Layout, wish: Wish) -> Difference:
             number, present_devices[device] = number - taken, present_devices[device] - taken
         if number:
             missing[kind] = number
-    return Difference(missing=_ordered(missing), extra=_ordered(+present_devices))
+    return Difference(missing=_device_counts(missing), extra=_device_counts(+present_devices))
 
 
 def present(layout: Layout) -> Counter[MigDevice]:
@@ -212,6 +214,6 @@ def present(layout: Layout) -> Counter[MigDevice]:
     return devices
 
 
-def _ordered(devices: Counter[MigDevice]) -> tuple[DeviceCount, ...]:
+def _device_counts(devices: Counter[MigDevice]) -> tuple[DeviceCount, ...]:
     rows = (device.counted(number) for device, number in devices.items())
     return tuple(sorted(rows, key=lambda row: (row.start is None, row.start or 0, row.profile)))

@@ -91,7 +91,7 @@ def parse_wish(text: str) -> Wish:
     """Return the requests of a wish, equal ones merged, in the order of their first mention."""
     whole: Counter[tuple[str, int | None]] = Counter()
     parts: dict[tuple[str, int | None], list[int]] = {}
-    for word, count in _words(text):
+    for word, count in _words_with_counts(text):
         match = _WORD.fullmatch(word)
         if match is None or not (_ID.fullmatch(match["profile"]) or _SIZE.fullmatch(match["profile"])):
             raise BadUsage(f"{quoted(word)} is not a MIG profile", _HINT, code="bad_profile")
@@ -102,12 +102,13 @@ def parse_wish(text: str) -> Wish:
             parts.setdefault(key, []).extend([int(match["compute"])] * count)
     requests = [Request(profile=profile, start=start, count=count) for (profile, start), count in whole.items()]
     for (profile, start), devices in parts.items():
-        groups = Counter(_packed(profile, devices))
+        groups = Counter(_pack(profile, devices))
         requests += [Request(profile=profile, start=start, compute=group, count=n) for group, n in groups.items()]
     return tuple(requests)
 
 
-def _words(text: str) -> list[tuple[str, int]]:
+def _words_with_counts(text: str) -> list[tuple[str, int]]:
+    """Return the words of a wish, each with its count. Raises BadUsage if a count is odd, or there is no word."""
     words: list[tuple[str, int]] = []
     for raw in re.split(r"[\s,]+", text.strip().lower()):
         word = raw.removeprefix("mig-")
@@ -134,7 +135,7 @@ def _words(text: str) -> list[tuple[str, int]]:
     return words
 
 
-def _packed(profile: str, devices: Sequence[int]) -> list[tuple[int, ...]]:
+def _pack(profile: str, devices: Sequence[int]) -> list[tuple[int, ...]]:
     """Return the compute instances of each GPU instance: first fit, largest first."""
     size = _SIZE.fullmatch(profile)
     if size is None:
@@ -204,7 +205,7 @@ def in_order(wish: Wish, profiles: Sequence[Profile], instances: Sequence[GpuIns
     chosen: list[GpuInstance] = []
     for request in wish:
         profile = resolve(request, profiles).name
-        alike = [each for each in unused if each.profile.name == profile and _matches(each, request)]
+        alike = [each for each in unused if each.profile.name == profile and _has_compute_of(each, request)]
         places = [
             each for each in alike if each.start == request.start or (request.start is None and each.start not in fixed)
         ]
@@ -213,7 +214,8 @@ def in_order(wish: Wish, profiles: Sequence[Profile], instances: Sequence[GpuIns
     return (*chosen, *unused)
 
 
-def _matches(instance: GpuInstance, request: Request) -> bool:
+def _has_compute_of(instance: GpuInstance, request: Request) -> bool:
+    """Return whether a GPU instance has exactly the compute instances of a request."""
     slices = sorted((part.profile.slices for part in instance.compute), reverse=True)
     return tuple(slices) == (request.compute or (instance.profile.slices,))
 
@@ -229,7 +231,7 @@ def find_profile(text: str, profiles: Sequence[Profile]) -> Profile:
     if _ID.fullmatch(wanted):
         matches = [profile for profile in profiles if profile.id == int(wanted)]
     else:
-        matches = [p for p in profiles if p.name == wanted] or _of_size(wanted, profiles)
+        matches = [p for p in profiles if p.name == wanted] or _profiles_of_size(wanted, profiles)
     if len(matches) == 1:
         return matches[0]
     if matches:
@@ -249,7 +251,8 @@ def find_profile(text: str, profiles: Sequence[Profile]) -> Profile:
     raise NotSupported(f"this GPU has no MIG profile {quoted(text)}", hint, code="mig_profile_unknown")
 
 
-def _of_size(wanted: str, profiles: Sequence[Profile]) -> list[Profile]:
+def _profiles_of_size(wanted: str, profiles: Sequence[Profile]) -> list[Profile]:
+    """Return the profiles of a size and extension (``3g``, ``1g+me``), the plain one alone if there is no extension."""
     match = re.fullmatch(r"(\d+)g([+-].+)?", wanted)
     if match is None:
         return []
@@ -288,17 +291,9 @@ def _at_least(has: int | None, wanted: int | None) -> bool:
 
 def wish_of(instances: Iterable[GpuInstance]) -> Wish:
     """Return the wish with which ``apply`` creates these instances again, in their places."""
-    counts: Counter[Request] = Counter()
+    requests = []
     for instance in sorted(instances, key=lambda instance: instance.start):
         parts = tuple(sorted((compute.profile.slices for compute in instance.compute), reverse=True))
-        counts[
-            Request(
-                profile=instance.profile.name,
-                start=instance.start,
-                compute=() if parts in {(), (instance.profile.slices,)} else parts,
-            )
-        ] += 1
-    return tuple(
-        Request(profile=request.profile, start=request.start, compute=request.compute, count=number)
-        for request, number in counts.items()
-    )
+        compute = () if parts in {(), (instance.profile.slices,)} else parts
+        requests.append(Request(profile=instance.profile.name, start=instance.start, compute=compute))
+    return merged(tuple(requests))

@@ -417,11 +417,6 @@ def daemon_pid(host: Host, pipe_directory: str) -> int | None:
     )
 
 
-def is_running(host: Host, home: DaemonHome, record: DaemonRecord) -> bool:
-    """Return whether the daemon of a record lives."""
-    return live_pid(host, home, record) is not None
-
-
 def live_pid(
     host: Host, home: DaemonHome, record: DaemonRecord, running: Sequence[_Process] | None = None
 ) -> int | None:

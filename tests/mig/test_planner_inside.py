@@ -45,10 +45,11 @@ def test_a_busy_part_goes_only_when_it_may() -> None:
     beside = plan_add([gpu], parse_wish("1c.3g.40gb:0*2"), may_destroy=True)
     assert isinstance(beside, MigPlan)
     assert [part.id for gone in beside.gpus[0].destroyed for part in gone.compute] == [0, 2]
-    assert isinstance(plan_add([gpu], parse_wish("1c.3g.40gb"), may_destroy=True), NoPlan)
-    evicted = plan_add([gpu], parse_wish("1c.3g.40gb"), may_destroy=True, evict=[Target(0, 7)])
-    assert isinstance(evicted, MigPlan)
-    assert [part.id for gone in evicted.gpus[0].destroyed for part in gone.compute] == [1]
+    refused = plan_add([gpu], parse_wish("1c.3g.40gb"), may_destroy=True)
+    assert isinstance(refused, NoPlan)
+    ((_, in_the_way),) = refused.would_go
+    assert in_the_way.busy
+    assert len(in_the_way.compute) == 1
     held = replace(gpu, instances=(replace(one, holders=SOMEBODY), gpu.instances[1]))
     assert isinstance(plan_add([held], parse_wish("1c.3g.40gb:0*2"), may_destroy=True), NoPlan)
 

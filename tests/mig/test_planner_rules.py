@@ -68,16 +68,15 @@ def test_a_busy_instance_goes_only_when_it_is_named() -> None:
     assert isinstance(refused, NoPlan)
     assert "busy" in refused.message
     assert "--evict" in refused.hint
-    plan = plan_add([gpu], parse_wish("1g"), may_destroy=True, evict=[Target(0, 800)])
-    assert gone(plan) == ["0/7g.80gb:0"]
+    assert refused.instead is not None
+    assert gone(refused.instead) == ["0/7g.80gb:0"]
     assert isinstance(plan_exact([gpu], {0: ()}), NoPlan)
     assert gone(plan_exact([gpu], {0: ()}, evict=[Target(0, 800)])) == ["0/7g.80gb:0"]
 
 
 def test_evict_permits_and_does_not_demand() -> None:
     gpu = layout("h100", "3g.40gb:4!")
-    plan = plan_add([gpu], parse_wish("3g"), may_destroy=True, evict=[Target(0, 404)])
-    assert gone(plan) == []
+    assert gone(plan_exact([gpu], {0: parse_wish("3g")}, evict=[Target(0, 404)])) == []
 
 
 @pytest.mark.parametrize("place", ["gpu instance", "compute instance"])
