@@ -122,7 +122,7 @@ def needs_root_error(task: str, gpu: int | None = None) -> NoPermission:
 def signal_refused_error(signal: str, pid: int) -> NoPermission:
     """Return the error of a signal (``SIGTERM``) to a process of another user."""
     message = f"not allowed to send {signal} to process {pid}: it belongs to another user"
-    return NoPermission(message, f"ask its owner, or run as root: sudo kill -{signal.removeprefix('SIG')} {pid}")
+    return NoPermission(message, "ask its owner, or run as root: sudo gpushare ...")
 
 
 class NotFound(GpushareError):

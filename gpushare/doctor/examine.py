@@ -39,7 +39,7 @@ from gpushare.doctor.check import (
 from gpushare.doctor.mig import MIG_CHECKS
 from gpushare.doctor.mps import USE_CHECKS, mps_daemons, mps_programs
 from gpushare.host.capabilities import user_name
-from gpushare.host.host import Host, make_private_directory
+from gpushare.host.host import Host, ending_hint, make_private_directory
 from gpushare.host.identity import uptime
 from gpushare.host.smi import PROGRAM as NVIDIA_SMI
 from gpushare.host.store import RecordStore
@@ -596,7 +596,7 @@ def _unlisted(seen: Examination) -> Iterator[Check]:
         holders = [] if opened is None or node is None else opened.holders_of(f"/dev/nvidia{node}")
         pids = sorted(set(holders) - listed - {os.getpid()})
         titles = ", ".join(process_title(seen, pid) for pid in pids[:_AT_MOST])
-        suspects = [pid for pid in pids if not _holds_no_memory(seen, pid)][:_AT_MOST]
+        suspects = [pid for pid in pids if pid > 1 and not _holds_no_memory(seen, pid)][:_AT_MOST]
         own = [pid for pid in suspects if whom_to_ask(seen, [pid]) is None]
         if suspects:
             remedy = f"end what has it open: kill {' '.join(map(str, own or suspects))}"
@@ -653,15 +653,15 @@ def _idle(seen: Examination) -> Iterator[Check]:
 
 def _idle_remedy(seen: Examination, process: GpuProcess) -> str:
     """Return how a process that does nothing gives its memory back."""
-    owner, end = whom_to_ask(seen, [process.pid]), f"kill {process.pid}"
+    owner, end = whom_to_ask(seen, [process.pid]), ending_hint(seen.host, process.pid)
     try:
         check_host(seen.host)
     except GpushareError as error:
-        return f"{f'end it: {end}' if owner is None else f'ask {owner} to end it'} ({error.message})"
+        return f"{end} ({error.message})"
     if owner is not None:
         return f"ask {owner}, whose it is; or as root: sudo gpushare swap out {process.pid}"
     if process.pid in paused_since(seen.host):
-        return f"let it continue: gpushare resume {process.pid}; or end it: {end}"
+        return f"let it continue: gpushare resume {process.pid}; or {end}"
     return f"gpushare swap out {process.pid}; next time: gpushare run --swap idle=TIME -- CMD; or end it"
 
 

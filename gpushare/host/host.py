@@ -285,3 +285,13 @@ def is_trusted_directory(directory: Path, *below: str) -> bool:
         if stated.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not stated.st_mode & stat.S_ISVTX:
             return False
     return True
+
+
+def ending_hint(host: Host, pid: int) -> str:
+    """Return how to end a process by hand; of another user's, whom to ask; PID 1 takes all others with it."""
+    info = host.processes.describe(pid)
+    if pid == 1 or info is None:
+        return f"see what it is: ps -fp {pid}"
+    if info.uid == host.uid:
+        return f"end it: kill {pid}"
+    return f"ask {info.user or 'its owner'} to end it; see: ps -fp {pid}"

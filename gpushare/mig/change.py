@@ -15,7 +15,7 @@ from gpushare.base.selection import Device, no_mig_error, titles
 from gpushare.base.units import first_few
 from gpushare.host.capabilities import NODES
 from gpushare.host.claims import Claim, take_claim
-from gpushare.host.host import Host
+from gpushare.host.host import Host, ending_hint
 from gpushare.host.identity import ancestors, is_kernel_thread, start_of
 from gpushare.host.process import named
 from gpushare.host.users import has_records
@@ -118,7 +118,7 @@ def _check_not_held(host: Host, gpu: Gpu, ending: Collection[int]) -> None:
     if held:
         raise InUse(
             f"GPU {gpu.index}: {blocking(held)} {'holds' if len(held) == 1 else 'hold'} it, and it must be reset",
-            remedy(held) or f"end it, then run this again: sudo kill {held[0].pid}",
+            remedy(held) or f"{ending_hint(host, held[0].pid)}; then run this again",
             gpu=gpu.index,
         )
 

@@ -285,13 +285,17 @@ class FoundDaemon:
 
     @property
     def stop_command(self) -> str:
-        """Return the command that stops it."""
+        """Return the command that stops one of this user or of root."""
         if self.daemon.ours:
             return f"gpushare mps stop -g {self.device}"
-        if not self.trusted:
-            # Its pipe directory is what its user says, and may be that of another daemon.
-            return f"sudo kill {self.daemon.pid}"
         return f"gpushare mps stop --pipe-directory {shlex.quote(self.daemon.pipe_directory or '')} --yes"
+
+    @property
+    def stop_hint(self) -> str:
+        """Return how it is stopped, or whom to ask: another user's pipe directory may be that of another daemon."""
+        if self.daemon.ours or self.trusted:
+            return f"stop it: {self.stop_command}"
+        return f"ask {self.daemon.user or 'its owner'} to stop it; see: ps -fp {self.daemon.pid}"
 
     def serves(self, host: Host, gpu: int) -> bool:
         """Return whether it serves a GPU that it names. Another user's must be proved by the driver.
@@ -565,7 +569,7 @@ def foreign_daemon_error(found: FoundDaemon, where: str, gpu: Gpu, instead: str 
     """Return the error for a daemon of others that serves a device; ``instead`` is a hint before the one to stop it."""
     return InUse(
         f"an MPS daemon that gpushare did not start serves {where} ({found.title})",
-        f"{instead}stop it: {found.stop_command}",
+        f"{instead}{found.stop_hint}",
         gpu=gpu.index,
         code="foreign_daemon",
     )

@@ -253,7 +253,7 @@ def find_clients(host: Host, gpus: Sequence[Gpu], pids: Collection[int]) -> list
         for item in find_daemons(host, gpus, strangers=strangers):
             serving = {item.daemon.pid: "control daemon"} | {server.pid: "server" for server in item.daemon.servers}
             for pid in serving.keys() & set(pids):
-                raise serves_clients_error(pid or 0, serving[pid], item.stop_command)
+                raise serves_clients_error(pid or 0, serving[pid], item.stop_hint)
             for client in item.daemon.clients:
                 info = host.processes.describe(client.pid) if client.pid in pids else None
                 # A daemon of another user may name any PID: only that user's processes count.
@@ -264,11 +264,11 @@ def find_clients(host: Host, gpus: Sequence[Gpu], pids: Collection[int]) -> list
     return clients
 
 
-def serves_clients_error(pid: int, what: str, stop_command: str) -> BadUsage:
+def serves_clients_error(pid: int, what: str, hint: str) -> BadUsage:
     """Return the error about an MPS daemon or server that was to be ended as if it were a client."""
     return BadUsage(
         f"process {pid} is an MPS {what}: without it all of its clients lose the GPU",
-        f"stop the daemon instead: {stop_command}",
+        hint,
         code="serves_clients",
     )
 

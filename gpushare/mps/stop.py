@@ -29,7 +29,7 @@ from gpushare.base.units import counted, first_few
 from gpushare.base.values import dataclass
 from gpushare.host.capabilities import user_name
 from gpushare.host.compute_mode import set_compute_mode
-from gpushare.host.host import Host
+from gpushare.host.host import Host, ending_hint
 from gpushare.host.identity import start_of
 from gpushare.host.process import ProcessInfo, named, signal_known, wait_gone
 from gpushare.host.smi import compute_mode_command
@@ -110,7 +110,7 @@ def _no_daemon_error(daemons: Sequence[FoundDaemon], devices: Sequence[Device]) 
         hint = f"its MIG instances have daemons: -g all, or -g {instances[0]}"
     elif foreign is not None and foreign.daemon.pipe_directory is not None:
         who = f"{foreign.daemon.pid} (user {foreign.daemon.user or 'unknown'})"
-        hint = f"gpushare did not start the daemon {who}; stop it: {foreign.stop_command}"
+        hint = f"gpushare did not start the daemon {who}; {foreign.stop_hint}"
     return NoDaemon(f"no MPS daemon of gpushare serves {names}", hint)
 
 
@@ -123,7 +123,7 @@ def _daemon_at_pipe(host: Host, daemons: Sequence[FoundDaemon], pipe_directory: 
     if not item.trusted:
         raise NoPermission(
             f"the MPS daemon {item.daemon.pid} belongs to user {item.daemon.user or 'unknown'}",
-            f"gpushare stops only daemons of yours and of root; ask its owner, or end it: {item.stop_command}",
+            f"gpushare stops only daemons of yours and of root; {item.stop_hint}",
             code="not_your_daemon",
         )
     return item
@@ -487,7 +487,7 @@ def _check_listener(host: Host, found: FoundDaemon) -> None:
         raise InUse(
             f"process {found.daemon.pid} (user {found.daemon.user or 'unknown'}) claims the pipe directory {directory}, "
             "but its listener could not be identified",
-            f"look at it: ps -fp {found.daemon.pid}; end that process: kill {found.daemon.pid}",
+            ending_hint(host, found.daemon.pid),
             code="other_daemon",
         )
     raise InUse(

@@ -20,7 +20,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Final
 
-from gpushare.base.errors import BadUsage, NotSupported
+from gpushare.base.errors import BadUsage, NotFound, NotSupported
 from gpushare.base.values import dataclass
 from gpushare.host.host import Host, make_private_directory
 from gpushare.part import Part, Watch
@@ -51,7 +51,11 @@ def check_engine(name: str) -> str:
         raise BadUsage(
             f"--container {name[:40]} is not an engine", "give --container podman or docker", code="bad_engine"
         )
-    check_program(name)
+    try:
+        check_program(name)
+    except NotFound as error:
+        hint = f"install {name}; or run it without a container: gpushare run -- CMD"
+        raise error.restated(message=f"{name} is not installed", hint=hint) from None
     return name
 
 

@@ -17,7 +17,7 @@ from gpushare.base.model import Gpu, GpuProcess
 from gpushare.base.units import format_duration, pid_of
 from gpushare.base.values import dataclass
 from gpushare.host.activity import ActivityMeter
-from gpushare.host.host import Host
+from gpushare.host.host import Host, ending_hint
 from gpushare.host.identity import Identity, is_stopped
 from gpushare.host.process import known, signal_known, wait_gone
 from gpushare.host.program import MPS_CONTROL
@@ -278,7 +278,7 @@ class Stop:
         info = host.processes.describe(job.pid)
         if info is not None and (is_server(info.name) or info.name == MPS_CONTROL):
             kind = "server" if is_server(info.name) else "control daemon"
-            raise serves_clients_error(job.pid, kind, "gpushare mps stop -g GPU")
+            raise serves_clients_error(job.pid, kind, "stop it: gpushare mps stop -g GPU")
         tree = host.processes.descendants(job.pid)
         clients = find_clients(host, self._gpus, tree)
         on_gpu = {
@@ -291,7 +291,7 @@ class Stop:
         if not (self.target.orphan or on_gpu or under_mps or self._is_kept_off(tree)):
             raise NotFound(
                 f"process {job.pid} is not a job of gpushare, and not on a GPU",
-                f"end it yourself: kill {job.pid}; see what runs: gpushare jobs -a",
+                f"{ending_hint(host, job.pid)}; see what runs: gpushare jobs -a",
                 code="not_on_gpu",
             )
         consent = consent_to(host, job, "ends", () if job.uid != host.uid else tree) or (self._loss_of_job(),)

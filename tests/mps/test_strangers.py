@@ -124,12 +124,13 @@ def device(host: Host) -> Device:
     return Device(gpu=host.nvml.sweep()[0])
 
 
-def test_a_stranger_is_ended_by_pid_not_by_the_directory_that_it_names(
+def test_a_stranger_is_named_by_pid_not_by_the_directory_that_it_names(
     host: Host, device: Device, tmp_path: Path
 ) -> None:
     (found,) = find_daemons(with_table(host, daemon(17, tmp_path / "roots-pipe")), [device.gpu], deep=False)
     assert not found.trusted
-    assert found.stop_command == "sudo kill 17"
+    assert found.stop_hint.startswith("ask ")
+    assert found.stop_hint.endswith(" to stop it; see: ps -fp 17")
 
 
 def with_table(host: Host, *rows: tuple, programs: Daemon | None = None) -> Host:  # type: ignore[type-arg]
@@ -305,7 +306,7 @@ def test_another_users_daemon_is_not_stopped(host: Host, device: Device) -> None
     seen, _ = foreign_daemon(host, device)
     with pytest.raises(NoPermission, match="belongs to user") as caught:
         daemons_to_stop(seen, [device.gpu], None, "/a")
-    assert (caught.value.code, "sudo kill 50" in caught.value.hint) == ("not_your_daemon", True)
+    assert (caught.value.code, "see: ps -fp 50" in caught.value.hint) == ("not_your_daemon", True)
     assert (seen.programs.pipes, seen.processes.sent) == ([], [])  # type: ignore[attr-defined]
 
 

@@ -340,6 +340,6 @@ def test_root_leaves_another_users_daemon_alone(
         assert f"the daemon {pid} (user {mallory.name})" in hint
         said = gpushare("mps", "stop", "--pipe-directory", str(pipe), "--yes", output="json")
         assert (said.code, said.json["errors"][0]["code"]) == (4, "not_your_daemon")
-        assert f"sudo kill {pid}" in said.json["errors"][0]["hint"]
+        assert f"ask {mallory.name} to stop it; see: ps -fp {pid}" in said.json["errors"][0]["hint"]
         assert asked(control, [pipe, real]) == []
         assert alive(pid)

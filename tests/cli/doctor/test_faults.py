@@ -809,7 +809,9 @@ def test_what_does_nothing_and_cannot_be_swapped_is_to_be_ended(
     assert finding(cli, "gpu.idle_memory")["remedy"].startswith(f"end it: kill {pid} (driver 550 cannot copy")
     world.fault("user", "alice")
     mine = user_name(os.geteuid())
-    assert finding(cli, "gpu.idle_memory")["remedy"].startswith(f"ask {mine} to end it (driver 550 cannot copy")
+    assert finding(cli, "gpu.idle_memory")["remedy"].startswith(
+        f"ask {mine} to end it; see: ps -fp {pid} (driver 550 cannot copy"
+    )
 
 
 def test_memory_of_a_process_that_does_nothing(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,7 +223,12 @@ def test_options_of_a_container_that_stay(words: list[str]) -> None:
 
 def test_without_the_engine(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda *_args, **_named: None)
-    refused("run", "--container", "podman", "--", "image", code="command_not_found", exit_code=127)
+    for words in ((), ("-d",)):
+        message = refused(
+            "run", *words, "--container", "podman", "--", "image", code="command_not_found", exit_code=127
+        )
+        assert "podman is not installed" in message
+        assert "spelling" not in message
 
 
 @pytest.mark.parametrize("words", [("--slice", "1ms"), ("--opportunistic", "--yield", "pause")])

@@ -309,6 +309,20 @@ def test_a_process_that_is_on_no_gpu_is_left_alone(refused: Refused, world: Worl
     assert f"kill {os.getpid()}" in refused("stop", str(os.getpid()), code="not_on_gpu", exit_code=6)
 
 
+@pytest.mark.parametrize("user", ["bob", None])
+def test_nobody_is_told_to_kill_what_is_not_theirs(refused: Refused, world: World, user: str | None) -> None:
+    if user is not None:
+        world.fault("user", user)
+    # PID 1 ends all of a container, or of the machine.
+    message = refused("stop", "1", code="not_on_gpu", exit_code=6)
+    assert "kill" not in message
+    assert "see what it is: ps -fp 1" in message
+    other = admin.add_process(world.spec, holder=True, user="carl")
+    message = refused("stop", str(other), code="not_on_gpu", exit_code=6)
+    assert f"ask carl to end it; see: ps -fp {other}" in message
+    assert "kill" not in message
+
+
 def test_names_of_running_jobs_are_offered(real: Real, cli: Cli, world: World) -> None:
     runs(real, world)
     assert cli("stop", "nosuch", output="json").error["hint"] == "running jobs: train; see all: gpushare jobs -a"
