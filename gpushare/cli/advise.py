@@ -509,12 +509,7 @@ def case_of(words: Mapping[str, Any], *, root: bool | None, pair: tuple[int | No
 
 
 def case_from_file(path: str, *, root: bool | None) -> Case:
-    """Return the workloads of a YAML file as a case; ``-`` is stdin.
-
-    Raises:
-        NotFound, OperationFailed: it cannot be read.
-        BadUsage: it says something that is no workload.
-    """
+    """Return the workloads of a YAML file as a case; ``-`` is stdin."""
     try:
         with contextlib.nullcontext(sys.stdin) if path == "-" else open(path, encoding="utf-8") as file:
             text = file.read(_MOST_CHARACTERS + 1)

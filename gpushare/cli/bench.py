@@ -224,11 +224,7 @@ def check_repeat(repeat: int) -> None:
 
 
 def picture_path(text: str) -> Path:
-    """Return the path of a picture to draw.
-
-    Raises:
-        GpushareError: it cannot be drawn, or the file exists.
-    """
+    """Return the path of a picture, if it can be drawn and there is no such file."""
     check_plot(text)
     return check_new("--plot", text)
 

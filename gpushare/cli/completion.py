@@ -84,11 +84,7 @@ def _user_directory(shell: str) -> Path:
 
 
 def _completion_text(shell: _Shell) -> str:
-    """Return the completion of a shell, from a checkout or from this installation.
-
-    Raises:
-        NotFound: neither has it.
-    """
+    """Return the completion of a shell, from a checkout or from this installation."""
     import sysconfig
 
     user = sysconfig.get_path("data", sysconfig.get_preferred_scheme("user"))

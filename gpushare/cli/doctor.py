@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -11,12 +12,17 @@ from gpushare.base.values import dataclass
 from gpushare.cli.options import PLAIN, Command, settings
 from gpushare.doctor.check import Check, Verdict
 from gpushare.doctor.examine import examine, exit_code, worst
-from gpushare.show.doctor import COLOURS, check_lines
 from gpushare.show.result import Column, Result, Table
+from gpushare.show.text import wrapped
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 app = typer.Typer(**PLAIN)
 
-
+# Of lines on a terminal: the width of a verdict with its gap.
+_INDENT: Final = 6
+_COLOURS: Final = {"pass": "green", "warn": "yellow", "fail": "red", "skip": "dim"}
 _CSV: Final = ("verdict", "id", "gpu", "seen", "why", "remedy")
 
 
@@ -49,8 +55,8 @@ def doctor(
     host = settings.connect()
     checks = examine(host)
     columns = (
-        Column("verdict", "", style=lambda value: COLOURS.get(getattr(value, "value", value))),
-        Column("id", "check", whole=True),
+        Column("verdict", ""),
+        Column("id", "check"),
         Column("seen", "seen"),
         Column("remedy", "remedy"),
     )
@@ -63,3 +69,28 @@ def doctor(
         csv=Table(name="checks", columns=tuple(Column(key, key) for key in _CSV), rows=rows),
         exit_code=exit_code(checks, Verdict.WARN if fail_on is FailOn.WARNING else Verdict.FAIL),
     )
+
+
+def check_lines(rows: Sequence[Mapping[str, Any]], width: int) -> list[Text]:
+    """Return the checks as lines that fit a width (columns); a command can be copied."""
+    from rich.text import Text
+
+    names = max((len(row["id"]) for row in rows), default=0)
+    lines: list[Text] = []
+    for row in rows:
+        colour = _COLOURS[row["verdict"]]
+        first = f"{row['verdict']:<4}  {row['id']:<{names}}  "
+        margin = " " * len(first)
+        lines += [Text(line, style=colour) for line in wrapped(row["seen"], width, first, margin)]
+        if row["verdict"] in {"warn", "fail"}:
+            lines += [Text(line) for line in wrapped(row["why"] or "", width, margin, margin)]
+            lines += [Text(line) for line in _remedy_lines(row["remedy"] or "", width, margin)]
+    return lines
+
+
+def _remedy_lines(remedy: str, width: int, margin: str) -> list[str]:
+    """Return a remedy below the text of its check, or further to the left where it fits one line only there."""
+    lead = f"{margin}remedy: "
+    if len(lead) + len(remedy) > width:
+        lead = " " * _INDENT + "remedy: "
+    return wrapped(remedy, width, lead, " " * len(lead))

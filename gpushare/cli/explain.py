@@ -7,7 +7,7 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import IO, Annotated, Any, Final
 
 import typer
@@ -19,11 +19,15 @@ from gpushare.base.package import package_rows
 from gpushare.base.units import counted
 from gpushare.base.values import dataclass
 from gpushare.cli.options import PLAIN, Command, settings
-from gpushare.show.explain import explained_text
 from gpushare.show.legend import HEADS
 from gpushare.show.result import Result
+from gpushare.show.text import visible, wrapped
 
 app = typer.Typer(**PLAIN)
+
+# Of the text for people, in columns.
+_WIDTH: Final = 80
+_LABEL: Final = 10
 
 
 @app.command(cls=Command)
@@ -217,3 +221,30 @@ def _log_lines(stream: IO[bytes]) -> Iterator[str]:
     """Yield the lines of a log of any size."""
     while line := stream.readline(_LONGEST_LINE):
         yield line.decode("utf-8", "replace")
+
+
+def explained_text(matches: Sequence[Match], verdict: str | None = None) -> str:
+    """Return a verdict and explanations as paragraphs of at most 80 columns."""
+    paragraphs = ["\n".join(_match_lines(match)) for match in matches]
+    return "\n\n".join([*(["\n".join(wrapped(verdict, _WIDTH, "verdict: ", " " * 9))] if verdict else []), *paragraphs])
+
+
+def _match_lines(match: Match) -> Iterator[str]:
+    """Yield the lines about one match: title, the line of the log, meaning, cause, next commands, source."""
+    explanation = match.explanation
+    names = ", ".join(explanation.names)
+    yield from wrapped(f"{explanation.title}  {names}" if names else explanation.title, _WIDTH, "", "  ")
+    if explanation.pattern is not None or match.lines > 1:
+        more = f" (and {match.lines - 1} more like it)" if match.lines > 1 else ""
+        yield from _labelled_lines("line", visible(match.line) + more)
+    if explanation.text is not None:
+        yield from _labelled_lines("says", explanation.text)
+    yield from _labelled_lines("means", explanation.meaning)
+    yield from _labelled_lines("sharing" if explanation.kind == "concept" else "cause", explanation.cause)
+    for number, command in enumerate(explanation.next):
+        yield from _labelled_lines("" if number else "next", command)
+    yield from _labelled_lines("source", explanation.source)
+
+
+def _labelled_lines(label: str, text: str) -> list[str]:
+    return wrapped(text, _WIDTH, f"  {label:<{_LABEL - 2}}", " " * _LABEL)

@@ -134,11 +134,7 @@ def _idle_bytes(snapshot: Snapshot, work: LastWork) -> dict[int, int]:
 
 
 def _read_host(host: Host, work: LastWork | None) -> Reading:
-    """Return one look at a host, with all that the metrics need.
-
-    Raises:
-        GpushareError: it does not answer.
-    """
+    """Return one look at a host, with all that the metrics need."""
     observer, work = Observer(host, power=True), work or LastWork(host, once=True)
     snapshot, state = work.look(with_memory(host, observer.look())), observer.state
     layouts = {}

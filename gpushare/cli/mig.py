@@ -106,12 +106,7 @@ def env(
 
 
 def _places_named(name: str) -> list[Place]:
-    """Return the places of the instances with a name, at least one.
-
-    Raises:
-        BadUsage: it is a profile, or no name.
-        NotFound: no instance has it.
-    """
+    """Return the places of the instances with a name, at least one; raises BadUsage for a profile."""
     if is_profile(name):
         raise BadUsage(
             f"'{name[:60]}' is a profile, and only a name tells which instance",

@@ -567,11 +567,7 @@ def _switch_mode(
     """Switch the MIG mode of GPUs on or off; off only without instances, unless they may be destroyed."""
 
     def planned_change(host: Host, ledger: MigLedger) -> MigChange:
-        """Plan the mode of all GPUs, and for off the end of their instances.
-
-        Raises:
-            InUse: there are instances, and ``destroy`` is false.
-        """
+        """Plan the mode of all GPUs, and for off the end of their instances, unless these are refused."""
         gpus, layouts = current_layouts(host, gpu)
         may_go = eviction_targets(evict, layouts)
         instances = [
@@ -702,12 +698,7 @@ def name(
 
 
 def _plan_name(name: str, instance: str, gpu: str | None) -> Plan:
-    """Return the plan that gives an instance a name.
-
-    Raises:
-        BadUsage: it is not exactly one GPU instance, or it has another name.
-        GpushareError: the name is taken.
-    """
+    """Return the plan that gives a GPU instance a name; neither may have another, and the name may not be taken."""
     check_name(name)
     host = settings.connect()
     _, layouts = current_layouts(host, gpu, named=True)

@@ -240,21 +240,17 @@ def _print_whole_help(ctx: Any, _parameter: Any, value: bool) -> None:
         ctx.exit()
 
 
-def _help_options(name: str | None) -> list[TyperOption]:
-    """Return ``--help-all`` for a command whose ``--help`` leaves options out, else nothing."""
-    if name not in _LONG:
-        return []
-    return [
-        TyperOption(
-            param_decls=["--help-all", "shared_help_all"],
-            is_flag=True,
-            default=False,
-            expose_value=False,
-            is_eager=True,
-            callback=_print_whole_help,
-            help="Show all options and examples.",
-        )
-    ]
+def _switch(name: str, callback: Callable[..., None], text: str) -> TyperOption:
+    """Return an option that acts at once and ends the program."""
+    return TyperOption(
+        param_decls=[name, "shared_" + name.removeprefix("--").replace("-", "_").removeprefix("install_")],
+        is_flag=True,
+        default=False,
+        expose_value=False,
+        is_eager=True,
+        callback=callback,
+        help=text,
+    )
 
 
 def interrupted(error: KeyboardInterrupt) -> Interrupted:
@@ -407,8 +403,19 @@ def _single_value(option: TyperOption, values: Sequence[Any]) -> Any:
     )
 
 
-class Interruptible(_StrictOptions, Helped, TyperCommand):
-    """A command whose Ctrl-C is an error like any other: Typer would exit with 130 and print nothing."""
+class Command(_StrictOptions, Helped, TyperCommand):
+    """A command. Its Ctrl-C is an error like any other: Typer would exit with 130 and print nothing."""
+
+    changes = False
+    # Whether a change may need consent.
+    asks = False
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        whole_help = _switch("--help-all", _print_whole_help, "Show all options and examples.")
+        options = [whole_help] if named.get("name") in _LONG else []
+        options += change_options(asks=self.asks) if self.changes else []
+        named["params"] = [*(named.get("params") or []), *options, *common_options()]
+        super().__init__(*arguments, **named)
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         """Parse the words; an error is shown in the output format that they request."""
@@ -461,6 +468,7 @@ class Interruptible(_StrictOptions, Helped, TyperCommand):
             Interrupted: by Ctrl-C.
             ReaderGone: the reader of stdout is gone.
         """
+        settings.changes = self.changes
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
@@ -469,29 +477,10 @@ class Interruptible(_StrictOptions, Helped, TyperCommand):
             raise interrupted(error) from None
 
 
-class Command(Interruptible):
-    """A command that changes nothing."""
-
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        named["params"] = [*(named.get("params") or []), *_help_options(named.get("name")), *common_options()]
-        super().__init__(*arguments, **named)
-
-
-class ChangingCommand(Interruptible):
+class ChangingCommand(Command):
     """A command that changes something. It takes nothing that anybody would miss, so ``--yes`` is not in its help."""
 
-    asks = False
-
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        changing = change_options(asks=self.asks)
-        more = _help_options(named.get("name"))
-        named["params"] = [*(named.get("params") or []), *more, *changing, *common_options()]
-        super().__init__(*arguments, **named)
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run the command, and note that it changes something; as `Interruptible.invoke`."""
-        settings.changes = True
-        return super().invoke(ctx)
+    changes = True
 
 
 class AskingCommand(ChangingCommand):
@@ -514,13 +503,13 @@ class Group(Helped, TyperGroup):
         return {name: self.get_command(None, name) for name in self.list_commands(None)}  # type: ignore[arg-type]
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        """Parse the words before the command; as `Interruptible.make_context`."""
+        """Parse the words before the command; as `Command.make_context`."""
         _note_command_name(info_name, parent)
         with _parsing(args, interspersed=True):
             return super().make_context(info_name, args, parent, **extra)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the named command; as `Interruptible.make_context`. The error notes the word, for a suggestion."""
+        """Find the named command; as `Command.make_context`. The error notes the word, for a suggestion."""
         with _parsing(args, interspersed=True):
             try:
                 return super().resolve_command(ctx, args)
@@ -530,19 +519,6 @@ class Group(Helped, TyperGroup):
 
 
 GROUP: Final[Mapping[str, Any]] = {**PLAIN, "cls": Group, "no_args_is_help": True}
-
-
-def _switch(name: str, callback: Callable[..., None], text: str) -> TyperOption:
-    """Return an option of the program itself that acts at once and ends it."""
-    return TyperOption(
-        param_decls=[name, "shared_" + name.removeprefix("--").replace("-", "_").removeprefix("install_")],
-        is_flag=True,
-        default=False,
-        expose_value=False,
-        is_eager=True,
-        callback=callback,
-        help=text,
-    )
 
 
 class RootGroup(Group):

@@ -94,11 +94,7 @@ _EXAMPLES: Final = {"--hours": "720", "--target-load": "80"}
 
 
 def _parse_number(option: str, text: str, most: Decimal, *, zero: bool = False) -> Decimal:
-    """Return a number as typed, with or without $ and %.
-
-    Raises:
-        BadUsage: it is none, above ``most``, or 0 unless ``zero``.
-    """
+    """Return a number as typed, with or without $ and %; raises BadUsage above ``most``, and for 0 unless ``zero``."""
     match = re.fullmatch(r"\s*\$?(\d{1,12}(?:\.\d{1,12})?|\.\d{1,12})\s*%?\s*", text, re.ASCII)
     value = Decimal(match.group(1)) if match else None
     if value is None or value > most or (value == 0 and not zero):

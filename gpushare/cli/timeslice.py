@@ -232,11 +232,11 @@ def _process_table(rows: Sequence[ProcessSlices]) -> Table:
         name="processes",
         title="processes",
         columns=columns,
-        rows=tuple({**vars(row), "slice": _shown(row), "how": _setter_text(row)} for row in rows),
+        rows=tuple({**vars(row), "slice": _slices_text(row), "how": _setter_text(row)} for row in rows),
     )
 
 
-def _shown(row: ProcessSlices) -> str:
+def _slices_text(row: ProcessSlices) -> str:
     return ", ".join(_slice_text(value) for value in dict.fromkeys(row.slices_us)) or "-"
 
 
@@ -403,7 +403,10 @@ def keep(file: RulesOption = None) -> Any:
     path = str(applied_path(host)) if file is None else file
     wanted, policy = _read_policy(path)
     if settings.dry_run:
-        return _planned(policy, path)
+        from gpushare.show.keep import planned_result
+        from gpushare.timeslice.keep import verdicts
+
+        return planned_result(verdicts(host, policy), path)
     printed = KeepReport(sys.stdout, settings.output, quiet=settings.quiet)
     printed.follows(path, len(wanted.rules))
 
@@ -422,12 +425,7 @@ def keep(file: RulesOption = None) -> Any:
 
 
 def _read_policy(path: str) -> tuple[HostFile, Policy]:
-    """Return a file and the policy of its rules.
-
-    Raises:
-        BadUsage: it has no rules.
-        GpushareError: as `load_own`.
-    """
+    """Return a file and the policy of its rules; raises BadUsage if it has none."""
     from gpushare.hostfile.load import load_own, names_in
     from gpushare.timeslice.keep import Policy
 
@@ -439,13 +437,6 @@ def _read_policy(path: str) -> tuple[HostFile, Policy]:
             code="no_rules",
         )
     return wanted, Policy(wanted.rules, names_in(wanted))
-
-
-def _planned(policy: Policy, path: str) -> Result:
-    from gpushare.show.keep import planned_result
-    from gpushare.timeslice.keep import verdicts
-
-    return planned_result(verdicts(settings.connect(), policy), path)
 
 
 app.command(cls=Command, short_help="Show the level of each GPU and the slice of each process.")(show)

@@ -23,7 +23,7 @@ def answer_table(data: Any, *, whole: bool = False) -> Table:
     Without ``whole``, a terminal shows only the first of the changes.
     """
     rows = tuple({"item": item, "text": text} for item, text in _answer_items(data))
-    columns = (Column("item", "item"), Column("text", "text", whole=True))
+    columns = (Column("item", "item"), Column("text", "text"))
     return Table(
         name="answer",
         columns=columns,
@@ -37,11 +37,7 @@ def verdicts_table(data: Any) -> Table:
     rows = tuple(
         {"way": verdict.way, "verdict": verdict.outcome, "why": _main_reason(verdict)} for verdict in data.verdicts
     )
-    columns = (
-        Column("way", "way"),
-        Column("verdict", "verdict"),
-        Column("why", "why", whole=True),
-    )
+    columns = (Column("way", "way"), Column("verdict", "verdict"), Column("why", "why"))
     return Table(
         name="verdicts",
         columns=columns,
@@ -57,13 +53,7 @@ def reasons_table(verdicts: Sequence[Any], title: str) -> Table:
         for verdict in verdicts
         for reason in verdict.reasons
     )
-    columns = (
-        Column("way", "way", group=True),
-        Column("kind", "kind"),
-        Column("rule", "rule"),
-        Column("text", "text", whole=True),
-        Column("source", "source", whole=True),
-    )
+    columns = tuple(Column(key, key) for key in ("way", "kind", "rule", "text", "source"))
     return Table(
         name="reasons",
         title=title,

@@ -228,11 +228,9 @@ def _comparison_table(rows: tuple[Compared, ...]) -> Table:
 def _left_out_table(rows: tuple[LeftOut, ...]) -> Table:
     """Return the table of the ways that were not measured, and why."""
     columns = (
-        Column("way", "way", group=True),
-        Column(
-            "copies", "copies", right=True, optional=True, format=lambda value: "all" if value is None else str(value)
-        ),
-        Column("reason", "why", least=20),
+        Column("way", "way"),
+        Column("copies", "copies", right=True, format=lambda value: "all" if value is None else str(value)),
+        Column("reason", "why"),
     )
     return Table(
         name="left_out", title="left out", columns=columns, rows=rows, draw=lambda width: _reason_lines(rows, width)

@@ -159,11 +159,7 @@ def compare_table(
 
     ``absent`` mechanisms, which this host does not have, get one line where there is no room for a grid.
     """
-    columns = (
-        Column("row", "row", whole=True),
-        Column("mechanism", "mechanism", whole=True),
-        Column("says", "says"),
-    )
+    columns = (Column("row", "row"), Column("mechanism", "mechanism"), Column("says", "says"))
     records = tuple(
         {"row": row.title, "mechanism": name, "says": NOT_HERE if cell.text is None else cell.text}
         for row in rows
@@ -204,7 +200,7 @@ def csv_table(cells: Sequence[Any]) -> Table:
 
 def why_table(title: str, entries: Sequence[tuple[str, str]]) -> Table:
     """Return the table of one cell: headings, each with a text that is wrapped next to it on a terminal."""
-    columns = (Column("what", "what", whole=True), Column("says", "says"))
+    columns = (Column("what", "what"), Column("says", "says"))
     rows = tuple({"what": what, "says": says} for what, says in entries)
     return Table(name="cell", title=title, columns=columns, rows=rows, draw=lambda width: _why_lines(entries, width))
 

@@ -87,7 +87,7 @@ class LegendAnswer:
 def legend_result() -> Result:
     """Return what the column heads mean."""
     heads = tuple(Head(head=head, meaning=meaning) for head, meaning in HEADS.items())
-    columns = (Column("head", "head", whole=True), Column("meaning", "meaning"))
+    columns = (Column("head", "head"), Column("meaning", "meaning"))
     table = Table(name="heads", columns=columns, rows=tuple(map(vars, heads)))
     width = max(map(len, HEADS)) + 2
     lines = [line for each in heads for line in wrapped(each.meaning, _WIDTH, each.head.ljust(width), " " * width)]

@@ -13,7 +13,7 @@ from gpushare.base.values import dataclass
 from gpushare.mig.plan import GpuPlan, MigPlan
 from gpushare.mig.planner import fragmentation, free_profiles, lost_slices, who
 from gpushare.mig.profile import ComputeInstance, GpuInstance, Layout, Placement, Profile
-from gpushare.show.result import Column, Table
+from gpushare.show.result import Column, Table, plain_value
 from gpushare.show.status import silent_word
 
 # The width of a slice on a GPU with up to eight; with more slices each is narrower, to fit 80 columns.
@@ -172,7 +172,7 @@ def layout_text(layout: Layout) -> str:
     for instance in sorted(layout.instances, key=lambda each: each.start):
         lines.append(
             f"  GI {instance.id:<3} {instance.profile.name:<13} at {instance.placement}   "
-            f"{format_bytes(instance.profile.memory_bytes)}, {_sms_text(instance.profile)} SMs{_name_and_users(instance)}"
+            f"{format_bytes(instance.profile.memory_bytes)}, {plain_value(instance.profile.multiprocessors)} SMs{_name_and_users(instance)}"
         )
         for compute in instance.compute:
             lines.append(f"    CI {compute.id:<3} {compute.profile.name:<4} {_uuid_and_holders(compute)}".rstrip())
@@ -306,10 +306,6 @@ def _wrapped_items(title: str, items: Sequence[str]) -> Iterator[str]:
         else:
             line += "; " + item
     yield line
-
-
-def _sms_text(profile: Profile) -> str:
-    return "-" if profile.multiprocessors is None else str(profile.multiprocessors)
 
 
 def plan_text(plan: MigPlan, layouts: Mapping[int, Layout]) -> str:

@@ -52,8 +52,8 @@ def plan_result(
         columns=(
             Column("number", "#", right=True),
             Column("what", "what"),
-            Column("command", "command", whole=True),
-            Column("undo", "undo", whole=True),
+            Column("command", "command"),
+            Column("undo", "undo"),
         ),
         rows=tuple(
             {"number": number, "what": step.what, "command": step.command, "undo": step.undo}

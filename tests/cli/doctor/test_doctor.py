@@ -89,7 +89,7 @@ def test_other_outputs(cli: Cli, world: World, form: str) -> None:
 
 @pytest.mark.parametrize("width", [80, 120, 200])
 def test_on_a_terminal(cli: Cli, world: World, width: int) -> None:
-    from gpushare.show.doctor import check_lines
+    from gpushare.cli.doctor import check_lines
 
     world.fault("persistence-off")
     rows = cli("doctor", output="json").data["checks"]
