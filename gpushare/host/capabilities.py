@@ -160,6 +160,8 @@ def modify_line(*, modify: bool) -> str:
     return f"DeviceFileModify: {int(modify)}\n"
 
 
+# Characters of the names of a group's members in a hint.
+_MOST_MEMBERS: Final = 60
 # Users that a simulated host has and this machine has not, by id.
 MADE_UP: Final[dict[int, str]] = {}
 
@@ -179,9 +181,21 @@ def user_id(name: str) -> int:
     for uid, made_up in MADE_UP.items():
         if made_up == name:
             return uid
-    raise NotFound(
-        f"there is no user '{name[:60]}'", f"check the spelling: getent passwd {shlex.quote(name[:60])}", code="no_user"
-    )
+    raise _no_user_error(name)
+
+
+def _no_user_error(name: str) -> NotFound:
+    """Return the error of what is no user; a group is one, with or without the @ of other programs."""
+    import grp
+
+    group = name.removeprefix("@")
+    with contextlib.suppress(KeyError, ValueError):
+        members = ",".join(grp.getgrnam(group).gr_mem)
+        if not 0 < len(members) <= _MOST_MEMBERS:
+            members = f"getent group {shlex.quote(group)} lists them"
+        return NotFound(f"'{name}' is a group: only users can be named", f"name its members: {members}", code="no_user")
+    hint = f"check the spelling: getent passwd {shlex.quote(group[:60])}"
+    return NotFound(f"there is no user '{name[:60]}'", hint, code="no_user")
 
 
 def group_id(name: str) -> int:

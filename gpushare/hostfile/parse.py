@@ -42,7 +42,8 @@ _NAME: Final = text(
     "a name: a letter, then letters, digits, - _ . (not all or mig)",
 )
 _ID: Final = r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,62}[$]?$(?!\n)"
-_USER: Final = text(_ID, "the name or id (in quotes) of a user")
+# An @ is read, because it tells of a group: `user_id` refuses it, and says what to write instead.
+_USER: Final = text(_ID.replace("^", "^@?", 1), "the name or id (in quotes) of a user")
 _USERS: Final = several(_USER, least=1, unique=True).about(
     "Users of this machine, by name or by id in quotes; nobody else but root."
 )

@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -190,6 +191,21 @@ def test_users_of_the_machine() -> None:
         with pytest.raises(NotFound) as raised:
             user_id(unknown)
         assert raised.value.code == "no_user"
+
+
+def test_a_group_is_not_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    members: list[str] = []
+    monkeypatch.setattr("grp.getgrnam", lambda name: {"lab": SimpleNamespace(gr_mem=members)}[name])
+    for name in ("lab", "@lab"):
+        with pytest.raises(NotFound, match=rf"^'{name}' is a group: only users can be named$") as raised:
+            user_id(name)
+        assert raised.value.hint == "name its members: getent group lab lists them"
+    members += ["ada", "bob"]
+    with pytest.raises(NotFound) as raised:
+        user_id("lab")
+    assert raised.value.hint == "name its members: ada,bob"
+    with pytest.raises(NotFound, match=r"^there is no user '@nobody-there'$"):
+        user_id("@nobody-there")
 
 
 @pytest.mark.needs_root

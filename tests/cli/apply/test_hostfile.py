@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -943,6 +944,21 @@ def test_a_limit_of_an_unknown_user_changes_nothing(refused: Refused, write: Wri
     path = write("version: 1\ngpus: [{match: all, exclusive: true}]\nmemory: [{match: {user: nosuch}, limit: 8G}]\n")
     text = refused("apply", "-f", path, code="no_user", exit_code=6, host=TWO)
     assert "gpushare.yaml:3:10" in text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        one("mps: {users: ['@lab']}"),
+        "version: 1\nmemory: [{match: {user: '@lab'}, limit: 8G}]\n",
+        "version: 1\nslices: [{match: {user: lab}, slice: 1ms}]\n",
+    ],
+)
+def test_a_group_in_place_of_a_user_says_what_to_name(
+    refused: Refused, write: Write, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setattr("grp.getgrnam", lambda name: {"lab": SimpleNamespace(gr_mem=["ada", "bob"])}[name])
+    assert "name its members: ada,bob" in refused("apply", "-f", write(text), code="no_user", exit_code=6, host=TWO)
 
 
 def test_a_file_that_names_what_is_not_here_changes_nothing(cli: Cli, write: Write) -> None:
