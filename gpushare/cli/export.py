@@ -38,7 +38,7 @@ from gpushare.export.karpenter import node_pool_export
 from gpushare.export.slurm import slurm_export
 from gpushare.export.systemd import FILE, units_export
 from gpushare.hostfile.diff import check_fits, points
-from gpushare.hostfile.file import document_of
+from gpushare.hostfile.file import HostFile, document_of
 from gpushare.hostfile.kept import roots_file
 from gpushare.hostfile.load import entries_of, kept_file, load, with_place_in_file
 from gpushare.hostfile.look import live_gpus
@@ -200,7 +200,7 @@ def _container_share(gpu: str | None, file: str | None) -> ExportedDevice:
     state = HostState(settings.connect())
     device = select_one(gpu, state.gpus)
     live = describe_host(state, [device.gpu])
-    return container_device(live if file is None else in_place(state, file, live), device.uuid)
+    return container_device(live if file is None else in_place(state, file, load(file)[0], live), device.uuid)
 
 
 def cdi(gpu: OneGpuOption = None, file: FileOption = None, to: To = None) -> Any:
@@ -266,7 +266,7 @@ def systemd(
     """
     where = program or _own_program()
     host = describe(gpu, file=file, for_daemons=True)
-    rules = _has_rules(at_boot, file)
+    rules = _has_rules(at_boot) if file is None else "slices" in host.sections
     return export_result("systemd", units_export(host, program=where, file=at_boot or FILE, rules=rules), to)
 
 
@@ -278,10 +278,8 @@ def _own_program() -> str:
     return own if os.path.basename(own) == "gpushare" else shutil.which("gpushare") or "/usr/bin/gpushare"
 
 
-def _has_rules(at_boot: str | None, file: str | None) -> bool:
-    """Return whether the file for the boot has rules; if it is not on this host, whether the given one has."""
-    if file is not None:
-        return bool(load(file)[0].rules)
+def _has_rules(at_boot: str | None) -> bool:
+    """Return whether the file for the boot has rules; if it is not on this host, whether the kept one has."""
     if at_boot is not None and os.path.exists(at_boot):
         return bool(load(at_boot)[0].rules)
     kept = kept_file(settings.connect())
@@ -375,11 +373,17 @@ def describe(
     if any(device.mig is not None for device in devices):
         raise BadUsage("this engine needs whole GPUs, not a MIG instance", "name the GPU: -g 0", code="whole_gpu")
     host = describe_host(state, [device.gpu for device in devices], node=node)
-    if file is not None:
-        host = in_place(state, file, host, daemons_only=True) if for_daemons else _describe_file(state, file, host)
-    rules = roots_file(state.host) if file is None else load(file)[0]
-    if rules is not None:
-        host = replace(host, sections=frozenset(document_of(rules)) - {"version", "gpus"})
+    if file is None:
+        wanted = roots_file(state.host)
+    else:
+        # Once: stdin cannot be read again.
+        wanted, _ = load(file)
+        if for_daemons:
+            host = in_place(state, file, wanted, host, daemons_only=True)
+        else:
+            host = _describe_wanted(state, wanted, host)
+    if wanted is not None:
+        host = replace(host, sections=frozenset(document_of(wanted)) - {"version", "gpus"})
 
     def with_replicas(gpu: GpuDescription) -> GpuDescription:
         """Return a GPU with the replicas of the options; with one replica a time-sliced GPU is not shared."""
@@ -394,12 +398,13 @@ def describe(
     return replace(host, gpus=tuple(map(with_replicas, host.gpus)))
 
 
-def in_place(state: HostState, path: str, live: HostDescription, *, daemons_only: bool = False) -> HostDescription:
+def in_place(
+    state: HostState, path: str, file: HostFile, live: HostDescription, *, daemons_only: bool = False
+) -> HostDescription:
     """Return the host as a file wants it, with the UUIDs and pipe directories of what exists."""
     apply = f"{'' if state.host.root else 'sudo '}gpushare apply -f {shlex.quote(path)}"
-    wanted = _describe_file(state, path, live)
     return description.in_place(
-        wanted,
+        _describe_wanted(state, file, live),
         live,
         lambda uuid: str(own_home(state.host, uuid).pipe),
         apply=apply,
@@ -407,9 +412,8 @@ def in_place(state: HostState, path: str, live: HostDescription, *, daemons_only
     )
 
 
-def _describe_file(state: HostState, path: str, host: HostDescription) -> HostDescription:
+def _describe_wanted(state: HostState, file: HostFile, host: HostDescription) -> HostDescription:
     """Return the host as it will be once a gpushare.yaml is applied; what is applied already stays as it is."""
-    file, _ = load(path)
     matched = entries_of(file, state.gpus)
     if matched.missing:
         raise matched.missing[0]

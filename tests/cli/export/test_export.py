@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shlex
@@ -509,3 +510,12 @@ def test_a_unit_has_the_path_of_this_gpushare(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(settings, "host", "sim:h100")
     monkeypatch.setattr(sys, "argv", ["/opt/gpushare"])
     assert _own_program() == "/usr/bin/gpushare"
+
+
+@pytest.mark.parametrize("engine", ["k8s", "dra", "slurm", "systemd", "mig-parted", "docker", "cdi"])
+def test_a_file_from_stdin_is_read_once(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: str) -> None:
+    text = "version: 1\ngpus:\n- match: {index: 0}\n  exclusive: true\nslices:\n- match: all\n  slice: 500us\n"
+    path = tmp_path / "wanted.yaml"
+    path.write_text(text, encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+    assert cli("export", engine, "-f", "-").ok().out == cli("export", engine, "-f", str(path)).ok().out
