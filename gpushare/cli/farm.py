@@ -35,15 +35,13 @@ from gpushare.plan import Plan
 from gpushare.run.farm import (
     MOST_COPIES,
     MOST_LINE_BYTES,
+    Farm,
     FarmOptions,
     FarmResult,
-    check_farm,
     file_title,
     parse_lines,
-    plan_farm,
     share_of_threads,
 )
-from gpushare.run.farm import farm as run_farm
 from gpushare.run.jobs import check_job_name, farm_job
 from gpushare.run.program import RunOptions
 from gpushare.run.results import BenchedCap, find_benched
@@ -220,15 +218,15 @@ def _read_lines(each: str) -> tuple[str, ...]:
 def _run_or_plan(host: Host, devices: Sequence[Device], command: Sequence[str], options: FarmOptions) -> Any:
     """Run a farm and return its result; exit code 1 when a copy failed, 128 + N when signal N ended it."""
     report = CopyLines(options.copies, output=settings.output, quiet=settings.quiet, note=note)
-    if settings.dry_run:
-        steps = tuple(plan_farm(host, devices, command, options, report))
-        plan = Plan(title="the farm has ended", steps=steps)
-        return plan_result("farm", plan, dry_run=True, empty="nothing to do: all copies were done earlier")
     # An error comes before the farm is a job.
-    check_farm(host, devices, command, options, report)
+    copies = Farm(host, devices, command, options, report)
+    copies.check()
+    if settings.dry_run:
+        plan = Plan(title="the farm has ended", steps=copies.plan())
+        return plan_result("farm", plan, dry_run=True, empty="nothing to do: all copies were done earlier")
     try:
         with farm_job(host, devices[0], options.name, command) as ended:
-            result = _result_of_farm(run_farm(host, devices, command, options, report), options, devices)
+            result = _result_of_farm(copies.run(), options, devices)
             peaks = [copy.memory_peak_bytes for copy in result.data.copies if copy.memory_peak_bytes is not None]
             ended(result.exit_code, max(peaks, default=None))
     finally:

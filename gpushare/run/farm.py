@@ -424,42 +424,6 @@ def no_space_hint(directory: Path | None) -> str:
     return f"free space in {where}, or keep what copies print elsewhere: --logs DIR"
 
 
-def farm(
-    host: Host, devices: Sequence[Device], command: Sequence[str], options: FarmOptions, reporter: CopyLines
-) -> FarmResult:
-    """Run copies of a command until all have ended; a failed copy leaves the others alone.
-
-    Raises:
-        BadUsage: there are none (code ``bad_copies``), one fits on no device (``never_fits``), or the logs are of an
-            earlier farm that is not resumed, or of another command (``logs_used``).
-        NoPermission: a copy is more than this user may reserve (``over_user_limit``).
-        InUse: another farm has the logs (``logs_in_use``).
-        GpushareError: no device can be used; the ledger cannot be written.
-    """
-    copies = _Farm(host, devices, command, options, reporter)
-    copies.check()
-    with contextlib.ExitStack() as closing, contextlib.ExitStack() as held:
-        # Before the shares are given back, but after the copies have ended: else their memory would look free.
-        closing.callback(copies.close)
-        return copies.run(held)
-
-
-def plan_farm(
-    host: Host, devices: Sequence[Device], command: Sequence[str], options: FarmOptions, reporter: CopyLines
-) -> tuple[Step, ...]:
-    """Return the steps of a farm on the host as it is now: MPS daemons where there are none, then the copies."""
-    planned = _Farm(host, devices, command, options, reporter)
-    planned.check()
-    return tuple(planned.plan())
-
-
-def check_farm(
-    host: Host, devices: Sequence[Device], command: Sequence[str], options: FarmOptions, reporter: CopyLines
-) -> None:
-    """Raise what `farm` raises before it begins; nothing is changed."""
-    _Farm(host, devices, command, options, reporter).check()
-
-
 class _FarmGpu:
     """The GPU of some copies, or the GPUs that each of them has: their share, opened with the first one."""
 
@@ -507,7 +471,9 @@ class _FarmGpu:
                 copies[number].attached = self.several.attached(program, clients)
 
 
-class _Farm:
+class Farm:
+    """Copies of a command on devices, many at a time: first `check`, then `plan` or `run`."""
+
     def __init__(
         self,
         host: Host,
@@ -559,7 +525,14 @@ class _Farm:
         self._open_parts = contextlib.ExitStack()
 
     def check(self) -> None:
-        """Raise if no copy could ever start; nothing is changed."""
+        """Raise if no copy could ever start; nothing is changed.
+
+        Raises:
+            BadUsage: there are none (code ``bad_copies``), one fits on no device (``never_fits``), or the logs are of an
+                earlier farm that is not resumed (``logs_used``).
+            NoPermission: a copy is more than this user may reserve (``over_user_limit``).
+            GpushareError: no device can be used.
+        """
         options = self._options
         if options.copies < 1:
             raise BadUsage("there are no copies to run", "give --copies 1 or more", code="bad_copies")
@@ -723,12 +696,12 @@ class _Farm:
 
     # -- the plan ------------------------------------------------------------------------------------
 
-    def plan(self) -> list[Step]:
+    def plan(self) -> tuple[Step, ...]:
         """Return the steps of the farm: what is reserved, the daemons, each copy, and what is watched; none if all is done."""
         self._skip_planned()
         waiting = [copy for copy in self._copies if copy.state == "waiting"]
         if not waiting:
-            return []
+            return ()
         where = " or ".join(device.title for device in self._devices.values())
         if self._size is None:
             steps = [
@@ -763,13 +736,25 @@ class _Farm:
                     f"{action} each copy whose processes together hold more than {limit} (added up five times a second)"
                 )
             )
-        return steps
+        return tuple(steps)
 
     # -- the loop ------------------------------------------------------------------------------------
 
-    def run(self, held: contextlib.ExitStack) -> FarmResult:
-        """Run all copies; ``held`` closes the shares."""
-        self._open_parts = held
+    def run(self) -> FarmResult:
+        """Run the copies until all have ended; a failed copy leaves the others alone.
+
+        Raises:
+            BadUsage: the logs are of another command (code ``logs_used``).
+            InUse: another farm has the logs (``logs_in_use``).
+            GpushareError: no share can be opened; the ledger cannot be written.
+        """
+        with contextlib.ExitStack() as closing, self._open_parts:
+            # Before the shares are given back, but after the copies have ended: else their memory would look free.
+            closing.callback(self._close)
+            return self._run_all()
+
+    def _run_all(self) -> FarmResult:
+        """Start copies as they fit, and see them end, until all have or the user interrupts the farm."""
         with self._signals:
             self._open_logs()
             self.say_first()
@@ -798,7 +783,7 @@ class _Farm:
             unrecorded=tuple(self._unrecorded),
         )
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """Leave the ledger with all copies."""
         self._leave_line()
         for number in list(self._memories):

@@ -19,9 +19,9 @@ from gpushare.connect import connect
 from gpushare.host.host import Host
 from gpushare.memory.limit import MemoryBudget
 from gpushare.mps.limits import Limits
-from gpushare.run.farm import Copy, FarmOptions, command_of, farm, share_of_threads
+from gpushare.run.farm import Copy, FarmOptions, command_of, share_of_threads
 from tests.cli.drive import until
-from tests.run.farm_command import Silent, shell, sized
+from tests.run.farm_command import Silent, farm, shell, sized
 
 
 class Heard(Silent):

@@ -16,10 +16,10 @@ from gpushare.base.selection import Device
 from gpushare.host.guard import Guard
 from gpushare.host.host import Host
 from gpushare.run import several as left_behind
-from gpushare.run.farm import Copy, farm
+from gpushare.run.farm import Copy
 from gpushare.run.several import Several
 from tests.cli.drive import alive, until
-from tests.run.farm_command import Silent, shell, sized
+from tests.run.farm_command import Silent, farm, shell, sized
 
 
 class Heard(Silent):

@@ -18,8 +18,8 @@ from gpushare.connect import connect
 from gpushare.memory.ledger import Request
 from gpushare.memory.limit import MemoryBudget
 from gpushare.run import farm as module
-from gpushare.run.farm import Copy, FarmOptions, farm
-from tests.run.farm_command import Silent, sized
+from gpushare.run.farm import Copy, FarmOptions
+from tests.run.farm_command import Silent, farm, sized
 
 # -- one step of a farm ----------------------------------------------------------------------------
 
@@ -113,7 +113,7 @@ class Step:
         self.several: Any = Several()
         self.several.clients = self._clients
         device = Device(gpu=Gpu(index=2, uuid="GPU-a", memory_total_bytes=80 * GIB))
-        self.farm = module._Farm(host, [device], ["job"], FarmOptions(**options), Quiet())
+        self.farm = module.Farm(host, [device], ["job"], FarmOptions(**options), Quiet())
         self.gpu = self.farm._gpu("GPU-a")
         self.gpu.several = self.several
         self.farm._size, self.farm._size_from = GIB, "given"

@@ -18,20 +18,9 @@ from gpushare.base.errors import BadUsage, InUse
 from gpushare.base.selection import Device
 from gpushare.host.host import Host
 from gpushare.run import farm as farm_results
-from gpushare.run.farm import (
-    MARK,
-    Copy,
-    CopyEnd,
-    FarmResults,
-    copies_done,
-    digest_of_command,
-    farm,
-    line_of_end,
-    parse_ends,
-    plan_farm,
-)
+from gpushare.run.farm import MARK, Copy, CopyEnd, FarmResults, copies_done, digest_of_command, line_of_end, parse_ends
 from tests.cli.drive import until
-from tests.run.farm_command import Silent, shell, sized
+from tests.run.farm_command import Silent, farm, plan_farm, shell, sized
 
 
 class Heard(Silent):

@@ -25,15 +25,15 @@ def test_a_copy_whose_log_cannot_be_written_leaves_the_others_alone(cli: Cli, tm
 
 def test_a_progress_bar_is_no_silence(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[float] = []
-    from gpushare.run.farm import _Farm
+    from gpushare.run.farm import Farm
 
-    stalled = _Farm._stalled
+    stalled = Farm._stalled
 
-    def noted(self: _Farm, program: object) -> bool:
+    def noted(self: Farm, program: object) -> bool:
         heard.append(program.heard)  # type: ignore[attr-defined]
         return stalled(self, program)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(_Farm, "_stalled", noted)
+    monkeypatch.setattr(Farm, "_stalled", noted)
     cli("farm", "--copies", "1", "--stall", "300s", "--", sys.executable, "-c", BAR).ok()
     # Nothing but the bar was printed, and each state of it counted.
     assert len(set(heard)) > 1
