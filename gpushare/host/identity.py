@@ -42,23 +42,23 @@ def start_of(process: Identity | None) -> int | None:
 
 def identity_of(pid: int) -> Identity | None:
     """Return the process that has a PID now; None: no process, a zombie, or not visible."""
-    fields = _stat(pid)
+    fields = stat_fields(pid)
     return None if fields is None or fields[0] in _GONE else Identity(pid, int(fields[19]))
 
 
 def identity_of_child(pid: int) -> Identity | None:
     """Return the child of this process that has a PID, also if it has ended and was not waited for; None: not visible."""
-    fields = _stat(pid)
+    fields = stat_fields(pid)
     return None if fields is None else Identity(pid, int(fields[19]))
 
 
 def is_stopped(pid: int) -> bool:
     """Return whether a process is stopped: by Ctrl-Z, SIGSTOP or a debugger."""
-    fields = _stat(pid)
+    fields = stat_fields(pid)
     return fields is not None and fields[0] in _STOPPED
 
 
-def _stat(pid: int) -> list[str] | None:
+def stat_fields(pid: int) -> list[str] | None:
     """Return the fields of ``/proc/PID/stat`` from the state on; None if this user cannot read it."""
     try:
         # comm can contain any bytes; it ends at the last parenthesis.
@@ -87,7 +87,7 @@ def lives(process: Identity, uid: int) -> bool:
     """
     if process.pid <= 0:
         return False
-    if _stat(process.pid) is not None:
+    if stat_fields(process.pid) is not None:
         return identity_of(process.pid) == process and real_uid(process.pid) == uid
     try:
         os.kill(process.pid, 0)
@@ -101,13 +101,13 @@ def lives(process: Identity, uid: int) -> bool:
 
 def is_kernel_thread(pid: int) -> bool:
     """Return whether a PID is a kernel thread (PF_KTHREAD in ``/proc/PID/stat``)."""
-    fields = _stat(pid)
+    fields = stat_fields(pid)
     return fields is not None and bool(int(fields[6]) & _KERNEL_THREAD)
 
 
 def parent_of(pid: int) -> int | None:
     """Return the PID of a process's parent; None: there is none, or it is not visible."""
-    fields = _stat(pid)
+    fields = stat_fields(pid)
     return None if fields is None else int(fields[1]) or None
 
 

@@ -25,6 +25,7 @@ from gpushare.host.identity import (
     parent_of,
     pid_space,
     send_same,
+    stat_fields,
 )
 
 if TYPE_CHECKING:
@@ -277,12 +278,10 @@ class Processes:
 
     def usage(self, pid: int) -> ProcessUsage | None:
         """Return what a process uses of the host (``/proc/PID/stat``)."""
-        stat = _read_text(f"/proc/{pid}/stat")
-        if stat is None:
+        fields = stat_fields(pid)
+        if fields is None:
             return None
-        fields = stat.rpartition(")")[2].split()
-        ticks = int(fields[11]) + int(fields[12])
-        return ProcessUsage(int(fields[19]), ticks / _TICKS, int(fields[21]) * _PAGE)
+        return ProcessUsage(int(fields[19]), _cpu_ticks(fields) / _TICKS, int(fields[21]) * _PAGE)
 
     def descendants(self, pid: int) -> Sequence[int]:
         """Return a process with all that descend from it, those nearest to it first; empty: it is gone."""
@@ -499,7 +498,13 @@ def cpu_time(pid: int) -> CpuTime | None:
     try:
         return CpuTime(time.clock_gettime(~pid << 3 | _SCHED), exact=True)
     except (OSError, OverflowError):
-        return _cpu_time_in_ticks(pid)
+        fields = stat_fields(pid)
+        return None if fields is None else CpuTime(_cpu_ticks(fields) / _TICKS, exact=False)
+
+
+def _cpu_ticks(fields: Sequence[str]) -> int:
+    """Return the CPU time in clock ticks, of a process in user and kernel mode (utime and stime)."""
+    return int(fields[11]) + int(fields[12])
 
 
 def main_thread_time(pid: int) -> float | None:
@@ -507,16 +512,6 @@ def main_thread_time(pid: int) -> float | None:
     try:
         return int((read_proc(f"/proc/{pid}/task/{pid}/schedstat") or b"").split()[0]) / 1e9
     except (ValueError, IndexError):
-        return None
-
-
-def _cpu_time_in_ticks(pid: int) -> CpuTime | None:
-    """Return the CPU time by ``/proc/PID/stat``, in steps of a tick; None: unknown."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            fields = file.read().rpartition(")")[2].split()
-        return CpuTime((int(fields[11]) + int(fields[12])) / _TICKS, exact=False)
-    except (OSError, ValueError, IndexError):
         return None
 
 
@@ -590,18 +585,8 @@ def start_program(
             "start it again; see what ended the guard: journalctl -e",
             code="guard_gone",
         ) from None
-    except FileNotFoundError:
-        raise NotFound(
-            f"there is no program {quoted(argv[0], 200)}",
-            starting_hint(argv[0]),
-            code="command_not_found",
-        ) from None
-    except PermissionError:
-        raise NoPermission(
-            f"not allowed to execute {quoted(argv[0], 200)}",
-            starting_hint(argv[0]),
-            code="command_not_executable",
-        ) from None
+    except (FileNotFoundError, PermissionError) as error:
+        raise not_startable_error(argv[0], forbidden=isinstance(error, PermissionError)) from None
     except OSError as error:
         raise OperationFailed(
             f"cannot execute {quoted(argv[0], 200)}: {error.strerror}",
@@ -609,6 +594,15 @@ def start_program(
             starting_hint(argv[0]) if error.errno == errno.ENOEXEC else "give a program that this machine can run",
         ) from None
     return Child(process)
+
+
+def not_startable_error(program: str, *, forbidden: bool) -> NotFound | NoPermission:
+    """Return the error about a program that is not there, or that this user may not execute."""
+    if forbidden:
+        return NoPermission(
+            f"no permission to execute {quoted(program, 200)}", starting_hint(program), code="command_not_executable"
+        )
+    return NotFound(f"there is no program {quoted(program, 200)}", starting_hint(program), code="command_not_found")
 
 
 _INTERPRETERS: Final = {".py": "python3", ".sh": "sh"}

@@ -435,7 +435,8 @@ def find_paused(host: Host, text: str) -> PausedJob:
         if job is None:
             raise _not_paused_error(host, text)
         return job
-    refuse_run(host, ours[0])
+    if ours[0].by_run and ours[0].kept(host):
+        raise paused_by_run_error(ours[0])
     return ours[0]
 
 
@@ -489,12 +490,6 @@ def _not_paused_error(host: Host, text: str) -> NotFound:
     if info is not None and info.user and info.uid != host.uid:
         hint = f"if its user has paused it: sudo -u {shlex.quote(info.user)} gpushare resume {text}"
     return NotFound(f"process {text[:20]} is not paused by this user", hint, code="not_paused")
-
-
-def refuse_run(host: Host, job: PausedJob) -> None:
-    """Raise InUse for a job that a living `gpushare run` pauses."""
-    if job.by_run and job.kept(host):
-        raise paused_by_run_error(job)
 
 
 def _is_named(job: PausedJob, text: str) -> bool:

@@ -402,11 +402,6 @@ _LEAST_BYTES: Final = 2 * CONTEXT_BYTES
 _SAY_SECONDS: Final = 10.0
 
 
-def log_of(directory: Path, number: int, restarts: int) -> Path:
-    """Return the path of a copy's log after N restarts."""
-    return directory / f"copy-{number}{f'.{restarts}' if restarts else ''}.log"
-
-
 def remove_restart_logs(directory: int, copies: int, kept: frozenset[int] | set[int] = frozenset()) -> None:
     """Remove the logs of restarts left by an earlier farm, but those of ``kept``; a first log is overwritten anyway."""
     with contextlib.suppress(OSError):
@@ -416,12 +411,6 @@ def remove_restart_logs(directory: int, copies: int, kept: frozenset[int] | set[
                 # A log that cannot be removed, or a directory of that name, does no harm.
                 with contextlib.suppress(OSError):
                     os.unlink(name, dir_fd=directory)
-
-
-def no_space_hint(directory: Path | None) -> str:
-    """Return what to do when no space was left for what a copy prints; None: the output was not kept."""
-    where = tempfile.gettempdir() if directory is None else directory.absolute()
-    return f"free space in {where}, or keep what copies print elsewhere: --logs DIR"
 
 
 class _FarmGpu:
@@ -1023,7 +1012,8 @@ class Farm:
             )
             mark = memory.mark
             self._memories[number] = (*self._memories.get(number, ()), memory)
-        log = None if options.logs is None else log_of(options.logs, number, copy.tries)
+        restarts = f".{copy.tries}" if copy.tries else ""
+        log = None if options.logs is None else options.logs / f"copy-{number}{restarts}.log"
         copy.tries += 1
         copy.failure, copy.hint, copy.reason, copy.exit_code, copy.attached = None, None, None, None, None
         copy.log = None if log is None else str(log)
@@ -1247,7 +1237,8 @@ class Farm:
         status = program.status
         copy.exit_code, copy.failure = 128 - status if status is not None and status < 0 else status, failure
         if program.no_space:
-            copy.hint = no_space_hint(self._options.logs)
+            where = tempfile.gettempdir() if self._options.logs is None else self._options.logs.absolute()
+            copy.hint = f"free space in {where}, or keep what copies print elsewhere: --logs DIR"
         self._note_memory_end(copy)
         if stuck is not None:
             copy.failure = f"left process {', '.join(map(str, copy.left_behind))} behind: {stuck.message}"

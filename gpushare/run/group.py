@@ -148,8 +148,8 @@ class GroupSlice(Part):
     keep: float | None = None
     instead: PauseForProduction | None = None
     _slices: KeptSlices = field(init=False)
-    _member: Member | None = None
-    _watch: Attachment | None = None
+    _member: Member = field(init=False)
+    _watch: Attachment = field(init=False)
     # The program is paused while production works, or not slowed: the slice cannot be set.
     gave_up: bool = False
     _tries: int = 0
@@ -190,8 +190,6 @@ class GroupSlice(Part):
     def poll(self) -> bool:
         """Set the slice of the program's server, if the server is new or has another one."""
         watch = self._watch
-        if watch is None:
-            return False
         if self.gave_up:
             return self.instead is not None and self.instead.poll()
         if self._has_new_process(watch):
@@ -215,25 +213,23 @@ class GroupSlice(Part):
 
     def set_wanted(self, microseconds: int) -> None:
         """Record that this member wants another slice for the group from now on."""
-        if self._member is not None and microseconds != self._member.slice_us:
+        if microseconds != self._member.slice_us:
             self._member = replace(self._member, slice_us=microseconds)
             self._write_record()
 
     def _write_record(self) -> None:
         """Write the record of this member; without it the others do not know what it wants."""
-        if self._member is not None:
-            with contextlib.suppress(GpushareError, OSError):
-                write_member(self.host, self._member)
+        with contextlib.suppress(GpushareError, OSError):
+            write_member(self.host, self._member)
 
     def _other_members(self) -> list[Member]:
         """Return the other opportunistic jobs in the group."""
-        own_pid = None if self._member is None else self._member.pid
-        return [member for member in members(self.host, self.device) if member.pid != own_pid]
+        return [member for member in members(self.host, self.device) if member.pid != self._member.pid]
 
     def _apply_slice(self, watch: Attachment) -> None:
         """Set the slice of the program's servers where it is another one."""
         servers = watch.servers()
-        if not servers or self._member is None:
+        if not servers:
             return
         # The shortest that a member wants.
         slice_us = min([self._member.slice_us, *(member.slice_us for member in self._other_members())])
@@ -290,9 +286,8 @@ class GroupSlice(Part):
 
     def settle(self) -> None:
         """Forget this member; after the last one the server gets its slice back."""
-        if self._member is not None and self._watch is not None:
-            MEMBERS.drop(self.host, self._member.pid)
-            self._restore(self._watch)
+        MEMBERS.drop(self.host, self._member.pid)
+        self._restore(self._watch)
         self._slices.close()
         if self.gave_up and self.instead is not None:
             self.instead.settle()
@@ -311,7 +306,7 @@ class AdaptedSlice(Part):
     source: Callable[[], PrintedRate | None]
     keep: float
     pauser: Pauser | None = None
-    _watch: Watch | None = None
+    _watch: Watch = field(init=False)
     _progress: Progress | None = None
     _controller: Controller | None = None
     _pid: int | None = None
@@ -376,7 +371,7 @@ class AdaptedSlice(Part):
         seen, self._seen = self._seen, []
         setting = self._controller.step(at, seen)
         # Before it is on the GPU, it costs production nothing there.
-        self._set_held(held=setting.held and self._watch is not None and bool(self._watch.attached))
+        self._set_held(held=setting.held and bool(self._watch.attached))
         self.group.set_wanted(LEAST_US if setting.held else setting.slice_us)
         if self._controller.out_of_reach:
             self._say_once(
@@ -429,7 +424,7 @@ class AdaptedSlice(Part):
 
     def _say_once(self, about: str, text: str) -> None:
         """Tell the user of a trouble, once for each kind of it (``about``)."""
-        if about not in self._told and self._watch is not None:
+        if about not in self._told:
             self._told.add(about)
             self._watch.troubles.append(text)
 
@@ -443,7 +438,7 @@ class AdaptedSlice(Part):
     def settle(self) -> None:
         """Continue what the program left behind, and say what production kept."""
         self.release()
-        if self._watch is not None and self._controller is not None and (kept := self._controller.kept) is not None:
+        if self._controller is not None and (kept := self._controller.kept) is not None:
             self._watch.news.append(
                 f"{self.production.title} kept {format_percent(min(100.0, round(100 * kept, 1)))} of its speed in the last minute"
                 f" ({self._claim_figures(self._controller)})"

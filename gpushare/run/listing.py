@@ -140,7 +140,8 @@ class _Present:
         state, since = self._state(pid, _age(info) if began is None else uptime() - began)
         if record is not None and state == RUNNING:
             # Ended for production, and not started again yet; or another user's clients hold the MPS server.
-            ended = record.role == OPPORTUNISTIC and _runs_itself(record)
+            names_gpushare = record.supervisor is not None and record.supervisor.pid == record.pid
+            ended = record.role == OPPORTUNISTIC and names_gpushare
             state = WAITING if ended or record.waits else RUNNING
         mps = any(process.process.mps for process in processes)
         mps = mps or (record.mps if record is not None else info is not None and is_server(info.name))
@@ -235,11 +236,6 @@ def _processes_on_gpus(snapshot: Snapshot) -> Iterator[_OnGpu]:
             yield _OnGpu(gpu.index, Device(gpu=gpu, mig=mig), process)
 
 
-def _runs_itself(record: JobRecord) -> bool:
-    """Return whether the record of a job names its gpushare, and no program of it."""
-    return record.supervisor is not None and record.supervisor.pid == record.pid
-
-
 def _age(info: ProcessInfo | GpuProcess | None) -> float | None:
     """Return for how many seconds a process has run; None: unknown."""
     started = None if info is None else info.started_at
@@ -314,9 +310,7 @@ def _waiting_jobs(host: Host, snapshot: Snapshot, ledger: Sequence[Reservation])
                 count=row.count,
                 behind=tuple(_name_or_pid(other) for other in waiting[:number] if _want_same_device(other, row)),
                 held_by=tuple(
-                    _name(other.name) or str(other.pid)
-                    for other in ledger
-                    if not set(other.held).isdisjoint(row.device_uuids)
+                    _name_or_pid(other) for other in ledger if not set(other.held).isdisjoint(row.device_uuids)
                 ),
                 others_bytes=max((lines[key].others_bytes for key in row.device_uuids if key in lines), default=None),
                 stopped=row.stopped,
@@ -324,8 +318,8 @@ def _waiting_jobs(host: Host, snapshot: Snapshot, ledger: Sequence[Reservation])
         )
 
 
-def _name_or_pid(job: WaitingJob) -> str:
-    """Return what to call a waiting job."""
+def _name_or_pid(job: WaitingJob | Reservation) -> str:
+    """Return what to call a job of the ledger."""
     return _name(job.name) or str(job.pid)
 
 

@@ -526,7 +526,8 @@ class Session:
                 elif number == signal.SIGTSTP:
                     terminal.suspend()
                 elif number in _PASSED_ON:
-                    _signal_group(child.pid, number)
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        os.killpg(child.pid, number)
             terminal.serve(child)
             if self._ended_by is None and child.poll() is None:
                 self._poll_parts(child, wakeups)
@@ -671,9 +672,3 @@ def dismiss(guard: Guard, *, lingers: bool) -> None:
     guard.leave(LINGER if lingers else DONE)
     if not lingers:
         guard.wait()
-
-
-def _signal_group(pid: int, number: int) -> None:
-    """Pass a signal on to the process group of the program."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, number)

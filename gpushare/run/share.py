@@ -10,14 +10,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import field
 from typing import Final, Protocol
 
-from gpushare.base.errors import BadUsage, GpushareError, NoPermission, NotFound
+from gpushare.base.errors import BadUsage, GpushareError, NotFound
 from gpushare.base.selection import Device
-from gpushare.base.units import parse_pinned_limits, parse_thread_percentage, quoted
+from gpushare.base.units import parse_pinned_limits, parse_thread_percentage
 from gpushare.base.values import dataclass
 from gpushare.host.activity import ActivityMeter
 from gpushare.host.claims import HeldClaim
 from gpushare.host.host import Host
-from gpushare.host.process import starting_hint
+from gpushare.host.process import not_startable_error
 from gpushare.host.records import read_tail
 from gpushare.mps.control import MpsControl, is_server
 from gpushare.mps.daemons import check_device, live_pid, own_daemon
@@ -365,19 +365,7 @@ def check_program(program: str) -> None:
         return
     # A file of this directory that could be executed is only not on PATH.
     forbidden = os.path.isfile(program) and not os.access(program, os.X_OK)
-    error: GpushareError = (
-        NoPermission(
-            f"no permission to execute {quoted(program, 200)}",
-            starting_hint(program),
-            code="command_not_executable",
-        )
-        if forbidden
-        else NotFound(
-            f"there is no program {quoted(program, 200)}",
-            starting_hint(program),
-            code="command_not_found",
-        )
-    )
+    error = not_startable_error(program, forbidden=forbidden)
     # As a shell, env and nohup end.
     error.exit_code = _NOT_EXECUTABLE if forbidden else NO_PROGRAM  # type: ignore[assignment]
     raise error

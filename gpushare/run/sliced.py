@@ -116,7 +116,7 @@ class OwnSlice(Part):
     host: Host
     slice_us: int
     _slices: KeptSlices = field(init=False)
-    _watch: Watch | None = None
+    _watch: Watch = field(init=False)
     _due: float = 0.0
     _told: set[str] = field(default_factory=set)
     _failed: bool = False
@@ -141,10 +141,8 @@ class OwnSlice(Part):
 
     def poll(self) -> bool:
         """Give new processes of the program the slice."""
-        watch = self._watch
-        if watch is not None:
-            self._set_slice(watch)
-            self._due = time.monotonic() + min(watch.wait(), LOOK_SECONDS)
+        self._set_slice(self._watch)
+        self._due = time.monotonic() + min(self._watch.wait(), LOOK_SECONDS)
         return False
 
     def _set_slice(self, watch: Watch) -> None:

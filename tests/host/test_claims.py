@@ -480,7 +480,7 @@ def test_a_claim_that_names_anothers_process_is_worth_nothing(host: Host) -> Non
 
 def test_processes_that_are_hidden_count_where_they_must_not_be_signalled(monkeypatch: pytest.MonkeyPatch) -> None:
     """A /proc mounted with hidepid."""
-    monkeypatch.setattr(identity, "_stat", lambda _: None)
+    monkeypatch.setattr(identity, "stat_fields", lambda _: None)
     answers: list[Exception | None] = [PermissionError(errno.EPERM, "x"), ProcessLookupError(), None]
 
     def kill(*_: int) -> None:
