@@ -16,12 +16,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from gpushare.base.model import GpuProcess
-from gpushare.base.units import MIB
 from gpushare.gpu_models import find_model
 from gpushare.mig import board
 from gpushare.mig.plan import MigPlan, NoPlan
 from gpushare.mig.planner import Target, plan_add, plan_exact
-from gpushare.mig.profile import ComputeInstance, GpuInstance, Layout, Placement, Profile, standard_compute_profiles
+from gpushare.mig.profile import ComputeInstance, GpuInstance, Layout, Placement, Profile
 from gpushare.mig.wish import parse_wish
 
 GOAL_MS = 50.0
@@ -50,24 +49,6 @@ class Timing:
     planned: bool
 
 
-def profiles() -> tuple[Profile, ...]:
-    """Return the profiles of an H100 80GB from the catalogue."""
-    return tuple(
-        Profile(
-            name=raw.name,
-            id=raw.id,
-            nvml_profile=raw.nvml_profile,
-            slices=raw.slices,
-            memory_bytes=None if raw.memory_mib is None else raw.memory_mib * MIB,
-            multiprocessors=raw.multiprocessors,
-            instances=raw.instances,
-            placements=tuple(Placement(start, raw.size or 0) for start in raw.starts or ()),
-            compute=standard_compute_profiles(raw.slices, raw.nvml_profile),
-        )
-        for raw in find_model("h100").profiles
-    )
-
-
 def gpu_instance(text: str, number: int, offered: Sequence[Profile]) -> GpuInstance:
     """Return the GPU instance that ``3g.40gb:4!`` describes."""
     name, _, start = text.rstrip("!").partition(":")
@@ -83,7 +64,7 @@ def gpu_instance(text: str, number: int, offered: Sequence[Profile]) -> GpuInsta
 
 def host(size: int, mixes: Sequence[str] = MIXES) -> list[Layout]:
     """Return a host with ``size`` GPUs; an empty mix is an empty GPU."""
-    offered = profiles()
+    offered = find_model("h100").profiles
     return [
         Layout(
             gpu=gpu,

@@ -90,6 +90,11 @@ class Value:
         ]
 
 
+def whole_document(raw: Any, title: str, shown: str) -> Value:
+    """Return a YAML document as the value that a form reads; ``title`` is what messages call it, ``shown`` the file."""
+    return Value(raw, getattr(raw, "mark", Mark()), title, shown)
+
+
 @dataclass(frozen=True)
 class Form(Generic[T]):
     """One form: reads a value, or raises BadUsage (code ``bad_file``); ``schema`` accepts what it reads."""

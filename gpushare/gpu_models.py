@@ -41,49 +41,6 @@ NVML_PROFILE: Final[Mapping[str, int]] = {
 }
 
 
-class GiProfile(NamedTuple):
-    """One GPU instance profile (``nvidia-smi mig -lgip`` and ``-lgipp``); None is unknown."""
-
-    name: str
-    # The ID column of -lgip, nvmlGpuInstanceProfileInfo_t.id.
-    id: int | None
-    # The NVML_GPU_INSTANCE_PROFILE_* number.
-    nvml_profile: int | None
-    slices: int
-    instances: int
-    memory_mib: int | None
-    multiprocessors: int | None
-    copy_engines: int | None
-    decoders: int | None
-    encoders: int | None
-    jpeg_engines: int | None
-    optical_flow_engines: int | None
-    peer_to_peer: bool
-    # Placements in memory slices: where it may start, and how many it takes.
-    starts: tuple[int, ...] | None
-    size: int | None
-    confidence: str
-
-    @property
-    def base_name(self) -> str:
-        """Return the name without media or graphics extension, as ``nvidia-smi -L`` prints the MIG device."""
-        return re.split(r"[+-]", self.name, maxsplit=1)[0]
-
-    @property
-    def all_media(self) -> bool:
-        """Return whether it takes every media engine (``+me.all``): only ``-me`` profiles fit next to it."""
-        return self.name.endswith("+me.all")
-
-    @property
-    def media(self) -> bool:
-        """Return whether it has the media extension: one such instance per GPU."""
-        return self.all_media or self.name.endswith("+me")
-
-    @property
-    def no_media(self) -> bool:
-        return self.name.endswith("-me")
-
-
 class GpuModel(NamedTuple):
     """One GPU model; None is unknown."""
 
@@ -110,7 +67,10 @@ class GpuModel(NamedTuple):
     axis: int | None
     compute_slices: int | None
     reset_for_mode_change: bool | None
-    profiles: tuple[GiProfile, ...]
+    profiles: tuple[Profile, ...]
+    # By the name of a profile: how sure its facts are, and whether peer-to-peer transfers work.
+    confidence: Mapping[str, str]
+    peer_to_peer: Mapping[str, bool]
 
     @property
     def short(self) -> str:
@@ -121,12 +81,12 @@ class GpuModel(NamedTuple):
     def memory_bytes(self) -> int | None:
         return None if self.memory_mib is None else self.memory_mib * MIB
 
-    def profile(self, name: str) -> GiProfile | None:
+    def profile(self, name: str) -> Profile | None:
         """Return the GPU instance profile with this name (``3g.71gb``, ``MIG 3g.71gb``), or None."""
         wanted = name.strip().lower().removeprefix("mig").strip()
         return next((profile for profile in self.profiles if profile.name == wanted), None)
 
-    def profile_by_id(self, profile_id: int) -> GiProfile | None:
+    def profile_by_id(self, profile_id: int) -> Profile | None:
         return next((profile for profile in self.profiles if profile.id == profile_id), None)
 
 
@@ -203,57 +163,30 @@ def _build_model(raw: dict[str, Any]) -> GpuModel:
         aliases=tuple(raw["aliases"]),
         pci_device_ids=tuple(raw["pci_device_ids"] or ()),
         multiprocessors=raw["sm"],
-        profiles=tuple(_build_profile(profile) for profile in raw["gi_profiles"]),
+        profiles=tuple(map(_build_profile, raw["gi_profiles"])),
+        confidence={profile["name"]: profile["confidence"] for profile in raw["gi_profiles"]},
+        peer_to_peer={profile["name"]: profile["p2p"] for profile in raw["gi_profiles"]},
     )
 
 
-def _build_profile(raw: dict[str, Any]) -> GiProfile:
-    return GiProfile(
+def _build_profile(raw: dict[str, Any]) -> Profile:
+    """Return a profile of the catalogue as the driver would list it; unpublished values are None."""
+    nvml_profile = None if raw["nvml_enum"] is None else NVML_PROFILE[raw["nvml_enum"]]
+    return Profile(
         name=raw["name"],
         id=raw["id"],
-        nvml_profile=None if raw["nvml_enum"] is None else NVML_PROFILE[raw["nvml_enum"]],
+        nvml_profile=nvml_profile,
         slices=raw["slices"],
-        instances=raw["instances"],
-        memory_mib=raw["mem_mib"],
+        memory_bytes=None if raw["mem_mib"] is None else raw["mem_mib"] * MIB,
         multiprocessors=raw["sm"],
-        copy_engines=raw["ce"],
-        decoders=raw["dec"],
-        encoders=raw["enc"],
-        jpeg_engines=raw["jpeg"],
-        optical_flow_engines=raw["ofa"],
-        peer_to_peer=raw["p2p"],
-        starts=None if raw["starts"] is None else tuple(raw["starts"]),
-        size=raw["size"],
-        confidence=raw["confidence"],
-    )
-
-
-def profiles_of(model: GpuModel) -> tuple[Profile, ...]:
-    """Return the MIG profiles of a model; unpublished values are None."""
-    return tuple(profile_of(raw) for raw in model.profiles)
-
-
-@cache
-def profile_of(raw: GiProfile) -> Profile:
-    """Return a profile of the catalogue as NVML would describe it."""
-    placements = None
-    if raw.starts is not None and raw.size is not None:
-        placements = tuple(Placement(start, raw.size) for start in raw.starts)
-    return Profile(
-        name=raw.name,
-        id=raw.id,
-        nvml_profile=raw.nvml_profile,
-        slices=raw.slices,
-        memory_bytes=None if raw.memory_mib is None else raw.memory_mib * MIB,
-        multiprocessors=raw.multiprocessors,
         engines=Engines(
-            copy=raw.copy_engines,
-            decoders=raw.decoders,
-            encoders=raw.encoders,
-            jpeg=raw.jpeg_engines,
-            optical_flow=raw.optical_flow_engines,
+            copy=raw["ce"],
+            decoders=raw["dec"],
+            encoders=raw["enc"],
+            jpeg=raw["jpeg"],
+            optical_flow=raw["ofa"],
         ),
-        instances=raw.instances,
-        placements=placements,
-        compute=standard_compute_profiles(raw.slices, raw.nvml_profile),
+        instances=raw["instances"],
+        placements=None if raw["starts"] is None else tuple(Placement(start, raw["size"]) for start in raw["starts"]),
+        compute=standard_compute_profiles(raw["slices"], nvml_profile),
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from gpushare.advice.table import driver_branch
 from gpushare.base.errors import GpushareError, NoPermission, NotSupported, or_none
 from gpushare.base.model import Way
-from gpushare.gpu_models import named_model, profiles_of
+from gpushare.gpu_models import named_model
 from gpushare.mps.limits import VOLTA, Limits
 
 if TYPE_CHECKING:
@@ -220,7 +220,7 @@ def _gpu_facts(state: HostState, gpu: Gpu, daemons: Sequence[MpsDaemon]) -> GpuF
         mig_capable=gpu.mig_capable,
         mig_enabled=gpu.mig_enabled,
         layout=layout,
-        documented=profiles_of(model) if layout is None and gpu.mig_capable and model is not None else (),
+        documented=model.profiles if layout is None and gpu.mig_capable and model is not None else (),
         compute_mode=gpu.compute_mode,
         processes=None if gpu.processes is None else len({process.pid for process in gpu.processes}),
         displays=len({process.pid for process in gpu.processes or () if process.graphics and not process.compute}),

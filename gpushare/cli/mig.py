@@ -30,7 +30,7 @@ from gpushare.cli.options import (
     gpus_of,
     settings,
 )
-from gpushare.gpu_models import find_model, profiles_of
+from gpushare.gpu_models import find_model
 from gpushare.mig.holders import no_plan_error
 from gpushare.mig.layouts import layouts_of
 from gpushare.mig.ledger import MigLedger
@@ -330,7 +330,7 @@ def model_layout(model: str) -> tuple[Layout, dict[str, str]]:
     entry = find_model(model)
     if not entry.profiles:
         raise NotSupported(f"{entry.name} has no MIG", "see which have: gpushare sim list --models", code="no_mig")
-    return Layout(gpu=0, profiles=profiles_of(entry)), {raw.name: raw.confidence for raw in entry.profiles}
+    return Layout(gpu=0, profiles=entry.profiles), dict(entry.confidence)
 
 
 def _mode_text(gpu: Gpu) -> str:

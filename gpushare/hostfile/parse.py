@@ -24,10 +24,11 @@ from gpushare.form import (
     several,
     text,
     whole,
+    whole_document,
     yes_or_no,
 )
 from gpushare.hostfile.file import VERSION, Entry, Exactness, HostFile, InstanceWish, Match, MemoryLimit, MpsWish
-from gpushare.inputs import Mark, documents
+from gpushare.inputs import documents
 from gpushare.mps.limits import Limits
 from gpushare.timeslice.rules import LEAST_WEIGHT, MOST_WEIGHT, ProcessMatch, Role, Rule
 
@@ -326,7 +327,7 @@ def parse(text: str, shown: str = "gpushare.yaml") -> HostFile:
 
 def read(raw: object, shown: str = "gpushare.yaml") -> HostFile:
     """Return the file from loaded YAML; errors as `parse`. Without noted places, everything is at 1:1."""
-    value = Value(raw, getattr(raw, "mark", Mark()), "the file", shown)
+    value = whole_document(raw, "the file", shown)
     if isinstance(raw, dict) and "mig-configs" in raw:
         configs = raw["mig-configs"]
         name = next(iter(configs), None) if isinstance(configs, dict) else None

@@ -18,8 +18,19 @@ from typing import Any, Final, NamedTuple
 from gpushare.base.errors import BadUsage, NotFound
 from gpushare.base.model import Gpu
 from gpushare.base.selection import no_mig_error
-from gpushare.form import Form, Value, constant, mapping, one_or_several, several, table, text, whole, yes_or_no
-from gpushare.inputs import Mark
+from gpushare.form import (
+    Form,
+    Value,
+    constant,
+    mapping,
+    one_or_several,
+    several,
+    table,
+    text,
+    whole,
+    whole_document,
+    yes_or_no,
+)
 from gpushare.mig.wish import Request, Wish, merged, parse_wish
 
 VERSION: Final = "v1"
@@ -271,12 +282,12 @@ def parse_parted(raw: object, placements: object = None, shown: str = "the file"
     Raises:
         BadUsage: it is not valid; the message begins with ``FILE:LINE:COLUMN``.
     """
-    document = Value(raw, getattr(raw, "mark", Mark()), "the file", shown)
+    document = whole_document(raw, "the file", shown)
     if isinstance(raw, Mapping) and raw.get("kind") == "ConfigMap":
         raise document.wrong("is a Kubernetes ConfigMap", "give the text below its data: config.yaml as a file")
     configs, places = _FILE.read(document), {}
     if placements is not None:
-        places = _SECOND.read(Value(placements, getattr(placements, "mark", Mark()), "the second document", shown))
+        places = _SECOND.read(whole_document(placements, "the second document", shown))
     unknown = sorted(places.keys() - configs.keys())
     if unknown:
         raise BadUsage(

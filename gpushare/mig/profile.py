@@ -142,6 +142,11 @@ class Profile:
         return max((placement.size for placement in self.placements), default=None) if self.placements else None
 
     @property
+    def starts(self) -> tuple[int, ...] | None:
+        """Return the memory slices at which it may begin; None: unknown."""
+        return None if self.placements is None else tuple(placement.start for placement in self.placements)
+
+    @property
     def whole(self) -> ComputeProfile:
         """Return the compute instance profile that fills it, as ``-cgi ... -C`` creates it."""
         return self.compute_of(self.slices) or ComputeProfile(slices=self.slices, instances=1)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from gpushare.base.units import MIB
-from gpushare.gpu_models import GiProfile
+from gpushare.mig.profile import Profile
 from gpushare.sim.nvml_abi import MPS_SERVER_BYTES, Code, Refused, Target
 from gpushare.sim.state import SimulatedGpu, SimulatedHostState, SimulatedMigInstance, SimulatedProcess, now, on_gpu
 
@@ -148,29 +148,30 @@ def memory_of(state: SimulatedHostState, target: Target) -> tuple[int, int, int]
     return total, reserved, min(used, total - reserved)
 
 
-def _published(target: Target, name: str, attribute: str, step: int = 1) -> int:
-    """Return a fact of a profile; where it is not published, its share of the memory axis, 0 where that is unknown."""
-    profile, axis = target.model.profile(name), target.model.axis
-    published: int | None = None if profile is None else getattr(profile, attribute)
-    total: int | None = getattr(target.model, attribute)
-    if published is not None:
-        return published
-    if profile is None or profile.size is None or axis is None or total is None:
+def _part_of_axis(target: Target, profile: Profile | None, total: int | None) -> int:
+    """Return a profile's part of what a GPU has, by memory slices; 0 where that is unknown: NVML has no word for it."""
+    if profile is None or profile.size is None or target.model.axis is None or total is None:
         return 0
-    return total * profile.size // axis // step * step
+    return total * profile.size // target.model.axis
 
 
 def profile_memory_mib(target: Target, name: str) -> int:
-    """Return a GPU instance's memory in MiB: NVML has no "unknown" in this struct."""
-    return _published(target, name, "memory_mib", 64)
+    """Return a GPU instance's memory in MiB; where it is not published, by its part of the axis."""
+    profile = target.model.profile(name)
+    if profile is not None and profile.memory_bytes is not None:
+        return profile.memory_bytes // MIB
+    return _part_of_axis(target, profile, target.model.memory_mib) // 64 * 64
 
 
 def profile_multiprocessors(target: Target, name: str) -> int:
-    """Return a GPU instance's SM count."""
-    return _published(target, name, "multiprocessors")
+    """Return a GPU instance's SM count; where it is not published, by its part of the axis."""
+    profile = target.model.profile(name)
+    if profile is not None and profile.multiprocessors is not None:
+        return profile.multiprocessors
+    return _part_of_axis(target, profile, target.model.multiprocessors)
 
 
-def compute_multiprocessors(target: Target, profile: GiProfile, slices: int) -> int:
+def compute_multiprocessors(target: Target, profile: Profile, slices: int) -> int:
     """Return the SM count of a compute instance with this many slices of a GPU instance."""
     whole = profile_multiprocessors(target, profile.name)
     if slices == profile.slices:

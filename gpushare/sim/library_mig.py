@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
-from gpushare.gpu_models import GiProfile, GpuModel
+from gpushare.gpu_models import GpuModel
+from gpushare.mig.profile import Profile
 from gpushare.sim import activity, mig
 from gpushare.sim import nvml_abi as abi
 from gpushare.sim.activity import Resident
@@ -22,18 +23,18 @@ from gpushare.sim.state import SimulatedGpu, SimulatedGpuInstance, SimulatedHost
 _PROFILE_COUNT: Final = 17
 # Engine counts of a profile by their NVML field names.
 _ENGINES: Final = {
-    "copyEngineCount": "copy_engines",
+    "copyEngineCount": "copy",
     "decoderCount": "decoders",
     "encoderCount": "encoders",
-    "jpegCount": "jpeg_engines",
-    "ofaCount": "optical_flow_engines",
+    "jpegCount": "jpeg",
+    "ofaCount": "optical_flow",
 }
 
 
-def _engines(profile: GiProfile, *, shared: bool = False) -> dict[str, int]:
+def _engines(profile: Profile, *, shared: bool = False) -> dict[str, int]:
     """Return the engine counts of a profile by their NVML names, with ``shared`` those of nvmlDeviceAttributes_t."""
     # NVML has no "unknown" in these structs; what is not published is left out, as 0.
-    counts = {name: getattr(profile, attribute) or 0 for name, attribute in _ENGINES.items()}
+    counts = {name: getattr(profile.engines, attribute) or 0 for name, attribute in _ENGINES.items()}
     return {f"shared{name[0].upper()}{name[1:]}": count for name, count in counts.items()} if shared else counts
 
 
@@ -44,7 +45,7 @@ def _demand_instance(instance: SimulatedMigInstance | None) -> SimulatedMigInsta
     return instance
 
 
-def _owner(target: Target) -> tuple[SimulatedGpuInstance, GiProfile]:
+def _owner(target: Target) -> tuple[SimulatedGpuInstance, Profile]:
     """Return the GPU instance that was called on, or in which the compute instance lies, and its profile."""
     owner = target.gpu_instance
     profile = None if owner is None else target.model.profile(owner.profile)
@@ -57,7 +58,7 @@ def _compute_instances_of(target: Target) -> list[SimulatedMigInstance]:
     return [instance for instance in target.gpu.mig if instance.gpu_instance_id == target.handle.gpu_instance]
 
 
-def _profile_offering(target: Target, number: int) -> GiProfile:
+def _profile_offering(target: Target, number: int) -> Profile:
     """Return the GPU instance's profile, if it offers a compute instance profile; NOT_SUPPORTED otherwise."""
     profile = _owner(target)[1]
     if number not in mig.offered(profile):
@@ -85,7 +86,7 @@ def _profile_info(_library: SimulatedLibrary, target: Target, number: int) -> di
         return None
     return _engines(profile) | {
         "id": profile.id,
-        "isP2pSupported": int(profile.peer_to_peer),
+        "isP2pSupported": int(target.model.peer_to_peer[profile.name]),
         "sliceCount": profile.slices,
         "instanceCount": profile.instances,
         "multiprocessorCount": activity.profile_multiprocessors(target, profile.name),
@@ -111,7 +112,7 @@ def _compute_profile(_library: SimulatedLibrary, target: Target, number: int, en
     }
 
 
-def _profile_by_id(target: Target, profile_id: int) -> GiProfile:
+def _profile_by_id(target: Target, profile_id: int) -> Profile:
     """Return the profile with an id; NOT_SUPPORTED: the model has none."""
     profile = target.model.profile_by_id(profile_id)
     if profile is None:

@@ -10,7 +10,8 @@ from typing import Final
 
 from gpushare.base.errors import BadUsage, NotSupported, OperationFailed
 from gpushare.base.values import dataclass
-from gpushare.gpu_models import NVML_PROFILE, GiProfile, GpuModel
+from gpushare.gpu_models import NVML_PROFILE, GpuModel
+from gpushare.mig.profile import Profile
 from gpushare.sim.state import SimulatedGpu, SimulatedGpuInstance, SimulatedMigInstance
 
 _REQUEST: Final = re.compile(r"\s*([^:]+?)\s*(?::\s*([0-9]{1,3})\s*)?", re.ASCII)
@@ -25,7 +26,7 @@ _AXES: Final[dict[int, tuple[int, ...]]] = {8: (8, 4, 2, 1), 12: (12, 6, 3), 4: 
 class Occupied:
     """One GPU instance on the axis: its profile and its first memory slice."""
 
-    profile: GiProfile
+    profile: Profile
     start: int
 
     @property
@@ -69,13 +70,13 @@ def gpu_instances(gpu: SimulatedGpu) -> list[SimulatedGpuInstance]:
     return [by_id[identity] for identity in sorted(by_id)]
 
 
-def may_join(profile: GiProfile, present: Sequence[Occupied]) -> bool:
+def may_join(profile: Profile, present: Sequence[Occupied]) -> bool:
     """Return whether a profile is allowed next to those present: media engines and counts, not placement.
 
     ``+me`` exists once per GPU; ``+me.all`` leaves room for ``-me`` only (nvml.h).
     """
     others = [instance.profile for instance in present]
-    if sum(other.name == profile.name for other in others) >= profile.instances:
+    if profile.instances is not None and sum(other.name == profile.name for other in others) >= profile.instances:
         return False
     if profile.media and any(other.media for other in others):
         return False
@@ -84,7 +85,7 @@ def may_join(profile: GiProfile, present: Sequence[Occupied]) -> bool:
     return profile.no_media or not any(other.all_media for other in others)
 
 
-def free_starts(profile: GiProfile, present: Sequence[Occupied]) -> list[int]:
+def free_starts(profile: Profile, present: Sequence[Occupied]) -> list[int]:
     """Return the free placements of a profile; the media rule is `may_join`'s."""
     if profile.starts is None or profile.size is None:
         return []
@@ -92,7 +93,7 @@ def free_starts(profile: GiProfile, present: Sequence[Occupied]) -> list[int]:
     return [start for start in profile.starts if taken.isdisjoint(range(start, start + profile.size))]
 
 
-def remaining_capacity(profile: GiProfile, present: Sequence[Occupied]) -> int:
+def remaining_capacity(profile: Profile, present: Sequence[Occupied]) -> int:
     """Return how many more instances fit (the Free column of ``nvidia-smi mig -lgip``)."""
     added = list(present)
     while may_join(profile, added):
@@ -136,7 +137,7 @@ def place_instances(gpu: SimulatedGpu, model: GpuModel, requests: Sequence[str])
     return replace(gpu, mig_mode=1, mig_pending=1, mig=instances, bare=[], compute_mode=0)
 
 
-def _parse_request(model: GpuModel, request: str) -> tuple[GiProfile, int | None]:
+def _parse_request(model: GpuModel, request: str) -> tuple[Profile, int | None]:
     """Return the profile and the start of a request like ``1g.18gb:4``; without a start, None."""
     match = _REQUEST.fullmatch(request)
     profile = model.profile(match.group(1)) if match else None
@@ -158,7 +159,7 @@ def _parse_request(model: GpuModel, request: str) -> tuple[GiProfile, int | None
     return profile, start
 
 
-def _lay_out(wanted: Sequence[tuple[GiProfile, int | None]], choose: Callable[[list[int]], int]) -> list[Occupied]:
+def _lay_out(wanted: Sequence[tuple[Profile, int | None]], choose: Callable[[list[int]], int]) -> list[Occupied]:
     """Return the instances at the places that ``choose`` takes of the free ones; none, if one has no place."""
     present: list[Occupied] = []
     # Fixed places first, then the largest: they have the fewest choices left.
@@ -191,7 +192,7 @@ def slices_of(number: int) -> int:
     return _SLICES[number]
 
 
-def offered(profile: GiProfile) -> dict[int, int]:
+def offered(profile: Profile) -> dict[int, int]:
     """Return how many compute instances of each profile a GPU instance holds, by profile number."""
     # One slice with double memory has a compute instance profile of its own.
     if profile.nvml_profile == NVML_PROFILE["1_SLICE_REV2"]:
@@ -199,29 +200,30 @@ def offered(profile: GiProfile) -> dict[int, int]:
     return _OFFERED.get(profile.slices, {})
 
 
-def whole(profile: GiProfile) -> int:
+def whole(profile: Profile) -> int:
     """Return the compute instance profile that takes the whole GPU instance (``*`` in -lcip)."""
     return max(offered(profile), key=slices_of, default=0)
 
 
-def number_of(profile: GiProfile, instance: SimulatedMigInstance) -> int:
+def number_of(profile: Profile, instance: SimulatedMigInstance) -> int:
     """Return the profile of a compute instance."""
     return whole(profile) if instance.compute_profile is None else instance.compute_profile
 
 
-def span(profile: GiProfile, instance: SimulatedMigInstance) -> range:
+def span(profile: Profile, instance: SimulatedMigInstance) -> range:
     """Return the compute slices of the GPU instance that a compute instance takes."""
     size = profile.slices if instance.compute_profile is None else slices_of(instance.compute_profile)
     return range(instance.compute_start, instance.compute_start + size)
 
 
-def device_name(profile: GiProfile, instance: SimulatedMigInstance) -> str:
+def device_name(profile: Profile, instance: SimulatedMigInstance) -> str:
     """Return the MIG device's name, as ``nvidia-smi -L`` prints it: ``3g.71gb``, ``1c.3g.71gb``; never ``+me``."""
     slices = len(span(profile, instance))
-    return profile.base_name if slices == profile.slices else f"{slices}c.{profile.base_name}"
+    name = re.split(r"[+-]", profile.name, maxsplit=1)[0]
+    return name if slices == profile.slices else f"{slices}c.{name}"
 
 
-def starts(profile: GiProfile, number: int) -> range:
+def starts(profile: Profile, number: int) -> range:
     """Return where a compute instance profile may start (-lcipp), in compute slices of the GPU instance.
 
     Aligned to a power of two, as GPU instances are; so each fits as often as -lcip says.
@@ -230,7 +232,7 @@ def starts(profile: GiProfile, number: int) -> range:
     return range(0, profile.slices - size + 1, 1 << (size - 1).bit_length())
 
 
-def free_compute_starts(profile: GiProfile, number: int, present: Sequence[SimulatedMigInstance]) -> list[int]:
+def free_compute_starts(profile: Profile, number: int, present: Sequence[SimulatedMigInstance]) -> list[int]:
     """Return the placements of a compute instance profile that overlap none of those present."""
     taken = {compute_slice for instance in present for compute_slice in span(profile, instance)}
     size = slices_of(number)

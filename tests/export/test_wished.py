@@ -12,11 +12,11 @@ from gpushare.base.units import GIB
 from gpushare.export import containers, dra, k8s, slurm
 from gpushare.export.description import HostDescription, MigDescription, in_place, wished
 from gpushare.export.k8s import sharing_of_node
-from gpushare.gpu_models import find_model, profiles_of
+from gpushare.gpu_models import find_model
 from gpushare.hostfile.parse import parse
 from tests.export.hosts import check_kubernetes, gpu, host, mig, mps
 
-PROFILES = profiles_of(find_model("h100-80gb"))
+PROFILES = find_model("h100-80gb").profiles
 H100S = host(*(gpu(index, name="NVIDIA H100 80GB HBM3", mig_capable=True) for index in range(4)))
 
 

@@ -17,10 +17,10 @@ from gpushare.hostfile.load import _same_model
 from gpushare.mig.ledger import NamedInstance
 from gpushare.mig.profile import Layout
 from gpushare.mps.limits import Limits
-from tests.mig.boards import instance, profiles_of
+from tests.mig.boards import instance
 
 UUID = "GPU-0"
-PROFILES = {profile.name: profile for profile in profiles_of(find_model("h100"))}
+PROFILES = {profile.name: profile for profile in find_model("h100").profiles}
 ALL = Match(by=Exactness.ALL)
 SLICED = Entry(match=ALL, sharing=Way.TIMESLICE)
 

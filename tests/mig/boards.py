@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpushare.base.model import GpuProcess
-from gpushare.gpu_models import GpuModel, find_model, load_models, profiles_of
+from gpushare.gpu_models import GpuModel, find_model, load_models
 from gpushare.mig.profile import ComputeInstance, GpuInstance, Layout, Profile
 
 SOMEBODY = (GpuProcess(pid=4711, compute=True, name="python3"),)
@@ -57,7 +57,7 @@ def instance(
 
 def layout(model: str, *instances: str, gpu: int = 0) -> Layout:
     """Return a GPU of a model: ``3g.40gb:4``, with ``!`` behind for busy, ``=name`` for bound, ``/1,1`` for compute."""
-    profiles = profiles_of(find_model(model))
+    profiles = find_model(model).profiles
     found = []
     for text in instances:
         rest, _, parts = text.partition("/")

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from functools import cache, lru_cache
 from itertools import combinations
 
-from gpushare.gpu_models import GiProfile, GpuModel
+from gpushare.gpu_models import GpuModel
+from gpushare.mig.profile import Profile
 
 Place = tuple[str, int]
 State = frozenset[Place]
@@ -35,7 +36,7 @@ class Brute:
     def allowed(self, state: Iterable[Place]) -> bool:
         """Return whether the driver lets these exist together."""
         places = list(state)
-        raws: list[GiProfile] = [self.profiles[name] for name, _ in places]
+        raws: list[Profile] = [self.profiles[name] for name, _ in places]
         taken = [self.cells[place] for place in places]
         if len(frozenset().union(*taken)) < sum(map(len, taken)):
             return False

@@ -14,9 +14,9 @@ from gpushare.base.model import GpuProcess
 from gpushare.gpu_models import find_model
 from gpushare.mig.board import change_compute, make_room, new_compute
 from gpushare.mig.profile import ComputeInstance, GpuInstance, Placement, standard_compute_profiles
-from tests.mig.boards import SOMEBODY, instance, profiles_of
+from tests.mig.boards import SOMEBODY, instance
 
-PROFILES = {profile.name: profile for profile in profiles_of(find_model("h100"))}
+PROFILES = {profile.name: profile for profile in find_model("h100").profiles}
 SEVEN = PROFILES["7g.80gb"]
 
 

@@ -11,7 +11,7 @@ from gpushare.gpu_models import find_model, load_models
 from gpushare.mig.planner import capacity_lost, fragmentation, free_profiles, lost_slices
 from gpushare.mig.profile import Layout, Profile
 from gpushare.sim.mig import Occupied, free_starts, remaining_capacity
-from tests.mig.boards import MODELS, SHAPES, instance, layout, profiles_of
+from tests.mig.boards import MODELS, SHAPES, instance, layout
 from tests.mig.brute import State, brute_of
 
 CAPTURES = Path(__file__).parent.parent / "data" / "h200-r580"
@@ -28,7 +28,7 @@ def laid(profiles: tuple[Profile, ...], state: State) -> Layout:
 def test_free_is_what_the_driver_counts(key: str) -> None:
     """Over the whole state space, as the simulated driver counts it; compute slices bind on one odd board only."""
     model = load_models()[key]
-    profiles = profiles_of(model)
+    profiles = model.profiles
     bound = 0
     for state in brute_of(key).states:
         present = [Occupied(next(p for p in model.profiles if p.name == name), start) for name, start in state]
@@ -44,7 +44,7 @@ def test_free_is_what_the_driver_counts(key: str) -> None:
 
 @pytest.mark.parametrize("key", KEYS)
 def test_fragmentation_is_zero_for_the_best_packing_only(key: str) -> None:
-    brute, profiles = brute_of(key), profiles_of(load_models()[key])
+    brute, profiles = brute_of(key), load_models()[key].profiles
     for content, states in list(brute.by_content.items())[::2]:
         best = min(brute.lost(state) for state in states)
         for state in states[::5]:
@@ -56,7 +56,7 @@ def test_fragmentation_is_zero_for_the_best_packing_only(key: str) -> None:
 @pytest.mark.parametrize("key", KEYS)
 def test_lost_slices_are_those_that_no_further_set_reaches(key: str) -> None:
     brute, model = brute_of(key), load_models()[key]
-    profiles = profiles_of(model)
+    profiles = model.profiles
 
     def used(state: State) -> tuple[int, int]:
         slices = sum(brute.profiles[name].slices for name, _ in state)
@@ -131,7 +131,7 @@ def test_media_extensions_exclude_each_other() -> None:
 def test_every_model_with_published_placements_is_a_board() -> None:
     assert len(MODELS) > 12
     for model in MODELS:
-        gpu = Layout(gpu=0, profiles=profiles_of(model))
+        gpu = Layout(gpu=0, profiles=model.profiles)
         assert gpu.axis == model.axis
         assert gpu.compute_slices == model.compute_slices
         assert [free.count for free in free_profiles(gpu)] == [raw.instances for raw in model.profiles]
@@ -139,5 +139,5 @@ def test_every_model_with_published_placements_is_a_board() -> None:
 
 def test_unknown_placements_leave_nothing_free() -> None:
     """A model of which the placements are not published: nothing is promised."""
-    gpu = Layout(gpu=0, profiles=profiles_of(find_model("rtx-pro-4500-blackwell-32gb")))
+    gpu = Layout(gpu=0, profiles=find_model("rtx-pro-4500-blackwell-32gb").profiles)
     assert {free.count for free in free_profiles(gpu)} == {0}

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from gpushare.base.errors import BadUsage, GpushareError, NotFound, NotSupported
 from gpushare.base.model import Gpu
-from gpushare.gpu_models import profiles_of
 from gpushare.mig.parted import (
     PLACEMENTS,
     Demand,
@@ -284,7 +283,7 @@ def test_another_second_document_is_refused() -> None:
 @st.composite
 def layouts(draw: st.DrawFn, *, plain: bool = False) -> Layout:
     """Return any GPU with instances that do not overlap, filled or cut into compute instances."""
-    profiles = profiles_of(draw(st.sampled_from(MODELS)))
+    profiles = draw(st.sampled_from(MODELS)).profiles
     taken, slices, found = 0, 0, []
     for number in range(draw(st.integers(0, 7))):
         profile = draw(st.sampled_from([profile for profile in profiles if profile.plain or not plain]))

@@ -14,7 +14,7 @@ from gpushare.mig.plan import Action, MigPlan, NoPlan, Why
 from gpushare.mig.planner import plan_add, plan_exact
 from gpushare.mig.profile import Layout
 from gpushare.mig.wish import Request, Wish
-from tests.mig.boards import SHAPES, instance, profiles_of
+from tests.mig.boards import SHAPES, instance
 from tests.mig.brute import Place, State, brute_of
 
 STATUS = ("busy", "named", "idle", "idle")
@@ -24,7 +24,7 @@ BY_KEY = {model.key: model for model in SHAPES}
 
 def layout_of(model: GpuModel, have: dict[Place, str], gpu: int = 0) -> Layout:
     """Return the layout that brute force calls ``have``."""
-    profiles = profiles_of(model)
+    profiles = model.profiles
     by_name = {profile.name: profile for profile in profiles}
     instances = tuple(
         instance(by_name[name], start, busy=status == "busy", name=f"n{start}" if status == "named" else None)

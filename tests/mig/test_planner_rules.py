@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gpushare.base.errors import BadUsage, NotFound, NotSupported
 from gpushare.base.units import GIB
-from gpushare.gpu_models import GpuModel, profiles_of
+from gpushare.gpu_models import GpuModel
 from gpushare.mig.board import InstanceKind, board_of
 from gpushare.mig.plan import Action, MigPlan, NoPlan, Why
 from gpushare.mig.planner import Group, Target, assign, codes_for, plan_add, plan_destroy, plan_exact
@@ -369,7 +369,7 @@ def test_assignment_is_the_least_of_all(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("model", SHAPES, ids=lambda model: model.key)
 def test_no_arrangement_has_more_of_a_profile_than_was_asked_or_fit(model: GpuModel) -> None:
-    board = board_of(Layout(gpu=0, uuid="GPU-0", profiles=profiles_of(model), instances=()))
+    board = board_of(Layout(gpu=0, uuid="GPU-0", profiles=model.profiles, instances=()))
     for limit in (1, 2):
         # Of the smallest profiles most fit.
         kinds = (

@@ -11,7 +11,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from gpushare.base.typed import parsed, plain
-from gpushare.gpu_models import profiles_of
 from gpushare.mig.plan import Action, GpuPlan
 from gpushare.mig.profile import ComputeInstance, GpuInstance, Layout, Placement, Profile
 from gpushare.mig.shape import (
@@ -27,7 +26,7 @@ from gpushare.mig.shape import (
 )
 from tests.mig.boards import SHAPES, SOMEBODY
 
-BOARDS = [profiles_of(model) for model in SHAPES]
+BOARDS = [model.profiles for model in SHAPES]
 # GPU instances by (profile, start); in each the compute instances as (slices, start).
 Model = dict[tuple[str, int], list[tuple[int, int | None]]]
 

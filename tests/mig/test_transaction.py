@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from gpushare.connect import connect
-from gpushare.gpu_models import GiProfile, load_models
+from gpushare.gpu_models import load_models
 from gpushare.mig.ledger import MigLedger
 from gpushare.mig.profile import standard_compute_profiles
 from gpushare.mig.recover import is_complete
@@ -45,7 +45,7 @@ class Piece(NamedTuple):
         return sum(int(profile.partition("g")[0]) * number for (profile, _), number in self.devices.items())
 
 
-def pieces(profiles: tuple[GiProfile, ...]) -> list[Piece]:
+def pieces(profiles: tuple[...]) -> list[Piece]:
     """Return what a wish on a GPU with these profiles may consist of."""
     found = []
     for profile in profiles:

@@ -11,10 +11,10 @@ from gpushare.base.units import GIB
 from gpushare.gpu_models import GpuModel, find_model
 from gpushare.mig.profile import Profile
 from gpushare.mig.wish import Need, Request, by_need, find_profile, merged, parse_wish, resolve, wish_of
-from tests.mig.boards import MODELS, layout, profiles_of
+from tests.mig.boards import MODELS, layout
 
-H100 = profiles_of(find_model("h100"))
-RTX = profiles_of(find_model("rtx-pro-6000-blackwell-96gb"))
+H100 = find_model("h100").profiles
+RTX = find_model("rtx-pro-6000-blackwell-96gb").profiles
 
 
 def one(profile: str, count: int = 1, start: int | None = None, compute: tuple[int, ...] = ()) -> Request:
@@ -109,7 +109,7 @@ def test_profiles_by_name_size_and_id(text: str, name: str) -> None:
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.key)
 def test_every_profile_is_found_by_its_name_and_id(model: GpuModel) -> None:
-    profiles = profiles_of(model)
+    profiles = model.profiles
     for profile in profiles:
         assert find_profile(profile.name, profiles) is profile
         assert find_profile(str(profile.id), profiles) is profile
@@ -145,7 +145,7 @@ def test_compute_instances_that_do_not_go_in(compute: tuple[int, ...]) -> None:
 
 def test_unknown_placements_are_not_planned() -> None:
     with pytest.raises(NotSupported) as caught:
-        resolve(one("2g.32gb"), profiles_of(find_model("rtx-pro-4500-blackwell-32gb")))
+        resolve(one("2g.32gb"), find_model("rtx-pro-4500-blackwell-32gb").profiles)
     assert caught.value.code == "placements_unknown"
 
 
@@ -177,7 +177,7 @@ def test_no_profile_serves() -> None:
 
 
 def test_what_is_unknown_does_not_serve() -> None:
-    profiles = profiles_of(find_model("b300"))
+    profiles = find_model("b300").profiles
     with pytest.raises(NotSupported):
         by_need(Need(memory_bytes=GIB), profiles)
     assert by_need(Need(), profiles).name == "1g.34gb"

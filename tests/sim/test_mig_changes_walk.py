@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpushare.gpu_models import GiProfile, GpuModel, find_model, load_models
+from gpushare.gpu_models import GpuModel, find_model, load_models
 from gpushare.host.nvml import NvmlReader
 from gpushare.mig.driver import MigReader
+from gpushare.mig.profile import Profile
 from gpushare.sim import admin
 from gpushare.sim.mig import occupied, remaining_capacity
 from gpushare.sim.state import StateFile
@@ -67,7 +68,7 @@ class Part:
 class Box:
     """A GPU instance: its profile, its memory slices, its compute instances by id."""
 
-    profile: GiProfile
+    profile: Profile
     cells: set[int]
     parts: dict[int, Part] = field(default_factory=dict)
 
@@ -80,11 +81,11 @@ class Box:
         return [place for place in places if all(not place & part.slices for part in self.parts.values())]
 
 
-def cells(profile: GiProfile, start: int) -> set[int]:
+def cells(profile: Profile, start: int) -> set[int]:
     return set(range(start, start + (profile.size or 0)))
 
 
-def allowed(boxes: Sequence[tuple[GiProfile, set[int]]]) -> bool:
+def allowed(boxes: Sequence[tuple[Profile, set[int]]]) -> bool:
     """Say whether the driver lets these exist together, pair by pair."""
     for index, (one, mine) in enumerate(boxes):
         others = [(other, theirs) for at, (other, theirs) in enumerate(boxes) if at != index]
@@ -99,7 +100,7 @@ def allowed(boxes: Sequence[tuple[GiProfile, set[int]]]) -> bool:
     return True
 
 
-def capacity(profile: GiProfile, boxes: list[tuple[GiProfile, set[int]]], first: int = 0) -> int:
+def capacity(profile: Profile, boxes: list[tuple[Profile, set[int]]], first: int = 0) -> int:
     """Return how many more fit, by trying every set of places."""
     best = 0
     for start in profile.starts or ():
@@ -118,7 +119,7 @@ class Walk:
         self.boxes: dict[int, Box] = {}
 
     @property
-    def present(self) -> list[tuple[GiProfile, set[int]]]:
+    def present(self) -> list[tuple[Profile, set[int]]]:
         return [(box.profile, box.cells) for box in self.boxes.values()]
 
     def ask(self, name: str, *arguments: Any) -> tuple[int, Any]:
@@ -144,7 +145,7 @@ class Walk:
             identity = sorted(self.boxes)[first % len(self.boxes)]
             getattr(self, kind)(identity, second)
 
-    def created(self, profile: GiProfile, start: int | None, answer: tuple[int, Any]) -> None:
+    def created(self, profile: Profile, start: int | None, answer: tuple[int, Any]) -> None:
         tried = (profile.starts or ()) if start is None else (start,)
         possible = [one for one in tried if allowed([*self.present, (profile, cells(profile, one))])]
         code, handle = answer

@@ -26,7 +26,7 @@ def test_the_h200_is_as_measured() -> None:
     assert h200.pci_device_ids == ("0x2335",)
     profile = h200.profile("3g.71gb")
     assert profile is not None
-    assert (profile.id, profile.memory_mib, profile.multiprocessors) == (9, 71424, 60)
+    assert (profile.id, profile.memory_bytes, profile.multiprocessors) == (9, 71424 << 20, 60)
     assert (profile.starts, profile.size, profile.instances) == ((0, 4), 4, 2)
 
 
@@ -85,7 +85,7 @@ def test_a_model_is_consistent(model: GpuModel) -> None:
     assert len({profile.name for profile in model.profiles}) == len(model.profiles)
     for profile in model.profiles:
         assert (profile.starts is None) == (profile.size is None) == (profile.id is None)
-        assert profile.memory_mib is None or model.memory_mib is None or profile.memory_mib <= model.memory_mib
+        assert profile.memory_bytes is None or model.memory_bytes is None or profile.memory_bytes <= model.memory_bytes
         assert profile.multiprocessors is None or profile.multiprocessors <= (model.multiprocessors or 0)
         for start in profile.starts or ():
             # Each published placement is a node of the driver's buddy tree.
