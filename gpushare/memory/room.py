@@ -103,7 +103,7 @@ def best_first(
         profile = find_profile(host, device, command) if command else None
         own_use = None if profile is None else profile.use_percent
         text = f"production job '{names[0]}' runs there" if names else "no production job"
-        text += f"; {harm_in_words(own_use, use_there)}; {format_bytes(line.free_bytes)} free"
+        text += f"; {harm_in_words(own_use, use_there)}; {format_bytes(line.free_bytes)} free to reserve"
         size = memory_bytes or 0
         over = limit is not None and line.granted.get(os.geteuid(), 0) + size > limit
         # A smaller difference of the harm is noise: then the GPU with more room is better.
@@ -360,7 +360,8 @@ def outlook(
     lines_taken = [line for key in keys for line in lines if line.device.uuid == key]
     if lines_taken:
         texts = [
-            reasons_by_uuid.get(line.device.uuid) or f"{format_bytes(line.free_bytes)} free" for line in lines_taken
+            reasons_by_uuid.get(line.device.uuid) or f"{format_bytes(line.free_bytes)} free to reserve"
+            for line in lines_taken
         ]
         where = titles([line.device for line in lines_taken])
         text = f"now it would start at once, on {where}: {'; '.join(dict.fromkeys(texts))}"
@@ -476,10 +477,10 @@ def why_it_waits(host: Host, lines: Sequence[Line], place: Place, limit: int | N
 
 
 def _free_text(line: Line, request: Request) -> str:
-    """Return what a device has: ``GPU 0 has 9.8 GiB free``."""
+    """Return what a device has: ``GPU 0 has 9.8 GiB free to reserve``."""
     full = request.client and line.free_clients == 0
     clients = f", but has {counted(line.room.clients or 0, 'client')} of MPS and takes no more" if full else ""
-    return f"{line.device.title} has {format_bytes(line.free_bytes)} free{clients}"
+    return f"{line.device.title} has {format_bytes(line.free_bytes)} free to reserve{clients}"
 
 
 def _held_by_text(line: Line, most: int) -> str:
@@ -494,7 +495,7 @@ def _held_by_text(line: Line, most: int) -> str:
 def _room_text(
     lines: Sequence[Line], request: Request, jobs_ahead: int, limit: int | None, reasons: Sequence[str]
 ) -> str:
-    """Return what a job waits for, and what there is: ``8.0 GiB, 1 job before it: GPU 0 has 3.5 GiB free``."""
+    """Return what a job waits for, and what there is: ``8.0 GiB, 1 job before it: GPU 0 has 3.5 GiB free to reserve``."""
     if not lines:
         return f"{size_text(request)}: {_unusable_text(reasons)}"
     room = "; ".join(
@@ -584,7 +585,7 @@ def _no_room_error(
     elif request.client and most.free_clients == 0:
         free = _free_text(most, request)
     else:
-        free = f"at most {format_bytes(most.free_bytes)} are free"
+        free = f"at most {format_bytes(most.free_bytes)} are free to reserve"
     free += f"; {counted(jobs_ahead, 'job')} waited before it" if jobs_ahead else ""
     held_back = _limit_text(lines, request, limit)
     stop = "; or end one of your jobs: gpushare stop NAME" if held_back else ""

@@ -527,7 +527,7 @@ def come_in(host: Host, swap: Swap, checkpoint: Checkpoint) -> Swap:
     need = sum(size for pid, _, size in living if checkpoint.state(pid) != RUNNING)
     if has_room(host, swap, need) is False:
         raise InUse(
-            f"not enough free memory: {format_bytes(need)} needed, another program took it",
+            f"not enough memory is free now: {format_bytes(need)} needed, another program took it",
             f"try again later: gpushare swap in {swap.selector} --wait; see who holds the memory: gpushare status",
             code="no_room",
         )

@@ -494,8 +494,8 @@ class Queued:
         for line in lines:
             if size and line.free_bytes < size:
                 self.say(
-                    f"{line.device.title} has {format_bytes(line.free_bytes)} free of the {format_bytes(size)} that "
-                    f"this job reserves: it may run out of memory; to start when there is room: --wait"
+                    f"{line.device.title} has {format_bytes(line.free_bytes)} free to reserve, and this job reserves "
+                    f"{format_bytes(size)}: it may run out of memory; to start when there is room: --wait"
                 )
 
     def _ranked_devices(self, size: int | None) -> list[tuple[Device, str]]:

@@ -536,7 +536,7 @@ def test_full_servers_and_jobs_before_it_are_why_there_is_no_room(host: Host, mo
         wait_for_room(
             host, Place(host, request), first, 0.05, UserLimits(), telling(messages), clock=clock, sleep=sleep
         )
-    reason = "GPU 0 has 22.5 GiB free, but has 1 client of MPS and takes no more"
+    reason = "GPU 0 has 22.5 GiB free to reserve, but has 1 client of MPS and takes no more"
     assert messages == [f"waiting for 1.0 GiB, 1 job before it: {reason}, held by process {os.getpid()} (1.0 GiB)"]
     assert caught.value.message == f"there was no room for 1.0 GiB within 0.05 s: {reason}; 1 job waited before it"
     before.leave()
@@ -569,8 +569,8 @@ def test_a_job_that_waits_for_long_says_what_is_new(host: Host) -> None:
         )
     held = f"process {os.getpid()} (10.0 GiB)"
     assert messages == [
-        f"waiting for 20.0 GiB: GPU 0 has 3.5 GiB free, held by {held}, {held}",
-        f"waiting for 20.0 GiB: GPU 0 has 13.5 GiB free, held by {held}",
+        f"waiting for 20.0 GiB: GPU 0 has 3.5 GiB free to reserve, held by {held}, {held}",
+        f"waiting for 20.0 GiB: GPU 0 has 13.5 GiB free to reserve, held by {held}",
     ]
 
 
@@ -585,7 +585,7 @@ def test_a_gpu_that_cannot_be_used_is_named_next_to_those_without_room(host: Hos
         wait_for_room(host, place, devices(host), 5.0, UserLimits(), telling(messages), **told_clock())
     reason = "GPU 1 is in compute mode prohibited"
     assert messages == [
-        f"waiting for 10.0 GiB: GPU 0 has 3.5 GiB free, held by process {os.getpid()} (20.0 GiB); {reason}"
+        f"waiting for 10.0 GiB: GPU 0 has 3.5 GiB free to reserve, held by process {os.getpid()} (20.0 GiB); {reason}"
     ]
     assert reason in room.why
     running.leave()
@@ -1077,41 +1077,41 @@ STAYING = replace(FULL, holders=(replace(FULL.holders[0], stays=True), *FULL.hol
             0,
             None,
             [],
-            "8.0 GiB: GPU 0 has 0 MiB free, held by 'b' (30.0 GiB), 'c' (20.0 GiB), 'd' (15.0 GiB) and 2 more",
+            "8.0 GiB: GPU 0 has 0 MiB free to reserve, held by 'b' (30.0 GiB), 'c' (20.0 GiB), 'd' (15.0 GiB) and 2 more",
         ),
-        ([line_with(0, others=GIB)], asking(80), 0, None, [], "80.0 GiB: GPU 0 has 79.0 GiB free, held by other programs (1.0 GiB)"),
-        ([line_with(0, others=GIB - MIB)], asking(80), 0, None, [], "80.0 GiB: GPU 0 has 79.0 GiB free"),
+        ([line_with(0, others=GIB)], asking(80), 0, None, [], "80.0 GiB: GPU 0 has 79.0 GiB free to reserve, held by other programs (1.0 GiB)"),
+        ([line_with(0, others=GIB - MIB)], asking(80), 0, None, [], "80.0 GiB: GPU 0 has 79.0 GiB free to reserve"),
         (
             [FULL, line_with(1)],
             asking(90, count=2),
             1,
             None,
             ["GPU 2 is gone"],
-            "90.0 GiB on each of 2 GPUs, 1 job before it: GPU 0 has 0 MiB free, held by 'b' (30.0 GiB) and 4 more; GPU 1 has 80.0 GiB free; GPU 2 is gone",
+            "90.0 GiB on each of 2 GPUs, 1 job before it: GPU 0 has 0 MiB free to reserve, held by 'b' (30.0 GiB) and 4 more; GPU 1 has 80.0 GiB free to reserve; GPU 2 is gone",
         ),
-        ([STAYING], asking(8, production=True), 2, None, [], "8.0 GiB, 2 jobs before it: GPU 0 has 0 MiB free, held by 'b' (30.0 GiB), 'c' (20.0 GiB), 'd' (15.0 GiB) and 2 more; 'a' (process 2) was to leave the GPU for it, and cannot: see its output"),
-        ([STAYING], asking(8), 2, None, [], "8.0 GiB, 2 jobs before it: GPU 0 has 0 MiB free, held by 'b' (30.0 GiB), 'c' (20.0 GiB), 'd' (15.0 GiB) and 2 more"),
+        ([STAYING], asking(8, production=True), 2, None, [], "8.0 GiB, 2 jobs before it: GPU 0 has 0 MiB free to reserve, held by 'b' (30.0 GiB), 'c' (20.0 GiB), 'd' (15.0 GiB) and 2 more; 'a' (process 2) was to leave the GPU for it, and cannot: see its output"),
+        ([STAYING], asking(8), 2, None, [], "8.0 GiB, 2 jobs before it: GPU 0 has 0 MiB free to reserve, held by 'b' (30.0 GiB), 'c' (20.0 GiB), 'd' (15.0 GiB) and 2 more"),
         (
             [line_with(0, [("a", 1)], clients=1)],
             asking(None, client=True),
             0,
             None,
             [],
-            "a GPU without other jobs: GPU 0 has 79.0 GiB free, but has 1 client of MPS and takes no more, held by 'a' (1.0 GiB)",
+            "a GPU without other jobs: GPU 0 has 79.0 GiB free to reserve, but has 1 client of MPS and takes no more, held by 'a' (1.0 GiB)",
         ),
-        ([line_with(0, [("a", 1)], clients=1)], asking(None, count=2), 0, None, [], "2 GPUs without other jobs: GPU 0 has 79.0 GiB free, held by 'a' (1.0 GiB)"),
+        ([line_with(0, [("a", 1)], clients=1)], asking(None, count=2), 0, None, [], "2 GPUs without other jobs: GPU 0 has 79.0 GiB free to reserve, held by 'a' (1.0 GiB)"),
         ([], asking(8), 3, None, [f"GPU {gpu} is gone" for gpu in range(4)], "8.0 GiB: GPU 0 is gone; GPU 1 is gone; GPU 2 is gone; GPU 3 is gone"),
         ([], asking(8), 0, None, [f"GPU {gpu} is gone" for gpu in range(5)], "8.0 GiB: GPU 0 is gone; GPU 1 is gone; GPU 2 is gone; GPU 3 is gone; and 1 more cannot be used"),
-        ([line_with(0, granted=12)], asking(8), 0, 20 * GIB, [], "8.0 GiB: GPU 0 has 80.0 GiB free"),
+        ([line_with(0, granted=12)], asking(8), 0, 20 * GIB, [], "8.0 GiB: GPU 0 has 80.0 GiB free to reserve"),
         (
             [line_with(0, granted=14), line_with(1, granted=13)],
             asking(8),
             0,
             20 * GIB,
             [],
-            "8.0 GiB: GPU 0 has 80.0 GiB free; GPU 1 has 80.0 GiB free; your jobs have reserved 13.0 GiB of the 20.0 GiB that you may have on a GPU",
+            "8.0 GiB: GPU 0 has 80.0 GiB free to reserve; GPU 1 has 80.0 GiB free to reserve; your jobs have reserved 13.0 GiB of the 20.0 GiB that you may have on a GPU",
         ),
-        ([line_with(0, granted=14), line_with(1)], asking(8), 0, 20 * GIB, [], "8.0 GiB: GPU 0 has 80.0 GiB free; GPU 1 has 80.0 GiB free"),
+        ([line_with(0, granted=14), line_with(1)], asking(8), 0, 20 * GIB, [], "8.0 GiB: GPU 0 has 80.0 GiB free to reserve; GPU 1 has 80.0 GiB free to reserve"),
     ],
 )  # fmt: skip
 def test_what_a_job_waits_for(
@@ -1151,10 +1151,10 @@ def test_a_job_that_can_never_come_is_refused(
 @pytest.mark.parametrize(
     ("lines", "request_", "seconds", "message", "hint"),
     [
-        ([FULL], asking(8), 0.0, "there is no room for 8.0 GiB now: at most 0 MiB are free; 1 job waited before it", "wait for it: --wait, or --wait --timeout 10m; see"),
-        ([FULL, line_with(1, [("a", 79)])], asking(None), 60.0, "there was no room for a job that needs a whole GPU within 1 min: at most 1.0 GiB are free;", "wait longer: --timeout TIME; see"),
+        ([FULL], asking(8), 0.0, "there is no room for 8.0 GiB now: at most 0 MiB are free to reserve; 1 job waited before it", "wait for it: --wait, or --wait --timeout 10m; see"),
+        ([FULL, line_with(1, [("a", 79)])], asking(None), 60.0, "there was no room for a job that needs a whole GPU within 1 min: at most 1.0 GiB are free to reserve;", "wait longer: --timeout TIME; see"),
         ([FULL], asking(None, count=2), 60.0, "no room for 2 GPUs without other jobs within", "wait longer"),
-        ([line_with(0, [("a", 1)], clients=1)], asking(8, client=True), 0.0, "GPU 0 has 79.0 GiB free, but has 1 client of MPS and takes no more;", "wait for it"),
+        ([line_with(0, [("a", 1)], clients=1)], asking(8, client=True), 0.0, "GPU 0 has 79.0 GiB free to reserve, but has 1 client of MPS and takes no more;", "wait for it"),
         ([line_with(0, granted=19)], asking(8), 0.0, "; your jobs have reserved 19.0 GiB of the 20.0 GiB that you may have on a GPU", "; or end one of your jobs: gpushare stop NAME; see"),
         ([], asking(8), 0.0, "no room for 8.0 GiB now: GPU 3 is gone; 1 job waited before it", "wait for it"),
     ],

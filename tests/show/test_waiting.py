@@ -76,7 +76,12 @@ def test_no_line_is_drawn_where_it_is_not_wanted(
 def test_elsewhere_it_says_what_is_new_and_not_what_changes_all_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waiting, "sys", SimpleNamespace(stderr=io.StringIO()))
     said: list[str] = []
-    texts = ["GPU 0 has 3.5 GiB free", "GPU 0 has 900 MiB free", "GPU 0 has 0 B free", "GPU 1 has 2.0 GiB free"]
+    texts = [
+        "GPU 0 has 3.5 GiB free to reserve",
+        "GPU 0 has 900 MiB free to reserve",
+        "GPU 0 has 0 B free to reserve",
+        "GPU 1 has 2.0 GiB free to reserve",
+    ]
     with waiting_line(said.append) as draw:
         for text in texts:
             draw(text, 1.0, None)

@@ -190,7 +190,7 @@ def test_a_killed_job_frees_its_place(real: Real, world: World) -> None:
 def test_a_job_that_does_not_wait_is_told_where_room_is_short(cli: Cli, world: World) -> None:
     admin.add_process(world.spec, memory_bytes=100 * GIB)
     answer = cli("run", "--memory", "60G", "--", *JOB, "--seconds", "0.1")
-    assert "GiB free of the 60.0 GiB that this job reserves: it may run out of memory" in answer.err
+    assert "GiB free to reserve, and this job reserves 60.0 GiB: it may run out of memory" in answer.err
     assert "--wait" in answer.err
     answer = cli("run", "--memory", "30G", "--", *JOB, "--seconds", "0.1")
     assert "it may run out" not in answer.err
@@ -421,7 +421,7 @@ def test_the_reason_for_a_gpu_is_as_of_the_start(real: Real) -> None:
     job.says("waiting for 10.0 GiB")
     admin.add_process(world.spec, "1", memory_bytes=2 * GIB, sm_percent=70)
     both[1].leave()
-    assert "GPU 1: no production job; it is 70 % busy; 21.5 GiB free" in job.says("GPU 1: ")
+    assert "GPU 1: no production job; it is 70 % busy; 21.5 GiB free to reserve" in job.says("GPU 1: ")
     assert job.result().code == 0
     both[0].leave()
 
@@ -817,7 +817,7 @@ def test_a_job_without_room_is_told_so_also_in_its_plan(cli: Cli, world: World) 
     for option in ((), ("-n",)):
         answer = cli("run", *option, "--memory", "60G", "--slice", "2ms", "--", "true").ok()
         (note,) = (line for line in answer.lines("note") if "may run out of memory" in line)
-        assert "free of the 60.0 GiB that this job reserves" in note
+        assert "free to reserve, and this job reserves 60.0 GiB" in note
     answer = cli("run", "-n", "--memory", "4G", "--slice", "2ms", "--", "true").ok()
     assert not any("may run out of memory" in line for line in answer.lines("note"))
 

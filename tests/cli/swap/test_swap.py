@@ -202,7 +202,7 @@ def test_a_job_that_had_all_of_the_gpu_comes_back_when_nobody_else_is_there(cli:
 def test_a_dry_run_says_whether_there_is_room(cli: Cli, world: World) -> None:
     pid = str(job())
     cli("swap", "out", pid).ok()
-    assert "now there is room: 139.8 GiB free" in cli("swap", "in", pid, "-n").ok().err
+    assert "now there is room: 139.8 GiB free to reserve" in cli("swap", "in", pid, "-n").ok().err
     other = job(130 * GIB)
     assert "now there is no room for 20.2 GiB: GPU 0 has" in cli("swap", "in", pid, "-n").ok().err
     assert "now it would wait for 20.2 GiB: GPU 0 has" in cli("swap", "in", pid, "-n", "--wait").ok().err
