@@ -11,7 +11,7 @@ from gpushare import __version__
 from gpushare.advice.explain import explanations
 from gpushare.base.errors import ExitCode
 from gpushare.cli import GROUPS, VERBS
-from gpushare.cli.help import EXAMPLES, typed
+from gpushare.cli.help import EXAMPLES, typed_line
 from tools.tree import Argument, Node, Option
 
 EXIT_STATUS = {
@@ -126,7 +126,7 @@ def _group(root: Node, group: Node) -> str:
     shared = {option.names for option in root.options}
     short = VERBS[group.title].rstrip(".")
     examples = [
-        (f"{what}:", typed(command)) for node in group.children for what, command in EXAMPLES.get(node.title, ())
+        (f"{what}:", typed_line(command)) for node in group.children for what, command in EXAMPLES.get(node.title, ())
     ]
     lines = [
         ".SH NAME",
@@ -156,7 +156,7 @@ def _command(node: Node, shared: set[tuple[str, ...]], *, examples: bool = True)
     own = tuple(option for option in node.options if option.names not in shared)
     found = EXAMPLES.get(node.title, ()) if examples else ()
     lines = [f'.SS "{_verbatim(_heading(node, shared))}"']
-    lines += [*_examples((f"{what}:", typed(command)) for what, command in found), *([".PP"] if found else [])]
+    lines += [*_examples((f"{what}:", typed_line(command)) for what, command in found), *([".PP"] if found else [])]
     lines += _paragraphs(node.help)
     lines += _pairs(
         {re.sub(r"[\[\]]", "", argument.name): argument.help for argument in node.arguments if argument.help}

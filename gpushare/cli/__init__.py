@@ -135,7 +135,7 @@ def _run(words: list[str]) -> int:
     except GpushareError as error:
         return _report_error(error)
     except KeyboardInterrupt as error:
-        return _report_error(common.interrupted(error))
+        return _report_error(common.interrupted_error(error))
     except (BrokenPipeError, common.ReaderGone):
         raise
     except NotWritten as error:

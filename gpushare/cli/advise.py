@@ -51,7 +51,7 @@ from gpushare.base.errors import (
 )
 from gpushare.base.model import Way
 from gpushare.base.selection import Device, is_any, select_for_change, select_one
-from gpushare.base.units import MIB, quoted
+from gpushare.base.units import MIB
 from gpushare.cli.options import (
     CONTEXT,
     PLAIN,
@@ -66,6 +66,7 @@ from gpushare.cli.options import (
     note,
     positive_time,
     settings,
+    split_command,
 )
 from gpushare.host.host import Host
 from gpushare.hostfile.file import MpsWish
@@ -241,7 +242,7 @@ def advise(
         "--repeat": repeat,
         "--timeout": timeout,
     }
-    measuring = _measuring(program, command, asked_for, measure=measure, explained=mechanism is not None)
+    measuring = _measuring_typed(program, command, asked_for, measure=measure, explained=mechanism is not None)
     explained = None if mechanism is None else way_of(mechanism)
     _check_combinations(
         [name for name, present in (("--file", file), ("--live", live), ("--from", recording)) if present],
@@ -318,7 +319,7 @@ def _production_fills(case: Case, fills: bool | None) -> Case:
     return replace(case, workloads=works)
 
 
-def _measuring(
+def _measuring_typed(
     program: list[str] | None, command: str | None, asked: dict[str, Any], *, measure: bool, explained: bool
 ) -> BenchSettings | None:
     """Return what --measure is to measure; None: it is not given, nor anything that belongs to it."""
@@ -326,7 +327,7 @@ def _measuring(
     if measure and explained:
         raise BadCombination("--mechanism cannot be combined with --measure", "drop one of them")
     if measure:
-        return parse_measuring(program or _split_command(command or ""), asked)
+        return parse_measuring(program or (split_command("--command", command) if command else []), asked)
     if program or options:
         excess = "a command" if program else ", ".join(options)
         raise BadCombination(
@@ -334,18 +335,6 @@ def _measuring(
             "to measure: gpushare advise --measure ... -- CMD; to name the program only: --command 'CMD'",
         )
     return None
-
-
-def _split_command(command: str) -> list[str]:
-    """Return the words of --command, as a shell splits them."""
-    try:
-        return shlex.split(command)
-    except ValueError as error:
-        raise BadUsage(
-            f"--command {quoted(command)}: {str(error).lower()}",
-            "close the quotes, or give it last: -- CMD",
-            code="bad_command",
-        ) from None
 
 
 def _parse_count(option: str, text: str | None) -> int | None:

@@ -399,7 +399,7 @@ def bench_plan(host: Host, device: Device, prepared: Prepared, command: str = "b
 
 
 def bench_notes(data: BenchAnswer) -> list[str]:
-    """Return the notes on a benchmark."""
+    """Return what the tables do not say: ways that were not measured, failures, other programs, and doubts."""
     missing: dict[str, list[int]] = {}
     for cell in data.cells:
         if not cell.is_shown:

@@ -194,7 +194,7 @@ def _devices(gpu: str | None, gpus: Sequence[Gpu], *, instances: bool) -> tuple[
 
 
 def _read_lines(each: str) -> tuple[str, ...]:
-    """Return the lines of a file, or of stdin."""
+    """Return the lines of a file, or of stdin, one for each copy."""
     most = MOST_COPIES * (MOST_LINE_BYTES + 2)
     title = file_title(each)
     try:

@@ -213,7 +213,7 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
 }
 
 
-def typed(command: str) -> str:
+def typed_line(command: str) -> str:
     """Return an example as it is typed."""
     return command if command.startswith("eval ") else f"gpushare {command}"
 
@@ -279,4 +279,4 @@ def write_examples(ctx: Any, formatter: Any) -> None:
     formatter.write_paragraph()
     formatter.write("Examples:\n")
     for what, command in EXAMPLES[path][:1] if is_short(ctx) else EXAMPLES[path]:
-        formatter.write(f"  {what}:\n    {typed(command)}\n")
+        formatter.write(f"  {what}:\n    {typed_line(command)}\n")

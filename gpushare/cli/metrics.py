@@ -270,11 +270,7 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
     allow_reuse_address = True
 
     def __init__(self, address: str, port: int, application: Callable[[Any, Any], Iterable[bytes]]) -> None:
-        """Listen.
-
-        Raises:
-            OSError, OverflowError: it cannot.
-        """
+        """Listen at an address; raises OSError or OverflowError if it cannot."""
         self.address_family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         super().__init__((address, port), _Handler)
         self.set_app(application)

@@ -47,7 +47,7 @@ from gpushare.show.mig import (
     GpuText,
     MigGpu,
     ProfileRow,
-    grouped,
+    grouped_text,
     layout_text,
     plan_text,
     profile_rows,
@@ -151,7 +151,7 @@ def status(gpu: GpuOption = None) -> Any:
     ]
     notes += [f"{error.message}: {error.hint}" for error in hidden.values()]
     screen = form_of(settings.output, terminal=sys.stdout.isatty()) is OutputFormat.TABLE
-    text = grouped(texts, uuids=settings.verbose or gpu is not None or not screen)
+    text = grouped_text(texts, uuids=settings.verbose or gpu is not None or not screen)
     errors = gpu_errors(silent)
     return Result(
         command="mig status",

@@ -255,7 +255,7 @@ def pci_ids(config: Config, gpus: Sequence[Gpu], host: Host) -> dict[int, PciIds
 
 
 def typed_wish(words: Sequence[str] | None, memory: str | None, sm: int | None) -> Wish:
-    """Return the wish, given in words or by need."""
+    """Return the instances that are wanted: by profile in words, or one by the memory and SMs that it needs."""
     by_need = memory is not None or sm is not None
     if bool(words) == by_need:
         raise BadUsage(

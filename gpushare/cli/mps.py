@@ -232,7 +232,7 @@ def _wait_reporter() -> Callable[[list[int], float], None]:
 
 
 def stopped_sentence(row: StoppedDaemon) -> str:
-    """Return what has become of a daemon."""
+    """Return what has become of a daemon, in a sentence."""
     where = f" of GPU {row.gpu}" if row.gpu is not None else f" at {row.pipe_directory}"
     if row.pid is None:
         text = f"removed the files of a dead MPS daemon{where}"

@@ -172,7 +172,7 @@ class ObserveAnswer(Recording):
 
 
 def observe_result(data: ObserveAnswer, notes: Sequence[str] = ()) -> Result:
-    """Return the result of ``gpushare observe``."""
+    """Return a recording as a result: its GPUs and processes with their use, and the GPUs that are underused."""
     nobody = "no process was seen" if data.processes_known else "processes were not recorded"
     return Result(
         command="observe",

@@ -253,7 +253,7 @@ def _switch(name: str, callback: Callable[..., None], text: str) -> TyperOption:
     )
 
 
-def interrupted(error: KeyboardInterrupt) -> Interrupted:
+def interrupted_error(error: KeyboardInterrupt) -> Interrupted:
     """Return the error of a command that a signal ended; its exit code is 128 + N."""
     number = error.number if isinstance(error, Ended) else signal.SIGINT
     interruption = Interrupted("interrupted", "nothing more was changed; see: gpushare status")
@@ -288,7 +288,7 @@ def _note_command_name(name: str | None, parent: Any) -> None:
 
 
 @contextlib.contextmanager
-def _parsing(words: Sequence[str], *, interspersed: bool) -> Iterator[None]:
+def _errors_in_typed_format(words: Sequence[str], *, interspersed: bool) -> Iterator[None]:
     """Let an error of the parser be shown in the output format that the words request.
 
     Raises:
@@ -422,7 +422,7 @@ class Command(_StrictOptions, Helped, TyperCommand):
         _note_command_name(info_name, parent)
         interspersed = self.context_settings.get("allow_interspersed_args", True)
         words = list(args)
-        with _parsing(args, interspersed=interspersed):
+        with _errors_in_typed_format(args, interspersed=interspersed):
             ctx = super().make_context(info_name, args, parent, **extra)
         if not interspersed and not ctx.resilient_parsing:
             self._note_options_of_the_program(ctx, words)
@@ -474,7 +474,7 @@ class Command(_StrictOptions, Helped, TyperCommand):
         except BrokenPipeError:
             raise ReaderGone from None
         except KeyboardInterrupt as error:
-            raise interrupted(error) from None
+            raise interrupted_error(error) from None
 
 
 class ChangingCommand(Command):
@@ -505,12 +505,12 @@ class Group(Helped, TyperGroup):
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         """Parse the words before the command; as `Command.make_context`."""
         _note_command_name(info_name, parent)
-        with _parsing(args, interspersed=True):
+        with _errors_in_typed_format(args, interspersed=True):
             return super().make_context(info_name, args, parent, **extra)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the named command; as `Command.make_context`. The error notes the word, for a suggestion."""
-        with _parsing(args, interspersed=True):
+        with _errors_in_typed_format(args, interspersed=True):
             try:
                 return super().resolve_command(ctx, args)
             except Exception as error:
@@ -841,6 +841,23 @@ def percentage(option: str, text: str, *, example: str, code: str) -> float:
     if percent <= 1 and "%" not in text:
         raise BadUsage(f"{option} {text} may be a share or a percentage", f"say which: {example}", code=code)
     return percent
+
+
+def split_command(option: str, command: str) -> list[str]:
+    """Return the words of a command line as a shell splits them.
+
+    Raises:
+        BadUsage: a quote is open, or there is no word.
+    """
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise BadUsage(
+            f"{option} {quoted(command, 200)} is not a command line: {error}", "close the quote", code="bad_command"
+        ) from None
+    if not words:
+        raise BadUsage(f"{option} names no program", f"give one: {option} 'python train.py'", code="no_command")
+    return words
 
 
 def refresh_seconds(text: str) -> float:

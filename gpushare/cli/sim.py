@@ -102,8 +102,12 @@ class SimVgpuAnswer:
     uuid: str
 
 
-def spec_of(given: str | None) -> str:
-    """Return the simulated host to work on."""
+def simulated_spec(given: str | None) -> str:
+    """Return the name of the simulated host to work on: as given, or that of --host.
+
+    Raises:
+        BadUsage: it is not one.
+    """
     spec = given or settings.spec
     if not spec.startswith("sim:"):
         problem = f"'{given[:60]}' is no simulated host" if given else "no simulated host is named"
@@ -130,7 +134,7 @@ def fault(
     (the next N connections to an MPS daemon are dropped), fail-step N (the Nth modifying NVML call from now on fails),
     crash-step N (the program dies right after the Nth modifying NVML call).
     """
-    spec = spec_of(None)
+    spec = simulated_spec(None)
     if clear == (kind is not None):
         raise BadUsage("give one fault, or --clear", f"faults: {', '.join(KINDS)}", code="bad_fault")
     if kind is None:
@@ -146,7 +150,7 @@ def fault(
 
 def cdi() -> Any:
     """Install the NVIDIA Container Toolkit on a simulated host: nvidia-ctk, and a CDI specification of its GPUs."""
-    host = open_simulated(spec_of(None))
+    host = open_simulated(simulated_spec(None))
     path = nvidia_ctk.install(host.state_file)
     file = str(host.state_file.directory / path.lstrip("/"))
     return Result(command="sim cdi", data=SimCdiAnswer(path=path, file=file), text=f"{path} is {file}")
@@ -212,7 +216,7 @@ def _models_result() -> Any:
 
 def show(host: Spec = None) -> Any:
     """Show a simulated host: its GPUs, and what differs from a new one. Its processes are in `status`."""
-    shown = describe(spec_of(host))
+    shown = describe(simulated_spec(host))
     return Result(command="sim show", data=shown, text=_state_text(shown))
 
 
@@ -258,7 +262,7 @@ def reset(
 
     Jobs on it are real programs: those that run or wait are left alone, and gpushare prints the command that ends them.
     """
-    specs = [used.spec for used in admin.list_hosts()] if everything else [spec_of(host)]
+    specs = [used.spec for used in admin.list_hosts()] if everything else [simulated_spec(host)]
     if everything and specs:
         hosts = f"{counted(len(specs), 'simulated host')}: {', '.join(specs)}"
         consented(Plan(title="delete all hosts", steps=(), consent=(Loss(action="deletes", what=hosts),)))
@@ -309,7 +313,7 @@ def add(
     A holder is not in NVML's process lists, but keeps a GPU, or with --mig an instance, in use, as DCGM does:
     --holder --name nv-hostengine. With --memory it has allocations, as a profiler does.
     """
-    spec = spec_of(None)
+    spec = simulated_spec(None)
     host = settings.connect()
     gpus = host.nvml.identities()
     if instance is not None and instance.isdigit():
@@ -356,7 +360,7 @@ def end(
         if f"SIG{name}" not in signals.Signals.__members__:
             raise BadUsage(f"{quoted(signal)} is not a signal", "give KILL, TERM, INT, STOP or CONT", code="bad_signal")
         number = signals.Signals[f"SIG{name}"]
-    end_process(spec_of(None), pid, number)
+    end_process(simulated_spec(None), pid, number)
     return Result(
         command="sim end",
         data=SimProcessAnswer(pid=pid),
@@ -370,7 +374,7 @@ def mig(
 ) -> Any:
     """Give a simulated GPU exactly these MIG instances (3g.71gb 1g.18gb:4); without any, switch MIG off."""
     names = instances or []
-    set_mig(spec_of(None), gpu or "0", names)
+    set_mig(simulated_spec(None), gpu or "0", names)
     text = f"GPU {gpu}: {', '.join(names)}" if names else f"GPU {gpu}: MIG off"
     answer = SimMigAnswer(gpu=gpu or "0", instances=tuple(names))
     return Result(command="sim mig", data=answer, text=text)
@@ -383,7 +387,7 @@ def vgpu(
     vm: Annotated[str, typer.Option("--vm", metavar="NAME", help="The virtual machine.")] = "vm1",
 ) -> Any:
     """Let a virtual machine use a vGPU of a type ('NVIDIA H200-35C'), and print its UUID."""
-    name = add_vgpu(spec_of(None), gpu or "0", kind, vm, parse_memory_limit(memory))
+    name = add_vgpu(simulated_spec(None), gpu or "0", kind, vm, parse_memory_limit(memory))
     return Result(command="sim vgpu", data=SimVgpuAnswer(uuid=name), text=name)
 
 

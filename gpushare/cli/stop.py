@@ -103,7 +103,7 @@ def _grace_seconds(text: str) -> float:
 
 
 def ended_sentence(done: Stopped) -> str:
-    """Return how a job was ended, for people."""
+    """Return in a sentence how a job was ended."""
     title = f"process {done.pid}" if done.name is None else f"'{done.name}' (process {done.pid})"
     if done.way == "line":
         return f"{title} has left the line"

@@ -60,7 +60,7 @@ def back_in(
     return _with_swapped_job(carried_out("swap in", work.plan), work.swap)
 
 
-def listed() -> Any:
+def list_swapped() -> Any:
     """List the swapped-out jobs: this user's, and those that root has swapped out. Root sees those of all users."""
     host = settings.connect()
     out = [swap for swap in swaps(host) if swap.state != BACK]
@@ -130,6 +130,7 @@ class SwapListAnswer:
 
 
 def _swap_row(swap: Swap, gpu: int | None = None) -> SwapRow:
+    """Return a swapped-out job as data; ``gpu`` is the index of its GPU."""
     return SwapRow(
         gpu=gpu,
         pid=swap.pid,
@@ -152,4 +153,4 @@ def _with_swapped_job(result: Any, swap: Swap) -> Any:
 
 app.command(cls=AskingCommand, short_help="Move a job into host memory.")(out)
 app.command("in", cls=AskingCommand, short_help="Bring a job back when the GPU has room.")(back_in)
-app.command("list", cls=Command, short_help="List the jobs that are out.")(listed)
+app.command("list", cls=Command, short_help="List the jobs that are out.")(list_swapped)

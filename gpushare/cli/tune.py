@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,7 +16,17 @@ from gpushare.base.model import Way
 from gpushare.base.selection import Device, select_one
 from gpushare.base.units import parse_seconds, parse_thread_percentage, quoted
 from gpushare.cli.bench import picture_path, write_picture
-from gpushare.cli.options import PLAIN, Command, gpus_of, interrupted, others_note, percentage, positive_time, settings
+from gpushare.cli.options import (
+    PLAIN,
+    Command,
+    gpus_of,
+    interrupted_error,
+    others_note,
+    percentage,
+    positive_time,
+    settings,
+    split_command,
+)
 from gpushare.cli.progress import progress_line
 from gpushare.host.host import Host
 from gpushare.job_command import JobCommand
@@ -140,8 +149,8 @@ def tune(
     check_job_name(name)
     picture = None if plot is None else picture_path(plot)
     options = TuneOptions(
-        production=words_of("--production", production),
-        opportunistic=[words_of("--opportunistic", each) for each in opportunistic],
+        production=split_command("--production", production),
+        opportunistic=[split_command("--opportunistic", each) for each in opportunistic],
         search=Search(
             goal=Goal(
                 keep=percentage("--keep", keep, example="--keep 97%", code="bad_keep") / 100,
@@ -191,19 +200,6 @@ def _window_seconds(text: str) -> float:
     return seconds
 
 
-def words_of(option: str, command: str) -> list[str]:
-    """Return the words of a command line as a shell splits them."""
-    try:
-        words = shlex.split(command)
-    except ValueError as error:
-        raise BadUsage(
-            f"{option} {quoted(command, 200)} is not a command line: {error}", "close the quote", code="bad_command"
-        ) from None
-    if not words:
-        raise BadUsage(f"{option} names no program", f"give one: {option} 'python train.py'", code="no_command")
-    return words
-
-
 def _parse_factor(text: str) -> float:
     """Return how many times its latency alone production may have: ``1.1x`` or ``1.1``."""
     try:
@@ -226,6 +222,7 @@ def _stderr_reporter() -> Iterator[TuneReporter]:
                 put(sys.stderr, f"gpushare: {what}\n")
 
         def measured(self, figures: Figures) -> None:
+            """Print what a setting gave: the share of its rate alone that each side has."""
             if settings.quiet:
                 return
             words = [f"production {share_text(figures.kept)} of alone"]
@@ -257,7 +254,7 @@ def keep_result(
             # The figures are shown even if the file cannot be written.
             errors.append(error)
     errors += write_picture(picture, data, frontier_picture)
-    notes = [*([] if result.warning is None else [result.warning]), *_doubts(options, result)]
+    notes = [*([] if result.warning is None else [result.warning]), *_doubt_notes(options, result)]
     if result.strangers:
         notes.append(others_note(result.strangers))
     if data.file is not None and tuned is not None:
@@ -298,7 +295,7 @@ def _start_notes(tuned: Tuned, commands: tuple[str, ...]) -> list[str]:
 _MUCH_SPREAD: Final = 0.05
 
 
-def _doubts(options: TuneOptions, result: TuneResult) -> list[str]:
+def _doubt_notes(options: TuneOptions, result: TuneResult) -> list[str]:
     """Return notes on how sure the answer is."""
     goal, best, spread = options.search.goal, result.outcome.best, result.production.spread
     notes = []
@@ -321,6 +318,6 @@ def _early_end_error(stopped: KeyboardInterrupt | GpushareError) -> GpushareErro
     """Return the error of a search that ended early: what failed, or the signal with what comes next."""
     if isinstance(stopped, GpushareError):
         return stopped
-    return interrupted(stopped).restated(
+    return interrupted_error(stopped).restated(
         hint="all jobs were ended and the host was restored; the same tune again goes on from there"
     )

@@ -1035,7 +1035,6 @@ class Farm:
             gpu.looks = [now + seconds for seconds in _LOOKS]
         for memory in self._memories[number]:
             memory.begin(program.pid)
-        self._reporter.started(copy)
 
     # -- the size of a copy --------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ _WIDTH: Final = 80
 
 
 def bench_result(data: BenchAnswer, notes: Sequence[str] = (), **more: Any) -> Result:
-    """Return the result of ``gpushare bench``."""
+    """Return a benchmark as a result: the best way in words, then the figures of each way, and what was left out."""
     tables = [_throughput_table(data), _details_table(data)]
     if data.comparison is not None:
         tables.append(_comparison_table(data.comparison))
@@ -157,7 +157,7 @@ def _throughput_getter(key: str) -> Callable[[BenchCell], float | None]:
     return lambda cell: getattr(cell.throughput, key, None)
 
 
-def _gain_of(cell: BenchCell) -> float | None:
+def _gain_value(cell: BenchCell) -> float | None:
     return None if cell.gain is None else cell.gain.value
 
 
@@ -176,7 +176,7 @@ def _details_table(data: BenchAnswer) -> Table:
         Column("threads_percent", "cap %", right=True, rank=4, optional=True),
         Column("mean", "rate", right=True, of=_throughput_getter("mean"), format=figure_text),
         Column("spread", "spread", right=True, rank=2, of=_throughput_getter("spread"), format=_percent),
-        Column("gain", "x alone", right=True, of=_gain_of, format=_times),
+        Column("gain", "x alone", right=True, of=_gain_value, format=_times),
         Column("slowdown", "slowdown", right=True, format=_times),
         Column("slowdown_worst", "worst", right=True, rank=3, format=_times),
         Column("latency_p50", "p50", right=True, rank=1, optional=True, format=figure_text),
@@ -254,7 +254,7 @@ def _cells_csv(data: BenchAnswer) -> Table:
         "copies", "way", "threads_percent", "mean", "low", "high", "spread", "gain", "slowdown", "slowdown_worst",
         "fairness", "latency_p50", "latency_p99", "memory_peak_bytes", "power_watts", "joules", "runs", "chosen",
     )  # fmt: skip
-    of = {"gain": _gain_of, **{key: _throughput_getter(key) for key in ("mean", "low", "high", "spread")}}
+    of = {"gain": _gain_value, **{key: _throughput_getter(key) for key in ("mean", "low", "high", "spread")}}
     return Table(name="cells", columns=tuple(Column(key, key, of=of.get(key)) for key in keys), rows=data.cells)
 
 

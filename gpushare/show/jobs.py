@@ -73,7 +73,7 @@ def _memory_text(value: tuple[int | None, int | None]) -> str:
     return format_bytes(held) if limit is None else used_of_total((held, limit))
 
 
-def _way_of(job: ListedJob) -> str | None:
+def _way_of_job(job: ListedJob) -> str | None:
     return way_text(
         job.way,
         threads_percent=job.threads_percent,
@@ -116,7 +116,7 @@ def _present_table(jobs: Sequence[ListedJob], *, everything: bool, of_others: bo
         _USER,
         _ROLE,
         Column("gpu", "GPU", right=True, of=lambda job: ranges(job.gpu_indexes) if job.gpu_indexes else None),
-        Column("way", "way", of=_way_of),
+        Column("way", "way", of=_way_of_job),
         Column("memory", "memory", right=True, of=lambda job: (job.memory_used_bytes, job.whole_limit_bytes), format=_memory_text),
         Column("swapped_bytes", "swapped", right=True, rank=4, optional=True, format=format_bytes),
         Column("sm_percent", "SM", right=True, rank=1, format=format_percent),

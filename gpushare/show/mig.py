@@ -205,7 +205,7 @@ class GpuText:
     layout: Layout | None = None
 
 
-def grouped(gpus: Sequence[GpuText], *, uuids: bool) -> str:
+def grouped_text(gpus: Sequence[GpuText], *, uuids: bool) -> str:
     """Return the texts of GPUs, those of equal GPUs once.
 
     Without ``uuids``, GPUs with the same instances are equal too: one line per GPU has names, users and programs.
@@ -309,7 +309,7 @@ def _wrapped_items(title: str, items: Sequence[str]) -> Iterator[str]:
 
 
 def plan_text(plan: MigPlan, layouts: Mapping[int, Layout]) -> str:
-    """Return before and after of each GPU that changes."""
+    """Return the slices of each GPU that a plan changes, before and after, with a legend of the marks."""
     lines = []
     for gpu in plan.gpus:
         if gpu.changes:

@@ -390,7 +390,7 @@ def _row_line(cells: list[Text], plan: Layout) -> Text:
 
     for text, column, width in zip(cells, plan.columns, plan.widths, strict=True):
         if text.cell_len > width:
-            text.plain = _shortened(text.plain, width)
+            text.plain = _shorten(text.plain, width)
         text.truncate(width, overflow="ellipsis")
         text.align("right" if column.right else "left", width)
     line = Text(" " * GAP).join(cells)
@@ -398,8 +398,8 @@ def _row_line(cells: list[Text], plan: Layout) -> Text:
     return line
 
 
-def _shortened(text: str, width: int) -> str:
-    """Return a text that is too long without what tells least: the directories of paths, and the middle of a single word.
+def _shorten(text: str, width: int) -> str:
+    """Return a text with less of what tells least: paths without directories, a long single word without its middle.
 
     The rest may still be too long, and is cut at its end.
     """

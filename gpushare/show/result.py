@@ -122,7 +122,7 @@ class Result:
         return "error" if self.data is None or self.all_failed else "partial"
 
     def envelope(self) -> dict[str, Any]:
-        """Return the JSON document."""
+        """Return the JSON document: schema, command, status, data and errors."""
         return {
             "schema": SCHEMA,
             "command": self.command,

@@ -73,20 +73,20 @@ class RunReport:
         )
 
     def pending(self, pid: int) -> None:
-        """Say that a process waits for another user."""
+        """Say that a process waits for the clients of another user."""
         self._say(
             f"process {pid} waits: another user's clients hold the MPS server of {self._device.title}; "
             "one user at a time (see: gpushare mps status)"
         )
 
     def unproved(self) -> None:
-        """Say that nothing was proved."""
+        """Say that no context of the program was seen, so its limits are not proved."""
         self._say(
             "the program ended and no CUDA context of it was seen, so it is not proved that it ran inside its share"
         )
 
     def daemon_gone(self) -> None:
-        """Say that the share is gone."""
+        """Say that the MPS daemon died while the program ran."""
         self._write(
             f"error: the MPS daemon of {self._device.title} died while the program was running: its CUDA calls will fail\n"
             "hint: end the program and start it again; see: gpushare doctor\n"
@@ -155,7 +155,7 @@ class InstanceReport(RunReport):
         )
 
     def unproved(self) -> None:
-        """Say that nothing was proved."""
+        """Say that no context of the program was seen, so its place is not proved."""
         self._say(
             f"the program ended and no CUDA context of it was seen, so it is not proved that it ran {self._place}"
         )
@@ -181,29 +181,23 @@ class CopyLines:
         self.clear()
         put(self._stream, f"[{copy:{self._width}}] {visible(text)}\n")
 
-    def started(self, copy: Copy) -> None:
-        """Say nothing."""
-
     def ended(self, copy: Copy, *, again: bool) -> None:
         """Say how a copy failed, once for all that fail alike; the errors at the end name them."""
         alike = copy.reason or copy.failure
         if copy.failure is not None and alike is not None and alike not in self._failures:
-            self.clear()
             self._failures.add(alike)
-            self._note(f"copy {copy.copy} failed: {copy.failure}{'; restarting it' if again else ''}")
+            self.say(f"copy {copy.copy} failed: {copy.failure}{'; restarting it' if again else ''}")
 
     def left_behind(self, copy: Copy, pids: Sequence[int]) -> None:
         """Say what a copy left running."""
-        self.clear()
         named = ", ".join(map(str, pids))
-        self._note(
+        self.say(
             f"copy {copy.copy} left process {named} behind, which was ended; the program must stay in the foreground"
         )
 
     def news(self, copy: Copy, text: str) -> None:
         """Say something of a copy."""
-        self.clear()
-        self._note(f"copy {copy.copy}: {text}")
+        self.say(f"copy {copy.copy}: {text}")
 
     def say(self, text: str) -> None:
         """Say something of the farm."""
@@ -319,7 +313,7 @@ class FarmAnswer:
 def farm_result(
     data: FarmAnswer, errors: Sequence[GpushareError] = (), notes: Sequence[str] = (), exit_code: int = 0
 ) -> Result:
-    """Return the result of a farm."""
+    """Return a farm as a result, with a row per copy; of many copies, those that ended alike share a row."""
     columns = (
         Column("copy", "copy", right=True),
         Column("line", "line", least=10, rank=2, optional=True),

@@ -14,7 +14,7 @@ from gpushare.show.result import Column, Result, Table
 
 
 def sizes_result(data: BenchSizesAnswer, notes: Sequence[str] = (), **more: Any) -> Result:
-    """Return the result of ``gpushare bench`` with several sizes."""
+    """Return a benchmark of several sizes as a result: where copies take turns, then the times of each size."""
     workload = data.workload
     began = time.strftime("%Y-%m-%d %H:%M", time.localtime(data.started_at))
     first = f"{data.host}   GPU {data.gpu.index} {data.gpu.name}   driver {data.driver}   {began}"

@@ -155,6 +155,8 @@ def _percent(key: str, title: str, rank: int = 0) -> Column:
 
 
 def _gpu_table(snapshot: Snapshot) -> Table:
+    """Return the table of GPUs: sharing, memory, utilization, modes; idle GPUs may share a line."""
+
     def sharing_word(gpu: Gpu) -> str:
         """Return how a GPU is shared now, or that it does not answer."""
         if gpu.error is not None:
@@ -211,6 +213,7 @@ def _mig_mode(gpu: Gpu) -> str | None:
 
 
 def _instance_table(snapshot: Snapshot) -> Table:
+    """Return the table of MIG instances with their memory and number of processes; idle ones may share a line."""
     rows = [
         {
             **vars(instance),
@@ -293,11 +296,11 @@ def _server_word(daemon: MpsDaemon, silent: Sequence[Gpu]) -> str:
 def _with_next(show: Callable[[Any], str], nothing: str = "-") -> Callable[[Any], str]:
     """Return what shows a limit at attachment, with the limit of clients that attach from now on where it differs."""
 
-    def shown(value: tuple[Any, Any]) -> str:
+    def held_and_next(value: tuple[Any, Any]) -> str:
         held, new = value
         return show(held) if held == new else f"{show(held)} ({nothing if new is None else show(new)} from now on)"
 
-    return shown
+    return held_and_next
 
 
 def _client_table(snapshot: Snapshot) -> Table:
@@ -461,6 +464,7 @@ def _vgpu_table(snapshot: Snapshot) -> Table:
 
 
 def _process_table(snapshot: Snapshot) -> Table:
+    """Return the table of the processes on the GPUs with their jobs."""
     rows = tuple(_process_rows(snapshot))
     columns = (
         _gpu_column(group=True),
