@@ -100,7 +100,7 @@ def _changes(tree: ast.Module) -> Iterator[tuple[ast.expr | ast.stmt, str, str]]
     stack: list[tuple[ast.AST, str]] = [(tree, "")]
     while stack:
         node, function = stack.pop()
-        # Texts, types and the declarations of options are not what a mutant is about.
+        # Texts, types and declarations (of options, of frozen classes) are not what a mutant is about.
         if isinstance(node, (ast.JoinedStr, ast.AnnAssign, ast.Raise)):
             if isinstance(node, ast.AnnAssign) and node.value:
                 stack.append((node.value, function))
@@ -109,6 +109,9 @@ def _changes(tree: ast.Module) -> Iterator[tuple[ast.expr | ast.stmt, str, str]]
             continue
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             stack += [(part, node.name) for part in node.body]
+            continue
+        if isinstance(node, ast.ClassDef):
+            stack += [(part, function) for part in node.body]
             continue
         stack += [(part, function) for part in ast.iter_child_nodes(node)]
         for changed, new in _of_statement(node) if isinstance(node, ast.stmt) else _of_expression(node):

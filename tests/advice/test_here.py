@@ -273,6 +273,8 @@ def test_a_mechanism_by_its_names(text, mechanism):
         ("error-isolation", "error_isolation"), ("Error isolation", "error_isolation"), ("errors", "error_isolation"),
         ("err", "error_isolation"), ("qos", "memory_bandwidth_qos"), ("sm", "sm_isolation"), ("ipc", "interop"),
         ("GPU Management (telemetry)", "telemetry"), ("use", "target_use"), ("memory protection", "memory_protection"),
+        # In one of its names, and not in all of them.
+        ("anagement", "telemetry"),
     ],
 )  # fmt: skip
 def test_a_row_by_its_names(text, row):

@@ -522,6 +522,17 @@ def test_everybody_may_read_it_and_only_its_owner_write_whatever_the_umask(host:
     claim.release()
 
 
+def test_a_claim_that_became_a_link_marks_no_other_file_as_used(host: Host, tmp_path: Path) -> None:
+    claim, other = taken(host), tmp_path / "other"
+    other.touch()
+    os.utime(other, (1, 1))
+    claim.path.unlink()
+    claim.path.symlink_to(other)
+    claim.touch()
+    assert other.stat().st_mtime == 1
+    assert claim.path.lstat().st_mtime > 1
+
+
 @pytest.mark.parametrize(
     ("number", "kind"), [(errno.ENOSPC, OperationFailed), (errno.EACCES, NoPermission), (errno.EROFS, NoPermission)]
 )

@@ -263,10 +263,15 @@ def test_a_job_outside_mps_has_an_exclusive_gpu_alone(host: Host) -> None:
 
 def test_one_that_steps_back_again_and_again_stays_in_the_ledger(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     """A claim only grows, and a long one cannot be read any more."""
-    place = enter(host, 20 * GIB)
+    monkeypatch.setattr(ledger, "_MOST_STEPS_BACK", 3)
     monkeypatch.setattr(Place, "_still_fit", lambda *_: False)
-    for _ in range(100):
+    place = enter(host, 20 * GIB)
+    written = []
+    for _ in range(7):
         assert not take(host, place)
+        written.append(place.claim.path.read_text().count("\nfact back"))
+    # It is written anew each third time.
+    assert written == [1, 2, 0, 1, 2, 0, 1]
     assert [reservation.id for reservation in reservations(host) or []] == [place.claim.path.name]
     monkeypatch.undo()
     assert take(host, place)

@@ -280,6 +280,14 @@ def test_a_file_with_a_byte_order_mark_and_an_anchor(cli: Cli, file: Callable[..
     assert cli("mig", "check", "-f", file(text), "-c", "y", host=HOST).ok().out.count("as asked") == 2
 
 
+@pytest.mark.parametrize(
+    ("size", "problem"), [((256 << 10) + 1, "stdin is larger than 256 KiB"), (256 << 10, "the file is 'xxx")]
+)
+def test_a_long_stdin(cli: Cli, monkeypatch: pytest.MonkeyPatch, size: int, problem: str) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"x" * size)))
+    assert problem in cli("mig", "check", "-f", "-", host=HOST).err
+
+
 def test_stdin(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(TWO.encode())))
     cli("mig", "check", "-f", "-", "-c", "night", host=HOST).ok()

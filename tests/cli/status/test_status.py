@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import signal
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 import yaml
 
 from gpushare.base.units import GIB
+from gpushare.host.capabilities import user_name
 from gpushare.memory import ledger
 from gpushare.memory.ledger import Place, Request
 from gpushare.run import look
@@ -279,6 +281,7 @@ def test_a_job_that_is_out_is_shown(cli: Cli) -> None:
     cli("swap", "out", str(pid), host="sim:t4").ok()
     (one,) = cli("status", host="sim:t4", output="json").ok().data["swapped_jobs"]
     assert (one["pid"], one["state"], one["memory_bytes"], one["gpu_index"]) == (pid, "out", 4 * GIB, 0)
+    assert one["user"] == user_name(os.geteuid())
     assert "swapped out to host memory" in cli("status", host="sim:t4").ok().out
     cli("swap", "in", str(pid), host="sim:t4").ok()
     assert cli("status", host="sim:t4", output="json").ok().data["swapped_jobs"] == []
