@@ -174,15 +174,26 @@ class Calls:
     tests: dict[str, list[str]]
     daily: list[str]
 
-    def tests_of(self, mutant: Mutant) -> tuple[list[str], list[str]]:
-        """Return the tests of the daily run, and the slow ones, that may find a mutant; the most special ones come first."""
+    def tests_of(self, mutant: Mutant, checkout: Path) -> tuple[list[str], list[str], list[str]]:
+        """Return the tests that may find a mutant: the most special ones, the others of the daily run, and the slow ones."""
         tests = set(self.tests.get(f"{mutant.path}:{mutant.function}", ()))
         if len(tests) < FEW:
             tests.update(*(self.tests[name] for name in self.tests if name.startswith(f"{mutant.path}:")))
+        texts = {
+            file: (checkout / file).read_text()
+            for file in {test.split("::")[0] for test in tests}
+            if (checkout / file).exists()
+        }
+        # Since they were recorded, some may have gone; the last part is the name of the function.
+        tests = {test for test in tests if f"def {test.rpartition('::')[2]}(" in texts.get(test.split("::")[0], "")}
         # The test that calls the fewest functions checks them most closely.
         every = sorted(tests, key=lambda test: (self._sizes[test], test))
-        daily = set(self.daily)
-        return [test for test in every if test in daily], [test for test in every if test not in daily]
+        daily = [test for test in every if test in self._daily]
+        return daily[:FIRST], daily[FIRST:], [test for test in every if test not in self._daily]
+
+    @cached_property
+    def _daily(self) -> set[str]:
+        return set(self.daily)
 
     @cached_property
     def _sizes(self) -> Counter[str]:
@@ -230,24 +241,34 @@ def copy_checkout(directory: Path) -> None:
 
 def verdict(mutant: Mutant, checkout: Path, called: Calls, seconds: float) -> str:
     """Return what the tests say of a mutant: found, survived or undecided."""
-    daily, slow = called.tests_of(mutant)
+    end = time.monotonic() + seconds
+    for tests in called.tests_of(mutant, checkout):
+        failed: str | None = None
+        while tests:
+            code, failed = _tested_on(mutant, checkout, tests, end - time.monotonic())
+            if code is None:
+                return "undecided"
+            if not code:
+                break
+            if not _tested(checkout, [failed] if failed else tests, seconds)[0]:
+                return "found"
+            # A test, or a file of tests, that fails without the change too finds nothing.
+            others = [test for test in tests if failed and not failed.startswith(test) and not test.startswith(failed)]
+            if others == tests:
+                return "undecided"
+            tests = others
+    return "survived"
+
+
+def _tested_on(mutant: Mutant, checkout: Path, tests: Sequence[str], seconds: float) -> tuple[int | None, str | None]:
+    """Return what `_tested` does, with the change."""
     path = checkout / mutant.path
     original = path.read_bytes()
     _write(path, mutant.apply(original))
-    end = time.monotonic() + seconds
     try:
-        for tests in filter(None, (daily[:FIRST], daily[FIRST:], slow)):
-            code, failed = _tested(checkout, tests, end - time.monotonic())
-            if code is None:
-                return "undecided"
-            if code:
-                break
-        else:
-            return "survived"
+        return _tested(checkout, tests, seconds)
     finally:
         _write(path, original)
-    # A test that fails without the change finds nothing.
-    return "undecided" if _tested(checkout, [failed] if failed else tests, seconds)[0] else "found"
 
 
 def _tested(checkout: Path, tests: Sequence[str], seconds: float) -> tuple[int | None, str | None]:
@@ -284,7 +305,7 @@ def _tested(checkout: Path, tests: Sequence[str], seconds: float) -> tuple[int |
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         out.seek(0)
-        lines = [line.split(" ", 1)[1] for line in out if line.startswith(("FAILED ", "ERROR "))]
+        lines = [line.split(" ", 1)[1] for line in out if line.startswith(("FAILED tests/", "ERROR tests/"))]
     return code, lines[-1].split(" - ")[0].strip() if lines else None
 
 
