@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import pytest
 
-from gpushare.show.render import Layout, Table, layout
+from gpushare.show.render import Layout, Table, layout_of
 from tests.cli.drive import Cli, World
 from tools.terminal import terminal
 
@@ -78,15 +78,15 @@ def test_which_columns_a_narrow_terminal_drops(
 
     def noted(table: Table, width: int) -> Layout:
         # A column takes several cells, so at most one goes at a time.
-        layouts = [layout(table, cells).columns for cells in range(300, 0, -1)]
+        layouts = [layout_of(table, cells).columns for cells in range(300, 0, -1)]
         shown = [[f"{'>' if column.right else ''}{column.title}" for column in columns] for columns in layouts]
         gone = [next(title for title in wide if title not in less) for wide, less in pairwise(shown) if less != wide]
         orders[table.name] = f"{' | '.join(shown[-1])} <- {' | '.join(gone)}"
-        return layout(table, width)
+        return layout_of(table, width)
 
     for line in SETUP:
         cli(*line.split(), host="sim:8xh100").ok()
-    monkeypatch.setattr("gpushare.show.render.layout", noted)
+    monkeypatch.setattr("gpushare.show.render.layout_of", noted)
     text = ""
     for verb in TABLES:
         orders.clear()
