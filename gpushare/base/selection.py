@@ -59,6 +59,13 @@ class Device:
     def memory_total_bytes(self) -> int | None:
         return self.mig.memory_total_bytes if self.mig is not None else self.gpu.memory_total_bytes
 
+    @property
+    def job_memory_bytes(self) -> int | None:
+        """Return what jobs can have on it: not what the driver reserves; None: unknown."""
+        if self.mig is not None or self.gpu.memory_total_bytes is None:
+            return self.memory_total_bytes
+        return self.gpu.memory_total_bytes - (self.gpu.memory_reserved_bytes or 0)
+
     def has(self, process: GpuProcess) -> bool:
         """Return whether a process of its GPU is on it."""
         return self.mig is None or self.mig.has(process)

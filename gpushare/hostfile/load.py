@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from gpushare.base.errors import BadUsage, GpushareError, NoPermission, NotFound
+from gpushare.base.errors import BadUsage, GpushareError, NoPermission, NotFound, or_none
 from gpushare.base.model import Gpu
 from gpushare.base.units import format_duration, size_option
 from gpushare.form import HINT
@@ -133,10 +133,7 @@ def kept_file(host: Host) -> HostFile | None:
     """Return the kept gpushare.yaml; None: none was kept, it is no longer valid, or this user may not read it."""
     if not is_trusted_directory(host.state_directory):
         return None
-    try:
-        return load(str(applied_path(host)))[0]
-    except GpushareError:
-        return None
+    return or_none(lambda: load(str(applied_path(host)))[0])
 
 
 def changed_limits(host: Host, file: HostFile) -> list[str]:

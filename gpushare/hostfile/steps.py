@@ -24,7 +24,15 @@ from gpushare.mig.grant import names_step, plan_grant, plan_reapply, plan_revoke
 from gpushare.mig.ledger import NamedInstance, names_of
 from gpushare.mps import control
 from gpushare.mps.daemons import FoundDaemon, find_daemons, own_daemon
-from gpushare.mps.home import DaemonHome, DaemonRecord, own_home, pipe_users, set_pipe_users, start_command
+from gpushare.mps.home import (
+    DaemonHome,
+    DaemonRecord,
+    own_home,
+    pipe_users,
+    restart_command,
+    set_pipe_users,
+    start_command,
+)
 from gpushare.mps.limits import check_memory
 from gpushare.mps.set import plan_limits
 from gpushare.mps.start import plan_start
@@ -175,7 +183,7 @@ def stop_step(host: Host, daemon: OwnDaemon) -> Step:
     return Step(
         what=f"stop the idle MPS daemon {daemon.found.daemon.pid} of {daemon.device.title}",
         command=f"gpushare mps stop -g {daemon.device.selector}",
-        undo=start_command(daemon.record, daemon.device),
+        undo=restart_command(daemon.record, daemon.device),
         do=act,
         revert=back,
     )
@@ -200,7 +208,9 @@ def daemon_step(host: Host, title: str, find: Find, wish: MpsWish, *, selector: 
     words = _wish_words(wish)
     return Step(
         what=f"serve {title} with an MPS daemon" + (f": {', '.join(words)}" if words else ""),
-        command=_start_command(wish, selector),
+        command=start_command(
+            selector, wish.limits, exclusive=wish.exclusive, users=wish.users if wish.multiuser else None
+        ),
         undo=f"gpushare mps stop -g {selector}",
         do=work.do,
         revert=work.back,
@@ -300,9 +310,3 @@ def _wish_words(wish: MpsWish) -> list[str]:
     words = [*wish.limits.words, *([f"for {', '.join(wish.users)}"] if wish.users else [])]
     words += ["several users at the same time"] if wish.multiuser else []
     return words + (["no programs outside it"] if wish.exclusive else [])
-
-
-def _start_command(wish: MpsWish, selector: str) -> str:
-    exclusive = ["--exclusive"] if wish.exclusive else []
-    users = ["--users", ",".join(wish.users) or "all"] if wish.multiuser else []
-    return shlex.join(["gpushare", "mps", "start", "-g", selector, *wish.limits.options(), *exclusive, *users])

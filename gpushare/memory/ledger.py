@@ -318,10 +318,8 @@ def line_of(
     ``device`` was read just before, with its processes. ``clients`` is how many clients its MPS server takes. ``limits``
     are the bytes that each user's jobs may reserve there together, by uid: a reservation beyond that counts as 0 bytes.
     """
-    total = device.memory_total_bytes
-    if total is None:
+    if device.job_memory_bytes is None:
         return None
-    reserved = (device.gpu.memory_reserved_bytes or 0) if device.mig is None else 0
     # In this mode a context outside MPS takes the whole GPU, however small it is.
     alone = device.gpu.compute_mode is ComputeMode.EXCLUSIVE_PROCESS
     used = device.gpu.memory_used_bytes if device.mig is None else device.mig.memory_used_bytes
@@ -333,7 +331,7 @@ def line_of(
     rest = max(0, (used or 0) - sum(process.memory_used_bytes or 0 for process in processes))
     unmovable = sum(process.memory_used_bytes or 0 for process, info in strangers if not _is_job(process, info))
     unmovable += rest if rest <= MUCH_UNLISTED else 0
-    room = Room(memory_bytes=max(0, total - reserved), clients=clients, alone=alone, own_bytes=unmovable)
+    room = Room(memory_bytes=max(0, device.job_memory_bytes), clients=clients, alone=alone, own_bytes=unmovable)
     running, holders, more_clients = list[Running](), list[Reservation](), list[Running]()
     beyond: set[str] = set()
     granted: dict[int, int] = defaultdict(int)

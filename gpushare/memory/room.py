@@ -241,7 +241,7 @@ def repair_after_death(host: Host, _processes: object, _word: str) -> None:
     for pause in (0.0, 1.0, 5.0, 30.0):
         time.sleep(pause)
         with contextlib.suppress(GpushareError, OSError):
-            repair(host, keep=room_kept)
+            repair(host, room_kept)
             return
 
 
@@ -249,7 +249,7 @@ def repair_first(host: Host, say: Callable[[str], None], *, dry_run: bool) -> li
     """Complete or take back what a gpushare that died has left, even if there is nothing else to do; return those jobs."""
     if dry_run:
         return []
-    repaired = repair(host, say, room_kept)
+    repaired = repair(host, room_kept, say)
     for job in repaired:
         say(f"{job.title}: a swap that was interrupted has been completed or taken back; see: gpushare swap list")
     return repaired

@@ -343,8 +343,8 @@ def go_out(
     host: Host,
     swap: Swap,
     checkpoint: Checkpoint,
-    again: Callable[[], Sequence[JobProcess]] = lambda: (),
-    keep: Keep | None = None,
+    again: Callable[[], Sequence[JobProcess]],
+    keep: Keep,
     target_uuid: str | None = None,
 ) -> Swap:
     """Lock all processes of a job, and copy them to host memory; return the record as it is then.
@@ -397,7 +397,7 @@ def go_out(
             with _unless_ended(host, pid):
                 checkpoint.checkpoint(pid, size)
     except GpushareError:
-        with (keep or _ask_nvml_for_room)(host, swap) as room:
+        with keep(host, swap) as room:
             take_back(host, swap, checkpoint, room)
         raise
     if not swap.living(host):
@@ -637,10 +637,10 @@ def guarded(host: Host, say: Callable[[str], None] = lambda _: None) -> Iterator
 # -- what a death left -------------------------------------------------------------------------------------------------
 
 
-def take_back(host: Host, swap: Swap, checkpoint: Checkpoint, room: Callable[[int], bool | None] | None = None) -> None:
+def take_back(host: Host, swap: Swap, checkpoint: Checkpoint, room: Callable[[int], bool | None]) -> None:
     """Bring a job that is half out to one state: all of it running if the GPU has room, else all of it out.
 
-    ``room`` says whether this number of bytes is free on its GPU; without it, NVML is asked. The caller holds the lock.
+    ``room`` says whether this number of bytes is free on its GPU. The caller holds the lock.
 
     Raises:
         TimedOut, NotSupported: the driver does not answer, or is not there; the record stays.
@@ -667,7 +667,7 @@ def take_back(host: Host, swap: Swap, checkpoint: Checkpoint, room: Callable[[in
     swap = _with_arrived(host, swap)
     out = [pid for pid, state in states.items() if state == CHECKPOINTED]
     need = sum(sizes[pid] for pid in out)
-    if out and not (room or (lambda size: has_room(host, swap, size)))(need):
+    if out and not room(need):
         for pid, state in states.items():
             if state == RUNNING:
                 with _unless_ended(host, pid):
@@ -725,13 +725,7 @@ def has_room(host: Host, swap: Swap, size: int) -> bool | None:
 Keep = Callable[["Host", Swap], contextlib.AbstractContextManager[Callable[[int], "bool | None"]]]
 
 
-@contextlib.contextmanager
-def _ask_nvml_for_room(host: Host, swap: Swap) -> Iterator[Callable[[int], bool | None]]:
-    """Return, as a `Keep` that reserves nothing, whether NVML says that there is room."""
-    yield lambda size: has_room(host, swap, size)
-
-
-def repair(host: Host, say: Callable[[str], None] = lambda _: None, keep: Keep = _ask_nvml_for_room) -> list[Swap]:
+def repair(host: Host, keep: Keep, say: Callable[[str], None] = lambda _: None) -> list[Swap]:
     """Complete or undo the swaps that a killed gpushare has begun; return those that were changed. Takes the lock itself.
 
     ``keep`` reserves room for a job that is half out (`room.room_kept`). Records of ended jobs are removed. If a full disk

@@ -70,10 +70,6 @@ class Board:
         self._packed = cache(self._most_of_profile)
         self._every = cache(lambda kinds, limits: list(self._enumerate(kinds, limits)))
 
-    def mask(self, profile: int, start: int) -> int:
-        """Return the memory slices of a profile at a start, as bits."""
-        return next(mask for first, mask in self.places[profile] if first == start)
-
     # -- what is free ------------------------------------------------------------------------------
 
     def _rooms(self, members: tuple[int, ...]) -> tuple[int, ...]:
@@ -227,8 +223,6 @@ class ComputeChange(NamedTuple):
 
     destroyed: tuple[ComputeInstance, ...]
     created: tuple[ComputeInstance, ...]
-    # How many of those destroyed are busy; all if the GPU instance itself is held.
-    busy: int
 
 
 def new_compute(
@@ -303,16 +297,13 @@ def make_room(
     return None if best is None else best[1]
 
 
-def change_compute(
-    instance: GpuInstance, slices_of_each: Sequence[int], *, may_destroy: bool, may_evict: bool
-) -> ComputeChange | None:
+def change_compute(instance: GpuInstance, slices_of_each: Sequence[int], *, may_evict: bool) -> ComputeChange | None:
     """Return the cheapest change to exactly these compute instances (slices of each); None: there is none.
 
-    Destroys the fewest busy ones, and only with ``may_evict``; then the fewest.
+    Destroys the fewest busy ones, and only with ``may_evict``; then the fewest. All are busy if the GPU instance is held.
     """
     best: tuple[tuple[int, int], ComputeChange] | None = None
     existing = instance.compute
-    held = instance.held
     for size in range(len(existing), -1, -1):
         for kept in combinations(existing, size):
             missing = Counter(slices_of_each)
@@ -320,13 +311,10 @@ def change_compute(
             if any(count < 0 for count in missing.values()):
                 continue
             destroyed = tuple(part for part in existing if part not in kept)
-            busy = sum(part.busy or held for part in destroyed)
-            if (destroyed and not may_destroy) or (busy and not may_evict):
+            busy = sum(part.busy or instance.held for part in destroyed)
+            if busy and not may_evict:
                 continue
             created = new_compute(instance.profile, list(missing.elements()), kept)
-            if created is None:
-                continue
-            change = ComputeChange(destroyed, created, busy)
-            if best is None or (busy, len(destroyed)) < best[0]:
-                best = ((busy, len(destroyed)), change)
+            if created is not None and (best is None or (busy, len(destroyed)) < best[0]):
+                best = ((busy, len(destroyed)), ComputeChange(destroyed, created))
     return None if best is None else best[1]

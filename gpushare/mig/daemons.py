@@ -24,7 +24,7 @@ from gpushare.mps.home import (
     has_unrecorded_daemon,
     homes_in,
     own_home,
-    start_command,
+    restart_command,
 )
 from gpushare.mps.start import plan_start
 from gpushare.mps.stop import Stop
@@ -264,7 +264,7 @@ def _stop_step(host: Host, own: OwnDaemon, *, force: bool, stays: bool) -> Step:
         + (", and end its servers" if force else "")
         + ("; it stays stopped" if stays and not own.record.transient else ""),
         command=control_command(own.home.pipe, "quit -t 1" if force else "quit"),
-        undo=start_command(own.record, own.device),
+        undo=restart_command(own.record, own.device),
         do=act,
         revert=back,
     )
@@ -293,7 +293,7 @@ def _start_step(host: Host, record: DaemonRecord, device: Device) -> Step:
 
     return Step(
         what=f"start the MPS daemon of {device.title} again, with its limits",
-        command=start_command(record, device),
+        command=restart_command(record, device),
         undo=f"gpushare mps stop -g {device.selector}",
         do=act,
         revert=back,

@@ -397,32 +397,35 @@ def addition(site: Site, option: Placing, compute: Sequence[tuple[int, ...]]) ->
     )
 
 
-def removal(
-    layout: Layout, targets: Collection[tuple[int, int | None]], evict: Collection[tuple[int, int | None]]
-) -> tuple[GpuPlan, bool]:
-    """Return the plan that destroys these (GPU instance id, compute instance id or None for all), and if it is blocked.
+class Target(NamedTuple):
+    """An existing instance: GPU index, GPU instance id, and compute instance id or None for all."""
 
-    It is blocked by a busy one that ``evict`` (the same pairs) does not name.
-    """
+    gpu: int
+    instance: int
+    compute: int | None = None
+
+
+def removal(layout: Layout, targets: Collection[Target], evict: Collection[Target]) -> tuple[GpuPlan, bool]:
+    """Return the plan that destroys these instances of a GPU, and if it is blocked: by a busy one not in ``evict``."""
     destroyed, kept, blocked = [], [], False
     for instance in layout.instances:
-        parts = tuple(c for c in instance.compute if (instance.id, c.id) in targets)
-        all_of_it = (instance.id, None) in targets or (bool(parts) and len(parts) == len(instance.compute))
+        parts = tuple(part for part in instance.compute if Target(layout.gpu, instance.id, part.id) in targets)
+        all_of_it = Target(layout.gpu, instance.id) in targets or (bool(parts) and len(parts) == len(instance.compute))
         if not all_of_it:
             kept.append(instance)
         if all_of_it or parts:
             change = whole(instance) if all_of_it else inside(instance, parts)
             destroyed.append(change)
-            blocked = blocked or (change.busy and not may_end(change, evict))
+            blocked = blocked or (change.busy and not may_end(layout.gpu, change, evict))
     return gpu_plan(layout, kept, destroyed, []), blocked
 
 
-def may_end(change: InstanceChange, targets: Collection[tuple[int, int | None]]) -> bool:
-    """Return whether all busy parts are named (GPU instance id, compute instance id or None for all)."""
+def may_end(gpu: int, change: InstanceChange, targets: Collection[Target]) -> bool:
+    """Return whether all that is busy in a change is among these instances."""
     owner = change.instance
-    if (owner.id, None) in targets:
+    if Target(gpu, owner.id) in targets:
         return True
-    return not owner.held and all((owner.id, part.id) in targets for part in change.compute if part.busy)
+    return not owner.held and all(Target(gpu, owner.id, part.id) in targets for part in change.compute if part.busy)
 
 
 def lost_after(layout: Layout, plan: GpuPlan) -> int:
@@ -441,19 +444,10 @@ def plan_of(layouts: Sequence[Layout], plans: Sequence[GpuPlan]) -> MigPlan:
     )
 
 
-@dataclass(frozen=True)
-class Change:
-    """One way to the wished layout."""
-
-    kept: list[GpuInstance]
-    destroyed: list[InstanceChange]
-    created: list[InstanceChange]
-
-    @property
-    def weight(self) -> int:
-        """Return its cost, without the capacity that is lost."""
-        made = sum(new.created for new in self.created)
-        return weigh(Cost(created=made)) + sum(weigh(cost_of(gone)) for gone in self.destroyed)
+def _weight(plan: GpuPlan) -> int:
+    """Return the cost of a plan as one integer, without the capacity that is lost."""
+    made = sum(new.created for new in plan.created)
+    return weigh(Cost(created=made)) + sum(weigh(cost_of(gone)) for gone in plan.destroyed)
 
 
 def exact_change(layout: Layout, wish: Wish, *, evict: frozenset[int]) -> GpuPlan | None:
@@ -469,58 +463,51 @@ def exact_change(layout: Layout, wish: Wish, *, evict: frozenset[int]) -> GpuPla
     rows = sorted(counted, key=lambda row: (-board.sizes[row[0].profile], row[0].profile, row[0].start or 0, row[1]))
     kinds = tuple(kind for kind, _ in rows)
     compute = [parts or (board.slices[kind.profile],) for kind, parts in rows]
-    best: list[tuple[Change, Arrangement]] = []
+    best: list[tuple[GpuPlan, Arrangement]] = []
     least = 0
     for arrangement in board.complete(kinds, tuple(counted[row] for row in rows)):
-        change = _change_to(layout, arrangement, compute, evict)
-        if change is None:
+        plan = _plan_to(layout, arrangement, compute, evict)
+        if plan is None:
             continue
-        weight = change.weight
+        weight = _weight(plan)
         if not best or weight < least:
-            best, least = [(change, arrangement)], weight
+            best, least = [(plan, arrangement)], weight
         elif weight == least:
-            best.append((change, arrangement))
-    plans = [
-        (gpu_plan(layout, change.kept, change.destroyed, change.created), arrangement) for change, arrangement in best
-    ]
+            best.append((plan, arrangement))
     # Of equals the one with the most room left, then the one with instances at the high end.
     ranked = min(
-        plans, key=lambda pair: (lost_after(layout, pair[0]), [-start for _, _, start in pair[1].places]), default=None
+        best, key=lambda pair: (lost_after(layout, pair[0]), [-start for _, _, start in pair[1].places]), default=None
     )
     return None if ranked is None else ranked[0]
 
 
-def _change_to(
+def _plan_to(
     layout: Layout, arrangement: Arrangement, compute: list[tuple[int, ...]], evict: frozenset[int]
-) -> Change | None:
-    """Return what leads to exactly this arrangement; None: a busy instance that may not be evicted is in the way."""
+) -> GpuPlan | None:
+    """Return the plan to exactly this arrangement; None: something busy that may not be evicted is in the way.
+
+    ``compute`` are the compute instances (slices of each) in each kind of the arrangement.
+    """
     profiles = board_of(layout).profiles
     missing = {(profiles[profile].name, start): kind for kind, profile, start in arrangement.places}
-    change = Change([], [], [])
+    kept, destroyed, created = list[GpuInstance](), list[InstanceChange](), list[InstanceChange]()
     for instance in layout.instances:
-        kind = missing.pop(instance.place, None)
-        if kind is not None and _keep(change, instance, compute[kind], may_evict=instance.id in evict):
+        kind, may_evict = missing.pop(instance.place, None), instance.id in evict
+        if kind is None:
+            if instance.busy and not may_evict:
+                return None
+            destroyed.append(whole(instance))
             continue
-        if kind is not None or (instance.busy and instance.id not in evict):
+        parts = change_compute(instance, compute[kind], may_evict=may_evict)
+        if parts is None:
             return None
-        change.destroyed.append(whole(instance))
+        kept.append(instance)
+        destroyed += [inside(instance, parts.destroyed)] if parts.destroyed else []
+        created += [inside(instance, parts.created)] if parts.created else []
     for (name, start), kind in missing.items():
         profile = next(profile for profile in profiles if profile.name == name)
-        change.created.append(creation(profile, start, compute[kind]))
-    return change
-
-
-def _keep(change: Change, instance: GpuInstance, compute: tuple[int, ...], *, may_evict: bool) -> bool:
-    """Keep a GPU instance with exactly these compute instances inside; False: that is not allowed."""
-    parts = change_compute(instance, compute, may_destroy=True, may_evict=may_evict)
-    if parts is None:
-        return False
-    change.kept.append(instance)
-    if parts.destroyed:
-        change.destroyed.append(inside(instance, parts.destroyed))
-    if parts.created:
-        change.created.append(inside(instance, parts.created))
-    return True
+        created.append(creation(profile, start, compute[kind]))
+    return gpu_plan(layout, kept, destroyed, created)
 
 
 # Listed in a message; all of them are in `NoPlan.would_go`.
@@ -655,14 +642,6 @@ def who(holders: Sequence[GpuProcess | Holder] | None) -> str:
     return ", ".join(f"{name} by {' and '.join(held)}" if held else name for name, held in held_by.items()) or "idle"
 
 
-class Target(NamedTuple):
-    """An existing instance: GPU index, GPU instance id, and compute instance id or None for all."""
-
-    gpu: int
-    instance: int
-    compute: int | None = None
-
-
 def plan_add(
     layouts: Sequence[Layout],
     wish: Wish,
@@ -721,7 +700,7 @@ def plan_destroy(
     _check_targets(layouts, target_set)
     plans, in_the_way = [], False
     for layout in layouts:
-        plan, busy = removal(layout, _ids_on(layout, target_set), _ids_on(layout, evictable))
+        plan, busy = removal(layout, target_set, evictable)
         plans.append(plan)
         in_the_way = in_the_way or busy
     result = plan_of(layouts, plans)
@@ -829,18 +808,9 @@ def _candidates_on(board: Board, wish: Wish, offer: _Offer, codes: Codes) -> lis
 # -- what is named exists --------------------------------------------------------------------------
 
 
-def _evictable_ids(layout: Layout, targets: Iterable[Target]) -> frozenset[int]:
-    """Return the GPU instances that may be evicted: all their busy parts are named."""
-    places = _ids_on(layout, targets)
-    ids = {instance for instance, _ in places}
-    return frozenset(
-        instance.id for instance in layout.instances if instance.id in ids and may_end(whole(instance), places)
-    )
-
-
-def _ids_on(layout: Layout, targets: Iterable[Target]) -> frozenset[tuple[int, int | None]]:
-    """Return the targets on one GPU as pairs: GPU instance id, and compute instance id or None for all."""
-    return frozenset((target.instance, target.compute) for target in targets if target.gpu == layout.gpu)
+def _evictable_ids(layout: Layout, targets: Collection[Target]) -> frozenset[int]:
+    """Return the ids of the GPU instances that may be evicted: all that is busy in them is named."""
+    return frozenset(instance.id for instance in layout.instances if may_end(layout.gpu, whole(instance), targets))
 
 
 def _all_targets(layouts: Sequence[Layout]) -> frozenset[Target]:

@@ -478,10 +478,9 @@ def _daemon_of_home(
             )
         return FoundDaemon(replace(daemon, error=reason), home, record)
     info = host.processes.describe(pid)
-    daemon = replace(daemon, user=None if info is None else info.user)
     if info is None:
         return FoundDaemon(daemon, home, record)
-    return FoundDaemon(daemon, home, record, uid=info.uid, started=info.started)
+    return FoundDaemon(replace(daemon, user=info.user), home, record, uid=info.uid, started=info.started)
 
 
 def _recorded_daemon(home: DaemonHome, record: DaemonRecord, pid: int | None, gpus: Sequence[Gpu]) -> MpsDaemon:
@@ -520,25 +519,17 @@ def _adopted_daemon(process: _Process, gpus: Sequence[Gpu], directories: Sequenc
 
 def _foreign_daemon(process: _Process, gpus: Sequence[Gpu]) -> FoundDaemon:
     """Return a daemon that gpushare did not start, as far as its environment tells."""
+    daemon = MpsDaemon(pid=process.pid, ours=False, pipe_directory=process.pipe, user=process.info.user)
     if process.environment is None:
-        daemon = MpsDaemon(
-            pid=process.pid,
-            ours=False,
-            pipe_directory=None,
-            user=process.info.user,
-            error="no permission to read its environment: run as root",
+        daemon = replace(daemon, error="no permission to read its environment: run as root")
+    else:
+        indexes = _visible_gpus(process.environment, gpus)
+        daemon = replace(
+            daemon,
+            log_directory=process.environment.get("CUDA_MPS_LOG_DIRECTORY", DEFAULT_LOG_DIRECTORY) or "/",
+            gpu_index=indexes[0] if len(indexes) == 1 else None,
+            gpu_indexes=indexes,
         )
-        return FoundDaemon(daemon, None, None, process.trusted, process.info.uid, process.info.started)
-    indexes = _visible_gpus(process.environment, gpus)
-    daemon = MpsDaemon(
-        pid=process.pid,
-        ours=False,
-        pipe_directory=process.pipe,
-        log_directory=process.environment.get("CUDA_MPS_LOG_DIRECTORY", DEFAULT_LOG_DIRECTORY) or "/",
-        gpu_index=indexes[0] if len(indexes) == 1 else None,
-        gpu_indexes=indexes,
-        user=process.info.user,
-    )
     return FoundDaemon(daemon, None, None, process.trusted, process.info.uid, process.info.started)
 
 

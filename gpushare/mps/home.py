@@ -277,13 +277,18 @@ def _is_at(descriptor: int, path: Path) -> bool:
         return False
 
 
-def start_command(record: DaemonRecord, device: Device | None) -> str:
-    """Return the gpushare command that starts a daemon with the limits of a record; None: name its device by UUID."""
-    whole = device is None or device.mig is None
-    exclusive = ["--exclusive"] if record.previous_compute_mode is not None and whole else []
+def restart_command(record: DaemonRecord, device: Device | None) -> str:
+    """Return the gpushare command that starts the daemon of a record again; None: name its device by UUID."""
+    exclusive = record.previous_compute_mode is not None and (device is None or device.mig is None)
     selector = record.device_uuid if device is None else device.selector
-    users = [] if record.users is None else ["--users", ",".join(record.users) or "all"]
-    return shlex.join(["gpushare", "mps", "start", "-g", selector, *record.limits.options(), *exclusive, *users])
+    return start_command(selector, record.limits, exclusive=exclusive, users=record.users)
+
+
+def start_command(selector: str, limits: Limits, *, exclusive: bool, users: Sequence[str] | None) -> str:
+    """Return the gpushare command that starts a daemon; ``users`` of one server for several: None: no such server."""
+    options = [*limits.options(), *(["--exclusive"] if exclusive else [])]
+    options += [] if users is None else ["--users", ",".join(users) or "all"]
+    return shlex.join(["gpushare", "mps", "start", "-g", selector, *options])
 
 
 def home_of(run_directory: Path, uuid: str) -> DaemonHome:

@@ -184,7 +184,7 @@ def check_memory(device: Device, limit: int | None, *, job: bool = False) -> Non
     Raises:
         BadUsage: the limit is above the device's memory.
     """
-    total = memory_of_jobs(device) if job else device.memory_total_bytes
+    total = device.job_memory_bytes if job else device.memory_total_bytes
     if limit is not None and total is not None and limit > total:
         raise BadUsage(
             f"the memory limit {format_bytes(limit)} is above the {format_bytes(total)} of {device.title}",
@@ -192,15 +192,6 @@ def check_memory(device: Device, limit: int | None, *, job: bool = False) -> Non
             gpu=device.gpu.index,
             code="limit_above_gpu",
         )
-
-
-def memory_of_jobs(device: Device) -> int | None:
-    """Return the bytes that jobs can have on a device; None: unknown."""
-    total = device.memory_total_bytes
-    if total is None or device.mig is not None:
-        return total
-    # No job gets the memory that the driver reserves.
-    return total - (device.gpu.memory_reserved_bytes or 0)
 
 
 # --memory none: the limit is to be removed, where None leaves it as it is.

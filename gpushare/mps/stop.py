@@ -35,7 +35,7 @@ from gpushare.host.process import ProcessInfo, named, signal_known, wait_gone
 from gpushare.host.smi import compute_mode_command
 from gpushare.mps.control import MpsControl, NoDaemon, control_command, is_server, not_your_daemon_error
 from gpushare.mps.daemons import FoundDaemon, find_daemons, live_pid, with_answers
-from gpushare.mps.home import ADOPTED, DaemonRecord, start_command
+from gpushare.mps.home import ADOPTED, DaemonRecord, restart_command
 from gpushare.mps.limits import Limits
 from gpushare.plan import Loss, Plan, Step, carry_out
 
@@ -236,7 +236,7 @@ class Stop:
         # Others may have changed them since. A daemon that does not answer has no percentage.
         (now,) = with_answers(self._host, [self._found], strangers=False)
         limits = record.limits if now.daemon.threads_percent is None else Limits.of(now.daemon)
-        return start_command(replace(record, limits=limits), self._device)
+        return restart_command(replace(record, limits=limits), self._device)
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -483,16 +483,17 @@ def _check_listener(host: Host, found: FoundDaemon) -> None:
     listener = host.programs.listener(directory)
     if listener == (found.daemon.pid, found.uid):
         return
+    claim = (
+        f"process {found.daemon.pid} (user {found.daemon.user or 'unknown'}) claims the pipe directory {directory}, but"
+    )
     if listener is None:
         raise InUse(
-            f"process {found.daemon.pid} (user {found.daemon.user or 'unknown'}) claims the pipe directory {directory}, "
-            "but its listener could not be identified",
+            f"{claim} its listener could not be identified",
             ending_hint(host, found.daemon.pid),
             code="other_daemon",
         )
     raise InUse(
-        f"process {found.daemon.pid} (user {found.daemon.user or 'unknown'}) claims the pipe directory {directory}, "
-        f"but process {listener.pid} (user {user_name(listener.uid)}) listens there",
+        f"{claim} process {listener.pid} (user {user_name(listener.uid)}) listens there",
         f"look at both: ps -fp {found.daemon.pid},{listener.pid}; nothing was stopped",
         code="other_daemon",
     )

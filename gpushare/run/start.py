@@ -31,7 +31,7 @@ from gpushare.memory.limit import JobMemory, MemoryBudget
 from gpushare.memory.room import RoomAnswer
 from gpushare.memory.swap import check_host
 from gpushare.mps.daemons import check_mode
-from gpushare.mps.limits import Limits, check_memory, memory_of_jobs
+from gpushare.mps.limits import Limits, check_memory
 from gpushare.part import Part, Watch
 from gpushare.plan import Plan
 from gpushare.run.container import Container
@@ -341,7 +341,7 @@ class JobStart:
     def _large_enough(self, devices: Sequence[Device]) -> tuple[Device, ...]:
         """Return the devices that have the memory of the job. Raises BadUsage: none has it (``limit_above_gpu``)."""
         size = self._bytes_on(*devices)
-        most = {device.uuid: memory_of_jobs(device) or math.inf for device in devices}
+        most = {device.uuid: device.job_memory_bytes or math.inf for device in devices}
         check_memory(max(devices, key=lambda device: most[device.uuid]), size, job=True)
         return tuple(device for device in devices if most[device.uuid] >= (size or 0))
 

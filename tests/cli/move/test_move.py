@@ -14,6 +14,7 @@ from gpushare.host.capabilities import user_name
 from gpushare.host.checkpoint import CHECKPOINTED, RUNNING, Checkpoint
 from gpushare.memory import move
 from gpushare.memory.ledger import reservations
+from gpushare.memory.room import room_kept
 from gpushare.memory.swap import BACK, OUT, RETURNING, SWAPS, find_swap, repair, swaps
 from gpushare.sim import admin
 from gpushare.sim.current import changing
@@ -242,7 +243,7 @@ def test_what_died_half_way_is_finished_where_it_was_going(cli: Cli, world: Worl
     swap = find_swap(world.host, pid)
     assert swap is not None
     SWAPS.write(replace(move.retargeted(swap, world.state.gpus[1].uuid), state=RETURNING))
-    repair(world.host)
+    repair(world.host, room_kept)
     assert (gpu_of(world, pid), process(world, pid).checkpoint) == (1, RUNNING)
 
 

@@ -102,7 +102,7 @@ def test_a_repair_writes_no_record_of_a_job_that_has_ended(cli: Cli, world: Worl
     (swap,) = swaps(world.host)
     admin.end_process(SPEC, pid)
     for state in (LEAVING, RETURNING):
-        module.take_back(world.host, replace(swap, state=state), world.host.open_checkpoint())
+        module.take_back(world.host, replace(swap, state=state), world.host.open_checkpoint(), lambda _: True)
         assert not swap.path.exists()
 
 
@@ -119,7 +119,7 @@ def test_a_job_that_ends_during_a_repair_leaves_no_record(
     room = call == "unlock"
     with contextlib.suppress(GpushareError):
         module.take_back(world.host, replace(swap, state=RETURNING), world.host.open_checkpoint(), lambda _: room)
-    repair(world.host)
+    repair(world.host, room_kept)
     assert not swap.path.exists()
 
 
@@ -310,7 +310,7 @@ def test_a_job_that_was_stopped_while_it_was_out_is_refused(refused: Refused, cl
     assert swap.state == OUT
     SWAPS.write(replace(swap, state=RETURNING))
     with pytest.raises(InUse):
-        repair(world.host)
+        repair(world.host, room_kept)
     assert [each.state for each in swaps(world.host)] == [RETURNING]
     world.send(pid, signal.SIGCONT)
     cli("swap", "in", str(pid)).ok()
@@ -405,7 +405,7 @@ def test_a_full_disk_loses_nothing_on_the_way_out(
     with full_disk(monkeypatch, after):
         answer = cli("swap", "out", str(pid), output="json")
         assert (answer.code, answer.error["code"]) == (1, "file_unwritable")
-    repair(world.host)
+    repair(world.host, room_kept)
     assert process(world, pid).checkpoint == RUNNING
     assert not [swap for swap in swaps(world.host) if swap.state != BACK]
 
@@ -485,7 +485,7 @@ def test_a_record_of_another_pid_namespace_is_left_alone(cli: Cli, world: World)
     assert "another PID namespace" in error["message"]
     admin.end_process(SPEC, pid)
     cli("swap", "list").ok()
-    repair(world.host)
+    repair(world.host, room_kept)
     assert path.exists()
 
 
@@ -568,9 +568,9 @@ def test_a_record_stays_while_the_driver_is_missing(
     with monkeypatch.context() as without:
         _without_library(without)
         with pytest.raises(NotSupported):
-            repair(world.host)
+            repair(world.host, room_kept)
     assert [each.state for each in swaps(world.host)] == [state]
-    repair(world.host)
+    repair(world.host, room_kept)
     assert process(world, pid).checkpoint == RUNNING
 
 
@@ -640,13 +640,13 @@ def test_a_repair_takes_no_room_that_others_have_reserved(cli: Cli, world: World
     pid, uuid = _half_out(cli, world), world.state.gpus[0].uuid
     place = Place(world.host, Request(memory_bytes=130 * GIB, keys=(uuid,), client=False))
     place.take(uuid)
-    repair(world.host, keep=room_kept)
+    repair(world.host, room_kept)
     assert process(world, pid).checkpoint == CHECKPOINTED
     assert [each.state for each in swaps(world.host)] == [OUT]
     place.leave()
     (swap,) = swaps(world.host)
     SWAPS.write(replace(swap, state=RETURNING))
-    repair(world.host, keep=room_kept)
+    repair(world.host, room_kept)
     assert process(world, pid).checkpoint == RUNNING
     assert not reservations(world.host)
 

@@ -14,6 +14,7 @@ from gpushare.base.units import GIB
 from gpushare.host.checkpoint import CHECKPOINTED, FAILED, LOCKED, RUNNING, Checkpoint
 from gpushare.memory import swap as module
 from gpushare.memory.ledger import Place, Request, reservations
+from gpushare.memory.room import room_kept
 from gpushare.memory.swap import OUT, SWAPS, find_swap, repair, swaps
 from gpushare.run.jobs import write_record
 from gpushare.sim import admin
@@ -300,7 +301,7 @@ def test_a_death_at_any_call_loses_nothing(
             pass
     if not room:
         job(130 * GIB)
-    repair(world.host)
+    repair(world.host, room_kept)
     there = process(world, pid)
     assert there.checkpoint in {RUNNING, CHECKPOINTED}
     assert there.memory_bytes + there.image_bytes == 20 * GIB

@@ -16,6 +16,7 @@ from gpushare.base.units import GIB
 from gpushare.host.checkpoint import CHECKPOINTED, RUNNING
 from gpushare.host.process import ProcessInfo
 from gpushare.memory import swap as module
+from gpushare.memory.room import room_kept
 from gpushare.memory.swap import LEAVING, RETURNING, SWAPS, Swap, find_swap, swaps
 from gpushare.run.jobs import write_record
 from gpushare.sim import admin
@@ -178,7 +179,7 @@ def test_its_user_steps_back_while_root_swaps_a_job(cli: Cli, world: World) -> N
     become(world, NOBODY)
     mine = replace(swap, state=LEAVING, path=SWAPS.path(world.host, pid))
     with pytest.raises(InUse, match="root is swapping"):
-        module.go_out(world.host, mine, world.host.open_checkpoint())
+        module.go_out(world.host, mine, world.host.open_checkpoint(), lambda: (), room_kept)
     assert checkpoint(world, pid) == RUNNING
     assert not SWAPS.path(world.host, pid).exists()
 
