@@ -322,8 +322,13 @@ def codes_in_use() -> set[str]:
                     for one, target in zip(own, targets, strict=True)
                     if isinstance(target, ast.Name) and target.id == "code"
                 ]
-            # One of two: code=first.reason or "copy_failed".
+            # One of two: code=first.reason or "copy_failed", or code="nvml" if text else "smi".
             values = [one for value in values for one in (value.values if isinstance(value, ast.BoolOp) else [value])]
+            values = [
+                one
+                for value in values
+                for one in ((value.body, value.orelse) if isinstance(value, ast.IfExp) else (value,))
+            ]
             texts = [value.value for value in values if isinstance(value, ast.Constant)]
             found |= {text for text in texts if isinstance(text, str)}
     constants = (NOT_RESTORED, HIDDEN, NOT_READ_BACK, UNREADABLE, "journal_unwritable", "lease_unusable")
