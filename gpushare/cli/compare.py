@@ -118,10 +118,19 @@ def _parse_view(text: str | None) -> View | None:
     return views[0]
 
 
+# gpushare needs R470 or later; a branch has three digits.
+_OLDEST_DRIVER: Final = 470
+_NEWEST_DRIVER: Final = 999
+
+
 def _check_view(driver: str | None, view: View | None, gpu: str | None) -> None:
     """Raise BadUsage if --driver or -g does not go with the view, or --driver is no version."""
-    if driver is not None and driver_branch(driver) is None:
-        raise BadUsage(f"{quoted(driver)} is not a driver version", "give it like 580 or 580.159.04", code="bad_driver")
+    if driver is not None and not _OLDEST_DRIVER <= (driver_branch(driver) or 0) <= _NEWEST_DRIVER:
+        raise BadUsage(
+            f"{quoted(driver)} is not a driver version from {_OLDEST_DRIVER} on",
+            "give it like 580 or 580.159.04",
+            code="bad_driver",
+        )
     if driver is not None and (view not in {None, View.TODAY} or gpu is not None):
         raise BadUsage(
             "--driver is only for the view today", "drop --driver: the host has its own driver", code="two_views"

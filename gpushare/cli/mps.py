@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from gpushare.base.errors import BadUsage, GpushareError, NoPermission, NotFound, OperationFailed
+from gpushare.base.errors import BadCombination, BadUsage, GpushareError, NoPermission, NotFound, OperationFailed
 from gpushare.base.model import MpsDaemon
 from gpushare.base.selection import select_for_change, select_one
 from gpushare.base.units import counted, first_few, parse_seconds, quoted
@@ -370,7 +370,12 @@ def stop(
     When forced, clients lose their GPU contexts and fail. Name a daemon that gpushare did not start by
     --pipe-directory. gpushare asks before it takes the GPU from clients, or stops a daemon that it did not start.
     """
-    seconds = 0.0 if force and drain is None else parse_seconds(drain) if drain is not None else 10.0
+    if force and drain is not None:
+        raise BadCombination(
+            "--drain cannot be combined with --force, which does not wait",
+            "to wait first: --drain 60; at once: --force",
+        )
+    seconds = 0.0 if force else parse_seconds(drain) if drain is not None else 10.0
     host = settings.connect()
     if not settings.dry_run:
         forget_ended(host)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from gpushare.advice.savings import MOST_GPUS, Consolidation, Price, Savings, Work, known_price
+from gpushare.advice.savings import KNOWN_PRICES, MOST_GPUS, Consolidation, Price, Savings, Work, known_price
 from gpushare.advice.savings import savings as save
 from gpushare.base.errors import BadCombination, BadUsage, NotSupported
 from gpushare.base.model import Gpu
@@ -26,6 +26,7 @@ app = typer.Typer(**PLAIN)
 # Ten years; more is a typo.
 _MOST_HOURS: Final = Decimal(87_840)
 _MOST_PRICE: Final = Decimal(1_000_000)
+_KNOWN_NAMES: Final = ", ".join(price.instance for price in KNOWN_PRICES)
 
 
 @app.command(cls=Command)
@@ -48,7 +49,12 @@ def savings(
         str | None, typer.Option("--gpu-memory", metavar="SIZE", help="Memory of one GPU, like 15G or 141G.")
     ] = None,
     instance: Annotated[
-        str | None, typer.Option("--instance", metavar="NAME", help="Cloud instance type, like g4dn.2xlarge.")
+        str | None,
+        typer.Option(
+            "--instance",
+            metavar="NAME",
+            help=f"Cloud instance type; gpushare knows a price of {_KNOWN_NAMES} only, so give --price for others.",
+        ),
     ] = None,
     read: Annotated[
         str | None,
@@ -60,7 +66,7 @@ def savings(
 
     Loads and memory add up, and every option must have room for all of the memory. The overhead of sharing is not
     included, and the mean load hides peaks: measure before you give machines back. The price is the one you give,
-    or a published one of a known instance type.
+    or the published one of the instance type, where gpushare knows it.
     Example: gpushare savings --gpus 4 --load 25 --instance g4dn.2xlarge --price 0.752
     """
     target = _parse_number("--target-load", target_load, Decimal(100))
@@ -213,7 +219,7 @@ def savings_result(data: SavingsAnswer, notes: Sequence[str] = ()) -> Result:
     lines = [_line_of_today(data), *(_option_line(option, data) for option in data.options)]
     lines += _headroom_lines(data)
     lines += [f"warning: {warning}" for warning in data.warnings]
-    lines.append(_price_line(data.price))
+    lines.append(_price_line(data.price, data.instance))
     columns = (
         Column("gpus", "GPUs", right=True),
         Column("cost", "cost", right=True, format=money),
@@ -278,8 +284,9 @@ def _headroom_lines(data: SavingsAnswer) -> list[str]:
     return [f"headroom costs {more} GPU{'s' * (more > 1)} more{cost}: {loads}"]
 
 
-def _price_line(price: Price | None) -> str:
+def _price_line(price: Price | None, instance: str | None) -> str:
     """Return the line on the price: where it comes from, or how to give one."""
     if price is None:
-        return "price: none given, so no amounts; give the price of one GPU per hour: --price 0.752"
+        reason = "none given" if instance is None else f"none given, and none of {instance} is known"
+        return f"price: {reason}, so no amounts; give the price of one GPU per hour: --price PRICE"
     return f"price: ${plain_value(price.per_hour)} per GPU per hour, {plain_value(price.hours)} hours; source: {price.source}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal as signals
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
@@ -346,19 +347,25 @@ def add(
     return Result(command="sim add", data=SimProcessAnswer(pid=pid), text=str(pid))
 
 
+# What they do to a client of MPS and to its neighbours is known; of others it is not.
+_SIGNALS: Final = ("KILL", "TERM", "INT", "HUP", "QUIT", "ABRT", "STOP", "CONT")
+_SIGNALS_TEXT: Final = f"{', '.join(_SIGNALS[:-1])} or {_SIGNALS[-1]}"
+
+
 def end(
     pid: Annotated[int, typer.Argument(metavar="PID", help="The PID that `sim add` printed.")],
     signal: Annotated[
         str | None,
-        typer.Option("--signal", metavar="NAME", help="KILL, TERM, INT, STOP or CONT. [default: it ends by itself]"),
+        typer.Option("--signal", metavar="NAME", help=f"{_SIGNALS_TEXT}. [default: it ends by itself]"),
     ] = None,
 ) -> Any:
     """End a simulated process, by itself or by a signal, with the consequences under MPS."""
     number = None
     if signal is not None:
         name = signal.upper().removeprefix("SIG")
-        if f"SIG{name}" not in signals.Signals.__members__:
-            raise BadUsage(f"{quoted(signal)} is not a signal", "give KILL, TERM, INT, STOP or CONT", code="bad_signal")
+        if name not in _SIGNALS:
+            problem = f"{quoted(signal)} is not a signal that the simulation has"
+            raise BadUsage(problem, f"give {_SIGNALS_TEXT}", code="bad_signal")
         number = signals.Signals[f"SIG{name}"]
     end_process(simulated_spec(None), pid, number)
     return Result(
@@ -380,6 +387,10 @@ def mig(
     return Result(command="sim mig", data=answer, text=text)
 
 
+# As NVIDIA's vGPU user guide writes them: GRID T4-16Q, NVIDIA A100-1-5CME, NVIDIA RTX6000-Ada-48Q.
+_VGPU_TYPE: Final = re.compile(r"(?:NVIDIA|GRID) \S{1,40}-\d{1,3}[ABCQ](?:ME)?", re.ASCII)
+
+
 def vgpu(
     kind: Annotated[str, typer.Argument(metavar="TYPE", show_default=False)],
     gpu: Gpu = "0",
@@ -387,6 +398,10 @@ def vgpu(
     vm: Annotated[str, typer.Option("--vm", metavar="NAME", help="The virtual machine.")] = "vm1",
 ) -> Any:
     """Let a virtual machine use a vGPU of a type ('NVIDIA H200-35C'), and print its UUID."""
+    if _VGPU_TYPE.fullmatch(kind) is None:
+        raise BadUsage(
+            f"{quoted(kind)} is not the name of a vGPU type", "give one: 'NVIDIA H200-35C'", code="bad_value"
+        )
     name = add_vgpu(simulated_spec(None), gpu or "0", kind, vm, parse_memory_limit(memory))
     return Result(command="sim vgpu", data=SimVgpuAnswer(uuid=name), text=name)
 

@@ -8,7 +8,7 @@ from typing import Final
 
 from gpushare.base.errors import BadUsage, NotFound
 from gpushare.base.typed import is_shown
-from gpushare.base.units import quoted
+from gpushare.base.units import GIB, MIB, quoted
 from gpushare.host.capabilities import MADE_UP, user_id
 from gpushare.sim.programs import SMI, TOOLKIT
 from gpushare.sim.state import MPS_CONTROL, SimulatedGpu, SimulatedHostState
@@ -49,13 +49,13 @@ _HOST_FLAGS: Final = {
 }
 # Those that take a number: the field that has it, and what the number is.
 _COUNTED: Final = {
-    "collide": ("collisions", "how many conversations"),
-    "fail-step": ("fail_step", "which changing NVML call from now on"),
-    "crash-step": ("crash_step", "which changing NVML call from now on"),
-    "shm": ("shared_memory_bytes", "how many bytes /dev/shm has"),
-    "descriptors": ("descriptor_limit", "how many files a process may have open"),
-    "host-memory": ("host_memory_bytes", "how many bytes of host memory are available"),
-    "mps-version": ("mps_binary", "the binary version of the MPS programs"),
+    "collide": ("collisions", "how many conversations", 3),
+    "fail-step": ("fail_step", "which changing NVML call from now on", 3),
+    "crash-step": ("crash_step", "which changing NVML call from now on", 3),
+    "shm": ("shared_memory_bytes", "how many bytes /dev/shm has", 64 * MIB),
+    "descriptors": ("descriptor_limit", "how many files a process may have open", 1024),
+    "host-memory": ("host_memory_bytes", "how many bytes of host memory are available", 8 * GIB),
+    "mps-version": ("mps_binary", "the binary version of the MPS programs", 13020),
 }
 # Those that take an entry point, or a program: the field with their list.
 _ENTRY_LISTS: Final = {"not-supported": "not_supported", "refused": "refused"}
@@ -80,8 +80,8 @@ def apply(state: SimulatedHostState, gpus: Sequence[SimulatedGpu], kind: str, va
     elif kind in _HOST_FLAGS:
         setattr(state, *_HOST_FLAGS[kind])
     elif kind in _COUNTED:
-        name, meaning = _COUNTED[kind]
-        setattr(state, name, _parse_number(kind, value, meaning))
+        name, meaning, example = _COUNTED[kind]
+        setattr(state, name, _parse_number(kind, value, meaning, example))
     elif kind in _PROGRAM_LISTS:
         if value not in {SMI, MPS_CONTROL, TOOLKIT}:
             raise _bad_fault_error(f"{kind} needs a program", f"give {SMI}, {MPS_CONTROL} or {TOOLKIT}")
@@ -117,13 +117,13 @@ def _set_gpu_fault(gpu: SimulatedGpu, kind: str, value: str | None) -> None:
     if kind in _GPU_FLAGS:
         setattr(gpu, *_GPU_FLAGS[kind])
     elif kind == "xid":
-        gpu.xids.append(_parse_number("xid", value, "its number"))
+        gpu.xids.append(_parse_number("xid", value, "its number", 79))
     elif kind == "power-cap":
-        gpu.power_cap_watts = _parse_number(kind, value, "the watts that it may draw")
+        gpu.power_cap_watts = _parse_number(kind, value, "the watts that it may draw", 300)
     elif kind == "slowed":
-        gpu.slowed = _parse_number(kind, value, "the sum of nvmlClocksEventReasons")
+        gpu.slowed = _parse_number(kind, value, "the sum of nvmlClocksEventReasons", 4)
     elif kind == "unlisted-memory":
-        gpu.unlisted_bytes = _parse_number(kind, value, "how many bytes no process has")
+        gpu.unlisted_bytes = _parse_number(kind, value, "how many bytes no process has", 3 * GIB)
     elif value is None or not (value in ENTRY_POINTS or value.startswith("nvml")):
         raise _bad_fault_error(
             f"{kind} needs an NVML entry point", f"give nvml..., or one of: {', '.join(ENTRY_POINTS)}"
@@ -142,9 +142,9 @@ def _bad_fault_error(problem: str, hint: str) -> BadUsage:
     return BadUsage(f"the fault {problem}", hint, code="bad_fault")
 
 
-def _parse_number(kind: str, value: str | None, meaning: str) -> int:
+def _parse_number(kind: str, value: str | None, meaning: str, example: int) -> int:
     if value is None or not value.isascii() or not value.isdigit():
-        raise _bad_fault_error(f"{kind} needs a number", f"give {meaning}: {kind} 3")
+        raise _bad_fault_error(f"{kind} needs a number", f"give {meaning}: {kind} {example}")
     return int(value)
 
 

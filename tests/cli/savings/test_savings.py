@@ -59,8 +59,13 @@ def test_a_known_price_is_used_with_its_source(cli: Cli) -> None:
 def test_without_a_price_it_is_a_share(cli: Cli) -> None:
     answer = cli("savings", "--gpus", "4", "--load", "20", "--instance", "p5.48xlarge").ok()
     assert "4 to 1: 75 % fewer" in answer.out
-    assert "none given" in answer.out
+    assert "price: none given, and none of p5.48xlarge is known, so no amounts" in answer.out
     assert "$2" not in answer.out
+
+
+def test_the_help_says_of_which_instance_types_a_price_is_known(cli: Cli) -> None:
+    text = " ".join(cli("savings", "--help").ok().out.split())
+    assert "gpushare knows a price of g4dn.2xlarge only, so give --price for others" in text
 
 
 def test_memory_leaves_fewer_ways(cli: Cli) -> None:

@@ -177,7 +177,30 @@ def test_stop_and_continue(cli: Cli, world: World) -> None:
 def test_wrong_end(refused: Refused, world: World) -> None:
     world.fault("busy")
     refused("sim", "end", "1", code="not_found", exit_code=6)
-    refused("sim", "end", str(world.pids()[0]), "--signal", "NOPE", code="bad_signal", exit_code=2)
+    for name in ("NOPE", "WINCH", "USR1"):
+        message = refused("sim", "end", str(world.pids()[0]), "--signal", name, code="bad_signal", exit_code=2)
+        assert "give KILL, TERM, INT, HUP, QUIT, ABRT, STOP or CONT" in message
+
+
+def test_a_hangup_ends_a_process_as_other_signals_do(cli: Cli, world: World) -> None:
+    world.fault("busy")
+    cli("sim", "end", str(world.pids()[0]), "--signal", "HUP").ok()
+    assert world.pids() == []
+
+
+@pytest.mark.parametrize("kind", ["foo", "H200-35C", "NVIDIA H200", "NVIDIA H200-35X", ""])
+def test_what_is_no_vgpu_type(refused: Refused, kind: str) -> None:
+    assert "'NVIDIA H200-35C'" in refused("sim", "vgpu", kind, code="bad_value", exit_code=2)
+
+
+@pytest.mark.parametrize("kind", ["GRID T4-16Q", "NVIDIA A100-1-5CME", "NVIDIA RTX6000-Ada-48Q"])
+def test_a_vgpu_type_as_nvidia_writes_it(cli: Cli, kind: str) -> None:
+    cli("sim", "vgpu", kind).ok()
+
+
+def test_the_example_of_a_fault_is_a_plausible_value(refused: Refused) -> None:
+    assert refused("sim", "fault", "power-cap", code="bad_fault", exit_code=2).endswith("power-cap 300\n")
+    assert refused("sim", "fault", "shm", code="bad_fault", exit_code=2).endswith("shm 67108864\n")
 
 
 def test_mig(cli: Cli, world: World) -> None:
