@@ -109,6 +109,7 @@ class HostState:
         return self._once("daemons", self._daemons)
 
     def _daemons(self) -> list[FoundDaemon]:
+        """Return the MPS daemons; without a sign of one, nothing of MPS is loaded."""
         if not any(self.daemon_signs):
             return []
         from gpushare.mps.daemons import find_daemons

@@ -64,6 +64,7 @@ def _streams_availability(_host: HostFacts, _gpu: GpuFacts) -> Availability:
 
 
 def _mps_availability(host: HostFacts, gpu: GpuFacts) -> Availability:
+    """Return whether a daemon can be started here, or runs already."""
     if not host.mps_program:
         return Availability(usable=False, why="no: nvidia-cuda-mps-control is not installed")
     if gpu.compute_mode is ComputeMode.PROHIBITED:
@@ -84,6 +85,7 @@ def _timeslice_availability(_host: HostFacts, gpu: GpuFacts) -> Availability:
 
 
 def _mig_availability(host: HostFacts, gpu: GpuFacts) -> Availability:
+    """Return whether the GPU has MIG, and what changing it takes."""
     if gpu.mig_capable is False:
         return Availability(usable=False, why=f"no: {gpu.name or 'this GPU'} has no MIG")
     if gpu.mig_capable is None:
@@ -96,6 +98,7 @@ def _mig_availability(host: HostFacts, gpu: GpuFacts) -> Availability:
 
 
 def _vgpu_availability(_host: HostFacts, gpu: GpuFacts) -> Availability:
+    """Return whether the vGPU host driver runs, or why it cannot."""
     if gpu.vgpu_capable:
         return Availability(usable=True, why="yes: the vGPU host driver runs")
     if gpu.vgpu_capable is False:
@@ -132,6 +135,7 @@ def _mps_max_text(place: _Place) -> str | None:
 
 
 def _mps_sm_text(place: _Place) -> str | None:
+    """Return how MPS divides the SMs here: by percentage, or also by partitions."""
     sms = place.gpu.multiprocessors
     of_total = "" if sms is None else f" of {sms} SMs"
     if _has_static_partitions(place):
@@ -159,6 +163,7 @@ def _mps_memory_text(place: _Place) -> str | None:
 
 
 def _timeslice_max_text(place: _Place) -> str | None:
+    """Return how much memory is free, which alone limits the number of programs; None: unknown."""
     total, used = place.gpu.memory_total_bytes, place.gpu.memory_used_bytes
     if total is None or used is None:
         return None
@@ -195,6 +200,7 @@ def _mig_max_text(place: _Place) -> str | None:
 
 
 def _mig_sm_text(place: _Place) -> str | None:
+    """Return how many SMs an instance has, the least and the most; None: the driver lists no profiles."""
     counts = (profile.multiprocessors for profile in _plain_profiles(place))
     sizes = [count for count in counts if count is not None]
     if not sizes:
@@ -250,7 +256,7 @@ class HostCell(Cell):
 
 
 def host_cell(table: Table, mechanism: Way, row_key: str, driver: str | None, host: HostFacts | None) -> HostCell:
-    """Return one cell with all of its views."""
+    """Return a cell with the title of its row, and its text on this host."""
     return HostCell(
         **vars(table.cell(mechanism, row_key, driver)),
         title=table.row(row_key).title,

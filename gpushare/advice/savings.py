@@ -14,8 +14,6 @@ from typing import Final
 from gpushare.base.errors import BadUsage
 from gpushare.base.units import format_bytes
 
-# 24 hours a day, 30 days; clouds and OpenCost count 730 hours a month.
-HOURS: Final = Decimal(720)
 TARGET_LOAD: Final = Decimal(80)
 MOST_GPUS: Final = 1024
 _CENT: Final = Decimal("0.01")

@@ -115,6 +115,7 @@ def _dataclass(
         methods |= {"__setattr__": _refuse_assignment, "__delattr__": _refuse_deletion}
 
     def build(cls: type[T]) -> type[T]:
+        """Give a class the shared methods, and the layout of its fields that they read."""
         # Without a docstring, `dataclasses` writes one from the signature, which costs more than all the rest.
         cls.__doc__ = cls.__doc__ or cls.__name__
         for name, method in methods.items():

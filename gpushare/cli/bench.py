@@ -34,7 +34,7 @@ from gpushare.cli.options import (
 from gpushare.cli.progress import progress_line
 from gpushare.host.host import Host
 from gpushare.host.written_file import create_file
-from gpushare.measure.bench import Bench, Measurement, Prepared, Settings, measure, prepare
+from gpushare.measure.bench import Measurement, Prepared, Settings, measure, planned_steps, prepare
 from gpushare.measure.bench_data import (
     bench_answer,
     best_caps,
@@ -243,7 +243,7 @@ def _measure_sizes(
     """Measure one size after the other, and show the times of all."""
     prepared = [prepare(host, device, wished) for wished in wishes]
     if settings.dry_run:
-        steps = tuple(step for each in prepared for step in Bench(host, device, each.settings).steps())
+        steps = tuple(step for each in prepared for step in planned_steps(host, device, each.settings))
         return plan_result("bench", Plan(title="the sizes are measured", steps=steps), dry_run=True)
     benchmarks: list[BenchAnswer] = []
     more: dict[str, Any] = {}
@@ -394,7 +394,7 @@ def bench_plan(host: Host, device: Device, prepared: Prepared, command: str = "b
         f"left out: {cell.way}{'' if cell.copies is None else f' {cell.copies}'}: {cell.reason}"
         for cell in prepared.left_out
     ]
-    steps = Bench(host, device, prepared.settings).steps()
+    steps = planned_steps(host, device, prepared.settings)
     return plan_result(command, Plan(title="the ways are measured", steps=steps), dry_run=True, notes=notes)
 
 

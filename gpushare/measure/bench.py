@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import shlex
 import time
@@ -27,6 +26,7 @@ from gpushare.mps.daemons import own_daemon
 from gpushare.mps.limits import Limits
 from gpushare.plan import Step
 from gpushare.run.end import CONVERSATION_SECONDS
+from gpushare.run.program import step_of_run
 from gpushare.run.several import Group, Program
 from gpushare.run.share import MpsShare, check_program
 from gpushare.signals import Wakeups
@@ -365,6 +365,24 @@ def schedule(settings: Settings) -> list[Cell]:
     return list(dict.fromkeys([(settings.alone, 1), *(measured_as(cell, settings) for cell in settings.cells)]))
 
 
+def planned_steps(host: Host, device: Device, settings: Settings) -> tuple[Step, ...]:
+    """Return what a round would run, to be shown: the start of an MPS daemon where one is needed, and each cell once."""
+    cells, argv = schedule(settings), settings.argv
+    # Set for each run, and set back after it.
+    levels = dict.fromkeys(way.level for way, _ in cells if way.level is not None)
+    return (
+        *Grounds(host, device, argv[0]).left_steps(),
+        *(MpsShare(host, device, Limits()).steps() if any(way.kind is Way.MPS for way, _ in cells) else ()),
+        *(step for level in levels for step in plan_level(host, [device], level, beside_mps=True).steps),
+        *(
+            step_of_run(
+                f"run {format_copies(copies)} under {way.name}, {counted(settings.repeat, 'time')}", shlex.join(argv)
+            )
+            for way, copies in cells
+        ),
+    )
+
+
 class Bench:
     """Carries out a benchmark. ``progress`` gets, before each run, its title, its number, how many, and the seconds left."""
 
@@ -373,51 +391,17 @@ class Bench:
         host: Host,
         device: Device,
         settings: Settings,
-        experiment: Experiment | None = None,
-        signals: Wakeups | None = None,
-        progress: Callable[[str, int, int, float | None], None] = lambda *_: None,
+        experiment: Experiment,
+        signals: Wakeups,
+        progress: Callable[[str, int, int, float | None], None],
     ) -> None:
         self._host, self._device, self._settings = host, device, settings
-        # None: it is only planned.
-        self._experiment = experiment
-        self._signals, self._progress = signals, progress
+        self._experiment, self._signals, self._progress = experiment, signals, progress
         self._took: dict[Cell, float] = {}
         self._strangers: dict[int, float] = {}
         # Why time-slices cannot be set.
         self._unsliced: GpushareError | None = None
         self.measurement = Measurement(settings=settings)
-
-    def steps(self) -> tuple[Step, ...]:
-        """Return what a round runs: the start of an MPS daemon where one is needed, and each cell once."""
-        cells, repeat = schedule(self._settings), self._settings.repeat
-        mps = any(way.kind is Way.MPS for way, _ in cells)
-        runs = [
-            Step(
-                what=f"run {format_copies(cell[1])} under {cell[0].name}, {counted(repeat, 'time')}",
-                command=shlex.join(self._settings.argv),
-                do=functools.partial(self._keep, 1, cell),
-            )
-            for cell in cells
-        ]
-        levels = list(dict.fromkeys(cell[0].level for cell in cells if cell[0].level is not None))
-        # Set for each run, and set back after it.
-        changes = [
-            step for level in levels for step in plan_level(self._host, [self._device], level, beside_mps=True).steps
-        ]
-        return (
-            *Grounds(self._host, self._device, self._settings.argv[0]).left_steps(),
-            *(MpsShare(self._host, self._device, Limits()).steps() if mps else ()),
-            *changes,
-            *runs,
-        )
-
-    def _keep(self, number: int, cell: Cell) -> None:
-        """Run a cell in a round, and keep the result unless the user has interrupted it."""
-        run = self._run(number, cell)
-        if run.result.interrupted:
-            self.measurement.interrupted = True
-        else:
-            self.measurement.runs.append(run)
 
     def go(self) -> Measurement:
         """Measure, and return what was measured."""
@@ -459,10 +443,11 @@ class Bench:
                     continue
                 title = f"{_cell_title(cell)}, round {number} of {repeat}"
                 self._progress(title, done, total, self._seconds_left(order[place:], number))
-                self._keep(number, cell)
-                if measurement.interrupted:
+                run = self._run(number, cell)
+                if run.result.interrupted:
+                    measurement.interrupted = True
                     return
-                run = measurement.runs[-1]
+                measurement.runs.append(run)
                 done += 1
                 if run.failures:
                     # A hanging run costs too much to be tried again.
@@ -517,8 +502,6 @@ class Bench:
 
     def _run(self, number: int, cell: Cell) -> RunResult:
         """Run the copies of a cell under its way, and return what was measured."""
-        if self._experiment is None:
-            raise AssertionError("it is only planned")
         way, copies = cell
         settings, before, experiment = self._settings, time.monotonic(), self._experiment
         grounds, under_mps = experiment.grounds, self._under_mps(way)
@@ -566,13 +549,11 @@ class Bench:
 
     def _under_mps(self, way: BenchWay) -> bool:
         """Return whether the copies are MPS clients: also those that run alone, if the server shuts out others."""
-        has_mps = self._experiment is not None and self._experiment.grounds.has_mps
+        has_mps = self._experiment.grounds.has_mps
         return way.kind is Way.MPS or (has_mps and way.kind is not Way.MIG and one_at_a_time(self._device))
 
     def _launches(self, way: BenchWay, copies: int) -> list[Launch]:
         """Return how to start the copies under a way."""
-        if self._experiment is None:
-            return []
         settings, grounds = self._settings, self._experiment.grounds
         argv, number = settings.argv, copies
         if way.kind in IN_ONE:

@@ -92,6 +92,7 @@ class SimulatedFiles(KernelFiles):
 
     @contextlib.contextmanager
     def process(self, pid: int, started: int | None) -> Iterator[KernelProcess]:
+        """Yield a process while it has this start (None: any start); Refused: it is gone, or a sandbox forbids it."""
         state = current(self._state_file)
         if state.channel_fault in {"no_pidfd_getfd", "gvisor"}:
             raise Refused(state.channel_fault)
@@ -165,6 +166,7 @@ class _Process(KernelProcess):
         self._files, self._state, self.identity = files, state, identity
 
     def numbers(self) -> list[int]:
+        """Return the descriptors with which the process has the driver's control file open: one, if it has a context."""
         owner = owner_of(self._state, self.identity.pid)
         if self._state.channel_fault == "wsl":
             raise Refused("wsl")
@@ -177,6 +179,7 @@ class _Process(KernelProcess):
         return False
 
     def duplicate(self, number: int) -> int:
+        """Return a descriptor of ours for the control file that the process has open."""
         owner = owner_of(self._state, self.identity.pid)
         if owner is None or number != _DESCRIPTOR:
             raise Refused("stale", os.strerror(9))
@@ -251,12 +254,14 @@ def _slices(state: SimulatedHostState, owner: Owner, group: int) -> tuple[dict[s
 
 
 def _read_slice(state: SimulatedHostState, owner: Owner, handle: int, parameters: bytearray) -> int:
+    """Read the time-slice of a group; return the status."""
     slices, name, default = _slices(state, owner, handle)
     rm.SLICE.pack_into(parameters, 0, slices.get(name, default))
     return rm.OK
 
 
 def _set_slice(state: SimulatedHostState, owner: Owner, handle: int, parameters: bytearray) -> int:
+    """Set the time-slice of a group; 0 is refused, as by the driver. Return the status."""
     slice_us = int(rm.SLICE.unpack(parameters)[0])
     if slice_us == 0:
         return INVALID_ARGUMENT

@@ -91,6 +91,7 @@ def apply(state: SimulatedHostState, gpus: Sequence[SimulatedGpu], kind: str, va
 
 
 def _set_host_fault(state: SimulatedHostState, kind: str, value: str | None) -> None:
+    """Set a fault of the host that is neither a flag, a number nor a list of programs."""
     if kind == "user":
         if value is None:
             raise _bad_fault_error("user needs a user", "give a user id or name")
@@ -114,6 +115,7 @@ def clear(state: SimulatedHostState) -> None:
 
 
 def _set_gpu_fault(gpu: SimulatedGpu, kind: str, value: str | None) -> None:
+    """Set a fault of one GPU: a flag, an Xid, a limit, or entry points that refuse."""
     if kind in _GPU_FLAGS:
         setattr(gpu, *_GPU_FLAGS[kind])
     elif kind == "xid":

@@ -140,6 +140,7 @@ def _name(_library: SimulatedLibrary, target: Target) -> str:
 
 
 def _pci_info(_library: SimulatedLibrary, target: Target) -> dict[str, Any]:
+    """Return the fields of nvmlPciInfo_t."""
     domain, bus, rest = target.gpu.pci_bus_id.split(":")
     device = int(target.model.pci_device_ids[0], 16) << 16 | 0x10DE if target.model.pci_device_ids else 0
     return {

@@ -67,6 +67,7 @@ def _profile_offering(target: Target, number: int) -> Profile:
 
 
 def _attributes(_library: SimulatedLibrary, target: Target) -> dict[str, int] | None:
+    """Return the fields of nvmlDeviceAttributes_t of a MIG device; None for a whole GPU."""
     if target.instance is None:
         return None
     profile = _owner(target)[1]
@@ -79,6 +80,7 @@ def _attributes(_library: SimulatedLibrary, target: Target) -> dict[str, int] | 
 
 
 def _profile_info(_library: SimulatedLibrary, target: Target, number: int) -> dict[str, Any] | None:
+    """Return the fields of nvmlGpuInstanceProfileInfo_t by the number of the profile; None: the model does not have it."""
     if not 0 <= number < _PROFILE_COUNT:
         raise Refused(Code.INVALID_ARGUMENT)
     profile = next((profile for profile in target.model.profiles if profile.nvml_profile == number), None)
@@ -96,6 +98,7 @@ def _profile_info(_library: SimulatedLibrary, target: Target, number: int) -> di
 
 
 def _compute_profile(_library: SimulatedLibrary, target: Target, number: int, engine: int) -> dict[str, Any] | None:
+    """Return the fields of nvmlComputeInstanceProfileInfo_t by the number of the profile; None: not offered here."""
     if not 0 <= number < mig.PROFILE_COUNT or engine != 0:
         raise Refused(Code.INVALID_ARGUMENT)
     profile = _owner(target)[1]

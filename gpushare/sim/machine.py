@@ -35,6 +35,7 @@ class SimulatedMachine(Machine):
         return current(self._state_file).descriptor_limit if pid else None
 
     def environments(self, names: Collection[str]) -> Mapping[int, Mapping[str, str]]:
+        """Return these variables by PID, of the processes that this user may look at."""
         state = current(self._state_file)
         mine = (process for process in state.processes if state.may(process.uid))
         chosen = {

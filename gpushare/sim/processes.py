@@ -116,6 +116,7 @@ class SimulatedProcesses(Processes):
         return info is not None and started in {None, info.started}
 
     def environment(self, pid: int) -> Mapping[str, str] | None:
+        """Return the variables of a process, a daemon or a server that this user may look at; else None."""
         state = current(self._state_file)
         daemon, server, process = _find_owner(state, pid)
         if pid < FIRST_SIMULATED_PID:
@@ -128,6 +129,7 @@ class SimulatedProcesses(Processes):
         return dict(process.environment if process else daemon.environment if daemon else {})
 
     def named(self, name: str) -> Sequence[int]:
+        """Return the PIDs of the processes with this program, daemons and servers of MPS included."""
         state = current(self._state_file)
         if name == MPS_CONTROL:
             pids = [daemon.pid for daemon in state.daemons]
@@ -288,7 +290,20 @@ class SimulatedProcesses(Processes):
 
     def open_files(self, prefix: str) -> OpenFiles:
         """Return the processes with open device nodes: to a user its own, to root all."""
-        return open_files(current(self._state_file), prefix)
+        from gpushare.host.open_files import OpenFiles
+
+        state = current(self._state_file)
+        by_pid: dict[int, tuple[str, ...]] = {}
+        complete = state.pid_namespace_is_host
+        for pid, uid, paths in _open_files_of_all(state):
+            if not state.may(uid):
+                complete = False
+                continue
+            mine = tuple(sorted(path for path in paths if path.startswith(prefix)))
+            # The simulated processes are the host's: another namespace does not have them.
+            if mine and state.pid_namespace_is_host:
+                by_pid[pid] = mine
+        return OpenFiles(by_pid=dict(sorted(by_pid.items())), complete=complete)
 
 
 def real_process(
@@ -393,24 +408,7 @@ _CONTROL: Final = "/dev/nvidiactl"
 _UNIFIED_MEMORY: Final = "/dev/nvidia-uvm"
 
 
-def open_files(state: SimulatedHostState, prefix: str) -> OpenFiles:
-    """Return the open files that start with ``prefix``, as the state's user may see them."""
-    by_pid: dict[int, tuple[str, ...]] = {}
-    complete = state.pid_namespace_is_host
-    for pid, uid, paths in _open_files_of_all(state):
-        if not state.may(uid):
-            complete = False
-            continue
-        mine = tuple(sorted(path for path in paths if path.startswith(prefix)))
-        # The simulated processes are the host's: another namespace does not have them.
-        if mine and state.pid_namespace_is_host:
-            by_pid[pid] = mine
-    from gpushare.host.open_files import OpenFiles
-
-    return OpenFiles(by_pid=dict(sorted(by_pid.items())), complete=complete)
-
-
-def holder_files(gpu: int, place: tuple[int | None, int | None] = (None, None)) -> list[str]:
+def holder_files(gpu: int, place: tuple[int | None, int | None]) -> list[str]:
     """Return what a program without a CUDA context has open that looks at a GPU, or at an instance (NVML)."""
     nodes = [] if place[0] is None else [node_of(gpu, (place[0], None))]
     if place[0] is not None and place[1] is not None:

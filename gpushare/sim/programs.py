@@ -48,6 +48,7 @@ class SimulatedPrograms(Programs):
         self._state_file = state_file
 
     def find(self, name: str) -> str | None:
+        """Return the path of a program; None: it is not installed."""
         if self._is_real(name):
             return Programs().find(name)
         # One package has both programs.
@@ -55,6 +56,7 @@ class SimulatedPrograms(Programs):
         return None if self._is_missing(package) else f"/usr/bin/{name}"
 
     def listener(self, pipe_directory: str) -> Listener | None:
+        """Return the daemon that listens in a pipe directory; None: none does."""
         if self._is_real(MPS_CONTROL):
             return Programs().listener(pipe_directory)
         state = self._state_file.read()
@@ -71,6 +73,7 @@ class SimulatedPrograms(Programs):
         env: Mapping[str, str | None] | None = None,
         timeout: float = 10.0,
     ) -> Pending:
+        """Return the program to be run when its result is asked for; one that is missing raises at once."""
         name = os.path.basename(argv[0])
         if self._is_real(name):
             return Programs().start(argv, stdin=stdin, env=env, timeout=timeout)

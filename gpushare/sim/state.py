@@ -378,6 +378,7 @@ class StateFile:
             raise self._broken_error("the file has another form than this gpushare writes") from None
 
     def _broken_error(self, reason: str | None) -> OperationFailed:
+        """Return the error of a state file that cannot be read, with the command that starts over."""
         import shlex
 
         return OperationFailed(

@@ -217,6 +217,7 @@ class Choice(Dialog):
         self._texts, self._cursor, self._of_key = texts, cursor, keys
 
     def _break_lines(self, width: int) -> list[Line]:
+        """Return the lines above, broken, and the choices, one line each; the cursor stays on its choice."""
         above = super()._break_lines(width)
         if self.lines.cursor is not None:
             self._cursor = self.lines.cursor - self.lines.first

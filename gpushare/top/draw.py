@@ -60,7 +60,7 @@ class Theme:
     name: str
     colours: dict[str, str]
 
-    def style(self, colour: str = "text", back: str = "back", *, bold: bool = False) -> Style:
+    def style(self, colour: str, back: str = "back", *, bold: bool = False) -> Style:
         """Return a style by the names of its colours; ``row`` behind it is the line under the cursor.
 
         Without colours, whatever is behind it but the screen is drawn in reverse.

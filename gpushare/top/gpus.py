@@ -80,7 +80,7 @@ def short_name(gpu: Gpu) -> str:
     return visible(name.replace("Tesla ", "").replace("GeForce ", ""))
 
 
-def head(layout: Layout) -> list[Piece]:
+def head_line(layout: Layout) -> list[Piece]:
     """Return the titles above the GPUs."""
     pieces: list[Piece] = [(fitted(" GPU", layout.name + 5), "dim")]
     pieces.append((fitted("UTIL", layout.util + 6), "dim"))

@@ -177,17 +177,17 @@ class Panel(Widget, can_focus=True):
 
     def on_click(self, event: events.Click) -> None:
         if event.y == 0:
-            self._cockpit.clicked_head(self, event.x)
+            self._cockpit.sort_by_title(self, event.x)
         elif self.top + event.y - 1 < len(self._rows):
-            self._cockpit.moved(self, self.top + event.y - 1)
+            self._cockpit.move_cursor(self, self.top + event.y - 1)
             if event.chain == 2:
                 self._cockpit.action_open()
 
     def on_mouse_scroll_down(self, _event: events.MouseScrollDown) -> None:
-        self._cockpit.moved(self, self.cursor + 3)
+        self._cockpit.move_cursor(self, self.cursor + 3)
 
     def on_mouse_scroll_up(self, _event: events.MouseScrollUp) -> None:
-        self._cockpit.moved(self, self.cursor - 3)
+        self._cockpit.move_cursor(self, self.cursor - 3)
 
 
 class Bar(Widget):
@@ -344,7 +344,7 @@ class Cockpit(App[None]):
         cursor = self._gpus.cursor
         if cursor >= len(owners) or owners[cursor] != chosen:
             cursor = 0 if chosen is None else owners.index(chosen)
-        self._gpus.show_rows(gpus.head(layout), rows, cursor)
+        self._gpus.show_rows(gpus.head_line(layout), rows, cursor)
 
     def _gpu_rows(
         self, frame: Frame, shown: Sequence[Gpu], layout: gpus.Layout, room: int
@@ -432,6 +432,7 @@ class Cockpit(App[None]):
     # -- the lines -----------------------------------------------------------------------------------------------------------
 
     def _title_line(self, width: int) -> list[Segment]:
+        """Return the first line: the host at the left as far as it fits, and its state at the right."""
         title: Piece = (" gpushare top", "text")
         if self.frame is None:
             return segments([title, ("   reading the host ...", "dim")], width, self.colours, "head")
@@ -507,14 +508,14 @@ class Cockpit(App[None]):
         at = self._gpus.cursor
         return self._gpu_of_row[at] if at < len(self._gpu_of_row) else None
 
-    def moved(self, panel: Panel, to: int) -> None:
+    def move_cursor(self, panel: Panel, to: int) -> None:
         """Put the cursor of a panel somewhere."""
         panel.focus()
         panel.show_rows(panel._head, panel._rows, to)
         if panel is self._gpus and self.frame is not None:
             self._draw_gpus(self.frame)
 
-    def clicked_head(self, panel: Panel, x: int) -> None:
+    def sort_by_title(self, panel: Panel, x: int) -> None:
         """Sort by the column of the list of jobs whose title was clicked; again: the other way round."""
         if panel is not self._jobs:
             return
@@ -531,7 +532,7 @@ class Cockpit(App[None]):
 
     def action_move(self, by: int) -> None:
         panel = self._focused()
-        self.moved(panel, panel.cursor + by)
+        self.move_cursor(panel, panel.cursor + by)
 
     def action_page(self, by: int) -> None:
         self.action_move(by * max(1, self._focused().room - 1))
@@ -869,6 +870,7 @@ class Cockpit(App[None]):
             self._show_logs(row.job)
 
     def _show_logs(self, job: ListedJob) -> None:
+        """Show what a job prints, and go on with it until the dialog is closed."""
         if self._lacks("output of jobs") or self._follow is None:
             return
         pages = Dialog(f"{job_title(job)}: output", [], self.colours)

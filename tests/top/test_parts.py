@@ -42,7 +42,7 @@ from gpushare.top.gpus import (
     client_lines,
     fact_lines,
     gpu_line,
-    head,
+    head_line,
     layout_of,
     lines_below,
     name_in,
@@ -87,7 +87,7 @@ def test_the_gpus(golden: Callable[[str, str], None], width: int) -> None:
     """What each GPU looks like at a width of the screen: its line, and the lines of the view of one."""
     shown, past = full_frame(300.0), past_of(*(full_frame(float(second)) for second in range(0, 301, 4)))
     layout = layout_of(width, 14)
-    lines = [head(layout)]
+    lines = [head_line(layout)]
     for gpu in shown.snapshot.gpus:
         lines += [gpu_line(shown, gpu, past, layout, DARK), *lines_below(shown, gpu, layout, DARK)]
     for index in (1, 3, 7, 8):
