@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from gpushare.base.benchmark import BenchAnswer, Benchmark, BenchSizesAnswer
+from gpushare.base.benchmark import BenchAnswer, Benchmark
 from gpushare.base.errors import BadCombination, BadUsage, GpushareError, Interrupted, OperationFailed
 from gpushare.base.selection import Device, select_one
 from gpushare.base.units import counted, format_copies
@@ -55,13 +55,13 @@ from gpushare.run.results import keep_benched
 from gpushare.show.bench import bench_result, throughput_picture
 from gpushare.show.plan import plan_result
 from gpushare.show.plot import check_plot
+from gpushare.show.result import Result
 from gpushare.show.sizes import sizes_picture, sizes_result
 from gpushare.signals import Ended
 from gpushare.snapshot import BLIND
 
 app = typer.Typer(**PLAIN)
 
-T = TypeVar("T", BenchAnswer, BenchSizesAnswer)
 Answer = TypeVar("Answer")
 
 _MOST_REPEATS = 100
@@ -246,27 +246,18 @@ def _measure_sizes(
         steps = tuple(step for each in prepared for step in planned_steps(host, device, each.settings))
         return plan_result("bench", Plan(title="the sizes are measured", steps=steps), dry_run=True)
     benchmarks: list[BenchAnswer] = []
-    more: dict[str, Any] = {}
+    runs = 0
     for each in prepared:
         data, measurement, number = measure_with_progress(host, device, each)
+        runs += len(measurement.runs)
+        early = _early_end(measurement, number, runs)
         if measurement.runs:
             benchmarks.append(data)
-        if measurement.error is not None:
-            more = {"errors": (measurement.error,), "exit_code": measurement.error.exit_code}
-        if measurement.interrupted:
-            if not benchmarks:
-                raise Ended(number or signal.SIGINT)
-            runs = sum(len(done.runs) for done in benchmarks)
-            more = {"errors": (_interrupted_error(runs, kept),), "exit_code": 128 + (number or signal.SIGINT)}
-        if more:
+        if early:
             break
-    answer = sizes_answer(benchmarks)
     notes = list(dict.fromkeys(note for data in benchmarks for note in bench_notes(data)))
-    result = sizes_result(answer, notes, **more)
-    failed = _write_files(answer, kept, picture, sizes_picture)
-    if not failed:
-        return result
-    return replace(result, errors=(*result.errors, *failed), exit_code=result.exit_code or failed[0].exit_code)
+    result = sizes_result(sizes_answer(benchmarks), notes, **early)
+    return _with_files(result, kept, picture, sizes_picture, runs=runs if measurement.interrupted else None)
 
 
 def _result_of_runs(
@@ -278,13 +269,8 @@ def _result_of_runs(
     picture: Path | None,
 ) -> Any:
     """Return what was measured as the command's result; with ``before`` compared, and with the files written."""
-    more: dict[str, Any] = {}
-    if measurement.interrupted:
-        if not measurement.runs:
-            raise Ended(number or signal.SIGINT)
-        more = {"exit_code": 128 + (number or signal.SIGINT)}
-    if measurement.error is not None:
-        more = {"errors": (measurement.error,), "exit_code": measurement.error.exit_code}
+    runs = len(measurement.runs)
+    more = _early_end(measurement, number, runs)
     if not more and data.cells and all(cell.throughput is None for cell in data.cells):
         failure = next(text for cell in data.cells for text in cell.failures)
         failed_all = OperationFailed(
@@ -296,13 +282,42 @@ def _result_of_runs(
         data = replace(data, comparison=compared(data, before))
         notes += what_else_differs(data, before)
     result = bench_result(data, notes, **more)
-    failed = _write_files(data, kept, picture, throughput_picture)
-    if measurement.interrupted and measurement.error is None:
-        result = replace(result, errors=(_interrupted_error(len(measurement.runs), None if failed else kept),))
-    if not failed:
-        return result
+    return _with_files(result, kept, picture, throughput_picture, runs=runs if measurement.interrupted else None)
+
+
+def _early_end(measurement: Measurement, number: int | None, runs: int) -> dict[str, Any]:
+    """Return the exit code and the errors of a benchmark that a signal or an error ended early; nothing if it finished.
+
+    Raises:
+        Ended: by signal ``number``, and there are no ``runs`` to show.
+    """
+    if measurement.error is not None:
+        return {"errors": (measurement.error,), "exit_code": measurement.error.exit_code}
+    if not measurement.interrupted:
+        return {}
+    if not runs:
+        raise Ended(number or signal.SIGINT)
+    return {"exit_code": 128 + (number or signal.SIGINT)}
+
+
+def _with_files(
+    result: Result, kept: Path | None, picture: Path | None, draw: Callable[[Any, str], bytes], *, runs: int | None
+) -> Result:
+    """Write the files that were asked for, and return the result with what went wrong.
+
+    ``runs``: a signal ended the benchmark after so many; None: none did.
+    """
+    failed: list[GpushareError] = []
+    try:
+        if kept is not None:
+            write_bench(kept, result.data)
+    except GpushareError as error:
+        failed.append(error)
+    failed += write_picture(picture, result.data, draw)
+    interrupted = () if runs is None else (_interrupted_error(runs, None if failed else kept),)
     # The figures are shown even if a file cannot be written.
-    return replace(result, errors=(*result.errors, *failed), exit_code=result.exit_code or failed[0].exit_code)
+    code = result.exit_code or (failed[0].exit_code if failed else 0)
+    return replace(result, errors=(*result.errors, *interrupted, *failed), exit_code=code)
 
 
 def _interrupted_error(runs: int, kept: Path | None) -> Interrupted:
@@ -317,19 +332,6 @@ def _interrupted_error(runs: int, kept: Path | None) -> Interrupted:
     return Interrupted(
         f"interrupted after {counted(runs, 'run')}; {where}", f"the copies were ended and the host was restored{hint}"
     )
-
-
-def _write_files(
-    answer: T, kept: Path | None, picture: Path | None, draw: Callable[[T, str], bytes]
-) -> list[GpushareError]:
-    """Write the files that were asked for, and return what went wrong."""
-    failed: list[GpushareError] = []
-    try:
-        if kept is not None:
-            write_bench(kept, answer)
-    except GpushareError as error:
-        failed.append(error)
-    return [*failed, *write_picture(picture, answer, draw)]
 
 
 def write_picture(path: Path | None, answer: Answer, draw: Callable[[Answer, str], bytes]) -> list[GpushareError]:

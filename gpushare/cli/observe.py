@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -18,6 +16,7 @@ from gpushare.base.model import Gpu
 from gpushare.base.selection import select
 from gpushare.base.units import counted, format_bytes, format_duration, parse_seconds
 from gpushare.cli.options import PLAIN, Command, GpuOption, note, refresh_seconds, settings
+from gpushare.cli.progress import progress_line
 from gpushare.measure.dcgm import read_measured
 from gpushare.measure.observe import header_for
 from gpushare.measure.observe import observe as record
@@ -67,9 +66,16 @@ def observe(
     header = header_for(host, indexes, step)
     path = Path(to) if to is not None else Path(time.strftime("gpushare-%Y%m%d-%H%M%S.jsonl"))
     with RecordingFile(path, header) as file:
+        note(f"recording for {format_duration(length)} to {path}; Ctrl-C ends it and keeps what was recorded")
         try:
-            with _progress(length, path) as progress:
-                recording = record(host, header, file, seconds=length, progress=progress)
+            with progress_line(quiet=settings.quiet) as tell:
+
+                def show_progress(seconds_over: float) -> None:
+                    """Draw how many seconds of the recording are over."""
+                    total = max(1, round(length))
+                    tell("recording; Ctrl-C ends and keeps it", int(seconds_over), total, length - seconds_over)
+
+                recording = record(host, header, file, seconds=length, progress=show_progress)
         except KeyboardInterrupt:
             # There is no sample yet.
             file.discard()
@@ -92,28 +98,6 @@ def _length_and_interval(seconds: str, interval: str) -> tuple[float, float]:
             code="bad_duration",
         )
     return length, step
-
-
-@contextlib.contextmanager
-def _progress(length: float, path: Path) -> Iterator[Callable[[float], None]]:
-    """Yield a progress callback: a bar on a terminal, else nothing."""
-    if settings.quiet or not sys.stderr.isatty():
-        note(f"recording for {format_duration(length)} to {path}; Ctrl-C ends it and keeps what was recorded")
-        yield lambda _done: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    bar = Progress(
-        TextColumn("recording; Ctrl-C ends and keeps it"),
-        BarColumn(),
-        TimeRemainingColumn(),
-        console=Console(file=sys.stderr),
-        transient=True,
-    )
-    with bar:
-        task = bar.add_task("", total=length)
-        yield lambda done: bar.update(task, completed=done)
 
 
 def _earlier_result(read: str, given: tuple[str | None, ...]) -> Any:

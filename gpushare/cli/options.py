@@ -343,41 +343,6 @@ class Helped:
 _LISTS: Final = frozenset({"--gpu", "--ways", "--caps", "--isolation"})
 
 
-class _StrictOptions:
-    """A command where no value of a repeated option is lost: click would keep the last.
-
-    Before the command the last value still wins: an alias may give `--host` and `-o` there.
-    """
-
-    def make_parser(self, ctx: Any) -> Any:
-        """Return the parser, which collects all values of an option, and then joins or refuses them."""
-        single = [
-            option
-            for option in self.get_params(ctx)  # type: ignore[attr-defined]
-            if isinstance(option, TyperOption) and not option.multiple and (option.secondary_opts or not option.is_flag)
-        ]
-        for option in single:
-            option.multiple = True
-        try:
-            parser = super().make_parser(ctx)  # type: ignore[misc]
-        finally:
-            for option in single:
-                option.multiple = False
-        read = parser.parse_args
-
-        def parse_args(args: list[str]) -> Any:
-            """Parse; then join or refuse the values of an option that is given several times."""
-            values_of, rest, order = read(args=args)
-            for option in single:
-                if option.name in values_of:
-                    values = values_of[option.name]
-                    values_of[option.name] = values[-1] if ctx.resilient_parsing else _single_value(option, values)
-            return values_of, rest, order
-
-        parser.parse_args = parse_args
-        return parser
-
-
 def _single_value(option: TyperOption, values: Sequence[Any]) -> Any:
     """Return the value of an option that is given once or several times: lists are joined with commas.
 
@@ -403,7 +368,7 @@ def _single_value(option: TyperOption, values: Sequence[Any]) -> Any:
     )
 
 
-class Command(_StrictOptions, Helped, TyperCommand):
+class Command(Helped, TyperCommand):
     """A command. Its Ctrl-C is an error like any other: Typer would exit with 130 and print nothing."""
 
     changes = False
@@ -416,6 +381,37 @@ class Command(_StrictOptions, Helped, TyperCommand):
         options += change_options(asks=self.asks) if self.changes else []
         named["params"] = [*(named.get("params") or []), *options, *common_options()]
         super().__init__(*arguments, **named)
+
+    def make_parser(self, ctx: Any) -> Any:
+        """Return the parser. It collects all values of a repeated option, and joins or refuses them: click keeps the last.
+
+        Before the command the last value still wins: an alias may give `--host` and `-o` there.
+        """
+        single = [
+            option
+            for option in self.get_params(ctx)
+            if isinstance(option, TyperOption) and not option.multiple and (option.secondary_opts or not option.is_flag)
+        ]
+        for option in single:
+            option.multiple = True
+        try:
+            parser: Any = super().make_parser(ctx)
+        finally:
+            for option in single:
+                option.multiple = False
+        read = parser.parse_args
+
+        def parse_args(args: list[str]) -> Any:
+            """Parse; then join or refuse the values of an option that is given several times."""
+            values_of, rest, order = read(args=args)
+            for option in single:
+                if option.name in values_of:
+                    values = values_of[option.name]
+                    values_of[option.name] = values[-1] if ctx.resilient_parsing else _single_value(option, values)
+            return values_of, rest, order
+
+        parser.parse_args = parse_args
+        return parser
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         """Parse the words; an error is shown in the output format that they request."""
