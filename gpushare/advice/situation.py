@@ -678,10 +678,10 @@ class Situation:
     def _leaving_cost(self, way: Way, leavers: Sequence[tuple[int, int]]) -> LeavingCost:
         """Return what it costs that jobs leave; ``leavers`` are sizes in bytes with contexts, and numbers of processes."""
         # Only here: most cases fit, and need none of it.
-        from gpushare.memory.cost import SOURCE, TURN_FACTOR, beyond_measured, host_bytes, kept_share, moved
+        from gpushare.memory.cost import SOURCE, TURN_FACTOR, beyond_measured, host_bytes, kept_share, swap_times
 
         largest = max(size for size, _ in leavers)
-        out, back = moved(largest).out_seconds, moved(largest).in_seconds
+        out, back = swap_times(largest).out_seconds, swap_times(largest).in_seconds
         turn = TURN_FACTOR * (out + back) if way is Way.TURNS else None
         one_place = self.plain.most == 1
         alone = turn is not None and one_place and self.case.processes is not None

@@ -31,8 +31,8 @@ from gpushare.host.compute_mode import need_root
 from gpushare.host.host import Host
 from gpushare.hostfile.apply import GpuApply, plan_gpu
 from gpushare.hostfile.file import Entry, HostFile, Matched, text_of
-from gpushare.hostfile.kept import kept_limits, limits_in
-from gpushare.hostfile.live import captured
+from gpushare.hostfile.kept import kept_limits, user_limits_in
+from gpushare.hostfile.live import captured_file
 from gpushare.hostfile.load import (
     before_path,
     changed_limits,
@@ -90,7 +90,7 @@ def apply(
     seconds = 0.0 if wait is None else parse_seconds(wait)
     wanted, text = load(host_file(path, file, "apply"))
     names_in(wanted)
-    limits_in(wanted)
+    user_limits_in(wanted)
     host = settings.connect()
     ledger = MigLedger(host)
     undone = () if settings.dry_run else _undo_interrupted(host, ledger)
@@ -234,7 +234,7 @@ def _undo_command(host: Host, rows: Sequence[_GpuRow]) -> str | None:
     """
     state = HostState(host)
     changed = {row.gpu for row in rows if row.steps} or {*kept_entries(host, state.gpus)[0]}
-    file, _ = captured(live_gpus(state, [gpu for gpu in state.gpus if gpu.index in changed]))
+    file, _ = captured_file(live_gpus(state, [gpu for gpu in state.gpus if gpu.index in changed]))
     if len(changed) != sum(len(entry.match.values) for entry in file.entries):
         return None
     kept = kept_file(host)
@@ -301,7 +301,7 @@ def _rules_notes(host: Host, wanted: HostFile) -> list[str]:
 
 def _limit_notes(host: Host, wanted: HostFile) -> list[str]:
     """Return notes on the limits of users, which are in force once root has kept the file."""
-    now, longest, notes = kept_limits(host), limits_in(wanted).longest_lease_seconds, list[str]()
+    now, longest, notes = kept_limits(host), user_limits_in(wanted).longest_lease_seconds, list[str]()
     if not host.root:
         given = {"memory": bool(wanted.memory), "reserve": wanted.longest_lease_seconds is not None}
         which = ", ".join(key for key, is_given in given.items() if is_given)
@@ -325,7 +325,7 @@ def _ended_leases(host: Host, wanted: HostFile) -> list[tuple[int, Loss]]:
 
     With each comes the id of its user.
     """
-    surviving = leases(host, limits_in(wanted))
+    surviving = leases(host, user_limits_in(wanted))
     indexes = {gpu.uuid: gpu.index for gpu in gpus_of(host)}
     return [
         (lease.uid, Loss(action="ends", what=f"the lease of {lease.user} on GPU {indexes.get(uuid, uuid)}"))

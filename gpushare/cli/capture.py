@@ -12,7 +12,7 @@ from gpushare.base.selection import select
 from gpushare.base.units import quoted
 from gpushare.cli.options import PLAIN, Command, GpuOption, settings
 from gpushare.hostfile.file import Exactness, document_of, text_of
-from gpushare.hostfile.live import captured
+from gpushare.hostfile.live import captured_file
 from gpushare.hostfile.load import kept_file
 from gpushare.hostfile.look import live_gpus
 from gpushare.show.result import Result
@@ -48,7 +48,7 @@ def capture(
     gpus = {device.gpu.index: device.gpu for device in select(gpu, state.gpus)}
     if not gpus:
         raise no_gpu_error()
-    file, notes = captured(live_gpus(state, list(gpus.values())), by=keys[by])
+    file, notes = captured_file(live_gpus(state, list(gpus.values())), by=keys[by])
     kept = kept_file(state.host)
     if kept is not None and kept.rules:
         # What processes get cannot be seen on the host.

@@ -21,10 +21,10 @@ from gpushare.mig.parted import (
     Config,
     Demand,
     PciIds,
-    absent,
-    choose,
-    for_change,
-    idle_entries,
+    absent_gpu_notes,
+    choose_config,
+    demands_for_change,
+    idle_entry_notes,
     is_elsewhere,
     parse_parted,
     wishes_for,
@@ -100,7 +100,7 @@ def _demands(
     notes = absent_gpus(named, host)
     ids = pci_ids(named, gpus, host)
     if all_gpus:
-        notes += idle_entries(named, gpus, ids, range(host.nvml.count()))
+        notes += idle_entry_notes(named, gpus, ids, range(host.nvml.count()))
     return wishes_for(named, gpus, ids), notes
 
 
@@ -192,7 +192,7 @@ def read_config(path: str, name: str | None) -> Config:
     yaml_documents = documents(text_of(path, "mig-parted", _HINT), shown_path(path), _HINT)
     if len(yaml_documents) > 2:
         raise BadUsage(f"{path}: {len(yaml_documents)} YAML documents", "give one mig-parted file", code="bad_file")
-    return choose(
+    return choose_config(
         parse_parted(yaml_documents[0], yaml_documents[1] if yaml_documents[1:] else None, shown_path(path)), name
     )
 
@@ -211,20 +211,20 @@ def demands_of(
     """
     ids, host_indexes = pci_ids(config, gpus, host), range(host.nvml.count())
     wishes = wishes_for(config, gpus, ids)
-    demands = for_change(wishes, gpus)
-    idle = idle_entries(config, gpus, ids, host_indexes)
+    demands = demands_for_change(wishes, gpus)
+    idle = idle_entry_notes(config, gpus, ids, host_indexes)
     missing = [str(gpu.index) for gpu in gpus if gpu.index not in wishes]
-    if exact and (missing or idle or absent(config, host_indexes)):
+    if exact and (missing or idle or absent_gpu_notes(config, host_indexes)):
         reasons = [f"config '{config.name}' has no entry for GPU {', '.join(missing)}"] if missing else []
         raise NoGpu(
-            "; ".join([*reasons, *absent(config, host_indexes), *idle]),
+            "; ".join([*reasons, *absent_gpu_notes(config, host_indexes), *idle]),
             "change the file, or drop --exact",
             code="no_gpu_of_config",
         )
     if not demands and any(wish.mig_enabled for wish in wishes.values()):
         raise no_mig_error(gpus)
     if not demands and named:
-        reasons = [*absent(config, host_indexes), *idle] or ["none of them has MIG"]
+        reasons = [*absent_gpu_notes(config, host_indexes), *idle] or ["none of them has MIG"]
         raise NoGpu(
             f"config '{config.name}' has no entry for the chosen GPUs: {'; '.join(reasons)}", "see: gpushare mig status"
         )
@@ -235,7 +235,7 @@ def demands_of(
 def absent_gpus(config: Config, host: Host) -> tuple[str, ...]:
     """Return notes on entries that name GPUs this host does not have."""
     host_indexes = range(host.nvml.count())
-    notes = absent(config, host_indexes)
+    notes = absent_gpu_notes(config, host_indexes)
     if notes and all(is_elsewhere(entry, host_indexes) for entry in config.entries):
         raise NoGpu(
             f"config '{config.name}' matches no GPU of this host: {'; '.join(notes)}",

@@ -460,7 +460,7 @@ def _pid_namespace(seen: Examination) -> Iterator[Check]:
 
 
 def _records(seen: Examination) -> Iterator[Check]:
-    """Name the records that say nothing: what they were about is not seen by any command."""
+    """Check that every record can be read: no command sees what an unreadable one is about."""
     number = 0
     # Not the journal of MIG changes: `_mig` tells what became of it.
     for kind in (

@@ -14,7 +14,14 @@ from gpushare.doctor.check import Check, Examination, finding
 from gpushare.host import cdi
 from gpushare.mig.driver import MigReader
 from gpushare.mig.grant import plan_reapply
-from gpushare.mig.holders import blocking, claimed_instances, gpu_holders, instance_holders, look, remedy
+from gpushare.mig.holders import (
+    blockers_text,
+    claimed_instances,
+    gpu_holders,
+    instance_holders,
+    open_device_files,
+    remedy,
+)
 from gpushare.mig.ledger import MigLedger, NamedInstance, names_of
 from gpushare.mig.places import named_places
 from gpushare.mig.recover import Leftover, leftovers
@@ -90,7 +97,7 @@ def names(seen: Examination) -> Iterator[Check]:
 
 
 def _name_finding(seen: Examination, name: str) -> Check | None:
-    """Return that a name no longer means an instance; None: it does, or its GPU does not answer."""
+    """Return a finding if a name no longer means an instance; None: it does, or its GPU does not answer."""
     try:
         named_places(seen.host, name)
     except NotFound as error:
@@ -124,7 +131,7 @@ def holders(seen: Examination) -> Iterator[Check]:
     capable = [gpu for gpu in seen.answering if gpu.mig_capable]
     if not capable:
         return
-    files, own = look(seen.host), _ends_by_itself(seen)
+    files, own = open_device_files(seen.host), _pids_ending_by_themselves(seen)
     for gpu in capable:
         present: list[Holder] = list(gpu_holders(seen.host, gpu, files))
         for inside in instance_holders(seen.host, gpu, files).values():
@@ -134,15 +141,13 @@ def holders(seen: Examination) -> Iterator[Check]:
         ]
         if present and not (gpu.mig_enabled or gpu.mig_pending):
             # DCGM runs on most machines, and matters only once MIG is wanted.
-            seen_text = (
-                f"{blocking(present)} {_has_or_have(present)} GPU {gpu.index} open, and must end before MIG is enabled"
-            )
+            seen_text = f"{blockers_text(present)} {_has_or_have(present)} GPU {gpu.index} open, and must end before MIG is enabled"
             yield Check.passed("mig.holders", gpu=gpu.index, seen=seen_text)
         elif present:
             yield finding(
                 "mig.holders",
                 gpu.index,
-                holders=f"{blocking(present)} {_has_or_have(present)}",
+                holders=f"{blockers_text(present)} {_has_or_have(present)}",
                 remedy=remedy(present) or "end it",
             )
 
@@ -151,7 +156,7 @@ def _has_or_have(holders: list[Holder]) -> str:
     return "has" if len({holder.pid for holder in holders}) == 1 else "have"
 
 
-def _ends_by_itself(seen: Examination) -> set[int]:
+def _pids_ending_by_themselves(seen: Examination) -> set[int]:
     """Return the processes of MPS and of every `gpushare run`: they end with the program."""
     daemons = {entry.daemon.pid or 0 for entry in seen.daemons}
     servers = {server.pid for entry in seen.daemons for server in entry.daemon.servers}

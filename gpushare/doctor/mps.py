@@ -374,7 +374,7 @@ def outside(seen: Examination) -> Iterator[Check]:
 
 
 def _unintended_strangers(seen: Examination, daemon: MpsDaemon, strangers: list[GpuProcess]) -> list[GpuProcess]:
-    """Return those of the programs outside a daemon that should be its clients; none beside opportunistic jobs only."""
+    """Return the programs outside a daemon that should be its clients; none if all its clients are opportunistic."""
     clients = [client.pid for client in daemon.clients]
     jobs = jobs_of_processes(seen.host, [*clients, *(process.pid for process in strangers)])
     if clients and all(pid in jobs and jobs[pid].role == OPPORTUNISTIC for pid in clients):
@@ -383,7 +383,7 @@ def _unintended_strangers(seen: Examination, daemon: MpsDaemon, strangers: list[
 
 
 def _processes_on(gpu: Gpu, daemon: MpsDaemon) -> list[GpuProcess]:
-    """Return the processes on the device of a daemon, as far as they are on this GPU."""
+    """Return the processes of a GPU that are on the device of a daemon."""
     mig = next((instance for instance in gpu.mig_instances if instance.uuid == daemon.device_uuid), None)
     if mig is None:
         return [] if gpu.mig_enabled else list(gpu.processes or ())

@@ -46,7 +46,7 @@ _SLICES: Final = re.compile(r"(?:\d+c\.)?(\d+)g\.", re.ASCII)
 
 
 def slurm_export(host: HostDescription, *, autodetect: str | None = None) -> Export:
-    """Return the files.
+    """Return the files that let Slurm share the GPUs of this node.
 
     ``autodetect`` nvml lets slurmd find GPUs and MIG devices (the default with MIG); off lists every device.
     """

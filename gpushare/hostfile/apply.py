@@ -295,6 +295,7 @@ class _GpuWork:
         return [level_step(self.host, live.gpu, level, live.time_slice)]
 
     def _gpu_daemon_steps(self) -> list[Step]:
+        """Return the step that starts or changes the daemon of the whole GPU, or none."""
         mps, gpu = self.entry.mps, self.live.gpu
         if mps is None or self._keeps_daemon(gpu.uuid, mps):
             return []

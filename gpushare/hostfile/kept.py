@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 KEPT: Final = "applied.yaml"
 
 
-def limits_in(file: HostFile, *, known: bool = False) -> UserLimits:
-    """Return the limits of a file; the first row that matches a user counts. With ``known``, unknown users are skipped.
+def user_limits_in(file: HostFile, *, skip_unknown: bool = False) -> UserLimits:
+    """Return the limits of a file; the first row that matches a user counts. With ``skip_unknown`` unknown users are skipped.
 
     Raises:
         NotFound: there is no such user; the message has line and column.
@@ -31,7 +31,7 @@ def limits_in(file: HostFile, *, known: bool = False) -> UserLimits:
             try:
                 uids.append(user_id(name))
             except NotFound as error:
-                if not known:
+                if not skip_unknown:
                     raise NotFound(f"{file.shown}:{row.mark}: {error.message}", error.hint, code=error.code) from None
         # After a row for all users, a further row can only match root.
         for uid in uids if others is None else [uid for uid in uids if uid == 0]:
@@ -46,7 +46,7 @@ def kept_limits(host: Host) -> UserLimits:
     """Return the limits of the file that root applied last; none if there is no such file, or it is no longer valid."""
     file = roots_file(host)
     # If one user was removed since, the limits of all others must stay in force.
-    return UserLimits() if file is None else limits_in(file, known=True)
+    return UserLimits() if file is None else user_limits_in(file, skip_unknown=True)
 
 
 def roots_file(host: Host) -> HostFile | None:

@@ -66,7 +66,7 @@ class LiveGpu:
         return tuple(sorted(instances, key=lambda instance: instance.start))
 
 
-def captured(gpus: list[LiveGpu], *, by: Exactness = Exactness.INDEX) -> tuple[HostFile, list[str]]:
+def captured_file(gpus: list[LiveGpu], *, by: Exactness = Exactness.INDEX) -> tuple[HostFile, list[str]]:
     """Return the file for these GPUs as they are, and notes on what it cannot express. Equal GPUs share an entry."""
     entries: list[Entry] = []
     notes: list[str] = []

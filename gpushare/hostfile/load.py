@@ -22,7 +22,7 @@ from gpushare.host.host import Host, is_trusted_directory, make_private_director
 from gpushare.host.records import read_bounded, read_own, replace_file, writing
 from gpushare.host.written_file import directory_of
 from gpushare.hostfile.file import Entry, HostFile, InstanceWish, Matched, MpsWish, match_entries
-from gpushare.hostfile.kept import KEPT, kept_limits, limits_in
+from gpushare.hostfile.kept import KEPT, kept_limits, user_limits_in
 from gpushare.hostfile.parse import parse
 from gpushare.inputs import decode_text, shown_path, text_of
 from gpushare.timeslice.rules import Names
@@ -138,7 +138,7 @@ def kept_file(host: Host) -> HostFile | None:
 
 def changed_limits(host: Host, file: HostFile) -> list[str]:
     """Return how the limits of users in a file differ from those in force, in words."""
-    want, now = limits_in(file), kept_limits(host)
+    want, now = user_limits_in(file), kept_limits(host)
     rows = [(f"user {user_name(uid)}", want.get(uid), now.get(uid)) for uid in sorted({*want, *now})]
     rows.append(("other users", want.others, now.others))
 

@@ -166,7 +166,7 @@ _MATCH: Final = all_or(
 
 
 def _entry_of(fields: Mapping[str, Any], value: Value) -> Entry:
-    """Return an entry; the form has seen to it that it has exactly one way of sharing."""
+    """Return an entry; its form makes sure that it has exactly one way of sharing."""
     way = next(key for key in fields if key != "match")
     level, replicas = fields.get("timeslice", (None, None))
     return Entry(
@@ -314,7 +314,7 @@ _FILE: Final = mapping(
 
 
 def parse(text: str, shown: str = "gpushare.yaml") -> HostFile:
-    """Return the file.
+    """Return the file that a YAML text describes.
 
     Raises:
         BadUsage: it is not valid; the message begins with ``FILE:LINE:COLUMN`` (code ``bad_file``).

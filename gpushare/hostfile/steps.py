@@ -190,6 +190,7 @@ def stop_step(host: Host, daemon: OwnDaemon) -> Step:
 
 
 def _clear_step(host: Host, found: FoundDaemon, gpu: Gpu) -> Step:
+    """Return the step that removes what a dead daemon left, and restores the compute mode."""
     device = Device(gpu=gpu) if gpu.uuid == found.daemon.device_uuid else None
     return Step(
         what=f"clean up after a dead MPS daemon of GPU {gpu.index}",

@@ -99,7 +99,7 @@ class UserLimits(Mapping[int, int]):
         return len(self._named)
 
     def at_least(self, uid: int, memory_bytes: int | None) -> UserLimits:
-        """Return them with a limit of at least so much for one user (None: unknown, so without one).
+        """Return the limits, with one of at least this size for a user (None: unknown, so without one).
 
         A job that has left the GPU may come back although root has lowered the limit meanwhile, but not beside so many other
         jobs of its user that together they exceed it.

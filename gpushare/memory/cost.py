@@ -17,7 +17,7 @@ HOST_MARGIN_BYTES: Final = GIB
 _HOST_MARGIN_SHARE: Final = 0.05
 
 
-class Moved(NamedTuple):
+class SwapTimes(NamedTuple):
     """One measured job: what it held on the GPU, and how long it took out and back."""
 
     memory_bytes: float
@@ -28,18 +28,18 @@ class Moved(NamedTuple):
 SOURCE: Final = "measured on an H200 (driver 580.159.04, 2026-11-22; docs/measurements.md, Memory)"
 # The smallest first; the middle of what was measured. A smaller job takes hardly less: 0.25 GiB took 2.6 s in all.
 MEASURED: Final = (
-    Moved(2.7 * GIB, 1.6, 0.75),
-    Moved(40.5 * GIB, 21.2, 8.6),
+    SwapTimes(2.7 * GIB, 1.6, 0.75),
+    SwapTimes(40.5 * GIB, 21.2, 8.6),
 )
 
 _LEAVING_SECONDS: Final = 1.0
 _OUT_BYTES_PER_SECOND: Final = 1.5 * GIB
 
 
-def moved(memory_bytes: float) -> Moved:
-    """Return how long a job of this size takes out and back: between the measured ones, beyond them as the last two.
+def swap_times(memory_bytes: float) -> SwapTimes:
+    """Return how long a job of this size takes out and back, interpolated between the measured ones.
 
-    A job that is smaller than all of them takes as long as the smallest.
+    A smaller job takes as long as the smallest of them; for a larger one the line through the last two goes on.
     """
     first, second = MEASURED[-2:]
     for before, after in itertools.pairwise(MEASURED):
@@ -47,7 +47,7 @@ def moved(memory_bytes: float) -> Moved:
             first, second = before, after
             break
     part = max(0.0, (memory_bytes - first.memory_bytes) / (second.memory_bytes - first.memory_bytes))
-    return Moved(
+    return SwapTimes(
         memory_bytes,
         first.out_seconds + part * (second.out_seconds - first.out_seconds),
         first.in_seconds + part * (second.in_seconds - first.in_seconds),

@@ -87,7 +87,7 @@ def reserved_words(lease: GpuLease) -> str:
 
 
 def take_lease(host: Host, gpu_uuid: str, seconds: float, limits: UserLimits) -> None:
-    """Reserve a GPU for this user; an earlier lease of the user on it is replaced, and its begin kept.
+    """Reserve a GPU for this user; an earlier lease of the user on it is replaced, and its beginning kept.
 
     Raises:
         InUse: another user was first.

@@ -235,7 +235,7 @@ def waiting_before(jobs: Sequence[Reservation], request: Request, uid: int) -> l
 
 
 def _parse_reservation(claim: Claim) -> Reservation | None:
-    """Return what a claim says; None: it is just coming, or says nothing that we would have written.
+    """Return what a claim says; None: it has no ticket yet, or gpushare would not have written that.
 
     Its facts are lines of a word and a text. Of a word that comes again the last counts, of ``want`` the first::
 
@@ -535,7 +535,7 @@ class Place:
         self._before: frozenset[str] | None = None
 
     def take(self, *keys: str) -> None:
-        """Hold devices whether or not there is room: what a job does that does not wait."""
+        """Hold devices whether or not there is room, for a job that does not wait."""
         self.claim.add_fact(f"sure {','.join(keys)}")
         self.held = keys
         if self.request.run_seconds is not None:

@@ -30,6 +30,7 @@ def with_ledger(host: Host, snapshot: Snapshot) -> Snapshot:
 
 
 def _with_reserved(host: Host, gpu: Gpu, jobs: Sequence[Reservation]) -> Gpu:
+    """Return a GPU with what jobs have reserved on it and on its MIG instances."""
     if gpu.error is not None:
         return gpu
     instances = tuple(

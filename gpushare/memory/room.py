@@ -527,6 +527,7 @@ def check_ever(lines: Sequence[Line], request: Request, limit: int | None, *, wh
 
 
 def _needed_bytes(line: Line, request: Request) -> int:
+    """Return what a job reserves on a device: all of it if its need is unknown."""
     return line.room.whole_bytes if request.memory_bytes is None else request.memory_bytes
 
 

@@ -134,7 +134,7 @@ def _same_job(swap: Swap, other: Swap) -> bool:
     return not {image[:2] for image in swap.images}.isdisjoint(image[:2] for image in other.images)
 
 
-def check_here(host: Host, text: str) -> None:
+def check_same_namespace(host: Host, text: str) -> None:
     """Raise if a job of this name or PID was swapped in another PID namespace.
 
     Raises:
@@ -557,7 +557,7 @@ def come_in(host: Host, swap: Swap, checkpoint: Checkpoint) -> Swap:
 
 
 def _check_gpus(host: Host, swap: Swap) -> None:
-    """Raise OperationFailed if a GPU of a job that moves is not of this host: gone, or the text of a user who wrote the record."""
+    """Raise OperationFailed if a GPU of a job that moves is not of this host: gone, or invented by the user who wrote the record."""
     gpus = {gpu.uuid for gpu in host.nvml.identities()}
     crosses = swap.left_uuid is not None and any(image.pid not in swap.arrived for image in swap.images)
     if crosses and not {swap.left_uuid, swap.gpu_uuid} <= gpus:

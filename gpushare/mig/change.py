@@ -27,11 +27,11 @@ from gpushare.mig.daemons import (
     stopped_records,
 )
 from gpushare.mig.driver import NOT_READ_BACK, MigChanges
-from gpushare.mig.holders import CLAIM, blocking, gpu_holders, instance_holders, remedy
+from gpushare.mig.holders import CLAIM, blockers_text, gpu_holders, instance_holders, remedy
 from gpushare.mig.ledger import MigLedger
 from gpushare.mig.plan import Call, GpuPlan, InstanceChange, mode_step, steps_of
 from gpushare.mig.profile import Layout
-from gpushare.mig.recover import begun_by, made_by, perform, restore, shape_now
+from gpushare.mig.recover import creation_begun, creation_made, perform, restore, shape_now
 from gpushare.mig.shape import GpuShape, differences, shape_of
 from gpushare.mps.home import DaemonRecord
 from gpushare.plan import Loss, NotUndone, Plan, Step, carry_out
@@ -79,7 +79,7 @@ def check_mode_change(host: Host, gpu: Gpu, *, enable: bool, bare: bool, ending:
 
 
 def _check_no_processes(host: Host, switched: Sequence[tuple[Gpu, Collection[int]]]) -> None:
-    """Raise for all processes on the GPUs whose mode changes, each with the PIDs that the change ends first."""
+    """Raise InUse if a process is on a GPU whose MIG mode changes, besides those (PIDs) that the change ends first."""
     blocking_processes: list[tuple[Gpu, GpuProcess]] = []
     for gpu, ending in switched:
         blind = host.processes.namespace_is_host() is False and not gpu.processes
@@ -117,7 +117,7 @@ def _check_not_held(host: Host, gpu: Gpu, ending: Collection[int]) -> None:
     held = [holder for holder in gpu_holders(host, gpu) if holder.pid not in idle and holder.name not in _AGREEING]
     if held:
         raise InUse(
-            f"GPU {gpu.index}: {blocking(held)} {'holds' if len(held) == 1 else 'hold'} it, and it must be reset",
+            f"GPU {gpu.index}: {blockers_text(held)} {'holds' if len(held) == 1 else 'hold'} it, and it must be reset",
             remedy(held) or f"{ending_hint(host, held[0].pid)}; then run this again",
             gpu=gpu.index,
         )
@@ -227,7 +227,7 @@ class Eviction:
         way = remedy(held)
         if way is not None:
             raise InUse(
-                f"GPU {self._gpu.index}: {blocking(held)} holds {self.title}, and --evict does not end it",
+                f"GPU {self._gpu.index}: {blockers_text(held)} holds {self.title}, and --evict does not end it",
                 way,
                 gpu=self._gpu.index,
                 code="held_by_service",
@@ -529,7 +529,7 @@ class _InstanceWork:
             self._host.nvml.restart()
             self._begun = True
         changes = MigChanges(self._host.nvml)
-        begun = begun_by(changes, self._change.before.uuid, call, self._made)
+        begun = creation_begun(changes, self._change.before.uuid, call, self._made)
         self._ledger.note(f"{what}: {call.action.value}", begun)
         try:
             made = perform(changes, call, self._made)
@@ -538,7 +538,7 @@ class _InstanceWork:
                 self._ledger.refused()
             raise
         if begun is not None and made is not None:
-            self._ledger.created(made_by(self._host, begun, call.gpu, made))
+            self._ledger.created(creation_made(self._host, begun, call.gpu, made))
 
     def _check_layout(self) -> None:
         """Raise NotHeld if the layout is not the planned one."""

@@ -131,7 +131,7 @@ class MigReader:
     def _handles_by_profile(
         self, gpu: Gpu, what: str, profiles: Sequence[P], listing: Callable[..., list[Any]]
     ) -> Iterator[tuple[P, Any]]:
-        """Yield the handles that a listing call returns for each profile. Raises NoPermission: they are hidden."""
+        """Yield the handles that a listing call returns, by profile. Raises NoPermission if they are hidden."""
         for profile in profiles:
             of_profile = partial(listing, profile_id=profile.id, room=profile.instances or _PROFILES)
             handles = self._nvml.ask(of_profile, str(gpu.index))
@@ -170,6 +170,7 @@ class MigReader:
     def _compute_instances(
         self, gpu: Gpu, handle: Any, gpu_instance: int, profiles: tuple[ComputeProfile, ...]
     ) -> Iterator[ComputeInstance]:
+        """Yield the compute instances of a GPU instance with their UUIDs and processes."""
         uuids = {(mig.gpu_instance_id, mig.compute_instance_id): mig.uuid for mig in gpu.mig_instances}
         listing = partial(_compute_instances, handle=handle)
         for profile, instance in self._handles_by_profile(
@@ -409,6 +410,7 @@ class MigChanges:
         return self._ids_or_none(index, read)
 
     def _ids_or_none(self, index: int, read: Callable[[Any, Any], list[int]]) -> tuple[int, ...] | None:
+        """Return the ids that ``read`` finds on a GPU; None: NVML refuses."""
         try:
             handle = self._nvml.handle(index)
             return tuple(self._nvml.demand(lambda nvml: read(nvml, handle), str(index)))

@@ -27,7 +27,7 @@ _PREFIX: Final = "/dev/nvidia"
 CLAIM: Final = "lease"
 
 
-def look(host: Host) -> OpenFiles:
+def open_device_files(host: Host) -> OpenFiles:
     """Return the processes with NVIDIA device nodes open, for all GPUs. ``complete`` needs root."""
     from gpushare.host.open_files import OpenFiles
 
@@ -40,7 +40,7 @@ def look(host: Host) -> OpenFiles:
 def instance_holders(host: Host, gpu: Gpu, files: OpenFiles | None = None) -> dict[Place, tuple[Holder, ...]]:
     """Return the processes that have capability nodes of instances open and are not in ``gpu.processes`` for them.
 
-    By GPU instance id and compute instance id; None is the GPU instance's own node. ``files`` is an earlier `look`.
+    By GPU instance id and compute instance id; None is the GPU instance's own node. ``files`` were read before.
     """
     minor = _minor_or_none(host, gpu)
     if minor is None:
@@ -51,7 +51,7 @@ def instance_holders(host: Host, gpu: Gpu, files: OpenFiles | None = None) -> di
         return {}
     if not capabilities:
         return {}
-    files = files or look(host)
+    files = files or open_device_files(host)
     holders_at = {}
     for place, capability in capabilities.items():
         pids = set(files.holders_of(capability.node)) - _listed_pids(gpu, place)
@@ -62,12 +62,12 @@ def instance_holders(host: Host, gpu: Gpu, files: OpenFiles | None = None) -> di
 
 
 def gpu_holders(host: Host, gpu: Gpu, files: OpenFiles | None = None) -> tuple[Holder, ...]:
-    """Return the processes with ``/dev/nvidiaN`` open that are not in ``gpu.processes``; ``files`` is an earlier `look`."""
+    """Return the processes with ``/dev/nvidiaN`` open that are not in ``gpu.processes``; ``files`` were read before."""
     minor = _minor_or_none(host, gpu)
     if minor is None:
         return ()
     node = f"{_PREFIX}{minor}"
-    pids = set((files or look(host)).holders_of(node)) - {process.pid for process in gpu.processes or ()}
+    pids = set((files or open_device_files(host)).holders_of(node)) - {process.pid for process in gpu.processes or ()}
     return _describe_holders(host, pids, node)
 
 
@@ -87,7 +87,7 @@ def holder_of(host: Host, claim: Claim) -> Holder:
     )
 
 
-def blocking(holders: Iterable[Holder]) -> str:
+def blockers_text(holders: Iterable[Holder]) -> str:
     """Return holders in words: ``nv-hostengine (pid 812, root)``; each process once."""
     once = {holder.pid: holder for holder in holders}
     return ", ".join(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from gpushare.base.errors import GpushareError, NoPermission
 from gpushare.mig.daemons import idle_daemon_pids
 from gpushare.mig.driver import HIDDEN, MigReader
-from gpushare.mig.holders import claimed_instances, instance_holders, look
+from gpushare.mig.holders import claimed_instances, instance_holders, open_device_files
 from gpushare.mig.ledger import NamedInstance, Spot, made_by_gpushare, names_of
 from gpushare.mig.profile import ComputeInstance, GpuInstance, Layout
 
@@ -49,7 +49,7 @@ def layouts_of(
             hidden[gpu.index] = error
             layout = Layout(gpu=gpu.index, uuid=gpu.uuid, profiles=())
         if layout.instances:
-            files = files or look(host)
+            files = files or open_device_files(host)
             made = made_by_gpushare(host) if made is None else made
             facts = _HostFacts(host, gpu, names, leases, files, made)
             layout = replace(layout, instances=tuple(facts.with_facts(instance) for instance in layout.instances))

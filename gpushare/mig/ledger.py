@@ -354,12 +354,12 @@ class MigLedger:
         self.end()
 
     def end(self) -> None:
-        """The change is done, or undone."""
+        """Remove the journal: the change is done, or undone."""
         self._change = None
         self.drop(self._path)
 
     def give_up(self) -> None:
-        """The change is over but not all of it could be undone: keep it for `not_restored`.
+        """Keep the journal of a change that could not be undone completely, for `not_restored`.
 
         If it cannot be renamed, it remains an interrupted change.
         """

@@ -96,7 +96,7 @@ class Demand:
     of_all: bool = False
 
 
-def choose(configs: Mapping[str, Config], name: str | None) -> Config:
+def choose_config(configs: Mapping[str, Config], name: str | None) -> Config:
     """Return the configuration with this name; a file with only one needs no name."""
     listing = f"the file has: {', '.join(configs)}"
     if name is None:
@@ -116,7 +116,7 @@ def wishes_for(config: Config, gpus: Sequence[Gpu], ids: Mapping[int, PciIds] | 
     """Return what each GPU of a configuration should have, by index.
 
     A later entry for the same GPU replaces an earlier one, as in mig-parted. GPUs without MIG are included; see
-    `for_change`.
+    `demands_for_change`.
     """
     demands: dict[int, Demand] = {}
     for entry in config.entries:
@@ -133,7 +133,7 @@ def wishes_for(config: Config, gpus: Sequence[Gpu], ids: Mapping[int, PciIds] | 
     return demands
 
 
-def for_change(demands: Mapping[int, Demand], gpus: Sequence[Gpu]) -> dict[int, Demand]:
+def demands_for_change(demands: Mapping[int, Demand], gpus: Sequence[Gpu]) -> dict[int, Demand]:
     """Return the demands that a change carries out: GPUs without MIG are skipped, as mig-parted does."""
     without = {gpu.index: gpu for gpu in gpus if gpu.mig_capable is False and gpu.index in demands}
     for index, gpu in without.items():
@@ -142,7 +142,7 @@ def for_change(demands: Mapping[int, Demand], gpus: Sequence[Gpu]) -> dict[int, 
     return {index: demand for index, demand in demands.items() if index not in without}
 
 
-def absent(config: Config, host_indexes: Collection[int]) -> tuple[str, ...]:
+def absent_gpu_notes(config: Config, host_indexes: Collection[int]) -> tuple[str, ...]:
     """Return a note for each entry that names GPUs this host does not have; mig-parted ignores them silently."""
     notes = []
     for number, entry in enumerate(config.entries, 1):
@@ -158,12 +158,12 @@ def is_elsewhere(entry: ConfigEntry, host_indexes: Collection[int]) -> bool:
     return entry.devices is not None and not any(index in host_indexes for index in entry.devices)
 
 
-def idle_entries(
+def idle_entry_notes(
     config: Config, gpus: Sequence[Gpu], ids: Mapping[int, PciIds], host_indexes: Collection[int]
 ) -> tuple[str, ...]:
     """Return a note for each entry that matches none of these GPUs; mig-parted ignores it silently.
 
-    `absent` has the notes about entries that name only GPUs not in ``host_indexes``.
+    `absent_gpu_notes` has the notes about entries that name only GPUs not in ``host_indexes``.
     """
     notes = []
     for number, entry in enumerate(config.entries, 1):
@@ -222,7 +222,7 @@ def _filters_of(value: Value) -> tuple[str, ...]:
 
 
 def _entry_of(fields: Mapping[str, Any], value: Value) -> ConfigEntry:
-    """Return an entry. Raises BadUsage unless it has MIG devices just if MIG is on."""
+    """Return an entry. Raises BadUsage if MIG is on without devices, or off with some."""
     enabled, counts = fields["mig-enabled"], fields.get("mig-devices")
     if enabled and counts is None:
         raise value.wrong("lacks 'mig-devices' although MIG is on", "for none write: mig-devices: {}")

@@ -226,6 +226,7 @@ def _places_of_request(host: Host, gpu: Gpu, request: Request) -> list[Place]:
 
 
 def _has_size_and_start(place: Place, request: Request) -> bool:
+    """Return whether a MIG device has the size that is asked for, at the start if one is asked for."""
     slices = request.compute[0] if request.compute else place.instance.profile.slices
     return place.compute.profile.slices == slices and request.start in {None, place.instance.start}
 
@@ -271,6 +272,7 @@ def with_names(host: Host, gpus: Sequence[Gpu]) -> Sequence[Gpu]:
 
 
 def _with_names(host: Host, gpu: Gpu) -> Gpu:
+    """Return a GPU with the names of its instances, as `with_names`."""
     # A GPU whose layout cannot be read keeps its instances, without names.
     places = or_none(lambda: places_on(host, gpu)) or ()
     names = {place.mig.uuid: place.name for place in places}

@@ -211,6 +211,8 @@ def mode_step(gpu: int, act: Callable[[], None], back: Callable[[], None] | None
 
 
 def _calls_step(what: str, command: str, calls: Sequence[Call], perform: Perform, undo: str | None = None) -> Step:
+    """Return a step that does these calls."""
+
     def act() -> None:
         for call in calls:
             perform(what, call)

@@ -117,7 +117,7 @@ class Candidate(NamedTuple):
     arrangement: Arrangement
 
 
-def candidates(arrangements: Iterable[Arrangement], parts: Sequence[int], codes: Sequence[int]) -> list[Candidate]:
+def candidates_for(arrangements: Iterable[Arrangement], parts: Sequence[int], codes: Sequence[int]) -> list[Candidate]:
     """Return the ways for arrangements, for all GPUs of one kind of board.
 
     ``parts`` is how many instances (GPU and compute instances) one of each kind is, ``codes`` what it adds to the code.
@@ -373,7 +373,7 @@ def inside(instance: GpuInstance, parts: Sequence[ComputeInstance]) -> InstanceC
     return InstanceChange(instance=instance, compute=tuple(parts), whole=False)
 
 
-def addition(site: Site, option: Placing, compute: Sequence[tuple[int, ...]]) -> GpuPlan:
+def plan_for_option(site: Site, option: Placing, compute: Sequence[tuple[int, ...]]) -> GpuPlan:
     """Return the plan for an option of the search; ``compute`` are the compute instances in each kind."""
     destroyed_numbers = {number for number in range(len(site.instances)) if option.removal.destroyed >> number & 1}
     filled = {old.start: number for number, old in enumerate(site.instances) if option.removal.filled >> number & 1}
@@ -405,7 +405,7 @@ class Target(NamedTuple):
     compute: int | None = None
 
 
-def removal(layout: Layout, targets: Collection[Target], evict: Collection[Target]) -> tuple[GpuPlan, bool]:
+def plan_removal(layout: Layout, targets: Collection[Target], evict: Collection[Target]) -> tuple[GpuPlan, bool]:
     """Return the plan that destroys these instances of a GPU, and if it is blocked: by a busy one not in ``evict``."""
     destroyed, kept, blocked = [], [], False
     for instance in layout.instances:
@@ -514,7 +514,7 @@ def _plan_to(
 _LISTED: Final = 4
 
 
-def never(layouts: Sequence[Layout], wish: Wish) -> NoPlan:
+def no_plan_ever(layouts: Sequence[Layout], wish: Wish) -> NoPlan:
     """Return that the wish does not fit on these GPUs even if they are empty, and how many of one kind do."""
     where = f"GPU {layouts[0].gpu}" if len(layouts) == 1 else f"these {len(layouts)} GPUs"
     words = " ".join(str(request) for request in wish)
@@ -566,7 +566,7 @@ def most_of(layouts: Sequence[Layout], request: Request) -> int:
     return total
 
 
-def blocked(wish: Wish, instead: MigPlan, *, only_adds: bool = False) -> NoPlan:
+def no_plan_now(wish: Wish, instead: MigPlan, *, only_adds: bool = False) -> NoPlan:
     """Return the refusal of a wish that existing instances block; ``instead`` is the cheapest plan that destroys them."""
     destroyed = [(gpu.gpu, change) for gpu in instead.gpus for change in gpu.destroyed]
     busy = [(gpu, change) for gpu, change in destroyed if change.busy]
@@ -610,11 +610,13 @@ def _words_for(changes: Sequence[tuple[int, InstanceChange]], option: str = "") 
 
 
 def _words_of_change(gpu: int, change: InstanceChange) -> list[str]:
+    """Return the ids of what changes, as ``mig destroy`` takes them: ``0/3``, or ``0/3/1`` for a part."""
     instance = f"{gpu}/{change.instance.id}"
     return [instance] if change.whole else [f"{instance}/{part.id}" for part in change.compute]
 
 
 def _title_of(gpu: int, change: InstanceChange) -> str:
+    """Return an instance in the way for a message: where it is, its name and ids, and who is in it."""
     owner = change.instance
     name = "" if owner.name is None else f" '{owner.name}'"
     ids = ", ".join(str(compute.id) for compute in change.compute)
@@ -626,10 +628,10 @@ def occupants_text(change: InstanceChange) -> str:
     """Return in words who is in what would be destroyed."""
     if None in (change.instance.holders, *(part.holders for part in change.compute)):
         return "busy, by whom is unknown"
-    return f"busy: {who(change.known_holders)}" if change.known_holders else "idle"
+    return f"busy: {holders_text(change.known_holders)}" if change.known_holders else "idle"
 
 
-def who(holders: Sequence[GpuProcess | Holder] | None) -> str:
+def holders_text(holders: Sequence[GpuProcess | Holder] | None) -> str:
     """Return holders in words: ``4194306 python3 (alice)``, and for one without CUDA what it holds."""
     if holders is None:
         return "unknown"
@@ -662,7 +664,7 @@ def plan_add(
     if plan is not None:
         return plan
     instead = _add(layouts, wish, offers, may_destroy=True, evict=_all_targets(layouts), with_others=with_others)
-    return never(layouts, wish) if instead is None else blocked(wish, instead, only_adds=not may_destroy)
+    return no_plan_ever(layouts, wish) if instead is None else no_plan_now(wish, instead, only_adds=not may_destroy)
 
 
 def plan_exact(
@@ -685,10 +687,10 @@ def plan_exact(
             in_the_way = True
             plan = exact_change(layout, wish, evict=_evictable_ids(layout, all_targets))
         if plan is None:
-            return never([layout], wish)
+            return no_plan_ever([layout], wish)
         plans.append(plan)
     result = plan_of(layouts, plans)
-    return blocked((), result) if in_the_way else result
+    return no_plan_now((), result) if in_the_way else result
 
 
 def plan_destroy(
@@ -700,11 +702,11 @@ def plan_destroy(
     _check_targets(layouts, target_set)
     plans, in_the_way = [], False
     for layout in layouts:
-        plan, busy = removal(layout, target_set, evictable)
+        plan, busy = plan_removal(layout, target_set, evictable)
         plans.append(plan)
         in_the_way = in_the_way or busy
     result = plan_of(layouts, plans)
-    return blocked((), result) if in_the_way else result
+    return no_plan_now((), result) if in_the_way else result
 
 
 # -- adding, over several GPUs ---------------------------------------------------------------------
@@ -793,14 +795,14 @@ def _add(
     for group, options_of_group, taken in zip(sites, options, parts, strict=True):
         for (number, site), code in zip(group, sorted(taken, reverse=True), strict=False):
             contents = [wish[request].compute for request in offers[site.board].requests]
-            plans[number] = addition(site, options_of_group[code], contents)
+            plans[number] = plan_for_option(site, options_of_group[code], contents)
     return plan_of(layouts, plans)
 
 
 def _candidates_on(board: Board, wish: Wish, offer: _Offer, codes: Codes) -> list[Candidate]:
     """Return all ways to place a part of the wish on one kind of board."""
     limits = tuple(wish[number].count for number in offer.requests)
-    return candidates(
+    return candidates_for(
         board.arrangements(offer.kinds, limits), offer.parts, [codes.one[number] for number in offer.requests]
     )
 
@@ -818,6 +820,7 @@ def _all_targets(layouts: Sequence[Layout]) -> frozenset[Target]:
 
 
 def _check_gpus(layouts: Sequence[Layout], indexes: Iterable[int]) -> None:
+    """Raise NotFound if one of these GPUs has no MIG here."""
     gpus = [layout.gpu for layout in layouts]
     for gpu in indexes:
         if gpu not in gpus:
@@ -1044,7 +1047,7 @@ def _next_states(
 
 
 def _without_order(cheapest: Mapping[_State, int], steps: list[dict[_State, tuple[int, _State]]]) -> dict[_State, int]:
-    """Return the states at the begin of a new group: the order within the group before says nothing of it."""
+    """Return the states at the beginning of a new group, where the order within the group before says nothing."""
     states: dict[_State, int] = {}
     links: dict[_State, tuple[int, _State]] = {}
     for state, weight in cheapest.items():

@@ -46,7 +46,7 @@ def perform(changes: MigChanges, call: Call, made: dict[int, int]) -> int | None
     return None
 
 
-def begun_by(changes: MigChanges, gpu: str, call: Call, made: dict[int, int]) -> Creation | None:
+def creation_begun(changes: MigChanges, gpu: str, call: Call, made: dict[int, int]) -> Creation | None:
     """Return what a call is about to create, with the ids that exist; None: it creates nothing."""
     instance, part = call.instance, call.compute
     begun = Creation(gpu=gpu, profile=instance.profile.name, start=instance.start)
@@ -59,7 +59,7 @@ def begun_by(changes: MigChanges, gpu: str, call: Call, made: dict[int, int]) ->
     return replace(begun, instance=owner, slices=slices, there=existing_ids)
 
 
-def made_by(host: Host, begun: Creation, index: int, number: int) -> Creation:
+def creation_made(host: Host, begun: Creation, index: int, number: int) -> Creation:
     """Return what was created, with its MIG UUID if the driver reports it."""
     made = Creation(gpu=begun.gpu, profile=begun.profile, start=begun.start, instance=number)
     if begun.instance is None:
@@ -362,6 +362,7 @@ def _forget_lost_names(host: Host, change: ChangeRecord) -> None:
 
 
 def _is_as_planned(host: Host, change: ChangeRecord) -> bool:
+    """Return whether all GPUs of a change are as they were to be after it."""
     return not any(differences(shape_now(host, shape.index), shape) for shape in change.after)
 
 

@@ -190,7 +190,7 @@ def difference(layout: Layout, wish: Wish) -> Difference:
         profile = resolve(request, layout.profiles)
         for slices in request.compute or (profile.slices,):
             wanted[MigDevice(profile.name, slices, slices == profile.slices, request.start)] += request.count
-    present_devices = present(layout)
+    present_devices = devices_present(layout)
     # Wishes with a place first; the rest may serve those without.
     exact = wanted & present_devices
     wanted, present_devices = wanted - exact, present_devices - exact
@@ -205,7 +205,7 @@ def difference(layout: Layout, wish: Wish) -> Difference:
     return Difference(missing=_device_counts(missing), extra=_device_counts(+present_devices))
 
 
-def present(layout: Layout) -> Counter[MigDevice]:
+def devices_present(layout: Layout) -> Counter[MigDevice]:
     """Return the MIG devices that exist, with their places."""
     devices: Counter[MigDevice] = Counter()
     for instance in layout.instances:
@@ -215,5 +215,6 @@ def present(layout: Layout) -> Counter[MigDevice]:
 
 
 def _device_counts(devices: Counter[MigDevice]) -> tuple[DeviceCount, ...]:
+    """Return kinds of MIG devices with their numbers, by place and profile."""
     rows = (device.counted(number) for device, number in devices.items())
     return tuple(sorted(rows, key=lambda row: (row.start is None, row.start or 0, row.profile)))

@@ -168,7 +168,7 @@ def resolve(request: Request, profiles: Sequence[Profile]) -> Profile:
         NotSupported: the GPU does not have it, or its placements are unknown.
     """
     profile = (
-        by_need(request.profile, profiles)
+        smallest_for_need(request.profile, profiles)
         if isinstance(request.profile, Need)
         else find_profile(request.profile, profiles)
     )
@@ -262,7 +262,7 @@ def _profiles_of_size(wanted: str, profiles: Sequence[Profile]) -> list[Profile]
     return [p for p in same if p.plain] or same if not extension else same
 
 
-def by_need(need: Need, profiles: Sequence[Profile]) -> Profile:
+def smallest_for_need(need: Need, profiles: Sequence[Profile]) -> Profile:
     """Return the smallest plain profile that meets a need: fewest memory slices, then compute slices, then memory.
 
     A profile whose memory or SM count is unknown does not count.

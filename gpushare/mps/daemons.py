@@ -164,6 +164,7 @@ class _Answer:
         return held
 
     def _server_answer(self, row: ServerRow) -> MpsServer:
+        """Return a server with those of its clients that may be its own."""
         info = self._host.processes.describe(row.pid)
         clients = [client for client in self._overview_or_error.clients if client.server_pid in {row.pid, None}]
         return MpsServer(
@@ -313,7 +314,7 @@ class FoundDaemon:
         return False
 
     def control(self, host: Host) -> MpsControl:
-        """Return its control.
+        """Return what talks to the daemon.
 
         Raises:
             NotFound: its pipe directory is unknown.
@@ -534,6 +535,7 @@ def _foreign_daemon(process: _Process, gpus: Sequence[Gpu]) -> FoundDaemon:
 
 
 def _gpu_index(uuid: str, gpus: Sequence[Gpu]) -> int | None:
+    """Return the index of the GPU with this UUID, or with a MIG device of this UUID; None: there is none."""
     for gpu in gpus:
         if gpu.uuid == uuid or any(mig.uuid == uuid for mig in gpu.mig_instances):
             return gpu.index

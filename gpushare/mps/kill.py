@@ -129,6 +129,7 @@ class Ending:
                 signal_known(self._host.processes, pid, self._started[pid], signal.SIGCONT)
 
     def _wait(self) -> None:
+        """Wait until the queue has drained, and keep how it did."""
         self.drain = wait_for_drain(self._meter, self._before, self._bound)
 
 

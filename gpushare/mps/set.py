@@ -114,6 +114,7 @@ def _with_joint_undo(
     refused: list[NoPermission] = []
 
     def begin() -> None:
+        """Do the first step, and note if the daemon refuses it."""
         try:
             steps[0].do()
         except NoPermission as error:

@@ -403,6 +403,7 @@ def _start_error(done: Completed, device: Device, home: DaemonHome) -> Operation
 
 
 def _daemon_exists_error(device: Device, pid: int | None) -> InUse:
+    """Return the error that a daemon of gpushare is there already."""
     return InUse(
         f"an MPS daemon of gpushare already serves {device.title} (process {pid})",
         f"change its limits: gpushare mps set -g {device.selector} ...; or stop it: gpushare mps stop -g {device.selector}",

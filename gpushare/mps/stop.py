@@ -249,6 +249,7 @@ class Stop:
         return f" of GPU {daemon.gpu_index}" if daemon.gpu_index is not None else f" at {daemon.pipe_directory}"
 
     def _waiting_steps(self) -> list[Step]:
+        """Return the step that waits for the clients; none for a dead daemon."""
         daemon = self._found.daemon
         if daemon.pid is None:
             return []
@@ -476,7 +477,7 @@ def _servers_below(host: Host, daemon: ProcessInfo) -> dict[int, int]:
 
 
 def _check_listener(host: Host, found: FoundDaemon) -> None:
-    """Raise InUse unless a daemon gets what is told to its directory, which any user's process can name."""
+    """Raise InUse unless a daemon is the one that listens at its directory: any user's process can name it."""
     if found.daemon.ours or found.daemon.pid is None:
         return
     directory = found.daemon.pipe_directory or ""

@@ -22,7 +22,7 @@ from gpushare.host.claims import are_shared
 from gpushare.host.host import Host
 from gpushare.host.users import SHARED_DIRECTORIES
 from gpushare.memory.admission import UserLimits
-from gpushare.memory.cost import host_bytes, moved
+from gpushare.memory.cost import host_bytes, swap_times
 from gpushare.memory.ledger import Line, Place, Request, reservations
 from gpushare.memory.limit import JobMemory, MemoryAction, MemoryBudget
 from gpushare.memory.peaks import Profile, find_profile, keep_profile
@@ -362,7 +362,7 @@ class Queued:
             )
         swap = self.queue.swap
         if swap is not None and swap.turns and swap.turn_seconds is not None:
-            expected = moved(size)
+            expected = swap_times(size)
             switch = expected.out_seconds + expected.in_seconds
             text = short_turns(swap.turn_seconds, switch)
             if text is not None:

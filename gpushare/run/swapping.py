@@ -20,7 +20,7 @@ from gpushare.base.values import dataclass
 from gpushare.host.host import Host
 from gpushare.host.process import cpu_time, main_thread_time
 from gpushare.memory.admission import UserLimits
-from gpushare.memory.cost import TURN_FACTOR, host_bytes, kept_share, most_out_seconds, moved
+from gpushare.memory.cost import TURN_FACTOR, host_bytes, kept_share, most_out_seconds, swap_times
 from gpushare.memory.leases import lease_of_others
 from gpushare.memory.ledger import (
     Line,
@@ -306,7 +306,7 @@ class Turns(Policy):
             return TURN_FACTOR * self.switch_seconds
         if not self._held_bytes:
             return _FIRST_TURN_SECONDS
-        expected = moved(self._held_bytes)
+        expected = swap_times(self._held_bytes)
         return TURN_FACTOR * (expected.out_seconds + expected.in_seconds)
 
     def leaves(self, sample: Sample) -> bool:
@@ -422,7 +422,7 @@ class ForProduction(Policy):
         margin = 0.0
         if sample.others_stay:
             round_trip_seconds = (
-                moved(sample.held_bytes).in_seconds + self.quiet_seconds + most_out_seconds(sample.held_bytes)
+                swap_times(sample.held_bytes).in_seconds + self.quiet_seconds + most_out_seconds(sample.held_bytes)
             )
             margin = 2 * self.margin_bytes + self._bytes_lost_per_second() * round_trip_seconds
         if sample.production_waits or sample.free_bytes < sample.held_bytes + margin:

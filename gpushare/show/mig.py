@@ -11,7 +11,7 @@ from gpushare.base.model import Gpu
 from gpushare.base.units import format_bytes, ranges
 from gpushare.base.values import dataclass
 from gpushare.mig.plan import GpuPlan, MigPlan
-from gpushare.mig.planner import fragmentation, free_profiles, lost_slices, who
+from gpushare.mig.planner import fragmentation, free_profiles, holders_text, lost_slices
 from gpushare.mig.profile import ComputeInstance, GpuInstance, Layout, Placement, Profile
 from gpushare.show.result import Column, Table, plain_value
 from gpushare.show.status import silent_word
@@ -159,7 +159,7 @@ def _name_and_users(instance: GpuInstance) -> str:
 
 def _uuid_and_holders(compute: ComputeInstance) -> str:
     # An empty UUID: shown for several GPUs.
-    return "" if compute.uuid == "" else f"{compute.uuid or '-'}  {who(compute.holders)}"
+    return "" if compute.uuid == "" else f"{compute.uuid or '-'}  {holders_text(compute.holders)}"
 
 
 def layout_text(layout: Layout) -> str:
@@ -179,7 +179,7 @@ def layout_text(layout: Layout) -> str:
         if not instance.compute:
             lines.append("    no compute instance: CUDA cannot use it")
         if instance.holders is None or instance.holders:
-            lines.append(f"    held by {who(instance.holders)}")
+            lines.append(f"    held by {holders_text(instance.holders)}")
     if not layout.placed:
         return "\n".join(
             [*lines, "  what still fits is unknown: the driver does not list the placements of the profiles"]
@@ -248,7 +248,7 @@ def _particulars_lines(gpu: GpuText) -> Iterator[str]:
         parts = [instance.holders, *(compute.holders for compute in instance.compute)]
         holders = None if any(part is None for part in parts) else [held for part in parts for held in part or ()]
         if instance.name is not None or instance.granted or holders is None or holders:
-            used = "" if holders == [] else f"  {who(holders)}"
+            used = "" if holders == [] else f"  {holders_text(holders)}"
             texts.append(f"{instance}{_name_and_users(instance)}{used}")
     if texts:
         yield from _wrapped_items(f"  GPU {gpu.index}: ", texts)

@@ -15,31 +15,31 @@ from gpushare.memory.cost import (
     host_bytes,
     kept_share,
     most_out_seconds,
-    moved,
+    swap_times,
 )
 
 
 def test_what_was_measured_is_returned_as_it_was() -> None:
     assert sorted(MEASURED) == list(MEASURED)
     for each in MEASURED:
-        assert moved(each.memory_bytes) == pytest.approx(each)
+        assert swap_times(each.memory_bytes) == pytest.approx(each)
         assert not beyond_measured(each.memory_bytes)
 
 
 def test_a_small_job_takes_as_long_as_the_smallest_measured() -> None:
-    assert moved(GIB // 4)[1:] == MEASURED[0][1:]
+    assert swap_times(GIB // 4)[1:] == MEASURED[0][1:]
 
 
 def test_beyond_the_largest_the_last_two_go_on() -> None:
     before, last = MEASURED[-2:]
     size = 2 * last.memory_bytes - before.memory_bytes
-    assert moved(size).out_seconds == pytest.approx(2 * last.out_seconds - before.out_seconds)
+    assert swap_times(size).out_seconds == pytest.approx(2 * last.out_seconds - before.out_seconds)
     assert beyond_measured(size)
 
 
 @given(st.integers(0, 300 * GIB), st.integers(0, 100 * GIB))
 def test_a_larger_job_never_takes_less(size: int, more: int) -> None:
-    smaller, larger = moved(size), moved(size + more)
+    smaller, larger = swap_times(size), swap_times(size + more)
     assert 0 < smaller.out_seconds <= larger.out_seconds
     assert 0 < smaller.in_seconds <= larger.in_seconds
     assert most_out_seconds(size) < most_out_seconds(size + more) or not more

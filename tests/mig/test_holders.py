@@ -18,7 +18,7 @@ from gpushare.host.capabilities import Capabilities, user_name
 from gpushare.host.host import Host
 from gpushare.host.open_files import OpenFiles
 from gpushare.host.process import ProcessInfo
-from gpushare.mig.holders import blocking, gpu_holders, instance_holders, look, remedy
+from gpushare.mig.holders import blockers_text, gpu_holders, instance_holders, open_device_files, remedy
 from gpushare.sim import admin
 
 A100 = "sim:a100-80gb"
@@ -42,7 +42,7 @@ def pids(holders: Mapping[Any, tuple[Holder, ...]]) -> dict[Any, list[int]]:
 def test_nobody_holds_an_idle_gpu(host: Host) -> None:
     assert instance_holders(host, gpu_of(host)) == {}
     assert gpu_holders(host, gpu_of(host)) == ()
-    assert look(host).complete
+    assert open_device_files(host).complete
 
 
 def test_cuda_processes_are_in_the_lists_and_not_here(host: Host) -> None:
@@ -96,7 +96,7 @@ def test_every_gpu_has_nodes_of_its_own() -> None:
     pid = admin.add_process(spec, "1", mig="0", name="nv-hostengine", holder=True)
     host = connect(spec)
     first, second = host.nvml.sweep()
-    files = look(host)
+    files = open_device_files(host)
     assert (instance_holders(host, first, files), gpu_holders(host, first, files)) == ({}, ())
     held = instance_holders(host, second, files)
     assert (held[0, None][0].what, held[0, 0][0].what) == (
@@ -118,14 +118,14 @@ def test_others_see_only_their_own_and_know_it(host: Host) -> None:
     admin.set_fault(A100, "user", value="nobody")
     host = connect(A100)
     assert [holder.pid for holder in gpu_holders(host, gpu_of(host))] == [mine]
-    assert not look(host).complete
+    assert not open_device_files(host).complete
 
 
 def test_from_another_pid_namespace_nobody_is_seen(host: Host) -> None:
     admin.add_process(A100, name="nv-hostengine", holder=True)
     admin.set_fault(A100, "blind")
     assert gpu_holders(host, gpu_of(host)) == ()
-    assert not look(host).complete
+    assert not open_device_files(host).complete
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_gpushare_is_named_with_its_command(
     monkeypatch.setattr(type(host.processes), "describe", lambda _self, _pid: seen)
     (holder,) = gpu_holders(host, gpu_of(host))
     assert holder.name == name
-    assert name in blocking([holder])
+    assert name in blockers_text([holder])
 
 
 class Broken:
@@ -161,7 +161,7 @@ class Broken:
 def test_nothing_of_it_fails_a_command(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, files = gpu_of(host), OpenFiles(by_pid={77: ("/dev/nvidia0",)}, complete=True)
     broken = replace(host, processes=Broken())  # type: ignore[arg-type]
-    assert look(broken) == OpenFiles(by_pid={}, complete=False)
+    assert open_device_files(broken) == OpenFiles(by_pid={}, complete=False)
     assert (instance_holders(broken, gpu), gpu_holders(broken, gpu)) == ({}, ())
     # Who it is cannot be told; that it holds the GPU can.
     assert gpu_holders(broken, gpu, files) == (Holder(pid=77, what="/dev/nvidia0"),)
@@ -183,8 +183,8 @@ def test_who_ended_since_the_look_holds_nothing(host: Host) -> None:
 def test_the_line_of_an_error() -> None:
     dcgm = Holder(pid=812, what="/dev/nvidia0", user="root", name="nv-hostengine")
     nameless = Holder(pid=900, what="/dev/nvidia0")
-    assert blocking([dcgm, replace(dcgm, what="/dev/nvidia-caps/nvidia-cap12")]) == "nv-hostengine (pid 812, root)"
-    assert blocking([dcgm, nameless]) == "nv-hostengine (pid 812, root), a process (pid 900)"
+    assert blockers_text([dcgm, replace(dcgm, what="/dev/nvidia-caps/nvidia-cap12")]) == "nv-hostengine (pid 812, root)"
+    assert blockers_text([dcgm, nameless]) == "nv-hostengine (pid 812, root), a process (pid 900)"
     assert remedy([dcgm, dcgm, nameless]) == "sudo systemctl stop nvidia-dcgm"
     assert remedy([nameless]) is None
 

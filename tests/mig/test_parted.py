@@ -15,10 +15,10 @@ from gpushare.mig.parted import (
     PLACEMENTS,
     Demand,
     PciIds,
-    absent,
-    choose,
-    for_change,
-    idle_entries,
+    absent_gpu_notes,
+    choose_config,
+    demands_for_change,
+    idle_entry_notes,
     is_elsewhere,
     parse_parted,
     wishes_for,
@@ -102,7 +102,7 @@ def test_what_is_read() -> None:
 def test_device_filter(text: object, fits: bool) -> None:
     config = parse_parted(entry(device_filter=text))["x"]
     assert bool(wishes_for(config, GPUS[:1], IDS)) is fits
-    assert bool(idle_entries(config, GPUS[:1], IDS, range(8))) is not fits
+    assert bool(idle_entry_notes(config, GPUS[:1], IDS, range(8))) is not fits
 
 
 def test_a_filter_never_fits_a_gpu_whose_id_is_unknown() -> None:
@@ -112,7 +112,7 @@ def test_a_filter_never_fits_a_gpu_whose_id_is_unknown() -> None:
 
 
 def test_a_filter_that_is_no_id_is_said() -> None:
-    (said,) = idle_entries(parse_parted(entry(device_filter="A100"))["x"], GPUS, IDS, range(8))
+    (said,) = idle_entry_notes(parse_parted(entry(device_filter="A100"))["x"], GPUS, IDS, range(8))
     assert said == "config 'x', entry 1 matches no GPU here; 'A100' is not a PCI id like 0x20B510DE"
 
 
@@ -214,13 +214,13 @@ def test_what_no_gpu_can_have_is_refused_when_it_is_wanted(counts: dict[str, int
 
 def test_choosing() -> None:
     found = configs(MIXED)
-    assert choose(found, "mixed").name == "mixed"
-    assert choose(parse_parted(entry()), None).name == "x"
+    assert choose_config(found, "mixed").name == "mixed"
+    assert choose_config(parse_parted(entry()), None).name == "x"
     with pytest.raises(BadUsage) as several:
-        choose(found, None)
+        choose_config(found, None)
     assert "nothing, mixed" in several.value.hint
     with pytest.raises(NotFound) as unknown:
-        choose(found, "mixd")
+        choose_config(found, "mixd")
     assert "did you mean mixed?" in unknown.value.hint
 
 
@@ -228,11 +228,11 @@ def test_a_gpu_without_mig_is_skipped_as_one_of_all_and_refused_by_index() -> No
     gpus = [GPUS[0], Gpu(index=1, name="T4", mig_capable=False)]
     everyone = wishes_for(parse_parted(entry())["x"], gpus)
     assert list(everyone) == [0, 1]
-    assert list(for_change(everyone, gpus)) == [0]
+    assert list(demands_for_change(everyone, gpus)) == [0]
     off = parse_parted(entry(devices=[1], mig_enabled=False, mig_devices={}))["x"]
-    assert for_change(wishes_for(off, gpus), gpus) == {}
+    assert demands_for_change(wishes_for(off, gpus), gpus) == {}
     with pytest.raises(NotSupported) as caught:
-        for_change(wishes_for(parse_parted(entry(devices=[1]))["x"], gpus), gpus)
+        demands_for_change(wishes_for(parse_parted(entry(devices=[1]))["x"], gpus), gpus)
     assert "GPU 1 (T4)" in caught.value.message
 
 
@@ -345,7 +345,7 @@ def test_no_difference_is_nothing_to_do(gpu: Layout, data: st.DataObject) -> Non
 def test_anything_is_a_file_or_an_error_of_ours(raw: object) -> None:
     for value in (raw, {"version": "v1", "mig-configs": {"x": [raw]}}, entry() | {PLACEMENTS: raw}):
         try:
-            wishes_for(choose(parse_parted(value), None), GPUS, IDS)
+            wishes_for(choose_config(parse_parted(value), None), GPUS, IDS)
         except GpushareError as error:
             assert error.hint
 
@@ -357,9 +357,9 @@ def test_anything_is_a_file_or_an_error_of_ours(raw: object) -> None:
 def test_gpus_that_this_host_has_not_are_told(devices: object, gone: str, elsewhere: bool) -> None:
     raw = {"version": "v1", "mig-configs": {"x": [{"devices": devices, "mig-enabled": False}]}}
     config = parse_parted(raw)["x"]
-    said = absent(config, range(2))
+    said = absent_gpu_notes(config, range(2))
     assert [gone in one for one in said] == ([True] if gone else [])
     assert is_elsewhere(config.entries[0], range(2)) is elsewhere
     if elsewhere:
         # Told once.
-        assert idle_entries(config, GPUS, IDS, range(2)) == ()
+        assert idle_entry_notes(config, GPUS, IDS, range(2)) == ()

@@ -19,7 +19,7 @@ import yaml
 from gpushare.cli.export import _own_program
 from gpushare.cli.options import settings
 from gpushare.connect import connect
-from gpushare.mig.parted import choose, parse_parted
+from gpushare.mig.parted import choose_config, parse_parted
 from gpushare.mps.home import homes_in
 from gpushare.sim import admin
 from gpushare.sim.current import changing
@@ -128,7 +128,7 @@ def test_slurm_and_mig_parted_and_systemd(cli: Cli) -> None:
     assert "echo 8192M" in out
     assert "AutoDetect=nvml\n" in cli("export", "slurm", host=H100S).ok().out
     parted = cli("export", "mig-parted", "--name", "day", host=H100S).ok()
-    first = choose(parse_parted(yaml.safe_load(parted.out)), "day").entries[0]
+    first = choose_config(parse_parted(yaml.safe_load(parted.out)), "day").entries[0]
     assert (first.devices, dict(first.counts)) == ((0,), {"1g.10gb": 1, "3g.40gb": 1})
     units = cli("export", "systemd", "--program", "/opt/bin/gpushare", host=H100S).ok().out
     assert "ExecStart=/opt/bin/gpushare apply -f /var/lib/gpushare/applied.yaml --yes\n" in units
@@ -337,7 +337,9 @@ def test_a_file_says_what_the_host_is_not_yet(cli: Cli, file: Callable[[str], st
 def test_mig_of_a_file(cli: Cli, file: Callable[[str], str]) -> None:
     path = file('version: 1\ngpus:\n- match: {index: 0}\n  mig: [3g, "1g*2"]\n')
     host = "sim:2xh100"
-    entries = choose(parse_parted(yaml.safe_load(cli("export", "mig-parted", "-f", path, host=host).ok().out)), None)
+    entries = choose_config(
+        parse_parted(yaml.safe_load(cli("export", "mig-parted", "-f", path, host=host).ok().out)), None
+    )
     assert [(entry.devices, entry.mig_enabled, dict(entry.counts)) for entry in entries.entries] == [
         ((0,), True, {"1g.10gb": 2, "3g.40gb": 1}),
         ((1,), False, {}),
