@@ -74,6 +74,13 @@ PAIRS: Final = (
     Pair("chat", "embedding", 85),
     Pair("speech", "retrieval", 85, needs=("--need 50", "--need 95")),
     Pair("embedding", "image", 80),
+    # With the six before, one choice between two ways was mended.
+    Pair("random", "retrieval", 95, 1.5, "slices", WAITS),
+    Pair("half", "image", 95, 1.4, "slices", WAITS),
+    Pair("vision", "fed", 95, 1.4, "slices", WAITS),
+    Pair("decode", "image", 85),
+    Pair("retrieval", "speech", 85, needs=("--need 95", "--need 50")),
+    Pair("diffusion", "embedding", 80),
 )
 
 

@@ -443,16 +443,30 @@ def _spares_more(setting: Setting, other: Setting) -> bool:
 def _is_surely_less(figures: Figures, most: Figures) -> bool:
     """Return whether the others get less than under another setting, by more than the scatter of both shares."""
     if figures.share is None or most.share is None:
-        return figures is not most
+        return figures.share is None and most.share is not None
     scatter = math.hypot(figures.share_error or 0.0, most.share_error or 0.0)
     return most.share - scatter > FASTER * figures.share
 
 
 def _most_of(meeting: Sequence[Figures], goal: Goal) -> Figures | None:
-    """Return the one that lets the opportunistic jobs do the most, as in `best_of`."""
-    most = max((each for each in meeting if each.share is not None), key=lambda each: each.share or 0.0, default=None)
-    if most is not None:
-        meeting = [each for each in meeting if not _is_surely_less(each, most)]
+    """Return the one that lets the opportunistic jobs do the most, as in `best_of`.
+
+    Each way has a best one first: a share of caps must not decide between two slices.
+    """
+    sliced_best, capped_best = (
+        _most_of_way([each for each in meeting if each.setting.way is way], goal) for way in (Way.SLICES, Way.CAPS)
+    )
+    if sliced_best is None or capped_best is None:
+        return sliced_best or capped_best
+    return capped_best if _is_surely_less(sliced_best, capped_best) else sliced_best
+
+
+def _most_of_way(meeting: Sequence[Figures], goal: Goal) -> Figures | None:
+    """Return the one of a way that lets the opportunistic jobs do the most, as in `best_of`."""
+    most = max(meeting, key=lambda each: -1.0 if each.share is None else each.share, default=None)
+    if most is None:
+        return None
+    meeting = [each for each in meeting if not _is_surely_less(each, most)]
     calmest = min(
         (each.p99 for each in meeting if each.setting.way is Way.SLICES and each.p99 is not None), default=0.0
     )
@@ -464,14 +478,12 @@ def _most_of(meeting: Sequence[Figures], goal: Goal) -> Figures | None:
     return max(
         meeting,
         key=lambda each: (
-            each.setting.way is Way.SLICES,
             each.setting.threads,
             each.setting.low,
             -(each.setting.production_slice_us or 0),
             -(each.setting.other_slice_us or 0),
             each.margin(goal),
         ),
-        default=None,
     )
 
 

@@ -238,6 +238,22 @@ def test_where_the_scatter_decides_the_shorter_slice_is_the_best() -> None:
     assert best_of(goal, [replace(calm, share_error=0.07), replace(fast, share_error=0.07)]).p99 == 1.02
 
 
+def test_a_share_of_caps_does_not_decide_between_slices() -> None:
+    """As measured on an H200: a training fed by the CPU beside lookups, the longer slice watched for one window."""
+    goal = Goal(keep=0.85)
+    short, long, capped = (
+        Figures(setting=setting, kept=kept, error=error, share=share, share_error=share_error)
+        for setting, kept, error, share, share_error in (
+            (sliced(16000, 100), 0.984, 0.039, 0.796, 0.007),
+            (sliced(16000, 2048), 1.055, 0.086, 0.815, 0.009),
+            (Setting(threads=100.0), 1.055, 0.058, 0.84, 0.006),
+        )
+    )
+    assert best_of(goal, [short, long]) == short
+    assert best_of(goal, [short, long, capped]) == capped
+    assert best_of(goal, [short, long, replace(capped, share=0.82)]) == short
+
+
 def test_where_production_loses_little_the_largest_is_tried_next() -> None:
     known: dict[Setting, Figures] = {}
     order = searched(Search(goal=GOAL, ways=(Way.CAPS,)), knee(100.0, steep=0.001), known)
