@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpushare.advice.savings import HOURS, MOST_GPUS, Price, Savings, Work, known_price, plain, savings
+from gpushare.advice.savings import MOST_GPUS, Price, Savings, Work, known_price, plain, savings
 from gpushare.base.errors import BadUsage
 from gpushare.base.units import GIB
 
-G4DN = Price(per_hour=Decimal("0.752"), hours=HOURS, source="the example")
+G4DN = Price(per_hour=Decimal("0.752"), hours=Decimal(720), source="the example")
 
 
 def alike(gpus: int, load: str, memory: int | None = None) -> list[Work]:
