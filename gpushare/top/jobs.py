@@ -79,11 +79,12 @@ def _role_cell(row: Row) -> tuple[str, str]:
 
 
 def _way_text(job: ListedJob) -> str:
-    """Return in at most seven letters how a job shares its GPU: ``slices``, ``MPS``, ``train+MPS``."""
+    """Return how a job shares its GPU, in the words of `status`: ``time-slice``, ``slice``, ``MPS``, ``train+MPS``."""
     if job.way is None:
         return "-"
+    turns = "time-slice" if job.slice_us is None else "slice"
     words = [job.mig_name or job.mig_profile or "MIG"] if job.way.startswith("mig") else []
-    return "+".join([*words, *(["MPS"] if job.way.endswith("mps") else [])]) or "slices"
+    return "+".join([*words, *(["MPS"] if job.way.endswith("mps") else [])]) or turns
 
 
 def _command_cell(row: Row) -> tuple[str, str]:
@@ -172,7 +173,7 @@ COLUMNS: Final = (
     Column("sm", "SM%", 4, _of_job(lambda job: job.sm_percent), _sm_cell, right=True, falls=True),
     Column("memory", "MEM", 6, _of_job(lambda job: job.memory_used_bytes), _memory_cell, right=True, falls=True),
     Column("limit", "LIMIT", 5, _of_job(lambda job: job.whole_limit_bytes), _cell(lambda job: job.whole_limit_bytes, size_text, "dim"), right=True, falls=True),
-    Column("way", "WAY", 7, _of_job(lambda job: job.way), _cell(lambda job: None if job.way is None else _way_text(job), visible)),
+    Column("way", "WAY", 10, _of_job(lambda job: job.way), _cell(lambda job: None if job.way is None else _way_text(job), visible)),
     Column("cpu", "CPU%", 5, _cpu_percent, lambda row: (_number_text(_cpu_percent(row)), "dim" if not _cpu_percent(row) else "text"), right=True, falls=True),
     Column("age", "AGE", 4, _of_job(lambda job: job.since_seconds), _cell(lambda job: job.since_seconds, age, "dim"), right=True, falls=True),
     Column("ram", "RAM", 5, _ram_bytes, lambda row: (size_text(_ram_bytes(row)), "text"), right=True, falls=True),
