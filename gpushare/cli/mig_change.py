@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +15,7 @@ import typer
 from gpushare.base.errors import BadCombination, BadUsage, GpushareError, InUse, NotFound, NotSupported, OperationFailed
 from gpushare.base.model import Gpu
 from gpushare.base.selection import Device, check_answers, no_mig_error, select, select_for_change
-from gpushare.base.units import counted, first_few, quoted
+from gpushare.base.units import counted, first_few, quoted, ranges
 from gpushare.base.values import dataclass
 from gpushare.cli.mig_files import absent_gpus, demands_of, exact_without_file_error, read_config, typed_wish
 from gpushare.cli.options import (
@@ -48,7 +49,7 @@ from gpushare.mig.parted import Config, Demand
 from gpushare.mig.plan import Cost, MigPlan, NoPlan
 from gpushare.mig.planner import Target, plan_add, plan_destroy, plan_exact
 from gpushare.mig.profile import Layout
-from gpushare.mig.recover import accept, as_command, is_complete, not_restored, way_forward
+from gpushare.mig.recover import accept, as_commands, is_complete, not_restored, way_forward
 from gpushare.mig.recover import recover as recover_changes
 from gpushare.mig.target import difference, find_targets, need_name
 from gpushare.mig.wish import in_order, parse_wish
@@ -166,7 +167,7 @@ def _change_result(host: Host, command: str, change: MigChange, notes: Sequence[
         made = _made_instances(host, change)
         texts += _notes_afterwards(host, change)
     undo = _undo_line(change) if change.plan.steps else None
-    planned = replace(change.plan, undo=undo, notes=tuple(dict.fromkeys(texts)))
+    planned = replace(change.plan, undo=undo, notes=tuple(_notes_of_each(texts)))
     result = plan_result(command, planned, dry_run=dry_run)
     if dry_run:
         plan = MigPlan(gpus=tuple(part.plan for part in change.gpus), cost=Cost())
@@ -241,6 +242,19 @@ def _made_instances(host: Host, change: MigChange) -> list[MadeInstance]:
     return rows
 
 
+def _notes_of_each(notes: Sequence[str]) -> Iterator[str]:
+    """Yield notes once; one that is true of several GPUs names all of them."""
+    gpus: dict[str, set[int]] = {}
+    for text in notes:
+        of_gpu = re.match(r"GPU (\d+): ", text)
+        indexes = gpus.setdefault(text if of_gpu is None else text[of_gpu.end() :], set())
+        if of_gpu is not None:
+            indexes.add(int(of_gpu.group(1)))
+    for text, indexes in gpus.items():
+        each = "each of " if len(indexes) > 1 else ""
+        yield f"{each}GPU {ranges(indexes)}: {text}" if indexes else text
+
+
 def _notes_afterwards(host: Host, change: MigChange) -> list[str]:
     """Return what the user should know after a change: about CDI, and GPUs with MIG and no instance."""
     gpus = [host.nvml.gpu(part.gpu.index) for part in change.gpus]
@@ -255,26 +269,30 @@ def _notes_afterwards(host: Host, change: MigChange) -> list[str]:
 
 def _undo_line(change: MigChange) -> str | None:
     """Return the commands that undo a change, as one line; None: nothing undoes it."""
-    commands: list[str] = []
-    for part in change.gpus:
-        first, *others = (_undo_commands(part) if part.changes else []) or [""]
-        # It takes back what this change has named, so it does not ask.
-        commands += [f"{first} -y" if first and change.names else first, *others]
+    parts = [part for part in change.gpus if part.changes]
+    off = [part for part in parts if part.before.mig_enabled and part.enable is False and not part.before.instances]
+    commands = [f"gpushare mig enable -g {_gpu_numbers(off)}"] if off else []
+    commands += as_commands(part.before for part in parts if part not in off)
+    # It takes back what this change has named, so it does not ask.
+    commands = [f"{command} -y" if change.names else command for command in commands]
+    commands += [command for part in parts for command in _naming_commands(part)]
     return "; ".join(filter(None, [*commands, change.plan.undo])) or None
 
 
-def _undo_commands(change: GpuChange) -> list[str]:
-    """Return the commands that give one GPU the layout, the names and the grants from before its change."""
-    before, gpu = change.before, change.gpu.index
-    if before.mig_enabled and change.enable is False and not before.instances:
-        return [f"gpushare mig enable -g {gpu}"]
+def _gpu_numbers(parts: Sequence[GpuChange]) -> str:
+    return ranges(part.gpu.index for part in parts).replace(" ", "")
+
+
+def _naming_commands(change: GpuChange) -> list[str]:
+    """Return the commands that give instances of one GPU the names and the grants from before its change."""
     places = {instance.place for instance in change.after.instances}
-    lost = [instance for instance in before.instances if instance.name and instance.place not in places]
     granted = {instance.name: instance.granted for instance in change.layout.instances}
-    words = [as_command(before)]
-    for instance in lost:
-        words.append(f"gpushare mig name {instance.name} {instance} -g {gpu}")
-        words += [f"gpushare mig grant {instance.name} {shlex.quote(user)}" for user in granted.get(instance.name, ())]
+    words = []
+    for instance in change.before.instances:
+        if instance.name and instance.place not in places:
+            words.append(f"gpushare mig name {instance.name} {instance} -g {change.gpu.index}")
+            users = granted.get(instance.name, ())
+            words += [f"gpushare mig grant {instance.name} {shlex.quote(user)}" for user in users]
     return words
 
 

@@ -69,7 +69,7 @@ def check_mode_change(host: Host, gpu: Gpu, *, enable: bool, bare: bool, ending:
             else f"GPU {gpu.index}: MIG stays on after a reboot, its instances are lost"
         )
     if not resetless:
-        notes.append(f"switching MIG mode resets GPU {gpu.index}")
+        notes.append(f"GPU {gpu.index}: switching its MIG mode resets it")
     if host.nvml.persistence(gpu.index) is False:
         notes.append(
             f"GPU {gpu.index}: persistence mode is off, and the driver may release a GPU without programs: "

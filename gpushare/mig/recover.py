@@ -6,12 +6,13 @@ Only what a change itself created, by its journal, is destroyed again; what othe
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 from gpushare.base.errors import BadUsage, GpushareError, OperationFailed
 from gpushare.base.selection import check_answers
+from gpushare.base.units import ranges
 from gpushare.host.host import Host
 from gpushare.mig.daemons import recover_daemons
 from gpushare.mig.driver import MigChanges, MigReader
@@ -112,19 +113,29 @@ def restore(host: Host, before: GpuShape, proof: Proof) -> tuple[str, ...]:
     if wrong:
         raise OperationFailed(
             f"could not be restored: {'; '.join(wrong)} ({'; '.join(dict.fromkeys(trouble)) or 'no reason given'})",
-            f"see: gpushare mig status -g {before.index}; then: {as_command(before)}",
+            f"see: gpushare mig status -g {before.index}; then: {'; '.join(as_commands([before]))}",
             gpu=str(before.index),
             code="not_restored",
         )
     return tuple(f"{instance} on GPU {before.index}" for instance in others)
 
 
-def as_command(shape: GpuShape) -> str:
-    """Return the gpushare command that gives a GPU this shape."""
+def as_commands(shapes: Iterable[GpuShape]) -> list[str]:
+    """Return the gpushare commands that give GPUs these shapes: one for all GPUs of one shape."""
+    gpus: dict[tuple[str, str], list[int]] = {}
+    for shape in shapes:
+        gpus.setdefault(_verb_and_rest(shape), []).append(shape.index)
+    return [
+        f"gpushare mig {verb} -g {ranges(indexes).replace(' ', '')}{rest}" for (verb, rest), indexes in gpus.items()
+    ]
+
+
+def _verb_and_rest(shape: GpuShape) -> tuple[str, str]:
+    """Return what stands before and behind the GPU in the command that gives it a shape."""
     if shape.mig_enabled is False:
-        return f"gpushare mig disable -g {shape.index} --destroy"
+        return "disable", " --destroy"
     if not shape.instances:
-        return f"gpushare mig destroy all -g {shape.index}"
+        return "destroy all", ""
     words = []
     for instance in shape.instances:
         parts = Counter(sorted((part.slices for part in instance.compute), reverse=True))
@@ -132,7 +143,7 @@ def as_command(shape: GpuShape) -> str:
             words.append(str(instance))
             continue
         words += [f"{part}c.{instance}" + (f"*{number}" if number > 1 else "") for part, number in parts.items()]
-    return f"gpushare mig apply -g {shape.index} {' '.join(words)}"
+    return "apply", f" {' '.join(words)}"
 
 
 # -- what changes left -----------------------------------------------------------------------------
@@ -180,7 +191,7 @@ def not_restored(host: Host, ledger: MigLedger) -> list[Leftover]:
         elif wrong := missing(host, change):
             seen = f"'{change.title}' failed, and this could not be restored: {'; '.join(wrong)}"
             index = _index_by_uuid(host)
-            back = [as_command(replace(gpu, index=index[gpu.uuid])) for gpu in change.before if gpu.uuid in index]
+            back = as_commands(replace(gpu, index=index[gpu.uuid]) for gpu in change.before if gpu.uuid in index)
             remedy = f"restore it: {'; '.join(back)}" if back else "see: gpushare mig status"
             lost.append(Leftover(id="mig.not_restored", seen=seen, remedy=f"{remedy}; {ACCEPT}"))
     return lost
@@ -265,7 +276,7 @@ def way_forward(host: Host, change: ChangeRecord) -> str | None:
         return None
     index = _index_by_uuid(host)
     shapes = [replace(gpu, index=index[gpu.uuid]) for gpu in change.after if gpu.uuid in index]
-    return "; ".join(map(as_command, shapes)) or None
+    return "; ".join(as_commands(shapes)) or None
 
 
 def accept(host: Host, ledger: MigLedger, *, dry_run: bool) -> tuple[str, ...]:
@@ -335,7 +346,7 @@ def _with_current_indexes(host: Host, change: ChangeRecord) -> ChangeRecord:
         names = ", ".join(f"GPU {shape.index} ({shape.uuid})" for shape in lost)
         raise OperationFailed(
             f"'{change.title}' was interrupted, and {names} is missing; nothing was undone",
-            "; ".join(["see: gpushare mig status", *(f"then: {as_command(shape)}" for shape in change.before)]),
+            "; ".join(["see: gpushare mig status", *(f"then: {command}" for command in as_commands(change.before))]),
             gpu=lost[0].index,
             code="not_restored",
         )

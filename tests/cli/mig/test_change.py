@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 
 import pytest
@@ -146,7 +147,7 @@ def test_what_gpushare_has_made_is_known_until_it_is_destroyed(cli: Cli) -> None
 def test_ampere_is_reset_and_keeps_its_mode(cli: Cli) -> None:
     answer = cli("mig", "enable", host=A100).ok()
     assert "MIG stays on after a reboot, its instances are lost" in answer.err
-    assert "switching MIG mode resets GPU 0" in answer.err
+    assert "GPU 0: switching its MIG mode resets it" in answer.err
     assert "lost at a reboot or when the driver" not in answer.err
 
 
@@ -316,6 +317,36 @@ def test_instances_that_keep_mig_on_are_named_with_their_gpu(cli: Cli, refused: 
     message = refused("mig", "disable", "-g", "0-1", code="instances_exist", exit_code=19, host=two)
     assert "1g.18gb:0 on GPU 0" in message
     assert "on GPU 1 and 2 more" in message
+
+
+@pytest.mark.parametrize(
+    ("before", "words", "undo"),
+    [
+        ((), ("apply", "-g", "0-2", "3g.40gb"), "gpushare mig disable -g 0-2 --destroy"),
+        ((("0-2",),), ("apply", "-g", "0-2", "3g.40gb"), "gpushare mig destroy all -g 0-2"),
+        ((("0-2",),), ("disable", "-g", "0-2"), "gpushare mig enable -g 0-2"),
+        ((("0,2", "7g.80gb"),), ("apply", "-g", "0,2", "3g.40gb"), "gpushare mig apply -g 0,2 7g.80gb:0"),
+        (
+            (("0,2", "7g.80gb"), ("1", "1g.10gb:6")),
+            ("destroy", "-g", "0-2", "all"),
+            "gpushare mig apply -g 0,2 7g.80gb:0; gpushare mig apply -g 1 1g.10gb:6",
+        ),
+    ],
+)
+def test_one_command_undoes_the_same_on_several_gpus(
+    cli: Cli, before: tuple[tuple[str, ...], ...], words: tuple[str, ...], undo: str
+) -> None:
+    cli("mig", "status", host=EIGHT).ok()
+    for gpus, *wish in before:
+        cli("mig", *(["apply"] if wish else ["enable"]), "-g", gpus, *wish, host=EIGHT).ok()
+    places = [seen.places for seen in World(EIGHT).look()]
+    answer = cli("mig", *words, host=EIGHT, output="json").ok()
+    assert answer.data["undo"] == undo
+    notes = answer.lines("note")
+    assert len(notes) == len({re.sub("GPU [-0-9, ]+", "", note) for note in notes})
+    for command in undo.split("; "):
+        cli(*command.split()[1:], host=EIGHT).ok()
+    assert [seen.places for seen in World(EIGHT).look()] == places
 
 
 def test_an_id_that_several_gpus_have_is_ambiguous(cli: Cli, refused: Refused) -> None:
