@@ -47,23 +47,6 @@ class ComparedRow:
     decides: bool = True
 
 
-def comparison_lines(
-    titles: Sequence[str],
-    rows: Sequence[ComparedRow],
-    width: int,
-    *,
-    whole: bool = True,
-    absent: frozenset[str] = frozenset(),
-) -> list[Text]:
-    """Return the comparison as lines: a grid if the cells are wide enough, else the mechanisms below each other."""
-    first, each = _widths(titles, rows, width)
-    if each >= NARROWEST or len(titles) == 1:
-        return _grid_lines(titles, rows, first, max(each, 1))
-    if whole or width < _BESIDE:
-        return _stacked_lines(titles, rows, width, whole=whole)
-    return _stacked_lines(titles, [row for row in rows if row.decides], width, whole=False, absent=absent)
-
-
 def _widths(titles: Sequence[str], rows: Sequence[ComparedRow], width: int) -> tuple[int, int]:
     """Return the widths of the first column of a grid and of the others."""
     first = max((len(word) for row in rows for word in row.title.split()), default=0)
@@ -89,7 +72,7 @@ def _grid_lines(titles: Sequence[str], rows: Sequence[ComparedRow], first: int, 
 
 
 def _stacked_lines(
-    titles: Sequence[str], rows: Sequence[ComparedRow], width: int, *, whole: bool, absent: frozenset[str] = frozenset()
+    titles: Sequence[str], rows: Sequence[ComparedRow], width: int, *, whole: bool, absent: frozenset[str]
 ) -> list[Text]:
     """Return the mechanisms below each other, with the title of the row to the left, or above on a narrow screen.
 
@@ -153,7 +136,7 @@ def _joined_line(cells: Sequence[Text], widths: Sequence[int]) -> Text:
 
 
 def compare_table(
-    title: str, titles: Sequence[str], rows: Sequence[ComparedRow], *, whole: bool, absent: frozenset[str] = frozenset()
+    title: str, titles: Sequence[str], rows: Sequence[ComparedRow], *, whole: bool, absent: frozenset[str]
 ) -> Table:
     """Return the table of a comparison: drawn on a terminal, shortened unless ``whole``; else one record per cell.
 
@@ -177,11 +160,20 @@ def compare_table(
 def _table_lines(
     titles: Sequence[str], rows: Sequence[ComparedRow], width: int, *, whole: bool, absent: frozenset[str]
 ) -> list[Text]:
-    """Return the lines of a whole comparison: the grid, which rows are not shown, and what the star means."""
+    """Return a comparison as lines: a grid if its cells are wide enough, else the mechanisms below each other.
+
+    Then which rows are not shown, and what the star means.
+    """
     from rich.text import Text
 
-    lines = comparison_lines(titles, rows, width, whole=whole, absent=absent)
-    if len(titles) > 1 and not whole and width >= _BESIDE and _widths(titles, rows, width)[1] < NARROWEST:
+    first, each = _widths(titles, rows, width)
+    if each >= NARROWEST or len(titles) == 1:
+        lines = _grid_lines(titles, rows, first, max(each, 1))
+    elif whole or width < _BESIDE:
+        lines = _stacked_lines(titles, rows, width, whole=whole, absent=frozenset())
+    else:
+        deciding = [row for row in rows if row.decides]
+        lines = _stacked_lines(titles, deciding, width, whole=False, absent=absent)
         hidden = ", ".join(row.title for row in rows if not row.decides)
         text = f"not shown: {hidden}; all of it: gpushare compare -v; one way: gpushare compare mps"
         lines += [Text(""), *(Text(line, style="dim") for line in wrapped(text, width))]

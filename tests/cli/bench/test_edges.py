@@ -10,7 +10,9 @@ import pytest
 
 from gpushare.base.errors import OperationFailed
 from gpushare.base.model import ComputeMode
+from gpushare.cli.bench import _with_files
 from gpushare.connect import connect
+from gpushare.show.result import Result
 from tests.cli.drive import H200, Cli, Refused
 
 WAYS = ("--copies", "2", "--ways", "timeslice,mps", "--repeat", "2", "--metric", "rate=(.+)")
@@ -61,6 +63,19 @@ def test_a_file_that_cannot_be_written_after_all_costs_no_figures(
     assert answer.code == 1
     assert answer.json["errors"][0]["message"] == "cannot write it: No space left on device"
     assert {cell["throughput"]["mean"] for cell in answer.json["data"]["cells"]} == {4.0}
+
+
+def test_a_file_that_cannot_be_written_is_not_named_as_having_the_runs(tmp_path: Path) -> None:
+    def end_after_three_runs(kept: Path) -> list[str]:
+        result = _with_files(Result(command="bench", data={}), kept, None, lambda *_: b"", runs=3)
+        return [error.message for error in result.errors]
+
+    written, gone = tmp_path / "x.json", tmp_path / "gone" / "x.json"
+    assert end_after_three_runs(written) == [f"interrupted after 3 runs; {written} has them"]
+    assert end_after_three_runs(gone) == [
+        "interrupted after 3 runs; their figures are shown, and no file has them",
+        f"cannot write {gone}: No such file or directory",
+    ]
 
 
 def test_in_exclusive_process_mode_every_run_is_an_mps_client(cli: Cli, tmp_path: Path) -> None:
