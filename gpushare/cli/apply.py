@@ -104,8 +104,8 @@ def apply(
         undo = _undo_command(host, rows)
         return _with_limits(_apply_result(rows, matched, dry_run=True, undo=undo), host, wanted, undo)
     undo, ended = None, _ended_leases(host, wanted)
-    if any(row.steps for row in rows):
-        _need_root(host, rows)
+    if any(row.steps for row in rows) and any(row.plan is not None and row.plan.needs_root for row in rows):
+        need_root(host, "changing how a GPU is shared")
     if host.root:
         others = tuple(loss for uid, loss in ended if uid != host.uid)
         consented(Plan(title="limits of users", steps=(), consent=others))
@@ -198,11 +198,6 @@ def _planned_row(host: Host, ledger: MigLedger, index: int, matched: Matched, fi
 def _plan_entry(host: Host, ledger: MigLedger, index: int, matched: Matched) -> GpuApply:
     others = {gpu.uuid for gpu in host.nvml.identities() if gpu.index in matched.entries and gpu.uuid}
     return plan_gpu(host, ledger, index, matched.entries[index], others=others)
-
-
-def _need_root(host: Host, rows: Sequence[_GpuRow]) -> None:
-    if any(row.plan is not None and row.plan.needs_root for row in rows):
-        need_root(host, "changing how a GPU is shared")
 
 
 def _carry_out_rows(
@@ -313,11 +308,7 @@ def _limit_notes(host: Host, wanted: HostFile) -> list[str]:
         notes.append("limits of users (memory) are no longer in force: this file has none")
     if longest != now.longest_lease_seconds:
         notes.append(f"leases of users end after {format_duration(longest)}" if longest else "users may hold no leases")
-    return notes + _ended_lease_notes(_ended_leases(host, wanted))
-
-
-def _ended_lease_notes(ended: Sequence[tuple[int, Loss]]) -> list[str]:
-    return [f"{loss.what} ends" for _, loss in ended]
+    return [*notes, *(f"{loss.what} ends" for _, loss in _ended_leases(host, wanted))]
 
 
 def _ended_leases(host: Host, wanted: HostFile) -> list[tuple[int, Loss]]:
@@ -345,7 +336,7 @@ def _with_limits(planned: Result, host: Host, wanted: HostFile, undo: str | None
     data = replace(planned.data, limits=tuple(limits), undo=undo)
     ended = _ended_leases(host, wanted)
     asks = tuple(loss for uid, loss in ended if uid != host.uid)
-    notes = [*planned.notes, *limits, *_ended_lease_notes(ended)]
+    notes = [*planned.notes, *limits, *(f"{loss.what} ends" for _, loss in ended)]
     if undo is not None and not planned.data.steps:
         notes.append(f"undo: {undo}")
     if asks:

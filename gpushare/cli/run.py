@@ -169,7 +169,8 @@ def run(
             raise BadCombination(
                 "--yield caps=N cannot be combined with --threads", "give one of them: --yield caps=60"
             )
-        limits = replace(limits, threads_percent=percentage_of_cap(share))
+        percent = percentage("--yield caps", share, example="--yield caps=60", code="bad_yield")
+        limits = replace(limits, threads_percent=percent)
     given_slice = share if yields == "slices" else slice_text
     slice_us = None if given_slice is None else slice_of(given_slice)
     if weight is not None:
@@ -268,11 +269,6 @@ def _restarts_on_mps_fault(event: str | None) -> bool:
             f"--restart-on {quoted(event or '')} is not an event", "give --restart-on mps-fault", code="bad_restart"
         )
     return event is not None
-
-
-def percentage_of_cap(text: str) -> float:
-    """Return the cap of ``--yield caps=60`` in percent. Raises BadUsage."""
-    return percentage("--yield caps", text, example="--yield caps=60", code="bad_yield")
 
 
 def _share_to_keep(text: str) -> float:
