@@ -28,6 +28,12 @@ def spacing(age: float) -> float:
     return next(seconds for until, seconds in _SPACING if age < until)
 
 
+def memory_held(processes: Iterable[GpuProcess]) -> int | None:
+    """Return the bytes that processes hold together on their GPU; None: there are none, or that of one is unknown."""
+    sizes = [process.memory_used_bytes for process in processes]
+    return None if not sizes or None in sizes else sum(size or 0 for size in sizes)
+
+
 def _nobody(_pid: int, _started: int | None) -> None:
     """Tell nobody: there is no guard."""
 
@@ -91,10 +97,9 @@ class Watch(abc.ABC):
 
     def note_memory(self, processes: Iterable[GpuProcess]) -> None:
         """Note the memory of the program's processes on its device."""
-        sizes = [process.memory_used_bytes for process in processes]
-        told = [size for size in sizes if size is not None]
-        if told and len(told) == len(sizes):
-            self.peak_bytes = max(self.peak_bytes or 0, sum(told))
+        held = memory_held(processes)
+        if held is not None:
+            self.peak_bytes = max(self.peak_bytes or 0, held)
             self.peak_looks += 1
 
     def mps_fault(self) -> bool:

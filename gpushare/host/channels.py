@@ -44,7 +44,7 @@ from gpushare.base.errors import GpushareError, OperationFailed, TimedOut
 from gpushare.base.package import package_rows
 from gpushare.base.typed import Count, Pid, Shown, parsed
 from gpushare.base.values import NOT_STORED, dataclass
-from gpushare.host.identity import HOST_PID_SPACE, Identity, parent_of, pid_space, real_uid
+from gpushare.host.identity import GONE, HOST_PID_SPACE, Identity, parent_of, pid_space, real_uid, stat_fields
 
 if TYPE_CHECKING:
     import socket
@@ -386,20 +386,8 @@ def _has_ended(pidfd: int) -> bool:
 
 def _identity(pid: int) -> Identity | None:
     """Return who has a PID, like `identity_of`, from its main thread: the sum of all threads takes the kernel longer."""
-    fields = _stat(f"/proc/{pid}/task/{pid}/stat")
-    return Identity(pid, int(fields[19])) if len(fields) > 19 and fields[0] not in {b"Z", b"X", b"x"} else None
-
-
-def _stat(path: str) -> list[bytes]:
-    """Return the fields of a stat file from the state on; empty if it cannot be read."""
-    try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            return os.read(file, 4096).rpartition(b")")[2].split()
-        finally:
-            os.close(file)
-    except OSError:
-        return []
+    fields = stat_fields(f"{pid}/task/{pid}")
+    return None if fields is None or fields[0] in GONE else Identity(pid, int(fields[19]))
 
 
 @functools.cache

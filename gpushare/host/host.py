@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gpushare.base.errors import NoPermission
+from gpushare.base.errors import NoPermission, or_none
 from gpushare.base.values import dataclass
 from gpushare.host.capabilities import Capabilities
 from gpushare.host.nvml import NvmlReader
@@ -22,6 +22,7 @@ from gpushare.host.smi import ComputePolicy
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from gpushare.base.model import GpuProcess
     from gpushare.host.channels import ChannelControl
     from gpushare.host.checkpoint import Checkpoint
     from gpushare.host.machine import Machine
@@ -113,6 +114,13 @@ class Host:
     def is_simulated(self) -> bool:
         """Return whether this is a simulated host."""
         return self.spec.startswith("sim:")
+
+
+def processes_on(host: Host, index: int) -> tuple[GpuProcess, ...] | None:
+    """Return the processes on a GPU; None: it does not answer, or NVML's PIDs are of another namespace than ours."""
+    if host.processes.namespace_is_host() is False:
+        return None
+    return or_none(lambda: host.nvml.processes(index))
 
 
 def local_host(user_directories: Callable[[], Sequence[UserDirectory]] = _no_directories) -> Host:

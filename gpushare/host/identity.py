@@ -24,7 +24,8 @@ _KERNEL_THREAD: Final = 0x00200000
 _NO_DESCRIPTOR: Final = frozenset({errno.ENOSYS, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 # _IO(0xb7, 4) of linux/nsfs.h.
 _GET_OWNER_UID: Final = 0xB704
-_GONE: Final = frozenset({"Z", "X", "x"})
+# States of a process that has ended.
+GONE: Final = frozenset({"Z", "X", "x"})
 _STOPPED: Final = frozenset({"T", "t"})
 
 
@@ -43,7 +44,7 @@ def start_of(process: Identity | None) -> int | None:
 def identity_of(pid: int) -> Identity | None:
     """Return the process that has a PID now; None: no process, a zombie, or not visible."""
     fields = stat_fields(pid)
-    return None if fields is None or fields[0] in _GONE else Identity(pid, int(fields[19]))
+    return None if fields is None or fields[0] in GONE else Identity(pid, int(fields[19]))
 
 
 def identity_of_child(pid: int) -> Identity | None:
@@ -58,8 +59,8 @@ def is_stopped(pid: int) -> bool:
     return fields is not None and fields[0] in _STOPPED
 
 
-def stat_fields(pid: int) -> list[str] | None:
-    """Return the fields of ``/proc/PID/stat`` from the state on; None if this user cannot read it."""
+def stat_fields(pid: int | str) -> list[str] | None:
+    """Return the fields of ``/proc/PID/stat`` from the state on, of a thread with ``PID/task/TID``; None: not readable."""
     try:
         # comm can contain any bytes; it ends at the last parenthesis.
         with open(f"/proc/{pid}/stat", "rb") as file:

@@ -25,6 +25,7 @@ from gpushare.base.errors import GpushareError, InUse, NotFound, NotSupported, T
 from gpushare.base.typed import Count, Pid
 from gpushare.base.units import format_percent, format_slice
 from gpushare.host.channels import yama_scope
+from gpushare.host.host import processes_on
 from gpushare.host.identity import Identity
 from gpushare.host.store import Kept, RecordStore, any_lives
 from gpushare.mps.daemons import own_daemon
@@ -201,12 +202,7 @@ class GroupSlice(Part):
 
     def _has_new_process(self, watch: Attachment) -> bool:
         """Return whether NVML lists a process of the program that the daemon was not asked about."""
-        if self.host.processes.namespace_is_host() is False:
-            return False
-        try:
-            listed = {process.pid for process in self.host.nvml.processes(self.device.gpu.index) or ()}
-        except GpushareError:
-            return False
+        listed = {process.pid for process in processes_on(self.host, self.device.gpu.index) or ()}
         return bool(
             listed & set(self.host.processes.descendants(watch.program_pid)) - {*watch.attached, *watch.outside}
         )

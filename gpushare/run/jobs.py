@@ -26,10 +26,11 @@ from gpushare.base.selection import Device, titles
 from gpushare.base.typed import JOB_NAME, Count, JobName, Most, Percent, Pid, Within
 from gpushare.base.units import counted, pid_of, quoted
 from gpushare.base.values import dataclass
+from gpushare.host.host import processes_on
 from gpushare.host.identity import Identity, identity_of, uptime
 from gpushare.host.records import flocked
 from gpushare.host.store import Job, JobProcess, Kept, Past, RecordStore, any_lives, wall_time
-from gpushare.part import Part, Watch
+from gpushare.part import Part, Watch, memory_held
 from gpushare.plan import Loss
 
 if TYPE_CHECKING:
@@ -439,12 +440,8 @@ class RecordedJob(Part):
 
     def _held_bytes(self) -> int | None:
         """Return the memory that the job's processes hold on its device now; None: unknown."""
-        if self.host.processes.namespace_is_host() is False:
-            return None
-        listed = self.host.nvml.processes(self.device.gpu.index) or ()
-        sizes = [process.memory_used_bytes for process in listed if process.pid in self._seen]
-        known_sizes = [size for size in sizes if size is not None]
-        return sum(known_sizes) if known_sizes else None
+        listed = processes_on(self.host, self.device.gpu.index) or ()
+        return memory_held(process for process in listed if process.pid in self._seen)
 
     def close(self, *, program_lives: bool = False) -> None:
         """Name this gpushare in the record again: the program may start once more, and until `forget` it is a job."""

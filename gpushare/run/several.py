@@ -17,12 +17,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Final, TypeVar
 
-from gpushare.base.errors import GpushareError, NoPermission, OperationFailed
+from gpushare.base.errors import NoPermission, OperationFailed
 from gpushare.base.selection import Device
 from gpushare.base.values import dataclass
 from gpushare.host.activity import ActivityMeter
 from gpushare.host.guard import Guard
-from gpushare.host.host import Host
+from gpushare.host.host import Host, processes_on
 from gpushare.host.identity import start_of
 from gpushare.host.process import Child, Streams, known, signal_known
 from gpushare.host.program import group_members
@@ -30,6 +30,7 @@ from gpushare.host.written_file import directory_of, open_over
 from gpushare.mps.home import client_environment, without_own_limits
 from gpushare.mps.kill import DRAIN_BOUND_SECONDS, Drain, Meter, end_clients, kill_all, wait_for_drain
 from gpushare.mps.limits import Limits
+from gpushare.part import memory_held
 from gpushare.run.end import GRACE_SECONDS, end_programs, still_there
 from gpushare.run.program import dismiss, guard_of
 from gpushare.run.share import Held, MpsShare, Share
@@ -452,13 +453,5 @@ def _members(program: Program) -> list[int]:
 
 def peak_memory(host: Host, device: Device, program: Program) -> int | None:
     """Return the device memory that a program's processes hold now (NVML's process list); None when it is not known."""
-    if host.processes.namespace_is_host() is False:
-        return None
-    try:
-        listed = host.nvml.processes(device.gpu.index) or ()
-    except GpushareError:
-        return None
     tree = set(host.processes.descendants(program.pid))
-    sizes = [process.memory_used_bytes for process in listed if process.pid in tree]
-    known_sizes = [size for size in sizes if size is not None]
-    return sum(known_sizes) if known_sizes and len(known_sizes) == len(sizes) else None
+    return memory_held(process for process in processes_on(host, device.gpu.index) or () if process.pid in tree)

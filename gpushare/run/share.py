@@ -16,7 +16,7 @@ from gpushare.base.units import parse_pinned_limits, parse_thread_percentage
 from gpushare.base.values import dataclass
 from gpushare.host.activity import ActivityMeter
 from gpushare.host.claims import HeldClaim
-from gpushare.host.host import Host
+from gpushare.host.host import Host, processes_on
 from gpushare.host.process import not_startable_error
 from gpushare.host.records import read_tail
 from gpushare.mps.control import MpsControl, is_server
@@ -83,11 +83,8 @@ class Attachment(Watch):
 
     def _find_outside(self, tree: set[int], clients: Collection[int]) -> None:
         """Note the job's processes that run outside MPS: they compute on the GPU, and the daemon does not know them."""
-        if self.host.processes.namespace_is_host() is False:
-            return
-        try:
-            running = self.host.nvml.processes(self.device.gpu.index) or ()
-        except GpushareError:
+        running = processes_on(self.host, self.device.gpu.index)
+        if running is None:
             return
         ours = [process for process in running if process.pid in tree]
         self.note_memory(ours)
