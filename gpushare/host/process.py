@@ -641,14 +641,14 @@ def _allowing_tracing() -> Callable[[], object]:
     return lambda: libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
 
 
-def known(processes: Processes, pids: Iterable[int] | Mapping[int, int]) -> dict[int, int]:
+def starts_of(processes: Processes, pids: Iterable[int] | Mapping[int, int]) -> dict[int, int]:
     """Return the starts of processes by PID, without those that are gone; a mapping has them already."""
     if isinstance(pids, Mapping):
         return dict(pids)
     return dict(identity for pid in pids if (identity := processes.identity(pid)) is not None)
 
 
-def signal_known(processes: Processes, pid: int, started: int, number: int) -> bool:
+def signal_same(processes: Processes, pid: int, started: int, number: int) -> bool:
     """Send a signal to the process that started then; return whether it was still there.
 
     Raises:
@@ -661,7 +661,7 @@ def signal_known(processes: Processes, pid: int, started: int, number: int) -> b
     return True
 
 
-def named(processes: Processes, pids: Iterable[int], most: int = 4) -> str:
+def processes_text(processes: Processes, pids: Iterable[int], most: int = 4) -> str:
     """Return processes in words: ``7 (train.py, user alice: python3 train.py)``."""
     pids = sorted(set(pids))
     words = [_process_text(processes, pid) for pid in pids[:most]]

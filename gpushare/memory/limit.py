@@ -20,7 +20,7 @@ from gpushare.base.selection import Device
 from gpushare.base.units import MIB, format_apart, format_bytes, parse_memory_limit, parse_thread_percentage, quoted
 from gpushare.base.values import dataclass
 from gpushare.host.host import Host
-from gpushare.host.process import known, signal_known, wait_gone
+from gpushare.host.process import signal_same, starts_of, wait_gone
 from gpushare.memory.ledger import LAPSE_SECONDS, Place
 from gpushare.part import Part, Watch
 
@@ -284,10 +284,10 @@ class JobMemory(Part):
 
     def _stop(self) -> None:
         """Stop all processes of the job with SIGSTOP, and note which they are."""
-        below = known(self._host.processes, self._host.processes.descendants(self._root))
+        below = starts_of(self._host.processes, self._host.processes.descendants(self._root))
         for pid, started in {**self._strays(), **below}.items():
             with contextlib.suppress(NoPermission):
-                if signal_known(self._host.processes, pid, started, signal.SIGSTOP):
+                if signal_same(self._host.processes, pid, started, signal.SIGSTOP):
                     self._stopped[pid] = started
 
     def _strays(self) -> dict[int, int]:
@@ -320,7 +320,7 @@ class JobMemory(Part):
         stopped, self._stopped = self._stopped, {}
         for pid, started in stopped.items():
             with contextlib.suppress(NoPermission):
-                signal_known(self._host.processes, pid, started, signal.SIGCONT)
+                signal_same(self._host.processes, pid, started, signal.SIGCONT)
 
     def leave(self) -> None:
         """Leave the ledger."""
@@ -334,7 +334,7 @@ class JobMemory(Part):
         if not limited or self._root == 0:
             return
         # Processes that hold nothing yet count, too.
-        marked = known(self._host.processes, self._host.processes.started_with(MARK, self.mark))
+        marked = starts_of(self._host.processes, self._host.processes.started_with(MARK, self.mark))
         stays = set(wait_gone(self._host.processes, {**marked, **self._strays()}, _LEFT_SECONDS))
         held = sum(process.memory_used_bytes or 0 for process in self._processes() or () if process.pid in stays)
         if stays:
@@ -388,7 +388,7 @@ class JobMemory(Part):
             return False
         below = any(above == self._root or above in self._family for above in self._host.processes.ancestry(pid))
         if below or (self._host.processes.environment(pid) or {}).get(MARK) == self.mark:
-            self._family.update(known(self._host.processes, [pid]))
+            self._family.update(starts_of(self._host.processes, [pid]))
             return True
         self._strangers.add(pid)
         return False

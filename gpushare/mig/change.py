@@ -17,7 +17,7 @@ from gpushare.host.capabilities import NODES
 from gpushare.host.claims import Claim, take_claim
 from gpushare.host.host import Host, ending_hint
 from gpushare.host.identity import ancestors, is_kernel_thread, start_of
-from gpushare.host.process import named
+from gpushare.host.process import processes_text
 from gpushare.host.users import has_records
 from gpushare.mig.daemons import (
     daemon_steps_after,
@@ -186,7 +186,7 @@ def refuse_claimed(host: Host, gpu: Gpu, removed: InstanceChange) -> None:
 def _claimed_error(host: Host, gpu: Gpu, title: str, pid: int, then: str = "") -> InUse:
     """Return the error about an instance of which a `gpushare run` has a claim; ``then``: why that is odd."""
     return InUse(
-        f"GPU {gpu.index}: {title} is claimed by process {named(host.processes, [pid])}{then}; "
+        f"GPU {gpu.index}: {title} is claimed by process {processes_text(host.processes, [pid])}{then}; "
         "the driver does not list it there, so --evict does not end it",
         f"wait until it ends, or check it and end it yourself: ps -fp {pid}",
         gpu=gpu.index,
@@ -214,7 +214,7 @@ class Eviction:
         self._check_evictable()
         pids = sorted(self.started)
         count = f"{len(pids)} {'process' if len(pids) == 1 else 'processes'}"
-        who = named(self._host.processes, pids, most=len(pids))
+        who = processes_text(self._host.processes, pids, most=len(pids))
         return Step(
             what=f"end {count} in {self.title} on GPU {self._gpu.index}: {who}",
             command=f"kill {' '.join(map(str, pids))}",
@@ -258,7 +258,7 @@ class Eviction:
         alive = self._signal_and_wait(alive, signal.SIGKILL, _KILL_SECONDS)
         if alive:
             raise InUse(
-                f"GPU {self._gpu.index}: {named(self._host.processes, alive)} in {self.title} did not end",
+                f"GPU {self._gpu.index}: {processes_text(self._host.processes, alive)} in {self.title} did not end",
                 f"see why: ps -o pid,stat,wchan,cmd -p {','.join(map(str, alive))}",
                 gpu=self._gpu.index,
             )
@@ -319,7 +319,7 @@ class Eviction:
 
     def _not_evictable_error(self, pids: Collection[int], reason: str, hint: str) -> InUse:
         return InUse(
-            f"GPU {self._gpu.index}: {named(self._host.processes, pids)} in {self.title} {reason}; --evict does not end it",
+            f"GPU {self._gpu.index}: {processes_text(self._host.processes, pids)} in {self.title} {reason}; --evict does not end it",
             hint,
             gpu=self._gpu.index,
             code="not_evictable",
@@ -472,7 +472,7 @@ def _losses(host: Host, change: GpuChange) -> Iterator[Loss]:
         reasons = [
             *([f"named '{instance.name}'"] if instance.name else []),
             *([f"granted to {', '.join(instance.granted)}"] if instance.granted else []),
-            *([f"in use by {named(host.processes, [pid])}" for pid in inside]),
+            *([f"in use by {processes_text(host.processes, [pid])}" for pid in inside]),
             *([] if instance.made else ["not made by gpushare"]),
         ]
         if reasons:
@@ -577,7 +577,7 @@ def _take_claims(host: Host, change: MigChange, claims: contextlib.ExitStack) ->
                 claim = take_claim(host, part.uuid)
                 if isinstance(claim, Claim):
                     raise InUse(
-                        f"GPU {gpu_change.gpu.index}: a gpushare run has just taken {removed.instance}: process {named(host.processes, [claim.pid])}",
+                        f"GPU {gpu_change.gpu.index}: a gpushare run has just taken {removed.instance}: process {processes_text(host.processes, [claim.pid])}",
                         f"see who: gpushare mig status -g {gpu_change.gpu.index}",
                         gpu=gpu_change.gpu.index,
                     )

@@ -13,7 +13,7 @@ from gpushare.base.model import Gpu, MpsClient, MpsDaemon
 from gpushare.base.values import dataclass
 from gpushare.host.activity import Activity, ActivityMeter
 from gpushare.host.host import Host
-from gpushare.host.process import known, signal_known, wait_gone
+from gpushare.host.process import signal_same, starts_of, wait_gone
 from gpushare.mps.daemons import FoundDaemon, find_daemons
 from gpushare.plan import Plan, Step, carry_out
 
@@ -69,7 +69,7 @@ class Ending:
         self, host: Host, pids: Iterable[int] | Mapping[int, float], meter: Meter, bound_seconds: float
     ) -> None:
         self._host, self._meter, self._bound = host, meter, bound_seconds
-        self._started = known(host.processes, pids)
+        self._started = starts_of(host.processes, pids)
         self._stopped: list[int] = []
         self._before: Activity | None = None
         self.drain = Drain(seconds=0.0, by="bound", source=None, before_percent=None, after_percent=None)
@@ -112,7 +112,7 @@ class Ending:
             return
         # Before the signal: Ctrl-C right after it must not leave the process stopped forever.
         self._stopped.append(pid)
-        if not signal_known(processes, pid, started, signal.SIGSTOP):
+        if not signal_same(processes, pid, started, signal.SIGSTOP):
             return
         deadline = time.monotonic() + _STOP_SECONDS
         while time.monotonic() < deadline:
@@ -126,7 +126,7 @@ class Ending:
         for pid in self._stopped:
             # A process of another user was not stopped either.
             with contextlib.suppress(NoPermission):
-                signal_known(self._host.processes, pid, self._started[pid], signal.SIGCONT)
+                signal_same(self._host.processes, pid, self._started[pid], signal.SIGCONT)
 
     def _wait(self) -> None:
         """Wait until the queue has drained, and keep how it did."""
@@ -158,9 +158,9 @@ def kill_all(host: Host, pids: Iterable[int] | Mapping[int, float]) -> None:
         NoPermission: one belongs to another user.
         OperationFailed: one does not end.
     """
-    started = known(host.processes, pids)
+    started = starts_of(host.processes, pids)
     for pid in started:
-        signal_known(host.processes, pid, started[pid], signal.SIGKILL)
+        signal_same(host.processes, pid, started[pid], signal.SIGKILL)
     alive = wait_gone(host.processes, started, _GONE_SECONDS)
     if alive:
         raise OperationFailed(

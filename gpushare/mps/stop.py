@@ -31,7 +31,7 @@ from gpushare.host.capabilities import user_name
 from gpushare.host.compute_mode import set_compute_mode
 from gpushare.host.host import Host, ending_hint
 from gpushare.host.identity import start_of
-from gpushare.host.process import ProcessInfo, named, signal_known, wait_gone
+from gpushare.host.process import ProcessInfo, processes_text, signal_same, wait_gone
 from gpushare.host.smi import compute_mode_command
 from gpushare.mps.control import MpsControl, NoDaemon, control_command, is_server, not_your_daemon_error
 from gpushare.mps.daemons import FoundDaemon, find_daemons, live_pid, with_answers
@@ -205,7 +205,9 @@ class Stop:
             leases = [] if home is None else or_none(home.live_leases)
             used = sorted({*(clients or ()), *(leases or ())})
             reasons += [] if clients is not None else ["it does not tell whether it has clients"]
-            reasons += [f"{counted(len(used), 'program')} on it: {named(self._host.processes, used)}"] if used else []
+            reasons += (
+                [f"{counted(len(used), 'program')} on it: {processes_text(self._host.processes, used)}"] if used else []
+            )
         title = f"the MPS daemon {daemon.pid}{self._place_text()}"
         return (Loss(action="stops", what=title, why=tuple(reasons)),) if reasons else ()
 
@@ -367,7 +369,7 @@ class Stop:
         new = [] if self._agreed is None else [pid for pid in clients if pid not in self._agreed]
         if new:
             raise InUse(
-                f"the MPS daemon {self._pid} has {counted(len(new), 'new client')}: {named(host.processes, new)}; "
+                f"the MPS daemon {self._pid} has {counted(len(new), 'new client')}: {processes_text(host.processes, new)}; "
                 "it was not stopped",
                 f"run it again, and it asks for these too: {item.stop_command} --force",
                 gpu=None if item.daemon.gpu_index is None else str(item.daemon.gpu_index),
@@ -434,7 +436,7 @@ def _wake(host: Host, control: MpsControl, pid: int, started: int) -> tuple[bool
         try:
             control.answers(timeout=_PROBE_SECONDS)
         except TimedOut:
-            signal_known(host.processes, pid, started, signal.SIGCONT)
+            signal_same(host.processes, pid, started, signal.SIGCONT)
         else:
             return True, woken
     return False, True
@@ -451,11 +453,11 @@ def _end_by_signals(host: Host, pid: int, started: int) -> bool:
         if now is not None and now.uid != daemon.uid:
             # The PID is now a program of another user.
             return False
-        signal_known(host.processes, pid, started, number)
+        signal_same(host.processes, pid, started, number)
         if not wait_gone(host.processes, {pid: started}, 3.0):
             # No daemon is left to end them.
             for server in wait_gone(host.processes, servers, 1.0):
-                signal_known(host.processes, server, servers[server], signal.SIGKILL)
+                signal_same(host.processes, server, servers[server], signal.SIGKILL)
             return True
     return False
 

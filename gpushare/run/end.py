@@ -10,7 +10,7 @@ from typing import Final
 
 from gpushare.base.errors import GpushareError, NoPermission, NotFound
 from gpushare.host.host import Host
-from gpushare.host.process import known, signal_known, wait_gone
+from gpushare.host.process import signal_same, starts_of, wait_gone
 from gpushare.host.users import has_records
 from gpushare.memory.swap import checkpoint_before_kill
 from gpushare.mps.control import MpsControl
@@ -33,7 +33,7 @@ def ask_to_end(host: Host, pids: Mapping[int, int], clients: set[int] | None, nu
         chosen = _signal_to_send(host, pid, number, client=clients is None or pid in clients)
         if chosen is not None:
             with contextlib.suppress(NoPermission):
-                if signal_known(host.processes, pid, started, chosen):
+                if signal_same(host.processes, pid, started, chosen):
                     asked[pid] = started
     return asked
 
@@ -76,7 +76,7 @@ def end_programs(
     Raises:
         GpushareError: a process could not be ended.
     """
-    programs = known(host.processes, program_pids)
+    programs = starts_of(host.processes, program_pids)
     pids = _living(host, programs)
     if not pids:
         return None
@@ -112,7 +112,7 @@ def _living(host: Host, started: Mapping[int, int]) -> dict[int, int]:
     """Return the living ones of some processes and their descendants, with start times."""
     alive = [pid for pid, began in started.items() if host.processes.alive(pid, began)]
     below = dict.fromkeys(other for pid in alive for other in host.processes.descendants(pid))
-    living = known(host.processes, [pid for pid in below if pid not in started])
+    living = starts_of(host.processes, [pid for pid in below if pid not in started])
     living |= {pid: began for pid, began in started.items() if pid in below}
     return {pid: living[pid] for pid in below if pid in living and host.processes.alive(pid, living[pid])}
 
@@ -138,7 +138,7 @@ def still_there(host: Host, groups: Mapping[int, Iterable[int]]) -> dict[int, tu
     """Return which of the processes found of each program (by its PID) stay; programs without any are left out."""
     members = {program: tuple(pids) for program, pids in groups.items()}
     # By start time: a PID may have been reused.
-    started = known(host.processes, [pid for pids in members.values() for pid in pids])
+    started = starts_of(host.processes, [pid for pids in members.values() for pid in pids])
     still = set(wait_gone(host.processes, started, HELPER_SECONDS))
     kept = {program: tuple(pid for pid in pids if pid in still) for program, pids in members.items()}
     return {program: pids for program, pids in kept.items() if pids}

@@ -12,7 +12,7 @@ from gpushare.base.errors import GpushareError
 from gpushare.host.activity import ActivityMeter
 from gpushare.host.claims import HeldClaim
 from gpushare.host.host import Host
-from gpushare.host.process import known
+from gpushare.host.process import starts_of
 from gpushare.host.users import has_records
 from gpushare.mps.control import MpsControl
 from gpushare.mps.home import DaemonHome, Lease, own_home
@@ -72,7 +72,7 @@ def _end_programs(
     host: Host, home: DaemonHome, uuid: str, index: int, programs: Mapping[int, int | None], *, mps: bool
 ) -> None:
     """End those of the programs that still run, the safe way."""
-    pids = known(host.processes, [pid for pid, started in programs.items() if host.processes.alive(pid, started)])
+    pids = starts_of(host.processes, [pid for pid, started in programs.items() if host.processes.alive(pid, started)])
     if not pids:
         return
     from gpushare.run.pause import resume_all

@@ -21,7 +21,7 @@ from gpushare.base.values import dataclass
 from gpushare.host.channels import Channels
 from gpushare.host.host import Host
 from gpushare.host.identity import start_of, uptime
-from gpushare.host.process import known, signal_known
+from gpushare.host.process import signal_same, starts_of
 from gpushare.host.slice_lock import probed
 from gpushare.host.store import Kept, RecordStore, any_lives
 from gpushare.pause.change import channel_names, enable
@@ -117,7 +117,7 @@ class Pauser:
         for pid, started in list(self._stopped.items()):
             del self._stopped[pid]
             with contextlib.suppress(NoPermission):
-                signal_known(self._host.processes, pid, started, signal.SIGCONT)
+                signal_same(self._host.processes, pid, started, signal.SIGCONT)
 
     def close(self) -> None:
         """Let it continue for good."""
@@ -144,7 +144,7 @@ class Pauser:
         self._tell_once(pid, info.started)
         self._stopped[pid] = info.started
         with contextlib.suppress(NoPermission):
-            signal_known(self._host.processes, pid, info.started, signal.SIGSTOP)
+            signal_same(self._host.processes, pid, info.started, signal.SIGSTOP)
         return True
 
     def _tell_once(self, pid: int, started: int | None) -> None:
@@ -282,9 +282,9 @@ class ChannelPauser:
 def resume_all(host: Host, pids: Sequence[int]) -> None:
     """Continue (SIGCONT) the programs of a gpushare that died, so that they can end."""
     members = [member for pid in pids for member in host.processes.descendants(pid)]
-    for member, started in known(host.processes, members).items():
+    for member, started in starts_of(host.processes, members).items():
         with contextlib.suppress(NoPermission):
-            signal_known(host.processes, member, started, signal.SIGCONT)
+            signal_same(host.processes, member, started, signal.SIGCONT)
 
 
 @dataclass

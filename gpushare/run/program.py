@@ -22,7 +22,7 @@ from gpushare.host.claims import HeldClaim
 from gpushare.host.guard import DONE, Guard
 from gpushare.host.host import Host, make_private_directory
 from gpushare.host.identity import start_of
-from gpushare.host.process import Child, Streams, known
+from gpushare.host.process import Child, Streams, starts_of
 from gpushare.host.written_file import open_to_append
 from gpushare.memory.peaks import Profile, keep_profile
 from gpushare.mps.kill import DRAIN_BOUND_SECONDS
@@ -602,7 +602,7 @@ class Session:
 
         drain = end_programs(
             self._host,
-            {**known(self._host.processes, [self._watch.signalled_pid]), **strays},
+            {**starts_of(self._host.processes, [self._watch.signalled_pid]), **strays},
             self._watch.clients,
             self._share.meter,
             number=number,

@@ -24,7 +24,7 @@ from gpushare.host.activity import ActivityMeter
 from gpushare.host.guard import Guard
 from gpushare.host.host import Host, processes_on
 from gpushare.host.identity import start_of
-from gpushare.host.process import Child, Streams, known, signal_known
+from gpushare.host.process import Child, Streams, signal_same, starts_of
 from gpushare.host.program import group_members
 from gpushare.host.written_file import directory_of, open_over
 from gpushare.mps.home import client_environment, without_own_limits
@@ -269,9 +269,9 @@ class Group:
         """Send a signal to a program and its descendants."""
         # Once it has ended, its PID may be reused.
         tree = self.host.processes.descendants(program.pid) if program.runs else ()
-        for pid, started in known(self.host.processes, tree).items():
+        for pid, started in starts_of(self.host.processes, tree).items():
             with contextlib.suppress(NoPermission):
-                signal_known(self.host.processes, pid, started, number)
+                signal_same(self.host.processes, pid, started, number)
 
     def launch(
         self,

@@ -19,7 +19,7 @@ from gpushare.base.values import dataclass
 from gpushare.host.activity import ActivityMeter
 from gpushare.host.host import Host, ending_hint
 from gpushare.host.identity import Identity, is_stopped
-from gpushare.host.process import known, signal_known, wait_gone
+from gpushare.host.process import signal_same, starts_of, wait_gone
 from gpushare.host.program import MPS_CONTROL
 from gpushare.host.store import Job
 from gpushare.host.users import has_records
@@ -238,7 +238,7 @@ class Stop:
 
     def _ask(self, supervisor: Identity) -> None:
         """Ask the job's gpushare to end it (SIGTERM)."""
-        signal_known(self._host.processes, *supervisor, signal.SIGTERM)
+        signal_same(self._host.processes, *supervisor, signal.SIGTERM)
 
     def _wait_for_end(self, supervisor: Identity) -> None:
         """Wait until the job is gone; after a given grace ask once more. Raises OperationFailed: it is still there."""
@@ -268,7 +268,7 @@ class Stop:
                 return False
             if is_stopped(supervisor.pid):
                 # Ctrl-Z, which may take effect only after it was asked: it would not see the signal.
-                signal_known(self._host.processes, *supervisor, signal.SIGCONT)
+                signal_same(self._host.processes, *supervisor, signal.SIGCONT)
             time.sleep(_POLL_SECONDS)
         return True
 
@@ -339,7 +339,7 @@ class Stop:
             # NVML knows it as a client, and its daemon does not answer.
             gpu, process = next((gpu, each) for gpu, each in on_gpu.values() if each.mps)
             meter = ActivityMeter(host.nvml, gpu.index, process.gpu_instance_id)
-        ending = self._ending = Ending(host, known(host.processes, tree), meter, bound)
+        ending = self._ending = Ending(host, starts_of(host.processes, tree), meter, bound)
         steps = ending.steps()
         for client in clients[:1]:
             if client.client.server_pid is not None:
