@@ -489,24 +489,24 @@ class _File:
         self._info = bytearray(INFO.size)
         self._ask_info = files.prepared(file, RM_CONTROL, self._argument, self._info)
 
-    def control(self, client: int, thing: int, command: int, parameters: bytearray) -> int:
+    def control(self, client: int, handle: int, command: int, parameters: bytearray) -> int:
         """Make one call and return its status; ``parameters`` takes what it answers."""
-        argument = bytearray(ARGUMENT.pack(client, thing, command, 0, 0, len(parameters), 0xFFFFFFFF))
+        argument = bytearray(ARGUMENT.pack(client, handle, command, 0, 0, len(parameters), 0xFFFFFFFF))
         self._ioctl(RM_CONTROL, argument, parameters)
         return int.from_bytes(argument[_STATUS_AT:], "little")
 
-    def demand(self, name: str, client: int, thing: int, command: int, parameters: bytearray) -> None:
+    def demand(self, name: str, client: int, handle: int, command: int, parameters: bytearray) -> None:
         """Make one call. Raises Refused unless its status is 0."""
-        status = self.control(client, thing, command, parameters)
+        status = self.control(client, handle, command, parameters)
         if status != OK:
             raise _status_refusal(name, status)
 
-    def info(self, client: int, thing: int, index: int = CLASS) -> tuple[int, int]:
+    def info(self, client: int, handle: int, index: int = CLASS) -> tuple[int, int]:
         """Return the status, and the class or parent of a handle. RM takes no GPU lock for this call."""
         argument, parameters = self._argument, self._info
         _HANDLES(argument, 0, client, client)
         _STATUS(argument, _STATUS_AT, 0xFFFFFFFF)
-        _INFO(parameters, 0, thing, index, 0)
+        _INFO(parameters, 0, handle, index, 0)
         try:
             self._ask_info()
         except OSError as error:
@@ -514,9 +514,9 @@ class _File:
         # The result is a union of a 32-bit handle and 64 bits.
         return _NUMBER(argument, _STATUS_AT)[0], _NUMBER(parameters, 8)[0]
 
-    def parent_of(self, client: int, thing: int) -> int | None:
+    def parent_of(self, client: int, handle: int) -> int | None:
         """Return the parent of an object; None: there is no such object."""
-        status, parent = self.info(client, thing, PARENT)
+        status, parent = self.info(client, handle, PARENT)
         return parent if status == OK else None
 
     def slice_of(self, client: int, group: int) -> int:

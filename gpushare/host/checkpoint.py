@@ -216,17 +216,17 @@ def _hangs_error(name: str, pid: int) -> TimedOut:
     )
 
 
-def _check_code(code: int, what: str, pid: int) -> None:
-    """Raise unless a call's answer is CUDA_SUCCESS; ``what`` is the verb for people."""
+def _check_code(code: int, verb: str, pid: int) -> None:
+    """Raise unless a call's answer is CUDA_SUCCESS; ``verb`` is the verb for people."""
     if code == SUCCESS:
         return
     if code == 801:
         raise NotSupported(
-            f"the driver cannot {what} process {pid}: it is a client of MPS, or uses NCCL, CUDA IPC or managed memory",
+            f"the driver cannot {verb} process {pid}: it is a client of MPS, or uses NCCL, CUDA IPC or managed memory",
             f"outside MPS it can be paused: gpushare pause {pid}",
             code="not_supported",
         )
     reason = "it is locked already" if code == ILLEGAL_STATE else f"CUDA error {code}"
     raise OperationFailed(
-        f"the driver did not {what} process {pid}: {reason}", "see: gpushare status", code="lock_refused"
+        f"the driver did not {verb} process {pid}: {reason}", "see: gpushare status", code="lock_refused"
     )

@@ -36,7 +36,7 @@ def set_compute_mode(host: Host, device: Device, mode: ComputeMode) -> None:
     compute_mode_step(host, device, mode, before=None).do()
 
 
-def need_root(host: Host, what: str) -> None:
+def need_root(host: Host, change: str) -> None:
     """Refuse a change to any user but root."""
     if not host.root:
-        raise needs_root_error(what)
+        raise needs_root_error(change)

@@ -60,15 +60,15 @@ class Guard:
         self._words, self._answers = cast("IO[bytes]", self._process.stdin), cast("IO[bytes]", self._process.stdout)
         self.pid = self._process.pid
 
-    def _guard_failed_error(self, why: object) -> OperationFailed:
+    def _guard_failed_error(self, reason: object) -> OperationFailed:
         """Return the error about a guard that does not start or is gone."""
         import shlex
 
         from gpushare.base.errors import OperationFailed, system_error
 
-        system = system_error(why) if isinstance(why, OSError) else None
+        system = system_error(reason) if isinstance(reason, OSError) else None
         return OperationFailed(
-            f"the guard, which {self._duty}, does not start: {getattr(why, 'strerror', None) or why}",
+            f"the guard, which {self._duty}, does not start: {getattr(reason, 'strerror', None) or reason}",
             f"see what starts it: ls -l {shlex.quote(sys.executable)}" if system is None else system.hint,
             code="guard_failed",
         )

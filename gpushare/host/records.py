@@ -172,8 +172,8 @@ def _why_distrusted(stated: os.stat_result, owners: frozenset[int] | None = None
 
 
 @contextlib.contextmanager
-def writing(path: Path, what: str, *, code: str = "file_unwritable") -> Iterator[None]:
-    """Turn an OSError into an error about our file; ``what`` is its purpose.
+def writing(path: Path, purpose: str, *, code: str = "file_unwritable") -> Iterator[None]:
+    """Turn an OSError into an error about our file; ``purpose`` says what it is for.
 
     Raises:
         NoPermission: this user may not write there.
@@ -182,12 +182,12 @@ def writing(path: Path, what: str, *, code: str = "file_unwritable") -> Iterator
     try:
         yield
     except OSError as error:
-        raise unwritable_error(path, what, error, code=code) from error
+        raise unwritable_error(path, purpose, error, code=code) from error
 
 
-def unwritable_error(path: Path, what: str, error: OSError, *, code: str = "file_unwritable") -> GpushareError:
+def unwritable_error(path: Path, purpose: str, error: OSError, *, code: str = "file_unwritable") -> GpushareError:
     """Return the error for a file of gpushare that cannot be written."""
-    message = f"{path}, {what}, cannot be written: {error.strerror or error}"
+    message = f"{path}, {purpose}, cannot be written: {error.strerror or error}"
     words = ["ls", "-ld", str(path.parent), str(path)]
     if error.errno in _FORBIDDEN:
         hint = f"run as its owner, or as root: sudo gpushare ...; see whose it is: {shlex.join(words)}"
@@ -201,7 +201,7 @@ def unwritable_error(path: Path, what: str, error: OSError, *, code: str = "file
 
 
 @contextlib.contextmanager
-def directory_locked(directory: Path, what: str, *, waits: Callable[[float], None] | None = None) -> Iterator[None]:
+def directory_locked(directory: Path, purpose: str, *, waits: Callable[[float], None] | None = None) -> Iterator[None]:
     """Hold the lock of a directory of records, which is created, one gpushare of this user after the other.
 
     ``waits`` is called with the seconds so far while another one has it, and may raise.
@@ -215,13 +215,13 @@ def directory_locked(directory: Path, what: str, *, waits: Callable[[float], Non
     make_private_directory(directory.parent)
     make_private_directory(directory)
     path = directory / "lock"
-    descriptor = open_lock(path, what)
+    descriptor = open_lock(path, purpose)
     try:
         began = time.monotonic()
         while waits is not None and not flocked(descriptor):
             waits(time.monotonic() - began)
             time.sleep(_LOCK_POLL_SECONDS)
-        with writing(path, what):
+        with writing(path, purpose):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
@@ -254,7 +254,7 @@ def lock_within(descriptor: int, path: Path, seconds: float, holds: str) -> None
         time.sleep(0.02)
 
 
-def open_lock(path: Path, what: str, *, code: str = "file_unwritable") -> int:
+def open_lock(path: Path, purpose: str, *, code: str = "file_unwritable") -> int:
     """Return the descriptor of a lock file, created if it does not exist; it is not locked yet.
 
     Only its owner and root can open it, because anybody who can read a file can lock it.
@@ -262,14 +262,14 @@ def open_lock(path: Path, what: str, *, code: str = "file_unwritable") -> int:
     Raises:
         NoPermission, OperationFailed: as `writing`.
     """
-    with writing(path, what, code=code):
+    with writing(path, purpose, code=code):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _SAFE, 0o600)
         try:
             stated = os.fstat(descriptor)
             reason = _why_distrusted(stated)
             if reason is not None:
                 raise OperationFailed(
-                    f"{path}, {what}, cannot be used: {reason}",
+                    f"{path}, {purpose}, cannot be used: {reason}",
                     f"remove what is in the way: ls -l {shlex.quote(str(path))}",
                     code=code,
                 )

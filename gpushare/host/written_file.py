@@ -220,6 +220,6 @@ def check_links(path: Path) -> None:
             raise _in_the_way_error(part, f"a symbolic link of user {stated.st_uid}")
 
 
-def _in_the_way_error(path: Path, what: str) -> OSError:
+def _in_the_way_error(path: Path, obstacle: str) -> OSError:
     """Return the error about something that is not to be written."""
-    return FileExistsError(errno.EEXIST, f"it is {what}", str(path))
+    return FileExistsError(errno.EEXIST, f"it is {obstacle}", str(path))

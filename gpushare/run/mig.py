@@ -134,12 +134,12 @@ def _take_first_free(host: Host, places: Sequence[Place]) -> tuple[tuple[Place, 
             held.append((place, (holder_of(host, claim),)))
             continue
         try:
-            again, inside = _look_up_again(host, place)
+            present, inside = _look_up_again(host, place)
         except BaseException:
             claim.release()
             raise
-        if again is not None and _is_free(again, inside):
-            return (again, claim), held
+        if present is not None and _is_free(present, inside):
+            return (present, claim), held
         claim.release()
         held.append((place, inside))
     return None, held

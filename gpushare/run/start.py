@@ -965,11 +965,11 @@ class Yielding:
     def _wait(self, *, first: bool) -> None:
         """Wait until production has been quiet for long enough; at first, only until it is known to rest."""
         part, since = YieldToProduction(self.production, self.clock), self.clock()
-        quiet, said = (_FIRST_QUIET_SECONDS if first else self._quiet), not first
+        quiet, was_reported = (_FIRST_QUIET_SECONDS if first else self._quiet), not first
         while self.clock() - since < quiet:
             if part.works():
                 since = self.clock()
-                if not said:
-                    said = True
+                if not was_reported:
+                    was_reported = True
                     self.say(f"waits until {self.production.title} rests")
             self.sleep(_TICK_SECONDS)

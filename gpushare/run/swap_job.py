@@ -99,10 +99,10 @@ def out_of_gpu(host: Host, text: str, say: Callable[[str], None], *, dry_run: bo
     def act() -> None:
         """Swap the job out, unless that was done meanwhile."""
         with guarded(host, say), locked(host, say=say):
-            again = find_swap(host, job.pid, job.name)
+            present = find_swap(host, job.pid, job.name)
             checkpoint = host.open_checkpoint()
-            if again is not None and again.state in {OUT, LOST} and not is_back(host, again, checkpoint):
-                raise _already_out_error(again)
+            if present is not None and present.state in {OUT, LOST} and not is_back(host, present, checkpoint):
+                raise _already_out_error(present)
             done.append(go_out(host, swap, checkpoint, lambda: processes_to_swap(host, job), room_kept))
 
     pids = " ".join(str(process.pid) for process in processes)

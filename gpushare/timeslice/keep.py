@@ -113,7 +113,7 @@ class _Process:
     """A process that NVML lists.
 
     ``channels`` are its channel groups at the last scan; ``scan``: it has to be scanned, for the first time or because its
-    contexts have changed. ``left``: it is left alone until the rules are read again.
+    contexts have changed. ``ignored``: it is left alone until the rules are read again.
     """
 
     pid: int
@@ -124,7 +124,7 @@ class _Process:
     channels: Channels | None = None
     scan: bool = True
     slices: dict[Key, _Slice] = field(default_factory=dict)
-    left: bool = False
+    ignored: bool = False
     # Another program has changed it after keep.
     changed: bool = False
     tries: int = 0
@@ -225,7 +225,7 @@ class Keeper:
     def _next_due(self) -> _Process | None:
         """Return the process to work on: of those that are due, one of the user who took the least time."""
         now = self._clock()
-        due = [process for process in self._processes.values() if process.due <= now and not process.left]
+        due = [process for process in self._processes.values() if process.due <= now and not process.ignored]
         return min(due, key=lambda process: (self._spent.get(process.owner, 0.0), process.due), default=None)
 
     def _work(self, process: _Process, events: list[Event]) -> None:
@@ -258,11 +258,11 @@ class Keeper:
         elif error is not None and error.code != "process_gone":
             self._skip(process, error, events)
         else:
-            process.left = True
+            process.ignored = True
 
     def _skip(self, process: _Process, error: GpushareError, events: list[Event]) -> None:
         """Leave a process alone until the rules are read again, and say why."""
-        process.left = True
+        process.ignored = True
         events.append(self._skipped_event(process, error))
 
     def _skipped_event(self, process: _Process, error: GpushareError) -> Event:
@@ -319,7 +319,7 @@ class Keeper:
         ]
         if process.changed:
             # The other groups stay in the record: they are put back at the end.
-            process.left = True
+            process.ignored = True
             self._write(events)
             return
         if not wishes:
@@ -405,7 +405,7 @@ class Keeper:
             origin = self._host.origin(process.pid, command=command)
             if origin is not None and origin.started == process.origin.started:
                 process.origin = origin
-            process.left, process.due, process.tries, process.wait = (
+            process.ignored, process.due, process.tries, process.wait = (
                 process.changed,
                 self._clock(),
                 0,
@@ -749,10 +749,8 @@ class Deviation:
 
     def __str__(self) -> str:
         who = f"process {self.pid}" + (f" ({self.user})" if self.user else "")
-        found = "unknown" if self.found_us is None else format_slice(self.found_us)
-        return (
-            f"{who} on GPU {self.gpu}: time-slice {found}; the file: {format_slice(self.wanted_us)} (rule {self.rule})"
-        )
+        slice_text = "unknown" if self.found_us is None else format_slice(self.found_us)
+        return f"{who} on GPU {self.gpu}: time-slice {slice_text}; the file: {format_slice(self.wanted_us)} (rule {self.rule})"
 
 
 def deviations(host: Host, policy: Policy) -> list[Deviation]:
