@@ -45,30 +45,19 @@ _STATE: Final = ("benched", "names", "past", "peaks", "tried", "tuned")
 _AGED: Final = ("/tmp/", "/var/tmp/")  # noqa: S108 - opened as a stranger's directory
 
 
-def read_bounded(path: Path) -> bytes:
-    """Return the bytes of a small regular file that this user or root wrote.
+def read_own(
+    path: Path | str, *, directory: int | None = None, owners: frozenset[int] | None = None, most: int = _MOST_BYTES
+) -> bytes:
+    """Return the bytes of a small file that root or this user wrote; with ``owners`` one of these, as a record.
 
-    Raises:
-        OSError: it does not exist (FileNotFoundError), or cannot be read.
-        ValueError: not a regular file, another user's, writable for others, or longer than 4 MiB; the message says which.
-    """
-    return _read_trusted(_open_unlinked(path), None, _MOST_BYTES)
-
-
-def read_own(path: str, *, directory: int, owners: frozenset[int] | None = None, most: int = _MOST_BYTES) -> bytes:
-    """Return the bytes of a file in an open directory that root or this user wrote; with ``owners`` one of these, as a record.
+    ``directory``: the open directory of the file.
 
     Raises:
         OSError: it does not exist (FileNotFoundError), or cannot be read.
         ValueError: not a regular file, another user's, writable for others, longer than ``most`` bytes, or a record with
             several names (hard links); the message says which.
     """
-    descriptor = _open_unlinked(os.path.basename(path), directory)
-    return _read_trusted(descriptor, owners, most)
-
-
-def _read_trusted(descriptor: int, owners: frozenset[int] | None, most: int) -> bytes:
-    """Return the bytes of an open file, and close it. Raises ValueError: it cannot be trusted, or is too long."""
+    descriptor = _open_unlinked(path if directory is None else os.path.basename(path), directory)
     with open(descriptor, "rb") as file:
         stated = os.fstat(descriptor)
         reason = _why_distrusted(stated, owners) or _open_to_others(stated, 0o022)

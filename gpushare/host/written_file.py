@@ -148,19 +148,24 @@ def open_over(path: Path, *, directory: int | None = None) -> int:
                 path, "a symbolic link" if error.errno == errno.ELOOP else "not a regular file"
             ) from None
         raise
-    try:
-        stated = os.fstat(descriptor)
-        if not stat.S_ISREG(stated.st_mode):
-            raise _in_the_way_error(path, "not a regular file")
-        if stated.st_uid != os.geteuid():
-            raise _in_the_way_error(path, f"a file of user {stated.st_uid}")
-        if stated.st_nlink > 1:
-            raise _in_the_way_error(path, "a file with several hard links")
-        os.ftruncate(descriptor, 0)
-    except BaseException:
-        os.close(descriptor)
-        raise
+    _check_own(path, descriptor)
+    os.ftruncate(descriptor, 0)
     return descriptor
+
+
+def _check_own(path: Path, descriptor: int) -> None:
+    """Raise, and close an open file, unless it is a regular file of this user alone."""
+    stated = os.fstat(descriptor)
+    obstacle = None
+    if not stat.S_ISREG(stated.st_mode):
+        obstacle = "not a regular file"
+    elif stated.st_uid != os.geteuid():
+        obstacle = f"a file of user {stated.st_uid}"
+    elif stated.st_nlink > 1:
+        obstacle = "a file with several hard links"
+    if obstacle is not None:
+        os.close(descriptor)
+        raise _in_the_way_error(path, obstacle)
 
 
 def open_new(path: Path) -> int:
@@ -192,10 +197,7 @@ def open_to_append(path: Path, *, create: bool = True, directory: int | None = N
             if error.errno == errno.ELOOP:
                 raise _in_the_way_error(path, "a symbolic link") from None
             raise
-    stated = os.fstat(descriptor)
-    if not stat.S_ISREG(stated.st_mode) or stated.st_uid != os.geteuid() or stated.st_nlink > 1:
-        os.close(descriptor)
-        raise _in_the_way_error(path, "not a regular file of this user alone")
+    _check_own(path, descriptor)
     return descriptor
 
 

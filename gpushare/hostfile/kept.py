@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from gpushare.base.errors import GpushareError, NotFound
 from gpushare.host.capabilities import user_id
 from gpushare.host.host import Host, is_trusted_directory
-from gpushare.host.records import read_bounded
+from gpushare.host.records import read_own
 from gpushare.memory.admission import MOST_LEASE_SECONDS, UserLimits
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def roots_file(host: Host) -> HostFile | None:
     for directory in (*own, *host.shared_state_directories):
         with contextlib.suppress(OSError, ValueError, GpushareError):
             if is_trusted_directory(directory):
-                read = read_bounded(directory / KEPT)
+                read = read_own(directory / KEPT)
                 # A dozen files are read only where there is such a file.
                 from gpushare.hostfile.parse import parse
                 from gpushare.inputs import decode_text

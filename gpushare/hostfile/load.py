@@ -19,7 +19,7 @@ from gpushare.form import HINT
 from gpushare.gpu_models import find_model
 from gpushare.host.capabilities import group_id, user_id, user_name
 from gpushare.host.host import Host, is_trusted_directory, make_private_directory
-from gpushare.host.records import read_bounded, read_own, replace_file, writing
+from gpushare.host.records import read_own, replace_file, writing
 from gpushare.host.written_file import directory_of
 from gpushare.hostfile.file import Entry, HostFile, InstanceWish, Matched, MpsWish, match_entries
 from gpushare.hostfile.kept import KEPT, kept_limits, user_limits_in
@@ -237,7 +237,7 @@ def _write_kept(host: Host, path: Path, text: str) -> Path:
     The same text is not written again: at boot the disk may be full or read-only.
     """
     with contextlib.suppress(OSError, ValueError):
-        if is_trusted_directory(host.state_directory) and read_bounded(path) == text.encode():
+        if is_trusted_directory(host.state_directory) and read_own(path) == text.encode():
             return path
     make_private_directory(host.state_directory, variable="GPUSHARE_STATE_DIR")
     with writing(path, "the file for the next boot", code="not_kept"):

@@ -154,17 +154,15 @@ def limits_beside(host: Host, device: Device, given: Limits, target: str | None,
         notes.append(
             f"production jobs here: {', '.join(job.name for job in living)}; to use the tuning for one of them: --for NAME"
         )
+    memory = _memory_limit(device, given, production, living, for_it, notes)
     if way is Way.SLICES:
-        memory = _memory_limit(device, given, production, living, for_it, notes)
-        return Spared(
-            limits=replace(given, memory_limit_bytes=memory), production=production, tuned=tuned, notes=tuple(notes)
-        )
+        limits = replace(given, memory_limit_bytes=memory)
+        return Spared(limits=limits, production=production, tuned=tuned, notes=tuple(notes))
     threads, priority = given.threads_percent, given.priority
     if threads is None:
         threads = SAFE_THREADS_PERCENT if tuned is None else tuned.threads_percent
     if priority is None:
         priority = Priority.LOW if tuned is None or tuned.low_priority else Priority.NORMAL
-    memory = _memory_limit(device, given, production, living, for_it, notes)
     limits = Limits(threads_percent=None if threads >= 100 else threads, memory_limit_bytes=memory, priority=priority)
     return Spared(limits=limits, production=production, tuned=tuned, notes=tuple(notes))
 

@@ -15,7 +15,7 @@ from gpushare.base.values import dataclass
 from gpushare.gpu_models import find_model
 from gpushare.host.capabilities import user_name
 from gpushare.host.process import ticks_now
-from gpushare.host.records import read_bounded
+from gpushare.host.records import read_own
 from gpushare.sim import clients, faults
 from gpushare.sim import state as liveness
 from gpushare.sim.current import changing, current
@@ -81,7 +81,7 @@ def list_hosts() -> list[UsedHost]:
     hosts = []
     for path in sorted(state_root().glob("*/state.json")):
         try:
-            spec = json.loads(read_bounded(path))["spec"]
+            spec = json.loads(read_own(path))["spec"]
             state = StateFile(spec).read()
         except (GpushareError, OSError, ValueError, KeyError, TypeError):
             # A file of another version, or half removed.

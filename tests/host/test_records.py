@@ -21,7 +21,7 @@ from gpushare.host.records import (
     clear_leftovers,
     kept_mode,
     open_lock,
-    read_bounded,
+    read_own,
     read_tail,
     replace_file,
 )
@@ -30,7 +30,7 @@ from gpushare.host.records import (
 def read_trusted(path: Path) -> object:
     """Return the JSON of a file that is believed; None: it is not, or there is none."""
     try:
-        return json.loads(read_bounded(path))
+        return json.loads(read_own(path))
     except (OSError, ValueError, RecursionError):
         return None
 
@@ -153,7 +153,7 @@ def test_what_others_plant_in_the_place_of_a_file_is_neither_followed_nor_waited
     plant(path, kind)
     assert read_trusted(path) is None
     with pytest.raises(ValueError, match=r"symbolic link|regular file|longer than"):
-        read_bounded(path)
+        read_own(path)
 
 
 @pytest.mark.parametrize("kind", ["link", "fifo", "device"])
@@ -239,7 +239,7 @@ def test_a_file_that_others_may_write_is_not_believed(mode: int, tmp_path: Path)
     path.chmod(mode)
     assert read_trusted(path) is None
     with pytest.raises(ValueError, match="others may write"):
-        read_bounded(path)
+        read_own(path)
 
 
 @pytest.mark.parametrize(("mode", "text"), [(0o644, "end"), (0o600, "end"), (0o646, ""), (0o666, "")])
