@@ -177,9 +177,11 @@ def _memory_limit(
 ) -> int | None:
     """Return the memory limit: the given one, else what production leaves."""
     memory = given.memory_limit_bytes
-    # Another production job on the device needs its memory too.
+    # Another production job on the device needs its memory too. Told by its program: its peak may just have grown.
+    program = None if production is None else (production.pid, production.started)
+    neighbours = [production, *(job for job in living if (job.pid, job.started) != program)]
     try:
-        rest = _memory_beside(device, [production, *(job for job in living if job != production)], tuned)
+        rest = _memory_beside(device, neighbours, tuned)
     except InUse:
         if memory is None:
             raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +16,19 @@ from gpushare.base.selection import Device
 from gpushare.host.guard import Guard
 from gpushare.host.host import Host
 from gpushare.run import several as left_behind
-from gpushare.run.farm import Copy
+from gpushare.run.farm import Copy, Farm
 from gpushare.run.several import Several
 from tests.cli.drive import alive, until
 from tests.run.farm_command import Silent, farm, shell, sized
 
 
 class Heard(Silent):
-    """Remembers what a farm says of what was left behind, and of what was still alive when it went on."""
+    """Remembers what a farm says of what was left behind."""
 
     def __init__(self) -> None:
         super().__init__()
         self.left: list[tuple[int, tuple[int, ...]]] = []
         self.printed = 0
-        self.gone_at_start: list[bool] = []
 
     def line(self, copy: int, text: str) -> None:
         self.printed += 1
@@ -37,9 +36,16 @@ class Heard(Silent):
     def left_behind(self, copy: Copy, pids: Sequence[int]) -> None:
         self.left.append((copy.copy, tuple(pids)))
 
-    def started(self, copy: Copy) -> None:
-        if copy.tries > 1:
-            self.gone_at_start.append(bool(copy.left_behind) and not any(alive(pid) for pid in copy.left_behind))
+
+def when_started(monkeypatch: pytest.MonkeyPatch, act: Callable[[Copy], None]) -> None:
+    """Call a function with each copy of a farm as soon as it was started."""
+    start = Farm._start
+
+    def start_and_act(self: Farm, copy: Copy, *more: Any) -> None:
+        start(self, copy, *more)
+        act(copy)
+
+    monkeypatch.setattr(Farm, "_start", start_and_act)
 
 
 def pid_in(file: Path) -> int:
@@ -64,12 +70,15 @@ def test_what_a_copy_that_ended_well_has_left_running_is_ended_and_named(
     assert [(copy.state, copy.exit_code) for copy in result.copies] == [("done", 0)] * 2
 
 
-def test_a_copy_is_started_again_only_when_what_the_last_one_left_is_gone(host: Host, device: Device) -> None:
-    heard = Heard()
+def test_a_copy_is_started_again_only_when_what_the_last_one_left_is_gone(
+    host: Host, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left_alive: list[list[bool]] = []
+    when_started(monkeypatch, lambda copy: left_alive.append([alive(pid) for pid in copy.left_behind]))
     command = shell("sleep 600 & exit 7")
-    result = farm(host, [device], command, sized(device, copies=1, restarts=1), heard)
+    result = farm(host, [device], command, sized(device, copies=1, restarts=1), Heard())
     assert result.copies[0].tries == 2
-    assert heard.gone_at_start == [True]
+    assert left_alive == [[], [False]]
     assert len(result.copies[0].left_behind) == 2
     assert not any(alive(pid) for pid in result.copies[0].left_behind)
     assert result.copies[0].failure == "exit code 7"
@@ -132,15 +141,18 @@ def test_the_guard_knows_what_is_being_ended(host: Host, device: Device, monkeyp
     assert told[at + 1] == f"{pid} ended"
 
 
-def test_a_hung_copy_takes_with_it_what_it_has_orphaned(host: Host, device: Device, tmp_path: Path) -> None:
+def test_a_hung_copy_takes_with_it_what_it_has_orphaned(
+    host: Host, device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # The subshell ends, so that the sleep is no descendant any more.
     command = shell(f"(sleep 600 & echo $! > {tmp_path}/pid); exec sleep 600")
+    pid_file = tmp_path / "pid"
 
-    class Never(Heard):
-        def started(self, copy: Copy) -> None:
-            until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().endswith("\n"), "it has begun")
+    def wait_for_the_sleep(_copy: Copy) -> None:
+        until(lambda: pid_file.exists() and pid_file.read_text().endswith("\n"), "it has begun")
 
-    result = farm(host, [device], command, sized(device, copies=1, stall_seconds=0.1), Never())
+    when_started(monkeypatch, wait_for_the_sleep)
+    result = farm(host, [device], command, sized(device, copies=1, stall_seconds=0.1), Heard())
     assert "printed nothing for 0.1 s" in (result.copies[0].failure or "")
     # It went together with the copy: one drain for both.
     assert result.copies[0].left_behind == ()

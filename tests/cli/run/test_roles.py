@@ -17,10 +17,13 @@ from typing import Any
 import pytest
 
 from gpushare.base.errors import NotSupported
+from gpushare.base.selection import select
 from gpushare.base.units import GIB
 from gpushare.host import store
+from gpushare.mps.limits import Limits
 from gpushare.run.jobs import JobRecord, find_record, is_running, write_record
 from gpushare.run.results import Tuned, keep_tuned
+from gpushare.run.roles import limits_beside
 from tests.cli.drive import Cli, Real, Refused, Started, World, alive, until
 
 TUNED = Tuned(
@@ -96,6 +99,21 @@ def test_its_memory_is_left_to_it(cli: Cli, world: World, running: int) -> None:
     assert 8_000 < limit < 11_000
     assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=70.0" in planned.out
     assert "CUDA_MPS_CLIENT_PRIORITY=0" in planned.out
+
+
+def test_its_memory_counts_once_though_its_peak_has_just_grown(
+    world: World, running: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded(world, running, 60 * GIB)
+    record = find_record(world.host, "web")
+    assert record is not None
+    grown = replace(record, memory_peak_bytes=61 * GIB)
+    monkeypatch.setattr("gpushare.run.roles.find_spared", lambda *_: record)
+    monkeypatch.setattr("gpushare.run.roles.living_productions", lambda *_: [grown])
+    device = select("0", world.host.nvml.sweep())[0]
+    left = limits_beside(world.host, device, Limits(), "web").limits.memory_limit_bytes
+    assert left is not None
+    assert left > 70 * GIB
 
 
 def test_without_tuning_the_safe_default_holds_and_what_it_does_not_protect_is_said(cli: Cli) -> None:
