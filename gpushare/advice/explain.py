@@ -11,7 +11,7 @@ import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Final
+from typing import Final, NamedTuple
 
 from gpushare.base.errors import NotFound
 from gpushare.base.package import package_rows
@@ -231,22 +231,29 @@ def _may_be_known(line: str) -> bool:
     return any(word[:4] in beginnings for word in _WORD.findall(line.lower()))
 
 
+class _Sought(NamedTuple):
+    """What tells in a line that an explanation is meant: a name, a text that is the whole line or a part of it, a pattern."""
+
+    entry: Explanation
+    names: frozenset[str]
+    texts: frozenset[str]
+    parts: tuple[str, ...]
+    pattern: re.Pattern[str] | None
+
+
 @lru_cache(maxsize=1)
-def _searched() -> tuple[
-    tuple[Explanation, frozenset[str], tuple[str, ...], frozenset[str], re.Pattern[str] | None], ...
-]:
-    """Return what is looked for in a line: of each error its plain names, its telling texts, and its pattern."""
-    searched = []
+def _all_sought() -> tuple[_Sought, ...]:
+    """Return what is looked for in a line, for all explanations but those of words."""
+    sought = []
     for entry in explanations():
         if entry.kind == "concept":
             continue
         texts = [*entry.names, *([entry.text] if entry.text else [])] if entry.kind != "mps" else []
-        telling = tuple(text.lower() for text in texts if len(text) >= _TELLING)
+        parts = tuple(text.lower() for text in texts if len(text) >= _TELLING)
         pattern = None if entry.pattern is None else re.compile(entry.pattern, re.IGNORECASE)
-        searched.append(
-            (entry, frozenset(map(plain_name, entry.names)), telling, frozenset(map(plain_name, texts)), pattern)
-        )
-    return tuple(searched)
+        names, plain_texts = frozenset(map(plain_name, entry.names)), frozenset(map(plain_name, texts))
+        sought.append(_Sought(entry, names, plain_texts, parts, pattern))
+    return tuple(sought)
 
 
 @lru_cache(maxsize=4096)
@@ -259,14 +266,14 @@ def _explanations_of(line: str) -> tuple[Explanation, ...]:
     names = {plain_name(name) for name in (*_NAME.findall(line), line)}
     lowered, bare = line.lower(), plain_name(line)
     return tuple(
-        entry
-        for entry, plain_names, telling, plain_texts, pattern in _searched()
-        if (entry.code is not None and entry.code in numbers.get(entry.kind, ()))
+        sought.entry
+        for sought in _all_sought()
+        if (sought.entry.code is not None and sought.entry.code in numbers.get(sought.entry.kind, ()))
         # CUDA_ERROR_X of the driver API is cudaErrorX of the runtime.
-        or not names.isdisjoint(plain_names)
-        or (pattern is not None and pattern.search(line))
-        or bare in plain_texts
-        or any(telling_text in lowered for telling_text in telling)
+        or not names.isdisjoint(sought.names)
+        or (sought.pattern is not None and sought.pattern.search(line))
+        or bare in sought.texts
+        or any(part in lowered for part in sought.parts)
     )
 
 

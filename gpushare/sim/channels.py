@@ -117,11 +117,6 @@ class SimulatedFiles(KernelFiles):
     def sees_host_pids(self) -> bool:
         return current(self._state_file).pid_namespace_is_host
 
-    @property
-    def left_open(self) -> int:
-        """Return how many descriptors are open."""
-        return len(self._opened)
-
     def prepared(self, file: int, request: int, argument: bytearray, parameters: bytearray) -> Callable[[], object]:
         """Return a call that answers this ioctl."""
         return functools.partial(self.ioctl, file, request, argument, parameters)

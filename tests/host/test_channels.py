@@ -95,7 +95,7 @@ def test_a_scan_leaves_slices_and_descriptors_as_they_were(state_file: StateFile
     files = SimulatedFiles(state_file)
     reply = answer(files, {"do": "find", "pid": pid, "started": None})
     assert len(reply["groups"]) == 4
-    assert files.left_open == 0
+    assert not files._opened
     assert process_of(state_file, pid).slices == {}
 
 
@@ -221,7 +221,7 @@ def test_when_one_group_fails_the_others_get_their_slice_back(
     files = Failing(state_file, room.SET_TIMESLICE, 2, 0x40)
     assert answer(files, request("set", found, times=2, microseconds=500))["status"] == 0x40
     assert control.read_slices(found) == (2048,)
-    assert files.left_open == 0
+    assert not files._opened
 
 
 # -- off and on --------------------------------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ def test_when_one_call_fails_what_was_off_is_on_again(
     files = Failing(state_file, room.DISABLE_CHANNELS, 2, 0x40)
     assert answer(files, request("off", found))["refused"] == "failed"
     assert busy(state_file, pid)
-    assert files.left_open == 0
+    assert not files._opened
 
 
 def _switch_of_four(self: Any, client: int, subdevice: int, channels: Any, *, off: bool) -> None:

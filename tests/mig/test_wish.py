@@ -10,7 +10,7 @@ from gpushare.base.errors import BadUsage, GpushareError, NotSupported
 from gpushare.base.units import GIB
 from gpushare.gpu_models import GpuModel, find_model
 from gpushare.mig.profile import Profile
-from gpushare.mig.wish import Need, Request, by_need, find_profile, merged, parse_wish, resolve, wish_of
+from gpushare.mig.wish import Need, Request, find_profile, merged, parse_wish, resolve, smallest_for_need, wish_of
 from tests.mig.boards import MODELS, layout
 
 H100 = find_model("h100").profiles
@@ -162,16 +162,16 @@ def test_unknown_placements_are_not_planned() -> None:
     ],
 )
 def test_the_smallest_that_serves(memory: int | None, sms: int | None, name: str) -> None:
-    assert by_need(Need(memory_bytes=memory, multiprocessors=sms), H100).name == name
+    assert smallest_for_need(Need(memory_bytes=memory, multiprocessors=sms), H100).name == name
 
 
 def test_media_and_graphics_profiles_are_not_taken_for_a_need() -> None:
-    assert by_need(Need(memory_bytes=GIB), RTX).name == "1g.24gb"
+    assert smallest_for_need(Need(memory_bytes=GIB), RTX).name == "1g.24gb"
 
 
 def test_no_profile_serves() -> None:
     with pytest.raises(NotSupported) as caught:
-        by_need(Need(memory_bytes=200 * GIB, multiprocessors=4), H100)
+        smallest_for_need(Need(memory_bytes=200 * GIB, multiprocessors=4), H100)
     assert "7g.80gb" in caught.value.hint
     assert "200.0 GiB and 4 SMs" in caught.value.message
 
@@ -179,8 +179,8 @@ def test_no_profile_serves() -> None:
 def test_what_is_unknown_does_not_serve() -> None:
     profiles = find_model("b300").profiles
     with pytest.raises(NotSupported):
-        by_need(Need(memory_bytes=GIB), profiles)
-    assert by_need(Need(), profiles).name == "1g.34gb"
+        smallest_for_need(Need(memory_bytes=GIB), profiles)
+    assert smallest_for_need(Need(), profiles).name == "1g.34gb"
 
 
 def test_the_wish_of_a_layout() -> None:
