@@ -152,8 +152,8 @@ def _check_matches(text: str) -> tuple[Match, ...]:
 
     def texts(*keys: str) -> list[str]:
         """Return the texts of these keys of all rows, each once, with ... for the values in them."""
-        said = (_VALUE.sub("...", row[key]) for row in rows for key in keys if key in row)
-        return [words for words in dict.fromkeys(said) if words.strip(". ")]
+        without_values = (_VALUE.sub("...", row[key]) for row in rows for key in keys if key in row)
+        return [words for words in dict.fromkeys(without_values) if words.strip(". ")]
 
     return (
         Match(

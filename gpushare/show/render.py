@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Any, Final
 from gpushare.base.errors import GpushareError
 from gpushare.base.values import dataclass
 from gpushare.show.result import Column, OutputFormat, Result, Table, jsonable
-from gpushare.show.text import in_json, one_line, paragraphs, put, visible, well_formed, wrapped
+from gpushare.show.text import in_json, one_line, paragraphs, put, visible, wrapped
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -194,26 +194,17 @@ _FORMULA: Final = tuple("=+-@\t\r\n\uff1d\uff0b\uff0d\uff20")
 _NUMBER: Final = r"[-+]?\d{1,300}(?:\.\d{1,300})?|-"
 
 
-def document(result: Result) -> dict[str, Any]:
-    """Return the envelope without what JSON cannot represent: NaN, lone surrogates."""
-    clean: dict[str, Any] = _json_safe(result.envelope())
-    return clean
-
-
 def json_text(result: Result, *, compact: bool = False, ascii_only: bool = False) -> str:
     """Return the envelope as JSON, ``compact`` on one line."""
-    if compact:
-        text = json.dumps(document(result), ensure_ascii=ascii_only, separators=(",", ":"))
-    else:
-        text = json.dumps(document(result), ensure_ascii=ascii_only, indent=2)
-    return in_json(text) + "\n"
+    layout = {"separators": (",", ":")} if compact else {"indent": 2}
+    return in_json(json.dumps(result.envelope(), ensure_ascii=ascii_only, **layout)) + "\n"
 
 
 def yaml_text(result: Result, *, ascii_only: bool = False) -> str:
     """Return the same envelope as YAML, its keys in the same order."""
     import yaml
 
-    text: str = yaml.safe_dump(document(result), sort_keys=False, allow_unicode=not ascii_only, width=math.inf)
+    text: str = yaml.safe_dump(result.envelope(), sort_keys=False, allow_unicode=not ascii_only, width=math.inf)
     return text
 
 
@@ -238,7 +229,7 @@ def csv_text(table: Table, *, header: bool = True) -> str:
 
 def _csv_field(value: Any) -> str | int | float:
     """Return a value of a CSV file: numbers as they are, lists as JSON, text that no spreadsheet runs."""
-    value = _json_safe(jsonable(value))
+    value = jsonable(value)
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -249,19 +240,6 @@ def _csv_field(value: Any) -> str | int | float:
         return in_json(json.dumps(value, ensure_ascii=False))
     formula = value.startswith(_FORMULA) and re.fullmatch(_NUMBER, value, re.ASCII) is None
     return f"'{visible(value)}" if formula else visible(value)
-
-
-def _json_safe(value: Any) -> Any:
-    """Return JSON types with well-formed text, and null for numbers that are not finite."""
-    if isinstance(value, dict):
-        return {well_formed(key): _json_safe(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_json_safe(item) for item in value]
-    if isinstance(value, str):
-        return well_formed(value)
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
 
 
 GAP: Final = 2

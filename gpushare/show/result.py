@@ -6,6 +6,7 @@ the keys, unknown is null.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, fields, is_dataclass
 from decimal import Decimal
@@ -14,6 +15,7 @@ from typing import Any, Final
 
 from gpushare.base.errors import ExitCode, GpushareError, NeedsConsent
 from gpushare.base.values import NOT_STORED, dataclass
+from gpushare.show.text import well_formed
 
 SCHEMA: Final = 1
 
@@ -123,16 +125,11 @@ class Result:
 
     def envelope(self) -> dict[str, Any]:
         """Return the JSON document: schema, command, status, data and errors."""
-        return {
-            "schema": SCHEMA,
-            "command": self.command,
-            "status": self.status,
-            "data": jsonable(self.data),
-            "errors": [
-                {"code": error.code, "message": error.message, "hint": error.hint, "gpu": error.gpu}
-                for error in self.errors
-            ],
-        }
+        errors = [{key: getattr(error, key) for key in ("code", "message", "hint", "gpu")} for error in self.errors]
+        document: dict[str, Any] = jsonable(
+            {"schema": SCHEMA, "command": self.command, "status": self.status, "data": self.data, "errors": errors}
+        )
+        return document
 
 
 def failure(command: str, error: GpushareError) -> Result:
@@ -150,17 +147,22 @@ def json_names(kind: Any) -> list[str]:
 
 
 def jsonable(value: Any) -> Any:
-    """Return a value as JSON types: dataclasses as objects, enums by title, tuples as lists."""
+    """Return a value as JSON types: dataclasses as objects, enums by title, tuples as lists.
+
+    What JSON cannot represent is changed: NaN is null, and a lone surrogate becomes U+FFFD.
+    """
     if (is_dataclass(value) or hasattr(value, "_fields")) and not isinstance(value, type):
         return {name: jsonable(getattr(value, name)) for name in json_names(type(value))}
     if isinstance(value, IntEnum):
         return getattr(value, "title", int(value))
     if isinstance(value, Enum):
         return value.value
-    if isinstance(value, Decimal):
-        return float(value)
+    if isinstance(value, str):
+        return well_formed(value)
+    if isinstance(value, float | Decimal):
+        return float(value) if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): jsonable(item) for key, item in value.items()}
+        return {well_formed(str(key)): jsonable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [jsonable(item) for item in value]
     return value

@@ -188,16 +188,15 @@ def _other_way_line(way: WayAnswer, best: Row | None) -> str | None:
         return f"{way.way.value}: not searched: {way.left_out}"
     if best is None or way.way is best.way:
         return None
-    near = way.nearest
-    if way.best is not None:
-        apart = (best.opportunistic_share, way.best.opportunistic_share)
-        less = (
-            "" if apart[0] is None or apart[1] is None else f"; the other does {max(0.0, apart[0] - apart[1]):.2f} less"
-        )
-        return f"{way.way.value}: {way.best.setting}: {_figures_text(way.best)}{less}"
-    return f"{way.way.value}: none meets the goal" + (
-        "" if near is None else f"; nearest: {near.setting}: {_figures_text(near)}"
-    )
+    if way.best is None:
+        near = way.nearest
+        nearest = "" if near is None else f"; nearest: {near.setting}: {_figures_text(near)}"
+        return f"{way.way.value}: none meets the goal{nearest}"
+    figures = f"{way.way.value}: {way.best.setting}: {_figures_text(way.best)}"
+    share, share_of_best = way.best.opportunistic_share, best.opportunistic_share
+    if share is None or share_of_best is None:
+        return figures
+    return f"{figures}; the other does {max(0.0, share_of_best - share):.2f} less"
 
 
 def _trade_lines(data: TuneAnswer) -> list[str]:
