@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gpushare.host.written_file import check_links, create_file, directory_of, open_over
+from gpushare.host.written_file import check_links, create_file, directory_of, open_over, open_to_append
 from tests.cli.drive import Cli, World
 
 STRANGER = 12345
@@ -78,6 +78,32 @@ def test_logs_go_into_own_files_only(
     assert (directory / "copy-0.log").read_text() == "hello\n"
     assert not target.exists() or target.read_text() == "precious"
     assert world.state.daemons == []
+
+
+@pytest.mark.parametrize(
+    ("plant", "over", "appended"),
+    [
+        (plant_link, "a symbolic link", "a symbolic link"),
+        (plant_fifo, "not a regular file", "not a regular file of this user alone"),
+        (plant_hard_link, "a file with several hard links", "not a regular file of this user alone"),
+    ],
+)
+def test_what_is_in_the_way_of_a_file_is_named(
+    tmp_path: Path, target: Path, plant: Callable[[Path, Path], None], over: str, appended: str
+) -> None:
+    path = tmp_path / "log"
+    plant(path, target)
+    for opened, problem in ((open_over, over), (open_to_append, appended)):
+        with pytest.raises(FileExistsError) as raised:
+            opened(path)
+        assert (raised.value.strerror or str(raised.value)).endswith(problem)
+    # Other errors of the system are told as they are.
+    for opened in (open_over, open_to_append):
+        with pytest.raises(FileNotFoundError):
+            opened(tmp_path / "none" / "log")
+    with pytest.raises(FileNotFoundError):
+        open_to_append(tmp_path / "none.log", create=False)
+    assert target.read_text() == "precious"
 
 
 def test_logs_of_an_earlier_farm_are_written_anew(cli: Cli, tmp_path: Path) -> None:
