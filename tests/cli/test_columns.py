@@ -6,11 +6,14 @@ import csv
 import io
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 from gpushare.show.render import Layout, Table, layout_of
+from gpushare.sim import admin
 from tests.cli.drive import Cli, World
 from tools.terminal import terminal
 
@@ -64,28 +67,39 @@ TABLES = (
     "sim list",
     "sim list --models",
     "reserve",
+    "swap list",
+    "pause list",
+    "observe --from day.jsonl",
 )
 
 
 def test_which_columns_a_narrow_terminal_drops(
-    cli: Cli, golden: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+    cli: Cli, golden: Callable[[str, str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The columns that stay in the narrowest table of each kind, and the others in the order in which they go.
 
-    Those with ``>`` stand at the right.
+    Those with ``>`` stand at the right; those with ``?`` are left out if no row has a value.
     """
     orders: dict[str, str] = {}
 
     def noted(table: Table, width: int) -> Layout:
         # A column takes several cells, so at most one goes at a time.
-        layouts = [layout_of(table, cells).columns for cells in range(300, 0, -1)]
-        shown = [[f"{'>' if column.right else ''}{column.title}" for column in columns] for columns in layouts]
+        always = replace(table, columns=tuple(replace(column, optional=False) for column in table.columns))
+        marked = {
+            column.key: f"{'>' if column.right else ''}{column.title}{'?' if column.optional else ''}"
+            for column in table.columns
+        }
+        layouts = [layout_of(always, cells).columns for cells in range(400, 0, -1)]
+        shown = [[marked[column.key] for column in columns] for columns in layouts]
         gone = [next(title for title in wide if title not in less) for wide, less in pairwise(shown) if less != wide]
         orders[table.name] = f"{' | '.join(shown[-1])} <- {' | '.join(gone)}"
         return layout_of(table, width)
 
-    for line in SETUP:
+    monkeypatch.chdir(tmp_path)
+    for line in (*SETUP, "observe --for 1s --to day.jsonl"):
         cli(*line.split(), host="sim:8xh100").ok()
+    for verb in (("swap", "out"), ("pause",)):
+        cli(*verb, str(admin.add_process("sim:8xh100", "6", name="train")), host="sim:8xh100").ok()
     monkeypatch.setattr("gpushare.show.render.layout_of", noted)
     text = ""
     for verb in TABLES:
