@@ -79,19 +79,16 @@ def merged_environment(env: Mapping[str, str | None] | None) -> dict[str, str]:
     return {name: value for name, value in merged.items() if value is not None}
 
 
+@dataclass
 class _Started:
-    def __init__(
-        self,
-        argv: tuple[str, ...],
-        process: subprocess.Popen[bytes],
-        files: tuple[IO[bytes], IO[bytes]],
-        stdin: str,
-        deadline: float,
-        timeout: float,
-    ) -> None:
-        self._argv, self._process, self._files = argv, process, files
-        self._stdin, self._deadline, self._timeout = stdin, deadline, timeout
-        self._most = _most_bytes(argv[0])
+    """A program that was started, with the files that it prints to; ``deadline`` is monotonic seconds."""
+
+    argv: tuple[str, ...]
+    process: subprocess.Popen[bytes]
+    files: tuple[IO[bytes], IO[bytes]]
+    stdin: str
+    deadline: float
+    timeout: float
 
     def result(self) -> Completed:
         try:
@@ -101,37 +98,38 @@ class _Started:
             self._kill()
             raise
         finally:
-            stdout, stderr = (self._read_output(file) for file in self._files)
-        return Completed(self._argv, self._process.returncode, stdout, stderr)
+            stdout, stderr = (self._read_output(file) for file in self.files)
+        return Completed(self.argv, self.process.returncode, stdout, stderr)
 
     def _wait(self) -> None:
         """Wait until the program ends, its time is up, or it has printed too much."""
-        given: bytes | None = self._stdin.encode()
+        given: bytes | None = self.stdin.encode()
         while True:
-            seconds = self._deadline - time.monotonic()
+            seconds = self.deadline - time.monotonic()
             try:
-                self._process.communicate(given, timeout=max(0.0, min(seconds, _LOOK_SECONDS)))
+                self.process.communicate(given, timeout=max(0.0, min(seconds, _LOOK_SECONDS)))
             except subprocess.TimeoutExpired:
                 given = None
-            flooded = any(_bytes_written(file) > self._most for file in self._files)
-            if flooded:
-                raise _flooded_error(self._argv, self._most)
-            if self._process.returncode is not None:
+            most = _most_bytes(self.argv[0])
+            if any(_bytes_written(file) > most for file in self.files):
+                raise _flooded_error(self.argv, most)
+            if self.process.returncode is not None:
                 return
             if seconds <= 0.0:
-                raise timed_out_error(self._argv, self._timeout)
+                raise timed_out_error(self.argv, self.timeout)
 
     def _kill(self) -> None:
         """Kill the program and its children; give up if it hangs in the kernel, as with a lost GPU."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self.process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.communicate(timeout=_KILL_SECONDS)
+            self.process.communicate(timeout=_KILL_SECONDS)
 
     def _read_output(self, file: IO[bytes]) -> str:
         """Return what the program has printed to a file, up to the limit; close it."""
         with file:
-            return os.pread(file.fileno(), min(_bytes_written(file), self._most), 0).decode(errors="replace")
+            size = min(_bytes_written(file), _most_bytes(self.argv[0]))
+            return os.pread(file.fileno(), size, 0).decode(errors="replace")
 
 
 def _most_bytes(program: str) -> int:

@@ -390,7 +390,7 @@ class Run:
 
     def _run_program(self) -> None:
         """Run the program once, and give back what it had."""
-        session = Session(self.host, self.share, self.parts, self.options, self.reporter, self.container)
+        session = Session(self)
         try:
             environment = self.share.environment(
                 os.environ if self.options.log is None else {**os.environ, **_UNBUFFERED}
@@ -413,18 +413,9 @@ def _close_all(share: Share, parts: Sequence[Part], *, program_lives: bool = Fal
 class Session:
     """One program and its parts, from its start to its end."""
 
-    def __init__(
-        self,
-        host: Host,
-        share: Share,
-        parts: Sequence[Part],
-        options: RunOptions,
-        reporter: RunReport,
-        container: Container | None,
-    ) -> None:
-        self._host, self._share, self._parts = host, share, parts
-        self._options, self._reporter = options, reporter
-        self._container = container
+    def __init__(self, run: Run) -> None:
+        self._host, self._share, self._parts = run.host, run.share, run.parts
+        self._options, self._reporter, self._container = run.options, run.reporter, run.container
         # Of the parts, those that have begun: none before a container runs.
         self._running: Sequence[Part] = ()
         self._child: Child | None = None

@@ -450,10 +450,6 @@ class Queued:
                 f"{' nor '.join(map(str, SHARED_DIRECTORIES))} is root-owned with mode 1777"
             )
 
-        def best(some: Sequence[Device]) -> list[tuple[Device, str]]:
-            """Return those of these devices that the job would take, best first, with the reasons."""
-            return best_first(self.host, some, self._productions, self.limits, self.command, place, self.count, size)
-
         with waiting_line(self.say, quiet=self.quiet) as draw:
             devices_taken = wait_for_room(
                 self.host,
@@ -462,12 +458,12 @@ class Queued:
                 self.queue.seconds,
                 self.limits,
                 draw,
-                best=lambda some: [device for device, _ in best(some)],
+                best=lambda some: [device for device, _ in self._best_first(some, size, place)],
             )
         if ranked:
             # As it is now: the job may have waited for long.
             size_of = "all of it" if size is None else format_bytes(size)
-            for device, text in best(devices_taken):
+            for device, text in self._best_first(devices_taken, size, place):
                 self.say(f"{device.title}: {text}; {size_of} reserved")
         return devices_taken, place
 
@@ -500,11 +496,13 @@ class Queued:
 
     def _ranked_devices(self, size: int | None) -> list[tuple[Device, str]]:
         """Return the devices, best first, with the reasons; empty if there is only one."""
-        if len(self.devices) < 2:
-            return []
-        return best_first(
-            self.host, self.devices, self._productions, self.limits, self.command, count=self.count, memory_bytes=size
-        )
+        return self._best_first(self.devices, size) if len(self.devices) > 1 else []
+
+    def _best_first(
+        self, devices: Sequence[Device], size: int | None, place: Place | None = None
+    ) -> list[tuple[Device, str]]:
+        """Return those of these devices that the job would take, best first, with the reasons."""
+        return best_first(self.host, devices, self._productions, self.limits, self.command, place, self.count, size)
 
     def _productions(self, device: Device) -> list[str]:
         """Return the names of the production jobs on a device."""

@@ -153,8 +153,7 @@ class JobStart:
     ) -> Any:
         """Run the program in a share and return its exit code; in a dry run, return the steps as a plan."""
         typed, command, container = None, self.command, None
-        record = self._record(share.devices, options, slice_us, mps=mps)
-        job = RecordedJob(self.host, share.device, record, options.container or self.command[0])
+        job = self._recorded_job(share.devices, options, slice_us, mps=mps)
         if options.container is not None:
             container = Container(self.host, share, options.container)
             typed, command, parts = command, container.command(command), (*parts, container)
@@ -173,13 +172,15 @@ class JobStart:
             return plan_result("run", Plan(title="the program has ended", steps=tuple(run.steps())), dry_run=True)
         return self._run_and_record(run, job)
 
-    def _record(self, devices: Sequence[Device], options: RunOptions, slice_us: int | None, *, mps: bool) -> JobRecord:
-        """Return what the record of the job says of it before it runs."""
+    def _recorded_job(
+        self, devices: Sequence[Device], options: RunOptions, slice_us: int | None, *, mps: bool
+    ) -> RecordedJob:
+        """Return the part of the job that writes its record, with what that says before the job runs."""
         limits = options.limits
         memory = limits.memory_limit_bytes if mps else None
         if self.budget is not None:
             memory = self._bytes_on(devices[0])
-        return JobRecord(
+        record = JobRecord(
             name=options.name or "",
             pid=os.getpid(),
             started=0,
@@ -195,6 +196,7 @@ class JobStart:
             grace_seconds=min(options.grace_seconds, MOST_GRACE_SECONDS),
             rate=options.rate,
         )
+        return RecordedJob(self.host, devices[0], record, options.container or self.command[0])
 
     def _run_and_record(self, run: Run, job: RecordedJob) -> int:
         """Carry a run out, and keep how it ended."""
@@ -715,9 +717,8 @@ class JobStart:
 
         if self.dry_run:
             return start(options)
-        record = self._record((device,) if several is None else several.devices, options, None, mps=mps)
         # While it waits for production to rest, it is a job too.
-        job = RecordedJob(self.host, device, record, options.container or self.command[0])
+        job = self._recorded_job((device,) if several is None else several.devices, options, None, mps=mps)
         job.check()
         job.open()
         options_with_name = replace(options, name=job.record.name, stays=True)

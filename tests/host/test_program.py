@@ -77,7 +77,7 @@ def test_a_program_that_cannot_be_killed_is_not_waited_for(script: Script, monke
     script("sleep 600")
     monkeypatch.setattr("gpushare.host.program._KILL_SECONDS", 0.05)
     pending = Programs().start(["nvidia-smi"], timeout=0.05)
-    process = pending._process  # type: ignore[attr-defined]
+    process = pending.process  # type: ignore[attr-defined]
     with monkeypatch.context() as deaf:
         deaf.setattr(os, "killpg", lambda *_: None)
         with pytest.raises(TimedOut):
