@@ -40,7 +40,7 @@ from gpushare.measure.bench_data import (
     best_caps,
     check_comparable,
     check_new,
-    compared,
+    compare_cells,
     profile_of,
     read_bench,
     what_else_differs,
@@ -279,7 +279,7 @@ def _result_of_runs(
         more = {"errors": (failed_all,), "exit_code": failed_all.exit_code, "all_failed": True}
     notes = bench_notes(data)
     if before is not None:
-        data = replace(data, comparison=compared(data, before))
+        data = replace(data, comparison=compare_cells(data, before))
         notes += what_else_differs(data, before)
     result = bench_result(data, notes, **more)
     return _with_files(result, kept, picture, throughput_picture, runs=runs if measurement.interrupted else None)

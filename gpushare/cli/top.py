@@ -65,7 +65,7 @@ def top(
             "add it: pipx inject gpushare textual, or pip install textual",
             code="no_textual",
         ) from None
-    from gpushare.top.verbs import answered, followed
+    from gpushare.top.verbs import follow_output, run_verb
 
     # Each drawing of Textual leaves a thousand objects in reference cycles, which `cli` would collect only at 50,000. What
     # is loaded now stays, so the collector skips it.
@@ -74,9 +74,9 @@ def top(
     spec = settings.spec
     cockpit = Cockpit(
         watch,
-        lambda words: answered(spec, words),
+        lambda words: run_verb(spec, words),
         theme=_theme_of_terminal(),
-        follow=lambda job, add: followed(spec, job, add),
+        follow=lambda job, add: follow_output(spec, job, add),
     )
     with leaving_at_the_end(lambda: cockpit.call_later(cockpit.exit)):
         cockpit.run()

@@ -231,7 +231,7 @@ def _speeds(measurement: Measurement, cell: BenchCell) -> list[float]:
     return speeds(runs, measurement.settings.metric)
 
 
-def overall(metric: Metric, cells: Sequence[BenchCell], answers: Sequence[Pick]) -> Pick | None:
+def best_pick(metric: Metric, cells: Sequence[BenchCell], answers: Sequence[Pick]) -> Pick | None:
     """Return the pick with the highest throughput of all."""
     speed = {(cell.way, cell.copies): _speed(cell, metric) for cell in cells}
     return max(answers, key=lambda pick: speed[pick.way, pick.copies], default=None)
@@ -270,7 +270,7 @@ def bench_answer(
         alone=rounded(alone_cell(measurement)),
         cells=rounded(tuple(_with_pick(cell, answers) for cell in cells)),
         picks=rounded(tuple(answers)),
-        best=rounded(overall(settings.metric, cells, answers)),
+        best=rounded(best_pick(settings.metric, cells, answers)),
         left_out=tuple(measurement.left_out),
         others=tuple(sorted({pid for run in measurement.runs for pid in run.others})),
         other_names={pid: name for run in measurement.runs for pid, name in run.usage.other_names.items()},
@@ -373,7 +373,7 @@ def what_else_differs(now: Benchmark, before: Benchmark) -> list[str]:
     ]
 
 
-def compared(now: Benchmark, before: Benchmark) -> tuple[Compared, ...]:
+def compare_cells(now: Benchmark, before: Benchmark) -> tuple[Compared, ...]:
     """Return every cell of two benchmarks side by side."""
     # They may be from different GPUs and times, so alone is not compared.
     earlier = {(cell.way, cell.copies): cell.throughput for cell in before.cells}

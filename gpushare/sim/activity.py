@@ -28,7 +28,7 @@ class Resident(NamedTuple):
     mps_client: bool = False
     gpu_instance_id: int | None = None
     compute_instance_id: int | None = None
-    # It has no context, only files open (`processes.holding`).
+    # It has no context, only files open (`processes.holders_of`).
     holder: bool = False
 
     @property

@@ -21,7 +21,7 @@ from gpushare.sim import state as liveness
 from gpushare.sim.current import changing, current
 from gpushare.sim.faults import uid_of
 from gpushare.sim.mig import place_instances
-from gpushare.sim.processes import holder_files, holding, signal_process
+from gpushare.sim.processes import holder_files, holders_of, signal_process
 from gpushare.sim.state import (
     SimulatedGpu,
     SimulatedHostState,
@@ -207,7 +207,7 @@ def set_mig(spec: str, gpu: str, names: Sequence[str]) -> None:
     """Give a GPU exactly these MIG instances; none turns MIG off."""
     with changing(_state_file(spec)) as (state, _):
         index, chosen = _find_gpu(state, gpu)
-        if any(process.gpu_uuid == chosen.uuid for process in state.processes) or holding(state, index):
+        if any(process.gpu_uuid == chosen.uuid for process in state.processes) or holders_of(state, index):
             raise OperationFailed(f"there are processes on GPU {gpu}", _SHOW, gpu=gpu, code="in_use")
         if names:
             state.gpus[index] = place_instances(chosen, find_model(chosen.model), list(names))

@@ -74,7 +74,8 @@ def end(state: SimulatedHostState, process: SimulatedProcess, signal: int | None
             if server.pid == process.mps_server:
                 others = clients_of(state, server.pid)
                 broken = breaks_neighbours(process, signal, now())
-                lines = (mps_servers.set_fault if broken else mps_servers.disconnected)(daemon, server, process, others)
+                end_of_client = mps_servers.set_fault if broken else mps_servers.disconnected_lines
+                lines = end_of_client(daemon, server, process, others)
     return lines + _progress(state)
 
 
@@ -193,7 +194,7 @@ def _connect(
         )
     if process.memory_limit_bytes is not None:
         process.memory_bytes = min(process.memory_bytes, process.memory_limit_bytes)
-    return mps_servers.connected(daemon, server, process)
+    return mps_servers.connected_lines(daemon, server, process)
 
 
 def _is_shut_out(
@@ -235,7 +236,7 @@ def _progress(state: SimulatedHostState) -> list[LogLine]:
     for daemon in state.daemons:
         for server in daemon.servers:
             if server.status == "FAULT" and not any(client.broken for client in clients_of(state, server.pid)):
-                lines += mps_servers.recovered(daemon, server)
+                lines += mps_servers.recover(daemon, server)
         if not daemon.answers:
             continue
         for process in state.processes:

@@ -16,7 +16,7 @@ from gpushare.sim.devices import forget_gone
 from gpushare.sim.library import SimulatedLibrary
 from gpushare.sim.mig import gpu_instance_id, gpu_instances, mig_uuid, occupied
 from gpushare.sim.nvml_abi import Code, Form, Handle, HandleKind, Kinds, On, Refused, Target
-from gpushare.sim.processes import holding
+from gpushare.sim.processes import holders_of
 from gpushare.sim.state import SimulatedGpu, SimulatedGpuInstance, SimulatedHostState, SimulatedMigInstance
 
 # Driver 580 answers INVALID_ARGUMENT from here on (H200).
@@ -389,7 +389,7 @@ def _first_matching(instances: Sequence[_Instance], matches: Callable[[_Instance
 
 def residents(state: SimulatedHostState, target: Target) -> list[Resident]:
     """Return the processes that are on a GPU or hold it open."""
-    return [*activity.residents(state, target), *holding(state, target.handle.index)]
+    return [*activity.residents(state, target), *holders_of(state, target.handle.index)]
 
 
 @contextmanager

@@ -159,13 +159,13 @@ def start_server(state: SimulatedHostState, daemon: SimulatedDaemon, uid: int) -
     return server, [*lines, control_line(daemon, f"NEW SERVER {server.pid}: Ready")]
 
 
-def connected(daemon: SimulatedDaemon, server: SimulatedServer, process: SimulatedProcess) -> list[LogLine]:
+def connected_lines(daemon: SimulatedDaemon, server: SimulatedServer, process: SimulatedProcess) -> list[LogLine]:
     """Return what the server writes for a new client."""
     client = f"{{PID: {process.pid}, Context ID: 1}}"
     return server_lines(daemon, server, f"Received new client request for {client}", f"Client {client} connected")
 
 
-def disconnected(
+def disconnected_lines(
     daemon: SimulatedDaemon, server: SimulatedServer, process: SimulatedProcess, others: list[SimulatedProcess]
 ) -> list[LogLine]:
     """Return what the server writes when a client is gone and the others are left."""
@@ -193,7 +193,7 @@ def set_fault(
     )
 
 
-def recovered(daemon: SimulatedDaemon, server: SimulatedServer) -> list[LogLine]:
+def recover(daemon: SimulatedDaemon, server: SimulatedServer) -> list[LogLine]:
     """Put a server back to ACTIVE: every client that the fault hit is gone."""
     server.status = "ACTIVE"
     return server_lines(daemon, server, "Creating server context on device 0")

@@ -416,7 +416,7 @@ def holder_files(gpu: int, place: tuple[int | None, int | None]) -> list[str]:
     return [_CONTROL, f"/dev/nvidia{gpu}", *nodes]
 
 
-def holding(state: SimulatedHostState, gpu: int) -> list[Resident]:
+def holders_of(state: SimulatedHostState, gpu: int) -> list[Resident]:
     """Return the processes that have the node of a GPU, or of an instance of it, open without a context.
 
     One entry per instance; its ids are None for the GPU's own node.

@@ -15,7 +15,7 @@ from textual.widget import Widget
 from textual.widgets import Input, Static
 
 from gpushare.show.text import one_line, visible
-from gpushare.top.draw import fitted
+from gpushare.top.draw import fit
 
 if TYPE_CHECKING:
     from textual import events
@@ -29,7 +29,7 @@ Line = tuple[str, str]
 _MOST_LINES: Final = 5000
 
 
-def wrapped(lines: Sequence[Line], width: int) -> list[Line]:
+def wrap_lines(lines: Sequence[Line], width: int) -> list[Line]:
     """Return lines broken at words, so that none is wider than ``width`` cells; what goes on is indented as its line."""
     import textwrap
 
@@ -65,7 +65,7 @@ class Lines(Widget):
             return Strip([Segment(" " * self.size.width, self._colours.style("text", "head"))])
         text, colour = self.lines[at]
         back = "row" if at == self.cursor else "head"
-        return Strip([Segment(fitted(text, self.size.width), self._colours.style(colour, back))])
+        return Strip([Segment(fit(text, self.size.width), self._colours.style(colour, back))])
 
     def on_resize(self) -> None:
         """Keep the cursor in view, and show the last lines where there is room for more of them."""
@@ -121,11 +121,11 @@ class Dialog(ModalScreen[object]):
     def add(self, lines: Sequence[Line]) -> None:
         """Add lines at the end, broken as the others."""
         self._given = [*self._given, *lines][-_MOST_LINES:]
-        self.lines.add(wrapped(lines[-_MOST_LINES:], self._width - 6))
+        self.lines.add(wrap_lines(lines[-_MOST_LINES:], self._width - 6))
 
     def _break_lines(self, width: int) -> list[Line]:
         """Return the lines of the dialog, broken at this width."""
-        return wrapped(self._given, width)
+        return wrap_lines(self._given, width)
 
     def compose(self) -> ComposeResult:
         with Vertical() as box:

@@ -103,7 +103,7 @@ def width_of(text: str) -> int:
     return cell_len(text)
 
 
-def fitted(text: str, width: int, *, right: bool = False) -> str:
+def fit(text: str, width: int, *, right: bool = False) -> str:
     """Return a text in exactly so many cells: cut with an ellipsis, or filled with blanks."""
     missing = width - width_of(text)
     if missing < 0:
@@ -121,7 +121,7 @@ def segments(pieces: Sequence[Piece], width: int, theme: Theme, back: str = "bac
     for piece in pieces:
         text, cells = piece[0], width_of(piece[0])
         if cells > room:
-            text, cells = fitted(text, room), room
+            text, cells = fit(text, room), room
         if text:
             line.append(Segment(text, theme.style(piece[1], piece[2] if len(piece) > 2 else back)))
         room -= cells
@@ -152,7 +152,7 @@ def bar(width: int, parts: Sequence[tuple[float | None, str]], theme: Theme) -> 
     pieces: list[Piece] = []
     for cell in range(width):
         shares = _cell_shares(cell, edges)
-        colour = shares[0][0] if len(shares) == 1 else mixed(shares, theme)
+        colour = shares[0][0] if len(shares) == 1 else mix_colours(shares, theme)
         shape = _THIN if shares[0][0] == "reserved" else _CELL
         colour = "reserved" if shape == _THIN else colour
         if pieces and pieces[-1][1] == colour:
@@ -174,7 +174,7 @@ def _cell_shares(cell: int, edges: Sequence[tuple[float, str]]) -> list[tuple[st
     return shares or [("track", 1.0)]
 
 
-def mixed(shares: Sequence[tuple[str, float]], theme: Theme) -> str:
+def mix_colours(shares: Sequence[tuple[str, float]], theme: Theme) -> str:
     """Return the mean of colours by their parts, as a name that `Theme.style` takes: ``#5b9df5``."""
     channels = [0.0, 0.0, 0.0]
     for name, part in shares:

@@ -10,7 +10,7 @@ from gpushare.base.model import Gpu, GpuSensors, MigInstance, MpsDaemon, Way
 from gpushare.base.units import format_bytes, format_duration
 from gpushare.show.status import silent_word
 from gpushare.show.text import visible
-from gpushare.top.draw import Piece, bar, chart, fitted, sparkline
+from gpushare.top.draw import Piece, bar, chart, fit, sparkline
 from gpushare.top.history import SERIES, History, gpu_values
 from gpushare.top.jobs import size_text
 
@@ -71,7 +71,7 @@ def name_in(gpu: Gpu, width: int) -> str:
     name = short_name(gpu)
     while len(name) > width and (shorter := re.sub(r"[ -][^ -]*$", "", name)) != name:
         name = shorter
-    return fitted(name, width)
+    return fit(name, width)
 
 
 def short_name(gpu: Gpu) -> str:
@@ -82,17 +82,17 @@ def short_name(gpu: Gpu) -> str:
 
 def head_line(layout: Layout) -> list[Piece]:
     """Return the titles above the GPUs."""
-    pieces: list[Piece] = [(fitted(" GPU", layout.name + 5), "dim")]
-    pieces.append((fitted("UTIL", layout.util + 6), "dim"))
-    pieces.append((fitted("MEMORY", layout.memory + 12), "dim"))
+    pieces: list[Piece] = [(fit(" GPU", layout.name + 5), "dim")]
+    pieces.append((fit("UTIL", layout.util + 6), "dim"))
+    pieces.append((fit("MEMORY", layout.memory + 12), "dim"))
     if layout.past:
-        pieces.append((fitted("LAST 5 MIN" if layout.past >= 10 else "5 MIN", layout.past + 1), "dim"))
+        pieces.append((fit("LAST 5 MIN" if layout.past >= 10 else "5 MIN", layout.past + 1), "dim"))
     if layout.sm:
-        pieces.append((fitted("SM", layout.sm, right=True) + " ", "dim"))
+        pieces.append((fit("SM", layout.sm, right=True) + " ", "dim"))
     pieces.append(("POWER TEMP ", "dim"))
     for width, title in ((layout.clocks, "SM CLOCK"), (layout.pcie, "PCIE ↓/↑ MB/s"), (layout.fan, "FAN")):
         if width:
-            pieces.append((fitted(title, width, right=True) + " ", "dim"))
+            pieces.append((fit(title, width, right=True) + " ", "dim"))
     pieces.append(("SHARING", "dim"))
     return pieces
 
@@ -107,31 +107,31 @@ def gpu_line(frame: Frame, gpu: Gpu, history: History, layout: Layout, theme: Th
     pieces += bar(layout.util, [(None if util is None else util / 100, "util")], theme)
     pieces.append(_percent_piece(util))
     pieces += memory_bar(gpu, layout.memory, theme)
-    pieces.append((fitted(used_text(gpu), 11, right=True) + " ", "bad" if _is_full(gpu) else "text"))
+    pieces.append((fit(used_text(gpu), 11, right=True) + " ", "bad" if _is_full(gpu) else "text"))
     if layout.past:
         # The driver tells no utilization in MIG mode.
         series = "sm" if gpu.mig_enabled else "util"
         pieces += [*sparkline(history.values(gpu.index, series, layout.past), layout.past, series), (" ", "text")]
     if layout.sm:
         sm = frame.activity(gpu)
-        pieces.append((fitted("-" if sm is None else f"{sm:.0f}%", layout.sm, right=True) + " ", "sm" if sm else "dim"))
+        pieces.append((fit("-" if sm is None else f"{sm:.0f}%", layout.sm, right=True) + " ", "sm" if sm else "dim"))
     sensors = frame.sensors.get(gpu.index, GpuSensors())
     pieces += _power_and_heat(sensors)
     if layout.clocks:
         clock = sensors.sm_clock_mhz
         pieces.append(
             (
-                fitted("-" if clock is None else f"{clock}MHz", layout.clocks, right=True) + " ",
+                fit("-" if clock is None else f"{clock}MHz", layout.clocks, right=True) + " ",
                 "warn" if sensors.slowed_by else "dim",
             )
         )
     if layout.pcie:
         traffic = f"{_megabytes(sensors.pcie_received)}/{_megabytes(sensors.pcie_sent)}"
-        pieces.append((fitted(traffic, layout.pcie, right=True) + " ", "dim"))
+        pieces.append((fit(traffic, layout.pcie, right=True) + " ", "dim"))
     if layout.fan:
         pieces.append(
             (
-                fitted("-" if sensors.fan_percent is None else f"{sensors.fan_percent}%", layout.fan, right=True) + " ",
+                fit("-" if sensors.fan_percent is None else f"{sensors.fan_percent}%", layout.fan, right=True) + " ",
                 "dim",
             )
         )
@@ -153,11 +153,11 @@ def _power_and_heat(sensors: GpuSensors) -> list[Piece]:
     slowed = sensors.slowed_by or ()
     return [
         (
-            fitted("-" if watts is None else f"{watts:.0f}W", 5, right=True),
+            fit("-" if watts is None else f"{watts:.0f}W", 5, right=True),
             "warn" if slowed else "text" if watts else "dim",
         ),
         (
-            fitted("-" if heat is None else f"{heat}°", 5, right=True) + " ",
+            fit("-" if heat is None else f"{heat}°", 5, right=True) + " ",
             "bad" if (heat or 0) >= _HOT_CELSIUS else "text" if heat else "dim",
         ),
     ]
@@ -224,7 +224,7 @@ def _instance_line(frame: Frame, gpu: Gpu, instance: MigInstance, layout: Layout
         *bar(layout.util, [(None if sm is None else sm / 100, "sm")], theme),
         _percent_piece(sm),
         *memory_bar(instance, layout.memory, theme),
-        (fitted(used_text(instance), 11, right=True) + "  ", "text"),
+        (fit(used_text(instance), 11, right=True) + "  ", "text"),
         (f"{visible(instance.name)}  " if instance.name else "", "good"),
         (visible(names) or empty, "text" if names else "dim"),
     ]
@@ -260,7 +260,7 @@ def client_lines(frame: Frame, gpu: Gpu) -> list[list[Piece]]:
         [
             ("        ", "dim"),
             (
-                f"{client.pid:>8} {fitted(client.user or '-', 9)}{fitted(visible(frame.name_of(client.pid, client.name) or '-'), 16)}",
+                f"{client.pid:>8} {fit(client.user or '-', 9)}{fit(visible(frame.name_of(client.pid, client.name) or '-'), 16)}",
                 "text",
             ),
             (f" {_limits(client.threads_percent, client.memory_limit_bytes)}", "dim"),
@@ -342,7 +342,7 @@ def chart_lines(frame: Frame, gpu: Gpu, history: History, width: int, height: in
         elif key == "power" and watts is not None:
             figure = f"{watts:.0f} W"
         label = f"GPU {gpu.index} {title}"
-        heads += [(fitted(label, cells - len(figure)), "dim"), (figure, "text"), (" ", "dim")]
+        heads += [(fit(label, cells - len(figure)), "dim"), (figure, "text"), (" ", "dim")]
         area = chart(history.values(gpu.index, key, cells), cells, height - 1, key)
         for row, line in zip(rows, area, strict=True):
             row += [*line, (" ", "dim")]

@@ -22,7 +22,7 @@ from gpushare.base.units import counted, format_bytes, format_duration
 from gpushare.show.text import one_line, visible
 from gpushare.top import gpus, jobs
 from gpushare.top.dialogs import Choice, Dialog, Line, Prompt, Question
-from gpushare.top.draw import THEMES, Piece, Theme, fitted, segments
+from gpushare.top.draw import THEMES, Piece, Theme, fit, segments
 from gpushare.top.frame import Reader
 from gpushare.top.history import Event, Events, History, job_title
 from gpushare.top.verbs import ACTIONS, Action, Answering, command_of, error_lines, failed, needs_consent, plan_lines
@@ -393,13 +393,13 @@ class Cockpit(App[None]):
             title = column.title + mark
             if len(title) > width:
                 title = column.title[: width - 1] + mark
-            head += [(fitted(title, width, right=column.right), "text" if mark else "dim"), (" ", "dim")]
+            head += [(fit(title, width, right=column.right), "text" if mark else "dim"), (" ", "dim")]
         rows = []
         for row in self._rows:
             line: list[Piece] = [(" ", "text")]
             for column, width in columns:
                 text, colour = column.cell(row)
-                line += [(fitted(text, width, right=column.right), colour), (" ", "text")]
+                line += [(fit(text, width, right=column.right), colour), (" ", "text")]
             rows.append(line)
         if not rows:
             rows = [[(f" {self._empty_text(frame)}", "dim")]]

@@ -89,7 +89,7 @@ def argv_of(spec: str, words: Sequence[str]) -> list[str]:
     return [sys.executable, "-c", _MAIN.format(str(Path(__file__).resolve().parents[2])), "--host", spec, *words]
 
 
-async def answered(spec: str, words: Sequence[str]) -> Document:
+async def run_verb(spec: str, words: Sequence[str]) -> Document:
     """Run a verb and return its document with its exit code; one that writes none gets an error that says so."""
     process = await asyncio.create_subprocess_exec(
         *argv_of(spec, ["-o", "json", *words]),
@@ -150,7 +150,7 @@ def failed(document: Document) -> bool:
     return document.get("status") == "error"
 
 
-async def followed(spec: str, job: str, add: Callable[[Sequence[str]], None]) -> None:
+async def follow_output(spec: str, job: str, add: Callable[[Sequence[str]], None]) -> None:
     """Hand on what a job prints, in lines, until it has ended or this is cancelled."""
     process = await asyncio.create_subprocess_exec(
         *argv_of(spec, ["logs", "-f", "--lines", "1000", job]),

@@ -19,11 +19,11 @@ from gpushare.cli.bench import bench_notes
 from gpushare.measure.bench import Measurement, Settings, measured_as, schedule, throughput
 from gpushare.measure.bench_data import (
     bench_answer,
+    best_pick,
     check_comparable,
     check_new,
-    compared,
+    compare_cells,
     judge,
-    overall,
     picks,
     read_bench,
     write_bench,
@@ -148,7 +148,7 @@ def test_mps_wins_for_a_job_that_needs_less_than_half() -> None:
     assert pick.gain is not None
     assert pick.gain.value == pytest.approx(2, rel=0.02)
     assert pick.over == "timeslice"
-    assert overall(RATE, judge(found), [pick]) == pick
+    assert best_pick(RATE, judge(found), [pick]) == pick
 
 
 def test_nothing_differs_for_a_job_that_fills_the_gpu() -> None:
@@ -276,11 +276,11 @@ def test_compared_with_an_earlier_one() -> None:
     before = {("alone", 1): [100.0, 101.0], ("timeslice", 2): [50.0, 50.1], ("mps", 2): [50.0, 50.1]}
     after = {("alone", 1): [100.0, 101.0], ("timeslice", 2): [50.0, 50.2], ("mps", 2): [99.0, 99.1]}
     old, new = (answer(measured("timeslice,mps", (2,), figures)) for figures in (before, after))
-    rows = {row.way: row for row in compared(new, old)}
+    rows = {row.way: row for row in compare_cells(new, old)}
     assert rows["mps"].verdict == "faster"
     assert rows["mps"].ratio == pytest.approx(1.98, rel=0.01)
     assert rows["timeslice"].verdict == "no difference"
-    assert {row.verdict for row in compared(old, new)} == {"slower", "no difference"}
+    assert {row.verdict for row in compare_cells(old, new)} == {"slower", "no difference"}
 
 
 def test_compared_with_one_that_counts_something_else() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from gpushare.base.benchmark import BenchCell, CopiesResult, CopyResult, Metric, RunResult, Usage
 from gpushare.measure.bench import Measurement
-from gpushare.measure.bench_data import alone_cell, judge, overall, picks, speeds
+from gpushare.measure.bench_data import alone_cell, best_pick, judge, picks, speeds
 from tests.measure.test_bench import LOWER, RATE, copy, measured, run, settings
 
 RUNS = Metric()
@@ -174,10 +174,10 @@ def test_the_overall_answer_is_the_fastest_number_of_copies() -> None:
     cells = judge(found)
     answers = picks(found, cells)
     assert [pick.copies for pick in answers] == [2, 3, 4]
-    best = overall(RATE, cells, answers)
+    best = best_pick(RATE, cells, answers)
     assert best is not None
     assert (best.copies, best.way) == (3, "mps")
-    assert overall(RATE, cells, []) is None
+    assert best_pick(RATE, cells, []) is None
 
 
 def test_a_way_that_was_not_measured_or_failed_gives_no_answer() -> None:

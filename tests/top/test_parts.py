@@ -34,8 +34,8 @@ from gpushare.run.listing import listed_jobs
 from gpushare.run.look import with_memory
 from gpushare.sim import admin
 from gpushare.snapshot import Observer
-from gpushare.top.dialogs import wrapped
-from gpushare.top.draw import THEMES, Piece, bar, chart, fitted, segments, sparkline
+from gpushare.top.dialogs import wrap_lines
+from gpushare.top.draw import THEMES, Piece, bar, chart, fit, segments, sparkline
 from gpushare.top.frame import Frame, Member, Reader
 from gpushare.top.gpus import (
     chart_lines,
@@ -50,7 +50,7 @@ from gpushare.top.gpus import (
 )
 from gpushare.top.history import Events, History
 from gpushare.top.jobs import COLUMNS, View, rows_of, visible_columns
-from gpushare.top.verbs import followed, plan_lines
+from gpushare.top.verbs import follow_output, plan_lines
 from gpushare.top.watch import DEADLINE_SECONDS, Watch
 from tests.cli.drive import World
 from tests.top.conftest import full_frame
@@ -103,12 +103,10 @@ def test_the_jobs(golden: Callable[[str, str], None], width: int) -> None:
     for first in (1, 4):
         rows = rows_of(shown, View(ended=True, tree=width > 60))
         columns = visible_columns(width, first, rows)
-        lines.append([(fitted(column.title, cells, right=column.right) + " ", "dim") for column, cells in columns])
+        lines.append([(fit(column.title, cells, right=column.right) + " ", "dim") for column, cells in columns])
         for row in rows:
             cells_of_row = [(*column.cell(row), column.right, cells) for column, cells in columns]
-            lines.append(
-                [(fitted(text, cells, right=right) + " ", colour) for text, colour, right, cells in cells_of_row]
-            )
+            lines.append([(fit(text, cells, right=right) + " ", colour) for text, colour, right, cells in cells_of_row])
     golden(f"top-jobs-{width}", drawn(lines, colours=width == 100))
 
 
@@ -170,7 +168,7 @@ def contrast(text: tuple[int, int, int], back: tuple[int, int, int]) -> float:
 def test_a_line_is_as_wide_as_the_screen() -> None:
     for text in ("short", "x" * 50, "日本語" * 9):
         assert sum(segment.cell_length for segment in segments([(text, "text")], 20, DARK)) == 20
-        assert fitted(text, 7)
+        assert fit(text, 7)
 
 
 def test_the_past_has_five_minutes_and_goes_back_with_the_time() -> None:
@@ -308,13 +306,13 @@ def test_below_a_gpu_are_the_names_of_jobs() -> None:
 def test_lines_to_read_are_broken_where_they_are_wider_than_the_box() -> None:
     """Also such that have no blanks, and characters that take two cells."""
     for text in ("word " * 30, "x" * 70, "日本" * 30, " " * 40 + "far in"):
-        rows = [row for row, _ in wrapped([(text, "text")], 30)]
+        rows = [row for row, _ in wrap_lines([(text, "text")], 30)]
         assert all(cell_len(row) <= 30 for row in rows)
         assert "".join("".join(rows).split()) == "".join(text.split())
-    assert wrapped([("", "text")], 30) == [("", "text")]
+    assert wrap_lines([("", "text")], 30) == [("", "text")]
     # A command can be copied.
     command = "$ quit | nvidia-cuda-mps-control"
-    assert [row.strip() for row, _ in wrapped([(command, "text")], 30)] == ["$ quit |", "nvidia-cuda-mps-control"]
+    assert [row.strip() for row, _ in wrap_lines([(command, "text")], 30)] == ["$ quit |", "nvidia-cuda-mps-control"]
 
 
 def test_output_without_ends_of_lines_is_shown_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,7 +320,7 @@ def test_output_without_ends_of_lines_is_shown_as_it_comes(monkeypatch: pytest.M
     program = "import sys; sys.stdout.write('1 %\\r2 %\\r\\n' + 'x' * 200_000)"
     monkeypatch.setattr("gpushare.top.verbs.argv_of", lambda *_: [sys.executable, "-c", program])
     lines: list[str] = []
-    asyncio.run(followed("sim:h200", "train", lines.extend))
+    asyncio.run(follow_output("sim:h200", "train", lines.extend))
     assert lines[:2] == ["1 %", "2 %"]
     assert "".join(lines[2:]) == "x" * 200_000
     assert 1 < len(lines[2:]) < 8
