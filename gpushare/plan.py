@@ -30,9 +30,9 @@ class Step:
     command: str | None
     undo: str | None = None
     # It acts and reads back: it raises unless the host has the new state.
-    do: Callable[[], None] = field(repr=False, metadata=NOT_STORED)
+    do: Callable[[], object] = field(repr=False, metadata=NOT_STORED)
     # It undoes the step, even if ``do`` failed half way.
-    revert: Callable[[], None] | None = field(default=None, repr=False, metadata=NOT_STORED)
+    revert: Callable[[], object] | None = field(default=None, repr=False, metadata=NOT_STORED)
     # False: it only checks.
     changes: bool = field(default=True, metadata=NOT_STORED)
 

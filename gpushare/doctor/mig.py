@@ -24,6 +24,7 @@ from gpushare.mig.holders import (
 )
 from gpushare.mig.ledger import MigLedger, NamedInstance, names_of
 from gpushare.mig.places import named_places
+from gpushare.mig.profile import on_or_off
 from gpushare.mig.recover import Leftover, leftovers
 
 # The persistence daemon belongs on every host; the MPS programs have checks of their own.
@@ -66,7 +67,7 @@ def _leftovers(seen: Examination, ledgers: Sequence[MigLedger]) -> Iterator[Left
 def _mode_findings(seen: Examination, gpu: Gpu) -> Iterator[Check]:
     """Check a GPU for a pending MIG mode, and for MIG mode without usable instances."""
     if gpu.mig_enabled is not None and gpu.mig_pending not in {None, gpu.mig_enabled}:
-        yield finding("mig.pending", gpu.index, now=_on_or_off(gpu.mig_enabled), next=_on_or_off(gpu.mig_pending))
+        yield finding("mig.pending", gpu.index, now=on_or_off(gpu.mig_enabled), next=on_or_off(gpu.mig_pending))
     if not gpu.mig_enabled:
         return
     try:
@@ -78,10 +79,6 @@ def _mode_findings(seen: Examination, gpu: Gpu) -> Iterator[Check]:
     for instance in instances:
         if not instance.compute:
             yield finding("mig.bare", gpu.index, instance=instance)
-
-
-def _on_or_off(on: object) -> str:
-    return "on" if on else "off"
 
 
 def names(seen: Examination) -> Iterator[Check]:

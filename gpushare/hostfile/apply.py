@@ -299,11 +299,12 @@ class _GpuWork:
         mps, gpu = self.entry.mps, self.live.gpu
         if mps is None or self._keeps_daemon(gpu.uuid, mps):
             return []
-
-        def find() -> Device:
-            return Device(gpu=self.host.nvml.gpu(gpu.index))
-
-        return [host_mps.daemon_step(self.host, f"GPU {gpu.index}", find, mps, selector=str(gpu.index))]
+        index = gpu.index
+        return [
+            host_mps.daemon_step(
+                self.host, f"GPU {index}", lambda: Device(gpu=self.host.nvml.gpu(index)), mps, selector=str(index)
+            )
+        ]
 
     def _keeps_daemon(self, uuid: str | None, wish: MpsWish) -> bool:
         """Return whether a device has a daemon with the wanted limits that is not stopped on the way."""

@@ -56,11 +56,6 @@ class LiveGpu:
         return None if daemon is None or daemon.transient else daemon
 
     @property
-    def units(self) -> tuple[LiveMps, ...]:
-        """Return the daemons that systemd units run; only the unit may change them."""
-        return tuple(daemon for daemon in self.daemons.values() if daemon.unit is not None)
-
-    @property
     def instances(self) -> tuple[GpuInstance, ...]:
         instances = () if self.layout is None else self.layout.instances
         return tuple(sorted(instances, key=lambda instance: instance.start))

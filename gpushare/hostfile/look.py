@@ -90,7 +90,7 @@ def live_unit(host: Host, gpu: Gpu, daemon: MpsDaemon) -> LiveMps:
 
 def refuse_units(live: LiveGpu) -> None:
     """Raise InUse if systemd units run daemons on a GPU that must change: systemd would restart them."""
-    units = [daemon.unit for daemon in live.units if daemon.unit is not None]
+    units = [daemon.unit for daemon in live.daemons.values() if daemon.unit is not None]
     if units:
         raise InUse(
             f"GPU {live.gpu.index} is served by {', '.join(units)} and differs from the file",

@@ -170,7 +170,7 @@ def stop_step(host: Host, daemon: OwnDaemon) -> Step:
     users = pipe_users(daemon.home.pipe) or ()
 
     def act() -> None:
-        _stop_idle(host, daemon.found, daemon.device)
+        Stop(host, daemon.found, daemon.device, drain_seconds=0.0, force=False).run()
         # The next daemon at this pipe is open to all users, unless the file says otherwise.
         if users:
             set_pipe_users(daemon.home.pipe, ())
@@ -195,12 +195,8 @@ def _clear_step(host: Host, found: FoundDaemon, gpu: Gpu) -> Step:
     return Step(
         what=f"clean up after a dead MPS daemon of GPU {gpu.index}",
         command=f"gpushare mps stop -g {found.daemon.device_uuid}",
-        do=lambda: _stop_idle(host, found, device),
+        do=Stop(host, found, device, drain_seconds=0.0, force=False).run,
     )
-
-
-def _stop_idle(host: Host, found: FoundDaemon, device: Device | None) -> None:
-    Stop(host, found, device, drain_seconds=0.0, force=False).run()
 
 
 def daemon_step(host: Host, title: str, find: Find, wish: MpsWish, *, selector: str) -> Step:
@@ -273,7 +269,7 @@ class _Daemon:
                 (each for each in own_daemons(self._host, device.gpu) if each.device.uuid == device.uuid), None
             )
             if daemon is not None:
-                _stop_idle(self._host, daemon.found, device)
+                Stop(self._host, daemon.found, device, drain_seconds=0.0, force=False).run()
         elif self._before is not None:
             with home.locked():
                 carry_out(plan_limits(self._host, device, self._before.limits.explicit))

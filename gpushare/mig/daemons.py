@@ -252,9 +252,6 @@ def start_again(host: Host, record: DaemonRecord, device: Device) -> bool:
 def _stop_step(host: Host, own: OwnDaemon, *, force: bool, stays: bool) -> Step:
     """Return the step that stops our daemon before a change of MIG; undone, a permanent one runs again."""
 
-    def act() -> None:
-        Stop(host, own.found, own.device, drain_seconds=0.0, force=force).run()
-
     def back() -> None:
         if not own.record.transient:
             start_again(host, own.record, own.device)
@@ -265,7 +262,7 @@ def _stop_step(host: Host, own: OwnDaemon, *, force: bool, stays: bool) -> Step:
         + ("; it stays stopped" if stays and not own.record.transient else ""),
         command=control_command(own.home.pipe, "quit -t 1" if force else "quit"),
         undo=restart_command(own.record, own.device),
-        do=act,
+        do=Stop(host, own.found, own.device, drain_seconds=0.0, force=force).run,
         revert=back,
     )
 
@@ -282,9 +279,6 @@ def _record_of(host: Host, uuid: str, *, running: bool) -> DaemonRecord | None:
 def _start_step(host: Host, record: DaemonRecord, device: Device) -> Step:
     """Return the step that starts a daemon again with its limits; undone, it is stopped."""
 
-    def act() -> None:
-        start_again(host, record, device)
-
     def back() -> None:
         now = _device_now(host, device)
         for own in own_daemons(host, now.gpu):
@@ -295,7 +289,7 @@ def _start_step(host: Host, record: DaemonRecord, device: Device) -> Step:
         what=f"start the MPS daemon of {device.title} again, with its limits",
         command=restart_command(record, device),
         undo=f"gpushare mps stop -g {device.selector}",
-        do=act,
+        do=lambda: start_again(host, record, device),
         revert=back,
     )
 

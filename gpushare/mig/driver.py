@@ -36,6 +36,7 @@ from gpushare.mig.profile import (
     Layout,
     Placement,
     Profile,
+    on_or_off,
     standard_compute_profiles,
 )
 
@@ -313,9 +314,9 @@ class MigChanges:
             raise _not_activated_error(int(status), index, enabled=enabled)
         held = self.mode(index)
         if held != (enabled, enabled):
-            now = "unknown" if held is None else f"{_on_or_off(held[0])}, pending {_on_or_off(held[1])}"
+            now = "unknown" if held is None else f"{on_or_off(held[0])}, pending {on_or_off(held[1])}"
             raise OperationFailed(
-                f"GPU {index}: MIG {_on_or_off(enabled)} was accepted, but the mode is {now}",
+                f"GPU {index}: MIG {on_or_off(enabled)} was accepted, but the mode is {now}",
                 f"with no program on it, reset the GPU: sudo nvidia-smi --gpu-reset -i {index}; or reboot",
                 gpu=gpu,
                 code="mode_pending",
@@ -482,13 +483,9 @@ class MigChanges:
         return answer
 
 
-def _on_or_off(enabled: object) -> str:
-    return "on" if enabled else "off"
-
-
 def _not_activated_error(status: int, index: int, *, enabled: bool) -> GpushareError:
     """Return the error about a mode that was accepted and is only pending; ``status`` is an nvmlReturn_t."""
-    task, gpu = f"GPU {index}: MIG {_on_or_off(enabled)}", str(index)
+    task, gpu = f"GPU {index}: MIG {on_or_off(enabled)}", str(index)
     if status == _IN_USE:
         return InUse(
             f"{task} is only pending, because the GPU is in use",

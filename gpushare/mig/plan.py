@@ -138,11 +138,6 @@ class MigPlan:
         """Return whether anything is to be done."""
         return any(gpu.changes for gpu in self.gpus)
 
-    @property
-    def calls(self) -> tuple[Call, ...]:
-        """Return the calls in order: one GPU after the other, so that an error leaves the rest untouched."""
-        return tuple(call for gpu in self.gpus for call in gpu.calls())
-
 
 class Why(str, Enum):
     """Why there is no plan."""

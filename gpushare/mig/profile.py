@@ -34,6 +34,11 @@ _COMPUTE_COUNTS: Final = {
 }
 
 
+def on_or_off(mode: object) -> str:
+    """Return a MIG mode in a word."""
+    return "on" if mode else "off"
+
+
 class Placement(NamedTuple):
     """The place of an instance: its first slice, and the number of its slices (``-lgipp``: ``{start}:size``)."""
 

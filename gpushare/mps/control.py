@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from gpushare.base.errors import NoPermission, NotFound, NotSupported, OperationFailed, TimedOut
-from gpushare.base.model import Priority
+from gpushare.base.model import MpsClient, Priority
 from gpushare.base.units import GIB, MIB, format_bytes, mps_memory, mps_memory_readback, mps_percentage
 from gpushare.base.values import dataclass
 from gpushare.mps.limits import VARIABLES, Limits
@@ -37,16 +37,6 @@ _PERCENTAGE: Final = re.compile(r"^\d{1,12}(\.\d+)?$", re.ASCII)
 
 
 @dataclass(frozen=True)
-class ClientRow:
-    """One row of ``ps``. The PID is that of the daemon's PID namespace."""
-
-    pid: int
-    server_pid: int | None
-    device: str | None
-    command: str | None
-
-
-@dataclass(frozen=True)
 class ServerRow:
     """One MPS server: its state, and the limits of its future clients."""
 
@@ -57,15 +47,15 @@ class ServerRow:
 
 @dataclass(frozen=True)
 class Overview:
-    """A daemon at one moment: defaults for new servers, servers, clients."""
+    """A daemon at one moment: defaults for new servers, servers, clients with what `MpsControl.clients` tells of them."""
 
     limits: Limits
     servers: tuple[ServerRow, ...]
-    clients: tuple[ClientRow, ...]
+    clients: tuple[MpsClient, ...]
 
 
-def parse_ps(text: str) -> list[ClientRow]:
-    """Return the rows of ``ps``, by the words of its header.
+def parse_ps(text: str) -> list[MpsClient]:
+    """Return the clients in the rows of ``ps``, by the words of its header; the name is the COMMAND.
 
     ``PID ID SERVER DEVICE NAMESPACE COMMAND`` up to driver 580; from 595 on another column, often blank, follows COMMAND.
     COMMAND may contain blanks. Text without a header (``Server not found``) has no rows.
@@ -77,7 +67,7 @@ def parse_ps(text: str) -> list[ClientRow]:
         return []
     columns = {match.group(): match.start() for match in re.finditer(r"\S+", lines[start])}
     names = titles[start][: titles[start].index("COMMAND")]
-    rows: list[ClientRow] = []
+    rows: list[MpsClient] = []
     for line in lines[start + 1 :]:
         words = line.split(maxsplit=len(names))
         pid = _parse_pid(words[0]) if len(words) >= len(names) else None
@@ -86,14 +76,8 @@ def parse_ps(text: str) -> list[ClientRow]:
         if len(rows) == _MOST_ROWS:
             raise strange_reply_error(f"more than {_MOST_ROWS} clients")
         cells = dict(zip(names, words, strict=False))
-        rows.append(
-            ClientRow(
-                pid=pid,
-                server_pid=_parse_pid(cells.get("SERVER", "")),
-                device=cells.get("DEVICE"),
-                command=_command_cell(line, columns),
-            )
-        )
+        server = _parse_pid(cells.get("SERVER", ""))
+        rows.append(MpsClient(pid=pid, server_pid=server, name=_command_cell(line, columns)))
     return rows
 
 
@@ -493,13 +477,13 @@ class MpsControl:
         threads = parse_percentage("\n".join(lines))
         return ServerRow(pid, status, Limits(threads_percent=threads, memory_limit_bytes=memory))
 
-    def clients(self) -> list[ClientRow]:
+    def clients(self) -> list[MpsClient]:
         """Return all clients (``ps``, or ``get_client_list`` per server where a daemon has no ``ps``)."""
         printed = self.ask("ps")
         if "Unknown command" not in printed:
             return parse_ps(printed)
         return [
-            ClientRow(pid, server, None, None)
+            MpsClient(pid=pid, server_pid=server)
             for server in self.servers()
             for pid in parse_pids(self.ask(f"get_client_list {server}"))
         ]

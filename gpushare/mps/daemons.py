@@ -24,7 +24,6 @@ from gpushare.host.records import read_tail
 from gpushare.host.smi import compute_mode_command
 from gpushare.mps import control
 from gpushare.mps.control import (
-    ClientRow,
     MpsControl,
     NoDaemon,
     Overview,
@@ -127,14 +126,14 @@ class _Answer:
     """What a daemon reports, completed by its record, its log and the process table."""
 
     def __init__(self, host: Host, item: FoundDaemon, overview: Overview) -> None:
-        self._host, self._item, self._overview_or_error = host, item, overview
+        self._host, self._item, self._overview = host, item, overview
         self._environment = host.processes.environment(item.daemon.pid or 0) or {}
         visible = self._environment.get("CUDA_VISIBLE_DEVICES", "")
         self._uuid = visible if item.record is None else item.record.device_uuid
 
     def daemon(self) -> MpsDaemon:
         """Return the daemon with its limits, and with those servers and clients that may be its own."""
-        daemon, overview = self._item.daemon, self._overview_or_error
+        daemon, overview = self._item.daemon, self._overview
         logged = logged_limit(daemon.log_directory, self._uuid) if self._item.trusted else None
         held = self._exact_limit(overview.limits.memory_limit_bytes, logged)
         if held is None:
@@ -166,7 +165,7 @@ class _Answer:
     def _server_answer(self, row: ServerRow) -> MpsServer:
         """Return a server with those of its clients that may be its own."""
         info = self._host.processes.describe(row.pid)
-        clients = [client for client in self._overview_or_error.clients if client.server_pid in {row.pid, None}]
+        clients = [client for client in self._overview.clients if client.server_pid in {row.pid, None}]
         return MpsServer(
             pid=row.pid,
             user=None if info is None else info.user,
@@ -175,7 +174,7 @@ class _Answer:
             clients=tuple(self._client_answer(client, row) for client in clients if self._may_belong(client.pid)),
         )
 
-    def _client_answer(self, row: ClientRow, server: ServerRow) -> MpsClient:
+    def _client_answer(self, row: MpsClient, server: ServerRow) -> MpsClient:
         """Return a client with the limits that it has had since it attached, and those that it would get now."""
         info = self._host.processes.describe(row.pid)
         environment = self._host.processes.environment(row.pid)
@@ -187,16 +186,16 @@ class _Answer:
                 Limits(
                     threads_percent=server.limits.threads_percent,
                     memory_limit_bytes=self._exact_limit(server.limits.memory_limit_bytes),
-                    priority=self._overview_or_error.limits.priority,
+                    priority=self._overview.limits.priority,
                 ),
                 own,
             )
             then = self._at_attachment(row.pid, server)
             held = now if then is True else Limits() if then is None else _limits_of_client(then, own)
-        return MpsClient(
-            pid=row.pid,
+        return replace(
+            row,
             server_pid=server.pid,
-            name=row.command or (None if info is None else info.name),
+            name=row.name or (None if info is None else info.name),
             user=None if info is None else info.user,
             threads_percent=held.threads_percent,
             memory_limit_bytes=held.memory_limit_bytes,

@@ -209,7 +209,7 @@ class LimitOptions:
     ) -> None:
         self._threads = _parse_by_gpu("--threads", threads, parse_thread_percentage)
         self._memory = _parse_by_gpu("--memory", memory, _parse_memory_or_none if removable else parse_memory_limit)
-        self._parse_priority = _parse_priority(priority)
+        self._priority = _parse_priority(priority)
 
     def for_devices(self, devices: Sequence[Device]) -> dict[str, Limits]:
         """Return the limits by device UUID.
@@ -223,7 +223,7 @@ class LimitOptions:
                 threads_percent=threads.get(device.uuid),
                 memory_limit_bytes=None if memory.get(device.uuid) is _NONE else memory.get(device.uuid),
                 no_memory_limit=memory.get(device.uuid) is _NONE,
-                priority=self._parse_priority,
+                priority=self._priority,
             )
             for device in devices
         }

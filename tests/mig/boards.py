@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gpushare.base.model import GpuProcess
 from gpushare.gpu_models import GpuModel, find_model, load_models
+from gpushare.mig.plan import Call, MigPlan
 from gpushare.mig.profile import ComputeInstance, GpuInstance, Layout, Profile
 
 SOMEBODY = (GpuProcess(pid=4711, compute=True, name="python3"),)
@@ -68,3 +69,8 @@ def layout(model: str, *instances: str, gpu: int = 0) -> Layout:
         compute = tuple(int(one) for one in parts.split(",") if one) if "/" in text else None
         found.append(instance(profile, int(start), busy=busy, name=name or None, compute=compute))
     return Layout(gpu=gpu, uuid=f"GPU-{gpu}", profiles=profiles, instances=tuple(found))
+
+
+def calls_of(plan: MigPlan) -> list[Call]:
+    """Return the calls of a plan in order, one GPU after the other."""
+    return [call for gpu in plan.gpus for call in gpu.calls()]

@@ -14,7 +14,7 @@ from gpushare.mig.plan import Action, MigPlan, NoPlan, Why
 from gpushare.mig.planner import plan_add, plan_exact
 from gpushare.mig.profile import Layout
 from gpushare.mig.wish import Request, Wish
-from tests.mig.boards import SHAPES, instance
+from tests.mig.boards import SHAPES, calls_of, instance
 from tests.mig.brute import Place, State, brute_of
 
 STATUS = ("busy", "named", "idle", "idle")
@@ -42,7 +42,7 @@ def check_consistent(plan: MigPlan, before: Layout, model: GpuModel) -> None:
     """What is kept and created is a layout that the driver allows, and the steps lead there in an order that works."""
     brute = brute_of(model.key)
     present = {(instance.profile.name, instance.start) for instance in before.instances}
-    for call in plan.calls:
+    for call in calls_of(plan):
         place = call.instance.place
         if call.action is Action.DESTROY_GPU_INSTANCE:
             present.remove(place)

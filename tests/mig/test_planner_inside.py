@@ -11,7 +11,7 @@ from gpushare.mig.plan import Action, MigPlan, NoPlan
 from gpushare.mig.planner import Target, plan_add, plan_exact
 from gpushare.mig.profile import GpuInstance, Layout
 from gpushare.mig.wish import parse_wish
-from tests.mig.boards import SOMEBODY, instance, layout
+from tests.mig.boards import SOMEBODY, calls_of, instance, layout
 
 PARTS = [(), (1,), (1, 1), (2, 1), (3,), (1, 1, 1)]
 THREE = next(profile for profile in layout("h100").profiles if profile.name == "3g.40gb")
@@ -20,7 +20,7 @@ THREE = next(profile for profile in layout("h100").profiles if profile.name == "
 def test_compute_instances_take_the_place_of_idle_ones_and_the_gpu_instance_stays() -> None:
     plan = plan_add([layout("h100", "3g.40gb:0!", "3g.40gb:4")], parse_wish("1c.3g.40gb*2"), may_destroy=True)
     assert isinstance(plan, MigPlan)
-    assert [step.action for step in plan.calls] == [Action.DESTROY_COMPUTE, *[Action.CREATE_COMPUTE] * 2]
+    assert [step.action for step in calls_of(plan)] == [Action.DESTROY_COMPUTE, *[Action.CREATE_COMPUTE] * 2]
     assert (plan.cost.idle_destroyed, plan.cost.created, plan.cost.slices_destroyed) == (1, 2, 0)
     assert [gpu.start for gpu in plan.gpus[0].kept] == [0, 4]
 

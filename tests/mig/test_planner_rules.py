@@ -17,7 +17,7 @@ from gpushare.mig.plan import Action, MigPlan, NoPlan, Why
 from gpushare.mig.planner import Group, Target, assign, codes_for, plan_add, plan_destroy, plan_exact
 from gpushare.mig.profile import GpuInstance, Layout
 from gpushare.mig.wish import Need, Request, parse_wish
-from tests.mig.boards import SHAPES, SOMEBODY, layout
+from tests.mig.boards import SHAPES, SOMEBODY, calls_of, layout
 
 RTX = "rtx-pro-6000-blackwell-96gb"
 
@@ -101,7 +101,7 @@ def test_an_empty_gpu_instance_is_filled_and_a_named_one_is_not() -> None:
     plan = plan_add([gpu], parse_wish("3g"))
     assert isinstance(plan, MigPlan)
     assert plan.gpus[0].created[0].instance is gpu.instances[0]
-    assert [step.action for step in plan.calls] == [Action.CREATE_COMPUTE]
+    assert [step.action for step in calls_of(plan)] == [Action.CREATE_COMPUTE]
     named = with_instance(gpu, 0, name="train")
     assert made(plan_add([named], parse_wish("3g"))) == ["0/3g.40gb:4"]
 
@@ -141,7 +141,7 @@ def test_compute_instances_come_into_what_has_room(wish: str, *, with_others: bo
             assert (plan.cost.created, gone(plan)) == (len(asked), []), texts
             (new,) = plan.gpus[0].created
             assert not new.whole
-            assert [step.action for step in plan.calls] == [Action.CREATE_COMPUTE] * len(asked)
+            assert [step.action for step in calls_of(plan)] == [Action.CREATE_COMPUTE] * len(asked)
         elif any(there[start] is None for start in starts):
             assert isinstance(plan, MigPlan), texts
             assert (plan.cost.created, gone(plan)) == (1 + len(asked), []), texts
@@ -227,7 +227,7 @@ def test_steps_free_before_they_take() -> None:
     gpu = layout("h100", "3g.40gb:0/1,1", "1g.10gb:4!")
     plan = plan_exact([gpu], {0: parse_wish("1g*2 2c.3g.40gb:0 1c.3g.40gb:0")})
     assert isinstance(plan, MigPlan)
-    steps = [(step.action.name, step.instance.profile.name) for step in plan.calls]
+    steps = [(step.action.name, step.instance.profile.name) for step in calls_of(plan)]
     assert steps == [
         ("DESTROY_COMPUTE", "3g.40gb"),
         ("CREATE_COMPUTE", "3g.40gb"),
@@ -239,7 +239,7 @@ def test_steps_free_before_they_take() -> None:
 def test_all_goes_out_before_a_gpu_instance_does() -> None:
     plan = plan_destroy([layout("h100", "3g.40gb:0/1,1,1")], [Target(0, 400)])
     assert isinstance(plan, MigPlan)
-    actions = [step.action for step in plan.calls]
+    actions = [step.action for step in calls_of(plan)]
     assert actions == [Action.DESTROY_COMPUTE] * 3 + [Action.DESTROY_GPU_INSTANCE]
     assert plan.cost.idle_destroyed == 3
 
@@ -248,10 +248,10 @@ def test_destroying_the_last_compute_instance_takes_the_gpu_instance_along() -> 
     gpu = layout("h100", "3g.40gb:0/1,1")
     one = plan_destroy([gpu], [Target(0, 400, 1)])
     assert isinstance(one, MigPlan)
-    assert [step.action for step in one.calls] == [Action.DESTROY_COMPUTE]
+    assert [step.action for step in calls_of(one)] == [Action.DESTROY_COMPUTE]
     both = plan_destroy([gpu], [Target(0, 400, 0), Target(0, 400, 1)])
     assert isinstance(both, MigPlan)
-    assert both.calls[-1].action is Action.DESTROY_GPU_INSTANCE
+    assert calls_of(both)[-1].action is Action.DESTROY_GPU_INSTANCE
 
 
 def test_a_busy_one_is_destroyed_when_it_is_named_to_be_evicted() -> None:

@@ -12,7 +12,7 @@ from gpushare.mig.plan import Action, Call, MigPlan, NoPlan, shown_steps, steps_
 from gpushare.mig.planner import Target, plan_add, plan_destroy, plan_exact
 from gpushare.mig.profile import Layout
 from gpushare.mig.wish import parse_wish
-from tests.mig.boards import MODELS, layout
+from tests.mig.boards import MODELS, calls_of, layout
 
 
 def planned(found: MigPlan | NoPlan) -> MigPlan:
@@ -82,7 +82,7 @@ def check(plan: MigPlan, board: Layout) -> None:
             assert re.search(" -c[cg]i " if goes else " -dci | mig destroy ", step.undo), step.undo
             assert "None" not in f"{step.what}{step.command}{step.undo or ''}"
     # Each call is in one line, and in the order of the plan.
-    assert [call for _, call in called] == list(plan.calls)
+    assert [call for _, call in called] == calls_of(plan)
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.short)

@@ -274,9 +274,7 @@ def test_the_simulated_daemon_of_every_driver_is_understood(driver: str, sim_dir
     )
     limits = Limits(threads_percent=30.0, memory_limit_bytes=2 * GIB, priority=Priority.LOW)
     assert overview.limits == limits
-    assert [(row.pid, row.server_pid, row.command) for row in overview.clients] == [
-        (client.pid, client.mps_server, "a b")
-    ]
+    assert [(row.pid, row.server_pid, row.name) for row in overview.clients] == [(client.pid, client.mps_server, "a b")]
     talk.set_memory(None)
     assert talk.memory() is None
     assert mps_control.PROGRAM == "nvidia-cuda-mps-control"

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpushare.base.model import MpsClient
 from gpushare.base.units import GIB, MIB
-from gpushare.mps.control import ClientRow, parse_memory, parse_percentage, parse_pids, parse_ps
+from gpushare.mps.control import parse_memory, parse_percentage, parse_pids, parse_ps
 
 CAPTURE = Path(__file__).parent.parent / "data" / "h200-r580" / "mps-control.txt"
 HEADER = ("PID", "ID", "SERVER", "DEVICE", "NAMESPACE", "COMMAND", "ATTRIBUTES")
@@ -34,7 +35,7 @@ def test_the_rows_of_the_h200() -> None:
     lines = CAPTURE.read_text().splitlines()
     at = next(index for index, text in enumerate(lines) if text.startswith("PID  "))
     rows = parse_ps("\n".join(lines[at : at + 2]))
-    assert rows == [ClientRow(593, 628, "GPU-0d54321e-a080-c56a", "python3")]
+    assert rows == [MpsClient(pid=593, server_pid=628, name="python3")]
 
 
 @pytest.mark.parametrize("layout", [580, 595])
@@ -43,25 +44,25 @@ def test_the_rows_of_the_h200() -> None:
 )
 def test_a_command_is_read_whole_in_either_layout(layout: int, command: str) -> None:
     rows = parse_ps(ps(client(593, command), client(594, "x"), layout=layout))
-    assert [(row.pid, row.command) for row in rows] == [(593, command), (594, "x")]
+    assert [(row.pid, row.name) for row in rows] == [(593, command), (594, "x")]
 
 
 @pytest.mark.parametrize("command", ["python3", "a b c", "M"])
 def test_attributes_are_no_part_of_the_command(command: str) -> None:
     rows = parse_ps(ps(client(593, command, "MD"), client(594, command), layout=595))
-    assert [row.command for row in rows] == [command, command]
+    assert [row.name for row in rows] == [command, command]
 
 
 def test_a_row_without_command_has_none() -> None:
-    assert [row.command for row in parse_ps(ps(client(1, ""), layout=580))] == [None]
-    assert [row.command for row in parse_ps(ps(client(1, "", "MD"), layout=595))] == [None]
+    assert [row.name for row in parse_ps(ps(client(1, ""), layout=580))] == [None]
+    assert [row.name for row in parse_ps(ps(client(1, "", "MD"), layout=595))] == [None]
 
 
 def test_columns_are_found_by_their_names() -> None:
     text = "PID SERVER NEW COMMAND\n7 8 x ./a\n"
-    assert parse_ps(text) == [ClientRow(7, 8, None, "./a")]
+    assert parse_ps(text) == [MpsClient(pid=7, server_pid=8, name="./a")]
     assert parse_ps("PID ID SERVER DEVICE NAMESPACE COMMAND\n9741 0 - GPU-cb 4026531836 ./nbody\n") == [
-        ClientRow(9741, None, "GPU-cb", "./nbody")
+        MpsClient(pid=9741, name="./nbody")
     ]
 
 
@@ -94,13 +95,13 @@ ROWS = st.lists(st.tuples(st.integers(1, 2**22), st.lists(NAMES, min_size=1, max
 @given(ROWS.filter(lambda rows: all(command[14:15] != " " for _, command in rows)), st.sampled_from([580, 595]))
 def test_any_clients_read_back(rows: list[tuple[int, str]], layout: int) -> None:
     text = ps(*(client(pid, command) for pid, command in rows), layout=layout)
-    assert [(row.pid, row.command, row.server_pid) for row in parse_ps(text)] == [(*row, 628) for row in rows]
+    assert [(row.pid, row.name, row.server_pid) for row in parse_ps(text)] == [(*row, 628) for row in rows]
 
 
 @given(ROWS.filter(lambda rows: all(len(command) < 15 for _, command in rows)), st.sampled_from(["", "M", "MD"]))
 def test_any_clients_with_attributes_read_back(rows: list[tuple[int, str]], attributes: str) -> None:
     text = ps(*(client(pid, command, attributes) for pid, command in rows), layout=595)
-    assert [(row.pid, row.command) for row in parse_ps(text)] == rows
+    assert [(row.pid, row.name) for row in parse_ps(text)] == rows
 
 
 TEXTS = st.one_of(
