@@ -158,7 +158,7 @@ class _GpuRow:
 
 def _plan_when_idle(host: Host, ledger: MigLedger, wanted: HostFile, seconds: float) -> tuple[list[_GpuRow], Matched]:
     """Return the plan of each GPU; while one is in use, plan again until the time is up."""
-    deadline, said = time.monotonic() + seconds, set()
+    deadline, reported = time.monotonic() + seconds, set()
     while True:
         gpus = gpus_of(host)
         matched = entries_of(wanted, gpus)
@@ -169,8 +169,8 @@ def _plan_when_idle(host: Host, ledger: MigLedger, wanted: HostFile, seconds: fl
         if not busy or rest <= 0:
             return rows, matched
         for error in busy:
-            if error.message not in said:
-                said.add(error.message)
+            if error.message not in reported:
+                reported.add(error.message)
                 note(f"waiting up to {rest:.0f} s: {error.message}")
         time.sleep(min(_POLL_SECONDS, max(0.02, rest)))
 

@@ -142,10 +142,10 @@ def bench(
     _check_combination(command, built_in, metric, window, repeat, latency)
     kept = None if to is None else check_new("--to", to)
     picture = None if plot is None else picture_path(plot)
-    before = None if compare is None else read_bench(compare)
+    earlier = None if compare is None else read_bench(compare)
     printed = parse_metric(metric, higher_is_better=metric is None or not lower, latency=latency)
     sizes = (None,) if size is None else parse_sizes(size)
-    if len(sizes) > 1 and before is not None:
+    if len(sizes) > 1 and earlier is not None:
         raise BadCombination(
             "--compare cannot be combined with several sizes", "compare one size at a time: --size 256"
         )
@@ -172,15 +172,15 @@ def bench(
         ]
     if len(sizes) > 1:
         return _measure_sizes(host, device, wishes, kept, picture)
-    if before is not None:
-        check_comparable(wishes[0].metric, before)
+    if earlier is not None:
+        check_comparable(wishes[0].metric, earlier)
     prepared = prepare(host, device, wishes[0])
     if settings.dry_run:
         return bench_plan(host, device, prepared)
     data, measurement, number = measure_with_progress(host, device, prepared)
     if command and data.reason == "finished":
         keep_caps(host, device, command, data)
-    return _result_of_runs(data, measurement, number, before, kept, picture)
+    return _result_of_runs(data, measurement, number, earlier, kept, picture)
 
 
 def _check_combination(

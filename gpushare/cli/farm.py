@@ -175,10 +175,10 @@ def _gpus_per_copy(gpus: int | None, of_mps: Mapping[str, Any]) -> int:
     count = 1 if gpus is None else gpus
     if count < 1:
         raise BadUsage(f"--gpus {count} is not a number of GPUs", "give at least 1: --gpus 2", code="bad_count")
-    given = next((option for option, value in of_mps.items() if value is not None), None)
-    if count > 1 and given is not None:
+    option_of_mps = next((option for option, value in of_mps.items() if value is not None), None)
+    if count > 1 and option_of_mps is not None:
         raise BadCombination(
-            f"--gpus cannot be combined with {given}: an MPS daemon has one GPU",
+            f"--gpus cannot be combined with {option_of_mps}: an MPS daemon has one GPU",
             "for example: gpushare farm --copies 4 --gpus 2 --memory 20G -g any -- CMD",
         )
     return count

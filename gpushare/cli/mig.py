@@ -195,9 +195,9 @@ def fits(
     Exit code 0: it fits; 7: not at the moment; 3: never on these GPUs.
     """
     with _hints_for(model):
-        asked = typed_wish(wish, memory, sm)
+        wanted = typed_wish(wish, memory, sm)
         _, layouts = chosen_gpus(gpu, model)
-        answer = plan_add(layouts, asked)
+        answer = plan_add(layouts, wanted)
         if not isinstance(answer, MigPlan) and answer.why is Why.NEVER:
             raise no_plan_error(answer)
     if isinstance(answer, MigPlan):
@@ -230,14 +230,14 @@ def plan(
     --may-destroy. Several GPUs share a wish at the lowest cost; with --exact each gets all of it.
     """
     with _hints_for(model):
-        asked = typed_wish(wish, memory, sm)
+        wanted = typed_wish(wish, memory, sm)
         gpus, layouts = chosen_gpus(gpu, model)
         if exact:
-            answer: MigPlan | NoPlan = plan_exact(layouts, {layout.gpu: asked for layout in layouts})
+            answer: MigPlan | NoPlan = plan_exact(layouts, {layout.gpu: wanted for layout in layouts})
         else:
-            answer = plan_add(layouts, asked, may_destroy=may_destroy)
+            answer = plan_add(layouts, wanted, may_destroy=may_destroy)
         if exact or may_destroy:
-            answer = _with_eviction_hint(answer, layouts, asked, exact=exact)
+            answer = _with_eviction_hint(answer, layouts, wanted, exact=exact)
         return layout_plan_result(answer, layouts, off=[mig_gpu.index for mig_gpu in gpus if not mig_gpu.mig_enabled])
 
 

@@ -395,7 +395,7 @@ def create(
     NAME` and `mig env NAME` find it even after a reboot. A compute instance (1c.3g.40gb) without a name goes
     into an idle GPU instance with room for it, and into a busy one only with a placement (1c.3g.40gb:4).
     """
-    asked = typed_wish(wish, memory, sm)
+    wanted = typed_wish(wish, memory, sm)
     if name is not None:
         check_name(name)
 
@@ -407,13 +407,13 @@ def create(
         off = ",".join(str(each.index) for each in gpus if not each.mig_enabled)
         on = [n for n, each in enumerate(gpus) if each.mig_enabled]
         gpus, layouts = [gpus[n] for n in on], [layouts[n] for n in on]
-        answer = plan_add(layouts, asked, with_others=name is None)
+        answer = plan_add(layouts, wanted, with_others=name is None)
         if off and isinstance(answer, NoPlan):
             answer = replace(answer, hint=f"MIG is off on GPU {off}, so it is left out: gpushare mig enable -g {off}")
         plan = planned_or_refused(answer)
         created = [(part, new.instance) for part in plan.gpus for new in part.created]
         naming = None if name is None else plan_names(host, [name], {}, created, may_move=False, plans=plan.gpus)
-        return change_of(host, ledger, gpus, layouts, plan, f"create {' '.join(map(str, asked))}", naming=naming)
+        return change_of(host, ledger, gpus, layouts, plan, f"create {' '.join(map(str, wanted))}", naming=naming)
 
     return carry_out_change("mig create", planned_change, refresh_cdi=refresh_cdi)
 
@@ -738,9 +738,9 @@ def _plan_name(name: str, instance: str, gpu: str | None) -> Plan:
     named = NamedInstance(
         name=name, gpu_uuid=layout.uuid or "", profile=instance_there.profile.name, start=instance_there.start
     )
-    given = names_of(host)
-    if name in given and (given[name].gpu_uuid, given[name].place) != (named.gpu_uuid, named.place):
-        raise name_taken_error(given[name], {layout.uuid: layout.gpu for layout in layouts})
+    bound = names_of(host)
+    if name in bound and (bound[name].gpu_uuid, bound[name].place) != (named.gpu_uuid, named.place):
+        raise name_taken_error(bound[name], {layout.uuid: layout.gpu for layout in layouts})
     steps = () if instance_there.name == name else (names_step(host, [named], (), {named.gpu_uuid: layout.gpu}),)
     if steps and instance_there.name is not None:
         raise BadUsage(

@@ -121,10 +121,10 @@ def logs(
     names = [name for name, only in (("control.log", server), ("server.log", control)) if not only or server == control]
     texts, left_out = {}, 0
     for name in names:
-        asked = name == "control.log" and not settings.verbose
+        filtered = name == "control.log" and not settings.verbose
         # Most of the log may be questions.
-        whole = last_lines(home.log / name, _MOST_LINES if asked else lines)
-        kept = without_questions(whole) if asked else whole
+        whole = last_lines(home.log / name, _MOST_LINES if filtered else lines)
+        kept = without_questions(whole) if filtered else whole
         left_out += len(whole) - len(kept)
         texts[name] = kept[-lines:]
     notes = (f"{counted(left_out, 'line')} of gpushare's own questions left out; with them: -v",) if left_out else ()
@@ -221,11 +221,11 @@ def stopped_row(work: Stop, found: FoundDaemon, done: Stopped | None = None) -> 
 
 def _wait_reporter() -> Callable[[list[int], float], None]:
     """Return a function that reports the clients a stop waits for, each set of them once."""
-    said: set[tuple[int, ...]] = set()
+    reported: set[tuple[int, ...]] = set()
 
     def say(pids: list[int], seconds: float) -> None:
-        if tuple(pids) not in said:
-            said.add(tuple(pids))
+        if tuple(pids) not in reported:
+            reported.add(tuple(pids))
             note(f"waiting up to {seconds:.0f} s for {counted(len(pids), 'client')}: {first_few(pids)}")
 
     return say

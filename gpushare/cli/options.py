@@ -785,14 +785,14 @@ def carried_out(
     """
     from gpushare.show.plan import plan_result
 
-    more: list[str] = []
+    lock_notes: list[str] = []
     if not settings.dry_run:
         from gpushare.plan import carry_out
 
         agreed, done = consented(plan), False
         while not done:
             with contextlib.ExitStack() as locks:
-                more += locks.enter_context(locked())
+                lock_notes += locks.enter_context(locked())
                 # In a fixed order, so that two commands cannot wait for each other's locks.
                 for home in sorted(homes, key=lambda home: home.directory):
                     locks.enter_context(home.locked())
@@ -803,7 +803,7 @@ def carried_out(
                     carry_out(plan, say_step if settings.verbose else None)
             if not done:
                 agreed = consented(plan, agreed)
-    return plan_result(command, plan, dry_run=settings.dry_run, notes=more)
+    return plan_result(command, plan, dry_run=settings.dry_run, notes=lock_notes)
 
 
 def say_step(step: Step) -> None:

@@ -48,8 +48,10 @@ def reserve(
     """
     host = settings.connect()
     if time is None and not end:
-        held = tuple(leases(host, kept_limits(host)).values())
-        return Result(command="reserve", data=LeasesAnswer(leases=held), tables=(lease_table(held, gpus_of(host)),))
+        in_force = tuple(leases(host, kept_limits(host)).values())
+        return Result(
+            command="reserve", data=LeasesAnswer(leases=in_force), tables=(lease_table(in_force, gpus_of(host)),)
+        )
     if time is not None and end:
         raise BadCombination("--for cannot be combined with --end", "for example: gpushare reserve -g 0 --for 4h")
     devices = select_for_change(gpu, gpus_of(host))
@@ -85,9 +87,9 @@ def _check_length(device: Device, seconds: float, held: float, most: float) -> N
 def _plan_lease(host: Host, devices: Sequence[Device], seconds: float) -> Plan:
     """Return the plan that reserves devices for some seconds, or extends this user's leases."""
     limits = kept_limits(host)
-    held, steps, notes = leases(host, limits), [], []
+    lease_by_gpu, steps, notes = leases(host, limits), [], []
     for device in devices:
-        lease = held.get(device.uuid)
+        lease = lease_by_gpu.get(device.uuid)
         if lease is not None and lease.uid != host.uid:
             raise InUse(
                 f"{device.title} {reserved_words(lease)}",
@@ -104,7 +106,7 @@ def _plan_lease(host: Host, devices: Sequence[Device], seconds: float) -> Plan:
             Step(
                 what=f"reserve {device.title} for {format_duration(seconds)}",
                 command=f"gpushare reserve -g {device.selector} --for {round(seconds)}s",
-                undo=_undo_command([device], held),
+                undo=_undo_command([device], lease_by_gpu),
                 do=partial(take_lease, host, device.uuid, seconds, limits),
                 revert=partial(end_lease, host, device.uuid, limits)
                 if lease is None
@@ -115,7 +117,7 @@ def _plan_lease(host: Host, devices: Sequence[Device], seconds: float) -> Plan:
     return Plan(
         title=f"{names} {'is' if len(devices) == 1 else 'are'} reserved for {format_duration(seconds)}",
         steps=tuple(steps),
-        undo=_undo_command(devices, held),
+        undo=_undo_command(devices, lease_by_gpu),
         notes=tuple(notes),
     )
 
@@ -133,9 +135,9 @@ def _undo_command(devices: Sequence[Device], held: Mapping[str, GpuLease]) -> st
 def _plan_end(host: Host, devices: Sequence[Device]) -> Plan:
     """Return the plan that ends the leases of devices; root is asked before it ends those of others."""
     limits = kept_limits(host)
-    held, steps, losses, undo = leases(host, limits), [], [], []
+    lease_by_gpu, steps, losses, undo = leases(host, limits), [], [], []
     for device in devices:
-        lease = held.get(device.uuid)
+        lease = lease_by_gpu.get(device.uuid)
         if lease is None:
             raise NotFound(f"{device.title} is not reserved", "see all leases: gpushare reserve", code="no_lease")
         if lease.uid != host.uid:
@@ -144,7 +146,7 @@ def _plan_end(host: Host, devices: Sequence[Device]) -> Plan:
             remaining = f"{format_duration(lease.seconds_left)} left"
             losses.append(Loss(action="ends", what=f"the lease of {lease.user} on {device.title}", why=(remaining,)))
         else:
-            undo.append(_undo_command([device], held))
+            undo.append(_undo_command([device], lease_by_gpu))
         steps.append(
             Step(
                 what=f"end the lease of {lease.user} on {device.title}",

@@ -42,12 +42,12 @@ def resume(
         """Return the named job; with --all those of this user that neither root nor their own run has paused."""
         if job is not None:
             return [find_paused(host, job)]
-        held = by_root(host)
+        paused_by_root = by_root(host)
         return [
             paused
             for paused in paused_jobs(host, shared=False)
             if not (paused.by_run and paused.kept(host))
-            and held.isdisjoint((each.pid, each.started) for each in paused.channels)
+            and paused_by_root.isdisjoint((each.pid, each.started) for each in paused.channels)
         ]
 
     if settings.dry_run:

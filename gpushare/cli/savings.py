@@ -142,8 +142,8 @@ def _typed_work(gpus: int | None, load: str | None, memory: str | None, gpu: str
             f"--gpus {gpus} is outside 1 to {MOST_GPUS}", "give the number of GPUs: --gpus 4", code="bad_number"
         )
     percent = _parse_number("--load", load, Decimal(100), zero=True)
-    held = None if memory is None else parse_memory_limit(memory)
-    return [Work(name=f"work {number}", load=percent, memory_bytes=held) for number in range(1, gpus + 1)]
+    memory_bytes = None if memory is None else parse_memory_limit(memory)
+    return [Work(name=f"work {number}", load=percent, memory_bytes=memory_bytes) for number in range(1, gpus + 1)]
 
 
 def _chosen_uses(read: str, gpu: str | None) -> tuple[Recording, list[GpuUse]]:

@@ -56,12 +56,12 @@ class RunReport:
 
     def _lowered(self, client: MpsClient) -> bool:
         """Return whether the daemon's own limits are below the requested ones."""
-        asked = self._limits
-        if asked is None:
+        requested = self._limits
+        if requested is None:
             return False
         pairs = (
-            (client.threads_percent, asked.threads_percent),
-            (client.memory_limit_bytes, asked.memory_limit_bytes),
+            (client.threads_percent, requested.threads_percent),
+            (client.memory_limit_bytes, requested.memory_limit_bytes),
         )
         return any(held is not None and wanted is not None and held < wanted for held, wanted in pairs)
 

@@ -206,10 +206,12 @@ def _trade_lines(data: TuneAnswer) -> list[str]:
         return []
     line = [row for row in data.curve if row.frontier and row.opportunistic_share is not None]
     line.sort(key=lambda row: row.opportunistic_share or 0.0)
-    more = next((row for row in line if (row.opportunistic_share or 0.0) > 1.03 * best.opportunistic_share), None)
-    if more is None:
+    next_setting = next(
+        (row for row in line if (row.opportunistic_share or 0.0) > 1.03 * best.opportunistic_share), None
+    )
+    if next_setting is None:
         return []
-    return [f"for more, {more.setting}: {_figures_text(more)}"]
+    return [f"for more, {next_setting.setting}: {_figures_text(next_setting)}"]
 
 
 def _figures_text(row: Row) -> str:
