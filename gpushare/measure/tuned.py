@@ -125,10 +125,13 @@ def tuned_record(host: Host, device: Device, options: TuneOptions, result: TuneR
 
 
 def commands(tuned: Tuned, device: Device, options: TuneOptions) -> list[str]:
-    """Return the commands that start all jobs with the tuned setting, which ``gpushare run`` reads from its record."""
-    production = JobCommand(gpu=device.selector, production=tuned.name, program=options.production)
+    """Return the commands that start all jobs with the tuned setting, which ``gpushare run`` reads from its record.
+
+    In the background, so that they can be typed one after the other.
+    """
+    production = JobCommand(gpu=device.selector, production=tuned.name, detach=True, program=options.production)
     others = [
-        JobCommand(gpu=device.selector, opportunistic=True, target=tuned.name, program=command)
+        JobCommand(gpu=device.selector, opportunistic=True, target=tuned.name, detach=True, program=command)
         for command in options.opportunistic
         for _ in range(options.copies)
     ]

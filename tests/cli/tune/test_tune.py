@@ -45,8 +45,8 @@ def test_the_result_is_shown_kept_and_applied(cli: Cli, world: World) -> None:
     assert (data["ended"], data["stable"], data["name"]) == ("answer", True, "web")
     assert (data["gpu_name"], data["driver"]) == ("NVIDIA H200", world.state.driver)
     assert data["commands"] == [
-        f"gpushare run -g 0 --production web -- {JOB} --need 30",
-        f"gpushare run -g 0 --opportunistic --for web -- {JOB} --need 95",
+        f"gpushare run -g 0 --production web -d -- {JOB} --need 30",
+        f"gpushare run -g 0 --opportunistic --for web -d -- {JOB} --need 95",
     ]
     kept = json.loads(Path(data["file"]).read_text())
     assert (kept["name"], kept["threads_percent"], kept["driver"]) == ("web", 60.0, world.state.driver)
@@ -70,7 +70,7 @@ def test_slices_are_kept_and_both_ways_are_told(cli: Cli, world: World, monkeypa
     assert max(map(len, answer.out.splitlines())) <= 80
     (chosen,) = (line for line in answer.out.splitlines() if line.startswith("slice 100us") and line.endswith("yes"))
     assert " 16ms " in chosen
-    assert f"start production, outside MPS: gpushare run -g 0 --production web -- {SERVER[1]}" in err
+    assert f"start production, outside MPS: gpushare run -g 0 --production web -d -- {SERVER[1]}" in err
     kept = find_tuned(world.host, "web")
     assert kept is not None
     assert (kept.way, kept.production_slice_us, kept.other_slice_us) == ("slices", 16000, 100)
@@ -263,4 +263,4 @@ def test_slices_that_cannot_be_set_are_told(cli: Cli, refused: Refused, monkeypa
 
 def test_what_it_says_to_run_names_the_gpu(cli: Cli) -> None:
     err = cli("tune", *PAIR, *CAPS, "-g", "1", host="sim:2xh200").err
-    assert f"run -g 1 --production production -- {JOB} --need 30" in err
+    assert f"run -g 1 --production production -d -- {JOB} --need 30" in err
