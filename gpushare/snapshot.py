@@ -90,6 +90,7 @@ class HostState:
 
     @property
     def levels(self) -> Mapping[int, TimeSlice | None]:
+        """Return the time-slice levels by GPU index; after `ask_levels`, from the program that runs already."""
         if "policy" not in self._known:
             return self._once("levels", self.host.policy.read)
         return self._once("levels", lambda: policies_of(self._once("policy", self.host.policy.start).result()))
@@ -129,6 +130,7 @@ class HostState:
 
     @property
     def names(self) -> Mapping[str, NamedInstance]:
+        """Return the MIG instances that have a name, by it."""
         from gpushare.mig.ledger import names_of
 
         return self._once("names", lambda: names_of(self.host))

@@ -275,6 +275,7 @@ def _leaves_half(s: Situation, _: Way) -> bool:
 
 
 def _free_to_measure(s: Situation, _: Way) -> bool:
+    """Return whether the ways can be measured against each other: several alike, which need no isolation and one GPU."""
     hard = s.isolation & {Isolation.FAULT, Isolation.FULL}
     # NCCL ranks need one GPU each, so nothing can be measured on one GPU.
     one_gpu = not s.case.any("vms") and not s.case.any("nccl") and not s.case.any("p2p")
@@ -384,6 +385,7 @@ CONDITIONS: Final[Mapping[str, Condition]] = {
 
 
 def _programs_here(s: Situation, _: Way) -> str:
+    """Return how many programs are on the GPU, as the beginning of a sentence."""
     if not s.gpu.processes:
         return "programs are"
     return "1 process is" if s.gpu.processes == 1 else f"{s.gpu.processes} processes are"
@@ -400,6 +402,7 @@ def _host_needed(s: Situation, way: Way) -> str:
 
 
 def _without_limits(s: Situation, _: Way) -> str:
+    """Return what follows where MPS cannot have limits, for the text of a rule."""
     if Isolation.QUOTA in s.isolation:
         return "so a program may run out of memory at its limit"
     return "so no limit is enforced by MPS"

@@ -41,6 +41,7 @@ def first_gpu(situation: Situation, gpus: Sequence[GpuFacts]) -> GpuFacts:
     """Return the GPU on which a case has an answer, best at once; idle and uncut ones before others."""
 
     def rank(gpu: GpuFacts) -> tuple[object, ...]:
+        """Return how good a GPU is for the case, the smallest first: an answer, no waiting, idle, uncut."""
         part = _judge_part(replace(situation, gpu=gpu))
         cut = gpu.layout is not None and bool(gpu.layout.instances)
         in_use = (cut or bool(gpu.processes), bool(gpu.mig_enabled), gpu.mps_daemons > 0)

@@ -62,12 +62,14 @@ class Budget:
 
     @property
     def usable_bytes(self) -> int | None:
+        """Return the memory for processes and their contexts; None: unknown."""
         if self.total_bytes is None or self.headroom_bytes is None:
             return None
         return self.total_bytes - self.headroom_bytes - self.server_bytes
 
     @property
     def needed_bytes(self) -> int | None:
+        """Return the memory of all processes with their contexts; None: unknown."""
         if self.wanted_bytes is None or self.processes is None:
             return None
         return self.wanted_bytes + self.processes * self.context_bytes
@@ -363,6 +365,7 @@ def _weighted_profiles(
     whole = sum(share.percent for share in shares)
 
     def order(profiles: Sequence[Profile]) -> tuple[float, int, int]:
+        """Return how far profiles are from the wanted shares; among equals the largest come first."""
         total = sum(profile.slices for profile in profiles)
         pairs = zip(profiles, shares, strict=True)
         error = max(abs(profile.slices / total - share.percent / whole) for profile, share in pairs)
@@ -570,6 +573,7 @@ class Situation:
 
     @cached_property
     def one_process(self) -> bool:
+        """Return whether the case is one process that has the GPU alone; assumed of one application."""
         processes = self.case.processes
         return (processes == 1 and not self.with_others) or (
             processes is None and bool(self.case.any("one_application"))

@@ -89,6 +89,7 @@ class Line:
 
     @property
     def command(self) -> str | None:
+        """Return what is typed; None: there is no command for it."""
         if self.change is None:
             return self.text
         return f"{'sudo ' if self.change.sudo else ''}gpushare {shlex.join(self.change.words)}"

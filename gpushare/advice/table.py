@@ -169,6 +169,7 @@ class Table:
         return self._strength(row_key, level) >= self._strength(row_key, wanted)
 
     def _strength(self, row_key: str, level: str) -> int:
+        """Return the place of a level in its row, from the weakest; BadUsage: the row does not have it."""
         levels = self.row(row_key).levels
         if level not in levels:
             raise BadUsage(

@@ -79,6 +79,7 @@ def _compile(cls: type[Any], layout: _Layout) -> None:
 
 
 def _eq(self: Any, other: Any) -> bool:
+    """Compare two instances by the fields that count."""
     if type(self) is not type(other):
         return NotImplemented  # type: ignore[no-any-return]
     mine, theirs = vars(self), vars(other)

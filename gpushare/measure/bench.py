@@ -229,6 +229,7 @@ class Copies:
         return at
 
     def _end(self, copies: Sequence[_Copy]) -> None:
+        """End copies, and read no more of what they print."""
         for copy in copies:
             # Output while it ends is not measured.
             copy.program.listen = lambda _line, _at: None

@@ -340,6 +340,7 @@ class _Sums:
 
     @property
     def busy_share(self) -> float | None:
+        """Return the share of busy samples among those that tell; None: too few do."""
         if self.known and 2 * self.telling >= self.known:
             return round(self.busy / self.telling, 4)
         return 0.0 if self.known >= IDLE_SAMPLES and not self.busy else None

@@ -66,6 +66,7 @@ class SimulatedChannels(ChannelControl):
         files = SimulatedFiles(state_file)
 
         def ask(request: Mapping[str, Any], seconds: float) -> Mapping[str, Any]:
+            """Answer a request as the helper process of the real control would."""
             if current(state_file).channel_fault == HANGS and request["do"] != "check":
                 raise rm.not_answered_error(request["pid"], seconds)
             return answer(files, request)
@@ -86,6 +87,7 @@ class SimulatedFiles(KernelFiles):
         self._asked = (None, 0, None, {})
 
     def check(self) -> None:
+        """Raise Refused where a sandbox forbids descriptors of other processes."""
         fault = current(self._state_file).channel_fault
         if fault in {"no_pidfd_getfd", "gvisor", "seccomp", "wsl"}:
             raise Refused(fault)
@@ -232,6 +234,7 @@ def _answer_call(state: SimulatedHostState, pid: int, command: int, handle: int,
 
 
 def _child_handle(_state: SimulatedHostState, _owner: Owner, _handle: int, parameters: bytearray) -> int:
+    """Answer CHILD_HANDLE: the handle of the device below an internal parent. Return the status."""
     parent, kind, _ = rm.CHILD.unpack(parameters)
     if kind != rm.INTERNAL_DEVICE:
         return rm.OBJECT_NOT_FOUND
@@ -286,6 +289,7 @@ def _switch_channels(state: SimulatedHostState, owner: Owner, _handle: int, para
 
 
 def _list_pids(state: SimulatedHostState, owner: Owner, _handle: int, parameters: bytearray) -> int:
+    """Answer GPU_GET_PIDS: the processes on the owner's GPU, and all MPS servers. Return the status."""
     gpu = _gpu_of(state, owner)
     pids = [process.pid for process in state.processes if process.gpu_uuid == gpu and on_gpu(process)]
     pids = [*pids, *(server.pid for server in state.servers)][:950]
@@ -295,6 +299,7 @@ def _list_pids(state: SimulatedHostState, owner: Owner, _handle: int, parameters
 
 
 def _gpu_gid(state: SimulatedHostState, owner: Owner, _handle: int, parameters: bytearray) -> int:
+    """Answer GPU_GET_GID_INFO: the UUID of the owner's GPU. Return the status."""
     uuid = _gpu_of(state, owner).encode()
     rm.GID.pack_into(parameters, 0, 0, 0, len(uuid) + 1, uuid)
     return rm.OK

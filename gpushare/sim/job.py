@@ -150,6 +150,7 @@ def _squeeze(
     always = [client for client in clients if client.busy_percent >= 100 or client.pid == process.pid]
 
     def share_among(present: Sequence[SimulatedProcess]) -> float:
+        """Return the share of its speed that each of these clients has when all work."""
         load = sum(client.sm_percent for client in present)
         squeeze = 100 / load * (1 - contention / 100) if load > 100 else 1.0
         if process.bandwidth_percent is not None:

@@ -87,6 +87,7 @@ class SimulatedCapabilities(Capabilities):
         return self.of_gpu(minor).get((gpu_instance, compute_instance))
 
     def access(self, capability: Capability) -> NodeAccess | None:
+        """Return who may open the node of a capability; None: its instance is gone."""
         state = current(self._state_file)
         place = _find_node(state, capability)
         if place is None:

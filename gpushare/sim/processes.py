@@ -158,6 +158,7 @@ class SimulatedProcesses(Processes):
         return family if process is not None or server is not None else []
 
     def families(self, pids: Iterable[int]) -> Mapping[int, Sequence[int]]:
+        """Return each PID with all that descend from it; one without a process is left out."""
         real = self._local.families([pid for pid in pids if pid < FIRST_SIMULATED_PID])
         simulated = {pid: self.descendants(pid) for pid in pids if pid >= FIRST_SIMULATED_PID}
         return {**real, **{pid: family for pid, family in simulated.items() if family}}
@@ -183,6 +184,7 @@ class SimulatedProcesses(Processes):
 
     @_or_real
     def catches(self, pid: int, signal: int) -> bool | None:
+        """Return whether a process has a handler for a signal; None: there is no such process."""
         daemon, _, process = _find_owner(current(self._state_file), pid)
         if process is not None:
             return signal in process.catches

@@ -230,6 +230,7 @@ class Reader:
         members: list[Member] = []
 
         def add(pid: int, depth: int) -> None:
+            """Add the descendants of a process, each before its own."""
             for child in children.pop(pid, []):
                 info = self._host.processes.describe(child)
                 members.append(

@@ -153,6 +153,7 @@ class Events:
         silent = {gpu.index for gpu in frame.snapshot.gpus if gpu.error is not None}
 
         def listed(jobs: Sequence[ListedJob]) -> dict[_Key, ListedJob]:
+            """Return jobs by their keys, without those that have ended and the processes of named jobs."""
             counted = [job for job in jobs if job.name is not None or job.pid not in self._of_jobs]
             # Of MPS servers the daemons tell.
             return {_job_key(job): job for job in counted if job.state != ENDED and program_of(job) != MPS_SERVER}

@@ -553,6 +553,7 @@ class Cockpit(App[None]):
         self.redraw()
 
     def _sort_by(self, key: str) -> None:
+        """Sort the jobs by a column; by the same one again: the other way round."""
         self.view.reverse = key == self.view.sort and not self.view.reverse
         self.view.sort = key
         self.redraw()
@@ -617,6 +618,7 @@ class Cockpit(App[None]):
             self.take(frame)
 
     def _open_gpu(self, index: int | None) -> None:
+        """Show one GPU and only its jobs; None: all again."""
         self.opened = self.view.gpu = index
         self._gpus.cursor = self._gpus.cursor if index is None else 0
         self.watch_host.reader.watched = index
@@ -757,6 +759,7 @@ class Cockpit(App[None]):
             self._begin_action(action, row.job)
 
     def _begin_action(self, action: Action, job: ListedJob) -> None:
+        """Begin an action on a job, unless another one is under way."""
         if self._doing is not None:
             # A second action would end it in the middle.
             self.say(f"still at work: {self._doing}", "warn")
