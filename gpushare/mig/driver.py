@@ -92,14 +92,6 @@ class MigReader:
             self._nvml.kept["MIG profiles", index] = profiles
         return profiles
 
-    def free(self, index: int, profile: Profile) -> int | None:
-        """Return how many more of a profile fit (nvmlDeviceGetGpuInstanceRemainingCapacity; the Free column of -lgip)."""
-        handle = self._nvml.handle(index)
-        count = self._nvml.ask(
-            lambda nvml: nvml.nvmlDeviceGetGpuInstanceRemainingCapacity(handle, profile.id), str(index)
-        )
-        return None if count is None else int(getattr(count, "value", count))
-
     def _read_profile(self, handle: Any, gpu: str, number: int, info: Any) -> Profile:
         """Return a GPU instance profile from NVML's info, with its placements."""
         name = str(info.name).removeprefix("MIG ") or f"{info.sliceCount}g.{round(info.memorySizeMB / 1024)}gb"

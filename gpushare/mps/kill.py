@@ -53,10 +53,6 @@ class Drain:
     before_percent: float | None
     after_percent: float | None
 
-    @property
-    def measured(self) -> bool:
-        return self.by != "bound"
-
 
 class Ending:
     """The steps that end processes with work in flight on the GPU. ``drain`` says how the queue drained, once it has.

@@ -379,12 +379,3 @@ def test_what_the_driver_did_otherwise_is_a_failure_and_nobody_elses_use(
         patched.setattr(library_mig, "destroy_gpu_instance", lambda *_: None)
         assert raised(found.destroy_gpu_instance, 0, instance).exit_code is ExitCode.FAILED
     assert raised(found.create_gpu_instance, 0, G1, Placement(0, 1)).exit_code is ExitCode.FAILED
-
-
-def test_the_driver_counts_what_still_fits() -> None:
-    admin.set_mig("sim:h100", "0", ["3g.40gb:0"])
-    reader = MigReader(connect("sim:h100").nvml)
-    profiles = {profile.name: profile for profile in reader.layout(connect("sim:h100").nvml.gpu(0)).profiles}
-    assert [reader.free(0, profiles[name]) for name in ("3g.40gb", "1g.10gb", "7g.80gb")] == [1, 3, 0]
-    admin.set_fault("sim:h100", "not-supported", value="nvmlDeviceGetGpuInstanceRemainingCapacity")
-    assert reader.free(0, profiles["3g.40gb"]) is None
