@@ -98,24 +98,12 @@ app = typer.Typer(**PLAIN)
 
 # The properties of a workload, named as in a file: option, value (None: yes or no), help.
 _PROPERTIES: Final = (
-    (
-        "--like",
-        "KIND",
-        "Usual properties of jupyter, spark, ci, rendering, hpc, serving or training.",
-    ),
+    ("--like", "KIND", "Usual properties of jupyter, spark, ci, rendering, hpc, serving or training."),
     ("--processes", "N", "Number of processes."),
     ("--gpus", "N", "GPUs that each job has at the same time; --processes is the number of jobs."),
-    (
-        "--memory",
-        "SIZE",
-        "Peak memory of one process, without its CUDA context: 6G; of unequal ones: 34G,17G.",
-    ),
+    ("--memory", "SIZE", "Peak memory of one process, without its CUDA context: 6G; of unequal ones: 34G,17G."),
     ("--sms", "N", "SMs that one process needs."),
-    (
-        "--saturating/--no-saturating",
-        None,
-        "One process alone fills the GPU; if unsure, measure it.",
-    ),
+    ("--saturating/--no-saturating", None, "One process alone fills the GPU; if unsure, measure it."),
     (
         "--production-saturating/--no-production-saturating",
         None,
@@ -123,11 +111,7 @@ _PROPERTIES: Final = (
     ),
     ("--users", "WHO", "same or different."),
     ("--trusted/--untrusted", None, "The processes trust each other."),
-    (
-        "--isolation",
-        "KIND",
-        "none, quota (memory), fault, full; or a list: quota,fault.",
-    ),
+    ("--isolation", "KIND", "none, quota (memory), fault, full; or a list: quota,fault."),
     ("--groups", "N", "Number of groups to be kept apart."),
     ("--latency", "TIME", "Latency target per request, like 20ms; or yes, none."),
     ("--pattern", "KIND", "interactive, bursty or steady."),
