@@ -872,9 +872,9 @@ def measure_and_answer(
         prepared = prepare(host, device, replace(measuring, cells=[(way, copies) for way in ways]))
         if settings.dry_run:
             return _bench_plan(host, device, prepared, advice)
-        from gpushare.cli.bench import measure_with_progress as measured_out
+        from gpushare.cli.bench import measure_with_progress
 
-        data, measurement, number = measured_out(host, device, prepared)
+        data, measurement, number = measure_with_progress(host, device, prepared)
     except NotSupported as error:
         # The rules still have an answer.
         advice_of_rules = unmeasured(advice, f"nothing could be measured: {error.message}", copies)

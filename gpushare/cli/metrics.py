@@ -293,7 +293,7 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
             self._drop(connection)
 
     def _drop(self, connection: Any) -> None:
-        """Let the thread of a connection read its end."""
+        """Shut a connection down: its thread reads the end, and finishes."""
         self.reading.pop(connection, None)
         with suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)

@@ -85,17 +85,17 @@ def _stacked_lines(
     indent = (_TITLE + GAP if beside else _INDENT) + name + GAP
     lines: list[Text] = []
     for row in rows:
-        first = _wrapped(row.title, _TITLE, "bold") if beside else []
+        row_title = _wrapped(row.title, _TITLE, "bold") if beside else []
         if not beside:
             lines.append(Text(row.title, style="bold"))
-        cells = [
-            (title if at == 0 else "", part)
-            for title, cell in zip(titles, row.cells, strict=True)
-            if title not in absent or row is rows[0]
-            for at, part in enumerate(_cell_lines(cell, max(width - indent, 10), short=beside and not whole))
-        ]
+        cells: list[tuple[str, Text]] = []
+        for title, cell in zip(titles, row.cells, strict=True):
+            # The first row says of absent mechanisms that they are not here.
+            if title not in absent or row is rows[0]:
+                parts = _cell_lines(cell, max(width - indent, 10), short=beside and not whole)
+                cells += zip([title] + [""] * (len(parts) - 1), parts, strict=True)
         for at, (title, part) in enumerate(cells):
-            lead = first[at] if at < len(first) else Text("")
+            lead = row_title[at] if at < len(row_title) else Text("")
             lead.pad_right(indent - name - GAP - lead.cell_len)
             lines.append(Text.assemble(lead, (title.ljust(name) + " " * GAP, "dim"), part))
     return lines
