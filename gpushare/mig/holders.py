@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
-from gpushare.base.errors import GpushareError, InUse, NotSupported
+from gpushare.base.errors import GpushareError, InUse, NotSupported, or_none
 from gpushare.base.model import Gpu, Holder
 from gpushare.base.package import package_rows
 from gpushare.host.capabilities import Place, user_name
@@ -29,12 +29,7 @@ CLAIM: Final = "lease"
 
 def open_device_files(host: Host) -> OpenFiles:
     """Return the processes with NVIDIA device nodes open, for all GPUs. ``complete`` needs root."""
-    from gpushare.host.open_files import OpenFiles
-
-    try:
-        return host.processes.open_files(_PREFIX)
-    except (GpushareError, OSError):
-        return OpenFiles(by_pid={}, complete=False)
+    return host.processes.open_files(_PREFIX)
 
 
 def instance_holders(host: Host, gpu: Gpu, files: OpenFiles | None = None) -> dict[Place, tuple[Holder, ...]]:
@@ -43,12 +38,7 @@ def instance_holders(host: Host, gpu: Gpu, files: OpenFiles | None = None) -> di
     By GPU instance id and compute instance id; None is the GPU instance's own node. ``files`` were read before.
     """
     minor = _minor_or_none(host, gpu)
-    if minor is None:
-        return {}
-    try:
-        capabilities = host.capabilities.of_gpu(minor)
-    except (GpushareError, OSError):
-        return {}
+    capabilities = {} if minor is None else host.capabilities.of_gpu(minor)
     if not capabilities:
         return {}
     files = files or open_device_files(host)
@@ -129,12 +119,8 @@ def _name_in_words(info: ProcessInfo) -> str | None:
 
 
 def _minor_or_none(host: Host, gpu: Gpu) -> int | None:
-    if gpu.error is not None:
-        return None
-    try:
-        return host.nvml.minor_number(gpu.index)
-    except GpushareError:
-        return None
+    """Return the N of ``/dev/nvidiaN``; None: the GPU does not answer."""
+    return None if gpu.error is not None else or_none(lambda: host.nvml.minor_number(gpu.index))
 
 
 def _listed_pids(gpu: Gpu, place: Place) -> set[int]:
@@ -150,12 +136,7 @@ def _describe_holders(host: Host, pids: Iterable[int], node: str) -> tuple[Holde
     """Return these processes, without this one and those that have ended, as holders of a node."""
     holders = []
     for pid in sorted(set(pids) - {os.getpid()}):
-        try:
-            info = host.processes.describe(pid)
-        except (GpushareError, OSError):
-            holders.append(Holder(pid=pid, what=node))
-        else:
-            # None: it has ended.
-            if info is not None:
-                holders.append(Holder(pid=pid, what=node, user=info.user, name=_name_in_words(info)))
+        info = host.processes.describe(pid)
+        if info is not None:
+            holders.append(Holder(pid=pid, what=node, user=info.user, name=_name_in_words(info)))
     return tuple(holders)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gpushare.base.errors import NoPermission, OperationFailed
+from gpushare.base.errors import OperationFailed
 from gpushare.base.model import Gpu, Holder
 from gpushare.base.package import package_rows
 from gpushare.connect import connect
@@ -148,23 +148,8 @@ def test_gpushare_is_named_with_its_command(
     assert name in blockers_text([holder])
 
 
-class Broken:
-    """A process table that answers nothing."""
-
-    def open_files(self, prefix: str) -> OpenFiles:
-        raise PermissionError(13, "Permission denied", prefix)
-
-    def describe(self, pid: int) -> ProcessInfo | None:
-        raise NoPermission(f"may not look at {pid}", "be root")
-
-
 def test_nothing_of_it_fails_a_command(host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu, files = gpu_of(host), OpenFiles(by_pid={77: ("/dev/nvidia0",)}, complete=True)
-    broken = replace(host, processes=Broken())  # type: ignore[arg-type]
-    assert open_device_files(broken) == OpenFiles(by_pid={}, complete=False)
-    assert (instance_holders(broken, gpu), gpu_holders(broken, gpu)) == ({}, ())
-    # Who it is cannot be told; that it holds the GPU can.
-    assert gpu_holders(broken, gpu, files) == (Holder(pid=77, what="/dev/nvidia0"),)
+    gpu = gpu_of(host)
     assert instance_holders(replace(host, capabilities=Capabilities(tmp_path)), gpu) == {}
     assert gpu_holders(host, replace(gpu, error="the GPU is lost")) == ()
 
