@@ -12,6 +12,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from tools.documents import refreshed
+from tools.schemas import READ_FIRST, definitions_in, field_texts, schemas
 from tools.tree import Node, command_tree
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -178,3 +179,16 @@ def test_each_of_the_25_wishes_has_an_answer() -> None:
     assert [int(number) for number, _, _ in rows] == list(range(1, 26))
     silent = [number for number, _, answer in rows if "`gpushare " not in answer and "`nvidia-smi" not in answer]
     assert silent == []
+
+
+def test_each_field_of_the_answers_that_scripts_read_first_has_a_text() -> None:
+    document = json.loads(schemas())
+    names = definitions_in([document["answers"][command] for command in READ_FIRST], document["$defs"])
+    fields = {f"{name}.{key}": field for name in names for key, field in document["$defs"][name]["properties"].items()}
+    assert [field for field, schema in fields.items() if not schema.get("description")] == []
+    # No text is left over: of a field that is gone, or that has a comment in its class.
+    texts = field_texts()
+    used = {schema["description"] for schema in fields.values()}
+    assert [name for name, text in texts.items() if text not in used] == []
+    known = {*fields, *(field.partition(".")[2] for field in fields)}
+    assert [name for name in texts if name not in known] == []

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin, get_type_hints
 
+import yaml
+
 from gpushare.hostfile.parse import schema
 from gpushare.show.result import json_names, jsonable
 from gpushare.show.schema import HOST_FILE
@@ -24,6 +26,10 @@ from gpushare.show.schema import HOST_FILE
 OURS = "gpushare"
 PLAN: Final = "gpushare.show.plan:PlanAnswer"
 _CHANGE: Final = ("gpushare.cli.mig_change:MigChangeAnswer", PLAN)
+# The answers that scripts read first: each of their fields has a text.
+READ_FIRST: Final = (
+    "status", "jobs", "run", "farm", "advise", "doctor", "tune", "bench", "mig status", "explain"
+)  # fmt: skip
 # The classes of the answers, by command. `HOST_FILE`: gpushare.yaml, as a document.
 ANSWERS: Final[Mapping[str, Sequence[str]]] = {
     "status": ("gpushare.show.status:StatusAnswer", "gpushare.show.legend:LegendAnswer"),
@@ -102,7 +108,36 @@ def schemas() -> str:
     for command, names in ANSWERS.items():
         kinds = [schema() if name == HOST_FILE else _schema(_loaded(name), definitions) for name in names]
         answers[command] = kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
+    texts = field_texts()
+    for name in definitions_in([answers[command] for command in READ_FIRST], definitions):
+        for key, field in definitions[name]["properties"].items():
+            text = texts.get(f"{name}.{key}", texts.get(key))
+            if text is not None:
+                field.setdefault("description", text)
     return json.dumps({"answers": answers, "$defs": dict(sorted(definitions.items()))}, indent=1) + "\n"
+
+
+def field_texts() -> dict[str, str]:
+    """Return the texts of `field_texts.yaml`, by the name of a field, or by class and name."""
+    texts: dict[str, str] = yaml.safe_load((Path(__file__).parent / "field_texts.yaml").read_text(encoding="utf-8"))
+    return texts
+
+
+def definitions_in(schemas: Any, definitions: Mapping[str, Any]) -> set[str]:
+    """Return the names of all definitions that schemas are made of."""
+    names: set[str] = set()
+    rest = [schemas]
+    while rest:
+        part = rest.pop()
+        if isinstance(part, dict):
+            name = part.get("$ref", "").rpartition("/")[2]
+            if name and name not in names:
+                names.add(name)
+                rest.append(definitions[name])
+            rest += part.values()
+        elif isinstance(part, list):
+            rest += part
+    return names
 
 
 def _loaded(name: str) -> Any:
