@@ -330,12 +330,12 @@ def _new_temporary(path: Path) -> tuple[int, str]:
         os.close(descriptor)
 
 
-def clear_leftovers(directory: Path, stem: str = "[^/]+") -> None:
-    """Remove the temporary files that a crash during `replace_file` left; ``stem`` is a pattern.
+def clear_leftovers(directory: Path, stem: str | None = None) -> None:
+    """Remove the temporary files that a crash during `replace_file` left: of the file with this stem, or of all.
 
     Only unlocked files of this user.
     """
-    pattern = re.compile(rf"\.{stem if stem == '[^/]+' else re.escape(stem)}-[a-z0-9_]{{8}}", re.ASCII)
+    pattern = re.compile(rf"\.{'[^/]+' if stem is None else re.escape(stem)}-[a-z0-9_]{{8}}", re.ASCII)
     try:
         names = [name for name in os.listdir(directory) if name.startswith(".") and pattern.fullmatch(name)]
     except OSError:

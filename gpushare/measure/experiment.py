@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 
 from gpushare.base.benchmark import Metric
 from gpushare.base.errors import GpushareError, OperationFailed
@@ -213,14 +212,12 @@ class Experiment(Group):
         self._opened: ChannelControl | None = None
         self._sliced: dict[int, Channels] = {}
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """End what still runs, and restore the slice of a server that goes on."""
         with contextlib.ExitStack() as stack:
             if self._opened is not None:
                 stack.callback(self._opened.close)
-            stack.callback(super().__exit__, kind, error, trace)
+            stack.callback(super().__exit__)
             self.restore_slices()
 
     def now(self) -> float:

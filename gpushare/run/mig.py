@@ -134,7 +134,7 @@ def _take_first_free(host: Host, places: Sequence[Place]) -> tuple[tuple[Place, 
             held.append((place, (holder_of(host, claim),)))
             continue
         try:
-            present, inside = _look_up_again(host, place)
+            present, inside = _read_again(host, place)
         except BaseException:
             claim.release()
             raise
@@ -293,8 +293,8 @@ def _none_in_time_error(text: str, reason: str, seconds: float) -> InUse:
     )
 
 
-def _look_up_again(host: Host, place: Place) -> tuple[Place | None, Inside]:
-    """Look again under the claim: the instance may have been used or changed before it was taken."""
+def _read_again(host: Host, place: Place) -> tuple[Place | None, Inside]:
+    """Return an instance as it is now that it was claimed (None: it is gone), and its holders: both may have changed."""
     gpu = host.nvml.gpu(place.gpu.index)
     current = next((other for other in places_on(host, gpu) if other.same(place)), None) if gpu.error is None else None
     return current, () if current is None else _holders_inside(host, current, _daemons_by_instance(host, [current]))

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Final
 
 from gpushare.base.errors import GpushareError, NoPermission, OperationFailed
@@ -52,9 +51,7 @@ class Terminal:
         """Begin."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Take the terminal back and close it."""
         self._take_back()
         if self._descriptor is not None:

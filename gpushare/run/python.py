@@ -18,7 +18,6 @@ from gpushare.plan import Plan, carry_out, describe_losses
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
-    from types import TracebackType
 
     from gpushare.base.model import Snapshot
     from gpushare.host.host import Host
@@ -109,9 +108,7 @@ class Job:
     def __enter__(self) -> Job:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         # It has ended by itself.
         with contextlib.suppress(NotFound):
             self.stop()

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Final, TypeVar
 
 from gpushare.base.errors import NoPermission, OperationFailed
@@ -224,9 +223,7 @@ class Group:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """End what still runs and give the place back; if that fails, the guard goes on with it."""
         lingers: bool | None = None
         try:

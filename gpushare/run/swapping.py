@@ -734,7 +734,7 @@ class Swapping(Part):
         return 0 if comes_back else first.memory_bytes
 
     def _later_bytes(self, line: Line, own_id: str | None) -> int:
-        """Return what jobs there have that leave for production too, and came after this one."""
+        """Return how many bytes those jobs on the device hold that leave for production too, and came after this one."""
         ids = [job.id for job in line.holders]
         after = ids.index(own_id) + 1 if own_id in ids else len(ids)
         return sum(size for job, size in line.held_by[after:] if self._makes_room(job))
@@ -789,7 +789,7 @@ class Swapping(Part):
 
     @contextlib.contextmanager
     def _swapping(self, seconds: float = 0.0) -> Iterator[None]:
-        """Hold the lock with a guard, unless another gpushare has it for longer; the guard is not started in vain."""
+        """Hold the lock of swaps with a guard; the lock is waited for first, so that no guard is started in vain."""
         with locked(self._host, seconds=seconds):
             pass
         with guarded(self._host), locked(self._host, seconds=seconds):

@@ -405,12 +405,8 @@ class Keeper:
             origin = self._host.origin(process.pid, command=command)
             if origin is not None and origin.started == process.origin.started:
                 process.origin = origin
-            process.ignored, process.due, process.tries, process.wait = (
-                process.changed,
-                self._clock(),
-                0,
-                _FIRST_CHECK_SECONDS,
-            )
+            process.ignored, process.due = process.changed, self._clock()
+            process.tries, process.wait = 0, _FIRST_CHECK_SECONDS
 
     def undo(self) -> list[Event]:
         """Restore the slices that keep has set and no other program has changed since. Failures are tried once more.
