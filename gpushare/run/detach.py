@@ -123,7 +123,7 @@ def _reserved_name(host: Host, program: str, name: str | None) -> Iterator[tuple
             check_name_free(host, name)
             check_not_waiting(host, name)
             # What a job that has ended left behind may still write there.
-            if is_written(output_path(host, name)) and not PAST.path(host, name).exists():
+            if is_written(host, name) and not PAST.path(host, name).exists():
                 raise InUse(f"a job '{name}' is starting", "give it another name: --name OTHER", code="name_in_use")
             earlier = set_past_aside(host, name)
             if earlier is not None:

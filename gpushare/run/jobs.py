@@ -210,13 +210,13 @@ def make_name(host: Host, program: str) -> str:
     used_names = {record.name for record in records(host)} | {past.name for past in PAST.all(host, shared=False)}
     names = (f"{stem}-{number}" for number in count(1))
     # One that runs in the background has no record while it waits.
-    return next(name for name in names if name not in used_names and not is_written(output_path(host, name)))
+    return next(name for name in names if name not in used_names and not is_written(host, name))
 
 
-def is_written(output: Path) -> bool:
+def is_written(host: Host, name: str) -> bool:
     """Return whether a job in the background holds the lock of its output: it starts, waits or runs."""
     try:
-        descriptor = os.open(output, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        descriptor = os.open(output_path(host, name), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return False
     try:
@@ -342,7 +342,7 @@ def check_name_free(host: Host, name: str, *, but: int | None = None) -> None:
     earlier = find_record(host, name)
     if earlier is not None and earlier.pid != but and is_running(host, earlier):
         option = "--production OTHER" if earlier.role == PRODUCTION else "--name OTHER"
-        output = f"see its output: gpushare logs {name}; " if is_written(output_path(host, name)) else ""
+        output = f"see its output: gpushare logs {name}; " if is_written(host, name) else ""
         raise InUse(
             f"a job '{name}' is already running (process {earlier.pid})",
             f"give it another name: {option}; {output}end the other: gpushare stop {name}",

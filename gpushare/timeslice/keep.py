@@ -31,7 +31,7 @@ from gpushare.host.slice_lock import probed, slices_locked
 from gpushare.host.store import Kept, RecordStore
 from gpushare.mps.control import is_server
 from gpushare.signals import held_back
-from gpushare.timeslice.rules import KEEP_UNIT, SLICE_PER_WEIGHT_US, Decision, Names, Rule, decide, needs_kind
+from gpushare.timeslice.rules import KEEP_UNIT, SLICE_PER_WEIGHT_US, Decision, Names, Rule, decide, name_commands
 from gpushare.timeslice.slices import note_restored, note_slice, read_slices, record_kept, slice_record
 
 LOOK_SECONDS: Final = 1.0
@@ -181,7 +181,7 @@ class Keeper:
         ]
         for process in ended:
             del self._processes[process.pid]
-        command = needs_kind(self._policy.rules, "command")
+        command = name_commands(self._policy.rules)
         for pid, (gpus, mps) in listed.items():
             earlier = self._processes.get(pid)
             if earlier is not None:
@@ -280,7 +280,7 @@ class Keeper:
             # A program that starts in this process later may be one that a rule names.
             process.wait = min(2 * process.wait, _MOST_CHECK_SECONDS)
             process.due = self._clock() + process.wait
-            fresh = self._host.origin(process.pid, command=needs_kind(self._policy.rules, "command"))
+            fresh = self._host.origin(process.pid, command=name_commands(self._policy.rules))
             if fresh is not None and fresh.started == process.origin.started:
                 process.origin = fresh
             return
@@ -400,7 +400,7 @@ class Keeper:
         """Follow other rules from now on. What another program has changed stays as it is."""
         self._policy = policy
         self._gpus = {gpu.index: gpu for gpu in self._host.nvml.identities()} or self._gpus
-        command = needs_kind(policy.rules, "command")
+        command = name_commands(policy.rules)
         for process in self._processes.values():
             origin = self._host.origin(process.pid, command=command)
             if origin is not None and origin.started == process.origin.started:

@@ -219,6 +219,6 @@ def _pattern_of(part: str) -> re.Pattern[str]:
     return re.compile(".".join(re.escape(text) for text in part.split("?")), re.DOTALL)
 
 
-def needs_kind(rules: Iterable[Rule], kind: str) -> bool:
-    """Return whether a rule looks at this kind of value: only then is it read."""
-    return any(kind in rule.match.given() for rule in rules)
+def name_commands(rules: Iterable[Rule]) -> bool:
+    """Return whether a rule names command lines: only then are they read."""
+    return any(rule.match.commands for rule in rules)

@@ -23,7 +23,7 @@ from gpushare.timeslice.rules import (
     Rule,
     decide,
     fits_glob,
-    needs_kind,
+    name_commands,
 )
 from gpushare.timeslice.slices import MOST_US
 
@@ -181,8 +181,8 @@ def test_a_glob_sees_the_beginning_of_a_long_command_line() -> None:
 
 
 def test_only_what_a_rule_names_is_read() -> None:
-    assert needs_kind([rule(1000, commands=("x",))], "command")
-    assert not needs_kind([rule(1000, users=("alice",))], "command")
+    assert name_commands([rule(1000, commands=("x",))])
+    assert not name_commands([rule(1000, users=("alice",))])
 
 
 def test_roles_and_weights_have_slices() -> None:
