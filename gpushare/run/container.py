@@ -192,10 +192,10 @@ class Container(Part):
         check_options(words, {*self.share.environment({})})
         own = (name for name in self.share.environment(os.environ) if name.startswith("CUDA_MPS_"))
         variables = sorted({*(name for name in self.share.environment({}) if name.startswith("CUDA_")), *own} - {_LOG})
-        flags = ["--rm", "--interactive", "--cidfile", str(self._file), *self._device(), *self._mps()]
+        flags = ["--rm", "--interactive", "--cidfile", str(self._file), *self._device_options(), *self._mps_options()]
         return [self.engine, "run", *flags, *(word for name in variables for word in ("-e", name)), *words]
 
-    def _device(self) -> list[str]:
+    def _device_options(self) -> list[str]:
         """Return the options that give the container the device of the share."""
         if self.host.is_simulated:
             # There is no GPU that a container could be given.
@@ -203,7 +203,7 @@ class Container(Part):
         uuid = self.share.device.uuid
         return ["--gpus", f"device={uuid}"] if self.engine == DOCKER else ["--device", f"nvidia.com/gpu={uuid}"]
 
-    def _mps(self) -> list[str]:
+    def _mps_options(self) -> list[str]:
         """Return the options that make the container a client of the MPS daemon, if the share has one."""
         pipe = self.share.environment({}).get(_PIPE)
         if self.share.meter is None or pipe is None:

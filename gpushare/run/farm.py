@@ -283,7 +283,7 @@ def copies_done(ends: Iterable[CopyEnd], command: str, copies: int, lines: Seque
 
 
 def line_of_end(copy: Copy, command: str, ended_at: float) -> bytes:
-    """Return the line for a copy that has ended at a time (seconds since 1970)."""
+    """Return the line of ``farm.jsonl`` for a copy that has ended at a time (seconds since 1970)."""
     value: dict[str, Any] = {
         "command": command,
         "copy": copy.copy,
@@ -413,7 +413,7 @@ def remove_restart_logs(directory: int, copies: int, kept: frozenset[int] | set[
                     os.unlink(name, dir_fd=directory)
 
 
-class _FarmGpu:
+class _CopiesOnGpu:
     """The GPU of some copies, or the GPUs that each of them has: their share, opened with the first one."""
 
     def __init__(self, host: Host, device: Device, *more: Device) -> None:
@@ -478,7 +478,7 @@ class Farm:
         ]
         # The devices that copies may have, and the shares of those that they had, by UUID.
         self._devices = {device.uuid: device for device in devices}
-        self._gpus: dict[tuple[str, ...], _FarmGpu] = {}
+        self._gpus: dict[tuple[str, ...], _CopiesOnGpu] = {}
         self._clients = {device.uuid: client_limit(host, device) for device in devices} if options.gpus == 1 else {}
         # The memory limit of a copy in bytes (None: none was given), and what happens to a copy above it.
         budget = options.budget
@@ -578,10 +578,10 @@ class Farm:
         uuids = tuple(self._devices) if keys is None else tuple(keys)
         return Request(memory_bytes=size, keys=uuids, client=count == 1, count=count, name=self._options.name)
 
-    def _gpu(self, *uuids: str) -> _FarmGpu:
+    def _gpu(self, *uuids: str) -> _CopiesOnGpu:
         """Return the GPU, or the GPUs, that copies run on together; made once."""
         if uuids not in self._gpus:
-            self._gpus[uuids] = _FarmGpu(self._host, *(self._devices[uuid] for uuid in uuids))
+            self._gpus[uuids] = _CopiesOnGpu(self._host, *(self._devices[uuid] for uuid in uuids))
         return self._gpus[uuids]
 
     def _leave_out(self, uuid: str, error: GpushareError) -> None:
@@ -848,7 +848,7 @@ class Farm:
             self._leave_line()
         self._running_then = len(self._running())
 
-    def _open_share(self, gpu: _FarmGpu, place: Place | None) -> bool:
+    def _open_share(self, gpu: _CopiesOnGpu, place: Place | None) -> bool:
         """Open the share of a device; without it the farm goes on, if there is another one."""
         try:
             gpu.open(self._open_parts, self._options.grace_seconds)
@@ -861,7 +861,7 @@ class Farm:
             return False
         return True
 
-    def _gpu_for_next(self, *, alone: bool) -> tuple[_FarmGpu, Place | None] | None:
+    def _gpu_for_next(self, *, alone: bool) -> tuple[_CopiesOnGpu, Place | None] | None:
         """Return the GPU of the next copy, and its place in the ledger; None: it waits. Raises as `Place`."""
         size, count = self._size or 0, self._options.gpus
         is_known = any(device.memory_total_bytes is not None for device in self._devices.values())
@@ -989,7 +989,7 @@ class Farm:
             variables[MARK] = self._results.mark
         return variables
 
-    def _start(self, copy: Copy, gpu: _FarmGpu, place: Place | None) -> None:
+    def _start(self, copy: Copy, gpu: _CopiesOnGpu, place: Place | None) -> None:
         """Start a copy on a device, where ``place`` holds its memory.
 
         Raises:
@@ -1069,7 +1069,7 @@ class Farm:
         if memories and gpu is not None and copy.copy in self._places:
             self._shrink(copy, memories[0], gpu)
 
-    def _shrink(self, copy: Copy, memory: JobMemory, gpu: _FarmGpu) -> None:
+    def _shrink(self, copy: Copy, memory: JobMemory, gpu: _CopiesOnGpu) -> None:
         """Reserve for a copy that runs what it needs, in place of all that was free."""
         request = self._request(self._size or 0, [device.uuid for device in gpu.devices])
         # It keeps what it has, if the ledger cannot be written.
@@ -1083,7 +1083,7 @@ class Farm:
             memory.reserve(place)
             self._places[copy.copy] = place
 
-    def _gpu_of(self, number: int) -> _FarmGpu | None:
+    def _gpu_of(self, number: int) -> _CopiesOnGpu | None:
         """Return the GPU that a copy runs on; None: it does not run."""
         return next((gpu for gpu in self._gpus.values() if number in gpu.running), None)
 
@@ -1195,7 +1195,7 @@ class Farm:
             for number, failure in ended.items():
                 self._note_end(gpu, number, failure, stuck.get(number))
 
-    def _end_left_behind(self, gpu: _FarmGpu, numbers: Sequence[int]) -> dict[int, GpushareError]:
+    def _end_left_behind(self, gpu: _CopiesOnGpu, numbers: Sequence[int]) -> dict[int, GpushareError]:
         """End what programs that have ended left running; return what could not be ended, by copy, and why."""
         if gpu.several is None or not numbers:
             return {}
@@ -1223,7 +1223,7 @@ class Farm:
 
     def _note_end(
         self,
-        gpu: _FarmGpu,
+        gpu: _CopiesOnGpu,
         number: int,
         failure: str | None,
         stuck: GpushareError | None = None,

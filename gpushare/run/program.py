@@ -373,7 +373,7 @@ class Run:
             for part in self.parts:
                 part.open()
         except BaseException:
-            _close_all(self.share, self.parts)
+            _give_back(self.share, self.parts)
             raise
         self._run_program()
         for part in self.parts:
@@ -400,7 +400,7 @@ class Run:
             session.close()
 
 
-def _close_all(share: Share, parts: Sequence[Part], *, program_lives: bool = False) -> bool:
+def _give_back(share: Share, parts: Sequence[Part], *, program_lives: bool = False) -> bool:
     """Give back what a job has, the share last; return whether others go on using it."""
     for part in reversed(parts):
         part.close(program_lives=program_lives)
@@ -426,12 +426,12 @@ class Session:
     def close(self) -> bool:
         """Give back what the job has; return whether others go on using the share."""
         lives = self._child is not None and self._child.poll() is None
-        return _close_all(self._share, self._parts, program_lives=lives)
+        return _give_back(self._share, self._parts, program_lives=lives)
 
     def run(self, command: Sequence[str], environment: Mapping[str, str]) -> int:
         """Run the program to its end, and return its exit code, or 128 + N if signal N has ended it."""
         # Catch signals before the program starts: from then on, none may kill gpushare.
-        with Wakeups((*ENDING, *_PASSED_ON, signal.SIGTSTP, signal.SIGCHLD)) as wakeups, self._guard_started() as guard:
+        with Wakeups((*ENDING, *_PASSED_ON, signal.SIGTSTP, signal.SIGCHLD)) as wakeups, self._guarded_run() as guard:
 
             def announce(pid: int, started: int | None) -> None:
                 guard.announce(pid, started)
@@ -613,7 +613,7 @@ class Session:
         return 128 - status
 
     @contextlib.contextmanager
-    def _guard_started(self) -> Iterator[Guard]:
+    def _guarded_run(self) -> Iterator[Guard]:
         """Yield the guard. If something fails here, it ends what is left of the program."""
         guard = guard_of(self._host, self._share)
         try:
