@@ -553,7 +553,7 @@ class Place:
 
         ``best`` returns some devices in the order in which they are best now; it is only asked if the job may take them.
         """
-        keys = self._devices_of_turn(devices, clients, limits, best)
+        keys = self._devices_free_to_take(devices, clients, limits, best)
         if not keys:
             return False
         self.claim.add_fact(f"hold {','.join(keys)}")
@@ -568,14 +568,14 @@ class Place:
             self._write_claim()
         return False
 
-    def _devices_of_turn(
+    def _devices_free_to_take(
         self,
         devices: Sequence[Device],
         clients: Mapping[str, int | None],
         limits: Mapping[int, int],
         best: Callable[[Sequence[str]], Sequence[str]] | None,
     ) -> tuple[str, ...]:
-        """Return the devices that are this job's turn now, best first; none: it waits."""
+        """Return the devices that this job may take now, by the line and free memory, best first; none: it waits."""
         claims = all_claims(self._host, PREFIX)
         # Drawing a ticket takes microseconds. A claim that shows one later than this did not draw it then.
         while (
@@ -617,7 +617,7 @@ class Place:
         return free[: self.request.count]
 
     def _choose_devices_to_wait_for(self, lines: Mapping[str, Line], waiting: Sequence[Waiting]) -> None:
-        """Choose the devices that a job of several waits for, once it is first: the others are free for later jobs.
+        """Note the devices that a job of several waits for, once it is first: the others are free for later jobs.
 
         It waits for the devices with the most free memory, because the least must be released there.
         """

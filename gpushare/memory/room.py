@@ -257,9 +257,9 @@ def repair_first(host: Host, say: Callable[[str], None], *, dry_run: bool) -> li
 
 @contextlib.contextmanager
 def room_kept(host: Host, swap: Swap) -> Iterator[Callable[[int], bool | None]]:
-    """Reserve room for a job that is half out, for as long as it comes back; a `Keep`.
+    """Yield what reserves room for a job that comes back, and leave the reserved places at the end; a `Keep`.
 
-    What it holds in the ledger itself is enough: `run` has its place as long as the job is not out.
+    A place that the job itself still has in the ledger is enough.
     """
     places: list[Place] = []
 

@@ -592,6 +592,7 @@ def _carry_out_with_journal(ledger: MigLedger, change: MigChange, on_step: Calla
     last: Step | None = None
 
     def begin(step: Step) -> None:
+        """Note which step is begun, for the error if it fails."""
         nonlocal last
         last = step
         if on_step is not None:

@@ -118,7 +118,7 @@ class Candidate(NamedTuple):
 
 
 def candidates_for(arrangements: Iterable[Arrangement], parts: Sequence[int], codes: Sequence[int]) -> list[Candidate]:
-    """Return the ways for arrangements, for all GPUs of one kind of board.
+    """Return arrangements as candidates: each with its code, and the weight of what it creates.
 
     ``parts`` is how many instances (GPU and compute instances) one of each kind is, ``codes`` what it adds to the code.
     """
@@ -227,7 +227,7 @@ class Site:
     # -- adding ------------------------------------------------------------------------------------
 
     def options(self, ways: Iterable[Candidate]) -> dict[int, Placing]:
-        """Return the cheapest option for every part of the wish, by its code.
+        """Return the cheapest way to place every part of the wish on this GPU, by the code of the part.
 
         Weights are differences to leaving the GPU as it is.
         """
@@ -1025,7 +1025,7 @@ class _Choices:
 def _next_states(
     cheapest: Mapping[_State, int], choices: _Choices, most_later: int, guard: int
 ) -> tuple[dict[_State, int], dict[_State, tuple[int, _State]]]:
-    """Let one GPU take a part: the cheapest way to each state, and from where it was reached by which part."""
+    """Return the least weight of each state after one more GPU, and from which state, by which part, it is reached."""
     best: dict[_State, int] = {}
     taken: dict[_State, tuple[int, _State]] = {}
     for state, weight in cheapest.items():

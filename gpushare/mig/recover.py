@@ -31,7 +31,7 @@ ACCEPT: Final = f"or accept it as it is: {RECOVER} --forget"
 
 
 def perform(changes: MigChanges, call: Call, made: dict[int, int]) -> int | None:
-    """Do one call and return the id of what it created; ``made`` has the ids of new GPU instances by first slice."""
+    """Do one call of a plan; return the id of what it created. ``made`` has the ids of new GPU instances by start."""
     gpu, instance, part = call.gpu, call.instance, call.compute
     if call.action is Action.CREATE_GPU_INSTANCE:
         # Only a profile of the catalogue, without a host, has no id.

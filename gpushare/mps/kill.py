@@ -136,7 +136,7 @@ def end_clients(
     *,
     bound_seconds: float = DRAIN_BOUND_SECONDS,
 ) -> Drain:
-    """End processes, see `Ending`.
+    """End clients of MPS without harm to others (see `Ending`); return how their work on the GPU drained.
 
     Raises:
         NoPermission: they belong to another user (nothing was changed).

@@ -107,7 +107,7 @@ class _AttachedClients:
 def _with_joint_undo(
     control: MpsControl, before: Limits, servers: Mapping[int, float | None], steps: Sequence[Step]
 ) -> list[Step]:
-    """Let the first step restore all of the old limits when a later one fails.
+    """Return the steps; undone, the first of them restores all of the old limits.
 
     A server keeps its own percentage; its memory limit goes back to the daemon's, which it started with.
     """

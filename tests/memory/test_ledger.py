@@ -136,7 +136,7 @@ def test_two_that_take_at_the_same_time_do_not_both_stay(host: Host, monkeypatch
     """Both saw room; the one that came later steps back when it reads again."""
     early, late = enter(host, 20 * GIB), enter(host, 20 * GIB)
     key = devices(host)[0].uuid
-    monkeypatch.setattr(Place, "_devices_of_turn", lambda *_: (key,))
+    monkeypatch.setattr(Place, "_devices_free_to_take", lambda *_: (key,))
     early.claim.add_fact(f"hold {key}")
     assert not take(host, late)
     assert take(host, early)
@@ -147,7 +147,7 @@ def test_one_that_came_later_and_has_read_already_is_waited_for(host: Host, monk
     """Else both are sure: it has not seen the hold of the earlier one, which does not count that of the later one."""
     early, late = enter(host, 20 * GIB), enter(host, 20 * GIB)
     key = devices(host)[0].uuid
-    monkeypatch.setattr(Place, "_devices_of_turn", lambda *_: (key,))
+    monkeypatch.setattr(Place, "_devices_free_to_take", lambda *_: (key,))
     still_fit, answers = Place._still_fit, []
 
     def meanwhile(place: Place, *words: Any) -> bool:
@@ -167,7 +167,7 @@ def test_one_that_came_later_and_has_read_already_is_waited_for(host: Host, monk
 def test_one_that_came_later_and_steps_back_holds_up_nobody(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     early, late = enter(host, 20 * GIB), enter(host, 20 * GIB)
     key = devices(host)[0].uuid
-    monkeypatch.setattr(Place, "_devices_of_turn", lambda *_: (key,))
+    monkeypatch.setattr(Place, "_devices_free_to_take", lambda *_: (key,))
     late.claim.add_fact(f"hold {key}")
     monkeypatch.setattr(ledger.time, "sleep", lambda _: late.claim.add_fact("back"))
     assert take(host, early)
@@ -183,7 +183,7 @@ def test_two_that_take_the_last_client_at_the_same_time_do_not_both_stay(
 ) -> None:
     key = devices(host)[0].uuid
     early, late = (Place(host, Request(memory_bytes=GIB, keys=(key,), client=True)) for _ in range(2))
-    monkeypatch.setattr(Place, "_devices_of_turn", lambda *_: (key,))
+    monkeypatch.setattr(Place, "_devices_free_to_take", lambda *_: (key,))
     early.claim.add_fact(f"hold {key}")
     assert not late.try_to_take(devices(host), {key: 1}, {})
     assert early.try_to_take(devices(host), {key: 1}, {})
