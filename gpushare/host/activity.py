@@ -7,7 +7,7 @@ import math
 import time
 from typing import Any, Final
 
-from gpushare.base.errors import GpuLost, GpushareError, NotFound
+from gpushare.base.errors import GpuLost, GpushareError, NotFound, or_none
 from gpushare.base.values import dataclass
 from gpushare.host.nvml import NvmlReader, read_utilization
 
@@ -36,7 +36,10 @@ class ActivityMeter:
     def gpm(self) -> bool:
         """Return whether the driver supports GPM here (nvmlGpmQueryDeviceSupport: Hopper and later)."""
         if self._gpm is None:
-            self._gpm = self._supported()
+            support = or_none(
+                lambda: self._nvml.ask(lambda nvml: nvml.nvmlGpmQueryDeviceSupport(self._nvml.handle(self._index)))
+            )
+            self._gpm = support is not None and bool(support.isSupportedDevice)
         return self._gpm
 
     def read(self) -> Activity | None:
@@ -46,27 +49,11 @@ class ActivityMeter:
         the driver's own period (up to 1 s) and does not cover MIG.
         """
         if self.gpm:
-            percent = self._gpm_percent()
+            percent = or_none(lambda: self._nvml.ask(self._between_samples))
             return None if percent is None else Activity(percent, "gpm")
         time.sleep(_WINDOW_SECONDS)
         percent = None if self._instance is not None else utilization(self._nvml, self._index)
         return None if percent is None else Activity(percent, "utilization")
-
-    def _supported(self) -> bool:
-        """Return whether the driver supports GPM for this GPU; False if it does not answer."""
-        try:
-            handle = self._nvml.handle(self._index)
-            support = self._nvml.ask(lambda nvml: nvml.nvmlGpmQueryDeviceSupport(handle))
-        except GpushareError:
-            return False
-        return support is not None and bool(support.isSupportedDevice)
-
-    def _gpm_percent(self) -> float | None:
-        """Return the activity of the next 0.1 s by GPM; None: unknown."""
-        try:
-            return self._nvml.ask(self._between_samples)
-        except GpushareError:
-            return None
 
     def _between_samples(self, nvml: Any) -> float | None:
         """Return the activity between a sample taken now and one taken 0.1 s later."""
@@ -98,11 +85,7 @@ def utilization(nvml: NvmlReader, index: int) -> float | None:
 
     nvmlDeviceGetUtilizationRates. None: unknown, as in MIG mode and on a lost GPU.
     """
-    try:
-        handle = nvml.handle(index)
-        rates = nvml.ask(lambda api: api.nvmlDeviceGetUtilizationRates(handle))
-    except GpushareError:
-        return None
+    rates = or_none(lambda: nvml.ask(lambda api: api.nvmlDeviceGetUtilizationRates(nvml.handle(index))))
     return None if rates is None else float(rates.gpu)
 
 

@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from gpushare.base.errors import GpushareError, or_none
+from gpushare.base.errors import or_none
 from gpushare.base.model import Gpu, VgpuSession
 
 if TYPE_CHECKING:
@@ -24,11 +24,8 @@ def vgpu_sessions(nvml: NvmlReader, gpus: Sequence[Gpu]) -> tuple[VgpuSession, .
 
 def _instances(nvml: NvmlReader, index: int) -> Sequence[int]:
     """Return the ids of the active vGPU instances of a GPU; none if the GPU does not answer."""
-    try:
-        handle = nvml.handle(index)
-        return nvml.ask(lambda api: api.nvmlDeviceGetActiveVgpus(handle), str(index)) or ()
-    except GpushareError:
-        return ()
+    active = or_none(lambda: nvml.ask(lambda api: api.nvmlDeviceGetActiveVgpus(nvml.handle(index)), str(index)))
+    return active or ()
 
 
 def _session(nvml: NvmlReader, index: int, instance: int) -> VgpuSession:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
-from gpushare.base.errors import BadUsage, GpushareError, InUse, NotFound
+from gpushare.base.errors import BadUsage, GpushareError, InUse, NotFound, or_none
 from gpushare.base.model import Holder, MigInstance
 from gpushare.base.selection import Device, select
 from gpushare.base.units import counted, format_duration, quoted
@@ -328,10 +328,7 @@ def _holders_inside(host: Host, place: Place, daemons: Mapping[str, Holder]) -> 
 def _daemons_by_instance(host: Host, places: Sequence[Place]) -> dict[str, Holder]:
     """Return the MPS daemons that serve MIG instances, by MIG UUID."""
     gpus = list({place.gpu.index: place.gpu for place in places}.values())
-    try:
-        daemons = [item.daemon for item in find_daemons(host, gpus, deep=False)]
-    except GpushareError:
-        return {}
+    daemons = [item.daemon for item in or_none(lambda: find_daemons(host, gpus, deep=False)) or ()]
     return {
         daemon.device_uuid: Holder(pid=daemon.pid or 0, what="MPS daemon", user=daemon.user, name=_MPS_PROCESS)
         for daemon in daemons

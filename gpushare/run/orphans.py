@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from gpushare.base.errors import GpushareError
+from gpushare.base.errors import GpushareError, or_none
 from gpushare.host.activity import ActivityMeter
 from gpushare.host.claims import HeldClaim
 from gpushare.host.host import Host
@@ -45,7 +45,7 @@ def after_death(
     # Only now: while the programs lived, the daemon was in use.
     if lease is not None:
         lease.release()
-    lingers = mps and _stop_or_in_use(host, home)
+    lingers = mps and or_none(lambda: stop_if_last(host, home))
     if claims:
         # A program that hangs in the driver still uses its instance.
         while any(host.processes.alive(pid, started) for pid, started in programs.items()):
@@ -65,7 +65,7 @@ def after_death(
         swap.forget_ended(host, 10.0)
     while lingers:
         time.sleep(_POLL_SECONDS)
-        lingers = _stop_or_in_use(host, home)
+        lingers = or_none(lambda: stop_if_last(host, home))
 
 
 def _end_programs(
@@ -85,14 +85,6 @@ def _end_programs(
     control = MpsControl(host.programs, str(home.pipe), seconds=CONVERSATION_SECONDS)
     meter = ActivityMeter(host.nvml, index, _gpu_instance(host, uuid))
     end_programs(host, pids, lambda: client_pids(control), meter)
-
-
-def _stop_or_in_use(host: Host, home: DaemonHome) -> bool:
-    """Stop the daemon if nobody uses it; return whether somebody does, or it is no longer there to be stopped."""
-    try:
-        return stop_if_last(host, home)
-    except GpushareError:
-        return False
 
 
 def _gpu_instance(host: Host, uuid: str) -> int | None:

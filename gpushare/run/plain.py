@@ -12,7 +12,7 @@ from gpushare.base.model import ComputeMode, GpuProcess, device_key
 from gpushare.base.selection import Device, titles
 from gpushare.base.values import dataclass
 from gpushare.host.claims import HeldClaim
-from gpushare.host.host import Host, make_private_directory
+from gpushare.host.host import Host, make_private_directory, processes_on
 from gpushare.host.smi import compute_mode_command
 from gpushare.part import Watch
 from gpushare.plan import Step
@@ -186,11 +186,7 @@ class PlainWatch(Watch):
     def _all_processes(self) -> Iterator[tuple[int, GpuProcess]]:
         """Yield the processes of all GPUs that answer, each with the index of its GPU."""
         for gpu in range(self.host.nvml.count()):
-            try:
-                processes = self.host.nvml.processes(gpu) or ()
-            except GpushareError:
-                continue
-            yield from ((gpu, process) for process in processes)
+            yield from ((gpu, process) for process in processes_on(self.host, gpu) or ())
 
     def clients(self) -> set[int]:
         """Return none: outside MPS the end of one breaks no other."""

@@ -12,7 +12,7 @@ from gpushare.base.model import Gpu, Priority, Way
 from gpushare.base.selection import Device
 from gpushare.base.units import MIB, format_bytes, pid_of, quoted
 from gpushare.base.values import dataclass
-from gpushare.host.host import Host
+from gpushare.host.host import Host, processes_on
 from gpushare.host.identity import Identity
 from gpushare.mps.control import MpsControl
 from gpushare.mps.daemons import own_daemon
@@ -78,10 +78,7 @@ def is_under_mps(host: Host, device: Device, pid: int) -> bool:
         return environment.get("CUDA_MPS_PIPE_DIRECTORY", str(home.pipe)) == str(home.pipe)
     if clients & family:
         return True
-    try:
-        on_gpu = {process.pid for process in host.nvml.processes(device.gpu.index) or ()}
-    except GpushareError:
-        on_gpu = set()
+    on_gpu = {process.pid for process in processes_on(host, device.gpu.index) or ()}
     # It has no context yet: where its variables lead, it will go.
     return not on_gpu & family and environment.get("CUDA_MPS_PIPE_DIRECTORY") == str(home.pipe)
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import field
 from typing import Final, Protocol
 
-from gpushare.base.errors import BadUsage, GpushareError, NotFound
+from gpushare.base.errors import BadUsage, GpushareError, NotFound, or_none
 from gpushare.base.selection import Device
 from gpushare.base.units import parse_pinned_limits, parse_thread_percentage
 from gpushare.base.values import dataclass
@@ -105,10 +105,7 @@ class Attachment(Watch):
 
     def _another_user_is_served(self) -> bool:
         """Return whether a server of the daemon belongs to another user."""
-        try:
-            servers = [self.host.processes.describe(pid) for pid in self.control.servers()]
-        except GpushareError:
-            return False
+        servers = map(self.host.processes.describe, or_none(self.control.servers) or ())
         return any(info is not None and info.uid not in {None, self.host.uid} for info in servers)
 
     def mps_fault(self) -> bool:
@@ -131,15 +128,9 @@ class Attachment(Watch):
         """Read the daemon's log for a program that ended between two looks."""
         if not self.attached:
             accepted = (self._clients_in_log(_ACCEPTED) & self.seen) - self.pending - self.outside
-            if accepted and self._is_served():
+            # A daemon that has accepted a client has a server.
+            if accepted and bool(or_none(self.control.servers)):
                 self.attached.update(dict.fromkeys(accepted))
-
-    def _is_served(self) -> bool:
-        """Return whether the daemon has a server, as it must once it has accepted a client."""
-        try:
-            return bool(self.control.servers())
-        except GpushareError:
-            return False
 
     def _clients_in_log(self, pattern: re.Pattern[str]) -> set[int]:
         """Return the clients of this user named in the log, into which any user who may connect can write."""
