@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Final, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Final
 
 from gpushare.base.errors import BadUsage, NotFound
 from gpushare.base.units import first_few, quoted
 from gpushare.mig.planner import Target
-from gpushare.mig.profile import GpuInstance, Layout
+from gpushare.mig.profile import GpuInstance, Layout, Profile
 from gpushare.mig.wish import Wish, resolve
 
 _IDS: Final = re.compile(r"(?:(\d{1,4})/)?(\d{1,4})(?:/(\d{1,4}))?", re.ASCII)
@@ -137,26 +137,12 @@ def _by_ids(word: str, layouts: Sequence[Layout]) -> list[Target]:
     ]
 
 
-class MigDevice(NamedTuple):
-    """One kind of MIG device: ``3g.40gb``, ``1c.3g.40gb``; with the first memory slice, or None for any place.
-
-    A GPU instance without a compute instance is not a MIG device and never matches a wish; its slices are 0.
-    """
-
-    profile: str
-    slices: int
-    whole: bool
-    start: int | None = None
-
-    def counted(self, count: int) -> DeviceCount:
-        """Return so many of it, by the driver's name."""
-        name = self.profile if self.whole or not self.slices else f"{self.slices}c.{self.profile}"
-        return DeviceCount(profile=name, start=self.start, count=count, mig_device=bool(self.slices))
-
-
 @dataclass(frozen=True, kw_only=True)
 class DeviceCount:
-    """MIG devices of one kind; ``mig_device`` is false for a GPU instance without a compute instance."""
+    """MIG devices of one kind, by the driver's name: ``3g.40gb``, ``1c.3g.40gb``; ``start`` None: in any place.
+
+    ``mig_device`` is false for a GPU instance without a compute instance, which never matches a wish.
+    """
 
     profile: str
     start: int | None
@@ -185,19 +171,19 @@ def difference(layout: Layout, wish: Wish) -> Difference:
 
     MIG devices are counted as mig-parted does, no matter how they are spread over GPU instances.
     """
-    wanted: Counter[MigDevice] = Counter()
+    wanted: Counter[DeviceCount] = Counter()
     for request in wish:
         profile = resolve(request, layout.profiles)
         for slices in request.compute or (profile.slices,):
-            wanted[MigDevice(profile.name, slices, slices == profile.slices, request.start)] += request.count
+            wanted[_one_device(profile, slices, request.start)] += request.count
     present_devices = devices_present(layout)
     # Wishes with a place first; the rest may serve those without.
     exact = wanted & present_devices
     wanted, present_devices = wanted - exact, present_devices - exact
-    missing: Counter[MigDevice] = Counter()
+    missing: Counter[DeviceCount] = Counter()
     for kind, number in wanted.items():
-        serving = [device for device in present_devices if kind.start is None and device._replace(start=None) == kind]
-        for device in sorted(serving):
+        serving = [device for device in present_devices if kind.start is None and replace(device, start=None) == kind]
+        for device in sorted(serving, key=lambda device: device.start or 0):
             taken = min(number, present_devices[device])
             number, present_devices[device] = number - taken, present_devices[device] - taken
         if number:
@@ -205,16 +191,22 @@ def difference(layout: Layout, wish: Wish) -> Difference:
     return Difference(missing=_device_counts(missing), extra=_device_counts(+present_devices))
 
 
-def devices_present(layout: Layout) -> Counter[MigDevice]:
+def devices_present(layout: Layout) -> Counter[DeviceCount]:
     """Return the MIG devices that exist, with their places."""
-    devices: Counter[MigDevice] = Counter()
-    for instance in layout.instances:
-        for slices in [part.profile.slices for part in instance.compute] or [0]:
-            devices[MigDevice(instance.profile.name, slices, slices == instance.profile.slices, instance.start)] += 1
-    return devices
+    return Counter(
+        _one_device(instance.profile, slices, instance.start)
+        for instance in layout.instances
+        for slices in [part.profile.slices for part in instance.compute] or [0]
+    )
 
 
-def _device_counts(devices: Counter[MigDevice]) -> tuple[DeviceCount, ...]:
+def _one_device(profile: Profile, slices: int, start: int | None) -> DeviceCount:
+    """Return one MIG device of so many compute slices; 0: the GPU instance has no compute instance."""
+    name = profile.name if slices in {0, profile.slices} else f"{slices}c.{profile.name}"
+    return DeviceCount(profile=name, start=start, count=1, mig_device=bool(slices))
+
+
+def _device_counts(devices: Counter[DeviceCount]) -> tuple[DeviceCount, ...]:
     """Return kinds of MIG devices with their numbers, by place and profile."""
-    rows = (device.counted(number) for device, number in devices.items())
+    rows = (replace(device, count=number) for device, number in devices.items())
     return tuple(sorted(rows, key=lambda row: (row.start is None, row.start or 0, row.profile)))
