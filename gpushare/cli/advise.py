@@ -146,6 +146,7 @@ class _AdviseCommand(AskingCommand):
     """Adds the properties of a workload as options; --help shows those that are asked for, --help-all all of them."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
+        """Make an option of each property, after the program and before the options of the function."""
         options = [
             TyperOption(
                 param_decls=[option.split("/")[0].strip("-").replace("-", "_"), option],

@@ -96,6 +96,7 @@ class StopAnswer:
 
 
 def _grace_seconds(text: str) -> float:
+    """Return the grace period of --grace in seconds, at most 30 days."""
     seconds = parse_seconds(text)
     if seconds > MOST_SECONDS:
         raise BadUsage(f"--grace {text} is longer than 30 days", "give a time: --grace 30s", code="bad_duration")

@@ -43,6 +43,7 @@ class KeepReport:
     """Tells what `timeslice keep` does: a line per event, or a document per look in which something happened."""
 
     def __init__(self, stream: IO[str], output: OutputFormat, *, quiet: bool = False) -> None:
+        """Tell on a stream; notes go to stderr, unless ``quiet``."""
         self._stream, self._quiet = stream, quiet
         self._form = form_of(output, terminal=stream.isatty())
         self._header = True

@@ -169,6 +169,7 @@ class CopyLines:
     """Prefixed lines of the copies on stdout (on stderr if stdout gets a document), and a progress bar on a terminal."""
 
     def __init__(self, copies: int, *, output: OutputFormat, quiet: bool, note: Callable[[str], None]) -> None:
+        """Begin for so many copies, numbered from 0; ``note`` prints what is said of the farm."""
         documents = {OutputFormat.JSON, OutputFormat.YAML, OutputFormat.CSV}
         self._stream, self._quiet, self._note = sys.stderr if output in documents else sys.stdout, quiet, note
         self._width = len(str(copies - 1))
