@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -659,6 +660,13 @@ def signal_same(processes: Processes, pid: int, started: int, number: int) -> bo
     except NotFound:
         return False
     return True
+
+
+def signal_all(processes: Processes, pids: Iterable[int] | Mapping[int, int], number: int) -> None:
+    """Send a signal to the processes that are still there (a mapping has their starts), but to none of other users."""
+    for pid, started in starts_of(processes, pids).items():
+        with contextlib.suppress(NoPermission):
+            signal_same(processes, pid, started, number)
 
 
 def processes_text(processes: Processes, pids: Iterable[int], most: int = 4) -> str:

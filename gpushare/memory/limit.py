@@ -20,7 +20,7 @@ from gpushare.base.selection import Device
 from gpushare.base.units import MIB, format_apart, format_bytes, parse_memory_limit, parse_thread_percentage, quoted
 from gpushare.base.values import dataclass
 from gpushare.host.host import Host
-from gpushare.host.process import signal_same, starts_of, wait_gone
+from gpushare.host.process import signal_all, signal_same, starts_of, wait_gone
 from gpushare.memory.ledger import LAPSE_SECONDS, Place
 from gpushare.part import Part, Watch
 
@@ -318,9 +318,7 @@ class JobMemory(Part):
     def _continue(self) -> None:
         """Let the processes that this watch has stopped continue."""
         stopped, self._stopped = self._stopped, {}
-        for pid, started in stopped.items():
-            with contextlib.suppress(NoPermission):
-                signal_same(self._host.processes, pid, started, signal.SIGCONT)
+        signal_all(self._host.processes, stopped, signal.SIGCONT)
 
     def leave(self) -> None:
         """Leave the ledger."""

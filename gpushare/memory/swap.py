@@ -32,7 +32,7 @@ from gpushare.host.checkpoint import CHECKPOINTED, FAILED, LOCKED, RUNNING, Chec
 from gpushare.host.guard import DONE, Guard
 from gpushare.host.host import Host
 from gpushare.host.identity import uptime
-from gpushare.host.process import signal_same, starts_of
+from gpushare.host.process import signal_all
 from gpushare.host.store import Job, JobProcess, Kept, Named, Past, RecordStore, named_after_living
 from gpushare.pause.record import paused_since
 
@@ -795,9 +795,7 @@ def _checkpoint_restored(host: Host, swap: Swap, pids: Sequence[int]) -> None:
 
     checkpoint = host.open_checkpoint()
     # A stopped process hangs the lock.
-    for pid, started in starts_of(host.processes, chosen).items():
-        with contextlib.suppress(GpushareError):
-            signal_same(host.processes, pid, started, signal.SIGCONT)
+    signal_all(host.processes, chosen, signal.SIGCONT)
     for pid in chosen:
         free = or_none(lambda pid=pid: host.machine.free_memory(pid))  # type: ignore[misc]
         if free is not None and free < restored[pid] + HOST_MARGIN_BYTES:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final, Protocol
 
-from gpushare.base.errors import BadUsage, GpushareError, NoPermission, OperationFailed
+from gpushare.base.errors import BadUsage, GpushareError, OperationFailed
 from gpushare.base.model import Gpu, MpsClient, MpsDaemon
 from gpushare.base.values import dataclass
 from gpushare.host.activity import Activity, ActivityMeter
 from gpushare.host.host import Host
-from gpushare.host.process import signal_same, starts_of, wait_gone
+from gpushare.host.process import signal_all, signal_same, starts_of, wait_gone
 from gpushare.mps.daemons import FoundDaemon, find_daemons
 from gpushare.plan import Plan, Step, carry_out
 
@@ -119,10 +118,7 @@ class Ending:
         # It is exiting, or waits in the driver: it cannot be stopped there, and launches nothing.
 
     def _continue_stopped(self) -> None:
-        for pid in self._stopped:
-            # A process of another user was not stopped either.
-            with contextlib.suppress(NoPermission):
-                signal_same(self._host.processes, pid, self._started[pid], signal.SIGCONT)
+        signal_all(self._host.processes, {pid: self._started[pid] for pid in self._stopped}, signal.SIGCONT)
 
     def _wait(self) -> None:
         """Wait until the queue has drained, and keep how it did."""

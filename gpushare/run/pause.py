@@ -15,13 +15,13 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Final
 
-from gpushare.base.errors import GpushareError, NoPermission, NotFound, NotSupported
+from gpushare.base.errors import GpushareError, NotFound, NotSupported
 from gpushare.base.typed import Count, Pid
 from gpushare.base.values import dataclass
 from gpushare.host.channels import Channels
 from gpushare.host.host import Host
 from gpushare.host.identity import start_of, uptime
-from gpushare.host.process import signal_same, starts_of
+from gpushare.host.process import signal_all
 from gpushare.host.slice_lock import probed
 from gpushare.host.store import Kept, RecordStore, any_lives
 from gpushare.pause.change import channel_names, enable
@@ -114,10 +114,8 @@ class Pauser:
         self._due = 0.0
         if self._channels is not None:
             self._channels.enable()
-        for pid, started in list(self._stopped.items()):
-            del self._stopped[pid]
-            with contextlib.suppress(NoPermission):
-                signal_same(self._host.processes, pid, started, signal.SIGCONT)
+        signal_all(self._host.processes, self._stopped, signal.SIGCONT)
+        self._stopped.clear()
 
     def close(self) -> None:
         """Let it continue for good."""
@@ -143,8 +141,7 @@ class Pauser:
             return False
         self._tell_once(pid, info.started)
         self._stopped[pid] = info.started
-        with contextlib.suppress(NoPermission):
-            signal_same(self._host.processes, pid, info.started, signal.SIGSTOP)
+        signal_all(self._host.processes, {pid: info.started}, signal.SIGSTOP)
         return True
 
     def _tell_once(self, pid: int, started: int | None) -> None:
@@ -282,9 +279,7 @@ class ChannelPauser:
 def resume_all(host: Host, pids: Sequence[int]) -> None:
     """Continue (SIGCONT) the programs of a gpushare that died, so that they can end."""
     members = [member for pid in pids for member in host.processes.descendants(pid)]
-    for member, started in starts_of(host.processes, members).items():
-        with contextlib.suppress(NoPermission):
-            signal_same(host.processes, member, started, signal.SIGCONT)
+    signal_all(host.processes, members, signal.SIGCONT)
 
 
 @dataclass

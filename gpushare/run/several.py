@@ -23,7 +23,7 @@ from gpushare.host.activity import ActivityMeter
 from gpushare.host.guard import Guard
 from gpushare.host.host import Host, processes_on
 from gpushare.host.identity import start_of
-from gpushare.host.process import Child, Streams, signal_same, starts_of
+from gpushare.host.process import Child, Streams, signal_all
 from gpushare.host.program import group_members
 from gpushare.host.written_file import directory_of, open_over
 from gpushare.mps.home import client_environment, without_own_limits
@@ -266,9 +266,7 @@ class Group:
         """Send a signal to a program and its descendants."""
         # Once it has ended, its PID may be reused.
         tree = self.host.processes.descendants(program.pid) if program.runs else ()
-        for pid, started in starts_of(self.host.processes, tree).items():
-            with contextlib.suppress(NoPermission):
-                signal_same(self.host.processes, pid, started, number)
+        signal_all(self.host.processes, tree, number)
 
     def launch(
         self,
