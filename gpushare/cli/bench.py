@@ -246,18 +246,25 @@ def _measure_sizes(
         steps = tuple(step for each in prepared for step in planned_steps(host, device, each.settings))
         return plan_result("bench", Plan(title="the sizes are measured", steps=steps), dry_run=True)
     benchmarks: list[BenchAnswer] = []
-    runs = 0
+    runs, interrupted = 0, False
     for each in prepared:
-        data, measurement, number = measure_with_progress(host, device, each)
+        try:
+            data, measurement, number = measure_with_progress(host, device, each)
+        except GpushareError as error:
+            if not benchmarks:
+                raise
+            # The figures of the sizes before are shown.
+            early: dict[str, Any] = {"errors": (error,), "exit_code": error.exit_code}
+            break
         runs += len(measurement.runs)
-        early = _early_end(measurement, number, runs)
+        early, interrupted = _early_end(measurement, number, runs), measurement.interrupted
         if measurement.runs:
             benchmarks.append(data)
         if early:
             break
     notes = list(dict.fromkeys(note for data in benchmarks for note in bench_notes(data)))
     result = sizes_result(sizes_answer(benchmarks), notes, **early)
-    return _with_files(result, kept, picture, sizes_picture, runs=runs if measurement.interrupted else None)
+    return _with_files(result, kept, picture, sizes_picture, runs=runs if interrupted else None)
 
 
 def _result_of_runs(

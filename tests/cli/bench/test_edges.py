@@ -10,7 +10,7 @@ import pytest
 
 from gpushare.base.errors import OperationFailed
 from gpushare.base.model import ComputeMode
-from gpushare.cli.bench import _with_files
+from gpushare.cli.bench import _with_files, measure_with_progress
 from gpushare.connect import connect
 from gpushare.show.result import Result
 from tests.cli.drive import H200, Cli, Refused
@@ -137,6 +137,22 @@ def test_several_sizes_give_times_and_where_concurrency_ends(cli: Cli, tmp_path:
     rows = cli("-o", "csv", *SIZES).ok().out.splitlines()
     assert rows[0] == "size,way,copies,seconds,low,high,alone_seconds,gain"
     assert len(rows) == 9
+
+
+def test_a_size_that_fails_costs_no_figures_of_the_sizes_before(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail_from_the_second_on(host: Any, device: Any, prepared: Any) -> Any:
+        if prepared.settings.workload.size > 256:
+            raise OperationFailed("one copy alone failed", "run it by hand")
+        return measure_with_progress(host, device, prepared)
+
+    monkeypatch.setattr("gpushare.cli.bench.measure_with_progress", fail_from_the_second_on)
+    kept = tmp_path / "sizes.json"
+    answer = cli("-o", "json", *SIZES, "--to", str(kept))
+    assert answer.code == 1
+    assert [error["message"] for error in answer.json["errors"]] == ["one copy alone failed"]
+    assert answer.data["sizes"] == json.loads(kept.read_text())["sizes"] == [256]
 
 
 def test_several_sizes_have_a_plan_and_no_comparison(cli: Cli, refused: Refused, earlier: Path) -> None:
