@@ -6,16 +6,15 @@ import re
 from typing import Final
 
 from gpushare.base.errors import (
-    DriverNotLoaded,
     GpuLost,
     GpushareError,
     NoPermission,
     NotFound,
     NotSupported,
-    NvmlMissing,
     OperationFailed,
 )
 from gpushare.base.model import TimeSlice
+from gpushare.host.nvml import nvml_error
 from gpushare.host.program import Completed, Pending, Programs
 
 PROGRAM: Final = "nvidia-smi"
@@ -125,14 +124,9 @@ def smi_error(done: Completed) -> GpushareError:
     text = " ".join(" ".join(reasons).split()) or f"exit code {done.exit_code}, no text"
     message = f"'{' '.join(done.argv)}' failed: {text}"
     lowered = text.lower()
-    if done.exit_code == 9:
-        return DriverNotLoaded(
-            "the NVIDIA driver is not loaded", "load it: sudo modprobe nvidia; then: gpushare doctor"
-        )
-    if done.exit_code == 12:
-        return NvmlMissing(
-            "nvidia-smi finds no libnvidia-ml.so", "install the NVIDIA driver, then run: gpushare doctor"
-        )
+    if done.exit_code in {9, 12}:
+        # There is no driver, or no library of it: nothing that it prints says more.
+        return nvml_error(done.exit_code, text)
     if done.exit_code == 4 or "permission" in lowered:
         return NoPermission(message, "run it as root: sudo gpushare ...")
     # 13: the NVML of this driver does not have the function.

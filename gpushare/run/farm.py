@@ -933,10 +933,10 @@ class Farm:
         """Find the thread cap of the copies on each device: of those that run there at the same time."""
         given_percent, cap = self._options.limits.threads_percent, self._options.cap or share_of_threads
         for uuid, number in self._at_once_by_gpu().items():
-            # There are caps under MPS only.
-            self._caps[uuid] = (
-                None if self._options.gpus > 1 else cap(number) if given_percent is None else given_percent
-            )
+            self._caps[uuid] = cap(number) if given_percent is None else given_percent
+            if self._options.gpus > 1:
+                # There are caps under MPS only.
+                self._caps[uuid] = None
 
     def _most_at_once(self) -> int:
         """Return how many copies run at the same time, as far as it is known now."""

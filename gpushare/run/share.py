@@ -144,7 +144,9 @@ def fatal_errors(home: DaemonHome) -> int:
 
 
 def stop_if_last(host: Host, home: DaemonHome) -> bool:
-    """Stop a daemon that `gpushare run` started, if it is unused; return whether it is still in use.
+    """Stop a daemon that `gpushare run` started, if it is unused; return whether clients without a lease still use it.
+
+    Another gpushare with a lease stops it itself; for clients without one the guard has to wait.
 
     Raises:
         GpushareError: it is unused and does not stop.
