@@ -210,7 +210,7 @@ _PLACES_BELOW: Final = "---\n# For gpushare: exact placements. mig-parted reads 
 
 
 def mig_config(host: HostDescription, name: str) -> dict[str, Any]:
-    """Return the v1 file with one configuration: equal GPUs share an entry, ``devices: all`` if it covers every GPU.
+    """Return mig-parted's file with one configuration: equal GPUs share an entry, ``all`` if it covers every GPU.
 
     GPUs without MIG are left out: mig-parted skips them under ``all`` and refuses them by number. On a host with several
     models with MIG each entry has a ``device-filter``.
