@@ -130,7 +130,7 @@ class HostState:
 
     @property
     def names(self) -> Mapping[str, NamedInstance]:
-        """Return the MIG instances that have a name, by it."""
+        """Return the named MIG instances by their names."""
         from gpushare.mig.ledger import names_of
 
         return self._once("names", lambda: names_of(self.host))

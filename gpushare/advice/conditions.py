@@ -108,7 +108,7 @@ def _why_no_instances(s: Situation, way: Way) -> str | None:
     return s.documented_why_not(way) if slices is None else slices.why_not
 
 
-def _sizes(s: Situation, way: Way) -> tuple[str, str] | None:
+def _real_and_wanted_shares(s: Situation, way: Way) -> tuple[str, str] | None:
     """Return the shares that the chosen profiles come to and those that are wanted; None if others chose them."""
     slices, shares = s.slices(way), s.shares(way)
     if slices is None or not slices.profiles or not all(share.percent for share in shares):
@@ -120,13 +120,13 @@ def _sizes(s: Situation, way: Way) -> tuple[str, str] | None:
 
 def _sizes_are_shares(s: Situation, way: Way) -> bool:
     """Return whether the chosen MIG profiles have exactly the wanted shares."""
-    sizes = _sizes(s, way)
+    sizes = _real_and_wanted_shares(s, way)
     return sizes is not None and sizes[0] == sizes[1]
 
 
 def _nearest_sizes(s: Situation, way: Way) -> str:
     """Return which profiles come nearest to the wanted shares, for the text of a rule."""
-    slices, sizes = s.slices(way), _sizes(s, way)
+    slices, sizes = s.slices(way), _real_and_wanted_shares(s, way)
     if slices is None or sizes is None:
         return "choose the profiles nearest to the shares (gpushare mig profiles)"
     real, asked = sizes

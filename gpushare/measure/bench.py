@@ -422,7 +422,7 @@ class Bench:
             )
         else:
             try:
-                self._rounds(self._sliceable(self._fitting(cells, warm)))
+                self._rounds(self._leave_out_slices(self._leave_out_too_large(cells, warm)))
             except GpushareError as error:
                 if not measurement.runs:
                     raise
@@ -467,7 +467,7 @@ class Bench:
         # With a window every run takes as long; else time-sliced copies take about as long as in turn.
         return alone if self._settings.window is not None else alone * (cell[1] if cell[0].kind is not Way.MIG else 1)
 
-    def _fitting(self, cells: list[Cell], warm: RunResult) -> list[Cell]:
+    def _leave_out_too_large(self, cells: list[Cell], warm: RunResult) -> list[Cell]:
         """Leave out the cells that need more memory than the device has, by the peak of one copy."""
         peak, total = warm.usage.memory_peak_bytes, self._device.memory_total_bytes
         if peak is None or total is None:
@@ -488,7 +488,7 @@ class Bench:
             ]
         return kept
 
-    def _sliceable(self, cells: list[Cell]) -> list[Cell]:
+    def _leave_out_slices(self, cells: list[Cell]) -> list[Cell]:
         """Leave out the time-slices if that of the first copy could not be read and set."""
         if self._unsliced is None:
             return cells

@@ -604,6 +604,7 @@ class Cockpit(App[None]):
         self._title.refresh()
 
     def action_seek(self, seconds: float) -> None:
+        """Move the time of a replay by seconds, with the past of the five minutes up to it."""
         reader = self.watch_host.reader
         if isinstance(reader, Reader):
             self.say("only a recording has another time: gpushare top --replay FILE", "warn")
