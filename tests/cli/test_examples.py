@@ -30,7 +30,9 @@ def test_the_sample_mig_parted_file_is_applied(config: str, instances: int, cli:
 def test_the_sample_workload_gets_an_answer(cli: Cli) -> None:
     answer = cli("advise", "-f", str(EXAMPLES / "workload.yaml"), "--yes", host="sim:h100").ok()
     assert "gpushare run -g 0 --memory 21760M --name serve -- ./serve" in answer.out
-    assert "gpushare run -g 0 --threads 30 --memory 11520M --priority low -- python batch.py" in answer.out
+    assert (
+        "gpushare run -g 0 --threads 30 --memory 11520M --priority low --name batch-1 -- python batch.py" in answer.out
+    )
 
 
 def test_the_sample_rules_are_understood(cli: Cli, world: World) -> None:
