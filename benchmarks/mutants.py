@@ -250,7 +250,10 @@ def verdict(mutant: Mutant, checkout: Path, called: Calls, seconds: float) -> st
                 return "undecided"
             if not code:
                 break
-            if not _tested(checkout, [failed] if failed else tests, seconds)[0]:
+            without_change, _ = _tested(checkout, [failed] if failed else tests, seconds)
+            if without_change is None:
+                return "undecided"
+            if not without_change:
                 return "found"
             # A test, or a file of tests, that fails without the change too finds nothing.
             others = [test for test in tests if failed and not failed.startswith(test) and not test.startswith(failed)]
