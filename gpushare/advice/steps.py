@@ -223,8 +223,12 @@ class Steps:
     def made(self) -> Recipe:
         """Return the recipe: with nothing else to undo, the undo is the end of the jobs."""
         undo = list(self.undo)
-        if self.job_names and not any(line.command for line in undo):
-            undo.insert(0, self.typed("end the jobs: what they set ends with them", "stop", *self.job_names))
+        running = {job.name for job in self.s.host.jobs}
+        # The undo ends no job that ran before. If all of them run, the recipe starts none, and the undo ends those here.
+        ended = [name for name in self.job_names if name not in running]
+        ended = ended or [name for name in self.job_names if name in self.s.jobs]
+        if ended and not any(line.command for line in undo):
+            undo.insert(0, self.typed("end the jobs: what they set ends with them", "stop", *ended))
         return Recipe(
             lines=_merge_lines(self.lines),
             undo=_merge_lines(undo),

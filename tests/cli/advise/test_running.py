@@ -84,6 +84,8 @@ def test_production_of_another_name_is_the_one_to_spare(cli: Cli, real: Real) ->
     (line,) = commands(data)
     assert "--for web" in line
     assert data["commands"][0]["what"] == "production: 'web' runs already, and stays as it is"
+    # Production ran before, and goes on after the undo.
+    assert commands(data, "undo") == ["gpushare stop other"]
 
 
 def test_a_name_that_is_taken_on_another_gpu_is_said(cli: Cli, real: Real) -> None:
@@ -93,3 +95,5 @@ def test_a_name_that_is_taken_on_another_gpu_is_said(cli: Cli, real: Real) -> No
     data = cli("advise", "--no-input", "-g", "0", *PAIR, host=host, output="json").ok().data
     assert "'serve'" in data["commands"][0]["what"]
     assert data["commands"][0]["command"] is not None
+    # The undo does not end the job on the other GPU.
+    assert commands(data, "undo") == ["gpushare stop other"]
