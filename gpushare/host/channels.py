@@ -458,7 +458,7 @@ def yama_scope() -> str | None:
 
 
 def _read_text(path: str) -> str:
-    """Return the begin of a file; empty if it cannot be read."""
+    """Return the beginning of a file; empty if it cannot be read."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read(4096)

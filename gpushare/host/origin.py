@@ -74,7 +74,7 @@ def origin_of(pid: int, *, command: bool = True) -> Origin | None:
 
 
 def _command(pid: int) -> str | None:
-    """Return the begin of a command line; None: it cannot be read."""
+    """Return the beginning of a command line; None: it cannot be read."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb", buffering=0) as file:
             text = file.read(MOST_OF_COMMAND)

@@ -76,7 +76,7 @@ class _Printed:
     """Printed numbers with the time that each covers: from the previous number to its own."""
 
     last: float | None = None
-    # Begin and end of the time that each covers, and the number.
+    # Each number, after the start and the end of the time that it covers.
     values: list[tuple[float, float, float]] = field(default_factory=list)
 
     def take(self, seen: Sequence[tuple[float, float]]) -> None:
@@ -135,7 +135,7 @@ class Controller:
         self._moved_while_held = False
         self._last_step: float | None = None
         self._heard_at: float | None = None
-        # Seconds between two numbers; when a silence is examined; its begin while it is examined.
+        # Seconds between two numbers; when a silence is examined; its start while it is examined.
         self._interval = 0.0
         self._doubt_at: float | None = None
         self._silent_since: float | None = None

@@ -145,7 +145,7 @@ class Progress:
         self._file, self._rest = None, b""
 
     def _open(self) -> None:
-        """Open the log: at its end the first time, else, if it was replaced, at its begin."""
+        """Open the log: at its end the first time, else, if it was replaced, at its beginning."""
         hint = f"see: ls -l {shlex.quote(str(self.path))}; production writes it: gpushare run --production NAME --metric REGEX -- CMD"
         try:
             file = os.open(self.path, _SAFE)

@@ -153,7 +153,7 @@ def read_blocks(descriptor: int) -> Iterator[bytes]:
 
 
 def follow(host: Host, output: Output) -> Iterator[bytes]:
-    """Yield what a job prints until it has ended; a file that was cut short is read from its begin."""
+    """Yield what a job prints until it has ended; a file that was cut short is read from its beginning."""
     keeper = None
     while True:
         # Asked first: what it prints before its end is read after that. The record goes before the last words.
