@@ -149,7 +149,11 @@ def open_over(path: Path, *, directory: int | None = None) -> int:
             ) from None
         raise
     _check_own(path, descriptor)
-    os.ftruncate(descriptor, 0)
+    try:
+        os.ftruncate(descriptor, 0)
+    except OSError:
+        os.close(descriptor)
+        raise
     return descriptor
 
 

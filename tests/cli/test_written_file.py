@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Callable
@@ -120,6 +121,22 @@ def test_a_recording_and_a_result_are_new_files(cli: Cli, tmp_path: Path, verb: 
     assert answer.code == 2
     assert "already exists" in answer.err
     assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_file_that_cannot_be_emptied_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "copy-0.log"
+    path.write_text("earlier")
+    refused: list[int] = []
+
+    def refuse(descriptor: int, _size: int) -> None:
+        refused.append(descriptor)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "ftruncate", refuse)
+    with pytest.raises(OSError, match="Input/output error"):
+        open_over(path)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(refused[0])
 
 
 @pytest.mark.needs_root
