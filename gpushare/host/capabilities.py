@@ -191,9 +191,13 @@ def _no_user_error(name: str) -> NotFound:
     group = name.removeprefix("@")
     with contextlib.suppress(KeyError, ValueError):
         members = ",".join(grp.getgrnam(group).gr_mem)
-        if not 0 < len(members) <= _MOST_MEMBERS:
-            members = f"getent group {shlex.quote(group)} lists them"
-        return NotFound(f"'{name}' is a group: only users can be named", f"name its members: {members}", code="no_user")
+        hint = f"name its members: {members}"
+        if len(members) > _MOST_MEMBERS:
+            hint = f"name its members: getent group {shlex.quote(group)} lists them"
+        elif not members:
+            # It may be the first group of users: the list of a group leaves these out.
+            hint = "it lists no members; see the users and their groups: getent passwd"
+        return NotFound(f"'{name}' is a group: only users can be named", hint, code="no_user")
     hint = f"check the spelling: getent passwd {shlex.quote(group[:60])}"
     return NotFound(f"there is no user '{name[:60]}'", hint, code="no_user")
 

@@ -199,11 +199,15 @@ def test_a_group_is_not_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("lab", "@lab"):
         with pytest.raises(NotFound, match=rf"^'{name}' is a group: only users can be named$") as raised:
             user_id(name)
-        assert raised.value.hint == "name its members: getent group lab lists them"
+        assert raised.value.hint == "it lists no members; see the users and their groups: getent passwd"
     members += ["ada", "bob"]
     with pytest.raises(NotFound) as raised:
         user_id("lab")
     assert raised.value.hint == "name its members: ada,bob"
+    members += [f"user{number}" for number in range(20)]
+    with pytest.raises(NotFound) as raised:
+        user_id("lab")
+    assert raised.value.hint == "name its members: getent group lab lists them"
     with pytest.raises(NotFound, match=r"^there is no user '@nobody-there'$"):
         user_id("@nobody-there")
 
