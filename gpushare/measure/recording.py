@@ -13,12 +13,12 @@ from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Final, TypeVar
+from typing import Annotated, Any, ClassVar, Final, TypeVar
 
 from gpushare.base import values
 from gpushare.base.errors import BadUsage, GpushareError, NoPermission, NotFound, NotSupported, OperationFailed
 from gpushare.base.model import MPS_SERVER, MigInstance
-from gpushare.base.typed import parsed
+from gpushare.base.typed import Count, Within, parsed
 from gpushare.base.units import MIB, counted, format_bytes
 from gpushare.host.written_file import open_new
 from gpushare.measure.statistics import Distribution, Histogram
@@ -80,7 +80,7 @@ class RecordedGpu:
     index: int
     uuid: str | None = None
     name: str | None = None
-    memory_total_bytes: int | None = None
+    memory_total_bytes: Count | None = None
     mig_enabled: bool | None = None
     power_limit_watts: float | None = None
 
@@ -120,7 +120,8 @@ class Header:
     """What a recording begins with."""
 
     host: str
-    started_at: float
+    # Seconds since 1970.
+    started_at: Annotated[float, Within(0, 1e11)]
     interval_seconds: float
     gpus: tuple[RecordedGpu, ...]
     driver: str | None = None

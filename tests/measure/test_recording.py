@@ -137,6 +137,16 @@ def test_a_block_that_was_lost_costs_its_lines_only(tmp_path: Path) -> None:
         ('{"gpushare_recording": 1}\n', "not_a_recording"),
         ('{"gpushare_recording": "1", "host": "x"}\n', "not_a_recording"),
         ("[" * 100_000, "not_a_recording"),
+        # Of no calendar, and more than a number of C holds.
+        (
+            '{"gpushare_recording": 1, "host": "h", "started_at": 1e300, "interval_seconds": 1, "gpus": []}\n',
+            "not_a_recording",
+        ),
+        (
+            '{"gpushare_recording": 1, "host": "h", "started_at": 1, "interval_seconds": 1, '
+            + '"gpus": [{"index": 0, "memory_total_bytes": 1%s}]}\n' % ("0" * 400),
+            "not_a_recording",
+        ),
         ('{"gpushare_recording": 2, "new": true}\n', "newer_recording"),
         (
             '{"gpushare_recording": 1, "host": "h", "started_at": 1, "interval_seconds": 1, "gpus": []}\n',
