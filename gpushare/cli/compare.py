@@ -127,7 +127,7 @@ def _check_view(driver: str | None, view: View | None, gpu: str | None) -> None:
     """Raise BadUsage if --driver or -g does not go with the view, or --driver is no version."""
     if driver is not None and not _OLDEST_DRIVER <= (driver_branch(driver) or 0) <= _NEWEST_DRIVER:
         raise BadUsage(
-            f"{quoted(driver)} is not a driver version from {_OLDEST_DRIVER} on",
+            f"{quoted(driver)} is not a driver version from {_OLDEST_DRIVER} to {_NEWEST_DRIVER}",
             "give it like 580 or 580.159.04",
             code="bad_driver",
         )

@@ -230,6 +230,11 @@ def test_what_is_not_understood_is_refused(refused, words, code):
     refused("compare", *words, code=code, exit_code=2)
 
 
+def test_a_driver_out_of_bounds_is_told_both(refused):
+    message = refused("compare", "--driver", "5800", code="bad_driver", exit_code=2)
+    assert "'5800' is not a driver version from 470 to 999" in message
+
+
 def test_a_gpu_that_is_not_there_is_refused(refused):
     refused("compare", "-g", "7", code="unknown_gpu", exit_code=6)
 
