@@ -186,6 +186,12 @@ def test_each_field_of_the_answers_that_scripts_read_first_has_a_text() -> None:
     names = definitions_in([document["answers"][command] for command in READ_FIRST], document["$defs"])
     fields = {f"{name}.{key}": field for name in names for key, field in document["$defs"][name]["properties"].items()}
     assert [field for field, schema in fields.items() if not schema.get("description")] == []
+    # Only a field that can be null says what null means.
+    assert [
+        name
+        for name, field in fields.items()
+        if "; null: " in field["description"] and "null" not in json.dumps({**field, "description": ""})
+    ] == []
     # No text is left over: of a field that is gone, or that has a comment in its class.
     texts = field_texts()
     used = {schema["description"] for schema in fields.values()}

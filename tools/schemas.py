@@ -113,7 +113,8 @@ def schemas() -> str:
         for key, field in definitions[name]["properties"].items():
             text = texts.get(f"{name}.{key}", texts.get(key))
             if text is not None:
-                field.setdefault("description", text)
+                can_be_null = "null" in json.dumps(field)
+                field.setdefault("description", text if can_be_null else re.sub(r"; null: .*", ".", text))
     return json.dumps({"answers": answers, "$defs": dict(sorted(definitions.items()))}, indent=1) + "\n"
 
 
