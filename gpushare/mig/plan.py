@@ -187,7 +187,10 @@ def steps_of(gpu: GpuPlan, perform: Perform) -> list[Step]:
 
 
 def shown_steps(plan: MigPlan, off: Sequence[int] = ()) -> Iterator[Step]:
-    """Yield the steps of a plan that is only shown; MIG mode of the GPUs ``off`` is switched first."""
+    """Yield the steps of a plan that is only shown: they do nothing.
+
+    ``off`` are the indexes of the GPUs whose MIG mode is off: before changes of such a GPU a step switches it on.
+    """
     for gpu in plan.gpus:
         if gpu.changes and gpu.gpu in off:
             yield mode_step(gpu.gpu, lambda: None, enable=True)

@@ -278,18 +278,26 @@ class Site:
         return cached
 
     def _find_removals(self, arrangement: Arrangement) -> tuple[Removal, ...]:
-        """Return the cheapest removals for an arrangement; none if one in the way may not be destroyed."""
+        """Return the cheapest removals that make room for an arrangement, all of the same weight.
+
+        That is what is in the way, alone, unless compute slices and counts of profiles would then exceed what the GPU
+        allows: then each cheapest way to remove more. Empty: an instance in the way is pinned, or no removal is enough.
+        """
         if not arrangement.places:
-            return (Removal(0, 0, 0),)
-        filled, weight = self._filled_by(arrangement)
-        destroyed = 0
-        for number, old in enumerate(self.existing):
-            if not filled >> number & 1 and self._conflicts(old, arrangement):
-                if old.pinned:
-                    return ()
-                weight += old.weight
-                destroyed |= 1 << number
-        least = Removal(weight, destroyed, filled)
+            return (Removal(weight=0, destroyed=0, filled=0),)
+        filled_bits, filled_weight = self._filled_by(arrangement)
+        in_the_way = [
+            number
+            for number, old in enumerate(self.existing)
+            if not filled_bits >> number & 1 and self._conflicts(old, arrangement)
+        ]
+        if any(self.existing[number].pinned for number in in_the_way):
+            return ()
+        least = Removal(
+            weight=filled_weight + sum(self.existing[number].weight for number in in_the_way),
+            destroyed=sum(1 << number for number in in_the_way),
+            filled=filled_bits,
+        )
         return (least,) if self._within_limits(least, arrangement) else self._removing_more(least, arrangement)
 
     def _filled_by(self, arrangement: Arrangement) -> tuple[int, int]:
@@ -984,10 +992,10 @@ def assign(groups: Sequence[Group], codes: Codes, instances: int) -> list[list[i
         return None
     cheapest: dict[_State, int] = {(codes.whole, 0): 0}
     steps: list[dict[_State, tuple[int, _State]]] = []
-    choices: _Choices | None = None
+    choices: _PartChoices | None = None
     for gpu, group in enumerate(group_of_gpu):
         if choices is None or group_of_gpu[gpu - 1] != group:
-            choices = _Choices(groups[group], codes, last=group == group_of_gpu[-1])
+            choices = _PartChoices(groups[group], codes, last=group == group_of_gpu[-1])
             cheapest = _without_order(cheapest, steps)
         cheapest, taken = _next_states(cheapest, choices, most_from[gpu + 1] | guard, guard)
         steps.append(taken)
@@ -1001,29 +1009,45 @@ def assign(groups: Sequence[Group], codes: Codes, instances: int) -> list[list[i
 _State = tuple[int, int]
 
 
-class _Choices:
-    """The parts that a GPU of a group may take, by the first kind of instance in them; rare kinds come first."""
+class _PartChoices:
+    """The parts of the wish that a GPU of a group may take, by the first kind of instance in each.
+
+    Kinds are numbered from the one that the fewest parts hold: so few parts begin with a low kind, and the search stays
+    small. The part without an instance comes last.
+    """
 
     def __init__(self, group: Group, codes: Codes, *, last: bool) -> None:
-        masks = [((1 << bits) - 1) << shift for shift, bits in codes.fields[:-1]]
-        self._masks = sorted(masks, key=lambda mask: sum(bool(code & mask) for code in group.weights))
+        """Sort the parts of a group. ``last``: it is the last group, whose GPUs have to take all that is left."""
+        # The last field of a code is the sum of sizes, and no kind.
+        kind_masks = [((1 << bits) - 1) << shift for shift, bits in codes.fields[:-1]]
+        self._masks = sorted(kind_masks, key=lambda mask: sum(bool(code & mask) for code in group.weights))
         # Code, weight, and the kind from which on the next part may begin: in the last group what is left says that.
-        self._first: list[list[tuple[int, int, int]]] = [[] for _ in range(len(masks) + 1)]
+        self._parts_by_first_kind: list[list[tuple[int, int, int]]] = [[] for _ in range(len(kind_masks) + 1)]
         for code, weight in group.weights.items():
-            kind = self._first_of(code)
-            self._first[kind].append((code, weight, 0 if last else kind))
-        self._onward = None if last else [list(chain(*self._first[start:])) for start in range(len(self._first))]
+            kind = self._first_kind(code)
+            self._parts_by_first_kind[kind].append((code, weight, 0 if last else kind))
+        # For each kind the parts that begin with it or a later one; None in the last group, which does not use them.
+        self._parts_from_kind = None
+        if not last:
+            kinds = range(len(self._parts_by_first_kind))
+            self._parts_from_kind = [list(chain(*self._parts_by_first_kind[kind:])) for kind in kinds]
 
-    def _first_of(self, code: int) -> int:
+    def _first_kind(self, code: int) -> int:
+        """Return the first kind of instance in a code; the number of kinds if it holds none."""
         return next((kind for kind, mask in enumerate(self._masks) if code & mask), len(self._masks))
 
     def parts(self, remaining: int, begin: int) -> Sequence[tuple[int, int, int]]:
-        """Return the parts that fit into the remaining counts: code, weight, and where the next part may begin."""
-        return self._first[self._first_of(remaining)] if self._onward is None else self._onward[begin]
+        """Return the parts to try for the next GPU: code, weight, and the kind from which on the part after may begin.
+
+        ``remaining`` is the code of what is left of the wish: some parts may hold more than that.
+        """
+        if self._parts_from_kind is None:
+            return self._parts_by_first_kind[self._first_kind(remaining)]
+        return self._parts_from_kind[begin]
 
 
 def _next_states(
-    cheapest: Mapping[_State, int], choices: _Choices, most_later: int, guard: int
+    cheapest: Mapping[_State, int], choices: _PartChoices, most_later: int, guard: int
 ) -> tuple[dict[_State, int], dict[_State, tuple[int, _State]]]:
     """Return the least weight of each state after one more GPU, and from which state, by which part, it is reached."""
     best: dict[_State, int] = {}
