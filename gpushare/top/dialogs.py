@@ -214,16 +214,21 @@ class Choice(Dialog):
         above: Sequence[Line] = (),
     ) -> None:
         super().__init__(title, above, theme, "↑ ↓ move    Enter chooses    Esc closes")
-        self._texts, self._cursor, self._of_key = texts, cursor, keys
+        self._texts, self._chosen, self._of_key = texts, cursor, keys
 
     def _break_lines(self, width: int) -> list[Line]:
-        """Return the lines above, broken, and the choices, one line each; the cursor stays on its choice."""
+        """Return the lines above, broken, then one line per choice.
+
+        Broken at another width, the lines above move the choices: ``lines.first`` follows, and so does ``lines.cursor``, so
+        that the same choice stays chosen.
+        """
         above = super()._break_lines(width)
+        # None until the lines are broken for the first time.
         if self.lines.cursor is not None:
-            self._cursor = self.lines.cursor - self.lines.first
+            self._chosen = self.lines.cursor - self.lines.first
         self.lines.first = len(above)
-        self.lines.cursor = len(above) + self._cursor
-        # Never broken: the line of a choice is its number.
+        self.lines.cursor = self.lines.first + self._chosen
+        # A choice is never broken: its number is that of its line, less `lines.first`.
         return [*above, *((one_line(text), "text") for text in self._texts)]
 
     def on_key(self, event: events.Key) -> None:

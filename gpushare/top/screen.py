@@ -118,6 +118,10 @@ class NewFrame(Message):
         self.frame = frame
 
 
+# Where the head shows how many rows are out of view: after the title of the first column, which is wider than its title.
+_MARKS_AT: Final = 5
+
+
 class Panel(Widget, can_focus=True):
     """Lines that are drawn whole, with a head, a cursor and a view that follows it."""
 
@@ -151,19 +155,26 @@ class Panel(Widget, can_focus=True):
             self.refresh(*(Region(0, y, self.size.width, 1) for y in lines))
 
     def render_line(self, y: int) -> Strip:
-        theme, width = self._cockpit.colours, self.size.width
+        """Return line y of the panel, for Textual: the head, a row, or a blank line below the last row."""
         if y == 0:
-            below = len(self._rows) - self.top - self.room
-            marks = f"{f' ↑{self.top}' if self.top else ''}{f' ↓{below}' if below > 0 else ''}"
-            head, at = Strip(segments(self._head, width, theme, "head")), 5
-            arrows = Strip(segments([(marks, "warn")], len(marks), theme, "head"))
-            # In the first column, which is wider than its title.
-            return Strip.join([head.crop(0, at), arrows, head.crop(at + len(marks))]) if marks else head
-        at = self.top + y - 1
-        if at >= len(self._rows):
+            return self._head_line()
+        theme, width = self._cockpit.colours, self.size.width
+        row = self.top + y - 1
+        if row >= len(self._rows):
             return Strip(segments([], width, theme))
-        chosen = at == self.cursor and self.has_focus
-        return Strip(segments(self._rows[at], width, theme, "row" if chosen else "back"))
+        chosen = row == self.cursor and self.has_focus
+        return Strip(segments(self._rows[row], width, theme, "row" if chosen else "back"))
+
+    def _head_line(self) -> Strip:
+        """Return the head, with the numbers of rows above and below the view on it: `` ↑3 ↓12``."""
+        theme, width = self._cockpit.colours, self.size.width
+        head = Strip(segments(self._head, width, theme, "head"))
+        above, below = self.top, len(self._rows) - self.top - self.room
+        marks = f"{f' ↑{above}' if above else ''}{f' ↓{below}' if below > 0 else ''}"
+        if not marks:
+            return head
+        arrows = Strip(segments([(marks, "warn")], len(marks), theme, "head"))
+        return Strip.join([head.crop(0, _MARKS_AT), arrows, head.crop(_MARKS_AT + len(marks))])
 
     def on_resize(self) -> None:
         self.show_rows(self._head, self._rows, self.cursor)
