@@ -479,7 +479,7 @@ def _records(seen: Examination) -> Iterator[Check]:
             owner = "" if uid == seen.host.uid else f" (of {user_name(uid)})"
             yield finding(
                 "records.unread",
-                kind=records.what,
+                kind=records.noun,
                 path=path,
                 owner=owner,
                 reason=reason,

@@ -182,25 +182,25 @@ def _parse_integer(text: str) -> int:
 
 
 class RecordStore(Generic[T]):
-    """One kind of record, a file each: ``kind`` is its value class, ``what`` its name for people.
+    """One kind of record, a file each: ``kind`` is its value class, ``noun`` its name for people.
 
-    ``directory`` is below the run directory; ``mps/*`` stands for all directories in ``mps``. With ``lasting`` it is below
-    the state directory, for what outlives a reboot and names no process. ``durable``: a record is on the disk before
-    `write` returns. ``mode`` is that of its files.
+    ``directory`` is below the run directory; ``mps/*`` stands for all directories in ``mps``. With
+    ``survives_reboot`` it is below the state directory, for what names no process. ``durable``: a record is on the disk
+    before `write` returns, so that not even a power failure loses it. ``mode`` is that of its files.
     """
 
     def __init__(
         self,
         kind: type[T],
         directory: str,
-        what: str,
+        noun: str,
         *,
-        lasting: bool = False,
+        survives_reboot: bool = False,
         durable: bool = False,
         mode: int = 0o644,
     ) -> None:
-        self.kind, self.directory, self.what = kind, directory, what
-        self._lasting, self._durable, self._mode = lasting, durable, mode
+        self.kind, self.directory, self.noun = kind, directory, noun
+        self._survives_reboot, self._durable, self._mode = survives_reboot, durable, mode
 
     def path(self, host: Host, key: int | str) -> Path:
         """Return the file of this user's record of a key: a PID, or a name."""
@@ -208,11 +208,11 @@ class RecordStore(Generic[T]):
 
     def _own_root(self, host: Host) -> Path:
         """Return the run or state directory of this user."""
-        return host.state_directory if self._lasting else host.run_directory
+        return host.state_directory if self._survives_reboot else host.run_directory
 
     def _roots(self, host: Host, *, shared: bool = True) -> list[tuple[Path, int | None]]:
         """Return the run or state directories that this user believes, with their keeper: this user's, then root's."""
-        roots = host.shared_state_directories if self._lasting else host.shared_run_directories
+        roots = host.shared_state_directories if self._survives_reboot else host.shared_run_directories
         return [(self._own_root(host), None), *((root, 0) for root in roots if shared)]
 
     # -- reading
@@ -282,7 +282,7 @@ class RecordStore(Generic[T]):
                             yield from _unreadable_directory(root / below, uid, keeper_uid, error)
             except OSError as error:
                 yield from _unreadable_directory(root, uid, keeper_uid, error)
-        for user in host.user_directories() if shared and users and not self._lasting else ():
+        for user in host.user_directories() if shared and users and not self._survives_reboot else ():
             where, owners = user.path / self.directory, frozenset({user.owner})
             try:
                 with opened_user(user, self.directory) as inside:
@@ -326,7 +326,7 @@ class RecordStore(Generic[T]):
             # UnicodeDecodeError is a ValueError, too.
             raise ValueError("it is not JSON" if text else "it is empty") from None
         boot = boot_id()
-        if not self._lasting and isinstance(raw, dict):
+        if not self._survives_reboot and isinstance(raw, dict):
             boot = raw.pop("boot", None)
         if isinstance(boot, str) and boot != boot_id():
             # Of any version.
@@ -335,7 +335,7 @@ class RecordStore(Generic[T]):
             raise ValueError("it is of another version")
         if boot != boot_id():
             raise ValueError("it does not say of which boot it is")
-        space = pid_space() if self._lasting else raw.pop("space", None)
+        space = pid_space() if self._survives_reboot else raw.pop("space", None)
         value: T = replace(parsed(self.kind, raw), path=path, keeper_uid=keeper_uid)
         if space != pid_space() and named_processes(value):
             raise Elsewhere(value)
@@ -351,14 +351,14 @@ class RecordStore(Generic[T]):
         Raises:
             NoPermission, OperationFailed: it cannot be written; an earlier one stays.
         """
-        variable = "GPUSHARE_STATE_DIR" if self._lasting else "GPUSHARE_RUN_DIR"
+        variable = "GPUSHARE_STATE_DIR" if self._survives_reboot else "GPUSHARE_RUN_DIR"
         # One by one: the mode applies to the last directory of a path only.
         for directory in reversed(value.path.parents[: len(self._names) + 1]):
             make_private_directory(directory, variable=variable)
         document = {"schema": SCHEMA, **plain(value)}
-        if not self._lasting:
+        if not self._survives_reboot:
             document |= {"boot": boot_id(), "space": pid_space()}
-        with writing(value.path, self.what, code=code):
+        with writing(value.path, self.noun, code=code):
             replace_file(value.path, json.dumps(document), durable=self._durable, mode=self._mode)
 
     def forget(self, path: Path) -> None:
@@ -367,7 +367,7 @@ class RecordStore(Generic[T]):
         Raises:
             NoPermission, OperationFailed: it cannot be removed.
         """
-        with writing(path, self.what):
+        with writing(path, self.noun):
             path.unlink(missing_ok=True)
 
     def drop(self, host: Host, key: int | str) -> None:
@@ -392,7 +392,7 @@ class RecordStore(Generic[T]):
         self, host: Host, *, waits: Callable[[float], None] | None = None
     ) -> contextlib.AbstractContextManager[None]:
         """Hold the lock of this user's records of this kind; raises as `directory_locked`."""
-        return directory_locked(self._own_root(host) / self.directory, f"the lock of {self.what}", waits=waits)
+        return directory_locked(self._own_root(host) / self.directory, f"the lock of {self.noun}", waits=waits)
 
 
 def _unreadable_directory(

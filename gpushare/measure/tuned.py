@@ -148,7 +148,7 @@ class _Tried(Kept):
 
 
 # Command lines may hold a secret: the file is named by their digest.
-_TRIED: Final = RecordStore(_Tried, "tried", "the figures of an earlier tune", lasting=True, mode=0o600)
+_TRIED: Final = RecordStore(_Tried, "tried", "the figures of an earlier tune", survives_reboot=True, mode=0o600)
 
 
 def find_tried(host: Host, device: Device, options: TuneOptions) -> tuple[Figures, ...]:

@@ -35,7 +35,7 @@ class Profile(Kept):
     use_percent: Percent | None = None
 
 
-PROFILES: Final = RecordStore(Profile, "peaks", "the peak of a command", lasting=True, mode=0o600)
+PROFILES: Final = RecordStore(Profile, "peaks", "the peak of a command", survives_reboot=True, mode=0o600)
 
 
 def find_profile(host: Host, device: Device, command: Sequence[str]) -> Profile | None:

@@ -92,7 +92,7 @@ class _Names(Kept):
     names: tuple[NamedInstance, ...] = ()
 
 
-NAMES: Final = RecordStore(_Names, "names", "the names of instances", lasting=True, durable=True)
+NAMES: Final = RecordStore(_Names, "names", "the names of instances", survives_reboot=True, durable=True)
 
 
 def names_of(host: Host) -> dict[str, NamedInstance]:

@@ -254,7 +254,7 @@ class PastJob(Kept):
 
 
 # By name the last one that has ended; `set_past_aside` keeps those before it.
-PAST: Final = RecordStore(PastJob, "past", "the record of a job that has ended", lasting=True)
+PAST: Final = RecordStore(PastJob, "past", "the record of a job that has ended", survives_reboot=True)
 
 
 def keep_past(host: Host, record: JobRecord, device: str, began: float, exit_code: int | None) -> None:

@@ -42,7 +42,7 @@ class Tuned(Kept):
     other_slice_us: _Slice | None = None
 
 
-TUNED: Final = RecordStore(Tuned, "tuned", "the result of tune", lasting=True)
+TUNED: Final = RecordStore(Tuned, "tuned", "the result of tune", survives_reboot=True)
 
 
 def find_tuned(host: Host, name: str) -> Tuned | None:
@@ -83,7 +83,7 @@ class _Benched(Kept):
 
 
 # A command line may hold a secret.
-BENCHED: Final = RecordStore(_Benched, "benched", "the measured caps", lasting=True, mode=0o600)
+BENCHED: Final = RecordStore(_Benched, "benched", "the measured caps", survives_reboot=True, mode=0o600)
 
 
 def find_benched(host: Host, device: Device, command: Sequence[str], copies: int) -> BenchedCap | None:

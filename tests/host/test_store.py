@@ -37,7 +37,7 @@ class Note(Kept):
 
 
 NOTES = RecordStore(Note, "notes", "a note")
-LASTING = RecordStore(Note, "notes", "a note", lasting=True)
+LASTING = RecordStore(Note, "notes", "a note", survives_reboot=True)
 
 
 @pytest.fixture
