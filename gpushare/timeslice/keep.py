@@ -351,20 +351,28 @@ class Keeper:
             self._write(events)
 
     def _wanted_slice(self, process: _Process, group: Group, events: list[Event]) -> _WantedSlice | None:
-        """Return what a group should have; None: its slice or GPU is unknown, or another program has changed the slice."""
+        """Return what a group should have; None: its slice or GPU is unknown, or another program has changed the slice.
+
+        Then the process is marked as changed, the group is forgotten, and an event says so.
+        """
         key, current, gpu = (group.client, group.handle), group.slice_us, self._gpu_of(process, group)
         earlier = process.slices.get(key)
         if current is None or gpu is None:
             return None
+        # Keep's own values: the one that it wanted, or the one before if it could not set that yet.
         if earlier is not None and current not in {earlier.now, earlier.last}:
-            del process.slices[key]
-            process.changed = True
-            events.append(self._event("changed", process, group, slice_us=current, before_us=earlier.now))
+            self._forget_changed(process, group, events)
             return None
         before = current if earlier is None else earlier.before
         decision = self._decision(process, gpu, before)
         slice_us = before if decision is None else decision.microseconds
         return group, _Slice(before, slice_us, last=current), decision
+
+    def _forget_changed(self, process: _Process, group: Group, events: list[Event]) -> None:
+        """Mark a process as changed by another program, and forget this group of it: keep does not restore its slice."""
+        forgotten = process.slices.pop((group.client, group.handle))
+        process.changed = True
+        events.append(self._event("changed", process, group, slice_us=group.slice_us, before_us=forgotten.now))
 
     def _event(self, kind: str, process: _Process, group: Group, **more: Any) -> Event:
         """Return an event about a channel group of a process."""
