@@ -642,30 +642,47 @@ class JobStart:
         options: RunOptions,
         process: ProductionJob | None,
     ) -> Any:
-        """Run an opportunistic job in the MPS daemon whose server has one time-slice."""
+        """Run an opportunistic job in the one MPS daemon of a device, next to production, which runs outside MPS.
+
+        All opportunistic jobs are clients of that daemon's server, so its time-slice is the one slice of them all. A short
+        one keeps production fast. The slice is as given, else as tuned, else the default.
+        """
         spared = limits_beside(self.host, device, options.limits, self.role.target, way=Way.SLICES)
-        tuned = spared.tuned
-        slice_us = self.role.slice_us or (None if tuned is None else tuned.other_slice_us) or DEFAULT_US
-        title = "production" if process is None else process.title
-        group, adapted = GroupSlice(self.host, device, slice_us, title, self.role.keep), None
-        if process is not None:
-            group.instead = PauseForProduction(self.host, process)
-            if self.role.keep is not None:
-                adapted = AdaptedSlice(group, process, _rate_source(self.host, process), self.role.keep)
+        tuned_slice_us = None if spared.tuned is None else spared.tuned.other_slice_us
+        slice_us = self.role.slice_us or tuned_slice_us or DEFAULT_US
+        production_title = "production" if process is None else process.title
+        parts = self._group_parts(device, process, slice_us, production_title)
         for text in spared.notes:
             self.say(text)
-        how = (
+        self._say_group(device, spared.limits, slice_us, production_title)
+        share = MpsShare(self.host, device, spared.limits)
+        return self._carry_out(share, replace(options, limits=spared.limits), *parts, slice_us=slice_us)
+
+    def _group_parts(
+        self, device: Device, process: ProductionJob | None, slice_us: int, production_title: str
+    ) -> tuple[Part, ...]:
+        """Return the part that sets the time-slice of the MPS server and, with --keep, the one that adapts it."""
+        group = GroupSlice(self.host, device, slice_us, production_title, self.role.keep)
+        if process is None:
+            return (group,)
+        # If the slice cannot be set.
+        group.instead = PauseForProduction(self.host, process)
+        if self.role.keep is None:
+            return (group,)
+        return group, AdaptedSlice(group, process, _rate_source(self.host, process), self.role.keep)
+
+    def _say_group(self, device: Device, limits: Limits, slice_us: int, production_title: str) -> None:
+        """Say what the opportunistic jobs of the device share, and which of them a GPU fault ends."""
+        shared_slice = (
             f"a time-slice of {format_slice(slice_us)}"
             if self.role.keep is None
-            else f"a time-slice by which {title} keeps {100 * self.role.keep:g} % of its speed"
+            else f"a time-slice by which {production_title} keeps {100 * self.role.keep:g} % of its speed"
         )
         self.say(
-            f"opportunistic next to {title}: all opportunistic jobs of {device.title} share {how}; {_limits_text(spared.limits)}"
+            f"opportunistic next to {production_title}: all opportunistic jobs of {device.title} share {shared_slice}; "
+            f"{_limits_text(limits)}"
         )
         self.say("a GPU fault of one of them ends all of them, but not production, which runs outside MPS")
-        share, options = MpsShare(self.host, device, spared.limits), replace(options, limits=spared.limits)
-        parts = (group,) if adapted is None else (group, adapted)
-        return self._carry_out(share, options, *parts, slice_us=slice_us)
 
     def _run_paused(
         self, device: Device, options: RunOptions, process: ProductionJob, several: PlainShare | None = None
