@@ -14,7 +14,7 @@ from gpushare.cli.options import GROUP, AskingCommand, Command, WaitTimeout, car
 from gpushare.host.capabilities import user_name
 from gpushare.host.store import wall_time
 from gpushare.memory.swap import BACK, Swap, swaps
-from gpushare.run.swap_job import back_to_gpu, out_of_gpu
+from gpushare.run.swap_job import back_to_gpu, plan_swap_out
 from gpushare.show.plan import PlanAnswer, with_answer
 from gpushare.show.result import Column, Result, Table
 from gpushare.show.waiting import waiting_line
@@ -34,7 +34,7 @@ def out(job: JobArgument) -> Any:
     instances or on several GPUs, containers, jobs with a process of another user, or jobs that use NCCL, CUDA IPC or
     managed memory.
     """
-    work = out_of_gpu(settings.connect(), job, note, dry_run=settings.dry_run)
+    work = plan_swap_out(settings.connect(), job, note, dry_run=settings.dry_run)
     return _with_swapped_job(carried_out("swap out", work.plan), work.swap)
 
 

@@ -162,9 +162,9 @@ class Job:
 
     def swap_out(self) -> None:
         """Move it out of the GPU into host memory. Raises GpushareError."""
-        from gpushare.run.swap_job import out_of_gpu
+        from gpushare.run.swap_job import plan_swap_out
 
-        self._carry_out(out_of_gpu(self._host, self._present_name, _quiet).plan)
+        self._carry_out(plan_swap_out(self._host, self._present_name, _quiet).plan)
 
     def swap_in(self, *, wait: bool = False) -> None:
         """Bring it back to its GPU, or with ``wait`` as soon as there is room. Raises GpushareError."""

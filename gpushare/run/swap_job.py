@@ -9,11 +9,13 @@ from contextlib import AbstractContextManager
 from dataclasses import field, replace
 
 from gpushare.base.errors import BadUsage, GpushareError, InUse, NoPermission, NotFound, NotSupported, OperationFailed
+from gpushare.base.model import Gpu
 from gpushare.base.selection import Device
 from gpushare.base.units import format_bytes
 from gpushare.base.values import dataclass
 from gpushare.host.host import Host
 from gpushare.host.identity import Identity
+from gpushare.host.store import Job
 from gpushare.hostfile.kept import kept_limits
 from gpushare.memory.admission import UserLimits
 from gpushare.memory.ledger import Place, Request
@@ -59,8 +61,10 @@ class SwapWork:
         return self.done[0] if self.done else self.before
 
 
-def out_of_gpu(host: Host, text: str, say: Callable[[str], None], *, dry_run: bool = False) -> SwapWork:
-    """Plan the way of a job, by name or PID, into host memory.
+def plan_swap_out(host: Host, text: str, say: Callable[[str], None], *, dry_run: bool = False) -> SwapWork:
+    """Plan to swap a job, by name or PID, out of its GPU into host memory.
+
+    Swaps that a killed gpushare left halfway are completed or taken back first, unless it is a dry run.
 
     Raises:
         NotFound, BadUsage: there is no such job (`jobs.find_job`), or it is not on a GPU.
@@ -69,31 +73,15 @@ def out_of_gpu(host: Host, text: str, say: Callable[[str], None], *, dry_run: bo
         InUse: it is out already (``already_out``).
     """
     job = find_job(host, text)
+    # Only raises here, before the repair changes something; what to ask is known when its processes are.
     consent_to(host, job, "swaps out")
     check_host(host)
     repair_first(host, say, dry_run=dry_run)
-    before = find_swap(host, job.pid, job.name)
-    # The record of another user, which is not corrected here; if he is swapping it now, `go_out` waits for him.
-    if (
-        before is not None
-        and before.state != BACK
-        and not is_on_its_way(before)
-        and not is_back(host, before, host.open_checkpoint())
-    ):
-        raise _already_out_error(before)
+    _check_not_out(host, job)
     processes = processes_to_swap(host, job)
     losses = consent_to(host, job, "swaps out", [process.pid for process in processes])
-    gpu = next((each for each in host.nvml.sweep() if each.index == processes[0].gpus[0]), None)
-    if gpu is None or gpu.uuid is None:
-        raise NotFound(f"GPU {processes[0].gpus[0]} is gone", "see: gpushare status", code="unknown_gpu")
-    if gpu.mig_enabled:
-        raise NotSupported(
-            f"{job.title} is on a MIG instance of GPU {gpu.index}, and such jobs cannot be swapped",
-            "pause it instead: gpushare pause JOB",
-            gpu=gpu.index,
-            code="mig_enabled",
-        )
-    swap = leaving_record(host, job, gpu.uuid, processes)
+    gpu, gpu_uuid = _gpu_to_leave(host, job, processes[0].gpus[0])
+    swap = leaving_record(host, job, gpu_uuid, processes)
     done: list[Swap] = []
 
     def act() -> None:
@@ -116,6 +104,34 @@ def out_of_gpu(host: Host, text: str, say: Callable[[str], None], *, dry_run: bo
         do=act,
     )
     return SwapWork(Plan(title=gone, steps=(step,), undo=undo, consent=losses), swap, done)
+
+
+def _check_not_out(host: Host, job: Job) -> None:
+    """Raise InUse if a job is swapped out already."""
+    swap = find_swap(host, job.pid, job.name)
+    # The repair corrects no record of another user. If that user is swapping the job now, `go_out` waits for it.
+    if (
+        swap is not None
+        and swap.state != BACK
+        and not is_on_its_way(swap)
+        and not is_back(host, swap, host.open_checkpoint())
+    ):
+        raise _already_out_error(swap)
+
+
+def _gpu_to_leave(host: Host, job: Job, index: int) -> tuple[Gpu, str]:
+    """Return the GPU that a job is on, with its UUID. Raises NotFound (it is gone) or NotSupported (MIG is on)."""
+    gpu = next((gpu for gpu in host.nvml.sweep() if gpu.index == index), None)
+    if gpu is None or gpu.uuid is None:
+        raise NotFound(f"GPU {index} is gone", "see: gpushare status", code="unknown_gpu")
+    if gpu.mig_enabled:
+        raise NotSupported(
+            f"{job.title} is on a MIG instance of GPU {gpu.index}, and such jobs cannot be swapped",
+            "pause it instead: gpushare pause JOB",
+            gpu=gpu.index,
+            code="mig_enabled",
+        )
+    return gpu, gpu.uuid
 
 
 def back_to_gpu(
