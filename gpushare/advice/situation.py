@@ -364,15 +364,15 @@ def _weighted_profiles(
         return None
     whole = sum(share.percent for share in shares)
 
-    def order(profiles: Sequence[Profile]) -> tuple[float, int, int]:
-        """Return how far profiles are from the wanted shares; among equals the largest come first."""
+    def by_error(profiles: Sequence[Profile]) -> tuple[float, int, int]:
+        """Return the sort key: the largest error of a share, then the most slices, then the least memory."""
         total = sum(profile.slices for profile in profiles)
         pairs = zip(profiles, shares, strict=True)
         error = max(abs(profile.slices / total - share.percent / whole) for profile, share in pairs)
         return round(error, 6), -total, sum(profile.memory_bytes or 0 for profile in profiles)
 
     fitting = [[profile for profile in own if _holds(profile, share)] for own, share in zip(kinds, shares, strict=True)]
-    choices = sorted(itertools.product(*fitting), key=order)
+    choices = sorted(itertools.product(*fitting), key=by_error)
     return next((choice for choice in choices if _fit_together(room, choice)), None)
 
 

@@ -241,17 +241,21 @@ def _stderr_reporter() -> Iterator[TuneReporter]:
 def keep_result(
     host: Host, device: Device, options: TuneOptions, result: TuneResult, name: str, picture: Path | None = None
 ) -> Any:
-    """Keep what was found, and return it as the command's result."""
+    """Keep the setting, what was tried, and the profiles of the commands in files; return them as the command's result.
+
+    ``picture``: write the settings into this file as a picture, too. What cannot be written becomes an error of the result
+    (the setting, the picture), or changes nothing (the rest): the figures are shown all the same.
+    """
     tuned = tuned_record(host, device, options, result, name)
     data = answer(host, device, options, result, None if tuned is None else name)
     errors = [] if result.stopped is None else [_early_end_error(result.stopped)]
+    # The next tune of these commands goes on from there.
     keep_tried(host, device, options, result.measured)
     _keep_profiles(host, device, options, result)
     if tuned is not None:
         try:
             data = replace(data, file=str(keep_tuned(host, tuned)), commands=tuple(commands(tuned, device, options)))
         except GpushareError as error:
-            # The figures are shown even if the file cannot be written.
             errors.append(error)
     errors += write_picture(picture, data, frontier_picture)
     notes = [*([] if result.warning is None else [result.warning]), *_doubt_notes(options, result)]
@@ -260,12 +264,19 @@ def keep_result(
     if data.file is not None and tuned is not None:
         notes += _start_notes(tuned, data.commands)
     elif tuned is None:
+        notes.append(_no_setting_note(device, options, unsure=data.best is not None))
+    return tune_result(data, notes, errors)
+
+
+def _no_setting_note(device: Device, options: TuneOptions, *, unsure: bool) -> str:
+    """Return the note that no setting was kept: the best does not surely meet the goal (``unsure``), or there is none."""
+    if unsure:
+        advice = "the best setting does not surely meet the goal yet; the same tune again goes on from there"
+    else:
         program = options.opportunistic[0]
         pause = JobCommand(gpu=device.selector, opportunistic=True, yields="pause", program=program)
-        unsure = "the best setting does not surely meet the goal yet; the same tune again goes on from there"
-        how = f"pause the opportunistic job instead: {pause}" if data.best is None else unsure
-        notes.append(f"no setting was kept: {how}")
-    return tune_result(data, notes, errors)
+        advice = f"pause the opportunistic job instead: {pause}"
+    return f"no setting was kept: {advice}"
 
 
 def _keep_profiles(host: Host, device: Device, options: TuneOptions, result: TuneResult) -> None:

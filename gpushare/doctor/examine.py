@@ -409,12 +409,13 @@ def _smi(seen: Examination) -> Iterator[Check]:
 
 
 def _run_directory(seen: Examination) -> Iterator[Check]:
-    """Check that gpushare can keep its records and the pipes of daemons in its run directory."""
+    """Check that gpushare can keep its records and the pipes of daemons in its run directory; it is not created."""
     path = seen.host.run_directory
     nearest = path
     while not nearest.exists() and nearest != nearest.parent:
         nearest = nearest.parent
     try:
+        # The pipe directory of any GPU: its path must not be too long for a daemon.
         home_of(path, "GPU-00000000").check_path()
     except BadUsage as error:
         yield finding("run.path", error=error)

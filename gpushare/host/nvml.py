@@ -467,9 +467,9 @@ class NvmlReader:
         """
         handle, gpu = self.handle(index), str(index)
 
-        def clock(name: str, kind: int) -> int | None:
-            """Return the answer of a getter with a handle and a kind."""
-            return self.ask(lambda nvml: int(getattr(nvml, name)(handle, kind)), gpu)
+        def ask_kind(name: str, kind: str) -> int | None:
+            """Return the answer of a getter with a handle and a kind, a constant of NVML: which sensor, or which clock."""
+            return self.ask(lambda nvml: int(getattr(nvml, name)(handle, getattr(nvml, kind))), gpu)
 
         def engine(name: str) -> int | None:
             """Return how busy a video engine is, in percent."""
@@ -482,10 +482,10 @@ class NvmlReader:
         return GpuSensors(
             power_watts=self._watts(index, "nvmlDeviceGetPowerUsage"),
             power_limit_watts=self._watts(index, "nvmlDeviceGetEnforcedPowerLimit"),
-            temperature_celsius=clock("nvmlDeviceGetTemperature", 0),
-            sm_clock_mhz=clock("nvmlDeviceGetClockInfo", 1),
-            sm_clock_max_mhz=clock("nvmlDeviceGetMaxClockInfo", 1),
-            memory_clock_mhz=clock("nvmlDeviceGetClockInfo", 2),
+            temperature_celsius=ask_kind("nvmlDeviceGetTemperature", "NVML_TEMPERATURE_GPU"),
+            sm_clock_mhz=ask_kind("nvmlDeviceGetClockInfo", "NVML_CLOCK_SM"),
+            sm_clock_max_mhz=ask_kind("nvmlDeviceGetMaxClockInfo", "NVML_CLOCK_SM"),
+            memory_clock_mhz=ask_kind("nvmlDeviceGetClockInfo", "NVML_CLOCK_MEM"),
             fan_percent=self._value(index, "nvmlDeviceGetFanSpeed"),
             encoder_percent=engine("nvmlDeviceGetEncoderUtilization"),
             decoder_percent=engine("nvmlDeviceGetDecoderUtilization"),

@@ -259,7 +259,7 @@ class _GpuWork:
         if self.wants_mig:
             made = {new.instance.place for new in (self.plan.created if self.plan else ())}
             return grant_steps(self.host, self.live, self.names, made)
-        return [*self._mode_steps(), *self._level_steps()]
+        return [*self._mode_steps(), *self._time_slice_steps()]
 
     def daemon_steps(self) -> list[Step]:
         """Return the steps that start or change the daemons of the file."""
@@ -279,11 +279,12 @@ class _GpuWork:
         mode = ComputeMode.EXCLUSIVE_PROCESS if is_exclusive else ComputeMode.DEFAULT
         return [] if self._mode_after_stops() is mode else [self._mode_step(mode)]
 
-    def _level_steps(self) -> list[Step]:
-        """Return the step that sets the time-slice, or none. Raises NotSupported if the GPU has none to set."""
+    def _time_slice_steps(self) -> list[Step]:
+        """Return the step that sets the level of the time-slice, or none. Raises NotSupported if the GPU has none to set."""
         level, live = self.entry.time_slice, self.live
         if level is None or level is live.time_slice or (level is TimeSlice.DEFAULT and not live.has_time_slice):
             return []
+        # A GPU with MIG on may have a time-slice when the earlier steps have switched MIG off.
         if not live.has_time_slice and not live.gpu.mig_enabled:
             check_levels_known(self.host)
             raise NotSupported(

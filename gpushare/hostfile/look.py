@@ -162,8 +162,12 @@ def _live_daemon(found: FoundDaemon) -> LiveMps:
 
 
 def _grants_in_force(host: Host, named: NamedInstance) -> bool:
-    """Return whether the grants of a name are in force."""
+    """Return whether a named MIG instance is open to exactly the users whom it is granted to; True without a grant.
+
+    False if the driver cannot tell: then `apply` plans the grants again, and its steps meet the error.
+    """
     try:
+        # No step: to apply the grants again would change nothing.
         return not plan_reapply(host, [named])
     except GpushareError:
         return False

@@ -200,7 +200,11 @@ def _clear_step(host: Host, found: FoundDaemon, gpu: Gpu) -> Step:
 
 
 def daemon_step(host: Host, title: str, find: Find, wish: MpsWish, *, selector: str) -> Step:
-    """Return the step that gives a device a daemon with exactly these limits and users; a running one is kept."""
+    """Return the step that gives a device a daemon with exactly these limits and users.
+
+    A running daemon of ours is changed, not restarted. Taken back, it has its earlier limits and users again; only a daemon
+    that the step has started is stopped.
+    """
     work = _Daemon(host, find, wish)
     words = _wish_words(wish)
     return Step(

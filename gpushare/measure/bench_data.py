@@ -246,7 +246,7 @@ def bench_answer(
     started_at: float,
     notes: Sequence[str] = (),
 ) -> BenchAnswer:
-    """Return all of a benchmark."""
+    """Return a measurement, judged and with the picks, as the answer of `bench`; figures are rounded."""
     settings, cells = measurement.settings, judge(measurement)
     answers = picks(measurement, cells)
     return BenchAnswer(

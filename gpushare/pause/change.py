@@ -470,12 +470,16 @@ def paused_by_root_error(job: PausedJob) -> NoPermission:
 
 
 def _paused_by_user_error(job: PausedJob, uid: int) -> NoPermission:
-    """Return the error about another user's job, for root: its guard would go on."""
-    # Its guard would go on, and root writes nothing into the directory of a user.
+    """Return the error, for root, about a job that user ``uid`` has paused, with the command that resumes it as that user.
+
+    Root writes nothing into a user's directory, so the record of the pause would stay there, and the user's guard process
+    would go on to pause what the job creates.
+    """
     user = user_name(uid)
+    run_directory = job.path.parent.parent
     return NoPermission(
         f"{job.title} was paused by {user}, whose gpushare resumes it",
-        f"run it as {user}: {as_user(user, job.path.parent.parent, f'resume {job.selector}')}",
+        f"run it as {user}: {as_user(user, run_directory, f'resume {job.selector}')}",
         code="paused_by_user",
     )
 

@@ -605,15 +605,21 @@ class Farm:
         peaks = [(profile.memory_bytes or 0, profile.short) for profile in profiles]
         if peaks:
             peak, short = max(peaks)
-            self._set_size(size_of_others(peak) if short else peak, "known")
+            self._set_copy_size(size_of_others(peak) if short else peak, "known")
 
-    def _set_size(self, size: int, source: str) -> None:
-        """Let each further copy reserve so much, but no more than it can ever have."""
-        # A copy on N GPUs can have as much on each as the Nth largest has.
-        wholes = sorted((line.room.whole_bytes for line in self._lines()), reverse=True)
-        bounds = wholes[self._options.gpus - 1 :][:1]
-        bounds += [] if self._own_limit_bytes is None else [self._own_limit_bytes]
-        self._size, self._size_from = min([size, *bounds]) // MIB * MIB, source
+    def _set_copy_size(self, size: int, source: str) -> None:
+        """Set the bytes that each further copy reserves per GPU: ``size``, or what it can have at most if that is less.
+
+        ``source`` says where ``size`` is from: ``known`` (earlier runs of the command) or ``measured`` (in this farm).
+        """
+        capacities = sorted((line.room.whole_bytes for line in self._lines()), reverse=True)
+        bounds = [size]
+        if len(capacities) >= self._options.gpus:
+            # A copy on N GPUs can have as much on each as the Nth largest has.
+            bounds.append(capacities[self._options.gpus - 1])
+        if self._own_limit_bytes is not None:
+            bounds.append(self._own_limit_bytes)
+        self._size, self._size_from = min(bounds) // MIB * MIB, source
 
     def _lines(self) -> list[Line]:
         """Return the ledger of the devices as they are now, without those whose memory is unknown."""
@@ -1056,7 +1062,7 @@ class Farm:
         if peak_bytes is None and (copy.failure is not None or self._host.processes.namespace_is_host() is False):
             # It tells nothing of the others: the next one is measured.
             return
-        self._set_size(size_of_others(peak_bytes), "measured")
+        self._set_copy_size(size_of_others(peak_bytes), "measured")
         if any(other.state == "waiting" for other in self._copies):
             used = (
                 f"copy {copy.copy} has not used the GPU"
@@ -1093,12 +1099,15 @@ class Farm:
             return
         copy.memory_peak_bytes = max(peak_bytes, copy.memory_peak_bytes or 0)
         if self._size_from in {"known", "measured"} and peak_bytes > (self._size or 0):
-            self._set_size(size_of_others(peak_bytes), "measured")
+            self._set_copy_size(size_of_others(peak_bytes), "measured")
             size = format_bytes(self._size)
             self._reporter.news(copy, f"it has used {format_bytes(peak_bytes)}: the next ones reserve {size}")
 
     def _keep_peaks(self) -> None:
-        """Keep the most that a copy has used, for the next farm of this command."""
+        """Keep the most memory that a finished copy has used on each GPU, for the next farm of this command.
+
+        The figure only spares the next farm a measurement: a failure to write it changes nothing.
+        """
         for device in self._devices.values():
             peaks = [
                 copy.memory_peak_bytes

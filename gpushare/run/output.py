@@ -54,7 +54,7 @@ def find_output(host: Host, text: str) -> Output:
     try:
         return Output(name, path, open_own(path))
     except FileNotFoundError:
-        raise _not_kept_error(host, name) from None
+        raise _no_output_error(host, name) from None
     except PermissionError as error:
         raise NoPermission(
             f"cannot read the output of '{name}': {error.strerror}",
@@ -84,8 +84,8 @@ def _job_name(host: Host, text: str) -> str:
     raise NotFound(f"process {text[:20]} is not a job of gpushare", "see the jobs: gpushare jobs", code="no_job")
 
 
-def _not_kept_error(host: Host, name: str) -> GpushareError:
-    """Return why there is no output: the job has a terminal, is another user's, or does not exist."""
+def _no_output_error(host: Host, name: str) -> GpushareError:
+    """Return the error for a job without a file of output: its output was not kept, it is another user's, or there is none."""
     past = any(job.name == name for job in PAST.all(host, shared=False))
     if past or _gpushare_of(host, name) is not None:
         return NotFound(
@@ -93,6 +93,7 @@ def _not_kept_error(host: Host, name: str) -> GpushareError:
             "start it in the background: gpushare run -d -- CMD",
             code="no_output",
         )
+    # A record of this user has no keeper_uid.
     others = [record for record in running_records(host) if record.name == name and record.keeper_uid is not None]
     if others:
         return _another_users_error(others[0], others[0].keeper_uid or 0)
