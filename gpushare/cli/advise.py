@@ -60,8 +60,8 @@ from gpushare.cli.options import (
     LowerIsBetter,
     MeasuredTime,
     PrintedNumber,
+    ask_and_carry_out,
     ask_line,
-    carried_out,
     gpus_of,
     note,
     positive_time,
@@ -733,8 +733,8 @@ def _carry_out(changes: Sequence[Change]) -> Result:
     homes = []
     if changes[0].verb in {Verb.MPS_START, Verb.MPS_SET}:
         homes = [own_home(host, device.uuid)]
-    return carried_out(
-        "advise", _plan_changes(host, device, changes), homes=homes, again=lambda: _plan_changes(host, device, changes)
+    return ask_and_carry_out(
+        "advise", _plan_changes(host, device, changes), homes=homes, replan=lambda: _plan_changes(host, device, changes)
     )
 
 

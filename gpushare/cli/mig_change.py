@@ -26,7 +26,7 @@ from gpushare.cli.options import (
     PartedExact,
     PartedFile,
     Wishes,
-    carried_out,
+    ask_and_carry_out,
     consented,
     gpus_of,
     is_agreed,
@@ -711,8 +711,8 @@ def name(
             code="no_name",
         )
     if forget is not None:
-        return carried_out("mig name", _plan_forget(forget), again=lambda: _plan_forget(forget))
-    return carried_out("mig name", _plan_name(name or "", instance or "", gpu))
+        return ask_and_carry_out("mig name", _plan_forget(forget), replan=lambda: _plan_forget(forget))
+    return ask_and_carry_out("mig name", _plan_name(name or "", instance or "", gpu))
 
 
 def _plan_name(name: str, instance: str, gpu: str | None) -> Plan:
@@ -809,7 +809,7 @@ def _carry_out_grant(command: str, make: Callable[[Host], Plan]) -> Any:
     ledger = MigLedger(host)
     if settings.dry_run or not host.root:
         # Without root only the record of an instance that is gone can be changed.
-        return carried_out(command, make(host))
+        return ask_and_carry_out(command, make(host))
     # Planned before the lock, too, unless an interrupted change is undone first: a refused change must not wait for it.
     first = make(host) if ledger.interrupted() is None else Plan(title=command, steps=())
-    return carried_out(command, first, again=lambda: make(host), locked=lambda: recovered(host, ledger))
+    return ask_and_carry_out(command, first, replan=lambda: make(host), locked=lambda: recovered(host, ledger))

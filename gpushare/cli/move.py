@@ -9,7 +9,7 @@ import typer
 from gpushare.base.errors import BadCombination, BadUsage
 from gpushare.base.selection import select, select_one
 from gpushare.base.values import dataclass
-from gpushare.cli.options import PLAIN, AskingCommand, WaitTimeout, carried_out, longest_wait, note, settings
+from gpushare.cli.options import PLAIN, AskingCommand, WaitTimeout, ask_and_carry_out, longest_wait, note, settings
 from gpushare.hostfile.kept import kept_limits
 from gpushare.memory.room import repair_first
 from gpushare.run.moving import MovedJob, Mover
@@ -72,4 +72,4 @@ def move(
         if job is not None
         else mover.plan_all_off(select_one(off, host.nvml.sweep()), devices)
     )
-    return with_answer(carried_out("move", moves.plan), MoveAnswer, jobs=moves.jobs)
+    return with_answer(ask_and_carry_out("move", moves.plan), MoveAnswer, jobs=moves.jobs)

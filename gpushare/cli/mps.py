@@ -25,7 +25,7 @@ from gpushare.cli.options import (
     Command,
     GpuOption,
     PriorityOption,
-    carried_out,
+    ask_and_carry_out,
     consented,
     gpus_of,
     note,
@@ -314,7 +314,7 @@ def start(
 
     # Once before the locks, which need directories: a refused start must leave nothing behind.
     homes = [own_home(host, device.uuid) for device in devices]
-    return carried_out("mps start", plan(), homes=homes, again=plan)
+    return ask_and_carry_out("mps start", plan(), homes=homes, replan=plan)
 
 
 def _parse_users(text: str) -> tuple[str, ...]:
@@ -347,7 +347,7 @@ def set_limits(
         return one_plan([plan_limits(host, device, limits[device.uuid]) for device in devices])
 
     homes = [own_daemon(host, device, to_change=True)[0] for device in devices]
-    return carried_out("mps set", plan(), homes=homes, again=plan)
+    return ask_and_carry_out("mps set", plan(), homes=homes, replan=plan)
 
 
 def stop(

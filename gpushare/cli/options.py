@@ -769,19 +769,23 @@ def _with_yes() -> str:
     return shlex.join(["gpushare", *words[:at], "-y", *words[at:]])
 
 
-def carried_out(
+def ask_and_carry_out(
     command: str,
     plan: Plan,
     *,
     homes: Sequence[DaemonHome] = (),
-    again: Callable[[], Plan] | None = None,
+    replan: Callable[[], Plan] | None = None,
     locked: Callable[[], AbstractContextManager[Sequence[str]]] = lambda: contextlib.nullcontext(()),
 ) -> Result:
-    """Carry out a plan, or with --dry-run only show it, and return the result with the undo.
+    """Ask for consent, carry out a plan, and return the result with the undo; with --dry-run only show the plan.
 
-    First it asks for what the plan takes. The locks of ``homes``, and ``locked``, which yields notes, are held
-    meanwhile, so that no other gpushare changes the same. ``again`` plans again under the locks, because the host may
-    have changed before.
+    While the plan is carried out, the locks of ``homes`` are held, and the one of ``locked``, which yields notes: no other
+    gpushare changes the same. ``replan`` plans again under the locks, because the host may have changed during the
+    question. If the new plan takes more than the user has agreed to, the locks are released and the user is asked again.
+
+    Raises:
+        NeedsConsent: as `consented`.
+        GpushareError: a lock, the new plan or a step fails.
     """
     from gpushare.show.plan import plan_result
 
@@ -796,8 +800,8 @@ def carried_out(
                 # In a fixed order, so that two commands cannot wait for each other's locks.
                 for home in sorted(homes, key=lambda home: home.directory):
                     locks.enter_context(home.locked())
-                if again is not None:
-                    plan = again()
+                if replan is not None:
+                    plan = replan()
                 done = is_agreed(plan, agreed)
                 if done:
                     carry_out(plan, say_step if settings.verbose else None)

@@ -11,7 +11,7 @@ import typer
 from gpushare.base.errors import BadCombination, BadUsage
 from gpushare.base.units import parse_seconds
 from gpushare.base.values import dataclass
-from gpushare.cli.options import PLAIN, AskingCommand, carried_out, settings
+from gpushare.cli.options import PLAIN, AskingCommand, ask_and_carry_out, settings
 from gpushare.host.capabilities import user_name
 from gpushare.host.host import Host
 from gpushare.host.store import MOST_SECONDS, wall_time
@@ -54,10 +54,10 @@ def pause(
         return list_paused(host)
     seconds = None if timeout is None else _timeout_seconds(timeout)
     with pause_of(host, job, seconds) as work:
-        result = carried_out(
+        result = ask_and_carry_out(
             "pause",
             work.plan(begin=not settings.dry_run),
-            again=lambda: work.plan(begin=True),
+            replan=lambda: work.plan(begin=True),
             locked=lambda: changing(host),
         )
         if work.already:

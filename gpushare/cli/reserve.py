@@ -13,7 +13,7 @@ from gpushare.base.model import GpuLease
 from gpushare.base.selection import Device, select_for_change
 from gpushare.base.units import counted, format_duration
 from gpushare.base.values import dataclass
-from gpushare.cli.options import PLAIN, AskingCommand, GpuOption, carried_out, gpus_of, positive_time, settings
+from gpushare.cli.options import PLAIN, AskingCommand, GpuOption, ask_and_carry_out, gpus_of, positive_time, settings
 from gpushare.host.host import Host
 from gpushare.hostfile.kept import kept_limits
 from gpushare.memory.leases import end_lease, leases, reserved_words, take_lease
@@ -63,10 +63,10 @@ def reserve(
                 code="whole_gpu",
             )
     if time is None:
-        return carried_out("reserve", _plan_end(host, devices), again=lambda: _plan_end(host, devices))
+        return ask_and_carry_out("reserve", _plan_end(host, devices), replan=lambda: _plan_end(host, devices))
     seconds = positive_time("--for", time, "4h")
-    return carried_out(
-        "reserve", _plan_lease(host, devices, seconds), again=lambda: _plan_lease(host, devices, seconds)
+    return ask_and_carry_out(
+        "reserve", _plan_lease(host, devices, seconds), replan=lambda: _plan_lease(host, devices, seconds)
     )
 
 

@@ -10,7 +10,16 @@ import typer
 from gpushare.base.errors import or_none
 from gpushare.base.units import format_bytes
 from gpushare.base.values import dataclass
-from gpushare.cli.options import GROUP, AskingCommand, Command, WaitTimeout, carried_out, longest_wait, note, settings
+from gpushare.cli.options import (
+    GROUP,
+    AskingCommand,
+    Command,
+    WaitTimeout,
+    ask_and_carry_out,
+    longest_wait,
+    note,
+    settings,
+)
 from gpushare.host.capabilities import user_name
 from gpushare.host.store import wall_time
 from gpushare.memory.swap import BACK, Swap, swaps
@@ -35,7 +44,7 @@ def out(job: JobArgument) -> Any:
     managed memory.
     """
     work = plan_swap_out(settings.connect(), job, note, dry_run=settings.dry_run)
-    return _with_swapped_job(carried_out("swap out", work.plan), work.swap)
+    return _with_swapped_job(ask_and_carry_out("swap out", work.plan), work.swap)
 
 
 def back_in(
@@ -57,7 +66,7 @@ def back_in(
         lambda: waiting_line(note, quiet=settings.quiet),
         dry_run=settings.dry_run,
     )
-    return _with_swapped_job(carried_out("swap in", work.plan), work.swap)
+    return _with_swapped_job(ask_and_carry_out("swap in", work.plan), work.swap)
 
 
 def list_swapped() -> Any:

@@ -20,7 +20,7 @@ from gpushare.cli.options import (
     ChangingCommand,
     Command,
     GpuOption,
-    carried_out,
+    ask_and_carry_out,
     gpus_of,
     settings,
 )
@@ -299,7 +299,7 @@ def set_slice(
     wanted = level_of(level)
     host = settings.connect()
     devices = select_for_change(gpu, gpus_of(host))
-    return carried_out("timeslice set", plan_level(host, devices, wanted, beside_mps=beside_mps))
+    return ask_and_carry_out("timeslice set", plan_level(host, devices, wanted, beside_mps=beside_mps))
 
 
 _EXAMPLE = "gpushare timeslice set 500us JOB"
@@ -350,7 +350,7 @@ def _change_slices(command: str, text: str, plan: Callable[..., Plan]) -> Any:
             )
 
         first = plan_now()
-        return carried_out(command, first, again=plan_now if first.consent else None)
+        return ask_and_carry_out(command, first, replan=plan_now if first.consent else None)
 
 
 def reset(
@@ -376,7 +376,7 @@ def reset(
         )
     host = settings.connect()
     devices = select_for_change(gpu, gpus_of(host))
-    return carried_out("timeslice reset", plan_reset(host, devices))
+    return ask_and_carry_out("timeslice reset", plan_reset(host, devices))
 
 
 # Twenty files more are loaded in the functions below: `timeslice set JOB` needs none of them.
