@@ -118,12 +118,16 @@ class HostFacts:
     gpus: tuple[GpuFacts, ...] = ()
     # What a process started here can still get: the machine's free memory, and what its cgroup allows.
     host_memory_bytes: int | None = None
-    # Those that the caller has looked for.
-    jobs: tuple[RunningJob, ...] = ()
     # nvidia-cuda-mps-control is installed.
     mps_program: bool = False
     # Asks it for its "Binary version": 13000 is CUDA 13.0; None before R580, and when it is not printed.
     ask_mps_version: Callable[[], int | None] = _unknown
+    # Looks for the jobs that run, once; by default there are none.
+    ask_jobs: Callable[[], tuple[RunningJob, ...]] = tuple
+
+    @property
+    def jobs(self) -> tuple[RunningJob, ...]:
+        return self.ask_jobs()
 
     @property
     def mps_version(self) -> int | None:

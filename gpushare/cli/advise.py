@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
@@ -244,7 +245,8 @@ def advise(
     if apply and not settings.dry_run:
         _recover_mig(host)
     state = HostState(host)
-    facts = replace(host_facts(state), jobs=tuple(_running_jobs(host)))
+    # Few answers name jobs: only these look for those that run.
+    facts = replace(host_facts(state), ask_jobs=cache(lambda: tuple(_running_jobs(host))))
     chosen, among = _gpu_of_option(state, facts, gpu)
     if case is None:
         chosen = chosen or _first_gpu(facts, among, lambda gpu: live and bool(gpu.processes))
