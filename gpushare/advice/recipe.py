@@ -21,7 +21,7 @@ from gpushare.advice.limits import (
     threads_for,
 )
 from gpushare.advice.rules import cannot_leave, verdicts
-from gpushare.advice.situation import HOPPER, addable, may_go
+from gpushare.advice.situation import HOPPER, may_go
 from gpushare.advice.steps import (
     OWN_SLICE,
     Line,
@@ -38,6 +38,7 @@ from gpushare.advice.steps import (
 from gpushare.advice.ways import ALL_MIG, ALL_MPS, LEAVING
 from gpushare.base.model import Priority, TimeSlice, Way
 from gpushare.base.units import counted
+from gpushare.mig.planner import addable
 from gpushare.mig.wish import Request, merged, wish_of
 from gpushare.mps.limits import Limits
 

@@ -15,8 +15,7 @@ from gpushare.advice.facts import HostFacts, mps_clients
 from gpushare.advice.ways import ALL_MIG, LEAVING
 from gpushare.base.model import ComputeMode, Way
 from gpushare.base.units import MIB, format_bytes, format_duration
-from gpushare.mig.plan import MigPlan
-from gpushare.mig.planner import plan_add
+from gpushare.mig.planner import addable
 from gpushare.mig.profile import GpuInstance, Layout, Profile
 from gpushare.mig.wish import Request, Wish
 from gpushare.mps.limits import CONTEXT_BYTES as CLIENT_BYTES
@@ -407,11 +406,6 @@ def _fitting_instances(idle: Sequence[GpuInstance], shares: Sequence[Share]) -> 
         unused.remove(fits)
         chosen[number] = fits
     return [chosen[number] for number in range(len(shares))]
-
-
-def addable(layout: Layout, wish: Wish) -> bool:
-    """Return whether a wish fits next to what is there, without destroying anything."""
-    return isinstance(plan_add([layout], wish), MigPlan)
 
 
 HOPPER: Final = (9, 0)

@@ -675,6 +675,12 @@ def plan_add(
     return no_plan_ever(layouts, wish) if instead is None else no_plan_now(wish, instead, only_adds=not may_destroy)
 
 
+def addable(layout: Layout, wish: Wish) -> bool:
+    """Return whether a wish fits next to what is there: `plan_add` finds a plan that destroys nothing."""
+    wish = merged(wish)
+    return _place([layout], wish, _offers([layout], wish)) is not None
+
+
 def plan_exact(
     layouts: Sequence[Layout], wishes: Mapping[int, Wish], *, evict: Iterable[Target] = ()
 ) -> MigPlan | NoPlan:
@@ -776,6 +782,26 @@ def _add(
     with_others: bool,
 ) -> MigPlan | None:
     """Return the cheapest plan that adds a wish, over all GPUs; None: it does not fit. The rest is as for `plan_add`."""
+    placings = _place(layouts, wish, offers, may_destroy=may_destroy, evict=evict, with_others=with_others)
+    if placings is None:
+        return None
+    plans = [untouched(layout) for layout in layouts]
+    for number, site, placing in placings:
+        contents = [wish[request].compute for request in offers[site.board].requests]
+        plans[number] = plan_for_option(site, placing, contents)
+    return plan_of(layouts, plans)
+
+
+def _place(
+    layouts: Sequence[Layout],
+    wish: Wish,
+    offers: Mapping[Board, _Offer],
+    *,
+    may_destroy: bool = False,
+    evict: frozenset[Target] = frozenset(),
+    with_others: bool = True,
+) -> list[tuple[int, Site, Placing]] | None:
+    """Return where a wish goes at the least cost, by the number of the layout; None: it does not fit."""
     codes = _codes_of_wish(wish, offers)
     alike: dict[tuple[object, ...], list[tuple[int, Site]]] = {}
     for number, layout in enumerate(layouts):
@@ -799,12 +825,11 @@ def _add(
     parts = assign(groups, codes, sum(request.count for request in wish))
     if parts is None:
         return None
-    plans = [untouched(layout) for layout in layouts]
-    for group, options_of_group, taken in zip(sites, options, parts, strict=True):
-        for (number, site), code in zip(group, sorted(taken, reverse=True), strict=False):
-            contents = [wish[request].compute for request in offers[site.board].requests]
-            plans[number] = plan_for_option(site, options_of_group[code], contents)
-    return plan_of(layouts, plans)
+    return [
+        (number, site, options_of_group[code])
+        for group, options_of_group, taken in zip(sites, options, parts, strict=True)
+        for (number, site), code in zip(group, sorted(taken, reverse=True), strict=False)
+    ]
 
 
 def _candidates_on(board: Board, wish: Wish, offer: _Offer, codes: Codes) -> list[Candidate]:
