@@ -64,8 +64,10 @@ def memory_limits(s: Situation) -> list[int | None]:
 
 
 def limits_sum(s: Situation, way: Way) -> int | None:
-    """Return the sum of the memory limits of the MPS clients; None if one has no limit."""
+    """Return the sum of the memory limits of the MPS clients; None if one has no limit, as in the commands."""
     if way not in ALL_MPS or way is Way.MPS_STATIC:
+        return None
+    if any(job_memory(s, way, work) is None for work in s.case.workloads if not work.running):
         return None
     limits = zip(s.case.workloads, memory_limits(s), s.counts_at_once(way), strict=True)
     # What runs already keeps the limit that it has, which is unknown.

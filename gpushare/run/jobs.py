@@ -64,9 +64,10 @@ def is_job_name(text: str) -> bool:
 def check_job_name(name: str) -> str:
     """Return a valid name of a job."""
     if not is_job_name(name):
+        form = "use a letter, then letters, digits, - _ or ., at most 32 characters: web, llm-1"
         raise BadUsage(
             f"{quoted(name)} cannot be the name of a job",
-            "use a letter, then letters, digits, - _ or ., at most 32 characters: web, llm-1",
+            "use another word: `gpushare pause list` lists the paused jobs" if name == "list" else form,
             code="bad_name",
         )
     return name

@@ -222,6 +222,13 @@ def test_the_limits_of_production_and_the_other_jobs_add_up(cli: Any) -> None:
     assert data["memory"]["limits_bytes"] == 3 * (11520 - 512) * 1024**2
 
 
+def test_limits_that_no_command_sets_have_no_sum(cli: Any) -> None:
+    words = ("--production", "1", "--opportunistic", "1", "--latency", "50ms", "--no-input")
+    data = cli("advise", *words, host="sim:h100", output="json").ok().data
+    assert "--memory" not in " ".join(commands(data))
+    assert (data["memory"]["limits_bytes"], data["memory"]["sentence"]) == (None, None)
+
+
 # -- what is printed works -------------------------------------------------------------------------
 
 
