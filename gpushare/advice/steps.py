@@ -223,7 +223,8 @@ class Steps:
     def made(self) -> Recipe:
         """Return the recipe: with nothing else to undo, the undo is the end of the jobs."""
         undo = list(self.undo)
-        running = {job.name for job in self.s.host.jobs}
+        # Looked for only where the answer names jobs.
+        running = {job.name for job in self.s.host.jobs} if self.job_names else set()
         # The undo ends no job that ran before. If all of them run, the recipe starts none, and the undo ends those here.
         ended = [name for name in self.job_names if name not in running]
         ended = ended or [name for name in self.job_names if name in self.s.jobs]
