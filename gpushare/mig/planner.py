@@ -320,7 +320,7 @@ class Site:
         return existing.profile >= 0 and not self.board.exclusive[existing.profile].isdisjoint(arrangement.members)
 
     def _within_limits(self, removal: Removal, arrangement: Arrangement) -> bool:
-        """Return whether compute slices and counts of profiles are within what the GPU allows after a removal."""
+        """Return whether the GPU allows what remains after a removal together with an arrangement: compute slices, and counts."""
         board = self.board
         members = (*self._members_without(removal.destroyed | removal.filled), *arrangement.members)
         if sum(board.slices[number] for number in members) > board.compute_slices:
@@ -965,7 +965,7 @@ class Codes:
         return largest
 
     def capped_sum(self, first: int, second: int) -> int:
-        """Return the sum field by field, each at most that of the whole wish."""
+        """Return the sum field by field, each at most that of the whole wish: more than it asks for counts no more."""
         total_code = 0
         for shift, bits in self.fields:
             mask = (1 << bits) - 1

@@ -280,7 +280,11 @@ def way_forward(host: Host, change: ChangeRecord) -> str | None:
 
 
 def accept(host: Host, ledger: MigLedger, *, dry_run: bool) -> tuple[str, ...]:
-    """Forget what could not be restored, and set aside a journal that cannot be read; return what was done, in words."""
+    """Forget what could not be restored, and set aside a journal that cannot be read; return what was done, in words.
+
+    Raises:
+        BadUsage: an interrupted change is not undone yet (``not_recovered``).
+    """
     done, would = [], "would be " if dry_run else ""
     try:
         change = ledger.begun()

@@ -554,7 +554,7 @@ class Session:
             report(*facts)
 
     def _report_news(self) -> None:
-        """Report what is new: processes that are attached, outside or waiting, and what the parts tell."""
+        """Report each process once, when it is first attached, outside or pending; and what the parts have to tell."""
         watch = self._watch
         if watch.daemon_gone and not self._told_gone:
             self._told_gone = True
@@ -566,10 +566,7 @@ class Session:
         ):
             for pid in sorted(set(pids) - self._told):
                 self._say(report, pid)
-                if pids is not watch.pending:
-                    self._told.add(pid)
-            if pids is watch.pending:
-                self._told |= set(pids) - set(watch.attached)
+                self._told.add(pid)
         while watch.news:
             self._say(self._reporter.news, watch.news.pop(0))
         while watch.troubles:

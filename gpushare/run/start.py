@@ -306,13 +306,14 @@ class JobStart:
         spared = self._title_of_spared(devices) if queue.for_production else None
         devices = self._large_enough(devices) if self.count == 1 else devices
 
-        def start(chosen: Sequence[Device], metered: RunOptions) -> Any:
+        def run_on_chosen(chosen: Sequence[Device], metered: RunOptions) -> Any:
+            """Run it where its memory is reserved: on several GPUs, under its way, or outside MPS if it may be swapped."""
             device = chosen[0]
             if len(chosen) > 1:
                 return self._run_on_several(chosen, metered)
             if not queue.swappable:
                 return self._run_on(device, metered)
-
+            # A checkpoint copies no client of MPS.
             if self.role.opportunistic:
                 metered = replace(metered, role=OPPORTUNISTIC)
             return self._carry_out(PlainShare(self.host, device), metered, mps=False)
@@ -332,7 +333,7 @@ class JobStart:
             name=self.role.production or options.name,
             production=self.role.production is not None,
             opportunistic=self.role.opportunistic,
-            start=start,
+            start=run_on_chosen,
             say=self.say,
             limits=kept_limits(self.host),
             quiet=self.quiet,

@@ -162,7 +162,8 @@ def _table_lines(
 ) -> list[Text]:
     """Return a comparison as lines: a grid if its cells are wide enough, else the mechanisms below each other.
 
-    Then which rows are not shown, and what the star means.
+    Those have all rows if the user asked for it (``whole``) or the terminal is narrow; else the rows that decide, and which
+    are not shown. Then what the star means.
     """
     from rich.text import Text
 
