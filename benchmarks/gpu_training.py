@@ -1,4 +1,4 @@
-"""A small training loop in PyTorch that prints its rate for ever: what `benchmarks.gpu_bench_path` measures."""
+"""A small training loop in PyTorch that prints its rate until it is ended: what `benchmarks.gpu_bench_path` measures."""
 
 from __future__ import annotations
 

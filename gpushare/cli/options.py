@@ -876,7 +876,7 @@ def positive_time(option: str, text: str, example: str) -> float:
     """Return a time above zero in seconds, as typed.
 
     Raises:
-        BadUsage: it is no time, or zero.
+        BadUsage: the text is not a time, or it is zero.
     """
     seconds = parse_seconds(text)
     if seconds <= 0:

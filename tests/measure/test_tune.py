@@ -19,7 +19,7 @@ from gpushare.connect import connect
 from gpushare.host.host import Host
 from gpushare.measure.experiment import Grounds
 from gpushare.measure.metric import p99
-from gpushare.measure.search import Goal, Search, Setting, sliced
+from gpushare.measure.search import FIRST_SECONDS, Goal, Search, Setting, sliced
 from gpushare.measure.tune import Stage, TuneOptions, TuneReporter, TuneResult, tune
 from gpushare.sim import admin
 from gpushare.sim.current import changing
@@ -111,6 +111,22 @@ def test_slices_are_found_fast_and_most_of_the_time_is_measured(tuned: Tuned) ->
     assert best.safe(Goal(keep=0.97, p99_factor=1.5))
     assert result.seconds < 60
     assert result.measuring_seconds > 0.6 * result.seconds
+
+
+def test_what_needed_a_start_is_watched_longer_than_what_did_not(tuned: Tuned) -> None:
+    result = tuned(job(30), goal=Goal(keep=0.9))
+    seconds = {figures.setting: figures.seconds for figures in result.measured if figures.windows == 1}
+    # All were started without the first cap; a start and the pauses take over two seconds.
+    started = [each for setting, each in seconds.items() if setting.threads not in {60.0, 100.0}]
+    assert started
+    assert min(started) > 1.5 * 1.2
+    assert max(started) <= FIRST_SECONDS + 0.1
+
+
+@pytest.mark.parametrize(("ways", "seconds"), [(("slices",), 60), (("caps",), 150), (("slices", "caps"), 150)])
+def test_slices_alone_have_a_shorter_budget(ways: tuple[str, ...], seconds: float) -> None:
+    assert options(job(30), ways=ways).most_seconds == seconds
+    assert options(job(30), ways=ways, budget_seconds=7.0).most_seconds == 7
 
 
 def test_both_ways_are_searched_within_the_budget(tuned: Tuned) -> None:
