@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import typer
 from typer.core import TyperOption
@@ -55,16 +55,19 @@ from gpushare.base.selection import Device, is_any, select_for_change, select_on
 from gpushare.base.units import MIB
 from gpushare.cli.options import (
     CONTEXT,
+    HUNG_AFTER,
+    LOWER_IS_BETTER,
+    MEASURED_TIME,
     PLAIN,
+    PRINTED_NUMBER,
     AskingCommand,
-    HungAfter,
-    LowerIsBetter,
-    MeasuredTime,
-    PrintedNumber,
+    argument,
     ask_and_carry_out,
     ask_line,
+    flag,
     gpus_of,
     note,
+    option,
     positive_time,
     settings,
     split_command,
@@ -173,39 +176,22 @@ class _AdviseCommand(AskingCommand):
 @app.command(cls=_AdviseCommand, context_settings={**CONTEXT, "allow_interspersed_args": False})
 def advise(
     context: typer.Context,
-    program: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[CMD...]", help="The program to measure, with --measure.", show_default=False),
-    ] = None,
-    gpu: Annotated[
-        str | None, typer.Option("-g", "--gpu", metavar="SET", help="The GPUs to use: 0, 0-3. [default: all idle ones]")
-    ] = None,
-    file: Annotated[
-        str | None, typer.Option("-f", "--file", metavar="FILE", help="Workloads from a YAML file; - is stdin.")
-    ] = None,
-    live: Annotated[bool, typer.Option("--live", help="Use the workloads that run on the GPU now.")] = False,
-    recording: Annotated[
-        str | None, typer.Option("--from", metavar="FILE", help="Use the workloads in a recording of gpushare observe.")
-    ] = None,
-    mechanism: Annotated[
-        str | None, typer.Option("--mechanism", metavar="NAME", help="Explain why this way fits or does not.")
-    ] = None,
-    apply: Annotated[bool, typer.Option("--apply", help="Carry out the setup; preview with --dry-run.")] = False,
-    no_input: Annotated[bool, typer.Option("--no-input", help="Ask no questions.")] = False,
-    consolidate: Annotated[
-        bool, typer.Option("--consolidate", help="Use as few GPUs as possible, instead of all that are idle.")
-    ] = False,
-    measure: Annotated[
-        bool, typer.Option("--measure", help="Measure CMD in each way that fits (gpushare bench), then answer.")
-    ] = False,
-    copies: Annotated[
-        int | None, typer.Option("--copies", metavar="N", help="Number of copies to measure. [default: --processes]")
-    ] = None,
-    metric: PrintedNumber = None,
-    lower: LowerIsBetter = False,
-    window: MeasuredTime = None,
-    repeat: Annotated[int | None, typer.Option("--repeat", metavar="N", help="Runs of each way. [default: 3]")] = None,
-    timeout: HungAfter = None,
+    program: list[str] | None = argument("[CMD...]", "The program to measure, with --measure."),
+    gpu: str | None = option("-g --gpu", "SET", "The GPUs to use: 0, 0-3. [default: all idle ones]"),
+    file: str | None = option("-f --file", "FILE", "Workloads from a YAML file; - is stdin."),
+    live: bool = flag("--live", "Use the workloads that run on the GPU now."),
+    recording: str | None = option("--from", "FILE", "Use the workloads in a recording of gpushare observe."),
+    mechanism: str | None = option("--mechanism", "NAME", "Explain why this way fits or does not."),
+    apply: bool = flag("--apply", "Carry out the setup; preview with --dry-run."),
+    no_input: bool = flag("--no-input", "Ask no questions."),
+    consolidate: bool = flag("--consolidate", "Use as few GPUs as possible, instead of all that are idle."),
+    measure: bool = flag("--measure", "Measure CMD in each way that fits (gpushare bench), then answer."),
+    copies: int | None = option("--copies", "N", "Number of copies to measure. [default: --processes]"),
+    metric: str | None = PRINTED_NUMBER,
+    lower: bool = LOWER_IS_BETTER,
+    window: str | None = MEASURED_TIME,
+    repeat: int | None = option("--repeat", "N", "Runs of each way. [default: 3]"),
+    timeout: str | None = HUNG_AFTER,
 ) -> Any:
     """Recommend a way of sharing, say why, and print the commands for this host.
 

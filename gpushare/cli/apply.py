@@ -6,7 +6,7 @@ import shlex
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Final, Literal
+from typing import Any, Final, Literal
 
 import typer
 
@@ -15,15 +15,16 @@ from gpushare.base.model import FileWay
 from gpushare.base.units import counted, format_duration, parse_seconds
 from gpushare.base.values import dataclass
 from gpushare.cli.options import (
+    HOST_FILE_ARGUMENT,
+    HOST_FILE_OPTION,
     PLAIN,
     AskingCommand,
-    HostFileArgument,
-    HostFileOption,
     consented,
     gpus_of,
     host_file,
     is_agreed,
     note,
+    option,
     say_step,
     settings,
 )
@@ -67,16 +68,11 @@ _POLL_SECONDS: Final = 0.5
 
 @app.command(cls=AskingCommand)
 def apply(
-    path: HostFileArgument = None,
-    file: HostFileOption = None,
-    wait: Annotated[
-        str | None,
-        typer.Option(
-            "--wait",
-            metavar="SECS",
-            help="Wait this long for programs to leave the GPUs that change. [default: refuse]",
-        ),
-    ] = None,
+    path: str | None = HOST_FILE_ARGUMENT,
+    file: str | None = HOST_FILE_OPTION,
+    wait: str | None = option(
+        "--wait", "SECS", "Wait this long for programs to leave the GPUs that change. [default: refuse]"
+    ),
 ) -> Any:
     """Set up each GPU as its entry of gpushare.yaml says; GPUs without an entry are left alone. Needs root.
 

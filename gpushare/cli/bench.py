@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import typer
 
@@ -18,15 +18,18 @@ from gpushare.base.selection import Device, select_one
 from gpushare.base.units import counted, format_copies
 from gpushare.cli.options import (
     CONTEXT,
+    HUNG_AFTER,
+    LOWER_IS_BETTER,
+    MEASURED_TIME,
+    ONE_GPU_OPTION,
     PLAIN,
+    PRINTED_NUMBER,
     ChangingCommand,
-    HungAfter,
-    LowerIsBetter,
-    MeasuredTime,
-    OneGpuOption,
-    PrintedNumber,
+    argument,
+    flag,
     gpus_of,
     note,
+    option,
     others_note,
     positive_time,
     settings,
@@ -69,64 +72,35 @@ _MOST_REPEATS = 100
 
 @app.command(cls=ChangingCommand, context_settings={**CONTEXT, "allow_interspersed_args": False})
 def bench(
-    command: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[CMD...]", help="What to measure. [default: the built-in workload]", show_default=False
-        ),
-    ] = None,
-    copies: Annotated[str, typer.Option("--copies", metavar="LIST", help="Numbers of copies.")] = "1,2,4,8",
-    ways: Annotated[
-        str | None,
-        typer.Option(
-            "--ways",
-            metavar="LIST",
-            help="A comma-separated list of queue, timeslice, mps, mps:100/n, mps:200/n, mps:PCT, mig, streams [default: all of these], streams:priority and threads; slices:500us,2ms (each copy with such a time-slice, outside MPS); and as root timeslice:short, medium or long (the level of the GPU, set back afterwards).",
-        ),
-    ] = None,
-    repeat: Annotated[int, typer.Option("--repeat", metavar="N", help="Runs of each way.")] = 3,
-    gpu: OneGpuOption = None,
-    metric: PrintedNumber = None,
-    lower: LowerIsBetter = False,
-    latency: Annotated[
-        str | None,
-        typer.Option(
-            "--latency",
-            metavar="REGEX",
-            help="Regex of a latency that CMD prints. [default: latency=... and p50=, p99=]",
-        ),
-    ] = None,
-    window: MeasuredTime = None,
-    timeout: HungAfter = None,
-    size: Annotated[
-        str | None,
-        typer.Option(
-            "--size",
-            metavar="LIST",
-            help="Built-in workload: N x N matrices; several sizes give a table of times. [default: 1024]",
-        ),
-    ] = None,
-    cpu: Annotated[bool, typer.Option("--cpu", help="Built-in workload: multiply on the CPU too.")] = False,
-    copy: Annotated[
-        str | None,
-        typer.Option(
-            metavar="WAY",
-            help="Built-in workload: copy a matrix next to each multiplication: to or from the GPU, or both at once.",
-            show_default=False,
-        ),
-    ] = None,
-    footprint: Annotated[
-        str | None, typer.Option("--footprint", metavar="SIZE", help="Built-in workload: device memory to hold.")
-    ] = None,
-    to: Annotated[
-        str | None, typer.Option("--to", metavar="FILE", help="Write all figures to a new JSON file.")
-    ] = None,
-    compare: Annotated[
-        str | None, typer.Option("--compare", metavar="FILE", help="Compare with an earlier --to file.")
-    ] = None,
-    plot: Annotated[
-        str | None, typer.Option("--plot", metavar="FILE", help="Draw the figures to a new .png or .svg file.")
-    ] = None,
+    command: list[str] | None = argument("[CMD...]", "What to measure. [default: the built-in workload]"),
+    copies: str = option("--copies", "LIST", "Numbers of copies.", default="1,2,4,8"),
+    ways: str | None = option(
+        "--ways",
+        "LIST",
+        "A comma-separated list of queue, timeslice, mps, mps:100/n, mps:200/n, mps:PCT, mig, streams [default: all of these], streams:priority and threads; slices:500us,2ms (each copy with such a time-slice, outside MPS); and as root timeslice:short, medium or long (the level of the GPU, set back afterwards).",
+    ),
+    repeat: int = option("--repeat", "N", "Runs of each way.", default=3),
+    gpu: str | None = ONE_GPU_OPTION,
+    metric: str | None = PRINTED_NUMBER,
+    lower: bool = LOWER_IS_BETTER,
+    latency: str | None = option(
+        "--latency", "REGEX", "Regex of a latency that CMD prints. [default: latency=... and p50=, p99=]"
+    ),
+    window: str | None = MEASURED_TIME,
+    timeout: str | None = HUNG_AFTER,
+    size: str | None = option(
+        "--size", "LIST", "Built-in workload: N x N matrices; several sizes give a table of times. [default: 1024]"
+    ),
+    cpu: bool = flag("--cpu", "Built-in workload: multiply on the CPU too."),
+    copy: str | None = option(
+        "--copy",
+        "WAY",
+        "Built-in workload: copy a matrix next to each multiplication: to or from the GPU, or both at once.",
+    ),
+    footprint: str | None = option("--footprint", "SIZE", "Built-in workload: device memory to hold."),
+    to: str | None = option("--to", "FILE", "Write all figures to a new JSON file."),
+    compare: str | None = option("--compare", "FILE", "Compare with an earlier --to file."),
+    plot: str | None = option("--plot", "FILE", "Draw the figures to a new .png or .svg file."),
 ) -> Any:
     """Measure a command as several copies under each way of sharing, and say which way is best.
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import typer
 
 from gpushare.base.errors import BadUsage, no_gpu_error
 from gpushare.base.selection import select
 from gpushare.base.units import quoted
-from gpushare.cli.options import PLAIN, Command, GpuOption, settings
+from gpushare.cli.options import GPU_OPTION, PLAIN, Command, option, settings
 from gpushare.hostfile.file import Exactness, document_of, text_of
 from gpushare.hostfile.live import captured_file
 from gpushare.hostfile.load import kept_file
@@ -33,8 +33,8 @@ _AT_BOOT: Final = (
 
 @app.command(cls=Command)
 def capture(
-    gpu: GpuOption = None,
-    by: Annotated[str, typer.Option("--by", metavar="KEY", help="Name GPUs by index or uuid.")] = "index",
+    gpu: str | None = GPU_OPTION,
+    by: str = option("--by", "KEY", "Name GPUs by index or uuid.", default="index"),
 ) -> Any:
     """Write how each GPU is shared as gpushare.yaml: gpushare capture > gpushare.yaml.
 

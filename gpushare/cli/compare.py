@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import product
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import typer
 
@@ -28,7 +28,7 @@ from gpushare.base.errors import BadUsage, GpuLost, GpushareError, no_gpu_error
 from gpushare.base.model import Gpu, Way
 from gpushare.base.selection import select
 from gpushare.base.units import quoted
-from gpushare.cli.options import PLAIN, Command, GpuOption, settings
+from gpushare.cli.options import GPU_OPTION, PLAIN, Command, argument, option, settings
 from gpushare.show.compare import ComparedCell, ComparedRow, compare_table, csv_table, why_table
 from gpushare.show.result import Result
 from gpushare.show.status import gpu_errors
@@ -68,29 +68,19 @@ class CompareAnswer:
 
 @app.command(cls=Command)
 def compare(
-    mechanisms: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[MECHANISM]...", help="streams, mps, time-slicing, mig, vgpu. [default: all]"),
-    ] = None,
-    view: Annotated[
-        str | None,
-        typer.Option(
-            "--view",
-            metavar="VIEW",
-            help="published (NVIDIA's table of 2022), today (the current state), or host. [default: host where one answers, else today]",
-        ),
-    ] = None,
-    why: Annotated[
-        tuple[str, str] | None,
-        typer.Option("--why", metavar="ROW MECHANISM", help="Explain one cell: all views, sources, contradictions."),
-    ] = None,
-    driver: Annotated[
-        str | None,
-        typer.Option(
-            "--driver", metavar="VERSION", help="The view today for this driver, like 580. [default: the newest]"
-        ),
-    ] = None,
-    gpu: GpuOption = None,
+    mechanisms: list[str] | None = argument("[MECHANISM]...", "streams, mps, time-slicing, mig, vgpu. [default: all]"),
+    view: str | None = option(
+        "--view",
+        "VIEW",
+        "published (NVIDIA's table of 2022), today (the current state), or host. [default: host where one answers, else today]",
+    ),
+    why: tuple[str, str] | None = option(
+        "--why", "ROW MECHANISM", "Explain one cell: all views, sources, contradictions."
+    ),
+    driver: str | None = option(
+        "--driver", "VERSION", "The view today for this driver, like 580. [default: the newest]"
+    ),
+    gpu: str | None = GPU_OPTION,
 ) -> Any:
     """Compare the ways to share a GPU: Streams, MPS, time-slicing, MIG, vGPU.
 

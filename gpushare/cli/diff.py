@@ -11,7 +11,7 @@ import typer
 from gpushare.base.errors import ExitCode, GpushareError
 from gpushare.base.model import FileWay
 from gpushare.base.values import dataclass
-from gpushare.cli.options import PLAIN, Command, HostFileArgument, HostFileOption, host_file, settings
+from gpushare.cli.options import HOST_FILE_ARGUMENT, HOST_FILE_OPTION, PLAIN, Command, host_file, settings
 from gpushare.hostfile.diff import Point, check_fits, points
 from gpushare.hostfile.file import Entry, HostFile
 from gpushare.hostfile.live import LiveGpu
@@ -25,7 +25,7 @@ app = typer.Typer(**PLAIN)
 
 
 @app.command(cls=Command)
-def diff(path: HostFileArgument = None, file: HostFileOption = None) -> Any:
+def diff(path: str | None = HOST_FILE_ARGUMENT, file: str | None = HOST_FILE_OPTION) -> Any:
     """Show how each GPU differs from its entry of gpushare.yaml; GPUs without an entry are left out.
 
     With rules for time-slices (slices:) it also names the processes that have another slice than their rule says. Exit code

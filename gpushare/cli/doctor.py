@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
 from gpushare.base.values import dataclass
-from gpushare.cli.options import PLAIN, Command, settings
+from gpushare.cli.options import PLAIN, Command, option, settings
 from gpushare.doctor.check import Check, Verdict
 from gpushare.doctor.examine import examine, exit_code, worst
 from gpushare.show.result import Column, Result, Table
@@ -43,10 +43,9 @@ class DoctorAnswer:
 
 @app.command(cls=Command)
 def doctor(
-    fail_on: Annotated[
-        FailOn,
-        typer.Option("--fail-on", help="Exit with 1 on: a failed check (failure), or also on a warning."),
-    ] = FailOn.FAILURE,
+    fail_on: FailOn = option(
+        "--fail-on", None, "Exit with 1 on: a failed check (failure), or also on a warning.", default=FailOn.FAILURE
+    ),
 ) -> Any:
     """Check the host for common problems. Each finding has a stable id and a remedy; nothing is changed.
 

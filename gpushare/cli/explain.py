@@ -8,7 +8,7 @@ import re
 import stat
 import sys
 from collections.abc import Iterator, Sequence
-from typing import IO, Annotated, Any, Final
+from typing import IO, Any, Final
 
 import typer
 
@@ -18,7 +18,7 @@ from gpushare.base.errors import BadUsage, NotFound, OperationFailed
 from gpushare.base.package import package_rows
 from gpushare.base.units import counted
 from gpushare.base.values import dataclass
-from gpushare.cli.options import PLAIN, Command, settings
+from gpushare.cli.options import PLAIN, Command, argument, option, settings
 from gpushare.show.legend import HEADS
 from gpushare.show.result import Result
 from gpushare.show.text import visible, wrapped
@@ -32,15 +32,11 @@ _LABEL: Final = 10
 
 @app.command(cls=Command)
 def explain(
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[CODE|TEXT|FILE]...",
-            help="805, CUDA_ERROR_..., Xid 31, exit code 143, a log line, a log file, or a concept; - is stdin.",
-            show_default=False,
-        ),
-    ] = None,
-    file: Annotated[str | None, typer.Option("-f", "--file", metavar="FILE", help="A log; - is stdin.")] = None,
+    words: list[str] | None = argument(
+        "[CODE|TEXT|FILE]...",
+        "805, CUDA_ERROR_..., Xid 31, exit code 143, a log line, a log file, or a concept; - is stdin.",
+    ),
+    file: str | None = option("-f --file", "FILE", "A log; - is stdin."),
 ) -> Any:
     """Explain a CUDA or NVML error, an Xid, MPS logs, an error code of gpushare (in_use), an exit code, a check of doctor, or a concept.
 

@@ -10,7 +10,7 @@ import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import typer
 
@@ -19,7 +19,7 @@ from gpushare.base.model import Way
 from gpushare.base.selection import select, select_one
 from gpushare.base.values import dataclass
 from gpushare.cli import metrics
-from gpushare.cli.options import GROUP, Command, GpuOption, OneGpuOption, note, settings
+from gpushare.cli.options import GPU_OPTION, GROUP, ONE_GPU_OPTION, Command, flag, note, option, settings
 from gpushare.export import description
 from gpushare.export.containers import (
     ExportedDevice,
@@ -49,36 +49,22 @@ from gpushare.snapshot import HostState
 
 _NODE: Final = r"(?a)[a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?"
 
-FileOption = Annotated[
-    str | None,
-    typer.Option("-f", "--file", metavar="FILE", help="Take the sharing from this gpushare.yaml. [default: this host]"),
-]
-To = Annotated[str | None, typer.Option("--to", metavar="DIR", help="Write the files there instead of printing them.")]
-Node = Annotated[str | None, typer.Option("--node", metavar="NAME", help="The node's name in the cluster.")]
-Replicas = Annotated[
-    int | None,
-    typer.Option(
-        "--replicas",
-        metavar="N",
-        help="How many programs share a GPU; 1: a time-sliced GPU is not shared. [default: 4]",
-    ),
-]
-MigReplicas = Annotated[
-    int | None, typer.Option("--mig-replicas", metavar="N", help="How many programs share a MIG device. [default: 1]")
-]
-MigStrategy = Annotated[
-    str, typer.Option("--mig-strategy", metavar="NAME", help="How MIG devices are named: mixed or single.")
-]
+FILE_OPTION: Final = option("-f --file", "FILE", "Take the sharing from this gpushare.yaml. [default: this host]")
+TO: Final = option("--to", "DIR", "Write the files there instead of printing them.")
+NODE: Final = option("--node", "NAME", "The node's name in the cluster.")
+REPLICAS: Final = option(
+    "--replicas", "N", "How many programs share a GPU; 1: a time-sliced GPU is not shared. [default: 4]"
+)
+MIG_REPLICAS: Final = option("--mig-replicas", "N", "How many programs share a MIG device. [default: 1]")
+MIG_STRATEGY: Final = option("--mig-strategy", "NAME", "How MIG devices are named: mixed or single.", default="mixed")
 
 
 def dra(
-    gpu: GpuOption = None,
-    file: FileOption = None,
-    mig_replicas: MigReplicas = None,
-    kubernetes: Annotated[
-        str, typer.Option("--kubernetes", metavar="VERSION", help="The version of the cluster, from 1.32 on.")
-    ] = "1.34",
-    to: To = None,
+    gpu: str | None = GPU_OPTION,
+    file: str | None = FILE_OPTION,
+    mig_replicas: int | None = MIG_REPLICAS,
+    kubernetes: str = option("--kubernetes", "VERSION", "The version of the cluster, from 1.32 on.", default="1.34"),
+    to: str | None = TO,
 ) -> Any:
     """Write a ResourceClaim for each shared GPU or MIG device, and a template for each that is not shared.
 
@@ -90,52 +76,24 @@ def dra(
 
 
 def karpenter(
-    gpu: GpuOption = None,
-    file: FileOption = None,
-    replicas: Replicas = None,
-    mig_replicas: MigReplicas = None,
-    mig_strategy: MigStrategy = "mixed",
-    name: Annotated[
-        str, typer.Option("--name", metavar="NAME", help="The name of the NodePool and of the EC2NodeClass.")
-    ] = "gpu-shared",
-    node_class: Annotated[
-        str | None,
-        typer.Option("--node-class", metavar="NAME", help="An EC2NodeClass that exists. [default: write one]"),
-    ] = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            "--cluster", metavar="NAME", help="The EKS cluster, for the role and the tags of the EC2NodeClass."
-        ),
-    ] = None,
-    ami: Annotated[
-        str | None,
-        typer.Option(
-            "--ami",
-            metavar="ALIAS",
-            help="The AMI of the EC2NodeClass: al2023@VERSION. [default: al2023@latest]",
-        ),
-    ] = None,
-    role: Annotated[
-        str | None,
-        typer.Option("--role", metavar="NAME", help="The role of its nodes. [default: KarpenterNodeRole-CLUSTER]"),
-    ] = None,
-    tag: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--tag",
-            metavar="KEY=VALUE",
-            help="The tag of its subnets and security groups. [default: karpenter.sh/discovery=CLUSTER]",
-        ),
-    ] = None,
-    instance_type: Annotated[
-        str | None,
-        typer.Option("--instance-type", metavar="TYPE", help="One instance type. [default: by model and number]"),
-    ] = None,
-    max_nodes: Annotated[
-        int | None, typer.Option("--max-nodes", metavar="N", help="Start no more nodes than this. [default: no limit]")
-    ] = None,
-    to: To = None,
+    gpu: str | None = GPU_OPTION,
+    file: str | None = FILE_OPTION,
+    replicas: int | None = REPLICAS,
+    mig_replicas: int | None = MIG_REPLICAS,
+    mig_strategy: str = MIG_STRATEGY,
+    name: str = option("--name", "NAME", "The name of the NodePool and of the EC2NodeClass.", default="gpu-shared"),
+    node_class: str | None = option("--node-class", "NAME", "An EC2NodeClass that exists. [default: write one]"),
+    cluster: str | None = option(
+        "--cluster", "NAME", "The EKS cluster, for the role and the tags of the EC2NodeClass."
+    ),
+    ami: str | None = option("--ami", "ALIAS", "The AMI of the EC2NodeClass: al2023@VERSION. [default: al2023@latest]"),
+    role: str | None = option("--role", "NAME", "The role of its nodes. [default: KarpenterNodeRole-CLUSTER]"),
+    tag: list[str] | None = option(
+        "--tag", "KEY=VALUE", "The tag of its subnets and security groups. [default: karpenter.sh/discovery=CLUSTER]"
+    ),
+    instance_type: str | None = option("--instance-type", "TYPE", "One instance type. [default: by model and number]"),
+    max_nodes: int | None = option("--max-nodes", "N", "Start no more nodes than this. [default: no limit]"),
+    to: str | None = TO,
 ) -> Any:
     """Write an EC2NodeClass, a NodePool with a taint, and a NodeOverlay with the number of shares that a node offers.
 
@@ -157,15 +115,12 @@ def karpenter(
 
 
 def slurm(
-    gpu: GpuOption = None,
-    file: FileOption = None,
-    replicas: Replicas = None,
-    autodetect: Annotated[
-        str | None,
-        typer.Option("--autodetect", metavar="HOW", help="nvml or off. [default: nvml where there is MIG, else off]"),
-    ] = None,
-    node: Node = None,
-    to: To = None,
+    gpu: str | None = GPU_OPTION,
+    file: str | None = FILE_OPTION,
+    replicas: int | None = REPLICAS,
+    autodetect: str | None = option("--autodetect", "HOW", "nvml or off. [default: nvml where there is MIG, else off]"),
+    node: str | None = NODE,
+    to: str | None = TO,
 ) -> Any:
     """Write gres.conf and the lines of slurm.conf; for MPS also a prolog, an epilog and a task prolog.
 
@@ -179,13 +134,11 @@ def slurm(
 
 
 def mig_parted(
-    gpu: GpuOption = None,
-    file: FileOption = None,
-    name: Annotated[str, typer.Option("--name", metavar="CONFIG", help="The name of the config.")] = "current",
-    placement: Annotated[
-        bool, typer.Option("--placement", help="Add exact placements, in a second document that mig-parted skips.")
-    ] = False,
-    to: To = None,
+    gpu: str | None = GPU_OPTION,
+    file: str | None = FILE_OPTION,
+    name: str = option("--name", "CONFIG", "The name of the config.", default="current"),
+    placement: bool = flag("--placement", "Add exact placements, in a second document that mig-parted skips."),
+    to: str | None = TO,
 ) -> Any:
     """Write the MIG layout as a mig-parted v1 file, for mig-parted and `gpushare mig apply -f`.
 
@@ -203,7 +156,7 @@ def _container_share(gpu: str | None, file: str | None) -> ExportedDevice:
     return container_device(live if file is None else in_place(state, file, load(file)[0], live), device.uuid)
 
 
-def cdi(gpu: OneGpuOption = None, file: FileOption = None, to: To = None) -> Any:
+def cdi(gpu: str | None = ONE_GPU_OPTION, file: str | None = FILE_OPTION, to: str | None = TO) -> Any:
     """Write the flags that give a container one GPU, MIG device or MPS share by CDI; for MPS also the CDI file.
 
     nvidia-ctk writes the file of the GPU itself; its command is printed on stderr.
@@ -211,17 +164,17 @@ def cdi(gpu: OneGpuOption = None, file: FileOption = None, to: To = None) -> Any
     return export_result("cdi", cdi_export(_container_share(gpu, file)), to)
 
 
-def docker(gpu: OneGpuOption = None, file: FileOption = None, to: To = None) -> Any:
+def docker(gpu: str | None = ONE_GPU_OPTION, file: str | None = FILE_OPTION, to: str | None = TO) -> Any:
     """Write the flags that give a container one GPU, MIG device or MPS share: docker run $(gpushare export docker)."""
     return export_result("docker", docker_export(_container_share(gpu, file)), to)
 
 
 def compose(
-    gpu: OneGpuOption = None,
-    file: FileOption = None,
-    image: Annotated[str | None, typer.Option("--image", metavar="IMAGE", help="The image of the service.")] = None,
-    service: Annotated[str, typer.Option("--service", metavar="NAME", help="The name of the service.")] = "gpu",
-    to: To = None,
+    gpu: str | None = ONE_GPU_OPTION,
+    file: str | None = FILE_OPTION,
+    image: str | None = option("--image", "IMAGE", "The image of the service."),
+    service: str = option("--service", "NAME", "The name of the service.", default="gpu"),
+    to: str | None = TO,
 ) -> Any:
     """Write a compose file with one service on one GPU, MIG device or MPS share."""
     export = compose_export(_container_share(gpu, file), image=image, service=service)
@@ -229,13 +182,11 @@ def compose(
 
 
 def ecs(
-    gpu: OneGpuOption = None,
-    file: FileOption = None,
-    image: Annotated[str | None, typer.Option("--image", metavar="IMAGE", help="The image of the container.")] = None,
-    name: Annotated[
-        str, typer.Option("--name", metavar="NAME", help="The family of the task definition.")
-    ] = "gpu-shared",
-    to: To = None,
+    gpu: str | None = ONE_GPU_OPTION,
+    file: str | None = FILE_OPTION,
+    image: str | None = option("--image", "IMAGE", "The image of the container."),
+    name: str = option("--name", "NAME", "The family of the task definition.", default="gpu-shared"),
+    to: str | None = TO,
 ) -> Any:
     """Write an ECS task definition with one container on an MPS share like this one, or on a whole GPU.
 
@@ -245,16 +196,11 @@ def ecs(
 
 
 def systemd(
-    gpu: GpuOption = None,
-    file: FileOption = None,
-    program: Annotated[
-        str | None, typer.Option("--program", metavar="PATH", help="Where gpushare is. [default: this one]")
-    ] = None,
-    at_boot: Annotated[
-        str | None,
-        typer.Option("--at-boot", metavar="FILE", help="The file to apply at boot. [default: the last applied file]"),
-    ] = None,
-    to: To = None,
+    gpu: str | None = GPU_OPTION,
+    file: str | None = FILE_OPTION,
+    program: str | None = option("--program", "PATH", "Where gpushare is. [default: this one]"),
+    at_boot: str | None = option("--at-boot", "FILE", "The file to apply at boot. [default: the last applied file]"),
+    to: str | None = TO,
 ) -> Any:
     """Write a unit that applies gpushare.yaml at boot, and one for each MPS daemon that runs now or is in the file.
 
@@ -290,9 +236,6 @@ app = typer.Typer(
     **GROUP,
     help="Write the sharing of this host for another engine. What the engine cannot express is refused or reported as lost.",
 )
-Rename = Annotated[
-    bool, typer.Option("--rename", help="Offer shared GPUs as nvidia.com/gpu.shared, not as nvidia.com/gpu.")
-]
 
 
 def node_name(given: str | None, *, short: bool = False) -> str | None:
@@ -443,17 +386,15 @@ def _describe_wanted(state: HostState, file: HostFile, host: HostDescription) ->
 
 
 def k8s(
-    gpu: GpuOption = None,
-    file: FileOption = None,
-    replicas: Replicas = None,
-    mig_replicas: MigReplicas = None,
-    rename: Rename = False,
-    mig_strategy: MigStrategy = "mixed",
-    namespace: Annotated[
-        str, typer.Option("--namespace", metavar="NAME", help="Where the GPU operator runs.")
-    ] = "gpu-operator",
-    node: Node = None,
-    to: To = None,
+    gpu: str | None = GPU_OPTION,
+    file: str | None = FILE_OPTION,
+    replicas: int | None = REPLICAS,
+    mig_replicas: int | None = MIG_REPLICAS,
+    rename: bool = flag("--rename", "Offer shared GPUs as nvidia.com/gpu.shared, not as nvidia.com/gpu."),
+    mig_strategy: str = MIG_STRATEGY,
+    namespace: str = option("--namespace", "NAME", "Where the GPU operator runs.", default="gpu-operator"),
+    node: str | None = NODE,
+    to: str | None = TO,
 ) -> Any:
     """Write the device-plugin ConfigMap, the patch of the ClusterPolicy, and a Deployment that verifies both.
 

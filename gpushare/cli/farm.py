@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -16,14 +16,17 @@ from gpushare.base.model import Gpu
 from gpushare.base.selection import Device, candidates, is_any, usable
 from gpushare.base.units import format_copies, parse_seconds, ranges
 from gpushare.cli.options import (
+    CLIENT_THREADS,
     CONTEXT,
+    OVER_ACTION,
     PLAIN,
+    PRIORITY_OPTION,
     ChangingCommand,
-    ClientThreads,
-    OverAction,
-    PriorityOption,
+    argument,
+    flag,
     gpus_of,
     note,
+    option,
     settings,
 )
 from gpushare.host.host import Host
@@ -53,60 +56,24 @@ app = typer.Typer(**PLAIN)
 
 @app.command(cls=ChangingCommand, context_settings={**CONTEXT, "allow_interspersed_args": False})
 def farm(
-    command: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="CMD...", help="The program; {} is the number of the copy, or its line.", show_default=False
-        ),
-    ],
-    copies: Annotated[int | None, typer.Option("--copies", metavar="N", help="Run N copies, numbered from 0.")] = None,
-    each: Annotated[
-        str | None, typer.Option("--each", metavar="FILE", help="Run one copy for each line of FILE; - is stdin.")
-    ] = None,
-    parallel: Annotated[
-        int | None, typer.Option("--parallel", metavar="K", help="At most K at a time. [default: as many as fit]")
-    ] = None,
-    gpu: Annotated[
-        str | None,
-        typer.Option("-g", "--gpu", metavar="SET", help="The GPUs or instances: 0, 0-3, 0,2, any (all)."),
-    ] = None,
-    gpus: Annotated[
-        int | None, typer.Option("--gpus", metavar="N", help="How many of them each copy has. [default: 1]")
-    ] = None,
-    threads: ClientThreads = None,
-    memory: Annotated[
-        str | None,
-        typer.Option(
-            "--memory",
-            metavar="SIZE",
-            help="Device memory of each copy: 20G, 80%. [default: measured]",
-        ),
-    ] = None,
-    over: OverAction = None,
-    priority: PriorityOption = None,
-    logs: Annotated[
-        str | None,
-        typer.Option("--logs", metavar="DIR", help="Write DIR/copy-N.log and DIR/farm.jsonl."),
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Skip the copies that are done in DIR/farm.jsonl.")] = False,
-    restart: Annotated[int, typer.Option("--restart", metavar="K", help="Restart a failed copy, at most K times.")] = 0,
-    fail_fast: Annotated[bool, typer.Option("--fail-fast", help="End the farm with the first failed copy.")] = False,
-    stall: Annotated[
-        str | None, typer.Option("--stall", metavar="TIME", help="End a copy that prints nothing for this long: 60s.")
-    ] = None,
-    like: Annotated[
-        str | None,
-        typer.Option(
-            "--like", metavar="FILE", help="Take the thread percentage of each copy from a file of bench --to."
-        ),
-    ] = None,
-    name: Annotated[
-        str | None, typer.Option("--name", metavar="NAME", help="Name the farm, for commands that take a JOB.")
-    ] = None,
-    grace: Annotated[
-        str | None,
-        typer.Option("--grace", metavar="TIME", help="Time that a copy gets to end after a signal. [default: 10s]"),
-    ] = None,
+    command: list[str] = argument("CMD...", "The program; {} is the number of the copy, or its line.", default=...),
+    copies: int | None = option("--copies", "N", "Run N copies, numbered from 0."),
+    each: str | None = option("--each", "FILE", "Run one copy for each line of FILE; - is stdin."),
+    parallel: int | None = option("--parallel", "K", "At most K at a time. [default: as many as fit]"),
+    gpu: str | None = option("-g --gpu", "SET", "The GPUs or instances: 0, 0-3, 0,2, any (all)."),
+    gpus: int | None = option("--gpus", "N", "How many of them each copy has. [default: 1]"),
+    threads: str | None = CLIENT_THREADS,
+    memory: str | None = option("--memory", "SIZE", "Device memory of each copy: 20G, 80%. [default: measured]"),
+    over: str | None = OVER_ACTION,
+    priority: str | None = PRIORITY_OPTION,
+    logs: str | None = option("--logs", "DIR", "Write DIR/copy-N.log and DIR/farm.jsonl."),
+    resume: bool = flag("--resume", "Skip the copies that are done in DIR/farm.jsonl."),
+    restart: int = option("--restart", "K", "Restart a failed copy, at most K times.", default=0),
+    fail_fast: bool = flag("--fail-fast", "End the farm with the first failed copy."),
+    stall: str | None = option("--stall", "TIME", "End a copy that prints nothing for this long: 60s."),
+    like: str | None = option("--like", "FILE", "Take the thread percentage of each copy from a file of bench --to."),
+    name: str | None = option("--name", "NAME", "Name the farm, for commands that take a JOB."),
+    grace: str | None = option("--grace", "TIME", "Time that a copy gets to end after a signal. [default: 10s]"),
 ) -> Any:
     """Run many copies of a program under MPS, as many at a time as fit into the memory of the GPUs.
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import typer
 
-from gpushare.cli.options import PLAIN, settings
-from gpushare.cli.status import WatchCommand, WatchOption, read_or_watch
+from gpushare.cli.options import PLAIN, flag, settings
+from gpushare.cli.status import WATCH_OPTION, WatchCommand, read_or_watch
 from gpushare.run.jobs import KEPT_JOBS
 from gpushare.run.listing import listed_jobs
 from gpushare.show.jobs import jobs_result
@@ -22,10 +22,8 @@ _MOST_ENDED: Final = 10
 
 @app.command(cls=WatchCommand)
 def jobs(
-    everything: Annotated[
-        bool, typer.Option("-a", "--all", help="Also each process on the GPUs that gpushare did not start.")
-    ] = False,
-    watch: WatchOption = None,
+    everything: bool = flag("-a --all", "Also each process on the GPUs that gpushare did not start."),
+    watch: str | None = WATCH_OPTION,
 ) -> Any:
     """List the jobs that run, wait for room, are paused or swapped out, and the last ten that have ended.
 

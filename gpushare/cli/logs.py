@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import typer
 
 from gpushare.base.errors import BadCombination, ExitCode
 from gpushare.base.values import dataclass
-from gpushare.cli.options import PLAIN, Command, note, settings
+from gpushare.cli.options import PLAIN, Command, argument, flag, note, option, settings
 from gpushare.run.output import Output, find_output, is_present, read_blocks, seek_lines
 from gpushare.run.output import follow as followed
 from gpushare.show.result import Column, OutputFormat, Result, Table
@@ -27,14 +27,9 @@ _DOCUMENT_BYTES: Final = 16 << 20
 
 @app.command(cls=Command)
 def logs(
-    job: Annotated[
-        str, typer.Argument(metavar="JOB", help="A job by name or PID; also one that has ended.", show_default=False)
-    ],
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the job has ended, or Ctrl-C.")] = False,
-    lines: Annotated[
-        int | None,
-        typer.Option("--lines", metavar="N", help="The last N lines. [default: all; 200 on a terminal]", min=0),
-    ] = None,
+    job: str = argument("JOB", "A job by name or PID; also one that has ended.", default=...),
+    follow: bool = flag("-f --follow", "Go on until the job has ended, or Ctrl-C."),
+    lines: int | None = option("--lines", "N", "The last N lines. [default: all; 200 on a terminal]", min=0),
 ) -> Any:
     """Show what a job that was started with `gpushare run -d` has printed, byte by byte.
 

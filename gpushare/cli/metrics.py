@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from socketserver import ThreadingMixIn
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 import typer
@@ -21,7 +21,7 @@ from gpushare import __version__
 from gpushare.base.errors import BadUsage, ExitCode, GpushareError, OperationFailed
 from gpushare.base.model import Snapshot, Way
 from gpushare.base.units import quoted
-from gpushare.cli.options import PLAIN, Command, note, settings
+from gpushare.cli.options import PLAIN, Command, flag, note, option, settings
 from gpushare.export.document import not_written_error
 from gpushare.host.host import Host
 from gpushare.host.records import replace_file
@@ -48,10 +48,7 @@ _DEFAULT: Final = "127.0.0.1:9836"
 
 @app.command(cls=Command)
 def metrics(
-    listen: Annotated[
-        str,
-        typer.Option("--listen", metavar="ADDR:PORT", help="Where to listen; :PORT listens on every address."),
-    ] = _DEFAULT,
+    listen: str = option("--listen", "ADDR:PORT", "Where to listen; :PORT listens on every address.", default=_DEFAULT),
 ) -> Any:
     """Serve metrics that no other exporter has, at /metrics, until Ctrl-C.
 
@@ -174,12 +171,9 @@ class PrometheusAnswer:
 
 
 def prometheus(
-    textfile: Annotated[
-        str | None,
-        typer.Option("--textfile", metavar="PATH", help="Write PATH (*.prom) for node_exporter, atomically."),
-    ] = None,
-    rules: Annotated[bool, typer.Option("--rules", help="Print the alert rules instead.")] = False,
-    dashboard: Annotated[bool, typer.Option("--dashboard", help="Print the Grafana dashboard instead.")] = False,
+    textfile: str | None = option("--textfile", "PATH", "Write PATH (*.prom) for node_exporter, atomically."),
+    rules: bool = flag("--rules", "Print the alert rules instead."),
+    dashboard: bool = flag("--dashboard", "Print the Grafana dashboard instead."),
 ) -> Any:
     """Write metrics as text, once; or the alert rules; or a Grafana dashboard.
 

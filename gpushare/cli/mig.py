@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Any, Final
 
 import typer
 
@@ -19,15 +19,18 @@ from gpushare.cli import mig_change, mig_files
 from gpushare.cli.mig_change import planned_or_refused
 from gpushare.cli.mig_files import typed_wish
 from gpushare.cli.options import (
+    GPU_OPTION,
     GROUP,
+    NEEDED_MEMORY,
+    NEEDED_SMS,
+    WISHES,
     AskingCommand,
     ChangingCommand,
     Command,
-    GpuOption,
-    NeededMemory,
-    NeededSms,
-    Wishes,
+    argument,
+    flag,
     gpus_of,
+    option,
     settings,
 )
 from gpushare.gpu_models import find_model
@@ -77,7 +80,7 @@ class MigEnvAnswer:
 
 
 def env(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The name of an instance.", show_default=False)],
+    name: str = argument("NAME", "The name of an instance.", default=...),
 ) -> Any:
     """Print the export line with which a shell's programs use an instance: eval "$(gpushare mig env train)".
 
@@ -120,13 +123,10 @@ app = typer.Typer(
     **GROUP,
     help="MIG: instances, profiles, and exact plans with the fewest changes, carried out as transactions.",
 )
-Model = Annotated[
-    str | None,
-    typer.Option("--model", metavar="MODEL", help="An empty GPU of this model instead of this host's GPUs: h100-80gb."),
-]
+MODEL: Final = option("--model", "MODEL", "An empty GPU of this model instead of this host's GPUs: h100-80gb.")
 
 
-def status(gpu: GpuOption = None) -> Any:
+def status(gpu: str | None = GPU_OPTION) -> Any:
     """Show the MIG instances of each GPU with placement, UUID and processes, and what still fits.
 
     Equal GPUs are shown once. On a terminal, idle instances of equal GPUs have no UUIDs: -v shows them.
@@ -164,7 +164,7 @@ def status(gpu: GpuOption = None) -> Any:
     )
 
 
-def profiles(gpu: GpuOption = None, model: Model = None) -> Any:
+def profiles(gpu: str | None = GPU_OPTION, model: str | None = MODEL) -> Any:
     """Show the GPU instance profiles that the driver offers, with free counts and placements.
 
     The number in a name is rounded; the memory column is exact. With --model, published facts replace the
@@ -188,7 +188,11 @@ def profiles(gpu: GpuOption = None, model: Model = None) -> Any:
 
 
 def fits(
-    wish: Wishes = None, gpu: GpuOption = None, model: Model = None, memory: NeededMemory = None, sm: NeededSms = None
+    wish: list[str] | None = WISHES,
+    gpu: str | None = GPU_OPTION,
+    model: str | None = MODEL,
+    memory: str | None = NEEDED_MEMORY,
+    sm: int | None = NEEDED_SMS,
 ) -> Any:
     """Tell whether a wish fits next to what exists: yes, and where; no, and what is in the way; or never.
 
@@ -216,13 +220,13 @@ def fits(
 
 
 def plan(
-    wish: Wishes = None,
-    gpu: GpuOption = None,
-    model: Model = None,
-    memory: NeededMemory = None,
-    sm: NeededSms = None,
-    exact: Annotated[bool, typer.Option("--exact", help="Plan exactly this layout and nothing else.")] = False,
-    may_destroy: Annotated[bool, typer.Option("--may-destroy", help="Idle instances may be destroyed.")] = False,
+    wish: list[str] | None = WISHES,
+    gpu: str | None = GPU_OPTION,
+    model: str | None = MODEL,
+    memory: str | None = NEEDED_MEMORY,
+    sm: int | None = NEEDED_SMS,
+    exact: bool = flag("--exact", "Plan exactly this layout and nothing else."),
+    may_destroy: bool = flag("--may-destroy", "Idle instances may be destroyed."),
 ) -> Any:
     """Print the plan for a wish that destroys and creates the least, with a picture and nvidia-smi commands.
 

@@ -8,9 +8,7 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any
-
-import typer
+from typing import Any, Final
 
 from gpushare.base.errors import BadCombination, BadUsage, GpushareError, InUse, NotFound, NotSupported, OperationFailed
 from gpushare.base.model import Gpu
@@ -19,18 +17,21 @@ from gpushare.base.units import counted, first_few, quoted, ranges
 from gpushare.base.values import dataclass
 from gpushare.cli.mig_files import absent_gpus, demands_of, exact_without_file_error, read_config, typed_wish
 from gpushare.cli.options import (
-    GpuOption,
-    NeededMemory,
-    NeededSms,
-    PartedConfig,
-    PartedExact,
-    PartedFile,
-    Wishes,
+    GPU_OPTION,
+    NEEDED_MEMORY,
+    NEEDED_SMS,
+    PARTED_CONFIG,
+    PARTED_EXACT,
+    PARTED_FILE,
+    WISHES,
+    argument,
     ask_and_carry_out,
     consented,
+    flag,
     gpus_of,
     is_agreed,
     note,
+    option,
     say_step,
     settings,
 )
@@ -307,9 +308,7 @@ class MigRecoverAnswer:
 
 
 def recover(
-    forget: Annotated[
-        bool, typer.Option("--forget", help="Accept what could not be restored; set an unreadable record aside.")
-    ] = False,
+    forget: bool = flag("--forget", "Accept what could not be restored; set an unreadable record aside."),
 ) -> Any:
     """Undo a change that was interrupted. Every other MIG change does this first.
 
@@ -371,23 +370,17 @@ def _forget(host: Host, ledger: MigLedger) -> tuple[str, ...]:
         return accept(host, ledger, dry_run=False)
 
 
-Evict = Annotated[
-    list[str] | None,
-    typer.Option("--evict", metavar="INSTANCE", help="This busy instance may be destroyed: its programs are ended."),
-]
-Refresh = Annotated[bool, typer.Option("--refresh-cdi", help="Rewrite the CDI specification of containers.")]
+EVICT: Final = option("--evict", "INSTANCE", "This busy instance may be destroyed: its programs are ended.")
+REFRESH: Final = flag("--refresh-cdi", "Rewrite the CDI specification of containers.")
 
 
 def create(
-    wish: Wishes = None,
-    gpu: GpuOption = None,
-    name: Annotated[
-        str | None,
-        typer.Option("--name", metavar="NAME", help="The name of the instance; several become NAME-1, NAME-2."),
-    ] = None,
-    memory: NeededMemory = None,
-    sm: NeededSms = None,
-    refresh_cdi: Refresh = False,
+    wish: list[str] | None = WISHES,
+    gpu: str | None = GPU_OPTION,
+    name: str | None = option("--name", "NAME", "The name of the instance; several become NAME-1, NAME-2."),
+    memory: str | None = NEEDED_MEMORY,
+    sm: int | None = NEEDED_SMS,
+    refresh_cdi: bool = REFRESH,
 ) -> Any:
     """Add GPU instances with compute instances, where they leave the most room. Nothing is destroyed.
 
@@ -419,13 +412,10 @@ def create(
 
 
 def destroy(
-    instance: Annotated[
-        list[str],
-        typer.Argument(metavar="INSTANCE...", help="Name, MIG UUID, GPU/GI[/CI], PROFILE:START, or all."),
-    ],
-    gpu: GpuOption = None,
-    evict: Evict = None,
-    refresh_cdi: Refresh = False,
+    instance: list[str] = argument("INSTANCE...", "Name, MIG UUID, GPU/GI[/CI], PROFILE:START, or all.", default=...),
+    gpu: str | None = GPU_OPTION,
+    evict: list[str] | None = EVICT,
+    refresh_cdi: bool = REFRESH,
 ) -> Any:
     """Destroy instances and nothing else. A busy one stays, unless --evict names it too.
 
@@ -445,21 +435,15 @@ def destroy(
 
 
 def apply(
-    wish: Wishes = None,
-    gpu: GpuOption = None,
-    file: PartedFile = None,
-    config: PartedConfig = None,
-    exact: PartedExact = False,
-    name: Annotated[
-        list[str] | None,
-        typer.Option("--name", metavar="NAME,...", help="The names of the instances in the order of WISH; or one."),
-    ] = None,
-    grant: Annotated[
-        list[str] | None,
-        typer.Option("--grant", metavar="NAME=USER+...", help="Let only these users use the instance of this name."),
-    ] = None,
-    evict: Evict = None,
-    refresh_cdi: Refresh = False,
+    wish: list[str] | None = WISHES,
+    gpu: str | None = GPU_OPTION,
+    file: str | None = PARTED_FILE,
+    config: str | None = PARTED_CONFIG,
+    exact: bool = PARTED_EXACT,
+    name: list[str] | None = option("--name", "NAME,...", "The names of the instances in the order of WISH; or one."),
+    grant: list[str] | None = option("--grant", "NAME=USER+...", "Let only these users use the instance of this name."),
+    evict: list[str] | None = EVICT,
+    refresh_cdi: bool = REFRESH,
 ) -> Any:
     """Give each GPU exactly this layout at the lowest cost: existing instances of the layout stay.
 
@@ -557,7 +541,7 @@ def _parse_grants(words: Sequence[str]) -> dict[str, list[str]]:
     return users_of
 
 
-def enable(gpu: GpuOption = None, refresh_cdi: Refresh = False) -> Any:
+def enable(gpu: str | None = GPU_OPTION, refresh_cdi: bool = REFRESH) -> Any:
     """Switch MIG mode on. The GPU must be idle.
 
     On Hopper and later the driver would switch it on for a busy GPU, and then create no instance. If the mode stays
@@ -567,10 +551,10 @@ def enable(gpu: GpuOption = None, refresh_cdi: Refresh = False) -> Any:
 
 
 def disable(
-    gpu: GpuOption = None,
-    destroy: Annotated[bool, typer.Option("--destroy", help="Destroy idle instances first.")] = False,
-    evict: Evict = None,
-    refresh_cdi: Refresh = False,
+    gpu: str | None = GPU_OPTION,
+    destroy: bool = flag("--destroy", "Destroy idle instances first."),
+    evict: list[str] | None = EVICT,
+    refresh_cdi: bool = REFRESH,
 ) -> Any:
     """Switch MIG mode off. Existing instances prevent it, unless --destroy is given."""
     return _switch_mode("mig disable", gpu, enable=False, destroy=destroy, evict=evict, refresh_cdi=refresh_cdi)
@@ -691,13 +675,10 @@ def _tells_gpu(word: str) -> bool:
 
 
 def name(
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="The new name.", show_default=False)] = None,
-    instance: Annotated[
-        str | None,
-        typer.Argument(metavar="INSTANCE", help="MIG UUID, GPU/GI[/CI], or PROFILE:START.", show_default=False),
-    ] = None,
-    gpu: GpuOption = None,
-    forget: Annotated[str | None, typer.Option("--forget", metavar="NAME", help="Forget this name.")] = None,
+    name: str | None = argument("NAME", "The new name."),
+    instance: str | None = argument("INSTANCE", "MIG UUID, GPU/GI[/CI], or PROFILE:START."),
+    gpu: str | None = GPU_OPTION,
+    forget: str | None = option("--forget", "NAME", "Forget this name."),
 ) -> Any:
     """Give an instance a name, or forget a name. The instance itself does not change.
 
@@ -778,12 +759,12 @@ def _plan_forget(name: str) -> Plan:
     )
 
 
-Name = Annotated[str, typer.Argument(metavar="NAME", help="The name of the instance.", show_default=False)]
+NAME: Final = argument("NAME", "The name of the instance.", default=...)
 
 
 def grant(
-    name: Name,
-    user: Annotated[str, typer.Argument(metavar="USER", help="User name or id.", show_default=False)],
+    name: str = NAME,
+    user: str = argument("USER", "User name or id.", default=...),
 ) -> Any:
     """Let only this user, and root, use a MIG instance. Needs root.
 
@@ -794,10 +775,8 @@ def grant(
 
 
 def revoke(
-    name: Name,
-    user: Annotated[
-        str | None, typer.Argument(metavar="[USER]", help="Only this user. [default: all]", show_default=False)
-    ] = None,
+    name: str = NAME,
+    user: str | None = argument("[USER]", "Only this user. [default: all]"),
 ) -> Any:
     """Revoke a user's grant, or all; without grants every local user can use the instance. Needs root."""
     return _carry_out_grant("mig revoke", lambda host: plan_revoke(host, name, user))

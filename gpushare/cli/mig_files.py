@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final
-
-import typer
+from typing import Any, Final
 
 from gpushare.base.errors import BadCombination, BadUsage, ExitCode, GpushareError, NoGpu, no_gpu_error
 from gpushare.base.model import Gpu
 from gpushare.base.selection import no_mig_error, select
 from gpushare.base.units import parse_memory_limit
 from gpushare.base.values import dataclass
-from gpushare.cli.options import GpuOption, PartedConfig, PartedExact, PartedFile, gpus_of, settings
+from gpushare.cli.options import GPU_OPTION, PARTED_CONFIG, PARTED_EXACT, PARTED_FILE, argument, gpus_of, settings
 from gpushare.host.host import Host
 from gpushare.inputs import documents, shown_path, text_of
 from gpushare.mig.driver import MigReader
@@ -35,18 +33,11 @@ from gpushare.show.result import Result
 
 
 def check(
-    wish: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="WISH...",
-            help="The instances expected: 3g.40gb 1g.10gb*2; from slice 4 on: 3g:4.",
-            show_default=False,
-        ),
-    ] = None,
-    gpu: GpuOption = None,
-    file: PartedFile = None,
-    config: PartedConfig = None,
-    exact: PartedExact = False,
+    wish: list[str] | None = argument("WISH...", "The instances expected: 3g.40gb 1g.10gb*2; from slice 4 on: 3g:4."),
+    gpu: str | None = GPU_OPTION,
+    file: str | None = PARTED_FILE,
+    config: str | None = PARTED_CONFIG,
+    exact: bool = PARTED_EXACT,
 ) -> Any:
     """Check whether each chosen GPU has exactly these MIG devices; show what is missing or extra.
 

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from gpushare.base.errors import BadCombination, BadUsage
 from gpushare.base.selection import select, select_one
 from gpushare.base.values import dataclass
-from gpushare.cli.options import PLAIN, AskingCommand, WaitTimeout, ask_and_carry_out, longest_wait, note, settings
+from gpushare.cli.options import (
+    PLAIN,
+    WAIT_TIMEOUT,
+    AskingCommand,
+    argument,
+    ask_and_carry_out,
+    flag,
+    longest_wait,
+    note,
+    option,
+    settings,
+)
 from gpushare.hostfile.kept import kept_limits
 from gpushare.memory.room import repair_first
 from gpushare.run.moving import MovedJob, Mover
@@ -28,20 +39,11 @@ class MoveAnswer(PlanAnswer):
 
 @app.command(cls=AskingCommand)
 def move(
-    job: Annotated[
-        str | None, typer.Argument(metavar="[JOB]", help="A job by name or PID.", show_default=False)
-    ] = None,
-    gpu: Annotated[
-        str | None,
-        typer.Option(
-            "-g", "--gpu", metavar="GPU", help="Where it goes: the first of these GPUs with room. [default: any]"
-        ),
-    ] = None,
-    off: Annotated[
-        str | None, typer.Option("--off", metavar="GPU", help="Move all jobs off this GPU, instead of one JOB.")
-    ] = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Wait until a GPU has room, first come first served.")] = False,
-    timeout: WaitTimeout = None,
+    job: str | None = argument("[JOB]", "A job by name or PID."),
+    gpu: str | None = option("-g --gpu", "GPU", "Where it goes: the first of these GPUs with room. [default: any]"),
+    off: str | None = option("--off", "GPU", "Move all jobs off this GPU, instead of one JOB."),
+    wait: bool = flag("--wait", "Wait until a GPU has room, first come first served."),
+    timeout: str | None = WAIT_TIMEOUT,
 ) -> Any:
     """Move a running job to another GPU: it continues there, and does not notice.
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import typer
 
@@ -17,18 +17,19 @@ from gpushare.base.selection import select_for_change, select_one
 from gpushare.base.units import counted, first_few, parse_seconds, quoted
 from gpushare.base.values import dataclass
 from gpushare.cli.options import (
+    CLIENT_THREADS,
+    GPU_OPTION,
     GROUP,
+    PRIORITY_OPTION,
     AskingCommand,
     ChangingCommand,
-    ClientMemory,
-    ClientThreads,
     Command,
-    GpuOption,
-    PriorityOption,
     ask_and_carry_out,
     consented,
+    flag,
     gpus_of,
     note,
+    option,
     settings,
 )
 from gpushare.host.capabilities import user_id, user_name
@@ -56,7 +57,7 @@ class MpsStatusAnswer:
     mps_daemons: tuple[MpsDaemon, ...]
 
 
-def status(gpu: GpuOption = None) -> Any:
+def status(gpu: str | None = GPU_OPTION) -> Any:
     """Show all MPS daemons of the host, those of others included, with limits, servers and clients."""
     snapshot = Observer(settings.connect(), strangers=settings.verbose).look()
     # A daemon with unknown GPUs is shown for every GPU.
@@ -88,10 +89,10 @@ class MpsLogsAnswer:
 
 
 def logs(
-    gpu: GpuOption = None,
-    lines: Annotated[int, typer.Option("--lines", metavar="N", help="The last N lines of each log.", min=1)] = 40,
-    server: Annotated[bool, typer.Option("--server", help="Only the server's log.")] = False,
-    control: Annotated[bool, typer.Option("--control", help="Only the control daemon's log.")] = False,
+    gpu: str | None = GPU_OPTION,
+    lines: int = option("--lines", "N", "The last N lines of each log.", default=40, min=1),
+    server: bool = flag("--server", "Only the server's log."),
+    control: bool = flag("--control", "Only the control daemon's log."),
 ) -> Any:
     """Show the last lines of a daemon's control.log and server.log.
 
@@ -161,10 +162,10 @@ class MpsEnvAnswer:
 
 
 def env(
-    gpu: GpuOption = None,
-    threads: ClientThreads = None,
-    memory: ClientMemory = None,
-    priority: PriorityOption = None,
+    gpu: str | None = GPU_OPTION,
+    threads: str | None = CLIENT_THREADS,
+    memory: str | None = option("--memory", "SIZE", "Device memory that each process may allocate: 4G, 1500M."),
+    priority: str | None = PRIORITY_OPTION,
 ) -> Any:
     """Print the export lines that make a shell's programs clients of the daemon: eval "$(gpushare mps env)".
 
@@ -246,54 +247,26 @@ app = typer.Typer(
     help="MPS: programs of one user run on the GPU at the same time, with thread and memory limits.",
 )
 
-Threads = Annotated[
-    str | None,
-    typer.Option(
-        "--threads", metavar="PCT", help="Active thread percentage per client, above 0 up to 100; per GPU: 0=25,1=50."
-    ),
-]
-Memory = Annotated[
-    str | None,
-    typer.Option(
-        "--memory", metavar="SIZE", help="Device memory limit per client process: 4G, 1500M; per GPU: 0=4G,1=8G."
-    ),
-]
-NewMemory = Annotated[
-    str | None,
-    typer.Option(
-        "--memory",
-        metavar="SIZE",
-        help="Device memory limit per client process: 4G, 1500M; per GPU: 0=4G,1=8G; none removes it.",
-    ),
-]
-Pipe = Annotated[
-    str | None,
-    typer.Option(
-        "--pipe-directory", metavar="DIR", help="A daemon that gpushare did not start, by its CUDA_MPS_PIPE_DIRECTORY."
-    ),
-]
+THREADS: Final = option(
+    "--threads", "PCT", "Active thread percentage per client, above 0 up to 100; per GPU: 0=25,1=50."
+)
 
 
 def start(
-    gpu: GpuOption = None,
-    threads: Threads = None,
-    memory: Memory = None,
-    priority: PriorityOption = None,
-    exclusive: Annotated[
-        bool,
-        typer.Option(
-            "--exclusive",
-            help="Set compute mode exclusive-process: no program runs outside MPS (root; restored by stop).",
-        ),
-    ] = False,
-    users: Annotated[
-        str | None,
-        typer.Option(
-            "--users",
-            metavar="all|USER,...",
-            help="Let these users run on it at the same time, in one server of root (root; driver 580).",
-        ),
-    ] = None,
+    gpu: str | None = GPU_OPTION,
+    threads: str | None = THREADS,
+    memory: str | None = option(
+        "--memory", "SIZE", "Device memory limit per client process: 4G, 1500M; per GPU: 0=4G,1=8G."
+    ),
+    priority: str | None = PRIORITY_OPTION,
+    exclusive: bool = flag(
+        "--exclusive", "Set compute mode exclusive-process: no program runs outside MPS (root; restored by stop)."
+    ),
+    users: str | None = option(
+        "--users",
+        "all|USER,...",
+        "Let these users run on it at the same time, in one server of root (root; driver 580).",
+    ),
 ) -> Any:
     """Start a private MPS daemon per GPU or MIG instance, set its limits, and read each one back.
 
@@ -330,7 +303,12 @@ def _parse_users(text: str) -> tuple[str, ...]:
 
 
 def set_limits(
-    gpu: GpuOption = None, threads: Threads = None, memory: NewMemory = None, priority: PriorityOption = None
+    gpu: str | None = GPU_OPTION,
+    threads: str | None = THREADS,
+    memory: str | None = option(
+        "--memory", "SIZE", "Device memory limit per client process: 4G, 1500M; per GPU: 0=4G,1=8G; none removes it."
+    ),
+    priority: str | None = PRIORITY_OPTION,
 ) -> Any:
     """Change the limits of a running daemon, for clients that start from now on, and read each one back.
 
@@ -351,19 +329,14 @@ def set_limits(
 
 
 def stop(
-    gpu: GpuOption = None,
-    pipe_directory: Pipe = None,
-    drain: Annotated[
-        str | None,
-        typer.Option(
-            "--drain",
-            metavar="SECS",
-            help="Wait this long for the clients, then force. [default: wait 10 s, then refuse]",
-        ),
-    ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Do not wait, and end even a daemon that does not answer.")
-    ] = False,
+    gpu: str | None = GPU_OPTION,
+    pipe_directory: str | None = option(
+        "--pipe-directory", "DIR", "A daemon that gpushare did not start, by its CUDA_MPS_PIPE_DIRECTORY."
+    ),
+    drain: str | None = option(
+        "--drain", "SECS", "Wait this long for the clients, then force. [default: wait 10 s, then refuse]"
+    ),
+    force: bool = flag("--force", "Do not wait, and end even a daemon that does not answer."),
 ) -> Any:
     """Stop the MPS daemon: wait for its clients, force it if asked (--drain, --force), and check that it is gone.
 

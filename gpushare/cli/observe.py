@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import typer
 
@@ -15,7 +15,7 @@ from gpushare.base.errors import BadCombination, BadUsage
 from gpushare.base.model import Gpu
 from gpushare.base.selection import select
 from gpushare.base.units import counted, format_bytes, format_duration, parse_seconds
-from gpushare.cli.options import PLAIN, Command, GpuOption, note, refresh_seconds, settings
+from gpushare.cli.options import GPU_OPTION, PLAIN, Command, note, option, refresh_seconds, settings
 from gpushare.cli.progress import progress_line
 from gpushare.measure.dcgm import read_measured
 from gpushare.measure.observe import header_for
@@ -29,19 +29,11 @@ app = typer.Typer(**PLAIN)
 
 @app.command(cls=Command)
 def observe(
-    seconds: Annotated[str, typer.Option("--for", metavar="TIME", help="How long to record: 90s, 10m, 8h.")] = "10m",
-    interval: Annotated[str, typer.Option("--interval", metavar="TIME", help="Time between two samples.")] = "1s",
-    gpu: GpuOption = None,
-    to: Annotated[
-        str | None,
-        typer.Option("--to", metavar="FILE", help="A new file. [default: gpushare-DATE-TIME.jsonl in this directory]"),
-    ] = None,
-    read: Annotated[
-        str | None,
-        typer.Option(
-            "--from", metavar="FILE", help="Show an earlier recording instead, or what dcgm-exporter measured."
-        ),
-    ] = None,
+    seconds: str = option("--for", "TIME", "How long to record: 90s, 10m, 8h.", default="10m"),
+    interval: str = option("--interval", "TIME", "Time between two samples.", default="1s"),
+    gpu: str | None = GPU_OPTION,
+    to: str | None = option("--to", "FILE", "A new file. [default: gpushare-DATE-TIME.jsonl in this directory]"),
+    read: str | None = option("--from", "FILE", "Show an earlier recording instead, or what dcgm-exporter measured."),
 ) -> Any:
     """Record the use of GPUs and of the processes on them, and say which GPUs are underused.
 

@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import typer.main
 from typer.core import TyperCommand, TyperGroup, TyperOption
@@ -566,93 +566,51 @@ class RootGroup(Group):
 
 # -- options and arguments of several verbs ---------------------------------------------------------
 
-GpuOption = Annotated[
-    str | None,
-    typer.Option(
-        "-g",
-        "--gpu",
-        metavar="GPU",
-        help="GPU index, range (0-3), UUID or its prefix, PCI bus id, MIG UUID, a comma-separated list, or all.",
-    ),
-]
-OneGpuOption = Annotated[
-    str | None, typer.Option("-g", "--gpu", metavar="GPU", help="One GPU or MIG device: index, UUID or PCI bus id.")
-]
-ClientThreads = Annotated[
-    str | None,
-    typer.Option("--threads", metavar="PCT", help="Active thread percentage: above 0 up to 100."),
-]
-ClientMemory = Annotated[
-    str | None,
-    typer.Option("--memory", metavar="SIZE", help="Device memory that each process may allocate: 4G, 1500M."),
-]
-JobMemory = Annotated[
-    str | None,
-    typer.Option(
-        "--memory",
-        metavar="SIZE",
-        help="Device memory of the job, on each GPU: 20G, 80%.",
-    ),
-]
-OverAction = Annotated[
-    str | None, typer.Option("--over", metavar="ACTION", help="Above --memory: end, warn or pause. [default: end]")
-]
-PriorityOption = Annotated[
-    str | None, typer.Option("--priority", metavar="LEVEL", help="Client priority: normal or low.")
-]
-Wishes = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="WISH...",
-        help="The instances wanted: 3g.40gb 1g.10gb*2; from slice 4 on: 3g:4; in a GPU instance: 1c.3g.40gb*3.",
-        show_default=False,
-    ),
-]
-NeededMemory = Annotated[
-    str | None, typer.Option("--memory", metavar="SIZE", help="Instead of a WISH: at least this much memory.")
-]
-NeededSms = Annotated[
-    int | None, typer.Option("--sm", metavar="N", help="Instead of a WISH: at least this many SMs.", min=1)
-]
-PartedFile = Annotated[
-    str | None, typer.Option("-f", "--file", metavar="FILE", help="A mig-parted v1 file; - is stdin.")
-]
-PartedExact = Annotated[
-    bool, typer.Option("--exact", help="With a file: every GPU must have an entry, and every entry a GPU.")
-]
-PartedConfig = Annotated[
-    str | None, typer.Option("-c", "--config", metavar="NAME", help="The config of the file to use.")
-]
-PrintedNumber = Annotated[
-    str | None,
-    typer.Option("--metric", metavar="REGEX", help="Regex of a number that CMD prints: 'rate=([0-9.]+)'."),
-]
-LowerIsBetter = Annotated[
-    bool,
-    typer.Option("--lower-is-better/--higher-is-better", "--lower", help="Whether the number is a time or a rate."),
-]
-MeasuredTime = Annotated[
-    str | None, typer.Option("--for", metavar="TIME", help="Measure for this long, then end CMD; needs --metric.")
-]
-HungAfter = Annotated[
-    str | None,
-    typer.Option(
-        "--timeout", metavar="TIME", help="When a run counts as hung. [default: depends on a run of CMD alone]"
-    ),
-]
-WaitTimeout = Annotated[
-    str | None,
-    typer.Option("--timeout", metavar="TIME", help="With --wait: give up after this time: 10m. [default: never]"),
-]
-HostFileArgument = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="[FILE]", help="gpushare.yaml, version 1; - is stdin. [default: ./gpushare.yaml]", show_default=False
-    ),
-]
-HostFileOption = Annotated[
-    str | None, typer.Option("-f", "--file", metavar="FILE", help="The same as FILE.", show_default=False)
-]
+
+def option(names: str, metavar: str | None, text: str, default: Any = None, **more: Any) -> Any:
+    """Return an option of a verb: its names (``-g --gpu``), the word for its value, and its help.
+
+    ``default=...`` makes it required; ``more`` is Typer's: ``min``, ``max``.
+    """
+    return typer.Option(default, *names.split(), metavar=metavar, help=text, **more)
+
+
+def flag(names: str, text: str) -> Any:
+    """Return an option without a value, which is False where it is not given."""
+    return typer.Option(False, *names.split(), help=text)
+
+
+def argument(metavar: str, text: str | None = None, default: Any = None) -> Any:
+    """Return an argument of a verb: its word in the usage, and its help; ``default=...`` makes it required."""
+    return typer.Argument(default, metavar=metavar, help=text, show_default=False)
+
+
+GPU_OPTION: Final = option(
+    "-g --gpu",
+    "GPU",
+    "GPU index, range (0-3), UUID or its prefix, PCI bus id, MIG UUID, a comma-separated list, or all.",
+)
+ONE_GPU_OPTION: Final = option("-g --gpu", "GPU", "One GPU or MIG device: index, UUID or PCI bus id.")
+CLIENT_THREADS: Final = option("--threads", "PCT", "Active thread percentage: above 0 up to 100.")
+
+
+OVER_ACTION: Final = option("--over", "ACTION", "Above --memory: end, warn or pause. [default: end]")
+PRIORITY_OPTION: Final = option("--priority", "LEVEL", "Client priority: normal or low.")
+WISHES: Final = argument(
+    "WISH...", "The instances wanted: 3g.40gb 1g.10gb*2; from slice 4 on: 3g:4; in a GPU instance: 1c.3g.40gb*3."
+)
+NEEDED_MEMORY: Final = option("--memory", "SIZE", "Instead of a WISH: at least this much memory.")
+NEEDED_SMS: Final = option("--sm", "N", "Instead of a WISH: at least this many SMs.", min=1)
+PARTED_FILE: Final = option("-f --file", "FILE", "A mig-parted v1 file; - is stdin.")
+PARTED_EXACT: Final = flag("--exact", "With a file: every GPU must have an entry, and every entry a GPU.")
+PARTED_CONFIG: Final = option("-c --config", "NAME", "The config of the file to use.")
+PRINTED_NUMBER: Final = option("--metric", "REGEX", "Regex of a number that CMD prints: 'rate=([0-9.]+)'.")
+LOWER_IS_BETTER: Final = flag("--lower-is-better/--higher-is-better --lower", "Whether the number is a time or a rate.")
+MEASURED_TIME: Final = option("--for", "TIME", "Measure for this long, then end CMD; needs --metric.")
+HUNG_AFTER: Final = option("--timeout", "TIME", "When a run counts as hung. [default: depends on a run of CMD alone]")
+WAIT_TIMEOUT: Final = option("--timeout", "TIME", "With --wait: give up after this time: 10m. [default: never]")
+HOST_FILE_ARGUMENT: Final = argument("[FILE]", "gpushare.yaml, version 1; - is stdin. [default: ./gpushare.yaml]")
+HOST_FILE_OPTION: Final = option("-f --file", "FILE", "The same as FILE.")
 
 
 def host_file(argument: str | None, option: str | None, verb: str) -> str:

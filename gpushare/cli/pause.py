@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import typer
 
 from gpushare.base.errors import BadCombination, BadUsage
 from gpushare.base.units import parse_seconds
 from gpushare.base.values import dataclass
-from gpushare.cli.options import PLAIN, AskingCommand, ask_and_carry_out, settings
+from gpushare.cli.options import PLAIN, AskingCommand, argument, ask_and_carry_out, option, settings
 from gpushare.host.capabilities import user_name
 from gpushare.host.host import Host
 from gpushare.host.store import MOST_SECONDS, wall_time
@@ -28,16 +28,8 @@ LIST: Final = "list"
 
 @app.command(cls=AskingCommand)
 def pause(
-    job: Annotated[
-        str,
-        typer.Argument(
-            metavar="JOB|list", help="A job by name or PID; list shows the paused ones.", show_default=False
-        ),
-    ],
-    timeout: Annotated[
-        str | None,
-        typer.Option("--timeout", metavar="TIME", help="Resume it after this time: 30s, 10m. [default: never]"),
-    ] = None,
+    job: str = argument("JOB|list", "A job by name or PID; list shows the paused ones.", default=...),
+    timeout: str | None = option("--timeout", "TIME", "Resume it after this time: 30s, 10m. [default: never]"),
 ) -> Any:
     """Take a job off the GPU at once, even in the middle of a kernel, or list the paused jobs.
 

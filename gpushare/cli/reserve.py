@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -13,7 +13,17 @@ from gpushare.base.model import GpuLease
 from gpushare.base.selection import Device, select_for_change
 from gpushare.base.units import counted, format_duration
 from gpushare.base.values import dataclass
-from gpushare.cli.options import PLAIN, AskingCommand, GpuOption, ask_and_carry_out, gpus_of, positive_time, settings
+from gpushare.cli.options import (
+    GPU_OPTION,
+    PLAIN,
+    AskingCommand,
+    ask_and_carry_out,
+    flag,
+    gpus_of,
+    option,
+    positive_time,
+    settings,
+)
 from gpushare.host.host import Host
 from gpushare.hostfile.kept import kept_limits
 from gpushare.memory.leases import end_lease, leases, reserved_words, take_lease
@@ -33,11 +43,9 @@ class LeasesAnswer:
 
 @app.command(cls=AskingCommand)
 def reserve(
-    gpu: GpuOption = None,
-    time: Annotated[
-        str | None, typer.Option("--for", metavar="TIME", help="Reserve the GPU for this long: 4h, 90m; 90 is seconds.")
-    ] = None,
-    end: Annotated[bool, typer.Option("--end", help="End a lease of yours; root ends any.")] = False,
+    gpu: str | None = GPU_OPTION,
+    time: str | None = option("--for", "TIME", "Reserve the GPU for this long: 4h, 90m; 90 is seconds."),
+    end: bool = flag("--end", "End a lease of yours; root ends any."),
 ) -> Any:
     """Reserve a GPU for some hours, end a lease, or list the leases.
 

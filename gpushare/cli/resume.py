@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from gpushare.base.errors import BadCombination, BadUsage, GpushareError
 from gpushare.base.values import dataclass
-from gpushare.cli.options import PLAIN, ChangingCommand, settings
+from gpushare.cli.options import PLAIN, ChangingCommand, argument, flag, settings
 from gpushare.cli.pause import PausedRow, paused_row
 from gpushare.pause.change import changing, find_paused, resume_step
 from gpushare.pause.record import PausedJob, by_root, paused_jobs
@@ -21,11 +21,8 @@ app = typer.Typer(**PLAIN)
 
 @app.command(cls=ChangingCommand)
 def resume(
-    job: Annotated[
-        str | None,
-        typer.Argument(metavar="[JOB]", help="A paused job by name or PID.", show_default=False),
-    ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="All paused jobs of this user.")] = False,
+    job: str | None = argument("[JOB]", "A paused job by name or PID."),
+    everything: bool = flag("--all", "All paused jobs of this user."),
 ) -> Any:
     """Put a paused job back on the GPU: its kernels continue where they stopped.
 

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Annotated, Any, Final, NamedTuple, cast, get_args
+from typing import Any, Final, NamedTuple, cast, get_args
 
 import typer
 
@@ -14,16 +14,18 @@ from gpushare.base.errors import BadCombination, BadUsage
 from gpushare.base.units import format_slice, parse_seconds, parse_slice, quoted
 from gpushare.base.values import dataclass
 from gpushare.cli.options import (
+    CLIENT_THREADS,
     CONTEXT,
+    LOWER_IS_BETTER,
+    OVER_ACTION,
     PLAIN,
+    PRIORITY_OPTION,
     ChangingCommand,
-    ClientThreads,
-    JobMemory,
-    LowerIsBetter,
-    OverAction,
-    PriorityOption,
+    argument,
+    flag,
     gpus_of,
     note,
+    option,
     percentage,
     positive_time,
     settings,
@@ -48,102 +50,41 @@ app = typer.Typer(**PLAIN)
 
 @app.command(cls=ChangingCommand, context_settings={**CONTEXT, "allow_interspersed_args": False})
 def run(
-    command: Annotated[
-        list[str], typer.Argument(metavar="CMD...", help="The program and its arguments.", show_default=False)
-    ],
-    gpu: Annotated[
-        str | None,
-        typer.Option("-g", "--gpu", metavar="SET", help="GPU or instance, or candidates: 0-3, NAME, any."),
-    ] = None,
-    gpus: Annotated[
-        int | None, typer.Option("--gpus", metavar="N", help="Run on N of them at the same time. [default: 1]")
-    ] = None,
-    bind: Annotated[bool, typer.Option("--bind", help="Run it on the CPUs next to its GPUs.")] = False,
-    mig: Annotated[
-        str | None,
-        typer.Option("--mig", metavar="PROFILE|NAME", help="Run in a free MIG instance of PROFILE, or in NAME."),
-    ] = None,
-    create: Annotated[
-        bool, typer.Option("--create", help="Make the instance if none is free, and remove it afterwards (root).")
-    ] = False,
-    threads: ClientThreads = None,
-    memory: JobMemory = None,
-    over: OverAction = None,
-    priority: PriorityOption = None,
-    slice_text: Annotated[
-        str | None, typer.Option("--slice", metavar="TIME", help="Run outside MPS with this time-slice: 16ms.")
-    ] = None,
-    weight: Annotated[
-        str | None,
-        typer.Option("--weight", metavar="N", help="Run outside MPS with N times the usual slice."),
-    ] = None,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="End the program if it runs on the GPU outside MPS.")
-    ] = False,
-    container: Annotated[
-        str | None,
-        typer.Option("--container", metavar="ENGINE", help="podman or docker; CMD is [OPTIONS] IMAGE [CMD]."),
-    ] = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Wait in line until a GPU, or an instance, has room.")] = False,
-    timeout: Annotated[
-        str | None,
-        typer.Option("--timeout", metavar="TIME", help="Wait for at most this long: 30m, 2h."),
-    ] = None,
-    run_time: Annotated[
-        str | None,
-        typer.Option(
-            "--time",
-            metavar="TIME",
-            help="End it after this time (8h; 8 is seconds); it may overtake jobs it cannot delay.",
-        ),
-    ] = None,
-    restart_on: Annotated[
-        str | None,
-        typer.Option("--restart-on", metavar="WHAT", help="mps-fault: start it again if its MPS server dies."),
-    ] = None,
-    requeue: Annotated[
-        bool, typer.Option("--requeue", help="If it runs out of memory, wait again for a fifth more.")
-    ] = False,
-    swap: Annotated[
-        str | None,
-        typer.Option(
-            "--swap",
-            metavar="WHEN",
-            help="When it leaves the GPU: request, idle=10m (10 is seconds), turns[=60s].",
-        ),
-    ] = None,
-    movable: Annotated[bool, typer.Option("--movable", help="Move it to another GPU to make room for others.")] = False,
-    production: Annotated[
-        str | None,
-        typer.Option("--production", metavar="NAME", help="Run as job NAME, to which opportunistic jobs yield."),
-    ] = None,
-    metric: Annotated[
-        str | None,
-        typer.Option("--metric", metavar="REGEX", help="Regex of the speed that production prints: 'rate=([0-9.]+)'."),
-    ] = None,
-    lower: LowerIsBetter = False,
-    opportunistic: Annotated[
-        bool, typer.Option("--opportunistic", help="Run beside a production job and yield to it.")
-    ] = False,
-    target: Annotated[
-        str | None, typer.Option("--for", metavar="JOB", help="The production job to yield to, by name or PID.")
-    ] = None,
-    how: Annotated[
-        str | None,
-        typer.Option("--yield", metavar="HOW", help="How it yields: slices[=200us], caps[=60], pause, swap, requeue."),
-    ] = None,
-    keep: Annotated[
-        str | None,
-        typer.Option("--keep", metavar="PCT", help="Adapt the slice so that production keeps PCT of its speed: 97%."),
-    ] = None,
-    name: Annotated[
-        str | None, typer.Option("--name", metavar="NAME", help="Name the job, for commands that take a JOB.")
-    ] = None,
-    detach: Annotated[bool, typer.Option("-d", "--detach", help="Run it in the background; print its name.")] = False,
-    grace: Annotated[
-        str | None,
-        typer.Option("--grace", metavar="TIME", help="Time that it gets to end after a signal. [default: 10s]"),
-    ] = None,
+    command: list[str] = argument("CMD...", "The program and its arguments.", default=...),
+    gpu: str | None = option("-g --gpu", "SET", "GPU or instance, or candidates: 0-3, NAME, any."),
+    gpus: int | None = option("--gpus", "N", "Run on N of them at the same time. [default: 1]"),
+    bind: bool = flag("--bind", "Run it on the CPUs next to its GPUs."),
+    mig: str | None = option("--mig", "PROFILE|NAME", "Run in a free MIG instance of PROFILE, or in NAME."),
+    create: bool = flag("--create", "Make the instance if none is free, and remove it afterwards (root)."),
+    threads: str | None = CLIENT_THREADS,
+    memory: str | None = option("--memory", "SIZE", "Device memory of the job, on each GPU: 20G, 80%."),
+    over: str | None = OVER_ACTION,
+    priority: str | None = PRIORITY_OPTION,
+    slice_text: str | None = option("--slice", "TIME", "Run outside MPS with this time-slice: 16ms."),
+    weight: str | None = option("--weight", "N", "Run outside MPS with N times the usual slice."),
+    strict: bool = flag("--strict", "End the program if it runs on the GPU outside MPS."),
+    container: str | None = option("--container", "ENGINE", "podman or docker; CMD is [OPTIONS] IMAGE [CMD]."),
+    wait: bool = flag("--wait", "Wait in line until a GPU, or an instance, has room."),
+    timeout: str | None = option("--timeout", "TIME", "Wait for at most this long: 30m, 2h."),
+    run_time: str | None = option(
+        "--time", "TIME", "End it after this time (8h; 8 is seconds); it may overtake jobs it cannot delay."
+    ),
+    restart_on: str | None = option("--restart-on", "WHAT", "mps-fault: start it again if its MPS server dies."),
+    requeue: bool = flag("--requeue", "If it runs out of memory, wait again for a fifth more."),
+    swap: str | None = option(
+        "--swap", "WHEN", "When it leaves the GPU: request, idle=10m (10 is seconds), turns[=60s]."
+    ),
+    movable: bool = flag("--movable", "Move it to another GPU to make room for others."),
+    production: str | None = option("--production", "NAME", "Run as job NAME, to which opportunistic jobs yield."),
+    metric: str | None = option("--metric", "REGEX", "Regex of the speed that production prints: 'rate=([0-9.]+)'."),
+    lower: bool = LOWER_IS_BETTER,
+    opportunistic: bool = flag("--opportunistic", "Run beside a production job and yield to it."),
+    target: str | None = option("--for", "JOB", "The production job to yield to, by name or PID."),
+    how: str | None = option("--yield", "HOW", "How it yields: slices[=200us], caps[=60], pause, swap, requeue."),
+    keep: str | None = option("--keep", "PCT", "Adapt the slice so that production keeps PCT of its speed: 97%."),
+    name: str | None = option("--name", "NAME", "Name the job, for commands that take a JOB."),
+    detach: bool = flag("-d --detach", "Run it in the background; print its name."),
+    grace: str | None = option("--grace", "TIME", "Time that it gets to end after a signal. [default: 10s]"),
 ) -> Any:
     """Run a program inside a share of a GPU, and check that it runs there.
 

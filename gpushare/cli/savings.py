@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import typer
 
@@ -16,7 +16,7 @@ from gpushare.base.errors import BadCombination, BadUsage, NotSupported
 from gpushare.base.model import Gpu
 from gpushare.base.selection import select
 from gpushare.base.units import format_bytes, format_duration, parse_memory_limit
-from gpushare.cli.options import PLAIN, Command
+from gpushare.cli.options import PLAIN, Command, option
 from gpushare.measure.dcgm import read_measured
 from gpushare.measure.recording import GpuUse, Recording
 from gpushare.show.result import Column, Result, Table, plain_value
@@ -31,36 +31,20 @@ _KNOWN_NAMES: Final = ", ".join(price.instance for price in KNOWN_PRICES)
 
 @app.command(cls=Command)
 def savings(
-    gpus: Annotated[
-        int | None, typer.Option("--gpus", metavar="N", help="Number of GPUs, one per cloud instance.")
-    ] = None,
-    load: Annotated[str | None, typer.Option("--load", metavar="PCT", help="Mean load of each GPU.")] = None,
-    price: Annotated[
-        str | None, typer.Option("--price", metavar="PRICE", help="Price of one GPU per hour, in dollars.")
-    ] = None,
-    hours: Annotated[str, typer.Option("--hours", metavar="HOURS", help="Number of hours; 720 is 30 days.")] = "720",
-    target_load: Annotated[
-        str, typer.Option("--target-load", metavar="PCT", help="Highest load that a GPU should have.")
-    ] = "80",
-    memory: Annotated[
-        str | None, typer.Option("--memory", metavar="SIZE", help="Peak memory of the work of one GPU.")
-    ] = None,
-    gpu_memory: Annotated[
-        str | None, typer.Option("--gpu-memory", metavar="SIZE", help="Memory of one GPU, like 15G or 141G.")
-    ] = None,
-    instance: Annotated[
-        str | None,
-        typer.Option(
-            "--instance",
-            metavar="NAME",
-            help=f"Cloud instance type; gpushare knows a price of {_KNOWN_NAMES} only, so give --price for others.",
-        ),
-    ] = None,
-    read: Annotated[
-        str | None,
-        typer.Option("--from", metavar="FILE", help="Take loads and memory from a recording of gpushare observe."),
-    ] = None,
-    gpu: Annotated[str | None, typer.Option("-g", "--gpu", metavar="GPU", help="With --from: only these GPUs.")] = None,
+    gpus: int | None = option("--gpus", "N", "Number of GPUs, one per cloud instance."),
+    load: str | None = option("--load", "PCT", "Mean load of each GPU."),
+    price: str | None = option("--price", "PRICE", "Price of one GPU per hour, in dollars."),
+    hours: str = option("--hours", "HOURS", "Number of hours; 720 is 30 days.", default="720"),
+    target_load: str = option("--target-load", "PCT", "Highest load that a GPU should have.", default="80"),
+    memory: str | None = option("--memory", "SIZE", "Peak memory of the work of one GPU."),
+    gpu_memory: str | None = option("--gpu-memory", "SIZE", "Memory of one GPU, like 15G or 141G."),
+    instance: str | None = option(
+        "--instance",
+        "NAME",
+        f"Cloud instance type; gpushare knows a price of {_KNOWN_NAMES} only, so give --price for others.",
+    ),
+    read: str | None = option("--from", "FILE", "Take loads and memory from a recording of gpushare observe."),
+    gpu: str | None = option("-g --gpu", "GPU", "With --from: only these GPUs."),
 ) -> Any:
     """Calculate what the work of several GPUs would cost on fewer GPUs: an estimate, not a promise.
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from gpushare.cli.options import PLAIN, Command
+from gpushare.cli.options import PLAIN, Command, argument
 from gpushare.show.result import Result
 from gpushare.show.schema import HOST_FILE, commands_with_schema, host_file_schema, schema_of
 
@@ -16,10 +16,7 @@ app = typer.Typer(**PLAIN)
 
 @app.command(cls=Command)
 def schema(
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[COMMAND...]", help="status, mps start, ..., or gpushare.yaml.", show_default=False),
-    ] = None,
+    words: list[str] | None = argument("[COMMAND...]", "status, mps start, ..., or gpushare.yaml."),
 ) -> Any:
     """Print the JSON Schema of what a command answers with -o json, or of the file gpushare.yaml.
 

@@ -6,14 +6,14 @@ import re
 import signal as signals
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import typer
 
 from gpushare.base.errors import BadUsage
 from gpushare.base.selection import select_one
 from gpushare.base.units import counted, format_bytes, parse_memory_limit, parse_seconds, quoted
-from gpushare.cli.options import GROUP, AskingCommand, Command, consented, settings
+from gpushare.cli.options import GROUP, AskingCommand, Command, argument, consented, flag, option, settings
 from gpushare.gpu_models import load_models
 from gpushare.memory.ledger import reservations
 from gpushare.mps.daemons import own_daemon
@@ -25,7 +25,8 @@ from gpushare.sim.admin import list_hosts as used_hosts
 from gpushare.sim.faults import KINDS
 from gpushare.sim.state import SimulatedGpu, SimulatedHostState
 
-Gpu = Annotated[str | None, typer.Option("-g", "--gpu", metavar="GPU", help="GPU index or UUID.")]
+GPU: Final = option("-g --gpu", "GPU", "GPU index or UUID.")
+GPU_0: Final = option("-g --gpu", "GPU", "GPU index or UUID.", default="0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,13 +119,10 @@ def simulated_spec(given: str | None) -> str:
 
 
 def fault(
-    kind: Annotated[str | None, typer.Argument(metavar="[KIND]", help="What fails.", show_default=False)] = None,
-    value: Annotated[
-        str | None,
-        typer.Argument(metavar="[VALUE]", help="The value that the fault takes, if any.", show_default=False),
-    ] = None,
-    gpu: Gpu = None,
-    clear: Annotated[bool, typer.Option("--clear", help="Remove all faults.")] = False,
+    kind: str | None = argument("[KIND]", "What fails."),
+    value: str | None = argument("[VALUE]", "The value that the fault takes, if any."),
+    gpu: str | None = GPU,
+    clear: bool = flag("--clear", "Remove all faults."),
 ) -> Any:
     """Make something fail on a simulated host.
 
@@ -161,14 +159,11 @@ app = typer.Typer(
     **GROUP,
     help="Simulated hosts: try everything, rehearse errors and run tests without a GPU.",
 )
-Spec = Annotated[
-    str | None,
-    typer.Argument(metavar="[HOST]", help="The simulated host. [default: --host or GPUSHARE_HOST]", show_default=False),
-]
+SPEC: Final = argument("[HOST]", "The simulated host. [default: --host or GPUSHARE_HOST]")
 
 
 def list_hosts(
-    models: Annotated[bool, typer.Option("--models", help="List the GPU models that a host can have.")] = False,
+    models: bool = flag("--models", "List the GPU models that a host can have."),
 ) -> Any:
     """List the simulated hosts in use, or with --models the GPU models."""
     if models:
@@ -215,7 +210,7 @@ def _models_result() -> Any:
     return Result(command="sim list", data=SimModelsAnswer(models=rows), tables=(table,))
 
 
-def show(host: Spec = None) -> Any:
+def show(host: str | None = SPEC) -> Any:
     """Show a simulated host: its GPUs, and what differs from a new one. Its processes are in `status`."""
     shown = describe(simulated_spec(host))
     return Result(command="sim show", data=shown, text=_state_text(shown))
@@ -256,8 +251,8 @@ def _changed_fields(
 
 
 def reset(
-    host: Spec = None,
-    everything: Annotated[bool, typer.Option("--all", help="All simulated hosts of this user.")] = False,
+    host: str | None = SPEC,
+    everything: bool = flag("--all", "All simulated hosts of this user."),
 ) -> Any:
     """Delete a simulated host with its state and its simulated processes.
 
@@ -290,24 +285,18 @@ def _reset_host(spec: str) -> ResetResult:
 
 
 def add(
-    gpu: Gpu = "0",
-    memory: Annotated[
-        str | None, typer.Option("--memory", metavar="SIZE", help="Its memory. [default: 1G; of a holder: 0]")
-    ] = None,
-    sm: Annotated[int, typer.Option("--sm", metavar="PCT", help="SM % while it is busy.", min=0, max=100)] = 50,
-    name: Annotated[str, typer.Option("--name", metavar="NAME", help="Its program.")] = "python3",
-    user: Annotated[str | None, typer.Option("--user", metavar="USER", help="Its owner: any name, or an id.")] = None,
-    queue: Annotated[str, typer.Option("--queue", metavar="SECS", help="Duration of its queued work: 110ms.")] = "0",
-    graphics: Annotated[bool, typer.Option("--graphics", help="A graphics process.")] = False,
-    mps: Annotated[bool, typer.Option("--mps", help="A client of gpushare's MPS daemon on that GPU.")] = False,
-    instance: Annotated[
-        str | None, typer.Option("--mig", metavar="INSTANCE", help="MIG UUID or GPU instance id.")
-    ] = None,
-    command: Annotated[
-        str | None, typer.Option("--command", metavar="LINE", help="Its command line. [default: its program]")
-    ] = None,
-    container: Annotated[str | None, typer.Option("--container", metavar="ID", help="Its container.")] = None,
-    holder: Annotated[bool, typer.Option("--holder", help="It has no CUDA context, only open device nodes.")] = False,
+    gpu: str | None = GPU_0,
+    memory: str | None = option("--memory", "SIZE", "Its memory. [default: 1G; of a holder: 0]"),
+    sm: int = option("--sm", "PCT", "SM % while it is busy.", default=50, min=0, max=100),
+    name: str = option("--name", "NAME", "Its program.", default="python3"),
+    user: str | None = option("--user", "USER", "Its owner: any name, or an id."),
+    queue: str = option("--queue", "SECS", "Duration of its queued work: 110ms.", default="0"),
+    graphics: bool = flag("--graphics", "A graphics process."),
+    mps: bool = flag("--mps", "A client of gpushare's MPS daemon on that GPU."),
+    instance: str | None = option("--mig", "INSTANCE", "MIG UUID or GPU instance id."),
+    command: str | None = option("--command", "LINE", "Its command line. [default: its program]"),
+    container: str | None = option("--container", "ID", "Its container."),
+    holder: bool = flag("--holder", "It has no CUDA context, only open device nodes."),
 ) -> Any:
     """Put a simulated process on a simulated GPU and print its PID.
 
@@ -353,11 +342,8 @@ _SIGNALS_TEXT: Final = f"{', '.join(_SIGNALS[:-1])} or {_SIGNALS[-1]}"
 
 
 def end(
-    pid: Annotated[int, typer.Argument(metavar="PID", help="The PID that `sim add` printed.")],
-    signal: Annotated[
-        str | None,
-        typer.Option("--signal", metavar="NAME", help=f"{_SIGNALS_TEXT}. [default: it ends by itself]"),
-    ] = None,
+    pid: int = argument("PID", "The PID that `sim add` printed.", default=...),
+    signal: str | None = option("--signal", "NAME", f"{_SIGNALS_TEXT}. [default: it ends by itself]"),
 ) -> Any:
     """End a simulated process, by itself or by a signal, with the consequences under MPS."""
     number = None
@@ -376,8 +362,8 @@ def end(
 
 
 def mig(
-    instances: Annotated[list[str] | None, typer.Argument(metavar="[PROFILE[:START]...]", show_default=False)] = None,
-    gpu: Gpu = "0",
+    instances: list[str] | None = argument("[PROFILE[:START]...]"),
+    gpu: str | None = GPU_0,
 ) -> Any:
     """Give a simulated GPU exactly these MIG instances (3g.71gb 1g.18gb:4); without any, switch MIG off."""
     names = instances or []
@@ -392,10 +378,10 @@ _VGPU_TYPE: Final = re.compile(r"(?:NVIDIA|GRID) \S{1,40}-\d{1,3}[ABCQ](?:ME)?",
 
 
 def vgpu(
-    kind: Annotated[str, typer.Argument(metavar="TYPE", show_default=False)],
-    gpu: Gpu = "0",
-    memory: Annotated[str, typer.Option("--memory", metavar="SIZE", help="The memory of the type.")] = "16G",
-    vm: Annotated[str, typer.Option("--vm", metavar="NAME", help="The virtual machine.")] = "vm1",
+    kind: str = argument("TYPE", default=...),
+    gpu: str | None = GPU_0,
+    memory: str = option("--memory", "SIZE", "The memory of the type.", default="16G"),
+    vm: str = option("--vm", "NAME", "The virtual machine.", default="vm1"),
 ) -> Any:
     """Let a virtual machine use a vGPU of a type ('NVIDIA H200-35C'), and print its UUID."""
     if _VGPU_TYPE.fullmatch(kind) is None:

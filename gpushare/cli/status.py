@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import typer
 
-from gpushare.cli.options import PLAIN, Command, GpuOption, refresh_seconds, settings
+from gpushare.cli.options import GPU_OPTION, PLAIN, Command, flag, option, refresh_seconds, settings
 from gpushare.run.look import StatusReader
 from gpushare.show.legend import legend_result
 from gpushare.show.live import watch as keep_watching
@@ -36,17 +36,14 @@ class WatchCommand(Command):
         return super().make_context(info_name, words, parent, **extra)
 
 
-WatchOption = Annotated[
-    str | None,
-    typer.Option("-w", "--watch", metavar="[SECS]", help="Refresh every SECS seconds (alone: 2), until Ctrl-C."),
-]
+WATCH_OPTION: Final = option("-w --watch", "[SECS]", "Refresh every SECS seconds (alone: 2), until Ctrl-C.")
 
 
 @app.command(cls=WatchCommand)
 def status(
-    gpu: GpuOption = None,
-    watch: WatchOption = None,
-    legend: Annotated[bool, typer.Option("--legend", help="Explain the column heads instead.")] = False,
+    gpu: str | None = GPU_OPTION,
+    watch: str | None = WATCH_OPTION,
+    legend: bool = flag("--legend", "Explain the column heads instead."),
 ) -> Any:
     """Show the GPUs, how they are shared, MPS daemons with limits and clients, and the processes on them.
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from gpushare.base.errors import BadUsage, GpushareError, NotFound
 from gpushare.base.units import parse_seconds
 from gpushare.base.values import dataclass
-from gpushare.cli.options import PLAIN, AskingCommand, consented, gpus_of, say_step, settings
+from gpushare.cli.options import PLAIN, AskingCommand, argument, consented, gpus_of, option, say_step, settings
 from gpushare.host.store import MOST_SECONDS
 from gpushare.plan import one_plan
 from gpushare.run.jobs import no_job_error
@@ -23,16 +23,8 @@ app = typer.Typer(**PLAIN)
 
 @app.command(cls=AskingCommand)
 def stop(
-    job: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="JOB...", help="Jobs by name or PID, as `gpushare jobs -a` lists them.", show_default=False
-        ),
-    ],
-    grace: Annotated[
-        str | None,
-        typer.Option("--grace", metavar="TIME", help="Time to end before it is killed: 30s. [default: see above]"),
-    ] = None,
+    job: list[str] = argument("JOB...", "Jobs by name or PID, as `gpushare jobs -a` lists them.", default=...),
+    grace: str | None = option("--grace", "TIME", "Time to end before it is killed: 30s. [default: see above]"),
 ) -> Any:
     """End jobs in the way that is safe for their neighbours, and check that they are gone.
 

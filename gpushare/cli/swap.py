@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated, Any
+from typing import Any, Final
 
 import typer
 
@@ -12,10 +12,12 @@ from gpushare.base.units import format_bytes
 from gpushare.base.values import dataclass
 from gpushare.cli.options import (
     GROUP,
+    WAIT_TIMEOUT,
     AskingCommand,
     Command,
-    WaitTimeout,
+    argument,
     ask_and_carry_out,
+    flag,
     longest_wait,
     note,
     settings,
@@ -32,10 +34,10 @@ app = typer.Typer(
     **GROUP,
     help="Move a whole job out of the GPU into host memory, and back.",
 )
-JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="A job by name or PID.", show_default=False)]
+JOB_ARGUMENT: Final = argument("JOB", "A job by name or PID.", default=...)
 
 
-def out(job: JobArgument) -> Any:
+def out(job: str = JOB_ARGUMENT) -> Any:
     """Move a job out of the GPU into host memory: it holds no device memory until it comes back.
 
     The driver waits for its GPU work, copies its memory (about 2 GB per second on an H200) and frees the GPU. Its CPU
@@ -48,9 +50,9 @@ def out(job: JobArgument) -> Any:
 
 
 def back_in(
-    job: JobArgument,
-    wait: Annotated[bool, typer.Option("--wait", help="Wait until the GPU has room, first come first served.")] = False,
-    timeout: WaitTimeout = None,
+    job: str = JOB_ARGUMENT,
+    wait: bool = flag("--wait", "Wait until the GPU has room, first come first served."),
+    timeout: str | None = WAIT_TIMEOUT,
 ) -> Any:
     """Bring a job back to its GPU and let it continue.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -15,13 +15,16 @@ from gpushare.base.selection import Device, select, select_for_change
 from gpushare.base.units import parse_slice, quoted
 from gpushare.base.values import dataclass
 from gpushare.cli.options import (
+    GPU_OPTION,
     GROUP,
     AskingCommand,
     ChangingCommand,
     Command,
-    GpuOption,
+    argument,
     ask_and_carry_out,
+    flag,
     gpus_of,
+    option,
     settings,
 )
 from gpushare.host.host import Host
@@ -93,7 +96,7 @@ class TimesliceAnswer:
     processes: tuple[ProcessSlices, ...]
 
 
-def show(gpu: GpuOption = None) -> Any:
+def show(gpu: str | None = GPU_OPTION) -> Any:
     """Show the time-slice level and the compute mode of each GPU, and the time-slice of each process on it.
 
     The slices are read from the driver, which takes about 0.1 s per process: your own processes', or as root all.
@@ -263,18 +266,12 @@ def _unknown_slice_notes(rows: Sequence[ProcessSlices]) -> list[str]:
 
 
 def set_slice(
-    level: Annotated[
-        str,
-        typer.Argument(
-            metavar="TIME|LEVEL",
-            help="With a JOB its slice: 500us, or 3x the usual. Else default, short, medium or long.",
-        ),
-    ],
-    job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="PID or name of a job.")] = None,
-    gpu: GpuOption = None,
-    beside_mps: Annotated[
-        bool, typer.Option("--beside-mps", help="Set the level even if an MPS daemon of gpushare serves the GPU.")
-    ] = False,
+    level: str = argument(
+        "TIME|LEVEL", "With a JOB its slice: 500us, or 3x the usual. Else default, short, medium or long.", default=...
+    ),
+    job: str | None = argument("[JOB]", "PID or name of a job."),
+    gpu: str | None = GPU_OPTION,
+    beside_mps: bool = flag("--beside-mps", "Set the level even if an MPS daemon of gpushare serves the GPU."),
 ) -> Any:
     """Set the time-slice of a job, or the time-slice level of GPUs.
 
@@ -354,8 +351,8 @@ def _change_slices(command: str, text: str, plan: Callable[..., Plan]) -> Any:
 
 
 def reset(
-    job: Annotated[str | None, typer.Argument(metavar="[JOB]", help="PID or name of a job.")] = None,
-    gpu: GpuOption = None,
+    job: str | None = argument("[JOB]", "PID or name of a job."),
+    gpu: str | None = GPU_OPTION,
 ) -> Any:
     """Restore the time-slice that a job had before `timeslice set`; without a JOB the level.
 
@@ -380,13 +377,11 @@ def reset(
 
 
 # Twenty files more are loaded in the functions below: `timeslice set JOB` needs none of them.
-RulesOption = Annotated[
-    str | None,
-    typer.Option("-f", "--file", metavar="FILE", help="gpushare.yaml with rules. [default: the last applied file]"),
-]
 
 
-def keep(file: RulesOption = None) -> Any:
+def keep(
+    file: str | None = option("-f --file", "FILE", "gpushare.yaml with rules. [default: the last applied file]"),
+) -> Any:
     """Give each GPU process the time-slice that the rules of gpushare.yaml say, until Ctrl-C or SIGTERM.
 
     The first rule under 'slices' that matches a process wins. A new process is seen within a second. A slice that

@@ -7,12 +7,12 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from gpushare.base.errors import NotSupported, OperationFailed
-from gpushare.cli.options import PLAIN, Command, refresh_seconds, settings
+from gpushare.cli.options import PLAIN, Command, option, refresh_seconds, settings
 from gpushare.run.look import with_leases, with_memory
 from gpushare.signals import leaving_at_the_end
 
@@ -21,10 +21,8 @@ app = typer.Typer(**PLAIN)
 
 @app.command(cls=Command)
 def top(
-    replay: Annotated[
-        str | None, typer.Option("--replay", metavar="FILE", help="Show a recording of `gpushare observe` instead.")
-    ] = None,
-    interval: Annotated[str, typer.Option("--interval", metavar="TIME", help="Refresh interval: 0.5s, 2s.")] = "1s",
+    replay: str | None = option("--replay", "FILE", "Show a recording of `gpushare observe` instead."),
+    interval: str = option("--interval", "TIME", "Refresh interval: 0.5s, 2s.", default="1s"),
 ) -> Any:
     """Watch GPUs and jobs on one screen, and act on them: stop, pause, swap, slices, limits, logs.
 

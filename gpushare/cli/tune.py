@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import typer
 
@@ -21,6 +21,7 @@ from gpushare.cli.options import (
     Command,
     gpus_of,
     interrupted_error,
+    option,
     others_note,
     percentage,
     positive_time,
@@ -46,91 +47,51 @@ app = typer.Typer(**PLAIN)
 
 @app.command(cls=Command)
 def tune(
-    production: Annotated[
-        str,
-        typer.Option(
-            "--production", metavar="CMD", help="The job that must keep its speed; it keeps running between trials."
-        ),
-    ],
-    opportunistic: Annotated[
-        list[str],
-        typer.Option(
-            "--opportunistic",
-            metavar="CMD",
-            help="A job that takes what is left; restarted for each cap. Give it several times to run several jobs together.",
-        ),
-    ],
-    keep: Annotated[
-        str, typer.Option("--keep", metavar="PCT", help="How much of its rate alone production must keep.")
-    ] = "97%",
-    p99: Annotated[
-        str | None, typer.Option("--p99", metavar="FACTOR", help="How far its p99 latency may rise over alone: 1.1x.")
-    ] = None,
-    metric: Annotated[
-        str | None,
-        typer.Option(
-            "--metric", metavar="REGEX", help="The rate that both print: 'rate=([0-9.]+)'. [default: lines per second]"
-        ),
-    ] = None,
-    opportunistic_metric: Annotated[
-        str | None,
-        typer.Option(
-            "--opportunistic-metric", metavar="REGEX", help="The same for the opportunistic job, if it differs."
-        ),
-    ] = None,
-    latency: Annotated[
-        str | None,
-        typer.Option("--latency", metavar="REGEX", help="The latency of a request. [default: latency_ms=NUMBER]"),
-    ] = None,
-    ways: Annotated[
-        str,
-        typer.Option(
-            "--ways",
-            metavar="LIST",
-            help="What to search: slices (time-slices, production outside MPS), caps (thread caps, all under MPS), or both.",
-        ),
-    ] = "slices,caps",
-    copies: Annotated[
-        int,
-        typer.Option("--copies", metavar="N", min=1, max=64, help="Run N copies of each opportunistic job."),
-    ] = 1,
-    caps: Annotated[
-        str | None,
-        typer.Option("--caps", metavar="LIST", help="Caps to choose from. [default: 100,95,90 and so on to 10]"),
-    ] = None,
-    budget: Annotated[
-        str | None,
-        typer.Option(
-            "--budget",
-            metavar="TIME",
-            help="How long to search, from when all jobs have printed. The best setting so far is kept then. [default: 150s; 60s for slices alone]",
-        ),
-    ] = None,
-    window: Annotated[
-        str | None,
-        typer.Option(
-            "--window",
-            metavar="TIME",
-            help="Length of a window with production alone; those with all jobs are twice as long. [default: 0.6s; longer for jobs that print seldom]",
-        ),
-    ] = None,
-    plot: Annotated[
-        str | None, typer.Option("--plot", metavar="FILE", help="Draw the frontier to a new .png or .svg file.")
-    ] = None,
-    timeout: Annotated[
-        str,
-        typer.Option(
-            "--timeout",
-            metavar="TIME",
-            help="How long a job may take to print for the first time; the budget does not count this time.",
-        ),
-    ] = "10m",
-    gpu: Annotated[
-        str | None, typer.Option("-g", "--gpu", metavar="GPU", help="One GPU: index, UUID, PCI bus id.")
-    ] = None,
-    name: Annotated[
-        str, typer.Option("--name", metavar="NAME", help="Keep the result for run --opportunistic --for NAME.")
-    ] = "production",
+    production: str = option(
+        "--production", "CMD", "The job that must keep its speed; it keeps running between trials.", default=...
+    ),
+    opportunistic: list[str] = option(
+        "--opportunistic",
+        "CMD",
+        "A job that takes what is left; restarted for each cap. Give it several times to run several jobs together.",
+        default=...,
+    ),
+    keep: str = option("--keep", "PCT", "How much of its rate alone production must keep.", default="97%"),
+    p99: str | None = option("--p99", "FACTOR", "How far its p99 latency may rise over alone: 1.1x."),
+    metric: str | None = option(
+        "--metric", "REGEX", "The rate that both print: 'rate=([0-9.]+)'. [default: lines per second]"
+    ),
+    opportunistic_metric: str | None = option(
+        "--opportunistic-metric", "REGEX", "The same for the opportunistic job, if it differs."
+    ),
+    latency: str | None = option("--latency", "REGEX", "The latency of a request. [default: latency_ms=NUMBER]"),
+    ways: str = option(
+        "--ways",
+        "LIST",
+        "What to search: slices (time-slices, production outside MPS), caps (thread caps, all under MPS), or both.",
+        default="slices,caps",
+    ),
+    copies: int = option("--copies", "N", "Run N copies of each opportunistic job.", default=1, min=1, max=64),
+    caps: str | None = option("--caps", "LIST", "Caps to choose from. [default: 100,95,90 and so on to 10]"),
+    budget: str | None = option(
+        "--budget",
+        "TIME",
+        "How long to search, from when all jobs have printed. The best setting so far is kept then. [default: 150s; 60s for slices alone]",
+    ),
+    window: str | None = option(
+        "--window",
+        "TIME",
+        "Length of a window with production alone; those with all jobs are twice as long. [default: 0.6s; longer for jobs that print seldom]",
+    ),
+    plot: str | None = option("--plot", "FILE", "Draw the frontier to a new .png or .svg file."),
+    timeout: str = option(
+        "--timeout",
+        "TIME",
+        "How long a job may take to print for the first time; the budget does not count this time.",
+        default="10m",
+    ),
+    gpu: str | None = option("-g --gpu", "GPU", "One GPU: index, UUID, PCI bus id."),
+    name: str = option("--name", "NAME", "Keep the result for run --opportunistic --for NAME.", default="production"),
 ) -> Any:
     """Find how much of a GPU opportunistic jobs may get next to a production job that keeps its speed.
 
