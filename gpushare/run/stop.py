@@ -68,8 +68,7 @@ class Target:
     job: Job
     supervisor: Identity | None = None
     waits: bool = False
-    # It is a job of gpushare, whose gpushare is gone.
-    orphan: bool = False
+    # None: it waits, or it is no job of gpushare.
     record: JobRecord | None = None
 
 
@@ -140,7 +139,6 @@ def _target_of_record(host: Host, record: JobRecord) -> Target:
     return Target(
         job=job_of(host, Identity(record.pid, record.started), record.name, record),
         supervisor=supervisor,
-        orphan=supervisor is None,
         record=record,
     )
 
@@ -288,13 +286,17 @@ class Stop:
             if process.pid in set(tree)
         }
         under_mps = {*(each.client.pid for each in clients), *(pid for pid, (_, each) in on_gpu.items() if each.mps)}
-        if not (self.target.orphan or on_gpu or under_mps or self._is_kept_off(tree)):
+        if not (self.target.record or on_gpu or under_mps or self._is_kept_off(tree)):
             raise NotFound(
                 f"process {job.pid} is not a job of gpushare, and not on a GPU",
                 f"{ending_hint(host, job.pid)}; see what runs: gpushare jobs -a",
                 code="not_on_gpu",
             )
-        consent = consent_to(host, job, "ends", () if job.uid != host.uid else tree) or (self._loss_of_job(),)
+        consent = consent_to(host, job, "ends", () if job.uid != host.uid else tree)
+        record = self.target.record
+        # To root the record of another user may name any process.
+        if not consent and not (record is not None and record.keeper_uid is None):
+            consent = (self._loss_of_job(),)
         container = None if info is None else info.container
         engine = None if container is None or under_mps else engine_of(container)
         title = f"stop {job.title}"
@@ -317,9 +319,9 @@ class Stop:
         return blind and any(host.processes.uses_driver(pid) for pid in tree)
 
     def _loss_of_job(self) -> Loss:
-        """Return the question to ask before a job is ended that has no gpushare, or is none of gpushare's."""
+        """Return the question to ask before a process is ended that no record of this user's own names as a job."""
         job = self._job
-        if self.target.orphan:
+        if self.target.record is not None:
             return Loss(action="ends", what=job.title, why=("its gpushare is gone",))
         info = self._host.processes.describe(job.pid)
         program = () if info is None or info.name is None else (info.name,)

@@ -154,6 +154,13 @@ def _waiting_table(jobs: Sequence[ListedJob], *, of_others: bool) -> Table:
     return Table(name="waiting_jobs", title="waiting for room", columns=ranked, rows=tuple(jobs))
 
 
+def _exit_text(job: ListedJob) -> int | str:
+    """Return the exit code of a job that has ended, or why it has none: `past_jobs` finds none if its gpushare died."""
+    if not job.started:
+        return "not started"
+    return "gpushare killed" if job.exit_code is None else job.exit_code
+
+
 def _ended_table(jobs: Sequence[ListedJob]) -> Table:
     """Return the table of the jobs that have ended."""
     columns = (
@@ -162,7 +169,7 @@ def _ended_table(jobs: Sequence[ListedJob]) -> Table:
             "exit_code",
             "exit code",
             right=True,
-            of=lambda job: job.exit_code if job.started else "not started",
+            of=_exit_text,
             style=lambda code: "red" if code else None,
         ),
         _ROLE,

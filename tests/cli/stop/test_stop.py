@@ -18,7 +18,7 @@ from gpushare.base.selection import select
 from gpushare.base.units import GIB
 from gpushare.host.identity import Identity, is_stopped
 from gpushare.run import stop as module
-from gpushare.run.jobs import find_record, write_record
+from gpushare.run.jobs import JobRecord, find_record, write_record
 from gpushare.sim import admin
 from tests.cli.drive import Cli, Real, Refused, Started, World, alive, environment, record_of, until
 
@@ -219,20 +219,33 @@ def test_a_process_that_is_out_ends(cli: Cli, world: World, pid: int) -> None:
     assert cli("swap", "list", output="json").data["jobs"] == []
 
 
-def test_a_job_whose_gpushare_is_gone_is_asked_for(refused: Refused, cli: Cli, world: World, pid: int) -> None:
-    host = world.host
-    (device,) = select(None, host.nvml.sweep())
-    dead = subprocess.Popen(["true"])
-    record = record_of(host, device, "train", pid, "plain")
-    write_record(host, replace(record, supervisor=Identity(dead.pid, 1)))
-    dead.wait()
-    message = refused("stop", "train", asks=True, code="needs_consent", exit_code=19)
-    assert f"this ends 'train' (process {pid}) (its gpushare is gone)" in message
-    cli("stop", "train").ok()
+def test_a_job_whose_gpushare_was_killed_is_the_users_own(cli: Cli, world: World, pid: int) -> None:
+    write_orphan(world, pid)
+    cli("stop", "train", asks=True).ok()
     assert (world.pids(), find_record(world.host, "train")) == ([], None)
     # Nobody else notes its end.
     (past,) = cli("jobs", output="json").ok().data["jobs"]
     assert (past["name"], past["state"], past["device"], past["exit_code"]) == ("train", "ended", "GPU 0", None)
+    assert "gpushare killed" in cli("jobs").ok().out
+
+
+def test_root_is_asked_before_the_record_of_another_user_ends_a_process(
+    refused: Refused, world: World, pid: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = replace(write_orphan(world, pid), keeper_uid=4242)
+    monkeypatch.setattr(module, "running_record", lambda *_: record)
+    message = refused("stop", "train", asks=True, code="needs_consent", exit_code=19)
+    assert f"this ends 'train' (process {pid}) (its gpushare is gone)" in message
+
+
+def write_orphan(world: World, pid: int) -> JobRecord:
+    """Write and return the record of a job 'train' whose gpushare is gone."""
+    host = world.host
+    (device,) = select(None, host.nvml.sweep())
+    with subprocess.Popen(["true"]) as dead:
+        record = replace(record_of(host, device, "train", pid, "plain"), supervisor=Identity(dead.pid, 1))
+    write_record(host, record)
+    return record
 
 
 def test_it_waits_for_as_long_as_the_job_may_take(cli: Cli, world: World, pid: int) -> None:
