@@ -12,8 +12,8 @@ from gpushare.base.values import dataclass
 from gpushare.cli.options import PLAIN, Command, option, settings
 from gpushare.doctor.check import Check, Verdict
 from gpushare.doctor.examine import examine, exit_code, worst
-from gpushare.show.result import Column, Result, Table
-from gpushare.show.text import wrapped
+from gpushare.show.result import Column, Result, Table, plain_value
+from gpushare.show.text import for_sudo, wrapped
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -57,7 +57,7 @@ def doctor(
         Column("verdict", ""),
         Column("id", "check"),
         Column("seen", "seen"),
-        Column("remedy", "remedy"),
+        Column("remedy", "remedy", format=lambda remedy: for_sudo(plain_value(remedy))),
     )
     rows = tuple({**vars(check), "verdict": check.verdict.value} for check in checks)
     table = Table(name="checks", columns=columns, rows=rows, draw=lambda width: check_lines(rows, width))

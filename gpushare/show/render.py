@@ -7,16 +7,13 @@ import json
 import math
 import os
 import re
-import shlex
-import shutil
-import sys
 from dataclasses import replace
 from typing import IO, TYPE_CHECKING, Any, Final
 
 from gpushare.base.errors import GpushareError
 from gpushare.base.values import dataclass
 from gpushare.show.result import Column, OutputFormat, Result, Table, jsonable
-from gpushare.show.text import in_json, one_line, paragraphs, put, visible, wrapped
+from gpushare.show.text import for_sudo, in_json, one_line, paragraphs, put, visible, wrapped
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -120,20 +117,7 @@ def write_error(error: GpushareError, stream: IO[str]) -> None:
     """Write an error as ``error: ...`` and ``hint: ...``: one line each, on a terminal wrapped between words."""
     put(stream, f"{_paint('error:', 'red', stream)} {message_text('error:', error.message, stream)}\n")
     if error.hint:
-        put(stream, f"{_paint('hint:', 'yellow', stream)} {message_text('hint:', _for_sudo(error.hint), stream)}\n")
-
-
-# Where sudo looks for programs (secure_path in Debian's, Fedora's and Arch's sudoers).
-_SUDO_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-
-
-def _for_sudo(text: str) -> str:
-    """Return a hint with the full path of gpushare behind sudo, if sudo would not find it: pipx puts it in ~/.local/bin."""
-    if "sudo gpushare" not in text or os.path.basename(sys.argv[0]) != "gpushare":
-        return text
-    if shutil.which("gpushare", path=_SUDO_PATH):
-        return text
-    return text.replace("sudo gpushare", f"sudo {shlex.quote(os.path.abspath(sys.argv[0]))}")
+        put(stream, f"{_paint('hint:', 'yellow', stream)} {message_text('hint:', error.hint, stream)}\n")
 
 
 def message_text(word: str, text: str, stream: IO[str]) -> str:
@@ -171,7 +155,7 @@ def _plain_table(table: Table) -> str:
 
     lines = [f"# {table.title}"] if table.title else []
     if table.lines is not None:
-        return "\n".join([*lines, *(visible(text) for text, _ in table.lines)])
+        return "\n".join([*lines, *(visible(for_sudo(text)) for text, _ in table.lines)])
     if not table.rows and table.empty:
         lines.append(f"# {table.empty}")
     rows = [[cell(column, column.value(row)) for column in table.columns] for row in table.rows]
@@ -418,7 +402,7 @@ def result_lines(result: Result, width: int, saving: int = WHOLE) -> list[Text]:
 
 def _plan_lines(text: str, style: str | None, width: int) -> list[str]:
     """Return a line of a plan, wrapped and indented below its first word; one with a style is a command."""
-    line = visible(text)
+    line = visible(for_sudo(text))
     if len(line) <= width:
         return [line]
     lead = re.match(r" *(?:\d+\. |\$ |undo: )?", line)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+import sys
 import textwrap
 from typing import IO, Final
 
@@ -40,9 +43,32 @@ def in_json(text: str) -> str:
     return re.sub(_UNSAFE_IN_JSON, lambda match: f"\\u{ord(match.group()):04x}", text)
 
 
+# Where sudo looks for programs (secure_path in Debian's, Fedora's and Arch's sudoers).
+_SUDO_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+def for_sudo(text: str) -> str:
+    """Return a text with ``sudo gpushare`` as this user has to type it: root without sudo, others with a path if they need it.
+
+    pipx puts gpushare in ~/.local/bin, and a virtual environment is not on root's path at all: there sudo would find none,
+    or another one.
+    """
+    own = os.path.abspath(sys.argv[0])
+    if "sudo gpushare" not in text or os.path.basename(own) != "gpushare":
+        return text
+    if os.geteuid() == 0:
+        return text.replace("sudo gpushare", "gpushare")
+    from shutil import which
+
+    found_by_sudo = which("gpushare", path=_SUDO_PATH)
+    if found_by_sudo is not None and os.path.realpath(found_by_sudo) == os.path.realpath(own):
+        return text
+    return text.replace("sudo gpushare", f"sudo {shlex.quote(own)}")
+
+
 def one_line(text: str) -> str:
     """Return a message as one line: a line break with the blanks around it becomes one space."""
-    return visible(re.sub(r"\s*[\r\n\u2028\u2029]\s*", " ", text.strip()))
+    return visible(re.sub(r"\s*[\r\n\u2028\u2029]\s*", " ", for_sudo(text).strip()))
 
 
 def paragraphs(text: str) -> str:
@@ -81,7 +107,7 @@ def wrapped(text: str, width: int, first: str = "", rest: str = "", *, command: 
             return line
         return f"{_BLANK}\\{_BREAK}".join(part.replace(" ", _BLANK) for part in _filled(line, room - len(" \\")))
 
-    line = re.sub(r".+" if command else _COMMAND, whole, visible(text))
+    line = re.sub(r".+" if command else _COMMAND, whole, visible(for_sudo(text)))
     lines = [part for filled in _filled(line, room) for part in filled.split(_BREAK)]
     return [f"{rest if number else first}{part}".replace(_BLANK, " ") for number, part in enumerate(lines)]
 

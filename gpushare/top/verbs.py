@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from gpushare.base.errors import BadUsage, ExitCode
+from gpushare.show.text import for_sudo
 
 if TYPE_CHECKING:
     from gpushare.base.model import ListedJob
@@ -128,7 +129,7 @@ def plan_lines(document: Document, words: Sequence[str]) -> list[tuple[str, str]
         reasons = f" ({', '.join(loss['why'])})" if loss["why"] else ""
         lines.append((f"this {loss['action']} {loss['what']}{reasons}", "warn"))
     if data.get("undo"):
-        lines.append((f"undo: {data['undo']}", "dim"))
+        lines.append((for_sudo(f"undo: {data['undo']}"), "dim"))
     return lines
 
 
@@ -136,9 +137,9 @@ def error_lines(document: Document, words: Sequence[str]) -> list[tuple[str, str
     """Return the errors of a document for people; where root is missing, the command with sudo."""
     lines: list[tuple[str, str]] = []
     for error in document.get("errors") or ():
-        lines += [(str(error["message"]), "bad"), (str(error["hint"] or ""), "text")]
+        lines += [(str(error["message"]), "bad"), (for_sudo(error["hint"] or ""), "text")]
     if document.get("exit_code") == ExitCode.NO_PERMISSION:
-        lines.append((f"as root: sudo {command_of(words)}", "warn"))
+        lines.append((for_sudo(f"as root: sudo {command_of(words)}"), "warn"))
     return lines
 
 

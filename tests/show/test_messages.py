@@ -7,7 +7,10 @@ from types import SimpleNamespace
 from gpushare.base.errors import BadUsage, NoPermission
 from gpushare.base.model import MpsClient
 from gpushare.mps.limits import Limits
-from gpushare.show.render import write_error, write_notes
+from gpushare.plan import Plan, Step
+from gpushare.show.plan import plan_result
+from gpushare.show.render import write, write_error, write_notes
+from gpushare.show.result import OutputFormat
 from gpushare.show.run import RunReport
 from tests.show.conftest import Screen
 
@@ -73,15 +76,34 @@ def test_limits_are_said_only_if_they_were_read(monkeypatch):
         assert pipe.getvalue() == f"gpushare: process 812 {said}\n"
 
 
-def test_a_hint_names_the_program_as_sudo_finds_it(monkeypatch, tmp_path):
-    def hint():
+def test_a_command_for_root_is_one_that_this_user_can_type(monkeypatch, tmp_path):
+    def texts():
+        """Return a command for root as a hint, as an undo and in a plan."""
+        command = "sudo gpushare mig enable -g 0"
         stream = Screen()
-        write_error(NoPermission("no", "run it as root: sudo gpushare mig enable -g 0"), stream)
-        return stream.getvalue().splitlines()[1]
+        write_error(NoPermission("no", f"run it as root: {command}"), stream)
+        step = Step(what="enable", command=None, undo=command, do=lambda: None)
+        plan = Plan(title="MIG is on", steps=(step,), undo=command)
+        for dry_run in (True, False):
+            write(plan_result("mig", plan, dry_run=dry_run), OutputFormat.TABLE, stdout=stream, stderr=stream)
+        return [line.rpartition(": ")[2] for line in stream.getvalue().splitlines() if "mig enable" in line]
 
-    monkeypatch.setattr("gpushare.show.render._SUDO_PATH", str(tmp_path))
-    monkeypatch.setattr("sys.argv", ["/home/ada/.local/bin/gpushare"])
-    assert hint() == "hint: run it as root: sudo /home/ada/.local/bin/gpushare mig enable -g 0"
-    (tmp_path / "gpushare").write_text("", encoding="utf-8")
-    (tmp_path / "gpushare").chmod(0o755)
-    assert hint() == "hint: run it as root: sudo gpushare mig enable -g 0"
+    own = tmp_path / "gpushare"
+    own.write_text("", encoding="utf-8")
+    own.chmod(0o755)
+    of_root = tmp_path / "bin"
+    of_root.mkdir()
+    monkeypatch.setenv("COLUMNS", "500")
+    monkeypatch.setattr("gpushare.show.text._SUDO_PATH", str(of_root))
+    monkeypatch.setattr("sys.argv", [str(own)])
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    assert texts() == [f"sudo {own} mig enable -g 0"] * 4
+    # Another one than this.
+    (of_root / "gpushare").write_text("", encoding="utf-8")
+    (of_root / "gpushare").chmod(0o755)
+    assert texts() == [f"sudo {own} mig enable -g 0"] * 4
+    (of_root / "gpushare").unlink()
+    (of_root / "gpushare").symlink_to(own)
+    assert texts() == ["sudo gpushare mig enable -g 0"] * 4
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    assert texts() == ["gpushare mig enable -g 0"] * 4
