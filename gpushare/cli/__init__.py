@@ -9,6 +9,7 @@ import gc
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final, TextIO
 
 # Nearly all objects of a start live to its end: collecting garbage, even at the exit, would be a fifth of its time.
@@ -125,7 +126,7 @@ def _report_not_written(error: OSError, answer: Any = None) -> int:
         for each in (*getattr(answer, "errors", ()), unwritten):
             write_error(each, sys.stderr)
     _discard_output(sys.stdout)
-    return int(getattr(answer, "exit_code", 0)) or int(ExitCode.FAILED)
+    return int(getattr(answer, "ends_with", 0)) or int(ExitCode.FAILED)
 
 
 def _run(words: list[str]) -> int:
@@ -154,13 +155,14 @@ def _write_answer(answer: Any) -> int:
         return 0
     from gpushare.show.render import write
 
+    answer = replace(answer, command=answer.command or common.settings.command)
     try:
         write(answer, common.settings.output, stdout=sys.stdout, stderr=sys.stderr, quiet=common.settings.quiet)
     except BrokenPipeError:
         raise
     except OSError as error:
         return _report_not_written(error, answer)
-    return int(answer.exit_code)
+    return int(answer.ends_with)
 
 
 def _report_error(error: GpushareError) -> int:

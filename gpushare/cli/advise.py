@@ -421,13 +421,13 @@ def _advice_result(advice: Advice, explained: Any, *, live: bool, apply: bool) -
         table = reasons_table([verdict], f"{verdict.title} on {data.gpu_title}: {verdict.outcome}")
         if data.winner != verdict.way:
             notes.append(f"the advice for this case is: {data.answer} (drop --mechanism to see it)")
-        return Result(command="advise", data=replace(data, explained=verdict), tables=(table,), notes=tuple(notes))
+        return Result(data=replace(data, explained=verdict), tables=(table,), notes=tuple(notes))
     if apply:
         return carry_out_setup(advice, notes)
     tables = [answer_table(data, whole=settings.verbose), verdicts_table(data)]
     if settings.verbose:
         tables.append(reasons_table(data.verdicts, "every rule"))
-    return Result(command="advise", data=data, tables=tuple(tables), csv=tables[1], notes=tuple(notes))
+    return Result(data=data, tables=tuple(tables), csv=tables[1], notes=tuple(notes))
 
 
 _MOST_CHARACTERS: Final = 256 << 10
@@ -673,7 +673,7 @@ def carry_out_setup(advice: Advice, notes: Sequence[str]) -> Any:
     if not changes:
         notes_of_plan = [f"{line.what}: {line.command}" if line.command else line.what for line in recipe.lines]
         plan = Plan(title="nothing", steps=(), notes=tuple(notes_of_plan))
-        return plan_result("advise", plan, dry_run=settings.dry_run, notes=notes, empty=_nothing_to_set_up(advice))
+        return plan_result(plan, dry_run=settings.dry_run, notes=notes, empty=_nothing_to_set_up(advice))
     result = _carry_out(changes)
     # Where the undo is known only afterwards, the plan itself names it.
     keeps_undo = any(line.command is None for line in recipe.undo)
@@ -715,14 +715,14 @@ def _carry_out(changes: Sequence[Change]) -> Result:
                 code="several_changes",
             )
         later = [change for change in changes[changes.index(mig) + 1 :] if change not in parts]
-        return carry_out_change("advise", lambda host, ledger: _mig_change(host, ledger, parts, later))
+        return carry_out_change(lambda host, ledger: _mig_change(host, ledger, parts, later))
     host = settings.connect()
     device = select_one(changes[0].selector, gpus_of(host))
     homes = []
     if changes[0].verb in {Verb.MPS_START, Verb.MPS_SET}:
         homes = [own_home(host, device.uuid)]
     return ask_and_carry_out(
-        "advise", _plan_changes(host, device, changes), homes=homes, replan=lambda: _plan_changes(host, device, changes)
+        _plan_changes(host, device, changes), homes=homes, replan=lambda: _plan_changes(host, device, changes)
     )
 
 
@@ -920,7 +920,7 @@ def _bench_plan(host: Host, device: Device, prepared: Prepared, advice: Advice) 
     """Return the dry run of --measure: what would be measured, and what the rules say so far."""
     from gpushare.cli.bench import bench_plan
 
-    plan = bench_plan(host, device, prepared, "advise")
+    plan = bench_plan(host, device, prepared)
     winner = "nothing fits" if advice.best is None else advice.best.way.label
     return replace(plan, notes=(f"the rules say: {winner}", *plan.notes))
 
@@ -968,5 +968,5 @@ def _measured_result(
         tables.append(reasons_table(data.verdicts, "every rule"))
     more: dict[str, Any] = {}
     if error is not None:
-        more = {"errors": (error,), "exit_code": error.exit_code if exit_code is None else exit_code}
-    return Result(command="advise", data=data, tables=tuple(tables), csv=verdicts, notes=tuple(all_notes), **more)
+        more = {"errors": (error,), "exit_code": exit_code}
+    return Result(data=data, tables=tuple(tables), csv=verdicts, notes=tuple(all_notes), **more)

@@ -346,7 +346,7 @@ def _kept_for_boot(host: Host, text: str, result: Result) -> Result:
         return replace(result, data=replace(result.data, kept=str(keep_applied(host, text))))
     except GpushareError as error:
         failed = error.restated(message=f"the file was applied, but it will not be applied at boot: {error.message}")
-        return replace(result, errors=(failed,), exit_code=failed.exit_code)
+        return replace(result, errors=(failed,))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -399,7 +399,7 @@ def _apply_result(
     whole = replace(_joined_plan(rows), steps=tuple(steps), undo=undo, notes=tuple(dict.fromkeys(notes)))
     # With an error, no steps does not mean that everything is as requested.
     empty = {"empty": "nothing is changed"} if errors else {"empty": "only limits of users changed"} if limits else {}
-    result = plan_result("apply", whole, dry_run=dry_run, **empty)
+    result = plan_result(whole, dry_run=dry_run, **empty)
     in_force = [_in_force_text(row) for row in rows if row.done]
     if limits and not steps:
         in_force = [empty["empty"]]
@@ -419,5 +419,4 @@ def _apply_result(
         with_answer(result, ApplyAnswer, gpus=gpus),
         errors=tuple(errors),
         all_failed=all(row.error is not None for row in rows),
-        exit_code=errors[0].exit_code if errors else 0,
     )

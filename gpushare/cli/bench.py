@@ -218,7 +218,7 @@ def _measure_sizes(
     prepared = [prepare(host, device, wished) for wished in wishes]
     if settings.dry_run:
         steps = tuple(step for each in prepared for step in planned_steps(host, device, each.settings))
-        return plan_result("bench", Plan(title="the sizes are measured", steps=steps), dry_run=True)
+        return plan_result(Plan(title="the sizes are measured", steps=steps), dry_run=True)
     benchmarks: list[BenchAnswer] = []
     runs, interrupted = 0, False
     for each in prepared:
@@ -228,7 +228,7 @@ def _measure_sizes(
             if not benchmarks:
                 raise
             # The figures of the sizes before are shown.
-            early: dict[str, Any] = {"errors": (error,), "exit_code": error.exit_code}
+            early: dict[str, Any] = {"errors": (error,)}
             break
         runs += len(measurement.runs)
         early, interrupted = _early_end(measurement, number, runs), measurement.interrupted
@@ -257,7 +257,7 @@ def _result_of_runs(
         failed_all = OperationFailed(
             f"every run failed: {failure}", "run the command alone by hand, then two copies of it", code="all_failed"
         )
-        more = {"errors": (failed_all,), "exit_code": failed_all.exit_code, "all_failed": True}
+        more = {"errors": (failed_all,), "all_failed": True}
     notes = bench_notes(data)
     if before is not None:
         data = replace(data, comparison=compare_cells(data, before))
@@ -273,7 +273,7 @@ def _early_end(measurement: Measurement, number: int | None, runs: int) -> dict[
         Ended: by signal ``number``, and there are no ``runs`` to show.
     """
     if measurement.error is not None:
-        return {"errors": (measurement.error,), "exit_code": measurement.error.exit_code}
+        return {"errors": (measurement.error,)}
     if not measurement.interrupted:
         return {}
     if not runs:
@@ -297,8 +297,7 @@ def _with_files(
     failed += write_picture(picture, result.data, draw)
     interrupted = () if runs is None else (_interrupted_error(runs, None if failed else kept),)
     # The figures are shown even if a file cannot be written.
-    code = result.exit_code or (failed[0].exit_code if failed else 0)
-    return replace(result, errors=(*result.errors, *interrupted, *failed), exit_code=code)
+    return replace(result, errors=(*result.errors, *interrupted, *failed))
 
 
 def _interrupted_error(runs: int, kept: Path | None) -> Interrupted:
@@ -371,14 +370,14 @@ def _keep_profile(host: Host, device: Device, command: Sequence[str], measuremen
             keep_profile(host, device, command, profile)
 
 
-def bench_plan(host: Host, device: Device, prepared: Prepared, command: str = "bench") -> Any:
-    """Return what would be run, as a plan of a command."""
+def bench_plan(host: Host, device: Device, prepared: Prepared) -> Any:
+    """Return what would be run, as a plan."""
     notes = [
         f"left out: {cell.way}{'' if cell.copies is None else f' {cell.copies}'}: {cell.reason}"
         for cell in prepared.left_out
     ]
     steps = planned_steps(host, device, prepared.settings)
-    return plan_result(command, Plan(title="the ways are measured", steps=steps), dry_run=True, notes=notes)
+    return plan_result(Plan(title="the ways are measured", steps=steps), dry_run=True, notes=notes)
 
 
 def bench_notes(data: BenchAnswer) -> list[str]:

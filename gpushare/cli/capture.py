@@ -62,10 +62,8 @@ def capture(
     notes = [*notes, *_AT_BOOT]
     errors = gpu_errors(gpus.values())
     return Result(
-        command="capture",
         data=document_of(file),
         text=text_of(file).rstrip("\n"),
         notes=tuple(notes),
         errors=errors,
-        exit_code=1 if errors else 0,
     )

@@ -172,7 +172,6 @@ def _table_result(table: Table, chosen: Sequence[Way], view: View | None, driver
     errors = _silent_gpu_errors(facts)
     notes = (f"showing the view today, because this host does not answer: {why_not}",) if why_not else ()
     return Result(
-        command="compare",
         data=CompareAnswer(
             view=view,
             host=None if facts is None else facts.host,
@@ -198,7 +197,6 @@ def _table_result(table: Table, chosen: Sequence[Way], view: View | None, driver
         csv=csv_table(cells),
         notes=notes,
         errors=errors,
-        exit_code=1 if errors else 0,
     )
 
 
@@ -281,12 +279,10 @@ def _explain_cell(
     cell = host_cell(table, mechanism, row.key, driver, facts)
     errors = _silent_gpu_errors(facts)
     return Result(
-        command="compare",
         data=CompareAnswer(host=None if facts is None else facts.host, driver=driver, cells=(cell,)),
         tables=(why_table(f"{row.title}, {table.titles[mechanism]}", entries),),
         csv=csv_table([cell]),
         errors=errors,
-        exit_code=1 if errors else 0,
     )
 
 

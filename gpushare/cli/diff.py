@@ -48,7 +48,6 @@ def diff(path: str | None = HOST_FILE_ARGUMENT, file: str | None = HOST_FILE_OPT
         notes = (*notes, f"for the processes: gpushare timeslice keep -f {shlex.quote(path)}")
     lines = [*map(_gpu_text, rows), *map(str, processes), *limits]
     return Result(
-        command="diff",
         data=DiffAnswer(as_requested=good, gpus=tuple(rows), processes=tuple(processes), limits=tuple(limits)),
         text="\n".join(lines) or _no_difference_text(wanted),
         notes=notes,

@@ -62,7 +62,6 @@ def doctor(
     rows = tuple({**vars(check), "verdict": check.verdict.value} for check in checks)
     table = Table(name="checks", columns=columns, rows=rows, draw=lambda width: check_lines(rows, width))
     return Result(
-        command="doctor",
         data=DoctorAnswer(worst=worst(checks), checks=tuple(checks)),
         tables=(table,),
         csv=Table(name="checks", columns=tuple(Column(key, key) for key in _CSV), rows=rows),

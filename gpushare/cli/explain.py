@@ -73,7 +73,6 @@ def explain(
     whole = path is None and log.lines <= 1
     shown = log.matches if settings.verbose or whole else log.faults
     return Result(
-        command="explain",
         data=ExplainAnswer(
             verdict=None if whole else log.verdict,
             lines=log.lines,

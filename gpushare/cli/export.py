@@ -288,7 +288,7 @@ def export_result(engine: str, export: Export, to: str | None) -> Result:
         notes.insert(0, f"to write files: gpushare export {engine} --to DIR, with the same options")
     data = ExportAnswer(**vars(export), engine=engine, written=tuple(written))
     text = "\n".join(written) if written else joined_text(export.documents)
-    return Result(command=f"export {engine}", data=data, text=text, notes=tuple(notes))
+    return Result(data=data, text=text, notes=tuple(notes))
 
 
 def describe(

@@ -190,12 +190,12 @@ def _run_or_plan(host: Host, devices: Sequence[Device], command: Sequence[str], 
     copies.check()
     if settings.dry_run:
         plan = Plan(title="the farm has ended", steps=copies.plan())
-        return plan_result("farm", plan, dry_run=True, empty="nothing to do: all copies were done earlier")
+        return plan_result(plan, dry_run=True, empty="nothing to do: all copies were done earlier")
     try:
         with farm_job(host, devices[0], options.name, command) as ended:
             result = _result_of_farm(copies.run(), options, devices)
             peaks = [copy.memory_peak_bytes for copy in result.data.copies if copy.memory_peak_bytes is not None]
-            ended(result.exit_code, max(peaks, default=None))
+            ended(result.ends_with, max(peaks, default=None))
     finally:
         report.clear()
     return result

@@ -88,7 +88,6 @@ def _document_result(output: Output, lines: int | None) -> Any:
     printed = text.removesuffix("\n").split("\n") if text else []
     rows = tuple({"line": line} for line in printed)
     return Result(
-        command="logs",
         data=LogsAnswer(
             job=output.name,
             path=str(output.path),

@@ -185,17 +185,15 @@ def prometheus(
     if rules or dashboard:
         name = "prometheus-rules.yaml" if rules else "grafana-dashboard.json"
         text = files("gpushare").joinpath(f"data/{name}").read_text(encoding="utf-8")
-        return Result(command="export prometheus", data=PrometheusAnswer(text=text), text=text.rstrip("\n"))
+        return Result(data=PrometheusAnswer(text=text), text=text.rstrip("\n"))
     families, error = families_now(settings.connect())
     text = exposition(families)
     if textfile is not None:
         _write_textfile(Path(textfile), text)
     return Result(
-        command="export prometheus",
         data=PrometheusAnswer(text=text, textfile=textfile),
         text=text.rstrip("\n") if textfile is None else f"wrote {textfile}",
         errors=() if error is None else (error,),
-        exit_code=ExitCode.OK if error is None else error.exit_code,
     )
 
 

@@ -94,7 +94,6 @@ def env(
     if len(places) > 1:
         notes = (f"{name} has {len(places)} compute instances; this is the first, and a CUDA program uses one",)
     return Result(
-        command="mig env",
         data=MigEnvAnswer(
             name=name,
             uuid=place.mig.uuid,
@@ -154,13 +153,11 @@ def status(gpu: str | None = GPU_OPTION) -> Any:
     text = grouped_text(texts, uuids=settings.verbose or gpu is not None or not screen)
     errors = gpu_errors(silent)
     return Result(
-        command="mig status",
         data=MigStatusAnswer(gpus=tuple(rows)),
         text=text + silent_lines(silent),
         csv=status_csv(rows),
         notes=tuple(notes),
         errors=errors,
-        exit_code=1 if errors else 0,
     )
 
 
@@ -179,11 +176,9 @@ def profiles(gpu: str | None = GPU_OPTION, model: str | None = MODEL) -> Any:
         rows = [row for layout in layouts for row in profile_rows(layout)]
     errors = gpu_errors(silent)
     return Result(
-        command="mig profiles",
         data=MigProfilesAnswer(profiles=tuple(rows)),
         tables=(profiles_table(rows),),
         errors=errors,
-        exit_code=1 if errors else 0,
     )
 
 
@@ -211,12 +206,12 @@ def fits(
             for new in planned.created
         ]
         text = "yes: " + ", ".join(places) + "\n\n" + plan_text(answer, {layout.gpu: layout for layout in layouts})
-        return Result(command="mig fits", data=MigFitsAnswer(fits=True, where=tuple(places)), text=text)
+        return Result(data=MigFitsAnswer(fits=True, where=tuple(places)), text=text)
     data = MigFitsAnswer(
         fits=False, would_go=tuple(_instance_in_the_way(index, gone) for index, gone in answer.would_go)
     )
     text = f"no: {answer.message}"
-    return Result(command="mig fits", data=data, text=text, notes=(answer.hint,), exit_code=ExitCode.NOT_AS_REQUESTED)
+    return Result(data=data, text=text, notes=(answer.hint,), exit_code=ExitCode.NOT_AS_REQUESTED)
 
 
 def plan(
@@ -289,7 +284,7 @@ def layout_plan_result(layout_plan: MigPlan | NoPlan, layouts: Sequence[Layout],
     steps = tuple(shown_steps(layout_plan, off))
     made_ids = any("-ci CI" in (step.undo or "") for step in steps)
     notes = ("GI and CI are the ids that the steps print when they create an instance",) if made_ids else ()
-    result = plan_result("mig plan", Plan(title="the layout", steps=steps, notes=notes), dry_run=True)
+    result = plan_result(Plan(title="the layout", steps=steps, notes=notes), dry_run=True)
     return replace(
         with_answer(result, MigPlanAnswer, cost=layout_plan.cost),
         text=plan_text(layout_plan, {layout.gpu: layout for layout in layouts}),

@@ -100,9 +100,7 @@ def planned_or_refused(plan: MigPlan | NoPlan) -> MigPlan:
     raise no_plan_error(plan)
 
 
-def carry_out_change(
-    command: str, make: Callable[[Host, MigLedger], MigChange], *, refresh_cdi: bool = False
-) -> Result:
+def carry_out_change(make: Callable[[Host, MigLedger], MigChange], *, refresh_cdi: bool = False) -> Result:
     """Carry a change out, or with --dry-run only show it; ``make`` reads the host and plans."""
     host = settings.connect()
     ledger = MigLedger(host)
@@ -113,7 +111,7 @@ def carry_out_change(
         # A complete change is not undone.
         if interrupted is not None and not is_complete(host, interrupted):
             notes = (f"first '{interrupted.title}', which was interrupted, would be undone",)
-        return _change_result(host, command, change, notes, dry_run=True)
+        return _change_result(host, change, notes, dry_run=True)
     # Planned before the lock, too: a change that is refused then needs neither root nor lock. But an interrupted change
     # is undone first: it may be the only obstacle.
     first = make(host, ledger).plan if ledger.interrupted() is None else None
@@ -126,7 +124,7 @@ def carry_out_change(
             change = _with_cdi(host, make(host, ledger), refresh=refresh_cdi)
             if is_agreed(change.plan, agreed):
                 transact(host, ledger, change, say_step if settings.verbose else None)
-                return _change_result(host, command, change, done, dry_run=False)
+                return _change_result(host, change, done, dry_run=False)
         agreed = consented(change.plan, agreed)
 
 
@@ -160,7 +158,7 @@ def _with_cdi(host: Host, change: MigChange, *, refresh: bool) -> MigChange:
     return replace(change, plan=plan, notes=(*change.notes, "the CDI specification of containers is written again"))
 
 
-def _change_result(host: Host, command: str, change: MigChange, notes: Sequence[str], *, dry_run: bool) -> Result:
+def _change_result(host: Host, change: MigChange, notes: Sequence[str], *, dry_run: bool) -> Result:
     """Return the answer to a MIG change: its plan and picture in a dry run, else what was made, how to undo it, what is in force."""
     texts = [*notes, *change.notes, *change.plan.notes]
     made: list[MadeInstance] = []
@@ -169,7 +167,7 @@ def _change_result(host: Host, command: str, change: MigChange, notes: Sequence[
         texts += _notes_afterwards(host, change)
     undo = _undo_line(change) if change.plan.steps else None
     planned = replace(change.plan, undo=undo, notes=tuple(_notes_of_each(texts)))
-    result = plan_result(command, planned, dry_run=dry_run)
+    result = plan_result(planned, dry_run=dry_run)
     if dry_run:
         plan = MigPlan(gpus=tuple(part.plan for part in change.gpus), cost=Cost())
         picture = plan_text(plan, {part.gpu.index: part.layout for part in change.gpus}) if plan.changes else None
@@ -331,7 +329,7 @@ def recover(
         text = "nothing to forget" if forget else "no change was interrupted; nothing to do"
     data = MigRecoverAnswer(dry_run=settings.dry_run, done=() if settings.dry_run else tuple(done), undo=undo)
     shown: dict[str, Any] = {"text": text} if settings.dry_run else {"done": ((text, undo),)}
-    return Result(command="mig recover", data=data, notes=notes, **shown)
+    return Result(data=data, notes=notes, **shown)
 
 
 def _recover_or_foresee(host: Host, ledger: MigLedger) -> tuple[tuple[str, ...], str | None, tuple[str, ...]]:
@@ -408,7 +406,7 @@ def create(
         naming = None if name is None else plan_names(host, [name], {}, created, may_move=False, plans=plan.gpus)
         return change_of(host, ledger, gpus, layouts, plan, f"create {' '.join(map(str, wanted))}", naming=naming)
 
-    return carry_out_change("mig create", planned_change, refresh_cdi=refresh_cdi)
+    return carry_out_change(planned_change, refresh_cdi=refresh_cdi)
 
 
 def destroy(
@@ -431,7 +429,7 @@ def destroy(
         plan = planned_or_refused(plan_destroy(layouts, targets, evict=may_go))
         return change_of(host, ledger, gpus, layouts, plan, f"destroy {' '.join(instance)}", evict=may_go)
 
-    return carry_out_change("mig destroy", planned_change, refresh_cdi=refresh_cdi)
+    return carry_out_change(planned_change, refresh_cdi=refresh_cdi)
 
 
 def apply(
@@ -490,7 +488,7 @@ def apply(
         names=words,
         grants=grants,
     )
-    return carry_out_change("mig apply", make, refresh_cdi=refresh_cdi)
+    return carry_out_change(make, refresh_cdi=refresh_cdi)
 
 
 def _layout_change(
@@ -547,7 +545,7 @@ def enable(gpu: str | None = GPU_OPTION, refresh_cdi: bool = REFRESH) -> Any:
     On Hopper and later the driver would switch it on for a busy GPU, and then create no instance. If the mode stays
     pending, gpushare undoes it and reports an error. With MIG on and no instance, no CUDA program can use the GPU.
     """
-    return _switch_mode("mig enable", gpu, enable=True, destroy=False, refresh_cdi=refresh_cdi)
+    return _switch_mode(gpu, enable=True, destroy=False, refresh_cdi=refresh_cdi)
 
 
 def disable(
@@ -557,14 +555,14 @@ def disable(
     refresh_cdi: bool = REFRESH,
 ) -> Any:
     """Switch MIG mode off. Existing instances prevent it, unless --destroy is given."""
-    return _switch_mode("mig disable", gpu, enable=False, destroy=destroy, evict=evict, refresh_cdi=refresh_cdi)
+    return _switch_mode(gpu, enable=False, destroy=destroy, evict=evict, refresh_cdi=refresh_cdi)
 
 
 # -- what the commands share -----------------------------------------------------------------------
 
 
 def _switch_mode(
-    command: str, gpu: str | None, *, enable: bool, destroy: bool, refresh_cdi: bool, evict: Sequence[str] | None = None
+    gpu: str | None, *, enable: bool, destroy: bool, refresh_cdi: bool, evict: Sequence[str] | None = None
 ) -> Any:
     """Switch the MIG mode of GPUs on or off; off only without instances, unless they may be destroyed."""
 
@@ -585,9 +583,10 @@ def _switch_mode(
         wishes = {} if enable else {layout.gpu: () for layout in layouts}
         plan = planned_or_refused(plan_exact(layouts, wishes, evict=may_go))
         modes = {each.index: enable for each in gpus}
-        return change_of(host, ledger, gpus, layouts, plan, command.removeprefix("mig "), evict=may_go, modes=modes)
+        title = "enable" if enable else "disable"
+        return change_of(host, ledger, gpus, layouts, plan, title, evict=may_go, modes=modes)
 
-    return carry_out_change(command, planned_change, refresh_cdi=refresh_cdi)
+    return carry_out_change(planned_change, refresh_cdi=refresh_cdi)
 
 
 def change_of(
@@ -692,8 +691,8 @@ def name(
             code="no_name",
         )
     if forget is not None:
-        return ask_and_carry_out("mig name", _plan_forget(forget), replan=lambda: _plan_forget(forget))
-    return ask_and_carry_out("mig name", _plan_name(name or "", instance or "", gpu))
+        return ask_and_carry_out(_plan_forget(forget), replan=lambda: _plan_forget(forget))
+    return ask_and_carry_out(_plan_name(name or "", instance or "", gpu))
 
 
 def _plan_name(name: str, instance: str, gpu: str | None) -> Plan:
@@ -771,7 +770,7 @@ def grant(
     Without a grant, every local user can use every instance: MIG isolates memory and SMs, not users. Another grant
     adds a user. Grants are kept with the name, and gpushare applies them again when it recreates the instance.
     """
-    return _carry_out_grant("mig grant", lambda host: plan_grant(host, name, user))
+    return _carry_out_grant(lambda host: plan_grant(host, name, user))
 
 
 def revoke(
@@ -779,16 +778,16 @@ def revoke(
     user: str | None = argument("[USER]", "Only this user. [default: all]"),
 ) -> Any:
     """Revoke a user's grant, or all; without grants every local user can use the instance. Needs root."""
-    return _carry_out_grant("mig revoke", lambda host: plan_revoke(host, name, user))
+    return _carry_out_grant(lambda host: plan_revoke(host, name, user))
 
 
-def _carry_out_grant(command: str, make: Callable[[Host], Plan]) -> Any:
+def _carry_out_grant(make: Callable[[Host], Plan]) -> Any:
     """Plan again and carry out under the lock of all MIG changes: another grant may have come in between."""
     host = settings.connect()
     ledger = MigLedger(host)
     if settings.dry_run or not host.root:
         # Without root only the record of an instance that is gone can be changed.
-        return ask_and_carry_out(command, make(host))
+        return ask_and_carry_out(make(host))
     # Planned before the lock, too, unless an interrupted change is undone first: a refused change must not wait for it.
-    first = make(host) if ledger.interrupted() is None else Plan(title=command, steps=())
-    return ask_and_carry_out(command, first, replan=lambda: make(host), locked=lambda: recovered(host, ledger))
+    first = make(host) if ledger.interrupted() is None else Plan(title="the users of the instance", steps=())
+    return ask_and_carry_out(first, replan=lambda: make(host), locked=lambda: recovered(host, ledger))

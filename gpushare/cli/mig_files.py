@@ -65,7 +65,6 @@ def check(
     if not good:
         notes = (*notes, "see the plan to get there: gpushare mig apply --dry-run, with the same arguments")
     return Result(
-        command="mig check",
         data=MigCheckAnswer(as_requested=good, config=None if named is None else named.name, gpus=checked),
         text="\n".join(line for each in checked for line in each.lines),
         notes=notes,

@@ -74,4 +74,4 @@ def move(
         if job is not None
         else mover.plan_all_off(select_one(off, host.nvml.sweep()), devices)
     )
-    return with_answer(ask_and_carry_out("move", moves.plan), MoveAnswer, jobs=moves.jobs)
+    return with_answer(ask_and_carry_out(moves.plan), MoveAnswer, jobs=moves.jobs)

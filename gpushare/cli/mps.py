@@ -130,9 +130,7 @@ def logs(
         texts[name] = kept[-lines:]
     notes = (f"{counted(left_out, 'line')} of gpushare's own questions left out; with them: -v",) if left_out else ()
     text = "\n\n".join(f"==> {home.log / name} <==\n" + "\n".join(texts[name]) for name in names)
-    return Result(
-        command="mps logs", data=MpsLogsAnswer(log_directory=str(home.log), lines=texts), text=text, notes=notes
-    )
+    return Result(data=MpsLogsAnswer(log_directory=str(home.log), lines=texts), text=text, notes=notes)
 
 
 _MOST_OF_A_LOG: Final = 16 << 20
@@ -178,7 +176,7 @@ def env(
     home, _ = own_daemon(host, device)
     environment = client_environment({}, device, home, limits)
     text = "\n".join(f"export {name}={shlex.quote(value)}" for name, value in environment.items())
-    return Result(command="mps env", data=MpsEnvAnswer(environment=environment), text=text)
+    return Result(data=MpsEnvAnswer(environment=environment), text=text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,7 +285,7 @@ def start(
 
     # Once before the locks, which need directories: a refused start must leave nothing behind.
     homes = [own_home(host, device.uuid) for device in devices]
-    return ask_and_carry_out("mps start", plan(), homes=homes, replan=plan)
+    return ask_and_carry_out(plan(), homes=homes, replan=plan)
 
 
 def _parse_users(text: str) -> tuple[str, ...]:
@@ -325,7 +323,7 @@ def set_limits(
         return one_plan([plan_limits(host, device, limits[device.uuid]) for device in devices])
 
     homes = [own_daemon(host, device, to_change=True)[0] for device in devices]
-    return ask_and_carry_out("mps set", plan(), homes=homes, replan=plan)
+    return ask_and_carry_out(plan(), homes=homes, replan=plan)
 
 
 def stop(
@@ -364,7 +362,7 @@ def stop(
     undo = "; ".join(work.undo for work, _ in works if work.undo is not None) or None
     plan = Plan(title="MPS daemons are stopped", steps=steps, undo=undo, consent=losses)
     if settings.dry_run:
-        planned = plan_result("mps stop", plan, dry_run=True)
+        planned = plan_result(plan, dry_run=True)
         return with_answer(planned, MpsStopAnswer, stopped=tuple(stopped_row(work, item) for work, item in works))
     consented(plan)
     rows, errors = [], []
@@ -382,7 +380,6 @@ def stop(
     if errors and not rows and len(errors) == 1:
         raise errors[0]
     return Result(
-        command="mps stop",
         data=MpsStopAnswer(
             dry_run=False,
             steps=(),
@@ -393,7 +390,6 @@ def stop(
         done=tuple(done),
         errors=tuple(errors),
         all_failed=not rows,
-        exit_code=errors[0].exit_code if errors else 0,
     )
 
 

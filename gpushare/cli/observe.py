@@ -77,7 +77,7 @@ def observe(
     errors = gpu_errors(
         Gpu(index=use.gpu.index, error=use.error) for use in recording.gpus if use.error and is_lost(use.error)
     )
-    return replace(result, errors=errors, exit_code=1 if errors else 0)
+    return replace(result, errors=errors)
 
 
 def _length_and_interval(seconds: str, interval: str) -> tuple[float, float]:
@@ -151,7 +151,6 @@ def observe_result(data: ObserveAnswer, notes: Sequence[str] = ()) -> Result:
     """Return a recording as a result: its GPUs and processes with their use, and the GPUs that are underused."""
     nobody = "no process was seen" if data.processes_known else "processes were not recorded"
     return Result(
-        command="observe",
         data=data,
         text=_header_text(data),
         tables=(

@@ -728,7 +728,6 @@ def _with_yes() -> str:
 
 
 def ask_and_carry_out(
-    command: str,
     plan: Plan,
     *,
     homes: Sequence[DaemonHome] = (),
@@ -765,7 +764,7 @@ def ask_and_carry_out(
                     carry_out(plan, say_step if settings.verbose else None)
             if not done:
                 agreed = consented(plan, agreed)
-    return plan_result(command, plan, dry_run=settings.dry_run, notes=lock_notes)
+    return plan_result(plan, dry_run=settings.dry_run, notes=lock_notes)
 
 
 def say_step(step: Step) -> None:

@@ -47,7 +47,6 @@ def pause(
     seconds = None if timeout is None else _timeout_seconds(timeout)
     with pause_of(host, job, seconds) as work:
         result = ask_and_carry_out(
-            "pause",
             work.plan(begin=not settings.dry_run),
             replan=lambda: work.plan(begin=True),
             locked=lambda: changing(host),

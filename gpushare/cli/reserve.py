@@ -57,9 +57,7 @@ def reserve(
     host = settings.connect()
     if time is None and not end:
         in_force = tuple(leases(host, kept_limits(host)).values())
-        return Result(
-            command="reserve", data=LeasesAnswer(leases=in_force), tables=(lease_table(in_force, gpus_of(host)),)
-        )
+        return Result(data=LeasesAnswer(leases=in_force), tables=(lease_table(in_force, gpus_of(host)),))
     if time is not None and end:
         raise BadCombination("--for cannot be combined with --end", "for example: gpushare reserve -g 0 --for 4h")
     devices = select_for_change(gpu, gpus_of(host))
@@ -71,11 +69,9 @@ def reserve(
                 code="whole_gpu",
             )
     if time is None:
-        return ask_and_carry_out("reserve", _plan_end(host, devices), replan=lambda: _plan_end(host, devices))
+        return ask_and_carry_out(_plan_end(host, devices), replan=lambda: _plan_end(host, devices))
     seconds = positive_time("--for", time, "4h")
-    return ask_and_carry_out(
-        "reserve", _plan_lease(host, devices, seconds), replan=lambda: _plan_lease(host, devices, seconds)
-    )
+    return ask_and_carry_out(_plan_lease(host, devices, seconds), replan=lambda: _plan_lease(host, devices, seconds))
 
 
 def _check_length(device: Device, seconds: float, held: float, most: float) -> None:

@@ -50,7 +50,7 @@ def resume(
     if settings.dry_run:
         with host.open_channels() as control:
             plan = one_plan([_resume_plan(paused, resume_step(host, control, paused)) for paused in jobs_to_resume()])
-            return plan_result("resume", plan, dry_run=True)
+            return plan_result(plan, dry_run=True)
     done: list[tuple[PausedJob, Step]] = []
     errors: list[GpushareError] = []
     with host.open_channels() as control:
@@ -67,13 +67,12 @@ def resume(
                     except GpushareError as error:
                         errors.append(error)
     plan = one_plan([_resume_plan(job, step) for job, step in done])
-    result = plan_result("resume", plan, dry_run=False, empty="no job is paused")
+    result = plan_result(plan, dry_run=False, empty="no job is paused")
     return replace(
         result,
         data=ResumeAnswer(**vars(result.data), jobs=tuple(paused_row(job, host) for job, _ in done)),
         done=() if errors and not done else result.done,
         errors=tuple(errors),
-        exit_code=errors[0].exit_code if errors else 0,
         all_failed=bool(errors) and not done,
     )
 

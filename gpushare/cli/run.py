@@ -191,7 +191,6 @@ def _start_detached(host: Host, program: str, name: str | None) -> Any:
     state = how.get(job.state or "", "has not started yet")
     end = "" if job.state == "ended" else f"; end it: gpushare stop {job.name}"
     return Result(
-        command="run",
         data=DetachedAnswer(
             job=job.name, pid=job.supervisor.pid, state=job.state, exit_code=job.exit_code, output=str(job.output)
         ),

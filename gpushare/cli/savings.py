@@ -222,7 +222,7 @@ def savings_result(data: SavingsAnswer, notes: Sequence[str] = ()) -> Result:
         ),
     )
     table = Table(name="options", columns=columns, rows=data.options, empty="no smaller number of GPUs fits")
-    return Result(command="savings", data=data, text="\n".join(lines), tables=(table,), notes=tuple(notes))
+    return Result(data=data, text="\n".join(lines), tables=(table,), notes=tuple(notes))
 
 
 def money(value: Decimal | None) -> str:

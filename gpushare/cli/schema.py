@@ -26,6 +26,6 @@ def schema(
     command = " ".join(words or ())
     if not command:
         names = (*commands_with_schema(), HOST_FILE)
-        return Result(command="schema", data=names, text="\n".join(names))
+        return Result(data=names, text="\n".join(names))
     document = host_file_schema() if command == HOST_FILE else schema_of(command)
-    return Result(command="schema", data=document, text=json.dumps(document, indent=2))
+    return Result(data=document, text=json.dumps(document, indent=2))

@@ -138,13 +138,13 @@ def fault(
         raise BadUsage("give one fault, or --clear", f"faults: {', '.join(KINDS)}", code="bad_fault")
     if kind is None:
         admin.clear_faults(spec)
-        return Result(command="sim fault", data=SimFaultAnswer(cleared=True), text=f"{spec}: no faults")
+        return Result(data=SimFaultAnswer(cleared=True), text=f"{spec}: no faults")
     # Creates the host if no command has used it yet.
     settings.connect()
     admin.set_fault(spec, kind, gpu, value)
     words = " ".join(filter(None, [kind, value]))
     text = f"{spec}: {words}" if gpu is None else f"{spec}, GPU {gpu}: {words}"
-    return Result(command="sim fault", data=SimFaultAnswer(fault=kind, value=value, gpu=gpu), text=text)
+    return Result(data=SimFaultAnswer(fault=kind, value=value, gpu=gpu), text=text)
 
 
 def cdi() -> Any:
@@ -152,7 +152,7 @@ def cdi() -> Any:
     host = open_simulated(simulated_spec(None))
     path = nvidia_ctk.install(host.state_file)
     file = str(host.state_file.directory / path.lstrip("/"))
-    return Result(command="sim cdi", data=SimCdiAnswer(path=path, file=file), text=f"{path} is {file}")
+    return Result(data=SimCdiAnswer(path=path, file=file), text=f"{path} is {file}")
 
 
 app = typer.Typer(
@@ -178,7 +178,6 @@ def list_hosts(
     )
     empty = "no simulated hosts yet; any command creates one: gpushare --host sim:h200 status"
     return Result(
-        command="sim list",
         data=SimHostsAnswer(hosts=tuple(hosts)),
         tables=(Table(name="hosts", columns=columns, rows=tuple(hosts), empty=empty),),
     )
@@ -207,13 +206,13 @@ def _models_result() -> Any:
         Column("time_slice", "time-slice", rank=3),
     )
     table = Table(name="models", columns=columns, rows=rows)
-    return Result(command="sim list", data=SimModelsAnswer(models=rows), tables=(table,))
+    return Result(data=SimModelsAnswer(models=rows), tables=(table,))
 
 
 def show(host: str | None = SPEC) -> Any:
     """Show a simulated host: its GPUs, and what differs from a new one. Its processes are in `status`."""
     shown = describe(simulated_spec(host))
-    return Result(command="sim show", data=shown, text=_state_text(shown))
+    return Result(data=shown, text=_state_text(shown))
 
 
 def _user_text(host: ShownHost) -> str:
@@ -264,7 +263,6 @@ def reset(
         consented(Plan(title="delete all hosts", steps=(), consent=(Loss(action="deletes", what=hosts),)))
     if settings.dry_run:
         return Result(
-            command="sim reset",
             data=SimResetAnswer(dry_run=True, hosts=tuple(specs)),
             text=f"would delete {', '.join(specs) or 'nothing'}",
         )
@@ -273,7 +271,7 @@ def reset(
     notes = (f"real programs and waiting jobs were left running; end them: kill {alone}",) if alone else ()
     text = f"{', '.join(each.spec for each in done)}: reset" if done else "no simulated hosts to reset"
     answer = SimResetAnswer(dry_run=False, hosts=done)
-    return Result(command="sim reset", data=answer, done=((text, None),), notes=notes)
+    return Result(data=answer, done=((text, None),), notes=notes)
 
 
 def _reset_host(spec: str) -> ResetResult:
@@ -333,7 +331,7 @@ def add(
         command_line=() if command is None else command.split(),
         container=container,
     )
-    return Result(command="sim add", data=SimProcessAnswer(pid=pid), text=str(pid))
+    return Result(data=SimProcessAnswer(pid=pid), text=str(pid))
 
 
 # What they do to a client of MPS and to its neighbours is known; of others it is not.
@@ -355,7 +353,6 @@ def end(
         number = signals.Signals[f"SIG{name}"]
     end_process(simulated_spec(None), pid, number)
     return Result(
-        command="sim end",
         data=SimProcessAnswer(pid=pid),
         text=f"process {pid}: {'ended' if number is None else number.name}",
     )
@@ -370,7 +367,7 @@ def mig(
     set_mig(simulated_spec(None), gpu or "0", names)
     text = f"GPU {gpu}: {', '.join(names)}" if names else f"GPU {gpu}: MIG off"
     answer = SimMigAnswer(gpu=gpu or "0", instances=tuple(names))
-    return Result(command="sim mig", data=answer, text=text)
+    return Result(data=answer, text=text)
 
 
 # As NVIDIA's vGPU user guide writes them: GRID T4-16Q, NVIDIA A100-1-5CME, NVIDIA RTX6000-Ada-48Q.
@@ -389,7 +386,7 @@ def vgpu(
             f"{quoted(kind)} is not the name of a vGPU type", "give one: 'NVIDIA H200-35C'", code="bad_value"
         )
     name = add_vgpu(simulated_spec(None), gpu or "0", kind, vm, parse_memory_limit(memory))
-    return Result(command="sim vgpu", data=SimVgpuAnswer(uuid=name), text=name)
+    return Result(data=SimVgpuAnswer(uuid=name), text=name)
 
 
 app.command(cls=Command, short_help="Make something fail.")(fault)

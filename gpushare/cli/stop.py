@@ -55,9 +55,7 @@ def stop(
     work = [Stop(host, target, gpus, seconds) for target in in_order_of_ends(host, targets.values())]
     plan = one_plan([each.plan for each in work])
     if settings.dry_run:
-        absent = tuple(no_job_error(host, text) for text in missing)
-        code = absent[0].exit_code if absent else 0
-        return replace(plan_result("stop", plan, dry_run=True), errors=absent, exit_code=code)
+        return replace(plan_result(plan, dry_run=True), errors=tuple(no_job_error(host, text) for text in missing))
     consented(plan)
     done: list[Stopped] = []
     failures: list[GpushareError] = []
@@ -71,11 +69,9 @@ def stop(
     # Only now: the hint names the jobs that still run.
     errors = (*(no_job_error(host, text) for text in missing), *failures)
     return Result(
-        command="stop",
         data=StopAnswer(jobs=tuple(done)),
         done=tuple((ended_sentence(stopped), None) for stopped in done),
         errors=errors,
-        exit_code=errors[0].exit_code if errors else 0,
         all_failed=bool(errors) and not done,
     )
 

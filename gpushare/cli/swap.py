@@ -46,7 +46,7 @@ def out(job: str = JOB_ARGUMENT) -> Any:
     managed memory.
     """
     work = plan_swap_out(settings.connect(), job, note, dry_run=settings.dry_run)
-    return _with_swapped_job(ask_and_carry_out("swap out", work.plan), work.swap)
+    return _with_swapped_job(ask_and_carry_out(work.plan), work.swap)
 
 
 def back_in(
@@ -68,7 +68,7 @@ def back_in(
         lambda: waiting_line(note, quiet=settings.quiet),
         dry_run=settings.dry_run,
     )
-    return _with_swapped_job(ask_and_carry_out("swap in", work.plan), work.swap)
+    return _with_swapped_job(ask_and_carry_out(work.plan), work.swap)
 
 
 def list_swapped() -> Any:
@@ -90,7 +90,6 @@ def list_swapped() -> Any:
         Column("since", "since", format=lambda at: time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))),
     )
     return Result(
-        command="swap list",
         data=SwapListAnswer(jobs=rows),
         tables=(Table(name="jobs", columns=columns, rows=tuple(map(vars, rows)), empty="no job is swapped out"),),
     )

@@ -142,7 +142,6 @@ def show(gpu: str | None = GPU_OPTION) -> Any:
         for row, device in zip(rows, devices, strict=True)
     ]
     return Result(
-        command="timeslice show",
         data=TimesliceAnswer(gpus=tuple(rows), processes=tuple(processes)),
         tables=(
             Table(name="gpus", columns=columns, rows=tuple(shown), empty="this host has no GPU"),
@@ -151,7 +150,6 @@ def show(gpu: str | None = GPU_OPTION) -> Any:
         csv=Table(name="gpus", columns=columns, rows=tuple(map(vars, rows))),
         notes=(*_level_notes(rows), *_unknown_slice_notes(processes), *blind),
         errors=errors,
-        exit_code=1 if errors else 0,
     )
 
 
@@ -296,7 +294,7 @@ def set_slice(
     wanted = level_of(level)
     host = settings.connect()
     devices = select_for_change(gpu, gpus_of(host))
-    return ask_and_carry_out("timeslice set", plan_level(host, devices, wanted, beside_mps=beside_mps))
+    return ask_and_carry_out(plan_level(host, devices, wanted, beside_mps=beside_mps))
 
 
 _EXAMPLE = "gpushare timeslice set 500us JOB"
@@ -320,7 +318,6 @@ def _set_slice_of_job(text: str, job_text: str) -> Any:
     else:
         microseconds = check_slice(parse_slice(text))
     return _change_slices(
-        "timeslice set",
         job_text,
         lambda host, control, job, processes, consent: plan_slice(
             host, control, job.title, job.selector, processes, microseconds, consent=consent, probe=not settings.dry_run
@@ -328,7 +325,7 @@ def _set_slice_of_job(text: str, job_text: str) -> Any:
     )
 
 
-def _change_slices(command: str, text: str, plan: Callable[..., Plan]) -> Any:
+def _change_slices(text: str, plan: Callable[..., Plan]) -> Any:
     """Plan a change of a job's processes and carry it out; plan again if it would touch more than the user agreed to."""
     host = settings.connect()
     with host.open_channels() as control:
@@ -347,7 +344,7 @@ def _change_slices(command: str, text: str, plan: Callable[..., Plan]) -> Any:
             )
 
         first = plan_now()
-        return ask_and_carry_out(command, first, replan=plan_now if first.consent else None)
+        return ask_and_carry_out(first, replan=plan_now if first.consent else None)
 
 
 def reset(
@@ -365,7 +362,6 @@ def reset(
                 "for example: gpushare timeslice reset JOB",
             )
         return _change_slices(
-            "timeslice reset",
             job,
             lambda host, control, target, processes, consent: plan_restore(
                 host, control, target.title, target.selector, processes, consent=consent, probe=not settings.dry_run
@@ -373,7 +369,7 @@ def reset(
         )
     host = settings.connect()
     devices = select_for_change(gpu, gpus_of(host))
-    return ask_and_carry_out("timeslice reset", plan_reset(host, devices))
+    return ask_and_carry_out(plan_reset(host, devices))
 
 
 # Twenty files more are loaded in the functions below: `timeslice set JOB` needs none of them.

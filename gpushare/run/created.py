@@ -126,4 +126,4 @@ class Creator:
                 f"gpushare mig destroy {new} -g {plan.gpu}",
             ),
         )
-        return plan_result("run", Plan(title="the program has ended", steps=steps), dry_run=True)
+        return plan_result(Plan(title="the program has ended", steps=steps), dry_run=True)

@@ -169,7 +169,7 @@ class JobStart:
             self.host, share, (job, *options.parts, *parts), command, options, report, container=container, typed=typed
         )
         if self.dry_run:
-            return plan_result("run", Plan(title="the program has ended", steps=tuple(run.steps())), dry_run=True)
+            return plan_result(Plan(title="the program has ended", steps=tuple(run.steps())), dry_run=True)
         return self._run_and_record(run, job)
 
     def _recorded_job(

@@ -29,7 +29,6 @@ def bench_result(data: BenchAnswer, notes: Sequence[str] = (), **more: Any) -> R
     if data.left_out:
         tables.append(_left_out_table(data.left_out))
     return Result(
-        command="bench",
         data=data,
         text=_head_and_answer(data),
         tables=tuple(tables),

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from gpushare.base.errors import ExitCode
 from gpushare.base.model import LinePlace, ListedJob, Snapshot
 from gpushare.base.units import WORTH_NAMING, format_bytes, format_percent, ranges
 from gpushare.base.values import dataclass
@@ -45,13 +44,11 @@ def jobs_result(snapshot: Snapshot, jobs: Sequence[ListedJob], *, everything: bo
     tables += [_ended_table(ended)] if ended else []
     errors = gpu_errors(snapshot.gpus)
     return Result(
-        command="jobs",
         data=JobsAnswer(host=snapshot.host, taken_at=snapshot.taken_at, jobs=tuple(jobs)),
         tables=tuple(tables),
         csv=_jobs_csv(jobs),
         notes=snapshot.warnings,
         errors=errors,
-        exit_code=ExitCode.FAILED if errors else ExitCode.OK,
     )
 
 

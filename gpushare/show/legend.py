@@ -91,4 +91,4 @@ def legend_result() -> Result:
     table = Table(name="heads", columns=columns, rows=tuple(map(vars, heads)))
     width = max(map(len, HEADS)) + 2
     lines = [line for each in heads for line in wrapped(each.meaning, _WIDTH, each.head.ljust(width), " " * width)]
-    return Result(command="status", data=LegendAnswer(heads=heads), text="\n".join(lines), csv=table)
+    return Result(data=LegendAnswer(heads=heads), text="\n".join(lines), csv=table)

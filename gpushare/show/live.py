@@ -57,7 +57,7 @@ def watch(
     def read_or_fail() -> Result:
         """Return what one look gives, or its error as a result; without notes if ``quiet``."""
         try:
-            result = read()
+            result = replace(read(), command=command)
             return replace(result, notes=()) if quiet else result
         except GpushareError as error:
             return failure(command, error)

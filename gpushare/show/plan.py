@@ -29,7 +29,6 @@ def plan_answer(plan: Plan, *, dry_run: bool) -> PlanAnswer:
 
 
 def plan_result(
-    command: str,
     plan: Plan,
     *,
     dry_run: bool,
@@ -64,7 +63,6 @@ def plan_result(
     )
     changed = [part for part in plan.parts or (plan,) if part.steps]
     return Result(
-        command=command,
         data=plan_answer(plan, dry_run=dry_run),
         tables=(table,) if dry_run else (),
         csv=table,

@@ -104,7 +104,8 @@ class Result:
     ``done`` is what a change has put in force, each with the command that undoes it: one line each, none with --quiet.
     """
 
-    command: str
+    # Empty: the command of the command line.
+    command: str = ""
     data: Any = None
     tables: tuple[Table, ...] = ()
     text: str | None = None
@@ -112,7 +113,8 @@ class Result:
     csv: Table | None = None
     notes: tuple[str, ...] = ()
     errors: tuple[GpushareError, ...] = ()
-    exit_code: ExitCode | int = ExitCode.OK
+    # None: that of the first error, or 0.
+    exit_code: ExitCode | int | None = None
     # Nothing succeeded; the data says what was tried.
     all_failed: bool = False
 
@@ -122,6 +124,13 @@ class Result:
         if not self.errors:
             return "ok"
         return "error" if self.data is None or self.all_failed else "partial"
+
+    @property
+    def ends_with(self) -> int:
+        """Return the exit code."""
+        if self.exit_code is not None:
+            return int(self.exit_code)
+        return int(self.errors[0].exit_code) if self.errors else 0
 
     def envelope(self) -> dict[str, Any]:
         """Return the JSON document: schema, command, status, data and errors."""
@@ -135,7 +144,7 @@ class Result:
 def failure(command: str, error: GpushareError) -> Result:
     """Return the result of a command that ended in an error."""
     data = error.data if isinstance(error, NeedsConsent) else None
-    return Result(command=command, data=data, errors=(error,), exit_code=error.exit_code, all_failed=True)
+    return Result(command=command, data=data, errors=(error,), all_failed=True)
 
 
 def json_names(kind: Any) -> list[str]:

@@ -330,7 +330,6 @@ def farm_result(
     table = Table(name="copies", title="copies", columns=columns, rows=data.copies)
     shown = _rows_for_people(data.copies)
     return Result(
-        command="farm",
         data=data,
         # The errors say how copies failed.
         tables=(replace(table, columns=tuple(column for column in columns if column.key != "failure"), rows=shown),),

@@ -22,7 +22,6 @@ def sizes_result(data: BenchSizesAnswer, notes: Sequence[str] = (), **more: Any)
     beside += ["a copy to the GPU"] if workload.copy else []
     program = f"matrix multiplications ({', '.join([workload.backend, *beside])})"
     return Result(
-        command="bench",
         data=data,
         text="\n".join([first, program, "", *map(_concurrency_sentence, data.concurrency)]),
         tables=(_times_table(data),),

@@ -560,14 +560,12 @@ def status_result(snapshot: Snapshot) -> Result:
         vgpu_sessions=snapshot.vgpu_sessions,
     )
     return Result(
-        command="status",
         data=answer,
         text=_header_line(snapshot),
         tables=people_tables(snapshot),
         csv=csv_table(snapshot),
         notes=tuple(_status_notes(snapshot)),
         errors=errors,
-        exit_code=ExitCode.FAILED if errors else ExitCode.OK,
     )
 
 
@@ -682,10 +680,13 @@ def _status_errors(snapshot: Snapshot) -> Iterable[GpushareError]:
 
 def gpu_errors(gpus: Iterable[Gpu]) -> tuple[GpushareError, ...]:
     """Return an error for each GPU that does not answer; a command that shows the others ends with exit code 1."""
-    return tuple(silent_gpu_error(gpu, gpu.error) for gpu in gpus if gpu.error is not None)
+    errors = [_silent_gpu_error(gpu, gpu.error) for gpu in gpus if gpu.error is not None]
+    for error in errors:
+        error.exit_code = ExitCode.FAILED
+    return tuple(errors)
 
 
-def silent_gpu_error(gpu: Gpu, reason: str) -> GpushareError:
+def _silent_gpu_error(gpu: Gpu, reason: str) -> GpushareError:
     """Return the error of a GPU that does not answer, with the next command for the reason."""
     # NVML's reasons begin with the GPU already.
     message = f"GPU {gpu.index} does not answer: {reason.removeprefix(f'GPU {gpu.index}: ')}"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from gpushare.base.errors import GpushareError
+from gpushare.base.errors import ExitCode, GpushareError
 from gpushare.base.model import TunedWay, Way
 from gpushare.base.units import format_slice
 from gpushare.show.plot import picture
@@ -100,10 +100,7 @@ class TuneAnswer:
 
 def tune_result(data: TuneAnswer, notes: Sequence[str] = (), errors: Sequence[GpushareError] = ()) -> Result:
     """Return the result of ``gpushare tune``; ``errors`` are what ended it early, and what could not be written."""
-    # It ran as asked; the answer is that no setting meets the goal.
-    exit_code = 0 if data.best is not None else 7
     return Result(
-        command="tune",
         data=data,
         text=_answer_text(data),
         tables=(
@@ -116,7 +113,8 @@ def tune_result(data: TuneAnswer, notes: Sequence[str] = (), errors: Sequence[Gp
         ),
         notes=tuple(notes),
         errors=tuple(errors),
-        exit_code=errors[0].exit_code if errors else exit_code,
+        # It ran as asked; the answer is that no setting meets the goal.
+        exit_code=ExitCode.NOT_AS_REQUESTED if data.best is None and not errors else None,
     )
 
 

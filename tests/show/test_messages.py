@@ -85,7 +85,7 @@ def test_a_command_for_root_is_one_that_this_user_can_type(monkeypatch, tmp_path
         step = Step(what="enable", command=None, undo=command, do=lambda: None)
         plan = Plan(title="MIG is on", steps=(step,), undo=command)
         for dry_run in (True, False):
-            write(plan_result("mig", plan, dry_run=dry_run), OutputFormat.TABLE, stdout=stream, stderr=stream)
+            write(plan_result(plan, dry_run=dry_run), OutputFormat.TABLE, stdout=stream, stderr=stream)
         return [line.rpartition(": ")[2] for line in stream.getvalue().splitlines() if "mig enable" in line]
 
     own = tmp_path / "gpushare"

@@ -35,38 +35,38 @@ PLAN = Plan(title="MPS on GPU 0: no limits", steps=STEPS, undo="gpushare mps sto
 
 def test_a_plan_on_a_terminal(shown, golden):
     """Commands are never cut, however narrow the window: people copy them."""
-    out, _ = shown(plan_result("mps start", PLAN, dry_run=True), OutputFormat.TABLE, width=60)
+    out, _ = shown(plan_result(PLAN, dry_run=True), OutputFormat.TABLE, width=60)
     golden("plan-table", out)
 
 
 def test_a_plan_off_a_terminal_is_the_same_list(shown, golden):
-    out, _ = shown(plan_result("mps start", PLAN, dry_run=True), OutputFormat.AUTO)
+    out, _ = shown(plan_result(PLAN, dry_run=True), OutputFormat.AUTO)
     golden("plan-plain", out)
 
 
 def test_a_change_is_one_line_each_with_its_undo(shown):
     other = Plan(title="MPS on GPU 1: threads 30 % per client", steps=STEPS[:1])
     same = Plan(title="MPS on GPU 2: as it was", steps=())
-    out, notes = shown(plan_result("mps start", one_plan([PLAN, other, same]), dry_run=False), OutputFormat.AUTO)
+    out, notes = shown(plan_result(one_plan([PLAN, other, same]), dry_run=False), OutputFormat.AUTO)
     assert out == "MPS on GPU 0: no limits; undo: gpushare mps stop -g 0\nMPS on GPU 1: threads 30 % per client\n"
     assert not notes
 
 
 def test_an_undo_that_does_not_fit_begins_a_line(shown):
-    out, _ = shown(plan_result("mps start", PLAN, dry_run=False), OutputFormat.TABLE, width=40)
+    out, _ = shown(plan_result(PLAN, dry_run=False), OutputFormat.TABLE, width=40)
     assert out == "MPS on GPU 0: no limits\n  undo: gpushare mps stop -g 0\n"
 
 
 def test_quiet_says_nothing_of_a_change_that_succeeded():
     for dry_run in (False, True):
         out, notes = io.StringIO(), io.StringIO()
-        result = plan_result("mps start", PLAN, dry_run=dry_run, notes=["needs root"])
+        result = plan_result(PLAN, dry_run=dry_run, notes=["needs root"])
         write(result, OutputFormat.AUTO, stdout=out, stderr=notes, quiet=True)
         assert (bool(out.getvalue()), notes.getvalue()) == (dry_run, "")
 
 
 def test_the_data_of_a_plan_is_pinned():
-    result = plan_result("mps start", Plan(title="MPS", steps=STEPS), dry_run=True, notes=["needs root"])
+    result = plan_result(Plan(title="MPS", steps=STEPS), dry_run=True, notes=["needs root"])
     assert jsonable(result.data) == {
         "dry_run": True,
         "steps": [{"what": step.what, "command": step.command, "undo": step.undo} for step in STEPS],
@@ -77,24 +77,24 @@ def test_the_data_of_a_plan_is_pinned():
 
 
 def test_the_undo_of_a_dry_run_is_a_note(shown):
-    result = plan_result("mps start", PLAN, dry_run=True, notes=["needs root"])
+    result = plan_result(PLAN, dry_run=True, notes=["needs root"])
     assert result.data.undo == "gpushare mps stop -g 0"
     assert result.notes == ("needs root", "undo: gpushare mps stop -g 0")
     assert "undo: none" not in shown(result, OutputFormat.TABLE)[0]
     nothing = Plan(title="MPS", steps=(), undo="gpushare mps stop")
-    assert plan_result("mps start", nothing, dry_run=True).notes == ()
+    assert plan_result(nothing, dry_run=True).notes == ()
 
 
 def test_no_step_says_that_there_is_nothing_to_do(shown):
     for dry_run in (True, False):
-        result = plan_result("x", Plan(title="x", steps=()), dry_run=dry_run)
+        result = plan_result(Plan(title="x", steps=()), dry_run=dry_run)
         assert shown(result, OutputFormat.TABLE)[0] == "nothing to do: the host is as requested\n"
 
 
 def test_a_long_step_is_wrapped_between_words_and_its_command_can_be_copied(shown):
     what = "wait until GPU 0 has room for 60.0 GiB, first come first served, for 3600 s at most; reserve it"
     one = step(what, f"gpushare {'x' * 40} {'y' * 50}")
-    out, _ = shown(plan_result("run", Plan(title="run", steps=(one,)), dry_run=True), OutputFormat.TABLE, width=60)
+    out, _ = shown(plan_result(Plan(title="run", steps=(one,)), dry_run=True), OutputFormat.TABLE, width=60)
     lines = out.splitlines()
     assert lines[2:] == [
         "1. wait until GPU 0 has room for 60.0 GiB, first come first",

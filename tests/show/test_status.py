@@ -74,7 +74,8 @@ def test_what_decides_is_whole_at_80_columns(shown):
 
 @pytest.mark.parametrize("output", ["plain", "csv", "json", "yaml"])
 def test_the_document(shown, golden, output):
-    golden(f"status-{output}", shown(status_result(mixed_host()), OutputFormat(output))[0])
+    result = replace(status_result(mixed_host()), command="status")
+    golden(f"status-{output}", shown(result, OutputFormat(output))[0])
 
 
 def test_the_colours(shown, golden):
@@ -94,7 +95,7 @@ def test_a_lost_gpu_is_null_throughout_and_hides_nobody():
     assert {key for key, value in lost.items() if value is not None} == {"index", "pci_bus_id", "error"}
     assert [(type(error), error.gpu, error.code) for error in result.errors] == [(GpuLost, "5", "gpu_lost")]
     assert len(result.data.gpus) == 8
-    assert (result.status, result.exit_code) == ("partial", ExitCode.FAILED)
+    assert (result.status, result.ends_with) == ("partial", ExitCode.FAILED)
 
 
 def test_a_gpu_that_does_not_answer_is_an_error():
@@ -108,7 +109,7 @@ def test_a_gpu_that_does_not_answer_is_an_error():
 @pytest.mark.parametrize("gpus", [(), (Gpu(index=0, error="GPU is lost"),)])
 def test_no_gpu_that_works_is_a_failure_with_a_reason(gpus):
     result = status_result(Snapshot(host="x", gpus=gpus))
-    assert result.exit_code is ExitCode.FAILED
+    assert result.ends_with == ExitCode.FAILED
     assert len(result.errors) == 1
     assert result.errors[0].hint
 

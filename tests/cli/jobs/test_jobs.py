@@ -262,9 +262,9 @@ def test_a_job_whose_gpushare_and_guard_were_killed(
         cli("run", "--", "true").ok()
     record = find_record(world.host, "train")
     assert record is None if not options else record is not None and record.supervisor is None
-    # In the table an unknown exit code is no job that was not started.
+    # The table says why the exit code is unknown.
     (row,) = [line for line in cli("jobs", output="plain").ok().out.splitlines() if line.startswith("train ")]
-    assert row.split()[1] == "-"
+    assert row.split()[1:3] == ["gpushare", "killed"]
 
 
 def test_how_production_ended_is_kept_once(cli: Cli, world: World) -> None:
