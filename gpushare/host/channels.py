@@ -32,12 +32,13 @@ import itertools
 import json
 import os
 import re
+import signal
 import stat
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, field, replace
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 from gpushare.base import errors
 from gpushare.base.errors import GpushareError, OperationFailed, TimedOut
@@ -48,7 +49,6 @@ from gpushare.host.identity import GONE, HOST_PID_SPACE, Identity, parent_of, pi
 
 if TYPE_CHECKING:
     import socket
-    import subprocess
 
 CONTROL_NODE: Final = "/dev/nvidiactl"
 # Major and minor number of it (Documentation/admin-guide/devices.txt).
@@ -143,12 +143,12 @@ _MOST_FILES: Final = 64
 _MOST_ANCESTORS: Final = 32
 _MOST_CHANNELS: Final = 4096
 # Handles are looked at in blocks. libcuda gives them out from 1 on (seen: up to 0x174), so a first block without objects
-# ends the search, and later on a gap of four blocks.
+# ends the search, and later on a gap of two blocks.
 _BLOCK: Final = 0x400
-_MOST_EMPTY: Final = 4
+_MOST_EMPTY: Final = 2
 _MOST_BLOCKS: Final = 256
 # How many further clients are tried after a compute group was found: a process may have several.
-_WINDOW: Final = 0x1000
+_WINDOW: Final = 0x400
 SCAN_SECONDS: Final = 4.0
 FIND_SECONDS: Final = 10.0
 CALL_SECONDS: Final = 5.0
@@ -959,12 +959,12 @@ def answer(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, Any]:
         return {"refused": error.code, "text": error.text, "status": error.status}
 
 
-def serve() -> None:
-    """Answer requests, one line of JSON each, on the socket that is stdin. Ends when gpushare closes it."""
+def serve(channel: int) -> None:
+    """Answer requests, one line of JSON each, on a socket. Ends when gpushare closes it."""
     files = KernelFiles()
     pending = b""
     while True:
-        chunk = os.read(0, 1 << 16)
+        chunk = os.read(channel, 1 << 16)
         if not chunk:
             return
         *lines, pending = (pending + chunk).split(b"\n")
@@ -973,25 +973,62 @@ def serve() -> None:
                 reply = answer(files, json.loads(line))
             except Exception as error:  # noqa: BLE001 - gpushare reports it
                 reply = {"refused": "internal", "text": f"{type(error).__name__}: {error}", "status": None}
-            _write_answer(json.dumps(reply).encode() + b"\n")
+            _write_answer(channel, json.dumps(reply).encode() + b"\n")
 
 
-def _write_answer(text: bytes) -> None:
-    """Write all of an answer to the socket that is stdin."""
+def _write_answer(channel: int, text: bytes) -> None:
+    """Write all of an answer to a socket."""
     while text:
-        text = text[os.write(0, text) :]
+        text = text[os.write(channel, text) :]
+
+
+def _become_child(work: Callable[[int], None], channel: int) -> NoReturn:
+    """Work on a socket in a process that was just forked, with nothing else of gpushare's open, and exit."""
+    code = 1
+    try:
+        # Ctrl-C at the terminal must not end it between two calls.
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        for number in map(int, signal.valid_signals()):
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.SIG_DFL)
+        # Locks and files of gpushare must not outlive it.
+        channel = os.dup2(channel, 3)
+        for number in map(int, os.listdir("/proc/self/fd")):
+            if number > channel:
+                with contextlib.suppress(OSError):
+                    os.close(number)
+        null = os.open(os.devnull, os.O_RDWR)
+        for number in range(3):
+            os.dup2(null, number)
+        os.close(null)
+        os.chdir("/")
+        work(channel)
+        code = 0
+    finally:
+        os._exit(code)
 
 
 # -- in gpushare -------------------------------------------------------------------------------------------------------
 
 Ask = Callable[[Mapping[str, Any], float], Mapping[str, Any]]
 
-# Behind the standard library: other packages may lie beside gpushare.
-_START: Final = "import sys; sys.path.append(sys.argv[1]); from gpushare.host.channels import serve; serve()"
 # A killed process is gone at once, unless it hangs in the driver.
 _KILL_SECONDS: Final = 1.0
-# Those that could not be waited for.
-_LEFT: Final[list[Any]] = []
+# Children that may not have been waited for.
+_FORGOTTEN: Final[set[int]] = set()
+
+
+def _reaped(child: int) -> bool:
+    """Return whether a child has ended; if so, it is waited for."""
+    try:
+        ended = os.waitpid(child, os.WNOHANG)[0] == child
+    except ChildProcessError:
+        # Where SIGCHLD is ignored, the kernel waits for children.
+        ended = True
+    if ended:
+        _FORGOTTEN.discard(child)
+    return ended
 
 
 def not_answered_error(pid: int, seconds: float) -> TimedOut:
@@ -1006,13 +1043,14 @@ def not_answered_error(pid: int, seconds: float) -> TimedOut:
 class Caller:
     """The child process that makes the calls. Started by the first request, killed when it does not answer in time.
 
-    It inherits one end of a socket, PATH and LD_LIBRARY_PATH, and ends with gpushare. Between requests it has no file of
-    another process open. Not for use by several threads.
+    It is forked, because a new Python would take longer to start than all calls of a pause. It keeps one end of a socket
+    and no other file, and ends with gpushare. Between requests it has no file of another process open. Not for use by
+    several threads. ``work`` is what it does with its end of the socket.
     """
 
-    def __init__(self, argv: Sequence[str] | None = None) -> None:
-        self._argv = argv
-        self._process: subprocess.Popen[bytes] | None = None
+    def __init__(self, work: Callable[[int], None] = serve) -> None:
+        self._work = work
+        self._child: int | None = None
         self._socket: socket.socket | None = None
 
     def ask(self, request: Mapping[str, Any], seconds: float) -> Mapping[str, Any]:
@@ -1037,56 +1075,45 @@ class Caller:
 
     def start(self) -> None:
         """Start the process, unless it runs."""
-        if self._process is None or self._process.poll() is not None:
-            self.close()
+        if self._child is not None and _reaped(self._child):
+            self._forget()
+        if self._child is None:
             self._start()
 
     def close(self) -> None:
         """End the process; the next request starts another one."""
-        import subprocess
-
-        process = self._forget()
-        if process is None:
+        child = self._forget()
+        if child is None or _reaped(child):
             return
-        _LEFT.remove(process)
-        process.kill()
-        try:
-            process.wait(_KILL_SECONDS)
-        except subprocess.TimeoutExpired:
-            _LEFT.append(process)
+        os.kill(child, signal.SIGKILL)
+        deadline = time.monotonic() + _KILL_SECONDS
+        while not _reaped(child) and time.monotonic() < deadline:
+            time.sleep(0.001)
 
-    def _forget(self) -> subprocess.Popen[bytes] | None:
+    def _forget(self) -> int | None:
         """Close the socket, and leave the process to end by itself; return it."""
         if self._socket is not None:
             self._socket.close()
-        process, self._process, self._socket = self._process, None, None
-        if process is not None:
-            _LEFT.append(process)
-        return process
+        child, self._child, self._socket = self._child, None, None
+        if child is not None:
+            _FORGOTTEN.add(child)
+        return child
 
     def _start(self) -> None:
         """Start the process with one end of a new socket."""
         import socket
-        import subprocess
-        import sys
 
-        root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+        for child in list(_FORGOTTEN):
+            _reaped(child)
         ours, its = socket.socketpair()
         with its:
             try:
-                self._process = subprocess.Popen(
-                    self._argv or [sys.executable, "-I", "-S", "-c", _START, root],
-                    stdin=its.fileno(),
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    env={name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ},
-                    cwd="/",
-                    # Ctrl-C at the terminal must not end it between two calls.
-                    start_new_session=True,
-                )
+                self._child = os.fork()
             except BaseException:
                 ours.close()
                 raise
+            if self._child == 0:
+                _become_child(self._work, its.fileno())
         self._socket = ours
 
     def _answer(self, request: Mapping[str, Any], deadline: float) -> Mapping[str, Any]:

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from gpushare.gpu_models import model_of
 from gpushare.host import channels as room
 from gpushare.host.channels import Caller, ChannelControl, Channels, KernelFiles, Refused, answer
 from gpushare.host.identity import identity_of
+from gpushare.signals import handled
 from gpushare.sim import activity, admin, open_simulated
 from gpushare.sim.channels import CHANNELS, COMPUTE_GROUP, SimulatedChannels, SimulatedFiles
 from gpushare.sim.job import pace_of
@@ -685,36 +687,54 @@ def test_the_real_child_answers_inherits_nothing_and_ends() -> None:
     with running() as child, ChannelControl() as control:
         assert refusal(lambda: control.find(child.pid)) == (NotFound, "no_context")
         assert control._caller is not None
-        helper = control._caller._process
+        helper = control._caller._child
         assert helper is not None
-        assert sorted(os.listdir(f"/proc/{helper.pid}/fd")) == ["0", "1", "2"]
-        names = {entry.partition(b"=")[0] for entry in Path(f"/proc/{helper.pid}/environ").read_bytes().split(b"\0")}
-        assert names <= {b"PATH", b"LD_LIBRARY_PATH", b""}
+        # 3 is the socket.
+        assert sorted(os.listdir(f"/proc/{helper}/fd")) == ["0", "1", "2", "3"]
+        assert {os.readlink(f"/proc/{helper}/fd/{number}") for number in range(3)} == {os.devnull}
+        assert os.readlink(f"/proc/{helper}/cwd") == "/"
+        assert os.getsid(helper) == helper
         assert refusal(lambda: control.find(child.pid)) == (NotFound, "no_context")
-        assert control._caller._process is helper
-    assert helper.poll() is not None
+        assert control._caller._child == helper
+    assert not Path(f"/proc/{helper}").exists()
+
+
+def _answers(text: bytes) -> Callable[[int], None]:
+    """Return a child that answers a request with this text."""
+
+    def work(channel: int) -> None:
+        os.read(channel, 9999)
+        os.write(channel, text)
+
+    return work
+
+
+def _floods(channel: int) -> None:
+    while True:
+        os.write(channel, bytes(65536))
 
 
 @pytest.mark.parametrize(
-    ("code", "kind", "stable"),
+    ("work", "kind", "stable"),
     [
-        ("import time; time.sleep(600)", TimedOut, "driver_hangs"),
-        ("", OperationFailed, "helper_ended"),
-        ("import os; os.read(0, 9999); os.write(0, b'what\\n')", OperationFailed, "helper_ended"),
-        ("import os; os.read(0, 9999); os.write(0, b'[]\\n')", OperationFailed, "helper_ended"),
-        ("import os\nwhile True: os.write(0, bytes(65536))", OperationFailed, "helper_ended"),
+        (lambda _: time.sleep(600), TimedOut, "driver_hangs"),
+        (lambda _: None, OperationFailed, "helper_ended"),
+        (_answers(b"what\n"), OperationFailed, "helper_ended"),
+        (_answers(b"[]\n"), OperationFailed, "helper_ended"),
+        (_floods, OperationFailed, "helper_ended"),
     ],
     ids=["hangs", "ends", "no JSON", "no object", "floods"],
 )
-def test_a_child_that_does_not_answer_is_ended(code: str, kind: type, stable: str) -> None:
-    helper = Caller([sys.executable, "-S", "-c", code])
-    started: list[Any] = []
+def test_a_child_that_does_not_answer_is_ended(work: Callable[[int], None], kind: type, stable: str) -> None:
+    caller = Caller(work)
     for _ in range(2):
+        caller.start()
+        child = caller._child
         with pytest.raises(GpushareError) as caught:
-            helper.ask({"do": "find", "pid": 1}, 0.5 if stable == "driver_hangs" else 60)
+            caller.ask({"do": "find", "pid": 1}, 0.5 if stable == "driver_hangs" else 60)
         assert (type(caught.value), caught.value.code) == (kind, stable)
-        started.append(helper._process)
-    assert started == [None, None]
+        assert caller._child is None
+        assert not Path(f"/proc/{child}").exists()
 
 
 def test_ctrl_c_lets_the_child_finish_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -722,33 +742,49 @@ def test_ctrl_c_lets_the_child_finish_its_request(monkeypatch: pytest.MonkeyPatc
     started: list[Any] = []
 
     def interrupted(request: Any, deadline: float) -> Any:
-        started.append(caller._process)
+        started.append(caller._child)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(caller, "_answer", interrupted)
     with pytest.raises(KeyboardInterrupt):
         caller.ask({"do": "find", "pid": 1}, 60)
     # Not killed: it ends by itself, since its socket is closed.
-    assert started[0].wait(60) == 0
+    assert os.waitpid(started[0], 0) == (started[0], 0)
+
+
+def test_a_signal_that_gpushare_handles_ends_the_child() -> None:
+    caller = Caller()
+    with handled([signal.SIGTERM], lambda *_: None):
+        caller.ask({"do": "find", "pid": 0, "started": None}, 60)
+        child = caller._child
+        assert child is not None
+        os.kill(child, signal.SIGTERM)
+        assert os.waitpid(child, 0) == (child, signal.SIGTERM)
+        # Another one answers the next request.
+        assert caller.ask({"do": "find", "pid": 0, "started": None}, 60)["refused"]
+    caller.close()
 
 
 def test_a_child_that_was_started_before_gets_the_first_request() -> None:
     caller = Caller()
     caller.start()
-    started = caller._process
+    started = caller._child
     assert caller.ask({"do": "find", "pid": 0, "started": None}, 60)["refused"]
     caller.start()
     assert started is not None
-    assert caller._process is started
+    assert caller._child == started
     caller.close()
-    assert started.returncode is not None
+    assert not Path(f"/proc/{started}").exists()
 
 
 def test_a_child_that_cannot_be_started_shows_with_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    def refuse() -> int:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(os, "fork", refuse)
     with ChannelControl() as control:
         control.start()
-        with pytest.raises(FileNotFoundError):
+        with pytest.raises(BlockingIOError):
             control.find(1)
 
 
