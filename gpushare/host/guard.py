@@ -4,7 +4,7 @@ Started by path so that nothing in the user's folder can replace the package, an
 signal of the terminal reaches it. It writes ``ready`` and reads lines: ``PID STARTED`` (``-``: unknown) and ``PID ended``
 name the processes that gpushare answers for; a line of one word is the last. After ``done`` it ends. After another word,
 and after none, when gpushare has died, it calls the function with the host, the processes, that word, and its arguments.
-WHEN is ``early`` if it loads the function before it is ready.
+WHEN is ``early`` if it loads the function at once.
 """
 
 from __future__ import annotations
@@ -141,12 +141,13 @@ def main() -> None:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     # Not the directory of this file, which Python has put there.
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
-    loaded = _load() if sys.argv[1] == "early" else None
     try:  # noqa: SIM105 - as above
         os.write(1, _READY)
     except OSError:
         # gpushare has died meanwhile.
         pass
+    # If that fails, the pipe closes, and gpushare cannot hand over.
+    loaded = _load() if sys.argv[1] == "early" else None
     processes: dict[int, int | None] = {}
     word = ""
     for line in sys.stdin:
