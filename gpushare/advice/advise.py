@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from gpushare.advice.case import flags_like
 from gpushare.advice.limits import limits_sum
 from gpushare.advice.place import place
 from gpushare.advice.questions import QUESTIONS, other_answers
 from gpushare.advice.recipe import may_pause, recipe
-from gpushare.advice.rules import Kind, Outcome, Reason, Verdict, verdicts
-from gpushare.advice.situation import Situation, instances_sentence
-from gpushare.advice.steps import Recipe, join_recipes
+from gpushare.advice.rules import Kind, Outcome, WayVerdict, verdicts
+from gpushare.advice.situation import Budget, Situation, instances_sentence
+from gpushare.advice.steps import Line, Recipe, join_recipes
 from gpushare.advice.ways import ALL_MIG, CONCURRENT, LEAVING
 from gpushare.base.model import Way
 from gpushare.base.units import GIB, format_bytes, ranges
@@ -22,7 +22,7 @@ from gpushare.base.units import GIB, format_bytes, ranges
 if TYPE_CHECKING:
     from gpushare.advice.case import Case
     from gpushare.advice.place import Part
-    from gpushare.advice.situation import Budget, LeavingCost
+    from gpushare.advice.situation import LeavingCost
     from gpushare.base.benchmark import BenchAnswer
 
 
@@ -35,13 +35,18 @@ class Confidence(str, Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
-    """The way that another answer would lead to. ``open``: the question is unanswered."""
+class OtherAnswer:
+    """The way that another answer to a question would lead to. ``open``: the question is unanswered."""
 
-    field: str
+    question: str
     text: str
-    way: Way | None
+    then: Way | None
     open: bool
+    json_properties: ClassVar = ("then_title",)
+
+    @property
+    def then_title(self) -> str:
+        return "nothing fits" if self.then is None else self.then.label
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,15 +55,15 @@ class Advice:
 
     # The largest part of the case, on its GPUs.
     situation: Situation
-    best: Verdict | None
-    verdicts: tuple[Verdict, ...]
+    best: WayVerdict | None
+    verdicts: tuple[WayVerdict, ...]
     recipe: Recipe | None
     budget: Budget
     # The sum of the memory limits of the recipe.
     limits_bytes: int | None
     confidence: Confidence
     confidence_why: str
-    changes: tuple[Change, ...]
+    changes: tuple[OtherAnswer, ...]
     # What the winner leaves unprotected.
     gaps: tuple[str, ...]
     notes: tuple[str, ...]
@@ -67,7 +72,7 @@ class Advice:
     # The case as it was asked.
     asked: Case
 
-    def of(self, way: Way) -> Verdict:
+    def of(self, way: Way) -> WayVerdict:
         return next(verdict for verdict in self.verdicts if verdict.way is way)
 
     @property
@@ -87,7 +92,7 @@ def advise(situation: Situation) -> Advice:
     # Other answers are not tried in all ways of keeping workloads apart: neither is what they are compared with.
     ways = {way, place(situation, apart=False)[0].way}
     changes = tuple(
-        Change(field=question.field, text=answer.text, way=part.way, open=is_open)
+        OtherAnswer(question=question.field, text=answer.text, then=part.way, open=is_open)
         for question, answer, is_open, part in other_answers(situation)
         if part.way not in ways
     )
@@ -133,12 +138,14 @@ _FIRST: Final = frozenset({"same user", "saturating"})
 
 
 def _confidence(
-    parts: Sequence[Part], best: Verdict | None, judged: Sequence[Verdict], changes: tuple[Change, ...]
+    parts: Sequence[Part], best: WayVerdict | None, judged: Sequence[WayVerdict], changes: tuple[OtherAnswer, ...]
 ) -> tuple[Confidence, str]:
     """Return the confidence: high only where a hard limit decides, or a measurement of the program (see measured.py)."""
     situation = parts[0].situation
     permissions = [
-        change.text for change in changes if change.field in {"destroy", "root", "occupied"} and change.way is not None
+        change.text
+        for change in changes
+        if change.question in {"destroy", "root", "occupied"} and change.then is not None
     ]
     if best is None:
         if permissions:
@@ -165,7 +172,7 @@ def _confidence(
     return Confidence.MEDIUM, "all deciding questions are answered, by rules: measure it to be sure"
 
 
-def _doubt(situation: Situation, best: Verdict) -> str | None:
+def _doubt(situation: Situation, best: WayVerdict) -> str | None:
     """Return why the winner may not be as good as the rules say."""
     if any(reason.contradiction for reason in best.reasons):
         return "its sources disagree on a requirement of yours"
@@ -174,10 +181,12 @@ def _doubt(situation: Situation, best: Verdict) -> str | None:
     return _measured_elsewhere(situation, best.way)
 
 
-def open_titles(changes: Sequence[Change]) -> list[str]:
+def open_titles(changes: Sequence[OtherAnswer]) -> list[str]:
     """Return the titles of the open questions that would change the answer and decide most."""
     deciding = {question.field: question.title for question in QUESTIONS if question.deciding}
-    return list(dict.fromkeys(deciding[change.field] for change in changes if change.open and change.field in deciding))
+    return list(
+        dict.fromkeys(deciding[change.question] for change in changes if change.open and change.question in deciding)
+    )
 
 
 def open_text(titles: Sequence[str]) -> str:
@@ -255,18 +264,9 @@ class Place:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryAnswer:
+class MemoryAnswer(Budget):
     """The memory budget of the first GPU of the answer, and the sum of the limits."""
 
-    total_bytes: int | None
-    headroom_bytes: int | None
-    server_bytes: int
-    context_bytes: int
-    wanted_bytes: int | None
-    needed_bytes: int | None
-    left_bytes: int | None
-    fits: bool | None
-    most: int | None
     limits_bytes: int | None
     sentence: str | None
 
@@ -287,35 +287,6 @@ class CostAnswer:
     switch_seconds: float
     host_free_bytes: int | None
     sentence: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class LineAnswer:
-    """One step: what to do, and the command; None if there is none."""
-
-    what: str
-    command: str | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChangeAnswer:
-    """What another answer to a question would lead to."""
-
-    question: str
-    text: str
-    then: str | None
-    then_title: str
-    open: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class VerdictAnswer:
-    """One way with its verdict and all reasons."""
-
-    way: str
-    title: str
-    outcome: str
-    reasons: tuple[Reason, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -351,15 +322,15 @@ class AdviceAnswer:
     not_protected: list[str]
     cost: CostAnswer | None
     memory: MemoryAnswer
-    commands: list[LineAnswer]
-    undo: list[LineAnswer]
+    commands: tuple[Line, ...]
+    undo: tuple[Line, ...]
     measure: list[str]
-    changes: list[ChangeAnswer]
-    verdicts: list[VerdictAnswer]
+    changes: tuple[OtherAnswer, ...]
+    verdicts: tuple[WayVerdict, ...]
     case: Case
     notes: list[str]
     # With --mechanism: the way that was asked for.
-    explained: VerdictAnswer | None = None
+    explained: WayVerdict | None = None
     # With --measure: the answer by the rules alone.
     rules: AdviceAnswer | None = None
     # With --measure: how the measurement changed that answer.
@@ -391,20 +362,11 @@ def advice_answer(advice: Advice) -> AdviceAnswer:
         not_protected=list(advice.gaps),
         cost=None if cost is None else _cost_answer(situation, cost),
         memory=_memory_answer(advice),
-        commands=[] if made is None else [LineAnswer(what=line.what, command=line.command) for line in made.lines],
-        undo=[] if made is None else [LineAnswer(what=line.what, command=line.command) for line in made.undo],
+        commands=() if made is None else made.lines,
+        undo=() if made is None else made.undo,
         measure=[] if made is None else list(made.measure),
-        changes=[
-            ChangeAnswer(
-                question=change.field,
-                text=change.text,
-                then=None if change.way is None else change.way.value,
-                then_title="nothing fits" if change.way is None else change.way.label,
-                open=change.open,
-            )
-            for change in advice.changes
-        ],
-        verdicts=[verdict_answer(verdict) for verdict in advice.verdicts],
+        changes=advice.changes,
+        verdicts=advice.verdicts,
         case=advice.asked,
         notes=list(advice.notes),
     )
@@ -471,8 +433,8 @@ def _why(advice: Advice, conditions: Sequence[str]) -> list[str]:
     """Return why: what cannot be kept comes first, then where the jobs are, what speaks for it, and its conditions."""
     best = advice.best
     if best is None:
-        nearest = next((change for change in advice.changes if change.way not in {None, Way.FIX}), None)
-        more = "" if nearest is None or nearest.way is None else f"; nearest: {nearest.way.label}, if {nearest.text}"
+        nearest = next((change for change in advice.changes if change.then not in {None, Way.FIX}), None)
+        more = "" if nearest is None else f"; nearest: {nearest.then_title}, if {nearest.text}"
         return [
             f"not possible here: {text}{more if number == 0 else ''}"
             for number, text in enumerate(_why_nothing(advice))
@@ -521,13 +483,13 @@ _FEW: Final = 4
 _SEVERAL: Final = 2
 
 
-def _ruled_out(advice: Advice, best: Verdict) -> bool:
+def _ruled_out(advice: Advice, best: WayVerdict) -> bool:
     """Return whether every other way of sharing at the same time is refused."""
     ways = [way for way in CONCURRENT if way is not Way.VGPU]
     return all(way is best.way or advice.of(way).outcome is Outcome.REFUSED for way in ways)
 
 
-def _why_not_together(advice: Advice, best: Verdict) -> list[str]:
+def _why_not_together(advice: Advice, best: WayVerdict) -> list[str]:
     """Return why not several run at the same time, where one at a time wins for want of another way."""
     waits = advice.situation.placed_processes > advice.situation.places
     if best.way is not Way.WHOLE or not waits or not best.of(Kind.FOR) or not _ruled_out(advice, best):
@@ -537,7 +499,7 @@ def _why_not_together(advice: Advice, best: Verdict) -> list[str]:
     ]
 
 
-def _why_left(advice: Advice, best: Verdict) -> str:
+def _why_left(advice: Advice, best: WayVerdict) -> str:
     """Return why a way wins that no rule prefers."""
     if not _ruled_out(advice, best):
         return "no answer favours another way, and this one needs the least"
@@ -602,7 +564,7 @@ def _memory_answer(advice: Advice) -> MemoryAnswer:
     enough = budget.fits or rank_per_gpu or not situation.short_of_memory
     alone = best is not None and best.way is Way.WHOLE and enough
     turns = None if best is None else situation.in_turns(best.way)
-    sentence = None if alone and (situation.several or situation.own_gpu) else budget.sentence(turns)
+    sentence = None if alone and (situation.several or situation.own_gpu) else budget.calculation(turns)
     if best is not None and best.way in ALL_MIG:
         sentence = instances_sentence(situation, best.way) or sentence
     elif limits is not None:
@@ -610,17 +572,4 @@ def _memory_answer(advice: Advice) -> MemoryAnswer:
         sentence = text if sentence is None else f"{sentence}; {text}"
     if sentence is not None and len(advice.gpus) > 1:
         sentence = f"on each GPU, {sentence}"
-    computed: dict[str, Any] = {"limits_bytes": limits, "sentence": sentence}
-    of_budget = {
-        field.name: getattr(budget, field.name) for field in fields(MemoryAnswer) if field.name not in computed
-    }
-    return MemoryAnswer(**of_budget, **computed)
-
-
-def verdict_answer(verdict: Verdict) -> VerdictAnswer:
-    return VerdictAnswer(
-        way=verdict.way.value,
-        title=verdict.way.label,
-        outcome=verdict.outcome.value,
-        reasons=verdict.reasons,
-    )
+    return MemoryAnswer(**vars(budget), limits_bytes=limits, sentence=sentence)

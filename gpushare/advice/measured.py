@@ -7,14 +7,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from gpushare.advice.advise import (
     Advice,
     AdviceAnswer,
-    Change,
     Confidence,
     MeasuredAnswer,
+    OtherAnswer,
     advice_answer,
     open_text,
     open_titles,
@@ -22,7 +22,7 @@ from gpushare.advice.advise import (
 )
 from gpushare.advice.limits import threads_together
 from gpushare.advice.questions import other_answers
-from gpushare.advice.rules import Kind, Reason, Verdict, verdicts
+from gpushare.advice.rules import Kind, Reason, WayVerdict, verdicts
 from gpushare.base.benchmark import BenchAnswer
 from gpushare.base.model import Way
 
@@ -195,11 +195,23 @@ def bench_ways(advice: Advice) -> tuple[str, ...]:
     return tuple(name for way, names in BENCH_WAYS.items() if not advice.of(way).refused for name in names)
 
 
+class _Finding(NamedTuple):
+    """What the figures say: the effect on the rules' answer, as a sentence too, and the two ways that are compared."""
+
+    effect: Effect
+    sentence: str
+    chosen: Cell | None = None
+    against: Cell | None = None
+
+
+def _open(why: str) -> _Finding:
+    """Return the finding that nothing can be said, with the reason."""
+    return _Finding(Effect.OPEN, f"{why}; the rules' answer stands")
+
+
 def unmeasured(advice: Advice, why: str, copies: int) -> MeasuredAdvice:
     """Return the rules' answer as the final one, with the reason why nothing was measured."""
-    return MeasuredAdvice(
-        rules=advice, final=advice, effect=Effect.OPEN, sentence=f"{why}; the rules' answer stands", copies=copies
-    )
+    return MeasuredAdvice(rules=advice, final=advice, copies=copies, **_open(why)._asdict())
 
 
 def measured(advice: Advice, bench: BenchAnswer, copies: int) -> MeasuredAdvice:
@@ -209,84 +221,96 @@ def measured(advice: Advice, bench: BenchAnswer, copies: int) -> MeasuredAdvice:
     that throughput does not show.
     """
     cells = [cell for cell in _measured_cells(bench, copies) if not advice.of(cell.way).refused]
+    finding = _finding_of(advice, bench, cells, copies)
+    if finding.effect is Effect.OPEN:
+        return MeasuredAdvice(rules=advice, final=advice, copies=copies, **finding._asdict())
+    final, certain = advice, _certain_of(cells)
+    if finding.chosen is not None and finding.effect in {Effect.OTHER_CAP, Effect.CHANGED, Effect.SETTLED}:
+        final = with_way(advice, finding.chosen.way, cap=_cap(advice.situation, finding.chosen.name))
+    if finding.effect is not Effect.KEPT:
+        # What it suggests to measure has been measured.
+        recipe = None if final.recipe is None else replace(final.recipe, measure=())
+        final = replace(final, recipe=recipe, changes=_changes(final))
+    level, why = _confidence(advice, final, finding.effect, certain=certain)
+    final = replace(final, confidence=level, confidence_why=why)
+    return MeasuredAdvice(rules=advice, final=final, copies=copies, certain=certain, **finding._asdict())
+
+
+def _finding_of(advice: Advice, bench: BenchAnswer, cells: Sequence[Cell], copies: int) -> _Finding:
+    """Return what the ways that were measured and fit say about the rules' answer."""
     if advice.best is None:
-        return unmeasured(advice, "nothing fits", copies)
+        return _open("nothing fits")
     way = advice.best.way
     if not cells:
-        return unmeasured(advice, f"nothing was measured{left_out_text(bench, copies)}", copies)
+        return _open(f"nothing was measured{left_out_text(bench, copies)}")
     if way is Way.MEASURE:
-        return _settled(advice, cells, copies)
+        return _settled(advice, cells)
     rules_cells = [cell for cell in cells if cell.way is way]
     if rules_cells:
-        return _compared(advice, cells, _rules_cell(advice.situation, rules_cells), copies)
+        return _compared(advice, cells, _rules_cell(advice.situation, rules_cells))
     failure = _failure_of(bench, way, copies)
     if failure is not None:
         choice = _preferred_cell(advice, cells)
         sentence = f"the rules said {_way_title(way)}, and its copies failed ({failure}), so {choice.title}"
-        return _final(advice, Effect.CHANGED, sentence, copies, choice, None, certain=_certain_of(cells))
+        return _Finding(Effect.CHANGED, sentence, choice)
     best = max(cells, key=lambda cell: cell.speed)
-    return unmeasured(
-        advice,
-        f"{_way_title(way)} was not measured{left_out_text(bench, copies, way)}; {best.title} was the fastest of the others",
-        copies,
+    return _open(
+        f"{_way_title(way)} was not measured{left_out_text(bench, copies, way)}; {best.title} was the fastest of the others"
     )
 
 
-def _settled(advice: Advice, cells: Sequence[Cell], copies: int) -> MeasuredAdvice:
-    """Return the answer if the rules left it to the measurement."""
+def _settled(advice: Advice, cells: Sequence[Cell]) -> _Finding:
+    """Return the finding if the rules left it to the measurement."""
     choice = _preferred_cell(advice, cells)
     others = [cell for cell in cells if cell.way is not choice.way]
     if not others:
-        return unmeasured(advice, f"only {choice.title} was measured", copies)
+        return _open(f"only {choice.title} was measured")
     next_best = max(others, key=lambda cell: cell.speed)
     start = "the rules left it to a measurement: "
     if differ(choice, next_best) is False:
         sentence = f"{start}no difference from {next_best.title}, and the rules prefer {choice.title}"
     else:
         sentence = f"{start}{choice.title} is {ratio_text(choice, next_best)} {next_best.title}, so {choice.title}"
-    return _final(advice, Effect.SETTLED, sentence, copies, choice, next_best, certain=_certain_of(cells))
+    return _Finding(Effect.SETTLED, sentence, choice, next_best)
 
 
-def _compared(advice: Advice, cells: Sequence[Cell], rules_cell: Cell, copies: int) -> MeasuredAdvice:
-    """Return the answer if the rules' way was measured, as ``rules_cell``."""
+def _compared(advice: Advice, cells: Sequence[Cell], rules_cell: Cell) -> _Finding:
+    """Return the finding if the rules' way was measured, as ``rules_cell``."""
     fastest = max(cells, key=lambda cell: cell.speed)
-    certain = _certain_of(cells)
     if alike(rules_cell, fastest):
-        return _confirmed(advice, cells, rules_cell, copies, certain=certain)
+        return _confirmed(cells, rules_cell)
     choice = _preferred_cell(advice, cells)
+    ratio = ratio_text(choice, rules_cell)
     if choice.way is rules_cell.way:
         than = "without a cap" if choice.cap is None else f"{choice.cap:g} % each"
-        sentence = (
-            f"the rules said {rules_cell.title}; measured: {than} is {ratio_text(choice, rules_cell)} it, so {than}"
-        )
-        return _final(advice, Effect.OTHER_CAP, sentence, copies, choice, rules_cell, certain=certain)
+        sentence = f"the rules said {rules_cell.title}; measured: {than} is {ratio} it, so {than}"
+        return _Finding(Effect.OTHER_CAP, sentence, choice, rules_cell)
     wishes = _not_measured(advice.of(rules_cell.way), advice.of(choice.way))
     if wishes:
         sentence = (
-            f"{choice.title} is {ratio_text(choice, rules_cell)} {rules_cell.title}, but the rules' answer stands, for a reason that "
+            f"{choice.title} is {ratio} {rules_cell.title}, but the rules' answer stands, for a reason that "
             f"throughput does not show: {wishes[0].text}"
         )
-        return _final(advice, Effect.KEPT, sentence, copies, rules_cell, choice, certain=certain)
-    sentence = f"the rules said {rules_cell.title}; measured: {choice.title} is {ratio_text(choice, rules_cell)} it, so {choice.title}"
-    return _final(advice, Effect.CHANGED, sentence, copies, choice, rules_cell, certain=certain)
+        return _Finding(Effect.KEPT, sentence, rules_cell, choice)
+    sentence = f"the rules said {rules_cell.title}; measured: {choice.title} is {ratio} it, so {choice.title}"
+    return _Finding(Effect.CHANGED, sentence, choice, rules_cell)
 
 
-def _confirmed(
-    advice: Advice, cells: Sequence[Cell], rules_cell: Cell, copies: int, *, certain: bool
-) -> MeasuredAdvice:
-    """Return the rules' answer, than which nothing measured is faster."""
+def _confirmed(cells: Sequence[Cell], rules_cell: Cell) -> _Finding:
+    """Return the finding that nothing measured is faster than the rules' answer."""
     others = sorted((cell for cell in cells if cell.way is not rules_cell.way), key=lambda cell: -cell.speed)
     if not others:
-        return unmeasured(advice, f"only {_way_title(rules_cell.way)} was measured", copies)
+        return _open(f"only {_way_title(rules_cell.way)} was measured")
     next_best = others[0]
     if alike(next_best, rules_cell):
         names = ", ".join(dict.fromkeys(_way_title(cell.way) for cell in others if alike(cell, rules_cell)))
-        sentence = f"no difference from {names}: the rules' answer stands"
-        return _final(advice, Effect.NO_DIFFERENCE, sentence, copies, rules_cell, next_best, certain=certain)
+        return _Finding(
+            Effect.NO_DIFFERENCE, f"no difference from {names}: the rules' answer stands", rules_cell, next_best
+        )
     sentence = (
         f"{rules_cell.title} is {ratio_text(rules_cell, next_best)} {next_best.title}, the next best: as the rules said"
     )
-    return _final(advice, Effect.CONFIRMED, sentence, copies, rules_cell, next_best, certain=certain)
+    return _Finding(Effect.CONFIRMED, sentence, rules_cell, next_best)
 
 
 def _preferred_cell(advice: Advice, cells: Sequence[Cell]) -> Cell:
@@ -321,41 +345,7 @@ def _cap(situation: Situation, name: str) -> float | None:
     return 100.0 if together is None else min(100.0, int(together[1]) / processes)
 
 
-# -- the final answer ------------------------------------------------------------------------------
-
-
-def _final(
-    advice: Advice,
-    effect: Effect,
-    sentence: str,
-    copies: int,
-    chosen: Cell,
-    against: Cell | None,
-    *,
-    certain: bool,
-) -> MeasuredAdvice:
-    """Return the answer with its effect: with the chosen way, its confidence, and what would change it."""
-    final = advice
-    if effect in {Effect.OTHER_CAP, Effect.CHANGED, Effect.SETTLED}:
-        final = with_way(advice, chosen.way, cap=_cap(advice.situation, chosen.name))
-    if effect is not Effect.KEPT and final.recipe is not None:
-        # What it suggests to measure has been measured.
-        final = replace(final, recipe=replace(final.recipe, measure=()))
-    final = replace(final, changes=_changes(final) if effect is not Effect.KEPT else advice.changes)
-    level, why = _confidence(advice, final, effect, certain=certain)
-    return MeasuredAdvice(
-        rules=advice,
-        final=replace(final, confidence=level, confidence_why=why),
-        effect=effect,
-        sentence=sentence,
-        copies=copies,
-        chosen=chosen,
-        against=against,
-        certain=certain,
-    )
-
-
-def _not_measured(best: Verdict, other: Verdict) -> list[Reason]:
+def _not_measured(best: WayVerdict, other: WayVerdict) -> list[Reason]:
     """Return the reasons for preferring one way to another that throughput does not show."""
     rules_for_other = {reason.rule for reason in other.of(Kind.FOR)}
     rules_against_best = {reason.rule for reason in best.of(Kind.AGAINST)}
@@ -364,7 +354,7 @@ def _not_measured(best: Verdict, other: Verdict) -> list[Reason]:
     return sorted((reason for reason in reasons if reason.rule not in ANSWERED), key=lambda reason: -reason.weight)
 
 
-def _changes(final: Advice) -> tuple[Change, ...]:
+def _changes(final: Advice) -> tuple[OtherAnswer, ...]:
     """Return the answers that still change it: those that refuse the way, or need what was not measured."""
     if final.best is None:
         return ()
@@ -374,7 +364,7 @@ def _changes(final: Advice) -> tuple[Change, ...]:
             continue
         judged = next(verdict for verdict in verdicts(part.situation) if verdict.way is way)
         if part.best is None or judged.refused or _not_measured(part.best, judged):
-            changes.append(Change(field=question.field, text=answer.text, way=part.way, open=is_open))
+            changes.append(OtherAnswer(question=question.field, text=answer.text, then=part.way, open=is_open))
     return tuple(changes)
 
 
@@ -417,7 +407,7 @@ def measured_answer(result: MeasuredAdvice, bench: BenchAnswer | None) -> Advice
     return replace(
         answer,
         why=why,
-        rules=replace(rules, verdicts=[], notes=[]),
+        rules=replace(rules, verdicts=(), notes=[]),
         measured=MeasuredAnswer(
             effect=result.effect.value,
             sentence=result.sentence,

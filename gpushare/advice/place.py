@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from gpushare.advice.case import Case, Role, Workload
-from gpushare.advice.rules import Verdict, verdicts, winner
+from gpushare.advice.rules import WayVerdict, verdicts, winner
 from gpushare.advice.situation import Situation
 from gpushare.advice.ways import CONCURRENT
 from gpushare.base.model import Way
@@ -23,7 +23,7 @@ class Part:
     """A part of a case on one GPU, or on several that are alike; ``best`` is None if nothing fits there."""
 
     situation: Situation
-    best: Verdict | None
+    best: WayVerdict | None
 
     @property
     def way(self) -> Way | None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import field
 from enum import Enum
 from string import Formatter
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from gpushare.advice.case import Workload, any_of, negated
 from gpushare.advice.conditions import CONDITIONS, WORDS, Condition, condition_named
@@ -244,13 +244,18 @@ class Outcome(str, Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class WayVerdict:
     """The verdict on one way, with all reasons: vetoes first, then conditions, then preferences."""
 
     way: Way
     outcome: Outcome
     reasons: tuple[Reason, ...]
-    score: int
+    score: int = field(metadata=NOT_STORED)
+    json_properties: ClassVar = ("title",)
+
+    @property
+    def title(self) -> str:
+        return self.way.label
 
     def of(self, *kinds: Kind) -> tuple[Reason, ...]:
         return tuple(reason for reason in self.reasons if reason.kind in kinds)
@@ -290,12 +295,12 @@ _NOTHING_TO_COMPARE: Final = Reason(
 )
 
 
-def verdicts(situation: Situation) -> tuple[Verdict, ...]:
+def verdicts(situation: Situation) -> tuple[WayVerdict, ...]:
     """Return the verdict on every way: the best first, the refused ones last."""
     return situation.once(("verdicts", situation.case), lambda: _judge_all(situation))
 
 
-def _judge_all(situation: Situation) -> tuple[Verdict, ...]:
+def _judge_all(situation: Situation) -> tuple[WayVerdict, ...]:
     """Return the verdict on every way, from the reasons of all rules."""
     reasons: dict[Way, list[Reason]] = {way: [] for way in ADVISED}
     for rule in rules():
@@ -311,7 +316,7 @@ def _judge_all(situation: Situation) -> tuple[Verdict, ...]:
     return tuple(sorted(judged, key=lambda verdict: (verdict.refused, -verdict.score)))
 
 
-def winner(judged: Iterable[Verdict]) -> Verdict | None:
+def winner(judged: Iterable[WayVerdict]) -> WayVerdict | None:
     """Return the best verdict; None if every way of sharing or queueing is refused."""
     usable = [verdict for verdict in judged if not verdict.refused]
     # These are answers only if something speaks for them.
@@ -323,7 +328,7 @@ def winner(judged: Iterable[Verdict]) -> Verdict | None:
     return usable[0]
 
 
-def _judge_way(way: Way, reasons: list[Reason]) -> Verdict:
+def _judge_way(way: Way, reasons: list[Reason]) -> WayVerdict:
     """Return the verdict on one way: a veto refuses it, weights make its score."""
     reasons = sorted(reasons, key=lambda reason: _ORDER[reason.kind])
     outcome = Outcome.FITS
@@ -332,4 +337,4 @@ def _judge_way(way: Way, reasons: list[Reason]) -> Verdict:
     elif any(reason.kind is Kind.CONDITION for reason in reasons):
         outcome = Outcome.CONDITION
     score = BASE[way] + sum(_SIGNS.get(reason.kind, 0) * reason.weight for reason in reasons)
-    return Verdict(way=way, outcome=outcome, reasons=tuple(reasons), score=score)
+    return WayVerdict(way=way, outcome=outcome, reasons=tuple(reasons), score=score)

@@ -6,15 +6,16 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
 from gpushare.advice.case import Isolation, Pattern, Role, any_of
 from gpushare.advice.facts import HostFacts, mps_clients
 from gpushare.advice.ways import ALL_MIG, LEAVING
 from gpushare.base.model import ComputeMode, Way
 from gpushare.base.units import MIB, format_bytes, format_duration
+from gpushare.base.values import NOT_STORED
 from gpushare.mig.planner import addable
 from gpushare.mig.profile import GpuInstance, Layout, Profile
 from gpushare.mig.wish import Request, Wish
@@ -48,16 +49,17 @@ class Budget:
 
     total_bytes: int | None
     headroom_bytes: int | None
-    # The MPS server.
+    # The memory of the MPS server.
     server_bytes: int
     context_bytes: int
     # The smallest reported size; the same where it was measured.
-    least_context_bytes: int
-    processes: int | None
-    # All processes together, without their contexts.
+    least_context_bytes: int = field(metadata=NOT_STORED)
+    processes: int | None = field(metadata=NOT_STORED)
+    # What all processes need without their contexts; None: unknown.
     wanted_bytes: int | None
     # The largest process, with its context.
-    largest_bytes: int | None
+    largest_bytes: int | None = field(metadata=NOT_STORED)
+    json_properties: ClassVar = ("needed_bytes", "left_bytes", "fits", "most")
 
     @property
     def usable_bytes(self) -> int | None:
@@ -103,7 +105,7 @@ class Budget:
         usable = self.usable_bytes
         return None if usable is None or not self.largest_bytes else max(usable, 0) // self.largest_bytes
 
-    def sentence(self, at_a_time: int | None = None) -> str | None:
+    def calculation(self, at_a_time: int | None = None) -> str | None:
         """Return the calculation as text; None if too little is known. ``at_a_time``: so many run, if not all do."""
         left, needed = self.left_bytes, self.needed_bytes
         if left is None or needed is None:

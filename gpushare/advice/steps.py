@@ -6,10 +6,11 @@ import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from gpushare.base.model import TimeSlice
 from gpushare.base.units import ranges
+from gpushare.base.values import NOT_STORED
 from gpushare.job_command import JobCommand
 from gpushare.mig.wish import wish_of
 
@@ -84,8 +85,9 @@ class Line:
     """One step: what to do, and what to type: a change of the host, or other text; None if there is no command for it."""
 
     what: str
-    text: str | None = None
-    change: Change | None = None
+    text: str | None = field(default=None, metadata=NOT_STORED)
+    change: Change | None = field(default=None, metadata=NOT_STORED)
+    json_properties: ClassVar = ("command",)
 
     @property
     def command(self) -> str | None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import typer
 from typer.core import TyperOption
 
-from gpushare.advice.advise import Advice, advice_answer, verdict_answer
+from gpushare.advice.advise import Advice, advice_answer
 from gpushare.advice.advise import advise as advice_for
 from gpushare.advice.case import (
     Case,
@@ -417,8 +417,8 @@ def _advice_result(advice: Advice, explained: Any, *, live: bool, apply: bool) -
     data = advice_answer(advice)
     notes = [*data.notes, *([RUNS_ON] if live else [])]
     if explained is not None:
-        verdict = verdict_answer(advice.of(explained))
-        table = reasons_table([verdict], f"{verdict.title} on {data.gpu_title}: {verdict.outcome}")
+        verdict = advice.of(explained)
+        table = reasons_table([verdict], f"{verdict.title} on {data.gpu_title}: {verdict.outcome.value}")
         if data.winner != verdict.way:
             notes.append(f"the advice for this case is: {data.answer} (drop --mechanism to see it)")
         return Result(data=replace(data, explained=verdict), tables=(table,), notes=tuple(notes))

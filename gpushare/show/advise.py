@@ -182,7 +182,7 @@ def _verdict_lines(data: Any, width: int) -> list[Text]:
     for verdict in data.verdicts:
         # The chosen way is green, with its condition.
         chosen = verdict.way == data.winner
-        head = f"{verdict.way:<{first}}  {'chosen' if chosen else _SHORT[verdict.outcome]:<7}  "
+        head = f"{verdict.way.value:<{first}}  {'chosen' if chosen else _SHORT[verdict.outcome]:<7}  "
         room = max(width - len(head) - 2, 20)
         parts = wrapped(_main_reason(verdict), room) or [""]
         style = "green" if chosen else _STYLES[verdict.outcome]
@@ -200,7 +200,9 @@ def _reason_lines(verdicts: Sequence[Any], width: int) -> list[Text]:
     for verdict in verdicts:
         lines += [
             Text(""),
-            Text.assemble((verdict.title, "bold"), f"  {verdict.way}: ", (verdict.outcome, _STYLES[verdict.outcome])),
+            Text.assemble(
+                (verdict.title, "bold"), f"  {verdict.way.value}: ", (verdict.outcome.value, _STYLES[verdict.outcome])
+            ),
         ]
         for reason in verdict.reasons:
             lines += _wrapped(f"{reason.kind.value}: {reason.text}", width, "  ", "    ")

@@ -11,7 +11,7 @@ from gpushare.advice import rules as engine
 from gpushare.advice import situation
 from gpushare.advice.advise import advise, with_way
 from gpushare.advice.questions import QUESTIONS, next_question, other_answers
-from gpushare.advice.rules import BASE, Kind, Outcome, Reason, Verdict, verdicts, winner
+from gpushare.advice.rules import BASE, Kind, Outcome, Reason, WayVerdict, verdicts, winner
 from gpushare.advice.ways import ADVISED
 from gpushare.base.model import Way
 from tests.advice.conftest import situation_of
@@ -22,9 +22,9 @@ def reason(kind: Kind, weight: int = 0, rule: str = "rule") -> Reason:
     return Reason(rule=rule, kind=kind, text="text", source="source", weight=weight)
 
 
-def verdict(way: Way, outcome: Outcome = Outcome.FITS, score: int = 0) -> Verdict:
+def verdict(way: Way, outcome: Outcome = Outcome.FITS, score: int = 0) -> WayVerdict:
     """Return a verdict without reasons."""
-    return Verdict(way=way, outcome=outcome, reasons=(), score=score)
+    return WayVerdict(way=way, outcome=outcome, reasons=(), score=score)
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def say(monkeypatch: pytest.MonkeyPatch) -> Any:
     rule = SimpleNamespace(reasons=lambda _: [(way, reason) for way in said for reason in said[way]])
     monkeypatch.setattr(engine, "rules", lambda: (rule,))
 
-    def tell(way: Way, *reasons: Reason) -> Verdict:
+    def tell(way: Way, *reasons: Reason) -> WayVerdict:
         said[way] = reasons
         return next(verdict for verdict in verdicts(situation_of({"processes": 2})) if verdict.way is way)
 

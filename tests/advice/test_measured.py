@@ -215,7 +215,7 @@ def test_of_a_time_per_unit_the_smaller_is_the_faster() -> None:
 
 def test_what_would_still_change_it_are_vetoes_and_wishes() -> None:
     found = after(SURE, {"queue": 50, "timeslice": 130, "mps:200/n": 100})
-    texts = {change.text: change.way for change in found.final.changes}
+    texts = {change.text: change.then for change in found.final.changes}
     assert texts["they are virtual machines"] is Way.VGPU
     assert "one process fills the GPU" not in texts, "that was measured"
 

@@ -48,7 +48,7 @@ def test_under_mps_the_server_counts() -> None:
 def test_what_is_unknown_stays_unknown() -> None:
     for one, total in ((case((None, 4)), 80 * GIB), (case((GIB, None)), 80 * GIB), (case((GIB, 2)), None)):
         found = budget(one, gpu(total), mps=False)
-        assert (found.fits, found.may_fit, found.sentence()) == (None, None, None)
+        assert (found.fits, found.may_fit, found.calculation()) == (None, None, None)
 
 
 def test_a_known_part_that_is_too_large_is_enough() -> None:
@@ -155,11 +155,11 @@ def test_sizes_are_binary(text: str, size: int) -> None:
 
 
 def test_the_sum_in_words() -> None:
-    left = budget(case((6 * GIB, 4)), gpu(100 * GIB), mps=True).sentence()
+    left = budget(case((6 * GIB, 4)), gpu(100 * GIB), mps=True).calculation()
     assert left == (
         "24.0 GiB + 4 x 248 MiB CUDA context = 25.0 GiB of 100.0 GiB (2 % kept free, 66 MiB MPS server): 73.0 GiB left"
     )
-    over = budget(case((60 * GIB, 4)), gpu(100 * GIB), mps=False).sentence()
+    over = budget(case((60 * GIB, 4)), gpu(100 * GIB), mps=False).calculation()
     assert over == (
         "240.0 GiB + 4 x 500 MiB CUDA context = 242.0 GiB of 100.0 GiB (2 % kept free): 144.0 GiB too much, 1 would fit"
     )

@@ -87,7 +87,7 @@ def test_the_winner_is_never_refused_and_always_has_lines(words: dict[str, Any],
     assert not advice.best.refused
     assert advice.recipe is not None
     assert advice.recipe.lines
-    assert all(change.way is not advice.best.way for change in advice.changes)
+    assert all(change.then is not advice.best.way for change in advice.changes)
 
 
 @settings(max_examples=150)

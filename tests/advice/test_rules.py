@@ -10,7 +10,7 @@ import pytest
 
 from gpushare.advice.case import workload_of
 from gpushare.advice.recipe import recipe
-from gpushare.advice.rules import Kind, Outcome, Reason, Verdict, rules, verdicts
+from gpushare.advice.rules import Kind, Outcome, Reason, WayVerdict, rules, verdicts
 from gpushare.base.errors import BadUsage
 from gpushare.base.model import ComputeMode, Holder, TimeSlice, Way
 from gpushare.base.units import GIB
@@ -299,12 +299,12 @@ IDS = sorted(
 )
 
 
-def verdict(example: Example, way: str) -> Verdict:
+def verdict(example: Example, way: str) -> WayVerdict:
     made = situation_of(*example.workloads, host=example.host, facts=example.facts, root=example.root)
     return next(found for found in verdicts(made) if found.way is Way(way))
 
 
-def spoken(found: Verdict, rule: str) -> list[Reason]:
+def spoken(found: WayVerdict, rule: str) -> list[Reason]:
     return [reason for reason in found.reasons if reason.rule == rule and not reason.open]
 
 
