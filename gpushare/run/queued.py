@@ -142,9 +142,10 @@ class ErrorTail:
 
 @dataclass
 class Queued:
-    """One program that needs memory on ``count`` of these devices.
+    """One program that needs memory on some of these devices.
 
-    ``start`` runs it there with the given options, and returns its exit code.
+    ``request`` is what it asks the ledger for, but for the size and the devices. ``start`` runs it on those that it has got,
+    with the given options, and returns its exit code.
     """
 
     host: Host
@@ -153,17 +154,12 @@ class Queued:
     options: RunOptions
     queue: QueueOptions
     budget: MemoryBudget | None
-    # Whether it will be a client of an MPS server.
-    client: bool
-    name: str | None
-    production: bool
-    opportunistic: bool
+    request: Request
     start: Callable[[Sequence[Device], RunOptions], Any]
     say: Callable[[str], None]
     # What users may reserve together on a GPU, by uid.
     limits: UserLimits = field(default_factory=UserLimits)
     quiet: bool = False
-    count: int = 1
     # The production job that a job which leaves for production was told to spare, for people.
     spared: str | None = None
 
@@ -186,7 +182,7 @@ class Queued:
             InUse: no room in time (code ``no_room``); a job of this name waits already (``name_in_use``).
             OperationFailed: it was ended for its memory (code ``memory_limit``).
         """
-        check_not_waiting(self.host, self.name, "--production" if self.production else "--name")
+        check_not_waiting(self.host, self.request.name, "--production" if self.request.production else "--name")
         size = self._size_to_reserve()
         self._warn_before_start(size)
         while True:
@@ -205,7 +201,7 @@ class Queued:
         """Return the limits of the program: under MPS each client also has one, which grows with what the job reserves."""
         limits = self.options.limits
         # Above it CUDA refuses: that is an end, and no warning and no pause.
-        if limit_bytes is None or not self.client or self.action != "end":
+        if limit_bytes is None or not self.request.client or self.action != "end":
             return limits
         return replace(limits, memory_limit_bytes=client_memory(limit_bytes))
 
@@ -238,7 +234,7 @@ class Queued:
         self._warn_before_start(size)
         ranked = self._ranked_devices(size)
         candidates = [device for device, _ in ranked] or list(self.devices)
-        request = self._request(size, tuple(device.uuid for device in candidates))
+        request = self._request(size, candidates)
         own_limit = self.limits.get(os.geteuid())
         lines = read_lines(self.host, candidates, self.limits)
         check_ever(lines, request, own_limit)
@@ -257,7 +253,7 @@ class Queued:
         """Return the devices that a job that waits would take now, else the first candidates."""
         uuids = () if room is None else room.device_uuids
         by_uuid = {device.uuid: device for device in candidates}
-        return [by_uuid[uuid] for uuid in uuids if uuid in by_uuid] or candidates[: self.count]
+        return [by_uuid[uuid] for uuid in uuids if uuid in by_uuid] or candidates[: self.request.count]
 
     def _shown_options(self, request: Request, candidates: Sequence[Device]) -> RunOptions:
         """Return the options with the steps that a dry run shows before the program and while it runs."""
@@ -270,33 +266,28 @@ class Queued:
             meanwhile=tuple(meanwhile),
         )
 
-    def _request(self, size: int | None, keys: tuple[str, ...]) -> Request:
-        """Return what the job asks the ledger for, on one of these devices (UUIDs)."""
-        return Request(
-            memory_bytes=size,
-            keys=keys,
-            client=self.client,
-            count=self.count,
-            name=self.name,
-            production=self.production,
-            opportunistic=self.opportunistic,
-            leaves=self.queue.for_production,
-            turns=self.queue.turns,
-            run_seconds=self.queue.run_seconds,
-        )
+    def _request(self, size: int | None, devices: Sequence[Device]) -> Request:
+        """Return what the job asks the ledger for, on some of these devices."""
+        return replace(self.request, memory_bytes=size, keys=tuple(device.uuid for device in devices))
 
     def _texts_before(self, request: Request, devices: Sequence[Device]) -> Iterator[str]:
         """Yield what a dry run says happens before the program starts."""
-        size = format_bytes(request.memory_bytes) + ("" if self.count == 1 else " each")
+        size = format_bytes(request.memory_bytes) + ("" if self.request.count == 1 else " each")
         if self.queue.wait:
-            several = "one of " if self.count == 1 else "" if len(devices) == self.count else f"{self.count} of "
+            several = (
+                "one of "
+                if self.request.count == 1
+                else ""
+                if len(devices) == self.request.count
+                else f"{self.request.count} of "
+            )
             where = devices[0].title if len(devices) == 1 else several + titles(devices)
             most = "" if self.queue.seconds is None else f", for {format_duration(self.queue.seconds)} at most"
-            has = "has" if self.count == 1 else "have"
+            has = "has" if self.request.count == 1 else "have"
             room = f"{has} room for {size}" if request.memory_bytes is not None else f"{has} no other jobs"
             yield f"wait until {where} {room}, first come first served{most}; reserve it"
         elif request.memory_bytes:
-            yield f"reserve {format_bytes(request.memory_bytes)} on {titles(devices[: self.count])}"
+            yield f"reserve {format_bytes(request.memory_bytes)} on {titles(devices[: self.request.count])}"
 
     def _texts_meanwhile(self, size: int | None) -> Iterator[str]:
         """Yield what a dry run says may happen while the program runs."""
@@ -304,7 +295,7 @@ class Queued:
         if job_bytes is not None:
             action = {"end": "end it", "warn": "warn", "pause": "stop it (SIGSTOP)"}[self.action]
             limit = format_bytes(job_bytes)
-            where = "" if self.count == 1 else " on one of its GPUs"
+            where = "" if self.request.count == 1 else " on one of its GPUs"
             yield f"{action} if its processes together hold more than {limit}{where} (added up five times a second)"
         swap = queue.swap
         if swap is not None and swap.idle_seconds is not None:
@@ -432,17 +423,17 @@ class Queued:
         """Enter the ledger, and return the devices and the place there; None: a job that needs none has got none."""
         ranked = self._ranked_devices(size)
         devices = [device for device, _ in ranked] or list(self.devices)
-        request = self._request(size, tuple(device.uuid for device in devices))
+        request = self._request(size, devices)
         try:
             place = Place(self.host, request)
         except GpushareError:
             if self.budget is not None or self.queue.takes_place:
                 raise
             # It only had the choice of several devices.
-            return devices[: self.count], None
+            return devices[: self.request.count], None
         if not self.queue.wait:
-            self._take_now(place, devices[: self.count], size)
-            return devices[: self.count], place
+            self._take_now(place, devices[: self.request.count], size)
+            return devices[: self.request.count], place
 
         if not are_shared(self.host):
             self.say(
@@ -478,7 +469,7 @@ class Queued:
         place.take(*(device.uuid for device in devices))
         try:
             lines = read_lines(self.host, devices, self.limits, place)
-            check_ever(lines, place.request, limit, when_empty=self.count > 1)
+            check_ever(lines, place.request, limit, when_empty=self.request.count > 1)
             check_limit_now(lines, place.request, limit)
         except BaseException:
             place.leave()
@@ -502,7 +493,9 @@ class Queued:
         self, devices: Sequence[Device], size: int | None, place: Place | None = None
     ) -> list[tuple[Device, str]]:
         """Return those of these devices that the job would take, best first, with the reasons."""
-        return best_first(self.host, devices, self._productions, self.limits, self.command, place, self.count, size)
+        return best_first(
+            self.host, devices, self._productions, self.limits, self.command, place, self.request.count, size
+        )
 
     def _productions(self, device: Device) -> list[str]:
         """Return the names of the production jobs on a device."""

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -27,6 +28,7 @@ from gpushare.host.identity import identity_of, uptime
 from gpushare.host.users import has_claims, has_records
 from gpushare.hostfile.kept import kept_limits
 from gpushare.memory.leases import PREFIX, lease_of_others, reserved_words
+from gpushare.memory.ledger import Request
 from gpushare.memory.limit import JobMemory, MemoryBudget
 from gpushare.memory.room import RoomAnswer
 from gpushare.memory.swap import check_host
@@ -146,14 +148,12 @@ class JobStart:
         several = self.count > 1 or not names_one
         if self.budget is not None or self.queue.takes_place or several:
             return self._run_queued(gpu, options)
-        return self._run_on(select_one(gpu, self.gpus), options)
+        return self._run_on([select_one(gpu, self.gpus)], options)
 
-    def _carry_out(
-        self, share: Share, options: RunOptions, *parts: Part, slice_us: int | None = None, mps: bool = True
-    ) -> Any:
+    def _carry_out(self, share: Share, options: RunOptions, *parts: Part, slice_us: int | None = None) -> Any:
         """Run the program in a share and return its exit code; in a dry run, return the steps as a plan."""
-        typed, command, container = None, self.command, None
-        job = self._recorded_job(share.devices, options, slice_us, mps=mps)
+        typed, command, container, mps = None, self.command, None, isinstance(share, MpsShare)
+        job = self._recorded_job(share, options, slice_us)
         if options.container is not None:
             container = Container(self.host, share, options.container)
             typed, command, parts = command, container.command(command), (*parts, container)
@@ -172,19 +172,17 @@ class JobStart:
             return plan_result(Plan(title="the program has ended", steps=tuple(run.steps())), dry_run=True)
         return self._run_and_record(run, job)
 
-    def _recorded_job(
-        self, devices: Sequence[Device], options: RunOptions, slice_us: int | None, *, mps: bool
-    ) -> RecordedJob:
+    def _recorded_job(self, share: Share, options: RunOptions, slice_us: int | None = None) -> RecordedJob:
         """Return the part of the job that writes its record, with what that says before the job runs."""
-        limits = options.limits
+        limits, mps = options.limits, isinstance(share, MpsShare)
         memory = limits.memory_limit_bytes if mps else None
         if self.budget is not None:
-            memory = self._bytes_on(devices[0])
+            memory = self._bytes_on(share.device)
         record = JobRecord(
             name=options.name or "",
             pid=os.getpid(),
             started=0,
-            devices=tuple(device.uuid for device in devices),
+            devices=tuple(device.uuid for device in share.devices),
             role=options.role,
             supervisor=identity_of(os.getpid()),
             command=cut(shlex.join(self.command), MOST_COMMAND),
@@ -196,7 +194,7 @@ class JobStart:
             grace_seconds=min(options.grace_seconds, MOST_GRACE_SECONDS),
             rate=options.rate,
         )
-        return RecordedJob(self.host, devices[0], record, options.container or self.command[0])
+        return RecordedJob(self.host, share.device, record, options.container or self.command[0])
 
     def _run_and_record(self, run: Run, job: RecordedJob) -> int:
         """Carry a run out, and keep how it ended."""
@@ -266,15 +264,19 @@ class JobStart:
             raise errors[0]
         return tuple(device for device, error in zip(devices, errors, strict=True) if error is None)
 
-    def _run_on(self, device: Device, options: RunOptions) -> Any:
-        """Run a program on one device, by its role and its slice."""
-        self._without_leased(self._without_granted_to_others([device]))
+    def _run_on(self, devices: Sequence[Device], options: RunOptions) -> Any:
+        """Run a program on a device, by its role and its slice; on several GPUs outside MPS, whose daemons have one each."""
+        device = devices[0]
+        self._without_leased(self._without_granted_to_others(devices))
         if self.role.production is not None:
-            return self._run_production(device, replace(options, rate=self.role.rate), self.role.production)
+            return self._run_production(devices, replace(options, rate=self.role.rate), self.role.production)
         if self.role.opportunistic:
-            return self._run_opportunistic(device, options)
+            return self._run_opportunistic(devices, options)
         if self.role.slice_us is not None:
-            return self._run_sliced((device,), options, self.role.slice_us)
+            return self._run_sliced(devices, options, self.role.slice_us)
+        if len(devices) > 1:
+            self._say_dropped()
+            return self._carry_out(self._plain_share(devices), options)
 
         group: Sequence[Any] = ()
         # A dozen files are read only where such a job has run.
@@ -287,6 +289,10 @@ class JobStart:
             )
 
         return self._carry_out(MpsShare(self.host, device, options.limits), options)
+
+    def _plain_share(self, devices: Sequence[Device]) -> PlainShare:
+        """Return a share of these devices outside MPS."""
+        return PlainShare(self.host, devices[0], more=tuple(devices[1:]))
 
     def _run_queued(self, gpu: str | None, options: RunOptions) -> Any:
         """Run a program that is held to its memory, waits for it first, or has the choice of several devices."""
@@ -307,39 +313,57 @@ class JobStart:
         devices = self._large_enough(devices) if self.count == 1 else devices
 
         def run_on_chosen(chosen: Sequence[Device], metered: RunOptions) -> Any:
-            """Run it where its memory is reserved: on several GPUs, under its way, or outside MPS if it may be swapped."""
-            device = chosen[0]
-            if len(chosen) > 1:
-                return self._run_on_several(chosen, metered)
+            """Run it where its memory is reserved: under its way, or outside MPS if it may be swapped."""
             if not queue.swappable:
-                return self._run_on(device, metered)
+                return self._run_on(chosen, metered)
             # A checkpoint copies no client of MPS.
             if self.role.opportunistic:
                 metered = replace(metered, role=OPPORTUNISTIC)
-            return self._carry_out(PlainShare(self.host, device), metered, mps=False)
+            return self._carry_out(self._plain_share(chosen), metered)
 
         if all(each.gpu.compute_mode is ComputeMode.PROHIBITED for each in devices):
             # Waiting would not help: the mode stays until an administrator changes it.
             check_mode(devices[0])
-        queued = Queued(
-            host=self.host,
-            devices=devices,
-            command=self.command,
-            options=replace(options, rate=self.role.rate),
-            queue=queue,
-            budget=self.budget,
-            spared=spared,
+        request = Request(
+            memory_bytes=None,
+            keys=(),
             client=self.count == 1 and not queue.swappable and not self._is_outside_mps(options),
+            count=self.count,
             name=self.role.production or options.name,
             production=self.role.production is not None,
             opportunistic=self.role.opportunistic,
-            start=run_on_chosen,
+            leaves=queue.for_production,
+            turns=queue.turns,
+            run_seconds=queue.run_seconds,
+        )
+        return self._run_or_plan(
+            self._queued(devices, request, replace(options, rate=self.role.rate), queue, run_on_chosen, spared)
+        )
+
+    def _queued(
+        self,
+        devices: Sequence[Device],
+        request: Request,
+        options: RunOptions,
+        queue: QueueOptions,
+        start: Callable[[Sequence[Device], RunOptions], Any],
+        spared: str | None = None,
+    ) -> Queued:
+        """Return the job with its place in the ledger on these devices."""
+        return Queued(
+            host=self.host,
+            devices=devices,
+            command=self.command,
+            options=options,
+            queue=queue,
+            budget=self.budget,
+            request=request,
+            start=start,
             say=self.say,
             limits=kept_limits(self.host),
             quiet=self.quiet,
-            count=self.count,
+            spared=spared,
         )
-        return self._run_or_plan(queued)
 
     def _large_enough(self, devices: Sequence[Device]) -> tuple[Device, ...]:
         """Return the devices that have the memory of the job. Raises BadUsage: none has it (``limit_above_gpu``)."""
@@ -347,40 +371,6 @@ class JobStart:
         most = {device.uuid: device.job_memory_bytes or math.inf for device in devices}
         check_memory(max(devices, key=lambda device: most[device.uuid]), size, job=True)
         return tuple(device for device in devices if most[device.uuid] >= (size or 0))
-
-    def _run_on_several(self, devices: Sequence[Device], options: RunOptions) -> Any:
-        """Run a program on several GPUs: outside MPS, whose daemons are of one GPU each."""
-        slice_us = self.role.slice_us
-        if self.role.opportunistic:
-            return self._run_yielding_on_several(devices, options)
-        if self.role.production is not None:
-            options = replace(options, name=self.role.production, role=PRODUCTION)
-            slice_us = slice_us or PRODUCTION_US
-        if slice_us is not None:
-            return self._run_sliced(devices, options, slice_us, asked=self.role.slice_us is not None)
-        self._say_dropped()
-        share = PlainShare(self.host, devices[0], more=tuple(devices[1:]))
-        return self._carry_out(share, options, mps=False)
-
-    def _run_yielding_on_several(self, devices: Sequence[Device], options: RunOptions) -> Any:
-        """Run an opportunistic job whose ranks are paused, or ended, together while production works on one of its GPUs."""
-        options = replace(options, role=OPPORTUNISTIC)
-        process = None
-        for device in devices:
-            try:
-                process = spared_process(self.host, device, self.role.target)
-            except BadUsage as error:
-                # It runs on another of these GPUs.
-                if error.code != "other_device" or device is devices[-1]:
-                    raise
-            if process is not None:
-                break
-        if process is None:
-            raise _no_production_error(devices)
-        share = PlainShare(self.host, devices[0], more=tuple(devices[1:]))
-        if self.role.yields == "requeue":
-            return self._run_requeued(device, options, process, share)
-        return self._run_paused(device, options, process, share)
 
     def _is_outside_mps(self, options: RunOptions) -> bool:
         """Return whether the program will not be a client of MPS, as far as its options say."""
@@ -476,7 +466,7 @@ class JobStart:
         def start(metered: RunOptions) -> Any:
             if isinstance(share, MpsShare):
                 share.limits = metered.limits
-            return self._carry_out(share, metered, mps=mps)
+            return self._carry_out(share, metered)
 
         try:
             if self.budget is None:
@@ -484,22 +474,10 @@ class JobStart:
             else:
                 # Another one of its places may be larger.
                 check_memory(place.device, self._bytes_on(place.device), job=True)
+                request = Request(memory_bytes=None, keys=(), client=mps, name=options.name)
+                unqueued = replace(self.queue, wait=False)
                 done = self._run_or_plan(
-                    Queued(
-                        host=self.host,
-                        devices=(place.device,),
-                        command=self.command,
-                        options=options,
-                        queue=replace(self.queue, wait=False),
-                        budget=self.budget,
-                        client=mps,
-                        name=options.name,
-                        production=False,
-                        opportunistic=False,
-                        start=lambda _, metered: start(metered),
-                        say=self.say,
-                        limits=kept_limits(self.host),
-                    )
+                    self._queued((place.device,), request, options, unqueued, lambda _, metered: start(metered))
                 )
         except BaseException:
             share.close()
@@ -548,17 +526,16 @@ class JobStart:
         )
         return (*place_and_claim, None)
 
-    def _run_production(self, device: Device, options: RunOptions, name: str) -> Any:
+    def _run_production(self, devices: Sequence[Device], options: RunOptions, name: str) -> Any:
         """Run a production job: outside MPS with a slice, or under MPS if options or tune say so."""
         check_job_name(name)
+        device, slice_us = devices[0], self.role.slice_us
         options = replace(options, name=name, role=PRODUCTION)
-        tuned = find_tuned(self.host, name)
-        if not _asks_for_mps(options) and (
-            self.role.slice_us is not None or tuned is None or tuned.way is not Way.CAPS
-        ):
+        # Tuned is the setting on one GPU.
+        tuned = find_tuned(self.host, name) if len(devices) == 1 else None
+        if not _asks_for_mps(options) and (slice_us is not None or tuned is None or tuned.way is not Way.CAPS):
             tuned_us = None if tuned is None else tuned.production_slice_us
-            slice_us = self.role.slice_us or tuned_us or PRODUCTION_US
-            return self._run_sliced((device,), options, slice_us, asked=self.role.slice_us is not None)
+            return self._run_sliced(devices, options, slice_us or tuned_us or PRODUCTION_US, asked=slice_us is not None)
         group = members(self.host, device)
         if group:
             raise InUse(
@@ -582,24 +559,39 @@ class JobStart:
         if asked:
             check_settable(self.host)
         self._say_dropped()
-        own_slice = OwnSlice(self.host, slice_us)
-        share = PlainShare(self.host, devices[0], more=tuple(devices[1:]))
-        return self._carry_out(share, options, own_slice, slice_us=slice_us, mps=False)
+        return self._carry_out(self._plain_share(devices), options, OwnSlice(self.host, slice_us), slice_us=slice_us)
 
-    def _run_opportunistic(self, device: Device, options: RunOptions) -> Any:
-        """Run a job that yields to production, in the way that was asked for, tuned, or is possible here."""
+    def _run_opportunistic(self, devices: Sequence[Device], options: RunOptions) -> Any:
+        """Run a job that yields to production, in the way that was asked for, tuned, or is possible here.
+
+        On several GPUs its ranks are paused, or ended, together while production works on one of them.
+        """
         options = replace(options, role=OPPORTUNISTIC)
-        process = spared_process(self.host, device, self.role.target)
-        outside = process is not None and not process.under_mps
-        if self.role.yields == "requeue":
-            return self._run_requeued(device, options, process)
-        if self._runs_by_slices(device, process):
+        device, several = devices[0], len(devices) > 1
+        process = self._spared_process(devices)
+        if process is None and (several or self.role.yields in {"requeue", "pause"}):
+            raise _not_one_production_error(self.host, devices)
+        if process is not None and self.role.yields == "requeue":
+            return self._run_requeued(devices, options, process)
+        if not several and self._runs_by_slices(device, process):
             return self._run_in_group(device, options, process)
-        if process is not None and (self.role.yields == "pause" or outside):
-            return self._run_paused(device, options, process)
-        if self.role.yields == "pause":
-            raise _not_one_production_error(self.host, device)
+        if process is not None and (several or self.role.yields == "pause" or not process.under_mps):
+            return self._run_paused(devices, options, process)
         return self._run_capped(device, options)
+
+    def _spared_process(self, devices: Sequence[Device]) -> ProductionJob | None:
+        """Return the production job to spare, which runs on one of these devices; None: none does."""
+        for device in devices:
+            try:
+                process = spared_process(self.host, device, self.role.target)
+            except BadUsage as error:
+                # It runs on another of these GPUs.
+                if error.code != "other_device" or device is devices[-1]:
+                    raise
+            else:
+                if process is not None:
+                    return process
+        return None
 
     def _runs_by_slices(self, device: Device, process: ProductionJob | None) -> bool:
         """Return whether the job runs with a time-slice: as asked, as tuned, or because production runs outside MPS."""
@@ -618,7 +610,7 @@ class JobStart:
                 code="production_under_mps",
             )
         if self.role.keep is not None and process is None:
-            raise _not_one_production_error(self.host, device)
+            raise _not_one_production_error(self.host, [device])
         tuned = tuned_next_to(self.host, device, self.role.target)
         by_tune = tuned is not None and tuned.way is Way.SLICES
         if not asked and by_tune and process is not None and process.under_mps:
@@ -685,61 +677,44 @@ class JobStart:
         )
         self.say("a GPU fault of one of them ends all of them, but not production, which runs outside MPS")
 
-    def _run_paused(
-        self, device: Device, options: RunOptions, process: ProductionJob, several: PlainShare | None = None
-    ) -> Any:
-        """Run a program that is paused while a production job works on the device; ``several``: on several GPUs."""
-        how = "by SIGSTOP" if process.under_mps and several is None else "by its GPU channels"
-        if self.role.yields != "pause" and several is None:
+    def _run_paused(self, devices: Sequence[Device], options: RunOptions, process: ProductionJob) -> Any:
+        """Run a program that is paused while a production job works on one of the devices."""
+        if self.role.yields != "pause" and len(devices) == 1:
             self.say(
                 f"process {process.pid} runs outside MPS: a cap cannot protect it, so this job is paused while it works"
             )
+        how = "by SIGSTOP" if process.under_mps and len(devices) == 1 else "by its GPU channels"
         self.say(f"opportunistic next to {process.title}: paused {how} while it works; its memory stays on the GPU")
-        options, mps = self._options_beside(device, options, process, several)
-        pause = PauseForProduction(self.host, process, by_channels=not mps, say=self.say)
-        share: Share = MpsShare(self.host, device, options.limits) if mps else several or PlainShare(self.host, device)
-        return self._carry_out(share, options, pause, mps=mps)
+        share, options = self._share_beside(devices, options, process)
+        pause = PauseForProduction(self.host, process, by_channels=not isinstance(share, MpsShare), say=self.say)
+        return self._carry_out(share, options, pause)
 
-    def _options_beside(
-        self, device: Device, options: RunOptions, process: ProductionJob, several: PlainShare | None
-    ) -> tuple[RunOptions, bool]:
-        """Return the options of a job that leaves the GPU to production, and whether it runs under MPS; say its limits."""
-        mps = process.under_mps and several is None
-        if mps:
-            spared = limits_beside(self.host, device, options.limits, self.role.target)
-            options = replace(options, limits=spared.limits)
+    def _share_beside(
+        self, devices: Sequence[Device], options: RunOptions, process: ProductionJob
+    ) -> tuple[Share, RunOptions]:
+        """Return the share and the options of a job that leaves the GPU to production; say its limits."""
+        if process.under_mps and len(devices) == 1:
+            spared = limits_beside(self.host, devices[0], options.limits, self.role.target)
             for text in (*spared.notes, f"when it runs: {_limits_text(spared.limits)}", NOT_PROTECTED, _CPU_ONLY):
                 self.say(text)
-        elif _asks_for_mps(options):
+            return MpsShare(self.host, devices[0], spared.limits), replace(options, limits=spared.limits)
+        if _asks_for_mps(options):
             self.say("there are no limits outside MPS: --threads and --priority are ignored")
-        return options, mps
+        return self._plain_share(devices), options
 
-    def _run_requeued(
-        self,
-        device: Device,
-        options: RunOptions,
-        process: ProductionJob | None,
-        several: PlainShare | None = None,
-    ) -> Any:
+    def _run_requeued(self, devices: Sequence[Device], options: RunOptions, process: ProductionJob) -> Any:
         """Run a job that is ended while production works, and started again when it rests."""
-        if process is None:
-            raise _not_one_production_error(self.host, device)
         check_program(options.container or self.command[0])
         self.say(f"opportunistic next to {process.title}: ended while it works, and started again when it rests")
-        options, mps = self._options_beside(device, options, process, several)
-
-        def start(run_options: RunOptions) -> Any:
-            limits = options.limits
-            share: Share = MpsShare(self.host, device, limits) if mps else several or PlainShare(self.host, device)
-            return self._carry_out(share, run_options, mps=mps)
-
+        share, options = self._share_beside(devices, options, process)
         if self.dry_run:
-            return start(options)
+            return self._carry_out(share, options)
         # While it waits for production to rest, it is a job too.
-        job = self._recorded_job((device,) if several is None else several.devices, options, None, mps=mps)
+        job = self._recorded_job(share, options)
         job.check()
         job.open()
         options_with_name = replace(options, name=job.record.name, stays=True)
+        start = partial(self._carry_out, share)
         try:
             return Yielding(production=process, options=options_with_name, start=start, say=self.say).run()
         finally:
@@ -834,22 +809,17 @@ def _rate_source(host: Host, process: ProductionJob) -> Callable[[], PrintedRate
     return find_rate
 
 
-def _no_production_error(devices: Sequence[Device]) -> NotFound:
-    """Return the error if the production job to pause for does not run."""
-    return NotFound(
-        f"no production job runs on {titles(devices)}",
-        f"start it: gpushare run --production NAME -g {devices[0].selector} -- CMD; or name a process: --for PID",
-        code="no_production",
-    )
-
-
-def _not_one_production_error(host: Host, device: Device) -> BadUsage | NotFound:
+def _not_one_production_error(host: Host, devices: Sequence[Device]) -> BadUsage | NotFound:
     """Return the error if the production job to spare was not named, and none runs there, or several do."""
-    names = [job.name for job in living_productions(host, device)]
+    names = [*dict.fromkeys(job.name for device in devices for job in living_productions(host, device))]
     if len(names) < 2:
-        return _no_production_error([device])
+        return NotFound(
+            f"no production job runs on {titles(devices)}",
+            f"start it: gpushare run --production NAME -g {devices[0].selector} -- CMD; or name a process: --for PID",
+            code="no_production",
+        )
     return BadUsage(
-        f"{len(names)} production jobs run on {device.title}: {', '.join(names)}",
+        f"{len(names)} production jobs run on {titles(devices)}: {', '.join(names)}",
         f"name the one to spare: --for {names[0]}",
         code="several_production",
     )
