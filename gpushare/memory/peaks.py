@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Final
@@ -41,6 +41,13 @@ PROFILES: Final = RecordStore(Profile, "peaks", "the peak of a command", survive
 def find_profile(host: Host, device: Device, command: Sequence[str]) -> Profile | None:
     """Return what is known of a command on such a GPU; None: it has not run here."""
     return PROFILES.read(PROFILES.path(host, digest_of(device, command)))
+
+
+def known_peak(host: Host, devices: Iterable[Device], commands: Sequence[Sequence[str]]) -> tuple[int, bool] | None:
+    """Return the most memory that one of these commands has used on such GPUs, and whether it needs more; None: unknown."""
+    profiles = [find_profile(host, device, command) for device in devices for command in commands]
+    peaks = [(each.memory_bytes, each.short) for each in profiles if each is not None and each.memory_bytes is not None]
+    return max(peaks, default=None)
 
 
 class KnownCommands:

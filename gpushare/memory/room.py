@@ -118,14 +118,8 @@ def best_first(
     ranked.sort(key=lambda entry: entry[0])
     if 1 < count < len(ranked):
         indexes = [device.gpu.index for _, device, _ in ranked]
-
-        def closeness(first: int, second: int) -> int:
-            return or_none(lambda: host.nvml.closeness(indexes[first], indexes[second])) or 0
-
-        chosen = best_together([rank[:3] for rank, _, _ in ranked], count, functools.cache(closeness))
-        ranked = [ranked[number] for number in chosen] + [
-            entry for number, entry in enumerate(ranked) if number not in chosen
-        ]
+        order = best_together_first(host, [rank[:3] for rank, _, _ in ranked], indexes, count)
+        ranked = [ranked[number] for number in order]
     return [(device, text) for _, device, text in ranked]
 
 
@@ -651,3 +645,15 @@ def best_together(
         return harm, -min(links, default=0), -sum(links), chosen
 
     return min(sets, key=rank, default=())
+
+
+def best_together_first(host: Host, ranked: Sequence[tuple[int, ...]], gpus: Sequence[int], count: int) -> list[int]:
+    """Return the numbers of all candidates, on GPUs of these indexes: first those that are `best_together`."""
+
+    @functools.cache
+    def closeness(first: int, second: int) -> int:
+        """Return how closely two candidates are connected; 0: unknown."""
+        return or_none(lambda: host.nvml.closeness(gpus[first], gpus[second])) or 0
+
+    chosen = best_together(ranked, count, closeness)
+    return [*chosen, *(number for number in range(len(ranked)) if number not in chosen)]

@@ -23,9 +23,9 @@ from dataclasses import field
 from pathlib import Path
 from typing import IO, Any, Final, Literal
 
-from gpushare.base.errors import BadUsage, GpushareError, InUse, NoPermission, OperationFailed, or_none
+from gpushare.base.errors import BadUsage, GpushareError, InUse, NoPermission, OperationFailed
 from gpushare.base.model import GpuProcess
-from gpushare.base.selection import Device, titles
+from gpushare.base.selection import Device
 from gpushare.base.units import MIB, counted, format_bytes, format_copies, quoted
 from gpushare.base.values import dataclass
 from gpushare.host.host import Host
@@ -33,8 +33,15 @@ from gpushare.host.written_file import open_to_append
 from gpushare.memory.admission import UserLimits
 from gpushare.memory.ledger import Line, Patience, Place, Request, jobs_before, reservations
 from gpushare.memory.limit import JobMemory, MemoryAction, MemoryBudget
-from gpushare.memory.peaks import Profile, find_profile, keep_profile
-from gpushare.memory.room import best_together, check_ever, client_limit, read_lines, usable_now, why_it_waits
+from gpushare.memory.peaks import Profile, keep_profile, known_peak
+from gpushare.memory.room import (
+    best_together_first,
+    check_ever,
+    client_limit,
+    read_lines,
+    usable_now,
+    why_it_waits,
+)
 from gpushare.mps.limits import CONTEXT_BYTES, Limits, client_memory
 from gpushare.plan import Step
 from gpushare.run.end import GRACE_SECONDS
@@ -418,10 +425,8 @@ class _CopiesOnGpu:
 
     def __init__(self, host: Host, device: Device, *more: Device) -> None:
         self.host, self.device, self.devices = host, device, (device, *more)
-        self.title = titles(self.devices)
         self.share: Share = PlainShare(host, device, more=more) if more else MpsShare(host, device, Limits())
         self.several: Several | None = None
-        self.running: dict[int, Program] = {}
         # The processes on each GPU by its index, and when they were listed.
         self._listed: dict[int, tuple[float, tuple[GpuProcess, ...] | None]] = {}
         # When to check whether the copies are clients.
@@ -447,17 +452,39 @@ class _CopiesOnGpu:
         share = self.share if len(self.devices) > 1 else MpsShare(self.host, self.device, limits)
         return share.environment({})
 
-    def prove(self, copies: Sequence[Copy]) -> None:
+    def prove(self, running: Iterable[_RunningCopy]) -> None:
         """Check from time to time whether the copies are clients of the daemon."""
         if self.several is None or len(self.devices) > 1 or not self.looks or time.monotonic() < self.looks[0]:
             return
         self.looks.pop(0)
         clients = self.several.clients()
-        if clients is None:
-            return
-        for number, program in self.running.items():
-            if not copies[number].attached:
-                copies[number].attached = self.several.attached(program, clients)
+        for each in running if clients is not None else ():
+            if each.gpu is self and not each.copy.attached:
+                each.copy.attached = self.several.attached(each.program, clients)
+
+
+@dataclass
+class _RunningCopy:
+    """A copy that runs: its GPU, its program, its memory on each of its GPUs, and what it has reserved there."""
+
+    copy: Copy
+    gpu: _CopiesOnGpu
+    program: Program
+    memories: tuple[JobMemory, ...]
+    # None: the GPUs do not report their memory, so there is nothing to be reserved.
+    place: Place | None
+    # It is above its limit and cannot be ended.
+    stuck: bool = False
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """Return the most that it has held on one of its GPUs; None: nothing was seen."""
+        return max((memory.peak_bytes for memory in self.memories if memory.peak_bytes is not None), default=None)
+
+    def leave(self) -> None:
+        """Give back what it has reserved."""
+        for memory in self.memories:
+            memory.leave()
 
 
 class Farm:
@@ -488,22 +515,18 @@ class Farm:
         # The place of the next copy in the line. After each start the farm goes to the end of the line.
         self._place: Place | None = None
         self._patience = Patience()
-        # By running copy: its memory on each of its GPUs, and its reservation.
-        self._memories: dict[int, tuple[JobMemory, ...]] = {}
-        self._places: dict[int, Place] = {}
+        self._running: dict[int, _RunningCopy] = {}
         # What a copy reserves on each of its GPUs (None: unknown yet); the source: "given", "known" or "measured".
         self._size: int | None = None
         self._size_from: str | None = None
         # The copy that is measured while no other runs, and when it was first seen on the GPU.
-        self._measured_copy: int | None = None
+        self._measured: _RunningCopy | None = None
         self._measured_since: float | None = None
         self._caps: dict[str, float | None] = {}
         # When to look for room again, and how many copies ran at the last look.
         self._next_look, self._running_then = 0.0, -1
         # What the user was last told of the line, and when.
         self._said_at, self._said_line = -_SAY_SECONDS, ""
-        # Copies above their limit that cannot be ended.
-        self._stuck: set[int] = set()
         self._giving_up = False
         # Copies whose end could not be written to the results file.
         self._unrecorded: list[int] = []
@@ -572,10 +595,10 @@ class Farm:
         """Return how many bytes this user may reserve on a GPU; None: no limit."""
         return self._user_limits.get(os.geteuid())
 
-    def _request(self, size: int, keys: Sequence[str] | None = None) -> Request:
+    def _request(self, size: int, devices: Iterable[Device] | None = None) -> Request:
         """Return what a copy asks for, on some of these devices; None: on those that it may have."""
         count = self._options.gpus
-        uuids = tuple(self._devices) if keys is None else tuple(keys)
+        uuids = tuple(self._devices) if devices is None else tuple(device.uuid for device in devices)
         return Request(memory_bytes=size, keys=uuids, client=count == 1, count=count, name=self._options.name)
 
     def _gpu(self, *uuids: str) -> _CopiesOnGpu:
@@ -596,15 +619,9 @@ class Farm:
             self._size, self._size_from = self._copy_limit, "given"
             return
         commands = [self._command, command_of(self._command, self._copies[0])]
-        profiles = [
-            profile
-            for device in self._devices.values()
-            for words in commands
-            if (profile := find_profile(self._host, device, words)) is not None and profile.memory_bytes is not None
-        ]
-        peaks = [(profile.memory_bytes or 0, profile.short) for profile in profiles]
-        if peaks:
-            peak, short = max(peaks)
+        known = known_peak(self._host, self._devices.values(), commands)
+        if known is not None:
+            peak, short = known
             self._set_copy_size(size_of_others(peak) if short else peak, "known")
 
     def _set_copy_size(self, size: int, source: str) -> None:
@@ -621,11 +638,14 @@ class Farm:
             bounds.append(self._own_limit_bytes)
         self._size, self._size_from = min(bounds) // MIB * MIB, source
 
+    def _usable(self) -> tuple[list[Device], list[str]]:
+        """Return the devices as they are now, and why others cannot be used."""
+        client = self._options.gpus == 1
+        return usable_now(self._host, [*self._devices.values()], self._user_limits, client=client)
+
     def _lines(self) -> list[Line]:
         """Return the ledger of the devices as they are now, without those whose memory is unknown."""
-        devices = [*self._devices.values()]
-        usable, _ = usable_now(self._host, devices, self._user_limits, client=self._options.gpus == 1)
-        return read_lines(self._host, usable, self._user_limits)
+        return read_lines(self._host, self._usable()[0], self._user_limits)
 
     # -- what an earlier farm has done ---------------------------------------------------------------
 
@@ -669,11 +689,15 @@ class Farm:
             finally:
                 os.close(file)
 
+    def _waiting(self) -> list[Copy]:
+        """Return the copies that are still to be started."""
+        return [copy for copy in self._copies if copy.state == "waiting"]
+
     # -- what is said before -------------------------------------------------------------------------
 
     def say_first(self) -> None:
         """Say what each copy is given, and how many run at the same time."""
-        options, copies = self._options, [copy for copy in self._copies if copy.state == "waiting"]
+        options, copies = self._options, self._waiting()
         if not copies:
             return
         text = f"{format_copies(len(copies))} on {', '.join(device.title for device in self._devices.values())}"
@@ -694,7 +718,7 @@ class Farm:
     def plan(self) -> tuple[Step, ...]:
         """Return the steps of the farm: what is reserved, the daemons, each copy, and what is watched; none if all is done."""
         self._skip_planned()
-        waiting = [copy for copy in self._copies if copy.state == "waiting"]
+        waiting = self._waiting()
         if not waiting:
             return ()
         where = " or ".join(device.title for device in self._devices.values())
@@ -759,7 +783,7 @@ class Farm:
                 self._collect_ended()
                 self._measure_first()
                 for gpu in self._gpus.values():
-                    gpu.prove(self._copies)
+                    gpu.prove(self._running.values())
                 self._reporter.progress(self._copies, time.monotonic() - self._started)
                 if self._signals.first is None:
                     if self._next_step() == "end":
@@ -781,8 +805,8 @@ class Farm:
     def _close(self) -> None:
         """Leave the ledger with all copies."""
         self._leave_line()
-        for number in list(self._memories):
-            self._release_memory(number)
+        for running in self._running.values():
+            running.leave()
 
     def _leave_line(self) -> None:
         """Leave the line: nothing is to be started now."""
@@ -806,15 +830,11 @@ class Farm:
             done = self._skip_done(results.ends())
         remove_restart_logs(self._logs, options.copies, done)
 
-    def _running(self) -> dict[int, Program]:
-        """Return the running programs by the number of their copy."""
-        return {number: program for gpu in self._gpus.values() for number, program in gpu.running.items()}
-
     def _next_step(self) -> str:
         """Return what the farm does next, as `next_step`."""
         return next_step(
-            waiting=sum(copy.state == "waiting" for copy in self._copies),
-            running=len(self._running()),
+            waiting=len(self._waiting()),
+            running=len(self._running),
             parallel=self._options.parallel,
             size_known=self._size is not None,
             giving_up=self._giving_up,
@@ -824,8 +844,8 @@ class Farm:
 
     def _start_what_may(self) -> None:
         """Start copies, one after another, as long as one may start: look now and then, and whenever one has ended."""
-        now, running = time.monotonic(), len(self._running())
-        if now < self._next_look and running == self._running_then:
+        now = time.monotonic()
+        if now < self._next_look and len(self._running) == self._running_then:
             return
         self._next_look = now + _ROOM_LOOK_SECONDS
         if self._next_step() == "start" and self._size is not None:
@@ -836,23 +856,22 @@ class Farm:
                 self._say_waiting()
                 break
             gpu, place = gpu_and_place
-            copy = next(copy for copy in self._copies if copy.state == "waiting")
+            copy = self._waiting()[0]
             if not self._open_share(gpu, place):
                 continue
             self._said_at, self._said_line = -_SAY_SECONDS, ""
             try:
-                self._start(copy, gpu, place)
+                running = self._start(copy, gpu, place)
             except GpushareError as error:
-                self._release_memory(copy.copy)
                 copy.state, copy.failure, copy.hint, copy.log = "failed", error.message, error.hint, None
                 self._after_end(copy, again=False)
                 continue
             if step == "alone":
-                self._measured_copy, self._measured_since = copy.copy, None
+                self._measured, self._measured_since = running, None
         else:
             # The farm waits for its own copies: it must not hold up other jobs in the line.
             self._leave_line()
-        self._running_then = len(self._running())
+        self._running_then = len(self._running)
 
     def _open_share(self, gpu: _CopiesOnGpu, place: Place | None) -> bool:
         """Open the share of a device; without it the farm goes on, if there is another one."""
@@ -870,17 +889,15 @@ class Farm:
     def _gpu_for_next(self, *, alone: bool) -> tuple[_CopiesOnGpu, Place | None] | None:
         """Return the GPU of the next copy, and its place in the ledger; None: it waits. Raises as `Place`."""
         size, count = self._size or 0, self._options.gpus
-        is_known = any(device.memory_total_bytes is not None for device in self._devices.values())
         if alone:
             # Its need is unknown: half of what is free. If it holds more, that counts too, and other jobs may still come.
             free = sorted((line.free_bytes for line in self._lines()), reverse=True)[count - 1 :][:1]
             available = min([*(free or [0]), *([] if self._own_limit_bytes is None else [self._own_limit_bytes])])
             size = max(_LEAST_BYTES, available // 2 // MIB * MIB)
-        if not is_known:
+        if all(device.memory_total_bytes is None for device in self._devices.values()):
             # The GPUs do not report their memory: only the number of clients that a server takes is a bound.
-            gpu = self._gpu(*self._order_of_gpus([*self._devices])[:count])
+            gpu, on_each = self._gpu(*self._order_of_gpus([*self._devices])[:count]), self._copies_by_gpu()
             most_clients = self._clients.get(gpu.device.uuid) if count == 1 else 1
-            on_each = Counter(uuid for key, each in self._gpus.items() for uuid in key for _ in each.running)
             running = max(on_each[device.uuid] for device in gpu.devices)
             return None if most_clients is not None and running >= most_clients else (gpu, None)
         place = self._take_place(self._request(size))
@@ -891,41 +908,31 @@ class Farm:
         if self._place is None or self._place.request != request:
             self._leave_line()
             self._place = Place(self._host, request, self._patience)
-        devices = [*self._devices.values()]
-        usable, _ = usable_now(self._host, devices, self._user_limits, client=request.client)
-        place, order = self._place, self._order_of_gpus if len(devices) > request.count else None
-        if not place.try_to_take(usable, self._clients, self._user_limits, order):
+        place, order = self._place, self._order_of_gpus if len(self._devices) > request.count else None
+        if not place.try_to_take(self._usable()[0], self._clients, self._user_limits, order):
             return None
         self._place = None
         return place
 
-    def _order_of_gpus(self, uuids: Sequence[str], copies: Mapping[str, int] | None = None) -> list[str]:
+    def _copies_by_gpu(self) -> Counter[str]:
+        """Return how many copies run on each device."""
+        return Counter(device.uuid for running in self._running.values() for device in running.gpu.devices)
+
+    def _order_of_gpus(self, uuids: Sequence[str], copies: Counter[str] | None = None) -> list[str]:
         """Return devices with those first that the next copy gets: of those with the fewest copies the ones connected best."""
-        if copies is None:
-            copies = Counter(uuid for key, gpu in self._gpus.items() for uuid in key for _ in gpu.running)
-
-        def closeness(first: int, second: int) -> int:
-            """Return how closely two of the devices, by their places in ``uuids``, are connected; 0: unknown."""
-            indexes = [self._devices[uuids[number]].gpu.index for number in (first, second)]
-            return or_none(lambda: self._host.nvml.closeness(*indexes)) or 0
-
-        ranked = [(copies.get(uuid, 0),) for uuid in uuids]
-        chosen = best_together(ranked, self._options.gpus, functools.cache(closeness))
-        return [uuids[number] for number in chosen] + [
-            uuid for number, uuid in enumerate(uuids) if number not in chosen
-        ]
+        copies = self._copies_by_gpu() if copies is None else copies
+        indexes = [self._devices[uuid].gpu.index for uuid in uuids]
+        order = best_together_first(self._host, [(copies[uuid],) for uuid in uuids], indexes, self._options.gpus)
+        return [uuids[number] for number in order]
 
     def _say_waiting(self) -> None:
         """Say what the next copy waits for whenever that changes, if that is not only for copies of this farm."""
         now, place = time.monotonic(), self._place
         if place is None or now - self._said_at < _SAY_SECONDS:
             return
-        jobs_ahead = jobs_before(reservations(self._host) or [], place)
-        if self._running() and not jobs_ahead:
+        if self._running and not jobs_before(reservations(self._host) or [], place):
             return
-        usable, reasons = usable_now(
-            self._host, [*self._devices.values()], self._user_limits, client=place.request.client
-        )
+        usable, reasons = self._usable()
         lines = read_lines(self._host, usable, self._user_limits)
         text = why_it_waits(self._host, lines, place, self._own_limit_bytes, reasons)
         self._said_at = now
@@ -938,11 +945,12 @@ class Farm:
     def _set_caps(self) -> None:
         """Find the thread cap of the copies on each device: of those that run there at the same time."""
         given_percent, cap = self._options.limits.threads_percent, self._options.cap or share_of_threads
+        if self._options.gpus > 1:
+            # There are caps under MPS only.
+            self._caps = dict.fromkeys(self._devices)
+            return
         for uuid, number in self._at_once_by_gpu().items():
             self._caps[uuid] = cap(number) if given_percent is None else given_percent
-            if self._options.gpus > 1:
-                # There are caps under MPS only.
-                self._caps[uuid] = None
 
     def _most_at_once(self) -> int:
         """Return how many copies run at the same time, as far as it is known now."""
@@ -952,10 +960,9 @@ class Farm:
         """Return how many copies run at the same time on each device, as far as it is known now."""
         count, limit = self._options.gpus, self._own_limit_bytes
         copies = sum(copy.state != "done earlier" for copy in self._copies)
-        lines = {line.device.uuid: line for line in self._lines()}
+        lines, running = {line.device.uuid: line for line in self._lines()}, self._copies_by_gpu()
         fitting: dict[str, int | None] = {}
         for uuid in self._devices:
-            running = sum(len(gpu.running) for key, gpu in self._gpus.items() if uuid in key)
             line = lines.get(uuid)
             if line is None or not self._size:
                 fitting[uuid] = self._clients.get(uuid) if count == 1 else 1
@@ -963,7 +970,7 @@ class Farm:
             bounds = [line.free_bytes // self._size]
             bounds += [] if limit is None else [max(0, limit - line.granted.get(os.geteuid(), 0)) // self._size]
             bounds += [line.free_clients] if line.free_clients is not None and count == 1 else []
-            fitting[uuid] = running + min(bounds)
+            fitting[uuid] = running[uuid] + min(bounds)
         parallel = self._options.parallel
         return copies_at_once(copies * count, None if parallel is None else parallel * count, fitting)
 
@@ -978,14 +985,6 @@ class Farm:
             priority=options.limits.priority,
         )
 
-    def _release_memory(self, number: int) -> None:
-        """Give back what a copy has reserved."""
-        place, memories = self._places.pop(number, None), self._memories.pop(number, ())
-        for memory in memories:
-            memory.leave()
-        if not memories and place is not None:
-            place.leave()
-
     def _variables(self, copy: Copy) -> dict[str, str]:
         """Return what a copy has in its environment: its number, how many there are, its line, the mark of the farm."""
         variables = {"GPUSHARE_COPY": str(copy.copy), "GPUSHARE_COPIES": str(self._options.copies)}
@@ -995,29 +994,26 @@ class Farm:
             variables[MARK] = self._results.mark
         return variables
 
-    def _start(self, copy: Copy, gpu: _CopiesOnGpu, place: Place | None) -> None:
-        """Start a copy on a device, where ``place`` holds its memory.
+    def _start(self, copy: Copy, gpu: _CopiesOnGpu, place: Place | None) -> _RunningCopy:
+        """Start a copy on a device, where ``place`` holds its memory; if that fails, the place is left.
 
         Raises:
             GpushareError: its program cannot be started, or its log not be written.
         """
         number, options = copy.copy, self._options
-        if place is not None:
-            self._places[number] = place
-        mark: str | None = None
+        memories: list[JobMemory] = []
         for device in gpu.devices:
             memory = JobMemory(
                 self._host,
                 device,
                 limit_bytes=self._copy_limit,
                 action=self._action,
-                place=place if device is gpu.device else None,
+                place=None if memories else place,
                 say=functools.partial(self._reporter.news, copy),
                 listed=functools.partial(gpu.processes, device),
-                mark=mark,
+                mark=memories[0].mark if memories else None,
             )
-            mark = memory.mark
-            self._memories[number] = (*self._memories.get(number, ()), memory)
+            memories.append(memory)
         restarts = f".{copy.tries}" if copy.tries else ""
         log = None if options.logs is None else options.logs / f"copy-{number}{restarts}.log"
         copy.tries += 1
@@ -1026,39 +1022,42 @@ class Farm:
         copy.gpu_indexes = tuple(device.gpu.index for device in gpu.devices)
         limits = self._limits_on(gpu.device.uuid)
         copy.threads_percent = limits.threads_percent
-        program = gpu.open(self._open_parts, options.grace_seconds).start(
-            f"copy {number}",
-            command_of(self._command, copy),
-            limits,
-            variables={**self._variables(copy), **memory.variables},
-            listen=lambda line, _at: self._reporter.line(number, line),
-            log=None if log is None or self._logs is None else Log(log, self._logs),
-        )
+        try:
+            program = gpu.open(self._open_parts, options.grace_seconds).start(
+                f"copy {number}",
+                command_of(self._command, copy),
+                limits,
+                variables={**self._variables(copy), **memories[0].variables},
+                listen=lambda line, _at: self._reporter.line(number, line),
+                log=None if log is None or self._logs is None else Log(log, self._logs),
+            )
+        except BaseException:
+            for memory in memories:
+                memory.leave()
+            raise
         now = time.monotonic()
         copy.pid, copy.state, copy.started_after = program.pid, "running", now - self._started
-        gpu.running[number] = program
+        running = self._running[number] = _RunningCopy(copy, gpu, program, tuple(memories), place)
         if not gpu.looks or gpu.looks[0] > now + _LOOKS[0]:
             gpu.looks = [now + seconds for seconds in _LOOKS]
-        for memory in self._memories[number]:
+        for memory in memories:
             memory.begin(program.pid)
+        return running
 
     # -- the size of a copy --------------------------------------------------------------------------
 
     def _measure_first(self) -> None:
         """Learn what a copy needs from the one that runs alone, once it has been on the GPU for a while."""
-        number = self._measured_copy
-        if number is None:
+        if self._measured is None or not self._measured.peak_bytes:
             return
         now = time.monotonic()
-        peak = max((memory.peak_bytes or 0 for memory in self._memories.get(number, ())), default=0)
-        if peak:
-            self._measured_since = self._measured_since or now
-            if now - self._measured_since >= _ALONE_SECONDS:
-                self._learn_size(self._copies[number], peak)
+        self._measured_since = self._measured_since or now
+        if now - self._measured_since >= _ALONE_SECONDS:
+            self._learn_size(self._measured, self._measured.peak_bytes)
 
-    def _learn_size(self, copy: Copy, peak_bytes: int | None) -> None:
+    def _learn_size(self, measured: _RunningCopy, peak_bytes: int | None) -> None:
         """Let the others reserve what a copy has used, and a fifth more; the copy too, if it still runs."""
-        self._measured_copy = None
+        self._measured, copy = None, measured.copy
         if peak_bytes is None and (copy.failure is not None or self._host.processes.namespace_is_host() is False):
             # It tells nothing of the others: the next one is measured.
             return
@@ -1071,13 +1070,12 @@ class Farm:
             )
             size, at_once = format_bytes(self._size), self._most_at_once()
             self._reporter.say(f"{used}: each of the others reserves {size}, {at_once} at a time")
-        memories, gpu = self._memories.get(copy.copy), self._gpu_of(copy.copy)
-        if memories and gpu is not None and copy.copy in self._places:
-            self._shrink(copy, memories[0], gpu)
+        if copy.copy in self._running and measured.place is not None:
+            self._shrink(measured)
 
-    def _shrink(self, copy: Copy, memory: JobMemory, gpu: _CopiesOnGpu) -> None:
+    def _shrink(self, running: _RunningCopy) -> None:
         """Reserve for a copy that runs what it needs, in place of all that was free."""
-        request = self._request(self._size or 0, [device.uuid for device in gpu.devices])
+        request = self._request(self._size or 0, running.gpu.devices)
         # It keeps what it has, if the ledger cannot be written.
         with contextlib.suppress(GpushareError):
             place = Place(self._host, request)
@@ -1086,12 +1084,8 @@ class Farm:
             except GpushareError:
                 place.leave()
                 raise
-            memory.reserve(place)
-            self._places[copy.copy] = place
-
-    def _gpu_of(self, number: int) -> _CopiesOnGpu | None:
-        """Return the GPU that a copy runs on; None: it does not run."""
-        return next((gpu for gpu in self._gpus.values() if number in gpu.running), None)
+            running.memories[0].reserve(place)
+            running.place = place
 
     def _note_peak(self, copy: Copy, peak_bytes: int | None) -> None:
         """Note the peak of a copy; if it exceeds what copies reserve, the next copies reserve more."""
@@ -1125,51 +1119,34 @@ class Farm:
         over = self._poll_memory()
         if not over:
             return
-        strays = {number: [pid for memory in self._memories[number] for pid in memory.release()] for number in over}
         try:
-            self._end(over, hurry=self._hurried, strays=strays)
+            self._end(over, hurry=self._hurried)
         except GpushareError as error:
-            running = self._running()
-            for number in over:
-                if running[number].runs:
-                    self._stuck.add(number)
-                    self._reporter.news(self._copies[number], f"it cannot be ended: {error.message}; {error.hint}")
+            for running in over:
+                if running.program.runs:
+                    running.stuck = True
+                    self._reporter.news(running.copy, f"it cannot be ended: {error.message}; {error.hint}")
 
     def _hurried(self) -> bool:
         """Read the memory of the other copies while some end; return whether to hurry: on a signal, or if memory grows."""
         self._poll_memory()
-        running = self._running()
-        grow = any(memory.grows() for number in running for memory in self._memories[number])
+        grow = any(memory.grows() for running in self._running.values() for memory in running.memories)
         return self._signals.came() or grow
 
-    def _poll_memory(self) -> list[int]:
+    def _poll_memory(self) -> list[_RunningCopy]:
         """Read the memory of all running copies at once, note their peaks, and return the copies above their limit."""
-        memories = {number: self._memories[number] for number, program in self._running().items() if program.runs}
-        watched = [
-            (number, memory)
-            for number, memories_of_copy in memories.items()
-            for memory in memories_of_copy
-            if memory.over is None
-        ]
-        due = [(number, memory) for number, memory in watched if memory.seconds <= 0]
-        if due and self._copy_limit is not None:
-            # Copies with limits are all read at the same moment.
-            due = watched
-        for number, memory in due:
+        copies = [running for running in self._running.values() if running.program.runs]
+        watched = [(each.copy, memory) for each in copies for memory in each.memories if memory.over is None]
+        due = [(copy, memory) for copy, memory in watched if memory.seconds <= 0]
+        # Copies with limits are all read at the same moment.
+        for copy, memory in watched if due and self._copy_limit is not None else due:
             memory.poll()
-            self._note_peak(self._copies[number], memory.peak_bytes)
-        over = [
-            number
-            for number, memories_of_copy in memories.items()
-            if any(memory.over is not None for memory in memories_of_copy)
-        ]
-        return [number for number in over if number not in self._stuck]
+            self._note_peak(copy, memory.peak_bytes)
+        return [each for each in copies if not each.stuck and any(memory.over is not None for memory in each.memories)]
 
     # -- ending --------------------------------------------------------------------------------------
 
-    def _end(
-        self, numbers: Sequence[int], *, hurry: Callable[[], bool], strays: Mapping[int, Sequence[int]] | None = None
-    ) -> None:
+    def _end(self, ending: Sequence[_RunningCopy], *, hurry: Callable[[], bool]) -> None:
         """End copies together, the safe way; on several devices at the same time.
 
         Raises:
@@ -1177,11 +1154,11 @@ class Farm:
         """
         ends: list[Callable[..., Any]] = []
         for gpu in self._gpus.values():
-            ending = [number for number in numbers if number in gpu.running]
-            if ending and gpu.several is not None:
-                pids = [pid for number in ending for pid in (strays or {}).get(number, ())]
-                programs = [gpu.running[number] for number in ending]
-                ends.append(functools.partial(gpu.several.end, programs, strays=pids))
+            on_gpu = [running for running in ending if running.gpu is gpu]
+            if on_gpu and gpu.several is not None:
+                strays = [pid for running in on_gpu for memory in running.memories for pid in memory.release()]
+                programs = [running.program for running in on_gpu]
+                ends.append(functools.partial(gpu.several.end, programs, strays=strays))
         if len(ends) == 1:
             ends[0](hurry=hurry)
         elif ends:
@@ -1193,34 +1170,32 @@ class Farm:
             if gpu.several is None:
                 continue
             gpu.several.read_outputs()
-            ended: dict[int, str | None] = {}
-            for number, program in gpu.running.items():
-                if not program.runs:
-                    ended[number] = program.failure
-                elif self._stalled(program):
-                    gpu.several.kill(program)
-                    ended[number] = f"printed nothing for {self._options.stall_seconds:g} s, and was ended"
-            stuck = self._end_left_behind(gpu, list(ended))
-            for number, failure in ended.items():
-                self._note_end(gpu, number, failure, stuck.get(number))
+            ended: list[tuple[_RunningCopy, str | None]] = []
+            for running in [running for running in self._running.values() if running.gpu is gpu]:
+                if not running.program.runs:
+                    ended.append((running, running.program.failure))
+                elif self._stalled(running.program):
+                    gpu.several.kill(running.program)
+                    ended.append((running, f"printed nothing for {self._options.stall_seconds:g} s, and was ended"))
+            stuck = self._end_left_behind(gpu.several, [running for running, _ in ended])
+            for running, failure in ended:
+                self._note_end(running, failure, stuck.get(running.copy.copy))
 
-    def _end_left_behind(self, gpu: _CopiesOnGpu, numbers: Sequence[int]) -> dict[int, GpushareError]:
+    def _end_left_behind(self, several: Several, ended: Sequence[_RunningCopy]) -> dict[int, GpushareError]:
         """End what programs that have ended left running; return what could not be ended, by copy, and why."""
-        if gpu.several is None or not numbers:
-            return {}
-        stays = gpu.several.left_behind([gpu.running[number] for number in numbers])
+        stays = several.left_behind([running.program for running in ended]) if ended else {}
         failed: GpushareError | None = None
         if stays:
             try:
-                gpu.several.end_left_behind(stays, hurry=self._signals.came)
+                several.end_left_behind(stays, hurry=self._signals.came)
             except GpushareError as error:
                 failed = error
         stuck = {}
-        for number in numbers:
-            copy, pids = self._copies[number], stays.get(gpu.running[number].pid, ())
+        for running in ended:
+            copy, pids = running.copy, stays.get(running.program.pid, ())
             copy.left_behind += pids
             if failed is not None and any(self._host.processes.alive(pid) for pid in pids):
-                stuck[number] = failed
+                stuck[copy.copy] = failed
             elif pids:
                 self._reporter.left_behind(copy, pids)
         return stuck
@@ -1232,34 +1207,33 @@ class Farm:
 
     def _note_end(
         self,
-        gpu: _CopiesOnGpu,
-        number: int,
+        running: _RunningCopy,
         failure: str | None,
         stuck: GpushareError | None = None,
         *,
         interrupted: bool = False,
     ) -> None:
         """Note how a copy has ended, and whether it is started again."""
-        copy, program = self._copies[number], gpu.running.pop(number)
+        copy, program = running.copy, running.program
         copy.seconds = round((program.ended or time.monotonic()) - program.started, 2)
         status = program.status
         copy.exit_code, copy.failure = 128 - status if status is not None and status < 0 else status, failure
         if program.no_space:
             where = tempfile.gettempdir() if self._options.logs is None else self._options.logs.absolute()
             copy.hint = f"free space in {where}, or keep what copies print elsewhere: --logs DIR"
-        self._note_memory_end(copy)
+        self._note_memory_end(running)
+        del self._running[copy.copy]
         if stuck is not None:
+            # Nothing new starts next to a process that could not be ended.
             copy.failure = f"left process {', '.join(map(str, copy.left_behind))} behind: {stuck.message}"
             copy.hint = stuck.hint
-        # Nothing new starts next to a process that could not be ended.
-        self._stuck.discard(number)
         may_restart = stuck is None and self._signals.first is None and not self._giving_up
         again = copy.failure is not None and may_restart and copy.tries <= self._options.restarts
         copy.state = "waiting" if again else "failed" if copy.failure is not None else "done"
         if interrupted and copy.reason is None:
             copy.state = "ended"
-        if number == self._measured_copy and not interrupted:
-            self._learn_size(copy, copy.memory_peak_bytes)
+        if running is self._measured and not interrupted:
+            self._learn_size(running, copy.memory_peak_bytes)
         self._after_end(copy, again=again)
 
     def _after_end(self, copy: Copy, *, again: bool) -> None:
@@ -1276,36 +1250,32 @@ class Farm:
             self._giving_up = True
         self._reporter.ended(copy, again=again)
 
-    def _note_memory_end(self, copy: Copy) -> None:
+    def _note_memory_end(self, running: _RunningCopy) -> None:
         """Give a copy that was ended for its memory that reason, whatever its exit code, and release its reservation."""
+        copy = running.copy
         try:
-            for memory in self._memories.get(copy.copy, ()):
+            for memory in running.memories:
                 self._note_peak(copy, memory.peak_bytes)
                 memory.raise_end()
         except OperationFailed as error:
             copy.failure, copy.hint, copy.reason = error.message, error.hint, error.code
-        self._release_memory(copy.copy)
+        running.leave()
 
     def _interrupt(self) -> None:
         """End all copies, because the user asked for it or a copy failed and the farm gives up."""
         # A copy that has ended by itself keeps its result.
         self._collect_ended()
-        for memories in self._memories.values():
-            for memory in memories:
-                memory.release()
         for gpu in self._gpus.values():
             if gpu.several is not None:
                 gpu.several.read_outputs()
         # One that has ended meanwhile was not interrupted.
-        interrupted = [number for number, program in self._running().items() if program.runs]
+        interrupted = [running for running in self._running.values() if running.program.runs]
         self._end(interrupted, hurry=self._signals.came)
-        for gpu in self._gpus.values():
-            for number in [number for number in interrupted if number in gpu.running]:
-                self._note_end(gpu, number, None, interrupted=True)
+        for running in interrupted:
+            self._note_end(running, None, interrupted=True)
         self._collect_ended()
-        for copy in self._copies:
-            if copy.state == "waiting":
-                copy.state = "skipped" if copy.tries == 0 else "failed"
+        for copy in self._waiting():
+            copy.state = "skipped" if copy.tries == 0 else "failed"
 
 
 def _step_of_farm(text: str) -> Step:

@@ -25,7 +25,7 @@ from gpushare.memory.admission import UserLimits
 from gpushare.memory.cost import host_bytes, swap_times
 from gpushare.memory.ledger import Line, Place, Request, reservations
 from gpushare.memory.limit import JobMemory, MemoryAction, MemoryBudget
-from gpushare.memory.peaks import Profile, find_profile, keep_profile
+from gpushare.memory.peaks import Profile, keep_profile, known_peak
 from gpushare.memory.room import RoomAnswer, best_first, check_ever, check_limit_now, outlook, read_lines, wait_for_room
 from gpushare.mps.limits import Limits, client_memory
 from gpushare.run.jobs import living_productions
@@ -320,16 +320,11 @@ class Queued:
         if given_bytes is not None or not self.queue.wait:
             # What does not wait, and has no size, reserves nothing.
             return given_bytes or 0
-        profiles = [find_profile(self.host, device, self.command) for device in self.devices]
-        peaks = [
-            (profile.memory_bytes, profile.short)
-            for profile in profiles
-            if profile is not None and profile.memory_bytes is not None
-        ]
-        if not peaks:
+        known = known_peak(self.host, self.devices, [self.command])
+        if known is None:
             self.say("its memory is not known: it waits for a GPU without other jobs; to share one, give --memory SIZE")
             return None
-        peak, short = max(peaks)
+        peak, short = known
         size = _size_with_more(peak) if short else peak
         limit = self._largest_possible() if short else None
         size = size if limit is None else min(size, limit)

@@ -129,7 +129,7 @@ class Step:
 
     def _turn(self, *, alone: bool) -> Any:
         assert not alone
-        if len(self.gpu.running) >= self.room:
+        if len(self.farm._running) >= self.room:
             return None
         self.places.append(Place(Request(memory_bytes=GIB, keys=("GPU-a",), client=True)))
         return self.gpu, self.places[-1]
@@ -209,25 +209,25 @@ def test_without_a_limit_of_silence_a_copy_may_be_quiet_for_ever(monkeypatch: py
 def test_a_copy_is_a_client_when_the_daemon_has_one_of_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     step = Step(monkeypatch, copies=2)
     step.start()
-    step.gpu.prove(step.farm._copies)
+    step.gpu.prove(step.farm._running.values())
     # It is too early for a look.
     assert (step.asked, step.attached) == (0, [None, None])
     step.at, step.clients = 0.6, None
-    step.gpu.prove(step.farm._copies)
+    step.gpu.prove(step.farm._running.values())
     # A daemon that cannot be asked says nothing.
     assert (step.asked, step.attached) == (1, [None, None])
-    step.gpu.prove(step.farm._copies)
+    step.gpu.prove(step.farm._running.values())
     assert step.asked == 1
     step.at, step.clients = 1.1, {1101}
-    step.gpu.prove(step.farm._copies)
+    step.gpu.prove(step.farm._running.values())
     assert step.attached == [False, True]
     # Once seen is seen; the other one may still come.
     step.at, step.clients = 2.1, {100}
-    step.gpu.prove(step.farm._copies)
+    step.gpu.prove(step.farm._running.values())
     assert step.attached == [True, True]
     for at in (5.1, 10.1, 30.1, 1e6):
         step.at = at
-        step.gpu.prove(step.farm._copies)
+        step.gpu.prove(step.farm._running.values())
     assert step.asked == 6
 
 
@@ -344,7 +344,7 @@ def test_the_first_that_fails_ends_a_farm_that_fails_fast(monkeypatch: pytest.Mo
     step.several.end = lambda *_, **__: None
     step.start()
     for _ in range(2):
-        program = step.gpu.running[0]
+        program: Any = step.farm._running[0].program
         program.runs, program.failure = False, "exit code 1"
         step.farm._collect_ended()
         step.start()
@@ -378,7 +378,7 @@ def test_a_copy_over_its_limit_that_cannot_be_ended_is_told_once(monkeypatch: py
     step.farm._reporter.news = lambda copy, text: messages.append((copy.copy, text))  # type: ignore[method-assign]
     step.several.end = lambda *_, **__: (_ for _ in ()).throw(InUse("process 100 hangs in the driver", "reboot"))
     step.start()
-    (memory,) = step.farm._memories[0]
+    (memory,) = step.farm._running[0].memories
     memory.over = "the job holds 2.0 GiB, over its limit of 1.0 GiB (process 100)"
     monkeypatch.setattr(memory, "release", dict)
     for _ in range(2):
@@ -397,7 +397,7 @@ def test_a_copy_over_its_limit_that_cannot_be_ended_is_told_once(monkeypatch: py
 def test_while_copies_end_the_others_are_held_to_their_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     step = Step(monkeypatch, copies=2, budget=MemoryBudget(bytes=GIB))
     step.start()
-    (first,), (second,) = step.farm._memories.values()
+    (first,), (second,) = (running.memories for running in step.farm._running.values())
     first.over = "too much"
     ended: list[list[int]] = []
 
