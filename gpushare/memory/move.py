@@ -14,7 +14,6 @@ from typing import Final
 from gpushare.base.errors import InUse, NotFound, NotSupported, OperationFailed
 from gpushare.base.model import Gpu
 from gpushare.base.units import format_bytes
-from gpushare.host.checkpoint import Checkpoint
 from gpushare.host.host import Host
 from gpushare.host.store import JobProcess
 from gpushare.memory.swap import GPU_MARGIN_BYTES, SWAPS, Keep, Swap, come_in, go_out
@@ -103,14 +102,7 @@ def assign_gpus(sizes: Mapping[int, int], free: Mapping[int, int]) -> dict[int, 
     return chosen
 
 
-def move(
-    host: Host,
-    swap: Swap,
-    target: Gpu,
-    checkpoint: Checkpoint,
-    again: Callable[[], Sequence[JobProcess]],
-    keep: Keep,
-) -> Swap:
+def move(host: Host, swap: Swap, target: Gpu, again: Callable[[], Sequence[JobProcess]], keep: Keep) -> Swap:
     """Move a job whose room on ``target`` is reserved; return its record. The caller holds the lock and has the guard.
 
     Raises:
@@ -120,22 +112,22 @@ def move(
         NotFound: it has ended.
     """
     source_uuid = swap.gpu_uuid
-    way = go_out(host, swap, checkpoint, again, keep, target_uuid=target.uuid)
+    way = go_out(host, swap, again, keep, target_uuid=target.uuid)
     try:
-        return come_in(host, way, checkpoint)
+        return come_in(host, way)
     except (OperationFailed, InUse) as error:
         if error.code not in {"restore_refused", "no_room"}:
             raise
         out = SWAPS.read(swap.path)
         if out is None:
             raise NotFound(f"{swap.title} has ended", "see what runs: gpushare jobs", code="no_job") from error
-        bring_back(host, out, source_uuid, checkpoint, keep)
+        _bring_back(host, out, source_uuid, keep)
         raise OperationFailed(
             f"{swap.title} is where it was: {error.message}", "see: sudo dmesg | tail", code="move_refused"
         ) from error
 
 
-def bring_back(host: Host, out: Swap, source_uuid: str, checkpoint: Checkpoint, keep: Keep) -> None:
+def _bring_back(host: Host, out: Swap, source_uuid: str, keep: Keep) -> None:
     """Bring a job that was refused on its new GPU back to the GPU it left. Raises InUse if that no longer has room."""
     behind = retargeted(out, source_uuid)
     with keep(host, behind) as room:
@@ -145,7 +137,7 @@ def bring_back(host: Host, out: Swap, source_uuid: str, checkpoint: Checkpoint, 
                 f"bring it back when there is room: gpushare swap in {out.selector} --wait",
                 code="no_room",
             )
-        come_in(host, behind, checkpoint)
+        come_in(host, behind)
 
 
 def retargeted(out: Swap, uuid: str) -> Swap:

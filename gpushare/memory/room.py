@@ -41,6 +41,8 @@ from gpushare.memory.ledger import (
 from gpushare.memory.peaks import KnownCommands, find_profile
 from gpushare.memory.swap import GPU_MARGIN_BYTES, Swap, has_room, repair
 
+# Shows what a job waits for, how long it has, and how long it waits at most (`show.waiting`).
+Draw = Callable[[str, float, "float | None"], None]
 POLL_SECONDS: Final = 0.5
 # How often a waiting job looks for what it waits for.
 _LOOK_SECONDS: Final = 2.0
@@ -171,7 +173,7 @@ def wait_for_room(
     devices: Sequence[Device],
     seconds: float | None,
     limits: UserLimits,
-    draw: Callable[[str, float, float | None], None],
+    draw: Draw,
     *,
     best: Callable[[Sequence[Device]], Sequence[Device]] = lambda devices: devices,
     clock: Callable[[], float] = time.monotonic,
@@ -227,6 +229,30 @@ def back_bytes(host: Host, device: Device, memory_bytes: int) -> int | None:
     line = line_of(host, device, [])
     need = memory_bytes + GPU_MARGIN_BYTES
     return None if line is not None and need > line.room.whole_bytes else need
+
+
+@contextlib.contextmanager
+def room_reserved(
+    host: Host,
+    devices: Sequence[Device],
+    swap: Swap,
+    seconds: float | None,
+    limits: UserLimits,
+    waiting: Callable[[], contextlib.AbstractContextManager[Draw]],
+) -> Iterator[Device]:
+    """Yield the GPU, of some of one model, on which a job that comes back has room, which is reserved meanwhile.
+
+    Waits for it as `wait_for_room`; ``waiting`` shows that. A limit of its user that was lowered meanwhile keeps no job out.
+    """
+    need = back_bytes(host, devices[0], swap.memory_bytes)
+    keys = tuple(device.uuid for device in devices)
+    place = Place(host, Request(memory_bytes=need, keys=keys, client=False, name=swap.name))
+    try:
+        with waiting() as draw:
+            (device,) = wait_for_room(host, place, devices, seconds, limits.at_least(os.geteuid(), need), draw)
+        yield device
+    finally:
+        place.leave()
 
 
 def repair_after_death(host: Host, _processes: object, _word: str) -> None:

@@ -340,12 +340,7 @@ def leaving_record(host: Host, job: Job, gpu_uuid: str, processes: Sequence[JobP
 
 
 def go_out(
-    host: Host,
-    swap: Swap,
-    checkpoint: Checkpoint,
-    again: Callable[[], Sequence[JobProcess]],
-    keep: Keep,
-    target_uuid: str | None = None,
+    host: Host, swap: Swap, again: Callable[[], Sequence[JobProcess]], keep: Keep, target_uuid: str | None = None
 ) -> Swap:
     """Lock all processes of a job, and copy them to host memory; return the record as it is then.
 
@@ -360,7 +355,7 @@ def go_out(
         NotFound: all of it has ended.
         GpushareError: it cannot go out.
     """
-    began = time.monotonic()
+    began, checkpoint = time.monotonic(), host.open_checkpoint()
     checkpoint.demand()
     SWAPS.sweep(host)
     earlier_record = SWAPS.read(swap.path)
@@ -507,7 +502,7 @@ def write_if_living(host: Host, swap: Swap) -> None:
 # -- in ----------------------------------------------------------------------------------------------------------------
 
 
-def come_in(host: Host, swap: Swap, checkpoint: Checkpoint) -> Swap:
+def come_in(host: Host, swap: Swap) -> Swap:
     """Copy a job back and let it continue. The caller has reserved the room, holds the lock, and started the guard.
 
     Raises:
@@ -521,6 +516,7 @@ def come_in(host: Host, swap: Swap, checkpoint: Checkpoint) -> Swap:
         raise _ended_error(swap)
     if swap.state == LOST:
         raise lost_error(swap)
+    checkpoint = host.open_checkpoint()
     checkpoint.demand()
     check_continues(host, swap)
     _check_gpus(host, swap)
@@ -537,10 +533,7 @@ def come_in(host: Host, swap: Swap, checkpoint: Checkpoint) -> Swap:
         SWAPS.write(returning)
     _check_alone(host, returning, earlier_record)
     try:
-        for pid, _, size in reversed(living):
-            if checkpoint.state(pid) == CHECKPOINTED:
-                with _unless_ended(host, pid):
-                    _restore(host, swap, checkpoint, pid, size)
+        _restore_all(host, swap, checkpoint)
     except OperationFailed as error:
         _settle_failed_restore(host, swap, checkpoint, error.code)
         raise
@@ -568,14 +561,17 @@ def _check_gpus(host: Host, swap: Swap) -> None:
         )
 
 
-def _restore(host: Host, swap: Swap, checkpoint: Checkpoint, pid: int, size: int) -> None:
-    """Copy one process back: to the GPU that it left, or by the driver's pairs to another."""
+def _restore_all(host: Host, swap: Swap, checkpoint: Checkpoint) -> None:
+    """Copy the processes that are out back: to the GPU that they left, or by the driver's pairs to another."""
     pairs: list[tuple[str, str]] = []
-    if swap.left_uuid is not None and pid not in swap.arrived:
+    if swap.left_uuid is not None:
         exchanged = {swap.left_uuid: swap.gpu_uuid, swap.gpu_uuid: swap.left_uuid}
         uuids = [gpu.uuid for gpu in host.nvml.identities() if gpu.uuid is not None]
         pairs = [(uuid, exchanged.get(uuid, uuid)) for uuid in uuids]
-    checkpoint.restore(pid, size, pairs)
+    for pid, _, size in reversed(swap.living(host)):
+        if checkpoint.state(pid) == CHECKPOINTED:
+            with _unless_ended(host, pid):
+                checkpoint.restore(pid, size, [] if pid in swap.arrived else pairs)
 
 
 def _settle_failed_restore(host: Host, swap: Swap, checkpoint: Checkpoint, code: str | None) -> None:
@@ -677,9 +673,7 @@ def take_back(host: Host, swap: Swap, checkpoint: Checkpoint, room: Callable[[in
                     checkpoint.checkpoint(pid, sizes[pid])
         _leave_out(host, swap)
         return
-    for pid in out:
-        with _unless_ended(host, pid):
-            _restore(host, swap, checkpoint, pid, sizes[pid])
+    _restore_all(host, swap, checkpoint)
     _unlock(host, swap, checkpoint)
     if out or swap.restored or swap.state != LEAVING:
         write_if_living(host, replace(swap, state=BACK, restored=True, left_uuid=None, arrived=()))
@@ -734,23 +728,23 @@ def repair(host: Host, keep: Keep, say: Callable[[str], None] = lambda _: None) 
     unfinished = [swap for swap in swaps(host, shared=False) if swap.state in {LEAVING, RETURNING, OUT}]
     if not unfinished:
         return []
-    checkpoint = host.open_checkpoint()
     touched = []
-    begun = [swap for swap in unfinished if swap.state != OUT or is_back(host, swap, checkpoint)]
+    begun = [swap for swap in unfinished if swap.state != OUT or is_back(host, swap)]
     with locked(host, say=say) if begun else contextlib.nullcontext():
         for swap in begun:
             now = SWAPS.read(swap.path)
-            if now is None or not (now.state in {LEAVING, RETURNING} or is_back(host, now, checkpoint)):
+            if now is None or not (now.state in {LEAVING, RETURNING} or is_back(host, now)):
                 continue
             with keep(host, now) as room:
-                take_back(host, now, checkpoint, room)
+                take_back(host, now, host.open_checkpoint(), room)
             if now.state != OUT:
                 touched.append(now)
     return touched
 
 
-def is_back(host: Host, swap: Swap, checkpoint: Checkpoint) -> bool:
+def is_back(host: Host, swap: Swap) -> bool:
     """Return whether a job that was out by its record is on the GPU: a full disk has kept the record as it was."""
+    checkpoint = host.open_checkpoint()
     return swap.state == OUT and all(checkpoint.state(pid) == RUNNING for pid, _, _ in swap.living(host))
 
 

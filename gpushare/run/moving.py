@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from gpushare.base.errors import GpuLost, InUse, NotFound, NotSupported, or_none
@@ -17,8 +16,7 @@ from gpushare.host.store import Job
 from gpushare.memory import move
 from gpushare.memory.admission import UserLimits
 from gpushare.memory.leases import lease_of_others
-from gpushare.memory.ledger import Place, Request
-from gpushare.memory.room import back_bytes, read_lines, room_kept, wait_for_room
+from gpushare.memory.room import Draw, read_lines, room_kept, room_reserved
 from gpushare.memory.swap import (
     BACK,
     LEAVING,
@@ -38,7 +36,6 @@ from gpushare.memory.swap import (
 )
 from gpushare.plan import Loss, Plan, Step
 from gpushare.run.jobs import consent_to, find_job, gpu_processes, job_names, processes_to_swap
-from gpushare.show.waiting import Draw
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +197,7 @@ class Mover:
         swap = find_swap(self._host, job.pid, job.name)
         if swap is not None and swap.state == LOST:
             raise lost_error(swap)
-        if swap is not None and swap.state != BACK and not is_back(self._host, swap, self._host.open_checkpoint()):
+        if swap is not None and swap.state != BACK and not is_back(self._host, swap):
             check_continues(self._host, swap)
             self._check_whole(job, swap)
             return taken_over(self._host, swap), self._gpu_by_uuid(swap.gpu_uuid, job)
@@ -292,20 +289,15 @@ class Mover:
 
     def _move_now(self, wish: _Move) -> None:
         """Move a job, or bring it in on its new GPU if it is swapped out, once there is room."""
-        with self._room_reserved(wish) as target, guarded(self._host, self._say), locked(self._host, say=self._say):
-            checkpoint = self._host.open_checkpoint()
-            now = find_swap(self._host, wish.job.pid, wish.job.name)
-            if now is not None and now.state in {OUT, LOST} and not is_back(self._host, now, checkpoint):
-                come_in(self._host, move.retargeted(taken_over(self._host, now), target.uuid or ""), checkpoint)
+        host, devices = self._host, [Device(gpu=gpu) for gpu in wish.candidates]
+        room = room_reserved(host, devices, wish.swap, self._seconds, self._limits, self._waiting)
+        with room as device, guarded(host, self._say), locked(host, say=self._say):
+            target = device.gpu
+            now = find_swap(host, wish.job.pid, wish.job.name)
+            if now is not None and now.state in {OUT, LOST} and not is_back(host, now):
+                come_in(host, move.retargeted(taken_over(host, now), target.uuid or ""))
                 return
-            move.move(
-                self._host,
-                wish.swap,
-                target,
-                checkpoint,
-                lambda: processes_to_swap(self._host, wish.job),
-                room_kept,
-            )
+            move.move(host, wish.swap, target, lambda: processes_to_swap(host, wish.job), room_kept)
 
     def _move_back(self, wish: _Move) -> None:
         """Undo a move that was carried out."""
@@ -315,18 +307,3 @@ class Mover:
         present_gpu = self._gpu_by_uuid(swap.gpu_uuid, wish.job)
         back, _ = self._record_and_gpu(wish.job)
         self._move_now(_Move(job=wish.job, swap=back, source=present_gpu, candidates=(wish.source,)))
-
-    @contextlib.contextmanager
-    def _room_reserved(self, wish: _Move) -> Iterator[Gpu]:
-        """Yield the GPU on which the job's room is reserved meanwhile."""
-        devices = [Device(gpu=gpu) for gpu in wish.candidates]
-        need = back_bytes(self._host, devices[0], wish.swap.memory_bytes)
-        keys = tuple(device.uuid for device in devices)
-        limits = self._limits.at_least(os.geteuid(), need)
-        place = Place(self._host, Request(memory_bytes=need, keys=keys, client=False, name=wish.job.name))
-        try:
-            with self._waiting() as draw:
-                (device,) = wait_for_room(self._host, place, devices, self._seconds, limits, draw)
-            yield device.gpu
-        finally:
-            place.leave()

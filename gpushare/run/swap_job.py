@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import field, replace
 
 from gpushare.base.errors import BadUsage, GpushareError, InUse, NoPermission, NotFound, NotSupported, OperationFailed
@@ -18,8 +18,8 @@ from gpushare.host.identity import Identity
 from gpushare.host.store import Job
 from gpushare.hostfile.kept import kept_limits
 from gpushare.memory.admission import UserLimits
-from gpushare.memory.ledger import Place, Request
-from gpushare.memory.room import back_bytes, outlook, repair_first, room_kept, wait_for_room
+from gpushare.memory.ledger import Request
+from gpushare.memory.room import Draw, back_bytes, outlook, repair_first, room_kept, room_reserved
 from gpushare.memory.swap import (
     BACK,
     LOST,
@@ -44,7 +44,6 @@ from gpushare.memory.swap import (
 )
 from gpushare.plan import Loss, Plan, Step
 from gpushare.run.jobs import consent_to, find_job, job_of, processes_to_swap
-from gpushare.show.waiting import Draw
 
 
 @dataclass
@@ -88,10 +87,9 @@ def plan_swap_out(host: Host, text: str, say: Callable[[str], None], *, dry_run:
         """Swap the job out, unless that was done meanwhile."""
         with guarded(host, say), locked(host, say=say):
             present = find_swap(host, job.pid, job.name)
-            checkpoint = host.open_checkpoint()
-            if present is not None and present.state in {OUT, LOST} and not is_back(host, present, checkpoint):
+            if present is not None and present.state in {OUT, LOST} and not is_back(host, present):
                 raise _already_out_error(present)
-            done.append(go_out(host, swap, checkpoint, lambda: processes_to_swap(host, job), room_kept))
+            done.append(go_out(host, swap, lambda: processes_to_swap(host, job), room_kept))
 
     pids = " ".join(str(process.pid) for process in processes)
     words = f"copy {format_bytes(swap.memory_bytes)} of {job.title} from GPU {gpu.index} to host memory"
@@ -110,12 +108,7 @@ def _check_not_out(host: Host, job: Job) -> None:
     """Raise InUse if a job is swapped out already."""
     swap = find_swap(host, job.pid, job.name)
     # The repair corrects no record of another user. If that user is swapping the job now, `go_out` waits for it.
-    if (
-        swap is not None
-        and swap.state != BACK
-        and not is_on_its_way(swap)
-        and not is_back(host, swap, host.open_checkpoint())
-    ):
+    if swap is not None and swap.state != BACK and not is_on_its_way(swap) and not is_back(host, swap):
         raise _already_out_error(swap)
 
 
@@ -139,7 +132,7 @@ def back_to_gpu(
     text: str,
     seconds: float | None,
     say: Callable[[str], None],
-    waiting: Callable[[], AbstractContextManager[Draw]],
+    waiting: Callable[[], contextlib.AbstractContextManager[Draw]],
     *,
     dry_run: bool = False,
 ) -> SwapWork:
@@ -167,10 +160,7 @@ def back_to_gpu(
         raise lost_error(swap)
     check_continues(host, swap)
     device = _device_of(host, swap)
-    need = back_bytes(host, device, swap.memory_bytes)
-    request = Request(memory_bytes=need, keys=(swap.gpu_uuid,), client=False, name=swap.name)
-    limits = kept_limits(host).at_least(os.geteuid(), need)
-    done: list[Swap] = []
+    limits, done = kept_limits(host), list[Swap]()
     pids = " ".join(str(pid) for pid, _, _ in swap.living(host))
     words = f"copy {format_bytes(swap.memory_bytes)} of {swap.title} back to {device.title}"
     back_on = f"{swap.title} is back on {device.title}, with {format_bytes(swap.memory_bytes)}"
@@ -179,9 +169,9 @@ def back_to_gpu(
         what=words,
         command=f"for pid in {pids}; do cuda-checkpoint --action restore --pid $pid; cuda-checkpoint --action unlock --pid $pid; done",
         undo=undo,
-        do=lambda: done.append(_wait_and_return(host, text, swap, device, request, limits, seconds, say, waiting)),
+        do=lambda: done.append(_wait_and_return(host, text, swap, device, limits, seconds, say, waiting)),
     )
-    notes = (_room_text(host, device, request, limits, wait=seconds != 0.0),) if dry_run else ()
+    notes = (_room_text(host, device, swap, limits, wait=seconds != 0.0),) if dry_run else ()
     return SwapWork(Plan(title=back_on, steps=(step,), undo=undo, consent=losses, notes=notes), swap, done)
 
 
@@ -208,11 +198,10 @@ def _wait_and_return(
     text: str,
     swap: Swap,
     device: Device,
-    request: Request,
     limits: UserLimits,
     seconds: float | None,
     say: Callable[[str], None],
-    waiting: Callable[[], AbstractContextManager[Draw]],
+    waiting: Callable[[], contextlib.AbstractContextManager[Draw]],
 ) -> Swap:
     """Wait for room, and bring a job back; wait again if a program that keeps no place was faster.
 
@@ -221,30 +210,28 @@ def _wait_and_return(
     ends = None if seconds is None else time.monotonic() + seconds
     while True:
         rest = None if ends is None else max(0.0, ends - time.monotonic())
-        place: Place | None = None
         try:
-            try:
-                place = Place(host, request)
-                with waiting() as draw:
-                    wait_for_room(host, place, [device], rest, limits, draw)
-            except (NoPermission, OperationFailed) as error:
-                if error.code != "lease_unusable":
-                    raise
-                say(f"{error.message}; so it comes back without a place in the line, if there is room")
-                rest = 0.0
-            with guarded(host, say), locked(host, say=say):
-                return come_in(host, taken_over(host, _swapped_out_job(host, text, swap)), host.open_checkpoint())
+            with contextlib.ExitStack() as held:
+                try:
+                    held.enter_context(room_reserved(host, [device], swap, rest, limits, waiting))
+                except (NoPermission, OperationFailed) as error:
+                    if error.code != "lease_unusable":
+                        raise
+                    say(f"{error.message}; so it comes back without a place in the line, if there is room")
+                    rest = 0.0
+                held.enter_context(guarded(host, say))
+                held.enter_context(locked(host, say=say))
+                return come_in(host, taken_over(host, _swapped_out_job(host, text, swap)))
         except InUse as error:
             if error.code != "no_room" or rest == 0.0:
                 raise
-        finally:
-            if place is not None:
-                place.leave()
 
 
-def _room_text(host: Host, device: Device, request: Request, limits: UserLimits, *, wait: bool) -> str:
+def _room_text(host: Host, device: Device, swap: Swap, limits: UserLimits, *, wait: bool) -> str:
     """Return what a dry run says of the room: whether there is some now, or what is in the way."""
-    room = outlook(host, [device], request, limits)
+    need = back_bytes(host, device, swap.memory_bytes)
+    request = Request(memory_bytes=need, keys=(device.uuid,), client=False, name=swap.name)
+    room = outlook(host, [device], request, limits.at_least(os.geteuid(), need))
     if room.starts_now:
         return f"now there is room: {room.why.rpartition(': ')[2]}"
     return room.why if wait else room.why.replace("now it would wait for", "now there is no room for", 1)

@@ -84,14 +84,10 @@ _MOST_BETWEEN_SECONDS: Final = 5.0
 # CPU time of a process on the GPU that counts as work, in one sample, beyond what it uses while idle. The smallest cell of a
 # notebook takes 3 to 4 ms in its kernel (ipykernel 7), one that does nothing .3 ms at most in .5 s.
 _WAKING_SECONDS: Final = 0.002
-_MOST_WAKING_SECONDS: Final = 0.1
 _SMALL_TIMES: Final = 10
 # In fewer samples, what it uses while idle is not known.
 _LEAST_LEVELS: Final = 10
 _SETTLING_SECONDS: Final = 2.0
-# A job that came back so soon, so often, and then did nothing, has not worked.
-_EARLY_SECONDS: Final = 60.0
-_EARLY_TIMES: Final = 3
 # Growth is seen over this time, and in at least this number of samples.
 _GROWTH_SECONDS: Final = 6.0
 _GROWTH_LOOKS: Final = 3
@@ -173,11 +169,6 @@ class Idle(Policy):
     _levels: deque[float] = field(default_factory=lambda: deque(maxlen=120))
     _out_since: float | None = None
     _small: float = 0.0
-    # It has worked since it came back; it came back soon, and how often so for nothing.
-    _worked: bool = False
-    _early: bool = False
-    _early_times: int = 0
-    _waking_seconds: float = _WAKING_SECONDS
     _told: bool = False
 
     def leaves(self, sample: Sample) -> bool:
@@ -200,7 +191,7 @@ class Idle(Policy):
         active = (
             is_known
             and elapsed <= _MOST_BETWEEN_SECONDS
-            and most_used >= self._waking_seconds + self._idle_level() * elapsed
+            and most_used >= _WAKING_SECONDS + self._idle_level() * elapsed
         )
         if busy:
             self._window = None
@@ -208,16 +199,13 @@ class Idle(Policy):
         elif elapsed <= _MOST_BETWEEN_SECONDS:
             self._levels.append(most_used / elapsed)
         if busy or active:
-            self._still_since, self._worked = None, True
+            self._still_since = None
             return False
         if elapsed > _MOST_BETWEEN_SECONDS:
             self._still_since = sample.now if self._still_since is None else self._still_since + elapsed
         elif self._still_since is None:
             self._still_since = earlier.now
-        if sample.now - self._still_since < self.seconds:
-            return False
-        self._adjust_waking_level()
-        return True
+        return sample.now - self._still_since >= self.seconds
 
     def _has_worked(self, since: float, elapsed: float, used: float) -> bool:
         """Return whether it has used more of a CPU than an idle job, over some seconds."""
@@ -230,22 +218,12 @@ class Idle(Policy):
         self._window = None if since + elapsed - start >= window else (start, so_far)
         return so_far > _IDLE_CPU_SHARE * window
 
-    def _adjust_waking_level(self) -> None:
-        """Ask for more before it comes back, if it has come back for nothing several times."""
-        if self._worked:
-            self._waking_seconds, self._early_times = _WAKING_SECONDS, 0
-        elif self._early:
-            self._early_times += 1
-            if self._early_times >= _EARLY_TIMES:
-                self._waking_seconds, self._early_times = min(4 * self._waking_seconds, _MOST_WAKING_SECONDS), 0
-        self._early = False
-
     def returns(self, sample: Sample) -> bool:
         """Return whether it has worked since it began to leave: its next call of CUDA waits until it is back."""
         earlier, self._before = self._before, sample
         first = self._out_since is None
         self._out_since = sample.now if self._out_since is None else self._out_since
-        if earlier is None or (first and self._waking_seconds > _WAKING_SECONDS):
+        if earlier is None:
             return False
         # While it left, and for a moment after, the driver's own threads work: only the main threads tell whether it did.
         if first or sample.now - self._out_since < _SETTLING_SECONDS:
@@ -256,13 +234,7 @@ class Idle(Policy):
         # Many requests that are too small to be seen one by one.
         leak = max(idle_level, 2 * sum(self._levels) / max(1, len(self._levels))) * elapsed
         self._small = 0.0 if first else max(0.0, self._small + most_used - leak)
-        if (
-            most_used < self._waking_seconds + idle_level * elapsed
-            and self._small < _SMALL_TIMES * self._waking_seconds
-        ):
-            return False
-        self._worked, self._early = False, sample.now - self._out_since < _EARLY_SECONDS
-        return True
+        return most_used >= _WAKING_SECONDS + idle_level * elapsed or self._small >= _SMALL_TIMES * _WAKING_SECONDS
 
     def _idle_level(self) -> float:
         """Return what a process on the GPU uses of a CPU while it is idle, rather more.
@@ -550,12 +522,15 @@ class Swapping(Part):
         self._since = self._clock()
         place = self._place
         if place is None:
-            request = replace(self._asked, keys=(self._device.uuid,), client=False)
-            place = Place(self._host, request, self._patience)
+            place = self._place_on(self._device.uuid)
         if not place.held:
             place.take(self._device.uuid)
             place.add(self._pid)
         self._place, self._swap, self._by_hand = place, None, False
+
+    def _place_on(self, uuid: str) -> Place:
+        """Return a new place in the ledger for what the job had reserved, on a GPU."""
+        return Place(self._host, replace(self._asked, keys=(uuid,), client=False), self._patience)
 
     def _continue_on(self, uuid: str, reason: str, place: Place | None = None) -> None:
         """Note that the job is on another GPU: its limit, its place and its watch are there from now on."""
@@ -564,8 +539,7 @@ class Swapping(Part):
             return
         self._device = Device(gpu=gpu)
         if place is None:
-            request = replace(self._asked, keys=(uuid,), client=False)
-            place = Place(self._host, request, self._patience)
+            place = self._place_on(uuid)
             place.take(uuid)
         # It holds both until its program is named in the new one.
         self._memory.moved(self._device)
@@ -595,14 +569,7 @@ class Swapping(Part):
             # Not in the line: it leaves as much room as it takes, and to a job before it.
             place.take(target.uuid)
             with self._swapping():
-                move(
-                    self._host,
-                    swap,
-                    target.gpu,
-                    self._host.open_checkpoint(),
-                    lambda: processes_to_swap(self._host, job),
-                    room_kept,
-                )
+                move(self._host, swap, target.gpu, lambda: processes_to_swap(self._host, job), room_kept)
         except BaseException:
             place.leave()
             raise
@@ -772,9 +739,7 @@ class Swapping(Part):
         swap = leaving_record(self._host, job, self._device.uuid, processes_to_swap(self._host, job))
         began = self._clock()
         with self._swapping():
-            self._swap = go_out(
-                self._host, swap, self._host.open_checkpoint(), lambda: processes_to_swap(self._host, job), room_kept
-            )
+            self._swap = go_out(self._host, swap, lambda: processes_to_swap(self._host, job), room_kept)
         self.times_out += 1
         self._left_at = began
         self._note_switch(began, f"out of the GPU: {format_bytes(self._swap.memory_bytes)} to host memory")
@@ -816,7 +781,7 @@ class Swapping(Part):
             return
         began = self._clock()
         with self._swapping(seconds):
-            come_in(self._host, swap, self._host.open_checkpoint())
+            come_in(self._host, swap)
         # Only now: the reservation of a swapped-out job does not count.
         self._place.add(self._pid)
         self._swap, self._by_hand = None, False
@@ -831,13 +796,7 @@ class Swapping(Part):
             gpu = self._host.nvml.gpu(self._device.gpu.index)
             need = back_bytes(self._host, Device(gpu=gpu), swap.memory_bytes)
             asked = None if need is None else max(asked, need)
-        return replace(
-            self._asked,
-            memory_bytes=asked,
-            keys=(self._device.uuid,),
-            client=False,
-            leaves=isinstance(self._policy, ForProduction),
-        )
+        return replace(self._asked, memory_bytes=asked, keys=(self._device.uuid,), client=False)
 
     def _try_to_take(self, place: Place) -> bool:
         """Take a place on the device if it is the job's turn; return whether it has it."""

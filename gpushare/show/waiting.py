@@ -12,17 +12,17 @@ from typing import Final
 from gpushare.base.units import format_duration
 from gpushare.show.text import one_line
 
-# Arguments: what a job waits for, the seconds it has waited, and the most it may wait (None: no limit).
-Draw = Callable[[str, float, "float | None"], None]
-
-
 # Sizes in the line change all the time: a line that differs only in them is not printed again.
 _SIZE: Final = r"[\d.]+ (?:[KMGT]i)?B"
 
 
 @contextlib.contextmanager
-def waiting_line(say: Callable[[str], None], *, quiet: bool = False) -> Iterator[Draw]:
+def waiting_line(
+    say: Callable[[str], None], *, quiet: bool = False
+) -> Iterator[Callable[[str, float, float | None], None]]:
     """Yield a function that shows a line in place of the previous one. The line is removed at the end, also by Ctrl-C.
+
+    It is called with what a job waits for, the seconds it has waited, and the most it may wait (None: no limit).
 
     Where stderr is no terminal, the function calls ``say`` when more than a size has changed; with ``quiet`` it does
     nothing.

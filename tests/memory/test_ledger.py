@@ -37,6 +37,7 @@ from gpushare.memory.ledger import (
 from gpushare.memory.look import waiting_jobs
 from gpushare.memory.peaks import Profile, keep_profile
 from gpushare.memory.room import (
+    Draw,
     _no_room_error,
     _room_text,
     _use_percent_of_jobs,
@@ -49,7 +50,7 @@ from gpushare.memory.room import (
 )
 from gpushare.memory.swap import OUT, Image, Swap
 from gpushare.mps.control import SERVER_PROGRAM
-from gpushare.show.waiting import Draw, waiting_line
+from gpushare.show.waiting import waiting_line
 from gpushare.sim.admin import add_process, set_fault, set_mig
 
 SPEC = "sim:2xa30"

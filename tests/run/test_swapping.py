@@ -144,20 +144,6 @@ def test_the_time_in_which_a_job_was_stopped_is_no_idle_time() -> None:
     assert idle.leaves(look(at + 30.0))
 
 
-def test_a_job_that_comes_back_for_nothing_again_and_again_stays_out() -> None:
-    idle, at, cpu = Idle(10.0), 0.0, 0.0
-    for _ in range(6):
-        at = out(idle, at, cpu=cpu)
-        assert not idle.returns(look(at + 1.0, cpu=cpu))
-        cpu += 0.005
-        if not idle.returns(look(at + 1.5, cpu=cpu)):
-            break
-        at += 2.0
-    else:
-        raise AssertionError("it always came back")
-    assert idle.returns(look(at + 2.0, cpu=cpu + 0.2))
-
-
 def test_a_turn_ends_only_when_others_wait() -> None:
     turns = Turns(30.0)
     assert not turns.leaves(look(100.0, since=0.0))

@@ -179,7 +179,7 @@ def test_its_user_steps_back_while_root_swaps_a_job(cli: Cli, world: World) -> N
     become(world, NOBODY)
     mine = replace(swap, state=LEAVING, path=SWAPS.path(world.host, pid))
     with pytest.raises(InUse, match="root is swapping"):
-        module.go_out(world.host, mine, world.host.open_checkpoint(), lambda: (), room_kept)
+        module.go_out(world.host, mine, lambda: (), room_kept)
     assert checkpoint(world, pid) == RUNNING
     assert not SWAPS.path(world.host, pid).exists()
 
