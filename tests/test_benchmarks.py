@@ -94,7 +94,7 @@ def check_what_is_said_of_tune(words: str) -> None:
             assert best["p99_low"] <= row["judged"]["p99"] <= best["p99_high"]
         if row["grid"]:
             assert colocation.best_of_grid(row) - row["judged"]["share"] <= 0.01
-    assert sum(bool(row["grid"]) for row in rows) == 6
+    assert sum(bool(row["grid"]) for row in rows) == 7
 
 
 def test_the_short_page_and_the_readme_have_the_figures_of_all_pairs() -> None:
