@@ -763,7 +763,7 @@ NAME: Final = argument("NAME", "The name of the instance.", default=...)
 
 def grant(
     name: str = NAME,
-    user: str = argument("USER", "User name or id.", default=...),
+    user: str = argument("USER", "User name or id; no group.", default=...),
 ) -> Any:
     """Let only this user, and root, use a MIG instance. Needs root.
 

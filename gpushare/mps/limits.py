@@ -186,8 +186,10 @@ def check_memory(device: Device, limit: int | None, *, job: bool = False) -> Non
     """
     total = device.job_memory_bytes if job else device.memory_total_bytes
     if limit is not None and total is not None and limit > total:
+        # Of the memory that `status` shows, the driver keeps a part.
+        empty = " even when it is empty" if job else ""
         raise BadUsage(
-            f"the memory limit {format_bytes(limit)} is above the {format_bytes(total)} of {device.title}",
+            f"the memory limit {format_bytes(limit)} is too large: {device.title} has {format_bytes(total)}{empty}",
             f"give at most --memory {size_option(total)}",
             gpu=device.gpu.index,
             code="limit_above_gpu",

@@ -195,19 +195,24 @@ def test_users_of_the_machine() -> None:
 
 def test_a_group_is_not_a_user(monkeypatch: pytest.MonkeyPatch) -> None:
     members: list[str] = []
-    monkeypatch.setattr("grp.getgrnam", lambda name: {"lab": SimpleNamespace(gr_mem=members)}[name])
-    for name in ("lab", "@lab"):
+    users = [SimpleNamespace(pw_name="eve", pw_gid=4241)]
+    monkeypatch.setattr("grp.getgrnam", lambda name: {"lab": SimpleNamespace(gr_mem=members, gr_gid=4242)}[name])
+    monkeypatch.setattr("pwd.getpwall", lambda: users)
+
+    def hint(name: str) -> str | None:
+        """Return the hint of the error about a group."""
         with pytest.raises(NotFound, match=rf"^'{name}' is a group: only users can be named$") as raised:
             user_id(name)
-        assert raised.value.hint == "it lists no members; see the users and their groups: getent passwd"
+        return raised.value.hint
+
+    for name in ("lab", "@lab", "%lab", "group:lab"):
+        assert hint(name) == "no user is in it; see all users: getent passwd"
     members += ["ada", "bob"]
-    with pytest.raises(NotFound) as raised:
-        user_id("lab")
-    assert raised.value.hint == "name its members: ada,bob"
+    # The first group of both; that of ada is in the list as well.
+    users += [SimpleNamespace(pw_name=name, pw_gid=4242) for name in ("ada", "zoe")]
+    assert hint("lab") == "name its users: ada,bob,zoe"
     members += [f"user{number}" for number in range(20)]
-    with pytest.raises(NotFound) as raised:
-        user_id("lab")
-    assert raised.value.hint == "name its members: getent group lab lists them"
+    assert hint("lab") == "name its users; the groups of a user: id -nG USER"
     with pytest.raises(NotFound, match=r"^there is no user '@nobody-there'$"):
         user_id("@nobody-there")
 

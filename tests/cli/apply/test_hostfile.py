@@ -274,7 +274,7 @@ def test_a_gpu_that_is_not_there_is_a_difference(cli: Cli, write: Write) -> None
     [
         ("mig: [3g.40gb*3]", "3g.40gb*3 does not fit on GPU 0, even empty"),
         ("mig: [9g.80gb]", "no MIG profile '9g.80gb'"),
-        ("mps: {memory: 900G}", "the memory limit 900.0 GiB is above the 79.6 GiB of GPU 0"),
+        ("mps: {memory: 900G}", "the memory limit 900.0 GiB is too large: GPU 0 has 79.6 GiB"),
     ],
 )
 def test_diff_says_what_can_never_be(cli: Cli, write: Write, way: str, said: str) -> None:

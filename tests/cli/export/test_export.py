@@ -372,7 +372,7 @@ def test_a_file_that_is_refused(
         ('mig: ["3g.40gb:0", "1g.10gb:1"]', "never_fits", 3, "on GPU 1"),
         ("mig: [1g.5gb]", "mig_profile_unknown", 3, ":3:3: GPU 1: this GPU has no MIG profile '1g.5gb'"),
         ("mig: [{wish: 1g.10gb, mps: {memory: 20G}}]", "limit_above_gpu", 2, "MIG 1g.10gb of GPU 1"),
-        ("mps: {memory: 900G}", "limit_above_gpu", 2, "900.0 GiB is above the 79.6 GiB of GPU 1"),
+        ("mps: {memory: 900G}", "limit_above_gpu", 2, "900.0 GiB is too large: GPU 1 has 79.6 GiB"),
     ],
 )
 @pytest.mark.parametrize("engine", ["mig-parted", "dra", "slurm", "k8s"])

@@ -618,8 +618,10 @@ def test_what_fits_no_gpu_is_refused_alike_of_one_and_of_several(
         )
         for gpu in ("0", "any")
     }  # fmt: skip
-    assert len(messages) == 1
-    assert "note:" not in messages.pop()
+    (message,) = messages
+    assert "note:" not in message
+    # `status` shows 79.6 GiB.
+    assert "is too large: GPU 0 has 79.2 GiB even when it is empty" in message
     cli("run", "-g", "any", *words, "--memory", "81047M", "--", "true", host="sim:2xh100").ok()
 
 
