@@ -375,7 +375,7 @@ class MpsPath:
     def stop(self) -> None:
         with self.part("stop, and the process is gone"):
             daemon = self.gpushare("mps", "status")["data"]["mps_daemons"]
-            done = self.gpushare("mps", "stop", "--drain", "10")
+            done = self.gpushare("mps", "stop", "--drain", "10s")
             self.figures["stop"] = done["data"]
             self.expect(
                 self.gpushare("mps", "status")["data"]["mps_daemons"] == [],

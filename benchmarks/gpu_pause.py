@@ -477,7 +477,7 @@ def opportunistic(run: Run) -> dict[str, Any]:
         "pause",
         "--for",
     ]
-    batch = Job(run, "chain", [*argv, str(serve.pid), "--grace", "5", "--"])
+    batch = Job(run, "chain", [*argv, str(serve.pid), "--grace", "5s", "--"])
     batch.wait()
     time.sleep(1.0)
     beside = latencies(serve, 4.0)

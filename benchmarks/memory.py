@@ -148,7 +148,7 @@ def limit(bench: Bench) -> dict[str, Any]:
         name = f"grow-{len(rows)}"
         job = bench.start(
             bench.gpushare(
-                *("run", "--memory", "8G", "--grace", "1", *words, "--"),
+                *("run", "--memory", "8G", "--grace", "1s", *words, "--"),
                 *bench.program("grow", gib=6, processes=3, step_mib=512, every=0.25, seconds=10),
             ),
             name,
@@ -394,7 +394,7 @@ def production(bench: Bench, total_gib: float) -> dict[str, Any]:
     until(lambda: "rate=" in bench.text("batch"))
     began = time.monotonic()
     size = f"{total_gib * 0.75:.1f}G"
-    words = ("run", "--production", "web", "--wait", "--timeout", "120", "--memory", size, "--")
+    words = ("run", "--production", "web", "--wait", "--timeout", "120s", "--memory", size, "--")
     first = bench.start(bench.gpushare(*words, *bench.program("work", gib=4, seconds=10)), "waits")
     until(lambda: "rate=" in bench.text("waits"), 120)
     waited = time.monotonic() - began

@@ -40,7 +40,7 @@ FILES = {
 }
 
 _EXAMPLES = (
-    ("See who uses the GPUs, every two seconds:", "gpushare status -w 2"),
+    ("See who uses the GPUs, every two seconds:", "gpushare status -w 2s"),
     (
         "Let programs share GPU 0, each with at most half of its SMs and 8 GiB:",
         "gpushare mps start -g 0 --threads 50 --memory 8G",

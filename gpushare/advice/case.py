@@ -507,8 +507,6 @@ def _parse_latency(value: Any) -> dict[str, Any]:
     if text == "none" or text in _YES:
         return {"latency": _YES.get(text, False)}
     hint = "give a time with its unit: 20ms, 1s; or yes, none"
-    if text.replace(".", "", 1).isdigit():
-        raise BadUsage(f"a latency target of {text[:40]} has no unit", hint, code="bad_value")
     try:
         seconds = parse_seconds(text)
     except BadUsage as error:

@@ -116,16 +116,18 @@ def parse_thread_percentage(text: str) -> float:
 
 
 def parse_seconds(text: str) -> float:
-    """Return a duration in seconds: ``5``, ``2.5s``, ``250ms``, ``10m``, ``1h``, ``2d``.
+    """Return a duration in seconds: ``2.5s``, ``250ms``, ``10m``, ``1h``, ``2d``; only ``0`` needs no unit.
 
     Raises:
-        BadUsage: not a duration, or longer than a year.
+        BadUsage: not a duration, no unit, or longer than a year.
     """
-    hint = "give seconds, or 250ms, 2s, 10m, 1h"
+    hint = "give a time with its unit: 250ms, 2s, 10m, 1h"
     match = re.match(_SECONDS, text, re.IGNORECASE | re.ASCII)
     if match is None:
         raise BadUsage(f"{quoted(text)} is not a duration", hint, code="bad_duration")
     number, unit = match.groups()
+    if unit is None and float(number):
+        raise BadUsage(f"the time {quoted(text)} has no unit", hint, code="bad_duration")
     seconds = float(number) * _SECOND_FACTORS[(unit or "s").lower()]
     if seconds > _MAX_SECONDS:
         raise BadUsage(f"the duration {quoted(text)} is longer than a year", hint, code="bad_duration")

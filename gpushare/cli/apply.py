@@ -71,7 +71,7 @@ def apply(
     path: str | None = HOST_FILE_ARGUMENT,
     file: str | None = HOST_FILE_OPTION,
     wait: str | None = option(
-        "--wait", "SECS", "Wait this long for programs to leave the GPUs that change. [default: refuse]"
+        "--wait", "TIME", "Wait this long for programs to leave the GPUs that change. [default: refuse]"
     ),
 ) -> Any:
     """Set up each GPU as its entry of gpushare.yaml says; GPUs without an entry are left alone. Needs root.

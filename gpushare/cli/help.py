@@ -102,7 +102,7 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
         ("Preview", "mps start -g 0 --exclusive -n"),
     ),
     "mps stop": (
-        ("Wait up to a minute for the clients, then end them", "mps stop -g 0 --drain 60"),
+        ("Wait up to a minute for the clients, then end them", "mps stop -g 0 --drain 60s"),
         ("At once, with all clients", "mps stop -g 0 --force"),
     ),
     "mps set": (
@@ -185,7 +185,7 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
     ),
     "apply": (
         ("Preview", "apply gpushare.yaml -n"),
-        ("At boot, wait for the driver", "apply gpushare.yaml --wait 60"),
+        ("At boot, wait for the driver", "apply gpushare.yaml --wait 60s"),
     ),
     "capture": (("Keep what was set up by hand", "capture > gpushare.yaml"),),
     "export k8s": (("Four replicas of each GPU, into files", "export k8s --replicas 4 --to k8s"),),

@@ -332,7 +332,7 @@ def stop(
         "--pipe-directory", "DIR", "A daemon that gpushare did not start, by its CUDA_MPS_PIPE_DIRECTORY."
     ),
     drain: str | None = option(
-        "--drain", "SECS", "Wait this long for the clients, then force. [default: wait 10 s, then refuse]"
+        "--drain", "TIME", "Wait this long for the clients, then force. [default: wait 10 s, then refuse]"
     ),
     force: bool = flag("--force", "Do not wait, and end even a daemon that does not answer."),
 ) -> Any:
@@ -344,7 +344,7 @@ def stop(
     if force and drain is not None:
         raise BadCombination(
             "--drain cannot be combined with --force, which does not wait",
-            "to wait first: --drain 60; at once: --force",
+            "to wait first: --drain 60s; at once: --force",
         )
     seconds = 0.0 if force else parse_seconds(drain) if drain is not None else 10.0
     host = settings.connect()

@@ -44,7 +44,7 @@ class LeasesAnswer:
 @app.command(cls=AskingCommand)
 def reserve(
     gpu: str | None = GPU_OPTION,
-    time: str | None = option("--for", "TIME", "Reserve the GPU for this long: 4h, 90m; 90 is seconds."),
+    time: str | None = option("--for", "TIME", "Reserve the GPU for this long: 4h, 90m."),
     end: bool = flag("--end", "End a lease of yours; root ends any."),
 ) -> Any:
     """Reserve a GPU for some hours, end a lease, or list the leases.

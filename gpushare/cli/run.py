@@ -67,13 +67,11 @@ def run(
     wait: bool = flag("--wait", "Wait in line until a GPU, or an instance, has room."),
     timeout: str | None = option("--timeout", "TIME", "Wait for at most this long: 30m, 2h."),
     run_time: str | None = option(
-        "--time", "TIME", "End it after this time (8h; 8 is seconds); it may overtake jobs it cannot delay."
+        "--time", "TIME", "End it after this time (8h); it may overtake jobs it cannot delay."
     ),
     restart_on: str | None = option("--restart-on", "WHAT", "mps-fault: start it again if its MPS server dies."),
     requeue: bool = flag("--requeue", "If it runs out of memory, wait again for a fifth more."),
-    swap: str | None = option(
-        "--swap", "WHEN", "When it leaves the GPU: request, idle=10m (10 is seconds), turns[=60s]."
-    ),
+    swap: str | None = option("--swap", "WHEN", "When it leaves the GPU: request, idle=10m, turns[=60s]."),
     movable: bool = flag("--movable", "Move it to another GPU to make room for others."),
     production: str | None = option("--production", "NAME", "Run as job NAME, to which opportunistic jobs yield."),
     metric: str | None = option("--metric", "REGEX", "Regex of the speed that production prints: 'rate=([0-9.]+)'."),

@@ -18,8 +18,8 @@ from gpushare.show.status import status_result
 
 app = typer.Typer(**PLAIN)
 
-# The interval of -w without a number.
-_SECONDS: Final = "2"
+# The interval of -w alone.
+_INTERVAL: Final = "2s"
 
 
 class WatchCommand(Command):
@@ -32,11 +32,11 @@ class WatchCommand(Command):
             words.append(word)
             following = args[place + 1 : place + 2]
             if re.fullmatch(r"-[aqv]*w|--watch", word) and not re.match(r"[-+]?\.?\d", "".join(following)):
-                words.append(_SECONDS)
+                words.append(_INTERVAL)
         return super().make_context(info_name, words, parent, **extra)
 
 
-WATCH_OPTION: Final = option("-w --watch", "[SECS]", "Refresh every SECS seconds (alone: 2), until Ctrl-C.")
+WATCH_OPTION: Final = option("-w --watch", "[TIME]", "Refresh after each TIME (alone: 2s), until Ctrl-C.")
 
 
 @app.command(cls=WatchCommand)

@@ -294,7 +294,7 @@ def refuse_outside(title: str, gpu: Gpu, outside: Sequence[str], *, may: int = 0
     if len(outside) > may:
         raise InUse(
             f"{title} is in use: {first_few(outside, 4)}",
-            f"wait for them: gpushare apply -f FILE --wait 600; see: gpushare status -g {gpu.index}",
+            f"wait for them: gpushare apply -f FILE --wait 600s; see: gpushare status -g {gpu.index}",
             gpu=gpu.index,
             code="gpu_in_use",
         )

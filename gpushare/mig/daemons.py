@@ -108,7 +108,7 @@ def refuse_used(host: Host, own: OwnDaemon, *, force: bool = False) -> None:
         names = first_few(clients)
         raise InUse(
             f"the MPS daemon {pid} on {title} has {counted(len(clients), 'client')}: {names}",
-            f"wait for them: {ending} --drain 60; or force it: {ending} --force",
+            f"wait for them: {ending} --drain 60s; or force it: {ending} --force",
             gpu=gpu,
             code="daemon_clients",
         )

@@ -248,7 +248,7 @@ class _Start:
                 raise InUse(
                     f"an interrupted start left the MPS daemon {pid} on {self._device.title}, and it has clients: "
                     + first_few(clients),
-                    f"wait for them, and stop it: gpushare mps stop -g {self._device.selector} --drain 60",
+                    f"wait for them, and stop it: gpushare mps stop -g {self._device.selector} --drain 60s",
                     gpu=self._device.gpu.index,
                     code="daemon_exists",
                 )

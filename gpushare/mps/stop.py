@@ -347,7 +347,7 @@ class Stop:
             raise InUse(
                 f"the MPS daemon {daemon.pid} still has {counted(len(clients), 'client')} after {waited:.1f} s: "
                 + first_few(clients),
-                f"wait longer and then force: {self._found.stop_command} --drain 60; or force now: --force",
+                f"wait longer and then force: {self._found.stop_command} --drain 60s; or force now: --force",
                 gpu=None if daemon.gpu_index is None else str(daemon.gpu_index),
                 code="clients_left",
             )

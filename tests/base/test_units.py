@@ -113,10 +113,26 @@ def test_any_text_is_a_percentage_that_reads_back_or_bad_usage(text: str) -> Non
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("5", 5.0), ("2.5s", 2.5), ("250ms", 0.25), ("10m", 600.0), ("10 min", 600.0), ("1H", 3600.0), ("2d", 172800.0)],
+    [
+        ("0", 0.0),
+        ("5s", 5.0),
+        ("2.5s", 2.5),
+        ("250ms", 0.25),
+        ("10m", 600.0),
+        ("10 min", 600.0),
+        ("1H", 3600.0),
+        ("2d", 172800.0),
+    ],
 )
 def test_a_duration_has_its_unit(text: str, seconds: float) -> None:
     assert units.parse_seconds(text) == seconds
+
+
+def test_a_duration_without_a_unit_is_refused_as_a_size_is() -> None:
+    """idle=10 may mean minutes."""
+    for parse in (units.parse_seconds, units.parse_memory_limit):
+        with pytest.raises(BadUsage, match=r"'20' has no unit$"):
+            parse("20")
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def test_a_name_alone_is_forgotten_without_a_question(host: World) -> None:
     host.asked("mig", "name", "--forget", "train").ok()
 
 
-@pytest.mark.parametrize("how", ["--force", "--drain=0.1"])
+@pytest.mark.parametrize("how", ["--force", "--drain=0.1s"])
 def test_a_daemon_with_clients_is_asked_for(how: str) -> None:
     world = World.new("sim:h200")
     world.asked("mps", "start").ok()

@@ -21,7 +21,7 @@ def test_a_repeated_gpu_option_adds_to_the_list(cli: Cli) -> None:
         ("run", "--memory", "4G", "--memory=4G", "-g", "0", "--", "true"),
         ("mig", "create", "1g", "-g", "0", "--name", "a", "--name", "b"),
         ("tune", "--name", "a", "--name", "b", "--production", "x", "--opportunistic", "y"),
-        ("status", "-w", "1", "--watch", "2"),
+        ("status", "-w", "1s", "--watch", "2s"),
         ("bench", "--copies", "2", "--copies", "3", "--copies", "4", "--", "true"),
         ("apply", "-f", "a.yaml", "-f", "b.yaml"),
     ],

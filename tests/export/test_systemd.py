@@ -81,7 +81,7 @@ def test_a_daemon_in_the_foreground() -> None:
     assert unit["ExecStart"] == ["/usr/bin/nvidia-cuda-mps-control -f"]
     (pipe,) = (one.partition("=")[2] for one in unit["Environment"] if one.startswith("CUDA_MPS_PIPE_DIRECTORY"))
     # A daemon that has gone already is as good as a stopped one.
-    stop = f"/opt/gpushare/bin/gpushare mps stop --pipe-directory {pipe} --drain 60 --yes"
+    stop = f"/opt/gpushare/bin/gpushare mps stop --pipe-directory {pipe} --drain 60s --yes"
     assert unit["ExecStop"] == [f"/bin/sh -c '{stop} || [ $$? -eq {int(ExitCode.NOT_FOUND)} ]'"]
     assert len(pipe) <= 87
     assert f"/run/{unit['RuntimeDirectory'][0].split()[-1]}" == pipe

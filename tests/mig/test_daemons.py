@@ -199,7 +199,7 @@ def test_clients_are_named(world: World) -> None:
     error = refused(world, [first])
     assert (type(error), error.code, error.gpu) == (InUse, "daemon_clients", "0")
     assert str(pid) in error.message
-    assert f"gpushare mps stop -g {first} --drain 60" in error.hint
+    assert f"gpushare mps stop -g {first} --drain 60s" in error.hint
 
 
 def test_a_run_is_named(world: World) -> None:

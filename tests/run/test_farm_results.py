@@ -205,7 +205,7 @@ def test_a_farm_that_was_killed_goes_on_where_it_was(host: Host, tmp_path: Path)
         "--memory",
         "4G",
         "--grace",
-        "1",
+        "1s",
         "--logs",
         str(tmp_path / "logs"),
     )

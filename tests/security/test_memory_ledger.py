@@ -95,7 +95,7 @@ def test_a_reservation_from_the_future_that_is_not_used_lapses(world: World, mal
         os.utime(claim(world, text, held), (2**33, 2**33))
 
     with mallory.keeps(reserve):
-        assert waits("--timeout", "0.5") == 19
+        assert waits("--timeout", "0.5s") == 19
         assert waits() == 0
 
 
@@ -144,7 +144,7 @@ def test_nobody_hides_another_users_memory(world: World, mallory: Stranger) -> N
         line = line_of(world.host, device(world), reservations(world.host) or [])
         assert line is not None
         assert line.others_bytes >= 100 * GIB
-        assert waits("--timeout", "0.5") == 19
+        assert waits("--timeout", "0.5s") == 19
 
 
 def test_a_claim_that_changes_while_it_is_read_breaks_nothing(world: World, mallory: Stranger) -> None:

@@ -616,7 +616,7 @@ def test_without_a_terminal_nothing_is_asked(cli: Any) -> None:
         (("--needs", "nccl,gpu"), "bad_value", 2),
         (("--needs", ""), "bad_value", 2),
         (("--needs", "nccl,no-nccl"), "bad_combination", 2),
-        (("--latency", "20"), "bad_value", 2),
+        (("--latency", "20"), "bad_duration", 2),
         (("--memory", "34G,17G", "--processes", "3"), "bad_count", 2),
         (("--sms", "500"), "bad_count", 2),
         (("-g", "0-9"), "unknown_gpu", 6),

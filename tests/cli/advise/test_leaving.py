@@ -156,7 +156,7 @@ def test_turns_as_printed(cli: Cli, real: Real) -> None:
     assert "nine times the measured switch" in cli(first, "-n", *rest, host=A30).ok().out
     (command,) = commands(data)
     pair = [command, command.replace("job-1", "job-2")]
-    both = [real(*words_of(command, "turns", "turns=0.5"), host=A30) for command in pair]
+    both = [real(*words_of(command, "turns", "turns=0.5s"), host=A30) for command in pair]
     for one in both:
         one.says("out of the GPU: 14.0 GiB to host memory")
         one.says("back on the GPU: 14.0 GiB")
@@ -190,7 +190,7 @@ def test_production_first_as_printed(cli: Cli, real: Real, tmp_path: Path, users
     data = asked(cli, "-f", str(pair(tmp_path, users=users)))
     assert data["winner"] == "swap"
     serve, batch = commands(data)
-    other = real(*(words_of(batch) if users is None else words_of(batch, "turns=60s", "turns=0.5")), host=A30)
+    other = real(*(words_of(batch) if users is None else words_of(batch, "turns=60s", "turns=0.5s")), host=A30)
     on_gpu(World(A30), gib=16)
     web = real(*words_of(serve), host=A30)
     other.says("out of the GPU: 16.0 GiB")

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("printed_windows")
 RATE = "^rate=(.+)$"
 FARM = ("--processes", "2", "--memory", "1G", "--users", "same", "--no-saturating")
 SURE = (*FARM, "--isolation", "none", "--latency", "none", "--pattern", "steady")
-WINDOW = ("--metric", RATE, "--for", "0.06")
+WINDOW = ("--metric", RATE, "--for", "0.06s")
 
 
 def job(need: int, *more: str) -> list[str]:

@@ -568,7 +568,7 @@ def test_a_gpu_in_use_is_refused_and_the_others_are_done(
     # It did not hold as a whole: what is applied at boot stays what it was.
     assert there in (world.directory / "var" / "applied.yaml").read_text()
     # Alone it is an error as any other.
-    alone = cli("apply", "-f", write(one(wanted)), "--wait", "0.1", host=TWO, output="json")
+    alone = cli("apply", "-f", write(one(wanted)), "--wait", "0.1s", host=TWO, output="json")
     assert (alone.code, alone.json["status"], alone.json["errors"][0]["code"]) == (19, "error", error["code"])
     world.send(pid, 9)
     cli("apply", "-f", write(one(wanted)), host=TWO).ok()
@@ -957,8 +957,8 @@ def test_a_limit_of_an_unknown_user_changes_nothing(refused: Refused, write: Wri
 def test_a_group_in_place_of_a_user_says_what_to_name(
     refused: Refused, write: Write, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
-    monkeypatch.setattr("grp.getgrnam", lambda name: {"lab": SimpleNamespace(gr_mem=["ada", "bob"])}[name])
-    assert "name its members: ada,bob" in refused("apply", "-f", write(text), code="no_user", exit_code=6, host=TWO)
+    monkeypatch.setattr("grp.getgrnam", lambda name: {"lab": SimpleNamespace(gr_mem=["ada", "bob"], gr_gid=4242)}[name])
+    assert "name its users: ada,bob" in refused("apply", "-f", write(text), code="no_user", exit_code=6, host=TWO)
 
 
 def test_a_file_that_names_what_is_not_here_changes_nothing(cli: Cli, write: Write) -> None:

@@ -30,7 +30,7 @@ from tests.measure.test_bench import answer, measured
 
 pytestmark = pytest.mark.usefixtures("printed_windows")
 RATE = "^rate=(.+)$"
-WINDOW = ("--metric", RATE, "--for", "0.06")
+WINDOW = ("--metric", RATE, "--for", "0.06s")
 
 
 def job(need: int, *more: str) -> list[str]:
@@ -183,7 +183,7 @@ def test_others_on_the_gpu_are_said(cli: Cli, world: World) -> None:
 
 def test_copies_that_miss_mps_do_not_count(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPUSHARE_SIM_OUTSIDE", "1")
-    words = ("--copies", "2", "--ways", "mps", "--repeat", "1", "--metric", RATE, "--for", "0.6")
+    words = ("--copies", "2", "--ways", "mps", "--repeat", "1", "--metric", RATE, "--for", "0.6s")
     answer = cli("-o", "json", "bench", *words, *job(40))
     (cell,) = answer.data["cells"]
     assert cell["throughput"] is None
@@ -225,7 +225,7 @@ def test_a_daemon_that_dies_ends_no_measurement(cli: Cli, monkeypatch: pytest.Mo
 
 def test_what_does_not_fit_is_left_out(cli: Cli) -> None:
     # As long as the time between two looks at the memory may be.
-    words = ("--copies", "1,2", "--ways", "queue,mps", "--repeat", "1", "--metric", RATE, "--for", "0.6")
+    words = ("--copies", "1,2", "--ways", "queue,mps", "--repeat", "1", "--metric", RATE, "--for", "0.6s")
     data = bench(cli, *words, *job(10, "--footprint", "90G"))
     (left,) = data["left_out"]
     assert (left["way"], left["copies"]) == ("mps", 2)
@@ -275,7 +275,7 @@ def test_a_copy_that_hangs_is_ended_and_not_tried_again(
         return look(self, copies, usage) + 1000.0 * (tried.exists() and (len(copies), left) == (2, 1))
 
     monkeypatch.setattr(Copies, "_look", late)
-    words = ("--copies", "2", "--ways", "queue,timeslice", "--repeat", "2", "--timeout", "500")
+    words = ("--copies", "2", "--ways", "queue,timeslice", "--repeat", "2", "--timeout", "500s")
     data = bench(cli, *words, "--", "sh", "-c", script)
     cell = next(cell for cell in data["cells"] if cell["way"] == "timeslice")
     assert cell["throughput"] is None
@@ -305,8 +305,8 @@ def test_what_was_measured_is_kept_when_something_fails_later(cli: Cli, tmp_path
         ("exit 3", (), "exit code 3"),
         ("kill -9 $$", (), "killed by SIGKILL"),
         ("echo hello", ("--metric", RATE), "printed no number that --metric matches"),
-        ("exec sleep 600", ("--timeout", "0.3"), "did not end within 0.3 s"),
-        ("exec sleep 600", ("--timeout", "0.3", *WINDOW), "printed no number that --metric matches in 0.3 s"),
+        ("exec sleep 600", ("--timeout", "0.3s"), "did not end within 0.3 s"),
+        ("exec sleep 600", ("--timeout", "0.3s", *WINDOW), "printed no number that --metric matches in 0.3 s"),
         ("echo rate=1", WINDOW, "ended before it was measured for 0.06 s"),
     ],
 )
@@ -395,7 +395,7 @@ def test_kept_and_compared(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_the_built_in_workload_on_a_simulated_host(cli: Cli) -> None:
-    words = ("--size", "256", "--copies", "2", "--ways", "timeslice,mps,streams", "--repeat", "1", "--for", "0.1")
+    words = ("--size", "256", "--copies", "2", "--ways", "timeslice,mps,streams", "--repeat", "1", "--for", "0.1s")
     data = bench(cli, *words)
     assert data["workload"]["backend"] == "simulated"
     assert data["workload"]["unit"] == "multiplications per second"
@@ -405,7 +405,7 @@ def test_the_built_in_workload_on_a_simulated_host(cli: Cli) -> None:
 
 def test_latencies_are_summed_up(cli: Cli) -> None:
     words = ("--copies", "2", "--ways", "timeslice,mps", "--repeat", "1", *WINDOW)
-    data = bench(cli, *words, *job(40, "--latency", "5"))
+    data = bench(cli, *words, *job(40, "--latency", "5s"))
     cells = {cell["way"]: cell for cell in data["cells"]}
     assert cells["mps"]["latency_p50"] == pytest.approx(5, rel=0.05)
     assert cells["timeslice"]["latency_p50"] == pytest.approx(10, rel=0.05)
@@ -551,6 +551,6 @@ def test_the_peak_and_the_use_of_a_command_are_kept(cli: Cli, world: World) -> N
 def test_the_use_next_to_others_is_not_kept(cli: Cli, world: World) -> None:
     admin.add_process(world.spec, memory_bytes=GIB, name="other")
     command = job(40, "--footprint", "9G")
-    bench(cli, "--copies", "1", "--ways", "timeslice", "--repeat", "1", "--metric", RATE, "--for", "1", *command)
+    bench(cli, "--copies", "1", "--ways", "timeslice", "--repeat", "1", "--metric", RATE, "--for", "1s", *command)
     found = find_profile(world.host, select_one("0", world.host.nvml.sweep()), command[1:])
     assert found == Profile(memory_bytes=9 * GIB)

@@ -18,7 +18,7 @@ from gpushare.timeslice.policy import LENT, LentLevel, left_level, lent_level
 from gpushare.timeslice.slices import slice_records
 from tests.cli.drive import Cli, Refused, World
 
-WINDOW = ("--metric", "^rate=(.+)$", "--for", "0.3", "--repeat", "1", "--copies", "2")
+WINDOW = ("--metric", "^rate=(.+)$", "--for", "0.3s", "--repeat", "1", "--copies", "2")
 # -S: it starts in half the time.
 JOB = ("--", sys.executable, "-S", "-m", "gpushare.sim.job", "--need", "40", "--rate", "100", "--every", "0.02")
 

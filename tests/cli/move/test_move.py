@@ -183,7 +183,7 @@ def test_what_cannot_move_is_refused_and_nothing_changes(refused: Refused, cli: 
         ((), "usage", 2),
         ((pid, "--off", "0"), "bad_combination", 2),
         (("--off", "0", "--wait"), "bad_combination", 2),
-        ((pid, "--timeout", "5"), "bad_combination", 2),
+        ((pid, "--timeout", "5s"), "bad_combination", 2),
         (("--off", "0"), "several_ranks", 3),
     ):
         refused("move", *words, code=code, exit_code=exit_code, host=SPEC)

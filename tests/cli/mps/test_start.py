@@ -343,5 +343,5 @@ def test_users_that_are_refused(
 
 
 def test_a_group_in_place_of_users_says_what_to_name(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("grp.getgrnam", lambda name: {"lab": SimpleNamespace(gr_mem=["ada", "bob"])}[name])
-    assert "name its members: ada,bob" in refused("mps", "start", "--users", "@lab", code="no_user", exit_code=6)
+    monkeypatch.setattr("grp.getgrnam", lambda name: {"lab": SimpleNamespace(gr_mem=["ada", "bob"], gr_gid=4242)}[name])
+    assert "name its users: ada,bob" in refused("mps", "start", "--users", "@lab", code="no_user", exit_code=6)

@@ -89,14 +89,14 @@ def test_clients_that_stay_are_not_forced_unasked(
     monkeypatch.setattr(stop, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     text = refused("mps", "stop", code="clients_left", exit_code=19)
     assert str(pid) in text
-    assert "--drain 60" in text
+    assert "--drain 60s" in text
     assert world.process(pid).mps_server is not None
 
 
 def test_drain_forces_in_the_end(cli: Cli, world: World, daemon: int) -> None:
     pid = world.client()
     begun = time.monotonic()
-    (row,) = cli("mps", "stop", "--drain", "0.3", output="json").ok().data["stopped"]
+    (row,) = cli("mps", "stop", "--drain", "0.3s", output="json").ok().data["stopped"]
     assert row["forced"]
     assert row["waited_seconds"] >= 0.3
     assert time.monotonic() - begun >= 0.3
@@ -169,8 +169,8 @@ def test_foreign_daemon_only_by_its_directory_and_yes(refused: Refused, cli: Cli
 @pytest.mark.usefixtures("daemon")
 def test_two_ways_of_naming(refused: Refused) -> None:
     refused("mps", "stop", "-g", "0", "--pipe-directory", "/x", code="two_names", exit_code=2)
-    message = refused("mps", "stop", "--drain", "5", "--force", code="bad_combination", exit_code=2)
-    assert "to wait first: --drain 60; at once: --force" in message
+    message = refused("mps", "stop", "--drain", "5s", "--force", code="bad_combination", exit_code=2)
+    assert "to wait first: --drain 60s; at once: --force" in message
 
 
 def test_several_gpus(refused: Refused, cli: Cli) -> None:
@@ -312,7 +312,7 @@ def test_the_lock_is_free_while_clients_are_waited_for(cli: Cli, world: World, m
         return proper(*more, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(stop, "clients_of", waiting)
-    cli("mps", "stop", "--drain", "600").ok()
+    cli("mps", "stop", "--drain", "600s").ok()
     assert entered == [pid]
     assert world.state.daemons == []
 

@@ -56,7 +56,7 @@ def test_one_whose_run_and_guard_were_killed_is_freed_by_its_record(real: Real, 
 def test_a_job_with_a_name_is_paused_by_it(real: Real, world: World) -> None:
     assert world.host.nvml.count() == 1
     assert world.mig("1g.18gb")
-    words = ("run", "--name", "train", "--grace", "1", "--mig", "1g.18gb", "--")
+    words = ("run", "--name", "train", "--grace", "1s", "--mig", "1g.18gb", "--")
     started = real(*words, sys.executable, "-c", LOOP)
     until(lambda: any(program.real and program.gpu_uuid for program in world.state.processes), "it is on the GPU")
     (process,) = (program for program in world.state.processes if program.real)

@@ -138,7 +138,7 @@ def test_outside_mps_with_a_slice(real: Real, world: World, engine: Path) -> Non
 
 def test_a_signal_ends_the_container_the_safe_way(real: Real, engine: Path) -> None:
     """A client of MPS with no handler is stopped, drained and killed, and its engine's client ends with it."""
-    started = real("run", "--container", "podman", "--grace", "1", "--", "image", "sleep", "600")
+    started = real("run", "--container", "podman", "--grace", "1s", "--", "image", "sleep", "600")
     pid = container(engine)
     started.says("attached")
     started.signal(signal.SIGTERM)
@@ -159,7 +159,7 @@ def test_a_container_next_to_production_is_paused(real: Real, world: World, engi
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as production:
         try:
             words = ("--opportunistic", "--yield", "pause", "--for", str(production.pid), "--", "image", "sleep", "600")
-            started = real("run", "--container", "podman", "--grace", "1", *words)
+            started = real("run", "--container", "podman", "--grace", "1s", *words)
             pid = container(engine)
             until(
                 lambda: any(process.pid == pid and process.channels_off for process in world.state.processes),

@@ -191,7 +191,7 @@ def test_each_runs_a_copy_for_each_line(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_fail_fast_ends_the_others_and_skips_the_rest(cli: Cli) -> None:
-    words = ("--copies", "4", "--parallel", "2", "--memory", "4G", "--fail-fast", "--grace", "1")
+    words = ("--copies", "4", "--parallel", "2", "--memory", "4G", "--fail-fast", "--grace", "1s")
     answer = cli("-o", "json", "farm", *words, "--", "sh", "-c", "[ {} = 0 ] && exit 3; exec sleep 60")
     assert answer.code == 1
     assert [copy["state"] for copy in answer.json["data"]["copies"]] == ["failed", "ended", "skipped", "skipped"]

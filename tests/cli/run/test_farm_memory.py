@@ -46,7 +46,7 @@ def test_each_copy_reserves_its_limit_while_it_runs(real: Real, cli: Cli, world:
     assert reserved(world) == [50 * GIB] * 2
     (gpu,) = cli("status", output="json").ok().data["gpus"]
     assert gpu["jobs_reserved_bytes"] == 100 * GIB
-    answer = cli("run", "--wait", "--timeout", "0.2", "--memory", "60G", "--", "true")
+    answer = cli("run", "--wait", "--timeout", "0.2s", "--memory", "60G", "--", "true")
     assert answer.code == 19
     room = cli("-o", "json", "run", "-n", "--wait", "--memory", "60G", "--", "true").ok().data["room"]
     assert [holder["memory_bytes"] for holder in room["devices"][0]["held_by"]] == [50 * GIB] * 2
@@ -233,7 +233,7 @@ def over(number: int) -> tuple[str, ...]:
 
 
 def test_a_copy_over_its_limit_is_ended_and_the_others_go_on(cli: Cli, world: World) -> None:
-    answer = cli("-o", "json", "farm", "--copies", "3", "--memory", "8G", "--grace", "1", "--", *over(1))
+    answer = cli("-o", "json", "farm", "--copies", "3", "--memory", "8G", "--grace", "1s", "--", *over(1))
     assert answer.code == 1
     copies = answer.json["data"]["copies"]
     assert [(copy["state"], copy["reason"]) for copy in copies] == [
@@ -268,7 +268,7 @@ def test_a_process_over_the_limit_is_refused_its_memory_by_mps(cli: Cli) -> None
 
 
 def test_copies_over_their_limit_are_told_once(cli: Cli) -> None:
-    answer = cli("farm", "--copies", "3", "--memory", "8G", "--grace", "1", "--", sys.executable, "-c", STRAY)
+    answer = cli("farm", "--copies", "3", "--memory", "8G", "--grace", "1s", "--", sys.executable, "-c", STRAY)
     assert answer.code == 1
     (error,) = answer.lines("error")
     assert error.startswith("error: copies 0-2: the job holds ")
@@ -277,7 +277,7 @@ def test_copies_over_their_limit_are_told_once(cli: Cli) -> None:
 
 
 def test_a_copy_that_was_ended_for_its_memory_is_started_again_as_often_as_asked(cli: Cli) -> None:
-    words = ("--copies", "1", "--restart", "1", "--memory", "8G", "--grace", "1")
+    words = ("--copies", "1", "--restart", "1", "--memory", "8G", "--grace", "1s")
     (copy,) = cli("-o", "json", "farm", *words, "--", *over(0)).json["data"]["copies"]
     assert (copy["tries"], copy["reason"]) == (2, "memory_limit")
 

@@ -25,7 +25,7 @@ def server_slices(world: World) -> list[int]:
 
 def test_all_jobs_go_into_one_daemon_whose_server_has_the_slice(real: Real, world: World, running: int) -> None:
     assert world.host.nvml.count() == 1
-    words = ("run", "--opportunistic", "--for", str(running), "--grace", "1", "--", *JOB)
+    words = ("run", "--opportunistic", "--for", str(running), "--grace", "1s", "--", *JOB)
     jobs = [real(*words), real(*words)]
     until(lambda: [process.sm_percent for process in world.state.processes] == [90, 90], "both run")
     until(lambda: server_slices(world) == [200], "the server has the slice")

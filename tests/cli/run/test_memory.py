@@ -30,7 +30,7 @@ JOB = (sys.executable, "-m", "gpushare.sim.job", "--every", "0.05")
 @pytest.mark.parametrize(
     ("words", "code", "exit_code"),
     [
-        (("--timeout", "5", "--", "true"), "bad_combination", 2),
+        (("--timeout", "5s", "--", "true"), "bad_combination", 2),
         (("--requeue", "--", "true"), "bad_combination", 2),
         (("-g", "all", "--", "true"), "one_gpu", 2),
         (("--over", "warn", "--", "true"), "bad_combination", 2),
@@ -56,7 +56,7 @@ def test_a_limit_per_process_is_reserved_too(real: Real, cli: Cli, world: World)
     until(lambda: (state := world.file.read()) is not None and state.processes, "the job is on the GPU")
     assert [reservation.memory_bytes for reservation in reservations(world.host) or []] == [100 * GIB]
     assert cli("status", output="json").ok().data["gpus"][0]["jobs_reserved_bytes"] == 100 * GIB
-    answer = cli("run", "--wait", "--timeout", "0.3", "--memory", "60G", "--", "true")
+    answer = cli("run", "--wait", "--timeout", "0.3s", "--memory", "60G", "--", "true")
     assert answer.code == 19
     job.signal(signal.SIGINT)
     job.result()
@@ -77,7 +77,7 @@ def test_the_limit_of_a_user_holds_without_waiting_too(real: Real, cli: Cli, wor
         assert (answer.code, len(answer.lines("hint"))) == (19, 1)
         (error,) = answer.lines("error")
         assert "your jobs have reserved 20.0 GiB of the 30.0 GiB that you may have on a GPU" in error
-    waited = cli(*asked, "--wait", "--timeout", "0.3", "--", "true")
+    waited = cli(*asked, "--wait", "--timeout", "0.3s", "--", "true")
     assert waited.code == 19
     assert "your jobs have reserved 20.0 GiB of the 30.0 GiB that you may have on a GPU" in waited.lines("error")[0]
     assert "gpushare stop NAME" in waited.lines("hint")[0]
@@ -140,7 +140,7 @@ def test_no_room_in_time(refused: Refused, world: World) -> None:
     Place(world.host, Request(memory_bytes=120 * GIB, keys=(world.state.gpus[0].uuid,), client=False)).take(
         world.state.gpus[0].uuid
     )
-    words = ("--wait", "--timeout", "0.3", "--memory", "60G", "--", "true")
+    words = ("--wait", "--timeout", "0.3s", "--memory", "60G", "--", "true")
     text = refused("run", *words, code="no_room", exit_code=19)
     assert "60.0 GiB within 0.3 s" in text
 
@@ -291,7 +291,7 @@ def test_a_failure_for_another_reason_is_not_repeated(cli: Cli) -> None:
 
 def test_a_job_that_its_user_ends_is_not_started_again(real: Real, world: World) -> None:
     """It may have survived an allocation that failed."""
-    words = ("run", "--wait", "--requeue", "--grace", "1", "--memory", "10G", "--", "sh", "-c")
+    words = ("run", "--wait", "--requeue", "--grace", "1s", "--memory", "10G", "--", "sh", "-c")
     job = real(*words, "echo CUDA out of memory >&2; exec sleep 60")
     until(lambda: (state := world.file.read()) is not None and state.processes, "the job is on the GPU")
     job.signal(signal.SIGINT)
@@ -342,7 +342,7 @@ time.sleep(60)
 def test_a_process_that_leaves_the_tree_counts_and_ends_with_the_job(
     cli: Cli, world: World, how: tuple[str, ...]
 ) -> None:
-    answer = cli("run", *how, "--memory", "8G", "--grace", "1", "--", sys.executable, "-c", STRAY)
+    answer = cli("run", *how, "--memory", "8G", "--grace", "1s", "--", sys.executable, "-c", STRAY)
     assert answer.code == 1
     assert "holds 9.5 GiB, over its limit of 8.0 GiB (2 processes" in answer.err
     assert world.state.processes == []
@@ -453,7 +453,7 @@ def test_a_job_with_a_limit_names_one_gpu(refused: Refused) -> None:
 
 def test_jobs_that_do_not_fit_take_turns(real: Real) -> None:
     # What they have reserved does not fit together, what they hold would.
-    words = ("run", "--swap", "turns=0.5", "--memory", "16G", "--", *JOB, "--footprint", "8G", "--seconds", "60")
+    words = ("run", "--swap", "turns=0.5s", "--memory", "16G", "--", *JOB, "--footprint", "8G", "--seconds", "60")
     both = [real(*words, host=A30) for _ in range(2)]
     for job in both:
         for _ in range(2):
@@ -532,7 +532,7 @@ def test_an_opportunistic_job_leaves_for_every_production_job_and_says_so(
     words = ("run", "-n", "--opportunistic", "--yield", "swap", "--memory", "10G")
     text = refused(*words, "--for", "web", "--", "true", code="no_production", exit_code=6)
     assert "or drop --for: the job leaves for every production job" in text
-    refused(*words, "--for", "999999", "--", "true", code="no_process", exit_code=6)
+    refused(*words, "--for", "999999s", "--", "true", code="no_process", exit_code=6)
     (device,) = select(None, world.host.nvml.sweep())
     pid = admin.add_process(H200, name="serve")
     write_record(world.host, record_of(world.host, device, "web", pid, PRODUCTION))
@@ -665,7 +665,7 @@ def test_any_without_a_gpu_that_was_given_is_refused(
 def test_any_chooses_instances_where_mig_is_on_and_never_the_whole_gpu(cli: Cli, refused: Refused) -> None:
     world = World("sim:2xa30")
     world.mig("2g.12gb")
-    words = ("run", "-g", "any", "--wait", "--timeout", "5", "--memory", "4G", "--", "true")
+    words = ("run", "-g", "any", "--wait", "--timeout", "5s", "--memory", "4G", "--", "true")
     notes = cli(*words, host=world.spec).ok().err
     assert "note: GPU 1: no production job" in notes or "note: MIG 2g.12gb of GPU 0" in notes
     assert "MIG mode" not in notes
@@ -695,7 +695,7 @@ def test_a_gpu_that_one_program_has_alone_is_waited_for(cli: Cli) -> None:
     world = World("sim:a30")
     pid = admin.add_process(world.spec, memory_bytes=GIB, name="alone")
     world.host.nvml.set_compute_mode(0, ComputeMode.EXCLUSIVE_PROCESS)
-    words = ("run", "--swap", "turns", "--timeout", "1", "--memory", "4G", "--", "true")
+    words = ("run", "--swap", "turns", "--timeout", "1s", "--memory", "4G", "--", "true")
     answer = cli(*words, host=world.spec)
     assert answer.code == 19
     assert any(f"exclusive-process, and process {pid} has it" in line for line in answer.lines("note"))
@@ -705,7 +705,7 @@ def test_a_gpu_that_one_program_has_alone_is_waited_for(cli: Cli) -> None:
 
 def test_a_job_inside_another_one_does_not_wait_for_that(real: Real, world: World) -> None:
     """A script or a notebook that runs with --wait starts a program with --wait: it would wait for itself."""
-    inner = ("run", "--wait", "--timeout", "20", "--memory", "100G", "--", "echo", "inner")
+    inner = ("run", "--wait", "--timeout", "20s", "--memory", "100G", "--", "echo", "inner")
     outer = ("run", "--wait", "--memory", "120G", "--", sys.executable, "-m", "gpushare", "--host", world.spec)
     answer = real(*outer, *inner).result()
     assert answer.code == 0, answer
@@ -842,7 +842,7 @@ def test_what_is_left_without_a_job_is_not_asked_for(cli: Cli, world: World) -> 
     """A display: all of the GPU is less than all of its memory, and more would never start."""
     admin.add_process(world.spec, memory_bytes=GIB // 2, graphics=True, name="Xorg")
     program = ("sh", "-c", "echo CUDA out of memory >&2; exit 1")
-    words = ("--wait", "--requeue", "--timeout", "2", "--memory", "135G", "--", *program)
+    words = ("--wait", "--requeue", "--timeout", "2s", "--memory", "135G", "--", *program)
     answer = cli("run", *words)
     assert answer.code == 1
     assert "note: it ran out of memory at its maximum (139.3 GiB): not started again" in answer.lines("note")

@@ -254,7 +254,7 @@ def test_a_signal_ends_the_program_and_gives_it_back(
 
 def test_a_program_that_ignores_its_signal_is_killed_after_the_grace(real: Real, world: World) -> None:
     world.mig("1g.18gb")
-    started = real("run", "--mig", "1g", "--grace", "0.2", "--", sys.executable, "-c", SLOW, "/nonexistent")
+    started = real("run", "--mig", "1g", "--grace", "0.2s", "--", sys.executable, "-c", SLOW, "/nonexistent")
     assert started.process.stdout is not None
     assert started.process.stdout.readline() == "ready\n"
     line(started)
@@ -592,7 +592,7 @@ def test_the_first_one_that_waits_gets_the_instance_first(real: Real, world: Wor
 
 @pytest.mark.parametrize(
     ("seconds", "message"),
-    [("0", "is free now: in use: 1g.18gb:0"), ("0.3", "was free within 0.3 s: in use: 1g.18gb:0")],
+    [("0", "is free now: in use: 1g.18gb:0"), ("0.3s", "was free within 0.3 s: in use: 1g.18gb:0")],
 )
 def test_no_instance_in_time(real: Real, refused: Refused, world: World, seconds: str, message: str) -> None:
     world.mig("1g.18gb")
@@ -680,7 +680,7 @@ def test_an_instance_that_is_made_again_meanwhile_is_taken(world: World) -> None
         (("--wait", "--mig", "1g", "--memory", "20G"), "limit_above_gpu", 2),
         (("-n", "--wait", "--mig", "1g", "--memory", "20G"), "limit_above_gpu", 2),
         (("--wait", "--requeue", "--mig", "1g"), "bad_combination", 2),
-        (("--timeout", "5", "--mig", "1g"), "bad_combination", 2),
+        (("--timeout", "5s", "--mig", "1g"), "bad_combination", 2),
     ],
 )
 def test_waiting_for_what_is_wrong(
@@ -747,7 +747,7 @@ def test_room_in_an_instance_that_one_program_has_is_for_nobody_else(real: Real,
     (uuid,) = world.mig("1g.18gb")
     first = waiting(real, "--mig", "1g")
     until(lambda: len(world.pids()) == 1, "the first one runs")
-    words = ("run", "--wait", "--timeout", "0.3", "-g", uuid, "--memory", "2G", "--", "true")
+    words = ("run", "--wait", "--timeout", "0.3s", "-g", uuid, "--memory", "2G", "--", "true")
     assert cli(*words).code == 19
     assert ended(first) == 0
     assert cli(*words).code == 0

@@ -188,7 +188,7 @@ def test_a_damaged_or_foreign_record_is_no_record(world: World, running: int) ->
     ("words", "code", "exit_code"),
     [
         (("--opportunistic", "--for", "nobody", "--", "true"), "no_production", 6),
-        (("--opportunistic", "--for", "999999", "--", "true"), "no_process", 6),
+        (("--opportunistic", "--for", "999999s", "--", "true"), "no_process", 6),
         (("--opportunistic", "--yield", "pause", "--", "true"), "no_production", 6),
         (("--for", "web", "--", "true"), "bad_combination", 2),
         (("--yield", "pause", "--", "true"), "bad_combination", 2),
@@ -252,7 +252,7 @@ def forbid_channels(world: World) -> None:
 def paused(real: Real, world: World, production: int, program: str = LOOP) -> tuple[Started, int]:
     """Start an opportunistic program beside a process that works; return both once it stands still."""
     assert world.host.nvml.count() == 1
-    words = ("run", "--opportunistic", "--yield", "pause", "--for", str(production), "--grace", "1")
+    words = ("run", "--opportunistic", "--yield", "pause", "--for", str(production), "--grace", "1s")
     started = real(*words, "--", sys.executable, "-c", program)
     return started, until(lambda: program_of(world), "the opportunistic program stands still")
 
@@ -277,9 +277,9 @@ def test_under_mps_work_that_uses_no_cpu_pauses_too(real: Real, world: World) ->
     """A production job that waits for its kernels without spinning: only the GPU shows that it works."""
     assert world.host.nvml.count() == 1
     waiting = (sys.executable, "-c", LOOP)
-    production = real("run", "--production", "web", "--grace", "1", "--", *waiting)
+    production = real("run", "--production", "web", "--grace", "1s", "--", *waiting)
     until(lambda: peak(world) is not None, "production is known")
-    other = real("run", "--opportunistic", "--for", "web", "--yield", "pause", "--grace", "1", "--", *waiting)
+    other = real("run", "--opportunistic", "--for", "web", "--yield", "pause", "--grace", "1s", "--", *waiting)
     pid = until(lambda: program_of(world), "the opportunistic program stands still")
     production.signal(signal.SIGTERM)
     assert production.result().code == 128 + signal.SIGTERM
@@ -357,7 +357,7 @@ def test_a_requeued_program_is_ended_while_production_works_and_started_again(re
     with subprocess.Popen([sys.executable, "-c", work]) as production:
         try:
             program = f"import time; open({str(runs)!r}, 'a').write('x'); time.sleep(600)"
-            words = ("run", "--opportunistic", "--yield", "requeue", "--for", str(production.pid), "--grace", "1")
+            words = ("run", "--opportunistic", "--yield", "requeue", "--for", str(production.pid), "--grace", "1s")
             started = real(*words, "--", sys.executable, "-c", program)
             until(lambda: runs.exists() and runs.read_text() == "x", "it runs")
             go.touch()

@@ -129,9 +129,9 @@ def test_it_waits_until_as_many_gpus_have_room(real: Real, cli: Cli, four: World
     assert uuids[3] in waiting.keys
     assert "2 of" in cli("jobs", host=four.spec).ok().out
     # A later job has the other GPUs, and what both leave on these.
-    small = cli("run", "--wait", "--timeout", "0.1", "-g", "3", "--memory", "100G", "--", "true", host=four.spec)
+    small = cli("run", "--wait", "--timeout", "0.1s", "-g", "3", "--memory", "100G", "--", "true", host=four.spec)
     assert small.code == 19
-    assert cli("run", "--wait", "--timeout", "5", "-g", "3", "--memory", "70G", "--", "true", host=four.spec).code == 0
+    assert cli("run", "--wait", "--timeout", "5s", "-g", "3", "--memory", "70G", "--", "true", host=four.spec).code == 0
     next(place for place, uuid in zip(held, uuids, strict=False) if uuid in waiting.keys).leave()
     job.result()
     for place in held:
@@ -221,13 +221,13 @@ def test_a_job_ends_at_its_time_and_tells_it_to_those_that_wait(
     (running,) = reservations(four.host) or []
     assert running.until_ns is not None
     large = Place(four.host, Request(memory_bytes=120 * GIB, keys=(uuids[0],), client=False))
-    small = ("run", "--wait", "--timeout", "0.3", "-g", "0", "--memory", "30G")
+    small = ("run", "--wait", "--timeout", "0.3s", "-g", "0", "--memory", "30G")
     # It might run longer than the first one, and would delay the large one, which came before it.
     assert cli(*small, "--", "true", host=four.spec).code == 19
     assert cli(*small, "--time", "3h", "--", "true", host=four.spec).code == 19
     assert cli(*small, "--time", "1h", "--", "true", host=four.spec).code == 0
     large.leave()
-    over = cli("run", "-g", "1", "--time", "0.3", "--name", "over", "--", *ranks(seconds="30"), host=four.spec)
+    over = cli("run", "-g", "1", "--time", "0.3s", "--name", "over", "--", *ranks(seconds="30"), host=four.spec)
     assert (over.code, over.lines("error")[0]) == (1, "error: the job ran longer than its --time of 0.3 s: ended")
     long.signal(signal.SIGINT)
     long.process.wait(20)
@@ -243,7 +243,7 @@ def test_ranks_yield_together_to_production_on_one_of_their_gpus(
     until(lambda: "web" in [record.name for record in records(four.host)], "production runs")
     plan = cli(*words, "-n", "--yield", "requeue", "--", "true", host=four.spec).ok()
     assert "run true on GPUs 1, 2" in plan.out
-    job = start(real, four, *words[1:], "--grace", "1", "--", *ranks())
+    job = start(real, four, *words[1:], "--grace", "1s", "--", *ranks())
 
     def off() -> list[bool]:
         return [bool(process.channels_off) for process in four.state.processes if process.memory_bytes > GIB]

@@ -83,7 +83,7 @@ def test_a_program_gets_time_to_end(real: Real, world: World) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
 def test_a_program_without_a_handler_is_ended_the_safe_way_at_once(real: Real, world: World, number: int) -> None:
     # So long a grace that only who has no use for it is ended within this test's life.
-    started = real("run", "--grace", "600", "--", "sleep", "600")
+    started = real("run", "--grace", "600s", "--", "sleep", "600")
     child_of(world)
     started.signal(number)
     answer = started.result()
@@ -102,7 +102,7 @@ def test_the_end_breaks_no_neighbour(real: Real, world: World) -> None:
 
 
 def test_a_program_that_ignores_its_signal_is_ended_after_the_grace(real: Real, world: World) -> None:
-    started = real("run", "--grace", "0.3", "--", *program(signal.SIGINT, then="pass"))
+    started = real("run", "--grace", "0.3s", "--", *program(signal.SIGINT, then="pass"))
     ready(started)
     started.signal(signal.SIGINT)
     answer = started.result()
@@ -112,7 +112,7 @@ def test_a_program_that_ignores_its_signal_is_ended_after_the_grace(real: Real, 
 
 
 def test_a_second_ctrl_c_hurries(real: Real, world: World) -> None:
-    started = real("run", "--grace", "600", "--", *program(signal.SIGINT, then="pass"))
+    started = real("run", "--grace", "600s", "--", *program(signal.SIGINT, then="pass"))
     ready(started)
     assert started.process.stdout is not None
     started.signal(signal.SIGINT)

@@ -28,7 +28,7 @@ def slices(world: World) -> list[int]:
 
 def test_production_runs_outside_mps_with_its_slice(real: Real, world: World) -> None:
     assert world.host.nvml.count() == 1
-    job = real("run", *OUTSIDE, "--grace", "1", "--", *JOB, "50")
+    job = real("run", *OUTSIDE, "--grace", "1s", "--", *JOB, "50")
     until(lambda: slices(world) == [16000], "it has its slice")
     assert world.state.daemons == []
     record = find_record(world.host, "web")

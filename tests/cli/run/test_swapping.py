@@ -447,7 +447,7 @@ def test_an_idle_job_that_works_again_says_that_it_waits_for_room(start: Real, w
 def test_a_turn_goes_on_while_those_who_wait_could_not_come(start: Real, world: World) -> None:
     """Else it would be out until the job that is in the way of both has ended, and nobody would use its room."""
     other = admin.add_process(world.spec, memory_bytes=9 * GIB, name="stays")
-    job = start("--swap", "turns=0.5", "--memory", "8G", size="7G")
+    job = start("--swap", "turns=0.5s", "--memory", "8G", size="7G")
     large = Place(world.host, Request(memory_bytes=20 * GIB, keys=(world.uuid(),), client=False))
     time.sleep(2.0)
     assert swaps(world.host) == []
@@ -459,7 +459,7 @@ def test_a_turn_goes_on_while_those_who_wait_could_not_come(start: Real, world: 
 
 def test_a_turn_goes_on_while_the_next_has_room_without_that(start: Real, world: World) -> None:
     """It is about to start."""
-    job = start("--swap", "turns=0.5", "--memory", "8G", size="7G")
+    job = start("--swap", "turns=0.5s", "--memory", "8G", size="7G")
     small = Place(world.host, Request(memory_bytes=8 * GIB, keys=(world.uuid(),), client=False))
     time.sleep(2.0)
     assert swaps(world.host) == []
@@ -472,7 +472,7 @@ def test_a_job_that_is_stopped_while_it_waits_ends_no_turn(start: Real, world: W
     stopped = subprocess.Popen(["sleep", "600"])
     try:
         stopped.send_signal(signal.SIGSTOP)
-        job = start("--swap", "turns=0.5", "--memory", "8G", size="7G")
+        job = start("--swap", "turns=0.5s", "--memory", "8G", size="7G")
         place = Place(world.host, Request(memory_bytes=20 * GIB, keys=(world.uuid(),), client=False))
         path, me = place.claim.path, identity_of(os.getpid())
         other = identity_of(stopped.pid)
@@ -495,7 +495,7 @@ def test_a_job_that_never_takes_its_place_ends_one_turn_only(
     start: Real, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ledger, "PATIENCE_SECONDS", 1.0)
-    job = start("--swap", "turns=0.5", "--memory", "8G", size="7G")
+    job = start("--swap", "turns=0.5s", "--memory", "8G", size="7G")
     never = Place(world.host, Request(memory_bytes=20 * GIB, keys=(world.uuid(),), client=False))
     job.says("out of the GPU")
     job.says("back on the GPU")
@@ -507,7 +507,7 @@ def test_a_job_that_never_takes_its_place_ends_one_turn_only(
 
 
 def test_all_that_take_turns_leave_for_one_that_needs_the_room_of_all(start: Real, world: World) -> None:
-    jobs = [start("--swap", "turns=0.5", "--memory", "9G", size=size) for size in ("7G", "8G")]
+    jobs = [start("--swap", "turns=0.5s", "--memory", "9G", size=size) for size in ("7G", "8G")]
     large = Place(world.host, Request(memory_bytes=20 * GIB, keys=(world.uuid(),), client=False))
     until(lambda: len([swap for swap in swaps(world.host) if swap.state == OUT]) == 2, "both have left")
     large.leave()
@@ -517,7 +517,7 @@ def test_all_that_take_turns_leave_for_one_that_needs_the_room_of_all(start: Rea
 def test_a_turn_goes_on_while_host_memory_has_room_for_one_copy_only(start: Real, world: World) -> None:
     """The next job could not leave again, and the first would never come back."""
     fault(world, host_memory_bytes=18 * GIB)
-    job = start("--swap", "turns=0.5", "--memory", "14G", size="13G")
+    job = start("--swap", "turns=0.5s", "--memory", "14G", size="13G")
     other = Place(world.host, Request(memory_bytes=14 * GIB, keys=(world.uuid(),), client=False))
     job.says("do not both fit into host memory (18.0 GiB available), so it stays on the GPU")
     assert swaps(world.host) == []

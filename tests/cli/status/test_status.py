@@ -181,24 +181,22 @@ def test_wrong_interval(refused: Refused, text: str, code: str) -> None:
 
 
 @pytest.mark.parametrize("words", [("-w",), ("--watch",), ("-qw",), ("-w", "-q"), ("-w", "--host", "sim:h200")])
-def test_watch_without_a_number_is_two_seconds(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
-) -> None:
+def test_watch_without_a_time_is_two_seconds(cli: Cli, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]) -> None:
     seen: list[float] = []
     monkeypatch.setattr("gpushare.cli.status.keep_watching", lambda _look, *, seconds, **_: seen.append(seconds))
     cli("status", *words).ok()
-    cli("status", *words[:1], "0.5", *words[1:]).ok()
+    cli("status", *words[:1], "0.5s", *words[1:]).ok()
     assert seen == [2.0, 0.5]
 
 
 def test_watch_of_a_wrong_gpu_ends(refused: Refused) -> None:
-    refused("status", "-w", "1", "-g", "7", code="unknown_gpu", exit_code=6)
+    refused("status", "-w", "1s", "-g", "7", code="unknown_gpu", exit_code=6)
 
 
 def test_watch_writes_json_lines_and_ends_clean(real: Real, tmp_path: Path) -> None:
     path = tmp_path / "out"
     with path.open("w") as file:
-        started = real("status", "-w", "0.1", "-o", "json", stdout=file)
+        started = real("status", "-w", "0.1s", "-o", "json", stdout=file)
         until(lambda: path.read_text().count("\n") >= 3, "three looks")
         started.signal(signal.SIGINT)
         answer = started.result()
@@ -219,7 +217,7 @@ def test_watch_sees_a_fault_come_and_go(real: Real, world: World, tmp_path: Path
         return json.loads(lines[-1])["status"] if lines else ""
 
     with path.open("w") as file:
-        started = real("status", "-w", "0.1", "-o", "json", stdout=file)
+        started = real("status", "-w", "0.1s", "-o", "json", stdout=file)
         until(lambda: last() == "ok", "a good look")
         world.fault("lost")
         until(lambda: last() == "partial", "the lost GPU")
@@ -230,7 +228,7 @@ def test_watch_sees_a_fault_come_and_go(real: Real, world: World, tmp_path: Path
 
 
 def test_watch_ends_when_its_reader_is_gone(real: Real) -> None:
-    started = real("status", "-w", "0.1", "-o", "json")
+    started = real("status", "-w", "0.1s", "-o", "json")
     assert started.process.stdout is not None
     started.process.stdout.readline()
     started.process.stdout.close()

@@ -199,7 +199,7 @@ def test_a_process_of_one_self_is_asked_for(refused: Refused, cli: Cli, world: W
 
 def test_a_program_without_a_handler_is_killed_after_the_grace(cli: Cli, world: World) -> None:
     pid = admin.add_process(world.spec, catches=(signal.SIGTERM, signal.SIGINT))
-    cli("stop", str(pid), "--grace", "0.1").ok()
+    cli("stop", str(pid), "--grace", "0.1s").ok()
     assert pid not in world.pids()
 
 
@@ -359,7 +359,7 @@ def idle(world: World, daemon: int) -> int:
 
 
 def test_idle_client(cli: Cli, world: World, idle: int) -> None:
-    (job,) = cli("stop", str(idle), "--grace", "600", output="json").ok().data["jobs"]
+    (job,) = cli("stop", str(idle), "--grace", "600s", output="json").ok().data["jobs"]
     assert (job["pid"], job["way"], job["server_status"]) == (idle, "mps", "ACTIVE")
     assert job["drain"]["by"] == "idle"
     assert world.pids() == []
@@ -370,7 +370,7 @@ def test_busy_neighbour_survives_the_end_of_a_deep_queue(cli: Cli, world: World)
     victim = world.client(sm_percent=60, queue_seconds=0.3)
     neighbour = world.client(sm_percent=30, queue_seconds=0.1)
     begun = time.monotonic()
-    answer = cli("stop", str(victim), "--grace", "600").ok()
+    answer = cli("stop", str(victim), "--grace", "600s").ok()
     assert time.monotonic() - begun >= 0.3
     assert "the GPU's activity fell" in answer.out
     assert f"process {victim} is gone: stopped, drained for" in answer.out
@@ -383,7 +383,7 @@ def test_busy_neighbour_survives_the_end_of_a_deep_queue(cli: Cli, world: World)
 def test_neighbours_that_hide_the_fall_cost_the_bound(cli: Cli, world: World) -> None:
     victim = world.client(sm_percent=5, queue_seconds=0.2)
     world.client(sm_percent=95)
-    assert "gpushare waited for the whole time limit" in cli("stop", str(victim), "--grace", "0.4").ok().out
+    assert "gpushare waited for the whole time limit" in cli("stop", str(victim), "--grace", "0.4s").ok().out
 
 
 @pytest.mark.usefixtures("daemon")
@@ -437,7 +437,7 @@ def test_client_of_a_foreign_daemon(cli: Cli, world: World, sim_dir: Path) -> No
 def test_interrupted_while_it_drains_lets_the_client_go_on(real: Real, world: World) -> None:
     pid = world.client(sm_percent=10, queue_seconds=60)
     world.client(sm_percent=90, queue_seconds=60)
-    started = real("stop", str(pid), "-y", "--grace", "600")
+    started = real("stop", str(pid), "-y", "--grace", "600s")
     until(lambda: world.process(pid).stopped_at is not None, "stopped")
     started.signal(signal.SIGINT)
     answer = started.result()

@@ -82,7 +82,7 @@ def test_a_dry_run_changes_nothing(cli: Cli, world: World) -> None:
         (("swap", "out", "no-such-job"), "no_job", 6),
         (("swap", "out", "-x"), "usage", 2),
         (("swap", "in", "1"), "not_out", 6),
-        (("swap", "in", "1", "--timeout", "5"), "bad_combination", 2),
+        (("swap", "in", "1", "--timeout", "5s"), "bad_combination", 2),
         (("swap", "out"), "usage", 2),
     ],
 )
