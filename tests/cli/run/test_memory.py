@@ -532,7 +532,7 @@ def test_an_opportunistic_job_leaves_for_every_production_job_and_says_so(
     words = ("run", "-n", "--opportunistic", "--yield", "swap", "--memory", "10G")
     text = refused(*words, "--for", "web", "--", "true", code="no_production", exit_code=6)
     assert "or drop --for: the job leaves for every production job" in text
-    refused(*words, "--for", "999999s", "--", "true", code="no_process", exit_code=6)
+    refused(*words, "--for", "999999", "--", "true", code="no_process", exit_code=6)
     (device,) = select(None, world.host.nvml.sweep())
     pid = admin.add_process(H200, name="serve")
     write_record(world.host, record_of(world.host, device, "web", pid, PRODUCTION))
@@ -621,7 +621,7 @@ def test_what_fits_no_gpu_is_refused_alike_of_one_and_of_several(
     (message,) = messages
     assert "note:" not in message
     # `status` shows 79.6 GiB.
-    assert "is too large: GPU 0 has 79.2 GiB even when it is empty" in message
+    assert "is too large: GPU 0 has 79.1 GiB even when it is empty" in message
     cli("run", "-g", "any", *words, "--memory", "81047M", "--", "true", host="sim:2xh100").ok()
 
 

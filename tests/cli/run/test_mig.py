@@ -516,7 +516,7 @@ def test_a_limit_above_the_instance_takes_nothing(refused: Refused, world: World
     world.mig("1g.18gb")
     words = ("run", *more, "--mig", "1g", "--memory", "20G", "--", "true")
     text = refused(*words, code="limit_above_gpu", exit_code=2)
-    assert "of MIG 1g.18gb of GPU 0" in text
+    assert "MIG 1g.18gb of GPU 0 has 16.0 GiB" in text
     assert "give at most --memory 16G" in text
     assert (leases(world), reservations(world.host)) == ({}, [])
 

@@ -188,7 +188,7 @@ def test_a_damaged_or_foreign_record_is_no_record(world: World, running: int) ->
     ("words", "code", "exit_code"),
     [
         (("--opportunistic", "--for", "nobody", "--", "true"), "no_production", 6),
-        (("--opportunistic", "--for", "999999s", "--", "true"), "no_process", 6),
+        (("--opportunistic", "--for", "999999", "--", "true"), "no_process", 6),
         (("--opportunistic", "--yield", "pause", "--", "true"), "no_production", 6),
         (("--for", "web", "--", "true"), "bad_combination", 2),
         (("--yield", "pause", "--", "true"), "bad_combination", 2),
