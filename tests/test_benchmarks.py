@@ -210,11 +210,6 @@ def test_the_document_has_the_pauses_and_slices_of_a_plain_user() -> None:
         assert f"{min(pauses):.2f} to {max(pauses):.2f}" in line
         assert f"{min(resumes):.2f} to {max(resumes):.2f}" in line
         assert found["many"]["wrong_results"] == 0
-    (line,) = document_lines("`gpushare timeslice keep`")
-    kept = json.loads(KEPT.joinpath("h200-keep.json").read_text())
-    assert kept["wrong"] == []
-    assert f"after {kept['found']['set after']:.2f} and {kept['found']['as a user: set after']:.2f} s" in line
-    assert f"process after {kept['found']['a second context, after']:.2f} s" in line
     (line,) = document_lines("`run --slice`, `--weight`")
     split = json.loads(KEPT.joinpath("h200-slices.json").read_text())["nobody"]["weight"]["split_percent"]
     assert f"gave {split[0]:.0f}:{split[1]:.0f}" in line
