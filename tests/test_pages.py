@@ -29,7 +29,6 @@ INSTEAD = (
     ("gpushare run --production", "gpushare run -d --production"),
     ("alice bob ", "alice nobody "),
     ("examples/", f"{PROJECT}/examples/"),
-    ("/etc/systemd/system", "units"),
     ("4711", "$(gpushare jobs -o json | jq '.data.jobs[] | select(.name == \"other\").pid')"),
 )
 _LONG = "gpushare run -d --swap request --name train -- sleep 60"

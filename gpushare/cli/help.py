@@ -197,9 +197,7 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
     "export docker": (("A share of GPU 0", "export docker -g 0"),),
     "export ecs": (("A share of GPU 0", "export ecs -g 0 --image pytorch/pytorch --name train"),),
     "export compose": (("A service", "export compose -g 0 --image pytorch/pytorch --service train"),),
-    "export systemd": (
-        ("Set up the host at each boot", "export systemd --at-boot /etc/gpushare.yaml --to /etc/systemd/system"),
-    ),
+    "export systemd": (("Set up the host at each boot", "export systemd --at-boot /etc/gpushare.yaml --to units"),),
     "export prometheus": (("Alerts", "export prometheus --rules > gpushare.rules.yaml"),),
     "sim add": (
         ("A client of MPS with 2 GiB", "--host sim:h200 sim add --mps --memory 2G"),

@@ -214,7 +214,7 @@ def _mps_replicas(gpu: GpuDescription, mps: MpsWish, lost: list[str]) -> int:
     if threads is not None and 100 // number != threads:
         raise NotSupported(
             f"the device plugin gives each of {number} MPS clients {100 // number} % of the threads; "
-            f"GPU {gpu.index} has {format_percent(threads)}",
+            f"the limit on GPU {gpu.index} is {format_percent(threads)}",
             f"{_DRA} (MPSSupport); or: gpushare mps set -g {gpu.index} --threads {100 // number}",
             code="uneven_limits",
         )
@@ -222,7 +222,8 @@ def _mps_replicas(gpu: GpuDescription, mps: MpsWish, lost: list[str]) -> int:
     wanted = None if mps.limits.memory_limit_bytes is None else mps.limits.memory_limit_bytes // MIB
     if wanted is not None and wanted != part:
         raise NotSupported(
-            f"the device plugin gives each of {number} MPS clients {part or '?'} MiB; GPU {gpu.index} has {wanted} MiB",
+            f"the device plugin gives each of {number} MPS clients {part or '?'} MiB; "
+            f"the limit on GPU {gpu.index} is {wanted} MiB",
             f"{_DRA} (MPSSupport)" + (f"; or: gpushare mps set -g {gpu.index} --memory {part}M" if part else ""),
             code="uneven_limits",
         )

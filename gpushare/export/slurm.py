@@ -117,8 +117,8 @@ class SlurmDevice(NamedTuple):
 
 
 _CGROUP: Final = """\
-# Written by gpushare: cgroup.conf needs this line. Without it a job can use all GPUs of the node: a MIG job the other
-# instances, and any job those that MPS serves.
+# Written by gpushare: cgroup.conf needs this line. Without it a job can open all GPUs of the node: a MIG job can use
+# the other instances, and any job can use the GPUs that MPS serves.
 ConstrainDevices=yes
 """
 
@@ -241,7 +241,7 @@ def _slurm_conf_lines(host: HostDescription, *, by_nvml: bool) -> str:
         "# With ConstrainDevices=yes in cgroup.conf: a task can open the devices of its job only.",
         "ProctrackType=proctrack/cgroup",
         "TaskPlugin=task/cgroup,task/affinity",
-        "# Only with slurmdbd, without which slurmctld does not start with it:",
+        "# Only if slurmdbd runs: without slurmdbd, slurmctld does not start with this line.",
         "#AccountingStorageTRES=" + ",".join(f"gres/{name}" for name in names),
     ]
     if by_nvml and any(gpu.mig for gpu in host.gpus):
