@@ -166,18 +166,15 @@ def setting_step(
     return Step(what=what, command=command, undo=undo, do=act, revert=back)
 
 
-def deferred_step(
-    what: str, command: str, makes: Sequence[Callable[[], Sequence[Step]]], *, undo: str | None = None
-) -> Step:
-    """Return one step made of several, which are planned when it acts, one list after the other."""
+def deferred_step(what: str, command: str, make: Callable[[], Sequence[Step]], *, undo: str | None = None) -> Step:
+    """Return one step made of several, which ``make`` plans when it acts."""
     done: list[Step] = []
 
     def act() -> None:
-        for make in makes:
-            for step in make():
-                # Noted before it acts, as in `carry_out`.
-                done.append(step)
-                step.do()
+        for step in make():
+            # Noted before it acts, as in `carry_out`.
+            done.append(step)
+            step.do()
 
     def back() -> None:
         while done:

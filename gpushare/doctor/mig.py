@@ -13,7 +13,7 @@ from gpushare.base.units import counted
 from gpushare.doctor.check import Check, Examination, finding
 from gpushare.host import cdi
 from gpushare.mig.driver import MigReader
-from gpushare.mig.grant import plan_reapply
+from gpushare.mig.grant import reapplied_steps
 from gpushare.mig.holders import (
     blockers_text,
     claimed_instances,
@@ -113,7 +113,7 @@ def _grant_findings(seen: Examination, named: NamedInstance) -> Iterator[Check]:
     index = None if gpu is None else gpu.index
     users = ", ".join(named.users)
     try:
-        steps = plan_reapply(seen.host, [named])
+        steps = reapplied_steps(seen.host, named)
     except NotSupported as error:
         yield finding("mig.grant refused", index, named=named, users=users, error=error)
         return

@@ -13,7 +13,7 @@ from gpushare.base.units import mps_memory_readback, parse_memory_limit
 from gpushare.host.cdi import local_path
 from gpushare.hostfile.file import MpsWish
 from gpushare.hostfile.live import LiveGpu, LiveMps
-from gpushare.mig.grant import known_user, plan_reapply
+from gpushare.mig.grant import known_user, reapplied_steps
 from gpushare.mig.profile import Layout
 from gpushare.mps.control import parse_memory
 from gpushare.mps.home import LIMIT_FILE, UNIT_PIPES, pipe_directory, pipe_users, unit_at
@@ -168,6 +168,6 @@ def _grants_in_force(host: Host, named: NamedInstance) -> bool:
     """
     try:
         # No step: to apply the grants again would change nothing.
-        return not plan_reapply(host, [named])
+        return not reapplied_steps(host, named)
     except GpushareError:
         return False

@@ -20,7 +20,7 @@ from gpushare.hostfile.diff import points
 from gpushare.hostfile.file import Entry, MpsWish
 from gpushare.hostfile.live import LiveGpu, PlacedDevice
 from gpushare.mig.daemons import OwnDaemon, own_daemons, refuse_used, start_again
-from gpushare.mig.grant import names_step, plan_grant, plan_reapply, plan_revoke, revoke_step
+from gpushare.mig.grant import access_steps, names_step, revoke_step
 from gpushare.mig.ledger import NamedInstance, names_of
 from gpushare.mps import control
 from gpushare.mps.daemons import FoundDaemon, find_daemons, own_daemon
@@ -61,7 +61,7 @@ def level_step(host: Host, gpu: Gpu, level: TimeSlice, before: TimeSlice | None)
     return deferred_step(
         f"set the time-slice of GPU {gpu.index} to {level.title}",
         " ".join(set_argv(device.uuid, level)),
-        [lambda: plan_level(host, [device], level, beside_mps=True).steps],
+        lambda: plan_level(host, [device], level, beside_mps=True).steps,
         undo=None if before is None else " ".join(set_argv(device.uuid, before)),
     )
 
@@ -109,26 +109,10 @@ def grant_steps(
             deferred_step(
                 f"open '{named.name}' ({named}) to {users}",
                 "\n".join(f"gpushare mig grant {named.name} {shlex.quote(user)}" for user in named.users) or command,
-                _grant_planners(host, named, present_users or ()),
+                lambda named=named: access_steps(host, names_of(host)[named.name], named.users),  # type: ignore[misc]
             )
         )
     return steps
-
-
-def _grant_planners(
-    host: Host, named: NamedInstance, present_users: Sequence[str]
-) -> list[Callable[[], Sequence[Step]]]:
-    """Return what plans the grants and revokes. Grants come first: without users an instance is open to all."""
-    new = [user for user in named.users if user not in present_users]
-    old = [user for user in present_users if user not in named.users]
-    makes: list[Callable[[], Sequence[Step]]] = [
-        lambda user=user: plan_grant(host, named.name, user).steps  # type: ignore[misc]
-        for user in new
-    ]
-    makes += [lambda user=user: plan_revoke(host, named.name, user).steps for user in old]  # type: ignore[misc]
-    if named.users:
-        makes.append(lambda: plan_reapply(host, [names_of(host)[named.name]]))
-    return makes
 
 
 def check_step(look: Callable[[], LiveGpu], entry: Entry, index: int) -> Step:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Final
 
 from gpushare.base.errors import BadUsage, GpushareError, NoPermission, NotFound, NotSupported
@@ -49,18 +48,10 @@ def plan_grant(host: Host, name: str, user: str) -> Plan:
     named = _named_instance(host, need_name(name, f"sudo gpushare mig grant NAME {shlex.quote(user)}"))
     granted = user_name(user_id(user))
     users = tuple(dict.fromkeys((*named.users, granted)))
-    nodes = _nodes(host, named)
-    if not nodes:
-        raise NotFound(
-            f"'{name}' means {named.profile} at slice {named.start} of {named.gpu_uuid}, and there is no such instance now",
-            "see which are there: gpushare mig status",
-            code="no_instance",
-        )
-    # The record is first: after a crash it says whose the nodes should be, and the same command completes the grant.
-    steps = [*_record_steps(host, named, users, root=True), *_node_steps(host, nodes, users)]
+    steps = access_steps(host, named, users)
     return Plan(
         title=f"{name} is granted to {', '.join(users)} only",
-        steps=tuple(steps),
+        steps=steps,
         # With -y: it only revokes what this command granted.
         undo=f"sudo gpushare mig revoke {shlex.quote(name)} {shlex.quote(granted)} -y",
         notes=(_RUNNING, _STILL_OPEN) if steps else (f"{name} is granted to {granted} already",),
@@ -84,23 +75,17 @@ def plan_revoke(host: Host, name: str, user: str | None = None) -> Plan:
             code="not_granted",
         )
     users = tuple(user for user in named.users if user not in revoked_users)
-    nodes: list[_Node] = []
-    # If the driver shows no capabilities, only the record can be changed.
-    with contextlib.suppress(NotSupported):
-        nodes = _nodes(host, named)
-    # The record is changed last: after a crash it still says that there is something to revoke. Nodes are opened even
-    # without a grant: an earlier gpushare may have been killed before it wrote the record.
-    steps = [*_node_steps(host, nodes, users), *_record_steps(host, named, users)]
+    steps = access_steps(host, named, users) if revoked_users else ()
     notes = [_RUNNING] if steps else [f"{name} has no grants; nothing to do"]
     if steps and not users:
         notes.append(f"every local user may then use {name}")
     return Plan(
         title=f"{name} is granted to {', '.join(users)} only" if users else f"{name} has no grants",
-        steps=tuple(steps),
+        steps=steps,
         undo="; ".join(f"sudo gpushare mig grant {shlex.quote(name)} {shlex.quote(each)}" for each in revoked_users)
         or None,
         notes=tuple(notes),
-        consent=tuple(revocation_loss(name, each, opens=not users) for each in revoked_users) if steps else (),
+        consent=tuple(revocation_loss(name, each, opens=not users) for each in revoked_users),
     )
 
 
@@ -110,18 +95,38 @@ def revocation_loss(name: str, user: str, *, opens: bool) -> Loss:
     return Loss(action="revokes", what=f"the grant of '{name}' to {user}", why=reasons)
 
 
-def plan_reapply(host: Host, names: Sequence[NamedInstance]) -> tuple[Step, ...]:
-    """Return the steps that apply the grants of these names to their instances again.
+def access_steps(host: Host, named: NamedInstance, users: tuple[str, ...]) -> tuple[Step, ...]:
+    """Return the steps after which exactly these users may use a named instance: its record, and its nodes.
 
-    A new instance is open to all users: call this when it exists. Names without a grant or an instance need no step.
-    If a user no longer exists, the instance stays closed to all others.
+    Without users it is open to all, as every new instance is. With the users of the record only the nodes change. If a
+    user no longer exists, the instance stays closed to all others.
 
     Raises:
-        NotSupported: the driver shows no capabilities.
+        NotFound: a user is added, and there is no such instance now (code ``no_instance``).
+        NotSupported: the driver shows no capabilities; a grant can be revoked all the same.
         GpushareError: NVML does not answer.
     """
-    granted = [named for named in names if named.users]
-    return tuple(step for named in granted for step in _node_steps(host, _nodes(host, named), named.users))
+    grants, revokes = set(users) - set(named.users), set(named.users) - set(users)
+    nodes: list[_Node] = []
+    with contextlib.suppress(*[NotSupported] if revokes else []):
+        nodes = _nodes(host, named)
+    if grants and not nodes:
+        raise NotFound(
+            f"'{named.name}' means {named.profile} at slice {named.start} of {named.gpu_uuid}, and there is no such instance now",
+            "see which are there: gpushare mig status",
+            code="no_instance",
+        )
+    record, opening = _record_steps(host, named, users, root=bool(grants)), _node_steps(host, nodes, users)
+    # Until a crash is made good, the record names all whom the nodes may be for: it is written first for a grant.
+    return (*opening, *record) if revokes else (*record, *opening)
+
+
+def reapplied_steps(host: Host, named: NamedInstance) -> tuple[Step, ...]:
+    """Return the steps that apply the grants of a name to its instance again; none without a grant or an instance.
+
+    A new instance is open to all users: call this when it exists. Raises as `access_steps`.
+    """
+    return access_steps(host, named, named.users) if named.users else ()
 
 
 def _named_instance(host: Host, name: str) -> NamedInstance:
@@ -444,7 +449,7 @@ def revoke_step(host: Host, named: NamedInstance) -> Step:
     return deferred_step(
         f"revoke the grants of '{named.name}' ({named})",
         f"gpushare mig revoke {named.name}",
-        [lambda: plan_revoke(host, named.name).steps],
+        lambda: plan_revoke(host, named.name).steps,
     )
 
 
@@ -453,17 +458,18 @@ def grant_step(host: Host, name: str, users: Sequence[str], *, again: bool = Fal
 
     It is planned when it acts: the nodes exist only when the instance does.
     """
-    makes: list[Callable[[], Sequence[Step]]] = [partial(_steps_of_grant, host, name, user) for user in users]
+
+    def make() -> Sequence[Step]:
+        """Return the steps that add the users to those who have a grant by then."""
+        named = _named_instance(host, name)
+        return access_steps(host, named, tuple(dict.fromkeys((*named.users, *map(known_user, users)))))
+
     return deferred_step(
         f"grant '{name}' to {', '.join(users)}" + (" again" if again else ""),
         "\n".join(f"gpushare mig grant {name} {shlex.quote(user)}" for user in users),
-        [lambda: plan_reapply(host, [names_of(host)[name]])] if again else makes,
+        make,
         undo=None if again else "\n".join(f"gpushare mig revoke {name} {shlex.quote(user)}" for user in users),
     )
-
-
-def _steps_of_grant(host: Host, name: str, user: str) -> Sequence[Step]:
-    return plan_grant(host, name, user).steps
 
 
 def name_taken_error(named: NamedInstance, indices: Mapping[str | None, int]) -> BadUsage:
@@ -561,7 +567,7 @@ def regrant(host: Host, gpu_uuid: str) -> list[str]:
         if named.gpu_uuid != gpu_uuid or not named.users:
             continue
         try:
-            for step in plan_reapply(host, [named]):
+            for step in reapplied_steps(host, named):
                 step.do()
         except GpushareError as error:
             failed.append(f"the grant of '{named.name}': {error.message}")

@@ -15,7 +15,7 @@ from gpushare.base.errors import GpushareError, NotSupported, OperationFailed
 from gpushare.connect import connect
 from gpushare.host.capabilities import Capability, NodeAccess
 from gpushare.host.host import Host
-from gpushare.mig.grant import plan_grant, plan_reapply, plan_revoke
+from gpushare.mig.grant import plan_grant, plan_revoke, reapplied_steps
 from gpushare.mig.ledger import MigLedger, NamedInstance, names_changed, names_of
 from gpushare.plan import Plan, carry_out
 from gpushare.sim import admin
@@ -184,17 +184,6 @@ def test_a_grant_undoes_what_was_interrupted_first(cli: Cli) -> None:
     assert not host.journal.exists()
 
 
-def test_revoke_opens_a_node_that_is_closed_and_noted_nowhere(cli: Cli) -> None:
-    """So an older gpushare left it that was killed: it noted the grant last."""
-    plan = plan_grant(connect(A100), "train", "nobody")
-    for step in plan.steps[1:]:
-        step.do()
-    assert (granted(), nodes()) == ((), [(False, NodeAccess(owner=NOBODY, mode=0o400))] * 2)
-    cli("mig", "revoke", "train", host=A100).ok()
-    assert nodes() == [(True, OPEN)] * 2
-    assert "nothing to do" in cli("mig", "revoke", "train", host=A100).ok().err
-
-
 @pytest.mark.parametrize("words", [("grant", "train", "nobody"), ("revoke", "train"), ("recover",)])
 def test_what_a_crash_left_of_a_file_is_removed_also_where_nothing_is_to_do(cli: Cli, words: tuple[str, ...]) -> None:
     if words[0] == "grant":
@@ -249,8 +238,8 @@ def names() -> Sequence[NamedInstance]:
 
 
 def reapplied() -> int:
-    steps = plan_reapply(connect(A100), names())
-    carry_out(Plan(title="again", steps=steps))
+    steps = [step for named in names() for step in reapplied_steps(connect(A100), named)]
+    carry_out(Plan(title="again", steps=tuple(steps)))
     return len(steps)
 
 
@@ -347,7 +336,7 @@ def test_a_driver_without_capabilities(cli: Cli) -> None:
             return {}
 
     host = with_capabilities(capabilities=Nothing())
-    for plan in (lambda: plan_grant(host, "train", "nobody"), lambda: plan_reapply(host, names())):
+    for plan in (lambda: plan_grant(host, "train", "nobody"), lambda: reapplied_steps(host, names()[0])):
         with pytest.raises(NotSupported) as raised:
             plan()
         assert raised.value.code == "no_capabilities"
