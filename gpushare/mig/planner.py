@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import chain, combinations
-from operator import or_
+from operator import mul, or_
 from typing import Final, NamedTuple
 
 from gpushare.base.errors import GpushareError, NotFound, NotSupported
@@ -117,21 +117,6 @@ class Candidate(NamedTuple):
     arrangement: Arrangement
 
 
-def candidates_for(arrangements: Iterable[Arrangement], parts: Sequence[int], codes: Sequence[int]) -> list[Candidate]:
-    """Return arrangements as candidates: each with its code, and the weight of what it creates.
-
-    ``parts`` is how many instances (GPU and compute instances) one of each kind is, ``codes`` what it adds to the code.
-    """
-    return [
-        Candidate(
-            sum(count * code for count, code in zip(arrangement.counts, codes, strict=True)),
-            sum(count * part for count, part in zip(arrangement.counts, parts, strict=True)) * CREATED,
-            arrangement,
-        )
-        for arrangement in arrangements
-    ]
-
-
 def _destroyed_to_fill(
     instance: GpuInstance,
     compute: tuple[int, ...],
@@ -166,16 +151,17 @@ class Site:
         layout: Layout,
         *,
         may_destroy: bool,
-        evict: frozenset[int],
-        requests: Sequence[tuple[tuple[int, ...], bool]] = (),
-        with_others: bool = True,
+        may_evict: bool,
+        with_others: bool,
+        requests: Sequence[tuple[tuple[int, ...], bool]],
     ) -> None:
+        """Look at one GPU; ``requests`` are for each wished kind its compute instances, and whether its place is named."""
         self.layout = layout
         self.board: Board = board_of(layout)
         self.instances = tuple(sorted(layout.instances, key=lambda old: old.start))
-        # `requests`: for each wished kind its compute instances, and whether its place is named.
         self.existing = tuple(
-            self._in_numbers(instance, may_destroy=may_destroy, evict=evict) for instance in self.instances
+            self._in_numbers(instance, may_go=may_destroy and (may_evict or not instance.busy))
+            for instance in self.instances
         )
         self.lost_now = self.board.lost(occupied(layout), self._members_without(0))
         # (number of the existing one, kind): filling it serves a new instance of this kind in its place, after these
@@ -189,7 +175,7 @@ class Site:
                     placed=placed,
                     with_others=with_others,
                     may_destroy=may_destroy,
-                    may_evict=old.id in evict,
+                    may_evict=may_evict,
                 )
                 if destroyed is not None:
                     self.fills[number, kind] = destroyed
@@ -200,7 +186,7 @@ class Site:
         self._kept: dict[int, tuple[int, tuple[int, ...]]] = {}
         self._removals: dict[tuple[int, tuple[int, ...]], tuple[Removal, ...]] = {}
 
-    def _in_numbers(self, instance: GpuInstance, *, may_destroy: bool, evict: frozenset[int]) -> Existing:
+    def _in_numbers(self, instance: GpuInstance, *, may_go: bool) -> Existing:
         """Return an existing instance in numbers, as the search compares it."""
         return Existing(
             profile=self.board.number.get(instance.profile.name, -1),
@@ -208,7 +194,7 @@ class Site:
             mask=instance.placement.mask,
             compute=tuple((c.profile.slices, c.placement, c.busy) for c in instance.compute),
             weight=weigh(cost_of(whole(instance))),
-            pinned=not may_destroy or (instance.busy and instance.id not in evict),
+            pinned=not may_go,
             nameless=instance.name is None,
             idle=not instance.busy,
             held=instance.held,
@@ -452,12 +438,6 @@ def plan_of(layouts: Sequence[Layout], plans: Sequence[GpuPlan]) -> MigPlan:
     )
 
 
-def _weight(plan: GpuPlan) -> int:
-    """Return the cost of a plan as one integer, without the capacity that is lost."""
-    made = sum(new.created for new in plan.created)
-    return weigh(Cost(created=made)) + sum(weigh(cost_of(gone)) for gone in plan.destroyed)
-
-
 def exact_change(layout: Layout, wish: Wish, *, evict: frozenset[int]) -> GpuPlan | None:
     """Return the cheapest plan after which the GPU has exactly the wish, or None.
 
@@ -471,22 +451,14 @@ def exact_change(layout: Layout, wish: Wish, *, evict: frozenset[int]) -> GpuPla
     rows = sorted(counted, key=lambda row: (-board.sizes[row[0].profile], row[0].profile, row[0].start or 0, row[1]))
     kinds = tuple(kind for kind, _ in rows)
     compute = [parts or (board.slices[kind.profile],) for kind, parts in rows]
-    best: list[tuple[GpuPlan, Arrangement]] = []
-    least = 0
-    for arrangement in board.complete(kinds, tuple(counted[row] for row in rows)):
-        plan = _plan_to(layout, arrangement, compute, evict)
-        if plan is None:
-            continue
-        weight = _weight(plan)
-        if not best or weight < least:
-            best, least = [(plan, arrangement)], weight
-        elif weight == least:
-            best.append((plan, arrangement))
-    # Of equals the one with the most room left, then the one with instances at the high end.
-    ranked = min(
-        best, key=lambda pair: (lost_after(layout, pair[0]), [-start for _, _, start in pair[1].places]), default=None
+    plans = (
+        (plan, [-start for _, _, start in arrangement.places])
+        for arrangement in board.complete(kinds, tuple(counted[row] for row in rows))
+        if (plan := _plan_to(layout, arrangement, compute, evict)) is not None
     )
-    return None if ranked is None else ranked[0]
+    # Of equals the one with instances at the high end.
+    cheapest = min(plans, key=lambda pair: (plan_of([layout], [pair[0]]).cost, pair[1]), default=None)
+    return None if cheapest is None else cheapest[0]
 
 
 def _plan_to(
@@ -668,10 +640,10 @@ def plan_add(
     """
     wish = merged(wish)
     offers = _offers(layouts, wish)
-    plan = _add(layouts, wish, offers, may_destroy=may_destroy, evict=frozenset(), with_others=with_others)
+    plan = _add(layouts, wish, offers, may_destroy=may_destroy, may_evict=False, with_others=with_others)
     if plan is not None:
         return plan
-    instead = _add(layouts, wish, offers, may_destroy=True, evict=_all_targets(layouts), with_others=with_others)
+    instead = _add(layouts, wish, offers, may_destroy=True, may_evict=True, with_others=with_others)
     return no_plan_ever(layouts, wish) if instead is None else no_plan_now(wish, instead, only_adds=not may_destroy)
 
 
@@ -689,7 +661,7 @@ def plan_exact(
     An empty wish clears a GPU. Existing instances that are wished stay, even if their place is not the best.
     """
     _check_gpus(layouts, wishes)
-    evictable, all_targets = frozenset(evict), _all_targets(layouts)
+    evictable = frozenset(evict)
     plans, in_the_way = [], False
     for layout in layouts:
         if layout.gpu not in wishes:
@@ -699,7 +671,7 @@ def plan_exact(
         plan = exact_change(layout, wish, evict=_evictable_ids(layout, evictable))
         if plan is None:
             in_the_way = True
-            plan = exact_change(layout, wish, evict=_evictable_ids(layout, all_targets))
+            plan = exact_change(layout, wish, evict=frozenset(instance.id for instance in layout.instances))
         if plan is None:
             return no_plan_ever([layout], wish)
         plans.append(plan)
@@ -778,11 +750,11 @@ def _add(
     offers: Mapping[Board, _Offer],
     *,
     may_destroy: bool,
-    evict: frozenset[Target],
+    may_evict: bool,
     with_others: bool,
 ) -> MigPlan | None:
     """Return the cheapest plan that adds a wish, over all GPUs; None: it does not fit. The rest is as for `plan_add`."""
-    placings = _place(layouts, wish, offers, may_destroy=may_destroy, evict=evict, with_others=with_others)
+    placings = _place(layouts, wish, offers, may_destroy=may_destroy, may_evict=may_evict, with_others=with_others)
     if placings is None:
         return None
     plans = [untouched(layout) for layout in layouts]
@@ -798,7 +770,7 @@ def _place(
     offers: Mapping[Board, _Offer],
     *,
     may_destroy: bool = False,
-    evict: frozenset[Target] = frozenset(),
+    may_evict: bool = False,
     with_others: bool = True,
 ) -> list[tuple[int, Site, Placing]] | None:
     """Return where a wish goes at the least cost, by the number of the layout; None: it does not fit."""
@@ -807,13 +779,7 @@ def _place(
     for number, layout in enumerate(layouts):
         asked = [wish[request] for request in offers[board_of(layout)].requests]
         requests = [(request.compute, request.start is not None) for request in asked]
-        site = Site(
-            layout,
-            may_destroy=may_destroy,
-            evict=_evictable_ids(layout, evict),
-            requests=requests,
-            with_others=with_others,
-        )
+        site = Site(layout, may_destroy=may_destroy, may_evict=may_evict, with_others=with_others, requests=requests)
         alike.setdefault(site.key, []).append((number, site))
     sites = list(alike.values())
     choices = {board: _candidates_on(board, wish, offer, codes) for board, offer in offers.items()}
@@ -833,11 +799,17 @@ def _place(
 
 
 def _candidates_on(board: Board, wish: Wish, offer: _Offer, codes: Codes) -> list[Candidate]:
-    """Return all ways to place a part of the wish on one kind of board."""
+    """Return all ways to place a part of the wish on one kind of board, the empty way first."""
     limits = tuple(wish[number].count for number in offer.requests)
-    return candidates_for(
-        board.arrangements(offer.kinds, limits), offer.parts, [codes.one[number] for number in offer.requests]
-    )
+    code_of_one = [codes.one[number] for number in offer.requests]
+    return [
+        Candidate(
+            code=sum(map(mul, arrangement.counts, code_of_one)),
+            made=sum(map(mul, arrangement.counts, offer.parts)) * CREATED,
+            arrangement=arrangement,
+        )
+        for arrangement in board.arrangements(offer.kinds, limits)
+    ]
 
 
 # -- what is named exists --------------------------------------------------------------------------
@@ -846,10 +818,6 @@ def _candidates_on(board: Board, wish: Wish, offer: _Offer, codes: Codes) -> lis
 def _evictable_ids(layout: Layout, targets: Collection[Target]) -> frozenset[int]:
     """Return the ids of the GPU instances that may be evicted: all that is busy in them is named."""
     return frozenset(instance.id for instance in layout.instances if may_end(layout.gpu, whole(instance), targets))
-
-
-def _all_targets(layouts: Sequence[Layout]) -> frozenset[Target]:
-    return frozenset(Target(layout.gpu, instance.id) for layout in layouts for instance in layout.instances)
 
 
 def _check_gpus(layouts: Sequence[Layout], indexes: Iterable[int]) -> None:
