@@ -383,8 +383,8 @@ def create(
     """Add GPU instances with compute instances, where they leave the most room. Nothing is destroyed.
 
     Each is created at an explicit placement and read back. A name means GPU, profile and placement: `run --mig
-    NAME` and `mig env NAME` find it even after a reboot. A compute instance (1c.3g.40gb) without a name goes
-    into an idle GPU instance with room for it, and into a busy one only with a placement (1c.3g.40gb:4).
+    NAME` and `mig env NAME` find it even after a reboot. To add a compute instance to a GPU instance that exists, give
+    its GPU the whole layout: `mig apply`.
     """
     wanted = typed_wish(wish, memory, sm)
     if name is not None:
@@ -398,7 +398,7 @@ def create(
         off = ",".join(str(each.index) for each in gpus if not each.mig_enabled)
         on = [n for n, each in enumerate(gpus) if each.mig_enabled]
         gpus, layouts = [gpus[n] for n in on], [layouts[n] for n in on]
-        answer = plan_add(layouts, wanted, with_others=name is None)
+        answer = plan_add(layouts, wanted)
         if off and isinstance(answer, NoPlan):
             answer = replace(answer, hint=f"MIG is off on GPU {off}, so it is left out: gpushare mig enable -g {off}")
         plan = planned_or_refused(answer)
