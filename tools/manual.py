@@ -109,7 +109,11 @@ def _program(root: Node) -> str:
         ".PP",
         _text("gpushare doctor exits with 1 if a check fails; with --fail-on warning, also if one warns."),
         ".PP",
-        _text("gpushare run exits with the exit code of its program, or 128 + N if signal N ended it."),
+        _text(
+            "gpushare run exits with the exit code of its program, or 128 + N if signal N ended it; with 1 if gpushare "
+            "ends it at its --memory or --time, with 19 if --timeout passes before it has room, with 126 if it may not "
+            "be executed, and with 127 if there is no such program."
+        ),
         ".SH ENVIRONMENT",
         *_pairs(ENVIRONMENT),
         ".SH FILES",

@@ -77,7 +77,7 @@ def bench(
     ways: str | None = option(
         "--ways",
         "LIST",
-        "A comma-separated list of queue, timeslice, mps, mps:100/n, mps:200/n, mps:PCT, mig, streams [default: all of these], streams:priority and threads; slices:500us,2ms (each copy with such a time-slice, outside MPS); and as root timeslice:short, medium or long (the level of the GPU, set back afterwards).",
+        "A comma-separated list of queue, timeslice, mps, mps:100/n, mps:200/n, mig, streams [default: all of these], mps:PCT, streams:priority and threads; slices:500us,2ms (each copy with such a time-slice, outside MPS); and as root timeslice:short, medium or long (the level of the GPU, set back afterwards).",
     ),
     repeat: int = option("--repeat", "N", "Runs of each way.", default=3),
     gpu: str | None = ONE_GPU_OPTION,

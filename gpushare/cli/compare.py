@@ -84,7 +84,7 @@ def compare(
 ) -> Any:
     """Compare the ways to share a GPU: Streams, MPS, time-slicing, MIG, vGPU.
 
-    The view published is NVIDIA's table of 2022, today is the current state by driver, and host is what applies
+    --view published is NVIDIA's table of 2022, --view today the current state by driver, and --view host what applies
     to this host. Sources disagree about a cell with a star: --why explains it.
     """
     table = load_table()

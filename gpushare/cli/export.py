@@ -19,7 +19,7 @@ from gpushare.base.model import Way
 from gpushare.base.selection import select, select_one
 from gpushare.base.values import dataclass
 from gpushare.cli import metrics
-from gpushare.cli.options import GPU_OPTION, GROUP, ONE_GPU_OPTION, Command, flag, note, option, settings
+from gpushare.cli.options import GROUP, ONE_GPU_OPTION, WHOLE_GPU_OPTION, Command, flag, note, option, settings
 from gpushare.export import description
 from gpushare.export.containers import (
     ExportedDevice,
@@ -60,7 +60,7 @@ MIG_STRATEGY: Final = option("--mig-strategy", "NAME", "How MIG devices are name
 
 
 def dra(
-    gpu: str | None = GPU_OPTION,
+    gpu: str | None = WHOLE_GPU_OPTION,
     file: str | None = FILE_OPTION,
     mig_replicas: int | None = MIG_REPLICAS,
     kubernetes: str = option("--kubernetes", "VERSION", "The version of the cluster, from 1.32 on.", default="1.34"),
@@ -68,15 +68,15 @@ def dra(
 ) -> Any:
     """Write a ResourceClaim for each shared GPU or MIG device, and a template for each that is not shared.
 
-    It sets sharing per GPU, with time-slice level and MPS limits, which the device plugin cannot. Pods share a GPU when
-    they name the same claim; a template makes a claim, and takes a GPU, for each pod.
+    A ResourceClaim sets sharing per GPU, with time-slice level and MPS limits; the device plugin cannot do that. Pods
+    share a GPU when they name the same claim; a template makes a claim, and takes a GPU, for each pod.
     """
     export = claims_export(describe(gpu, file=file, mig_replicas=mig_replicas), kubernetes=kubernetes)
     return export_result("dra", export, to)
 
 
 def karpenter(
-    gpu: str | None = GPU_OPTION,
+    gpu: str | None = WHOLE_GPU_OPTION,
     file: str | None = FILE_OPTION,
     replicas: int | None = REPLICAS,
     mig_replicas: int | None = MIG_REPLICAS,
@@ -115,7 +115,7 @@ def karpenter(
 
 
 def slurm(
-    gpu: str | None = GPU_OPTION,
+    gpu: str | None = WHOLE_GPU_OPTION,
     file: str | None = FILE_OPTION,
     replicas: int | None = REPLICAS,
     autodetect: str | None = option("--autodetect", "HOW", "nvml or off. [default: nvml where there is MIG, else off]"),
@@ -134,7 +134,7 @@ def slurm(
 
 
 def mig_parted(
-    gpu: str | None = GPU_OPTION,
+    gpu: str | None = WHOLE_GPU_OPTION,
     file: str | None = FILE_OPTION,
     name: str = option("--name", "CONFIG", "The name of the config.", default="current"),
     placement: bool = flag("--placement", "Add exact placements, in a second document that mig-parted skips."),
@@ -165,7 +165,10 @@ def cdi(gpu: str | None = ONE_GPU_OPTION, file: str | None = FILE_OPTION, to: st
 
 
 def docker(gpu: str | None = ONE_GPU_OPTION, file: str | None = FILE_OPTION, to: str | None = TO) -> Any:
-    """Write the flags that give a container one GPU, MIG device or MPS share: docker run $(gpushare export docker)."""
+    """Write the flags that give a container one GPU, MIG device or MPS share.
+
+    To use them: docker run $(gpushare export docker) IMAGE
+    """
     return export_result("docker", docker_export(_container_share(gpu, file)), to)
 
 
@@ -196,7 +199,7 @@ def ecs(
 
 
 def systemd(
-    gpu: str | None = GPU_OPTION,
+    gpu: str | None = WHOLE_GPU_OPTION,
     file: str | None = FILE_OPTION,
     program: str | None = option("--program", "PATH", "Where gpushare is. [default: this one]"),
     at_boot: str | None = option("--at-boot", "FILE", "The file to apply at boot. [default: the last applied file]"),
@@ -386,7 +389,7 @@ def _describe_wanted(state: HostState, file: HostFile, host: HostDescription) ->
 
 
 def k8s(
-    gpu: str | None = GPU_OPTION,
+    gpu: str | None = WHOLE_GPU_OPTION,
     file: str | None = FILE_OPTION,
     replicas: int | None = REPLICAS,
     mig_replicas: int | None = MIG_REPLICAS,

@@ -79,7 +79,8 @@ def farm(
 
     Each copy finds its number in GPUSHARE_COPY. A copy reserves its memory while it runs; after each start the farm
     goes to the end of the line. Without --memory, the first copy is measured. A failed copy leaves the others alone.
-    With --gpus N, each copy runs outside MPS on N GPUs that are connected well, and reserves its memory on each.
+    With --gpus N, each copy runs outside MPS on N GPUs with the best links between them, and reserves its memory on
+    each.
     """
     _check_numbers(copies, each, parallel, restart)
     count = _gpus_per_copy(gpus, {"--threads": threads, "--priority": priority, "--like": like})

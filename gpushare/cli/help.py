@@ -52,7 +52,7 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
         ),
         ("At most a quarter of the SMs and 4 GiB", "run --threads 25 --memory 4G -- python train.py"),
         ("In a MIG instance of its own", "run --mig 1g.10gb -- python train.py"),
-        ("In an instance that is made for it", "run --mig 1g.10gb --create --wait -- python train.py"),
+        ("As root, in an instance that is made for the job", "run --mig 1g.10gb --create --wait -- python train.py"),
         ("Three times the share of others, outside MPS", "run --weight 3 --name train -- python train.py"),
         ("A container", "run --container podman --memory 4G -- IMAGE python train.py"),
         ("A notebook that gives its memory back", "run --swap idle=10m -- jupyter lab"),

@@ -31,7 +31,7 @@ def logs(
     follow: bool = flag("-f --follow", "Go on until the job has ended, or Ctrl-C."),
     lines: int | None = option("--lines", "N", "The last N lines. [default: all; 200 on a terminal]", min=0),
 ) -> Any:
-    """Show what a job that was started with `gpushare run -d` has printed, byte by byte.
+    """Show the output of a job that was started with `gpushare run -d`, byte for byte.
 
     gpushare keeps the output until a hundred later jobs have ended. As with `docker logs`, it changes nothing, not even
     terminal escapes.

@@ -82,7 +82,7 @@ class MigEnvAnswer:
 def env(
     name: str = argument("NAME", "The name of an instance.", default=...),
 ) -> Any:
-    """Print the export line with which a shell's programs use an instance: eval "$(gpushare mig env train)".
+    """Print the export line that makes a shell's programs use an instance: eval "$(gpushare mig env train)".
 
     The instance is checked first: a MIG UUID that came back with another size is not printed. Other programs may use
     the instance at the same time: `gpushare run --mig` keeps other runs out.
@@ -128,8 +128,8 @@ MODEL: Final = option("--model", "MODEL", "An empty GPU of this model instead of
 def status(gpu: str | None = GPU_OPTION) -> Any:
     """Show the MIG instances of each GPU with placement, UUID and processes, and what still fits.
 
-    Equal GPUs are shown once. On a terminal, idle instances of equal GPUs have no UUIDs: -v shows them.
-    A * marks an instance in use. With MIG on and no instance, no CUDA program can use the GPU.
+    GPUs with the same layout are shown once; on a terminal their idle instances are then listed without UUIDs, unless
+    -v is given. A * marks an instance in use. With MIG on and no instance, no CUDA program can use the GPU.
     """
     silent: list[Gpu] = []
     hidden: dict[int, GpushareError] = {}
@@ -219,7 +219,7 @@ def plan(
     exact: bool = flag("--exact", "Plan exactly this layout and nothing else."),
     may_destroy: bool = flag("--may-destroy", "Idle instances may be destroyed."),
 ) -> Any:
-    """Print the plan for a wish that destroys and creates the least, with a picture and nvidia-smi commands.
+    """For a wish, print the plan that destroys and creates the fewest instances, with a picture and nvidia-smi commands.
 
     Busy instances always stay. Without --exact the wish is added, and idle instances are destroyed only with
     --may-destroy. Several GPUs share a wish at the lowest cost; with --exact each gets all of it.

@@ -17,12 +17,12 @@ from gpushare.base.units import counted, first_few, quoted, ranges
 from gpushare.base.values import dataclass
 from gpushare.cli.mig_files import absent_gpus, demands_of, exact_without_file_error, read_config, typed_wish
 from gpushare.cli.options import (
-    GPU_OPTION,
     NEEDED_MEMORY,
     NEEDED_SMS,
     PARTED_CONFIG,
     PARTED_EXACT,
     PARTED_FILE,
+    WHOLE_GPU_OPTION,
     WISHES,
     argument,
     ask_and_carry_out,
@@ -310,8 +310,9 @@ def recover(
 ) -> Any:
     """Undo a change that was interrupted. Every other MIG change does this first.
 
-    An instance whose place is in use cannot be restored: this command, `mig status` and `doctor` report it until it is
-    restored or accepted, and each call tries again. An unreadable record of a change blocks every change.
+    An instance whose place is in use cannot be restored. `mig recover`, `mig status` and `doctor` report it, and each
+    `mig recover` tries again, until it is restored or you accept that it is lost (--forget). An unreadable record of a
+    change blocks every change. Needs root, or the driver's capability mig/config.
     """
     host = settings.connect()
     ledger = MigLedger(host)
@@ -374,17 +375,18 @@ REFRESH: Final = flag("--refresh-cdi", "Rewrite the CDI specification of contain
 
 def create(
     wish: list[str] | None = WISHES,
-    gpu: str | None = GPU_OPTION,
+    gpu: str | None = WHOLE_GPU_OPTION,
     name: str | None = option("--name", "NAME", "The name of the instance; several become NAME-1, NAME-2."),
     memory: str | None = NEEDED_MEMORY,
     sm: int | None = NEEDED_SMS,
     refresh_cdi: bool = REFRESH,
 ) -> Any:
-    """Add GPU instances with compute instances, where they leave the most room. Nothing is destroyed.
+    """Add GPU instances, each with its compute instances. Nothing is destroyed.
 
-    Each is created at an explicit placement and read back. A name means GPU, profile and placement: `run --mig
-    NAME` and `mig env NAME` find it even after a reboot. To add a compute instance to a GPU instance that exists, give
-    its GPU the whole layout: `mig apply`.
+    Each instance is created at the placement given, or at the one that leaves the most room, and read back. A name
+    stands for a profile at a placement on a GPU: `run --mig NAME` and `mig env NAME` find the instance even after a
+    reboot. To add a compute instance to a GPU instance that exists, give its GPU the whole layout: `mig apply`. Needs
+    root, or the driver's capability mig/config.
     """
     wanted = typed_wish(wish, memory, sm)
     if name is not None:
@@ -411,13 +413,14 @@ def create(
 
 def destroy(
     instance: list[str] = argument("INSTANCE...", "Name, MIG UUID, GPU/GI[/CI], PROFILE:START, or all.", default=...),
-    gpu: str | None = GPU_OPTION,
+    gpu: str | None = WHOLE_GPU_OPTION,
     evict: list[str] | None = EVICT,
     refresh_cdi: bool = REFRESH,
 ) -> Any:
     """Destroy instances and nothing else. A busy one stays, unless --evict names it too.
 
-    A UUID means the GPU instance if it has only this compute instance, else the compute instance.
+    A MIG UUID stands for its whole GPU instance if that has no other compute instance, else for the compute instance
+    alone. Needs root, or the driver's capability mig/config.
     """
 
     def planned_change(host: Host, ledger: MigLedger) -> MigChange:
@@ -434,7 +437,7 @@ def destroy(
 
 def apply(
     wish: list[str] | None = WISHES,
-    gpu: str | None = GPU_OPTION,
+    gpu: str | None = WHOLE_GPU_OPTION,
     file: str | None = PARTED_FILE,
     config: str | None = PARTED_CONFIG,
     exact: bool = PARTED_EXACT,
@@ -446,8 +449,9 @@ def apply(
     """Give each GPU exactly this layout at the lowest cost: existing instances of the layout stay.
 
     Other instances are destroyed if they are idle, busy ones only with --evict. MIG is switched on where it is off.
-    With -f, the file names the GPUs; where it turns MIG off, idle instances are destroyed first. GPUs without an
-    entry are left alone, and entries without a GPU are a note; with --exact both are errors.
+    With -f, the file names the GPUs; where it turns MIG off, idle instances are destroyed first. A GPU without an entry
+    is left alone, and an entry without a GPU is reported in a note; with --exact both are errors. Needs root; where MIG
+    is on already, the driver's capability mig/config is enough.
 
     With --name each instance gets a name, and with --grant also its users; one name becomes NAME-1, NAME-2.
     """
@@ -539,22 +543,23 @@ def _parse_grants(words: Sequence[str]) -> dict[str, list[str]]:
     return users_of
 
 
-def enable(gpu: str | None = GPU_OPTION, refresh_cdi: bool = REFRESH) -> Any:
-    """Switch MIG mode on. The GPU must be idle.
+def enable(gpu: str | None = WHOLE_GPU_OPTION, refresh_cdi: bool = REFRESH) -> Any:
+    """Switch MIG mode on. The GPU must be idle. Needs root.
 
-    On Hopper and later the driver would switch it on for a busy GPU, and then create no instance. If the mode stays
-    pending, gpushare undoes it and reports an error. With MIG on and no instance, no CUDA program can use the GPU.
+    On Hopper and later the driver switches MIG on even for a busy GPU, but then refuses every instance. If the mode
+    stays pending, gpushare undoes it and reports an error. With MIG on and no instance, no CUDA program can use the
+    GPU.
     """
     return _switch_mode(gpu, enable=True, destroy=False, refresh_cdi=refresh_cdi)
 
 
 def disable(
-    gpu: str | None = GPU_OPTION,
+    gpu: str | None = WHOLE_GPU_OPTION,
     destroy: bool = flag("--destroy", "Destroy idle instances first."),
     evict: list[str] | None = EVICT,
     refresh_cdi: bool = REFRESH,
 ) -> Any:
-    """Switch MIG mode off. Existing instances prevent it, unless --destroy is given."""
+    """Switch MIG mode off. Existing instances prevent it, unless --destroy is given. Needs root."""
     return _switch_mode(gpu, enable=False, destroy=destroy, evict=evict, refresh_cdi=refresh_cdi)
 
 
@@ -676,13 +681,13 @@ def _tells_gpu(word: str) -> bool:
 def name(
     name: str | None = argument("NAME", "The new name."),
     instance: str | None = argument("INSTANCE", "MIG UUID, GPU/GI[/CI], or PROFILE:START."),
-    gpu: str | None = GPU_OPTION,
+    gpu: str | None = WHOLE_GPU_OPTION,
     forget: str | None = option("--forget", "NAME", "Forget this name."),
 ) -> Any:
     """Give an instance a name, or forget a name. The instance itself does not change.
 
-    The name means GPU, profile and placement, not the UUID, which another instance at this place may have later. An
-    instance has one name, which survives a reboot.
+    The name stands for a profile at a placement on a GPU, not for the UUID, which another instance at this place may
+    have later. An instance has one name, which survives a reboot.
     """
     if (forget is None) == (name is None or instance is None):
         raise BadUsage(

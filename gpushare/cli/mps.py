@@ -96,8 +96,8 @@ def logs(
 ) -> Any:
     """Show the last lines of a daemon's control.log and server.log.
 
-    The daemon also logs what gpushare asks it, as `gpushare status -w` does: those lines are left out, unless -v is
-    given.
+    Each query of gpushare, such as those of `gpushare status -w`, adds lines to the daemon's log. They are left out,
+    unless -v is given.
     """
     host = settings.connect()
     device = select_one(gpu, gpus_of(host))
@@ -263,7 +263,7 @@ def start(
     users: str | None = option(
         "--users",
         "all|USER,...",
-        "Let these users run on it at the same time, in one server of root (root; driver 580).",
+        "Let these users run on it at the same time, in one server that runs as root (needs root and driver 580 or later).",
     ),
 ) -> Any:
     """Start a private MPS daemon per GPU or MIG instance, set its limits, and read each one back.

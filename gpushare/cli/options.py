@@ -218,7 +218,7 @@ def change_options(*, asks: bool) -> list[TyperOption]:
         _common_flag("dry_run", "Print the plan and change nothing; needs no root.", "-n", "--dry-run"),
         _common_flag(
             "yes",
-            "Act without asking on what is named, granted, in use or another user's.",
+            "Do not ask before a change to what is named, granted, in use, another user's or not made by gpushare.",
             "-y",
             "--yes",
             hidden=not asks,
@@ -590,6 +590,9 @@ GPU_OPTION: Final = option(
     "GPU",
     "GPU index, range (0-3), UUID or its prefix, PCI bus id, MIG UUID, a comma-separated list, or all.",
 )
+WHOLE_GPU_OPTION: Final = option(
+    "-g --gpu", "GPU", "GPU index, range (0-3), UUID or its prefix, PCI bus id, a comma-separated list, or all."
+)
 ONE_GPU_OPTION: Final = option("-g --gpu", "GPU", "One GPU or MIG device: index, UUID or PCI bus id.")
 CLIENT_THREADS: Final = option("--threads", "PCT", "Active thread percentage: above 0 up to 100.")
 
@@ -597,7 +600,8 @@ CLIENT_THREADS: Final = option("--threads", "PCT", "Active thread percentage: ab
 OVER_ACTION: Final = option("--over", "ACTION", "Above --memory: end, warn or pause. [default: end]")
 PRIORITY_OPTION: Final = option("--priority", "LEVEL", "Client priority: normal or low.")
 WISHES: Final = argument(
-    "WISH...", "The instances wanted: 3g.40gb 1g.10gb*2; from slice 4 on: 3g:4; in a GPU instance: 1c.3g.40gb*3."
+    "WISH...",
+    "The instances wanted: 3g.40gb 1g.10gb*2 (in zsh '1g.10gb*2'); from slice 4 on: 3g:4; in a GPU instance: 1c.3g.40gb*3.",
 )
 NEEDED_MEMORY: Final = option("--memory", "SIZE", "Instead of a WISH: at least this much memory.")
 NEEDED_SMS: Final = option("--sm", "N", "Instead of a WISH: at least this many SMs.", min=1)

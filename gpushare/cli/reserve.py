@@ -14,8 +14,8 @@ from gpushare.base.selection import Device, select_for_change
 from gpushare.base.units import counted, format_duration
 from gpushare.base.values import dataclass
 from gpushare.cli.options import (
-    GPU_OPTION,
     PLAIN,
+    WHOLE_GPU_OPTION,
     AskingCommand,
     ask_and_carry_out,
     flag,
@@ -43,16 +43,16 @@ class LeasesAnswer:
 
 @app.command(cls=AskingCommand)
 def reserve(
-    gpu: str | None = GPU_OPTION,
+    gpu: str | None = WHOLE_GPU_OPTION,
     time: str | None = option("--for", "TIME", "Reserve the GPU for this long: 4h, 90m."),
     end: bool = flag("--end", "End a lease of yours; root ends any."),
 ) -> Any:
     """Reserve a GPU for some hours, end a lease, or list the leases.
 
-    `gpushare run` of others does not start on a GPU that you have reserved; with --wait it waits for the end of the
-    lease. Programs that already run there stay, and programs that are started without gpushare are not kept away. A
-    lease is at most 12 hours long, renewals included, or as long as root says in gpushare.yaml (reserve: {longest:
-    4h}); only root may take a longer one. It ends with a reboot.
+    Jobs of other users (`gpushare run`) do not start on a GPU that you have reserved; with --wait they wait for the end
+    of the lease. Programs that already run there stay, and programs that are started without gpushare are not kept
+    away. A lease is at most 12 hours long, renewals included, or as long as root says in gpushare.yaml (reserve:
+    {longest: 4h}); only root may take a longer one. It ends with a reboot.
     """
     host = settings.connect()
     if time is None and not end:

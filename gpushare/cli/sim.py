@@ -131,7 +131,7 @@ def fault(
     no-nvml, no-permission, blind (another PID namespace), hang PROGRAM, missing PROGRAM, user UID, driver VERSION,
     mps-version N, mismatch (library and kernel module differ), shm BYTES, host-memory BYTES, descriptors N, collide N
     (the next N connections to an MPS daemon are dropped), fail-step N (the Nth modifying NVML call from now on fails),
-    crash-step N (the program dies right after the Nth modifying NVML call).
+    crash-step N (gpushare is killed right after the Nth modifying NVML call).
     """
     spec = simulated_spec(None)
     if clear == (kind is not None):
@@ -288,7 +288,7 @@ def add(
     sm: int = option("--sm", "PCT", "SM % while it is busy.", default=50, min=0, max=100),
     name: str = option("--name", "NAME", "Its program.", default="python3"),
     user: str | None = option("--user", "USER", "Its owner: any name, or an id."),
-    queue: str = option("--queue", "SECS", "Duration of its queued work: 110ms.", default="0"),
+    queue: str = option("--queue", "TIME", "How long its queued work takes: 110ms.", default="0"),
     graphics: bool = flag("--graphics", "A graphics process."),
     mps: bool = flag("--mps", "A client of gpushare's MPS daemon on that GPU."),
     instance: str | None = option("--mig", "INSTANCE", "MIG UUID or GPU instance id."),

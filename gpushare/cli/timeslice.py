@@ -17,6 +17,7 @@ from gpushare.base.values import dataclass
 from gpushare.cli.options import (
     GPU_OPTION,
     GROUP,
+    WHOLE_GPU_OPTION,
     AskingCommand,
     ChangingCommand,
     Command,
@@ -268,15 +269,15 @@ def set_slice(
         "TIME|LEVEL", "With a JOB its slice: 500us, or 3x the usual. Else default, short, medium or long.", default=...
     ),
     job: str | None = argument("[JOB]", "PID or name of a job."),
-    gpu: str | None = GPU_OPTION,
+    gpu: str | None = WHOLE_GPU_OPTION,
     beside_mps: bool = flag("--beside-mps", "Set the level even if an MPS daemon of gpushare serves the GPU."),
 ) -> Any:
     """Set the time-slice of a job, or the time-slice level of GPUs.
 
     With a JOB: how long the GPU runs each of its CUDA contexts while others wait, from 20us to 30ms, as root up to 1s.
     It needs no root for your own jobs, takes effect at once, is read back, and ends with the process. A short slice for
-    a job helps the others on the GPU that must answer fast. At 500us and below, two jobs that always have work lose
-    much time to the switches. 3x is three times the usual slice, as with gpushare run --weight 3.
+    a job helps the others on the GPU that must answer fast. The shorter the slices, the more time two jobs that always
+    have work lose to the switches. 3x is three times the usual slice, as with gpushare run --weight 3.
 
     Without a JOB: it sets the level of whole GPUs, and compute mode default if another mode is in the way. Needs root;
     both are lost at a reboot, and running programs may keep the old level.
@@ -349,7 +350,7 @@ def _change_slices(text: str, plan: Callable[..., Plan]) -> Any:
 
 def reset(
     job: str | None = argument("[JOB]", "PID or name of a job."),
-    gpu: str | None = GPU_OPTION,
+    gpu: str | None = WHOLE_GPU_OPTION,
 ) -> Any:
     """Restore the time-slice that a job had before `timeslice set`; without a JOB the level.
 
@@ -378,7 +379,7 @@ def reset(
 def keep(
     file: str | None = option("-f --file", "FILE", "gpushare.yaml with rules. [default: the last applied file]"),
 ) -> Any:
-    """Give each GPU process the time-slice that the rules of gpushare.yaml say, until Ctrl-C or SIGTERM.
+    """Keep the time-slice of each GPU process as the rules in gpushare.yaml set it, until Ctrl-C or SIGTERM.
 
     The first rule under 'slices' that matches a process wins. A new process is seen within a second. A slice that
     someone else has set since is left alone, and reported. MPS clients share the slice of their server, and are
