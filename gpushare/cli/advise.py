@@ -54,11 +54,9 @@ from gpushare.base.model import Way
 from gpushare.base.selection import Device, is_any, select_for_change, select_one
 from gpushare.base.units import MIB
 from gpushare.cli.options import (
-    CONTEXT,
     HUNG_AFTER,
     LOWER_IS_BETTER,
     MEASURED_TIME,
-    PLAIN,
     PRINTED_NUMBER,
     AskingCommand,
     argument,
@@ -71,6 +69,7 @@ from gpushare.cli.options import (
     positive_time,
     settings,
     split_command,
+    verb,
 )
 from gpushare.host.host import Host
 from gpushare.hostfile.file import MpsWish
@@ -98,7 +97,6 @@ if TYPE_CHECKING:
     from gpushare.measure.bench import Measurement, Prepared
     from gpushare.measure.bench import Settings as BenchSettings
 
-app = typer.Typer(**PLAIN)
 
 # The properties of a workload, named as in a file: option, value (None: yes or no), help.
 _PROPERTIES: Final = (
@@ -173,7 +171,7 @@ class _AdviseCommand(AskingCommand):
         return super().invoke(ctx)
 
 
-@app.command(cls=_AdviseCommand, context_settings={**CONTEXT, "allow_interspersed_args": False})
+@verb(_AdviseCommand, takes_program=True)
 def advise(
     context: typer.Context,
     program: list[str] | None = argument("[CMD...]", "The program to measure, with --measure."),

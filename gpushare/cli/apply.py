@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final, Literal
 
-import typer
-
 from gpushare.base.errors import BadUsage, GpushareError, InUse, NeedsConsent, NoPermission, NotSupported
 from gpushare.base.model import FileWay
 from gpushare.base.units import counted, format_duration, parse_seconds
@@ -17,7 +15,6 @@ from gpushare.base.values import dataclass
 from gpushare.cli.options import (
     HOST_FILE_ARGUMENT,
     HOST_FILE_OPTION,
-    PLAIN,
     AskingCommand,
     consented,
     gpus_of,
@@ -27,6 +24,7 @@ from gpushare.cli.options import (
     option,
     say_step,
     settings,
+    verb,
 )
 from gpushare.host.compute_mode import need_root
 from gpushare.host.host import Host
@@ -59,14 +57,12 @@ from gpushare.snapshot import HostState
 from gpushare.timeslice.keep import keep_record
 from gpushare.timeslice.rules import KEEP_UNIT
 
-app = typer.Typer(**PLAIN)
-
 # Codes of a file that can never be applied here: such a file changes nothing.
 _WRONG: Final = (BadUsage, NotSupported, NoPermission)
 _POLL_SECONDS: Final = 0.5
 
 
-@app.command(cls=AskingCommand)
+@verb(AskingCommand)
 def apply(
     path: str | None = HOST_FILE_ARGUMENT,
     file: str | None = HOST_FILE_OPTION,

@@ -10,19 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import typer
-
 from gpushare.base.benchmark import BenchAnswer, Benchmark
 from gpushare.base.errors import BadCombination, BadUsage, GpushareError, Interrupted, OperationFailed
 from gpushare.base.selection import Device, select_one
 from gpushare.base.units import counted, format_copies
 from gpushare.cli.options import (
-    CONTEXT,
     HUNG_AFTER,
     LOWER_IS_BETTER,
     MEASURED_TIME,
     ONE_GPU_OPTION,
-    PLAIN,
     PRINTED_NUMBER,
     ChangingCommand,
     argument,
@@ -33,6 +29,7 @@ from gpushare.cli.options import (
     others_note,
     positive_time,
     settings,
+    verb,
 )
 from gpushare.cli.progress import progress_line
 from gpushare.host.host import Host
@@ -63,14 +60,12 @@ from gpushare.show.sizes import sizes_picture, sizes_result
 from gpushare.signals import Ended
 from gpushare.snapshot import BLIND
 
-app = typer.Typer(**PLAIN)
-
 Answer = TypeVar("Answer")
 
 _MOST_REPEATS = 100
 
 
-@app.command(cls=ChangingCommand, context_settings={**CONTEXT, "allow_interspersed_args": False})
+@verb(ChangingCommand, takes_program=True)
 def bench(
     command: list[str] | None = argument("[CMD...]", "What to measure. [default: the built-in workload]"),
     copies: str = option("--copies", "LIST", "Numbers of copies.", default="1,2,4,8"),

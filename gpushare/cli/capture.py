@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Final
 
-import typer
-
 from gpushare.base.errors import BadUsage, no_gpu_error
 from gpushare.base.selection import select
 from gpushare.base.units import quoted
-from gpushare.cli.options import GPU_OPTION, PLAIN, Command, option, settings
+from gpushare.cli.options import GPU_OPTION, Command, option, settings, verb
 from gpushare.hostfile.file import Exactness, document_of, text_of
 from gpushare.hostfile.live import captured_file
 from gpushare.hostfile.load import kept_file
@@ -18,9 +16,6 @@ from gpushare.hostfile.look import live_gpus
 from gpushare.show.result import Result
 from gpushare.show.status import gpu_errors
 from gpushare.snapshot import HostState
-
-app = typer.Typer(**PLAIN)
-
 
 # The way to survive a reboot.
 _AT_BOOT: Final = (
@@ -31,7 +26,7 @@ _AT_BOOT: Final = (
 )
 
 
-@app.command(cls=Command)
+@verb(Command)
 def capture(
     gpu: str | None = GPU_OPTION,
     by: str = option("--by", "KEY", "Name GPUs by index or uuid.", default="index"),

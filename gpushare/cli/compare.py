@@ -9,8 +9,6 @@ from enum import Enum
 from itertools import product
 from typing import Any, Final
 
-import typer
-
 from gpushare.advice.compare import (
     Availability,
     HostCell,
@@ -28,13 +26,11 @@ from gpushare.base.errors import BadUsage, GpuLost, GpushareError, no_gpu_error
 from gpushare.base.model import Gpu, Way
 from gpushare.base.selection import select
 from gpushare.base.units import quoted
-from gpushare.cli.options import GPU_OPTION, PLAIN, Command, argument, option, settings
+from gpushare.cli.options import GPU_OPTION, Command, argument, option, settings, verb
 from gpushare.show.compare import ComparedCell, ComparedRow, compare_table, csv_table, why_table
 from gpushare.show.result import Result
 from gpushare.show.status import gpu_errors
 from gpushare.snapshot import HostState
-
-app = typer.Typer(**PLAIN)
 
 
 class View(str, Enum):
@@ -66,7 +62,7 @@ class CompareAnswer:
     cells: tuple[HostCell, ...]
 
 
-@app.command(cls=Command)
+@verb(Command)
 def compare(
     mechanisms: list[str] | None = argument("[MECHANISM]...", "streams, mps, time-slicing, mig, vgpu. [default: all]"),
     view: str | None = option(

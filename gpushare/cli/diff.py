@@ -6,12 +6,10 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-import typer
-
 from gpushare.base.errors import ExitCode, GpushareError
 from gpushare.base.model import FileWay
 from gpushare.base.values import dataclass
-from gpushare.cli.options import HOST_FILE_ARGUMENT, HOST_FILE_OPTION, PLAIN, Command, host_file, settings
+from gpushare.cli.options import HOST_FILE_ARGUMENT, HOST_FILE_OPTION, Command, host_file, settings, verb
 from gpushare.hostfile.diff import Point, check_fits, points
 from gpushare.hostfile.file import Entry, HostFile
 from gpushare.hostfile.live import LiveGpu
@@ -21,10 +19,8 @@ from gpushare.show.result import Result
 from gpushare.snapshot import HostState
 from gpushare.timeslice.keep import Deviation, Policy, deviations
 
-app = typer.Typer(**PLAIN)
 
-
-@app.command(cls=Command)
+@verb(Command)
 def diff(path: str | None = HOST_FILE_ARGUMENT, file: str | None = HOST_FILE_OPTION) -> Any:
     """Show how each GPU differs from its entry of gpushare.yaml; GPUs without an entry are left out.
 

@@ -6,10 +6,8 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
-import typer
-
 from gpushare.base.values import dataclass
-from gpushare.cli.options import PLAIN, Command, option, settings
+from gpushare.cli.options import Command, option, settings, verb
 from gpushare.doctor.check import Check, Verdict
 from gpushare.doctor.examine import examine, exit_code, worst
 from gpushare.show.result import Column, Result, Table, plain_value
@@ -18,7 +16,6 @@ from gpushare.show.text import for_sudo, wrapped
 if TYPE_CHECKING:
     from rich.text import Text
 
-app = typer.Typer(**PLAIN)
 
 # Of lines on a terminal: the width of a verdict with its gap.
 _INDENT: Final = 6
@@ -41,7 +38,7 @@ class DoctorAnswer:
     checks: tuple[Check, ...]
 
 
-@app.command(cls=Command)
+@verb(Command)
 def doctor(
     fail_on: FailOn = option(
         "--fail-on", None, "Exit with 1 on: a failed check (failure), or also on a warning.", default=FailOn.FAILURE

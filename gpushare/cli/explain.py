@@ -10,27 +10,23 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import IO, Any, Final
 
-import typer
-
 from gpushare.advice import explain as facts
 from gpushare.advice.explain import Explanation, Match
 from gpushare.base.errors import BadUsage, NotFound, OperationFailed
 from gpushare.base.package import package_rows
 from gpushare.base.units import counted
 from gpushare.base.values import dataclass
-from gpushare.cli.options import PLAIN, Command, argument, option, settings
+from gpushare.cli.options import Command, argument, option, settings, verb
 from gpushare.show.legend import HEADS
 from gpushare.show.result import Result
 from gpushare.show.text import visible, wrapped
-
-app = typer.Typer(**PLAIN)
 
 # Of the text for people, in columns.
 _WIDTH: Final = 80
 _LABEL: Final = 10
 
 
-@app.command(cls=Command)
+@verb(Command)
 def explain(
     words: list[str] | None = argument(
         "[CODE|TEXT|FILE]...",

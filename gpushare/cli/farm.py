@@ -9,17 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from gpushare.base.errors import BadCombination, BadUsage, GpushareError, NotFound, OperationFailed, gpu_not_named_error
 from gpushare.base.model import Gpu
 from gpushare.base.selection import Device, candidates, is_any, usable
 from gpushare.base.units import format_copies, parse_seconds, ranges
 from gpushare.cli.options import (
     CLIENT_THREADS,
-    CONTEXT,
     OVER_ACTION,
-    PLAIN,
     PRIORITY_OPTION,
     ChangingCommand,
     argument,
@@ -28,6 +24,7 @@ from gpushare.cli.options import (
     note,
     option,
     settings,
+    verb,
 )
 from gpushare.host.host import Host
 from gpushare.hostfile.kept import kept_limits
@@ -51,10 +48,8 @@ from gpushare.run.results import BenchedCap, find_benched
 from gpushare.show.plan import plan_result
 from gpushare.show.run import Copy, CopyLines, FarmAnswer, farm_result
 
-app = typer.Typer(**PLAIN)
 
-
-@app.command(cls=ChangingCommand, context_settings={**CONTEXT, "allow_interspersed_args": False})
+@verb(ChangingCommand, takes_program=True)
 def farm(
     command: list[str] = argument("CMD...", "The program; {} is the number of the copy, or its line.", default=...),
     copies: int | None = option("--copies", "N", "Run N copies, numbered from 0."),

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-import typer
-
-from gpushare.cli.options import PLAIN, flag, settings
+from gpushare.cli.options import flag, settings, verb
 from gpushare.cli.status import WATCH_OPTION, WatchCommand, read_or_watch
 from gpushare.run.jobs import KEPT_JOBS
 from gpushare.run.listing import listed_jobs
@@ -14,13 +12,11 @@ from gpushare.show.jobs import jobs_result
 from gpushare.show.result import Result
 from gpushare.snapshot import Observer
 
-app = typer.Typer(**PLAIN)
-
 # Jobs that ended lately; all that are kept with -v.
 _MOST_ENDED: Final = 10
 
 
-@app.command(cls=WatchCommand)
+@verb(WatchCommand)
 def jobs(
     everything: bool = flag("-a --all", "Also each process on the GPUs that gpushare did not start."),
     watch: str | None = WATCH_OPTION,

@@ -6,17 +6,13 @@ import os
 import sys
 from typing import Any, Final
 
-import typer
-
 from gpushare.base.errors import BadCombination, ExitCode
 from gpushare.base.values import dataclass
-from gpushare.cli.options import PLAIN, Command, argument, flag, note, option, settings
+from gpushare.cli.options import Command, argument, flag, note, option, settings, verb
 from gpushare.run.output import Output, find_output, is_present, read_blocks, seek_lines
 from gpushare.run.output import follow as followed
 from gpushare.show.result import Column, OutputFormat, Result, Table
 from gpushare.signals import Ended
-
-app = typer.Typer(**PLAIN)
 
 # On a terminal, whose lines of before would be lost.
 _LINES_ON_A_TERMINAL: Final = 200
@@ -25,7 +21,7 @@ _LINES_IN_A_DOCUMENT: Final = 10_000
 _DOCUMENT_BYTES: Final = 16 << 20
 
 
-@app.command(cls=Command)
+@verb(Command)
 def logs(
     job: str = argument("JOB", "A job by name or PID; also one that has ended.", default=...),
     follow: bool = flag("-f --follow", "Go on until the job has ended, or Ctrl-C."),

@@ -15,13 +15,11 @@ from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any, Final
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-import typer
-
 from gpushare import __version__
 from gpushare.base.errors import BadUsage, ExitCode, GpushareError, OperationFailed
 from gpushare.base.model import Snapshot, Way
 from gpushare.base.units import quoted
-from gpushare.cli.options import PLAIN, Command, flag, note, option, settings
+from gpushare.cli.options import Command, flag, note, option, settings, verb
 from gpushare.export.document import not_written_error
 from gpushare.host.host import Host
 from gpushare.host.records import replace_file
@@ -40,13 +38,11 @@ from gpushare.snapshot import LastWork, Observer
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
-app = typer.Typer(**PLAIN)
-
 
 _DEFAULT: Final = "127.0.0.1:9836"
 
 
-@app.command(cls=Command)
+@verb(Command)
 def metrics(
     listen: str = option("--listen", "ADDR:PORT", "Where to listen; :PORT listens on every address.", default=_DEFAULT),
 ) -> Any:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import typer
-
 from gpushare.base.errors import BadCombination, BadUsage
 from gpushare.base.selection import select, select_one
 from gpushare.base.values import dataclass
 from gpushare.cli.options import (
-    PLAIN,
     WAIT_TIMEOUT,
     AskingCommand,
     argument,
@@ -20,14 +17,13 @@ from gpushare.cli.options import (
     note,
     option,
     settings,
+    verb,
 )
 from gpushare.hostfile.kept import kept_limits
 from gpushare.memory.room import repair_first
 from gpushare.run.moving import MovedJob, Mover
 from gpushare.show.plan import PlanAnswer, with_answer
 from gpushare.show.waiting import waiting_line
-
-app = typer.Typer(**PLAIN)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +33,7 @@ class MoveAnswer(PlanAnswer):
     jobs: tuple[MovedJob, ...]
 
 
-@app.command(cls=AskingCommand)
+@verb(AskingCommand)
 def move(
     job: str | None = argument("[JOB]", "A job by name or PID."),
     gpu: str | None = option("-g --gpu", "GPU", "Where it goes: the first of these GPUs with room. [default: any]"),

@@ -9,13 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-import typer
-
 from gpushare.base.errors import BadCombination, BadUsage
 from gpushare.base.model import Gpu
 from gpushare.base.selection import select
 from gpushare.base.units import counted, format_bytes, format_duration, parse_seconds
-from gpushare.cli.options import GPU_OPTION, PLAIN, Command, note, option, refresh_seconds, settings
+from gpushare.cli.options import GPU_OPTION, Command, note, option, refresh_seconds, settings, verb
 from gpushare.cli.progress import progress_line
 from gpushare.measure.dcgm import read_measured
 from gpushare.measure.observe import header_for
@@ -24,10 +22,8 @@ from gpushare.measure.recording import Recording, RecordingFile, Underuse, under
 from gpushare.show.result import Column, Result, Table
 from gpushare.show.status import gpu_errors, is_lost
 
-app = typer.Typer(**PLAIN)
 
-
-@app.command(cls=Command)
+@verb(Command)
 def observe(
     seconds: str = option("--for", "TIME", "How long to record: 90s, 10m, 8h.", default="10m"),
     interval: str = option("--interval", "TIME", "Time between two samples.", default="1s"),

@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import typer.main
 from typer.core import TyperCommand, TyperGroup, TyperOption
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 CONTEXT: Final = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 # What each `typer.Typer` of a verb is made with; that of a group: `GROUP`.
-PLAIN: Final[Mapping[str, Any]] = {"add_completion": False, "rich_markup_mode": None}
+_PLAIN: Final[Mapping[str, Any]] = {"add_completion": False, "rich_markup_mode": None}
 
 
 @dataclass
@@ -514,7 +514,26 @@ class Group(Helped, TyperGroup):
                 raise
 
 
-GROUP: Final[Mapping[str, Any]] = {**PLAIN, "cls": Group, "no_args_is_help": True}
+GROUP: Final[Mapping[str, Any]] = {**_PLAIN, "cls": Group, "no_args_is_help": True}
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+# By the name of the file whose only command it is.
+_APPS: Final[dict[str, typer.Typer]] = {}
+
+
+def verb(kind: type[Command], *, takes_program: bool = False) -> Callable[[Function], Function]:
+    """Return a decorator that makes a function the only command of its file.
+
+    ``takes_program``: its last words are a program with options of its own.
+    """
+
+    def register(function: Function) -> Function:
+        app = _APPS[function.__module__] = typer.Typer(**_PLAIN)
+        context = {**CONTEXT, "allow_interspersed_args": False} if takes_program else None
+        app.command(cls=kind, context_settings=context)(function)
+        return function
+
+    return register
 
 
 class RootGroup(Group):
@@ -542,7 +561,8 @@ class RootGroup(Group):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return the command or group that the file of a verb makes; None: no such verb."""
         if cmd_name not in self.commands and cmd_name in self.list_commands(ctx):
-            self.commands[cmd_name] = typer.main.get_command(import_module(f"gpushare.cli.{cmd_name}").app)
+            module = import_module(f"gpushare.cli.{cmd_name}")
+            self.commands[cmd_name] = typer.main.get_command(_APPS.get(module.__name__) or module.app)
         return self.commands.get(cmd_name)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:

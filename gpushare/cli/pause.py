@@ -6,12 +6,10 @@ import time
 from dataclasses import replace
 from typing import Any, Final
 
-import typer
-
 from gpushare.base.errors import BadCombination, BadUsage
 from gpushare.base.units import parse_seconds
 from gpushare.base.values import dataclass
-from gpushare.cli.options import PLAIN, AskingCommand, argument, ask_and_carry_out, option, settings
+from gpushare.cli.options import AskingCommand, argument, ask_and_carry_out, option, settings, verb
 from gpushare.host.capabilities import user_name
 from gpushare.host.host import Host
 from gpushare.host.store import MOST_SECONDS, wall_time
@@ -21,12 +19,10 @@ from gpushare.run.jobs import pause_of
 from gpushare.show.plan import PlanAnswer, with_answer
 from gpushare.show.result import Column, Result, Table
 
-app = typer.Typer(**PLAIN)
-
 LIST: Final = "list"
 
 
-@app.command(cls=AskingCommand)
+@verb(AskingCommand)
 def pause(
     job: str = argument("JOB|list", "A job by name or PID; list shows the paused ones.", default=...),
     timeout: str | None = option("--timeout", "TIME", "Resume it after this time: 30s, 10m. [default: never]"),

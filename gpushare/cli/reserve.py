@@ -6,15 +6,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import typer
-
 from gpushare.base.errors import BadCombination, BadUsage, InUse, NoPermission, NotFound
 from gpushare.base.model import GpuLease
 from gpushare.base.selection import Device, select_for_change
 from gpushare.base.units import counted, format_duration
 from gpushare.base.values import dataclass
 from gpushare.cli.options import (
-    PLAIN,
     WHOLE_GPU_OPTION,
     AskingCommand,
     ask_and_carry_out,
@@ -23,6 +20,7 @@ from gpushare.cli.options import (
     option,
     positive_time,
     settings,
+    verb,
 )
 from gpushare.host.host import Host
 from gpushare.hostfile.kept import kept_limits
@@ -30,8 +28,6 @@ from gpushare.memory.leases import end_lease, leases, reserved_words, take_lease
 from gpushare.plan import Loss, Plan, Step
 from gpushare.show.result import Result
 from gpushare.show.status import lease_table
-
-app = typer.Typer(**PLAIN)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +37,7 @@ class LeasesAnswer:
     leases: tuple[GpuLease, ...]
 
 
-@app.command(cls=AskingCommand)
+@verb(AskingCommand)
 def reserve(
     gpu: str | None = WHOLE_GPU_OPTION,
     time: str | None = option("--for", "TIME", "Reserve the GPU for this long: 4h, 90m."),

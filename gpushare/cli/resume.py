@@ -5,21 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import typer
-
 from gpushare.base.errors import BadCombination, BadUsage, GpushareError
 from gpushare.base.values import dataclass
-from gpushare.cli.options import PLAIN, ChangingCommand, argument, flag, settings
+from gpushare.cli.options import ChangingCommand, argument, flag, settings, verb
 from gpushare.cli.pause import PausedRow, paused_row
 from gpushare.pause.change import changing, find_paused, resume_step
 from gpushare.pause.record import PausedJob, by_root, paused_jobs
 from gpushare.plan import Plan, Step, one_plan
 from gpushare.show.plan import PlanAnswer, plan_result
 
-app = typer.Typer(**PLAIN)
 
-
-@app.command(cls=ChangingCommand)
+@verb(ChangingCommand)
 def resume(
     job: str | None = argument("[JOB]", "A paused job by name or PID."),
     everything: bool = flag("--all", "All paused jobs of this user."),

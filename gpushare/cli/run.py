@@ -8,17 +8,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, Final, NamedTuple, cast, get_args
 
-import typer
-
 from gpushare.base.errors import BadCombination, BadUsage
 from gpushare.base.units import format_slice, parse_seconds, parse_slice, quoted
 from gpushare.base.values import dataclass
 from gpushare.cli.options import (
     CLIENT_THREADS,
-    CONTEXT,
     LOWER_IS_BETTER,
     OVER_ACTION,
-    PLAIN,
     PRIORITY_OPTION,
     ChangingCommand,
     argument,
@@ -29,6 +25,7 @@ from gpushare.cli.options import (
     percentage,
     positive_time,
     settings,
+    verb,
 )
 from gpushare.host.host import Host
 from gpushare.memory.limit import parse_budget
@@ -45,10 +42,8 @@ from gpushare.show.text import put
 from gpushare.timeslice.rules import LEAST_WEIGHT, MOST_WEIGHT, slice_of_weight_text
 from gpushare.timeslice.slices import MOST_US, check_slice
 
-app = typer.Typer(**PLAIN)
 
-
-@app.command(cls=ChangingCommand, context_settings={**CONTEXT, "allow_interspersed_args": False})
+@verb(ChangingCommand, takes_program=True)
 def run(
     command: list[str] = argument("CMD...", "The program and its arguments.", default=...),
     gpu: str | None = option("-g --gpu", "SET", "GPU or instance, or candidates: 0-3, NAME, any."),

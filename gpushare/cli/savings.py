@@ -8,20 +8,16 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Final
 
-import typer
-
 from gpushare.advice.savings import KNOWN_PRICES, MOST_GPUS, Consolidation, Price, Savings, Work, known_price
 from gpushare.advice.savings import savings as save
 from gpushare.base.errors import BadCombination, BadUsage, NotSupported
 from gpushare.base.model import Gpu
 from gpushare.base.selection import select
 from gpushare.base.units import format_bytes, format_duration, parse_memory_limit
-from gpushare.cli.options import PLAIN, Command, option
+from gpushare.cli.options import Command, option, verb
 from gpushare.measure.dcgm import read_measured
 from gpushare.measure.recording import GpuUse, Recording
 from gpushare.show.result import Column, Result, Table, plain_value
-
-app = typer.Typer(**PLAIN)
 
 # Ten years; more is a typo.
 _MOST_HOURS: Final = Decimal(87_840)
@@ -29,7 +25,7 @@ _MOST_PRICE: Final = Decimal(1_000_000)
 _KNOWN_NAMES: Final = ", ".join(price.instance for price in KNOWN_PRICES)
 
 
-@app.command(cls=Command)
+@verb(Command)
 def savings(
     gpus: int | None = option("--gpus", "N", "Number of GPUs, one per cloud instance."),
     load: str | None = option("--load", "PCT", "Mean load of each GPU."),

@@ -5,16 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import typer
-
-from gpushare.cli.options import PLAIN, Command, argument
+from gpushare.cli.options import Command, argument, verb
 from gpushare.show.result import Result
 from gpushare.show.schema import HOST_FILE, commands_with_schema, host_file_schema, schema_of
 
-app = typer.Typer(**PLAIN)
 
-
-@app.command(cls=Command)
+@verb(Command)
 def schema(
     words: list[str] | None = argument("[COMMAND...]", "status, mps start, ..., or gpushare.yaml."),
 ) -> Any:

@@ -7,16 +7,12 @@ import sys
 from collections.abc import Callable
 from typing import Any, Final
 
-import typer
-
-from gpushare.cli.options import GPU_OPTION, PLAIN, Command, flag, option, refresh_seconds, settings
+from gpushare.cli.options import GPU_OPTION, Command, flag, option, refresh_seconds, settings, verb
 from gpushare.run.look import StatusReader
 from gpushare.show.legend import legend_result
 from gpushare.show.live import watch as keep_watching
 from gpushare.show.result import OutputFormat, Result
 from gpushare.show.status import status_result
-
-app = typer.Typer(**PLAIN)
 
 # The interval of -w alone.
 _INTERVAL: Final = "2s"
@@ -39,7 +35,7 @@ class WatchCommand(Command):
 WATCH_OPTION: Final = option("-w --watch", "[TIME]", "Refresh after each TIME (alone: 2s), until Ctrl-C.")
 
 
-@app.command(cls=WatchCommand)
+@verb(WatchCommand)
 def status(
     gpu: str | None = GPU_OPTION,
     watch: str | None = WATCH_OPTION,

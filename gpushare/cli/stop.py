@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import typer
-
 from gpushare.base.errors import BadUsage, GpushareError, NotFound
 from gpushare.base.units import parse_seconds
 from gpushare.base.values import dataclass
-from gpushare.cli.options import PLAIN, AskingCommand, argument, consented, gpus_of, option, say_step, settings
+from gpushare.cli.options import AskingCommand, argument, consented, gpus_of, option, say_step, settings, verb
 from gpushare.host.store import MOST_SECONDS
 from gpushare.plan import one_plan
 from gpushare.run.jobs import no_job_error
@@ -18,10 +16,8 @@ from gpushare.run.stop import Stop, Stopped, Target, find_target, in_order_of_en
 from gpushare.show.plan import plan_result
 from gpushare.show.result import Result
 
-app = typer.Typer(**PLAIN)
 
-
-@app.command(cls=AskingCommand)
+@verb(AskingCommand)
 def stop(
     job: list[str] = argument("JOB...", "Jobs by name or PID, as `gpushare jobs -a` lists them.", default=...),
     grace: str | None = option("--grace", "TIME", "Time to end before it is killed: 30s. [default: see above]"),

@@ -9,17 +9,13 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import typer
-
 from gpushare.base.errors import NotSupported, OperationFailed
-from gpushare.cli.options import PLAIN, Command, option, refresh_seconds, settings
+from gpushare.cli.options import Command, option, refresh_seconds, settings, verb
 from gpushare.run.look import with_leases, with_memory
 from gpushare.signals import leaving_at_the_end
 
-app = typer.Typer(**PLAIN)
 
-
-@app.command(cls=Command)
+@verb(Command)
 def top(
     replay: str | None = option("--replay", "FILE", "Show a recording of `gpushare observe` instead."),
     interval: str = option("--interval", "TIME", "Refresh interval: 0.5s, 2s.", default="1s"),

@@ -9,15 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-import typer
-
 from gpushare.base.errors import BadCombination, BadUsage, GpushareError
 from gpushare.base.model import Way
 from gpushare.base.selection import Device, select_one
 from gpushare.base.units import parse_seconds, parse_thread_percentage, quoted
 from gpushare.cli.bench import picture_path, write_picture
 from gpushare.cli.options import (
-    PLAIN,
     Command,
     gpus_of,
     interrupted_error,
@@ -27,6 +24,7 @@ from gpushare.cli.options import (
     positive_time,
     settings,
     split_command,
+    verb,
 )
 from gpushare.cli.progress import progress_line
 from gpushare.host.host import Host
@@ -42,10 +40,8 @@ from gpushare.run.results import Tuned, keep_tuned
 from gpushare.show.text import put
 from gpushare.show.tune import factor_text, frontier_picture, share_text, tune_result
 
-app = typer.Typer(**PLAIN)
 
-
-@app.command(cls=Command)
+@verb(Command)
 def tune(
     production: str = option(
         "--production", "CMD", "The job that must keep its speed; it keeps running between trials.", default=...
