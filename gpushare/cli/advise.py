@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import shlex
 import shutil
 import sys
@@ -46,7 +45,6 @@ from gpushare.base.errors import (
     Interrupted,
     NotFound,
     NotSupported,
-    OperationFailed,
     no_gpu_error,
     or_none,
 )
@@ -59,6 +57,7 @@ from gpushare.cli.options import (
     MEASURED_TIME,
     PRINTED_NUMBER,
     AskingCommand,
+    Refused,
     argument,
     ask_and_carry_out,
     ask_line,
@@ -67,6 +66,7 @@ from gpushare.cli.options import (
     note,
     option,
     positive_time,
+    refuse,
     settings,
     split_command,
     verb,
@@ -74,6 +74,7 @@ from gpushare.cli.options import (
 from gpushare.host.host import Host
 from gpushare.hostfile.file import MpsWish
 from gpushare.hostfile.steps import daemon_step, level_step, stop_step
+from gpushare.inputs import shown_path, text_of
 from gpushare.mig.change import MigChange
 from gpushare.mig.daemons import own_daemons, refuse_used
 from gpushare.mig.driver import may_change
@@ -144,6 +145,25 @@ _PROPERTIES: Final = (
 )
 
 
+_REFUSED: Final = (
+    Refused("--mechanism", "--apply --measure", "it explains one way", "--mechanism mps"),
+    Refused("--file", "--live --from", "the workloads come from one place", "--file jobs.yaml"),
+    Refused("--live", "--from", "the workloads come from one place", "--live"),
+    Refused(
+        "--production --opportunistic", "--file --live --from", "each workload there has its role", "--production 1"
+    ),
+    Refused("--processes", "--file", "the file has the number of each workload", "--file jobs.yaml"),
+    Refused("--dry-run", "--apply --measure", "the advice itself changes nothing", "--apply --dry-run", needs=True),
+    Refused(
+        "CMD --copies --metric --lower-is-better --for --repeat --timeout",
+        "--measure",
+        "it is for a measurement",
+        "--measure -- CMD; to name the program only: --command 'CMD'",
+        needs=True,
+    ),
+)
+
+
 class _AdviseCommand(AskingCommand):
     """Adds the properties of a workload as options; --help shows those that are asked for, --help-all all of them."""
 
@@ -204,23 +224,12 @@ def advise(
         _parse_count("--opportunistic", words.pop("opportunistic")),
     )
     words["command"] = shlex.join(program) if program and command is None else command
-    asked_for = {
-        "--copies": copies,
-        "--metric": metric,
-        "--lower-is-better": lower or None,
-        "--for": window,
-        "--repeat": repeat,
-        "--timeout": timeout,
-    }
-    measuring = _measuring_typed(program, command, asked_for, measure=measure, explained=mechanism is not None)
+    refuse(_REFUSED)
     explained = None if mechanism is None else way_of(mechanism)
-    _check_combinations(
-        [name for name, present in (("--file", file), ("--live", live), ("--from", recording)) if present],
-        pair=pair != (None, None),
-        apply=apply,
-        measure=measure,
-        explained=explained is not None,
-    )
+    measuring = None
+    if measure:
+        argv = program or (split_command("--command", command) if command else [])
+        measuring = parse_measuring(argv, copies, metric, window, repeat, timeout, lower=lower)
     case = _typed_case(words, file, root, pair, seen=live or recording is not None)
     case = case and check_users(_production_fills(case, production_fills))
     # The advice itself only reads.
@@ -258,24 +267,6 @@ def advise(
     return _advice_result(advice_for(situation), explained, live=live, apply=apply)
 
 
-def _check_combinations(sources: Sequence[str], *, pair: bool, apply: bool, measure: bool, explained: bool) -> None:
-    """Raise BadUsage or BadCombination for options that do not go together."""
-    if settings.dry_run and not apply and not measure:
-        raise BadCombination(
-            "--dry-run needs --apply or --measure: the advice itself changes nothing", "drop --dry-run"
-        )
-    if explained and apply:
-        raise BadUsage("--mechanism cannot be combined with --apply", "drop one of them", code="explained_and_applied")
-    if len(sources) > 1:
-        raise BadUsage(f"{' and '.join(sources)} cannot be combined", "give one of them", code="two_sources")
-    if sources and pair:
-        raise BadUsage(
-            f"--production and --opportunistic cannot be combined with {sources[0]}",
-            "give each workload its role",
-            code="two_sources",
-        )
-
-
 def _production_fills(case: Case, fills: bool | None) -> Case:
     """Return the case with whether production alone fills the GPU."""
     if fills is None:
@@ -288,24 +279,6 @@ def _production_fills(case: Case, fills: bool | None) -> Case:
         )
     works = tuple(replace(work, saturating=fills) if work.role is Role.PRODUCTION else work for work in case.workloads)
     return replace(case, workloads=works)
-
-
-def _measuring_typed(
-    program: list[str] | None, command: str | None, asked: dict[str, Any], *, measure: bool, explained: bool
-) -> BenchSettings | None:
-    """Return what --measure is to measure; None: it is not given, nor anything that belongs to it."""
-    options = [name for name, value in asked.items() if value is not None]
-    if measure and explained:
-        raise BadCombination("--mechanism cannot be combined with --measure", "drop one of them")
-    if measure:
-        return parse_measuring(program or (split_command("--command", command) if command else []), asked)
-    if program or options:
-        excess = "a command" if program else ", ".join(options)
-        raise BadCombination(
-            f"{excess} can only be used with --measure",
-            "to measure: gpushare advise --measure ... -- CMD; to name the program only: --command 'CMD'",
-        )
-    return None
 
 
 def _parse_count(option: str, text: str | None) -> int | None:
@@ -326,11 +299,6 @@ def _typed_case(
         case_of(words, root=root, pair=pair)
         return None
     if file is not None:
-        if words.get("processes") is not None:
-            raise BadCombination(
-                "--processes cannot be combined with --file",
-                "give the number of each workload in the file: processes: 4",
-            )
         return overlaid(case_from_file(file, root=root), words)
     # Checked before the host is asked, so that a typo costs nothing.
     return case_of(words, root=root, pair=pair)
@@ -428,9 +396,6 @@ def _advice_result(advice: Advice, explained: Any, *, live: bool, apply: bool) -
     return Result(data=data, tables=tuple(tables), csv=tables[1], notes=tuple(notes))
 
 
-_MOST_CHARACTERS: Final = 256 << 10
-
-
 def case_of(words: Mapping[str, Any], *, root: bool | None, pair: tuple[int | None, int | None]) -> Case:
     """Return the case of the options. ``pair`` is the number of production and of opportunistic processes."""
     production, opportunistic = pair
@@ -470,19 +435,7 @@ def case_of(words: Mapping[str, Any], *, root: bool | None, pair: tuple[int | No
 
 def case_from_file(path: str, *, root: bool | None) -> Case:
     """Return the workloads of a YAML file as a case; ``-`` is stdin."""
-    try:
-        with contextlib.nullcontext(sys.stdin) if path == "-" else open(path, encoding="utf-8") as file:
-            text = file.read(_MOST_CHARACTERS + 1)
-    except FileNotFoundError:
-        raise NotFound(
-            f"file {path} not found", "for its format, see: gpushare advise --help", code="no_file"
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8"
-        raise OperationFailed(f"cannot read {path}: {reason}", "give a YAML file", code="not_readable") from None
-    if len(text) > _MOST_CHARACTERS:
-        raise OperationFailed(f"{path} is larger than 256 KiB", "give a YAML file", code="not_readable")
-    case = read_case(text, path)
+    case = read_case(text_of(path, "YAML", "for its format, see: gpushare advise --help"), shown_path(path))
     return case if root is None else replace(case, root=root)
 
 
@@ -806,14 +759,22 @@ def _recipe_to_carry_out(advice: Advice) -> Recipe:
 _FEWEST = 2
 
 
-def parse_measuring(argv: Sequence[str], asked: Mapping[str, Any]) -> BenchSettings:
+def parse_measuring(
+    argv: Sequence[str],
+    copies: int | None,
+    metric: str | None,
+    window: str | None,
+    repeat: int | None,
+    timeout: str | None,
+    *,
+    lower: bool,
+) -> BenchSettings:
     """Return what the options of --measure say; the ways and the number of copies follow from the advice."""
     from gpushare.cli.bench import check_repeat, check_window
     from gpushare.measure.bench import Settings as BenchSettings
     from gpushare.measure.metric import parse_metric
     from gpushare.measure.ways import parse_copies
 
-    copies, repeat, window, timeout = (asked[name] for name in ("--copies", "--repeat", "--for", "--timeout"))
     repeat = 3 if repeat is None else repeat
     if not argv:
         raise BadUsage(
@@ -824,10 +785,10 @@ def parse_measuring(argv: Sequence[str], asked: Mapping[str, Any]) -> BenchSetti
             f"--copies {copies}: sharing needs at least two copies", "give --copies 2 or more", code="bad_copies"
         )
     check_repeat(repeat)
-    check_window(window, asked["--metric"])
+    check_window(window, metric)
     return BenchSettings(
         argv=argv,
-        metric=parse_metric(asked["--metric"], higher_is_better=not asked["--lower-is-better"]),
+        metric=parse_metric(metric, higher_is_better=not lower),
         repeat=repeat,
         window=None if window is None else positive_time("--for", window, "3s"),
         limit=None if timeout is None else positive_time("--timeout", timeout, "10m"),

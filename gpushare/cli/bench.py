@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from gpushare.base.benchmark import BenchAnswer, Benchmark
 from gpushare.base.errors import BadCombination, BadUsage, GpushareError, Interrupted, OperationFailed
@@ -21,6 +21,7 @@ from gpushare.cli.options import (
     ONE_GPU_OPTION,
     PRINTED_NUMBER,
     ChangingCommand,
+    Refused,
     argument,
     flag,
     gpus_of,
@@ -28,6 +29,7 @@ from gpushare.cli.options import (
     option,
     others_note,
     positive_time,
+    refuse,
     settings,
     verb,
 )
@@ -63,6 +65,11 @@ from gpushare.snapshot import BLIND
 Answer = TypeVar("Answer")
 
 _MOST_REPEATS = 100
+
+_REFUSED: Final = (
+    Refused("--size --cpu --copy --footprint", "CMD", "only the built-in workload has it", "--size 256"),
+    Refused("--metric --latency", "CMD", "the built-in workload has its own", "--metric 'rate=([0-9.]+)' -- CMD", needs=True),
+)  # fmt: skip
 
 
 @verb(ChangingCommand, takes_program=True)
@@ -108,7 +115,10 @@ def bench(
     Example: gpushare bench --copies 1,4 --metric 'steps/s: ([0-9.]+)' --for 5s -- python train.py
     """
     built_in: dict[str, Any] = {"size": size, "cpu": cpu, "copy": copy, "footprint": footprint}
-    _check_combination(command, built_in, metric, window, repeat, latency)
+    refuse(_REFUSED)
+    if command:
+        check_window(window, metric)
+    check_repeat(repeat)
     kept = None if to is None else check_new("--to", to)
     picture = None if plot is None else picture_path(plot)
     earlier = None if compare is None else read_bench(compare)
@@ -150,31 +160,6 @@ def bench(
     if command and data.reason == "finished":
         keep_caps(host, device, command, data)
     return _result_of_runs(data, measurement, number, earlier, kept, picture)
-
-
-def _check_combination(
-    command: list[str] | None,
-    built_in: Mapping[str, Any],
-    metric: str | None,
-    window: str | None,
-    repeat: int,
-    latency: str | None,
-) -> None:
-    """Raise BadUsage or BadCombination for options that do not go together, before anything is measured."""
-    given = [f"--{name}" for name, value in built_in.items() if value not in {None, False}]
-    if command and given:
-        raise BadCombination(
-            f"{', '.join(given)} cannot be combined with a command: only the built-in workload has it",
-            "drop one of them: gpushare bench --size 256, or gpushare bench -- CMD",
-        )
-    if not command and (metric is not None or latency is not None):
-        raise BadCombination(
-            "--metric and --latency need a command; the built-in workload has its own",
-            "give one: gpushare bench --metric 'rate=([0-9.]+)' -- CMD",
-        )
-    if command:
-        check_window(window, metric)
-    check_repeat(repeat)
 
 
 def check_window(window: str | None, metric: str | None) -> None:

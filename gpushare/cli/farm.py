@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from gpushare.base.errors import BadCombination, BadUsage, GpushareError, NotFound, OperationFailed, gpu_not_named_error
+from gpushare.base.errors import BadUsage, GpushareError, NotFound, OperationFailed, gpu_not_named_error
 from gpushare.base.model import Gpu
 from gpushare.base.selection import Device, candidates, is_any, usable
 from gpushare.base.units import format_copies, parse_seconds, ranges
@@ -18,11 +18,13 @@ from gpushare.cli.options import (
     OVER_ACTION,
     PRIORITY_OPTION,
     ChangingCommand,
+    Refused,
     argument,
     flag,
     gpus_of,
     note,
     option,
+    refuse,
     settings,
     verb,
 )
@@ -47,6 +49,12 @@ from gpushare.run.program import RunOptions
 from gpushare.run.results import BenchedCap, find_benched
 from gpushare.show.plan import plan_result
 from gpushare.show.run import Copy, CopyLines, FarmAnswer, farm_result
+
+_REFUSED: Final = (
+    Refused("--over", "--memory", "it says what happens above the limit", "--copies 4 --memory 20G --over warn -- CMD", needs=True),
+    Refused("--resume", "--logs", "the file farm.jsonl there says what is done", "--copies 100 --logs logs --resume -- CMD {}", needs=True),
+    Refused("--gpus", "--threads --priority --like", "an MPS daemon has one GPU", "--copies 4 --gpus 2 --memory 20G -g any -- CMD"),
+)  # fmt: skip
 
 
 @verb(ChangingCommand, takes_program=True)
@@ -78,17 +86,10 @@ def farm(
     each.
     """
     _check_numbers(copies, each, parallel, restart)
-    count = _gpus_per_copy(gpus, {"--threads": threads, "--priority": priority, "--like": like})
-    if over is not None and memory is None:
-        raise BadCombination(
-            "--over needs --memory: it says what happens above the limit",
-            "for example: gpushare farm --copies 4 --memory 20G --over warn -- CMD",
-        )
-    if resume and logs is None:
-        raise BadCombination(
-            "--resume needs --logs: the file farm.jsonl there says what is done",
-            "for example: gpushare farm --copies 100 --logs logs --resume -- CMD {}",
-        )
+    count = 1 if gpus is None else gpus
+    if count < 1:
+        raise BadUsage(f"--gpus {count} is not a number of GPUs", "give at least 1: --gpus 2", code="bad_count")
+    refuse(_REFUSED, settings.given - ({"--gpus"} if count == 1 else set()))
     limits = Limits.typed(threads, None, priority)
     title = None if name is None else check_job_name(name)
     grace_seconds = RunOptions().grace_seconds if grace is None else parse_seconds(grace)
@@ -131,20 +132,6 @@ def _check_numbers(copies: int | None, each: str | None, parallel: int | None, r
         raise BadUsage(f"--parallel {parallel} is below 1", "give --parallel 4", code="bad_parallel")
     if restart < 0:
         raise BadUsage(f"--restart {restart} is below 0", "give --restart 1", code="bad_restart")
-
-
-def _gpus_per_copy(gpus: int | None, of_mps: Mapping[str, Any]) -> int:
-    """Return how many GPUs each copy has; of several it runs outside MPS, whose options have no meaning then."""
-    count = 1 if gpus is None else gpus
-    if count < 1:
-        raise BadUsage(f"--gpus {count} is not a number of GPUs", "give at least 1: --gpus 2", code="bad_count")
-    option_of_mps = next((option for option, value in of_mps.items() if value is not None), None)
-    if count > 1 and option_of_mps is not None:
-        raise BadCombination(
-            f"--gpus cannot be combined with {option_of_mps}: an MPS daemon has one GPU",
-            "for example: gpushare farm --copies 4 --gpus 2 --memory 20G -g any -- CMD",
-        )
-    return count
 
 
 def _devices(gpu: str | None, gpus: Sequence[Gpu], *, instances: bool) -> tuple[Device, ...]:

@@ -19,7 +19,7 @@ from gpushare import __version__
 from gpushare.base.errors import BadUsage, ExitCode, GpushareError, OperationFailed
 from gpushare.base.model import Snapshot, Way
 from gpushare.base.units import quoted
-from gpushare.cli.options import Command, flag, note, option, settings, verb
+from gpushare.cli.options import Command, Refused, flag, note, option, refuse, settings, verb
 from gpushare.export.document import not_written_error
 from gpushare.host.host import Host
 from gpushare.host.records import replace_file
@@ -166,6 +166,12 @@ class PrometheusAnswer:
     textfile: str | None = None
 
 
+_REFUSED: Final = (
+    Refused("--rules --dashboard", "--textfile", "only metrics are written there", "--rules"),
+    Refused("--rules", "--dashboard", "one of them is printed", "--dashboard"),
+)
+
+
 def prometheus(
     textfile: str | None = option("--textfile", "PATH", "Write PATH (*.prom) for node_exporter, atomically."),
     rules: bool = flag("--rules", "Print the alert rules instead."),
@@ -176,8 +182,7 @@ def prometheus(
     --textfile writes for the textfile collector of node_exporter, from a timer:
     gpushare export prometheus --textfile /var/lib/node_exporter/gpushare.prom
     """
-    if rules + dashboard + (textfile is not None) > 1:
-        raise BadUsage("--textfile, --rules and --dashboard cannot be combined", "give one of them", code="bad_export")
+    refuse(_REFUSED)
     if rules or dashboard:
         name = "prometheus-rules.yaml" if rules else "grafana-dashboard.json"
         text = files("gpushare").joinpath(f"data/{name}").read_text(encoding="utf-8")

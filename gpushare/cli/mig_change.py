@@ -10,12 +10,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
-from gpushare.base.errors import BadCombination, BadUsage, GpushareError, InUse, NotFound, NotSupported, OperationFailed
+from gpushare.base.errors import BadUsage, GpushareError, InUse, NotFound, NotSupported, OperationFailed
 from gpushare.base.model import Gpu
 from gpushare.base.selection import Device, check_answers, no_mig_error, select, select_for_change
 from gpushare.base.units import counted, first_few, quoted, ranges
 from gpushare.base.values import dataclass
-from gpushare.cli.mig_files import absent_gpus, demands_of, exact_without_file_error, read_config, typed_wish
+from gpushare.cli.mig_files import OF_FILE, absent_gpus, demands_of, read_config, typed_wish
 from gpushare.cli.options import (
     NEEDED_MEMORY,
     NEEDED_SMS,
@@ -24,6 +24,7 @@ from gpushare.cli.options import (
     PARTED_FILE,
     WHOLE_GPU_OPTION,
     WISHES,
+    Refused,
     argument,
     ask_and_carry_out,
     consented,
@@ -32,6 +33,7 @@ from gpushare.cli.options import (
     is_agreed,
     note,
     option,
+    refuse,
     say_step,
     settings,
 )
@@ -435,6 +437,12 @@ def destroy(
     return carry_out_change(planned_change, refresh_cdi=refresh_cdi)
 
 
+_OF_NAMES: Final = (
+    Refused("--name", "--file", "names belong to a layout in words", "-g 0 2g*2 --name a,b"),
+    Refused("--grant", "--name", "it is for the users of a name", "-g 0 2g*2 --name a,b --grant a=alice+carl", needs=True),
+)  # fmt: skip
+
+
 def apply(
     wish: list[str] | None = WISHES,
     gpu: str | None = WHOLE_GPU_OPTION,
@@ -462,20 +470,8 @@ def apply(
             code="no_wish",
         )
 
-    if config is not None and file is None:
-        raise BadUsage(
-            f"'-c {config[:60]}' names a config, but there is no file",
-            f"give its file: -f FILE -c {config[:60]}",
-            code="no_file",
-        )
-    if (name and file is not None) or (grant and not name):
-        raise BadCombination(
-            "--name belongs to a layout, and --grant to --name",
-            "for example: gpushare mig apply -g 0 2g*2 --name a,b --grant a=alice+carl",
-        )
+    refuse((*OF_FILE, *_OF_NAMES))
     words, grants = [word for text in name or () for word in text.split(",")], _parse_grants(grant or ())
-    if exact and file is None:
-        raise exact_without_file_error()
 
     # Read once: stdin cannot be read again, and a file may change before the lock is held.
     named = None if file is None else read_config(file, config)

@@ -6,12 +6,22 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from gpushare.base.errors import BadCombination, BadUsage, ExitCode, GpushareError, NoGpu, no_gpu_error
+from gpushare.base.errors import BadUsage, ExitCode, GpushareError, NoGpu, no_gpu_error
 from gpushare.base.model import Gpu
 from gpushare.base.selection import no_mig_error, select
 from gpushare.base.units import parse_memory_limit
 from gpushare.base.values import dataclass
-from gpushare.cli.options import GPU_OPTION, PARTED_CONFIG, PARTED_EXACT, PARTED_FILE, argument, gpus_of, settings
+from gpushare.cli.options import (
+    GPU_OPTION,
+    PARTED_CONFIG,
+    PARTED_EXACT,
+    PARTED_FILE,
+    Refused,
+    argument,
+    gpus_of,
+    refuse,
+    settings,
+)
 from gpushare.host.host import Host
 from gpushare.inputs import documents, shown_path, text_of
 from gpushare.mig.driver import MigReader
@@ -45,14 +55,13 @@ def check(
     must match its entry; a GPU without one is skipped, unless -g names it. With --exact such a GPU is an error, as with
     nvidia-mig-parted assert. Exit code 0: all match; 7: not. Needs no root.
     """
-    if bool(wish) == (file is not None) or (config is not None and file is None):
+    if bool(wish) == (file is not None):
         raise BadUsage(
             "either a WISH or a file is needed",
             "for example: 3g.40gb 1g.10gb*2; or -f mig.yaml -c NAME",
             code="no_wish",
         )
-    if exact and file is None:
-        raise exact_without_file_error()
+    refuse(OF_FILE)
     named: Config | None = None
     if file is not None:
         named = read_config(file, config)
@@ -187,8 +196,10 @@ def read_config(path: str, name: str | None) -> Config:
     )
 
 
-def exact_without_file_error() -> BadCombination:
-    return BadCombination("--exact belongs to a file", "a layout in words is always exact: drop --exact")
+OF_FILE: Final = (
+    Refused("--exact", "--file", "a layout in words is always exact", "-f mig.yaml --exact", needs=True),
+    Refused("--config", "--file", "it names a config of the file", "-f mig.yaml -c NAME", needs=True),
+)
 
 
 def demands_of(

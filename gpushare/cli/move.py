@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
-from gpushare.base.errors import BadCombination, BadUsage
+from gpushare.base.errors import BadUsage
 from gpushare.base.selection import select, select_one
 from gpushare.base.values import dataclass
 from gpushare.cli.options import (
     WAIT_TIMEOUT,
     AskingCommand,
+    Refused,
     argument,
     ask_and_carry_out,
     flag,
     longest_wait,
     note,
     option,
+    refuse,
     settings,
     verb,
 )
@@ -33,6 +35,12 @@ class MoveAnswer(PlanAnswer):
     jobs: tuple[MovedJob, ...]
 
 
+_REFUSED: Final = (
+    Refused("--off", "JOB", "it names all jobs of a GPU", "--off 0"),
+    Refused("--wait", "--off", "jobs wait one by one", "JOB --wait"),
+)
+
+
 @verb(AskingCommand)
 def move(
     job: str | None = argument("[JOB]", "A job by name or PID."),
@@ -48,12 +56,9 @@ def move(
     17 s for 20 GiB between two H100 GPUs (driver 580.159.04, November 2026). If the driver refuses, the job goes back.
     gpushare cannot move MPS clients, jobs on MIG instances, or jobs of several GPUs or ranks (NCCL).
     """
-    if (job is None) == (off is None):
-        if job is None:
-            raise BadUsage("missing JOB", "name one, or empty a GPU: gpushare move --off 0", code="usage")
-        raise BadCombination("--off cannot be combined with JOB", f"gpushare move --off {off}")
-    if off is not None and wait:
-        raise BadCombination("--wait cannot be combined with --off", "move jobs one by one: gpushare move JOB --wait")
+    refuse(_REFUSED)
+    if job is None and off is None:
+        raise BadUsage("missing JOB", "name one, or empty a GPU: gpushare move --off 0", code="usage")
     seconds = longest_wait(timeout, wait=wait)
     host = settings.connect()
     repair_first(host, note, dry_run=settings.dry_run)

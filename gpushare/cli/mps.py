@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import typer
 
-from gpushare.base.errors import BadCombination, BadUsage, GpushareError, NoPermission, NotFound, OperationFailed
+from gpushare.base.errors import BadUsage, GpushareError, NoPermission, NotFound, OperationFailed
 from gpushare.base.model import MpsDaemon
 from gpushare.base.selection import select_for_change, select_one
 from gpushare.base.units import counted, first_few, parse_seconds, quoted
@@ -24,12 +24,14 @@ from gpushare.cli.options import (
     AskingCommand,
     ChangingCommand,
     Command,
+    Refused,
     ask_and_carry_out,
     consented,
     flag,
     gpus_of,
     note,
     option,
+    refuse,
     settings,
 )
 from gpushare.host.capabilities import user_id, user_name
@@ -341,11 +343,7 @@ def stop(
     When forced, clients lose their GPU contexts and fail. Name a daemon that gpushare did not start by
     --pipe-directory. gpushare asks before it takes the GPU from clients, or stops a daemon that it did not start.
     """
-    if force and drain is not None:
-        raise BadCombination(
-            "--drain cannot be combined with --force, which does not wait",
-            "to wait first: --drain 60s; at once: --force",
-        )
+    refuse((Refused("--drain", "--force", "it does not wait", "-g 0 --drain 60s"),))
     seconds = 0.0 if force else parse_seconds(drain) if drain is not None else 10.0
     host = settings.connect()
     if not settings.dry_run:

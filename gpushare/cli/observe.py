@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from gpushare.base.errors import BadCombination, BadUsage
+from gpushare.base.errors import BadUsage
 from gpushare.base.model import Gpu
 from gpushare.base.selection import select
 from gpushare.base.units import counted, format_bytes, format_duration, parse_seconds
-from gpushare.cli.options import GPU_OPTION, Command, note, option, refresh_seconds, settings, verb
+from gpushare.cli.options import GPU_OPTION, Command, Refused, note, option, refresh_seconds, refuse, settings, verb
 from gpushare.cli.progress import progress_line
 from gpushare.measure.dcgm import read_measured
 from gpushare.measure.observe import header_for
@@ -40,8 +40,9 @@ def observe(
     off. An existing file is never overwritten. gpushare also keeps what your own processes used while they were alone
     on their GPU, for run --wait.
     """
+    refuse((Refused("--from", "--to --gpu", "all of the recording is shown", "--from hour.jsonl"),))
     if read is not None:
-        return _earlier_result(read, given=(to, gpu))
+        return _recording_result(read_measured(read), Path(read))
     length, step = _length_and_interval(seconds, interval)
     host = settings.connect()
     indexes = None
@@ -86,15 +87,6 @@ def _length_and_interval(seconds: str, interval: str) -> tuple[float, float]:
             code="bad_duration",
         )
     return length, step
-
-
-def _earlier_result(read: str, given: tuple[str | None, ...]) -> Any:
-    """Return the result of --from: a recording that was made earlier."""
-    if any(option is not None for option in given):
-        raise BadCombination(
-            "--from cannot be combined with --to or -g", f"show all of the recording: gpushare observe --from {read}"
-        )
-    return _recording_result(read_measured(read), Path(read))
 
 
 def _recording_result(recording: Recording, path: Path) -> Any:

@@ -9,9 +9,9 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import typer.main
 from typer.core import TyperCommand, TyperGroup, TyperOption
@@ -56,6 +56,8 @@ class Settings:
     command: str = ""
     # All words of the command line.
     words: tuple[str, ...] = ()
+    # The options and arguments that are given, by their long names: ``--gpu``, ``JOB``.
+    given: frozenset[str] = frozenset()
     connected: Host | None = None
 
     def connect(self) -> Host:
@@ -306,6 +308,18 @@ def _errors_in_typed_format(words: Sequence[str], *, interspersed: bool) -> Iter
         raise
 
 
+def _given_names(ctx: Any) -> Iterator[str]:
+    """Yield the long names of the options, and the words of the arguments, that the command line gives."""
+    for parameter in ctx.command.params:
+        source = ctx.get_parameter_source(parameter.name)
+        if source is not None and source.name == "COMMANDLINE" and ctx.params.get(parameter.name) is not False:
+            yield (
+                parameter.metavar.strip("[].")
+                if parameter.param_type_name == "argument"
+                else max(parameter.opts, key=len)
+            )
+
+
 class Helped:
     """A command whose help has its options in groups, and examples."""
 
@@ -465,6 +479,7 @@ class Command(Helped, TyperCommand):
             ReaderGone: the reader of stdout is gone.
         """
         settings.changes = self.changes
+        settings.given = frozenset(_given_names(ctx))
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
@@ -671,6 +686,32 @@ def longest_wait(timeout: str | None, *, wait: bool) -> float | None:
     if not wait:
         return 0.0
     return None if timeout is None else parse_seconds(timeout)
+
+
+class Refused(NamedTuple):
+    """Options that do not go together: one of ``options`` beside one of ``others``, or, if ``needs``, without any of them.
+
+    An option with a value (``--yield:swap``) stands for this value of it alone; ``instead`` is an example without it.
+    """
+
+    options: str
+    others: str
+    why: str
+    instead: str
+    needs: bool = False
+
+
+def refuse(rows: Sequence[Refused], given: Collection[str] | None = None) -> None:
+    """Raise BadCombination if options do not go together; ``given`` has those that count, by default `Settings.given`."""
+    given = settings.given if given is None else given
+    for row in rows:
+        options, others = ([name for name in names.split() if name in given] for names in (row.options, row.others))
+        if options and bool(others) is not row.needs:
+            first, *names = (name.replace(":", " ") for name in (options[0], *(others or row.others.split())))
+            problem = (
+                f"{first} needs {' or '.join(names)}" if row.needs else f"{first} cannot be combined with {names[0]}"
+            )
+            raise BadCombination(f"{problem}: {row.why}", f"for example: gpushare {settings.command} {row.instead}")
 
 
 def note(text: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from gpushare.base.errors import BadCombination, BadUsage, InUse, NoPermission, NotFound
+from gpushare.base.errors import BadUsage, InUse, NoPermission, NotFound
 from gpushare.base.model import GpuLease
 from gpushare.base.selection import Device, select_for_change
 from gpushare.base.units import counted, format_duration
@@ -14,11 +14,13 @@ from gpushare.base.values import dataclass
 from gpushare.cli.options import (
     WHOLE_GPU_OPTION,
     AskingCommand,
+    Refused,
     ask_and_carry_out,
     flag,
     gpus_of,
     option,
     positive_time,
+    refuse,
     settings,
     verb,
 )
@@ -54,8 +56,7 @@ def reserve(
     if time is None and not end:
         in_force = tuple(leases(host, kept_limits(host)).values())
         return Result(data=LeasesAnswer(leases=in_force), tables=(lease_table(in_force, gpus_of(host)),))
-    if time is not None and end:
-        raise BadCombination("--for cannot be combined with --end", "for example: gpushare reserve -g 0 --for 4h")
+    refuse((Refused("--for", "--end", "a lease begins or ends", "-g 0 --for 4h"),))
     devices = select_for_change(gpu, gpus_of(host))
     for device in devices:
         if device.mig is not None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from gpushare.base.errors import BadCombination, BadUsage, GpushareError
+from gpushare.base.errors import BadUsage, GpushareError
 from gpushare.base.values import dataclass
-from gpushare.cli.options import ChangingCommand, argument, flag, settings, verb
+from gpushare.cli.options import ChangingCommand, Refused, argument, flag, refuse, settings, verb
 from gpushare.cli.pause import PausedRow, paused_row
 from gpushare.pause.change import changing, find_paused, resume_step
 from gpushare.pause.record import PausedJob, by_root, paused_jobs
@@ -25,8 +25,7 @@ def resume(
     It works even if the guard process or gpushare was killed. `--all` leaves out jobs that root paused, and those that
     a `gpushare run --yield pause` pauses and resumes by itself.
     """
-    if everything and job is not None:
-        raise BadCombination("--all cannot be combined with JOB", "gpushare resume --all")
+    refuse((Refused("--all", "JOB", "it names all jobs", "--all"),))
     if not everything and job is None:
         raise BadUsage("missing JOB", "name one, or give --all; see: gpushare pause list", code="usage")
     host = settings.connect()

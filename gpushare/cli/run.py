@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
-from typing import Any, Final, NamedTuple, cast, get_args
+from typing import Any, Final, cast, get_args
 
 from gpushare.base.errors import BadCombination, BadUsage
 from gpushare.base.units import format_slice, parse_seconds, parse_slice, quoted
@@ -17,6 +17,7 @@ from gpushare.cli.options import (
     OVER_ACTION,
     PRIORITY_OPTION,
     ChangingCommand,
+    Refused,
     argument,
     flag,
     gpus_of,
@@ -24,6 +25,7 @@ from gpushare.cli.options import (
     option,
     percentage,
     positive_time,
+    refuse,
     settings,
     verb,
 )
@@ -89,14 +91,7 @@ def run(
         raise BadUsage(f"--gpus {gpus} is not a number of GPUs", "give at least 1: --gpus 2", code="bad_count")
     yields, share = (None, None) if how is None else parse_yield(how)
     swaps = replace(parse_swap(swap or "request"), movable=movable) if swap or movable else None
-    values = {
-        "--gpus": None if gpus == 1 else gpus, "--bind": bind, "--mig": mig, "--create": create, "--threads": threads, "--memory": memory, "--over": over, "--priority": priority,
-        "--slice": slice_text, "--weight": weight, "--strict": strict, "--container": container, "--wait": wait,
-        "--timeout": timeout, "--time": run_time, "--requeue": requeue, "--restart-on": restart_on, "--swap": swap, "--movable": movable, "--production": production, "--metric": metric,
-        "--lower-is-better": lower, "--opportunistic": opportunistic, "--for": target, "--yield": how, "--keep": keep,
-        "--name": name,
-    }  # fmt: skip
-    check_combination(given_options(values, yields, swaps, over))
+    refuse(REFUSED, _with_values(settings.given - ({"--gpus"} if gpus == 1 else set()), yields, swaps, over))
     limits = Limits.typed(threads, None, priority)
     if yields == "caps" and share is not None:
         if threads is not None:
@@ -234,70 +229,38 @@ def _checked_engine(host: Host, name: str, role: Any) -> str:
     return engine
 
 
-class Refused(NamedTuple):
-    """Options that do not go together: one of ``options`` beside one of ``others``, or, if ``needs``, without any of them.
-
-    An option with a value (``--yield swap``) stands for this value of it alone.
-    """
-
-    options: str
-    others: str
-    why: str
-    instead: str
-    needs: bool = False
-
-
 REFUSED: Final = (
-    Refused("--over", "--memory", "it says what happens above the limit", "--memory 20G --over warn", needs=True),
-    Refused("--timeout", "--wait --swap:turns --yield:swap", "only a job that waits gives up", "--wait --timeout 2h", True),
-    Refused("--requeue", "--wait", "it waits again for more memory", "--wait --requeue --memory 20G", True),
-    Refused("--for --yield --keep", "--opportunistic", "only an opportunistic job yields to another", "--opportunistic --for NAME", True),
-    Refused("--metric", "--production", "it finds the speed of production in its output", "--production NAME --metric 'rate=([0-9.]+)'", True),
-    Refused("--lower-is-better", "--metric", "it is about that number", "--production NAME --metric 'ms=([0-9.]+)' --lower-is-better", True),
-    Refused("--name", "--production", "--production already names the job", "--production NAME"),
-    Refused("--production", "--opportunistic", "a job has one role", "--production NAME"),
-    Refused("--mig", "--production --opportunistic", "a job with an instance of its own shares with nobody", "--mig 1g"),
-    Refused("--mig", "--slice --weight", "a time-slice shares a GPU, and an instance has no other jobs", "--mig 1g"),
-    Refused("--mig", "--swap --movable", "a checkpoint needs a GPU without MIG", "--swap request"),
-    Refused("--mig", "--requeue", "an instance does not grow", "--mig PROFILE --wait"),
-    Refused("--create", "--mig", "it makes the instance of that profile", "--mig 1g.10gb --create", True),
-    Refused("--gpus", "--mig", "a program uses one MIG instance", "--gpus 2 -g 0-3"),
-    Refused("--gpus", "--threads --priority --strict", "an MPS daemon has one GPU", "--gpus 2 --memory 20G"),
-    Refused("--gpus", "--yield:slices --yield:caps --yield:swap --keep", "slices and caps are of one GPU", "--gpus 2 --opportunistic --yield pause"),
-    Refused("--gpus", "--swap --movable", "a job that is swapped or moved has one GPU", "--gpus 2 --wait --memory 20G"),
-    Refused("--gpus --bind", "--container", "a container is given one GPU, and CPUs by its engine", "--container podman"),
-    Refused("--time", "--swap --yield:swap --yield:requeue", "a job that leaves the GPU has no fixed end", "--wait --time 2h"),
-    Refused("--restart-on", "--gpus --swap --movable --slice --weight --yield:swap --yield:requeue", "it is for clients of MPS", "--restart-on mps-fault --threads 50"),
-    Refused("--weight", "--slice", "a weight is a time-slice", "--weight 3"),
-    Refused("--weight", "--production --opportunistic", "roles have time-slices of their own", "--weight 3 --name NAME"),
-    Refused("--slice --weight", "--threads --priority --strict", "time-slices are set outside MPS", "--slice 500us --memory 20G"),
-    Refused("--slice", "--opportunistic", "all opportunistic jobs of a GPU share one time-slice", "--opportunistic --yield slices=500us"),
-    Refused("--swap --movable", "--production --opportunistic", "production stays, and an opportunistic job leaves by --yield swap", "--opportunistic --yield swap"),
-    Refused("--swap --movable --yield:swap", "--threads --priority --strict", "a job that is swapped or moved runs outside MPS", "--swap request --memory 20G"),
-    Refused("--swap --movable", "--slice --weight", "a job that is swapped or moved has the driver's time-slice", "--swap request --name NAME"),
-    Refused("--swap:idle --swap:turns --yield:swap", "--over:pause", "a job that is stopped for its memory cannot leave the GPU", "--swap turns --memory 60G"),
-    Refused("--swap --movable --yield:swap", "--container", "a container cannot be swapped or moved", "--container podman"),
-    Refused("--keep", "--yield:caps --yield:pause --yield:swap --yield:requeue", "it adapts a time-slice", "--opportunistic --keep 97%"),
+    Refused("--over", "--memory", "it says what happens above the limit", "--memory 20G --over warn -- CMD", needs=True),
+    Refused("--timeout", "--wait --swap:turns --yield:swap", "only a job that waits gives up", "--wait --timeout 2h -- CMD", True),
+    Refused("--requeue", "--wait", "it waits again for more memory", "--wait --requeue --memory 20G -- CMD", True),
+    Refused("--for --yield --keep", "--opportunistic", "only an opportunistic job yields to another", "--opportunistic --for NAME -- CMD", True),
+    Refused("--metric", "--production", "it finds the speed of production in its output", "--production NAME --metric 'rate=([0-9.]+)' -- CMD", True),
+    Refused("--lower-is-better", "--metric", "it is about that number", "--production NAME --metric 'ms=([0-9.]+)' --lower-is-better -- CMD", True),
+    Refused("--name", "--production", "--production already names the job", "--production NAME -- CMD"),
+    Refused("--production", "--opportunistic", "a job has one role", "--production NAME -- CMD"),
+    Refused("--mig", "--production --opportunistic", "a job with an instance of its own shares with nobody", "--mig 1g -- CMD"),
+    Refused("--mig", "--slice --weight", "a time-slice shares a GPU, and an instance has no other jobs", "--mig 1g -- CMD"),
+    Refused("--mig", "--swap --movable", "a checkpoint needs a GPU without MIG", "--swap request -- CMD"),
+    Refused("--mig", "--requeue", "an instance does not grow", "--mig PROFILE --wait -- CMD"),
+    Refused("--create", "--mig", "it makes the instance of that profile", "--mig 1g.10gb --create -- CMD", True),
+    Refused("--gpus", "--mig", "a program uses one MIG instance", "--gpus 2 -g 0-3 -- CMD"),
+    Refused("--gpus", "--threads --priority --strict", "an MPS daemon has one GPU", "--gpus 2 --memory 20G -- CMD"),
+    Refused("--gpus", "--yield:slices --yield:caps --yield:swap --keep", "slices and caps are of one GPU", "--gpus 2 --opportunistic --yield pause -- CMD"),
+    Refused("--gpus", "--swap --movable", "a job that is swapped or moved has one GPU", "--gpus 2 --wait --memory 20G -- CMD"),
+    Refused("--gpus --bind", "--container", "a container is given one GPU, and CPUs by its engine", "--container podman -- IMAGE CMD"),
+    Refused("--time", "--swap --yield:swap --yield:requeue", "a job that leaves the GPU has no fixed end", "--wait --time 2h -- CMD"),
+    Refused("--restart-on", "--gpus --swap --movable --slice --weight --yield:swap --yield:requeue", "it is for clients of MPS", "--restart-on mps-fault --threads 50 -- CMD"),
+    Refused("--weight", "--slice", "a weight is a time-slice", "--weight 3 -- CMD"),
+    Refused("--weight", "--production --opportunistic", "roles have time-slices of their own", "--weight 3 --name NAME -- CMD"),
+    Refused("--slice --weight", "--threads --priority --strict", "time-slices are set outside MPS", "--slice 500us --memory 20G -- CMD"),
+    Refused("--slice", "--opportunistic", "all opportunistic jobs of a GPU share one time-slice", "--opportunistic --yield slices=500us -- CMD"),
+    Refused("--swap --movable", "--production --opportunistic", "production stays, and an opportunistic job leaves by --yield swap", "--opportunistic --yield swap -- CMD"),
+    Refused("--swap --movable --yield:swap", "--threads --priority --strict", "a job that is swapped or moved runs outside MPS", "--swap request --memory 20G -- CMD"),
+    Refused("--swap --movable", "--slice --weight", "a job that is swapped or moved has the driver's time-slice", "--swap request --name NAME -- CMD"),
+    Refused("--swap:idle --swap:turns --yield:swap", "--over:pause", "a job that is stopped for its memory cannot leave the GPU", "--swap turns --memory 60G -- CMD"),
+    Refused("--swap --movable --yield:swap", "--container", "a container cannot be swapped or moved", "--container podman -- IMAGE CMD"),
+    Refused("--keep", "--yield:caps --yield:pause --yield:swap --yield:requeue", "it adapts a time-slice", "--opportunistic --keep 97% -- CMD"),
 )  # fmt: skip
-
-
-def check_combination(given: Collection[str]) -> None:
-    """Raise BadCombination if options exclude each other; ``given`` has the options and their values: ``--yield:swap``."""
-    for row in REFUSED:
-        options, others = ([name for name in names.split() if name in given] for names in (row.options, row.others))
-        if options and bool(others) is not row.needs:
-            example = (
-                f"for example: gpushare run {row.instead} -- {'IMAGE CMD' if '--container' in row.instead else 'CMD'}"
-            )
-            first = _typed_option(options[0])
-            if row.needs:
-                needed = [_typed_option(name) for name in row.others.split()]
-                raise BadCombination(f"{first} needs {' or '.join(needed)}: {row.why}", example)
-            raise BadCombination(f"{first} cannot be combined with {_typed_option(others[0])}: {row.why}", example)
-
-
-def _typed_option(name: str) -> str:
-    return name.replace(":", " ")
 
 
 def parse_yield(text: str) -> tuple[Yield, str | None]:
@@ -343,17 +306,13 @@ def parse_swap(text: str) -> SwapWish:
     return wish
 
 
-def given_options(
-    values: Mapping[str, object], yields: str | None, swap: SwapWish | None, over: str | None
-) -> set[str]:
+def _with_values(given: AbstractSet[str], yields: str | None, swap: SwapWish | None, over: str | None) -> set[str]:
     """Return the options that are given, with those of their values that `REFUSED` names."""
-    given = {name for name, value in values.items() if value not in {None, False}}
-    given |= {f"--yield:{yields}"} if yields is not None else set()
-    given |= {f"--over:{over}"} if over is not None else set()
+    values = {f"--yield:{yields}", f"--over:{over}"}
     if swap is not None:
-        given |= {"--swap:idle"} if swap.idle_seconds is not None else set()
-        given |= {"--swap:turns"} if swap.turns else set()
-    return given
+        values |= {"--swap:idle"} if swap.idle_seconds is not None else set()
+        values |= {"--swap:turns"} if swap.turns else set()
+    return {*given, *values}
 
 
 def slice_of(text: str) -> int:

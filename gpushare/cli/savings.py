@@ -10,11 +10,11 @@ from typing import Any, Final
 
 from gpushare.advice.savings import KNOWN_PRICES, MOST_GPUS, Consolidation, Price, Savings, Work, known_price
 from gpushare.advice.savings import savings as save
-from gpushare.base.errors import BadCombination, BadUsage, NotSupported
+from gpushare.base.errors import BadUsage, NotSupported
 from gpushare.base.model import Gpu
 from gpushare.base.selection import select
 from gpushare.base.units import format_bytes, format_duration, parse_memory_limit
-from gpushare.cli.options import Command, option, verb
+from gpushare.cli.options import Command, Refused, option, refuse, verb
 from gpushare.measure.dcgm import read_measured
 from gpushare.measure.recording import GpuUse, Recording
 from gpushare.show.result import Column, Result, Table, plain_value
@@ -23,6 +23,11 @@ from gpushare.show.result import Column, Result, Table, plain_value
 _MOST_HOURS: Final = Decimal(87_840)
 _MOST_PRICE: Final = Decimal(1_000_000)
 _KNOWN_NAMES: Final = ", ".join(price.instance for price in KNOWN_PRICES)
+
+_REFUSED: Final = (
+    Refused("--from", "--gpus --load --memory", "they are in the recording", "--from week.jsonl"),
+    Refused("--gpu", "--from", "it chooses GPUs of a recording", "--from week.jsonl -g 0", needs=True),
+)
 
 
 @verb(Command)
@@ -49,21 +54,17 @@ def savings(
     or the published one of the instance type, where gpushare knows it.
     Example: gpushare savings --gpus 4 --load 25 --instance g4dn.2xlarge --price 0.752
     """
+    refuse(_REFUSED)
     target = _parse_number("--target-load", target_load, Decimal(100))
     cost = _price_of_hour(price, instance, _parse_number("--hours", hours, _MOST_HOURS))
     capacity = None if gpu_memory is None else parse_memory_limit(gpu_memory, "--gpu-memory")
     if read is not None:
-        if gpus is not None or load is not None or memory is not None:
-            raise BadCombination(
-                "--from takes the number of GPUs, load and memory from the recording",
-                f"drop --gpus, --load and --memory: gpushare savings --from {read}",
-            )
         recording, uses = _chosen_uses(read, gpu)
         work = [_recorded_work(use) for use in uses]
         capacity = capacity if capacity is not None else _smallest_memory(uses)
         notes = _recording_notes(recording, uses)
     else:
-        work, notes = _typed_work(gpus, load, memory, gpu), []
+        work, notes = _typed_work(gpus, load, memory), []
     saved = save(work, price=cost, target_load=target, gpu_memory_bytes=capacity)
     notes.append("the overhead of sharing is not included: measure before you give machines back")
     answer = SavingsAnswer(
@@ -109,13 +110,13 @@ def _price_of_hour(price: str | None, instance: str | None, hours: Decimal) -> P
     )
 
 
-def _typed_work(gpus: int | None, load: str | None, memory: str | None, gpu: str | None) -> list[Work]:
+def _typed_work(gpus: int | None, load: str | None, memory: str | None) -> list[Work]:
     """Return the work of each GPU as --gpus, --load and --memory give it."""
-    if gpus is None or load is None or gpu is not None:
+    if gpus is None or load is None:
         raise BadUsage(
-            "-g is only used with --from" if gpu is not None else "--gpus and --load are needed together, or --from",
+            "--gpus and --load are needed together, or --from",
             "give --gpus 4 --load 25; or a recording: gpushare savings --from FILE",
-            code="bad_combination" if gpu is not None else "no_load",
+            code="no_load",
         )
     if not 1 <= gpus <= MOST_GPUS:
         raise BadUsage(

@@ -21,11 +21,13 @@ from gpushare.cli.options import (
     AskingCommand,
     ChangingCommand,
     Command,
+    Refused,
     argument,
     ask_and_carry_out,
     flag,
     gpus_of,
     option,
+    refuse,
     settings,
 )
 from gpushare.host.host import Host
@@ -282,11 +284,8 @@ def set_slice(
     Without a JOB: it sets the level of whole GPUs, and compute mode default if another mode is in the way. Needs root;
     both are lost at a reboot, and running programs may keep the old level.
     """
+    refuse((Refused("--gpu --beside-mps", "JOB", "the slice of a job applies on all its GPUs", "500us JOB"),))
     if job is not None:
-        if gpu is not None or beside_mps:
-            raise BadCombination(
-                "-g and --beside-mps are for levels: the slice of a job applies on all its GPUs", _EXAMPLE
-            )
         return _set_slice_of_job(level, job)
     if level[:1].isdigit() and level.endswith("s"):
         raise BadUsage(
@@ -356,12 +355,8 @@ def reset(
 
     Without a JOB it restores level default, and the compute mode from before `timeslice set`, which needs root.
     """
+    refuse((Refused("--gpu", "JOB", "the slice of a job applies on all its GPUs", "JOB"),))
     if job is not None:
-        if gpu is not None:
-            raise BadCombination(
-                "-g is for levels: the slice of a job applies on all its GPUs",
-                "for example: gpushare timeslice reset JOB",
-            )
         return _change_slices(
             job,
             lambda host, control, target, processes, consent: plan_restore(

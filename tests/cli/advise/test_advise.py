@@ -626,9 +626,9 @@ def test_without_a_terminal_nothing_is_asked(cli: Any) -> None:
         (("--latency", "fast"), "bad_duration", 2),
         (("--production", "x"), "bad_count", 2),
         (("--production", "1", "--processes", "2"), "two_counts", 2),
-        (("--live", "--file", "x"), "two_sources", 2),
-        (("--mechanism", "mps", "--apply"), "explained_and_applied", 2),
-        (("--live", "--production", "1"), "two_sources", 2),
+        (("--live", "--file", "x"), "bad_combination", 2),
+        (("--mechanism", "mps", "--apply"), "bad_combination", 2),
+        (("--live", "--production", "1"), "bad_combination", 2),
         (("--file", "/nowhere/w.yaml"), "no_file", 6),
         (("--from", "/nowhere/r.jsonl"), "no_recording", 6),
         (("-g", "7"), "unknown_gpu", 6),
@@ -667,8 +667,8 @@ def test_a_file_that_is_no_text(cli: Any, tmp_path: Path) -> None:
     file = tmp_path / "w.yaml"
     file.write_bytes(b"\xff\xfe\x00")
     answer = cli("advise", "-f", str(file))
-    assert answer.code == 1
-    assert "it is not UTF-8" in answer.err
+    assert answer.code == 2
+    assert "is not UTF-8" in answer.err
 
 
 def test_a_user_without_root_gets_sudo(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -283,7 +283,7 @@ def test_textfile_is_whole_or_the_old_one(cli: Cli, tmp_path: Path, monkeypatch:
     [
         (("--textfile", "/nowhere/at/all/a.prom"), "not_written", 4),
         (("--textfile", "/tmp/a.txt"), "bad_textfile", 2),
-        (("--rules", "--dashboard"), "bad_export", 2),
+        (("--rules", "--dashboard"), "bad_combination", 2),
     ],
 )
 def test_refused(refused: Refused, words: tuple[str, ...], code: str, exit_code: int) -> None:

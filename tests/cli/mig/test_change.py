@@ -230,7 +230,7 @@ def test_the_printed_undo_brings_the_old_layout_back(words: tuple[str, ...]) -> 
         (A100, ("apply", "3g.40gb:1"), "bad_placement", 2),
         (A100, ("apply",), "no_wish", 2),
         (A100, ("apply", "1g.10gb", "-f", "x.yaml"), "no_wish", 2),
-        (A100, ("apply", "1g.10gb", "-c", "day"), "no_file", 2),
+        (A100, ("apply", "1g.10gb", "-c", "day"), "bad_combination", 2),
         (A100, ("destroy", "train"), "unknown_instance", 6),
         (A100, ("destroy", "0/99"), "unknown_instance", 6),
         (A100, ("name", "train", "0/1"), "unknown_instance", 6),

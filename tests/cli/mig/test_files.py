@@ -181,7 +181,7 @@ def test_a_lost_gpu_is_not_as_asked(cli: Cli) -> None:
     [
         ([], "no_wish", 2),
         (["1g.10gb", "-f", "x"], "no_wish", 2),
-        (["1g.10gb", "-c", "x"], "no_wish", 2),
+        (["1g.10gb", "-c", "x"], "bad_combination", 2),
         (["banana"], "bad_profile", 2),
         (["9g.99gb"], "mig_profile_unknown", 3),
         (["1g.10gb", "-g", "9"], "unknown_gpu", 6),

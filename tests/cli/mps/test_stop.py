@@ -169,8 +169,8 @@ def test_foreign_daemon_only_by_its_directory_and_yes(refused: Refused, cli: Cli
 @pytest.mark.usefixtures("daemon")
 def test_two_ways_of_naming(refused: Refused) -> None:
     refused("mps", "stop", "-g", "0", "--pipe-directory", "/x", code="two_names", exit_code=2)
-    message = refused("mps", "stop", "--drain", "5s", "--force", code="bad_combination", exit_code=2)
-    assert "to wait first: --drain 60s; at once: --force" in message
+    message = refused("mps", "stop", "--drain", "5", "--force", code="bad_combination", exit_code=2)
+    assert "for example: gpushare mps stop -g 0 --drain 60s" in message
 
 
 def test_several_gpus(refused: Refused, cli: Cli) -> None:
