@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from gpushare.advice.facts import mps_clients, no_static_partitions
-from gpushare.advice.table import Cell, Table, driver_branch
+from gpushare.advice.table import Cell, Table, dated_values, driver_branch, options_of
 from gpushare.base.model import ComputeMode, Way
 from gpushare.base.units import counted, format_bytes
 from gpushare.gpu_models import named_model
@@ -304,14 +304,14 @@ def explanation(
     """Return all that is known about a cell: views, level, options, contradiction, sources."""
     entry, cell, row = table.entries[mechanism, row_key], table.cell(mechanism, row_key, driver), table.row(row_key)
     lines = [("question", row.question), ("published 2022", cell.published)]
-    for dated in entry.today:
-        lines.append(("today" if dated.since is None else f"driver {dated.since} on", dated.value))
-    if len(entry.today) > 1:
-        lines[2] = (f"before driver {entry.today[1].since}", lines[2][1])
+    today = dated_values(entry["today"], "text")
+    lines += [("today" if since is None else f"driver {since} on", text) for since, text in today]
+    if len(today) > 1:
+        lines[2] = (f"before driver {today[1][0]}", lines[2][1])
     lines += _host_lines(table, mechanism, row_key, host, why_no_host)
     lines.append(("level", f"{cell.level} (of {', '.join(row.levels)})"))
     branch = driver_branch(driver)
-    for option in entry.options:
+    for option in options_of(entry):
         since = "" if option.since is None else f", driver {option.since} on"
         missing = branch is not None and option.since is not None and branch < option.since
         lines.append(

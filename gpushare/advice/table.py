@@ -7,16 +7,16 @@ the rules read the levels. All of it is data: ``gpushare/data/mechanisms.yaml``.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
+from gpushare.advice.ways import close_name_text, keys_named, way_of
 from gpushare.base.errors import BadUsage
 from gpushare.base.model import Way
 from gpushare.base.package import package_text
 from gpushare.base.units import plain_name, quoted
 
-T = TypeVar("T")
 COLUMNS: Final = (Way.STREAMS, Way.MPS, Way.TIMESLICE, Way.MIG, Way.VGPU)
 
 
@@ -36,7 +36,7 @@ class Row:
 
     key: str
     title: str
-    published_title: str
+    published: str
     question: str
     levels: tuple[str, ...]
 
@@ -73,35 +73,13 @@ class Cell:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dated:
-    """A value that is valid from a driver branch on."""
-
-    since: int | None
-    value: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Entry:
-    """One cell as it is in the file, for all drivers."""
-
-    published: str
-    today: tuple[Dated, ...]
-    level: tuple[Dated, ...]
-    limit: tuple[Dated, ...]
-    sources: tuple[str, ...]
-    options: tuple[Option, ...] = ()
-    contradiction: str | None = None
-    note: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Table:
-    """The whole table. ``titles`` are the mechanisms' display names."""
+    """The whole table. ``titles`` are the mechanisms' display names, ``entries`` its cells for all drivers, as in the file."""
 
     rows: tuple[Row, ...]
     titles: Mapping[Way, str]
     sources: Mapping[str, Source]
-    entries: Mapping[tuple[Way, str], Entry]
+    entries: Mapping[tuple[Way, str], Mapping[str, Any]]
     # The rules of one answer look at the same cells some hundred times.
     _cells: dict[tuple[Way, str, str | None], Cell] = field(default_factory=dict, compare=False, repr=False)
 
@@ -133,22 +111,26 @@ class Table:
         """Return a cell as it is on a driver, from its entry for all drivers."""
         row, entry = self.row(row_key), self.entries[mechanism, row_key]
         branch = driver_branch(driver)
-        today, level, limit = (_newest_on(dated, branch) for dated in (entry.today, entry.level, entry.limit))
-        changes = [dated.since for dated in (today, level, limit) if dated is not None and dated.since is not None]
+        since_text, today = _newest_on(dated_values(entry["today"], "text"), branch)
+        since_level, level = _newest_on(dated_values(entry["level"], "level"), branch)
+        since_limit, limit = _newest_on(dated_values(entry.get("limit"), "limit"), branch)
+        changes = [since for since in (since_text, since_level, since_limit) if since is not None]
         return Cell(
             mechanism=mechanism,
             row=row.key,
-            published=entry.published,
-            today=entry.published if today is None else today.value,
-            level=row.levels[0] if level is None else level.value,
-            sources=tuple(self.sources[key] for key in entry.sources),
+            published=entry["published"],
+            today=entry["published"] if today is None else today,
+            level=row.levels[0] if level is None else level,
+            sources=tuple(self.sources[key] for key in entry["source"]),
             since=max(changes, default=None),
-            limit=None if limit is None else int(limit.value),
+            limit=limit,
             options=tuple(
-                choice for choice in entry.options if choice.since is None or branch is None or choice.since <= branch
+                choice
+                for choice in options_of(entry)
+                if choice.since is None or branch is None or choice.since <= branch
             ),
-            contradiction=entry.contradiction,
-            note=entry.note,
+            contradiction=entry.get("contradiction"),
+            note=entry.get("note"),
         )
 
     def level(self, mechanism: Way, row_key: str, driver: str | None = None, *, option: str | None = None) -> str:
@@ -184,10 +166,32 @@ def driver_branch(driver: str | None) -> int | None:
     return int(match.group()) if match else None
 
 
-def _newest_on(dated: tuple[Dated, ...], branch: int | None) -> Dated | None:
-    """Return the newest value that is valid on a branch. The file goes from old to new."""
-    holding = [entry for entry in dated if entry.since is None or branch is None or entry.since <= branch]
-    return holding[-1] if holding else None
+# A value of a cell, after the first driver branch for which it is true; None means all of them.
+_Dated = tuple["int | None", Any]
+
+
+def dated_values(value: Any, name: str) -> list[_Dated]:
+    """Return the values of a cell of the file from old to new: one, or a list of ``{since, NAME}``; None: there is none."""
+    if value is None:
+        return []
+    several = value if isinstance(value, list) else [{name: value}]
+    return [(_since(entry), entry[name]) for entry in several]
+
+
+def _newest_on(dated: Sequence[_Dated], branch: int | None) -> _Dated:
+    """Return the newest value that is valid on a branch; the value None: there is none."""
+    valid = [(since, value) for since, value in dated if since is None or branch is None or since <= branch]
+    return valid[-1] if valid else (None, None)
+
+
+def options_of(entry: Mapping[str, Any]) -> list[Option]:
+    """Return the options of a cell of the file, on any driver."""
+    options = entry.get("options") or {}
+    return [Option(**{**option, "key": key, "since": _since(option)}) for key, option in options.items()]
+
+
+def _since(entry: Mapping[str, Any]) -> int | None:
+    return None if entry.get("since") is None else int(entry["since"])
 
 
 def load_table() -> Table:
@@ -201,66 +205,18 @@ def parse_table(text: str) -> Table:
 
     raw = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 - a safe one
     sources = {key: Source(key=key, **entry) for key, entry in raw["sources"].items()}
-    rows = tuple(
-        Row(
-            key=entry["key"],
-            title=entry["title"],
-            published_title=entry["published"],
-            question=entry["question"],
-            levels=tuple(entry["levels"]),
-        )
-        for entry in raw["rows"]
-    )
+    rows = tuple(Row(**{**entry, "levels": tuple(entry["levels"])}) for entry in raw["rows"])
     columns = {mechanism: raw["mechanisms"][mechanism.value] for mechanism in COLUMNS}
     return Table(
         rows=rows,
         titles={mechanism: column["title"] for mechanism, column in columns.items()},
         sources=sources,
         entries={
-            (mechanism, row.key): _parse_entry(column["cells"][row.key])
-            for mechanism, column in columns.items()
-            for row in rows
+            (mechanism, row.key): column["cells"][row.key] for mechanism, column in columns.items() for row in rows
         },
     )
 
 
-def _parse_entry(cell: Mapping[str, Any]) -> Entry:
-    """Return the entry of a cell of the file."""
-    options = (cell.get("options") or {}).items()
-    return Entry(
-        published=cell["published"],
-        today=_parse_dated(cell["today"], "text"),
-        level=_parse_dated(cell["level"], "level"),
-        limit=_parse_dated(cell["limit"], "limit") if "limit" in cell else (),
-        sources=tuple(cell["source"]),
-        options=tuple(
-            Option(key=key, level=entry["level"], text=entry["text"], since=_since(entry)) for key, entry in options
-        ),
-        contradiction=cell.get("contradiction"),
-        note=cell.get("note"),
-    )
-
-
-def _parse_dated(value: Any, name: str) -> tuple[Dated, ...]:
-    """Return a value that may differ by driver: one value, or a list of ``{since, NAME}`` from old to new."""
-    several = value if isinstance(value, list) else [{name: value}]
-    return tuple(Dated(since=_since(entry), value=str(entry[name])) for entry in several)
-
-
-def _since(entry: Mapping[str, Any]) -> int | None:
-    return None if entry.get("since") is None else int(entry["since"])
-
-
-K = TypeVar("K")
-_MECHANISMS: Final = {
-    Way.STREAMS: ("streams", "stream", "cudastreams", "cudastream"),
-    Way.MPS: ("mps", "multiprocessservice", "cudamps"),
-    Way.TIMESLICE: ("timeslice", "timeslicing", "timeslices", "timesliced", "timesharing", "ts"),
-    Way.MIG: ("mig", "multiinstancegpu"),
-    Way.VGPU: ("vgpu", "virtualgpu"),
-}
-# Jobs take the GPU one after another with these: nothing that the rows ask is shared.
-_WITHOUT_COLUMN: Final = ("turns", "swap")
 _ROWS: Final = {
     "partition_type": ("type", "partition"),
     "max_partitions": ("max", "partitions", "clients", "number"),
@@ -279,24 +235,17 @@ def mechanism_named(text: str) -> Way:
     """Return the mechanism that a user names: ``MPS``, ``time-slicing``, ``ts``.
 
     Raises:
-        BadUsage: there is none of that name.
+        BadUsage: the table has none of that name.
     """
-    mechanisms = _keys_named(text, _MECHANISMS)
-    if len(mechanisms) == 1:
-        return mechanisms[0]
-    if plain_name(text) in _WITHOUT_COLUMN:
-        name = plain_name(text)
+    name = plain_name(text)
+    if name in {Way.TURNS.value, Way.SWAP.value}:
+        # Jobs take the GPU one after another with these: nothing that the rows ask is shared.
         raise BadUsage(
             f"{name} is not in the table: it is for jobs that do not fit at the same time",
             f"see: gpushare explain {name}, and gpushare advise --mechanism {name}",
             code="no_mechanism",
         )
-    raise BadUsage(
-        f"{quoted(text)} is not a way of sharing that gpushare compares",
-        _close_name_text(text, {way.value: names for way, names in _MECHANISMS.items()})
-        + "give streams, mps, time-slicing, mig or vgpu",
-        code="no_mechanism",
-    )
+    return way_of(text, COLUMNS)
 
 
 def row_named(table: Table, text: str) -> Row:
@@ -305,8 +254,8 @@ def row_named(table: Table, text: str) -> Row:
     Raises:
         BadUsage: there is none, or several fit.
     """
-    names = {row.key: (row.key, row.title, row.published_title, *_ROWS.get(row.key, ())) for row in table.rows}
-    keys = _keys_named(text, names)
+    names = {row.key: (row.key, row.title, row.published, *_ROWS.get(row.key, ())) for row in table.rows}
+    keys = keys_named(text, names)
     if len(keys) == 1:
         return table.row(keys[0])
     if keys:
@@ -317,29 +266,6 @@ def row_named(table: Table, text: str) -> Row:
         )
     raise BadUsage(
         f"{quoted(text)} is not a row of the table",
-        _close_name_text(text, names) + f"its rows: {', '.join(row.key for row in table.rows)}",
+        close_name_text(text, names) + f"its rows: {', '.join(row.key for row in table.rows)}",
         code="no_row",
     )
-
-
-def _keys_named(text: str, names: Mapping[K, Iterable[str]]) -> list[K]:
-    """Return the keys with exactly this name; else those whose names begin with it; else those that contain it."""
-    asked = plain_name(text)
-    if not asked:
-        return []
-    bare = {key: [plain_name(name) for name in several] for key, several in names.items()}
-    exact = [key for key, several in bare.items() if asked in several]
-    # One or two letters are too short to match a part of a name.
-    if exact or len(asked) < 3:
-        return exact
-    begins = [key for key, several in bare.items() if any(name.startswith(asked) for name in several)]
-    return begins or [key for key, several in bare.items() if any(asked in name for name in several)]
-
-
-def _close_name_text(text: str, names: Mapping[str, Iterable[str]]) -> str:
-    """Return the question whether a similar name was meant; empty: there is none."""
-    import difflib
-
-    by_bare = {plain_name(name): key for key, several in names.items() for name in several}
-    close = difflib.get_close_matches(plain_name(text), by_bare, n=1, cutoff=0.6)
-    return f"did you mean {by_bare[close[0]]}? " if close else ""

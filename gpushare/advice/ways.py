@@ -3,37 +3,31 @@
 from __future__ import annotations
 
 import difflib
-from typing import Final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, TypeVar
 
 from gpushare.base.errors import BadUsage
 from gpushare.base.model import Way
+from gpushare.base.units import plain_name, quoted
+
+K = TypeVar("K")
 
 # What can be the answer, in the order of its table.
 ADVISED: Final = tuple(
     way for way in Way if way not in {Way.EXCLUSIVE, Way.PROHIBITED, Way.MPS_TIMESLICE, Way.CAPS, Way.THREADS}
 )
-# Other words for them.
-_ALIASES: Final = {
-    "exclusive": Way.WHOLE,
-    "whole": Way.WHOLE,
-    "queue": Way.WHOLE,
-    "turn": Way.TURNS,
-    "by-turns": Way.TURNS,
-    "in-turns": Way.TURNS,
-    "swapping": Way.SWAP,
-    "by-swap": Way.SWAP,
-    "idle": Way.SWAP,
-    "stream": Way.STREAMS,
-    "time-slicing": Way.TIMESLICE,
-    "timeslicing": Way.TIMESLICE,
-    "time-slice": Way.TIMESLICE,
-    "ts": Way.TIMESLICE,
-    "slice": Way.SLICES,
-    "time-slices": Way.SLICES,
-    "priority": Way.MPS_PRIORITY,
-    "static": Way.MPS_STATIC,
-    "mig+time-slicing": Way.MIG_TIMESLICE,
-    "fix": Way.FIX,
+# Other names for them, besides the beginnings and parts of their own.
+_OTHER_NAMES: Final = {
+    Way.WHOLE: ("exclusive", "queue"),
+    Way.TURNS: ("by-turns", "in-turns"),
+    Way.SWAP: ("swapping", "by-swap", "idle"),
+    Way.STREAMS: ("CUDA streams",),
+    Way.TIMESLICE: ("time-slicing", "time-sharing", "ts"),
+    Way.SLICES: ("time-slices",),
+    Way.MPS: ("multi-process service",),
+    Way.MIG: ("multi-instance GPU",),
+    Way.VGPU: ("virtual GPU",),
+    Way.MIG_TIMESLICE: ("mig+time-slicing",),
 }
 
 ALL_MPS: Final = (Way.MPS, Way.MPS_PRIORITY, Way.MPS_STATIC, Way.MPS_STREAMS)
@@ -46,17 +40,38 @@ LEAVING: Final = (Way.TURNS, Way.SWAP)
 SHARING: Final = (Way.WHOLE, *CONCURRENT)
 
 
-def way_of(text: str) -> Way:
-    """Return the way that a user names.
+def way_of(text: str, ways: Sequence[Way] = ADVISED) -> Way:
+    """Return the one of some ways that a user names: ``MPS``, ``time-slicing``, ``ts``.
 
     Raises:
-        BadUsage: there is none of that name; the hint names close ones.
+        BadUsage: there is none of that name; the hint names a close one.
     """
-    word = text.strip().lower()
-    names = {**_ALIASES, **{way.value: way for way in ADVISED}}
-    if word in names:
-        return names[word]
-    close = difflib.get_close_matches(word, names, n=2, cutoff=0.5)
-    known = ", ".join(way.value for way in ADVISED)
-    hint = f"did you mean {' or '.join(close)}? All: {known}" if close else f"give one of: {known}"
-    raise BadUsage(f"'{text[:40]}' is not a way of sharing", hint, code="bad_mechanism")
+    names = {way: (way.value, *_OTHER_NAMES.get(way, ())) for way in ways}
+    named = keys_named(text, names)
+    if len(named) == 1:
+        return named[0]
+    listed = ", ".join(way.value for way in ways)
+    raise BadUsage(
+        f"{quoted(text)} is not a way of sharing", f"{close_name_text(text, names)}give {listed}", code="no_mechanism"
+    )
+
+
+def keys_named(text: str, names: Mapping[K, Iterable[str]]) -> list[K]:
+    """Return the keys with exactly this name; else those whose names begin with it; else those that contain it."""
+    asked = plain_name(text)
+    if not asked:
+        return []
+    bare = {key: [plain_name(name) for name in several] for key, several in names.items()}
+    exact = [key for key, several in bare.items() if asked in several]
+    # One or two letters are too short to match a part of a name.
+    if exact or len(asked) < 3:
+        return exact
+    begins = [key for key, several in bare.items() if any(name.startswith(asked) for name in several)]
+    return begins or [key for key, several in bare.items() if any(asked in name for name in several)]
+
+
+def close_name_text(text: str, names: Mapping[K, Sequence[str]]) -> str:
+    """Return the question whether a similar key was meant, by the first of its names; empty: there is none."""
+    by_bare = {plain_name(name): several[0] for several in names.values() for name in several}
+    close = difflib.get_close_matches(plain_name(text), by_bare, n=1, cutoff=0.6)
+    return f"did you mean {by_bare[close[0]]}? " if close else ""

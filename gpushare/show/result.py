@@ -172,6 +172,9 @@ def jsonable(value: Any) -> Any:
         return float(value) if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {well_formed(str(key)): jsonable(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
+    if isinstance(value, (set, frozenset)):
+        # Else the order of texts would differ from run to run.
+        return sorted(map(jsonable, value), key=str)
+    if isinstance(value, (list, tuple)):
         return [jsonable(item) for item in value]
     return value

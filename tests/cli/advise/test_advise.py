@@ -606,7 +606,7 @@ def test_without_a_terminal_nothing_is_asked(cli: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "exit_code"),
     [
-        (("--mechanism", "mgi"), "bad_mechanism", 2),
+        (("--mechanism", "mgi"), "no_mechanism", 2),
         (("--processes", "0"), "bad_count", 2),
         (("--processes", "many"), "bad_count", 2),
         (("--processes", "9" * 5000), "bad_count", 2),
