@@ -7,9 +7,9 @@ import math
 import time
 from typing import Any, Final
 
-from gpushare.base.errors import GpuLost, GpushareError, NotFound, or_none
+from gpushare.base.errors import GpushareError, or_none
 from gpushare.base.values import dataclass
-from gpushare.host.nvml import NvmlReader, read_utilization
+from gpushare.host.nvml import NvmlReader
 
 # GPM averages between two samples: shorter windows are noise.
 _WINDOW_SECONDS: Final = 0.1
@@ -139,16 +139,8 @@ class BandwidthRecorder(ActivityRecorder):
 
 
 def samples_since(nvml: NvmlReader, index: int, since: float) -> list[tuple[int, int]] | None:
-    """Return PID and SM % of every sample since a Unix time (nvmlDeviceGetProcessUtilization).
-
-    A sample covers the time before it; idle processes have none. None without support (MIG, old GPUs) and for a lost
-    GPU. Under MPS all work counts for the server's PID.
-    """
-    try:
-        handle = nvml.handle(index)
-        rows = nvml.ask(lambda api: read_utilization(api, handle, int(since * 1e6)), str(index))
-    except GpushareError as error:
-        return [] if isinstance(error, NotFound) and not isinstance(error, GpuLost) else None
+    """Return PID and SM % of every sample since a Unix time, as `NvmlReader.work_samples`; also None for a lost GPU."""
+    rows = or_none(lambda: nvml.work_samples(index, since))
     return None if rows is None else [(pid, percent) for pid, _, percent in rows]
 
 

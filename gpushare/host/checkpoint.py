@@ -41,14 +41,8 @@ class _LockArguments(ctypes.Structure):
     _fields_ = (("timeoutMs", ctypes.c_uint), ("reserved0", ctypes.c_uint), ("reserved1", ctypes.c_uint64 * 7))
 
 
-class _UnlockArguments(ctypes.Structure):
-    """CUcheckpointUnlockArgs."""
-
-    _fields_ = (("reserved", ctypes.c_uint64 * 8),)
-
-
-class _CheckpointArguments(ctypes.Structure):
-    """CUcheckpointCheckpointArgs."""
+class _ReservedArguments(ctypes.Structure):
+    """CUcheckpointUnlockArgs and CUcheckpointCheckpointArgs, which say nothing yet."""
 
     _fields_ = (("reserved", ctypes.c_uint64 * 8),)
 
@@ -102,14 +96,14 @@ class Checkpoint:
         Raises:
             NotSupported, OperationFailed, TimedOut: the driver refused, or did not answer.
         """
-        arguments = _UnlockArguments()
+        arguments = _ReservedArguments()
         code = self._call("cuCheckpointProcessUnlock", pid, ctypes.byref(arguments), seconds=CALL_SECONDS)
         if code != ILLEGAL_STATE:
             _check_code(code, "unlock", pid)
 
     def checkpoint(self, pid: int, size: int) -> None:
         """Copy the GPU memory of a locked process, ``size`` bytes, to host memory and free it. Raises as `lock`."""
-        arguments = _CheckpointArguments()
+        arguments = _ReservedArguments()
         seconds = CALL_SECONDS + size / _LEAST_BYTES_PER_SECOND
         _check_code(
             self._call("cuCheckpointProcessCheckpoint", pid, ctypes.byref(arguments), seconds=seconds), "swap out", pid

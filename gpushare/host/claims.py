@@ -175,26 +175,27 @@ def make_claim(host: Host, key: str, prefix: str = EXCLUSIVE) -> HeldClaim:
 
 def all_claims(host: Host, prefix: str = EXCLUSIVE) -> list[Claim] | None:
     """Return the live claims with a prefix; None: unknown."""
+    claims = _claims_or_reason(host, prefix)
+    return None if isinstance(claims, str) else claims
+
+
+def why_unreadable(host: Host, prefix: str) -> str | None:
+    """Return why `all_claims` is None, and what to do; None: it is not."""
+    claims = _claims_or_reason(host, prefix)
+    return claims if isinstance(claims, str) else None
+
+
+def _claims_or_reason(host: Host, prefix: str) -> list[Claim] | str:
+    """Return the live claims with a prefix, or why they cannot be read, and what to do."""
+    directory = claim_directory(host)
     try:
-        return list(_claims(claim_directory(host), prefix=prefix))
+        return list(_claims(directory, prefix=prefix))
     except FileNotFoundError:
         return []
-    except (OSError, OperationFailed):
-        return None
-
-
-def why_unreadable(host: Host, prefix: str = EXCLUSIVE) -> str | None:
-    """Return why `all_claims` is None, and what to do; None: it is not."""
-    try:
-        for _ in _claims(claim_directory(host), prefix=prefix):
-            pass
-    except FileNotFoundError:
-        return None
     except OSError as error:
-        return f"{claim_directory(host)} cannot be read: {error.strerror or error}"
+        return f"{directory} cannot be read: {error.strerror or error}"
     except OperationFailed as error:
         return f"{error.message}; {error.hint}"
-    return None
 
 
 def live_claims(host: Host) -> dict[str, Claim] | None:

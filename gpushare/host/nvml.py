@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from ctypes import byref, c_uint, c_ulonglong
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from typing import Any, Final, TypeVar
 
 from gpushare.base.errors import (
@@ -94,8 +95,8 @@ _NO_VALUE: Final = 0xFFFFFFFFFFFFFFFF
 # One C call instead of two: ask again only if a GPU has more processes than this.
 _PROCESS_ROOM: Final = 64
 _SAMPLE_ROOM: Final = 256
-# Two seconds: older samples are about finished work.
-_SAMPLE_WINDOW_US: Final = 2_000_000
+# Older samples are about finished work.
+_SAMPLE_WINDOW_SECONDS: Final = 2.0
 _MOST_ROOM: Final = 2**16
 
 
@@ -127,20 +128,6 @@ def _rows(nvml: Any, kind: Any, room: int, call: Callable[[Any, Any], int]) -> l
             nvml._nvmlCheckReturn(code)
             return list(rows[: count.value])
         room = max(2 * room, count.value + 16)
-
-
-def read_samples(nvml: Any, handle: Any) -> dict[int, int]:
-    """Return the newest SM % by PID of the last two seconds (nvmlDeviceGetProcessUtilization).
-
-    Raises:
-        pynvml.NVMLError: as the driver answers; NotFound when there is no sample.
-    """
-    since = max(0, int(time.time() * 1e6) - _SAMPLE_WINDOW_US)
-    newest: dict[int, tuple[int, int]] = {}
-    for pid, stamp, percent in read_utilization(nvml, handle, since):
-        if stamp >= newest.get(pid, (0, 0))[0]:
-            newest[pid] = (stamp, percent)
-    return {pid: percent for pid, (_, percent) in newest.items()}
 
 
 def read_utilization(nvml: Any, handle: Any, since_us: int) -> list[tuple[int, int, int]]:
@@ -310,9 +297,9 @@ class NvmlReader:
         if index not in self._static:
             handle = self.handle(index)
             self._static[index] = {
-                "uuid": _text(self._value(index, "nvmlDeviceGetUUID")),
-                "name": _text(self._value(index, "nvmlDeviceGetName")),
-                "pci_bus_id": _text(self.ask(lambda nvml: nvml.nvmlDeviceGetPciInfo(handle).busId, str(index))),
+                "uuid": nvml_text(self._value(index, "nvmlDeviceGetUUID")),
+                "name": nvml_text(self._value(index, "nvmlDeviceGetName")),
+                "pci_bus_id": nvml_text(self.ask(lambda nvml: nvml.nvmlDeviceGetPciInfo(handle).busId, str(index))),
             }
         return self._static[index]
 
@@ -529,11 +516,11 @@ class NvmlReader:
 
     def _mig_instance(self, mig: Any, gpu: str) -> MigInstance:
         """Return a MIG instance by its handle."""
-        name = _text(self.ask(lambda nvml: nvml.nvmlDeviceGetName(mig), gpu))
+        name = nvml_text(self.ask(lambda nvml: nvml.nvmlDeviceGetName(mig), gpu))
         attributes = self.ask(lambda nvml: nvml.nvmlDeviceGetAttributes(mig), gpu)
         memory = self._memory(mig, gpu)
         return MigInstance(
-            uuid=_text(self.demand(lambda nvml: nvml.nvmlDeviceGetUUID(mig), gpu)) or "",
+            uuid=nvml_text(self.demand(lambda nvml: nvml.nvmlDeviceGetUUID(mig), gpu)) or "",
             gpu_instance_id=self.ask(lambda nvml: nvml.nvmlDeviceGetGpuInstanceId(mig), gpu),
             compute_instance_id=self.ask(lambda nvml: nvml.nvmlDeviceGetComputeInstanceId(mig), gpu),
             # "NVIDIA H200 MIG 1g.18gb"
@@ -554,14 +541,15 @@ class NvmlReader:
         merged = self._merged_lists(handle, gpu)
         if merged is None:
             return None
-        samples = self._sm_samples(handle, gpu) if merged else {}
+        samples = self.work_samples(index, time.time() - _SAMPLE_WINDOW_SECONDS) if merged else []
+        newest = None if samples is None else {pid: percent for pid, _, percent in sorted(samples, key=itemgetter(1))}
         return tuple(
             GpuProcess(
                 pid=pid,
                 gpu_instance_id=gpu_instance,
                 compute_instance_id=compute_instance,
                 # Under MPS all work counts for the server's PID: a client's share is unknown.
-                sm_percent=None if samples is None or entry.get("mps") else samples.get(pid, 0),
+                sm_percent=None if newest is None or entry.get("mps") else newest.get(pid, 0),
                 **entry,
             )
             for (pid, gpu_instance, compute_instance), entry in sorted(merged.items(), key=lambda item: item[0][0])
@@ -618,35 +606,33 @@ class NvmlReader:
         return rows
 
     def last_work(self, index: int, since: float) -> dict[int, float] | None:
-        """Return when processes last worked since a time, in seconds since 1970, by PID; None: unknown.
-
-        The driver keeps the samples of a while only (nvmlDeviceGetProcessUtilization); 0 asks for all of them.
-        """
-        handle, gpu = self.handle(index), str(index)
-        try:
-            samples = self.ask(lambda nvml: read_utilization(nvml, handle, int(since * 1e6)), gpu)
-        except NotFound:
-            return {}
+        """Return when processes last worked since a time, in seconds since 1970, by PID; None: unknown."""
+        samples = self.work_samples(index, since)
         if samples is None:
             return None
-        newest: dict[int, float] = {}
-        for pid, stamp, percent in samples:
-            if percent > 0:
-                newest[pid] = max(stamp / 1e6, newest.get(pid, 0.0))
-        return newest
+        return {pid: at for pid, at, percent in sorted(samples, key=itemgetter(1)) if percent > 0}
 
-    def _sm_samples(self, handle: Any, gpu: str) -> dict[int, int] | None:
-        """Return SM % by PID (nvmlDeviceGetProcessUtilization; ``nvidia-smi pmon``).
+    def work_samples(self, index: int, since: float) -> list[tuple[int, float, int]] | None:
+        """Return PID, time (seconds since 1970) and SM % of each sample since a time; None: unknown (MIG, old GPUs).
 
-        NotFound means no sample since then, so all are idle (empty); NotSupported means unknown (None).
+        nvmlDeviceGetProcessUtilization, as ``nvidia-smi pmon``. The driver keeps the samples of a while only; 0 asks for all
+        of them. A sample covers the time before it; idle processes have none. Under MPS all work counts for the server.
+
+        Raises:
+            GpushareError: the GPU does not answer.
         """
+        handle = self.handle(index)
         try:
-            return self.ask(lambda nvml: read_samples(nvml, handle), gpu)
+            rows = self.ask(lambda nvml: read_utilization(nvml, handle, max(0, int(since * 1e6))), str(index))
+        except GpuLost:
+            raise
         except NotFound:
-            return {}
+            # No sample since then: all are idle.
+            return []
+        return None if rows is None else [(pid, stamp / 1e6, percent) for pid, stamp, percent in rows]
 
 
-def _text(value: Any) -> str | None:
+def nvml_text(value: Any) -> str | None:
     """Return a text of NVML; None: unknown."""
     if value is None:
         return None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpushare.base.errors import or_none
 from gpushare.base.model import Gpu, VgpuSession
+from gpushare.host.nvml import nvml_text
 
 if TYPE_CHECKING:
     from gpushare.host.nvml import NvmlReader
@@ -42,9 +43,9 @@ def _session(nvml: NvmlReader, index: int, instance: int) -> VgpuSession:
     return VgpuSession(
         gpu_index=index,
         id=int(instance),
-        uuid=_text(ask("nvmlVgpuInstanceGetUUID", instance)),
-        type=_text(name),
-        vm=None if vm is None else _text(vm[0]),
+        uuid=nvml_text(ask("nvmlVgpuInstanceGetUUID", instance)),
+        type=nvml_text(name),
+        vm=None if vm is None else nvml_text(vm[0]),
         memory_total_bytes=None if size is None else int(size),
         memory_used_bytes=None if used is None else int(used),
     )
@@ -55,11 +56,3 @@ def _used_bytes(api: Any, instance: int) -> int:
     value = ctypes.c_ulonglong(0)
     api._nvmlCheckReturn(api._nvmlGetFunctionPointer("nvmlVgpuInstanceGetFbUsage")(instance, ctypes.byref(value)))
     return value.value
-
-
-def _text(value: Any) -> str | None:
-    """Return a text of NVML; None: unknown."""
-    if value is None:
-        return None
-    # The bindings leave the parts of a pair as bytes.
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)

@@ -12,6 +12,7 @@ the first also tells how long one multiplication takes that comes while the othe
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import signal
 import sys
@@ -20,7 +21,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from gpushare.base.errors import BadUsage
 from gpushare.base.units import parse_memory_limit
@@ -31,25 +32,6 @@ _FLOAT_BYTES: Final = 4
 
 class Unusable(Exception):
     """This back end is not installed, or cannot compute here."""
-
-
-class Multiplier(Protocol):
-    """Multiplies matrices on one GPU, in one or several streams."""
-
-    def launch(self, stream: int) -> None:
-        """Queue one multiplication in a stream."""
-
-    def wait(self, stream: int) -> None:
-        """Wait until one stream is done."""
-
-    def copy(self, stream: int) -> None:
-        """Queue the copies of one matrix next to the work of a stream, each way in a stream of its own."""
-
-    def synchronize(self) -> None:
-        """Wait until all streams are done."""
-
-    def element(self) -> float:
-        """Return one element of the last product: the size of the matrices, if it is correct."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,21 +50,51 @@ _PLAIN: Final = Streams()
 _HIGH: Final = -1
 
 
-class TorchMultiplier:
-    """Through PyTorch (cuBLAS), single precision."""
+class Multiplier:
+    """Multiplies matrices on one GPU, single precision by cuBLAS, in one or several streams; by a library of Python."""
+
+    _streams: Sequence[Any]
+    # Of each stream: two factors and their product.
+    _matrices: Sequence[Sequence[Any]]
+    # Of each stream: what it copies, each in a stream of its own.
+    _copies: Sequence[Sequence[Any]]
+
+    def launch(self, stream: int) -> None:
+        """Queue one multiplication in a stream."""
+        raise NotImplementedError
+
+    def wait(self, stream: int) -> None:
+        """Wait until one stream is done."""
+        self._streams[stream].synchronize()
+
+    def copy(self, stream: int) -> None:
+        """Queue the copies of one matrix next to the work of a stream, to and from pinned memory."""
+        raise NotImplementedError
+
+    def synchronize(self) -> None:
+        """Wait until all streams are done."""
+        raise NotImplementedError
+
+    def element(self) -> float:
+        """Return the last element of the first stream's product: the size of the matrices, if it is correct."""
+        return float(self._matrices[0][2][-1, -1])
+
+
+def _new_streams(kind: Streams, count: int, default: Callable[[], Any], new: Callable[..., Any]) -> list[Any]:
+    """Return so many streams of this kind; ``new`` makes one, ``default`` returns the default stream."""
+    if kind.default:
+        return [default() for _ in range(count)]
+    return [new(priority=_HIGH) if kind.first_high and number == 0 else new() for number in range(count)]
+
+
+class TorchMultiplier(Multiplier):
+    """Through PyTorch: torch.matmul, Tensor.copy_."""
 
     def __init__(self, size: int, streams: int, footprint: int, kind: Streams = _PLAIN) -> None:
         self._torch = torch = _library("torch")
         if not torch.cuda.is_available():
             raise Unusable("torch sees no GPU")
-        self._streams = [
-            torch.cuda.default_stream()
-            if kind.default
-            else torch.cuda.Stream(priority=_HIGH)
-            if kind.first_high and number == 0
-            else torch.cuda.Stream()
-            for number in range(streams)
-        ]
+        self._streams = _new_streams(kind, streams, torch.cuda.default_stream, torch.cuda.Stream)
         if kind.copies:
             self._copies = [
                 [
@@ -101,51 +113,34 @@ class TorchMultiplier:
         self.synchronize()
 
     def launch(self, stream: int) -> None:
-        """Queue one multiplication in a stream (torch.matmul)."""
         left, right, product = self._matrices[stream]
         with self._torch.cuda.stream(self._streams[stream]):
             self._torch.matmul(left, right, out=product)
 
-    def wait(self, stream: int) -> None:
-        """Wait until one stream is done."""
-        self._streams[stream].synchronize()
-
     def copy(self, stream: int) -> None:
-        """Queue the copies between device and pinned memory (Tensor.copy_), each in a stream of its own."""
         for beside, target, source in self._copies[stream]:
             with self._torch.cuda.stream(beside):
                 target.copy_(source, non_blocking=True)
 
     def synchronize(self) -> None:
-        """Wait until all streams are done."""
         self._torch.cuda.synchronize()
 
-    def element(self) -> float:
-        """Return the last element of the first stream's product."""
-        return float(self._matrices[0][2][-1, -1])
 
-
-class CupyMultiplier:
-    """Through CuPy (cuBLAS), single precision."""
+class CupyMultiplier(Multiplier):
+    """Through CuPy: cupy.matmul, and set and get of an array."""
 
     def __init__(self, size: int, streams: int, footprint: int, kind: Streams = _PLAIN) -> None:
         self._cupy = cupy = _library("cupy")
+        new_stream = functools.partial(cupy.cuda.Stream, non_blocking=True)
         try:
-            self._streams = [
-                cupy.cuda.Stream.null
-                if kind.default
-                else cupy.cuda.Stream(non_blocking=True, priority=_HIGH)
-                if kind.first_high and number == 0
-                else cupy.cuda.Stream(non_blocking=True)
-                for number in range(streams)
-            ]
+            self._streams = _new_streams(kind, streams, lambda: cupy.cuda.Stream.null, new_stream)
             if kind.copies:
                 pinned = _library("cupyx").zeros_pinned
                 self._copies = [
                     [
                         (
                             up,
-                            cupy.cuda.Stream(non_blocking=True),
+                            new_stream(),
                             cupy.zeros((size, size), dtype="float32"),
                             pinned((size, size), dtype="float32"),
                         )
@@ -161,17 +156,11 @@ class CupyMultiplier:
             raise Unusable(str(error)) from None
 
     def launch(self, stream: int) -> None:
-        """Queue one multiplication in a stream (cupy.matmul)."""
         left, right, product = self._matrices[stream]
         with self._streams[stream]:
             self._cupy.matmul(left, right, out=product)
 
-    def wait(self, stream: int) -> None:
-        """Wait until one stream is done."""
-        self._streams[stream].synchronize()
-
     def copy(self, stream: int) -> None:
-        """Queue the copies between device and pinned memory, each in a stream of its own."""
         for up, beside, device, host in self._copies[stream]:
             if up:
                 device.set(host, stream=beside)
@@ -179,12 +168,7 @@ class CupyMultiplier:
                 device.get(stream=beside, out=host, blocking=False)
 
     def synchronize(self) -> None:
-        """Wait until all streams are done."""
         self._cupy.cuda.Device().synchronize()
-
-    def element(self) -> float:
-        """Return the last element of the first stream's product."""
-        return float(self._matrices[0][2][-1, -1])
 
 
 def _library(name: str) -> Any:

@@ -51,7 +51,7 @@ class Driver:
 def test_the_structures_have_the_size_of_the_drivers() -> None:
     # cuda.h: 64 bytes each (an unsigned int and a reserved one, then eight or seven 64-bit words).
     assert ctypes.sizeof(module._LockArguments) == 64
-    assert ctypes.sizeof(module._UnlockArguments) == 64
+    assert ctypes.sizeof(module._ReservedArguments) == 64
 
 
 def test_a_process_is_locked_and_unlocked() -> None:
