@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from gpushare.advice.advise import (
     Advice,
@@ -23,7 +23,7 @@ from gpushare.advice.advise import (
 from gpushare.advice.limits import threads_together
 from gpushare.advice.questions import other_answers
 from gpushare.advice.rules import Kind, Reason, WayVerdict, verdicts
-from gpushare.base.benchmark import BenchAnswer
+from gpushare.base.benchmark import LEAST_DIFFERENCE, NEAR, BenchAnswer, Summary
 from gpushare.base.model import Way
 
 if TYPE_CHECKING:
@@ -39,23 +39,18 @@ BENCH_WAYS: Final[Mapping[Way, tuple[str, ...]]] = {
     Way.STREAMS: ("streams",),
 }
 _WAY_OF: Final = {name: way for way, names in BENCH_WAYS.items() for name in names}
-# A way this close to the fastest, with overlapping intervals, counts as equal: the rules' order decides.
-NEAR: Final = 0.03
-# Less than this is no difference, however narrow the intervals: repeated runs of one program differ by more.
-_LEAST_DIFFERENCE: Final = 0.01
 
 
 @dataclass(frozen=True)
 class Cell:
-    """The measurement of one way. A larger speed is faster; ``low`` and ``high`` are its interval, if there is one."""
+    """The measurement of one way. A larger speed is faster; ``figures`` are of what was printed or counted."""
 
     name: str
     way: Way
     # Active thread percentage of each copy; None means no cap.
     cap: float | None
     speed: float
-    low: float | None
-    high: float | None
+    figures: Summary
 
     @property
     def title(self) -> str:
@@ -70,29 +65,17 @@ def _measured_cells(bench: BenchAnswer, copies: int) -> list[Cell]:
         figures = cell.throughput
         if cell.copies != copies or figures is None or cell.failures or cell.way not in _WAY_OF:
             continue
-        mean, low, high = figures.mean, figures.low, figures.high
-        if not bench.metric.higher_is_better:
-            # A time per unit: its upper bound is the lower bound of the speed.
-            mean, low, high = _inverse(mean), _inverse(high), _inverse(low)
-        if mean > 0 and math.isfinite(mean):
-            cells.append(Cell(cell.way, _WAY_OF[cell.way], cell.threads_percent, mean, low, high))
+        if figures.mean > 0 and math.isfinite(figures.mean):
+            speed = bench.metric.speed(figures.mean)
+            cells.append(Cell(cell.way, _WAY_OF[cell.way], cell.threads_percent, speed, figures))
     return cells
-
-
-def _inverse(seconds: float | None) -> Any:
-    """Return the speed of a time per unit; None: unknown."""
-    if seconds is None:
-        return None
-    return 1 / seconds if seconds > 0 else math.inf
 
 
 def differ(cell: Cell, other: Cell) -> bool | None:
     """Return whether two ways differ: their intervals do not overlap. None if single runs cannot tell."""
-    if abs(cell.speed / other.speed - 1) < _LEAST_DIFFERENCE:
+    if abs(cell.speed / other.speed - 1) < LEAST_DIFFERENCE:
         return False
-    if cell.low is None or cell.high is None or other.low is None or other.high is None:
-        return None
-    return cell.low > other.high or other.low > cell.high
+    return cell.figures.differs_from(other.figures)
 
 
 def alike(cell: Cell, other: Cell) -> bool:

@@ -6,7 +6,7 @@ import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
 from gpushare.base.typed import Within
 from gpushare.base.values import NOT_STORED
@@ -15,6 +15,10 @@ from gpushare.base.values import NOT_STORED
 _Mean = Annotated[float, lambda mean: mean == 0 or 1e-100 <= abs(mean) <= 1e100]
 # All of the threads is no cap, which is None.
 _Cap = Annotated[float, lambda percent: 0 < percent < 100]
+# Of ways this close to the fastest, with overlapping intervals, the simpler one is as good.
+NEAR: Final = 0.03
+# Less than this is no difference, however narrow the intervals: processes of one program differ by more.
+LEAST_DIFFERENCE: Final = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +76,12 @@ class Summary:
     spread: float | None
     runs: int
 
+    def differs_from(self, other: Summary) -> bool | None:
+        """Return whether two means differ: their intervals do not overlap. None: one of them has no interval."""
+        if self.low is None or self.high is None or other.low is None or other.high is None:
+            return None
+        return self.low > other.high or other.low > self.high
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
@@ -80,7 +90,6 @@ class Ratio:
     value: float
     low: float | None
     high: float | None
-    error: float | None = field(default=None, metadata=NOT_STORED)
 
 
 @dataclass(frozen=True, kw_only=True)

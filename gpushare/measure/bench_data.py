@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Final, Literal
 
 from gpushare.base.benchmark import (
+    LEAST_DIFFERENCE,
+    NEAR,
     AloneCell,
     BenchAnswer,
     BenchCell,
@@ -30,16 +32,12 @@ from gpushare.base.selection import Device
 from gpushare.base.typed import parsed
 from gpushare.host.written_file import create_file
 from gpushare.measure.bench import Cell, Measurement, cells_of, measured_as
-from gpushare.measure.statistics import differ, mean_known, percentile, ratio, rounded, summarize
+from gpushare.measure.statistics import mean_known, percentile, ratio, rounded, summarize
 from gpushare.measure.ways import IN_ONE_OPTIONS
 from gpushare.memory.peaks import Profile
 from gpushare.run.results import BenchedCap
 from gpushare.show.result import jsonable
 
-# Within this of the best, and with overlapping intervals, the simpler way is as good.
-_NEAR: Final = 0.03
-# Less than this is no difference, however narrow the intervals: processes of one program differ by more.
-_LEAST_DIFFERENCE: Final = 0.01
 # A result with a few hundred cells has a few hundred kilobytes.
 _MOST_BYTES: Final = 64 * 1024 * 1024
 
@@ -192,7 +190,7 @@ def _pick(measurement: Measurement, cells: Sequence[BenchCell], open_ways: int) 
     best, *others = sorted(cells, key=lambda cell: (-_speed(cell, metric), order[cell.way]))
     differences = [_differ(metric, best, other) for other in others]
     same = [other for other, different in zip(others, differences, strict=True) if different is False]
-    near = [cell for cell in same if _speed(cell, metric) >= (1 - _NEAR) * _speed(best, metric)]
+    near = [cell for cell in same if _speed(cell, metric) >= (1 - NEAR) * _speed(best, metric)]
     chosen = min([best, *near], key=lambda cell: order[cell.way])
     base = next((cell for name in ("timeslice", "queue") for cell in cells if cell.way == name), None)
     return Pick(
@@ -220,9 +218,9 @@ def _differ(metric: Metric, cell: BenchCell, other: BenchCell) -> bool | None:
     if cell.throughput is None or other.throughput is None:
         return None
     # A way that made no progress has a speed of 0.
-    if abs(_speed(cell, metric) - _speed(other, metric)) < _LEAST_DIFFERENCE * _speed(other, metric):
+    if abs(_speed(cell, metric) - _speed(other, metric)) < LEAST_DIFFERENCE * _speed(other, metric):
         return False
-    return differ(cell.throughput, other.throughput)
+    return cell.throughput.differs_from(other.throughput)
 
 
 def _speeds(measurement: Measurement, cell: BenchCell) -> list[float]:
@@ -399,13 +397,12 @@ def _change(
     present: Summary, past: Summary, *, higher: bool
 ) -> Literal["faster", "slower", "no difference", "unknown"]:
     """Return in words how a mean has changed; ``higher``: a larger one is faster."""
-    if present.low is None or present.high is None or past.low is None or past.high is None:
+    different = present.differs_from(past)
+    if different is None:
         return "unknown"
-    if present.low > past.high:
-        return "faster" if higher else "slower"
-    if present.high < past.low:
-        return "slower" if higher else "faster"
-    return "no difference"
+    if not different:
+        return "no difference"
+    return "faster" if (present.mean > past.mean) is higher else "slower"
 
 
 def profile_of(measurement: Measurement) -> Profile:

@@ -64,13 +64,6 @@ def rounded(value: T) -> T:
     return plain  # type: ignore[no-any-return]
 
 
-def differ(summary: Summary, other: Summary) -> bool | None:
-    """Return whether two means differ: their intervals do not overlap. None: one of them has no interval."""
-    if summary.low is None or summary.high is None or other.low is None or other.high is None:
-        return None
-    return summary.low > other.high or other.low > summary.high
-
-
 def ratio(above: Sequence[float], below: Sequence[float]) -> Ratio | None:
     """Return the ratio of two means of positive measurements; None when it does not exist.
 
@@ -84,52 +77,28 @@ def ratio(above: Sequence[float], below: Sequence[float]) -> Ratio | None:
     parts = [(deviation(values) / mean(values)) ** 2 / len(values) for values in (above, below)]
     total = math.fsum(parts)
     if total == 0:
-        return Ratio(value=value, low=value, high=value, error=0.0)
+        return Ratio(value=value, low=value, high=value)
     freedom = total**2 / math.fsum(
         part**2 / (len(values) - 1) for part, values in zip(parts, (above, below), strict=True)
     )
     factor = math.exp(t_quantile(max(1, math.floor(freedom))) * math.sqrt(total))
-    return Ratio(value=value, low=value / factor, high=value * factor, error=value * math.sqrt(total))
+    return Ratio(value=value, low=value / factor, high=value * factor)
 
 
-def paired_ratio(above: Sequence[float], below: Sequence[float]) -> Ratio | None:
-    """Return the ratio of two means whose pairs were measured at about the same time; None when it does not exist.
+def paired_ratio(above: Sequence[float], below: Sequence[float]) -> tuple[float, float | None] | None:
+    """Return the ratio of two means and its standard error (None: of one pair), where each pair is of about the same time.
 
-    A pair may be 0 over 0, unless all are. Slow drift is the same in both of a pair and cancels out: the interval comes
-    from how far each pair is from the common ratio (the ratio estimator of survey sampling, Student's t).
+    None: there is no ratio. A pair may be 0 over 0, unless all are. Slow drift is the same in both of a pair and cancels
+    out: the error comes from how far each pair is from the common ratio (the ratio estimator of survey sampling).
     """
     count = len(above)
     if not count or count != len(below) or min(below) < 0 or not any(below):
         return None
     value = mean(above) / mean(below)
     if count < 2:
-        return Ratio(value=value, low=None, high=None)
+        return value, None
     residuals = math.fsum((upper - value * lower) ** 2 for upper, lower in zip(above, below, strict=True))
-    error = math.sqrt(residuals / (count - 1) / count) / mean(below)
-    half = t_quantile(count - 1) * error
-    return Ratio(value=value, low=max(0.0, value - half), high=value + half, error=error)
-
-
-def product(ratio: Ratio, other: Ratio) -> Ratio:
-    """Return the product of two independent ratios: their relative errors add up as squares."""
-    value = ratio.value * other.value
-
-    def both(error: float | None, more: float | None) -> float | None:
-        return None if error is None or more is None else math.hypot(error * other.value, ratio.value * more)
-
-    below = both(_apart(ratio.value, ratio.low), _apart(other.value, other.low))
-    above = both(_apart(ratio.value, ratio.high), _apart(other.value, other.high))
-    return Ratio(
-        value=value,
-        low=None if below is None else max(0.0, value - below),
-        high=None if above is None else value + above,
-        error=both(ratio.error, other.error),
-    )
-
-
-def _apart(value: float, bound: float | None) -> float | None:
-    """Return how far a bound is from its value; None: there is none."""
-    return None if bound is None else abs(value - bound)
+    return value, math.sqrt(residuals / (count - 1) / count) / mean(below)
 
 
 def mean(values: Sequence[float]) -> float:

@@ -971,9 +971,10 @@ class Stage:
         pairs = [(_rate_of(self._log[place]), self._base(place)) for place in places]
         # Where it printed nothing in both, it stood still by itself.
         pairs = [(rate, base) for rate, base in pairs if rate or base]
-        kept = paired_ratio([rate for rate, _ in pairs], [base for _, base in pairs])
-        if kept is None:
+        ratio = paired_ratio([rate for rate, _ in pairs], [base for _, base in pairs])
+        if ratio is None:
             return None
+        kept, own_error = ratio
         alone = self._windows_to_compare(together)
         windows = [seen.window for seen in together if seen.window is not None]
         p99_alone, p99_together = p99(alone), p99(windows)
@@ -981,8 +982,8 @@ class Stage:
         share, share_error = self._share(together)
         return Figures(
             setting=setting,
-            kept=kept.value,
-            error=self._error(kept.error, len(pairs)),
+            kept=kept,
+            error=self._error(own_error, len(pairs)),
             p99=p99_together / p99_alone if p99_alone and p99_together is not None else None,
             p99_low=None if between is None else between[0],
             p99_high=None if between is None else between[1],
