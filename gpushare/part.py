@@ -120,6 +120,9 @@ class Part:
     Before gpushare ends the program: asked (if the user wants it), release, and grows from time to time.
     """
 
+    # When to poll next (monotonic seconds).
+    due: float = math.inf
+
     @property
     def where(self) -> str:
         """Return what it adds to the place of the program, for people: ``, paused while 'web' works``."""
@@ -128,7 +131,7 @@ class Part:
     @property
     def seconds(self) -> float:
         """Return how long until the next poll."""
-        return math.inf
+        return self.due - time.monotonic()
 
     @property
     def variables(self) -> Mapping[str, str]:

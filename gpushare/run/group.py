@@ -154,7 +154,7 @@ class GroupSlice(Part):
     # The program is paused while production works, or not slowed: the slice cannot be set.
     gave_up: bool = False
     _tries: int = 0
-    _due: float = 0.0
+    due: float = 0.0
     _told: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -181,23 +181,19 @@ class GroupSlice(Part):
         self._member = Member(**process._asdict(), device_uuid=self.device.uuid, slice_us=first)
         self._write_record()
 
-    @property
-    def seconds(self) -> float:
-        """Return how long until the next poll."""
-        if self.gave_up:
-            return math.inf if self.instead is None else self.instead.seconds
-        return self._due - time.monotonic()
-
     def poll(self) -> bool:
         """Set the slice of the program's server, if the server is new or has another one."""
         watch = self._watch
+        if not self.gave_up:
+            if self._has_new_process(watch):
+                watch.poll()
+            self._apply_slice(watch)
         if self.gave_up:
-            return self.instead is not None and self.instead.poll()
-        if self._has_new_process(watch):
-            watch.poll()
-        self._apply_slice(watch)
+            ends = self.instead is not None and self.instead.poll()
+            self.due = math.inf if self.instead is None else self.instead.due
+            return ends
         soon = watch.attached and not self._slices.proved
-        self._due = time.monotonic() + min(watch.wait(), _FIRST_SECONDS if soon else LOOK_SECONDS)
+        self.due = time.monotonic() + min(watch.wait(), _FIRST_SECONDS if soon else LOOK_SECONDS)
         return False
 
     def _has_new_process(self, watch: Attachment) -> bool:
@@ -307,7 +303,7 @@ class AdaptedSlice(Part):
     _controller: Controller | None = None
     _pid: int | None = None
     _seen: list[tuple[float, float]] = field(default_factory=list)
-    _due: float = 0.0
+    due: float = 0.0
     _step_due: float = 0.0
     _held: bool = False
     _released: bool = False
@@ -320,18 +316,13 @@ class AdaptedSlice(Part):
             self.pauser = Pauser(watch.host, watch.gpus, watch.program_pid)
         self.pauser.tell = watch.tell
 
-    @property
-    def seconds(self) -> float:
-        """Return how long until the next poll."""
-        return self._due - time.monotonic()
-
     def poll(self) -> bool:
         """Read production's progress, and move the slice."""
         at = time.monotonic()
-        self._due = at + _READ_SECONDS
+        self.due = at + _READ_SECONDS
         if self.group.gave_up:
             self._set_held(held=False)
-            self._due = math.inf
+            self.due = math.inf
             return False
         self._read_progress(at)
         if at >= self._step_due and not self._released:

@@ -367,7 +367,7 @@ class RecordedJob(Part):
     _ended: bool = False
     _watch: Watch | None = None
     _seen: set[int] = field(default_factory=set)
-    _due: float = 0.0
+    due: float = 0.0
 
     def check(self) -> None:
         """Raise InUse when a job of this name runs already."""
@@ -407,11 +407,6 @@ class RecordedJob(Part):
         with contextlib.suppress(GpushareError):
             self._write(watch.program_pid)
 
-    @property
-    def seconds(self) -> float:
-        """Return how long until the next poll."""
-        return self._due - time.monotonic()
-
     def poll(self) -> bool:
         """Note its most memory, and whether its MPS server serves another user; a failure must not end the program.
 
@@ -420,7 +415,7 @@ class RecordedJob(Part):
         watch = self._watch
         if watch is None:
             return False
-        self._due = time.monotonic() + min(watch.wait(), 1.0)
+        self.due = time.monotonic() + min(watch.wait(), 1.0)
         self._seen |= set(self.host.processes.descendants(watch.program_pid))
         # A full disk must not end the job.
         with contextlib.suppress(GpushareError):

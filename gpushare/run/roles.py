@@ -249,7 +249,7 @@ class PauseForProduction(Part):
     pauser: Pauser | None = None
     _watch: Watch | None = None
     _noted: Pauses | None = None
-    _due: float = 0.0
+    due: float = 0.0
     _find_due: float = 0.0
     _released: bool = False
     _alive: bool = True
@@ -264,21 +264,16 @@ class PauseForProduction(Part):
         """Begin: find out how the program can be paused."""
         self._watch, pid = watch, watch.program_pid
         # It needs no GPU to begin.
-        self._due = time.monotonic() + _FIRST_SECONDS
+        self.due = time.monotonic() + _FIRST_SECONDS
         if self.pauser is None:
             channels = ChannelPauser(self.host, pid) if self.by_channels else None
             self.pauser = Pauser(self.host, watch.gpus, pid, channels)
         self.pauser.say, self.pauser.tell = self.say, watch.tell
 
-    @property
-    def seconds(self) -> float:
-        """Return how long until the next poll."""
-        return self._due - time.monotonic()
-
     def poll(self) -> bool:
         """Pause or resume the program, and from time to time look for its processes."""
         at = time.monotonic()
-        self._due = at + TICK_SECONDS
+        self.due = at + TICK_SECONDS
         watch, pauser = self._watch, self.pauser
         if watch is None or pauser is None:
             return False

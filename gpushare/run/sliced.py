@@ -117,7 +117,7 @@ class OwnSlice(Part):
     slice_us: int
     _slices: KeptSlices = field(init=False)
     _watch: Watch = field(init=False)
-    _due: float = 0.0
+    due: float = 0.0
     _told: set[str] = field(default_factory=set)
     _failed: bool = False
     _timeouts: int = 0
@@ -134,15 +134,10 @@ class OwnSlice(Part):
         """Begin."""
         self._watch = watch
 
-    @property
-    def seconds(self) -> float:
-        """Return how long until the next poll."""
-        return math.inf if self._failed else self._due - time.monotonic()
-
     def poll(self) -> bool:
         """Give new processes of the program the slice."""
         self._set_slice(self._watch)
-        self._due = time.monotonic() + min(self._watch.wait(), LOOK_SECONDS)
+        self.due = math.inf if self._failed else time.monotonic() + min(self._watch.wait(), LOOK_SECONDS)
         return False
 
     def _set_slice(self, watch: Watch) -> None:

@@ -144,7 +144,7 @@ def test_where_it_is_not_supported_it_is_said_and_the_job_is_paused_instead(
     paused: list[str] = []
 
     class Instead(Part):
-        seconds = 0.01
+        due = 0.01
 
         def started(self, watch: object) -> None:
             paused.append("started")
@@ -160,7 +160,7 @@ def test_where_it_is_not_supported_it_is_said_and_the_job_is_paused_instead(
     assert told.startswith("the time-slice of the MPS server cannot be set: process ")
     assert told.endswith("; this job is paused while production works")
     watch.poll()
-    assert (paused, watch.part.seconds, server_slices(file)) == (["started", "poll"], 0.01, [2048])
+    assert (paused, watch.part.due, server_slices(file)) == (["started", "poll", "poll"], 0.01, [2048])
 
 
 def test_a_driver_that_fails_once_is_tried_again(share: MpsShare, file: StateFile) -> None:

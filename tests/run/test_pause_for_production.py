@@ -127,4 +127,4 @@ def test_its_processes_are_looked_for_in_the_time_of_the_watch(watched: Watched)
     for _ in range(6):
         watched.look(after=0.2)
     assert looks == pytest.approx([100.2, 101.2])
-    assert watched.part.seconds == pytest.approx(TICK_SECONDS)
+    assert watched.part.due - watched.at == pytest.approx(TICK_SECONDS)
