@@ -13,7 +13,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import field, replace
 from typing import Any, Final, NamedTuple, NoReturn
 
@@ -53,7 +53,30 @@ _RESTART_LOOKS: Final = 10
 _FORGET_SECONDS: Final = 30.0
 
 Key = tuple[int, int]
-_WantedSlice = tuple[Group, "_Slice", Decision | None]
+
+
+class KeptSlice(NamedTuple):
+    """What a keep has set on a group, by its client and handle: the slice before keep, now, and keep's previous one."""
+
+    client: Count
+    handle: Count
+    before: Count
+    now: Count
+    last: Count
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptProcess:
+    """What a keep has set on one process. ``channels`` are only what it takes to read and set the slices."""
+
+    pid: Pid
+    started: Count
+    uid: int | None
+    channels: Channels
+    slices: tuple[KeptSlice, ...]
+
+
+_WantedSlice = tuple[Group, KeptSlice, Decision | None]
 
 
 @dataclass(frozen=True)
@@ -100,15 +123,6 @@ class Event:
 
 
 @dataclass
-class _Slice:
-    """The slice of one channel group: its value before keep, the value that keep has set, and keep's previous value."""
-
-    before: int
-    now: int
-    last: int
-
-
-@dataclass
 class _Process:
     """A process that NVML lists.
 
@@ -123,7 +137,7 @@ class _Process:
     due: float
     channels: Channels | None = None
     scan: bool = True
-    slices: dict[Key, _Slice] = field(default_factory=dict)
+    slices: dict[Key, KeptSlice] = field(default_factory=dict)
     ignored: bool = False
     # Another program has changed it after keep.
     changed: bool = False
@@ -134,6 +148,20 @@ class _Process:
     def owner(self) -> int:
         """Return the user whose time the work on it counts for."""
         return -1 if self.origin.uid is None else self.origin.uid
+
+    @property
+    def kept(self) -> KeptProcess | None:
+        """Return what is set on it, for the record; None: nothing is."""
+        if not self.slices or self.channels is None:
+            return None
+        groups = tuple(replace(group, channels=()) for group in self.channels.compute)
+        return KeptProcess(
+            pid=self.pid,
+            started=self.origin.started,
+            uid=self.origin.uid,
+            channels=replace(self.channels, groups=groups),
+            slices=tuple(self.slices.values()),
+        )
 
 
 class Keeper:
@@ -329,7 +357,7 @@ class Keeper:
                 code="no_compute_group",
             )
         process.channels, process.scan = channels, False
-        earlier, process.slices = process.slices, {(group.client, group.handle): slices for group, slices, _ in wishes}
+        earlier, process.slices = process.slices, {slices[:2]: slices for _, slices, _ in wishes}
         if process.slices != earlier:
             # Before anything is set: if this gpushare is killed, the next one knows what to put back.
             try:
@@ -366,7 +394,7 @@ class Keeper:
         before = current if earlier is None else earlier.before
         decision = self._decision(process, gpu, before)
         slice_us = before if decision is None else decision.microseconds
-        return group, _Slice(before, slice_us, last=current), decision
+        return group, KeptSlice(*key, before, slice_us, last=current), decision
 
     def _forget_changed(self, process: _Process, group: Group, events: list[Event]) -> None:
         """Mark a process as changed by another program, and forget this group of it: keep does not restore its slice."""
@@ -394,7 +422,7 @@ class Keeper:
             if decision is None:
                 note_restored(self._host, process.pid, process.origin.started, slices.now)
         for _, each, _ in batch:
-            each.last = each.now
+            process.slices[each[:2]] = each._replace(last=each.now)
         if decision is None:
             event = self._event("restored", process, group, before_us=group.slice_us, slice_us=slices.now)
         else:
@@ -425,23 +453,13 @@ class Keeper:
         failed: dict[int, list[Event]] = {}
         events: list[Event] = []
         for _ in range(2):
-            for process in [
-                process for process in self._processes.values() if process.slices and process.channels is not None
-            ]:
+            for process in self._processes.values():
+                kept = process.kept
+                if kept is None:
+                    continue
                 if self._clock() >= end:
                     break
-                groups = {
-                    (each.client, each.handle): each for each in (process.channels.compute if process.channels else ())
-                }
-                put_back = _put_back(
-                    self._host,
-                    self._control,
-                    process.pid,
-                    process.origin.started,
-                    groups,
-                    process.slices,
-                    user=self._user(process),
-                )
+                put_back = _put_back(self._host, self._control, kept)
                 # Skipped is a slice that could not be restored.
                 if any(event.kind == "skipped" for event in put_back) and self._lives(process):
                     failed[process.pid] = put_back
@@ -455,27 +473,12 @@ class Keeper:
 
     def _write(self, events: list[Event] | None) -> None:
         """Write what is set. ``events``: a failure is no reason to stop; None: it raises."""
-        kept = [
-            KeptProcess(
-                pid=process.pid,
-                started=process.origin.started,
-                uid=process.origin.uid,
-                channels=_compute_groups(process.channels),
-                slices=tuple(KeptSlice(*key, each.before, each.now, each.last) for key, each in process.slices.items()),
-            )
-            for process in self._processes.values()
-            if process.slices and process.channels is not None
-        ]
+        kept = [kept for process in self._processes.values() if (kept := process.kept) is not None]
         try:
             _write(self._host, kept)
         except GpushareError:
             if events is None:
                 raise
-
-
-def _compute_groups(channels: Channels) -> Channels:
-    """Return only what it takes to read and set the slices."""
-    return replace(channels, groups=tuple(replace(group, channels=()) for group in channels.compute))
 
 
 def _under_mps_error(pid: int) -> NotSupported:
@@ -486,82 +489,52 @@ def _under_mps_error(pid: int) -> NotSupported:
     )
 
 
-def _put_back(
-    host: Host,
-    control: ChannelControl,
-    pid: int,
-    started: int,
-    groups: Mapping[Key, Group],
-    slices: Mapping[Key, _Slice],
-    *,
-    user: str | None = None,
-) -> list[Event]:
+def _put_back(host: Host, control: ChannelControl, kept: KeptProcess) -> list[Event]:
     """Restore each group that still has the slice that was set."""
-    parts = [(groups[key], slices_of) for key, slices_of in slices.items() if key in groups]
-    events: list[Event] = []
+    pid, user = kept.pid, None if kept.uid is None else user_name(kept.uid)
+    groups = {(group.client, group.handle): group for group in kept.channels.compute}
+    parts = [(groups[slices[:2]], slices) for slices in kept.slices if slices[:2] in groups]
     try:
         try:
-            restored = _restore_groups(host, control, pid, started, parts)
+            restored = _restore_groups(host, control, kept, parts)
         except NotFound:
             # A context has ended: restore the others one by one.
             restored = set()
             for part in parts:
                 with contextlib.suppress(NotFound):
-                    restored |= _restore_groups(host, control, pid, started, [part])
-        events += [
-            Event(kind="restored", pid=pid, user=user, before_us=current, slice_us=before)
-            for current, before in sorted(restored)
-        ]
+                    restored |= _restore_groups(host, control, kept, [part])
     except GpushareError as error:
         reason = error.message.removeprefix(f"process {pid}: ")
-        events.append(Event(kind="skipped", pid=pid, user=user, why=reason, code=error.code))
-    return events
+        return [Event(kind="skipped", pid=pid, user=user, why=reason, code=error.code)]
+    return [
+        Event(kind="restored", pid=pid, user=user, before_us=current, slice_us=before)
+        for current, before in sorted(restored)
+    ]
 
 
 def _restore_groups(
-    host: Host, control: ChannelControl, pid: int, started: int, parts: Sequence[tuple[Group, _Slice]]
+    host: Host, control: ChannelControl, kept: KeptProcess, parts: Sequence[tuple[Group, KeptSlice]]
 ) -> set[tuple[int, int]]:
     """Restore groups of one process; return the slices that they had and have now."""
     if not parts:
         return set()
     groups_by_change: dict[tuple[int, int], list[Group]] = {}
     with slices_locked(host):
-        values = control.read_slices(Channels(pid=pid, started=started, groups=tuple(group for group, _ in parts)))
+        values = control.read_slices(replace(kept.channels, groups=tuple(group for group, _ in parts)))
         for (group, slices), current in zip(parts, values, strict=True):
             # A slice that another program has set since stays.
             if current != slices.before and current in {slices.now, slices.last}:
                 groups_by_change.setdefault((current, slices.before), []).append(group)
         for (_, before), groups in groups_by_change.items():
-            control.set_slice(Channels(pid=pid, started=started, groups=tuple(groups)), before)
-            note_restored(host, pid, started, before)
+            control.set_slice(replace(kept.channels, groups=tuple(groups)), before)
+            note_restored(host, kept.pid, kept.started, before)
         # These were restored by an earlier try that failed after the call.
         for before in {slices.before for (_, slices), now in zip(parts, values, strict=True) if now == slices.before}:
-            note_restored(host, pid, started, before)
+            note_restored(host, kept.pid, kept.started, before)
     return set(groups_by_change)
 
 
 # -- the record, and the only keep of a host ---------------------------------------------------------------------------
-
-
-class KeptSlice(NamedTuple):
-    """What a keep has set on a group, by its client and handle: the slice before, now, and set before now."""
-
-    client: Count
-    handle: Count
-    before: Count
-    now: Count
-    last: Count
-
-
-@dataclass(frozen=True, kw_only=True)
-class KeptProcess:
-    """What a keep has set on one process."""
-
-    pid: Pid
-    started: Count
-    uid: int | None
-    channels: Channels
-    slices: tuple[KeptSlice, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -633,12 +606,8 @@ def recover(host: Host, control: ChannelControl) -> list[Event]:
     record = KEEPS.read(KEEPS.path(host, _KEY))
     events: list[Event] = []
     for process in () if record is None else record.processes:
-        if not host.processes.alive(process.pid, process.started):
-            continue
-        groups = {(group.client, group.handle): group for group in process.channels.compute}
-        slices = {(each.client, each.handle): _Slice(each.before, each.now, each.last) for each in process.slices}
-        user = None if process.uid is None else user_name(process.uid)
-        events += _put_back(host, control, process.pid, process.started, groups, slices, user=user)
+        if host.processes.alive(process.pid, process.started):
+            events += _put_back(host, control, process)
     _write(host, ())
     return events
 
