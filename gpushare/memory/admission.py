@@ -36,6 +36,10 @@ class Room:
         """Return what a job gets that has the device without other jobs."""
         return max(0, self.memory_bytes - self.own_bytes)
 
+    def bytes_of(self, memory_bytes: int | None) -> int:
+        """Return what a job reserves here that asks for this much: all of it if its need is unknown (None)."""
+        return self.whole_bytes if memory_bytes is None else memory_bytes
+
 
 @dataclass(frozen=True, kw_only=True)
 class Running:
@@ -190,9 +194,8 @@ def could_ever_fit(rooms: Mapping[str, Room], job: Waiting) -> bool:
 
 def _needed_bytes(room: Room, job: Waiting) -> int:
     """Return what a job takes on a device: all of it if its need is unknown, or if it then has the device alone."""
-    if job.memory_bytes is None:
-        return room.whole_bytes
-    return max(room.whole_bytes, job.memory_bytes) if room.alone and not job.client else job.memory_bytes
+    size = room.bytes_of(job.memory_bytes)
+    return max(room.whole_bytes, size) if room.alone and not job.client else size
 
 
 def _delays(room: Room, running: Sequence[Running], ahead: Sequence[Running], job: Waiting, earlier: Waiting) -> bool:

@@ -139,6 +139,10 @@ class Line:
         """Return the jobs there, each with the bytes that count for it."""
         return [(job, size.memory_bytes) for job, size in zip(self.holders, self.running, strict=False)]
 
+    def exceeds_limit(self, uid: int, memory_bytes: int | None, limit: int | None) -> bool:
+        """Return whether a user's jobs here would reserve more than ``limit`` (None: there is none) with one of this size."""
+        return limit is not None and self.granted.get(uid, 0) + self.room.bytes_of(memory_bytes) > limit
+
     @property
     def free_clients(self) -> int | None:
         """Return how many more clients an MPS server takes; None: it is not known, or does not matter."""
@@ -341,7 +345,7 @@ def line_of(
         has_processes = job.id in owners.values()
         if not has_processes and time.time() - job.claim.touched_at > LAPSE_SECONDS:
             continue
-        size = room.whole_bytes if job.memory_bytes is None else job.memory_bytes
+        size = room.bytes_of(job.memory_bytes)
         # An empty mapping may still have a default for all users, so its truth value does not count.
         limit = None if limits is None else limits.get(job.claim.uid)
         if limit is not None and granted[job.claim.uid] + size > limit:
@@ -409,18 +413,12 @@ def _is_job(process: GpuProcess, info: ProcessInfo | None) -> bool:
     return info is None or not is_server(info.name)
 
 
-def _within_limit(line: Line, uid: int, memory_bytes: int | None, limits: Mapping[int, int]) -> bool:
-    """Return whether a job of a user needs no more on a device than the user may still reserve there."""
-    limit = limits.get(uid)
-    size = line.room.whole_bytes if memory_bytes is None else memory_bytes
-    return limit is None or line.granted.get(uid, 0) + size <= limit
-
-
 def _as_waiting(name: str, uid: int, job: Request, lines: Mapping[str, Line], limits: Mapping[int, int]) -> Waiting:
     """Return a job as the admission needs it: only with the devices on which its user's limit leaves room for it."""
     # A job that waits because of its user's limit delays no other job.
+    limit = limits.get(uid)
     keys = tuple(
-        key for key in job.keys if key not in lines or _within_limit(lines[key], uid, job.memory_bytes, limits)
+        key for key in job.keys if key not in lines or not lines[key].exceeds_limit(uid, job.memory_bytes, limit)
     )
     return Waiting(
         name=name,

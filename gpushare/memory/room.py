@@ -107,7 +107,7 @@ def best_first(
         text = f"production job '{names[0]}' runs there" if names else "no production job"
         text += f"; {harm_in_words(own_use, use_there)}; {format_bytes(line.free_bytes)} free to reserve"
         size = memory_bytes or 0
-        over = limit is not None and line.granted.get(os.geteuid(), 0) + size > limit
+        over = line.exceeds_limit(os.geteuid(), size, limit)
         # A smaller difference of the harm is noise: then the GPU with more room is better.
         rank = (
             over or line.free_bytes < size,
@@ -537,7 +537,8 @@ def check_ever(lines: Sequence[Line], request: Request, limit: int | None, *, wh
     """
     if when_empty and lines and never_fits(lines, request):
         raise _never_fits_error(lines, request)
-    if limit is None or sum(_needed_bytes(line, request) <= limit for line in lines) >= min(request.count, len(lines)):
+    sizes = [line.room.bytes_of(request.memory_bytes) for line in lines]
+    if limit is None or sum(size <= limit for size in sizes) >= min(request.count, len(lines)):
         return
     raise NoPermission(
         f"the job needs {size_text(request)}, and you may reserve {format_bytes(limit)} on a GPU",
@@ -546,18 +547,13 @@ def check_ever(lines: Sequence[Line], request: Request, limit: int | None, *, wh
     )
 
 
-def _needed_bytes(line: Line, request: Request) -> int:
-    """Return what a job reserves on a device: all of it if its need is unknown."""
-    return line.room.whole_bytes if request.memory_bytes is None else request.memory_bytes
-
-
 def check_limit_now(lines: Sequence[Line], request: Request, limit: int | None) -> None:
     """Raise if a job that starts now on these devices would reserve more than its user may, with the user's other jobs.
 
     Raises:
         InUse: on one of the devices it would (code ``no_room``).
     """
-    over = [line for line in lines if _exceeds_user_limit(line, request, limit)]
+    over = [line for line in lines if line.exceeds_limit(os.geteuid(), request.memory_bytes, limit)]
     if over:
         raise InUse(
             f"there is no room for {size_text(request)} now{_limit_text(over, request, limit)}",
@@ -566,16 +562,12 @@ def check_limit_now(lines: Sequence[Line], request: Request, limit: int | None) 
         )
 
 
-def _exceeds_user_limit(line: Line, request: Request, limit: int | None) -> bool:
-    """Return whether this user's jobs on a device would reserve more than the user may, with this job."""
-    return limit is not None and line.granted.get(os.geteuid(), 0) + _needed_bytes(line, request) > limit
-
-
 def _limit_text(lines: Sequence[Line], request: Request, limit: int | None) -> str:
     """Return a text on the limit of this user, if it holds the job back everywhere."""
-    if limit is None or not lines or not all(_exceeds_user_limit(line, request, limit) for line in lines):
+    uid = os.geteuid()
+    if limit is None or not lines or not all(line.exceeds_limit(uid, request.memory_bytes, limit) for line in lines):
         return ""
-    reserved = min(line.granted.get(os.geteuid(), 0) for line in lines)
+    reserved = min(line.granted.get(uid, 0) for line in lines)
     return f"; your jobs have reserved {format_bytes(reserved)} of the {format_bytes(limit)} that you may have on a GPU"
 
 

@@ -118,6 +118,20 @@ class JobRecord(Kept):
     rate: PrintedRate | None = None
 
 
+def new_record(name: str | None, devices: Sequence[Device], command: Sequence[str]) -> JobRecord:
+    """Return the record of the job that this gpushare begins to run; without a name one is made when it is written."""
+    return JobRecord(
+        name=name or "",
+        pid=os.getpid(),
+        started=0,
+        devices=tuple(device.uuid for device in devices),
+        role=PLAIN,
+        supervisor=identity_of(os.getpid()),
+        command=cut(shlex.join(command), MOST_COMMAND),
+        since=uptime(),
+    )
+
+
 def output_path(host: Host, name: str) -> Path:
     """Return the file in the state directory that keeps the output of a job."""
     return host.state_directory / "output" / f"{name}.log"
@@ -467,18 +481,7 @@ def farm_job(
     Raises:
         InUse: a job of this name runs (code ``name_in_use``).
     """
-    record = JobRecord(
-        name=name or "",
-        pid=os.getpid(),
-        started=0,
-        devices=(device.uuid,),
-        role=PLAIN,
-        supervisor=identity_of(os.getpid()),
-        command=cut(shlex.join(command), MOST_COMMAND),
-        since=uptime(),
-        mps=True,
-    )
-    job = RecordedJob(host, device, record, command[0])
+    job = RecordedJob(host, device, replace(new_record(name, [device], command), mps=True), command[0])
     job.open()
     began, code = time.time(), None
 

@@ -54,14 +54,6 @@ def find_places(host: Host, text: str, gpu: str | None, creator: Creator | None 
     return places
 
 
-def free_place(host: Host, text: str, gpu: str | None) -> Place:
-    """Return the instance that a run would take now, without taking it."""
-    free, held = free_places(host, find_places(host, text, gpu))
-    if not free:
-        raise _in_use_error(host, held)
-    return free[0]
-
-
 def free_places(host: Host, places: Sequence[Place]) -> tuple[list[Place], Held]:
     """Return which instances are free, and who holds the others."""
     claims, daemons = claimed_instances(host), _daemons_by_instance(host, places)
@@ -70,9 +62,9 @@ def free_places(host: Host, places: Sequence[Place]) -> tuple[list[Place], Held]
     for place in places:
         inside = _holders_inside(host, place, daemons)
         claim = None if claims is None else claims.get(place.mig.uuid)
-        if claims is None:
+        if claims is None and not inside:
             held.append((place, None))
-        elif claim is not None:
+        elif claim is not None and not inside:
             held.append((place, (claim,)))
         elif _is_free(place, inside):
             free.append(place)
@@ -100,10 +92,10 @@ def take_place(
     places = find_places(host, text, gpu, creator)
     if places:
         check(places[0].device)
-    place_and_claim, held = _take_first_free(host, places)
+    place_and_claim, held = _take_first(host, places)
     if place_and_claim is None and creator is not None:
         creator.make()
-        place_and_claim, held = _take_first_free(host, find_places(host, text, gpu))
+        place_and_claim, held = _take_first(host, find_places(host, text, gpu))
     if place_and_claim is None:
         raise _in_use_error(host, held)
     if not places:
@@ -120,15 +112,10 @@ def _check_or_release(place_and_claim: tuple[Place, HeldClaim], check: Callable[
         raise
 
 
-def _take_first_free(host: Host, places: Sequence[Place]) -> tuple[tuple[Place, HeldClaim] | None, Held]:
-    """Take the first of some instances that is free; return it, and who holds those before it."""
-    daemons = _daemons_by_instance(host, places)
-    held: Held = []
-    for place in places:
-        inside = _holders_inside(host, place, daemons)
-        if not _is_free(place, inside):
-            held.append((place, inside))
-            continue
+def _take_first(host: Host, places: Sequence[Place]) -> tuple[tuple[Place, HeldClaim] | None, Held]:
+    """Take the first of some instances that is free; return it, and who holds the others."""
+    free, held = free_places(host, places)
+    for place in free:
         claim = take_claim(host, place.mig.uuid)
         if isinstance(claim, Claim):
             held.append((place, (holder_of(host, claim),)))
@@ -185,7 +172,7 @@ def wait_for_place(
                 # Those that could have taken one for long, and have not, hang.
                 last_without_free = last_without_free if free else now
                 if len(free) > ahead or now - last_without_free >= PATIENCE_SECONDS:
-                    place_and_claim, _ = _take_first_free(host, free[ahead:] or free)
+                    place_and_claim, _ = _take_first(host, free[ahead:] or free)
                     if place_and_claim is not None:
                         if creator is not None:
                             _check_or_release(place_and_claim, check)
@@ -228,17 +215,19 @@ def waiting_text(text: str, seconds: float | None) -> str:
 
 
 def outlook_on_places(
-    host: Host, text: str, gpu: str | None, check: Callable[[Device], None]
+    host: Host, text: str, gpu: str | None, check: Callable[[Device], None], *, waits: bool
 ) -> tuple[Place, RoomAnswer]:
     """Return the instance that a job would take now, or the first of those that it would wait for; and what would happen.
 
-    Nothing is entered anywhere. Raises as `take_place`.
+    Nothing is entered anywhere. Raises as `take_place`, if it does not wait.
     """
     places = find_places(host, text, gpu)
     check(places[0].device)
     free, held = free_places(host, places)
+    if not waits and not free:
+        raise _in_use_error(host, held)
     ledger = reservations(host) or []
-    ahead = _count_ahead([job for job in ledger if job.waits and not job.stopped], free)
+    ahead = _count_ahead([job for job in ledger if job.waits and not job.stopped], free) if waits else 0
     chosen = free[ahead] if len(free) > ahead else None
     keys = {place.mig.uuid for place in places}
     behind = [job for job in ledger if chosen is None and job.waits and not keys.isdisjoint(job.keys)]

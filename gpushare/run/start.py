@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -18,13 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from gpushare.base.errors import BadUsage, InUse, NoPermission, NotFound, NotSupported, OperationFailed, cut
+from gpushare.base.errors import BadUsage, InUse, NoPermission, NotFound, NotSupported, OperationFailed
 from gpushare.base.model import ComputeMode, Gpu, Way
 from gpushare.base.selection import Device, candidates, is_any, select_for_change, select_one, titles, usable
 from gpushare.base.units import counted, format_bytes, format_duration, format_percent, format_slice, ranges
 from gpushare.base.values import dataclass
 from gpushare.host.host import Host
-from gpushare.host.identity import identity_of, uptime
 from gpushare.host.users import has_claims, has_records
 from gpushare.hostfile.kept import kept_limits
 from gpushare.memory.leases import PREFIX, lease_of_others, reserved_words
@@ -39,17 +37,16 @@ from gpushare.plan import Plan
 from gpushare.run.container import Container
 from gpushare.run.group import DEFAULT_US, PRODUCTION_US, AdaptedSlice, GroupSlice, members, why_not
 from gpushare.run.jobs import (
-    MOST_COMMAND,
     MOST_GRACE_SECONDS,
     OPPORTUNISTIC,
     PRODUCTION,
-    JobRecord,
     PrintedRate,
     RecordedJob,
     check_job_name,
     find_record,
     keep_past,
     living_productions,
+    new_record,
     records,
 )
 from gpushare.run.plain import PlainShare, check_outside_mps, dropped_variables
@@ -178,15 +175,9 @@ class JobStart:
         memory = limits.memory_limit_bytes if mps else None
         if self.budget is not None:
             memory = self._bytes_on(share.device)
-        record = JobRecord(
-            name=options.name or "",
-            pid=os.getpid(),
-            started=0,
-            devices=tuple(device.uuid for device in share.devices),
+        record = replace(
+            new_record(options.name, share.devices, self.command),
             role=options.role,
-            supervisor=identity_of(os.getpid()),
-            command=cut(shlex.join(self.command), MOST_COMMAND),
-            since=uptime(),
             mps=mps,
             threads_percent=limits.threads_percent if mps else None,
             memory_bytes=memory,
@@ -499,20 +490,18 @@ class JobStart:
         creator: Creator | None,
     ) -> tuple[Place, HeldClaim | None, RoomAnswer | None]:
         """Return the instance of a program and its claim; in a dry run, which one it may be, and whether it would wait for it."""
-        from gpushare.run.mig import free_place, outlook_on_places, take_place, wait_for_place
+        from gpushare.run.mig import outlook_on_places, take_place, wait_for_place
 
         queue = self.queue
-        if not queue.wait:
-            if self.dry_run:
-                return free_place(self.host, text, gpu), None, None
-            return (*take_place(self.host, text, gpu, check, creator), None)
-
-        check_not_waiting(self.host, options.name)
-        # Any GPU is all of them, as without -g.
-        gpu = None if is_any(gpu) else gpu
+        if queue.wait:
+            check_not_waiting(self.host, options.name)
+            # Any GPU is all of them, as without -g.
+            gpu = None if is_any(gpu) else gpu
         if self.dry_run:
-            place, room = outlook_on_places(self.host, text, gpu, check)
-            return place, None, room
+            place, room = outlook_on_places(self.host, text, gpu, check, waits=queue.wait)
+            return place, None, room if queue.wait else None
+        if not queue.wait:
+            return (*take_place(self.host, text, gpu, check, creator), None)
         place_and_claim = wait_for_place(
             self.host,
             text,

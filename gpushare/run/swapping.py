@@ -716,7 +716,7 @@ class Swapping(Part):
             self._needed_since = None
             return bool(production)
         own_id = None if self._place is None else self._place.claim.path.name
-        sizes = [line.room.whole_bytes if job.memory_bytes is None else job.memory_bytes for job in production]
+        sizes = [line.room.bytes_of(job.memory_bytes) for job in production]
         most = line.free_bytes + sum(
             size for job, size in line.held_by if job.id == own_id or job.turns or self._makes_room(job)
         )
@@ -836,7 +836,7 @@ class Swapping(Part):
 def _has_room_if_gone(job: Reservation, line: Line, own_id: str | None) -> bool:
     """Return whether a waiting job of one GPU has room on a device if one job leaves it, and only then."""
     sizes = [size for job, size in line.held_by if job.id == own_id and own_id]
-    need = line.room.whole_bytes if job.memory_bytes is None else job.memory_bytes
+    need = line.room.bytes_of(job.memory_bytes)
     return job.count == 1 and line.free_bytes < need <= line.free_bytes + sum(sizes)
 
 
@@ -847,7 +847,7 @@ def _has_room_after_turns(job: Reservation, line: Line) -> bool:
     """
     leaving = sum(size for job, size in line.held_by if job.turns)
     stays = sum(size.memory_bytes for size in line.running) - leaving
-    need = line.room.whole_bytes if job.memory_bytes is None else job.memory_bytes
+    need = line.room.bytes_of(job.memory_bytes)
     return line.free_bytes < need <= line.room.memory_bytes - stays
 
 

@@ -568,7 +568,7 @@ def test_a_job_waits_for_an_instance_and_then_runs_in_it(real: Real, cli: Cli, w
     first = waiting(real, "--mig", "1g")
     until(lambda: len(world.pids()) == 1, "the first one runs")
     second = real("run", "--wait", "--mig", "1g", "--name", "second", "--", sys.executable, "-c", PRINT)
-    second.says("waiting for a free instance ('1g'): in use: 1g.18gb:0 of GPU 0: gpushare run, process")
+    second.says("waiting for a free instance ('1g'): in use: 1g.18gb:0 of GPU 0: process")
     (job,) = cli("status", output="json").ok().data["waiting_jobs"]
     assert (job["name"], job["device_uuids"], job["place"]) == ("second", [uuid], 1)
     assert ended(first) == 0
