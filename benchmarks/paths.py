@@ -1,4 +1,4 @@
-"""How far a verb runs through the code: files, calls from room to room, classes that only carry values.
+"""How much code a verb uses: files, calls from room to room, classes that only carry values.
 
 Run from a checkout: ``python -m benchmarks.paths``. Each verb runs in this process on a simulated host, under a profile
 hook. The simulation itself (`gpushare/sim`) is not counted; the output (`gpushare/show`), the command line and the
@@ -36,7 +36,7 @@ class _Sample:
 _INITS: Final = {_Sample.__init__.__code__}
 # The most pairs of rooms of which one imports from the other.
 MOST_ARROWS: Final = 149
-# The most files that a verb may run through (CONTRIBUTING.md, "How much code a verb runs through").
+# The most files that a verb may use (CONTRIBUTING.md, "How much code a verb uses").
 GOALS: Final = {
     "status": None,
     "mps start": 25,

@@ -201,7 +201,7 @@ class LeavingCost:
             )
         waits = "" if self.wait_seconds is None else f" (then {_about_text(self.wait_seconds)} until the next turn)"
         return (
-            f"a switch takes about {_about_text(self.switch_seconds)} ({out} out, {back} back{guess}): with turns of "
+            f"a switch takes about {out} out and {back} back{guess}: with turns of "
             f"{_about_text(self.turn_seconds)}{waits}, the jobs run at {100 * self.kept_share:.0f} % of the speed that they "
             f"have one after another; {host} of host memory must be free"
         )

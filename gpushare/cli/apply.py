@@ -73,11 +73,11 @@ def apply(
     """Set up each GPU as its entry of gpushare.yaml says; GPUs without an entry are left alone. Needs root.
 
     What already matches the file stays. All GPUs are planned before the first change, and a file that cannot be applied
-    here changes nothing. Each GPU is then changed completely or not at all. Programs are never ended: a GPU in use is
-    refused, the others are changed. gpushare asks before it removes a name, a grant, or an instance that it did not
-    make. It keeps the applied file: the units of `gpushare export systemd` apply it at boot. Its rules for the
-    time-slices of processes (slices:) are followed by `gpushare timeslice keep`; its limits of users (memory:) are in
-    force from then on.
+    here changes nothing. Each GPU is then changed completely or not at all. It never ends a program: if one is in the
+    way of a change, its GPU is refused, and the others are changed. gpushare asks before it removes a name, a grant, or
+    an instance that it did not make. It keeps the applied file: the units of `gpushare export systemd` apply it at
+    boot. Its rules for the time-slices of processes (slices:) are followed by `gpushare timeslice keep`; its limits of
+    users (memory:) are in force from then on.
     """
     seconds = 0.0 if wait is None else parse_seconds(wait)
     wanted, text = load(host_file(path, file, "apply"))

@@ -1,8 +1,8 @@
 """``gpushare apply``: one plan per GPU from its state to what the file wants; each GPU is its own transaction.
 
 The order on a GPU: stop the daemons in the way, bind names, set compute mode and MIG mode, create instances; then
-grants, time-slice and daemons; last, check that the GPU is as the file wants it. Programs are never ended: a GPU in
-use is refused.
+grants, time-slice and daemons; last, check that the GPU is as the file wants it. Programs are never ended: a GPU
+on which one is in the way is refused.
 """
 
 from __future__ import annotations
