@@ -81,7 +81,7 @@ def farm(
     """Run many copies of a program under MPS, as many at a time as fit into the memory of the GPUs.
 
     Each copy finds its number in GPUSHARE_COPY. A copy reserves its memory while it runs; after each start the farm
-    goes to the end of the line. Without --memory, the first copy is measured. A failed copy leaves the others alone.
+    goes to the end of the line. Without --memory, the first copy is measured. If a copy fails, the others go on.
     With --gpus N, each copy runs outside MPS on N GPUs with the best links between them, and reserves its memory on
     each.
     """

@@ -760,7 +760,7 @@ class Farm:
     # -- the loop ------------------------------------------------------------------------------------
 
     def run(self) -> FarmResult:
-        """Run the copies until all have ended; a failed copy leaves the others alone.
+        """Run the copies until all have ended; if a copy fails, the others go on.
 
         Raises:
             BadUsage: the logs are of another command (code ``logs_used``).
