@@ -14,7 +14,7 @@ from gpushare.advice.questions import QUESTIONS, other_answers
 from gpushare.advice.recipe import may_pause, recipe
 from gpushare.advice.rules import Kind, Outcome, WayVerdict, verdicts
 from gpushare.advice.situation import Budget, Situation, instances_sentence
-from gpushare.advice.steps import Line, Recipe, join_recipes
+from gpushare.advice.steps import AdviceStep, Recipe, join_recipes
 from gpushare.advice.ways import ALL_MIG, CONCURRENT, LEAVING
 from gpushare.base.model import Way
 from gpushare.base.units import GIB, format_bytes, ranges
@@ -322,8 +322,8 @@ class AdviceAnswer:
     not_protected: list[str]
     cost: CostAnswer | None
     memory: MemoryAnswer
-    commands: tuple[Line, ...]
-    undo: tuple[Line, ...]
+    commands: tuple[AdviceStep, ...]
+    undo: tuple[AdviceStep, ...]
     measure: list[str]
     changes: tuple[OtherAnswer, ...]
     verdicts: tuple[WayVerdict, ...]

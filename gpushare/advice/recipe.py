@@ -24,7 +24,7 @@ from gpushare.advice.rules import cannot_leave, verdicts
 from gpushare.advice.situation import HOPPER, may_go
 from gpushare.advice.steps import (
     OWN_SLICE,
-    Line,
+    AdviceStep,
     Recipe,
     Steps,
     Verb,
@@ -264,7 +264,7 @@ def _mps_static(steps: Steps, _: Way) -> None:
     steps.say(which(processes, f"add a partition of {chunks} chunks on GPU {s.gpu.index}"), add)
     steps.say("list the partitions with their ids", "echo lspart | nvidia-cuda-mps-control")
     steps.say("start each program in its partition", "CUDA_MPS_SM_PARTITION=ID CMD")
-    steps.undo.append(Line("stop the daemon", "echo quit | nvidia-cuda-mps-control"))
+    steps.undo.append(AdviceStep("stop the daemon", "echo quit | nvidia-cuda-mps-control"))
     steps.measure.append(
         "the rate of each program alone in its partition and with the others: only memory bandwidth is shared"
     )
@@ -370,7 +370,7 @@ def _production(steps: Steps, way: Way) -> None:
             slice_of_job = _PRODUCTION_SLICE if produces else _OTHER_SLICE
             what = f"the slice of {which(count or 1, label_of(work))}, which runs; gpushare jobs -a lists its PID"
             steps.say(f"{what}; {whose}" if whose else what, f"gpushare timeslice set {slice_of_job} PID")
-            steps.undo.append(Line("restore the slice", "gpushare timeslice reset PID"))
+            steps.undo.append(AdviceStep("restore the slice", "gpushare timeslice reset PID"))
         elif work.running:
             steps.say(which(count, label_of(work), "runs already, and stays as it is"))
         elif produces:
@@ -660,7 +660,7 @@ def recipe(s: Situation, way: Way) -> Recipe:
             "export the share as flags: gpushare export docker, or gpushare export compose"
         )
     if way in LEAVING:
-        steps.undo.append(Line("nothing of the host is changed; a job that is out comes back by itself"))
+        steps.undo.append(AdviceStep("nothing of the host is changed; a job that is out comes back by itself"))
     if way is not Way.FIX and any(map(s.case.any, ("replicas", "multi_model", "cuda_graphs"))):
         steps.measure += _one_server(s)
     return steps.made()
@@ -673,13 +673,13 @@ def _clear(steps: Steps, way: Way) -> None:
             cut = s.gpu.layout is None or bool(s.gpu.layout.instances)
             if s.gpu.mps_daemons:
                 steps.undo[:0] = [
-                    Line("and MPS in the instances: gpushare mps start -g UUID, with the new UUID of each")
+                    AdviceStep("and MPS in the instances: gpushare mps start -g UUID, with the new UUID of each")
                 ]
             steps.change("turn MIG off", s, Verb.MIG_DISABLE, destroy=cut, yes=_given_away(s))
         if s.mps_in_the_way(way):
             if s.gpu.mps is None:
                 steps.say("stop the MPS daemon of the GPU the way it was started: see gpushare mps status")
-                steps.undo[:0] = [Line("start the MPS daemon again the same way")]
+                steps.undo[:0] = [AdviceStep("start the MPS daemon again the same way")]
             else:
                 steps.change("stop the running MPS daemon; waits for its programs", s, Verb.MPS_STOP)
 

@@ -81,7 +81,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Line:
+class AdviceStep:
     """One step: what to do, and what to type: a change of the host, or other text; None if there is no command for it."""
 
     what: str
@@ -101,8 +101,8 @@ class Line:
 class Recipe:
     """Lines in order, those that undo them, and what to measure afterwards."""
 
-    lines: tuple[Line, ...]
-    undo: tuple[Line, ...] = ()
+    lines: tuple[AdviceStep, ...]
+    undo: tuple[AdviceStep, ...] = ()
     measure: tuple[str, ...] = ()
     # The lines name what earlier ones made: one change cannot carry them out.
     several_shells: bool = False
@@ -118,9 +118,9 @@ def join_recipes(recipes: Sequence[Recipe]) -> Recipe:
     )
 
 
-def _merge_lines(lines: Iterable[Line]) -> tuple[Line, ...]:
+def _merge_lines(lines: Iterable[AdviceStep]) -> tuple[AdviceStep, ...]:
     """Return the lines without duplicates; equal changes of several GPUs are one."""
-    kinds: dict[Line, tuple[int, ...]] = {}
+    kinds: dict[AdviceStep, tuple[int, ...]] = {}
     for line in lines:
         gpus = () if line.change is None else line.change.gpus
         key = line if line.change is None else replace(line, change=replace(line.change, gpus=()))
@@ -147,8 +147,8 @@ class Steps:
     """What a recipe is made of while it is written, for the GPUs that a situation is spread over."""
 
     s: Situation
-    lines: list[Line] = field(default_factory=list)
-    undo: list[Line] = field(default_factory=list)
+    lines: list[AdviceStep] = field(default_factory=list)
+    undo: list[AdviceStep] = field(default_factory=list)
     measure: list[str] = field(default_factory=list)
     several_shells: bool = False
     # Of the jobs that have names, in the order in which they start.
@@ -173,17 +173,17 @@ class Steps:
 
     def say(self, what: str, command: str | None = None) -> None:
         """Add a line that changes nothing of the host itself."""
-        self.lines.append(Line(what, command))
+        self.lines.append(AdviceStep(what, command))
 
-    def typed(self, what: str, *words: str, root: bool = False) -> Line:
+    def typed(self, what: str, *words: str, root: bool = False) -> AdviceStep:
         """Return a line with a command of gpushare that no `Change` stands for."""
-        return Line(what, f"{self.root if root else ''}gpushare {shlex.join(words)}")
+        return AdviceStep(what, f"{self.root if root else ''}gpushare {shlex.join(words)}")
 
-    def changed(self, what: str, s: Situation, verb: Verb, **how: Any) -> Line:
+    def changed(self, what: str, s: Situation, verb: Verb, **how: Any) -> AdviceStep:
         """Return the line of a change of a GPU; ``how`` are further fields of `Change`."""
         sudo = bool(self.root) and verb not in _NEEDS_NO_ROOT
         own = {"gpus": (s.gpu.index,), "instance": s.gpu.instance, "sudo": sudo}
-        return Line(what, change=Change(**{"verb": verb, **own, **how}))
+        return AdviceStep(what, change=Change(**{"verb": verb, **own, **how}))
 
     def change(self, what: str, s: Situation, verb: Verb, **how: Any) -> None:
         """Add a change of a GPU and what undoes it; what was done last is undone first."""
@@ -240,13 +240,13 @@ class Steps:
         )
 
 
-def undo_of(steps: Steps, s: Situation, change: Change) -> list[Line]:
+def undo_of(steps: Steps, s: Situation, change: Change) -> list[AdviceStep]:
     """Return the lines that undo a change of a GPU, from what is there before it."""
     verb, gpu = change.verb, s.gpu
     if verb is Verb.MPS_START:
         return [steps.changed("stop MPS; waits for its programs", s, Verb.MPS_STOP, instance=change.instance)]
     if verb is Verb.MPS_SET and gpu.mps is None:
-        return [Line("restore the limits with the line that `gpushare mps set` printed")]
+        return [AdviceStep("restore the limits with the line that `gpushare mps set` printed")]
     if verb is Verb.MPS_SET and gpu.mps is not None:
         return [steps.changed("restore the limits", s, verb, limits=exactly(gpu.mps))]
     if verb is Verb.MPS_STOP:
@@ -256,7 +256,7 @@ def undo_of(steps: Steps, s: Situation, change: Change) -> list[Line]:
         if gpu.time_slice not in {None, TimeSlice.DEFAULT}:
             what = "then the level, which gpushare sets only in a compute mode that admits several programs"
             level = f"compute-policy -i {gpu.index} --set-timeslice {int(gpu.time_slice or 0)}"
-            lines.append(Line(what, f"{steps.root}nvidia-smi {level}"))
+            lines.append(AdviceStep(what, f"{steps.root}nvidia-smi {level}"))
         return lines
     if verb is Verb.MIG_CREATE and change.names:
         what = "destroy the instance and stop its MPS daemon"
@@ -275,7 +275,7 @@ def exactly(limits: Limits) -> Limits:
     return replace(limits.explicit, priority=None)
 
 
-def mig_as_it_was(steps: Steps, s: Situation) -> list[Line]:
+def mig_as_it_was(steps: Steps, s: Situation) -> list[AdviceStep]:
     """Return the lines that restore the current state of MIG: on, its instances at their placements, names and grants."""
     layout = s.gpu.layout
     if layout is None or not layout.instances:

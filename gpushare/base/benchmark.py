@@ -151,7 +151,7 @@ class Usage:
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """One run of one cell. ``throughput`` is None if a copy failed: the others then had more of the GPU."""
+    """One run of a way with a number of copies. ``throughput`` is None if a copy failed: the others then had more of the GPU."""
 
     round: int
     way: str
@@ -269,7 +269,7 @@ class Pick:
 
     ``way`` is the way to use: the simplest of those that do not differ from the fastest and are within 3 % of it.
     ``certain`` is False if there was one run of each way only, or if the benchmark was interrupted before some ways
-    (``open_ways``). ``gain`` is relative to the way ``over``, time-slicing or the queue; None if neither was measured.
+    (``open_ways``). ``gain`` is relative to the way that ``over`` names: time-slicing or the queue; None if neither was measured.
     """
 
     copies: int

@@ -370,7 +370,7 @@ class GpuLease:
 
 @dataclass(frozen=True, kw_only=True)
 class LimitedJob:
-    """A job whose processes have a memory limit together (`gpushare run --memory`).
+    """A job whose processes share one memory limit (`gpushare run --memory`).
 
     gpushare adds up what the processes hold; ``above`` is what it does above the limit: ``end``, ``warn`` or ``pause``.
     """

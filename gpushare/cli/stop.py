@@ -91,13 +91,13 @@ def _grace_seconds(text: str) -> float:
 def ended_sentence(done: Stopped) -> str:
     """Return in a sentence how a job was ended."""
     title = f"process {done.pid}" if done.name is None else f"'{done.name}' (process {done.pid})"
-    if done.way == "line":
+    if done.ended_by == "line":
         return f"{title} has left the line"
     if done.drain is None:
         how = {
             "gpushare": "the gpushare that ran it has ended it",
             "container": f"its engine has stopped container {done.container}",
-        }.get(done.way, "ended by a signal")
+        }.get(done.ended_by, "ended by a signal")
         return f"{title} is gone after {done.seconds:.1f} s: {how}"
     drained = {
         "idle": "the GPU became idle",

@@ -93,7 +93,7 @@ class Profile:
 
     # Without "MIG ": 1g.18gb+me.
     name: str
-    # The ID column of -lgip; None: unknown (only offline).
+    # The ID column of -lgip; None: the profile is from the catalogue (--model).
     id: int | None
     # The NVML_GPU_INSTANCE_PROFILE_* number.
     nvml_profile: int | None = None
@@ -104,7 +104,7 @@ class Profile:
     engines: Engines = Engines()
     # How many of them fit on one GPU; None: unknown.
     instances: int | None = None
-    # In memory slices; None: unknown (only offline).
+    # In memory slices; None: the catalogue (--model) does not know them.
     placements: tuple[Placement, ...] | None
     compute: tuple[ComputeProfile, ...] = ()
 

@@ -74,11 +74,11 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class Stopped:
-    """How a job was ended. ``way``: gpushare (its gpushare ended it), line (it left the line), mps (an MPS client), container or signal."""
+    """How a job was ended. ``ended_by``: gpushare (its gpushare ended it), line (it left the line), mps (an MPS client), container or signal."""
 
     name: str | None
     pid: int
-    way: str
+    ended_by: str
     seconds: float
     drain: Drain | None = None
     server_status: str | None = None
@@ -177,10 +177,10 @@ class Stop:
         self._container: str | None = None
         self._status: str | None = None
         if target.supervisor is not None:
-            self.way = "line" if target.waits else "gpushare"
+            self.ended_by = "line" if target.waits else "gpushare"
             self.plan = self._plan_by_gpushare(target.supervisor)
         else:
-            self.way, self.plan = self._end_without_gpushare()
+            self.ended_by, self.plan = self._end_without_gpushare()
 
     def run(self) -> Stopped:
         """Carry the plan out, and read back that the job is gone.
@@ -198,7 +198,7 @@ class Stop:
         return Stopped(
             name=self._job.name,
             pid=self._job.pid,
-            way=self.way,
+            ended_by=self.ended_by,
             seconds=round(time.monotonic() - began, 3),
             drain=None if self._ending is None else self._ending.drain,
             server_status=self._status,

@@ -198,7 +198,7 @@ class SimulatedServer:
     # Memory limits in MiB, by device ordinal or UUID as it was set.
     memory: dict[str, int] = field(default_factory=dict)
     priority: int = 0
-    # Time-slices, as those of a process.
+    # Time-slices, in the form of ShownProcess.slices.
     slices: dict[str, int] = field(default_factory=dict)
     channels_off: list[int] = field(default_factory=list)
 

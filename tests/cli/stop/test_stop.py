@@ -43,7 +43,7 @@ def test_its_gpushare_ends_it_unasked(real: Real, cli: Cli, world: World, option
     started = runs(real, world, *options)
     answer = cli("stop", "train", output="json", asks=True).ok()
     (job,) = answer.data["jobs"]
-    assert (job["name"], job["way"], job["drain"]) == ("train", "gpushare", None)
+    assert (job["name"], job["ended_by"], job["drain"]) == ("train", "gpushare", None)
     assert started.result().code == 128 + signal.SIGTERM
     assert not alive(job["pid"])
     assert find_record(world.host, "train") is None
@@ -64,7 +64,7 @@ def test_several_jobs_each_once(real: Real, cli: Cli, world: World) -> None:
     started = runs(real, world)
     pid = admin.add_process(world.spec, name="python3")
     jobs = cli("stop", "train", str(pid), str(started.pid), output="json").ok().data["jobs"]
-    assert [job["way"] for job in jobs] == ["gpushare", "signal"]
+    assert [job["ended_by"] for job in jobs] == ["gpushare", "signal"]
     assert world.pids() == []
 
 
@@ -155,7 +155,11 @@ def test_of_several_those_that_wait_leave_the_line_first_from_its_end(real: Real
             lambda name=name: name in {job["name"] for job in cli("jobs", output="json").data["jobs"]}, f"{name} waits"
         )
     jobs = cli("stop", "train", "two", "three", output="json", asks=True).ok().data["jobs"]
-    assert [(job["name"], job["way"]) for job in jobs] == [("three", "line"), ("two", "line"), ("train", "gpushare")]
+    assert [(job["name"], job["ended_by"]) for job in jobs] == [
+        ("three", "line"),
+        ("two", "line"),
+        ("train", "gpushare"),
+    ]
     assert started.result().code == 143
     assert not any((world.directory / name).exists() for name in ("two", "three"))
 
@@ -193,7 +197,7 @@ def test_a_process_of_one_self_is_asked_for(refused: Refused, cli: Cli, world: W
     message = refused("stop", str(pid), asks=True, code="needs_consent", exit_code=19)
     assert f"this ends process {pid} (python3, gpushare did not start it)" in message
     (job,) = cli("stop", str(pid), "-y", output="json", asks=True).ok().data["jobs"]
-    assert (job["name"], job["way"]) == (None, "signal")
+    assert (job["name"], job["ended_by"]) == (None, "signal")
     assert world.pids() == []
 
 
@@ -279,7 +283,7 @@ def test_a_container_is_stopped_by_its_engine(cli: Cli, world: World, monkeypatc
     plan = cli("stop", str(pid), "-n", output="json").ok().data
     assert plan["steps"][0]["command"] == "docker stop -t 10 0123456789ab"
     (job,) = cli("stop", str(pid), "--grace", "3s", output="json").ok().data["jobs"]
-    assert (job["way"], job["container"]) == ("container", "0123456789ab")
+    assert (job["ended_by"], job["container"]) == ("container", "0123456789ab")
     assert asked[-1] == ("docker", "stop", "-t", "3", "0123456789ab")
 
 
@@ -360,7 +364,7 @@ def idle(world: World, daemon: int) -> int:
 
 def test_idle_client(cli: Cli, world: World, idle: int) -> None:
     (job,) = cli("stop", str(idle), "--grace", "600s", output="json").ok().data["jobs"]
-    assert (job["pid"], job["way"], job["server_status"]) == (idle, "mps", "ACTIVE")
+    assert (job["pid"], job["ended_by"], job["server_status"]) == (idle, "mps", "ACTIVE")
     assert job["drain"]["by"] == "idle"
     assert world.pids() == []
 
@@ -429,7 +433,7 @@ def test_client_of_a_foreign_daemon(cli: Cli, world: World, sim_dir: Path) -> No
     world.foreign_daemon(sim_dir)
     pid = world.client(sm_percent=0)
     (job,) = cli("stop", str(pid), output="json").ok().data["jobs"]
-    assert job["way"] == "mps"
+    assert job["ended_by"] == "mps"
     assert world.pids() == []
 
 
