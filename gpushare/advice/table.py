@@ -84,24 +84,11 @@ class Table:
     _cells: dict[tuple[Way, str, str | None], Cell] = field(default_factory=dict, compare=False, repr=False)
 
     def row(self, key: str) -> Row:
-        """Return a row by its key.
-
-        Raises:
-            BadUsage: there is none.
-        """
-        for row in self.rows:
-            if row.key == key:
-                return row
-        raise BadUsage(
-            f"the table has no row '{key}'", f"its rows: {', '.join(row.key for row in self.rows)}", code="no_row"
-        )
+        """Return the row of a key that is in the table; those of users are named by `row_named`."""
+        return next(row for row in self.rows if row.key == key)
 
     def cell(self, mechanism: Way, row_key: str, driver: str | None = None) -> Cell:
-        """Return a cell as it is on a driver (``580.159.04``, ``580``); None means the newest in the table.
-
-        Raises:
-            BadUsage: there is no such row.
-        """
+        """Return a cell as it is on a driver (``580.159.04``, ``580``); None means the newest in the table."""
         key = mechanism, row_key, driver
         if key not in self._cells:
             self._cells[key] = self._cell(*key)
@@ -134,30 +121,14 @@ class Table:
         )
 
     def level(self, mechanism: Way, row_key: str, driver: str | None = None, *, option: str | None = None) -> str:
-        """Return the level of a cell, or of its option where the driver has that.
-
-        Raises:
-            BadUsage: there is no such row.
-        """
+        """Return the level of a cell, or of its option where the driver has that."""
         cell = self.cell(mechanism, row_key, driver)
         return next((choice.level for choice in cell.options if choice.key == option), cell.level)
 
     def at_least(self, row_key: str, level: str, wanted: str) -> bool:
-        """Return whether a level of a row is at least as strong as the wanted one.
-
-        Raises:
-            BadUsage: the row does not have one of them.
-        """
-        return self._strength(row_key, level) >= self._strength(row_key, wanted)
-
-    def _strength(self, row_key: str, level: str) -> int:
-        """Return the place of a level in its row, from the weakest; BadUsage: the row does not have it."""
+        """Return whether a level of a row is at least as strong as the wanted one."""
         levels = self.row(row_key).levels
-        if level not in levels:
-            raise BadUsage(
-                f"'{level}' is not a level of the row {row_key}", f"its levels: {', '.join(levels)}", code="no_level"
-            )
-        return levels.index(level)
+        return levels.index(level) >= levels.index(wanted)
 
 
 def driver_branch(driver: str | None) -> int | None:

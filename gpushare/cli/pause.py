@@ -12,7 +12,8 @@ from gpushare.base.values import dataclass
 from gpushare.cli.options import AskingCommand, argument, ask_and_carry_out, option, settings, verb
 from gpushare.host.capabilities import user_name
 from gpushare.host.host import Host
-from gpushare.host.store import MOST_SECONDS, wall_time
+from gpushare.host.identity import wall_time
+from gpushare.host.store import MOST_SECONDS
 from gpushare.pause.change import changing
 from gpushare.pause.record import RUNNING, PausedJob, paused_jobs
 from gpushare.run.jobs import pause_of

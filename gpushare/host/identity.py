@@ -71,6 +71,11 @@ def stat_fields(pid: int | str) -> list[str] | None:
     return fields if len(fields) > 19 and fields[19].isdecimal() else None
 
 
+def every_pid(proc: str = "/proc") -> list[int]:
+    """Return the PIDs of all processes; OSError: there is no such directory."""
+    return [int(name) for name in os.listdir(proc) if name.isdecimal()]
+
+
 def real_uid(pid: int) -> int | None:
     """Return the real user id of a process; None: not visible, or the number is a thread's."""
     try:
@@ -133,6 +138,11 @@ def boot_id() -> str | None:
 def uptime() -> float:
     """Return the seconds since boot, with the time asleep (CLOCK_BOOTTIME): no setting of the clock moves it."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def wall_time(seconds: float) -> float:
+    """Return seconds since boot as seconds since 1970, to be shown: it changes when the clock is set."""
+    return time.time() - uptime() + seconds
 
 
 def namespace_owner(pid: int) -> int | None:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Final, NamedTuple
 
 from gpushare.base.errors import GpushareError
+from gpushare.host.identity import every_pid
 from gpushare.host.process import MOST_OF_ENVIRONMENT, entries_of, read_proc
 
 SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - the kernel's, not a temporary file
@@ -147,17 +148,12 @@ class Machine:
     def environments(self, names: Collection[str]) -> Mapping[int, Mapping[str, str]]:
         """Return these variables by PID (``/proc/PID/environ``): as they were when the program started."""
         environments: dict[int, dict[str, str]] = {}
-        for entry in os.listdir(self._proc):
-            if entry.isdigit():
-                chosen = {name: value for name, value in self._environment(entry) if name in names}
-                if chosen:
-                    environments[int(entry)] = chosen
+        for pid in every_pid(self._proc):
+            text = read_proc(f"{self._proc}/{pid}/environ", MOST_OF_ENVIRONMENT) or b""
+            chosen = {name: value for name, value in entries_of(text) if name in names}
+            if chosen:
+                environments[pid] = chosen
         return environments
-
-    def _environment(self, pid: str) -> list[tuple[str, str]]:
-        """Return the variables of a process; none if they cannot be read."""
-        text = read_proc(f"{self._proc}/{pid}/environ", MOST_OF_ENVIRONMENT)
-        return [] if text is None else entries_of(text)
 
     def xids(self) -> tuple[Xid, ...] | None:
         """Return the Xids of this boot (``journalctl -k -b``, else ``dmesg``)."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 from gpushare.base.values import dataclass
+from gpushare.host.identity import every_pid
 
 # A process may have half a million open; do not let it make root read them all.
 _MOST_DESCRIPTORS: Final = 16 << 10
@@ -49,10 +50,10 @@ def open_files(prefix: str, proc: str = "/proc") -> OpenFiles:
     paths_of: dict[int, tuple[str, ...]] = {}
     complete = True
     try:
-        entries = [int(entry) for entry in os.listdir(proc) if entry.isdigit()]
+        pids = sorted(every_pid(proc))
     except OSError:
         return OpenFiles(by_pid={}, complete=False)
-    for pid in sorted(entries):
+    for pid in pids:
         try:
             paths = set()
             for number, (opened, path) in enumerate(_files_of(f"{proc}/{pid}/fd")):

@@ -20,13 +20,17 @@ from gpushare.base.values import dataclass
 from gpushare.host.identity import (
     HOST_PID_SPACE,
     Identity,
+    every_pid,
     has_driver,
     identity_of,
     identity_of_child,
     parent_of,
     pid_space,
     send_same,
+    start_of,
     stat_fields,
+    uptime,
+    wall_time,
 )
 
 if TYPE_CHECKING:
@@ -123,18 +127,16 @@ class Stat(NamedTuple):
 
 def every_stat() -> Iterator[tuple[int, Stat]]:
     """Yield every process with its PID. Those that end meanwhile, or that this user may not see, are left out."""
-    for name in os.listdir("/proc"):
-        if not name.isdecimal():
-            continue
+    for pid in every_pid():
         try:
             # Without a buffer: there may be thousands.
-            descriptor = os.open(f"/proc/{name}/stat", os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
             try:
                 text = os.read(descriptor, 4096)
             finally:
                 os.close(descriptor)
             fields = text[text.rindex(b")") + 1 :].split(None, 20)
-            yield int(name), Stat(fields[0], int(fields[1]), int(fields[2]), int(fields[19]))
+            yield pid, Stat(fields[0], int(fields[1]), int(fields[2]), int(fields[19]))
         except (OSError, ValueError, IndexError):
             continue
 
@@ -181,7 +183,7 @@ class ProcessInfo:
     @property
     def started_at(self) -> float | None:
         """Return its start in seconds since the epoch, to show: it changes when the clock is set."""
-        return None if self.started is None else wall_time(self.started)
+        return None if self.started is None else start_time(self.started)
 
 
 class ProcessUsage(NamedTuple):
@@ -255,25 +257,22 @@ class Processes:
     def named(self, name: str) -> Sequence[int]:
         """Return the PIDs whose executable has this name; by the command line if ``exe`` cannot be read."""
         pids = []
-        for entry in os.listdir("/proc"):
-            if not entry.isdigit():
-                continue
+        for pid in every_pid():
             try:
-                same = os.path.basename(os.readlink(f"/proc/{entry}/exe")).removesuffix(" (deleted)") == name
+                same = os.path.basename(os.readlink(f"/proc/{pid}/exe")).removesuffix(" (deleted)") == name
             except OSError:
                 # The kernel cuts comm at 15 bytes, which is the same for the MPS daemon and its server.
-                same = os.path.basename((command_line_of(int(entry)) or ("",))[0]) == name
-            if same and self.alive(int(entry)):
-                pids.append(int(entry))
+                same = os.path.basename((command_line_of(pid) or ("",))[0]) == name
+            if same and self.alive(pid):
+                pids.append(pid)
         return sorted(pids)
 
     def started_with(self, name: str, value: str) -> Sequence[int]:
         """Return the PIDs of the processes with this variable (``/proc/PID/environ``)."""
         entry = f"{name}={value}".encode()
-        pids = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
         return [
             pid
-            for pid in pids
+            for pid in every_pid()
             if entry in (read_proc(f"/proc/{pid}/environ", MOST_OF_ENVIRONMENT) or b"").split(b"\0") and self.alive(pid)
         ]
 
@@ -456,20 +455,19 @@ def _name_of(pid: int, command_line: Sequence[str] | None) -> str | None:
     return whole if len(os.fsencode(name)) >= 15 and whole.startswith(name) else name
 
 
-def wall_time(started: int) -> float:
+def start_time(started: int) -> float:
     """Return the time of a start in clock ticks since boot, in seconds since the epoch."""
-    return round(time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + started / _TICKS, 2)
+    return round(wall_time(started / _TICKS), 2)
 
 
 def ticks_now() -> int:
     """Return the time since boot in clock ticks, as the start of a process is counted."""
-    return int(time.clock_gettime(time.CLOCK_BOOTTIME) * _TICKS)
+    return int(uptime() * _TICKS)
 
 
 def _started(pid: int) -> int | None:
     """Return the start of a process (field 22 of ``/proc/PID/stat``), also of a zombie."""
-    identity = identity_of_child(pid)
-    return None if identity is None else identity.started
+    return start_of(identity_of_child(pid))
 
 
 def _or_none(read: Callable[[], T]) -> T | None:

@@ -15,7 +15,6 @@ import contextlib
 import errno
 import json
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import field, is_dataclass, replace
 from pathlib import Path
@@ -40,11 +39,6 @@ MOST_SECONDS: Final = 30 * 86400.0
 # Seconds since boot (CLOCK_BOOTTIME), which no setting of the clock moves.
 Past = Annotated[float, lambda seconds: 0 <= seconds <= uptime()]
 Ahead = Annotated[float, lambda seconds: 0 <= seconds <= uptime() + MOST_SECONDS]
-
-
-def wall_time(seconds: float) -> float:
-    """Return seconds since boot as seconds since 1970, to be shown."""
-    return time.time() - uptime() + seconds
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from gpushare.host.host import RUNTIME, TEMPORARY, Host, UserDirectory
+from gpushare.host.identity import every_pid
 from gpushare.host.process import read_proc
 from gpushare.host.records import DIRECTORY, opened_below
 
@@ -80,10 +81,9 @@ def user_directories(runtime: str = RUNTIME, temporary: str = TEMPORARY) -> Sequ
 def _working_users() -> list[int]:
     """Return the users but root who have a process, by UID. A user cannot make them many, as directories in /tmp."""
     uids = set()
-    for name in os.listdir("/proc"):
-        if name.isdecimal():
-            with contextlib.suppress(OSError):
-                uids.add(os.stat(f"/proc/{name}").st_uid)
+    for pid in every_pid():
+        with contextlib.suppress(OSError):
+            uids.add(os.stat(f"/proc/{pid}").st_uid)
     return sorted(uids - {0})
 
 

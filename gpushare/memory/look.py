@@ -11,7 +11,7 @@ from gpushare.base.model import Gpu, LimitedJob, Snapshot, SwappedJob, WaitingJo
 from gpushare.base.selection import Device
 from gpushare.host.capabilities import user_name
 from gpushare.host.host import Host
-from gpushare.host.store import wall_time
+from gpushare.host.identity import wall_time
 from gpushare.memory.ledger import Reservation, line_of, reservations
 from gpushare.memory.swap import BACK, Swap, swaps
 

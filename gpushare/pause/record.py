@@ -14,8 +14,8 @@ from gpushare.base.typed import Count, JobName, Most, Pid
 from gpushare.base.values import dataclass
 from gpushare.host.channels import Channels
 from gpushare.host.host import Host
-from gpushare.host.identity import Identity
-from gpushare.host.store import Ahead, Kept, Named, Past, RecordStore, named_after_living, wall_time
+from gpushare.host.identity import Identity, wall_time
+from gpushare.host.store import Ahead, Kept, Named, Past, RecordStore, named_after_living
 
 # A record of so many can be read again.
 _MOST_GROUPS: Final = 8192

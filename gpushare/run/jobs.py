@@ -27,9 +27,9 @@ from gpushare.base.typed import JOB_NAME, Count, JobName, Most, Percent, Pid, Wi
 from gpushare.base.units import counted, pid_of, quoted
 from gpushare.base.values import dataclass
 from gpushare.host.host import processes_on
-from gpushare.host.identity import Identity, identity_of, uptime
+from gpushare.host.identity import Identity, identity_of, uptime, wall_time
 from gpushare.host.records import flocked
-from gpushare.host.store import Job, JobProcess, Kept, Past, RecordStore, any_lives, wall_time
+from gpushare.host.store import Job, JobProcess, Kept, Past, RecordStore, any_lives
 from gpushare.part import Part, Watch, memory_held
 from gpushare.plan import Loss
 

@@ -14,7 +14,7 @@ from gpushare.base.model import MPS_SERVER
 from gpushare.base.units import MIB
 from gpushare.host.capabilities import user_name
 from gpushare.host.identity import Identity, identity_of, identity_of_child
-from gpushare.host.process import Announce, Child, Processes, ProcessInfo, ProcessUsage, Streams, wall_time
+from gpushare.host.process import Announce, Child, Processes, ProcessInfo, ProcessUsage, Streams, start_time
 from gpushare.sim.activity import Resident, is_busy
 from gpushare.sim.current import changing, current
 from gpushare.sim.devices import daemon_devices, node_of, places_of
@@ -170,7 +170,7 @@ class SimulatedProcesses(Processes):
         if process is None:
             return None
         at = now()
-        seconds = max(0.0, at - wall_time(process.started)) * process.busy_percent / 100
+        seconds = max(0.0, at - start_time(process.started)) * process.busy_percent / 100
         works = process.sm_percent and is_busy(process, at)
         return ProcessUsage(process.started, seconds if works else 0.0, process.memory_bytes // 2 + (1 << 30))
 

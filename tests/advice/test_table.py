@@ -223,15 +223,6 @@ def test_levels_are_compared_in_the_order_of_the_row(table):
     assert table.at_least("memory_protection", "quota", "quota")
     assert not table.at_least("memory_protection", "separate", "quota")
     assert not table.at_least("error_isolation", "partial", "full")
-    with pytest.raises(BadUsage, match="'strong' is not a level") as caught:
-        table.at_least("error_isolation", "strong", "none")
-    assert "none, partial, full" in caught.value.hint
-
-
-def test_an_unknown_row_is_refused(table):
-    with pytest.raises(BadUsage, match="no row 'colour'") as caught:
-        table.cell(Way.MIG, "colour")
-    assert caught.value.code == "no_row"
 
 
 @pytest.mark.parametrize(

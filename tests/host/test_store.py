@@ -17,8 +17,8 @@ from gpushare.base.values import dataclass
 from gpushare.connect import connect
 from gpushare.host import store as module
 from gpushare.host.host import Host, UserDirectory
-from gpushare.host.identity import Identity, boot_id, identity_of, pid_space, uptime
-from gpushare.host.store import Ahead, Kept, Past, RecordStore, any_lives, named_processes, wall_time
+from gpushare.host.identity import Identity, boot_id, identity_of, pid_space, uptime, wall_time
+from gpushare.host.store import Ahead, Kept, Past, RecordStore, any_lives, named_processes
 from tests.clock import step_the_clock
 
 ALICE, BOB = 4001, 4002
