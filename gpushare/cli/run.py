@@ -48,7 +48,7 @@ from gpushare.timeslice.slices import MOST_US, check_slice
 @verb(ChangingCommand, takes_program=True)
 def run(
     command: list[str] = argument("CMD...", "The program and its arguments.", default=...),
-    gpu: str | None = option("-g --gpu", "SET", "GPU or instance, or candidates: 0-3, NAME, any."),
+    gpu: str | None = option("-g --gpu", "SET", "Run on one GPU or instance of SET: 0-3, NAME, any."),
     gpus: int | None = option("--gpus", "N", "Run on N of them at the same time. [default: 1]"),
     bind: bool = flag("--bind", "Run it on the CPUs next to its GPUs."),
     mig: str | None = option("--mig", "PROFILE|NAME", "Run in a free MIG instance of PROFILE, or in NAME."),

@@ -40,7 +40,7 @@ from gpushare.plan import Loss, NotUndone, Plan, Step, carry_out
 _AGREEING = {"nvidia-persistenced", "nvidia-persiste"}
 # Processes that an error names, and that its hint ends.
 _NAMED: Final = 4
-_MOST_ENDED: Final = 32
+_MOST_ENDED: Final = 8
 
 
 def check_mode_change(host: Host, gpu: Gpu, *, enable: bool, bare: bool, ending: Collection[int] = ()) -> list[str]:
@@ -98,16 +98,30 @@ def _check_no_processes(host: Host, switched: Sequence[tuple[Gpu, Collection[int
     names = first_few((_process_title(host, process) for process in named_here.values()), _NAMED)
     gpus = list(dict.fromkeys(gpu.index for gpu, _ in blocking_processes))
     numbers, their = ",".join(map(str, gpus)), "its" if len(gpus) == 1 else "their"
-    # It ends a job by the PID of its program, too, and a client of MPS in the way that is safe for the others. An MPS
-    # server ends after its clients.
-    pids = [str(pid) for pid, process in named_here.items() if _name_of_process(host, process) != MPS_SERVER]
-    ending_them = f"gpushare stop {' '.join(pids[:_MOST_ENDED])}" if pids else f"gpushare mps stop -g {numbers}"
-    rest = f", and then the {len(pids) - _MOST_ENDED} others" if len(pids) > _MOST_ENDED else ""
+    ending_them = _ending_them_text(host, list(named_here.values()), numbers)
     raise InUse(
         f"{titles([Device(gpu=gpu) for gpu, _ in switched if gpu.index in gpus])}: {names} must end before {their} MIG mode can change",
-        f"see all: gpushare status -g {numbers}; end them: {ending_them}{rest}",
+        f"see all: gpushare status -g {numbers}; {ending_them}",
         gpu=gpus[0] if len(gpus) == 1 else None,
     )
+
+
+def _ending_them_text(host: Host, processes: Sequence[GpuProcess], numbers: str) -> str:
+    """Return how this user gets processes on GPUs (``numbers``) to end: by a command, or by asking their users.
+
+    `gpushare stop` ends a job by the PID of its program, too, and a client of MPS in the way that is safe for the others. An
+    MPS server ends after its clients.
+    """
+    ended = [process for process in processes if _name_of_process(host, process) != MPS_SERVER]
+    if not host.root:
+        infos = [host.processes.describe(process.pid) for process in ended]
+        others = dict.fromkeys(info.user for info in infos if info and info.user and info.uid != host.uid)
+        if others:
+            return f"ask {first_few(others, _NAMED)} to end theirs, or the administrator"
+    pids = [str(process.pid) for process in ended]
+    rest = f", and then the {len(pids) - _MOST_ENDED} others" if len(pids) > _MOST_ENDED else ""
+    command = f"gpushare stop {' '.join(pids[:_MOST_ENDED])}" if pids else f"gpushare mps stop -g {numbers}"
+    return f"end them: {command}{rest}"
 
 
 def _check_not_held(host: Host, gpu: Gpu, ending: Collection[int]) -> None:

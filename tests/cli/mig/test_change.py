@@ -364,18 +364,26 @@ def test_mig_is_not_switched_on_beside_a_program(refused: Refused, host: str) ->
 def test_programs_on_all_gpus_of_a_change_are_named_at_once(refused: Refused) -> None:
     host = "sim:2xh100"
     assert World(host).host.nvml.count() == 2
-    pids = [admin.add_process(host, str(number % 2)) for number in range(12)]
+    pids = [admin.add_process(host, str(number % 2)) for number in range(8)]
     text = refused("mig", "apply", "-g", "0,1", "1g.10gb", code="in_use", exit_code=19, host=host)
     assert "GPUs 0, 1: python3 (" in text
-    assert "and 8 more must end before their MIG mode can change" in text
+    assert "and 4 more must end before their MIG mode can change" in text
     ended = text.partition("see all: gpushare status -g 0,1; end them: gpushare stop ")[2].split()
     assert sorted(map(int, ended)) == sorted(pids)
     # Of very many, the hint says that it does not have all.
-    for _ in range(22):
+    for _ in range(2):
         admin.add_process(host)
     text = refused("mig", "enable", "-g", "all", code="in_use", exit_code=19, host=host)
-    assert len(text.partition("gpushare stop ")[2].partition(",")[0].split()) == 32
+    assert len(text.partition("gpushare stop ")[2].partition(",")[0].split()) == 8
     assert text.rstrip().endswith(", and then the 2 others")
+
+
+def test_a_plain_user_asks_the_users_of_the_programs(refused: Refused) -> None:
+    world = World(H100)
+    admin.add_process(H100, user="bob")
+    world.fault("user", "1000")
+    text = refused("mig", "enable", "-n", code="in_use", exit_code=19, host=H100)
+    assert text.endswith("hint: see all: gpushare status -g 0; ask bob to end theirs, or the administrator\n")
 
 
 def test_an_mps_server_ends_after_its_clients_not_by_a_signal(cli: Cli, refused: Refused) -> None:
