@@ -80,8 +80,8 @@ def _way_of_job(job: ListedJob) -> str | None:
     )
 
 
-# What the verbs take as JOB; then what tells a job from its namesake.
-_JOB: Final = Column("job", "job", least=12, of=lambda job: job.name or job.pid)
+# What the verbs take as JOB, which has to be typed; then what tells a job from its namesake.
+_JOB: Final = Column("job", "job", whole=True, of=lambda job: job.name or job.pid)
 _PID: Final = Column("pid", "pid", right=True, rank=6)
 _USER: Final = Column("user", "user", rank=7)
 _ROLE: Final = Column("role", "role", rank=1, style=role_style)
@@ -161,7 +161,7 @@ def _exit_text(job: ListedJob) -> int | str:
 def _ended_table(jobs: Sequence[ListedJob]) -> Table:
     """Return the table of the jobs that have ended."""
     columns = (
-        Column("name", "job", least=12),
+        _JOB,
         Column(
             "exit_code",
             "exit code",

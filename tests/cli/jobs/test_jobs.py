@@ -340,7 +340,7 @@ def test_nothing(cli: Cli) -> None:
 
 def test_watched_in_another_format_each_look_is_a_document(real: Real, world: World) -> None:
     ended(world, 1)
-    started = real("jobs", "-w", "0.1", "-o", "json")
+    started = real("jobs", "-w", "0.1s", "-o", "json")
     assert started.process.stdout is not None
     for _ in range(2):
         document = json.loads(started.process.stdout.readline())
@@ -360,7 +360,7 @@ def test_watched_in_one_word_with_all(real: Real, world: World) -> None:
 
 @pytest.mark.parametrize(
     ("words", "code"),
-    [(("-w", "0.01"), "bad_interval"), (("-w", "1x"), "bad_duration"), (("train",), "usage"), (("-g", "0"), "usage")],
+    [(("-w", "0.01s"), "bad_interval"), (("-w", "1x"), "bad_duration"), (("train",), "usage"), (("-g", "0"), "usage")],
 )
 def test_wrong_words(refused: Refused, words: tuple[str, ...], code: str) -> None:
     refused("jobs", *words, code=code, exit_code=2)
