@@ -381,7 +381,7 @@ complete -c gpushare -n '__gpushare_at schema' -s q -l quiet -d 'Print no notes,
 complete -c gpushare -n '__gpushare_at schema' -s v -l verbose -d 'Print more: each step of a change, for example.'
 complete -c gpushare -n '__gpushare_at schema' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at schema' -s h -l help -d 'Show the help and exit.'
-complete -c gpushare -n '__gpushare_at run' -s g -l gpu -x -a '(__gpushare_asked @gpus)' -d 'GPU or instance, or candidates: 0-3, NAME, any.'
+complete -c gpushare -n '__gpushare_at run' -s g -l gpu -x -a '(__gpushare_asked @gpus)' -d 'Run on one GPU or instance of SET: 0-3, NAME, any.'
 complete -c gpushare -n '__gpushare_at run' -l gpus -x -d 'Run on N of them at the same time. [default: 1]'
 complete -c gpushare -n '__gpushare_at run' -l bind -d 'Run it on the CPUs next to its GPUs.'
 complete -c gpushare -n '__gpushare_at run' -l mig -x -a '(__gpushare_asked @places)' -d 'Run in a free MIG instance of PROFILE, or in NAME.'

@@ -114,12 +114,14 @@ class Examination:
 
 
 def whom_to_ask(seen: Examination, pids: Collection[int]) -> str | None:
-    """Return the owners of processes, for people; None: one of them belongs to this user, who can act."""
+    """Return whom to ask about processes, for people; None: this user can act: as an owner, or as root if none is known."""
     owners = [seen.host.processes.describe(pid) for pid in pids]
     if os.getpid() in pids or any(info is not None and info.uid == seen.host.uid for info in owners):
         return None
     users = sorted({info.user for info in owners if info is not None and info.user})
-    return first_few(users, _MOST_USERS) if users else "its owner"
+    if not users:
+        return None if seen.host.root else "the administrator (its owner is unknown)"
+    return first_few(users, _MOST_USERS)
 
 
 def for_owner(seen: Examination, check: Check, pids: Collection[int]) -> Check:

@@ -612,7 +612,7 @@ def _unlisted(seen: Examination) -> Iterator[Check]:
             holders=f"; open in {titles}" if titles else "",
             remedy=remedy,
         )
-        yield for_owner(seen, check, suspects) if suspects else check
+        yield for_owner(seen, check, suspects) if suspects and not seen.host.root else check
     if seen.answering and not held and all(gpu.unlisted_bytes is not None for gpu in seen.answering):
         yield Check.passed("gpu.unlisted_memory", seen="all memory in use belongs to processes")
 
@@ -660,7 +660,8 @@ def _idle_remedy(seen: Examination, process: GpuProcess) -> str:
     except GpushareError as error:
         return f"{end} ({error.message})"
     if owner is not None:
-        return f"ask {owner}, whose it is; or as root: sudo gpushare swap out {process.pid}"
+        swap = f"gpushare swap out {process.pid}"
+        return f"{swap}; or ask {owner} to end it" if seen.host.root else f"ask {owner}; or as root: sudo {swap}"
     if process.pid in paused_since(seen.host):
         return f"let it continue: gpushare resume {process.pid}; or {end}"
     return f"gpushare swap out {process.pid}; next time: gpushare run --swap idle=TIME -- CMD; or end it"

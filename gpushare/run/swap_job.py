@@ -94,7 +94,7 @@ def plan_swap_out(host: Host, text: str, say: Callable[[str], None], *, dry_run:
     pids = " ".join(str(process.pid) for process in processes)
     words = f"copy {format_bytes(swap.memory_bytes)} of {job.title} from GPU {gpu.index} to host memory"
     gone = f"{job.title} is swapped out of GPU {gpu.index}, with {format_bytes(swap.memory_bytes)} in host memory"
-    undo = f"gpushare swap in {job.selector}{' -y' if losses else ''}"
+    undo = f"gpushare swap in {job.selector}"
     step = Step(
         what=words,
         command=f"for pid in {pids}; do cuda-checkpoint --action lock --pid $pid; cuda-checkpoint --action checkpoint --pid $pid; done",
@@ -147,7 +147,8 @@ def back_to_gpu(
     gone = ended_swap(host, text)
     repaired = repair_first(host, say, dry_run=dry_run)
     try:
-        swap = taken_over(host, _swapped_out_job(host, text, gone))
+        out = _swapped_out_job(host, text, gone)
+        swap = taken_over(host, out)
     except NotFound:
         back = next((each for each in repaired if each.is_named(text) and each.living(host)), None)
         if back is None:
@@ -156,6 +157,8 @@ def back_to_gpu(
         plan = Plan(title=f"{back.title} is back already", steps=(), undo=f"gpushare swap out {back.selector}")
         return SwapWork(plan, replace(back, state=BACK, restored=True))
     losses = _consent(host, swap)
+    # What root itself has swapped out comes back unasked, as root resumes what it has paused.
+    asks = not any(each.pid == out.pid and each.keeper_uid is None for each in swaps(host))
     if swap.state == LOST:
         raise lost_error(swap)
     check_continues(host, swap)
@@ -172,7 +175,9 @@ def back_to_gpu(
         do=lambda: done.append(_wait_and_return(host, text, swap, device, limits, seconds, say, waiting)),
     )
     notes = (_room_text(host, device, swap, limits, wait=seconds != 0.0),) if dry_run else ()
-    return SwapWork(Plan(title=back_on, steps=(step,), undo=undo, consent=losses, notes=notes), swap, done)
+    return SwapWork(
+        Plan(title=back_on, steps=(step,), undo=undo, consent=losses if asks else (), notes=notes), swap, done
+    )
 
 
 def _device_of(host: Host, swap: Swap) -> Device:

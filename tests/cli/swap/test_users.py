@@ -119,7 +119,7 @@ def test_what_root_has_swapped_out_root_brings_back(cli: Cli, refused: Refused, 
     pid = job(world, name="train")
     become(world, 0)
     refused("swap", "out", "train", code="needs_consent", exit_code=19, asks=True)
-    assert "undo: gpushare swap in train -y" in cli("swap", "out", "train").ok().out
+    assert "undo: gpushare swap in train\n" in cli("swap", "out", "train").ok().out
     become(world, NOBODY)
     assert listed(cli) == [(pid, "out", "nobody", "root")]
     text = refused("swap", "in", "train", code="swapped_by_root", exit_code=4)
@@ -127,7 +127,7 @@ def test_what_root_has_swapped_out_root_brings_back(cli: Cli, refused: Refused, 
     assert cli("swap", "out", "train", output="json").error["code"] == "already_out"
     assert checkpoint(world, pid) == CHECKPOINTED
     become(world, 0)
-    assert "undo: gpushare swap out train -y" in cli("swap", "in", str(pid)).ok().out
+    assert "undo: gpushare swap out train -y" in cli("swap", "in", str(pid), asks=True).ok().out
     assert checkpoint(world, pid) == RUNNING
     become(world, NOBODY)
     assert listed(cli) == []
