@@ -355,7 +355,7 @@ def _production(steps: Steps, way: Way) -> None:
     seconds = "" if cost is None else f" (about {cost.out_seconds:.0f} s)"
     # Under MPS, production has no role.
     running_production = [] if pair.name == "name" else [name for name, job in s.jobs.items() if job.production]
-    target = None if first is None or way is Way.SWAP else _service(first, 1, running_production)
+    target = None if first is None or way is Way.SWAP else steps.free_name(_service(first, 1, running_production))
     yielding: dict[str, Any] = dict(pair.apart) if without_role else {"opportunistic": True, "yields": pair.yields}
     if without_role and way is Way.MPS_PRIORITY:
         clients = sum(count or 1 for work, count in works if work.role is not Role.PRODUCTION)

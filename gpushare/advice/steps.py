@@ -192,16 +192,24 @@ class Steps:
         if line.change is not None:
             self.undo[:0] = undo_of(self, s, line.change)
 
+    def free_name(self, name: str) -> str:
+        """Return a name of a job, with a number if a job on another GPU has it."""
+        taken = {job.name for job in self.s.host.jobs} - set(self.s.jobs)
+        names = (name, *(f"{name}-{number}" for number in range(2, len(taken) + 3)))
+        return next(free for free in names if free not in taken)
+
     def run(self, what: str, work: Workload, **options: Any) -> None:
         """Add the line of a job, by default on one of the GPUs of the situation; one of this name that runs there stays."""
-        name = options.get("production") or options.get("name")
+        key = "production" if options.get("production") else "name"
+        name = options.get(key)
         if name is not None:
-            self.job_names.append(name)
+            free = options[key] = self.free_name(name)
+            self.job_names.append(free)
             if name in self.s.jobs:
                 self.say(f"{what}: '{name}' runs already, and stays as it is")
                 return
-            if any(job.name == name for job in self.s.host.jobs):
-                what += f"; choose another name: a job on another GPU is '{name}'"
+            if free != name:
+                what += f"; '{name}' is a job on another GPU"
         gpus = None if self.s.gpus_each == 1 else work.gpus
         job = JobCommand(**{"gpu": self.gpu, "gpus": gpus, "program": work.command or "CMD", **options})
         self.say(what, str(job))
@@ -220,7 +228,7 @@ class Steps:
                 f"; the other is {others[0]}" if len(others) == 1 else f"; the others are {others[0]} to {others[-1]}"
             )
         self.run(what, work, name=first, **options)
-        self.job_names += others
+        self.job_names += map(self.free_name, others)
 
     def made(self) -> Recipe:
         """Return the recipe: with nothing else to undo, the undo is the end of the jobs."""

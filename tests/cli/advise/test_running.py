@@ -88,12 +88,14 @@ def test_production_of_another_name_is_the_one_to_spare(cli: Cli, real: Real) ->
     assert commands(data, "undo") == ["gpushare stop other"]
 
 
-def test_a_name_that_is_taken_on_another_gpu_is_said(cli: Cli, real: Real) -> None:
+def test_a_name_that_is_taken_on_another_gpu_is_not_given(cli: Cli, real: Real) -> None:
     host = "sim:2xh200"
     real("run", "-g", "1", "--production", "serve", "--", "sleep", "300", host=host)
     until(lambda: "serve" in cli("jobs", host=host, output="json").ok().out, "serve runs")
     data = cli("advise", "--no-input", "-g", "0", *PAIR, host=host, output="json").ok().data
-    assert "'serve'" in data["commands"][0]["what"]
-    assert data["commands"][0]["command"] is not None
+    assert data["commands"][0]["what"] == "production; 'serve' is a job on another GPU"
+    production, other = commands(data)
+    assert "--production serve-2 " in production
+    assert "--for serve-2 " in other
     # The undo does not end the job on the other GPU.
-    assert commands(data, "undo") == ["gpushare stop other"]
+    assert commands(data, "undo") == ["gpushare stop serve-2 other"]
