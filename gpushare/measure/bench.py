@@ -20,7 +20,7 @@ from gpushare.host.host import Host
 from gpushare.measure.experiment import Experiment, Grounds
 from gpushare.measure.metric import Printed, hopeless, within
 from gpushare.measure.usage import UsageMeter
-from gpushare.measure.ways import ALONE, IN_ONE, BenchWay, Reasons, one_at_a_time, reasons, sort_out
+from gpushare.measure.ways import ALONE, IN_ONE, BenchWay, Cell, Reasons, one_at_a_time, reasons, sort_out
 from gpushare.mps.control import MpsControl
 from gpushare.mps.daemons import own_daemon
 from gpushare.mps.limits import Limits
@@ -309,8 +309,6 @@ _HANG_SECONDS: Final = 60.0
 _FIRST_SECONDS: Final = 86400.0
 _FIRST_PRINT_SECONDS: Final = 600.0
 
-# One way with one number of copies.
-Cell = tuple[BenchWay, int]
 _OUTSIDE: Final = BenchWay(name=ALONE, kind=Way.WHOLE)
 
 
@@ -406,8 +404,8 @@ class Bench:
 
     def go(self) -> Measurement:
         """Measure, and return what was measured."""
-        measurement, cells = self.measurement, schedule(self._settings)
-        total = 1 + len(cells) * self._settings.repeat
+        measurement = self.measurement
+        total = 1 + len(schedule(self._settings)) * self._settings.repeat
         self._progress("warm-up: one copy alone", 0, total, None)
         warm = self._run(0, (self._settings.alone, 1))
         if warm.result.interrupted:
@@ -422,7 +420,8 @@ class Bench:
             )
         else:
             try:
-                self._rounds(self._leave_out_slices(self._leave_out_too_large(cells, warm)))
+                self._leave_out(warm)
+                self._rounds(schedule(self._settings))
             except GpushareError as error:
                 if not measurement.runs:
                     raise
@@ -467,39 +466,26 @@ class Bench:
         # With a window every run takes as long; else time-sliced copies take about as long as in turn.
         return alone if self._settings.window is not None else alone * (cell[1] if cell[0].kind is not Way.MIG else 1)
 
-    def _leave_out_too_large(self, cells: list[Cell], warm: RunResult) -> list[Cell]:
-        """Leave out the cells that need more memory than the device has, by the peak of one copy."""
-        peak, total = warm.usage.memory_peak_bytes, self._device.memory_total_bytes
-        if peak is None or total is None:
-            return cells
-        kept = []
-        for cell in cells:
-            way, copies = cell
-            at_once = 1 if way.kind in {Way.WHOLE, Way.MIG} else copies
-            if peak * at_once <= total:
-                kept.append(cell)
-                continue
-            reason = (
-                f"{copies} copies need {format_bytes(peak * copies)}, {self._device.title} has {format_bytes(total)}"
-            )
-            requested = [each for each in self._settings.cells if measured_as(each, self._settings) == cell]
-            self.measurement.left_out += [
-                LeftOut(way=way.name, copies=copies, reason=reason) for way, copies in requested
-            ]
-        return kept
+    def _leave_out(self, warm: RunResult) -> None:
+        """Leave out what one copy alone has shown not to work: slices that cannot be set, and copies without room."""
+        settings, peak, total = self._settings, warm.usage.memory_peak_bytes, self._device.memory_total_bytes
+        unsliced = self._unsliced
+        if unsliced is not None and all(way.kind is Way.SLICES for way, _ in settings.cells):
+            raise unsliced
 
-    def _leave_out_slices(self, cells: list[Cell]) -> list[Cell]:
-        """Leave out the time-slices if that of the first copy could not be read and set."""
-        if self._unsliced is None:
-            return cells
-        unsliced_cells = [cell for cell in self._settings.cells if cell[0].kind is Way.SLICES]
-        if len(unsliced_cells) == len(self._settings.cells):
-            raise self._unsliced
-        reason = f"{self._unsliced.message}; {self._unsliced.hint}"
-        self.measurement.left_out += [
-            LeftOut(way=way.name, copies=copies, reason=reason) for way, copies in unsliced_cells
-        ]
-        return [cell for cell in cells if cell[0].kind is not Way.SLICES]
+        def without_slices(way: BenchWay) -> str | None:
+            return None if unsliced is None or way.kind is not Way.SLICES else f"{unsliced.message}; {unsliced.hint}"
+
+        def too_large(way: BenchWay, number: int) -> str | None:
+            way, copies = measured_as((way, number), settings)
+            at_once = 1 if way.kind in {Way.WHOLE, Way.MIG} else copies
+            if peak is None or total is None or peak * at_once <= total:
+                return None
+            return f"{copies} copies need {format_bytes(peak * copies)}, {self._device.title} has {format_bytes(total)}"
+
+        cells, left_out = sort_out(settings.cells, without_slices, too_large)
+        self._settings = self.measurement.settings = replace(settings, cells=cells)
+        self.measurement.left_out += left_out
 
     def _run(self, number: int, cell: Cell) -> RunResult:
         """Run the copies of a cell under its way, and return what was measured."""
@@ -621,12 +607,9 @@ def _command_failed_error(run: RunResult, settings: Settings) -> OperationFailed
 
 def cells_of(measurement: Measurement) -> Iterator[tuple[Cell, list[RunResult]]]:
     """Yield every requested cell that is not left out, with its runs: its own, or those of an equivalent one."""
-    left_out = {(cell.way, cell.copies) for cell in measurement.left_out}
-    for way, copies in measurement.settings.cells:
-        if (way.name, copies) not in left_out:
-            alike, number = measured_as((way, copies), measurement.settings)
-            runs = [run for run in measurement.runs if (run.way, run.copies) == (alike.name, number)]
-            yield (way, copies), runs
+    for cell in measurement.settings.cells:
+        alike, number = measured_as(cell, measurement.settings)
+        yield cell, [run for run in measurement.runs if (run.way, run.copies) == (alike.name, number)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -646,17 +629,14 @@ def prepare(host: Host, device: Device, wished: Settings) -> Prepared:
         NotFound, NoPermission: the program does not exist, or cannot be executed.
     """
     check_program(wished.argv[0])
-    obstacles = reasons(host, device, wished.argv[0])
+    obstacles = reasons(host, device, wished.argv[0], in_one=bool(wished.in_one))
     alone = _way_of_one_copy(obstacles, {way.kind for way, _ in wished.cells})
     profiles = Counter(instance.profile for instance in device.gpu.mig_instances)
-    instances = max(profiles.values(), default=0)
+    most = max(profiles.values(), default=0)
     cells, left_out = sort_out(
         wished.cells,
-        obstacles,
-        streams=bool(wished.in_one),
-        refuse_copies=lambda way, copies: (
-            _too_few_text(copies, instances) if way.kind is Way.MIG and copies > instances else None
-        ),
+        obstacles.of,
+        lambda way, copies: obstacles.of_copies(way, copies) or _why_no_instances(way, copies, most),
     )
     if alone is None or not cells:
         reason = "; ".join(dict.fromkeys(f"{cell.way}: {cell.reason}" for cell in left_out)) or "none was given"
@@ -704,8 +684,11 @@ def _way_of_one_copy(obstacles: Reasons, kinds: set[str]) -> BenchWay | None:
     return BenchWay(name=Way.MIG.value, kind=Way.MIG) if obstacles.mig is None and Way.MIG in kinds else None
 
 
-def _too_few_text(copies: int, instances: int) -> str:
-    have = f"there {'is' if instances == 1 else 'are'} {instances}"
+def _why_no_instances(way: BenchWay, copies: int, free: int) -> str | None:
+    """Return why there are too few MIG instances for copies in one each; None: there are enough, or none is needed."""
+    if way.kind is not Way.MIG or copies <= free:
+        return None
+    have = f"there {'is' if free == 1 else 'are'} {free}"
     return f"{format_copies(copies)} need {counted(copies, 'free MIG instance')} of one profile, and {have}"
 
 
@@ -740,23 +723,20 @@ def _open_grounds(grounds: Grounds, settings: Settings, instances: int) -> tuple
     try:
         grounds.open(mps=mps, instances=instances)
     except GpushareError as error:
-        rest = [cell for cell in settings.cells if cell[0].kind is not Way.MPS]
+        reason = f"{error.message}; {error.hint}"
+        rest, unset = sort_out(settings.cells, lambda way: reason if way.kind is Way.MPS else None)
         if not mps or not rest or settings.alone.kind is Way.MPS:
             raise
         grounds.open(mps=False, instances=instances)
-        names = dict.fromkeys(way.name for way, _ in settings.cells if way.kind is Way.MPS)
-        reason = f"{error.message}; {error.hint}"
-        return replace(settings, cells=rest), [LeftOut(way=name, copies=None, reason=reason) for name in names]
+        return replace(settings, cells=rest), unset
     return settings, []
 
 
 def _with_instances(settings: Settings, free: int) -> tuple[Settings, list[LeftOut]]:
     """Leave out the cells that need more MIG instances than are free."""
-    short = [(way, copies) for way, copies in settings.cells if way.kind is Way.MIG and copies > free]
-    kept = [cell for cell in settings.cells if cell not in short]
+    kept, left_out = sort_out(settings.cells, lambda _: None, lambda way, copies: _why_no_instances(way, copies, free))
     if (settings.alone.kind is Way.MIG and not free) or not kept:
         raise NotSupported(
             "no MIG instance without a name is free", "see the instances: gpushare mig status", code="no_free_instance"
         )
-    left_out = [LeftOut(way=way.name, copies=copies, reason=_too_few_text(copies, free)) for way, copies in short]
     return replace(settings, cells=kept), left_out

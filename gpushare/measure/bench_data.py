@@ -31,9 +31,9 @@ from gpushare.base.errors import BadUsage, NoPermission, NotFound, OperationFail
 from gpushare.base.selection import Device
 from gpushare.base.typed import parsed
 from gpushare.host.written_file import create_file
-from gpushare.measure.bench import Cell, Measurement, cells_of, measured_as
+from gpushare.measure.bench import Measurement, cells_of, measured_as
 from gpushare.measure.statistics import mean_known, percentile, ratio, rounded, summarize
-from gpushare.measure.ways import IN_ONE_OPTIONS
+from gpushare.measure.ways import IN_ONE_OPTIONS, Cell
 from gpushare.memory.peaks import Profile
 from gpushare.run.results import BenchedCap
 from gpushare.show.result import jsonable

@@ -69,6 +69,10 @@ class BenchWay:
         return _SIMPLEST.index(self.kind), self.percent is not None or self.level is not None
 
 
+# One way with one number of copies.
+Cell = tuple[BenchWay, int]
+
+
 def parse_ways(text: str) -> tuple[BenchWay, ...]:
     """Return the ways in a list, in its order, each once. Times after ``slices:`` are more slices: ``slices:500us,2ms``."""
     ways: dict[str, BenchWay] = {}
@@ -128,7 +132,10 @@ def parse_copies(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Reasons:
-    """Why each kind of way cannot run here; None: it can. ``clients`` is the most clients of an MPS server, if known."""
+    """Why each kind of way cannot run here; None: it can. ``clients`` is the most clients of an MPS server, if known.
+
+    ``in_one``: the command can run as streams or threads of one process.
+    """
 
     # Without MPS.
     outside: str | None
@@ -138,9 +145,12 @@ class Reasons:
     mig: str | None
     clients: int | None
     level: str | None = None
+    in_one: bool = False
 
     def of(self, way: BenchWay) -> str | None:
         """Return why a way cannot run, or None."""
+        if way.kind in IN_ONE and not self.in_one:
+            return f"only the built-in workload runs as {way.kind.value} of one process"
         if way.kind in {Way.WHOLE, *IN_ONE}:
             return self.outside
         if way.kind in {Way.TIMESLICE, Way.SLICES}:
@@ -149,8 +159,13 @@ class Reasons:
             return self.mig
         return self.mps or (self.caps if way.percent is not None else None)
 
+    def of_copies(self, way: BenchWay, copies: int) -> str | None:
+        """Return why a way cannot run with a number of copies, or None."""
+        too_many = way.kind is Way.MPS and self.clients is not None and copies > self.clients
+        return f"an MPS server takes {self.clients} clients" if too_many else None
 
-def reasons(host: Host, device: Device, program: str) -> Reasons:
+
+def reasons(host: Host, device: Device, program: str, *, in_one: bool) -> Reasons:
     """Find out what this host and user can run on a device, without changing anything."""
     served = _is_served(host, device)
     outside = _why_not_outside_mps(device, served=served)
@@ -167,6 +182,7 @@ def reasons(host: Host, device: Device, program: str) -> Reasons:
         mig=_why_not_mig(device),
         clients=max_clients(or_none(lambda: probe_version(host.programs)), capability) if device.mig is None else None,
         level=_why_not_level(host, device),
+        in_one=in_one,
     )
 
 
@@ -256,31 +272,21 @@ def _why_not_mig(device: Device) -> str | None:
 
 
 def sort_out(
-    wished: Sequence[tuple[BenchWay, int]],
-    obstacles: Reasons,
-    *,
-    streams: bool,
-    refuse_copies: Callable[[BenchWay, int], str | None],
-) -> tuple[list[tuple[BenchWay, int]], list[LeftOut]]:
+    cells: Sequence[Cell],
+    why_not: Callable[[BenchWay], str | None],
+    why_not_copies: Callable[[BenchWay, int], str | None] = lambda *_: None,
+) -> tuple[list[Cell], list[LeftOut]]:
     """Return which ways are measured with how many copies, and which are left out and why.
 
-    ``streams``: the command can run as streams or threads of one process. ``refuse_copies`` returns why a way
-    cannot have a number of copies; None: it can.
+    ``why_not`` returns why a way cannot be measured, ``why_not_copies`` why it cannot with a number of copies; None: it can.
     """
-    cells: list[tuple[BenchWay, int]] = []
+    kept: list[Cell] = []
     left_out: list[LeftOut] = []
-    for way, copies in wished:
-        reason = obstacles.of(way)
-        if way.kind in IN_ONE and not streams:
-            reason = f"only the built-in workload runs as {way.kind.value} of one process"
-        if reason is not None:
-            left_out.append(LeftOut(way=way.name, copies=None, reason=reason))
-            continue
-        reason = refuse_copies(way, copies)
-        if way.kind is Way.MPS and obstacles.clients is not None and copies > obstacles.clients:
-            reason = f"an MPS server takes {obstacles.clients} clients"
+    for way, copies in cells:
+        of_way = why_not(way)
+        reason = why_not_copies(way, copies) if of_way is None else of_way
         if reason is None:
-            cells.append((way, copies))
+            kept.append((way, copies))
         else:
-            left_out.append(LeftOut(way=way.name, copies=copies, reason=reason))
-    return cells, list(dict.fromkeys(left_out))
+            left_out.append(LeftOut(way=way.name, copies=copies if of_way is None else None, reason=reason))
+    return kept, list(dict.fromkeys(left_out))

@@ -18,7 +18,7 @@ ALL = Reasons(outside=None, timeslice=None, mps=None, caps=None, mig=None, clien
 
 def here(spec: str = "sim:h200") -> Reasons:
     host = connect(spec)
-    return reasons(host, select_one("0", host.nvml.sweep()), "true")
+    return reasons(host, select_one("0", host.nvml.sweep()), "true", in_one=False)
 
 
 def test_names_in_their_order_each_once() -> None:
@@ -116,12 +116,7 @@ def test_compute_modes(mode: int) -> None:
 def test_left_out_are_named_with_reason() -> None:
     ways = parse_ways("queue,mps,mps:100/n,mig,streams")
     why = Reasons(outside=None, timeslice=None, mps=None, caps="no caps here", mig="no MIG here", clients=4)
-    cells, left = sort_out(
-        [(way, copies) for way in ways for copies in (2, 8)],
-        why,
-        streams=False,
-        refuse_copies=lambda _way, _copies: None,
-    )
+    cells, left = sort_out([(way, copies) for way in ways for copies in (2, 8)], why.of, why.of_copies)
     assert [(way.name, copies) for way, copies in cells] == [("queue", 2), ("queue", 8), ("mps", 2)]
     assert {(one.way, one.copies): one.reason for one in left} == {
         ("mps", 8): "an MPS server takes 4 clients",
@@ -133,9 +128,7 @@ def test_left_out_are_named_with_reason() -> None:
 
 def test_numbers_of_copies_that_cannot_be() -> None:
     (mig,) = parse_ways("mig")
-    cells, left = sort_out(
-        [(mig, 1), (mig, 4)], ALL, streams=False, refuse_copies=lambda _way, copies: "too few" if copies > 2 else None
-    )
+    cells, left = sort_out([(mig, 1), (mig, 4)], ALL.of, lambda _way, copies: "too few" if copies > 2 else None)
     assert [copies for _, copies in cells] == [1]
     assert [(one.copies, one.reason) for one in left] == [(4, "too few")]
 
