@@ -26,6 +26,7 @@ INSTEAD = (
     ("--copies 100", "--copies 3"),
     ("gpushare bench ", "gpushare bench -n "),
     ("--slice 500us --name train -- python train.py", "-d --slice 500us --name train -- sleep 60"),
+    ("-d -g 0 --swap request --name train -- python train.py", "-d -g 0 --swap request --name train -- sleep 60"),
     ("gpushare run --production", "gpushare run -d --production"),
     ("alice bob ", "alice nobody "),
     ("examples/", f"{PROJECT}/examples/"),
@@ -53,7 +54,7 @@ BLOCKS = {
     ("mig", 1): Block("sim:h100-80gb", "gpushare mig apply -y 3g.40gb"),
     ("pause", 0): Block(before=f"{_LONG}; {_LONG.replace('train', 'other')}"),
     ("slices", 1): Block(before=f"cp {PROJECT}/examples/slices.yaml gpushare.yaml"),
-    ("swap", 0): Block("sim:2xh100", _LONG.replace("-d", "-d -g 0")),
+    ("swap", 0): Block("sim:2xh100"),
     ("swap", 1): Block(before="gpushare run -d --production web -- ./serve"),
     ("swap", 2): Block("sim:4xh100", _LONG.replace("-d", "-d -g 0")),
 }

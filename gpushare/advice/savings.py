@@ -64,8 +64,8 @@ class Price:
 class Consolidation:
     """The work on fewer GPUs. ``verdict`` is fits, above_target or no_headroom. ``cost`` is None without a price.
 
-    ``places`` lists whose work is together on one GPU. ``max_load_percent`` is the load of the fullest GPU,
-    ``max_p95_percent`` the largest sum of 95th percentiles on one GPU, as if all peaks coincided; None if unknown.
+    ``places`` has one list per GPU, with the names of those whose work goes on it. ``max_load_percent`` is the load of the
+    fullest GPU, ``max_p95_percent`` the largest sum of 95th percentiles on one GPU, as if all peaks coincided; None if unknown.
     """
 
     gpus: int

@@ -215,7 +215,7 @@ class BenchCell:
 
     way: str
     copies: Annotated[int, Within(1, 1_000_000)]
-    # The thread limit of each copy, under MPS.
+    # The active thread percentage of each copy, under MPS.
     threads_percent: _Cap | None = None
     # The cell whose runs measure this one too.
     same_as: CellName | None = None

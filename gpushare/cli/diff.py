@@ -22,7 +22,7 @@ from gpushare.timeslice.keep import Deviation, Policy, deviations
 
 @verb(Command)
 def diff(path: str | None = HOST_FILE_ARGUMENT, file: str | None = HOST_FILE_OPTION) -> Any:
-    """Show how each GPU differs from its entry of gpushare.yaml; GPUs without an entry are left out.
+    """Show how each GPU differs from its entry in gpushare.yaml; GPUs without an entry are left out.
 
     With rules for time-slices (slices:) it also names the processes that have another slice than their rule says. Exit code
     0: everything is as in the file; 7: something differs. Changes nothing; only root sees all of it.
@@ -57,7 +57,7 @@ def _no_difference_text(wanted: HostFile) -> str:
         return "the limits of users are those of the file"
     if wanted.rules and not wanted.entries:
         return "every process has the time-slice that the rules give it"
-    return "no entry of the file matches a GPU of this host"
+    return "no entry in the file matches a GPU of this host"
 
 
 @dataclass(frozen=True, kw_only=True)

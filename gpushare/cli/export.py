@@ -191,7 +191,7 @@ def ecs(
     name: str = option("--name", "NAME", "The family of the task definition.", default="gpu-shared"),
     to: str | None = TO,
 ) -> Any:
-    """Write an ECS task definition with one container on an MPS share like this one, or on a whole GPU.
+    """Write an ECS task definition with one container on an MPS share like that of this host, or on a whole GPU.
 
     ECS starts the MPS daemon itself, and places containers by GPU memory: the share needs a memory limit.
     """

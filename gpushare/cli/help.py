@@ -115,17 +115,17 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
     ),
     "mps env": (("Let programs of this shell join", 'eval "$(gpushare mps env -g 0 --threads 25)"'),),
     "mig fits": (
-        ("On GPU 0 as it is now", "mig fits 3g.71gb 1g.18gb*2 -g 0"),
-        ("On a GPU that is not here", "mig fits 3g.40gb*2 --model h100-sxm"),
+        ("On GPU 0 as it is now", "mig fits 3g.71gb '1g.18gb*2' -g 0"),
+        ("On a GPU that is not here", "mig fits '3g.40gb*2' --model h100-sxm"),
         ("By need instead of profile", "mig fits --memory 20G --sm 30"),
     ),
     "mig plan": (
-        ("What it would take", "mig plan 3g*2 -g 0"),
-        ("On a GPU that is not here", "mig plan 3g*2 --model h100-sxm"),
+        ("What it would take", "mig plan '3g*2' -g 0"),
+        ("On a GPU that is not here", "mig plan '3g*2' --model h100-sxm"),
         ("If idle instances may go", "mig plan 7g -g 0 --may-destroy"),
     ),
     "mig create": (
-        ("Two instances with names", "mig create 1g.18gb*2 -g 0 --name alice"),
+        ("Two instances with names", "mig create '1g.18gb*2' -g 0 --name alice"),
         ("By need instead of profile", "mig create --memory 30G --name carl"),
         ("Preview", "mig create 3g -g 0 -n"),
     ),
@@ -135,7 +135,7 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
         ("One with running programs", "mig destroy alice --evict alice"),
     ),
     "mig apply": (
-        ("Exactly this layout, after a look at the plan", "mig apply -g 0 3g.71gb*2 -n"),
+        ("Exactly this layout, after a look at the plan", "mig apply -g 0 '3g.71gb*2' -n"),
         ("A layout of a mig-parted file", "mig apply -f parted.yaml -c all-balanced"),
     ),
     "mig disable": (
@@ -143,7 +143,7 @@ EXAMPLES: Final[Mapping[str, tuple[tuple[str, str], ...]]] = {
         ("With the idle instances", "mig disable -g 0 --destroy"),
     ),
     "mig check": (
-        ("Exit code 7 if the layout differs", "mig check -g 0 3g.71gb*2"),
+        ("Exit code 7 if the layout differs", "mig check -g 0 '3g.71gb*2'"),
         ("Against a mig-parted file", "mig check -f parted.yaml -c all-balanced"),
     ),
     "advise": (

@@ -438,8 +438,8 @@ def destroy(
 
 
 _OF_NAMES: Final = (
-    Refused("--name", "--file", "names belong to a layout in words", "-g 0 2g*2 --name a,b"),
-    Refused("--grant", "--name", "it is for the users of a name", "-g 0 2g*2 --name a,b --grant a=alice+carl", needs=True),
+    Refused("--name", "--file", "names belong to a layout in words", "-g 0 '2g*2' --name a,b"),
+    Refused("--grant", "--name", "it is for the users of a name", "-g 0 '2g*2' --name a,b --grant a=alice+carl", needs=True),
 )  # fmt: skip
 
 
@@ -466,7 +466,7 @@ def apply(
     if bool(wish) == (file is not None):
         raise BadUsage(
             "give a layout or a file with one, not both" if wish else "give a layout, or a file with one",
-            "for example: gpushare mig apply -g 0 3g.40gb 1g.10gb*2",
+            "for example: gpushare mig apply -g 0 3g.40gb '1g.10gb*2'",
             code="no_wish",
         )
 

@@ -43,7 +43,7 @@ from gpushare.show.result import Result
 
 
 def check(
-    wish: list[str] | None = argument("WISH...", "The instances expected: 3g.40gb 1g.10gb*2; from slice 4 on: 3g:4."),
+    wish: list[str] | None = argument("WISH...", "The instances expected: 3g.40gb '1g.10gb*2'; from slice 4 on: 3g:4."),
     gpu: str | None = GPU_OPTION,
     file: str | None = PARTED_FILE,
     config: str | None = PARTED_CONFIG,
@@ -58,7 +58,7 @@ def check(
     if bool(wish) == (file is not None):
         raise BadUsage(
             "either a WISH or a file is needed",
-            "for example: 3g.40gb 1g.10gb*2; or -f mig.yaml -c NAME",
+            "for example: 3g.40gb '1g.10gb*2'; or -f mig.yaml -c NAME",
             code="no_wish",
         )
     refuse(OF_FILE)
@@ -263,7 +263,7 @@ def typed_wish(words: Sequence[str] | None, memory: str | None, sm: int | None) 
             "a WISH cannot be combined with --memory or --sm"
             if by_need
             else "neither a WISH nor --memory or --sm is given",
-            "for example: 3g.40gb 1g.10gb*2; or --memory 20G --sm 30",
+            "for example: 3g.40gb '1g.10gb*2'; or --memory 20G --sm 30",
             code="no_wish",
         )
     if words:

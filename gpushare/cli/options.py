@@ -635,8 +635,7 @@ CLIENT_THREADS: Final = option("--threads", "PCT", "Active thread percentage: ab
 OVER_ACTION: Final = option("--over", "ACTION", "Above --memory: end, warn or pause. [default: end]")
 PRIORITY_OPTION: Final = option("--priority", "LEVEL", "Client priority: normal or low.")
 WISHES: Final = argument(
-    "WISH...",
-    "The instances wanted: 3g.40gb 1g.10gb*2 (in zsh '1g.10gb*2'); from slice 4 on: 3g:4; in a GPU instance: 1c.3g.40gb*3.",
+    "WISH...", "The instances wanted: 3g.40gb '1g.10gb*2'; from slice 4 on: 3g:4; in a GPU instance: '1c.3g.40gb*3'."
 )
 NEEDED_MEMORY: Final = option("--memory", "SIZE", "Instead of a WISH: at least this much memory.")
 NEEDED_SMS: Final = option("--sm", "N", "Instead of a WISH: at least this many SMs.", min=1)

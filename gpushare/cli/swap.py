@@ -72,7 +72,7 @@ def back_in(
 
 
 def list_swapped() -> Any:
-    """List the swapped-out jobs: this user's, and those that root has swapped out. Root sees those of all users."""
+    """List the jobs that you or root have swapped out; as root, those of all users."""
     host = settings.connect()
     out = [swap for swap in swaps(host) if swap.state != BACK]
     # The list does not need the driver.

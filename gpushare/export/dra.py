@@ -55,7 +55,7 @@ def claims_export(host: HostDescription, *, kubernetes: str = NEWEST) -> Export:
     if not documents:
         raise NotSupported(
             "the GPUs are in MIG mode without any MIG device",
-            "make some: gpushare mig apply -g 0 1g*7",
+            "make some: gpushare mig apply -g 0 '1g*7'",
             code="no_device",
         )
     traits, gates = host.traits, []

@@ -1,4 +1,4 @@
-"""How a GPU differs from its entry of ``gpushare.yaml``. Pure."""
+"""How a GPU differs from its entry in ``gpushare.yaml``. Pure."""
 
 from __future__ import annotations
 

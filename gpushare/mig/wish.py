@@ -32,7 +32,9 @@ _WORD: Final = re.compile(r"(?:(?P<compute>\d{1,3})c\.)?(?P<profile>[^:*]{1,40}?
 _COUNT: Final = re.compile(r"(?P<rest>.*?)[*x](?P<count>\d{1,9})", re.ASCII)
 _ID: Final = re.compile(r"\d{1,6}", re.ASCII)
 _SIZE: Final = re.compile(r"(\d{1,3})g(?:\.\d{1,5}gb)?([+-].+)?", re.ASCII)
-_HINT: Final = "write for example: 3g.40gb 1g.10gb*2, with a placement 3g.40gb:4, or inside one instance 1c.3g.40gb*3"
+_HINT: Final = (
+    "write for example: 3g.40gb '1g.10gb*2', with a placement 3g.40gb:4, or inside one instance '1c.3g.40gb*3'"
+)
 # Of a whole wish; no host holds nearly as many.
 _MAX_COUNT: Final = 1024
 
