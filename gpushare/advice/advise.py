@@ -58,14 +58,9 @@ class Advice:
     best: WayVerdict | None
     verdicts: tuple[WayVerdict, ...]
     recipe: Recipe | None
-    budget: Budget
-    # The sum of the memory limits of the recipe.
-    limits_bytes: int | None
     confidence: Confidence
     confidence_why: str
     changes: tuple[OtherAnswer, ...]
-    # What the winner leaves unprotected.
-    gaps: tuple[str, ...]
     notes: tuple[str, ...]
     # What is on which GPU, the largest part first.
     parts: tuple[Part, ...]
@@ -88,9 +83,8 @@ def advise(situation: Situation) -> Advice:
     best, judged = parts[0].best, verdicts(first)
     if best is not None and any(part.best is None for part in parts):
         best = None
-    way = None if best is None else best.way
     # Other answers are not tried in all ways of keeping workloads apart: neither is what they are compared with.
-    ways = {way, place(situation, apart=False)[0].way}
+    ways = {None if best is None else best.way, place(situation, apart=False)[0].way}
     changes = tuple(
         OtherAnswer(question=question.field, text=answer.text, then=part.way, open=is_open)
         for question, answer, is_open, part in other_answers(situation)
@@ -104,12 +98,9 @@ def advise(situation: Situation) -> Advice:
         recipe=None
         if best is None
         else join_recipes([recipe(part.situation, part.way) for part in parts if part.way is not None]),
-        budget=first.plain if way is None else first.budget_of(way),
-        limits_bytes=None if way is None else limits_sum(first, way),
         confidence=confidence,
         confidence_why=why,
         changes=changes,
-        gaps=() if way is None else _gaps(first, way),
         notes=_notes(situation),
         parts=parts,
         asked=situation.case,
@@ -119,16 +110,7 @@ def advise(situation: Situation) -> Advice:
 def with_way(advice: Advice, way: Way, *, cap: float | None) -> Advice:
     """Return the advice with another winner and, if measured, the thread cap of its MPS clients in percent."""
     situation = advice.situation.variant(cap=cap)
-    return replace(
-        advice,
-        situation=situation,
-        best=advice.of(way),
-        recipe=recipe(situation, way),
-        budget=situation.budget_of(way),
-        limits_bytes=limits_sum(situation, way),
-        changes=(),
-        gaps=_gaps(situation, way),
-    )
+    return replace(advice, situation=situation, best=advice.of(way), recipe=recipe(situation, way), changes=())
 
 
 # -- how certain it is -------------------------------------------------------------------------------
@@ -223,16 +205,16 @@ _GAPS: Final = {
 }
 
 
-def _gaps(situation: Situation, way: Way) -> tuple[str, ...]:
+def _gaps(situation: Situation, way: Way) -> list[str]:
     """Return what the winner leaves unprotected, from the table."""
     if way.outer in {None, Way.STREAMS} or not situation.several:
-        return ()
+        return []
     table, driver, unprotected = situation.table, situation.host.driver, []
     for row, (wanted_level, name) in _GAPS.items():
         level = table.level(way.outer, row, driver, option=way.table_option if way is Way.MPS_STATIC else None)
         if not table.at_least(row, level, wanted_level):
             unprotected.append(name)
-    return tuple(unprotected)
+    return unprotected
 
 
 def _notes(situation: Situation) -> tuple[str, ...]:
@@ -359,7 +341,7 @@ def advice_answer(advice: Advice) -> AdviceAnswer:
         confidence_why=advice.confidence_why,
         conditions=conditions,
         risks=[] if best is None else _risks(situation, best.way, made),
-        not_protected=list(advice.gaps),
+        not_protected=[] if best is None else _gaps(situation, best.way),
         cost=None if cost is None else _cost_answer(situation, cost),
         memory=_memory_answer(advice),
         commands=() if made is None else made.lines,
@@ -558,8 +540,9 @@ def _cost_answer(situation: Situation, cost: LeavingCost) -> CostAnswer:
 
 def _memory_answer(advice: Advice) -> MemoryAnswer:
     """Return the memory budget as it is printed, with the sentence that fits the way."""
-    budget, limits, best = advice.budget, advice.limits_bytes, advice.best
-    situation = advice.situation
+    situation, best = advice.situation, advice.best
+    budget = situation.plain if best is None else situation.budget_of(best.way)
+    limits = None if best is None else limits_sum(situation, best.way)
     rank_per_gpu = situation.together and len(situation.spread) >= (situation.case.processes or 2)
     enough = budget.fits or rank_per_gpu or not situation.short_of_memory
     alone = best is not None and best.way is Way.WHOLE and enough

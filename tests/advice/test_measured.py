@@ -104,7 +104,6 @@ def test_the_measured_winner_is_the_answer_and_the_advice_less_sure() -> None:
     assert found.ratio == pytest.approx(1.3)
     assert found.rules.confidence is found.final.confidence is Confidence.MEDIUM
     assert not any("mps" in (command or "") for command in commands(found))
-    assert found.final.limits_bytes is None
 
 
 @pytest.mark.parametrize(
