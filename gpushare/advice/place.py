@@ -310,7 +310,6 @@ def _group_part(situation: Situation, group: Sequence[tuple[GpuFacts, Case]], *,
 
 
 def _with_processes(case: Case, processes: int) -> Case:
-    """Return a case of one workload with another number of processes."""
     (work,) = case.workloads
     return replace(case, workloads=(replace(work, processes=processes),))
 

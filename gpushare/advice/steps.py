@@ -168,7 +168,6 @@ class Steps:
         return self.s.gpu.instance or _selector(gpu.index for gpu in self.s.spread)
 
     def each_gpu(self) -> list[Situation]:
-        """Return the situation on each of its GPUs."""
         return [self.s.on(gpu) for gpu in self.s.spread]
 
     def say(self, what: str, command: str | None = None) -> None:

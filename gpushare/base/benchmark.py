@@ -36,12 +36,10 @@ class Metric:
 
     @property
     def printed(self) -> bool:
-        """Return whether the program prints a number."""
         return self.pattern is not None
 
     @property
     def unit(self) -> Literal["printed", "runs_per_second"]:
-        """Return what a throughput counts."""
         return "printed" if self.printed else "runs_per_second"
 
     def together(self, values: Sequence[float]) -> float | None:
@@ -120,7 +118,6 @@ class CopiesResult:
 
     @property
     def failures(self) -> list[str]:
-        """Return what went wrong, one line for each copy."""
         return [
             f"copy {copy.copy} (process {copy.pid}): {copy.failure}" for copy in self.copies if copy.failure is not None
         ]
@@ -145,7 +142,6 @@ class Usage:
 
     @property
     def power_watts(self) -> float | None:
-        """Return the mean power of the GPU."""
         return None if self.energy_joules is None or self.seconds <= 0 else self.energy_joules / self.seconds
 
 
@@ -165,7 +161,6 @@ class RunResult:
 
     @property
     def failures(self) -> list[str]:
-        """Return what went wrong, one line each."""
         return [*self.result.failures, *([] if self.invalid is None else [self.invalid])]
 
     @property
@@ -304,7 +299,6 @@ class BenchGpu:
 
     @property
     def model(self) -> str | None:
-        """Return its model, and the profile of the instance."""
         return " ".join(filter(None, (self.name, self.mig))) or None
 
 

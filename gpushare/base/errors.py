@@ -120,7 +120,6 @@ def needs_root_error(task: str, gpu: int | None = None) -> NoPermission:
 
 
 def signal_refused_error(signal: str, pid: int) -> NoPermission:
-    """Return the error of a signal (``SIGTERM``) to a process of another user."""
     message = f"not allowed to send {signal} to process {pid}: it belongs to another user"
     return NoPermission(message, "ask its owner, or run as root: sudo gpushare ...")
 
@@ -133,7 +132,6 @@ class NotFound(GpushareError):
 
 
 def no_process_error(pid: int | str, hint: str = "see what runs: gpushare status", code: str | None = None) -> NotFound:
-    """Return the error of a PID that no process has."""
     return NotFound(f"there is no process {str(pid)[:20]}", hint, code=code)
 
 
@@ -144,7 +142,6 @@ class NoGpu(NotFound):
 
 
 def no_gpu_error(hint: str = "see: gpushare doctor") -> NoGpu:
-    """Return the error of a host without a GPU."""
     return NoGpu("this host has no GPU", hint)
 
 

@@ -138,7 +138,6 @@ def select_for_change(text: str | None, gpus: Sequence[Gpu]) -> tuple[Device, ..
 
 
 def is_any(gpu: str | None) -> bool:
-    """Return whether ``-g any`` was given."""
     return gpu is not None and gpu.strip().lower() == "any"
 
 

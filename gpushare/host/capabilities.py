@@ -49,7 +49,6 @@ class Capability:
 
     @property
     def node(self) -> str:
-        """Return the device node of the capability."""
         return f"{NODES}/nvidia-cap{self.minor}"
 
 
@@ -138,7 +137,6 @@ class Capabilities:
             raise _refused_error(capability.node, error) from None
 
     def _real(self, path: str) -> Path:
-        """Return the path on this machine."""
         return self._root / path.lstrip("/")
 
 
@@ -156,7 +154,6 @@ def parse(path: str, text: str) -> Capability | None:
 
 
 def modify_line(*, modify: bool) -> str:
-    """Return the line for a capability's file."""
     return f"DeviceFileModify: {int(modify)}\n"
 
 
@@ -252,7 +249,6 @@ def _numbers_in(directory: Path, prefix: str) -> list[int]:
 
 
 def _refused_error(path: str, error: OSError) -> GpushareError:
-    """Return the error of a change to a capability."""
     gone = NotFound(f"there is no {path}", "see which instances are there: gpushare mig status", code="no_capability")
     return change_refused_error(path, error, gone, "grant the instance to one user")
 

@@ -163,7 +163,6 @@ def _staleness_of(spec: CdiSpec, gpus: Sequence[Gpu]) -> Staleness:
 
 
 def _names_index(name: str, index: int) -> bool:
-    """Return whether a name of a device means the whole GPU with this index."""
     match = _WHOLE.fullmatch(name)
     return match is not None and int(match[1]) == index
 

@@ -546,7 +546,6 @@ class _File:
 
 
 def _ioctl_refusal(error: OSError) -> Refused:
-    """Return the refusal for an ioctl that failed."""
     return Refused("ioctl", error.strerror or str(error))
 
 
@@ -853,7 +852,6 @@ def _check_kernel(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, A
 
 
 def _read_slices(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the slices of the groups."""
     with _opened_groups(files, request) as groups:
         return {"slices": [file.slice_of(group.client, group.handle) for file, group in groups]}
 
@@ -924,7 +922,6 @@ class _Batch(NamedTuple):
 
 
 def _existing_channels(file: _File, group: _GroupHandles) -> list[int]:
-    """Return the channels of a group that still exist."""
     return [channel for channel in group.channels if file.parent_of(group.client, channel) == group.handle]
 
 

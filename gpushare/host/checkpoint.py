@@ -204,7 +204,6 @@ def _uuid_bytes(uuid: str) -> Any:
 
 
 def _hangs_error(name: str, pid: int) -> TimedOut:
-    """Return the error about a driver that does not answer."""
     return TimedOut(
         f"the driver does not answer for process {pid} ({name})", "see: sudo dmesg | tail", code="driver_hangs"
     )

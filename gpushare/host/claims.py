@@ -317,7 +317,6 @@ def _parse_lines(match: re.Match[bytes]) -> tuple[list[Identity], int | None, tu
 
 
 def _remove(path: Path) -> None:
-    """Remove a claim; a failure does not matter."""
     with contextlib.suppress(OSError):
         os.unlink(path)
 
@@ -376,7 +375,6 @@ def _write_whole(descriptor: int, text: str) -> None:
 
 
 def _process_line(process: Identity) -> str:
-    """Return the line by which a claim names a process."""
     return f"process {process.pid} {process.started}\n"
 
 

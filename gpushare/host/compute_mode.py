@@ -37,6 +37,5 @@ def set_compute_mode(host: Host, device: Device, mode: ComputeMode) -> None:
 
 
 def need_root(host: Host, change: str) -> None:
-    """Refuse a change to any user but root."""
     if not host.root:
         raise needs_root_error(change)

@@ -63,7 +63,6 @@ _VGPU_MODULE = "/sys/module/nvidia_vgpu_vfio"
 
 
 def _local_vgpus() -> bool:
-    """Return whether the module of the vGPU host driver is loaded."""
     return os.path.isdir(_VGPU_MODULE)
 
 
@@ -107,12 +106,10 @@ class Host:
 
     @property
     def policy(self) -> ComputePolicy:
-        """Return the time-slice policy of the host."""
         return ComputePolicy(self.programs)
 
     @property
     def is_simulated(self) -> bool:
-        """Return whether this is a simulated host."""
         return self.spec.startswith("sim:")
 
 

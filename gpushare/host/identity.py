@@ -37,7 +37,6 @@ class Identity(NamedTuple):
 
 
 def start_of(process: Identity | None) -> int | None:
-    """Return the start of a process, or None if there is none."""
     return None if process is None else process.started
 
 

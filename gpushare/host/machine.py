@@ -172,5 +172,4 @@ class Machine:
 
 
 def xids_in(text: str) -> tuple[Xid, ...]:
-    """Return the Xids in the text of a kernel log."""
     return tuple(Xid(int(number), pci) for pci, number in XID.findall(text))

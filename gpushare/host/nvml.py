@@ -246,7 +246,6 @@ class NvmlReader:
     # -- the host ----------------------------------------------------------------------------------
 
     def driver_version(self) -> str | None:
-        """Return the version of the driver; None: unknown."""
         version = self.ask(lambda nvml: nvml.nvmlSystemGetDriverVersion())
         return None if version is None else str(version)
 
@@ -633,14 +632,12 @@ class NvmlReader:
 
 
 def nvml_text(value: Any) -> str | None:
-    """Return a text of NVML; None: unknown."""
     if value is None:
         return None
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
 
 
 def _mig_handle(nvml: Any, handle: Any, slot: int) -> Any:
-    """Return the handle of the MIG device in a slot."""
     return nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, slot)
 
 

@@ -36,7 +36,6 @@ class OpenFiles:
     complete: bool
 
     def holders_of(self, path: str) -> tuple[int, ...]:
-        """Return the PIDs of processes that have a file open."""
         return tuple(pid for pid, paths in self.by_pid.items() if path in paths)
 
 

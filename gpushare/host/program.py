@@ -175,7 +175,6 @@ def _flooded_error(argv: Sequence[str], most: int) -> OperationFailed:
 
 
 def timed_out_error(argv: Sequence[str], timeout: float) -> TimedOut:
-    """Return the error about a program that did not end in time."""
     command = " ".join(argv)
     return TimedOut(f"'{command}' did not answer within {timeout:g} s", "see: gpushare doctor", code="program_hangs")
 

@@ -87,7 +87,6 @@ class ComputePolicy:
         return self._programs.start(list_argv(), timeout=timeout)
 
     def read(self, timeout: float = 10.0) -> dict[int, TimeSlice | None]:
-        """Return the time-slice by GPU index."""
         return policies_of(self._programs.run(list_argv(), timeout=timeout))
 
     def set(self, uuid: str, level: TimeSlice) -> Completed:

@@ -201,7 +201,6 @@ class RecordStore(Generic[T]):
         return self._own_root(host) / self.directory / f"{key}.json"
 
     def _own_root(self, host: Host) -> Path:
-        """Return the run or state directory of this user."""
         return host.state_directory if self._survives_reboot else host.run_directory
 
     def _roots(self, host: Host, *, shared: bool = True) -> list[tuple[Path, int | None]]:

@@ -227,5 +227,4 @@ def check_links(path: Path) -> None:
 
 
 def _in_the_way_error(path: Path, obstacle: str) -> OSError:
-    """Return the error about something that is not to be written."""
     return FileExistsError(errno.EEXIST, f"it is {obstacle}", str(path))

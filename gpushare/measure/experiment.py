@@ -86,12 +86,10 @@ class Grounds:
 
     @property
     def has_mps(self) -> bool:
-        """Return whether an MPS daemon was set up."""
         return self._share is not None
 
     @property
     def gpu_instances(self) -> set[int]:
-        """Return the GPU instances that were taken."""
         return {place.instance.id for place, _ in self._instances}
 
     def environment(self, limits: Limits | None, extra: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -92,7 +92,6 @@ class Printed:
 
     @property
     def last(self) -> float | None:
-        """Return the last number."""
         return self.values[-1][1] if self.values else None
 
     def latency(self, percent: int, since: float = -math.inf) -> float | None:
@@ -164,7 +163,6 @@ def p99(windows: Sequence[Window]) -> float | None:
 
 
 def latencies_of(windows: Sequence[Window]) -> list[float]:
-    """Return the latencies of all windows."""
     return [latency for window in windows for latency in window.latencies]
 
 

@@ -129,7 +129,6 @@ class Header:
 
 
 def sample_line(sample: Sample) -> str:
-    """Return the line of a sample."""
     gpus = [[gpu.index, gpu.error] if gpu.error is not None else _gpu_row(gpu) for gpu in sample.gpus]
     return _line({"t": sample.at, "gpus": gpus, "processes": [_row(process) for process in sample.processes]})
 
@@ -482,7 +481,6 @@ class RecordingFile:
         self._write(_line({"end": {"t": at, "reason": reason, "missed": missed}}))
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def discard(self) -> None:

@@ -102,7 +102,6 @@ def paired_ratio(above: Sequence[float], below: Sequence[float]) -> tuple[float,
 
 
 def mean(values: Sequence[float]) -> float:
-    """Return the mean of some values."""
     return math.fsum(values) / len(values)
 
 

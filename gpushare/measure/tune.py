@@ -954,7 +954,6 @@ class Stage:
 
     @property
     def strangers(self) -> Mapping[int, str]:
-        """Return the other processes on the GPU, by PID."""
         return self._usage.usage().other_names
 
     def all_figures(self) -> Iterator[Figures]:
