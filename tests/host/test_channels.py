@@ -141,12 +141,6 @@ def test_a_record_that_is_something_else_is_refused(control: ChannelControl, pid
             parsed(Channels, raw)
 
 
-def test_newer_clients_are_looked_at_first_and_the_handles_wrap() -> None:
-    order = room._client_handles(1)
-    assert [next(order) - room.CLIENT_BASE for _ in range(4)] == [1, 0, 0xFFFFF, 0xFFFFE]
-    assert next(room._client_handles(None)) == room.CLIENT_BASE
-
-
 def test_groups_without_a_compute_object_are_refused(
     state_file: StateFile, pid: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,10 +102,6 @@ def files(host: Host) -> list[Path]:
 # -- one at a time ---------------------------------------------------------------------------------
 
 
-def test_nobody_holds_anything_where_nothing_was_ever_taken(host: Host) -> None:
-    assert live_claims(host) == {}
-
-
 def test_one_at_a_time(host: Host) -> None:
     claim = taken(host)
     assert refused(host).pid == os.getpid()
@@ -579,13 +575,6 @@ def test_nothing_stays_open(host: Host) -> None:
     refused(host)
     live_claims(host)
     assert len(os.listdir("/proc/self/fd")) == before
-    claim.release()
-
-
-def test_an_old_way_of_naming_an_instance_is_a_key_too(host: Host) -> None:
-    """MIG-GPU-<uuid>/<gi>/<ci>, of drivers before 470."""
-    claim = taken(host, "MIG-GPU-1/5/0")
-    assert refused(host, "MIG-GPU-1/5/0").key == "MIG-GPU-1/5/0"
     claim.release()
 
 

@@ -150,14 +150,6 @@ def test_a_kept_cap_with_one_field_that_cannot_be_is_not_believed(wrong: dict[st
     assert find_benched(host, device, ["a"], 2) is None
 
 
-def test_a_file_of_a_newer_gpushare_is_not_believed() -> None:
-    host = connect("sim:h200")
-    device = select_one(None, host.nvml.sweep())
-    path = keep_benched(host, device, ["a"], [FOUR])
-    path.write_text(json.dumps({**json.loads(path.read_text()), "schema": 2}))
-    assert find_benched(host, device, ["a"], 4) is None
-
-
 def test_a_benchmark_that_picked_nothing_for_some_copies_still_tells_the_fastest() -> None:
     caps = best_caps(document(cell("mps", None, 90), cell("mps:100/n", 25.0, 100)))
     assert (caps[4].threads_percent, caps[4].best) == (25.0, True)

@@ -15,7 +15,7 @@ from gpushare.base.selection import select_one
 from gpushare.connect import connect
 from gpushare.host.host import Host
 from gpushare.measure.bench import Settings, measure, prepare
-from gpushare.measure.metric import Printed, amount, bounded, number
+from gpushare.measure.metric import Printed, bounded
 from gpushare.measure.statistics import summarize
 from gpushare.measure.ways import parse_ways
 from gpushare.show.bench import _throughput_text
@@ -25,32 +25,6 @@ RATE = Metric(pattern="rate=(.+)")
 BAR = "import sys, time\nfor n in range(10**9):\n    sys.stdout.write(f'\\r{n}% 12.5it/s')\n    sys.stdout.flush()\n    time.sleep(0.01)"
 
 Together = Callable[..., CopiesResult]
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("1,234.5", 1234.5),
-        ("1,234,567", 1234567.0),
-        ("-1,234", -1234.0),
-        ("1,23", None),
-        ("12,34,567", None),
-        ("1.2.3", None),
-        ("1e3", 1000.0),
-        ("nan", None),
-        ("inf", None),
-        ("1e999", None),
-        ("", None),
-        (None, None),
-    ],
-)
-def test_numbers_as_programs_print_them(text: str | None, value: float | None) -> None:
-    assert number(text) == value
-
-
-@pytest.mark.parametrize(("text", "value"), [("-5", None), ("-0.0", 0.0), ("0", 0.0), ("3", 3.0), ("nan", None)])
-def test_a_rate_is_never_below_0(text: str, value: float | None) -> None:
-    assert amount(text) == value
 
 
 def test_a_progress_bar_can_be_measured_for_a_while(together: Together) -> None:

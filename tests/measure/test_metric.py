@@ -30,6 +30,12 @@ def printed(text: str, metric: Metric = RATE) -> Printed:
         ("1e3", 1000.0),
         (".5", 0.5),
         ("1_000", 1000.0),
+        ("1,234.5", 1234.5),
+        ("1,234,567", 1234567.0),
+        ("-1,234", -1234.0),
+        ("1,23", None),
+        ("12,34,567", None),
+        ("1.2.3", None),
         ("nan", None),
         ("inf", None),
         ("1e999", None),
@@ -62,7 +68,7 @@ def test_what_is_no_number_is_passed_over() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("1e99", 1e99), ("1e308", None), ("-0.1", None), ("nan", None), ("0", 0.0)]
+    ("text", "value"), [("1e99", 1e99), ("1e308", None), ("-0.1", None), ("nan", None), ("0", 0.0), ("-0.0", 0.0)]
 )
 def test_a_rate_can_be_added_up(text: str, value: float | None) -> None:
     assert amount(text) == value
