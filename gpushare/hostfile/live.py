@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from gpushare.base.errors import BadUsage
 from gpushare.base.model import ComputeMode, Gpu, TimeSlice, Way
@@ -237,20 +237,22 @@ def assignment_of(live: LiveGpu, entry: Entry, layout: Layout, devices: Iterable
 
 
 def assign(wanted: Iterable[WantedDevice], devices: Iterable[PlacedDevice], *, gpu_uuid: str = "") -> Assignment:
-    """Return the wanted devices in their order, each with the device that fits best; some may get none."""
-    free, assigned = list(devices), list(wanted)
-    # Those with a fixed placement first.
-    for placed in (True, False):
-        for most in range(_UNLIKE + 1):
-            for number in _named_first(assigned):
-                want = assigned[number]
-                if want.device is not None or (want.start is not None) is not placed:
-                    continue
-                fitting = (device for device in free if _fits(want, device))
-                chosen = next((device for device in fitting if _unlikeness(want, device) <= most), None)
-                if chosen is not None:
-                    free.remove(chosen)
-                    assigned[number] = replace(want, device=chosen)
+    """Return the wanted devices in their order, each with the device that fits best; some may get none.
+
+    Those with a fixed placement choose first, then the pairs that are most alike, and of these those with a name.
+    """
+    assigned, free = list(wanted), list(devices)
+    pairs = sorted(
+        (want.start is None, _unlikeness(want, device), want.wish.name is None, number, place)
+        for number, want in enumerate(assigned)
+        for place, device in enumerate(free)
+        if _fits(want, device)
+    )
+    taken: set[int] = set()
+    for *_, number, place in pairs:
+        if assigned[number].device is None and place not in taken:
+            taken.add(place)
+            assigned[number] = replace(assigned[number], device=free[place])
     return Assignment(tuple(assigned), gpu_uuid)
 
 
@@ -312,27 +314,19 @@ def _wanted_devices(entry: Entry, profiles: Sequence[Profile]) -> list[WantedDev
     return devices
 
 
-def _named_first(devices: list[WantedDevice]) -> list[int]:
-    """Return the positions of devices, those that are to have a name first."""
-    return sorted(range(len(devices)), key=lambda number: (devices[number].wish.name is None, number))
-
-
 def _fits(want: WantedDevice, device: PlacedDevice) -> bool:
     """Return whether a device has the profile, the slices and, if it matters, the placement that is wanted."""
     return (want.profile, want.slices) == (device.profile, device.slices) and want.start in {None, device.start}
 
 
-_UNLIKE: Final = 4
-
-
 def _unlikeness(want: WantedDevice, device: PlacedDevice) -> int:
-    """Return how much a fitting device differs from the wanted one: 0 not at all, 1 same name, 2 and 3 without a name."""
+    """Return how much a fitting device differs: 0 not at all, 1 same name, 2 and 3 without a name, 4 another name."""
     if want.wish.name == device.name and limits_key(want.wish.mps) == limits_key(device.mps):
         return 0
     if want.wish.name is not None and want.wish.name == device.name:
         return 1
     if device.name is not None:
-        return _UNLIKE
+        return 4
     return 2 if (want.wish.mps is None) == (device.mps is None) else 3
 
 

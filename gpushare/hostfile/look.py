@@ -74,20 +74,6 @@ def users_of(host: Host, daemon: MpsDaemon) -> tuple[str, ...]:
     return pipe_users(path) or ()
 
 
-def live_unit(host: Host, gpu: Gpu, daemon: MpsDaemon) -> LiveMps:
-    """Return a unit's daemon with the limits in force."""
-    unit = unit_at(daemon.pipe_directory or pipe_directory(daemon.device_uuid or ""))
-    if daemon.error is not None:
-        return LiveMps(pid=daemon.pid, wish=None, error=daemon.error, unit=unit)
-    whole = daemon.device_uuid == gpu.uuid
-    wish = MpsWish(
-        limits=Limits.of(daemon),
-        users=users_of(host, daemon),
-        exclusive=whole and gpu.compute_mode is ComputeMode.EXCLUSIVE_PROCESS,
-    )
-    return LiveMps(pid=daemon.pid, wish=wish, unit=unit)
-
-
 def refuse_units(live: LiveGpu) -> None:
     """Raise InUse if systemd units run daemons on a GPU that must change: systemd would restart them."""
     units = [daemon.unit for daemon in live.daemons.values() if daemon.unit is not None]
@@ -121,9 +107,7 @@ def _live_gpu(
     """Return how one GPU is shared now, from what was read of all of them."""
     host = state.host
     mine = {gpu.uuid, *(mig.uuid for mig in gpu.mig_instances)} - {None}
-    ours = [item for item in daemons if item.daemon.ours and item.daemon.device_uuid in mine]
     # Of the daemons that are not ours only those of units have a device: `with_units` has set it.
-    units = [item.daemon for item in daemons if not item.daemon.ours and item.daemon.device_uuid in mine]
     others = [item for item in daemons if not item.daemon.ours and item.daemon.device_uuid is None]
     foreign = [item.daemon for item in others if item.serves(host, gpu.index)]
     names = [named for named in state.names.values() if named.gpu_uuid == gpu.uuid]
@@ -132,8 +116,9 @@ def _live_gpu(
         time_slice=levels.get(gpu.index),
         has_time_slice=gpu.index in levels,
         daemons={
-            **{item.daemon.device_uuid or "": _live_daemon(item) for item in ours},
-            **{unit.device_uuid or "": live_unit(host, gpu, unit) for unit in units},
+            item.daemon.device_uuid or "": _live_daemon(host, gpu, item)
+            for item in daemons
+            if item.daemon.device_uuid in mine
         },
         foreign=tuple(
             f"an MPS daemon that gpushare did not start (process {daemon.pid}, {daemon.pipe_directory})"
@@ -145,20 +130,24 @@ def _live_gpu(
     )
 
 
-def _live_daemon(found: FoundDaemon) -> LiveMps:
-    """Return a daemon of gpushare with the limits in force; without them if it does not answer, or is half started."""
-    daemon, record, home = found.daemon, found.record, found.home
+def _live_daemon(host: Host, gpu: Gpu, found: FoundDaemon) -> LiveMps:
+    """Return a daemon of gpushare, or of its systemd unit, with the limits in force.
+
+    Without them if it does not answer, or if its start was interrupted: that may not have set all limits.
+    """
+    daemon, record = found.daemon, found.record
+    unit = unit_at(daemon.pipe_directory) if daemon.pipe_directory and not daemon.ours else None
     transient = daemon.transient or (record is not None and record.transient)
-    if daemon.error is not None or record is None or home is None or record.interrupted:
-        # An interrupted start may not have set all limits.
-        return LiveMps(pid=daemon.pid, wish=None, error=daemon.error or daemon.note, transient=transient)
+    if daemon.error is not None or (daemon.ours and (record is None or record.interrupted)):
+        return LiveMps(pid=daemon.pid, wish=None, error=daemon.error or daemon.note, transient=transient, unit=unit)
+    exclusive = daemon.device_uuid == gpu.uuid and gpu.compute_mode is ComputeMode.EXCLUSIVE_PROCESS
     wish = MpsWish(
         limits=Limits.of(daemon),
-        users=pipe_users(home.pipe) or (),
-        exclusive=record.previous_compute_mode is not None,
-        multiuser=record.users is not None,
+        users=users_of(host, daemon),
+        exclusive=exclusive if record is None else record.previous_compute_mode is not None,
+        multiuser=record is not None and record.users is not None,
     )
-    return LiveMps(pid=daemon.pid, wish=wish, transient=transient)
+    return LiveMps(pid=daemon.pid, wish=wish, transient=transient, unit=unit)
 
 
 def _grants_in_force(host: Host, named: NamedInstance) -> bool:

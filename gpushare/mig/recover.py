@@ -5,7 +5,6 @@ Only what a change itself created, by its journal, is destroyed again; what othe
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -22,6 +21,7 @@ from gpushare.mig.ledger import ChangeRecord, MigLedger, names_changed, names_of
 from gpushare.mig.plan import Action, Call, steps_of
 from gpushare.mig.profile import NOT_THERE
 from gpushare.mig.shape import Creation, GpuShape, Proof, differences, left_alone, restoration, shape_of
+from gpushare.mig.wish import placed_request
 
 RECOVER: Final = "gpushare mig recover"
 ACCEPT: Final = f"or accept it as it is: {RECOVER} --forget"
@@ -136,14 +136,11 @@ def _verb_and_rest(shape: GpuShape) -> tuple[str, str]:
         return "disable", " --destroy"
     if not shape.instances:
         return "destroy all", ""
-    words = []
-    for instance in shape.instances:
-        parts = Counter(sorted((part.slices for part in instance.compute), reverse=True))
-        if parts in (Counter(), Counter([instance.slices])):
-            words.append(str(instance))
-            continue
-        words += [f"{part}c.{instance}" + (f"*{number}" if number > 1 else "") for part, number in parts.items()]
-    return "apply", f" {' '.join(words)}"
+    wish = (
+        placed_request(instance.profile, instance.start, [part.slices for part in instance.compute])
+        for instance in shape.instances
+    )
+    return "apply", f" {' '.join(map(str, wish))}"
 
 
 # -- what changes left -----------------------------------------------------------------------------
@@ -190,8 +187,7 @@ def not_restored(host: Host, ledger: MigLedger) -> list[Leftover]:
             lost.append(Leftover(id="mig.not_restored", seen=seen, remedy=f"see: gpushare mig status; {ACCEPT}"))
         elif wrong := missing(host, change):
             seen = f"'{change.title}' failed, and this could not be restored: {'; '.join(wrong)}"
-            index = _index_by_uuid(host)
-            back = as_commands(replace(gpu, index=index[gpu.uuid]) for gpu in change.before if gpu.uuid in index)
+            back = as_commands(_at_current_indexes(host, change.before))
             remedy = f"restore it: {'; '.join(back)}" if back else "see: gpushare mig status"
             lost.append(Leftover(id="mig.not_restored", seen=seen, remedy=f"{remedy}; {ACCEPT}"))
     return lost
@@ -205,6 +201,12 @@ def missing(host: Host, change: ChangeRecord) -> tuple[str, ...]:
 
 def _index_by_uuid(host: Host) -> dict[str, int]:
     return {gpu.uuid: gpu.index for gpu in host.nvml.identities() if gpu.uuid}
+
+
+def _at_current_indexes(host: Host, shapes: Iterable[GpuShape]) -> tuple[GpuShape, ...]:
+    """Return shapes with the current indexes of their GPUs; those whose GPU is missing are left out."""
+    index = _index_by_uuid(host)
+    return tuple(replace(shape, index=index[shape.uuid]) for shape in shapes if shape.uuid in index)
 
 
 def _differences_now(host: Host, change: ChangeRecord, shapes: tuple[GpuShape, ...]) -> tuple[str, ...]:
@@ -274,9 +276,7 @@ def way_forward(host: Host, change: ChangeRecord) -> str | None:
     """Return the command that does an interrupted change after all, which takes its undo back; None: it is done already."""
     if is_complete(host, change):
         return None
-    index = _index_by_uuid(host)
-    shapes = [replace(gpu, index=index[gpu.uuid]) for gpu in change.after if gpu.uuid in index]
-    return "; ".join(as_commands(shapes)) or None
+    return "; ".join(as_commands(_at_current_indexes(host, change.after))) or None
 
 
 def accept(host: Host, ledger: MigLedger, *, dry_run: bool) -> tuple[str, ...]:
@@ -344,8 +344,9 @@ def _restore_access(host: Host, change: ChangeRecord) -> list[str]:
 
 def _with_current_indexes(host: Host, change: ChangeRecord) -> ChangeRecord:
     """Return the change with the current indexes of its GPUs: a GPU that fell off the bus renumbers the others."""
-    indexes = _index_by_uuid(host)
-    lost = [shape for shape in change.before if shape.uuid not in indexes]
+    before, after = _at_current_indexes(host, change.before), _at_current_indexes(host, change.after)
+    present = {shape.uuid for shape in before}
+    lost = [shape for shape in change.before if shape.uuid not in present]
     if lost:
         names = ", ".join(f"GPU {shape.index} ({shape.uuid})" for shape in lost)
         raise OperationFailed(
@@ -354,8 +355,6 @@ def _with_current_indexes(host: Host, change: ChangeRecord) -> ChangeRecord:
             gpu=lost[0].index,
             code="not_restored",
         )
-    shapes = (change.before, change.after)
-    before, after = (tuple(replace(gpu, index=indexes[gpu.uuid]) for gpu in shape) for shape in shapes)
     return replace(change, before=before, after=after)
 
 

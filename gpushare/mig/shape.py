@@ -58,11 +58,6 @@ class InstanceShape(NamedTuple):
     def title(self) -> str:
         return str(self) + (f" '{self.name}'" if self.name else "")
 
-    @property
-    def slices(self) -> int:
-        """Return its compute slices, which its profile names."""
-        return int(self.profile.partition("g")[0])
-
 
 @dataclass(frozen=True, kw_only=True)
 class GpuShape:

@@ -293,9 +293,16 @@ def _at_least(has: int | None, wanted: int | None) -> bool:
 
 def wish_of(instances: Iterable[GpuInstance]) -> Wish:
     """Return the wish with which ``apply`` creates these instances again, in their places."""
-    requests = []
-    for instance in sorted(instances, key=lambda instance: instance.start):
-        parts = tuple(sorted((compute.profile.slices for compute in instance.compute), reverse=True))
-        compute = () if parts in {(), (instance.profile.slices,)} else parts
-        requests.append(Request(profile=instance.profile.name, start=instance.start, compute=compute))
-    return merged(tuple(requests))
+    return merged(
+        tuple(
+            placed_request(each.profile.name, each.start, [part.profile.slices for part in each.compute])
+            for each in sorted(instances, key=lambda each: each.start)
+        )
+    )
+
+
+def placed_request(profile: str, start: int, slices_of_each: Sequence[int]) -> Request:
+    """Return the request for one GPU instance (``3g.40gb``) at a place, with compute instances of these slices."""
+    parts = tuple(sorted(slices_of_each, reverse=True))
+    whole = (int(profile.partition("g")[0]),)
+    return Request(profile=profile, start=start, compute=() if parts == whole else parts)
