@@ -20,7 +20,6 @@ from gpushare.host.host import Host
 from gpushare.host.identity import start_of
 from gpushare.host.process import ProcessInfo
 from gpushare.host.program import Programs, missing_program_error
-from gpushare.host.records import read_tail
 from gpushare.host.smi import compute_mode_command
 from gpushare.mps import control
 from gpushare.mps.control import (
@@ -41,11 +40,6 @@ LOOK_SECONDS: Final = 3.0
 _ROUNDED: Final = 0.1
 # Concurrent conversations: each is a child process.
 _AT_ONCE: Final = 16
-_LOG_TAIL_BYTES: Final = 256 * 1024
-_SET: Final = re.compile(
-    r"Cmd:set_default_device_pinned_mem_limit (0|(?:GPU|MIG)-[0-9a-fA-F-]{1,60}) (\S{1,20})\s*\n(?:\[[^\]\n]*\] *(.*))?",
-    re.ASCII,
-)
 
 
 def overviews(programs: Programs, pipe_directories: Sequence[str]) -> list[Overview | GpushareError]:
@@ -74,22 +68,6 @@ def _overview_or_error(programs: Programs, pipe: str, until: float) -> Overview 
         return error
     except Exception as error:  # noqa: BLE001 - a thread that dies would lose its daemon
         return OperationFailed(f"the MPS daemon at {pipe} cannot be asked: {error}", "see: gpushare doctor")
-
-
-def logged_limit(log_directory: str | None, uuid: str) -> int | None:
-    """Return the last default memory limit that a daemon's log has for its device, by number or UUID, or None.
-
-    The daemon prints whole G, and its log is exact. The log alone proves nothing: any client can write lines into it, by a
-    command with newlines (seen with 535). Commands that the daemon refused do not count.
-    """
-    text = read_tail(Path(log_directory or "/nonexistent") / "control.log", _LOG_TAIL_BYTES)
-    # Limits of earlier daemons in this directory do not count.
-    text = text[max(0, text.rfind("Starting control daemon using socket")) :]
-    limit = None
-    for device, value, answer in _SET.findall(text):
-        if device in {"0", uuid} and "privilege" not in answer:
-            limit = parse_memory(value)
-    return limit or None
 
 
 Number = TypeVar("Number", int, float)
@@ -123,7 +101,7 @@ def _with_answer(
 
 
 class _Answer:
-    """What a daemon reports, completed by its record, its log and the process table."""
+    """What a daemon reports, completed by its record and the process table."""
 
     def __init__(self, host: Host, item: FoundDaemon, overview: Overview) -> None:
         self._host, self._item, self._overview = host, item, overview
@@ -134,8 +112,7 @@ class _Answer:
     def daemon(self) -> MpsDaemon:
         """Return the daemon with its limits, and with those servers and clients that may be its own."""
         daemon, overview = self._item.daemon, self._overview
-        logged = logged_limit(daemon.log_directory, self._uuid) if self._item.trusted else None
-        held = self._exact_limit(overview.limits.memory_limit_bytes, logged)
+        held = self._exact_limit(overview.limits.memory_limit_bytes)
         if held is None:
             # A limit from the daemon's environment is in force, but not printed.
             held = Limits.in_environment(self._environment, self._uuid).memory_limit_bytes
@@ -152,15 +129,11 @@ class _Answer:
         info = None if self._item.trusted else self._host.processes.describe(pid)
         return self._item.trusted or self._item.uid is None or (info is not None and info.uid == self._item.uid)
 
-    def _exact_limit(self, held: int | None, logged: int | None = None) -> int | None:
-        """Return the limit of the record or the log if it fits what the daemon prints (whole G), else what it prints."""
-        if held is None:
-            return None
-        record = self._item.record
-        for noted in (None if record is None else record.limits.memory_limit_bytes, logged):
-            if noted and held in {parse_memory(mps_memory_readback(noted)), parse_memory(mps_memory(noted))}:
-                return noted
-        return held
+    def _exact_limit(self, held: int | None) -> int | None:
+        """Return the limit of the record if it fits what the daemon prints (whole G), else what it prints."""
+        noted = None if self._item.record is None else self._item.record.limits.memory_limit_bytes
+        fits = noted is not None and held in {parse_memory(mps_memory_readback(noted)), parse_memory(mps_memory(noted))}
+        return noted if fits else held
 
     def _server_answer(self, row: ServerRow) -> MpsServer:
         """Return a server with those of its clients that may be its own."""

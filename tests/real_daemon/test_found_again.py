@@ -11,11 +11,11 @@ import pytest
 from gpushare.base.errors import GpushareError, NotFound
 from gpushare.base.model import ComputeMode
 from gpushare.base.selection import Device
-from gpushare.base.units import MIB
+from gpushare.base.units import GIB
 from gpushare.host.host import Host
 from gpushare.mps import start
-from gpushare.mps.control import MpsControl, parse_memory
-from gpushare.mps.daemons import find_daemons, logged_limit, own_daemon
+from gpushare.mps.control import MpsControl
+from gpushare.mps.daemons import find_daemons, own_daemon
 from gpushare.mps.home import home_of
 from gpushare.mps.limits import Limits
 from gpushare.mps.start import plan_start
@@ -75,22 +75,10 @@ def test_a_limit_that_another_set(host: Host, device: Device) -> None:
         (found,) = find_daemons(host, [device.gpu])
         return found.daemon.memory_limit_bytes
 
-    # The log is written behind the answer.
-    wait_until(lambda: held() == 2000 * MIB)
+    # The daemon prints whole G.
+    assert held() == GIB
     control.ask("set_default_device_pinned_mem_limit 0 0G")
-    wait_until(lambda: held() is None)
-
-
-@pytest.mark.parametrize(("limit", "forged"), [(None, "7M"), (1500 * MIB, "1900M")])
-def test_a_line_in_the_log_makes_no_limit(host: Host, device: Device, limit: int | None, forged: str) -> None:
-    """Whoever may connect can have any line logged; what the daemon holds and the record says goes before it."""
-    carry_out(plan_start(host, device, Limits(memory_limit_bytes=limit)))
-    home, _ = own_daemon(host, device)
-    with (home.log / "control.log").open("a") as file:
-        file.write(f"\nCmd:set_default_device_pinned_mem_limit 0 {forged}\n")
-    assert logged_limit(str(home.log), device.uuid) == parse_memory(forged)
-    (found,) = find_daemons(host, [device.gpu])
-    assert found.daemon.memory_limit_bytes == limit
+    assert held() is None
 
 
 def test_a_daemon_that_dies_right_after_its_start(host: Host, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
