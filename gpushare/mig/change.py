@@ -467,13 +467,11 @@ def _uuids_going(change: GpuChange) -> set[str]:
 def _daemon_steps(
     host: Host, change: GpuChange, served: Collection[str], evicted: Sequence[InstanceChange]
 ) -> tuple[Sequence[Step], Sequence[Step]]:
-    """Return the steps that stop MPS daemons, and those that start them when all instances exist."""
-    gpu, back = change.gpu, list(_uuids_coming_back(change.plan))
+    """Return the steps that stop MPS daemons, and those that start dead ones again when all instances exist."""
+    gpu = change.gpu
     forced = {part.uuid for removed in evicted for part in removed.compute if part.uuid}
-    stopping = daemon_steps_before(host, gpu, served, evicted=forced, back=back)
-    devices = {mig.uuid: Device(gpu=gpu, mig=mig) for mig in gpu.mig_instances}
-    stayed = [device for uuid, device in devices.items() if uuid not in served]
-    return stopping, daemon_steps_after(host, [devices[uuid] for uuid in back if uuid in devices], stayed)
+    stayed = [Device(gpu=gpu, mig=mig) for mig in gpu.mig_instances if mig.uuid not in served]
+    return daemon_steps_before(host, gpu, served, evicted=forced), daemon_steps_after(host, stayed)
 
 
 def _losses(host: Host, change: GpuChange) -> Iterator[Loss]:
@@ -491,24 +489,6 @@ def _losses(host: Host, change: GpuChange) -> Iterator[Loss]:
         ]
         if reasons:
             yield Loss(action="destroys", what=lost, why=tuple(reasons))
-
-
-def _uuids_coming_back(plan: GpuPlan) -> Iterator[str]:
-    """Yield the UUIDs of MIG devices that are destroyed and created again, same size and place."""
-    made = [(new.instance.place, part) for new in plan.created for part in new.compute]
-    for removed in plan.destroyed:
-        for part in removed.compute:
-            again = [
-                new
-                for new in made
-                if new[0] == removed.instance.place
-                and new[1].profile.slices == part.profile.slices
-                # Without a placement the driver may choose the same one.
-                and new[1].placement in {None, part.placement}
-            ]
-            if part.uuid and again:
-                made.remove(again[0])
-                yield part.uuid
 
 
 class _InstanceWork:

@@ -1,7 +1,7 @@
 """Stop our MPS daemons before a MIG change, and restart them after it.
 
 An MPS daemon holds its instance even without clients (NVML_ERROR_IN_USE). Ours are stopped first, and started again
-with their limits if the instance is created again. Daemons of others are never touched.
+with their limits if the change is undone. Daemons of others are never touched.
 """
 
 from __future__ import annotations
@@ -145,13 +145,13 @@ def devices_of(gpu: Gpu | None) -> list[Device]:
 
 
 def daemon_steps_before(
-    host: Host, gpu: Gpu, going: Collection[str], *, evicted: Collection[str] = (), back: Collection[str] = ()
+    host: Host, gpu: Gpu, going: Collection[str], *, evicted: Collection[str] = ()
 ) -> tuple[Step, ...]:
     """Return the steps that stop our idle MPS daemons on devices that a MIG change destroys.
 
     ``going`` are UUIDs: of MIG devices that it destroys, and of the GPU itself when MIG mode is switched on. Our daemons
-    on ``evicted`` ones are stopped by force: their clients lose their contexts. Those on ``back`` ones are started again
-    by `daemon_steps_after`. The steps take the daemon's lock themselves.
+    on ``evicted`` ones are stopped by force: their clients lose their contexts. A plan never creates a device again that
+    it destroys, so these daemons stay stopped. The steps take the daemon's lock themselves.
     """
     if not going:
         return ()
@@ -161,9 +161,7 @@ def daemon_steps_before(
         if own.device.uuid in going:
             force = own.device.uuid in evicted
             refuse_used(host, own, force=force)
-            # Another user's daemon is started again only by that user.
-            stays = own.device.uuid not in back or own.record.uid != host.uid
-            steps.append(_stop_step(host, own, force=force, stays=stays))
+            steps.append(_stop_step(host, own, force=force))
     return tuple(steps)
 
 
@@ -179,15 +177,12 @@ def daemon_loss(own: OwnDaemon) -> Loss:
     return Loss(action="stops", what=daemon, why=(f"started by {user_name(own.record.uid)}",))
 
 
-def daemon_steps_after(host: Host, restored: Collection[Device], stayed: Collection[Device] = ()) -> tuple[Step, ...]:
-    """Return the steps that start our daemons again with their limits. Called at planning.
+def daemon_steps_after(host: Host, stayed: Collection[Device]) -> tuple[Step, ...]:
+    """Return the steps that start our dead daemons again with their limits, on devices that a change leaves alone.
 
-    ``restored``: devices that are created again with their profile and place, as before the change. ``stayed``: devices
-    that the change leaves alone; a dead daemon there is started again. A daemon that `gpushare run` started for itself is
-    not started again.
+    Called at planning. A daemon that `gpushare run` started for itself is not started again.
     """
-    records = [(device, _record_of(host, device.uuid, running=True)) for device in restored]
-    records += [(device, _record_of(host, device.uuid, running=False)) for device in stayed]
+    records = [(device, _record_of_dead(host, device.uuid)) for device in stayed]
     return tuple(_start_step(host, record, device) for device, record in records if record is not None)
 
 
@@ -249,7 +244,7 @@ def start_again(host: Host, record: DaemonRecord, device: Device) -> bool:
     return True
 
 
-def _stop_step(host: Host, own: OwnDaemon, *, force: bool, stays: bool) -> Step:
+def _stop_step(host: Host, own: OwnDaemon, *, force: bool) -> Step:
     """Return the step that stops our daemon before a change of MIG; undone, a permanent one runs again."""
 
     def back() -> None:
@@ -259,7 +254,7 @@ def _stop_step(host: Host, own: OwnDaemon, *, force: bool, stays: bool) -> Step:
     return Step(
         what=f"stop the {'MPS daemon' if force else 'idle MPS daemon'} {own.found.daemon.pid} of {own.device.title}"
         + (", and end its servers" if force else "")
-        + ("; it stays stopped" if stays and not own.record.transient else ""),
+        + ("" if own.record.transient else "; it stays stopped"),
         command=control_command(own.home.pipe, "quit -t 1" if force else "quit"),
         undo=restart_command(own.record, own.device),
         do=Stop(host, own.found, own.device, drain_seconds=0.0, force=force).run,
@@ -267,13 +262,13 @@ def _stop_step(host: Host, own: OwnDaemon, *, force: bool, stays: bool) -> Step:
     )
 
 
-def _record_of(host: Host, uuid: str, *, running: bool) -> DaemonRecord | None:
-    """Return the record of our permanent daemon on a device, if it is running (or, for False, if it is not)."""
+def _record_of_dead(host: Host, uuid: str) -> DaemonRecord | None:
+    """Return the record of our permanent daemon on a device, if it has died."""
     home = own_home(host, uuid)
     record = home.read()
     if record is None or record.device_uuid != uuid or record.transient:
         return None
-    return record if (live_pid(host, home, record) is not None) is running else None
+    return record if live_pid(host, home, record) is None else None
 
 
 def _start_step(host: Host, record: DaemonRecord, device: Device) -> Step:

@@ -21,7 +21,6 @@ from gpushare.base.errors import (
 )
 from gpushare.base.model import ComputeMode, Gpu
 from gpushare.base.selection import Device
-from gpushare.base.units import GIB
 from gpushare.cli import main
 from gpushare.gpu_models import model_of
 from gpushare.host import cdi
@@ -331,63 +330,25 @@ def test_the_daemon_of_a_whole_gpu_is_recovered_only_while_mig_is_off(mig: bool)
 # -- after -------------------------------------------------------------------------------------------
 
 
-def change(world: World, going: list[str], back: list[str], *layout: str) -> list[Step]:
-    """Return the steps of a change: daemons that go, another layout, daemons that come back."""
-    known = devices(world)
+def change(world: World, going: list[str], *layout: str) -> list[Step]:
+    """Return the steps of a change: daemons that go, another layout, daemons that are started again."""
+    stayed = [device for uuid, device in devices(world).items() if uuid not in going]
 
     def cut() -> None:
         admin.set_mig(world.spec, "0", layout)
 
-    before = daemons.daemon_steps_before(world.host, gpu_of(world), going, back=back)
-    stayed = [device for uuid, device in known.items() if uuid not in going]
-    starting = daemons.daemon_steps_after(world.host, [known[uuid] for uuid in back], stayed)
-    return [*before, Step(what="cut", command="cut", do=cut), *starting]
-
-
-def test_a_daemon_comes_back_with_its_instance(world: World) -> None:
-    first, second, third = uuids(world)
-    home = started(world, first)
-    gone = started(world, third)
-    stays = started(world, second, "--threads", "10")
-    before, kept = home.read(), stays.read()
-    steps = change(world, [first, third], [first], "3g.40gb:0", "1g.10gb:4")
-    assert [step.what.endswith("; it stays stopped") for step in steps] == [False, True, False, False]
-    assert [step.what for step in steps][2:] == [
-        "cut",
-        "start the MPS daemon of MIG 3g.40gb of GPU 0 again, with its limits",
-    ]
-    do(*steps)
-    record = home.read()
-    assert before is not None
-    assert record is not None
-    assert record.pid != before.pid
-    assert (record.limits.threads_percent, record.limits.memory_limit_bytes, record.limits.priority) == (
-        40.0,
-        4 * GIB,
-        before.limits.priority,
-    )
-    assert stays.read() == kept
-    assert gone.read() is None
-    held = MpsControl(world.host.programs, str(home.pipe)).overview()
-    assert (held.limits.threads_percent, held.limits.memory_limit_bytes) == (40.0, 4 * GIB)
+    before = daemons.daemon_steps_before(world.host, gpu_of(world), going)
+    return [*before, Step(what="cut", command="cut", do=cut), *daemons.daemon_steps_after(world.host, stayed)]
 
 
 def test_a_dead_daemon_on_an_instance_that_stays_is_started_again(world: World) -> None:
     first, _, third = uuids(world)
     home = started(world, first)
     world.send(world.state.daemons[0].pid, signal.SIGKILL)
-    do(*change(world, [third], [], "3g.40gb:0", "1g.10gb:4"))
+    do(*change(world, [third], "3g.40gb:0", "1g.10gb:4"))
     record = home.read()
     assert record is not None
     assert [daemon.pid for daemon in world.state.daemons] == [record.pid]
-
-
-def test_a_daemon_that_was_dead_before_is_not_started_on_what_comes_back(world: World) -> None:
-    first, second, _ = uuids(world)
-    for uuid in (first, second):
-        started(world, uuid)
-        world.send(world.state.daemons[0].pid, signal.SIGKILL)
-    assert [step.what for step in change(world, [first, second], [first], *LAYOUT)] == ["cut"]
 
 
 def test_a_daemon_of_a_run_is_not_started_again(world: World) -> None:
@@ -396,12 +357,12 @@ def test_a_daemon_of_a_run_is_not_started_again(world: World) -> None:
     record = home.read()
     assert record is not None
     home.write(replace(record, transient=True))
-    steps = change(world, [first], [first], *LAYOUT)
-    assert [step.what.split()[0] for step in steps] == ["stop", "cut"]
-    do(*steps)
+    (step,) = daemons.daemon_steps_before(world.host, gpu_of(world), [first])
+    assert not step.what.endswith("; it stays stopped")
+    step.do()
     assert (world.state.daemons, home.read()) == ([], None)
     # Nor when the change is taken back.
-    assert roll_back(steps[:1]) == []
+    assert roll_back([step]) == []
     assert world.state.daemons == []
 
 
@@ -420,16 +381,13 @@ def test_another_instance_with_the_old_uuid_gets_no_daemon(world: World) -> None
 
 
 def test_a_start_that_a_later_failure_takes_back(world: World) -> None:
-    first = uuids(world)[0]
-    home = started(world, first)
-    steps = change(world, [first], [first], *LAYOUT)
+    first, _, third = uuids(world)
+    started(world, first)
+    world.send(world.state.daemons[0].pid, signal.SIGKILL)
+    steps = change(world, [third], "3g.40gb:0", "1g.10gb:4")
     with pytest.raises(OperationFailed, match=r"^the driver refuses$"):
         do(*steps, failing())
-    # The second start is stopped, and the first stop taken back: one daemon, with its limits.
-    (daemon,) = world.state.daemons
-    record = home.read()
-    assert record is not None
-    assert (record.pid, record.limits.threads_percent) == (daemon.pid, 40.0)
+    assert world.state.daemons == []
 
 
 def test_a_change_that_is_killed_leaves_enough_to_recover(world: World) -> None:
