@@ -99,7 +99,7 @@ def _command_cell(line: str, columns: Mapping[str, int]) -> str | None:
 
 
 def parse_pids(text: str) -> list[int]:
-    """Return the PIDs of ``get_server_list`` or ``get_client_list``, one per line; other lines are ignored."""
+    """Return the PIDs of ``get_server_list``, one per line; other lines are ignored."""
     pids = [pid for pid in (_parse_pid(line.strip()) for line in text.splitlines()) if pid is not None]
     if len(pids) > _MOST_ROWS:
         raise strange_reply_error(f"{len(pids)} processes")
@@ -478,15 +478,8 @@ class MpsControl:
         return ServerRow(pid, status, Limits(threads_percent=threads, memory_limit_bytes=memory))
 
     def clients(self) -> list[MpsClient]:
-        """Return all clients (``ps``, or ``get_client_list`` per server where a daemon has no ``ps``)."""
-        printed = self.ask("ps")
-        if "Unknown command" not in printed:
-            return parse_ps(printed)
-        return [
-            MpsClient(pid=pid, server_pid=server)
-            for server in self.servers()
-            for pid in parse_pids(self.ask(f"get_client_list {server}"))
-        ]
+        """Return all clients (``ps``, which every daemon since driver 535 has)."""
+        return parse_ps(self.ask("ps"))
 
     def quit(self, *, force: bool = False) -> None:
         """Tell the daemon to end; with ``force`` it ends its servers after a second.

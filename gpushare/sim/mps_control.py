@@ -250,12 +250,6 @@ def _server_status(request: MpsRequest, server: SimulatedServer | None) -> Reply
     return Reply(f"{server.status}\n") if server else request.not_found()
 
 
-def _client_list(request: MpsRequest, server: SimulatedServer | None) -> Reply:
-    if server is None:
-        return request.not_found()
-    return Reply("".join(f"{client.pid}\n" for client in clients.clients_of(request.state, server.pid)))
-
-
 def _quit(request: MpsRequest, _server: SimulatedServer | None) -> Reply | None:
     """End the daemon when every client is gone; ``-t SECONDS`` bounds the wait, then forces."""
     if not request.owner:
@@ -300,7 +294,6 @@ def _client_row(request: MpsRequest, client: SimulatedProcess) -> tuple[str, ...
 _COMMANDS: dict[str, tuple[int, Callable[..., Reply | None]]] = {
     "get_server_list": (0, _server_list),
     "get_server_status": (550, _server_status),
-    "get_client_list": (0, _client_list),
     "get_default_active_thread_percentage": (0, _get_threads),
     "set_default_active_thread_percentage": (0, _set_threads),
     "get_active_thread_percentage": (0, _get_threads),

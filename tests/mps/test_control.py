@@ -204,8 +204,6 @@ def overview(**replies: str) -> tuple[Overview, Daemon]:
             "get_active_thread_percentage 8": "20.0\n",
             "get_device_pinned_mem_limit 8 0": "2G\n",
             "ps": replies.get("ps", "Server not found\n"),
-            "get_client_list 7": "11\n12\n",
-            "get_client_list 8": "13\n",
         }
     )
     return control(daemon).overview(), daemon
@@ -236,11 +234,6 @@ def test_a_server_that_went_away_in_between_is_left_out() -> None:
 def test_driver_535_tells_no_status_and_that_is_unknown() -> None:
     found, _ = overview(servers="7\n", status='Unknown command "get_server_status"\n', limit="1G\n")
     assert found.servers == (ServerRow(7, None, Limits(threads_percent=50.0, memory_limit_bytes=GIB)),)
-
-
-def test_a_daemon_without_ps_lists_the_clients_of_each_server() -> None:
-    found, _ = overview(servers="7\n8\n", ps='Unknown command "ps"\n')
-    assert [(client.pid, client.server_pid) for client in found.clients] == [(11, 7), (12, 7), (13, 8)]
 
 
 def test_garbage_is_unknown() -> None:

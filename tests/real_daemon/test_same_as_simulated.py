@@ -126,8 +126,6 @@ def test_directories_that_cannot_be_used(both: Both, log: str) -> None:
         "GET_SERVER_LIST\n",
         "help\n",
         "ps\n",
-        "get_client_list 999999\n",
-        "get_client_list\n",
         "get_server_status 999999\n",
         "get_server_status\n",
         "get_active_thread_percentage 999999\n",
@@ -210,7 +208,7 @@ def test_priorities(started: Both, value: str) -> None:
 
 # What gpushare asks and sets; the rest of the program's commands are unknown to the simulated one.
 COMMANDS = (
-    *("get_server_list", "get_server_status", "get_client_list", "ps"),
+    *("get_server_list", "get_server_status", "ps"),
     *("get_default_active_thread_percentage", "set_default_active_thread_percentage"),
     *("get_active_thread_percentage", "set_active_thread_percentage", "set_default_device_pinned_mem_limit"),
     *("get_default_device_pinned_mem_limit", "set_device_pinned_mem_limit", "get_device_pinned_mem_limit"),

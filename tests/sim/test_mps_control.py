@@ -43,7 +43,7 @@ def test_the_whole_dialogue_of_the_h200_is_repeated(h200: Mps) -> None:
     dialogue = captured_dialogue()
     assert len(dialogue) >= 20
     for command, reply in dialogue:
-        if command.startswith("get_device_client_list"):
+        if "client_list" in command:
             # gpushare never asks it.
             continue
         done = h200.run(stdin=f"{command}\n")
@@ -238,8 +238,6 @@ def test_client_priorities(h200: Mps) -> None:
 
 
 UNKNOWN_SERVER = {
-    "get_client_list": "Server 0 not found\n",
-    "get_client_list 123": "Server 123 not found\n",
     "set_active_thread_percentage 123 50": "Server 123 not found\n",
     "get_active_thread_percentage": "Server 0 not found\n",
     "set_device_pinned_mem_limit 123 0 2G": "Server 123 not found\n",
@@ -292,7 +290,6 @@ def test_a_server_and_its_client_in_every_list(h200: Mps) -> None:
     server = int(h200.ask("get_server_list"))
     assert client.mps_server == server
     assert h200.ask(f"get_server_status {server}") == "ACTIVE\n"
-    assert h200.ask(f"get_client_list {server}") == f"{client.pid}\n"
     uuid = h200.state.gpus[0].uuid
     header = next(line for line in CAPTURE.splitlines() if line.startswith("PID       ID"))
     row = f"{client.pid:<10}{'1':<10}{server:<15}{uuid[:22]:<26}{'4026531836':<15}{'python3':<15}"
