@@ -102,16 +102,15 @@ def _compute_profile(_library: SimulatedLibrary, target: Target, number: int, en
     if not 0 <= number < mig.PROFILE_COUNT or engine != 0:
         raise Refused(Code.INVALID_ARGUMENT)
     profile = _owner(target)[1]
-    instances = mig.offered(profile).get(number)
-    if instances is None:
+    part = mig.offered(profile).get(number)
+    if part is None:
         return None
-    slices = mig.slices_of(number)
     return _engines(profile, shared=True) | {
         "id": number,
-        "sliceCount": slices,
-        "instanceCount": instances,
-        "multiprocessorCount": activity.compute_multiprocessors(target, profile, slices),
-        "name": f"MIG {'' if slices == profile.slices else f'{slices}c.'}{profile.name}".encode(),
+        "sliceCount": part.slices,
+        "instanceCount": part.instances,
+        "multiprocessorCount": activity.compute_multiprocessors(target, profile, part.slices),
+        "name": f"MIG {'' if part.slices == profile.slices else f'{part.name}.'}{profile.name}".encode(),
     }
 
 
@@ -336,7 +335,7 @@ def create_compute_instance(
     if number not in mig.offered(profile):
         raise Refused(Code.NOT_SUPPORTED)
     if placement is not None and (
-        placement[0] not in mig.starts(profile, number) or placement[1] != mig.slices_of(number)
+        placement[0] not in mig.starts(profile, number) or placement[1] != mig.offered(profile)[number].slices
     ):
         raise Refused(Code.INVALID_ARGUMENT)
     present = [instance for instance in gpu.mig if instance.gpu_instance_id == gpu_instance]
@@ -351,7 +350,7 @@ def create_compute_instance(
         gpu_instance_id=gpu_instance,
         compute_instance_id=identity,
         uuid=mig_uuid(gpu.uuid, gpu_instance, identity),
-        compute_profile=None if number == mig.whole(profile) else number,
+        compute_profile=None if number == profile.whole.id else number,
         compute_start=start,
     )
     gpu.mig = sorted([*gpu.mig, created], key=lambda part: part.place)

@@ -10,8 +10,8 @@ from typing import Final
 
 from gpushare.base.errors import BadUsage, NotSupported, OperationFailed
 from gpushare.base.values import dataclass
-from gpushare.gpu_models import NVML_PROFILE, GpuModel
-from gpushare.mig.profile import Profile
+from gpushare.gpu_models import GpuModel
+from gpushare.mig.profile import ComputeProfile, Profile
 from gpushare.sim.state import SimulatedGpu, SimulatedGpuInstance, SimulatedMigInstance
 
 _REQUEST: Final = re.compile(r"\s*([^:]+?)\s*(?::\s*([0-9]{1,3})\s*)?", re.ASCII)
@@ -174,45 +174,21 @@ def _lay_out(wanted: Sequence[tuple[Profile, int | None]], choose: Callable[[lis
 
 # NVML_COMPUTE_INSTANCE_PROFILE_COUNT.
 PROFILE_COUNT: Final = 9
-_REV1: Final = 7
-# Compute slices by NVML_COMPUTE_INSTANCE_PROFILE_* number, which is also the id (-lcip).
-_SLICES: Final = {0: 1, 1: 2, 2: 3, 3: 4, 4: 7, _REV1: 1}
-# How many of each a GPU instance of N slices holds (MIG user guide, -lcip).
-_OFFERED: Final = {
-    1: {0: 1},
-    2: {0: 2, 1: 1},
-    3: {0: 3, 1: 1, 2: 1},
-    4: {0: 4, 1: 2, 3: 1},
-    7: {0: 7, 1: 3, 2: 2, 3: 1, 4: 1},
-}
 
 
-def slices_of(number: int) -> int:
-    """Return how many compute slices a compute instance profile takes."""
-    return _SLICES[number]
+def offered(profile: Profile) -> dict[int | None, ComputeProfile]:
+    """Return the compute instance profiles of a GPU instance, by NVML_COMPUTE_INSTANCE_PROFILE_*, also the id (-lcip)."""
+    return {part.id: part for part in profile.compute}
 
 
-def offered(profile: Profile) -> dict[int, int]:
-    """Return how many compute instances of each profile a GPU instance holds, by profile number."""
-    # One slice with double memory has a compute instance profile of its own.
-    if profile.nvml_profile == NVML_PROFILE["1_SLICE_REV2"]:
-        return {_REV1: 1}
-    return _OFFERED.get(profile.slices, {})
-
-
-def whole(profile: Profile) -> int:
-    """Return the compute instance profile that takes the whole GPU instance (``*`` in -lcip)."""
-    return max(offered(profile), key=slices_of, default=0)
-
-
-def number_of(profile: Profile, instance: SimulatedMigInstance) -> int:
-    """Return the profile of a compute instance."""
-    return whole(profile) if instance.compute_profile is None else instance.compute_profile
+def number_of(profile: Profile, instance: SimulatedMigInstance) -> int | None:
+    """Return the profile of a compute instance, by its number."""
+    return profile.whole.id if instance.compute_profile is None else instance.compute_profile
 
 
 def span(profile: Profile, instance: SimulatedMigInstance) -> range:
     """Return the compute slices of the GPU instance that a compute instance takes."""
-    size = profile.slices if instance.compute_profile is None else slices_of(instance.compute_profile)
+    size = offered(profile)[number_of(profile, instance)].slices
     return range(instance.compute_start, instance.compute_start + size)
 
 
@@ -228,12 +204,12 @@ def starts(profile: Profile, number: int) -> range:
 
     Aligned to a power of two, as GPU instances are; so each fits as often as -lcip says.
     """
-    size = slices_of(number)
+    size = offered(profile)[number].slices
     return range(0, profile.slices - size + 1, 1 << (size - 1).bit_length())
 
 
 def free_compute_starts(profile: Profile, number: int, present: Sequence[SimulatedMigInstance]) -> list[int]:
     """Return the placements of a compute instance profile that overlap none of those present."""
     taken = {compute_slice for instance in present for compute_slice in span(profile, instance)}
-    size = slices_of(number)
+    size = offered(profile)[number].slices
     return [start for start in starts(profile, number) if taken.isdisjoint(range(start, start + size))]

@@ -333,7 +333,7 @@ def _seen(gpu: SimulatedGpu) -> Seen:
     for one in gpu.mig:
         profile = model.profile(one.profile)
         assert profile is not None
-        slices = profile.slices if one.compute_profile is None else mig_compute.slices_of(one.compute_profile)
+        slices = len(mig_compute.span(profile, one))
         found.setdefault((one.profile, one.start), []).append((slices, one.compute_start))
     instances = [(name, start, tuple(sorted(parts))) for (name, start), parts in found.items()]
     return Seen(gpu.mig_mode, gpu.mig_pending, tuple(sorted(instances, key=lambda one: (one[1], one[0]))))
