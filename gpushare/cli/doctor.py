@@ -10,7 +10,7 @@ from gpushare.base.values import dataclass
 from gpushare.cli.options import Command, option, settings, verb
 from gpushare.doctor.check import Check, Verdict
 from gpushare.doctor.examine import examine, exit_code, worst
-from gpushare.show.result import Column, Result, Table, plain_value
+from gpushare.show.result import Column, Result, Table, plain_value, records
 from gpushare.show.text import for_sudo, wrapped
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def doctor(
     return Result(
         data=DoctorAnswer(worst=worst(checks), checks=tuple(checks)),
         tables=(table,),
-        csv=Table(name="checks", columns=tuple(Column(key, key) for key in _CSV), rows=rows),
+        csv=records("checks", _CSV, rows),
         exit_code=exit_code(checks, Verdict.WARN if fail_on is FailOn.WARNING else Verdict.FAIL),
     )
 

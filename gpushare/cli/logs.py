@@ -11,7 +11,7 @@ from gpushare.base.values import dataclass
 from gpushare.cli.options import Command, argument, flag, note, option, settings, verb
 from gpushare.run.output import Output, find_output, is_present, read_blocks, seek_lines
 from gpushare.run.output import follow as followed
-from gpushare.show.result import Column, OutputFormat, Result, Table
+from gpushare.show.result import OutputFormat, Result, records
 from gpushare.signals import Ended
 
 # On a terminal, whose lines of before would be lost.
@@ -82,7 +82,6 @@ def _document_result(output: Output, lines: int | None) -> Any:
         text = file.read(_DOCUMENT_BYTES).decode(errors="replace")
         cut = bool(file.read(1))
     printed = text.removesuffix("\n").split("\n") if text else []
-    rows = tuple({"line": line} for line in printed)
     return Result(
         data=LogsAnswer(
             job=output.name,
@@ -91,5 +90,5 @@ def _document_result(output: Output, lines: int | None) -> Any:
             complete=not skipped and not cut,
             lines=tuple(printed),
         ),
-        csv=Table(name="lines", columns=(Column("line", "line"),), rows=rows),
+        csv=records("lines", ("line",), ({"line": line} for line in printed)),
     )

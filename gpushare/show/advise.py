@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from gpushare.show.result import Column, Table
+from gpushare.show.result import Column, Table, records
 from gpushare.show.text import for_sudo, wrapped
 
 if TYPE_CHECKING:
@@ -34,31 +34,25 @@ def answer_table(data: Any, *, whole: bool = False) -> Table:
 
 def verdicts_table(data: Any) -> Table:
     """Return every way with its verdict and most important reason."""
-    rows = tuple(
-        {"way": verdict.way, "verdict": verdict.outcome, "why": _main_reason(verdict)} for verdict in data.verdicts
-    )
-    columns = (Column("way", "way"), Column("verdict", "verdict"), Column("why", "why"))
-    return Table(
-        name="verdicts",
-        columns=columns,
-        rows=rows,
-        draw=lambda width: _verdict_lines(data, min(width, _WIDEST)),
+    rows = ({"way": verdict.way, "verdict": verdict.outcome, "why": _main_reason(verdict)} for verdict in data.verdicts)
+    return records(
+        "verdicts", ("way", "verdict", "why"), rows, draw=lambda width: _verdict_lines(data, min(width, _WIDEST))
     )
 
 
 def reasons_table(verdicts: Sequence[Any], title: str) -> Table:
     """Return every reason of these verdicts, with its rule and source."""
-    rows = tuple(
-        {"way": verdict.way, **{key: getattr(reason, key) for key in ("kind", "rule", "text", "source")}}
+    keys = ("kind", "rule", "text", "source")
+    rows = (
+        {"way": verdict.way, **{key: getattr(reason, key) for key in keys}}
         for verdict in verdicts
         for reason in verdict.reasons
     )
-    columns = tuple(Column(key, key) for key in ("way", "kind", "rule", "text", "source"))
-    return Table(
-        name="reasons",
+    return records(
+        "reasons",
+        ("way", *keys),
+        rows,
         title=title,
-        columns=columns,
-        rows=rows,
         empty="no rule applies",
         draw=lambda width: _reason_lines(verdicts, min(width, _WIDEST)),
     )

@@ -11,7 +11,7 @@ from typing import Any, Final
 from gpushare.base.benchmark import BenchAnswer, BenchCell, Compared, LeftOut, Pick
 from gpushare.base.units import format_bytes, format_copies
 from gpushare.show.plot import picture
-from gpushare.show.result import Column, Result, Table
+from gpushare.show.result import Column, Result, Table, records
 from gpushare.show.text import wrapped
 
 # The winner of its number of copies, and each of several ways that are not told apart.
@@ -254,7 +254,7 @@ def _cells_csv(data: BenchAnswer) -> Table:
         "fairness", "latency_p50", "latency_p99", "memory_peak_bytes", "power_watts", "joules", "runs", "chosen",
     )  # fmt: skip
     of = {"gain": _gain_value, **{key: _throughput_getter(key) for key in ("mean", "low", "high", "spread")}}
-    return Table(name="cells", columns=tuple(Column(key, key, of=of.get(key)) for key in keys), rows=data.cells)
+    return records("cells", keys, data.cells, of)
 
 
 def throughput_picture(data: BenchAnswer, form: str) -> bytes:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from gpushare.show.result import Column, Table
+from gpushare.show.result import Table, records
 from gpushare.show.text import visible, wrapped
 
 if TYPE_CHECKING:
@@ -142,17 +142,16 @@ def compare_table(
 
     ``absent`` mechanisms, which this host does not have, get one line where there is no room for a grid.
     """
-    columns = (Column("row", "row"), Column("mechanism", "mechanism"), Column("says", "says"))
-    records = tuple(
+    cells = [
         {"row": row.title, "mechanism": name, "says": NOT_HERE if cell.text is None else cell.text}
         for row in rows
         for name, cell in zip(titles, row.cells, strict=True)
-    )
-    return Table(
-        name="mechanisms",
+    ]
+    return records(
+        "mechanisms",
+        ("row", "mechanism", "says"),
+        cells,
         title=title,
-        columns=columns,
-        rows=records,
         draw=lambda width: _table_lines(titles, rows, width, whole=whole, absent=absent),
     )
 
@@ -187,15 +186,14 @@ def _table_lines(
 def csv_table(cells: Sequence[Any]) -> Table:
     """Return one row per cell with all of its views; sources by their keys."""
     keys = ("row", "mechanism", "published", "today", "host", "level", "limit", "since", "contradiction", "note")
-    sources = Column("sources", "sources", of=lambda cell: " ".join(source.key for source in cell.sources))
-    return Table(name="mechanisms", columns=(*(Column(key, key) for key in keys), sources), rows=tuple(cells))
+    sources = {"sources": lambda cell: " ".join(source.key for source in cell.sources)}
+    return records("mechanisms", (*keys, *sources), cells, sources)
 
 
 def why_table(title: str, entries: Sequence[tuple[str, str]]) -> Table:
     """Return the table of one cell: headings, each with a text that is wrapped next to it on a terminal."""
-    columns = (Column("what", "what"), Column("says", "says"))
-    rows = tuple({"what": what, "says": says} for what, says in entries)
-    return Table(name="cell", title=title, columns=columns, rows=rows, draw=lambda width: _why_lines(entries, width))
+    rows = ({"what": what, "says": says} for what, says in entries)
+    return records("cell", ("what", "says"), rows, title=title, draw=lambda width: _why_lines(entries, width))
 
 
 def _why_lines(entries: Sequence[tuple[str, str]], width: int) -> list[Text]:

@@ -9,7 +9,7 @@ from typing import Any, Final
 from gpushare.base.model import LinePlace, ListedJob, Snapshot
 from gpushare.base.units import WORTH_NAMING, format_bytes, format_percent, ranges
 from gpushare.base.values import dataclass
-from gpushare.show.result import Column, Result, Table
+from gpushare.show.result import Column, Result, Table, records
 from gpushare.show.status import age, candidates_text, container_name, gpu_errors, role_style, used_of_total, way_text
 
 _STATES: Final = {"paused": "yellow", "out": "yellow", "leaving": "yellow", "returning": "yellow", "lost": "red"}
@@ -193,5 +193,4 @@ _CSV_ONLY: Final[Mapping[str, Callable[[ListedJob], Any]]] = {
 
 
 def _jobs_csv(jobs: Sequence[ListedJob]) -> Table:
-    columns = tuple(Column(key, key, of=_CSV_ONLY.get(key)) for key in CSV)
-    return Table(name="jobs", columns=columns, rows=tuple(jobs))
+    return records("jobs", CSV, jobs, _CSV_ONLY)

@@ -13,7 +13,7 @@ from gpushare.base.values import dataclass
 from gpushare.mig.plan import GpuPlan, MigPlan
 from gpushare.mig.planner import fragmentation, free_profiles, holders_text, lost_slices
 from gpushare.mig.profile import ComputeInstance, GpuInstance, Layout, Placement, Profile
-from gpushare.show.result import Column, Table, plain_value
+from gpushare.show.result import Column, Table, plain_value, records
 from gpushare.show.status import silent_word
 
 # The width of a slice on a GPU with up to eight; with more slices each is narrower, to fit 80 columns.
@@ -356,4 +356,4 @@ def status_csv(rows: Sequence[MigGpu]) -> Table:
         for instance in row.instances or ()
         for compute in instance.compute or (None,)
     ]
-    return Table(name="instances", columns=tuple(Column(key, key) for key in keys), rows=tuple(values))
+    return records("instances", keys, values)

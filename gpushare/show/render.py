@@ -74,10 +74,6 @@ def form_of(output: OutputFormat, *, terminal: bool) -> OutputFormat:
 def document_text(result: Result, form: OutputFormat, stream: IO[str], *, header: bool = True) -> str:
     """Return a result as plain text, JSON, YAML or CSV in a stream's encoding."""
     if form is OutputFormat.PLAIN:
-        # Text alone does not need tabulate.
-        if not result.tables:
-            return paragraphs(result.text).rstrip("\n") + "\n" if result.text else ""
-
         return plain_text(result)
 
     ascii_only = not speaks_unicode(stream)

@@ -7,7 +7,7 @@ the keys, unknown is null.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, fields, is_dataclass
 from decimal import Decimal
 from enum import Enum, IntEnum
@@ -93,6 +93,19 @@ class Table:
     draw: Callable[[int], list[Any]] | None = None
     idle: Callable[[Any], bool] | None = None
     folded: Callable[[list[Any]], str] | None = None
+
+
+def records(
+    name: str,
+    keys: Sequence[str],
+    rows: Iterable[Any],
+    of: Mapping[str, Callable[[Any], Any]] | None = None,
+    **more: Any,
+) -> Table:
+    """Return a table for programs: its heads are its keys; ``of`` has what a column shows that is no field of a row."""
+    functions = of or {}
+    columns = tuple(Column(key, key, of=functions.get(key)) for key in keys)
+    return Table(name=name, columns=columns, rows=tuple(rows), **more)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import Any
 from gpushare.base.benchmark import BenchSizesAnswer, Concurrency, SizeCell
 from gpushare.base.units import format_copies
 from gpushare.show.plot import picture
-from gpushare.show.result import Column, Result, Table
+from gpushare.show.result import Column, Result, Table, records
 
 
 def sizes_result(data: BenchSizesAnswer, notes: Sequence[str] = (), **more: Any) -> Result:
@@ -99,7 +99,7 @@ def _time_text(cell: SizeCell | None) -> str | None:
 
 def _cells_csv(data: BenchSizesAnswer) -> Table:
     keys = ("size", "way", "copies", "seconds", "low", "high", "alone_seconds", "gain")
-    return Table(name="cells", columns=tuple(Column(key, key) for key in keys), rows=data.cells)
+    return records("cells", keys, data.cells)
 
 
 def sizes_picture(data: BenchSizesAnswer, form: str) -> bytes:

@@ -27,7 +27,7 @@ from gpushare.base.model import (
 )
 from gpushare.base.units import GIB, MIB, counted, format_bytes, format_duration, format_percent, format_slice, ranges
 from gpushare.base.values import dataclass
-from gpushare.show.result import Column, Result, Table, plain_value
+from gpushare.show.result import Column, Result, Table, plain_value, records
 
 Row = Mapping[str, Any]
 
@@ -44,25 +44,20 @@ _ALARMS: Final = {"lost": "red", "error": "red", "no answer": "red", "FAULT": "r
 
 def people_tables(snapshot: Snapshot) -> tuple[Table, ...]:
     """Return the tables that have rows; GPUs and processes always."""
-    tables = [_gpu_table(snapshot)]
-    if any(gpu.mig_instances for gpu in snapshot.gpus):
-        tables.append(_instance_table(snapshot))
-    if snapshot.daemons:
-        tables.append(daemon_table(snapshot))
-    if any(daemon.clients for daemon in snapshot.daemons):
-        tables.append(_client_table(snapshot))
-    if snapshot.vgpu_sessions:
-        tables.append(_vgpu_table(snapshot))
-    tables.append(_process_table(snapshot))
-    if snapshot.waiting_jobs:
-        tables.append(_waiting_table(snapshot))
-    if snapshot.limited_jobs:
-        tables.append(_limited_table(snapshot))
-    if snapshot.swapped_jobs:
-        tables.append(_swapped_table(snapshot))
-    if snapshot.leases:
-        tables.append(lease_table(snapshot.leases, snapshot.gpus))
-    return tuple(tables)
+    gpus, processes = _gpu_table(snapshot), _process_table(snapshot)
+    tables = (
+        gpus,
+        _instance_table(snapshot),
+        daemon_table(snapshot),
+        _client_table(snapshot),
+        _vgpu_table(snapshot),
+        processes,
+        _waiting_table(snapshot),
+        _limited_table(snapshot),
+        _swapped_table(snapshot),
+        lease_table(snapshot.leases, snapshot.gpus),
+    )
+    return tuple(table for table in tables if table.rows or table is gpus or table is processes)
 
 
 def _alarm_style(value: Any) -> str | None:
@@ -714,5 +709,4 @@ def csv_table(snapshot: Snapshot) -> Table:
                 of_process["process_memory_used_bytes"] = process.memory_used_bytes
                 of_process["command_line"] = command_of(process)
             rows.append({**own, **of_process})
-    columns = tuple(Column(key, key) for key in (*CSV_GPU, *CSV_PROCESS))
-    return Table(name="status", columns=columns, rows=tuple(rows))
+    return records("status", (*CSV_GPU, *CSV_PROCESS), rows)

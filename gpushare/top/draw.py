@@ -18,38 +18,22 @@ _THIN: Final = "▃"
 # Eighths of a cell, from below.
 _UP: Final = " ▁▂▃▄▅▆▇█"
 
-# Names of colours, so that a theme is a table. `back` and `row` are backgrounds.
-_DARK: Final = {
-    "back": "#14161a",
-    "head": "#1e2127",
-    "row": "#353c47",
-    "text": "#d8dce3",
-    "dim": "#858e9c",
-    "track": "#282d36",
-    "util": "#56c596",
-    "memory": "#5b9df5",
-    "reserved": "#8fb8f0",
-    "sm": "#b48ef0",
-    "power": "#e0a458",
-    "warn": "#e5c07b",
-    "bad": "#ff7b72",
-    "good": "#56c596",
-}
-_LIGHT: Final = {
-    "back": "#fcfcfb",
-    "head": "#e9ebee",
-    "row": "#cfe2fb",
-    "text": "#24292f",
-    "dim": "#68707a",
-    "track": "#e3e6ea",
-    "util": "#1f8f63",
-    "memory": "#2a6fd6",
-    "reserved": "#6f9be0",
-    "sm": "#7d4fc9",
-    "power": "#a8650f",
-    "warn": "#8a5a00",
-    "bad": "#c4292f",
-    "good": "#1f8f63",
+# The colours of a dark and of a light terminal by their names. `back`, `head` and `row` are backgrounds.
+_COLOURS: Final = {
+    "back": ("#14161a", "#fcfcfb"),
+    "head": ("#1e2127", "#e9ebee"),
+    "row": ("#353c47", "#cfe2fb"),
+    "text": ("#d8dce3", "#24292f"),
+    "dim": ("#858e9c", "#68707a"),
+    "track": ("#282d36", "#e3e6ea"),
+    "util": ("#56c596", "#1f8f63"),
+    "memory": ("#5b9df5", "#2a6fd6"),
+    "reserved": ("#8fb8f0", "#6f9be0"),
+    "sm": ("#b48ef0", "#7d4fc9"),
+    "power": ("#e0a458", "#a8650f"),
+    "warn": ("#e5c07b", "#8a5a00"),
+    "bad": ("#ff7b72", "#c4292f"),
+    "good": ("#56c596", "#1f8f63"),
 }
 
 
@@ -86,7 +70,11 @@ class Theme:
         return not self.colours
 
 
-THEMES: Final = {"dark": Theme("dark", _DARK), "light": Theme("light", _LIGHT), "plain": Theme("plain", {})}
+THEMES: Final = {
+    "dark": Theme("dark", {name: dark for name, (dark, _) in _COLOURS.items()}),
+    "light": Theme("light", {name: light for name, (_, light) in _COLOURS.items()}),
+    "plain": Theme("plain", {}),
+}
 _STYLES: dict[tuple[str, str, str, bool], Style] = {}
 
 

@@ -764,11 +764,14 @@ class Cockpit(App[None]):
 
     def action_act(self, key: str) -> None:
         action = next(action for action in ACTIONS if action.key == key)
-        row = self.chosen
-        if row is None:
+        self._with_chosen_job(partial(self._begin_action, action))
+
+    def _with_chosen_job(self, do: Callable[[ListedJob], None]) -> None:
+        """Do something with the job under the cursor, or say that there is none."""
+        if self.chosen is None:
             self.say("no job is selected", "warn")
         else:
-            self._begin_action(action, row.job)
+            do(self.chosen.job)
 
     def _begin_action(self, action: Action, job: ListedJob) -> None:
         """Begin an action on a job, unless another one is under way."""
@@ -878,11 +881,7 @@ class Cockpit(App[None]):
         await self.push_screen_wait(Dialog(f"Explain: {text}", lines, self.colours))
 
     def action_logs(self) -> None:
-        row = self.chosen
-        if row is None:
-            self.say("no job is selected", "warn")
-        else:
-            self._show_logs(row.job)
+        self._with_chosen_job(self._show_logs)
 
     def _show_logs(self, job: ListedJob) -> None:
         """Show what a job prints, and go on with it until the dialog is closed."""
