@@ -475,18 +475,9 @@ def case_from_now(host: Host, index: int, *, root: bool | None) -> Case:
             code="nobody",
         )
     graphics = any(process.graphics and not process.compute for process in gpu.processes) or None
-    workloads = tuple(
-        Workload(
-            name=process.name,
-            user=process.user,
-            processes=1,
-            memory=_without_context(process.memory_used_bytes),
-            graphics=graphics,
-            # They are the ones to be set up, so they can be restarted.
-            occupied=False,
-        )
-        for process in seen
-    )
+    # They are the ones to be set up, so they can be restarted.
+    properties: dict[str, Any] = {"graphics": graphics, "occupied": False}
+    workloads = [_one_process(each.name, each.user, each.memory_used_bytes, **properties) for each in seen]
     return Case(workloads=_merge_processes(workloads), root=root)
 
 
@@ -509,20 +500,25 @@ def case_from_recording(path: str, index: int, *, root: bool | None) -> Case:
             f"see: gpushare observe --from {shlex.quote(str(path))}",
             code="nobody",
         )
-    workloads = tuple(
-        Workload(
-            name=used.process.name,
-            user=used.process.user,
-            processes=1,
-            memory=_without_context(used.memory_peak_bytes),
+    workloads = [
+        _one_process(
+            used.process.name,
+            used.process.user,
+            used.memory_peak_bytes,
             pattern=None if used.pattern is None else Pattern(used.pattern),
         )
         for used in in_recording
-    )
+    ]
     return Case(workloads=_merge_processes(workloads), root=root)
 
 
-def _merge_processes(workloads: tuple[Workload, ...]) -> tuple[Workload, ...]:
+def _one_process(name: str | None, user: str | None, used: int | None, **properties: Any) -> Workload:
+    """Return a process that was seen; its memory is without its CUDA context, which the budget adds."""
+    memory = None if used is None else max(used - MPS_CONTEXT_BYTES, MIB)
+    return Workload(name=name, user=user, processes=1, memory=memory, **properties)
+
+
+def _merge_processes(workloads: Sequence[Workload]) -> tuple[Workload, ...]:
     """Merge the processes of one user and program into one workload, with the largest memory."""
     groups: dict[tuple[str | None, str | None], list[Workload]] = {}
     for workload in workloads:
@@ -540,11 +536,6 @@ def _merge_processes(workloads: tuple[Workload, ...]) -> tuple[Workload, ...]:
             )
         )
     return tuple(merged)
-
-
-def _without_context(used: int | None) -> int | None:
-    """Return the memory of a process without its CUDA context, which the budget adds."""
-    return None if used is None else max(used - MPS_CONTEXT_BYTES, MIB)
 
 
 # -- questions -------------------------------------------------------------------------------------

@@ -21,12 +21,12 @@ from gpushare.advice.compare import (
     today_text,
 )
 from gpushare.advice.facts import HostFacts, host_facts
-from gpushare.advice.table import COLUMNS, Row, Table, driver_branch, load_table, mechanism_named, row_named
+from gpushare.advice.table import COLUMNS, Table, driver_branch, load_table, mechanism_named, row_named
 from gpushare.base.errors import BadUsage, GpuLost, GpushareError, no_gpu_error
 from gpushare.base.model import Gpu, Way
 from gpushare.base.selection import select
 from gpushare.base.units import quoted
-from gpushare.cli.options import GPU_OPTION, Command, argument, option, settings, verb
+from gpushare.cli.options import GPU_OPTION, Command, Refused, argument, option, refuse, settings, verb
 from gpushare.show.compare import ComparedCell, ComparedRow, compare_table, csv_table, why_table
 from gpushare.show.result import Result
 from gpushare.show.status import gpu_errors
@@ -83,11 +83,12 @@ def compare(
     --view published is NVIDIA's table of 2022, --view today the current state by driver, and --view host what applies
     to this host. Sources disagree about a cell with a star: --why explains it.
     """
+    refuse((Refused("--why", "MECHANISM", "it names the mechanism of a cell", "--why error-isolation mps"),))
     table = load_table()
     asked_view = _parse_view(view)
     _check_view(driver, asked_view, gpu)
     if why is not None:
-        return _explain_cell(table, why, mechanisms, driver, gpu)
+        return _explain_cell(table, why, driver, gpu)
     chosen = list(dict.fromkeys(mechanism_named(text) for text in mechanisms or ())) or list(COLUMNS)
     return _table_result(table, chosen, asked_view, driver, gpu)
 
@@ -258,17 +259,9 @@ def _silent_gpu_errors(facts: HostFacts | None) -> tuple[GpushareError, ...]:
     return gpu_errors(Gpu(index=each.index, error=each.error) for each in (() if facts is None else facts.gpus))
 
 
-def _explain_cell(
-    table: Table, words: tuple[str, str], mechanisms: Sequence[str] | None, driver: str | None, gpu: str | None
-) -> Any:
-    """Explain one cell; the two words may come in either order."""
-    if mechanisms:
-        raise BadUsage(
-            "--why already names the mechanism",
-            f"for example: gpushare compare --why error-isolation {mechanisms[0]}",
-            code="two_names",
-        )
-    row, mechanism = _parse_cell(table, *words)
+def _explain_cell(table: Table, words: tuple[str, str], driver: str | None, gpu: str | None) -> Any:
+    """Explain one cell: its row and its mechanism."""
+    row, mechanism = row_named(table, words[0]), mechanism_named(words[1])
     facts, why_not = (None, None) if driver is not None else _facts_or_reason(gpu)
     driver = driver if facts is None else facts.driver
     entries = explanation(table, mechanism, row.key, driver, facts, why_not)
@@ -280,16 +273,3 @@ def _explain_cell(
         csv=csv_table([cell]),
         errors=errors,
     )
-
-
-def _parse_cell(table: Table, first: str, second: str) -> tuple[Row, Way]:
-    """Return the row and the mechanism that two words name, in either order."""
-    try:
-        mechanism = mechanism_named(second)
-    except BadUsage as error:
-        try:
-            mechanism = mechanism_named(first)
-        except BadUsage:
-            raise error from None
-        return row_named(table, second), mechanism
-    return row_named(table, first), mechanism

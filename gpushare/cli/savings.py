@@ -77,7 +77,7 @@ def savings(
     return savings_result(answer, notes)
 
 
-_EXAMPLES: Final = {"--hours": "720", "--target-load": "80"}
+_EXAMPLES: Final = {"--load": "25", "--price": "0.752", "--hours": "720", "--target-load": "80"}
 
 
 def _parse_number(option: str, text: str, most: Decimal, *, zero: bool = False) -> Decimal:
@@ -86,12 +86,8 @@ def _parse_number(option: str, text: str, most: Decimal, *, zero: bool = False) 
     value = Decimal(match.group(1)) if match else None
     if value is None or value > most or (value == 0 and not zero):
         low = "from 0 to " if zero else "above 0 and up to "
-        example = {"--gpus": "4", "--load": "25", "--price": "0.752"}
-        example |= {option: _EXAMPLES[option]} if option in _EXAMPLES else {}
         raise BadUsage(
-            f"{option} {text} is not a number {low}{most}",
-            f"for example: gpushare savings {' '.join(f'{name} {value}' for name, value in example.items())}",
-            code="bad_number",
+            f"{option} {text} is not a number {low}{most}", f"give {option} {_EXAMPLES[option]}", code="bad_number"
         )
     return value
 
