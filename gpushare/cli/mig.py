@@ -13,7 +13,7 @@ import typer
 
 from gpushare.base.errors import BadUsage, ExitCode, GpuLost, GpushareError, NotSupported
 from gpushare.base.model import Gpu
-from gpushare.base.selection import no_mig_error, select
+from gpushare.base.selection import no_mig_error
 from gpushare.base.values import dataclass
 from gpushare.cli import mig_change, mig_files
 from gpushare.cli.mig_change import planned_or_refused
@@ -29,7 +29,7 @@ from gpushare.cli.options import (
     Command,
     argument,
     flag,
-    gpus_of,
+    gpus_named,
     option,
     settings,
 )
@@ -297,15 +297,15 @@ def capable_gpus(
     are empty.
     """
     host = settings.connect()
-    chosen = {device.gpu.index: device.gpu for device in select(gpu, gpus_of(host))}
+    chosen = gpus_named(host, gpu)
     if silent is not None:
-        silent += [each for each in chosen.values() if each.error is not None]
-    gpus = [each for each in chosen.values() if each.mig_capable and each.error is None]
-    lost = next((each for each in chosen.values() if each.error is not None), None)
+        silent += [each for each in chosen if each.error is not None]
+    gpus = [each for each in chosen if each.mig_capable and each.error is None]
+    lost = next((each for each in chosen if each.error is not None), None)
     if lost is not None and lost.error is not None and (not gpus or (gpu not in {None, "all"} and silent is None)):
         raise GpuLost(lost.error, "see: gpushare status", gpu=lost.index)
     if not gpus:
-        raise no_mig_error(list(chosen.values()), "try one that has it: gpushare mig profiles --model h100-80gb")
+        raise no_mig_error(chosen, "try one that has it: gpushare mig profiles --model h100-80gb")
     return gpus, layouts_of(host, gpus, hidden)
 
 

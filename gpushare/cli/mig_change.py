@@ -7,12 +7,11 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Final
 
 from gpushare.base.errors import BadUsage, GpushareError, InUse, NotFound, NotSupported, OperationFailed
 from gpushare.base.model import Gpu
-from gpushare.base.selection import Device, check_answers, no_mig_error, select, select_for_change
+from gpushare.base.selection import Device, check_answers, no_mig_error, select_for_change
 from gpushare.base.units import counted, first_few, quoted, ranges
 from gpushare.base.values import dataclass
 from gpushare.cli.mig_files import OF_FILE, absent_gpus, demands_of, read_config, typed_wish
@@ -29,6 +28,7 @@ from gpushare.cli.options import (
     ask_and_carry_out,
     consented,
     flag,
+    gpus_named,
     gpus_of,
     is_agreed,
     note,
@@ -477,55 +477,32 @@ def apply(
     named = None if file is None else read_config(file, config)
 
     title = "apply " + (" ".join(wish) if wish else f"{file} {config or ''}".strip())
-    make = partial(
-        _layout_change,
-        wish=wish or [],
-        gpu=gpu,
-        named=named,
-        exact=exact,
-        evict=evict,
-        title=title,
-        names=words,
-        grants=grants,
-    )
-    return carry_out_change(make, refresh_cdi=refresh_cdi)
 
+    def planned_change(host: Host, ledger: MigLedger) -> MigChange:
+        """Plan the layout on the GPUs of the wish, or of the file."""
+        gpus, layouts, demands, notes = _demands_of_gpus(host, gpu, wish or (), named, exact=exact)
+        _need_profiles(gpus, layouts, demands)
+        may_go = eviction_targets(evict, layouts)
+        # For a file MIG devices count, not how they are spread over GPU instances.
+        wishes = {
+            layout.gpu: demands[layout.gpu].wish
+            for layout in layouts
+            if named is None or difference(layout, demands[layout.gpu].wish)
+        }
+        plan = planned_or_refused(plan_exact(layouts, wishes, evict=may_go))
+        modes = {index: demand.mig_enabled for index, demand in demands.items()}
+        naming = None
+        if words:
+            wanted = [
+                (part, instance)
+                for part, layout in zip(plan.gpus, layouts, strict=True)
+                for instance in in_order(demands[part.gpu].wish, layout.profiles, part.after)
+            ]
+            naming = plan_names(host, words, grants, wanted)
+        change = change_of(host, ledger, gpus, layouts, plan, title, evict=may_go, modes=modes, naming=naming)
+        return replace(change, notes=(*notes, *change.notes))
 
-def _layout_change(
-    host: Host,
-    ledger: MigLedger,
-    *,
-    wish: Sequence[str],
-    gpu: str | None,
-    named: Config | None,
-    exact: bool,
-    evict: Sequence[str] | None,
-    title: str,
-    names: Sequence[str],
-    grants: Mapping[str, Sequence[str]],
-) -> MigChange:
-    """Return the change that gives GPUs exactly a wish, or what the configuration ``named`` says of them."""
-    gpus, layouts, demands, notes = _demands_of_gpus(host, gpu, wish, named, exact=exact)
-    _need_profiles(gpus, layouts, demands)
-    may_go = eviction_targets(evict, layouts)
-    # For a file MIG devices count, not how they are spread over GPU instances.
-    wishes = {
-        layout.gpu: demands[layout.gpu].wish
-        for layout in layouts
-        if named is None or difference(layout, demands[layout.gpu].wish)
-    }
-    plan = planned_or_refused(plan_exact(layouts, wishes, evict=may_go))
-    modes = {index: demand.mig_enabled for index, demand in demands.items()}
-    naming = None
-    if names:
-        wanted = [
-            (part, instance)
-            for part, layout in zip(plan.gpus, layouts, strict=True)
-            for instance in in_order(demands[part.gpu].wish, layout.profiles, part.after)
-        ]
-        naming = plan_names(host, names, grants, wanted)
-    change = change_of(host, ledger, gpus, layouts, plan, title, evict=may_go, modes=modes, naming=naming)
-    return replace(change, notes=(*notes, *change.notes))
+    return carry_out_change(planned_change, refresh_cdi=refresh_cdi)
 
 
 def _parse_grants(words: Sequence[str]) -> dict[str, list[str]]:
@@ -637,7 +614,7 @@ def _demands_of_gpus(
         asked = parse_wish(" ".join(wish))
         return gpus, layouts, {each.index: Demand(mig_enabled=True, wish=asked) for each in gpus}, ()
     elsewhere = absent_gpus(named, host)
-    all_gpus = [device.gpu for device in select(gpu, gpus_of(host))]
+    all_gpus = gpus_named(host, gpu)
     demands, notes = demands_of(named, all_gpus, host, named=gpu is not None, exact=exact)
     touched = [each for each in all_gpus if each.index in demands]
     check_answers(*touched)

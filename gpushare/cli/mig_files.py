@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from gpushare.base.errors import BadUsage, ExitCode, GpushareError, NoGpu, no_gpu_error
 from gpushare.base.model import Gpu
-from gpushare.base.selection import no_mig_error, select
+from gpushare.base.selection import no_mig_error
 from gpushare.base.units import parse_memory_limit
 from gpushare.base.values import dataclass
 from gpushare.cli.options import (
@@ -18,7 +18,7 @@ from gpushare.cli.options import (
     PARTED_FILE,
     Refused,
     argument,
-    gpus_of,
+    gpus_named,
     refuse,
     settings,
 )
@@ -66,7 +66,9 @@ def check(
     if file is not None:
         named = read_config(file, config)
     host = settings.connect()
-    gpus = _chosen_gpus(host, gpu)
+    gpus = gpus_named(host, gpu)
+    if not gpus:
+        raise no_gpu_error()
     strict = exact or gpu is not None
     demands, notes = _demands(wish or (), named, gpus, host, all_gpus=gpu is None)
     checked = tuple(_checked_gpu(each, demands.get(each.index), host, strict=strict) for each in gpus)
@@ -79,13 +81,6 @@ def check(
         notes=notes,
         exit_code=ExitCode.OK if good else ExitCode.NOT_AS_REQUESTED,
     )
-
-
-def _chosen_gpus(host: Host, text: str | None) -> list[Gpu]:
-    chosen = {device.gpu.index: device.gpu for device in select(text, gpus_of(host))}
-    if not chosen:
-        raise no_gpu_error()
-    return list(chosen.values())
 
 
 def _demands(

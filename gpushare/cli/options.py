@@ -731,6 +731,13 @@ def gpus_of(host: Host) -> Sequence[Gpu]:
     return gpus
 
 
+def gpus_named(host: Host, gpu: str | None) -> list[Gpu]:
+    """Return the GPUs that ``-g`` names, each once; an instance names its GPU."""
+    from gpushare.base.selection import select
+
+    return list({device.gpu.index: device.gpu for device in select(gpu, gpus_of(host))}.values())
+
+
 def ask_line(prompt: str) -> str:
     """Ask on stderr and return the line from stdin, empty at its end.
 
