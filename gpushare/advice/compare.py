@@ -167,7 +167,7 @@ def _timeslice_max_text(place: _Place) -> str | None:
     total, used = place.gpu.memory_total_bytes, place.gpu.memory_used_bytes
     if total is None or used is None:
         return None
-    return f"Unlimited; memory is the limit: {format_bytes(total - used)} of {format_bytes(total)} free"
+    return f"No fixed number; memory is the limit: {format_bytes(total - used)} of {format_bytes(total)} free"
 
 
 def _timeslice_change_text(place: _Place) -> str | None:

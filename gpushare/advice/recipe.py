@@ -221,7 +221,7 @@ def _mps(steps: Steps, way: Way) -> None:
     steps.measure.append("total steps per second of all programs, with and without MPS")
     if not s.before_volta:
         steps.measure.append(
-            "the same with --threads 100 and with half the cap: the best cap depends on the program; in two minutes: "
+            "the same with --threads 100 and with half the cap: the best cap depends on the program: "
             f"gpushare bench --copies 1,{min(processes or 4, 8)} -- CMD"
         )
 

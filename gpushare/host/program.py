@@ -68,7 +68,7 @@ def missing_program_error(name: str) -> NotSupported:
     """Return the error about one of NVIDIA's programs that is not installed."""
     package = {
         "nvidia-smi": "it comes with the driver: install the driver's utilities package",
-        "nvidia-cuda-mps-control": "it comes with the driver: nvidia-compute-utils on Ubuntu, nvidia-cuda-mps on Debian",
+        "nvidia-cuda-mps-control": "it comes with the driver: nvidia-compute-utils-MAJOR on Ubuntu (MAJOR: that of the driver version), nvidia-cuda-mps on Debian (non-free)",
     }.get(name, "install it")
     return NotSupported(f"{name} is not installed", f"{package}; then run: gpushare doctor", code="program_missing")
 

@@ -467,7 +467,7 @@ class MigChanges:
         answer = self._nvml.demand(ask, gpu)
         if isinstance(answer, Exception):
             raise OperationFailed(
-                f"GPU {gpu}: the driver has no room for it there (Insufficient Resources)",
+                f"GPU {gpu}: the driver refuses the instance: slices of its placement are taken (Insufficient Resources)",
                 "see what is free: gpushare mig status",
                 gpu=gpu,
                 code="insufficient_resources",

@@ -186,7 +186,9 @@ def layout_text(layout: Layout) -> str:
         )
     lost = lost_slices(layout)
     if lost.compute or lost.memory:
-        lines.append(f"  unusable: {lost.compute} compute and {lost.memory} memory slices fit no further instance")
+        lines.append(
+            f"  unusable: {lost.compute} compute and {lost.memory} memory slices: no further instance fits into them"
+        )
     free = [
         f"{row.profile.name} x{row.count} at {','.join(map(str, row.starts))}"
         for row in free_profiles(layout)

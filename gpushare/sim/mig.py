@@ -116,7 +116,7 @@ def place_instances(gpu: SimulatedGpu, model: GpuModel, requests: Sequence[str])
         OperationFailed: the instances do not fit together.
     """
     if not model.mig:
-        raise NotSupported(f"{model.name} has no MIG", "see: gpushare sim list --models", code="mig_unsupported")
+        raise NotSupported(f"{model.name} has no MIG", "see: gpushare sim list --models", code="no_mig")
     wanted = [_parse_request(model, request) for request in requests]
     layout = _lay_out(wanted, min) or _lay_out(wanted, max)
     if len(layout) < len(wanted):

@@ -185,7 +185,7 @@ def test_time_slice_levels(root, settable, words):
 def test_time_slicing_is_bounded_by_free_memory():
     assert "120.0 GiB of 140.0 GiB free" in said(Way.TIMESLICE, "max_partitions")
     unknown = replace(H200, memory_used_bytes=None)
-    assert said(Way.TIMESLICE, "max_partitions", HOST, unknown) == "Unlimited; memory is the limit"
+    assert said(Way.TIMESLICE, "max_partitions", HOST, unknown) == "No fixed number; memory is the limit"
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,7 @@ def test_jobs_of_several_gpus_are_said_to_have_them() -> None:
     busy = replace(facts, gpus=(facts.gpus[0], *(replace(gpu, processes=1) for gpu in facts.gpus[1:])))
     case = Case(workloads=(workload_of({"gpus": 2}),), root=True)
     waits = advice_answer(advise(Situation(case, busy, busy.gpus[0], table())))
-    assert waits.conditions == ["of such GPUs, 1 is idle now: the job waits until it can have 2"]
+    assert waits.conditions == ["of the GPUs with enough memory 1 is idle now: the job waits until it can have 2"]
     assert waits.commands[0].command == "gpushare run -g 0-3 --gpus 2 --wait -- CMD"
     mixed = advice_answer(placed("8xh100", {"gpus": 4}, {"processes": 6, "memory": "4G", **FARM}))
     assert mixed.answer == "GPUs 0-3: 4 whole GPUs; GPUs 4-7: MPS"

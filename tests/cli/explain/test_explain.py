@@ -357,7 +357,7 @@ def test_every_error_code_of_gpushare_is_explained() -> None:
         ("no_room", "Other jobs", "Even an empty"),
         ("needs_consent", "Nobody agreed", "not allowed"),
         ("not_confirmed", "Nobody agreed", "not allowed"),
-        ("no_permission", "may not do it", "in use"),
+        ("no_permission", "not allowed to do this", "in use"),
         ("name_taken", "The name is taken", "another user"),
         ("over_user_limit", "Root has set a limit", "lease"),
         ("reserved", "lease", "gpushare.yaml"),
