@@ -265,8 +265,8 @@ _gpushare_node() {
       valued='-g --gpu --for --host -o --output'
       ;;
     'advise')
-      options='--like --processes --gpus --memory --sms --saturating --no-saturating --production-saturating --no-production-saturating --users --trusted --untrusted --isolation --groups --latency --pattern --production --opportunistic --role --one-application --many-applications --cooperating --no-cooperating --code --no-code --running --no-running --bandwidth-bound --no-bandwidth-bound --io-bound --no-io-bound --root --no-root --destroy --no-destroy --needs --command -g --gpu -f --file --live --from --mechanism --apply --no-input --consolidate --measure --copies --metric --lower-is-better --lower --higher-is-better --for --repeat --timeout --help-all -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
-      valued='--like --processes --gpus --memory --sms --users --isolation --groups --latency --pattern --production --opportunistic --role --needs --command -g --gpu -f --file --from --mechanism --copies --metric --for --repeat --timeout --host -o --output'
+      options='--like --processes --gpus --memory --sms --saturating --no-saturating --production-saturating --no-production-saturating --users --trusted --untrusted --isolation --groups --latency --pattern --production --opportunistic --role --one-application --many-applications --cooperating --no-cooperating --code --no-code --running --no-running --bandwidth-bound --no-bandwidth-bound --io-bound --no-io-bound --root --no-root --destroy --no-destroy --needs --command -g --gpu -f --file --live --from --way --apply --no-input --consolidate --measure --copies --metric --lower-is-better --lower --higher-is-better --for --repeat --timeout --help-all -n --dry-run -y --yes --host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='--like --processes --gpus --memory --sms --users --isolation --groups --latency --pattern --production --opportunistic --role --needs --command -g --gpu -f --file --from --way --copies --metric --for --repeat --timeout --host -o --output'
       ;;
     'compare')
       options='--view --why --driver -g --gpu --host -o --output -q --quiet -v --verbose --debug -h --help'
@@ -423,7 +423,7 @@ _gpushare_values() {
     --pattern) printf '%s\n' 'interactive bursty steady' ;;
     --role) printf '%s\n' 'production opportunistic' ;;
     --needs) printf '%s\n' 'nccl p2p ipc graphics profiler dynamic-parallelism cuda-graphs bandwidth-qos weights resizing containment vms containers kubernetes occupied replicas multi-model server gaps progress managed-memory' ;;
-    --mechanism) printf '%s\n' 'whole-gpu turns swap streams timeslice slices mps mps-priority mps-static mig vgpu mig+mps mig+timeslice mps+streams measure fix-app' ;;
+    --way) printf '%s\n' 'whole-gpu turns swap streams timeslice slices mps mps-priority mps-static mig vgpu mig+mps mig+timeslice mps+streams measure fix-app' ;;
     --view) printf '%s\n' 'published today host' ;;
     --ways) printf '%s\n' 'queue timeslice mps mps:100/n mps:200/n mig' ;;
     --compare) printf '%s\n' '@files' ;;

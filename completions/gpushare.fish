@@ -182,7 +182,7 @@ function __gpushare_valued
             return 0
         case --command
             return 0
-        case --mechanism
+        case --way
             return 0
         case --repeat
             return 0
@@ -869,7 +869,7 @@ complete -c gpushare -n '__gpushare_at advise' -s g -l gpu -x -a '(__gpushare_as
 complete -c gpushare -n '__gpushare_at advise' -s f -l file -r -F -d 'Workloads from a YAML file; - is stdin.'
 complete -c gpushare -n '__gpushare_at advise' -l live -d 'Use the workloads that run on the GPU now.'
 complete -c gpushare -n '__gpushare_at advise' -l from -r -F -d 'Use the workloads in a recording of gpushare observe.'
-complete -c gpushare -n '__gpushare_at advise' -l mechanism -x -a 'whole-gpu turns swap streams timeslice slices mps mps-priority mps-static mig vgpu mig+mps mig+timeslice mps+streams measure fix-app' -d 'Explain why this way fits or does not.'
+complete -c gpushare -n '__gpushare_at advise' -l way -x -a 'whole-gpu turns swap streams timeslice slices mps mps-priority mps-static mig vgpu mig+mps mig+timeslice mps+streams measure fix-app' -d 'Explain why this way fits or does not.'
 complete -c gpushare -n '__gpushare_at advise' -l apply -d 'Carry out the setup; preview with --dry-run.'
 complete -c gpushare -n '__gpushare_at advise' -l no-input -d 'Ask no questions.'
 complete -c gpushare -n '__gpushare_at advise' -l consolidate -d 'Use as few GPUs as possible, instead of all that are idle.'

@@ -91,7 +91,7 @@ def option_values(option: Option) -> tuple[str, ...]:
         "--pattern": ("interactive", "bursty", "steady"),
         "--role": ("production", "opportunistic"),
         "--needs": tuple(name.replace("_", "-") for name in NEEDS),
-        "--mechanism": tuple(way.value for way in ADVISED),
+        "--way": tuple(way.value for way in ADVISED),
         "--view": ("published", "today", "host"),
         "--ways": ("queue", "timeslice", "mps", "mps:100/n", "mps:200/n", "mig"),
         "--by": ("index", "uuid"),

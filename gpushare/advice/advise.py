@@ -311,7 +311,7 @@ class AdviceAnswer:
     verdicts: tuple[WayVerdict, ...]
     case: Case
     notes: list[str]
-    # With --mechanism: the way that was asked for.
+    # With --way: the way that was asked for.
     explained: WayVerdict | None = None
     # With --measure: the answer by the rules alone.
     rules: AdviceAnswer | None = None

@@ -25,7 +25,7 @@ _HOPPER: Final = (9, 0)
 
 @dataclass(frozen=True, kw_only=True)
 class Availability:
-    """Whether a mechanism is available on a GPU; ``usable`` is None if unknown."""
+    """Whether a way is available on a GPU; ``usable`` is None if unknown."""
 
     usable: bool | None
     why: str
@@ -40,20 +40,20 @@ class _Place:
     gpu: GpuFacts
 
 
-def availability(mechanism: Way, host: HostFacts, gpu: GpuFacts) -> Availability:
-    """Return whether a mechanism is available on a GPU, and why not."""
+def availability(way: Way, host: HostFacts, gpu: GpuFacts) -> Availability:
+    """Return whether a way is available on a GPU, and why not."""
     if gpu.error is not None:
         return Availability(usable=None, why=f"unknown: {gpu.error}")
-    return _AVAILABLE[mechanism](host, gpu)
+    return _AVAILABLE[way](host, gpu)
 
 
-def cell_here(table: Table, mechanism: Way, row: str, host: HostFacts, gpu: GpuFacts) -> str | None:
-    """Return the text of a cell for this GPU; None if the mechanism is not available."""
-    if availability(mechanism, host, gpu).usable is False or gpu.error is not None:
+def cell_here(table: Table, way: Way, row: str, host: HostFacts, gpu: GpuFacts) -> str | None:
+    """Return the text of a cell for this GPU; None if the way is not available."""
+    if availability(way, host, gpu).usable is False or gpu.error is not None:
         return None
-    computed = _COMPUTED.get((mechanism, row))
+    computed = _COMPUTED.get((way, row))
     text = computed(_Place(table=table, host=host, gpu=gpu)) if computed else None
-    return text or table.cell(mechanism, row, host.driver).today
+    return text or table.cell(way, row, host.driver).today
 
 
 # -- availability ---------------------------------------------------------------------------------
@@ -251,16 +251,16 @@ class HostCell(Cell):
     """One cell with the title of its row, and its text on this host."""
 
     title: str
-    # None: there is no host, or the mechanism is not available there.
+    # None: there is no host, or the way is not available there.
     host: str | None
 
 
-def host_cell(table: Table, mechanism: Way, row_key: str, driver: str | None, host: HostFacts | None) -> HostCell:
+def host_cell(table: Table, way: Way, row_key: str, driver: str | None, host: HostFacts | None) -> HostCell:
     """Return a cell with the title of its row, and its text on this host."""
     return HostCell(
-        **vars(table.cell(mechanism, row_key, driver)),
+        **vars(table.cell(way, row_key, driver)),
         title=table.row(row_key).title,
-        host=None if host is None else text_here(table, mechanism, row_key, host, answering(host)),
+        host=None if host is None else text_here(table, way, row_key, host, answering(host)),
     )
 
 
@@ -268,14 +268,14 @@ def answering(host: HostFacts) -> tuple[GpuFacts, ...]:
     return tuple(gpu for gpu in host.gpus if gpu.error is None)
 
 
-def text_here(table: Table, mechanism: Way, row_key: str, host: HostFacts, gpus: Sequence[GpuFacts]) -> str | None:
+def text_here(table: Table, way: Way, row_key: str, host: HostFacts, gpus: Sequence[GpuFacts]) -> str | None:
     """Return the text of a cell for these GPUs: once if they agree, else by GPU; None if available on none."""
-    return _text_by_gpu([(gpu.index, cell_here(table, mechanism, row_key, host, gpu)) for gpu in gpus])
+    return _text_by_gpu([(gpu.index, cell_here(table, way, row_key, host, gpu)) for gpu in gpus])
 
 
-def availability_text(mechanism: Way, host: HostFacts, gpus: Sequence[GpuFacts]) -> str:
-    """Return whether a mechanism is available on these GPUs, in words."""
-    return _text_by_gpu([(gpu.index, availability(mechanism, host, gpu).why) for gpu in gpus]) or NOT_HERE
+def availability_text(way: Way, host: HostFacts, gpus: Sequence[GpuFacts]) -> str:
+    """Return whether a way is available on these GPUs, in words."""
+    return _text_by_gpu([(gpu.index, availability(way, host, gpu).why) for gpu in gpus]) or NOT_HERE
 
 
 def _text_by_gpu(texts: Iterable[tuple[int, str | None]]) -> str | None:
@@ -295,20 +295,20 @@ def today_text(cell: Cell, driver: str | None) -> str:
 
 def explanation(
     table: Table,
-    mechanism: Way,
+    way: Way,
     row_key: str,
     driver: str | None,
     host: HostFacts | None,
     why_no_host: str | None,
 ) -> list[tuple[str, str]]:
     """Return all that is known about a cell: views, level, options, contradiction, sources."""
-    entry, cell, row = table.entries[mechanism, row_key], table.cell(mechanism, row_key, driver), table.row(row_key)
+    entry, cell, row = table.entries[way, row_key], table.cell(way, row_key, driver), table.row(row_key)
     lines = [("question", row.question), ("published 2022", cell.published)]
     today = dated_values(entry["today"], "text")
     lines += [("today" if since is None else f"driver {since} on", text) for since, text in today]
     if len(today) > 1:
         lines[2] = (f"before driver {today[1][0]}", lines[2][1])
-    lines += _host_lines(table, mechanism, row_key, host, why_no_host)
+    lines += _host_lines(table, way, row_key, host, why_no_host)
     lines.append(("level", f"{cell.level} (of {', '.join(row.levels)})"))
     branch = driver_branch(driver)
     for option in options_of(entry):
@@ -327,13 +327,13 @@ def explanation(
 
 
 def _host_lines(
-    table: Table, mechanism: Way, row_key: str, host: HostFacts | None, why_no_host: str | None
+    table: Table, way: Way, row_key: str, host: HostFacts | None, why_no_host: str | None
 ) -> list[tuple[str, str]]:
     """Return the line of a cell on this host; none if there is no host and no reason for that."""
     if host is None:
         return [("this host", f"not known: {why_no_host}")] if why_no_host else []
     gpus = answering(host)
-    text = text_here(table, mechanism, row_key, host, gpus)
+    text = text_here(table, way, row_key, host, gpus)
     if text is None:
-        return [("this host", f"{NOT_HERE}: {availability_text(mechanism, host, gpus).removeprefix('no: ')}")]
+        return [("this host", f"{NOT_HERE}: {availability_text(way, host, gpus).removeprefix('no: ')}")]
     return [("this host", text)]

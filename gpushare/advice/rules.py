@@ -54,7 +54,7 @@ class Reason:
 class Requirement:
     """The level of a row that a way needs: ``wanted`` to fit, ``floor`` to fit with a condition.
 
-    ``inside``: it applies between processes of one instance too, where a weak inner mechanism is a condition.
+    ``inside``: it applies between processes of one instance too, where a weak inner way is a condition.
     """
 
     row: str
@@ -131,7 +131,7 @@ class Rule:
                 text = f"{self.text}: a vGPU without MIG has memory of its own, but shares the SMs in time"
                 return self._reason(cell, Kind.CONDITION, text)
             return self._reason(cell, Kind.VETO, f"{self.text}: that needs MIG-backed vGPU, and this GPU has no MIG")
-        says = f"{self.text} ({table.titles[cell.mechanism]}, {table.row(cell.row).title}: {cell.today})"
+        says = f"{self.text} ({table.titles[cell.way]}, {table.row(cell.row).title}: {cell.today})"
         if table.at_least(needs.row, best, needs.floor):
             return self._reason(cell, Kind.CONDITION, says)
         return self._reason(cell, Kind.VETO, says if best == cell.level else f"{says}, at best {best}")

@@ -1,7 +1,7 @@
-"""The table of mechanisms: what each way of sharing does and does not promise, with sources.
+"""The table of ways: what each way of sharing does and does not promise, with sources.
 
 The texts are those of NVIDIA's table of 2022 (*published*) and what is true today, by driver (*today*);
-the rules read the levels. All of it is data: ``gpushare/data/mechanisms.yaml``.
+the rules read the levels. All of it is data: ``gpushare/data/ways.yaml``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """A special setup of a mechanism, such as static MPS partitions or MIG-backed vGPU.
+    """A special setup of a way, such as static MPS partitions or MIG-backed vGPU.
 
     ``since`` is the first driver branch that has it; None means all of them.
     """
@@ -58,7 +58,7 @@ class Option:
 class Cell:
     """One cell on one driver: the level without options, and the number where the row counts something."""
 
-    mechanism: Way
+    way: Way
     row: str
     published: str
     today: str
@@ -74,7 +74,7 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """The whole table. ``titles`` are the mechanisms' display names, ``entries`` its cells for all drivers, as in the file."""
+    """The whole table. ``titles`` are the ways' display names, ``entries`` its cells for all drivers, as in the file."""
 
     rows: tuple[Row, ...]
     titles: Mapping[Way, str]
@@ -87,23 +87,23 @@ class Table:
         """Return the row of a key that is in the table; those of users are named by `row_named`."""
         return next(row for row in self.rows if row.key == key)
 
-    def cell(self, mechanism: Way, row_key: str, driver: str | None = None) -> Cell:
+    def cell(self, way: Way, row_key: str, driver: str | None = None) -> Cell:
         """Return a cell as it is on a driver (``580.159.04``, ``580``); None means the newest in the table."""
-        key = mechanism, row_key, driver
+        key = way, row_key, driver
         if key not in self._cells:
             self._cells[key] = self._cell(*key)
         return self._cells[key]
 
-    def _cell(self, mechanism: Way, row_key: str, driver: str | None) -> Cell:
+    def _cell(self, way: Way, row_key: str, driver: str | None) -> Cell:
         """Return a cell as it is on a driver, from its entry for all drivers."""
-        row, entry = self.row(row_key), self.entries[mechanism, row_key]
+        row, entry = self.row(row_key), self.entries[way, row_key]
         branch = driver_branch(driver)
         since_text, today = _newest_on(dated_values(entry["today"], "text"), branch)
         since_level, level = _newest_on(dated_values(entry["level"], "level"), branch)
         since_limit, limit = _newest_on(dated_values(entry.get("limit"), "limit"), branch)
         changes = [since for since in (since_text, since_level, since_limit) if since is not None]
         return Cell(
-            mechanism=mechanism,
+            way=way,
             row=row.key,
             published=entry["published"],
             today=entry["published"] if today is None else today,
@@ -120,9 +120,9 @@ class Table:
             note=entry.get("note"),
         )
 
-    def level(self, mechanism: Way, row_key: str, driver: str | None = None, *, option: str | None = None) -> str:
+    def level(self, way: Way, row_key: str, driver: str | None = None, *, option: str | None = None) -> str:
         """Return the level of a cell, or of its option where the driver has that."""
-        cell = self.cell(mechanism, row_key, driver)
+        cell = self.cell(way, row_key, driver)
         return next((choice.level for choice in cell.options if choice.key == option), cell.level)
 
     def at_least(self, row_key: str, level: str, wanted: str) -> bool:
@@ -167,24 +167,22 @@ def _since(entry: Mapping[str, Any]) -> int | None:
 
 def load_table() -> Table:
     """Return the table of the package. tests/advice/test_table.py checks the file."""
-    return parse_table(package_text("mechanisms.yaml"))
+    return parse_table(package_text("ways.yaml"))
 
 
 def parse_table(text: str) -> Table:
-    """Return the table of a YAML text, as ``mechanisms.yaml`` has it."""
+    """Return the table of a YAML text, as ``ways.yaml`` has it."""
     import yaml
 
     raw = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 - a safe one
     sources = {key: Source(key=key, **entry) for key, entry in raw["sources"].items()}
     rows = tuple(Row(**{**entry, "levels": tuple(entry["levels"])}) for entry in raw["rows"])
-    columns = {mechanism: raw["mechanisms"][mechanism.value] for mechanism in COLUMNS}
+    columns = {way: raw["ways"][way.value] for way in COLUMNS}
     return Table(
         rows=rows,
-        titles={mechanism: column["title"] for mechanism, column in columns.items()},
+        titles={way: column["title"] for way, column in columns.items()},
         sources=sources,
-        entries={
-            (mechanism, row.key): column["cells"][row.key] for mechanism, column in columns.items() for row in rows
-        },
+        entries={(way, row.key): column["cells"][row.key] for way, column in columns.items() for row in rows},
     )
 
 
@@ -202,8 +200,8 @@ _ROWS: Final = {
 }
 
 
-def mechanism_named(text: str) -> Way:
-    """Return the mechanism that a user names: ``MPS``, ``time-slicing``, ``ts``.
+def named_way(text: str) -> Way:
+    """Return the way that a user names: ``MPS``, ``time-slicing``, ``ts``.
 
     Raises:
         BadUsage: the table has none of that name.
@@ -213,8 +211,8 @@ def mechanism_named(text: str) -> Way:
         # Jobs take the GPU one after another with these: nothing that the rows ask is shared.
         raise BadUsage(
             f"{name} is not in the table: it is for jobs that do not fit at the same time",
-            f"see: gpushare explain {name}, and gpushare advise --mechanism {name}",
-            code="no_mechanism",
+            f"see: gpushare explain {name}, and gpushare advise --way {name}",
+            code="bad_way",
         )
     return way_of(text, COLUMNS)
 

@@ -52,7 +52,7 @@ def way_of(text: str, ways: Sequence[Way] = ADVISED) -> Way:
         return named[0]
     listed = ", ".join(way.value for way in ways)
     raise BadUsage(
-        f"{quoted(text)} is not a way of sharing", f"{close_name_text(text, names)}give {listed}", code="no_mechanism"
+        f"{quoted(text)} is not a way of sharing", f"{close_name_text(text, names)}give {listed}", code="bad_way"
     )
 
 

@@ -146,7 +146,7 @@ _PROPERTIES: Final = (
 
 
 _REFUSED: Final = (
-    Refused("--mechanism", "--apply --measure", "it explains one way", "--mechanism mps"),
+    Refused("--way", "--apply --measure", "it explains one way", "--way mps"),
     Refused("--file", "--live --from", "the workloads come from one place", "--file jobs.yaml"),
     Refused("--live", "--from", "the workloads come from one place", "--live"),
     Refused(
@@ -199,7 +199,7 @@ def advise(
     file: str | None = option("-f --file", "FILE", "Workloads from a YAML file; - is stdin."),
     live: bool = flag("--live", "Use the workloads that run on the GPU now."),
     recording: str | None = option("--from", "FILE", "Use the workloads in a recording of gpushare observe."),
-    mechanism: str | None = option("--mechanism", "NAME", "Explain why this way fits or does not."),
+    way: str | None = option("--way", "NAME", "Explain why this way fits or does not."),
     apply: bool = flag("--apply", "Carry out the setup; preview with --dry-run."),
     no_input: bool = flag("--no-input", "Ask no questions."),
     consolidate: bool = flag("--consolidate", "Use as few GPUs as possible, instead of all that are idle."),
@@ -225,7 +225,7 @@ def advise(
     )
     words["command"] = shlex.join(program) if program and command is None else command
     refuse(_REFUSED)
-    explained = None if mechanism is None else way_of(mechanism)
+    explained = None if way is None else way_of(way)
     measuring = None
     if measure:
         argv = program or (split_command("--command", command) if command else [])
@@ -386,7 +386,7 @@ def _advice_result(advice: Advice, explained: Any, *, live: bool, apply: bool) -
         verdict = advice.of(explained)
         table = reasons_table([verdict], f"{verdict.title} on {data.gpu_title}: {verdict.outcome.value}")
         if data.winner != verdict.way:
-            notes.append(f"the advice for this case is: {data.answer} (drop --mechanism to see it)")
+            notes.append(f"the advice for this case is: {data.answer} (drop --way to see it)")
         return Result(data=replace(data, explained=verdict), tables=(table,), notes=tuple(notes))
     if apply:
         return carry_out_setup(advice, notes)

@@ -1,4 +1,4 @@
-"""``gpushare compare``: the table of mechanisms; from `gpushare/advice/`."""
+"""``gpushare compare``: the table of ways; from `gpushare/advice/`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gpushare.advice.compare import (
     today_text,
 )
 from gpushare.advice.facts import HostFacts, host_facts
-from gpushare.advice.table import COLUMNS, Table, driver_branch, load_table, mechanism_named, row_named
+from gpushare.advice.table import COLUMNS, Table, driver_branch, load_table, named_way, row_named
 from gpushare.base.errors import BadUsage, GpuLost, GpushareError, no_gpu_error
 from gpushare.base.model import Gpu, Way
 from gpushare.base.selection import select
@@ -42,10 +42,10 @@ class View(str, Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MechanismHere(Availability):
-    """Whether a mechanism is available on one GPU of this host."""
+class WayHere(Availability):
+    """Whether a way is available on one GPU of this host."""
 
-    mechanism: Way
+    way: Way
     gpu: int
 
 
@@ -58,21 +58,19 @@ class CompareAnswer:
     host: str | None
     driver: str | None
     root: bool | None = None
-    availability: tuple[MechanismHere, ...] = ()
+    availability: tuple[WayHere, ...] = ()
     cells: tuple[HostCell, ...]
 
 
 @verb(Command)
 def compare(
-    mechanisms: list[str] | None = argument("[MECHANISM]...", "streams, mps, time-slicing, mig, vgpu. [default: all]"),
+    ways: list[str] | None = argument("[WAY]...", "streams, mps, time-slicing, mig, vgpu. [default: all]"),
     view: str | None = option(
         "--view",
         "VIEW",
         "published (NVIDIA's table of 2022), today (the current state), or host. [default: host where one answers, else today]",
     ),
-    why: tuple[str, str] | None = option(
-        "--why", "ROW MECHANISM", "Explain one cell: all views, sources, contradictions."
-    ),
+    why: tuple[str, str] | None = option("--why", "ROW WAY", "Explain one cell: all views, sources, contradictions."),
     driver: str | None = option(
         "--driver", "VERSION", "The view today for this driver, like 580. [default: the newest]"
     ),
@@ -83,13 +81,13 @@ def compare(
     --view published is NVIDIA's table of 2022, --view today the current state by driver, and --view host what applies
     to this host. Sources disagree about a cell with a star: --why explains it.
     """
-    refuse((Refused("--why", "MECHANISM", "it names the mechanism of a cell", "--why error-isolation mps"),))
+    refuse((Refused("--why", "WAY", "it names the way of a cell", "--why error-isolation mps"),))
     table = load_table()
     asked_view = _parse_view(view)
     _check_view(driver, asked_view, gpu)
     if why is not None:
         return _explain_cell(table, why, driver, gpu)
-    chosen = list(dict.fromkeys(mechanism_named(text) for text in mechanisms or ())) or list(COLUMNS)
+    chosen = list(dict.fromkeys(named_way(text) for text in ways or ())) or list(COLUMNS)
     return _table_result(table, chosen, asked_view, driver, gpu)
 
 
@@ -157,7 +155,7 @@ def _facts_or_reason(gpu: str | None) -> tuple[HostFacts | None, str | None]:
 
 
 def _table_result(table: Table, chosen: Sequence[Way], view: View | None, driver: str | None, gpu: str | None) -> Any:
-    """Return the table of some mechanisms, in the view of this host where one answers, unless another is named."""
+    """Return the table of some ways, in the view of this host where one answers, unless another is named."""
     facts, why_not = None, None
     if view is View.HOST:
         facts = _facts_of_host(gpu)
@@ -177,7 +175,7 @@ def _table_result(table: Table, chosen: Sequence[Way], view: View | None, driver
             availability=()
             if facts is None
             else tuple(
-                MechanismHere(mechanism=way, gpu=gpu.index, **vars(availability(way, facts, gpu)))
+                WayHere(way=way, gpu=gpu.index, **vars(availability(way, facts, gpu)))
                 for way, gpu in product(chosen, answering(facts))
             ),
             cells=cells,
@@ -200,10 +198,10 @@ def _table_result(table: Table, chosen: Sequence[Way], view: View | None, driver
 def _compared_rows(
     table: Table, chosen: Sequence[Way], view: View, driver: str | None, facts: HostFacts | None
 ) -> list[ComparedRow]:
-    """Return a row per question with a cell per mechanism; on a host the first row is what is available."""
+    """Return a row per question with a cell per way; on a host the first row is what is available."""
 
     def cell_of(way: Way, key: str) -> ComparedCell:
-        """Return what the view says of a mechanism (None: not available here), and whether sources disagree."""
+        """Return what the view says of a way (None: not available here), and whether sources disagree."""
         cell = table.cell(way, key, driver)
         text: str | None = cell.published if view is View.PUBLISHED else today_text(cell, driver)
         if facts is not None:
@@ -230,7 +228,7 @@ _BACKGROUND: Final = frozenset({"partition_type", "interop", "telemetry", "targe
 
 
 def _absent_titles(table: Table, chosen: Sequence[Way], facts: HostFacts | None) -> frozenset[str]:
-    """Return the titles of the mechanisms that no GPU of this host is known to have."""
+    """Return the titles of the ways that no GPU of this host is known to have."""
     if facts is None:
         return frozenset()
     gpus = answering(facts)
@@ -260,16 +258,16 @@ def _silent_gpu_errors(facts: HostFacts | None) -> tuple[GpushareError, ...]:
 
 
 def _explain_cell(table: Table, words: tuple[str, str], driver: str | None, gpu: str | None) -> Any:
-    """Explain one cell: its row and its mechanism."""
-    row, mechanism = row_named(table, words[0]), mechanism_named(words[1])
+    """Explain one cell: its row and its way."""
+    row, way = row_named(table, words[0]), named_way(words[1])
     facts, why_not = (None, None) if driver is not None else _facts_or_reason(gpu)
     driver = driver if facts is None else facts.driver
-    entries = explanation(table, mechanism, row.key, driver, facts, why_not)
-    cell = host_cell(table, mechanism, row.key, driver, facts)
+    entries = explanation(table, way, row.key, driver, facts, why_not)
+    cell = host_cell(table, way, row.key, driver, facts)
     errors = _silent_gpu_errors(facts)
     return Result(
         data=CompareAnswer(host=None if facts is None else facts.host, driver=driver, cells=(cell,)),
-        tables=(why_table(f"{row.title}, {table.titles[mechanism]}", entries),),
+        tables=(why_table(f"{row.title}, {table.titles[way]}", entries),),
         csv=csv_table([cell]),
         errors=errors,
     )

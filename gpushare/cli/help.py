@@ -16,7 +16,7 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
         "Users and protection": "trusted groups",
         "Production and another job": "production opportunistic role production-saturating",
         "Instead of options": "file live from",
-        "The answer": "gpu consolidate destroy mechanism apply no-input",
+        "The answer": "gpu consolidate destroy way apply no-input",
         "Measure": "measure copies metric lower-is-better for repeat timeout",
     },
     "run": {
@@ -225,7 +225,7 @@ def path_of(ctx: Any) -> str:
 MORE: Final[Mapping[str, str]] = {
     "advise": (
         "gpus sms production-saturating trusted groups role one-application cooperating code running bandwidth-bound "
-        "io-bound needs destroy command from mechanism copies metric lower-is-better for repeat timeout consolidate live"
+        "io-bound needs destroy command from way copies metric lower-is-better for repeat timeout consolidate live"
     ),
     "bench": "lower-is-better latency size cpu copy footprint compare plot timeout",
     "run": "bind create movable time restart-on weight strict metric lower-is-better grace",

@@ -1,4 +1,4 @@
-"""The comparison of mechanisms: a grid of wrapped cells if it fits, else one below the other."""
+"""The comparison of ways: a grid of wrapped cells if it fits, else one below the other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GAP: Final = 2
 NARROWEST: Final = 22
 WIDEST: Final = 44
 _INDENT: Final = 2
-# The width of the titles where mechanisms are below each other, and the width from which titles are next to them.
+# The width of the titles where ways are below each other, and the width from which titles are next to them.
 _TITLE: Final = 16
 _BESIDE: Final = 72
 _CUT: Final = "…"
@@ -29,7 +29,7 @@ _NO_BREAK: Final = "\xa0"
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedCell:
-    """One cell as shown; ``text`` is None if the mechanism is not available."""
+    """One cell as shown; ``text`` is None if the way is not available."""
 
     text: str | None
     # Sources disagree on it.
@@ -38,7 +38,7 @@ class ComparedCell:
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedRow:
-    """One row: a cell per mechanism."""
+    """One row: a cell per way."""
 
     title: str
     question: str
@@ -55,7 +55,7 @@ def _widths(titles: Sequence[str], rows: Sequence[ComparedRow], width: int) -> t
 
 
 def _grid_lines(titles: Sequence[str], rows: Sequence[ComparedRow], first: int, each: int) -> list[Text]:
-    """Return a grid with a column of titles and one of each mechanism, of these widths in characters."""
+    """Return a grid with a column of titles and one of each way, of these widths in characters."""
     from rich.text import Text
 
     widths = [first, *[each] * len(titles)]
@@ -74,7 +74,7 @@ def _grid_lines(titles: Sequence[str], rows: Sequence[ComparedRow], first: int, 
 def _stacked_lines(
     titles: Sequence[str], rows: Sequence[ComparedRow], width: int, *, whole: bool, absent: frozenset[str]
 ) -> list[Text]:
-    """Return the mechanisms below each other, with the title of the row to the left, or above on a narrow screen.
+    """Return the ways below each other, with the title of the row to the left, or above on a narrow screen.
 
     With the title to the left, a cell is cut to one line unless ``whole``.
     """
@@ -90,7 +90,7 @@ def _stacked_lines(
             lines.append(Text(row.title, style="bold"))
         cells: list[tuple[str, Text]] = []
         for title, cell in zip(titles, row.cells, strict=True):
-            # The first row says of absent mechanisms that they are not here.
+            # The first row says of absent ways that they are not here.
             if title not in absent or row is rows[0]:
                 parts = _cell_lines(cell, max(width - indent, 10), short=beside and not whole)
                 cells += zip([title] + [""] * (len(parts) - 1), parts, strict=True)
@@ -140,16 +140,16 @@ def compare_table(
 ) -> Table:
     """Return the table of a comparison: drawn on a terminal, shortened unless ``whole``; else one record per cell.
 
-    ``absent`` mechanisms, which this host does not have, get one line where there is no room for a grid.
+    ``absent`` ways, which this host does not have, get one line where there is no room for a grid.
     """
     cells = [
-        {"row": row.title, "mechanism": name, "says": NOT_HERE if cell.text is None else cell.text}
+        {"row": row.title, "way": name, "says": NOT_HERE if cell.text is None else cell.text}
         for row in rows
         for name, cell in zip(titles, row.cells, strict=True)
     ]
     return records(
-        "mechanisms",
-        ("row", "mechanism", "says"),
+        "ways",
+        ("row", "way", "says"),
         cells,
         title=title,
         draw=lambda width: _table_lines(titles, rows, width, whole=whole, absent=absent),
@@ -159,7 +159,7 @@ def compare_table(
 def _table_lines(
     titles: Sequence[str], rows: Sequence[ComparedRow], width: int, *, whole: bool, absent: frozenset[str]
 ) -> list[Text]:
-    """Return a comparison as lines: a grid if its cells are wide enough, else the mechanisms below each other.
+    """Return a comparison as lines: a grid if its cells are wide enough, else the ways below each other.
 
     Those have all rows if the user asked for it (``whole``) or the terminal is narrow; else the rows that decide, and which
     are not shown. Then what the star means.
@@ -178,16 +178,16 @@ def _table_lines(
         text = f"not shown: {hidden}; all of it: gpushare compare -v; one way: gpushare compare mps"
         lines += [Text(""), *(Text(line, style="dim") for line in wrapped(text, width))]
     if any(cell.disputed and cell.text is not None for row in rows for cell in row.cells):
-        text = "* sources disagree: gpushare compare --why ROW MECHANISM"
+        text = "* sources disagree: gpushare compare --why ROW WAY"
         lines += [Text(""), *(Text(line, style="dim") for line in wrapped(text, width))]
     return [Text(""), *lines]
 
 
 def csv_table(cells: Sequence[Any]) -> Table:
     """Return one row per cell with all of its views; sources by their keys."""
-    keys = ("row", "mechanism", "published", "today", "host", "level", "limit", "since", "contradiction", "note")
+    keys = ("row", "way", "published", "today", "host", "level", "limit", "since", "contradiction", "note")
     sources = {"sources": lambda cell: " ".join(source.key for source in cell.sources)}
-    return records("mechanisms", (*keys, *sources), cells, sources)
+    return records("ways", (*keys, *sources), cells, sources)
 
 
 def why_table(title: str, entries: Sequence[tuple[str, str]]) -> Table:

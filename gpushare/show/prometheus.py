@@ -64,7 +64,7 @@ _HELP = {
     "gpushare_driver_info": "Version of the NVIDIA driver; constant 1.",
     "gpushare_gpu_info": "Identity of a GPU; constant 1. Joins with dcgm-exporter on UUID.",
     "gpushare_gpu_up": "Whether the GPU answers.",
-    "gpushare_gpu_mechanism": "The way of sharing in force; 1 for that one only.",
+    "gpushare_gpu_sharing": "The way of sharing in force; 1 for that one only.",
     "gpushare_gpu_compute_mode": "The compute mode; 1 for that one only.",
     "gpushare_gpu_exclusive_wanted": "1 if the last applied gpushare.yaml gives the GPU to one program, else absent.",
     "gpushare_gpu_time_slice_level": "Time-slice level: 0 default, 1 short, 2 medium, 3 long.",
@@ -228,7 +228,7 @@ def _gpu_values(gpu: Gpu, snapshot: Snapshot) -> Iterator[Value]:
         return
     way = way_in_force(gpu, snapshot.daemons)
     if way is not None:
-        yield "gpushare_gpu_mechanism", {**labels, "mechanism": way.value}, 1
+        yield "gpushare_gpu_sharing", {**labels, "way": way.value}, 1
     if gpu.compute_mode is not None:
         yield "gpushare_gpu_compute_mode", {**labels, "mode": gpu.compute_mode.title}, 1
     yield "gpushare_gpu_time_slice_level", labels, gpu.time_slice

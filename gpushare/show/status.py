@@ -162,7 +162,7 @@ def _gpu_table(snapshot: Snapshot) -> Table:
     columns = (
         _gpu_column(of=lambda gpu: gpu.index),
         Column("name", "name", rank=2, format=_model_name),
-        Column("mechanism", "sharing", of=sharing_word, style=_alarm_style),
+        Column("sharing", "sharing", of=sharing_word, style=_alarm_style),
         Column("memory", "memory", right=True, of=_memory_of, format=used_of_total),
         _memory("reserved", "reserved", rank=1, of=_reserved_bytes, optional=True),
         _percent("utilization_percent", "util", rank=1),
@@ -529,7 +529,7 @@ def _no_processes_text(gpus: tuple[Gpu, ...]) -> str:
 
 
 CSV_GPU: Final = (
-    "gpu_index", "gpu_uuid", "gpu_name", "pci_bus_id", "mechanism", "compute_mode", "time_slice", "mig_enabled",
+    "gpu_index", "gpu_uuid", "gpu_name", "pci_bus_id", "sharing", "compute_mode", "time_slice", "mig_enabled",
     "mig_pending", "utilization_percent", "memory_used_bytes", "memory_total_bytes", "gpu_error",
 )  # fmt: skip
 CSV_PROCESS: Final = (
@@ -570,7 +570,7 @@ class StatusGpu(Gpu):
 
     # Null: unknown, because it does not answer or its MIG devices are hidden from this user.
     mig_instances: tuple[MigInstance, ...] | None = None  # type: ignore[assignment]
-    mechanism: WayInForce | None = None
+    sharing: WayInForce | None = None
     # Memory in use that belongs to no process that the driver lists.
     memory_unlisted_bytes: int | None = None
 
@@ -596,7 +596,7 @@ class StatusAnswer:
 def _status_gpu(gpu: Gpu, snapshot: Snapshot) -> StatusGpu:
     """Return a GPU of the answer; what is unknown of it is null, not empty."""
     own = {
-        "mechanism": sharing_now(gpu, snapshot.daemons),
+        "sharing": sharing_now(gpu, snapshot.daemons),
         "memory_unlisted_bytes": gpu.unlisted_bytes,
         # An empty list would mean that there are none.
         "mig_instances": gpu.mig_instances or (None if gpu.error is not None or gpu.mig_hidden else ()),
@@ -701,7 +701,7 @@ def csv_table(snapshot: Snapshot) -> Table:
             "gpu_uuid": gpu.uuid,
             "gpu_name": gpu.name,
             "gpu_error": gpu.error,
-            "mechanism": sharing_now(gpu, snapshot.daemons),
+            "sharing": sharing_now(gpu, snapshot.daemons),
         }
         for process in gpu.processes or (None,):
             of_process = {} if process is None else {key: getattr(process, key, None) for key in CSV_PROCESS}

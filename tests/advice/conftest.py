@@ -37,7 +37,7 @@ def situation_of(
     host: str = "a100-80gb",
     facts: Mapping[str, Any] | None = None,
     root: bool | None = None,
-    mechanisms: Table | None = None,
+    ways: Table | None = None,
 ) -> Situation:
     """Return a situation; ``facts`` are fields of the host or of its first GPU."""
     given = dict(facts or {})
@@ -53,4 +53,4 @@ def situation_of(
     gpu: GpuFacts = replace(found.gpus[0], **given)
     found = replace(found, gpus=(gpu, *found.gpus[1:]), **of_host)
     case = Case(workloads=tuple(workload_of(workload) for workload in workloads), root=root)
-    return Situation(case, found, gpu, mechanisms or table())
+    return Situation(case, found, gpu, ways or table())

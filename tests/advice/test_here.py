@@ -17,7 +17,7 @@ from gpushare.advice.compare import (
     text_here,
 )
 from gpushare.advice.facts import GpuFacts, HostFacts, mps_clients
-from gpushare.advice.table import COLUMNS, load_table, mechanism_named, row_named
+from gpushare.advice.table import COLUMNS, load_table, named_way, row_named
 from gpushare.base.errors import BadUsage
 from gpushare.base.model import ComputeMode, TimeSlice, Way
 from gpushare.base.units import GIB
@@ -74,8 +74,8 @@ HOST = HostFacts(
 NEW = replace(HOST, driver="615.71.09", driver_major=615, ask_mps_version=lambda: 13040)
 
 
-def said(mechanism: Way, row: str, host: HostFacts = HOST, gpu: GpuFacts = H200) -> str | None:
-    return cell_here(TABLE, mechanism, row, host, gpu)
+def said(way: Way, row: str, host: HostFacts = HOST, gpu: GpuFacts = H200) -> str | None:
+    return cell_here(TABLE, way, row, host, gpu)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_time_slicing_is_bounded_by_free_memory():
 
 
 @pytest.mark.parametrize(
-    ("mechanism", "host", "gpu", "usable", "why"),
+    ("way", "host", "gpu", "usable", "why"),
     [
         (Way.STREAMS, HOST, T4, True, "inside each program"),
         (Way.MPS, HOST, T4, True, "without root"),
@@ -212,12 +212,12 @@ def test_time_slicing_is_bounded_by_free_memory():
         (Way.MIG, HOST, replace(H200, error="it fell off the bus"), None, "fell off the bus"),
     ],
 )  # fmt: skip
-def test_whether_a_mechanism_can_be_had(mechanism, host, gpu, usable, why):
-    found = availability(mechanism, host, gpu)
+def test_whether_a_way_can_be_had(way, host, gpu, usable, why):
+    found = availability(way, host, gpu)
     assert found.usable is usable
     assert why in found.why
     if usable is False:
-        assert cell_here(TABLE, mechanism, "telemetry", host, gpu) is None
+        assert cell_here(TABLE, way, "telemetry", host, gpu) is None
 
 
 def test_gpus_that_agree_are_said_once_and_others_apart():
@@ -256,15 +256,15 @@ def test_today_is_told_by_driver():
 
 
 @pytest.mark.parametrize(
-    ("text", "mechanism"),
+    ("text", "way"),
     [
         ("streams", Way.STREAMS), ("CUDA streams", Way.STREAMS), ("MPS", Way.MPS),
         ("time-slicing", Way.TIMESLICE), ("timeslicing", Way.TIMESLICE), ("ts", Way.TIMESLICE),
         ("Time Slice", Way.TIMESLICE), ("time", Way.TIMESLICE), ("mig", Way.MIG), ("vGPU", Way.VGPU),
     ],
 )  # fmt: skip
-def test_a_mechanism_by_its_names(text, mechanism):
-    assert mechanism_named(text) is mechanism
+def test_a_way_by_its_names(text, way):
+    assert named_way(text) is way
 
 
 @pytest.mark.parametrize(
@@ -284,10 +284,10 @@ def test_a_row_by_its_names(text, row):
 @pytest.mark.parametrize(
     ("text", "hint"), [("timeslcing", "did you mean timeslice?"), ("mgi", "give streams"), ("", "give streams"), ("s", "give streams")]
 )  # fmt: skip
-def test_an_unknown_mechanism_is_refused(text, hint):
+def test_an_unknown_way_is_refused(text, hint):
     with pytest.raises(BadUsage) as caught:
-        mechanism_named(text)
-    assert (caught.value.code, hint in caught.value.hint) == ("no_mechanism", True)
+        named_way(text)
+    assert (caught.value.code, hint in caught.value.hint) == ("bad_way", True)
 
 
 @pytest.mark.parametrize(
@@ -345,8 +345,8 @@ def test_no_unknown_fact_breaks_a_cell(gpu, driver, root, version):
         mps_program=True,
         ask_mps_version=lambda: version,
     )
-    for mechanism in COLUMNS:
+    for way in COLUMNS:
         for row in TABLE.rows:
-            text = cell_here(TABLE, mechanism, row.key, host, gpu)
-            assert (text is None) == (availability(mechanism, host, gpu).usable is False)
+            text = cell_here(TABLE, way, row.key, host, gpu)
+            assert (text is None) == (availability(way, host, gpu).usable is False)
             assert text is None or "None" not in text

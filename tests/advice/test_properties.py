@@ -157,10 +157,10 @@ def test_without_root_nothing_more_fits(words: dict[str, Any], host: str) -> Non
 @pytest.fixture
 def edited() -> Any:
     """Return a function that edits one text of a copy of the table and loads it."""
-    text = (Path(gpushare.__file__).parent / "data" / "mechanisms.yaml").read_text()
+    text = (Path(gpushare.__file__).parent / "data" / "ways.yaml").read_text()
 
-    def edit(mechanism: str, row: str, old: str, new: str) -> Any:
-        start = text.index(f"      {row}:\n", text.index(f"\n  {mechanism}:\n"))
+    def edit(way: str, row: str, old: str, new: str) -> Any:
+        start = text.index(f"      {row}:\n", text.index(f"\n  {way}:\n"))
         changed = text[:start] + text[start:].replace(old, new, 1)
         assert changed != text
         return parse_table(changed)
@@ -204,7 +204,7 @@ def test_editing_a_cell_changes_the_advice(
     case = {"processes": 4, "users": "same", "code": True, **words}
     table = edited(*cell)
     before = next(verdict for verdict in verdicts(situation_of(case)) if verdict.way is Way(way))
-    after = next(verdict for verdict in verdicts(situation_of(case, mechanisms=table)) if verdict.way is Way(way))
+    after = next(verdict for verdict in verdicts(situation_of(case, ways=table)) if verdict.way is Way(way))
     rules = [{reason.rule for reason in one.reasons if not reason.open} for one in (before, after)]
     if was is None:
         # The other way round: the cell took something away.
@@ -219,5 +219,5 @@ def test_editing_a_cell_changes_the_advice(
 def test_editing_a_cell_changes_the_winner(edited: Any) -> None:
     words = {"processes": 2, "users": "same", "saturating": False, "isolation": "fault"}
     table = edited("mps", "error_isolation", "level: none", "level: full")
-    best = [winner(verdicts(situation_of(words, host="t4", mechanisms=one))) for one in (load_table(), table)]
+    best = [winner(verdicts(situation_of(words, host="t4", ways=one))) for one in (load_table(), table)]
     assert [one.way for one in best if one is not None] == [Way.TIMESLICE, Way.MPS]

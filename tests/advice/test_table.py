@@ -1,4 +1,4 @@
-"""The table of mechanisms: every cell as published, today by driver, and a fault in the file is found."""
+"""The table of ways: every cell as published, today by driver, and a fault in the file is found."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpushare.base.errors import BadUsage
 from gpushare.base.model import Way
 from gpushare.inputs import documents
 
-MECHANISMS = (Way.STREAMS, Way.MPS, Way.TIMESLICE, Way.MIG, Way.VGPU)
+WAYS = (Way.STREAMS, Way.MPS, Way.TIMESLICE, Way.MIG, Way.VGPU)
 # NVIDIA's table of 2022, copied by hand from the article, not from our file.
 PUBLISHED = {
     "partition_type": (
@@ -70,7 +70,7 @@ LEVELS = {
     "telemetry": ("none", "limited", "limited", "partition", "partition"),
     "target_use": ("application", "cooperative", "tolerant", "qos", "tenants"),
 }
-CELLS = [(mechanism, row) for row in PUBLISHED for mechanism in MECHANISMS]
+CELLS = [(way, row) for row in PUBLISHED for way in WAYS]
 # Where the sources of the references contradict each other.
 DISPUTED = {
     (Way.TIMESLICE, "error_isolation"): ("they all do", "Yes"),
@@ -94,15 +94,15 @@ def table() -> Table:
     return load_table()
 
 
-@pytest.mark.parametrize(("mechanism", "row"), CELLS, ids=lambda value: getattr(value, "value", value))
-def test_a_cell_is_as_published(table, mechanism, row):
-    assert table.cell(mechanism, row).published == PUBLISHED[row][MECHANISMS.index(mechanism)]
+@pytest.mark.parametrize(("way", "row"), CELLS, ids=lambda value: getattr(value, "value", value))
+def test_a_cell_is_as_published(table, way, row):
+    assert table.cell(way, row).published == PUBLISHED[row][WAYS.index(way)]
 
 
-@pytest.mark.parametrize(("mechanism", "row"), CELLS, ids=lambda value: getattr(value, "value", value))
-def test_a_cell_has_its_level_its_words_and_its_sources(table, mechanism, row):
-    cell = table.cell(mechanism, row, "580.159.04")
-    assert cell.level == LEVELS[row][MECHANISMS.index(mechanism)]
+@pytest.mark.parametrize(("way", "row"), CELLS, ids=lambda value: getattr(value, "value", value))
+def test_a_cell_has_its_level_its_words_and_its_sources(table, way, row):
+    cell = table.cell(way, row, "580.159.04")
+    assert cell.level == LEVELS[row][WAYS.index(way)]
     assert cell.today
     assert cell.sources[0].key == "nvidia-table-2022"
     assert all(source.title and source.where and source.date for source in cell.sources)
@@ -141,12 +141,12 @@ def test_every_source_is_used(table):
     assert used == set(table.sources)
 
 
-@pytest.mark.parametrize(("mechanism", "row"), DISPUTED, ids=lambda value: getattr(value, "value", value))
-def test_a_contradiction_names_both_sides(table, mechanism, row):
-    said = table.cell(mechanism, row).contradiction
+@pytest.mark.parametrize(("way", "row"), DISPUTED, ids=lambda value: getattr(value, "value", value))
+def test_a_contradiction_names_both_sides(table, way, row):
+    said = table.cell(way, row).contradiction
     assert said is not None
-    assert [words for words in DISPUTED[mechanism, row] if words not in said] == []
-    assert len(table.cell(mechanism, row).sources) >= 2
+    assert [words for words in DISPUTED[way, row] if words not in said] == []
+    assert len(table.cell(way, row).sources) >= 2
 
 
 # How a contradiction names who says what, and the source's key.
@@ -166,9 +166,9 @@ NAMED = {
 }
 
 
-@pytest.mark.parametrize(("mechanism", "row"), DISPUTED, ids=lambda value: getattr(value, "value", value))
-def test_who_contradicts_is_among_the_sources(table, mechanism, row):
-    cell = table.cell(mechanism, row)
+@pytest.mark.parametrize(("way", "row"), DISPUTED, ids=lambda value: getattr(value, "value", value))
+def test_who_contradicts_is_among_the_sources(table, way, row):
+    cell = table.cell(way, row)
     named = {key for words, key in NAMED.items() if words in cell.contradiction}
     assert named <= {source.key for source in cell.sources}
 
@@ -210,10 +210,10 @@ def test_mps_has_memory_limits_from_cuda_11_5_on(table, driver, level):
 
 def test_only_mig_has_bandwidth_of_its_own(table):
     having = [
-        (mechanism, option)
-        for mechanism in MECHANISMS
+        (way, option)
+        for way in WAYS
         for option in (None, "mig-backed")
-        if table.level(mechanism, "memory_bandwidth_qos", option=option) != "none"
+        if table.level(way, "memory_bandwidth_qos", option=option) != "none"
     ]
     assert having == [(Way.MIG, None), (Way.MIG, "mig-backed"), (Way.VGPU, "mig-backed")]
 
@@ -234,7 +234,7 @@ def test_the_branch_of_a_driver(text, branch):
 
 # -- a copy of the file, edited ---------------------------------------------------------------------
 
-TEXT = files("gpushare").joinpath("data/mechanisms.yaml").read_text(encoding="utf-8")
+TEXT = files("gpushare").joinpath("data/ways.yaml").read_text(encoding="utf-8")
 WORD = {"type": "string", "minLength": 1}
 SINCE = {"type": "string", "pattern": "^[0-9]+$"}
 
@@ -276,13 +276,13 @@ SCHEMA = mapping(
             "additionalProperties": mapping({"title": WORD, "where": WORD, "date": WORD}),
         },
         "rows": {"type": "array", "items": ROW},
-        "mechanisms": mapping({mechanism.value: COLUMN for mechanism in MECHANISMS}),
+        "ways": mapping({way.value: COLUMN for way in WAYS}),
     }
 )
 
 
 def faults(text: str) -> list[str]:
-    """Return what is wrong with a table of mechanisms."""
+    """Return what is wrong with a table of ways."""
     try:
         # Refuses a key that is given twice.
         (raw,) = documents(text, "table", "hint")
@@ -294,7 +294,7 @@ def faults(text: str) -> list[str]:
     levels = {row["key"]: row["levels"] for row in raw["rows"]}
     found += [f"the row {row['key']} is there twice" for row in raw["rows"] if raw["rows"].count(row) > 1]
     found += [f"there is no row {key}" for key in PUBLISHED if key not in levels]
-    for name, column in raw["mechanisms"].items():
+    for name, column in raw["ways"].items():
         for key, cell in column["cells"].items():
             said = [cell["level"]] if isinstance(cell["level"], str) else [one["level"] for one in cell["level"]]
             said += [value["level"] for value in cell.get("options", {}).values()]

@@ -19,7 +19,7 @@ from tools.terminal import terminal
 
 # Columns are only added at the end (docs/json.md).
 CSV = {
-    "status": "gpu_index gpu_uuid gpu_name pci_bus_id mechanism compute_mode time_slice mig_enabled mig_pending"
+    "status": "gpu_index gpu_uuid gpu_name pci_bus_id sharing compute_mode time_slice mig_enabled mig_pending"
     " utilization_percent memory_used_bytes memory_total_bytes gpu_error pid type user gpu_instance_id"
     " compute_instance_id sm_percent process_memory_used_bytes started_at job role way threads_percent slice_us"
     " container command_line",

@@ -122,7 +122,7 @@ def test_every_csv_row_of_status_has_every_field_and_every_gpu_a_row():
     assert len(rows) == 5 + 2 + 1 + 3
     assert all(None not in row and None not in row.values() for row in rows)
     lost = next(row for row in rows if row["gpu_index"] == "5")
-    assert (lost["gpu_error"], lost["memory_used_bytes"], lost["mechanism"]) == ("GPU is lost", "", "")
+    assert (lost["gpu_error"], lost["memory_used_bytes"], lost["sharing"]) == ("GPU is lost", "", "")
 
 
 def test_messages_are_one_line_each_however_they_came(shown):
@@ -195,7 +195,7 @@ def test_status_data_has_the_fields_that_scripts_rely_on():
             "mig_pending",
             "time_slice",
         ),
-        *("mig_instances", "processes", "error", "mechanism", "memory_unlisted_bytes"),
+        *("mig_instances", "processes", "error", "sharing", "memory_unlisted_bytes"),
     }
 
 

@@ -144,7 +144,7 @@ def test_nested_data_carries_types_and_clients(shown):
     assert [item["type"] for item in data["gpus"][3]["processes"]] == ["C", "M+C", "M+C"]
     clients = data["mps_daemons"][0]["servers"][0]["clients"]
     assert [client["priority"] for client in clients] == ["normal", "low"]
-    assert data["gpus"][2]["mechanism"] == "mig"
+    assert data["gpus"][2]["sharing"] == "mig"
 
 
 @pytest.mark.parametrize(

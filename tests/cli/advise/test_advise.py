@@ -155,15 +155,15 @@ def test_a_file_with_several_workloads(cli: Any, tmp_path: Path) -> None:
 
 
 def test_explaining_a_refused_way(cli: Any) -> None:
-    answer = cli("advise", "--mechanism", "mig", host="sim:t4", output="table").ok()
+    answer = cli("advise", "--way", "mig", host="sim:t4", output="table").ok()
     assert "Tesla T4 has no MIG" in answer.out
     assert "mig-not-there" in answer.out
-    data = cli("advise", "--mechanism", "mig", host="sim:t4", output="json").ok().data
+    data = cli("advise", "--way", "mig", host="sim:t4", output="json").ok().data
     assert data["explained"]["outcome"] == "refused"
 
 
 def test_contradicting_sources_are_shown(cli: Any) -> None:
-    out = cli("advise", "--isolation", "fault", "--mechanism", "timeslice", host="sim:t4", output="table").ok().out
+    out = cli("advise", "--isolation", "fault", "--way", "timeslice", host="sim:t4", output="table").ok().out
     assert "sources disagree" in out
     assert "if one workload crashes, they all do" in " ".join(out.split())
 
@@ -215,7 +215,7 @@ def test_the_limits_add_up(cli: Any) -> None:
 
 def test_the_limits_of_production_and_the_other_jobs_add_up(cli: Any) -> None:
     words = ("--production", "1", "--opportunistic", "2", "--memory", "10G", "--users", "same", "--latency", "50ms")
-    data = cli("advise", *words, "--mechanism", "mps-priority", host="sim:h100", output="json").ok().data
+    data = cli("advise", *words, "--way", "mps-priority", host="sim:h100", output="json").ok().data
     # A job of 11520 MiB is an MPS client of 512 MiB less.
     sizes = [command.split("--memory ")[1].split()[0] for command in commands(data) if " run " in command]
     assert sizes == ["11520M", "11520M"]
@@ -590,7 +590,7 @@ def test_what_is_known_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "belong to the same user" not in asked
 
 
-@pytest.mark.parametrize("words", [("--no-input",), ("-o", "json"), ("--mechanism", "mps")])
+@pytest.mark.parametrize("words", [("--no-input",), ("-o", "json"), ("--way", "mps")])
 def test_nothing_is_asked_when_it_is_not_wanted(monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]) -> None:
     _, asked = on_a_terminal(monkeypatch, "", "--processes", "4", *words)
     assert "?" not in asked
@@ -606,7 +606,7 @@ def test_without_a_terminal_nothing_is_asked(cli: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "exit_code"),
     [
-        (("--mechanism", "mgi"), "no_mechanism", 2),
+        (("--way", "mgi"), "bad_way", 2),
         (("--processes", "0"), "bad_count", 2),
         (("--processes", "many"), "bad_count", 2),
         (("--processes", "9" * 5000), "bad_count", 2),
@@ -627,7 +627,7 @@ def test_without_a_terminal_nothing_is_asked(cli: Any) -> None:
         (("--production", "x"), "bad_count", 2),
         (("--production", "1", "--processes", "2"), "two_counts", 2),
         (("--live", "--file", "x"), "bad_combination", 2),
-        (("--mechanism", "mps", "--apply"), "bad_combination", 2),
+        (("--way", "mps", "--apply"), "bad_combination", 2),
         (("--live", "--production", "1"), "bad_combination", 2),
         (("--file", "/nowhere/w.yaml"), "no_file", 6),
         (("--from", "/nowhere/r.jsonl"), "no_recording", 6),
@@ -741,7 +741,7 @@ def test_a_recording_is_read(cli: Any, tmp_path: Path) -> None:
 
 def test_a_way_that_is_asked_for_and_refused_names_the_one_to_take(cli: Any) -> None:
     words = ("--processes", "2", "--memory", "5G", "--users", "different", "--isolation", "fault")
-    answer = cli("advise", *words, "--mechanism", "mig", host="sim:t4").ok()
+    answer = cli("advise", *words, "--way", "mig", host="sim:t4").ok()
     assert "Tesla T4 has no MIG" in answer.out
     assert "the advice for this case is: time-slicing" in answer.out + answer.err
 

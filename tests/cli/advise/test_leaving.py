@@ -99,13 +99,13 @@ def test_the_screen_says_the_cost_and_how_to_see_it(cli: Cli) -> None:
 
 @pytest.mark.parametrize("way", ["turns", "swap"])
 def test_a_way_is_explained(cli: Cli, way: str) -> None:
-    out = cli("advise", *TWO, "--memory", "2G", "--mechanism", way, host=A30, output="table").ok().out
+    out = cli("advise", *TWO, "--memory", "2G", "--way", way, host=A30, output="table").ok().out
     assert "all of them fit at the same time" in " ".join(out.split())
     assert "host memory" in cli("explain", way, host=None).ok().out
 
 
-def test_the_table_of_mechanisms_has_no_column_for_them(refused: Refused) -> None:
-    assert "gpushare explain turns" in refused("compare", "turns", code="no_mechanism", exit_code=2)
+def test_the_table_of_ways_has_no_column_for_them(refused: Refused) -> None:
+    assert "gpushare explain turns" in refused("compare", "turns", code="bad_way", exit_code=2)
 
 
 def test_other_words_for_them() -> None:

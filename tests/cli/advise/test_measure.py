@@ -91,7 +91,7 @@ def test_the_measured_cap_is_in_the_commands(cli: Cli) -> None:
     assert commands(data)[0].startswith("gpushare mps start -g 0 --threads 50 ")
 
 
-def test_a_mechanism_that_a_veto_refuses_is_never_measured(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_way_that_a_veto_refuses_is_never_measured(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     from gpushare.measure.bench import Bench
 
     real, ways = Bench._launches, set()
@@ -216,7 +216,7 @@ def test_ctrl_c_before_anything_was_measured_leaves_the_rules_answer(real: Real,
         (("--measure", "--metric", "x", "--", "true"), "bad_metric", 2),
         (("--measure", "--timeout", "x", "--", "true"), "bad_duration", 2),
         (("--measure", "--timeout", "0", "--", "true"), "bad_duration", 2),
-        (("--measure", "--mechanism", "mps", "--", "true"), "bad_combination", 2),
+        (("--measure", "--way", "mps", "--", "true"), "bad_combination", 2),
         (("--copies", "3"), "bad_combination", 2),
         (("--processes", "2", "--", "true"), "bad_combination", 2),
         (("--measure", "--production", "1", "--opportunistic", "1", "--", "true"), "pair_not_measured", 3),

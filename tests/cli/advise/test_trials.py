@@ -159,7 +159,7 @@ def test_the_end_of_the_input_ends_the_line_of_the_question(monkeypatch: pytest.
 
 
 def test_the_short_name_of_time_slicing_is_known(cli: Any) -> None:
-    assert "time-slicing" in cli("advise", "--processes", "2", "--mechanism", "ts").ok().out
+    assert "time-slicing" in cli("advise", "--processes", "2", "--way", "ts").ok().out
 
 
 def test_live_does_not_take_who_cannot_be_seen_for_nobody(refused: Any) -> None:

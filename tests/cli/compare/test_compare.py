@@ -12,18 +12,18 @@ from gpushare.sim import admin
 from tests.cli.drive import World
 
 ROWS = 10
-MECHANISMS = ["streams", "mps", "timeslice", "mig", "vgpu"]
+WAYS = ["streams", "mps", "timeslice", "mig", "vgpu"]
 
 
-def cells(answer, mechanism):
-    """Return the cells of one mechanism by row."""
-    return {cell["row"]: cell for cell in answer.data["cells"] if cell["mechanism"] == mechanism}
+def cells(answer, way):
+    """Return the cells of one way by row."""
+    return {cell["row"]: cell for cell in answer.data["cells"] if cell["way"] == way}
 
 
 def grid_of(answer):
-    """Return the records of plain output: (row, mechanism) to what it says."""
+    """Return the records of plain output: (row, way) to what it says."""
     lines = answer.out.splitlines()
-    at = [lines[1].index(word) for word in ("row", "mechanism", "says")]
+    at = [lines[1].index(word) for word in ("row", "way", "says")]
     return {(line[: at[1]].strip(), line[at[1] : at[2]].strip()): line[at[2] :].strip() for line in lines[2:]}
 
 
@@ -31,17 +31,15 @@ def test_all_of_it_on_a_host(cli):
     answer = cli("compare", output="json").ok()
     data = answer.data
     assert (data["view"], data["host"], data["driver"], data["root"]) == ("host", "sim:h200", "580.159.04", True)
-    assert [(cell["row"], cell["mechanism"]) for cell in data["cells"]][:5] == [
-        ("partition_type", mechanism) for mechanism in MECHANISMS
-    ]
-    assert len(data["cells"]) == ROWS * len(MECHANISMS)
+    assert [(cell["row"], cell["way"]) for cell in data["cells"]][:5] == [("partition_type", way) for way in WAYS]
+    assert len(data["cells"]) == ROWS * len(WAYS)
     for cell in data["cells"]:
         assert cell["sources"], cell
         assert all(list(source) == ["key", "title", "where", "date"] for source in cell["sources"])
 
 
 @pytest.mark.parametrize(
-    ("host", "mechanism", "row", "words"),
+    ("host", "way", "row", "words"),
     [
         ("sim:h200", "mig", "max_partitions", "7 of 1g.18gb"),
         ("sim:h200", "mig", "sm_isolation", "16 to 132 SMs"),
@@ -56,16 +54,14 @@ def test_all_of_it_on_a_host(cli):
         ("sim:t4", "timeslice", "reconfigure", "Live, you are root: default, short, medium, long"),
     ],
 )
-def test_a_cell_of_this_host(cli, host, mechanism, row, words):
-    assert words in cells(cli("compare", host=host, output="json").ok(), mechanism)[row]["host"]
+def test_a_cell_of_this_host(cli, host, way, row, words):
+    assert words in cells(cli("compare", host=host, output="json").ok(), way)[row]["host"]
 
 
 def test_a_gpu_without_mig(cli):
     answer = cli("compare", "mig", host="sim:t4", output="json").ok()
     assert {cell["host"] for cell in answer.data["cells"]} == {None}
-    assert answer.data["availability"] == [
-        {"mechanism": "mig", "gpu": 0, "usable": False, "why": "no: Tesla T4 has no MIG"}
-    ]
+    assert answer.data["availability"] == [{"way": "mig", "gpu": 0, "usable": False, "why": "no: Tesla T4 has no MIG"}]
     plain = grid_of(cli("compare", "mig", host="sim:t4").ok())
     assert plain["on this host", "MIG"] == "no: Tesla T4 has no MIG"
     assert plain["max partitions", "MIG"] == "not here"
@@ -176,7 +172,7 @@ def test_a_driver_alone_means_today(cli):
 
 def test_names_are_forgiven_and_taken_once(cli):
     data = cli("compare", "Time-Slicing", "ts", "MIG", output="json").ok().data
-    assert [cell["mechanism"] for cell in data["cells"]] == ["timeslice", "mig"] * ROWS
+    assert [cell["way"] for cell in data["cells"]] == ["timeslice", "mig"] * ROWS
 
 
 @pytest.mark.parametrize("words", [("error isolation", "ts"), ("errors", "Time-slicing")])
@@ -186,9 +182,7 @@ def test_why_a_cell_is_so(cli, words):
     for part in ("published 2022", "today", "this host", "sources disagree", "they all do", "k8s-device-plugin", "GKE"):
         assert part in answer.out
     one = cli("compare", "--why", *words, output="json").ok().data["cells"]
-    assert [(cell["row"], cell["mechanism"], cell["published"]) for cell in one] == [
-        ("error_isolation", "timeslice", "Yes")
-    ]
+    assert [(cell["row"], cell["way"], cell["published"]) for cell in one] == [("error_isolation", "timeslice", "Yes")]
 
 
 def test_why_mps_in_mig_is_disputed(cli):
@@ -199,7 +193,7 @@ def test_csv_is_a_record_per_cell(cli):
     rows = list(csv.DictReader(io.StringIO(cli("compare", "mig", "mps", output="csv").ok().out, newline="")))
     assert len(rows) == 2 * ROWS
     assert list(rows[0]) == [
-        "row", "mechanism", "published", "today", "host", "level", "limit", "since", "contradiction", "note", "sources",
+        "row", "way", "published", "today", "host", "level", "limit", "since", "contradiction", "note", "sources",
     ]  # fmt: skip
     assert all(row["sources"].split()[0] == "nvidia-table-2022" for row in rows)
 
@@ -207,12 +201,12 @@ def test_csv_is_a_record_per_cell(cli):
 @pytest.mark.parametrize(
     ("words", "code"),
     [
-        (("mgi",), "no_mechanism"),
+        (("mgi",), "bad_way"),
         (("--view", "tomorrow"), "bad_view"),
         (("--view", ""), "bad_view"),
         (("--why", "colour", "mig"), "no_row"),
         (("--why", "memory", "mig"), "no_row"),
-        (("--why", "errors", "colour"), "no_mechanism"),
+        (("--why", "errors", "colour"), "bad_way"),
         (("mig", "--why", "errors", "mig"), "bad_combination"),
         (("--driver", "new"), "bad_driver"),
         (("--driver", "100"), "bad_driver"),
@@ -259,7 +253,7 @@ def test_the_screen(cli, golden, monkeypatch, width):
 @pytest.mark.parametrize(("width", "columns"), [(80, 2), (120, 4)])
 def test_some_of_it_fits_as_a_grid(cli, monkeypatch, width, columns):
     monkeypatch.setenv("COLUMNS", str(width))
-    out = cli("compare", *MECHANISMS[:columns], host="sim:t4", output="table").ok().out
+    out = cli("compare", *WAYS[:columns], host="sim:t4", output="table").ok().out
     assert out.splitlines()[2].split() == ["Streams", "MPS", "Time-slicing", "MIG"][:columns]
     assert max(map(len, out.splitlines())) <= width
 

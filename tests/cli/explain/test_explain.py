@@ -434,7 +434,7 @@ def test_the_help_names_every_concept() -> None:
     assert missing == []
 
 
-# What the documents of GPU sharing name: the course on MPS, the tables of mechanisms, the guides for Kubernetes and their cost.
+# What the documents of GPU sharing name: the course on MPS, the tables of ways, the guides for Kubernetes and their cost.
 NAMED = """CUDA streams|stream priority|time-slicing|compute preemption|context switching|jitter|latency|OOM|compute-policy|
 nvidia-smi|Hyper-Q|MPI rank|CUDA_MPS_PINNED_DEVICE_MEM_LIMIT|CUDA_MPS_ACTIVE_THREAD_PERCENTAGE|CUDA_VISIBLE_DEVICES|
 CUDA_MPS_PIPE_DIRECTORY|error isolation|memory protection|QoS|GPU instance|compute instance|copy engine|vGPU|IOMMU|SR-IOV|

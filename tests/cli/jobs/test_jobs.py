@@ -112,11 +112,11 @@ def test_production_outside_mps_beside_a_client_of_mps(real: Real, cli: Cli, wor
 
     until(runs_now, "production runs")
     (gpu,) = cli("status", output="json").ok().data["gpus"]
-    assert gpu["mechanism"] == "timeslice"
+    assert gpu["sharing"] == "timeslice"
     cli("mps", "start", "--threads", "30").ok()
     client = world.client()
     (gpu,) = cli("status", output="json").ok().data["gpus"]
-    assert gpu["mechanism"] == "mps+timeslice"
+    assert gpu["sharing"] == "mps+timeslice"
     shown = cli("status", output="plain").ok().out
     (row,) = [line for line in shown.splitlines() if " web " in line]
     assert "production  slice 16ms" in row
@@ -125,7 +125,7 @@ def test_production_outside_mps_beside_a_client_of_mps(real: Real, cli: Cli, wor
     started.signal(signal.SIGTERM)
     started.result()
     (gpu,) = cli("status", output="json").ok().data["gpus"]
-    assert gpu["mechanism"] == "mps"
+    assert gpu["sharing"] == "mps"
 
 
 def test_a_job_without_a_name_gets_one(real: Real, cli: Cli, world: World) -> None:
@@ -183,7 +183,7 @@ def test_copies_of_a_farm_are_one_job(real: Real, cli: Cli, world: World) -> Non
     # That of both copies, as what they hold.
     assert job["memory_limit_bytes"] == 2 * GIB
     (done,) = cli("stop", "many", output="json").ok().data["jobs"]
-    assert done["way"] == "gpushare"
+    assert done["ended_by"] == "gpushare"
     started.result()
     assert world.pids() == []
     # Of a copy.

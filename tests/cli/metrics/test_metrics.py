@@ -66,7 +66,7 @@ def test_an_idle_gpu(cli: Cli, world: World) -> None:
     uuid = world.uuid()
     assert value(found, "host_up") == value(found, "gpu_up", UUID=uuid, gpu="0") == 1
     assert value(found, "gpu_info", UUID=uuid, model="NVIDIA H200") == 1
-    assert value(found, "gpu_mechanism", mechanism="timeslice") == 1
+    assert value(found, "gpu_sharing", way="timeslice") == 1
     assert value(found, "gpu_time_slice_level") == value(found, "gpu_processes") == value(found, "mig_enabled") == 0
     assert not [name for name, _ in found if name.startswith(("gpushare_mps", "gpushare_mig_instance"))]
 
@@ -158,7 +158,7 @@ def test_mps(cli: Cli, world: World) -> None:
     world.client()
     cli("sim", "add").ok()
     found = samples(cli)
-    assert value(found, "gpu_mechanism", mechanism="mps") == 1
+    assert value(found, "gpu_sharing", way="mps") == 1
     assert value(found, "mps_daemon_up", UUID=world.uuid(), ours="true", user=user_name(os.geteuid())) == 1
     assert value(found, "mps_clients") == value(found, "mps_servers", status="ACTIVE") == 1
     assert value(found, "mps_clients_limit") == 48
@@ -175,7 +175,7 @@ def test_a_dead_daemon_is_down_and_has_no_values(cli: Cli, world: World) -> None
     found = samples(cli)
     assert value(found, "mps_daemon_up") == 0
     assert value(found, "mps_clients") is None
-    assert value(found, "gpu_mechanism", mechanism="mps") is None
+    assert value(found, "gpu_sharing", way="mps") is None
 
 
 def test_no_limit_is_absent(cli: Cli) -> None:
@@ -207,7 +207,7 @@ def test_mig(cli: Cli, world: World) -> None:
     assert value(found, "mig_free_compute_slices") == value(found, "mig_lost_compute_slices") == 1
     assert value(found, "mig_free_memory_slices") == value(found, "mig_lost_memory_slices") == 0
     assert value(found, "mig_free_instances", profile="1g.18gb") == 0
-    assert value(found, "gpu_mechanism", mechanism="mig") == 1
+    assert value(found, "gpu_sharing", way="mig") == 1
 
 
 def test_leases(cli: Cli, world: World) -> None:

@@ -84,7 +84,7 @@ def test_a_stopped_daemon_is_still_mps(cli: Cli, world: World, monkeypatch: pyte
     cli("mps", "start").ok()
     world.send(world.state.daemons[0].pid, signal.SIGSTOP)
     data = cli("status", output="json").data
-    assert data["gpus"][0]["mechanism"] == "mps"
+    assert data["gpus"][0]["sharing"] == "mps"
     assert "within 0.2 s" in data["mps_daemons"][0]["error"]
 
 
