@@ -1,4 +1,4 @@
-"""What a host is now: `HostState` reads each part once, when it is first needed; `Observer` looks again and again."""
+"""What a host is now: `HostState` reads each part once, when it is first needed; `Observer` reads again and again."""
 
 from __future__ import annotations
 
@@ -180,10 +180,10 @@ class Observer:
         self._daemons_until = 0.0
         self._daemon_signs: object = None
 
-    def look(self) -> Snapshot:
+    def read(self) -> Snapshot:
         """Return the host as it is now.
 
-        Looking again within 5 seconds asks NVML alone: nvidia-smi costs more than all of it, and an MPS daemon writes
+        Reading again within 5 seconds asks NVML alone: nvidia-smi costs more than all of it, and an MPS daemon writes
         each conversation into a log that is never rotated. What has visibly changed is asked at once.
         """
         self.state = state = HostState(self._host, strangers=self._strangers)
@@ -301,7 +301,7 @@ class LastWork:
         self._work: dict[tuple[int, int | None], float] = {}
         self._first: dict[tuple[int, int | None], float] = {}
 
-    def look(self, snapshot: Snapshot) -> Snapshot:
+    def added_to(self, snapshot: Snapshot) -> Snapshot:
         """Return the snapshot with the time of the last work of each process, where it is known."""
         at = snapshot.taken_at or time.time()
         gpus = tuple(self._with_work(gpu, at) for gpu in snapshot.gpus)

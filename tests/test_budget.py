@@ -67,13 +67,13 @@ def observed(spec: str) -> tuple[Observer, SimulatedLibrary, CountedPrograms]:
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
 def test_calls_per_gpu(spec: str, busy: bool) -> None:
     observer, library, _ = observed(spec)
-    gpus = observer.look().gpus
+    gpus = observer.read().gpus
     if busy:
         for gpu in gpus:
             add_process(spec, str(gpu.index))
             add_process(spec, str(gpu.index))
     observer, library, _ = observed(spec)
-    seen = observer.look().gpus
+    seen = observer.read().gpus
     assert sum(len(gpu.processes or ()) for gpu in seen) == (2 * len(gpus) if busy else 0)
     per_host = {
         "nvmlInit_v2",
@@ -91,10 +91,10 @@ def test_a_second_look_asks_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """Handles, names and UUIDs are read once."""
     monkeypatch.setattr("gpushare.snapshot._SLOW_SECONDS", 3600.0)
     observer, library, _ = observed("sim:8xh100")
-    observer.look()
+    observer.read()
     first = sum(library.calls.values())
     library.calls.clear()
-    observer.look()
+    observer.read()
     assert 0 < sum(library.calls.values()) < first
     for name in (
         "nvmlInit_v2",
@@ -110,10 +110,10 @@ def test_one_look_starts_nvidia_smi_once_and_nothing_else(monkeypatch: pytest.Mo
     # However long the first look takes, the second comes soon after it.
     monkeypatch.setattr("gpushare.snapshot._SLOW_SECONDS", 3600.0)
     observer, _, programs = observed("sim:8xh100")
-    observer.look()
+    observer.read()
     assert programs.started == ["nvidia-smi"]
     # Looking again at once asks NVML alone.
-    observer.look()
+    observer.read()
     assert programs.started == ["nvidia-smi"]
 
 
@@ -128,6 +128,6 @@ def test_nvidia_smi_starts_before_the_sweep(monkeypatch: pytest.MonkeyPatch) -> 
         return start(self, argv, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(CountedPrograms, "start", noted)
-    observer.look()
+    observer.read()
     assert order == [("nvidia-smi", 0)]
     assert programs.started == ["nvidia-smi"]

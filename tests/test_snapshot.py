@@ -29,7 +29,7 @@ from tests.sim import mps
 
 
 def look(spec: str) -> Snapshot:
-    return Observer(connect(spec)).look()
+    return Observer(connect(spec)).read()
 
 
 def test_a_quiet_host() -> None:
@@ -79,7 +79,7 @@ def test_a_process_that_is_gone_keeps_its_row(monkeypatch: pytest.MonkeyPatch) -
     pid = admin.add_process("sim:t4")
     host = connect("sim:t4")
     monkeypatch.setattr(type(host.processes), "describe", lambda *_: None)
-    (process,) = Observer(host).look().gpus[0].processes or ()
+    (process,) = Observer(host).read().gpus[0].processes or ()
     assert (process.pid, process.user, process.name) == (pid, None, None)
 
 
@@ -102,7 +102,7 @@ def test_without_nvidia_smi_the_time_slice_is_unknown(fault: str, why: str, monk
     host = connect("sim:2xt4")
     short_policy(host, monkeypatch)
     admin.set_fault(host.spec, fault, value="nvidia-smi")
-    shot = Observer(host).look()
+    shot = Observer(host).read()
     assert [gpu.time_slice for gpu in shot.gpus] == [None, None]
     assert [gpu.error for gpu in shot.gpus] == [None, None]
     (warning,) = shot.warnings
@@ -122,7 +122,7 @@ def test_an_nvidia_smi_that_fails_or_prints_something_else_is_a_warning(
     for text in ("echo banana", "exit 255", "echo Unable to determine the device handle >&2; exit 15"):
         program.write_text(f"#!/bin/sh\n{text}\n")
         program.chmod(0o755)
-        shot = Observer(host).look()
+        shot = Observer(host).read()
         assert (shot.gpus[0].time_slice, shot.gpus[0].error) == (None, None)
         assert [warning.startswith("the time-slice is unknown: ") for warning in shot.warnings] == [True]
 
@@ -141,7 +141,7 @@ def test_a_namespace_that_is_the_hosts_or_cannot_be_told_is_no_warning(
 ) -> None:
     host = connect("sim:t4")
     monkeypatch.setattr(type(host.processes), "namespace_is_host", lambda _: told)
-    assert Observer(host).look().warnings == ()
+    assert Observer(host).read().warnings == ()
 
 
 def test_a_lost_gpu_is_a_row_and_the_host_is_shown() -> None:
@@ -154,7 +154,7 @@ def test_a_host_that_does_not_answer_is_an_error() -> None:
     host = connect("sim:t4")
     admin.set_fault(host.spec, "no-driver")
     with pytest.raises(DriverNotLoaded):
-        Observer(host).look()
+        Observer(host).read()
 
 
 def test_daemons_have_version_and_room(sim_dir: Path) -> None:
@@ -163,7 +163,7 @@ def test_daemons_have_version_and_room(sim_dir: Path) -> None:
     client = host.client()
     observer = Observer(connect(host.host.spec))
     for _ in range(2):
-        (daemon,) = observer.look().daemons
+        (daemon,) = observer.read().daemons
         assert (daemon.version, daemon.max_clients, daemon.gpu_index) == ("13000", 48, 0)
         assert [client.pid for client in daemon.clients] == [client.pid]
 
@@ -171,9 +171,9 @@ def test_daemons_have_version_and_room(sim_dir: Path) -> None:
 def test_a_daemon_that_starts_during_a_watch_is_seen(sim_dir: Path) -> None:
     host = mps.new(sim_dir)
     observer = Observer(connect(host.host.spec))
-    assert observer.look().daemons == ()
+    assert observer.read().daemons == ()
     host.start()
-    assert len(observer.look().daemons) == 1
+    assert len(observer.read().daemons) == 1
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def mps_daemon(observer: Observer, host: mps.Mps, uuid: str) -> tuple[int | None
     env = {"CUDA_MPS_PIPE_DIRECTORY": str(home.pipe), "CUDA_MPS_LOG_DIRECTORY": str(home.log)}
     pid = host.start(CUDA_VISIBLE_DEVICES=uuid, **env)
     home.write(DaemonRecord(device_uuid=uuid, pid=pid, started=None, uid=0))
-    (daemon,) = observer.look().daemons
+    (daemon,) = observer.read().daemons
     return daemon.max_clients, daemon.version
 
 
@@ -238,15 +238,15 @@ def test_looking_again_asks_neither_nvidia_smi_nor_an_mps_daemon(monkeypatch: py
     carry_out(plan_start(host, device, Limits(threads_percent=30.0)))
     counted = CountedPrograms(host.programs)
     observer = Observer(replace(host, programs=counted))
-    first = observer.look()
+    first = observer.read()
     asked = counted.calls
     assert asked > 0
-    again = observer.look()
+    again = observer.read()
     assert counted.calls == asked
     assert (again.daemons, again.gpus[0].time_slice) == (first.daemons, first.gpus[0].time_slice)
     # A new process is a reason to ask the daemon, not nvidia-smi.
     admin.add_process("sim:h200", "0")
-    observer.look()
+    observer.read()
     assert counted.smi == 1
     assert counted.calls > asked
 
@@ -294,7 +294,7 @@ def test_the_last_work_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     work = LastWork(host)
 
     def seen(at: float, gpu: Gpu) -> tuple[float | None, float | None]:
-        (one,) = work.look(Snapshot(host="", gpus=(gpu,), taken_at=at)).gpus[0].processes or ()
+        (one,) = work.added_to(Snapshot(host="", gpus=(gpu,), taken_at=at)).gpus[0].processes or ()
         return one.last_work_at, work.idle_seconds(one, at)
 
     # Nothing is known of the time before the first look.

@@ -161,6 +161,13 @@ _REFUSED: Final = (
         "--measure -- CMD; to name the program only: --command 'CMD'",
         needs=True,
     ),
+    Refused(
+        "--lower-is-better",
+        "--metric",
+        "it is about that number",
+        "--measure --metric 'ms=([0-9.]+)' --lower-is-better -- CMD",
+        needs=True,
+    ),
 )
 
 
@@ -456,7 +463,7 @@ def overlaid(case: Case, words: Mapping[str, Any]) -> Case:
 
 def case_from_now(host: Host, index: int, *, root: bool | None) -> Case:
     """Return the programs on a GPU as a case: one workload per user and program."""
-    gpu = next(gpu for gpu in Observer(host).look().gpus if gpu.index == index)
+    gpu = next(gpu for gpu in Observer(host).read().gpus if gpu.index == index)
     if gpu.processes is None:
         raise NotFound(
             f"the processes on GPU {index} cannot be seen from here",

@@ -69,6 +69,7 @@ _MOST_REPEATS = 100
 _REFUSED: Final = (
     Refused("--size --cpu --copy --footprint", "CMD", "only the built-in workload has it", "--size 256"),
     Refused("--metric --latency", "CMD", "the built-in workload has its own", "--metric 'rate=([0-9.]+)' -- CMD", needs=True),
+    Refused("--lower-is-better", "--metric", "it is about that number", "--metric 'ms=([0-9.]+)' --lower-is-better -- CMD", needs=True),
 )  # fmt: skip
 
 

@@ -33,7 +33,7 @@ def jobs(
     most = KEPT_JOBS if settings.verbose else _MOST_ENDED
 
     def read() -> Result:
-        snapshot = observer.look()
+        snapshot = observer.read()
         jobs = listed_jobs(host, snapshot, everything=everything, most_ended=most)
         return jobs_result(snapshot, jobs, everything=everything)
 

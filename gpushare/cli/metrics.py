@@ -129,7 +129,7 @@ def _idle_bytes(snapshot: Snapshot, work: LastWork) -> dict[int, int]:
 def _read_host(host: Host, work: LastWork | None) -> Reading:
     """Return one look at a host, with all that the metrics need."""
     observer, work = Observer(host, power=True), work or LastWork(host, once=True)
-    snapshot, state = work.look(with_memory(host, observer.look())), observer.state
+    snapshot, state = work.added_to(with_memory(host, observer.read())), observer.state
     layouts = {}
     for gpu in snapshot.gpus:
         if gpu.error is None and gpu.mig_capable:

@@ -61,7 +61,7 @@ class MpsStatusAnswer:
 
 def status(gpu: str | None = GPU_OPTION) -> Any:
     """Show all MPS daemons of the host, those of others included, with limits, servers and clients."""
-    snapshot = Observer(settings.connect(), strangers=settings.verbose).look()
+    snapshot = Observer(settings.connect(), strangers=settings.verbose).read()
     # A daemon with unknown GPUs is shown for every GPU.
     chosen = only_gpus(snapshot, gpu)
     hidden = tuple(daemon for daemon in snapshot.daemons if not daemon.gpu_indexes and daemon not in chosen.daemons)

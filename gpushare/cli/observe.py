@@ -120,7 +120,7 @@ def _recording_notes(recording: Recording, path: Path) -> list[str]:
     file = shlex.quote(str(path))
     if recording.processes_known:
         notes.append(f"which way of sharing fits: gpushare advise --from {file}")
-    notes.append(f"what it could save: gpushare savings --from {file} --price PRICE")
+    notes.append(f"what it could save: gpushare savings --from {file} --price 2")
     notes.append(
         "low activity does not mean that sharing is free: a small job can suffer next to a large one; measure it"
     )

@@ -72,7 +72,7 @@ def reserve(
 
 
 def _check_length(device: Device, seconds: float, held: float, most: float) -> None:
-    """Raise NoPermission if a lease is longer than root allows; ``held``: the seconds since its begin."""
+    """Raise NoPermission if a lease is longer than root allows; ``held``: the seconds since its start."""
     if held + seconds > most + 1:
         rest = most - held
         raise NoPermission(

@@ -265,5 +265,5 @@ def _price_line(price: Price | None, instance: str | None) -> str:
     """Return the line on the price: where it comes from, or how to give one."""
     if price is None:
         reason = "none given" if instance is None else f"none given, and none of {instance} is known"
-        return f"price: {reason}, so no amounts; give the price of one GPU per hour: --price PRICE"
+        return f"price: {reason}, so no amounts; give the price of one GPU per hour: --price 2"
     return f"price: ${plain_value(price.per_hour)} per GPU per hour, {plain_value(price.hours)} hours; source: {price.source}"

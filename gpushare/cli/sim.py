@@ -371,7 +371,7 @@ def mig(
 
 
 # As NVIDIA's vGPU user guide writes them: GRID T4-16Q, NVIDIA A100-1-5CME, NVIDIA RTX6000-Ada-48Q.
-_VGPU_TYPE: Final = re.compile(r"(?:NVIDIA|GRID) \S{1,40}-\d{1,3}[ABCQ](?:ME)?", re.ASCII)
+_VGPU_TYPE: Final = re.compile(r"(?:NVIDIA|GRID)(?: \S{1,40}){1,6}-\d{1,3}[ABCQ](?:ME)?", re.ASCII)
 
 
 def vgpu(

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any, Final
 
 from gpushare.base.errors import BadUsage, NotFound, NotSupported
 from gpushare.base.model import Gpu, Priority, TimeSlice, Way, device_key
 from gpushare.base.selection import no_mig_error
-from gpushare.base.units import MIB
 from gpushare.export.description import GpuDescription, HostDescription, MigDescription
 from gpushare.export.document import IMAGE, Document, Export, notes, yaml_document
 from gpushare.hostfile.file import MpsWish
@@ -67,15 +66,10 @@ class ExportedDevice:
         """Return what an MPS client needs. The limits are per process; a client can only lower them."""
         if self.mps is None:
             return {}
-        variables = {"CUDA_MPS_PIPE_DIRECTORY": self.pipe_directory}
-        if self.mps.limits.threads_percent is not None:
-            variables["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = f"{self.mps.limits.threads_percent:g}"
-        if self.mps.limits.memory_limit_bytes is not None:
-            # The container sees this one device. CUDA drops all limits if one names another device.
-            variables["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] = f"0={self.mps.limits.memory_limit_bytes // MIB}M"
-        if self.mps.limits.priority is Priority.LOW:
-            variables["CUDA_MPS_CLIENT_PRIORITY"] = "1"
-        return variables
+        limits = self.mps.limits
+        if limits.priority is not Priority.LOW:
+            limits = replace(limits, priority=None)
+        return {"CUDA_MPS_PIPE_DIRECTORY": self.pipe_directory, **limits.environment()}
 
     @property
     def pipe_directory(self) -> str:

@@ -72,7 +72,7 @@ class Slices:
     refused: GpushareError | None = None
     _due: float = -math.inf
 
-    def look(self, copies: Sequence[_Copy], at: float) -> None:
+    def set_due(self, copies: Sequence[_Copy], at: float) -> None:
         """Set the slices of the copies that have none yet, from time to time."""
         if at < self._due:
             return
@@ -222,10 +222,10 @@ class Copies:
         """Read what was printed, see which copies ended, and return the time."""
         self.group.read_outputs()
         if usage is not None:
-            usage.look([copy.program.pid for copy in copies if copy.program.runs])
+            usage.sample([copy.program.pid for copy in copies if copy.program.runs])
         at = self.clock()
         if self.slices is not None:
-            self.slices.look(copies, at)
+            self.slices.set_due(copies, at)
         return at
 
     def _end(self, copies: Sequence[_Copy]) -> None:

@@ -122,7 +122,8 @@ class Header:
     host: str
     # Seconds since 1970.
     started_at: Annotated[float, Within(0, 1e11)]
-    interval_seconds: float
+    # `observe` takes at most ten samples a second; a file of DCGM may have others.
+    interval_seconds: Annotated[float, Within(1e-6, 1e9)]
     gpus: tuple[RecordedGpu, ...]
     driver: str | None = None
     warnings: tuple[str, ...] = ()

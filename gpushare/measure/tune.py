@@ -736,7 +736,7 @@ class Stage:
     def _now(self) -> float:
         """Read everything printed so far, which belongs to the past, and return the time."""
         self.experiment.read_outputs()
-        self._usage.look([program.pid for program in self.experiment.programs if program.runs])
+        self._usage.sample([program.pid for program in self.experiment.programs if program.runs])
         return self.experiment.now()
 
     def _watch(self, seconds: float) -> tuple[float, float]:

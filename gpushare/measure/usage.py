@@ -81,7 +81,7 @@ class UsageMeter:
         for recorder in self._recorders:
             recorder.close()
 
-    def look(self, programs: Collection[int]) -> None:
+    def sample(self, programs: Collection[int]) -> None:
         """If it is time, look at the programs with these PIDs, their descendants, and other processes."""
         at = self._clock()
         if at < self._due:

@@ -2,8 +2,8 @@
 
 A lease is a file in the directory of the claims (`host/claims.py`), which all users share; it belongs to the owner of the
 file. It outlives the command that made it, so it names an end instead of a process. It counts until then; a lease of a user
-other than root counts at most for the time that root allows (`UserLimits.longest_lease_seconds`) after its begin. A renewal
-keeps the begin, so that others get the GPU after that time. Both times are of the clock since boot, which cannot be set. Of
+other than root counts at most for the time that root allows (`UserLimits.longest_lease_seconds`) after its start. A renewal
+keeps the start, so that others get the GPU after that time. Both times are of the clock since boot, which cannot be set. Of
 two leases on a GPU the earlier one counts.
 """
 

@@ -353,7 +353,7 @@ class JobMemory(Part):
         """
         if self.over is not None:
             raise OperationFailed(
-                f"{self.over}: ended", "give it more: --memory SIZE; or only warn: --over warn", code="memory_limit"
+                f"{self.over}: ended", "give it more with --memory; or only warn: --over warn", code="memory_limit"
             )
 
     def _processes(self) -> list[GpuProcess] | None:

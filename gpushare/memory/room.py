@@ -14,7 +14,7 @@ from typing import Final
 from gpushare.base.errors import BadUsage, GpushareError, InUse, NoPermission, or_none
 from gpushare.base.model import ComputeMode, Gpu
 from gpushare.base.selection import Device, select, titles
-from gpushare.base.units import WORTH_NAMING, counted, first_few, format_bytes, format_duration
+from gpushare.base.units import WORTH_NAMING, counted, first_few, format_bytes, format_duration, size_option
 from gpushare.base.values import dataclass
 from gpushare.host.claims import live_claims, why_unreadable
 from gpushare.host.host import Host
@@ -542,7 +542,7 @@ def check_ever(lines: Sequence[Line], request: Request, limit: int | None, *, wh
         return
     raise NoPermission(
         f"the job needs {size_text(request)}, and you may reserve {format_bytes(limit)} on a GPU",
-        "give it less: --memory SIZE; or ask the administrator: memory in gpushare.yaml",
+        f"give it at most --memory {size_option(limit)}; or ask the administrator: memory in gpushare.yaml",
         code="over_user_limit",
     )
 
@@ -574,16 +574,18 @@ def _limit_text(lines: Sequence[Line], request: Request, limit: int | None) -> s
 def _never_fits_error(lines: Sequence[Line], request: Request) -> BadUsage:
     """Return the error about a job for which even empty devices are too small, or too few."""
     largest = max(lines, key=lambda line: line.room.memory_bytes)
+    sizes = sorted((line.room.memory_bytes for line in lines), reverse=True)
+    at_most = f"--memory {size_option(sizes[min(request.count, len(sizes)) - 1])}"
     if request.count > 1:
         fitting = sum(not never_fits([line], replace(request, count=1)) for line in lines)
         return BadUsage(
             f"the job needs {size_text(request)}, and {counted(fitting, 'GPU')} of {len(lines)} can have that even when empty",
-            "give it less: --memory SIZE; or fewer GPUs: --gpus N",
+            f"give it at most {at_most}" + (f"; or fewer GPUs: --gpus {fitting}" if fitting else ""),
             code="never_fits",
         )
     return BadUsage(
         f"the job needs {size_text(request)}, and {largest.device.title} has {format_bytes(largest.room.memory_bytes)} even when it is empty",
-        "give it less: --memory SIZE; or name a larger GPU: -g GPU",
+        f"give it at most {at_most}; or name a larger GPU",
         code="never_fits",
     )
 

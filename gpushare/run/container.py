@@ -133,7 +133,7 @@ def check_options(words: Sequence[str], own: Collection[str]) -> None:
         if name == "env" and equals and variable in own:
             raise BadUsage(
                 f"--env {variable}: gpushare sets it for the share, and the container's own value would take its place",
-                "leave it out; limits: --threads PERCENT --memory SIZE",
+                "leave it out; limits: --threads 25 --memory 4G",
                 code="bad_container_option",
             )
 

@@ -21,7 +21,7 @@ class StatusReader:
     def snapshot(self) -> Snapshot:
         """Return what is there now. Raises NotFound, NoGpu, DriverNotLoaded, NvmlMissing, BadUsage (no such GPU)."""
         host = self._host
-        snapshot = self._work.look(only_gpus(self._observer.look(), self._gpu))
+        snapshot = self._work.added_to(only_gpus(self._observer.read(), self._gpu))
         return with_jobs(host, with_memory(host, with_leases(host, snapshot)))
 
 

@@ -322,7 +322,9 @@ class Queued:
             return given_bytes or 0
         known = known_peak(self.host, self.devices, [self.command])
         if known is None:
-            self.say("its memory is not known: it waits for a GPU without other jobs; to share one, give --memory SIZE")
+            self.say(
+                "its memory is not known: it waits for a GPU without other jobs; to share one, say with --memory how much it needs"
+            )
             return None
         peak, short = known
         size = _size_with_more(peak) if short else peak

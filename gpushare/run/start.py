@@ -401,7 +401,7 @@ class JobStart:
         except NotFound as error:
             if error.code != "no_production":
                 raise
-            start = f"gpushare run --production {target} --wait --memory SIZE -- CMD"
+            start = f"gpushare run --production {target} --wait --memory 20G -- CMD"
             raise error.restated(
                 hint=f"start it: {start}; or drop --for: the job leaves for every production job"
             ) from error
@@ -757,7 +757,7 @@ def check_not_mig(devices: Sequence[Device], *, whole: bool) -> None:
                     if whole
                     else "programs run in its instances"
                 ),
-                "name another GPU: -g GPU; or run in an instance: gpushare run --mig PROFILE -- CMD",
+                "name another GPU; or run in an instance: gpushare run --mig 1g -- CMD",
                 gpu=device.gpu.index,
                 code="mig_enabled",
             )

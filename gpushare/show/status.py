@@ -412,7 +412,7 @@ def lease_table(leases: Sequence[GpuLease], gpus: Sequence[Gpu]) -> Table:
         title="reserved GPUs",
         columns=columns,
         rows=tuple(leases),
-        empty="no GPU is reserved; reserve one: gpushare reserve -g GPU --for 4h",
+        empty="no GPU is reserved; reserve one: gpushare reserve -g 0 --for 4h",
     )
 
 

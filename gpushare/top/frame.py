@@ -126,7 +126,7 @@ class Reader:
     def _read(self) -> Frame:
         """Return the host as it is now, with what has changed since the last reading."""
         host = self._host
-        snapshot = self._with_memory(host, self._observer.look())
+        snapshot = self._with_memory(host, self._observer.read())
         jobs = tuple(listed_jobs(host, snapshot, everything=True))
         answering = [gpu for gpu in snapshot.gpus if gpu.error is None]
         now, load = time.monotonic(), host.machine.load()

@@ -346,7 +346,7 @@ def test_a_bug_is_said_in_two_lines(cli: Cli, monkeypatch: pytest.MonkeyPatch) -
         message = "some\nthing"
         raise RuntimeError(message)
 
-    monkeypatch.setattr("gpushare.snapshot.Observer.look", broken)
+    monkeypatch.setattr("gpushare.snapshot.Observer.read", broken)
     answer = cli("status", output="json")
     assert answer.code == 1
     assert "Traceback" not in answer.err
@@ -360,7 +360,7 @@ def test_interrupt_is_130(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("gpushare.snapshot.Observer.look", interrupted)
+    monkeypatch.setattr("gpushare.snapshot.Observer.read", interrupted)
     answer = cli("status", output="json")
     assert answer.code == 130
     assert answer.json["errors"][0]["code"] == "interrupted"

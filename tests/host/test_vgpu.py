@@ -42,12 +42,12 @@ def test_what_is_not_told_is_unknown_and_no_other_gpu_is_missed() -> None:
 
 def test_status_looks_only_where_there_may_be_some(monkeypatch: pytest.MonkeyPatch) -> None:
     host = connect(SPEC)
-    assert Observer(host).look().vgpu_sessions == ()
-    assert Observer(replace(host, makes_vgpus=lambda: True)).look().vgpu_sessions == ()
+    assert Observer(host).read().vgpu_sessions == ()
+    assert Observer(replace(host, makes_vgpus=lambda: True)).read().vgpu_sessions == ()
     monkeypatch.setattr(hosts, "_VGPU_MODULE", "/nowhere")
     assert hosts._local_vgpus() is False
     monkeypatch.setattr(hosts, "_VGPU_MODULE", "/proc")
     assert hosts._local_vgpus() is True
     admin.add_vgpu(SPEC, "0", "NVIDIA H200-35C", "vm", 35 * GIB)
-    (found,) = Observer(host).look().vgpu_sessions
+    (found,) = Observer(host).read().vgpu_sessions
     assert isinstance(found, VgpuSession)

@@ -120,7 +120,7 @@ def test_what_went_to_a_session_of_its_own_and_was_on_the_gpu_is_ended(
     class Seen(UsageMeter):
         """Has seen it on the GPU while its program ran."""
 
-        def look(self, programs: Collection[int]) -> None:
+        def sample(self, programs: Collection[int]) -> None:
             if file.exists() and file.read_text().endswith("\n"):
                 self._mine |= {*programs, int(file.read_text())}
 

@@ -142,6 +142,13 @@ def test_a_block_that_was_lost_costs_its_lines_only(tmp_path: Path) -> None:
             '{"gpushare_recording": 1, "host": "h", "started_at": 1e300, "interval_seconds": 1, "gpus": []}\n',
             "not_a_recording",
         ),
+        *(
+            (
+                f'{{"gpushare_recording": 1, "host": "h", "started_at": 1, "interval_seconds": {seconds}, "gpus": []}}\n',
+                "not_a_recording",
+            )
+            for seconds in ("0", "-1", "NaN")
+        ),
         (
             '{"gpushare_recording": 1, "host": "h", "started_at": 1, "interval_seconds": 1, '
             + '"gpus": [{"index": 0, "memory_total_bytes": 1%s}]}\n' % ("0" * 400),

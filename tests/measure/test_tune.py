@@ -28,7 +28,7 @@ from tests.measure.told_jobs import ToldExperiment, ToldJob, tell
 
 RATE = Metric(pattern=r"rate=([0-9.]+)")
 # A request of 1 ms every 25 ms; and requests of 5.6 ms at half load.
-SHORT, LONG = ("95", "--busy", "4", "--latency", "1s"), ("95", "--busy", "50", "--latency", "5.6s")
+SHORT, LONG = ("95", "--busy", "4", "--latency", "1"), ("95", "--busy", "50", "--latency", "5.6")
 REFUSAL = NotSupported("process 7: a sandbox forbids pidfd_getfd", "run it on the host", code="seccomp")
 
 
@@ -140,7 +140,7 @@ def test_both_ways_are_searched_within_the_budget(tuned: Tuned) -> None:
 
 def test_what_leaves_the_others_all_makes_caps_needless(tuned: Tuned) -> None:
     result = tuned(
-        job("95", "--busy", "1", "--latency", "1s"), goal=Goal(keep=0.97, p99_factor=1.6), ways=("slices", "caps")
+        job("95", "--busy", "1", "--latency", "1"), goal=Goal(keep=0.97, p99_factor=1.6), ways=("slices", "caps")
     )
     (caps,) = (way for way in result.ways if way.way == "caps")
     assert caps.outcome is None
@@ -240,7 +240,7 @@ class Queue(ToldExperiment):
 
 def test_requests_at_random_are_the_demand_and_the_latency_decides(tuned: Tuned, host: Host) -> None:
     """What came while production was stopped, or too slow, is served before it is watched alone."""
-    server = job("95", "--busy", "45", "--latency", "4s")
+    server = job("95", "--busy", "45", "--latency", "4")
     goal = Goal(keep=0.97, p99_factor=1.35)
     result = tuned(server, kind=Queue, goal=goal, ways=("slices",), metric=Metric())
     best = result.outcome.best

@@ -68,10 +68,10 @@ def test_the_peak_is_the_sum_of_the_copies_and_stays(clock: Clock) -> None:
     host = connect(SPEC)
     pids = [admin.add_process(SPEC, "0", memory_bytes=size * GIB) for size in (2, 3)]
     meter = UsageMeter(host, device(host), clock=clock)
-    meter.look(pids)
+    meter.sample(pids)
     admin.end_process(SPEC, pids[0])
     clock.now += 1
-    meter.look(pids[1:])
+    meter.sample(pids[1:])
     usage = meter.usage()
     assert usage.memory_peak_bytes == 5 * GIB
     assert usage.others == ()
@@ -81,9 +81,9 @@ def test_who_is_not_of_the_run_is_named(clock: Clock) -> None:
     host = connect(SPEC)
     mine, other = (admin.add_process(SPEC, "0", memory_bytes=GIB) for _ in range(2))
     meter = UsageMeter(host, device(host), clock=clock)
-    meter.look([mine])
+    meter.sample([mine])
     clock.now += 0.5
-    meter.look([mine])
+    meter.sample([mine])
     assert meter.usage().others == (other,)
     assert meter.usage().other_names == {other: "python3"}
     assert meter.usage().memory_peak_bytes == GIB
@@ -95,11 +95,11 @@ def test_who_is_there_for_a_moment_only_is_not_named(clock: Clock) -> None:
     mine, other = (admin.add_process(SPEC, "0", memory_bytes=GIB) for _ in range(2))
     meter = UsageMeter(host, device(host), clock=clock)
     for _ in range(3):
-        meter.look([mine])
+        meter.sample([mine])
         clock.now += 0.1
     admin.end_process(SPEC, other)
     clock.now += 0.5
-    meter.look([mine])
+    meter.sample([mine])
     assert meter.usage().others == ()
 
 
@@ -109,7 +109,7 @@ def test_beside_short_runs_who_stays_is_named(clock: Clock) -> None:
     seen: dict[int, float] = {}
     for others in ((), (other,)):
         meter = UsageMeter(host, device(host), seen=seen, clock=clock)
-        meter.look([mine])
+        meter.sample([mine])
         assert meter.usage().others == others
         clock.now += 0.5
 
@@ -118,7 +118,7 @@ def test_who_has_gone_is_forgotten_before_the_pid_comes_again(clock: Clock) -> N
     host = connect(SPEC)
     mine, other = (admin.add_process(SPEC, "0", memory_bytes=GIB) for _ in range(2))
     seen = {other: clock.now, other + 1: clock.now}
-    UsageMeter(host, device(host), seen=seen, clock=clock).look([mine])
+    UsageMeter(host, device(host), seen=seen, clock=clock).sample([mine])
     assert seen == {other: clock.now}
 
 
@@ -135,9 +135,9 @@ def test_neighbours_in_other_instances_are_none(clock: Clock) -> None:
         meter = UsageMeter(
             host, device(host), gpu_instances=[instance for instance in instances if instance is not None], clock=clock
         )
-        meter.look([mine])
+        meter.sample([mine])
         clock.now += 1
-        meter.look([mine])
+        meter.sample([mine])
         assert meter.usage().others == others
 
 
@@ -148,7 +148,7 @@ def test_in_a_container_memory_is_what_the_device_gained(clock: Clock) -> None:
     admin.add_process(SPEC, "0", memory_bytes=GIB)
     meter = UsageMeter(host, device(host), clock=clock)
     admin.add_process(SPEC, "0", memory_bytes=4 * GIB)
-    meter.look([12345])
+    meter.sample([12345])
     assert meter.usage().memory_peak_bytes == 4 * GIB
     assert meter.usage().others == ()
 
@@ -160,10 +160,10 @@ def test_outside_mps_needs_two_looks_and_the_daemons_word(clock: Clock) -> None:
     admin.add_process(SPEC, "0")
     for known, outside in ((set(), (mine,)), ({mine}, ()), (None, ())):
         meter = UsageMeter(host, device(host), clients=lambda known=known: known, clock=clock)
-        meter.look([mine])
+        meter.sample([mine])
         assert meter.usage().outside == ()
         clock.now += 1
-        meter.look([mine])
+        meter.sample([mine])
         assert meter.usage().outside == outside
 
 
@@ -172,6 +172,6 @@ def test_a_lost_gpu_ends_no_measurement(clock: Clock) -> None:
     here = device(host)
     meter = UsageMeter(host, here, clock=clock)
     admin.set_fault(SPEC, "lost", "0", None)
-    meter.look([1])
+    meter.sample([1])
     meter.stop()
     assert meter.usage().energy_joules is None

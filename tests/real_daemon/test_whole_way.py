@@ -84,7 +84,7 @@ def test_its_directories_are_closed_to_others(host: Host, device: Device) -> Non
 
 def test_a_look_at_the_host_shows_it(host: Host, device: Device) -> None:
     start(host, device)
-    snapshot = Observer(host).look()
+    snapshot = Observer(host).read()
     (daemon,) = snapshot.daemons
     assert (daemon.gpu_index, daemon.threads_percent) == (0, 25.0)
     assert way_in_force(snapshot.gpus[0], snapshot.daemons) is Way.MPS

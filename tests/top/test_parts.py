@@ -253,7 +253,7 @@ def test_who_has_just_ended_is_told_by_name() -> None:
     """It ended between the look at the GPUs and that at the processes."""
     world = World("sim:h200")
     pid = admin.add_process(world.spec, "0", name="train", user="bob")
-    snapshot = Observer(world.host).look()
+    snapshot = Observer(world.host).read()
     admin.end_process(world.spec, pid)
     assert [(job.command, job.user) for job in listed_jobs(world.host, snapshot, everything=True)] == [("train", "bob")]
 

@@ -336,6 +336,7 @@ def test_a_command_that_fails_already_alone(
         (("--size", "256", "--", "true"), "bad_combination", 2),
         (("--cpu", "--", "true"), "bad_combination", 2),
         (("--metric", "(x)"), "bad_combination", 2),
+        (("--lower-is-better", "--", "true"), "bad_combination", 2),
         (("--size", "3"), "bad_size", 2),
         (("--footprint", "3"), "bad_size", 2),
         (("--to", "/tmp", "--", "true"), "file_exists", 2),
@@ -405,7 +406,7 @@ def test_the_built_in_workload_on_a_simulated_host(cli: Cli) -> None:
 
 def test_latencies_are_summed_up(cli: Cli) -> None:
     words = ("--copies", "2", "--ways", "timeslice,mps", "--repeat", "1", *WINDOW)
-    data = bench(cli, *words, *job(40, "--latency", "5s"))
+    data = bench(cli, *words, *job(40, "--latency", "5"))
     cells = {cell["way"]: cell for cell in data["cells"]}
     assert cells["mps"]["latency_p50"] == pytest.approx(5, rel=0.05)
     assert cells["timeslice"]["latency_p50"] == pytest.approx(10, rel=0.05)

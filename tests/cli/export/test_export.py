@@ -173,7 +173,7 @@ def test_containers(cli: Cli, uneven: list[str]) -> None:
     shared, plain = uneven[0], uneven[1]
     flags = shlex.split(cli("export", "docker", "-g", shared, host=H100S).ok().out)
     assert f"device={shared}" in flags
-    assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=50" in flags
+    assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=50.0" in flags
     pipe = next(word for word in flags if word.startswith("CUDA_MPS_PIPE_DIRECTORY=")).partition("=")[2]
     assert Path(pipe).is_dir()
     assert cli("export", "docker", "-g", plain, host=H100S).ok().out == f"--gpus device={plain}\n"

@@ -34,7 +34,7 @@ def file(tmp_path: Path) -> str:
 def test_a_daemon_that_is_not_up_yet_has_its_pipe_already(cli: Cli, file: str) -> None:
     before = cli("export", "docker", "-g", "0", "-f", file, host=SPEC).ok().out
     flags = shlex.split(before)
-    assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25" in flags
+    assert "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=25.0" in flags
     assert "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT=0=8192M" in flags
     assert cli("export", "docker", "-g", "0", host=SPEC).ok().out != before
     cli("apply", "-f", file, host=SPEC).ok()

@@ -128,7 +128,7 @@ def test_it_is_followed_until_the_job_has_ended(
     with written.open("a") as file:
         file.write("three\n")
     assert started.process.stdout.readline() == "three\n"
-    # A file that is cut short is read from its begin.
+    # A file that is cut short is read from its start.
     written.write_text("new\n")
     assert started.process.stdout.readline() == "new\n"
     assert cli("logs", "train", output="json").data["running"] is True

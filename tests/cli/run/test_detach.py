@@ -141,7 +141,7 @@ def test_at_each_moment_it_runs_or_has_ended(cli: Cli, world: World, monkeypatch
         def changed(*args: object) -> None:
             for step in (lambda: None, lambda: change(*args)):
                 step()
-                states.append([job.state for job in listed_jobs(world.host, Observer(world.host).look())])
+                states.append([job.state for job in listed_jobs(world.host, Observer(world.host).read())])
 
         return changed
 

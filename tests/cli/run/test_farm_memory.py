@@ -245,7 +245,7 @@ def test_a_copy_over_its_limit_is_ended_and_the_others_go_on(cli: Cli, world: Wo
     (error,) = answer.json["errors"]
     assert error["code"] == "memory_limit"
     assert error["message"].startswith("copy 1: the job holds ")
-    assert "--memory SIZE" in error["hint"]
+    assert error["hint"].startswith("give it more with --memory")
     assert world.state.processes == []
     assert reserved(world) == []
 

@@ -193,7 +193,9 @@ def test_what_is_no_vgpu_type(refused: Refused, kind: str) -> None:
     assert "'NVIDIA H200-35C'" in refused("sim", "vgpu", kind, code="bad_value", exit_code=2)
 
 
-@pytest.mark.parametrize("kind", ["GRID T4-16Q", "NVIDIA A100-1-5CME", "NVIDIA RTX6000-Ada-48Q"])
+@pytest.mark.parametrize(
+    "kind", ["GRID T4-16Q", "NVIDIA A100-1-5CME", "NVIDIA RTX6000-Ada-48Q", "NVIDIA RTX Pro 6000 Blackwell DC-4-24Q"]
+)
 def test_a_vgpu_type_as_nvidia_writes_it(cli: Cli, kind: str) -> None:
     cli("sim", "vgpu", kind).ok()
 
