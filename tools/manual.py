@@ -50,7 +50,7 @@ _EXAMPLES = (
         "gpushare run -g 0 --threads 25 --memory 4G -- python train.py",
     ),
     ("Let programs of this shell join the share:", 'eval "$(gpushare mps env -g 0)"'),
-    ("Stop the daemon: wait up to a minute for its programs, then force:", "gpushare mps stop -g 0 --drain 60"),
+    ("Stop the daemon: wait up to a minute for its programs, then force:", "gpushare mps stop -g 0 --drain 60s"),
     ("Preview a change, with the equivalent vendor commands:", "gpushare timeslice set long -g 0 --dry-run"),
     ("Try all of it without a GPU:", "gpushare --host sim:8xh100 status"),
 )
