@@ -64,7 +64,7 @@ class CompareAnswer:
 
 @verb(Command)
 def compare(
-    ways: list[str] | None = argument("[WAY]...", "streams, mps, time-slicing, mig, vgpu. [default: all]"),
+    ways: list[str] | None = argument("[WAY]...", "streams, mps, timeslice, mig, vgpu. [default: all]"),
     view: str | None = option(
         "--view",
         "VIEW",

@@ -51,10 +51,10 @@ def move(
 ) -> Any:
     """Move a running job to another GPU: it continues there, and does not notice.
 
-    It needs driver 580 or later, and whole GPUs of one model; your own jobs need no root. gpushare reserves the room
-    there first; the job stands still while its memory is copied to the host and on to the GPU: 3 s for 2 GiB and 14 to
-    17 s for 20 GiB between two H100 GPUs (driver 580.159.04, November 2026). If the driver refuses, the job goes back.
-    gpushare cannot move MPS clients, jobs on MIG instances, or jobs of several GPUs or ranks (NCCL).
+    A move needs driver 580 or later, and whole GPUs of one model; your own jobs need no root. gpushare reserves the
+    room there first; the job stands still while its memory is copied to the host and on to the GPU: 3 s for 2 GiB and
+    14 to 17 s for 20 GiB between two H100 GPUs (driver 580.159.04, November 2026). If the driver refuses, the job goes
+    back. gpushare cannot move MPS clients, jobs on MIG instances, or jobs of several GPUs or ranks (NCCL).
     """
     refuse(_REFUSED)
     if job is None and off is None:

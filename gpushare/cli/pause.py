@@ -30,11 +30,11 @@ def pause(
 ) -> Any:
     """Take a job off the GPU at once, even in the middle of a kernel, or list the paused jobs.
 
-    gpushare takes the channels of all its processes off all GPUs, in about a millisecond. Its memory stays on the GPU,
-    and its CPU side runs on until it waits for the GPU. The job stays paused until `gpushare resume`, its end, or the
-    timeout; a guard process also pauses the processes that the job starts meanwhile. A signal whose handler waits for
-    the GPU does not end the job before it is resumed; SIGKILL does. A client of MPS cannot be paused: all clients share
-    the channels of their server.
+    gpushare takes the channels of all processes of the job off all GPUs, in about a millisecond. Its memory stays on
+    the GPU, and its CPU side runs on until it waits for the GPU. The job stays paused until `gpushare resume`, its end,
+    or the timeout; a guard process also pauses the processes that the job starts meanwhile. A signal whose handler
+    waits for the GPU does not end the job before it is resumed; SIGKILL does. A client of MPS cannot be paused: all
+    clients share the channels of their server.
     """
     host = settings.connect()
     if job == LIST:
