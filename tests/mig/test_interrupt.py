@@ -63,15 +63,3 @@ def test_a_signal_in_the_middle_undoes_the_change(number: signal.Signals) -> Non
     assert "Traceback" not in err
     assert host.look() == before
     assert not host.journal.exists()
-
-
-def test_a_kill_in_the_middle_leaves_the_journal_to_recover() -> None:
-    host = World.new(A100)
-    before = host.look()
-    code, _ = interrupted(signal.SIGKILL)
-    assert code == -signal.SIGKILL
-    assert host.look() != before
-    assert host.journal.exists()
-    assert host.run("mig", "recover").code == 0
-    assert host.look() == before
-    assert not host.journal.exists()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +17,7 @@ import pytest
 
 from gpushare.base.errors import OperationFailed
 from gpushare.connect import connect
-from gpushare.host import identity, records, store
+from gpushare.host import identity, store
 from gpushare.host.identity import boot_id, pid_space
 from gpushare.mig import ledger as mig_ledger
 from gpushare.mig.ledger import MigLedger
@@ -319,21 +317,6 @@ def test_a_change_that_waits_is_ended_by_ctrl_c(held: subprocess.Popen[str]) -> 
 
 
 # -- the lock itself -------------------------------------------------------------------------------
-
-
-def test_who_waits_goes_on_when_the_other_has_ended(ledger: MigLedger, monkeypatch: pytest.MonkeyPatch) -> None:
-    waited: list[float] = []
-    with contextlib.ExitStack() as other:
-        other.enter_context(MigLedger(connect(H200)).locked())
-
-        def ended(seconds: float) -> None:
-            waited.append(seconds)
-            other.close()
-
-        monkeypatch.setattr(records, "time", SimpleNamespace(monotonic=time.monotonic, sleep=ended))
-        with ledger.locked(seconds=3600.0):
-            assert ledger.running()
-    assert len(waited) == 1
 
 
 def test_a_lock_that_cannot_be_made_is_said(ledger: MigLedger, path: Path) -> None:

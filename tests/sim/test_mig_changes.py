@@ -201,16 +201,6 @@ def test_refused_gpu_instances() -> None:
         assert layout_of(file) == [("3g.40gb", 0, 1), ("1g.10gb+me", 6, 13)]
 
 
-def test_later_gpu_instances_are_created_beside_running_jobs() -> None:
-    with host("sim:h200") as (nvml, gpu, file):
-        instance = create(nvml, gpu, G3, 0, 4)
-        nvml.nvmlGpuInstanceCreateComputeInstance(instance, C3)
-        with file.changed() as state:
-            add_process(state, state.gpus[0], gpu_instance_id=1, compute_instance_id=0)
-        nvml.nvmlDeviceCreateGpuInstance(gpu, G1)
-        assert [one[0] for one in layout_of(file)] == ["3g.71gb", "1g.18gb"]
-
-
 def test_the_placement_is_passed_by_reference() -> None:
     """Without byref the real library takes the numbers for an address; the simulated one must not let that pass."""
     with host(H100) as (nvml, gpu, file):
@@ -269,28 +259,6 @@ def test_a_process_in_one_compute_instance_holds_only_that() -> None:
         refused(nvml, nvml.NVML_ERROR_IN_USE, nvml.nvmlComputeInstanceDestroy, second)
         nvml.nvmlComputeInstanceDestroy(first)
         assert [instance.compute_instance_id for instance in gpu_of(file).mig] == [1]
-
-
-def test_compute_instances_that_the_driver_places() -> None:
-    with host(A100) as (nvml, gpu, file):
-        instance = nvml.nvmlDeviceCreateGpuInstance(gpu, G3)
-        created = [nvml.nvmlGpuInstanceCreateComputeInstance(instance, C1) for _ in range(3)]
-        infos = [nvml.nvmlComputeInstanceGetInfo(change) for change in created]
-        assert [info.placement.start for info in infos] == [0, 1, 2]
-        assert [info.id for info in infos] == [0, 1, 2]
-        assert {info.placement.size for info in infos} == {1}
-        refused(
-            nvml,
-            nvml.NVML_ERROR_INSUFFICIENT_RESOURCES,
-            nvml.nvmlGpuInstanceCreateComputeInstance,
-            instance,
-            C1,
-        )
-        nvml.nvmlComputeInstanceDestroy(created[1])
-        # The lowest free id comes back.
-        again = nvml.nvmlComputeInstanceGetInfo(nvml.nvmlGpuInstanceCreateComputeInstance(instance, C1))
-        assert (again.id, again.placement.start) == (1, 1)
-        assert len({instance.uuid for instance in gpu_of(file).mig}) == 3
 
 
 def test_partial_compute_instances_show_their_part() -> None:
