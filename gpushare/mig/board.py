@@ -212,12 +212,6 @@ def members_of(layout: Layout) -> tuple[int, ...]:
     )
 
 
-def forget() -> None:
-    """Drop all boards and their caches, to measure a cold start."""
-    _board.cache_clear()
-    _same.clear()
-
-
 class ComputeChange(NamedTuple):
     """What changes inside a GPU instance that stays."""
 

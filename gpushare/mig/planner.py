@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import cache, reduce
 from itertools import chain, combinations
 from operator import mul, or_
 from typing import Final, NamedTuple
@@ -126,21 +126,24 @@ class Site:
             )
             for instance in self.instances
         )
-        self.lost_now = self.board.lost(occupied(layout), self._members_without(0))
+        # Asked again and again.
+        self.kept = cache(self._kept)
+        self.removals = cache(self._removals)
+        self.lost_now = self.board.lost(*self.kept(0))
         # Nothing may overlap these.
         self._fixed: int = reduce(or_, (old.mask for old in self.existing if old.pinned), 0)
-        self._kept: dict[int, tuple[int, tuple[int, ...]]] = {}
-        self._removals: dict[tuple[int, tuple[int, ...]], tuple[Removal, ...]] = {}
 
     @property
     def key(self) -> tuple[object, ...]:
         """Return a key that is equal for GPUs that are the same for the search."""
         return (id(self.board), self.existing)
 
-    def _members_without(self, without: int) -> tuple[int, ...]:
-        """Return the profile numbers of the existing ones, sorted, without those whose bit is set."""
-        kept = (old.profile for n, old in enumerate(self.existing) if old.profile >= 0 and not without >> n & 1)
-        return tuple(sorted(kept))
+    def _kept(self, destroyed: int) -> tuple[int, tuple[int, ...]]:
+        """Return the slices, and the profile numbers (sorted), of the existing ones without those whose bit is set."""
+        kept = [old for number, old in enumerate(self.existing) if not destroyed >> number & 1]
+        return reduce(or_, (old.mask for old in kept), 0), tuple(
+            sorted(old.profile for old in kept if old.profile >= 0)
+        )
 
     # -- adding ------------------------------------------------------------------------------------
 
@@ -154,7 +157,7 @@ class Site:
         for code, made, arrangement in ways:
             if arrangement.mask & self._fixed:
                 continue
-            removals = self._removals_for(arrangement)
+            removals = self.removals(arrangement.mask, arrangement.members)
             if not removals:
                 continue
             weight = made + removals[0].weight
@@ -177,69 +180,49 @@ class Site:
 
     def lost_after(self, arrangement: Arrangement, removal: Removal) -> int:
         """Return `capacity_lost` of the GPU afterwards."""
-        removed = removal.destroyed
-        kept = self._kept.get(removed)
-        if kept is None:
-            masks = [old.mask for number, old in enumerate(self.existing) if not removed >> number & 1]
-            kept = self._kept[removed] = (reduce(or_, masks, 0), self._members_without(removed))
-        members = tuple(sorted(kept[1] + arrangement.members))
-        return self.board.lost(kept[0] | arrangement.mask, members)
+        mask, members = self.kept(removal.destroyed)
+        return self.board.lost(mask | arrangement.mask, tuple(sorted(members + arrangement.members)))
 
-    def _removals_for(self, arrangement: Arrangement) -> tuple[Removal, ...]:
-        """Return `_find_removals` for an arrangement, from the cache."""
-        key = (arrangement.mask, arrangement.members)
-        cached = self._removals.get(key)
-        if cached is None:
-            cached = self._removals[key] = self._find_removals(arrangement)
-        return cached
-
-    def _find_removals(self, arrangement: Arrangement) -> tuple[Removal, ...]:
-        """Return the cheapest removals that make room for an arrangement, all of the same weight.
+    def _removals(self, mask: int, members: tuple[int, ...]) -> tuple[Removal, ...]:
+        """Return the cheapest removals that make room for these slices and profiles, all of the same weight.
 
         That is what is in the way, alone, unless compute slices and counts of profiles would then exceed what the GPU
         allows: then each cheapest way to remove more. Empty: an instance in the way is pinned, or no removal is enough.
         """
-        if not arrangement.places:
+        if not members:
             return (Removal(weight=0, destroyed=0),)
-        in_the_way = [number for number, old in enumerate(self.existing) if self._conflicts(old, arrangement)]
+        in_the_way = [number for number, old in enumerate(self.existing) if self._conflicts(old, mask, members)]
         if any(self.existing[number].pinned for number in in_the_way):
             return ()
-        least = Removal(
-            weight=sum(self.existing[number].weight for number in in_the_way),
-            destroyed=sum(1 << number for number in in_the_way),
-        )
-        return (least,) if self._within_limits(least, arrangement) else self._removing_more(least, arrangement)
-
-    def _conflicts(self, existing: Existing, arrangement: Arrangement) -> bool:
-        """Return whether an existing one cannot stay: it overlaps, or its media engines exclude a new one."""
-        if existing.mask & arrangement.mask:
-            return True
-        return existing.profile >= 0 and not self.board.exclusive[existing.profile].isdisjoint(arrangement.members)
-
-    def _within_limits(self, removal: Removal, arrangement: Arrangement) -> bool:
-        """Return whether the GPU allows what remains after a removal together with an arrangement: compute slices, and counts."""
-        board = self.board
-        members = (*self._members_without(removal.destroyed), *arrangement.members)
-        if sum(board.slices[number] for number in members) > board.compute_slices:
-            return False
-        return all(members.count(number) <= board.limits[number] for number in set(arrangement.members))
-
-    def _removing_more(self, least: Removal, arrangement: Arrangement) -> tuple[Removal, ...]:
-        """Return the cheapest removals that also keep counts and compute slices within their limits."""
-        others = [
-            number for number, old in enumerate(self.existing) if not old.pinned and not least.destroyed >> number & 1
-        ]
-        removals = [
-            Removal(
-                least.weight + sum(self.existing[number].weight for number in more),
-                least.destroyed | sum(1 << number for number in more),
-            )
+        least = self._removal(in_the_way)
+        if self._within_limits(least, members):
+            return (least,)
+        others = [number for number, old in enumerate(self.existing) if not old.pinned and number not in in_the_way]
+        larger = (
+            self._removal([*in_the_way, *more])
             for size in range(1, len(others) + 1)
             for more in combinations(others, size)
-        ]
-        removals = [removal for removal in removals if self._within_limits(removal, arrangement)]
+        )
+        removals = [removal for removal in larger if self._within_limits(removal, members)]
         best = min((removal.weight for removal in removals), default=0)
         return tuple(removal for removal in removals if removal.weight == best)
+
+    def _removal(self, numbers: Sequence[int]) -> Removal:
+        """Return the removal of the existing ones with these numbers."""
+        return Removal(sum(self.existing[number].weight for number in numbers), sum(1 << number for number in numbers))
+
+    def _conflicts(self, existing: Existing, mask: int, members: tuple[int, ...]) -> bool:
+        """Return whether an existing one cannot stay: it overlaps, or its media engines exclude a new one."""
+        if existing.mask & mask:
+            return True
+        return existing.profile >= 0 and not self.board.exclusive[existing.profile].isdisjoint(members)
+
+    def _within_limits(self, removal: Removal, members: tuple[int, ...]) -> bool:
+        """Return whether the GPU allows these together with what remains after a removal: compute slices, and counts."""
+        together = (*self.kept(removal.destroyed)[1], *members)
+        if sum(self.board.slices[number] for number in together) > self.board.compute_slices:
+            return False
+        return all(together.count(number) <= self.board.limits[number] for number in set(members))
 
 
 # -- the plan of one GPU ---------------------------------------------------------------------------
