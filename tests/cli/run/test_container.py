@@ -182,7 +182,6 @@ def test_an_engine_that_fails_has_its_own_exit_code(real: Real, engine: Path) ->
     ("words", "code", "exit_code"),
     [
         (("--container", "lxc", "--", "image"), "bad_engine", 2),
-        (("--container", "podman", "--swap", "request", "--", "image"), "bad_combination", 2),
         *(
             (
                 ("--container", "podman", "--threads", "50", "--memory", "1G", "--", *options, "image", "sleep", "1"),

@@ -140,7 +140,6 @@ def test_a_job_waits_for_room_and_then_makes_its_own(real: Real, cli: Cli, on: W
 @pytest.mark.parametrize(
     ("words", "code", "exit_code"),
     [
-        (("--create",), "bad_combination", 2),
         (("--create", "--mig", "train"), "bad_mig", 2),
         (("--create", "--mig", "1c.3g.71gb"), "bad_mig", 2),
         (("--create", "--mig", "9g.99gb"), "mig_profile_unknown", 3),

@@ -30,10 +30,7 @@ JOB = (sys.executable, "-m", "gpushare.sim.job", "--every", "0.05")
 @pytest.mark.parametrize(
     ("words", "code", "exit_code"),
     [
-        (("--timeout", "5s", "--", "true"), "bad_combination", 2),
-        (("--requeue", "--", "true"), "bad_combination", 2),
         (("-g", "all", "--", "true"), "one_gpu", 2),
-        (("--over", "warn", "--", "true"), "bad_combination", 2),
         (("--memory", "4G", "--over", "kill", "--", "true"), "bad_over", 2),
         (("--memory", "4", "--", "true"), "bad_size", 2),
         (("--memory", "1T", "--", "true"), "limit_above_gpu", 2),
@@ -424,26 +421,6 @@ def test_the_reason_for_a_gpu_is_as_of_the_start(real: Real) -> None:
     assert "GPU 1: no production job; it is 70 % busy; 21.5 GiB free to reserve" in job.says("GPU 1: ")
     assert job.result().code == 0
     both[0].leave()
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("--swap", "request", "--threads", "50"),
-        ("--swap", "request", "--production", "web"),
-        ("--swap", "request", "--opportunistic"),
-        ("--swap", "turns=5s", "--mig", "1g"),
-        ("--swap", "request", "--slice", "1ms"),
-        ("--swap", "turns=5s", "--memory", "4G", "--over", "pause"),
-        ("--swap", "turns=5s", "--weight", "2"),
-        ("--swap", "idle=10m", "--container", "podman"),
-        ("--opportunistic", "--yield", "swap", "--keep", "97%"),
-        ("--opportunistic", "--yield", "swap", "--threads", "50"),
-        ("--opportunistic", "--yield", "swap", "--memory", "4G", "--over", "pause"),
-    ],
-)
-def test_swapping_goes_together_with_what_it_can(refused: Refused, words: tuple[str, ...]) -> None:
-    refused("run", *words, "--", "true", code="bad_combination", exit_code=2)
 
 
 def test_a_job_with_a_limit_names_one_gpu(refused: Refused) -> None:

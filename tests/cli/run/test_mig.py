@@ -679,8 +679,6 @@ def test_an_instance_that_is_made_again_meanwhile_is_taken(world: World) -> None
         (("--wait", "--mig", "nobody"), "no_name", 6),
         (("--wait", "--mig", "1g", "--memory", "20G"), "limit_above_gpu", 2),
         (("-n", "--wait", "--mig", "1g", "--memory", "20G"), "limit_above_gpu", 2),
-        (("--wait", "--requeue", "--mig", "1g"), "bad_combination", 2),
-        (("--timeout", "5s", "--mig", "1g"), "bad_combination", 2),
     ],
 )
 def test_waiting_for_what_is_wrong(

@@ -11,7 +11,7 @@ from gpushare.base.units import GIB
 from gpushare.memory.ledger import reservations
 from gpushare.run.jobs import find_record
 from gpushare.sim import admin
-from tests.cli.drive import Cli, Real, Refused, Started, World, until
+from tests.cli.drive import Cli, Real, Started, World, until
 
 SPEC = "sim:2xa30"
 JOB = (sys.executable, "-m", "gpushare.sim.job", "--every", "0.05", "--seconds", "90")
@@ -95,8 +95,3 @@ def test_without_the_option_it_stays(real: Real, start: Real, world: World) -> N
     assert gpus(world) == [0]
     job.signal(signal.SIGINT)
     job.result()
-
-
-def test_combinations_are_refused(refused: Refused) -> None:
-    for words in (("--threads", "30"), ("--production", "web"), ("--slice", "1ms"), ("--mig", "1g"), ("--gpus", "2")):
-        refused("run", "--movable", *words, "--", "true", code="bad_combination", exit_code=2, host=SPEC)

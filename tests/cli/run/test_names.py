@@ -65,7 +65,6 @@ def test_a_named_job_can_be_spared(real: Real, cli: Cli, world: World) -> None:
         (("--name", "1web", "--", "true"), "bad_name"),
         (("--name", "list", "--", "true"), "bad_name"),
         (("--name", "", "--", "true"), "bad_name"),
-        (("--name", "web", "--production", "web", "--", "true"), "bad_combination"),
         (("--name", "a", "--name", "b", "--", "true"), "repeated_option"),
     ],
 )

@@ -190,14 +190,8 @@ def test_a_damaged_or_foreign_record_is_no_record(world: World, running: int) ->
         (("--opportunistic", "--for", "nobody", "--", "true"), "no_production", 6),
         (("--opportunistic", "--for", "999999", "--", "true"), "no_process", 6),
         (("--opportunistic", "--yield", "pause", "--", "true"), "no_production", 6),
-        (("--for", "web", "--", "true"), "bad_combination", 2),
-        (("--yield", "pause", "--", "true"), "bad_combination", 2),
-        (("--yield", "requeue", "--", "true"), "bad_combination", 2),
-        (("--opportunistic", "--requeue", "--", "true"), "bad_combination", 2),
         (("--opportunistic", "--yield", "requeue", "--", "true"), "no_production", 6),
-        (("--production", "web", "--opportunistic", "--", "true"), "bad_combination", 2),
         (("--production", "1web", "--", "true"), "bad_name", 2),
-        (("--production", "web", "--mig", "1g", "--", "true"), "bad_combination", 2),
     ],
 )
 def test_bad_roles_are_refused(refused: Refused, words: tuple[str, ...], code: str, exit_code: int) -> None:

@@ -58,10 +58,6 @@ def on_gpus(world: World) -> set[int]:
         (("--gpus", "3", "-g", "0,1", "--", "true"), "too_few_gpus"),
         (("--gpus", "2", "-g", "all", "--", "true"), "one_gpu"),
         (("--gpus", "0", "--", "true"), "bad_count"),
-        (("--gpus", "2", "--threads", "30", "--", "true"), "bad_combination"),
-        (("--gpus", "2", "--opportunistic", "--yield", "slices", "--", "true"), "bad_combination"),
-        (("--gpus", "2", "--swap", "request", "--", "true"), "bad_combination"),
-        (("--bind", "--container", "podman", "--", "image"), "bad_combination"),
         (("--gpus", "2", "--wait", "--memory", "500G", "--", "true"), "never_fits"),
         (("--gpus", "2", "--memory", "500G", "--", "true"), "never_fits"),
     ],
@@ -211,9 +207,6 @@ def test_a_job_ends_at_its_time_and_tells_it_to_those_that_wait(
     uuids = [gpu.uuid for gpu in four.state.gpus]
     for text in ("0", "-1"):
         refused("run", "--time", text, "--", "true", code="bad_duration", exit_code=2, host=four.spec)
-    refused(
-        "run", "--time", "1h", "--swap", "request", "--", "true", code="bad_combination", exit_code=2, host=four.spec
-    )
     plan = cli("run", "-n", "-g", "0", "--time", "2h", "--memory", "20G", "--", "true", host=four.spec).ok()
     assert "end it after 2 h" in plan.out
     long = start(real, four, "-g", "0", "--time", "2h", "--memory", "100G", "--", *ranks("80G"))
