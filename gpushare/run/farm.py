@@ -19,7 +19,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import field, replace
 from pathlib import Path
 from typing import IO, Any, Final, Literal
 
@@ -47,7 +47,7 @@ from gpushare.plan import Step
 from gpushare.run.end import GRACE_SECONDS
 from gpushare.run.plain import PlainShare
 from gpushare.run.program import command_line, step_of_run
-from gpushare.run.several import Log, Program, Several, directory_of_logs
+from gpushare.run.several import Group, Log, Program, directory_of_logs
 from gpushare.run.share import MpsShare, Share, check_program
 from gpushare.show.run import Copy, CopyLines
 from gpushare.signals import Wakeups
@@ -425,20 +425,24 @@ class _CopiesOnGpu:
 
     def __init__(self, host: Host, device: Device, *more: Device) -> None:
         self.host, self.device, self.devices = host, device, (device, *more)
-        self.share: Share = PlainShare(host, device, more=more) if more else MpsShare(host, device, Limits())
-        self.several: Several | None = None
+        # Limits in the caller's environment do not count.
+        self.share: Share = (
+            PlainShare(host, device, more=more) if more else MpsShare(host, device, Limits(), own_limits=False)
+        )
+        self.group: Group | None = None
         # The processes on each GPU by its index, and when they were listed.
         self._listed: dict[int, tuple[float, tuple[GpuProcess, ...] | None]] = {}
         # When to check whether the copies are clients.
         self.looks: list[float] = []
 
-    def open(self, held: contextlib.ExitStack, grace_seconds: float) -> Several:
-        """Return the share of the copies. Raises GpushareError: no daemon can be started or joined."""
-        if self.several is None:
+    def open(self, held: contextlib.ExitStack, grace_seconds: float) -> Group:
+        """Return the copies as a group in their share. Raises GpushareError: no daemon can be started or joined."""
+        if self.group is None:
             self.share.open()
-            self.several = held.enter_context(Several(self.host, self.share, grace_seconds=grace_seconds))
+            clients = self.share.watch(os.getpid()).clients
+            self.group = held.enter_context(Group(self.host, self.share, clients, grace_seconds=grace_seconds))
             self.looks = [time.monotonic() + seconds for seconds in _LOOKS]
-        return self.several
+        return self.group
 
     def processes(self, device: Device) -> tuple[GpuProcess, ...] | None:
         """Return the processes on a GPU, read once for all copies."""
@@ -447,20 +451,22 @@ class _CopiesOnGpu:
             self._listed[index] = now, self.host.nvml.processes(index)
         return self._listed[index][1]
 
-    def environment(self, limits: Limits) -> dict[str, str]:
-        """Return what a copy with these limits has in its environment."""
-        share = self.share if len(self.devices) > 1 else MpsShare(self.host, self.device, limits)
-        return share.environment({})
+    def environment(self, limits: Limits, base: Mapping[str, str]) -> dict[str, str]:
+        """Return the environment of a copy with these limits."""
+        share = replace(self.share, limits=limits) if isinstance(self.share, MpsShare) else self.share
+        return share.environment(base)
 
     def prove(self, running: Iterable[_RunningCopy]) -> None:
         """Check from time to time whether the copies are clients of the daemon."""
-        if self.several is None or len(self.devices) > 1 or not self.looks or time.monotonic() < self.looks[0]:
+        if self.group is None or len(self.devices) > 1 or not self.looks or time.monotonic() < self.looks[0]:
             return
         self.looks.pop(0)
-        clients = self.several.clients()
-        for each in running if clients is not None else ():
+        clients = self.group.clients()
+        if clients is None:
+            return
+        for each in running:
             if each.gpu is self and not each.copy.attached:
-                each.copy.attached = self.several.attached(each.program, clients)
+                each.copy.attached = not clients.isdisjoint(self.host.processes.descendants(each.program.pid))
 
 
 @dataclass
@@ -739,7 +745,7 @@ class Farm:
             uuids = self._order_of_gpus([*self._devices], planned)[: self._options.gpus]
             planned.update(uuids)
             gpu = self._gpu(*uuids)
-            environment = gpu.environment(self._limits_on(gpu.device.uuid))
+            environment = gpu.environment(self._limits_on(gpu.device.uuid), {})
             steps.append(
                 Step(
                     what=f"run copy {copy.copy} {gpu.share.where}",
@@ -1023,11 +1029,10 @@ class Farm:
         limits = self._limits_on(gpu.device.uuid)
         copy.threads_percent = limits.threads_percent
         try:
-            program = gpu.open(self._open_parts, options.grace_seconds).start(
+            program = gpu.open(self._open_parts, options.grace_seconds).launch(
                 f"copy {number}",
                 command_of(self._command, copy),
-                limits,
-                variables={**self._variables(copy), **memories[0].variables},
+                {**gpu.environment(limits, os.environ), **self._variables(copy), **memories[0].variables},
                 listen=lambda line, _at: self._reporter.line(number, line),
                 log=None if log is None or self._logs is None else Log(log, self._logs),
             )
@@ -1155,10 +1160,10 @@ class Farm:
         ends: list[Callable[..., Any]] = []
         for gpu in self._gpus.values():
             on_gpu = [running for running in ending if running.gpu is gpu]
-            if on_gpu and gpu.several is not None:
+            if on_gpu and gpu.group is not None:
                 strays = [pid for running in on_gpu for memory in running.memories for pid in memory.release()]
                 programs = [running.program for running in on_gpu]
-                ends.append(functools.partial(gpu.several.end, programs, strays=strays))
+                ends.append(functools.partial(gpu.group.end, programs, strays=strays))
         if len(ends) == 1:
             ends[0](hurry=hurry)
         elif ends:
@@ -1167,27 +1172,27 @@ class Farm:
     def _collect_ended(self) -> None:
         """Note the copies that have ended, and end those that print nothing for too long."""
         for gpu in self._gpus.values():
-            if gpu.several is None:
+            if gpu.group is None:
                 continue
-            gpu.several.read_outputs()
+            gpu.group.read_outputs()
             ended: list[tuple[_RunningCopy, str | None]] = []
             for running in [running for running in self._running.values() if running.gpu is gpu]:
                 if not running.program.runs:
                     ended.append((running, running.program.failure))
                 elif self._stalled(running.program):
-                    gpu.several.kill(running.program)
+                    gpu.group.kill(running.program)
                     ended.append((running, f"printed nothing for {self._options.stall_seconds:g} s, and was ended"))
-            stuck = self._end_left_behind(gpu.several, [running for running, _ in ended])
+            stuck = self._end_left_behind(gpu.group, [running for running, _ in ended])
             for running, failure in ended:
                 self._note_end(running, failure, stuck.get(running.copy.copy))
 
-    def _end_left_behind(self, several: Several, ended: Sequence[_RunningCopy]) -> dict[int, GpushareError]:
+    def _end_left_behind(self, group: Group, ended: Sequence[_RunningCopy]) -> dict[int, GpushareError]:
         """End what programs that have ended left running; return what could not be ended, by copy, and why."""
-        stays = several.left_behind([running.program for running in ended]) if ended else {}
+        stays = group.left_behind([running.program for running in ended]) if ended else {}
         failed: GpushareError | None = None
         if stays:
             try:
-                several.end_left_behind(stays, hurry=self._signals.came)
+                group.end_left_behind(stays, hurry=self._signals.came)
             except GpushareError as error:
                 failed = error
         stuck = {}
@@ -1266,8 +1271,8 @@ class Farm:
         # A copy that has ended by itself keeps its result.
         self._collect_ended()
         for gpu in self._gpus.values():
-            if gpu.several is not None:
-                gpu.several.read_outputs()
+            if gpu.group is not None:
+                gpu.group.read_outputs()
         # One that has ended meanwhile was not interrupted.
         interrupted = [running for running in self._running.values() if running.program.runs]
         self._end(interrupted, hurry=self._signals.came)

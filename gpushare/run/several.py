@@ -26,13 +26,11 @@ from gpushare.host.identity import start_of
 from gpushare.host.process import Child, Streams, signal_all
 from gpushare.host.program import group_members
 from gpushare.host.written_file import directory_of, open_over
-from gpushare.mps.home import client_environment, without_own_limits
 from gpushare.mps.kill import DRAIN_BOUND_SECONDS, Drain, Meter, end_clients, kill_all, wait_for_drain
-from gpushare.mps.limits import Limits
 from gpushare.part import memory_held
 from gpushare.run.end import GRACE_SECONDS, end_programs, still_there
 from gpushare.run.program import dismiss, guard_of
-from gpushare.run.share import Held, MpsShare, Share
+from gpushare.run.share import Held
 from gpushare.signals import Wakeups
 
 
@@ -408,37 +406,6 @@ class Group:
         started = start_of(self.host.processes.identity(pid))
         if self.guard is not None and started is not None:
             self.guard.started(pid, started)
-
-
-class Several(Group):
-    """Programs in one share of a device."""
-
-    def __init__(self, host: Host, share: Share, *, grace_seconds: float = GRACE_SECONDS) -> None:
-        super().__init__(host, share, lambda: share.watch(os.getpid()).clients(), grace_seconds=grace_seconds)
-        self.share = share
-
-    def start(
-        self,
-        title: str,
-        argv: Sequence[str],
-        limits: Limits,
-        *,
-        variables: Mapping[str, str] | None = None,
-        listen: Callable[[str, float], None] = lambda _line, _at: None,
-        log: Log | None = None,
-        redrawn: bool = False,
-    ) -> Program:
-        """Start a program in the share; under MPS it has these limits. The rest as `Group.launch`."""
-        if isinstance(self.share, MpsShare):
-            base = without_own_limits(os.environ)
-            environment = client_environment(base, self.share.device, self.share.home, limits)
-        else:
-            environment = self.share.environment(os.environ)
-        return self.launch(title, argv, {**environment, **(variables or {})}, listen=listen, log=log, redrawn=redrawn)
-
-    def attached(self, program: Program, clients: set[int] | None) -> bool | None:
-        """Return whether a program is one of the ``clients`` of the daemon; None outside MPS, and where they are unknown."""
-        return None if clients is None else bool(clients & set(self.host.processes.descendants(program.pid)))
 
 
 def _members(program: Program) -> list[int]:

@@ -17,7 +17,7 @@ from gpushare.host.guard import Guard
 from gpushare.host.host import Host
 from gpushare.run import several as left_behind
 from gpushare.run.farm import Copy, Farm
-from gpushare.run.several import Several
+from gpushare.run.several import Group
 from tests.cli.drive import alive, until
 from tests.run.farm_command import Silent, farm, shell, sized
 
@@ -178,13 +178,13 @@ def test_a_signal_ends_what_copies_have_orphaned_too(host: Host, device: Device,
 def test_a_signal_while_something_left_behind_has_its_time_cuts_it_short_and_ends_the_farm(
     host: Host, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    end = Several.end_left_behind
+    end = Group.end_left_behind
 
-    def told_meanwhile(self: Several, *words: Any, **more: Any) -> None:
+    def told_meanwhile(self: Group, *words: Any, **more: Any) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         end(self, *words, **more)
 
-    monkeypatch.setattr(Several, "end_left_behind", told_meanwhile)
+    monkeypatch.setattr(Group, "end_left_behind", told_meanwhile)
     command = shell("(trap '' INT TERM; echo deaf; while :; do sleep 0.05; done) & sleep 0.2; exit {}")
     # Were it not cut short, this would never end.
     options = sized(device, copies=2, parallel=1, restarts=1, grace_seconds=1e6)

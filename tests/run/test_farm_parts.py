@@ -44,13 +44,13 @@ class Quiet(Silent):
 
 
 @dataclass
-class Several:
+class Programs:
     """Stands in for the programs in a share."""
 
     started: list[Running] = field(default_factory=list)
     killed: list[Running] = field(default_factory=list)
 
-    def start(self, title: str, *_: Any, **__: Any) -> Running:
+    def launch(self, title: str, *_: Any, **__: Any) -> Running:
         self.started.append(Running(pid=100 + int(title.split()[1])))
         return self.started[-1]
 
@@ -63,10 +63,6 @@ class Several:
     def left_behind(self, programs: Sequence[Running]) -> dict[int, tuple[int, ...]]:
         """They start nobody."""
         return {}
-
-    def attached(self, program: Running, clients: set[int]) -> bool:
-        """Return whether it, or what it started, is a client."""
-        return bool(clients & {program.pid, program.pid + 1000})
 
 
 @dataclass
@@ -102,20 +98,21 @@ class Step:
         self.asked = 0
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.at, sleep=lambda _: None))
         monkeypatch.setattr(module, "client_limit", lambda *_: None)
+        monkeypatch.setattr(module._CopiesOnGpu, "environment", lambda *_: {})
         self.places: list[Place] = []
         host: Any = SimpleNamespace(
             programs=None,
             processes=SimpleNamespace(
-                namespace_is_host=lambda: True, descendants=lambda _: [], started_with=lambda *_: []
+                namespace_is_host=lambda: True, descendants=lambda pid: [pid, pid + 1000], started_with=lambda *_: []
             ),
             nvml=SimpleNamespace(processes=lambda _: ()),
         )
-        self.several: Any = Several()
+        self.several: Any = Programs()
         self.several.clients = self._clients
         device = Device(gpu=Gpu(index=2, uuid="GPU-a", memory_total_bytes=80 * GIB))
         self.farm = module.Farm(host, [device], ["job"], FarmOptions(**options), Quiet())
         self.gpu = self.farm._gpu("GPU-a")
-        self.gpu.several = self.several
+        self.gpu.group = self.several
         self.farm._size, self.farm._size_from = GIB, "given"
         monkeypatch.setattr(self.farm, "_gpu_for_next", self._turn)
         monkeypatch.setattr(self.farm, "_set_caps", lambda: None)
@@ -163,14 +160,14 @@ def test_no_more_run_at_once_than_asked(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_copy_that_cannot_be_started_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     step = Step(monkeypatch, copies=3, restarts=2)
-    started = step.several.start
+    started = step.several.launch
 
     def start(title: str, *words: Any, **more: Any) -> Running:
         if title == "copy 1":
             raise NotFound("there is no program './run-1.sh'", "check the spelling")
         return started(title, *words, **more)
 
-    monkeypatch.setattr(step.several, "start", start)
+    monkeypatch.setattr(step.several, "launch", start)
     step.start()
     assert step.states == ["running", "failed", "running"]
     assert (step.farm._copies[1].failure, step.farm._copies[1].hint) == (
@@ -274,7 +271,7 @@ def test_a_copy_that_cannot_be_started_is_reported_at_once(monkeypatch: pytest.M
     def start(title: str, *_: Any, **__: Any) -> Running:
         raise NotFound(f"there is no program for {title}", "check the spelling")
 
-    monkeypatch.setattr(step.several, "start", start)
+    monkeypatch.setattr(step.several, "launch", start)
     step.start()
     assert [ending[1:] for ending in heard.endings] == [("failed", False), ("failed", False)]
 
@@ -333,7 +330,7 @@ def test_a_copy_that_cannot_be_started_reserves_nothing(monkeypatch: pytest.Monk
     def start(title: str, *_: Any, **__: Any) -> Running:
         raise NotFound("there is no such program", "check the spelling")
 
-    monkeypatch.setattr(step.several, "start", start)
+    monkeypatch.setattr(step.several, "launch", start)
     step.start()
     assert step.states == ["failed"]
     assert step.reserved == []

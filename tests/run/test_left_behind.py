@@ -13,7 +13,7 @@ from gpushare.host.host import Host
 from gpushare.run import end
 from gpushare.run.end import still_there
 from gpushare.run.plain import PlainShare
-from gpushare.run.several import Several
+from gpushare.run.several import Group
 
 
 def test_only_who_stays_is_told_of_by_program(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,5 +36,5 @@ def test_it_is_asked_by_the_signal_that_a_shells_background_job_does_not_ignore(
 
     monkeypatch.setattr(type(host.processes), "send_to", noted)
     with subprocess.Popen(["sleep", "600"]) as process:
-        Several(host, PlainShare(host, device), grace_seconds=60.0).end_left_behind({0: [process.pid]})
+        Group(host, PlainShare(host, device), set, grace_seconds=60.0).end_left_behind({0: [process.pid]})
     assert sent == [signal.SIGTERM]

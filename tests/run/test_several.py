@@ -16,13 +16,13 @@ from gpushare.base.selection import Device
 from gpushare.host.host import Host
 from gpushare.host.identity import Identity
 from gpushare.run.plain import PlainShare
-from gpushare.run.several import Program, Several, is_disk_full
+from gpushare.run.several import Group, Program, is_disk_full
 from tests.cli.drive import until
 
 
 @pytest.fixture
-def several(host: Host, device: Device) -> Several:
-    return Several(host, PlainShare(host, device))
+def several(host: Host, device: Device) -> Group:
+    return Group(host, PlainShare(host, device), set)
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def stands(host: Host, pid: int) -> bool:
     return info is not None and info.stopped
 
 
-def test_a_program_stands_still_and_goes_on(host: Host, several: Several, program: Any) -> None:
+def test_a_program_stands_still_and_goes_on(host: Host, several: Group, program: Any) -> None:
     several.stop(program)
     until(lambda: stands(host, program.pid), "it stands still")
     several.resume(program)
@@ -60,7 +60,7 @@ def test_a_program_stands_still_and_goes_on(host: Host, several: Several, progra
 
 
 def test_whoever_gets_a_pid_after_the_look_gets_no_signal(
-    host: Host, several: Several, program: Any, monkeypatch: pytest.MonkeyPatch
+    host: Host, several: Group, program: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     identity = host.processes.identity
 
@@ -77,7 +77,7 @@ def test_whoever_gets_a_pid_after_the_look_gets_no_signal(
         until(lambda: stands(host, program.pid), "it stands still", seconds=0.5)
 
 
-def test_a_program_that_has_ended_is_not_looked_for_under_its_pid(host: Host, several: Several, program: Any) -> None:
+def test_a_program_that_has_ended_is_not_looked_for_under_its_pid(host: Host, several: Group, program: Any) -> None:
     program.runs = False
     several.stop(program)
     with pytest.raises(AssertionError):
