@@ -19,7 +19,7 @@ from gpushare.connect import connect
 from gpushare.host.host import Host
 from gpushare.memory.limit import MemoryBudget
 from gpushare.mps.limits import Limits
-from gpushare.run.farm import Copy, FarmOptions, command_of, share_of_threads
+from gpushare.run.farm import Copy, FarmOptions, command_of
 from tests.cli.drive import until
 from tests.run.farm_command import Silent, farm, shell, sized
 
@@ -150,8 +150,7 @@ def test_a_signal_ends_all_copies_and_keeps_what_was_done(host: Host, device: De
     assert not any(host.processes.alive(copy.pid or 0) for copy in result.copies)
 
 
-def test_shares_are_what_was_measured_to_be_best() -> None:
-    assert [share_of_threads(copies) for copies in (1, 2, 4, 16, 3)] == [None, None, 50.0, 12.5, 66.7]
+def test_the_number_or_the_line_of_a_copy_stands_in_its_command() -> None:
     copy = Copy(copy=3)
     assert command_of(["a", "--seed={}", "{}"], copy) == ["a", "--seed=3", "3"]
     copy.line = "b c"

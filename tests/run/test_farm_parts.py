@@ -148,14 +148,15 @@ class Step:
         return [copy.attached for copy in self.farm._copies]
 
 
-def test_no_more_run_at_once_than_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Step(monkeypatch, copies=3, parallel=2)
-    step.start()
-    assert step.states == ["running", "running", "waiting"]
-    step.several.started[0].runs = False
-    step.farm._collect_ended()
-    step.start()
-    assert step.states == ["done", "running", "running"]
+class Heard(Silent):
+    """Keeps how each copy ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.endings: list[tuple[int, str, bool]] = []
+
+    def ended(self, copy: Copy, *, again: bool) -> None:
+        self.endings.append((copy.copy, copy.state, again))
 
 
 def test_a_copy_that_cannot_be_started_leaves_the_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,8 +169,10 @@ def test_a_copy_that_cannot_be_started_leaves_the_others_alone(monkeypatch: pyte
         return started(title, *words, **more)
 
     monkeypatch.setattr(step.several, "launch", start)
+    heard = step.farm._reporter = Heard()
     step.start()
     assert step.states == ["running", "failed", "running"]
+    assert (heard.endings, step.reserved) == ([(1, "failed", False)], [GIB, GIB])
     assert (step.farm._copies[1].failure, step.farm._copies[1].hint) == (
         "there is no program './run-1.sh'",
         "check the spelling",
@@ -253,29 +256,6 @@ def test_copies_are_looked_for_among_the_clients_while_they_run(
     assert result.seconds >= max(copy.seconds for copy in result.copies) > 0
 
 
-class Heard(Silent):
-    """Keeps how each copy ended."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.endings: list[tuple[int, str, bool]] = []
-
-    def ended(self, copy: Copy, *, again: bool) -> None:
-        self.endings.append((copy.copy, copy.state, again))
-
-
-def test_a_copy_that_cannot_be_started_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Step(monkeypatch, copies=2, restarts=2)
-    heard = step.farm._reporter = Heard()
-
-    def start(title: str, *_: Any, **__: Any) -> Running:
-        raise NotFound(f"there is no program for {title}", "check the spelling")
-
-    monkeypatch.setattr(step.several, "launch", start)
-    step.start()
-    assert [ending[1:] for ending in heard.endings] == [("failed", False), ("failed", False)]
-
-
 def test_an_interrupt_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was never begun is told apart from what waited to be started again, and from what had ended."""
     step = Step(monkeypatch, copies=4, parallel=2, restarts=1)
@@ -322,18 +302,6 @@ def test_a_copy_reserves_its_memory_from_its_start_to_its_end(monkeypatch: pytes
     assert step.reserved == [GIB]
     step.start()
     assert (step.states, step.reserved) == (["done", "running", "running"], [GIB, GIB])
-
-
-def test_a_copy_that_cannot_be_started_reserves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = Step(monkeypatch, copies=1)
-
-    def start(title: str, *_: Any, **__: Any) -> Running:
-        raise NotFound("there is no such program", "check the spelling")
-
-    monkeypatch.setattr(step.several, "launch", start)
-    step.start()
-    assert step.states == ["failed"]
-    assert step.reserved == []
 
 
 def test_the_first_that_fails_ends_a_farm_that_fails_fast(monkeypatch: pytest.MonkeyPatch) -> None:

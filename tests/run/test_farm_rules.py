@@ -78,7 +78,7 @@ def test_the_cap_is_of_those_that_run_together() -> None:
     assert copies_at_once(100, None, {"a": 10, "b": 4}) == {"a": 10, "b": 4}
     assert copies_at_once(100, 8, {"a": None, "b": None}) == {"a": 4, "b": 4}
     assert copies_at_once(3, None, {"a": 0, "b": 9}) == {"a": 1, "b": 3}
-    assert [share_of_threads(number) for number in (1, 2, 4, 10_000)] == [None, None, 50.0, 0.1]
+    assert [share_of_threads(number) for number in (1, 2, 3, 16, 10_000)] == [None, None, 66.7, 12.5, 0.1]
 
 
 def test_the_others_reserve_a_fifth_more_than_was_measured() -> None:
