@@ -24,6 +24,7 @@ from gpushare.cli.options import (
     gpus_of,
     note,
     option,
+    positive_time,
     refuse,
     settings,
     verb,
@@ -94,9 +95,7 @@ def farm(
     title = None if name is None else check_job_name(name)
     grace_seconds = RunOptions().grace_seconds if grace is None else parse_seconds(grace)
     budget = None if memory is None else parse_budget(memory, over)
-    stall_seconds = None if stall is None else parse_seconds(stall)
-    if stall_seconds == 0:
-        raise BadUsage("--stall 0 would end every copy at once", "give --stall 60s", code="bad_duration")
+    stall_seconds = None if stall is None else positive_time("--stall", stall, "60s")
     caps = None if like is None else _read_caps(like)
     host = settings.connect()
     devices = _devices(gpu, gpus_of(host), instances=count == 1)

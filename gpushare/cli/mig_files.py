@@ -62,15 +62,21 @@ def check(
             code="no_wish",
         )
     refuse(OF_FILE)
-    named: Config | None = None
-    if file is not None:
-        named = read_config(file, config)
+    named = None if file is None else read_config(file, config)
     host = settings.connect()
     gpus = gpus_named(host, gpu)
     if not gpus:
         raise no_gpu_error()
     strict = exact or gpu is not None
-    demands, notes = _demands(wish or (), named, gpus, host, all_gpus=gpu is None)
+    notes: tuple[str, ...] = ()
+    if named is None:
+        asked = Demand(mig_enabled=True, wish=parse_wish(" ".join(wish or ())))
+        demands: Mapping[int, Demand] = {each.index: asked for each in gpus}
+    else:
+        notes, ids = absent_gpus(named, host), pci_ids(named, gpus, host)
+        if gpu is None:
+            notes += idle_entry_notes(named, gpus, ids, range(host.nvml.count()))
+        demands = wishes_for(named, gpus, ids)
     checked = tuple(_checked_gpu(each, demands.get(each.index), host, strict=strict) for each in gpus)
     good = all(each.as_requested is not False for each in checked) and not (exact and notes)
     if not good:
@@ -81,21 +87,6 @@ def check(
         notes=notes,
         exit_code=ExitCode.OK if good else ExitCode.NOT_AS_REQUESTED,
     )
-
-
-def _demands(
-    words: Sequence[str], named: Config | None, gpus: Sequence[Gpu], host: Host, *, all_gpus: bool
-) -> tuple[Mapping[int, Demand], tuple[str, ...]]:
-    """Return what each GPU should have, and notes about the file."""
-    if named is None:
-        wish = parse_wish(" ".join(words))
-        return {gpu.index: Demand(mig_enabled=True, wish=wish) for gpu in gpus}, ()
-
-    notes = absent_gpus(named, host)
-    ids = pci_ids(named, gpus, host)
-    if all_gpus:
-        notes += idle_entry_notes(named, gpus, ids, range(host.nvml.count()))
-    return wishes_for(named, gpus, ids), notes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,18 @@ from gpushare.base.errors import BadUsage
 from gpushare.base.model import Gpu
 from gpushare.base.selection import select
 from gpushare.base.units import counted, format_bytes, format_duration, parse_seconds
-from gpushare.cli.options import GPU_OPTION, Command, Refused, note, option, refresh_seconds, refuse, settings, verb
+from gpushare.cli.options import (
+    GPU_OPTION,
+    INTERVAL,
+    Command,
+    Refused,
+    note,
+    option,
+    positive_time,
+    refuse,
+    settings,
+    verb,
+)
 from gpushare.cli.progress import progress_line
 from gpushare.measure.dcgm import read_measured
 from gpushare.measure.observe import header_for
@@ -79,7 +90,7 @@ def observe(
 
 def _length_and_interval(seconds: str, interval: str) -> tuple[float, float]:
     """Return how long to record and the time between two samples, both in seconds."""
-    length, step = parse_seconds(seconds), refresh_seconds(interval)
+    length, step = parse_seconds(seconds), positive_time("--interval", interval, **INTERVAL)
     if length < step:
         raise BadUsage(
             f"--for {seconds} is shorter than one interval ({interval})",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import math
 import os
 import shlex
 import signal
@@ -162,22 +163,6 @@ def _storing_callback(name: str, convert: Callable[[Any], Any] = lambda value: v
     return callback
 
 
-def _print_version(ctx: Any, _parameter: Any, value: bool) -> None:
-    """Print the version and exit, if the option is given."""
-    if value and not ctx.resilient_parsing:
-        put(sys.stdout, f"gpushare {__version__}\n")
-        ctx.exit()
-
-
-def _install_completion(ctx: Any, _parameter: Any, value: bool) -> None:
-    """Install the completion of the user's shell and exit, if the option is given."""
-    if value and not ctx.resilient_parsing:
-        from gpushare.cli.completion import install
-
-        put(sys.stdout, install())
-        ctx.exit()
-
-
 def _common_flag(name: str, help_text: str, *declarations: str, hidden: bool = False) -> TyperOption:
     """Return a yes-or-no option that sets ``settings.NAME``; no command gets it as an argument."""
     return TyperOption(
@@ -232,18 +217,33 @@ def change_options(*, asks: bool) -> list[TyperOption]:
 _LONG: Final = frozenset({"advise", "bench", "run", "tune"})
 
 
-def _print_whole_help(ctx: Any, _parameter: Any, value: bool) -> None:
-    """Print the help with all options and exit, if the option is given."""
-    if value and not ctx.resilient_parsing:
-        from gpushare.cli.help import ALL
+def _whole_help(ctx: Any) -> str:
+    """Return the help with all options."""
+    from gpushare.cli.help import ALL
 
-        ctx.meta[ALL] = True
-        put(sys.stdout, ctx.get_help() + "\n")
-        ctx.exit()
+    ctx.meta[ALL] = True
+    return str(ctx.get_help()) + "\n"
 
 
-def _switch(name: str, callback: Callable[..., None], text: str) -> TyperOption:
-    """Return an option that acts at once and ends the program."""
+def _install_completion(_ctx: Any) -> str:
+    """Install the completion of the user's shell, and return what was done."""
+    from gpushare.cli.completion import install
+
+    return install()
+
+
+def _version(_ctx: Any) -> str:
+    return f"gpushare {__version__}\n"
+
+
+def _switch(name: str, act: Callable[[Any], str], text: str) -> TyperOption:
+    """Return an option that acts at once, prints what ``act`` returns, and ends the program."""
+
+    def callback(ctx: Any, _parameter: Any, value: Any) -> None:
+        if value and not ctx.resilient_parsing:
+            put(sys.stdout, act(ctx))
+            ctx.exit()
+
     return TyperOption(
         param_decls=[name, "shared_" + name.removeprefix("--").replace("-", "_").removeprefix("install_")],
         is_flag=True,
@@ -390,7 +390,7 @@ class Command(Helped, TyperCommand):
     asks = False
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
-        whole_help = _switch("--help-all", _print_whole_help, "Show all options and examples.")
+        whole_help = _switch("--help-all", _whole_help, "Show all options and examples.")
         options = [whole_help] if named.get("name") in _LONG else []
         options += change_options(asks=self.asks) if self.changes else []
         named["params"] = [*(named.get("params") or []), *options, *common_options()]
@@ -560,7 +560,7 @@ class RootGroup(Group):
     def __init__(self, *, listed: Mapping[str, Mapping[str, str]], **named: Any) -> None:
         self._listed = listed
         named["params"] = [
-            _switch("--version", _print_version, "Show the version and exit."),
+            _switch("--version", _version, "Show the version and exit."),
             _switch(
                 "--install-completion",
                 _install_completion,
@@ -582,12 +582,10 @@ class RootGroup(Group):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the named command; ``help [VERB]`` and ``version`` are the options of the same name."""
-        if args[0] == "version":
-            _print_version(ctx, None, True)
-        if args[0] == "help":
-            if args[1:]:
-                return super().resolve_command(ctx, [*args[1:], "--help"])
-            put(sys.stdout, ctx.get_help() + "\n")
+        if args[0] == "help" and args[1:]:
+            return super().resolve_command(ctx, [*args[1:], "--help"])
+        if args[0] in {"help", "version"}:
+            put(sys.stdout, _version(ctx) if args[0] == "version" else ctx.get_help() + "\n")
             ctx.exit()
         return super().resolve_command(ctx, args)
 
@@ -888,25 +886,17 @@ def split_command(option: str, command: str) -> list[str]:
     return words
 
 
-def refresh_seconds(text: str) -> float:
-    """Return the refresh interval of a screen or recording.
+def positive_time(option: str, text: str, example: str, *, least: float = 0.0, most: float = math.inf) -> float:
+    """Return a time above zero in seconds, as typed; ``least`` and ``most`` are in seconds too.
 
     Raises:
-        BadUsage: it is not a time, or below 0.1 s (code ``bad_interval``).
+        BadUsage: the text is not a time, or it is zero or out of bounds.
     """
     seconds = parse_seconds(text)
-    if seconds < 0.1:
-        raise BadUsage(f"the interval {text} is too short", "give at least 0.1s, for example 1s", code="bad_interval")
-    return seconds
-
-
-def positive_time(option: str, text: str, example: str) -> float:
-    """Return a time above zero in seconds, as typed.
-
-    Raises:
-        BadUsage: the text is not a time, or it is zero.
-    """
-    seconds = parse_seconds(text)
-    if seconds <= 0:
+    if seconds <= 0 or not least <= seconds <= most:
         raise BadUsage(f"invalid duration for {option}: {text}", f"give {option} {example}", code="bad_duration")
     return seconds
+
+
+# The refresh interval of a screen or a recording.
+INTERVAL: Final[Mapping[str, Any]] = {"example": "1s, or another time from 0.1s on", "least": 0.1}

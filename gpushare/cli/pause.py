@@ -6,10 +6,9 @@ import time
 from dataclasses import replace
 from typing import Any, Final
 
-from gpushare.base.errors import BadCombination, BadUsage
-from gpushare.base.units import parse_seconds
+from gpushare.base.errors import BadCombination
 from gpushare.base.values import dataclass
-from gpushare.cli.options import AskingCommand, argument, ask_and_carry_out, option, settings, verb
+from gpushare.cli.options import AskingCommand, argument, ask_and_carry_out, option, positive_time, settings, verb
 from gpushare.host.capabilities import user_name
 from gpushare.host.host import Host
 from gpushare.host.identity import wall_time
@@ -41,7 +40,8 @@ def pause(
         if timeout is not None:
             raise BadCombination("--timeout cannot be combined with list", "gpushare pause JOB --timeout 10m")
         return list_paused(host)
-    seconds = None if timeout is None else _timeout_seconds(timeout)
+    bounds = {"least": 0.1, "most": MOST_SECONDS}
+    seconds = None if timeout is None else positive_time("--timeout", timeout, "10m, at most 30 days", **bounds)
     with pause_of(host, job, seconds) as work:
         result = ask_and_carry_out(
             work.plan(begin=not settings.dry_run),
@@ -63,15 +63,6 @@ def pause(
         if settings.dry_run:
             return replace(result, text=text, tables=()) if work.already else result
         return replace(result, done=((text, f"gpushare resume {work.job.selector}"),))
-
-
-def _timeout_seconds(text: str) -> float:
-    seconds = parse_seconds(text)
-    if not 0.1 <= seconds <= MOST_SECONDS:
-        raise BadUsage(
-            f"--timeout {text} is outside 0.1 s to 30 days", "give a time: --timeout 10m", code="bad_duration"
-        )
-    return seconds
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, Final
 
-from gpushare.cli.options import GPU_OPTION, Command, flag, option, refresh_seconds, settings, verb
+from gpushare.cli.options import GPU_OPTION, INTERVAL, Command, flag, option, positive_time, settings, verb
 from gpushare.run.look import StatusReader
 from gpushare.show.legend import legend_result
 from gpushare.show.live import watch as keep_watching
@@ -60,7 +60,7 @@ def read_or_watch(read: Callable[[], Result], interval: str | None) -> Any:
     """Return one result; with an interval of -w, show a new one each time until Ctrl-C, and return exit code 0."""
     if interval is None:
         return read()
-    seconds = refresh_seconds(interval)
+    seconds = positive_time("-w", interval, **INTERVAL)
     # Read once first: a wrong GPU or a missing driver ends the command instead of repeating.
     read()
     keep_watching(

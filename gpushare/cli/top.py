@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from gpushare.base.errors import NotSupported, OperationFailed
-from gpushare.cli.options import Command, option, refresh_seconds, settings, verb
+from gpushare.cli.options import INTERVAL, Command, option, positive_time, settings, verb
 from gpushare.run.look import with_leases, with_memory
 from gpushare.signals import leaving_at_the_end
 
@@ -31,7 +31,7 @@ def top(
             "for logs and pipes: gpushare status -w",
             code="no_terminal",
         )
-    seconds = refresh_seconds(interval)
+    seconds = positive_time("--interval", interval, **INTERVAL)
     from gpushare.top.watch import Watch
 
     reader: Any

@@ -12,7 +12,7 @@ from typing import Any, Final
 from gpushare.base.errors import BadCombination, BadUsage, GpushareError
 from gpushare.base.model import Way
 from gpushare.base.selection import Device, select_one
-from gpushare.base.units import parse_seconds, parse_thread_percentage, quoted
+from gpushare.base.units import parse_thread_percentage, quoted
 from gpushare.cli.bench import picture_path, write_picture
 from gpushare.cli.options import (
     Command,
@@ -120,7 +120,7 @@ def tune(
         opportunistic_metric=parse_metric(opportunistic_metric or metric),
         copies=copies,
         budget_seconds=None if budget is None else positive_time("--budget", budget, "150s"),
-        window_seconds=None if window is None else _window_seconds(window),
+        window_seconds=None if window is None else positive_time("--window", window, "0.6s, at least 0.1s", least=0.1),
         start_seconds=positive_time("--timeout", timeout, "10m"),
     )
     host = settings.connect()
@@ -147,14 +147,6 @@ def _parse_caps(text: str) -> tuple[float, ...]:
         return tuple(parse_thread_percentage(word) for word in text.split(","))
     except BadUsage as error:
         raise BadUsage(f"--caps {quoted(text)}: {error.message}", "give --caps 80,60,40", code=error.code) from None
-
-
-def _window_seconds(text: str) -> float:
-    """Return the length of a window in seconds, at least 0.1."""
-    seconds = parse_seconds(text)
-    if seconds < 0.1:
-        raise BadUsage(f"--window {text} is too short to measure in", "give at least 0.1s", code="bad_duration")
-    return seconds
 
 
 def _parse_factor(text: str) -> float:

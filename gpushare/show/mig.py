@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 from gpushare.base.model import Gpu
 from gpushare.base.units import format_bytes, ranges
 from gpushare.base.values import dataclass
 from gpushare.mig.plan import GpuPlan, MigPlan
 from gpushare.mig.planner import fragmentation, free_profiles, holders_text, lost_slices
-from gpushare.mig.profile import ComputeInstance, GpuInstance, Layout, Placement, Profile
+from gpushare.mig.profile import ComputeInstance, GpuInstance, Layout, Placement
 from gpushare.show.result import Column, Table, plain_value, records
 from gpushare.show.status import silent_word
 
@@ -111,29 +111,24 @@ def profile_rows(layout: Layout, confidence: Mapping[str, str] | None = None) ->
     placed = [profile for profile in layout.profiles if profile.placements is not None]
     partial = Layout(gpu=layout.gpu, uuid=layout.uuid, profiles=tuple(placed), instances=layout.instances)
     free = {row.profile.name: row for row in free_profiles(partial)} if placed else {}
-    return [_profile_row(layout.gpu, profile, free, confidence) for profile in layout.profiles]
-
-
-def _profile_row(
-    gpu: int, profile: Profile, free: Mapping[str, Any], confidence: Mapping[str, str] | None
-) -> ProfileRow:
-    """Return a profile as data; ``free`` has the free places by the name of the profile."""
-    free_places = free.get(profile.name)
-    return ProfileRow(
-        gpu=gpu,
-        profile=profile.name,
-        id=profile.id,
-        compute_slices=profile.slices,
-        memory_bytes=profile.memory_bytes,
-        multiprocessors=profile.multiprocessors,
-        free=None if free_places is None else free_places.count,
-        total=profile.instances,
-        placements=placements_text(profile.placements),
-        free_starts=None if free_places is None else tuple(free_places.starts),
-        copy_engines=profile.engines.copy,
-        decoders=profile.engines.decoders,
-        confidence=None if confidence is None else confidence.get(profile.name),
-    )
+    return [
+        ProfileRow(
+            gpu=layout.gpu,
+            profile=profile.name,
+            id=profile.id,
+            compute_slices=profile.slices,
+            memory_bytes=profile.memory_bytes,
+            multiprocessors=profile.multiprocessors,
+            free=free[profile.name].count if profile.name in free else None,
+            total=profile.instances,
+            placements=placements_text(profile.placements),
+            free_starts=tuple(free[profile.name].starts) if profile.name in free else None,
+            copy_engines=profile.engines.copy,
+            decoders=profile.engines.decoders,
+            confidence=None if confidence is None else confidence.get(profile.name),
+        )
+        for profile in layout.profiles
+    ]
 
 
 PROFILE_COLUMNS: Final = (

@@ -675,20 +675,20 @@ def _status_errors(snapshot: Snapshot) -> Iterable[GpushareError]:
 
 def gpu_errors(gpus: Iterable[Gpu]) -> tuple[GpushareError, ...]:
     """Return an error for each GPU that does not answer; a command that shows the others ends with exit code 1."""
-    errors = [_silent_gpu_error(gpu, gpu.error) for gpu in gpus if gpu.error is not None]
-    for error in errors:
-        error.exit_code = ExitCode.FAILED
+    errors: list[GpushareError] = []
+    for gpu in gpus:
+        if gpu.error is None:
+            continue
+        # NVML's reasons begin with the GPU already.
+        message = f"GPU {gpu.index} does not answer: {gpu.error.removeprefix(f'GPU {gpu.index}: ')}"
+        if is_lost(gpu.error):
+            hint = "see the cause in the kernel log: sudo dmesg | grep -i xid; a reboot may bring the GPU back"
+            errors.append(GpuLost(message, hint, gpu=gpu.index))
+        else:
+            hint = f"see what the driver reports: nvidia-smi -q -i {gpu.index}"
+            errors.append(OperationFailed(message, hint, gpu=gpu.index))
+        errors[-1].exit_code = ExitCode.FAILED
     return tuple(errors)
-
-
-def _silent_gpu_error(gpu: Gpu, reason: str) -> GpushareError:
-    """Return the error of a GPU that does not answer, with the next command for the reason."""
-    # NVML's reasons begin with the GPU already.
-    message = f"GPU {gpu.index} does not answer: {reason.removeprefix(f'GPU {gpu.index}: ')}"
-    if is_lost(reason):
-        hint = "see the cause in the kernel log: sudo dmesg | grep -i xid; a reboot may bring the GPU back"
-        return GpuLost(message, hint, gpu=gpu.index)
-    return OperationFailed(message, f"see what the driver reports: nvidia-smi -q -i {gpu.index}", gpu=gpu.index)
 
 
 def csv_table(snapshot: Snapshot) -> Table:

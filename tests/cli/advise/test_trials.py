@@ -187,7 +187,7 @@ def test_a_wrong_number_of_savings_gets_an_example_of_its_own(
 
 
 def test_too_short_an_interval_gets_a_hint_that_fits_any_command(refused: Any) -> None:
-    said = refused("observe", "--for", "1s", "--interval", "10ms", code="bad_interval", exit_code=2)
+    said = refused("observe", "--for", "1s", "--interval", "10ms", code="bad_duration", exit_code=2)
     assert "status" not in said.split("hint: ")[1]
 
 

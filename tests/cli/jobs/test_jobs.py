@@ -360,7 +360,7 @@ def test_watched_in_one_word_with_all(real: Real, world: World) -> None:
 
 @pytest.mark.parametrize(
     ("words", "code"),
-    [(("-w", "0.01s"), "bad_interval"), (("-w", "1x"), "bad_duration"), (("train",), "usage"), (("-g", "0"), "usage")],
+    [(("-w", "0.01s"), "bad_duration"), (("-w", "1x"), "bad_duration"), (("train",), "usage"), (("-g", "0"), "usage")],
 )
 def test_wrong_words(refused: Refused, words: tuple[str, ...], code: str) -> None:
     refused("jobs", *words, code=code, exit_code=2)

@@ -101,7 +101,7 @@ def test_a_mig_instance_stands_for_its_gpu(cli: Cli, world: World, tmp_path: Pat
         (["--for", "soon"], "bad_duration", 2),
         (["--for", "0"], "bad_duration", 2),
         (["--for", "2s", "--interval", "5s"], "bad_duration", 2),
-        (["--interval", "10ms"], "bad_interval", 2),
+        (["--interval", "10ms"], "bad_duration", 2),
         (["--interval", "x"], "bad_duration", 2),
         (["-g", "7"], "unknown_gpu", 6),
         (["-g", ","], "bad_gpu", 2),

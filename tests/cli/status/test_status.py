@@ -174,7 +174,7 @@ def test_daemons_and_clients(cli: Cli, world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "code"), [("0", "bad_interval"), ("50ms", "bad_interval"), ("1x", "bad_duration"), ("x", "usage")]
+    ("text", "code"), [("0", "bad_duration"), ("50ms", "bad_duration"), ("1x", "bad_duration"), ("x", "usage")]
 )
 def test_wrong_interval(refused: Refused, text: str, code: str) -> None:
     refused("status", "-w", text, code=code, exit_code=2)
