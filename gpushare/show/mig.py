@@ -266,7 +266,7 @@ class MigGpu:
     mig_pending: bool | None
     # Null: they are hidden from this user, or unknown.
     instances: tuple[GpuInstance, ...] | None
-    # Free compute slices that no further instance can use next to these instances.
+    # Free compute slices that no further instance can use.
     lost_compute_slices: int | None
     # The same for memory slices.
     lost_memory_slices: int | None
