@@ -38,7 +38,7 @@ def test_root_is_asked_before_a_user_leaves_the_line(world: World, mallory: Stra
         assert (answer.code, answer.error["code"]) == (19, "needs_consent")
         assert alive(pid)
         (job,) = gpushare("stop", "train", "-y", output="json").data["jobs"]
-        assert (job["pid"], job["way"]) == (pid, "line")
+        assert (job["pid"], job["ended_by"]) == (pid, "line")
         assert not alive(pid)
 
 
