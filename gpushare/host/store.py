@@ -244,6 +244,10 @@ class RecordStore(Generic[T]):
         scanned = self._scan(host, shared=shared, users=users)
         return [value for _, _, value in scanned if not isinstance(value, Exception)]
 
+    def elsewhere(self, host: Host) -> list[T]:
+        """Return this user's records of other PID namespaces."""
+        return [error.value for _, _, error in self._scan(host, shared=False) if isinstance(error, Elsewhere)]
+
     def unread(self, host: Host) -> list[Unread]:
         """Return the records that say nothing, and why; without those of an earlier boot, which `sweep` removes."""
         return [

@@ -27,6 +27,7 @@ from gpushare.memory.swap import (
     Swap,
     check_continues,
     check_host,
+    check_same_namespace,
     come_in,
     ended_swap,
     find_swap,
@@ -276,6 +277,7 @@ def _swapped_out_job(host: Host, text: str, earlier: Swap | None) -> Swap:
     try:
         job = find_job(host, text)
     except NotFound:
+        check_same_namespace(host, text)
         if earlier is None:
             raise
         raise NotFound(
@@ -283,6 +285,7 @@ def _swapped_out_job(host: Host, text: str, earlier: Swap | None) -> Swap:
         ) from None
     swap = find_swap(host, job.pid, job.name)
     if swap is None:
+        check_same_namespace(host, text)
         swap = out_by_driver(host, job.pid, job.name, job.uid)
     if swap is None or swap.state == BACK:
         raise NotFound(f"{job.title} is not swapped out", "see swapped jobs: gpushare swap list", code="not_out")
