@@ -172,6 +172,12 @@ def find_swap(host: Host, pid: int, name: str | None = None) -> Swap | None:
     return min(candidates, key=lambda swap: swap.state == BACK, default=None)
 
 
+def swapped_out(host: Host, job: Job) -> Swap | None:
+    """Return the record of a job that is out, lost or on its way; None: it is on the GPU, whatever an old record says."""
+    swap = find_swap(host, job.pid, job.name)
+    return None if swap is None or swap.state == BACK or is_back(host, swap) else swap
+
+
 def out_by_driver(host: Host, pid: int, name: str | None, uid: int | None) -> Swap | None:
     """Return a job without a readable record that the driver reports as swapped out; None: it is not.
 

@@ -28,10 +28,10 @@ from gpushare.memory.swap import (
     come_in,
     find_swap,
     guarded,
-    is_back,
     leaving_record,
     locked,
     lost_error,
+    swapped_out,
     taken_over,
 )
 from gpushare.plan import Loss, Plan, Step
@@ -194,10 +194,10 @@ class Mover:
 
     def _record_and_gpu(self, job: Job) -> tuple[Swap, Gpu]:
         """Return the record of a job that is about to leave its GPU or is swapped out, and the GPU of its memory."""
-        swap = find_swap(self._host, job.pid, job.name)
+        swap = swapped_out(self._host, job)
         if swap is not None and swap.state == LOST:
             raise lost_error(swap)
-        if swap is not None and swap.state != BACK and not is_back(self._host, swap):
+        if swap is not None:
             check_continues(self._host, swap)
             self._check_whole(job, swap)
             return taken_over(self._host, swap), self._gpu_by_uuid(swap.gpu_uuid, job)
@@ -293,8 +293,8 @@ class Mover:
         room = room_reserved(host, devices, wish.swap, self._seconds, self._limits, self._waiting)
         with room as device, guarded(host, self._say), locked(host, say=self._say):
             target = device.gpu
-            now = find_swap(host, wish.job.pid, wish.job.name)
-            if now is not None and now.state in {OUT, LOST} and not is_back(host, now):
+            now = swapped_out(host, wish.job)
+            if now is not None and now.state in {OUT, LOST}:
                 come_in(host, move.retargeted(taken_over(host, now), target.uuid or ""))
                 return
             move.move(host, wish.swap, target, lambda: processes_to_swap(host, wish.job), room_kept)

@@ -33,12 +33,12 @@ from gpushare.memory.swap import (
     find_swap,
     go_out,
     guarded,
-    is_back,
     is_on_its_way,
     leaving_record,
     locked,
     lost_error,
     out_by_driver,
+    swapped_out,
     swaps,
     taken_over,
 )
@@ -76,7 +76,10 @@ def plan_swap_out(host: Host, text: str, say: Callable[[str], None], *, dry_run:
     consent_to(host, job, "swaps out")
     check_host(host)
     repair_first(host, say, dry_run=dry_run)
-    _check_not_out(host, job)
+    present = swapped_out(host, job)
+    # The repair corrects no record of another user. If that user is swapping the job now, `go_out` waits for it.
+    if present is not None and not is_on_its_way(present):
+        raise _already_out_error(present)
     processes = processes_to_swap(host, job)
     losses = consent_to(host, job, "swaps out", [process.pid for process in processes])
     gpu, gpu_uuid = _gpu_to_leave(host, job, processes[0].gpus[0])
@@ -86,8 +89,8 @@ def plan_swap_out(host: Host, text: str, say: Callable[[str], None], *, dry_run:
     def act() -> None:
         """Swap the job out, unless that was done meanwhile."""
         with guarded(host, say), locked(host, say=say):
-            present = find_swap(host, job.pid, job.name)
-            if present is not None and present.state in {OUT, LOST} and not is_back(host, present):
+            present = swapped_out(host, job)
+            if present is not None and present.state in {OUT, LOST}:
                 raise _already_out_error(present)
             done.append(go_out(host, swap, lambda: processes_to_swap(host, job), room_kept))
 
@@ -102,14 +105,6 @@ def plan_swap_out(host: Host, text: str, say: Callable[[str], None], *, dry_run:
         do=act,
     )
     return SwapWork(Plan(title=gone, steps=(step,), undo=undo, consent=losses), swap, done)
-
-
-def _check_not_out(host: Host, job: Job) -> None:
-    """Raise InUse if a job is swapped out already."""
-    swap = find_swap(host, job.pid, job.name)
-    # The repair corrects no record of another user. If that user is swapping the job now, `go_out` waits for it.
-    if swap is not None and swap.state != BACK and not is_on_its_way(swap) and not is_back(host, swap):
-        raise _already_out_error(swap)
 
 
 def _gpu_to_leave(host: Host, job: Job, index: int) -> tuple[Gpu, str]:
