@@ -232,14 +232,10 @@ def _reused_uuids(seen: Examination) -> Iterator[tuple[str, str]]:
             continue
         with contextlib.suppress(GpushareError):
             for place in places_on(seen.host, gpu):
-                now = (place.instance.profile.name, place.instance.start)
+                now = place.instance
                 for named_there in mine:
-                    if (
-                        place.instance.placement.mask >> named_there.start & 1
-                        and (named_there.profile, named_there.start) != now
-                    ):
-                        meaning = f"{now[0]}:{now[1]} now, where {named_there.name} meant {named_there.profile}:{named_there.start}"
-                        yield place.mig.uuid, meaning
+                    if now.placement.mask >> named_there.start & 1 and named_there.place != now.place:
+                        yield place.mig.uuid, f"{now} now, where {named_there.name} meant {named_there}"
 
 
 def _absent_daemons(seen: Examination, environments: Mapping[int, Mapping[str, str]]) -> Iterator[Check]:

@@ -265,18 +265,15 @@ def _check_mig(host: HostDescription, plain: Sequence[GpuDescription], strategy:
 
 def _check_single_strategy(host: HostDescription, plain: Sequence[GpuDescription]) -> None:
     """Refuse strategy single, in the plugin's words, unless all devices are MIG devices of one profile."""
-    hint = "use --mig-strategy mixed"
-    if plain:
-        raise NotSupported(
-            "strategy single: all devices on the node must be configured with the same migEnabled value",
-            hint,
-            code="mig_single",
-        )
     empty = next((gpu.index for gpu in host.gpus if not gpu.mig), None)
-    if empty is not None:
-        raise NotSupported(f"strategy single: device {empty} has no MIG devices configured", hint, code="mig_single")
-    if len({mig.profile for _, mig in host.instances()}) > 1:
-        raise NotSupported("strategy single: more than one MIG device type present on node", hint, code="mig_single")
+    problems = (
+        (plain, "all devices on the node must be configured with the same migEnabled value"),
+        (empty is not None, f"device {empty} has no MIG devices configured"),
+        (len({mig.profile for _, mig in host.instances()}) > 1, "more than one MIG device type present on node"),
+    )
+    problem = next((text for holds, text in problems if holds), None)
+    if problem is not None:
+        raise NotSupported(f"strategy single: {problem}", "use --mig-strategy mixed", code="mig_single")
 
 
 def _replicas_by_resource(host: HostDescription, strategy: str) -> tuple[tuple[str, int], ...]:

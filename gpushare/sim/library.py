@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from gpushare.base.errors import NoPermission
 from gpushare.gpu_models import model_of
@@ -36,7 +36,6 @@ from gpushare.sim.state import (
     SimulatedGpu,
     SimulatedGpuInstance,
     SimulatedHostState,
-    SimulatedMigInstance,
     StateFile,
     initial_state,
     now,
@@ -93,11 +92,11 @@ def _set_compute_mode(library: SimulatedLibrary, target: Target, mode: Any) -> N
     wanted = abi.number(mode)
     if not 0 <= wanted < _COMPUTE_MODES:
         raise Refused(Code.INVALID_ARGUMENT)
-    with library.changed_gpu(target) as gpu:
+    with library.changed_host() as state:
         # EXCLUSIVE_THREAD is gone since CUDA 8; with MIG on there is only DEFAULT.
         if wanted == _EXCLUSIVE_THREAD or target.mig_enabled:
             raise Refused(Code.NOT_SUPPORTED)
-        gpu.compute_mode = wanted
+        state.gpus[target.handle.index].compute_mode = wanted
 
 
 def _mig_mode(_library: SimulatedLibrary, target: Target) -> tuple[int, int] | None:
@@ -354,6 +353,7 @@ RARE_ROOMS: Final = ("library_mig", "library_rare")
 # How long a look at real processes holds, in seconds: they end without anybody writing the state.
 _SETTLED_FOR: Final = 0.05
 _SUCCESS: Final = int(Code.SUCCESS)
+_Instance = TypeVar("_Instance", bound=SimulatedGpuInstance)
 
 
 class SimulatedLibrary:
@@ -430,18 +430,12 @@ class SimulatedLibrary:
         self._state = None
 
     @contextmanager
-    def changed_gpu(self, target: Target) -> Iterator[SimulatedGpu]:
-        """Yield a GPU to change, under the lock of the state file.
+    def changed_host(self) -> Iterator[SimulatedHostState]:
+        """Yield the host to change, under the lock of its file; a block that refuses must have changed nothing yet.
 
         Raises:
             Refused: NO_PERMISSION, every setter needs root; UNKNOWN by the fault ``fail-step``; what the block raises.
         """
-        with self.changed_host() as state:
-            yield state.gpus[target.handle.index]
-
-    @contextmanager
-    def changed_host(self) -> Iterator[SimulatedHostState]:
-        """Yield the host to change, as `changed_gpu`; a block that refuses must have changed nothing yet."""
         if not self.state.root:
             raise Refused(Code.NO_PERMISSION)
         refused: Refused | None = None
@@ -508,9 +502,13 @@ class SimulatedLibrary:
                 raise Refused(code)
         if handle.kind is HandleKind.GPU:
             return whole
+        devices = whole.gpu.mig if whole.mig_enabled else []
         if handle.kind is HandleKind.GPU_INSTANCE:
-            return Target(handle, whole.gpu, whole.model, gpu_instance=_gpu_instance_of(whole, handle))
-        instance = _mig_device_of(whole, handle)
+            owners: list[SimulatedGpuInstance] = [*devices, *(whole.gpu.bare if whole.mig_enabled else [])]
+            owner = first_matching(owners, lambda each: each.gpu_instance_id == handle.gpu_instance)
+            return Target(handle, whole.gpu, whole.model, gpu_instance=owner)
+        place = (handle.gpu_instance, handle.compute_instance)
+        instance = first_matching(devices, lambda each: each.place == place)
         return Target(handle, whole.gpu, whole.model, instance, instance)
 
     def _file_stamp(self) -> tuple[int, int, int] | None:
@@ -536,20 +534,9 @@ def _rare_entry_point(name: str) -> EntryPoint | None:
     return ENTRY_POINTS.get(name)
 
 
-def _mig_device_of(whole: Target, handle: Handle) -> SimulatedMigInstance:
-    """Return the MIG device of a handle; INVALID_ARGUMENT: it is gone."""
-    wanted = (handle.gpu_instance, handle.compute_instance)
-    for instance in whole.gpu.mig if whole.mig_enabled else []:
-        if instance.place == wanted:
-            return instance
-    # It was destroyed after the caller took the handle.
-    raise Refused(Code.INVALID_ARGUMENT)
-
-
-def _gpu_instance_of(whole: Target, handle: Handle) -> SimulatedGpuInstance:
-    """Return the GPU instance of a handle; INVALID_ARGUMENT: it is gone."""
-    everything: list[SimulatedGpuInstance] = [*whole.gpu.mig, *whole.gpu.bare] if whole.mig_enabled else []
-    for instance in everything:
-        if instance.gpu_instance_id == handle.gpu_instance:
+def first_matching(instances: Iterable[_Instance], matches: Callable[[_Instance], bool]) -> _Instance:
+    """Return the first instance that matches; INVALID_ARGUMENT: it was destroyed after the caller took the handle."""
+    for instance in instances:
+        if matches(instance):
             return instance
     raise Refused(Code.INVALID_ARGUMENT)

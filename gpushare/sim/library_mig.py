@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from gpushare.gpu_models import GpuModel
 from gpushare.mig.profile import Profile
@@ -13,7 +13,7 @@ from gpushare.sim import activity, mig
 from gpushare.sim import nvml_abi as abi
 from gpushare.sim.activity import Resident
 from gpushare.sim.devices import forget_gone
-from gpushare.sim.library import SimulatedLibrary
+from gpushare.sim.library import SimulatedLibrary, first_matching
 from gpushare.sim.mig import gpu_instance_id, gpu_instances, mig_uuid, occupied
 from gpushare.sim.nvml_abi import Code, Form, Handle, HandleKind, Kinds, On, Refused, Target
 from gpushare.sim.processes import holders_of
@@ -243,7 +243,6 @@ def _compute_info(_library: SimulatedLibrary, target: Target, info: Any) -> None
     abi.put_fields(struct.placement, {"start": span.start, "size": len(span)})
 
 
-_Instance = TypeVar("_Instance", bound=SimulatedGpuInstance)
 Placement = tuple[int, int] | None
 
 
@@ -315,7 +314,7 @@ def destroy_gpu_instance(gpu: SimulatedGpu, gpu_instance: int, residents: Sequen
         *(resident.gpu_instance_id for resident in residents),
     ]:
         raise Refused(Code.IN_USE)
-    gpu.bare.remove(_first_matching(gpu.bare, lambda each: each.gpu_instance_id == gpu_instance))
+    gpu.bare.remove(first_matching(gpu.bare, lambda each: each.gpu_instance_id == gpu_instance))
     forget_gone(gpu)
 
 
@@ -328,7 +327,7 @@ def create_compute_instance(
         Refused: INVALID_ARGUMENT, the GPU instance is gone, no such profile, or it cannot lie there; NOT_SUPPORTED,
             not in this GPU instance; INSUFFICIENT_RESOURCES, no room, or the place is taken.
     """
-    owner = _first_matching(gpu_instances(gpu), lambda each: each.gpu_instance_id == gpu_instance)
+    owner = first_matching(gpu_instances(gpu), lambda each: each.gpu_instance_id == gpu_instance)
     profile = model.profile(owner.profile)
     if profile is None or not 0 <= number < mig.PROFILE_COUNT:
         raise Refused(Code.INVALID_ARGUMENT)
@@ -369,21 +368,12 @@ def destroy_compute_instance(
     place = (gpu_instance, compute_instance)
     if any(resident.place == place for resident in residents):
         raise Refused(Code.IN_USE)
-    destroyed = _first_matching(gpu.mig, lambda part: part.place == place)
+    destroyed = first_matching(gpu.mig, lambda part: part.place == place)
     gpu.mig.remove(destroyed)
     if all(instance.gpu_instance_id != gpu_instance for instance in gpu.mig):
         gpu.bare.append(SimulatedGpuInstance(destroyed.profile, destroyed.start, gpu_instance))
         gpu.bare.sort(key=lambda each: each.gpu_instance_id)
     forget_gone(gpu)
-
-
-def _first_matching(instances: Sequence[_Instance], matches: Callable[[_Instance], bool]) -> _Instance:
-    """Return the first instance that matches; INVALID_ARGUMENT: none does."""
-    for instance in instances:
-        if matches(instance):
-            return instance
-    # Somebody else destroyed it after the handle was resolved.
-    raise Refused(Code.INVALID_ARGUMENT)
 
 
 def residents(state: SimulatedHostState, target: Target) -> list[Resident]:
