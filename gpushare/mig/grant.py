@@ -108,7 +108,7 @@ def access_steps(host: Host, named: NamedInstance, users: tuple[str, ...]) -> tu
     """
     grants, revokes = set(users) - set(named.users), set(named.users) - set(users)
     nodes: list[_Node] = []
-    with contextlib.suppress(*[NotSupported] if revokes else []):
+    with contextlib.suppress(*[NotSupported] if revokes and not grants else []):
         nodes = _nodes(host, named)
     if grants and not nodes:
         raise NotFound(
@@ -117,7 +117,7 @@ def access_steps(host: Host, named: NamedInstance, users: tuple[str, ...]) -> tu
             code="no_instance",
         )
     record, opening = _record_steps(host, named, users, root=bool(grants)), _node_steps(host, nodes, users)
-    # Until a crash is made good, the record names all whom the nodes may be for: it is written first for a grant.
+    # A grant is recorded before its nodes are opened, a revoke after they are closed: so a crash leaves something to redo.
     return (*opening, *record) if revokes else (*record, *opening)
 
 
