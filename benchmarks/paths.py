@@ -160,7 +160,7 @@ def verbs() -> Iterator[tuple[str, Callable[[], None], tuple[str, ...]]]:
     yield (
         "tune",
         nothing,
-        (*h200, "tune", *jobs, "--caps", "60", "--window", "0.3", "--keep", "10%"),
+        (*h200, "tune", *jobs, "--caps", "60", "--window", "0.3s", "--keep", "10%"),
     )
 
 
