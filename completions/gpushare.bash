@@ -65,8 +65,8 @@ _gpushare_node() {
       valued='--fail-on --host -o --output'
       ;;
     'explain')
-      options='-f --file --host -o --output -q --quiet -v --verbose --debug -h --help'
-      valued='-f --file --host -o --output'
+      options='--host -o --output -q --quiet -v --verbose --debug -h --help'
+      valued='--host -o --output'
       positional='@files'
       ;;
     'observe')
@@ -404,7 +404,6 @@ _gpushare_values() {
     -g|--gpu) printf '%s\n' '@gpus' ;;
     --replay) printf '%s\n' '@files' ;;
     --fail-on) printf '%s\n' 'failure warning' ;;
-    -f|--file) printf '%s\n' '@files' ;;
     --for) printf '%s\n' '@jobs' ;;
     --to) printf '%s\n' '@files' ;;
     --from) printf '%s\n' '@files' ;;
@@ -418,6 +417,7 @@ _gpushare_values() {
     --pipe-directory) printf '%s\n' '@files' ;;
     --model) printf '%s\n' 'a100-40gb a100-80gb a100-pcie a30 b200 b300 gb200 gb300 gh200 gh200-144gb h100 h100-nvl h100-pcie h20 h200 h200-nvl rtx-pro-4500 rtx-pro-5000 rtx-pro-6000 thor' ;;
     --evict) printf '%s\n' '@instances' ;;
+    -f|--file) printf '%s\n' '@files' ;;
     --forget) printf '%s\n' '@names' ;;
     --isolation) printf '%s\n' 'none quota fault full' ;;
     --pattern) printf '%s\n' 'interactive bursty steady' ;;

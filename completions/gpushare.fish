@@ -78,8 +78,6 @@ function __gpushare_valued
             return 0
         case --fail-on
             return 0
-        case -f --file
-            return 0
         case --for
             return 0
         case --to
@@ -153,6 +151,8 @@ function __gpushare_valued
         case --sm
             return 0
         case --evict
+            return 0
+        case -f --file
             return 0
         case -c --config
             return 0
@@ -349,7 +349,6 @@ complete -c gpushare -n '__gpushare_at doctor' -s q -l quiet -d 'Print no notes,
 complete -c gpushare -n '__gpushare_at doctor' -s v -l verbose -d 'Print more: each step of a change, for example.'
 complete -c gpushare -n '__gpushare_at doctor' -l debug -d 'Show the traceback of an error.'
 complete -c gpushare -n '__gpushare_at doctor' -s h -l help -d 'Show the help and exit.'
-complete -c gpushare -n '__gpushare_at explain' -s f -l file -r -F -d 'A log; - is stdin.'
 complete -c gpushare -n '__gpushare_at explain' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at explain' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'
 complete -c gpushare -n '__gpushare_at explain' -s q -l quiet -d 'Print no notes, and nothing about a change that succeeded.'

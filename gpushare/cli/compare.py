@@ -92,15 +92,13 @@ def compare(
 
 
 def _parse_view(text: str | None) -> View | None:
-    """Return the view with this name or beginning; None: none is named."""
-    if text is None:
-        return None
-    views = [view for view in View if view.value.startswith(text.lower())] if text else []
-    if len(views) != 1:
+    """Return the view with this name; None: none is named."""
+    try:
+        return None if text is None else View(text.lower())
+    except ValueError:
         raise BadUsage(
-            f"{quoted(text)} is not a view of the table", "give --view published, today or host", code="bad_view"
-        )
-    return views[0]
+            f"{quoted(text or '')} is not a view of the table", "give --view published, today or host", code="bad_view"
+        ) from None
 
 
 # gpushare needs R470 or later; a branch has three digits.

@@ -16,7 +16,7 @@ from gpushare.base.errors import BadUsage, NotFound, OperationFailed
 from gpushare.base.package import package_rows
 from gpushare.base.units import counted
 from gpushare.base.values import dataclass
-from gpushare.cli.options import Command, argument, option, settings, verb
+from gpushare.cli.options import Command, argument, settings, verb
 from gpushare.show.legend import HEADS
 from gpushare.show.result import Result
 from gpushare.show.text import visible, wrapped
@@ -32,7 +32,6 @@ def explain(
         "[CODE|TEXT|FILE]...",
         "805, CUDA_ERROR_..., Xid 31, exit code 143, a log line, a log file, or a concept; - is stdin.",
     ),
-    file: str | None = option("-f --file", "FILE", "A log; - is stdin."),
 ) -> Any:
     """Explain a CUDA or NVML error, an Xid, MPS logs, an error code of gpushare (in_use), an exit code, a check of doctor, or a concept.
 
@@ -46,7 +45,7 @@ def explain(
     DCGM, NVML, GPM, Prometheus, nvidia-smi, persistence, Xid, reboot, architecture, static partitions, utilization, MPS
     utilization; and each column of `status` and `jobs`.
     """
-    path = _log_path(words, file)
+    path = _log_path(words)
     if path is None:
         text = " ".join(words or ())
         own = (*_column_matches(text), *_check_matches(text))
@@ -161,16 +160,12 @@ def _check_matches(text: str) -> tuple[Match, ...]:
     )
 
 
-def _log_path(words: list[str] | None, file: str | None) -> str | None:
+def _log_path(words: list[str] | None) -> str | None:
     """Return the path of the log to read; None: the words are to be explained.
 
     Raises:
-        BadUsage: words and a file are given, or nothing.
+        BadUsage: nothing is given.
     """
-    if file is not None:
-        if words:
-            raise BadUsage("words cannot be combined with --file", "give one of them", code="two_sources")
-        return file
     if words == ["-"]:
         return "-"
     if words:
@@ -196,8 +191,6 @@ def _open_log(path: str) -> contextlib.AbstractContextManager[IO[bytes]]:
         return contextlib.nullcontext(sys.stdin.buffer)
     try:
         return open(path, "rb")
-    except FileNotFoundError:
-        raise NotFound(f"there is no file {path}", "give a log, or pipe it in", code="no_file") from None
     except OSError as error:
         raise OperationFailed(
             f"{path} cannot be read: {error.strerror}", "read it as its owner, or as root", code="bad_file"

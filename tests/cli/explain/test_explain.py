@@ -264,7 +264,7 @@ def test_a_log_begins_with_a_verdict_and_normal_lines_are_for_verbose(cli: Cli, 
     assert answer.out.startswith("verdict: The server is recovering from a fatal fault")
     assert "line 6 of 7; 2 kinds of errors in all." in " ".join(answer.out.split())
     assert "NEW SERVER" not in answer.out
-    whole = " ".join(cli("explain", "-v", "-f", str(log), host=None).ok().out.split())
+    whole = " ".join(cli("explain", "-v", str(log), host=None).ok().out.split())
     assert "NEW SERVER 512: Ready (and 1 more like it)" in whole
     data = cli("explain", str(log), host=None, output="json").ok().data
     assert data["lines"] == 7
@@ -292,10 +292,8 @@ def test_a_log_comes_through_a_pipe() -> None:
 
 
 def test_wrong_files(refused: Refused, tmp_path: Path) -> None:
-    refused("explain", "-f", str(tmp_path / "none"), code="no_file", exit_code=6)
-    refused("explain", "-f", str(tmp_path / "none"), "805", code="two_sources", exit_code=2)
     (tmp_path / "log").write_text("all is well\n")
-    refused("explain", "-f", str(tmp_path / "log"), code="not_explained", exit_code=6)
+    refused("explain", str(tmp_path / "log"), code="not_explained", exit_code=6)
 
 
 def test_control_characters_of_a_log_do_not_reach_the_terminal(cli: Cli) -> None:
