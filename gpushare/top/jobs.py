@@ -59,11 +59,8 @@ def _number_text(value: float | None, digits: int = 0) -> str:
 _STATE_COLOURS: Final = {RUNNING: "text", PAUSED: "warn", "lost": "bad", ENDED: "dim", "-": "dim"}
 
 
-def _state_cell(row: Row) -> tuple[str, str]:
+def _state_cell(job: ListedJob) -> tuple[str, str]:
     """Return the text and the colour of a job's state: what is wrong with it comes first."""
-    job = row.job
-    if row.member is not None:
-        return "", "dim"
     if job.line is not None:
         return f"waits #{job.line.place}", "warn"
     if job.state == ENDED:
@@ -73,9 +70,7 @@ def _state_cell(row: Row) -> tuple[str, str]:
     return job.state, _STATE_COLOURS.get(job.state, "warn")
 
 
-def _role_cell(row: Row) -> tuple[str, str]:
-    words = {"production": ("prod", "good"), "opportunistic": ("opport", "text"), "plain": ("plain", "dim")}
-    return words.get(row.job.role or "", ("-", "dim")) if row.member is None else ("", "dim")
+_ROLE_CELLS: Final = {"production": ("prod", "good"), "opportunistic": ("opport", "text"), "plain": ("plain", "dim")}
 
 
 def _way_text(job: ListedJob) -> str:
@@ -120,66 +115,63 @@ def _name_cell(row: Row) -> tuple[str, str]:
     return visible(program_of(row.job)), "text" if row.job.name is not None else "dim"
 
 
-def _of_job(get: Callable[[ListedJob], Any]) -> Callable[[Row], Any]:
-    """Return what a job has, and a process in the tree has not."""
-    return lambda row: None if row.member is not None else get(row.job)
+def _of_job(
+    key: str,
+    title: str,
+    width: int,
+    get: Callable[[ListedJob], Any],
+    show: Callable[[Any], str] = visible,
+    colour: str = "text",
+    *,
+    cell: Callable[[ListedJob], tuple[str, str]] | None = None,
+    **more: bool,
+) -> Column:
+    """Return a column about jobs, whose processes in the tree have nothing there.
 
+    It shows what ``get`` returns, a dash if that is None; ``cell`` returns another text, with its colour.
+    """
 
-def _cell(
-    get: Callable[[ListedJob], Any], show: Callable[[Any], str], colour: str = "text"
-) -> Callable[[Row], tuple[str, str]]:
-    """Return a column's function: the text and colour of a row. Processes of a job below it have an empty cell."""
-
-    def cell(row: Row) -> tuple[str, str]:
+    def cell_of(row: Row) -> tuple[str, str]:
+        """Return the text and the colour of a row."""
         if row.member is not None:
             return "", "dim"
+        if cell is not None:
+            return cell(row.job)
         value = get(row.job)
         return ("-", "dim") if value is None else (show(value), colour)
 
-    return cell
+    return Column(key, title, width, lambda row: None if row.member is not None else get(row.job), cell_of, **more)
 
 
-def _cpu_percent(row: Row) -> float | None:
-    return None if row.use is None else row.use.cpu_percent
-
-
-def _ram_bytes(row: Row) -> int | None:
-    return None if row.use is None else row.use.memory_bytes
-
-
-def _memory_cell(row: Row) -> tuple[str, str]:
-    job = row.job
-    if row.member is not None:
-        return "", "dim"
+def _memory_cell(job: ListedJob) -> tuple[str, str]:
+    """Return the memory of a job and its colour; in brackets what is out of the GPU."""
     if job.swapped_bytes and not job.memory_used_bytes:
         return f"({size_text(job.swapped_bytes)})", "warn"
     return size_text(job.memory_used_bytes), "bad" if is_over(job) else "text"
 
 
-def _sm_cell(row: Row) -> tuple[str, str]:
-    if row.member is not None:
-        return "", "dim"
-    value = row.job.sm_percent
-    return _number_text(value), "dim" if not value else "util"
+def _cpu_cell(row: Row) -> tuple[str, str]:
+    percent = None if row.use is None else row.use.cpu_percent
+    return _number_text(percent), "text" if percent else "dim"
 
 
 COLUMNS: Final = (
-    Column("job", "JOB", 14, _of_job(program_of), _name_cell),
+    Column("job", "JOB", 14, lambda row: None if row.member is not None else program_of(row.job), _name_cell),
     Column("pid", "PID", 7, lambda row: row.job.pid if row.member is None else row.member.pid, lambda row: (str(row.member.pid if row.member else row.job.pid or "-"), "dim"), right=True),
-    Column("state", "STATE", 9, lambda row: _state_cell(row)[0], _state_cell),
-    Column("user", "USER", 7, _of_job(lambda job: job.user), _cell(lambda job: job.user, visible)),
-    Column("role", "ROLE", 6, _of_job(lambda job: job.role), _role_cell),
-    Column("gpu", "GPU", 3, _of_job(lambda job: job.gpu_indexes or None), _cell(lambda job: job.gpu_indexes or None, ranges), right=True),
-    Column("sm", "SM%", 4, _of_job(lambda job: job.sm_percent), _sm_cell, right=True, falls=True),
-    Column("memory", "MEM", 6, _of_job(lambda job: job.memory_used_bytes), _memory_cell, right=True, falls=True),
-    Column("limit", "LIMIT", 5, _of_job(lambda job: job.whole_limit_bytes), _cell(lambda job: job.whole_limit_bytes, size_text, "dim"), right=True, falls=True),
-    Column("way", "WAY", 10, _of_job(lambda job: job.way), _cell(lambda job: None if job.way is None else _way_text(job), visible)),
-    Column("cpu", "CPU%", 5, _cpu_percent, lambda row: (_number_text(_cpu_percent(row)), "dim" if not _cpu_percent(row) else "text"), right=True, falls=True),
-    Column("age", "AGE", 4, _of_job(lambda job: job.since_seconds), _cell(lambda job: job.since_seconds, age, "dim"), right=True, falls=True),
-    Column("ram", "RAM", 5, _ram_bytes, lambda row: (size_text(_ram_bytes(row)), "text"), right=True, falls=True),
-    Column("threads", "THR%", 4, _of_job(lambda job: job.threads_percent), _cell(lambda job: job.threads_percent, lambda value: f"{value:g}"), right=True, falls=True),
-    Column("slice", "SLICE", 7, _of_job(lambda job: job.slice_us), _cell(lambda job: job.slice_us, format_slice), right=True, falls=True),
-    Column("container", "CONTAINER", 12, _of_job(lambda job: job.container), _cell(lambda job: job.container, lambda name: visible(container_name(name)), "dim")),
+    _of_job("state", "STATE", 9, lambda job: _state_cell(job)[0], cell=_state_cell),
+    _of_job("user", "USER", 7, lambda job: job.user),
+    _of_job("role", "ROLE", 6, lambda job: job.role, cell=lambda job: _ROLE_CELLS.get(job.role or "", ("-", "dim"))),
+    _of_job("gpu", "GPU", 3, lambda job: job.gpu_indexes or None, ranges, right=True),
+    _of_job("sm", "SM%", 4, lambda job: job.sm_percent, cell=lambda job: (_number_text(job.sm_percent), "util" if job.sm_percent else "dim"), right=True, falls=True),
+    _of_job("memory", "MEM", 6, lambda job: job.memory_used_bytes, cell=_memory_cell, right=True, falls=True),
+    _of_job("limit", "LIMIT", 5, lambda job: job.whole_limit_bytes, size_text, "dim", right=True, falls=True),
+    _of_job("way", "WAY", 10, lambda job: job.way, cell=lambda job: (visible(_way_text(job)), "dim" if job.way is None else "text")),
+    Column("cpu", "CPU%", 5, lambda row: row.use and row.use.cpu_percent, _cpu_cell, right=True, falls=True),
+    _of_job("age", "AGE", 4, lambda job: job.since_seconds, age, "dim", right=True, falls=True),
+    Column("ram", "RAM", 5, lambda row: row.use and row.use.memory_bytes, lambda row: (size_text(None if row.use is None else row.use.memory_bytes), "text"), right=True, falls=True),
+    _of_job("threads", "THR%", 4, lambda job: job.threads_percent, lambda value: f"{value:g}", right=True, falls=True),
+    _of_job("slice", "SLICE", 7, lambda job: job.slice_us, format_slice, right=True, falls=True),
+    _of_job("container", "CONTAINER", 12, lambda job: job.container, lambda name: visible(container_name(name)), "dim"),
     Column("command", "COMMAND", 20, lambda row: _command_cell(row)[0], _command_cell),
 )  # fmt: skip
 BY_KEY: Final[Mapping[str, Column]] = {column.key: column for column in COLUMNS}
