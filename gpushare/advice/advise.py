@@ -13,7 +13,7 @@ from gpushare.advice.place import place
 from gpushare.advice.questions import QUESTIONS, other_answers
 from gpushare.advice.recipe import may_pause, recipe
 from gpushare.advice.rules import Kind, Outcome, WayVerdict, verdicts
-from gpushare.advice.situation import Budget, Situation, instances_sentence
+from gpushare.advice.situation import Budget, LeavingCost, Situation, instances_sentence
 from gpushare.advice.steps import AdviceStep, Recipe, join_recipes
 from gpushare.advice.ways import ALL_MIG, CONCURRENT, LEAVING
 from gpushare.base.model import Way
@@ -22,7 +22,6 @@ from gpushare.base.units import GIB, format_bytes, ranges
 if TYPE_CHECKING:
     from gpushare.advice.case import Case
     from gpushare.advice.place import Part
-    from gpushare.advice.situation import LeavingCost
     from gpushare.base.benchmark import BenchAnswer
 
 
@@ -254,24 +253,6 @@ class MemoryAnswer(Budget):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CostAnswer:
-    """What it costs to move jobs off the GPU and back, and the source of the figures."""
-
-    memory_bytes: int
-    out_seconds: float
-    in_seconds: float
-    turn_seconds: float | None
-    kept_share: float | None
-    wait_seconds: float | None
-    host_bytes: int
-    estimated: bool
-    source: str
-    switch_seconds: float
-    host_free_bytes: int | None
-    sentence: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class MeasuredAnswer:
     """How the measurement changed the answer of the rules."""
 
@@ -302,7 +283,7 @@ class AdviceAnswer:
     conditions: list[str]
     risks: list[str]
     not_protected: list[str]
-    cost: CostAnswer | None
+    cost: LeavingCost | None
     memory: MemoryAnswer
     commands: tuple[AdviceStep, ...]
     undo: tuple[AdviceStep, ...]
@@ -327,7 +308,6 @@ def advice_answer(advice: Advice) -> AdviceAnswer:
     names = list(dict.fromkeys(gpu.name for part in advice.parts for gpu in part.situation.spread if gpu.name))
     title = situation.gpu.title if len(gpus) == 1 else f"GPUs {ranges(gpus)}"
     conditions = [] if best is None else [reason.text for reason in best.of(Kind.CONDITION)]
-    cost = None if best is None or best.way not in LEAVING else situation.leaving_cost(best.way)
     return AdviceAnswer(
         winner=None if best is None else best.way.value,
         answer=_title_of(advice),
@@ -342,7 +322,7 @@ def advice_answer(advice: Advice) -> AdviceAnswer:
         conditions=conditions,
         risks=[] if best is None else _risks(situation, best.way, made),
         not_protected=[] if best is None else _gaps(situation, best.way),
-        cost=None if cost is None else _cost_answer(situation, cost),
+        cost=None if best is None or best.way not in LEAVING else situation.leaving_cost(best.way),
         memory=_memory_answer(advice),
         commands=() if made is None else made.lines,
         undo=() if made is None else made.undo,
@@ -527,15 +507,6 @@ def _risks(situation: Situation, way: Way, made: Recipe | None) -> list[str]:
             ]
         return ["nothing limits memory: one program can use up what the others need, and they run out of memory"]
     return []
-
-
-def _cost_answer(situation: Situation, cost: LeavingCost) -> CostAnswer:
-    """Return the cost of leaving the GPU as it is printed, in tenths of a second."""
-    seconds = {
-        name: round(value, 1) if name.endswith("_seconds") and value else value
-        for name, value in {**vars(cost), "switch_seconds": cost.switch_seconds}.items()
-    }
-    return CostAnswer(**seconds, host_free_bytes=situation.host.host_memory_bytes, sentence=cost.sentence())
 
 
 def _memory_answer(advice: Advice) -> MemoryAnswer:

@@ -8,13 +8,13 @@ from typing import Final
 from gpushare.advice.case import Isolation, Pattern, Role, any_of
 from gpushare.advice.facts import no_static_partitions
 from gpushare.advice.situation import Situation, instance_title, limit_for
+from gpushare.advice.steps import FIRST_SLICES
 from gpushare.advice.ways import ALL_MPS, LEAVING
 from gpushare.base.model import ComputeMode, Way
 from gpushare.base.units import format_bytes
 
 Condition = Callable[[Situation, Way], "bool | None"]
-# The driver's calls for the slice of a process are the same from this branch on; the first that copies a job out of a GPU.
-_FIRST_SLICES: Final = 515
+# The first driver branch that copies a job out of a GPU.
 _FIRST_CHECKPOINT: Final = 570
 # Up to this target, in seconds, no priority under MPS keeps the p99 (Tally-bench: a server that answers in 4 ms).
 _MILLISECONDS: Final = 0.005
@@ -311,7 +311,7 @@ CONDITIONS: Final[Mapping[str, Condition]] = {
     "one_process_at_a_time": lambda s, _: (
         s.several and s.shut and (s.may_be_root is False or s.gpu.instance is not None)
     ),
-    "driver_before_slices": _driver_before(_FIRST_SLICES),
+    "driver_before_slices": _driver_before(FIRST_SLICES),
     "driver_before_checkpoint": _driver_before(_FIRST_CHECKPOINT),
     "no_static_partitions": _no_static,
     # MIG
@@ -393,7 +393,7 @@ def _programs_here(s: Situation, _: Way) -> str:
 
 def _cost_text(s: Situation, way: Way) -> str:
     cost = s.leaving_cost(way)
-    return "" if cost is None else cost.sentence()
+    return "" if cost is None else cost.sentence
 
 
 def _host_needed(s: Situation, way: Way) -> str:

@@ -111,8 +111,6 @@ class HostFacts:
 
     host: str
     driver: str | None = None
-    # The branch: 580 of 580.159.04.
-    driver_major: int | None = None
     root: bool = False
     uid: int = 0
     gpus: tuple[GpuFacts, ...] = ()
@@ -124,6 +122,11 @@ class HostFacts:
     ask_mps_version: Callable[[], int | None] = _unknown
     # Looks for the jobs that run, once; by default there are none.
     ask_jobs: Callable[[], tuple[RunningJob, ...]] = tuple
+
+    @property
+    def driver_major(self) -> int | None:
+        """Return the branch of the driver: 580 of 580.159.04."""
+        return driver_branch(self.driver)
 
     @property
     def jobs(self) -> tuple[RunningJob, ...]:
@@ -157,7 +160,7 @@ def no_static_partitions(host: HostFacts, gpu: GpuFacts) -> tuple[str, ...]:
     if gpu.compute_capability is not None and gpu.compute_capability < _AMPERE:
         lacks.append(f"an older GPU ({gpu.name or 'compute capability ' + '.'.join(map(str, gpu.compute_capability))})")
     if host.driver_major is not None and host.driver_major <= _BEFORE_590:
-        lacks.append(f"driver {host.driver or host.driver_major}")
+        lacks.append(f"driver {host.driver}")
     elif host.mps_version is not None and host.mps_version < _MPS_60:
         # A container may contain an older program than the driver.
         lacks.append(f"MPS {host.mps_version}")
@@ -169,12 +172,11 @@ def host_facts(state: HostState) -> HostFacts:
 
     Programs run only when somebody asks for what they say.
     """
-    gpus, driver = state.gpus, state.driver_version
+    gpus = state.gpus
     daemons = tuple(row.daemon for row in or_none(lambda: state.daemons) or ())
     return HostFacts(
         host=state.host.spec,
-        driver=driver,
-        driver_major=driver_branch(driver),
+        driver=state.driver_version,
         root=state.host.root,
         uid=state.host.uid,
         gpus=tuple(_gpu_facts(state, gpu, daemons) for gpu in gpus),

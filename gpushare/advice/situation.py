@@ -170,27 +170,34 @@ def equal_limit(usable: int, processes: int) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class LeavingCost:
-    """What it costs that jobs leave the GPU, for the largest of them. ``turn_seconds`` is None if there are no turns."""
+    """What it costs that jobs leave the GPU, for the largest of them, in tenths of a second, and the source of the figures.
+
+    ``turn_seconds`` is None if there are no turns.
+    """
 
     memory_bytes: int
     out_seconds: float
     in_seconds: float
     turn_seconds: float | None
-    # How fast the jobs run, as a part of the speed that they have one after another.
+    # The speed of the jobs in turns, relative to their speed one after another; None: there are no turns.
     kept_share: float | None
-    # How long each job waits for its next turn, where only one fits at a time.
+    # How long a job waits for its next turn, where only one fits at a time; None: it does not.
     wait_seconds: float | None
-    # Free host memory that the copies need.
+    # The free host memory that the copies need.
     host_bytes: int
-    # No job as large was measured.
+    # The free host memory now; None: unknown.
+    host_free_bytes: int | None
+    # Whether the times are estimated from smaller jobs, because no job of this size was measured.
     estimated: bool
     source: str
+    json_properties: ClassVar = ("switch_seconds", "sentence")
 
     @property
     def switch_seconds(self) -> float:
         """Return how long it takes until one job is out and the next is back."""
-        return self.out_seconds + self.in_seconds
+        return round(self.out_seconds + self.in_seconds, 1)
 
+    @property
     def sentence(self) -> str:
         """Return the cost as text."""
         out, back, host = _about_text(self.out_seconds), _about_text(self.in_seconds), format_bytes(self.host_bytes)
@@ -687,12 +694,13 @@ class Situation:
         alone = turn is not None and one_place and self.case.processes is not None
         return LeavingCost(
             memory_bytes=largest,
-            out_seconds=out,
-            in_seconds=back,
-            turn_seconds=turn,
+            out_seconds=round(out, 1),
+            in_seconds=round(back, 1),
+            turn_seconds=None if turn is None else round(turn, 1),
             kept_share=None if turn is None else kept_share(turn, out + back),
-            wait_seconds=((self.case.processes or 2) - 1) * ((turn or 0) + out + back) if alone else None,
+            wait_seconds=round(((self.case.processes or 2) - 1) * ((turn or 0) + out + back), 1) if alone else None,
             host_bytes=host_bytes(sum(size * count for size, count in leavers)),
+            host_free_bytes=self.host.host_memory_bytes,
             estimated=beyond_measured(largest),
             source=SOURCE,
         )

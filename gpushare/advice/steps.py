@@ -138,8 +138,8 @@ def _selector(gpus: Iterable[int]) -> str:
 _NEEDS_NO_ROOT: Final = frozenset({Verb.MPS_START, Verb.MPS_SET, Verb.MPS_STOP})
 # The driver's own slice: given to a job, it says that the job runs outside MPS.
 OWN_SLICE: Final = "2ms"
-# The first driver whose calls for slices are known.
-_FIRST_SLICES: Final = 515
+# The driver's calls for the slice of a process are the same from this branch on.
+FIRST_SLICES: Final = 515
 
 
 @dataclass
@@ -160,7 +160,7 @@ class Steps:
     @property
     def own_slice(self) -> str | None:
         """Return the driver's own slice, which takes a job out of MPS; None where no job can have one."""
-        return OWN_SLICE if (self.s.host.driver_major or _FIRST_SLICES) >= _FIRST_SLICES else None
+        return OWN_SLICE if (self.s.host.driver_major or FIRST_SLICES) >= FIRST_SLICES else None
 
     @property
     def gpu(self) -> str:

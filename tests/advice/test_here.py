@@ -65,13 +65,12 @@ T4 = GpuFacts(
 HOST = HostFacts(
     host="here",
     driver="580.159.04",
-    driver_major=580,
     root=True,
     gpus=(H200,),
     mps_program=True,
     ask_mps_version=lambda: 13000,
 )
-NEW = replace(HOST, driver="615.71.09", driver_major=615, ask_mps_version=lambda: 13040)
+NEW = replace(HOST, driver="615.71.09", ask_mps_version=lambda: 13040)
 
 
 def said(way: Way, row: str, host: HostFacts = HOST, gpu: GpuFacts = H200) -> str | None:
@@ -88,7 +87,7 @@ def said(way: Way, row: str, host: HostFacts = HOST, gpu: GpuFacts = H200) -> st
         (replace(HOST, ask_mps_version=lambda: 13010), H200, 60),
         (replace(HOST, ask_mps_version=lambda: None), H200, 48),
         (replace(NEW, ask_mps_version=lambda: None), H200, 60),
-        (replace(HOST, driver=None, driver_major=None, ask_mps_version=lambda: None), H200, 48),
+        (replace(HOST, driver=None, ask_mps_version=lambda: None), H200, 48),
         (NEW, replace(H200, compute_capability=(6, 1)), 16),
     ],
 )
@@ -335,12 +334,9 @@ FACTS = st.builds(
     version=st.none() | st.just(13040),
 )
 def test_no_unknown_fact_breaks_a_cell(gpu, driver, root, version):
-    from gpushare.advice.table import driver_branch
-
     host = HostFacts(
         host="h",
         driver=driver,
-        driver_major=driver_branch(driver),
         root=root,
         mps_program=True,
         ask_mps_version=lambda: version,

@@ -56,7 +56,7 @@ def short_on(facts: dict[str, Any]) -> Example:
 SHORT = short()
 SHORT_PAIR = of(*({**job, "memory": "60G", "users": "same"} for job in PAIR))
 OLD = {"compute_capability": (6, 0)}
-NEW = {"driver": "595.45.04", "driver_major": 595, "mps_version": 13020}
+NEW = {"driver": "595.45.04", "mps_version": 13020}
 ON = {"mig_enabled": True}
 
 
@@ -197,7 +197,7 @@ EXAMPLES: dict[str, tuple[str, Example, Example]] = {
     "production-gaps": ("slices", of({**PAIR[0], "gaps": True}, PAIR[1]), of({**PAIR[0], "latency": "10ms"}, PAIR[1])),
     "production-slices": ("slices", of(*PAIR), of({**PAIR[0], "gaps": True}, PAIR[1])),
     "production-no-gaps": ("slices", of({**PAIR[0], "gaps": False}, PAIR[1]), of(*PAIR)),
-    "slices-old-driver": ("slices", of(*PAIR, facts={"driver": "470.82", "driver_major": 470}), of(*PAIR)),
+    "slices-old-driver": ("slices", of(*PAIR, facts={"driver": "470.82"}), of(*PAIR)),
     "slices-no-vms": ("slices", of(*PAIR, {"vms": True}), of(*PAIR)),
     "slices-latency": ("slices", of({**PAIR[0], "latency": "10ms"}, PAIR[1]), of(*PAIR)),
     "weights-slices": ("slices", four(weights=True, users="different"), four(weights=True)),
@@ -229,7 +229,7 @@ EXAMPLES: dict[str, tuple[str, Example, Example]] = {
     # -- jobs that leave the GPU
     "leaving-one": ("turns", one(), SHORT),
     "leaving-fits": ("turns", of({"processes": 2, "memory": "6G"}), SHORT),
-    "leaving-driver": ("turns", short_on({"driver_major": 565}), SHORT),
+    "leaving-driver": ("turns", short_on({"driver": "565.57"}), SHORT),
     "leaving-instance": ("swap", short_on({"instance": "MIG-1"}), SHORT),
     "leaving-peers": ("turns", short(nccl=True), SHORT),
     "leaving-ipc": ("turns", short(ipc=True), SHORT),

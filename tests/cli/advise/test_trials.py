@@ -109,7 +109,7 @@ def test_plain_output_says_how_often_a_line_is_run(cli: Any) -> None:
 def test_clients_are_counted_as_compare_counts_them(cli: Any) -> None:
     from tests.advice.conftest import situation_of
 
-    new = {"driver": "595.45.04", "driver_major": 595}
+    new = {"driver": "595.45.04"}
     assert situation_of({"processes": 60}, host="h200", facts={**new, "mps_version": 13000}).mps_clients == 48
     assert situation_of({"processes": 60}, host="h200", facts={**new, "mps_version": 13010}).mps_clients == 60
 
