@@ -112,7 +112,6 @@ class HostFacts:
     host: str
     driver: str | None = None
     root: bool = False
-    uid: int = 0
     gpus: tuple[GpuFacts, ...] = ()
     # What a process started here can still get: the machine's free memory, and what its cgroup allows.
     host_memory_bytes: int | None = None
@@ -178,7 +177,6 @@ def host_facts(state: HostState) -> HostFacts:
         host=state.host.spec,
         driver=state.driver_version,
         root=state.host.root,
-        uid=state.host.uid,
         gpus=tuple(_gpu_facts(state, gpu, daemons) for gpu in gpus),
         host_memory_bytes=or_none(lambda: state.host.machine.free_memory(os.getpid())),
         mps_program=state.mps_installed,

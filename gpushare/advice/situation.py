@@ -238,20 +238,15 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True)
 class Slices:
-    """One profile per share, in order; or why there are none, and how many of the largest share would fit."""
+    """One profile per share, in order; or why there are none."""
 
     profiles: tuple[Profile, ...] = ()
     why_not: str | None = None
-    most: int | None = None
 
     @property
     def wish(self) -> Wish:
         counts = Counter(sorted((profile.name for profile in self.profiles), reverse=True))
         return tuple(Request(profile=name, count=count) for name, count in counts.items())
-
-    @property
-    def words(self) -> list[str]:
-        return [str(request) for request in self.wish]
 
 
 # A share of SMs that an instance nearly has may be enough: a 3g of an A100 has 42 SMs, and 44 are asked for.
@@ -278,16 +273,14 @@ def _slices_for(layout: Layout, shares: tuple[Share, ...], kept: tuple[GpuInstan
     smallest = [_smallest_holding(kinds[share.graphics], share) for share in shares]
     too_large = next((share for share, profile in zip(shares, smallest, strict=True) if profile is None), None)
     if too_large is not None:
-        return Slices(
-            why_not=f"no instance has {too_large}{_largest_text(kinds[too_large.graphics], too_large)}", most=0
-        )
+        return Slices(why_not=f"no instance has {too_large}{_largest_text(kinds[too_large.graphics], too_large)}")
     chosen = [profile for profile in smallest if profile is not None]
     if not _fit_together(room, chosen):
         worst = max(shares)
         needed = chosen[shares.index(worst)]
         most_that_fit = _most_that_fit(room, needed)
         reason = f"{len(shares)} instances with {worst} do not fit: {most_that_fit or 'none'} of {needed.name} would"
-        return Slices(why_not=reason, most=most_that_fit)
+        return Slices(why_not=reason)
     if all(share.percent for share in shares):
         weighted = _weighted_profiles(room, [kinds[share.graphics] for share in shares], shares)
         if weighted is not None:
@@ -919,7 +912,7 @@ class Situation:
         """Return the instances for these shares: next to all that is there, else next to what must stay."""
         most = self.most_instances
         if most is not None and len(shares) > most:
-            return Slices(why_not=f"{len(shares)} instances are wanted, and this GPU has at most {most}", most=most)
+            return Slices(why_not=f"{len(shares)} instances are wanted, and this GPU has at most {most}")
         if self.gpu.mig_enabled and layout.instances:
             # Next to all that exists; with --destroy, otherwise, next to what is in use.
             for stay in dict.fromkeys((layout.instances, self.kept)):

@@ -37,14 +37,14 @@ import stat
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, field, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 from gpushare.base import errors
 from gpushare.base.errors import GpushareError, OperationFailed, TimedOut
 from gpushare.base.package import package_rows
 from gpushare.base.typed import Count, Pid, Shown, parsed
-from gpushare.base.values import NOT_STORED, dataclass
+from gpushare.base.values import dataclass
 from gpushare.host.identity import GONE, HOST_PID_SPACE, Identity, parent_of, pid_space, real_uid, stat_fields
 
 if TYPE_CHECKING:
@@ -192,13 +192,11 @@ class Channels:
     """The channel groups of a process, as a scan found them. Later calls need nothing else; no descriptor stays open.
 
     ``started`` is its start time in clock ticks since boot, which tells it from a later process with the same PID.
-    ``seconds`` is how long the scan took, without the start of the child process.
     """
 
     pid: Pid
     started: Count
     groups: tuple[Group, ...]
-    seconds: float = field(default=0.0, metadata=NOT_STORED)
 
     @functools.cached_property
     def handles(self) -> list[_GroupHandles]:
@@ -606,7 +604,7 @@ def _find_groups(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, An
             if group.engine == "compute" and not groups_before and request.get("probe", True):
                 _probe(opened[group.descriptor], group)
         started = process.identity.started
-    return {"started": started, "groups": [asdict(group) for group in groups], "seconds": time.monotonic() - began}
+    return {"started": started, "groups": [asdict(group) for group in groups]}
 
 
 def _newest_client(files: KernelFiles) -> int | None:
@@ -861,7 +859,7 @@ def _set_slices(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, Any
     wanted = request["microseconds"]
     with _opened_groups(files, request) as groups:
         before = [file.slice_of(group.client, group.handle) for file, group in groups]
-        began, changed = time.monotonic(), 0
+        changed = 0
         try:
             for file, group in groups:
                 changed += 1
@@ -873,7 +871,7 @@ def _set_slices(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, Any
                 with contextlib.suppress(Refused):
                     file.set_slice(group.client, group.handle, microseconds)
             raise
-        return {"before": before, "seconds": time.monotonic() - began}
+        return {}
 
 
 def _disable_channels(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -1212,14 +1210,14 @@ class ChannelControl:
             channels = parsed(Channels, {"pid": pid, "started": reply["started"], "groups": reply["groups"]})
         if channels is None or not channels.compute:
             raise _refusal_error("internal", pid, "its answer names no groups", None)
-        return replace(channels, seconds=float(reply["seconds"]))
+        return channels
 
     def read_slices(self, channels: Channels) -> tuple[int, ...]:
         """Return the slices of the compute groups in microseconds. Raises like `set_slice`."""
         return tuple(self._answer(_request("read", channels), channels.pid, CALL_SECONDS)["slices"])
 
-    def set_slice(self, channels: Channels, microseconds: int) -> float:
-        """Set the slice of all compute groups and read it back; return the seconds spent in the driver.
+    def set_slice(self, channels: Channels, microseconds: int) -> None:
+        """Set the slice of all compute groups and read it back.
 
         If one group fails, the others get their old slices back. The caller checks the range.
 
@@ -1230,16 +1228,14 @@ class ChannelControl:
             TimedOut: the driver did not answer; the slice may be the old or the new one.
         """
         request = {**_request("set", channels), "microseconds": microseconds}
-        return float(self._answer(request, channels.pid, CALL_SECONDS)["seconds"])
+        self._answer(request, channels.pid, CALL_SECONDS)
 
-    def restore_slices(self, channels: Channels) -> float:
+    def restore_slices(self, channels: Channels) -> None:
         """Set each compute group to the slice that the scan found. Raises like `set_slice`."""
-        seconds = 0.0
         for group in channels.compute:
             if group.slice_us is not None:
                 alone = Channels(pid=channels.pid, started=channels.started, groups=(group,))
-                seconds += self.set_slice(alone, group.slice_us)
-        return seconds
+                self.set_slice(alone, group.slice_us)
 
     def disable(self, channels: Channels) -> float:
         """Take the compute channels off the GPU, even in the middle of a kernel; return the seconds spent in the driver.

@@ -76,8 +76,6 @@ class Job(Named):
     user: str | None
     # None: it was given by PID and has no name.
     name: str | None = None
-    role: str | None = None
-    devices: tuple[str, ...] = ()
 
 
 class JobProcess(NamedTuple):

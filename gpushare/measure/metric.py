@@ -120,7 +120,6 @@ class Printed:
             rate = done / (end - start) if done > 0 and end > start else None
         p99s = within(self.percentiles[99], start, end)
         return Window(
-            seconds=end - start,
             rate=rate,
             latencies=tuple(within(self.latencies, start, end)),
             printed_p99=percentile(p99s, 50) if p99s else None,
@@ -150,7 +149,6 @@ class Window:
     rate: float | None
     latencies: tuple[float, ...] = ()
     printed_p99: float | None = None
-    seconds: float = 0.0
 
 
 def p99(windows: Sequence[Window]) -> float | None:

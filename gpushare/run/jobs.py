@@ -573,8 +573,6 @@ def job_of(host: Host, process: Identity, name: str | None, record: JobRecord | 
         uid=None if info is None else info.uid,
         user=None if info is None else info.user,
         name=name,
-        role=None if record is None else record.role,
-        devices=() if record is None else record.devices,
     )
 
 

@@ -22,7 +22,7 @@ def facts_of(host: str) -> HostFacts:
     """Return the facts of a simulated host that nobody uses; asked once."""
     if host not in _FACTS:
         # As root: what a user may not is said in the case.
-        _FACTS[host] = replace(host_facts(HostState(connect(f"sim:{host}"))), root=True, uid=0)
+        _FACTS[host] = replace(host_facts(HostState(connect(f"sim:{host}"))), root=True)
     return _FACTS[host]
 
 

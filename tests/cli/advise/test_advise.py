@@ -679,7 +679,7 @@ def test_a_user_without_root_gets_sudo(cli: Any, monkeypatch: pytest.MonkeyPatch
     def as_user(state: Any) -> Any:
         from dataclasses import replace
 
-        return replace(of_root(state), root=False, uid=1000)
+        return replace(of_root(state), root=False)
 
     monkeypatch.setattr("gpushare.cli.advise.host_facts", as_user)
     data = cli("advise", *USERS, host="sim:a100-80gb", output="json").ok().data
