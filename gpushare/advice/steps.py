@@ -82,7 +82,7 @@ class Change:
 
 @dataclass(frozen=True)
 class AdviceStep:
-    """One step: what to do, and what to type: a change of the host, or other text; None if there is no command for it."""
+    """One step: what it does, and the command to type; ``command`` is None if there is none."""
 
     what: str
     text: str | None = field(default=None, metadata=NOT_STORED)

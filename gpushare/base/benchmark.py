@@ -251,7 +251,7 @@ class BenchCell:
 
 @dataclass(frozen=True, kw_only=True)
 class AloneCell(BenchCell):
-    """One copy alone, and how much of the GPU it used; None if programs of others ran next to it."""
+    """One copy alone, and how much of the GPU it used; the fields for that are None if other programs ran beside it."""
 
     sm_percent: float | None
     memory_bandwidth_percent: float | None

@@ -85,7 +85,7 @@ def run(
 
     The program runs under MPS, unless an option takes it outside; gpushare starts an MPS daemon if the GPU has none.
     Ctrl-C ends the program without harm to its neighbours. The exit code is the program's own, or 128 + N if signal N
-    ended it. If gpushare ends the program or cannot start it, it is gpushare's own (man gpushare).
+    ended it. If gpushare ends the program or cannot start it, the exit code is gpushare's own (man gpushare).
     """
     if gpus is not None and gpus < 1:
         raise BadUsage(f"--gpus {gpus} is not a number of GPUs", "give at least 1: --gpus 2", code="bad_count")

@@ -49,7 +49,7 @@ def savings(
 ) -> Any:
     """Calculate what the work of several GPUs would cost on fewer GPUs: an estimate, not a promise.
 
-    Loads and memory add up, and every option must have room for all of the memory. The overhead of sharing is not
+    Loads and memory add up, and the fewer GPUs must have room for all of the memory. The overhead of sharing is not
     included, and the mean load hides peaks: measure before you give machines back. The price is the one you give,
     or the published one of the instance type, where gpushare knows it.
     Example: gpushare savings --gpus 4 --load 25 --instance g4dn.2xlarge --price 0.752

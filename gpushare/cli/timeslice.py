@@ -351,7 +351,7 @@ def reset(
     job: str | None = argument("[JOB]", "PID or name of a job."),
     gpu: str | None = WHOLE_GPU_OPTION,
 ) -> Any:
-    """Restore the time-slice that a job had before `timeslice set`; without a JOB the level.
+    """Restore the time-slice from before gpushare set one for a job; without a JOB the level.
 
     Without a JOB it restores level default, and the compute mode from before `timeslice set`, which needs root.
     """

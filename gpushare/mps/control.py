@@ -478,8 +478,12 @@ class MpsControl:
         return ServerRow(pid, status, Limits(threads_percent=threads, memory_limit_bytes=memory))
 
     def clients(self) -> list[MpsClient]:
-        """Return all clients (``ps``, which every daemon since driver 535 has)."""
-        return parse_ps(self.ask("ps"))
+        """Return all clients (``ps``). Raises OperationFailed: a daemon from before driver 470 has none."""
+        printed = self.ask("ps")
+        if "Unknown command" in printed:
+            # No rows would mean that nobody is there.
+            raise strange_reply_error("it has no command ps")
+        return parse_ps(printed)
 
     def quit(self, *, force: bool = False) -> None:
         """Tell the daemon to end; with ``force`` it ends its servers after a second.

@@ -236,6 +236,12 @@ def test_driver_535_tells_no_status_and_that_is_unknown() -> None:
     assert found.servers == (ServerRow(7, None, Limits(threads_percent=50.0, memory_limit_bytes=GIB)),)
 
 
+def test_a_daemon_without_ps_does_not_count_as_one_without_clients() -> None:
+    with pytest.raises(OperationFailed) as caught:
+        overview(servers="7\n", ps='Unknown command "ps"\n')
+    assert caught.value.code == "strange_reply"
+
+
 def test_garbage_is_unknown() -> None:
     daemon = Daemon(dict.fromkeys([CLOSING, "get_server_list"], "?\n"))
     assert control(daemon).overview() == Overview(Limits(), (), ())
