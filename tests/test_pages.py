@@ -28,7 +28,7 @@ INSTEAD = (
     ("--slice 500us --name train -- python train.py", "-d --slice 500us --name train -- sleep 60"),
     ("-d -g 0 --swap request --name train -- python train.py", "-d -g 0 --swap request --name train -- sleep 60"),
     ("gpushare run --production", "gpushare run -d --production"),
-    ("alice bob ", "alice nobody "),
+    ("vision bob ", "vision nobody "),
     ("examples/", f"{PROJECT}/examples/"),
     ("4711", "$(gpushare jobs -o json | jq '.data.jobs[] | select(.name == \"other\").pid')"),
 )
