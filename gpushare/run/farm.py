@@ -546,14 +546,12 @@ class Farm:
         """Raise if no copy could ever start; nothing is changed.
 
         Raises:
-            BadUsage: there are none (code ``bad_copies``), one fits on no device (``never_fits``), or the logs are of an
-                earlier farm that is not resumed (``logs_used``).
+            BadUsage: one fits on no device (code ``never_fits``), or the logs are of an earlier farm that is not resumed
+                (``logs_used``).
             NoPermission: a copy is more than this user may reserve (``over_user_limit``).
             GpushareError: no device can be used.
         """
         options = self._options
-        if options.copies < 1:
-            raise BadUsage("there are no copies to run", "give --copies 1 or more", code="bad_copies")
         self._check_logs()
         program, devices = command_of(self._command, self._copies[0])[0], [*self._devices.values()]
         if options.gpus == 1:

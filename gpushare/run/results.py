@@ -36,8 +36,8 @@ class Tuned(Kept):
     driver: str | None
     threads_percent: _Part
     low_priority: bool
+    way: Annotated[Way, {Way.SLICES, Way.CAPS}.__contains__]
     production_memory_bytes: Count | None = None
-    way: Annotated[Way, {Way.SLICES, Way.CAPS}.__contains__] = Way.CAPS
     production_slice_us: _Slice | None = None
     other_slice_us: _Slice | None = None
 

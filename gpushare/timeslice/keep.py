@@ -417,7 +417,7 @@ class Keeper:
             with record_kept(self._host, part):
                 if decision is not None:
                     # For `status`, and for `timeslice reset`.
-                    note_slice(self._host, part, slices.now, tidy=False)
+                    note_slice(self._host, part, slices.now)
                 self._control.set_slice(part, slices.now)
             if decision is None:
                 note_restored(self._host, process.pid, process.origin.started, slices.now)

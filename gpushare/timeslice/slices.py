@@ -119,7 +119,7 @@ def put_record_back(host: Host, pid: int, record: SliceRecord | None) -> None:
         RECORDS.write(replace(record, path=RECORDS.path(host, pid)))
 
 
-def note_slice(host: Host, channels: Channels, microseconds: int, *, job: str | None = None, tidy: bool = True) -> None:
+def note_slice(host: Host, channels: Channels, microseconds: int, *, job: str | None = None) -> None:
     """Record a slice that is about to be set: if gpushare is killed after the call, `reset` still knows what was there.
 
     Raises:
@@ -140,8 +140,6 @@ def note_slice(host: Host, channels: Channels, microseconds: int, *, job: str | 
         job=job or (None if earlier is None else earlier.job),
         path=RECORDS.path(host, channels.pid),
     )
-    if tidy:
-        forget_ended(host)
     RECORDS.write(record)
 
 
@@ -206,6 +204,7 @@ def apply_slice(
     """
 
     def once(present: Channels) -> Channels:
+        forget_ended(host)
         with record_kept(host, present):
             note_slice(host, present, microseconds, job=job)
             if before is not None:

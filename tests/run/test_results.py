@@ -13,12 +13,13 @@ from gpushare.connect import connect
 from gpushare.host.host import Host
 from gpushare.run.results import Tuned, find_tuned, keep_tuned
 
-OLD: dict[str, Any] = {
+CAPS: dict[str, Any] = {
     "name": "web",
     "gpu_name": "NVIDIA H200",
     "driver": "580.159.04",
     "threads_percent": 70.0,
     "low_priority": True,
+    "way": Way.CAPS,
 }
 
 
@@ -32,19 +33,15 @@ def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Host:
 
 def written(host: Host, record: dict[str, Any]) -> Tuned | None:
     """Write a result as text, and return what is read."""
-    keep_tuned(host, Tuned(**OLD))
+    keep_tuned(host, Tuned(**CAPS))
     (host.state_directory / "tuned" / "web.json").write_text(json.dumps(record))
     return find_tuned(host, "web")
 
 
-def test_a_result_without_a_way_is_of_caps(host: Host) -> None:
-    result = written(host, {"schema": 1, **OLD})
-    assert result is not None
-    assert (result.way, result.production_slice_us, result.other_slice_us) == ("caps", None, None)
-
-
 def test_slices_are_kept(host: Host) -> None:
-    sliced = Tuned(**{**OLD, "threads_percent": 100.0}, way=Way.SLICES, production_slice_us=16000, other_slice_us=100)
+    sliced = Tuned(
+        **{**CAPS, "threads_percent": 100.0, "way": Way.SLICES}, production_slice_us=16000, other_slice_us=100
+    )
     keep_tuned(host, sliced)
     assert find_tuned(host, "web") == sliced
 
@@ -53,4 +50,4 @@ def test_slices_are_kept(host: Host) -> None:
     "wrong", [{"way": "magic"}, {"other_slice_us": 0}, {"other_slice_us": 1 << 40}, {"production_slice_us": "16ms"}]
 )
 def test_a_wrong_way_or_slice_is_no_result(host: Host, wrong: dict[str, Any]) -> None:
-    assert written(host, {"schema": 1} | OLD | wrong) is None
+    assert written(host, {"schema": 1} | CAPS | wrong) is None

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from gpushare.base.errors import NotFound
-from gpushare.base.model import ComputeMode, TimeSlice
+from gpushare.base.model import ComputeMode, TimeSlice, Way
 from gpushare.base.selection import Device
 from gpushare.host.host import Host
 from gpushare.hostfile.load import keep_applied, kept_entries
@@ -53,7 +53,7 @@ def fill(host: Host, device: Device) -> None:
     keep_benched(host, device, ["true"], [cap])
     keep_tuned(
         host,
-        Tuned(name="web", gpu_name=None, driver=None, threads_percent=50.0, low_priority=True),
+        Tuned(name="web", gpu_name=None, driver=None, threads_percent=50.0, low_priority=True, way=Way.CAPS),
     )
     keep_applied(host, "no gpushare.yaml\n")
     with names_changed(host) as names:

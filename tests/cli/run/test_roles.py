@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from gpushare.base.errors import NotSupported
+from gpushare.base.model import Way
 from gpushare.base.selection import select
 from gpushare.base.units import GIB
 from gpushare.host import store
@@ -32,6 +33,7 @@ TUNED = Tuned(
     driver="580.159.04",
     threads_percent=70.0,
     low_priority=False,
+    way=Way.CAPS,
     production_memory_bytes=40 * GIB,
 )
 
