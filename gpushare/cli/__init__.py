@@ -116,7 +116,7 @@ def _discard_output(stream: TextIO) -> None:
 
 def _report_not_written(error: OSError, answer: Any = None) -> int:
     """Report on stderr that the result could not be written, and if the command succeeded; return the exit code."""
-    from gpushare.show.render import write_error
+    from gpushare.show.render import exit_code_of, write_error
 
     hint = "the disk may be full, or the target of stdout closed"
     if common.settings.changes and not common.settings.dry_run and answer is not None and not answer.errors:
@@ -126,7 +126,7 @@ def _report_not_written(error: OSError, answer: Any = None) -> int:
         for each in (*getattr(answer, "errors", ()), unwritten):
             write_error(each, sys.stderr)
     _discard_output(sys.stdout)
-    return int(getattr(answer, "ends_with", 0)) or int(ExitCode.FAILED)
+    return (0 if answer is None else exit_code_of(answer)) or int(ExitCode.FAILED)
 
 
 def _run(words: list[str]) -> int:
@@ -153,7 +153,7 @@ def _write_answer(answer: Any) -> int:
         return answer
     if answer is None:
         return 0
-    from gpushare.show.render import write
+    from gpushare.show.render import exit_code_of, write
 
     answer = replace(answer, command=answer.command or common.settings.command)
     try:
@@ -162,7 +162,7 @@ def _write_answer(answer: Any) -> int:
         raise
     except OSError as error:
         return _report_not_written(error, answer)
-    return int(answer.ends_with)
+    return exit_code_of(answer)
 
 
 def _report_error(error: GpushareError) -> int:

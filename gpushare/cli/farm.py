@@ -49,6 +49,7 @@ from gpushare.run.jobs import check_job_name, farm_job
 from gpushare.run.program import RunOptions
 from gpushare.run.results import BenchedCap, find_benched
 from gpushare.show.plan import plan_result
+from gpushare.show.render import exit_code_of
 from gpushare.show.run import Copy, CopyLines, FarmAnswer, farm_result
 
 _REFUSED: Final = (
@@ -177,7 +178,7 @@ def _run_or_plan(host: Host, devices: Sequence[Device], command: Sequence[str], 
         with farm_job(host, devices[0], options.name, command) as ended:
             result = _result_of_farm(copies.run(), options, devices)
             peaks = [copy.memory_peak_bytes for copy in result.data.copies if copy.memory_peak_bytes is not None]
-            ended(result.ends_with, max(peaks, default=None))
+            ended(exit_code_of(result), max(peaks, default=None))
     finally:
         report.clear()
     return result

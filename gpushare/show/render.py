@@ -55,6 +55,13 @@ def write(result: Result, output: OutputFormat, *, stdout: IO[str], stderr: IO[s
         write_error(error, stderr)
 
 
+def exit_code_of(result: Result) -> int:
+    """Return the exit code of a command with this result."""
+    if result.exit_code is not None:
+        return int(result.exit_code)
+    return int(result.errors[0].exit_code) if result.errors else 0
+
+
 def _done_line(what: str, undo: str | None, width: int) -> str:
     """Return what is in force and its undo as one line; a command that would be broken at the width begins a line."""
     line = one_line("; ".join(filter(None, [what, undo and f"undo: {undo}"])))

@@ -138,13 +138,6 @@ class Result:
             return "ok"
         return "error" if self.data is None or self.all_failed else "partial"
 
-    @property
-    def ends_with(self) -> int:
-        """Return the exit code."""
-        if self.exit_code is not None:
-            return int(self.exit_code)
-        return int(self.errors[0].exit_code) if self.errors else 0
-
     def envelope(self) -> dict[str, Any]:
         """Return the JSON document: schema, command, status, data and errors."""
         errors = [{key: getattr(error, key) for key in ("code", "message", "hint", "gpu")} for error in self.errors]

@@ -15,7 +15,7 @@ import yaml
 
 from gpushare.base.errors import DriverNotLoaded, ExitCode, OperationFailed
 from gpushare.base.model import ComputeMode, Priority, Way
-from gpushare.show.render import csv_text, write, write_error
+from gpushare.show.render import csv_text, exit_code_of, write, write_error
 from gpushare.show.result import Column, OutputFormat, Result, Table, failure, jsonable, plain_value
 from gpushare.show.status import status_result
 from tests.show.conftest import Screen
@@ -59,7 +59,7 @@ def test_an_error_before_any_result_still_speaks_json_and_is_on_stderr_too(shown
         {"code": "driver_not_loaded", "message": BROKEN.message, "hint": BROKEN.hint, "gpu": None}
     ]
     assert err == "error: the driver does not answer\nhint: sudo modprobe nvidia\n"
-    assert failure("status", BROKEN).ends_with == ExitCode.DRIVER_NOT_LOADED
+    assert exit_code_of(failure("status", BROKEN)) == ExitCode.DRIVER_NOT_LOADED
 
 
 def test_yaml_is_the_same_envelope_in_the_same_order(shown):

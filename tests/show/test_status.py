@@ -10,6 +10,7 @@ import pytest
 
 from gpushare.base.errors import ExitCode, GpuLost, OperationFailed
 from gpushare.base.model import Gpu, LimitedJob, MpsDaemon, Snapshot
+from gpushare.show.render import exit_code_of
 from gpushare.show.result import OutputFormat, jsonable
 from gpushare.show.status import age, container_name, status_result, used_of_total
 from tests.show.hosts import GIB, MIB, h100, mixed_host, process, quiet_host, uuid
@@ -95,7 +96,7 @@ def test_a_lost_gpu_is_null_throughout_and_hides_nobody():
     assert {key for key, value in lost.items() if value is not None} == {"index", "pci_bus_id", "error"}
     assert [(type(error), error.gpu, error.code) for error in result.errors] == [(GpuLost, "5", "gpu_lost")]
     assert len(result.data.gpus) == 8
-    assert (result.status, result.ends_with) == ("partial", ExitCode.FAILED)
+    assert (result.status, exit_code_of(result)) == ("partial", ExitCode.FAILED)
 
 
 def test_a_gpu_that_does_not_answer_is_an_error():
@@ -109,7 +110,7 @@ def test_a_gpu_that_does_not_answer_is_an_error():
 @pytest.mark.parametrize("gpus", [(), (Gpu(index=0, error="GPU is lost"),)])
 def test_no_gpu_that_works_is_a_failure_with_a_reason(gpus):
     result = status_result(Snapshot(host="x", gpus=gpus))
-    assert result.ends_with == ExitCode.FAILED
+    assert exit_code_of(result) == ExitCode.FAILED
     assert len(result.errors) == 1
     assert result.errors[0].hint
 
