@@ -14,6 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from gpushare.base.model import MUCH_UNLISTED, ComputeMode, GpuProcess
@@ -461,6 +462,10 @@ def owners_of(host: Host, jobs: Iterable[Reservation], processes: Iterable[GpuPr
     return owners
 
 
+# Returns the ledger of some devices, by UUID, with these jobs in it.
+ReadLines = Callable[[Sequence[Reservation]], Mapping[str, Line]]
+
+
 class Patience:
     """Which waiting jobs are passed: those of a user share `PATIENCE_SECONDS`, until one of them takes its place."""
 
@@ -551,11 +556,12 @@ class Place:
 
         ``best`` returns some devices in the order in which they are best now; it is only asked if the job may take them.
         """
-        keys = self._devices_free_to_take(devices, clients, limits, best)
+        lines = partial(lines_of, self._host, devices, clients=clients, limits=limits)
+        keys = self._devices_free_to_take(lines, limits, best)
         if not keys:
             return False
         self.claim.add_fact(f"hold {','.join(keys)}")
-        if self._still_fit(keys, devices, clients, limits):
+        if self._still_fit(keys, lines):
             self.take(*keys)
             return True
         self.claim.add_fact("back")
@@ -568,8 +574,7 @@ class Place:
 
     def _devices_free_to_take(
         self,
-        devices: Sequence[Device],
-        clients: Mapping[str, int | None],
+        read_lines: ReadLines,
         limits: Mapping[int, int],
         best: Callable[[Sequence[str]], Sequence[str]] | None,
     ) -> tuple[str, ...]:
@@ -592,7 +597,7 @@ class Place:
             self._before = frozenset(
                 claim.path.name for claim in claims if claim.ticket is not None and claim.rank < own_claim.rank
             )
-        lines = lines_of(self._host, devices, jobs, clients=clients, limits=limits)
+        lines = read_lines(jobs)
         waiting = [
             _as_waiting(job.id, job.claim.uid, job, lines, limits)
             for job in jobs
@@ -639,13 +644,7 @@ class Place:
         jobs = reservations(self._host, claims)
         return None if jobs is None else without_enclosing_jobs(self._host, jobs)
 
-    def _still_fit(
-        self,
-        keys: Sequence[str],
-        devices: Sequence[Device],
-        clients: Mapping[str, int | None],
-        limits: Mapping[int, int],
-    ) -> bool:
+    def _still_fit(self, keys: Sequence[str], read_lines: ReadLines) -> bool:
         """Return whether devices have room for this job with all that hold them now, but for those who step back.
 
         One that came later steps back if it sees this job. It may have read before this job said that it holds them, and be
@@ -658,35 +657,13 @@ class Place:
             if jobs is None or own is None:
                 return False
             before_this = [job for job in jobs if job.sure or job.claim.rank <= own.claim.rank]
-            if not self._have_room(own, before_this, keys, devices, clients, limits):
+            if not _have_room(own, before_this, keys, read_lines):
                 return False
-            if self._have_room(own, jobs, keys, devices, clients, limits):
+            if _have_room(own, jobs, keys, read_lines):
                 return True
             if time.monotonic() >= until:
                 return False
             time.sleep(0.002)
-
-    def _have_room(
-        self,
-        own: Reservation,
-        jobs: Sequence[Reservation],
-        keys: Sequence[str],
-        devices: Sequence[Device],
-        clients: Mapping[str, int | None],
-        limits: Mapping[int, int],
-    ) -> bool:
-        """Return whether devices have room for all ``jobs`` that hold them and what else runs there."""
-        # Jobs that are sure of their room count first towards their user's limit, even if they came later: production
-        # passes others in the line.
-        jobs = sorted(jobs, key=lambda job: not job.sure)
-        taken_devices = [device for device in devices if device.uuid in keys]
-        lines = lines_of(self._host, taken_devices, jobs, clients=clients, limits=limits)
-        return lines.keys() == set(keys) and all(
-            own.id not in line.beyond
-            and sum(running.memory_bytes for running in line.running) <= line.room.memory_bytes
-            and (line.room.clients is None or sum(running.client for running in line.running) <= line.room.clients)
-            for line in lines.values()
-        )
 
     def tell_limit(self, limit_bytes: int, above: str) -> None:
         """Say what the limit of the job is, and what happens above it (`ABOVE`); the last word counts."""
@@ -712,6 +689,19 @@ class Place:
     def leave(self) -> None:
         """Leave the ledger."""
         self.claim.release()
+
+
+def _have_room(own: Reservation, jobs: Sequence[Reservation], keys: Sequence[str], read_lines: ReadLines) -> bool:
+    """Return whether devices have room for all ``jobs`` that hold them, one of which is ``own``, and what else runs there."""
+    # Jobs that are sure of their room count first towards their user's limit, even if they came later: production passes
+    # others in the line.
+    lines = read_lines(sorted(jobs, key=lambda job: not job.sure))
+    return lines.keys() >= set(keys) and all(
+        own.id not in line.beyond
+        and sum(running.memory_bytes for running in line.running) <= line.room.memory_bytes
+        and (line.room.clients is None or sum(running.client for running in line.running) <= line.room.clients)
+        for line in map(lines.__getitem__, keys)
+    )
 
 
 def jobs_before(jobs: Sequence[Reservation], place: Place) -> list[Reservation]:
