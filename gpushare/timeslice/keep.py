@@ -177,13 +177,15 @@ class Keeper:
         self._forgotten_at = clock()
         # How many looks in a row no GPU has answered.
         self._silent = 0
+        # What has happened in this look.
+        self._events: list[Event] = []
         # Processes whose slices `undo` could not put back.
         self.left: list[int] = []
 
     def step(self) -> list[Event]:
         """Look at the processes of all GPUs once, and do what is due; return what happened."""
-        events: list[Event] = []
-        self._update_processes(events)
+        self._events = []
+        self._update_processes()
         now = self._clock()
         if now - self._forgotten_at >= _FORGET_SECONDS:
             self._forgotten_at = now
@@ -194,11 +196,11 @@ class Keeper:
             if process is None:
                 break
             began = self._clock()
-            self._work(process, events)
+            self._work(process)
             self._spent[process.owner] = self._spent.get(process.owner, 0.0) + self._clock() - began
-        return events
+        return self._events
 
-    def _update_processes(self, events: list[Event]) -> None:
+    def _update_processes(self) -> None:
         """Take up new processes, and forget those that have ended."""
         listed, silent = self._listed_processes()
         ended = [
@@ -222,7 +224,7 @@ class Keeper:
             if origin is not None:
                 self._processes[pid] = _Process(pid, gpus, mps, origin, due=self._clock())
         if any(process.slices for process in ended):
-            self._write(events)
+            self._try_to_write()
 
     def _listed_processes(self) -> tuple[dict[int, tuple[frozenset[int], bool]], set[int]]:
         """Return the compute processes by PID, with their GPUs and whether they are under MPS; and GPUs that do not answer."""
@@ -256,53 +258,53 @@ class Keeper:
         due = [process for process in self._processes.values() if process.due <= now and not process.ignored]
         return min(due, key=lambda process: (self._spent.get(process.owner, 0.0), process.due), default=None)
 
-    def _work(self, process: _Process, events: list[Event]) -> None:
+    def _work(self, process: _Process) -> None:
         """Do what is due for one process: scan it, or check its slices; an error is an event."""
         try:
             if process.scan or process.channels is None:
-                self._scan_and_apply(process, events)
+                self._scan_and_apply(process)
             else:
-                self._apply_rules(process, self._control.find_again(process.channels), events)
+                self._apply_rules(process, self._control.find_again(process.channels))
                 process.wait = min(2 * process.wait, _MOST_CHECK_SECONDS)
                 process.due = self._clock() + process.wait
         except NotFound as error:
             # It has ended, or its contexts have changed; while NVML lists it, it may make another one.
             process.scan = True
-            self._try_later(process, _NOT_YET, error, events)
+            self._try_later(process, _NOT_YET, error)
         except TimedOut as error:
             if process.tries == 0:
-                events.append(self._skipped_event(process, error))
-            self._try_later(process, _TRY_AGAIN, None, events)
+                self._note_skipped(process, error)
+            self._try_later(process, _TRY_AGAIN, None)
         except GpushareError as error:
-            self._skip(process, error, events)
+            self._skip(process, error)
 
-    def _try_later(
-        self, process: _Process, waits: Sequence[float], error: GpushareError | None, events: list[Event]
-    ) -> None:
+    def _try_later(self, process: _Process, waits: Sequence[float], error: GpushareError | None) -> None:
         """Work on a process again after the next of these waits (seconds); after the last one leave it alone."""
         if process.tries < len(waits):
             process.due = self._clock() + waits[process.tries]
             process.tries += 1
         elif error is not None and error.code != "process_gone":
-            self._skip(process, error, events)
+            self._skip(process, error)
         else:
             process.ignored = True
 
-    def _skip(self, process: _Process, error: GpushareError, events: list[Event]) -> None:
+    def _skip(self, process: _Process, error: GpushareError) -> None:
         """Leave a process alone until the rules are read again, and say why."""
         process.ignored = True
-        events.append(self._skipped_event(process, error))
+        self._note_skipped(process, error)
 
-    def _skipped_event(self, process: _Process, error: GpushareError) -> Event:
-        """Return the event of a process that is left alone."""
+    def _note_skipped(self, process: _Process, error: GpushareError) -> None:
+        """Say why a process is left alone."""
         reason = error.message.removeprefix(f"process {process.pid}: ")
-        return Event(kind="skipped", pid=process.pid, user=self._user(process), why=reason, code=error.code)
+        self._events.append(
+            Event(kind="skipped", pid=process.pid, user=self._user(process), why=reason, code=error.code)
+        )
 
     def _user(self, process: _Process) -> str | None:
         """Return the name of the user of a process."""
         return None if process.origin.uid is None else user_name(process.origin.uid)
 
-    def _scan_and_apply(self, process: _Process, events: list[Event]) -> None:
+    def _scan_and_apply(self, process: _Process) -> None:
         """Scan a process, if a rule is for it, and set its slices."""
         if not any(self._decision(process, gpu, SLICE_PER_WEIGHT_US) for gpu in process.gpus):
             # A program that starts in this process later may be one that a rule names.
@@ -318,7 +320,7 @@ class Keeper:
         if channels.under_mps:
             raise _under_mps_error(process.pid)
         process.wait = _FIRST_CHECK_SECONDS
-        self._apply_rules(process, channels, events)
+        self._apply_rules(process, channels)
         process.tries, process.due = 0, self._clock() + process.wait
 
     def _check_allowed(self, process: _Process) -> None:
@@ -340,15 +342,13 @@ class Keeper:
         uuid = (group.gpu or "").lower()
         return next((index for index in process.gpus if (self._gpus[index].uuid or "").lower() == uuid), None)
 
-    def _apply_rules(self, process: _Process, channels: Channels, events: list[Event]) -> None:
+    def _apply_rules(self, process: _Process, channels: Channels) -> None:
         """Set the groups of a process as the rules say. If another program has changed one of them, leave all alone."""
-        wishes = [
-            wish for group in channels.compute if (wish := self._wanted_slice(process, group, events)) is not None
-        ]
+        wishes = [wish for group in channels.compute if (wish := self._wanted_slice(process, group)) is not None]
         if process.changed:
             # The other groups stay in the record: they are put back at the end.
             process.ignored = True
-            self._write(events)
+            self._try_to_write()
             return
         if not wishes:
             raise NotSupported(
@@ -361,7 +361,7 @@ class Keeper:
         if process.slices != earlier:
             # Before anything is set: if this gpushare is killed, the next one knows what to put back.
             try:
-                self._write(None)
+                self._write()
             except GpushareError:
                 process.slices = earlier
                 raise
@@ -372,13 +372,13 @@ class Keeper:
                 rule = None if decision is None else decision.rule.mark
                 batches.setdefault((self._gpu_of(process, group), group.slice_us, slices.now, rule), []).append(each)
         for batch in batches.values():
-            self._set(process, batch, events)
+            self._set(process, batch)
         if not any(decision for _, _, decision in wishes):
             # It is scanned again when a rule is for it.
             process.slices, process.channels, process.scan = {}, None, True
-            self._write(events)
+            self._try_to_write()
 
-    def _wanted_slice(self, process: _Process, group: Group, events: list[Event]) -> _WantedSlice | None:
+    def _wanted_slice(self, process: _Process, group: Group) -> _WantedSlice | None:
         """Return what a group should have; None: its slice or GPU is unknown, or another program has changed the slice.
 
         Then the process is marked as changed, the group is forgotten, and an event says so.
@@ -389,24 +389,25 @@ class Keeper:
             return None
         # Keep's own values: the one that it wanted, or the one before if it could not set that yet.
         if earlier is not None and current not in {earlier.now, earlier.last}:
-            self._forget_changed(process, group, events)
+            self._forget_changed(process, group)
             return None
         before = current if earlier is None else earlier.before
         decision = self._decision(process, gpu, before)
         slice_us = before if decision is None else decision.microseconds
         return group, KeptSlice(*key, before, slice_us, last=current), decision
 
-    def _forget_changed(self, process: _Process, group: Group, events: list[Event]) -> None:
+    def _forget_changed(self, process: _Process, group: Group) -> None:
         """Mark a process as changed by another program, and forget this group of it: keep does not restore its slice."""
         forgotten = process.slices.pop((group.client, group.handle))
         process.changed = True
-        events.append(self._event("changed", process, group, slice_us=group.slice_us, before_us=forgotten.now))
+        self._note("changed", process, group, slice_us=group.slice_us, before_us=forgotten.now)
 
-    def _event(self, kind: str, process: _Process, group: Group, **more: Any) -> Event:
-        """Return an event about a channel group of a process."""
-        return Event(kind=kind, pid=process.pid, user=self._user(process), gpu=self._gpu_of(process, group), **more)
+    def _note(self, kind: str, process: _Process, group: Group, **more: Any) -> None:
+        """Note what has happened to a channel group of a process."""
+        gpu = self._gpu_of(process, group)
+        self._events.append(Event(kind=kind, pid=process.pid, user=self._user(process), gpu=gpu, **more))
 
-    def _set(self, process: _Process, batch: Sequence[_WantedSlice], events: list[Event]) -> None:
+    def _set(self, process: _Process, batch: Sequence[_WantedSlice]) -> None:
         """Set groups of one GPU that had the same slice and get the same one."""
         group, slices, decision = batch[0]
         part = Channels(pid=process.pid, started=process.origin.started, groups=tuple(each[0] for each in batch))
@@ -423,14 +424,11 @@ class Keeper:
                 note_restored(self._host, process.pid, process.origin.started, slices.now)
         for _, each, _ in batch:
             process.slices[each[:2]] = each._replace(last=each.now)
+        facts: dict[str, Any] = {"before_us": group.slice_us, "slice_us": slices.now}
         if decision is None:
-            event = self._event("restored", process, group, before_us=group.slice_us, slice_us=slices.now)
+            self._note("restored", process, group, **facts)
         else:
-            rule, limited = str(decision.rule.mark), decision.limited
-            event = self._event(
-                "set", process, group, before_us=group.slice_us, slice_us=slices.now, rule=rule, why=limited
-            )
-        events.append(event)
+            self._note("set", process, group, **facts, rule=str(decision.rule.mark), why=decision.limited)
 
     def follow(self, policy: Policy) -> None:
         """Follow other rules from now on. What another program has changed stays as it is."""
@@ -468,17 +466,17 @@ class Keeper:
                 events += put_back
                 process.slices.clear()
         self.left = [process.pid for process in self._processes.values() if process.slices]
-        self._write(events)
+        self._try_to_write()
         return events + [event for put_back in failed.values() for event in put_back]
 
-    def _write(self, events: list[Event] | None) -> None:
-        """Write what is set. ``events``: a failure is no reason to stop; None: it raises."""
-        kept = [kept for process in self._processes.values() if (kept := process.kept) is not None]
-        try:
-            _write(self._host, kept)
-        except GpushareError:
-            if events is None:
-                raise
+    def _write(self) -> None:
+        """Write what is set. Raises GpushareError: it cannot be written."""
+        _write(self._host, [kept for process in self._processes.values() if (kept := process.kept) is not None])
+
+    def _try_to_write(self) -> None:
+        """Write what is set; a failure is no reason to stop."""
+        with contextlib.suppress(GpushareError):
+            self._write()
 
 
 def _under_mps_error(pid: int) -> NotSupported:
