@@ -27,7 +27,7 @@ from gpushare.mps.limits import Limits
 from gpushare.plan import Plan, Step, carry_out
 from gpushare.run.end import CONVERSATION_SECONDS, GRACE_SECONDS, client_pids
 from gpushare.run.jobs import find_job, gpu_processes
-from gpushare.run.mig import take_place
+from gpushare.run.mig import InstanceWish
 from gpushare.run.plain import pipe_directory, plain_environment
 from gpushare.run.several import Group, Program
 from gpushare.run.share import INSTANCE, MPS, MpsShare, guard_words
@@ -178,7 +178,7 @@ def _take_profile(host: Host, device: Device, profile: str, most: int) -> list[t
     claimed: list[tuple[Place, HeldClaim]] = []
     while len(claimed) < most:
         try:
-            claimed.append(take_place(host, profile, str(device.gpu.index)))
+            claimed.append(InstanceWish(host=host, text=profile, gpu=str(device.gpu.index)).take())
         except GpushareError:
             break
     return claimed

@@ -11,6 +11,7 @@ from gpushare.base.errors import BadUsage, GpushareError, InUse, NotFound, or_no
 from gpushare.base.model import Holder, MigInstance
 from gpushare.base.selection import Device, select
 from gpushare.base.units import counted, format_duration, quoted
+from gpushare.base.values import dataclass
 from gpushare.host.claims import Claim, HeldClaim, take_claim
 from gpushare.memory.ledger import PATIENCE_SECONDS, Request, Reservation, jobs_before, reservations
 from gpushare.memory.ledger import Place as Entry
@@ -34,24 +35,180 @@ Held = list[tuple[Place, Inside]]
 _MOST_KEYS: Final = 128
 
 
-def find_places(host: Host, text: str, gpu: str | None, creator: Creator | None = None) -> list[Place]:
-    """Return the instances that ``--mig`` may mean, the first choice first, free or not; none, if one may be made."""
-    if means_profile(text):
+@dataclass(frozen=True, kw_only=True)
+class InstanceWish:
+    """What ``--mig`` asks for: an instance of a profile, or the one with a name; on the GPUs of ``-g``, if that is given.
+
+    ``check`` raises if the program cannot run in such an instance; it is called before anything is taken. A ``creator``
+    makes one if none is free.
+    """
+
+    host: Host
+    text: str
+    gpu: str | None
+    check: Callable[[Device], None] = lambda _: None
+    creator: Creator | None = None
+
+    def places(self) -> list[Place]:
+        """Return the instances that it may mean, the first choice first, free or not; none, if one may be made."""
         try:
-            return profile_places(host, text, gpu)
+            return self._existing_places()
         except NotFound as error:
-            if creator is None or error.code != "no_instance":
+            if self.creator is None or error.code != "no_instance":
                 raise
             return []
-    places = named_places(host, text)
-    check_granted(host, text)
-    if gpu is not None:
-        devices = select(gpu, host.nvml.sweep())
-        if not any(device.mig is None and device.gpu.index == places[0].gpu.index for device in devices):
-            raise BadUsage(
-                f"{places[0].title} is not on {quoted(gpu)}", "drop -g: the name already says where", code="two_names"
-            )
-    return places
+
+    def _existing_places(self) -> list[Place]:
+        """Return the instances that it may mean. Raises NotFound: there are none."""
+        host, gpu = self.host, self.gpu
+        if means_profile(self.text):
+            return profile_places(host, self.text, gpu)
+        places = named_places(host, self.text)
+        check_granted(host, self.text)
+        if gpu is not None:
+            devices = select(gpu, host.nvml.sweep())
+            if not any(device.mig is None and device.gpu.index == places[0].gpu.index for device in devices):
+                raise BadUsage(
+                    f"{places[0].title} is not on {quoted(gpu)}",
+                    "drop -g: the name already says where",
+                    code="two_names",
+                )
+        return places
+
+    def _checked_places(self) -> list[Place]:
+        """Return the instances that it may mean, after a check that the program can run in the first one."""
+        places = self.places()
+        if places:
+            self.check(places[0].device)
+        return places
+
+    def take(self) -> tuple[Place, HeldClaim]:
+        """Take a free instance; no other `gpushare run --mig` gets it meanwhile.
+
+        Raises:
+            InUse: all of them are in use.
+            GpushareError: as `places` and `take_claim`.
+        """
+        places = self._checked_places()
+        place_and_claim, held = _take_first(self.host, places)
+        if place_and_claim is None and self.creator is not None:
+            self.creator.make()
+            place_and_claim, held = _take_first(self.host, self._existing_places())
+        if place_and_claim is None:
+            raise _in_use_error(self.host, held)
+        if not places:
+            self._check_or_release(place_and_claim)
+        return place_and_claim
+
+    def _check_or_release(self, place_and_claim: tuple[Place, HeldClaim]) -> None:
+        """Check an instance that was just made, and release its claim if the check raises."""
+        try:
+            self.check(place_and_claim[0].device)
+        except BaseException:
+            place_and_claim[1].release()
+            raise
+
+    def wait(
+        self,
+        *,
+        seconds: float | None,
+        name: str | None,
+        say: Callable[[str], None],
+        quiet: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> tuple[Place, HeldClaim]:
+        """Wait until such an instance is free, and take it as `take`; first come, first served among those that wait.
+
+        ``seconds`` None: as long as it takes. The place in the line is an entry in the ledger of memory, and is left in any
+        case.
+
+        Raises:
+            InUse: the time is over (code ``no_room``).
+            GpushareError: as `take`, before it waits.
+        """
+        host, text, creator = self.host, self.text, self.creator
+        places = self._checked_places()
+        # Those that may make one stand in one line: for its GPUs.
+        creator_gpus = () if creator is None else tuple(each.uuid or "" for each in creator.gpus)
+        keys = (*creator_gpus, *(place.mig.uuid for place in places))[:_MOST_KEYS]
+        entry = Entry(host, Request(memory_bytes=None, keys=keys, client=False, name=name))
+        began = last_without_free = clock()
+        try:
+            with waiting_line(say, quiet=quiet) as draw:
+                while True:
+                    free, held = free_places(host, places)
+                    ledger = reservations(host) or []
+                    jobs_ahead, now = jobs_before(ledger, entry), clock()
+                    ahead = _count_ahead(jobs_ahead, free)
+                    # Those that could have taken one for long, and have not, hang.
+                    last_without_free = last_without_free if free else now
+                    if len(free) > ahead or now - last_without_free >= PATIENCE_SECONDS:
+                        place_and_claim, _ = _take_first(host, free[ahead:] or free)
+                        if place_and_claim is not None:
+                            if creator is not None:
+                                self._check_or_release(place_and_claim)
+                            return place_and_claim
+                    # One that came before may make one.
+                    makes = not free and all(set(creator_gpus).isdisjoint(job.keys) for job in jobs_ahead)
+                    if makes and creator is not None and creator.make_if_room():
+                        places = self.places()
+                        continue
+                    reason = in_use_text(held) if held else "none is there" if not places else "others were first"
+                    if seconds is not None and now - began >= seconds:
+                        raise _none_in_time_error(text, reason, seconds)
+                    line = f", {counted(len(jobs_ahead), 'job')} before it" if jobs_ahead else ""
+                    draw(f"waiting for a free instance ({quoted(text)}){line}: {reason}", now - began, seconds)
+                    sleep(POLL_SECONDS if seconds is None else max(0.01, min(POLL_SECONDS, began + seconds - clock())))
+                    try:
+                        places = self.places()
+                    except GpushareError:
+                        # It is being changed, or the GPU does not answer: it may come back.
+                        places = []
+        finally:
+            entry.leave()
+
+    def outlook(self, *, waits: bool) -> tuple[Place, RoomAnswer]:
+        """Return the instance that a job would take now, or the first of those that it would wait for; and what would happen.
+
+        Nothing is entered anywhere. Raises as `take`, if it does not wait.
+        """
+        host, text, places = self.host, self.text, self._checked_places()
+        free, held = free_places(host, places)
+        if not waits and not free:
+            raise _in_use_error(host, held)
+        ledger = reservations(host) or []
+        ahead = _count_ahead([job for job in ledger if job.waits and not job.stopped], free) if waits else 0
+        chosen = free[ahead] if len(free) > ahead else None
+        keys = {place.mig.uuid for place in places}
+        behind = [job for job in ledger if chosen is None and job.waits and not keys.isdisjoint(job.keys)]
+        inside = {place.mig.uuid: holders for place, holders in held}
+        if chosen is not None:
+            words = f"now it would start at once, in {chosen.title}"
+        else:
+            line = f"; {counted(len(behind), 'job')} before it" if behind else ""
+            words = f"now it would wait for an instance ({quoted(text)}): {in_use_text(held) if held else 'others are first'}{line}"
+        answer = RoomAnswer(
+            starts_now=chosen is not None,
+            gpus=() if chosen is None else (chosen.gpu.index,),
+            device_uuids=() if chosen is None else (chosen.mig.uuid,),
+            why=words,
+            memory_bytes=None,
+            behind=tuple(room_job(host, job) for job in behind),
+            devices=tuple(
+                RoomOnDevice(
+                    gpu=place.gpu.index,
+                    device_uuid=place.mig.uuid,
+                    free_bytes=_free_bytes(place.mig),
+                    held_by=tuple(
+                        RoomJob(pid=holder.pid, user=holder.user, name=holder.name)
+                        for holder in inside.get(place.mig.uuid) or ()
+                    ),
+                )
+                for place in places
+            ),
+        )
+        return chosen or places[0], answer
 
 
 def free_places(host: Host, places: Sequence[Place]) -> tuple[list[Place], Held]:
@@ -71,45 +228,6 @@ def free_places(host: Host, places: Sequence[Place]) -> tuple[list[Place], Held]
         else:
             held.append((place, inside))
     return free, held
-
-
-def take_place(
-    host: Host,
-    text: str,
-    gpu: str | None,
-    check: Callable[[Device], None] = lambda _: None,
-    creator: Creator | None = None,
-) -> tuple[Place, HeldClaim]:
-    """Take a free instance of a profile, or the one with a name; no other `gpushare run --mig` gets it meanwhile.
-
-    ``check`` raises when the program cannot run in such an instance; it is called before anything is taken. A ``creator``
-    makes one if none is free.
-
-    Raises:
-        InUse: all of them are in use.
-        GpushareError: as `find_places` and `take_claim`.
-    """
-    places = find_places(host, text, gpu, creator)
-    if places:
-        check(places[0].device)
-    place_and_claim, held = _take_first(host, places)
-    if place_and_claim is None and creator is not None:
-        creator.make()
-        place_and_claim, held = _take_first(host, find_places(host, text, gpu))
-    if place_and_claim is None:
-        raise _in_use_error(host, held)
-    if not places:
-        _check_or_release(place_and_claim, check)
-    return place_and_claim
-
-
-def _check_or_release(place_and_claim: tuple[Place, HeldClaim], check: Callable[[Device], None]) -> None:
-    """Check an instance that was just made, and release its claim if the check raises."""
-    try:
-        check(place_and_claim[0].device)
-    except BaseException:
-        place_and_claim[1].release()
-        raise
 
 
 def _take_first(host: Host, places: Sequence[Place]) -> tuple[tuple[Place, HeldClaim] | None, Held]:
@@ -132,71 +250,6 @@ def _take_first(host: Host, places: Sequence[Place]) -> tuple[tuple[Place, HeldC
     return None, held
 
 
-def wait_for_place(
-    host: Host,
-    text: str,
-    gpu: str | None,
-    check: Callable[[Device], None],
-    *,
-    seconds: float | None,
-    name: str | None,
-    say: Callable[[str], None],
-    quiet: bool = False,
-    creator: Creator | None = None,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
-) -> tuple[Place, HeldClaim]:
-    """Wait until such an instance is free, and take it as `take_place`; first come, first served among those that wait.
-
-    ``seconds`` None: as long as it takes. The place in the line is an entry in the ledger of memory, and is left in any case.
-
-    Raises:
-        InUse: the time is over (code ``no_room``).
-        GpushareError: as `take_place`, before it waits.
-    """
-    places = find_places(host, text, gpu, creator)
-    if places:
-        check(places[0].device)
-    # Those that may make one stand in one line: for its GPUs.
-    creator_gpus = () if creator is None else tuple(each.uuid or "" for each in creator.gpus)
-    keys = (*creator_gpus, *(place.mig.uuid for place in places))[:_MOST_KEYS]
-    entry = Entry(host, Request(memory_bytes=None, keys=keys, client=False, name=name))
-    began = last_without_free = clock()
-    try:
-        with waiting_line(say, quiet=quiet) as draw:
-            while True:
-                free, held = free_places(host, places)
-                ledger = reservations(host) or []
-                jobs_ahead, now = jobs_before(ledger, entry), clock()
-                ahead = _count_ahead(jobs_ahead, free)
-                # Those that could have taken one for long, and have not, hang.
-                last_without_free = last_without_free if free else now
-                if len(free) > ahead or now - last_without_free >= PATIENCE_SECONDS:
-                    place_and_claim, _ = _take_first(host, free[ahead:] or free)
-                    if place_and_claim is not None:
-                        if creator is not None:
-                            _check_or_release(place_and_claim, check)
-                        return place_and_claim
-                # One that came before may make one.
-                makes = not free and all(set(creator_gpus).isdisjoint(job.keys) for job in jobs_ahead)
-                if makes and creator is not None and creator.make_if_room():
-                    places = find_places(host, text, gpu, creator)
-                    continue
-                reason = in_use_text(held) if held else "none is there" if not places else "others were first"
-                if seconds is not None and now - began >= seconds:
-                    raise _none_in_time_error(text, reason, seconds)
-                line = f", {counted(len(jobs_ahead), 'job')} before it" if jobs_ahead else ""
-                draw(f"waiting for a free instance ({quoted(text)}){line}: {reason}", now - began, seconds)
-                sleep(POLL_SECONDS if seconds is None else max(0.01, min(POLL_SECONDS, began + seconds - clock())))
-                try:
-                    places = find_places(host, text, gpu, creator)
-                except GpushareError:
-                    # It is being changed, or the GPU does not answer: it may come back.
-                    places = []
-    finally:
-        entry.leave()
-
-
 def _count_ahead(jobs: Sequence[Reservation], free: Sequence[Place]) -> int:
     """Return how many of the jobs that wait want an instance that is free now, and fit into it."""
     return sum(
@@ -212,52 +265,6 @@ def waiting_text(text: str, seconds: float | None) -> str:
     """Return what waiting is called in a plan."""
     most = "" if seconds is None else f", for {format_duration(seconds)} at most"
     return f"wait until an instance ({quoted(text)}) is free, first come first served{most}; take it"
-
-
-def outlook_on_places(
-    host: Host, text: str, gpu: str | None, check: Callable[[Device], None], *, waits: bool
-) -> tuple[Place, RoomAnswer]:
-    """Return the instance that a job would take now, or the first of those that it would wait for; and what would happen.
-
-    Nothing is entered anywhere. Raises as `take_place`, if it does not wait.
-    """
-    places = find_places(host, text, gpu)
-    check(places[0].device)
-    free, held = free_places(host, places)
-    if not waits and not free:
-        raise _in_use_error(host, held)
-    ledger = reservations(host) or []
-    ahead = _count_ahead([job for job in ledger if job.waits and not job.stopped], free) if waits else 0
-    chosen = free[ahead] if len(free) > ahead else None
-    keys = {place.mig.uuid for place in places}
-    behind = [job for job in ledger if chosen is None and job.waits and not keys.isdisjoint(job.keys)]
-    inside = {place.mig.uuid: holders for place, holders in held}
-    if chosen is not None:
-        words = f"now it would start at once, in {chosen.title}"
-    else:
-        line = f"; {counted(len(behind), 'job')} before it" if behind else ""
-        words = f"now it would wait for an instance ({quoted(text)}): {in_use_text(held) if held else 'others are first'}{line}"
-    answer = RoomAnswer(
-        starts_now=chosen is not None,
-        gpus=() if chosen is None else (chosen.gpu.index,),
-        device_uuids=() if chosen is None else (chosen.mig.uuid,),
-        why=words,
-        memory_bytes=None,
-        behind=tuple(room_job(host, job) for job in behind),
-        devices=tuple(
-            RoomOnDevice(
-                gpu=place.gpu.index,
-                device_uuid=place.mig.uuid,
-                free_bytes=_free_bytes(place.mig),
-                held_by=tuple(
-                    RoomJob(pid=holder.pid, user=holder.user, name=holder.name)
-                    for holder in inside.get(place.mig.uuid) or ()
-                ),
-            )
-            for place in places
-        ),
-    )
-    return chosen or places[0], answer
 
 
 def _free_bytes(mig: MigInstance) -> int | None:

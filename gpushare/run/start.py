@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from gpushare.host.claims import HeldClaim
     from gpushare.mig.places import Place
     from gpushare.run.created import Creator
+    from gpushare.run.mig import InstanceWish
 
 
 # In the environment of the gpushare that runs a job in the background: the name of that job.
@@ -415,13 +416,14 @@ class JobStart:
         if not self.creates:
             return self._run_in_named_instance(text, gpu, options)
         from gpushare.run.created import Creator
-        from gpushare.run.mig import find_places, free_places
+        from gpushare.run.mig import InstanceWish, free_places
 
         # Any GPU is all of them, as without -g.
         gpu = None if is_any(gpu) else gpu
         with Creator(self.host, text, gpu, self.say) as creator:
             check_memory(creator.device, self._bytes_on(creator.device), job=True)
-            if self.dry_run and not free_places(self.host, find_places(self.host, text, gpu, creator))[0]:
+            wish = InstanceWish(host=self.host, text=text, gpu=gpu, creator=creator)
+            if self.dry_run and not free_places(self.host, wish.places())[0]:
                 return creator.dry_run_result(self.command)
             if not self.dry_run:
                 creator.sweep()
@@ -431,7 +433,7 @@ class JobStart:
         self, text: str, gpu: str | None, options: RunOptions, creator: Creator | None = None
     ) -> Any:
         """Run a program in an instance of a profile, or in the one with a name: under MPS only if its options need it."""
-        from gpushare.run.mig import waiting_text
+        from gpushare.run.mig import InstanceWish, waiting_text
 
         check_program(options.container or self.command[0])
         queue = self.queue
@@ -445,7 +447,10 @@ class JobStart:
             if mps:
                 MpsShare(self.host, device, options.limits).check(self.command[0])
 
-        place, claim, room = self._place_for(text, gpu, check, options, creator)
+        # Of a job that waits, any GPU is all of them, as without -g.
+        gpu = None if queue.wait and is_any(gpu) else gpu
+        wish = InstanceWish(host=self.host, text=text, gpu=gpu, check=check, creator=creator)
+        place, claim, room = self._place_for(wish, options)
         if room is not None:
             options = replace(options, before=(step_of_run(waiting_text(text, queue.seconds)),))
         share = (
@@ -481,39 +486,17 @@ class JobStart:
         if dropped:
             self.say(f"ignored without MPS: {', '.join(dropped)}{more}")
 
-    def _place_for(
-        self,
-        text: str,
-        gpu: str | None,
-        check: Callable[[Device], None],
-        options: RunOptions,
-        creator: Creator | None,
-    ) -> tuple[Place, HeldClaim | None, RoomAnswer | None]:
+    def _place_for(self, wish: InstanceWish, options: RunOptions) -> tuple[Place, HeldClaim | None, RoomAnswer | None]:
         """Return the instance of a program and its claim; in a dry run, which one it may be, and whether it would wait for it."""
-        from gpushare.run.mig import outlook_on_places, take_place, wait_for_place
-
         queue = self.queue
         if queue.wait:
             check_not_waiting(self.host, options.name)
-            # Any GPU is all of them, as without -g.
-            gpu = None if is_any(gpu) else gpu
         if self.dry_run:
-            place, room = outlook_on_places(self.host, text, gpu, check, waits=queue.wait)
+            place, room = wish.outlook(waits=queue.wait)
             return place, None, room if queue.wait else None
         if not queue.wait:
-            return (*take_place(self.host, text, gpu, check, creator), None)
-        place_and_claim = wait_for_place(
-            self.host,
-            text,
-            gpu,
-            check,
-            seconds=queue.seconds,
-            name=options.name,
-            say=self.say,
-            quiet=self.quiet,
-            creator=creator,
-        )
-        return (*place_and_claim, None)
+            return (*wish.take(), None)
+        return (*wish.wait(seconds=queue.seconds, name=options.name, say=self.say, quiet=self.quiet), None)
 
     def _run_production(self, devices: Sequence[Device], options: RunOptions, name: str) -> Any:
         """Run a production job: outside MPS with a slice, or under MPS if options or tune say so."""

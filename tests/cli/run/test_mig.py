@@ -219,7 +219,7 @@ def test_it_is_looked_at_again_under_the_lease(world: World, monkeypatch: pytest
 
     monkeypatch.setattr(run_mig, "take_claim", late)
     with pytest.raises(InUse):
-        run_mig.take_place(world.host, "1g", None)
+        run_mig.InstanceWish(host=world.host, text="1g", gpu=None).take()
     assert leases(world) == {}
 
 
@@ -235,7 +235,7 @@ def test_an_instance_that_was_changed_meanwhile_is_not_taken(world: World, monke
 
     monkeypatch.setattr(run_mig, "take_claim", late)
     with pytest.raises(InUse, match="it has just been changed"):
-        run_mig.take_place(world.host, "1g", None)
+        run_mig.InstanceWish(host=world.host, text="1g", gpu=None).take()
     assert leases(world) == {}
 
 
@@ -626,11 +626,7 @@ def test_a_job_that_does_not_take_its_turn_is_passed(world: World) -> None:
         clock[0] += seconds
 
     messages: list[str] = []
-    place, claim = run_mig.wait_for_place(
-        world.host,
-        "1g",
-        None,
-        lambda _: None,
+    place, claim = run_mig.InstanceWish(host=world.host, text="1g", gpu=None).wait(
         seconds=None,
         name=None,
         say=messages.append,
@@ -647,7 +643,7 @@ def test_a_job_that_does_not_take_its_turn_is_passed(world: World) -> None:
 def test_a_job_that_needs_more_than_an_instance_has_delays_nobody(world: World) -> None:
     (uuid,) = world.mig("1g.18gb")
     before = Entry(world.host, Request(memory_bytes=60 * GIB, keys=(uuid, world.uuid(0)), client=False))
-    _, claim = run_mig.wait_for_place(world.host, "1g", None, lambda _: None, seconds=0, name=None, say=lambda _: None)
+    _, claim = run_mig.InstanceWish(host=world.host, text="1g", gpu=None).wait(seconds=0, name=None, say=lambda _: None)
     claim.release()
     before.leave()
 
@@ -658,11 +654,7 @@ def test_an_instance_that_is_made_again_meanwhile_is_taken(world: World) -> None
     taken = take_claim(world.host, uuid)
     assert isinstance(taken, HeldClaim)
     steps = iter([world.mig, lambda: (taken.release(), world.mig("1g.18gb"))])
-    place, claim = run_mig.wait_for_place(
-        world.host,
-        "1g",
-        None,
-        lambda _: None,
+    place, claim = run_mig.InstanceWish(host=world.host, text="1g", gpu=None).wait(
         seconds=None,
         name=None,
         say=lambda _: None,
