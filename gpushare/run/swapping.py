@@ -127,8 +127,6 @@ class Sample(NamedTuple):
     later_bytes: int = 0
     # The job's processes on the GPU or out of it, with the CPU time of their main threads so far.
     main_cpu: Mapping[int, float | None] | None = None
-    # What the next job of this user that waits has reserved and is not in host memory yet; 0: none, or not known.
-    next_bytes: int = 0
 
 
 @dataclass
@@ -419,8 +417,9 @@ class Swapping(Part):
         self._host, self._device, self._memory, self._policy, self._say = host, device, memory, policy, say
         self._movable = movable
         self._watch: Watch | None = None
-        # The job that waits and has room if this one goes.
+        # The job that waits and has room if this one goes; and the first one that has it if those that take turns leave.
         self._makes_room_for: Reservation | None = None
+        self._next_in_turn: Reservation | None = None
         self._limits = UserLimits() if limits is None else limits
         self._clock = clock
         self._place: Place | None = place
@@ -615,13 +614,14 @@ class Swapping(Part):
         Raises:
             InUse: it has not (code ``host_memory``).
         """
-        if not isinstance(self._policy, (Turns, IdleInTurns)) or not sample.next_bytes:
+        next_bytes = self._next_bytes() if isinstance(self._policy, (Turns, IdleInTurns)) else 0
+        if not next_bytes:
             return
-        need = host_bytes(sample.held_bytes + sample.next_bytes)
+        need = host_bytes(sample.held_bytes + next_bytes)
         free = self._host.machine.free_memory(self._pid)
         if free is not None and free < need:
             raise InUse(
-                f"the copies of this job ({format_bytes(sample.held_bytes)}) and of the next ({format_bytes(sample.next_bytes)}) "
+                f"the copies of this job ({format_bytes(sample.held_bytes)}) and of the next ({format_bytes(next_bytes)}) "
                 f"do not both fit into host memory ({format_bytes(free)} available), so it stays on the GPU",
                 "free host memory, or run them one after another: --wait instead of --swap turns",
                 code="host_memory",
@@ -661,6 +661,7 @@ class Swapping(Part):
         self._makes_room_for = next(
             (job for job in others if self._movable and line is not None and _has_room_if_gone(job, line, own_id)), None
         )
+        self._next_in_turn = next((job for job in others if line is None or _has_room_after_turns(job, line)), None)
         pids = (
             [process.pid for process in own_processes]
             if self._swap is None
@@ -672,7 +673,7 @@ class Swapping(Part):
             busy_percent=None if None in busy else sum(percent or 0 for percent in busy),
             cpu={pid: spent.seconds for pid in family if (spent := cpu_time(pid)) is not None},
             free_bytes=max(0, total - used),
-            others_wait=any(line is None or _has_room_after_turns(job, line) for job in others),
+            others_wait=self._next_in_turn is not None,
             production_waits=bool(production),
             held_bytes=sum(process.memory_used_bytes or 0 for process in own_processes)
             if self._swap is None
@@ -681,14 +682,11 @@ class Swapping(Part):
             others_stay=line is None or _others_stay(self._host, gpu, line, family),
             later_bytes=later,
             main_cpu={pid: main_thread_time(pid) for pid in pids},
-            next_bytes=self._next_bytes(
-                [job for job in others if line is not None and _has_room_after_turns(job, line)]
-            ),
         )
 
-    def _next_bytes(self, coming: Sequence[Reservation]) -> int:
-        """Return how much memory the first of these jobs needs that it does not hold in host memory yet; 0 if unknown."""
-        first = next(iter(coming), None)
+    def _next_bytes(self) -> int:
+        """Return how much memory the next job in turn needs that it does not hold in host memory yet; 0 if unknown."""
+        first = self._next_in_turn
         # Of others it is not known whether they are in host memory already.
         if first is None or not first.memory_bytes or first.claim.uid != self._host.uid:
             return 0
