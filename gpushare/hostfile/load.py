@@ -137,18 +137,18 @@ def kept_file(host: Host) -> HostFile | None:
 
 
 def changed_limits(host: Host, file: HostFile) -> list[str]:
-    """Return how the limits of users in a file differ from those in force, in words."""
+    """Return how the limits of users in a file differ from those in force: ``... of each user: none -> 20G``."""
     want, now = user_limits_in(file), kept_limits(host)
     rows = [(f"user {user_name(uid)}", want.get(uid), now.get(uid)) for uid in sorted({*want, *now})]
-    rows.append(("other users", want.others, now.others))
+    rows.append(("each other user" if rows else "each user", want.others, now.others))
 
     def text(size: int | None) -> str:
         return "none" if size is None else size_option(size)
 
-    changed = [f"memory: {who}: limit {text(new)}, now {text(old)}" for who, new, old in rows if new != old]
+    changed = [f"memory: limit of {who}: {text(old)} -> {text(new)}" for who, new, old in rows if new != old]
     longest, before = want.longest_lease_seconds, now.longest_lease_seconds
     if longest != before:
-        changed.append(f"reserve: longest {format_duration(longest)}, now {format_duration(before)}")
+        changed.append(f"reserve: longest lease: {format_duration(before)} -> {format_duration(longest)}")
     return changed
 
 

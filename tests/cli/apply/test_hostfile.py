@@ -880,11 +880,11 @@ def test_limits_of_users_are_kept_compared_captured_and_honored(cli: Cli, write:
     path = write(f"version: 1\nmemory:\n- {{match: {{user: ['{user}']}}, limit: 8G}}\n- {{match: all, limit: 20G}}\n")
     answer = cli("diff", "-f", path, host=TWO)
     assert answer.code == 7
-    assert f"memory: user {user}: limit 8G, now none" in answer.out
-    assert "memory: other users: limit 20G, now none" in answer.out
+    assert f"memory: limit of user {user}: none -> 8G" in answer.out
+    assert "memory: limit of each other user: none -> 20G" in answer.out
     planned = cli("apply", "-n", "-f", path, host=TWO).ok()
     assert "only limits of users would change" in planned.out
-    assert "note: memory: other users: limit 20G, now none" in planned.err
+    assert "note: memory: limit of each other user: none -> 20G; apply sets it" in planned.err
     applied = cli("apply", "-f", path, host=TWO).ok()
     assert "2 limits of users in force" in applied.err
     assert "only limits of users changed" in applied.out
@@ -926,7 +926,7 @@ def test_limits_of_users_are_taken_back_by_the_undo(cli: Cli, write: Write, gpus
 def test_a_file_without_limits_ends_those_in_force(cli: Cli, write: Write) -> None:
     cli("apply", "-f", write("version: 1\nmemory:\n- {match: all, limit: 20G}\n"), host=TWO).ok()
     path = write("version: 1\ngpus:\n- {match: all, timeslice: default}\n")
-    assert "memory: other users: limit none, now 20G" in cli("apply", "-n", "-f", path, host=TWO).ok().err
+    assert "memory: limit of each user: 20G -> none; apply sets it" in cli("apply", "-n", "-f", path, host=TWO).ok().err
     assert "limits of users (memory) are no longer in force" in cli("apply", "-f", path, host=TWO).ok().err
     assert "memory" not in cli("diff", "-f", path, host=TWO).ok().out
     assert "any more" not in cli("apply", "-f", path, host=TWO).ok().err
