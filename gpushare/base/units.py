@@ -74,13 +74,13 @@ def parse_memory_limit(text: str, option: str = "--memory") -> int:
     if match is None:
         raise BadUsage(f"{named} is not a memory size", hint, code="bad_size")
     number, prefix = match.groups()
-    if not prefix:
+    if not prefix and float(number):
         raise BadUsage(f"{size_named} has no unit", hint, code="bad_size")
     from decimal import ROUND_FLOOR, Decimal, localcontext
 
     with localcontext() as context:
         context.prec, context.rounding = 60, ROUND_FLOOR
-        exact = Decimal(number) * _FACTORS[prefix.lower()]
+        exact = Decimal(number) * _FACTORS.get(prefix.lower(), 1)
     if exact > _MAX_SIZE:
         raise BadUsage(f"{size_named} is larger than any GPU", hint, code="bad_size")
     size = int(exact) // MIB * MIB
@@ -204,6 +204,13 @@ def format_apart(size: int, other: int) -> tuple[str, str]:
         if texts[0] != texts[1]:
             return texts
     return f"{size} B", f"{other} B"
+
+
+def duration_option(seconds: float) -> str:
+    """Return a duration as an option takes it, in whole seconds: ``13h``, ``90m``, ``45s``."""
+    whole = round(seconds)
+    size, unit = next((each for each in ((3600, "h"), (60, "m")) if whole and whole % each[0] == 0), (1, "s"))
+    return f"{whole // size}{unit}"
 
 
 def format_copies(number: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from gpushare.base.errors import BadUsage, InUse, NoPermission, NotFound
 from gpushare.base.model import GpuLease
 from gpushare.base.selection import Device, select_for_change
-from gpushare.base.units import counted, format_duration
+from gpushare.base.units import counted, duration_option, format_duration
 from gpushare.base.values import dataclass
 from gpushare.cli.options import (
     WHOLE_GPU_OPTION,
@@ -73,14 +74,17 @@ def reserve(
 
 def _check_length(device: Device, seconds: float, held: float, most: float) -> None:
     """Raise NoPermission if a lease is longer than root allows; ``held``: the seconds since its start."""
-    if held + seconds > most + 1:
+    # The undo of a shorter lease is in whole minutes.
+    if held + seconds > most + 60:
         rest = most - held
         raise NoPermission(
             f"a lease of {format_duration(seconds)} on {device.title} is longer than {format_duration(most)}, the longest here"
             + (f", of which {format_duration(held)} are over" if held >= 1 else "")
             if most
             else "root allows no leases here",
-            f"give at most --for {int(rest)}s; or ask root: reserve in gpushare.yaml" if rest >= 1 else "ask root",
+            f"give at most --for {duration_option(int(rest))}; or ask root: reserve in gpushare.yaml"
+            if rest >= 1
+            else "ask root",
             code="lease_too_long",
         )
 
@@ -106,7 +110,7 @@ def _plan_lease(host: Host, devices: Sequence[Device], seconds: float) -> Plan:
         steps.append(
             Step(
                 what=f"reserve {device.title} for {format_duration(seconds)}",
-                command=f"gpushare reserve -g {device.selector} --for {round(seconds)}s",
+                command=f"gpushare reserve -g {device.selector} --for {duration_option(seconds)}",
                 undo=_undo_command([device], lease_by_gpu),
                 do=partial(take_lease, host, device.uuid, seconds, limits),
                 revert=partial(end_lease, host, device.uuid, limits)
@@ -129,7 +133,9 @@ def _undo_command(devices: Sequence[Device], held: Mapping[str, GpuLease]) -> st
     commands = [f"gpushare reserve -g {','.join(free)} --end"] if free else []
     for device in devices:
         if device.uuid in held:
-            commands.append(f"gpushare reserve -g {device.selector} --for {round(held[device.uuid].seconds_left)}s")
+            rest = held[device.uuid].seconds_left
+            minutes = rest if rest < 60 else 60 * math.ceil(rest / 60)
+            commands.append(f"gpushare reserve -g {device.selector} --for {duration_option(minutes)}")
     return "; ".join(commands)
 
 

@@ -233,7 +233,12 @@ class LimitOptions:
 
 def _parse_memory_or_none(text: str) -> object:
     """Return a typed limit in bytes, or `_NONE` for ``none``: it is to be removed."""
-    return _NONE if text.strip().lower() == "none" else parse_memory_limit(text)
+    if text.strip().lower() == "none":
+        return _NONE
+    try:
+        return parse_memory_limit(text)
+    except BadUsage as error:
+        raise error.restated(hint=f"{error.hint}; to remove the limit: --memory none") from None
 
 
 def _parse_priority(text: str | None) -> Priority | None:

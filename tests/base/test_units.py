@@ -135,6 +135,17 @@ def test_a_duration_without_a_unit_is_refused_as_a_size_is() -> None:
             parse("20")
 
 
+@pytest.mark.parametrize("text", ["0", "0.0", "0M"])
+def test_a_memory_limit_of_nothing_is_refused(text: str) -> None:
+    with pytest.raises(BadUsage, match="is below 1 MiB, which MPS would take as no limit"):
+        units.parse_memory_limit(text)
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(46800, "13h"), (5400, "90m"), (90, "90s"), (0, "0s"), (45.4, "45s")])
+def test_a_duration_for_an_option(seconds: float, text: str) -> None:
+    assert units.duration_option(seconds) == text
+
+
 @pytest.mark.parametrize(
     ("text", "microseconds", "again"),
     [("500us", 500, "500us"), ("2.5ms", 2500, "2.5ms"), (" 16 MS ", 16000, "16ms"), ("2048µs", 2048, "2.048ms")],

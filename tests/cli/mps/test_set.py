@@ -207,6 +207,12 @@ def test_a_server_keeps_its_own_percentage_on_the_way_back(
     assert simulated(world) == before
 
 
+def test_no_memory_names_what_removes_the_limit(refused: Refused) -> None:
+    said = refused("mps", "set", "--memory", "0", code="bad_size", exit_code=2)
+    assert "'0' is below 1 MiB" in said
+    assert "to remove the limit: --memory none" in said
+
+
 @pytest.mark.parametrize("at_first", [(), ("--memory", "8G")])
 def test_memory_none_removes_the_limit_and_the_undo_brings_back_what_was(
     cli: Cli, world: World, at_first: tuple[str, ...]

@@ -51,7 +51,7 @@ def test_a_gpu_is_reserved_listed_and_given_back(cli: Cli, two: World) -> None:
     assert "reserved GPUs" in cli("status", host=TWO).ok().out
     # Once more: the new one counts, and its undo is the earlier one.
     longer = cli("reserve", "-g", "0,1", "--for", "3h", host=TWO, output="json").ok()
-    assert re.fullmatch(r"gpushare reserve -g 1 --end; gpushare reserve -g 0 --for 7[12]\d\ds", longer.data["undo"])
+    assert longer.data["undo"] == "gpushare reserve -g 1 --end; gpushare reserve -g 0 --for 2h"
     assert leases(two.host, UserLimits())[two.uuid(0)].seconds_left > 7200
     assert cli("run", "-g", "0", "-n", "--", "true", host=TWO).code == 0
     cli("reserve", "-g", "0,1", "--end", host=TWO).ok()
@@ -96,7 +96,7 @@ def test_a_file_that_shortens_leases_says_so_and_names_those_that_end(cli: Cli, 
     os.chown(path, 65534, 65534)
     file = tmp_path / "gpushare.yaml"
     file.write_text("version: 1\nreserve: {longest: 0m}\n")
-    told = "reserve: longest 0 s, now 12 h"
+    told = "reserve: longest lease: 12 h -> 0 s"
     assert cli("diff", "-f", str(file), host=TWO).out.strip() == told
     planned = cli("apply", "-n", "-f", str(file), host=TWO).ok()
     assert "only limits of users would change" in planned.out
@@ -135,7 +135,17 @@ def test_what_is_longer_than_root_allows_is_refused(
     monkeypatch.setattr("gpushare.cli.reserve.leases", lambda *_: {lease.gpu_uuid: lease})
     said = refused("reserve", "-g", "0", "--for", "2h", code="lease_too_long", exit_code=4, host=TWO)
     assert "longer than 12 h, the longest here, of which 11 h are over" in said
-    assert "--for 3600s" in said
+    assert "--for 1h" in said
+
+
+def test_the_undo_of_a_shorter_lease_is_in_whole_minutes(cli: Cli, two: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    cli("reserve", "-g", "0", "--for", "12h", host=TWO).ok()
+    assert cli("reserve", "-g", "0", "--for", "1h", host=TWO).ok().out.strip().endswith("reserve -g 0 --for 12h")
+    # The twelve hours of a user include the half minute that has passed.
+    two.fault("user", 1000)
+    lease = GpuLease(gpu_uuid=two.uuid(0), uid=1000, user="alice", seconds_left=60.0, held_seconds=30.0)
+    monkeypatch.setattr("gpushare.cli.reserve.leases", lambda *_: {lease.gpu_uuid: lease})
+    cli("reserve", "-n", "-g", "0", "--for", "12h", host=TWO).ok()
 
 
 def test_a_clock_that_is_set_changes_no_lease(two: World, monkeypatch: pytest.MonkeyPatch) -> None:
