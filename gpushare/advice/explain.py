@@ -280,8 +280,16 @@ def _explanations_of(line: str) -> tuple[Explanation, ...]:
 def _not_explained_error(asked: str) -> NotFound:
     close = _close_titles(asked)
     shown = asked.splitlines()[0][:80] if asked else ""
-    hint = f"close: {', '.join(close)}" if close else "give a code (805), a name, or a log line; for text from stdin: -"
+    hint = (
+        f"close: {', '.join(close)}"
+        if close
+        else "give a code (805), a name, or a log line; for text from stdin: -; what a job printed: gpushare logs JOB"
+    )
     return NotFound(f"no explanation found for '{shown}'", hint, code="not_explained")
+
+
+# The letters and digits of ``CUDA 812``.
+_SHORT: Final = 7
 
 
 def _close_titles(asked: str) -> Sequence[str]:
@@ -295,5 +303,7 @@ def _close_titles(asked: str) -> Sequence[str]:
         if entry.code is not None:
             titles |= {plain_name(entry.title): entry.title, str(entry.code): entry.title}
     titles |= {plain_name(code): code for code in own_codes()}
-    close = difflib.get_close_matches(plain_name(asked[:80]), titles, n=3, cutoff=0.6)
+    name = plain_name(asked[:80])
+    # In a code of three digits, one other digit is a third.
+    close = difflib.get_close_matches(name, titles, n=3, cutoff=0.6 if len(name) <= _SHORT else 0.8)
     return list(dict.fromkeys(titles[plain_name] for plain_name in close))

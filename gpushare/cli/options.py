@@ -442,7 +442,8 @@ class Command(Helped, TyperCommand):
         """Say which options of this command are given to the program, unless ``--`` says that they are its own."""
         program = next((ctx.params[parameter.name] for parameter in self.params if parameter.nargs == -1), None) or []
         words_before = words[: len(words) - len(program)]
-        if not program or (words_before and words_before[-1] == "--"):
+        # A number is no program: the command refuses it.
+        if not program or program[0].isdecimal() or (words_before and words_before[-1] == "--"):
             return
         options = {name: option for option in self.get_params(ctx) for name in (*option.opts, *option.secondary_opts)}
         moved_words: list[str] = []

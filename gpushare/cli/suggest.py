@@ -96,6 +96,17 @@ def meant_option(word: str, options: Iterable[str]) -> str | None:
     return completions[0] if len(completions) == 1 else _nearest_word(word, options_of_command)
 
 
+def hint_of_arguments(error: Any) -> str | None:
+    """Return what a command takes, if a parser's error is that too many arguments are given."""
+    context = getattr(error, "ctx", None)
+    if context is None or "unexpected extra argument" not in error.format_message():
+        return None
+    names = [parameter.metavar or "" for parameter in context.command.params if parameter.param_type_name == "argument"]
+    if not names:
+        return "it takes no arguments, only options"
+    return "one job at a time" if names[0].partition("|")[0] == "JOB" and len(names) == 1 else None
+
+
 def _nearest_word(word: str, candidates: Sequence[str]) -> str | None:
     matches = get_close_matches(word[:60], candidates, n=1, cutoff=_ALIKE)
     return matches[0] if matches else None

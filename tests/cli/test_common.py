@@ -208,7 +208,7 @@ def test_unknown_host(cli: Cli, spec: str) -> None:
 )
 def test_wrong_usage(refused: Refused, cli: Cli, words: tuple[str, ...], command: str) -> None:
     said = refused(*words, code="usage", exit_code=2)
-    assert f"hint: see: gpushare {command} --help" in said
+    assert f"see: gpushare {command} --help" in said
     assert cli(*words, output="json").json["command"] == command
 
 

@@ -55,6 +55,18 @@ def test_options_after_the_program_are_named(cli: Cli) -> None:
     assert "put -- before the program" in note
 
 
+def test_a_number_is_no_program_whose_options_are_named(refused: Refused) -> None:
+    said = refused("farm", "4", "--memory", "6G", "--", "sh", "-c", "true", code="bad_copies", exit_code=2)
+    assert "before the program: --copies 4" in said
+    assert "is passed to it" not in said
+
+
+def test_an_argument_too_many_is_answered(refused: Refused) -> None:
+    assert "one job at a time; see: gpushare pause --help" in refused("pause", "a", "b", code="usage", exit_code=2)
+    assert "takes no arguments" in refused("jobs", "a", code="usage", exit_code=2)
+    assert "hint: see: gpushare mig grant --help" in refused("mig", "grant", "a", "b", "c", code="usage", exit_code=2)
+
+
 def test_a_dry_run_after_the_program_is_named(cli: Cli) -> None:
     answer = cli("advise", "--no-root", "python3", "job.py", "-n")
     assert "-n after 'python3' is passed to it" in answer.err

@@ -227,6 +227,13 @@ def test_unknown_names_what_is_close(cli: Cli, asked: str, close: str) -> None:
     assert close in answer.lines("hint")[0]
 
 
+def test_what_is_not_close_is_not_named(cli: Cli) -> None:
+    answer = cli("explain", "ValueError: bad seed", host=None)
+    assert answer.code == 6
+    assert "close" not in answer.err
+    assert "what a job printed: gpushare logs JOB" in answer.lines("hint")[0]
+
+
 @pytest.mark.parametrize("asked", ["", "hello there, all is well", "\n\n"])
 def test_unknown(asked: str) -> None:
     with pytest.raises(NotFound) as caught:
