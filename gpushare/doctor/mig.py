@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Final
 
@@ -25,7 +24,7 @@ from gpushare.mig.holders import (
 from gpushare.mig.ledger import MigLedger, NamedInstance, names_of
 from gpushare.mig.places import named_places
 from gpushare.mig.profile import on_or_off
-from gpushare.mig.recover import Leftover, leftovers
+from gpushare.mig.recover import visible_leftovers
 
 # The persistence daemon belongs on every host; the MPS programs have checks of their own.
 _NO_OBSTACLE: Final = ("nvidia-persiste", "nvidia-cuda-mps")
@@ -39,17 +38,16 @@ def modes(seen: Examination) -> Iterator[Check]:
         yield Check.skipped("mig.state", seen="gpushare is changing MIG right now")
         return
     wrong = False
+    left = visible_leftovers(seen.host)
+    half_changed = {uuid for leftover in left for uuid in leftover.gpus}
     for gpu in seen.answering:
-        for check in _mode_findings(seen, gpu):
+        for check in _mode_findings(seen, gpu, half_changed=gpu.uuid in half_changed):
             wrong = True
             yield check
-    for leftover in _leftovers(seen, ledgers):
+    for leftover in left:
         wrong = True
-        yield finding(
-            leftover.id,
-            seen=leftover.seen + (f", at: {leftover.at}" if leftover.at else ""),
-            remedy=leftover.remedy.replace("gpushare mig recover", "sudo gpushare mig recover"),
-        )
+        at = f", at: {leftover.at}" if leftover.at else ""
+        yield finding(leftover.id, seen=leftover.seen + at, remedy=leftover.remedy)
     on = [gpu for gpu in seen.answering if gpu.mig_enabled]
     if on and not wrong:
         number = sum(len(gpu.mig_instances) for gpu in on)
@@ -57,18 +55,14 @@ def modes(seen: Examination) -> Iterator[Check]:
         yield Check.passed("mig.state", seen=seen_text)
 
 
-def _leftovers(seen: Examination, ledgers: Sequence[MigLedger]) -> Iterator[Leftover]:
-    """Yield what unfinished changes of MIG have left, as far as it can be read."""
-    for ledger in ledgers:
-        with contextlib.suppress(GpushareError):
-            yield from leftovers(seen.host, ledger)
+def _mode_findings(seen: Examination, gpu: Gpu, *, half_changed: bool) -> Iterator[Check]:
+    """Check a GPU for a pending MIG mode, and for MIG mode without usable instances.
 
-
-def _mode_findings(seen: Examination, gpu: Gpu) -> Iterator[Check]:
-    """Check a GPU for a pending MIG mode, and for MIG mode without usable instances."""
+    The instances of a GPU that a change left half changed are not to be mended by hand: the remedy of that change does it.
+    """
     if gpu.mig_enabled is not None and gpu.mig_pending not in {None, gpu.mig_enabled}:
         yield finding("mig.pending", gpu.index, now=on_or_off(gpu.mig_enabled), next=on_or_off(gpu.mig_pending))
-    if not gpu.mig_enabled:
+    if not gpu.mig_enabled or half_changed:
         return
     try:
         instances = MigReader(seen.host.nvml).layout(gpu).instances

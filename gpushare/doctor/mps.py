@@ -326,7 +326,10 @@ def _refuses_connection(path: Path) -> bool:
 
 
 def devices(seen: Examination) -> Iterator[Check]:
-    """Check that the device of each daemon still exists, and that its time-slice is the default."""
+    """Check that the device of each daemon still exists, and that no time-slice level is set that has no effect.
+
+    Only root can set a level, and may mean it for programs outside MPS. It is no other user's to take back.
+    """
     complete = seen.nvml_error is None and len(seen.answering) == len(seen.gpus)
     whole = {gpu.uuid for gpu in seen.answering if not gpu.mig_enabled}
     present = whole | {mig.uuid for gpu in seen.answering for mig in gpu.mig_instances}
@@ -336,10 +339,18 @@ def devices(seen: Examination) -> Iterator[Check]:
             yield finding("mps.device", item.daemon.gpu_index, daemon=item.daemon)
     for gpu in seen.answering:
         level = seen.levels.get(gpu.index)
-        if level not in {None, TimeSlice.DEFAULT} and any(
-            gpu.index in entry.daemon.gpu_indexes for entry in seen.believed
-        ):
+        if level in {None, TimeSlice.DEFAULT} or not seen.host.root or _is_shared_outside(gpu):
+            continue
+        if any(gpu.index in entry.daemon.gpu_indexes for entry in seen.believed):
             yield finding("mps.timeslice", gpu.index, level=level)
+
+
+def _is_shared_outside(gpu: Gpu) -> bool:
+    """Return whether a program outside MPS uses a GPU: the level then counts between it and the MPS server."""
+    return any(
+        process.compute and not process.mps and process.name != control.SERVER_PROGRAM
+        for process in gpu.processes or ()
+    )
 
 
 def outside(seen: Examination) -> Iterator[Check]:

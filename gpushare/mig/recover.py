@@ -5,6 +5,7 @@ Only what a change itself created, by its journal, is destroyed again; what othe
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -154,9 +155,24 @@ class Leftover:
     seen: str
     remedy: str
     at: str | None = None
+    # The UUIDs of the GPUs of the change; empty: unknown.
+    gpus: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.seen}: {self.remedy}"
+
+
+def visible_leftovers(host: Host) -> list[Leftover]:
+    """Return what changes of this user and of root left, as far as it can be read; root's is recovered with sudo."""
+    visible: list[Leftover] = []
+    for directory in host.run_directories:
+        sudo = "" if directory == host.run_directory else "sudo "
+        with contextlib.suppress(GpushareError):
+            visible += (
+                replace(leftover, remedy=leftover.remedy.replace(RECOVER, f"{sudo}{RECOVER}"))
+                for leftover in leftovers(host, MigLedger(replace(host, run_directory=directory)))
+            )
+    return visible
 
 
 def leftovers(host: Host, ledger: MigLedger) -> list[Leftover]:
@@ -175,7 +191,11 @@ def interrupted_change(ledger: MigLedger) -> Leftover | None:
     if change is None:
         return None
     seen = f"'{change.title}' was interrupted"
-    return Leftover(id="mig.interrupted", seen=seen, remedy=RECOVER, at=change.step)
+    return Leftover(id="mig.interrupted", seen=seen, remedy=RECOVER, at=change.step, gpus=_uuids(change))
+
+
+def _uuids(change: ChangeRecord) -> tuple[str, ...]:
+    return tuple(shape.uuid for shape in change.before)
 
 
 def not_restored(host: Host, ledger: MigLedger) -> list[Leftover]:
@@ -189,7 +209,7 @@ def not_restored(host: Host, ledger: MigLedger) -> list[Leftover]:
             seen = f"'{change.title}' failed, and this could not be restored: {'; '.join(wrong)}"
             back = as_commands(_at_current_indexes(host, change.before))
             remedy = f"restore it: {'; '.join(back)}" if back else "see: gpushare mig status"
-            lost.append(Leftover(id="mig.not_restored", seen=seen, remedy=f"{remedy}; {ACCEPT}"))
+            lost.append(Leftover(id="mig.not_restored", seen=seen, remedy=f"{remedy}; {ACCEPT}", gpus=_uuids(change)))
     return lost
 
 

@@ -22,7 +22,17 @@ class StatusReader:
         """Return what is there now. Raises NotFound, NoGpu, DriverNotLoaded, NvmlMissing, BadUsage (no such GPU)."""
         host = self._host
         snapshot = self._work.added_to(only_gpus(self._observer.read(), self._gpu))
-        return with_jobs(host, with_memory(host, with_leases(host, snapshot)))
+        return with_mig_leftovers(host, with_jobs(host, with_memory(host, with_leases(host, snapshot))))
+
+
+def with_mig_leftovers(host: Host, snapshot: Snapshot) -> Snapshot:
+    """Return the snapshot with a warning for what each interrupted or failed MIG change left."""
+    # Most hosts have no file of a change, and need not load what reads it.
+    if not any(name for directory in host.run_directories for name in (directory / "mig").glob("*.json")):
+        return snapshot
+    from gpushare.mig.recover import visible_leftovers
+
+    return replace(snapshot, warnings=(*snapshot.warnings, *map(str, visible_leftovers(host))))
 
 
 def with_jobs(host: Host, snapshot: Snapshot) -> Snapshot:

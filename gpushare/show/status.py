@@ -649,8 +649,8 @@ def _gpu_notes(snapshot: Snapshot) -> Iterable[str]:
             yield f"GPU {gpu.index}: {HIDDEN_DEVICES}"
         elif gpu.mig_enabled and not gpu.mig_instances:
             yield (
-                f"GPU {gpu.index} is in MIG mode without instances, so no CUDA program can use it: "
-                f"gpushare mig profiles -g {gpu.index} lists what can be created"
+                f"no CUDA program can use GPU {gpu.index}: it is in MIG mode without a MIG device; "
+                f"see its instances, and what still fits: gpushare mig status -g {gpu.index}"
             )
 
 

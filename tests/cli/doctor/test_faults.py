@@ -451,6 +451,18 @@ def test_the_remedy_mends_it(cli: Cli, world: World, sim_dir: Path, arrange: Arr
     assert findings(cli) == {}
 
 
+def test_a_level_that_root_set_is_no_fault_to_a_user_or_beside_a_program_outside(
+    cli: Cli, world: World, sim_dir: Path
+) -> None:
+    time_slice(cli, world, sim_dir)
+    world.fault("user", "1000")
+    assert "mps.timeslice" not in findings(cli)
+    world.clear()
+    assert "mps.timeslice" in findings(cli)
+    cli("sim", "add").ok()
+    assert "mps.timeslice" not in findings(cli)
+
+
 def test_the_name_says_what_is_there_instead(cli: Cli, world: World, sim_dir: Path) -> None:
     another_size(cli, world, sim_dir)
     checks = findings(cli)["mig.name"]

@@ -41,7 +41,8 @@ def test_status_does_not_show_an_empty_gpu(host: World) -> None:
     first, second = answer.json["data"]["gpus"]
     assert (first["mig_instances"], second["mig_instances"]) == (None, [])
     assert "hides the MIG devices" in answer.err
-    assert "GPU 0 is in MIG mode without instances" not in answer.err
+    assert "GPU 0: it is in MIG mode" not in answer.err
+    assert "no CUDA program can use GPU 1: it is in MIG mode without a MIG device" in answer.err
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from gpushare.host import store
 from gpushare.mig import grant, recover
 from gpushare.mig.driver import MigChanges
 from gpushare.mig.ledger import MigLedger
-from gpushare.mig.recover import leftovers, missing
+from gpushare.mig.recover import leftovers, missing, visible_leftovers
 from gpushare.mig.shape import NOTHING, GpuShape
 from gpushare.sim import admin
+from gpushare.sim.state import SimulatedGpuInstance, StateFile
 from tests.cli.drive import Answer, Cli, Refused, World
 
 A100, TWO = "sim:a100-80gb", "sim:2xa100-80gb"
@@ -29,6 +31,35 @@ def crashed(host: World, *words: str, step: int) -> None:
     host.fault("crash-step", step)
     assert host.run_apart("mig", *words) == 137
     host.clear()
+
+
+def test_status_and_doctor_lead_to_the_recovery_and_to_nothing_else() -> None:
+    host = World.new("sim:2xh200")
+    assert host.run("mig", "enable", "-g", "1").code == 0
+    crashed(host, "apply", "-g", "0", "3g.71gb", "1g.18gb*2", "-y", step=2)
+    with StateFile(host.spec).changed() as state:
+        state.gpus[1].bare.append(SimulatedGpuInstance(profile="1g.18gb", start=1, gpu_instance_id=10))
+    answer = host.run("status")
+    (note,) = (line for line in answer.err.splitlines() if "interrupted" in line)
+    assert note == "note: 'apply 3g.71gb 1g.18gb*2' was interrupted: gpushare mig recover"
+    assert "without instances" not in answer.err
+    assert "see its instances, and what still fits: gpushare mig status -g 0" in answer.err
+    checks = [check for check in host.run("doctor").json["data"]["checks"] if check["id"].startswith("mig.")]
+    assert {(check["id"], check["gpu"]): check["remedy"] for check in checks} == {
+        ("mig.interrupted", None): "gpushare mig recover",
+        ("mig.bare", 1): "sudo nvidia-smi mig -i 1 -gi 10 -cci",
+    }
+    assert host.run("mig", "recover").code == 0
+    assert "interrupted" not in host.run("status").err
+
+
+def test_status_of_a_user_names_what_root_has_to_recover(tmp_path: Path) -> None:
+    host = World.new(A100)
+    crashed(host, "apply", "3g.40gb", step=2)
+    theirs = replace(host.host, run_directory=tmp_path, shared_run_directories=(host.journal.parents[1],))
+    assert [str(leftover) for leftover in visible_leftovers(theirs)] == [
+        "'apply 3g.40gb' was interrupted: sudo gpushare mig recover"
+    ]
 
 
 # -- a journal that cannot be read -----------------------------------------------------------------
