@@ -104,9 +104,9 @@ class Controller:
         self._goal = keep + 0.4 * (1 - keep)
         self._slice = float(_FIRST_US)
         self._printed = _Printed()
-        # Whether the other job is held back now, and since when it is, or has its slice.
         self._held = True
         self._changed_at = -math.inf
+        self._held_at: float | None = None
         self._hold_until = -math.inf
         self.baseline: float | None = None
         self._baseline_at = -math.inf
@@ -151,8 +151,8 @@ class Controller:
             self._heard_at, self._doubt_at = at, None
         seconds = 0.0 if self._last_step is None else at - self._last_step
         self._last_step = at
-        if self._changed_at == -math.inf:
-            self._changed_at = at
+        if self._held_at is None and self._held:
+            self._held_at = self._changed_at = at
         if self._held:
             self._ledger.append(_Loss(at, seconds, None))
             if self._silent_since is None or self._is_harm(at, self._silent_since, seen):
@@ -167,29 +167,33 @@ class Controller:
 
     def _measure(self, at: float) -> None:
         """Measure production's speed as if it were alone: the other job is held back."""
-        start, held = self._changed_at + _SETTLE_SECONDS, at - self._changed_at
-        clean, long = self._printed.since(start), held >= _LONGEST_HOLD_SECONDS
+        held_at = self._held_at if self._held_at is not None else at
+        clean = self._printed.since(held_at + _SETTLE_SECONDS)
         if not clean:
-            if long and self._heard_at is not None:
+            if at - held_at >= _LONGEST_HOLD_SECONDS and self._heard_at is not None:
                 # Production prints nothing: without a baseline, run the least slice.
                 self._run_with(at, LEAST_US)
             return
-        spaced, spread = len({when for when, _ in clean}), clean[-1][0] - start
+        spaced = len({when for when, _ in clean})
+        spread = clean[-1][0] - held_at - _SETTLE_SECONDS
+        long = at - held_at >= _LONGEST_HOLD_SECONDS
         if (spaced < 3 or spread < _HOLD_SECONDS) and not (long or (spaced >= 2 and spread >= 4 * _HOLD_SECONDS)):
             return
-        mean = math.fsum(value for _, value in clean) / len(clean)
+        values = [value for _, value in clean]
+        mean = math.fsum(values) / len(values)
         if mean <= 0:
             if long:
                 self._run_with(at, LEAST_US)
             return
-        self._set_baseline(at, mean, spread / max(1, len(clean) - 1), held)
+        self._set_baseline(at, mean, values, spread, at - held_at)
 
-    def _set_baseline(self, at: float, mean: float, interval: float, held: float) -> None:
+    def _set_baseline(self, at: float, mean: float, values: Sequence[float], spread: float, held: float) -> None:
         """Take the speed of production alone as the baseline, and let the other job run again unless too much was lost.
 
-        Its numbers come every ``interval`` seconds; the other job was held back for ``held`` seconds.
+        ``values`` and their ``mean`` are of ``spread`` seconds; the other job was held back for ``held`` seconds.
         """
         previous = self.baseline
+        interval = spread / max(1, len(values) - 1)
         if previous is None and interval > _SELDOM_SECONDS:
             self._slice = LEAST_US
         same_phase = previous is not None and abs(mean / previous - 1) <= max(0.03, 3 * self._noise)
@@ -331,7 +335,7 @@ class Controller:
     def _run_with(self, at: float, slice_us: float) -> None:
         """Let the other job run with this slice from now on."""
         self._slice = min(max(slice_us, LEAST_US), MOST_US)
-        self._held, self._hold_until = False, -math.inf
+        self._held, self._held_at, self._hold_until = False, None, -math.inf
         self._changed_at = self._noted_at = at
         self._kept = []
         self._printed.values.clear()
@@ -339,7 +343,7 @@ class Controller:
     def _hold_back(self, at: float, next_slice_us: float) -> None:
         """Hold the other job back from now on; later it runs with ``next_slice_us``."""
         self._slice = min(max(next_slice_us, LEAST_US), MOST_US)
-        self._held, self._hold_until = True, -math.inf
+        self._held, self._held_at, self._hold_until = True, at, -math.inf
         self._changed_at = self._noted_at = at
         self._kept = []
         self._printed.values.clear()
