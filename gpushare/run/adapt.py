@@ -40,11 +40,17 @@ _REFRESH_PART: Final = 0.05
 SILENT_SECONDS: Final = 10.0
 # A silence this long, or of four numbers, may be harm: the other is held back for a moment, to see whether a number comes.
 _DOUBT_SECONDS: Final = 2.0
+# A speed alone of less than this part of the one before is believed only after the other was held back for longer.
+_DOUBTFUL_PART: Final = 0.5
+_DOUBTFUL_SECONDS: Final = 3.0
 # This part of what production may lose in a window is kept back: what was lost is seen late, and scatters. In a model of
 # both, 420 runs with scatter up to 1 % kept the promise in each minute with it; without it 5 of 140 lost up to .008 too much.
 _RESERVE: Final = 0.25
-# Where even the least slice costs too much, the other stays held back for this long.
-_BACKOFF_SECONDS: Final = 30.0
+# A slice that cost too much is not tried again for this long.
+_CEILING_SECONDS: Final = 20.0
+# Where even the least slice costs too much, the other stays held back: first this long, then twice, up to the most.
+_FIRST_BACKOFF_SECONDS: Final = 5.0
+_MOST_BACKOFF_SECONDS: Final = 60.0
 # A move by more than this, and by more than four times the noise, is another phase.
 _JUMP: Final = 0.015
 
@@ -113,13 +119,20 @@ class Controller:
         self._refresh = _REFRESH_SECONDS
         # Relative scatter of a second's mean.
         self._noise = 0.01
-        # The kept part in each second since the slice changed; the ledger is for the window.
+        # The kept part in each second since the slice changed, and its mean before that; the ledger is for the window.
         self._kept: list[float] = []
+        self._kept_before: float | None = None
+        self._raised = False
         self._ledger: deque[_Loss] = deque()
-        # Even the least slice has cost too much in this phase.
-        self._too_much = False
+        # The last slice that cost too much, and until when it is not tried again.
+        self._ceiling: tuple[float, float] | None = None
+        self._backoff = _FIRST_BACKOFF_SECONDS
+        # The baseline with which even the least slice cost too much; None: it did not.
+        self._too_much: float | None = None
         # Whether the baseline is measured again because the speed moved, and when it moved.
         self._moved, self._jumped_at = False, math.inf
+        # The speed changed while the other was held back.
+        self._moved_while_held = False
         self._last_step: float | None = None
         self._heard_at: float | None = None
         # Seconds between two numbers; when a silence is examined; its start while it is examined.
@@ -185,6 +198,17 @@ class Controller:
             if long:
                 self._run_with(at, LEAST_US)
             return
+        doubtful = self.baseline is not None and mean < _DOUBTFUL_PART * self.baseline
+        if doubtful and spread < _DOUBTFUL_SECONDS and not long:
+            # What the other had submitted may still be running.
+            return
+        half = len(values) // 2
+        if half >= 2 and not long:
+            first, second = math.fsum(values[:half]) / half, math.fsum(values[half:]) / (len(values) - half)
+            if abs(second - first) > max(_JUMP, 4 * self._noise) * mean:
+                # Production has just entered another phase: only numbers from now on count.
+                self._held_at, self._moved_while_held = clean[half][0] - _SETTLE_SECONDS, True
+                return
         self._set_baseline(at, mean, values, spread, at - held_at)
 
     def _set_baseline(self, at: float, mean: float, values: Sequence[float], spread: float, held: float) -> None:
@@ -194,14 +218,17 @@ class Controller:
         """
         previous = self.baseline
         interval = spread / max(1, len(values) - 1)
-        if previous is None and interval > _SELDOM_SECONDS:
-            self._slice = LEAST_US
+        if previous is None:
+            if len(values) >= 3:
+                self._noise = _noise_of(values, mean, spread)
+            if interval > _SELDOM_SECONDS:
+                self._slice = LEAST_US
         same_phase = previous is not None and abs(mean / previous - 1) <= max(0.03, 3 * self._noise)
         if previous is not None and not same_phase:
             if not self._moved:
                 # The time of the change is unknown. If production is faster now, the other job may have hidden that since
                 # the previous baseline.
-                self._jumped_at = self._baseline_at if mean > previous else math.inf
+                self._jumped_at = self._baseline_at if mean > previous and not self._moved_while_held else math.inf
             self._rescale(previous / mean)
         self.baseline, self._baseline_at = mean, at
         self.best = max(mean, self.best or 0.0)
@@ -212,13 +239,15 @@ class Controller:
         self._refresh = max(least, held / part)
         self._moved = False
         if not same_phase:
-            self._too_much = False
+            self._ceiling, self._backoff, self._too_much = None, _FIRST_BACKOFF_SECONDS, None
         if not self._stays_held(at, same_phase=same_phase):
             self._run_with(at, self._slice)
 
     def _stays_held(self, at: float, *, same_phase: bool) -> bool:
         """Return whether the other job is held back for longer: until the window has lost less, or the next try is due."""
-        if self._too_much and (at < self._hold_until or self._seconds_lost() > 0.3 * self._seconds_allowed()):
+        if self._too_much is not None and (
+            at < self._hold_until or self._seconds_lost() > 0.3 * self._seconds_allowed()
+        ):
             return True
         return same_phase and self._seconds_lost() > 0.6 * self._seconds_allowed()
 
@@ -268,9 +297,16 @@ class Controller:
 
     def _has_moved(self, kept: float, mean_kept: float | None) -> bool:
         """Return whether the kept part has changed by more than noise and the slice can explain."""
+        limit = max(_JUMP, 4 * self._noise)
         if kept > 1 + self._most_gain():
             return True
-        return mean_kept is not None and abs(kept - mean_kept) > max(_JUMP, 4 * self._noise)
+        if mean_kept is not None:
+            return abs(kept - mean_kept) > limit
+        # First number with a new slice: production cannot gain by a longer slice, nor lose by a shorter one.
+        if self._kept_before is None:
+            return False
+        gain = kept - self._kept_before
+        return gain > limit if self._raised else gain < -limit
 
     def _adjust_slice(self, at: float, kept: float) -> None:
         """Lengthen or shorten the slice, by how much of its speed production keeps."""
@@ -281,22 +317,26 @@ class Controller:
         elif len(recent) >= 3 and mean < self._goal - 0.3 * (1 - self._keep):
             self._lower(at, 0.7 * self._slice)
         elif len(recent) >= 2 and mean > self._goal and self._seconds_lost() < 0.6 * self._seconds_allowed():
-            self._too_much = False
+            self._backoff, self._too_much = _FIRST_BACKOFF_SECONDS, None
             self._raise(at, 2.0 if mean > 1 - 0.3 * (1 - self._keep) else 1.3)
 
     def _lower(self, at: float, slice_us: float) -> None:
         """Shorten the slice; if it is the least already, hold the other job back for a while."""
         if self._slice <= LEAST_US:
             # The least slice costs too much: check whether the baseline is still right.
-            self._too_much = True
+            self._too_much = self.baseline
             self._hold_back(at, LEAST_US)
-            self._hold_until = at + _BACKOFF_SECONDS
+            self._hold_until = at + self._backoff
+            self._backoff = min(_MOST_BACKOFF_SECONDS, 2 * self._backoff)
             return
+        self._ceiling = self._slice, at + _CEILING_SECONDS
         self._run_with(at, slice_us)
 
     def _raise(self, at: float, factor: float) -> None:
-        """Lengthen the slice, if it is not the longest already."""
+        """Lengthen the slice, but not up to one that has just cost too much."""
         slice_us = min(self._slice * factor, MOST_US)
+        if self._ceiling is not None and at < self._ceiling[1]:
+            slice_us = min(slice_us, 0.85 * self._ceiling[0])
         if slice_us > self._slice * 1.05:
             self._run_with(at, slice_us)
 
@@ -334,6 +374,7 @@ class Controller:
 
     def _run_with(self, at: float, slice_us: float) -> None:
         """Let the other job run with this slice from now on."""
+        self._kept_before, self._raised = (None if self._held else _mean_of_last(self._kept)), slice_us > self._slice
         self._slice = min(max(slice_us, LEAST_US), MOST_US)
         self._held, self._held_at, self._hold_until = False, None, -math.inf
         self._changed_at = self._noted_at = at
@@ -345,7 +386,7 @@ class Controller:
         self._slice = min(max(next_slice_us, LEAST_US), MOST_US)
         self._held, self._held_at, self._hold_until = True, at, -math.inf
         self._changed_at = self._noted_at = at
-        self._kept = []
+        self._kept, self._moved_while_held = [], False
         self._printed.values.clear()
 
     # -- what was lost within the window -----------------------------------------------------------------------
@@ -364,6 +405,13 @@ class Controller:
     def _seconds_allowed(self) -> float:
         """Return how much of the window production may lose, less the reserve, in seconds of its own work."""
         return (1 - _RESERVE) * (1 - self._keep) * WINDOW_SECONDS
+
+
+def _noise_of(values: Sequence[float], mean: float, seconds: float) -> float:
+    """Return the relative scatter of a second's mean, by the scatter of single values."""
+    scatter = math.sqrt(math.fsum((value / mean - 1) ** 2 for value in values) / (len(values) - 1))
+    per_second = max(1.0, len(values) / max(seconds, 1.0))
+    return min(0.1, max(0.003, scatter / math.sqrt(per_second)))
 
 
 def _mean_of_last(kept: Sequence[float]) -> float | None:
