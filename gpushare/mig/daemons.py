@@ -21,6 +21,7 @@ from gpushare.mps.home import (
     RUNNING,
     DaemonHome,
     DaemonRecord,
+    has_unrecorded_daemon,
     homes_in,
     own_home,
     restart_command,
@@ -60,8 +61,10 @@ def idle_daemon_pids(host: Host, gpu: Gpu) -> frozenset[int]:
 def own_daemons(host: Host, gpu: Gpu) -> list[OwnDaemon]:
     """Return our live daemons on a GPU and on its MIG devices."""
     devices = {device.uuid: device for device in devices_of(gpu)}
-    records = (home.read() for home in homes_in(host.run_directories))
-    if not any(record is not None and record.device_uuid in devices for record in records):
+    directories = host.run_directories
+    records = (home.read() for home in homes_in(directories))
+    recorded = any(record is not None and record.device_uuid in devices for record in records)
+    if not recorded and not has_unrecorded_daemon(directories):
         # This is asked for each GPU, and the process table is long.
         return []
     owned = []

@@ -8,6 +8,7 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Final, Literal, TypeVar
 
 from gpushare.base.errors import GpushareError, InUse, NotFound, NotSupported, OperationFailed, TimedOut
@@ -30,7 +31,7 @@ from gpushare.mps.control import (
     not_your_daemon_error,
     parse_memory,
 )
-from gpushare.mps.home import RUNNING, AttachedClient, DaemonHome, DaemonRecord, home_of, homes_in
+from gpushare.mps.home import ADOPTED, RUNNING, AttachedClient, DaemonHome, DaemonRecord, home_of, homes_in
 from gpushare.mps.limits import Limits
 
 # For all daemons together; one answers within 2 ms on an H200.
@@ -327,15 +328,16 @@ def find_daemons(host: Host, gpus: Sequence[Gpu], *, deep: bool = True, stranger
 
     ``deep`` asks each daemon for limits, servers and clients. Daemons of other users (except root) are asked only with
     ``strangers``: they may report anything, or hang. A record whose daemon has ended is returned with an error, and
-    `gpushare mps stop` cleans it up. A start writes its record first: a daemon without one is not gpushare's.
+    `gpushare mps stop` cleans it up. A daemon in a home of gpushare counts as gpushare's even without a record.
     """
+    directories = host.run_directories
     running = _daemon_processes(host)
-    ours = [_daemon_of_home(host, home, gpus, running) for home in homes_in(host.run_directories)]
+    ours = [_daemon_of_home(host, home, gpus, running) for home in homes_in(directories)]
     daemons = sorted((item for item in ours if item is not None), key=_order_by_gpu)
     pids = {item.daemon.pid for item in daemons}
     for process in running:
         if process.pid not in pids:
-            daemons.append(_foreign_daemon(process, gpus))
+            daemons.append(_adopted_daemon(process, gpus, directories) or _foreign_daemon(process, gpus))
     return with_answers(host, daemons, strangers=strangers) if deep else daemons
 
 
@@ -413,6 +415,23 @@ def live_pid(
     return None
 
 
+def adopted_record(host: Host, home: DaemonHome, uuid: str) -> DaemonRecord | None:
+    """Return a record for a daemon of gpushare that serves a device from this home and has none; None: there is none."""
+    # Without its socket there is no need to read the process table.
+    if not os.path.lexists(home.pipe / "control"):
+        return None
+    for process in _daemon_processes(host):
+        if process.trusted and process.pipe == str(home.pipe) and process.device == uuid:
+            return _adopted_record(process, uuid)
+    return None
+
+
+def _adopted_record(process: _Process, uuid: str) -> DaemonRecord:
+    """Return the record of a daemon of gpushare whose own record was lost or never written."""
+    uid = os.geteuid() if process.info.uid is None else process.info.uid
+    return DaemonRecord(device_uuid=uuid, pid=process.pid, started=process.info.started, uid=uid, state=ADOPTED)
+
+
 def _daemon_of_home(
     host: Host, home: DaemonHome, gpus: Sequence[Gpu], running: Sequence[_Process]
 ) -> FoundDaemon | None:
@@ -459,6 +478,16 @@ def _recorded_daemon(home: DaemonHome, record: DaemonRecord, pid: int | None, gp
         transient=record.transient,
         note=unfinished if record.interrupted and pid is not None else None,
     )
+
+
+def _adopted_daemon(process: _Process, gpus: Sequence[Gpu], directories: Sequence[Path]) -> FoundDaemon | None:
+    """Return a daemon in a home of gpushare that has no record, because its start was killed before writing one."""
+    home = DaemonHome.at_pipe(process.pipe, directories) if process.trusted else None
+    if home is None or process.device is None or home.read() is not None:
+        return None
+    record = _adopted_record(process, process.device)
+    daemon = replace(_recorded_daemon(home, record, process.pid, gpus), user=process.info.user)
+    return FoundDaemon(daemon, home, record, uid=process.info.uid, started=process.info.started)
 
 
 def _foreign_daemon(process: _Process, gpus: Sequence[Gpu]) -> FoundDaemon:
@@ -525,6 +554,8 @@ def own_daemon(host: Host, device: Device, *, to_change: bool = False) -> tuple[
             continue
         record = home.read()
         if record is None or record.device_uuid != device.uuid:
+            record = adopted_record(host, home, device.uuid)
+        if record is None:
             continue
         if record.interrupted:
             dead = dead or NotFound(

@@ -32,9 +32,10 @@ from gpushare.mps.control import MAX_PIPE_DIRECTORY_BYTES, NoDaemon
 from gpushare.mps.limits import VARIABLES, Limits
 
 # States of a record. A start writes STARTING before its first change and RUNNING at its end; STARTING found under the
-# lock is an interrupted start.
+# lock is an interrupted start. ADOPTED is never written: it means a daemon in a home of gpushare that has no record.
 RUNNING: Final = "running"
 STARTING: Final = "starting"
+ADOPTED: Final = "adopted"
 _RECORD: Final = "daemon.json"
 _LEASE: Final = re.compile(r"^\d{1,10}(\.\d+)?\.lease$", re.ASCII)
 
@@ -129,6 +130,14 @@ class DaemonHome:
     def _make_directory(self) -> None:
         for path in (self.directory.parent.parent, self.directory.parent, self.directory):
             make_private_directory(path)
+
+    @classmethod
+    def at_pipe(cls, pipe_directory: str | None, run_directories: Sequence[Path]) -> DaemonHome | None:
+        """Return the home in one of these run directories whose pipe directory this is."""
+        path = Path(pipe_directory or "/")
+        if path.name != "pipe" or path.parent.parent not in [each / "mps" for each in run_directories]:
+            return None
+        return cls(path.parent)
 
     def read(self) -> DaemonRecord | None:
         """Return the record, or None if there is none, it is not valid, or another user may have written it.
@@ -294,8 +303,18 @@ def own_home(host: Host, uuid: str) -> DaemonHome:
 
 def homes_in(run_directories: Sequence[Path]) -> list[DaemonHome]:
     """Return the homes that have a record, in these run directories."""
-    trusted = (each / "mps" for each in run_directories if is_trusted_directory(each, "mps"))
-    return [DaemonHome(path.parent) for directory in trusted for path in sorted(directory.glob(f"*/{_RECORD}"))]
+    return [DaemonHome(path.parent) for path in _paths_in_homes(run_directories, _RECORD)]
+
+
+def has_unrecorded_daemon(run_directories: Sequence[Path]) -> bool:
+    """Return whether a home there has a daemon's socket but no record."""
+    return any(not (path.parent.parent / _RECORD).exists() for path in _paths_in_homes(run_directories, "pipe/control"))
+
+
+def _paths_in_homes(run_directories: Sequence[Path], name: str) -> Iterator[Path]:
+    """Yield the files of this name in all homes of these run directories that only their owner can write."""
+    for directory in (each / "mps" for each in run_directories if is_trusted_directory(each, "mps")):
+        yield from sorted(directory.glob(f"*/{name}"))
 
 
 _ENTER: Final = 0o5

@@ -14,7 +14,7 @@ from gpushare.host.host import Host
 from gpushare.host.identity import start_of
 from gpushare.mps.control import MpsControl
 from gpushare.mps.daemons import changed_by_hand, is_still, own_daemon
-from gpushare.mps.home import AttachedClient, DaemonRecord
+from gpushare.mps.home import AttachedClient, DaemonHome, DaemonRecord
 from gpushare.mps.limits import Limits, check_memory, in_force_title
 from gpushare.plan import Plan, Step
 
@@ -40,7 +40,7 @@ def plan_limits(host: Host, device: Device, limits: Limits) -> Plan:
     for server in servers:
         steps += control.limit_steps(limits, server)
     steps = _with_joint_undo(control, record.limits.explicit, servers, steps)
-    clients = _AttachedClients(host, control, record)
+    clients = _AttachedClients(host, control, home, record)
     write = f"write {shlex.quote(str(home.directory / 'daemon.json'))}"
     if servers:
         # First: whoever attaches later gets the new limits.
@@ -75,8 +75,10 @@ def plan_limits(host: Host, device: Device, limits: Limits) -> Plan:
 class _AttachedClients:
     """The clients that are attached while the limits change, each with the limits of its server when it attached."""
 
-    def __init__(self, host: Host, control: MpsControl, record: DaemonRecord) -> None:
+    def __init__(self, host: Host, control: MpsControl, home: DaemonHome, record: DaemonRecord) -> None:
         self._host, self._control, self._record = host, control, record
+        # Of a daemon that was found without a record the limits are unknown.
+        self._recorded = home.read() is not None
         self._seen: dict[int, AttachedClient] = {}
 
     def before_change(self, servers: Mapping[int, float | None]) -> tuple[AttachedClient, ...]:
@@ -86,7 +88,7 @@ class _AttachedClients:
             before = earlier.get(client.pid)
             if before is None or not is_still(self._host, before):
                 threads = servers.get(client.server_pid or 0)
-                certain = threads is not None and not changed_by_hand(self._record, threads)
+                certain = self._recorded and threads is not None and not changed_by_hand(self._record, threads)
                 before = self._attached(client.pid, self._record.limits.explicit if certain else None)
             self._seen[client.pid] = before
         return tuple(self._seen.values())

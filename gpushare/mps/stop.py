@@ -35,7 +35,7 @@ from gpushare.host.process import ProcessInfo, processes_text, signal_same, wait
 from gpushare.host.smi import compute_mode_command
 from gpushare.mps.control import MpsControl, NoDaemon, control_command, is_server, not_your_daemon_error
 from gpushare.mps.daemons import FoundDaemon, find_daemons, live_pid, with_answers
-from gpushare.mps.home import DaemonRecord, restart_command
+from gpushare.mps.home import ADOPTED, DaemonRecord, restart_command
 from gpushare.mps.limits import Limits
 from gpushare.plan import Loss, Plan, Step, carry_out
 
@@ -504,7 +504,8 @@ def _check_listener(host: Host, found: FoundDaemon) -> None:
 
 def _check_not_replaced(found: FoundDaemon) -> None:
     """Raise NoDaemon if another gpushare stopped or replaced the daemon while we waited for the lock."""
-    if found.home is not None and found.home.read() != found.record:
+    noted = None if found.record is None or found.record.state == ADOPTED else found.record
+    if found.home is not None and found.home.read() != noted:
         raise NoDaemon(
             f"another gpushare stopped or replaced the MPS daemon {found.daemon.pid}",
             "see the current daemons: gpushare mps status",

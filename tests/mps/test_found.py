@@ -135,12 +135,11 @@ def test_a_daemon_lives_on_when_the_clock_is_set(host: Host, monkeypatch: pytest
     assert [daemon.daemon.pid for daemon in find_daemons(host, (), deep=False)] == [record.pid]
 
 
-def test_a_daemon_with_a_broken_record_can_be_stopped_by_its_directory(host: Host) -> None:
+def test_a_daemon_in_our_home_is_ours_also_with_a_broken_record(host: Host) -> None:
     home, record = start_ours(host)
     (home.directory / "daemon.json").write_text('{"pid": "?"}')
     (item,) = found(host)
-    assert (item.daemon.ours, item.daemon.pid) == (False, record.pid)
-    assert item.stop_hint == f"stop it: gpushare mps stop --pipe-directory {home.pipe} --yes"
+    assert (item.daemon.ours, item.daemon.pid, item.daemon.pipe_directory) == (True, record.pid, str(home.pipe))
 
 
 @pytest.mark.parametrize(

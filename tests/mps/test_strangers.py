@@ -169,6 +169,21 @@ def test_a_record_without_a_start_time_ends_no_stranger(host: Host, device: Devi
     assert home.read() is None
 
 
+def test_a_daemon_in_our_home_without_a_record_is_ours(host: Host, device: Device) -> None:
+    home = home_of(host.run_directory, device.uuid)
+    home.create()
+    (home.pipe / "control").touch()
+    here = with_table(host, daemon(51, home.pipe, uid=0, device=device.uuid))
+    (found,) = find_daemons(here, [device.gpu], deep=False)
+    assert (found.daemon.ours, found.daemon.pid, found.daemon.device_uuid) == (True, 51, device.uuid)
+    _, record = own_daemon(here, device)
+    assert (record.pid, record.state) == (51, "running")
+    # Not one that serves another device from there.
+    assert (
+        find_daemons(with_table(host, daemon(51, home.pipe, uid=0)), [device.gpu], deep=False)[0].daemon.ours is False
+    )
+
+
 def test_strangers_are_asked_only_on_request(host: Host, device: Device) -> None:
     programs = Asked({CLOSING: "100.0\n", "get_default_client_priority": "0\n"})
     looked = with_table(host, daemon(50, "/a"), daemon(51, "/b", uid=0), programs=programs)

@@ -18,7 +18,7 @@ from gpushare.memory.peaks import Profile, find_profile, keep_profile
 from gpushare.mig.daemons import devices_of
 from gpushare.mig.ledger import MigLedger, NamedInstance, names_changed, names_of
 from gpushare.mps.daemons import own_daemon
-from gpushare.mps.home import DaemonRecord, home_of, homes_in
+from gpushare.mps.home import DaemonRecord, has_unrecorded_daemon, home_of, homes_in
 from gpushare.run.jobs import JobRecord, records, write_record
 from gpushare.run.pause import Pauses, note_pauses, noted_pauses
 from gpushare.run.results import BenchedCap, Tuned, find_benched, find_tuned, keep_benched, keep_tuned
@@ -138,3 +138,4 @@ def test_no_daemon_is_found_below_a_directory_of_anothers(filled: tuple[Host, De
     with pytest.raises(NotFound) as caught:
         own_daemon(replace(host, run_directory=place), device)
     assert caught.value.code == "no_daemon"
+    assert not has_unrecorded_daemon([place])

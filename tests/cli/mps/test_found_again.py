@@ -15,7 +15,7 @@ from gpushare.base.units import GIB
 from gpushare.host.program import Completed
 from gpushare.hostfile.look import unit_device
 from gpushare.mps.daemons import find_daemons
-from gpushare.mps.home import pipe_directory
+from gpushare.mps.home import home_of, pipe_directory
 from gpushare.sim.programs import SimulatedPrograms
 from tests.cli.drive import Cli, Real, World
 
@@ -23,6 +23,14 @@ from tests.cli.drive import Cli, Real, World
 def shown(cli: Cli) -> dict[str, Any]:
     (daemon,) = cli("mps", "status", output="json").ok().data["mps_daemons"]
     return dict(daemon)
+
+
+def test_a_daemon_of_ours_without_a_record(cli: Cli, world: World) -> None:
+    cli("mps", "start", "--threads", "25").ok()
+    (home_of(world.host.run_directory, world.uuid()).directory / "daemon.json").unlink()
+    assert shown(cli)["ours"] is True
+    cli("mps", "stop").ok()
+    assert world.state.daemons == []
 
 
 def test_the_unit_of_a_device_is_known_by_its_pipe_directory(world: World) -> None:
