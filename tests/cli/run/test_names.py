@@ -28,7 +28,9 @@ def test_a_name_stands_for_the_program_while_it_runs(
         os.close(read)
         started.says("here")
         job = until(lambda: (named := find_job(world.host, "web")).pid != started.pid and named, "the program is named")
-        assert job.role == role
+        record = find_record(world.host, "web")
+        assert record is not None
+        assert record.role == role
         again = world.run("run", *options, "--name", "web", "--", "true")
         assert (again.code, "is already running" in again.err) == (19, True), again
         # The refused run leaves the name alone.
