@@ -44,7 +44,7 @@ from gpushare.mps.set import plan_limits
 from gpushare.mps.start import plan_start
 from gpushare.mps.stop import Stop, Stopped, daemons_to_stop
 from gpushare.plan import Plan, one_plan
-from gpushare.run.jobs import forget_ended
+from gpushare.run.jobs import forget_ended, job_names
 from gpushare.run.look import only_gpus
 from gpushare.show.plan import PlanAnswer, plan_result, with_answer
 from gpushare.show.result import Result
@@ -356,7 +356,11 @@ def stop(
         for item, device in chosen
     ]
     steps = tuple(step for work, _ in works for step in work.steps)
-    losses = () if settings.yes else tuple(loss for work, _ in works for loss in work.losses())
+    losses = (
+        ()
+        if settings.yes
+        else tuple(loss for work, _ in works for loss in work.losses(lambda pids: job_names(host, pids)))
+    )
     undo = "; ".join(work.undo for work, _ in works if work.undo is not None) or None
     plan = Plan(title="MPS daemons are stopped", steps=steps, undo=undo, consent=losses)
     if settings.dry_run:

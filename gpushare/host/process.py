@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
-from gpushare.base.errors import NoPermission, NotFound, OperationFailed, no_process_error, signal_refused_error
+from gpushare.base.errors import NoPermission, NotFound, OperationFailed, cut, no_process_error, signal_refused_error
 from gpushare.base.units import quoted
 from gpushare.base.values import dataclass
 from gpushare.host.identity import (
@@ -667,18 +667,27 @@ def signal_all(processes: Processes, pids: Iterable[int] | Mapping[int, int], nu
             signal_same(processes, pid, started, number)
 
 
-def processes_text(processes: Processes, pids: Iterable[int], most: int = 4) -> str:
-    """Return processes in words: ``7 (train.py, user alice: python3 train.py)``."""
+# Characters shown of a command line.
+_MOST_OF_A_COMMAND: Final = 80
+
+
+def processes_text(
+    processes: Processes, pids: Iterable[int], most: int = 4, jobs: Mapping[int, str] | None = None
+) -> str:
+    """Return processes in words: ``7 (train.py, user alice: python3 train.py)``, or ``7 (job resnet, user alice)``."""
     pids = sorted(set(pids))
-    words = [_process_text(processes, pid) for pid in pids[:most]]
+    words = [_process_text(processes, pid, (jobs or {}).get(pid)) for pid in pids[:most]]
     return ", ".join(words) + (f" and {len(pids) - most} more" if len(pids) > most else "")
 
 
-def _process_text(processes: Processes, pid: int) -> str:
-    """Return a process for people: ``7 (train.py, user alice: python3 train.py)``."""
+def _process_text(processes: Processes, pid: int, job: str | None) -> str:
+    """Return a process for people; the name of its job, if it is known, says more than its command line."""
     info = processes.describe(pid)
     if info is None:
         return str(pid)
-    facts = ", ".join(filter(None, [info.name, f"user {info.user}" if info.user else None]))
-    command = " ".join(info.command_line or ())
-    return f"{pid} ({facts or 'unknown'}{f': {command[:80]}' if command else ''})"
+    user = f"user {info.user}" if info.user else None
+    if job is not None:
+        return f"{pid} ({', '.join(filter(None, [f'job {job}', user]))})"
+    facts = ", ".join(filter(None, [info.name, user]))
+    command = cut(" ".join(info.command_line or ()), _MOST_OF_A_COMMAND)
+    return f"{pid} ({facts or 'unknown'}{f': {command}' if command else ''})"

@@ -8,12 +8,13 @@ import os
 import shlex
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
 from gpushare.base.errors import (
     BadUsage,
+    ExitCode,
     GpuLost,
     GpushareError,
     InUse,
@@ -184,8 +185,11 @@ class Stop:
         # The clients that the user agreed to lose; None: all.
         self._agreed: frozenset[int] | None = None
 
-    def losses(self) -> tuple[Loss, ...]:
-        """Return what the stop takes that is not ours or in use; a client that comes later makes it fail."""
+    def losses(self, job_names: Callable[[Sequence[int]], Mapping[int, str]]) -> tuple[Loss, ...]:
+        """Return what the stop takes that is not ours or in use; a client that comes later makes it fail.
+
+        ``job_names`` returns the names of the jobs that processes belong to.
+        """
         item, daemon = self._found, self._found.daemon
         # What may not be stopped is refused without a question.
         try:
@@ -203,10 +207,20 @@ class Stop:
             self._agreed = None if clients is None else frozenset(clients)
             home = item.home
             leases = [] if home is None else or_none(home.live_leases)
-            used = sorted({*(clients or ()), *(leases or ())})
+            # A lease is of a `gpushare run`; what is lost is its program, even before its first context.
+            families = [
+                pids
+                for pids in self._host.processes.families(leases or ()).values()
+                if not set(pids) & set(clients or ())
+            ]
+            names = job_names([*(clients or ()), *(pid for pids in families for pid in pids)])
+            programs = [pid for pids in families for pid in [pid for pid in pids if pid in names][:1]]
+            used = sorted({*(clients or ()), *programs})
             reasons += [] if clients is not None else ["it does not tell whether it has clients"]
             reasons += (
-                [f"{counted(len(used), 'program')} on it: {processes_text(self._host.processes, used)}"] if used else []
+                [f"{counted(len(used), 'program')} on it: {processes_text(self._host.processes, used, jobs=names)}"]
+                if used
+                else []
             )
         title = f"the MPS daemon {daemon.pid}{self._place_text()}"
         return (Loss(action="stops", what=title, why=tuple(reasons)),) if reasons else ()
@@ -257,7 +271,8 @@ class Stop:
             return []
         return [
             Step(
-                what=f"wait up to {self.drain_seconds:g} s for the clients of the MPS daemon{self._place_text()}",
+                what=f"wait up to {self.drain_seconds:g} s for the clients of the MPS daemon{self._place_text()}"
+                + ("" if self._force else f"; if any is left, change nothing (exit code {ExitCode.IN_USE.value})"),
                 command=control_command(daemon.pipe_directory or "", "ps"),
                 do=self._wait,
             )

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from gpushare.host.capabilities import user_name
-from tests.cli.drive import World, environment
+from gpushare.mps.stop import Stop
+from tests.cli.drive import World, environment, until
 
 A100 = "sim:a100-80gb"
 TWO = "sim:2xa100-80gb"
@@ -137,6 +138,45 @@ def test_a_daemon_with_clients_is_asked_for(how: str) -> None:
     pid = world.client()
     (lost,) = wants(world, "mps", "stop", how)
     assert lost["why"] == [f"1 program on it: {pid} (python3, user {user_name(os.geteuid())}: python3)"]
+
+
+@pytest.mark.parametrize("attached", [True, False])
+def test_the_job_on_a_daemon_is_named_and_never_the_gpushare_that_runs_it(
+    attached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World.new("sim:h200")
+    world.asked("mps", "start").ok()
+    words = (
+        "sh",
+        "-c",
+        "true 'a word that is so long that its second quote would be cut off after eighty characters'; sleep 600",
+    )
+    world.asked("run", "-d", "--name", "trainer", "--threads", "20", "--", *words).ok()
+    try:
+        pid = until(lambda: [client.pid for client in world.attached()], "it is a client")[0]
+        plans = [
+            world.asked("mps", "stop", *more, "-n").ok().json["data"]["steps"][0]["what"]
+            for more in ((), ("--drain", "3s"))
+        ]
+        assert plans == [
+            "wait up to 10 s for the clients of the MPS daemon of GPU 0; if any is left, change nothing (exit code 19)",
+            "wait up to 3 s for the clients of the MPS daemon of GPU 0",
+        ]
+        if not attached:
+            monkeypatch.setattr(Stop, "_clients_now", lambda _: [])
+        (lost,) = wants(world, "mps", "stop", "--force")
+        assert lost["why"] == [f"1 program on it: {pid} (job trainer, user {user_name(os.geteuid())})"]
+    finally:
+        world.run("stop", "trainer", "-y")
+
+
+def test_a_long_command_line_shows_its_beginning_and_its_end() -> None:
+    world = World.new("sim:h200")
+    world.asked("mps", "start").ok()
+    world.client(name="python3", command_line=["python3", "train.py", "--data", "x" * 200, "--seed", "7"])
+    (lost,) = wants(world, "mps", "stop", "--force")
+    assert "python3 train.py --data xxx" in lost["why"][0]
+    assert lost["why"][0].endswith("xxx --seed 7)")
 
 
 def test_an_idle_daemon_of_ours_is_stopped_without_a_question() -> None:
