@@ -17,7 +17,7 @@ class JobCommand:
     ``str()`` gives the command line. Unset fields leave the default of the option.
     """
 
-    # Words, or the text of a shell: ``python train.py > log``.
+    # Words, or the text of a shell: ``python3 train.py > log``.
     program: Sequence[str] | str = "CMD"
     # A selector, or a variable of the shell: ``$CUDA_VISIBLE_DEVICES``.
     gpu: str | None = None

@@ -47,7 +47,7 @@ _EXAMPLES = (
     ),
     (
         "Run a program with lower limits, and prove that they are in force:",
-        "gpushare run -g 0 --threads 25 --memory 4G -- python train.py",
+        "gpushare run -g 0 --threads 25 --memory 4G -- python3 train.py",
     ),
     ("Let programs of this shell join the share:", 'eval "$(gpushare mps env -g 0)"'),
     ("Stop the daemon: wait up to a minute for its programs, then force:", "gpushare mps stop -g 0 --drain 60s"),

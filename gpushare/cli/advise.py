@@ -141,7 +141,7 @@ _PROPERTIES: Final = (
             "[for example: nccl,no-graphics]"
         ),
     ),
-    ("--command", "CMD", "The program, to appear in the output: 'python train.py'."),
+    ("--command", "CMD", "The program, to appear in the output: 'python3 train.py'."),
 )
 
 

@@ -113,7 +113,7 @@ def bench(
     unchanged: an MPS daemon is started and stopped; MIG instances are used, never created (gpushare mig create).
     Ctrl-C ends the copies safely and shows what was measured; --to also keeps it. The peak memory of CMD and what it uses
     of the GPU are kept for run --wait.
-    Example: gpushare bench --copies 1,4 --metric 'steps/s: ([0-9.]+)' --for 5s -- python train.py
+    Example: gpushare bench --copies 1,4 --metric 'steps/s: ([0-9.]+)' --for 5s -- python3 train.py
     """
     built_in: dict[str, Any] = {"size": size, "cpu": cpu, "copy": copy, "footprint": footprint}
     refuse(_REFUSED)

@@ -883,7 +883,7 @@ def split_command(option: str, command: str) -> list[str]:
             f"{option} {quoted(command, 200)} is not a command line: {error}", "close the quote", code="bad_command"
         ) from None
     if not words:
-        raise BadUsage(f"{option} names no program", f"give one: {option} 'python train.py'", code="no_command")
+        raise BadUsage(f"{option} names no program", f"give one: {option} 'python3 train.py'", code="no_command")
     return words
 
 

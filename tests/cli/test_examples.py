@@ -31,12 +31,12 @@ def test_the_sample_workload_gets_an_answer(cli: Cli) -> None:
     answer = cli("advise", "-f", str(EXAMPLES / "workload.yaml"), "--yes", host="sim:h100").ok()
     assert "gpushare run -g 0 --memory 21760M --name serve -- ./serve" in answer.out
     assert (
-        "gpushare run -g 0 --threads 30 --memory 11520M --priority low --name batch-1 -- python batch.py" in answer.out
+        "gpushare run -g 0 --threads 30 --memory 11520M --priority low --name batch-1 -- python3 batch.py" in answer.out
     )
 
 
 def test_the_sample_rules_are_understood(cli: Cli, world: World) -> None:
-    for command, user in (("python serve.py", "www-data"), ("python train.py", "root"), ("bash", "nobody")):
+    for command, user in (("python3 serve.py", "www-data"), ("python3 train.py", "root"), ("bash", "nobody")):
         admin.add_process("sim:h200", command_line=command.split(), user=user)
     found = cli("timeslice", "keep", "-f", str(EXAMPLES / "slices.yaml"), "-n", output="json").ok().data["processes"]
     assert [(one["outcome"], one["slice_us"]) for one in found] == [
