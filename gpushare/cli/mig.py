@@ -200,7 +200,11 @@ def fits(
         if not isinstance(answer, MigPlan) and answer.why is Why.NEVER:
             raise no_plan_error(answer)
     if isinstance(answer, MigPlan):
-        places = [f"{new.instance} on GPU {planned.gpu}" for planned in answer.gpus for new in planned.created]
+        places = [
+            f"{'' if new.whole else 'in '}{new.instance} on GPU {planned.gpu}"
+            for planned in answer.gpus
+            for new in planned.created
+        ]
         text = "yes: " + ", ".join(places) + "\n\n" + plan_text(answer, {layout.gpu: layout for layout in layouts})
         return Result(data=MigFitsAnswer(fits=True, where=tuple(places)), text=text)
     data = MigFitsAnswer(

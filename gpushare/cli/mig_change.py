@@ -387,8 +387,8 @@ def create(
 
     Each instance is created at the placement given, or at the one that leaves the most room, and read back. A name
     stands for a profile at a placement on a GPU: `run --mig NAME` and `mig env NAME` find the instance even after a
-    reboot. To add a compute instance to a GPU instance that exists, give its GPU the whole layout: `mig apply`. Needs
-    root, or the driver's capability mig/config.
+    reboot. A compute instance (1c.3g.40gb) without a name goes into an idle GPU instance with room for it, and into
+    a busy one only with a placement (1c.3g.40gb:4). Needs root, or the driver's capability mig/config.
     """
     wanted = typed_wish(wish, memory, sm)
     if name is not None:
@@ -402,7 +402,7 @@ def create(
         off = ",".join(str(each.index) for each in gpus if not each.mig_enabled)
         on = [n for n, each in enumerate(gpus) if each.mig_enabled]
         gpus, layouts = [gpus[n] for n in on], [layouts[n] for n in on]
-        answer = plan_add(layouts, wanted)
+        answer = plan_add(layouts, wanted, with_others=name is None)
         if off and isinstance(answer, NoPlan):
             answer = replace(answer, hint=f"MIG is off on GPU {off}, so it is left out: gpushare mig enable -g {off}")
         plan = planned_or_refused(answer)

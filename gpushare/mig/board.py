@@ -13,7 +13,7 @@ from functools import cache, lru_cache
 from itertools import combinations
 from typing import Final, NamedTuple
 
-from gpushare.mig.profile import ComputeInstance, GpuInstance, Layout, Profile, mask_of
+from gpushare.mig.profile import ComputeInstance, ComputeProfile, GpuInstance, Layout, Profile, mask_of
 
 _UNLIMITED: Final = 1 << 20
 
@@ -224,7 +224,8 @@ def new_compute(
 ) -> tuple[ComputeInstance, ...] | None:
     """Return the compute instances to create next to the others, largest first; None: they do not fit.
 
-    Only slices are counted: the driver chooses the placements, and finds room if the largest are created first.
+    Placements are explicit if the driver lists them (-lcipp). Otherwise only slices are counted and the driver chooses
+    the placements; it finds room if the largest are created first.
     """
     parts = []
     for slices in sorted(slices_of_each, reverse=True):
@@ -238,7 +239,56 @@ def new_compute(
     for part in parts:
         if part.instances is not None and totals[part.slices] > part.instances:
             return None
-    return tuple(ComputeInstance(profile=part) for part in parts)
+    if any(part.placements is None for part in parts) or any(other.placement is None for other in others):
+        return tuple(ComputeInstance(profile=part) for part in parts)
+    return _place_compute(parts, mask_of(other.placement for other in others))
+
+
+def _place_compute(parts: Sequence[ComputeProfile], taken: int) -> tuple[ComputeInstance, ...] | None:
+    """Return compute instances of these profiles at free places (``taken`` are bits); None: there is no way."""
+    if not parts:
+        return ()
+    for place in parts[0].placements or ():
+        if not taken & place.mask:
+            rest = _place_compute(parts[1:], taken | place.mask)
+            if rest is not None:
+                return (ComputeInstance(profile=parts[0], placement=place), *rest)
+    return None
+
+
+def make_room(
+    instance: GpuInstance,
+    slices_of_each: Sequence[int],
+    *,
+    may_destroy: bool,
+    may_evict: bool,
+    with_others: bool = True,
+    with_busy: bool = False,
+) -> tuple[ComputeInstance, ...] | None:
+    """Return the compute instances to destroy so that these (slices of each) fit; None: there is no way.
+
+    The fewest busy ones, then the fewest. Others stay only if ``with_others``, and busy ones only if ``with_busy``. A GPU
+    instance that is held as a whole is not changed.
+    """
+    held = instance.held
+    if held and not with_busy:
+        return None
+    best: tuple[tuple[int, int], tuple[ComputeInstance, ...]] | None = None
+    for size in range(len(instance.compute) + 1 if may_destroy and not held else 1):
+        for destroyed in combinations(instance.compute, size):
+            kept = [part for part in instance.compute if part not in destroyed]
+            busy = sum(part.busy for part in destroyed)
+            if (
+                (kept and not with_others)
+                or (busy and not may_evict)
+                or (any(part.busy for part in kept) and not with_busy)
+            ):
+                continue
+            if (best is None or (busy, size) < best[0]) and new_compute(
+                instance.profile, slices_of_each, kept
+            ) is not None:
+                best = ((busy, size), destroyed)
+    return None if best is None else best[1]
 
 
 def change_compute(instance: GpuInstance, slices_of_each: Sequence[int], *, may_evict: bool) -> ComputeChange | None:

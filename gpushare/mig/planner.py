@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, reduce
+from functools import reduce
 from itertools import chain, combinations
 from operator import mul, or_
 from typing import Final, NamedTuple
@@ -31,6 +31,7 @@ from gpushare.mig.board import (
     InstanceKind,
     board_of,
     change_compute,
+    make_room,
     members_of,
     new_compute,
     occupied,
@@ -81,16 +82,23 @@ class Existing:
     profile: int
     start: int
     mask: int
+    # Compute instances: slices, placement, busy.
+    compute: tuple[tuple[int, tuple[int, int] | None, bool], ...]
     weight: int
     # It may not be destroyed.
     pinned: bool
+    # Without a name; without processes; held as a whole.
+    nameless: bool
+    idle: bool
+    held: bool
 
 
 class Removal(NamedTuple):
-    """What is destroyed for an arrangement: its weight, and the existing ones as bits."""
+    """What is destroyed for an arrangement: its weight, and (as bits) the existing ones destroyed and those filled."""
 
     weight: int
     destroyed: int
+    filled: int
 
 
 class Placing(NamedTuple):
@@ -109,41 +117,98 @@ class Candidate(NamedTuple):
     arrangement: Arrangement
 
 
+def _destroyed_to_fill(
+    instance: GpuInstance,
+    compute: tuple[int, ...],
+    *,
+    placed: bool,
+    with_others: bool,
+    may_destroy: bool,
+    may_evict: bool,
+) -> tuple[ComputeInstance, ...] | None:
+    """Return what is destroyed in a GPU instance to add these compute instances; None: they cannot be added.
+
+    Only in an instance without a name; next to busy ones only if the wish names the place. A wish for a whole GPU
+    instance (``compute`` is empty) fills one that has room, and destroys nothing inside.
+    """
+    if instance.name is not None:
+        return None
+    return make_room(
+        instance,
+        compute or (instance.profile.slices,),
+        may_destroy=may_destroy and bool(compute),
+        may_evict=may_evict,
+        with_others=with_others,
+        with_busy=placed and bool(compute),
+    )
+
+
 class Site:
     """One GPU, and which of its instances may go."""
 
-    def __init__(self, layout: Layout, *, may_destroy: bool, may_evict: bool) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        may_destroy: bool,
+        may_evict: bool,
+        with_others: bool,
+        requests: Sequence[tuple[tuple[int, ...], bool]],
+    ) -> None:
+        """Look at one GPU; ``requests`` are for each wished kind its compute instances, and whether its place is named."""
         self.layout = layout
         self.board: Board = board_of(layout)
         self.instances = tuple(sorted(layout.instances, key=lambda old: old.start))
         self.existing = tuple(
-            Existing(
-                profile=self.board.number.get(instance.profile.name, -1),
-                start=instance.start,
-                mask=instance.placement.mask,
-                weight=weigh(cost_of(whole(instance))),
-                pinned=not may_destroy or (instance.busy and not may_evict),
-            )
+            self._in_numbers(instance, may_go=may_destroy and (may_evict or not instance.busy))
             for instance in self.instances
         )
-        # Asked again and again.
-        self.kept = cache(self._kept)
-        self.removals = cache(self._removals)
-        self.lost_now = self.board.lost(*self.kept(0))
-        # Nothing may overlap these.
-        self._fixed: int = reduce(or_, (old.mask for old in self.existing if old.pinned), 0)
+        self.lost_now = self.board.lost(occupied(layout), self._members_without(0))
+        # (number of the existing one, kind): filling it serves a new instance of this kind in its place, after these
+        # compute instances are destroyed.
+        self.fills: dict[tuple[int, int], tuple[ComputeInstance, ...]] = {}
+        for number, old in enumerate(self.instances):
+            for kind, (compute, placed) in enumerate(requests):
+                destroyed = _destroyed_to_fill(
+                    old,
+                    compute,
+                    placed=placed,
+                    with_others=with_others,
+                    may_destroy=may_destroy,
+                    may_evict=may_evict,
+                )
+                if destroyed is not None:
+                    self.fills[number, kind] = destroyed
+        # Nothing may overlap these; one that can be filled may be overlapped.
+        fillable = {number for number, _ in self.fills}
+        fixed = (old.mask for number, old in enumerate(self.existing) if old.pinned and number not in fillable)
+        self._fixed: int = reduce(or_, fixed, 0)
+        self._kept: dict[int, tuple[int, tuple[int, ...]]] = {}
+        self._removals: dict[tuple[int, tuple[int, ...]], tuple[Removal, ...]] = {}
+
+    def _in_numbers(self, instance: GpuInstance, *, may_go: bool) -> Existing:
+        """Return an existing instance in numbers, as the search compares it."""
+        return Existing(
+            profile=self.board.number.get(instance.profile.name, -1),
+            start=instance.start,
+            mask=instance.placement.mask,
+            compute=tuple((c.profile.slices, c.placement, c.busy) for c in instance.compute),
+            weight=weigh(cost_of(whole(instance))),
+            pinned=not may_go,
+            nameless=instance.name is None,
+            idle=not instance.busy,
+            held=instance.held,
+        )
 
     @property
     def key(self) -> tuple[object, ...]:
         """Return a key that is equal for GPUs that are the same for the search."""
         return (id(self.board), self.existing)
 
-    def _kept(self, destroyed: int) -> tuple[int, tuple[int, ...]]:
-        """Return the slices, and the profile numbers (sorted), of the existing ones without those whose bit is set."""
-        kept = [old for number, old in enumerate(self.existing) if not destroyed >> number & 1]
-        return reduce(or_, (old.mask for old in kept), 0), tuple(
-            sorted(old.profile for old in kept if old.profile >= 0)
-        )
+    def _members_without(self, without: int) -> tuple[int, ...]:
+        """Return the profile numbers of the existing ones, sorted, without those whose bit is set."""
+        kept = (old.profile for n, old in enumerate(self.existing) if old.profile >= 0 and not without >> n & 1)
+        return tuple(sorted(kept))
 
     # -- adding ------------------------------------------------------------------------------------
 
@@ -157,7 +222,7 @@ class Site:
         for code, made, arrangement in ways:
             if arrangement.mask & self._fixed:
                 continue
-            removals = self.removals(arrangement.mask, arrangement.members)
+            removals = self._removals_for(arrangement)
             if not removals:
                 continue
             weight = made + removals[0].weight
@@ -180,49 +245,93 @@ class Site:
 
     def lost_after(self, arrangement: Arrangement, removal: Removal) -> int:
         """Return `capacity_lost` of the GPU afterwards."""
-        mask, members = self.kept(removal.destroyed)
-        return self.board.lost(mask | arrangement.mask, tuple(sorted(members + arrangement.members)))
+        removed = removal.destroyed | removal.filled
+        kept = self._kept.get(removed)
+        if kept is None:
+            masks = [old.mask for number, old in enumerate(self.existing) if not removed >> number & 1]
+            kept = self._kept[removed] = (reduce(or_, masks, 0), self._members_without(removed))
+        members = tuple(sorted(kept[1] + arrangement.members))
+        return self.board.lost(kept[0] | arrangement.mask, members)
 
-    def _removals(self, mask: int, members: tuple[int, ...]) -> tuple[Removal, ...]:
-        """Return the cheapest removals that make room for these slices and profiles, all of the same weight.
+    def _removals_for(self, arrangement: Arrangement) -> tuple[Removal, ...]:
+        """Return `_find_removals` for an arrangement, from the cache if nothing can be filled."""
+        if self.fills:
+            return self._find_removals(arrangement)
+        key = (arrangement.mask, arrangement.members)
+        cached = self._removals.get(key)
+        if cached is None:
+            cached = self._removals[key] = self._find_removals(arrangement)
+        return cached
+
+    def _find_removals(self, arrangement: Arrangement) -> tuple[Removal, ...]:
+        """Return the cheapest removals that make room for an arrangement, all of the same weight.
 
         That is what is in the way, alone, unless compute slices and counts of profiles would then exceed what the GPU
         allows: then each cheapest way to remove more. Empty: an instance in the way is pinned, or no removal is enough.
         """
-        if not members:
-            return (Removal(weight=0, destroyed=0),)
-        in_the_way = [number for number, old in enumerate(self.existing) if self._conflicts(old, mask, members)]
+        if not arrangement.places:
+            return (Removal(weight=0, destroyed=0, filled=0),)
+        filled_bits, filled_weight = self._filled_by(arrangement)
+        in_the_way = [
+            number
+            for number, old in enumerate(self.existing)
+            if not filled_bits >> number & 1 and self._conflicts(old, arrangement)
+        ]
         if any(self.existing[number].pinned for number in in_the_way):
             return ()
-        least = self._removal(in_the_way)
-        if self._within_limits(least, members):
-            return (least,)
-        others = [number for number, old in enumerate(self.existing) if not old.pinned and number not in in_the_way]
-        larger = (
-            self._removal([*in_the_way, *more])
+        least = Removal(
+            weight=filled_weight + sum(self.existing[number].weight for number in in_the_way),
+            destroyed=sum(1 << number for number in in_the_way),
+            filled=filled_bits,
+        )
+        return (least,) if self._within_limits(least, arrangement) else self._removing_more(least, arrangement)
+
+    def _filled_by(self, arrangement: Arrangement) -> tuple[int, int]:
+        """Return the existing ones that are filled, as bits, and their weight: always less than that of new ones."""
+        filled = weight = 0
+        if self.fills:
+            kind_at = {(profile, start): kind for kind, profile, start in arrangement.places}
+            for number, old in enumerate(self.existing):
+                destroyed = self.fills.get((number, kind_at.get((old.profile, old.start), -1)))
+                if destroyed is not None:
+                    filled |= 1 << number
+                    parts = InstanceChange(instance=self.instances[number], compute=destroyed, whole=False)
+                    weight += weigh(cost_of(parts)) - CREATED
+        return filled, weight
+
+    def _conflicts(self, existing: Existing, arrangement: Arrangement) -> bool:
+        """Return whether an existing one cannot stay: it overlaps, or its media engines exclude a new one."""
+        if existing.mask & arrangement.mask:
+            return True
+        return existing.profile >= 0 and not self.board.exclusive[existing.profile].isdisjoint(arrangement.members)
+
+    def _within_limits(self, removal: Removal, arrangement: Arrangement) -> bool:
+        """Return whether the GPU allows what remains after a removal together with an arrangement: compute slices, and counts."""
+        board = self.board
+        members = (*self._members_without(removal.destroyed | removal.filled), *arrangement.members)
+        if sum(board.slices[number] for number in members) > board.compute_slices:
+            return False
+        return all(members.count(number) <= board.limits[number] for number in set(arrangement.members))
+
+    def _removing_more(self, least: Removal, arrangement: Arrangement) -> tuple[Removal, ...]:
+        """Return the cheapest removals that also keep counts and compute slices within their limits."""
+        others = [
+            number
+            for number, old in enumerate(self.existing)
+            if not old.pinned and not (least.destroyed | least.filled) >> number & 1
+        ]
+        removals = [
+            Removal(
+                least.weight + sum(self.existing[number].weight for number in more),
+                least.destroyed | sum(1 << number for number in more),
+                least.filled,
+            )
             for size in range(1, len(others) + 1)
             for more in combinations(others, size)
-        )
-        removals = [removal for removal in larger if self._within_limits(removal, members)]
+        ]
+        removals = [removal for removal in removals if self._within_limits(removal, arrangement)]
         best = min((removal.weight for removal in removals), default=0)
         return tuple(removal for removal in removals if removal.weight == best)
-
-    def _removal(self, numbers: Sequence[int]) -> Removal:
-        """Return the removal of the existing ones with these numbers."""
-        return Removal(sum(self.existing[number].weight for number in numbers), sum(1 << number for number in numbers))
-
-    def _conflicts(self, existing: Existing, mask: int, members: tuple[int, ...]) -> bool:
-        """Return whether an existing one cannot stay: it overlaps, or its media engines exclude a new one."""
-        if existing.mask & mask:
-            return True
-        return existing.profile >= 0 and not self.board.exclusive[existing.profile].isdisjoint(members)
-
-    def _within_limits(self, removal: Removal, members: tuple[int, ...]) -> bool:
-        """Return whether the GPU allows these together with what remains after a removal: compute slices, and counts."""
-        together = (*self.kept(removal.destroyed)[1], *members)
-        if sum(self.board.slices[number] for number in together) > self.board.compute_slices:
-            return False
-        return all(together.count(number) <= self.board.limits[number] for number in set(members))
 
 
 # -- the plan of one GPU ---------------------------------------------------------------------------
@@ -260,15 +369,25 @@ def inside(instance: GpuInstance, parts: Sequence[ComputeInstance]) -> InstanceC
 
 def plan_for_option(site: Site, option: Placing, compute: Sequence[tuple[int, ...]]) -> GpuPlan:
     """Return the plan for an option of the search; ``compute`` are the compute instances in each kind."""
-    gone = {number for number in range(len(site.instances)) if option.removal.destroyed >> number & 1}
+    destroyed_numbers = {number for number in range(len(site.instances)) if option.removal.destroyed >> number & 1}
+    filled = {old.start: number for number, old in enumerate(site.instances) if option.removal.filled >> number & 1}
+    destroyed = [whole(old) for number, old in enumerate(site.instances) if number in destroyed_numbers]
+    created = []
+    for kind, profile, start in option.arrangement.places:
+        number = filled.get(start)
+        if number is None:
+            created.append(creation(site.board.profiles[profile], start, compute[kind]))
+            continue
+        into, parts = site.instances[number], site.fills[number, kind]
+        kept = [part for part in into.compute if part not in parts]
+        created.append(inside(into, new_compute(into.profile, compute[kind] or (into.profile.slices,), kept) or ()))
+        if parts:
+            destroyed.append(inside(into, parts))
     return gpu_plan(
         site.layout,
-        [old for number, old in enumerate(site.instances) if number not in gone],
-        [whole(old) for number, old in enumerate(site.instances) if number in gone],
-        [
-            creation(site.board.profiles[profile], start, compute[kind])
-            for kind, profile, start in option.arrangement.places
-        ],
+        [old for number, old in enumerate(site.instances) if number not in destroyed_numbers],
+        destroyed,
+        created,
     )
 
 
@@ -505,17 +624,26 @@ def holders_text(holders: Sequence[GpuProcess | Holder] | None) -> str:
     return ", ".join(f"{name} by {' and '.join(held)}" if held else name for name, held in held_by.items()) or "idle"
 
 
-def plan_add(layouts: Sequence[Layout], wish: Wish, *, may_destroy: bool = False) -> MigPlan | NoPlan:
+def plan_add(
+    layouts: Sequence[Layout],
+    wish: Wish,
+    *,
+    may_destroy: bool = False,
+    with_others: bool = True,
+) -> MigPlan | NoPlan:
     """Return the cheapest plan that adds these instances, each on whichever GPU is best.
 
-    Without ``may_destroy`` it only adds, on free places; with it idle instances may be destroyed.
+    Without ``may_destroy`` it only adds: GPU instances on free places, and compute instances in GPU instances that have
+    room, are idle and have no name. Compute instances are put next to busy ones only if the wish names the place
+    (``1c.3g.40gb:4``), and next to no others if ``with_others`` is False: a name belongs to a whole GPU instance.
+    With ``may_destroy`` idle instances may be destroyed.
     """
     wish = merged(wish)
     offers = _offers(layouts, wish)
-    plan = _add(layouts, wish, offers, may_destroy=may_destroy, may_evict=False)
+    plan = _add(layouts, wish, offers, may_destroy=may_destroy, may_evict=False, with_others=with_others)
     if plan is not None:
         return plan
-    instead = _add(layouts, wish, offers, may_destroy=True, may_evict=True)
+    instead = _add(layouts, wish, offers, may_destroy=True, may_evict=True, with_others=with_others)
     return no_plan_ever(layouts, wish) if instead is None else no_plan_now(wish, instead, only_adds=not may_destroy)
 
 
@@ -598,7 +726,7 @@ def _offers(layouts: Sequence[Layout], wish: Wish) -> dict[Board, _Offer]:
         parts = tuple(1 + max(1, len(wish[number].compute)) for number in order)
         offers[board] = _Offer(tuple(order), tuple(served[number] for number in order), parts)
     if not layouts:
-        raise NotSupported("no GPU here has MIG", "see what each GPU can: gpushare compare", code="no_mig")
+        raise NotSupported("no GPU here has MIG", "see what each GPU can: gpushare compare", code="mig_unsupported")
     anywhere = {number for offer in offers.values() for number in offer.requests}
     for number, refused in errors.items():
         if number not in anywhere:
@@ -623,9 +751,10 @@ def _add(
     *,
     may_destroy: bool,
     may_evict: bool,
+    with_others: bool,
 ) -> MigPlan | None:
     """Return the cheapest plan that adds a wish, over all GPUs; None: it does not fit. The rest is as for `plan_add`."""
-    placings = _place(layouts, wish, offers, may_destroy=may_destroy, may_evict=may_evict)
+    placings = _place(layouts, wish, offers, may_destroy=may_destroy, may_evict=may_evict, with_others=with_others)
     if placings is None:
         return None
     plans = [untouched(layout) for layout in layouts]
@@ -642,12 +771,15 @@ def _place(
     *,
     may_destroy: bool = False,
     may_evict: bool = False,
+    with_others: bool = True,
 ) -> list[tuple[int, Site, Placing]] | None:
     """Return where a wish goes at the least cost, by the number of the layout; None: it does not fit."""
     codes = _codes_of_wish(wish, offers)
     alike: dict[tuple[object, ...], list[tuple[int, Site]]] = {}
     for number, layout in enumerate(layouts):
-        site = Site(layout, may_destroy=may_destroy, may_evict=may_evict)
+        asked = [wish[request] for request in offers[board_of(layout)].requests]
+        requests = [(request.compute, request.start is not None) for request in asked]
+        site = Site(layout, may_destroy=may_destroy, may_evict=may_evict, with_others=with_others, requests=requests)
         alike.setdefault(site.key, []).append((number, site))
     sites = list(alike.values())
     choices = {board: _candidates_on(board, wish, offer, codes) for board, offer in offers.items()}

@@ -80,6 +80,8 @@ class ComputeProfile:
     # How many of them fit into one GPU instance; None: unknown.
     instances: int | None = None
     multiprocessors: int | None = None
+    # In compute slices of the GPU instance (-lcipp); None: the driver chooses the place.
+    placements: tuple[Placement, ...] | None = None
 
     @property
     def name(self) -> str:

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpushare.base.model import GpuProcess
 from gpushare.gpu_models import find_model
-from gpushare.mig.board import change_compute, new_compute
-from gpushare.mig.profile import standard_compute_profiles
+from gpushare.mig.board import change_compute, make_room, new_compute
+from gpushare.mig.profile import ComputeInstance, GpuInstance, Placement, standard_compute_profiles
 from tests.mig.boards import SOMEBODY, instance
 
 PROFILES = {profile.name: profile for profile in find_model("h100").profiles}
@@ -38,6 +39,23 @@ def test_what_a_gpu_instance_holds(name: str, wanted: tuple[int, ...], fits: boo
     assert (found is not None) == fits
     if found is not None:
         assert [one.profile.slices for one in found] == sorted(wanted, reverse=True)
+
+
+def test_placements_are_explicit_where_the_driver_tells_them() -> None:
+    placed = tuple(
+        replace(part, placements=tuple(Placement(start, part.slices) for start in range(4 - part.slices)))
+        for part in PROFILES["3g.40gb"].compute
+    )
+    profile = replace(PROFILES["3g.40gb"], compute=placed)
+    found = new_compute(profile, (1, 2))
+    assert found is not None
+    assert [one.placement for one in found] == [Placement(0, 2), Placement(2, 1)]
+    middle = ComputeInstance(id=0, profile=placed[0], placement=Placement(1, 1))
+    assert new_compute(profile, (2,), [middle]) is None
+    assert [part.placement for part in new_compute(profile, (1, 1), [middle]) or ()] == [
+        Placement(0, 1),
+        Placement(2, 1),
+    ]
 
 
 def test_the_double_memory_profile_has_its_own_compute_instance() -> None:
@@ -82,9 +100,86 @@ def test_a_held_gpu_instance_is_not_changed_inside() -> None:
     assert change_compute(one, (3,), may_evict=False) == ((), ())
 
 
+def test_one_busy_weighs_more_than_two_idle() -> None:
+    """1c at 0 is busy, 1c at 2 and 3 are idle; a 2c fits at 0 or at 2."""
+    starts = {1: (0, 1, 2, 3), 2: (0, 2), 4: (0,)}
+    four = PROFILES["4g.40gb"]
+    placed = tuple(
+        replace(part, placements=tuple(Placement(start, part.slices) for start in starts[part.slices]))
+        for part in four.compute
+    )
+    compute = tuple(
+        ComputeInstance(id=n, profile=placed[0], placement=Placement(start, 1), holders=SOMEBODY if start == 0 else ())
+        for n, start in enumerate((0, 2, 3))
+    )
+    one = replace(instance(four, 0), profile=replace(four, compute=placed), compute=compute)
+    change = change_compute(one, (2, 1, 1), may_evict=True)
+    assert change is not None
+    assert [part.id for part in change.destroyed] == [1, 2]
+    assert [new.placement for new in change.created] == [Placement(2, 2), Placement(1, 1)]
+
+
+# -- room inside an instance that stays ------------------------------------------------------------
+
+FOUR = PROFILES["4g.40gb"]
+
+
+def gone(one: GpuInstance, *wanted: int, destroy: bool = True, evict: bool = False, **more: bool) -> list[int] | None:
+    found = make_room(one, wanted, may_destroy=destroy, may_evict=evict, **more)
+    return None if found is None else [part.id for part in found]
+
+
+def test_what_fits_beside_the_others_takes_nobody_away() -> None:
+    assert gone(instance(FOUR, 0, compute=(1, 1)), 2) == []
+    assert gone(instance(FOUR, 0, compute=()), 4) == []
+
+
+def test_only_as_many_go_as_have_to() -> None:
+    one = instance(FOUR, 0, compute=(1, 1, 1, 1))
+    assert gone(one, 1) == [0]
+    assert gone(one, 2) == [0, 1]
+    assert gone(one, 1, destroy=False) is None
+    assert gone(instance(FOUR, 0, compute=(1, 1)), 4) == [0, 1]
+    assert gone(one, 3) is None, "a 4g has no compute instance of three slices"
+
+
+def test_nobody_busy_goes_unless_he_may_be_evicted() -> None:
+    one = instance(FOUR, 0, compute=(2, 2), busy_parts=(0, 1))
+    assert gone(one, 2, with_busy=True) is None
+    assert gone(one, 2, with_busy=True, evict=True) == [0]
+    assert gone(one, 4, evict=True) == [0, 1]
+    assert gone(one, 4) is None
+    # Two idle ones rather than one busy one.
+    one = instance(FOUR, 0, compute=(2, 1, 1), busy_parts=(0,))
+    assert gone(one, 2, with_busy=True, evict=True) == [1, 2]
+
+
+def test_nothing_comes_beside_somebody_unless_it_may() -> None:
+    one = instance(FOUR, 0, compute=(1, 1), busy_parts=(0,))
+    assert gone(one, 1) is None
+    assert gone(one, 1, with_busy=True) == []
+    assert gone(one, 1, evict=True) == [0]
+
+
+def test_nothing_stays_where_it_is_to_be_alone() -> None:
+    one = instance(FOUR, 0, compute=(1, 1))
+    assert gone(one, 1, with_others=False) == [0, 1]
+    assert gone(one, 1, with_others=False, destroy=False) is None
+    assert gone(instance(FOUR, 0, compute=()), 1, with_others=False) == []
+
+
+@pytest.mark.parametrize("holders", [None, SOMEBODY])
+def test_inside_an_instance_that_is_held_as_a_whole_nothing_goes(holders: tuple[GpuProcess, ...] | None) -> None:
+    one = replace(instance(FOUR, 0, compute=(1, 1)), holders=holders)
+    assert gone(one, 1) is None
+    assert gone(one, 1, evict=True) is None
+    assert gone(one, 1, with_busy=True) == []
+    assert gone(one, 4, with_busy=True, evict=True) is None
+
+
 def test_the_whole_is_the_profile_without_a_size_of_its_own() -> None:
     """A driver that lists no compute instance profiles still gives the whole of a GPU instance."""
-    bare = replace(PROFILES["4g.40gb"], compute=())
+    bare = replace(FOUR, compute=())
     made = new_compute(bare, (4,))
     assert made is not None
     assert [part.profile for part in made] == [bare.whole]

@@ -17,7 +17,7 @@ from gpushare.mig.plan import Action, MigPlan, NoPlan, Why
 from gpushare.mig.planner import Group, Target, assign, codes_for, plan_add, plan_destroy, plan_exact
 from gpushare.mig.profile import GpuInstance, Layout
 from gpushare.mig.wish import Need, Request, parse_wish
-from tests.mig.boards import SHAPES, SOMEBODY, calls_of, instance, layout
+from tests.mig.boards import SHAPES, SOMEBODY, calls_of, layout
 
 RTX = "rtx-pro-6000-blackwell-96gb"
 
@@ -96,11 +96,63 @@ def test_nameless_goes_before_named_and_small_before_large() -> None:
     assert gone(plan_add(gpus, parse_wish("1g"), may_destroy=True)) == ["1/3g.40gb:4"]
 
 
-def test_a_compute_instance_comes_into_a_gpu_instance_of_its_own() -> None:
-    """One that exists is changed by an exact layout only, even an empty one."""
-    gpu = layout("h100", "3g.40gb:0/1")
-    assert made(plan_add([gpu], parse_wish("1c.3g.40gb"))) == ["0/3g.40gb:4"]
-    assert isinstance(plan_add([layout("h100", "3g.40gb:0/", "3g.40gb:4/1")], parse_wish("3g")), NoPlan)
+def test_an_empty_gpu_instance_is_filled_and_a_named_one_is_not() -> None:
+    gpu = layout("h100", "3g.40gb:0/")
+    plan = plan_add([gpu], parse_wish("3g"))
+    assert isinstance(plan, MigPlan)
+    assert plan.gpus[0].created[0].instance is gpu.instances[0]
+    assert [step.action for step in calls_of(plan)] == [Action.CREATE_COMPUTE]
+    named = with_instance(gpu, 0, name="train")
+    assert made(plan_add([named], parse_wish("3g"))) == ["0/3g.40gb:4"]
+
+
+PARTS = [(), (1,), (1, 1), (2,), (2, 1), (3,)]
+
+
+@pytest.mark.parametrize("wish", ["1c.3g.40gb", "2c.3g.40gb", "1c.3g.40gb*2", "3g.40gb", "1c.3g.40gb:4"])
+@pytest.mark.parametrize("with_others", [True, False])
+def test_compute_instances_come_into_what_has_room(wish: str, *, with_others: bool) -> None:
+    """Against the rules written down once more, over all that two 3g and a 1g can hold."""
+    (request,) = parse_wish(wish)
+    asked = request.compute or (3,)
+    for first, second, mark in product([None, *PARTS], [None, *PARTS], ["", "!", "=train"]):
+        there = {4: first, 0: second}
+        texts = [
+            f"3g.40gb:{start}{mark if start else ''}/{','.join(map(str, parts))}"
+            for start, parts in there.items()
+            if parts is not None
+        ]
+        plan = plan_add([layout("h100", *texts)], parse_wish(wish), with_others=with_others)
+
+        def takes(start: int, parts: tuple[int, ...] | None, mark: str = mark) -> bool:
+            strangers = mark if start else ""
+            if (
+                parts is None
+                or sum(parts) + sum(asked) > 3
+                or (2 in asked and 2 in parts)
+                or (parts and not with_others)
+            ):
+                return False
+            return strangers != "=train" and (strangers != "!" or (request.start == 4 and bool(request.compute)))
+
+        starts = [start for start in (0, 4) if request.start in {None, start}]
+        if any(takes(start, there[start]) for start in starts):
+            assert isinstance(plan, MigPlan), texts
+            assert (plan.cost.created, gone(plan)) == (len(asked), []), texts
+            (new,) = plan.gpus[0].created
+            assert not new.whole
+            assert [step.action for step in calls_of(plan)] == [Action.CREATE_COMPUTE] * len(asked)
+        elif any(there[start] is None for start in starts):
+            assert isinstance(plan, MigPlan), texts
+            assert (plan.cost.created, gone(plan)) == (1 + len(asked), []), texts
+        else:
+            assert isinstance(plan, NoPlan), texts
+
+
+def test_the_gpu_with_room_inside_is_taken_before_an_empty_one() -> None:
+    gpus = [layout("h100", gpu=0), layout("h100", "3g.40gb:0/1", "3g.40gb:4!", gpu=1)]
+    assert made(plan_add(gpus, parse_wish("2c.3g.40gb"))) == ["1/3g.40gb:0"]
+    assert made(plan_add(gpus, parse_wish("2c.3g.40gb"), with_others=False)) == ["0/3g.40gb:4"]
 
 
 def test_the_hint_names_what_would_go() -> None:
@@ -328,14 +380,3 @@ def test_no_arrangement_has_more_of_a_profile_than_was_asked_or_fit(model: GpuMo
         most = [min(limit, board.limits[kind.profile]) for kind in kinds]
         assert all(count <= bound for one in counts for count, bound in zip(one, most, strict=True))
         assert {one[0] for one in counts} >= {0, 1}
-
-
-def test_the_hint_evicts_only_parts_that_somebody_is_in() -> None:
-    three = next(profile for profile in layout("h100").profiles if profile.name == "3g.40gb")
-    one = instance(three, 0, compute=(1, 1, 1), busy_parts=(1,), identity=7)
-    gpu = Layout(gpu=0, profiles=layout("h100").profiles, instances=(one,))
-    refused = plan_exact([gpu], {0: parse_wish("3g:0")})
-    assert isinstance(refused, NoPlan)
-    assert "(GPU 0, GPU instance 7, compute instances 0, 1, 2; busy: 4711 python3)" in refused.message
-    assert refused.hint.endswith(": --evict 0/7/1")
-    assert isinstance(plan_exact([gpu], {0: parse_wish("3g:0")}, evict=[Target(0, 7, 1)]), MigPlan)

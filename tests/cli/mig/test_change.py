@@ -67,6 +67,20 @@ def test_create_adds_only_where_mig_is_on(cli: Cli, refused: Refused) -> None:
     refused("mig", "create", "3g.40gb", "-g", "all", code="no_room", exit_code=19, host="sim:2xh100")
 
 
+def test_create_beside_others_tells_only_what_is_new(cli: Cli) -> None:
+    world = World(H100)
+    cli("mig", "apply", "1c.3g.40gb*2", host=H100).ok()
+    before = {instance.uuid for instance in world.state.gpus[0].mig}
+    answer = cli("-o", "json", "mig", "create", "1c.3g.40gb", host=H100).ok()
+    (new,) = {instance.uuid for instance in world.state.gpus[0].mig} - before
+    assert [change["uuids"] for change in answer.data["created"]] == [[new]]
+    assert answer.data["undo"] == "gpushare mig apply -g 0 1c.3g.40gb:4*2"
+    # A name is one of a GPU instance: what gets one is not put among others.
+    cli("mig", "destroy", new, host=H100).ok()
+    cli("mig", "create", "1c.3g.40gb", "--name", "mine", host=H100).ok()
+    assert instances(world) == [("3g.40gb", 0), ("3g.40gb", 4)]
+
+
 def test_a_name_is_given_with_its_gpu(cli: Cli) -> None:
     cli("mig", "enable", "-g", "3", host=EIGHT).ok()
     planned = cli("-o", "json", "mig", "create", "1g.10gb:6", "-g", "3", "--name", "train", "-n", host=EIGHT).ok()
@@ -119,7 +133,7 @@ def test_what_gpushare_has_made_is_known_until_it_is_destroyed(cli: Cli) -> None
         state.gpus[0].bare.append(SimulatedGpuInstance("2g.20gb", 4, 9))
     found = instances(world)
     # The one of 2g is only filled.
-    cli("mig", "apply", "3g.40gb", "1g.10gb", "2g.20gb", host=A100).ok()
+    cli("mig", "create", "1g.10gb", "2g.20gb", host=A100).ok()
     assert not world.state.gpus[0].bare
     own = [place for place in instances(world) if place not in found]
     for left in (own, own[1:], []):

@@ -136,6 +136,12 @@ def test_bad_input(cli: Cli, words: list[str], code: int, said: str) -> None:
     assert lines[1].startswith("hint: ")
 
 
+def test_fits_says_into_what_a_compute_instance_comes(cli: Cli) -> None:
+    cli("--host", "sim:h100", "mig", "apply", "1c.3g.40gb*2")
+    fits = cli("--host", "sim:h100", "-o", "json", "mig", "fits", "1c.3g.40gb")
+    assert fits.json["data"]["where"] == ["in 3g.40gb:4 on GPU 0"]
+
+
 def test_a_gpu_without_mig_says_so(cli: Cli) -> None:
     done = cli("--host", "sim:t4", "mig", "status")
     assert done.code == 3
@@ -206,6 +212,13 @@ def test_the_picture_of_a_plan_fits_80_columns(cli: Cli, model: str, wish: str) 
     assert [line.split()[0] for line in picture] == ["before", "after"]
     assert max(map(len, picture)) <= 80
     assert all(word.partition("g")[2].lstrip(".0123456789gb") in picture[1] for word in wish.split())
+
+
+def test_what_would_go_inside_is_told_apart(cli: Cli) -> None:
+    cli("--host", "sim:h100", "mig", "apply", "1c.3g.40gb:0*3", "3g:4")
+    fits = cli("--host", "sim:h100", "-o", "json", "mig", "fits", "2c.3g.40gb:0")
+    (gone,) = fits.json["data"]["would_go"]
+    assert (gone["gpu_instance_id"], gone["whole"], gone["compute_instance_ids"]) == (1, False, [0, 1])
 
 
 def test_the_undo_of_a_change_gives_grants_again(cli: Cli) -> None:
