@@ -184,19 +184,13 @@ def user_id(name: str) -> int:
 def _no_user_error(name: str) -> NotFound:
     """Return the error of what is no user; a group is one, with or without the prefix of other programs."""
     import grp
-    import pwd
 
     group = re.sub(r"^(?:[@%]|group:)", "", name)
     with contextlib.suppress(KeyError, ValueError):
-        row = grp.getgrnam(group)
+        members = ",".join(grp.getgrnam(group).gr_mem)
         # The list of a group leaves out the users whose first group it is.
-        first = [user.pw_name for user in pwd.getpwall() if user.pw_gid == row.gr_gid]
-        members = ",".join(dict.fromkeys((*row.gr_mem, *first)))
-        hint = f"name its users: {members}"
-        if len(members) > _MOST_MEMBERS:
-            hint = "name its users; the groups of a user: id -nG USER"
-        elif not members:
-            hint = "no user is in it; see all users: getent passwd"
+        named = f": {members}" if 0 < len(members) <= _MOST_MEMBERS else ""
+        hint = f"name its users{named}; the groups of a user: id -nG USER"
         return NotFound(f"'{name}' is a group: only users can be named", hint, code="no_user")
     hint = f"check the spelling: getent passwd {shlex.quote(group[:60])}"
     return NotFound(f"there is no user '{name[:60]}'", hint, code="no_user")

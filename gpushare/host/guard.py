@@ -4,7 +4,7 @@ Started by path so that nothing in the user's folder can replace the package, an
 signal of the terminal reaches it. It writes ``ready`` and reads lines: ``PID STARTED`` (``-``: unknown) and ``PID ended``
 name the processes that gpushare answers for; a line of one word is the last. After ``done`` it ends. After another word,
 and after none, when gpushare has died, it calls the function with the host, the processes, that word, and its arguments.
-WHEN is ``early`` if it loads the function at once.
+WHEN is ``early`` if it loads the function at once, and then writes ``loaded``.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 DONE = "done"
 _READY = b"ready\n"
+_LOADED = b"loaded\n"
 _START_SECONDS = 20.0
 
 
@@ -43,7 +44,7 @@ class Guard:
         import subprocess
         from typing import cast
 
-        self._duty = duty
+        self._duty, self._early = duty, early
         try:
             self._process = subprocess.Popen(
                 [sys.executable, os.path.realpath(__file__), "early" if early else "late", spec, act, *words],
@@ -75,10 +76,14 @@ class Guard:
 
     def wait_ready(self) -> None:
         """Wait until it is there. Raises OperationFailed: it is not, and is ended."""
+        self._wait_for(_READY)
+
+    def _wait_for(self, word: bytes) -> None:
+        """Wait for a word of its own. Raises OperationFailed: it does not come, and the guard is ended."""
         import select
 
         ready, _, _ = select.select([self._answers], [], [], _START_SECONDS)
-        if not ready or self._answers.read(len(_READY)) != _READY:
+        if not ready or self._answers.read(len(word)) != word:
             self._process.kill()
             self.leave()
             self.wait()
@@ -102,7 +107,9 @@ class Guard:
         self._tell(f"{pid} ended")
 
     def hand_over(self, word: str) -> None:
-        """Say a last word, after which it acts. Raises OperationFailed: it is gone."""
+        """Say a last word, after which it acts. Raises OperationFailed: it is gone, or cannot load what it does."""
+        if self._early:
+            self._wait_for(_LOADED)
         try:
             os.write(self._words.fileno(), f"{word}\n".encode())
         except OSError as error:
@@ -141,13 +148,11 @@ def main() -> None:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     # Not the directory of this file, which Python has put there.
     sys.path[0] = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
-    try:  # noqa: SIM105 - as above
-        os.write(1, _READY)
-    except OSError:
-        # gpushare has died meanwhile.
-        pass
-    # If that fails, the pipe closes, and gpushare cannot hand over.
-    loaded = _load() if sys.argv[1] == "early" else None
+    _answer(_READY)
+    loaded = None
+    if sys.argv[1] == "early":
+        loaded = _load()
+        _answer(_LOADED)
     processes: dict[int, int | None] = {}
     word = ""
     for line in sys.stdin:
@@ -163,6 +168,14 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_RDWR), 1)
         host, act = loaded or _load()
         act(host, processes, word, *sys.argv[4:])
+
+
+def _answer(word: bytes) -> None:
+    """Write a word to gpushare, which may have died meanwhile."""
+    try:  # noqa: SIM105 - as above
+        os.write(1, word)
+    except OSError:
+        pass
 
 
 def _load() -> tuple[Any, Callable[..., None]]:

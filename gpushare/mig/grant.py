@@ -49,12 +49,23 @@ def plan_grant(host: Host, name: str, user: str) -> Plan:
     granted = user_name(user_id(user))
     users = tuple(dict.fromkeys((*named.users, granted)))
     steps = access_steps(host, named, users)
+    if not steps and not _nodes(host, named):
+        raise _no_instance_error(named)
     return Plan(
         title=f"{name} is granted to {', '.join(users)} only",
         steps=steps,
         # With -y: it only revokes what this command granted.
         undo=f"sudo gpushare mig revoke {shlex.quote(name)} {shlex.quote(granted)} -y",
         notes=(_RUNNING, _STILL_OPEN) if steps else (f"{name} is granted to {granted} already",),
+    )
+
+
+def _no_instance_error(named: NamedInstance) -> NotFound:
+    """Return the error about a name whose instance is not there."""
+    return NotFound(
+        f"'{named.name}' means {named.profile} at slice {named.start} of {named.gpu_uuid}, and there is no such instance now",
+        "see which are there: gpushare mig status",
+        code="no_instance",
     )
 
 
@@ -111,11 +122,7 @@ def access_steps(host: Host, named: NamedInstance, users: tuple[str, ...]) -> tu
     with contextlib.suppress(*[NotSupported] if revokes and not grants else []):
         nodes = _nodes(host, named)
     if grants and not nodes:
-        raise NotFound(
-            f"'{named.name}' means {named.profile} at slice {named.start} of {named.gpu_uuid}, and there is no such instance now",
-            "see which are there: gpushare mig status",
-            code="no_instance",
-        )
+        raise _no_instance_error(named)
     record, opening = _record_steps(host, named, users, root=bool(grants)), _node_steps(host, nodes, users)
     # A grant is recorded before its nodes are opened, a revoke after they are closed: so a crash leaves something to redo.
     return (*opening, *record) if revokes else (*record, *opening)

@@ -245,7 +245,7 @@ def find_profile(text: str, profiles: Sequence[Profile]) -> Profile:
     if not names:
         raise NotSupported(
             "the driver lists no MIG profiles of this GPU (up to driver 575: only while MIG is on)",
-            "switch it on first: gpushare mig enable -g 0; or plan for a model: --model h100-80gb",
+            "switch it on first: gpushare mig enable; or plan for a model: --model h100-80gb",
             code="no_profiles",
         )
     close = difflib.get_close_matches(wanted[:60], names, n=3, cutoff=0.7)

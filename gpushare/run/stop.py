@@ -276,9 +276,7 @@ class Stop:
         info = host.processes.describe(job.pid)
         if info is not None and (is_server(info.name) or info.name == MPS_CONTROL):
             kind = "server" if is_server(info.name) else "control daemon"
-            raise serves_clients_error(
-                job.pid, kind, "see its GPU: gpushare mps status; stop it: gpushare mps stop -g 0"
-            )
+            raise serves_clients_error(job.pid, kind, "see its GPU: gpushare mps status; stop it: gpushare mps stop")
         tree = host.processes.descendants(job.pid)
         clients = find_clients(host, self._gpus, tree)
         on_gpu = {

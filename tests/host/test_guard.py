@@ -93,6 +93,25 @@ def test_one_that_ends_at_once_is_not_waited_for(note: Path, monkeypatch: pytest
         broken.wait_ready()
 
 
+@pytest.mark.parametrize("early", [True, False])
+def test_one_that_loads_at_once_acts_alike(early: bool, note: Path) -> None:
+    process = Guard("sim:h200", "is tested", "guard_test_act:act", str(note), early=early)
+    process.wait_ready()
+    process.hand_over("held")
+    until(note.exists, "it has acted")
+    assert note.read_text() == "sim:h200 {} held"
+    process.leave()
+    assert process.wait(30.0)
+
+
+def test_nothing_is_handed_over_to_one_that_cannot_load(note: Path) -> None:
+    note.with_name("guard_test_slow.py").write_text("import time; time.sleep(0.2); raise ImportError")
+    process = Guard("sim:h200", "is tested", "guard_test_slow:act", early=True)
+    process.wait_ready()
+    with pytest.raises(OperationFailed, match="it ended"):
+        process.hand_over("held")
+
+
 def test_nothing_in_the_folder_of_the_user_is_loaded(
     note: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -221,9 +221,11 @@ def test_what_is_not_there(refused: Refused) -> None:
     refused("mig", "grant", "train", "nobody", code="no_instance", exit_code=6, host=A100)
 
 
-def test_a_grant_of_an_instance_that_is_gone_can_be_revoked(cli: Cli) -> None:
+def test_a_grant_of_an_instance_that_is_gone_can_be_revoked(cli: Cli, refused: Refused) -> None:
     cli("mig", "grant", "train", "nobody", host=A100).ok()
     admin.set_mig(A100, "0", [])
+    # Not "granted already": a script at boot must notice.
+    refused("mig", "grant", "train", "nobody", code="no_instance", exit_code=6, host=A100)
     cli("mig", "revoke", "train", host=A100).ok()
     assert granted() == ()
 
