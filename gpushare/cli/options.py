@@ -311,8 +311,9 @@ def _errors_in_typed_format(words: Sequence[str], *, interspersed: bool) -> Iter
 def _given_names(ctx: Any) -> Iterator[str]:
     """Yield the long names of the options, and the words of the arguments, that the command line gives."""
     for parameter in ctx.command.params:
-        source = ctx.get_parameter_source(parameter.name)
-        if source is not None and source.name == "COMMANDLINE" and ctx.params.get(parameter.name) is not False:
+        source, value = ctx.get_parameter_source(parameter.name), ctx.params.get(parameter.name)
+        # Typer 0.26.5 says of a list that is not given that it is, and empty.
+        if source is not None and source.name == "COMMANDLINE" and value is not False and value not in ((), []):
             yield (
                 parameter.metavar.strip("[].")
                 if parameter.param_type_name == "argument"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
+from gpushare.cli import options
 from tests.cli.drive import Cli, Refused
 
 TWO = "sim:2xa30"
@@ -83,3 +86,20 @@ def test_words_that_are_the_programs_own_are_not_named(cli: Cli, words: tuple[st
 
 def test_quiet_hides_the_note(cli: Cli) -> None:
     assert not cli("run", "-q", "-n", "python3", "--threads", "30").ok().lines("note")
+
+
+def test_an_empty_list_is_not_given() -> None:
+    """Typer 0.26.0 to 0.26.5 name the command line as the source of a list that is not given."""
+    typed = SimpleNamespace(name="COMMANDLINE")
+    parameters = [
+        SimpleNamespace(name="command", metavar="[CMD...]", param_type_name="argument"),
+        SimpleNamespace(name="ways", opts=["--ways"], param_type_name="option"),
+        SimpleNamespace(name="wait", opts=["--wait"], param_type_name="option"),
+        SimpleNamespace(name="gpu", opts=["-g", "--gpu"], param_type_name="option"),
+    ]
+    context = SimpleNamespace(
+        command=SimpleNamespace(params=parameters),
+        params={"command": [], "ways": (), "wait": False, "gpu": "0"},
+        get_parameter_source=lambda _name: typed,
+    )
+    assert list(options._given_names(context)) == ["--gpu"]
