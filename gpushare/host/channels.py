@@ -1096,6 +1096,10 @@ class Caller:
 
     def _start(self) -> None:
         """Start the process with one end of a new socket."""
+        # The child uses the first three: there, a lock that another thread holds while it imports would never be released.
+        import ctypes  # noqa: F401
+        import fcntl  # noqa: F401
+        import select  # noqa: F401
         import socket
 
         for child in list(_FORGOTTEN):
