@@ -314,7 +314,7 @@ def measure_with_progress(
     """Measure with progress on stderr; return the answer, what was measured, and the signal that ended it early."""
     started = time.time()
     with progress_line(quiet=settings.quiet) as progress:
-        measurement, number = measure(host, device, prepared, progress)
+        measurement, number = measure(host, device, prepared, progress, note)
     if prepared.settings.workload is None:
         _keep_profile(host, device, prepared.settings.argv, measurement)
     blind = (BLIND,) if host.processes.namespace_is_host() is False else ()

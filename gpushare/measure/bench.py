@@ -120,6 +120,8 @@ class Copies:
     clock: Callable[[], float] = time.monotonic
     # None: each has the driver's default.
     slices: Slices | None = None
+    # Called once, when copies have run for long and are not measured yet.
+    on_wait: Callable[[], None] | None = None
 
     def together(self, launches: Sequence[Launch], usage: UsageMeter | None = None) -> CopiesResult:
         """Run copies at the same time.
@@ -188,6 +190,9 @@ class Copies:
             hung = hung or (opened is None and any(copy.hopeless(at) for copy in running))
             if measured or hung or interrupted:
                 break
+            if opened is None and self.on_wait is not None and at - first >= _WAITS_SECONDS:
+                self.on_wait()
+                self.on_wait = None
             interrupted = self._interrupted_within(
                 _FIRST_POLL_SECONDS if at - first < _SHORT_SECONDS else _POLL_SECONDS
             )
@@ -308,6 +313,8 @@ _HANG_SECONDS: Final = 60.0
 # Limits for one copy alone, before anything is known: how long it may run, and when it must have printed its number.
 _FIRST_SECONDS: Final = 86400.0
 _FIRST_PRINT_SECONDS: Final = 600.0
+# After this time, the user is told what bench waits for.
+_WAITS_SECONDS: Final = 15.0
 
 _OUTSIDE: Final = BenchWay(name=ALONE, kind=Way.WHOLE)
 
@@ -383,7 +390,10 @@ def planned_steps(host: Host, device: Device, settings: Settings) -> tuple[Step,
 
 
 class Bench:
-    """Carries out a benchmark. ``progress`` gets, before each run, its title, its number, how many, and the seconds left."""
+    """Carries out a benchmark. ``progress`` gets, before each run, its title, its number, how many, and the seconds left.
+
+    ``note`` gets what it waits for, if that takes long.
+    """
 
     def __init__(
         self,
@@ -393,9 +403,10 @@ class Bench:
         experiment: Experiment,
         signals: Wakeups,
         progress: Callable[[str, int, int, float | None], None],
+        note: Callable[[str], None],
     ) -> None:
         self._host, self._device, self._settings = host, device, settings
-        self._experiment, self._signals, self._progress = experiment, signals, progress
+        self._experiment, self._signals, self._progress, self._note = experiment, signals, progress, note
         self._took: dict[Cell, float] = {}
         self._strangers: dict[int, float] = {}
         # Why time-slices cannot be set.
@@ -504,6 +515,9 @@ class Bench:
         runner = Copies(experiment, settings.metric, durations, signals=self._signals)
         if way.slice_us is not None or self._asks_for_slices(number):
             runner.slices = Slices(experiment, way.slice_us)
+        if number == 0:
+            # The others end within a limit that follows from this run.
+            runner.on_wait = lambda: self._note(_awaited_text(settings))
         level = contextlib.nullcontext() if way.level is None else lent_level(self._host, self._device, way.level)
         with level:
             launches = self._launches(way, copies)
@@ -562,6 +576,14 @@ class Bench:
         if alone is None:
             return _FIRST_SECONDS if self._settings.window is None else _FIRST_PRINT_SECONDS
         return _HANG_SECONDS + _HANG_FACTOR * alone * copies
+
+
+def _awaited_text(settings: Settings) -> str:
+    """Return what the run of one copy alone waits for, and the options for a program that never does that."""
+    if settings.window is not None:
+        return "waiting for one copy alone to print a number; to give up earlier: --timeout 60s"
+    metric = "" if settings.metric.printed else " --metric 'rate=([0-9.]+)'"
+    return f"waiting for one copy alone to end; for a program that does not end: --for 20s{metric}"
 
 
 def throughput(way: BenchWay, result: CopiesResult, metric: Metric) -> float | None:
@@ -697,6 +719,7 @@ def measure(
     device: Device,
     prepared: Prepared,
     progress: Callable[[str, int, int, float | None], None] = lambda *_: None,
+    note: Callable[[str], None] = lambda _: None,
 ) -> tuple[Measurement, int | None]:
     """Measure, and return what was measured and the signal that ended it early, if one did."""
     settings, left_out = prepared.settings, list(prepared.left_out)
@@ -710,7 +733,7 @@ def measure(
         settings, unset = _open_grounds(grounds, settings, instances_needed)
         with Experiment(host, grounds) as experiment:
             settings, more = _with_instances(settings, len(grounds.instances))
-            bench = Bench(host, device, settings, experiment, signals, progress)
+            bench = Bench(host, device, settings, experiment, signals, progress, note)
             bench.measurement.left_out += [*left_out, *unset, *more]
             measurement = bench.go()
     measurement.seconds = time.monotonic() - started
