@@ -930,10 +930,32 @@ class Situation:
 
     def documented_why_not(self, way: Way) -> str | None:
         """Return why not even NVIDIA's documented profiles hold all shares, where the driver lists none; None if they may."""
-        profiles = self.gpu.documented
-        if not profiles or not all(profile.memory_bytes and profile.placements for profile in profiles):
+        shares, total, profiles = self.shares(way), self.gpu.memory_total_bytes or 0, self.gpu.documented
+        if not profiles:
             return None
-        return slices_for(Layout(gpu=self.gpu.index, profiles=profiles), self.shares(way)).why_not
+        if all(profile.memory_bytes and profile.placements for profile in profiles):
+            return slices_for(Layout(gpu=self.gpu.index, profiles=profiles), shares).why_not
+        # Without placements the slices are added up; without its memory a profile has its part of the GPU's.
+        slices = max(profile.slices for profile in profiles)
+
+        def slices_needed(share: Share) -> int | None:
+            """Return the slices of the smallest profile that holds a share; None: none does."""
+            attributes = {"+gfx"} if share.graphics else set()
+            sizes = (
+                (profile.slices, profile.memory_bytes or total * profile.slices // slices or share.memory_bytes)
+                for profile in profiles
+                if profile.attributes == attributes
+            )
+            return min((number for number, size in sizes if size >= share.memory_bytes), default=None)
+
+        needed = [slices_needed(share) for share in shares]
+        if None not in needed and sum(filter(None, needed)) <= slices:
+            return None
+        largest = max(shares)
+        if len(set(shares)) > 1:
+            return f"{len(shares)} instances, the largest with {largest}, do not fit together"
+        most = slices // (slices_needed(largest) or slices + 1)
+        return f"{len(shares)} instances with {largest} do not fit: {most or 'none'} would"
 
     def short_of_sms(self, way: Way) -> str | None:
         """Return which profile has fewer SMs than asked for, in words."""
