@@ -324,6 +324,8 @@ class MpsShare:
                 lingers = stop_if_last(self.host, self.home)
             except GpushareError:
                 lingers = True
+        # Opened again, it may have to start another daemon.
+        self._joined = None
         # After the daemon, so that the next holder finds the instance empty.
         claim, self.claim = self.claim, None
         if claim is not None and not program_lives:
