@@ -344,13 +344,14 @@ class ForProduction(Policy):
     margin_bytes: int = GIB
     quiet_seconds: float = 10.0
     _free_since: float | None = None
-    # The last samples of the free memory.
+    # Samples of the free memory, since the job was swapped in or out.
     _seen: list[tuple[float, int]] = field(default_factory=list)
+    _is_out: bool = False
 
     def leaves(self, sample: Sample) -> bool:
         """Return whether production waits for what this job has, or is about to run out of memory."""
         self._free_since = None
-        self._note_free(sample)
+        self._note_free(sample, is_out=False)
         leaving = most_out_seconds(sample.held_bytes)
         if sample.production_needs:
             return True
@@ -358,17 +359,20 @@ class ForProduction(Policy):
         free = sample.free_bytes + sample.later_bytes - self._bytes_lost_per_second() * leaving
         return sample.others_stay and free < self.margin_bytes
 
-    def _note_free(self, sample: Sample) -> None:
+    def _note_free(self, sample: Sample, *, is_out: bool) -> None:
         """Note the free memory of this sample, for `_bytes_lost_per_second`."""
+        # Memory that the job itself released or took is not growth of production.
+        kept = self._seen if is_out == self._is_out else []
+        self._is_out = is_out
         self._seen = [
-            *((at, free_bytes) for at, free_bytes in self._seen if sample.now - at <= _GROWTH_SECONDS),
+            *((at, free_bytes) for at, free_bytes in kept if sample.now - at <= _GROWTH_SECONDS),
             (sample.now, sample.free_bytes),
         ]
 
     def _bytes_lost_per_second(self) -> float:
         """Return how fast the free memory shrinks now, in bytes per second.
 
-        The largest step is left out: a program that starts takes much at once, and so does this job when it comes back.
+        The largest step is left out: a program that starts takes much at once, and that is no growth.
         """
         steps = [
             (later[0] - earlier[0], earlier[1] - later[1])
@@ -383,7 +387,7 @@ class ForProduction(Policy):
 
     def returns(self, sample: Sample) -> bool:
         """Return whether production has not needed its room for a while; the ledger checks what is reserved."""
-        self._note_free(sample)
+        self._note_free(sample, is_out=True)
         # If no other job stays on the GPU, this job may need all of it: no margin.
         margin = 0.0
         if sample.others_stay:

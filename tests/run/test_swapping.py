@@ -245,6 +245,13 @@ def test_what_a_job_gave_back_is_no_growth() -> None:
     assert not any(policy.leaves(look(12.0 + at, free=8 * GIB, held=14 * GIB)) for at in range(9))
 
 
+def test_the_return_of_a_job_is_no_step_of_production_that_starts_after_it() -> None:
+    policy = ForProduction()
+    assert [policy.returns(look(float(at), free=30 * GIB, held=14 * GIB)) for at in (0, 10)] == [False, True]
+    sizes = [16, 12, 8, 8, 8]
+    assert not any(policy.leaves(look(11.0 + at, free=size * GIB, held=14 * GIB)) for at, size in enumerate(sizes))
+
+
 def test_a_job_that_needs_nearly_all_of_the_gpu_comes_back_when_nobody_stays() -> None:
     policy = ForProduction()
     alone = [look(float(at), free=31 * GIB, held=30 * GIB)._replace(others_stay=False) for at in range(12)]
