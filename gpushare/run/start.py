@@ -470,7 +470,9 @@ class JobStart:
             else:
                 # Another one of its places may be larger.
                 check_memory(place.device, self._bytes_on(place.device), job=True)
-                request = Request(memory_bytes=None, keys=(), client=mps, name=options.name)
+                request = Request(
+                    memory_bytes=None, keys=(), client=mps, name=options.name, run_seconds=queue.run_seconds
+                )
                 unqueued = replace(self.queue, wait=False)
                 done = self._run_or_plan(
                     self._queued((place.device,), request, options, unqueued, lambda _, metered: start(metered))

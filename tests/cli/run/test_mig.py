@@ -497,11 +497,12 @@ def test_the_limit_in_an_instance_is_reserved_and_shown(
     real: Real, cli: Cli, world: World, more: tuple[str, ...]
 ) -> None:
     (uuid,) = world.mig("1g.18gb")
-    words = ("--mig", "1g", *more, "--name", "train", "--memory", "8G", "--over", "warn")
+    words = ("--mig", "1g", *more, "--name", "train", "--memory", "8G", "--over", "warn", "--time", "1h")
     job = real("run", *words, "--", *JOB, "--footprint", "2G", "--seconds", "60")
     until(
         lambda: any(reservation.limit_bytes for reservation in reservations(world.host) or []), "it has said its limit"
     )
+    assert [job.run_seconds for job in reservations(world.host) or []] == [3600.0]
     data = cli("status", output="json").ok().data
     (limited,) = data["limited_jobs"]
     assert (limited["name"], limited["device_uuid"], limited["limit_bytes"]) == ("train", uuid, 8 * GIB)
