@@ -204,8 +204,8 @@ class Steps:
         if name is not None:
             free = options[key] = self.free_name(name)
             self.job_names.append(free)
-            if name in self.s.jobs:
-                self.say(f"{what}: '{name}' runs already, and stays as it is")
+            if free in self.s.jobs:
+                self.say(f"{what}: '{free}' runs already, and stays as it is")
                 return
             if free != name:
                 what += f"; '{name}' is a job on another GPU"
@@ -219,15 +219,17 @@ class Steps:
         """Add the line of equal jobs with names of their own."""
         name = clean_name(work.name, 1, default)
         names = [name] if count in {None, 1} else [f"{name}-{number}" for number in range(1, (count or 1) + 1)]
+        free = {self.free_name(name): name for name in names}
         # Of those that run, the last ones: the line is of a job that does not run.
-        first, *others = sorted(names, key=self.s.jobs.__contains__)
+        first, *others = sorted(free, key=self.s.jobs.__contains__)
         what = which(count, label_of(work), how)
-        if others:
-            what += (
-                f"; the other is {others[0]}" if len(others) == 1 else f"; the others are {others[0]} to {others[-1]}"
-            )
-        self.run(what, work, name=first, **options)
-        self.job_names += map(self.free_name, others)
+        if len(others) == 1:
+            what += f"; the other is {others[0]}"
+        elif others:
+            listed = f"{others[0]} to {others[-1]}" if others == names[1:] else ", ".join(others)
+            what += f"; the others are {listed}"
+        self.run(what, work, name=free[first], **options)
+        self.job_names += others
 
     def made(self) -> Recipe:
         """Return the recipe: with nothing else to undo, the undo is the end of the jobs."""

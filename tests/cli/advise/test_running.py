@@ -99,3 +99,30 @@ def test_a_name_that_is_taken_on_another_gpu_is_not_given(cli: Cli, real: Real) 
     assert "--for serve-2 " in other
     # The undo does not end the job on the other GPU.
     assert commands(data, "undo") == ["gpushare stop serve-2 other"]
+
+
+def test_copies_whose_names_are_taken_on_another_gpu_have_the_same_names_in_text_and_undo(cli: Cli, real: Real) -> None:
+    host = "sim:2xh100"
+    copies = ("--processes", "3", "--memory", "60G", "--needs", "progress")
+
+    def start(gpu: str, name: str) -> None:
+        real("run", "-g", gpu, "--name", name, "--", "sleep", "300", host=host)
+        until(lambda: f'"{name}"' in cli("jobs", host=host, output="json").ok().out, f"{name} runs")
+
+    def advice() -> dict[str, Any]:
+        data: dict[str, Any] = cli("advise", "--no-input", "-g", "0", *copies, host=host, output="json").ok().data
+        return data
+
+    start("1", "job-2")
+    data = advice()
+    assert data["commands"][0]["what"].endswith("; the others are job-2-2, job-3")
+    assert commands(data, "undo") == ["gpushare stop job-1 job-2-2 job-3"]
+    start("1", "job-1")
+    data = advice()
+    assert data["commands"][0]["what"].endswith("; the others are job-2-2, job-3; 'job-1' is a job on another GPU")
+    assert "--name job-1-2 " in commands(data)[0]
+    # One that was started by an earlier answer is not started again.
+    start("0", "job-1-2")
+    data = advice()
+    assert "--name job-2-2 " in commands(data)[0]
+    assert data["commands"][0]["what"].endswith("; the others are job-3, job-1-2; 'job-2' is a job on another GPU")
