@@ -1039,7 +1039,7 @@ class Farm:
                 memory.leave()
             raise
         now = time.monotonic()
-        copy.pid, copy.state = program.pid, "running"
+        copy.pid, copy.state, copy.started_after = program.pid, "running", now - self._started
         running = self._running[number] = _RunningCopy(copy, gpu, program, tuple(memories), place)
         if not gpu.looks or gpu.looks[0] > now + _LOOKS[0]:
             gpu.looks = [now + seconds for seconds in _LOOKS]

@@ -238,10 +238,27 @@ def progress_text(copies: Sequence[Copy], seconds: float) -> str:
     if ended and seconds > 0:
         rate = ended / seconds
         words.append(f"{60 * rate:.0f}/min" if rate > 1 else f"{60 * rate:.2g}/min")
-        words += [f"about {format_duration(round((total - ended) / rate))} left"] if ended < total else []
+        left = round(_seconds_left(copies, seconds))
+        words += [f"about {format_duration(left)} left"] if left else []
     else:
         words.append(format_duration(round(seconds)))
     return ", ".join(words)
+
+
+def _seconds_left(copies: Sequence[Copy], seconds: float) -> float:
+    """Return how long the rest of a farm takes, if each copy takes the mean of those done; 0: that cannot be said."""
+    done = [copy.seconds for copy in copies if copy.state == "done"]
+    running = [copy.started_after for copy in copies if copy.state == "running"]
+    # One copy, such as the first with its cold caches, is no measure of the others.
+    if len(done) < 2 or not running:
+        return 0.0
+    mean = sum(done) / len(done)
+    rests = [max(0.0, mean - (seconds - started)) for started in running]
+    waiting = sum(copy.state == "waiting" for copy in copies)
+    if not waiting:
+        # A copy beyond the mean may take any time.
+        return max(rests) if all(rests) else 0.0
+    return max(min(rests) + mean, (sum(rests) + waiting * mean) / len(running))
 
 
 @dataclass(kw_only=True)
@@ -273,6 +290,8 @@ class Copy:
     left_behind: tuple[int, ...] = ()
     log: str | None = None
     pid: int | None = field(default=None, metadata=NOT_STORED)
+    # When its last try began, in seconds after the start of the farm.
+    started_after: float = field(default=0.0, metadata=NOT_STORED)
     # What to do about the failure, where its output does not say.
     hint: str | None = field(default=None, metadata=NOT_STORED)
 
