@@ -108,7 +108,7 @@ class Rule:
         enough = table.at_least(needs.row, usual, needs.wanted)
         if asked:
             if not enough and not table.at_least(needs.row, best, needs.floor):
-                yield self._reason(cell, Kind.CONDITION, self.unknown or "", asked=True)
+                yield self._reason(cell, Kind.CONDITION, self.unknown or "", unanswered=True)
         elif not enough:
             yield self._below_level(situation, way, cell, best, needs)
         elif way.inner is not None and way.outer is Way.MIG and needs.inside and not situation.grouped:
@@ -136,16 +136,19 @@ class Rule:
             return self._reason(cell, Kind.CONDITION, says)
         return self._reason(cell, Kind.VETO, says if best == cell.level else f"{says}, at best {best}")
 
-    def _reason(self, cell: Cell, kind: Kind, text: str, *, asked: bool = False) -> Reason:
-        """Return a reason that comes from a cell of the table."""
+    def _reason(self, cell: Cell, kind: Kind, text: str, *, unanswered: bool = False) -> Reason:
+        """Return a reason that comes from a cell of the table; ``unanswered``: the user has not said whether it applies.
+
+        Where sources contradict each other, that is told with a condition that applies.
+        """
         return Reason(
             rule=self.id,
             kind=kind,
             text=text,
             source="; ".join(source.title for source in cell.sources[:2]),
-            open=asked,
+            open=unanswered,
             row=cell.row,
-            contradiction=cell.contradiction if kind is Kind.CONDITION and not asked else None,
+            contradiction=cell.contradiction if kind is Kind.CONDITION and not unanswered else None,
         )
 
 

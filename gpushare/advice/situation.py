@@ -668,30 +668,35 @@ class Situation:
     def leaving_cost(self, way: Way) -> LeavingCost | None:
         """Return what it costs that jobs leave the GPU; None if the memory of none of them is known."""
         leavers = [(work.memory + CONTEXT_BYTES, count or 1) for work, count in self.leavers(way) if work.memory]
-        return self.once(("cost", way, *leavers), lambda: self._leaving_cost(way, leavers)) if leavers else None
+        return self.once(("cost", way, *leavers), lambda: self._swap_cost(way, leavers)) if leavers else None
 
     def switch_seconds(self, way: Way) -> float:
         """Return how long it takes until one job is out and the next is back; 0 if no size is known."""
         cost = self.leaving_cost(way)
         return 0.0 if cost is None else cost.switch_seconds
 
-    def _leaving_cost(self, way: Way, leavers: Sequence[tuple[int, int]]) -> LeavingCost:
-        """Return what it costs that jobs leave; ``leavers`` are sizes in bytes with contexts, and numbers of processes."""
+    def _swap_cost(self, way: Way, leavers: Sequence[tuple[int, int]]) -> LeavingCost:
+        """Return the time and host memory that it takes to swap jobs out of the GPU and back in.
+
+        ``leavers`` are pairs: the bytes of a process with its CUDA context, and the number of such processes.
+        """
         # Only here: most cases fit, and need none of it.
         from gpushare.memory.cost import SOURCE, TURN_FACTOR, beyond_measured, host_bytes, kept_share, swap_times
 
         largest = max(size for size, _ in leavers)
         out, back = swap_times(largest).out_seconds, swap_times(largest).in_seconds
         turn = TURN_FACTOR * (out + back) if way is Way.TURNS else None
-        one_place = self.plain.most == 1
-        alone = turn is not None and one_place and self.case.processes is not None
+        # All others have their turn first; with room for several at a time, or an unknown number of jobs, nobody can tell.
+        wait = None
+        if turn is not None and self.plain.most == 1 and self.case.processes is not None:
+            wait = (self.case.processes - 1) * (turn + out + back)
         return LeavingCost(
             memory_bytes=largest,
             out_seconds=round(out, 1),
             in_seconds=round(back, 1),
             turn_seconds=None if turn is None else round(turn, 1),
             kept_share=None if turn is None else kept_share(turn, out + back),
-            wait_seconds=round(((self.case.processes or 2) - 1) * ((turn or 0) + out + back), 1) if alone else None,
+            wait_seconds=None if wait is None else round(wait, 1),
             host_bytes=host_bytes(sum(size * count for size, count in leavers)),
             host_free_bytes=self.host.host_memory_bytes,
             estimated=beyond_measured(largest),

@@ -158,7 +158,7 @@ def _staleness_of(spec: CdiSpec, gpus: Sequence[Gpu]) -> Staleness:
         path=spec.path,
         gone=tuple(gone),
         missing=tuple(missing),
-        moved=() if gone or missing else tuple(_moved_names(by_index, answering)),
+        moved=() if gone or missing else tuple(_stale_names(by_index, answering)),
     )
 
 
@@ -193,17 +193,17 @@ def _uuid_by_capabilities(device: CdiDevice, gpu: Gpu | None) -> str | None:
     )
 
 
-def _moved_names(by_index: dict[str, str], gpus: Sequence[Gpu]) -> Iterable[str]:
-    """Yield the names by index that now belong to another MIG device."""
+def _stale_names(uuid_by_name: dict[str, str], gpus: Sequence[Gpu]) -> Iterable[str]:
+    """Yield the names of a specification (``0:1``, ``mig0:1``) whose UUID is no longer that of the device in this place."""
     for prefix in ("", "mig"):
         for gpu in gpus:
             # NVML's indexes may have gaps: compare by order.
             head = f"{prefix}{gpu.index}:"
             names = sorted(
-                (name for name in by_index if name.startswith(head)), key=lambda name: int(name[len(head) :])
+                (name for name in uuid_by_name if name.startswith(head)), key=lambda name: int(name[len(head) :])
             )
             for name, mig in zip(names, gpu.mig_instances, strict=False):
-                if by_index[name] != mig.uuid:
+                if uuid_by_name[name] != mig.uuid:
                     yield name
 
 

@@ -471,7 +471,7 @@ def _started(pid: int) -> int | None:
 
 
 def _or_none(read: Callable[[], T]) -> T | None:
-    """Return what psutil reads; None: this user may not."""
+    """Return what psutil reads; None: this user may not, or it is a zombie."""
     import psutil
 
     try:

@@ -66,11 +66,11 @@ def claimed_instances(host: Host) -> dict[str, Holder] | None:
     claims = live_claims(host)
     if claims is None:
         return None
-    return {key: holder_of(host, claim) for key, claim in claims.items() if key.startswith("MIG-")}
+    return {key: claim_holder(host, claim) for key, claim in claims.items() if key.startswith("MIG-")}
 
 
-def holder_of(host: Host, claim: Claim) -> Holder:
-    """Return the first living process of a claim; its user is the owner of the file."""
+def claim_holder(host: Host, claim: Claim) -> Holder:
+    """Return the process that a claim names, with the owner of the claim's file as its user."""
     info = host.processes.describe(claim.pid)
     return Holder(
         pid=claim.pid, what=CLAIM, user=user_name(claim.uid), name=None if info is None else _name_in_words(info)

@@ -726,7 +726,7 @@ def _offers(layouts: Sequence[Layout], wish: Wish) -> dict[Board, _Offer]:
         parts = tuple(1 + max(1, len(wish[number].compute)) for number in order)
         offers[board] = _Offer(tuple(order), tuple(served[number] for number in order), parts)
     if not layouts:
-        raise NotSupported("no GPU here has MIG", "see what each GPU can: gpushare compare", code="mig_unsupported")
+        raise NotSupported("no GPU here has MIG", "see what each GPU can: gpushare compare", code="no_mig")
     anywhere = {number for offer in offers.values() for number in offer.requests}
     for number, refused in errors.items():
         if number not in anywhere:

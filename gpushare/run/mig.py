@@ -16,7 +16,7 @@ from gpushare.host.claims import Claim, HeldClaim, take_claim
 from gpushare.memory.ledger import PATIENCE_SECONDS, Request, Reservation, jobs_before, reservations
 from gpushare.memory.ledger import Place as Entry
 from gpushare.memory.room import POLL_SECONDS, RoomAnswer, RoomJob, RoomOnDevice, room_job
-from gpushare.mig.holders import claimed_instances, holder_of
+from gpushare.mig.holders import claim_holder, claimed_instances
 from gpushare.mig.places import Place, check_granted, means_profile, named_places, places_on, profile_places
 from gpushare.mps.daemons import find_daemons
 from gpushare.show.waiting import waiting_line
@@ -236,7 +236,7 @@ def _take_first(host: Host, places: Sequence[Place]) -> tuple[tuple[Place, HeldC
     for place in free:
         claim = take_claim(host, place.mig.uuid)
         if isinstance(claim, Claim):
-            held.append((place, (holder_of(host, claim),)))
+            held.append((place, (claim_holder(host, claim),)))
             continue
         try:
             present, inside = _read_again(host, place)

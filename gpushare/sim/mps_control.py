@@ -219,8 +219,8 @@ def _set_limit(request: MpsRequest, owner: _Owner) -> Reply:
     return Reply()
 
 
-def _get_limit(request: MpsRequest, owner: _Owner) -> Reply:
-    """Print nothing when it is unset, whole G from 1024M up."""
+def _get_memory_limit(request: MpsRequest, owner: _Owner) -> Reply:
+    """Print the memory limit of a device: nothing if unset, and from 1024M up whole G, rounded down, as the daemon does."""
     value = owner.memory.get(_read_device(request)[0] or "")
     if value is None:
         return Reply()
@@ -298,9 +298,9 @@ _COMMANDS: dict[str, tuple[int, Callable[..., Reply | None]]] = {
     "set_default_active_thread_percentage": (0, _set_threads),
     "get_active_thread_percentage": (0, _get_threads),
     "set_active_thread_percentage": (0, _set_threads),
-    "get_default_device_pinned_mem_limit": (0, _get_limit),
+    "get_default_device_pinned_mem_limit": (0, _get_memory_limit),
     "set_default_device_pinned_mem_limit": (0, _set_limit),
-    "get_device_pinned_mem_limit": (0, _get_limit),
+    "get_device_pinned_mem_limit": (0, _get_memory_limit),
     "set_device_pinned_mem_limit": (0, _set_limit),
     "get_default_client_priority": (0, _get_priority),
     "set_default_client_priority": (0, _set_priority),

@@ -344,17 +344,20 @@ def _set_step(
     to: str,
     act: Callable[[list[Channels]], object],
 ) -> Step:
-    """Return the step that sets the slices of a process; ``act`` is given a list that holds what it had from then on."""
+    """Return the step that sets the slices of a process; ``to`` says to what.
+
+    ``act`` sets them, and appends the channels with their earlier slices to its list, for the way back.
+    """
     record = slice_record(host, channels.pid, channels.started)
-    done: list[Channels] = []
+    before: list[Channels] = []
 
     def there() -> None:
-        act(done)
+        act(before)
 
     def back() -> None:
         # What was found comes back, and not the value of a record, which another program may have changed since.
-        while done:
-            present = done.pop()
+        while before:
+            present = before.pop()
             # If it has ended, its slice has ended with it.
             with contextlib.suppress(NotFound):
                 control.restore_slices(present)

@@ -721,27 +721,26 @@ class Cockpit(App[None]):
         self._choose("Sort by", titles, lambda number: self._sort_by(keys[number]), keys.index(self.view.sort))
 
     def action_open(self) -> None:
+        """Open or close the chosen GPU, or show the menu of the chosen job."""
         if self._gpus.has_focus:
             if self.chosen_gpu is not None:
                 self._open_gpu(None if self.opened is not None else self.chosen_gpu)
-            return
-        row = self.chosen
-        if row is None or self.frame is None:
-            return
-        job = row.job
-        choices: dict[tuple[str, str], Callable[[], None]] = {
-            (action.key, action.title): partial(self._begin_action, action, job) for action in ACTIONS
-        }
-        choices |= {
-            (key.shown, key.text): partial(do, job) for key, do in ((LOGS, self._show_logs), (EXPLAIN, self._explain))
-        }
+        elif self.chosen is not None and self.frame is not None:
+            self._open_job_menu(self.chosen.job)
 
-        def done(number: object) -> None:
+    def _open_job_menu(self, job: ListedJob) -> None:
+        """Show what can be done with a job, and do what is chosen."""
+        choices = [(action.key, action.title, partial(self._begin_action, action, job)) for action in ACTIONS]
+        choices += [
+            (key.shown, key.text, partial(do, job)) for key, do in ((LOGS, self._show_logs), (EXPLAIN, self._explain))
+        ]
+
+        def act_on(number: object) -> None:
             if isinstance(number, int):
-                [*choices.values()][number]()
+                choices[number][2]()
 
-        texts, keys = [f"{key}  {title}" for key, title in choices], "".join(key for key, _ in choices)
-        self.push_screen(Choice(job_title(job), texts, self.colours, keys=keys, above=self._job_facts(job)), done)
+        texts, keys = [f"{key}  {title}" for key, title, _ in choices], "".join(key for key, _, _ in choices)
+        self.push_screen(Choice(job_title(job), texts, self.colours, keys=keys, above=self._job_facts(job)), act_on)
 
     def _job_facts(self, job: ListedJob) -> list[Line]:
         """Return what the dialog of a job says about it, above what can be done."""
