@@ -88,6 +88,8 @@ _SMALL_TIMES: Final = 10
 # In fewer samples, what it uses while idle is not known.
 _LEAST_LEVELS: Final = 10
 _SETTLING_SECONDS: Final = 2.0
+# A job that comes back and does nothing on the GPU stays longer each time, at most so many times its idle time.
+_MOST_IDLE_TIMES: Final = 16
 # Growth is seen over this time, and in at least this number of samples.
 _GROWTH_SECONDS: Final = 6.0
 _GROWTH_LOOKS: Final = 3
@@ -167,6 +169,8 @@ class Idle(Policy):
     _levels: deque[float] = field(default_factory=lambda: deque(maxlen=120))
     _out_since: float | None = None
     _small: float = 0.0
+    # How many times its idle time it stays: it may have come back for nothing.
+    _times: int = 1
     _told: bool = False
 
     def leaves(self, sample: Sample) -> bool:
@@ -174,6 +178,9 @@ class Idle(Policy):
         earlier, self._before = self._before, sample
         if self._out_since is not None:
             earlier = self._out_since = self._still_since = None
+            self._times = min(2 * self._times, _MOST_IDLE_TIMES)
+        if sample.busy_percent:
+            self._times = 1
         if sample.busy_percent is None and not self._told:
             self._told = True
             self.say("the driver does not say whether it works, so it stays on the GPU")
@@ -203,7 +210,7 @@ class Idle(Policy):
             self._still_since = sample.now if self._still_since is None else self._still_since + elapsed
         elif self._still_since is None:
             self._still_since = earlier.now
-        return sample.now - self._still_since >= self.seconds
+        return sample.now - self._still_since >= self._times * self.seconds
 
     def _has_worked(self, since: float, elapsed: float, used: float) -> bool:
         """Return whether it has used more of a CPU than an idle job, over some seconds."""

@@ -144,6 +144,36 @@ def test_the_time_in_which_a_job_was_stopped_is_no_idle_time() -> None:
     assert idle.leaves(look(at + 30.0))
 
 
+def stay(idle: Idle, at: float, *, busy: int = 0) -> float:
+    """Let an idle job leave, come back at a sign of work, and leave again; return how long it stayed."""
+    began = at = out(idle, at) + 20.0
+    assert not idle.returns(look(at - 1.0))
+    assert idle.returns(look(at, cpu=0.004))
+    while not idle.leaves(look(at, cpu=0.004, busy=busy if at == began + 0.5 else 0)):
+        at += 0.5
+    return at - began
+
+
+def test_a_job_that_comes_back_and_does_nothing_on_the_gpu_stays_longer_each_time() -> None:
+    idle = Idle(10.0)
+    stays = [stay(idle, 1000.0 * number) for number in range(1, 7)]
+    assert stays == [20.0, 40.0, 80.0, 160.0, 160.0, 160.0]
+    assert stay(idle, 7000.0, busy=5) == 10.5
+    assert stay(idle, 8000.0) == 20.0
+
+
+def test_a_heartbeat_does_not_send_a_job_out_and_in_for_ever() -> None:
+    """4 ms of a CPU every 30 s, and no work on the GPU."""
+    idle, is_out, times = Idle(10.0), False, 0
+    for number in range(7200):
+        moment = look(number * 0.5, cpu=0.004 * (number // 60))
+        if is_out:
+            is_out = not idle.returns(moment)
+        elif idle.leaves(moment):
+            is_out, times = True, times + 1
+    assert (is_out, times) == (False, 2)
+
+
 def test_a_turn_ends_only_when_others_wait() -> None:
     turns = Turns(30.0)
     assert not turns.leaves(look(100.0, since=0.0))
