@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
-from gpushare.base.errors import BadUsage, GpushareError, InUse, NotFound, or_none
+from gpushare.base.errors import BadUsage, GpushareError, InUse, NoPermission, NotFound, or_none
 from gpushare.base.model import Holder, MigInstance
 from gpushare.base.selection import Device, select
 from gpushare.base.units import counted, format_duration, quoted
 from gpushare.base.values import dataclass
-from gpushare.host.claims import Claim, HeldClaim, take_claim
+from gpushare.host.claims import EXCLUSIVE, Claim, HeldClaim, claim_directory, take_claim, why_unreadable
 from gpushare.memory.ledger import PATIENCE_SECONDS, Request, Reservation, jobs_before, reservations
 from gpushare.memory.ledger import Place as Entry
 from gpushare.memory.room import POLL_SECONDS, RoomAnswer, RoomJob, RoomOnDevice, room_job
@@ -87,10 +88,13 @@ class InstanceWish:
 
         Raises:
             InUse: all of them are in use.
+            NoPermission: it is not known which of them are claimed (code ``lease_unusable``).
             GpushareError: as `places` and `take_claim`.
         """
         places = self._checked_places()
         place_and_claim, held = _take_first(self.host, places)
+        if place_and_claim is None:
+            _check_claims(self.host)
         if place_and_claim is None and self.creator is not None:
             self.creator.make()
             place_and_claim, held = _take_first(self.host, self._existing_places())
@@ -99,6 +103,13 @@ class InstanceWish:
         if not places:
             self._check_or_release(place_and_claim)
         return place_and_claim
+
+    def has_free(self) -> bool:
+        """Return whether such an instance is free now. Raises as `take`, but for InUse."""
+        free, _ = _free_places(self.host, self.places())
+        if not free:
+            _check_claims(self.host)
+        return bool(free)
 
     def _check_or_release(self, place_and_claim: tuple[Place, HeldClaim]) -> None:
         """Check an instance that was just made, and release its claim if the check raises."""
@@ -137,7 +148,7 @@ class InstanceWish:
         try:
             with waiting_line(say, quiet=quiet) as draw:
                 while True:
-                    free, held = free_places(host, places)
+                    free, held = _free_places(host, places)
                     ledger = reservations(host) or []
                     jobs_ahead, now = jobs_before(ledger, entry), clock()
                     ahead = _count_ahead(jobs_ahead, free)
@@ -174,8 +185,9 @@ class InstanceWish:
         Nothing is entered anywhere. Raises as `take`, if it does not wait.
         """
         host, text, places = self.host, self.text, self._checked_places()
-        free, held = free_places(host, places)
+        free, held = _free_places(host, places)
         if not waits and not free:
+            _check_claims(host)
             raise _in_use_error(host, held)
         ledger = reservations(host) or []
         ahead = _count_ahead([job for job in ledger if job.waits and not job.stopped], free) if waits else 0
@@ -211,7 +223,7 @@ class InstanceWish:
         return chosen or places[0], answer
 
 
-def free_places(host: Host, places: Sequence[Place]) -> tuple[list[Place], Held]:
+def _free_places(host: Host, places: Sequence[Place]) -> tuple[list[Place], Held]:
     """Return which instances are free, and who holds the others."""
     claims, daemons = claimed_instances(host), _daemons_by_instance(host, places)
     free: list[Place] = []
@@ -230,9 +242,24 @@ def free_places(host: Host, places: Sequence[Place]) -> tuple[list[Place], Held]
     return free, held
 
 
+def _check_claims(host: Host) -> None:
+    """Raise where the claims cannot be read: no instance counts as free then, and one that was made would not either.
+
+    Raises:
+        NoPermission: they cannot (code ``lease_unusable``).
+    """
+    reason = why_unreadable(host, EXCLUSIVE)
+    if reason is not None:
+        raise NoPermission(
+            f"it is not known which instances are in use: {reason}",
+            f"see what is there: ls -ld {shlex.quote(str(claim_directory(host)))}",
+            code="lease_unusable",
+        )
+
+
 def _take_first(host: Host, places: Sequence[Place]) -> tuple[tuple[Place, HeldClaim] | None, Held]:
     """Take the first of some instances that is free; return it, and who holds the others."""
-    free, held = free_places(host, places)
+    free, held = _free_places(host, places)
     for place in free:
         claim = take_claim(host, place.mig.uuid)
         if isinstance(claim, Claim):

@@ -416,14 +416,14 @@ class JobStart:
         if not self.creates:
             return self._run_in_named_instance(text, gpu, options)
         from gpushare.run.created import Creator
-        from gpushare.run.mig import InstanceWish, free_places
+        from gpushare.run.mig import InstanceWish
 
         # Any GPU is all of them, as without -g.
         gpu = None if is_any(gpu) else gpu
         with Creator(self.host, text, gpu, self.say) as creator:
             check_memory(creator.device, self._bytes_on(creator.device), job=True)
             wish = InstanceWish(host=self.host, text=text, gpu=gpu, creator=creator)
-            if self.dry_run and not free_places(self.host, wish.places())[0]:
+            if self.dry_run and not wish.has_free():
                 return creator.dry_run_result(self.command)
             if not self.dry_run:
                 creator.sweep()

@@ -43,6 +43,16 @@ def test_an_instance_is_made_and_is_gone_afterwards(real: Real, cli: Cli, on: Wo
     assert (done.code, instances(on), ON_DEMAND.all(on.host)) == (0, [], [])
 
 
+@pytest.mark.parametrize("more", [(), ("-n",), ("--create",), ("--create", "-n"), ("--create", "--wait", "-n")])
+def test_where_the_claims_cannot_be_read_none_is_made(refused: Refused, world: World, more: tuple[str, ...]) -> None:
+    world.mig("1g.18gb:4")
+    world.host.run_directory.mkdir(parents=True, exist_ok=True)
+    (world.host.run_directory / "claims").write_text("")
+    text = refused("run", "--mig", "1g", *more, "--", "true", code="lease_unusable", exit_code=4)
+    assert "claims cannot be read: Not a directory" in text
+    assert instances(world) == ["1g.18gb:4"]
+
+
 def test_one_that_is_free_is_taken_and_stays(real: Real, world: World) -> None:
     (uuid,) = world.mig("1g.18gb:4")
     assert real(*CREATE, "--", sys.executable, "-c", PRINT).result().out.strip() == uuid
