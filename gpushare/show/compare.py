@@ -18,8 +18,10 @@ GAP: Final = 2
 # A narrower cell would be a column of single words.
 NARROWEST: Final = 22
 WIDEST: Final = 44
-# The width of the titles where ways are below each other.
+_INDENT: Final = 2
+# The width of the titles where ways are below each other, and the width from which titles are next to them.
 _TITLE: Final = 16
+_BESIDE: Final = 72
 _CUT: Final = "…"
 _PARTS: Final = frozenset({"level", "sources disagree", "note", "source"})
 _NO_BREAK: Final = "\xa0"
@@ -72,19 +74,25 @@ def _grid_lines(titles: Sequence[str], rows: Sequence[ComparedRow], first: int, 
 def _stacked_lines(
     titles: Sequence[str], rows: Sequence[ComparedRow], width: int, *, whole: bool, absent: frozenset[str]
 ) -> list[Text]:
-    """Return the ways below each other, with the title of the row to the left; a cell has one line unless ``whole``."""
+    """Return the ways below each other, with the title of the row to the left, or above on a narrow screen.
+
+    With the title to the left, a cell is cut to one line unless ``whole``.
+    """
     from rich.text import Text
 
     name = max(len(title) for title in titles)
-    indent = _TITLE + GAP + name + GAP
+    beside = width >= _BESIDE
+    indent = (_TITLE + GAP if beside else _INDENT) + name + GAP
     lines: list[Text] = []
     for row in rows:
-        row_title = _wrapped(row.title, _TITLE, "bold")
+        row_title = _wrapped(row.title, _TITLE, "bold") if beside else []
+        if not beside:
+            lines.append(Text(row.title, style="bold"))
         cells: list[tuple[str, Text]] = []
         for title, cell in zip(titles, row.cells, strict=True):
             # The first row says of absent ways that they are not here.
             if title not in absent or row is rows[0]:
-                parts = _cell_lines(cell, max(width - indent, 10), short=not whole)
+                parts = _cell_lines(cell, max(width - indent, 10), short=beside and not whole)
                 cells += zip([title] + [""] * (len(parts) - 1), parts, strict=True)
         for at, (title, part) in enumerate(cells):
             lead = row_title[at] if at < len(row_title) else Text("")
@@ -153,16 +161,16 @@ def _table_lines(
 ) -> list[Text]:
     """Return a comparison as lines: a grid if its cells are wide enough, else the ways below each other.
 
-    Those have all rows if the user asked for it (``whole``); else the rows that decide, and which are not shown. Then what
-    the star means.
+    Those have all rows if the user asked for it (``whole``) or the terminal is narrow; else the rows that decide, and which
+    are not shown. Then what the star means.
     """
     from rich.text import Text
 
     first, each = _widths(titles, rows, width)
     if each >= NARROWEST or len(titles) == 1:
         lines = _grid_lines(titles, rows, first, max(each, 1))
-    elif whole:
-        lines = _stacked_lines(titles, rows, width, whole=True, absent=frozenset())
+    elif whole or width < _BESIDE:
+        lines = _stacked_lines(titles, rows, width, whole=whole, absent=frozenset())
     else:
         deciding = [row for row in rows if row.decides]
         lines = _stacked_lines(titles, deciding, width, whole=False, absent=absent)
