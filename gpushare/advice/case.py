@@ -139,9 +139,13 @@ class Case:
     def shares(self) -> tuple[float, ...] | None:
         """Return the unequal shares in percent, one for each process; None if they are not known."""
         each = [work.shares for work in self.workloads]
-        if len(each) == 1 or None in each:
-            return each[0] if each[0] is None or len(each[0]) > 1 else None
-        return _percentages([share for shares in each if shares is not None for share in shares])
+        if None in each:
+            return None
+        shares = [share for of_work in each for share in of_work or ()]
+        if len(each) == 1:
+            # A single process has nothing to share; several of one kind were given percentages.
+            return tuple(shares) if len(shares) > 1 else None
+        return _percentages(shares)
 
     def any(self, field: str) -> bool | None:
         """Return whether a workload has a property; None if none has it and it is unknown for some."""

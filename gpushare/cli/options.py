@@ -516,7 +516,7 @@ class Group(Helped, TyperGroup):
         return {name: self.get_command(None, name) for name in self.list_commands(None)}  # type: ignore[arg-type]
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        """Parse the words before the command; as `Command.make_context`."""
+        """Parse the words before the command, and print errors in the output format that the words ask for."""
         _note_command_name(info_name, parent)
         with _errors_in_typed_format(args, interspersed=True):
             return super().make_context(info_name, args, parent, **extra)

@@ -276,9 +276,11 @@ def left_out(way: Way, known: Mapping[Setting, Figures], goal: Goal) -> str | No
 def _next_on(
     search: Search, line: Sequence[Setting], before: Sequence[Sequence[Setting]], known: Mapping[Setting, Figures]
 ) -> Setting | None:
-    """Return the next setting of a line; None: the last one that meets the goal is known, or cannot be the best one.
+    """Return the next setting to try on a line, by bisection between the last that meets the goal and the first that fails.
 
-    ``before`` are the lines of the same way that were searched before.
+    A line is ordered: each setting gives the other jobs more, and production less, than the one before. ``before`` are the
+    lines of the same way that were searched before. None: the last setting that meets the goal is known, or the line
+    cannot hold a better one than `best_of` what is known.
     """
     goal, best = search.goal, best_of(search.goal, known.values())
     on_line = {place: known[setting] for place, setting in enumerate(line) if setting in known}

@@ -47,9 +47,11 @@ class UsageMeter:
         """
         self._host, self._device, self._clock, self._clients = host, device, clock, clients
         self._gpu_instances = gpu_instances
+        # PIDs: copies that are no clients of the daemon, those that seemed so at the last look, and all of the run.
         self._outside: set[int] = set()
         self._suspects: set[int] = set()
         self._mine: set[int] = set()
+        # Names of programs of others by PID.
         self._others: dict[int, str] = {}
         self._seen = {} if seen is None else seen
         self._peak: int | None = None

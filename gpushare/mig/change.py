@@ -191,7 +191,10 @@ def holders_of(removed: InstanceChange) -> list[int]:
 
 
 def refuse_claimed(host: Host, gpu: Gpu, removed: InstanceChange) -> None:
-    """Raise InUse for an instance that is claimed, although no process is seen in it."""
+    """Raise InUse if a job has claimed an instance that is to go, and has no process in it yet.
+
+    Processes are asked about elsewhere, with the consent to the change.
+    """
     claims = [holder for holder in removed.known_holders if isinstance(holder, Holder) and holder.what == CLAIM]
     if claims and not holders_of(removed):
         raise _claimed_error(host, gpu, str(removed.instance), claims[0].pid)

@@ -368,7 +368,11 @@ def inside(instance: GpuInstance, parts: Sequence[ComputeInstance]) -> InstanceC
 
 
 def plan_for_option(site: Site, option: Placing, compute: Sequence[tuple[int, ...]]) -> GpuPlan:
-    """Return the plan for an option of the search; ``compute`` are the compute instances in each kind."""
+    """Return the plan for an option of the search; ``compute`` are the compute instances in each kind.
+
+    Each place of the option becomes a new instance, or is one that stays and is filled. Sets of existing instances are
+    bits of a number.
+    """
     destroyed_numbers = {number for number in range(len(site.instances)) if option.removal.destroyed >> number & 1}
     filled = {old.start: number for number, old in enumerate(site.instances) if option.removal.filled >> number & 1}
     destroyed = [whole(old) for number, old in enumerate(site.instances) if number in destroyed_numbers]
@@ -410,12 +414,15 @@ def plan_removal(layout: Layout, targets: Collection[Target], evict: Collection[
         if all_of_it or parts:
             change = whole(instance) if all_of_it else inside(instance, parts)
             destroyed.append(change)
-            blocked = blocked or (change.busy and not may_end(layout.gpu, change, evict))
+            blocked = blocked or (change.busy and not ends_only_allowed(layout.gpu, change, evict))
     return gpu_plan(layout, kept, destroyed, []), blocked
 
 
-def may_end(gpu: int, change: InstanceChange, targets: Collection[Target]) -> bool:
-    """Return whether all that is busy in a change is among these instances."""
+def ends_only_allowed(gpu: int, change: InstanceChange, targets: Collection[Target]) -> bool:
+    """Return whether a change ends only busy instances among ``targets``, those that the caller allows to end.
+
+    That is the GPU instance, or each of its busy compute instances, unless something holds the GPU instance itself.
+    """
     owner = change.instance
     if Target(gpu, owner.id) in targets:
         return True
@@ -817,7 +824,9 @@ def _candidates_on(board: Board, wish: Wish, offer: _Offer, codes: Codes) -> lis
 
 def _evictable_ids(layout: Layout, targets: Collection[Target]) -> frozenset[int]:
     """Return the ids of the GPU instances that may be evicted: all that is busy in them is named."""
-    return frozenset(instance.id for instance in layout.instances if may_end(layout.gpu, whole(instance), targets))
+    return frozenset(
+        instance.id for instance in layout.instances if ends_only_allowed(layout.gpu, whole(instance), targets)
+    )
 
 
 def _check_gpus(layouts: Sequence[Layout], indexes: Iterable[int]) -> None:

@@ -188,12 +188,19 @@ class Container(Part):
 
     def command(self, words: Sequence[str]) -> list[str]:
         """Return the command of the engine's client for ``[OPTIONS] IMAGE [CMD]``."""
-        # Of the caller's own variables only those of MPS: others (CUDA_HOME) mean paths of this host.
         check_options(words, {*self.share.environment({})})
-        own = (name for name in self.share.environment(os.environ) if name.startswith("CUDA_MPS_"))
-        variables = sorted({*(name for name in self.share.environment({}) if name.startswith("CUDA_")), *own} - {_LOG})
         flags = ["--rm", "--interactive", "--cidfile", str(self._file), *self._device_options(), *self._mps_options()]
-        return [self.engine, "run", *flags, *(word for name in variables for word in ("-e", name)), *words]
+        variables = [word for name in self._passed_variables() for word in ("-e", name)]
+        return [self.engine, "run", *flags, *variables, *words]
+
+    def _passed_variables(self) -> list[str]:
+        """Return the names of the variables that the container gets: CUDA's of the share, and MPS's own of the caller.
+
+        Other variables of the caller (CUDA_HOME) mean paths of this host, as the log directory of MPS does.
+        """
+        of_share = {name for name in self.share.environment({}) if name.startswith("CUDA_")}
+        of_caller = {name for name in self.share.environment(os.environ) if name.startswith("CUDA_MPS_")}
+        return sorted((of_share | of_caller) - {_LOG})
 
     def _device_options(self) -> list[str]:
         """Return the options that give the container the device of the share."""

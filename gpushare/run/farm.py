@@ -779,7 +779,7 @@ class Farm:
     def _run_all(self) -> FarmResult:
         """Start copies as they fit, and see them end, until all have or the user interrupts the farm."""
         with self._signals:
-            self._open_logs()
+            self._prepare_logs()
             self.say_first()
             while self._signals.first is None:
                 self._start_what_may()
@@ -818,8 +818,11 @@ class Farm:
         if place is not None:
             place.leave()
 
-    def _open_logs(self) -> None:
-        """Open the directory of logs, and note what an earlier farm has done."""
+    def _prepare_logs(self) -> None:
+        """Open the directory of logs, wait for what an earlier farm has left running, and clear the logs of what starts.
+
+        With ``--resume``, copies that an earlier farm has done are skipped. A signal during the wait ends this early.
+        """
         options = self._options
         if options.logs is None:
             return

@@ -125,7 +125,7 @@ class Job:
         from gpushare.pause.change import changing
         from gpushare.run.jobs import pause_of
 
-        with pause_of(self._host, self._present_name, seconds) as work, changing(self._host):
+        with pause_of(self._host, self._checked_name, seconds) as work, changing(self._host):
             self._carry_out(work.plan(begin=True))
 
     def resume(self) -> None:
@@ -133,7 +133,7 @@ class Job:
         from gpushare.pause.change import changing, find_paused, resume_step
 
         with changing(self._host), self._host.open_channels() as control:
-            resume_step(self._host, control, find_paused(self._host, self._present_name)).do()
+            resume_step(self._host, control, find_paused(self._host, self._checked_name)).do()
 
     def stop(self, grace: float | None = None) -> None:
         """End it in the way that is safe for its neighbours; ``grace`` is in seconds. Raises GpushareError."""
@@ -152,7 +152,7 @@ class Job:
 
         began = time.monotonic()
         while True:
-            name = self._present_name
+            name = self._checked_name
             try:
                 return find_target(self._host, name)
             except NotFound:
@@ -164,7 +164,7 @@ class Job:
         """Move it out of the GPU into host memory. Raises GpushareError."""
         from gpushare.run.swap_job import plan_swap_out
 
-        self._carry_out(plan_swap_out(self._host, self._present_name, _quiet).plan)
+        self._carry_out(plan_swap_out(self._host, self._checked_name, _quiet).plan)
 
     def swap_in(self, *, wait: bool = False) -> None:
         """Bring it back to its GPU, or with ``wait`` as soon as there is room. Raises GpushareError."""
@@ -172,7 +172,7 @@ class Job:
         from gpushare.show.waiting import waiting_line
 
         seconds = None if wait else 0.0
-        work = back_to_gpu(self._host, self._present_name, seconds, _quiet, lambda: waiting_line(_quiet, quiet=True))
+        work = back_to_gpu(self._host, self._checked_name, seconds, _quiet, lambda: waiting_line(_quiet, quiet=True))
         self._carry_out(work.plan)
 
     def move(self, gpu: str | None = None, *, wait: bool = False) -> None:
@@ -188,7 +188,7 @@ class Job:
         limits, seconds = kept_limits(host), None if wait else 0.0
         mover = Mover(host, limits, seconds, _quiet, lambda: waiting_line(_quiet, quiet=True))
         self._carry_out(
-            mover.plan_job(self._present_name, None if gpu is None else select(gpu, host.nvml.sweep())).plan
+            mover.plan_job(self._checked_name, None if gpu is None else select(gpu, host.nvml.sweep())).plan
         )
 
     def wait(self, seconds: float | None = None) -> int | None:
@@ -229,8 +229,8 @@ class Job:
         return True
 
     @property
-    def _present_name(self) -> str:
-        """Return its name, as long as that is not another job's. Raises NotFound (``no_job``)."""
+    def _checked_name(self) -> str:
+        """Return its name. Raises NotFound (``no_job``): the job has ended, and another one may have its name."""
         from gpushare.run.jobs import no_job_error
 
         if self._supervisor is not None and not self._lives(self._supervisor):

@@ -206,19 +206,25 @@ def _tuning_notes(host: Host, device: Device, tuned: Tuned | None) -> list[str]:
     return notes
 
 
-def _memory_beside(device: Device, neighbours: Sequence[JobRecord | None], tuned: Tuned | None) -> int | None:
-    """Return the bytes that production's known peaks leave (None: unknown). Raises InUse: less than 1 MiB is left."""
+def _memory_beside(device: Device, production_jobs: Sequence[JobRecord | None], tuned: Tuned | None) -> int | None:
+    """Return the bytes that the production jobs leave for another job (None: unknown).
+
+    What they take is the larger of two estimates: their known peaks together, and what `tune` saw.
+
+    Raises:
+        InUse: they leave less than 1 MiB.
+    """
     total = device.memory_total_bytes
-    peaks_of = [job.memory_peak_bytes for job in neighbours if job is not None and job.memory_peak_bytes is not None]
-    peaks = [sum(peaks_of)] if peaks_of else []
+    peaks = [job.memory_peak_bytes for job in production_jobs if job is not None and job.memory_peak_bytes is not None]
+    estimates = [sum(peaks)] if peaks else []
     if tuned is not None and tuned.production_memory_bytes is not None:
-        peaks.append(tuned.production_memory_bytes)
-    if total is None or not peaks:
+        estimates.append(tuned.production_memory_bytes)
+    if total is None or not estimates:
         return None
-    rest = total - (device.gpu.memory_reserved_bytes or 0) - max(peaks) - _MARGIN_BYTES
+    rest = total - (device.gpu.memory_reserved_bytes or 0) - max(estimates) - _MARGIN_BYTES
     if rest < MIB:
         raise InUse(
-            f"production takes {format_bytes(max(peaks))} of the {format_bytes(total)} of {device.title}:"
+            f"production takes {format_bytes(max(estimates))} of the {format_bytes(total)} of {device.title}:"
             " nothing is left for another job",
             "run it on another GPU: -g",
             gpu=device.gpu.index,

@@ -21,7 +21,7 @@ from gpushare.sim import state as liveness
 from gpushare.sim.current import changing, current
 from gpushare.sim.faults import uid_of
 from gpushare.sim.mig import place_instances
-from gpushare.sim.processes import holder_files, holders_of, signal_process
+from gpushare.sim.processes import holders_of, nvml_client_files, signal_process
 from gpushare.sim.state import (
     SimulatedGpu,
     SimulatedHostState,
@@ -155,7 +155,7 @@ def add_process(
         raise BadUsage("a holder has no context", "give --holder without --mps and --graphics", code="bad_holder")
     with changing(_state_file(spec)) as (state, lines):
         index, chosen = _find_gpu(state, gpu)
-        opened = holder_files(index, _held_place(chosen, mig)) if holder else []
+        opened = nvml_client_files(index, _held_place(chosen, mig)) if holder else []
         instance = None if holder else _find_instance(chosen, mig)
         uid = state.uid if user is None else uid_of(state, user)
         given = dict(environment or {})

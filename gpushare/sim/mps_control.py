@@ -134,7 +134,10 @@ class _Session:
         return Completed(self._argv, 0, "", "") if silent else Completed(self._argv, 1, "", mps_daemon.CANNOT_SEND)
 
     def _answer(self, command: str) -> Reply | None:
-        """Return the reply when it comes; None when the daemon is gone."""
+        """Return the daemon's reply; None: the daemon is gone. Raises TimedOut.
+
+        The command is executed at each poll until it has a reply: some wait for clients to end.
+        """
         asked_at: float | None = None
         while True:
             with changing(self._state_file) as (state, lines):

@@ -410,8 +410,11 @@ _CONTROL: Final = "/dev/nvidiactl"
 _UNIFIED_MEMORY: Final = "/dev/nvidia-uvm"
 
 
-def holder_files(gpu: int, place: tuple[int | None, int | None]) -> list[str]:
-    """Return what a program without a CUDA context has open that looks at a GPU, or at an instance (NVML)."""
+def nvml_client_files(gpu: int, place: tuple[int | None, int | None]) -> list[str]:
+    """Return the files that an NVML client without a CUDA context has open for a GPU, or for an instance on it.
+
+    ``place`` has the GPU instance and the compute instance (None: the whole GPU).
+    """
     nodes = [] if place[0] is None else [node_of(gpu, (place[0], None))]
     if place[0] is not None and place[1] is not None:
         nodes.append(node_of(gpu, (place[0], place[1])))
@@ -439,7 +442,7 @@ def _open_files_of_all(state: SimulatedHostState) -> Iterator[tuple[int, int, se
     for process in state.processes:
         paths = set(process.open_files)
         if process.gpu_uuid in indexes and on_gpu(process):
-            paths.update(holder_files(indexes[process.gpu_uuid], process.place))
+            paths.update(nvml_client_files(indexes[process.gpu_uuid], process.place))
             if not process.graphics:
                 paths.add(_UNIFIED_MEMORY)
         yield process.pid, process.uid, paths
@@ -448,6 +451,6 @@ def _open_files_of_all(state: SimulatedHostState) -> Iterator[tuple[int, int, se
             (indexes[device.gpu.uuid], device.mig.place if device.mig else (None, None))
             for device in daemon_devices(state, daemon)
         ]
-        paths = {_UNIFIED_MEMORY, *(path for gpu, place in places for path in holder_files(gpu, place))}
+        paths = {_UNIFIED_MEMORY, *(path for gpu, place in places for path in nvml_client_files(gpu, place))}
         for server in daemon.servers:
             yield server.pid, server.uid, paths if places else set()
