@@ -21,7 +21,7 @@ from gpushare import __version__
 from gpushare.base.errors import BadCombination, BadUsage, Interrupted, NeedsConsent, cut
 from gpushare.base.units import parse_seconds, parse_thread_percentage, quoted
 from gpushare.base.values import dataclass
-from gpushare.show.text import NotWritten, one_line, put
+from gpushare.show.text import NotWritten, one_line, put, set_host
 from gpushare.signals import Ended
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ class Settings:
             from gpushare.connect import connect
 
             self.connected = connect(self.spec)
+            set_host(simulated=self.connected.is_simulated)
             if self.changes and not self.dry_run:
                 from gpushare.host.records import sweep_leftovers
 

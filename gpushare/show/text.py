@@ -46,15 +46,24 @@ def in_json(text: str) -> str:
 # Where sudo looks for programs (secure_path in Debian's, Fedora's and Arch's sudoers).
 _SUDO_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
+# Who types on a simulated host is who the simulation says.
+_simulated = False
+
+
+def set_host(*, simulated: bool) -> None:
+    """Say whether the text from now on is of a simulated host."""
+    global _simulated  # noqa: PLW0603
+    _simulated = simulated
+
 
 def for_sudo(text: str) -> str:
     """Return a text with ``sudo gpushare`` as this user has to type it: root without sudo, others with a path if they need it.
 
     pipx puts gpushare in ~/.local/bin, and a virtual environment is not on root's path at all: there sudo would find none,
-    or another one.
+    or another one. The text of a simulated host stays as it is.
     """
     own = os.path.abspath(sys.argv[0])
-    if "sudo gpushare" not in text or os.path.basename(own) != "gpushare":
+    if _simulated or "sudo gpushare" not in text or os.path.basename(own) != "gpushare":
         return text
     if os.geteuid() == 0:
         return text.replace("sudo gpushare", "gpushare")

@@ -96,6 +96,7 @@ def test_a_command_for_root_is_one_that_this_user_can_type(monkeypatch, tmp_path
     monkeypatch.setenv("COLUMNS", "500")
     monkeypatch.setattr("gpushare.show.text._SUDO_PATH", str(of_root))
     monkeypatch.setattr("sys.argv", [str(own)])
+    monkeypatch.setattr("gpushare.show.text._simulated", False)
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     assert texts() == [f"sudo {own} mig enable -g 0"] * 4
     # Another one than this.

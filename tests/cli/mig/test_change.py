@@ -363,6 +363,15 @@ def test_without_root_nothing_changes(cli: Cli, refused: Refused, words: tuple[s
     assert "sudo" in refused("mig", *words, code="no_permission", exit_code=4, host=A100)
 
 
+def test_a_hint_for_a_simulated_user_has_sudo_whoever_types_it(
+    refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    World(A100).fault("user", "1000")
+    monkeypatch.setattr("sys.argv", ["/opt/bin/gpushare"])
+    text = refused("mig", "enable", code="no_permission", exit_code=4, host=A100)
+    assert "as root: sudo gpushare " in text
+
+
 @pytest.mark.parametrize("host", [A100, H100])
 def test_mig_is_not_switched_on_beside_a_program(refused: Refused, host: str) -> None:
     """Hopper would let it, and refuse the first instance."""
