@@ -137,7 +137,7 @@ def test_idle_is_0_and_unknown_is_not(shown):
 def test_mig_mode_without_instances_is_said_with_the_next_command():
     gpu = h100(1, mig_enabled=True, mig_pending=True)
     (note,) = status_result(Snapshot(host="x", gpus=(gpu,))).notes
-    assert "gpushare mig profiles -g 1" in note
+    assert "gpushare mig status -g 1" in note
 
 
 def test_nested_data_carries_types_and_clients(shown):
