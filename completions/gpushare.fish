@@ -716,7 +716,7 @@ complete -c gpushare -n '__gpushare_at mig name' -l debug -d 'Show the traceback
 complete -c gpushare -n '__gpushare_at mig name' -s h -l help -d 'Show the help and exit.'
 complete -c gpushare -n '__gpushare_at timeslice' -a show -d 'Show the time-slice level and the compute mode of each GPU, and the time-slice of each process on it'
 complete -c gpushare -n '__gpushare_at timeslice' -a set -d 'Set the time-slice of a job, or the time-slice level of GPUs'
-complete -c gpushare -n '__gpushare_at timeslice' -a reset -d 'Restore the time-slice from before gpushare set one for a job; without a JOB the level'
+complete -c gpushare -n '__gpushare_at timeslice' -a reset -d 'Give a job the time-slice that it had before gpushare set one; without a JOB, set GPUs to level default'
 complete -c gpushare -n '__gpushare_at timeslice' -a keep -d 'Keep the time-slice of each GPU process as the rules in gpushare.yaml set it, until Ctrl-C or SIGTERM'
 complete -c gpushare -n '__gpushare_at timeslice' -l host -x -a 'local sim:a10 sim:a100-40gb sim:a100-80gb sim:a100-pcie sim:a30 sim:b200 sim:b300 sim:gb200 sim:gb300 sim:gh200 sim:gh200-144gb sim:h100 sim:h100-nvl sim:h100-pcie sim:h20 sim:h200 sim:h200-nvl sim:l4 sim:l40s sim:p100 sim:rtx-4090 sim:rtx-pro-4500 sim:rtx-pro-5000 sim:rtx-pro-6000 sim:t4 sim:thor sim:v100-16gb sim:v100-32gb' -d 'The host: local, or a simulated one like sim:h200 or sim:2xt4,a30. [env: GPUSHARE_HOST]'
 complete -c gpushare -n '__gpushare_at timeslice' -s o -l output -x -a 'table plain json yaml csv' -d 'table, plain, json, yaml or csv. [default: table on a terminal, else plain]'

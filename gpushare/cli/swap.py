@@ -40,8 +40,8 @@ JOB_ARGUMENT: Final = argument("JOB", "A job by name or PID.", default=...)
 def out(job: str = JOB_ARGUMENT) -> Any:
     """Move a job out of the GPU into host memory: it holds no device memory until it comes back.
 
-    The driver waits for its GPU work, copies its memory (about 2 GB per second on an H200) and frees the GPU. Its CPU
-    side goes on until it next uses the GPU. All its processes go together. A swap needs driver 570 or later. It is
+    The driver waits until the job's GPU work is done, copies the job's memory (about 2 GB per second on an H200) and frees
+    the GPU. The CPU side of the job goes on until it next uses the GPU. All its processes go together. A swap needs driver 570 or later. It is
     refused for MPS clients, jobs on MIG instances or on several GPUs, containers, jobs with a process of another user,
     and jobs that use NCCL, CUDA IPC or managed memory.
     """

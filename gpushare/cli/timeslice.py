@@ -351,9 +351,9 @@ def reset(
     job: str | None = argument("[JOB]", "PID or name of a job."),
     gpu: str | None = WHOLE_GPU_OPTION,
 ) -> Any:
-    """Restore the time-slice from before gpushare set one for a job; without a JOB the level.
+    """Give a job the time-slice that it had before gpushare set one; without a JOB, set GPUs to level default.
 
-    Without a JOB it restores level default, and the compute mode from before `timeslice set`, which needs root.
+    Without a JOB it also restores the compute mode from before `timeslice set`. That needs root.
     """
     refuse((Refused("--gpu", "JOB", "the slice of a job applies on all its GPUs", "JOB"),))
     if job is not None:

@@ -23,7 +23,7 @@ def top(
     """Watch GPUs and jobs on one screen, and act on them: stop, pause, swap, slices, limits, logs.
 
     ? shows the keys. Each action shows its plan and asks. "-" is unknown, never zero. A GPU that hangs does not freeze
-    the screen. It needs Textual: pipx inject gpushare textual.
+    the screen. `gpushare top` needs Textual: pipx inject gpushare textual.
     """
     if not _is_terminal():
         raise NotSupported(
