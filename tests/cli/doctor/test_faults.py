@@ -517,7 +517,7 @@ def test_a_line_in_the_log_lets_nobody_wait(cli: Cli, world: World) -> None:
 
 def test_who_waits_is_named(cli: Cli, world: World, sim_dir: Path) -> None:
     pending(cli, world, sim_dir)
-    assert "1 client of nobody waits" in findings(cli)["mps.pending"]["seen"]
+    assert ": 1 client of nobody" in findings(cli)["mps.pending"]["seen"]
     # When the server's user has gone it comes in.
     for process in world.state.processes:
         if process.mps_server is not None:
