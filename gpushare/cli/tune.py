@@ -91,8 +91,8 @@ def tune(
 ) -> Any:
     """Find how much of a GPU opportunistic jobs may get next to a production job that keeps its speed.
 
-    There are two ways, the same that `gpushare run` sets. Slices: production runs outside MPS, and the others run in
-    one MPS daemon and share one time-slice. Caps: all run under MPS, with a thread cap on each of the others. tune
+    There are two ways, the same that `gpushare run` sets. Slices: production runs outside MPS, and the others are
+    clients of one MPS daemon and share one time-slice. Caps: all run under MPS, with a thread cap on each of the others. tune
     searches slices first, because they are set while all run, and then caps, unless slices leave the others all of
     their rate. It keeps the setting with which production meets the goal and the others do most.
 
