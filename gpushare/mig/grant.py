@@ -403,7 +403,7 @@ def plan_names(
             Loss(
                 action="forgets" if named in replaced else "moves",
                 what=f"the name '{named.name}' of {named}",
-                why=(f"granted to {', '.join(named.users)}",) if named.users else (),
+                why=(f"the grants of {', '.join(named.users)} end",) if named.users else (),
             )
             # If its instance was destroyed earlier, a name without a grant is no loss.
             for named in losing

@@ -70,7 +70,7 @@ def test_an_existing_name_goes_only_with_consent(host: World) -> None:
     answer = host.asked("mig", "apply", "2g*3", "--name", "x,b,c")
     assert answer.error["code"] == "needs_consent"
     (lost,) = answer.data["consent"]
-    assert (lost["action"], lost["why"]) == ("forgets", ["granted to daemon"])
+    assert (lost["action"], lost["why"]) == ("forgets", ["the grants of daemon end"])
     undo = host.asked("mig", "apply", "2g*3", "--name", "x,b,c", "-y").ok().data["undo"]
     assert users(host) == {"x": (), "b": (), "c": ()}
     for command in undo.split("; "):
