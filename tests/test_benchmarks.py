@@ -115,6 +115,8 @@ def test_the_short_page_and_the_readme_have_the_figures_of_all_pairs() -> None:
     assert drawn in words_of("docs", "mps.md")
     assert f"a table of {len(pairs)} pairs of jobs" in words_of("README.md")
     readme = " ".join(PROJECT.joinpath("README.md").read_text().split())
+    earlier = json.loads(KEPT.joinpath("colocation-h100.json").read_text())["rows"]
+    assert f"the lowest rate of a production job was {min(row['judged']['kept'] for row in earlier):.2f}." in readme
     p99s = [p99 for _, p99, _ in pairs.values() if p99 is not None]
     rates, shares = ([figures[at] for figures in pairs.values()] for at in (0, 2))
     for numbers in (rates, p99s, shares):
@@ -153,6 +155,10 @@ def test_the_short_page_has_the_times_of_swaps_and_pauses() -> None:
         statistics.median(row["seconds"] for row in verbs if row["verb"] == verb) for verb in ("pause", "resume")
     )
     assert f"The command takes {pause:.2f} s and `resume` {resume:.2f} s" in page
+    status, smi = (
+        statistics.median(row["seconds"] for row in verbs if row["verb"] == verb) for verb in ("status", "nvidia-smi")
+    )
+    assert f"takes {status:.2f} s and `nvidia-smi` {smi:.2f} s" in " ".join(page.split())
     moved = json.loads(KEPT.joinpath("h100-move.json").read_text())
     large = moved["large"]["move_seconds"]
     assert f"| {moved['moves']['median']:.1f} s; {min(large):.1f} to {max(large):.1f} s" in page

@@ -125,15 +125,6 @@ def test_a_picture_is_small_and_complete_in_itself(path: Path) -> None:
     assert "/tmp" not in text
 
 
-def test_the_readme_has_the_measured_gains() -> None:
-    (path,) = (PROJECT / "benchmarks" / "results").glob("sharing-*.json")
-    farm = json.loads(path.read_text())["farm"]
-    gains = sorted(value["gain"] for value in farm.values())
-    readme = " ".join(README.read_text().split())
-    assert f"did {gains[0]:.1f} times as much work as under time-slicing" in readme
-    assert f"program {gains[1]:.1f} times as much." in readme
-
-
 @pytest.mark.parametrize("path", DOCUMENTS, ids=named)
 def test_figures_have_a_digit_before_the_point(path: Path) -> None:
     assert re.findall(r"(?<![\w.*\\:])\.\d+", _FENCED.sub("", path.read_text())) == []

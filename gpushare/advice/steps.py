@@ -236,7 +236,7 @@ class Steps:
         undo = list(self.undo)
         # Looked for only where the answer names jobs.
         running = {job.name for job in self.s.host.jobs} if self.job_names else set()
-        # The undo ends no job that ran before. If all of them run, the recipe starts none, and the undo ends those here.
+        # The undo ends no job that ran before, unless all of them did: then the set-up is there already, and the undo ends it.
         ended = [name for name in self.job_names if name not in running]
         ended = ended or [name for name in self.job_names if name in self.s.jobs]
         if ended and not any(line.command for line in undo):

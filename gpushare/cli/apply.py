@@ -328,7 +328,7 @@ def _with_limits(planned: Result, host: Host, wanted: HostFile, undo: str | None
     data = replace(planned.data, limits=tuple(limits), undo=undo)
     ended = _ended_leases(host, wanted)
     asks = tuple(loss for uid, loss in ended if uid != host.uid)
-    command = "apply" if host.root else "sudo gpushare apply"
+    command = "apply" if host.root else "apply as root"
     notes = [*planned.notes, *(f"{limit}; {command} sets it" for limit in limits)]
     notes += [f"{loss.what} ends" for _, loss in ended]
     if undo is not None and not planned.data.steps:

@@ -631,8 +631,6 @@ WHOLE_GPU_OPTION: Final = option(
 )
 ONE_GPU_OPTION: Final = option("-g --gpu", "GPU", "One GPU or MIG device: index, UUID or PCI bus id.")
 CLIENT_THREADS: Final = option("--threads", "PCT", "Active thread percentage: above 0 up to 100.")
-
-
 OVER_ACTION: Final = option("--over", "ACTION", "Above --memory: end, warn or pause. [default: end]")
 PRIORITY_OPTION: Final = option("--priority", "LEVEL", "Client priority: normal or low.")
 WISHES: Final = argument(

@@ -134,8 +134,8 @@ def _undo_command(devices: Sequence[Device], held: Mapping[str, GpuLease]) -> st
     for device in devices:
         if device.uuid in held:
             rest = held[device.uuid].seconds_left
-            minutes = rest if rest < 60 else 60 * math.ceil(rest / 60)
-            commands.append(f"gpushare reserve -g {device.selector} --for {duration_option(minutes)}")
+            seconds = rest if rest < 60 else 60 * math.ceil(rest / 60)
+            commands.append(f"gpushare reserve -g {device.selector} --for {duration_option(seconds)}")
     return "; ".join(commands)
 
 

@@ -104,7 +104,7 @@ def hint_of_arguments(error: Any) -> str | None:
     names = [parameter.metavar or "" for parameter in context.command.params if parameter.param_type_name == "argument"]
     if not names:
         return "it takes no arguments, only options"
-    return "one job at a time" if names[0].partition("|")[0] == "JOB" and len(names) == 1 else None
+    return "one job at a time" if names[0].strip("[]").partition("|")[0] == "JOB" and len(names) == 1 else None
 
 
 def _nearest_word(word: str, candidates: Sequence[str]) -> str | None:

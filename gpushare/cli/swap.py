@@ -40,10 +40,10 @@ JOB_ARGUMENT: Final = argument("JOB", "A job by name or PID.", default=...)
 def out(job: str = JOB_ARGUMENT) -> Any:
     """Move a job out of the GPU into host memory: it holds no device memory until it comes back.
 
-    The driver waits until the job's GPU work is done, copies the job's memory (about 2 GB per second on an H200) and frees
-    the GPU. The CPU side of the job goes on until it next uses the GPU. All its processes go together. A swap needs driver 570 or later. It is
-    refused for MPS clients, jobs on MIG instances or on several GPUs, containers, jobs with a process of another user,
-    and jobs that use NCCL, CUDA IPC or managed memory.
+    The driver waits until the job's GPU work is done, copies the job's memory (about 2 GB per second on an H200) and
+    frees the GPU. The CPU side of the job goes on until it next uses the GPU. All its processes go together. A swap
+    needs driver 570 or later. It is refused for MPS clients, jobs on MIG instances or on several GPUs, containers,
+    jobs with a process of another user, and jobs that use NCCL, CUDA IPC or managed memory.
     """
     work = plan_swap_out(settings.connect(), job, note, dry_run=settings.dry_run)
     return _with_swapped_job(ask_and_carry_out(work.plan), work.swap)

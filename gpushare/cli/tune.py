@@ -92,9 +92,9 @@ def tune(
     """Find how much of a GPU opportunistic jobs may get next to a production job that keeps its speed.
 
     There are two ways, the same that `gpushare run` sets. Slices: production runs outside MPS, and the others are
-    clients of one MPS daemon and share one time-slice. Caps: all run under MPS, with a thread cap on each of the others. tune
-    searches slices first, because they are set while all run, and then caps, unless slices leave the others all of
-    their rate. It keeps the setting with which production meets the goal and the others do most.
+    clients of one MPS daemon and share one time-slice. Caps: all run under MPS, with a thread cap on each of the
+    others. tune searches slices first, because they are set while all run, and then caps, unless slices leave the
+    others all of their rate. It keeps the setting with which production meets the goal and the others do most.
 
     Windows with all jobs alternate with windows of production alone, and of the others alone. tune measures a setting
     until the figures decide. Ctrl-C, SIGTERM and the end of --budget keep the best setting so far; a later tune of the

@@ -114,7 +114,7 @@ def _ending_them_text(host: Host, processes: Sequence[GpuProcess], numbers: str)
     """
     ended = [process for process in processes if _name_of_process(host, process) != MPS_SERVER]
     if not host.root:
-        infos = [host.processes.describe(process.pid) for process in ended]
+        infos = [host.processes.describe(process.pid) for process in processes]
         others = dict.fromkeys(info.user for info in infos if info and info.user and info.uid != host.uid)
         if others:
             return f"ask {first_few(others, _NAMED)} to end theirs, or the administrator"

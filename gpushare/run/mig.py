@@ -136,7 +136,7 @@ class InstanceWish:
 
         Raises:
             InUse: the time is over (code ``no_room``).
-            GpushareError: as `take`, before it waits.
+            GpushareError: as `take`.
         """
         host, text, creator = self.host, self.text, self.creator
         places = self._checked_places()
@@ -149,6 +149,8 @@ class InstanceWish:
             with waiting_line(say, quiet=quiet) as draw:
                 while True:
                     free, held = _free_places(host, places)
+                    if not free:
+                        _check_claims(host)
                     ledger = reservations(host) or []
                     jobs_ahead, now = jobs_before(ledger, entry), clock()
                     ahead = _count_ahead(jobs_ahead, free)
@@ -186,9 +188,10 @@ class InstanceWish:
         """
         host, text, places = self.host, self.text, self._checked_places()
         free, held = _free_places(host, places)
-        if not waits and not free:
+        if not free:
             _check_claims(host)
-            raise _in_use_error(host, held)
+            if not waits:
+                raise _in_use_error(host, held)
         ledger = reservations(host) or []
         ahead = _count_ahead([job for job in ledger if job.waits and not job.stopped], free) if waits else 0
         chosen = free[ahead] if len(free) > ahead else None

@@ -52,8 +52,8 @@ def size_text(size: int | None) -> str:
     return f"{size / GIB:.1f}G" if size >= GIB else f"{size // MIB}M"
 
 
-def _number_text(value: float | None, digits: int = 0) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+def _number_text(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f}"
 
 
 _STATE_COLOURS: Final = {RUNNING: "text", PAUSED: "warn", "lost": "bad", ENDED: "dim", "-": "dim"}

@@ -43,7 +43,7 @@ class Replay:
         self._samples = samples
         self._next = 0
         self._last: Frame | None = None
-        # The screen sets both, as of `Reader`; of a recording they change nothing.
+        # The screen sets both, as it does for `Reader`; for a recording they change nothing.
         self.watched: int | None = None
         self.trees = False
 

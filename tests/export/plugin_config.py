@@ -11,15 +11,17 @@ from gpushare.export.k8s import PREFIX, VERSION, PluginSharing
 _LABEL: Final = "[a-z0-9](?:[-a-z0-9]*[a-z0-9])?"
 # A resource also has `devices` and `rename`, which the plugin ignores; and it drops what it does not know.
 _RESOURCE: Final = {
+    "type": "object",
     "properties": {
         # It writes + as a dot.
-        "name": {"pattern": rf"^{PREFIX}{_LABEL}(\.{_LABEL})*$", "maxLength": 63},
+        "name": {"type": "string", "pattern": rf"^{PREFIX}{_LABEL}(\.{_LABEL})*$", "maxLength": 63},
         "replicas": {"type": "integer", "minimum": 2},
     },
     "required": ["name", "replicas"],
     "additionalProperties": False,
 }
 _SHARED: Final = {
+    "type": "object",
     "properties": {
         "renameByDefault": {"type": "boolean"},
         "failRequestsGreaterThanOne": {"type": "boolean"},
@@ -31,10 +33,18 @@ _SHARED: Final = {
 SCHEMA: Final = {
     "properties": {
         "version": {"const": VERSION},
-        "flags": {"properties": {"migStrategy": {"enum": ["none", "single", "mixed"]}}, "additionalProperties": False},
+        "flags": {
+            "type": "object",
+            "properties": {"migStrategy": {"enum": ["none", "single", "mixed"]}},
+            "additionalProperties": False,
+        },
         # They exclude each other.
-        "sharing": {"properties": {"timeSlicing": _SHARED, "mps": _SHARED}, "maxProperties": 1}
-        | {"additionalProperties": False},
+        "sharing": {
+            "type": "object",
+            "properties": {"timeSlicing": _SHARED, "mps": _SHARED},
+            "maxProperties": 1,
+            "additionalProperties": False,
+        },
     },
     "additionalProperties": False,
     # With MIG strategy mixed it has no MPS.

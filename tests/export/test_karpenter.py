@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from jsonschema import validate
 
 from gpushare.base.errors import BadCombination, BadUsage, GpushareError, NotSupported
 from gpushare.base.model import TimeSlice, Way
@@ -74,7 +75,6 @@ SCHEMAS = {
 
 
 def check_crds(found: Any) -> None:
-    validate = pytest.importorskip("jsonschema").validate
     for name, kind, version in (
         ("node-class", "EC2NodeClass", "karpenter.k8s.aws/v1"),
         ("node-pool", "NodePool", "karpenter.sh/v1"),

@@ -51,5 +51,16 @@ def test_what_does_not_go_together_is_refused_with_an_example_that_does(cli: Cli
             words = [*words_of(option), *(words_of(other) if other else []), *needed]
             hint = refused("run", *words, "--", "true", code="bad_combination", exit_code=2)
             assert "hint: for example: gpushare run " in hint
-    instead = shlex.split(row.instead)
-    assert "cannot be combined" not in cli("run", "-n", *instead, "--", "true").err
+    answer = cli("run", "-n", *shlex.split(row.instead), "--", "true")
+    assert "cannot be combined" not in answer.err
+    assert " needs --" not in answer.err
+
+
+def test_no_row_and_no_option_of_the_table_is_lost() -> None:
+    pairs = [
+        (option, other)
+        for row in REFUSED
+        for option in row.options.split()
+        for other in (["needs"] if row.needs else row.others.split())
+    ]
+    assert (len(REFUSED), len(set(pairs))) == (30, 77)

@@ -53,6 +53,19 @@ def test_where_the_claims_cannot_be_read_none_is_made(refused: Refused, world: W
     assert instances(world) == ["1g.18gb:4"]
 
 
+@pytest.mark.parametrize("more", [(), ("--create",)])
+def test_nobody_waits_where_only_the_claims_on_instances_cannot_be_read(
+    refused: Refused, world: World, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
+) -> None:
+    world.mig("1g.18gb:4")
+    # Another user has written too many files.
+    monkeypatch.setattr("gpushare.run.mig.claimed_instances", lambda _host: None)
+    monkeypatch.setattr("gpushare.run.mig.why_unreadable", lambda _host, _prefix: "there are too many")
+    text = refused("run", "--mig", "1g", "--wait", *more, "--", "true", code="lease_unusable", exit_code=4)
+    assert "there are too many" in text
+    assert instances(world) == ["1g.18gb:4"]
+
+
 def test_one_that_is_free_is_taken_and_stays(real: Real, world: World) -> None:
     (uuid,) = world.mig("1g.18gb:4")
     assert real(*CREATE, "--", sys.executable, "-c", PRINT).result().out.strip() == uuid
