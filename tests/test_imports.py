@@ -96,7 +96,7 @@ def test_version_and_help_load_nothing_heavy(words: list[str], sim_dir: Path, ba
 def test_json_of_a_host_needs_no_drawing_and_no_yaml(sim_dir: Path, bare: set[str]) -> None:
     modules = loaded_by(command("--host", "sim:h200", "status", "-o", "json"), sim_dir) - bare
     assert "pynvml" in modules, "the real bindings stand above the simulated library"
-    assert heavy(modules, but=("pynvml", "psutil")) == []
+    assert heavy(modules, but=("pynvml",)) == []
 
 
 def test_status_loads_nothing_of_changes(sim_dir: Path) -> None:
@@ -133,7 +133,7 @@ def test_owners_are_looked_up_only_when_somebody_is_there(sim_dir: Path, bare: s
 
 def test_plain_output_needs_no_rich(sim_dir: Path, bare: set[str]) -> None:
     modules = loaded_by(command("--host", "sim:h200", "status", "-o", "plain"), sim_dir) - bare
-    assert heavy(modules, but=("pynvml", "psutil", "tabulate", "importlib.metadata")) == []
+    assert heavy(modules, but=("pynvml", "tabulate", "importlib.metadata")) == []
 
 
 def test_the_simulation_is_not_loaded_for_the_real_machine(sim_dir: Path) -> None:

@@ -1,4 +1,7 @@
-"""The machine around the GPUs: shared memory, limits, environments of processes, the kernel log."""
+"""The machine around the GPUs: shared memory, load, limits, environments of processes, the kernel log.
+
+The only importer of psutil, which takes too long to load for what every start reads of a process.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +79,7 @@ def _room_below(files: _MemoryFiles, directory: str) -> Iterator[int]:
 
 
 class Machine:
-    """The machine of a host; unknown is None. Of this machine here, where ``proc`` replaces ``/proc``; a simulated host overrides it."""
+    """The machine of a host; unknown is None. ``proc`` replaces ``/proc`` where psutil does not read it; a simulated host overrides all."""
 
     def __init__(self, proc: str = "/proc") -> None:
         self._proc = proc
@@ -104,19 +107,17 @@ class Machine:
         return sum(int(size) << 10 for size in sizes) if sizes else None
 
     def load(self) -> Load | None:
-        """Return the first line of ``/proc/stat``, MemTotal and MemAvailable, and the load average."""
-        words = (read_proc(f"{self._proc}/stat") or b"").partition(b"\n")[0].split()
-        sizes = dict(
-            re.findall(
-                rb"^(MemTotal|MemAvailable):\s+(\d+) kB", read_proc(f"{self._proc}/meminfo") or b"", re.MULTILINE
-            )
-        )
-        if len(words) < 9 or len(sizes) < 2:
+        """Return what the machine has done and has (psutil: ``/proc/stat``, ``/proc/meminfo``)."""
+        import psutil
+
+        try:
+            times, memory = psutil.cpu_times(), psutil.virtual_memory()
+        except (OSError, ValueError, KeyError):
             return None
-        # user, nice, system, idle, iowait, irq, softirq, steal (proc_stat(5)).
-        ticks = [int(word) / os.sysconf("SC_CLK_TCK") for word in words[1:9]]
-        total, free = (int(sizes[name]) << 10 for name in (b"MemTotal", b"MemAvailable"))
-        return Load(sum(ticks) - ticks[3] - ticks[4], sum(ticks), total, free, os.getloadavg()[0], os.cpu_count() or 1)
+        # Guests are counted within user and nice (proc_stat(5)).
+        spent = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
+        idle = times.idle + times.iowait
+        return Load(spent - idle, spent, memory.total, memory.available, os.getloadavg()[0], os.cpu_count() or 1)
 
     def _cgroup_rooms(self, pid: int) -> Iterator[int]:
         """Yield what each cgroup above a process still allows: its limits less what it has.

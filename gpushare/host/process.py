@@ -1,4 +1,4 @@
-"""The processes of a host: who they are, and signals to them. The only importer of psutil."""
+"""The processes of a host: who they are, and signals to them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import signal as signals
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from gpushare.base.errors import NoPermission, NotFound, OperationFailed, cut, no_process_error, signal_refused_error
 from gpushare.base.units import quoted
 from gpushare.base.values import dataclass
+from gpushare.host.capabilities import user_name
 from gpushare.host.identity import (
     HOST_PID_SPACE,
     Identity,
@@ -158,7 +159,6 @@ def entries_of(environment: bytes) -> list[tuple[str, str]]:
     return [(name, value) for name, equals, value in entries if equals]
 
 
-T = TypeVar("T")
 # Called for a new process with its PID and start.
 Announce = Callable[[int, int | None], None]
 
@@ -214,30 +214,28 @@ class Processes:
     """The process table of a host: of this machine here; a simulated host's overrides every method."""
 
     def describe(self, pid: int) -> ProcessInfo | None:
-        """Return a process (psutil; container from ``/proc/PID/cgroup``)."""
-        import psutil
+        """Return a process (``/proc/PID``); ``user`` is the name of the real user id, ``uid`` the effective one.
 
+        None: there is no such process. One that this user may not read (hidepid) has no fields.
+        """
         if pid <= 0:
             return None
-        try:
-            process = psutil.Process(pid)
-            with process.oneshot():
-                # Not psutil's, which reads it without a limit, also for a long name.
-                command_line = command_line_of(pid)
-                uids = _or_none(process.uids)
-                return ProcessInfo(
-                    pid=pid,
-                    user=_or_none(process.username),
-                    uid=None if uids is None else int(uids.effective),
-                    name=_name_of(pid, command_line),
-                    # A program that renames itself leaves empty words after its name.
-                    command_line=tuple(shortened(command_line or ())) or None,
-                    started=_started(pid),
-                    container=container_of(_read_text(f"/proc/{pid}/cgroup") or ""),
-                    stopped=_or_none(process.status) == psutil.STATUS_STOPPED,
-                )
-        except psutil.NoSuchProcess:
-            return None
+        command_line = command_line_of(pid)
+        status = _read_text(f"/proc/{pid}/status") or ""
+        ids = re.search(r"^Uid:\s*(\d+)\s+(\d+)", status, re.MULTILINE)
+        info = ProcessInfo(
+            pid=pid,
+            user=None if ids is None else user_name(int(ids[1])),
+            uid=None if ids is None else int(ids[2]),
+            name=_name_of(pid, command_line),
+            # A program that renames itself leaves empty words after its name.
+            command_line=tuple(shortened(command_line or ())) or None,
+            started=_started(pid),
+            container=container_of(_read_text(f"/proc/{pid}/cgroup") or ""),
+            stopped=re.search(r"^State:\s*T", status, re.MULTILINE) is not None,
+        )
+        # Last, because it may end while it is read.
+        return info if os.path.exists(f"/proc/{pid}") else None
 
     def identity(self, pid: int) -> Identity | None:
         """Return the process that has a PID now (``/proc/PID/stat``); None: it has ended, or is a zombie."""
@@ -468,16 +466,6 @@ def ticks_now() -> int:
 def _started(pid: int) -> int | None:
     """Return the start of a process (field 22 of ``/proc/PID/stat``), also of a zombie."""
     return start_of(identity_of_child(pid))
-
-
-def _or_none(read: Callable[[], T]) -> T | None:
-    """Return what psutil reads; None: this user may not, or it is a zombie."""
-    import psutil
-
-    try:
-        return read()
-    except (psutil.AccessDenied, psutil.ZombieProcess):
-        return None
 
 
 # CPUCLOCK_SCHED of a process (linux/posix-timers.h), as clock_getcpuclockid of libc makes it from a PID.

@@ -71,6 +71,32 @@ def test_this_process_is_described() -> None:
     assert found.started_at <= time.time()
 
 
+@pytest.mark.needs_root
+def test_a_program_with_the_rights_of_another_user_has_its_own_name_and_their_id(start: Start) -> None:
+    child = start(sys.executable, "-c", "import os; os.setresuid(1, 2, 2); print(flush=True); input()")
+    assert child.stdout is not None
+    child.stdout.readline()
+    info = described(child.pid)
+    assert (info.uid, info.user) == (2, user_name(1))
+
+
+@pytest.mark.needs_root
+def test_a_process_that_is_hidden_is_there_and_unknown(start: Start) -> None:
+    """With /proc mounted with hidepid=1 a stranger sees the number only."""
+    child = start("cat")
+    code = (
+        "import os; from gpushare.host.process import Processes\n"
+        f"os.setgroups([]); os.setgid(65534); os.setresuid(65534, 65534, 65534); print(Processes().describe({child.pid}))"
+    )
+    mount = f'mount -t proc -o hidepid=1 proc /proc && exec {sys.executable} -c "$0"'
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", mount, code], check=False, capture_output=True, text=True, timeout=60
+    )
+    if "mount" in done.stderr:
+        pytest.skip("this machine lets nobody mount /proc")
+    assert f"ProcessInfo(pid={child.pid}, user=None, uid=None, name=None" in done.stdout, done.stderr
+
+
 @pytest.mark.parametrize("pid", [0, -1, NOBODY, 2**40])
 def test_nobody_is_not_described_not_alive_and_not_signalled(pid: int, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.kill

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from gpushare.base.errors import GpuLost
@@ -64,9 +65,10 @@ def test_the_use_of_the_host_and_the_family_of_a_process() -> None:
     assert processes.usage(child.pid) is None
 
 
-def test_the_load_of_the_machine() -> None:
+def test_the_load_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     load = Machine().load()
     assert load is not None
     assert 0 < load.busy_seconds < load.all_seconds
     assert 0 < load.memory_free <= load.memory_total
-    assert Machine("/nonexistent").load() is None
+    monkeypatch.setattr(psutil, "PROCFS_PATH", "/nonexistent")
+    assert Machine().load() is None
