@@ -12,7 +12,7 @@ import typer
 from gpushare.base.errors import BadCombination, BadUsage, GpushareError
 from gpushare.base.model import ComputeMode, TimeSlice
 from gpushare.base.selection import Device, select, select_for_change
-from gpushare.base.units import parse_slice, quoted
+from gpushare.base.units import format_slice, parse_slice, quoted
 from gpushare.base.values import dataclass
 from gpushare.cli.options import (
     GPU_OPTION,
@@ -104,7 +104,7 @@ def show(gpu: str | None = GPU_OPTION) -> Any:
 
     The slices are read from the driver, which takes about 0.1 s per process: your own processes', or as root all.
     A slice is how long the GPU runs a CUDA context while others wait. A process whose slice was
-    never set has the default of this GPU (2048 us on an H100 and an H200). NVIDIA does not publish the levels in
+    never set has the default of this GPU (2.048ms on an H100 and an H200). NVIDIA does not publish the levels in
     milliseconds. MPS clients share the time-slice of their server.
     """
     host = settings.connect()
@@ -121,7 +121,7 @@ def show(gpu: str | None = GPU_OPTION) -> Any:
         Column("gpu", "GPU", right=True),
         Column("name", "name", rank=3),
         Column("time_slice", "level"),
-        Column("default_slice_us", "default slice", right=True, rank=1, optional=True, format=_slice_text),
+        Column("default_slice_us", "default slice", right=True, rank=1, optional=True, format=format_slice),
         Column("compute_mode", "compute mode", rank=2),
         Column("uuid", "UUID", whole=True, rank=4),
     )
@@ -168,10 +168,6 @@ def _level_notes(rows: Sequence[GpuSlices]) -> tuple[str, ...]:
             f"GPU {', '.join(alone)} is not time-sliced in its compute mode; `gpushare timeslice set` sets mode default first"
         )
     return tuple(notes)
-
-
-def _slice_text(value: Any) -> str:
-    return "-" if value is None else f"{value} us"
 
 
 def _process_rows(host: Host, devices: Sequence[Device]) -> list[ProcessSlices]:
@@ -241,7 +237,7 @@ def _process_table(rows: Sequence[ProcessSlices]) -> Table:
 
 
 def _slices_text(row: ProcessSlices) -> str:
-    return ", ".join(_slice_text(value) for value in dict.fromkeys(row.slices_us)) or "-"
+    return ", ".join(format_slice(value) for value in dict.fromkeys(row.slices_us)) or "-"
 
 
 def _setter_text(row: ProcessSlices) -> str:
@@ -251,7 +247,7 @@ def _setter_text(row: ProcessSlices) -> str:
     if row.set_us is None:
         return "-" if row.reason else "default"
     changed = row.slices_us and set(row.slices_us) != {row.set_us}
-    return f"another program (gpushare set {_slice_text(row.set_us)})" if changed else "gpushare"
+    return f"another program (gpushare set {format_slice(row.set_us)})" if changed else "gpushare"
 
 
 def _unknown_slice_notes(rows: Sequence[ProcessSlices]) -> list[str]:

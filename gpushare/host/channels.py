@@ -44,6 +44,7 @@ from gpushare.base import errors
 from gpushare.base.errors import GpushareError, OperationFailed, TimedOut
 from gpushare.base.package import package_rows
 from gpushare.base.typed import Count, Pid, Shown, parsed
+from gpushare.base.units import format_slice
 from gpushare.base.values import dataclass
 from gpushare.host.identity import GONE, HOST_PID_SPACE, Identity, parent_of, pid_space, real_uid, stat_fields
 
@@ -812,7 +813,7 @@ def _probe(file: _File, group: Group) -> None:
     finally:
         restored = file.set_slice(group.client, group.handle, before)
     if read != wanted or restored != before:
-        raise Refused("probe", f"{before} us, then {wanted} us read as {read} us and {before} us as {restored} us")
+        raise Refused("probe", f"{format_slice(before)}, then {format_slice(wanted)} read as {format_slice(read)} and {format_slice(before)} as {format_slice(restored)}")
 
 
 @contextlib.contextmanager
@@ -865,7 +866,7 @@ def _set_slices(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, Any
                 changed += 1
                 read = file.set_slice(group.client, group.handle, wanted)
                 if read != wanted:
-                    raise Refused("not_taken", f"{wanted} us, read {read} us")
+                    raise Refused("not_taken", f"{format_slice(wanted)}, read {format_slice(read)}")
         except Refused:
             for (file, group), microseconds in list(zip(groups, before, strict=True))[:changed]:
                 with contextlib.suppress(Refused):

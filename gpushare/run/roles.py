@@ -40,28 +40,55 @@ def daemon_cap(host: Host, device: Device) -> float | None:
     return cap if cap is not None and cap < 100 else None
 
 
-def spared_process(host: Host, device: Device, target: str | None) -> ProductionJob | None:
-    """Return the running production job of this name or PID, or the only one on the device; None: none runs."""
+def spared_process(
+    host: Host, device: Device, target: str | None, say: Callable[[str], None]
+) -> ProductionJob | None:
+    """Return the running production job of this name or PID, or the only one on the device; None: none runs.
+
+    ``say`` is told of a PID that uses no GPU now: it may be mistyped, or begin later.
+
+    Raises:
+        NotFound: no job has this name (code ``no_production``), no process this PID (``no_process``).
+        BadUsage: it runs on another device (code ``other_device``).
+    """
     number = None if target is None else pid_of(target)
     if target is not None and number is not None:
         process = host.processes.identity(number) if number else None
         if process is None:
             raise no_process_error(target, code="no_process")
         pid, started, name = *process, None
+        indexes = _gpus_in_use_by(host, pid)
+        if indexes and device.gpu.index not in indexes:
+            raise _other_device_error(f"process {pid}", str(indexes[0]), device)
+        if indexes == []:
+            say(f"process {pid} uses no GPU now: this job yields to it once it does")
     else:
         production = find_spared(host, device, target)
         if production is None or not is_running(host, production):
             return None
         if device.uuid not in production.devices:
-            other_device = next(iter(production.devices), "-")
-            raise BadUsage(
-                f"'{production.name}' runs on another device, {other_device}, not on {device.title}",
-                f"run this job there: -g {other_device}; or drop --for",
-                code="other_device",
-            )
+            raise _other_device_error(f"'{production.name}'", next(iter(production.devices), "-"), device)
         name = production.name
         pid, started = production.pid, production.started
     return ProductionJob(host, device, pid, started, name, under_mps=is_under_mps(host, device, pid))
+
+
+def _gpus_in_use_by(host: Host, pid: int) -> list[int] | None:
+    """Return the indexes of the GPUs that a program or its descendants use; None: a GPU's processes are unknown."""
+    family = set(host.processes.descendants(pid))
+    processes = [processes_on(host, index) for index in range(host.nvml.count())]
+    if None in processes:
+        return None
+    return [index for index, on_gpu in enumerate(processes) if any(each.pid in family for each in on_gpu or ())]
+
+
+def _other_device_error(title: str, selector: str, device: Device) -> BadUsage:
+    """Return the error of a production job that runs on another device than this job would."""
+    return BadUsage(
+        f"{title} runs on another device than {device.title}",
+        f"run this job there: -g {selector}; or drop --for",
+        code="other_device",
+    )
 
 
 def is_under_mps(host: Host, device: Device, pid: int) -> bool:

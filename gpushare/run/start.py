@@ -394,7 +394,7 @@ class JobStart:
             return None
 
         try:
-            process = spared_process(self.host, devices[0], target)
+            process = spared_process(self.host, devices[0], target, self.say)
         except BadUsage as error:
             if error.code != "other_device" or len(devices) == 1:
                 raise
@@ -557,7 +557,7 @@ class JobStart:
         """Return the production job to spare, which runs on one of these devices; None: none does."""
         for device in devices:
             try:
-                process = spared_process(self.host, device, self.role.target)
+                process = spared_process(self.host, device, self.role.target, self.say)
             except BadUsage as error:
                 # It runs on another of these GPUs.
                 if error.code != "other_device" or device is devices[-1]:

@@ -186,7 +186,7 @@ class Forgetful(SimulatedFiles):
 def test_a_driver_that_keeps_no_slice_fails_the_probe(state_file: StateFile, pid: int) -> None:
     reply = answer(Forgetful(state_file), {"do": "find", "pid": pid, "started": None})
     assert reply["refused"] == "probe"
-    assert "2047 us read as 2048 us" in reply["text"]
+    assert "2.047ms read as 2.048ms" in reply["text"]
 
 
 class Failing(SimulatedFiles):

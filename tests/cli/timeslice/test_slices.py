@@ -109,7 +109,7 @@ def test_what_another_program_has_changed_is_told(cli: Cli, world: World, pid: i
     world.run("timeslice", "set", "500us", str(pid)).ok()
     with world.file.changed() as state:
         next(process for process in state.processes if process.pid == pid).slices["compute"] = 700
-    assert "another program (gpushare set 500 us)" in cli("timeslice", "show").out
+    assert "another program (gpushare set 500us)" in cli("timeslice", "show").out
     assert world.run("timeslice", "set", "1ms", str(pid)).data["undo"] == f"gpushare timeslice reset {pid}"
 
 
