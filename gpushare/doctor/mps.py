@@ -326,9 +326,9 @@ def _refuses_connection(path: Path) -> bool:
 
 
 def devices(seen: Examination) -> Iterator[Check]:
-    """Check that the device of each daemon still exists, and that no time-slice level is set that has no effect.
+    """Check that the device of each daemon still exists; say which time-slice level has no effect between its clients.
 
-    Only root can set a level, and may mean it for programs outside MPS. It is no other user's to take back.
+    Such a level is no fault: root may mean it for programs outside MPS.
     """
     complete = seen.nvml_error is None and len(seen.answering) == len(seen.gpus)
     whole = {gpu.uuid for gpu in seen.answering if not gpu.mig_enabled}
@@ -339,18 +339,11 @@ def devices(seen: Examination) -> Iterator[Check]:
             yield finding("mps.device", item.daemon.gpu_index, daemon=item.daemon)
     for gpu in seen.answering:
         level = seen.levels.get(gpu.index)
-        if level in {None, TimeSlice.DEFAULT} or not seen.host.root or _is_shared_outside(gpu):
+        if level is None or level is TimeSlice.DEFAULT:
             continue
         if any(gpu.index in entry.daemon.gpu_indexes for entry in seen.believed):
-            yield finding("mps.timeslice", gpu.index, level=level)
-
-
-def _is_shared_outside(gpu: Gpu) -> bool:
-    """Return whether a program outside MPS uses a GPU: the level then counts between it and the MPS server."""
-    return any(
-        process.compute and not process.mps and process.name != control.SERVER_PROGRAM
-        for process in gpu.processes or ()
-    )
+            text = f"GPU {gpu.index} has time-slice level {level.title}, which has no effect between MPS clients"
+            yield Check.passed("mps.timeslice", text, gpu.index)
 
 
 def outside(seen: Examination) -> Iterator[Check]:

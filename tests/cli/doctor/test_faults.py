@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from gpushare.base.model import ComputeMode, TimeSlice
+from gpushare.base.model import ComputeMode
 from gpushare.base.package import package_rows
 from gpushare.base.selection import Device
 from gpushare.doctor import examine
@@ -104,11 +104,6 @@ def gone_device(cli: Cli, world: World, _: Path) -> None:
 def daemon_without_driver(cli: Cli, world: World, _: Path) -> None:
     started(cli)
     world.fault("no-driver")
-
-
-def time_slice(cli: Cli, world: World, _: Path) -> None:
-    started(cli)
-    world.host.policy.set(world.uuid(), TimeSlice.LONG)
 
 
 def outside(cli: Cli, world: World, _: Path) -> None:
@@ -293,7 +288,6 @@ FAULTS: dict[str, tuple[Arrange, set[str]]] = {
     "dead daemon at the default path": (dead_default, {"mps.default_stale"}),
     "two daemons": (two_daemons, {"mps.foreign", "mps.several"}),
     "daemon without its device": (gone_device, {"mps.device"}),
-    "time-slice under MPS": (time_slice, {"mps.timeslice"}),
     "client of another user waits": (pending, {"mps.pending"}),
     "program outside MPS": (outside, {"mps.outside"}),
     "program that found no daemon": (no_daemon_there, {"mps.environment"}),
@@ -435,7 +429,6 @@ def test_healthy_drivers(cli: Cli, world: World, driver: str) -> None:
     [
         (open_directory, "mps.directory"),
         (closed_parent, "mps.reach"),
-        (time_slice, "mps.timeslice"),
         (dead_daemon, "mps.stale"),
         (open_grant, "mig.grant"),
     ],
@@ -451,16 +444,12 @@ def test_the_remedy_mends_it(cli: Cli, world: World, sim_dir: Path, arrange: Arr
     assert findings(cli) == {}
 
 
-def test_a_level_that_root_set_is_no_fault_to_a_user_or_beside_a_program_outside(
-    cli: Cli, world: World, sim_dir: Path
-) -> None:
-    time_slice(cli, world, sim_dir)
-    world.fault("user", "1000")
-    assert "mps.timeslice" not in findings(cli)
-    world.clear()
-    assert "mps.timeslice" in findings(cli)
-    cli("sim", "add").ok()
-    assert "mps.timeslice" not in findings(cli)
+def test_a_level_that_root_set_beside_a_daemon_is_told_and_is_no_fault(cli: Cli) -> None:
+    started(cli)
+    cli("timeslice", "set", "long", "--beside-mps").ok()
+    assert findings(cli) == {}
+    text = "GPU 0 has time-slice level long, which has no effect between MPS clients"
+    assert text in cli("doctor", "-v").ok().out
 
 
 def test_the_name_says_what_is_there_instead(cli: Cli, world: World, sim_dir: Path) -> None:
