@@ -25,8 +25,7 @@ from gpushare.host.host import Host
 from gpushare.host.records import replace_file
 from gpushare.host.written_file import directory_of
 from gpushare.hostfile.load import kept_entries
-from gpushare.mig.ledger import MigLedger
-from gpushare.mig.recover import interrupted_change
+from gpushare.mig.recover import visible_leftovers
 from gpushare.mps.home import homes_in
 from gpushare.run.listing import listed_jobs
 from gpushare.run.look import with_memory
@@ -149,7 +148,7 @@ def _read_host(host: Host, work: LastWork | None) -> Reading:
             for home, record in homes
             if record is not None and (leases := home.live_leases()) is not None
         },
-        mig_interrupted=interrupted_change(MigLedger(host)) is not None,
+        mig_interrupted=any(leftover.id == "mig.interrupted" for leftover in visible_leftovers(host)),
         exclusive_wanted=frozenset(filter(None, wanted)),
         idle_bytes=_idle_bytes(snapshot, work),
         pauses=tuple((pause.gpu_uuid, pause.pid, pause.pauses, pause.paused) for pause in noted_pauses(host)),

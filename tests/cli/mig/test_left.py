@@ -60,6 +60,11 @@ def test_status_of_a_user_names_what_root_has_to_recover(tmp_path: Path) -> None
     assert [str(leftover) for leftover in visible_leftovers(theirs)] == [
         "'apply 3g.40gb' was interrupted: sudo gpushare mig recover"
     ]
+    # The metrics count what status names.
+    (host.journal.parents[2] / "users" / "1000").mkdir(parents=True)
+    host.fault("user", "1000")
+    assert "sudo gpushare mig recover" in host.run("status").err
+    assert "gpushare_mig_change_interrupted 1" in host.run("export", "prometheus").out
 
 
 # -- a journal that cannot be read -----------------------------------------------------------------
