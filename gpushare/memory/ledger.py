@@ -556,12 +556,13 @@ class Place:
 
         ``best`` returns some devices in the order in which they are best now; it is only asked if the job may take them.
         """
-        lines = partial(lines_of, self._host, devices, clients=clients, limits=limits)
-        keys = self._devices_free_to_take(lines, limits, best)
+        read_lines = partial(lines_of, self._host, devices, clients=clients, limits=limits)
+        keys = self._devices_free_to_take(read_lines, limits, best)
         if not keys:
             return False
         self.claim.add_fact(f"hold {','.join(keys)}")
-        if self._still_fit(keys, lines):
+        chosen = [device for device in devices if device.uuid in keys]
+        if self._still_fit(keys, partial(lines_of, self._host, chosen, clients=clients, limits=limits)):
             self.take(*keys)
             return True
         self.claim.add_fact("back")

@@ -89,8 +89,8 @@ def best_first(
 ) -> list[tuple[Device, str]]:
     """Return devices in the order in which a job harms least, each with the reason in a few words.
 
-    A GPU with room for ``memory_bytes`` (None: unknown) within this user's limit first, of these one without a production
-    job, then the one where the job and those there slow each other down least (`harm`), then the one with the most room.
+    A GPU with room for ``memory_bytes`` within this user's limit first (None: unknown, so all of it, as for the admission),
+    of these one without a production job, then the one where the job and those there slow each other down least (`harm`), then the one with the most room.
     For a job of ``count`` devices those come first that are best together: among equals the ones that are connected best.
     ``productions`` returns the names of the production jobs on a device. ``but`` is the place of the job itself.
     """
@@ -106,11 +106,10 @@ def best_first(
         own_use = None if profile is None else profile.use_percent
         text = f"production job '{names[0]}' runs there" if names else "no production job"
         text += f"; {harm_in_words(own_use, use_there)}; {format_bytes(line.free_bytes)} free to reserve"
-        size = memory_bytes or 0
-        over = line.exceeds_limit(os.geteuid(), size, limit)
+        over = line.exceeds_limit(os.geteuid(), memory_bytes, limit)
         # A smaller difference of the harm is noise: then the GPU with more room is better.
         rank = (
-            over or line.free_bytes < size,
+            over or line.free_bytes < line.room.bytes_of(memory_bytes),
             len(names),
             int(harm_percent(own_use, use_there) // _HARM_STEP_PERCENT),
             -line.free_bytes,

@@ -444,9 +444,31 @@ def test_a_gpu_without_room_for_the_job_is_last(host: Host) -> None:
         ranked = best_first(host, [full, free], lambda at: ["web"] if at.uuid == free.uuid else [], memory_bytes=size)
         return [device.gpu.index for device, _ in ranked]
 
-    # Without it the GPU without a production job is best.
-    assert order(None) == order(GIB) == [0, 1]
+    # With room on both the GPU without a production job is best.
+    assert order(GIB) == [0, 1]
     assert order(10 * GIB) == [1, 0]
+    # A job of unknown size is admitted only where nothing else is.
+    assert order(None) == [1, 0]
+    production = enter(host, GIB)
+    production.take(free.uuid)
+    assert order(None) == [0, 1]
+    place.leave()
+    production.leave()
+
+
+def test_a_try_reads_again_only_the_devices_that_it_takes(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    original = ledger.line_of
+
+    def counted(host: Host, device: Device, *jobs: Any, **options: Any) -> Line | None:
+        read.append(device.uuid)
+        return original(host, device, *jobs, **options)
+
+    monkeypatch.setattr(ledger, "line_of", counted)
+    place = enter(host, GIB)
+    assert take(host, place)
+    keys = [device.uuid for device in devices(host)]
+    assert read == [*keys, *place.held, *place.held]
     place.leave()
 
 
