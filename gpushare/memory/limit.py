@@ -116,7 +116,7 @@ class JobMemory(Part):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._host, self._device, self._clock = host, device, clock
-        self.limit_bytes, self._action, self._place, self._say = limit_bytes, action, place, say
+        self.limit_bytes, self._action, self.place, self._say = limit_bytes, action, place, say
         self._listed = listed or (lambda: host.nvml.processes(self._device.gpu.index))
         self._limited = limit_bytes is not None
         self.peak_bytes: int | None = None
@@ -161,10 +161,10 @@ class JobMemory(Part):
         self._root, self._began = pid, self._clock()
         self._used_at = self._looked_at = self._began
         self._tell_limit()
-        if self._place is not None:
+        if self.place is not None:
             # The reservation lasts until the program has ended, even if gpushare dies first.
             with contextlib.suppress(GpushareError):
-                self._place.add(pid)
+                self.place.add(pid)
 
     def moved(self, device: Device) -> None:
         """Count on another device from now on: the job has moved there."""
@@ -172,7 +172,7 @@ class JobMemory(Part):
 
     def reserve(self, place: Place) -> None:
         """Hold another place in the ledger from now on, which was taken for this job, and leave the one before."""
-        earlier, self._place = self._place, place
+        earlier, self.place = self.place, place
         with contextlib.suppress(GpushareError):
             place.add(self._root)
         if earlier is not None:
@@ -180,9 +180,9 @@ class JobMemory(Part):
 
     def _tell_limit(self) -> None:
         """Say in the ledger what the job's limit is, and what happens above it."""
-        if self._place is not None and self.limit_bytes is not None:
+        if self.place is not None and self.limit_bytes is not None:
             with contextlib.suppress(GpushareError):
-                self._place.tell_limit(self.limit_bytes, self._action)
+                self.place.tell_limit(self.limit_bytes, self._action)
 
     def poll(self) -> bool:
         """Add up the job's memory; return whether the program is to be ended now."""
@@ -199,9 +199,9 @@ class JobMemory(Part):
             return False
         self._tell_lapsed(used=bool(processes), now=now)
         self._looked_at = now
-        if self._place is not None and processes and now >= self._touch_due:
+        if self.place is not None and processes and now >= self._touch_due:
             self._touch_due = now + _TOUCH_SECONDS
-            self._place.touch()
+            self.place.touch()
         held = sum(process.memory_used_bytes or 0 for process in processes)
         unknown = [process.pid for process in processes if process.memory_used_bytes is None]
         if processes and not unknown:
@@ -222,8 +222,8 @@ class JobMemory(Part):
             # It uses its reservation, or this was not polled: the job was swapped out, or gpushare was stopped.
             self._used_at, self._told_lapsed = now, False
         elif (
-            self._place is not None
-            and self._place.request.memory_bytes != 0
+            self.place is not None
+            and self.place.request.memory_bytes != 0
             and not self._told_lapsed
             and now - self._used_at > LAPSE_SECONDS
         ):
@@ -323,8 +323,8 @@ class JobMemory(Part):
     def leave(self) -> None:
         """Leave the ledger."""
         self._tell_left()
-        if self._place is not None:
-            self._place.leave()
+        if self.place is not None:
+            self.place.leave()
 
     def _tell_left(self) -> None:
         """Report the processes that an ended job has left: their memory is no longer limited."""

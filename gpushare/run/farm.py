@@ -471,14 +471,12 @@ class _CopiesOnGpu:
 
 @dataclass
 class _RunningCopy:
-    """A copy that runs: its GPU, its program, its memory on each of its GPUs, and what it has reserved there."""
+    """A copy that runs: its GPU, its program, and its memory on each of its GPUs."""
 
     copy: Copy
     gpu: _CopiesOnGpu
     program: Program
     memories: tuple[JobMemory, ...]
-    # None: the GPUs do not report their memory, so there is nothing to be reserved.
-    place: Place | None
     # It is above its limit and cannot be ended.
     stuck: bool = False
 
@@ -1009,27 +1007,27 @@ class Farm:
         """
         number, options = copy.copy, self._options
         memories: list[JobMemory] = []
-        for device in gpu.devices:
-            memory = JobMemory(
-                self._host,
-                device,
-                limit_bytes=self._copy_limit,
-                action=self._action,
-                place=None if memories else place,
-                say=functools.partial(self._reporter.news, copy),
-                listed=functools.partial(gpu.processes, device),
-                mark=memories[0].mark if memories else None,
-            )
-            memories.append(memory)
         restarts = f".{copy.tries}" if copy.tries else ""
         log = None if options.logs is None else options.logs / f"copy-{number}{restarts}.log"
         copy.tries += 1
         copy.failure, copy.hint, copy.reason, copy.exit_code, copy.attached = None, None, None, None, None
         copy.log = None if log is None else str(log)
         copy.gpu_indexes = tuple(device.gpu.index for device in gpu.devices)
-        limits = self._limits_on(gpu.device.uuid)
-        copy.threads_percent = limits.threads_percent
         try:
+            for device in gpu.devices:
+                memory = JobMemory(
+                    self._host,
+                    device,
+                    limit_bytes=self._copy_limit,
+                    action=self._action,
+                    place=None if memories else place,
+                    say=functools.partial(self._reporter.news, copy),
+                    listed=functools.partial(gpu.processes, device),
+                    mark=memories[0].mark if memories else None,
+                )
+                memories.append(memory)
+            limits = self._limits_on(gpu.device.uuid)
+            copy.threads_percent = limits.threads_percent
             program = gpu.open(self._open_parts, options.grace_seconds).launch(
                 f"copy {number}",
                 command_of(self._command, copy),
@@ -1038,12 +1036,12 @@ class Farm:
                 log=None if log is None or self._logs is None else Log(log, self._logs),
             )
         except BaseException:
-            for memory in memories:
-                memory.leave()
+            if place is not None:
+                place.leave()
             raise
         now = time.monotonic()
         copy.pid, copy.state, copy.started_after = program.pid, "running", now - self._started
-        running = self._running[number] = _RunningCopy(copy, gpu, program, tuple(memories), place)
+        running = self._running[number] = _RunningCopy(copy, gpu, program, tuple(memories))
         if not gpu.looks or gpu.looks[0] > now + _LOOKS[0]:
             gpu.looks = [now + seconds for seconds in _LOOKS]
         for memory in memories:
@@ -1076,7 +1074,8 @@ class Farm:
             )
             size, at_once = format_bytes(self._size), self._most_at_once()
             self._reporter.say(f"{used}: each of the others reserves {size}, {at_once} at a time")
-        if copy.copy in self._running and measured.place is not None:
+        # Without a place the GPUs do not report their memory, so there is nothing to be reserved.
+        if copy.copy in self._running and measured.memories[0].place is not None:
             self._shrink(measured)
 
     def _shrink(self, running: _RunningCopy) -> None:
@@ -1091,7 +1090,6 @@ class Farm:
                 place.leave()
                 raise
             running.memories[0].reserve(place)
-            running.place = place
 
     def _note_peak(self, copy: Copy, peak_bytes: int | None) -> None:
         """Note the peak of a copy; if it exceeds what copies reserve, the next copies reserve more."""

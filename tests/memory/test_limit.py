@@ -252,7 +252,7 @@ def test_a_job_that_grows_while_it_ends_has_no_more_time(told: Told) -> None:
 def test_a_reservation_that_is_not_used_is_said_to_lapse(told: Told) -> None:
     now = [100.0]
     memory, messages = job(told, limit=None, clock=lambda: now[0])
-    memory._place = cast("Any", SimpleNamespace(request=SimpleNamespace(memory_bytes=GIB), touch=lambda: None))
+    memory.place = cast("Any", SimpleNamespace(request=SimpleNamespace(memory_bytes=GIB), touch=lambda: None))
     memory.poll()
     # While nobody looked, it was out of the GPU.
     now[0] += 100
@@ -274,7 +274,7 @@ def test_a_reservation_is_touched_now_and_then_while_it_is_used(told: Told) -> N
     now, touched = [100.0], list[float]()
     memory, _ = job(told, limit=None, clock=lambda: now[0])
     place = SimpleNamespace(request=SimpleNamespace(memory_bytes=GIB), touch=lambda: touched.append(now[0]))
-    memory._place = cast("Any", place)
+    memory.place = cast("Any", place)
     memory.poll()
     assert touched == []
     told.memory = {10: GIB}

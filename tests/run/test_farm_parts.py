@@ -179,6 +179,16 @@ def test_a_copy_that_cannot_be_started_leaves_the_others_alone(monkeypatch: pyte
     )
 
 
+def test_a_copy_whose_memory_cannot_be_watched_leaves_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise NotFound("there is no memory", "check the GPU")
+
+    step = Step(monkeypatch, copies=1)
+    monkeypatch.setattr(module, "JobMemory", refuse)
+    step.start()
+    assert (step.states, step.reserved) == (["failed"], [])
+
+
 def test_silence_counts_from_the_last_line_and_only_beyond_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     step = Step(monkeypatch, copies=1, stall_seconds=10.0)
     step.at = 100.0
