@@ -813,7 +813,10 @@ def _probe(file: _File, group: Group) -> None:
     finally:
         restored = file.set_slice(group.client, group.handle, before)
     if read != wanted or restored != before:
-        raise Refused("probe", f"{format_slice(before)}, then {format_slice(wanted)} read as {format_slice(read)} and {format_slice(before)} as {format_slice(restored)}")
+        raise Refused(
+            "probe",
+            f"{format_slice(before)}, then {format_slice(wanted)} read as {format_slice(read)} and {format_slice(before)} as {format_slice(restored)}",
+        )
 
 
 @contextlib.contextmanager

@@ -40,9 +40,7 @@ def daemon_cap(host: Host, device: Device) -> float | None:
     return cap if cap is not None and cap < 100 else None
 
 
-def spared_process(
-    host: Host, device: Device, target: str | None, say: Callable[[str], None]
-) -> ProductionJob | None:
+def spared_process(host: Host, device: Device, target: str | None, say: Callable[[str], None]) -> ProductionJob | None:
     """Return the running production job of this name or PID, or the only one on the device; None: none runs.
 
     ``say`` is told of a PID that uses no GPU now: it may be mistyped, or begin later.

@@ -481,7 +481,9 @@ class Swapping(Part):
         try:
             self._follow_others()
             if not self._by_hand and (self._movable or type(self._policy) is not Policy) and now >= self._later:
-                self._act(self._read_sample(now))
+                sample = self._read_sample(now)
+                if sample is not None:
+                    self._act(sample)
         except GpushareError as error:
             self._try_later(error)
         return False
@@ -644,8 +646,8 @@ class Swapping(Part):
             self._told_stays = True
             self._place.tell_that_it_stays()
 
-    def _read_sample(self, now: float) -> Sample:
-        """Return what the policy decides on, as of now."""
+    def _read_sample(self, now: float) -> Sample | None:
+        """Return what the policy decides on, as of now; None: the GPU does not answer, or its memory is unknown."""
         # Read the ledger before the GPU: if a job leaves in between, its reservation still counts and its memory is free.
         ledger = reservations(self._host) or []
         gpu = self._host.nvml.gpu(self._device.gpu.index)
@@ -653,7 +655,11 @@ class Swapping(Part):
         own_processes = [process for process in gpu.processes or () if process.pid in family]
         busy: Sequence[int | None] = [process.sm_percent for process in own_processes]
         used = (gpu.memory_used_bytes or 0) + (gpu.memory_reserved_bytes or 0)
-        total = gpu.memory_total_bytes or 0
+        line = line_of(self._host, Device(gpu=gpu), ledger, limits=self._limits)
+        total = gpu.memory_total_bytes
+        if line is None or total is None:
+            # A job that left could not come back: nothing is admitted there.
+            return None
         waiting = [
             job
             for job in ledger
@@ -667,12 +673,11 @@ class Swapping(Part):
         others = [job for job in waiting if job.id != own_id]
         # Other users' production jobs do not count, except root's.
         production = [job for job in others if job.production and job.claim.uid in {0, self._host.uid}]
-        line = line_of(self._host, Device(gpu=gpu), ledger, limits=self._limits)
-        later = 0 if line is None else self._later_bytes(line, own_id)
+        later = self._later_bytes(line, own_id)
         self._makes_room_for = next(
-            (job for job in others if self._movable and line is not None and _has_room_if_gone(job, line, own_id)), None
+            (job for job in others if self._movable and _has_room_if_gone(job, line, own_id)), None
         )
-        self._next_in_turn = next((job for job in others if line is None or _has_room_after_turns(job, line)), None)
+        self._next_in_turn = next((job for job in others if _has_room_after_turns(job, line)), None)
         pids = (
             [process.pid for process in own_processes]
             if self._swap is None
@@ -690,17 +695,17 @@ class Swapping(Part):
             if self._swap is None
             else self._swap.memory_bytes,
             production_needs=self._is_needed(production, line, later),
-            others_stay=line is None or _others_stay(self._host, gpu, line, family),
+            others_stay=_others_stay(self._host, gpu, line, family),
             later_bytes=later,
             main_cpu={pid: main_thread_time(pid) for pid in pids},
         )
 
-    def _next_bytes(self) -> int:
-        """Return how much memory the next job in turn needs that it does not hold in host memory yet; 0 if unknown."""
+    def _next_bytes(self) -> int | None:
+        """Return how much memory the next job in turn needs that it does not hold in host memory yet; None: unknown."""
         first = self._next_in_turn
         # Of others it is not known whether they are in host memory already.
-        if first is None or not first.memory_bytes or first.claim.uid != self._host.uid:
-            return 0
+        if first is None or first.claim.uid != self._host.uid:
+            return None
         images = [pid for swap in swaps(self._host) if swap.state == OUT for pid, _, _ in swap.images]
         comes_back = any(first.claim.pid in self._host.processes.ancestry(pid) for pid in images)
         return 0 if comes_back else first.memory_bytes
@@ -715,11 +720,8 @@ class Swapping(Part):
         """Return whether a job leaves for this user's production: those of other users do for their own, and for root's."""
         return job.leaves and not job.stays and job.claim.uid == self._host.uid
 
-    def _is_needed(self, production: Sequence[Reservation], line: Line | None, later: int) -> bool:
+    def _is_needed(self, production: Sequence[Reservation], line: Line, later: int) -> bool:
         """Return whether waiting production has room only if this job leaves, after those that came later."""
-        if line is None:
-            self._needed_since = None
-            return bool(production)
         own_id = None if self._place is None else self._place.claim.path.name
         sizes = [line.room.bytes_of(job.memory_bytes) for job in production]
         most = line.free_bytes + sum(

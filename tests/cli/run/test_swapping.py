@@ -316,6 +316,29 @@ def test_a_program_that_is_not_on_the_gpu_yet_is_asked_again_at_once(world: Worl
     watch.leave()
 
 
+def test_a_job_stays_while_its_gpu_does_not_answer(world: World, sleeper: int) -> None:
+    (device,) = select("0", world.host.nvml.sweep())
+    on_gpu(world, sleeper, 4 * GIB)
+    messages: list[str] = []
+    at = [0.0]
+    place = Place(world.host, Request(memory_bytes=8 * GIB, keys=(device.uuid,), client=False))
+    watch = Swapping(
+        world.host, device, JobMemory(world.host, device), place, Idle(1.0), messages.append, clock=lambda: at[0]
+    )
+    watch.begin(sleeper)
+    world.fault("lost")
+    for _ in range(6):
+        at[0] += 0.5
+        assert not watch.poll()
+    assert (watch.out, messages) == (False, [])
+    world.clear()
+    for _ in range(4):
+        at[0] += 0.5
+        watch.poll()
+    assert watch.out
+    watch.leave()
+
+
 def test_what_a_job_starts_while_it_is_out_is_held_to_its_limit(world: World) -> None:
     (device,) = select("0", world.host.nvml.sweep())
     at = [0.0]
