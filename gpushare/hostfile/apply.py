@@ -36,7 +36,6 @@ from gpushare.mig.holders import no_plan_error
 from gpushare.mig.ledger import MigLedger, names_of
 from gpushare.mig.plan import GpuPlan, NoPlan
 from gpushare.mig.planner import plan_exact, untouched
-from gpushare.mig.profile import Layout
 from gpushare.mig.target import difference
 from gpushare.plan import Loss, Plan, Step
 from gpushare.snapshot import HostState
@@ -73,21 +72,23 @@ def plan_gpu(host: Host, ledger: MigLedger, index: int, entry: Entry, *, others:
     if live.foreign:
         devices = {live.gpu.uuid or "", *(mig.uuid for mig in live.gpu.mig_instances)}
         refuse_foreign(host, live.gpu, devices)
-    work = _GpuWork(host, live, entry, _layout_plan(live, entry))
+    work = _GpuWork(host, live, entry, _mig_change_of(live, entry))
     work.check_names(others)
-    stops, first, after, daemons = (
-        work.stop_steps(),
-        work.steps_before_mig(),
-        work.steps_after_mig(),
-        work.daemon_steps(),
-    )
+    stops = work.stop_steps()
+    before_mig = work.steps_before_mig()
+    after_mig = work.steps_after_mig()
+    daemons = work.daemon_steps()
     check = check_step(lambda: _read_live_anew(host, index), entry, index)
-    changes = [] if work.change is None or not work.change.changes else [work.change]
-    change = plan_change(host, changes, ledger, title=title, first=[*stops, *first], after=[*after, *daemons, check])
-    wishes = [wish for wish in (entry.mps, *(mig.mps for mig in entry.mig)) if wish is not None]
-    root = bool(changes or first or after or (daemons and any(wish.exclusive or wish.multiuser for wish in wishes)))
+    mig_changes = [work.change] if work.change is not None and work.change.changes else []
+    change = plan_change(
+        host, mig_changes, ledger, title=title, first=[*stops, *before_mig], after=[*after_mig, *daemons, check]
+    )
     plan = replace(change.plan, consent=(*change.plan.consent, *work.losses()))
-    return GpuApply(replace(change, plan=plan, names=work.new_names), root)
+    wishes = [wish for wish in (entry.mps, *(mig.mps for mig in entry.mig)) if wish is not None]
+    # Such a daemon sets the compute mode, or has a server of root.
+    daemons_of_root = daemons and any(wish.exclusive or wish.multiuser for wish in wishes)
+    needs_root = bool(mig_changes or before_mig or after_mig or daemons_of_root)
+    return GpuApply(replace(change, plan=plan, names=work.new_names), needs_root)
 
 
 def _read_live_anew(host: Host, index: int) -> LiveGpu:
@@ -102,9 +103,16 @@ def _read_live(host: Host, index: int) -> LiveGpu:
     return live_gpus(state, state.gpus)[0]
 
 
-def _layout_plan(live: LiveGpu, entry: Entry) -> GpuChange | None:
-    """Return the MIG change of a GPU; None for a GPU without MIG."""
-    layout, gpu, wants_mig = live.layout, live.gpu, entry.sharing is Way.MIG
+def _mig_change_of(live: LiveGpu, entry: Entry) -> GpuChange | None:
+    """Return the change of MIG mode and instances that an entry needs; None for a GPU without MIG.
+
+    Raises:
+        InUse: an instance that has to go is in use.
+        NotSupported, BadUsage: the instances do not fit.
+    """
+    gpu = live.gpu
+    layout = live.layout
+    wants_mig = entry.sharing is Way.MIG
     if layout is None:
         return None
     plan = untouched(layout)
@@ -118,7 +126,7 @@ def _layout_plan(live: LiveGpu, entry: Entry) -> GpuChange | None:
 
 @dataclass
 class _GpuWork:
-    """The work on one GPU."""
+    """The steps that make one GPU match its entry; ``change`` is what they do to its MIG (None: it has no MIG)."""
 
     host: Host
     live: LiveGpu
@@ -127,26 +135,36 @@ class _GpuWork:
 
     def __post_init__(self) -> None:
         self.wants_mig = self.entry.sharing is Way.MIG
-        self.assignment, self.to_be = self._assignment_and_devices()
-        self.names = self.assignment.names
         self.plan: GpuPlan | None = None if self.change is None else self.change.plan
-        self.going = _destroyed_uuids(self.plan)
-        self.restarted = self._daemons_to_stop()
+        # UUIDs of the MIG devices that the change destroys.
+        self.destroyed = _destroyed_uuids(self.plan)
+        # All MIG devices after the change, and those of the entry among them.
+        self.devices_after = self._devices_after()
+        self.assignment = self._assignment()
+        self.names = self.assignment.names
+        # UUIDs of devices; a wanted daemon is started again at the end.
+        self.daemons_to_stop = self._daemons_to_stop()
 
-    def _assignment_and_devices(self) -> tuple[Assignment, list[PlacedDevice]]:
-        """Return the wanted MIG devices with those they get, and all devices after the change."""
+    def _devices_after(self) -> list[PlacedDevice]:
+        """Return the MIG devices of the GPU after the change; none if the entry wants no MIG."""
         if not self.wants_mig or self.change is None:
-            return _NOTHING, []
-        layout: Layout = self.change.layout
-        kept = [
-            device for device in devices_of_layout(self.live) if device.uuid not in _destroyed_uuids(self.change.plan)
-        ]
-        to_be = devices_to_be(self.change.after, layout.profiles, kept)
-        return assignment_of(self.live, self.entry, layout, to_be), to_be
+            return []
+        kept = [device for device in devices_of_layout(self.live) if device.uuid not in self.destroyed]
+        return devices_to_be(self.change.after, self.change.layout.profiles, kept)
+
+    def _assignment(self) -> Assignment:
+        """Return the MIG devices that the entry wants, each with the device that it gets."""
+        if not self.wants_mig or self.change is None:
+            return _NOTHING
+        return assignment_of(self.live, self.entry, self.change.layout, self.devices_after)
 
     def check_names(self, others: Collection[str]) -> None:
-        """Raise BadUsage if a name belongs to an instance of a GPU that is not in the file."""
-        names, indexes = names_of(self.host), {gpu.uuid: gpu.index for gpu in self.host.nvml.identities()}
+        """Raise BadUsage if a name belongs to an instance of a GPU that is not in the file.
+
+        ``others`` are the UUIDs of the other GPUs in the file. The names of GPUs that are no longer in the host are free.
+        """
+        names = names_of(self.host)
+        indexes = {gpu.uuid: gpu.index for gpu in self.host.nvml.identities()}
         for named in self.names:
             holder = names.get(named.name)
             if holder is None or holder.gpu_uuid in {self.live.gpu.uuid, *others} or holder.gpu_uuid not in indexes:
@@ -163,26 +181,27 @@ class _GpuWork:
         return {uuid: wish for uuid, wish in wishes.items() if wish is not None}
 
     def _daemons_to_stop(self) -> set[str]:
-        """Return the UUIDs of devices whose daemon must stop or restart; exclusive mode is set only by a start."""
-        wishes, stopping = self._wanted_daemons(), set()
+        """Return the UUIDs of devices whose daemon must stop, for good or to start anew."""
+        wishes = self._wanted_daemons()
+        stopping = set()
         for uuid, daemon in self.live.daemons.items():
             wish = wishes.get(uuid)
-            restarts = (
-                wish is not None
-                and daemon.wish is not None
-                and (wish.exclusive, wish.multiuser) != (daemon.wish.exclusive, daemon.wish.multiuser)
-            )
-            if (
-                (wish is None and not daemon.transient)
-                or restarts
-                or (daemon.transient and (wish is not None or self._changes_gpu))
-            ):
+            now = daemon.wish
+            if daemon.transient:
+                # It belongs to a single `gpushare run`, and may stay where nothing else is wanted.
+                stops = wish is not None or self._changes_whole_gpu
+            elif wish is None:
+                stops = True
+            else:
+                # Only a start sets these two; limits and users of a running daemon can be changed.
+                stops = now is not None and (wish.exclusive, wish.multiuser) != (now.exclusive, now.multiuser)
+            if stops:
                 stopping.add(uuid)
         return stopping
 
     @property
-    def _changes_gpu(self) -> bool:
-        """Return whether the whole GPU changes: no daemon of a single program may keep running there."""
+    def _changes_whole_gpu(self) -> bool:
+        """Return whether the GPU becomes exclusive, or MIG goes on or off: no daemon may keep running there then."""
         return self.entry.sharing is Way.EXCLUSIVE or self.wants_mig is not bool(self.live.gpu.mig_enabled)
 
     @property
@@ -193,66 +212,75 @@ class _GpuWork:
 
     def stop_steps(self) -> list[Step]:
         """Return the steps that stop daemons; the MIG change itself stops those on its instances."""
-        handled = set(self.going)
+        stopped_by_change = set(self.destroyed)
         if self.change is not None and self.change.enable:
             # Enabling MIG stops the daemon of the whole GPU.
-            handled.add(self.live.gpu.uuid or "")
-        return host_mps.stop_steps(self.host, self.live, self.restarted - handled)
+            stopped_by_change.add(self.live.gpu.uuid or "")
+        return host_mps.stop_steps(self.host, self.live, self.daemons_to_stop - stopped_by_change)
 
     def losses(self) -> list[Loss]:
         """Return what is lost besides instances: names and grants of instances that stay, and other users' daemons."""
-        index, staying = self.live.gpu.index, {device.place for device in self.to_be}
-        want = {(named.name, named.spot): named.users for named in self.names}
+        staying = {device.place for device in self.devices_after}
+        wanted_users = {(named.name, named.spot): named.users for named in self.names}
         losses: list[Loss] = []
         for named in self.live.names:
-            users = want.get((named.name, named.spot))
-            if users is None and named.place in staying:
+            users = wanted_users.get((named.name, named.spot))
+            if users is not None:
+                revoked = [user for user in named.users if user not in users]
+                losses += [revocation_loss(named.name, user, opens=not users) for user in revoked]
+            elif named.place in staying:
                 reasons = (f"granted to {', '.join(named.users)}",) if named.users else ()
-                title = f"the name '{named.name}' of {named} on GPU {index}"
+                title = f"the name '{named.name}' of {named} on GPU {self.live.gpu.index}"
                 losses.append(Loss(action="forgets", what=title, why=reasons))
-            elif users is not None:
-                losses += [
-                    revocation_loss(named.name, user, opens=not users) for user in named.users if user not in users
-                ]
-        return [*losses, *daemons_of_others(self.host, self.live.gpu, self.restarted)]
+        return [*losses, *daemons_of_others(self.host, self.live.gpu, self.daemons_to_stop)]
 
     def steps_before_mig(self) -> list[Step]:
-        """Return what comes before the MIG change: grants and names of instances that go, and the compute mode."""
+        """Return what comes before the MIG change: revoke grants of lost names, bind the new names, set the compute mode.
+
+        Raises:
+            InUse: a program on a GPU without MIG is in the way.
+        """
         if not self.wants_mig and self.live.gpu.mig_enabled is not True:
             self._refuse_programs()
-        steps: list[Step] = []
-        staying = {device.place for device in self.to_be}
-        steps += revoke_steps(self.host, self.live, self.names, staying)
+        staying = {device.place for device in self.devices_after}
+        steps = revoke_steps(self.host, self.live, self.names, staying)
         steps += names_steps(self.host, self.live, self.names)
+        # With MIG, a GPU has no other compute mode.
         if self.wants_mig and not self.live.gpu.mig_enabled and self._mode_after_stops() is not ComputeMode.DEFAULT:
             steps.append(self._mode_step(ComputeMode.DEFAULT))
         return steps
 
     def _mode_after_stops(self) -> ComputeMode:
-        """Return the compute mode once the stopped daemon has restored it."""
-        daemon = self.live.daemons.get(self.live.gpu.uuid or "")
-        stops = (self.live.gpu.uuid or "") in self.restarted
-        if daemon is not None and daemon.wish is not None and daemon.wish.exclusive and stops:
+        """Return the compute mode once the daemons to stop have stopped: an exclusive daemon restores the default."""
+        uuid = self.live.gpu.uuid or ""
+        daemon = self.live.daemons.get(uuid)
+        exclusive = daemon is not None and daemon.wish is not None and daemon.wish.exclusive
+        if self.live.gpu.mig_enabled or (exclusive and uuid in self.daemons_to_stop):
             return ComputeMode.DEFAULT
         # A GPU without a compute mode only has the default.
-        return ComputeMode.DEFAULT if self.live.gpu.mig_enabled else self.live.gpu.compute_mode or ComputeMode.DEFAULT
+        return self.live.gpu.compute_mode or ComputeMode.DEFAULT
+
+    @property
+    def _gpu_daemon_stays(self) -> bool:
+        """Return whether the whole GPU has a lasting daemon that does not stop."""
+        return self.live.mps is not None and (self.live.gpu.uuid or "") not in self.daemons_to_stop
 
     def _refuse_programs(self) -> None:
         """Raise InUse if programs on the GPU would keep running next to what the file wants."""
-        gpu, mps = self.live.gpu, self.entry.mps
+        gpu = self.live.gpu
+        mps = self.entry.mps
         # The server of an unused daemon does not count: it ends with its daemon.
         idle = idle_daemon_pids(self.host, gpu)
-        programs = [
-            process
+        outside = [
+            self._process_title(process.pid)
             for process in gpu.processes or ()
             if process.compute and not process.mps and process.pid not in idle
         ]
-        outside = [self._process_title(process.pid) for process in programs]
-        running = self.live.mps is not None and (gpu.uuid or "") not in self.restarted
-        if mps is not None and not running:
+        if mps is not None and not self._gpu_daemon_stays:
             host_mps.check_daemon(self.host, Device(gpu=gpu), mps, outside)
         elif self.entry.sharing is Way.EXCLUSIVE and gpu.compute_mode is not ComputeMode.EXCLUSIVE_PROCESS:
-            host_mps.refuse_outside(f"GPU {gpu.index}", gpu, outside, may=1)
+            # The mode exclusive-process has room for one.
+            host_mps.refuse_outside(f"GPU {gpu.index}", gpu, outside, allowed=1)
 
     def steps_after_mig(self) -> list[Step]:
         """Return what follows the MIG change: grants, or compute mode and time-slice of a whole GPU."""
@@ -272,16 +300,18 @@ class _GpuWork:
 
     def _mode_steps(self) -> list[Step]:
         """Return the step that sets the compute mode, or none."""
-        exclusive, mps = self.entry.sharing is Way.EXCLUSIVE, self.entry.mps
-        running = self.live.mps is not None and (self.live.gpu.uuid or "") not in self.restarted
+        mps = self.entry.mps
         # A daemon sets the mode at its start, and restores the earlier one at its end.
-        is_exclusive = exclusive or (mps is not None and mps.exclusive and running)
-        mode = ComputeMode.EXCLUSIVE_PROCESS if is_exclusive else ComputeMode.DEFAULT
+        of_running_daemon = mps is not None and mps.exclusive and self._gpu_daemon_stays
+        mode = ComputeMode.DEFAULT
+        if self.entry.sharing is Way.EXCLUSIVE or of_running_daemon:
+            mode = ComputeMode.EXCLUSIVE_PROCESS
         return [] if self._mode_after_stops() is mode else [self._mode_step(mode)]
 
     def _time_slice_steps(self) -> list[Step]:
         """Return the step that sets the level of the time-slice, or none. Raises NotSupported if the GPU has none to set."""
-        level, live = self.entry.time_slice, self.live
+        level = self.entry.time_slice
+        live = self.live
         if level is None or level is live.time_slice or (level is TimeSlice.DEFAULT and not live.has_time_slice):
             return []
         # A GPU with MIG on may have a time-slice when the earlier steps have switched MIG off.
@@ -297,36 +327,45 @@ class _GpuWork:
 
     def _gpu_daemon_steps(self) -> list[Step]:
         """Return the step that starts or changes the daemon of the whole GPU, or none."""
-        mps, gpu = self.entry.mps, self.live.gpu
-        if mps is None or self._keeps_daemon(gpu.uuid, mps):
+        mps = self.entry.mps
+        index = self.live.gpu.index
+        if mps is None or self._keeps_daemon(self.live.gpu.uuid, mps):
             return []
-        index = gpu.index
-        return [
-            host_mps.daemon_step(
-                self.host, f"GPU {index}", lambda: Device(gpu=self.host.nvml.gpu(index)), mps, selector=str(index)
-            )
-        ]
+
+        def find() -> Device:
+            return Device(gpu=self.host.nvml.gpu(index))
+
+        return [host_mps.daemon_step(self.host, f"GPU {index}", find, mps, selector=str(index))]
 
     def _keeps_daemon(self, uuid: str | None, wish: MpsWish) -> bool:
         """Return whether a device has a daemon with the wanted limits that is not stopped on the way."""
         daemon = self.live.daemon(uuid)
-        return uuid not in self.restarted and daemon is not None and limits_key(daemon.wish) == limits_key(wish)
+        return uuid not in self.daemons_to_stop and daemon is not None and limits_key(daemon.wish) == limits_key(wish)
 
     def _instance_daemon_steps(self) -> list[Step]:
-        """Return the steps that give the MIG devices their daemons. Raises if a device cannot have one."""
-        steps, gpu = [], self.live.gpu
+        """Return the steps that give the MIG devices their daemons.
+
+        Raises:
+            InUse, NotSupported, BadUsage: a device cannot have its daemon.
+        """
+        if self.change is None:
+            return []
+        gpu = self.live.gpu
+        memory_of = {profile.name: profile.memory_bytes for profile in self.change.layout.profiles}
+        kept = frozenset(device.uuid for device in self.devices_after if device.uuid)
+        steps = []
         for want in self.assignment.devices:
-            device, wish = want.device, want.wish.mps
+            device = want.device
+            wish = want.wish.mps
             if device is None or wish is None or (device.uuid is not None and self._keeps_daemon(device.uuid, wish)):
                 continue
-            memory = next((p.memory_bytes for p in self.change.layout.profiles if p.name == device.profile), None)  # type: ignore[union-attr]
             if device.uuid is None or self.live.daemon(device.uuid) is None:
-                host_mps.check_daemon(
-                    self.host, host_mps.device_to_be(gpu, device, memory), wish, self._programs_in(device)
-                )
+                device_after = host_mps.device_to_be(gpu, device, memory_of.get(device.profile))
+                host_mps.check_daemon(self.host, device_after, wish, self._programs_in(device))
             title = f"MIG {device} of GPU {gpu.index}"
+            # A new device has no UUID yet: the printed command has a word in its place.
             selector = device.uuid or f"MIG-UUID-OF-{device}"
-            finder = _Finder(self.host, gpu.index, device, frozenset(d.uuid for d in self.to_be if d.uuid))
+            finder = _DeviceFinder(self.host, gpu.index, device, kept)
             steps.append(host_mps.daemon_step(self.host, title, finder, wish, selector=selector))
         return steps
 
@@ -342,8 +381,11 @@ class _GpuWork:
 
 
 @dataclass(frozen=True)
-class _Finder:
-    """Finds a MIG device when its step runs: by UUID, or among those created at its placement."""
+class _DeviceFinder:
+    """Finds a MIG device when its step runs: by UUID, or among those created at its placement.
+
+    ``gpu`` is the index of its GPU, ``kept`` has the UUIDs of the devices that are not new.
+    """
 
     host: Host
     gpu: int

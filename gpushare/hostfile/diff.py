@@ -36,26 +36,24 @@ def points(live: LiveGpu, entry: Entry, entries: Mapping[int, Entry] | None = No
 
     ``entries`` are those of all GPUs by index: they show on which GPU the file wants a name instead.
     """
-    return tuple(_find_points(live, entry, _names_elsewhere(live, entries or {})))
+    return tuple(_yield_points(live, entry, _names_elsewhere(live, entries or {})))
 
 
-def _find_points(live: LiveGpu, entry: Entry, elsewhere: Mapping[str, str]) -> Iterator[Point]:
+def _yield_points(live: LiveGpu, entry: Entry, elsewhere: Mapping[str, str]) -> Iterator[Point]:
     """Yield the differences of a GPU; ``elsewhere`` tells where the file has a name that this GPU is not to have."""
+    wanted_mps = "a daemon of gpushare" if entry.sharing is Way.MPS else None
     for daemon in live.foreign:
-        yield Point(what="MPS", found=daemon, wanted=None if entry.sharing is not Way.MPS else "a daemon of gpushare")
-    wanted = entry.sharing is Way.MIG
-    yield from _mode_points(live, wanted=wanted)
-    if wanted:
+        yield Point(what="MPS", found=daemon, wanted=wanted_mps)
+    wants_mig = entry.sharing is Way.MIG
+    yield from _mig_mode_points(live, wants_mig=wants_mig)
+    if wants_mig:
         yield from _layout_points(live, entry, elsewhere)
-    elif live.gpu.mig_enabled:
-        gone = ", ".join(f"{instance.profile.name}:{instance.start}" for instance in live.instances)
-        yield from [Point(what="MIG devices", found=gone, wanted=None)] if gone else []
-    exclusive = entry.mps is not None and entry.mps.exclusive
-    mode = ComputeMode.EXCLUSIVE_PROCESS if entry.sharing is Way.EXCLUSIVE or exclusive else ComputeMode.DEFAULT
-    # A GPU without a compute mode (some virtual GPUs) counts as default.
-    if not live.gpu.mig_enabled and not wanted and (live.gpu.compute_mode or ComputeMode.DEFAULT) is not mode:
-        now = "unknown" if live.gpu.compute_mode is None else live.gpu.compute_mode.title
-        yield Point(what="compute mode", found=now, wanted=mode.title)
+    elif live.gpu.mig_enabled and live.instances:
+        surplus = ", ".join(f"{instance.profile.name}:{instance.start}" for instance in live.instances)
+        yield Point(what="MIG devices", found=surplus, wanted=None)
+    # With MIG, a GPU has only the default compute mode.
+    if not live.gpu.mig_enabled and not wants_mig:
+        yield from _compute_mode_points(live, entry)
     level = entry.time_slice
     if level is not None and live.time_slice is not level and (live.has_time_slice or level is not TimeSlice.DEFAULT):
         now = "unknown" if live.time_slice is None else live.time_slice.title
@@ -63,14 +61,26 @@ def _find_points(live: LiveGpu, entry: Entry, elsewhere: Mapping[str, str]) -> I
     yield from mps_points("MPS", live.mps, entry.mps)
 
 
-def _mode_points(live: LiveGpu, *, wanted: bool) -> Iterator[Point]:
-    """Yield that MIG is on or off against the file, or is about to be."""
+def _mig_mode_points(live: LiveGpu, *, wants_mig: bool) -> Iterator[Point]:
+    """Yield that MIG is on or off against the file, or will be after a reset or reboot (pending)."""
     word = {True: "on", False: "off", None: "not there"}
-    enabled, pending = live.gpu.mig_enabled, live.gpu.mig_pending
-    if bool(enabled) is not wanted:
-        yield Point(what="MIG", found=word[enabled], wanted=word[wanted])
-    elif pending is not None and pending is not wanted:
-        yield Point(what="MIG", found=f"{word[pending]} is pending", wanted=word[wanted])
+    enabled = live.gpu.mig_enabled
+    pending = live.gpu.mig_pending
+    if bool(enabled) is not wants_mig:
+        yield Point(what="MIG", found=word[enabled], wanted=word[wants_mig])
+    elif pending is not None and pending is not wants_mig:
+        yield Point(what="MIG", found=f"{word[pending]} is pending", wanted=word[wants_mig])
+
+
+def _compute_mode_points(live: LiveGpu, entry: Entry) -> Iterator[Point]:
+    """Yield that the compute mode is not the one that an entry without MIG needs."""
+    now = live.gpu.compute_mode
+    wanted = ComputeMode.DEFAULT
+    if entry.sharing is Way.EXCLUSIVE or (entry.mps is not None and entry.mps.exclusive):
+        wanted = ComputeMode.EXCLUSIVE_PROCESS
+    # A GPU without a compute mode (some virtual GPUs) counts as default.
+    if (now or ComputeMode.DEFAULT) is not wanted:
+        yield Point(what="compute mode", found="unknown" if now is None else now.title, wanted=wanted.title)
 
 
 def mps_points(what: str, live: LiveMps | None, wanted: MpsWish | None) -> Iterator[Point]:
@@ -78,20 +88,28 @@ def mps_points(what: str, live: LiveMps | None, wanted: MpsWish | None) -> Itera
     if live is None and wanted is None:
         return
     if live is None or live.wish is None or wanted is None:
-        shown = None if live is None else _mps_text(live.wish) if live.wish else live.error or "it does not answer"
-        yield Point(what=what, found=shown, wanted=None if wanted is None else _mps_text(wanted))
+        text_now = None
+        if live is not None:
+            text_now = _mps_text(live.wish) if live.wish else live.error or "it does not answer"
+        yield Point(what=what, found=text_now, wanted=None if wanted is None else _mps_text(wanted))
         return
-    now, held, limits = live.wish, live.wish.limits.explicit, wanted.limits.explicit
-    for name, held_text, want in (
-        ("threads", _percent_text(held.threads_percent), _percent_text(limits.threads_percent)),
-        ("memory", _size_text(held.memory_limit_bytes), _size_text(limits.memory_limit_bytes)),
-        ("priority", _priority_text(held), _priority_text(limits)),
-        ("users", _users_text(now.users), _users_text(wanted.users)),
-        ("exclusive", str(now.exclusive).lower(), str(wanted.exclusive).lower()),
-        ("multiuser", str(now.multiuser).lower(), str(wanted.multiuser).lower()),
-    ):
-        if held_text != want:
-            yield Point(what=f"{what} {name}", found=held_text, wanted=want)
+    wanted_texts = _texts_by_key(wanted)
+    for key, text_now in _texts_by_key(live.wish).items():
+        if text_now != wanted_texts[key]:
+            yield Point(what=f"{what} {key}", found=text_now, wanted=wanted_texts[key])
+
+
+def _texts_by_key(wish: MpsWish) -> dict[str, str | None]:
+    """Return what a daemon holds, as text by the key of the file, with every default spelled out."""
+    limits = wish.limits.explicit
+    return {
+        "threads": _percent_text(limits.threads_percent),
+        "memory": _size_text(limits.memory_limit_bytes),
+        "priority": _priority_text(limits),
+        "users": _users_text(wish.users),
+        "exclusive": str(wish.exclusive).lower(),
+        "multiuser": str(wish.multiuser).lower(),
+    }
 
 
 def _layout_points(live: LiveGpu, entry: Entry, elsewhere: Mapping[str, str]) -> Iterator[Point]:
@@ -104,19 +122,20 @@ def _layout_points(live: LiveGpu, entry: Entry, elsewhere: Mapping[str, str]) ->
         yield Point(what="MIG devices", found=None, wanted=str(devices))
     for devices in differs.extra:
         yield Point(what="MIG devices", found=str(devices), wanted=None)
-    assignment = assignment_of(live, entry, live.layout, devices_of_layout(live))
+    present = devices_of_layout(live)
+    assignment = assignment_of(live, entry, live.layout, present)
     yield from name_points(live, assignment, elsewhere)
     for want in assignment.devices:
         if want.device is not None:
             yield from mps_points(f"MPS of {want.device}", live.daemon(want.device.uuid), want.wish.mps)
-    taken = {want.device for want in assignment.devices}
-    for device in devices_of_layout(live):
-        if device not in taken:
+    assigned = {want.device for want in assignment.devices}
+    for device in present:
+        if device not in assigned:
             yield from mps_points(f"MPS of {device}", live.daemon(device.uuid), None)
 
 
 def _names_elsewhere(live: LiveGpu, entries: Mapping[int, Entry]) -> dict[str, str]:
-    """Return where the file has names that are not wanted on this GPU."""
+    """Return the names that the file has on other GPUs, each with its GPU in words."""
     return {
         mig.name: f"on GPU {index}"
         for index, entry in entries.items()
@@ -127,31 +146,34 @@ def _names_elsewhere(live: LiveGpu, entries: Mapping[int, Entry]) -> dict[str, s
 
 
 def name_points(live: LiveGpu, assignment: Assignment, elsewhere: Mapping[str, str]) -> Iterator[Point]:
-    """Yield missing, wrong and surplus names and grants."""
-    wanted = {named.name: named for named in assignment.names}
+    """Yield missing, wrong and surplus names and grants; ``elsewhere`` has the names that the file wants on other GPUs."""
+    wanted_names = {named.name: named for named in assignment.names}
     # Names in the file whose devices do not exist yet.
     waiting = {
-        device.wish.name: device for device in assignment.devices if device.wish.name and device.wish.name not in wanted
+        device.wish.name: device
+        for device in assignment.devices
+        if device.wish.name and device.wish.name not in wanted_names
     }
     present = {named.name: named for named in live.names}
-    for name in sorted(wanted.keys() | present.keys() | waiting.keys()):
-        now, want = present.get(name), wanted.get(name)
-        if want is None:
-            waiting_device = waiting.get(name)
-            place = elsewhere.get(name) if waiting_device is None else _place_text(waiting_device)
-            place_now = None if now is None else str(now)
-            if now is not None and place_now == place:
+    for name in sorted(wanted_names.keys() | present.keys() | waiting.keys()):
+        now = present.get(name)
+        place_now = None if now is None else str(now)
+        wanted = wanted_names.get(name)
+        if wanted is None:
+            place = _place_text(waiting[name]) if name in waiting else elsewhere.get(name)
+            if place_now is not None and place_now == place:
+                # The name is at the right instance, but the device, its compute instance, is missing.
                 place_now = f"{place_now} without a compute instance"
             yield Point(what=f"name {name}", found=place_now, wanted=place)
             continue
-        places = [None if named is None else str(named) for named in (now, want)]
-        if places[0] != places[1]:
-            yield Point(what=f"name {name}", found=places[0], wanted=places[1])
-        users = [() if named is None else tuple(sorted(named.users)) for named in (now, want)]
-        if users[0] != users[1]:
-            yield Point(what=f"users of {name}", found=_users_text(users[0]), wanted=_users_text(users[1]))
+        if place_now != str(wanted):
+            yield Point(what=f"name {name}", found=place_now, wanted=str(wanted))
+        users_now = _users_text(() if now is None else now.users)
+        users_wanted = _users_text(wanted.users)
+        if users_now != users_wanted:
+            yield Point(what=f"users of {name}", found=users_now, wanted=users_wanted)
         elif name in live.open:
-            yield Point(what=f"users of {name}", found="not in force", wanted=_users_text(users[1]))
+            yield Point(what=f"users of {name}", found="not in force", wanted=users_wanted)
 
 
 def _place_text(want: WantedDevice) -> str:
@@ -183,7 +205,9 @@ def _mps_text(wish: MpsWish) -> str:
         parts.append(f"priority {limits.priority.title}")
     if wish.users:
         parts.append(f"for {_users_text(wish.users)}")
-    return "a daemon, " + ", ".join(parts + (["exclusive"] if wish.exclusive else []))
+    if wish.exclusive:
+        parts.append("exclusive")
+    return "a daemon, " + ", ".join(parts)
 
 
 def check_has_mig(gpu: Gpu, entry: Entry) -> None:

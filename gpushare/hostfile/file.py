@@ -254,7 +254,8 @@ def _mps_document(mps: MpsWish) -> dict[str, object]:
     return keys
 
 
-_MAKERS: Final = frozenset({"nvidia", "tesla", "geforce", "quadro", "rtx", "gtx", "pro", "pcie", "sxm", "nvl"})
+# Words of many product names: alone they name no model.
+_BRAND_WORDS: Final = frozenset({"nvidia", "tesla", "geforce", "quadro", "rtx", "gtx", "pro", "pcie", "sxm", "nvl"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,19 +277,20 @@ def match_entries(file: HostFile, gpus: Sequence[Gpu], same_model: Callable[[str
     missing: list[GpushareError] = []
     notes = []
     models = [value for entry in file.entries if entry.match.by is Exactness.MODEL for value in entry.match.values]
-    exact = {gpu.index for gpu in gpus if gpu.name and any(same_model(value, gpu.name) for value in models)}
+    named_exactly = {gpu.index for gpu in gpus if gpu.name and any(same_model(value, gpu.name) for value in models)}
 
     def is_model(written: str, gpu: Gpu) -> bool:
         name = gpu.name or ""
-        return same_model(written, name) if gpu.index in exact else _is_part(written, name)
+        return same_model(written, name) if gpu.index in named_exactly else _is_part(written, name)
 
+    # The most exact entries come first, and keep their GPUs.
     for entry in sorted(file.entries, key=lambda entry: -entry.match.by):
-        mine = _gpus_of(entry, gpus, is_model)
-        for gpu in mine:
+        matched_gpus = _gpus_of(entry, gpus, is_model)
+        for gpu in matched_gpus:
             _check_matched_once(file, chosen.get(gpu.index), entry, gpu)
             chosen.setdefault(gpu.index, entry)
         missing += _missing_gpu_errors(file, entry, gpus)
-        if not mine and entry.match.by in {Exactness.MODEL, Exactness.ALL}:
+        if not matched_gpus and entry.match.by in {Exactness.MODEL, Exactness.ALL}:
             notes.append(f"{file.shown}:{entry.mark}: no GPU of this host is {entry.match}")
     entries = {index: chosen[index] for index in sorted(chosen)}
     _check_names_differ(file, entries)
@@ -297,8 +299,13 @@ def match_entries(file: HostFile, gpus: Sequence[Gpu], same_model: Callable[[str
 
 def _is_part(written: str, name: str) -> bool:
     """Return whether a product name has all words of a model in the file; a brand or size alone does not count."""
-    words, name_words = (set(re.findall(r"[a-z0-9]+", text.lower())) for text in (written, name))
-    return words <= name_words and any(word not in _MAKERS and not re.fullmatch(r"\d+gb?", word) for word in words)
+    words = _words_of(written)
+    telling = [word for word in words if word not in _BRAND_WORDS and not re.fullmatch(r"\d+gb?", word)]
+    return bool(telling) and words <= _words_of(name)
+
+
+def _words_of(model: str) -> set[str]:
+    return set(re.findall(r"[a-z0-9]+", model.lower()))
 
 
 def _gpus_of(entry: Entry, gpus: Sequence[Gpu], is_model: Callable[[str, Gpu], bool]) -> list[Gpu]:

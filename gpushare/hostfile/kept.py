@@ -33,11 +33,13 @@ def user_limits_in(file: HostFile, *, skip_unknown: bool = False) -> UserLimits:
             except NotFound as error:
                 if not skip_unknown:
                     raise NotFound(f"{file.shown}:{row.mark}: {error.message}", error.hint, code=error.code) from None
-        # After a row for all users, a further row can only match root.
-        for uid in uids if others is None else [uid for uid in uids if uid == 0]:
-            named.setdefault(uid, row.limit_bytes)
-        if not row.users and others is None:
+        if others is not None:
+            # A row for all users came before: it matched every user but root.
+            uids = [uid for uid in uids if uid == 0]
+        elif not row.users:
             others = row.limit_bytes
+        for uid in uids:
+            named.setdefault(uid, row.limit_bytes)
     longest = file.longest_lease_seconds
     return UserLimits(named, others, MOST_LEASE_SECONDS if longest is None else longest)
 
@@ -51,14 +53,16 @@ def kept_limits(host: Host) -> UserLimits:
 
 def roots_file(host: Host) -> HostFile | None:
     """Return the file that root applied last; None: there is none, or it is no longer valid."""
-    own = (host.state_directory,) if host.root else ()
-    for directory in (*own, *host.shared_state_directories):
+    directories = list(host.shared_state_directories)
+    if host.root:
+        directories.insert(0, host.state_directory)
+    for directory in directories:
         with contextlib.suppress(OSError, ValueError, GpushareError):
             if is_trusted_directory(directory):
-                read = read_own(directory / KEPT)
-                # A dozen files are read only where there is such a file.
+                content = read_own(directory / KEPT)
+                # These import a dozen modules, which a job loads at its start only where there is such a file.
                 from gpushare.hostfile.parse import parse
                 from gpushare.inputs import decode_text
 
-                return parse(decode_text(read, str(directory / KEPT), "gpushare.yaml"))
+                return parse(decode_text(content, str(directory / KEPT), "gpushare.yaml"))
     return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from gpushare.base.errors import BadUsage
 from gpushare.base.model import ComputeMode, Gpu, TimeSlice, Way
@@ -61,8 +61,15 @@ class LiveGpu:
         return tuple(sorted(instances, key=lambda instance: instance.start))
 
 
+# The match of a captured entry, until it is known which GPUs share the entry.
+_NO_GPU_YET: Final = Match(by=Exactness.ALL)
+
+
 def captured_file(gpus: list[LiveGpu], *, by: Exactness = Exactness.INDEX) -> tuple[HostFile, list[str]]:
-    """Return the file for these GPUs as they are, and notes on what it cannot express. Equal GPUs share an entry."""
+    """Return the file for these GPUs as they are, and notes on what it cannot express.
+
+    ``by`` tells whether the file names GPUs by index or UUID. Equal GPUs share an entry; a name is for one GPU only.
+    """
     entries: list[Entry] = []
     notes: list[str] = []
     for live in gpus:
@@ -70,12 +77,12 @@ def captured_file(gpus: list[LiveGpu], *, by: Exactness = Exactness.INDEX) -> tu
         if entry is None:
             continue
         value = str(live.gpu.index) if by is Exactness.INDEX else live.gpu.uuid or ""
-        alike = next((other for other in entries if other.alike == entry.alike and not _has_names(other)), None)
-        if alike is None:
+        equal = next((other for other in entries if other.alike == entry.alike and not _has_names(other)), None)
+        if equal is None:
             entries.append(replace(entry, match=Match(by=by, values=(value,))))
         else:
-            both = Match(by=by, values=(*alike.match.values, value))
-            entries[entries.index(alike)] = replace(alike, match=both)
+            both = Match(by=by, values=(*equal.match.values, value))
+            entries[entries.index(equal)] = replace(equal, match=both)
     return HostFile(entries=tuple(entries)), notes
 
 
@@ -84,8 +91,12 @@ def _has_names(entry: Entry) -> bool:
 
 
 def _captured_entry(live: LiveGpu, notes: list[str]) -> Entry | None:
-    """Return the entry that describes a GPU as it is; None: none can. ``notes`` gets why, and what is left out."""
-    gpu, title = live.gpu, f"GPU {live.gpu.index}"
+    """Return the entry that describes a GPU as it is, without the GPU; None: no entry can.
+
+    ``notes`` gets why, and what is left out.
+    """
+    gpu = live.gpu
+    title = f"GPU {gpu.index}"
     if gpu.error is not None:
         # The command reports the GPU as an error.
         return None
@@ -99,7 +110,6 @@ def _captured_entry(live: LiveGpu, notes: list[str]) -> Entry | None:
         notes.append(f"{title} is left out: its MPS daemon does not answer: {silent[0].error or 'no reason known'}")
         return None
     notes += [f"{title}: {daemon}: a file cannot express it" for daemon in live.foreign]
-    unbound = Match(by=Exactness.ALL)
     if gpu.mig_pending is not None and gpu.mig_pending != gpu.mig_enabled:
         notes.append(f"{title}: a change of the MIG mode is pending; the file has the current mode")
     if gpu.mig_enabled:
@@ -107,69 +117,81 @@ def _captured_entry(live: LiveGpu, notes: list[str]) -> Entry | None:
             notes.append(
                 f"{title}: its time-slice level {live.time_slice.title} is left out: a file cannot express one with MIG"
             )
-        return Entry(match=unbound, sharing=Way.MIG, mig=tuple(_captured_instances(live, notes)))
+        return Entry(match=_NO_GPU_YET, sharing=Way.MIG, mig=tuple(_captured_instances(live, notes)))
     if live.time_slice not in {None, TimeSlice.DEFAULT} and (live.mps or gpu.compute_mode is not ComputeMode.DEFAULT):
         notes.append(f"{title}: its time-slice level is left out: it has no effect with this way of sharing")
     if live.mps is not None:
         if live.mps.wish is not None:
-            return Entry(match=unbound, sharing=Way.MPS, mps=live.mps.wish)
+            return Entry(match=_NO_GPU_YET, sharing=Way.MPS, mps=live.mps.wish)
         notes.append(f"{title}: its MPS daemon is left out: {live.mps.error or 'it does not answer'}")
     return _captured_entry_without_daemon(live, notes)
 
 
 def _captured_entry_without_daemon(live: LiveGpu, notes: list[str]) -> Entry | None:
     """Return the entry of a GPU without MIG and MPS, by its compute mode and time-slice; None: as `_captured_entry`."""
-    gpu, title, unbound = live.gpu, f"GPU {live.gpu.index}", Match(by=Exactness.ALL)
+    gpu = live.gpu
+    title = f"GPU {gpu.index}"
     if gpu.compute_mode is ComputeMode.PROHIBITED:
         notes.append(f"{title} is left out: a file cannot express compute mode prohibited")
         return None
     if gpu.compute_mode is ComputeMode.EXCLUSIVE_THREAD:
         notes.append(f"{title}: compute mode exclusive-thread is obsolete; the file has exclusive-process")
     if gpu.compute_mode in {ComputeMode.EXCLUSIVE_PROCESS, ComputeMode.EXCLUSIVE_THREAD}:
-        return Entry(match=unbound, sharing=Way.EXCLUSIVE)
+        return Entry(match=_NO_GPU_YET, sharing=Way.EXCLUSIVE)
     if live.time_slice is None:
         notes.append(f"{title}: its time-slice level is unknown; the file has default")
-    return Entry(match=unbound, sharing=Way.TIMESLICE, time_slice=live.time_slice or TimeSlice.DEFAULT)
+    return Entry(match=_NO_GPU_YET, sharing=Way.TIMESLICE, time_slice=live.time_slice or TimeSlice.DEFAULT)
 
 
 def _captured_instances(live: LiveGpu, notes: list[str]) -> list[InstanceWish]:
-    """Return the MIG devices of a GPU as a file wants them; ``notes`` gets what is left out."""
+    """Return the MIG devices of a GPU as a file wants them; ``notes`` gets what is left out.
+
+    The name of a GPU instance and its users go to the first device in it, the largest.
+    """
     wishes: list[InstanceWish] = []
     for instance in live.instances:
-        name = next((named for named in live.names if named.place == instance.place), None)
+        named = next((named for named in live.names if named.place == instance.place), None)
         if not instance.compute:
             notes.append(
                 f"GPU {live.gpu.index}: GPU instance {instance.id} ({instance.profile.name}:{instance.start}) has no compute instance "
                 "and is left out"
             )
-        for number, part in enumerate(sorted(instance.compute, key=lambda part: -part.profile.slices)):
-            whole = part.profile.slices == instance.profile.slices
+        for part in sorted(instance.compute, key=lambda part: -part.profile.slices):
+            place = f"{instance.profile.name}:{instance.start}"
+            takes_all = part.profile.slices == instance.profile.slices
             daemon = live.daemon(part.uuid)
             if daemon is not None and daemon.wish is None:
                 notes.append(f"GPU {live.gpu.index}: the MPS daemon of {part.uuid} is left out: {daemon.error}")
             wishes.append(
                 InstanceWish(
-                    wish=("" if whole else f"{part.profile.name}.") + f"{instance.profile.name}:{instance.start}",
-                    name=name.name if name is not None and number == 0 else None,
-                    users=name.users if name is not None and number == 0 else (),
+                    wish=place if takes_all else f"{part.profile.name}.{place}",
+                    name=None if named is None else named.name,
+                    users=() if named is None else named.users,
                     mps=None if daemon is None else daemon.wish,
                 )
             )
+            named = None
     return _merge_equal(wishes)
 
 
 def _merge_equal(wishes: list[InstanceWish]) -> list[InstanceWish]:
     """Merge equal neighbours into one with a count; an item with a name stays alone."""
-    counted: list[InstanceWish] = []
-    for wish, same in groupby(wishes):
-        number = len(list(same))
-        alone = number == 1 or wish.name is not None
-        counted += [wish] * number if alone else [replace(wish, wish=f"{wish.wish}*{number}")]
-    return counted
+    merged: list[InstanceWish] = []
+    for wish, equal_wishes in groupby(wishes):
+        count = len(list(equal_wishes))
+        if count == 1 or wish.name is not None:
+            merged += [wish] * count
+        else:
+            merged.append(replace(wish, wish=f"{wish.wish}*{count}"))
+    return merged
 
 
 class PlacedDevice(NamedTuple):
-    """One MIG device, existing or to be created; ``number`` distinguishes those of one size in one GPU instance."""
+    """One MIG device, existing or to be created.
+
+    ``profile`` and ``start`` are those of its GPU instance, ``slices`` are its own compute slices; ``whole``: it has all of
+    the instance. ``number`` distinguishes devices of one size in one GPU instance.
+    """
 
     profile: str
     start: int
@@ -209,7 +231,7 @@ class Assignment:
 
     @property
     def names(self) -> tuple[NamedInstance, ...]:
-        """Return the names whose instance is known."""
+        """Return the names whose instance is known. Raises BadUsage: two names are for one instance."""
         by_place: dict[tuple[str, int], NamedInstance] = {}
         for want in self.devices:
             if want.device is None or want.wish.name is None:
@@ -241,18 +263,20 @@ def assign(wanted: Iterable[WantedDevice], devices: Iterable[PlacedDevice], *, g
 
     Those with a fixed placement choose first, then the pairs that are most alike, and of these those with a name.
     """
-    assigned, free = list(wanted), list(devices)
+    assigned = list(wanted)
+    offered = list(devices)
+    # The best pairs come first, as numbers in the two lists.
     pairs = sorted(
-        (want.start is None, _unlikeness(want, device), want.wish.name is None, number, place)
-        for number, want in enumerate(assigned)
-        for place, device in enumerate(free)
+        (want.start is None, _unlikeness(want, device), want.wish.name is None, want_number, device_number)
+        for want_number, want in enumerate(assigned)
+        for device_number, device in enumerate(offered)
         if _fits(want, device)
     )
     taken: set[int] = set()
-    for *_, number, place in pairs:
-        if assigned[number].device is None and place not in taken:
-            taken.add(place)
-            assigned[number] = replace(assigned[number], device=free[place])
+    for *_, want_number, device_number in pairs:
+        if assigned[want_number].device is None and device_number not in taken:
+            taken.add(device_number)
+            assigned[want_number] = replace(assigned[want_number], device=offered[device_number])
     return Assignment(tuple(assigned), gpu_uuid)
 
 
@@ -279,19 +303,26 @@ def devices_of_layout(live: LiveGpu) -> list[PlacedDevice]:
 
 
 def devices_to_be(shape: GpuShape, profiles: Sequence[Profile], kept: Sequence[PlacedDevice]) -> list[PlacedDevice]:
-    """Return the MIG devices after a change; ``kept`` are the current ones that it does not touch."""
-    whole = {profile.name: profile.slices for profile in profiles}
-    rest, devices = list(kept), []
+    """Return the MIG devices of a GPU after a change; ``shape`` is its layout then.
+
+    ``kept`` are the current devices that the change does not touch. All others in the shape are new.
+    """
+    slices_of_profile = {profile.name: profile.slices for profile in profiles}
+    unused = list(kept)
+    devices: list[PlacedDevice] = []
     for instance in shape.instances:
         for part in instance.compute:
             slices = part.slices
-            same = [device for device in rest if device.place == instance.place and device.slices == slices]
-            if same:
-                rest.remove(same[0])
-                devices.append(same[0])
-                continue
-            number = _count_alike(devices, instance.place, slices)
-            devices.append(PlacedDevice(*instance.place, slices, slices == whole.get(instance.profile), number))
+            device = next(
+                (device for device in unused if (device.place, device.slices) == (instance.place, slices)), None
+            )
+            if device is None:
+                whole = slices == slices_of_profile.get(instance.profile)
+                number = _count_alike(devices, instance.place, slices)
+                device = PlacedDevice(*instance.place, slices, whole, number)
+            else:
+                unused.remove(device)
+            devices.append(device)
     return devices
 
 
@@ -320,13 +351,14 @@ def _fits(want: WantedDevice, device: PlacedDevice) -> bool:
 
 
 def _unlikeness(want: WantedDevice, device: PlacedDevice) -> int:
-    """Return how much a fitting device differs: 0 not at all, 1 same name, 2 and 3 without a name, 4 another name."""
+    """Return how much a fitting device differs, from 0 (not at all) to 4 (it would lose its name to this one)."""
     if want.wish.name == device.name and limits_key(want.wish.mps) == limits_key(device.mps):
         return 0
     if want.wish.name is not None and want.wish.name == device.name:
         return 1
     if device.name is not None:
         return 4
+    # The device has no name: best if a daemon stays where it is.
     return 2 if (want.wish.mps is None) == (device.mps is None) else 3
 
 

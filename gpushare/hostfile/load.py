@@ -24,11 +24,11 @@ from gpushare.host.written_file import directory_of
 from gpushare.hostfile.file import Entry, HostFile, InstanceWish, Matched, MpsWish, match_entries
 from gpushare.hostfile.kept import KEPT, kept_limits, user_limits_in
 from gpushare.hostfile.parse import parse
-from gpushare.inputs import decode_text, shown_path, text_of
+from gpushare.inputs import Mark, decode_text, shown_path, text_of
 from gpushare.timeslice.rules import Names
 
 DEFAULT: Final = "gpushare.yaml"
-_MOST_BEFORE: Final = 8
+_MOST_BEFORE_FILES: Final = 8
 
 
 def load(path: str) -> tuple[HostFile, str]:
@@ -67,19 +67,24 @@ def load_own(path: str) -> HostFile:
     except PermissionError:
         raise NoPermission(f"{path} cannot be read", "run as root: sudo gpushare ...", code="bad_file") from None
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        above = getattr(error, "filename", None)
-        if isinstance(above, str) and Path(above).name != Path(path).name:
-            # It is about a directory.
-            reason = reason.replace("it is", f"{above} is", 1)
-        named = shlex.quote(path)
-        owner = "root" if os.geteuid() == 0 else "its owner"
-        raise NoPermission(
-            f"the rules of {path} are not followed: {reason}",
-            f"make it writable for {owner} only: ls -ld {named}; sudo install -m 644 {named} /etc/gpushare.yaml",
-            code="untrusted_file",
-        ) from None
+        raise _untrusted_error(path, error) from None
     return parse(text, path)
+
+
+def _untrusted_error(path: str, error: OSError | ValueError) -> NoPermission:
+    """Return the error about a file that others may write, from the error of `directory_of` or `read_own`."""
+    reason = getattr(error, "strerror", None) or str(error)
+    refused = getattr(error, "filename", None)
+    if isinstance(refused, str) and Path(refused).name != Path(path).name:
+        # "it" is a directory above the file.
+        reason = reason.replace("it is", f"{refused} is", 1)
+    quoted = shlex.quote(path)
+    owner = "root" if os.geteuid() == 0 else "its owner"
+    return NoPermission(
+        f"the rules of {path} are not followed: {reason}",
+        f"make it writable for {owner} only: ls -ld {quoted}; sudo install -m 644 {quoted} /etc/gpushare.yaml",
+        code="untrusted_file",
+    )
 
 
 def names_in(file: HostFile) -> Names:
@@ -100,11 +105,15 @@ def names_in(file: HostFile) -> Names:
 
 
 def entries_of(file: HostFile, gpus: Sequence[Gpu]) -> Matched:
-    """Return the entry of each GPU, with users by name."""
-    all_entries = match_entries(file, gpus, _same_model)
+    """Return the entry of each GPU, with users by name.
+
+    Raises:
+        BadUsage: two entries match a GPU in the same way, or a name is used twice.
+        NotFound: there is no such user.
+    """
+    matched = match_entries(file, gpus, _same_model)
     return replace(
-        all_entries,
-        entries={index: _with_known_users(entry, file.shown) for index, entry in all_entries.entries.items()},
+        matched, entries={index: _with_user_names(entry, file.shown) for index, entry in matched.entries.items()}
     )
 
 
@@ -122,11 +131,12 @@ def kept_entries(host: Host, gpus: Sequence[Gpu]) -> tuple[Mapping[int, Entry], 
     if not is_trusted_directory(host.state_directory):
         return {}, None
     try:
-        all_entries = entries_of(load(str(applied_path(host)))[0], gpus)
+        matched = entries_of(load(str(applied_path(host)))[0], gpus)
     except GpushareError as error:
-        hidden = error.code == "no_file" or isinstance(error, NoPermission)
-        return {}, None if hidden else error
-    return all_entries.entries, next(iter(all_entries.missing), None)
+        if error.code == "no_file" or isinstance(error, NoPermission):
+            return {}, None
+        return {}, error
+    return matched.entries, next(iter(matched.missing), None)
 
 
 def kept_file(host: Host) -> HostFile | None:
@@ -138,17 +148,22 @@ def kept_file(host: Host) -> HostFile | None:
 
 def changed_limits(host: Host, file: HostFile) -> list[str]:
     """Return how the limits of users in a file differ from those in force: ``... of each user: none -> 20G``."""
-    want, now = user_limits_in(file), kept_limits(host)
-    rows = [(f"user {user_name(uid)}", want.get(uid), now.get(uid)) for uid in sorted({*want, *now})]
-    rows.append(("each other user" if rows else "each user", want.others, now.others))
+    wanted = user_limits_in(file)
+    in_force = kept_limits(host)
+    rows = [
+        (f"user {user_name(uid)}", in_force.get(uid), wanted.get(uid))
+        for uid in sorted(wanted.keys() | in_force.keys())
+    ]
+    rows.append(("each other user" if rows else "each user", in_force.others, wanted.others))
 
     def text(size: int | None) -> str:
         return "none" if size is None else size_option(size)
 
-    changed = [f"memory: limit of {who}: {text(old)} -> {text(new)}" for who, new, old in rows if new != old]
-    longest, before = want.longest_lease_seconds, now.longest_lease_seconds
-    if longest != before:
-        changed.append(f"reserve: longest lease: {format_duration(before)} -> {format_duration(longest)}")
+    changed = [f"memory: limit of {user}: {text(old)} -> {text(new)}" for user, old, new in rows if new != old]
+    old_longest = in_force.longest_lease_seconds
+    new_longest = wanted.longest_lease_seconds
+    if new_longest != old_longest:
+        changed.append(f"reserve: longest lease: {format_duration(old_longest)} -> {format_duration(new_longest)}")
     return changed
 
 
@@ -164,17 +179,21 @@ def _same_model(written: str, name: str) -> bool:
     return key(written) == key(name)
 
 
-def _with_known_users(entry: Entry, shown: str) -> Entry:
-    """Return an entry with users by name; the file may have ids."""
+def _with_user_names(entry: Entry, shown: str) -> Entry:
+    """Return an entry with users by name; the file may have ids. ``shown`` names the file in errors.
 
-    def user_names(users: tuple[str, ...], at: object) -> tuple[str, ...]:
+    Raises:
+        NotFound: there is no such user; the message has line and column.
+    """
+
+    def user_names(users: tuple[str, ...], mark: Mark) -> tuple[str, ...]:
         try:
             return tuple(sorted({user_name(user_id(user)) for user in users}))
         except NotFound as error:
-            raise NotFound(f"{shown}:{at}: {error.message}", error.hint, code=error.code) from None
+            raise NotFound(f"{shown}:{mark}: {error.message}", error.hint, code=error.code) from None
 
-    def mps(wish: MpsWish | None, at: object) -> MpsWish | None:
-        return None if wish is None else replace(wish, users=user_names(wish.users, at))
+    def mps(wish: MpsWish | None, mark: Mark) -> MpsWish | None:
+        return None if wish is None else replace(wish, users=user_names(wish.users, mark))
 
     def instance(wish: InstanceWish) -> InstanceWish:
         return replace(wish, users=user_names(wish.users, wish.mark), mps=mps(wish.mps, wish.mark))
@@ -205,8 +224,10 @@ def keep_before(host: Host, text: str) -> Path:
     """Keep the state before an apply, and of earlier ones the last few; return the path. Errors as `keep_applied`."""
     path = _write_kept(host, before_path(host, text), text)
     with contextlib.suppress(OSError):
+        # An equal state that was kept before is now the newest.
         os.utime(path)
-        for old in sorted(path.parent.glob("before-*.yaml"), key=lambda file: -file.lstat().st_mtime)[_MOST_BEFORE:]:
+        newest_first = sorted(path.parent.glob("before-*.yaml"), key=lambda file: -file.lstat().st_mtime)
+        for old in newest_first[_MOST_BEFORE_FILES:]:
             old.unlink()
     return path
 
@@ -219,10 +240,15 @@ def default_path() -> str | None:
     """
     if not os.path.lexists(DEFAULT):
         return None
-    trusted = {0, int(os.environ.get("SUDO_UID", "0")) if os.environ.get("SUDO_UID", "0").isdecimal() else 0}
-    for path in (".", DEFAULT) if os.geteuid() == 0 else ():
+    if os.geteuid() != 0:
+        return DEFAULT
+    trusted_uids = {0}
+    caller_of_sudo = os.environ.get("SUDO_UID", "")
+    if caller_of_sudo.isdecimal():
+        trusted_uids.add(int(caller_of_sudo))
+    for path in (".", DEFAULT):
         stated = os.lstat(path)
-        if stated.st_uid not in trusted or stated.st_mode & 0o022 or stat.S_ISLNK(stated.st_mode):
+        if stated.st_uid not in trusted_uids or stated.st_mode & 0o022 or stat.S_ISLNK(stated.st_mode):
             raise NoPermission(
                 f"other users may have written ./{DEFAULT}, so root does not take it unasked",
                 f"see who may: ls -ld . {DEFAULT}; if it is right, name it: -f {DEFAULT}",

@@ -38,32 +38,31 @@ def with_units(host: Host, daemons: Sequence[FoundDaemon], gpus: Sequence[Gpu]) 
 def unit_device(found: FoundDaemon, gpus: Sequence[Gpu]) -> str | None:
     """Return the UUID of the device that a unit's daemon serves, or None when no unit runs it.
 
-    Any user can start a program that claims to listen there, so only processes of root and of this user count.
+    The pipe directory of a unit is named for its device. Any user can start a program that claims to listen there, so
+    only processes of root and of this user count.
     """
-    where = found.daemon.pipe_directory
-    if found.daemon.ours or not found.trusted or where is None or not where.startswith(f"{UNIT_PIPES}/"):
+    pipe = found.daemon.pipe_directory
+    if found.daemon.ours or not found.trusted or pipe is None or not pipe.startswith(f"{UNIT_PIPES}/"):
         return None
     uuids = [uuid for gpu in gpus for uuid in (gpu.uuid, *(mig.uuid for mig in gpu.mig_instances)) if uuid]
-    return next((uuid for uuid in uuids if where == pipe_directory(uuid)), None)
+    return next((uuid for uuid in uuids if pipe == pipe_directory(uuid)), None)
 
 
 def _with_unit_limit(host: Host, daemon: MpsDaemon, uuid: str) -> MpsDaemon:
-    """Return the daemon of a unit with its device, and with the exact memory limit that the unit has noted."""
-    held = daemon.memory_limit_bytes
+    """Return the daemon of a unit with its device, and with the exact memory limit that the unit has noted.
+
+    The daemon itself prints its limit in whole GiB. A note that does not agree with that is out of date, and not used.
+    """
+    limit = daemon.memory_limit_bytes
+    pipe = local_path(host, daemon.pipe_directory or pipe_directory(uuid))
     try:
-        text = (
-            local_path(host, daemon.pipe_directory or pipe_directory(uuid))
-            .with_name(LIMIT_FILE)
-            .read_text(encoding="utf-8")
-            .strip()
-        )
-        noted = parse_memory_limit(text)
-        if held is not None and held in {parse_memory(mps_memory_readback(noted)), noted}:
-            held = noted
+        noted = parse_memory_limit(pipe.with_name(LIMIT_FILE).read_text(encoding="utf-8").strip())
+        if limit is not None and limit in {parse_memory(mps_memory_readback(noted)), noted}:
+            limit = noted
     except (OSError, ValueError, GpushareError):
-        # An older unit has no such file: use what the daemon prints, whole GiB.
+        # An older unit has no such file.
         pass
-    return replace(daemon, device_uuid=uuid, memory_limit_bytes=held)
+    return replace(daemon, device_uuid=uuid, memory_limit_bytes=limit)
 
 
 def users_of(host: Host, daemon: MpsDaemon) -> tuple[str, ...]:
@@ -104,9 +103,9 @@ def _live_gpu(
     daemons: Sequence[FoundDaemon],
     layout: Layout | None,
 ) -> LiveGpu:
-    """Return how one GPU is shared now, from what was read of all of them."""
+    """Return how one GPU is shared now, from what was read of all of them: levels of time-slices by index, all daemons."""
     host = state.host
-    mine = {gpu.uuid, *(mig.uuid for mig in gpu.mig_instances)} - {None}
+    device_uuids = {gpu.uuid, *(mig.uuid for mig in gpu.mig_instances)} - {None}
     # Of the daemons that are not ours only those of units have a device: `with_units` has set it.
     others = [item for item in daemons if not item.daemon.ours and item.daemon.device_uuid is None]
     foreign = [item.daemon for item in others if item.serves(host, gpu.index)]
@@ -118,7 +117,7 @@ def _live_gpu(
         daemons={
             item.daemon.device_uuid or "": _live_daemon(host, gpu, item)
             for item in daemons
-            if item.daemon.device_uuid in mine
+            if item.daemon.device_uuid in device_uuids
         },
         foreign=tuple(
             f"an MPS daemon that gpushare did not start (process {daemon.pid}, {daemon.pipe_directory})"
@@ -133,18 +132,23 @@ def _live_gpu(
 def _live_daemon(host: Host, gpu: Gpu, found: FoundDaemon) -> LiveMps:
     """Return a daemon of gpushare, or of its systemd unit, with the limits in force.
 
-    Without them if it does not answer, or if its start was interrupted: that may not have set all limits.
+    The limits are unknown if the daemon does not answer, or if its start was interrupted before all of them were set.
     """
-    daemon, record = found.daemon, found.record
+    daemon = found.daemon
+    record = found.record
     unit = unit_at(daemon.pipe_directory) if daemon.pipe_directory and not daemon.ours else None
     transient = daemon.transient or (record is not None and record.transient)
     if daemon.error is not None or (daemon.ours and (record is None or record.interrupted)):
         return LiveMps(pid=daemon.pid, wish=None, error=daemon.error or daemon.note, transient=transient, unit=unit)
-    exclusive = daemon.device_uuid == gpu.uuid and gpu.compute_mode is ComputeMode.EXCLUSIVE_PROCESS
+    if record is None:
+        exclusive = daemon.device_uuid == gpu.uuid and gpu.compute_mode is ComputeMode.EXCLUSIVE_PROCESS
+    else:
+        # The start of an exclusive daemon notes the mode that its stop restores.
+        exclusive = record.previous_compute_mode is not None
     wish = MpsWish(
         limits=Limits.of(daemon),
         users=users_of(host, daemon),
-        exclusive=exclusive if record is None else record.previous_compute_mode is not None,
+        exclusive=exclusive,
         multiuser=record is not None and record.users is not None,
     )
     return LiveMps(pid=daemon.pid, wish=wish, transient=transient, unit=unit)

@@ -26,14 +26,13 @@ from gpushare.mps import control
 from gpushare.mps.daemons import FoundDaemon, find_daemons, own_daemon
 from gpushare.mps.home import (
     DaemonHome,
-    DaemonRecord,
     own_home,
     pipe_users,
     restart_command,
     set_pipe_users,
     start_command,
 )
-from gpushare.mps.limits import check_memory
+from gpushare.mps.limits import Limits, check_memory
 from gpushare.mps.set import plan_limits
 from gpushare.mps.start import plan_start
 from gpushare.mps.stop import Stop
@@ -72,7 +71,10 @@ def level_step(host: Host, gpu: Gpu, level: TimeSlice, before: TimeSlice | None)
 def revoke_steps(
     host: Host, live: LiveGpu, names_to_be: Sequence[NamedInstance], staying: set[tuple[str, int]]
 ) -> list[Step]:
-    """Return the steps that revoke the grants of instances that stay and lose their name."""
+    """Return the steps that revoke the grants of instances that stay and lose their name.
+
+    ``staying`` are the places of instances: profile and first memory slice.
+    """
     kept = {(named.name, named.spot) for named in names_to_be}
     losing = [named for named in live.names if named.place in staying and (named.name, named.spot) not in kept]
     return [revoke_step(host, named) for named in losing if named.users]
@@ -83,43 +85,48 @@ def names_steps(host: Host, live: LiveGpu, names_to_be: Sequence[NamedInstance])
 
     Names are bound before their instances exist, so that a crash loses none.
     """
-    present, spots_to_be = ({named.name: named.spot for named in names} for names in (live.names, names_to_be))
-    if present == spots_to_be:
+    spots_now = {named.name: named.spot for named in live.names}
+    spots_to_be = {named.name: named.spot for named in names_to_be}
+    if spots_now == spots_to_be:
         return []
     forgotten = [named for named in live.names if named.name not in spots_to_be]
     # Without users: grants follow when the instances exist.
-    new = [replace(named, users=()) for named in names_to_be if present.get(named.name) != named.spot]
+    new = [replace(named, users=()) for named in names_to_be if spots_now.get(named.name) != named.spot]
     return [names_step(host, new, forgotten, {live.gpu.uuid or "": live.gpu.index})]
 
 
 def grant_steps(
     host: Host, live: LiveGpu, names_to_be: Sequence[NamedInstance], made: set[tuple[str, int]]
 ) -> list[Step]:
-    """Return the steps that grant named instances to exactly their users; ``made`` are the new ones."""
-    present = {(named.name, named.spot): named.users for named in live.names}
+    """Return the steps that grant named instances to exactly their users; ``made`` are the places of new instances."""
+    users_now = {(named.name, named.spot): named.users for named in live.names}
     steps = []
     for named in names_to_be:
-        present_users = present.get((named.name, named.spot))
-        fresh = present_users is None or named.place in made or named.name in live.open
-        if set(present_users or ()) == set(named.users) and not (named.users and fresh):
+        granted = users_now.get((named.name, named.spot))
+        # The same users must be granted again where the instance is another, or the driver does not have the grants.
+        not_in_force = granted is None or named.place in made or named.name in live.open
+        if set(granted or ()) == set(named.users) and not (named.users and not_in_force):
             continue
         users = ", ".join(named.users) or "all users"
-        command = f"gpushare mig grant {named.name} USER" if named.users else f"gpushare mig revoke {named.name}"
+        commands = [f"gpushare mig grant {named.name} {shlex.quote(user)}" for user in named.users]
         steps.append(
             deferred_step(
                 f"open '{named.name}' ({named}) to {users}",
-                "\n".join(f"gpushare mig grant {named.name} {shlex.quote(user)}" for user in named.users) or command,
+                "\n".join(commands) or f"gpushare mig revoke {named.name}",
                 lambda named=named: access_steps(host, names_of(host)[named.name], named.users),  # type: ignore[misc]
             )
         )
     return steps
 
 
-def check_step(look: Callable[[], LiveGpu], entry: Entry, index: int) -> Step:
-    """Return the step that checks a GPU at the end; if it is not as in the file, all is undone."""
+def check_step(read_live: Callable[[], LiveGpu], entry: Entry, index: int) -> Step:
+    """Return the step that checks a GPU at the end; if it is not as in the file, all is undone.
+
+    ``read_live`` reads how the GPU is shared after the steps before; ``index`` is that of the GPU.
+    """
 
     def act() -> None:
-        differences = points(look(), entry)
+        differences = points(read_live(), entry)
         if differences:
             raise NotHeld(
                 f"GPU {index}: every step was carried out, but it differs from the file: {'; '.join(map(str, differences))}",
@@ -135,22 +142,27 @@ Find = Callable[[], Device]
 
 
 def stop_steps(host: Host, live: LiveGpu, unwanted: set[str]) -> list[Step]:
-    """Return the steps that stop our idle daemons on these devices, and clean up after dead ones."""
+    """Return the steps that stop our daemons on these devices (UUIDs), and clean up after dead ones.
+
+    Raises:
+        InUse, NoPermission: a daemon has clients, does not answer, or belongs to another user.
+    """
+    running = own_daemons(host, live.gpu)
     steps = []
-    for daemon in own_daemons(host, live.gpu):
+    for daemon in running:
         if daemon.device.uuid in unwanted:
             refuse_used(host, daemon)
             steps.append(stop_step(host, daemon))
-    running = {daemon.device.uuid for daemon in own_daemons(host, live.gpu)}
-    dead = [uuid for uuid in live.daemons if uuid in unwanted - running]
-    for item in find_daemons(host, [live.gpu], deep=False) if dead else ():
-        if item.daemon.device_uuid in dead:
-            steps.append(_clear_step(host, item, live.gpu))
+    dead = {uuid for uuid in live.daemons if uuid in unwanted} - {daemon.device.uuid for daemon in running}
+    if dead:
+        for item in find_daemons(host, [live.gpu], deep=False):
+            if item.daemon.device_uuid in dead:
+                steps.append(_clear_step(host, item, live.gpu))
     return steps
 
 
 def stop_step(host: Host, daemon: OwnDaemon) -> Step:
-    """Return the step that stops an unused daemon."""
+    """Return the step that stops an unused daemon and opens its pipe directory to all users; its undo restores both."""
     users = pipe_users(daemon.home.pipe) or ()
 
     def act() -> None:
@@ -159,7 +171,7 @@ def stop_step(host: Host, daemon: OwnDaemon) -> Step:
         if users:
             set_pipe_users(daemon.home.pipe, ())
 
-    def back() -> None:
+    def revert() -> None:
         if users:
             set_pipe_users(daemon.home.pipe, users)
         start_again(host, daemon.record, daemon.device)
@@ -169,12 +181,13 @@ def stop_step(host: Host, daemon: OwnDaemon) -> Step:
         command=f"gpushare mps stop -g {daemon.device.selector}",
         undo=restart_command(daemon.record, daemon.device),
         do=act,
-        revert=back,
+        revert=revert,
     )
 
 
 def _clear_step(host: Host, found: FoundDaemon, gpu: Gpu) -> Step:
     """Return the step that removes what a dead daemon left, and restores the compute mode."""
+    # On a MIG device there is no mode to restore.
     device = Device(gpu=gpu) if gpu.uuid == found.daemon.device_uuid else None
     return Step(
         what=f"clean up after a dead MPS daemon of GPU {gpu.index}",
@@ -186,35 +199,43 @@ def _clear_step(host: Host, found: FoundDaemon, gpu: Gpu) -> Step:
 def daemon_step(host: Host, title: str, find: Find, wish: MpsWish, *, selector: str) -> Step:
     """Return the step that gives a device a daemon with exactly these limits and users.
 
-    A running daemon of ours is changed, not restarted. Taken back, it has its earlier limits and users again; only a daemon
-    that the step has started is stopped.
+    ``title`` and ``selector`` name the device in the text and in the printed command; ``find`` finds it when the step runs.
+    A running daemon of ours is changed, not restarted. The undo gives it back its earlier limits and users, and stops a
+    daemon only if the step has started it.
     """
-    work = _Daemon(host, find, wish)
+    work = _DaemonWork(host, find, wish)
+    what = f"serve {title} with an MPS daemon"
     words = _wish_words(wish)
+    if words:
+        what += f": {', '.join(words)}"
     return Step(
-        what=f"serve {title} with an MPS daemon" + (f": {', '.join(words)}" if words else ""),
+        what=what,
         command=start_command(
             selector, wish.limits, exclusive=wish.exclusive, users=wish.users if wish.multiuser else None
         ),
         undo=f"gpushare mps stop -g {selector}",
         do=work.do,
-        revert=work.back,
+        revert=work.undo,
     )
 
 
-class _Daemon:
-    """Start or change one daemon as a file says."""
+class _DaemonWork:
+    """Start or change one daemon as a file says, and undo it."""
 
     def __init__(self, host: Host, find: Find, wish: MpsWish) -> None:
-        self._host, self._find, self._wish = host, find, wish
+        self._host = host
+        self._find = find
+        self._wish = wish
         self._device: Device | None = None
+        # What `do` has done: started a daemon, changed the limits of this one, changed these users.
         self._started = False
-        self._before: DaemonRecord | None = None
-        self._users: tuple[str, ...] | None = None
+        self._limits_before: Limits | None = None
+        self._users_before: tuple[str, ...] | None = None
 
     def do(self) -> None:
         """Set the limits and users of the daemon that runs, or start one."""
-        device = self._device = self._find()
+        device = self._find()
+        self._device = device
         try:
             home, record = own_daemon(self._host, device, to_change=True)
         except NotFound:
@@ -223,7 +244,7 @@ class _Daemon:
         limits = self._wish.limits.explicit
         with home.locked():
             if record.limits.explicit != limits:
-                self._before = record
+                self._limits_before = record.limits.explicit
             carry_out(plan_limits(self._host, device, limits))
             self._set_users(home)
 
@@ -241,41 +262,47 @@ class _Daemon:
 
     def _set_users(self, home: DaemonHome) -> None:
         """Let only the wanted users enter the pipe directory, and note who might before."""
-        present = pipe_users(home.pipe)
-        if present is not None and present != self._wish.users:
-            self._users = present
+        users_now = pipe_users(home.pipe)
+        if users_now is not None and users_now != self._wish.users:
+            self._users_before = users_now
             set_pipe_users(home.pipe, self._wish.users)
 
-    def back(self) -> None:
-        """Take back what `do` has done."""
+    def undo(self) -> None:
+        """Undo what `do` has done, also where an error has interrupted it."""
         device = self._device
         if device is None:
             return
         home = own_home(self._host, device.uuid)
         if self._started:
-            daemon = next(
-                (each for each in own_daemons(self._host, device.gpu) if each.device.uuid == device.uuid), None
-            )
-            if daemon is not None:
-                Stop(self._host, daemon.found, device, drain_seconds=0.0, force=False).run()
-        elif self._before is not None:
+            for daemon in own_daemons(self._host, device.gpu):
+                if daemon.device.uuid == device.uuid:
+                    Stop(self._host, daemon.found, device, drain_seconds=0.0, force=False).run()
+        elif self._limits_before is not None:
             with home.locked():
-                carry_out(plan_limits(self._host, device, self._before.limits.explicit))
-        if self._users is not None:
-            set_pipe_users(home.pipe, self._users)
+                carry_out(plan_limits(self._host, device, self._limits_before))
+        if self._users_before is not None:
+            set_pipe_users(home.pipe, self._users_before)
 
 
 def check_daemon(host: Host, device: Device, wish: MpsWish, outside: Sequence[str]) -> None:
-    """Raise before anything is changed if a device cannot have a daemon."""
+    """Raise before anything is changed if a device cannot have a daemon.
+
+    ``outside`` are titles of the programs on the device: they would keep running outside MPS.
+
+    Raises:
+        NotSupported: the MPS control program is missing.
+        BadUsage: the memory limit is above the memory of the device.
+        InUse: programs are on the device.
+    """
     if host.programs.find(control.PROGRAM) is None:
         raise missing_program_error(control.PROGRAM)
     check_memory(device, wish.limits.memory_limit_bytes)
     refuse_outside(device.title, device.gpu, outside)
 
 
-def refuse_outside(title: str, gpu: Gpu, outside: Sequence[str], *, may: int = 0) -> None:
-    """Raise InUse if more than ``may`` programs are on a device that is to be shared in another way."""
-    if len(outside) > may:
+def refuse_outside(title: str, gpu: Gpu, outside: Sequence[str], *, allowed: int = 0) -> None:
+    """Raise InUse if more than ``allowed`` programs are on a device that is to be shared in another way."""
+    if len(outside) > allowed:
         raise InUse(
             f"{title} is in use: {first_few(outside, 4)}",
             f"wait for them: gpushare apply -f FILE --wait 600s; see: gpushare status -g {gpu.index}",
@@ -292,6 +319,11 @@ def device_to_be(gpu: Gpu, placed: PlacedDevice, memory: int | None) -> Device:
 
 def _wish_words(wish: MpsWish) -> list[str]:
     """Return a wanted daemon in words: its limits, who it is for, what else may run."""
-    words = [*wish.limits.words, *([f"for {', '.join(wish.users)}"] if wish.users else [])]
-    words += ["several users at the same time"] if wish.multiuser else []
-    return words + (["no programs outside it"] if wish.exclusive else [])
+    words = list(wish.limits.words)
+    if wish.users:
+        words.append(f"for {', '.join(wish.users)}")
+    if wish.multiuser:
+        words.append("several users at the same time")
+    if wish.exclusive:
+        words.append("no programs outside it")
+    return words
