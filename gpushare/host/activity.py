@@ -51,14 +51,18 @@ class ActivityMeter:
         if self.gpm:
             percent = or_none(lambda: self._nvml.ask(self._between_samples))
             return None if percent is None else Activity(percent, "gpm")
+        # Also where nothing is known: who waits for a queue to drain reads in a loop.
         time.sleep(_WINDOW_SECONDS)
-        percent = None if self._instance is not None else utilization(self._nvml, self._index)
+        if self._instance is not None:
+            return None
+        percent = utilization(self._nvml, self._index)
         return None if percent is None else Activity(percent, "utilization")
 
     def _between_samples(self, nvml: Any) -> float | None:
         """Return the activity between a sample taken now and one taken 0.1 s later."""
         with contextlib.ExitStack() as samples:
-            first, second = (self._new_sample(nvml, samples) for _ in range(2))
+            first = self._new_sample(nvml, samples)
+            second = self._new_sample(nvml, samples)
             self._take_sample(nvml, first)
             time.sleep(_WINDOW_SECONDS)
             self._take_sample(nvml, second)
@@ -122,6 +126,7 @@ class ActivityRecorder(ActivityMeter):
         with contextlib.ExitStack() as samples:
             now = self._new_sample(nvml, samples)
             self._take_sample(nvml, now)
+            # Filled: it is kept for the next call, and not freed here.
             samples.pop_all()
         last, self._last = self._last, now
         if last is None:

@@ -71,13 +71,13 @@ class Capabilities:
         """Return the capabilities of the instances of a GPU, given by minor number."""
         capabilities: dict[Place, Capability] = {}
         for gpu_instance in _numbers_in(self._real(_mig_directory(minor)), "gi"):
-            own = self.read(minor, gpu_instance)
-            if own is not None:
-                capabilities[gpu_instance, None] = own
+            of_whole_instance = self.read(minor, gpu_instance)
+            if of_whole_instance is not None:
+                capabilities[gpu_instance, None] = of_whole_instance
             for compute_instance in _numbers_in(self._real(_mig_directory(minor, gpu_instance)), "ci"):
-                inner = self.read(minor, gpu_instance, compute_instance)
-                if inner is not None:
-                    capabilities[gpu_instance, compute_instance] = inner
+                of_compute_instance = self.read(minor, gpu_instance, compute_instance)
+                if of_compute_instance is not None:
+                    capabilities[gpu_instance, compute_instance] = of_compute_instance
         return capabilities
 
     def read(self, minor: int, gpu_instance: int, compute_instance: int | None = None) -> Capability | None:
@@ -160,7 +160,7 @@ def modify_line(*, modify: bool) -> str:
 # Characters of the names of a group's members in a hint.
 _MOST_MEMBERS: Final = 60
 # Users that a simulated host has and this machine has not, by id.
-MADE_UP: Final[dict[int, str]] = {}
+SIMULATED_USERS: Final[dict[int, str]] = {}
 
 
 def user_id(name: str) -> int:
@@ -175,22 +175,22 @@ def user_id(name: str) -> int:
         return int(name)
     with contextlib.suppress(KeyError, ValueError):
         return pwd.getpwnam(name).pw_uid
-    for uid, made_up in MADE_UP.items():
-        if made_up == name:
+    for uid, simulated_name in SIMULATED_USERS.items():
+        if simulated_name == name:
             return uid
     raise _no_user_error(name)
 
 
 def _no_user_error(name: str) -> NotFound:
-    """Return the error of what is no user; a group is one, with or without the prefix of other programs."""
+    """Return the error about a name that is no user's. It may be a group's, with a prefix of other programs (``@``, ``%``)."""
     import grp
 
     group = re.sub(r"^(?:[@%]|group:)", "", name)
     with contextlib.suppress(KeyError, ValueError):
         members = ",".join(grp.getgrnam(group).gr_mem)
         # The list of a group leaves out the users whose first group it is.
-        named = f": {members}" if 0 < len(members) <= _MOST_MEMBERS else ""
-        hint = f"name its users{named}; the groups of a user: id -nG USER"
+        members_text = f": {members}" if 0 < len(members) <= _MOST_MEMBERS else ""
+        hint = f"name its users{members_text}; the groups of a user: id -nG USER"
         return NotFound(f"'{name}' is a group: only users can be named", hint, code="no_user")
     hint = f"check the spelling: getent passwd {shlex.quote(group[:60])}"
     return NotFound(f"there is no user '{name[:60]}'", hint, code="no_user")
@@ -205,7 +205,9 @@ def group_id(name: str) -> int:
     import grp
 
     try:
-        return (grp.getgrgid(int(name)) if name.isascii() and name.isdigit() else grp.getgrnam(name)).gr_gid
+        if name.isascii() and name.isdigit():
+            return grp.getgrgid(int(name)).gr_gid
+        return grp.getgrnam(name).gr_gid
     except (KeyError, OverflowError, ValueError):
         raise NotFound(
             f"there is no group '{name[:60]}'",
@@ -221,7 +223,7 @@ def user_name(uid: int) -> str:
     try:
         return pwd.getpwuid(uid).pw_name
     except (KeyError, OverflowError):
-        return MADE_UP.get(uid, str(uid))
+        return SIMULATED_USERS.get(uid, str(uid))
 
 
 def _mig_directory(minor: int, gpu_instance: int | None = None, compute_instance: int | None = None) -> str:
@@ -243,25 +245,30 @@ def _numbers_in(directory: Path, prefix: str) -> list[int]:
 
 
 def _refused_error(path: str, error: OSError) -> GpushareError:
-    gone = NotFound(f"there is no {path}", "see which instances are there: gpushare mig status", code="no_capability")
-    return change_refused_error(path, error, gone, "grant the instance to one user")
+    """Return the error about a file or node of a capability that could not be changed."""
+    missing = NotFound(
+        f"there is no {path}", "see which instances are there: gpushare mig status", code="no_capability"
+    )
+    return change_refused_error(path, error, missing, "grant the instance to one user")
 
 
 # -- access control lists --------------------------------------------------------------------------
 
 
 def listed_users(path: Path, permission: int) -> tuple[int, ...]:
-    """Return the ids of the users whom the list of a file gives a permission; empty: it has no list, or cannot have one."""
+    """Return the ids of the users whom the access control list of a file gives a permission; empty if it has no list."""
     with contextlib.suppress(OSError, struct.error):
         return _users_in(os.getxattr(path, _ACL), permission)
     return ()
 
 
 def set_listed_users(path: Path, mode: int, users: Sequence[int], permission: int) -> None:
-    """Let these users have a permission besides what a mode gives the owner, the group and others; none removes the list.
+    """Give users a permission by the access control list of a file; without users, remove the list.
+
+    ``mode`` is what the owner, the group and others keep.
 
     Raises:
-        OSError: ENOTSUP, its file system has no lists.
+        OSError: it cannot be written; ENOTSUP: the file system has no lists.
     """
     if users:
         os.setxattr(path, _ACL, _acl_bytes(mode, users, permission))
@@ -270,16 +277,19 @@ def set_listed_users(path: Path, mode: int, users: Sequence[int], permission: in
             os.removexattr(path, _ACL)
 
 
-def change_refused_error(path: str, error: OSError, gone: GpushareError, instead: str) -> GpushareError:
-    """Return the error of a change of access; ``gone``: there is no such file; ``instead`` needs no list."""
+def change_refused_error(path: str, error: OSError, missing: GpushareError, hint_without_lists: str) -> GpushareError:
+    """Return the error about access to a path that could not be changed.
+
+    ``missing`` is the error if there is no such path, ``hint_without_lists`` the hint if its file system has no lists.
+    """
     if error.errno in {errno.EACCES, errno.EPERM, errno.EROFS}:
         return NoPermission(f"may not change {path}: {error.strerror}", "run it as root: sudo gpushare ...")
     if error.errno in {errno.ENOENT, errno.ENOTDIR}:
-        return gone
+        return missing
     if error.errno == errno.ENOTSUP:
         return NotSupported(
             f"the file system of {path} has no access control lists, which access for several users needs",
-            instead,
+            hint_without_lists,
             code="no_acl",
         )
     return OperationFailed(f"cannot change {path}: {error.strerror}", "see what is wrong: gpushare doctor")
@@ -294,6 +304,6 @@ def _acl_bytes(mode: int, users: Sequence[int], permission: int) -> bytes:
 
 
 def _users_in(raw: bytes, permission: int) -> tuple[int, ...]:
-    """Return the users whom an access control list gives a permission."""
-    entries = struct.iter_unpack("<HHI", raw[4:])
+    """Return the users whom an access control list, as the kernel gives it, gives a permission."""
+    entries = struct.iter_unpack("<HHI", raw[struct.calcsize("<I") :])
     return tuple(sorted(uid for tag, permissions, uid in entries if tag == _USER and permissions & permission))

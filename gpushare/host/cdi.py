@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from gpushare.base.errors import NoPermission, NotSupported, OperationFailed
 from gpushare.base.model import Gpu
-from gpushare.base.units import check_depth
+from gpushare.base.units import check_depth, first_few
 from gpushare.base.values import dataclass
 from gpushare.host.host import Host
 
@@ -80,29 +80,31 @@ def find_specs(host: Host) -> tuple[CdiSpec, ...]:
     for directory in DIRECTORIES:
         with contextlib.suppress(OSError):
             for file in sorted(local_path(host, directory).iterdir()):
-                spec = _read_spec(file, f"{directory}/{file.name}") if file.suffix in {".yaml", ".json"} else None
+                if file.suffix not in {".yaml", ".json"}:
+                    continue
+                spec = _read_spec(file, f"{directory}/{file.name}")
                 if spec is not None and any(_is_generated(device.name) for device in spec.devices):
                     specs.append(spec)
     return tuple(specs)
 
 
 def _read_spec(file: Path, path: str) -> CdiSpec | None:
-    """Return the specification in a file; None: it is none of NVIDIA's GPUs, or cannot be read."""
+    """Return the specification in a file, which is ``path`` on the host; None: not of NVIDIA's GPUs, or not readable."""
     try:
         raw = _parse_yaml(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(raw, dict) or raw.get("kind") != KIND:
         return None
-    devices = raw.get("devices")
-    return CdiSpec(
-        path=path,
-        devices=tuple(
-            CdiDevice(name=str(device.get("name", "")), nodes=tuple(_node_paths(device)))
-            for device in (devices if isinstance(devices, list) else ())
-            if isinstance(device, dict)
-        ),
+    entries = raw.get("devices")
+    if not isinstance(entries, list):
+        entries = []
+    devices = tuple(
+        CdiDevice(name=str(entry.get("name", "")), nodes=tuple(_node_paths(entry)))
+        for entry in entries
+        if isinstance(entry, dict)
     )
+    return CdiSpec(path=path, devices=devices)
 
 
 def _parse_yaml(text: str) -> Any:
@@ -122,9 +124,10 @@ def _node_paths(device: dict[str, Any]) -> Iterable[str]:
     """Yield the paths of the device nodes of a device."""
     edits = device.get("containerEdits")
     nodes = edits.get("deviceNodes") if isinstance(edits, dict) else None
-    for node in nodes if isinstance(nodes, list) else ():
-        if isinstance(node, dict) and isinstance(node.get("path"), str):
-            yield node["path"]
+    if isinstance(nodes, list):
+        for node in nodes:
+            if isinstance(node, dict) and isinstance(node.get("path"), str):
+                yield node["path"]
 
 
 def _is_generated(name: str) -> bool:
@@ -144,53 +147,65 @@ def stale_specs(host: Host, gpus: Sequence[Gpu]) -> tuple[Staleness, ...]:
 def _staleness_of(spec: CdiSpec, gpus: Sequence[Gpu]) -> Staleness:
     """Return how a specification differs from the devices that are there."""
     answering = [gpu for gpu in gpus if gpu.error is None]
-    present = {mig.uuid: gpu for gpu in answering for mig in gpu.mig_instances}
-    whole = {gpu.uuid: gpu for gpu in answering if gpu.uuid and not gpu.mig_enabled}
+    mig_uuids = [mig.uuid for gpu in answering for mig in gpu.mig_instances]
     names = {device.name for device in spec.devices}
-    by_index = _uuids_by_index_name(spec, gpus)
-    listed = {name for name in names if name.startswith("MIG-")} or set(by_index.values())
-    gone = sorted(listed - present.keys()) if len(answering) == len(gpus) else []
-    missing = [uuid for uuid in present if uuid not in listed]
-    for uuid, gpu in whole.items():
-        if uuid not in names and not any(_names_index(name, gpu.index) for name in names):
-            missing.append(uuid)
-    return Staleness(
-        path=spec.path,
-        gone=tuple(gone),
-        missing=tuple(missing),
-        moved=() if gone or missing else tuple(_stale_names(by_index, answering)),
-    )
+    uuid_by_name = _uuids_by_index_name(spec, gpus)
+    # A specification without UUIDs names its MIG devices by index only.
+    listed = {name for name in names if name.startswith("MIG-")} or set(uuid_by_name.values())
+    gone: list[str] = []
+    # The devices of a GPU that does not answer may be there.
+    if len(answering) == len(gpus):
+        gone = sorted(listed.difference(mig_uuids))
+    missing = [uuid for uuid in mig_uuids if uuid not in listed]
+    for gpu in answering:
+        is_listed = gpu.uuid in names or any(_names_index(name, gpu.index) for name in names)
+        if gpu.uuid and not gpu.mig_enabled and not is_listed:
+            missing.append(gpu.uuid)
+    moved: list[str] = []
+    # While devices are gone or missing, the indexes of the others differ for that reason alone.
+    if not gone and not missing:
+        moved = list(_stale_names(uuid_by_name, answering))
+    return Staleness(path=spec.path, gone=tuple(gone), missing=tuple(missing), moved=tuple(moved))
 
 
 def _names_index(name: str, index: int) -> bool:
+    """Return whether a name is that of the whole GPU with this index."""
     match = _WHOLE.fullmatch(name)
     return match is not None and int(match[1]) == index
 
 
 def _uuids_by_index_name(spec: CdiSpec, gpus: Sequence[Gpu]) -> dict[str, str]:
-    """Return the UUIDs of MIG devices that are named by index; the name itself when unknown."""
-    same = {device.nodes: device.name for device in spec.devices if device.nodes and device.name.startswith("MIG-")}
+    """Return the UUID of each MIG device that a specification names by index (``0:1``), by that name.
+
+    It is that of the device with the same nodes; the name itself if the UUID is unknown.
+    """
+    uuid_by_nodes = {
+        device.nodes: device.name for device in spec.devices if device.nodes and device.name.startswith("MIG-")
+    }
     uuids = {}
     for device in spec.devices:
         match = _MIG.fullmatch(device.name)
         if match is not None:
             gpu = next((gpu for gpu in gpus if gpu.index == int(match[1])), None)
-            uuids[device.name] = same.get(device.nodes) or _uuid_by_capabilities(device, gpu) or device.name
+            uuid = uuid_by_nodes.get(device.nodes) or _uuid_by_capabilities(device, gpu)
+            uuids[device.name] = uuid or device.name
     return uuids
 
 
 def _uuid_by_capabilities(device: CdiDevice, gpu: Gpu | None) -> str | None:
-    """Return the UUID of the MIG device with the same capability nodes.
+    """Return the UUID of the MIG device of a GPU with the same capability nodes; None: there is none.
 
     The minor of a GPU instance is 3 + 135 * GPU + 9 * id, of its compute instance that + 1 + id (nvidia-caps.c).
     """
     minors = sorted({int(match[1]) for node in device.nodes if (match := _CAPABILITY.fullmatch(node))})
     if gpu is None or len(minors) != 2:
         return None
-    place = (minors[0] - 3) % 135 // 9, minors[1] - minors[0] - 1
-    return next(
-        (mig.uuid for mig in gpu.mig_instances if (mig.gpu_instance_id, mig.compute_instance_id) == place), None
-    )
+    gpu_instance = (minors[0] - 3) % 135 // 9
+    compute_instance = minors[1] - minors[0] - 1
+    for mig in gpu.mig_instances:
+        if (mig.gpu_instance_id, mig.compute_instance_id) == (gpu_instance, compute_instance):
+            return mig.uuid
+    return None
 
 
 def _stale_names(uuid_by_name: dict[str, str], gpus: Sequence[Gpu]) -> Iterable[str]:
@@ -214,13 +229,15 @@ def refresh_command(spec: CdiSpec | None = None) -> tuple[str, ...]:
     """
     if spec is None:
         return (PROGRAM, "cdi", "generate", f"--output={DEFAULT_PATH}")
+    command = [PROGRAM, "cdi", "generate", f"--output={spec.path}"]
     patterns = {"uuid": _UUID, "index": re.compile(r"\d+(:\d+)?"), "type-index": re.compile(r"(gpu\d+|mig\d+:\d+)")}
-    used = [
+    kinds = [
         kind for kind, pattern in patterns.items() if any(pattern.fullmatch(device.name) for device in spec.devices)
     ]
-    usual = not used or ("index" in used and "type-index" not in used)
-    kinds = () if usual else tuple(f"--device-name-strategy={kind}" for kind in used)
-    return (PROGRAM, "cdi", "generate", f"--output={spec.path}", *kinds)
+    is_default = "index" in kinds and "type-index" not in kinds
+    if not is_default:
+        command += [f"--device-name-strategy={kind}" for kind in kinds]
+    return tuple(command)
 
 
 def refresh(host: Host, spec: CdiSpec) -> None:
@@ -247,11 +264,11 @@ def refresh(host: Host, spec: CdiSpec) -> None:
                 f"nvidia-ctk may not write {spec.path}: {printed}", f"run as root: sudo {' '.join(command)}"
             )
         raise OperationFailed(f"nvidia-ctk did not write {spec.path}: {printed}", by_hand, code="cdi_not_written")
-    wrong = next((each for each in stale_specs(host, gpus) if each.path == spec.path), None)
-    if wrong is not None:
-        raise OperationFailed(
-            f"nvidia-ctk wrote {spec.path}, but it {describe(wrong)}", by_hand, code="cdi_still_stale"
-        )
+    for staleness in stale_specs(host, gpus):
+        if staleness.path == spec.path:
+            raise OperationFailed(
+                f"nvidia-ctk wrote {spec.path}, but it {describe(staleness)}", by_hand, code="cdi_still_stale"
+            )
 
 
 def check_toolkit(host: Host) -> None:
@@ -277,6 +294,5 @@ def describe(staleness: Staleness) -> str:
 
 
 def _first_names_text(names: Sequence[str]) -> str:
-    """Return the first names, and how many more there are."""
-    more = f" and {len(names) - 2} more" if len(names) > 3 else ""
-    return ", ".join(names[: 2 if more else 3]) + more
+    """Return three names; of more the first two, and how many more there are."""
+    return first_few(names, 3 if len(names) <= 3 else 2)

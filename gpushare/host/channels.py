@@ -60,17 +60,21 @@ RM_CONTROL: Final = 0xC020462A
 RM_ALLOC: Final = 0xC020462B
 # hClient, hObject, cmd, flags, params, paramsSize, status; and hRoot, hObjectParent, hObjectNew, hClass, ...
 ARGUMENT: Final = struct.Struct("<IIIIQII")
+_POINTER_AT: Final = 16
 _STATUS_AT: Final = 28
 _POINTER: Final = struct.Struct("<Q").pack_into
 _HANDLES: Final = struct.Struct("<II").pack_into
 _STATUS: Final = struct.Struct("<I").pack_into
 _NUMBER: Final = struct.Struct("<I").unpack_from
+# No status of RM: it stays where an ioctl writes none.
+_NO_STATUS: Final = 0xFFFFFFFF
 
 # RS_CLIENT_HANDLE_BASE and _MAX: handles are given out one after the other, and start again after a million.
 CLIENT_BASE: Final = 0xC1D00000
 CLIENT_COUNT: Final = 0x100000
 # Where libcuda's own handles begin (seen); the handle of the device tells where they do in others.
 OBJECT_BASE: Final = 0x5C000000
+_BASE_BITS: Final = 0xFFF00000
 
 HANDLE_INFO: Final = 0xD02
 PARENT, CLASS = 1, 2
@@ -99,8 +103,9 @@ SLICE: Final = struct.Struct("<Q")
 # NV2080_CTRL_FIFO_DISABLE_CHANNELS_PARAMS: bDisable, numChannels, bOnlyDisableScheduling, bRewindGpPut, event; then the lists.
 DISABLE: Final = struct.Struct("<B3xIBB6xQ64I64I")
 CHANNELS_PER_CALL: Final = 64
-# NV2080_CTRL_GPU_GET_PIDS_PARAMS and ..._GET_GID_INFO_PARAMS.
-PIDS: Final = struct.Struct("<III950I")
+# NV2080_CTRL_GPU_GET_PIDS_PARAMS (kind of id, 0 for a class; id; number of PIDs; PIDs) and ..._GET_GID_INFO_PARAMS.
+_MOST_PIDS: Final = 950
+PIDS: Final = struct.Struct(f"<III{_MOST_PIDS}I")
 GID: Final = struct.Struct("<III256s")
 # More than NV0000_ALLOC_PARAMETERS, of which RM takes the first field: the new handle.
 _MOST_OF_ALLOCATION: Final = 256
@@ -240,12 +245,15 @@ class KernelFiles:
         import fcntl
 
         self._node, self._device = node, device
-        self._ioctl, self._address, self._byte = fcntl.ioctl, ctypes.addressof, ctypes.c_char.from_buffer
+        # Kept: a scan makes ten thousand calls.
+        self._ioctl = fcntl.ioctl
+        self._address = ctypes.addressof
+        self._byte = ctypes.c_char.from_buffer
 
     def check(self) -> None:
-        """Raise Refused if this kernel or a sandbox allows no process to be duplicated from.
+        """Raise Refused if this kernel or a sandbox lets nobody duplicate a descriptor of another process.
 
-        A descriptor of this process is duplicated, which is always allowed where the call is.
+        Tried on this process itself: that is allowed wherever the system call is.
         """
         if _in_wsl() and not os.path.exists(self._node):
             raise Refused("wsl")
@@ -272,8 +280,8 @@ class KernelFiles:
         finally:
             os.close(pidfd)
 
-    def own(self) -> int | None:
-        """Open the control node ourselves; None if that is not allowed."""
+    def open_control_node(self) -> int | None:
+        """Open the control node for gpushare itself; None if that is not allowed."""
         try:
             file = os.open(CONTROL_NODE, os.O_RDWR | os.O_CLOEXEC)
         except OSError:
@@ -285,11 +293,13 @@ class KernelFiles:
 
     def ioctl(self, file: int, request: int, argument: bytearray, parameters: bytearray) -> None:
         """Make one ioctl, which writes its results to both buffers. Every call to the driver goes through here."""
-        self.prepared(file, request, argument, parameters)()
+        self.prepared_ioctl(file, request, argument, parameters)()
 
-    def prepared(self, file: int, request: int, argument: bytearray, parameters: bytearray) -> Callable[[], object]:
+    def prepared_ioctl(
+        self, file: int, request: int, argument: bytearray, parameters: bytearray
+    ) -> Callable[[], object]:
         """Return an ioctl that can be made again and again with these buffers."""
-        _POINTER(argument, 16, self._address(self._byte(parameters)))
+        _POINTER(argument, _POINTER_AT, self._address(self._byte(parameters)))
         return functools.partial(self._ioctl, file, request, argument)
 
     def close(self, file: int) -> None:
@@ -308,8 +318,8 @@ class KernelProcess:
         self.identity = identity
         self._pidfd, self._node, self._device = pidfd, node, device
 
-    def numbers(self) -> list[int]:
-        """Return the descriptors whose path is the control node. Their device is not checked yet."""
+    def control_descriptors(self) -> list[int]:
+        """Return the descriptors whose path is the control node. Their device is not checked yet. Raises Refused."""
         try:
             numbers = _control_descriptors(self.identity.pid, self._node)
         except PermissionError:
@@ -320,18 +330,21 @@ class KernelProcess:
             raise Refused("wsl")
         return numbers
 
-    def inherited(self, number: int) -> bool:
-        """Return whether an ancestor has the same open file, and so created its clients. False if unknown."""
+    def is_inherited(self, number: int) -> bool:
+        """Return whether an ancestor has the same file open, and so created its clients. False if unknown."""
         kcmp = _SYS_KCMP.get(os.uname().machine)
+        if kcmp is None:
+            return False
         ancestor = self.identity.pid
-        for _ in range(_MOST_ANCESTORS if kcmp is not None else 0):
+        for _ in range(_MOST_ANCESTORS):
             ancestor = parent_of(ancestor) or 0
             if ancestor <= 1:
                 break
             with contextlib.suppress(OSError):
                 for other in _control_descriptors(ancestor, self._node):
+                    order, _ = _syscall(kcmp, self.identity.pid, ancestor, _KCMP_FILE, number, other)
                     # 0: the same open file. Without a right to both, -1.
-                    if _syscall(kcmp or 0, self.identity.pid, ancestor, _KCMP_FILE, number, other)[0] == 0:
+                    if order == 0:
                         return True
         return False
 
@@ -420,11 +433,12 @@ def _pidfd(pid: int) -> int:
 
 def _refusal_on_self() -> Refused | None:
     """Return why pidfd_getfd does not even work on this process; None: it does."""
-    own = _pidfd(os.getpid())
+    pidfd = _pidfd(os.getpid())
     try:
-        file, error = _syscall(_SYS_PIDFD_GETFD, own, own, 0)
+        # Of the own descriptors, one that is surely open.
+        file, error = _syscall(_SYS_PIDFD_GETFD, pidfd, pidfd, 0)
     finally:
-        os.close(own)
+        os.close(pidfd)
     if file >= 0:
         os.close(file)
         return None
@@ -450,10 +464,12 @@ def _yama_scope() -> str:
     return _read_text("/proc/sys/kernel/yama/ptrace_scope").strip()
 
 
-def yama_scope() -> str | None:
-    """Return Yama's ptrace_scope where it forbids this user access to processes that gpushare has not started; else None."""
+def forbidding_yama_scope() -> str | None:
+    """Return Yama's ptrace_scope if it forbids this user access to processes that gpushare has not started; else None."""
     scope = _yama_scope()
-    return scope if scope == "3" or (scope in {"1", "2"} and os.geteuid() != 0) else None
+    # 1: only ancestors have access; 2: only root; 3: nobody.
+    forbids = scope == "3" or (scope in {"1", "2"} and os.geteuid() != 0)
+    return scope if forbids else None
 
 
 def _read_text(path: str) -> str:
@@ -479,32 +495,32 @@ def _in_gvisor() -> bool:
 
 
 class _File:
-    """A duplicate, and the calls on it."""
+    """A duplicate of a process's control file, and RM's calls on it."""
 
     def __init__(self, files: KernelFiles, file: int) -> None:
         self._files, self._file = files, file
         # For `info`, which a scan calls ten thousand times: only handles, index and status are written for each call.
-        self._argument = bytearray(ARGUMENT.pack(0, 0, HANDLE_INFO, 0, 0, INFO.size, 0xFFFFFFFF))
+        self._argument = bytearray(ARGUMENT.pack(0, 0, HANDLE_INFO, 0, 0, INFO.size, _NO_STATUS))
         self._info = bytearray(INFO.size)
-        self._ask_info = files.prepared(file, RM_CONTROL, self._argument, self._info)
+        self._ask_info = files.prepared_ioctl(file, RM_CONTROL, self._argument, self._info)
 
     def control(self, client: int, handle: int, command: int, parameters: bytearray) -> int:
         """Make one call and return its status; ``parameters`` takes what it answers."""
-        argument = bytearray(ARGUMENT.pack(client, handle, command, 0, 0, len(parameters), 0xFFFFFFFF))
+        argument = bytearray(ARGUMENT.pack(client, handle, command, 0, 0, len(parameters), _NO_STATUS))
         self._ioctl(RM_CONTROL, argument, parameters)
         return int.from_bytes(argument[_STATUS_AT:], "little")
 
     def demand(self, name: str, client: int, handle: int, command: int, parameters: bytearray) -> None:
-        """Make one call. Raises Refused unless its status is 0."""
+        """Make one call, called ``name`` in messages. Raises Refused unless its status is OK."""
         status = self.control(client, handle, command, parameters)
         if status != OK:
             raise _status_refusal(name, status)
 
     def info(self, client: int, handle: int, index: int = CLASS) -> tuple[int, int]:
-        """Return the status, and the class or parent of a handle. RM takes no GPU lock for this call."""
+        """Return the status, and a handle's class or, with ``index`` PARENT, its parent. RM takes no GPU lock for this call."""
         argument, parameters = self._argument, self._info
         _HANDLES(argument, 0, client, client)
-        _STATUS(argument, _STATUS_AT, 0xFFFFFFFF)
+        _STATUS(argument, _STATUS_AT, _NO_STATUS)
         _INFO(parameters, 0, handle, index, 0)
         try:
             self._ask_info()
@@ -549,9 +565,15 @@ def _ioctl_refusal(error: OSError) -> Refused:
 
 
 def _status_refusal(name: str, status: int) -> Refused:
-    """Return the refusal for a status of RM other than OK."""
-    code = "stale" if status in _GONE else "refuses" if status in _REFUSES else "failed"
-    code = "lost" if status == GPU_IS_LOST else code
+    """Return the refusal for a status of RM other than OK, which the call ``name`` answered."""
+    if status == GPU_IS_LOST:
+        code = "lost"
+    elif status in _GONE:
+        code = "stale"
+    elif status in _REFUSES:
+        code = "refuses"
+    else:
+        code = "failed"
     return Refused(code, name, status)
 
 
@@ -566,33 +588,17 @@ def _duplicated(files: KernelFiles, process: KernelProcess, number: int) -> Iter
 
 
 def _find_groups(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the channel groups of a process as the answer to a request, compute groups probed.
+    """Return the channel groups of a process as the answer to a request.
 
-    All clients of the process are scanned; if the request has groups, only their clients are read again, without a probe.
+    If the request names groups, only their clients are read again. Otherwise all clients of the process are scanned, and
+    the compute groups probed, unless the request says no.
     """
-    began = time.monotonic()
-    newest = None if request.get("groups") else _newest_client(files)
+    deadline = time.monotonic() + SCAN_SECONDS
+    groups_before = [_GroupHandles(*group) for group in request.get("groups", ())]
+    newest = None if groups_before else _newest_client(files)
     with files.process(request["pid"], request["started"]) as process, contextlib.ExitStack() as stack:
-        numbers = process.numbers()
-        if not numbers:
-            raise Refused("no_context")
-        own_numbers = [number for number in numbers if not process.inherited(number)]
-        if not own_numbers:
-            raise Refused("inherited")
-        opened: dict[int, _File] = {}
-        refused: list[Refused] = []
-        for number in own_numbers:
-            try:
-                opened[number] = stack.enter_context(_duplicated(files, process, number))
-            except Refused as error:
-                # A forged descriptor, or one closed meanwhile, must not hide the others.
-                if error.code not in {"forged", "stale"}:
-                    raise
-                refused.append(error)
-        if not opened:
-            raise refused[0]
+        opened = _open_own_files(files, process, stack)
         pid = process.identity.pid if files.sees_host_pids() else None
-        groups_before = [_GroupHandles(*group) for group in request.get("groups", ())]
         if groups_before:
             pairs = {(group.descriptor, group.client) for group in groups_before if group.descriptor in opened}
             groups_now = [
@@ -600,22 +606,49 @@ def _find_groups(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, An
             ]
             groups = _own_groups(groups_now, opened, pid, complete=True, unusual_status=None)
         else:
-            groups = _scan(opened, pid, newest, began + SCAN_SECONDS)
-        for group in groups:
-            if group.engine == "compute" and not groups_before and request.get("probe", True):
-                _probe(opened[group.descriptor], group)
+            groups = _scan(opened, pid, newest, deadline)
+            if request.get("probe", True):
+                for group in groups:
+                    if group.engine == "compute":
+                        _probe(opened[group.descriptor], group)
         started = process.identity.started
     return {"started": started, "groups": [asdict(group) for group in groups]}
 
 
+def _open_own_files(files: KernelFiles, process: KernelProcess, stack: contextlib.ExitStack) -> dict[int, _File]:
+    """Return duplicates of the control files that a process has opened itself, by its descriptors; ``stack`` closes them.
+
+    Raises Refused if there is none.
+    """
+    numbers = process.control_descriptors()
+    if not numbers:
+        raise Refused("no_context")
+    own_numbers = [number for number in numbers if not process.is_inherited(number)]
+    if not own_numbers:
+        raise Refused("inherited")
+    opened: dict[int, _File] = {}
+    refused: list[Refused] = []
+    for number in own_numbers:
+        try:
+            opened[number] = stack.enter_context(_duplicated(files, process, number))
+        except Refused as error:
+            # A forged descriptor, or one closed meanwhile, must not hide the others.
+            if error.code not in {"forged", "stale"}:
+                raise
+            refused.append(error)
+    if not opened:
+        raise refused[0]
+    return opened
+
+
 def _newest_client(files: KernelFiles) -> int | None:
-    """Return the newest client number, by allocating a client. It is freed when its file is closed."""
-    file = files.own()
+    """Return the newest client number, by allocating a client; None: not allowed. It is freed when its file is closed."""
+    file = files.open_control_node()
     if file is None:
         return None
     try:
         # hRoot, hObjectParent, hObjectNew, hClass; RM writes the new handle to the parameters.
-        argument = bytearray(ARGUMENT.pack(0, 0, 0, CLASS_ROOT_CLIENT, 0, 0, 0xFFFFFFFF))
+        argument = bytearray(ARGUMENT.pack(0, 0, 0, CLASS_ROOT_CLIENT, 0, 0, _NO_STATUS))
         parameters = bytearray(_MOST_OF_ALLOCATION)
         try:
             files.ioctl(file, RM_ALLOC, argument, parameters)
@@ -625,8 +658,9 @@ def _newest_client(files: KernelFiles) -> int | None:
         status = int.from_bytes(argument[_STATUS_AT:], "little")
     finally:
         files.close(file)
-    inside = CLIENT_BASE <= handle < CLIENT_BASE + CLIENT_COUNT
-    return handle - CLIENT_BASE if status == OK and inside else None
+    if status != OK or not CLIENT_BASE <= handle < CLIENT_BASE + CLIENT_COUNT:
+        return None
+    return handle - CLIENT_BASE
 
 
 def _client_handles(newest: int | None) -> Iterator[int]:
@@ -638,11 +672,13 @@ def _client_handles(newest: int | None) -> Iterator[int]:
 def _scan(opened: Mapping[int, _File], pid: int | None, newest: int | None, deadline: float) -> list[Group]:
     """Return the groups of all clients that were created through these files; each client counts once.
 
-    RM does not list the clients of a file, so every handle is tried. A wrong one answers INVALID_CLIENT.
+    RM does not list the clients of a file, so every handle is tried, from that of the ``newest`` client on (None: unknown).
+    A wrong one answers INVALID_CLIENT. Ends `_WINDOW` handles after a client with a compute group, or at the deadline.
     """
     groups: list[Group] = []
-    seen: set[int] = set()
-    tries: int | None = None
+    clients_read: set[int] = set()
+    # None: no compute group was found yet.
+    tries_left: int | None = None
     unusual_status: int | None = None
     complete = True
     for step, client in enumerate(_client_handles(newest)):
@@ -653,13 +689,14 @@ def _scan(opened: Mapping[int, _File], pid: int | None, newest: int | None, dead
             if status not in {OK, OBJECT_NOT_FOUND}:
                 unusual_status = status
                 continue
-            if client not in seen:
-                seen.add(client)
+            if client not in clients_read:
+                clients_read.add(client)
                 groups += _groups_of_client(file, number, client)
-                tries = _WINDOW if any(group.engine == "compute" for group in groups) else None
-        if tries is not None:
-            tries -= 1
-            if tries < 0:
+                has_compute = any(group.engine == "compute" for group in groups)
+                tries_left = _WINDOW if has_compute else None
+        if tries_left is not None:
+            tries_left -= 1
+            if tries_left < 0:
                 break
         elif step % 1024 == 0 and time.monotonic() > deadline:
             complete = False
@@ -672,28 +709,29 @@ def _scan(opened: Mapping[int, _File], pid: int | None, newest: int | None, dead
 def _own_groups(
     groups: list[Group], opened: Mapping[int, _File], pid: int | None, *, complete: bool, unusual_status: int | None
 ) -> list[Group]:
-    """Return the groups that belong to this process. Raises Refused if no compute group does.
+    """Return the groups that belong to the process itself. Raises Refused if no compute group does.
 
-    ``complete``: all clients were read. ``unusual_status``: an answer that was neither a client's nor INVALID_CLIENT.
+    ``pid`` is the process as RM names it; None: unknown. ``complete``: all clients were read. ``unusual_status``: an answer
+    that was neither a client's nor INVALID_CLIENT.
     """
     compute = [group for group in groups if group.engine == "compute"]
     if not compute:
-        if unusual_status not in {None, OK}:
-            raise _status_refusal("CLIENT_GET_HANDLE_INFO", unusual_status or 0)
+        if unusual_status is not None:
+            raise _status_refusal("CLIENT_GET_HANDLE_INFO", unusual_status)
         if groups:
             raise Refused("no_compute_group")
         raise Refused("no_context" if complete else "scan_incomplete")
     # The same call that NVML lists compute processes with. A forked worker inherits the file of its parent and is not
     # listed, even after the parent has ended. No call names the PID of a single client to a plain user.
-    strangers = set()
+    of_others = set()
     for group in compute:
         owners = _pids_with_compute(opened[group.descriptor], group)
         if owners and pid is not None and pid not in owners:
-            strangers.add((group.client, group.subdevice))
-    kept = [group for group in groups if (group.client, group.subdevice) not in strangers]
-    if not any(group.engine == "compute" for group in kept):
+            of_others.add((group.client, group.subdevice))
+    own_groups = [group for group in groups if (group.client, group.subdevice) not in of_others]
+    if not any(group.engine == "compute" for group in own_groups):
         raise Refused("inherited")
-    return kept
+    return own_groups
 
 
 def _pids_with_compute(file: _File, group: Group) -> Sequence[int] | None:
@@ -702,7 +740,7 @@ def _pids_with_compute(file: _File, group: Group) -> Sequence[int] | None:
     for kind in group.classes:
         if kind & 0xFF != _COMPUTE:
             continue
-        parameters = bytearray(PIDS.pack(0, kind, 0, *[0] * 950))
+        parameters = bytearray(PIDS.pack(0, kind, 0, *[0] * _MOST_PIDS))
         if file.control(group.client, group.subdevice, GPU_GET_PIDS, parameters) != OK:
             return None
         _, _, count, *pids = PIDS.unpack(parameters)
@@ -711,29 +749,33 @@ def _pids_with_compute(file: _File, group: Group) -> Sequence[int] | None:
 
 
 def _groups_of_client(file: _File, number: int, client: int) -> list[Group]:
-    """Return the channel groups of a client, from the classes and parents of its objects."""
+    """Return the channel groups of a client, from the classes and parents of its objects.
+
+    ``number`` is the process's descriptor of the file. A device has a subdevice and groups, a group has channels, and a
+    channel the objects that do its work.
+    """
     objects = _classes_of_objects(file, client)
-    of_interest = [handle for handle, kind in objects.items() if kind >= CLASS_SUBDEVICE]
-    parents = {handle: file.parent_of(client, handle) for handle in of_interest}
-    channels: dict[int, list[int]] = {}
-    subdevices: dict[int, int] = {}
-    classes: dict[int, set[int]] = {}
+    parents = {handle: file.parent_of(client, handle) for handle, kind in objects.items() if kind >= CLASS_SUBDEVICE}
+    subdevice_of_device: dict[int, int] = {}
+    channels_of_group: dict[int, list[int]] = {}
+    classes_of_group: dict[int, set[int]] = {}
     for handle, parent in parents.items():
         if parent is None:
             continue
         if objects[handle] == CLASS_SUBDEVICE:
-            subdevices.setdefault(parent, handle)
+            subdevice_of_device.setdefault(parent, handle)
         elif _is_channel(objects[handle]) and objects.get(parent) == CLASS_GROUP:
-            channels.setdefault(parent, []).append(handle)
+            channels_of_group.setdefault(parent, []).append(handle)
         elif _is_channel(objects.get(parent, 0)):
-            classes.setdefault(parents.get(parent) or 0, set()).add(objects[handle])
-    mps = CLASS_MPS in objects.values()
+            group_handle = parents.get(parent) or 0
+            classes_of_group.setdefault(group_handle, set()).add(objects[handle])
+    under_mps = CLASS_MPS in objects.values()
     groups = []
     for handle, kind in objects.items():
-        subdevice = subdevices.get(parents.get(handle) or 0)
+        subdevice = subdevice_of_device.get(parents.get(handle) or 0)
         if kind != CLASS_GROUP or subdevice is None:
             continue
-        on_channels = tuple(sorted(classes.get(handle, ())))
+        classes = tuple(sorted(classes_of_group.get(handle, ())))
         groups.append(
             Group(
                 descriptor=number,
@@ -741,34 +783,39 @@ def _groups_of_client(file: _File, number: int, client: int) -> list[Group]:
                 handle=handle,
                 subdevice=subdevice,
                 gpu=_gpu_uuid(file, client, subdevice),
-                engine=_engine(on_channels),
-                classes=on_channels,
-                channels=tuple(sorted(channels.get(handle, ()))),
+                engine=_engine(classes),
+                classes=classes,
+                channels=tuple(sorted(channels_of_group.get(handle, ()))),
                 slice_us=_slice_or_none(file, client, handle),
-                under_mps=mps,
+                under_mps=under_mps,
             )
         )
     return groups
 
 
 def _classes_of_objects(file: _File, client: int) -> dict[int, int]:
-    """Return the class of each object of a client in the handle range of libcuda."""
+    """Return the class of each object of a client, by its handle, in the range in which libcuda gives handles out.
+
+    RM does not list them: each handle is tried, in blocks, until there are no more.
+    """
     parameters = bytearray(CHILD.pack(client, INTERNAL_DEVICE, 0))
     status = file.control(client, client, CHILD_HANDLE, parameters)
-    device = CHILD.unpack(parameters)[2] if status == OK else 0
-    bases = {OBJECT_BASE, (device & 0xFFF00000) or OBJECT_BASE}
+    bases = {OBJECT_BASE}
+    if status == OK:
+        device = CHILD.unpack(parameters)[2]
+        bases.add((device & _BASE_BITS) or OBJECT_BASE)
     classes: dict[int, int] = {}
     info = file.info
     for base in sorted(bases):
-        empty = 0
+        empty_blocks = 0
         for block in range(base, base + _BLOCK * _MOST_BLOCKS, _BLOCK):
-            before = len(classes)
+            count_before = len(classes)
             for handle in range(block, block + _BLOCK):
                 status, kind = info(client, handle)
                 if status == OK:
                     classes[handle] = kind
-            empty = 0 if len(classes) > before else empty + 1
-            if empty == _MOST_EMPTY or (empty and block == base):
+            empty_blocks = 0 if len(classes) > count_before else empty_blocks + 1
+            if empty_blocks == _MOST_EMPTY or (empty_blocks and block == base):
                 break
     return classes
 
@@ -779,12 +826,14 @@ def _is_channel(kind: int) -> bool:
 
 
 def _engine(classes: Iterable[int]) -> str:
-    """Return the engine of a group from the objects on its channels; position and slice may change.
+    """Return the engine of a group from the classes of the objects on its channels: ``compute``, ``copy`` or ``other``.
 
     Seen on Hopper: the channels of a compute group have compute and copy objects, those of a copy group copy objects only.
     """
     kinds = {kind & 0xFF for kind in classes if kind > CLASS_SUBDEVICE}
-    return "compute" if _COMPUTE in kinds else "copy" if _COPY in kinds else "other"
+    if _COMPUTE in kinds:
+        return "compute"
+    return "copy" if _COPY in kinds else "other"
 
 
 def _gpu_uuid(file: _File, client: int, subdevice: int) -> str | None:
@@ -805,8 +854,12 @@ def _slice_or_none(file: _File, client: int, group: int) -> int | None:
 
 
 def _probe(file: _File, group: Group) -> None:
-    """Write another slice, read it back, restore the old one, and read that back. Raises Refused."""
+    """Check that the driver takes slices: write another one, read it back, restore the old one, and read that back.
+
+    Raises Refused: it does not.
+    """
     before = file.slice_of(group.client, group.handle)
+    # A microsecond up from a small one, down from a large one: so it stays within the range of the driver.
     wanted = before + 1 if before < 1000 else before - 1
     try:
         read = file.set_slice(group.client, group.handle, wanted)
@@ -823,7 +876,10 @@ def _probe(file: _File, group: Group) -> None:
 def _opened_groups(
     files: KernelFiles, request: Mapping[str, Any], *, skip_stale: bool = False
 ) -> Iterator[list[tuple[_File, _GroupHandles]]]:
-    """Duplicate the files of known groups for one request, and check that each is still a group. Raises Refused."""
+    """Duplicate the files of known groups for one request, and check that each is still a group.
+
+    Raises Refused: one is not, or with ``skip_stale``, which leaves such groups out, none is.
+    """
     opened_groups: list[tuple[_File, _GroupHandles]] = []
     stale: Refused | None = None
     with files.process(request["pid"], request["started"]) as process, contextlib.ExitStack() as stack:
@@ -863,15 +919,15 @@ def _set_slices(files: KernelFiles, request: Mapping[str, Any]) -> dict[str, Any
     wanted = request["microseconds"]
     with _opened_groups(files, request) as groups:
         before = [file.slice_of(group.client, group.handle) for file, group in groups]
-        changed = 0
+        tried = 0
         try:
             for file, group in groups:
-                changed += 1
+                tried += 1
                 read = file.set_slice(group.client, group.handle, wanted)
                 if read != wanted:
                     raise Refused("not_taken", f"{format_slice(wanted)}, read {format_slice(read)}")
         except Refused:
-            for (file, group), microseconds in list(zip(groups, before, strict=True))[:changed]:
+            for (file, group), microseconds in list(zip(groups, before, strict=True))[:tried]:
                 with contextlib.suppress(Refused):
                     file.set_slice(group.client, group.handle, microseconds)
             raise
@@ -885,13 +941,15 @@ def _disable_channels(files: KernelFiles, request: Mapping[str, Any]) -> dict[st
         if any(len(_existing_channels(file, group)) < len(group.channels) for file, group in groups):
             raise Refused("stale", "CLIENT_GET_HANDLE_INFO", OBJECT_NOT_FOUND)
         batches = _batches(groups)
-        began, done = time.monotonic(), 0
+        began = time.monotonic()
+        tried = 0
         try:
             for batch in batches:
-                done += 1
+                tried += 1
                 batch.file.switch_channels(batch.client, batch.subdevice, batch.channels, off=True)
         except Refused:
-            for batch in batches[:done]:
+            # The one that was refused too: it may have done a part.
+            for batch in batches[:tried]:
                 with contextlib.suppress(Refused):
                     batch.file.switch_channels(batch.client, batch.subdevice, batch.channels, off=False)
             raise
@@ -929,14 +987,15 @@ def _existing_channels(file: _File, group: _GroupHandles) -> list[int]:
 
 def _batches(groups: Sequence[tuple[_File, _GroupHandles]]) -> list[_Batch]:
     """Return the calls needed: the channels of each subdevice, up to 64 per call."""
-    together: dict[tuple[int, int, int], tuple[_File, list[int]]] = {}
+    by_subdevice: dict[tuple[int, int, int], tuple[_File, list[int]]] = {}
     for file, group in groups:
         key = group.descriptor, group.client, group.subdevice
-        together.setdefault(key, (file, []))[1].extend(group.channels)
+        _, channels = by_subdevice.setdefault(key, (file, []))
+        channels += group.channels
     return [
-        _Batch(file, client, subdevice, channels[at : at + CHANNELS_PER_CALL])
-        for (_, client, subdevice), (file, channels) in together.items()
-        for at in range(0, len(channels), CHANNELS_PER_CALL)
+        _Batch(file, client, subdevice, channels[start : start + CHANNELS_PER_CALL])
+        for (_, client, subdevice), (file, channels) in by_subdevice.items()
+        for start in range(0, len(channels), CHANNELS_PER_CALL)
     ]
 
 
@@ -1014,12 +1073,12 @@ Ask = Callable[[Mapping[str, Any], float], Mapping[str, Any]]
 
 # A killed process is gone at once, unless it hangs in the driver.
 _KILL_SECONDS: Final = 1.0
-# Children that may not have been waited for.
+# Children that were left to end by themselves, and may not have been waited for.
 _FORGOTTEN: Final[set[int]] = set()
 
 
-def _reaped(child: int) -> bool:
-    """Return whether a child has ended; if so, it is waited for."""
+def _reap_if_ended(child: int) -> bool:
+    """Wait for a child if it has ended, so that it is no zombie; return whether it has."""
     try:
         ended = os.waitpid(child, os.WNOHANG)[0] == child
     except ChildProcessError:
@@ -1074,7 +1133,7 @@ class Caller:
 
     def start(self) -> None:
         """Start the process, unless it runs."""
-        if self._child is not None and _reaped(self._child):
+        if self._child is not None and _reap_if_ended(self._child):
             self._forget()
         if self._child is None:
             self._start()
@@ -1082,18 +1141,19 @@ class Caller:
     def close(self) -> None:
         """End the process; the next request starts another one."""
         child = self._forget()
-        if child is None or _reaped(child):
+        if child is None or _reap_if_ended(child):
             return
         os.kill(child, signal.SIGKILL)
         deadline = time.monotonic() + _KILL_SECONDS
-        while not _reaped(child) and time.monotonic() < deadline:
+        while not _reap_if_ended(child) and time.monotonic() < deadline:
             time.sleep(0.001)
 
     def _forget(self) -> int | None:
-        """Close the socket, and leave the process to end by itself; return it."""
+        """Close the socket, and leave the process to end by itself; return its PID, or None if there is no process."""
         if self._socket is not None:
             self._socket.close()
-        child, self._child, self._socket = self._child, None, None
+            self._socket = None
+        child, self._child = self._child, None
         if child is not None:
             _FORGOTTEN.add(child)
         return child
@@ -1107,7 +1167,7 @@ class Caller:
         import socket
 
         for child in list(_FORGOTTEN):
-            _reaped(child)
+            _reap_if_ended(child)
         ours, its = socket.socketpair()
         with its:
             try:
@@ -1280,17 +1340,15 @@ def status_name(status: int) -> str:
 
 def _refusal_error(code: str, pid: int, text: str, status: int | None) -> GpushareError:
     """Return the error for a refused request about a process."""
-    shown = text or ("no such handle" if code == "stale" else "")
-    if code == "stale" and status is not None:
-        shown = status_name(status)
-    return _error_of_row(
-        code, f"process {pid}: ", text=shown, status="" if status is None else status_name(status), pid=pid
-    )
+    status_text = "" if status is None else status_name(status)
+    if code == "stale":
+        text = status_text or text or "no such handle"
+    return _error_of_row(code, f"process {pid}: ", text=text, status=status_text, pid=pid)
 
 
-def _error_of_row(code: str, before: str, **values: object) -> GpushareError:
-    """Return the error of a code in ``data/channel-refusals.yaml``."""
+def _error_of_row(code: str, prefix: str, **values: object) -> GpushareError:
+    """Return the error of a code in ``data/channel-refusals.yaml``; the values fill its message, which follows the prefix."""
     rows = package_rows("channel-refusals.yaml")
     row = rows.get(code) or rows["internal"]
     kind: type[GpushareError] = getattr(errors, row["error"])
-    return kind(before + row["message"].format(**values), row["hint"].format(**values), code=row["code"])
+    return kind(prefix + row["message"].format(**values), row["hint"].format(**values), code=row["code"])

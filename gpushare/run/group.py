@@ -24,7 +24,7 @@ from gpushare.base import values
 from gpushare.base.errors import GpushareError, InUse, NotFound, NotSupported, TimedOut
 from gpushare.base.typed import Count, Pid
 from gpushare.base.units import format_percent, format_slice
-from gpushare.host.channels import yama_scope
+from gpushare.host.channels import forbidding_yama_scope
 from gpushare.host.host import processes_on
 from gpushare.host.identity import Identity
 from gpushare.host.store import Kept, RecordStore, any_lives
@@ -107,7 +107,7 @@ def why_not(host: Host, device: Device) -> GpushareError | None:
             "run as root",
             code="not_your_daemon",
         )
-    scope = None if host.is_simulated else yama_scope()
+    scope = None if host.is_simulated else forbidding_yama_scope()
     if scope is not None:
         return NotSupported(
             f"Yama forbids access to the MPS server (kernel.yama.ptrace_scope is {scope})",

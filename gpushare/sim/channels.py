@@ -104,7 +104,7 @@ class SimulatedFiles(KernelFiles):
         self._state = state
         yield _Process(self, state, identity)
 
-    def own(self) -> int:
+    def open_control_node(self) -> int:
         return self.opened(0)
 
     def opened(self, pid: int) -> int:
@@ -119,7 +119,9 @@ class SimulatedFiles(KernelFiles):
     def sees_host_pids(self) -> bool:
         return current(self._state_file).pid_namespace_is_host
 
-    def prepared(self, file: int, request: int, argument: bytearray, parameters: bytearray) -> Callable[[], object]:
+    def prepared_ioctl(
+        self, file: int, request: int, argument: bytearray, parameters: bytearray
+    ) -> Callable[[], object]:
         """Return a call that answers this ioctl."""
         return functools.partial(self.ioctl, file, request, argument, parameters)
 
@@ -162,7 +164,7 @@ class _Process(KernelProcess):
     def __init__(self, files: SimulatedFiles, state: SimulatedHostState, identity: Identity) -> None:
         self._files, self._state, self.identity = files, state, identity
 
-    def numbers(self) -> list[int]:
+    def control_descriptors(self) -> list[int]:
         """Return the descriptors with which the process has the driver's control file open: one, if it has a context."""
         owner = owner_of(self._state, self.identity.pid)
         if self._state.channel_fault == "wsl":
@@ -172,7 +174,7 @@ class _Process(KernelProcess):
         self._permit(owner)
         return [_DESCRIPTOR]
 
-    def inherited(self, number: int) -> bool:  # noqa: ARG002 - as the kernel's
+    def is_inherited(self, number: int) -> bool:  # noqa: ARG002 - as the kernel's
         return False
 
     def duplicate(self, number: int) -> int:

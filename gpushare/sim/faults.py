@@ -9,7 +9,7 @@ from typing import Final
 from gpushare.base.errors import BadUsage, NotFound
 from gpushare.base.typed import is_shown
 from gpushare.base.units import GIB, MIB, quoted
-from gpushare.host.capabilities import MADE_UP, user_id
+from gpushare.host.capabilities import SIMULATED_USERS, user_id
 from gpushare.sim.programs import SMI, TOOLKIT
 from gpushare.sim.state import MPS_CONTROL, SimulatedGpu, SimulatedHostState
 
@@ -169,5 +169,5 @@ def uid_of(state: SimulatedHostState, text: str) -> int:
             ) from None
         # The same on every simulated host.
         uid = _FIRST_MADE_UP + zlib.crc32(text.encode()) % _MOST_MADE_UP
-        state.users[text], MADE_UP[uid] = uid, text
+        state.users[text], SIMULATED_USERS[uid] = uid, text
         return uid

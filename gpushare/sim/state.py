@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from gpushare.base.errors import BadUsage, NoPermission, OperationFailed
 from gpushare.base.values import dataclass
 from gpushare.gpu_models import GpuModel, find_model
-from gpushare.host.capabilities import MADE_UP
+from gpushare.host.capabilities import SIMULATED_USERS
 from gpushare.host.identity import identity_of
 from gpushare.host.records import replace_file, writing
 
@@ -441,7 +441,7 @@ def now() -> float:
 
 
 def _decode(raw: dict[str, Any]) -> SimulatedHostState:
-    MADE_UP.update({uid: name for name, uid in raw["users"].items()})
+    SIMULATED_USERS.update({uid: name for name, uid in raw["users"].items()})
     return _build(SimulatedHostState, raw)
 
 

@@ -422,13 +422,15 @@ class Counted(KernelFiles):
         super().__init__(node, device)
         self.simulated, self.calls, self.pid = simulated, 0, 0
 
-    def own(self) -> int | None:
+    def open_control_node(self) -> int | None:
         return None
 
     def sees_host_pids(self) -> bool:
         return True
 
-    def prepared(self, file: int, request: int, argument: bytearray, parameters: bytearray) -> Callable[[], object]:
+    def prepared_ioctl(
+        self, file: int, request: int, argument: bytearray, parameters: bytearray
+    ) -> Callable[[], object]:
         return lambda: self.ioctl(file, request, argument, parameters)
 
     def ioctl(self, file: int, request: int, argument: bytearray, parameters: bytearray) -> None:

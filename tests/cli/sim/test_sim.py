@@ -323,7 +323,7 @@ def test_a_user_whom_this_machine_lacks(cli: Cli, world: World) -> None:
     cli("mps", "start").ok()
     assert world.state.daemons[0].uid == first
     assert "dr.who" in cli("mps", "status").ok().out
-    capabilities.MADE_UP.clear()
+    capabilities.SIMULATED_USERS.clear()
     assert "dr.who" in cli("mps", "status").ok().out
 
 
