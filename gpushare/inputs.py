@@ -128,7 +128,8 @@ def documents(text: str, shown: str, hint: str, *, texts: bool = False) -> list[
 
 def _place(error: Any, text: str) -> str:
     """Return the place of a YAML error for messages, ``:3:7``; empty where PyYAML does not tell it."""
-    mark, position = getattr(error, "problem_mark", None), getattr(error, "position", None)
+    mark = getattr(error, "problem_mark", None)
+    position = getattr(error, "position", None)
     if mark is not None:
         return f":{mark.line + 1}:{mark.column + 1}"
     if isinstance(position, int):

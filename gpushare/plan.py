@@ -201,7 +201,8 @@ def carry_out(plan: Plan, on_step: Callable[[Step], None] | None = None) -> None
             done.append(step)
             step.do()
     except (GpushareError, OSError) as error:
-        not_undone, reported = roll_back(done), error if isinstance(error, GpushareError) else system_error(error)
+        not_undone = roll_back(done)
+        reported = error if isinstance(error, GpushareError) else system_error(error)
         # Without an error to report it is a bug in gpushare, which shows itself.
         if not_undone and reported is not None:
             raise _not_undone_error(reported, not_undone) from error

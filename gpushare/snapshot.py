@@ -187,10 +187,12 @@ class Observer:
         each conversation into a log that is never rotated. What has visibly changed is asked at once.
         """
         self.state = state = HostState(self._host, strangers=self._strangers)
-        fresh, self._hurry = self._hurry or time.monotonic() < self._levels_until, False
+        fresh = self._hurry or time.monotonic() < self._levels_until
+        self._hurry = False
         if not fresh:
             state.ask_levels()
-        paused, slices = _paused_since(self._host), _set_slices(self._host)
+        paused = _paused_since(self._host)
+        slices = _set_slices(self._host)
         gpus = tuple(replace(gpu, processes=self._described(gpu, paused, slices)) for gpu in state.gpus)
         if self._driver is None:
             self._driver = state.driver_version

@@ -349,7 +349,8 @@ def of_sizes(base: Workload, sizes: Sequence[str]) -> tuple[Workload, ...]:
         )
     workloads = []
     for number, (size, share) in enumerate(zip(sizes, shares, strict=True), 1):
-        needed, work_shares = workload_of({"memory": size}).memory, None if share is None else (share,)
+        needed = workload_of({"memory": size}).memory
+        work_shares = None if share is None else (share,)
         workloads.append(
             replace(base, processes=1, name=f"{base.name or 'job'}{number}", memory=needed, shares=work_shares)
         )

@@ -217,7 +217,8 @@ def _mig_memory_text(place: _Place) -> str | None:
 
 def _mig_change_text(place: _Place) -> str | None:
     """Return when MIG can be changed here, and by whom; None: the table's text holds."""
-    gpu, rights = place.gpu, "you are root" if place.host.root else "needs root"
+    gpu = place.gpu
+    rights = "you are root" if place.host.root else "needs root"
     if gpu.mig_enabled:
         return f"Idle instances at any time, {rights}"
     if gpu.compute_capability is None:
@@ -302,7 +303,9 @@ def explanation(
     why_no_host: str | None,
 ) -> list[tuple[str, str]]:
     """Return all that is known about a cell: views, level, options, contradiction, sources."""
-    entry, cell, row = table.entries[way, row_key], table.cell(way, row_key, driver), table.row(row_key)
+    entry = table.entries[way, row_key]
+    cell = table.cell(way, row_key, driver)
+    row = table.row(row_key)
     lines = [("question", row.question), ("published 2022", cell.published)]
     today = dated_values(entry["today"], "text")
     lines += [("today" if since is None else f"driver {since} on", text) for since, text in today]

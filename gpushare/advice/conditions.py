@@ -110,7 +110,8 @@ def _why_no_instances(s: Situation, way: Way) -> str | None:
 
 def _real_and_wanted_shares(s: Situation, way: Way) -> tuple[str, str] | None:
     """Return the shares that the chosen profiles come to and those that are wanted; None if others chose them."""
-    slices, shares = s.slices(way), s.shares(way)
+    slices = s.slices(way)
+    shares = s.shares(way)
     if slices is None or not slices.profiles or not all(share.percent for share in shares):
         return None
     total = sum(profile.slices for profile in slices.profiles)
@@ -126,7 +127,8 @@ def _sizes_are_shares(s: Situation, way: Way) -> bool:
 
 def _nearest_sizes(s: Situation, way: Way) -> str:
     """Return which profiles come nearest to the wanted shares, for the text of a rule."""
-    slices, sizes = s.slices(way), _real_and_wanted_shares(s, way)
+    slices = s.slices(way)
+    sizes = _real_and_wanted_shares(s, way)
     if slices is None or sizes is None:
         return "choose the profiles nearest to the shares (gpushare mig profiles)"
     real, asked = sizes
@@ -270,7 +272,8 @@ def _half(s: Situation, _: Way) -> bool:
 
 def _leaves_half(s: Situation, _: Way) -> bool:
     """Return whether an instance for one process leaves half of the GPU to others; True where no profiles are listed."""
-    slices, total = s.slices(Way.MIG), s.plain.total_bytes or 0
+    slices = s.slices(Way.MIG)
+    total = s.plain.total_bytes or 0
     return slices is None or all((profile.memory_bytes or 0) * 2 <= total for profile in slices.profiles)
 
 

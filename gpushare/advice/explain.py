@@ -251,7 +251,8 @@ def _all_sought() -> tuple[_Sought, ...]:
         texts = [*entry.names, *([entry.text] if entry.text else [])] if entry.kind != "mps" else []
         parts = tuple(text.lower() for text in texts if len(text) >= _TELLING)
         pattern = None if entry.pattern is None else re.compile(entry.pattern, re.IGNORECASE)
-        names, plain_texts = frozenset(map(plain_name, entry.names)), frozenset(map(plain_name, texts))
+        names = frozenset(map(plain_name, entry.names))
+        plain_texts = frozenset(map(plain_name, texts))
         sought.append(_Sought(entry, names, plain_texts, parts, pattern))
     return tuple(sought)
 
@@ -264,7 +265,8 @@ def _explanations_of(line: str) -> tuple[Explanation, ...]:
         "cuda": {int(number) for number in _CUDA.findall(line)},
     }
     names = {plain_name(name) for name in (*_NAME.findall(line), line)}
-    lowered, bare = line.lower(), plain_name(line)
+    lowered = line.lower()
+    bare = plain_name(line)
     return tuple(
         sought.entry
         for sought in _all_sought()

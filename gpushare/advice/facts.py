@@ -144,7 +144,8 @@ def mps_clients(table: Table, host: HostFacts, gpu: GpuFacts) -> int | None:
     """
     if gpu.compute_capability is not None and gpu.compute_capability < VOLTA:
         return 16
-    driver, version = host.driver or "0", host.mps_version
+    driver = host.driver or "0"
+    version = host.mps_version
     # The version of the program counts, not the driver's: a container may contain an older one.
     if version is not None and version < _MPS_60:
         driver = str(min(host.driver_major or _BEFORE_590, _BEFORE_590))
@@ -211,7 +212,8 @@ def _gpu_facts(state: HostState, gpu: Gpu, daemons: Sequence[MpsDaemon]) -> GpuF
     # The GPU may have been lost since the sweep.
     nvml = state.host.nvml
     capability = or_none(lambda: nvml.compute_capability(gpu.index))
-    virtualization, model = or_none(lambda: nvml.virtualization_mode(gpu.index)), named_model(gpu.name)
+    virtualization = or_none(lambda: nvml.virtualization_mode(gpu.index))
+    model = named_model(gpu.name)
     no_vgpu = virtualization == _GUEST or (model is not None and model.vgpu is False)
     return GpuFacts(
         **always_known,

@@ -381,7 +381,9 @@ _LEVELS: Final = {
 
 def measured_answer(result: MeasuredAdvice, bench: BenchAnswer | None) -> AdviceAnswer:
     """Return the answer after the measurement, with the rules' answer, the effect and the measurement."""
-    answer, rules, best = advice_answer(result.final), advice_answer(result.rules), result.final.best
+    answer = advice_answer(result.final)
+    rules = advice_answer(result.rules)
+    best = result.final.best
     why = answer.why
     if best is not None and best.way.value != rules.winner:
         # It won by the measurement; the rules have their own reasons for it, or none.

@@ -186,7 +186,8 @@ def _of_several_gpus(situation: Situation, idle: Sequence[GpuFacts]) -> tuple[Pa
     rest = tuple(work for work in case.workloads if work is not first)
     if not rest:
         return (_shared_by_all(situation, idle),)
-    each, choices = first.gpus or 1, []
+    each = first.gpus or 1
+    choices = []
     situation_of_first = situation.on(situation.gpu, replace(case, workloads=(first,)))
     for kind in [*_kinds(idle), idle]:
         for sets in range(1, min(first.processes or 1, len(kind) // each) + 1):

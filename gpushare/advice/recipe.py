@@ -71,7 +71,8 @@ class _Party:
 def _mig(steps: Steps, way: Way) -> None:
     """Add the lines of MIG: the instances, who may use them, and the jobs in them."""
     s = steps.s
-    free, slices = s.free_instances(way), s.slices(way)
+    free = s.free_instances(way)
+    slices = s.slices(way)
     steps.measure += [
         "the rate of each program in its instance and on the whole GPU: an instance has part of the SMs and bandwidth",
         "peak memory: a program cannot use more than its instance has",
@@ -143,7 +144,9 @@ def _layout(steps: Steps, s: Situation, way: Way, parties: Sequence[_Party]) -> 
 
 def _parties(s: Situation, way: Way, *, named: bool) -> list[_Party]:
     """Return who has which instance; named ones have the names of the parties."""
-    works, free, slices = s.case.workloads, s.free_instances(way), s.slices(way)
+    works = s.case.workloads
+    free = s.free_instances(way)
+    slices = s.slices(way)
     # A name is of the whole host.
     prefix = "" if s.gpu.index == s.host.gpus[0].index else f"gpu{s.gpu.index}-"
     each: list[tuple[str, Workload, int]] = []
@@ -168,7 +171,8 @@ def _run_inside(steps: Steps, s: Situation, way: Way, party: _Party) -> None:
     """Add the lines for the programs of one instance, which has a name, or was there before."""
     work, where = party.work, party.where
     title = party.name if steps.several_shells else label_of(work) or party.name
-    what, limit = which(party.processes, title), inside_limit(way, work, party.profile, party.processes)
+    what = which(party.processes, title)
+    limit = inside_limit(way, work, party.profile, party.processes)
     if way is Way.MIG:
         steps.run(what, work, gpu=None, mig=where)
     elif way is Way.MIG_TIMESLICE:
@@ -343,7 +347,8 @@ def _production(steps: Steps, way: Way) -> None:
     s, pair, number, others = steps.s, _PAIRS[way], 0, 0
     works = list(zip(s.case.workloads, s.counts_of_all, strict=True))
     first = next((work for work, _ in works if work.role is Role.PRODUCTION), None)
-    already_running, foreign = first is not None and bool(first.running), s.case.same_user is False
+    already_running = first is not None and bool(first.running)
+    foreign = s.case.same_user is False
     # Only root finds the jobs of other users by their names. Where production runs already, only its growth tells swap.
     without_role = (
         pair.yields is None
@@ -364,7 +369,8 @@ def _production(steps: Steps, way: Way) -> None:
     elif not without_role:
         yielding["target"] = target
     for work, count in works:
-        produces, memory = work.role is Role.PRODUCTION, job_memory(s, way, work)
+        produces = work.role is Role.PRODUCTION
+        memory = job_memory(s, way, work)
         number += produces
         if work.running and way is Way.SLICES:
             slice_of_job = _PRODUCTION_SLICE if produces else _OTHER_SLICE

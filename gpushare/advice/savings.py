@@ -197,7 +197,8 @@ def _pack(work: Sequence[Work], gpus: int, capacity: int | None) -> list[list[Wo
 def _spread(work: Sequence[Work], gpus: int, capacity: int | None, *, even: bool) -> list[list[Work]] | None:
     """Put work in this order on GPUs, to the least loaded one with room if ``even``; None: it does not fit."""
     bins: list[list[Work]] = [[] for _ in range(gpus)]
-    loads, memories = [Decimal(0)] * gpus, [0] * gpus
+    loads = [Decimal(0)] * gpus
+    memories = [0] * gpus
     for workload in work:
         memory = workload.memory_bytes or 0
         with_room = [gpu for gpu in range(gpus) if capacity is None or memories[gpu] + memory <= capacity]
@@ -244,7 +245,8 @@ def _sum_memory(place: Sequence[Work]) -> int | None:
 
 def _no_room_text(work: Sequence[Work], gpus: int, capacity: int | None) -> str:
     """Return why the memory of the work does not fit on so many GPUs."""
-    needed, available = sum(workload.memory_bytes or 0 for workload in work), gpus * (capacity or 0)
+    needed = sum(workload.memory_bytes or 0 for workload in work)
+    available = gpus * (capacity or 0)
     if needed > available:
         reason = f"{format_bytes(needed)} is needed, {format_bytes(available)} is available: {format_bytes(needed - available)} too little"
     else:

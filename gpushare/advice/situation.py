@@ -200,7 +200,9 @@ class LeavingCost:
     @property
     def sentence(self) -> str:
         """Return the cost as text."""
-        out, back, host = _about_text(self.out_seconds), _about_text(self.in_seconds), format_bytes(self.host_bytes)
+        out = _about_text(self.out_seconds)
+        back = _about_text(self.in_seconds)
+        host = format_bytes(self.host_bytes)
         guess = ", estimated from smaller jobs" if self.estimated else ""
         if self.turn_seconds is None or self.kept_share is None:
             return (
@@ -802,7 +804,8 @@ class Situation:
         """Return how many clients MPS accepts there: an instance has a part of those of the GPU (MIG user guide)."""
         if way is not Way.MIG_MPS or self.mps_clients is None:
             return self.mps_clients
-        free, slices = self.free_instances(way), self.slices(way)
+        free = self.free_instances(way)
+        slices = self.slices(way)
         profiles = [instance.profile for instance in free] if free else slices.profiles if slices else ()
         total = max((profile.slices for profile in self.gpu.layout.profiles), default=0) if self.gpu.layout else 0
         smallest = min((profile.slices for profile in profiles), default=0)
@@ -935,7 +938,9 @@ class Situation:
 
     def documented_why_not(self, way: Way) -> str | None:
         """Return why not even NVIDIA's documented profiles hold all shares, where the driver lists none; None if they may."""
-        shares, total, profiles = self.shares(way), self.gpu.memory_total_bytes or 0, self.gpu.documented
+        shares = self.shares(way)
+        total = self.gpu.memory_total_bytes or 0
+        profiles = self.gpu.documented
         if not profiles:
             return None
         if all(profile.memory_bytes and profile.placements for profile in profiles):
@@ -964,7 +969,9 @@ class Situation:
 
     def short_of_sms(self, way: Way) -> str | None:
         """Return which profile has fewer SMs than asked for, in words."""
-        free, slices, shares = self.free_instances(way), self.slices(way), self.shares(way)
+        free = self.free_instances(way)
+        slices = self.slices(way)
+        shares = self.shares(way)
         profiles = [instance.profile for instance in free] if free is not None else slices.profiles if slices else ()
         short = {
             f"{profile.name} has {profile.multiprocessors} of the {share.sms} SMs"
@@ -1027,7 +1034,8 @@ def instances_sentence(situation: Situation, way: Way) -> str | None:
     layout, shares = situation.gpu.layout, situation.shares(way)
     if way not in ALL_MIG or layout is None or not all(share.memory_bytes for share in shares):
         return None
-    free, slices = situation.free_instances(way), situation.slices(way)
+    free = situation.free_instances(way)
+    slices = situation.slices(way)
     if free is not None:
         pairs = zip([instance.profile.name for instance in free], shares, strict=True)
     else:
@@ -1039,6 +1047,7 @@ def instances_sentence(situation: Situation, way: Way) -> str | None:
         if size is None:
             return None
         each = "" if count == 1 else f"each of {count} "
-        needed, unused = format_bytes(share.memory_bytes), format_bytes(size - share.memory_bytes)
+        needed = format_bytes(share.memory_bytes)
+        unused = format_bytes(size - share.memory_bytes)
         sums.append(f"in {each}{name} {needed} of {format_bytes(size)}, CUDA contexts counted: {unused} left")
     return "; ".join(sums) or None

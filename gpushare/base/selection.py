@@ -76,7 +76,8 @@ def no_mig_error(
 ) -> NotSupported:
     """Return the error of GPUs of which none has MIG."""
     if len(gpus) == 1:
-        index, name = gpus[0].index, gpus[0].name or "unknown model"
+        index = gpus[0].index
+        name = gpus[0].name or "unknown model"
         return NotSupported(f"GPU {index} ({name}) has no MIG", hint, gpu=index, code="no_mig")
     names = ", ".join(sorted({gpu.name or "unknown model" for gpu in gpus})) or "no GPU"
     return NotSupported(f"none of these GPUs has MIG ({names})", hint, code="no_mig")
@@ -108,7 +109,8 @@ def _indexes(word: str) -> list[str]:
     match = _RANGE.match(word)
     if match is None:
         return [word]
-    first, last = int(match[1]), int(match[2])
+    first = int(match[1])
+    last = int(match[2])
     if first > last:
         raise BadUsage(f"{quoted(word)} is not a range of GPUs", "give the lower index first: -g 0-3", code="bad_gpu")
     return [str(index) for index in range(first, last + 1)]

@@ -65,7 +65,8 @@ def parsed(kind: Any, raw: Any, *, more_keys: bool = False) -> Any:
     Raises:
         ValueError: it is none; the message says why.
     """
-    origin, parse = get_origin(kind), functools.partial(parsed, more_keys=more_keys)
+    origin = get_origin(kind)
+    parse = functools.partial(parsed, more_keys=more_keys)
     if origin is Annotated:
         limits, value = kind.__metadata__, parse(kind.__origin__, raw)
         if all(is_valid(value) for is_valid in limits):
@@ -105,7 +106,8 @@ def _parse_list(kind: Any, raw: Sequence[Any], parse: Callable[[Any, Any], Any])
 
 def _parse_object(kind: Any, raw: Any, parse: Callable[[Any, Any], Any], *, more_keys: bool) -> Any:
     """Return a value class from an object; ``parse`` reads the value of a field."""
-    stored, hints = _stored(kind), _type_hints(kind)
+    stored = _stored(kind)
+    hints = _type_hints(kind)
     if not isinstance(raw, dict) or not (more_keys or raw.keys() <= stored.keys()):
         raise ValueError("an object with other keys")
     missing = [name for name, has_default in stored.items() if not has_default and name not in raw]

@@ -82,7 +82,8 @@ def _eq(self: Any, other: Any) -> bool:
     """Compare two instances by the fields that count."""
     if type(self) is not type(other):
         return NotImplemented  # type: ignore[no-any-return]
-    mine, theirs = vars(self), vars(other)
+    mine = vars(self)
+    theirs = vars(other)
     names: tuple[str, ...] = self.__layout__.compared
     return all(mine[name] == theirs[name] for name in names)
 

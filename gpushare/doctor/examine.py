@@ -650,7 +650,8 @@ def _idle(seen: Examination) -> Iterator[Check]:
 
 def _idle_remedy(seen: Examination, process: GpuProcess) -> str:
     """Return how a process that does nothing gives its memory back."""
-    owner, end = whom_to_ask(seen, [process.pid]), ending_hint(seen.host, process.pid)
+    owner = whom_to_ask(seen, [process.pid])
+    end = ending_hint(seen.host, process.pid)
     try:
         check_host(seen.host)
     except GpushareError as error:
@@ -665,7 +666,8 @@ def _idle_remedy(seen: Examination, process: GpuProcess) -> str:
 
 def _rules(seen: Examination) -> Iterator[Check]:
     """Check that `gpushare timeslice keep` runs if the file that was applied last has rules for time-slices."""
-    applied, keep = kept_file(seen.host), keep_record(seen.host)
+    applied = kept_file(seen.host)
+    keep = keep_record(seen.host)
     rules = 0 if applied is None else len(applied.rules)
     runs = keep is not None and keep.runs
     if keep is not None and not runs and keep.processes:

@@ -122,7 +122,8 @@ def holders(seen: Examination) -> Iterator[Check]:
     capable = [gpu for gpu in seen.answering if gpu.mig_capable]
     if not capable:
         return
-    files, own = open_device_files(seen.host), _pids_ending_by_themselves(seen)
+    files = open_device_files(seen.host)
+    own = _pids_ending_by_themselves(seen)
     for gpu in capable:
         present: list[Holder] = list(gpu_holders(seen.host, gpu, files))
         for inside in instance_holders(seen.host, gpu, files).values():

@@ -374,7 +374,8 @@ def outside(seen: Examination) -> Iterator[Check]:
                 yield finding("mps.outside", gpu.index, processes=_process_titles(seen, own))
             if others:
                 owner = whom_to_ask(seen, [process.pid for process in others])
-                titles, named = _process_titles(seen, others), " ".join(str(process.pid) for process in others)
+                titles = _process_titles(seen, others)
+                named = " ".join(str(process.pid) for process in others)
                 yield finding("mps.outside other", gpu.index, processes=titles, owner=owner, pids=named)
 
 

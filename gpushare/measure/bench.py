@@ -259,7 +259,8 @@ class Copies:
     ) -> CopyResult:
         """Return the result of a copy that was watched from ``opened`` (None: there was no window) to ``closed``."""
         value = copy.printed.last if opened is None else copy.printed.between(opened, closed)
-        program, since = copy.program, -math.inf if opened is None else opened
+        program = copy.program
+        since = -math.inf if opened is None else opened
         ended = closed if copy.by_us or program.ended is None else program.ended
         return CopyResult(
             copy=copy.number,

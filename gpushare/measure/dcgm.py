@@ -119,7 +119,8 @@ def _points_of_exporter(text: str) -> tuple[list[_Point], bool]:
         if match is None or match[1] not in _METRICS:
             continue
         if (match[1], match[2]) in seen_in_scrape:
-            scrape, seen_in_scrape = scrape + 1, set()
+            scrape = scrape + 1
+            seen_in_scrape = set()
         seen_in_scrape.add((match[1], match[2]))
         timed = timed and match[4] is not None
         try:

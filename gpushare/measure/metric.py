@@ -173,8 +173,10 @@ def p99_interval(windows: Sequence[Window]) -> tuple[float, float | None] | None
     count = len(latencies)
     if count < LEAST_LATENCIES:
         return None
-    middle, width = 0.99 * count, 1.96 * math.sqrt(count * 0.99 * 0.01)
-    low, high = max(1, math.floor(middle - width)), math.ceil(middle + width)
+    middle = 0.99 * count
+    width = 1.96 * math.sqrt(count * 0.99 * 0.01)
+    low = max(1, math.floor(middle - width))
+    high = math.ceil(middle + width)
     # That all of n lie below their 99th percentile has a chance of .99^n.
     bounded = high <= count or count >= _BOUNDED_BY_MAXIMUM
     return latencies[low - 1], latencies[min(high, count) - 1] if bounded else None
@@ -186,7 +188,8 @@ def p99_factor_interval(alone: Sequence[Window], together: Sequence[Window]) -> 
     If the program printed its p99 itself, the interval comes from the spread between windows. Where few latencies alone do
     not bound their p99 from above, their largest does: alone it hardly differs.
     """
-    interval_alone, interval_together = p99_interval(alone), p99_interval(together)
+    interval_alone = p99_interval(alone)
+    interval_together = p99_interval(together)
     if interval_alone is not None and interval_together is not None:
         base = interval_alone[1] or max(latencies_of(alone))
         return interval_together[0] / base, None if interval_together[1] is None else interval_together[

@@ -346,7 +346,8 @@ def _crossing(low: int, high: int, on_line: Mapping[int, Figures], goal: Goal, *
     if halve:
         return (low + high) // 2
     nothing = min(1 / goal.keep, goal.p99_factor or math.inf)
-    margin_low, margin_high = on_line[low].margin(goal) if low >= 0 else nothing, on_line[high].margin(goal)
+    margin_low = on_line[low].margin(goal) if low >= 0 else nothing
+    margin_high = on_line[high].margin(goal)
     if not math.isfinite(margin_low) or margin_low <= margin_high:
         return (low + high) // 2
     place = low + (margin_low - 1) / (margin_low - margin_high) * (high - low)

@@ -278,7 +278,8 @@ class Tuner:
                 if not self._fresh():
                     raise
                 stopped = error
-            began, ended = self._began or started, experiment.now()
+            began = self._began or started
+            ended = experiment.now()
         if not self._fresh():
             raise self._nothing_measured_error(over=over)
         return self._result(ended - began, began - started, stopped, over=over)
@@ -450,7 +451,8 @@ class Tuner:
         searched = [way.outcome for way in self._ways.values() if way.outcome is not None]
         stable = stopped is None and not over and all(each.stable for each in searched)
         first = next(stage for stage in self._stages if stage.measured)
-        production, others = first.production_alone(), self._others_alone()
+        production = first.production_alone()
+        others = self._others_alone()
         strangers = {pid: name for stage in self._stages for pid, name in stage.strangers.items()}
         whole = outcome(goal, measured, stable=stable)
         sliced = whole.best is not None and whole.best.setting.way is Way.SLICES
@@ -976,7 +978,8 @@ class Stage:
         kept, own_error = ratio
         alone = self._windows_to_compare(together)
         windows = [seen.window for seen in together if seen.window is not None]
-        p99_alone, p99_together = p99(alone), p99(windows)
+        p99_alone = p99(alone)
+        p99_together = p99(windows)
         between = p99_factor_interval(alone, windows)
         share, share_error = self._share(together)
         return Figures(

@@ -108,7 +108,8 @@ def _parse_way(word: str) -> BenchWay:
     match = _WAY.fullmatch(word)
     if match is None or (match[2] is not None and match[1] != "mps"):
         raise BadUsage(f"{quoted(word)} is not a way of sharing", f"give some of --ways {_EXAMPLE}", code="bad_way")
-    percent, divided = None if match[2] is None else float(match[2]), match[3] is not None
+    percent = None if match[2] is None else float(match[2])
+    divided = match[3] is not None
     if percent is not None and (percent == 0 or (percent > 100 and not divided)):
         raise BadUsage(f"{percent:g} in {quoted(word)} is outside (0, 100]", "give mps:50 or mps:200/n", code="bad_way")
     return BenchWay(

@@ -354,7 +354,8 @@ def cpu_multiplication(size: int) -> Callable[[], Any]:
             module: Any = importlib.import_module(name)
         except ImportError:
             continue
-        left, right = module.ones((size, size)), module.ones((size, size))
+        left = module.ones((size, size))
+        right = module.ones((size, size))
         return lambda: left @ right
     small = min(size, _PLAIN_SIZE)
     matrix = [[1.0] * small for _ in range(small)]

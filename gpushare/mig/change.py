@@ -97,7 +97,8 @@ def _check_no_processes(host: Host, switched: Sequence[tuple[Gpu, Collection[int
     named_here = {process.pid: process for _, process in blocking_processes}
     names = first_few((_process_title(host, process) for process in named_here.values()), _NAMED)
     gpus = list(dict.fromkeys(gpu.index for gpu, _ in blocking_processes))
-    numbers, their = ",".join(map(str, gpus)), "its" if len(gpus) == 1 else "their"
+    numbers = ",".join(map(str, gpus))
+    their = "its" if len(gpus) == 1 else "their"
     ending_them = _ending_them_text(host, list(named_here.values()), numbers)
     raise InUse(
         f"{titles([Device(gpu=gpu) for gpu, _ in switched if gpu.index in gpus])}: {names} must end before {their} MIG mode can change",
@@ -584,7 +585,8 @@ def _take_claims(host: Host, change: MigChange, claims: contextlib.ExitStack) ->
 def _carry_out_with_journal(ledger: MigLedger, change: MigChange, on_step: Callable[[Step], None] | None) -> None:
     """Carry out a plan, with its journal open from the first step to the end or the undo."""
     touched = [gpu for gpu in change.gpus if gpu.changes]
-    before, after = [part.before for part in touched], [part.after for part in touched]
+    before = [part.before for part in touched]
+    after = [part.after for part in touched]
     ledger.begin(change.plan.title, before, after, names=change.names, daemons=change.daemons)
     last: Step | None = None
 

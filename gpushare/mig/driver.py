@@ -80,7 +80,8 @@ class MigReader:
         kept: tuple[Profile, ...] | None = self._nvml.kept.get(("MIG profiles", index))
         if kept is not None:
             return kept
-        handle, gpu = self._nvml.handle(index), str(index)
+        handle = self._nvml.handle(index)
+        gpu = str(index)
         infos = self._nvml.ask(
             lambda nvml: list(
                 _profile_infos(nvml, lambda number: nvml.nvmlDeviceGetGpuInstanceProfileInfo(handle, number), _PROFILES)
@@ -236,7 +237,8 @@ def _placements(nvml: Any, handle: Any, profile_id: int) -> tuple[Placement, ...
 
 def _list_handles(call: Any, kind: Any, owner: Any, profile_id: int | None, room: int) -> list[Any]:
     """Return the handles that a listing call writes into an array of ``room``."""
-    count, rows = c_uint(), (kind * room)()
+    count = c_uint()
+    rows = (kind * room)()
     call(owner, profile_id, rows, byref(count))
     return list(rows[: count.value])
 
@@ -298,7 +300,8 @@ class MigChanges:
 
     def set_mode(self, index: int, *, enabled: bool) -> None:
         """Switch MIG mode (nvmlDeviceSetMigMode; ``nvidia-smi -i N -mig 1``), current and pending."""
-        handle, gpu = self._nvml.handle(index), str(index)
+        handle = self._nvml.handle(index)
+        gpu = str(index)
         status = self._nvml.demand(lambda nvml: nvml.nvmlDeviceSetMigMode(handle, int(enabled)), gpu)
         # "May unbind or reset the device": older handles must not be used.
         self._nvml.restart()
@@ -316,7 +319,8 @@ class MigChanges:
 
     def create_gpu_instance(self, index: int, profile_id: int, placement: Placement) -> int:
         """Create a GPU instance at an explicit placement and return its id, read back (``-cgi ID:START``)."""
-        handle, gpu = self._nvml.handle(index), str(index)
+        handle = self._nvml.handle(index)
+        gpu = str(index)
 
         def create(nvml: Any) -> Any:
             place = nvml.c_nvmlGpuInstancePlacement_t(start=placement.start, size=placement.size)
@@ -343,7 +347,8 @@ class MigChanges:
 
         A driver without placements for compute instances chooses the place.
         """
-        handle, gpu = self._nvml.handle(index), str(index)
+        handle = self._nvml.handle(index)
+        gpu = str(index)
 
         def create(nvml: Any) -> Any:
             instance = nvml.nvmlDeviceGetGpuInstanceById(handle, gpu_instance)

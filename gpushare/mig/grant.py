@@ -117,13 +117,15 @@ def access_steps(host: Host, named: NamedInstance, users: tuple[str, ...]) -> tu
         NotSupported: the driver shows no capabilities; a grant can be revoked all the same.
         GpushareError: NVML does not answer.
     """
-    grants, revokes = set(users) - set(named.users), set(named.users) - set(users)
+    grants = set(users) - set(named.users)
+    revokes = set(named.users) - set(users)
     nodes: list[_Node] = []
     with contextlib.suppress(*[NotSupported] if revokes and not grants else []):
         nodes = _nodes(host, named)
     if grants and not nodes:
         raise _no_instance_error(named)
-    record, opening = _record_steps(host, named, users, root=bool(grants)), _node_steps(host, nodes, users)
+    record = _record_steps(host, named, users, root=bool(grants))
+    opening = _node_steps(host, nodes, users)
     # A grant is recorded before its nodes are opened, a revoke after they are closed: so a crash leaves something to redo.
     return (*opening, *record) if revokes else (*record, *opening)
 

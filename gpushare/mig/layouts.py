@@ -33,7 +33,8 @@ def layouts_of(
 
     ``hidden`` gets the GPUs whose instances the driver hides, with the error; their layouts are empty.
     """
-    reader, names = MigReader(host.nvml), names_of(host) if names is None else names
+    reader = MigReader(host.nvml)
+    names = names_of(host) if names is None else names
     # A change leases the instances that it destroys: its own leases must not block its rollback.
     claims = claimed_instances(host)
     leases = None if claims is None else {uuid: claim for uuid, claim in claims.items() if claim.pid != os.getpid()}
@@ -71,7 +72,8 @@ class _HostFacts:
     ) -> None:
         self._host, self._gpu, self._leases, self._made = host, gpu, leases, made
         self._names = {named.place: named for named in names.values() if named.gpu_uuid == gpu.uuid}
-        self._held, self._idle = instance_holders(host, gpu, files), idle_daemon_pids(host, gpu)
+        self._held = instance_holders(host, gpu, files)
+        self._idle = idle_daemon_pids(host, gpu)
 
     def with_facts(self, instance: GpuInstance) -> GpuInstance:
         """Return an instance, as NVML reports it, with these facts."""

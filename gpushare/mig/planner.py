@@ -477,9 +477,12 @@ def _plan_to(
     """
     profiles = board_of(layout).profiles
     missing = {(profiles[profile].name, start): kind for kind, profile, start in arrangement.places}
-    kept, destroyed, created = list[GpuInstance](), list[InstanceChange](), list[InstanceChange]()
+    kept = list[GpuInstance]()
+    destroyed = list[InstanceChange]()
+    created = list[InstanceChange]()
     for instance in layout.instances:
-        kind, may_evict = missing.pop(instance.place, None), instance.id in evict
+        kind = missing.pop(instance.place, None)
+        may_evict = instance.id in evict
         if kind is None:
             if instance.busy and not may_evict:
                 return None
@@ -526,7 +529,8 @@ def no_plan_ever(layouts: Sequence[Layout], wish: Wish) -> NoPlan:
 def _reason_text(layout: Layout, wish: Wish) -> str:
     """Return the rule that forbids a wish on an empty GPU, as the end of a sentence, if there is a single one."""
     asked = [profile for request in wish for profile in [resolve(request, layout.profiles)] * request.count]
-    memory, compute = sum(profile.size or 0 for profile in asked), sum(profile.slices for profile in asked)
+    memory = sum(profile.size or 0 for profile in asked)
+    compute = sum(profile.slices for profile in asked)
     if sum(profile.media for profile in asked) > 1:
         return ": a GPU has at most one with +me"
     if any(profile.all_media for profile in asked) and not all(
@@ -690,7 +694,8 @@ def plan_destroy(
     layouts: Sequence[Layout], targets: Iterable[Target], *, evict: Iterable[Target] = ()
 ) -> MigPlan | NoPlan:
     """Return the plan that destroys these; a GPU instance goes with the last of its compute instances."""
-    target_set, evictable = frozenset(targets), frozenset(evict)
+    target_set = frozenset(targets)
+    evictable = frozenset(evict)
     _check_gpus(layouts, [target.gpu for target in target_set])
     _check_targets(layouts, target_set)
     plans, in_the_way = [], False
@@ -880,7 +885,8 @@ def free_profiles(layout: Layout) -> tuple[FreeProfile, ...]:
     Each profile is counted by itself: two that fit need not fit together.
     """
     board = board_of(layout)
-    mask, counts = occupied(layout), board.free(occupied(layout), members_of(layout))
+    mask = occupied(layout)
+    counts = board.free(mask, members_of(layout))
     return tuple(
         FreeProfile(
             profile=profile,
@@ -894,7 +900,8 @@ def free_profiles(layout: Layout) -> tuple[FreeProfile, ...]:
 def lost_slices(layout: Layout) -> LostSlices:
     """Return the free slices that nothing can use: two 3g on a GPU of seven slices lose one compute slice."""
     board = board_of(layout)
-    mask, members = occupied(layout), members_of(layout)
+    mask = occupied(layout)
+    members = members_of(layout)
     compute, memory = board.reachable(mask, members)
     used = sum(instance.profile.slices for instance in layout.instances)
     return LostSlices(
@@ -913,7 +920,8 @@ def capacity_lost(layout: Layout) -> int:
 
 def fragmentation(layout: Layout) -> int:
     """Return how much of `capacity_lost` is due to the places: the difference to the best packing, in memory slices."""
-    board, members = board_of(layout), members_of(layout)
+    board = board_of(layout)
+    members = members_of(layout)
     kinds = tuple(InstanceKind(number) for number in sorted(set(members)))
     counts = tuple(members.count(kind.profile) for kind in kinds)
     lost_now = capacity_lost(layout)

@@ -56,7 +56,8 @@ def creation_begun(changes: MigChanges, gpu: str, call: Call, made: dict[int, in
         return replace(begun, there=changes.gpu_instance_ids(call.gpu, instance.profile.id or 0))
     if call.action is not Action.CREATE_COMPUTE or part is None:
         return None
-    owner, slices = made[instance.start] if instance.id == NOT_THERE else instance.id, part.profile.slices
+    owner = made[instance.start] if instance.id == NOT_THERE else instance.id
+    slices = part.profile.slices
     existing_ids = changes.compute_instance_ids(call.gpu, owner, slices)
     return replace(begun, instance=owner, slices=slices, there=existing_ids)
 
@@ -305,7 +306,8 @@ def accept(host: Host, ledger: MigLedger, *, dry_run: bool) -> tuple[str, ...]:
     Raises:
         BadUsage: an interrupted change is not undone yet (``not_recovered``).
     """
-    done, would = [], "would be " if dry_run else ""
+    done = []
+    would = "would be " if dry_run else ""
     try:
         change = ledger.begun()
     except OperationFailed:
@@ -364,7 +366,8 @@ def _restore_access(host: Host, change: ChangeRecord) -> list[str]:
 
 def _with_current_indexes(host: Host, change: ChangeRecord) -> ChangeRecord:
     """Return the change with the current indexes of its GPUs: a GPU that fell off the bus renumbers the others."""
-    before, after = _at_current_indexes(host, change.before), _at_current_indexes(host, change.after)
+    before = _at_current_indexes(host, change.before)
+    after = _at_current_indexes(host, change.after)
     present = {shape.uuid for shape in before}
     lost = [shape for shape in change.before if shape.uuid not in present]
     if lost:

@@ -107,7 +107,8 @@ def _by_place(word: str, layouts: Sequence[Layout]) -> list[Target]:
     match = _PLACE.fullmatch(word)
     if match is None:
         return []
-    profile, start = match.group(1), int(match.group(2))
+    profile = match.group(1)
+    start = int(match.group(2))
     return [
         Target(layout.gpu, instance.id)
         for layout, instance in _instances_of(layouts)
@@ -179,13 +180,15 @@ def difference(layout: Layout, wish: Wish) -> Difference:
     present_devices = devices_present(layout)
     # Wishes with a place first; the rest may serve those without.
     exact = wanted & present_devices
-    wanted, present_devices = wanted - exact, present_devices - exact
+    wanted = wanted - exact
+    present_devices = present_devices - exact
     missing: Counter[DeviceCount] = Counter()
     for kind, number in wanted.items():
         serving = [device for device in present_devices if kind.start is None and replace(device, start=None) == kind]
         for device in sorted(serving, key=lambda device: device.start or 0):
             taken = min(number, present_devices[device])
-            number, present_devices[device] = number - taken, present_devices[device] - taken
+            number = number - taken
+            present_devices[device] = present_devices[device] - taken
         if number:
             missing[kind] = number
     return Difference(missing=_device_counts(missing), extra=_device_counts(+present_devices))

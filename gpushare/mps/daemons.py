@@ -253,7 +253,8 @@ class FoundDaemon:
     @property
     def device(self) -> str:
         """Return the ``-g`` value of its device: the index of a whole GPU, else the UUID."""
-        uuid, index = self.daemon.device_uuid or "", self.daemon.gpu_index
+        uuid = self.daemon.device_uuid or ""
+        index = self.daemon.gpu_index
         return uuid if index is None or uuid.startswith("MIG-") else str(index)
 
     @property

@@ -272,7 +272,8 @@ def read_state(host: Host, client: Client) -> str | None:
     Raises:
         OperationFailed: the server is in FAULT (code ``server_fault``).
     """
-    server, daemon = client.client.server_pid or 0, client.daemon
+    server = client.client.server_pid or 0
+    daemon = client.daemon
     try:
         status = client.found.control(host).server_status(server)
     except GpushareError:

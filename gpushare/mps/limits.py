@@ -219,7 +219,8 @@ class LimitOptions:
         Raises:
             BadUsage: a limit names a GPU that is not among them.
         """
-        threads, memory = _values_by_uuid(self._threads, devices), _values_by_uuid(self._memory, devices)
+        threads = _values_by_uuid(self._threads, devices)
+        memory = _values_by_uuid(self._memory, devices)
         return {
             device.uuid: Limits(
                 threads_percent=threads.get(device.uuid),

@@ -279,7 +279,8 @@ class _Start:
             raise _start_error(done, device, home)
         # Exit code 0 proves nothing (an unknown option exits 0 too): the daemon must answer.
         deadline = time.monotonic() + _ANSWER_SECONDS
-        misses, printed = 0, done.text or "it printed nothing"
+        misses = 0
+        printed = done.text or "it printed nothing"
         while not self._answers(deadline):
             # A single miss may fall between the daemon's fork and exec; two mean that its process has ended.
             misses = 0 if self._daemon_pid() is not None else misses + 1

@@ -281,7 +281,8 @@ class Stop:
     def _ending_steps(self) -> list[Step]:
         """Return the steps that end the daemon, restore the compute mode, and remove its files."""
         daemon, record, home = self._found.daemon, self._found.record, self._found.home
-        dead, where = daemon.pid is None, self._place_text()
+        dead = daemon.pid is None
+        where = self._place_text()
         end = f"end the MPS daemon{where} (process {daemon.pid}) and wait until its process is gone"
         steps = [
             Step(
@@ -380,7 +381,8 @@ class Stop:
         # Another process may listen there now.
         _check_listener(host, item)
         # Clients may have come while we waited for the lock.
-        clients, control = self._wait_for_clients(0.0), item.control(host)
+        clients = self._wait_for_clients(0.0)
+        control = item.control(host)
         new = [] if self._agreed is None else [pid for pid in clients if pid not in self._agreed]
         if new:
             raise InUse(

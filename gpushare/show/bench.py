@@ -78,7 +78,8 @@ def _tied_ways(pick: Pick) -> list[str]:
 
 def _pick_sentence(pick: Pick) -> str:
     """Return which way is best for a number of copies, and how sure that is."""
-    copies, tied = format_copies(pick.copies), _tied_ways(pick)
+    copies = format_copies(pick.copies)
+    tied = _tied_ways(pick)
     about = "" if pick.threads_percent is None else f" ({pick.threads_percent:g} % each)"
     if pick.gain is not None and pick.over not in {None, *(tied or [pick.way])}:
         about += f", {pick.gain.value:.2f} x {pick.over}"
@@ -266,7 +267,8 @@ def throughput_picture(data: BenchAnswer, form: str) -> bytes:
         for way, marker in zip(ways, itertools.cycle("osD^vPX*"), strict=False):
             points = [(cell.copies, cell.throughput) for cell in data.cells if cell.way == way and cell.throughput]
             if points:
-                copies, means = [copies for copies, _ in points], [rate.mean for _, rate in points]
+                copies = [copies for copies, _ in points]
+                means = [rate.mean for _, rate in points]
                 below = [rate.mean - (rate.low or rate.mean) for _, rate in points]
                 axes.errorbar(copies, means, yerr=below, label=way, marker=marker, alpha=0.7, capsize=3)
         numbers = sorted({cell.copies for cell in data.cells})

@@ -171,7 +171,9 @@ class CopyLines:
     def __init__(self, copies: int, *, output: OutputFormat, quiet: bool, note: Callable[[str], None]) -> None:
         """Begin for so many copies, numbered from 0; ``note`` prints what is said of the farm."""
         documents = {OutputFormat.JSON, OutputFormat.YAML, OutputFormat.CSV}
-        self._stream, self._quiet, self._note = sys.stderr if output in documents else sys.stdout, quiet, note
+        self._stream = sys.stderr if output in documents else sys.stdout
+        self._quiet = quiet
+        self._note = note
         self._width = len(str(copies - 1))
         self._drawn = False
         self._next = 0.0

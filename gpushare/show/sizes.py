@@ -112,7 +112,8 @@ def sizes_picture(data: BenchSizesAnswer, form: str) -> bytes:
             if cell.seconds is not None:
                 lines.setdefault((cell.way, cell.copies), []).append(cell)
         for ((way, copies), cells), marker in zip(lines.items(), itertools.cycle("osD^vPX*"), strict=False):
-            sizes, seconds = [cell.size for cell in cells], [cell.seconds for cell in cells]
+            sizes = [cell.size for cell in cells]
+            seconds = [cell.seconds for cell in cells]
             axes.plot(sizes, seconds, label=f"{way}, {format_copies(copies)}", marker=marker)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")

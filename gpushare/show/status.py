@@ -44,7 +44,8 @@ _ALARMS: Final = {"lost": "red", "error": "red", "no answer": "red", "FAULT": "r
 
 def people_tables(snapshot: Snapshot) -> tuple[Table, ...]:
     """Return the tables that have rows; GPUs and processes always."""
-    gpus, processes = _gpu_table(snapshot), _process_table(snapshot)
+    gpus = _gpu_table(snapshot)
+    processes = _process_table(snapshot)
     tables = (
         gpus,
         _instance_table(snapshot),

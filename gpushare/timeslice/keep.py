@@ -489,7 +489,8 @@ def _under_mps_error(pid: int) -> NotSupported:
 
 def _put_back(host: Host, control: ChannelControl, kept: KeptProcess) -> list[Event]:
     """Restore each group that still has the slice that was set."""
-    pid, user = kept.pid, None if kept.uid is None else user_name(kept.uid)
+    pid = kept.pid
+    user = None if kept.uid is None else user_name(kept.uid)
     groups = {(group.client, group.handle): group for group in kept.channels.compute}
     parts = [(groups[slices[:2]], slices) for slices in kept.slices if slices[:2] in groups]
     try:

@@ -119,7 +119,8 @@ def lent_level(host: Host, device: Device, level: TimeSlice) -> Iterator[None]:
         GpushareError: it cannot be set, or not be set back; or the record cannot be written.
     """
     steps = plan_level(host, [device], level, beside_mps=True).steps
-    before, me = host.policy.read().get(device.gpu.index), host.processes.identity(os.getpid())
+    before = host.policy.read().get(device.gpu.index)
+    me = host.processes.identity(os.getpid())
     if steps and before is not None and me is not None:
         LENT.write(LentLevel(**me._asdict(), level=level, before=before, path=LENT.path(host, device.uuid)))
     carry_out(Plan(title=f"time-slice {level.title} for a while", steps=steps))

@@ -129,11 +129,13 @@ class Reader:
         snapshot = self._with_memory(host, self._observer.read())
         jobs = tuple(listed_jobs(host, snapshot, everything=True))
         answering = [gpu for gpu in snapshot.gpus if gpu.error is None]
-        now, load = time.monotonic(), host.machine.load()
+        now = time.monotonic()
+        load = host.machine.load()
         earlier_load, self._load = self._load, load
         uses, trees = self._host_use(jobs, now)
         if self._turn and now >= self._xids_until:
-            self._xids, self._xids_until = host.machine.xids(), now + _XID_SECONDS
+            self._xids = host.machine.xids()
+            self._xids_until = now + _XID_SECONDS
         return Frame(
             at=snapshot.taken_at or time.time(),
             snapshot=snapshot,

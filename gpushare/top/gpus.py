@@ -59,7 +59,8 @@ def layout_of(width: int, longest_name: int) -> Layout:
     if room >= 5:
         fan, room = 4, room - 5
     more = min(longest_name - name, room // 4)
-    name, room = name + max(0, more), room - max(0, more)
+    name = name + max(0, more)
+    room = room - max(0, more)
     util = 6 + min(18, room // 4)
     memory = 8 + min(30, room // 3)
     room -= util - 6 + memory - 8

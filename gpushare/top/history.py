@@ -59,13 +59,15 @@ class History:
 
     def values(self, index: int, series: str, width: int) -> list[float | None]:
         """Return a series of a GPU in ``width`` equal parts of the five minutes up to now, each the mean of its values."""
-        points, place = self._points.get(index), SERIES.index(series)
+        points = self._points.get(index)
+        place = SERIES.index(series)
         if not points or width <= 0:
             return [None] * width
         # Whole parts of the clock, so that old ones do not change their height as they move on.
         part = SECONDS / width
         last = int(points[-1][0] / part)
-        sums, counts = [0.0] * width, [0] * width
+        sums = [0.0] * width
+        counts = [0] * width
         for at, values in points:
             value, slot = values[place], width - 1 - (last - int(at / part))
             if value is not None and 0 <= slot < width:
@@ -130,7 +132,8 @@ class Events:
 
     def add(self, frame: Frame) -> None:
         """Note what has changed since the last frame. The first one, and one without an answer, tell nothing."""
-        before, self._before = self._before, frame if frame.error is None else self._before
+        before = self._before
+        self._before = frame if frame.error is None else self._before
         if before is None:
             self._waiting = {_job_key(job) for job in frame.jobs if job.line is not None}
         if frame.error is not None or before is None or frame.at <= before.at:
@@ -247,7 +250,8 @@ def _job_changes(old: ListedJob | None, job: ListedJob, at: float) -> Iterator[E
     elif old.state != job.state:
         yield Event(at, f"{title} {_STATE_TEXTS.get(job.state, job.state)}", "bad" if job.state == "lost" else "warn")
     if is_over(job) and not (old is not None and is_over(old)):
-        held, limit = format_bytes(job.memory_used_bytes), format_bytes(job.whole_limit_bytes)
+        held = format_bytes(job.memory_used_bytes)
+        limit = format_bytes(job.whole_limit_bytes)
         yield Event(at, f"{title} is over its limit: {held} of {limit}", "bad")
 
 

@@ -242,7 +242,8 @@ class Cockpit(App[None]):
         self.view = jobs.View()
         self.opened: int | None = None
         self.frame: Frame | None = None
-        self.past, self.happened = History(), Events()
+        self.past = History()
+        self.happened = Events()
         self._findings: list[dict[str, object]] | None = None
         self._rows: list[jobs.Row] = []
         self._gpu_of_row: list[int] = []
@@ -251,7 +252,8 @@ class Cockpit(App[None]):
         # The command that is being carried out.
         self._doing: str | None = None
         self._title = Bar(self._title_line)
-        self._gpus, self._jobs = Panel(self), Panel(self)
+        self._gpus = Panel(self)
+        self._jobs = Panel(self)
         self._charts = Panel(self)
         self._charts.can_focus = False
         self._last = Bar(self._event_line)
@@ -739,7 +741,8 @@ class Cockpit(App[None]):
             if isinstance(number, int):
                 choices[number][2]()
 
-        texts, keys = [f"{key}  {title}" for key, title, _ in choices], "".join(key for key, _, _ in choices)
+        texts = [f"{key}  {title}" for key, title, _ in choices]
+        keys = "".join(key for key, _, _ in choices)
         self.push_screen(Choice(job_title(job), texts, self.colours, keys=keys, above=self._job_facts(job)), act_on)
 
     def _job_facts(self, job: ListedJob) -> list[Line]:
@@ -887,7 +890,8 @@ class Cockpit(App[None]):
         if self._lacks("output of jobs") or self._follow is None:
             return
         pages = Dialog(f"{job_title(job)}: output", [], self.colours)
-        follow, target = self._follow, job.name or str(job.pid)
+        follow = self._follow
+        target = job.name or str(job.pid)
 
         async def followed() -> None:
             # Its lines are added to what is on the screen.
