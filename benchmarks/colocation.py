@@ -1,6 +1,6 @@
 """How well `gpushare tune` finds a setting, beside jobs that it was not made with: ``python -m benchmarks.colocation --out FILE``.
 
-Run it as root on a machine with CuPy, PyTorch and one NVIDIA GPU that nobody else uses. For each pair of `benchmarks.colocation_jobs`:
+Run it as root on a machine with CuPy, PyTorch and one NVIDIA GPU that nobody else uses. For each pair of `benchmarks.jobs`:
 
 - ``gpushare tune`` searches, with its default budget; how long it took, and whether it ended by itself.
 - Its setting is measured again with new processes: production alone, all together for 10 s without a pause (24 s where requests
@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.colocation_jobs import RANDOM
 from benchmarks.gpu_script import xids
+from benchmarks.jobs import RANDOM
 from gpushare.base.benchmark import Metric
 from gpushare.base.model import Priority
 from gpushare.base.selection import select_one
@@ -104,7 +104,7 @@ class Script:
         """Return production's command, or the other's."""
         if self.options.rehearse:
             return [sys.executable, "-m", "gpushare.sim.job", "--every", "0.02", *pair.needs[place].split()]
-        return [sys.executable, "-m", "benchmarks.colocation_jobs", (pair.production, pair.other)[place]]
+        return [sys.executable, "-m", "benchmarks.jobs", (pair.production, pair.other)[place]]
 
     def gpushare(self, *words: str) -> tuple[float, subprocess.CompletedProcess[str]]:
         """Run gpushare; return how long it took, and what it said."""

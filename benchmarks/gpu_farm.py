@@ -18,160 +18,129 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from benchmarks.gpu_script import measured
+from benchmarks.gpu_script import GPU, Part, measured, parser_of
+from benchmarks.jobs import small as small_training
 
-GPUSHARE = [sys.executable, "-m", "gpushare"]
+# One thread each: 16 cores, and the steps are launches.
+OWN = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-def train(options: argparse.Namespace) -> int:
-    """Train a small network for a number of steps with this much memory; print the seconds of the steps."""
+def train(steps: int, gib: float) -> int:
+    """Train a small network for a number of steps with this much memory."""
     import torch
 
-    ballast = torch.empty(int(options.gib * 2**30), dtype=torch.uint8, device="cuda").zero_()
-    layers = [layer for _ in range(6) for layer in (torch.nn.Linear(512, 512), torch.nn.ReLU())]
-    model = torch.nn.Sequential(*layers).cuda()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    data = torch.randn(64, 512, device="cuda")
-    began = time.perf_counter()
-    for _ in range(options.steps):
-        optimizer.zero_grad(set_to_none=True)
-        model(data).square().mean().backward()
-        optimizer.step()
-    torch.cuda.synchronize()
-    print(f"seconds={time.perf_counter() - began:.2f} ballast={ballast.numel()}", flush=True)
+    ballast = torch.empty(int(gib * 2**30), dtype=torch.uint8, device="cuda").zero_()
+    step = small_training(torch)
+    for _ in range(steps):
+        step()
+    print(f"ballast={ballast.numel()}", flush=True)
     return 0
 
 
-class Part:
-    """One part: its programs, and where its files are."""
-
-    def __init__(self, place: str, surprises: list[str], *, rehearse: bool) -> None:
-        self.place, self.surprises, self.rehearse = place, surprises, rehearse
-        # One thread each: 16 cores, and the steps are launches.
-        self.environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-
-    def program(self, *, steps: int, gib: float) -> list[str]:
-        if self.rehearse:
-            footprint = f"{int(1024 * gib) + 256}M"
-            return [sys.executable, "-S", "-m", "gpushare.sim.job", "--seconds", "0.2", "--footprint", footprint]
-        return [sys.executable, "-m", "benchmarks.gpu_farm", "--train", "--steps", str(steps), "--gib", str(gib)]
-
-    def farm(self, copies: int, program: list[str], *words: str) -> dict[str, Any]:
-        host = ["--host", "sim:h200"] if self.rehearse else []
-        argv = [*GPUSHARE, *host, "-q", "farm", "--copies", str(copies), "-g", "0", *words, "--", *program]
-        return self._timed(argv, self.environment)
-
-    def _timed(self, argv: list[str], environment: dict[str, str]) -> dict[str, Any]:
-        began = time.monotonic()
-        with open(f"{self.place}/output", "w+") as output:
-            done = subprocess.run(
-                argv, env=environment, stdout=output, stderr=subprocess.STDOUT, timeout=400, check=False
-            )
-            seconds = time.monotonic() - began
-            output.seek(0)
-            text = output.read()
-        return {
-            "seconds": round(seconds, 2),
-            "exit_code": done.returncode,
-            "end": text[-400:] if done.returncode else "",
-        }
-
-    @contextmanager
-    def daemon(self) -> Iterator[dict[str, str]]:
-        """Yield the variables of clients of an MPS daemon without limits."""
-        pipe, log = f"{self.place}/p", f"{self.place}/l"
-        for directory in (pipe, log):
-            os.makedirs(directory, exist_ok=True)
-        variables = {**self.environment, "CUDA_MPS_PIPE_DIRECTORY": pipe, "CUDA_MPS_LOG_DIRECTORY": log}
-        variables["CUDA_VISIBLE_DEVICES"] = "0"
-        if self.rehearse:
-            yield self.environment
-            return
-        subprocess.run(["nvidia-cuda-mps-control", "-d"], env=variables, check=True, timeout=30)
-        try:
-            yield variables
-        finally:
-            subprocess.run(
-                ["nvidia-cuda-mps-control"], input="quit -t 5\n", text=True, env=variables, check=False, timeout=60
-            )
-
-    def xargs(self, copies: int, program: list[str], parallel: int) -> dict[str, Any]:
-        line = f"seq {copies} | xargs -P {parallel} -I@ sh -c '{' '.join(program)} || echo FAILED >&2'"
-        with self.daemon() as variables:
-            if self.rehearse:
-                line = f"seq {copies} | xargs -P {parallel} -I@ sleep 0.02"
-            began = time.monotonic()
-            done = subprocess.run(
-                ["sh", "-c", line], env=variables, capture_output=True, text=True, timeout=400, check=False
-            )
-            seconds = time.monotonic() - began
-        return {"seconds": round(seconds, 2), "failed": done.stderr.count("FAILED"), "end": done.stderr[-300:]}
+def program(part: Part, gib: float) -> list[str]:
+    """Return the command of a training."""
+    if part.rehearse:
+        footprint = f"{int(1024 * gib) + 256}M"
+        return [sys.executable, "-S", "-m", "gpushare.sim.job", "--seconds", "0.2", "--footprint", footprint]
+    steps = str(part.options.steps)
+    return [sys.executable, "-m", "benchmarks.gpu_farm", "--train", "--steps", steps, "--gib", str(gib)]
 
 
-def small(part: Part, options: argparse.Namespace) -> dict[str, Any]:
+def farm(part: Part, copies: int, command: list[str], *words: str) -> dict[str, Any]:
+    """Run a farm; return its seconds, and how it ended."""
+    argv = part.gpushare("-q", "farm", "--copies", str(copies), "-g", GPU, *words, "--", *command)
+    return _timed(argv, {})
+
+
+def _timed(argv: list[str], variables: dict[str, str]) -> dict[str, Any]:
+    began = time.monotonic()
+    done = subprocess.run(
+        argv,
+        env={**os.environ, **OWN, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    return {
+        "seconds": round(time.monotonic() - began, 2),
+        "exit_code": done.returncode,
+        "failed": done.stdout.count("FAILED"),
+        "end": done.stdout[-400:] if done.returncode or "FAILED" in done.stdout else "",
+    }
+
+
+@contextmanager
+def daemon(part: Part) -> Iterator[dict[str, str]]:
+    """Yield the variables of clients of an MPS daemon without limits."""
+    if part.rehearse:
+        yield {}
+        return
+    pipe, log = f"{part.directory}/p", f"{part.directory}/l"
+    for directory in (pipe, log):
+        os.makedirs(directory, exist_ok=True)
+    variables = {"CUDA_MPS_PIPE_DIRECTORY": pipe, "CUDA_MPS_LOG_DIRECTORY": log, "CUDA_VISIBLE_DEVICES": GPU}
+    environment = {**os.environ, **OWN, **variables}
+    control = "nvidia-cuda-mps-control"
+    subprocess.run([control, "-d"], env=environment, check=True, timeout=30)
+    try:
+        yield variables
+    finally:
+        subprocess.run([control], input="quit -t 5\n", text=True, env=environment, check=False, timeout=60)
+
+
+def xargs(part: Part, copies: int, command: list[str], parallel: int) -> dict[str, Any]:
+    """Run the copies under ``xargs -P``."""
+    words = "sleep 0.02" if part.rehearse else f"sh -c '{' '.join(command)} || echo FAILED >&2'"
+    with daemon(part) as variables:
+        return _timed(["sh", "-c", f"seq {copies} | xargs -P {parallel} -I@ {words}"], variables)
+
+
+def small(part: Part) -> dict[str, Any]:
     """Return the seconds of each way, by round; which way begins changes."""
-    program = part.program(steps=options.steps, gib=0)
+    command, options = program(part, 0), part.options
     runs: dict[str, list[dict[str, Any]]] = {}
     ways = options.ways.split(",")
     for number in range(options.rounds):
         for way in ways if number % 2 == 0 else reversed(ways):
             kind, _, parallel = way.partition(":")
             if kind == "xargs":
-                run = part.xargs(options.copies, program, int(parallel))
+                run = xargs(part, options.copies, command, int(parallel))
             else:
                 # The first one measures what a copy needs, later ones know it.
-                run = part.farm(options.copies, program, *(("--parallel", parallel) if parallel else ()))
+                run = farm(part, options.copies, command, *(("--parallel", parallel) if parallel else ()))
             runs.setdefault(way, []).append(run)
-            print(f"round {number}: {way}: {run}", flush=True)
-            if run.get("failed") or run.get("exit_code"):
-                part.surprises.append(f"{way}: {run}")
-    return {
-        way: {
-            "seconds": [run["seconds"] for run in found],
-            "median": statistics.median(run["seconds"] for run in found),
-        }
-        for way, found in runs.items()
-    }
+            part.expect(not run["failed"] and not run["exit_code"], f"{way}: {run}")
+    seconds = {way: [run["seconds"] for run in each] for way, each in runs.items()}
+    return {way: {"seconds": each, "median": statistics.median(each)} for way, each in seconds.items()}
 
 
-def large(part: Part, steps: int, copies: int) -> dict[str, Any]:
+def large(part: Part) -> dict[str, Any]:
     """Return how many of trainings fail that do not all fit together."""
-    program = part.program(steps=steps, gib=6)
-    farm = part.farm(copies, program)
-    if farm["exit_code"]:
-        part.surprises.append(f"farm: {farm}")
+    command, copies = program(part, 6), 24
+    plain = farm(part, copies, command)
+    part.expect(not plain["exit_code"], f"farm: {plain}")
     return {
-        "farm": farm,
-        "farm --memory 7G": part.farm(copies, program, "--memory", "7G"),
-        f"xargs -P {copies}": part.xargs(copies, program, copies),
+        "farm": plain,
+        "farm --memory 7G": farm(part, copies, command, "--memory", "7G"),
+        f"xargs -P {copies}": xargs(part, copies, command, copies),
     }
 
 
 def main() -> int:
     """Train, or measure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", help="write the figures there, too")
-    parser.add_argument("--parts", default="small,large")
+    parser = parser_of(__doc__, "small,large")
     parser.add_argument("--ways", default="farm,xargs:16,farm,xargs:32,farm:16", help="each with how many at a time")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--copies", type=int, default=100)
-    parser.add_argument("--rehearse", action="store_true", help="on a simulated host: tries the script itself")
-    parser.add_argument("--train", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=2000, help="steps of a training")
+    parser.add_argument("--train", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--gib", type=float, default=0.0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.train:
-        return train(options)
-
-    def act(name: str, directory: str, surprises: list[str]) -> dict[str, Any]:
-        place = f"{directory}/{name}"
-        os.makedirs(place)
-        part = Part(place, surprises, rehearse=options.rehearse)
-        if name == "large":
-            return large(part, options.steps, 24)
-        return small(part, options)
-
-    return measured(options, act, seconds=540)
+        return train(options.steps, options.gib)
+    return measured(options, {"small": small, "large": large}, seconds=540)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""What the scripts that measure on a GPU share: the machine, the state of a job, the parts in turn, and a run as a plain user."""
+"""What the scripts that measure on a GPU share: jobs that log their steps, gpushare as a user calls it, and the parts in turn."""
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import mmap
 import os
@@ -14,31 +15,25 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gpushare.measure.statistics import percentile
+
 NOBODY = 65534
-# Of a job's state: steps, ready, hold, PID of a worker; each 8 bytes.
-STEPS, READY, HOLD, WORKER, UNITS = range(5)
+# On a host with several GPUs, the one to use.
+GPU = os.environ.get("BENCHMARK_GPU", "0")
+# Of a job's state, each 8 bytes: its steps; it is ready; it shall rest; it shall not begin yet; its result was wrong; it
+# shall end. Others are the script's own.
+STEPS, READY, HOLD, LATER, WRONG, STOP, OWN = range(7)
+RATE_EVERY = 0.25
+
+Step = Callable[[], None]
 
 
 class OutOfTime(BaseException):
-    """The whole script has taken too long; no part goes on after it."""
-
-
-class Surprises:
-    """What was unexpected."""
-
-    def __init__(self) -> None:
-        self.surprises: list[str] = []
-
-    def surprise(self, text: str) -> None:
-        print("SURPRISE", text, file=sys.stderr, flush=True)
-        self.surprises.append(text)
-
-    def expect(self, condition: object, text: str) -> None:
-        if not condition:
-            self.surprise(text)
+    """The whole script has taken too long, or the GPU has failed; no part goes on after it."""
 
 
 class State:
@@ -67,8 +62,246 @@ class State:
         return [pair for pair in pairs if start < pair[0] <= end]
 
 
+# -- jobs, in a process of their own -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Work:
+    """What a job does: its step, whether its results are right, and the seconds from a request to the next (0: no gaps)."""
+
+    step: Step
+    check: Callable[[], bool] = lambda: True
+    every: float = 0.0
+    # Whether there is no gap for now.
+    full: Callable[[], bool] = lambda: False
+
+
+def pretended(_state: State) -> Work:
+    """Return the work of a job that touches no GPU."""
+    return Work(lambda: time.sleep(0.003))
+
+
+def next_due(due: float, now: float, every: float, *, full: bool) -> float:
+    """Return when the next request comes. What is late is not made up for, and work without gaps owes no rest after it."""
+    return now if full else max(due + every, now)
+
+
+def run_job(options: argparse.Namespace, kinds: Mapping[str, Callable[[State], Work]]) -> int:
+    """Do one kind of step until SIGTERM; log the time of each, and print the rate four times a second."""
+    state = State(options.state)
+    ended: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _frame: ended.append(number))
+    # PR_SET_PTRACER_ANY: where Yama is in force, only ancestors may trace it otherwise.
+    ctypes.CDLL(None).prctl(0x59616D61, ctypes.c_ulong(-1), 0, 0, 0)
+    if not options.rehearse:
+        import torch
+
+        torch.set_num_threads(1)
+    while state[LATER] and not ended:
+        time.sleep(0.005)
+    work = (kinds.get("pretended", pretended) if options.rehearse else kinds[options.job])(state)
+    for _ in range(5):
+        work.step()
+    state[READY] = 1
+    due = printed = time.monotonic()
+    count = 0
+    with state.log() as log:
+        while not ended and not state[STOP]:
+            if state[HOLD]:
+                time.sleep(0.005)
+                due = printed = time.monotonic()
+                count = 0
+                continue
+            full = not work.every or work.full()
+            while not full and time.monotonic() < due:
+                pass
+            began = time.monotonic()
+            work.step()
+            now = time.monotonic()
+            count += 1
+            state[STEPS] += 1
+            log.write(struct.pack("<dd", now, 1000 * (now - began)))
+            due = next_due(due, now, work.every, full=full)
+            if state[STEPS] % 100 == 0:
+                state[WRONG] += not work.check()
+            if now - printed >= RATE_EVERY:
+                print(f"rate={count / (now - printed):.4f}", flush=True)
+                printed, count = now, 0
+    # The end of a step waits for the GPU, as a training's does.
+    work.step()
+    state[WRONG] += not work.check()
+    return 0
+
+
+def transformer_training(_state: State) -> Work:
+    """A training of a transformer encoder that fills the GPU."""
+    import torch
+
+    layer = torch.nn.TransformerEncoderLayer(1024, 16, 4096, dropout=0.0, batch_first=True, norm_first=True)
+    model = torch.nn.TransformerEncoder(layer, 12, enable_nested_tensor=False).cuda().to(torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    data = torch.randn(32, 512, 1024, device="cuda", dtype=torch.bfloat16)
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        loss = model(data).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        loss.item()
+
+    return Work(step)
+
+
+# -- the script's side -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Answer:
+    """What gpushare answered: the seconds from its start to its end, its exit code, and its document."""
+
+    seconds: float
+    code: int
+    data: dict[str, Any]
+    errors: list[dict[str, Any]]
+
+
+class Part:
+    """One part: where its files are, how gpushare is called, its programs, and what was unexpected."""
+
+    def __init__(self, directory: str, options: argparse.Namespace, host: str = "sim:h200") -> None:
+        self.directory, self.options, self.rehearse = directory, options, options.rehearse
+        self.host = host if self.rehearse else "local"
+        self.surprises: list[str] = []
+        self.jobs: list[Job] = []
+
+    def surprise(self, text: str) -> None:
+        print("SURPRISE", text, file=sys.stderr, flush=True)
+        self.surprises.append(text)
+
+    def expect(self, condition: object, text: str) -> None:
+        if not condition:
+            self.surprise(text)
+
+    def gpushare(self, *words: str) -> list[str]:
+        """Return the command line of gpushare on this host."""
+        return [sys.executable, "-m", "gpushare", "--host", self.host, *words]
+
+    def asked(self, *words: str, program: Sequence[str] = ()) -> Answer:
+        """Run gpushare, or a program with its words, and return the answer."""
+        argv = self.gpushare("-o", "json", *words)
+        began = time.monotonic()
+        done = subprocess.run(
+            [*program, *argv[3:]] if program else argv, capture_output=True, text=True, timeout=300, check=False
+        )
+        seconds = round(time.monotonic() - began, 3)
+        try:
+            document = json.loads(done.stdout)
+        except ValueError:
+            document = {"data": None, "errors": [{"code": "no json", "message": done.stderr[-500:]}]}
+        return Answer(seconds, done.returncode, document["data"] or {}, document["errors"])
+
+    def did(self, *words: str) -> Answer:
+        """Run gpushare, which must succeed."""
+        answer = self.asked(*words)
+        self.expect(answer.code == 0, f"{' '.join(words)}: exit code {answer.code}: {answer.errors}")
+        return answer
+
+    def run(self, kind: str, *words: str) -> Job:
+        """Start a job by `gpushare run`."""
+        return Job(self, kind, self.gpushare("run", "-g", GPU, *words, "--"))
+
+    def window(
+        self, serve: Job | None, others: Sequence[Job], seconds: float, *, settle: float = 1.0
+    ) -> dict[str, Any]:
+        """Let these jobs work together, all others wait; after a time to settle, return what they did."""
+        together = [*others, *([] if serve is None else [serve])]
+        for job in self.jobs:
+            job.state[HOLD] = job not in together
+        time.sleep(settle)
+        start = time.monotonic()
+        time.sleep(seconds)
+        end = time.monotonic()
+        for job in together:
+            job.state[HOLD] = 1
+        time.sleep(0.3)
+        latencies = [] if serve is None else [ms for _, ms in serve.state.logged(start, end)]
+        return {
+            "others": [len(job.state.logged(start, end)) / seconds for job in others],
+            "rate": len(latencies) / seconds,
+            "p50_ms": percentile(latencies, 50) if latencies else None,
+            "p99_ms": percentile(latencies, 99) if latencies else None,
+        }
+
+    def end(self) -> list[dict[str, Any]]:
+        """End the jobs, the last one first; return how each of them ended."""
+        ends = [
+            {"job": job.kind, "exit_code": job.end(), "said": job.said().splitlines()} for job in reversed(self.jobs)
+        ]
+        self.jobs.clear()
+        return ends
+
+
+class Job:
+    """A job that was started: alone, or by the words before it."""
+
+    def __init__(self, part: Part, kind: str, before: Sequence[str] = (), *, later: bool = False, **env: str) -> None:
+        path = f"{part.directory}/{os.getuid()}-{time.monotonic_ns()}-{kind}"
+        self.part, self.kind, self.state = part, kind, State(path)
+        self.state[LATER] = later
+        # The script that runs has the kinds of its jobs.
+        script = Path(sys.argv[0]).stem
+        words = [sys.executable, "-m", f"benchmarks.{script}", "--job", kind, "--state", path]
+        words += ["--rehearse"] if part.rehearse else []
+        self._files = [open(f"{path}.{name}", "w+") for name in ("out", "err")]  # noqa: SIM115 - as long as the job
+        out, err = self._files
+        self.process = subprocess.Popen(
+            [*before, *words], env={**os.environ, **env}, stdin=subprocess.DEVNULL, stdout=out, stderr=err
+        )
+        self.pid = self.process.pid
+        part.jobs.append(self)
+
+    def wait(self, seconds: float = 90.0) -> None:
+        """Wait until it is ready.
+
+        Raises:
+            RuntimeError: it has ended, or takes too long.
+        """
+        deadline = time.monotonic() + seconds
+        while not self.state[READY]:
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"{self.kind} is not ready: {self.said()[-1500:]}")
+            time.sleep(0.02)
+
+    def said(self) -> str:
+        return Path(self._files[1].name).read_text(errors="replace")
+
+    def printed(self) -> str:
+        return Path(self._files[0].name).read_text(errors="replace")
+
+    def progress(self, seconds: float) -> int:
+        """Return how many steps it does in some seconds."""
+        before = self.state[STEPS]
+        time.sleep(seconds)
+        return self.state[STEPS] - before
+
+    def end(self) -> int:
+        """End it, and check that its results were right and that it ended well."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.part.surprise(f"{self.kind} {self.pid} did not end on SIGTERM")
+                self.process.kill()
+                self.process.wait(10)
+        self.part.expect(not self.state[WRONG], f"{self.kind} {self.pid}: {self.state[WRONG]} wrong results")
+        code = self.process.returncode
+        self.part.expect(code == 0, f"{self.kind} ended with {code}: {self.said()[-600:]}")
+        return code
+
+
 class Gpu:
-    """What NVML tells of GPU 0; nothing when rehearsing."""
+    """What NVML tells of the GPU; nothing when rehearsing."""
 
     def __init__(self, pretend: bool) -> None:
         self._nvml: Any = None
@@ -76,7 +309,7 @@ class Gpu:
             import pynvml
 
             pynvml.nvmlInit()
-            self._nvml, self._gpu = pynvml, pynvml.nvmlDeviceGetHandleByIndex(int(os.environ.get("BENCHMARK_GPU", "0")))
+            self._nvml, self._gpu = pynvml, pynvml.nvmlDeviceGetHandleByIndex(int(GPU))
 
     def about(self) -> dict[str, Any]:
         if self._nvml is None:
@@ -95,7 +328,7 @@ class Gpu:
     def processes(self) -> list[int]:
         if self._nvml is None:
             return []
-        return [one.pid for one in self._nvml.nvmlDeviceGetComputeRunningProcesses(self._gpu)]
+        return [process.pid for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(self._gpu)]
 
 
 def xids() -> list[str] | None:
@@ -107,33 +340,9 @@ def xids() -> list[str] | None:
     return [line for line in done.stdout.splitlines() if "Xid" in line] if done.returncode == 0 else None
 
 
-def window(serve: Any, others: Sequence[Any], seconds: float, jobs: Sequence[Any] = ()) -> dict[str, Any]:
-    """Let these jobs work together, all others of ``jobs`` wait; after a second to settle, return what they did."""
-    together = [*others, *([] if serve is None else [serve])]
-    for one in [*together, *jobs]:
-        one.hold(one not in together)
-    time.sleep(1.0)
-    start = time.monotonic()
-    time.sleep(seconds)
-    end = time.monotonic()
-    for one in together:
-        one.hold(True)
-    time.sleep(0.3)
-    rates = [len(one.state.logged(start, end)) / seconds for one in others]
-    latencies = sorted(ms for _, ms in serve.state.logged(start, end)) if serve is not None else []
-    return {
-        "others": rates,
-        "rate": len(latencies) / seconds,
-        "p50_ms": latencies[len(latencies) // 2] if latencies else None,
-        "p99_ms": latencies[int(0.99 * (len(latencies) - 1))] if latencies else None,
-    }
-
-
-def as_nobody(
-    module: str, words: Sequence[str], directory: str, *, rehearse: bool, seconds: float = 150
-) -> dict[str, Any]:
-    """Run a script as uid 65534, from a copy that it may read; return the JSON that it writes, or a surprise."""
-    place = f"{directory}/nobody"
+def as_nobody(part: Part, parts: str, *words: str, seconds: float = 240) -> dict[str, Any]:
+    """Run parts of this script as uid 65534, from a copy that it may read; return the JSON that it writes, or a surprise."""
+    place = f"{part.directory}/n"
     home = f"{place}/w"
     os.makedirs(home)
     for name in ("gpushare", "benchmarks"):
@@ -141,28 +350,25 @@ def as_nobody(
     for at, folders, files in os.walk(place):
         for name in (*folders, *files):
             os.chmod(f"{at}/{name}", 0o755)  # noqa: S103
-    for path in (directory, place):
+    for path in (part.directory, place):
         os.chmod(path, 0o755)  # noqa: S103
     os.chown(home, NOBODY, NOBODY)
-    argv = [sys.executable, "-m", module, "--directory", home, "--json", f"{home}/result.json", *words]
-    own = {
-        "HOME": home,
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "CUPY_CACHE_DIR": home,
-        "TORCHINDUCTOR_CACHE_DIR": home,
-        **directories(home),
-    }
-    root = os.getuid() == 0 and not rehearse
-    who: dict[str, Any] = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if root else {}
+    argv = [sys.executable, "-m", f"benchmarks.{Path(sys.argv[0]).stem}", "--parts", parts, *words]
+    argv += ["--directory", home, "--json", f"{home}/result.json", *(["--rehearse"] if part.rehearse else [])]
+    own = {"HOME": home, "PYTHONDONTWRITEBYTECODE": "1", "CUPY_CACHE_DIR": home, "TORCHINDUCTOR_CACHE_DIR": home}
+    root = os.getuid() == 0 and not part.rehearse
+    user: dict[str, Any] = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if root else {}
     drop = {"XDG_RUNTIME_DIR", "XDG_STATE_HOME"}
     env = {**{name: value for name, value in os.environ.items() if name not in drop}, **own}
-    argv += ["--rehearse"] if rehearse else []
-    with open(f"{directory}/nobody.out", "wb") as out:
-        done = subprocess.run(argv, cwd=place, env=env, timeout=seconds, check=False, stdout=out, **who)
+    with open(f"{part.directory}/nobody.out", "wb") as out:
+        done = subprocess.run(argv, cwd=place, env=env, timeout=seconds, check=False, stdout=out, **user)
     try:
-        return dict(json.loads(Path(f"{home}/result.json").read_text()))
+        found = dict(json.loads(Path(f"{home}/result.json").read_text()))
     except (OSError, ValueError) as error:
-        return {"surprises": [f"the part of uid {NOBODY} ended with {done.returncode}: {error}"]}
+        part.surprise(f"the part of uid {NOBODY} ended with {done.returncode}: {error}")
+        return {}
+    part.surprises += found.pop("surprises")
+    return found
 
 
 def directories(place: str) -> dict[str, str]:
@@ -170,15 +376,25 @@ def directories(place: str) -> dict[str, str]:
     return {"GPUSHARE_RUN_DIR": f"{place}/r", "GPUSHARE_STATE_DIR": f"{place}/s", "GPUSHARE_SIM_DIR": f"{place}/sim"}
 
 
+def parser_of(text: str | None, parts: str) -> argparse.ArgumentParser:
+    """Return the options that all scripts have; ``parts`` are those that run unless others are asked for."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", help="write the figures there, too")
+    parser.add_argument("--parts", default=parts, help=f"with commas between (default: {parts})")
+    parser.add_argument("--rehearse", action="store_true", help="on a simulated host: tries the script itself")
+    for name in ("--job", "--state", "--directory"):
+        parser.add_argument(name, help=argparse.SUPPRESS)
+    return parser
+
+
 def measured(
     options: argparse.Namespace,
-    act: Callable[[str, str, list[str]], dict[str, Any]],
+    parts: Mapping[str, Callable[[Part], dict[str, Any]]],
     *,
-    directory: str | None = None,
+    host: str = "sim:h200",
     seconds: float | None = None,
-    about: Mapping[str, Any] | None = None,
 ) -> int:
-    """Run the parts one after the other, each with a place for its files and the list of surprises; print the figures.
+    """Run the parts that were asked for one after the other, each with a directory of its own; print the figures.
 
     Return 1 if anything was unexpected. ``seconds``: no part goes on after this time.
     """
@@ -190,7 +406,7 @@ def measured(
     if seconds is not None:
         signal.signal(signal.SIGALRM, late)
         signal.alarm(int(seconds))
-    place = directory or tempfile.mkdtemp(prefix="gb", dir="/tmp")
+    place = options.directory or tempfile.mkdtemp(prefix="gb", dir="/tmp")
     os.environ.update(directories(place))
     gpu = Gpu(options.rehearse)
     base, before = gpu.used_mib(), xids()
@@ -198,33 +414,36 @@ def measured(
         **gpu.about(),
         "taken": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()),
         "kernel": os.uname().release,
-        **(about or {}),
+        "uid": os.getuid(),
         "memory_before_mib": base,
         "processes_before": gpu.processes(),
     }
     surprises: list[str] = []
     try:
-        for part in options.parts.split(","):
+        for name in options.parts.split(","):
             started = time.monotonic()
+            os.makedirs(f"{place}/{name}")
+            part = Part(f"{place}/{name}", options, host)
+            figures[name] = {}
             try:
-                figures[part] = act(part, place, surprises)
-                surprises += figures[part].pop("surprises", [])
+                figures[name] = parts[name](part)
             except Exception as error:  # noqa: BLE001 - the other parts are worth the machine's time
-                surprises.append(f"{part}: {type(error).__name__}: {error}")
+                part.surprise(f"{type(error).__name__}: {error}")
+            finally:
+                part.end()
+                surprises += [f"{name}: {text}" for text in part.surprises]
             time.sleep(1.0)
             left = gpu.used_mib() - base
-            figures.setdefault(part, {}).update(
-                {"memory_left_mib": left, "part_seconds": round(time.monotonic() - started, 1)}
-            )
+            figures[name] |= {"memory_left_mib": left, "part_seconds": round(time.monotonic() - started, 1)}
             # Less than before: an earlier program had not been cleaned up yet.
             if left > 16 or gpu.processes():
-                surprises.append(f"{part}: {left} MiB left, processes {gpu.processes()}")
+                surprises.append(f"{name}: {left} MiB left, processes {gpu.processes()}")
             _put(options, figures, surprises)
     except OutOfTime as error:
         surprises.append(str(error))
     finally:
         signal.alarm(0)
-        if directory is None:
+        if options.directory is None:
             shutil.rmtree(place, ignore_errors=True)
     after = xids()
     figures["xids"] = None if before is None or after is None else after[len(before) :]

@@ -27,10 +27,10 @@ def why_not() -> str | None:
     return None
 
 
-def walk(host: str, tmp_path: Path, *words: str, seconds: float) -> dict[str, Any]:
+def walk(tmp_path: Path, *words: str, seconds: float) -> dict[str, Any]:
     """Run the script and return its figures; a failure shows what it printed."""
     figures = tmp_path / "figures.json"
-    argv = [sys.executable, "-m", "benchmarks.gpu_mps_path", "--host", host, "--json", str(figures), *words]
+    argv = [sys.executable, "-m", "benchmarks.gpu_mps_path", "--json", str(figures), *words]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=seconds, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(figures.read_text(encoding="utf-8"))
@@ -42,15 +42,15 @@ def test_the_whole_path_on_the_gpu_of_this_machine(tmp_path: Path) -> None:
     reason = why_not()
     if reason is not None:
         pytest.skip(reason)
-    figures = walk("local", tmp_path, "--tries", "20", seconds=600)
+    figures = walk(tmp_path, "--tries", "20", seconds=600)
     assert figures["kill"] == {**figures["kill"], "broke": 0, "tries": 20}
     allocated = [probe["allocated_mib"] for probe in figures["limits"]["probes"]]
     assert allocated[0] < 4096 < allocated[1] < 8192
 
 
 def test_the_path_is_rehearsed_on_a_simulated_host(tmp_path: Path) -> None:
-    figures = walk("sim:h200", tmp_path, "--only", "look", "limits", "outside", seconds=60)
-    assert figures["failures"] == []
+    figures = walk(tmp_path, "--rehearse", "--parts", "limits,outside", seconds=60)
+    assert figures["surprises"] == []
     assert [row["threads_percent"] for row in figures["limits"]["status"]] == [25.0, 50.0]
     assert [row["memory_limit_bytes"] for row in figures["limits"]["status"]] == [7 << 29, 15 << 29]
     assert figures["outside"]["exit_code"] == 1
