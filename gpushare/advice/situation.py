@@ -170,9 +170,9 @@ def equal_limit(usable: int, processes: int) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class LeavingCost:
-    """What it costs that jobs leave the GPU, for the largest of them, in tenths of a second, and the source of the figures.
+    """What it costs that jobs leave the GPU, for the largest of them, and the source of the figures.
 
-    ``turn_seconds`` is None if there are no turns.
+    Times are rounded to a tenth of a second. ``turn_seconds`` is None if there are no turns.
     """
 
     memory_bytes: int

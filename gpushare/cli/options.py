@@ -206,7 +206,7 @@ def change_options(*, asks: bool) -> list[TyperOption]:
         _common_flag("dry_run", "Print the plan and change nothing; needs no root.", "-n", "--dry-run"),
         _common_flag(
             "yes",
-            "Do not ask before a change to what is named, granted, in use, another user's or not made by gpushare.",
+            "Answer yes to the question that the command may ask; --dry-run shows it.",
             "-y",
             "--yes",
             hidden=not asks,

@@ -195,7 +195,7 @@ class Job:
         """Wait until it has ended, and return its exit code; None: it was never started, or nobody saw its end.
 
         Raises:
-            NotFound: there is no such job.
+            NotFound: there is no such job. This is certain five seconds after it was last seen, also if ``seconds`` are less.
             TimedOut: it still runs or waits after this time.
         """
         from gpushare.run.jobs import PAST
@@ -211,7 +211,7 @@ class Job:
                     return past.exit_code
                 if now - seen > _NOWHERE_SECONDS:
                     raise NotFound(f"no job '{self.name}' is known", "see all: gpushare jobs -a", code="no_job")
-            if seconds is not None and now - began >= seconds:
+            if seen == now and seconds is not None and now - began >= seconds:
                 raise TimedOut(
                     f"'{self.name}' has not ended within {seconds:g} s", f"end it: gpushare stop {self.name}"
                 )

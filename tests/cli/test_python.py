@@ -127,6 +127,22 @@ def test_a_job_that_has_no_record_yet_is_stopped(world: World, monkeypatch: pyte
     assert world.pids() == []
 
 
+def test_a_job_that_was_stopped_in_the_line_is_gone_whatever_the_time(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpushare.run.python._NOWHERE_SECONDS", 0.05)
+    with gpushare.start(["sleep", "60"], memory="130G") as first:
+        waiting = gpushare.start(["sleep", "60"], memory="130G", wait=True)
+        with pytest.raises(gpushare.TimedOut):
+            waiting.wait(0)
+        waiting.stop()
+        for job in (waiting, gpushare.job(waiting.name)):
+            with pytest.raises(gpushare.NotFound):
+                job.wait(0)
+    assert first.wait() == 143
+    assert world.pids() == []
+
+
 @pytest.mark.parametrize(
     ("act", "kind", "code"),
     [
