@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Final
 
-from gpushare.base.errors import GpushareError, NotFound
+from gpushare.base.errors import BadUsage, GpushareError, NotFound
 from gpushare.host.capabilities import user_id
 from gpushare.host.host import Host, is_trusted_directory
 from gpushare.host.records import read_own
@@ -13,6 +13,7 @@ from gpushare.memory.admission import MOST_LEASE_SECONDS, UserLimits
 
 if TYPE_CHECKING:
     from gpushare.hostfile.file import HostFile
+    from gpushare.inputs import Mark
 
 KEPT: Final = "applied.yaml"
 
@@ -22,6 +23,7 @@ def user_limits_in(file: HostFile, *, skip_unknown: bool = False) -> UserLimits:
 
     Raises:
         NotFound: there is no such user; the message has line and column.
+        BadUsage: a row matches no user, because of those before it (code ``bad_file``).
     """
     named: dict[int, int] = {}
     others: int | None = None
@@ -33,15 +35,24 @@ def user_limits_in(file: HostFile, *, skip_unknown: bool = False) -> UserLimits:
             except NotFound as error:
                 if not skip_unknown:
                     raise NotFound(f"{file.shown}:{row.mark}: {error.message}", error.hint, code=error.code) from None
-        if others is not None:
-            # A row for all users came before: it matched every user but root.
-            uids = [uid for uid in uids if uid == 0]
-        elif not row.users:
+        # A row for all users, if one came before, matched every user but root.
+        matched = [uid for uid in uids if uid not in named and (others is None or uid == 0)]
+        if not skip_unknown and not matched and (row.users or others is not None):
+            raise unmatched_error(file, row.mark)
+        named.update(dict.fromkeys(matched, row.limit_bytes))
+        if not row.users and others is None:
             others = row.limit_bytes
-        for uid in uids:
-            named.setdefault(uid, row.limit_bytes)
     longest = file.longest_lease_seconds
     return UserLimits(named, others, MOST_LEASE_SECONDS if longest is None else longest)
+
+
+def unmatched_error(file: HostFile, mark: Mark) -> BadUsage:
+    """Return the error of a row of a file that can match nothing, because of the rows before it."""
+    return BadUsage(
+        f"{file.shown}:{mark}: nothing is left for this entry to match: the first entry that matches wins",
+        "put it before the entry that matches more, or drop it",
+        code="bad_file",
+    )
 
 
 def kept_limits(host: Host) -> UserLimits:

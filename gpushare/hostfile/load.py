@@ -22,7 +22,7 @@ from gpushare.host.host import Host, is_trusted_directory, make_private_director
 from gpushare.host.records import read_own, replace_file, writing
 from gpushare.host.written_file import directory_of
 from gpushare.hostfile.file import Entry, HostFile, InstanceWish, Matched, MpsWish, match_entries
-from gpushare.hostfile.kept import KEPT, kept_limits, user_limits_in
+from gpushare.hostfile.kept import KEPT, kept_limits, unmatched_error, user_limits_in
 from gpushare.hostfile.parse import parse
 from gpushare.inputs import Mark, decode_text, shown_path, text_of
 from gpushare.timeslice.rules import Names
@@ -92,10 +92,13 @@ def names_in(file: HostFile) -> Names:
 
     Raises:
         NotFound: there is no such user or group; the message has line and column.
+        BadUsage: a rule comes after one for all processes (code ``bad_file``).
     """
     users: dict[str, int] = {}
     groups: dict[str, int] = {}
-    for rule in file.rules:
+    for number, rule in enumerate(file.rules):
+        if number and not file.rules[number - 1].match.given():
+            raise unmatched_error(file, rule.mark)
         try:
             users.update({name: user_id(name) for name in rule.match.users if name not in users})
             groups.update({name: group_id(name) for name in rule.match.groups if name not in groups})

@@ -932,6 +932,29 @@ def test_a_file_without_limits_ends_those_in_force(cli: Cli, write: Write) -> No
     assert "any more" not in cli("apply", "-f", path, host=TWO).ok().err
 
 
+@pytest.mark.parametrize(
+    ("rows", "wrong"),
+    [
+        ("memory:\n- {match: all, limit: 8G}\n- {match: {user: [nobody]}, limit: 4G}\n", "4:3"),
+        ("memory:\n- {match: {user: [nobody]}, limit: 8G}\n- {match: {user: ['65534']}, limit: 4G}\n", "4:3"),
+        ("memory:\n- {match: all, limit: 8G}\n- {match: all, limit: 4G}\n", "4:3"),
+        ("memory:\n- {match: all, limit: 8G}\n- {match: {user: [root, nobody]}, limit: 4G}\n", None),
+        ("slices:\n- {match: all, slice: 1ms}\n- {match: {user: [nobody]}, slice: 2ms}\n", "4:3"),
+        ("slices:\n- {match: {user: [nobody]}, slice: 2ms}\n- {match: all, slice: 1ms}\n", None),
+    ],
+)
+def test_an_entry_that_can_match_nothing_is_refused(
+    cli: Cli, refused: Refused, write: Write, rows: str, wrong: str | None
+) -> None:
+    path = write(f"version: 1\n{rows}")
+    for words in (("apply", "-f", path), ("apply", "-n", "-f", path), ("diff", "-f", path)):
+        if wrong is None:
+            assert cli(*words, host=TWO).code in {0, 7}
+        else:
+            text = refused(*words, code="bad_file", exit_code=2, host=TWO)
+            assert f"gpushare.yaml:{wrong}: nothing is left for this entry to match" in text
+
+
 def test_limits_outlive_a_user_who_is_gone(cli: Cli, world: World) -> None:
     text = "version: 1\nmemory:\n- {match: {user: [no-such-user, root]}, limit: 8G}\n- {match: all, limit: 20G}\n"
     make_private_directory(world.host.state_directory)
