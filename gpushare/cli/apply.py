@@ -92,22 +92,20 @@ def apply(
         for text in undone:
             note(text)
         raise
+    changed = changed_limits(host, wanted)
+    limits = _limits_plan(host, wanted, text, changed)
     if settings.dry_run:
-        undo = _undo_command(host, rows)
-        return _with_limits(_apply_result(rows, matched, dry_run=True, undo=undo), host, wanted, undo)
-    undo, ended = None, _ended_leases(host, wanted)
+        return _apply_result(rows, matched, limits, changed, dry_run=True, undo=_undo_command(host, rows))
+    undo = None
     if any(row.steps for row in rows) and any(row.plan is not None and row.plan.needs_root for row in rows):
         need_root(host, "changing how a GPU is shared")
-    if host.root:
-        others = tuple(loss for uid, loss in ended if uid != host.uid)
-        consented(Plan(title="limits of users", steps=(), consent=others))
+    consented(limits)
     if any(row.steps for row in rows):
         rows, matched, notes, undo = _carry_out_rows(host, ledger, wanted, rows)
         undone += notes
     matched = replace(matched, notes=(*undone, *matched.notes))
     holds = not matched.missing and all(row.error is None for row in rows)
-    limits = holds and host.root and bool(changed_limits(host, wanted))
-    if limits and undo is None and not any(row.steps for row in rows):
+    if holds and limits.steps and not any(row.steps for row in rows):
         undo = _undo_command(host, rows)
     if holds:
         matched = replace(
@@ -119,8 +117,26 @@ def apply(
                 *_limit_notes(host, wanted),
             ),
         )
-    result = _apply_result(rows, matched, dry_run=False, undo=undo, limits=limits)
-    return _kept_for_boot(host, text, result) if holds else result
+    kept, failed = _kept_for_boot(host, text, limits) if holds else (None, ())
+    in_force = _NO_LIMITS if kept is None else limits
+    result = _apply_result(rows, matched, in_force, changed, dry_run=False, undo=undo)
+    return replace(result, data=replace(result.data, kept=kept), errors=(*result.errors, *failed))
+
+
+_NO_LIMITS: Final = Plan(title="limits of users", steps=())
+
+
+def _limits_plan(host: Host, wanted: HostFile, text: str, changed: Sequence[str]) -> Plan:
+    """Return the plan that puts the changed limits of users of a file in force; no steps: it has none, or this is not root."""
+    if not changed or not host.root:
+        return _NO_LIMITS
+    title, ended = "; ".join(changed), _ended_leases(host, wanted)
+    return Plan(
+        title=title,
+        steps=(Step(what=f"put in force: {title}", command=None, do=lambda: keep_applied(host, text)),),
+        notes=tuple(f"{loss.what} ends" for _, loss in ended),
+        consent=tuple(loss for uid, loss in ended if uid != host.uid),
+    )
 
 
 def _undo_interrupted(host: Host, ledger: MigLedger) -> tuple[str, ...]:
@@ -300,7 +316,7 @@ def _limit_notes(host: Host, wanted: HostFile) -> list[str]:
         notes.append("limits of users (memory) are no longer in force: this file has none")
     if longest != now.longest_lease_seconds:
         notes.append(f"leases of users end after {format_duration(longest)}" if longest else "users may hold no leases")
-    return [*notes, *(f"{loss.what} ends" for _, loss in _ended_leases(host, wanted))]
+    return notes
 
 
 def _ended_leases(host: Host, wanted: HostFile) -> list[tuple[int, Loss]]:
@@ -317,34 +333,14 @@ def _ended_leases(host: Host, wanted: HostFile) -> list[tuple[int, Loss]]:
     ]
 
 
-def _with_limits(planned: Result, host: Host, wanted: HostFile, undo: str | None) -> Result:
-    """Return a dry run with the limits of users that would change: they are no steps of a GPU; ``undo`` covers both."""
-    limits = changed_limits(host, wanted)
-    if not limits or planned.errors:
-        return planned
-    tables = tuple(replace(table, empty="only limits of users would change") for table in planned.tables)
-    # Only root puts limits in force.
-    undo = undo if host.root else planned.data.undo
-    data = replace(planned.data, limits=tuple(limits), undo=undo)
-    ended = _ended_leases(host, wanted)
-    asks = tuple(loss for uid, loss in ended if uid != host.uid)
-    command = "apply" if host.root else "apply as root"
-    notes = [*planned.notes, *(f"{limit}; {command} sets it" for limit in limits)]
-    notes += [f"{loss.what} ends" for _, loss in ended]
-    if undo is not None and not planned.data.steps:
-        notes.append(f"undo: {undo}")
-    if asks:
-        notes.append(f"without -y it asks first, because it {describe_losses(asks)}")
-    return replace(planned, tables=tables, notes=tuple(notes), data=data)
-
-
-def _kept_for_boot(host: Host, text: str, result: Result) -> Result:
-    """Keep an applied file for the next boot, and return the result with its path, or with the error."""
+def _kept_for_boot(host: Host, text: str, limits: Plan) -> tuple[str | None, tuple[GpushareError, ...]]:
+    """Put the limits of users in force by keeping an applied file for the next boot; return its path, or the error."""
     try:
-        return replace(result, data=replace(result.data, kept=str(keep_applied(host, text))))
+        carry_out(limits, say_step if settings.verbose else None)
+        return str(keep_applied(host, text)), ()
     except GpushareError as error:
         failed = error.restated(message=f"the file was applied, but it will not be applied at boot: {error.message}")
-        return replace(result, errors=(failed,))
+        return None, (failed,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -364,7 +360,7 @@ class ApplyAnswer(PlanAnswer):
     gpus: tuple[GpuApplied, ...]
     # The file that is applied at boot.
     kept: str | None = None
-    # Limits of users that would change.
+    # Limits of users that change, or would if root applied the file.
     limits: tuple[str, ...] = ()
 
 
@@ -386,22 +382,38 @@ def _in_force_text(row: _GpuRow) -> str:
 
 
 def _apply_result(
-    rows: Sequence[_GpuRow], matched: Matched, *, dry_run: bool, undo: str | None, limits: bool = False
+    rows: Sequence[_GpuRow],
+    matched: Matched,
+    limits: Plan,
+    changed: Sequence[str],
+    *,
+    dry_run: bool,
+    undo: str | None,
 ) -> Result:
     """Return what was applied, or in a dry run would be, as a result; a single error is raised instead."""
     errors = [row.error for row in rows if row.error is not None] + list(matched.missing)
     if errors and len(errors) == len(rows) + len(matched.missing) == 1:
         raise errors[0]
-    steps = [step for row in rows for step in row.steps]
-    notes = [*matched.notes, *(text for row in rows if row.plan for text in row.plan.change.notes)]
-    whole = replace(_joined_plan(rows), steps=tuple(steps), undo=undo, notes=tuple(dict.fromkeys(notes)))
-    # With an error, no steps does not mean that everything is as requested.
-    empty = {"empty": "nothing is changed"} if errors else {"empty": "only limits of users changed"} if limits else {}
+    if errors:
+        limits, changed = _NO_LIMITS, ()
+    notes = [*matched.notes, *(text for row in rows if row.plan for text in row.plan.change.notes), *limits.notes]
+    empty = {}
+    if errors:
+        # No steps does not mean that everything is as requested.
+        empty = {"empty": "nothing is changed"}
+    elif dry_run and changed and not limits.steps:
+        empty = {"empty": "only limits of users would change"}
+        notes += [f"{limit}; apply as root sets it" for limit in changed]
+    whole = Plan(
+        title="apply",
+        steps=(*(step for row in rows for step in row.steps), *limits.steps),
+        undo=undo,
+        notes=tuple(dict.fromkeys(notes)),
+        consent=(*_joined_plan(rows).consent, *limits.consent),
+    )
     result = plan_result(whole, dry_run=dry_run, **empty)
     in_force = [_in_force_text(row) for row in rows if row.done]
-    if limits and not steps:
-        in_force = [empty["empty"]]
-        result = replace(result, data=replace(result.data, undo=undo))
+    in_force += [limits.title] if limits.steps and not dry_run else []
     if in_force:
         result = replace(result, done=with_undo(in_force, undo))
     gpus = tuple(
@@ -414,7 +426,7 @@ def _apply_result(
         for row in rows
     )
     return replace(
-        with_answer(result, ApplyAnswer, gpus=gpus),
+        with_answer(result, ApplyAnswer, gpus=gpus, limits=tuple(changed)),
         errors=tuple(errors),
         all_failed=all(row.error is not None for row in rows),
     )

@@ -882,12 +882,19 @@ def test_limits_of_users_are_kept_compared_captured_and_honored(cli: Cli, write:
     assert answer.code == 7
     assert f"memory: limit of user {user}: none -> 8G" in answer.out
     assert "memory: limit of each other user: none -> 20G" in answer.out
+    world = World(TWO)
+    world.fault("user", "1000")
     planned = cli("apply", "-n", "-f", path, host=TWO).ok()
     assert "only limits of users would change" in planned.out
-    assert "note: memory: limit of each other user: none -> 20G; apply sets it" in planned.err
-    applied = cli("apply", "-f", path, host=TWO).ok()
+    assert "note: memory: limit of each other user: none -> 20G; apply as root sets it" in planned.err
+    world.clear()
+    changes = f"memory: limit of user {user}: none -> 8G; memory: limit of each other user: none -> 20G"
+    planned = cli("apply", "-n", "-f", path, host=TWO, output="json").ok()
+    assert [step["what"] for step in planned.data["steps"]] == [f"put in force: {changes}"]
+    applied = cli("apply", "-f", path, host=TWO, output="json").ok()
+    # The dry run is the plan that is carried out.
+    assert applied.data["steps"] == planned.data["steps"]
     assert "2 limits of users in force" in applied.err
-    assert "only limits of users changed" in applied.out
     assert "nothing to do" in cli("apply", "-f", path, host=TWO).ok().out
     assert cli("diff", "-f", path, host=TWO).ok().out.strip() == "the limits of users are those of the file"
     assert "limit: 8G" in cli("capture", host=TWO).ok().out
@@ -926,8 +933,11 @@ def test_limits_of_users_are_taken_back_by_the_undo(cli: Cli, write: Write, gpus
 def test_a_file_without_limits_ends_those_in_force(cli: Cli, write: Write) -> None:
     cli("apply", "-f", write("version: 1\nmemory:\n- {match: all, limit: 20G}\n"), host=TWO).ok()
     path = write("version: 1\ngpus:\n- {match: all, timeslice: default}\n")
-    assert "memory: limit of each user: 20G -> none; apply sets it" in cli("apply", "-n", "-f", path, host=TWO).ok().err
-    assert "limits of users (memory) are no longer in force" in cli("apply", "-f", path, host=TWO).ok().err
+    change = "memory: limit of each user: 20G -> none"
+    assert f"1. put in force: {change}\n" in cli("apply", "-n", "-f", path, host=TWO).ok().out
+    applied = cli("apply", "-f", path, host=TWO).ok()
+    assert f"{change}; undo: gpushare apply -f " in applied.out
+    assert "limits of users (memory) are no longer in force" in applied.err
     assert "memory" not in cli("diff", "-f", path, host=TWO).ok().out
     assert "any more" not in cli("apply", "-f", path, host=TWO).ok().err
 
