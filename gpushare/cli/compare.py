@@ -209,7 +209,6 @@ def _compared_rows(
     rows = [
         ComparedRow(
             title=row.title,
-            question=row.question,
             cells=tuple(cell_of(way, row.key) for way in chosen),
             decides=row.key not in _BACKGROUND,
         )
@@ -218,7 +217,7 @@ def _compared_rows(
     if facts is None:
         return rows
     available = tuple(ComparedCell(text=availability_text(way, facts, answering(facts))) for way in chosen)
-    return [ComparedRow(title="on this host", question="Is it available?", cells=available), *rows]
+    return [ComparedRow(title="on this host", cells=available), *rows]
 
 
 # Rows that a narrow screen omits.

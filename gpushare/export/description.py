@@ -33,8 +33,6 @@ class MigDescription:
     # NVML's index of the MIG device on its GPU, the 1 of `--gpus device=0:1`; None: unknown.
     index: int | None = None
     start: int | None = None
-    gpu_instance_id: int | None = None
-    compute_instance_id: int | None = None
     memory_total_bytes: int | None = None
     # Minor numbers of /dev/nvidia-caps/nvidia-capN: of the GPU instance and of the compute instance.
     capabilities: tuple[int, int] | None = None
@@ -59,7 +57,6 @@ class GpuDescription:
     sharing: Way
     # The product name, as NVML has it: Tesla T4.
     name: str | None = None
-    pci_bus_id: str | None = None
     # Device above vendor, 0x1EB810DE.
     pci_device_id: int | None = None
     # The N of /dev/nvidiaN.
@@ -189,7 +186,6 @@ def _describe_gpu(state: HostState, gpu: Gpu, daemons: tuple[MpsDaemon, ...]) ->
         uuid=gpu.uuid or "",
         sharing=way,
         name=gpu.name,
-        pci_bus_id=gpu.pci_bus_id,
         pci_device_id=host.nvml.pci_ids(gpu.index)[0],
         minor=host.nvml.minor_number(gpu.index),
         memory_total_bytes=gpu.memory_total_bytes,
@@ -246,8 +242,6 @@ def _describe_instances(state: HostState, gpu: Gpu, daemons: Sequence[MpsDaemon]
                 uuid=mig.uuid,
                 index=index,
                 start=None if instance is None else instance.start,
-                gpu_instance_id=mig.gpu_instance_id,
-                compute_instance_id=mig.compute_instance_id,
                 memory_total_bytes=mig.memory_total_bytes,
                 capabilities=_capability_minors(host, gpu.index, mig),
                 name=None if named is None else named.name,

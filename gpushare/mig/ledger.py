@@ -154,6 +154,7 @@ CHANGES: Final = RecordStore(ChangeRecord, "mig", "the journal of MIG changes", 
 _WHAT: Final = "of the MIG journal"
 _UNWRITABLE: Final = "journal_unwritable"
 UNREADABLE: Final = "journal_unreadable"
+_LOCK_SECONDS: Final = 120.0
 CONFIG_NODE: Final = Path("/dev/nvidia-caps/nvidia-cap1")
 
 
@@ -185,11 +186,11 @@ class MigLedger:
         self._change: ChangeRecord | None = None
 
     @contextlib.contextmanager
-    def locked(self, *, seconds: float = 120.0) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
         """Hold the lock of all MIG changes of this host; creating an instance may take ten seconds.
 
         Raises:
-            OperationFailed: another gpushare holds it for longer than ``seconds``, or it cannot be created.
+            OperationFailed: another gpushare holds it for longer than two minutes, or it cannot be created.
             NoPermission: the directory or the lock is not this user's.
         """
         make_private_directory(self._directory.parent)
@@ -204,7 +205,7 @@ class MigLedger:
                     descriptors[CONFIG_NODE] = os.open(CONFIG_NODE, os.O_RDONLY | os.O_CLOEXEC)
                     held.callback(os.close, descriptors[CONFIG_NODE])
             for path, descriptor in descriptors.items():
-                lock_within(descriptor, path, seconds, "been changing MIG")
+                lock_within(descriptor, path, _LOCK_SECONDS, "been changing MIG")
             # What a crash in the middle of a write left.
             clear_leftovers(self._directory)
             yield

@@ -152,15 +152,13 @@ class Why(str, Enum):
 class NoPlan:
     """Why there is no plan, and what would help.
 
-    ``instead`` is the cheapest plan if all existing instances may be destroyed (None: there is none). ``most``, for a
-    wish of one kind, is how many of them fit on these GPUs if they are empty.
+    ``instead`` is the cheapest plan if all existing instances may be destroyed (None: there is none).
     """
 
     why: Why
     message: str
     hint: str
     instead: MigPlan | None = None
-    most: int | None = None
 
     @property
     def would_go(self) -> tuple[tuple[int, InstanceChange], ...]:

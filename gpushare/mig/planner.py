@@ -508,15 +508,14 @@ def no_plan_ever(layouts: Sequence[Layout], wish: Wish) -> NoPlan:
     """Return that the wish does not fit on these GPUs even if they are empty, and how many of one kind do."""
     where = f"GPU {layouts[0].gpu}" if len(layouts) == 1 else f"these {len(layouts)} GPUs"
     words = " ".join(str(request) for request in wish)
-    most = {request: most_of(layouts, request) for request in wish}
-    for request, number in most.items():
+    for request in wish:
+        number = most_of(layouts, request)
         if number < request.count:
             most_there = f"at most {number} of {request.one}" if number else f"not even one {request.one}"
             return NoPlan(
                 why=Why.NEVER,
                 message=f"{words} does not fit on {where}, even empty: {most_there}",
                 hint="ask for fewer, or for a smaller profile: gpushare mig profiles",
-                most=number if len(wish) == 1 else None,
             )
     reason = _reason_text(layouts[0], wish) if len(layouts) == 1 else ""
     return NoPlan(

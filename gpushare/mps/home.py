@@ -37,6 +37,7 @@ RUNNING: Final = "running"
 STARTING: Final = "starting"
 ADOPTED: Final = "adopted"
 _RECORD: Final = "daemon.json"
+_LOCK_SECONDS: Final = 60.0
 _LEASE: Final = re.compile(r"^\d{1,10}(\.\d+)?\.lease$", re.ASCII)
 
 
@@ -182,11 +183,11 @@ class DaemonHome:
             return []
 
     @contextlib.contextmanager
-    def locked(self, *, seconds: float = 60.0) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
         """Hold the lock of this daemon: start, set and stop exclude each other.
 
         Raises:
-            OperationFailed: another gpushare holds it for longer than ``seconds``, or it cannot be created.
+            OperationFailed: another gpushare holds it for longer than a minute, or it cannot be created.
             NoPermission: the directory or the lock is not this user's.
         """
         self._make_directory()
@@ -194,7 +195,7 @@ class DaemonHome:
         try:
             with writing(self.directory / "lock", "of this MPS daemon"):
                 holds = f"held the lock of the daemon in {self.directory}"
-                lock_within(descriptor, self.directory / "lock", seconds, holds)
+                lock_within(descriptor, self.directory / "lock", _LOCK_SECONDS, holds)
             clear_leftovers(self.directory)
             yield
         finally:

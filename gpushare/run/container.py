@@ -161,10 +161,10 @@ def engine_of(container: str) -> str | None:
     return None
 
 
-def stop_container(engine: str, container: str, grace_seconds: float) -> bool:
-    """Let an engine stop a container, which it kills after the grace; return whether the engine says that it did."""
+def stop_container(engine: str, container: str, grace_seconds: float) -> None:
+    """Let an engine stop a container, which it kills after the grace. Whether it did is for the caller to see."""
     whole = math.ceil(grace_seconds)
-    return ask_engine(engine, "stop", "-t", str(whole), container, seconds=whole + _INSPECT_SECONDS) is not None
+    ask_engine(engine, "stop", "-t", str(whole), container, seconds=whole + _INSPECT_SECONDS)
 
 
 @dataclass

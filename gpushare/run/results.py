@@ -97,8 +97,8 @@ def find_benched(host: Host, device: Device, command: Sequence[str], copies: int
     return next((cap for cap in caps if cap.copies == copies), None)
 
 
-def keep_benched(host: Host, device: Device, command: Sequence[str], caps: Sequence[BenchedCap]) -> Path:
-    """Write what was found, over earlier results for these numbers of copies, and return the file.
+def keep_benched(host: Host, device: Device, command: Sequence[str], caps: Sequence[BenchedCap]) -> None:
+    """Write what was found, over earlier results for these numbers of copies.
 
     Raises:
         NoPermission, OperationFailed: the directory cannot be made, or the file not be written.
@@ -107,7 +107,6 @@ def keep_benched(host: Host, device: Device, command: Sequence[str], caps: Seque
     earlier = BENCHED.read(path)
     merged = {cap.copies: cap for cap in (*(() if earlier is None else earlier.caps), *caps)}
     BENCHED.write(_Benched(device=_device_kind(device), command=tuple(command), caps=tuple(merged.values()), path=path))
-    return path
 
 
 def _device_kind(device: Device) -> str:

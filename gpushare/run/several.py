@@ -353,9 +353,7 @@ class Group:
         self._wait_reaped([program])
         return drain
 
-    def end_left_behind(
-        self, stays: Mapping[int, Sequence[int]], *, hurry: Callable[[], bool] = lambda: False
-    ) -> Drain | None:
+    def end_left_behind(self, stays: Mapping[int, Sequence[int]], *, hurry: Callable[[], bool] = lambda: False) -> None:
         """End the processes that `left_behind` has found: by SIGTERM, because a shell's background jobs ignore SIGINT.
 
         Raises:
@@ -365,7 +363,7 @@ class Group:
         for pid in pids:
             # If gpushare dies now, it must not stay stopped.
             self._tell_guard(pid)
-        drain = end_programs(
+        end_programs(
             self.host,
             pids,
             self.clients,
@@ -377,7 +375,6 @@ class Group:
         for pid in pids:
             if self.guard is not None:
                 self.guard.ended(pid)
-        return drain
 
     def left_behind(self, programs: Sequence[Program], elsewhere: Sequence[int] = ()) -> dict[int, tuple[int, ...]]:
         """Return what programs that have just ended left running, by their PID: the rest of their process groups.

@@ -41,7 +41,6 @@ class ComparedRow:
     """One row: a cell per way."""
 
     title: str
-    question: str
     cells: tuple[ComparedCell, ...]
     # Shown on a narrow screen, too.
     decides: bool = True

@@ -46,8 +46,6 @@ def mig(number: int = 0, profile: str = "1g.10gb", **changes: Any) -> MigDescrip
         uuid=f"MIG-{number:08x}-0000-0000-0000-000000000000",
         index=number,
         start=number,
-        gpu_instance_id=number + 1,
-        compute_instance_id=0,
         capabilities=(100 + 2 * number, 101 + 2 * number),
     )
     return replace(found, **changes)

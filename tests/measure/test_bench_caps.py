@@ -16,6 +16,7 @@ from gpushare.base.errors import BadUsage
 from gpushare.base.model import MigInstance
 from gpushare.base.selection import select_one
 from gpushare.connect import connect
+from gpushare.host.host import Host
 from gpushare.measure import bench_data
 from gpushare.measure.statistics import summarize
 from gpushare.run.results import BenchedCap, find_benched, keep_benched
@@ -99,7 +100,8 @@ def test_caps_are_kept_by_command_and_numbers_of_copies_add_up() -> None:
     device = select_one(None, host.nvml.sweep())
     two = replace(FOUR, copies=2, threads_percent=None, driver="580.1")
     keep_benched(host, device, ["a", "b c"], [FOUR])
-    path = keep_benched(host, device, ["a", "b c"], [two])
+    keep_benched(host, device, ["a", "b c"], [two])
+    path = file_of(host)
     assert find_benched(host, device, ["a", "b c"], 4) == FOUR
     assert find_benched(host, device, ["a", "b c"], 2) == two
     assert find_benched(host, device, ["a", "b c"], 8) is None
@@ -115,10 +117,17 @@ def test_caps_are_kept_by_command_and_numbers_of_copies_add_up() -> None:
         assert find_benched(host, device, ["a", "b c"], 4) is None
 
 
+def file_of(host: Host) -> Path:
+    """Return the only file of kept caps."""
+    (path,) = (host.state_directory / "benched").glob("*.json")
+    return path
+
+
 def test_a_file_of_another_command_under_the_same_name_is_not_believed(tmp_path: Path) -> None:
     host = connect("sim:h200")
     device = select_one(None, host.nvml.sweep())
-    path = keep_benched(host, device, ["a"], [FOUR])
+    keep_benched(host, device, ["a"], [FOUR])
+    path = file_of(host)
     path.write_text(path.read_text().replace('"a"', '"b"'))
     assert find_benched(host, device, ["a"], 4) is None
 
@@ -140,7 +149,8 @@ def test_a_file_of_another_command_under_the_same_name_is_not_believed(tmp_path:
 def test_a_kept_cap_with_one_field_that_cannot_be_is_not_believed(wrong: dict[str, Any]) -> None:
     host = connect("sim:h200")
     device = select_one(None, host.nvml.sweep())
-    path = keep_benched(host, device, ["a"], [FOUR, replace(FOUR, copies=2)])
+    keep_benched(host, device, ["a"], [FOUR, replace(FOUR, copies=2)])
+    path = file_of(host)
     record = json.loads(path.read_text())
     assert [one["copies"] for one in record["caps"]] == [4, 2]
     record["caps"][0].update(wrong)
@@ -194,7 +204,8 @@ def test_a_command_line_that_is_kept_is_its_owners_alone() -> None:
     """It may hold a token."""
     host = connect("sim:h200")
     device = select_one("0", host.nvml.sweep())
-    path = keep_benched(host, device, ["train", "--token=secret"], [replace(FOUR, copies=2)])
+    keep_benched(host, device, ["train", "--token=secret"], [replace(FOUR, copies=2)])
+    path = file_of(host)
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.parent.stat().st_mode & 0o022 == 0
     assert "secret" not in str(path)

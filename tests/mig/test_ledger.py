@@ -82,18 +82,19 @@ def test_who_has_another_run_directory_waits_too(tmp_path: Path, monkeypatch: py
     node = tmp_path / "nvidia-cap1"
     node.touch()
     monkeypatch.setattr(mig_ledger, "CONFIG_NODE", node)
+    monkeypatch.setattr(mig_ledger, "_LOCK_SECONDS", 0.0)
     root, user = (
         MigLedger(cast("Any", SimpleNamespace(is_simulated=False, run_directory=tmp_path / name)))
         for name in ("root", "user")
     )
     with root.locked():
-        with pytest.raises(OperationFailed, match="another gpushare") as refused, user.locked(seconds=0):
+        with pytest.raises(OperationFailed, match="another gpushare") as refused, user.locked():
             pass
         assert refused.value.hint == f"see which: fuser -v {node}"
-    with user.locked(seconds=0):
+    with user.locked():
         pass
     node.unlink()
-    with root.locked(), user.locked(seconds=0):
+    with root.locked(), user.locked():
         pass
 
 
@@ -278,14 +279,17 @@ def held() -> Iterator[subprocess.Popen[str]]:
     process.communicate(timeout=120)
 
 
-def test_another_process_holds_the_lock(held: subprocess.Popen[str], ledger: MigLedger) -> None:
+def test_another_process_holds_the_lock(
+    held: subprocess.Popen[str], ledger: MigLedger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mig_ledger, "_LOCK_SECONDS", 0.05)
     assert ledger.running()
-    with pytest.raises(OperationFailed) as caught, ledger.locked(seconds=0.05):
+    with pytest.raises(OperationFailed) as caught, ledger.locked():
         pytest.fail("two at a time")
     assert caught.value.code == "locked"
     assert "fuser" in caught.value.hint
     held.communicate("go\n", timeout=120)
-    with ledger.locked(seconds=0.05):
+    with ledger.locked():
         assert not held.poll()
 
 

@@ -87,7 +87,8 @@ def test_caps_that_cannot_be_kept_fail_no_benchmark(cli: Cli, world: World, in_t
     command = job(40)
     device = select_one(None, world.host.nvml.sweep())
     cap = BenchedCap(copies=8, threads_percent=None, best=True, date="2026-11-20", driver=None)
-    kept = keep_benched(world.host, device, command[1:], [cap])
+    keep_benched(world.host, device, command[1:], [cap])
+    (kept,) = (world.host.state_directory / "benched").glob("*.json")
     kept.unlink()
     if in_the_way == "benched":
         kept.parent.rmdir()

@@ -302,11 +302,12 @@ def test_two_stops_at_once(real: Real, world: World) -> None:
 def test_the_lock_is_free_while_clients_are_waited_for(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     from gpushare.mps.home import home_of
 
+    monkeypatch.setattr("gpushare.mps.home._LOCK_SECONDS", 0.0)
     pid, proper, entered = world.client(), stop.clients_of, []
 
     def waiting(*more: object, **named: object) -> object:
         if not entered:
-            with home_of(world.host.run_directory, world.uuid()).locked(seconds=0.0):
+            with home_of(world.host.run_directory, world.uuid()).locked():
                 entered.append(pid)
             world.send(pid, signal.SIGKILL)
         return proper(*more, **named)  # type: ignore[arg-type]
