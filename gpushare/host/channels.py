@@ -1049,7 +1049,10 @@ def _become_child(work: Callable[[int], None], channel: int) -> NoReturn:
         signal.set_wakeup_fd(-1)
         for number in map(int, signal.valid_signals()):
             if callable(signal.getsignal(number)):
+                # One that came since the fork was meant for gpushare, which got it too.
+                signal.signal(number, signal.SIG_IGN)
                 signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
         # Locks and files of gpushare must not outlive it.
         channel = os.dup2(channel, 3)
         for number in map(int, os.listdir("/proc/self/fd")):
@@ -1132,11 +1135,15 @@ class Caller:
             raise
 
     def start(self) -> None:
-        """Start the process, unless it runs."""
+        """Start the process, unless it runs. Raises OperationFailed: there is no memory, process or file for it."""
         if self._child is not None and _reap_if_ended(self._child):
             self._forget()
         if self._child is None:
-            self._start()
+            try:
+                self._start()
+            except OSError as error:
+                # A job that runs goes on without it.
+                raise errors.system_error(error) or error from None
 
     def close(self) -> None:
         """End the process; the next request starts another one."""
@@ -1169,15 +1176,19 @@ class Caller:
         for child in list(_FORGOTTEN):
             _reap_if_ended(child)
         ours, its = socket.socketpair()
+        # Until the child has its own handlers, both would tell gpushare of a Ctrl-C.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         with its:
             try:
-                self._child = os.fork()
+                child = os.fork()
+                if child == 0:
+                    _become_child(self._work, its.fileno())
+                self._child, self._socket = child, ours
             except BaseException:
                 ours.close()
                 raise
-            if self._child == 0:
-                _become_child(self._work, its.fileno())
-        self._socket = ours
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _answer(self, request: Mapping[str, Any], deadline: float) -> Mapping[str, Any]:
         """Send a request, and return the answer. Raises TimeoutError, OSError (it has ended), ValueError (no answer of ours)."""
@@ -1223,7 +1234,7 @@ class ChannelControl:
     def start(self) -> None:
         """Start the child process now. It loads while the caller does something else; a failure shows with the first call."""
         if self._caller is not None:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(GpushareError, OSError):
                 self._caller.start()
 
     def close(self) -> None:

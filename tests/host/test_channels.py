@@ -24,7 +24,7 @@ from gpushare.gpu_models import model_of
 from gpushare.host import channels as room
 from gpushare.host.channels import Caller, ChannelControl, Channels, KernelFiles, Refused, answer
 from gpushare.host.identity import identity_of
-from gpushare.signals import handled
+from gpushare.signals import Wakeups, handled
 from gpushare.sim import activity, admin, open_simulated
 from gpushare.sim.channels import CHANNELS, COMPUTE_GROUP, SimulatedChannels, SimulatedFiles
 from gpushare.sim.job import pace_of
@@ -748,6 +748,22 @@ def test_ctrl_c_lets_the_child_finish_its_request(monkeypatch: pytest.MonkeyPatc
     assert os.waitpid(started[0], 0) == (started[0], 0)
 
 
+def test_a_ctrl_c_right_after_the_fork_is_told_once_and_ends_no_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    new_session = os.setsid
+
+    def interrupted() -> None:
+        """Press Ctrl-C while the child is still in the session of gpushare."""
+        os.kill(os.getpid(), signal.SIGINT)
+        new_session()
+
+    monkeypatch.setattr(os, "setsid", interrupted)
+    caller = Caller()
+    with Wakeups([signal.SIGINT]) as wakeups:
+        assert caller.ask({"do": "find", "pid": 0, "started": None}, 60)["refused"]
+        assert wakeups.wait(0.0) == []
+    caller.close()
+
+
 def test_a_signal_that_gpushare_handles_ends_the_child() -> None:
     caller = Caller()
     with handled([signal.SIGTERM], lambda *_: None):
@@ -775,13 +791,14 @@ def test_a_child_that_was_started_before_gets_the_first_request() -> None:
 
 def test_a_child_that_cannot_be_started_shows_with_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> int:
-        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     monkeypatch.setattr(os, "fork", refuse)
     with ChannelControl() as control:
         control.start()
-        with pytest.raises(BlockingIOError):
+        with pytest.raises(OperationFailed, match="Cannot allocate memory") as caught:
             control.find(1)
+    assert "free -h" in caught.value.hint
 
 
 def test_an_error_inside_the_child_is_an_answer(state_file: StateFile) -> None:
