@@ -46,7 +46,17 @@ from gpushare.base.package import package_rows
 from gpushare.base.typed import Count, Pid, Shown, parsed
 from gpushare.base.units import format_slice
 from gpushare.base.values import dataclass
-from gpushare.host.identity import GONE, HOST_PID_SPACE, Identity, parent_of, pid_space, real_uid, stat_fields
+from gpushare.host.identity import (
+    GONE,
+    HOST_PID_SPACE,
+    STARTED,
+    STATE,
+    Identity,
+    parent_of,
+    pid_space,
+    real_uid,
+    stat_fields,
+)
 
 if TYPE_CHECKING:
     import socket
@@ -399,7 +409,7 @@ def _has_ended(pidfd: int) -> bool:
 def _identity(pid: int) -> Identity | None:
     """Return who has a PID, like `identity_of`, from its main thread: the sum of all threads takes the kernel longer."""
     fields = stat_fields(f"{pid}/task/{pid}")
-    return None if fields is None or fields[0] in GONE else Identity(pid, int(fields[19]))
+    return None if fields is None or fields[STATE] in GONE else Identity(pid, int(fields[STARTED]))
 
 
 @functools.cache

@@ -25,14 +25,17 @@ from typing import Any, Final
 from gpushare.base.errors import NotSupported, OperationFailed, TimedOut
 
 LIBRARY: Final = "libcuda.so.1"
+# CUresult
 SUCCESS: Final = 0
+_OUT_OF_MEMORY: Final = 2
 ILLEGAL_STATE: Final = 401
 NOT_READY: Final = 600
-CALL_SECONDS: Final = 5.0
+NOT_SUPPORTED: Final = 801
+# CUprocessState
 RUNNING, LOCKED, CHECKPOINTED, FAILED = range(4)
+CALL_SECONDS: Final = 5.0
 # Slower than any copy that was seen, so only a driver that hangs takes longer.
 _LEAST_BYTES_PER_SECOND: Final = 100 << 20
-_OUT_OF_MEMORY: Final = 2
 
 
 class _LockArguments(ctypes.Structure):
@@ -127,10 +130,11 @@ class Checkpoint:
         seconds = CALL_SECONDS + size / _LEAST_BYTES_PER_SECOND
         code = self._call("cuCheckpointProcessRestore", pid, ctypes.byref(arguments), seconds=seconds)
         state = self.state(pid)
+        # Illegal state: it was on the GPU already.
         if code in {SUCCESS, ILLEGAL_STATE} and state in {LOCKED, RUNNING}:
             return
         if code == SUCCESS and state is None:
-            # The caller looks again.
+            # Probably restored, but the driver does not tell: the caller asks for the state again.
             return
         if code != _OUT_OF_MEMORY and state == CHECKPOINTED:
             raise OperationFailed(
@@ -213,7 +217,7 @@ def _check_code(code: int, verb: str, pid: int) -> None:
     """Raise unless a call's answer is CUDA_SUCCESS; ``verb`` is the verb for people."""
     if code == SUCCESS:
         return
-    if code == 801:
+    if code == NOT_SUPPORTED:
         raise NotSupported(
             f"the driver cannot {verb} process {pid}: it is a client of MPS, or uses NCCL, CUDA IPC or managed memory",
             f"outside MPS it can be paused: gpushare pause {pid}",

@@ -34,8 +34,8 @@ EXCLUSIVE: Final = "gpushare-claim-"
 _AFTER: Final = rb"(?:ticket \d{1,20}|process \d{1,10} \d{1,20}|fact [\w.:/, -]{1,8000})\n"
 _LATER_LINE: Final = re.compile(_AFTER, re.ASCII)
 _TEXT: Final = re.compile(
-    rb"gpushare claim 1\nboot ([0-9a-f-]{1,36})\nspace (\d{1,20})\nkey ([\w.:/-]{1,160})\n"
-    rb"process (\d{1,10}) (\d{1,20})\n((?:" + _AFTER + rb"){0,64})",
+    rb"gpushare claim 1\nboot (?P<boot>[0-9a-f-]{1,36})\nspace (?P<space>\d{1,20})\nkey (?P<key>[\w.:/-]{1,160})\n"
+    rb"process (?P<pid>\d{1,10}) (?P<started>\d{1,20})\n(?P<later>(?:" + _AFTER + rb"){0,64})",
     re.ASCII,
 )
 _LINE: Final = re.compile(rb"(ticket|process|fact) ([^\n]+)\n", re.ASCII)
@@ -49,6 +49,7 @@ _MOST_OF_ONE_USER: Final = 256
 _MOST_FILES: Final = 50_000
 # Choosing takes microseconds; a claim that chooses for longer counts as holding the device.
 _CHOOSING_SECONDS: Final = 0.5
+_CHOOSING_POLL_SECONDS: Final = 0.002
 # An unreadable file may still be being written.
 _UNREADABLE_SECONDS: Final = 60.0
 _CODE: Final = "lease_unusable"
@@ -75,8 +76,9 @@ class Claim:
 
     @property
     def rank(self) -> tuple[int, int, str]:
-        """Return its rank: the lowest gets the device."""
-        return -1 if self.ticket is None else self.ticket, self.uid, self.path.name
+        """Return its rank: the lowest gets the device. A claim without a ticket, whose choosing hangs, ranks first."""
+        ticket = -1 if self.ticket is None else self.ticket
+        return ticket, self.uid, self.path.name
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class HeldClaim:
         with contextlib.suppress(OSError):
             os.unlink(self.path)
 
-    def held(self) -> bool:
+    def is_held(self) -> bool:
         """Return whether it has not been released; names are never reused."""
         return os.path.lexists(self.path)
 
@@ -132,19 +134,19 @@ def claim_directory(host: Host) -> Path:
     all users choose the same. A service with PrivateTmp=, or a container with its own /tmp or PIDs, does not see the
     others' claims; there only NVML's process lists help.
     """
-    own = host.run_directory / "claims"
+    users_own = host.run_directory / "claims"
     if host.is_simulated:
-        return own
-    return next((path for path in SHARED_DIRECTORIES if _is_shared(path)), own)
+        return users_own
+    return next((path for path in SHARED_DIRECTORIES if _is_shared(path)), users_own)
 
 
-def are_shared(host: Host) -> bool:
+def claims_are_shared(host: Host) -> bool:
     """Return whether the users of a host see each other's claims; those of a simulated host are of one user."""
     return host.is_simulated or claim_directory(host) in SHARED_DIRECTORIES
 
 
 def take_claim(host: Host, key: str) -> HeldClaim | Claim:
-    """Claim ``key`` for this process, or return the claim that has it. Never waits for the holder.
+    """Claim ``key`` for this process and return the new claim, or the `Claim` that was first. Never waits for its holder.
 
     Raises:
         NoPermission, OperationFailed: no claim can be made here (code ``lease_unusable``).
@@ -211,24 +213,25 @@ def live_claims(host: Host) -> dict[str, Claim] | None:
 
 
 def _earlier_claim(directory: Path, key: str, held: HeldClaim, ticket: int) -> Claim | None:
-    """Return the live claim before this one, or None."""
+    """Return the live claim that comes before the one held with this ticket, or None.
+
+    Waits for claims that are choosing, as one may draw a lower ticket; one that takes too long comes before.
+    """
     deadline = time.monotonic() + _CHOOSING_SECONDS
-    mine = ticket, os.geteuid(), held.path.name
+    own_rank = ticket, os.geteuid(), held.path.name
     while True:
         others = [claim for claim in _claims(directory, key) if claim.path != held.path]
-        before = sorted(
-            (other for other in others if other.ticket is not None and other.rank < mine), key=lambda claim: claim.rank
-        )
-        if before:
-            return before[0]
+        earlier = [other for other in others if other.ticket is not None and other.rank < own_rank]
+        if earlier:
+            return min(earlier, key=lambda claim: claim.rank)
         choosing = next((other for other in others if other.ticket is None), None)
         if choosing is None or time.monotonic() > deadline:
             return choosing
-        time.sleep(0.002)
+        time.sleep(_CHOOSING_POLL_SECONDS)
 
 
 def _claims(directory: Path, key: str | None = None, prefix: str = EXCLUSIVE) -> Iterator[Claim]:
-    """Yield the live claims. Their owner and root also remove dead ones.
+    """Yield the live claims on a key (None: on any) with a prefix. Their owner and root also remove dead ones.
 
     Raises:
         OSError: the directory cannot be listed.
@@ -236,31 +239,68 @@ def _claims(directory: Path, key: str | None = None, prefix: str = EXCLUSIVE) ->
     """
     pattern = re.compile(rf"{prefix}[0-9a-f]{{16}}", re.ASCII)
     names = [name for name in os.listdir(directory) if name.startswith(prefix) and pattern.fullmatch(name)]
-    met: Counter[int] = Counter()
-    countable: Counter[int] = Counter()
-    boot, space, own = boot_id() or "-", pid_space(), os.geteuid()
+    files_of_user: Counter[int] = Counter()
+    claims_of_user: Counter[int] = Counter()
+    boot = boot_id() or "-"
+    space = pid_space()
+    own_uid = os.geteuid()
     for number, name in enumerate(names):
         path = directory / name
         try:
-            seen = os.lstat(path)
+            status = os.lstat(path)
         except OSError:
             continue
-        met[seen.st_uid] += 1
+        files_of_user[status.st_uid] += 1
         if number >= _MOST_FILES:
-            raise _flooded_error(directory, prefix, met)
-        # What counts for none must not be counted either: others may make links of a user's file.
-        if not stat.S_ISREG(seen.st_mode) or seen.st_nlink != 1:
+            raise _flooded_error(directory, prefix, files_of_user)
+        # What is no claim does not use up the claims of its user: others may make links of a user's file.
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
             continue
-        countable[seen.st_uid] += 1
-        if seen.st_uid != own and countable[seen.st_uid] > _MOST_OF_ONE_USER:
+        claims_of_user[status.st_uid] += 1
+        if status.st_uid != own_uid and claims_of_user[status.st_uid] > _MOST_OF_ONE_USER:
             continue
-        claim = _read_claim(path, boot, space, remove=own in {0, seen.st_uid})
+        claim = _read_claim(path, boot, space, remove=own_uid in {0, status.st_uid})
         if claim is not None and key in {None, claim.key}:
             yield claim
 
 
 def _read_claim(path: Path, boot: str, space: int, *, remove: bool) -> Claim | None:
-    """Return the claim in a file; None: it is void, or cannot be read. ``remove``: also remove a void one."""
+    """Return the claim in a file; None: it is void, of another PID namespace, or cannot be read.
+
+    ``remove``: also remove a void one, and one that has been unreadable for longer than it takes to write it.
+    """
+    read = _read_claim_file(path)
+    if read is None:
+        return None
+    status, match = read
+    if match is None:
+        if remove and time.time() - status.st_ctime > _UNREADABLE_SECONDS:
+            _remove(path)
+        return None
+    is_of_this_boot = match["boot"].decode() == boot
+    if is_of_this_boot and int(match["space"]) != space:
+        # Its PIDs belong to another namespace.
+        return None
+    processes, ticket, facts = _parse_lines(match)
+    alive = tuple(process for process in processes if is_of_this_boot and lives(process, status.st_uid))
+    if not alive:
+        if remove:
+            _remove(path)
+        return None
+    return Claim(
+        path=path,
+        key=match["key"].decode(),
+        uid=status.st_uid,
+        processes=alive,
+        ticket=ticket,
+        facts=facts,
+        # Its owner can set mtime to any time, but not ctime.
+        touched_at=min(status.st_mtime, status.st_ctime),
+    )
+
+
+def _read_claim_file(path: Path) -> tuple[os.stat_result, re.Match[bytes] | None] | None:
+    """Return the status of a file and the match of its text as a claim (None: it is none); None: it cannot be read."""
     try:
         descriptor = os.open(path, os.O_RDONLY | _SAFE)
     except OSError:
@@ -277,42 +317,24 @@ def _read_claim(path: Path, boot: str, space: int, *, remove: bool) -> Claim | N
     finally:
         os.close(descriptor)
     # Each process costs a look at /proc.
-    if match is None or match[6].count(b"process ") > _MOST_PROCESSES:
-        if remove and time.time() - status.st_ctime > _UNREADABLE_SECONDS:
-            _remove(path)
-        return None
-    if match[1].decode() == boot and int(match[2]) != space:
-        # Its PIDs belong to another namespace.
-        return None
-    processes, ticket, facts = _parse_lines(match)
-    alive = tuple(process for process in processes if match[1].decode() == boot and lives(process, status.st_uid))
-    if not alive:
-        if remove:
-            _remove(path)
-        return None
-    return Claim(
-        path=path,
-        key=match[3].decode(),
-        uid=status.st_uid,
-        processes=alive,
-        ticket=ticket,
-        facts=facts,
-        # Its owner can set mtime to any time, but not ctime.
-        touched_at=min(status.st_mtime, status.st_ctime),
-    )
+    if match is not None and match["later"].count(b"process ") > _MOST_PROCESSES:
+        match = None
+    return status, match
 
 
 def _parse_lines(match: re.Match[bytes]) -> tuple[list[Identity], int | None, tuple[str, ...]]:
-    """Return the processes, the ticket and the facts of a claim."""
-    processes, ticket, facts = [Identity(int(match[4]), int(match[5]))], None, []
-    for kind, text in _LINE.findall(match[6]):
+    """Return the processes, the ticket (None: not drawn yet) and the facts of a claim."""
+    processes = [Identity(int(match["pid"]), int(match["started"]))]
+    ticket: int | None = None
+    facts: list[str] = []
+    for kind, text in _LINE.findall(match["later"]):
         if kind == b"process":
             processes.append(Identity(*map(int, text.split())))
-        elif kind == b"ticket":
-            # The first one counts: a claim cannot draw again.
-            ticket = int(text) if ticket is None else ticket
-        else:
+        elif kind == b"fact":
             facts.append(text.decode())
+        elif ticket is None:
+            # The first one counts: a claim cannot draw again.
+            ticket = int(text)
     return processes, ticket, tuple(facts)
 
 
@@ -369,7 +391,6 @@ def _append(path: Path, line: str) -> None:
 
 def _write_whole(descriptor: int, text: str) -> None:
     """Write a text by one call: a reader sees all or nothing. Raises OSError."""
-    # One call: a reader sees all or nothing.
     if os.write(descriptor, text.encode()) != len(text):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -378,9 +399,9 @@ def _process_line(process: Identity) -> str:
     return f"process {process.pid} {process.started}\n"
 
 
-def _flooded_error(directory: Path, prefix: str, met: Counter[int]) -> OperationFailed:
+def _flooded_error(directory: Path, prefix: str, files_of_user: Counter[int]) -> OperationFailed:
     """Return the error about a directory full of claims, and whose they are."""
-    (uid, number), *_ = met.most_common(1)
+    (uid, number), *_ = files_of_user.most_common(1)
     return OperationFailed(
         f"{directory} holds {number} or more claims of user {uid}, so the claims cannot be read",
         f"remove them: sudo find {directory} -maxdepth 1 -name '{prefix}*' -uid {uid} -delete",
@@ -391,8 +412,8 @@ def _flooded_error(directory: Path, prefix: str, met: Counter[int]) -> Operation
 def _is_shared(path: Path) -> bool:
     """Return whether all users may create files there, and only root and their owners may remove them."""
     try:
-        seen = os.lstat(path)
+        status = os.lstat(path)
     except OSError:
         return False
-    mode = stat.S_ISVTX | stat.S_IWOTH | stat.S_IXOTH
-    return stat.S_ISDIR(seen.st_mode) and seen.st_uid == 0 and seen.st_mode & mode == mode
+    needed = stat.S_ISVTX | stat.S_IWOTH | stat.S_IXOTH
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == 0 and status.st_mode & needed == needed

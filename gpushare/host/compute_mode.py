@@ -37,5 +37,6 @@ def set_compute_mode(host: Host, device: Device, mode: ComputeMode) -> None:
 
 
 def need_root(host: Host, change: str) -> None:
+    """Raise NoPermission unless this user may do what only root may; ``change`` names it in the message."""
     if not host.root:
         raise needs_root_error(change)

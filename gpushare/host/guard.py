@@ -36,7 +36,10 @@ class Guard:
     def __init__(
         self, spec: str, duty: str, act: str, *words: str, early: bool = False, descriptors: Sequence[int] = ()
     ) -> None:
-        """Start it; it inherits the open ``descriptors``. ``early``: it is sure to act, and loads what that takes at once.
+        """Start it for the host ``spec``; it inherits the open ``descriptors``.
+
+        ``act`` is the ``MODULE:FUNCTION`` that it calls if gpushare dies, with ``words`` as further arguments. ``early``: it
+        is sure to act, and loads what that takes at once.
 
         Raises:
             OperationFailed: it does not start (code ``guard_failed``).
@@ -57,8 +60,10 @@ class Guard:
             )
         except OSError as error:
             raise self._guard_failed_error(error) from error
+        # `poll` reaps the guards that have ended.
         self._started[:] = [*(guard for guard in self._started if guard.poll() is None), self._process]
-        self._words, self._answers = cast("IO[bytes]", self._process.stdin), cast("IO[bytes]", self._process.stdout)
+        self._words = cast("IO[bytes]", self._process.stdin)
+        self._answers = cast("IO[bytes]", self._process.stdout)
         self.pid = self._process.pid
 
     def _guard_failed_error(self, reason: object) -> OperationFailed:
@@ -156,13 +161,14 @@ def main() -> None:
     processes: dict[int, int | None] = {}
     word = ""
     for line in sys.stdin:
-        pid, _, started = line.strip().partition(" ")
+        first, _, started = line.strip().partition(" ")
         if not started:
-            word = pid
+            word = first
             break
-        processes.pop(int(pid), None)
+        pid = int(first)
+        processes.pop(pid, None)
         if started != "ended":
-            processes[int(pid)] = None if started == "-" else int(started)
+            processes[pid] = None if started == "-" else int(started)
     if word != DONE:
         # gpushare has died and no longer reads the output.
         os.dup2(os.open(os.devnull, os.O_RDWR), 1)

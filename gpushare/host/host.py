@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import shlex
 import stat
@@ -36,7 +37,10 @@ RUNTIME = "/run/user"
 
 
 def late(path: str, *arguments: Any) -> Callable[..., Any]:
-    """Return a call, with these arguments first, of what is in a file that is loaded at the first call: ``host.machine:Machine``."""
+    """Return a function that calls what is at ``path`` (``host.machine:Machine``), with these arguments first.
+
+    The file is loaded only at the first call.
+    """
 
     def call(*more: Any, **named: Any) -> Any:
         module, _, name = path.partition(":")
@@ -146,11 +150,11 @@ def local_host(user_directories: Callable[[], Sequence[UserDirectory]] = _no_dir
 def local_run_directory(uid: int) -> Path:
     """Return the directory of a user's daemons and records.
 
-    ``GPUSHARE_RUN_DIR``; ``/run/gpushare`` for root; else ``/tmp/gpushare-UID``. It is the same whether there is a login
-    session (ssh, cron, ``sudo -u``, a service), so XDG_RUNTIME_DIR does not count; and it outlives the session, as jobs do:
-    systemd removes ``/run/user/UID`` at the last logout. The others are for a ``/tmp`` that this user cannot have, as when
-    another user has made that name first: the last is in the state directory. Short, because a pipe directory may have 87
-    bytes.
+    ``GPUSHARE_RUN_DIR``; ``/run/gpushare`` for root; else ``/tmp/gpushare-UID``. XDG_RUNTIME_DIR does not count: the
+    directory is the same with and without a login session (ssh, cron, ``sudo -u``, a service), and outlives the session, as
+    jobs do; systemd removes ``/run/user/UID`` at the last logout. If this user cannot have the name in ``/tmp``, as when
+    another user has made it first, the directory is in ``/run/user/UID``, or else in the state directory. Short, because a
+    pipe directory may have 87 bytes.
     """
     explicit = os.environ.get("GPUSHARE_RUN_DIR")
     if explicit:
@@ -158,8 +162,12 @@ def local_run_directory(uid: int) -> Path:
     if uid == 0:
         return SYSTEM_RUN_DIRECTORY
     places = _run_directory_places(uid)
-    # Where a directory is, records are: another place that has become free since is not taken.
-    return Path(next((place for can in (_belongs_to, _can_have) for place in places if can(place, uid)), places[0]))
+    # First where there is one already, as that has the records: even if a better place has become free since.
+    for is_usable in (_belongs_to, _can_have):
+        for place in places:
+            if is_usable(place, uid):
+                return Path(place)
+    return Path(places[0])
 
 
 def _run_directory_places(uid: int) -> list[str]:
@@ -180,7 +188,7 @@ def _can_have(place: str, uid: int) -> bool:
     if os.path.lexists(place):
         return _belongs_to(place, uid)
     parent = os.path.dirname(place)
-    # In the home directory the way there may not be made yet.
+    # The parents of a state directory in the home directory may not exist yet.
     while not os.path.lexists(parent):
         parent = os.path.dirname(parent)
     return os.access(parent, os.W_OK | os.X_OK)
@@ -242,13 +250,7 @@ def make_private_directory(path: Path, mode: int = 0o755, *, variable: str = "GP
         _make_directories(path, mode)
         target, itself = path.stat(), path.lstat()
     except OSError as error:
-        raise NoPermission(
-            f"cannot create the directory {path}: {error.strerror}",
-            f"make room: df -h; or set {variable} to a directory elsewhere"
-            if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EIO}
-            else f"set {variable} to a {'short ' if variable == 'GPUSHARE_RUN_DIR' else ''}directory that you may write",
-            code="directory_unwritable",
-        ) from None
+        raise _uncreatable_error(path, error, variable) from None
     # Through a link another user could choose where our files go.
     strangers = {target.st_uid, itself.st_uid} - {os.geteuid(), 0}
     if strangers:
@@ -269,6 +271,17 @@ def make_private_directory(path: Path, mode: int = 0o755, *, variable: str = "GP
         )
 
 
+def _uncreatable_error(path: Path, error: OSError, variable: str) -> NoPermission:
+    """Return the error about a directory that cannot be created; ``variable`` is the one that moves it."""
+    if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EIO}:
+        hint = f"make room: df -h; or set {variable} to a directory elsewhere"
+    elif variable == "GPUSHARE_RUN_DIR":
+        hint = f"set {variable} to a short directory that you may write"
+    else:
+        hint = f"set {variable} to a directory that you may write"
+    return NoPermission(f"cannot create the directory {path}: {error.strerror}", hint, code="directory_unwritable")
+
+
 def is_trusted_directory(directory: Path, *below: str) -> bool:
     """Return whether files in a directory can be trusted: `make_private_directory` could have made it.
 
@@ -276,9 +289,7 @@ def is_trusted_directory(directory: Path, *below: str) -> bool:
     in its place, must belong to this user or root and not be writable for others. O_NOFOLLOW checks only the last name.
     """
     trusted = {os.geteuid(), 0}
-    path = str(directory)
-    for name in ("", *below):
-        path = os.path.join(path, name) if name else path
+    for path in itertools.accumulate((str(directory), *below), os.path.join):
         try:
             stated = os.lstat(path)
             if stat.S_ISLNK(stated.st_mode) and stated.st_uid in trusted:
@@ -293,8 +304,9 @@ def is_trusted_directory(directory: Path, *below: str) -> bool:
 
 
 def ending_hint(host: Host, pid: int) -> str:
-    """Return how to end a process by hand; of another user's, whom to ask; PID 1 takes all others with it."""
+    """Return how to end a process by hand; if it is another user's, whom to ask."""
     info = host.processes.describe(pid)
+    # The end of PID 1 would end all others too.
     if pid == 1 or info is None:
         return f"see what it is: ps -fp {pid}"
     if info.uid == host.uid:

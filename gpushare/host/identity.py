@@ -24,6 +24,8 @@ _KERNEL_THREAD: Final = 0x00200000
 _NO_DESCRIPTOR: Final = frozenset({errno.ENOSYS, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 # _IO(0xb7, 4) of linux/nsfs.h.
 _GET_OWNER_UID: Final = 0xB704
+# Where a field is in `stat_fields`: its number in proc_pid_stat(5), less 3.
+STATE, PARENT, FLAGS, USER_TICKS, KERNEL_TICKS, STARTED, RESIDENT_PAGES = 0, 1, 6, 11, 12, 19, 21
 # States of a process that has ended.
 GONE: Final = frozenset({"Z", "X", "x"})
 _STOPPED: Final = frozenset({"T", "t"})
@@ -43,19 +45,19 @@ def start_of(process: Identity | None) -> int | None:
 def identity_of(pid: int) -> Identity | None:
     """Return the process that has a PID now; None: no process, a zombie, or not visible."""
     fields = stat_fields(pid)
-    return None if fields is None or fields[0] in GONE else Identity(pid, int(fields[19]))
+    return None if fields is None or fields[STATE] in GONE else Identity(pid, int(fields[STARTED]))
 
 
 def identity_of_child(pid: int) -> Identity | None:
     """Return the child of this process that has a PID, also if it has ended and was not waited for; None: not visible."""
     fields = stat_fields(pid)
-    return None if fields is None else Identity(pid, int(fields[19]))
+    return None if fields is None else Identity(pid, int(fields[STARTED]))
 
 
 def is_stopped(pid: int) -> bool:
     """Return whether a process is stopped: by Ctrl-Z, SIGSTOP or a debugger."""
     fields = stat_fields(pid)
-    return fields is not None and fields[0] in _STOPPED
+    return fields is not None and fields[STATE] in _STOPPED
 
 
 def stat_fields(pid: int | str) -> list[str] | None:
@@ -67,7 +69,7 @@ def stat_fields(pid: int | str) -> list[str] | None:
     except OSError:
         return None
     fields = text.rpartition(b")")[2].decode("ascii", "replace").split()
-    return fields if len(fields) > 19 and fields[19].isdecimal() else None
+    return fields if len(fields) > STARTED and fields[STARTED].isdecimal() else None
 
 
 def every_pid(proc: str = "/proc") -> list[int]:
@@ -107,18 +109,19 @@ def lives(process: Identity, uid: int) -> bool:
 def is_kernel_thread(pid: int) -> bool:
     """Return whether a PID is a kernel thread (PF_KTHREAD in ``/proc/PID/stat``)."""
     fields = stat_fields(pid)
-    return fields is not None and bool(int(fields[6]) & _KERNEL_THREAD)
+    return fields is not None and bool(int(fields[FLAGS]) & _KERNEL_THREAD)
 
 
 def parent_of(pid: int) -> int | None:
     """Return the PID of a process's parent; None: there is none, or it is not visible."""
     fields = stat_fields(pid)
-    return None if fields is None else int(fields[1]) or None
+    return None if fields is None else int(fields[PARENT]) or None
 
 
 def ancestors() -> frozenset[int]:
     """Return the PIDs of this process and its ancestors, up to init."""
-    family, pid = {1, os.getpid()}, os.getppid()
+    family = {1, os.getpid()}
+    pid = os.getppid()
     while pid > 1 and pid not in family:
         family.add(pid)
         pid = parent_of(pid) or 0
@@ -172,10 +175,10 @@ def pid_space() -> int:
         return 0
 
 
-def send_same(pid: int, same: Callable[[], bool], signal: int) -> bool:
-    """Send a signal to a process if ``same`` still recognizes it; return whether it did.
+def send_if_same(pid: int, is_same: Callable[[], bool], signal: int) -> bool:
+    """Send a signal to a process if ``is_same`` still recognizes it; return whether the signal was sent.
 
-    ``same`` is called while a descriptor holds the process: a process that gets the PID later gets no signal.
+    ``is_same`` is called while a descriptor holds the process: a process that gets the PID later gets no signal.
 
     Raises:
         NoPermission: it belongs to another user.
@@ -190,17 +193,18 @@ def send_same(pid: int, same: Callable[[], bool], signal: int) -> bool:
             return False
         descriptor = -1
     try:
-        is_same = same()
-        if is_same and descriptor >= 0:
+        if not is_same():
+            return False
+        if descriptor >= 0:
             signals.pidfd_send_signal(descriptor, signal)
-        elif is_same:
+        else:
             os.kill(pid, signal)
     except ProcessLookupError:
         return False
     except PermissionError:
         raise signal_refused_error(signals.Signals(signal).name, pid) from None
     else:
-        return is_same
+        return True
     finally:
         if descriptor >= 0:
             os.close(descriptor)

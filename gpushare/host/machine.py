@@ -19,6 +19,10 @@ SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108 - the kernel's, not a temporary 
 XID: Final = re.compile(r"\bXid \((?:PCI:)?([0-9a-f:.]+)\):\s*(\d{1,4})\b", re.IGNORECASE | re.ASCII)
 CGROUPS: Final = "/sys/fs/cgroup"
 _PROGRAM_SECONDS: Final = 5.0
+# Users may nest cgroups as deep as they like.
+_MOST_DEPTH: Final = 32
+# About the largest fs.nr_open; stands for unlimited.
+_MOST_FILES: Final = 1 << 30
 
 
 class Space(NamedTuple):
@@ -52,9 +56,11 @@ class Load(NamedTuple):
 class _MemoryFiles(NamedTuple):
     """Where a version of cgroups has its limits of memory: the kernel's documentation, cgroup-v2 and cgroup-v1/memory."""
 
+    # The directories below `CGROUPS` in which the cgroups are.
     below: tuple[str, ...]
+    # The files of the limits and of the bytes in use, and the line of memory.stat on cached files.
     limits: tuple[str, ...]
-    now: str
+    used: str
     cached: bytes
 
 
@@ -66,16 +72,18 @@ _CGROUP_1: Final = _MemoryFiles(
 
 
 def _room_below(files: _MemoryFiles, directory: str) -> Iterator[int]:
-    """Yield how many bytes are left below each limit of a cgroup; what the kernel can drop does not count."""
-    used = read_proc(f"{directory}/{files.now}", 64)
+    """Yield how many bytes are left below each limit of a cgroup; what the kernel can drop does not count as used."""
+    used = read_proc(f"{directory}/{files.used}", 64)
     if used is None or not used.strip().isdigit():
         return
     stat = read_proc(f"{directory}/memory.stat") or b""
-    cached = re.search(rb"^" + files.cached + rb" (\d+)$", stat, re.MULTILINE)
+    match = re.search(rb"^" + files.cached + rb" (\d+)$", stat, re.MULTILINE)
+    cached = 0 if match is None else int(match[1])
     for limit in files.limits:
         allowed = read_proc(f"{directory}/{limit}", 64)
+        # Without a limit it is "max".
         if allowed is not None and allowed.strip().isdigit():
-            yield max(0, int(allowed) - int(used) + (0 if cached is None else int(cached[1])))
+            yield max(0, int(allowed) - int(used) + cached)
 
 
 class Machine:
@@ -117,7 +125,14 @@ class Machine:
         # Guests are counted within user and nice (proc_stat(5)).
         spent = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
         idle = times.idle + times.iowait
-        return Load(spent - idle, spent, memory.total, memory.available, os.getloadavg()[0], os.cpu_count() or 1)
+        return Load(
+            busy_seconds=spent - idle,
+            all_seconds=spent,
+            memory_total=memory.total,
+            memory_free=memory.available,
+            average=os.getloadavg()[0],
+            cores=os.cpu_count() or 1,
+        )
 
     def _cgroup_rooms(self, pid: int) -> Iterator[int]:
         """Yield what each cgroup above a process still allows: its limits less what it has.
@@ -125,17 +140,25 @@ class Machine:
         The kernel drops cached files first (inactive_file of memory.stat): a job that reads much fills its cgroup with them.
         """
         text = (read_proc(f"{self._proc}/{pid}/cgroup") or b"").decode(errors="replace")
+        # 0::/PATH in version 2, 4:memory:/PATH in version 1.
         for line in text.splitlines():
-            _, controllers, path = (*line.split(":", 2), "", "")[:3]
-            files = _CGROUP_2 if not controllers else _CGROUP_1 if "memory" in controllers.split(",") else None
-            if files is None or not path.startswith("/"):
+            fields = line.split(":", 2)
+            if len(fields) < 3 or not fields[2].startswith("/"):
                 continue
+            _, controllers, path = fields
+            if not controllers:
+                files = _CGROUP_2
+            elif "memory" in controllers.split(","):
+                files = _CGROUP_1
+            else:
+                continue
+            # Of a cgroup outside this namespace only the topmost is known.
             names = [] if ".." in path else path.strip("/").split("/")
-            for depth in range(min(len(names), 32), -1, -1):
+            for depth in range(min(len(names), _MOST_DEPTH), -1, -1):
                 yield from _room_below(files, "/".join([CGROUPS, *files.below, *names[:depth]]))
 
     def descriptor_limit(self, pid: int) -> int | None:
-        """Return the soft limit of open files (``/proc/PID/limits``); unlimited is the kernel's own maximum."""
+        """Return the soft limit of open files (``/proc/PID/limits``); if unlimited, the kernel's own maximum."""
         try:
             with open(f"{self._proc}/{pid}/limits", encoding="ascii", errors="replace") as file:
                 text = file.read()
@@ -144,7 +167,7 @@ class Machine:
         match = re.search(r"^Max open files\s+(\d+|unlimited)", text, re.MULTILINE)
         if match is None:
             return None
-        return 1 << 30 if match[1] == "unlimited" else int(match[1])
+        return _MOST_FILES if match[1] == "unlimited" else int(match[1])
 
     def environments(self, names: Collection[str]) -> Mapping[int, Mapping[str, str]]:
         """Return these variables by PID (``/proc/PID/environ``): as they were when the program started."""

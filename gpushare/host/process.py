@@ -27,7 +27,7 @@ from gpushare.host.identity import (
     identity_of_child,
     parent_of,
     pid_space,
-    send_same,
+    send_if_same,
     start_of,
     stat_fields,
     uptime,
@@ -360,7 +360,7 @@ class Processes:
             NotFound: it is gone, even if its PID was reused; or the number is a thread's.
             NoPermission: it belongs to another user.
         """
-        if not send_same(pid, lambda: _started(pid) == started, signal):
+        if not send_if_same(pid, lambda: _started(pid) == started, signal):
             raise NotFound(f"process {pid} is gone", "see what runs: gpushare status")
 
     def uses_driver(self, pid: int) -> bool | None:

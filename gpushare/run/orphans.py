@@ -38,7 +38,7 @@ def after_death(
     lingered = word == LINGER
     programs = {} if lingered else programs
     # A claim that was released before gpushare died may be held by another run.
-    claims = [] if lingered else [claim for claim in map(HeldClaim, map(Path, paths)) if claim.held()]
+    claims = [] if lingered else [claim for claim in map(HeldClaim, map(Path, paths)) if claim.is_held()]
     home = own_home(host, uuid)
     with contextlib.suppress(GpushareError):
         _end_programs(host, home, uuid, int(index), programs, mps=mps)

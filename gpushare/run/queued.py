@@ -18,7 +18,7 @@ from gpushare.base.errors import GpushareError, InUse, OperationFailed
 from gpushare.base.selection import Device, titles
 from gpushare.base.units import MIB, format_bytes, format_duration
 from gpushare.base.values import dataclass
-from gpushare.host.claims import are_shared
+from gpushare.host.claims import claims_are_shared
 from gpushare.host.host import Host
 from gpushare.host.users import SHARED_DIRECTORIES
 from gpushare.memory.admission import UserLimits
@@ -432,7 +432,7 @@ class Queued:
             self._take_now(place, devices[: self.request.count], size)
             return devices[: self.request.count], place
 
-        if not are_shared(self.host):
+        if not claims_are_shared(self.host):
             self.say(
                 "other users' jobs are not visible in this line: neither "
                 f"{' nor '.join(map(str, SHARED_DIRECTORIES))} is root-owned with mode 1777"

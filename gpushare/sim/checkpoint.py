@@ -10,6 +10,7 @@ from gpushare.host.checkpoint import (
     FAILED,
     ILLEGAL_STATE,
     LOCKED,
+    NOT_SUPPORTED,
     RUNNING,
     SUCCESS,
     Checkpoint,
@@ -25,7 +26,6 @@ OUT_OF_MEMORY: Final = 2
 NOT_INITIALIZED: Final = 3
 OPERATING_SYSTEM: Final = 304
 NOT_PERMITTED: Final = 800
-NOT_SUPPORTED: Final = 801
 
 
 class SimulatedCheckpoint:

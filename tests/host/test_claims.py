@@ -196,8 +196,8 @@ def test_a_release_holds_for_all_who_hold_it(host: Host) -> None:
         claim.add(child.pid)
         claim.release()
         again = taken(host)
-        assert not claim.held()
-        assert again.held()
+        assert not claim.is_held()
+        assert again.is_held()
         child.communicate()
     again.release()
 
@@ -614,7 +614,7 @@ def test_a_directory_that_is_not_for_all_or_not_sticky_is_no_shared_one(
 @pytest.mark.skipif(os.stat("/tmp").st_uid != 0, reason="/tmp is not root's here")
 def test_the_machine_has_a_shared_one(host: Host) -> None:
     assert claims.claim_directory(replace(host, spec="local")) in claims.SHARED_DIRECTORIES
-    assert claims.are_shared(replace(host, spec="local"))
+    assert claims.claims_are_shared(replace(host, spec="local"))
 
 
 def test_a_directory_that_is_not_there_is_no_shared_one(
@@ -622,8 +622,8 @@ def test_a_directory_that_is_not_there_is_no_shared_one(
 ) -> None:
     seen = local(host, tmp_path / "none", monkeypatch)
     assert claims.claim_directory(seen) == seen.run_directory / "claims"
-    assert not claims.are_shared(seen)
-    assert claims.are_shared(host)
+    assert not claims.claims_are_shared(seen)
+    assert claims.claims_are_shared(host)
     assert live_claims(seen) == {}
 
 

@@ -711,7 +711,7 @@ def test_a_job_inside_another_one_does_not_wait_for_that(real: Real, world: Worl
 
 
 def test_a_line_without_the_jobs_of_others_is_said(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpushare.run.queued.are_shared", lambda _: False)
+    monkeypatch.setattr("gpushare.run.queued.claims_are_shared", lambda _: False)
     answer = cli("run", "--wait", "--memory", "4G", "--", "true").ok()
     assert any(
         "other users' jobs are not visible in this line: neither /run/lock" in line for line in answer.lines("note")
