@@ -350,7 +350,7 @@ def as_nobody(part: Part, parts: str, *words: str, seconds: float = 240) -> dict
     for at, folders, files in os.walk(place):
         for name in (*folders, *files):
             os.chmod(f"{at}/{name}", 0o755)  # noqa: S103
-    for path in (part.directory, place):
+    for path in (os.path.dirname(part.directory), part.directory, place):
         os.chmod(path, 0o755)  # noqa: S103
     os.chown(home, NOBODY, NOBODY)
     argv = [sys.executable, "-m", f"benchmarks.{Path(sys.argv[0]).stem}", "--parts", parts, *words]
