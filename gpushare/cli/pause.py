@@ -14,7 +14,7 @@ from gpushare.host.host import Host
 from gpushare.host.identity import wall_time
 from gpushare.host.store import MOST_SECONDS
 from gpushare.pause.change import changing
-from gpushare.pause.record import RUNNING, PausedJob, paused_jobs
+from gpushare.pause.record import PausedJob, paused_jobs
 from gpushare.run.jobs import pause_of
 from gpushare.show.plan import PlanAnswer, with_answer
 from gpushare.show.result import Column, Result, Table
@@ -152,7 +152,7 @@ def clock(at: float) -> str:
 
 def list_paused(host: Host) -> Any:
     """Return the paused jobs: this user's and root's."""
-    jobs = [job for job in paused_jobs(host) if job.state != RUNNING or not job.kept(host)]
+    jobs = [job for job in paused_jobs(host) if job.is_paused(host)]
     rows = tuple(paused_row(job, host) for job in jobs)
     shown = tuple({**vars(job), "processes": " ".join(str(each.pid) for each in job.processes)} for job in rows)
     columns = (

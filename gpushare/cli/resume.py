@@ -10,7 +10,7 @@ from gpushare.base.values import dataclass
 from gpushare.cli.options import ChangingCommand, Refused, argument, flag, refuse, settings, verb
 from gpushare.cli.pause import PausedRow, paused_row
 from gpushare.pause.change import changing, find_paused, resume_step
-from gpushare.pause.record import PausedJob, by_root, paused_jobs
+from gpushare.pause.record import PausedJob, paused_jobs, processes_paused_by_root
 from gpushare.plan import Plan, Step, one_plan
 from gpushare.show.plan import PlanAnswer, plan_result
 
@@ -34,7 +34,7 @@ def resume(
         """Return the named job; with --all those of this user that neither root nor their own run has paused."""
         if job is not None:
             return [find_paused(host, job)]
-        paused_by_root = by_root(host)
+        paused_by_root = processes_paused_by_root(host)
         return [
             paused
             for paused in paused_jobs(host, shared=False)

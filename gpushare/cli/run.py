@@ -32,7 +32,7 @@ from gpushare.cli.options import (
 from gpushare.host.host import Host
 from gpushare.memory.limit import parse_budget
 from gpushare.mps.limits import Limits
-from gpushare.run.container import check_engine, demand_own, is_foreign
+from gpushare.run.container import check_engine, check_not_foreign, is_foreign
 from gpushare.run.detach import detach, document_of, was_started
 from gpushare.run.jobs import PrintedRate, check_job_name, output_path
 from gpushare.run.numbers import check_pattern
@@ -221,9 +221,9 @@ def _checked_engine(host: Host, name: str, role: Any) -> str:
     """
     engine = check_engine(name)
     if role.yields == "pause":
-        demand_own(engine, host.uid, "a pause")
+        check_not_foreign(engine, host.uid, "a pause")
     if role.slice_us is not None:
-        demand_own(engine, host.uid, "the time-slice")
+        check_not_foreign(engine, host.uid, "the time-slice")
     if is_foreign(engine, host.uid):
         note("without root, a container of docker is ended by its client's signal, not by stop, drain and kill")
     return engine

@@ -42,7 +42,7 @@ from gpushare.measure.statistics import deviation, mean, mean_known, paired_rati
 from gpushare.measure.usage import UsageMeter
 from gpushare.memory.peaks import Profile
 from gpushare.mps.limits import Limits
-from gpushare.run.group import DEFAULT_US, check_production_outside, members, why_not
+from gpushare.run.group import DEFAULT_US, check_production_outside, members, why_not_settable
 from gpushare.run.plain import check_outside_mps
 from gpushare.run.several import peak_memory
 from gpushare.run.share import check_program
@@ -349,7 +349,7 @@ class Tuner:
         host, device = self.host, self.device
         try:
             check_outside_mps(device)
-            refused = why_not(host, device)
+            refused = why_not_settable(host, device)
             if refused is not None:
                 raise refused
             check_production_outside(host, device)

@@ -24,7 +24,16 @@ from gpushare.host.slice_lock import probed
 from gpushare.host.store import Job
 from gpushare.host.users import as_user
 from gpushare.mps.control import is_server
-from gpushare.pause.record import PAUSED, PAUSES, PAUSING, RESUMING, PausedJob, by_root, paused_jobs, write
+from gpushare.pause.record import (
+    PAUSED,
+    PAUSES,
+    PAUSING,
+    RESUMING,
+    PausedJob,
+    paused_jobs,
+    processes_paused_by_root,
+    write,
+)
 from gpushare.plan import Loss, Plan, Step
 from gpushare.signals import held_back
 
@@ -37,8 +46,8 @@ _ROUNDS: Final = 3
 class JobPause:
     """``gpushare pause``: the plan that pauses one job, and what it did. A context manager.
 
-    ``on_gpu`` returns its processes on GPUs (by PID: whether under MPS), ``losses`` what other users would lose with these
-    PIDs. ``seconds`` is the time after which the guard resumes the job.
+    ``on_gpu`` returns the PIDs of its processes on GPUs, each with whether it is under MPS; ``losses`` returns what other users
+    would lose if these PIDs were paused. ``seconds`` is the time after which the guard resumes the job; None: it does not.
     """
 
     def __init__(
@@ -79,7 +88,7 @@ class JobPause:
             self._guard.leave()
 
     def plan(self, *, begin: bool) -> Plan:
-        """Return the plan; no steps if it is paused already. ``begin``: it will be carried out, so start the guard.
+        """Return the plan; it has no steps if the job is paused already. ``begin``: the plan will be carried out.
 
         Raises:
             NotFound: it is not on a GPU, or has ended.
@@ -87,19 +96,20 @@ class JobPause:
             NoPermission: it belongs to another user, or root has paused it.
             InUse: a `gpushare run` pauses it.
         """
-        before = self._pause_in_force()
-        self.already = before is not None
-        if before is not None:
-            self.job = before
+        in_force = self._pause_in_force()
+        self.already = in_force is not None
+        if in_force is not None:
+            self.job = in_force
             return Plan(title=f"pause {self.job.title}", steps=())
+        # The guard and the control of channels are processes. They load while the rest is looked up. If the plan is not
+        # carried out after all, the guard ends when this gpushare closes its input.
         if begin and self._guard is None:
-            # Both processes load while the rest is looked up. Without a pause, the guard ends with its input.
             self._guard = self._start_guard()
         self.control.start()
         on_gpu = self._on_gpu()
         _refuse_mps(self._host, self.job, on_gpu)
-        self._scan_new(on_gpu)
-        until = "" if self._seconds is None else f" for {self._seconds:g} s"
+        self._add_new_processes(on_gpu)
+        duration = "" if self._seconds is None else f" for {self._seconds:g} s"
         steps = (
             Step(
                 what=f"write the record {self.job.path}, and start the guard of the pause",
@@ -109,7 +119,7 @@ class JobPause:
             ),
             *(self._disable_step(process) for process in self.job.channels),
             Step(
-                what=f"let the guard keep it paused{until}",
+                what=f"let the guard keep it paused{duration}",
                 command=None,
                 undo=f"gpushare resume {self.job.selector}",
                 do=self._pause_rest,
@@ -142,8 +152,12 @@ class JobPause:
             return job if job.state == PAUSED and job.kept(self._host) else None
         return None
 
-    def _scan_new(self, pids: Iterable[int]) -> list[Channels]:
-        """Scan processes that are not known yet, and return the channels of new ones."""
+    def _add_new_processes(self, pids: Iterable[int]) -> list[Channels]:
+        """Scan those of these processes that the job does not list yet, add them to the job, and return their channels.
+
+        Raises:
+            NotFound, NotSupported: none of the job's processes can be paused, or one is under MPS.
+        """
         new = []
         refused: GpushareError | None = None
         for pid in sorted(set(pids) - {process.pid for process in self.job.channels}):
@@ -174,22 +188,22 @@ class JobPause:
 
     def _write_record(self) -> None:
         """Write the record of the pause, and wait until its guard is ready."""
-        guard = self._guard
-        if guard is None:
-            guard = self._guard = self._start_guard()
-        # Before anything is off: an older record of a pause that died may be replaced, so keep what it has off.
+        if self._guard is None:
+            self._guard = self._start_guard()
+        # A gpushare that died in a pause may have left a record, and channels that are off. Our record replaces it, so it
+        # names these channels too.
         older = PAUSES.read(self.job.path)
         if older is not None and older.lives(self._host):
             self._older = older
-            mine = {process.pid for process in self.job.channels}
-            kept = tuple(process for process in older.living(self._host) if process.pid not in mine)
-            self.job = replace(self.job, channels=(*self.job.channels, *kept))
-        self.job = replace(self.job, keeper=self._host.processes.identity(guard.pid))
+            scanned_pids = {process.pid for process in self.job.channels}
+            still_off = tuple(process for process in older.living(self._host) if process.pid not in scanned_pids)
+            self.job = replace(self.job, channels=(*self.job.channels, *still_off))
+        self.job = replace(self.job, keeper=self._host.processes.identity(self._guard.pid))
         write(self.job)
-        guard.wait_ready()
+        self._guard.wait_ready()
 
     def _drop_record(self) -> None:
-        """Put back the record that was there; remove ours, unless something is off."""
+        """Undo `_write_record`: put back the record of the earlier pause; else remove ours, unless something is still off."""
         if self._guard is not None:
             self._guard.leave()
         if self._older is not None:
@@ -211,33 +225,30 @@ class JobPause:
 
     def _disable(self, channels: Channels) -> None:
         """Take the channels of a process off the GPU; scan it again if they have changed since the scan."""
-        # Noted first: a driver that does not answer may have done it.
+        # Noted first, for the roll-back: a driver that does not answer may have taken them off.
         self._off.append(channels)
         try:
-            # A call that was left to its own could take channels off after the roll-back.
+            # Ctrl-C waits: an abandoned call could take channels off after the roll-back.
             with held_back():
                 self.seconds += self.control.disable(channels)
         except TimedOut:
             raise
-        except NotFound as error:
-            if error.code != "stale_channels":
-                # It has ended: the others are paused.
-                self._off.remove(channels)
-                return
-            self._off.remove(channels)
-            self._disable(self._scanned_again(channels))
-        except GpushareError:
+        except GpushareError as error:
             # All of its channels are on.
             self._off.remove(channels)
-            raise
+            if not isinstance(error, NotFound):
+                raise
+            if error.code == "stale_channels":
+                self._disable(self._scan_again(channels))
+            # Otherwise the process has ended, and only the others are left to pause.
 
-    def _scanned_again(self, channels: Channels) -> Channels:
-        """Scan a process whose channels have changed since the scan, and note what is found."""
-        now = probed(self._host, self.control, channels.pid, channels.started)
+    def _scan_again(self, channels: Channels) -> Channels:
+        """Scan a process whose channels have changed since the scan, write the new ones into the record, and return them."""
+        rescanned = probed(self._host, self.control, channels.pid, channels.started)
         others = tuple(process for process in self.job.channels if process.pid != channels.pid)
-        self.job = replace(self.job, channels=(*others, now))
+        self.job = replace(self.job, channels=(*others, rescanned))
         write(self.job)
-        return now
+        return rescanned
 
     def _enable(self, channels: Channels) -> None:
         """Put the channels of a process back on the GPU. Raises GpushareError: it is still paused."""
@@ -255,7 +266,7 @@ class JobPause:
     def _pause_rest(self) -> None:
         """Pause what the job has started meanwhile, and hand the pause over to the guard."""
         for _ in range(_ROUNDS):
-            new = self._scan_new(self._on_gpu())
+            new = self._add_new_processes(self._on_gpu())
             if not new:
                 break
             write(self.job)
@@ -318,19 +329,18 @@ def enable(control: ChannelControl, channels: Channels) -> float:
         if error.code != "stale_channels":
             return 0.0
     try:
-        # It has replaced them all, by exec for example.
-        # No probe: this only puts them back.
+        # It has replaced them all, by exec for example. Without a probe, `find` writes nothing: no slice changes here.
         return control.enable(control.find(channels.pid, channels.started, probe=False))
     except NotFound:
         return 0.0
 
 
 def channel_names(channels: Channels) -> frozenset[tuple[int, int, int]]:
-    """Return what tells the channels of a process from others of it: client, group, channel."""
+    """Return the channels of a process as (client, group, channel): two sets differ if it has made or closed channels."""
     return frozenset((group.client, group.handle, channel) for group in channels.compute for channel in group.channels)
 
 
-def free(host: Host, control: ChannelControl, job: PausedJob) -> float:
+def resume_and_forget(host: Host, control: ChannelControl, job: PausedJob) -> float:
     """Resume a job and remove its record; return the seconds spent in the driver. The caller holds the lock.
 
     Raises:
@@ -339,13 +349,12 @@ def free(host: Host, control: ChannelControl, job: PausedJob) -> float:
     # If gpushare dies from here on, the guard completes the resume. A full disk must not keep a job paused.
     with contextlib.suppress(GpushareError):
         write(replace(job, state=RESUMING))
-    held = by_root(host) if job.ours else set()
     # What root has paused too stays off until root resumes it.
-    seconds, failed = put_back(
-        control, (process for process in job.living(host) if (process.pid, process.started) not in held)
-    )
-    if failed is not None:
-        raise failed.restated(hint=f"try again: gpushare resume {job.selector}; see: sudo dmesg | tail")
+    kept_by_root = processes_paused_by_root(host) if job.ours else set()
+    resumable = [process for process in job.living(host) if (process.pid, process.started) not in kept_by_root]
+    seconds, error = put_back(control, resumable)
+    if error is not None:
+        raise error.restated(hint=f"try again: gpushare resume {job.selector}; see: sudo dmesg | tail")
     PAUSES.forget(job.path)
     return seconds
 
@@ -366,18 +375,19 @@ def _put_job_back(host: Host, control: ChannelControl, job: PausedJob) -> None:
     current = PAUSES.read(job.path)
     # A record that cannot be read exists, too.
     if current is not None or job.path.exists():
-        free(host, control, current or job)
+        resume_and_forget(host, control, current or job)
 
 
 def put_back(control: ChannelControl, channels: Iterable[Channels]) -> tuple[float, GpushareError | None]:
-    """Enable the channels of several processes; return the seconds spent, and the first error. It stops for none."""
-    seconds, failed = 0.0, None
+    """Enable the channels of several processes, whichever of them fail; return the seconds spent, and the first error."""
+    seconds = 0.0
+    first_error = None
     for process in channels:
         try:
             seconds += enable(control, process)
         except GpushareError as error:
-            failed = failed or error
-    return seconds, failed
+            first_error = first_error or error
+    return seconds, first_error
 
 
 def jobs_of(host: Host, pids: Iterable[int]) -> list[PausedJob]:
@@ -400,19 +410,18 @@ def resume_to_end(host: Host, pids: Iterable[int]) -> None:
     with host.open_channels() as control:
         for job in jobs:
             with contextlib.suppress(GpushareError):
-                if job.keeper_uid == 0:
-                    # Root's record goes with the job.
+                if job.keeper_uid is None:
+                    with PAUSES.locked(host):
+                        current = PAUSES.read(job.path)
+                        if current is not None:
+                            resume_and_forget(host, control, current)
+                elif job.keeper_uid == 0:
+                    # We may not remove root's record. It no longer counts once the job has ended.
                     put_back(control, job.living(host))
-                    continue
-                if job.keeper_uid is not None:
-                    # What a user's record says of channels is not believed.
-                    living = [control.find(process.pid, process.started, probe=False) for process in job.living(host)]
-                    put_back(control, living)
-                    continue
-                with PAUSES.locked(host):
-                    current = PAUSES.read(job.path)
-                    if current is not None:
-                        free(host, control, current)
+                else:
+                    # We are root, and do not believe what a user's record says of channels.
+                    found = [control.find(process.pid, process.started, probe=False) for process in job.living(host)]
+                    put_back(control, found)
 
 
 def find_paused(host: Host, text: str) -> PausedJob:
@@ -425,42 +434,48 @@ def find_paused(host: Host, text: str) -> PausedJob:
     """
     named = [job for job in paused_jobs(host) if _is_named(job, text)]
     ours = [job for job in named if job.ours]
-    for theirs in named:
-        if theirs.keeper_uid == 0:
-            raise paused_by_root_error(theirs)
-        if theirs.keeper_uid is not None and not ours:
-            raise _paused_by_user_error(theirs, theirs.keeper_uid)
+    for job in named:
+        if job.keeper_uid == 0:
+            raise paused_by_root_error(job)
+        if job.keeper_uid is not None and not ours:
+            raise _paused_by_user_error(job, job.keeper_uid)
     if not ours:
-        job = _with_unread_record(host, text)
-        if job is None:
+        unread = _job_with_unread_record(host, text)
+        if unread is None:
             raise _not_paused_error(host, text)
-        return job
+        return unread
     if ours[0].by_run and ours[0].kept(host):
         raise paused_by_run_error(ours[0])
     return ours[0]
 
 
-def _with_unread_record(host: Host, text: str) -> PausedJob | None:
-    """Return a process of this user whose record cannot be read, with the channels that it has now; None: there is none."""
+def _job_with_unread_record(host: Host, text: str) -> PausedJob | None:
+    """Return the job whose first process has this PID and whose record of a pause cannot be read; None: there is none.
+
+    Its channels are those that its processes have now, so that a damaged record does not keep it paused.
+    """
     pid = pid_of(text)
-    first = host.processes.identity(pid) if pid else None
-    if first is None or all(record.path != PAUSES.path(host, first.pid) for record in PAUSES.unread(host)):
+    process = host.processes.identity(pid) if pid else None
+    if process is None:
+        return None
+    path = PAUSES.path(host, process.pid)
+    if all(record.path != path for record in PAUSES.unread(host)):
         return None
     channels = []
     with host.open_channels() as control:
-        for member in host.processes.descendants(first.pid):
+        for member in host.processes.descendants(process.pid):
             with contextlib.suppress(NotFound):
                 channels.append(control.find(member, probe=False))
-    info = host.processes.describe(first.pid)
+    info = host.processes.describe(process.pid)
     return PausedJob(
-        **first._asdict(),
+        **process._asdict(),
         name=None,
         uid=None if info is None else info.uid,
         state=PAUSED,
         since=uptime(),
         until=None,
         channels=tuple(channels),
-        path=PAUSES.path(host, first.pid),
+        path=path,
     )
 
 

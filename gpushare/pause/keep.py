@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Container, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -14,7 +15,7 @@ from gpushare.host.channels import ChannelControl, Channels
 from gpushare.host.host import Host
 from gpushare.host.identity import uptime
 from gpushare.host.slice_lock import probed
-from gpushare.pause.change import HELD, channel_names, free
+from gpushare.pause.change import HELD, channel_names, resume_and_forget
 from gpushare.pause.record import PAUSES, RESUMING, PausedJob, write
 
 LOOK_SECONDS: Final = 1.0
@@ -25,8 +26,12 @@ _MOST_PROCESSES: Final = 1024
 
 
 def keep(host: Host, _processes: object, word: str, path: str) -> None:
-    """Keep a job paused until its time is over, it is resumed, or it ends; without the word, resume it."""
+    """Keep a job paused until its time is over, it is resumed, or it ends: the function that the guard process runs.
+
+    ``word`` is what gpushare said last: `HELD` once the job is paused. Without it gpushare died before, so resume the job.
+    """
     if not host.is_simulated:
+        # The guard lives for long, and a working directory cannot be unmounted.
         os.chdir("/")
     keeper = Keeper(host, Path(path))
     if word == HELD:
@@ -42,17 +47,18 @@ class Keeper:
         self._host, self._path = host, path
         self._control = host.open_channels() if control is None else control
         self._deadline: float | None = None
-        self._next: dict[int, float] = {}
-        # Channels that are recorded and not disabled yet.
+        # When to scan a process again in which no channels were seen, by PID (monotonic seconds).
+        self._scan_due: dict[int, float] = {}
+        # Channels that are recorded and not disabled yet, by PID.
         self._missed: dict[int, Channels] = {}
 
     def keep(self) -> None:
         """Look at the record and the job until the pause is over."""
         while True:
-            rest = self.step()
-            if rest is None:
+            seconds = self.step()
+            if seconds is None:
                 return
-            time.sleep(rest)
+            time.sleep(seconds)
 
     def take_back(self) -> None:
         """Resume the processes that a killed gpushare has paused."""
@@ -67,15 +73,16 @@ class Keeper:
         if self._deadline is None and job.until is not None:
             # From here on by a clock that cannot be set.
             self._deadline = time.monotonic() + max(0.0, job.until - uptime())
-        over = self._deadline is not None and time.monotonic() >= self._deadline
-        if over or job.state == RESUMING or not job.lives(self._host):
+        is_over = self._deadline is not None and time.monotonic() >= self._deadline
+        # RESUMING: a gpushare died while it resumed the job.
+        if is_over or job.state == RESUMING or not job.lives(self._host):
             return None if self._try_resume() else LOOK_SECONDS
         # A driver or a disk that fails is tried again.
         with contextlib.suppress(GpushareError):
             self._pause_new(job)
-        return (
-            LOOK_SECONDS if self._deadline is None else max(0.0, min(LOOK_SECONDS, self._deadline - time.monotonic()))
-        )
+        if self._deadline is None:
+            return LOOK_SECONDS
+        return max(0.0, min(LOOK_SECONDS, self._deadline - time.monotonic()))
 
     def _own_record(self) -> PausedJob | None:
         """Return the record of the pause; None: it is gone, or names another guard."""
@@ -92,7 +99,7 @@ class Keeper:
                 if job is None:
                     return True
                 if job.lives(self._host):
-                    free(self._host, self._control, job)
+                    resume_and_forget(self._host, self._control, job)
                 else:
                     PAUSES.forget(job.path)
         except GpushareError:
@@ -100,20 +107,29 @@ class Keeper:
         return True
 
     def _pause_new(self, job: PausedJob) -> None:
-        """Pause channels and processes that the job has created."""
+        """Pause channels and processes that the job has created since the last look."""
         living = {process.pid: process for process in job.living(self._host)}
-        grown = [process for pid, process in self._missed.items() if pid in living]
-        grown += [new for process in living.values() if (new := self._with_new_channels(process)) is not None]
+        # Those that an earlier look recorded and could not disable.
+        to_pause = [process for pid, process in self._missed.items() if pid in living]
+        for process in living.values():
+            grown = self._with_new_channels(process)
+            if grown is not None:
+                to_pause.append(grown)
+        to_pause += self._new_processes(job.pid, living)
+        if to_pause:
+            self._record_and_disable(to_pause)
+
+    def _new_processes(self, first_pid: int, recorded: Container[int]) -> Iterator[Channels]:
+        """Yield the channels of descendants of the job's first process that have some and are not recorded."""
         now = time.monotonic()
-        for pid in list(self._host.processes.descendants(job.pid))[:_MOST_PROCESSES]:
-            if pid not in living and self._next.get(pid, 0.0) <= now:
-                self._next[pid] = now + _AGAIN_SECONDS
+        for pid in list(self._host.processes.descendants(first_pid))[:_MOST_PROCESSES]:
+            if pid not in recorded and self._scan_due.get(pid, 0.0) <= now:
+                self._scan_due[pid] = now + _AGAIN_SECONDS
                 with contextlib.suppress(NotFound):
                     channels = probed(self._host, self._control, pid)
+                    # To take the channels of an MPS client off would stop all clients of its server.
                     if not channels.under_mps:
-                        grown.append(channels)
-        if grown:
-            self._record_and_disable(grown)
+                        yield channels
 
     def _with_new_channels(self, channels: Channels) -> Channels | None:
         """Return the channels of a process if it has other ones than are recorded."""
@@ -123,16 +139,16 @@ class Keeper:
             return None
         return now if channel_names(now) - channel_names(channels) else None
 
-    def _record_and_disable(self, grown: list[Channels]) -> None:
-        """Write channels into the record, and take them off the GPU."""
+    def _record_and_disable(self, to_pause: list[Channels]) -> None:
+        """Write channels into the record, in place of what it has of their processes, and take them off the GPU."""
         with PAUSES.locked(self._host):
             job = self._own_record()
             if job is None or job.state == RESUMING:
                 return
-            pids = {process.pid for process in grown}
-            kept = tuple(process for process in job.channels if process.pid not in pids)
-            write(replace(job, channels=(*kept, *grown)))
-            self._missed = {process.pid: process for process in grown}
+            pids = {process.pid for process in to_pause}
+            of_others = tuple(process for process in job.channels if process.pid not in pids)
+            write(replace(job, channels=(*of_others, *to_pause)))
+            self._missed = {process.pid: process for process in to_pause}
             for pid, process in list(self._missed.items()):
                 self._control.disable(process)
                 del self._missed[pid]

@@ -68,6 +68,10 @@ class PausedJob(Kept, Named):
         """Return whether the guard, or the `gpushare run`, that is to end the pause is alive."""
         return self.keeper is not None and host.processes.identity(self.keeper.pid) == self.keeper
 
+    def is_paused(self, host: Host) -> bool:
+        """Return whether the job counts as paused: also if the `gpushare run` that was to resume it has died."""
+        return self.state != RUNNING or not self.kept(host)
+
 
 PAUSES: Final = RecordStore(PausedJob, "pause", "the record of a pause", durable=True)
 
@@ -94,8 +98,8 @@ def paused_jobs(host: Host, *, shared: bool = True) -> list[PausedJob]:
     return [named_after_living(host, job, job.living(host)) for job in jobs]
 
 
-def by_root(host: Host) -> set[Identity]:
-    """Return the processes that root has paused, if this user is another."""
+def processes_paused_by_root(host: Host) -> set[Identity]:
+    """Return the processes that root has paused; none if this user is root, who may resume them."""
     return {
         Identity(channels.pid, channels.started)
         for job in paused_jobs(host)
@@ -105,10 +109,11 @@ def by_root(host: Host) -> set[Identity]:
 
 
 def paused_since(host: Host) -> dict[int, float]:
-    """Return the processes that are paused now, or were when their gpushare died, with the time of the pause."""
+    """Return the PIDs of paused processes, each with the time when it was paused (seconds since 1970)."""
+    # Reversed, so that this user's own record, which comes first, decides for a process with several.
     return {
         channels.pid: wall_time(job.since)
         for job in reversed(paused_jobs(host))
-        if job.state != RUNNING or not job.kept(host)
+        if job.is_paused(host)
         for channels in job.living(host)
     }

@@ -46,8 +46,18 @@ _DOUBTFUL_SECONDS: Final = 3.0
 # This part of what production may lose in a window is kept back: what was lost is seen late, and scatters. In a model of
 # both, 420 runs with scatter up to 1 % kept the promise in each minute with it; without it 5 of 140 lost up to .008 too much.
 _RESERVE: Final = 0.25
-# A slice that cost too much is not tried again for this long.
+# Parts of what production may lose within a window: with more lost than the first the other job is held back, and with less
+# than the second it runs. Where even the least slice cost too much, it is tried again with less than the third.
+_HOLD_BACK_LOSS: Final = 0.7
+_RUN_LOSS: Final = 0.6
+_RETRY_LOSS: Final = 0.3
+# The target lies between the promise and no loss, nearer to the promise.
+_GOAL_PART: Final = 0.4
+# A slice that cost too much is not tried again for this long; meanwhile slices up to this part of it are.
 _CEILING_SECONDS: Final = 20.0
+_CEILING_PART: Final = 0.85
+# A slice that would be longer by less than this is not worth another settling time.
+_LEAST_RAISE: Final = 1.05
 # Where even the least slice costs too much, the other stays held back: first this long, then twice, up to the most.
 _FIRST_BACKOFF_SECONDS: Final = 5.0
 _MOST_BACKOFF_SECONDS: Final = 60.0
@@ -83,8 +93,10 @@ class _Printed:
         """Add new numbers, each with the time that it covers."""
         previous = self.last
         for at, value in seen:
+            # Numbers that were read together have one time, and cover the same.
             if self.last is None or at > self.last:
-                previous, self.last = self.last, at
+                previous = self.last
+                self.last = at
             if previous is not None:
                 self.values.append((previous, at, value))
 
@@ -106,8 +118,7 @@ class Controller:
 
     def __init__(self, keep: float) -> None:
         self._keep = keep
-        # The target, between the promise and no loss.
-        self._goal = keep + 0.4 * (1 - keep)
+        self._goal = keep + _GOAL_PART * (1 - keep)
         self._slice = float(_FIRST_US)
         self._printed = _Printed()
         self._held = True
@@ -130,7 +141,8 @@ class Controller:
         # The baseline with which even the least slice cost too much; None: it did not.
         self._too_much: float | None = None
         # Whether the baseline is measured again because the speed moved, and when it moved.
-        self._moved, self._jumped_at = False, math.inf
+        self._moved = False
+        self._jumped_at = math.inf
         # The speed changed while the other was held back.
         self._moved_while_held = False
         self._last_step: float | None = None
@@ -139,6 +151,7 @@ class Controller:
         self._interval = 0.0
         self._doubt_at: float | None = None
         self._silent_since: float | None = None
+        # The last silence was a rest of production: no loss.
         self._rested = False
         # Up to which time the ledger has entries.
         self._noted_at = -math.inf
@@ -161,14 +174,15 @@ class Controller:
         """Take in the numbers since the last step, and return what the other job gets from now on."""
         self._printed.take(seen)
         if self._heard_at is None or seen:
-            self._heard_at, self._doubt_at = at, None
+            self._heard_at = at
+            self._doubt_at = None
         seconds = 0.0 if self._last_step is None else at - self._last_step
         self._last_step = at
-        if self._held_at is None and self._held:
-            self._held_at = self._changed_at = at
         if self._held:
+            if self._held_at is None:
+                self._held_at = self._changed_at = at
             self._ledger.append(_Loss(at, seconds, None))
-            if self._silent_since is None or self._is_harm(at, self._silent_since, seen):
+            if self._silent_since is None or self._examine_silence(at, self._silent_since, prints=bool(seen)):
                 self._measure(at)
         else:
             self._judge_speed(at, seconds)
@@ -179,35 +193,44 @@ class Controller:
     # -- the baseline ------------------------------------------------------------------------------------------
 
     def _measure(self, at: float) -> None:
-        """Measure production's speed as if it were alone: the other job is held back."""
-        held_at = self._held_at if self._held_at is not None else at
+        """Measure production's speed while the other job is held back; once it is certain enough, it is the new baseline."""
+        held_at = at if self._held_at is None else self._held_at
+        # Then what there is must do: the other job is not held back for ever.
+        is_longest_hold = at - held_at >= _LONGEST_HOLD_SECONDS
         clean = self._printed.since(held_at + _SETTLE_SECONDS)
         if not clean:
-            if at - held_at >= _LONGEST_HOLD_SECONDS and self._heard_at is not None:
+            if is_longest_hold and self._heard_at is not None:
                 # Production prints nothing: without a baseline, run the least slice.
                 self._run_with(at, LEAST_US)
             return
-        spaced = len({when for when, _ in clean})
+
+        # Enough numbers: three within a second or more, or of a program that prints seldom two within four.
+        moments = len({when for when, _ in clean})
         spread = clean[-1][0] - held_at - _SETTLE_SECONDS
-        long = at - held_at >= _LONGEST_HOLD_SECONDS
-        if (spaced < 3 or spread < _HOLD_SECONDS) and not (long or (spaced >= 2 and spread >= 4 * _HOLD_SECONDS)):
+        is_enough = moments >= 3 and spread >= _HOLD_SECONDS
+        is_enough_of_seldom = moments >= 2 and spread >= 4 * _HOLD_SECONDS
+        if not (is_enough or is_enough_of_seldom or is_longest_hold):
             return
+
         values = [value for _, value in clean]
         mean = math.fsum(values) / len(values)
         if mean <= 0:
-            if long:
+            if is_longest_hold:
                 self._run_with(at, LEAST_US)
             return
-        doubtful = self.baseline is not None and mean < _DOUBTFUL_PART * self.baseline
-        if doubtful and spread < _DOUBTFUL_SECONDS and not long:
+        is_doubtful = self.baseline is not None and mean < _DOUBTFUL_PART * self.baseline
+        if is_doubtful and spread < _DOUBTFUL_SECONDS and not is_longest_hold:
             # What the other had submitted may still be running.
             return
+
         half = len(values) // 2
-        if half >= 2 and not long:
-            first, second = math.fsum(values[:half]) / half, math.fsum(values[half:]) / (len(values) - half)
-            if abs(second - first) > max(_JUMP, 4 * self._noise) * mean:
+        if half >= 2 and not is_longest_hold:
+            first_mean = math.fsum(values[:half]) / half
+            second_mean = math.fsum(values[half:]) / (len(values) - half)
+            if abs(second_mean - first_mean) > max(_JUMP, 4 * self._noise) * mean:
                 # Production has just entered another phase: only numbers from now on count.
-                self._held_at, self._moved_while_held = clean[half][0] - _SETTLE_SECONDS, True
+                self._held_at = clean[half][0] - _SETTLE_SECONDS
+                self._moved_while_held = True
                 return
         self._set_baseline(at, mean, values, spread, at - held_at)
 
@@ -228,31 +251,40 @@ class Controller:
             if not self._moved:
                 # The time of the change is unknown. If production is faster now, the other job may have hidden that since
                 # the previous baseline.
-                self._jumped_at = self._baseline_at if mean > previous and not self._moved_while_held else math.inf
+                hidden = mean > previous and not self._moved_while_held
+                self._jumped_at = self._baseline_at if hidden else math.inf
             self._rescale(previous / mean)
-        self.baseline, self._baseline_at = mean, at
+        if not same_phase:
+            # What slices cost in the previous phase says nothing about this one.
+            self._ceiling = None
+            self._backoff = _FIRST_BACKOFF_SECONDS
+            self._too_much = None
+        self.baseline = mean
+        self._baseline_at = at
         self.best = max(mean, self.best or 0.0)
         self._interval = interval
-        # Production was faster before: this may be a faster phase that the other job slows down.
-        doubt = mean < _CERTAIN_PART * self.best
-        least, part = (_DOUBT_REFRESH_SECONDS, _DOUBT_REFRESH_PART) if doubt else (_REFRESH_SECONDS, _REFRESH_PART)
-        self._refresh = max(least, held / part)
+        if mean < _CERTAIN_PART * self.best:
+            # Production was faster before: this may be a faster phase that the other job slows down.
+            self._refresh = max(_DOUBT_REFRESH_SECONDS, held / _DOUBT_REFRESH_PART)
+        else:
+            self._refresh = max(_REFRESH_SECONDS, held / _REFRESH_PART)
         self._moved = False
-        if not same_phase:
-            self._ceiling, self._backoff, self._too_much = None, _FIRST_BACKOFF_SECONDS, None
         if not self._stays_held(at, same_phase=same_phase):
             self._run_with(at, self._slice)
 
     def _stays_held(self, at: float, *, same_phase: bool) -> bool:
         """Return whether the other job is held back for longer: until the window has lost less, or the next try is due."""
-        if self._too_much is not None and (
-            at < self._hold_until or self._seconds_lost() > 0.3 * self._seconds_allowed()
-        ):
+        lost = self._seconds_lost()
+        allowed = self._seconds_allowed()
+        if self._too_much is not None and (at < self._hold_until or lost > _RETRY_LOSS * allowed):
             return True
-        return same_phase and self._seconds_lost() > 0.6 * self._seconds_allowed()
+        return same_phase and lost > _RUN_LOSS * allowed
 
     def _rescale(self, factor: float) -> None:
-        """Correct the losses noted since the phase changed: they were computed with the previous baseline."""
+        """Correct the losses noted since the phase changed, which were computed with the previous baseline.
+
+        ``factor`` is the previous baseline as a part of the new one.
+        """
         for index, loss in enumerate(self._ledger):
             if loss.at >= self._jumped_at and loss.part is not None:
                 self._ledger[index] = loss._replace(part=1 - (1 - loss.part) * factor)
@@ -260,9 +292,10 @@ class Controller:
     # -- the slice ---------------------------------------------------------------------------------------------
 
     def _judge_speed(self, at: float, seconds: float) -> None:
-        """Compare production's speed with the baseline, and move the slice."""
+        """Compare production's speed with the baseline, and move the slice. ``seconds`` have passed since the last step."""
         start = self._changed_at + _SETTLE_SECONDS
-        clean, covered = [value for _, value in self._printed.since(start)], self._printed.seconds_since(start)
+        clean = [value for _, value in self._printed.since(start)]
+        covered = self._printed.seconds_since(start)
         if not clean:
             self._judge_silence(at)
             return
@@ -276,18 +309,20 @@ class Controller:
         # Time since the change that no number covers counts like the time after it, unless production rested.
         uncounted = max(seconds, covered) if self._rested else at - self._noted_at
         self._ledger.append(_Loss(at, uncounted, 1 - kept))
-        self._noted_at, self._rested = at, False
+        self._noted_at = at
+        self._rested = False
         mean_kept = _mean_of_last(self._kept)
         if self._has_moved(kept, mean_kept):
             # Production or the other job has entered another phase.
-            fall = kept < (1.0 if mean_kept is None else mean_kept)
-            self._moved, self._jumped_at = True, at
-            self._hold_back(at, self._slice / 2 if fall else self._slice)
+            self._moved = True
+            self._jumped_at = at
+            is_slower = kept < (1.0 if mean_kept is None else mean_kept)
+            self._hold_back(at, self._slice / 2 if is_slower else self._slice)
             return
         if mean_kept is not None:
-            self._noise = min(0.1, max(0.003, 0.9 * self._noise + 0.1 * abs(kept - mean_kept)))
+            self._noise = _plausible_noise(0.9 * self._noise + 0.1 * abs(kept - mean_kept))
         self._kept.append(kept)
-        if self._seconds_lost() > 0.7 * self._seconds_allowed():
+        if self._seconds_lost() > _HOLD_BACK_LOSS * self._seconds_allowed():
             # The slice that would meet the goal if its cost were proportional to it.
             self._hold_back(at, self._slice * min(0.5, (1 - self._goal) / max(1 - kept, 1e-9)))
         elif at - self._baseline_at >= self._refresh:
@@ -312,13 +347,18 @@ class Controller:
         """Lengthen or shorten the slice, by how much of its speed production keeps."""
         recent = self._kept[-3:]
         mean = math.fsum(recent) / len(recent)
+        tolerance = 0.3 * (1 - self._keep)
         if kept < self._keep - max(0.005, 2 * self._noise):
+            # One number below the promise is enough; far below it, only the least slice is safe.
             self._lower(at, LEAST_US if kept < self._keep - 0.1 else self._slice / 2)
-        elif len(recent) >= 3 and mean < self._goal - 0.3 * (1 - self._keep):
+        elif len(recent) >= 3 and mean < self._goal - tolerance:
+            # Too near to the promise for three numbers.
             self._lower(at, 0.7 * self._slice)
-        elif len(recent) >= 2 and mean > self._goal and self._seconds_lost() < 0.6 * self._seconds_allowed():
-            self._backoff, self._too_much = _FIRST_BACKOFF_SECONDS, None
-            self._raise(at, 2.0 if mean > 1 - 0.3 * (1 - self._keep) else 1.3)
+        elif len(recent) >= 2 and mean > self._goal and self._seconds_lost() < _RUN_LOSS * self._seconds_allowed():
+            # Better than the goal; where production loses next to nothing, in larger steps.
+            self._backoff = _FIRST_BACKOFF_SECONDS
+            self._too_much = None
+            self._raise(at, 2.0 if mean > 1 - tolerance else 1.3)
 
     def _lower(self, at: float, slice_us: float) -> None:
         """Shorten the slice; if it is the least already, hold the other job back for a while."""
@@ -336,57 +376,67 @@ class Controller:
         """Lengthen the slice, but not up to one that has just cost too much."""
         slice_us = min(self._slice * factor, MOST_US)
         if self._ceiling is not None and at < self._ceiling[1]:
-            slice_us = min(slice_us, 0.85 * self._ceiling[0])
-        if slice_us > self._slice * 1.05:
+            slice_us = min(slice_us, _CEILING_PART * self._ceiling[0])
+        if slice_us > self._slice * _LEAST_RAISE:
             self._run_with(at, slice_us)
 
     def _judge_silence(self, at: float) -> None:
-        """Hold the other job back to see whether a number comes, or run the least slice: none came since the slice changed.
+        """Act while production has printed nothing since the slice changed: it may rest, or the other job may harm it.
 
-        The other job is held back after some intervals without a number, and again each time the silence has doubled.
+        After some intervals without a number the other job is held back to see whether one comes, and again each time the
+        silence has doubled. After a long silence the slice is the least.
         """
         if self._heard_at is None:
             return
-        silent = at - self._heard_at
+        silent_seconds = at - self._heard_at
         if self._doubt_at is None:
             self._doubt_at = self._heard_at + max(_DOUBT_SECONDS, 4 * self._interval)
         if self.baseline is not None and at >= self._doubt_at:
             # When to try again if production turns out to rest.
-            self._doubt_at = at + max(silent, SILENT_SECONDS)
+            self._doubt_at = at + max(silent_seconds, SILENT_SECONDS)
             self._silent_since = max(self._heard_at, self._changed_at)
-            self._hold_back(at, self._slice if silent < SILENT_SECONDS else LEAST_US)
-        elif silent >= SILENT_SECONDS and self._slice > LEAST_US:
+            self._hold_back(at, self._slice if silent_seconds < SILENT_SECONDS else LEAST_US)
+        elif silent_seconds >= SILENT_SECONDS and self._slice > LEAST_US:
             self._run_with(at, LEAST_US)
 
-    def _is_harm(self, at: float, since: float, seen: Sequence[tuple[float, float]]) -> bool:
-        """Return whether the other job silenced production, silent ``since`` then: it prints now that the other is held back."""
+    def _examine_silence(self, at: float, since: float, *, prints: bool) -> bool:
+        """Return whether the other job silenced production: it ``prints`` now that the other is held back.
+
+        If no number comes for some intervals, production rests, and the other job runs again. ``since``: the silence began.
+        """
         held_at = self._changed_at
-        if seen:
+        if prints:
             self._silent_since = None
             self._ledger.append(_Loss(at, held_at - since, 1.0))
             return True
         if at - held_at >= _SETTLE_SECONDS + max(_HOLD_SECONDS, 4 * self._interval):
-            # Production rests. Its next number covers the rest, too.
-            self._silent_since, self._printed.last = None, None
+            self._silent_since = None
+            # Its next number covers the rest, too, and says nothing about its speed.
+            self._printed.last = None
             self._run_with(at, self._slice)
             self._rested = True
         return False
 
     def _run_with(self, at: float, slice_us: float) -> None:
         """Let the other job run with this slice from now on."""
-        self._kept_before, self._raised = (None if self._held else _mean_of_last(self._kept)), slice_us > self._slice
-        self._slice = min(max(slice_us, LEAST_US), MOST_US)
-        self._held, self._held_at, self._hold_until = False, None, -math.inf
-        self._changed_at = self._noted_at = at
-        self._kept = []
-        self._printed.values.clear()
+        self._kept_before = None if self._held else _mean_of_last(self._kept)
+        self._raised = slice_us > self._slice
+        self._held_at = None
+        self._begin(at, slice_us, held=False)
 
     def _hold_back(self, at: float, next_slice_us: float) -> None:
         """Hold the other job back from now on; later it runs with ``next_slice_us``."""
-        self._slice = min(max(next_slice_us, LEAST_US), MOST_US)
-        self._held, self._held_at, self._hold_until = True, at, -math.inf
+        self._held_at = at
+        self._moved_while_held = False
+        self._begin(at, next_slice_us, held=True)
+
+    def _begin(self, at: float, slice_us: float, *, held: bool) -> None:
+        """Note what the other job gets from now on; numbers from before do not count."""
+        self._slice = min(max(slice_us, LEAST_US), MOST_US)
+        self._held = held
+        self._hold_until = -math.inf
         self._changed_at = self._noted_at = at
-        self._kept, self._moved_while_held = [], False
+        self._kept = []
         self._printed.values.clear()
 
     # -- what was lost within the window -----------------------------------------------------------------------
@@ -408,10 +458,15 @@ class Controller:
 
 
 def _noise_of(values: Sequence[float], mean: float, seconds: float) -> float:
-    """Return the relative scatter of a second's mean, by the scatter of single values."""
+    """Return the relative scatter of a second's mean, by the scatter of single values, which took ``seconds`` together."""
     scatter = math.sqrt(math.fsum((value / mean - 1) ** 2 for value in values) / (len(values) - 1))
     per_second = max(1.0, len(values) / max(seconds, 1.0))
-    return min(0.1, max(0.003, scatter / math.sqrt(per_second)))
+    return _plausible_noise(scatter / math.sqrt(per_second))
+
+
+def _plausible_noise(noise: float) -> float:
+    """Return a scatter within bounds: a few equal numbers do not mean none, and a jump among them not that any change is noise."""
+    return min(0.1, max(0.003, noise))
 
 
 def _mean_of_last(kept: Sequence[float]) -> float | None:

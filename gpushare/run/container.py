@@ -64,7 +64,7 @@ def is_foreign(engine: str, uid: int) -> bool:
     return engine == DOCKER and uid != 0
 
 
-def demand_own(engine: str, uid: int, action: str) -> None:
+def check_not_foreign(engine: str, uid: int, action: str) -> None:
     """Raise if only root may do something with a container of this engine."""
     if is_foreign(engine, uid):
         raise NotSupported(
@@ -105,22 +105,39 @@ _LETTERS: Final = {"d": "detach", "i": "interactive", "t": "tty", "P": "publish-
 
 def options_of(words: Sequence[str]) -> list[tuple[str, str]]:
     """Return the options in ``[OPTIONS] IMAGE [CMD]`` with their values (``true`` of one without); ``-e`` is ``env``."""
-    options, rest = [], list(words)
+    options = []
+    rest = list(words)
     while rest and rest[0].startswith("-") and rest[0] not in {"-", "--"}:
         word = rest.pop(0)
-        name, equals, value = word[2:].partition("=") if word.startswith("--") else (word[1:], "", "")
-        while not word.startswith("--") and name[:1] in _LETTERS:
-            options.append((_LETTERS[name[0]], name[2:] if name[1:2] == "=" else "true"))
-            name = "" if name[1:2] == "=" else name[1:]
-        if not word.startswith("--"):
-            name, equals, value = ("env" if name[:1] == "e" else name[:1]), name[1:], name[1:].removeprefix("=")
-        if name:
-            options.append((name, value if equals else "true" if name in _FLAGS else rest.pop(0) if rest else ""))
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            has_value = bool(equals)
+        else:
+            # Flags may stand together before another letter: -it, -i=false, -ieNAME=VALUE.
+            letters = word[1:]
+            while letters[:1] in _LETTERS:
+                flag = _LETTERS[letters[0]]
+                letters = letters[1:]
+                if letters.startswith("="):
+                    options.append((flag, letters[1:]))
+                    letters = ""
+                else:
+                    options.append((flag, "true"))
+            name = "env" if letters[:1] == "e" else letters[:1]
+            value = letters[1:].removeprefix("=")
+            has_value = bool(letters[1:])
+        if not name:
+            continue
+        if not has_value:
+            value = "true"
+            if name not in _FLAGS:
+                value = rest.pop(0) if rest else ""
+        options.append((name, value))
     return options
 
 
-def check_options(words: Sequence[str], own: Collection[str]) -> None:
-    """Raise BadUsage if ``[OPTIONS] IMAGE [CMD]`` takes the container away from gpushare, or sets its ``own`` variables."""
+def check_options(words: Sequence[str], share_variables: Collection[str]) -> None:
+    """Raise BadUsage if ``[OPTIONS] IMAGE [CMD]`` takes the container away from gpushare, or sets a variable of the share."""
     for name, value in options_of(words):
         is_off = value.lower() in {"false", "f", "0"}
         variable, equals, _ = value.partition("=")
@@ -130,7 +147,7 @@ def check_options(words: Sequence[str], own: Collection[str]) -> None:
                 "leave it out; to run it in the background: gpushare run --container ENGINE -- IMAGE CMD &",
                 code="bad_container_option",
             )
-        if name == "env" and equals and variable in own:
+        if name == "env" and equals and variable in share_variables:
             raise BadUsage(
                 f"--env {variable}: gpushare sets it for the share, and the container's own value would take its place",
                 "leave it out; limits: --threads 25 --memory 4G",
@@ -150,7 +167,7 @@ def ask_engine(engine: str, *words: str, seconds: float = _INSPECT_SECONDS) -> s
 
 
 def engine_of(container: str) -> str | None:
-    """Return the engine that has a container of this id; None: it is no such id, or no engine here knows it."""
+    """Return the engine that has a container of this id; None: it cannot be an id, or no engine here knows it."""
     if not _SHORT_ID.fullmatch(container):
         return None
     for engine in ENGINES:
@@ -188,7 +205,7 @@ class Container(Part):
 
     def command(self, words: Sequence[str]) -> list[str]:
         """Return the command of the engine's client for ``[OPTIONS] IMAGE [CMD]``."""
-        check_options(words, {*self.share.environment({})})
+        check_options(words, self.share.environment({}).keys())
         flags = ["--rm", "--interactive", "--cidfile", str(self._file), *self._device_options(), *self._mps_options()]
         variables = [word for name in self._passed_variables() for word in ("-e", name)]
         return [self.engine, "run", *flags, *variables, *words]
@@ -231,7 +248,7 @@ class Container(Part):
         check_engine(self.engine)
 
     def open(self) -> None:
-        """Make room for the container's name."""
+        """Make the directory of the file for the container's id. The engine refuses to write over an old file."""
         make_private_directory(self.host.run_directory)
         make_private_directory(self._file.parent)
         with contextlib.suppress(FileNotFoundError):
@@ -260,10 +277,9 @@ class Container(Part):
         return ask_engine(self.engine, *words)
 
     def close(self, *, program_lives: bool = False) -> None:
-        """Remove a container that is still there although its client has ended."""
+        """Remove a container that is still there although its client has ended: --rm has not if the client was killed."""
         identity = self._read_identity()
         if identity is not None and not program_lives:
-            # --rm has removed it, unless the client was killed.
             if self._ask("container", "inspect", "--format", "{{.Id}}", identity) is not None:
                 self._ask("rm", "--force", identity)
             self._identity = None

@@ -37,14 +37,15 @@ class Creator:
                 code="bad_mig",
             )
         self._host, self._text, self._say = host, text, say
-        swept = host.nvml.sweep()
-        chosen = swept if gpu is None else [device.gpu for device in select(gpu, swept) if device.mig is None]
-        self.gpus: Sequence[Gpu] = [each for each in chosen if each.mig_enabled and each.error is None]
+        candidates: Sequence[Gpu] = host.nvml.sweep()
+        if gpu is not None:
+            candidates = [device.gpu for device in select(gpu, candidates) if device.mig is None]
+        self.gpus = [each for each in candidates if each.mig_enabled and each.error is None]
         if not self.gpus:
-            first = next((each.index for each in chosen if each.mig_capable), 0)
+            first_capable = next((each.index for each in candidates if each.mig_capable), 0)
             raise NotFound(
                 "MIG is off on the GPUs that the job may have: an instance is made only where it is on",
-                f"switch it on first: sudo gpushare mig enable -g {first}",
+                f"switch it on first: sudo gpushare mig enable -g {first_capable}",
                 code="mig_off",
             )
         self._made: list[OnDemand] = []
@@ -88,7 +89,7 @@ class Creator:
 
     @property
     def device(self) -> Device:
-        """Return an instance as it would be made, without a UUID."""
+        """Return an instance as it would be made on the first GPU, without a UUID: checks of the program need a device."""
         gpu = self.gpus[0]
         profile = find_profile(str(one_request(self._text).profile), MigReader(self._host.nvml).profiles(gpu.index))
         return Device(gpu=gpu, mig=MigInstance(uuid="", profile=profile.name, memory_total_bytes=profile.memory_bytes))
@@ -112,18 +113,18 @@ class Creator:
         return True
 
     def dry_run_result(self, command: Sequence[str]) -> Result:
-        """Return what would be done, as the result of a dry run."""
-        wish = self.plan()
-        if isinstance(wish, NoPlan):
-            raise no_plan_error(wish)
-        plan = next(gpu for gpu in wish.gpus if gpu.changes)
-        new = plan.created[0].instance
+        """Return what would be done, as the result of a dry run. Raises as `no_plan_error`: no instance fits now."""
+        plan = self.plan()
+        if isinstance(plan, NoPlan):
+            raise no_plan_error(plan)
+        changed_gpu = next(gpu for gpu in plan.gpus if gpu.changes)
+        new = changed_gpu.created[0].instance
         steps = (
-            *shown_steps(wish),
-            step_of_run(f"run {command[0]} in {new} of GPU {plan.gpu}", shlex.join(command)),
+            *shown_steps(plan),
+            step_of_run(f"run {command[0]} in {new} of GPU {changed_gpu.gpu}", shlex.join(command)),
             step_of_run(
-                f"destroy {new} on GPU {plan.gpu}, unless another program is in it",
-                f"gpushare mig destroy {new} -g {plan.gpu}",
+                f"destroy {new} on GPU {changed_gpu.gpu}, unless another program is in it",
+                f"gpushare mig destroy {new} -g {changed_gpu.gpu}",
             ),
         )
         return plan_result(Plan(title="the program has ended", steps=steps), dry_run=True)

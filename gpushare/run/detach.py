@@ -45,11 +45,12 @@ _MAIN: Final = "import sys; sys.path[0] = {!r}; from gpushare.cli import main; s
 
 
 class Detached(NamedTuple):
-    """A job in the background: its name, its supervisor, its output, and how it is: runs, waits, ended, or unknown (None)."""
+    """A job in the background, as it was when `detach` returned. ``supervisor`` is its gpushare, ``output`` a file."""
 
     name: str
     supervisor: Identity
     output: Path
+    # runs, waits or ended; None: none of these was seen in time.
     state: str | None
     # Of one that has ended already.
     exit_code: int | None = None
@@ -83,7 +84,7 @@ def detach(host: Host, words: Sequence[str], program: str, name: str | None) -> 
                 start_new_session=True,
             )
         except OSError as error:
-            _put_back(host, job_name, earlier_job)
+            _put_earlier_back(host, job_name, earlier_job)
             raise OperationFailed(
                 f"the job cannot be put into the background: {error.strerror or error}",
                 "run it here: without -d",
@@ -93,21 +94,21 @@ def detach(host: Host, words: Sequence[str], program: str, name: str | None) -> 
         try:
             job = _wait_until_settled(host, Detached(job_name, supervisor, output_path(host, job_name), None), process)
         finally:
-            # From now on nobody here waits for it.
+            # It outlives us: a Popen without a return code warns, when it is deleted, that its process still runs.
             process.returncode = 0
         job = job._replace(printed=os.pread(descriptor, _MOST_PRINTED, 0).decode(errors="replace"))
         if job.state == "ended" and job.exit_code and not was_started(host, job):
-            _put_back(host, job_name, earlier_job)
+            _put_earlier_back(host, job_name, earlier_job)
         return job
 
 
-def _put_back(host: Host, name: str, earlier: Path | None) -> None:
-    """Put back what an earlier job of this name left, as this one was not started."""
-    if earlier is not None:
+def _put_earlier_back(host: Host, name: str, record: Path | None) -> None:
+    """Put back what an earlier job of this name left, as this one was not started: its output, and its record set aside."""
+    if record is not None:
         with contextlib.suppress(OSError):
             os.replace(aside(output_path(host, name)), output_path(host, name))
         with contextlib.suppress(OSError):
-            os.replace(earlier, PAST.path(host, name))
+            os.replace(record, PAST.path(host, name))
 
 
 @contextlib.contextmanager
@@ -134,7 +135,7 @@ def _reserved_name(host: Host, program: str, name: str | None) -> Iterator[tuple
             begin_log(output_path(host, name))
             descriptor = open_log(output_path(host, name))
         except BaseException:
-            _put_back(host, name, earlier)
+            _put_earlier_back(host, name, earlier)
             raise
         # Some file systems have no locks.
         with contextlib.suppress(OSError):
@@ -149,17 +150,18 @@ def _reserved_name(host: Host, program: str, name: str | None) -> Iterator[tuple
 
 def _wait_until_settled(host: Host, job: Detached, process: subprocess.Popen[bytes]) -> Detached:
     """Return a job as soon as it runs, waits or has ended; unchanged if none of these was seen in time."""
-    until, waiting_since = time.monotonic() + _SECONDS, None
-    while time.monotonic() < until:
+    deadline = time.monotonic() + _SECONDS
+    waiting_since = None
+    while time.monotonic() < deadline:
         code = process.poll()
         if code is not None:
             return job._replace(state="ended", exit_code=code if code >= 0 else 128 - code)
         record = JOBS.read(JOBS.path(host, job.name))
-        of_ours = record is not None and record.supervisor == job.supervisor
-        if record is not None and of_ours and record.pid != job.supervisor.pid:
+        has_record = record is not None and record.supervisor == job.supervisor
+        if record is not None and has_record and record.pid != job.supervisor.pid:
             return job._replace(state="runs")
-        # A program that is about to start passes through both states; one that waits stays there.
-        if of_ours or any(row.waits and job.supervisor in row.claim.processes for row in reservations(host) or ()):
+        # A program that is about to start has a record without its PID, or is in the line, too; one that waits stays so.
+        if has_record or any(row.waits and job.supervisor in row.claim.processes for row in reservations(host) or ()):
             waiting_since = waiting_since or time.monotonic()
             if time.monotonic() - waiting_since > _WAITS_SECONDS:
                 return job._replace(state="waits")
@@ -175,15 +177,15 @@ def was_started(host: Host, job: Detached) -> bool:
 
 
 def not_started_error(job: Detached) -> GpushareError:
-    """Return the error that kept a job from starting, which ran with ``-o json``."""
-    kinds = (BadUsage, NotSupported, NoPermission, NotFound, DriverNotLoaded, NvmlMissing, InUse)
+    """Return the error that kept a job from starting, which ran with ``-o json``: its class by the exit code."""
+    error_classes = (BadUsage, NotSupported, NoPermission, NotFound, DriverNotLoaded, NvmlMissing, InUse)
     code = ExitCode.NOT_FOUND if job.exit_code == NO_PROGRAM else job.exit_code
-    kind = next((kind for kind in kinds if kind.exit_code == code), OperationFailed)
+    error_class = next((each for each in error_classes if each.exit_code == code), OperationFailed)
     try:
         error = json.loads(document_of(job))["errors"][0]
-        return kind(error["message"], error["hint"], gpu=error["gpu"], code=error["code"])
+        return error_class(error["message"], error["hint"], gpu=error["gpu"], code=error["code"])
     except (ValueError, LookupError, TypeError):
-        return kind(
+        return error_class(
             f"'{job.name}' was not started: exit code {job.exit_code}",
             f"see: gpushare logs {job.name}",
             code="detach_failed",
@@ -191,6 +193,9 @@ def not_started_error(job: Detached) -> GpushareError:
 
 
 def document_of(job: Detached) -> str:
-    """Return the JSON document that a job has printed which did not start; all that it has printed if there is none."""
-    begins, ends = job.printed.find("{\n"), job.printed.rfind("\n}\n")
-    return job.printed[begins : ends + 3] if 0 <= begins < ends else job.printed
+    """Return the JSON document in what a job that did not start has printed; without one, all that it has printed."""
+    opening = "{\n"
+    closing = "\n}\n"
+    begin = job.printed.find(opening)
+    end = job.printed.rfind(closing)
+    return job.printed[begin : end + len(closing)] if 0 <= begin < end else job.printed

@@ -17,12 +17,13 @@ from gpushare.mps.control import MpsControl
 from gpushare.mps.kill import DRAIN_BOUND_SECONDS, Drain, Meter, end_clients, kill_all
 
 GRACE_SECONDS: Final = 10.0
+_POLL_SECONDS: Final = 0.1
 # A hanging daemon must not hold up a signal for longer.
 CONVERSATION_SECONDS: Final = 1.0
 
 
 def ask_to_end(host: Host, pids: Mapping[int, int], clients: set[int] | None, number: int) -> dict[int, int]:
-    """Send a signal to processes (with their start times) where it does no harm; return those that got one.
+    """Send a signal to processes (PIDs with start times) where it does no harm; return those that got one.
 
     A process with its own handler gets the signal, or SIGINT if it handles only that (as Python does). A process that
     is not an MPS client always gets it, or SIGTERM if it ignores it. An MPS client without a handler would die with its
@@ -89,14 +90,16 @@ def end_programs(
     if swapped:
         # The signal itself kills those that do not handle it.
         checkpoint_before_kill(host, [pid for pid in pids if not _handles_an_end(host, pid, number)])
+
+    # The grace. A process that got a signal has all of it, even if its handlers go: Python removes them while it shuts
+    # down, and nothing would handle a stop in the middle of that.
     ending = ask_to_end(host, pids, clients(), number)
     deadline = time.monotonic() + grace_seconds
-    # A process that got a signal has the whole grace, even if its handlers go: Python removes them while it shuts
-    # down, and nothing would handle a stop in the middle of that.
     while ending and time.monotonic() < deadline and not hurry():
-        still = wait_gone(host.processes, ending, 0.1)
-        ending = {pid: ending[pid] for pid in still}
-    # Including processes started since.
+        remaining = wait_gone(host.processes, ending, _POLL_SECONDS)
+        ending = {pid: ending[pid] for pid in remaining}
+
+    # What is left, with what they have started since, is killed: under MPS after its queue is drained.
     pids = _living(host, {**pids, **programs})
     if not pids:
         return None
@@ -108,17 +111,21 @@ def end_programs(
     return end_clients(host, pids, meter, bound_seconds=bound_seconds)
 
 
-def _living(host: Host, started: Mapping[int, int]) -> dict[int, int]:
-    """Return the living ones of some processes and their descendants, with start times."""
-    alive = [pid for pid, began in started.items() if host.processes.alive(pid, began)]
-    below = dict.fromkeys(other for pid in alive for other in host.processes.descendants(pid))
-    living = starts_of(host.processes, [pid for pid in below if pid not in started])
-    living |= {pid: began for pid, began in started.items() if pid in below}
-    return {pid: living[pid] for pid in below if pid in living and host.processes.alive(pid, living[pid])}
+def _living(host: Host, starts: Mapping[int, int]) -> dict[int, int]:
+    """Return the living ones of some processes (PIDs with start times) and of their descendants, with start times."""
+    alive = [pid for pid, started in starts.items() if host.processes.alive(pid, started)]
+    tree = dict.fromkeys(member for pid in alive for member in host.processes.descendants(pid))
+    # The start times that we have, not those of processes that may have taken their PIDs meanwhile.
+    starts_in_tree = {**starts_of(host.processes, [pid for pid in tree if pid not in starts]), **starts}
+    return {
+        pid: starts_in_tree[pid]
+        for pid in tree
+        if pid in starts_in_tree and host.processes.alive(pid, starts_in_tree[pid])
+    }
 
 
 def client_pids(control: MpsControl, earlier: Collection[int] = ()) -> set[int] | None:
-    """Return the PIDs of the daemon's clients and those known before; None when the daemon does not answer.
+    """Return the PIDs of the daemon's clients and of its ``earlier`` ones; None when the daemon does not answer.
 
     A dead daemon has no clients, and the death of a process without a context harms no other process.
     """
@@ -135,10 +142,10 @@ HELPER_SECONDS: Final = 1.0
 
 
 def still_there(host: Host, groups: Mapping[int, Iterable[int]]) -> dict[int, tuple[int, ...]]:
-    """Return which of the processes found of each program (by its PID) stay; programs without any are left out."""
+    """Wait a moment, and return which processes of each program (by its PID) have not ended; programs without any are left out."""
     members = {program: tuple(pids) for program, pids in groups.items()}
     # By start time: a PID may have been reused.
-    started = starts_of(host.processes, [pid for pids in members.values() for pid in pids])
-    still = set(wait_gone(host.processes, started, HELPER_SECONDS))
-    kept = {program: tuple(pid for pid in pids if pid in still) for program, pids in members.items()}
-    return {program: pids for program, pids in kept.items() if pids}
+    starts = starts_of(host.processes, [pid for pids in members.values() for pid in pids])
+    stays = set(wait_gone(host.processes, starts, HELPER_SECONDS))
+    staying = {program: tuple(pid for pid in pids if pid in stays) for program, pids in members.items()}
+    return {program: pids for program, pids in staying.items() if pids}

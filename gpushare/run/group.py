@@ -91,16 +91,17 @@ def members(host: Host, device: Device) -> tuple[Member, ...]:
     return tuple(sorted(living, key=lambda member: member.pid))
 
 
-def why_not(host: Host, device: Device) -> GpushareError | None:
+def why_not_settable(host: Host, device: Device) -> GpushareError | None:
     """Return why the slices of a group cannot be set on this host; None: as far as can be told before, they can."""
     try:
         home, _ = own_daemon(host, device)
-        foreign = home.directory != own_home(host, device.uuid).directory
+        is_foreign = home.directory != own_home(host, device.uuid).directory
     except NotFound:
-        foreign = False
+        # The job will start a daemon of its own.
+        is_foreign = False
     except GpushareError as error:
         return error
-    if foreign:
+    if is_foreign:
         return NotSupported(
             f"the MPS daemon of {device.title} belongs to another user: only its owner and root may set the time-slice"
             " of its server",
@@ -199,9 +200,8 @@ class GroupSlice(Part):
     def _has_new_process(self, watch: Attachment) -> bool:
         """Return whether NVML lists a process of the program that the daemon was not asked about."""
         listed = {process.pid for process in processes_on(self.host, self.device.gpu.index) or ()}
-        return bool(
-            listed & set(self.host.processes.descendants(watch.program_pid)) - {*watch.attached, *watch.outside}
-        )
+        on_gpu = listed.intersection(self.host.processes.descendants(watch.program_pid))
+        return not on_gpu <= {*watch.attached, *watch.outside}
 
     def set_wanted(self, microseconds: int) -> None:
         """Record that this member wants another slice for the group from now on."""
@@ -219,22 +219,22 @@ class GroupSlice(Part):
         return [member for member in members(self.host, self.device) if member.pid != self._member.pid]
 
     def _apply_slice(self, watch: Attachment) -> None:
-        """Set the slice of the program's servers where it is another one."""
+        """Set the slice of the program's servers where it is another one: the shortest that a member wants."""
         servers = watch.servers()
         if not servers:
             return
-        # The shortest that a member wants.
         slice_us = min([self._member.slice_us, *(member.slice_us for member in self._other_members())])
         try:
             changed = self._slices.apply(servers, slice_us)
         except GpushareError as error:
             self._tries += 1
-            most = _MOST_TIMEOUTS if isinstance(error, TimedOut) else _MOST_TRIES
-            if error.code not in PASSING and (is_final(error) or self._tries >= most):
+            most_tries = _MOST_TIMEOUTS if isinstance(error, TimedOut) else _MOST_TRIES
+            if error.code not in PASSING and (is_final(error) or self._tries >= most_tries):
                 self._give_up(watch, error)
             return
         self._tries = 0
         for pid in changed:
+            # An adapted slice changes all the time: told once for each server.
             if self.keep is not None and pid in self._told:
                 continue
             self._told.add(pid)
@@ -253,22 +253,25 @@ class GroupSlice(Part):
         watch.troubles.append(f"the time-slice of the MPS server cannot be set: {error.message}; {consequence}")
 
     def _restore(self, watch: Attachment) -> None:
-        """Give a server that goes on without members the slice that it had before."""
+        """Give a server that goes on without members the slice that it had before; tell the user if that fails."""
         if self._other_members():
             return
-        for tries in reversed(range(_RESTORE_TRIES)):
+        for tries_left in reversed(range(_RESTORE_TRIES)):
             try:
                 self._slices.restore()
             except GpushareError as error:
-                if tries and error.code not in PASSING:
+                if error.code in PASSING:
+                    # The server has ended.
+                    return
+                if tries_left:
                     time.sleep(_FIRST_SECONDS)
                     continue
-                if error.code not in PASSING:
-                    servers = " ".join(sorted({str(pid) for pid in watch.attached.values() if pid is not None}))
-                    watch.troubles.append(
-                        f"the time-slice of the MPS server cannot be restored: {error.message}; gpushare timeslice reset {servers}"
-                    )
-            return
+                servers = " ".join(sorted({str(pid) for pid in watch.attached.values() if pid is not None}))
+                watch.troubles.append(
+                    f"the time-slice of the MPS server cannot be restored: {error.message}; gpushare timeslice reset {servers}"
+                )
+            else:
+                return
 
     def release(self) -> Mapping[int, int]:
         """Let the program continue for good: it is about to end."""
@@ -310,7 +313,7 @@ class AdaptedSlice(Part):
     _told: set[str] = field(default_factory=set)
 
     def started(self, watch: Watch) -> None:
-        """Begin."""
+        """Note the program that is to be stopped for a baseline."""
         self._watch = watch
         if self.pauser is None:
             self.pauser = Pauser(watch.host, watch.gpus, watch.program_pid)
@@ -355,8 +358,8 @@ class AdaptedSlice(Part):
             self._follow_production()
         if self._controller is None:
             return
-        seen, self._seen = self._seen, []
-        setting = self._controller.step(at, seen)
+        setting = self._controller.step(at, self._seen)
+        self._seen = []
         # Before it is on the GPU, it costs production nothing there.
         self._set_held(held=setting.held and bool(self._watch.attached))
         self.group.set_wanted(LEAST_US if setting.held else setting.slice_us)
@@ -368,38 +371,43 @@ class AdaptedSlice(Part):
             )
 
     def _follow_production(self) -> None:
-        """Read the log of production as it runs now."""
+        """Read the log of production as it runs now, with a new controller; without a log the slice is the least."""
         self._forget_progress()
         rate = self.source()
         self._pid = self.production.pid
         if rate is None:
-            # No number will come, for which the program would be stopped.
+            # No number will come that would let a stopped program continue.
             self._set_held(held=False)
             self.group.set_wanted(LEAST_US)
             self._say_once(
                 "source", f"{self.production.title} was started again without --metric: the slice is the least"
             )
             return
+        owners = {0, os.geteuid()}
         info = self.group.host.processes.describe(self.production.pid)
-        owners = {0, os.geteuid(), *([] if info is None or info.uid is None else [info.uid])}
+        if info is not None and info.uid is not None:
+            owners.add(info.uid)
         self._controller = Controller(self.keep)
         self._progress = Progress(Path(rate.log), rate.metric, owners, rate.higher_is_better)
 
     def _claim_figures(self, controller: Controller) -> str:
-        """Return the numbers behind a claim, as production prints them."""
+        """Return the numbers behind the claim of what production kept, as production prints them."""
         speeds = [
             ("next to this job", controller.latest),
             ("while this job was stopped", controller.baseline),
             ("at best", controller.best),
         ]
-        higher = self._progress is None or self._progress.higher_is_better
-        return ", ".join(f"{(speed if higher else 1 / speed):.4g} {when}" for when, speed in speeds if speed)
+        prints_speeds = self._progress is None or self._progress.higher_is_better
+        return ", ".join(f"{speed if prints_speeds else 1 / speed:.4g} {when}" for when, speed in speeds if speed)
 
     def _forget_progress(self) -> None:
         """Close production's log, and forget what was learnt from it."""
         if self._progress is not None:
             self._progress.close()
-        self._progress, self._controller, self._pid, self._seen = None, None, None, []
+        self._progress = None
+        self._controller = None
+        self._pid = None
+        self._seen = []
 
     def _set_held(self, *, held: bool) -> None:
         """Stop the program (SIGSTOP), or let it continue."""
@@ -425,9 +433,10 @@ class AdaptedSlice(Part):
     def settle(self) -> None:
         """Continue what the program left behind, and say what production kept."""
         self.release()
-        if self._controller is not None and (kept := self._controller.kept) is not None:
+        if self._controller is not None and self._controller.kept is not None:
+            percent = min(100.0, round(100 * self._controller.kept, 1))
             self._watch.news.append(
-                f"{self.production.title} kept {format_percent(min(100.0, round(100 * kept, 1)))} of its speed in the last minute"
+                f"{self.production.title} kept {format_percent(percent)} of its speed in the last minute"
                 f" ({self._claim_figures(self._controller)})"
             )
         self._forget_progress()

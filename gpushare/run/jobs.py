@@ -34,10 +34,11 @@ from gpushare.part import Part, Watch, memory_held
 from gpushare.plan import Loss
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from gpushare.host.host import Host
+    from gpushare.host.process import ProcessInfo
     from gpushare.pause.change import JobPause
 
 
@@ -62,15 +63,13 @@ def is_job_name(text: str) -> bool:
 
 
 def check_job_name(name: str) -> str:
-    """Return a valid name of a job."""
-    if not is_job_name(name):
-        form = "use a letter, then letters, digits, - _ or ., at most 32 characters: web, llm-1"
-        raise BadUsage(
-            f"{quoted(name)} cannot be the name of a job",
-            "use another word: `gpushare pause list` lists the paused jobs" if name == "list" else form,
-            code="bad_name",
-        )
-    return name
+    """Return a name if a job can have it. Raises BadUsage if not (``bad_name``)."""
+    if is_job_name(name):
+        return name
+    hint = "use a letter, then letters, digits, - _ or ., at most 32 characters: web, llm-1"
+    if name == "list":
+        hint = "use another word: `gpushare pause list` lists the paused jobs"
+    raise BadUsage(f"{quoted(name)} cannot be the name of a job", hint, code="bad_name")
 
 
 @dataclass(frozen=True)
@@ -162,19 +161,23 @@ def forget_ended(host: Host, just_ended: Container[int] = ()) -> None:
     If the gpushare of a job was killed, its end is recorded here: at an unknown time, or now for programs ``just_ended``.
     """
 
-    def is_over(record: JobRecord) -> bool:
-        """Return whether the record of a job has no further use; keep its end first."""
+    def keep_end(record: JobRecord) -> bool:
+        """Record the end of a job that does not run, unless it is recorded; return whether to remove the job's record."""
         if is_running(host, record):
             return False
         past = _unseen_end(host, record)
         if past is not None:
-            _write_past(host, replace(past, ended=time.time() if record.pid in just_ended else None))
-        if record.role == PRODUCTION and record.supervisor is not None:
+            ended = time.time() if record.pid in just_ended else None
+            _write_past(host, replace(past, ended=ended))
+        if record.role != PRODUCTION:
+            return True
+        if record.supervisor is not None:
+            # Without a supervisor its end counts as recorded.
             with contextlib.suppress(GpushareError):
                 JOBS.write(replace(record, supervisor=None))
-        return record.role != PRODUCTION
+        return False
 
-    JOBS.sweep(host, is_over)
+    JOBS.sweep(host, keep_end)
 
 
 def records(host: Host) -> list[JobRecord]:
@@ -194,7 +197,8 @@ def living_productions(host: Host, device: Device) -> list[JobRecord]:
 def find_record(host: Host, name: str) -> JobRecord | None:
     """Return the record of the job with this name, a running one first; None: there is none."""
     with_name = [record for record in records(host) if record.name == name]
-    return next((record for record in with_name if is_running(host, record)), with_name[0] if with_name else None)
+    running = [record for record in with_name if is_running(host, record)]
+    return next(iter(running or with_name), None)
 
 
 def is_running(host: Host, record: JobRecord) -> bool:
@@ -205,12 +209,14 @@ def is_running(host: Host, record: JobRecord) -> bool:
 def jobs_of_processes(host: Host, pids: Iterable[int]) -> dict[int, JobRecord]:
     """Return the records of the running jobs that processes belong to: as their program, or as its descendant."""
     jobs = {record.pid: record for record in records(host) if is_running(host, record)}
-    belonging = {}
-    for pid in pids if jobs else ():
-        first = next((above for above in host.processes.ancestry(pid) if above in jobs), None)
-        if first is not None:
-            belonging[pid] = jobs[first]
-    return belonging
+    if not jobs:
+        return {}
+    job_of_process = {}
+    for pid in pids:
+        program = next((above for above in host.processes.ancestry(pid) if above in jobs), None)
+        if program is not None:
+            job_of_process[pid] = jobs[program]
+    return job_of_process
 
 
 def job_names(host: Host, pids: Iterable[int]) -> dict[int, str]:
@@ -290,7 +296,10 @@ def past_jobs(host: Host) -> list[PastJob]:
 
 
 def _unseen_end(host: Host, record: JobRecord) -> PastJob | None:
-    """Return the end of a job that does not run, as far as it is known; None: it is kept already."""
+    """Return what is known of the end of a job whose gpushare was killed and could not record it; None: it is recorded.
+
+    ``record`` is of a job that does not run.
+    """
     if record.supervisor is None:
         return None
     if any(kept.supervisor == record.supervisor for kept in PAST.all(host, shared=False)):
@@ -324,17 +333,18 @@ def _past_of(host: Host, record: JobRecord, device: str, began: float | None) ->
 def _write_past(host: Host, past: PastJob) -> None:
     """Keep a past job, and forget the oldest; a failure does not matter."""
     with contextlib.suppress(GpushareError, OSError):
-        earlier = PAST.read(past.path)
-        # Two commands may record the end of a job whose gpushare was killed.
-        if earlier is not None and earlier.supervisor != past.supervisor:
+        recorded = PAST.read(past.path)
+        # With the same supervisor it is this job: another command has recorded its end, too. Else an earlier job of the name.
+        if recorded is not None and recorded.supervisor != past.supervisor:
             set_past_aside(host, past.name)
         PAST.write(past)
-        for old in past_jobs(host)[KEPT_JOBS:]:
-            PAST.forget(old.path)
-            # An earlier job has no output: the next one of its name has written over it.
-            outputs = (output_path(host, old.name), aside(output_path(host, old.name)))
-            for output in outputs if old.path == PAST.path(host, old.name) else ():
+        for oldest in past_jobs(host)[KEPT_JOBS:]:
+            PAST.forget(oldest.path)
+            # Only the last job of a name has an output: each one overwrites that of the job before.
+            if oldest.path == PAST.path(host, oldest.name):
+                output = output_path(host, oldest.name)
                 output.unlink(missing_ok=True)
+                aside(output).unlink(missing_ok=True)
 
 
 def set_past_aside(host: Host, name: str) -> Path | None:
@@ -352,24 +362,24 @@ def set_past_aside(host: Host, name: str) -> Path | None:
     return earlier
 
 
-def check_name_free(host: Host, name: str, *, but: int | None = None) -> None:
-    """Raise InUse if a job of this name runs, other than process ``but``."""
-    earlier = find_record(host, name)
-    if earlier is not None and earlier.pid != but and is_running(host, earlier):
-        option = "--production OTHER" if earlier.role == PRODUCTION else "--name OTHER"
-        output = f"see its output: gpushare logs {name}; " if is_written(host, name) else ""
+def check_name_free(host: Host, name: str, *, except_pid: int | None = None) -> None:
+    """Raise InUse if a job of this name runs, unless its record names process ``except_pid``."""
+    other = find_record(host, name)
+    if other is not None and other.pid != except_pid and is_running(host, other):
+        option = "--production OTHER" if other.role == PRODUCTION else "--name OTHER"
+        see_output = f"see its output: gpushare logs {name}; " if is_written(host, name) else ""
         raise InUse(
-            f"a job '{name}' is already running (process {earlier.pid})",
-            f"give it another name: {option}; {output}end the other: gpushare stop {name}",
+            f"a job '{name}' is already running (process {other.pid})",
+            f"give it another name: {option}; {see_output}end the other: gpushare stop {name}",
             code="name_in_use",
         )
 
 
 @dataclass
 class RecordedJob(Part):
-    """The record of a job, written before its program runs; of production it stays after its end, with its peak memory.
+    """The record of a job, written before its program runs. That of a production job stays after its end, for its peak memory.
 
-    ``record`` says what the job is; its processes, its peak and, if it has none, its name come here.
+    ``record`` says what the job is. Its process, its peak memory and, if it was given none, its name are filled in here.
     """
 
     host: Host
@@ -386,7 +396,7 @@ class RecordedJob(Part):
     def check(self) -> None:
         """Raise InUse when a job of this name runs already."""
         if self.record.name:
-            check_name_free(self.host, self.record.name, but=os.getpid())
+            check_name_free(self.host, self.record.name, except_pid=os.getpid())
 
     def open(self) -> None:
         """Write the job's record, so that it is known before its program runs.
@@ -396,23 +406,23 @@ class RecordedJob(Part):
         with JOBS.locked(self.host):
             if not self.record.name:
                 self.record = replace(self.record, name=make_name(self.host, self.program))
-            # Its own record is that of an earlier try.
-            check_name_free(self.host, self.record.name, but=os.getpid())
+            # A record of this gpushare is of an earlier try to start the program.
+            check_name_free(self.host, self.record.name, except_pid=os.getpid())
             self._write(os.getpid())
         self._written = True
 
     def _write(self, pid: int) -> None:
-        """Write the record with this process as the job's, and the peak of an earlier run."""
+        """Write the record with this process as the job's."""
         earlier = find_record(self.host, self.record.name)
-        # The peak memory of this job on this device.
-        same_production = (
+        # What an earlier run of this production job needed on this device, it will need again.
+        if (
             earlier is not None
             and earlier.devices == self.record.devices
             and earlier.role == self.record.role == PRODUCTION
-        )
-        peak = earlier.memory_peak_bytes if earlier is not None and same_production else self.record.memory_peak_bytes
+        ):
+            self.record = replace(self.record, memory_peak_bytes=earlier.memory_peak_bytes)
         process = self.host.processes.identity(pid) or Identity(pid, 0)
-        self.record = replace(self.record, **process._asdict(), memory_peak_bytes=peak)
+        self.record = replace(self.record, **process._asdict())
         write_record(self.host, self.record)
 
     def started(self, watch: Watch) -> None:
@@ -422,9 +432,9 @@ class RecordedJob(Part):
             self._write(watch.program_pid)
 
     def poll(self) -> bool:
-        """Note its most memory, and whether its MPS server serves another user; a failure must not end the program.
+        """Note the job's peak memory, and whether it waits for an MPS server that serves another user.
 
-        Of production the record has the peak, for the jobs that spare it.
+        Only the peak of a production job is written at once: the jobs that spare it read it.
         """
         watch = self._watch
         if watch is None:
@@ -433,18 +443,19 @@ class RecordedJob(Part):
         self._seen |= set(self.host.processes.descendants(watch.program_pid))
         # A full disk must not end the job.
         with contextlib.suppress(GpushareError):
-            recorded, held = self.record, self._held_bytes()
-            peak = recorded.memory_peak_bytes
-            if held is not None and (peak is None or held > peak):
-                self.record = replace(recorded, memory_peak_bytes=held)
+            held = self._held_bytes()
+            previous = self.record
+            if held is not None:
+                self.record = replace(self.record, memory_peak_bytes=max(held, previous.memory_peak_bytes or 0))
             self.record = replace(self.record, waits=bool(watch.pending) and not watch.attached)
-            if self.record.waits != recorded.waits or (recorded.role == PRODUCTION and self.record != recorded):
+            if self.record.waits != previous.waits or (previous.role == PRODUCTION and self.record != previous):
                 write_record(self.host, self.record)
         return False
 
     def moved(self, device: Device) -> None:
         """Name the device in the record; a full disk must not end the job."""
-        self.device, self.record = device, replace(self.record, devices=(device.uuid,))
+        self.device = device
+        self.record = replace(self.record, devices=(device.uuid,))
         with contextlib.suppress(GpushareError):
             write_record(self.host, self.record)
 
@@ -454,15 +465,16 @@ class RecordedJob(Part):
         return memory_held(process for process in listed if process.pid in self._seen)
 
     def close(self, *, program_lives: bool = False) -> None:
-        """Name this gpushare in the record again: the program may start once more, and until `forget` it is a job."""
+        """Name this gpushare in the record again: the program may start once more, and until `forget` the job is listed."""
         if self._written and not program_lives:
-            self._written, self._ended = False, True
+            self._written = False
+            self._ended = True
             if self.record.role != PRODUCTION:
                 with contextlib.suppress(GpushareError):
                     self._write(os.getpid())
 
     def forget(self) -> None:
-        """Remove the record of a job that has ended, once it is kept how: at each moment it is listed as one of both."""
+        """Remove the record of a job that has ended. Call it after `keep_past`, so that the job is listed at each moment."""
         if self._ended and self.record.role == PRODUCTION:
             with contextlib.suppress(GpushareError):
                 write_record(self.host, replace(self.record, supervisor=None))
@@ -483,15 +495,17 @@ def farm_job(
     """
     job = RecordedJob(host, device, replace(new_record(name, [device], command), mps=True), command[0])
     job.open()
-    began, code = time.time(), None
+    began = time.time()
+    code = None
 
-    def ended(exit_code: int, peak_bytes: int | None) -> None:
+    def note_end(exit_code: int, peak_bytes: int | None) -> None:
         """Note how the farm has ended."""
         nonlocal code
-        code, job.record = exit_code, replace(job.record, memory_peak_bytes=peak_bytes)
+        code = exit_code
+        job.record = replace(job.record, memory_peak_bytes=peak_bytes)
 
     try:
-        yield ended
+        yield note_end
     finally:
         job.close()
         keep_past(host, job.record, device.title, began, code)
@@ -502,12 +516,15 @@ def farm_job(
 
 
 def running_records(host: Host) -> list[JobRecord]:
-    """Return the records of jobs that run: this user's, root's, and for root those of all users; one of each process."""
-    kept: dict[tuple[int, int], JobRecord] = {}
+    """Return the records of jobs that run: this user's, root's, and for root those of all users.
+
+    Of several records that name one process the first counts: this user's own before those of others.
+    """
+    by_process: dict[tuple[int, int], JobRecord] = {}
     for record in JOBS.all(host):
         if is_running(host, record):
-            kept.setdefault((record.pid, record.started), record)
-    return list(kept.values())
+            by_process.setdefault((record.pid, record.started), record)
+    return list(by_process.values())
 
 
 def running_record(host: Host, text: str) -> JobRecord | None:
@@ -518,23 +535,24 @@ def running_record(host: Host, text: str) -> JobRecord | None:
     Raises:
         BadUsage: it is neither a PID nor a possible name (``bad_name``), or several users have one (``ambiguous_job``).
     """
-    number = pid_of(text)
-    if number is None:
+    pid = pid_of(text)
+    if pid is None:
         check_job_name(text)
-    process = None if number is None else host.processes.identity(number)
+    process = None if pid is None else host.processes.identity(pid)
 
     def is_meant(record: JobRecord) -> bool:
         """Return whether a record is of the job that was named."""
-        if number is None:
+        if pid is None:
             return record.name == text
-        # The PID of a record may have been reused, or be forged by its writer: compare the start times.
         if process is None:
-            return record.pid == number
+            return record.pid == pid
+        # The PID of a record may have been reused, or be forged by its writer: compare the start times.
         return process in {Identity(record.pid, record.started), record.supervisor}
 
-    records = [record for record in running_records(host) if is_meant(record)]
-    own = [record for record in records if record.keeper_uid is None]
-    nearest = own or [record for record in records if record.keeper_uid == 0] or records
+    meant = [record for record in running_records(host) if is_meant(record)]
+    own = [record for record in meant if record.keeper_uid is None]
+    of_root = [record for record in meant if record.keeper_uid == 0]
+    nearest = own or of_root or meant
     return only_one(text, nearest, [record.pid for record in nearest])
 
 
@@ -554,13 +572,16 @@ def find_job(host: Host, text: str) -> Job:
         NotFound: no such job runs (``no_job``).
     """
     record = running_record(host, text)
-    pid = record.pid if record is not None else pid_of(text) or 0
-    identity = host.processes.identity(pid) if pid > 0 else None
-    info = None if identity is None else host.processes.describe(pid)
-    # The start was compared before, the identity read after it: both are of the same process.
-    if identity is None or info is None or (record is not None and not is_running(host, record)):
+    pid = pid_of(text) if record is None else record.pid
+    identity = host.processes.identity(pid) if pid else None
+    if identity is None or host.processes.describe(identity.pid) is None:
         raise no_job_error(host, text)
-    return job_of(host, identity, None if record is None else record.name, record)
+    if record is None:
+        return job_of(host, identity, None)
+    # Again, after the identity was read: so it is of the process that the record names, and not of a later one with its PID.
+    if not is_running(host, record):
+        raise no_job_error(host, text)
+    return job_of(host, identity, record.name, record)
 
 
 def job_of(host: Host, process: Identity, name: str | None, record: JobRecord | None = None) -> Job:
@@ -589,7 +610,7 @@ def consent_to(host: Host, job: Job, action: str, pids: Iterable[int] = ()) -> t
     """Return what to ask before a job is touched: nothing for the user's own jobs; root is asked for other users' jobs.
 
     ``action`` is a verb with s: ``pauses``. ``pids`` are the processes that will be touched: the processes of a root
-    service may belong to other users.
+    service may belong to other users, who lose them.
 
     Raises:
         NoPermission: it, or one of the processes, belongs to another user, and this is not root.
@@ -631,23 +652,21 @@ def _owner(uid: int | None, user: str | None) -> str:
     return user or (f"user {uid}" if uid is not None else "another user")
 
 
-def _losses_of_others(host: Host, action: str, pids: Iterable[int], but: int | None = None) -> tuple[Loss, ...]:
-    """Return one loss for each owner of these processes, except this user and ``but``."""
-    owners: dict[int | None, tuple[str, list[int]]] = {}
+def _losses_of_others(host: Host, action: str, pids: Iterable[int], except_uid: int | None = None) -> tuple[Loss, ...]:
+    """Return one loss for each owner of these processes, except this user and user ``except_uid``."""
+    processes_of: dict[int | None, list[ProcessInfo]] = {}
     for pid in sorted(pids):
         info = host.processes.describe(pid)
-        if info is not None and (info.uid is None or info.uid not in {host.uid, but}):
-            owners.setdefault(info.uid, (_owner(info.uid, info.user), []))[1].append(pid)
-    return tuple(
-        Loss(
-            action=action,
-            what=f"process {pids_of_owner[0]}"
-            if len(pids_of_owner) == 1
-            else f"{counted(len(pids_of_owner), 'process')} such as {pids_of_owner[0]}",
-            why=(f"of {owner}",),
-        )
-        for owner, pids_of_owner in owners.values()
-    )
+        if info is not None and (info.uid is None or info.uid not in {host.uid, except_uid}):
+            processes_of.setdefault(info.uid, []).append(info)
+    losses = []
+    for uid, processes in processes_of.items():
+        first = processes[0]
+        what = f"process {first.pid}"
+        if len(processes) > 1:
+            what = f"{counted(len(processes), 'process')} such as {first.pid}"
+        losses.append(Loss(action=action, what=what, why=(f"of {_owner(uid, first.user)}",)))
+    return tuple(losses)
 
 
 def gpu_processes(host: Host, job: Job) -> tuple[JobProcess, ...]:
@@ -663,18 +682,18 @@ def gpu_processes(host: Host, job: Job) -> tuple[JobProcess, ...]:
     if host.processes.identity(job.pid) is None or job.pid not in tree:
         raise no_job_error(host, job.selector)
     if host.processes.namespace_is_host() is False:
-        gpus: Mapping[int, tuple[tuple[int, ...], bool]] = {
-            pid: ((), False) for pid in tree if host.processes.uses_driver(pid)
-        }
+        # On which GPUs they are is unknown.
+        on_gpus: Collection[JobProcess] = [JobProcess(pid, 0) for pid in tree if host.processes.uses_driver(pid)]
     else:
-        gpus = _places_of(host, set(tree))
-    identities = {pid: host.processes.identity(pid) for pid in sorted(gpus)}
-    processes = tuple(
-        JobProcess(pid, identity.started, *gpus[pid]) for pid, identity in identities.items() if identity is not None
-    )
-    if not processes:
+        on_gpus = _processes_on_gpus(host, set(tree))
+    living = []
+    for process in sorted(on_gpus, key=lambda process: process.pid):
+        identity = host.processes.identity(process.pid)
+        if identity is not None:
+            living.append(process._replace(started=identity.started))
+    if not living:
         raise _not_on_gpu_error(host, job)
-    return processes
+    return tuple(living)
 
 
 def _not_on_gpu_error(host: Host, job: Job) -> NotFound:
@@ -683,33 +702,32 @@ def _not_on_gpu_error(host: Host, job: Job) -> NotFound:
 
     swap = or_none(lambda: find_swap(host, job.pid, job.name))
     if swap is not None and swap.state == OUT:
-        message, hint = (
-            f"{job.title} is swapped out of the GPU",
-            f"bring it back first: gpushare swap in {job.selector}",
-        )
-        return NotFound(message, hint, code="no_context")
+        hint = f"bring it back first: gpushare swap in {job.selector}"
+        return NotFound(f"{job.title} is swapped out of the GPU", hint, code="no_context")
     return NotFound(f"{job.title} is not on a GPU", "see what is running: gpushare status", code="no_context")
 
 
-def _places_of(host: Host, tree: set[int]) -> Mapping[int, tuple[tuple[int, ...], bool]]:
-    """Return the GPUs (indexes) of each process of a tree, and whether it is under MPS. Raises as NVML if no GPU answers."""
-    places: dict[int, tuple[tuple[int, ...], bool]] = {}
-    answered, failed = False, None
+def _processes_on_gpus(host: Host, tree: set[int]) -> Collection[JobProcess]:
+    """Return the processes of a tree that are on GPUs, their start still unknown (0). Raises as NVML if no GPU answers."""
+    on_gpus: dict[int, JobProcess] = {}
+    answered = False
+    last_error = None
     for gpu in range(host.nvml.count()):
         try:
-            processes = host.nvml.processes(gpu)
+            listed = host.nvml.processes(gpu)
         except GpushareError as error:
-            failed = error
+            last_error = error
             continue
         answered = True
-        for process in processes or ():
-            if process.pid in tree and (process.compute or process.mps):
-                gpus, mps = places.get(process.pid, ((), False))
+        for entry in listed or ():
+            if entry.pid in tree and (entry.compute or entry.mps):
+                process = on_gpus.get(entry.pid, JobProcess(entry.pid, 0))
                 # Under MIG it has one entry per instance.
-                places[process.pid] = (gpus if gpu in gpus else (*gpus, gpu), mps or process.mps)
-    if failed is not None and not answered:
-        raise failed
-    return places
+                gpus = tuple(dict.fromkeys((*process.gpus, gpu)))
+                on_gpus[entry.pid] = process._replace(gpus=gpus, under_mps=process.under_mps or entry.mps)
+    if last_error is not None and not answered:
+        raise last_error
+    return on_gpus.values()
 
 
 def processes_to_swap(host: Host, job: Job) -> list[JobProcess]:
@@ -720,15 +738,17 @@ def processes_to_swap(host: Host, job: Job) -> list[JobProcess]:
     """
     from gpushare.memory.swap import check_out
 
-    held: dict[int, int] = {}
     on_gpu = gpu_processes(host, job)
-    for index in {gpu for each in on_gpu for gpu in each.gpus}:
+    gpu_indexes = {gpu for each in on_gpu for gpu in each.gpus}
+    held: dict[int, int] = {}
+    for index in gpu_indexes:
         for process in host.nvml.processes(index) or ():
             if process.memory_used_bytes is not None:
                 held[process.pid] = held.get(process.pid, 0) + process.memory_used_bytes
     processes = [each._replace(memory_bytes=held.get(each.pid, 0)) for each in on_gpu]
     check_out(host, job, processes)
-    for gpu in (host.nvml.gpu(index) for each in on_gpu[:1] for index in each.gpus):
+    # Its return needs room for what it holds, so both must be known.
+    for gpu in map(host.nvml.gpu, gpu_indexes):
         if gpu.memory_total_bytes is None or gpu.memory_used_bytes is None:
             raise NotSupported(
                 f"{job.title} cannot be swapped: the driver does not say how much memory GPU {gpu.index} has and uses",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from gpushare.base.errors import cut
@@ -83,16 +84,17 @@ class _Present:
         self._slices: dict[int, int] = {}
         # Import the reader of a kind of record only if there are such records: most hosts have none.
         if has_records(host, "pause"):
-            from gpushare.pause import record as pauses
+            from gpushare.pause.record import paused_jobs
 
-            for job in pauses.paused_jobs(host):
-                if job.state != pauses.RUNNING or not job.kept(host):
+            for job in paused_jobs(host):
+                if job.is_paused(host):
                     self._paused.setdefault(self._root_of(job.pid) or job.pid, job)
         if has_records(host, "swap"):
             from gpushare.memory.swap import BACK, swaps
 
             for swap in swaps(host):
                 if swap.state != BACK:
+                    # Its first process may have ended.
                     roots = (self._root_of(pid) for pid in (swap.pid, *(image.pid for image in swap.images)))
                     self._swaps.setdefault(next(filter(None, roots), swap.pid), swap)
         if has_records(host, "group"):
@@ -106,87 +108,122 @@ class _Present:
         return next((each for each in above if each in self.records), None)
 
     def jobs(self, *, everything: bool) -> Iterator[ListedJob]:
-        """Yield the jobs by name; processes that gpushare neither started nor paused only if wanted."""
-        mine: dict[int, list[_OnGpu]] = {}
-        for entry in self._on_gpu if self.records or self._paused or everything else ():
-            mine.setdefault(self._root_of(entry.process.pid) or entry.process.pid, []).append(entry)
+        """Yield the jobs by name; then those without a record that are paused or swapped out; then, if wanted, all else on GPUs."""
+        by_root: dict[int, list[_OnGpu]] = {}
+        if self.records or self._paused or everything:
+            for entry in self._on_gpu:
+                by_root.setdefault(self._root_of(entry.process.pid) or entry.process.pid, []).append(entry)
         for root, record in sorted(self.records.items(), key=lambda entry: in_order(entry[1].name)):
-            yield self._job(root, record, mine.pop(root, []))
+            yield self._recorded_job(root, record, by_root.pop(root, []))
         for pid in {**self._paused, **self._swaps}.keys() - self.records.keys():
-            yield self._job(pid, None, [entry for member in self._family(pid) for entry in mine.pop(member, [])])
-        for pid, processes in mine.items() if everything else ():
-            yield self._job(pid, None, processes)
+            members = self._pids_off_gpu(pid)
+            yield self._unrecorded_job(pid, [entry for member in members for entry in by_root.pop(member, [])])
+        if everything:
+            for pid, processes in by_root.items():
+                yield self._unrecorded_job(pid, processes)
 
-    def _family(self, pid: int) -> set[int]:
-        """Return the processes of a paused or swapped job that has no record."""
-        pause, swap = self._paused.get(pid), self._swaps.get(pid)
-        paused = set() if pause is None else pause.pids
-        return {pid, *paused, *(() if swap is None else (image.pid for image in swap.images))}
+    def _pids_off_gpu(self, pid: int) -> set[int]:
+        """Return the processes of a paused or swapped job that has no record, by its first process."""
+        pids = {pid}
+        if pid in self._paused:
+            pids |= self._paused[pid].pids
+        if pid in self._swaps:
+            pids.update(image.pid for image in self._swaps[pid].images)
+        return pids
 
-    def _job(self, pid: int, record: JobRecord | None, processes: Sequence[_OnGpu]) -> ListedJob:
-        """Return a job by its first process; without a record, what gpushare did not start, or whose record is gone."""
-        swap, pause = self._swaps.get(pid), self._paused.get(pid)
-        # The snapshot may still name a process that has ended since.
-        seen = next((each.process for each in processes if each.process.pid == pid and each.process.name), None)
-        info = seen or self._host.processes.describe(pid)
-        if record is not None:
-            devices = [self._devices[uuid] for uuid in record.devices if uuid in self._devices]
-        else:
-            swapped_from = self._devices.get(swap.gpu_uuid) if swap is not None else None
-            device = processes[0].device if processes else swapped_from
-            devices = [] if device is None else [device]
-        mig = devices[0].mig if devices else None
-        began = None if record is None else record.since
-        state, since = self._state(pid, _age(info) if began is None else uptime() - began)
-        if record is not None and state == RUNNING:
-            # Ended for production, and not started again yet; or another user's clients hold the MPS server.
-            names_gpushare = record.supervisor is not None and record.supervisor.pid == record.pid
-            ended = record.role == OPPORTUNISTIC and names_gpushare
-            state = WAITING if ended or record.waits else RUNNING
-        mps = any(process.process.mps for process in processes)
-        mps = mps or (record.mps if record is not None else info is not None and is_server(info.name))
-        slices = {process.process.slice_us for process in processes if process.process.slice_us is not None}
-        # A job without a process on the GPU holds no memory there; blind: it is not known.
-        blind = (not devices or devices[0].gpu.processes is None) if record is not None else swap is None
-        given = None if record is None else self._slices.get(pid, record.slice_us)
-        if record is not None:
-            command = record.command or _program_of(info)
-        else:
-            command = None if info is None else _command_text(info.command_line or ()) or info.name
-        names = [_name(each.name) for each in (swap, pause) if each is not None]
-        containers = [process.process.container for process in processes]
-        if record is None:
-            containers = [None if info is None else info.container]
-        return ListedJob(
-            name=record.name if record is not None else next(filter(None, names), None),
-            pid=pid,
+    def _recorded_job(self, pid: int, record: JobRecord, processes: Sequence[_OnGpu]) -> ListedJob:
+        """Return a job that has a record, by the process in it."""
+        info = self._info(pid, processes)
+        devices = [self._devices[uuid] for uuid in record.devices if uuid in self._devices]
+        mps = record.mps or any(entry.process.mps for entry in processes)
+        state, since_seconds = self._state(pid, _age(info) if record.since is None else uptime() - record.since)
+        if state == RUNNING and (record.waits or _is_ended_for_production(record)):
+            state = WAITING
+        memory = _memory_held(processes)
+        if not processes and (not devices or devices[0].gpu.processes is None):
+            # Without a process on its GPU it holds none there; but here the processes are unknown.
+            memory = None
+        slices = [entry.process.slice_us for entry in processes if entry.process.slice_us is not None]
+        containers = (entry.process.container for entry in processes)
+        return replace(
+            self._job(pid, info, devices, processes),
+            name=record.name,
             state=state,
+            role=record.role,
+            device_uuids=record.devices,
+            way=_way(mps=mps, mig=bool(devices) and devices[0].mig is not None),
+            threads_percent=record.threads_percent or self._common_threads(processes),
+            slice_us=min(slices, default=self._slices.get(pid, record.slice_us)),
+            memory_used_bytes=memory,
+            memory_limit_bytes=self._memory_limit(record),
+            since_seconds=since_seconds,
+            command=record.command or _program_of(info),
+            container=next(filter(None, containers), None),
+        )
+
+    def _unrecorded_job(self, pid: int, processes: Sequence[_OnGpu]) -> ListedJob:
+        """Return as a job what gpushare did not start, or whose record is gone."""
+        info = self._info(pid, processes)
+        swap = self._swaps.get(pid)
+        device = None if swap is None else self._devices.get(swap.gpu_uuid)
+        if processes:
+            device = processes[0].device
+        mps = any(entry.process.mps for entry in processes) or (info is not None and is_server(info.name))
+        state, since_seconds = self._state(pid, _age(info))
+        names = [_name(record.name) for record in (swap, self._paused.get(pid)) if record is not None]
+        slices = [entry.process.slice_us for entry in processes if entry.process.slice_us is not None]
+        clients = [self._clients[entry.process.pid] for entry in processes if entry.process.pid in self._clients]
+        return replace(
+            self._job(pid, info, [] if device is None else [device], processes),
+            name=next(filter(None, names), None),
+            state=state,
+            device_uuids=() if device is None else (device.uuid,),
+            way=None if device is None else _way(mps=mps, mig=device.mig is not None),
+            threads_percent=self._common_threads(processes),
+            slice_us=min(slices, default=None),
+            # Swapped out, it holds none.
+            memory_used_bytes=None if swap is None and not processes else _memory_held(processes),
+            memory_limit_bytes=clients[0].memory_limit_bytes if len(clients) == 1 else None,
+            since_seconds=since_seconds,
+            command=None if info is None else _command_text(info.command_line or ()) or info.name,
+            container=None if info is None else info.container,
+        )
+
+    def _info(self, pid: int, processes: Sequence[_OnGpu]) -> ProcessInfo | GpuProcess | None:
+        """Return what the snapshot knows of the first process of a job, or else the host; None: it has ended since."""
+        seen = (entry.process for entry in processes if entry.process.pid == pid and entry.process.name)
+        return next(seen, None) or self._host.processes.describe(pid)
+
+    def _job(
+        self,
+        pid: int,
+        info: ProcessInfo | GpuProcess | None,
+        devices: Sequence[Device],
+        processes: Sequence[_OnGpu],
+    ) -> ListedJob:
+        """Return what is listed of a job with or without a record."""
+        swap = self._swaps.get(pid)
+        mig = devices[0].mig if devices else None
+        return ListedJob(
+            name=None,
+            pid=pid,
+            state=RUNNING,
             user=None if info is None else info.user,
-            role=None if record is None else record.role,
+            role=None,
             device=titles(devices) if devices else None,
             gpu_indexes=tuple(sorted({entry.gpu for entry in processes} | {each.gpu.index for each in devices})),
-            device_uuids=record.devices if record is not None else tuple(device.uuid for device in devices),
-            way=_way(mps=mps, mig=mig is not None) if devices or record is not None else None,
             mig_profile=None if mig is None else mig.profile,
             mig_name=None if mig is None else mig.name,
-            threads_percent=(None if record is None else record.threads_percent) or self._common_threads(processes),
-            slice_us=min(slices, default=given),
-            memory_used_bytes=None if blind and not processes else _memory_held(processes),
-            memory_limit_bytes=self._memory_limit(record, processes),
             swapped_bytes=None if swap is None else swap.memory_bytes,
             sm_percent=_sm_percent(processes),
-            since_seconds=since,
-            command=command,
-            container=next(filter(None, containers), None),
             processes=tuple(sorted({entry.process.pid for entry in processes})),
         )
 
-    def _memory_limit(self, record: JobRecord | None, processes: Sequence[_OnGpu]) -> int | None:
-        """Return the limit of a job's memory: as recorded, as reserved by its copies, or of its only client of MPS."""
-        if record is None:
-            clients = [self._clients[entry.process.pid] for entry in processes if entry.process.pid in self._clients]
-            return clients[0].memory_limit_bytes if len(clients) == 1 else None
-        pids = {record.pid, *(() if record.supervisor is None else (record.supervisor.pid,))}
+    def _memory_limit(self, record: JobRecord) -> int | None:
+        """Return the memory limit of a job on each of its GPUs: as recorded, or as its places in the ledger have it."""
+        pids = {record.pid}
+        if record.supervisor is not None:
+            pids.add(record.supervisor.pid)
         places = [
             (job.limit_bytes, len(job.held))
             for job in self._ledger
@@ -196,17 +233,19 @@ class _Present:
             return record.memory_bytes
         # Each copy of a farm has a place, on GPUs that its record does not name.
         if len(places) > 1:
-            return sum(limit * held for limit, held in places) // max(1, len(record.devices))
-        return places[0][0]
+            return sum(limit * count for limit, count in places) // max(1, len(record.devices))
+        limit, _ = places[0]
+        return limit
 
-    def _state(self, pid: int, running: float | None) -> tuple[str, float | None]:
-        """Return the state of a job, and for how many seconds it has been in it; ``running`` is how long it has run."""
-        swap, pause = self._swaps.get(pid), self._paused.get(pid)
+    def _state(self, pid: int, running_seconds: float | None) -> tuple[str, float | None]:
+        """Return the state of a job, and for how many seconds it has been in it."""
+        swap = self._swaps.get(pid)
+        pause = self._paused.get(pid)
         if swap is not None:
             return swap.state, max(0.0, uptime() - swap.since)
         if pause is not None:
             return PAUSED, max(0.0, uptime() - pause.since)
-        return RUNNING, running
+        return RUNNING, running_seconds
 
     def _common_threads(self, processes: Iterable[_OnGpu]) -> float | None:
         """Return the limit of its clients, if all have the same."""
@@ -216,6 +255,12 @@ class _Present:
             if process.process.pid in self._clients
         }
         return limits.pop() if len(limits) == 1 else None
+
+
+def _is_ended_for_production(record: JobRecord) -> bool:
+    """Return whether an opportunistic job was ended for production and not started again yet: its record names gpushare."""
+    names_gpushare = record.supervisor is not None and record.supervisor.pid == record.pid
+    return record.role == OPPORTUNISTIC and names_gpushare
 
 
 def _devices(snapshot: Snapshot) -> dict[str, Device]:
@@ -250,7 +295,7 @@ def _way(*, mps: bool, mig: bool) -> JobWay:
 
 
 def _memory_held(processes: Sequence[_OnGpu]) -> int | None:
-    """Return the bytes that processes hold together; None: that of one is unknown."""
+    """Return the bytes that processes hold together, 0 without any; None: that of one is unknown."""
     sizes = [process.process.memory_used_bytes for process in processes]
     return None if None in sizes else sum(size or 0 for size in sizes)
 
@@ -278,42 +323,42 @@ def _command_text(words: Sequence[str]) -> str | None:
 
 def _waiting_jobs(host: Host, snapshot: Snapshot, ledger: Sequence[Reservation]) -> Iterator[ListedJob]:
     """Yield the jobs in the line, with their places and what they wait for."""
-    reserved = {job.claim.pid: job for job in ledger if job.waits}
-    if not reserved:
+    reservations_in_line = {job.claim.pid: job for job in ledger if job.waits}
+    if not reservations_in_line:
         return
     from gpushare.memory.look import waiting_jobs
 
     waiting = waiting_jobs(host, snapshot.gpus, ledger)
     lines = lines_of(host, _devices(snapshot).values(), ledger)
     now = time.time()
-    for number, row in enumerate(waiting):
-        reservation = reserved.get(row.pid)
-        info = host.processes.describe(row.pid)
+    for number, job in enumerate(waiting):
+        reservation = reservations_in_line.get(job.pid)
+        role = PLAIN
+        if job.production:
+            role = PRODUCTION
+        elif reservation is not None and reservation.opportunistic:
+            role = OPPORTUNISTIC
         yield ListedJob(
-            name=_name(row.name),
-            pid=row.pid,
+            name=_name(job.name),
+            pid=job.pid,
             state=WAITING,
-            user=row.user,
-            role=PRODUCTION
-            if row.production
-            else OPPORTUNISTIC
-            if reservation is not None and reservation.opportunistic
-            else PLAIN,
+            user=job.user,
+            role=role,
             device=None,
-            gpu_indexes=row.gpu_indexes,
+            gpu_indexes=job.gpu_indexes,
             memory_limit_bytes=None if reservation is None else reservation.limit_bytes,
-            since_seconds=None if row.waiting_since is None else max(0.0, now - row.waiting_since),
-            command=_program_of(info),
+            since_seconds=None if job.waiting_since is None else max(0.0, now - job.waiting_since),
+            command=_program_of(host.processes.describe(job.pid)),
             line=LinePlace(
-                place=row.place,
-                memory_bytes=row.memory_bytes,
-                count=row.count,
-                behind=tuple(_name_or_pid(other) for other in waiting[:number] if _want_same_device(other, row)),
+                place=job.place,
+                memory_bytes=job.memory_bytes,
+                count=job.count,
+                behind=tuple(_name_or_pid(other) for other in waiting[:number] if _want_same_device(other, job)),
                 held_by=tuple(
-                    _name_or_pid(other) for other in ledger if not set(other.held).isdisjoint(row.device_uuids)
+                    _name_or_pid(other) for other in ledger if not set(other.held).isdisjoint(job.device_uuids)
                 ),
-                others_bytes=max((lines[key].others_bytes for key in row.device_uuids if key in lines), default=None),
-                stopped=row.stopped,
+                others_bytes=max((lines[key].others_bytes for key in job.device_uuids if key in lines), default=None),
+                stopped=job.stopped,
             ),
         )
 
@@ -324,7 +369,7 @@ def _name_or_pid(job: WaitingJob | Reservation) -> str:
 
 
 def _name(text: str | None) -> str | None:
-    """Return the name of a job; None for what another user has written that can be none: shells complete names."""
+    """Return the name of a job if it can be one, else None: another user may have written it, and shells complete names."""
     return text if text is not None and is_job_name(text) else None
 
 
@@ -334,12 +379,15 @@ def _want_same_device(job: WaitingJob, other: WaitingJob) -> bool:
 
 
 def _ended_jobs(host: Host, most: int, present: Collection[Identity | None]) -> Iterator[ListedJob]:
-    """Yield the newest jobs that have ended, but those whose gpushare is ``present``: its record goes in a moment."""
+    """Yield the newest jobs that have ended, ``most`` of them.
+
+    Not those whose gpushare is ``present`` still: they are listed by their record, which is about to be removed.
+    """
     if not most:
         return
     now = time.time()
-    kept = [past for past in past_jobs(host) if past.supervisor not in present]
-    for past in kept[:most]:
+    ended = [past for past in past_jobs(host) if past.supervisor not in present]
+    for past in ended[:most]:
         yield ListedJob(
             name=past.name,
             pid=None,

@@ -49,19 +49,21 @@ def with_jobs(host: Host, snapshot: Snapshot) -> Snapshot:
         if job is None:
             return process
         slice_us = job.slice_us if process.slice_us is None else process.slice_us
-        limit = job.threads_percent
-        return replace(process, job=job.name, role=job.role, way=job.way, threads_percent=limit, slice_us=slice_us)
+        threads = job.threads_percent
+        return replace(process, job=job.name, role=job.role, way=job.way, threads_percent=threads, slice_us=slice_us)
 
-    gpus = (
-        gpu if gpu.processes is None else replace(gpu, processes=tuple(map(with_job, gpu.processes)))
-        for gpu in snapshot.gpus
-    )
-    # The ledger has no name of a job that was given none.
-    limited = tuple(
-        replace(limit, name=jobs[limit.pid].name) if limit.name is None and limit.pid in jobs else limit
-        for limit in snapshot.limited_jobs
-    )
-    return replace(snapshot, gpus=tuple(gpus), limited_jobs=limited)
+    gpus = []
+    for gpu in snapshot.gpus:
+        # None: they are unknown.
+        processes = None if gpu.processes is None else tuple(map(with_job, gpu.processes))
+        gpus.append(replace(gpu, processes=processes))
+    limited_jobs = []
+    for limited in snapshot.limited_jobs:
+        # The ledger has no name of a job that was given none.
+        if limited.name is None and limited.pid in jobs:
+            limited = replace(limited, name=jobs[limited.pid].name)
+        limited_jobs.append(limited)
+    return replace(snapshot, gpus=tuple(gpus), limited_jobs=tuple(limited_jobs))
 
 
 # As `memory.ledger.PREFIX`, which most hosts need not load.
@@ -105,34 +107,30 @@ def _with_nothing_reserved(gpu: Gpu) -> Gpu:
 
 
 def only_gpus(snapshot: Snapshot, gpu: str | None) -> Snapshot:
-    """Return the snapshot with only the named GPUs and their daemons."""
+    """Return the snapshot with only the named GPUs, or of them only the named MIG instances, and their daemons."""
     if gpu is None:
         return snapshot
     from gpushare.base.selection import select
 
     devices = select(gpu, snapshot.gpus)
-    indexes = list(dict.fromkeys(device.gpu.index for device in devices))
-    wanted = {device.uuid for device in devices if device.mig is not None}
-    gpus = [next(each for each in snapshot.gpus if each.index == index) for index in indexes]
-    if wanted:
-        gpus = [_only_instances(each, wanted) for each in gpus]
-    daemons = [
-        daemon
-        for daemon in snapshot.daemons
-        if set(daemon.gpu_indexes) & set(indexes)
-        and (not wanted or daemon.device_uuid is None or daemon.device_uuid in wanted)
-    ]
+    # Each GPU once, in the order in which they were named.
+    gpus = list({device.gpu.index: device.gpu for device in devices}.values())
+    indexes = {each.index for each in gpus}
+    instance_uuids = {device.uuid for device in devices if device.mig is not None}
+    daemons = [daemon for daemon in snapshot.daemons if not indexes.isdisjoint(daemon.gpu_indexes)]
+    if instance_uuids:
+        gpus = [_only_instances(each, instance_uuids) for each in gpus]
+        # A daemon without a device UUID serves a whole GPU.
+        daemons = [daemon for daemon in daemons if daemon.device_uuid in {None, *instance_uuids}]
     return replace(snapshot, gpus=tuple(gpus), daemons=tuple(daemons))
 
 
 def _only_instances(gpu: Gpu, uuids: set[str]) -> Gpu:
-    """Return a GPU with only these MIG instances and their processes; whole if none is its: it was named itself."""
+    """Return a GPU with only these MIG instances and their processes; whole if none is its own: it was named itself."""
     instances = tuple(mig for mig in gpu.mig_instances if mig.uuid in uuids)
     if not instances:
         return gpu
-    processes = (
-        None
-        if gpu.processes is None
-        else tuple(process for process in gpu.processes if any(mig.has(process) for mig in instances))
-    )
+    processes = None
+    if gpu.processes is not None:
+        processes = tuple(process for process in gpu.processes if any(mig.has(process) for mig in instances))
     return replace(gpu, mig_instances=instances, processes=processes)

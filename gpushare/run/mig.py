@@ -30,10 +30,11 @@ if TYPE_CHECKING:
 _MPS_PROCESS: Final = "nvidia-cuda-mps"
 
 # The holders of an instance; empty: it is free; None: unknown.
-Inside = tuple[Holder, ...] | None
-Held = list[tuple[Place, Inside]]
-# How many instances the entry of a waiting job in the line names.
+Holders = tuple[Holder, ...] | None
+HeldPlaces = list[tuple[Place, Holders]]
+# How many instances the entry of a waiting job in the line names, and how many a message.
 _MOST_KEYS: Final = 128
+_MOST_NAMED: Final = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,16 +62,16 @@ class InstanceWish:
 
     def _existing_places(self) -> list[Place]:
         """Return the instances that it may mean. Raises NotFound: there are none."""
-        host, gpu = self.host, self.gpu
+        host = self.host
         if means_profile(self.text):
-            return profile_places(host, self.text, gpu)
+            return profile_places(host, self.text, self.gpu)
         places = named_places(host, self.text)
         check_granted(host, self.text)
-        if gpu is not None:
-            devices = select(gpu, host.nvml.sweep())
+        if self.gpu is not None:
+            devices = select(self.gpu, host.nvml.sweep())
             if not any(device.mig is None and device.gpu.index == places[0].gpu.index for device in devices):
                 raise BadUsage(
-                    f"{places[0].title} is not on {quoted(gpu)}",
+                    f"{places[0].title} is not on {quoted(self.gpu)}",
                     "drop -g: the name already says where",
                     code="two_names",
                 )
@@ -94,29 +95,29 @@ class InstanceWish:
         places = self._checked_places()
         place_and_claim, held = _take_first(self.host, places)
         if place_and_claim is None:
-            _check_claims(self.host)
-        if place_and_claim is None and self.creator is not None:
-            self.creator.make()
-            place_and_claim, held = _take_first(self.host, self._existing_places())
+            _check_claims_readable(self.host)
+            if self.creator is not None:
+                self.creator.make()
+                place_and_claim, held = _take_first(self.host, self._existing_places())
         if place_and_claim is None:
             raise _in_use_error(self.host, held)
         if not places:
+            # There was no instance to check before.
             self._check_or_release(place_and_claim)
         return place_and_claim
 
     def has_free(self) -> bool:
         """Return whether such an instance is free now. Raises as `take`, but for InUse."""
-        free, _ = _free_places(self.host, self.places())
-        if not free:
-            _check_claims(self.host)
+        free, _ = _free_and_held(self.host, self.places())
         return bool(free)
 
     def _check_or_release(self, place_and_claim: tuple[Place, HeldClaim]) -> None:
         """Check an instance that was just made, and release its claim if the check raises."""
+        place, claim = place_and_claim
         try:
-            self.check(place_and_claim[0].device)
+            self.check(place.device)
         except BaseException:
-            place_and_claim[1].release()
+            claim.release()
             raise
 
     def wait(
@@ -138,41 +139,34 @@ class InstanceWish:
             InUse: the time is over (code ``no_room``).
             GpushareError: as `take`.
         """
-        host, text, creator = self.host, self.text, self.creator
         places = self._checked_places()
-        # Those that may make one stand in one line: for its GPUs.
-        creator_gpus = () if creator is None else tuple(each.uuid or "" for each in creator.gpus)
+        # Those that may make an instance stand in one line for the GPUs on which they may.
+        creator_gpus = () if self.creator is None else tuple(gpu.uuid or "" for gpu in self.creator.gpus)
         keys = (*creator_gpus, *(place.mig.uuid for place in places))[:_MOST_KEYS]
-        entry = Entry(host, Request(memory_bytes=None, keys=keys, client=False, name=name))
+        entry = Entry(self.host, Request(memory_bytes=None, keys=keys, client=False, name=name))
         began = last_without_free = clock()
         try:
             with waiting_line(say, quiet=quiet) as draw:
                 while True:
-                    free, held = _free_places(host, places)
+                    free, held = _free_and_held(self.host, places)
+                    jobs_ahead = jobs_before(reservations(self.host) or [], entry)
+                    now = clock()
                     if not free:
-                        _check_claims(host)
-                    ledger = reservations(host) or []
-                    jobs_ahead, now = jobs_before(ledger, entry), clock()
-                    ahead = _count_ahead(jobs_ahead, free)
-                    # Those that could have taken one for long, and have not, hang.
-                    last_without_free = last_without_free if free else now
-                    if len(free) > ahead or now - last_without_free >= PATIENCE_SECONDS:
-                        place_and_claim, _ = _take_first(host, free[ahead:] or free)
-                        if place_and_claim is not None:
-                            if creator is not None:
-                                self._check_or_release(place_and_claim)
-                            return place_and_claim
-                    # One that came before may make one.
-                    makes = not free and all(set(creator_gpus).isdisjoint(job.keys) for job in jobs_ahead)
-                    if makes and creator is not None and creator.make_if_room():
+                        last_without_free = now
+                    is_patient = now - last_without_free < PATIENCE_SECONDS
+                    place_and_claim = self._take_in_turn(free, jobs_ahead, is_patient=is_patient)
+                    if place_and_claim is not None:
+                        return place_and_claim
+                    if not free and self._make_in_turn(creator_gpus, jobs_ahead):
                         places = self.places()
                         continue
-                    reason = in_use_text(held) if held else "none is there" if not places else "others were first"
+                    reason = _waiting_reason(places, held)
                     if seconds is not None and now - began >= seconds:
-                        raise _none_in_time_error(text, reason, seconds)
+                        raise _none_in_time_error(self.text, reason, seconds)
                     line = f", {counted(len(jobs_ahead), 'job')} before it" if jobs_ahead else ""
-                    draw(f"waiting for a free instance ({quoted(text)}){line}: {reason}", now - began, seconds)
-                    sleep(POLL_SECONDS if seconds is None else max(0.01, min(POLL_SECONDS, began + seconds - clock())))
+                    draw(f"waiting for a free instance ({quoted(self.text)}){line}: {reason}", now - began, seconds)
+                    rest = math.inf if seconds is None else max(0.01, began + seconds - clock())
+                    sleep(min(POLL_SECONDS, rest))
                     try:
                         places = self.places()
                     except GpushareError:
@@ -181,71 +175,123 @@ class InstanceWish:
         finally:
             entry.leave()
 
+    def _take_in_turn(
+        self, free: Sequence[Place], jobs_ahead: Sequence[Reservation], *, is_patient: bool
+    ) -> tuple[Place, HeldClaim] | None:
+        """Take a free instance if there are more than the jobs ahead can take; None: there are not, or others were faster.
+
+        Not ``is_patient``: instances have been free for long and those jobs have not taken them, so they hang, and are passed.
+        """
+        count_ahead = _count_ahead(jobs_ahead, free)
+        if len(free) <= count_ahead and is_patient:
+            return None
+        place_and_claim, _ = _take_first(self.host, free[count_ahead:] or free)
+        if place_and_claim is not None and self.creator is not None:
+            self._check_or_release(place_and_claim)
+        return place_and_claim
+
+    def _make_in_turn(self, creator_gpus: Sequence[str], jobs_ahead: Sequence[Reservation]) -> bool:
+        """Make an instance if there is room, and no job ahead may make one on these GPUs; return whether it was made."""
+        is_first = all(set(creator_gpus).isdisjoint(job.keys) for job in jobs_ahead)
+        return is_first and self.creator is not None and self.creator.make_if_room()
+
     def outlook(self, *, waits: bool) -> tuple[Place, RoomAnswer]:
         """Return the instance that a job would take now, or the first of those that it would wait for; and what would happen.
 
         Nothing is entered anywhere. Raises as `take`, if it does not wait.
         """
-        host, text, places = self.host, self.text, self._checked_places()
-        free, held = _free_places(host, places)
-        if not free:
-            _check_claims(host)
-            if not waits:
-                raise _in_use_error(host, held)
+        host = self.host
+        places = self._checked_places()
+        free, held = _free_and_held(host, places)
+        if not free and not waits:
+            raise _in_use_error(host, held)
         ledger = reservations(host) or []
-        ahead = _count_ahead([job for job in ledger if job.waits and not job.stopped], free) if waits else 0
-        chosen = free[ahead] if len(free) > ahead else None
-        keys = {place.mig.uuid for place in places}
-        behind = [job for job in ledger if chosen is None and job.waits and not keys.isdisjoint(job.keys)]
-        inside = {place.mig.uuid: holders for place, holders in held}
-        if chosen is not None:
+        # A job that does not wait passes those in the line.
+        count_ahead = 0
+        if waits:
+            count_ahead = _count_ahead([job for job in ledger if job.waits and not job.stopped], free)
+        if len(free) > count_ahead:
+            chosen = free[count_ahead]
             words = f"now it would start at once, in {chosen.title}"
-        else:
-            line = f"; {counted(len(behind), 'job')} before it" if behind else ""
-            words = f"now it would wait for an instance ({quoted(text)}): {in_use_text(held) if held else 'others are first'}{line}"
-        answer = RoomAnswer(
+            return chosen, self._answer(places, held, words, chosen=chosen)
+        uuids = {place.mig.uuid for place in places}
+        behind = [job for job in ledger if job.waits and not uuids.isdisjoint(job.keys)]
+        reason = in_use_text(held) if held else "others are first"
+        line = f"; {counted(len(behind), 'job')} before it" if behind else ""
+        words = f"now it would wait for an instance ({quoted(self.text)}): {reason}{line}"
+        return places[0], self._answer(places, held, words, behind=behind)
+
+    def _answer(
+        self,
+        places: Sequence[Place],
+        held: HeldPlaces,
+        words: str,
+        *,
+        chosen: Place | None = None,
+        behind: Sequence[Reservation] = (),
+    ) -> RoomAnswer:
+        """Return what would happen: the job starts in the ``chosen`` instance, or waits ``behind`` others."""
+        holders_of = {place.mig.uuid: holders for place, holders in held}
+        devices = [
+            RoomOnDevice(
+                gpu=place.gpu.index,
+                device_uuid=place.mig.uuid,
+                free_bytes=_free_bytes(place.mig),
+                held_by=tuple(
+                    RoomJob(pid=holder.pid, user=holder.user, name=holder.name)
+                    for holder in holders_of.get(place.mig.uuid) or ()
+                ),
+            )
+            for place in places
+        ]
+        return RoomAnswer(
             starts_now=chosen is not None,
             gpus=() if chosen is None else (chosen.gpu.index,),
             device_uuids=() if chosen is None else (chosen.mig.uuid,),
             why=words,
             memory_bytes=None,
-            behind=tuple(room_job(host, job) for job in behind),
-            devices=tuple(
-                RoomOnDevice(
-                    gpu=place.gpu.index,
-                    device_uuid=place.mig.uuid,
-                    free_bytes=_free_bytes(place.mig),
-                    held_by=tuple(
-                        RoomJob(pid=holder.pid, user=holder.user, name=holder.name)
-                        for holder in inside.get(place.mig.uuid) or ()
-                    ),
-                )
-                for place in places
-            ),
+            behind=tuple(room_job(self.host, job) for job in behind),
+            devices=tuple(devices),
         )
-        return chosen or places[0], answer
 
 
-def _free_places(host: Host, places: Sequence[Place]) -> tuple[list[Place], Held]:
-    """Return which instances are free, and who holds the others."""
-    claims, daemons = claimed_instances(host), _daemons_by_instance(host, places)
-    free: list[Place] = []
-    held: Held = []
-    for place in places:
-        inside = _holders_inside(host, place, daemons)
-        claim = None if claims is None else claims.get(place.mig.uuid)
-        if claims is None and not inside:
-            held.append((place, None))
-        elif claim is not None and not inside:
-            held.append((place, (claim,)))
-        elif _is_free(place, inside):
-            free.append(place)
-        else:
-            held.append((place, inside))
+def _free_and_held(host: Host, places: Sequence[Place]) -> tuple[list[Place], HeldPlaces]:
+    """Return which instances are free, and who holds the others. Raises as `_check_claims_readable` if none is free."""
+    free, held = _sorted_places(host, places)
+    if not free:
+        _check_claims_readable(host)
     return free, held
 
 
-def _check_claims(host: Host) -> None:
+def _sorted_places(host: Host, places: Sequence[Place]) -> tuple[list[Place], HeldPlaces]:
+    """Return which instances are free, and who holds the others: programs in them, else the job that claims them."""
+    # None: unknown.
+    claims = claimed_instances(host)
+    daemons = _daemons_by_instance(host, places)
+    free: list[Place] = []
+    held: HeldPlaces = []
+    for place in places:
+        holders = _holders_inside(host, place, daemons)
+        claim = None if claims is None else claims.get(place.mig.uuid)
+        if claims is None and not holders:
+            held.append((place, None))
+        elif claim is not None and not holders:
+            held.append((place, (claim,)))
+        elif _is_free(place, holders):
+            free.append(place)
+        else:
+            held.append((place, holders))
+    return free, held
+
+
+def _waiting_reason(places: Sequence[Place], held: HeldPlaces) -> str:
+    """Return in words why a job has got none of these instances."""
+    if held:
+        return in_use_text(held)
+    return "others were first" if places else "none is there"
+
+
+def _check_claims_readable(host: Host) -> None:
     """Raise where the claims cannot be read: no instance counts as free then, and one that was made would not either.
 
     Raises:
@@ -260,35 +306,34 @@ def _check_claims(host: Host) -> None:
         )
 
 
-def _take_first(host: Host, places: Sequence[Place]) -> tuple[tuple[Place, HeldClaim] | None, Held]:
-    """Take the first of some instances that is free; return it, and who holds the others."""
-    free, held = _free_places(host, places)
+def _take_first(host: Host, places: Sequence[Place]) -> tuple[tuple[Place, HeldClaim] | None, HeldPlaces]:
+    """Take the first of some instances that is free; return it (None: none is), and who holds the others."""
+    free, held = _sorted_places(host, places)
     for place in free:
         claim = take_claim(host, place.mig.uuid)
         if isinstance(claim, Claim):
+            # Another job was faster.
             held.append((place, (claim_holder(host, claim),)))
             continue
         try:
-            present, inside = _read_again(host, place)
+            present, holders = _read_again(host, place)
         except BaseException:
             claim.release()
             raise
-        if present is not None and _is_free(present, inside):
+        if present is not None and _is_free(present, holders):
             return (present, claim), held
         claim.release()
-        held.append((place, inside))
+        held.append((place, holders))
     return None, held
 
 
 def _count_ahead(jobs: Sequence[Reservation], free: Sequence[Place]) -> int:
     """Return how many of the jobs that wait want an instance that is free now, and fit into it."""
-    return sum(
-        any(
-            place.mig.uuid in job.keys and (job.memory_bytes or 0) <= (place.mig.memory_total_bytes or math.inf)
-            for place in free
-        )
-        for job in jobs
-    )
+
+    def may_take(job: Reservation, mig: MigInstance) -> bool:
+        return mig.uuid in job.keys and (job.memory_bytes or 0) <= (mig.memory_total_bytes or math.inf)
+
+    return sum(any(may_take(job, place.mig) for place in free) for job in jobs)
 
 
 def waiting_text(text: str, seconds: float | None) -> str:
@@ -319,20 +364,28 @@ def _none_in_time_error(text: str, reason: str, seconds: float) -> InUse:
     )
 
 
-def _read_again(host: Host, place: Place) -> tuple[Place | None, Inside]:
+def _read_again(host: Host, place: Place) -> tuple[Place | None, Holders]:
     """Return an instance as it is now that it was claimed (None: it is gone), and its holders: both may have changed."""
     gpu = host.nvml.gpu(place.gpu.index)
-    current = next((other for other in places_on(host, gpu) if other.same(place)), None) if gpu.error is None else None
-    return current, () if current is None else _holders_inside(host, current, _daemons_by_instance(host, [current]))
+    places = [] if gpu.error is not None else places_on(host, gpu)
+    current = next((other for other in places if other.same(place)), None)
+    if current is None:
+        return None, ()
+    return current, _holders_inside(host, current, _daemons_by_instance(host, [current]))
 
 
-def _is_free(place: Place, inside: Inside) -> bool:
+def _is_free(place: Place, holders: Holders) -> bool:
     """Return whether an instance is free. Unknown is not free, unless the instance was named."""
-    return place.name is not None if inside is None else not inside
+    if holders is None:
+        return place.name is not None
+    return not holders
 
 
-def _holders_inside(host: Host, place: Place, daemons: Mapping[str, Holder]) -> Inside:
-    """Return the holders of an instance; an idle MPS daemon keeps it for its owner, who may name it."""
+def _holders_inside(host: Host, place: Place, daemons: Mapping[str, Holder]) -> Holders:
+    """Return the programs in an instance, and its MPS daemon. None: unknown.
+
+    An idle MPS daemon keeps the instance for its owner. The owner may name the instance, and then the daemon is no holder.
+    """
     if host.processes.namespace_is_host() is False:
         # In another PID namespace, NVML lists nothing, or unrelated processes.
         return None
@@ -342,8 +395,9 @@ def _holders_inside(host: Host, place: Place, daemons: Mapping[str, Holder]) -> 
     holders = []
     for process in processes:
         info = host.processes.describe(process.pid)
-        user, name = (None, None) if info is None else (info.user, info.name)
+        name = None if info is None else info.name
         if place.name is None or name is None or not name.startswith(_MPS_PROCESS):
+            user = None if info is None else info.user
             holders.append(Holder(pid=process.pid, what="context", user=user, name=name))
     daemon = daemons.get(place.mig.uuid)
     if daemon is not None and place.name is None:
@@ -362,28 +416,30 @@ def _daemons_by_instance(host: Host, places: Sequence[Place]) -> dict[str, Holde
     }
 
 
-def in_use_text(held: Sequence[tuple[Place, Inside]]) -> str:
+def in_use_text(held: HeldPlaces) -> str:
     """Return in words who holds instances."""
-    places = "; ".join(f"{place.title}: {_holders_text(inside)}" for place, inside in held[:8])
-    return f"in use: {places}" + (f"; and {len(held) - 8} more" if len(held) > 8 else "")
+    texts = [f"{place.title}: {_holders_text(holders)}" for place, holders in held[:_MOST_NAMED]]
+    if len(held) > _MOST_NAMED:
+        texts.append(f"and {len(held) - _MOST_NAMED} more")
+    return f"in use: {'; '.join(texts)}"
 
 
-def _in_use_error(host: Host, held: Sequence[tuple[Place, Inside]]) -> InUse:
+def _in_use_error(host: Host, held: HeldPlaces) -> InUse:
     """Return the error when all instances that would do are held."""
     first = held[0][0]
     hint = "wait until it ends: --wait; see: gpushare mig status"
     if first.name is None:
         hint = f"wait for one: --wait; or make another: gpushare mig create {first.instance.profile.name} -g {first.gpu.index}"
-    if all(inside is None for _, inside in held) and host.processes.namespace_is_host() is False:
+    if all(holders is None for _, holders in held) and host.processes.namespace_is_host() is False:
         hint = "NVML reports PIDs of the host: run there, or name the instance (--mig NAME, -g MIG-...)"
     return InUse(in_use_text(held), hint, gpu=first.gpu.index, code="instance_in_use")
 
 
-def _holders_text(inside: Inside) -> str:
+def _holders_text(holders: Holders) -> str:
     """Return the holders of an instance in words."""
-    if inside is None:
+    if holders is None:
         return "its processes are unknown"
-    return ", ".join(_holder_text(holder) for holder in inside[:4]) or "it has just been changed"
+    return ", ".join(_holder_text(holder) for holder in holders[:4]) or "it has just been changed"
 
 
 def _holder_text(holder: Holder) -> str:

@@ -153,20 +153,19 @@ class Mover:
             consent_to(self._host, job, "moves")
             swap, _ = self._record_and_gpu(job)
             moves.append(_Move(job=job, swap=swap, source=source, candidates=tuple(candidates)))
-        chosen = move.assign_gpus(
-            {wish.job.pid: wish.swap.memory_bytes for wish in moves}, self._free_bytes(candidates)
-        )
-        without = [wish for wish in moves if wish.job.pid not in chosen]
-        if without:
-            first = without[0]
+        sizes = {wish.job.pid: wish.swap.memory_bytes for wish in moves}
+        index_of = move.assign_gpus(sizes, self._free_bytes(candidates))
+        without_room = next((wish for wish in moves if wish.job.pid not in index_of), None)
+        if without_room is not None:
             raise InUse(
-                f"no other GPU of this model that may be used has room for {first.job.title} with {format_bytes(first.swap.memory_bytes)}",
+                f"no other GPU of this model that may be used has room for {without_room.job.title} with"
+                f" {format_bytes(without_room.swap.memory_bytes)}",
                 "see what is free: gpushare status; move jobs one by one: gpushare move JOB --wait",
                 gpu=str(source.index),
                 code="no_room",
             )
         by_index = {gpu.index: gpu for gpu in candidates}
-        return self._plan_of([replace(wish, candidates=(by_index[chosen[wish.job.pid]],)) for wish in moves])
+        return self._plan_of([replace(wish, candidates=(by_index[index_of[wish.job.pid]],)) for wish in moves])
 
     def _whole_gpu(self, device: Device) -> Gpu:
         """Return the GPU of a device. Raises NotSupported: it is an instance; GpuLost: it does not answer."""
@@ -186,14 +185,17 @@ class Mover:
         names = job_names(self._host, pids)
         texts = dict.fromkeys(names.get(pid) or str(pid) for pid in pids)
         jobs = [find_job(self._host, text) for text in texts]
-        # A process below another one of them goes with that.
-        inside = {
-            pid for job in jobs for pid in self._host.processes.descendants(job.pid) if pid != job.pid and job.pid
-        }
-        return [job for job in jobs if job.pid not in inside]
+        # A process below the first one of another job goes with that job.
+        below = {pid for job in jobs for pid in self._host.processes.descendants(job.pid) if pid != job.pid}
+        return [job for job in jobs if job.pid not in below]
 
     def _record_and_gpu(self, job: Job) -> tuple[Swap, Gpu]:
-        """Return the record of a job that is about to leave its GPU or is swapped out, and the GPU of its memory."""
+        """Return the record of a job that is about to leave its GPU or is swapped out, and the GPU of its memory.
+
+        Raises:
+            GpushareError: it cannot move: the driver has lost it, a part of it is out, its GPU is gone, or as
+                `jobs.processes_to_swap`.
+        """
         swap = swapped_out(self._host, job)
         if swap is not None and swap.state == LOST:
             raise lost_error(swap)
@@ -203,17 +205,18 @@ class Mover:
             return taken_over(self._host, swap), self._gpu_by_uuid(swap.gpu_uuid, job)
         processes = processes_to_swap(self._host, job)
         move.check_single_rank(self._host, job.title, processes)
-        source = next((gpu for gpu in self._gpus if gpu.index == processes[0].gpus[0]), None)
-        source = self._gpu_by_uuid(None if source is None else source.uuid, job)
+        uuid = next((gpu.uuid for gpu in self._gpus if gpu.index == processes[0].gpus[0]), None)
+        source = self._gpu_by_uuid(uuid, job)
         return leaving_record(self._host, job, source.uuid or "", processes), source
 
     def _check_whole(self, job: Job, swap: Swap) -> None:
         """Raise InUse if only a part of a job is swapped out, by its own PID: the rest would stay (``already_out``)."""
-        out = {image.pid for image in swap.images}
-        rest = [each for each in or_none(lambda: gpu_processes(self._host, job)) or () if each.pid not in out]
+        swapped_pids = {image.pid for image in swap.images}
+        on_gpu = or_none(lambda: gpu_processes(self._host, job)) or ()
+        rest = [process.pid for process in on_gpu if process.pid not in swapped_pids]
         if rest:
             raise InUse(
-                f"{swap.title}, a part of {job.title}, is swapped out (state {swap.state}), but process {rest[0].pid} is on the GPU",
+                f"{swap.title}, a part of {job.title}, is swapped out (state {swap.state}), but process {rest[0]} is on the GPU",
                 f"bring it back first: gpushare swap in {swap.selector}; or move it alone: gpushare move {swap.selector}",
                 code="already_out",
             )
@@ -226,7 +229,7 @@ class Mover:
         return gpu
 
     def _free_bytes(self, gpus: Sequence[Gpu]) -> dict[int, int]:
-        """Return the bytes that are neither held nor reserved, by the index of the GPU; none of a GPU with another's lease."""
+        """Return the bytes that are neither held nor reserved, by GPU index; GPUs that other users have reserved are left out."""
         usable = [Device(gpu=gpu) for gpu in gpus if lease_of_others(self._host, gpu.uuid, self._limits) is None]
         lines = read_lines(self._host, usable, self._limits)
         return {line.device.gpu.index: line.free_bytes for line in lines}
@@ -240,14 +243,8 @@ class Mover:
     def _plan_of(self, moves: Sequence[_Move]) -> Moves:
         """Return the plan of these moves, one step for each job."""
         undo = "; ".join(self._undo_command(wish) for wish in moves)
-        title = "; ".join(
-            f"{wish.job.title} is on GPU {wish.candidates[0].index} now"
-            if len(wish.candidates) == 1
-            else f"{wish.job.title} has moved"
-            for wish in moves
-        )
         plan = Plan(
-            title=title if moves else "no job is there",
+            title="; ".join(map(_end_text, moves)) or "no job is there",
             steps=tuple(self._step(wish) for wish in moves),
             undo=undo or None,
             consent=tuple(loss for wish in moves for loss in self._losses(wish)),
@@ -267,15 +264,17 @@ class Mover:
 
     def _step(self, wish: _Move) -> Step:
         """Return the step that moves a job."""
-        to = titles([Device(gpu=gpu) for gpu in wish.candidates])
-        some = "" if len(wish.candidates) == 1 else "the first with room of "
+        target = titles([Device(gpu=gpu) for gpu in wish.candidates])
+        if len(wish.candidates) > 1:
+            target = f"the first with room of {target}"
         pids = " ".join(str(image.pid) for image in wish.swap.images)
         pairs = ",".join(f"{old}={new}" for old, new in self._device_map(wish.source, wish.candidates[0]))
-        actions = ["lock", "checkpoint", f"restore --device-map {pairs}", "unlock"]
-        missing = actions[2:] if wish.swap.state == OUT else actions
-        command = "; ".join(f"cuda-checkpoint --pid $pid --action {action}" for action in missing)
+        actions = [f"restore --device-map {pairs}", "unlock"]
+        if wish.swap.state != OUT:
+            actions = ["lock", "checkpoint", *actions]
+        command = "; ".join(f"cuda-checkpoint --pid $pid --action {action}" for action in actions)
         return Step(
-            what=f"move {wish.job.title} with {format_bytes(wish.swap.memory_bytes)} from GPU {wish.source.index} to {some}{to}",
+            what=f"move {wish.job.title} with {format_bytes(wish.swap.memory_bytes)} from GPU {wish.source.index} to {target}",
             command=f"for pid in {pids}; do {command}; done",
             undo=self._undo_command(wish),
             do=lambda: self._move_now(wish),
@@ -284,26 +283,34 @@ class Mover:
 
     def _device_map(self, source: Gpu, target: Gpu) -> list[tuple[str, str]]:
         """Return the pairs of GPUs, old and new, that cuda-checkpoint takes: source and target change places."""
-        other = {source.uuid: target.uuid, target.uuid: source.uuid}
-        return [(gpu.uuid, other.get(gpu.uuid) or gpu.uuid) for gpu in self._gpus if gpu.uuid is not None]
+        exchanged = {source.uuid: target.uuid, target.uuid: source.uuid}
+        return [(gpu.uuid, exchanged.get(gpu.uuid) or gpu.uuid) for gpu in self._gpus if gpu.uuid is not None]
 
     def _move_now(self, wish: _Move) -> None:
         """Move a job, or bring it in on its new GPU if it is swapped out, once there is room."""
-        host, devices = self._host, [Device(gpu=gpu) for gpu in wish.candidates]
+        host = self._host
+        devices = [Device(gpu=gpu) for gpu in wish.candidates]
         room = room_reserved(host, devices, wish.swap, self._seconds, self._limits, self._waiting)
         with room as device, guarded(host, self._say), locked(host, say=self._say):
-            target = device.gpu
-            now = swapped_out(host, wish.job)
-            if now is not None and now.state in {OUT, LOST}:
-                come_in(host, move.retargeted(taken_over(host, now), target.uuid or ""))
+            # Read under the lock: it may have been swapped out or in while we waited.
+            present = swapped_out(host, wish.job)
+            if present is not None and present.state in {OUT, LOST}:
+                come_in(host, move.retargeted(taken_over(host, present), device.gpu.uuid or ""))
                 return
-            move.move(host, wish.swap, target, lambda: processes_to_swap(host, wish.job), room_kept)
+            move.move(host, wish.swap, device.gpu, lambda: processes_to_swap(host, wish.job), room_kept)
 
     def _move_back(self, wish: _Move) -> None:
-        """Undo a move that was carried out."""
+        """Undo a move that was carried out: move the job back from the GPU where it is now."""
         swap = find_swap(self._host, wish.job.pid, wish.job.name)
         if swap is None or swap.state != BACK or swap.gpu_uuid == wish.source.uuid:
             return
         present_gpu = self._gpu_by_uuid(swap.gpu_uuid, wish.job)
-        back, _ = self._record_and_gpu(wish.job)
-        self._move_now(_Move(job=wish.job, swap=back, source=present_gpu, candidates=(wish.source,)))
+        record, _ = self._record_and_gpu(wish.job)
+        self._move_now(_Move(job=wish.job, swap=record, source=present_gpu, candidates=(wish.source,)))
+
+
+def _end_text(wish: _Move) -> str:
+    """Return in words what holds after a move."""
+    if len(wish.candidates) == 1:
+        return f"{wish.job.title} is on GPU {wish.candidates[0].index} now"
+    return f"{wish.job.title} has moved"

@@ -30,7 +30,7 @@ _MOST: Final = 1e100
 
 
 def check_pattern(option: str, text: str) -> None:
-    """Raise BadUsage unless a text is a regular expression with one pair of brackets."""
+    """Raise BadUsage unless a text, given with this option, is a regular expression with one pair of brackets."""
     hint = f"mark the number with one pair of brackets: {option} 'rate=([0-9.]+)'"
     if len(text) > _LONGEST_PATTERN:
         raise BadUsage(f"{option} {quoted(text)} is longer than {_LONGEST_PATTERN} characters", hint, code="bad_metric")
@@ -63,6 +63,7 @@ def amount(text: str | None) -> float | None:
     return None if value is None or not 0 <= value <= _MOST else value
 
 
+# For all that is matched at once.
 SECONDS: Final = 5.0
 
 
@@ -70,30 +71,34 @@ SECONDS: Final = 5.0
 def bounded(pattern: str | None, seconds: float = SECONDS) -> Iterator[None]:
     """Bound the time of matching by a signal, the only thing that interrupts Python's `re`.
 
-    Only the main thread gets signals: in another one there is no bound.
+    ``pattern`` is for the message. Only the main thread gets signals: in another one there is no bound.
+
+    Raises:
+        TimedOut: the time is up (code ``slow_metric``).
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def late(*_: object) -> None:
+    def raise_timed_out(*_: object) -> None:
         """End the matching: the time is up."""
+        message = f"--metric or --latency took longer than {seconds:g} s for what the program prints"
+        if pattern:
+            message += f": {pattern}".rstrip(": ")
         raise TimedOut(
-            f"--metric or --latency took longer than {seconds:g} s for what the program prints: {pattern or ''}".rstrip(
-                ": "
-            ),
+            message,
             "give a simpler pattern, without nested repeats: --metric 'rate=([0-9.]+)'",
             code="slow_metric",
         )
 
-    before = signal.signal(signal.SIGVTALRM, late)
+    earlier_handler = signal.signal(signal.SIGVTALRM, raise_timed_out)
     # Of the CPU: on a busy host a good pattern takes longer, too.
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
-        signal.signal(signal.SIGVTALRM, before)
+        signal.signal(signal.SIGVTALRM, earlier_handler)
 
 
 # A look reads no more than this. What a program prints faster than that is skipped.
@@ -117,9 +122,10 @@ class Progress:
     owners: Collection[int]
     higher_is_better: bool = True
     _file: int | None = None
+    # Where the next look reads on, and the beginning of a line that was not complete.
     _at: int = 0
     _rest: bytes = field(default=b"", repr=False)
-    # What was in it before is not about now.
+    # The first log begins at its end: what was in it before is not about now.
     _first: bool = True
 
     def read_speeds(self) -> list[float]:
@@ -142,7 +148,8 @@ class Progress:
         """Close the file; the next look opens it again."""
         if self._file is not None:
             os.close(self._file)
-        self._file, self._rest = None, b""
+        self._file = None
+        self._rest = b""
 
     def _open(self) -> None:
         """Open the log: at its end the first time, else, if it was replaced, at its beginning."""
@@ -157,18 +164,22 @@ class Progress:
                 f"production's log {self.path} cannot be read: {error.strerror}", hint, code="log_unreadable"
             ) from None
         status = os.fstat(file)
-        if not stat.S_ISREG(status.st_mode) or status.st_uid not in self.owners:
+        reason = None
+        if not stat.S_ISREG(status.st_mode):
+            reason = "is not a regular file"
+        elif status.st_uid not in self.owners:
+            reason = f"belongs to user {status.st_uid}"
+        if reason is not None:
             os.close(file)
-            reason = "is not a regular file" if not stat.S_ISREG(status.st_mode) else f"belongs to user {status.st_uid}"
             raise NoPermission(f"production's log {self.path} {reason}", hint, code="log_unreadable")
-        self._file, self._at = file, status.st_size if self._first else 0
+        self._file = file
+        self._at = status.st_size if self._first else 0
         self._first = False
 
     def _is_current(self) -> bool:
         """Return whether the open file is still the one at the path."""
         with contextlib.suppress(OSError):
-            present, opened = os.lstat(self.path), os.fstat(self._file or 0)
-            return (present.st_dev, present.st_ino) == (opened.st_dev, opened.st_ino)
+            return os.path.samestat(os.lstat(self.path), os.fstat(self._file or 0))
         # Moved away and not created again yet: production still writes to the open file.
         return True
 
@@ -180,9 +191,12 @@ class Progress:
             size = os.fstat(self._file).st_size
             if size < self._at:
                 # Truncated.
-                self._at, self._rest = 0, b""
+                self._at = 0
+                self._rest = b""
             if size - self._at > _MOST_BYTES:
-                self._at, self._rest = size - _MOST_BYTES, b""
+                # More than a look reads: only the newest counts.
+                self._at = size - _MOST_BYTES
+                self._rest = b""
             text = os.pread(self._file, _MOST_BYTES, self._at)
         except OSError:
             return []
@@ -202,7 +216,8 @@ class Progress:
                     value = amount(match.group(1))
                     if value is None:
                         continue
-                    speed = value if self.higher_is_better else 1 / value if value > 0 else math.inf
-                    if math.isfinite(speed):
-                        speeds.append(speed)
+                    if self.higher_is_better:
+                        speeds.append(value)
+                    elif value > 0 and math.isfinite(1 / value):
+                        speeds.append(1 / value)
         return speeds

@@ -22,6 +22,8 @@ from gpushare.run.program import LINGER
 from gpushare.run.share import MPS, stop_if_last
 
 _POLL_SECONDS: Final = 2.0
+# The guard of a swap may just be writing the record of what has ended: wait this long for its lock.
+_LOCK_SECONDS: Final = 10.0
 
 
 def after_death(
@@ -29,23 +31,25 @@ def after_death(
 ) -> None:
     """End orphaned programs, give their MIG instances back, and stop gpushare's MPS daemon with its last user.
 
-    ``programs`` are PIDs with their start times. After ``linger`` they have ended and their instances were given back;
-    another job may use them since. ``kind`` and ``held`` are what `Held.guarded` returns: the lease and the claims of the
-    dead gpushare, which the guard still holds.
+    ``programs`` are PIDs with their start times; ``word`` is what gpushare said last. After `LINGER` they have ended and their
+    instances were given back; another job may use them since. ``kind`` and ``held`` are what `Held.guarded` returns: the
+    lease and the claims of the dead gpushare, which the guard still holds.
     """
-    mps, (path, descriptor, *paths) = kind == MPS, held
-    lease = Lease(Path(path), int(descriptor)) if path else None
-    lingered = word == LINGER
-    programs = {} if lingered else programs
-    # A claim that was released before gpushare died may be held by another run.
-    claims = [] if lingered else [claim for claim in map(HeldClaim, map(Path, paths)) if claim.is_held()]
+    mps = kind == MPS
+    lease_path, descriptor, *claim_paths = held
+    claims: list[HeldClaim] = []
+    if word == LINGER:
+        programs = {}
+    else:
+        # A claim that was released before gpushare died may be held by another run.
+        claims = [claim for claim in map(HeldClaim, map(Path, claim_paths)) if claim.is_held()]
     home = own_home(host, uuid)
     with contextlib.suppress(GpushareError):
         _end_programs(host, home, uuid, int(index), programs, mps=mps)
     # Only now: while the programs lived, the daemon was in use.
-    if lease is not None:
-        lease.release()
-    lingers = mps and or_none(lambda: stop_if_last(host, home))
+    if lease_path:
+        Lease(Path(lease_path), int(descriptor)).release()
+    others_use_it = mps and or_none(lambda: stop_if_last(host, home))
     if claims:
         # A program that hangs in the driver still uses its instance.
         while any(host.processes.alive(pid, started) for pid, started in programs.items()):
@@ -61,11 +65,10 @@ def after_death(
     if has_records(host, "swap"):
         from gpushare.memory import swap
 
-        # The guard of a swap may just be writing the record of what has ended.
-        swap.forget_ended(host, 10.0)
-    while lingers:
+        swap.forget_ended(host, _LOCK_SECONDS)
+    while others_use_it:
         time.sleep(_POLL_SECONDS)
-        lingers = or_none(lambda: stop_if_last(host, home))
+        others_use_it = or_none(lambda: stop_if_last(host, home))
 
 
 def _end_programs(
@@ -77,7 +80,7 @@ def _end_programs(
         return
     from gpushare.run.pause import resume_all
 
-    # It may have died while they were paused.
+    # gpushare may have died while they were paused, and a stopped program does not end by a signal that it handles.
     resume_all(host, list(pids))
     if not mps:
         end_programs(host, pids, set, None)

@@ -70,8 +70,8 @@ def find_output(host: Host, text: str) -> Output:
 
 def _job_name(host: Host, text: str) -> str:
     """Return the name of the job that a name or PID means."""
-    number = pid_of(text)
-    if number is None:
+    pid = pid_of(text)
+    if pid is None:
         return check_job_name(text)
     record = running_record(host, text)
     if record is not None:
@@ -79,35 +79,38 @@ def _job_name(host: Host, text: str) -> str:
             raise _another_users_error(record, record.keeper_uid)
         return record.name
     for job in reservations(host) or []:
-        if job.claim.pid == number and job.name is not None:
+        if job.claim.pid == pid and job.name is not None:
             return job.name
     raise NotFound(f"process {text[:20]} is not a job of gpushare", "see the jobs: gpushare jobs", code="no_job")
 
 
 def _no_output_error(host: Host, name: str) -> GpushareError:
     """Return the error for a job without a file of output: its output was not kept, it is another user's, or there is none."""
-    past = any(job.name == name for job in PAST.all(host, shared=False))
-    if past or _gpushare_of(host, name) is not None:
+    has_ended = any(job.name == name for job in PAST.all(host, shared=False))
+    if has_ended or _gpushare_of(host, name) is not None:
         return NotFound(
             f"the output of '{name}' was not kept: it was not started in the background",
             "start it in the background: gpushare run -d -- CMD",
             code="no_output",
         )
-    # A record of this user has no keeper_uid.
-    others = [record for record in running_records(host) if record.name == name and record.keeper_uid is not None]
-    if others:
-        return _another_users_error(others[0], others[0].keeper_uid or 0)
-    names = sorted(record.name for record in running_records(host) if record.keeper_uid is None)[:_MOST_NAMED]
-    running = f"running jobs: {', '.join(names)}; " if names else ""
+    own_names = []
+    for record in running_records(host):
+        if record.keeper_uid is None:
+            own_names.append(record.name)
+        elif record.name == name:
+            return _another_users_error(record, record.keeper_uid)
+    running = f"running jobs: {', '.join(sorted(own_names)[:_MOST_NAMED])}; " if own_names else ""
     return NotFound(f"there is no job '{name}'", f"{running}see all: gpushare jobs -v", code="no_job")
 
 
 def _another_users_error(record: JobRecord, uid: int) -> NotSupported:
     """Return the error about the output of another user's job, with the command that reads it."""
-    user, words = user_name(uid), f"logs {record.name}"
+    user = user_name(uid)
+    words = f"logs {record.name}"
+    command = as_user(user, record.path.parent.parent, words) if uid else f"sudo gpushare {words}"
     return NotSupported(
         f"'{record.name}' is a job of {user}: gpushare reads only the output of a user's own jobs",
-        f"run it as {user}: {as_user(user, record.path.parent.parent, words) if uid else f'sudo gpushare {words}'}",
+        f"run it as {user}: {command}",
         code="other_user",
     )
 
@@ -117,10 +120,11 @@ def _gpushare_of(host: Host, name: str) -> Identity | None:
     record = find_record(host, name)
     if record is not None and record.keeper_uid is None and is_running(host, record):
         return record.supervisor or Identity(record.pid, record.started)
-    for job in reservations(host) or []:
-        info = host.processes.describe(job.claim.pid) if job.name == name else None
-        if info is not None and info.uid == host.uid:
-            return job.claim.processes[0]
+    for waiting in reservations(host) or []:
+        if waiting.name == name:
+            info = host.processes.describe(waiting.claim.pid)
+            if info is not None and info.uid == host.uid:
+                return waiting.claim.processes[0]
     return None
 
 
@@ -130,18 +134,20 @@ def is_present(host: Host, name: str) -> bool:
 
 
 def seek_lines(descriptor: int, lines: int) -> bool:
-    """Put the position of a file so that its last lines follow; return whether there are lines before these."""
+    """Put the position of a file before its last lines, so many; return whether there are lines before these."""
     at = end = os.fstat(descriptor).st_size
-    # The line break at its end begins no further line.
-    missing = lines + 1 if end and os.pread(descriptor, 1, end - 1) == b"\n" else lines
-    while at > 0 and missing > 0:
+    # Count line breaks from the end of the file. The one at its very end begins no line.
+    breaks = lines
+    if end and os.pread(descriptor, 1, end - 1) == b"\n":
+        breaks += 1
+    while at > 0 and breaks > 0:
         begin = max(0, at - _BLOCK)
         block = os.pread(descriptor, at - begin, begin)
         place = len(block)
-        while missing > 0 and (place := block.rfind(b"\n", 0, place)) >= 0:
-            missing -= 1
+        while breaks > 0 and (place := block.rfind(b"\n", 0, place)) >= 0:
+            breaks -= 1
         at = begin
-        if not missing:
+        if not breaks:
             at = begin + place + 1
     os.lseek(descriptor, at if lines else end, os.SEEK_SET)
     return at > 0
@@ -155,14 +161,15 @@ def read_blocks(descriptor: int) -> Iterator[bytes]:
 
 def follow(host: Host, output: Output) -> Iterator[bytes]:
     """Yield what a job prints until it has ended; a file that was cut short is read from its beginning."""
-    keeper = None
+    gpushare = None
     while True:
-        # Asked first: what it prints before its end is read after that. The record goes before the last words.
-        keeper = _gpushare_of(host, output.name) or keeper
-        present = keeper is not None and host.processes.identity(keeper.pid) == keeper
+        # Looked up before the reading, so that all that it prints before its end is read. Its record may go before it has
+        # printed its last words, so its gpushare is remembered.
+        gpushare = _gpushare_of(host, output.name) or gpushare
+        is_alive = gpushare is not None and host.processes.identity(gpushare.pid) == gpushare
         if os.fstat(output.descriptor).st_size < os.lseek(output.descriptor, 0, os.SEEK_CUR):
             os.lseek(output.descriptor, 0, os.SEEK_SET)
         yield from read_blocks(output.descriptor)
-        if not present:
+        if not is_alive:
             return
         time.sleep(_POLL_SECONDS)

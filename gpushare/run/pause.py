@@ -25,7 +25,7 @@ from gpushare.host.process import signal_all
 from gpushare.host.slice_lock import probed
 from gpushare.host.store import Kept, RecordStore, any_lives
 from gpushare.pause.change import channel_names, enable
-from gpushare.pause.record import PAUSED, PAUSES, RUNNING, PausedJob, by_root, write
+from gpushare.pause.record import PAUSED, PAUSES, RUNNING, PausedJob, processes_paused_by_root, write
 
 # How often a pause checks that all of the program is paused.
 _KEEP_SECONDS: Final = 0.5
@@ -67,17 +67,18 @@ class Pauser:
         """
         if self._channels is not None:
             self._pause_channels(self._channels)
+        # If its channels cannot be taken off, there are none now, and it is stopped at once.
         if self._channels is None and time.monotonic() >= self._due:
             self._due = time.monotonic() + _KEEP_SECONDS
             self._stop_all()
 
     def _pause_channels(self, channels: ChannelPauser) -> None:
         """Take the program's channels off the GPU: those known at once, then those that it has made since."""
-        first = not channels.off and bool(channels.known)
-        if not first and time.monotonic() < self._due:
+        begins = not channels.off and bool(channels.known)
+        if not begins and time.monotonic() < self._due:
             return
         self._due = time.monotonic() + _KEEP_SECONDS
-        if first:
+        if begins:
             self._try_channels(channels.disable)
         # Production is spared now; find out whether these were all processes of the program.
         self._find_channels()
@@ -103,10 +104,11 @@ class Pauser:
                 return
             channels.enable()
             if channels.off:
-                # Not to be paused in two ways: tried again.
+                # They could not be put back either. It must not be paused in two ways, so the next look tries again.
                 return
             channels.close()
-            self._channels, self._due = None, 0.0
+            self._channels = None
+            self._due = 0.0
             self.say(f"{error.message}: paused by SIGSTOP from now on")
 
     def resume(self) -> None:
@@ -181,7 +183,9 @@ class ChannelPauser:
         self.off: dict[int, Channels] = {}
 
     def find(self, pids: Sequence[int]) -> None:
-        """Find the channels of these processes: of new ones by a scan, of known ones while they are off.
+        """Find the channels of these processes, of new ones by a scan.
+
+        Of known ones only those that are off are read again: `disable` finds out whether the others have changed.
 
         Raises:
             GpushareError: they cannot be paused in this way.
@@ -193,15 +197,18 @@ class ChannelPauser:
             with contextlib.suppress(NotFound):
                 if before is None:
                     channels_of[pid] = probed(self._host, self._control, pid)
+                elif pid not in self.off:
+                    channels_of[pid] = before
                 else:
-                    now = self._control.find_again(before) if pid in self.off else before
+                    now = self._control.find_again(before)
+                    # If nothing has changed, the same object: it tells `disable` that these are off.
                     channels_of[pid] = before if channel_names(now) == channel_names(before) else now
             if pid in channels_of and channels_of[pid].under_mps:
                 raise NotSupported(
                     f"process {pid} is under MPS", "its channels are those of the server", code="under_mps"
                 )
         if channels_of != self.known:
-            self._write_record(channels_of.values(), RUNNING if not self.off else PAUSED)
+            self._write_record(PAUSED if self.off else RUNNING, channels_of.values())
             self.known = channels_of
 
     def disable(self) -> None:
@@ -229,10 +236,10 @@ class ChannelPauser:
         """Put everything back on the GPU; what fails is tried again at the next call."""
         if not self.off:
             return
-        held = by_root(self._host)
+        kept_by_root = processes_paused_by_root(self._host)
         for pid, channels in list(self.off.items()):
             # What root has paused too stays off until root resumes it.
-            if (pid, channels.started) in held:
+            if (pid, channels.started) in kept_by_root:
                 continue
             with contextlib.suppress(GpushareError):
                 enable(self._control, channels)
@@ -247,29 +254,29 @@ class ChannelPauser:
         self._control.close()
 
     def _note_state(self, state: str) -> None:
-        """Write whether it is paused now, for others to see; a full disk must not keep it from that."""
+        """Write whether it is paused now, for others to see; a full disk must not keep it from pausing and resuming."""
         with contextlib.suppress(GpushareError):
-            self._write_record((), state)
+            self._write_record(state)
 
-    def _write_record(self, channels: Iterable[Channels], state: str) -> None:
-        """Write the record of the pause, so that another gpushare can put the channels back."""
-        first, me = self._host.processes.identity(self._pid), self._host.processes.identity(os.getpid())
+    def _write_record(self, state: str, new: Iterable[Channels] = ()) -> None:
+        """Write the record of the pause, so that another gpushare can put the channels back, also ``new`` ones."""
+        program = self._host.processes.identity(self._pid)
+        gpushare = self._host.processes.identity(os.getpid())
         info = self._host.processes.describe(self._pid)
-        if first is None or me is None:
+        if program is None or gpushare is None:
             return
-        # What is off stays in the record until it is on.
-        listed = {each.pid: each for each in (*self.known.values(), *self.off.values(), *channels)}
+        # By PID, so that new channels replace what is known. What is off stays in the record until it is on.
+        by_pid = {each.pid: each for each in (*self.known.values(), *self.off.values(), *new)}
         job = PausedJob(
-            pid=self._pid,
-            started=first.started,
+            **program._asdict(),
             name=None,
             uid=None if info is None else info.uid,
             state=state,
             since=uptime(),
             until=None,
-            keeper=me,
+            keeper=gpushare,
             by_run=True,
-            channels=tuple(listed.values()),
+            channels=tuple(by_pid.values()),
             path=PAUSES.path(self._host, self._pid),
         )
         write(job)
@@ -284,9 +291,9 @@ def resume_all(host: Host, pids: Sequence[int]) -> None:
 
 @dataclass
 class Pacer:
-    """All or nothing: paused from the first sign of work until production has been quiet for a while.
+    """All or nothing: the opportunistic job is paused from production's first sign of work until it has been quiet for a while.
 
-    ``quiet_seconds``: shorter gaps between two requests are not idleness.
+    ``quiet_seconds``: shorter gaps between two requests of production are not idleness.
 
     No share of the time controlled by production's loss did as well. On an H200 (driver 580; a training loop of small
     kernels, or a service with a request every 10 ms, next to large matrix multiplications; relative to each alone):

@@ -22,18 +22,18 @@ _MPS: Final = "CUDA_MPS_"
 
 
 def check_outside_mps(device: Device) -> None:
-    """Raise unless a program can run on a device outside MPS.
+    """Raise unless programs can share a device outside MPS, by its time-slices.
 
     Raises:
         InUse: its compute mode is not the default one (``exclusive_process``).
         NotSupported: the GPU is in MIG mode.
     """
-    gpu, index = device.gpu, str(device.gpu.index)
+    gpu = device.gpu
     if device.mig is None and gpu.mig_enabled:
         raise NotSupported(
             f"{device.title} is in MIG mode: a program runs in an instance",
             "run it in one: gpushare run --mig 1g -- CMD",
-            gpu=index,
+            gpu=str(gpu.index),
             code="mig_enabled",
         )
     mode = gpu.compute_mode
@@ -41,7 +41,7 @@ def check_outside_mps(device: Device) -> None:
         raise InUse(
             f"{device.title} is in compute mode {mode.title if mode else ''}: programs cannot share it by time-slices",
             f"allow it: sudo {compute_mode_command(gpu.uuid or '', 'DEFAULT')}",
-            gpu=index,
+            gpu=str(gpu.index),
             code="exclusive_process",
         )
 
@@ -75,7 +75,10 @@ class PlainShare:
         """Return where a program runs in it."""
         if self.title is None:
             return f"on {titles(self.devices)}"
-        return f"in {self.title}{'' if self.claim else ', if it is still free then'}"
+        if self.claim is None:
+            # In a dry run nothing is claimed.
+            return f"in {self.title}, if it is still free then"
+        return f"in {self.title}"
 
     def check(self, program: str) -> None:
         """Raise unless there is such a program."""
@@ -105,10 +108,10 @@ class PlainShare:
 
     def close(self, *, program_lives: bool = False) -> bool:
         """Release the claim, if there is one; return False, because there is no daemon that others could still use."""
-        claim, self.claim = self.claim, None
-        if claim is not None and not program_lives:
-            # Else the guard holds it for as long as the program lives.
-            claim.release()
+        # While the program lives, the guard holds the claim.
+        if self.claim is not None and not program_lives:
+            self.claim.release()
+        self.claim = None
         return False
 
 
@@ -151,34 +154,39 @@ class PlainWatch(Watch):
         return (self.device.gpu.index, *sorted(self.more))
 
     def find_processes(self) -> None:
-        """Look for the program's processes on the device, and anywhere else."""
+        """Look for the program's processes on its devices, and on all other GPUs."""
         if self.host.processes.namespace_is_host() is False:
             # NVML's PIDs are of another namespace.
             return
         tree = set(self.host.processes.descendants(self.program_pid))
         try:
-            self._sort_processes(tree)
+            self._note_processes(tree)
         except GpushareError:
             # A GPU that does not answer proves nothing, and the program goes on.
             return
 
-    def _sort_processes(self, tree: set[int]) -> None:
-        """Note which processes of the program are on its devices, and which are elsewhere."""
-        mig, index = self.device.mig, self.device.gpu.index
-        inside = set() if mig is None else {each.pid for each in self.host.nvml.processes_in(mig, index) or ()}
-        elsewhere, on_devices = set(), []
+    def _note_processes(self, tree: set[int]) -> None:
+        """Note which processes of the program are on its devices, and which are elsewhere; and their memory on the first one."""
+        mig = self.device.mig
+        index = self.device.gpu.index
+        attached: set[int] = set()
+        elsewhere: set[int] = set()
+        on_first_device = []
+        if mig is not None:
+            attached = tree & {each.pid for each in self.host.nvml.processes_in(mig, index) or ()}
         for gpu, process in self._all_processes():
             if process.pid not in tree or not (process.compute or process.mps):
                 continue
             if gpu == index and self.device.has(process):
-                inside.add(process.pid)
-                on_devices.append(process)
+                attached.add(process.pid)
+                on_first_device.append(process)
             elif gpu in self.more:
-                inside.add(process.pid)
+                attached.add(process.pid)
             elif gpu != index or None not in (process.gpu_instance_id, process.compute_instance_id):
+                # On the same GPU only if NVML names another instance: without its ids it may be in ours.
                 elsewhere.add(process.pid)
-        self.attached |= inside & tree
-        self.note_memory(on_devices)
+        self.attached |= attached
+        self.note_memory(on_first_device)
         # Two looks must agree, as for MPS: the lists are not of one moment.
         self.outside |= elsewhere & self._suspects
         self._suspects = elsewhere

@@ -44,12 +44,13 @@ class Activity:
         self._host, self._device, self._pid, self._clock, self._wall = host, device, pid, clock, wall
         self._family: list[int] = []
         self._family_due = self._nvml_due = 0.0
+        # Time of each look in the window, and the CPU seconds used up to then.
         self._looks: list[tuple[float, float]] = []
         self._used: dict[int, CpuTime] = {}
         self._used_seconds = 0.0
-        # Start and CPU time of the current window for light work, and the verdict of the last one.
-        self._light: tuple[float, float] | None = None
-        self._lightly = False
+        # Start and CPU seconds of the current window for light work, and the verdict of the last one.
+        self._light_window: tuple[float, float] | None = None
+        self._works_lightly = False
         # When the CPU last showed work, by the monotonic clock: the time of day may be set back.
         self._cpu_active_at = -math.inf
         self._nvml_active = False
@@ -71,7 +72,8 @@ class Activity:
 
     def _find_family(self) -> list[int]:
         """Return the processes of production, without those that this gpushare has started."""
-        family, own_pid = self._host.processes.descendants(self._pid), os.getpid()
+        family = self._host.processes.descendants(self._pid)
+        own_pid = os.getpid()
         if own_pid not in family:
             return list(family)
         # Production has started this gpushare: the job that it pauses is not production.
@@ -84,45 +86,52 @@ class Activity:
         if not used:
             return False
         # One by one: the CPU time of a child that ends is lost, and must not hide the work of the others.
-        earlier, self._used = self._used, used
+        earlier = self._used
+        self._used = used
         self._used_seconds += sum(
             max(0.0, spent.seconds - earlier[pid].seconds) for pid, spent in used.items() if pid in earlier
         )
         if self._looks and at - self._looks[-1][0] >= _UNSEEN_SECONDS:
-            self._looks, self._light, self._lightly = [], None, False
+            self._looks = []
+            self._begin_light_window()
         self._looks.append((at, self._used_seconds))
-        exact = all(spent.exact for spent in used.values())
-        window, least = (_WINDOW_SECONDS, 0.0) if exact else (_TICKS_WINDOW_SECONDS, _LEAST_TICKS_SECONDS)
+        is_exact = all(spent.exact for spent in used.values())
+        window = _WINDOW_SECONDS if is_exact else _TICKS_WINDOW_SECONDS
+        least = 0.0 if is_exact else _LEAST_TICKS_SECONDS
         # The shortest span at least as long as the window; some looks come late.
         while len(self._looks) > 2 and at - self._looks[1][0] >= window:
             del self._looks[0]
-        (first, seconds_before), (last, seconds_now) = self._looks[0], self._looks[-1]
-        if (
-            last > first
-            and seconds_now - seconds_before >= _BUSY_SHARE * max(window, last - first)
-            and seconds_now - seconds_before > least
-        ):
+        first_at, first_seconds = self._looks[0]
+        spent_seconds = self._used_seconds - first_seconds
+        if at > first_at and spent_seconds >= _BUSY_SHARE * max(window, at - first_at) and spent_seconds > least:
             # Light work is counted from here, so that the same work does not count twice.
-            self._light, self._lightly = None, False
+            self._begin_light_window()
             return True
-        return exact and self._busy_lightly(at)
+        return is_exact and self._busy_lightly(at)
+
+    def _begin_light_window(self) -> None:
+        """Count light work anew, from the next look."""
+        self._light_window = None
+        self._works_lightly = False
 
     def _busy_lightly(self, at: float) -> bool:
-        """Return whether there was steady light work; updated every half second."""
-        since, seconds_before = self._light or (at, self._used_seconds)
-        if at - since < _LIGHT_SECONDS:
-            self._light = since, seconds_before
-            return self._lightly
-        self._light = at, self._used_seconds
-        self._lightly = self._used_seconds - seconds_before >= _LIGHT_SHARE * (at - since)
-        return self._lightly
+        """Return whether there was steady light work in the last window of half a second that is complete."""
+        began, seconds_before = self._light_window or (at, self._used_seconds)
+        if at - began < _LIGHT_SECONDS:
+            self._light_window = began, seconds_before
+        else:
+            self._light_window = at, self._used_seconds
+            self._works_lightly = self._used_seconds - seconds_before >= _LIGHT_SHARE * (at - began)
+        return self._works_lightly
 
     def _busy_on_the_gpu(self, at: float) -> bool:
         """Return whether production had kernels on the GPU, by NVML's samples since its last work on the CPU."""
         # A sample taken right after work seen on the CPU still covers that work.
         window = min(_SAMPLE_SECONDS, at - self._cpu_active_at - _SAMPLE_SECONDS)
-        samples = samples_since(self._host.nvml, self._device.gpu.index, self._wall() - window) if window > 0 else None
-        return any(percent > 0 and pid in self._family for pid, percent in samples or ())
+        if window <= 0:
+            return False
+        samples = samples_since(self._host.nvml, self._device.gpu.index, self._wall() - window) or ()
+        return any(percent > 0 and pid in self._family for pid, percent in samples)
 
 
 class ProductionJob:

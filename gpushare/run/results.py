@@ -105,15 +105,19 @@ def keep_benched(host: Host, device: Device, command: Sequence[str], caps: Seque
     """
     path = BENCHED.path(host, _record_key(device, command))
     earlier = BENCHED.read(path)
-    merged = {cap.copies: cap for cap in (*(() if earlier is None else earlier.caps), *caps)}
-    BENCHED.write(_Benched(device=_device_kind(device), command=tuple(command), caps=tuple(merged.values()), path=path))
+    by_copies = {} if earlier is None else {cap.copies: cap for cap in earlier.caps}
+    by_copies |= {cap.copies: cap for cap in caps}
+    record = _Benched(device=_device_kind(device), command=tuple(command), caps=tuple(by_copies.values()), path=path)
+    BENCHED.write(record)
 
 
 def _device_kind(device: Device) -> str:
     """Return what a device must be for its results to count: model, and profile of an instance."""
-    return device.gpu.name or "" if device.mig is None else f"{device.gpu.name or ''} {device.mig.profile or ''}"
+    model = device.gpu.name or ""
+    return model if device.mig is None else f"{model} {device.mig.profile or ''}"
 
 
 def _record_key(device: Device, command: Sequence[str]) -> str:
     """Return the name of the record of a command on such a device: a digest, as the words may hold a secret."""
-    return hashlib.sha256("\0".join((_device_kind(device), *command)).encode(errors="surrogateescape")).hexdigest()[:24]
+    text = "\0".join((_device_kind(device), *command))
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:24]

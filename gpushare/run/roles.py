@@ -31,19 +31,22 @@ _MARGIN_BYTES: Final = 1024 * MIB
 
 
 def daemon_cap(host: Host, device: Device) -> float | None:
-    """Return the thread cap that the daemon of a device itself puts on every client, or None."""
+    """Return the active thread percentage that the daemon of a device gives to every client; None: no cap, or no daemon."""
     try:
-        record = own_daemon(host, device)[0].read()
+        home, _ = own_daemon(host, device)
     except NotFound:
         return None
-    cap = None if record is None else record.limits.threads_percent
-    return cap if cap is not None and cap < 100 else None
+    record = home.read()
+    if record is None or record.limits.threads_percent is None or record.limits.threads_percent >= 100:
+        return None
+    return record.limits.threads_percent
 
 
 def spared_process(host: Host, device: Device, target: str | None, say: Callable[[str], None]) -> ProductionJob | None:
     """Return the running production job of this name or PID, or the only one on the device; None: none runs.
 
-    ``say`` is told of a PID that uses no GPU now: it may be mistyped, or begin later.
+    A PID may name any process, also one that gpushare did not start. ``say`` is told of one that uses no GPU now: it may be
+    mistyped, or begin later.
 
     Raises:
         NotFound: no job has this name (code ``no_production``), no process this PID (``no_process``).
@@ -54,21 +57,19 @@ def spared_process(host: Host, device: Device, target: str | None, say: Callable
         process = host.processes.identity(number) if number else None
         if process is None:
             raise no_process_error(target, code="no_process")
-        pid, started, name = *process, None
-        indexes = _gpus_in_use_by(host, pid)
+        indexes = _gpus_in_use_by(host, process.pid)
         if indexes and device.gpu.index not in indexes:
-            raise _other_device_error(f"process {pid}", str(indexes[0]), device)
+            raise _other_device_error(f"process {process.pid}", str(indexes[0]), device)
         if indexes == []:
-            say(f"process {pid} uses no GPU now: this job yields to it once it does")
-    else:
-        production = find_spared(host, device, target)
-        if production is None or not is_running(host, production):
-            return None
-        if device.uuid not in production.devices:
-            raise _other_device_error(f"'{production.name}'", next(iter(production.devices), "-"), device)
-        name = production.name
-        pid, started = production.pid, production.started
-    return ProductionJob(host, device, pid, started, name, under_mps=is_under_mps(host, device, pid))
+            say(f"process {process.pid} uses no GPU now: this job yields to it once it does")
+        return ProductionJob(host, device, *process, under_mps=is_under_mps(host, device, process.pid))
+    record = find_spared(host, device, target)
+    if record is None or not is_running(host, record):
+        return None
+    if device.uuid not in record.devices:
+        raise _other_device_error(f"'{record.name}'", next(iter(record.devices), "-"), device)
+    under_mps = is_under_mps(host, device, record.pid)
+    return ProductionJob(host, device, record.pid, record.started, record.name, under_mps=under_mps)
 
 
 def _gpus_in_use_by(host: Host, pid: int) -> list[int] | None:
@@ -97,15 +98,16 @@ def is_under_mps(host: Host, device: Device, pid: int) -> bool:
         return False
     family = set(host.processes.descendants(pid))
     clients = client_pids(MpsControl(host.programs, str(home.pipe), seconds=CONVERSATION_SECONDS))
-    environment = host.processes.environment(pid) or {}
+    pipe = (host.processes.environment(pid) or {}).get("CUDA_MPS_PIPE_DIRECTORY")
+    leads_to_daemon = pipe == str(home.pipe)
     if clients is None:
-        # It does not answer: where production's variables lead tells, if this user may read them.
-        return environment.get("CUDA_MPS_PIPE_DIRECTORY", str(home.pipe)) == str(home.pipe)
+        # The daemon does not answer, so its variable decides. If that is unknown, it may be a client.
+        return leads_to_daemon or pipe is None
     if clients & family:
         return True
     on_gpu = {process.pid for process in processes_on(host, device.gpu.index) or ()}
-    # It has no context yet: where its variables lead, it will go.
-    return not on_gpu & family and environment.get("CUDA_MPS_PIPE_DIRECTORY") == str(home.pipe)
+    has_context = not on_gpu.isdisjoint(family)
+    return leads_to_daemon and not has_context
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,17 +122,22 @@ class Spared:
 
 def device_of_job(host: Host, gpus: Sequence[Gpu], target: str) -> str | None:
     """Return the UUID of the first device of the job of this name or PID; None: no such job runs on these GPUs alone."""
-    uuids = {gpu.uuid for gpu in gpus} | {each.uuid for gpu in gpus for each in gpu.mig_instances}
-    jobs = (
-        record
-        for record in records(host)
-        if target in {record.name, str(record.pid)} and record.devices and uuids.issuperset(record.devices)
-    )
-    return next((record.devices[0] for record in jobs if is_running(host, record)), None)
+    uuids = {gpu.uuid for gpu in gpus} | {mig.uuid for gpu in gpus for mig in gpu.mig_instances}
+    for record in records(host):
+        is_meant = target in {record.name, str(record.pid)}
+        if is_meant and record.devices and uuids.issuperset(record.devices) and is_running(host, record):
+            return record.devices[0]
+    return None
 
 
 def find_spared(host: Host, device: Device, target: str | None) -> JobRecord | None:
-    """Return the production job to spare: of this name or PID, or the only one that runs on the device."""
+    """Return the production job to spare: of this name or PID, running or not; without a target the only one on the device.
+
+    None: a PID of a process without a record here, or no single one runs.
+
+    Raises:
+        NotFound: no job of this name is recorded or was tuned (``no_production``).
+    """
     if target is None:
         living = living_productions(host, device)
         return living[0] if len(living) == 1 else None
@@ -155,8 +162,9 @@ def tuned_next_to(host: Host, device: Device, target: str | None) -> Tuned | Non
 
 
 def _tuned_for(host: Host, production: JobRecord | None, target: str | None) -> Tuned | None:
-    """Return the tuning for a production job, or for the name of one that does not run."""
+    """Return the tuning for a production job; None for it: for the job of the name ``target``, which does not run."""
     name = target if production is None else production.name
+    # What is decimal is a PID, and tunings are kept by name.
     return None if name is None or name.isdecimal() else find_tuned(host, name)
 
 
@@ -166,8 +174,8 @@ def limits_beside(host: Host, device: Device, given: Limits, target: str | None,
     With slices, which limit all jobs of the device together, there is neither a cap nor a priority unless it is given.
     """
     production = find_spared(host, device, target)
-    for_it = _tuned_for(host, production, target)
-    tuned = for_it if for_it is not None and for_it.way == way else None
+    tuned_any_way = _tuned_for(host, production, target)
+    tuned = tuned_any_way if tuned_any_way is not None and tuned_any_way.way == way else None
     living = living_productions(host, device)
     # Limits that the user gave, and slices, need no tuning.
     needs_tuning = tuned is not None or (given.threads_percent is None and way is not Way.SLICES)
@@ -176,13 +184,21 @@ def limits_beside(host: Host, device: Device, given: Limits, target: str | None,
         notes.append(
             f"production jobs here: {', '.join(job.name for job in living)}; to use the tuning for one of them: --for NAME"
         )
-    memory = _memory_limit(device, given, production, living, for_it, notes)
+    # Other production jobs on the device need their memory too.
+    neighbours = living
+    if production is not None:
+        # Compare processes: the peak in a record may just have grown.
+        program = (production.pid, production.started)
+        neighbours = [production, *(job for job in living if (job.pid, job.started) != program)]
+    memory, memory_notes = _memory_limit(device, given.memory_limit_bytes, neighbours, tuned_any_way)
+    notes += memory_notes
     if way is Way.SLICES:
         limits = replace(given, memory_limit_bytes=memory)
         return Spared(limits=limits, production=production, tuned=tuned, notes=tuple(notes))
-    threads, priority = given.threads_percent, given.priority
+    threads = given.threads_percent
     if threads is None:
         threads = SAFE_THREADS_PERCENT if tuned is None else tuned.threads_percent
+    priority = given.priority
     if priority is None:
         priority = Priority.LOW if tuned is None or tuned.low_priority else Priority.NORMAL
     limits = Limits(threads_percent=None if threads >= 100 else threads, memory_limit_bytes=memory, priority=priority)
@@ -190,31 +206,28 @@ def limits_beside(host: Host, device: Device, given: Limits, target: str | None,
 
 
 def _memory_limit(
-    device: Device,
-    given: Limits,
-    production: JobRecord | None,
-    living: Sequence[JobRecord],
-    tuned: Tuned | None,
-    notes: list[str],
-) -> int | None:
-    """Return the memory limit: the given one, else what production leaves."""
-    memory = given.memory_limit_bytes
-    # Another production job on the device needs its memory too. Told by its program: its peak may just have grown.
-    program = None if production is None else (production.pid, production.started)
-    neighbours = [production, *(job for job in living if (job.pid, job.started) != program)]
+    device: Device, given_bytes: int | None, production_jobs: Sequence[JobRecord], tuned: Tuned | None
+) -> tuple[int | None, list[str]]:
+    """Return the memory limit of an opportunistic job, and what to say of it: the given one, else what production leaves.
+
+    Raises:
+        InUse: production leaves nothing, and no limit was given.
+    """
     try:
-        rest = _memory_beside(device, neighbours, tuned)
+        rest = _memory_beside(device, production_jobs, tuned)
     except InUse:
-        if memory is None:
+        if given_bytes is None:
             raise
         rest = 0
-    if memory is None:
-        memory = rest
-        if memory is None:
-            notes.append("no memory limit: the memory that production needs is unknown; set one with --memory")
-    elif rest is not None and memory > rest:
-        notes.append(f"--memory {format_bytes(memory)} is more than production's peak leaves: {format_bytes(rest)}")
-    return memory
+    if given_bytes is not None:
+        if rest is None or given_bytes <= rest:
+            return given_bytes, []
+        return given_bytes, [
+            f"--memory {format_bytes(given_bytes)} is more than production's peak leaves: {format_bytes(rest)}"
+        ]
+    if rest is None:
+        return None, ["no memory limit: the memory that production needs is unknown; set one with --memory"]
+    return rest, []
 
 
 def _tuning_notes(host: Host, device: Device, tuned: Tuned | None) -> list[str]:
@@ -231,7 +244,7 @@ def _tuning_notes(host: Host, device: Device, tuned: Tuned | None) -> list[str]:
     return notes
 
 
-def _memory_beside(device: Device, production_jobs: Sequence[JobRecord | None], tuned: Tuned | None) -> int | None:
+def _memory_beside(device: Device, production_jobs: Sequence[JobRecord], tuned: Tuned | None) -> int | None:
     """Return the bytes that the production jobs leave for another job (None: unknown).
 
     What they take is the larger of two estimates: their known peaks together, and what `tune` saw.
@@ -240,16 +253,17 @@ def _memory_beside(device: Device, production_jobs: Sequence[JobRecord | None], 
         InUse: they leave less than 1 MiB.
     """
     total = device.memory_total_bytes
-    peaks = [job.memory_peak_bytes for job in production_jobs if job is not None and job.memory_peak_bytes is not None]
+    peaks = [job.memory_peak_bytes for job in production_jobs if job.memory_peak_bytes is not None]
     estimates = [sum(peaks)] if peaks else []
     if tuned is not None and tuned.production_memory_bytes is not None:
         estimates.append(tuned.production_memory_bytes)
     if total is None or not estimates:
         return None
-    rest = total - (device.gpu.memory_reserved_bytes or 0) - max(estimates) - _MARGIN_BYTES
+    taken = max(estimates)
+    rest = total - (device.gpu.memory_reserved_bytes or 0) - taken - _MARGIN_BYTES
     if rest < MIB:
         raise InUse(
-            f"production takes {format_bytes(max(estimates))} of the {format_bytes(total)} of {device.title}:"
+            f"production takes {format_bytes(taken)} of the {format_bytes(total)} of {device.title}:"
             " nothing is left for another job",
             "run it on another GPU: -g",
             gpu=device.gpu.index,
@@ -293,13 +307,14 @@ class PauseForProduction(Part):
 
     def started(self, watch: Watch) -> None:
         """Begin: find out how the program can be paused."""
-        self._watch, pid = watch, watch.program_pid
+        self._watch = watch
         # It needs no GPU to begin.
         self.due = time.monotonic() + _FIRST_SECONDS
         if self.pauser is None:
-            channels = ChannelPauser(self.host, pid) if self.by_channels else None
-            self.pauser = Pauser(self.host, watch.gpus, pid, channels)
-        self.pauser.say, self.pauser.tell = self.say, watch.tell
+            channels = ChannelPauser(self.host, watch.program_pid) if self.by_channels else None
+            self.pauser = Pauser(self.host, watch.gpus, watch.program_pid, channels)
+        self.pauser.say = self.say
+        self.pauser.tell = watch.tell
 
     def poll(self) -> bool:
         """Pause or resume the program, and from time to time look for its processes."""
@@ -320,17 +335,17 @@ class PauseForProduction(Part):
         """Pause the program if production works, and let it continue once production rests or has ended."""
         if at >= self._alive_due:
             # Its PID may have been reused by a busy process, or the job may have been started again.
-            self._alive, self._alive_due = self.production.lives(), at + _ALIVE_SECONDS
+            self._alive = self.production.lives()
+            self._alive_due = at + _ALIVE_SECONDS
         active = self._alive and self.production.active()
-        if not active and pauser.paused and not self.production.lives():
+        has_ended = not active and pauser.paused and not self.production.lives()
+        if has_ended or self.pacer.may_run(at, active=active):
             pauser.resume()
             return
-        if self.pacer.may_run(at, active=active):
-            pauser.resume()
-            return
-        before = pauser.paused
+        was_paused = pauser.paused
         pauser.pause()
-        self.pauses += pauser.paused and not before
+        if pauser.paused and not was_paused:
+            self.pauses += 1
 
     def _note_pauses(self, watch: Watch, pauser: Pauser) -> None:
         """Write the pauses down, for the metrics, on each change."""

@@ -6,11 +6,12 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import field
 from typing import Final, Protocol
 
 from gpushare.base.errors import BadUsage, GpushareError, NotFound, or_none
+from gpushare.base.model import GpuProcess
 from gpushare.base.selection import Device
 from gpushare.base.units import parse_pinned_limits, parse_thread_percentage
 from gpushare.base.values import dataclass
@@ -77,31 +78,34 @@ class Attachment(Watch):
             # Nothing can be told from a daemon that does not answer.
             return
         self.attached.update({pid: clients[pid] for pid in tree & clients.keys()})
-        self._find_outside(tree, clients.keys())
-        if not self.attached:
-            self._find_pending(tree)
-
-    def _find_outside(self, tree: set[int], clients: Collection[int]) -> None:
-        """Note the job's processes that run outside MPS: they compute on the GPU, and the daemon does not know them."""
         running = processes_on(self.host, self.device.gpu.index)
-        if running is None:
-            return
-        ours = [process for process in running if process.pid in tree]
-        self.note_memory(ours)
+        if running is not None:
+            ours = [process for process in running if process.pid in tree]
+            self.note_memory(ours)
+            self._note_outside(ours, clients.keys())
+        if not self.attached:
+            self._note_pending(tree)
+
+    def _note_outside(self, ours: Sequence[GpuProcess], clients: Collection[int]) -> None:
+        """Note those of the program's processes that compute on the GPU outside MPS, once two looks in a row saw them there.
+
+        The daemon may not list a new client yet.
+        """
         outside_now = {
             process.pid for process in ours if process.compute and not process.mps and process.pid not in clients
         }
         self.outside |= outside_now & self._suspects
         self._suspects = outside_now
 
-    def _find_pending(self, tree: set[int]) -> None:
+    def _note_pending(self, tree: set[int]) -> None:
         """Note clients that wait for another user: the daemon logs "pending" for them longer than a server start takes."""
-        waiting = self._clients_in_log(_PENDING) & tree
-        for pid in waiting:
-            self._waiting_since.setdefault(pid, time.monotonic())
-        long = {pid for pid in waiting if time.monotonic() - self._waiting_since[pid] > _PENDING_SECONDS}
-        if long - self.pending and self._another_user_is_served():
-            self.pending |= long
+        pending_in_log = self._clients_in_log(_PENDING) & tree
+        now = time.monotonic()
+        for pid in pending_in_log:
+            self._waiting_since.setdefault(pid, now)
+        wait_for_long = {pid for pid in pending_in_log if now - self._waiting_since[pid] > _PENDING_SECONDS}
+        if wait_for_long - self.pending and self._another_user_is_served():
+            self.pending |= wait_for_long
 
     def _another_user_is_served(self) -> bool:
         """Return whether a server of the daemon belongs to another user."""
@@ -125,12 +129,15 @@ class Attachment(Watch):
         )
 
     def settle(self) -> None:
-        """Read the daemon's log for a program that ended between two looks."""
-        if not self.attached:
-            accepted = (self._clients_in_log(_ACCEPTED) & self.seen) - self.pending - self.outside
-            # A daemon that has accepted a client has a server.
-            if accepted and bool(or_none(self.control.servers)):
-                self.attached.update(dict.fromkeys(accepted))
+        """Note the clients of a program that ended between two looks, by the daemon's log."""
+        if self.attached:
+            return
+        in_log = self._clients_in_log(_ACCEPTED) & self.seen
+        accepted = in_log - self.pending - self.outside
+        # Any user may write into the log, but a daemon that has accepted a client has a server.
+        if accepted and bool(or_none(self.control.servers)):
+            # Their servers are unknown.
+            self.attached.update(dict.fromkeys(accepted, None))
 
     def _clients_in_log(self, pattern: re.Pattern[str]) -> set[int]:
         """Return the clients of this user named in the log, into which any user who may connect can write."""
@@ -283,15 +290,18 @@ class MpsShare:
 
     def open(self) -> None:
         """Join the daemon of the device; start one where there is none."""
-        own, home = own_home(self.host, self.device.uuid), self.home
+        own = own_home(self.host, self.device.uuid)
+        home = self.home
         if home.directory != own.directory:
+            # Another user's, which has granted access: without a lease.
             self._joined = home
             return
         own.create()
         with own.locked():
             # Planned under the lock: another run may have started one, or stopped it.
             carry_out(Plan(title=f"MPS on {self.device.title}", steps=self.steps()))
-            self._joined, self.lease = own, own.take_lease()
+            self._joined = own
+            self.lease = own.take_lease()
 
     @property
     def guarded(self) -> tuple[str, ...]:
@@ -306,8 +316,8 @@ class MpsShare:
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
         """Return the environment of a client."""
-        kept = base if self.own_limits else without_own_limits(base)
-        return client_environment(kept, self.device, self.home, self.limits)
+        variables = base if self.own_limits else without_own_limits(base)
+        return client_environment(variables, self.device, self.home, self.limits)
 
     def watch(self, pid: int) -> Attachment:
         """Return the watch over a program."""
@@ -316,21 +326,21 @@ class MpsShare:
 
     def close(self, *, program_lives: bool = False) -> bool:
         """Release the lease and stop the daemon if this was its last program; return whether others still use it."""
-        lease, self.lease = self.lease, None
         lingers = False
-        if lease is not None:
-            lease.release()
+        if self.lease is not None:
+            self.lease.release()
+            self.lease = None
             try:
                 lingers = stop_if_last(self.host, self.home)
             except GpushareError:
+                # It does not stop now. The guard tries again.
                 lingers = True
         # Opened again, it may have to start another daemon.
         self._joined = None
-        # After the daemon, so that the next holder finds the instance empty.
-        claim, self.claim = self.claim, None
-        if claim is not None and not program_lives:
-            # Else the guard holds it for as long as the program lives.
-            claim.release()
+        # After the daemon, so that the next holder finds the instance empty. While the program lives, the guard holds it.
+        if self.claim is not None and not program_lives:
+            self.claim.release()
+        self.claim = None
         return lingers
 
 
@@ -352,7 +362,7 @@ NO_PROGRAM: Final = 127
 
 
 def check_program(program: str) -> None:
-    """Raise unless there is such a program."""
+    """Raise NotFound or NoPermission unless there is such a program that may be executed."""
     if shutil.which(program) is not None:
         return
     # A file of this directory that could be executed is only not on PATH.
@@ -378,6 +388,11 @@ def _check_inherited_threads(limits: Limits) -> None:
 
 
 def guard_words(kind: str, lease: Lease | None, *claims: HeldClaim | None) -> tuple[str, ...]:
-    """Return what the guard is told: the kind, path and descriptor of the lease (empty and -1: none), paths of claims."""
-    words = (kind, "", "-1") if lease is None else (kind, os.fspath(lease.path), str(lease.descriptor))
-    return (*words, *(os.fspath(claim.path) for claim in claims if claim is not None))
+    """Return what the guard is told, as words: the kind, path and descriptor of the lease, paths of claims.
+
+    Without a lease its words are empty and -1. `orphans.after_death` reads them.
+    """
+    lease_words = ("", "-1")
+    if lease is not None:
+        lease_words = (os.fspath(lease.path), str(lease.descriptor))
+    return (kind, *lease_words, *(os.fspath(claim.path) for claim in claims if claim is not None))

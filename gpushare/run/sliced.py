@@ -36,11 +36,12 @@ class KeptSlices:
 
     host: Host
     fixed: bool = False
-    # What was proved by a read-back, by process.
+    # The slice that was last read back, by process.
     proved: dict[int, int] = field(default_factory=dict)
     _control: ChannelControl | None = None
     _known: dict[int, Channels] = field(default_factory=dict)
-    _due: dict[int, float] = field(default_factory=dict)
+    # When to look for new contexts of a process.
+    _contexts_due: dict[int, float] = field(default_factory=dict)
 
     def apply(self, pids: Collection[int], microseconds: int) -> list[int]:
         """Let processes have a slice; return those that were given it now. Others than these are forgotten.
@@ -53,7 +54,7 @@ class KeptSlices:
 
     def _forget(self, pid: int) -> None:
         """Forget a process that has ended or lost its contexts."""
-        for table in (self._known, self.proved, self._due):
+        for table in (self._known, self.proved, self._contexts_due):
             table.pop(pid, None)
 
     def _apply_one(self, pid: int, microseconds: int) -> bool:
@@ -61,40 +62,44 @@ class KeptSlices:
         if self._control is None:
             self._control = self.host.open_channels().__enter__()
         channels = self._known.get(pid)
-        if channels is not None and self._is_right(self._control, channels, microseconds):
+        if channels is not None and self._has_slice(self._control, channels, microseconds):
             return False
         if channels is None:
             # No probe: two at the same time would take each other's trial for the slice of before. The read-back is the proof.
             channels = self._known[pid] = self._control.find(pid, probe=False)
         self._known[pid] = apply_slice(self.host, self._control, channels, microseconds)
-        self.proved[pid], self._due[pid] = microseconds, time.monotonic() + _CONTEXT_SECONDS
+        self.proved[pid] = microseconds
+        self._contexts_due[pid] = time.monotonic() + _CONTEXT_SECONDS
         return True
 
-    def _is_right(self, control: ChannelControl, channels: Channels, microseconds: int) -> bool:
-        """Return whether a known process has its slice, in all contexts that it has now."""
+    def _has_slice(self, control: ChannelControl, channels: Channels, microseconds: int) -> bool:
+        """Return whether a known process has its slice, in all contexts that it has now; look for new ones if that is due.
+
+        If others have changed the slice, and it is not ``fixed``, new contexts get that slice here, and nothing is left to do.
+        """
         pid = channels.pid
         try:
             if self.fixed or self.proved.get(pid) != microseconds:
                 if set(control.read_slices(channels)) != {microseconds}:
                     return False
                 self.proved[pid] = microseconds
-            if time.monotonic() < self._due.get(pid, 0.0):
+            if time.monotonic() < self._contexts_due.get(pid, 0.0):
                 return True
-            self._due[pid] = time.monotonic() + _CONTEXT_SECONDS
+            self._contexts_due[pid] = time.monotonic() + _CONTEXT_SECONDS
             now = control.find_again(channels)
         except NotFound:
             self._forget(pid)
             return False
-        before = {(group.client, group.handle) for group in channels.compute}
         self._known[pid] = now
-        more = [group for group in now.compute if (group.client, group.handle) not in before]
-        if not self.fixed:
+        groups_before = {(group.client, group.handle) for group in channels.compute}
+        new_groups = [group for group in now.compute if (group.client, group.handle) not in groups_before]
+        if new_groups and not self.fixed:
             record = slice_records(self.host).get(pid)
             # Set by `timeslice set` meanwhile: that slice is for later contexts, too.
-            if more and record is not None and record.slice_us != microseconds:
+            if record is not None and record.slice_us != microseconds:
                 apply_slice(self.host, control, now, record.slice_us)
                 return True
-        return all(group.slice_us == microseconds for group in more)
+        return all(group.slice_us == microseconds for group in new_groups)
 
     def restore(self) -> None:
         """Give the processes that still run the slices of before. Raises as `restore_slice`."""
@@ -103,10 +108,10 @@ class KeptSlices:
                 restore_slice(self.host, self._control, channels)
 
     def close(self) -> None:
-        """End the calls."""
-        control, self._control = self._control, None
-        if control is not None:
-            control.close()
+        """End the child process that makes the calls; the next `apply` starts another one."""
+        if self._control is not None:
+            self._control.close()
+        self._control = None
 
 
 @dataclass
@@ -149,8 +154,9 @@ class OwnSlice(Part):
             if error.code not in PASSING:
                 text = f"the time-slice cannot be set: {error.message}; the program goes on with the driver's default"
                 self._say_once(watch.troubles, text)
-            # A driver that does not answer must not hold up a signal again and again.
-            self._timeouts += isinstance(error, TimedOut)
+            if isinstance(error, TimedOut):
+                # A driver that does not answer must not hold up a signal again and again.
+                self._timeouts += 1
             self._failed = is_final(error) or self._timeouts >= _MOST_TIMEOUTS
             return
         if changed:

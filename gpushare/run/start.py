@@ -35,7 +35,7 @@ from gpushare.mps.limits import Limits, check_memory
 from gpushare.part import Part, Watch
 from gpushare.plan import Plan
 from gpushare.run.container import Container
-from gpushare.run.group import DEFAULT_US, PRODUCTION_US, AdaptedSlice, GroupSlice, members, why_not
+from gpushare.run.group import DEFAULT_US, PRODUCTION_US, AdaptedSlice, GroupSlice, members, why_not_settable
 from gpushare.run.jobs import (
     MOST_GRACE_SECONDS,
     OPPORTUNISTIC,
@@ -594,7 +594,7 @@ class JobStart:
             return False
         if not (asked or outside or by_tune):
             return False
-        reason = why_not(self.host, device)
+        reason = why_not_settable(self.host, device)
         if reason is None:
             return True
         if asked:

@@ -100,21 +100,25 @@ def find_target(host: Host, text: str) -> Target:
     record = running_record(host, text)
     if record is not None:
         return _target_of_record(host, record)
-    number = pid_of(text)
-    want = _waiting_job(host, text, number)
-    if want is not None:
-        first = want.claim.processes[0]
-        return Target(job=job_of(host, first, want.name), supervisor=first, waits=True)
-    process = host.processes.identity(number) if number else None
+    waiting = _waiting_job(host, text)
+    if waiting is not None:
+        supervisor = waiting.claim.processes[0]
+        return Target(job=job_of(host, supervisor, waiting.name), supervisor=supervisor, waits=True)
+    pid = pid_of(text)
+    process = host.processes.identity(pid) if pid else None
     if process is None:
         raise no_job_error(host, text)
     return Target(job=job_of(host, process, None))
 
 
-def _waiting_job(host: Host, text: str, number: int | None) -> Reservation | None:
+def _waiting_job(host: Host, text: str) -> Reservation | None:
     """Return the job in the line with this name or PID; of several, the user's own. Raises BadUsage if there are two."""
+    pid = pid_of(text)
     waiting = [job for job in reservations(host) or [] if job.waits]
-    matching = [job for job in waiting if (job.name == text if number is None else job.claim.pid == number)]
+    if pid is None:
+        matching = [job for job in waiting if job.name == text]
+    else:
+        matching = [job for job in waiting if job.claim.pid == pid]
     own = [job for job in matching if _uid(host, job.claim.pid) == host.uid]
     jobs = own or matching
     return only_one(text, jobs, [job.claim.pid for job in jobs])
@@ -125,10 +129,13 @@ def in_order_of_ends(host: Host, targets: Iterable[Target]) -> list[Target]:
 
     In any other order one of them might start in the place of one that has ended.
     """
-    line = {job.claim.processes[0]: place for place, job in enumerate(reservations(host) or []) if job.waits}
-    return sorted(
-        targets, key=lambda target: -1 if target.supervisor is None else line.get(target.supervisor, -1), reverse=True
-    )
+    places = {job.claim.processes[0]: place for place, job in enumerate(reservations(host) or []) if job.waits}
+
+    def place_in_line(target: Target) -> int:
+        """Return how many jobs were entered before it; -1: it does not wait."""
+        return -1 if target.supervisor is None else places.get(target.supervisor, -1)
+
+    return sorted(targets, key=place_in_line, reverse=True)
 
 
 def _target_of_record(host: Host, record: JobRecord) -> Target:
@@ -180,7 +187,7 @@ class Stop:
             self.ended_by = "line" if target.waits else "gpushare"
             self.plan = self._plan_by_gpushare(target.supervisor)
         else:
-            self.ended_by, self.plan = self._end_without_gpushare()
+            self.ended_by, self.plan = self._way_and_plan_without_gpushare()
 
     def run(self) -> Stopped:
         """Carry the plan out, and read back that the job is gone.
@@ -226,13 +233,13 @@ class Stop:
 
     @property
     def _bound_seconds(self) -> float:
-        """Return how long to wait for the job's gpushare: as given, else its grace and the time to drain."""
+        """Return how long to wait for the job's gpushare: the grace, as given or of its own, and the time to drain."""
         if self._grace is not None:
             return self._grace + HURRY_SECONDS
         record = self.target.record
-        own = None if record is None else record.grace_seconds
-        # Then the queue of an MPS client is drained.
-        return BOUND_SECONDS if own is None else max(BOUND_SECONDS, own + HURRY_SECONDS)
+        if record is None or record.grace_seconds is None:
+            return BOUND_SECONDS
+        return max(BOUND_SECONDS, record.grace_seconds + HURRY_SECONDS)
 
     def _ask(self, supervisor: Identity) -> None:
         """Ask the job's gpushare to end it (SIGTERM)."""
@@ -240,16 +247,18 @@ class Stop:
 
     def _wait_for_end(self, supervisor: Identity) -> None:
         """Wait until the job is gone; after a given grace ask once more. Raises OperationFailed: it is still there."""
-        if self._is_gone(supervisor, self._bound_seconds if self._grace is None else self._grace):
-            return
-        if self._grace is not None:
-            # As a second Ctrl-C.
+        if self._grace is None:
+            if self._wait_gone(supervisor, self._bound_seconds):
+                return
+            hint = f"its own grace period may be longer; to cut it short: gpushare stop --grace 0 {self._job.selector}"
+        else:
+            if self._wait_gone(supervisor, self._grace):
+                return
+            # As a second Ctrl-C: it cuts the grace short.
             self._ask(supervisor)
-            if self._is_gone(supervisor, HURRY_SECONDS):
+            if self._wait_gone(supervisor, HURRY_SECONDS):
                 return
             hint = "its processes may hang in the driver; see: sudo dmesg | tail"
-        else:
-            hint = f"its own grace period may be longer; to cut it short: gpushare stop --grace 0 {self._job.selector}"
         raise OperationFailed(
             f"{self._job.title} has not ended within {format_duration(self._bound_seconds)}: its gpushare (process"
             f" {supervisor.pid}) is still running",
@@ -257,66 +266,74 @@ class Stop:
             code="still_running",
         )
 
-    def _is_gone(self, supervisor: Identity, seconds: float) -> bool:
-        """Wait until its gpushare and its program are gone; return whether they are."""
+    def _wait_gone(self, supervisor: Identity, seconds: float) -> bool:
+        """Wait until its gpushare and its program are gone, at most this long; return whether they are."""
         both = {supervisor, Identity(self._job.pid, self._job.started)}
         deadline = time.monotonic() + seconds
         while any(self._host.processes.identity(process.pid) == process for process in both):
             if time.monotonic() >= deadline:
                 return False
             if is_stopped(supervisor.pid):
-                # Ctrl-Z, which may take effect only after it was asked: it would not see the signal.
+                # By Ctrl-Z, which may take effect only after it was asked: stopped, it does not act on the signal.
                 signal_same(self._host.processes, *supervisor, signal.SIGCONT)
             time.sleep(_POLL_SECONDS)
         return True
 
-    def _end_without_gpushare(self) -> tuple[str, Plan]:
-        """Return how a program ends that no gpushare runs, and the plan."""
-        host, job = self._host, self._job
+    def _way_and_plan_without_gpushare(self) -> tuple[str, Plan]:
+        """Return how a program ends that no gpushare runs (`Stopped.ended_by`), and the plan."""
+        host = self._host
+        job = self._job
         info = host.processes.describe(job.pid)
         if info is not None and (is_server(info.name) or info.name == MPS_CONTROL):
             kind = "server" if is_server(info.name) else "control daemon"
             raise serves_clients_error(job.pid, kind, "see its GPU: gpushare mps status; stop it: gpushare mps stop")
         tree = host.processes.descendants(job.pid)
         clients = find_clients(host, self._gpus, tree)
-        on_gpu = {
-            process.pid: (gpu, process)
-            for gpu in self._gpus
-            for process in gpu.processes or ()
-            if process.pid in set(tree)
-        }
-        under_mps = {*(each.client.pid for each in clients), *(pid for pid, (_, each) in on_gpu.items() if each.mps)}
-        if not (self.target.record or on_gpu or under_mps or self._is_kept_off(tree)):
+        on_gpu = [(gpu, process) for gpu in self._gpus for process in gpu.processes or () if process.pid in tree]
+        under_mps = bool(clients) or any(process.mps for _, process in on_gpu)
+        if not (self.target.record or on_gpu or under_mps or self._may_be_off_gpu(tree)):
             raise NotFound(
                 f"process {job.pid} is not a job of gpushare, and not on a GPU",
                 f"{ending_hint(host, job.pid)}; see what runs: gpushare jobs -a",
                 code="not_on_gpu",
             )
-        consent = consent_to(host, job, "ends", () if job.uid != host.uid else tree)
-        record = self.target.record
-        # To root the record of another user may name any process.
-        if not consent and not (record is not None and record.keeper_uid is None):
-            consent = (self._loss_of_job(),)
+        consent = self._consent(tree)
         container = None if info is None else info.container
+        # Its engine does not drain the queue of an MPS client.
         engine = None if container is None or under_mps else engine_of(container)
-        title = f"stop {job.title}"
         if under_mps:
-            way, steps = "mps", self._drain_steps(tree, clients, on_gpu)
+            way = "mps"
+            steps = self._drain_steps(tree, clients, on_gpu)
         elif engine is not None and container is not None:
-            way, steps = "container", (self._engine_step(engine, container),)
+            way = "container"
+            steps = (self._engine_step(engine, container),)
         else:
-            way, steps = "signal", (self._signal_step(tree),)
-        return way, Plan(title=title, steps=steps, consent=consent)
+            way = "signal"
+            steps = (self._signal_step(tree),)
+        return way, Plan(title=f"stop {job.title}", steps=steps, consent=consent)
 
-    def _is_kept_off(self, tree: Sequence[int]) -> bool:
+    def _consent(self, tree: Sequence[int]) -> tuple[Loss, ...]:
+        """Return what to ask before a program ends that no gpushare runs: always, unless a record of this user names it."""
+        job = self._job
+        # Of another user's job all processes are lost, whosever they are.
+        consent = consent_to(self._host, job, "ends", tree if job.uid == self._host.uid else ())
+        record = self.target.record
+        # To root, the record of another user may name any process.
+        is_recorded_here = record is not None and record.keeper_uid is None
+        if consent or is_recorded_here:
+            return consent
+        return (self._loss_of_job(),)
+
+    def _may_be_off_gpu(self, tree: Sequence[int]) -> bool:
         """Return whether a program is paused or swapped out, or cannot be seen on the GPU from this PID namespace."""
         host = self._host
         if has_records(host, "pause") and jobs_of(host, [self._job.pid]):
             return True
         if has_records(host, "swap") and any(image.pid in tree for swap in swaps(host) for image in swap.images):
             return True
-        blind = host.processes.namespace_is_host() is False
-        return blind and any(host.processes.uses_driver(pid) for pid in tree)
+        if host.processes.namespace_is_host() is False:
+            return any(host.processes.uses_driver(pid) for pid in tree)
+        return False
 
     def _loss_of_job(self) -> Loss:
         """Return the question to ask before a process is ended that no record of this user's own names as a job."""
@@ -330,7 +347,7 @@ class Stop:
         return Loss(action="ends", what=job.title, why=(*program, reason))
 
     def _drain_steps(
-        self, tree: Sequence[int], clients: Sequence[Client], on_gpu: dict[int, tuple[Gpu, GpuProcess]]
+        self, tree: Sequence[int], clients: Sequence[Client], on_gpu: Sequence[tuple[Gpu, GpuProcess]]
     ) -> tuple[Step, ...]:
         """Return the steps that stop, drain and kill a client of MPS, and read the state of its server."""
         host = self._host
@@ -338,14 +355,14 @@ class Stop:
         if clients:
             meter = meter_of(host, clients[0], self._gpus)
         else:
-            # NVML knows it as a client, and its daemon does not answer.
-            gpu, process = next((gpu, each) for gpu, each in on_gpu.values() if each.mps)
+            # NVML lists it as a client, and its daemon does not answer.
+            gpu, process = next((gpu, each) for gpu, each in on_gpu if each.mps)
             meter = ActivityMeter(host.nvml, gpu.index, process.gpu_instance_id)
-        ending = self._ending = Ending(host, starts_of(host.processes, tree), meter, bound)
-        steps = ending.steps()
-        for client in clients[:1]:
-            if client.client.server_pid is not None:
-                steps += (self._state_step(client, client.client.server_pid),)
+        self._ending = Ending(host, starts_of(host.processes, tree), meter, bound)
+        steps = self._ending.steps()
+        server = clients[0].client.server_pid if clients else None
+        if server is not None:
+            steps += (self._state_step(clients[0], server),)
         return steps
 
     def _state_step(self, client: Client, server: int) -> Step:
@@ -380,24 +397,17 @@ class Stop:
 
     def _signal_step(self, tree: Sequence[int]) -> Step:
         """Return the step that ends a job outside MPS, where its end breaks no others."""
+        host = self._host
+        job = self._job
         grace = GRACE_SECONDS if self._grace is None else self._grace
-        host, job = self._host, self._job
-        paused = has_records(host, "pause") and bool(jobs_of(host, [job.pid]))
+        what = f"end {job.title}: SIGTERM, and SIGKILL after {format_duration(grace)}"
+        if has_records(host, "pause") and jobs_of(host, [job.pid]):
+            what = f"resume it, so that it can end, then {what}"
         pids = " ".join(map(str, tree))
-        first = "resume it, so that it can end, then " if paused else ""
 
         def end() -> None:
-            end_programs(
-                host,
-                {job.pid: job.started},
-                set,
-                None,
-                number=signal.SIGTERM,
-                grace_seconds=grace,
-            )
+            """End it; `set`: no process is a client of MPS."""
+            programs = {job.pid: job.started}
+            end_programs(host, programs, clients=set, meter=None, number=signal.SIGTERM, grace_seconds=grace)
 
-        return Step(
-            what=f"{first}end {job.title}: SIGTERM, and SIGKILL after {format_duration(grace)}",
-            command=f"kill -TERM {pids}; sleep {grace:g}; kill -KILL {pids}",
-            do=end,
-        )
+        return Step(what=what, command=f"kill -TERM {pids}; sleep {grace:g}; kill -KILL {pids}", do=end)

@@ -48,7 +48,10 @@ from gpushare.run.jobs import consent_to, find_job, job_of, processes_to_swap
 
 @dataclass
 class SwapWork:
-    """The way of one job out of the GPU or back: the plan, and the record of the job before it and, carried out, after it."""
+    """The way of one job out of the GPU or back: the plan, and the record of the job.
+
+    ``done`` gets the record that the plan leaves, when it is carried out.
+    """
 
     plan: Plan
     before: Swap
@@ -56,7 +59,7 @@ class SwapWork:
 
     @property
     def swap(self) -> Swap:
-        """Return the record of the job: as it was left, or before that as it was planned."""
+        """Return the record of the job: as the plan left it, or before that as it was planned."""
         return self.done[0] if self.done else self.before
 
 
@@ -95,16 +98,20 @@ def plan_swap_out(host: Host, text: str, say: Callable[[str], None], *, dry_run:
             done.append(go_out(host, swap, lambda: processes_to_swap(host, job), room_kept))
 
     pids = " ".join(str(process.pid) for process in processes)
-    words = f"copy {format_bytes(swap.memory_bytes)} of {job.title} from GPU {gpu.index} to host memory"
-    gone = f"{job.title} is swapped out of GPU {gpu.index}, with {format_bytes(swap.memory_bytes)} in host memory"
     undo = f"gpushare swap in {job.selector}"
     step = Step(
-        what=words,
+        what=f"copy {format_bytes(swap.memory_bytes)} of {job.title} from GPU {gpu.index} to host memory",
         command=f"for pid in {pids}; do cuda-checkpoint --action lock --pid $pid; cuda-checkpoint --action checkpoint --pid $pid; done",
         undo=undo,
         do=act,
     )
-    return SwapWork(Plan(title=gone, steps=(step,), undo=undo, consent=losses), swap, done)
+    plan = Plan(
+        title=f"{job.title} is swapped out of GPU {gpu.index}, with {format_bytes(swap.memory_bytes)} in host memory",
+        steps=(step,),
+        undo=undo,
+        consent=losses,
+    )
+    return SwapWork(plan, swap, done)
 
 
 def _gpu_to_leave(host: Host, job: Job, index: int) -> tuple[Gpu, str]:
@@ -139,11 +146,12 @@ def back_to_gpu(
         NotSupported: its GPU is in MIG mode now.
         NoPermission: it belongs to another user.
     """
-    gone = ended_swap(host, text)
+    # Read before the repair, which forgets what has ended.
+    ended = ended_swap(host, text)
     repaired = repair_first(host, say, dry_run=dry_run)
     try:
-        out = _swapped_out_job(host, text, gone)
-        swap = taken_over(host, out)
+        named = _swapped_out_job(host, text, ended)
+        swap = taken_over(host, named)
     except NotFound:
         back = next((each for each in repaired if each.is_named(text) and each.living(host)), None)
         if back is None:
@@ -153,26 +161,29 @@ def back_to_gpu(
         return SwapWork(plan, replace(back, state=BACK, restored=True))
     losses = _consent(host, swap)
     # What root itself has swapped out comes back unasked, as root resumes what it has paused.
-    asks = not any(each.pid == out.pid and each.keeper_uid is None for each in swaps(host))
+    is_own_swap = any(each.pid == named.pid and each.keeper_uid is None for each in swaps(host))
     if swap.state == LOST:
         raise lost_error(swap)
     check_continues(host, swap)
     device = _device_of(host, swap)
-    limits, done = kept_limits(host), list[Swap]()
+    limits = kept_limits(host)
+    done: list[Swap] = []
     pids = " ".join(str(pid) for pid, _, _ in swap.living(host))
-    words = f"copy {format_bytes(swap.memory_bytes)} of {swap.title} back to {device.title}"
-    back_on = f"{swap.title} is back on {device.title}, with {format_bytes(swap.memory_bytes)}"
     undo = f"gpushare swap out {swap.selector}{' -y' if losses else ''}"
     step = Step(
-        what=words,
+        what=f"copy {format_bytes(swap.memory_bytes)} of {swap.title} back to {device.title}",
         command=f"for pid in {pids}; do cuda-checkpoint --action restore --pid $pid; cuda-checkpoint --action unlock --pid $pid; done",
         undo=undo,
         do=lambda: done.append(_wait_and_return(host, text, swap, device, limits, seconds, say, waiting)),
     )
-    notes = (_room_text(host, device, swap, limits, wait=seconds != 0.0),) if dry_run else ()
-    return SwapWork(
-        Plan(title=back_on, steps=(step,), undo=undo, consent=losses if asks else (), notes=notes), swap, done
+    plan = Plan(
+        title=f"{swap.title} is back on {device.title}, with {format_bytes(swap.memory_bytes)}",
+        steps=(step,),
+        undo=undo,
+        consent=() if is_own_swap else losses,
+        notes=(_room_text(host, device, swap, limits, wait=seconds != 0.0),) if dry_run else (),
     )
+    return SwapWork(plan, swap, done)
 
 
 def _device_of(host: Host, swap: Swap) -> Device:
@@ -207,42 +218,46 @@ def _wait_and_return(
 
     Where the ledger cannot be written, as on a full disk, it comes back without a place there if the GPU has room.
     """
-    ends = None if seconds is None else time.monotonic() + seconds
+    deadline = None if seconds is None else time.monotonic() + seconds
     while True:
-        rest = None if ends is None else max(0.0, ends - time.monotonic())
+        wait_seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
         try:
             with contextlib.ExitStack() as held:
                 try:
-                    held.enter_context(room_reserved(host, [device], swap, rest, limits, waiting))
+                    held.enter_context(room_reserved(host, [device], swap, wait_seconds, limits, waiting))
                 except (NoPermission, OperationFailed) as error:
                     if error.code != "lease_unusable":
                         raise
                     say(f"{error.message}; so it comes back without a place in the line, if there is room")
-                    rest = 0.0
+                    wait_seconds = 0.0
                 held.enter_context(guarded(host, say))
                 held.enter_context(locked(host, say=say))
                 return come_in(host, taken_over(host, _swapped_out_job(host, text, swap)))
         except InUse as error:
-            if error.code != "no_room" or rest == 0.0:
+            if error.code != "no_room" or wait_seconds == 0.0:
                 raise
 
 
 def _room_text(host: Host, device: Device, swap: Swap, limits: UserLimits, *, wait: bool) -> str:
-    """Return what a dry run says of the room: whether there is some now, or what is in the way."""
+    """Return what a dry run says of the room: whether there is some now, or what is in the way. ``wait``: the job would wait."""
     need = back_bytes(host, device, swap.memory_bytes)
     request = Request(memory_bytes=need, keys=(device.uuid,), client=False, name=swap.name)
     room = outlook(host, [device], request, limits.at_least(os.geteuid(), need))
     if room.starts_now:
-        return f"now there is room: {room.why.rpartition(': ')[2]}"
-    return room.why if wait else room.why.replace("now it would wait for", "now there is no room for", 1)
+        _, _, free = room.why.rpartition(": ")
+        return f"now there is room: {free}"
+    if wait:
+        return room.why
+    return room.why.replace("now it would wait for", "now there is no room for", 1)
 
 
 def _consent(host: Host, swap: Swap) -> tuple[Loss, ...]:
     """Return what to ask before another user's job comes back, as root."""
     pids = [pid for pid, _, _ in swap.living(host)]
-    job = job_of(host, Identity(pids[0] if pids else swap.pid, swap.started), swap.name)
-    # Its user is that of a living process; it is named as everywhere.
-    return consent_to(host, replace(job, pid=swap.pid), "swaps in", pids)
+    # Its first process may have ended: a living one tells its user. For people it is still the job of the first one.
+    living = Identity(pids[0] if pids else swap.pid, swap.started)
+    job = replace(job_of(host, living, swap.name), pid=swap.pid)
+    return consent_to(host, job, "swaps in", pids)
 
 
 def _already_out_error(swap: Swap) -> GpushareError:
@@ -257,18 +272,24 @@ def _already_out_error(swap: Swap) -> GpushareError:
 
 
 def _swapped_out_job(host: Host, text: str, earlier: Swap | None) -> Swap:
-    """Return the swapped-out job with this name or PID; ``earlier`` is the job that had it before and may have ended."""
+    """Return the swapped-out job with this name or PID; ``earlier`` is the job that had it before and may have ended.
+
+    Raises:
+        NotFound: no job has it (``no_job``), it has ended, or is not swapped out (``not_out``).
+        BadUsage: several users have such a job (``ambiguous_job``).
+    """
     # By its record first: the process whose PID names it may have ended before its other processes.
     named = [swap for swap in swaps(host) if swap.state != BACK and swap.is_named(text)]
-    ours = [swap for swap in named if swap.keeper_uid in {None, 0}]
-    if len(ours or named) > 1:
+    # This user's and root's before those of others, which only root sees.
+    nearest = [swap for swap in named if swap.keeper_uid in {None, 0}] or named
+    if len(nearest) > 1:
         raise BadUsage(
             f"{len(named)} users have a swapped-out job '{text}'",
             f"give a PID: {', '.join(str(swap.pid) for swap in named[:5])}",
             code="ambiguous_job",
         )
-    if named:
-        return (ours or named)[0]
+    if nearest:
+        return nearest[0]
     try:
         job = find_job(host, text)
     except NotFound:

@@ -18,7 +18,7 @@ from gpushare.host.identity import Identity
 from gpushare.host.store import Job
 from gpushare.host.users import has_records
 from gpushare.pause import change as module
-from gpushare.pause.change import JobPause, changing, find_paused, free, resume_to_end
+from gpushare.pause.change import JobPause, changing, find_paused, resume_and_forget, resume_to_end
 from gpushare.pause.keep import LOOK_SECONDS, Keeper
 from gpushare.pause.record import PAUSED, PAUSES, PAUSING, RESUMING, PausedJob, paused_jobs, paused_since, write
 from gpushare.plan import NotUndone, carry_out
@@ -161,7 +161,7 @@ def test_what_cannot_be_taken_back_stays_on_record(job: Paused) -> None:
     assert ("enable", job.pids[1]) in job.control.done
     job.control.fails.clear()
     with changing(job.host):
-        free(job.host, job.control, find_paused(job.host, "train"))  # type: ignore[arg-type]
+        resume_and_forget(job.host, job.control, find_paused(job.host, "train"))  # type: ignore[arg-type]
     assert job.off == [False, False]
     assert not job.path.exists()
 
@@ -249,10 +249,10 @@ def test_what_root_has_paused_too_stays_off(job: Paused, tmp_path: Path) -> None
     mine = PAUSES.read(own)
     assert mine is not None
     # The time of the user's pause is over.
-    free(user, job.control, mine)
+    resume_and_forget(user, job.control, mine)
     assert job.off == [True, True]
     assert not own.exists()
-    free(job.host, job.control, job.job())
+    resume_and_forget(job.host, job.control, job.job())
     assert job.off == [False, False]
 
 

@@ -13,7 +13,7 @@ from gpushare.host.host import Host
 from gpushare.mps.limits import Limits
 from gpushare.part import Part
 from gpushare.run import group
-from gpushare.run.group import GroupSlice, members, why_not
+from gpushare.run.group import GroupSlice, members, why_not_settable
 from gpushare.run.share import MpsShare
 from gpushare.sim import admin, open_simulated
 from gpushare.sim.state import SimulatedHostState, StateFile
@@ -179,9 +179,9 @@ def test_a_driver_that_fails_once_is_tried_again(share: MpsShare, file: StateFil
 
 
 def test_why_not_names_the_reason(file: StateFile, host: Host, device: Device) -> None:
-    assert why_not(host, device) is None
+    assert why_not_settable(host, device) is None
     fault(file, "seccomp")
-    reason = why_not(host, device)
+    reason = why_not_settable(host, device)
     assert reason is not None
     assert reason.code == "seccomp"
 
@@ -190,7 +190,7 @@ def test_the_daemon_of_another_user_is_left_alone(share: MpsShare, host: Host, d
     elsewhere = replace(
         host, run_directory=host.run_directory.parent / "mine", shared_run_directories=(host.run_directory,)
     )
-    reason = why_not(elsewhere, device)
+    reason = why_not_settable(elsewhere, device)
     assert reason is not None
     assert reason.code == "not_your_daemon"
 
@@ -237,7 +237,7 @@ def test_members_that_begin_at_once_do_not_take_each_others_trials_for_the_slice
 
     monkeypatch.setattr(channels, "_probe", probed)
     watches = [Watched(share) for _ in range(3)]
-    assert why_not(host, device) is None
+    assert why_not_settable(host, device) is None
     for watch in watches:
         watch.poll()
     assert server_slices(file) == [200]

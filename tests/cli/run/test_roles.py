@@ -163,7 +163,7 @@ def test_where_slices_are_not_supported_a_job_outside_mps_is_spared_by_a_pause(
 ) -> None:
     assert world.host.nvml.count() == 1
     refusal = NotSupported("a sandbox forbids pidfd_getfd", "run it on the host", code="seccomp")
-    monkeypatch.setattr("gpushare.run.start.why_not", lambda *_: refusal)
+    monkeypatch.setattr("gpushare.run.start.why_not_settable", lambda *_: refusal)
     text = "test -z $CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
     words = ("run", "--opportunistic", "--for", str(running))
     answer = cli(*words, "--", "sh", "-c", text)
