@@ -188,7 +188,7 @@ def _kill_one(part: Part, victim: Job, steady: Job) -> dict[str, Any]:
     done = part.did("stop", str(victim.pid), "-y")
     time.sleep(0.8)
     figures, broke = _steady_now(steady, began)
-    stopped = (done.data.get("stopped") or [{}])[0]
+    (stopped,) = done.data.get("jobs") or [{}]
     return {
         "exit_code": done.code,
         "drain": stopped.get("drain"),
