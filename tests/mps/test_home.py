@@ -181,22 +181,25 @@ def test_a_record_that_may_not_be_removed_is_an_error_of_ours(
         home.clear()
 
 
-def test_two_processes_exclude_each_other(home: DaemonHome) -> None:
+def test_two_processes_exclude_each_other(home: DaemonHome, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpushare.mps.home._LOCK_SECONDS", 0.05)
     with elsewhere(home, "with home.locked():\n print('locked', flush=True); input()") as other:
-        with pytest.raises(OperationFailed) as caught, home.locked(seconds=0.05):
+        with pytest.raises(OperationFailed) as caught, home.locked():
             pass
         assert caught.value.code == "locked"
         assert "fuser" in caught.value.hint
         other.kill()
         other.wait()
-        with home.locked(seconds=5.0):
+        monkeypatch.setattr("gpushare.mps.home._LOCK_SECONDS", 5.0)
+        with home.locked():
             pass
 
 
-def test_the_lock_is_free_after_an_error(home: DaemonHome) -> None:
+def test_the_lock_is_free_after_an_error(home: DaemonHome, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpushare.mps.home._LOCK_SECONDS", 0.0)
     with pytest.raises(ZeroDivisionError), home.locked():
         raise ZeroDivisionError
-    with home.locked(seconds=0.0):
+    with home.locked():
         pass
 
 
