@@ -25,7 +25,7 @@ _NO_DESCRIPTOR: Final = frozenset({errno.ENOSYS, errno.EPERM, errno.EMFILE, errn
 # _IO(0xb7, 4) of linux/nsfs.h.
 _GET_OWNER_UID: Final = 0xB704
 # Where a field is in `stat_fields`: its number in proc_pid_stat(5), less 3.
-STATE, PARENT, FLAGS, USER_TICKS, KERNEL_TICKS, STARTED, RESIDENT_PAGES = 0, 1, 6, 11, 12, 19, 21
+STATE, PARENT, GROUP, FLAGS, USER_TICKS, KERNEL_TICKS, STARTED, RESIDENT_PAGES = 0, 1, 2, 6, 11, 12, 19, 21
 # States of a process that has ended.
 GONE: Final = frozenset({"Z", "X", "x"})
 _STOPPED: Final = frozenset({"T", "t"})

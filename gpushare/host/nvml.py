@@ -35,10 +35,17 @@ NOT_SUPPORTED: Final = 3
 NO_PERMISSION: Final = 4
 NOT_FOUND: Final = 6
 INSUFFICIENT_SIZE: Final = 7
+DRIVER_NOT_LOADED: Final = 9
+TIMEOUT: Final = 10
+LIBRARY_NOT_FOUND: Final = 12
 FUNCTION_NOT_FOUND: Final = 13
+GPU_IS_LOST: Final = 15
+LIB_RM_VERSION_MISMATCH: Final = 18
+IN_USE: Final = 19
 NO_DATA: Final = 21
 ARGUMENT_VERSION_MISMATCH: Final = 25
 DEPRECATED: Final = 26
+GPU_NOT_FOUND: Final = 28
 # These mean unknown: None, not an error.
 CANNOT_TELL: Final = frozenset(
     {NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND, NO_DATA, ARGUMENT_VERSION_MISMATCH, DEPRECATED}
@@ -53,32 +60,32 @@ def nvml_error(code: int, text: str, gpu: str | None = None) -> GpushareError:
         return NotSupported(f"{where}the driver does not support it ({text})", doctor, gpu=gpu)
     if code == NO_PERMISSION:
         return NoPermission(f"{where}the driver refuses: {text}", "run it as root: sudo gpushare ...", gpu=gpu)
-    if code in {NOT_FOUND, 28}:
+    if code in {NOT_FOUND, GPU_NOT_FOUND}:
         return NotFound(f"{where}{text}", "see which GPUs are there: gpushare status", gpu=gpu)
-    if code == 9:
+    if code == DRIVER_NOT_LOADED:
         return DriverNotLoaded(
             "the NVIDIA driver is not loaded", "load it: sudo modprobe nvidia; then: gpushare doctor"
         )
-    if code == 10:
+    if code == TIMEOUT:
         return TimedOut(f"{where}the driver did not answer ({text})", doctor, gpu=gpu)
-    if code == 12:
+    if code == LIBRARY_NOT_FOUND:
         return NvmlMissing(
             "libnvidia-ml.so.1 is not on this machine",
             "install the NVIDIA driver, or try a simulated host: gpushare --host sim:h200 status",
         )
-    if code == 15:
+    if code == GPU_IS_LOST:
         return GpuLost(
             f"{where}the GPU is lost: it fell off the bus",
             "see: sudo dmesg | grep -i xid; a reboot may bring it back",
             gpu=gpu,
         )
-    if code == 18:
+    if code == LIB_RM_VERSION_MISMATCH:
         return OperationFailed(
             "the NVIDIA library and the kernel driver have different versions",
             "the driver was updated while it was loaded: reboot, or unload and load it again",
             code="driver_mismatch",
         )
-    if code == 19:
+    if code == IN_USE:
         return InUse(f"{where}in use by another client", "see who: gpushare status", gpu=gpu)
     return OperationFailed(f"{where}NVML answers {code}: {text}", doctor, gpu=gpu, code="nvml")
 
@@ -120,7 +127,10 @@ def read_processes(nvml: Any, name: str, handle: Any) -> list[tuple[int, int | N
 
 
 def _rows(nvml: Any, kind: Any, room: int, call: Callable[[Any, Any], int]) -> list[Any]:
-    """Return the rows that a call writes to an array; it is asked again with a larger one if there are more."""
+    """Return the rows, of the C structure ``kind``, that a call writes to an array with ``room`` for so many.
+
+    If there are more, it is called again with a larger array.
+    """
     while True:
         count, rows = c_uint(room), (kind * room)()
         code = call(byref(count), rows)
@@ -377,9 +387,13 @@ class NvmlReader:
 
         Not from the largest MIG profile, which has 98 of the 108 on an A100.
         """
-        per_sm = None if compute_capability is None else cores_per_multiprocessor(compute_capability)
-        cores = None if per_sm is None else self._value(index, "nvmlDeviceGetNumGpuCores")
-        return None if per_sm is None or cores is None else int(cores) // per_sm
+        if compute_capability is None:
+            return None
+        cores_per_sm = cores_per_multiprocessor(compute_capability)
+        if cores_per_sm is None:
+            return None
+        cores = self._value(index, "nvmlDeviceGetNumGpuCores")
+        return None if cores is None else int(cores) // cores_per_sm
 
     def closeness(self, index: int, other: int) -> int:
         """Return how well two GPUs are connected, from 0 (by the link between two CPUs, or unknown) to 6 (NVLink).
@@ -398,7 +412,8 @@ class NvmlReader:
 
     def cpus(self, index: int) -> frozenset[int] | None:
         """Return the CPUs next to a GPU (nvmlDeviceGetCpuAffinity), or None when unknown."""
-        handle, words = self.handle(index), (max(os.sched_getaffinity(0)) // _WORD_BITS) + 1
+        handle = self.handle(index)
+        words = max(os.sched_getaffinity(0)) // _WORD_BITS + 1
         masks = self.ask(lambda nvml: list(nvml.nvmlDeviceGetCpuAffinity(handle, words)), str(index))
         if masks is None:
             return None
@@ -457,14 +472,11 @@ class NvmlReader:
             """Return the answer of a getter with a handle and a kind, a constant of NVML: which sensor, or which clock."""
             return self.ask(lambda nvml: int(getattr(nvml, name)(handle, getattr(nvml, kind))), gpu)
 
-        def engine(name: str) -> int | None:
-            """Return how busy a video engine is, in percent."""
+        def engine_percent(name: str) -> int | None:
+            """Return how busy a video engine is."""
             answer = self._value(index, name)
             return None if answer is None else int(answer[0])
 
-        reasons = self._value(index, "nvmlDeviceGetCurrentClocksEventReasons")
-        if reasons is None:
-            reasons = self._value(index, "nvmlDeviceGetCurrentClocksThrottleReasons")
         return GpuSensors(
             power_watts=self._watts(index, "nvmlDeviceGetPowerUsage"),
             power_limit_watts=self._watts(index, "nvmlDeviceGetEnforcedPowerLimit"),
@@ -473,12 +485,19 @@ class NvmlReader:
             sm_clock_max_mhz=ask_kind("nvmlDeviceGetMaxClockInfo", "NVML_CLOCK_SM"),
             memory_clock_mhz=ask_kind("nvmlDeviceGetClockInfo", "NVML_CLOCK_MEM"),
             fan_percent=self._value(index, "nvmlDeviceGetFanSpeed"),
-            encoder_percent=engine("nvmlDeviceGetEncoderUtilization"),
-            decoder_percent=engine("nvmlDeviceGetDecoderUtilization"),
-            slowed_by=None
-            if reasons is None
-            else tuple(dict.fromkeys(word for bit, word in _SLOWED if int(reasons) & bit)),
+            encoder_percent=engine_percent("nvmlDeviceGetEncoderUtilization"),
+            decoder_percent=engine_percent("nvmlDeviceGetDecoderUtilization"),
+            slowed_by=self._slowed_by(index),
         )
+
+    def _slowed_by(self, index: int) -> tuple[str, ...] | None:
+        """Return what slows a GPU down, in words; None: unknown."""
+        reasons = self._value(index, "nvmlDeviceGetCurrentClocksEventReasons")
+        if reasons is None:
+            reasons = self._value(index, "nvmlDeviceGetCurrentClocksThrottleReasons")
+        if reasons is None:
+            return None
+        return tuple(dict.fromkeys(word for bit, word in _SLOWED if int(reasons) & bit))
 
     def pcie_traffic(self, index: int) -> tuple[int | None, int | None]:
         """Return what a GPU receives and sends over PCIe, in bytes per second (nvmlDeviceGetPcieThroughput).
@@ -486,12 +505,13 @@ class NvmlReader:
         NVML measures for 20 ms each way, and the call lasts that long.
         """
         handle = self.handle(index)
-        # NVML_PCIE_UTIL_RX_BYTES, then TX_BYTES; NVML answers in KB/s.
-        received, sent = (
-            self.ask(lambda nvml, way=way: nvml.nvmlDeviceGetPcieThroughput(handle, way), str(index))  # type: ignore[misc]
-            for way in (1, 0)
-        )
-        return None if received is None else received * 1000, None if sent is None else sent * 1000
+
+        def bytes_per_second(counter: str) -> int | None:
+            """Return the answer for a counter, a constant of NVML, which is in KB/s."""
+            rate = self.ask(lambda nvml: nvml.nvmlDeviceGetPcieThroughput(handle, getattr(nvml, counter)), str(index))
+            return None if rate is None else int(rate) * 1000
+
+        return bytes_per_second("NVML_PCIE_UTIL_RX_BYTES"), bytes_per_second("NVML_PCIE_UTIL_TX_BYTES")
 
     # -- MIG ---------------------------------------------------------------------------------------
 
@@ -503,15 +523,18 @@ class NvmlReader:
     def _mig_instances(self, index: int) -> dict[str, Any]:
         """Return the MIG instances of a GPU, and whether the driver hides some from this user."""
         handle, gpu = self.handle(index), str(index)
-        instances, most = [], self.max_mig_devices(index)
-        hidden = most is None
+        most = self.max_mig_devices(index)
+        are_hidden = most is None
+        instances = []
         for slot in range(most or 0):
             # Indexes may have gaps: NOT_FOUND is not the end.
             with contextlib.suppress(NotFound):
                 mig = self.ask(partial(_mig_handle, handle=handle, slot=slot), gpu)
-                hidden = hidden or mig is None
-                instances += [] if mig is None else [self._mig_instance(mig, gpu)]
-        return {"mig_instances": tuple(instances), "mig_hidden": hidden}
+                if mig is None:
+                    are_hidden = True
+                else:
+                    instances.append(self._mig_instance(mig, gpu))
+        return {"mig_instances": tuple(instances), "mig_hidden": are_hidden}
 
     def _mig_instance(self, mig: Any, gpu: str) -> MigInstance:
         """Return a MIG instance by its handle."""
@@ -541,7 +564,9 @@ class NvmlReader:
         if merged is None:
             return None
         samples = self.work_samples(index, time.time() - _SAMPLE_WINDOW_SECONDS) if merged else []
-        newest = None if samples is None else {pid: percent for pid, _, percent in sorted(samples, key=itemgetter(1))}
+        newest: dict[int, int] | None = None
+        if samples is not None:
+            newest = {pid: percent for pid, _, percent in sorted(samples, key=itemgetter(1))}
         return tuple(
             GpuProcess(
                 pid=pid,
@@ -566,26 +591,29 @@ class NvmlReader:
             return None
         if merged is None:
             return None
-        place: dict[str, Any] = {"gpu_instance_id": mig.gpu_instance_id, "compute_instance_id": mig.compute_instance_id}
-        entries = {pid: entry for (pid, _, _), entry in merged.items()}
-        return tuple(GpuProcess(pid=pid, **place, **entries[pid]) for pid in sorted(entries))
+        return tuple(
+            GpuProcess(pid=pid, gpu_instance_id=gpu_instance, compute_instance_id=compute_instance, **entry)
+            for (pid, gpu_instance, compute_instance), entry in sorted(merged.items(), key=lambda item: item[0][0])
+        )
 
     def _merged_lists(
         self, handle: Any, gpu: str, mig: MigInstance | None = None
     ) -> dict[tuple[int, int | None, int | None], dict[str, Any]] | None:
-        """Return the processes of a GPU, or of a MIG device, by PID and instances, from all lists.
+        """Return the processes of a GPU, or of the MIG device ``mig``, by PID and instances, from all lists.
 
-        None: there are no lists; of a MIG device, no list of compute processes.
+        The values are fields of `GpuProcess`. None: there are no lists; of a MIG device, no list of compute processes.
         """
         lists = {
             kind: self._process_list(f"nvmlDeviceGet{name}RunningProcesses", handle, gpu)
             for kind, name in (("compute", "Compute"), ("graphics", "Graphics"), ("mps", "MPSCompute"))
         }
-        if lists["compute"] is None if mig is not None else all(rows is None for rows in lists.values()):
+        needed_lists = list(lists.values()) if mig is None else [lists["compute"]]
+        if all(rows is None for rows in needed_lists):
             return None
         merged: dict[tuple[int, int | None, int | None], dict[str, Any]] = {}
         for kind, rows in lists.items():
             for pid, used, gpu_instance, compute_instance in rows or ():
+                # The lists of a MIG device do not name it.
                 if mig is not None:
                     gpu_instance, compute_instance = mig.gpu_instance_id, mig.compute_instance_id
                 entry = merged.setdefault((pid, gpu_instance, compute_instance), {"memory_used_bytes": None})
@@ -609,6 +637,7 @@ class NvmlReader:
         samples = self.work_samples(index, since)
         if samples is None:
             return None
+        # In order of time: of several samples of a process the last one stays.
         return {pid: at for pid, at, percent in sorted(samples, key=itemgetter(1)) if percent > 0}
 
     def work_samples(self, index: int, since: float) -> list[tuple[int, float, int]] | None:

@@ -10,6 +10,7 @@ import functools
 import os
 import re
 import stat
+import struct
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
@@ -45,7 +46,6 @@ def open_files(prefix: str, proc: str = "/proc") -> OpenFiles:
     Only root sees the files of other users' processes. A removed file counts under its old name; a path below ``/dev``
     only if the open file is that device. Only the first 16 Ki descriptors of a process are read.
     """
-    devices = prefix.startswith("/dev/")
     paths_of: dict[int, tuple[str, ...]] = {}
     complete = True
     try:
@@ -54,24 +54,32 @@ def open_files(prefix: str, proc: str = "/proc") -> OpenFiles:
         return OpenFiles(by_pid={}, complete=False)
     for pid in pids:
         try:
-            paths = set()
-            for number, (opened, path) in enumerate(_files_of(f"{proc}/{pid}/fd")):
-                if number >= _MOST_DESCRIPTORS:
-                    complete = False
-                    break
-                # It was closed meanwhile, or its file system refuses: go on with the others.
-                with contextlib.suppress(OSError):
-                    if path.startswith(prefix) and (not devices or path in paths or is_device(opened, path)):
-                        paths.add(path)
+            paths, all_read = _open_paths(f"{proc}/{pid}/fd", prefix)
         except PermissionError:
             complete = False
         except OSError:
             # It ended meanwhile.
             continue
         else:
+            complete = complete and all_read
             if paths:
                 paths_of[pid] = tuple(sorted(paths))
     return OpenFiles(by_pid=paths_of, complete=complete)
+
+
+def _open_paths(directory: str, prefix: str) -> tuple[set[str], bool]:
+    """Return the paths with a prefix that a process has open, and whether all its descriptors were read."""
+    paths: set[str] = set()
+    for number, (opened, path) in enumerate(_files_of(directory)):
+        if number >= _MOST_DESCRIPTORS:
+            return paths, False
+        if not path.startswith(prefix) or path in paths:
+            continue
+        # It was closed meanwhile, or its file system refuses: go on with the others.
+        with contextlib.suppress(OSError):
+            if not prefix.startswith("/dev/") or is_device(opened, path):
+                paths.add(path)
+    return paths, True
 
 
 def _files_of(directory: str) -> Iterator[tuple[str, str]]:
@@ -118,19 +126,18 @@ def _device(opened: str) -> tuple[int, int] | None:
     statx = _statx()
     if statx is None:
         stated = os.stat(opened)
-        mode, device = stated.st_mode, (os.major(stated.st_rdev), os.minor(stated.st_rdev))
+        mode, major, minor = stated.st_mode, os.major(stated.st_rdev), os.minor(stated.st_rdev)
     else:
         buffer = bytearray(_SIZE)
         statx(opened, buffer)
-        mode = int.from_bytes(buffer[_MODE_AT : _MODE_AT + 2], "little")
-        major, minor = (int.from_bytes(buffer[at : at + 4], "little") for at in (_DEVICE_AT, _DEVICE_AT + 4))
-        device = (major, minor)
-    return device if stat.S_ISCHR(mode) else None
+        (mode,) = struct.unpack_from("<H", buffer, _MODE_AT)
+        major, minor = struct.unpack_from("<II", buffer, _DEVICE_AT)
+    return (major, minor) if stat.S_ISCHR(mode) else None
 
 
 @functools.cache
 def _statx() -> Callable[[str, bytearray], None] | None:
-    """Return statx(2) of libc; None before glibc 2.28."""
+    """Return a function that writes statx(2) of a path to a buffer, or raises OSError; None before glibc 2.28."""
     import ctypes
     import sys
 

@@ -6,6 +6,7 @@ proc_pid_status(5), cgroups(7).
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import stat
@@ -53,24 +54,28 @@ def origin_of(pid: int, *, command: bool = True) -> Origin | None:
     before = identity_of(pid)
     text = read_proc(f"/proc/{pid}/cgroup", _MOST_OF_CGROUPS) or b""
     status = read_proc(f"/proc/{pid}/status") or b""
-    words = _command(pid) if command else None
+    command_line = _command(pid) if command else None
     # The PID may have been given to another process while this was read.
     if before is None or identity_of(pid) != before:
         return None
-    user, group, groups = (
-        match and match[1] for match in (_USER.search(status), _GROUP.search(status), _GROUPS.search(status))
-    )
+    user = _numbers_in(status, _USER)
     lines = os.fsdecode(text)
-    root, path = _hierarchy_and_cgroup(lines, _CGROUPS)
+    hierarchy, path = _hierarchy_and_cgroup(lines, _CGROUPS)
     return Origin(
-        uid=None if user is None else int(user),
-        gids=frozenset(map(int, [*([group] if group else []), *(groups or b"").split()])),
+        uid=user[0] if user else None,
+        gids=frozenset([*_numbers_in(status, _GROUP), *_numbers_in(status, _GROUPS)]),
         container=container_of(lines),
-        command=words,
+        command=command_line,
         cgroup=path,
-        of_root=path is not None and is_of_root(root, path),
+        of_root=path is not None and is_of_root(hierarchy, path),
         started=before.started,
     )
+
+
+def _numbers_in(status: bytes, line: re.Pattern[bytes]) -> list[int]:
+    """Return the numbers that a line of ``/proc/PID/status`` has; none if there is no such line."""
+    match = line.search(status)
+    return [] if match is None else [int(word) for word in match[1].split()]
 
 
 def _command(pid: int) -> str | None:
@@ -84,18 +89,21 @@ def _command(pid: int) -> str | None:
 
 
 def _hierarchy_and_cgroup(text: str, cgroups: str) -> tuple[str, str | None]:
-    """Return the directory of a hierarchy, and the path of a process in it.
+    """Return the directory of the hierarchy that systemd uses, and the cgroup of a process in it (None: unknown).
 
-    In cgroup v2 there is one hierarchy, ``0::``. Before it, systemd had its own, ``1:name=systemd:``.
+    ``text`` is that of ``/proc/PID/cgroup``. In cgroup v2 there is one hierarchy, ``0::``. Before it, systemd had its own,
+    ``1:name=systemd:``.
     """
-    unified = os.path.exists(f"{cgroups}/cgroup.controllers")
-    prefix = r"0::" if unified else r"\d+:name=systemd:"
+    if os.path.exists(f"{cgroups}/cgroup.controllers"):
+        hierarchy, prefix = cgroups, r"0::"
+    else:
+        hierarchy, prefix = f"{cgroups}/systemd", r"\d+:name=systemd:"
     match = re.search(rf"^{prefix}(/[^\n]*)$", text, re.MULTILINE)
-    return (cgroups if unified else f"{cgroups}/systemd"), None if match is None else match[1]
+    return hierarchy, None if match is None else match[1]
 
 
-def is_of_root(root: str, path: str) -> bool:
-    """Return whether only root can have put a process into a cgroup.
+def is_of_root(hierarchy: str, path: str) -> bool:
+    """Return whether only root can have put a process into a cgroup, given by its path in a hierarchy.
 
     A user who may write the ``cgroup.procs`` of a cgroup can put own processes there, and one who owns a directory can create
     cgroups below it (delegation).
@@ -104,19 +112,16 @@ def is_of_root(root: str, path: str) -> bool:
     if ".." in names:
         # Outside the cgroup namespace of this process.
         return False
-    at = root
-    for name in ("", *names):
-        at = os.path.join(at, name) if name else at
-        if not _only_root(at, stat.S_ISDIR):
-            return False
-    files = (os.path.join(at, name) for name in ("cgroup.procs", "cgroup.threads", "tasks"))
-    return _only_root(os.path.join(at, "cgroup.procs"), stat.S_ISREG) and all(
-        _only_root(file, stat.S_ISREG) for file in files if os.path.lexists(file)
-    )
+    directories = [*itertools.accumulate((hierarchy, *names), os.path.join)]
+    if not all(_only_root(directory, stat.S_ISDIR) for directory in directories):
+        return False
+    # Besides cgroup.procs a cgroup of version 2 or 1 may have a file to put threads into it.
+    procs, *others = (os.path.join(directories[-1], name) for name in ("cgroup.procs", "cgroup.threads", "tasks"))
+    return all(_only_root(file, stat.S_ISREG) for file in (procs, *filter(os.path.lexists, others)))
 
 
 def _only_root(path: str, is_kind: Callable[[int], bool]) -> bool:
-    """Return whether a path is of this kind, and only root may write it."""
+    """Return whether a path is of this kind (`stat.S_ISDIR`, `stat.S_ISREG`), and only root may write it."""
     try:
         stated = os.lstat(path)
     except OSError:

@@ -19,7 +19,14 @@ from gpushare.base.units import quoted
 from gpushare.base.values import dataclass
 from gpushare.host.capabilities import user_name
 from gpushare.host.identity import (
+    GROUP,
     HOST_PID_SPACE,
+    KERNEL_TICKS,
+    PARENT,
+    RESIDENT_PAGES,
+    STARTED,
+    STATE,
+    USER_TICKS,
     Identity,
     every_pid,
     has_driver,
@@ -66,34 +73,39 @@ def container_of(cgroup: str) -> str | None:
 
 
 def _outermost_container(names: list[str]) -> str | None:
-    """Return the outermost container that the directories of one cgroup name."""
+    """Return the outermost container that the directories of one cgroup name, or None.
+
+    The first of ``names`` is no directory, but the number and controllers of the hierarchy.
+    """
     last_id = max((at for at, name in enumerate(names) if re.fullmatch(_ID, name)), default=0)
     last_job = max((at for at, name in enumerate(names) if re.match(_JOB, name)), default=0)
     for at, name in enumerate(names):
         if at > 0:
-            # Docker, Kubernetes and others with cgroupfs, below any parent.
-            parent = name in {"docker", "lxc"} or (name.startswith("kubepods") and ":" not in name)
-            if parent and last_id > at:
+            # Docker, Kubernetes and others with cgroupfs: the directory of a container is anywhere below this one.
+            is_parent = name in {"docker", "lxc"} or (name.startswith("kubepods") and ":" not in name)
+            if is_parent and last_id > at:
                 return names[last_id][:12]
             if len(name) == 64 and re.fullmatch(_ID, name):
                 return name[:12]
             lxc = _lxc_container(name, names[at + 1] if at + 1 < len(names) else "")
             if lxc:
                 return lxc
-            if "slurm" in name and last_job > at:
-                job = re.match(_JOB, names[last_job])
-                return job and job.group()
+            job = re.match(_JOB, names[last_job]) if "slurm" in name and last_job > at else None
+            if job is not None:
+                return job[0]
         scope = re.search(_SCOPE, name)
         if scope is not None:
-            return scope.group(1)[:12]
+            return scope[1][:12]
     return None
 
 
-def _lxc_container(name: str, inside: str) -> str:
-    """Return the LXC container named by a directory or the one inside it; empty: none."""
+def _lxc_container(name: str, next_name: str) -> str:
+    """Return the LXC container that a directory, or the next one below it, is named for; empty: none."""
     if name in {"lxc", "lxc.payload"}:
-        return inside
-    return name.removeprefix("lxc.payload.").removeprefix("lxc.") if name.startswith("lxc.") else ""
+        return next_name
+    if name.startswith("lxc."):
+        return name.removeprefix("lxc.payload.").removeprefix("lxc.")
+    return ""
 
 
 # For the kernel's files: /proc/PID/stat, status, cgroup, limits.
@@ -101,6 +113,8 @@ _MOST_BYTES: Final = 1 << 20
 _PIECE: Final = 16 << 10
 _MOST_OF_COMMAND_LINE: Final = 128 << 10
 MOST_OF_ENVIRONMENT: Final = 1 << 20
+# TASK_COMM_LEN, less the 0 at the end.
+_MOST_OF_NAME: Final = 15
 
 
 def read_proc(path: str, most: int = _MOST_BYTES) -> bytes | None:
@@ -136,8 +150,8 @@ def every_stat() -> Iterator[tuple[int, Stat]]:
                 text = os.read(descriptor, 4096)
             finally:
                 os.close(descriptor)
-            fields = text[text.rindex(b")") + 1 :].split(None, 20)
-            yield pid, Stat(fields[0], int(fields[1]), int(fields[2]), int(fields[19]))
+            fields = text[text.rindex(b")") + 1 :].split(None, STARTED + 1)
+            yield pid, Stat(fields[STATE], int(fields[PARENT]), int(fields[GROUP]), int(fields[STARTED]))
         except (OSError, ValueError, IndexError):
             continue
 
@@ -149,8 +163,8 @@ def command_line_of(pid: int) -> Sequence[str] | None:
         return None
     words = text.removesuffix(b"\0").decode(errors="surrogateescape")
     # A program that sets its title leaves one word with spaces.
-    separator = "\0" if text.endswith(b"\0") and "\0" in words else " " if " " in words else "\0"
-    return words.split(separator)
+    is_title = not (text.endswith(b"\0") and "\0" in words) and " " in words
+    return words.split(" " if is_title else "\0")
 
 
 def entries_of(environment: bytes) -> list[tuple[str, str]]:
@@ -249,19 +263,22 @@ class Processes:
     def environment(self, pid: int) -> Mapping[str, str] | None:
         """Return its initial environment (``/proc/PID/environ``), or None if it is unreadable or the process has ended."""
         text = read_proc(f"/proc/{pid}/environ", MOST_OF_ENVIRONMENT)
+        if text is None:
+            return None
         # A zombie has an empty one.
-        return None if text is None or not (text or self.alive(pid)) else dict(entries_of(text))
+        has_ended = not text and not self.alive(pid)
+        return None if has_ended else dict(entries_of(text))
 
     def named(self, name: str) -> Sequence[int]:
         """Return the PIDs whose executable has this name; by the command line if ``exe`` cannot be read."""
         pids = []
         for pid in every_pid():
             try:
-                same = os.path.basename(os.readlink(f"/proc/{pid}/exe")).removesuffix(" (deleted)") == name
+                program = os.readlink(f"/proc/{pid}/exe").removesuffix(" (deleted)")
             except OSError:
-                # The kernel cuts comm at 15 bytes, which is the same for the MPS daemon and its server.
-                same = os.path.basename((command_line_of(pid) or ("",))[0]) == name
-            if same and self.alive(pid):
+                # Not comm: the kernel cuts it at 15 bytes, which are the same for the MPS daemon and its server.
+                program = (command_line_of(pid) or ("",))[0]
+            if os.path.basename(program) == name and self.alive(pid):
                 pids.append(pid)
         return sorted(pids)
 
@@ -279,7 +296,11 @@ class Processes:
         fields = stat_fields(pid)
         if fields is None:
             return None
-        return ProcessUsage(int(fields[19]), _cpu_ticks(fields) / _TICKS, int(fields[21]) * _PAGE)
+        return ProcessUsage(
+            started=int(fields[STARTED]),
+            cpu_seconds=_cpu_ticks(fields) / _TICKS,
+            memory_bytes=int(fields[RESIDENT_PAGES]) * _PAGE,
+        )
 
     def descendants(self, pid: int) -> Sequence[int]:
         """Return a process with all that descend from it, those nearest to it first; empty: it is gone."""
@@ -322,14 +343,17 @@ class Processes:
         It has a handler (SigCgt of ``/proc/PID/status``), or takes the signal by signalfd or sigwait: each of its threads
         blocks it (SigBlk) or waits for it. One that does neither would get the signal, and end the process.
         """
-        if (handled := _is_in_mask("SigCgt", f"{pid}", signal)) is not False:
-            return handled
+        handles = _is_in_mask("SigCgt", f"{pid}", signal)
+        if handles is not False:
+            return handles
         try:
-            threads = os.listdir(f"/proc/{pid}/task")
+            threads = [f"{pid}/task/{number}" for number in os.listdir(f"/proc/{pid}/task")]
         except OSError:
             return None
-        whose = [f"{pid}/task/{thread}" for thread in threads]
-        return all(_is_in_mask("SigBlk", thread, signal) is not False or _waits_for(thread, signal) for thread in whose)
+        # A thread whose mask is unknown has ended.
+        return all(
+            _is_in_mask("SigBlk", thread, signal) is not False or _waits_for(thread, signal) for thread in threads
+        )
 
     def ignores(self, pid: int, signal: int) -> bool | None:
         """Return whether the process ignores a signal (SigIgn of ``/proc/PID/status``)."""
@@ -381,10 +405,12 @@ class Processes:
             NoPermission: it may not be executed.
             OperationFailed: it cannot be executed or announced, and does not run.
         """
-        return start_program(argv, env, streams, None if announce is None else lambda pid: announce(pid, _started(pid)))
+        if announce is None:
+            return start_program(argv, env, streams)
+        return start_program(argv, env, streams, lambda pid: announce(pid, _started(pid)))
 
     def moved(self, client: int, pid: int) -> None:
-        """Note that a spawned client has its program started elsewhere, as an engine does with a container: the kernel knows."""
+        """Note that a spawned client's program runs as another process, as with a container. Only a simulated host must know."""
 
     def namespace_is_host(self) -> bool | None:
         """Return whether this PID namespace is the host's; None: unknown.
@@ -431,10 +457,13 @@ def _waits_for(thread: str, signal: int) -> bool:
     return bool(mask >> (signal - 1) & 1)
 
 
-def _is_in_mask(field: str, whose: str, signal: int) -> bool | None:
-    """Return whether a signal is in a mask of ``/proc/WHOSE/status``; None: unknown."""
-    match = re.search(rf"^{field}:\s*([0-9a-f]+)", _read_text(f"/proc/{whose}/status") or "", re.MULTILINE)
-    return bool(int(match.group(1), 16) >> (signal - 1) & 1) if match else None
+def _is_in_mask(field: str, task: str, signal: int) -> bool | None:
+    """Return whether a signal is in a mask of ``/proc/TASK/status``, where a task is ``PID`` or ``PID/task/TID``.
+
+    None: unknown.
+    """
+    match = re.search(rf"^{field}:\s*([0-9a-f]+)", _read_text(f"/proc/{task}/status") or "", re.MULTILINE)
+    return bool(int(match[1], 16) >> (signal - 1) & 1) if match else None
 
 
 def _read_text(path: str) -> str | None:
@@ -444,13 +473,14 @@ def _read_text(path: str) -> str | None:
 
 
 def _name_of(pid: int, command_line: Sequence[str] | None) -> str | None:
-    """Return the name of a process; the kernel cuts it at 15 bytes, the command line has the rest."""
+    """Return the name of a process; if the kernel has cut it, the whole one from the command line."""
     text = read_proc(f"/proc/{pid}/stat")
     if text is None:
         return None
     name = os.fsdecode(text.partition(b"(")[2].rpartition(b")")[0])
-    whole = os.path.basename(command_line[0]) if command_line else ""
-    return whole if len(os.fsencode(name)) >= 15 and whole.startswith(name) else name
+    program = os.path.basename(command_line[0]) if command_line else ""
+    is_cut = len(os.fsencode(name)) >= _MOST_OF_NAME and program.startswith(name)
+    return program if is_cut else name
 
 
 def start_time(started: int) -> float:
@@ -491,7 +521,7 @@ def cpu_time(pid: int) -> CpuTime | None:
 
 def _cpu_ticks(fields: Sequence[str]) -> int:
     """Return the CPU time in clock ticks, of a process in user and kernel mode (utime and stime)."""
-    return int(fields[11]) + int(fields[12])
+    return int(fields[USER_TICKS]) + int(fields[KERNEL_TICKS])
 
 
 def main_thread_time(pid: int) -> float | None:
@@ -557,14 +587,14 @@ def start_program(
         for number in (signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
 
-    given = {} if streams is None else streams._asdict()
+    stream_options = {} if streams is None else streams._asdict()
     try:
         process = subprocess.Popen(
             list(argv),
             env=dict(env),
             preexec_fn=before_it_runs,  # noqa: PLW1509
             restore_signals=False,
-            **given,
+            **stream_options,
         )
     except subprocess.SubprocessError:
         raise OperationFailed(
@@ -596,19 +626,18 @@ _INTERPRETERS: Final = {".py": "python3", ".sh": "sh"}
 
 
 def starting_hint(program: str) -> str:
-    """Return how a program is probably started that could not be: by its interpreter, in this directory, spelled right."""
-    word, interpreter = shlex.quote(program), _INTERPRETERS.get(os.path.splitext(program)[1])
+    """Return a hint for a program that could not be started: its spelling, its interpreter, its mode, or its directory."""
+    word = shlex.quote(program)
+    interpreter = _INTERPRETERS.get(os.path.splitext(program)[1])
     if not os.path.isfile(program):
         return f"check the spelling: {'ls -l' if '/' in program else 'command -v'} {word}"
     if interpreter is not None:
         return f"name its interpreter: {interpreter} {word}"
     if not os.access(program, os.X_OK):
         return f"make it executable: chmod +x {word}; or name its interpreter: sh {word}"
-    return (
-        f"name its directory: ./{word}"
-        if "/" not in program
-        else f"see what it is: file {word}; a script needs a first line such as #!/bin/sh"
-    )
+    if "/" not in program:
+        return f"name its directory: ./{word}"
+    return f"see what it is: file {word}; a script needs a first line such as #!/bin/sh"
 
 
 _PR_SET_PTRACER: Final = 0x59616D61
@@ -617,8 +646,8 @@ _PR_SET_PTRACER: Final = 0x59616D61
 def _allowing_tracing() -> Callable[[], object]:
     """Return what a new process calls so that gpushare's child, which is no ancestor of it, may reach its channels.
 
-    Where Yama restricts ptrace to ancestors (ptrace_scope 1); elsewhere nothing. It names this gpushare and its children,
-    and ends with it. It survives exec.
+    It does something only where Yama restricts ptrace to ancestors (ptrace_scope 1): it names this gpushare, whose children
+    are allowed too, until gpushare ends. The permission survives exec.
     """
     if (_read_text("/proc/sys/kernel/yama/ptrace_scope") or "").strip() != "1":
         return lambda: None
@@ -635,7 +664,7 @@ def starts_of(processes: Processes, pids: Iterable[int] | Mapping[int, int]) -> 
     return dict(identity for pid in pids if (identity := processes.identity(pid)) is not None)
 
 
-def signal_same(processes: Processes, pid: int, started: int, number: int) -> bool:
+def signal_if_same(processes: Processes, pid: int, started: int, number: int) -> bool:
     """Send a signal to the process that started then; return whether it was still there.
 
     Raises:
@@ -652,7 +681,7 @@ def signal_all(processes: Processes, pids: Iterable[int] | Mapping[int, int], nu
     """Send a signal to the processes that are still there (a mapping has their starts), but to none of other users."""
     for pid, started in starts_of(processes, pids).items():
         with contextlib.suppress(NoPermission):
-            signal_same(processes, pid, started, number)
+            signal_if_same(processes, pid, started, number)
 
 
 # Characters shown of a command line.

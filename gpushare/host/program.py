@@ -103,13 +103,14 @@ class _Started:
 
     def _wait(self) -> None:
         """Wait until the program ends, its time is up, or it has printed too much."""
-        given: bytes | None = self.stdin.encode()
+        text: bytes | None = self.stdin.encode()
         while True:
             seconds = self.deadline - time.monotonic()
             try:
-                self.process.communicate(given, timeout=max(0.0, min(seconds, _LOOK_SECONDS)))
+                self.process.communicate(text, timeout=max(0.0, min(seconds, _LOOK_SECONDS)))
             except subprocess.TimeoutExpired:
-                given = None
+                # The first call has kept what is still to be written.
+                text = None
             most = _most_bytes(self.argv[0])
             if any(_bytes_written(file) > most for file in self.files):
                 raise _flooded_error(self.argv, most)
@@ -187,7 +188,7 @@ class Programs:
         return program_path(name)
 
     def listener(self, pipe_directory: str) -> Listener | None:
-        """Return the listener as the kernel knows it (SO_PEERCRED)."""
+        """Return the process that listens at the control socket of an MPS daemon; see `listener`."""
         return listener(pipe_directory)
 
     def start(
@@ -250,7 +251,7 @@ def group_members(group: int) -> list[int]:
     )
 
 
-_SECONDS: Final = 1.0
+_CONNECT_SECONDS: Final = 1.0
 # struct ucred of Linux: pid, uid, gid.
 _CREDENTIALS: Final = struct.Struct("3i")
 
@@ -263,15 +264,15 @@ class Listener(NamedTuple):
 
 
 def listener(pipe_directory: str) -> Listener | None:
-    """Return the process that listens at the control socket of an MPS daemon; None: no process, or unknown.
+    """Return the process that listens at the control socket of an MPS daemon, as the kernel knows it (SO_PEERCRED).
 
-    The daemon need not answer: this also works if it is stopped or hangs.
+    None: no process, or unknown. The daemon need not answer: this also works if it is stopped or hangs.
     """
     # Imported here: only a stop of another user's daemon needs it.
     import socket
 
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
-        end.settimeout(_SECONDS)
+        end.settimeout(_CONNECT_SECONDS)
         try:
             end.connect(os.path.join(pipe_directory, "control"))
             credentials = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)

@@ -25,6 +25,8 @@ DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NONBLOCK
 _MOST_BYTES: Final = 4 << 20
 _USUAL_BYTES: Final = 16 << 10
 _LOCK_POLL_SECONDS: Final = 0.05
+# Of a lock that is held for a moment only.
+_SHORT_POLL_SECONDS: Final = 0.02
 # The directories of records (`store.RecordStore`), but for those in "mps".
 _RUN: Final = (
     "group",
@@ -48,9 +50,10 @@ _AGED: Final = ("/tmp/", "/var/tmp/")  # noqa: S108 - opened as a stranger's dir
 def read_own(
     path: Path | str, *, directory: int | None = None, owners: frozenset[int] | None = None, most: int = _MOST_BYTES
 ) -> bytes:
-    """Return the bytes of a small file that root or this user wrote; with ``owners`` one of these, as a record.
+    """Return the bytes of a small file that root or this user wrote.
 
-    ``directory``: the open directory of the file.
+    ``directory``: the open directory of the file. ``owners``: the file is a record, which one of these users wrote; a record
+    with a second name does not count, as anybody may make one.
 
     Raises:
         OSError: it does not exist (FileNotFoundError), or cannot be read.
@@ -76,10 +79,10 @@ def read_own(
 
 @contextlib.contextmanager
 def opened_below(directory: int, below: str, owners: frozenset[int]) -> Iterator[int]:
-    """Open a directory below an open one, name by name: each belongs to one of the owners, is no link, and closed to others.
+    """Open a directory below an open one, name by name, and yield its descriptor.
 
     Raises:
-        OSError: one is not.
+        OSError: a directory on the way is missing, a link, not of one of the owners, or open to others.
     """
     with contextlib.ExitStack() as opened:
         for name in filter(None, below.split("/")):
@@ -190,10 +193,13 @@ def unwritable_error(path: Path, purpose: str, error: OSError, *, code: str = "f
 
 
 @contextlib.contextmanager
-def directory_locked(directory: Path, purpose: str, *, waits: Callable[[float], None] | None = None) -> Iterator[None]:
+def directory_locked(
+    directory: Path, purpose: str, *, on_wait: Callable[[float], None] | None = None
+) -> Iterator[None]:
     """Hold the lock of a directory of records, which is created, one gpushare of this user after the other.
 
-    ``waits`` is called with the seconds so far while another one has it, and may raise.
+    ``purpose`` says in messages what the lock is for. ``on_wait`` is called again and again, with the seconds so far, while
+    another gpushare has the lock; it may raise.
 
     Raises:
         NoPermission, OperationFailed: as `make_private_directory` and `writing`.
@@ -207,9 +213,10 @@ def directory_locked(directory: Path, purpose: str, *, waits: Callable[[float], 
     descriptor = open_lock(path, purpose)
     try:
         began = time.monotonic()
-        while waits is not None and not flocked(descriptor):
-            waits(time.monotonic() - began)
+        while on_wait is not None and not flocked(descriptor):
+            on_wait(time.monotonic() - began)
             time.sleep(_LOCK_POLL_SECONDS)
+        # Without `on_wait` it is waited for here; else it is locked already.
         with writing(path, purpose):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
@@ -227,7 +234,9 @@ def flocked(descriptor: int, kind: int = fcntl.LOCK_EX) -> bool:
 
 
 def lock_within(descriptor: int, path: Path, seconds: float, holds: str) -> None:
-    """Lock an open file, within some seconds; ``holds`` is what another gpushare has been doing meanwhile.
+    """Lock an open file, within some seconds.
+
+    ``holds`` says in the message what another gpushare has been doing all the time: ``been changing MIG``.
 
     Raises:
         OperationFailed: another one holds it for longer (code ``locked``).
@@ -240,7 +249,7 @@ def lock_within(descriptor: int, path: Path, seconds: float, holds: str) -> None
                 f"see which: fuser -v {shlex.quote(str(path))}",
                 code="locked",
             )
-        time.sleep(0.02)
+        time.sleep(_SHORT_POLL_SECONDS)
 
 
 def open_lock(path: Path, purpose: str, *, code: str = "file_unwritable") -> int:
@@ -370,9 +379,9 @@ def sweep_leftovers(host: Host) -> None:
     if _is_private(host.state_directory):
         clear_leftovers(host.state_directory, "applied")
     for root, names in ((host.state_directory, _STATE), (host.run_directory, _RUN)):
-        for directory in (
-            (*(root / name for name in names), *_directories_in(root / "mps")) if _is_private(root) else ()
-        ):
+        if not _is_private(root):
+            continue
+        for directory in (*(root / name for name in names), *_directories_in(root / "mps")):
             if _is_private(directory):
                 clear_leftovers(directory)
 

@@ -27,7 +27,7 @@ def slices_locked(host: Host) -> Iterator[None]:
         yield
 
 
-def probed(
+def probed_channels(
     host: Host, control: ChannelControl, pid: int, started: int | None = None, *, seconds: float | None = None
 ) -> Channels:
     """Scan a process and probe it, while no other gpushare of this user sets a slice or probes.

@@ -14,7 +14,16 @@ from gpushare.base.errors import (
     OperationFailed,
 )
 from gpushare.base.model import TimeSlice
-from gpushare.host.nvml import nvml_error
+from gpushare.host.nvml import (
+    DRIVER_NOT_LOADED,
+    FUNCTION_NOT_FOUND,
+    GPU_IS_LOST,
+    LIBRARY_NOT_FOUND,
+    NO_PERMISSION,
+    NOT_FOUND,
+    NOT_SUPPORTED,
+    nvml_error,
+)
 from gpushare.host.program import Completed, Pending, Programs
 
 PROGRAM: Final = "nvidia-smi"
@@ -119,20 +128,19 @@ def policies_of(done: Completed) -> dict[int, TimeSlice | None]:
 def smi_error(done: Completed) -> GpushareError:
     """Return the error of a failed nvidia-smi; its exit codes equal nvmlReturn_t (man nvidia-smi)."""
     # Skip the frames of a partly printed table.
-    reasons = [line.strip() for line in done.text.splitlines() if not line.lstrip().startswith(("+", "|"))]
-    text = " ".join(" ".join(reasons).split()) or f"exit code {done.exit_code}, no text"
+    lines = [line for line in done.text.splitlines() if not line.lstrip().startswith(("+", "|"))]
+    text = " ".join(" ".join(lines).split()) or f"exit code {done.exit_code}, no text"
     message = f"'{' '.join(done.argv)}' failed: {text}"
     lowered = text.lower()
-    if done.exit_code in {9, 12}:
+    if done.exit_code in {DRIVER_NOT_LOADED, LIBRARY_NOT_FOUND}:
         # There is no driver, or no library of it: nothing that it prints says more.
         return nvml_error(done.exit_code, text)
-    if done.exit_code == 4 or "permission" in lowered:
+    if done.exit_code == NO_PERMISSION or "permission" in lowered:
         return NoPermission(message, "run it as root: sudo gpushare ...")
-    # 13: the NVML of this driver does not have the function.
-    if done.exit_code in {3, 13} or "not supported" in lowered:
+    if done.exit_code in {NOT_SUPPORTED, FUNCTION_NOT_FOUND} or "not supported" in lowered:
         return NotSupported(message, "this GPU has no time-slice policy; see: gpushare timeslice show")
-    if done.exit_code == 6:
+    if done.exit_code == NOT_FOUND:
         return NotFound(message, "see which GPUs are there: gpushare status")
-    if done.exit_code == 15:
+    if done.exit_code == GPU_IS_LOST:
         return GpuLost(message, "see: sudo dmesg | grep -i xid; a reboot may bring it back")
     return OperationFailed(message, "see: gpushare doctor", code="smi")

@@ -115,14 +115,17 @@ class _Void(ValueError):
 
 
 def named_processes(value: Any) -> set[Identity]:
-    """Return the processes that a record names: itself, and its parts, by ``pid`` and ``started``."""
-    if isinstance(value, tuple) and not hasattr(value, "pid"):
-        return {each for part in value if not isinstance(part, (int, float, str)) for each in named_processes(part)}
-    if not hasattr(value, "pid"):
-        return set()
-    own = set() if None in {value.pid, value.started} else {Identity(value.pid, value.started)}
-    parts = vars(value).values() if is_dataclass(value) else ()
-    return own.union(*(named_processes(part) for part in parts if isinstance(part, tuple)))
+    """Return the processes that a record names: by its own ``pid`` and ``started``, and by those of its parts."""
+    named: set[Identity] = set()
+    parts: list[Any] = []
+    if hasattr(value, "pid"):
+        if None not in {value.pid, value.started}:
+            named.add(Identity(value.pid, value.started))
+        if is_dataclass(value):
+            parts = [part for part in vars(value).values() if isinstance(part, tuple)]
+    elif isinstance(value, tuple):
+        parts = [part for part in value if not isinstance(part, (int, float, str))]
+    return named.union(*map(named_processes, parts))
 
 
 def any_lives(host: Host, value: Any) -> bool:
@@ -131,9 +134,10 @@ def any_lives(host: Host, value: Any) -> bool:
 
 
 def named_after_living(host: Host, value: T, living: Sequence[Any]) -> T:
-    """Return a record with the PID and start of its first living process if its own PID was reused."""
+    """Return a record; if another process has its PID by now, named after the first of its ``living`` processes."""
     record: Any = value
-    if host.processes.identity(record.pid) in {None, (record.pid, record.started)}:
+    process = host.processes.identity(record.pid)
+    if process is None or process == (record.pid, record.started):
         return value
     return replace(record, pid=living[0].pid, started=living[0].started)  # type: ignore[no-any-return]
 
@@ -143,22 +147,24 @@ class _UserCheck:
 
     def __init__(self, host: Host, uid: int) -> None:
         self._host, self._uid = host, uid
+        # By the records before.
         self._named: set[Identity] = set()
 
     def why_void(self, value: Any) -> str | None:
-        """Return why a record says nothing, or None: it speaks of another user, of what has ended, or as another does.
+        """Return why the next record says nothing, or None: it counts.
 
-        So no process is looked up for more than one record, however many name it.
+        It does not if it speaks of another user, only of processes that have ended, or of one that a record before names. So
+        no process is looked up for more than one record, however many name it.
         """
         if getattr(value, "uid", self._uid) != self._uid:
             return f"it says that it is of user {value.uid}"
         named = named_processes(value)
-        if (again := next(iter(named & self._named), None)) is not None:
-            return f"it names process {again.pid}, which another record names, too"
+        for process in named & self._named:
+            return f"it names process {process.pid}, which another record names, too"
         if len(self._named) + len(named) > _MOST_NAMED:
             return f"with those before it names more than {_MOST_NAMED} processes"
         self._named |= named
-        living = [each for each in named if self._host.processes.identity(each.pid) == each]
+        living = [process for process in named if self._host.processes.identity(process.pid) == process]
         for process in living:
             info = self._host.processes.describe(process.pid)
             if info is not None and self._uid not in {info.uid, namespace_owner(process.pid)}:
@@ -292,24 +298,28 @@ class RecordStore(Generic[T]):
     def _read_directory(
         self, host: Host, inside: int, where: Path, uid: int, keeper_uid: int | None, owners: frozenset[int]
     ) -> Iterator[tuple[Path, int, T | Exception]]:
-        """Yield each record in an open directory, with its value or what is wrong with it, within the bounds for its keeper."""
-        most, file_bytes, rest = (
-            (USERS_FILES, USERS_FILE_BYTES, USERS_BYTES) if keeper_uid else (FILES, FILE_BYTES, FILES * FILE_BYTES)
-        )
-        word = _UserCheck(host, uid) if keeper_uid else None
+        """Yield each record in an open directory, with its value or what is wrong with it.
+
+        ``inside`` is its descriptor, ``where`` its path. Root reads less of another user, and checks what that user says.
+        """
+        most_files, most_file_bytes, bytes_left = FILES, FILE_BYTES, FILES * FILE_BYTES
+        user_check = None
+        if keeper_uid:
+            most_files, most_file_bytes, bytes_left = USERS_FILES, USERS_FILE_BYTES, USERS_BYTES
+            user_check = _UserCheck(host, uid)
         names = sorted(name for name in os.listdir(inside) if name.endswith(".json") and not name.startswith("."))
         for number, name in enumerate(names):
-            if number == most or rest <= 0:
+            if number == most_files or bytes_left <= 0:
                 yield where, uid, ValueError(f"{len(names) - number} of its {len(names)} files are too many to be read")
                 return
             try:
-                text = read_own(name, directory=inside, owners=owners, most=min(file_bytes, rest))
-                rest -= len(text)
-                yield where / name, uid, self._parse_record(text, where / name, keeper_uid, word)
+                text = read_own(name, directory=inside, owners=owners, most=min(most_file_bytes, bytes_left))
+                bytes_left -= len(text)
+                yield where / name, uid, self._parse_record(text, where / name, keeper_uid, user_check)
             except (OSError, ValueError) as error:
                 yield where / name, uid, error
 
-    def _parse_record(self, text: bytes, path: Path, keeper_uid: int | None, word: _UserCheck | None = None) -> T:
+    def _parse_record(self, text: bytes, path: Path, keeper_uid: int | None, user_check: _UserCheck | None = None) -> T:
         """Return the value of a record. Raises ValueError: it says nothing; the message says why."""
         try:
             raw = json.loads(text, parse_int=_parse_integer)
@@ -319,8 +329,8 @@ class RecordStore(Generic[T]):
         boot = boot_id()
         if not self._survives_reboot and isinstance(raw, dict):
             boot = raw.pop("boot", None)
+        # Before the version: an old record is void in any version.
         if isinstance(boot, str) and boot != boot_id():
-            # Of any version.
             raise _Void("it is from before the last boot")
         if not isinstance(raw, dict) or raw.pop("schema", None) != SCHEMA:
             raise ValueError("it is of another version")
@@ -330,7 +340,8 @@ class RecordStore(Generic[T]):
         value: T = replace(parsed(self.kind, raw), path=path, keeper_uid=keeper_uid)
         if space != pid_space() and named_processes(value):
             raise Elsewhere(value)
-        if word is not None and (reason := word.why_void(value)) is not None:
+        reason = None if user_check is None else user_check.why_void(value)
+        if reason is not None:
             raise ValueError(reason)
         return value
 
@@ -369,21 +380,24 @@ class RecordStore(Generic[T]):
     def sweep(self, host: Host, ended: Callable[[T], bool] | None = None) -> None:
         """Remove this user's records of processes that have all ended, and those of an earlier boot.
 
-        ``ended`` decides otherwise. A failure does not matter.
+        ``ended`` tells instead whether what a record names has ended. A failure does not matter.
         """
         for path, _, value in self._scan(host, shared=False):
-            over = isinstance(value, _Void)
-            if not isinstance(value, Exception):
-                over = not any_lives(host, value) if ended is None else ended(value)
-            if over:
+            if isinstance(value, Exception):
+                is_over = isinstance(value, _Void)
+            elif ended is None:
+                is_over = not any_lives(host, value)
+            else:
+                is_over = ended(value)
+            if is_over:
                 with contextlib.suppress(OSError):
                     path.unlink(missing_ok=True)
 
     def locked(
-        self, host: Host, *, waits: Callable[[float], None] | None = None
+        self, host: Host, *, on_wait: Callable[[float], None] | None = None
     ) -> contextlib.AbstractContextManager[None]:
-        """Hold the lock of this user's records of this kind; raises as `directory_locked`."""
-        return directory_locked(self._own_root(host) / self.directory, f"the lock of {self.noun}", waits=waits)
+        """Hold the lock of this user's records of this kind; ``on_wait`` and errors as `directory_locked`."""
+        return directory_locked(self._own_root(host) / self.directory, f"the lock of {self.noun}", on_wait=on_wait)
 
 
 def _unreadable_directory(

@@ -48,8 +48,10 @@ def _any_record(names: Sequence[str]) -> bool:
 
 def has_claims(host: Host, prefix: str) -> bool:
     """Return whether there are claims with a prefix, in one of the directories that `host/claims.py` may choose."""
-    own = host.run_directory / "claims"
-    for directory in (own,) if host.is_simulated else (*SHARED_DIRECTORIES, own):
+    directories = [host.run_directory / "claims"]
+    if not host.is_simulated:
+        directories += SHARED_DIRECTORIES
+    for directory in directories:
         with contextlib.suppress(OSError):
             if any(name.startswith(prefix) for name in os.listdir(directory)):
                 return True
@@ -62,15 +64,20 @@ def as_user(user: str, directory: Path, words: str) -> str:
 
 
 def user_directories(runtime: str = RUNTIME, temporary: str = TEMPORARY) -> Sequence[UserDirectory]:
-    """Return the run directories of the users of this machine who run a process: the records of others name none."""
-    mounts = _mount_types()
+    """Return the run directories of the users of this machine who run a process: the records of others name none.
+
+    Left out is what a user may have mounted there: a file system of the user's own, as FUSE has, could hold up whoever reads
+    it.
+    """
+    type_by_mount_point = _mount_types()
     directories = []
     for uid in _working_users()[:_MOST_USERS]:
-        for top, path in ((f"{runtime}/{uid}", f"{runtime}/{uid}/gpushare"), (temporary, f"{temporary}/{_NAME}{uid}")):
-            # A file system of the user's own, as FUSE has, could hold up whoever reads it.
-            if any(point == path or point.startswith(f"{path}/") for point in mounts):
-                continue
-            if mounts.get(top, "tmpfs") != "tmpfs" and top != temporary:
+        paths = [f"{temporary}/{_NAME}{uid}"]
+        # systemd mounts a tmpfs for each user.
+        if type_by_mount_point.get(f"{runtime}/{uid}", "tmpfs") == "tmpfs":
+            paths.insert(0, f"{runtime}/{uid}/gpushare")
+        for path in paths:
+            if any(point == path or point.startswith(f"{path}/") for point in type_by_mount_point):
                 continue
             user = UserDirectory(uid, Path(path), uid)
             with contextlib.suppress(OSError), opened_user(user, ""):
@@ -88,14 +95,15 @@ def _working_users() -> list[int]:
 
 
 def _mount_types() -> dict[str, str]:
-    """Return what is mounted where: mount point and type, the last one of each point."""
-    mounts = {}
+    """Return the type of the file system at each mount point, of several at one point the last (proc_pid_mountinfo(5))."""
+    types = {}
     for line in (read_proc(_MOUNTS) or b"").decode(errors="surrogateescape").splitlines():
+        # ID PARENT MAJOR:MINOR ROOT POINT OPTIONS... - TYPE SOURCE OPTIONS
         before, _, after = line.partition(" - ")
         words = before.split(" ")
         if len(words) > 4 and after:
-            mounts[words[4]] = after.split(" ")[0]
-    return mounts
+            types[words[4]] = after.split(" ")[0]
+    return types
 
 
 @contextlib.contextmanager

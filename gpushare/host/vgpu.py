@@ -36,7 +36,8 @@ def _session(nvml: NvmlReader, index: int, instance: int) -> VgpuSession:
         # None if the vGPU was destroyed meanwhile.
         return or_none(lambda: nvml.ask(lambda api: getattr(api, getter)(argument), str(index)))
 
-    kind, vm = ask("nvmlVgpuInstanceGetType", instance), ask("nvmlVgpuInstanceGetVmID", instance)
+    kind = ask("nvmlVgpuInstanceGetType", instance)
+    vm = ask("nvmlVgpuInstanceGetVmID", instance)
     used = or_none(lambda: nvml.ask(lambda api: _used_bytes(api, instance), str(index)))
     name = None if kind is None else ask("nvmlVgpuTypeGetName", kind)
     size = None if kind is None else ask("nvmlVgpuTypeGetFramebufferSize", kind)

@@ -45,7 +45,11 @@ def directory_of(path: Path, *, make: bool = True, strangers: bool = False) -> I
 
 
 def _open_step_by_step(path: Path, *, make: bool, strangers: bool) -> int:
-    """Return the descriptor of a directory; each component from the root is checked, then opened or created."""
+    """Return the descriptor of a directory; each component from the root is checked, then opened or created.
+
+    A link is followed by hand: its target's components are checked in the same way.
+    """
+    # The next one is the last.
     parts = list(reversed(Path(os.path.join(os.getcwd(), path)).parts[1:]))
     links = 0
     directory = os.open("/", _STEP)
@@ -79,7 +83,10 @@ def _open_step_by_step(path: Path, *, make: bool, strangers: bool) -> int:
 
 
 def _link_target(at: Path, name: str, directory: int, *, strangers: bool) -> str:
-    """Return the target of a link that may be followed."""
+    """Return the target of a link. Raises OSError: it is no link, or another user's in a directory where anyone may make one.
+
+    ``at`` is its path, ``name`` its name in an open directory. With ``strangers`` no link of another user is followed.
+    """
     stated, above = os.stat(name, dir_fd=directory, follow_symlinks=False), os.fstat(directory)
     if not stat.S_ISLNK(stated.st_mode):
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(at))
@@ -98,7 +105,7 @@ def _trusted() -> set[int]:
 
 
 def _check_directory(path: Path, descriptor: int, *, last: bool = False, strangers: bool = False) -> None:
-    """Raise if another user may replace files in an open directory: ``path`` or one above it.
+    """Raise if another user may replace files in an open directory: ``path`` itself (``last``) or one above it.
 
     Group write permission is fine: the owner chose the group, as for /var/log on some systems.
     """
@@ -135,18 +142,18 @@ def open_over(path: Path, *, directory: int | None = None) -> int:
     Raises:
         OSError: it cannot be opened, or is not only this user's file: a link, a FIFO, another user's.
     """
-    at = path if directory is None else path.name
+    target = path if directory is None else path.name
     try:
-        return os.open(at, os.O_RDWR | os.O_CREAT | os.O_EXCL | _SAFE, 0o666, dir_fd=directory)
+        return os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL | _SAFE, 0o666, dir_fd=directory)
     except FileExistsError:
         pass
     try:
-        descriptor = os.open(at, os.O_RDWR | _SAFE, dir_fd=directory)
+        descriptor = os.open(target, os.O_RDWR | _SAFE, dir_fd=directory)
     except OSError as error:
-        if error.errno in {errno.ELOOP, errno.ENXIO}:
-            raise _in_the_way_error(
-                path, "a symbolic link" if error.errno == errno.ELOOP else "not a regular file"
-            ) from None
+        if error.errno == errno.ELOOP:
+            raise _in_the_way_error(path, "a symbolic link") from None
+        if error.errno == errno.ENXIO:
+            raise _in_the_way_error(path, "not a regular file") from None
         raise
     _check_own(path, descriptor)
     try:

@@ -20,7 +20,7 @@ from gpushare.base.selection import Device
 from gpushare.base.units import MIB, format_apart, format_bytes, parse_memory_limit, parse_thread_percentage, quoted
 from gpushare.base.values import dataclass
 from gpushare.host.host import Host
-from gpushare.host.process import signal_all, signal_same, starts_of, wait_gone
+from gpushare.host.process import signal_all, signal_if_same, starts_of, wait_gone
 from gpushare.memory.ledger import LAPSE_SECONDS, Place
 from gpushare.part import Part, Watch
 
@@ -287,7 +287,7 @@ class JobMemory(Part):
         below = starts_of(self._host.processes, self._host.processes.descendants(self._root))
         for pid, started in {**self._strays(), **below}.items():
             with contextlib.suppress(NoPermission):
-                if signal_same(self._host.processes, pid, started, signal.SIGSTOP):
+                if signal_if_same(self._host.processes, pid, started, signal.SIGSTOP):
                     self._stopped[pid] = started
 
     def _strays(self) -> dict[int, int]:

@@ -232,7 +232,7 @@ def locked(host: Host, *, say: Callable[[str], None] = lambda _: None, seconds: 
             reported = True
             say("waits until another gpushare of this user has swapped its job")
 
-    with SWAPS.locked(host, waits=report_wait):
+    with SWAPS.locked(host, on_wait=report_wait):
         yield
 
 

@@ -12,7 +12,7 @@ from gpushare.base.model import Gpu, MpsClient, MpsDaemon
 from gpushare.base.values import dataclass
 from gpushare.host.activity import Activity, ActivityMeter
 from gpushare.host.host import Host
-from gpushare.host.process import signal_all, signal_same, starts_of, wait_gone
+from gpushare.host.process import signal_all, signal_if_same, starts_of, wait_gone
 from gpushare.mps.daemons import FoundDaemon, find_daemons
 from gpushare.plan import Plan, Step, carry_out
 
@@ -107,7 +107,7 @@ class Ending:
             return
         # Before the signal: Ctrl-C right after it must not leave the process stopped forever.
         self._stopped.append(pid)
-        if not signal_same(processes, pid, started, signal.SIGSTOP):
+        if not signal_if_same(processes, pid, started, signal.SIGSTOP):
             return
         deadline = time.monotonic() + _STOP_SECONDS
         while time.monotonic() < deadline:
@@ -152,7 +152,7 @@ def kill_all(host: Host, pids: Iterable[int] | Mapping[int, float]) -> None:
     """
     started = starts_of(host.processes, pids)
     for pid in started:
-        signal_same(host.processes, pid, started[pid], signal.SIGKILL)
+        signal_if_same(host.processes, pid, started[pid], signal.SIGKILL)
     alive = wait_gone(host.processes, started, _GONE_SECONDS)
     if alive:
         raise OperationFailed(

@@ -32,7 +32,7 @@ from gpushare.host.capabilities import user_name
 from gpushare.host.compute_mode import set_compute_mode
 from gpushare.host.host import Host, ending_hint
 from gpushare.host.identity import start_of
-from gpushare.host.process import ProcessInfo, processes_text, signal_same, wait_gone
+from gpushare.host.process import ProcessInfo, processes_text, signal_if_same, wait_gone
 from gpushare.host.smi import compute_mode_command
 from gpushare.mps.control import MpsControl, NoDaemon, control_command, is_server, not_your_daemon_error
 from gpushare.mps.daemons import FoundDaemon, find_daemons, live_pid, with_answers
@@ -453,7 +453,7 @@ def _wake(host: Host, control: MpsControl, pid: int, started: int) -> tuple[bool
         try:
             control.answers(timeout=_PROBE_SECONDS)
         except TimedOut:
-            signal_same(host.processes, pid, started, signal.SIGCONT)
+            signal_if_same(host.processes, pid, started, signal.SIGCONT)
         else:
             return True, woken
     return False, True
@@ -470,11 +470,11 @@ def _end_by_signals(host: Host, pid: int, started: int) -> bool:
         if now is not None and now.uid != daemon.uid:
             # The PID is now a program of another user.
             return False
-        signal_same(host.processes, pid, started, number)
+        signal_if_same(host.processes, pid, started, number)
         if not wait_gone(host.processes, {pid: started}, 3.0):
             # No daemon is left to end them.
             for server in wait_gone(host.processes, servers, 1.0):
-                signal_same(host.processes, server, servers[server], signal.SIGKILL)
+                signal_if_same(host.processes, server, servers[server], signal.SIGKILL)
             return True
     return False
 

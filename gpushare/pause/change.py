@@ -20,7 +20,7 @@ from gpushare.host.guard import Guard
 from gpushare.host.host import Host
 from gpushare.host.identity import uptime
 from gpushare.host.program import MPS_CONTROL
-from gpushare.host.slice_lock import probed
+from gpushare.host.slice_lock import probed_channels
 from gpushare.host.store import Job
 from gpushare.host.users import as_user
 from gpushare.mps.control import is_server
@@ -162,7 +162,7 @@ class JobPause:
         refused: GpushareError | None = None
         for pid in sorted(set(pids) - {process.pid for process in self.job.channels}):
             try:
-                channels = probed(self._host, self.control, pid)
+                channels = probed_channels(self._host, self.control, pid)
             except NotFound as error:
                 # It ended, or a child inherited the context of another process of the job.
                 refused = error
@@ -244,7 +244,7 @@ class JobPause:
 
     def _scan_again(self, channels: Channels) -> Channels:
         """Scan a process whose channels have changed since the scan, write the new ones into the record, and return them."""
-        rescanned = probed(self._host, self.control, channels.pid, channels.started)
+        rescanned = probed_channels(self._host, self.control, channels.pid, channels.started)
         others = tuple(process for process in self.job.channels if process.pid != channels.pid)
         self.job = replace(self.job, channels=(*others, rescanned))
         write(self.job)

@@ -14,7 +14,7 @@ from gpushare.base.errors import GpushareError, NotFound
 from gpushare.host.channels import ChannelControl, Channels
 from gpushare.host.host import Host
 from gpushare.host.identity import uptime
-from gpushare.host.slice_lock import probed
+from gpushare.host.slice_lock import probed_channels
 from gpushare.pause.change import HELD, channel_names, resume_and_forget
 from gpushare.pause.record import PAUSES, RESUMING, PausedJob, write
 
@@ -126,7 +126,7 @@ class Keeper:
             if pid not in recorded and self._scan_due.get(pid, 0.0) <= now:
                 self._scan_due[pid] = now + _AGAIN_SECONDS
                 with contextlib.suppress(NotFound):
-                    channels = probed(self._host, self._control, pid)
+                    channels = probed_channels(self._host, self._control, pid)
                     # To take the channels of an MPS client off would stop all clients of its server.
                     if not channels.under_mps:
                         yield channels

@@ -10,7 +10,7 @@ from typing import Final
 
 from gpushare.base.errors import GpushareError, NoPermission, NotFound
 from gpushare.host.host import Host
-from gpushare.host.process import signal_same, starts_of, wait_gone
+from gpushare.host.process import signal_if_same, starts_of, wait_gone
 from gpushare.host.users import has_records
 from gpushare.memory.swap import checkpoint_before_kill
 from gpushare.mps.control import MpsControl
@@ -34,7 +34,7 @@ def ask_to_end(host: Host, pids: Mapping[int, int], clients: set[int] | None, nu
         chosen = _signal_to_send(host, pid, number, client=clients is None or pid in clients)
         if chosen is not None:
             with contextlib.suppress(NoPermission):
-                if signal_same(host.processes, pid, started, chosen):
+                if signal_if_same(host.processes, pid, started, chosen):
                     asked[pid] = started
     return asked
 

@@ -22,7 +22,7 @@ from gpushare.host.channels import Channels
 from gpushare.host.host import Host
 from gpushare.host.identity import start_of, uptime
 from gpushare.host.process import signal_all
-from gpushare.host.slice_lock import probed
+from gpushare.host.slice_lock import probed_channels
 from gpushare.host.store import Kept, RecordStore, any_lives
 from gpushare.pause.change import channel_names, enable
 from gpushare.pause.record import PAUSED, PAUSES, RUNNING, PausedJob, processes_paused_by_root, write
@@ -196,7 +196,7 @@ class ChannelPauser:
             # A context that ended, or another process's, inherited.
             with contextlib.suppress(NotFound):
                 if before is None:
-                    channels_of[pid] = probed(self._host, self._control, pid)
+                    channels_of[pid] = probed_channels(self._host, self._control, pid)
                 elif pid not in self.off:
                     channels_of[pid] = before
                 else:

@@ -19,7 +19,7 @@ from gpushare.base.values import dataclass
 from gpushare.host.activity import ActivityMeter
 from gpushare.host.host import Host, ending_hint
 from gpushare.host.identity import Identity, is_stopped
-from gpushare.host.process import signal_same, starts_of, wait_gone
+from gpushare.host.process import signal_if_same, starts_of, wait_gone
 from gpushare.host.program import MPS_CONTROL
 from gpushare.host.store import Job
 from gpushare.host.users import has_records
@@ -243,7 +243,7 @@ class Stop:
 
     def _ask(self, supervisor: Identity) -> None:
         """Ask the job's gpushare to end it (SIGTERM)."""
-        signal_same(self._host.processes, *supervisor, signal.SIGTERM)
+        signal_if_same(self._host.processes, *supervisor, signal.SIGTERM)
 
     def _wait_for_end(self, supervisor: Identity) -> None:
         """Wait until the job is gone; after a given grace ask once more. Raises OperationFailed: it is still there."""
@@ -275,7 +275,7 @@ class Stop:
                 return False
             if is_stopped(supervisor.pid):
                 # By Ctrl-Z, which may take effect only after it was asked: stopped, it does not act on the signal.
-                signal_same(self._host.processes, *supervisor, signal.SIGCONT)
+                signal_if_same(self._host.processes, *supervisor, signal.SIGCONT)
             time.sleep(_POLL_SECONDS)
         return True
 

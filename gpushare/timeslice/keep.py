@@ -27,7 +27,7 @@ from gpushare.host.channels import ChannelControl, Channels, Group
 from gpushare.host.host import Host
 from gpushare.host.identity import Identity, identity_of
 from gpushare.host.origin import Origin
-from gpushare.host.slice_lock import probed, slices_locked
+from gpushare.host.slice_lock import probed_channels, slices_locked
 from gpushare.host.store import Kept, RecordStore
 from gpushare.mps.control import is_server
 from gpushare.signals import held_back
@@ -316,7 +316,7 @@ class Keeper:
             return
         self._check_allowed(process)
         limit = _SCAN_SECONDS if process.tries == 0 else _SCAN_AGAIN_SECONDS
-        channels = probed(self._host, self._control, process.pid, process.origin.started, seconds=limit)
+        channels = probed_channels(self._host, self._control, process.pid, process.origin.started, seconds=limit)
         if channels.under_mps:
             raise _under_mps_error(process.pid)
         process.wait = _FIRST_CHECK_SECONDS
@@ -583,7 +583,7 @@ def sole_keep(host: Host) -> Iterator[None]:
     record = keep_record(host)
     if record is not None and record.keeper_uid == 0 and record.runs:
         busy()
-    with KEEPS.locked(host, waits=busy):
+    with KEEPS.locked(host, on_wait=busy):
         yield
         record = KEEPS.read(path)
         if record is None or not record.processes:

@@ -17,7 +17,7 @@ from gpushare.base.typed import Count, JobName, Pid
 from gpushare.base.units import format_slice
 from gpushare.base.values import dataclass
 from gpushare.host.identity import uptime
-from gpushare.host.slice_lock import SLICES, probed, slices_locked
+from gpushare.host.slice_lock import SLICES, probed_channels, slices_locked
 from gpushare.host.store import JobProcess, Kept, Past, RecordStore
 from gpushare.mps.control import is_server
 from gpushare.plan import Loss, Plan, Step
@@ -169,7 +169,7 @@ def find_channels(host: Host, control: ChannelControl, process: JobProcess, *, p
     if process.under_mps:
         raise _under_mps_error(process.pid)
     if probe:
-        channels = probed(host, control, process.pid, process.started)
+        channels = probed_channels(host, control, process.pid, process.started)
     else:
         channels = control.find(process.pid, process.started, probe=False)
     if channels.under_mps:
