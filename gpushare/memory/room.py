@@ -138,6 +138,9 @@ def _use_percent_of_jobs(host: Host, line: Line, profiles: KnownCommands) -> flo
     owners = owners_of(host, line.holders, () if blind else processes)
     if not blind and any(job.id not in owners.values() for job in line.holders):
         return None
+    busy = device.gpu.utilization_percent if device.mig is None else None
+    if device.gpu.processes is None:
+        return busy
     # By the first process of each job.
     uses: dict[int, float | None] = {}
     for process in processes:
@@ -154,7 +157,6 @@ def _use_percent_of_jobs(host: Host, line: Line, profiles: KnownCommands) -> flo
     least = sum(use or 0.0 for use in uses.values())
     if None not in uses.values():
         return least
-    busy = device.gpu.utilization_percent if device.mig is None else None
     return None if busy is None else max(float(busy), least)
 
 
@@ -371,10 +373,11 @@ def outlook(
     """
     uid, reasons_by_uuid = os.geteuid(), reasons or {}
     usable, unusable = usable_now(host, devices, limits, client=request.client)
+    unreadable = why_unreadable(host, PREFIX)
     jobs = without_enclosing_jobs(host, reservations(host) or [])
     clients = {device.uuid: client_limit(host, device) for device in usable} if request.client else {}
     lines = [*lines_of(host, usable, jobs, clients=clients, limits=limits).values()]
-    keys = would_take(jobs, lines, request, uid, limits)[: request.count]
+    keys = () if unreadable else would_take(jobs, lines, request, uid, limits)[: request.count]
     jobs_ahead = [job for job in waiting_before(jobs, request, uid) if not set(job.keys).isdisjoint(request.keys)]
     lines_taken = [line for key in keys for line in lines if line.device.uuid == key]
     if lines_taken:
@@ -386,6 +389,7 @@ def outlook(
         text = f"now it would start at once, on {where}: {'; '.join(dict.fromkeys(texts))}"
     else:
         text = f"now it would wait for {_room_text(lines, request, len(jobs_ahead), limits.get(uid), unusable)}"
+        text += f"; {unreadable}" if unreadable else ""
     return RoomAnswer(
         starts_now=bool(lines_taken),
         gpus=tuple(line.device.gpu.index for line in lines_taken),

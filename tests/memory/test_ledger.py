@@ -1063,6 +1063,27 @@ def test_the_use_of_a_gpu_is_that_of_its_compute_processes(host: Host) -> None:
     assert used == [0.0, 70.0]
 
 
+@pytest.mark.parametrize("busy", [None, 40])
+def test_a_gpu_whose_processes_are_unknown_is_not_idle(host: Host, busy: int | None) -> None:
+    (device, _) = devices(host)
+    silent = replace(device, gpu=replace(device.gpu, processes=None, utilization_percent=busy))
+    line = line_of(host, silent, [])
+    assert line is not None
+    assert _use_percent_of_jobs(host, line, {}) == busy
+
+
+def test_a_job_would_not_start_while_the_ledger_cannot_be_read(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = Request(memory_bytes=GIB, keys=tuple(device.uuid for device in devices(host)), client=False)
+    assert outlook(host, devices(host), request, UserLimits()).starts_now
+    monkeypatch.setattr(
+        "gpushare.host.claims._claims_or_reason", lambda *_: "/run/lock cannot be read: Input/output error"
+    )
+    answer = outlook(host, devices(host), request, UserLimits())
+    assert (answer.starts_now, answer.gpus) == (False, ())
+    assert answer.why.startswith("now it would wait for 1.0 GiB: ")
+    assert answer.why.endswith("; /run/lock cannot be read: Input/output error")
+
+
 # -- what is told of who waits and who is refused -------------------------------------------------------------------------
 
 
