@@ -90,7 +90,7 @@ class Setting:
     def title(self) -> str:
         """Return the setting in words."""
         if self.other_slice_us is not None:
-            production = format_slice(self.production_slice_us or 0)
+            production = format_slice(self.production_slice_us)
             return f"slice {format_slice(self.other_slice_us)}, production slice {production}"
         words = ["no cap" if self.threads >= 100 else f"cap {self.threads:g} %"]
         return ", ".join([*words, *(["low priority"] if self.low else [])])
