@@ -46,17 +46,7 @@ from gpushare.base.package import package_rows
 from gpushare.base.typed import Count, Pid, Shown, parsed
 from gpushare.base.units import format_slice
 from gpushare.base.values import dataclass
-from gpushare.host.identity import (
-    GONE,
-    HOST_PID_SPACE,
-    STARTED,
-    STATE,
-    Identity,
-    parent_of,
-    pid_space,
-    real_uid,
-    stat_fields,
-)
+from gpushare.host.identity import HOST_PID_SPACE, Identity, identity_of_main_thread, parent_of, pid_space, real_uid
 
 if TYPE_CHECKING:
     import socket
@@ -282,7 +272,7 @@ class KernelFiles:
         """
         pidfd = _pidfd(pid)
         try:
-            identity = _identity(pid)
+            identity = identity_of_main_thread(pid)
             # The start time was read while the pidfd was open and its process alive: both are the same process.
             if identity is None or started not in {None, identity.started} or _has_ended(pidfd):
                 raise Refused("gone")
@@ -404,12 +394,6 @@ def _has_ended(pidfd: int) -> bool:
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(0))
-
-
-def _identity(pid: int) -> Identity | None:
-    """Return who has a PID, like `identity_of`, from its main thread: the sum of all threads takes the kernel longer."""
-    fields = stat_fields(f"{pid}/task/{pid}")
-    return None if fields is None or fields[STATE] in GONE else Identity(pid, int(fields[STARTED]))
 
 
 @functools.cache

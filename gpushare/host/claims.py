@@ -230,6 +230,26 @@ def _earlier_claim(directory: Path, key: str, held: HeldClaim, ticket: int) -> C
         time.sleep(_CHOOSING_POLL_SECONDS)
 
 
+def read_shared_file(path: Path, most: int) -> tuple[os.stat_result, bytes] | None:
+    """Return the status and the first bytes of a file that all users may have written; None: it does not count.
+
+    Only a regular file with one name does: a second hard link would survive its removal, and anybody may make one.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | _SAFE)
+    except OSError:
+        return None
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
+            return None
+        return status, os.read(descriptor, most)
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+
+
 def _claims(directory: Path, key: str | None = None, prefix: str = EXCLUSIVE) -> Iterator[Claim]:
     """Yield the live claims on a key (None: on any) with a prefix. Their owner and root also remove dead ones.
 
@@ -269,11 +289,14 @@ def _read_claim(path: Path, boot: str, space: int, *, remove: bool) -> Claim | N
 
     ``remove``: also remove a void one, and one that has been unreadable for longer than it takes to write it.
     """
-    read = _read_claim_file(path)
+    # One byte more than allowed: a longer file does not match.
+    read = read_shared_file(path, _MOST_BYTES + 1)
     if read is None:
         return None
-    status, match = read
-    if match is None:
+    status, text = read
+    match = _TEXT.fullmatch(text)
+    # Each process costs a look at /proc.
+    if match is None or match["later"].count(b"process ") > _MOST_PROCESSES:
         if remove and time.time() - status.st_ctime > _UNREADABLE_SECONDS:
             _remove(path)
         return None
@@ -297,29 +320,6 @@ def _read_claim(path: Path, boot: str, space: int, *, remove: bool) -> Claim | N
         # Its owner can set mtime to any time, but not ctime.
         touched_at=min(status.st_mtime, status.st_ctime),
     )
-
-
-def _read_claim_file(path: Path) -> tuple[os.stat_result, re.Match[bytes] | None] | None:
-    """Return the status of a file and the match of its text as a claim (None: it is none); None: it cannot be read."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | _SAFE)
-    except OSError:
-        return None
-    try:
-        status = os.fstat(descriptor)
-        # A second hard link would survive the release.
-        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
-            return None
-        # One byte more than allowed: a longer file does not match.
-        match = _TEXT.fullmatch(os.read(descriptor, _MOST_BYTES + 1))
-    except OSError:
-        return None
-    finally:
-        os.close(descriptor)
-    # Each process costs a look at /proc.
-    if match is not None and match["later"].count(b"process ") > _MOST_PROCESSES:
-        match = None
-    return status, match
 
 
 def _parse_lines(match: re.Match[bytes]) -> tuple[list[Identity], int | None, tuple[str, ...]]:

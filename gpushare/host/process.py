@@ -296,11 +296,7 @@ class Processes:
         fields = stat_fields(pid)
         if fields is None:
             return None
-        return ProcessUsage(
-            started=int(fields[STARTED]),
-            cpu_seconds=_cpu_ticks(fields) / _TICKS,
-            memory_bytes=int(fields[RESIDENT_PAGES]) * _PAGE,
-        )
+        return ProcessUsage(int(fields[STARTED]), _cpu_ticks(fields) / _TICKS, int(fields[RESIDENT_PAGES]) * _PAGE)
 
     def descendants(self, pid: int) -> Sequence[int]:
         """Return a process with all that descend from it, those nearest to it first; empty: it is gone."""

@@ -180,6 +180,18 @@ def timed_out_error(argv: Sequence[str], timeout: float) -> TimedOut:
     return TimedOut(f"'{command}' did not answer within {timeout:g} s", "see: gpushare doctor", code="program_hangs")
 
 
+_CONNECT_SECONDS: Final = 1.0
+# struct ucred of Linux: pid, uid, gid.
+_CREDENTIALS: Final = struct.Struct("3i")
+
+
+class Listener(NamedTuple):
+    """A process and its user at the time when it began to listen."""
+
+    pid: int
+    uid: int
+
+
 class Programs:
     """Runs the vendor's programs of a host, in the C locale, in a process group of their own; a simulated host overrides it."""
 
@@ -188,8 +200,23 @@ class Programs:
         return program_path(name)
 
     def listener(self, pipe_directory: str) -> Listener | None:
-        """Return the process that listens at the control socket of an MPS daemon; see `listener`."""
-        return listener(pipe_directory)
+        """Return the process that listens at the control socket of an MPS daemon, as the kernel knows it (SO_PEERCRED).
+
+        None: no process, or unknown. The daemon need not answer: this also works if it is stopped or hangs.
+        """
+        # Imported here: only a stop of another user's daemon needs it.
+        import socket
+
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
+            end.settimeout(_CONNECT_SECONDS)
+            try:
+                end.connect(os.path.join(pipe_directory, "control"))
+                credentials = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            except (OSError, ValueError):
+                return None
+        pid, uid, _ = _CREDENTIALS.unpack(credentials)
+        # 0: it is in another PID namespace.
+        return Listener(pid, uid) if pid > 0 else None
 
     def start(
         self,
@@ -249,35 +276,3 @@ def group_members(group: int) -> list[int]:
     return sorted(
         pid for pid, stat in every_stat() if stat.group == group and pid != group and stat.state not in {b"Z", b"X"}
     )
-
-
-_CONNECT_SECONDS: Final = 1.0
-# struct ucred of Linux: pid, uid, gid.
-_CREDENTIALS: Final = struct.Struct("3i")
-
-
-class Listener(NamedTuple):
-    """A process and its user at the time when it began to listen."""
-
-    pid: int
-    uid: int
-
-
-def listener(pipe_directory: str) -> Listener | None:
-    """Return the process that listens at the control socket of an MPS daemon, as the kernel knows it (SO_PEERCRED).
-
-    None: no process, or unknown. The daemon need not answer: this also works if it is stopped or hangs.
-    """
-    # Imported here: only a stop of another user's daemon needs it.
-    import socket
-
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
-        end.settimeout(_CONNECT_SECONDS)
-        try:
-            end.connect(os.path.join(pipe_directory, "control"))
-            credentials = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        except (OSError, ValueError):
-            return None
-    pid, uid, _ = _CREDENTIALS.unpack(credentials)
-    # 0: it is in another PID namespace.
-    return Listener(pid, uid) if pid > 0 else None

@@ -63,11 +63,9 @@ def read_own(
     descriptor = _open_unlinked(path if directory is None else os.path.basename(path), directory)
     with open(descriptor, "rb") as file:
         stated = os.fstat(descriptor)
-        reason = _why_distrusted(stated, owners) or _open_to_others(stated, 0o022)
+        _check_trusted(stated, owners)
         if owners is not None and stated.st_nlink > 1:
-            reason = reason or "it has several names (hard links)"
-        if reason is not None:
-            raise ValueError(reason)
+            raise ValueError("it has several names (hard links)")
         # Room for the largest file takes longer to get than a usual one to read.
         text = file.read(_USUAL_BYTES)
         if len(text) == _USUAL_BYTES:
@@ -111,10 +109,7 @@ def read_trusted_tail(path: Path, most: int) -> str:
     with open(_open_unlinked(path), "rb") as file:
         stated = os.fstat(file.fileno())
         # A daemon creates its logs with its user's umask, which may be 002 if each user has a private group.
-        forbidden = 0o002 if stated.st_gid == stated.st_uid else 0o022
-        reason = _why_distrusted(stated) or _open_to_others(stated, forbidden)
-        if reason is not None:
-            raise ValueError(reason)
+        _check_trusted(stated, forbidden=0o002 if stated.st_gid == stated.st_uid else 0o022)
         file.seek(max(0, stated.st_size - most))
         return file.read(most).decode(errors="replace")
 
@@ -133,11 +128,11 @@ def open_own(path: Path) -> int:
             descriptor = _open_unlinked(path.name, directory)
     finally:
         os.close(above)
-    stated = os.fstat(descriptor)
-    reason = _why_distrusted(stated, owners) or _open_to_others(stated, 0o022)
-    if reason is not None:
+    try:
+        _check_trusted(os.fstat(descriptor), owners)
+    except ValueError:
         os.close(descriptor)
-        raise ValueError(reason)
+        raise
     return descriptor
 
 
@@ -151,16 +146,17 @@ def _open_unlinked(path: Path | str, directory: int | None = None) -> int:
         raise
 
 
-def _open_to_others(status: os.stat_result, forbidden: int) -> str | None:
-    """Return why others may change a file; None: they may not."""
-    return f"others may write it (mode {stat.S_IMODE(status.st_mode):o})" if status.st_mode & forbidden else None
+def _check_trusted(status: os.stat_result, owners: frozenset[int] | None = None, forbidden: int = 0o022) -> None:
+    """Raise ValueError unless an open file is a regular one of its owners (None: root, this user); the message says why.
 
-
-def _why_distrusted(stated: os.stat_result, owners: frozenset[int] | None = None) -> str | None:
-    """Return why an open file cannot be one of its owners', by default root's or this user's, or None."""
-    if not stat.S_ISREG(stated.st_mode):
-        return "it is not a regular file"
-    return None if stated.st_uid in (owners or {os.geteuid(), 0}) else f"it belongs to user {stated.st_uid}"
+    ``forbidden`` are the bits of its mode by which others may write it.
+    """
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError("it is not a regular file")
+    if status.st_uid not in (owners or {os.geteuid(), 0}):
+        raise ValueError(f"it belongs to user {status.st_uid}")
+    if status.st_mode & forbidden:
+        raise ValueError(f"others may write it (mode {stat.S_IMODE(status.st_mode):o})")
 
 
 @contextlib.contextmanager
@@ -264,16 +260,17 @@ def open_lock(path: Path, purpose: str, *, code: str = "file_unwritable") -> int
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _SAFE, 0o600)
         try:
             stated = os.fstat(descriptor)
-            reason = _why_distrusted(stated)
-            if reason is not None:
-                raise OperationFailed(
-                    f"{path}, {purpose}, cannot be used: {reason}",
-                    f"remove what is in the way: ls -l {shlex.quote(str(path))}",
-                    code=code,
-                )
+            _check_trusted(stated, forbidden=0)
             mode = kept_mode(path, 0o600)
             if stat.S_IMODE(stated.st_mode) != mode and stated.st_uid == os.geteuid():
                 os.fchmod(descriptor, mode)
+        except ValueError as error:
+            os.close(descriptor)
+            raise OperationFailed(
+                f"{path}, {purpose}, cannot be used: {error}",
+                f"remove what is in the way: ls -l {shlex.quote(str(path))}",
+                code=code,
+            ) from None
         except BaseException:
             os.close(descriptor)
             raise

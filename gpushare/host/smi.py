@@ -14,16 +14,7 @@ from gpushare.base.errors import (
     OperationFailed,
 )
 from gpushare.base.model import TimeSlice
-from gpushare.host.nvml import (
-    DRIVER_NOT_LOADED,
-    FUNCTION_NOT_FOUND,
-    GPU_IS_LOST,
-    LIBRARY_NOT_FOUND,
-    NO_PERMISSION,
-    NOT_FOUND,
-    NOT_SUPPORTED,
-    nvml_error,
-)
+from gpushare.host import nvml
 from gpushare.host.program import Completed, Pending, Programs
 
 PROGRAM: Final = "nvidia-smi"
@@ -132,15 +123,15 @@ def smi_error(done: Completed) -> GpushareError:
     text = " ".join(" ".join(lines).split()) or f"exit code {done.exit_code}, no text"
     message = f"'{' '.join(done.argv)}' failed: {text}"
     lowered = text.lower()
-    if done.exit_code in {DRIVER_NOT_LOADED, LIBRARY_NOT_FOUND}:
-        # There is no driver, or no library of it: nothing that it prints says more.
-        return nvml_error(done.exit_code, text)
-    if done.exit_code == NO_PERMISSION or "permission" in lowered:
+    if done.exit_code in {nvml.DRIVER_NOT_LOADED, nvml.LIBRARY_NOT_FOUND}:
+        # Nothing that it prints says more.
+        return nvml.nvml_error(done.exit_code, text)
+    if done.exit_code == nvml.NO_PERMISSION or "permission" in lowered:
         return NoPermission(message, "run it as root: sudo gpushare ...")
-    if done.exit_code in {NOT_SUPPORTED, FUNCTION_NOT_FOUND} or "not supported" in lowered:
+    if done.exit_code in {nvml.NOT_SUPPORTED, nvml.FUNCTION_NOT_FOUND} or "not supported" in lowered:
         return NotSupported(message, "this GPU has no time-slice policy; see: gpushare timeslice show")
-    if done.exit_code == NOT_FOUND:
+    if done.exit_code == nvml.NOT_FOUND:
         return NotFound(message, "see which GPUs are there: gpushare status")
-    if done.exit_code == GPU_IS_LOST:
+    if done.exit_code == nvml.GPU_IS_LOST:
         return GpuLost(message, "see: sudo dmesg | grep -i xid; a reboot may bring it back")
     return OperationFailed(message, "see: gpushare doctor", code="smi")

@@ -16,6 +16,8 @@ from gpushare.base.values import dataclass
 
 # With more different sums of the jobs on one GPU than this, a bound replaces the largest that fits.
 _MOST_SUMS: Final = 4096
+# More than any GPU has.
+_UNLIMITED_BYTES: Final = 1 << 62
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,14 +105,14 @@ class UserLimits(Mapping[int, int]):
         return len(self._named)
 
     def at_least(self, uid: int, memory_bytes: int | None) -> UserLimits:
-        """Return the limits, with one of at least this size for a user (None: unknown, so without one).
+        """Return the limits, with one of at least this size for a user (None: the size is unknown, so none holds).
 
         A job that has left the GPU may come back although root has lowered the limit meanwhile, but not beside so many other
         jobs of its user that together they exceed it.
         """
         if uid not in self._named and (self.others is None or uid == 0):
             return self
-        least = 1 << 62 if memory_bytes is None else memory_bytes
+        least = _UNLIMITED_BYTES if memory_bytes is None else memory_bytes
         return UserLimits({**self._named, uid: max(self[uid], least)}, self.others, self.longest_lease_seconds)
 
 
@@ -119,43 +121,54 @@ def admitted(
 ) -> dict[str, tuple[str, ...]]:
     """Return the devices on which waiting jobs may start now, by name, best first. ``waiting`` is in order of arrival.
 
-    A job is taken to start on the first ones, as many as it needs.
+    A job is taken to start on the first ones, as many as it needs. One with too few devices is left out: it stays in the
+    line, and later jobs may pass it.
     """
-    now = {key: list(running.get(key, ())) for key in rooms}
+    running_then = {key: list(running.get(key, ())) for key in rooms}
     devices: dict[str, tuple[str, ...]] = {}
-    # With the seconds within which they can start.
-    passed: list[tuple[Waiting, float | None]] = []
+    # Each with the seconds within which it can start.
+    still_waiting: list[tuple[Waiting, float | None]] = []
     for job in waiting:
         free = tuple(
             key
             for key in job.keys
             if key in rooms
-            and fits(rooms[key], now[key], job)
-            and all(
-                (job.run_seconds is not None and seconds is not None and job.run_seconds <= seconds)
-                or not _delays(rooms[key], now[key], ahead, job, earlier)
-                for earlier, seconds, ahead in _passed_on(rooms[key], key, passed)
-            )
+            and fits(rooms[key], running_then[key], job)
+            and not _delays_any(rooms[key], key, running_then[key], job, still_waiting)
         )
         if len(free) < job.count:
-            passed.append((job, _starts_within(rooms, now, job)))
+            still_waiting.append((job, _starts_within(rooms, running_then, job)))
             continue
         devices[job.name] = free
         for key in free[: job.count]:
             size = _needed_bytes(rooms[key], job)
-            now[key].append(Running(memory_bytes=size, client=job.client, uid=job.uid, ends_seconds=job.run_seconds))
+            running_then[key].append(
+                Running(memory_bytes=size, client=job.client, uid=job.uid, ends_seconds=job.run_seconds)
+            )
     return devices
 
 
-def _passed_on(
-    room: Room, key: str, passed: Sequence[tuple[Waiting, float | None]]
-) -> Iterator[tuple[Waiting, float | None, list[Running]]]:
-    """Yield the jobs that wait for a device and would be passed, each with those before it: these may run when it starts."""
+def _delays_any(
+    room: Room,
+    key: str,
+    running: Sequence[Running],
+    job: Waiting,
+    earlier_jobs: Sequence[tuple[Waiting, float | None]],
+) -> bool:
+    """Return whether a job that starts now on a device might delay one of the earlier jobs, which wait for it.
+
+    It cannot if it ends within the seconds in which that one can start.
+    """
+    # Those before an earlier job: they may run when it starts.
     ahead: list[Running] = []
-    for job, seconds in passed:
-        if key in job.keys:
-            yield job, seconds, [*ahead]
-            ahead.append(Running(memory_bytes=_needed_bytes(room, job), client=job.client, uid=job.uid))
+    for earlier, seconds in earlier_jobs:
+        if key not in earlier.keys:
+            continue
+        ends_before = job.run_seconds is not None and seconds is not None and job.run_seconds <= seconds
+        if not ends_before and _delays(room, running, ahead, job, earlier):
+            return True
+        ahead.append(Running(memory_bytes=_needed_bytes(room, earlier), client=earlier.client, uid=earlier.uid))
+    return False
 
 
 def _starts_within(rooms: Mapping[str, Room], running: Mapping[str, Sequence[Running]], job: Waiting) -> float | None:
@@ -170,12 +183,10 @@ def _starts_within(rooms: Mapping[str, Room], running: Mapping[str, Sequence[Run
 
 def _fits_within(room: Room, running: Sequence[Running], job: Waiting) -> float | None:
     """Return in how many seconds a job fits on a device, by the times of the jobs there; None: none bounds it."""
-    for seconds in sorted({0.0, *(holder.ends_seconds for holder in running if holder.ends_seconds is not None)}):
-        if fits(
-            room,
-            [holder for holder in running if holder.ends_seconds is None or holder.ends_seconds > seconds],
-            job,
-        ):
+    ends = {holder.ends_seconds for holder in running if holder.ends_seconds is not None}
+    for seconds in sorted({0.0, *ends}):
+        still_running = [holder for holder in running if holder.ends_seconds is None or holder.ends_seconds > seconds]
+        if fits(room, still_running, job):
             return seconds
     return None
 
@@ -205,8 +216,8 @@ def _delays(room: Room, running: Sequence[Running], ahead: Sequence[Running], jo
         # It never starts here.
         return False
     if earlier.uid is not None and earlier.uid != job.uid:
-        own = sum(holder.memory_bytes for holder in running if holder.uid == earlier.uid)
-        if own + need > room.memory_bytes:
+        held_by_its_user = sum(holder.memory_bytes for holder in running if holder.uid == earlier.uid)
+        if held_by_its_user + need > room.memory_bytes:
             # It waits for jobs of its own user: a user must not block others with a small job and a large one.
             return False
     # The most that may still be held when it starts, if the job does not start now.
@@ -216,6 +227,7 @@ def _delays(room: Room, running: Sequence[Running], ahead: Sequence[Running], jo
         return True
     if not (earlier.client and job.client) or room.clients is None:
         return False
+    # The same with clients: as many as leave a place for the earlier job, then both jobs.
     clients = min(sum(holder.client for holder in holders), room.clients - 1)
     return clients + 2 > room.clients
 

@@ -23,7 +23,7 @@ from gpushare.base.errors import InUse, OperationFailed
 from gpushare.base.model import GpuLease
 from gpushare.base.units import format_duration
 from gpushare.host.capabilities import user_name
-from gpushare.host.claims import claim_directory
+from gpushare.host.claims import claim_directory, read_shared_file
 from gpushare.host.host import Host, make_private_directory
 from gpushare.host.identity import boot_id, uptime
 from gpushare.host.records import writing
@@ -32,9 +32,12 @@ from gpushare.memory.admission import UserLimits
 PREFIX: Final = "gpushare-lease-"
 _NAME: Final = re.compile(rf"{PREFIX}[0-9a-f]{{16}}", re.ASCII)
 _TEXT: Final = re.compile(
-    rb"gpushare lease 1\nboot ([0-9a-f-]{1,36})\ngpu (GPU-[0-9a-fA-F-]{1,60})\nsince (\d{1,12})\nuntil (\d{1,12})\n",
+    rb"gpushare lease 1\nboot (?P<boot>[0-9a-f-]{1,36})\ngpu (?P<gpu>GPU-[0-9a-fA-F-]{1,60})\n"
+    rb"since (?P<since>\d{1,12})\nuntil (?P<until>\d{1,12})\n",
     re.ASCII,
 )
+# More than a lease has.
+_MOST_BYTES: Final = 512
 # Further leases of one user do not count. Files of all are looked at: a user who makes thousands hides only leases of his own.
 _MOST_OF_ONE_USER: Final = 64
 _UNREADABLE_SECONDS: Final = 60.0
@@ -58,7 +61,7 @@ class _LeaseFile(NamedTuple):
 
 
 def leases(host: Host, limits: UserLimits) -> dict[str, GpuLease]:
-    """Return the leases in force by the UUID of their GPU."""
+    """Return the leases in force by the UUID of their GPU: of several on a GPU the first."""
     first: dict[str, GpuLease] = {}
     now = uptime()
     for file in _lease_files(host, limits):
@@ -103,6 +106,22 @@ def take_lease(host: Host, gpu_uuid: str, seconds: float, limits: UserLimits) ->
     text = (
         f"gpushare lease 1\nboot {boot_id() or '-'}\ngpu {gpu_uuid}\nsince {int(since)}\nuntil {int(now + seconds)}\n"
     )
+    _write_lease_file(path, text)
+    for file in earlier:
+        _remove_file(file.path)
+    # Read again: another user may have been faster.
+    lease = leases(host, limits).get(gpu_uuid)
+    if lease is None or lease.uid != host.uid:
+        _remove_file(path)
+        if lease is None:
+            raise OperationFailed(
+                "the lease was written but does not count", "see: gpushare doctor", code="lease_unusable"
+            )
+        raise InUse(f"the GPU {reserved_words(lease)}", "see all leases: gpushare reserve", code="reserved")
+
+
+def _write_lease_file(path: Path, text: str) -> None:
+    """Write a new file that all users may read. Raises NoPermission, OperationFailed (code ``lease_unusable``)."""
     with writing(path, "the lease", code="lease_unusable"):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         try:
@@ -113,16 +132,6 @@ def take_lease(host: Host, gpu_uuid: str, seconds: float, limits: UserLimits) ->
             raise
         finally:
             os.close(descriptor)
-    for old in earlier:
-        _remove_file(old.path)
-    lease = leases(host, limits).get(gpu_uuid)
-    if lease is None or lease.uid != host.uid:
-        _remove_file(path)
-        if lease is None:
-            raise OperationFailed(
-                "the lease was written but does not count", "see: gpushare doctor", code="lease_unusable"
-            )
-        raise InUse(f"the GPU {reserved_words(lease)}", "see all leases: gpushare reserve", code="reserved")
 
 
 def end_lease(host: Host, gpu_uuid: str, limits: UserLimits) -> None:
@@ -134,7 +143,10 @@ def end_lease(host: Host, gpu_uuid: str, limits: UserLimits) -> None:
 
 
 def _lease_files(host: Host, limits: UserLimits) -> list[_LeaseFile]:
-    """Return the leases that are written, also those that a shorter limit has cut short: a longer one brings them back."""
+    """Return the leases that are written, in the order in which they count.
+
+    Also those that a shorter limit of root has cut short: a longer one brings them back.
+    """
     directory = claim_directory(host)
     try:
         names = [name for name in sorted(os.listdir(directory)) if _NAME.fullmatch(name)]
@@ -145,39 +157,40 @@ def _lease_files(host: Host, limits: UserLimits) -> list[_LeaseFile]:
 
 def _read_lease_files(host: Host, directory: Path, names: list[str], limits: UserLimits) -> Iterator[_LeaseFile]:
     """Yield the leases in these files; remove those that are over, as far as this user may."""
-    met: Counter[int] = Counter()
-    now, boot = uptime(), time.time() - uptime()
+    files_of_user: Counter[int] = Counter()
+    now = uptime()
+    booted_at = time.time() - now
     for name in names:
         path = directory / name
         try:
-            owner = os.lstat(path)
-            # A second hard link would survive the end, and anybody may make one of a file that is another's.
-            if not stat.S_ISREG(owner.st_mode) or owner.st_nlink != 1 or met[owner.st_uid] >= _MOST_OF_ONE_USER:
-                continue
-            met[owner.st_uid] += 1
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            before = os.lstat(path)
         except OSError:
             continue
-        try:
-            seen, text = os.fstat(descriptor), os.read(descriptor, 512)
-        except OSError:
+        # Another user may make links of a user's file: they do not use up the leases of that user.
+        if not stat.S_ISREG(before.st_mode) or before.st_nlink != 1:
             continue
-        finally:
-            os.close(descriptor)
+        files_of_user[before.st_uid] += 1
+        if files_of_user[before.st_uid] > _MOST_OF_ONE_USER:
+            continue
+        read = read_shared_file(path, _MOST_BYTES)
         # It may be another file by now.
-        if not stat.S_ISREG(seen.st_mode) or seen.st_nlink != 1 or seen.st_uid != owner.st_uid:
+        if read is None or read[0].st_uid != before.st_uid:
             continue
-        lease = _parse_lease(path, text, seen, limits, since_boot=seen.st_ctime - boot)
-        # Without one it is half written, by a gpushare that was killed.
-        over = time.time() - seen.st_ctime > _UNREADABLE_SECONDS if lease is None else lease.written_until <= now
-        if over and (seen.st_uid == host.uid or host.root):
+        status, text = read
+        lease = _parse_lease(path, text, status, limits, since_boot=status.st_ctime - booted_at)
+        if lease is not None:
+            is_over = lease.written_until <= now
+        else:
+            # It is half written, by a gpushare that was killed, or just being written.
+            is_over = time.time() - status.st_ctime > _UNREADABLE_SECONDS
+        if is_over and (status.st_uid == host.uid or host.root):
             _remove_file(path)
-        elif lease is not None and not over:
+        elif lease is not None and not is_over:
             yield lease
 
 
 def _parse_lease(
-    path: Path, text: bytes, seen: os.stat_result, limits: UserLimits, *, since_boot: float
+    path: Path, text: bytes, status: os.stat_result, limits: UserLimits, *, since_boot: float
 ) -> _LeaseFile | None:
     """Return the lease in a file that was created ``since_boot`` seconds after boot; None: its text is no lease.
 
@@ -186,9 +199,20 @@ def _parse_lease(
     match = _TEXT.fullmatch(text)
     if match is None:
         return None
-    since, written = float(match[3]), float(match[4]) if match[1].decode() == boot_id() else 0.0
-    until = written if seen.st_uid == 0 else min(written, since + limits.longest_lease_seconds)
-    return _LeaseFile(max(since, since_boot), path, match[2].decode(), seen.st_uid, since, until, written)
+    since = float(match["since"])
+    written_until = float(match["until"]) if match["boot"].decode() == boot_id() else 0.0
+    until = written_until
+    if status.st_uid != 0:
+        until = min(until, since + limits.longest_lease_seconds)
+    return _LeaseFile(
+        created=max(since, since_boot),
+        path=path,
+        gpu_uuid=match["gpu"].decode(),
+        uid=status.st_uid,
+        since=since,
+        until=until,
+        written_until=written_until,
+    )
 
 
 def _remove_file(path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Final
 
 from gpushare.base.model import Gpu, LimitedJob, Snapshot, SwappedJob, WaitingJob
 from gpushare.base.selection import Device
@@ -14,8 +13,6 @@ from gpushare.host.host import Host
 from gpushare.host.identity import wall_time
 from gpushare.memory.ledger import Reservation, line_of, reservations
 from gpushare.memory.swap import BACK, Swap, swaps
-
-_BILLION: Final = 1_000_000_000
 
 
 def with_ledger(host: Host, snapshot: Snapshot) -> Snapshot:
@@ -51,28 +48,29 @@ def _reserved_bytes(host: Host, device: Device, jobs: Sequence[Reservation]) -> 
 def waiting_jobs(host: Host, gpus: Sequence[Gpu], ledger: Sequence[Reservation]) -> list[WaitingJob]:
     """Return the jobs that wait for room on some of these GPUs, in their order."""
     indexes = _index_by_uuid(gpus)
-    now, clock = time.time(), time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+    now = time.time()
+    now_ns = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
     waiting = [job for job in ledger if job.waits]
     jobs = []
     for number, job in enumerate(waiting):
         if indexes.keys().isdisjoint(job.keys):
             continue
         info = host.processes.describe(job.claim.pid)
-        before = sum(not set(job.keys).isdisjoint(other.keys) for other in waiting[:number])
-        ticket = job.waiting_since_ns
+        jobs_ahead = sum(not set(job.keys).isdisjoint(other.keys) for other in waiting[:number])
+        since_ns = job.waiting_since_ns
         jobs.append(
             WaitingJob(
                 pid=job.claim.pid,
                 user=None if info is None else info.user,
                 name=job.name,
-                place=before + 1,
+                place=jobs_ahead + 1,
                 memory_bytes=job.memory_bytes,
                 count=job.count,
                 gpu_indexes=tuple(sorted({indexes[key] for key in job.keys if key in indexes})),
                 device_uuids=job.keys,
                 production=job.production,
                 stopped=job.stopped,
-                waiting_since=None if ticket is None else now - max(0, clock - ticket) / _BILLION,
+                waiting_since=None if since_ns is None else now - max(0, now_ns - since_ns) / 1e9,
             )
         )
     return jobs

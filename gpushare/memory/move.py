@@ -88,17 +88,17 @@ def possible_targets(source: Gpu, gpus: Sequence[Gpu]) -> list[Gpu]:
 
 
 def assign_gpus(sizes: Mapping[int, int], free: Mapping[int, int]) -> dict[int, int]:
-    """Return on which GPU each job goes, so that all have room: the largest first, each where most is free.
+    """Return the index of the GPU that each job goes to, by the PID of the job: the largest first, each where most is free.
 
     ``sizes`` are bytes by the PID of the job, ``free`` bytes by the index of the GPU. A job without room is left out.
     """
-    rest = dict(free)
+    still_free = dict(free)
     chosen: dict[int, int] = {}
     for pid, size in sorted(sizes.items(), key=lambda job: (-job[1], job[0])):
-        index = max(rest, key=lambda index: (rest[index], -index), default=None)
-        if index is not None and rest[index] >= size + GPU_MARGIN_BYTES:
+        index = max(still_free, key=lambda index: (still_free[index], -index), default=None)
+        if index is not None and still_free[index] >= size + GPU_MARGIN_BYTES:
             chosen[pid] = index
-            rest[index] -= size + GPU_MARGIN_BYTES
+            still_free[index] -= size + GPU_MARGIN_BYTES
     return chosen
 
 
@@ -112,9 +112,9 @@ def move(host: Host, swap: Swap, target: Gpu, again: Callable[[], Sequence[JobPr
         NotFound: it has ended.
     """
     source_uuid = swap.gpu_uuid
-    way = go_out(host, swap, again, keep, target_uuid=target.uuid)
+    moving = go_out(host, swap, again, keep, target_uuid=target.uuid)
     try:
-        return come_in(host, way)
+        return come_in(host, moving)
     except (OperationFailed, InUse) as error:
         if error.code not in {"restore_refused", "no_room"}:
             raise
@@ -129,19 +129,22 @@ def move(host: Host, swap: Swap, target: Gpu, again: Callable[[], Sequence[JobPr
 
 def _bring_back(host: Host, out: Swap, source_uuid: str, keep: Keep) -> None:
     """Bring a job that was refused on its new GPU back to the GPU it left. Raises InUse if that no longer has room."""
-    behind = retargeted(out, source_uuid)
-    with keep(host, behind) as room:
-        if room(behind.memory_bytes) is False:
+    to_source = retargeted(out, source_uuid)
+    with keep(host, to_source) as room:
+        if room(to_source.memory_bytes) is False:
             raise InUse(
                 f"{out.title} is swapped out: its new GPU refused it, and another program took its {format_bytes(out.memory_bytes)}",
                 f"bring it back when there is room: gpushare swap in {out.selector} --wait",
                 code="no_room",
             )
-        come_in(host, behind)
+        come_in(host, to_source)
 
 
 def retargeted(out: Swap, uuid: str) -> Swap:
-    """Return the record of a swapped-out job with another GPU to come in to; its images stay those of the GPU they left.
+    """Return the record of a swapped-out job with ``uuid`` as the GPU to come in to.
+
+    The driver restores each process to the GPU of its image, or by pairs (`Swap.left_uuid`) to another one. After a move
+    that was broken off, some images are of the old GPU and some of the new one.
 
     Raises:
         NotSupported: its processes are images of two GPUs, and this is a third (code ``several_gpus``).
@@ -150,9 +153,9 @@ def retargeted(out: Swap, uuid: str) -> Swap:
     if uuid == out.gpu_uuid:
         return out
     if uuid == source:
-        # Those that had arrived cross again, the others are at home.
-        home = tuple(image.pid for image in out.images if image.pid not in out.arrived)
-        return replace(out, gpu_uuid=uuid, left_uuid=out.gpu_uuid, arrived=home)
+        # Back: those that had arrived cross again, and the images of the others are of this GPU already.
+        not_arrived = tuple(image.pid for image in out.images if image.pid not in out.arrived)
+        return replace(out, gpu_uuid=uuid, left_uuid=out.gpu_uuid, arrived=not_arrived)
     if out.arrived:
         raise NotSupported(
             f"{out.title} was moved only halfway: it can come back only to one of its two GPUs",

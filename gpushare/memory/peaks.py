@@ -44,9 +44,16 @@ def find_profile(host: Host, device: Device, command: Sequence[str]) -> Profile 
 
 
 def known_peak(host: Host, devices: Iterable[Device], commands: Sequence[Sequence[str]]) -> tuple[int, bool] | None:
-    """Return the most memory that one of these commands has used on such GPUs, and whether it needs more; None: unknown."""
+    """Return the most memory in bytes that one of these commands has used on such GPUs, and whether it needs more.
+
+    None: unknown.
+    """
     profiles = [find_profile(host, device, command) for device in devices for command in commands]
-    peaks = [(each.memory_bytes, each.short) for each in profiles if each is not None and each.memory_bytes is not None]
+    peaks = [
+        (profile.memory_bytes, profile.short)
+        for profile in profiles
+        if profile is not None and profile.memory_bytes is not None
+    ]
     return max(peaks, default=None)
 
 
@@ -63,10 +70,14 @@ class KnownCommands:
 
     def use_percent(self, device: Device, words: Sequence[str]) -> float | None:
         """Return how much of a GPU the command that a process runs uses alone; None: it is not known."""
-        digests = [digest_of(device, command) for command in _typed_commands(words)]
-        paths = [PROFILES.path(self._host, digest) for digest in digests if f"{digest}.json" in self._names]
-        profile = next(filter(None, map(PROFILES.read, paths)), None)
-        return None if profile is None else profile.use_percent
+        for command in _typed_commands(words):
+            digest = digest_of(device, command)
+            # Most processes have no profile: their files are not even looked for.
+            if f"{digest}.json" in self._names:
+                profile = PROFILES.read(PROFILES.path(self._host, digest))
+                if profile is not None:
+                    return profile.use_percent
+        return None
 
 
 def _typed_commands(words: Sequence[str]) -> Iterator[Sequence[str]]:
@@ -100,15 +111,18 @@ def digest_of(device: Device, command: Sequence[str]) -> str:
 
 def _merge_profiles(before: Profile, new: Profile) -> Profile:
     """Return what is known after another run: the larger peak, whether it needs more, the newest use."""
-    highest, peak, short = before.memory_bytes or 0, new.memory_bytes or 0, before.short
-    if new.short or peak > highest:
-        # What ran out of memory below a peak that it has reached before was in the way of others.
-        short = new.short if peak >= highest else before.short
-    elif new.memory_bytes is not None:
-        # It has ended well with less.
-        short = False
+    peak_before = before.memory_bytes or 0
+    peak = new.memory_bytes or 0
+    if new.short and peak < peak_before:
+        # It ran out of memory below a peak that it has reached before: other jobs had taken the rest.
+        short = before.short
+    elif new.memory_bytes is None and not new.short:
+        # Only its use was measured.
+        short = before.short
+    else:
+        short = new.short
     use = before.use_percent if new.use_percent is None else new.use_percent
-    return Profile(memory_bytes=max(highest, peak) or None, short=short, use_percent=use)
+    return Profile(memory_bytes=max(peak_before, peak) or None, short=short, use_percent=use)
 
 
 def _drop_oldest_files(directory: Path) -> None:
@@ -120,6 +134,7 @@ def _drop_oldest_files(directory: Path) -> None:
         by_age = sorted(files, key=lambda entry: entry.stat(follow_symlinks=False).st_mtime)
     except OSError:
         return
-    for entry in by_age[: len(files) - _MOST_FILES * 9 // 10]:
+    number_removed = len(files) - _MOST_FILES * 9 // 10
+    for entry in by_age[:number_removed]:
         with contextlib.suppress(OSError):
             Path(entry.path).unlink()
