@@ -344,44 +344,33 @@ _PAIRS: Final = {
 
 def _production(steps: Steps, way: Way) -> None:
     """Add the lines of production and of the jobs that yield to it."""
-    s, pair, number, others = steps.s, _PAIRS[way], 0, 0
-    works = list(zip(s.case.workloads, s.counts_of_all, strict=True))
-    first = next((work for work, _ in works if work.role is Role.PRODUCTION), None)
+    s = steps.s
+    pair = _PAIRS[way]
+    first = next((work for work in s.case.workloads if work.role is Role.PRODUCTION), None)
     already_running = first is not None and bool(first.running)
-    foreign = s.case.same_user is False
-    # Only root finds the jobs of other users by their names. Where production runs already, only its growth tells swap.
-    without_role = (
-        pair.yields is None
-        or (foreign and not (already_running and way is Way.SWAP))
-        or (already_running and way is Way.SLICES)
-    )
-    whose = "by its own user" if foreign else None
-    cost = s.leaving_cost(way) if way is Way.SWAP else None
-    seconds = "" if cost is None else f" (about {cost.out_seconds:.0f} s)"
+    without_role = _without_role(s, way, already_running=already_running)
     # Under MPS, production has no role.
     running_production = [] if pair.name == "name" else [name for name, job in s.jobs.items() if job.production]
     target = None if first is None or way is Way.SWAP else steps.free_name(_service(first, 1, running_production))
-    yielding: dict[str, Any] = dict(pair.apart) if without_role else {"opportunistic": True, "yields": pair.yields}
-    if without_role and way is Way.MPS_PRIORITY:
-        clients = sum(count or 1 for work, count in works if work.role is not Role.PRODUCTION)
-        yielding["threads_percent"] = client_limits(OPPORTUNISTIC_CAP / clients, None).threads_percent
+    whose = "by its own user" if s.case.same_user is False else None
+    cost = s.leaving_cost(way) if way is Way.SWAP else None
+    seconds = "" if cost is None else f" (about {cost.out_seconds:.0f} s)"
+    if way is Way.MPS_PRIORITY:
         _daemons(steps, "start MPS without a cap for production", Limits())
-    elif not without_role:
-        yielding["target"] = target
-    for work, count in works:
+    yielding = _yielding_options(s, way, target, without_role=without_role)
+    services = 0
+    others = 0
+    for work, count in zip(s.case.workloads, s.counts_of_all, strict=True):
         produces = work.role is Role.PRODUCTION
         memory = job_memory(s, way, work)
-        number += produces
+        services += produces
         if work.running and way is Way.SLICES:
-            slice_of_job = _PRODUCTION_SLICE if produces else _OTHER_SLICE
-            what = f"the slice of {which(count or 1, label_of(work))}, which runs; gpushare jobs -a lists its PID"
-            steps.say(f"{what}; {whose}" if whose else what, f"gpushare timeslice set {slice_of_job} PID")
-            steps.undo.append(AdviceStep("restore the slice", "gpushare timeslice reset PID"))
+            _set_slice_of_running(steps, work, count, whose)
         elif work.running:
             steps.say(which(count, label_of(work), "runs already, and stays as it is"))
         elif produces:
             how = f"starts when the other job has left{seconds}" if pair.wait else None
-            options = {pair.name: _service(work, number, running_production), "wait": pair.wait}
+            options = {pair.name: _service(work, services, running_production), "wait": pair.wait}
             steps.run(which(count or 1, label_of(work), _joined(how, whose)), work, memory=memory, **options)
         else:
             others += 1
@@ -395,6 +384,36 @@ def _production(steps: Steps, way: Way) -> None:
             f"has left{seconds}, is refused"
         )
     steps.measure += pair.measure
+
+
+def _without_role(s: Situation, way: Way, *, already_running: bool) -> bool:
+    """Return whether the others cannot yield by ``--opportunistic``, which needs to find production by its role."""
+    if _PAIRS[way].yields is None:
+        return True
+    # Only root finds the jobs of other users by their names. Where production runs already, only its growth tells swap.
+    if s.case.same_user is False and not (already_running and way is Way.SWAP):
+        return True
+    return already_running and way is Way.SLICES
+
+
+def _yielding_options(s: Situation, way: Way, target: str | None, *, without_role: bool) -> dict[str, Any]:
+    """Return the options of `gpushare run` for the jobs beside production, whose name is ``target``."""
+    pair = _PAIRS[way]
+    if not without_role:
+        return {"opportunistic": True, "yields": pair.yields, "target": target}
+    if way is not Way.MPS_PRIORITY:
+        return dict(pair.apart)
+    counts = zip(s.case.workloads, s.counts_of_all, strict=True)
+    clients = sum(count or 1 for work, count in counts if work.role is not Role.PRODUCTION)
+    return {**pair.apart, "threads_percent": client_limits(OPPORTUNISTIC_CAP / clients, None).threads_percent}
+
+
+def _set_slice_of_running(steps: Steps, work: Workload, count: int | None, whose: str | None) -> None:
+    """Add the line that sets the slice of jobs that run already; ``whose`` says that their own user has to."""
+    slice_of_job = _PRODUCTION_SLICE if work.role is Role.PRODUCTION else _OTHER_SLICE
+    what = f"the slice of {which(count or 1, label_of(work))}, which runs; gpushare jobs -a lists its PID"
+    steps.say(f"{what}; {whose}" if whose else what, f"gpushare timeslice set {slice_of_job} PID")
+    steps.undo.append(AdviceStep("restore the slice", "gpushare timeslice reset PID"))
 
 
 def _joined(*parts: str | None) -> str:
