@@ -136,7 +136,8 @@ ANSWERED: Final = frozenset(
         "waits-for-input-shared",
     }
 )
-_TOGETHER: Final = re.compile(r"mps:(\d+)/n", re.ASCII)
+# The name of a way of `bench`: the thread percentages of all processes add up to this.
+_CAP_OF_ALL: Final = re.compile(r"mps:(\d+)/n", re.ASCII)
 
 
 class Effect(str, Enum):
@@ -209,7 +210,7 @@ def measured(advice: Advice, bench: BenchAnswer, copies: int) -> MeasuredAdvice:
         return MeasuredAdvice(rules=advice, final=advice, copies=copies, **finding._asdict())
     final, certain = advice, _certain_of(cells)
     if finding.chosen is not None and finding.effect in {Effect.OTHER_CAP, Effect.CHANGED, Effect.SETTLED}:
-        final = with_way(advice, finding.chosen.way, cap=_cap(advice.situation, finding.chosen.name))
+        final = with_way(advice, finding.chosen.way, cap=_cap_of_each(advice.situation, finding.chosen.name))
     if finding.effect is not Effect.KEPT:
         # What it suggests to measure has been measured.
         recipe = None if final.recipe is None else replace(final.recipe, measure=())
@@ -319,13 +320,17 @@ def _rules_name(situation: Situation) -> str:
     return "mps" if situation.before_volta else f"mps:{threads_together(situation)}/n"
 
 
-def _cap(situation: Situation, name: str) -> float | None:
-    """Return the thread cap of each process in a measured way; 100 means no cap, None that it is not MPS."""
-    if name not in BENCH_WAYS[Way.MPS]:
+def _cap_of_each(situation: Situation, measured_way: str) -> float | None:
+    """Return the thread percentage of each process in a measured way: 50 in ``mps:200/n`` with 4 processes.
+
+    100: MPS without a cap; None: it is not MPS.
+    """
+    if measured_way not in BENCH_WAYS[Way.MPS]:
         return None
-    together = _TOGETHER.fullmatch(name)
-    processes = situation.case.processes or 1
-    return 100.0 if together is None else min(100.0, int(together[1]) / processes)
+    together = _CAP_OF_ALL.fullmatch(measured_way)
+    if together is None:
+        return 100.0
+    return min(100.0, int(together[1]) / (situation.case.processes or 1))
 
 
 def _not_measured(best: WayVerdict, other: WayVerdict) -> list[Reason]:

@@ -360,9 +360,13 @@ _MOST_WEIGHTED: Final = 4
 
 
 def _weighted_profiles(
-    room: Layout, kinds: Sequence[Sequence[Profile]], shares: Sequence[Share]
+    room: Layout, candidates: Sequence[Sequence[Profile]], shares: Sequence[Share]
 ) -> tuple[Profile, ...] | None:
-    """Return the profiles whose compute slices are nearest to the wanted shares, and of those the largest."""
+    """Return a profile for each share, those whose compute slices are nearest to the wanted percentages.
+
+    ``candidates`` has the profiles to choose from for each share. None: no choice fits the GPU together, or there are too
+    many shares to try all choices.
+    """
     if len(shares) > _MOST_WEIGHTED:
         return None
     whole = sum(share.percent for share in shares)
@@ -374,7 +378,10 @@ def _weighted_profiles(
         error = max(abs(profile.slices / total - share.percent / whole) for profile, share in pairs)
         return round(error, 6), -total, sum(profile.memory_bytes or 0 for profile in profiles)
 
-    fitting = [[profile for profile in own if _holds(profile, share)] for own, share in zip(kinds, shares, strict=True)]
+    fitting = [
+        [profile for profile in profiles if _holds(profile, share)]
+        for profiles, share in zip(candidates, shares, strict=True)
+    ]
     choices = sorted(itertools.product(*fitting), key=by_error)
     return next((choice for choice in choices if _fit_together(room, choice)), None)
 

@@ -27,7 +27,7 @@ from gpushare.export.containers import (
     compose_export,
     container_device,
     docker_export,
-    parted_export,
+    mig_parted_export,
 )
 from gpushare.export.description import GpuDescription, HostDescription, describe_host, wished
 from gpushare.export.document import Export, apply_script, joined_text, write_documents
@@ -145,7 +145,7 @@ def mig_parted(
     GPUs with the same layout share an entry. mig-parted cannot express placements: --placement writes them to a
     second YAML document, which apply and check follow.
     """
-    return export_result("mig-parted", parted_export(describe(gpu, file=file), name=name, placement=placement), to)
+    return export_result("mig-parted", mig_parted_export(describe(gpu, file=file), name=name, placement=placement), to)
 
 
 def _container_share(gpu: str | None, file: str | None) -> ExportedDevice:

@@ -114,14 +114,20 @@ class Examination:
 
 
 def whom_to_ask(seen: Examination, pids: Collection[int]) -> str | None:
-    """Return whom to ask about processes, for people; None: this user can act: as an owner, or as root if none is known."""
+    """Return the users whose processes these are, as text; None: there is nobody to ask.
+
+    That is so where one of the processes is this user's, who can begin there, and where root meets processes of unknown
+    owners. Root asks known owners, too: the processes are not root's to end.
+    """
     owners = [seen.host.processes.describe(pid) for pid in pids]
     if os.getpid() in pids or any(info is not None and info.uid == seen.host.uid for info in owners):
         return None
     users = sorted({info.user for info in owners if info is not None and info.user})
-    if not users:
-        return None if seen.host.root else "the administrator (its owner is unknown)"
-    return first_few(users, _MOST_USERS)
+    if users:
+        return first_few(users, _MOST_USERS)
+    if seen.host.root:
+        return None
+    return "the administrator (its owner is unknown)"
 
 
 def for_owner(seen: Examination, check: Check, pids: Collection[int]) -> Check:

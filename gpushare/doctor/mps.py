@@ -418,13 +418,15 @@ def pending(seen: Examination) -> Iterator[Check]:
             )
 
 
-def open_limits(seen: Examination) -> Iterator[Check]:
+def limits_open_to_all(seen: Examination) -> Iterator[Check]:
     """Check for daemons of root whose limits every user may change (before driver 550)."""
     for item in seen.believed:
-        pipe = Path(item.daemon.pipe_directory or "/nonexistent")
-        # Nobody reaches the daemon through a directory that does not exist (None).
+        if item.uid != 0 or item.daemon.pipe_directory is None:
+            continue
+        pipe = Path(item.daemon.pipe_directory)
+        # None: the directory does not exist, so nobody reaches the daemon.
         reachable = pipe_users(pipe) is not None
-        if item.uid == 0 and reachable and anybody_changes(pipe, seen.driver):
+        if reachable and anybody_changes(pipe, seen.driver):
             yield finding("mps.open", item.daemon.gpu_index, daemon=item.daemon, driver=seen.driver, pipe=pipe)
 
 
@@ -479,7 +481,7 @@ USE_CHECKS: Final[tuple[Callable[[Examination], Iterator[Check]], ...]] = (
     devices,
     outside,
     pending,
-    open_limits,
+    limits_open_to_all,
     client_environments,
     daemon_environment,
     needs,

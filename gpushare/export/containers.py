@@ -1,4 +1,4 @@
-"""One device of the host for containers: flags of Docker and Podman, a CDI file, a compose file. Pure.
+"""One device of the host for containers (flags of Docker and Podman, a CDI file, a compose file), and mig-parted's file. Pure.
 
 Facts: CDI names `nvidia.com/gpu=<uuid>` are among those that nvidia-ctk writes by default (NVIDIA Container Toolkit
 1.20, index and uuid); `docker run --gpus device=<uuid>`; compose-spec, deploy.resources.reservations.devices; NVIDIA's
@@ -53,7 +53,7 @@ class ExportedDevice:
         conditions = {
             "mps": mps is not None,
             "timeslice": mps is None and self.gpu.sharing is Way.TIMESLICE,
-            "sliced": whole and self.gpu.time_slice not in {None, TimeSlice.DEFAULT},
+            "slice-length": whole and self.gpu.time_slice not in {None, TimeSlice.DEFAULT},
             "mig": not whole,
             "granted": self.mig is not None and self.mig.granted,
             "low-priority": mps is not None and mps.limits.priority is Priority.LOW,
@@ -269,8 +269,11 @@ def layout_name(host: HostDescription) -> str:
     return f"gpushare-{sha256(yaml_text(config).encode()).hexdigest()[:12]}"
 
 
-def parted_export(host: HostDescription, *, name: str, placement: bool = False) -> Export:
-    """Return the file and how `nvidia-mig-parted` applies it; ``placement`` adds a second document with exact places."""
+def mig_parted_export(host: HostDescription, *, name: str, placement: bool = False) -> Export:
+    """Return the file of `nvidia-mig-parted` and the commands that apply it.
+
+    ``placement`` appends a second YAML document to the file, with exact places; mig-parted does not read it.
+    """
     if _CONFIG_NAME.fullmatch(name) is None:
         raise BadUsage(
             f"'{name[:60]}' is not a name for a configuration",
@@ -278,7 +281,8 @@ def parted_export(host: HostDescription, *, name: str, placement: bool = False) 
             code="bad_name",
         )
     text = yaml_text(mig_config(host, name))
-    text += _PLACES_BELOW + yaml_text(_placements(host, name)) if placement else ""
+    if placement:
+        text += _PLACES_BELOW + yaml_text(_placements(host, name))
     others = sorted({gpu.sharing.value for gpu in host.gpus} - {Way.MIG.value})
     traits = host.traits | ({"placed"} if placement else set()) | ({"others"} if others else set())
     return Export(

@@ -96,23 +96,23 @@ class HostDescription:
 
     @property
     def traits(self) -> set[str]:
-        """Return the traits of this host that select notes (`document.notes`)."""
+        """Return the traits of this host that select notes (`document.notes`): its ways of sharing, and what else is so."""
         instances = [mig for _, mig in self.instances()]
         served = [*(gpu.mps for gpu in self.gpus), *(mig.mps for mig in instances)]
         daemons = [mps for mps in served if mps is not None]
-        sliced = [gpu for gpu in self.gpus if gpu.sharing is Way.TIMESLICE]
+        timesliced = [gpu for gpu in self.gpus if gpu.sharing is Way.TIMESLICE]
         conditions = {
             "shared": any(gpu.sharing in {Way.TIMESLICE, Way.MPS} for gpu in self.gpus),
             "several": len(self.gpus) > 1,
-            "sliced": any(gpu.time_slice not in {None, TimeSlice.DEFAULT} for gpu in self.gpus),
-            "unknown-replicas": any(gpu.replicas is None for gpu in sliced),
-            "claimed-by-many": bool(sliced) or any(gpu.replicas for gpu in self.gpus),
+            "slice-length": any(gpu.time_slice not in {None, TimeSlice.DEFAULT} for gpu in self.gpus),
+            "unknown-replicas": any(gpu.replicas is None for gpu in timesliced),
+            "claimed-by-many": bool(timesliced) or any(gpu.replicas for gpu in self.gpus),
             "devices": bool(instances),
             "names": any(mig.name for mig in instances),
             "granted": any(mig.granted for mig in instances),
             "shared-instances": any(mig.replicas for mig in instances),
             "served-instances": any(mig.mps for mig in instances),
-            "inside": any(mig.mps is not None or (mig.replicas or 1) > 1 for mig in instances),
+            "shared-inside-instances": any(mig.mps is not None or (mig.replicas or 1) > 1 for mig in instances),
             "bare": any(gpu.bare for gpu in self.gpus),
             "pending-mode": any(gpu.pending_mode for gpu in self.gpus),
             "daemons": bool(daemons),

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gpushare.base.errors import BadUsage, NotSupported
 from gpushare.base.model import Gpu, Way
-from gpushare.export.containers import FILE, layout_name, parted_export
+from gpushare.export.containers import FILE, layout_name, mig_parted_export
 from gpushare.mig.parted import choose_config, parse_parted, wishes_for
 from gpushare.mig.wish import parse_wish
 from tests.export.hosts import gpu, host, mig, mps, t4s, text
@@ -20,7 +20,7 @@ from tests.export.hosts import gpu, host, mig, mps, t4s, text
 
 def test_equal_gpus_share_an_entry() -> None:
     cut = (mig(0), mig(1), mig(4, "3g.40gb"))
-    export = parted_export(host(*(gpu(index, Way.MIG, mig=cut) for index in range(3))), name="day")
+    export = mig_parted_export(host(*(gpu(index, Way.MIG, mig=cut) for index in range(3))), name="day")
     (entry,) = yaml.safe_load(text(export, FILE))["mig-configs"]["day"]
     assert entry == {"devices": "all", "mig-enabled": True, "mig-devices": {"1g.10gb": 2, "3g.40gb": 1}}
     assert any("-c day" in text for text in export.commands)
@@ -44,18 +44,18 @@ def test_a_layout_has_a_name_that_a_label_may_hold(cuts: list[list[str]]) -> Non
 
 def test_a_gpu_without_mig_is_never_named() -> None:
     """By number mig-parted refuses it, under all it skips it."""
-    (entry,) = yaml.safe_load(text(parted_export(host(gpu(0, Way.MIG, mig=(mig(),)), gpu(1)), name="x"), FILE))[
+    (entry,) = yaml.safe_load(text(mig_parted_export(host(gpu(0, Way.MIG, mig=(mig(),)), gpu(1)), name="x"), FILE))[
         "mig-configs"
     ]["x"]
     assert entry["devices"] == "all"
     assert entry["mig-enabled"] is True
     with pytest.raises(NotSupported) as refused:
-        parted_export(t4s(), name="x")
+        mig_parted_export(t4s(), name="x")
     assert refused.value.code == "no_mig"
 
 
 def test_what_is_lost() -> None:
-    lost = parted_export(
+    lost = mig_parted_export(
         host(
             gpu(0, Way.MIG, mig=(mig(mps=mps(), name="train"),)),
             gpu(1, Way.MPS, mps=mps(), mig_capable=True),
@@ -79,7 +79,7 @@ def test_what_is_written_is_read_back(cuts: list[list[str] | None], whole: bool)
         else gpu(index, Way.MIG, mig=tuple(mig(number, profile) for number, profile in enumerate(cut)))
         for index, cut in enumerate(cuts)
     ]
-    document = yaml.safe_load(text(parted_export(host(*gpus, whole=whole), name="current"), FILE))
+    document = yaml.safe_load(text(mig_parted_export(host(*gpus, whole=whole), name="current"), FILE))
     config = choose_config(parse_parted(document), None)
     demands = wishes_for(config, [Gpu(index=gpu.index, mig_capable=True) for gpu in gpus])
     for index, cut in enumerate(cuts):
@@ -101,32 +101,32 @@ def test_what_is_written_is_read_back(cuts: list[list[str] | None], whole: bool)
 
 def test_models_are_told_apart_by_a_filter() -> None:
     gpus = [gpu(n, mig_capable=True, pci_device_id=model) for n, model in enumerate((0x20B510DE, 0x233510DE))]
-    (entry,) = yaml.safe_load(text(parted_export(host(*gpus), name="x"), FILE))["mig-configs"]["x"]
+    (entry,) = yaml.safe_load(text(mig_parted_export(host(*gpus), name="x"), FILE))["mig-configs"]["x"]
     assert entry == {"device-filter": ["0x20B510DE", "0x233510DE"], "devices": "all", "mig-enabled": False}
     unknown = replace(gpus[1], pci_device_id=None)
-    (entry,) = yaml.safe_load(text(parted_export(host(gpus[0], unknown), name="x"), FILE))["mig-configs"]["x"]
+    (entry,) = yaml.safe_load(text(mig_parted_export(host(gpus[0], unknown), name="x"), FILE))["mig-configs"]["x"]
     assert entry == {"devices": "all", "mig-enabled": False}
 
 
 def test_placements_are_a_second_document() -> None:
     cut = (mig(0, "1c.3g.40gb", start=0), mig(1, "1c.3g.40gb", start=0), mig(2, "3g.40gb", start=4))
     found = host(gpu(0, Way.MIG, mig=cut), gpu(1, mig_capable=True))
-    first, second = yaml.safe_load_all(text(parted_export(found, name="x", placement=True), FILE))
+    first, second = yaml.safe_load_all(text(mig_parted_export(found, name="x", placement=True), FILE))
     assert list(first) == ["version", "mig-configs"]
     assert second == {"gpushare-placements": {"x": {"0": ["1c.3g.40gb:0*2", "3g.40gb:4"]}}}
     parse_parted(first, second)
     elsewhere = replace(found, gpus=(gpu(0, Way.MIG, mig=(mig(0, start=None),)),))
     with pytest.raises(BadUsage):
-        parted_export(elsewhere, name="x", placement=True)
+        mig_parted_export(elsewhere, name="x", placement=True)
 
 
 @pytest.mark.parametrize("name", ["", "a b", "-x", "a" * 64, "x:y", "é"])
 def test_names_that_are_refused(name: str) -> None:
     with pytest.raises(BadUsage):
-        parted_export(host(gpu(mig_capable=True)), name=name)
+        mig_parted_export(host(gpu(mig_capable=True)), name=name)
 
 
 @pytest.mark.parametrize("name", ["yes", "null", "1", "1.0", "0x1", "all-1g.10gb+me", "x", "2001-01-01", "NO"])
 def test_any_name_is_read_back_as_text(name: str) -> None:
-    written = text(parted_export(host(gpu(mig_capable=True)), name=name), FILE)
+    written = text(mig_parted_export(host(gpu(mig_capable=True)), name=name), FILE)
     assert list(yaml.safe_load(written)["mig-configs"]) == [name]
