@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from gpushare.base.selection import Device
     from gpushare.host.host import Host
     from gpushare.host.process import ProcessInfo
-    from gpushare.memory.swap import Swap
 
 PREFIX: Final = "gpushare-memory-"
 # The reservation of a job that has nothing on the device for this long lapses.
@@ -160,42 +159,44 @@ def reservations(host: Host, claims: Sequence[Claim] | None = None) -> list[Rese
     claims = all_claims(host, PREFIX) if claims is None else claims
     if claims is None:
         return None
-    jobs = [
-        job for claim in sorted(claims, key=lambda claim: claim.rank) if (job := _parse_reservation(claim)) is not None
-    ]
-    # A swapped-out job has released its reservation, and a lost job never comes back.
-    swapped: list[Swap] = []
-    if has_records(host, "swap"):
-        from gpushare.memory.swap import LOST, OUT, swaps
-
-        swapped = [swap for swap in swaps(host) if swap.state in {OUT, LOST}]
-    # The programs of jobs; a job that comes back has a new place, which is its gpushare's alone.
-    roots = {process.pid for job in jobs for process in job.claim.processes[1:]} if swapped else set()
-    out: set[tuple[int, int | None]] = set()
-    for swap in swapped:
-        # To root, the word of a user is about the claims of that user.
-        uid = swap.keeper_uid or None
-        out.add((swap.pid, uid))
-        # The nearest one: a job may have been started by another one.
-        out |= {
-            (next((pid for pid in host.processes.ancestry(image) if pid in roots), image), uid)
-            for image, _, _ in swap.images
-        }
-    jobs = [
-        job
-        for job in jobs
-        if job.waits
-        or out.isdisjoint((other.pid, uid) for other in job.claim.processes for uid in (None, job.claim.uid))
-    ]
-    waiting: dict[int, int] = defaultdict(int)
-    kept = []
+    parsed = map(_parse_reservation, sorted(claims, key=lambda claim: claim.rank))
+    jobs = [job for job in parsed if job is not None]
+    off_gpu = _processes_off_gpu(host, jobs)
+    waiting_of_user: dict[int, int] = defaultdict(int)
+    counted = []
     for job in jobs:
         if job.waits:
-            waiting[job.claim.uid] += 1
-            if waiting[job.claim.uid] > MOST_WAITING_OF_ONE_USER:
-                continue
-        kept.append(job)
-    return line_order(kept)
+            waiting_of_user[job.claim.uid] += 1
+            if waiting_of_user[job.claim.uid] <= MOST_WAITING_OF_ONE_USER:
+                counted.append(job)
+        # A swapped-out job has released its reservation, and a lost job never comes back.
+        elif off_gpu.isdisjoint((process.pid, uid) for process in job.claim.processes for uid in (None, job.claim.uid)):
+            counted.append(job)
+    return line_order(counted)
+
+
+def _processes_off_gpu(host: Host, jobs: Sequence[Reservation]) -> set[tuple[int, int | None]]:
+    """Return the processes of swapped-out and lost jobs, by PID, as they are in the claims of jobs.
+
+    Each with the user whose claims alone may be taken for swapped out by that (None: all): to root, the record of a user is
+    about the claims of that user.
+    """
+    if not has_records(host, "swap"):
+        return set()
+    from gpushare.memory.swap import LOST, OUT, swaps
+
+    swapped = [swap for swap in swaps(host) if swap.state in {OUT, LOST}]
+    # Without the first process of a claim, its gpushare: a job that comes back has a new place, which is that one's alone.
+    programs = {process.pid for job in jobs for process in job.claim.processes[1:]}
+    off_gpu: set[tuple[int, int | None]] = set()
+    for swap in swapped:
+        uid = swap.keeper_uid or None
+        off_gpu.add((swap.pid, uid))
+        for image in swap.images:
+            # The nearest program above it: a job may have been started by another one.
+            above = host.processes.ancestry(image.pid)
+            off_gpu.add((next((pid for pid in above if pid in programs), image.pid), uid))
+    return off_gpu
 
 
 def without_enclosing_jobs(host: Host, jobs: Sequence[Reservation]) -> list[Reservation]:
@@ -213,16 +214,18 @@ def line_order(jobs: Sequence[Reservation]) -> list[Reservation]:
     before them, or fewer. A farm comes again for each copy.
     """
     # Where the last production job waits, by user and device.
-    last: dict[tuple[int, str], int] = {}
+    last_production: dict[tuple[int, str], int] = {}
     for place, job in enumerate(jobs):
         if job.waits and job.production:
-            last.update({(job.claim.uid, key): place for key in job.keys})
+            last_production.update({(job.claim.uid, key): place for key in job.keys})
     places: dict[str, tuple[int, int]] = {}
     for place, job in enumerate(jobs):
-        behind = place
-        if job.waits and job.opportunistic and last:
-            behind = max(place, *(last.get((uid, key), -1) for uid in (0, job.claim.uid) for key in job.keys))
-        places[job.id] = (behind, place if behind > place else -1)
+        places[job.id] = (place, -1)
+        if job.waits and job.opportunistic:
+            behind = max(last_production.get((uid, key), -1) for uid in (0, job.claim.uid) for key in job.keys)
+            # Right behind that job; of several there, in order of arrival.
+            if behind > place:
+                places[job.id] = (behind, place)
     return sorted(jobs, key=lambda job: places[job.id])
 
 
@@ -265,17 +268,17 @@ def _parse_reservation(claim: Claim) -> Reservation | None:
     count = facts.get("gpus", "1")
     if len(want) != 3 or want[1] not in {"0", "1"} or not count.isdecimal() or len(count) > 3:
         return None
-    # -1: no number, refused below.
-    size = None if want[0] == "-" else int(want[0]) if want[0].isdecimal() and len(want[0]) < 20 else -1
+    size = _parse_number(want[0])
+    if want[0] != "-" and (size is None or size > _MOST_BYTES):
+        return None
     keys = tuple(want[2].split(","))
     held = tuple(facts["place"].split(",")) if facts.get("state", "back") != "back" else ()
     fixed = tuple(facts["fix"].split(",")) if "fix" in facts else ()
-    if (size is not None and not 0 <= size <= _MOST_BYTES) or not {*held, *fixed}.issubset(keys):
+    if not {*held, *fixed}.issubset(keys):
         return None
     if not 1 <= int(count) <= len(set(keys)) or len(set(fixed)) not in {0, int(count)}:
         return None
     limit, above = _parse_limit(facts.get("limit", ""))
-    seconds, until = (_parse_number(facts.get(word, "")) for word in ("time", "until"))
     role = facts.get("role")
     return Reservation(
         claim=claim,
@@ -293,8 +296,8 @@ def _parse_reservation(claim: Claim) -> Reservation | None:
         leaves="leaves" in facts,
         stays="stays" in facts,
         turns="turns" in facts,
-        run_seconds=seconds,
-        until_ns=until,
+        run_seconds=_parse_number(facts.get("time", "")),
+        until_ns=_parse_number(facts.get("until", "")),
     )
 
 
@@ -304,10 +307,9 @@ def _parse_number(text: str) -> int | None:
 
 def _parse_limit(text: str) -> tuple[int | None, str | None]:
     """Return the limit in bytes and what happens above it, from ``BYTES ABOVE``; (None, None): there is none."""
-    size, _, above = text.partition(" ")
-    if not size.isdecimal() or len(size) >= 20 or above not in ABOVE:
-        return None, None
-    return int(size), above
+    number, _, above = text.partition(" ")
+    size = _parse_number(number)
+    return (None, None) if size is None or above not in ABOVE else (size, above)
 
 
 def line_of(
@@ -333,18 +335,22 @@ def line_of(
     owners = owners_of(host, jobs_on_device, processes)
     strangers = [(process, host.processes.describe(process.pid)) for process in processes if process.pid not in owners]
     # Memory that NVML counts for no process: contexts being created, other PID namespaces, processes that have just died.
-    rest = max(0, (used or 0) - sum(process.memory_used_bytes or 0 for process in processes))
-    unmovable = sum(process.memory_used_bytes or 0 for process, info in strangers if not _is_job(process, info))
-    unmovable += rest if rest <= MUCH_UNLISTED else 0
-    room = Room(memory_bytes=max(0, device.job_memory_bytes), clients=clients, alone=alone, own_bytes=unmovable)
-    running, holders, more_clients = list[Running](), list[Reservation](), list[Running]()
+    unlisted = max(0, (used or 0) - _used_bytes(processes))
+    # What is there without any job. Much unlisted memory is not: it is of processes that have ended or cannot be seen.
+    own_bytes = _used_bytes(process for process, info in strangers if not _is_job(process, info))
+    if unlisted <= MUCH_UNLISTED:
+        own_bytes += unlisted
+    room = Room(memory_bytes=max(0, device.job_memory_bytes), clients=clients, alone=alone, own_bytes=own_bytes)
+
+    # The jobs there, with what counts for each.
+    holders: list[Reservation] = []
+    running: list[Running] = []
+    more_clients: list[Running] = []
     beyond: set[str] = set()
     granted: dict[int, int] = defaultdict(int)
     for job in jobs_on_device:
         own_processes = [process for process in processes if owners.get(process.pid) == job.id]
-        held = sum(process.memory_used_bytes or 0 for process in own_processes)
-        has_processes = job.id in owners.values()
-        if not has_processes and time.time() - job.claim.touched_at > LAPSE_SECONDS:
+        if not own_processes and time.time() - job.claim.touched_at > LAPSE_SECONDS:
             continue
         size = room.bytes_of(job.memory_bytes)
         # An empty mapping may still have a default for all users, so its truth value does not count.
@@ -354,26 +360,27 @@ def line_of(
             beyond.add(job.id)
         granted[job.claim.uid] += size
         holders.append(job)
-        # Without a reservation, what it holds counts.
-        takes = room.whole_bytes if alone and not job.client else max(size, held)
+        # What it holds beyond its reservation counts too.
+        takes = room.whole_bytes if alone and not job.client else max(size, _used_bytes(own_processes))
         ends = _seconds_left(job)
         running.append(Running(memory_bytes=takes, client=job.client, uid=job.claim.uid, ends_seconds=ends))
         # Each of its processes is a client of its own.
         more = sum(process.mps for process in own_processes) - 1
         more_clients += [Running(memory_bytes=0, client=True, uid=job.claim.uid, ends_seconds=ends)] * more
+
+    # Those of the holders come first (`Line.running`).
     running += more_clients
     for process, info in strangers:
         uid = None if info is None else info.uid
         running.append(Running(memory_bytes=process.memory_used_bytes or 0, client=process.mps, uid=uid))
-    if rest:
-        running.append(Running(memory_bytes=rest))
-    others = rest + sum(process.memory_used_bytes or 0 for process, _ in strangers)
+    if unlisted:
+        running.append(Running(memory_bytes=unlisted))
     return Line(
         device=device,
         room=room,
         running=tuple(running),
         holders=tuple(holders),
-        others_bytes=others,
+        others_bytes=unlisted + _used_bytes(process for process, _ in strangers),
         reserved_bytes=sum(granted.values()),
         granted=dict(granted),
         beyond=frozenset(beyond),
@@ -389,17 +396,25 @@ def lines_of(
     limits: Mapping[int, int] | None = None,
 ) -> dict[str, Line]:
     """Return the ledger of devices by UUID, as `line_of`, without those whose memory is unknown."""
-    most = clients or {}
-    lines = {
-        device.uuid: line_of(host, device, jobs, clients=most.get(device.uuid), limits=limits) for device in devices
-    }
-    return {uuid: line for uuid, line in lines.items() if line is not None}
+    lines: dict[str, Line] = {}
+    for device in devices:
+        line = line_of(host, device, jobs, clients=(clients or {}).get(device.uuid), limits=limits)
+        if line is not None:
+            lines[device.uuid] = line
+    return lines
+
+
+def _used_bytes(processes: Iterable[GpuProcess]) -> int:
+    """Return the sum of what processes hold; one of which that is unknown counts as 0."""
+    return sum(process.memory_used_bytes or 0 for process in processes)
 
 
 def _seconds_left(job: Reservation) -> float | None:
     """Return in how many seconds a job ends by its time; None: it has none, or has not kept it."""
-    rest = 0 if job.until_ns is None else job.until_ns - time.clock_gettime_ns(time.CLOCK_BOOTTIME)
-    return rest / 1e9 if rest > 0 else None
+    if job.until_ns is None:
+        return None
+    left_ns = job.until_ns - time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+    return left_ns / 1e9 if left_ns > 0 else None
 
 
 def _is_job(process: GpuProcess, info: ProcessInfo | None) -> bool:
@@ -415,8 +430,10 @@ def _is_job(process: GpuProcess, info: ProcessInfo | None) -> bool:
 
 
 def _as_waiting(name: str, uid: int, job: Request, lines: Mapping[str, Line], limits: Mapping[int, int]) -> Waiting:
-    """Return a job as the admission needs it: only with the devices on which its user's limit leaves room for it."""
-    # A job that waits because of its user's limit delays no other job.
+    """Return a job as the admission needs it: only with the devices on which its user's limit leaves room for it.
+
+    So a job that waits because of its user's limit delays no other job.
+    """
     limit = limits.get(uid)
     keys = tuple(
         key for key in job.keys if key not in lines or not lines[key].exceeds_limit(uid, job.memory_bytes, limit)
@@ -470,19 +487,26 @@ class Patience:
     """Which waiting jobs are passed: those of a user share `PATIENCE_SECONDS`, until one of them takes its place."""
 
     def __init__(self) -> None:
-        # Who could take a place at the last look, with their users; and since when some job of a user could.
-        self._could: dict[str, int] = {}
+        # The jobs that could take a place at the last look.
+        self._could_start: set[str] = set()
+        # By user: since when jobs of that user could, and none has.
         self._since: dict[int, float] = {}
         self._passed: set[str] = set()
 
-    def note(self, jobs: Sequence[Reservation], could: Collection[str]) -> None:
-        """Note who can take a place now. A job that was passed stays so."""
+    def note_who_can_start(self, jobs: Sequence[Reservation], can_start: Collection[str]) -> None:
+        """Note which of the jobs in the ledger can take a place now, and pass those of users who take none for too long.
+
+        A job that was passed stays so.
+        """
         now = time.monotonic()
-        came = {job.claim.uid for job in jobs if job.held and job.id in self._could}
-        self._could = {job.id: job.claim.uid for job in jobs if job.id in could}
-        self._since = {uid: now if uid in came else self._since.get(uid, now) for uid in self._could.values()}
-        late = {uid for uid, since in self._since.items() if now - since >= PATIENCE_SECONDS}
-        self._passed |= {job.id for job in jobs if job.waits and job.claim.uid in late}
+        users_who_started = {job.claim.uid for job in jobs if job.held and job.id in self._could_start}
+        users_who_can_start = {job.claim.uid for job in jobs if job.id in can_start}
+        self._could_start = {job.id for job in jobs if job.id in can_start}
+        self._since = {
+            uid: now if uid in users_who_started else self._since.get(uid, now) for uid in users_who_can_start
+        }
+        late_users = {uid for uid, since in self._since.items() if now - since >= PATIENCE_SECONDS}
+        self._passed |= {job.id for job in jobs if job.waits and job.claim.uid in late_users}
 
     def lets_go_first(self, job: Reservation) -> bool:
         """Return whether a waiting job counts: it is not stopped, and was not passed."""
@@ -581,7 +605,8 @@ class Place:
     ) -> tuple[str, ...]:
         """Return the devices that this job may take now, by the line and free memory, best first; none: it waits."""
         claims = all_claims(self._host, PREFIX)
-        # Drawing a ticket takes microseconds. A claim that shows one later than this did not draw it then.
+        # A claim that is entering may have come before this job: its ticket is waited for. To draw it takes microseconds, so
+        # who shows it later has not drawn it by then.
         while (
             self._before is None
             and any(claim.ticket is None for claim in claims or ())
@@ -611,7 +636,7 @@ class Place:
             )
         ]
         devices_by_job = _admitted(lines, waiting)
-        self._patience.note(jobs, devices_by_job.keys() - {own_id})
+        self._patience.note_who_can_start(jobs, devices_by_job.keys() - {own_id})
         free = devices_by_job.get(own_id, ())
         if not free:
             self._choose_devices_to_wait_for(lines, waiting)
@@ -626,17 +651,16 @@ class Place:
         It waits for the devices with the most free memory, because the least must be released there.
         """
         count, keys = self.request.count, self.request.keys
-        if count == 1 or self._fixes >= _MOST_FIXES or set(self._fixed) & lines.keys() == {*self._fixed} != set():
+        is_chosen = bool(self._fixed) and lines.keys() >= set(self._fixed)
+        if count == 1 or is_chosen or self._fixes >= _MOST_FIXES:
             return
         first = next((job for job in waiting if not set(job.keys).isdisjoint(keys)), None)
-        room = {
-            key: lines[key]
-            for key in keys
-            if key in lines and not never_fits([lines[key]], replace(self.request, count=1))
-        }
-        if first is None or first.name != self.claim.path.name or len(room) < count:
+        of_one_device = replace(self.request, count=1)
+        large_enough = [key for key in keys if key in lines and not never_fits([lines[key]], of_one_device)]
+        if first is None or first.name != self.claim.path.name or len(large_enough) < count:
             return
-        self._fixed = tuple(sorted(room, key=lambda key: (-room[key].free_bytes, keys.index(key)))[:count])
+        most_free_first = sorted(large_enough, key=lambda key: (-lines[key].free_bytes, keys.index(key)))
+        self._fixed = tuple(most_free_first[:count])
         self._fixes += 1
         self.claim.add_fact(f"fix {','.join(self._fixed)}")
 
