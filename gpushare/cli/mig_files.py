@@ -33,7 +33,7 @@ from gpushare.mig.parted import (
     choose_config,
     demands_for_change,
     idle_entry_notes,
-    is_elsewhere,
+    names_only_absent_gpus,
     parse_parted,
     wishes_for,
 )
@@ -223,7 +223,7 @@ def absent_gpus(config: Config, host: Host) -> tuple[str, ...]:
     """Return notes on entries that name GPUs this host does not have."""
     host_indexes = range(host.nvml.count())
     notes = absent_gpu_notes(config, host_indexes)
-    if notes and all(is_elsewhere(entry, host_indexes) for entry in config.entries):
+    if notes and all(names_only_absent_gpus(entry, host_indexes) for entry in config.entries):
         raise NoGpu(
             f"config '{config.name}' matches no GPU of this host: {'; '.join(notes)}",
             "see which are here: gpushare status",

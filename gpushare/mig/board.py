@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 
 from gpushare.mig.profile import ComputeInstance, ComputeProfile, GpuInstance, Layout, Profile, mask_of
 
+# The number of instances of a profile whose limit is unknown: more than any GPU has.
 _UNLIMITED: Final = 1 << 20
 
 
@@ -52,23 +53,15 @@ class Board:
         self.exclusive = tuple(
             frozenset(n for n, other in enumerate(profiles) if _media_exclude(profile, other)) for profile in profiles
         )
-        # By end: always taking the first free one then packs the most.
-        self.places = tuple(
-            tuple(
-                sorted(
-                    ((place.start, place.mask) for place in p.placements or ()), key=lambda place: place[1].bit_length()
-                )
-            )
-            for p in profiles
-        )
+        self.places = tuple(_places_by_end(profile) for profile in profiles)
         # What a plan asks again and again.
         self.rooms = cache(self._rooms)
         self.free = cache(self._free)
         self.lost = cache(self._lost)
         self.reachable = cache(self._reachable)
         self.complete = cache(self._complete)
-        self._packed = cache(self._most_of_profile)
-        self._every = cache(lambda kinds, limits: list(self._enumerate(kinds, limits)))
+        self._most_placed = cache(self._count_most_placed)
+        self._all_arrangements = cache(lambda kinds, limits: list(self._enumerate(kinds, limits)))
 
     # -- what is free ------------------------------------------------------------------------------
 
@@ -88,39 +81,43 @@ class Board:
 
     def _free(self, mask: int, members: tuple[int, ...]) -> tuple[int, ...]:
         """Return how many more of each profile fit: the Free column of ``nvidia-smi mig -lgip``."""
-        return tuple(min(self._packed(n, mask), room) for n, room in enumerate(self.rooms(members)))
+        return tuple(min(self._most_placed(n, mask), room) for n, room in enumerate(self.rooms(members)))
 
     def _lost(self, mask: int, members: tuple[int, ...]) -> int:
         """Return the capacity that these instances take, as `planner.capacity_lost`."""
         rows = zip(self.sizes, self.free(0, ()), self.free(mask, members), strict=True)
-        return sum(size * (empty - present) for size, empty, present in rows)
+        return sum(size * (fit_when_empty - fit_now) for size, fit_when_empty, fit_now in rows)
 
     def _reachable(self, mask: int, members: tuple[int, ...]) -> tuple[int, int]:
-        """Return the most compute slices, and the most memory slices, that further instances can take."""
-        seen: set[tuple[int, tuple[int, ...]]] = set()
+        """Return the most compute slices, and the most memory slices, that further instances can take.
+
+        Two sets of instances may take them: the search visits every set that the rules allow, or ends with all slices.
+        """
+        visited: set[tuple[int, tuple[int, ...]]] = set()
         used = sum(self.slices[n] for n in members)
-        most = (self.compute_slices - used, self.axis - mask.bit_count())
+        all_free_slices = (self.compute_slices - used, self.axis - mask.bit_count())
         compute = memory = 0
-        waiting = [(mask, members)]
-        while waiting and (compute, memory) != most:
-            state = waiting.pop()
-            if state in seen:
+        to_visit = [(mask, members)]
+        while to_visit and (compute, memory) != all_free_slices:
+            state = to_visit.pop()
+            if state in visited:
                 continue
-            seen.add(state)
+            visited.add(state)
             occupied_mask, present = state
             compute = max(compute, sum(self.slices[n] for n in present) - used)
             memory = max(memory, (occupied_mask & ~mask).bit_count())
             for number, room in enumerate(self.rooms(present)):
                 if room:
                     grown = tuple(sorted((*present, number)))
-                    waiting += [
+                    to_visit += [
                         (occupied_mask | place, grown) for _, place in self.places[number] if not occupied_mask & place
                     ]
         return compute, memory
 
-    def _most_of_profile(self, profile: int, mask: int) -> int:
-        """Return how many of a profile have a place."""
-        occupied_mask, number = mask, 0
+    def _count_most_placed(self, profile: int, mask: int) -> int:
+        """Return how many instances of a profile have a place at the same time, besides the occupied slices."""
+        occupied_mask = mask
+        number = 0
         for _, place in self.places[profile]:
             if not occupied_mask & place:
                 occupied_mask |= place
@@ -132,10 +129,10 @@ class Board:
     def arrangements(self, kinds: tuple[InstanceKind, ...], limits: tuple[int, ...]) -> list[Arrangement]:
         """Return every way to place up to ``limits`` of each kind on an empty board, the empty way first."""
         limits = tuple(
-            min(limit, self._packed(kind.profile, 0), self.limits[kind.profile])
+            min(limit, self._most_placed(kind.profile, 0), self.limits[kind.profile])
             for kind, limit in zip(kinds, limits, strict=True)
         )
-        return self._every(kinds, limits)
+        return self._all_arrangements(kinds, limits)
 
     def _complete(self, kinds: tuple[InstanceKind, ...], counts: tuple[int, ...]) -> list[Arrangement]:
         """Return every way to place exactly ``counts`` of each kind on an empty board."""
@@ -146,7 +143,7 @@ class Board:
         choices = [[place for place in self.places[kind.profile] if kind.start in {None, place[0]}] for kind in kinds]
 
         def grown(arrangement: Arrangement, kind: int, first: int) -> Iterator[Arrangement]:
-            """Yield an arrangement, and all that have more: of this kind from its place ``first`` on, or of later kinds."""
+            """Yield an arrangement, and all that add to it: this kind from its place ``first`` on, and later kinds."""
             yield arrangement
             rooms = self.rooms(arrangement.members)
             # Each set comes once, because kinds and places only ascend.
@@ -170,6 +167,12 @@ class Board:
         yield from grown(Arrangement((), 0, (), (0,) * len(kinds)), 0, 0)
 
 
+def _places_by_end(profile: Profile) -> tuple[tuple[int, int], ...]:
+    """Return the start and the mask of each place of a profile, by end: taking the first free ones then packs the most."""
+    places = [(place.start, place.mask) for place in profile.placements or ()]
+    return tuple(sorted(places, key=lambda place: place[1].bit_length()))
+
+
 def _media_exclude(profile: Profile, other: Profile) -> bool:
     """Return whether the media engines of two profiles exclude each other on one GPU."""
     if profile.media and other.media:
@@ -178,25 +181,27 @@ def _media_exclude(profile: Profile, other: Profile) -> bool:
 
 
 @lru_cache(maxsize=64)
-def _board(profiles: tuple[Profile, ...], axis: int, compute_slices: int) -> Board:
+def _board_of_profiles(profiles: tuple[Profile, ...], axis: int, compute_slices: int) -> Board:
+    """Return the board of these profiles, the same one for equal profiles."""
     return Board(profiles, axis, compute_slices)
 
 
-# The boards of the same profiles, not only of equal ones: to compare all profiles takes longer than most plans.
-_same: Final[dict[int, tuple[tuple[Profile, ...], Board]]] = {}
-_MOST_SAME: Final = 64
+# By the id of a tuple of profiles, that tuple and its board: to compare all profiles takes longer than most plans. The
+# tuple is kept, so that no other one gets its id.
+_board_by_id: Final[dict[int, tuple[tuple[Profile, ...], Board]]] = {}
+_MOST_BOARDS: Final = 64
 
 
 def board_of(layout: Layout) -> Board:
     """Return the board of a GPU; GPUs with equal profiles share it and its cache."""
     profiles = layout.profiles
-    # What is kept here keeps its profiles, so no other tuple gets their id.
-    kept = _same.get(id(profiles))
-    if kept is None:
-        if len(_same) >= _MOST_SAME:
-            _same.clear()
-        kept = _same[id(profiles)] = (profiles, _board(profiles, layout.axis, layout.compute_slices))
-    return kept[1]
+    entry = _board_by_id.get(id(profiles))
+    if entry is None:
+        if len(_board_by_id) >= _MOST_BOARDS:
+            _board_by_id.clear()
+        entry = (profiles, _board_of_profiles(profiles, layout.axis, layout.compute_slices))
+        _board_by_id[id(profiles)] = entry
+    return entry[1]
 
 
 def occupied(layout: Layout) -> int:
@@ -267,39 +272,40 @@ def make_room(
 ) -> tuple[ComputeInstance, ...] | None:
     """Return the compute instances to destroy so that these (slices of each) fit; None: there is no way.
 
-    The fewest busy ones, then the fewest. Others stay only if ``with_others``, and busy ones only if ``with_busy``. A GPU
-    instance that is held as a whole is not changed.
+    Of all ways the one that destroys the fewest busy ones (none without ``may_evict``), then the fewest. Others may stay
+    only if ``with_others``, and busy others only if ``with_busy``. In a GPU instance that is held as a whole, nothing is
+    destroyed.
     """
-    held = instance.held
-    if held and not with_busy:
+    if instance.held and not with_busy:
         return None
     best: tuple[tuple[int, int], tuple[ComputeInstance, ...]] | None = None
-    for size in range(len(instance.compute) + 1 if may_destroy and not held else 1):
-        for destroyed in combinations(instance.compute, size):
+    most_destroyed = len(instance.compute) if may_destroy and not instance.held else 0
+    for number in range(most_destroyed + 1):
+        for destroyed in combinations(instance.compute, number):
             kept = [part for part in instance.compute if part not in destroyed]
             busy = sum(part.busy for part in destroyed)
-            if (
-                (kept and not with_others)
-                or (busy and not may_evict)
-                or (any(part.busy for part in kept) and not with_busy)
-            ):
+            if busy and not may_evict:
                 continue
-            if (best is None or (busy, size) < best[0]) and new_compute(
-                instance.profile, slices_of_each, kept
-            ) is not None:
-                best = ((busy, size), destroyed)
+            if kept and not with_others:
+                continue
+            if any(part.busy for part in kept) and not with_busy:
+                continue
+            cheaper = best is None or (busy, number) < best[0]
+            if cheaper and new_compute(instance.profile, slices_of_each, kept) is not None:
+                best = ((busy, number), destroyed)
     return None if best is None else best[1]
 
 
 def change_compute(instance: GpuInstance, slices_of_each: Sequence[int], *, may_evict: bool) -> ComputeChange | None:
     """Return the cheapest change to exactly these compute instances (slices of each); None: there is none.
 
-    Destroys the fewest busy ones, and only with ``may_evict``; then the fewest. All are busy if the GPU instance is held.
+    It destroys the fewest busy ones (none without ``may_evict``), then the fewest. If a process holds the GPU instance
+    itself, all count as busy.
     """
     best: tuple[tuple[int, int], ComputeChange] | None = None
     existing = instance.compute
-    for size in range(len(existing), -1, -1):
-        for kept in combinations(existing, size):
+    for number_kept in range(len(existing), -1, -1):
+        for kept in combinations(existing, number_kept):
             missing = Counter(slices_of_each)
             missing.subtract(part.profile.slices for part in kept)
             if any(count < 0 for count in missing.values()):

@@ -48,6 +48,7 @@ def refresh_steps(host: Host) -> tuple[Step, ...]:
 def _refresh_step(host: Host, spec: cdi.CdiSpec) -> Step:
     """Return the step that writes a specification again; undone, the old file is back."""
     file = cdi.local_path(host, spec.path)
+    # The old content, once it was read.
     before: list[bytes] = []
 
     def act() -> None:

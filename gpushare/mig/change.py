@@ -30,23 +30,23 @@ from gpushare.mig.driver import NOT_READ_BACK, MigChanges
 from gpushare.mig.holders import CLAIM, blockers_text, gpu_holders, instance_holders, remedy
 from gpushare.mig.ledger import MigLedger
 from gpushare.mig.plan import Call, GpuPlan, InstanceChange, mode_step, steps_of
-from gpushare.mig.profile import Layout
+from gpushare.mig.profile import Layout, on_or_off
 from gpushare.mig.recover import creation_begun, creation_made, perform, restore, shape_now
 from gpushare.mig.shape import GpuShape, differences, shape_of
 from gpushare.mps.home import DaemonRecord
 from gpushare.plan import Loss, NotUndone, Plan, Step, carry_out
 
-# The name in full, and as the kernel cuts it.
-_AGREEING = {"nvidia-persistenced", "nvidia-persiste"}
+# nvidia-persistenced releases a GPU for a reset by itself. Its name in full, and as the kernel cuts it.
+_RELEASES_FOR_RESET: Final = {"nvidia-persistenced", "nvidia-persiste"}
 # Processes that an error names, and that its hint ends.
 _NAMED: Final = 4
 _MOST_ENDED: Final = 8
 
 
 def check_mode_change(host: Host, gpu: Gpu, *, enable: bool, bare: bool, ending: Collection[int] = ()) -> list[str]:
-    """Return notes on what a mode change brings with it, or raise if it would fail now or at the first instance.
+    """Return notes on what a mode change brings with it. Raises if it would fail now or at the first instance.
 
-    From Hopper on, the mode of a busy GPU can be changed, and only the first instance fails. So nobody may be on it.
+    From Hopper on, the mode of a busy GPU can be changed, and only the first instance fails. So no process may hold it.
     ``bare``: the change creates no instance. ``ending``: PIDs that it ends first.
     """
     if not gpu.mig_capable:
@@ -94,12 +94,13 @@ def _check_no_processes(host: Host, switched: Sequence[tuple[Gpu, Collection[int
         blocking_processes += [(gpu, process) for process in gpu.processes if process.pid not in idle]
     if not blocking_processes:
         return
-    named_here = {process.pid: process for _, process in blocking_processes}
-    names = first_few((_process_title(host, process) for process in named_here.values()), _NAMED)
+    # A process on several GPUs is named once.
+    by_pid = {process.pid: process for _, process in blocking_processes}
+    names = first_few((_process_title(host, process) for process in by_pid.values()), _NAMED)
     gpus = list(dict.fromkeys(gpu.index for gpu, _ in blocking_processes))
     numbers = ",".join(map(str, gpus))
     their = "its" if len(gpus) == 1 else "their"
-    ending_them = _ending_them_text(host, list(named_here.values()), numbers)
+    ending_them = _ending_them_text(host, list(by_pid.values()), numbers)
     raise InUse(
         f"{titles([Device(gpu=gpu) for gpu, _ in switched if gpu.index in gpus])}: {names} must end before {their} MIG mode can change",
         f"see all: gpushare status -g {numbers}; {ending_them}",
@@ -128,19 +129,19 @@ def _ending_them_text(host: Host, processes: Sequence[GpuProcess], numbers: str)
 def _check_not_held(host: Host, gpu: Gpu, ending: Collection[int]) -> None:
     """Raise if a program without a CUDA context holds a GPU that must be reset."""
     idle = idle_daemon_pids(host, gpu).union(ending)
-    # nvidia-persistenced releases the GPU for a reset by itself.
-    held = [holder for holder in gpu_holders(host, gpu) if holder.pid not in idle and holder.name not in _AGREEING]
-    if held:
+    holders = [
+        holder for holder in gpu_holders(host, gpu) if holder.pid not in idle and holder.name not in _RELEASES_FOR_RESET
+    ]
+    if holders:
         raise InUse(
-            f"GPU {gpu.index}: {blockers_text(held)} {'holds' if len(held) == 1 else 'hold'} it, and it must be reset",
-            remedy(held) or f"{ending_hint(host, held[0].pid)}; then run this again",
+            f"GPU {gpu.index}: {blockers_text(holders)} {'holds' if len(holders) == 1 else 'hold'} it, and it must be reset",
+            remedy(holders) or f"{ending_hint(host, holders[0].pid)}; then run this again",
             gpu=gpu.index,
         )
 
 
 def _name_of_process(host: Host, process: GpuProcess) -> str:
     """Return the name of a process, of which NVML tells only the PID."""
-    # NVML tells only the PID.
     info = None if process.name else host.processes.describe(process.pid)
     return process.name or (info.name if info else None) or "process"
 
@@ -154,13 +155,13 @@ def _process_title(host: Host, process: GpuProcess) -> str:
 
 def switch_step(host: Host, gpu: Gpu, ledger: MigLedger, *, enable: bool) -> Step:
     """Return the step that switches MIG mode and reads it back; undoing it cancels a pending mode, too."""
-    word, changes = ("on", "off"), MigChanges(host.nvml)
+    changes = MigChanges(host.nvml)
     enabled_now = bool(gpu.mig_enabled)
 
     def act() -> None:
         if not host.root:
             raise needs_root_error(f"GPU {gpu.index}: switching MIG", gpu.index)
-        ledger.note(f"MIG {word[not enable]} on GPU {gpu.index}: nvmlDeviceSetMigMode")
+        ledger.note(f"MIG {on_or_off(enable)} on GPU {gpu.index}: nvmlDeviceSetMigMode")
         host.nvml.restart()
         changes.set_mode(gpu.index, enabled=enable)
 
@@ -201,10 +202,10 @@ def refuse_claimed(host: Host, gpu: Gpu, removed: InstanceChange) -> None:
         raise _claimed_error(host, gpu, str(removed.instance), claims[0].pid)
 
 
-def _claimed_error(host: Host, gpu: Gpu, title: str, pid: int, then: str = "") -> InUse:
-    """Return the error about an instance of which a `gpushare run` has a claim; ``then``: why that is odd."""
+def _claimed_error(host: Host, gpu: Gpu, title: str, pid: int, although: str = "") -> InUse:
+    """Return the error about an instance that a `gpushare run` has claimed; ``although`` follows it in the sentence."""
     return InUse(
-        f"GPU {gpu.index}: {title} is claimed by process {processes_text(host.processes, [pid])}{then}; "
+        f"GPU {gpu.index}: {title} is claimed by process {processes_text(host.processes, [pid])}{although}; "
         "the driver does not list it there, so --evict does not end it",
         f"wait until it ends, or check it and end it yourself: ps -fp {pid}",
         gpu=gpu.index,
@@ -224,7 +225,8 @@ class Eviction:
         # When each started: PIDs are reused.
         self.started = {pid: start_of(self._host.processes.identity(pid)) for pid in holders_of(removed)}
         # Claims on the instance until the end of the change: no `gpushare run` starts in it.
-        self.held = contextlib.ExitStack()
+        self.claims = contextlib.ExitStack()
+        # Whether the first process may have got a signal.
         self.begun = False
 
     def step(self) -> Step:
@@ -289,10 +291,10 @@ class Eviction:
         deadline = time.monotonic() + CLAIM_SECONDS
         while isinstance(claim := take_claim(self._host, uuid), Claim):
             if time.monotonic() > deadline:
-                then = " although the processes in it have ended"
-                raise _claimed_error(self._host, self._gpu, self.title, claim.pid, then)
+                although = " although the processes in it have ended"
+                raise _claimed_error(self._host, self._gpu, self.title, claim.pid, although)
             time.sleep(0.05)
-        self.held.callback(claim.release)
+        self.claims.callback(claim.release)
 
     def _signal_and_wait(self, pids: list[int], number: int, seconds: float) -> list[int]:
         """Send a signal to the same processes, if still inside; return those alive after ``seconds``.
@@ -371,9 +373,12 @@ class GpuChange:
 
 
 def gpu_change(gpu: Gpu, layout: Layout, plan: GpuPlan, mode: bool | None = None) -> GpuChange:  # noqa: FBT001
-    """Return the change of a GPU to a MIG mode (None: as it is); a pending mode is set again and read back."""
-    settled = mode is None or (gpu.mig_enabled == mode and gpu.mig_pending in {None, mode})
-    return GpuChange(gpu=gpu, layout=layout, plan=plan, enable=None if settled else mode)
+    """Return the change of a GPU to a MIG mode; None: it stays as it is.
+
+    A mode that is in force while the other one is pending is set again: that cancels the pending one.
+    """
+    in_force = mode is None or (gpu.mig_enabled == mode and gpu.mig_pending in {None, mode})
+    return GpuChange(gpu=gpu, layout=layout, plan=plan, enable=None if in_force else mode)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -401,10 +406,10 @@ def plan_change(
     first: Sequence[Step] = (),
     after: Sequence[Step] = (),
 ) -> MigChange:
-    """Return the transaction for what the planner found; ``evict`` holds (GPU index, GPU instance id).
+    """Return the transaction for what the planner found.
 
-    ``first`` are steps before all others: a name is bound early, so that a crash does not lose it. ``after`` are steps
-    for when the instances exist.
+    ``evict`` are the instances whose processes are ended: (GPU index, GPU instance id). ``first`` are steps before all
+    others: a name is bound early, so that a crash does not lose it. ``after`` are steps for when the instances exist.
     """
     steps: list[Step] = []
     starting: list[Step] = []
@@ -430,12 +435,13 @@ def plan_change(
         if change.enable is not None:
             bare = not change.plan.created
             notes += check_mode_change(host, gpu, enable=change.enable, bare=bare, ending=ending_on[gpu.index])
-        served = _uuids_going(change)
-        losses += [*_losses(host, change), *daemons_of_others(host, gpu, served)]
+        lost_uuids = _lost_uuids(change)
+        losses += [*_losses(host, change), *daemons_of_others(host, gpu, lost_uuids)]
         for removed in evicted:
             refuse_claimed(host, gpu, removed)
+        # On each GPU in this order: daemons stop, processes end, MIG on, the instances, MIG off.
         ending_here = [Eviction(host, gpu, removed) for removed in evicted if holders_of(removed)]
-        stopping, starting_here = _daemon_steps(host, change, served, evicted)
+        stopping, starting_here = _daemon_steps(host, change, lost_uuids, evicted)
         steps += [*stopping, *(eviction.step() for eviction in ending_here)]
         if change.enable:
             steps.append(switch_step(host, gpu, ledger, enable=True))
@@ -444,7 +450,7 @@ def plan_change(
         if change.enable is False:
             steps.append(switch_step(host, gpu, ledger, enable=False))
         starting += starting_here
-        daemons += stopped_records(host, gpu, served)
+        daemons += stopped_records(host, gpu, lost_uuids)
         evictions += ending_here
         instances.append(work)
     return MigChange(
@@ -462,20 +468,25 @@ def _switches(change: GpuChange) -> bool:
     return change.enable is not None and bool(change.gpu.mig_capable) and change.enable != bool(change.gpu.mig_enabled)
 
 
-def _uuids_going(change: GpuChange) -> set[str]:
-    """Return the devices that go, whose MPS daemons must stop; a daemon that serves the whole GPU loses it to MIG."""
+def _lost_uuids(change: GpuChange) -> set[str]:
+    """Return the UUIDs of the devices that a change takes from the MPS daemons on them.
+
+    These are the MIG devices that it destroys, and the GPU itself when it switches MIG on.
+    """
     uuids = {part.uuid for removed in change.plan.destroyed for part in removed.compute if part.uuid}
-    return uuids | ({change.gpu.uuid} if change.enable and change.gpu.uuid else set())
+    if change.enable and change.gpu.uuid:
+        uuids.add(change.gpu.uuid)
+    return uuids
 
 
 def _daemon_steps(
-    host: Host, change: GpuChange, served: Collection[str], evicted: Sequence[InstanceChange]
+    host: Host, change: GpuChange, lost_uuids: Collection[str], evicted: Sequence[InstanceChange]
 ) -> tuple[Sequence[Step], Sequence[Step]]:
     """Return the steps that stop MPS daemons, and those that start dead ones again when all instances exist."""
     gpu = change.gpu
     forced = {part.uuid for removed in evicted for part in removed.compute if part.uuid}
-    stayed = [Device(gpu=gpu, mig=mig) for mig in gpu.mig_instances if mig.uuid not in served]
-    return daemon_steps_before(host, gpu, served, evicted=forced), daemon_steps_after(host, stayed)
+    staying = [Device(gpu=gpu, mig=mig) for mig in gpu.mig_instances if mig.uuid not in lost_uuids]
+    return daemon_steps_before(host, gpu, lost_uuids, evicted=forced), daemon_steps_after(host, staying)
 
 
 def _losses(host: Host, change: GpuChange) -> Iterator[Loss]:
@@ -484,13 +495,15 @@ def _losses(host: Host, change: GpuChange) -> Iterator[Loss]:
         instance = removed.instance
         parts = [f"{part.profile.name}.{instance}" for part in removed.compute]
         lost = f"{instance if removed.whole else ', '.join(parts)} on GPU {change.gpu.index}"
-        inside = sorted({holder.pid for holder in removed.known_holders})
-        reasons = [
-            *([f"named '{instance.name}'"] if instance.name else []),
-            *([f"granted to {', '.join(instance.granted)}"] if instance.granted else []),
-            *([f"in use by {processes_text(host.processes, [pid])}" for pid in inside]),
-            *([] if instance.made else ["not made by gpushare"]),
-        ]
+        reasons = []
+        if instance.name:
+            reasons.append(f"named '{instance.name}'")
+        if instance.granted:
+            reasons.append(f"granted to {', '.join(instance.granted)}")
+        for pid in sorted({holder.pid for holder in removed.known_holders}):
+            reasons.append(f"in use by {processes_text(host.processes, [pid])}")
+        if not instance.made:
+            reasons.append("not made by gpushare")
         if reasons:
             yield Loss(action="destroys", what=lost, why=tuple(reasons))
 
@@ -500,6 +513,7 @@ class _InstanceWork:
 
     def __init__(self, host: Host, change: GpuChange, ledger: MigLedger) -> None:
         self._host, self._change, self._ledger = host, change, ledger
+        # The ids of the new GPU instances, by their first memory slice.
         self._made: dict[int, int] = {}
         self._begun = False
         # What a rollback left, in words, because another program created it.
@@ -560,7 +574,7 @@ def transact(host: Host, ledger: MigLedger, change: MigChange, on_step: Callable
         return
     with contextlib.ExitStack() as claims:
         for eviction in change.evictions:
-            claims.enter_context(eviction.held)
+            claims.enter_context(eviction.claims)
         _take_claims(host, change, claims)
         _carry_out_with_journal(ledger, change, on_step)
 
@@ -598,25 +612,25 @@ def _carry_out_with_journal(ledger: MigLedger, change: MigChange, on_step: Calla
             on_step(step)
 
     # After an unexpected error anything may be left: the entry is kept and compared with the host.
-    over = ledger.give_up
+    close_journal = ledger.give_up
     try:
         carry_out(change.plan, begin)
-        over = ledger.complete
+        close_journal = ledger.complete
     except NotUndone as error:
         if last is not None:
             raise error.restated(message=f"could not {last.what}: {error.message}") from error
         raise
     except KeyboardInterrupt:
-        over = ledger.end
+        close_journal = ledger.end
         raise
     except GpushareError as error:
-        over = ledger.end
+        close_journal = ledger.end
         if last is not None:
             raise _undone_error(error, last, change) from error
         raise
     finally:
         # When this process is killed the journal stays: the change was interrupted.
-        over()
+        close_journal()
 
 
 def _undone_error(error: GpushareError, step: Step, change: MigChange) -> GpushareError:

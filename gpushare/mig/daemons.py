@@ -89,7 +89,9 @@ def _may_stop(host: Host, own: OwnDaemon) -> bool:
 
 def refuse_used(host: Host, own: OwnDaemon, *, force: bool = False) -> None:
     """Raise unless a daemon of gpushare may be stopped; with ``force`` even if it is in use."""
-    pid, title, gpu = own.found.daemon.pid, own.device.title, str(own.device.gpu.index)
+    pid = own.found.daemon.pid
+    title = own.device.title
+    gpu = str(own.device.gpu.index)
     ending = f"gpushare mps stop -g {own.device.selector}"
     if not _may_stop(host, own):
         raise not_your_daemon_error(f"the MPS daemon {pid} on {title}", f"user {own.record.uid}", gpu)
@@ -122,21 +124,25 @@ def refuse_used(host: Host, own: OwnDaemon, *, force: bool = False) -> None:
         )
 
 
-def refuse_foreign(host: Host, gpu: Gpu, going: Collection[str]) -> None:
-    """Raise InUse if a daemon that gpushare did not start may serve one of these devices."""
+def refuse_foreign(host: Host, gpu: Gpu, lost_uuids: Collection[str]) -> None:
+    """Raise InUse if a daemon that gpushare did not start may serve one of these devices, of this GPU."""
     for item in find_daemons(host, [gpu], deep=False):
         daemon = item.daemon
         if daemon.ours or daemon.pid is None or not item.serves(host, gpu.index):
             continue
-        # A daemon that names only other MIG devices holds none of these.
-        visible = (host.processes.environment(daemon.pid) or {}).get("CUDA_VISIBLE_DEVICES", "")
-        words = [word.strip().lower() for word in visible.split(",") if word.strip()]
-        elsewhere = words and all(
-            word.startswith("mig-") and not any(uuid.lower().startswith(word) for uuid in going) for word in words
-        )
-        if elsewhere and gpu.uuid not in going:
-            continue
-        raise foreign_daemon_error(item, f"GPU {gpu.index}", gpu)
+        if gpu.uuid in lost_uuids or not _sees_only_other_instances(host, daemon.pid, lost_uuids):
+            raise foreign_daemon_error(item, f"GPU {gpu.index}", gpu)
+
+
+def _sees_only_other_instances(host: Host, pid: int, uuids: Collection[str]) -> bool:
+    """Return whether the environment of a daemon names MIG devices and nothing else, and none of these."""
+    visible = (host.processes.environment(pid) or {}).get("CUDA_VISIBLE_DEVICES", "")
+    words = [word.strip().lower() for word in visible.split(",") if word.strip()]
+    return bool(words) and all(
+        # CUDA takes the beginning of a UUID for the UUID.
+        word.startswith("mig-") and not any(uuid.lower().startswith(word) for uuid in uuids)
+        for word in words
+    )
 
 
 def devices_of(gpu: Gpu | None) -> list[Device]:
@@ -145,30 +151,33 @@ def devices_of(gpu: Gpu | None) -> list[Device]:
 
 
 def daemon_steps_before(
-    host: Host, gpu: Gpu, going: Collection[str], *, evicted: Collection[str] = ()
+    host: Host, gpu: Gpu, lost_uuids: Collection[str], *, evicted: Collection[str] = ()
 ) -> tuple[Step, ...]:
-    """Return the steps that stop our idle MPS daemons on devices that a MIG change destroys.
+    """Return the steps that stop our idle MPS daemons on the devices that a MIG change takes away.
 
-    ``going`` are UUIDs: of MIG devices that it destroys, and of the GPU itself when MIG mode is switched on. Our daemons
-    on ``evicted`` ones are stopped by force: their clients lose their contexts. A plan never creates a device again that
-    it destroys, so these daemons stay stopped. The steps take the daemon's lock themselves.
+    These are, by UUID, the MIG devices that it destroys, and the GPU itself when it switches MIG on. Our daemons on
+    ``evicted`` ones are stopped by force: their clients lose their contexts. A plan never creates a device again that it
+    destroys, so these daemons stay stopped. The steps take the daemon's lock themselves.
     """
-    if not going:
+    if not lost_uuids:
         return ()
-    refuse_foreign(host, gpu, going)
+    refuse_foreign(host, gpu, lost_uuids)
     steps = []
-    for own in own_daemons(host, gpu):
-        if own.device.uuid in going:
-            force = own.device.uuid in evicted
-            refuse_used(host, own, force=force)
-            steps.append(_stop_step(host, own, force=force))
+    for own in _own_daemons_on(host, gpu, lost_uuids):
+        force = own.device.uuid in evicted
+        refuse_used(host, own, force=force)
+        steps.append(_stop_step(host, own, force=force))
     return tuple(steps)
 
 
-def daemons_of_others(host: Host, gpu: Gpu, going: Collection[str]) -> tuple[Loss, ...]:
-    """Return the MPS daemons on devices that go which another user started with gpushare; root may stop them."""
-    stopped = [own for own in own_daemons(host, gpu) if own.device.uuid in going] if going else []
-    return tuple(daemon_loss(own) for own in stopped if own.record.uid != host.uid)
+def _own_daemons_on(host: Host, gpu: Gpu, uuids: Collection[str]) -> list[OwnDaemon]:
+    """Return our live daemons on these devices of a GPU."""
+    return [own for own in own_daemons(host, gpu) if own.device.uuid in uuids] if uuids else []
+
+
+def daemons_of_others(host: Host, gpu: Gpu, lost_uuids: Collection[str]) -> tuple[Loss, ...]:
+    """Return the losses of other users, who started a daemon of gpushare on a lost device; only root may stop it."""
+    return tuple(daemon_loss(own) for own in _own_daemons_on(host, gpu, lost_uuids) if own.record.uid != host.uid)
 
 
 def daemon_loss(own: OwnDaemon) -> Loss:
@@ -186,16 +195,15 @@ def daemon_steps_after(host: Host, stayed: Collection[Device]) -> tuple[Step, ..
     return tuple(_start_step(host, record, device) for device, record in records if record is not None)
 
 
-def stopped_records(host: Host, gpu: Gpu, going: Collection[str]) -> tuple[DaemonRecord, ...]:
+def stopped_records(host: Host, gpu: Gpu, lost_uuids: Collection[str]) -> tuple[DaemonRecord, ...]:
     """Return the records of this user's permanent daemons that a change stops, for `recover_daemons`."""
-    stopped = [own for own in own_daemons(host, gpu) if own.device.uuid in going] if going else []
-    return tuple(
-        replace(
-            own.record, state=RUNNING, attached=(), profile=None if own.device.mig is None else own.device.mig.profile
-        )
-        for own in stopped
-        if own.record.uid == host.uid and not own.record.transient
-    )
+    records = []
+    for own in _own_daemons_on(host, gpu, lost_uuids):
+        if own.record.uid == host.uid and not own.record.transient:
+            profile = None if own.device.mig is None else own.device.mig.profile
+            # The clients of now end with the daemon.
+            records.append(replace(own.record, state=RUNNING, attached=(), profile=profile))
+    return tuple(records)
 
 
 def recover_daemons(host: Host, gpu: Gpu, records: Sequence[DaemonRecord]) -> tuple[str, ...]:
@@ -210,13 +218,17 @@ def recover_daemons(host: Host, gpu: Gpu, records: Sequence[DaemonRecord]) -> tu
         device = devices.get(record.device_uuid)
         if device is None:
             continue
-        mig = None if device.mig is None else MigInstance(uuid=device.uuid, profile=record.profile)
+        served = device
+        if device.mig is not None:
+            # Another instance may have its UUID now: only one of the same profile gets the daemon.
+            served = replace(device, mig=MigInstance(uuid=device.uuid, profile=record.profile))
         try:
-            started = start_again(host, record, device if mig is None else replace(device, mig=mig))
+            started = start_again(host, record, served)
         except GpushareError as error:
             done.append(f"the MPS daemon of {device.title} was not started again: {error.message}")
         else:
-            done += [f"started the MPS daemon of {device.title} again"] if started else []
+            if started:
+                done.append(f"started the MPS daemon of {device.title} again")
     return tuple(done)
 
 
@@ -251,10 +263,13 @@ def _stop_step(host: Host, own: OwnDaemon, *, force: bool) -> Step:
         if not own.record.transient:
             start_again(host, own.record, own.device)
 
+    what = f"stop the {'MPS daemon' if force else 'idle MPS daemon'} {own.found.daemon.pid} of {own.device.title}"
+    if force:
+        what += ", and end its servers"
+    if not own.record.transient:
+        what += "; it stays stopped"
     return Step(
-        what=f"stop the {'MPS daemon' if force else 'idle MPS daemon'} {own.found.daemon.pid} of {own.device.title}"
-        + (", and end its servers" if force else "")
-        + ("" if own.record.transient else "; it stays stopped"),
+        what=what,
         command=control_command(own.home.pipe, "quit -t 1" if force else "quit"),
         undo=restart_command(own.record, own.device),
         do=Stop(host, own.found, own.device, drain_seconds=0.0, force=force).run,

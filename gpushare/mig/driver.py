@@ -45,8 +45,10 @@ HIDDEN: Final = "instances_hidden"
 # nvmlReturn_t.
 _INVALID_ARGUMENT: Final = 2
 # More than nvml.h has (NVML_GPU_INSTANCE_PROFILE_COUNT, 0x12), for newer drivers.
-_PROFILES: Final = 64
-_COMPUTE_PROFILES: Final = 16
+_MOST_PROFILES: Final = 64
+_MOST_COMPUTE_PROFILES: Final = 16
+# Room for the instances of a profile where the driver does not tell how many there can be.
+_MOST_INSTANCES: Final = 64
 # The only engine profile (NVML_COMPUTE_INSTANCE_ENGINE_PROFILE_SHARED).
 _SHARED_ENGINES: Final = 0
 
@@ -84,11 +86,14 @@ class MigReader:
         gpu = str(index)
         infos = self._nvml.ask(
             lambda nvml: list(
-                _profile_infos(nvml, lambda number: nvml.nvmlDeviceGetGpuInstanceProfileInfo(handle, number), _PROFILES)
+                _profile_infos(
+                    nvml, lambda number: nvml.nvmlDeviceGetGpuInstanceProfileInfo(handle, number), _MOST_PROFILES
+                )
             ),
             gpu,
         )
         profiles = tuple(self._read_profile(handle, gpu, number, info) for number, info in infos or ())
+        # What the driver does not tell now, it may tell later.
         if profiles and all(profile.placements is not None for profile in profiles):
             self._nvml.kept["MIG profiles", index] = profiles
         return profiles
@@ -125,9 +130,13 @@ class MigReader:
     def _handles_by_profile(
         self, gpu: Gpu, what: str, profiles: Sequence[P], listing: Callable[..., list[Any]]
     ) -> Iterator[tuple[P, Any]]:
-        """Yield the handles that a listing call returns, by profile. Raises NoPermission if they are hidden."""
+        """Yield the handle of each instance, with its profile: ``listing`` is the call that lists those of one profile.
+
+        Raises:
+            NoPermission: the driver hides them; ``what`` is their plural for the message.
+        """
         for profile in profiles:
-            of_profile = partial(listing, profile_id=profile.id, room=profile.instances or _PROFILES)
+            of_profile = partial(listing, profile_id=profile.id, room=profile.instances or _MOST_INSTANCES)
             handles = self._nvml.ask(of_profile, str(gpu.index))
             if handles is None:
                 raise _hidden_error(gpu, what)
@@ -190,7 +199,7 @@ def _compute_infos(nvml: Any, instance: Any) -> Iterator[Any]:
     def ask(number: int) -> Any:
         return nvml.nvmlGpuInstanceGetComputeInstanceProfileInfo(instance, number, _SHARED_ENGINES)
 
-    return (info for _, info in _profile_infos(nvml, ask, _COMPUTE_PROFILES))
+    return (info for _, info in _profile_infos(nvml, ask, _MOST_COMPUTE_PROFILES))
 
 
 def _hidden_error(gpu: Gpu, what: str) -> NoPermission:
@@ -243,11 +252,11 @@ def _list_handles(call: Any, kind: Any, owner: Any, profile_id: int | None, room
     return list(rows[: count.value])
 
 
-def _gpu_instances(nvml: Any, handle: Any, profile_id: int | None, room: int = _PROFILES) -> list[Any]:
+def _gpu_instances(nvml: Any, handle: Any, profile_id: int | None, room: int = _MOST_INSTANCES) -> list[Any]:
     return _list_handles(nvml.nvmlDeviceGetGpuInstances, nvml.c_nvmlGpuInstance_t, handle, profile_id, room)
 
 
-def _compute_instances(nvml: Any, handle: Any, profile_id: int | None, room: int = _PROFILES) -> list[Any]:
+def _compute_instances(nvml: Any, handle: Any, profile_id: int | None, room: int = _MOST_INSTANCES) -> list[Any]:
     return _list_handles(
         nvml.nvmlGpuInstanceGetComputeInstances, nvml.c_nvmlComputeInstance_t, handle, profile_id, room
     )
@@ -327,7 +336,7 @@ class MigChanges:
             # The bindings pass the argument on unchanged: without byref the process crashes.
             return nvml.nvmlDeviceCreateGpuInstanceWithPlacement(handle, profile_id, byref(place))
 
-        info = self._read_back(self._demand_room(create, gpu), "nvmlGpuInstanceGetInfo", index)
+        info = self._read_back(self._demand_change(create, gpu), "nvmlGpuInstanceGetInfo", index)
         if (int(info.profileId), int(info.placement.start)) != (profile_id, placement.start):
             # The driver put our new instance somewhere else: destroy it, because nothing refers to that place.
             with contextlib.suppress(GpushareError):
@@ -364,7 +373,7 @@ class MigChanges:
                         raise
             return nvml.nvmlGpuInstanceCreateComputeInstance(instance, profile)
 
-        made = self._demand_room(create, gpu)
+        made = self._demand_change(create, gpu)
         if made is None:
             raise NotSupported(
                 f"GPU {index}: GPU instance {gpu_instance} offers no compute instance of {slices} slices",
@@ -433,8 +442,8 @@ class MigChanges:
             instance = nvml.nvmlDeviceGetGpuInstanceById(handle, gpu_instance)
             return nvml.nvmlGpuInstanceGetComputeInstanceById(instance, compute_instance)
 
-        self._demand_room(lambda nvml: nvml.nvmlComputeInstanceDestroy(find(nvml)), str(index))
-        self._check_gone(index, f"compute instance {compute_instance} of GPU instance {gpu_instance}", find)
+        self._demand_change(lambda nvml: nvml.nvmlComputeInstanceDestroy(find(nvml)), str(index))
+        self._check_destroyed(index, f"compute instance {compute_instance} of GPU instance {gpu_instance}", find)
 
     def destroy_gpu_instance(self, index: int, gpu_instance: int) -> None:
         """Destroy a GPU instance without compute instances and check that it is gone (``-dgi``)."""
@@ -443,34 +452,36 @@ class MigChanges:
         def find(nvml: Any) -> Any:
             return nvml.nvmlDeviceGetGpuInstanceById(handle, gpu_instance)
 
-        self._demand_room(lambda nvml: nvml.nvmlGpuInstanceDestroy(find(nvml)), str(index))
-        self._check_gone(index, f"GPU instance {gpu_instance}", find)
+        self._demand_change(lambda nvml: nvml.nvmlGpuInstanceDestroy(find(nvml)), str(index))
+        self._check_destroyed(index, f"GPU instance {gpu_instance}", find)
 
-    def _check_gone(self, index: int, what: str, find: Any) -> None:
-        """Raise NotHeld if an instance that was destroyed is still found."""
+    def _check_destroyed(self, index: int, title: str, find: Callable[[Any], Any]) -> None:
+        """Raise NotHeld if ``find``, a call of NVML, still finds an instance that was destroyed."""
         try:
-            self._nvml.demand(partial(find), str(index))
+            self._nvml.demand(find, str(index))
         except NotFound:
             return
         raise NotHeld(
-            f"GPU {index}: the driver reported that {what} was destroyed, and it is still there",
+            f"GPU {index}: the driver reported that {title} was destroyed, and it is still there",
             "see: gpushare mig status",
             gpu=index,
         )
 
-    def _demand_room(self, call: Any, gpu: str) -> Any:
-        """Return what a call of NVML returns. Raises OperationFailed if the driver has no room for a new instance."""
+    def _demand_change(self, call: Callable[[Any], Any], gpu: str) -> Any:
+        """Return what a changing call of NVML returns. Raises OperationFailed if the driver has no room for an instance."""
+        no_room: list[Exception] = []
 
-        def ask(nvml: Any) -> Any:
+        def act(nvml: Any) -> Any:
             try:
                 return call(nvml)
             except nvml.NVMLError as error:
-                if error.value == _INSUFFICIENT_RESOURCES:
-                    return error
-                raise
+                if error.value != _INSUFFICIENT_RESOURCES:
+                    raise
+                # Kept from `demand`, which has no words for it.
+                no_room.append(error)
 
-        answer = self._nvml.demand(ask, gpu)
-        if isinstance(answer, Exception):
+        answer = self._nvml.demand(act, gpu)
+        if no_room:
             raise OperationFailed(
                 f"GPU {gpu}: the driver refuses the instance: slices of its placement are taken (Insufficient Resources)",
                 "see what is free: gpushare mig status",
@@ -482,7 +493,8 @@ class MigChanges:
 
 def _not_activated_error(status: int, index: int, *, enabled: bool) -> GpushareError:
     """Return the error about a mode that was accepted and is only pending; ``status`` is an nvmlReturn_t."""
-    task, gpu = f"GPU {index}: MIG {on_or_off(enabled)}", str(index)
+    task = f"GPU {index}: MIG {on_or_off(enabled)}"
+    gpu = str(index)
     if status == _IN_USE:
         return InUse(
             f"{task} is only pending, because the GPU is in use",

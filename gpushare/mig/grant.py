@@ -7,7 +7,6 @@ to leave the nodes alone (``DeviceFileModify: 0``). All of this is lost with the
 
 from __future__ import annotations
 
-import contextlib
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -72,19 +71,17 @@ def _no_instance_error(named: NamedInstance) -> NotFound:
 def plan_revoke(host: Host, name: str, user: str | None = None) -> Plan:
     """Return the plan that revokes one user's grant or all of them; without grants all users may use the instance."""
     named = _named_instance(host, need_name(name, "sudo gpushare mig revoke NAME"))
-    # A user removed from the machine is only known by name.
-    revoked_users = (
-        named.users
-        if user is None
-        else tuple(granted for granted in named.users if granted in {user, known_user(user)})
-    )
-    if user is not None and not revoked_users:
-        have = ", ".join(named.users) or "no user"
-        raise NotFound(
-            f"'{user[:60]}' has no grant on '{name}': it is granted to {have}",
-            "see the grants: gpushare mig status",
-            code="not_granted",
-        )
+    revoked_users = named.users
+    if user is not None:
+        # A user removed from the machine is only known by name.
+        revoked_users = tuple(granted for granted in named.users if granted in {user, known_user(user)})
+        if not revoked_users:
+            have = ", ".join(named.users) or "no user"
+            raise NotFound(
+                f"'{user[:60]}' has no grant on '{name}': it is granted to {have}",
+                "see the grants: gpushare mig status",
+                code="not_granted",
+            )
     users = tuple(user for user in named.users if user not in revoked_users)
     steps = access_steps(host, named, users) if revoked_users else ()
     notes = [_RUNNING] if steps else [f"{name} has no grants; nothing to do"]
@@ -117,17 +114,20 @@ def access_steps(host: Host, named: NamedInstance, users: tuple[str, ...]) -> tu
         NotSupported: the driver shows no capabilities; a grant can be revoked all the same.
         GpushareError: NVML does not answer.
     """
-    grants = set(users) - set(named.users)
-    revokes = set(named.users) - set(users)
-    nodes: list[_Node] = []
-    with contextlib.suppress(*[NotSupported] if revokes and not grants else []):
+    added = set(users) - set(named.users)
+    removed = set(named.users) - set(users)
+    try:
         nodes = _nodes(host, named)
-    if grants and not nodes:
+    except NotSupported:
+        if added or not removed:
+            raise
+        nodes = []
+    if added and not nodes:
         raise _no_instance_error(named)
-    record = _record_steps(host, named, users, root=bool(grants))
-    opening = _node_steps(host, nodes, users)
+    record = _record_steps(host, named, users, needs_root=bool(added))
+    access = _node_steps(host, nodes, users)
     # A grant is recorded before its nodes are opened, a revoke after they are closed: so a crash leaves something to redo.
-    return (*opening, *record) if revokes else (*record, *opening)
+    return (*access, *record) if removed else (*record, *access)
 
 
 def reapplied_steps(host: Host, named: NamedInstance) -> tuple[Step, ...]:
@@ -152,12 +152,13 @@ def _nodes(host: Host, named: NamedInstance) -> list[_Node]:
     gpu = next((gpu for gpu in host.nvml.identities() if gpu.uuid == named.gpu_uuid), None)
     if gpu is None or gpu.error is not None or not gpu.mig_enabled:
         return []
-    instances = [instance for instance in MigReader(host.nvml).layout(gpu).instances if instance.place == named.place]
+    instances = MigReader(host.nvml).layout(gpu).instances
+    instance = next((instance for instance in instances if instance.place == named.place), None)
     minor = host.nvml.minor_number(gpu.index)
-    if not instances or minor is None:
+    if instance is None or minor is None:
         return []
     capabilities = host.capabilities.of_gpu(minor)
-    places = [(instances[0].id, None), *((instances[0].id, part.id) for part in instances[0].compute)]
+    places = [(instance.id, None), *((instance.id, part.id) for part in instance.compute)]
     missing = [place for place in places if place not in capabilities]
     if missing:
         raise NotSupported(
@@ -176,14 +177,18 @@ def _node_title(name: str, place: tuple[int, int | None]) -> str:
 def _node_steps(host: Host, nodes: Sequence[_Node], users: Sequence[str]) -> list[Step]:
     """Return the steps that open nodes to these users only, or to all if there are none."""
     steps: list[Step] = []
+    open_to_all = not users
     for node in nodes:
         access = _access_of(users, node.capability)
-        free = not users
         present = host.capabilities.access(node.capability)
-        closing = [] if node.capability.modify == free else [_modify_step(host, node, modify=free)]
-        changing = [] if present == access else [_access_step(host, node, present, access, users)]
+        managing = []
+        if node.capability.modify != open_to_all:
+            managing.append(_modify_step(host, node, modify=open_to_all))
+        opening = []
+        if present != access:
+            opening.append(_access_step(host, node, present, access, users))
         # nvidia-modprobe leaves a node alone before it is changed, and manages it again only after it is as nvidia-modprobe makes it.
-        steps += [*changing, *closing] if free else [*closing, *changing]
+        steps += [*opening, *managing] if open_to_all else [*managing, *opening]
     return steps
 
 
@@ -223,8 +228,11 @@ def _modify_step(host: Host, node: _Node, *, modify: bool) -> Step:
             host.programs.run(["nvidia-modprobe", "-f", path])
         host.capabilities.set_modify(node.capability, modify=wanted)
 
+    what = f"let nvidia-modprobe manage the node of {node.title}"
+    if not modify:
+        what = f"let nvidia-modprobe leave the node of {node.title} alone"
     return setting_step(
-        what=f"let nvidia-modprobe {'manage' if modify else 'leave'} the node of {node.title}{'' if modify else ' alone'}",
+        what=what,
         command=_modify_command(node.capability, modify=modify),
         undo=_modify_command(node.capability, modify=not modify),
         setting=path,
@@ -241,14 +249,16 @@ def _access_step(
     host: Host, node: _Node, present: NodeAccess | None, access_to_be: NodeAccess, users: Sequence[str]
 ) -> Step:
     """Return the step that gives a node its new access."""
+    # A node that is gone needs no undo.
     earlier = present or NodeAccess(mode=node.capability.mode)
-    users_text = "all users" if not users else f"{' and '.join(users) if len(users) < 3 else ', '.join(users)} only"
+    users_text = "all users"
+    if users:
+        users_text = f"{(' and ' if len(users) == 2 else ', ').join(users)} only"
     return setting_step(
         what=f"open {node.title} to {users_text}",
         command=_access_commands(node.capability, earlier, access_to_be),
         undo=_access_commands(node.capability, access_to_be, earlier),
         setting=f"the access to {node.capability.node}",
-        # A node that is gone needs no undo.
         read=lambda: host.capabilities.access(node.capability) or earlier,
         write=lambda access: host.capabilities.set_access(node.capability, access),
         wanted=access_to_be,
@@ -263,8 +273,12 @@ def _access_in_words(access: NodeAccess) -> str:
     return f"mode {access.mode:04o} of {user_name(access.owner)}{others}"
 
 
-def _record_steps(host: Host, named: NamedInstance, users: tuple[str, ...], *, root: bool = False) -> list[Step]:
-    """Return the step that records under a name who has a grant, or none if that is recorded."""
+def _record_steps(host: Host, named: NamedInstance, users: tuple[str, ...], *, needs_root: bool) -> list[Step]:
+    """Return the step that records under a name who has a grant, or none if that is recorded.
+
+    ``needs_root``: only root does the step, because the steps after it need root. A record alone would be a grant that
+    is not in force.
+    """
     if named.users == users:
         return []
 
@@ -285,8 +299,7 @@ def _record_steps(host: Host, named: NamedInstance, users: tuple[str, ...], *, r
             wanted=users,
             in_words=lambda value: ", ".join(value) or "nobody",
             see=f"cat {path}",
-            # The steps after it need root: a record alone would be a grant that is not in force.
-            allowed=lambda: _need_root(host) if root else None,
+            allowed=lambda: _need_root(host) if needs_root else None,
         )
     ]
 
@@ -314,12 +327,15 @@ def _need_root(host: Host) -> None:
 
 @dataclass(frozen=True)
 class Naming:
-    """The names and grants of a layout: steps before and after its instances, what goes, and the undo of the rest."""
+    """How the instances of a layout get their names and grants."""
 
+    # The names that are new, or get another instance.
     bound: tuple[NamedInstance, ...] = ()
+    # Steps before the instances exist, and when they exist.
     first: tuple[Step, ...] = ()
     after: tuple[Step, ...] = ()
     losses: tuple[Loss, ...] = ()
+    # The commands that take back what the undo of the layout leaves.
     undo: tuple[str, ...] = ()
     # All names that it binds or forgets.
     changed: frozenset[str] = frozenset()
@@ -344,15 +360,7 @@ def plan_names(
         NotFound: there is no such user.
     """
     names = _names_for(words, len(instances))
-    # A grant for a name that was numbered is for all of its instances.
-    common = [] if names == [*words] else words
-    users = {name: [user for key in (name, *common) for user in grants.get(key, ())] for name in names}
-    for key in grants:
-        if key not in {*names, *words}:
-            hint = f"names: {first_few(names, 16)}"
-            raise BadUsage(f"--grant {quoted(key)} names none of the instances", hint, code="no_name")
-    for user in {user for user_names in users.values() for user in user_names}:
-        user_id(user)
+    users = _users_by_name(names, words, grants)
     names_now = names_of(host)
     places = {
         check_name(name): NamedInstance(name=name, gpu_uuid=plan.uuid or "", profile=new.profile.name, start=new.start)
@@ -361,13 +369,15 @@ def plan_names(
     bound = [named for name, named in places.items() if name not in names_now or names_now[name].spot != named.spot]
     plans = plans or [plan for plan, _ in instances]
     index = {plan.uuid or "": plan.gpu for plan in plans}
-    occupied_spots = {(plan.uuid, *instance.place) for plan in plans for instance in plan.kept}
-    # Names that move to these instances.
+    kept_spots = {(plan.uuid, *instance.place) for plan in plans for instance in plan.kept}
+    # Names that these instances take from others.
     moving = [names_now[named.name] for named in bound if named.name in names_now]
-    blocking = next((name for name in moving if name.gpu_uuid not in index or name.spot in occupied_spots), None)
-    if blocking is not None and not may_move:
-        raise name_taken_error(blocking, {plan.uuid: plan.gpu for plan in plans})
-    moving = moving if may_move else []
+    if not may_move:
+        blocking = next((named for named in moving if named.gpu_uuid not in index or named.spot in kept_spots), None)
+        if blocking is not None:
+            raise name_taken_error(blocking, {plan.uuid: plan.gpu for plan in plans})
+        moving = []
+    # Names that the instances have now, and lose.
     spots = {named.spot for named in places.values()}
     replaced = [named for named in names_now.values() if named.name not in places and named.spot in spots]
     destroyed_spots = {
@@ -379,49 +389,55 @@ def plan_names(
     # New names are bound before their instances exist, so that a crash loses none. The others change after the layout:
     # the undo of a layout leaves them alone.
     bound_before = [
-        named for named in bound if not (may_move and named.name in names_now) and named.spot not in occupied_spots
+        named for named in bound if not (may_move and named.name in names_now) and named.spot not in kept_spots
     ]
     bound_after = [named for named in bound if named not in bound_before]
     if bound_after or replaced:
         steps.append(names_step(host, bound_after, replaced, index))
-    unchanged = [name for name, named in places.items() if named not in bound and named.spot in occupied_spots]
-    # Their grants are in force already.
-    granted_already = {
-        name for name in unchanged if not any(plan_grant(host, name, user).steps for user in users[name])
-    }
+    for name, named in places.items():
+        unchanged = named not in bound and named.spot in kept_spots
+        in_force = unchanged and not any(plan_grant(host, name, user).steps for user in users[name])
+        if users[name] and not in_force:
+            steps.append(grant_step(host, name, users[name]))
+    losses = []
+    undo = [f"gpushare mig name --forget {named.name} -y" for named in bound if named.spot in kept_spots]
+    for named in losing:
+        # If its instance was destroyed earlier, a name without a grant is no loss, and cannot be restored.
+        if named.spot in kept_spots or named.users:
+            action = "forgets" if named in replaced else "moves"
+            reasons = (f"the grants of {', '.join(named.users)} end",) if named.users else ()
+            losses.append(Loss(action=action, what=f"the name '{named.name}' of {named}", why=reasons))
+        if named.spot in kept_spots:
+            undo += _restoring_commands(named, index[named.gpu_uuid])
     return Naming(
         bound=tuple(bound),
         first=(names_step(host, bound_before, (), index),) if bound_before else (),
-        after=(
-            *steps,
-            *(
-                grant_step(host, name, user_names)
-                for name, user_names in users.items()
-                if user_names and name not in granted_already
-            ),
-        ),
+        after=tuple(steps),
         changed=frozenset(named.name for named in (*bound, *replaced)),
-        losses=tuple(
-            Loss(
-                action="forgets" if named in replaced else "moves",
-                what=f"the name '{named.name}' of {named}",
-                why=(f"the grants of {', '.join(named.users)} end",) if named.users else (),
-            )
-            # If its instance was destroyed earlier, a name without a grant is no loss.
-            for named in losing
-            if named.spot in occupied_spots or named.users
-        ),
-        undo=(
-            *(f"gpushare mig name --forget {named.name} -y" for named in bound if named.spot in occupied_spots),
-            # A name whose instance was destroyed earlier cannot be restored.
-            *(
-                word
-                for named in losing
-                if named.spot in occupied_spots
-                for word in _restoring_commands(named, index[named.gpu_uuid])
-            ),
-        ),
+        losses=tuple(losses),
+        undo=tuple(undo),
     )
+
+
+def _users_by_name(
+    names: Sequence[str], words: Sequence[str], grants: Mapping[str, Sequence[str]]
+) -> dict[str, list[str]]:
+    """Return for each name of an instance the users who get a grant; ``words`` are the names before numbering.
+
+    Raises:
+        BadUsage: a grant is for none of the names.
+        NotFound: there is no such user.
+    """
+    # A grant for a name that was numbered is for all of its instances.
+    common = [] if [*names] == [*words] else words
+    users = {name: [user for key in (name, *common) for user in grants.get(key, ())] for name in names}
+    for key in grants:
+        if key not in {*names, *words}:
+            hint = f"names: {first_few(names, 16)}"
+            raise BadUsage(f"--grant {quoted(key)} names none of the instances", hint, code="no_name")
+    for user in {user for user_names in users.values() for user in user_names}:
+        user_id(user)
+    return users
 
 
 def _names_for(words: Sequence[str], count: int) -> list[str]:
@@ -433,10 +449,10 @@ def _names_for(words: Sequence[str], count: int) -> list[str]:
     names = [*words]
     if len(words) == 1 and count > 1:
         names = [f"{words[0]}-{number}" for number in range(1, count + 1)]
-    twice = next((name for place, name in enumerate(names) if name in names[:place]), None)
-    if twice is not None:
+    repeated = next((name for place, name in enumerate(names) if name in names[:place]), None)
+    if repeated is not None:
         raise BadUsage(
-            f"the name {quoted(twice)} is given twice", "give each instance a name of its own", code="bad_count"
+            f"the name {quoted(repeated)} is given twice", "give each instance a name of its own", code="bad_count"
         )
     if len(names) != count:
         raise BadUsage(
@@ -504,7 +520,7 @@ def names_step(
     """
     wanted: dict[str, NamedInstance | None] = {named.name: None for named in forget}
     wanted |= {named.name: named for named in bind}
-    gpus = {named.name: named.gpu_uuid for named in forget}
+    forgotten_on = {named.name: named.gpu_uuid for named in forget}
     before: dict[str, NamedInstance | None] = {}
 
     def change_names() -> None:
@@ -516,7 +532,7 @@ def names_step(
                     names[name] = instance
                 elif present is None and name in names_of(host):
                     raise NoPermission(f"the name '{name}' was given by root", "run it as root: sudo gpushare ...")
-                elif present is not None and present.gpu_uuid == gpus[name]:
+                elif present is not None and present.gpu_uuid == forgotten_on[name]:
                     before[name] = names.pop(name)
 
     def restore_names() -> None:
@@ -530,27 +546,30 @@ def names_step(
                 else:
                     names[name] = old
 
-    gpus_of = index or {}
-    naming = [f"gpushare mig name {named.name} {named}{_gpu_option(named, gpus_of)}" for named in (*bind, *forget)]
-    forgetting = [f"gpushare mig name --forget {named.name}" for named in (*forget, *bind)]
-    where = {uuid: f" on GPU {number}" for uuid, number in gpus_of.items()}
+    indexes = index or {}
+    where = {uuid: f" on GPU {number}" for uuid, number in indexes.items()}
     words = [f"name {named}{where.get(named.gpu_uuid, '')} '{named.name}'" for named in bind]
     words += [f"forget the name '{named.name}' ({named})" for named in forget]
     return Step(
         what=", ".join(words),
-        command="\n".join([*naming[: len(bind)], *forgetting[: len(forget)]]),
-        undo="\n".join([*naming[len(bind) :], *forgetting[len(forget) :]]),
+        command="\n".join([*_binding_commands(bind, indexes), *_forgetting_commands(forget)]),
+        undo="\n".join([*_binding_commands(forget, indexes), *_forgetting_commands(bind)]),
         do=change_names,
         revert=restore_names,
     )
 
 
-def _gpu_option(named: NamedInstance, index: Mapping[str, int]) -> str:
-    return f" -g {index[named.gpu_uuid]}" if named.gpu_uuid in index else ""
+def _binding_commands(bind: Sequence[NamedInstance], indexes: Mapping[str, int]) -> list[str]:
+    options = {uuid: f" -g {number}" for uuid, number in indexes.items()}
+    return [f"gpushare mig name {named.name} {named}{options.get(named.gpu_uuid, '')}" for named in bind]
 
 
-def name_steps(host: Host, plans: Sequence[GpuPlan], but: Collection[str] = ()) -> list[Step]:
-    """Return the steps for the existing names after a change, ``but`` those that get another instance.
+def _forgetting_commands(forget: Sequence[NamedInstance]) -> list[str]:
+    return [f"gpushare mig name --forget {named.name}" for named in forget]
+
+
+def name_steps(host: Host, plans: Sequence[GpuPlan], changed: Collection[str]) -> list[Step]:
+    """Return the steps for the existing names after a change, without those that `Naming` has ``changed``.
 
     A name whose instance is destroyed for good is forgotten; one whose instance is created again, perhaps after a
     reboot, gets its grants again.
@@ -560,7 +579,7 @@ def name_steps(host: Host, plans: Sequence[GpuPlan], but: Collection[str] = ()) 
         destroyed = {removed.instance.place for removed in plan.destroyed if removed.whole}
         made = {new.instance.place for new in plan.created}
         for named in names_of(host).values():
-            if named.name in but or named.gpu_uuid != plan.uuid or named.place not in destroyed | made:
+            if named.name in changed or named.gpu_uuid != plan.uuid or named.place not in destroyed | made:
                 continue
             if named.place not in made:
                 steps.append(names_step(host, (), [named], {named.gpu_uuid: plan.gpu}))

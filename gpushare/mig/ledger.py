@@ -97,7 +97,8 @@ NAMES: Final = RecordStore(_Names, "names", "the names of instances", survives_r
 
 def names_of(host: Host) -> dict[str, NamedInstance]:
     """Return the names that this user sees, by name: root's, overridden by the user's own."""
-    return {each.name: each for record in reversed(NAMES.find(host, "mig")) for each in record.names}
+    # The user's own record is found first: in this order it replaces root's.
+    return {named.name: named for record in reversed(NAMES.find(host, "mig")) for named in record.names}
 
 
 @contextlib.contextmanager
@@ -106,7 +107,7 @@ def names_changed(host: Host) -> Iterator[dict[str, NamedInstance]]:
     path = NAMES.path(host, "mig")
     with NAMES.locked(host):
         record = NAMES.read(path) or _Names(path=path)
-        names = {each.name: each for each in record.names}
+        names = {named.name: named for named in record.names}
         before = dict(names)
         yield names
         if names != before:
@@ -273,7 +274,8 @@ class MigLedger:
             except ValueError:
                 lost.append((path, None))
             else:
-                lost += [] if record is None else [(path, record)]
+                if record is not None:
+                    lost.append((path, record))
         return lost
 
     # -- writing, under the lock
@@ -340,19 +342,22 @@ class MigLedger:
         """
         change = change or self._change
         if change is not None:
-            path = MADE.path(self._host, "mig")
-            record = MADE.read(path) or _Made(path=path)
-            existing = {
-                Spot(gpu.uuid, instance.profile, instance.start) for gpu in change.after for instance in gpu.instances
-            }
-            made = {Spot(new.gpu, new.profile, new.start) for new in change.proof.made if new.compute is None}
-            gpus = {gpu.uuid for gpu in change.before}
-            instances = {spot for spot in record.instances if spot.gpu not in gpus or spot in existing} | (
-                made & existing
-            )
-            if instances != set(record.instances):
-                MADE.write(replace(record, instances=tuple(sorted(instances))))
+            self._note_made(change)
         self.end()
+
+    def _note_made(self, change: ChangeRecord) -> None:
+        """Add what a complete change has made to the record of what gpushare made, and remove what it destroyed."""
+        path = MADE.path(self._host, "mig")
+        record = MADE.read(path) or _Made(path=path)
+        existing = {
+            Spot(gpu.uuid, instance.profile, instance.start) for gpu in change.after for instance in gpu.instances
+        }
+        made = {Spot(new.gpu, new.profile, new.start) for new in change.proof.made if new.compute is None}
+        changed_gpus = {gpu.uuid for gpu in change.before}
+        kept = {spot for spot in record.instances if spot.gpu not in changed_gpus or spot in existing}
+        instances = kept | (made & existing)
+        if instances != set(record.instances):
+            MADE.write(replace(record, instances=tuple(sorted(instances))))
 
     def end(self) -> None:
         """Remove the journal: the change is done, or undone."""

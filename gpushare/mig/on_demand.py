@@ -68,8 +68,8 @@ def plan_instance(host: Host, text: str, gpus: Sequence[Gpu]) -> MigPlan | NoPla
             code="bad_mig",
         )
     need_rights(host)
-    on = [gpu for gpu in gpus if gpu.mig_enabled and gpu.error is None]
-    return plan_add(layouts_of(host, on), (request,))
+    gpus_with_mig = [gpu for gpu in gpus if gpu.mig_enabled and gpu.error is None]
+    return plan_add(layouts_of(host, gpus_with_mig), (request,))
 
 
 def make_instance(host: Host, text: str, gpus: Sequence[Gpu]) -> OnDemand:
@@ -86,10 +86,12 @@ def make_instance(host: Host, text: str, gpus: Sequence[Gpu]) -> OnDemand:
         planned = plan_instance(host, text, gpus)
         if isinstance(planned, NoPlan):
             raise no_plan_error(planned)
-        plan = next(gpu for gpu in planned.gpus if gpu.changes)
+        plan = next(gpu_plan for gpu_plan in planned.gpus if gpu_plan.changes)
         gpu = next(gpu for gpu in gpus if gpu.index == plan.gpu)
         (layout,) = layouts_of(host, [gpu])
         new = plan.created[0].instance
+
+        # The record first: if gpushare dies, the instance is found by it and destroyed.
         me = identity_of(os.getpid()) or Identity(os.getpid(), 0)
         record = OnDemand(
             **me._asdict(),
@@ -99,6 +101,7 @@ def make_instance(host: Host, text: str, gpus: Sequence[Gpu]) -> OnDemand:
             path=ON_DEMAND.path(host, f"{os.getpid()}-{plan.gpu}-{new.start}"),
         )
         ON_DEMAND.write(record)
+
         try:
             change = plan_change(host, [gpu_change(gpu, layout, plan)], ledger, title=f"create {new} for a job")
             transact(host, ledger, change)
@@ -151,27 +154,15 @@ def sweep_left(host: Host) -> None:
 
 
 def _destroy_unless_used(host: Host, ledger: MigLedger, record: OnDemand) -> str | None:
-    """Destroy an instance that was made for a job, unless it is used; return what keeps it, or None."""
-    deadline = time.monotonic() + _LEAVE_SECONDS
-    while True:
-        gpu, layout = _gpu_and_layout(host, record)
-        instance = _instance_of_record(layout, record)
-        if instance is None or not instance.busy or _is_used(host, instance) or time.monotonic() > deadline:
-            break
-        time.sleep(0.1)
+    """Destroy an instance that was made for a job, unless it is used; return what keeps it, or None.
+
+    Its record is forgotten, too. It stays only if a job came in just now: then the next change of MIG tries again.
+    """
+    gpu, layout, instance = _read_when_left(host, record)
     obstacle = None
     # One without the note is not what was made: another has been put in its place.
     if instance is not None and instance.made:
-        # Whoever has started a daemon there wants it; that of the job is transient.
-        uuids = {part.uuid for part in instance.compute}
-        daemon = any(
-            daemon_here.device.uuid in uuids and not daemon_here.record.transient
-            for daemon_here in own_daemons(host, gpu)
-        )
-        if instance.name:
-            obstacle = "it has a name"
-        elif instance.busy or daemon:
-            obstacle = "an MPS daemon serves it" if daemon else "another program is in it"
+        obstacle = _obstacle(host, gpu, instance)
         if obstacle is None:
             plan = plan_destroy([layout], [Target(layout.gpu, instance.id)])
             if isinstance(plan, NoPlan):
@@ -185,10 +176,32 @@ def _destroy_unless_used(host: Host, ledger: MigLedger, record: OnDemand) -> str
                 if any(claim.pid == os.getpid() for claim in (live_claims(host) or {}).values()):
                     # That of the job itself, which could not be removed.
                     raise
-                # A job came in just now, or a guard has not let go of it: the next change of MIG looks again.
+                # A job came in just now, or the guard of one has not released the instance yet.
                 return error.message
     ON_DEMAND.forget(record.path)
     return obstacle
+
+
+def _read_when_left(host: Host, record: OnDemand) -> tuple[Gpu, Layout, GpuInstance | None]:
+    """Return GPU, layout and instance of a record; waits while only ended processes are in the instance."""
+    deadline = time.monotonic() + _LEAVE_SECONDS
+    while True:
+        gpu, layout = _gpu_and_layout(host, record)
+        instance = _instance_of_record(layout, record)
+        if instance is None or not instance.busy or _is_used(host, instance) or time.monotonic() > deadline:
+            return gpu, layout, instance
+        time.sleep(0.1)
+
+
+def _obstacle(host: Host, gpu: Gpu, instance: GpuInstance) -> str | None:
+    """Return in words why an instance that was made for a job has to stay; None: it may be destroyed."""
+    if instance.name:
+        return "it has a name"
+    uuids = {part.uuid for part in instance.compute}
+    # Whoever has started a daemon there wants the instance; the daemon of the job is transient.
+    if any(own.device.uuid in uuids and not own.record.transient for own in own_daemons(host, gpu)):
+        return "an MPS daemon serves it"
+    return "another program is in it" if instance.busy else None
 
 
 def _instance_of_record(layout: Layout, record: OnDemand) -> GpuInstance | None:

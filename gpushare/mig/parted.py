@@ -70,9 +70,10 @@ class ConfigEntry:
         """Return its MIG devices as a wish without places."""
         words = [(name, number) for name, number in self.counts if number]
         # Commas separate the words of a wish. No driver has a name with one, but only the driver may refuse it.
-        odd = tuple(Request(profile=name, count=number) for name, number in words if "," in name)
-        plain = " ".join(f"{name}*{number}" for name, number in words if "," not in name)
-        return merged((*(parse_wish(plain) if plain else ()), *odd))
+        with_comma = tuple(Request(profile=name, count=number) for name, number in words if "," in name)
+        text = " ".join(f"{name}*{number}" for name, number in words if "," not in name)
+        parsed = parse_wish(text) if text else ()
+        return merged((*parsed, *with_comma))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,11 +136,11 @@ def wishes_for(config: Config, gpus: Sequence[Gpu], ids: Mapping[int, PciIds] | 
 
 def demands_for_change(demands: Mapping[int, Demand], gpus: Sequence[Gpu]) -> dict[int, Demand]:
     """Return the demands that a change carries out: GPUs without MIG are skipped, as mig-parted does."""
-    without = {gpu.index: gpu for gpu in gpus if gpu.mig_capable is False and gpu.index in demands}
-    for index, gpu in without.items():
+    without_mig = {gpu.index: gpu for gpu in gpus if gpu.mig_capable is False and gpu.index in demands}
+    for index, gpu in without_mig.items():
         if demands[index].mig_enabled and not demands[index].of_all:
             raise no_mig_error([gpu], "remove it from 'devices', or write devices: all to skip it")
-    return {index: demand for index, demand in demands.items() if index not in without}
+    return {index: demand for index, demand in demands.items() if index not in without_mig}
 
 
 def absent_gpu_notes(config: Config, host_indexes: Collection[int]) -> tuple[str, ...]:
@@ -153,7 +154,7 @@ def absent_gpu_notes(config: Config, host_indexes: Collection[int]) -> tuple[str
     return tuple(notes)
 
 
-def is_elsewhere(entry: ConfigEntry, host_indexes: Collection[int]) -> bool:
+def names_only_absent_gpus(entry: ConfigEntry, host_indexes: Collection[int]) -> bool:
     """Return whether an entry names only GPUs that this host does not have."""
     return entry.devices is not None and not any(index in host_indexes for index in entry.devices)
 
@@ -167,12 +168,11 @@ def idle_entry_notes(
     """
     notes = []
     for number, entry in enumerate(config.entries, 1):
-        if is_elsewhere(entry, host_indexes) or any(
-            entry.takes(gpu.index, ids.get(gpu.index, PciIds())) for gpu in gpus
-        ):
+        matches = any(entry.takes(gpu.index, ids.get(gpu.index, PciIds())) for gpu in gpus)
+        if matches or names_only_absent_gpus(entry, host_indexes):
             continue
-        odd = [text for text in entry.filters if _parse_pci_ids(text) is None]
-        cause = f"; '{odd[0][:40]}' is not a PCI id like 0x20B510DE" if odd else ""
+        unreadable = [text for text in entry.filters if _parse_pci_ids(text) is None]
+        cause = f"; '{unreadable[0][:40]}' is not a PCI id like 0x20B510DE" if unreadable else ""
         notes.append(f"config '{config.name}', entry {number} matches no GPU here{cause}")
     return tuple(notes)
 
@@ -188,8 +188,11 @@ def _parse_name(key: object) -> str | None:
 def _parse_profile(key: object) -> str | None:
     """Return a key of the file as a profile; None: it has not the form of one."""
     match = _PROFILE.fullmatch(key) if isinstance(key, str) else None
-    attributes = [] if match is None else (match["attributes"] or "").split(",")
-    return None if match is None or len(set(attributes)) != len(attributes) else str(key)
+    if match is None:
+        return None
+    attributes = (match["attributes"] or "").split(",")
+    has_repeated = len(set(attributes)) != len(attributes)
+    return None if has_repeated else str(key)
 
 
 def _devices_of(value: Value) -> tuple[int, ...] | None:
@@ -216,9 +219,10 @@ def _counts_of(value: Value) -> tuple[tuple[str, int], ...] | None:
 
 def _filters_of(value: Value) -> tuple[str, ...]:
     """Return the PCI ids of an entry; none: it is for any GPU."""
+    if value.raw in (None, "", []):
+        return ()
     # Bare, YAML reads 0x20B510DE as a number.
-    some = one_or_several(text("", 'a text in quotes: "0x20B510DE"'), unique=False)
-    return () if value.raw in (None, "", []) else some.read(value)
+    return one_or_several(text("", 'a text in quotes: "0x20B510DE"'), unique=False).read(value)
 
 
 def _entry_of(fields: Mapping[str, Any], value: Value) -> ConfigEntry:
@@ -240,6 +244,7 @@ def _places_of(value: Value) -> Wish:
     return parse_wish(" ".join(words)) if words else ()
 
 
+# Of an index or a count: far more than any host has.
 _MOST: Final = 1 << 20
 _COUNT: Final = whole(0, _MOST)
 _ENTRY: Final = mapping(

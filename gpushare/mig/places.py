@@ -61,7 +61,7 @@ class Place:
 
 
 def means_profile(text: str) -> bool:
-    """Return whether the value of ``--mig`` is a profile and not a name."""
+    """Return whether the value of ``--mig`` is a profile and not a name. Raises BadUsage: it is a UUID or ids."""
     word = text.strip()
     if _UUID_OR_IDS.fullmatch(word):
         raise BadUsage(
@@ -161,16 +161,20 @@ def _not_as_named_error(host: Host, named: NamedInstance, gpu: Gpu) -> NotFound:
 def profile_places(host: Host, text: str, gpu: str | None) -> list[Place]:
     """Return every MIG device of a profile that has no name, by GPU and place.
 
-    ``1c.3g.40gb`` means such a compute instance; ``3g.40gb`` one that fills its GPU instance.
+    ``1c.3g.40gb`` means such a compute instance; ``3g.40gb`` one that fills its GPU instance. An instance with a name is
+    reserved for programs that name it.
+
+    Raises:
+        NotFound: there is none, all have names, or MIG is off.
+        NotSupported: no GPU has MIG, or no GPU has such a profile.
     """
     request = one_request(text)
     gpus = _selected_gpus(host, gpu)
     capable = [gpu for gpu in gpus if gpu.mig_capable]
     if not capable:
         raise no_mig_error(gpus, "see: gpushare status; run in a share: --threads")
-    on = [gpu for gpu in capable if gpu.mig_enabled]
-    places = [place for gpu in on for place in _places_of_request(host, gpu, request)]
-    if not on:
+    enabled = [gpu for gpu in capable if gpu.mig_enabled]
+    if not enabled:
         _check_profile_exists(host, capable, request)
         first = capable[0].index
         raise NotFound(
@@ -178,15 +182,16 @@ def profile_places(host: Host, text: str, gpu: str | None) -> list[Place]:
             f"switch it on: gpushare mig enable -g {first}; then: gpushare mig create {request.one} -g {first}",
             code="mig_off",
         )
-    free_of_name = [place for place in places if place.name is None]
-    if not free_of_name:
-        _check_profile_exists(host, on, request)
-        raise _no_instance_error(request, places, [gpu.index for gpu in on])
-    return free_of_name
+    places = [place for gpu in enabled for place in _places_of_request(host, gpu, request)]
+    unnamed = [place for place in places if place.name is None]
+    if not unnamed:
+        _check_profile_exists(host, enabled, request)
+        raise _no_instance_error(request, places, [gpu.index for gpu in enabled])
+    return unnamed
 
 
 def one_request(text: str) -> Request:
-    """Return the one MIG device that a word asks for."""
+    """Return the one MIG device that a word asks for. Raises BadUsage: it is no profile, or asks for several."""
     requests = parse_wish(text)
     if len(requests) != 1 or requests[0].count != 1 or len(requests[0].compute) > 1:
         raise BadUsage(

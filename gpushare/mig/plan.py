@@ -100,25 +100,26 @@ class GpuPlan:
     @property
     def after(self) -> tuple[GpuInstance, ...]:
         """Return the GPU instances that it leaves, by place."""
-        gone = {gone.instance.place: gone.compute for gone in self.destroyed if not gone.whole}
-        new = {new.instance.place: new.compute for new in self.created if not new.whole}
-        instances = [new.instance for new in self.created if new.whole]
+        destroyed_parts = {change.instance.place: change.compute for change in self.destroyed if not change.whole}
+        created_parts = {change.instance.place: change.compute for change in self.created if not change.whole}
+        instances = [change.instance for change in self.created if change.whole]
         for instance in self.kept:
-            stay = (part for part in instance.compute if part not in gone.get(instance.place, ()))
-            instances.append(replace(instance, compute=(*stay, *new.get(instance.place, ()))))
+            kept = [part for part in instance.compute if part not in destroyed_parts.get(instance.place, ())]
+            compute = (*kept, *created_parts.get(instance.place, ()))
+            instances.append(replace(instance, compute=compute))
         return tuple(sorted(instances, key=lambda instance: instance.start))
 
     def calls(self) -> Iterator[Call]:
         """Yield the calls in an order that works: destroy before create, compute before GPU instance, big first."""
-        for gone in self.destroyed:
-            for part in gone.compute:
-                yield Call(action=Action.DESTROY_COMPUTE, gpu=self.gpu, instance=gone.instance, compute=part)
-            if gone.whole:
-                yield Call(action=Action.DESTROY_GPU_INSTANCE, gpu=self.gpu, instance=gone.instance)
+        for removed in self.destroyed:
+            for part in removed.compute:
+                yield Call(action=Action.DESTROY_COMPUTE, gpu=self.gpu, instance=removed.instance, compute=part)
+            if removed.whole:
+                yield Call(action=Action.DESTROY_GPU_INSTANCE, gpu=self.gpu, instance=removed.instance)
         for new in self.created:
-            yield from self.creating(new)
+            yield from self.creation_calls(new)
 
-    def creating(self, new: InstanceChange) -> Iterator[Call]:
+    def creation_calls(self, new: InstanceChange) -> Iterator[Call]:
         """Yield the calls that create one of ``created``."""
         if new.whole:
             yield Call(action=Action.CREATE_GPU_INSTANCE, gpu=self.gpu, instance=new.instance)
@@ -173,14 +174,14 @@ Perform = Callable[[str, Call], object]
 
 def steps_of(gpu: GpuPlan, perform: Perform) -> list[Step]:
     """Return the steps of one GPU, each one line of nvidia-smi; a step is one call, or two (``-cgi ... -C``)."""
-    where = f"nvidia-smi mig -i {gpu.gpu}"
+    smi = f"nvidia-smi mig -i {gpu.gpu}"
     steps = [
-        _destroy_step(call, where, perform)
+        _destroy_step(call, smi, perform)
         for call in gpu.calls()
         if call.action in {Action.DESTROY_COMPUTE, Action.DESTROY_GPU_INSTANCE}
     ]
     for new in gpu.created:
-        steps += _creation_steps(gpu, new, where, perform)
+        steps += _creation_steps(gpu, new, smi, perform)
     return steps
 
 
@@ -216,23 +217,26 @@ def _calls_step(what: str, command: str, calls: Sequence[Call], perform: Perform
     return Step(what=what, command=command, undo=undo, do=act)
 
 
-def _destroy_step(call: Call, where: str, perform: Perform) -> Step:
-    """Return the step that destroys one instance."""
-    owner, part = call.instance, call.compute
+def _destroy_step(call: Call, smi: str, perform: Perform) -> Step:
+    """Return the step that destroys one instance; its command begins with ``smi``."""
+    owner = call.instance
+    part = call.compute
     if part is not None:
         title = f"destroy compute instance {part.id} of GPU instance {owner.id} on GPU {call.gpu}"
-        undo = f"{where} -cci {part.profile.id} -gi {owner.id}"
-        return _calls_step(title, f"{where} -dci -gi {owner.id} -ci {part.id}", [call], perform, undo)
-    title = f"destroy GPU instance {owner.id} ({owner.profile.name}) on GPU {call.gpu}"
-    return _calls_step(
-        title, f"{where} -dgi -gi {owner.id}", [call], perform, f"{where} -cgi {owner.profile.id}:{owner.start}"
-    )
+        command = f"{smi} -dci -gi {owner.id} -ci {part.id}"
+        undo = f"{smi} -cci {part.profile.id} -gi {owner.id}"
+    else:
+        title = f"destroy GPU instance {owner.id} ({owner.profile.name}) on GPU {call.gpu}"
+        command = f"{smi} -dgi -gi {owner.id}"
+        undo = f"{smi} -cgi {owner.profile.id}:{owner.start}"
+    return _calls_step(title, command, [call], perform, undo)
 
 
-def _creation_steps(gpu: GpuPlan, new: InstanceChange, where: str, perform: Perform) -> Iterator[Step]:
-    """Yield the steps that create one GPU instance or compute instances in it."""
-    instance, calls = new.instance, list(gpu.creating(new))
-    command = f"{where} -cgi {instance.profile.id}:{instance.start}"
+def _creation_steps(gpu: GpuPlan, new: InstanceChange, smi: str, perform: Perform) -> Iterator[Step]:
+    """Yield the steps that create one GPU instance or compute instances in it; their commands begin with ``smi``."""
+    instance = new.instance
+    calls = list(gpu.creation_calls(new))
+    command = f"{smi} -cgi {instance.profile.id}:{instance.start}"
     # By its place: its id is known only when it exists.
     undo = f"gpushare mig destroy {instance} -g {gpu.gpu}"
     if new.whole and [part.profile.slices for part in new.compute] == [instance.profile.slices]:
@@ -248,6 +252,7 @@ def _creation_steps(gpu: GpuPlan, new: InstanceChange, where: str, perform: Perf
         place = "" if part.placement is None else f":{part.placement.start}"
         owner = "it" if new.whole else f"GPU instance {instance.id} on GPU {gpu.gpu}"
         title = f"create {part.profile.name}.{instance.profile.name} in {owner}"
+        # GI and CI stand for the ids that the driver will give.
         owner_id = "GI" if new.whole else instance.id
-        command = f"{where} -cci {part.profile.id}{place} -gi {owner_id}"
-        yield _calls_step(title, command, [call], perform, f"{where} -dci -gi {owner_id} -ci CI")
+        command = f"{smi} -cci {part.profile.id}{place} -gi {owner_id}"
+        yield _calls_step(title, command, [call], perform, f"{smi} -dci -gi {owner_id} -ci CI")

@@ -215,7 +215,10 @@ def not_restored(host: Host, ledger: MigLedger) -> list[Leftover]:
 
 
 def missing(host: Host, change: ChangeRecord) -> tuple[str, ...]:
-    """Return in words what differs both from before and from after the change; instances of others do not count."""
+    """Return in words what differs from before a change; nothing if all is as before it, or all as after it.
+
+    Instances of others do not count.
+    """
     wrong = _differences_now(host, change, change.before)
     return wrong if wrong and _differences_now(host, change, change.after) else ()
 
@@ -307,12 +310,11 @@ def accept(host: Host, ledger: MigLedger, *, dry_run: bool) -> tuple[str, ...]:
         BadUsage: an interrupted change is not undone yet (``not_recovered``).
     """
     done = []
-    would = "would be " if dry_run else ""
     try:
         change = ledger.begun()
     except OperationFailed:
-        where = "" if dry_run else f" as {ledger.set_aside()}"
-        done.append(f"the journal of a MIG change, which cannot be read, {would or 'was '}set aside{where}")
+        set_aside = "would be set aside" if dry_run else f"was set aside as {ledger.set_aside()}"
+        done.append(f"the journal of a MIG change, which cannot be read, {set_aside}")
     else:
         if change is not None:
             raise BadUsage(
@@ -320,9 +322,11 @@ def accept(host: Host, ledger: MigLedger, *, dry_run: bool) -> tuple[str, ...]:
                 f"undo it first: {RECOVER}; only what cannot be restored is forgotten",
                 code="not_recovered",
             )
-    done += [f"{lost.seen}; this {would or 'is '}forgotten" for lost in not_restored(host, ledger)]
-    for path, _ in () if dry_run else ledger.not_restored():
-        ledger.drop(path)
+    forgotten = "would be forgotten" if dry_run else "is forgotten"
+    done += [f"{lost.seen}; this {forgotten}" for lost in not_restored(host, ledger)]
+    if not dry_run:
+        for path, _ in ledger.not_restored():
+            ledger.drop(path)
     return tuple(done)
 
 
@@ -385,13 +389,13 @@ def _forget_lost_names(host: Host, change: ChangeRecord) -> None:
     """Forget names that the change gave to instances it did not create, or whose instance it destroyed."""
     shapes = {shape.uuid: shape_now(host, shape.index) for shape in change.before}
     existing = {(uuid, *instance.place) for uuid, shape in shapes.items() for instance in shape.instances}
-    destroyed = {(shape.uuid, *instance.place) for shape in change.before for instance in shape.instances} - existing
-    spots = {named.name: named.spot for named in names_of(host).values()}
-    lost = [
-        name
-        for name, spot in spots.items()
-        if spot in destroyed or (name in change.names and spot.gpu in shapes and spot not in existing)
-    ]
+    existed = {(shape.uuid, *instance.place) for shape in change.before for instance in shape.instances}
+    lost = []
+    for named in names_of(host).values():
+        destroyed = named.spot in existed and named.spot not in existing
+        not_created = named.name in change.names and named.gpu_uuid in shapes and named.spot not in existing
+        if destroyed or not_created:
+            lost.append(named.name)
     if lost:
         with names_changed(host) as names:
             for name in lost:
@@ -429,9 +433,11 @@ def _undo_change(host: Host, change: ChangeRecord) -> list[str]:
 def _undo_gpu(host: Host, before: GpuShape, proof: Proof) -> Sequence[str]:
     """Restore the MIG mode and the instances of one GPU; return what stays there, in words."""
     changes = MigChanges(host.nvml)
+    # Current and pending: setting a mode cancels a pending one, too.
     mode = changes.mode(before.index)
     if before.mig_enabled and mode != (True, True):
         changes.set_mode(before.index, enabled=True)
+    # Instances can change only while MIG is on.
     others = restore(host, before, proof)
     if before.mig_enabled is False and mode != (False, False):
         host.nvml.restart()

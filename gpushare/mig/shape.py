@@ -71,19 +71,28 @@ class GpuShape:
     def without(self, others: Sequence[GpuInstance | InstanceShape]) -> GpuShape:
         """Return it without the instances in the places of these."""
         places = {instance.place for instance in others}
-        return replace(self, instances=tuple(each for each in self.instances if each.place not in places))
+        return replace(self, instances=tuple(shape for shape in self.instances if shape.place not in places))
 
 
 def shape_of(layout: Layout, *, mig_enabled: bool | None, instances: Sequence[GpuInstance] | None = None) -> GpuShape:
     """Return the shape of what exists, or of other instances on the same GPU."""
     ordered = sorted(layout.instances if instances is None else instances, key=lambda instance: instance.start)
-    shapes = (
-        InstanceShape(
-            each.profile.name, each.start, each.placement.size, tuple(map(_compute_shape, each.compute)), each.name
-        )
-        for each in ordered
+    return GpuShape(
+        uuid=layout.uuid or "",
+        index=layout.gpu,
+        mig_enabled=mig_enabled,
+        instances=tuple(map(_instance_shape, ordered)),
     )
-    return GpuShape(uuid=layout.uuid or "", index=layout.gpu, mig_enabled=mig_enabled, instances=tuple(shapes))
+
+
+def _instance_shape(instance: GpuInstance) -> InstanceShape:
+    return InstanceShape(
+        profile=instance.profile.name,
+        start=instance.start,
+        size=instance.placement.size,
+        compute=tuple(map(_compute_shape, instance.compute)),
+        name=instance.name,
+    )
 
 
 def _compute_shape(part: ComputeInstance) -> ComputeShape:
@@ -112,12 +121,12 @@ def differences(now: GpuShape, wanted: GpuShape) -> tuple[str, ...]:
 
 def _is_as_wanted(now: InstanceShape, wanted: InstanceShape) -> bool:
     """Return whether a GPU instance has the wanted compute instances, each at its start if it has one."""
-    rest = Counter(now.compute)
-    rest.subtract(part for part in wanted.compute if part.start is not None)
-    if any(count < 0 for count in rest.values()):
+    others = Counter(now.compute)
+    others.subtract(part for part in wanted.compute if part.start is not None)
+    if any(count < 0 for count in others.values()):
         return False
-    anywhere = Counter(part.slices for part in wanted.compute if part.start is None)
-    return Counter(part.slices for part in rest.elements()) == anywhere
+    wanted_anywhere = Counter(part.slices for part in wanted.compute if part.start is None)
+    return Counter(part.slices for part in others.elements()) == wanted_anywhere
 
 
 def _compute_text(instance: InstanceShape) -> str:
@@ -195,6 +204,7 @@ def restoration(layout: Layout, wanted: GpuShape, proof: Proof) -> tuple[GpuPlan
     Only instances that ``proof`` shows were made by the change being undone are destroyed. What others made since stays,
     and so does what is busy.
     """
+    # Those found below are taken out: what remains is missing.
     places = {instance.place: instance for instance in wanted.instances}
     kept: list[GpuInstance] = []
     destroyed: list[InstanceChange] = []
@@ -244,8 +254,12 @@ def _plan_inside(
     created: list[InstanceChange],
     lost: list[str],
 ) -> None:
-    """Add to ``destroyed`` and ``created`` what restores a GPU instance that stays; ``lost`` gets what cannot be."""
-    missing, removed = list(wanted.compute), []
+    """Add to ``destroyed`` and ``created`` what restores the inside of a GPU instance that stays.
+
+    Of its compute instances only ``ours`` may be destroyed. ``lost`` gets, in words, what cannot be restored.
+    """
+    missing = list(wanted.compute)
+    removed = []
     for compute in instance.compute:
         # Each counts once: an instance that matches this one matches no other.
         if _take_match(missing, compute) or compute not in ours:
@@ -257,7 +271,8 @@ def _plan_inside(
     if removed:
         destroyed.append(inside(instance, removed))
     taken = mask_of(part.placement for part in instance.compute if part not in removed)
-    for part in [part for part in missing if taken & mask_of([_placement_of(part)])]:
+    without_room = [part for part in missing if taken & mask_of([_placement_of(part)])]
+    for part in without_room:
         missing.remove(part)
         lost.append(f"{part.slices}c of {wanted.title} has no room")
     parts = _offered_parts(instance.profile, missing, lost)
@@ -280,7 +295,10 @@ def _placement_of(part: ComputeShape) -> Placement | None:
 
 
 def _offered_parts(profile: Profile, parts: Sequence[ComputeShape], lost: list[str]) -> tuple[ComputeInstance, ...]:
-    """Return compute instances to create in a GPU instance of a profile; what it no longer offers is lost."""
+    """Return these compute instances, to be created in a GPU instance of a profile, as far as it still offers them.
+
+    ``lost`` gets the others, in words.
+    """
     offers = []
     for part in sorted(parts, key=lambda part: part.rank):
         offered = profile.compute_of(part.slices) or (profile.whole if part.slices == profile.slices else None)

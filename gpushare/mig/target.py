@@ -28,9 +28,12 @@ def find_targets(text: str, layouts: Sequence[Layout]) -> tuple[Target, ...]:
     word = text.strip()
     if word.lower() == "all":
         return tuple(Target(layout.gpu, instance.id) for layout in layouts for instance in layout.instances)
-    kinds = (_by_name, _by_uuid, _by_place, _by_ids)
-    matches = next(
-        (targets for by in kinds if (targets := by(word.lower() if by is not _by_name else word, layouts))), []
+    lowered = word.lower()
+    matches = (
+        _by_name(word, layouts)
+        or _by_uuid(lowered, layouts)
+        or _by_place(lowered, layouts)
+        or _by_ids(lowered, layouts)
     )
     if len(matches) > 1:
         places = first_few("/".join(str(part) for part in target if part is not None) for target in matches)
@@ -59,9 +62,9 @@ def need_name(word: str, then: str) -> str:
     text = word.strip()
     if _NO_NAME.fullmatch(text) is None:
         return text
-    # A profile alone does not tell which instance.
-    tells = text.lower().startswith("mig-") or _IDS.fullmatch(text) or _PLACE.fullmatch(text.lower())
-    instance = text[:60] if tells else "INSTANCE"
+    # A profile alone means no certain instance.
+    means_instance = text.lower().startswith("mig-") or _IDS.fullmatch(text) or _PLACE.fullmatch(text.lower())
+    instance = text[:60] if means_instance else "INSTANCE"
     raise BadUsage(
         f"'{text[:60]}' is not a name, and another instance may have it later; give a name",
         f"name it first: gpushare mig name NAME {instance}; then: {then}",
@@ -177,21 +180,22 @@ def difference(layout: Layout, wish: Wish) -> Difference:
         profile = resolve(request, layout.profiles)
         for slices in request.compute or (profile.slices,):
             wanted[_one_device(profile, slices, request.start)] += request.count
-    present_devices = devices_present(layout)
-    # Wishes with a place first; the rest may serve those without.
-    exact = wanted & present_devices
-    wanted = wanted - exact
-    present_devices = present_devices - exact
+    present = devices_present(layout)
+    # Wishes with a place first; the other devices may serve those without.
+    at_wanted_place = wanted & present
+    wanted -= at_wanted_place
+    unused = present - at_wanted_place
     missing: Counter[DeviceCount] = Counter()
-    for kind, number in wanted.items():
-        serving = [device for device in present_devices if kind.start is None and replace(device, start=None) == kind]
+    for kind, count in wanted.items():
+        still_wanted = count
+        serving = [device for device in unused if kind.start is None and replace(device, start=None) == kind]
         for device in sorted(serving, key=lambda device: device.start or 0):
-            taken = min(number, present_devices[device])
-            number = number - taken
-            present_devices[device] = present_devices[device] - taken
-        if number:
-            missing[kind] = number
-    return Difference(missing=_device_counts(missing), extra=_device_counts(+present_devices))
+            taken = min(still_wanted, unused[device])
+            still_wanted -= taken
+            unused[device] -= taken
+        if still_wanted:
+            missing[kind] = still_wanted
+    return Difference(missing=_device_counts(missing), extra=_device_counts(+unused))
 
 
 def devices_present(layout: Layout) -> Counter[DeviceCount]:

@@ -47,8 +47,12 @@ class Need:
     multiprocessors: int | None = None
 
     def __str__(self) -> str:
-        memory = [] if self.memory_bytes is None else [format_bytes(self.memory_bytes)]
-        return " and ".join([*memory, *([] if self.multiprocessors is None else [f"{self.multiprocessors} SMs"])])
+        words = []
+        if self.memory_bytes is not None:
+            words.append(format_bytes(self.memory_bytes))
+        if self.multiprocessors is not None:
+            words.append(f"{self.multiprocessors} SMs")
+        return " and ".join(words)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,13 +68,12 @@ class Request:
     count: int = 1
 
     def __str__(self) -> str:
-        parts = Counter(self.compute)
         place = "" if self.start is None else f":{self.start}"
-        words = [
-            f"{slices}c.{self.profile}{place}" + (f"*{number * self.count}" if number * self.count > 1 else "")
-            for slices, number in sorted(parts.items(), reverse=True)
-        ]
-        return " ".join(words) or f"{self.profile}{place}" + (f"*{self.count}" if self.count > 1 else "")
+        counts = {f"{self.profile}{place}": self.count}
+        if self.compute:
+            largest_first = sorted(Counter(self.compute).items(), reverse=True)
+            counts = {f"{slices}c.{self.profile}{place}": number * self.count for slices, number in largest_first}
+        return " ".join(f"{word}*{count}" if count > 1 else word for word, count in counts.items())
 
     @property
     def one(self) -> str:
@@ -126,6 +129,7 @@ def _words_with_counts(text: str) -> list[tuple[str, int]]:
         if rest:
             words.append((rest, count))
         elif words and words[-1][1] == 1:
+            # The count of the word before: 1g.10gb x2.
             words[-1] = (words[-1][0], count)
         else:
             raise BadUsage(f"{quoted(raw)} is a count without a profile", _HINT, code="bad_count")
@@ -138,7 +142,13 @@ def _words_with_counts(text: str) -> list[tuple[str, int]]:
 
 
 def _pack(profile: str, devices: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the compute instances of each GPU instance: first fit, largest first."""
+    """Return the compute instances of each GPU instance that together hold all ``devices``, given by their slices.
+
+    First fit, the largest first, as in mig-parted.
+
+    Raises:
+        BadUsage: a device is larger than the profile, or the profile is given by id.
+    """
     size = _SIZE.fullmatch(profile)
     if size is None:
         raise BadUsage(
@@ -202,17 +212,21 @@ def resolve(request: Request, profiles: Sequence[Profile]) -> Profile:
 
 def in_order(wish: Wish, profiles: Sequence[Profile], instances: Sequence[GpuInstance]) -> tuple[GpuInstance, ...]:
     """Return the GPU instances that fulfil a wish in its order; those of one word by place."""
-    unused = sorted(instances, key=lambda each: each.start)
-    fixed = {request.start for request in wish if request.start is not None}
+    unused = sorted(instances, key=lambda instance: instance.start)
+    # The places that a word names are left for that word.
+    named_starts = {request.start for request in wish if request.start is not None}
     chosen: list[GpuInstance] = []
     for request in wish:
         profile = resolve(request, profiles).name
-        alike = [each for each in unused if each.profile.name == profile and _has_compute_of(each, request)]
-        places = [
-            each for each in alike if each.start == request.start or (request.start is None and each.start not in fixed)
-        ]
-        chosen += places[: request.count]
-        unused = [each for each in unused if each not in chosen]
+        serving = []
+        for instance in unused:
+            at_place = instance.start == request.start
+            if request.start is None:
+                at_place = instance.start not in named_starts
+            if at_place and instance.profile.name == profile and _has_compute_of(instance, request):
+                serving.append(instance)
+        chosen += serving[: request.count]
+        unused = [instance for instance in unused if instance not in chosen]
     return (*chosen, *unused)
 
 
@@ -259,9 +273,11 @@ def _profiles_of_size(wanted: str, profiles: Sequence[Profile]) -> list[Profile]
     if match is None:
         return []
     extension = match.group(2) or ""
-    same = [p for p in profiles if re.sub(r"\.\d+gb", "", p.name) == f"{match.group(1)}g{extension}"]
+    of_size = [p for p in profiles if re.sub(r"\.\d+gb", "", p.name) == f"{match.group(1)}g{extension}"]
+    if extension:
+        return of_size
     # 1g is 1g.10gb, not the revision 1g.20gb, which NVML has as a different size.
-    return [p for p in same if p.plain] or same if not extension else same
+    return [p for p in of_size if p.plain] or of_size
 
 
 def smallest_for_need(need: Need, profiles: Sequence[Profile]) -> Profile:

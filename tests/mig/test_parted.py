@@ -19,7 +19,7 @@ from gpushare.mig.parted import (
     choose_config,
     demands_for_change,
     idle_entry_notes,
-    is_elsewhere,
+    names_only_absent_gpus,
     parse_parted,
     wishes_for,
 )
@@ -359,7 +359,7 @@ def test_gpus_that_this_host_has_not_are_told(devices: object, gone: str, elsewh
     config = parse_parted(raw)["x"]
     said = absent_gpu_notes(config, range(2))
     assert [gone in one for one in said] == ([True] if gone else [])
-    assert is_elsewhere(config.entries[0], range(2)) is elsewhere
+    assert names_only_absent_gpus(config.entries[0], range(2)) is elsewhere
     if elsewhere:
         # Told once.
         assert idle_entry_notes(config, GPUS, IDS, range(2)) == ()

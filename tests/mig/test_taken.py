@@ -318,7 +318,7 @@ def test_who_got_the_pid_since_the_plan_gets_no_signal(host: World, signals: lis
     with host.file.changed() as state:
         next(process for process in state.processes if process.pid == pid).started += 6000
     step.do()
-    eviction.held.close()
+    eviction.claims.close()
     assert (signals, pid in host.pids()) == ([], True)
 
 
@@ -331,7 +331,7 @@ def test_who_has_left_the_instance_since_the_plan_gets_no_signal(host: World, si
         moved = next(process for process in state.processes if process.pid == pid)
         moved.gpu_instance_id, moved.compute_instance_id = elsewhere.gpu_instance_id, elsewhere.compute_instance_id
     step.do()
-    eviction.held.close()
+    eviction.claims.close()
     assert (signals, pid in host.pids()) == ([], True)
 
 
