@@ -39,7 +39,7 @@ from gpushare.mig.layouts import layouts_of
 from gpushare.mig.ledger import MigLedger
 from gpushare.mig.places import Place, named_places
 from gpushare.mig.plan import Cost, MigPlan, NoPlan, Why, shown_steps
-from gpushare.mig.planner import eviction, plan_add, plan_exact
+from gpushare.mig.planner import eviction_words, plan_add, plan_exact
 from gpushare.mig.profile import Layout
 from gpushare.mig.recover import leftovers
 from gpushare.mig.target import is_profile, need_name
@@ -244,18 +244,19 @@ def _with_eviction_hint(
     plan: MigPlan | NoPlan, layouts: Sequence[Layout], asked: Wish, *, exact: bool
 ) -> MigPlan | NoPlan:
     """Return the plan; if programs are in its way, the refusal with a hint that names the command to end them."""
-    eviction_words = eviction(plan) if isinstance(plan, NoPlan) else None
-    if not isinstance(plan, NoPlan) or eviction_words is None:
+    words_and_options = eviction_words(plan) if isinstance(plan, NoPlan) else None
+    if not isinstance(plan, NoPlan) or words_and_options is None:
         return plan
+    instances, evict_options = words_and_options
     if exact:
         # A request by size is given as the profile that serves it on these GPUs.
         words = " ".join(
             str(request) if isinstance(request.profile, str | int) else profile_of(request, layouts[0].profiles).name
             for request in asked
         )
-        command = f"gpushare mig apply -g {','.join(str(layout.gpu) for layout in layouts)} {words} {eviction_words[1]}"
+        command = f"gpushare mig apply -g {','.join(str(layout.gpu) for layout in layouts)} {words} {evict_options}"
     else:
-        command = f"gpushare mig destroy {eviction_words[0]} {eviction_words[1]}"
+        command = f"gpushare mig destroy {instances} {evict_options}"
     return replace(plan, hint=f"end the programs there, or let gpushare end them: {command}")
 
 

@@ -57,20 +57,24 @@ def weigh(cost: Cost) -> int:
 CREATED: Final = weigh(Cost(created=1))
 
 
-def cost_of(gone: InstanceChange) -> Cost:
+def cost_of(destroyed: InstanceChange) -> Cost:
     """Return the cost of destroying this."""
-    instance = gone.instance
-    devices = instance.devices if gone.whole else len(gone.compute)
-    busy = sum(part.busy or (instance.held and not gone.whole) for part in gone.compute)
-    if gone.whole and instance.busy and not busy:
-        # Held as a whole: any of its compute instances may be meant.
-        busy = devices
+    instance = destroyed.instance
+    if destroyed.whole:
+        devices = instance.devices
+        busy = sum(part.busy for part in destroyed.compute)
+        if instance.held and not busy:
+            # Held as a whole: any of its compute instances may be meant.
+            busy = devices
+    else:
+        devices = len(destroyed.compute)
+        busy = devices if instance.held else sum(part.busy for part in destroyed.compute)
     named = instance.name is not None
     return Cost(
         busy_destroyed=busy,
         named_destroyed=devices - busy if named else 0,
         idle_destroyed=0 if named else devices - busy,
-        slices_destroyed=instance.placement.size if gone.whole else 0,
+        slices_destroyed=instance.placement.size if destroyed.whole else 0,
     )
 
 
@@ -78,7 +82,7 @@ def cost_of(gone: InstanceChange) -> Cost:
 class Existing:
     """One existing GPU instance, in numbers; equal ones are interchangeable for the search."""
 
-    # -1: the driver no longer lists its profile.
+    # Its number on the board; -1: the driver no longer lists its profile.
     profile: int
     start: int
     mask: int
@@ -113,7 +117,7 @@ class Candidate(NamedTuple):
     """One way to place a part of the wish: its code, the weight of what is created, the places."""
 
     code: int
-    made: int
+    creation_weight: int
     arrangement: Arrangement
 
 
@@ -164,8 +168,8 @@ class Site:
             for instance in self.instances
         )
         self.lost_now = self.board.lost(occupied(layout), self._members_without(0))
-        # (number of the existing one, kind): filling it serves a new instance of this kind in its place, after these
-        # compute instances are destroyed.
+        # By (number of an existing GPU instance, kind): it can serve as the new instance of this kind at its place. It
+        # stays, loses these compute instances, and is filled with those that the wish asks for.
         self.fills: dict[tuple[int, int], tuple[ComputeInstance, ...]] = {}
         for number, old in enumerate(self.instances):
             for kind, (compute, placed) in enumerate(requests):
@@ -179,10 +183,11 @@ class Site:
                 )
                 if destroyed is not None:
                     self.fills[number, kind] = destroyed
-        # Nothing may overlap these; one that can be filled may be overlapped.
+        # The slices that no arrangement may use: of pinned instances, except those that can be filled.
         fillable = {number for number, _ in self.fills}
         fixed = (old.mask for number, old in enumerate(self.existing) if old.pinned and number not in fillable)
-        self._fixed: int = reduce(or_, fixed, 0)
+        self._fixed_mask: int = reduce(or_, fixed, 0)
+        # By the existing ones removed (as bits), the slices and the members of those that stay.
         self._kept: dict[int, tuple[int, tuple[int, ...]]] = {}
         self._removals: dict[tuple[int, tuple[int, ...]], tuple[Removal, ...]] = {}
 
@@ -218,14 +223,16 @@ class Site:
         Weights are differences to leaving the GPU as it is.
         """
         cheapest: dict[int, int] = {}
+        # All ways with the cheapest weight: `_least_lost` chooses among them, as what they lose takes longer to count.
         tied: dict[int, list[tuple[Arrangement, Removal]]] = {}
-        for code, made, arrangement in ways:
-            if arrangement.mask & self._fixed:
+        for code, creation_weight, arrangement in ways:
+            if arrangement.mask & self._fixed_mask:
                 continue
             removals = self._removals_for(arrangement)
             if not removals:
                 continue
-            weight = made + removals[0].weight
+            # All removals weigh the same.
+            weight = creation_weight + removals[0].weight
             best = cheapest.get(code)
             if best is None or weight < best:
                 cheapest[code] = weight
@@ -246,12 +253,12 @@ class Site:
     def lost_after(self, arrangement: Arrangement, removal: Removal) -> int:
         """Return `capacity_lost` of the GPU afterwards."""
         removed = removal.destroyed | removal.filled
-        kept = self._kept.get(removed)
-        if kept is None:
+        if removed not in self._kept:
             masks = [old.mask for number, old in enumerate(self.existing) if not removed >> number & 1]
-            kept = self._kept[removed] = (reduce(or_, masks, 0), self._members_without(removed))
-        members = tuple(sorted(kept[1] + arrangement.members))
-        return self.board.lost(kept[0] | arrangement.mask, members)
+            self._kept[removed] = (reduce(or_, masks, 0), self._members_without(removed))
+        kept_mask, kept_members = self._kept[removed]
+        members = tuple(sorted(kept_members + arrangement.members))
+        return self.board.lost(kept_mask | arrangement.mask, members)
 
     def _removals_for(self, arrangement: Arrangement) -> tuple[Removal, ...]:
         """Return `_find_removals` for an arrangement, from the cache if nothing can be filled."""
@@ -266,8 +273,9 @@ class Site:
     def _find_removals(self, arrangement: Arrangement) -> tuple[Removal, ...]:
         """Return the cheapest removals that make room for an arrangement, all of the same weight.
 
-        That is what is in the way, alone, unless compute slices and counts of profiles would then exceed what the GPU
-        allows: then each cheapest way to remove more. Empty: an instance in the way is pinned, or no removal is enough.
+        Usually that is one: the removal of what is in the way. If the GPU would still have too many compute slices in use,
+        or too many instances of a profile, it is each cheapest way to remove more. Empty: an instance in the way is pinned,
+        or no removal is enough.
         """
         if not arrangement.places:
             return (Removal(weight=0, destroyed=0, filled=0),)
@@ -287,16 +295,21 @@ class Site:
         return (least,) if self._within_limits(least, arrangement) else self._removing_more(least, arrangement)
 
     def _filled_by(self, arrangement: Arrangement) -> tuple[int, int]:
-        """Return the existing ones that are filled, as bits, and their weight: always less than that of new ones."""
+        """Return the existing ones that are filled for an arrangement, as bits, and what filling them adds to its weight.
+
+        Filling is always cheaper than a new GPU instance, so all that can be filled are.
+        """
         filled = weight = 0
-        if self.fills:
-            kind_at = {(profile, start): kind for kind, profile, start in arrangement.places}
-            for number, old in enumerate(self.existing):
-                destroyed = self.fills.get((number, kind_at.get((old.profile, old.start), -1)))
-                if destroyed is not None:
-                    filled |= 1 << number
-                    parts = InstanceChange(instance=self.instances[number], compute=destroyed, whole=False)
-                    weight += weigh(cost_of(parts)) - CREATED
+        if not self.fills:
+            return filled, weight
+        kind_at = {(profile, start): kind for kind, profile, start in arrangement.places}
+        for number, old in enumerate(self.existing):
+            kind = kind_at.get((old.profile, old.start))
+            if kind is not None and (number, kind) in self.fills:
+                filled |= 1 << number
+                destroyed = inside(self.instances[number], self.fills[number, kind])
+                # The arrangement counts a GPU instance as created that is there already.
+                weight += weigh(cost_of(destroyed)) - CREATED
         return filled, weight
 
     def _conflicts(self, existing: Existing, arrangement: Arrangement) -> bool:
@@ -315,10 +328,9 @@ class Site:
 
     def _removing_more(self, least: Removal, arrangement: Arrangement) -> tuple[Removal, ...]:
         """Return the cheapest removals that also keep counts and compute slices within their limits."""
+        already_used = least.destroyed | least.filled
         others = [
-            number
-            for number, old in enumerate(self.existing)
-            if not old.pinned and not (least.destroyed | least.filled) >> number & 1
+            number for number, old in enumerate(self.existing) if not old.pinned and not already_used >> number & 1
         ]
         removals = [
             Removal(
@@ -382,11 +394,13 @@ def plan_for_option(site: Site, option: Placing, compute: Sequence[tuple[int, ..
         if number is None:
             created.append(creation(site.board.profiles[profile], start, compute[kind]))
             continue
-        into, parts = site.instances[number], site.fills[number, kind]
-        kept = [part for part in into.compute if part not in parts]
-        created.append(inside(into, new_compute(into.profile, compute[kind] or (into.profile.slices,), kept) or ()))
-        if parts:
-            destroyed.append(inside(into, parts))
+        owner = site.instances[number]
+        removed = site.fills[number, kind]
+        kept = [part for part in owner.compute if part not in removed]
+        added = new_compute(owner.profile, compute[kind] or (owner.profile.slices,), kept) or ()
+        created.append(inside(owner, added))
+        if removed:
+            destroyed.append(inside(owner, removed))
     return gpu_plan(
         site.layout,
         [old for number, old in enumerate(site.instances) if number not in destroyed_numbers],
@@ -404,17 +418,22 @@ class Target(NamedTuple):
 
 
 def plan_removal(layout: Layout, targets: Collection[Target], evict: Collection[Target]) -> tuple[GpuPlan, bool]:
-    """Return the plan that destroys these instances of a GPU, and if it is blocked: by a busy one not in ``evict``."""
-    destroyed, kept, blocked = [], [], False
+    """Return the plan that destroys these instances of a GPU, and whether a busy one that is not in ``evict`` blocks it.
+
+    A GPU instance goes with the last of its compute instances.
+    """
+    destroyed: list[InstanceChange] = []
+    kept: list[GpuInstance] = []
     for instance in layout.instances:
         parts = tuple(part for part in instance.compute if Target(layout.gpu, instance.id, part.id) in targets)
-        all_of_it = Target(layout.gpu, instance.id) in targets or (bool(parts) and len(parts) == len(instance.compute))
-        if not all_of_it:
-            kept.append(instance)
-        if all_of_it or parts:
-            change = whole(instance) if all_of_it else inside(instance, parts)
-            destroyed.append(change)
-            blocked = blocked or (change.busy and not ends_only_allowed(layout.gpu, change, evict))
+        all_parts = bool(parts) and len(parts) == len(instance.compute)
+        if all_parts or Target(layout.gpu, instance.id) in targets:
+            destroyed.append(whole(instance))
+            continue
+        kept.append(instance)
+        if parts:
+            destroyed.append(inside(instance, parts))
+    blocked = any(change.busy and not ends_only_allowed(layout.gpu, change, evict) for change in destroyed)
     return gpu_plan(layout, kept, destroyed, []), blocked
 
 
@@ -451,21 +470,22 @@ def exact_change(layout: Layout, wish: Wish, *, evict: frozenset[int]) -> GpuPla
     Busy instances are destroyed only if ``evict`` has the id of their GPU instance.
     """
     board = board_of(layout)
-    counted: Counter[tuple[InstanceKind, tuple[int, ...]]] = Counter()
+    counts: Counter[tuple[InstanceKind, tuple[int, ...]]] = Counter()
     for request in wish:
         kind = InstanceKind(board.number[resolve(request, layout.profiles).name], request.start)
-        counted[kind, request.compute] += request.count
-    rows = sorted(counted, key=lambda row: (-board.sizes[row[0].profile], row[0].profile, row[0].start or 0, row[1]))
+        counts[kind, request.compute] += request.count
+    # Each kind with its compute instances, the largest first.
+    rows = sorted(counts, key=lambda row: (-board.sizes[row[0].profile], row[0].profile, row[0].start or 0, row[1]))
     kinds = tuple(kind for kind, _ in rows)
     compute = [parts or (board.slices[kind.profile],) for kind, parts in rows]
-    plans = (
-        (plan, [-start for _, _, start in arrangement.places])
-        for arrangement in board.complete(kinds, tuple(counted[row] for row in rows))
-        if (plan := _plan_to(layout, arrangement, compute, evict)) is not None
-    )
-    # Of equals the one with instances at the high end.
-    cheapest = min(plans, key=lambda pair: (plan_of([layout], [pair[0]]).cost, pair[1]), default=None)
-    return None if cheapest is None else cheapest[0]
+    ranked_plans = []
+    for arrangement in board.complete(kinds, tuple(counts[row] for row in rows)):
+        plan = _plan_to(layout, arrangement, compute, evict)
+        if plan is not None:
+            # Of equals the one with instances at the high end.
+            rank = (plan_of([layout], [plan]).cost, [-start for _, _, start in arrangement.places])
+            ranked_plans.append((rank, plan))
+    return min(ranked_plans, key=lambda ranked: ranked[0])[1] if ranked_plans else None
 
 
 def _plan_to(
@@ -476,10 +496,11 @@ def _plan_to(
     ``compute`` are the compute instances (slices of each) in each kind of the arrangement.
     """
     profiles = board_of(layout).profiles
+    # Those that exist are taken out below: what remains is created.
     missing = {(profiles[profile].name, start): kind for kind, profile, start in arrangement.places}
-    kept = list[GpuInstance]()
-    destroyed = list[InstanceChange]()
-    created = list[InstanceChange]()
+    kept: list[GpuInstance] = []
+    destroyed: list[InstanceChange] = []
+    created: list[InstanceChange] = []
     for instance in layout.instances:
         kind = missing.pop(instance.place, None)
         may_evict = instance.id in evict
@@ -492,8 +513,10 @@ def _plan_to(
         if parts is None:
             return None
         kept.append(instance)
-        destroyed += [inside(instance, parts.destroyed)] if parts.destroyed else []
-        created += [inside(instance, parts.created)] if parts.created else []
+        if parts.destroyed:
+            destroyed.append(inside(instance, parts.destroyed))
+        if parts.created:
+            created.append(inside(instance, parts.created))
     for (name, start), kind in missing.items():
         profile = next(profile for profile in profiles if profile.name == name)
         created.append(creation(profile, start, compute[kind]))
@@ -557,7 +580,10 @@ def most_of(layouts: Sequence[Layout], request: Request) -> int:
 
 
 def no_plan_now(wish: Wish, instead: MigPlan, *, only_adds: bool = False) -> NoPlan:
-    """Return the refusal of a wish that existing instances block; ``instead`` is the cheapest plan that destroys them."""
+    """Return the refusal of a wish that existing instances block; ``instead`` is the cheapest plan that destroys them.
+
+    The wish is empty for a removal. ``only_adds``: it was not to destroy anything, not even idle instances.
+    """
     destroyed = [(gpu.gpu, change) for gpu in instead.gpus for change in gpu.destroyed]
     busy = [(gpu, change) for gpu, change in destroyed if change.busy]
     named = [_title_of(gpu, change) for gpu, change in (busy or destroyed)]
@@ -567,7 +593,7 @@ def no_plan_now(wish: Wish, instead: MigPlan, *, only_adds: bool = False) -> NoP
     if busy and only_adds:
         hint = f"end the programs there, then make room: gpushare mig destroy {_words_for(destroyed)}"
     elif busy:
-        hint = f"end the programs there, or let gpushare end them: {_words_for(_busy_only(busy), '--evict ')}"
+        hint = f"end the programs there, or let gpushare end them: {_words_for(_busy_only(busy), option='--evict ')}"
     elif only_adds:
         idle = "it is idle" if len(destroyed) == 1 else "they are idle"
         hint = f"{idle}: gpushare mig destroy {_words_for(destroyed)} makes room; for the whole plan: gpushare mig plan --may-destroy, with the same arguments"
@@ -578,10 +604,10 @@ def no_plan_now(wish: Wish, instead: MigPlan, *, only_adds: bool = False) -> NoP
     )
 
 
-def eviction(no_plan: NoPlan) -> tuple[str, str] | None:
+def eviction_words(no_plan: NoPlan) -> tuple[str, str] | None:
     """Return the words for all that would be destroyed, and the ``--evict`` options for what is busy; None: nothing is."""
     busy = [(gpu, change) for gpu, change in no_plan.would_go if change.busy]
-    return (_words_for(no_plan.would_go), _words_for(_busy_only(busy), "--evict ")) if busy else None
+    return (_words_for(no_plan.would_go), _words_for(_busy_only(busy), option="--evict ")) if busy else None
 
 
 def _busy_only(changes_by_gpu: Sequence[tuple[int, InstanceChange]]) -> list[tuple[int, InstanceChange]]:
@@ -593,8 +619,8 @@ def _busy_only(changes_by_gpu: Sequence[tuple[int, InstanceChange]]) -> list[tup
     return changes
 
 
-def _words_for(changes: Sequence[tuple[int, InstanceChange]], option: str = "") -> str:
-    """Return the words for these on a command line; ``INSTANCE...`` if there are too many."""
+def _words_for(changes: Sequence[tuple[int, InstanceChange]], *, option: str = "") -> str:
+    """Return the words for these on a command line, each after ``option``; ``INSTANCE...`` if there are too many."""
     words = [option + word for gpu, change in changes for word in _words_of_change(gpu, change)]
     return " ".join(words) if len(words) <= _LISTED else f"{option}INSTANCE..."
 
@@ -672,7 +698,8 @@ def plan_exact(
     """
     _check_gpus(layouts, wishes)
     evictable = frozenset(evict)
-    plans, in_the_way = [], False
+    plans: list[GpuPlan] = []
+    blocked = False
     for layout in layouts:
         if layout.gpu not in wishes:
             plans.append(untouched(layout))
@@ -680,13 +707,14 @@ def plan_exact(
         wish = wishes[layout.gpu]
         plan = exact_change(layout, wish, evict=_evictable_ids(layout, evictable))
         if plan is None:
-            in_the_way = True
+            # What it would take if every busy instance could be evicted.
+            blocked = True
             plan = exact_change(layout, wish, evict=frozenset(instance.id for instance in layout.instances))
         if plan is None:
             return no_plan_ever([layout], wish)
         plans.append(plan)
     result = plan_of(layouts, plans)
-    return no_plan_now((), result) if in_the_way else result
+    return no_plan_now((), result) if blocked else result
 
 
 def plan_destroy(
@@ -697,13 +725,9 @@ def plan_destroy(
     evictable = frozenset(evict)
     _check_gpus(layouts, [target.gpu for target in target_set])
     _check_targets(layouts, target_set)
-    plans, in_the_way = [], False
-    for layout in layouts:
-        plan, busy = plan_removal(layout, target_set, evictable)
-        plans.append(plan)
-        in_the_way = in_the_way or busy
-    result = plan_of(layouts, plans)
-    return no_plan_now((), result) if in_the_way else result
+    removals = [plan_removal(layout, target_set, evictable) for layout in layouts]
+    result = plan_of(layouts, [plan for plan, _ in removals])
+    return no_plan_now((), result) if any(blocked for _, blocked in removals) else result
 
 
 # -- adding, over several GPUs ---------------------------------------------------------------------
@@ -711,7 +735,7 @@ def plan_destroy(
 
 @dataclass(frozen=True)
 class _Offer:
-    """The requests of a wish that a kind of board can serve, and as which kinds."""
+    """The requests of a wish that a kind of board can serve, by their numbers in the wish, and as which kinds."""
 
     requests: tuple[int, ...]
     kinds: tuple[InstanceKind, ...]
@@ -786,37 +810,40 @@ def _place(
 ) -> list[tuple[int, Site, Placing]] | None:
     """Return where a wish goes at the least cost, by the number of the layout; None: it does not fit."""
     codes = _codes_of_wish(wish, offers)
-    alike: dict[tuple[object, ...], list[tuple[int, Site]]] = {}
+    # Of GPUs that are the same for the search only the first is searched.
+    sites_by_key: dict[tuple[object, ...], list[tuple[int, Site]]] = {}
     for number, layout in enumerate(layouts):
         asked = [wish[request] for request in offers[board_of(layout)].requests]
         requests = [(request.compute, request.start is not None) for request in asked]
         site = Site(layout, may_destroy=may_destroy, may_evict=may_evict, with_others=with_others, requests=requests)
-        alike.setdefault(site.key, []).append((number, site))
-    sites = list(alike.values())
-    choices = {board: _candidates_on(board, wish, offer, codes) for board, offer in offers.items()}
-    options = [group[0][1].options(choices[group[0][1].board]) for group in sites]
-    groups = [
-        Group(len(group), {code: option.weight for code, option in options_of_group.items()})
-        for group, options_of_group in zip(sites, options, strict=True)
-    ]
+        sites_by_key.setdefault(site.key, []).append((number, site))
+    candidates = {board: _candidates_on(board, wish, offer, codes) for board, offer in offers.items()}
+    options = []
+    groups = []
+    for sites in sites_by_key.values():
+        _, first_site = sites[0]
+        placings = first_site.options(candidates[first_site.board])
+        options.append(placings)
+        groups.append(Group(len(sites), {code: placing.weight for code, placing in placings.items()}))
     parts = assign(groups, codes, sum(request.count for request in wish))
     if parts is None:
         return None
     return [
-        (number, site, options_of_group[code])
-        for group, options_of_group, taken in zip(sites, options, parts, strict=True)
-        for (number, site), code in zip(group, sorted(taken, reverse=True), strict=False)
+        (number, site, placings[code])
+        for sites, placings, taken in zip(sites_by_key.values(), options, parts, strict=True)
+        # The last GPUs of a group may get no part.
+        for (number, site), code in zip(sites, sorted(taken, reverse=True), strict=False)
     ]
 
 
 def _candidates_on(board: Board, wish: Wish, offer: _Offer, codes: Codes) -> list[Candidate]:
     """Return all ways to place a part of the wish on one kind of board, the empty way first."""
     limits = tuple(wish[number].count for number in offer.requests)
-    code_of_one = [codes.one[number] for number in offer.requests]
+    code_of_one = [codes.of_one[number] for number in offer.requests]
     return [
         Candidate(
             code=sum(map(mul, arrangement.counts, code_of_one)),
-            made=sum(map(mul, arrangement.counts, offer.parts)) * CREATED,
+            creation_weight=sum(map(mul, arrangement.counts, offer.parts)) * CREATED,
             arrangement=arrangement,
         )
         for arrangement in board.arrangements(offer.kinds, limits)
@@ -844,12 +871,11 @@ def _check_gpus(layouts: Sequence[Layout], indexes: Iterable[int]) -> None:
 
 def _check_targets(layouts: Sequence[Layout], targets: Collection[Target]) -> None:
     """Raise NotFound if one of these instances does not exist."""
-    existing = {(layout.gpu, instance.id, None) for layout in layouts for instance in layout.instances} | {
-        (layout.gpu, instance.id, part.id)
-        for layout in layouts
-        for instance in layout.instances
-        for part in instance.compute
-    }
+    existing: set[Target] = set()
+    for layout in layouts:
+        for instance in layout.instances:
+            existing.add(Target(layout.gpu, instance.id))
+            existing.update(Target(layout.gpu, instance.id, part.id) for part in instance.compute)
     for target in sorted(targets, key=str):
         if target not in existing:
             part = "" if target.compute is None else f", compute instance {target.compute}"
@@ -924,7 +950,8 @@ def fragmentation(layout: Layout) -> int:
     kinds = tuple(InstanceKind(number) for number in sorted(set(members)))
     counts = tuple(members.count(kind.profile) for kind in kinds)
     lost_now = capacity_lost(layout)
-    return lost_now - min((board.lost(way.mask, members) for way in board.complete(kinds, counts)), default=lost_now)
+    lost_if_packed = (board.lost(way.mask, members) for way in board.complete(kinds, counts))
+    return lost_now - min(lost_if_packed, default=lost_now)
 
 
 @dataclass(frozen=True)
@@ -932,10 +959,10 @@ class Codes:
     """How parts of a wish are written as numbers, so that they can be added and compared at once.
 
     A field of bits counts the instances of each kind, the last field their size; a guard bit above each field shows an
-    overflow. ``one`` is what an instance of each kind adds, ``whole`` the number of the whole wish.
+    overflow. ``of_one`` is the code of one instance of each kind, ``whole`` that of the whole wish.
     """
 
-    one: tuple[int, ...]
+    of_one: tuple[int, ...]
     whole: int
     guard: int
     # (shift, bits) of each field, the size last.
@@ -959,7 +986,10 @@ class Codes:
 
 
 def codes_for(counts: Sequence[int], sizes: Sequence[int]) -> Codes:
-    """Return the codes of a wish with these counts of each kind; ``sizes`` only make the search short."""
+    """Return the codes of a wish with these counts of each kind, an instance of which has this size.
+
+    The sizes only make the search short: their sum bounds what the GPUs that are left can take.
+    """
     total = sum(count * size for count, size in zip(counts, sizes, strict=True))
     fields: list[tuple[int, int]] = []
     shift = guard = whole = 0
@@ -969,8 +999,9 @@ def codes_for(counts: Sequence[int], sizes: Sequence[int]) -> Codes:
         whole |= count << shift
         guard |= 1 << shift + bits
         shift += bits + 1
-    each_adds = tuple((1 << fields[n][0]) + (size << fields[-1][0]) for n, size in enumerate(sizes))
-    return Codes(each_adds, whole, guard, tuple(fields))
+    size_shift, _ = fields[-1]
+    of_one = tuple((1 << fields[kind][0]) + (size << size_shift) for kind, size in enumerate(sizes))
+    return Codes(of_one, whole, guard, tuple(fields))
 
 
 @dataclass(frozen=True)
@@ -996,7 +1027,7 @@ def assign(groups: Sequence[Group], codes: Codes, instances: int) -> list[list[i
     group_of_gpu = [number for number in by_count for _ in range(min(groups[number].count, instances))]
     most_from = _most_from_gpu(groups, group_of_gpu, codes)
     guard = codes.guard
-    # All GPUs together cannot take the wish.
+    # A guard bit that the subtraction clears: all GPUs together cannot take the wish.
     if ((most_from[0] | guard) - codes.whole) & guard != guard:
         return None
     cheapest: dict[_State, int] = {(codes.whole, 0): 0}
@@ -1058,7 +1089,10 @@ class _PartChoices:
 def _next_states(
     cheapest: Mapping[_State, int], choices: _PartChoices, most_later: int, guard: int
 ) -> tuple[dict[_State, int], dict[_State, tuple[int, _State]]]:
-    """Return the least weight of each state after one more GPU, and from which state, by which part, it is reached."""
+    """Return the least weight of each state after one more GPU, and from which state, by which part, it is reached.
+
+    ``most_later`` is the most that all later GPUs can take, with the guard bits set.
+    """
     best: dict[_State, int] = {}
     taken: dict[_State, tuple[int, _State]] = {}
     for state, weight in cheapest.items():
@@ -1066,9 +1100,11 @@ def _next_states(
         guarded = rest_of_wish | guard
         for code, more, kind in choices.parts(rest_of_wish, begin):
             rest = guarded - code
+            # The part holds more than is left of the wish.
             if rest & guard != guard:
                 continue
             rest ^= guard
+            # The later GPUs cannot take the rest.
             if (most_later - rest) & guard != guard:
                 continue
             next_state = (rest, kind)
@@ -1080,11 +1116,15 @@ def _next_states(
 
 
 def _without_order(cheapest: Mapping[_State, int], steps: list[dict[_State, tuple[int, _State]]]) -> dict[_State, int]:
-    """Return the states at the beginning of a new group, where the order within the group before says nothing."""
+    """Return the states at the beginning of a new group, where the order within the group before says nothing.
+
+    Of states that differ only in that order the cheapest stays; the last of ``steps`` gets its link.
+    """
     states: dict[_State, int] = {}
     links: dict[_State, tuple[int, _State]] = {}
     for state, weight in cheapest.items():
-        fresh = (state[0], 0)
+        rest_of_wish, _ = state
+        fresh = (rest_of_wish, 0)
         if fresh not in states or weight < states[fresh]:
             states[fresh] = weight
             if steps:

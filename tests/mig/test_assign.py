@@ -19,7 +19,7 @@ KINDS = 3
 
 
 def code_of(counts: tuple[int, ...], codes: Codes) -> int:
-    return sum(count * one for count, one in zip(counts, codes.one, strict=True))
+    return sum(count * one for count, one in zip(counts, codes.of_one, strict=True))
 
 
 def fields_of(code: int, codes: Codes) -> tuple[int, ...]:

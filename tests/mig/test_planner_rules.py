@@ -344,7 +344,7 @@ def test_assignment_is_the_least_of_all(data: st.DataObject) -> None:
     counts = data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=2))
     codes = codes_for(counts, [data.draw(st.integers(1, 4)) for _ in counts])
     parts = [
-        sum(number * one for number, one in zip(numbers, codes.one, strict=True))
+        sum(number * one for number, one in zip(numbers, codes.of_one, strict=True))
         for numbers in product(*(range(count + 1) for count in counts))
     ]
     groups = []
