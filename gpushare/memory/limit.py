@@ -197,24 +197,27 @@ class JobMemory(Part):
         self._tell_unknown(processes, now)
         if processes is None:
             return False
-        self._tell_lapsed(used=bool(processes), now=now)
+        self._keep_reservation(used=bool(processes), now=now)
+        held = sum(process.memory_used_bytes or 0 for process in processes)
+        if processes and all(process.memory_used_bytes is not None for process in processes):
+            self.peak_bytes = max(held, self.peak_bytes or 0)
+        if self.limit_bytes is not None and held > self.limit_bytes:
+            return self._act_above_limit(processes, held, self.limit_bytes)
+        self._told = False
+        if self._stopped and processes and self._unknown is None:
+            self._continue()
+            self._say(f"the job holds {format_bytes(held)}, within its limit again: continued (SIGCONT)")
+        if self.limit_bytes is not None and held > _CLOSE_SHARE * self.limit_bytes:
+            self._due = now + _CLOSE_SECONDS
+        return False
+
+    def _keep_reservation(self, *, used: bool, now: float) -> None:
+        """Say in the ledger that the job uses its reservation, or once to the user that it has lapsed unused."""
+        self._tell_lapsed(used=used, now=now)
         self._looked_at = now
-        if self.place is not None and processes and now >= self._touch_due:
+        if self.place is not None and used and now >= self._touch_due:
             self._touch_due = now + _TOUCH_SECONDS
             self.place.touch()
-        held = sum(process.memory_used_bytes or 0 for process in processes)
-        unknown = [process.pid for process in processes if process.memory_used_bytes is None]
-        if processes and not unknown:
-            self.peak_bytes = max(held, self.peak_bytes or 0)
-        if self.limit_bytes is None or held <= self.limit_bytes:
-            self._told = False
-            if self._stopped and processes and self._unknown is None:
-                self._continue()
-                self._say(f"the job holds {format_bytes(held)}, within its limit again: continued (SIGCONT)")
-            if self.limit_bytes is not None and held > _CLOSE_SHARE * self.limit_bytes:
-                self._due = now + _CLOSE_SECONDS
-            return False
-        return self._act_above_limit(processes, held, self.limit_bytes)
 
     def _tell_lapsed(self, *, used: bool, now: float) -> None:
         """Say once that an unused reservation has lapsed."""
@@ -334,16 +337,16 @@ class JobMemory(Part):
         # Processes that hold nothing yet count, too.
         marked = starts_of(self._host.processes, self._host.processes.started_with(MARK, self.mark))
         stays = set(wait_gone(self._host.processes, {**marked, **self._strays()}, _LEFT_SECONDS))
+        if not stays:
+            return
         held = sum(process.memory_used_bytes or 0 for process in self._processes() or () if process.pid in stays)
-        if stays:
-            alone = len(stays) == 1
-            text = (
-                f"process {min(stays)} of the job still runs"
-                if alone
-                else f"{len(stays)} processes of the job still run"
-            )
-            holds = f" and {'holds' if alone else 'hold'} {format_bytes(held)}" if held else ""
-            self._say(f"{text}{holds}: {'its' if alone else 'their'} memory is no longer limited; see: gpushare status")
+        if len(stays) == 1:
+            text, holds, whose = f"process {min(stays)} of the job still runs", "holds", "its"
+        else:
+            text, holds, whose = f"{len(stays)} processes of the job still run", "hold", "their"
+        if held:
+            text += f" and {holds} {format_bytes(held)}"
+        self._say(f"{text}: {whose} memory is no longer limited; see: gpushare status")
 
     def raise_end(self) -> None:
         """Raise if the job was ended for its memory.
@@ -374,8 +377,8 @@ class JobMemory(Part):
         on_device = [
             process for process in processes if mig is None or process.gpu_instance_id in {None, mig.gpu_instance_id}
         ]
-        listed = {process.pid for process in on_device}
-        self._strangers &= listed
+        # A PID that is no longer listed may come again as the job's.
+        self._strangers &= {process.pid for process in on_device}
         return [process for process in on_device if self._belongs_to_job(process.pid)]
 
     def _belongs_to_job(self, pid: int) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Final
 
 from gpushare.base.errors import BadUsage, GpushareError, InUse, NoPermission, or_none
-from gpushare.base.model import ComputeMode, Gpu
+from gpushare.base.model import ComputeMode, Gpu, GpuLease
 from gpushare.base.selection import Device, select, titles
 from gpushare.base.units import WORTH_NAMING, counted, first_few, format_bytes, format_duration, size_option
 from gpushare.base.values import dataclass
@@ -50,14 +50,19 @@ _MOST_NAMED: Final = 4
 _HARM_STEP_PERCENT: Final = 10
 # Of more jobs, the rest is only seen in the utilization of the GPU.
 _MOST_LOOKED_UP: Final = 64
+# Before each try: a driver that does not answer, or too many open files, may be a matter of a moment.
+_REPAIR_PAUSES_SECONDS: Final = (0.0, 1.0, 5.0, 30.0)
 
 
 def read_lines(
-    host: Host, devices: Sequence[Device], limits: Mapping[int, int], but: Place | None = None
+    host: Host, devices: Sequence[Device], limits: Mapping[int, int], own_place: Place | None = None
 ) -> list[Line]:
-    """Return the ledger of devices that were read just now, without one place; those whose memory is unknown are left out."""
+    """Return the ledger of devices that were read just now, without those whose memory is unknown.
+
+    ``own_place`` is left out of it: what the asking job has reserved itself.
+    """
     jobs = without_enclosing_jobs(host, reservations(host) or [])
-    jobs = [job for job in jobs if but is None or job.id != but.claim.path.name]
+    jobs = [job for job in jobs if own_place is None or job.id != own_place.claim.path.name]
     clients = {device.uuid: client_limit(host, device) for device in devices}
     return [*lines_of(host, devices, jobs, clients=clients, limits=limits).values()]
 
@@ -67,14 +72,15 @@ def client_limit(host: Host, device: Device) -> int | None:
     from gpushare.mps.control import probe_version
     from gpushare.mps.limits import max_clients, share_of_slices
 
-    index, fraction = device.gpu.index, None
+    index = device.gpu.index
+    fraction: float | None = 1.0
     if device.mig is not None:
         profile = device.mig.profile
         fraction = or_none(lambda: share_of_slices(profile, host.nvml.max_mig_devices(index)))
-        if fraction is None:
-            return None
+    if fraction is None:
+        return None
     version = or_none(lambda: probe_version(host.programs))
-    return max_clients(version, or_none(lambda: host.nvml.compute_capability(index)), fraction or 1.0)
+    return max_clients(version, or_none(lambda: host.nvml.compute_capability(index)), fraction)
 
 
 def best_first(
@@ -83,33 +89,36 @@ def best_first(
     productions: Callable[[Device], Sequence[str]],
     limits: Mapping[int, int] | None = None,
     command: Sequence[str] = (),
-    but: Place | None = None,
+    own_place: Place | None = None,
     count: int = 1,
     memory_bytes: int | None = None,
 ) -> list[tuple[Device, str]]:
     """Return devices in the order in which a job harms least, each with the reason in a few words.
 
     A GPU with room for ``memory_bytes`` within this user's limit first (None: unknown, so all of it, as for the admission),
-    of these one without a production job, then the one where the job and those there slow each other down least (`harm`), then the one with the most room.
-    For a job of ``count`` devices those come first that are best together: among equals the ones that are connected best.
-    ``productions`` returns the names of the production jobs on a device. ``but`` is the place of the job itself.
+    of these one without a production job, then the one where the job and those there slow each other down least
+    (`harm_percent`), then the one with the most room. For a job of ``count`` devices those come first that are best
+    together: among equals the ones that are connected best. ``productions`` returns the names of the production jobs on a
+    device. ``own_place`` is the place of the job itself, ``command`` its command line.
     """
-    lines = {line.device.uuid: line for line in read_lines(host, devices, {} if limits is None else limits, but)}
-    profiles, limit = KnownCommands(host), (limits or {}).get(os.geteuid())
+    limits = {} if limits is None else limits
+    lines = {line.device.uuid: line for line in read_lines(host, devices, limits, own_place)}
+    profiles = KnownCommands(host)
     ranked = []
     for device in devices:
         line = lines.get(device.uuid)
         if line is None:
             continue
-        names, use_there = productions(device), _use_percent_of_jobs(host, line, profiles)
+        names = productions(device)
+        use_there = _use_percent_of_jobs(host, line, profiles)
         profile = find_profile(host, device, command) if command else None
         own_use = None if profile is None else profile.use_percent
         text = f"production job '{names[0]}' runs there" if names else "no production job"
         text += f"; {harm_in_words(own_use, use_there)}; {format_bytes(line.free_bytes)} free to reserve"
-        over = line.exceeds_limit(os.geteuid(), memory_bytes, limit)
+        is_over_limit = line.exceeds_limit(os.geteuid(), memory_bytes, limits.get(os.geteuid()))
         # A smaller difference of the harm is noise: then the GPU with more room is better.
         rank = (
-            over or line.free_bytes < line.room.bytes_of(memory_bytes),
+            is_over_limit or line.free_bytes < line.room.bytes_of(memory_bytes),
             len(names),
             int(harm_percent(own_use, use_there) // _HARM_STEP_PERCENT),
             -line.free_bytes,
@@ -147,12 +156,13 @@ def _use_percent_of_jobs(host: Host, line: Line, profiles: KnownCommands) -> flo
         info = None if blind else host.processes.describe(process.pid)
         if info is not None and is_server(info.name):
             continue
-        is_looked_up = profiles and info is not None and info.uid == host.uid and len(uses) < _MOST_LOOKED_UP
-        family = host.processes.ancestry(process.pid) if is_looked_up else ()
-        measured = (
-            (pid, use) for pid in family if (use := _measured_use_percent(host, device, pid, profiles)) is not None
-        )
-        first, percent = next(measured, (process.pid, None))
+        first, percent = process.pid, None
+        if profiles and info is not None and info.uid == host.uid and len(uses) < _MOST_LOOKED_UP:
+            for pid in host.processes.ancestry(process.pid):
+                percent = _measured_use_percent(host, device, pid, profiles)
+                if percent is not None:
+                    first = pid
+                    break
         uses[first] = percent
     least = sum(use or 0.0 for use in uses.values())
     if None not in uses.values():
@@ -190,8 +200,9 @@ def wait_for_room(
         NoPermission: it is more than this user may reserve (code ``over_user_limit``).
         InUse: the time is over (code ``no_room``).
     """
-    uuids = [device.uuid for device in devices]
-    began, looked, text = clock(), -_LOOK_SECONDS, ""
+    limit = limits.get(os.geteuid())
+    began = next_look = clock()
+    text = ""
     clients = {device.uuid: client_limit(host, device) if place.request.client else None for device in devices}
     usable: Sequence[Device] = ()
     reasons: Sequence[str] = ()
@@ -203,21 +214,21 @@ def wait_for_room(
     try:
         while True:
             usable, reasons = usable_now(host, devices, limits, client=place.request.client)
-            # Best for one device is not best for several.
-            ordered = len(uuids) > 1 and (waited or place.request.count > 1)
-            if place.try_to_take(usable, clients, limits, order if ordered else None):
+            # A job that has not waited has its devices in the best order for one of them; several may be better together.
+            is_ordered_again = len(devices) > 1 and (waited or place.request.count > 1)
+            if place.try_to_take(usable, clients, limits, order if is_ordered_again else None):
                 return tuple(device for key in place.held for device in usable if device.uuid == key)
             waited = True
-            due = clock() - looked >= _LOOK_SECONDS
-            lines = read_lines(host, usable, limits) if due else []
-            check_ever(lines, place.request, limits.get(os.geteuid()), when_empty=len(lines) == len(uuids))
+            is_due = clock() >= next_look
+            lines = read_lines(host, usable, limits) if is_due else []
+            check_fits(lines, place.request, limit, when_empty=len(lines) == len(devices))
             if seconds is not None and clock() - began >= seconds:
                 jobs_ahead = len(jobs_before(reservations(host) or [], place))
-                lines, limit = read_lines(host, usable, limits), limits.get(os.geteuid())
+                lines = read_lines(host, usable, limits)
                 raise _no_room_error(lines, place.request, seconds, reasons, jobs_ahead, limit)
-            if due:
-                looked = clock()
-                text = why_it_waits(host, lines, place, limits.get(os.geteuid()), reasons)
+            if is_due:
+                next_look = clock() + _LOOK_SECONDS
+                text = why_it_waits(host, lines, place, limit, reasons)
             draw(text, clock() - began, seconds)
             sleep(POLL_SECONDS if seconds is None else max(0.01, min(POLL_SECONDS, began + seconds - clock())))
     except BaseException:
@@ -258,9 +269,8 @@ def room_reserved(
 
 def repair_after_death(host: Host, _processes: object, _word: str) -> None:
     """Repair what a gpushare that died has begun: what its guard does."""
-    # A driver that does not answer now may answer later; too many files are open.
-    for pause in (0.0, 1.0, 5.0, 30.0):
-        time.sleep(pause)
+    for seconds in _REPAIR_PAUSES_SECONDS:
+        time.sleep(seconds)
         with contextlib.suppress(GpushareError, OSError):
             repair(host, room_kept)
             return
@@ -286,19 +296,17 @@ def room_kept(host: Host, swap: Swap) -> Iterator[Callable[[int], bool | None]]:
 
     def keep(size: int) -> bool | None:
         """Return whether there is room for the job, which is then reserved; None: unknown."""
-        free = has_room(host, swap, size)
+        is_free = has_room(host, swap, size)
         devices = [Device(gpu=gpu) for gpu in host.nvml.sweep() if gpu.uuid == swap.gpu_uuid]
         jobs = reservations(host)
-        if not free or jobs is None or not devices:
-            return free
-        family = {pid for image, _, _ in swap.images for pid in host.processes.ancestry(image)}
-        own_jobs = (
-            job
-            for job in jobs
-            if swap.gpu_uuid in job.held and not family.isdisjoint(p.pid for p in job.claim.processes)
-        )
-        if any(job.memory_bytes is None or job.memory_bytes >= size for job in own_jobs):
-            return True
+        if not is_free or jobs is None or not devices:
+            return is_free
+        family = {pid for image in swap.images for pid in host.processes.ancestry(image.pid)}
+        for job in jobs:
+            is_own = not family.isdisjoint(process.pid for process in job.claim.processes)
+            is_enough = job.memory_bytes is None or job.memory_bytes >= size
+            if is_own and is_enough and swap.gpu_uuid in job.held:
+                return True
         need = back_bytes(host, devices[0], size)
         places.append(Place(host, Request(memory_bytes=need, keys=(swap.gpu_uuid,), client=False, name=swap.name)))
         return places[-1].try_to_take(devices, {}, {})
@@ -371,7 +379,8 @@ def outlook(
 
     ``reasons`` are why a device is good for it, by UUID.
     """
-    uid, reasons_by_uuid = os.geteuid(), reasons or {}
+    uid = os.geteuid()
+    reasons_by_uuid = reasons or {}
     usable, unusable = usable_now(host, devices, limits, client=request.client)
     unreadable = why_unreadable(host, PREFIX)
     jobs = without_enclosing_jobs(host, reservations(host) or [])
@@ -433,15 +442,7 @@ def usable_now(
         except GpushareError:
             reasons.append(f"{device.title} is gone" if gpu.error is None else f"{device.title} does not answer")
             continue
-        leased = None if current.mig is None else _instance_holder(host, current.uuid)
-        if gpu.error is not None:
-            reason: str | None = "does not answer"
-        elif leased is not None:
-            reason = f"is leased to process {leased} (run --mig)"
-        else:
-            lease = reserved.get(gpu.uuid or "")
-            ours = lease is None or lease.uid == host.uid
-            reason = _compute_mode_reason(host, gpu, client=client) if lease is None or ours else reserved_words(lease)
+        reason = _why_unusable(host, current, reserved.get(gpu.uuid or ""), client=client)
         if reason is None:
             usable.append(current)
         else:
@@ -449,15 +450,35 @@ def usable_now(
     return usable, reasons
 
 
+def _why_unusable(host: Host, device: Device, lease: GpuLease | None, *, client: bool) -> str | None:
+    """Return why a job cannot have a device now: ``is leased to process 7 (run --mig)``; None: it can."""
+    if device.gpu.error is not None:
+        return "does not answer"
+    holder = None if device.mig is None else _instance_holder(host, device.uuid)
+    if holder is not None:
+        return f"is leased to process {holder} (run --mig)"
+    if lease is not None and lease.uid != host.uid:
+        return reserved_words(lease)
+    return _compute_mode_reason(host, device.gpu, client=client)
+
+
 def _instance_holder(host: Host, uuid: str) -> int | None:
-    """Return the PID of the gpushare that holds an instance for its program (`run --mig`); None: none, or one above us."""
+    """Return the PID of the gpushare that holds an instance for its program (`run --mig`).
+
+    None: there is none, or this gpushare is a part of that program.
+    """
     claim = (live_claims(host) or {}).get(uuid)
-    above = set() if claim is None else set(host.processes.ancestry(os.getpid()))
-    return None if claim is None or any(process.pid in above for process in claim.processes) else claim.pid
+    if claim is None:
+        return None
+    above = set(host.processes.ancestry(os.getpid()))
+    return claim.pid if above.isdisjoint(process.pid for process in claim.processes) else None
 
 
 def _compute_mode_reason(host: Host, gpu: Gpu, *, client: bool) -> str | None:
-    """Return why the compute mode keeps another program out now: a further client only if the GPU is not under MPS."""
+    """Return why the compute mode keeps another program out now; None: it does not.
+
+    In exclusive-process mode one program has the GPU. If that is an MPS server, further clients can come.
+    """
     if gpu.compute_mode is ComputeMode.PROHIBITED:
         return "is in compute mode prohibited"
     if gpu.compute_mode is not ComputeMode.EXCLUSIVE_PROCESS:
@@ -465,17 +486,19 @@ def _compute_mode_reason(host: Host, gpu: Gpu, *, client: bool) -> str | None:
     from gpushare.mps.control import SERVER_PROGRAM
 
     for process in gpu.processes or ():
-        if process.compute and not (client and process.mps):
-            info = host.processes.describe(process.pid) if client else None
-            if info is None or info.name != SERVER_PROGRAM:
-                return f"is in compute mode exclusive-process, and process {process.pid} has it"
+        if not process.compute or (client and process.mps):
+            continue
+        info = host.processes.describe(process.pid) if client else None
+        if info is None or info.name != SERVER_PROGRAM:
+            return f"is in compute mode exclusive-process, and process {process.pid} has it"
     return None
 
 
 def _unusable_text(reasons: Sequence[str]) -> str:
     """Return the first reasons why devices cannot be used, and how many more there are."""
+    text = "; ".join(reasons[:_MOST_NAMED])
     more = len(reasons) - _MOST_NAMED
-    return "; ".join(reasons[:_MOST_NAMED]) + (f"; and {more} more cannot be used" if more > 0 else "")
+    return f"{text}; and {more} more cannot be used" if more > 0 else text
 
 
 def size_text(request: Request) -> str:
@@ -507,9 +530,10 @@ def _free_text(line: Line, request: Request) -> str:
 
 
 def _held_by_text(line: Line, most: int) -> str:
-    """Return who has the rest of a device, the largest first: ``, held by 'train' (40.0 GiB) and 2 more``."""
+    """Return who has the rest of a device, the largest first: ``, held by 'train' (40.0 GiB) and 2 more``; empty: nobody."""
     holders = [(size, f"process {job.pid}" if job.name is None else f"'{job.name}'") for job, size in line.held_by]
-    holders += [(line.others_bytes, "other programs")] if line.others_bytes >= WORTH_NAMING else []
+    if line.others_bytes >= WORTH_NAMING:
+        holders.append((line.others_bytes, "other programs"))
     largest = sorted(holders, reverse=True)
     texts = first_few((f"{title} ({format_bytes(size)})" for size, title in largest), most)
     return f", held by {texts}" if texts else ""
@@ -521,18 +545,22 @@ def _room_text(
     """Return what a job waits for, and what there is: ``8.0 GiB, 1 job before it: GPU 0 has 3.5 GiB free to reserve``."""
     if not lines:
         return f"{size_text(request)}: {_unusable_text(reasons)}"
-    room = "; ".join(
-        f"{_free_text(line, request)}{_held_by_text(line, 3 if len(lines) == 1 else 1)}" for line in lines[:4]
-    )
-    ahead = "" if not jobs_ahead else f", {counted(jobs_ahead, 'job')} before it"
-    stays = [job.title for line in lines for job in line.holders if job.stays and request.production]
-    cannot = f"; {stays[0]} was to leave the GPU for it, and cannot: see its output" if stays else ""
-    more = f"; {_unusable_text(reasons)}" if reasons else ""
-    return f"{size_text(request)}{ahead}: {room}{cannot}{more}{_limit_text(lines, request, limit)}"
+    most_holders = 3 if len(lines) == 1 else 1
+    rooms = [f"{_free_text(line, request)}{_held_by_text(line, most_holders)}" for line in lines[:_MOST_NAMED]]
+    ahead = f", {counted(jobs_ahead, 'job')} before it" if jobs_ahead else ""
+    text = f"{size_text(request)}{ahead}: {'; '.join(rooms)}"
+    staying = [job.title for line in lines for job in line.holders if job.stays and request.production]
+    if staying:
+        text += f"; {staying[0]} was to leave the GPU for it, and cannot: see its output"
+    if reasons:
+        text += f"; {_unusable_text(reasons)}"
+    return text + _limit_text(lines, request, limit)
 
 
-def check_ever(lines: Sequence[Line], request: Request, limit: int | None, *, when_empty: bool = True) -> None:
-    """Raise if a job can never come. Without ``when_empty`` only the limit is checked: it may fit on a device not among these.
+def check_fits(lines: Sequence[Line], request: Request, limit: int | None, *, when_empty: bool = True) -> None:
+    """Raise if a job can never start. Without ``when_empty`` only the limit of its user is checked.
+
+    That is for some of a job's devices: it may fit on another one.
 
     Raises:
         BadUsage: it fits on none of its devices, even if they are empty (code ``never_fits``).
@@ -566,7 +594,7 @@ def check_limit_now(lines: Sequence[Line], request: Request, limit: int | None) 
 
 
 def _limit_text(lines: Sequence[Line], request: Request, limit: int | None) -> str:
-    """Return a text on the limit of this user, if it holds the job back everywhere."""
+    """Return a text on the limit of this user if it holds the job back on each of these devices; else an empty one."""
     uid = os.geteuid()
     if limit is None or not lines or not all(line.exceeds_limit(uid, request.memory_bytes, limit) for line in lines):
         return ""
@@ -576,8 +604,8 @@ def _limit_text(lines: Sequence[Line], request: Request, limit: int | None) -> s
 
 def _never_fits_error(lines: Sequence[Line], request: Request) -> BadUsage:
     """Return the error about a job for which even empty devices are too small, or too few."""
-    largest = max(lines, key=lambda line: line.room.memory_bytes)
     sizes = sorted((line.room.memory_bytes for line in lines), reverse=True)
+    # What as many devices as it needs have, or else all of them.
     at_most = f"--memory {size_option(sizes[min(request.count, len(sizes)) - 1])}"
     if request.count > 1:
         fitting = sum(not never_fits([line], replace(request, count=1)) for line in lines)
@@ -586,6 +614,7 @@ def _never_fits_error(lines: Sequence[Line], request: Request) -> BadUsage:
             f"give it at most {at_most}" + (f"; or fewer GPUs: --gpus {fitting}" if fitting else ""),
             code="never_fits",
         )
+    largest = max(lines, key=lambda line: line.room.memory_bytes)
     return BadUsage(
         f"the job needs {size_text(request)}, and {largest.device.title} has {format_bytes(largest.room.memory_bytes)} even when it is empty",
         f"give it at most {at_most}; or name a larger GPU",
@@ -597,26 +626,27 @@ def _no_room_error(
     lines: Sequence[Line], request: Request, seconds: float, reasons: Sequence[str], jobs_ahead: int, limit: int | None
 ) -> InUse:
     """Return the error about a job that found no room within ``seconds`` (0: it was not to wait), with what is free."""
-    most = max(lines, key=lambda line: line.free_bytes, default=None)
-    if most is None:
+    freest = max(lines, key=lambda line: line.free_bytes, default=None)
+    if freest is None:
         free = _unusable_text(reasons) or "its memory is not known"
-    elif request.client and most.free_clients == 0:
-        free = _free_text(most, request)
+    elif request.client and freest.free_clients == 0:
+        free = _free_text(freest, request)
     else:
-        free = f"at most {format_bytes(most.free_bytes)} are free to reserve"
-    free += f"; {counted(jobs_ahead, 'job')} waited before it" if jobs_ahead else ""
-    held_back = _limit_text(lines, request, limit)
-    stop = "; or end one of your jobs: gpushare stop NAME" if held_back else ""
-    whole = request.memory_bytes is None and request.count == 1
-    want = "a job that needs a whole GPU" if whole else size_text(request)
+        free = f"at most {format_bytes(freest.free_bytes)} are free to reserve"
+    if jobs_ahead:
+        free += f"; {counted(jobs_ahead, 'job')} waited before it"
+    limit_text = _limit_text(lines, request, limit)
+    stop = "; or end one of your jobs: gpushare stop NAME" if limit_text else ""
+    needs_whole_gpu = request.memory_bytes is None and request.count == 1
+    job = "a job that needs a whole GPU" if needs_whole_gpu else size_text(request)
     if seconds <= 0:
         return InUse(
-            f"there is no room for {want} now: {free}{held_back}",
+            f"there is no room for {job} now: {free}{limit_text}",
             f"wait for it: --wait, or --wait --timeout 10m{stop}; see who holds the memory: gpushare status",
             code="no_room",
         )
     return InUse(
-        f"there was no room for {want} within {format_duration(seconds)}: {free}{held_back}",
+        f"there was no room for {job} within {format_duration(seconds)}: {free}{limit_text}",
         f"wait longer: --timeout TIME{stop}; see who holds the memory: gpushare status",
         code="no_room",
     )
@@ -632,7 +662,8 @@ def harm_percent(own_use: float | None, others: float | None) -> float:
 
     An unknown use counts as 100 percent. What the others alone use above 100 percent is not counted.
     """
-    own_use, others = (_FULL if use is None else use for use in (own_use, others))
+    own_use = _FULL if own_use is None else own_use
+    others = _FULL if others is None else others
     return max(0.0, own_use + others - _FULL) - max(0.0, others - _FULL)
 
 
@@ -644,10 +675,9 @@ def harm_in_words(own_use: float | None, others: float | None) -> str:
         return "it is idle"
     if own_use is None:
         return f"it is {others:.0f} % busy"
-    lost = harm_percent(own_use, others)
-    return f"it uses {own_use:.0f} %, those there {others:.0f} %" + (
-        f", and {lost:.0f} % has to wait" if lost >= 1 else ""
-    )
+    text = f"it uses {own_use:.0f} %, those there {others:.0f} %"
+    harm = harm_percent(own_use, others)
+    return f"{text}, and {harm:.0f} % has to wait" if harm >= 1 else text
 
 
 def best_together(

@@ -113,12 +113,15 @@ def swaps(host: Host, *, shared: bool = True) -> list[Swap]:
         for swap in records
         if (living := swap.living(host))
     ]
+
+    def rank(swap: Swap) -> tuple[bool, float, bool]:
+        """Return the rank of a record, of which the lowest of a job counts."""
+        is_of_root = _is_of_root(host, swap)
+        # Where the times are the same, root has put back what its user had taken out.
+        return not is_of_root or swap.state == BACK, -swap.since, not is_of_root
+
     counted: list[Swap] = []
-    # Where the times are the same, root has put back what its user had taken out.
-    for swap in sorted(
-        living_swaps,
-        key=lambda swap: (not _is_of_root(host, swap) or swap.state == BACK, -swap.since, not _is_of_root(host, swap)),
-    ):
+    for swap in sorted(living_swaps, key=rank):
         if not any(_same_job(swap, other) for other in counted):
             counted.append(swap)
     return [swap for swap in living_swaps if swap in counted]
@@ -361,38 +364,34 @@ def go_out(
         NotFound: all of it has ended.
         GpushareError: it cannot go out.
     """
-    began, checkpoint = time.monotonic(), host.open_checkpoint()
+    began = time.monotonic()
+    checkpoint = host.open_checkpoint()
     checkpoint.demand()
     SWAPS.sweep(host)
     earlier_record = SWAPS.read(swap.path)
     SWAPS.write(swap)
     _check_alone(host, swap, earlier_record)
     try:
-        inside: set[int] = set()
+        locked_pids: set[int] = set()
         for number in range(_ROUNDS + 1):
-            for pid in [image.pid for image in swap.living(host) if image.pid not in inside]:
+            for pid in [image.pid for image in swap.living(host) if image.pid not in locked_pids]:
                 with _unless_ended(host, pid):
                     checkpoint.lock(pid, LOCK_SECONDS)
-                inside.add(pid)
+                locked_pids.add(pid)
             # Locked, it grows no more. As it was before, the room for its way back could be too small.
-            processes = again()
-            sizes = {(process.pid, process.started): process.memory_bytes or 0 for process in processes}
-            images = tuple(Image(*image[:2], max(image[2], sizes.get(image[:2], 0))) for image in swap.images)
-            new = [process for process in processes if process.pid not in {image.pid for image in images}]
-            if not new and images == swap.images:
+            images = _images_now(swap, again())
+            if images == swap.images:
                 break
-            if new and number == _ROUNDS:
+            has_new_processes = len(images) > len(swap.images)
+            if has_new_processes and number == _ROUNDS:
                 raise OperationFailed(
                     f"{swap.title} keeps spawning GPU processes, so it cannot be swapped out consistently",
                     "wait until it has started all of them, then try again",
                     code="job_grows",
                 )
-            swap = replace(
-                swap,
-                images=(*images, *(Image(process.pid, process.started, process.memory_bytes or 0) for process in new)),
-            )
+            swap = replace(swap, images=images)
             SWAPS.write(swap)
-            if not new:
+            if not has_new_processes:
                 break
         for pid, _, size in swap.living(host):
             with _unless_ended(host, pid):
@@ -410,8 +409,17 @@ def go_out(
     return done
 
 
+def _images_now(swap: Swap, processes: Sequence[JobProcess]) -> tuple[Image, ...]:
+    """Return the images of a job, as large as its processes have become, and those of further processes."""
+    now = [Image(process.pid, process.started, process.memory_bytes or 0) for process in processes]
+    sizes = {image[:2]: image.memory_bytes for image in now}
+    known = [Image(*image[:2], max(image.memory_bytes, sizes.get(image[:2], 0))) for image in swap.images]
+    known_pids = {image.pid for image in swap.images}
+    return (*known, *(image for image in now if image.pid not in known_pids))
+
+
 def _check_alone(host: Host, swap: Swap, earlier_record: Swap | None) -> None:
-    """Step back if root, or for root the job's user, is swapping it too: each has a lock of its own.
+    """Raise if root, or for root the job's user, is swapping it too: each has a lock of its own.
 
     Both write what they are about to do before they read what the other has written, so never do both go on. A user's
     record binds root for a while only: after `_USERS_SECONDS` the driver alone decides what can be done.
@@ -624,8 +632,10 @@ def guarded(host: Host, say: Callable[[str], None] = lambda _: None) -> Iterator
     Raises:
         OperationFailed: it does not start (code ``guard_failed``); nothing was begun.
     """
-    guard, word = Guard(host.spec, "repairs a swap if gpushare dies", "gpushare.memory.room:repair_after_death"), None
+    guard = Guard(host.spec, "repairs a swap if gpushare dies", "gpushare.memory.room:repair_after_death")
     guard.wait_ready()
+    # Without a word the guard acts.
+    word: str | None = None
     try:
         yield
         word = DONE
@@ -670,6 +680,7 @@ def take_back(host: Host, swap: Swap, checkpoint: Checkpoint, room: Callable[[in
     out = [pid for pid, state in states.items() if state == CHECKPOINTED]
     need = sum(sizes[pid] for pid in out)
     if out and not room(need):
+        # All of it goes out.
         for pid, state in states.items():
             if state == RUNNING:
                 with _unless_ended(host, pid):
@@ -681,6 +692,7 @@ def take_back(host: Host, swap: Swap, checkpoint: Checkpoint, room: Callable[[in
         return
     _restore_all(host, swap, checkpoint)
     _unlock(host, swap, checkpoint)
+    # Its end needs care from now on if a process of it was ever restored.
     if out or swap.restored or swap.state != LEAVING:
         write_if_living(host, replace(swap, state=BACK, restored=True, left_uuid=None, arrived=()))
     else:
@@ -734,18 +746,19 @@ def repair(host: Host, keep: Keep, say: Callable[[str], None] = lambda _: None) 
     unfinished = [swap for swap in swaps(host, shared=False) if swap.state in {LEAVING, RETURNING, OUT}]
     if not unfinished:
         return []
-    touched = []
+    changed = []
     begun = [swap for swap in unfinished if swap.state != OUT or is_back(host, swap)]
     with locked(host, say=say) if begun else contextlib.nullcontext():
         for swap in begun:
-            now = SWAPS.read(swap.path)
-            if now is None or not (now.state in {LEAVING, RETURNING} or is_back(host, now)):
+            # Another gpushare may have finished it before this one had the lock.
+            record = SWAPS.read(swap.path)
+            if record is None or not (record.state in {LEAVING, RETURNING} or is_back(host, record)):
                 continue
-            with keep(host, now) as room:
-                take_back(host, now, host.open_checkpoint(), room)
-            if now.state != OUT:
-                touched.append(now)
-    return touched
+            with keep(host, record) as room:
+                take_back(host, record, host.open_checkpoint(), room)
+            if record.state != OUT:
+                changed.append(record)
+    return changed
 
 
 def is_back(host: Host, swap: Swap) -> bool:
@@ -761,7 +774,7 @@ def ended_swap(host: Host, text: str) -> Swap | None:
 
 
 def forget_ended(host: Host, seconds: float = 0.0) -> None:
-    """Remove this user's records of jobs that have ended, unless another gpushare is at them for longer than that."""
+    """Remove this user's records of jobs that have ended, unless another gpushare has their lock for ``seconds``."""
     with contextlib.suppress(GpushareError), locked(host, seconds=seconds):
         SWAPS.sweep(host)
 

@@ -36,7 +36,7 @@ from gpushare.memory.limit import JobMemory, MemoryAction, MemoryBudget
 from gpushare.memory.peaks import Profile, keep_profile, known_peak
 from gpushare.memory.room import (
     best_together_first,
-    check_ever,
+    check_fits,
     client_limit,
     read_lines,
     usable_now,
@@ -563,7 +563,7 @@ class Farm:
         self._find_size()
         if self._size is not None:
             lines, request = self._lines(), self._request(self._size)
-            check_ever(lines, request, self._own_limit_bytes, when_empty=len(lines) == len(self._devices))
+            check_fits(lines, request, self._own_limit_bytes, when_empty=len(lines) == len(self._devices))
 
     def _check_logs(self) -> None:
         """Raise if the logs of copies that an earlier farm has ended would be overwritten."""

@@ -26,7 +26,7 @@ from gpushare.memory.cost import host_bytes, swap_times
 from gpushare.memory.ledger import Line, Place, Request, reservations
 from gpushare.memory.limit import JobMemory, MemoryAction, MemoryBudget
 from gpushare.memory.peaks import Profile, keep_profile, known_peak
-from gpushare.memory.room import RoomAnswer, best_first, check_ever, check_limit_now, outlook, read_lines, wait_for_room
+from gpushare.memory.room import RoomAnswer, best_first, check_fits, check_limit_now, outlook, read_lines, wait_for_room
 from gpushare.mps.limits import Limits, client_memory
 from gpushare.run.jobs import living_productions
 from gpushare.run.program import ENDED_BY_USER, QueueOptions, RunOptions, open_log, step_of_run
@@ -237,7 +237,7 @@ class Queued:
         request = self._request(size, candidates)
         own_limit = self.limits.get(os.geteuid())
         lines = read_lines(self.host, candidates, self.limits)
-        check_ever(lines, request, own_limit)
+        check_fits(lines, request, own_limit)
         room = None
         if self.queue.wait:
             reasons = {device.uuid: text for device, text in ranked}
@@ -466,7 +466,7 @@ class Queued:
         place.take(*(device.uuid for device in devices))
         try:
             lines = read_lines(self.host, devices, self.limits, place)
-            check_ever(lines, place.request, limit, when_empty=self.request.count > 1)
+            check_fits(lines, place.request, limit, when_empty=self.request.count > 1)
             check_limit_now(lines, place.request, limit)
         except BaseException:
             place.leave()

@@ -42,7 +42,7 @@ from gpushare.memory.room import (
     _room_text,
     _use_percent_of_jobs,
     best_first,
-    check_ever,
+    check_fits,
     check_limit_now,
     client_limit,
     outlook,
@@ -503,7 +503,7 @@ def test_a_job_that_has_just_got_its_place_counts_as_one_that_fills_the_gpu(host
     assert [device.gpu.index for device, _ in ordered] == [second.gpu.index, first.gpu.index]
     assert "how busy it is is not known" in ordered[1][1]
     # It is not its own neighbour.
-    assert "it is idle" in best_first(host, [first], lambda _: [], but=place)[0][1]
+    assert "it is idle" in best_first(host, [first], lambda _: [], own_place=place)[0][1]
     place.leave()
 
 
@@ -1187,14 +1187,14 @@ def test_a_job_that_can_never_come_is_refused(
     lines: list[Line], request_: Request, limit: int | None, error: str | None
 ) -> None:
     if error is None:
-        check_ever(lines, request_, limit)
+        check_fits(lines, request_, limit)
         return
     with pytest.raises((BadUsage, NoPermission)) as raised:
-        check_ever(lines, request_, limit)
+        check_fits(lines, request_, limit)
     assert raised.value.message == error
     if "may reserve" not in error:
         # It may fit on a device that is not among these.
-        check_ever(lines, request_, limit, when_empty=False)
+        check_fits(lines, request_, limit, when_empty=False)
 
 
 @pytest.mark.parametrize(
