@@ -104,14 +104,8 @@ def _read_live(host: Host, index: int) -> LiveGpu:
 
 
 def _mig_change_of(live: LiveGpu, entry: Entry) -> GpuChange | None:
-    """Return the change of MIG mode and instances that an entry needs; None for a GPU without MIG.
-
-    Raises:
-        InUse: an instance that has to go is in use.
-        NotSupported, BadUsage: the instances do not fit.
-    """
-    gpu = live.gpu
-    layout = live.layout
+    """Return the change of MIG mode and instances that an entry needs; None for a GPU without MIG."""
+    gpu, layout = live.gpu, live.layout
     wants_mig = entry.sharing is Way.MIG
     if layout is None:
         return None
@@ -235,11 +229,7 @@ class _GpuWork:
         return [*losses, *daemons_of_others(self.host, self.live.gpu, self.daemons_to_stop)]
 
     def steps_before_mig(self) -> list[Step]:
-        """Return what comes before the MIG change: revoke grants of lost names, bind the new names, set the compute mode.
-
-        Raises:
-            InUse: a program on a GPU without MIG is in the way.
-        """
+        """Return what comes before the MIG change: revoke grants of lost names, bind the new names, set the compute mode."""
         if not self.wants_mig and self.live.gpu.mig_enabled is not True:
             self._refuse_programs()
         staying = {device.place for device in self.devices_after}
@@ -267,8 +257,7 @@ class _GpuWork:
 
     def _refuse_programs(self) -> None:
         """Raise InUse if programs on the GPU would keep running next to what the file wants."""
-        gpu = self.live.gpu
-        mps = self.entry.mps
+        gpu, mps = self.live.gpu, self.entry.mps
         # The server of an unused daemon does not count: it ends with its daemon.
         idle = idle_daemon_pids(self.host, gpu)
         outside = [
@@ -310,8 +299,7 @@ class _GpuWork:
 
     def _time_slice_steps(self) -> list[Step]:
         """Return the step that sets the level of the time-slice, or none. Raises NotSupported if the GPU has none to set."""
-        level = self.entry.time_slice
-        live = self.live
+        level, live = self.entry.time_slice, self.live
         if level is None or level is live.time_slice or (level is TimeSlice.DEFAULT and not live.has_time_slice):
             return []
         # A GPU with MIG on may have a time-slice when the earlier steps have switched MIG off.
@@ -327,8 +315,7 @@ class _GpuWork:
 
     def _gpu_daemon_steps(self) -> list[Step]:
         """Return the step that starts or changes the daemon of the whole GPU, or none."""
-        mps = self.entry.mps
-        index = self.live.gpu.index
+        mps, index = self.entry.mps, self.live.gpu.index
         if mps is None or self._keeps_daemon(self.live.gpu.uuid, mps):
             return []
 
@@ -343,11 +330,7 @@ class _GpuWork:
         return uuid not in self.daemons_to_stop and daemon is not None and limits_key(daemon.wish) == limits_key(wish)
 
     def _instance_daemon_steps(self) -> list[Step]:
-        """Return the steps that give the MIG devices their daemons.
-
-        Raises:
-            InUse, NotSupported, BadUsage: a device cannot have its daemon.
-        """
+        """Return the steps that give the MIG devices their daemons. Raises as `check_daemon`."""
         if self.change is None:
             return []
         gpu = self.live.gpu
@@ -355,8 +338,7 @@ class _GpuWork:
         kept = frozenset(device.uuid for device in self.devices_after if device.uuid)
         steps = []
         for want in self.assignment.devices:
-            device = want.device
-            wish = want.wish.mps
+            device, wish = want.device, want.wish.mps
             if device is None or wish is None or (device.uuid is not None and self._keeps_daemon(device.uuid, wish)):
                 continue
             if device.uuid is None or self.live.daemon(device.uuid) is None:

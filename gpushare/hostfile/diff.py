@@ -64,8 +64,7 @@ def _yield_points(live: LiveGpu, entry: Entry, elsewhere: Mapping[str, str]) -> 
 def _mig_mode_points(live: LiveGpu, *, wants_mig: bool) -> Iterator[Point]:
     """Yield that MIG is on or off against the file, or will be after a reset or reboot (pending)."""
     word = {True: "on", False: "off", None: "not there"}
-    enabled = live.gpu.mig_enabled
-    pending = live.gpu.mig_pending
+    enabled, pending = live.gpu.mig_enabled, live.gpu.mig_pending
     if bool(enabled) is not wants_mig:
         yield Point(what="MIG", found=word[enabled], wanted=word[wants_mig])
     elif pending is not None and pending is not wants_mig:

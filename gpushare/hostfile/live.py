@@ -95,8 +95,7 @@ def _captured_entry(live: LiveGpu, notes: list[str]) -> Entry | None:
 
     ``notes`` gets why, and what is left out.
     """
-    gpu = live.gpu
-    title = f"GPU {gpu.index}"
+    gpu, title = live.gpu, f"GPU {live.gpu.index}"
     if gpu.error is not None:
         # The command reports the GPU as an error.
         return None
@@ -129,8 +128,7 @@ def _captured_entry(live: LiveGpu, notes: list[str]) -> Entry | None:
 
 def _captured_entry_without_daemon(live: LiveGpu, notes: list[str]) -> Entry | None:
     """Return the entry of a GPU without MIG and MPS, by its compute mode and time-slice; None: as `_captured_entry`."""
-    gpu = live.gpu
-    title = f"GPU {gpu.index}"
+    gpu, title = live.gpu, f"GPU {live.gpu.index}"
     if gpu.compute_mode is ComputeMode.PROHIBITED:
         notes.append(f"{title} is left out: a file cannot express compute mode prohibited")
         return None

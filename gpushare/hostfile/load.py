@@ -108,12 +108,7 @@ def names_in(file: HostFile) -> Names:
 
 
 def entries_of(file: HostFile, gpus: Sequence[Gpu]) -> Matched:
-    """Return the entry of each GPU, with users by name.
-
-    Raises:
-        BadUsage: two entries match a GPU in the same way, or a name is used twice.
-        NotFound: there is no such user.
-    """
+    """Return the entry of each GPU, with users by name. Raises as `match_entries`, and NotFound: there is no such user."""
     matched = match_entries(file, gpus, _same_model)
     return replace(
         matched, entries={index: _with_user_names(entry, file.shown) for index, entry in matched.entries.items()}
@@ -163,10 +158,9 @@ def changed_limits(host: Host, file: HostFile) -> list[str]:
         return "none" if size is None else size_option(size)
 
     changed = [f"memory: limit of {user}: {text(old)} -> {text(new)}" for user, old, new in rows if new != old]
-    old_longest = in_force.longest_lease_seconds
-    new_longest = wanted.longest_lease_seconds
-    if new_longest != old_longest:
-        changed.append(f"reserve: longest lease: {format_duration(old_longest)} -> {format_duration(new_longest)}")
+    old, new = in_force.longest_lease_seconds, wanted.longest_lease_seconds
+    if new != old:
+        changed.append(f"reserve: longest lease: {format_duration(old)} -> {format_duration(new)}")
     return changed
 
 
@@ -183,11 +177,7 @@ def _same_model(written: str, name: str) -> bool:
 
 
 def _with_user_names(entry: Entry, shown: str) -> Entry:
-    """Return an entry with users by name; the file may have ids. ``shown`` names the file in errors.
-
-    Raises:
-        NotFound: there is no such user; the message has line and column.
-    """
+    """Return an entry with users by name; the file may have ids. ``shown`` names the file in errors."""
 
     def user_names(users: tuple[str, ...], mark: Mark) -> tuple[str, ...]:
         try:

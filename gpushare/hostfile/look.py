@@ -134,8 +134,7 @@ def _live_daemon(host: Host, gpu: Gpu, found: FoundDaemon) -> LiveMps:
 
     The limits are unknown if the daemon does not answer, or if its start was interrupted before all of them were set.
     """
-    daemon = found.daemon
-    record = found.record
+    daemon, record = found.daemon, found.record
     unit = unit_at(daemon.pipe_directory) if daemon.pipe_directory and not daemon.ours else None
     transient = daemon.transient or (record is not None and record.transient)
     if daemon.error is not None or (daemon.ours and (record is None or record.interrupted)):

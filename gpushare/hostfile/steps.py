@@ -142,11 +142,7 @@ Find = Callable[[], Device]
 
 
 def stop_steps(host: Host, live: LiveGpu, unwanted: set[str]) -> list[Step]:
-    """Return the steps that stop our daemons on these devices (UUIDs), and clean up after dead ones.
-
-    Raises:
-        InUse, NoPermission: a daemon has clients, does not answer, or belongs to another user.
-    """
+    """Return the steps that stop our daemons on these devices (UUIDs), and clean up after dead ones. Raises as `refuse_used`."""
     running = own_daemons(host, live.gpu)
     steps = []
     for daemon in running:
@@ -204,12 +200,9 @@ def daemon_step(host: Host, title: str, find: Find, wish: MpsWish, *, selector: 
     daemon only if the step has started it.
     """
     work = _DaemonWork(host, find, wish)
-    what = f"serve {title} with an MPS daemon"
     words = _wish_words(wish)
-    if words:
-        what += f": {', '.join(words)}"
     return Step(
-        what=what,
+        what=f"serve {title} with an MPS daemon" + (f": {', '.join(words)}" if words else ""),
         command=start_command(
             selector, wish.limits, exclusive=wish.exclusive, users=wish.users if wish.multiuser else None
         ),
@@ -223,9 +216,7 @@ class _DaemonWork:
     """Start or change one daemon as a file says, and undo it."""
 
     def __init__(self, host: Host, find: Find, wish: MpsWish) -> None:
-        self._host = host
-        self._find = find
-        self._wish = wish
+        self._host, self._find, self._wish = host, find, wish
         self._device: Device | None = None
         # What `do` has done: started a daemon, changed the limits of this one, changed these users.
         self._started = False
@@ -234,8 +225,7 @@ class _DaemonWork:
 
     def do(self) -> None:
         """Set the limits and users of the daemon that runs, or start one."""
-        device = self._find()
-        self._device = device
+        device = self._device = self._find()
         try:
             home, record = own_daemon(self._host, device, to_change=True)
         except NotFound:
@@ -287,12 +277,7 @@ class _DaemonWork:
 def check_daemon(host: Host, device: Device, wish: MpsWish, outside: Sequence[str]) -> None:
     """Raise before anything is changed if a device cannot have a daemon.
 
-    ``outside`` are titles of the programs on the device: they would keep running outside MPS.
-
-    Raises:
-        NotSupported: the MPS control program is missing.
-        BadUsage: the memory limit is above the memory of the device.
-        InUse: programs are on the device.
+    ``outside`` are titles of programs that would keep running on the device outside MPS.
     """
     if host.programs.find(control.PROGRAM) is None:
         raise missing_program_error(control.PROGRAM)
