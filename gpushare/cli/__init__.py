@@ -88,7 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     common.reset()
     common.settings.words = tuple(words)
     common.open_closed_streams()
-    common.outlive_the_terminal()
+    common.let_streams_outlive_terminal()
+    common.keep_exit_codes_of_children()
     try:
         with ended_by_exception():
             code = _run(words)

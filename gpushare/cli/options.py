@@ -111,8 +111,8 @@ class _Terminal(io.FileIO):
             return memoryview(data).nbytes
 
 
-def outlive_the_terminal() -> None:
-    """Let stdout and stderr survive a closed terminal, and let no exit code of a child get lost."""
+def let_streams_outlive_terminal() -> None:
+    """Replace stdout and stderr by streams that a closed terminal does not break (`_Terminal`)."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -122,7 +122,10 @@ def outlive_the_terminal() -> None:
                     io.BufferedWriter(raw), stream.encoding, stream.errors, line_buffering=True, write_through=True
                 )
                 setattr(sys, name, wrapped)
-    # If it is inherited as ignored, all exit codes of children are lost.
+
+
+def keep_exit_codes_of_children() -> None:
+    """Restore the default of SIGCHLD: a parent may have left it ignored, and then all exit codes of children are lost."""
     if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
         with contextlib.suppress(ValueError):
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -153,7 +156,7 @@ def parse_output_format(text: str) -> OutputFormat:
 
 
 def _storing_callback(name: str, convert: Callable[[Any], Any] = lambda value: value) -> Callable[..., Any]:
-    """Return the parser's callback that stores the value of an option in `settings`."""
+    """Return the parser's callback that stores the value of an option, converted, as ``settings.NAME``."""
 
     def callback(_context: Any, _parameter: Any, value: Any) -> Any:
         # An absent option changes nothing: it may have been given before the command.
@@ -246,7 +249,7 @@ def _switch(name: str, act: Callable[[Any], str], text: str) -> TyperOption:
             ctx.exit()
 
     return TyperOption(
-        param_decls=[name, "shared_" + name.removeprefix("--").replace("-", "_").removeprefix("install_")],
+        param_decls=[name, "shared_" + name.removeprefix("--").replace("-", "_")],
         is_flag=True,
         default=False,
         expose_value=False,
@@ -269,7 +272,10 @@ class ReaderGone(Exception):
 
 
 def _apply_common_options(words: Sequence[str], *, interspersed: bool) -> None:
-    """Set the common options of words that the parser refuses, so that the error follows them."""
+    """Set the common options of words that the parser refuses, so that its error is shown as they say (-o json, --debug).
+
+    ``interspersed``: options may come after arguments.
+    """
     lenient = TyperCommand(
         name=None,
         params=[*change_options(asks=True), *common_options()],
@@ -312,14 +318,15 @@ def _errors_in_typed_format(words: Sequence[str], *, interspersed: bool) -> Iter
 def _given_names(ctx: Any) -> Iterator[str]:
     """Yield the long names of the options, and the words of the arguments, that the command line gives."""
     for parameter in ctx.command.params:
-        source, value = ctx.get_parameter_source(parameter.name), ctx.params.get(parameter.name)
+        source = ctx.get_parameter_source(parameter.name)
+        value = ctx.params.get(parameter.name)
         # Typer 0.26.5 says of a list that is not given that it is, and empty.
-        if source is not None and source.name == "COMMANDLINE" and value is not False and value not in ((), []):
-            yield (
-                parameter.metavar.strip("[].")
-                if parameter.param_type_name == "argument"
-                else max(parameter.opts, key=len)
-            )
+        if source is None or source.name != "COMMANDLINE" or value is False or value in ((), []):
+            continue
+        if parameter.param_type_name == "argument":
+            yield parameter.metavar.strip("[].")
+        else:
+            yield max(parameter.opts, key=len)
 
 
 class Helped:
@@ -392,39 +399,44 @@ class Command(Helped, TyperCommand):
     asks = False
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
-        whole_help = _switch("--help-all", _whole_help, "Show all options and examples.")
-        options = [whole_help] if named.get("name") in _LONG else []
-        options += change_options(asks=self.asks) if self.changes else []
+        options = []
+        if named.get("name") in _LONG:
+            options.append(_switch("--help-all", _whole_help, "Show all options and examples."))
+        if self.changes:
+            options += change_options(asks=self.asks)
         named["params"] = [*(named.get("params") or []), *options, *common_options()]
         super().__init__(*arguments, **named)
 
     def make_parser(self, ctx: Any) -> Any:
-        """Return the parser. It collects all values of a repeated option, and joins or refuses them: click keeps the last.
+        """Return a parser that joins or refuses the values of an option given several times, where click keeps the last.
 
-        Before the command the last value still wins: an alias may give `--host` and `-o` there.
+        For that, options of one value are made to collect several while the parser is built. Before the command (`Group`)
+        the last value still wins: an alias may give `--host` and `-o` there.
         """
-        single = [
+        single_value_options = [
             option
             for option in self.get_params(ctx)
             if isinstance(option, TyperOption) and not option.multiple and (option.secondary_opts or not option.is_flag)
         ]
-        for option in single:
+        for option in single_value_options:
             option.multiple = True
         try:
             parser: Any = super().make_parser(ctx)
         finally:
-            for option in single:
+            for option in single_value_options:
                 option.multiple = False
-        read = parser.parse_args
+        parse_args_of_click = parser.parse_args
 
         def parse_args(args: list[str]) -> Any:
-            """Parse; then join or refuse the values of an option that is given several times."""
-            values_of, rest, order = read(args=args)
-            for option in single:
-                if option.name in values_of:
-                    values = values_of[option.name]
-                    values_of[option.name] = values[-1] if ctx.resilient_parsing else _single_value(option, values)
-            return values_of, rest, order
+            """Return what click's parser returns, with a single value of each of these options."""
+            values_by_name, rest, order = parse_args_of_click(args=args)
+            for option in single_value_options:
+                if option.name in values_by_name:
+                    values = values_by_name[option.name]
+                    # A completion must not fail.
+                    value = values[-1] if ctx.resilient_parsing else _single_value(option, values)
+                    values_by_name[option.name] = value
+            return values_by_name, rest, order
 
         parser.parse_args = parse_args
         return parser
@@ -437,19 +449,33 @@ class Command(Helped, TyperCommand):
         with _errors_in_typed_format(args, interspersed=interspersed):
             ctx = super().make_context(info_name, args, parent, **extra)
         if not interspersed and not ctx.resilient_parsing:
-            self._note_options_of_the_program(ctx, words)
+            self._note_misplaced_options(ctx, words)
         return ctx
 
-    def _note_options_of_the_program(self, ctx: Any, words: list[str]) -> None:
-        """Say which options of this command are given to the program, unless ``--`` says that they are its own."""
+    def _note_misplaced_options(self, ctx: Any, words: list[str]) -> None:
+        """Note which options of this command stand after the program, which gets them; ``--`` before it says that it should."""
         program = next((ctx.params[parameter.name] for parameter in self.params if parameter.nargs == -1), None) or []
         words_before = words[: len(words) - len(program)]
         # A number is no program: the command refuses it.
         if not program or program[0].isdecimal() or (words_before and words_before[-1] == "--"):
             return
+        option_names, option_words, program_words = self._split_options(ctx, program)
+        if option_names:
+            meant_words = ["gpushare", *settings.command.split(), *words_before, *option_words, "--", *program_words]
+            line = cut(shlex.join(meant_words), 400)
+            name = quoted(os.path.basename(program[0]))
+            note(
+                f"{', '.join(dict.fromkeys(option_names))} after {name} {'is' if len(option_names) == 1 else 'are'} passed to it, not to "
+                f"gpushare; for gpushare: {line}; if the program takes {'it' if len(option_names) == 1 else 'them'}, put -- before "
+                "the program"
+            )
+
+    def _split_options(self, ctx: Any, program: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+        """Return the names of this command's options among the words of a program, these options with values, and the rest."""
         options = {name: option for option in self.get_params(ctx) for name in (*option.opts, *option.secondary_opts)}
-        moved_words: list[str] = []
-        program_words, option_names = [program[0]], []
+        option_names: list[str] = []
+        option_words: list[str] = []
+        program_words = [program[0]]
         unread = list(program[1:])
         while unread:
             word = unread.pop(0)
@@ -461,18 +487,10 @@ class Command(Helped, TyperCommand):
                 program_words.append(word)
                 continue
             option_names.append(word.partition("=")[0])
-            moved_words.append(word)
+            option_words.append(word)
             if not getattr(option, "is_flag", True) and "=" not in word and unread:
-                moved_words.append(unread.pop(0))
-        if option_names:
-            verb = settings.command
-            line = cut(shlex.join(["gpushare", *verb.split(), *words_before, *moved_words, "--", *program_words]), 400)
-            name = quoted(os.path.basename(program[0]))
-            note(
-                f"{', '.join(dict.fromkeys(option_names))} after {name} {'is' if len(option_names) == 1 else 'are'} passed to it, not to "
-                f"gpushare; for gpushare: {line}; if the program takes {'it' if len(option_names) == 1 else 'them'}, put -- before "
-                "the program"
-            )
+                option_words.append(unread.pop(0))
+        return option_names, option_words, program_words
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command.
@@ -701,15 +719,20 @@ class Refused(NamedTuple):
 
 def refuse(rows: Sequence[Refused], given: Collection[str] | None = None) -> None:
     """Raise BadCombination if options do not go together; ``given`` has those that count, by default `Settings.given`."""
-    given = settings.given if given is None else given
+    if given is None:
+        given = settings.given
     for row in rows:
-        options, others = ([name for name in names.split() if name in given] for names in (row.options, row.others))
-        if options and bool(others) is not row.needs:
-            first, *names = (name.replace(":", " ") for name in (options[0], *(others or row.others.split())))
-            problem = (
-                f"{first} needs {' or '.join(names)}" if row.needs else f"{first} cannot be combined with {names[0]}"
-            )
-            raise BadCombination(f"{problem}: {row.why}", f"for example: gpushare {settings.command} {row.instead}")
+        options = [name for name in row.options.split() if name in given]
+        others = [name for name in row.others.split() if name in given]
+        if not options or bool(others) is row.needs:
+            continue
+        if row.needs:
+            problem = f"{options[0]} needs {' or '.join(row.others.split())}"
+        else:
+            problem = f"{options[0]} cannot be combined with {others[0]}"
+        # --yield:swap is typed as two words.
+        problem = problem.replace(":", " ")
+        raise BadCombination(f"{problem}: {row.why}", f"for example: gpushare {settings.command} {row.instead}")
 
 
 def note(text: str) -> None:
@@ -768,15 +791,16 @@ def consented(plan: Plan, agreed: Sequence[Loss] = ()) -> tuple[Loss, ...]:
     """
     from gpushare.plan import describe_losses, not_agreed
 
-    missing = () if settings.yes or settings.dry_run else not_agreed(plan.consent, agreed)
-    if missing:
+    open_losses = () if settings.yes or settings.dry_run else not_agreed(plan.consent, agreed)
+    if open_losses:
         from gpushare.show.plan import plan_answer
 
         data = plan_answer(plan, dry_run=False)
-        hint = f"to do it: {_with_yes()}; to see the plan: --dry-run"
+        losses = describe_losses(open_losses)
+        hint = f"to do it: {_command_line_with_yes()}; to see the plan: --dry-run"
         if not (sys.stdin.isatty() and sys.stderr.isatty()):
-            raise NeedsConsent(f"this {describe_losses(missing)}, and there is no terminal to ask on", hint, data=data)
-        question = f"{one_line(f'This {describe_losses(missing)}.')} Continue? [y/N] "
+            raise NeedsConsent(f"this {losses}, and there is no terminal to ask on", hint, data=data)
+        question = f"{one_line(f'This {losses}.')} Continue? [y/N] "
         if ask_line(question).strip().lower() not in {"y", "yes"}:
             raise NeedsConsent("not confirmed; nothing was changed", hint, code="not_confirmed", data=data)
     return (*agreed, *plan.consent)
@@ -789,12 +813,14 @@ def is_agreed(plan: Plan, agreed: Sequence[Loss]) -> bool:
     return settings.yes or not not_agreed(plan.consent, agreed)
 
 
-def _with_yes() -> str:
-    """Return this command line with ``-y``, before the words of a program that it runs."""
-    words, at = list(settings.words), 0
+def _command_line_with_yes() -> str:
+    """Return this command line with ``-y`` after the words of the command: before those of a program that it runs."""
+    words = list(settings.words)
+    end_of_command = 0
     for word in settings.command.split():
-        at = words.index(word, at) + 1 if word in words[at:] else at
-    return shlex.join(["gpushare", *words[:at], "-y", *words[at:]])
+        if word in words[end_of_command:]:
+            end_of_command = words.index(word, end_of_command) + 1
+    return shlex.join(["gpushare", *words[:end_of_command], "-y", *words[end_of_command:]])
 
 
 def ask_and_carry_out(
@@ -820,7 +846,8 @@ def ask_and_carry_out(
     if not settings.dry_run:
         from gpushare.plan import carry_out
 
-        agreed, done = consented(plan), False
+        agreed = consented(plan)
+        done = False
         while not done:
             with contextlib.ExitStack() as locks:
                 lock_notes += locks.enter_context(locked())
