@@ -194,7 +194,9 @@ class _AdviseCommand(AskingCommand):
     def invoke(self, ctx: Any) -> Any:
         """Run the command, with the properties of the workload in the context, not as arguments."""
         words = {name: ctx.params.pop(name) for name in self._names}
-        ctx.meta["workload"] = {**words, "needs": ",".join(words["needs"]) if words["needs"] else None}
+        # --needs can be given several times.
+        words["needs"] = ",".join(words["needs"]) if words["needs"] else None
+        ctx.meta["workload"] = words
         return super().invoke(ctx)
 
 
@@ -224,21 +226,28 @@ def advise(
     without --apply. A file uses the same names: workloads: [{processes: 4, memory: 6G}]
     """
     words = dict(context.meta["workload"])
-    root, destroy, command = words.pop("root"), words.pop("destroy"), words["command"]
-    production_fills = words.pop("production_saturating")
-    pair = (
+    root = words.pop("root")
+    destroy = words.pop("destroy")
+    production_saturating = words.pop("production_saturating")
+    role_counts = (
         _parse_count("--production", words.pop("production")),
         _parse_count("--opportunistic", words.pop("opportunistic")),
     )
-    words["command"] = shlex.join(program) if program and command is None else command
+    command = words["command"]
+    if program and command is None:
+        words["command"] = shlex.join(program)
     refuse(_REFUSED)
     explained = None if way is None else way_of(way)
     measuring = None
     if measure:
         argv = program or (split_command("--command", command) if command else [])
         measuring = parse_measuring(argv, copies, metric, window, repeat, timeout, lower=lower)
-    case = _typed_case(words, file, root, pair, seen=live or recording is not None)
-    case = case and check_users(_production_fills(case, production_fills))
+    # All words are checked before the host is asked, so that a typo costs nothing.
+    case = _typed_case(words, file, root, role_counts)
+    from_host = live or recording is not None
+    if not from_host:
+        case = check_users(_with_production_saturating(case, production_saturating))
+
     # The advice itself only reads.
     settings.changes = apply or measure
     host = settings.connect()
@@ -248,35 +257,25 @@ def advise(
     # Few answers name jobs: only these look for those that run.
     facts = replace(host_facts(state), ask_jobs=cache(lambda: tuple(_running_jobs(host))))
     chosen, among = _gpu_of_option(state, facts, gpu)
-    if case is None:
-        chosen = chosen or _first_gpu(facts, among, lambda gpu: live and bool(gpu.processes))
-        seen = (
-            case_from_now(host, chosen.index, root=root)
-            if recording is None
-            else case_from_recording(recording, chosen.index, root=root)
-        )
-        case = check_users(_production_fills(overlaid(seen, words), production_fills))
-    case = case if destroy is None else replace(case, destroy=destroy)
-    named = chosen is not None
+    if from_host:
+        chosen = chosen or _first_answering_gpu(facts, among, lambda gpu: live and bool(gpu.processes))
+        seen = _seen_case(host, recording, chosen.index, root)
+        case = check_users(_with_production_saturating(overlaid(seen, words), production_saturating))
+    if destroy is not None:
+        case = replace(case, destroy=destroy)
     _check_sms(case, facts.gpus if chosen is None else (chosen,))
-    first = chosen or _first_gpu(facts, among, lambda _: True)
-    situation = Situation(case, facts, first, load_table(), among=among, consolidate=consolidate)
-    if chosen is None:
-        situation = replace(situation, gpu=_best_first(situation, among))
-    if named or measure:
-        situation = replace(situation, among=(situation.gpu.index,))
-    if not no_input and _may_ask(explained=explained is not None):
-        situation = ask_questions(ask_numbers(situation))
-        if not named:
-            situation = replace(situation, gpu=_best_first(situation, situation.among))
+    gpu_facts = chosen or _first_answering_gpu(facts, among, lambda _: True)
+    situation = Situation(case, facts, gpu_facts, load_table(), among=among, consolidate=consolidate)
+    asks = not no_input and _may_ask(explained=explained is not None)
+    situation = _with_gpu_and_answers(situation, named=chosen is not None, single=measure, asks=asks)
     if measuring is not None:
         return measure_and_answer(host, situation, measuring, copies, live=live, apply=apply)
     return _advice_result(advice_for(situation), explained, live=live, apply=apply)
 
 
-def _production_fills(case: Case, fills: bool | None) -> Case:
-    """Return the case with whether production alone fills the GPU."""
-    if fills is None:
+def _with_production_saturating(case: Case, saturating: bool | None) -> Case:
+    """Return the case with whether a production job alone fills the GPU; None: that is not given."""
+    if saturating is None:
         return case
     if Role.PRODUCTION not in case.roles:
         raise BadUsage(
@@ -284,8 +283,45 @@ def _production_fills(case: Case, fills: bool | None) -> Case:
             "give --production N, or a role in the file",
             code="no_role",
         )
-    works = tuple(replace(work, saturating=fills) if work.role is Role.PRODUCTION else work for work in case.workloads)
-    return replace(case, workloads=works)
+    return replace(
+        case,
+        workloads=tuple(
+            replace(work, saturating=saturating) if work.role is Role.PRODUCTION else work for work in case.workloads
+        ),
+    )
+
+
+def _typed_case(
+    words: dict[str, Any], file: str | None, root: bool | None, role_counts: tuple[int | None, int | None]
+) -> Case:
+    """Return the case of a file or of the options alone; ``role_counts`` as in `case_of`."""
+    if file is not None:
+        return overlaid(case_from_file(file, root=root), words)
+    return case_of(words, root=root, role_counts=role_counts)
+
+
+def _seen_case(host: Host, recording: str | None, index: int, root: bool | None) -> Case:
+    """Return what runs on a GPU now, or what ran on it in a recording, as a case."""
+    if recording is None:
+        return case_from_now(host, index, root=root)
+    return case_from_recording(recording, index, root=root)
+
+
+def _with_gpu_and_answers(situation: Situation, *, named: bool, single: bool, asks: bool) -> Situation:
+    """Return the situation with the GPU that the answer begins with, and with the user's answers to questions (``asks``).
+
+    ``named``: the user has named the GPU; ``single``: the answer is for one GPU.
+    """
+    if not named:
+        situation = replace(situation, gpu=_gpu_to_begin_with(situation))
+    if named or single:
+        situation = replace(situation, among=(situation.gpu.index,))
+    if asks:
+        situation = ask_questions(ask_numbers(situation))
+        if not named:
+            # After the answers, another GPU may be better.
+            situation = replace(situation, gpu=_gpu_to_begin_with(situation))
+    return situation
 
 
 def _parse_count(option: str, text: str | None) -> int | None:
@@ -298,21 +334,8 @@ def _parse_count(option: str, text: str | None) -> int | None:
         raise BadUsage(f"{option}: {error.message}", error.hint, code=error.code) from None
 
 
-def _typed_case(
-    words: dict[str, Any], file: str | None, root: bool | None, pair: tuple[int | None, int | None], *, seen: bool
-) -> Case | None:
-    """Return the case of the options or a file; None if it is to be taken from the GPU or a recording."""
-    if seen:
-        case_of(words, root=root, pair=pair)
-        return None
-    if file is not None:
-        return overlaid(case_from_file(file, root=root), words)
-    # Checked before the host is asked, so that a typo costs nothing.
-    return case_of(words, root=root, pair=pair)
-
-
 def _recover_mig(host: Host) -> None:
-    """Undo a MIG change that was interrupted before the advice looks at the host, as every change of MIG does."""
+    """Undo an interrupted MIG change, as every change of MIG does first; the advice then looks at what is left."""
     from gpushare.cli.mig_change import recovered
 
     ledger = MigLedger(host)
@@ -323,6 +346,7 @@ def _recover_mig(host: Host) -> None:
 
 
 def _running_jobs(host: Host) -> Iterator[RunningJob]:
+    """Yield the jobs of gpushare that run now; none if the records cannot be read."""
     for record in or_none(lambda: records(host)) or ():
         if is_running(host, record):
             production = record.role == PRODUCTION
@@ -330,7 +354,7 @@ def _running_jobs(host: Host) -> Iterator[RunningJob]:
 
 
 def _gpu_of_option(state: HostState, facts: HostFacts, gpu: str | None) -> tuple[GpuFacts | None, tuple[int, ...]]:
-    """Return the GPU or MIG instance that -g names, or the indexes of several; none: all."""
+    """Return the one GPU or MIG instance that -g names; or None, and the indexes of the GPUs to choose from (none: all)."""
     if not facts.gpus:
         raise no_gpu_error()
     if gpu is None or is_any(gpu):
@@ -362,17 +386,17 @@ def _answering_gpus(facts: HostFacts, among: Sequence[int]) -> list[GpuFacts]:
     return [gpu for gpu in facts.gpus if gpu.error is None and (gpu.index in among or not among)]
 
 
-def _first_gpu(facts: HostFacts, among: Sequence[int], preferred: Callable[[GpuFacts], bool]) -> GpuFacts:
-    """Return the first GPU that answers and is wanted, else the first that answers."""
-    answers = _answering_gpus(facts, among)
-    return next(filter(preferred, answers), answers[0])
+def _first_answering_gpu(facts: HostFacts, among: Sequence[int], is_preferred: Callable[[GpuFacts], bool]) -> GpuFacts:
+    """Return the first preferred GPU of those that answer, else the first that answers."""
+    gpus = _answering_gpus(facts, among)
+    return next(filter(is_preferred, gpus), gpus[0])
 
 
-def _best_first(situation: Situation, among: Sequence[int]) -> GpuFacts:
-    """Return the GPU that the answer begins with."""
+def _gpu_to_begin_with(situation: Situation) -> GpuFacts:
+    """Return the GPU that the answer begins with: one on which programs run, if they are the case; else the best."""
     if situation.case.any("running"):
-        return _first_gpu(situation.host, among, lambda gpu: bool(gpu.processes))
-    return first_gpu(situation, _answering_gpus(situation.host, among))
+        return _first_answering_gpu(situation.host, situation.among, lambda gpu: bool(gpu.processes))
+    return first_gpu(situation, _answering_gpus(situation.host, situation.among))
 
 
 def _may_ask(*, explained: bool) -> bool:
@@ -388,7 +412,9 @@ RUNS_ON: Final = "running programs are not affected: they join MPS or an instanc
 def _advice_result(advice: Advice, explained: Any, *, live: bool, apply: bool) -> Any:
     """Return the advice as a result; with ``explained`` one way's reasons; with ``apply`` the setup is carried out."""
     data = advice_answer(advice)
-    notes = [*data.notes, *([RUNS_ON] if live else [])]
+    notes = list(data.notes)
+    if live:
+        notes.append(RUNS_ON)
     if explained is not None:
         verdict = advice.of(explained)
         table = reasons_table([verdict], f"{verdict.title} on {data.gpu_title}: {verdict.outcome.value}")
@@ -403,41 +429,35 @@ def _advice_result(advice: Advice, explained: Any, *, live: bool, apply: bool) -
     return Result(data=data, tables=tuple(tables), csv=tables[1], notes=tuple(notes))
 
 
-def case_of(words: Mapping[str, Any], *, root: bool | None, pair: tuple[int | None, int | None]) -> Case:
-    """Return the case of the options. ``pair`` is the number of production and of opportunistic processes."""
-    production, opportunistic = pair
+def case_of(words: Mapping[str, Any], *, root: bool | None, role_counts: tuple[int | None, int | None]) -> Case:
+    """Return the case of the options.
+
+    ``words`` are those of a workload, by their names in a file. ``role_counts`` are the numbers of production and of
+    opportunistic processes; if both are None, the processes have no such roles.
+    """
+    production, opportunistic = role_counts
     if production is None and opportunistic is None:
         return Case(workloads=workloads_of(words), root=root)
-    sizes = sizes_of(words.get("memory"))
-    doubled = [f"--{name}" for name in ("processes", "role") if words.get(name) is not None]
-    if doubled:
+    repeated = [f"--{name}" for name in ("processes", "role") if words.get(name) is not None]
+    if repeated:
         raise BadUsage(
             "--production and --opportunistic already give the number and the role of the processes",
-            f"drop {' and '.join(doubled)}",
+            f"drop {' and '.join(repeated)}",
             code="two_counts",
         )
+    sizes = sizes_of(words.get("memory"))
     if len(sizes) not in {0, 1, 2}:
         raise BadUsage(f"{len(sizes)} sizes of memory for two jobs", "give --memory 60G,40G", code="bad_count")
     workload = workload_of({**words, "memory": sizes[0] if sizes else None})
-    memory = {Role.OPPORTUNISTIC: workload_of({"memory": sizes[-1]}).memory if sizes else None}
-    # It is the opportunistic job that fills the GPU: if production did, sharing would make no sense.
-    roles = [(Role.PRODUCTION, production), (Role.OPPORTUNISTIC, opportunistic)]
+    opportunistic_memory = workload_of({"memory": sizes[-1]}).memory if sizes else None
+    production_job = replace(workload, role=Role.PRODUCTION, processes=production or 1, bandwidth_bound=None)
     if opportunistic is None:
-        roles = roles[:1]
-    return Case(
-        workloads=tuple(
-            replace(
-                workload,
-                role=role,
-                processes=count or 1,
-                memory=memory.get(role, workload.memory),
-                saturating=workload.saturating if role is Role.OPPORTUNISTIC or opportunistic is None else None,
-                bandwidth_bound=workload.bandwidth_bound if role is Role.OPPORTUNISTIC else None,
-            )
-            for role, count in roles
-        ),
-        root=root,
+        return Case(workloads=(production_job,), root=root)
+    opportunistic_job = replace(
+        workload, role=Role.OPPORTUNISTIC, processes=opportunistic or 1, memory=opportunistic_memory
     )
+    # It is the opportunistic job that fills the GPU: if production did, sharing would make no sense.
+    return Case(workloads=(replace(production_job, saturating=None), opportunistic_job), root=root)
 
 
 def case_from_file(path: str, *, root: bool | None) -> Case:
@@ -447,7 +467,7 @@ def case_from_file(path: str, *, root: bool | None) -> Case:
 
 
 def overlaid(case: Case, words: Mapping[str, Any]) -> Case:
-    """Return the case with what the options say of all of its workloads."""
+    """Return the case with the properties that are given as options, for all of its workloads."""
     if len(case.workloads) > 1 and words.get("processes") is not None:
         raise BadCombination(
             "--processes cannot be combined with several workloads", "give the number of each in the file: processes: 4"
@@ -470,12 +490,12 @@ def case_from_now(host: Host, index: int, *, root: bool | None) -> Case:
             f"say what runs: gpushare advise -g {index} --processes 4; or run this on the host, outside the container",
             code="not_seen",
         )
-    seen = [
+    programs = [
         process
         for process in gpu.processes
         if (process.compute or process.mps) and "nvidia-cuda-mps" not in (process.name or "")
     ]
-    if not seen:
+    if not programs:
         raise NotFound(
             f"no program is running on GPU {index}",
             "say what you want to run: gpushare advise --processes 4",
@@ -484,7 +504,7 @@ def case_from_now(host: Host, index: int, *, root: bool | None) -> Case:
     graphics = any(process.graphics and not process.compute for process in gpu.processes) or None
     # They are the ones to be set up, so they can be restarted.
     properties: dict[str, Any] = {"graphics": graphics, "occupied": False}
-    workloads = [_one_process(each.name, each.user, each.memory_used_bytes, **properties) for each in seen]
+    workloads = [_seen_process(each.name, each.user, each.memory_used_bytes, **properties) for each in programs]
     return Case(workloads=_merge_processes(workloads), root=root)
 
 
@@ -508,7 +528,7 @@ def case_from_recording(path: str, index: int, *, root: bool | None) -> Case:
             code="nobody",
         )
     workloads = [
-        _one_process(
+        _seen_process(
             used.process.name,
             used.process.user,
             used.memory_peak_bytes,
@@ -519,9 +539,9 @@ def case_from_recording(path: str, index: int, *, root: bool | None) -> Case:
     return Case(workloads=_merge_processes(workloads), root=root)
 
 
-def _one_process(name: str | None, user: str | None, used: int | None, **properties: Any) -> Workload:
+def _seen_process(name: str | None, user: str | None, used_bytes: int | None, **properties: Any) -> Workload:
     """Return a process that was seen; its memory is without its CUDA context, which the budget adds."""
-    memory = None if used is None else max(used - MPS_CONTEXT_BYTES, MIB)
+    memory = None if used_bytes is None else max(used_bytes - MPS_CONTEXT_BYTES, MIB)
     return Workload(name=name, user=user, processes=1, memory=memory, **properties)
 
 
@@ -549,7 +569,7 @@ def _merge_processes(workloads: Sequence[Workload]) -> tuple[Workload, ...]:
 
 
 def _prompt(text: str, words: list[str]) -> str:
-    """Return a question with its answers, on two lines if one is too short."""
+    """Return a question with the words that may be typed, on several lines if one is too short for it and an answer."""
     answers = f"[{'/'.join(words)}, Enter: unknown] "
     width = max(shutil.get_terminal_size().columns, 40)
     if len(text) + len(answers) + max(map(len, words)) < width:
@@ -560,25 +580,28 @@ def _prompt(text: str, words: list[str]) -> str:
 def ask_numbers(situation: Situation) -> Situation:
     """Ask how many processes there are, and how much memory each needs; an empty answer leaves that open."""
     workloads: list[Workload] = []
-    alone = len(situation.case.workloads) == 1
+    single = len(situation.case.workloads) == 1
     for workload in situation.case.workloads:
         name = workload.name or (workload.role.value if workload.role is not None else "")
         of_name = f" of {name}" if name else ""
-        if workload.processes is None and alone:
-            (workload,) = _ask_number(workload, "processes", "How many processes are to share the GPU?", "4")
+        if workload.processes is None and single:
+            (workload,) = _ask_property(workload, "processes", "How many processes are to share the GPU?", "4")
         if workload.memory is None:
             text = f"How much GPU memory does one process{of_name} need at its peak, without its CUDA context?"
-            example = "6G or 34G,17G" if alone else "6G"
-            workloads += _ask_number(workload, "memory", text, example, may_differ=alone)
+            example = "6G or 34G,17G" if single else "6G"
+            workloads += _ask_property(workload, "memory", text, example, may_differ=single)
         else:
             workloads.append(workload)
     return replace(situation, case=replace(situation.case, workloads=tuple(workloads)))
 
 
-def _ask_number(
+def _ask_property(
     workload: Workload, name: str, text: str, example: str, *, may_differ: bool = False
 ) -> tuple[Workload, ...]:
-    """Return the workload with the answer; ``may_differ``: or one for each process, if the answer is several sizes."""
+    """Ask for the property ``name`` until the answer is valid or empty, and return the workload with it.
+
+    ``may_differ``: several sizes of memory are an answer, too, and give one workload for each process.
+    """
     while line := ask_line(_prompt(text, [f"like {example}"])).strip():
         sizes = sizes_of(line) if may_differ else [line]
         try:
@@ -591,7 +614,7 @@ def _ask_number(
 
 
 def ask_questions(situation: Situation) -> Situation:
-    """Ask the questions that still decide; an empty answer leaves one open."""
+    """Ask the questions whose answers change the advice; an empty answer leaves one open, the end of the input all."""
     skipped: set[str] = set()
     while (question := next_question(situation, frozenset(skipped))) is not None:
         words = [answer.word for answer in question.answers]
@@ -623,20 +646,18 @@ def carry_out_setup(advice: Advice, notes: Sequence[str]) -> Any:
         notes_of_plan = [f"{line.what}: {line.command}" if line.command else line.what for line in recipe.lines]
         plan = Plan(title="nothing", steps=(), notes=tuple(notes_of_plan))
         return plan_result(plan, dry_run=settings.dry_run, notes=notes, empty=_nothing_to_set_up(advice))
-    result = _carry_out(changes)
-    # Where the undo is known only afterwards, the plan itself names it.
-    keeps_undo = any(line.command is None for line in recipe.undo)
-    notes_of_plan = [*notes, *(note for note in result.notes if keeps_undo or not note.startswith("undo: "))]
-    notes_of_plan += [
-        f"then, {line.what}: {line.command}" for line in recipe.lines if line.command and line.change is None
-    ]
-    result = replace(result, notes=tuple(notes_of_plan))
-    undo = "; ".join(line.command for line in recipe.undo if line.command)
-    return (
-        result
-        if keeps_undo or not result.done
-        else replace(result, done=with_undo([what for what, _ in result.done], undo))
-    )
+    result = _carry_out_changes(changes)
+    result_notes = list(result.notes)
+    done = result.done
+    # The undo of the recipe is shown, unless a line of it is known only after the change: then that of the plan is.
+    if all(line.command is not None for line in recipe.undo):
+        result_notes = [text for text in result_notes if not text.startswith("undo: ")]
+        if done:
+            done = with_undo(
+                [what for what, _ in done], "; ".join(line.command for line in recipe.undo if line.command)
+            )
+    later = [f"then, {line.what}: {line.command}" for line in recipe.lines if line.command and line.change is None]
+    return replace(result, notes=(*notes, *result_notes, *later), done=done)
 
 
 def _nothing_to_set_up(advice: Advice) -> str:
@@ -649,22 +670,22 @@ def _nothing_to_set_up(advice: Advice) -> str:
     return f"nothing to set up for {'this answer' if way is None else way.label}: the host can stay as it is"
 
 
-def _carry_out(changes: Sequence[Change]) -> Result:
+def _carry_out_changes(changes: Sequence[Change]) -> Result:
     """Carry out the changes in order: as one transaction if MIG changes, else as one plan."""
     from gpushare.cli.mig_change import carry_out_change
 
-    mig = next((change for change in changes if change.verb.value.startswith("mig ")), None)
-    if mig is not None:
-        parts = [change for change in changes if change.verb.value.startswith("mig ")]
-        if len({change.verb for change in parts}) > 1 or (len(parts) > 1 and mig.verb is Verb.MIG_CREATE):
-            needs = ", ".join(f"GPU {change.selector} needs `{change.verb.value}`" for change in parts)
+    of_mig = [change for change in changes if change.verb.value.startswith("mig ")]
+    if of_mig:
+        if len({change.verb for change in of_mig}) > 1 or (len(of_mig) > 1 and of_mig[0].verb is Verb.MIG_CREATE):
+            needs = ", ".join(f"GPU {change.selector} needs `{change.verb.value}`" for change in of_mig)
             raise NotSupported(
                 f"{needs}: --apply carries out one kind of change of MIG as a transaction, not several",
-                f"run them one after the other: {'; '.join(shlex.join(['gpushare', *change.words]) for change in parts)}",
+                f"run them one after the other: {'; '.join(shlex.join(['gpushare', *change.words]) for change in of_mig)}",
                 code="several_changes",
             )
-        later = [change for change in changes[changes.index(mig) + 1 :] if change not in parts]
-        return carry_out_change(lambda host, ledger: _mig_change(host, ledger, parts, later))
+        # What comes before is to stop our MPS daemon, and the MIG change does that itself.
+        later = [change for change in changes[changes.index(of_mig[0]) + 1 :] if change not in of_mig]
+        return carry_out_change(lambda host, ledger: _mig_change(host, ledger, of_mig, later))
     host = settings.connect()
     device = select_one(changes[0].selector, gpus_of(host))
     homes = []
@@ -675,35 +696,35 @@ def _carry_out(changes: Sequence[Change]) -> Result:
     )
 
 
-def _mig_change(host: Host, ledger: MigLedger, parts: Sequence[Change], later: Sequence[Change]) -> MigChange:
-    """Return the MIG change of one or several GPUs with the steps that follow it. It stops our MPS daemon itself where that is in the way."""
+def _mig_change(host: Host, ledger: MigLedger, of_mig: Sequence[Change], later: Sequence[Change]) -> MigChange:
+    """Return one MIG change for changes of one kind, with the steps of the ``later`` ones after it."""
     from gpushare.cli.mig_change import change_of, current_layouts, planned_or_refused
 
-    mig = parts[0]
-    gpus, layouts = current_layouts(host, ",".join(change.selector for change in parts))
-    adds = mig.verb is Verb.MIG_CREATE
-    planned = (
-        plan_add(layouts, mig.wish)
-        if adds
-        else plan_exact(layouts, {gpu: change.wish for change in parts for gpu in change.gpus})
-    )
-    modes = {} if adds else {gpu: change.verb is Verb.MIG_APPLY for change in parts for gpu in change.gpus}
-    title = "; ".join(" ".join(change.words[1:]) for change in parts)
-    then_steps = Naming(after=tuple(_later_step(host, change) for change in later))
-    return change_of(host, ledger, gpus, layouts, planned_or_refused(planned), title, modes=modes, naming=then_steps)
+    gpus, layouts = current_layouts(host, ",".join(change.selector for change in of_mig))
+    change_by_gpu = {gpu: change for change in of_mig for gpu in change.gpus}
+    if of_mig[0].verb is Verb.MIG_CREATE:
+        planned = plan_add(layouts, of_mig[0].wish)
+        modes: dict[int, bool] = {}
+    else:
+        planned = plan_exact(layouts, {gpu: change.wish for gpu, change in change_by_gpu.items()})
+        modes = {gpu: change.verb is not Verb.MIG_DISABLE for gpu, change in change_by_gpu.items()}
+    title = "; ".join(" ".join(change.words[1:]) for change in of_mig)
+    after = Naming(after=tuple(_later_step(host, change) for change in later))
+    return change_of(host, ledger, gpus, layouts, planned_or_refused(planned), title, modes=modes, naming=after)
 
 
 def _plan_changes(host: Host, device: Device, changes: Sequence[Change]) -> Plan:
     """Return the plan of changes without MIG: the first is planned now, the others when the first is done."""
     first = changes[0]
+    limits = first.limits or Limits()
     if first.verb is Verb.MPS_START:
-        plan = plan_start(host, device, first.limits or Limits(), exclusive=False)
+        plan = plan_start(host, device, limits, exclusive=False)
     elif first.verb is Verb.MPS_SET:
         try:
-            plan = plan_limits(host, device, first.limits or Limits())
+            plan = plan_limits(host, device, limits)
         except NotFound:
-            # It has died since, or its start was interrupted, which a new start finishes.
-            plan = plan_start(host, device, first.limits or Limits(), exclusive=False)
+            # The daemon has died since, or its start was interrupted, which a new start finishes.
+            plan = plan_start(host, device, limits, exclusive=False)
     elif first.level is not None:
         plan = plan_level(host, [device], first.level)
     else:
@@ -724,7 +745,7 @@ def _plan_stop(host: Host, device: Device) -> Plan:
 
 
 def _later_step(host: Host, change: Change) -> Step:
-    """Return the step of a change that follows another one; it is planned when it acts."""
+    """Return the step of a change that follows another one: a level or an MPS daemon. It is planned when it acts."""
     gpu = host.nvml.gpu(change.gpus[0])
     if change.level is not None:
         return level_step(host, gpu, change.level, gpu.time_slice)
@@ -753,8 +774,8 @@ def _recipe_to_carry_out(advice: Advice) -> Recipe:
     return advice.recipe
 
 
-# The number of copies if the number of processes is unknown.
-_FEWEST = 2
+# Fewer copies do not share; so many are measured if the number of processes is unknown.
+_FEWEST_COPIES: Final = 2
 
 
 def parse_measuring(
@@ -778,7 +799,7 @@ def parse_measuring(
         raise BadUsage(
             "--measure needs a program to run", "give it last: gpushare advise --measure -- CMD", code="no_command"
         )
-    if copies is not None and parse_copies(str(copies))[0] < _FEWEST:
+    if copies is not None and parse_copies(str(copies))[0] < _FEWEST_COPIES:
         raise BadUsage(
             f"--copies {copies}: sharing needs at least two copies", "give --copies 2 or more", code="bad_copies"
         )
@@ -796,7 +817,11 @@ def parse_measuring(
 def measure_and_answer(
     host: Host, situation: Situation, measuring: BenchSettings, asked_copies: int | None, *, live: bool, apply: bool
 ) -> Any:
-    """Measure the ways that fit, and answer by the figures; by the rules, where nothing can be measured."""
+    """Measure the ways that fit, and answer by the figures; by the rules, where nothing can be measured.
+
+    ``asked_copies`` is the number of copies that the user gave. The setup of the answer is carried out (``apply``) only if
+    the rules or a finished measurement have found it.
+    """
     from gpushare.measure.bench import prepare
     from gpushare.measure.ways import parse_ways
 
@@ -820,7 +845,7 @@ def measure_and_answer(
             return _bench_plan(host, device, prepared, advice)
         from gpushare.cli.bench import measure_with_progress
 
-        data, measurement, number = measure_with_progress(host, device, prepared)
+        data, measurement, signal_number = measure_with_progress(host, device, prepared)
     except NotSupported as error:
         # The rules still have an answer.
         advice_of_rules = unmeasured(advice, f"nothing could be measured: {error.message}", copies)
@@ -832,17 +857,22 @@ def measure_and_answer(
         notes,
         apply=apply and early is None,
         error=early,
-        exit_code=128 + number if number is not None else None,
+        exit_code=None if signal_number is None else 128 + signal_number,
     )
 
 
 def _with_copies(situation: Situation, copies: int | None) -> tuple[Situation, int]:
-    """Return the number of copies to measure, as many as fit; without --processes that is the number of processes."""
+    """Return the situation with a number of processes, and how many copies to measure; ``copies``: so many are asked for.
+
+    Without --copies as many as run at the same time; without --processes there are as many processes as copies.
+    """
     case = situation.case
     if case.processes is not None:
-        turns = (situation.in_turns(way) for way in (Way.TIMESLICE, Way.MPS))
-        return situation, copies or min((count for count in turns if count is not None), default=case.processes)
-    copies = copies or _FEWEST
+        if copies is None:
+            at_a_time = [situation.in_turns(way) for way in (Way.TIMESLICE, Way.MPS)]
+            copies = min((count for count in at_a_time if count is not None), default=case.processes)
+        return situation, copies
+    copies = copies or _FEWEST_COPIES
     works = tuple(replace(work, processes=copies) for work in case.workloads)
     return replace(situation, case=replace(case, workloads=works)), copies
 
@@ -852,7 +882,7 @@ def _first_notes(situation: Situation, copies: int, *, assumed: bool, live: bool
     notes = [RUNS_ON] if live else []
     if copies != situation.case.processes:
         notes.append(f"measured with {copies} copies; the case has {situation.case.processes} processes")
-    elif assumed and copies == _FEWEST and len(situation.case.workloads) == 1:
+    elif assumed and copies == _FEWEST_COPIES and len(situation.case.workloads) == 1:
         notes.append(f"assuming {copies} processes; for another number: --processes N")
     if len(situation.case.workloads) > 1:
         notes.append("copies of one program were measured; the case has several programs")
@@ -867,7 +897,7 @@ def _why_not_measured(advice: Advice) -> str | None:
         return "one process does not share: there is nothing to measure"
     names = set(bench_ways(advice))
     comparable = [way for way, bench_names in BENCH_WAYS.items() if names & set(bench_names)]
-    if len(comparable) < _FEWEST:
+    if len(comparable) < 2:
         only = comparable[0].label if comparable else "none of those that gpushare bench measures"
         return f"the rules leave nothing to compare ({only})"
     return None
@@ -906,24 +936,29 @@ def _measured_result(
     from gpushare.show.bench import bench_result
 
     data = answer_of(measured_advice, bench)
-    all_notes = [*notes, *data.notes, *([] if bench is None else bench_notes(bench))]
+    all_notes = [*notes, *data.notes]
+    if bench is not None:
+        all_notes += bench_notes(bench)
     if apply:
         return carry_out_setup(measured_advice.final, [f"measured: {measured_advice.sentence}", *all_notes])
     tables = [answer_table(data, whole=settings.verbose)]
     if bench is not None and bench.cells:
-        # The table marks the final answer.
-        chosen = None if measured_advice.chosen is None else measured_advice.chosen.name
-        # With two copies, a cap of 200/n is no cap: it was measured, and is shown, as plain MPS.
-        measured_as = [
-            cell.measured_as for cell in bench.cells if cell.way == chosen and cell.copies == measured_advice.copies
-        ]
-        chosen = next((cell.way for cell in measured_as if cell.copies == measured_advice.copies), chosen)
-        cells = tuple(replace(cell, chosen=cell.way == chosen) for cell in bench.cells)
-        tables += bench_result(replace(bench, cells=cells)).tables
-    tables.append(verdicts := verdicts_table(data))
+        tables += bench_result(_with_chosen_way(bench, measured_advice)).tables
+    verdicts = verdicts_table(data)
+    tables.append(verdicts)
     if settings.verbose:
         tables.append(reasons_table(data.verdicts, "every rule"))
     more: dict[str, Any] = {}
     if error is not None:
         more = {"errors": (error,), "exit_code": exit_code}
     return Result(data=data, tables=tuple(tables), csv=verdicts, notes=tuple(all_notes), **more)
+
+
+def _with_chosen_way(bench: BenchAnswer, measured_advice: MeasuredAdvice) -> BenchAnswer:
+    """Return the measurement with the cells of the final answer's way marked, instead of those with the best figures."""
+    copies = measured_advice.copies
+    chosen = None if measured_advice.chosen is None else measured_advice.chosen.name
+    # With two copies, a cap of 200/n is no cap: it was measured, and is shown, as plain MPS.
+    measured_as = [cell.measured_as for cell in bench.cells if (cell.way, cell.copies) == (chosen, copies)]
+    chosen = next((cell.way for cell in measured_as if cell.copies == copies), chosen)
+    return replace(bench, cells=tuple(replace(cell, chosen=cell.way == chosen) for cell in bench.cells))

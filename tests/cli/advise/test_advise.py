@@ -361,6 +361,17 @@ def test_apply_of_nothing_is_refused(refused: Any) -> None:
     refused("advise", "--memory", "900G", "--apply", code="nothing_fits", exit_code=3)
 
 
+def test_mig_is_switched_on_where_the_driver_lists_profiles_only_then(cli: Any) -> None:
+    """Driver 535 and older."""
+    world = World("sim:a100-80gb")
+    world.fault("not-supported", "nvmlDeviceGetGpuInstanceProfileInfo")
+    words = ("advise", "--processes", "2", "--memory", "10G", "--isolation", "full", "--apply")
+    assert "switch MIG on for GPU 0" in cli(*words, "-n", host="sim:a100-80gb").ok().out
+    answer = cli(*words, "-y", host="sim:a100-80gb").ok()
+    assert "GPU 0: MIG is on" in answer.out
+    assert "gpushare mig profiles -g 0" in answer.err
+
+
 def test_apply_says_what_a_line_itself_says(cli: Any) -> None:
     cli("sim", "fault", "fail-step", "1", host="sim:a100-80gb").ok()
     answer = cli("advise", *USERS, "--apply", "-y", host="sim:a100-80gb")
